@@ -1,0 +1,130 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from firth.errors import UserError
+
+MANIFEST = "manifest.json"
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, not only the contents of its files."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace a file so that a reader sees the old one or the new one, also after a crash."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise UserError(f"{path}: not valid JSON ({e}).") from None
+
+
+def checksum(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+@contextmanager
+def whole_folder(path: Path, **facts: Any) -> Iterator[Path]:
+    """Write a folder under a temporary name; on success fsync it, add a manifest with checksums, and rename.
+
+    `facts` are stored in the manifest beside `files`. After a crash only a `.NAME.tmp` remains, which the next
+    writer removes; a folder with a manifest was finished.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        files = {}
+        for file in sorted(p for p in temporary.rglob("*") if p.is_file()):
+            fd = os.open(file, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            files[file.relative_to(temporary).as_posix()] = {"bytes": file.stat().st_size, "sha256": checksum(file)}
+        write_json(temporary / MANIFEST, {**facts, "files": files})
+        for folder in [p for p in temporary.rglob("*") if p.is_dir()]:
+            sync_folder(folder)
+        put_in_place(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def put_in_place(temporary: Path, path: Path) -> None:
+    """Rename a finished folder; one that stood there before is put back should that fail."""
+    old = path.with_name(f".{path.name}.old")
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(path, old)
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        if old.exists():
+            os.replace(old, path)
+        raise
+    sync_folder(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a folder that `whole_folder` wrote, or None when every file is as it was written."""
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        return f"{manifest.name} is missing"
+    try:
+        files = read_json(manifest)["files"]
+    except (UserError, KeyError, TypeError):
+        return f"{manifest.name} cannot be read"
+    for name, fact in files.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != fact["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes, not {fact['bytes']}"
+        if checksum(file) != fact["sha256"]:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def fresh_folder(path: Path, what: str) -> None:
+    """Refuse to write into a folder that already holds something."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path} exists already. Name another {what}, or pass --overwrite.")

@@ -1,0 +1,52 @@
+"""What all tests share: quiet libraries, one thread per worker, and a small corpus."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported anywhere. Subprocesses inherit these too.
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_OFFLINE"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+NUM_DOCUMENTS = 300
+ANIMALS = ["cat", "dog", "horse", "fox", "heron", "goat", "otter", "crow"]
+PLACES = ["river", "garden", "harbour", "forest", "market", "bridge", "old mill", "railway station"]
+PEOPLE = ["Anna", "the baker", "Mr. Grey", "a child", "the teacher", "my neighbour", "Ravi", "the sailor"]
+TIMES = ["In the morning", "At noon", "Before the rain", "Last winter", "Every Sunday", "Late at night"]
+VERBS = ["saw", "followed", "fed", "painted", "called", "lost", "found", "remembered"]
+SENTENCES = [
+    "{time}, {person} {verb} the {animal} near the {place}.",
+    "The {animal} slept by the {place}, and {person} did not wake it.",
+    "{person} said that the {animal} was older than the {place}.",
+    "Nobody knew why the {animal} came back to the {place}.",
+    "{time} the {place} is quiet; only the {animal} is there.",
+    "If {person} {verb} it, the {animal} would leave the {place}.",
+]
+
+
+def document(rng: random.Random) -> str:
+    """Two to five short sentences about one animal, one place and one person."""
+    words = {"animal": rng.choice(ANIMALS), "place": rng.choice(PLACES), "person": rng.choice(PEOPLE)}
+    sentences = (
+        rng.choice(SENTENCES).format(time=rng.choice(TIMES), verb=rng.choice(VERBS), **words)
+        for _ in range(rng.randint(2, 5))
+    )
+    return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences)
+
+
+@pytest.fixture(scope="session")
+def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text file of 300 different short English documents, split on blank lines; the same in every session."""
+    rng = random.Random(0)
+    documents: dict[str, None] = {}
+    while len(documents) < NUM_DOCUMENTS:
+        documents[document(rng)] = None
+    path = tmp_path_factory.mktemp("corpus") / "animals.txt"
+    path.write_text("\n\n".join(documents) + "\n", encoding="utf-8")
+    return path

@@ -1,0 +1,167 @@
+"""Data flows down the page: a file imports only from its own folder and from folders above it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "firth"
+FILES = sorted(SOURCE.rglob("*.py"))
+NAMES = [file.relative_to(SOURCE).as_posix() for file in FILES]
+
+# Top to bottom. Rooms on the same line do not know each other, except on the ground floor.
+ORDER: list[set[str]] = [
+    {"errors", "console", "files", "plain"},
+    {"text"},
+    {"tokens"},
+    {"objectives", "models"},
+    {"metrics"},
+    {"train"},
+    {"recipes"},
+    {"generate"},
+    {"tasks"},
+    {"evaluate"},
+    {"plan"},
+    {"lab"},
+    {"serve"},
+    {"verbs"},
+    {"__init__"},
+    {"cli"},
+    {"__main__"},
+]
+FLOOR = {room: floor for floor, rooms in enumerate(ORDER) for room in rooms}
+
+
+def room(name: str) -> str:
+    """The room that a file belongs to: 'text/corpus.py' -> 'text', 'cli.py' -> 'cli'."""
+    return name.split("/")[0].removesuffix(".py")
+
+
+def imported_modules(source: str, name: str) -> Iterator[str]:
+    """Every module that a file imports, in full, those inside functions too."""
+    package = ["firth", *name.split("/")[:-1]]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            if module == "firth":
+                yield from (f"firth.{alias.name}" for alias in node.names)
+            else:
+                yield module
+
+
+def imported_rooms(source: str, name: str) -> set[str]:
+    """The rooms of Firth that a file imports from. A name of the package itself belongs to its '__init__'."""
+    modules = (module.split(".") for module in imported_modules(source, name))
+    parts = {(module[1] if len(module) > 1 else "__init__") for module in modules if module[0] == "firth"}
+    return {part if part in FLOOR or is_room(part) else "__init__" for part in parts}
+
+
+def is_room(part: str) -> bool:
+    return (SOURCE / part).is_dir() or (SOURCE / f"{part}.py").is_file()
+
+
+def wrong_arrows(source: str, name: str) -> list[str]:
+    """The imports of a file that go against the order."""
+    here = room(name)
+    wrong = []
+    for there in sorted(imported_rooms(source, name) - {here}):
+        if there not in FLOOR or here not in FLOOR:
+            wrong.append(f"{name}: {here} -> {there} has no place in the order")
+        elif FLOOR[there] > FLOOR[here] or (FLOOR[there] == FLOOR[here] > 0):
+            wrong.append(f"{name}: {here} must not import {there}")
+    return wrong
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arrows_point_up(name: str) -> None:
+    assert room(name) in FLOOR, f"{name} has no place in the order"
+    assert wrong_arrows((SOURCE / name).read_text(encoding="utf-8"), name) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("text/corpus.py", "from firth.tokens.rows import row"),
+        ("text/corpus.py", "import firth.train.loop"),
+        ("text/corpus.py", "from firth import tokens"),
+        ("text/corpus.py", "from ..tokens import rows"),
+        ("text/corpus.py", "def f():\n    from firth.cli import main"),
+        ("objectives/batch.py", "from firth.models import config"),
+        ("models/model.py", "from firth.objectives.batch import Batch"),
+        ("errors.py", "from firth.text import corpus"),
+        ("metrics/text.py", "from firth import __version__"),
+        ("metrics/text.py", "import firth"),
+    ],
+)
+def test_a_wrong_arrow_is_caught(name: str, source: str) -> None:
+    assert len(wrong_arrows(source, name)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("train/loop.py", "from firth.models import model\nfrom firth.objectives.batch import Batch"),
+        ("text/corpus.py", "from firth.text.clean import held_out\nfrom .mix import mix\nfrom . import pydocs"),
+        ("console.py", "from firth.errors import UserError"),
+        ("metrics/text.py", "import numpy\nfrom tokens import something_else"),
+        ("cli.py", "from firth import __version__, verbs"),
+    ],
+)
+def test_a_right_arrow_is_let_through(name: str, source: str) -> None:
+    assert wrong_arrows(source, name) == []
+
+
+def only_names(source: str) -> bool:
+    """Whether a file holds imports, `__all__` and a docstring, and nothing else."""
+    for node in ast.parse(source).body:
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        listing = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        if not (docstring or listing or isinstance(node, ast.Import | ast.ImportFrom)):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("/__init__.py")])
+def test_init_files_hold_only_names(name: str) -> None:
+    assert only_names((SOURCE / name).read_text(encoding="utf-8"))
+
+
+def test_code_in_an_init_file_is_caught() -> None:
+    assert only_names('"""Doc."""\nfrom a import b\n__all__ = ["b"]')
+    assert not only_names("from a import b\nb()")
+    assert not only_names("def f(): ...")
+
+
+def test_every_library_we_import_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [
+        *project["dependencies"],
+        *project["optional-dependencies"]["hf"],
+        *project["optional-dependencies"]["web"],
+    ]
+    declared = {normal(re.match(r"[\w.-]+", line)[0]) for line in wanted}  # type: ignore[index]
+    owners = packages_distributions()
+    missing = set()
+    for file, name in zip(FILES, NAMES, strict=True):
+        for module in imported_modules(file.read_text(encoding="utf-8"), name):
+            top = module.split(".")[0]
+            known = top == "firth" or top in sys.stdlib_module_names
+            if not known and declared.isdisjoint(normal(owner) for owner in owners.get(top, [top])):
+                missing.add(f"{name} imports {top}")
+    assert missing == set()
+
+
+def normal(distribution: str) -> str:
+    """One spelling for a package name, as pip compares them."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
