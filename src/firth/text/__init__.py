@@ -1,0 +1,8 @@
+"""What a person has: documents and labelled examples."""
+
+from firth.text.clean import HELD_OUT, Unique, fingerprint, held_out
+from firth.text.corpus import Corpus
+from firth.text.kinds import Document, Example
+from firth.text.labelled import read_labelled
+
+__all__ = ["HELD_OUT", "Corpus", "Document", "Example", "Unique", "fingerprint", "held_out", "read_labelled"]
