@@ -1,0 +1,338 @@
+"""Rows of token ids: packing and shuffled order, as a pure function of the shards, the seed and the index."""
+
+# Shapes: D documents, P pieces, R rows, B rows of a batch, T positions of a row, N tokens of a batch.
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from firth.console import say
+from firth.errors import UserError
+from firth.files import damage, whole_folder
+from firth.tokens.shards import Shards
+
+# --- packing ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Special tokens put around each piece of a document: [CLS] and [SEP] for BERT, nothing and </s> for T5.
+
+    `edges_only`: only where a document really begins and ends (GPT-2), not where it was cut; a piece that was cut
+    leaves their places free.
+    """
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    edges_only: bool = False
+
+    @property
+    def size(self) -> int:
+        return len(self.before) + len(self.after)
+
+
+class Packing(NamedTuple):
+    """Which pieces of text share a row: row r holds the pieces row_first[r] up to row_first[r + 1]."""
+
+    piece_start: np.ndarray  # (P,) int64, offset in the tokens of the shards
+    piece_length: np.ndarray  # (P,) int32
+    row_first: np.ndarray  # (R + 1,) int64
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_first) - 1
+
+
+def pack(lengths_D: np.ndarray, capacity: int, frame: int = 0, max_documents: int | None = None) -> Packing:
+    """Put documents that lie one after the other into rows of `capacity`; every token reaches exactly one row.
+
+    A document that is too long is cut into full pieces and a remainder. Pieces, which cost their length and `frame`
+    more, are packed best-fit decreasing: the longest first, each into the row where it leaves the least room, at
+    most `max_documents` to a row.
+    """
+    assert capacity > frame, "a row must have room for text"
+    start_P, length_P = cut(np.asarray(lengths_D, dtype=np.int64), capacity - frame)
+    order = np.argsort(-length_P, kind="stable")
+    row_P, num_rows = best_fit(length_P[order] + frame, capacity, max_documents)
+    by_row = np.argsort(row_P, kind="stable")
+    order = order[by_row]
+    return Packing(
+        piece_start=start_P[order],
+        piece_length=length_P[order].astype(np.int32),
+        row_first=np.searchsorted(row_P[by_row], np.arange(num_rows + 1)).astype(np.int64),
+    )
+
+
+def cut(lengths_D: np.ndarray, payload: int) -> tuple[np.ndarray, np.ndarray]:
+    """Start and length of the pieces: full ones of length `payload`, and what remains of each document."""
+    num_pieces_D = -(-lengths_D // payload)
+    document_P = np.repeat(np.arange(len(lengths_D)), num_pieces_D)
+    done_P = ragged_arange(num_pieces_D) * payload
+    start_P = (np.cumsum(lengths_D) - lengths_D)[document_P] + done_P
+    return start_P, np.minimum(lengths_D[document_P] - done_P, payload)
+
+
+def ragged_arange(counts: np.ndarray) -> np.ndarray:
+    """
+    >>> ragged_arange(np.array([3, 0, 2]))
+    array([0, 1, 2, 0, 1])
+    """
+    before = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum())) - np.repeat(before, counts)
+
+
+def best_fit(cost_P: np.ndarray, capacity: int, max_pieces: int | None) -> tuple[np.ndarray, int]:
+    """The row of each piece, and the number of rows; costs are given in falling order.
+
+    Open rows lie in buckets by the room that they have left. Pieces of equal cost are placed together: the best row
+    for one of them stays the best row for the next until it is full, so a bucket is served at one stroke.
+    """
+    row_P = np.empty(len(cost_P), dtype=np.int64)
+    rows = OpenRows(capacity)
+    costs, counts = np.unique(cost_P, return_counts=True)
+    first = 0
+    for cost, left in zip(costs[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        while left:
+            room, pieces = rows.best_bucket(cost)
+            fit = room // cost if max_pieces is None else min(room // cost, max_pieces - pieces)
+            chosen = rows.take(room, pieces, -(-left // fit))
+            placed = min(left, len(chosen) * fit)
+            row_P[first : first + placed] = np.repeat(chosen, fit)[:placed]
+            first, left = first + placed, left - placed
+            partly = placed % fit  # the last row may get fewer than would fit
+            full = len(chosen) - (partly > 0)
+            for group, more in ((chosen[:full], fit), (chosen[full:], partly)):
+                if max_pieces is None or pieces + more < max_pieces:
+                    rows.put(group, room - more * cost, pieces + more if max_pieces is not None else 0)
+    return row_P, rows.num_rows
+
+
+class OpenRows:
+    """Rows that have room left, in buckets by their room and, where that is limited, the number of their pieces."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.num_rows = 0
+        self.buckets: list[dict[int, list[int]]] = [{} for _ in range(capacity + 1)]
+        self.filled = 0  # bit r is set when a bucket with room r is not empty
+
+    def best_bucket(self, cost: int) -> tuple[int, int]:
+        """The bucket with the least room that is enough; a new row where there is none."""
+        enough = self.filled >> cost
+        if not enough:
+            return self.capacity, 0
+        room = cost + (enough & -enough).bit_length() - 1
+        return room, max(self.buckets[room])
+
+    def take(self, room: int, pieces: int, count: int) -> list[int]:
+        """Up to `count` rows of a bucket; new rows when no row is open there."""
+        bucket = self.buckets[room]
+        if pieces not in bucket:
+            self.num_rows += count
+            return list(range(self.num_rows - count, self.num_rows))
+        rows = bucket[pieces]
+        taken = rows[-count:]
+        del rows[-count:]
+        if not rows:
+            del bucket[pieces]
+        if not bucket:
+            self.filled &= ~(1 << room)
+        return taken
+
+    def put(self, rows: list[int], room: int, pieces: int) -> None:
+        if rows and room:
+            self.buckets[room].setdefault(pieces, []).extend(rows)
+            self.filled |= 1 << room
+
+
+def cached_packing(shards: Shards, capacity: int, frame: int, max_documents: int | None) -> Packing:
+    """The packing of a part of shards, computed once and kept beside it."""
+    key = hashlib.sha256(f"1 {shards.fingerprint} {frame} {max_documents}".encode()).hexdigest()[:12]
+    folder = shards.folder / f"rows-{capacity}-{key}"
+    if damage(folder) is None:
+        return Packing(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in Packing._fields))
+    packing = pack(np.diff(shards.offsets), capacity, frame, max_documents)
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        store(packing, folder)
+    except OSError as e:
+        say(f"{shards.folder} cannot be written ({e.strerror}), so how its rows are packed is not kept.")
+    return packing
+
+
+def store(packing: Packing, folder: Path) -> None:
+    """Write a packing. Several processes may do so at the same time: each writes its own, the first one stays."""
+    mine = folder.with_name(f"{folder.name}.{os.getpid()}")
+    with whole_folder(mine) as temporary:
+        for name, array in packing._asdict().items():
+            np.save(temporary / f"{name}.npy", array)
+    try:
+        mine.rename(folder)
+    except OSError:
+        shutil.rmtree(mine)
+        if not folder.is_dir():
+            raise
+
+
+# --- order --------------------------------------------------------------------------------------------------------
+
+ROUNDS = 6
+
+
+def mix(*numbers: int | np.integer | np.ndarray) -> np.ndarray:
+    """64 random-looking bits from any integers, or from arrays of them element by element."""
+    state = np.zeros((), dtype=np.uint64)
+    for number in numbers:
+        value = np.uint64(number % 2**64) if isinstance(number, int) else number.astype(np.uint64)
+        state = scramble(state ^ value)
+    return np.asarray(state)
+
+
+def scramble(x: np.ndarray) -> np.ndarray:
+    """One step of splitmix64 (Steele, Lea, Flood 2014): every bit of the answer depends on every bit of x."""
+    with np.errstate(over="ignore"):
+        x = x + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+def permute(i: np.ndarray, n: int, seed: int | np.integer | np.ndarray) -> np.ndarray:
+    """Where each of `i` goes in a random permutation of range(n): any place at once, no list is kept.
+
+    A Feistel network permutes the numbers of so many bits as n - 1 has; one that lands beyond n goes through it again
+    until it lands inside, which gives a permutation of range(n). `seed` is one number, or one for each of `i`.
+    """
+    i = np.asarray(i, dtype=np.int64)
+    assert ((i >= 0) & (i < n)).all(), "not in range(n)"
+    bits = max((n - 1).bit_length(), 4)
+    key = np.broadcast_to(mix(seed, n), i.shape).ravel()
+    keys = [mix(key, k) for k in range(ROUNDS)]
+    out = i.astype(np.uint64).ravel()
+    todo = np.arange(len(out))
+    while len(todo):
+        out[todo] = feistel(out[todo], [key[todo] for key in keys], bits)
+        todo = todo[out[todo] >= n]
+    return out.astype(np.int64).reshape(i.shape)
+
+
+def feistel(x: np.ndarray, keys: list[np.ndarray], bits: int) -> np.ndarray:
+    """A permutation of the numbers of `bits` bits, another one for other keys; their count must be even."""
+    many, few = np.uint64(bits - bits // 2), np.uint64(bits // 2)
+    left, right = x >> few, x & low_bits(few)
+    for k, key in enumerate(keys):
+        width = many if k % 2 == 0 else few
+        left, right = right, left ^ (scramble(right ^ key) & low_bits(width))
+    return left << few | right
+
+
+def low_bits(count: np.uint64) -> np.uint64:
+    return np.uint64(2 ** int(count) - 1)
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """Some rows of text."""
+
+    tokens: np.ndarray  # (B, T) int64
+    doc: np.ndarray  # (B, T) int32: 0, 1, 2 ... within the row, -1 for padding
+    position: np.ndarray  # (B, T) int32: place in the piece, 0 for padding
+    real: np.ndarray  # (B, T) bool: text, neither frame nor padding
+    index: np.ndarray  # type: ignore[assignment]  # (B,) int64: which rows of the stream
+
+
+class RowSource:
+    """An endless stream of rows in which any row can be asked for: row g is always the same row.
+
+    An epoch has every row once, in an order of its own (`shuffle=False`: as they were packed).
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        length: int,
+        frame: Frame,
+        pad: int,
+        seed: int,
+        max_documents: int | None = None,
+        shuffle: bool = True,
+        allow_short: bool = False,
+    ) -> None:
+        if length <= frame.size:
+            raise UserError(f"A row of {length} tokens has no room for text. Choose a longer --max-seq-length.")
+        if shards.num_tokens < length and not allow_short:
+            raise UserError(
+                f"The text has {shards.num_tokens:,} tokens, less than one row of {length:,}. "
+                f"Choose a shorter --max-seq-length, or give more text."
+            )
+        self.shards, self.length, self.frame, self.pad = shards, length, frame, pad
+        self.seed, self.shuffle = seed, shuffle
+        self.packing = cached_packing(shards, length, frame.size, max_documents)
+        self.num_rows = self.packing.num_rows
+        start_P, end_P = self.packing.piece_start, self.packing.piece_start + self.packing.piece_length
+        frames = len(frame.before) * self._edges(start_P).sum() + len(frame.after) * self._edges(end_P).sum()
+        used = shards.num_tokens + int(frames)
+        self.tokens_used = used / (self.num_rows * length)  # the share of positions that are not padding
+
+    def rows(self, indices: np.ndarray) -> Rows:
+        """The rows at these places of the stream."""
+        index_B = np.asarray(indices, dtype=np.int64)
+        epoch_B, place_B = np.divmod(index_B, self.num_rows)
+        row_B = permute(place_B, self.num_rows, mix(self.seed, epoch_B)) if self.shuffle else place_B
+        return self._build(row_B, index_B)
+
+    def _edges(self, place_P: np.ndarray) -> np.ndarray:
+        """Where the frame goes: at the edges of documents, or of every piece."""
+        if not self.frame.edges_only:
+            return np.ones(len(place_P), dtype=bool)
+        return self.shards.offsets[np.searchsorted(self.shards.offsets, place_P)] == place_P
+
+    def _build(self, row_B: np.ndarray, index_B: np.ndarray) -> Rows:
+        """Lay the pieces of the rows end to end, then fold the line into rows."""
+        first_B = self.packing.row_first[row_B]
+        pieces_B = self.packing.row_first[row_B + 1] - first_B
+        doc_P = ragged_arange(pieces_B)
+        piece_P = np.repeat(first_B, pieces_B) + doc_P
+        start_P = self.packing.piece_start[piece_P]
+        length_P = self.packing.piece_length[piece_P].astype(np.int64)
+        opens_P, closes_P = self._edges(start_P), self._edges(start_P + length_P)
+        before_P, after_P = len(self.frame.before) * opens_P, len(self.frame.after) * closes_P
+        cost_P = before_P + length_P + after_P
+        end_P = np.cumsum(cost_P)
+        begin_P = end_P - cost_P
+        line_N = np.arange(end_P[-1] if len(end_P) else 0)
+
+        position_N = line_N - np.repeat(begin_P, cost_P)
+        source_N = line_N + np.repeat(start_P - before_P - begin_P, cost_P)
+        tokens_N = np.take(np.asarray(self.shards.tokens), source_N, mode="clip").astype(np.int64)
+        real_N = np.ones(len(line_N), dtype=bool)
+        around = [begin_P[opens_P] + k for k in range(len(self.frame.before))]
+        around += [end_P[closes_P] - len(self.frame.after) + k for k in range(len(self.frame.after))]
+        for place_P, token in zip(around, (*self.frame.before, *self.frame.after), strict=True):
+            tokens_N[place_P] = token
+            real_N[place_P] = False
+
+        filled_B = np.diff(np.concatenate([[0], end_P])[np.concatenate([[0], np.cumsum(pieces_B)])])
+        is_filled = np.arange(self.length) < filled_B[:, None]
+
+        def fold(values_N: np.ndarray, empty: int, dtype: type) -> np.ndarray:
+            rows = np.full(is_filled.shape, empty, dtype=dtype)
+            rows[is_filled] = values_N
+            return rows
+
+        return Rows(
+            tokens=fold(tokens_N, self.pad, np.int64),
+            doc=fold(np.repeat(doc_P, cost_P), -1, np.int32),
+            position=fold(position_N, 0, np.int32),
+            real=fold(real_N, False, bool),
+            index=index_B,
+        )

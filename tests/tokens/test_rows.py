@@ -1,0 +1,287 @@
+"""Rows hold every token once an epoch, in an order that depends on the seed and the index alone."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from firth.errors import UserError
+from firth.tokens import rows as rows_module
+from firth.tokens.rows import Frame, Packing, Rows, RowSource, mix, pack, permute
+from firth.tokens.shards import Shards
+
+PAD, CLS, SEP = 0, 1, 2
+BERT = Frame((CLS,), (SEP,))
+
+
+class FakeShards(Shards):
+    """Documents of given lengths; the tokens are 100, 101, 102 ... so that each can be told from the others."""
+
+    def __init__(self, folder: Path, lengths: list[int]) -> None:
+        self.folder = folder
+        self.offsets = np.cumsum([0, *lengths])
+        self.tokens = np.arange(100, 100 + self.num_tokens).astype(np.uint16)  # type: ignore[assignment]
+
+    fingerprint = "fake"  # type: ignore[assignment]
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> FakeShards:
+    return FakeShards(tmp_path, np.random.default_rng(0).integers(1, 40, size=200).tolist())
+
+
+def layout(packing: Packing) -> list[list[tuple[int, int]]]:
+    """The (start, length) of the pieces of each row."""
+    pieces = list(zip(packing.piece_start.tolist(), packing.piece_length.tolist(), strict=True))
+    edges = packing.row_first.tolist()
+    return [pieces[a:b] for a, b in pairwise(edges)]
+
+
+# --- packing ------------------------------------------------------------------------------------------------------
+
+
+def test_packing_by_hand() -> None:
+    # Costs with a frame of 1: 6, 4, 3, 8. Longest first: 8 alone; 6; 4 does not fit beside 6; 3 fits beside 4, not 6.
+    assert layout(pack(np.array([5, 3, 2, 7]), capacity=8, frame=1)) == [[(10, 7)], [(0, 5)], [(5, 3), (8, 2)]]
+
+
+def test_best_fit_takes_the_row_that_it_fills_best() -> None:
+    # 7, 6, 3: the 3 fits only beside 7; then 4 fits only beside 6.
+    assert layout(pack(np.array([7, 6, 4, 3]), capacity=10)) == [[(0, 7), (17, 3)], [(7, 6), (13, 4)]]
+    # The 2 fits beside 7 (leaving 1) and beside 8 (leaving 0): it goes to the 8.
+    assert layout(pack(np.array([7, 8, 2]), capacity=10)) == [[(7, 8), (15, 2)], [(0, 7)]]
+
+
+def test_long_documents_are_cut_into_full_pieces_and_a_remainder() -> None:
+    assert layout(pack(np.array([20, 3]), capacity=8, frame=1)) == [[(0, 7)], [(7, 7)], [(14, 6)], [(20, 3)]]
+    assert layout(pack(np.array([16]), capacity=8)) == [[(0, 8)], [(8, 8)]]
+
+
+def test_equal_pieces_share_rows() -> None:
+    assert [len(row) for row in layout(pack(np.full(7, 3), capacity=10))] == [3, 3, 1]
+
+
+def test_at_most_so_many_documents_to_a_row() -> None:
+    assert [len(row) for row in layout(pack(np.full(7, 1), capacity=100, max_documents=3))] == [3, 3, 1]
+    mixed = pack(np.array([5, 5, 1, 1, 1]), capacity=8, max_documents=2)
+    assert [[length for _, length in row] for row in layout(mixed)] == [[5, 1], [5, 1], [1]]
+
+
+def test_no_documents() -> None:
+    assert pack(np.array([], dtype=np.int64), capacity=8).num_rows == 0
+
+
+def slow_best_fit(costs: list[int], capacity: int, max_documents: int | None) -> list[int]:
+    """The rows' free space after packing one piece at a time, the plain way."""
+    free: list[int] = []
+    held: list[int] = []
+    for cost in sorted(costs, reverse=True):
+        open_rows = [
+            r for r in range(len(free)) if free[r] >= cost and (max_documents is None or held[r] < max_documents)
+        ]
+        if not open_rows:
+            free.append(capacity)
+            held.append(0)
+            open_rows = [len(free) - 1]
+        best = min(open_rows, key=lambda r: (free[r], -held[r]))
+        free[best] -= cost
+        held[best] += 1
+    return sorted(free)
+
+
+@pytest.mark.parametrize("max_documents", [None, 1, 4])
+@pytest.mark.parametrize("capacity", [16, 64])
+def test_packing_equals_best_fit_one_piece_at_a_time(capacity: int, max_documents: int | None) -> None:
+    lengths = np.random.default_rng(capacity).geometric(0.08, size=500)
+    packing = pack(lengths, capacity, frame=2, max_documents=max_documents)
+    costs = [[length + 2 for _, length in row] for row in layout(packing)]
+    free = sorted(capacity - sum(row) for row in costs)
+    assert free == slow_best_fit([cost for row in costs for cost in row], capacity, max_documents)
+    assert max_documents is None or max(map(len, costs)) <= max_documents
+    covered = np.concatenate([np.arange(start, start + length) for row in layout(packing) for start, length in row])
+    assert np.array_equal(np.sort(covered), np.arange(lengths.sum()))
+
+
+def test_packing_is_kept_beside_the_shards(shards: FakeShards, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = RowSource(shards, 32, BERT, PAD, seed=0).packing
+    (folder,) = shards.folder.iterdir()
+    assert folder.name.startswith("rows-32-")
+    monkeypatch.setattr(rows_module, "pack", None)
+    kept = RowSource(shards, 32, BERT, PAD, seed=1).packing
+    for name in Packing._fields:
+        assert np.array_equal(getattr(kept, name), getattr(fresh, name))
+        assert getattr(kept, name).dtype == getattr(fresh, name).dtype
+
+
+def test_another_packing_is_kept_apart(shards: FakeShards) -> None:
+    RowSource(shards, 32, BERT, PAD, seed=0)
+    RowSource(shards, 32, Frame((), (SEP,)), PAD, seed=0)
+    RowSource(shards, 32, BERT, PAD, seed=0, max_documents=2)
+    RowSource(shards, 64, BERT, PAD, seed=0)
+    assert len(list(shards.folder.iterdir())) == 4
+
+
+def test_a_damaged_packing_is_made_again(shards: FakeShards) -> None:
+    fresh = RowSource(shards, 32, BERT, PAD, seed=0).packing
+    (folder,) = shards.folder.iterdir()
+    (folder / "piece_start.npy").write_bytes(b"")
+    for _ in range(2):
+        assert np.array_equal(RowSource(shards, 32, BERT, PAD, seed=0).packing.piece_start, fresh.piece_start)
+    assert (folder / "piece_start.npy").stat().st_size > 0
+
+
+def test_shards_that_cannot_be_written_are_fine(
+    shards: FakeShards, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(rows_module, "store", refuse)
+    source = RowSource(shards, 32, BERT, PAD, seed=0)
+    assert source.rows(np.arange(3)).tokens.shape == (3, 32)
+    assert list(shards.folder.iterdir()) == []
+    assert "Permission denied" in capsys.readouterr().err
+
+
+# --- order --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 16, 17, 1000, 4096, 4097])
+def test_permute_is_a_permutation(n: int) -> None:
+    for seed in range(3):
+        assert np.array_equal(np.sort(permute(np.arange(n), n, seed)), np.arange(n))
+
+
+def test_permute_depends_on_the_seed_and_on_nothing_else() -> None:
+    places = np.arange(1000)
+    whole = permute(places, 1000, 5)
+    assert np.array_equal(permute(places, 1000, 5), whole)
+    assert not np.array_equal(permute(places, 1000, 6), whole)
+    assert [int(permute(np.array([i]), 1000, 5)[0]) for i in (999, 0, 17)] == whole[[999, 0, 17]].tolist()
+    both = permute(np.array([[3, 4], [3, 4]]), 1000, np.array([[5], [6]]))
+    assert both.tolist() == [whole[3:5].tolist(), permute(places, 1000, 6)[3:5].tolist()]
+
+
+@pytest.mark.parametrize("n", [3, 7, 20])
+def test_permute_is_uniform(n: int) -> None:
+    """Over many seeds, each place goes everywhere equally often, and so do pairs of neighbours."""
+    seeds = np.arange(20_000)
+    first, second = permute(np.zeros_like(seeds), n, seeds), permute(np.ones_like(seeds), n, seeds)
+    assert np.abs(np.bincount(first, minlength=n) / len(seeds) * n - 1).max() < 0.15
+    pairs = np.bincount((second - first) % n, minlength=n)
+    assert pairs[0] == 0
+    assert np.abs(pairs[1:] / len(seeds) * (n - 1) - 1).max() < 0.15
+
+
+def test_permute_leaves_no_pattern() -> None:
+    where = permute(np.arange(100_000), 100_000, 3)
+    assert abs(np.corrcoef(where, np.arange(100_000))[0, 1]) < 0.02
+    assert abs(np.corrcoef(where[1:], where[:-1])[0, 1]) < 0.02
+    assert (where == np.arange(100_000)).sum() < 10
+
+
+def test_mix() -> None:
+    assert mix(0) == 0xE220A8397B1DCDAF  # the first number of splitmix64 from state 0
+    assert len({int(mix(a, b)) for a in range(-20, 20) for b in range(40)}) == 1600
+    assert mix(3, np.arange(5))[4] == mix(3, 4)
+    assert mix(-1) == mix(2**64 - 1)
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+
+def test_rows_by_hand(tmp_path: Path) -> None:
+    shards = FakeShards(tmp_path, [5, 3, 2, 7])  # tokens 100..104, 105..107, 108..109, 110..116
+    source = RowSource(shards, 9, BERT, PAD, seed=0, shuffle=False)
+    rows = source.rows(np.arange(source.num_rows))
+    assert rows.tokens.tolist() == [
+        [CLS, 110, 111, 112, 113, 114, 115, 116, SEP],
+        [CLS, 100, 101, 102, 103, 104, SEP, PAD, PAD],
+        [CLS, 105, 106, 107, SEP, CLS, 108, 109, SEP],
+    ]
+    assert rows.doc.tolist() == [[0] * 9, [0] * 7 + [-1] * 2, [0] * 5 + [1] * 4]
+    assert rows.position.tolist() == [
+        [0, 1, 2, 3, 4, 5, 6, 7, 8],
+        [0, 1, 2, 3, 4, 5, 6, 0, 0],
+        [0, 1, 2, 3, 4, 0, 1, 2, 3],
+    ]
+    assert np.array_equal(rows.real, rows.tokens >= 100)
+    assert rows.index.tolist() == [0, 1, 2]
+    assert [a.dtype for a in rows] == [np.int64, np.int32, np.int32, np.bool_, np.int64]
+    assert source.tokens_used == pytest.approx(25 / 27)
+
+
+def test_a_frame_at_the_end_only(tmp_path: Path) -> None:
+    source = RowSource(FakeShards(tmp_path, [3, 2]), 5, Frame((), (SEP,)), PAD, seed=0, shuffle=False)
+    assert source.rows(np.arange(2)).tokens.tolist() == [[100, 101, 102, SEP, PAD], [103, 104, SEP, PAD, PAD]]
+
+
+def test_a_frame_at_the_edges_of_documents_only(tmp_path: Path) -> None:
+    frame = Frame((CLS,), (SEP,), edges_only=True)
+    source = RowSource(FakeShards(tmp_path, [11]), 6, frame, PAD, seed=0, shuffle=False)
+    assert source.rows(np.arange(3)).tokens.tolist() == [
+        [CLS, 100, 101, 102, 103, PAD],
+        [104, 105, 106, 107, PAD, PAD],
+        [108, 109, 110, SEP, PAD, PAD],
+    ]
+    assert source.tokens_used == pytest.approx(13 / 18)
+
+
+@pytest.mark.parametrize("frame", [Frame(), BERT, Frame((CLS,), (SEP,), edges_only=True)])
+def test_every_token_is_read_once_an_epoch(shards: FakeShards, frame: Frame) -> None:
+    source = RowSource(shards, 32, frame, PAD, seed=3)
+    for epoch in range(2):
+        rows = source.rows(epoch * source.num_rows + np.arange(source.num_rows))
+        assert np.array_equal(np.sort(rows.tokens[rows.real]), np.asarray(shards.tokens))
+        assert source.tokens_used == pytest.approx((rows.doc >= 0).mean())
+
+
+def test_epochs_differ_in_order(shards: FakeShards) -> None:
+    source = RowSource(shards, 32, BERT, PAD, seed=3)
+    first = source.rows(np.arange(source.num_rows)).tokens
+    second = source.rows(np.arange(source.num_rows) + source.num_rows).tokens
+    other = RowSource(shards, 32, BERT, PAD, seed=4).rows(np.arange(source.num_rows)).tokens
+    assert not np.array_equal(first, second)
+    assert not np.array_equal(first, other)
+    assert sorted(first.tolist()) == sorted(second.tolist()) == sorted(other.tolist())
+
+
+def test_a_row_depends_on_its_index_alone(shards: FakeShards) -> None:
+    source = RowSource(shards, 32, BERT, PAD, seed=3)
+    index = np.arange(2 * source.num_rows)  # over the edge of an epoch
+    together = source.rows(index)
+    for g in (len(index) - 1, 0, source.num_rows, 5):
+        alone = source.rows(np.array([g]))
+        for name in Rows._fields:
+            assert np.array_equal(getattr(alone, name)[0], getattr(together, name)[g])
+    mixed = source.rows(index[::-7])
+    assert np.array_equal(mixed.tokens, together.tokens[::-7])
+
+
+def test_positions_restart_with_every_document(shards: FakeShards) -> None:
+    source = RowSource(shards, 64, BERT, PAD, seed=3)
+    rows = source.rows(np.arange(source.num_rows))
+    assert rows.doc.max() > 1
+    new = np.diff(rows.doc, axis=1, prepend=-1) != 0
+    text = rows.doc >= 0
+    assert (rows.position[new & text] == 0).all()
+    assert (rows.tokens[new & text] == CLS).all()
+    steps = np.diff(rows.position, axis=1)
+    assert (steps[(~new & text)[:, 1:]] == 1).all()
+
+
+def test_text_shorter_than_a_row(tmp_path: Path) -> None:
+    shards = FakeShards(tmp_path, [5, 3])
+    with pytest.raises(UserError, match=r"has 8 tokens, less than one row of 128.*--max-seq-length"):
+        RowSource(shards, 128, BERT, PAD, seed=0)
+    source = RowSource(shards, 128, BERT, PAD, seed=0, allow_short=True)
+    assert source.num_rows == 1
+    assert source.rows(np.array([0, 1])).real.sum() == 16
+
+
+def test_rows_without_room_for_text(shards: FakeShards) -> None:
+    with pytest.raises(UserError, match="no room for text"):
+        RowSource(shards, 2, BERT, PAD, seed=0)
