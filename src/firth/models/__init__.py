@@ -1,0 +1,49 @@
+"""Batch to hidden states, logits, loss."""
+
+from firth.models.config import Classes, Head, LMHead, ModelConfig
+from firth.models.model import (
+    Decoder,
+    Encoder,
+    EncoderDecoder,
+    Model,
+    Output,
+    count_parameters,
+    make_model,
+    with_classes,
+)
+from firth.models.presets import PRESETS, preset
+from firth.models.weights import (
+    OWN,
+    family_of,
+    from_hf_config,
+    load_model,
+    load_weights,
+    read_tensors,
+    to_hf_config,
+    write_model,
+)
+
+__all__ = [
+    "OWN",
+    "PRESETS",
+    "Classes",
+    "Decoder",
+    "Encoder",
+    "EncoderDecoder",
+    "Head",
+    "LMHead",
+    "Model",
+    "ModelConfig",
+    "Output",
+    "count_parameters",
+    "family_of",
+    "from_hf_config",
+    "load_model",
+    "load_weights",
+    "make_model",
+    "preset",
+    "read_tensors",
+    "to_hf_config",
+    "with_classes",
+    "write_model",
+]

@@ -1,0 +1,64 @@
+"""One block for all: attention, cross-attention, MLP, each inside its residual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from firth.models import config as c
+from firth.models.attention import Attention, Sight
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def make_norm(config: c.ModelConfig) -> nn.Module:
+    if isinstance(config.norm, c.RMSNorm):
+        return nn.RMSNorm(config.dim, eps=config.norm.eps)
+    return nn.LayerNorm(config.dim, eps=config.norm.eps)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: c.ModelConfig) -> None:
+        super().__init__()
+        spec = config.mlp
+        self.gated, self.activation = spec.gated, ACTIVATIONS[spec.activation]
+        self.up = nn.Linear(config.dim, (2 if spec.gated else 1) * spec.dim, bias=config.bias)
+        self.down = nn.Linear(spec.dim, config.dim, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        if self.gated:
+            gate, h = h.chunk(2, dim=-1)
+            return self.down(self.activation(gate) * h)
+        return self.down(self.activation(h))
+
+
+class Block(nn.Module):
+    """Attention, then (in a decoder that reads an encoder) cross-attention, then MLP."""
+
+    def __init__(self, config: c.ModelConfig, cross: bool = False) -> None:
+        super().__init__()
+        self.attention = Attention(config)
+        self.attention_norm = make_norm(config)
+        if cross:
+            self.cross = Attention(config)
+            self.cross_norm = make_norm(config)
+        self.mlp = MLP(config)
+        self.mlp_norm = make_norm(config)
+        self.norm_first = config.norm_first
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, sight: Sight, read: Tensor | None = None, read_sight: Sight | None = None) -> Tensor:
+        x = self.around(x, self.attention_norm, lambda h: self.attention(h, sight))
+        if read is not None:
+            x = self.around(x, self.cross_norm, lambda h: self.cross(h, read_sight, read))
+        return self.around(x, self.mlp_norm, self.mlp)
+
+    def around(self, x: Tensor, norm: nn.Module, part: Callable[[Tensor], Tensor]) -> Tensor:
+        return x + self.drop(part(norm(x))) if self.norm_first else norm(x + self.drop(part(x)))

@@ -1,0 +1,147 @@
+"""ModelConfig, and the small types that it is made of.
+
+Each mechanism is one field whose value says everything about it: `position=Buckets(num=32)` carries its own
+numbers and no others, so a mixture that makes no sense cannot be written down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Learned:
+    """One vector per absolute place, added to the embedding (BERT, GPT-2)."""
+
+    length: int = 512
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """One number per head and bucket of relative distance, added to the scores (T5, section 2.1)."""
+
+    num: int = 32
+    far: int = 128
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    eps: float = 1e-12
+
+
+@dataclass(frozen=True)
+class RMSNorm:
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class MLP:
+    dim: int
+    activation: Literal["relu", "gelu", "gelu-tanh"] = "gelu"
+    gated: bool = False
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Weights from N(0, std). `scale_residual` divides those that write to the residual stream by sqrt(2 layers)."""
+
+    std: float = 0.02
+    scale_residual: bool = False
+
+
+@dataclass(frozen=True)
+class FanIn:
+    """Weights from N(0, 1/fan-in), embeddings from N(0, 1), as T5 has them; its scores are not scaled by 1/sqrt(d)."""
+
+
+@dataclass(frozen=True)
+class LMHead:
+    """From hidden states to the vocabulary.
+
+    `transform` is BERT's dense-activation-norm before the projection, `scaled` T5's 1/sqrt(dim).
+    """
+
+    tied: bool = True
+    transform: bool = False
+    bias: bool = False
+    scaled: bool = False
+
+
+@dataclass(frozen=True)
+class Classes:
+    """From one hidden state to the named classes; `pooled` is BERT's dense-tanh before it, with biases."""
+
+    names: tuple[str, ...]
+    pooled: bool = False
+
+
+Position = Learned | Buckets
+Norm = LayerNorm | RMSNorm
+Init = Normal | FanIn
+Head = LMHead | Classes
+Shape = Literal["encoder", "decoder", "encoder-decoder"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What a model is. `family` names the Hugging Face layout that its checkpoints are written in."""
+
+    family: str
+    shape: Shape
+    vocab_size: int
+    dim: int
+    num_layers: int
+    num_heads: int
+    mlp: MLP
+    position: Position
+    norm: Norm
+    head: Head
+    init: Init = Normal()
+    norm_first: bool = False  # before each part (pre) or after its residual (post)
+    embed_norm: bool = False
+    bias: bool = True
+    num_segments: int = 0
+    head_dim: int | None = None  # dim / num_heads unless said
+    num_decoder_layers: int | None = None  # num_layers unless said
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.dim // self.num_heads
+
+    @property
+    def decoder_layers(self) -> int:
+        return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
+
+    @property
+    def max_length(self) -> int | None:
+        """The longest text that the positions can tell apart, or None when there is no such limit."""
+        return self.position.length if isinstance(self.position, Learned) else None
+
+    def problems(self) -> list[str]:
+        """What is wrong with these numbers, in a user's words."""
+        at_least_1: dict[str, int | None] = {
+            "vocab_size": self.vocab_size,
+            "dim": self.dim,
+            "num_layers": self.num_layers,
+            "num_heads": self.num_heads,
+            "mlp.dim": self.mlp.dim,
+            "position.length": self.max_length,
+            "head_dim": self.head_dim,
+            "num_decoder_layers": self.num_decoder_layers,
+        }
+        wrong = [
+            f"model.{name} is {n}, and must be at least 1" for name, n in at_least_1.items() if n is not None and n < 1
+        ]
+        if isinstance(self.position, Buckets) and not 4 <= self.position.num < 2 * self.position.far:
+            wrong.append("model.position.num must be at least 4, and less than twice model.position.far")
+        if isinstance(self.head, Classes) and not self.head.names:
+            wrong.append("model.head has no classes")
+        if not wrong and self.head_dim is None and self.dim % self.num_heads:
+            wrong.append(f"model.dim={self.dim} is not a multiple of model.num_heads={self.num_heads}")
+        for name in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                wrong.append(f"model.{name} is {getattr(self, name)}, and must be in [0, 1)")
+        return wrong

@@ -1,0 +1,100 @@
+"""From hidden states to answers, and the loss of the vocabulary projection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from firth.models.block import ACTIVATIONS, make_norm
+from firth.models.config import Classes, LMHead, ModelConfig
+
+IGNORED = -100
+
+
+class Vocabulary(nn.Module):
+    """Scores over the vocabulary: transform (BERT), then the projection, tied to the embedding or its own."""
+
+    def __init__(self, config: ModelConfig, spec: LMHead) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.dim, config.dim) if spec.transform else None
+        self.norm = make_norm(config) if spec.transform else None
+        self.activation = ACTIVATIONS[config.mlp.activation]
+        self.weight = None if spec.tied else nn.Parameter(torch.empty(config.vocab_size, config.dim))
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if spec.bias else None
+        self.scale = config.dim**-0.5 if spec.scaled else 1.0
+
+    def prepare(self, x: Tensor) -> Tensor:
+        if self.dense is not None and self.norm is not None:
+            x = self.norm(self.activation(self.dense(x)))
+        return x * self.scale if self.scale != 1.0 else x
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        return F.linear(self.prepare(x), embedding if self.weight is None else self.weight, self.bias)
+
+    def loss(self, x: Tensor, labels: Tensor, embedding: Tensor) -> Tensor:
+        """The summed cross-entropy of `x` (N, D) against `labels` (N,), those at -100 left out."""
+        weight = embedding if self.weight is None else self.weight
+        return linear_cross_entropy(self.prepare(x), weight, self.bias, labels)
+
+
+class Choice(nn.Module):
+    """Scores over classes from one state: BERT's pooler and classifier, or one plain matrix (GPT)."""
+
+    def __init__(self, config: ModelConfig, spec: Classes) -> None:
+        super().__init__()
+        self.pooler = nn.Linear(config.dim, config.dim) if spec.pooled else None
+        self.drop = nn.Dropout(config.dropout if spec.pooled else 0.0)
+        self.out = nn.Linear(config.dim, len(spec.names), bias=spec.pooled)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        if self.pooler is not None:
+            x_BD = self.drop(torch.tanh(self.pooler(x_BD)))
+        return self.out(x_BD)
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+    """Projection and cross-entropy. On a CPU in pieces that stay in its cache; elsewhere in one product."""
+    learns = torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+    if x.device.type == "cpu" and learns and not torch.is_autocast_enabled("cpu"):
+        return PiecewiseCrossEntropy.apply(x, weight, bias, labels)
+    logits = F.linear(x, weight, bias)
+    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+
+
+class PiecewiseCrossEntropy(torch.autograd.Function):
+    """`F.cross_entropy(F.linear(x, weight, bias), labels, reduction="sum")`, never holding all logits at once.
+
+    The gradients are made together with the loss, piece by piece, while the logits are at hand.
+    """
+
+    PIECE = 2**22  # logits per piece: 16 MB of float32
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+        dx, dweight = torch.empty_like(x), torch.zeros_like(weight)
+        dbias = None if bias is None else torch.zeros_like(bias)
+        total = x.new_zeros(())
+        rows = max(1, PiecewiseCrossEntropy.PIECE // weight.shape[0])
+        for start in range(0, len(x), rows):
+            piece, asked = x[start : start + rows], labels[start : start + rows]
+            valid = asked != IGNORED
+            answer = asked.clamp(min=0)[:, None]
+            logits = F.linear(piece, weight, bias)
+            total += ((torch.logsumexp(logits, 1) - logits.gather(1, answer)[:, 0]) * valid).sum()
+            error = torch.softmax(logits, 1, out=logits)
+            error.scatter_add_(1, answer, -torch.ones_like(answer, dtype=error.dtype))
+            error *= valid[:, None]
+            torch.mm(error, weight, out=dx[start : start + rows])
+            dweight.addmm_(error.t(), piece)
+            if dbias is not None:
+                dbias += error.sum(0)
+        ctx.save_for_backward(dx, dweight, dbias)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dweight, dbias = ctx.saved_tensors
+        return grads[0] * dx, grads[0] * dweight, None if dbias is None else grads[0] * dbias, None

@@ -1,0 +1,104 @@
+"""Families are functions, sizes are lines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from firth.errors import UserError, nearest
+from firth.models.config import MLP, Buckets, FanIn, LayerNorm, Learned, LMHead, ModelConfig, Normal, RMSNorm
+
+
+def bert(num_layers: int, dim: int, num_heads: int, vocab_size: int = 30522, **changes: Any) -> ModelConfig:
+    """Devlin et al. 2019: post-norm, learned places, two segments."""
+    fields: dict[str, Any] = dict(
+        family="bert",
+        shape="encoder",
+        vocab_size=vocab_size,
+        dim=dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        mlp=MLP(4 * dim, "gelu"),
+        position=Learned(512),
+        norm=LayerNorm(1e-12),
+        head=LMHead(transform=True, bias=True),
+        embed_norm=True,
+        num_segments=2,
+    )
+    return ModelConfig(**fields | changes)
+
+
+def gpt2(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50257, **changes: Any) -> ModelConfig:
+    """Radford et al. 2019: pre-norm, causal, residual weights scaled by depth."""
+    fields: dict[str, Any] = dict(
+        family="gpt2",
+        shape="decoder",
+        vocab_size=vocab_size,
+        dim=dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        mlp=MLP(4 * dim, "gelu-tanh"),
+        position=Learned(1024),
+        norm=LayerNorm(1e-5),
+        head=LMHead(),
+        init=Normal(scale_residual=True),
+        norm_first=True,
+    )
+    return ModelConfig(**fields | changes)
+
+
+def t5(num_layers: int, dim: int, num_heads: int, mlp_dim: int, vocab_size: int = 32128, **changes: Any) -> ModelConfig:
+    """Raffel et al. 2020: encoder-decoder, relative buckets, RMS norm, no biases, tied and scaled head."""
+    fields: dict[str, Any] = dict(
+        family="t5",
+        shape="encoder-decoder",
+        vocab_size=vocab_size,
+        dim=dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        mlp=MLP(mlp_dim, "relu"),
+        position=Buckets(),
+        norm=RMSNorm(),
+        head=LMHead(scaled=True),
+        init=FanIn(),
+        norm_first=True,
+        bias=False,
+    )
+    return ModelConfig(**fields | changes)
+
+
+def t5_v1_1(
+    num_layers: int, dim: int, num_heads: int, mlp_dim: int, vocab_size: int = 32128, **changes: Any
+) -> ModelConfig:
+    """T5 1.1: gated GELU, a head of its own, pretrained without dropout."""
+    fields: dict[str, Any] = dict(
+        mlp=MLP(mlp_dim, "gelu-tanh", gated=True),
+        head=LMHead(tied=False),
+        dropout=0.0,
+        attention_dropout=0.0,
+    )
+    return t5(num_layers, dim, num_heads, mlp_dim, vocab_size, **fields | changes)
+
+
+PRESETS: dict[str, ModelConfig] = {
+    "bert-tiny": bert(2, 128, 2),
+    "bert-mini": bert(4, 256, 4),
+    "bert-small": bert(4, 512, 8),
+    "bert-medium": bert(8, 512, 8),
+    "bert-base": bert(12, 768, 12),
+    "gpt2-tiny": gpt2(2, 128, 2),
+    "gpt2-mini": gpt2(4, 256, 4),
+    "gpt2-small": gpt2(6, 512, 8),
+    "gpt2": gpt2(12, 768, 12),
+    "t5-tiny": t5(2, 128, 2, 512),
+    "t5-mini": t5(4, 256, 4, 1024),
+    "t5-small": t5(6, 512, 8, 2048),
+    "t5-base": t5(12, 768, 12, 3072),
+    "t5.1.1-small": t5_v1_1(8, 512, 6, 1024, head_dim=64),
+    "t5.1.1-base": t5_v1_1(12, 768, 12, 2048),
+}
+
+
+def preset(name: str) -> ModelConfig:
+    if name not in PRESETS:
+        raise UserError(f"Unknown model {name!r}. {nearest(name, PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,78 @@
+"""Who may see whom, and attention by hand."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.testing import assert_close
+
+from firth.models.attention import Attention, Sight, attend, see
+from firth.models.presets import bert, t5
+
+
+def rows(mask: torch.Tensor | None) -> list[str]:
+    """The first row's mask as strings, x where seeing is allowed."""
+    assert mask is not None
+    return ["".join("x" if sees else "." for sees in line) for line in mask[0, 0].tolist()]
+
+
+def test_nothing_said() -> None:
+    assert see(False, None) == Sight(causal=False)
+    assert see(True, None) == Sight(causal=True)
+
+
+def test_documents() -> None:
+    doc = torch.tensor([[0, 0, 1, -1]])
+    assert rows(see(False, doc).mask) == ["xx..", "xx..", "..x.", "...x"]
+    causal = see(True, doc)
+    assert rows(causal.mask) == ["x...", "xx..", "..x.", "...x"]
+    assert not causal.causal
+
+
+def test_rank() -> None:
+    """A prefix of two that sees itself, then causal."""
+    rank = torch.tensor([[0, 0, 1, 2]])
+    assert rows(see(True, None, rank).mask) == ["xx..", "xx..", "xxx.", "xxxx"]
+    assert rows(see(True, torch.tensor([[0, 0, 0, 1]]), rank).mask) == ["xx..", "xx..", "xxx.", "...x"]
+
+
+def test_reading_another_sequence() -> None:
+    sight = see(False, torch.tensor([[0, 1]]), read_doc=torch.tensor([[0, 0, 1, -1]]))
+    assert rows(sight.mask) == ["xx..", "..x."]
+
+
+def test_score_is_closed_where_nothing_is_seen() -> None:
+    score = torch.arange(4.0).view(1, 1, 2, 2)
+    inf = math.inf
+    assert see(True, None, score=score).score.tolist() == [[[[0, -inf], [2, 3]]]]  # type: ignore[union-attr]
+    assert see(False, None, score=score).score is score
+    apart = see(False, torch.tensor([[0, 1]]), score=score).score
+    assert apart.tolist() == [[[[0, -inf], [-inf, 3]]]]  # type: ignore[union-attr]
+
+
+def test_attention_by_hand() -> None:
+    q, k, v = torch.randn(3, 2, 4, 5, 8).unbind()
+    doc = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, -1]])
+    score = torch.randn(1, 4, 5, 5)
+    weights = q @ k.transpose(-1, -2) * 0.3 + score
+    allowed = (doc[:, None, :, None] == doc[:, None, None, :]).tril()
+    wanted = weights.masked_fill(~allowed, -math.inf).softmax(-1) @ v
+    assert_close(attend(q, k, v, see(True, doc, score=score), dropout=0.0, scale=0.3), wanted)
+
+
+def test_cross_attention_with_itself_is_self_attention() -> None:
+    for config in (bert(1, 32, 4, 10), t5(1, 32, 4, 48, 10, head_dim=6)):
+        attention = Attention(config).eval()
+        x = torch.randn(2, 5, 32)
+        assert_close(attention(x, Sight(), x), attention(x, Sight()))
+
+
+def test_one_who_sees_nobody_gets_nothing_and_breaks_nothing() -> None:
+    """A padded place of a decoder whose encoder has no padding."""
+    q, k, v = (torch.randn(1, 2, 3, 4, requires_grad=True) for _ in range(3))
+    sight = see(False, torch.tensor([[0, 0, -1]]), read_doc=torch.tensor([[0, 0, 0]]))
+    y = attend(q, k, v, sight, 0.0, 1.0)
+    y.sum().backward()
+    assert y[0, :, 2].abs().max() == 0
+    assert all(bool(t.grad.isfinite().all()) for t in (q, k, v))  # type: ignore[union-attr]

@@ -1,0 +1,92 @@
+"""The loss of the vocabulary projection, and answers only where something is asked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from firth.models import LMHead, make_model
+from firth.models.heads import PiecewiseCrossEntropy, Vocabulary, linear_cross_entropy
+from firth.models.presets import bert, gpt2, t5
+from firth.objectives.batch import Batch
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("piece", [1, 26, 40, 10_000], ids=lambda n: f"{n}-logits")
+def test_in_pieces_equals_at_once(piece: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """7 rows of 13 logits, in pieces of 1, 2, 3 and all 7 rows; two rows ask nothing."""
+    monkeypatch.setattr(PiecewiseCrossEntropy, "PIECE", piece)
+    labels = torch.tensor([3, -100, 0, 12, 12, -100, 5])
+    x, weight, bias = torch.randn(7, 4), torch.randn(13, 4), torch.randn(13) if with_bias else None
+
+    def loss_and_gradients(loss):  # type: ignore[no-untyped-def]
+        given = [None if t is None else t.clone().requires_grad_() for t in (x, weight, bias)]
+        value = loss(*given)
+        (value * 0.7).backward()
+        return value.detach(), [t.grad for t in given if t is not None]
+
+    def plain(x, weight, bias):  # type: ignore[no-untyped-def]
+        return F.cross_entropy(F.linear(x, weight, bias), labels, ignore_index=-100, reduction="sum")
+
+    value, gradients = loss_and_gradients(lambda *given: PiecewiseCrossEntropy.apply(*given, labels))
+    wanted, wanted_gradients = loss_and_gradients(plain)
+    assert_close(value, wanted)
+    assert len(gradients) == (3 if with_bias else 2)
+    for g, w in zip(gradients, wanted_gradients, strict=True):
+        assert_close(g, w)
+    assert gradients[0][[1, 5]].abs().max() == 0
+
+
+def test_large_logits_do_not_overflow() -> None:
+    x = torch.tensor([[1000.0, 0.0]], requires_grad=True)
+    weight = torch.eye(2, requires_grad=True)
+    assert PiecewiseCrossEntropy.apply(x, weight, None, torch.tensor([1])).item() == 1000
+
+
+def test_without_gradients_and_in_bfloat16_the_value_is_the_same() -> None:
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    labels = torch.tensor([1, 2, 3, -100, 5, 19])
+    wanted = linear_cross_entropy(x, weight, None, labels)
+    with torch.no_grad():
+        assert_close(linear_cross_entropy(x, weight, None, labels), wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = linear_cross_entropy(x, weight, None, labels)
+    assert_close(mixed, wanted, rtol=0.02, atol=0)
+    mixed.backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("config", [bert(1, 16, 2, 30), gpt2(1, 16, 2, 30)], ids=["bert", "gpt2"])
+def test_asked_places_only(config) -> None:  # type: ignore[no-untyped-def]
+    model = make_model(config).eval()
+    tokens = torch.randint(0, 30, (2, 6))
+    asked = torch.tensor([[4, 0, 0], [1, 2, 5]])
+    everywhere = model.logits(Batch(tokens))
+    there = model.logits(Batch(tokens, asked=asked))
+    assert_close(there, torch.stack([everywhere[0, asked[0]], everywhere[1, asked[1]]]))
+    labels = torch.tensor([[7, 8, -100], [9, 10, 11]])
+    wanted = F.cross_entropy(there.flatten(0, 1), labels.flatten(), reduction="sum")
+    assert_close(model.loss(Batch(tokens, asked=asked, labels=labels)), wanted)
+
+
+def test_untied_and_scaled_heads_by_hand() -> None:
+    states, embedding = torch.randn(2, 3, 16), torch.randn(30, 16)
+    untied = Vocabulary(t5(1, 16, 2, 32, 30), LMHead(tied=False))
+    own = torch.nn.init.normal_(untied.weight)
+    assert_close(untied(states, embedding), states @ own.T)
+    scaled = Vocabulary(t5(1, 16, 2, 32, 30), LMHead(scaled=True))
+    assert scaled.weight is None
+    assert_close(scaled(states, embedding), states @ embedding.T / 4)
+
+
+def test_berts_transform_by_hand() -> None:
+    config = bert(1, 16, 2, 30)
+    head = make_model(config).head
+    assert isinstance(head, Vocabulary)
+    assert head.dense is not None
+    states, embedding = torch.randn(5, 16), torch.randn(30, 16)
+    torch.nn.init.normal_(head.bias)
+    h = F.layer_norm(F.gelu(states @ head.dense.weight.T + head.dense.bias), (16,), eps=1e-12)
+    assert_close(head(states, embedding), h @ embedding.T + head.bias)

@@ -1,0 +1,211 @@
+"""Packed documents stay apart, and models start as published."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from firth.errors import UserError
+from firth.models import Classes, Model, ModelConfig, make_model, with_classes
+from firth.models.config import MLP, Buckets, Learned, LMHead
+from firth.models.presets import bert, gpt2, t5
+from firth.objectives.batch import Batch
+
+V = 30
+SHAPES = {"encoder": bert(2, 16, 2, V), "decoder": gpt2(2, 16, 2, V), "encoder-decoder": t5(2, 16, 2, 32, V)}
+FIRST, SECOND = slice(0, 4), slice(4, 9)  # two documents in a row of 10, then padding
+D_FIRST, D_SECOND = slice(0, 3), slice(3, 7)  # their sides of the decoder, in a row of 8
+
+
+def counted(*lengths: int, width: int) -> tuple[Tensor, Tensor]:
+    """`doc` and `position` of documents one after the other: (0 0 1 1 1 -1), (0 1 0 1 2 0)."""
+    doc = [i for i, n in enumerate(lengths) for _ in range(n)]
+    position = [j for n in lengths for j in range(n)]
+    rest = width - len(doc)
+    return torch.tensor([doc + [-1] * rest]), torch.tensor([position + [0] * rest])
+
+
+def packed(shape: str) -> Batch:
+    g = torch.Generator().manual_seed(0)
+    doc, position = counted(4, 5, width=10)
+    batch = Batch(torch.randint(0, V, (1, 10), generator=g), doc=doc, position=position)
+    if shape != "encoder-decoder":
+        return batch
+    doc, position = counted(3, 4, width=8)
+    answer = torch.randint(0, V, (1, 8), generator=g)
+    return batch._replace(decoder_tokens=answer, decoder_doc=doc, decoder_position=position)
+
+
+def alone(batch: Batch, part: slice, decoder_part: slice) -> Batch:
+    """One document of a packed row as a row of its own, with nothing said about documents."""
+    if batch.decoder_tokens is None:
+        return Batch(batch.tokens[:, part])
+    return Batch(batch.tokens[:, part], decoder_tokens=batch.decoder_tokens[:, decoder_part])
+
+
+def lively(config: ModelConfig) -> Model:
+    """A model with every weight stirred, so that each path carries something."""
+    torch.manual_seed(1)
+    model = make_model(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.2)
+    return model
+
+
+def changed(batch: Batch, field: str, place: int) -> Batch:
+    tokens = getattr(batch, field).clone()
+    tokens[0, place] = (tokens[0, place] + 1) % V
+    return batch._replace(**{field: tokens})
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_document_sees_another(shape: str) -> None:
+    model, batch = lively(SHAPES[shape]), packed(shape)
+    before = model.logits(batch)
+    two_sided = shape == "encoder-decoder"
+    first, second = (D_FIRST, D_SECOND) if two_sided else (FIRST, SECOND)
+    touched = [("tokens", 1, second, first), ("tokens", 5, first, second), ("tokens", 9, slice(0, second.stop), None)]
+    if two_sided:
+        touched += [("decoder_tokens", 0, second, first), ("decoder_tokens", 3, first, second)]
+    for field, place, other, own in touched:
+        after = model.logits(changed(batch, field, place))
+        assert torch.equal(after[0, other], before[0, other]), f"{field} {place} leaks"
+        if own is not None:
+            assert not torch.equal(after[0, own], before[0, own]), f"{field} {place} moves nothing at all"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_packed_row_is_its_documents(shape: str) -> None:
+    model, batch = lively(SHAPES[shape]), packed(shape)
+    whole = model.logits(batch)
+    for part, decoder_part in ((FIRST, D_FIRST), (SECOND, D_SECOND)):
+        there = decoder_part if shape == "encoder-decoder" else part
+        assert_close(whole[:, there], model.logits(alone(batch, part, decoder_part)))
+
+
+@pytest.mark.parametrize("shape", ["decoder", "encoder-decoder"])
+def test_the_future_is_not_seen(shape: str) -> None:
+    model = lively(SHAPES[shape])
+    batch = alone(packed(shape), SECOND, D_SECOND)
+    before = model.logits(batch)
+    after = model.logits(changed(batch, "decoder_tokens" if shape == "encoder-decoder" else "tokens", 2))
+    assert_close(after[0, :2], before[0, :2])
+    assert not torch.equal(after[0, 2], before[0, 2])
+
+
+def test_rank_opens_the_prefix() -> None:
+    model, batch = lively(SHAPES["decoder"]), alone(packed("decoder"), SECOND, D_SECOND)
+    prefix = batch._replace(rank=torch.tensor([[0, 0, 0, 1, 2]]))
+    before, after = model.logits(prefix), model.logits(changed(prefix, "tokens", 2))
+    assert not torch.equal(after[0, 0], before[0, 0])
+    before, after = model.logits(prefix), model.logits(changed(prefix, "tokens", 3))
+    assert torch.equal(after[0, :3], before[0, :3])
+
+
+def test_a_call_and_a_batch_agree() -> None:
+    for shape, config in SHAPES.items():
+        model, batch = lively(config), alone(packed(shape), FIRST, D_FIRST)
+        extra = {} if batch.decoder_tokens is None else {"decoder_input_ids": batch.decoder_tokens}
+        assert_close(model(batch.tokens, **extra).logits, model.logits(batch))
+
+
+def test_classes_answer_from_the_first_place_or_the_last() -> None:
+    names = ("yes", "no")
+    tokens, mask = torch.randint(0, V, (2, 5)), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    for config, ends in ((SHAPES["encoder"], [[0], [0]]), (SHAPES["decoder"], [[2], [4]])):
+        model = lively(with_classes(config, names))
+        batch = Batch(tokens, doc=mask - 1, asked=torch.tensor(ends), target=torch.tensor([0, 1]))
+        called = model(tokens, attention_mask=mask, labels=batch.target)
+        assert called.logits.shape == (2, 2)
+        assert_close(called.logits, model.logits(batch))
+        assert_close(called.loss * 2, model.loss(batch))
+
+
+def test_classes_of_an_encoder_decoder_are_refused() -> None:
+    with pytest.raises(UserError, match="answers in words"):
+        with_classes(SHAPES["encoder-decoder"], ("a", "b"))
+
+
+def test_a_text_that_is_too_long_is_refused() -> None:
+    model = make_model(bert(1, 16, 2, V, position=Learned(8)))
+    with pytest.raises(UserError, match="9 tokens is longer than the 8 places"):
+        model(torch.zeros(1, 9, dtype=torch.long))
+
+
+def test_labels_or_decoder_input_are_needed() -> None:
+    with pytest.raises(UserError, match="decoder_input_ids or labels"):
+        make_model(SHAPES["encoder-decoder"])(torch.zeros(1, 3, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dim": 30, "num_heads": 4}, "model.dim=30 is not a multiple of model.num_heads=4"),
+        ({"num_layers": 0}, "model.num_layers is 0"),
+        ({"dropout": 1.0}, r"model.dropout is 1.0, and must be in \[0, 1\)"),
+        ({"mlp": MLP(0)}, "model.mlp.dim is 0"),
+        ({"position": Learned(0)}, "model.position.length is 0"),
+        ({"position": Buckets(32, 16)}, "model.position.num"),
+        ({"head": Classes(())}, "model.head has no classes"),
+    ],
+)
+def test_impossible_numbers_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_model(bert(**{"num_layers": 1, "dim": 16, "num_heads": 2, "vocab_size": V} | changes))
+
+
+# --- starting weights ---------------------------------------------------------------------------------------------
+
+
+def spreads(config: ModelConfig) -> dict[str, float]:
+    torch.manual_seed(0)
+    return {n: float(p.detach().double().std()) for n, p in make_model(config).named_parameters() if p.ndim > 1}
+
+
+def test_bert_starts_as_published() -> None:
+    for name, spread in spreads(bert(2, 128, 2, 500, position=Learned(100))).items():
+        assert spread == pytest.approx(0.02, rel=0.1), name
+
+
+def test_gpt2_starts_as_published() -> None:
+    """What writes to the residual stream is smaller by sqrt(2 layers)."""
+    small = 0
+    for name, spread in spreads(gpt2(8, 64, 2, 500)).items():
+        residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+        small += residual
+        assert spread == pytest.approx(0.02 / 4 if residual else 0.02, rel=0.05), name
+    assert small == 16
+
+
+def test_t5_starts_as_published() -> None:
+    """1/sqrt(inputs) for matrices, 1 for embeddings and the untied head, and small queries, unscaled scores."""
+    config = t5(1, 64, 2, 256, 500, head_dim=48, head=LMHead(tied=False))
+    torch.manual_seed(0)
+    model = make_model(config)
+    state = model.state_dict()
+    wanted = {"embed.tokens.weight": 1.0, "head.weight": 1.0}
+    for side in ("encoder", "decoder"):
+        wanted[f"{side}.blocks.0.attention.out.weight"] = 1 / math.sqrt(2 * 48)
+        wanted[f"{side}.blocks.0.mlp.up.weight"] = 1 / math.sqrt(64)
+        wanted[f"{side}.blocks.0.mlp.down.weight"] = 1 / math.sqrt(256)
+    for name, spread in wanted.items():
+        assert float(state[name].std()) == pytest.approx(spread, rel=0.05), name
+    assert float(state["encoder.score.table.weight"].std()) == pytest.approx(1 / math.sqrt(64), rel=0.3)
+    for part in ("encoder.blocks.0.attention", "decoder.blocks.0.attention", "decoder.blocks.0.cross"):
+        q, k, v = state[f"{part}.qkv.weight"].chunk(3)
+        assert float(q.std()) == pytest.approx(1 / math.sqrt(64 * 48), rel=0.05)
+        assert float(k.std()) == pytest.approx(1 / math.sqrt(64), rel=0.05)
+        assert float(v.std()) == pytest.approx(1 / math.sqrt(64), rel=0.05)
+
+
+def test_biases_start_at_0_and_norms_at_1() -> None:
+    for config in SHAPES.values():
+        for name, p in make_model(config).named_parameters():
+            if p.ndim == 1:
+                assert p.unique().tolist() == ([0.0] if name.endswith("bias") else [1.0]), name

@@ -1,0 +1,231 @@
+"""Checkpoints in all the ways they come, and every wrong one named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.testing import assert_close
+
+from firth.errors import UserError
+from firth.models import Classes, Model, family_of, from_hf_config, load_model, make_model, to_hf_config
+from firth.models.config import FanIn, LMHead, RMSNorm
+from firth.models.presets import PRESETS, bert, gpt2, t5
+from firth.models.weights import WEIGHTS, write_model
+
+V = 30
+CONFIGS = {"bert": bert(2, 16, 2, V), "gpt2": gpt2(2, 16, 2, V), "t5": t5(2, 16, 2, 32, V)}
+
+
+def written(folder: Path, family: str = "bert") -> Model:
+    torch.manual_seed(0)
+    model = make_model(CONFIGS[family]).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    write_model(model, folder)
+    return model
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    save_file(change(load_file(folder / WEIGHTS)), folder / WEIGHTS)
+
+
+def set_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def assert_same(a: Model, b: Model) -> None:
+    mine, other = a.state_dict(), b.state_dict()
+    assert mine.keys() == other.keys()
+    assert all(torch.equal(mine[k], other[k]) for k in mine)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_round_trip(family: str, tmp_path: Path) -> None:
+    model = written(tmp_path, family)
+    again = load_model(tmp_path)
+    assert again.config == model.config
+    assert not again.training
+    assert_same(again, model)
+
+
+def test_save_is_whole_or_refused(tmp_path: Path) -> None:
+    model = written(tmp_path)
+    model.save(tmp_path / "new")
+    assert_same(load_model(tmp_path / "new"), model)
+    assert (tmp_path / "new" / "manifest.json").is_file()
+    with pytest.raises(UserError, match="exists already"):
+        model.save(tmp_path / "new")
+
+
+def test_several_files_with_an_index(tmp_path: Path) -> None:
+    model = written(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    (tmp_path / WEIGHTS).unlink()
+    names = sorted(tensors)
+    where = {name: f"model-0000{1 + i % 3}-of-00003.safetensors" for i, name in enumerate(names)}
+    for file in set(where.values()):
+        save_file({n: tensors[n] for n in names if where[n] == file}, tmp_path / file)
+    (tmp_path / (WEIGHTS + ".index.json")).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    assert_same(load_model(tmp_path), model)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model-00002-of-00003.safetensors"):
+        load_model(tmp_path)
+
+
+def test_an_index_without_a_map(tmp_path: Path) -> None:
+    written(tmp_path)
+    (tmp_path / (WEIGHTS + ".index.json")).write_text("[]")
+    with pytest.raises(UserError, match="weight_map"):
+        load_model(tmp_path)
+
+
+def test_old_names_of_norms(tmp_path: Path) -> None:
+    model = written(tmp_path)
+
+    def old(name: str) -> str:
+        head, _, last = name.rpartition(".")
+        return f"{head}.{ {'weight': 'gamma', 'bias': 'beta'}[last] }" if "LayerNorm" in name else name
+
+    rewrite(tmp_path, lambda tensors: {old(k): v for k, v in tensors.items()})
+    assert any(k.endswith("LayerNorm.gamma") for k in load_file(tmp_path / WEIGHTS))
+    assert_same(load_model(tmp_path), model)
+
+
+@pytest.mark.parametrize(("family", "prefix"), [("bert", "bert."), ("gpt2", "transformer.")])
+def test_a_body_without_prefix(family: str, prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = written(tmp_path, family)
+    rewrite(tmp_path, lambda ts: {k.removeprefix(prefix): v for k, v in ts.items() if k.startswith(prefix)})
+    again = load_model(tmp_path)
+    mine, other = again.state_dict(), model.state_dict()
+    assert all(torch.equal(mine[k], other[k]) for k in mine if not k.startswith("head."))
+    assert ("starts fresh" in capsys.readouterr().err) == (family == "bert")  # the head of GPT-2 is its embedding
+
+
+def test_a_new_head_starts_fresh_and_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = written(tmp_path)
+    again = load_model(tmp_path, head=Classes(("yes", "no", "maybe"), pooled=True))
+    assert "head.out.weight" in capsys.readouterr().err
+    assert again(torch.zeros(1, 4, dtype=torch.long)).logits.shape == (1, 3)
+    assert torch.equal(again.embed.tokens.weight, model.embed.tokens.weight)
+
+
+def test_half_precision_is_read_as_float32(tmp_path: Path) -> None:
+    model = written(tmp_path)
+    rewrite(tmp_path, lambda tensors: {k: v.bfloat16() for k, v in tensors.items()})
+    again = load_model(tmp_path)
+    assert again.embed.tokens.weight.dtype == torch.float32
+    assert_close(again.embed.tokens.weight, model.embed.tokens.weight, rtol=0.01, atol=0)
+
+
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    written(tmp_path)
+    (tmp_path / WEIGHTS).rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"\.bin.*save_pretrained"):
+        load_model(tmp_path)
+
+
+def test_no_weights_and_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere.*config.json"):
+        load_model(tmp_path / "nowhere")
+    written(tmp_path)
+    (tmp_path / WEIGHTS).unlink()
+    with pytest.raises(UserError, match=r"no model.safetensors"):
+        load_model(tmp_path)
+
+
+def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
+    written(tmp_path)
+    file = tmp_path / WEIGHTS
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(UserError, match="damaged or cut short"):
+        load_model(tmp_path)
+
+
+def test_wrong_shapes_are_named(tmp_path: Path) -> None:
+    written(tmp_path)
+    set_config(tmp_path, vocab_size=V + 1)
+    with pytest.raises(UserError, match=rf"embed.tokens.weight is \({V}, 16\) in the file and \({V + 1}, 16\)"):
+        load_model(tmp_path)
+
+
+def test_wrong_shapes_of_a_head_are_named(tmp_path: Path) -> None:
+    """The config itself asks for this head, so it may not start fresh."""
+    write_model(make_model(replace(CONFIGS["bert"], head=Classes(("a", "b", "c"), pooled=True))), tmp_path)
+    set_config(tmp_path, id2label={"0": "a", "1": "b"}, label2id={"a": 0, "b": 1})
+    with pytest.raises(UserError, match=r"head.out.weight is \(3, 16\) in the file and \(2, 16\)"):
+        load_model(tmp_path)
+    fresh = load_model(tmp_path, head=Classes(("a", "b"), pooled=True))
+    assert fresh.head.out.weight.shape == (2, 16)
+
+
+def test_missing_tensors_are_named(tmp_path: Path) -> None:
+    written(tmp_path)
+
+    def without(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {k: v for k, v in tensors.items() if "layer.1.attention.self.key" not in k}
+
+    rewrite(tmp_path, without)
+    with pytest.raises(UserError, match=r"missing, such as stack.blocks.1.attention.qkv.weight"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt3"}, "model_type 'gpt3'.*Did you mean 'gpt2'"),
+        ({"hidden_act": "swish"}, "activation 'swish'"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
+        ({"is_decoder": True}, "is_decoder is True"),
+        ({"hidden_size": "wide"}, "config.json.*dim: 'wide' is not a whole number"),
+        ({"id2label": {"a": "b"}, "architectures": ["BertForSequenceClassification"]}, "value of the wrong type"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is False"),
+    ],
+)
+def test_configs_that_we_cannot_follow(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    written(tmp_path)
+    set_config(tmp_path, **changes)
+    with pytest.raises(UserError, match=message):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_described_by_its_family(name: str) -> None:
+    config = PRESETS[name]
+    assert family_of(config) == config.family
+    assert from_hf_config(to_hf_config(config, None)) == config
+
+
+ODD = {
+    "pre-norm bert": replace(CONFIGS["bert"], norm_first=True),
+    "bert without segments": replace(CONFIGS["bert"], num_segments=0),
+    "bert with its own head": replace(CONFIGS["bert"], head=LMHead(tied=False, transform=True, bias=True)),
+    "wide heads": replace(CONFIGS["bert"], head_dim=12),
+    "gpt2 with rms": replace(CONFIGS["gpt2"], norm=RMSNorm()),
+    "gpt2 from fan-in": replace(CONFIGS["gpt2"], init=FanIn()),
+    "t5 with biases": replace(CONFIGS["t5"], bias=True),
+    "nobody's": replace(CONFIGS["gpt2"], family="mine"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_no_family_describes_is_our_own(name: str, tmp_path: Path) -> None:
+    model = make_model(ODD[name]).eval()
+    write_model(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "firth"
+    again = load_model(tmp_path)
+    assert again.config == model.config
+    assert_same(again, model)
+
+
+def test_numbers_that_only_spell_out_a_default_change_nothing() -> None:
+    assert family_of(replace(CONFIGS["t5"], head_dim=8, num_decoder_layers=2)) == "t5"
+    assert family_of(replace(CONFIGS["bert"], head_dim=8)) == "bert"
