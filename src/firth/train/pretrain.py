@@ -1,0 +1,258 @@
+"""A recipe and shards to a run folder with a model in it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from firth.console import duration, say
+from firth.errors import UserError
+from firth.files import damage, read_json, whole_folder, write_json
+from firth.models import LMHead, Model, load_model, make_model, write_model
+from firth.objectives import Batch, Draw
+from firth.tokens import Prepared, RowSource, Tokenizer, open_shards
+from firth.train.device import Machine, choose_machine
+from firth.train.folder import run_folder
+from firth.train.loop import Run, fit, train_step
+from firth.train.optim import make_optimizer
+from firth.train.recipe import Recipe, Training, differences, load_recipe, save_recipe
+
+R = TypeVar("R", bound=Training)
+EVALUATIONS = 10  # per run, when --eval-steps does not say
+SETTLED = ("max_steps", "warmup_steps", "eval_steps")  # fields that a run may leave open, and then fixes
+
+
+def pretrain(
+    recipe: Recipe, resume: bool = False, overwrite: bool = False, began: float | None = None
+) -> dict[str, Any]:
+    """Run a recipe. `began` is when the clock of `minutes` started (time.monotonic)."""
+    recipe.check()
+    folder = Path(recipe.output_dir)
+    with run_folder(folder, resume, overwrite):
+        return pretrain_in(folder, recipe, resume, began)
+
+
+def pretrain_in(folder: Path, recipe: Recipe, resume: bool = False, began: float | None = None) -> dict[str, Any]:
+    """The same, in a folder that is held already."""
+    began = time.monotonic() if began is None else began
+    stored = folder / "recipe.yaml"
+    earlier = load_recipe(stored, Recipe) if resume and stored.is_file() else None
+    if earlier is not None:
+        recipe = same_recipe(earlier, recipe)
+        if (folder / "results.json").is_file() and damage(folder / "final") is None:
+            say(f"{folder} is finished already.")
+            return dict(read_json(folder / "results.json"))
+    shards = open_shards(Path(recipe.data))
+    tokenizer, objective = shards.tokenizer, recipe.objective
+    check_fit(recipe, tokenizer)
+    machine = choose_machine(recipe)
+
+    rows = row_source(recipe, shards, held_out=False)
+    batches = batch_function(recipe, rows, tokenizer)
+    evaluate = None
+    if shards.held_out is not None:
+        evaluate = held_out_loss(recipe, row_source(recipe, shards, held_out=True), tokenizer, machine)
+    if earlier is None:
+        new = first_model(recipe, tokenizer)
+        recipe = settle(recipe, rows.num_rows, lambda: trial(recipe, machine, new, batches, evaluate), began)
+        save_recipe(recipe, stored)
+    say(
+        f"{type(objective).__name__} on {shards.train.num_tokens:,} tokens in {rows.num_rows:,} rows of {rows.length} "
+        f"({100 * rows.tokens_used:.1f}% filled): {recipe.max_steps:,} steps of {recipe.global_batch} rows, "
+        f"{recipe.max_steps * recipe.global_batch / rows.num_rows:.1f} times through the text, on {machine}"
+    )
+    model = first_model(recipe, tokenizer)
+    say(f"{recipe.model.family}, {recipe.model.shape}: {model.num_parameters:,} parameters")
+    outcome = fit(Run(recipe, machine, model, batches, evaluate, folder, "pretraining"), resume)
+
+    finish(model, folder)
+    results = {
+        "output_dir": str(folder),
+        "steps": outcome.steps,
+        "loss": outcome.loss,
+        "eval_loss": outcome.scores.get("eval_loss"),
+        "unigram_entropy": shards.manifest["unigram_entropy"],
+        "tokens": outcome.tokens,
+        "tokens_per_second": outcome.tokens_per_second,
+        "parameters": model.num_parameters,
+        "seconds": time.monotonic() - began,
+    }
+    write_json(folder / "results.json", results)
+    return results
+
+
+def finish(model: Model, folder: Path) -> None:
+    """Write `final/`, once."""
+    if damage(folder / "final") is not None:
+        with whole_folder(folder / "final") as temporary:
+            write_model(model, temporary)
+
+
+def first_model(recipe: Recipe, tokenizer: Tokenizer) -> Model:
+    """The model of step 0: fresh weights that depend on the seed alone, or those of a checkpoint."""
+    torch.manual_seed(recipe.seed)
+    if recipe.checkpoint:
+        model = load_model(recipe.checkpoint, head=recipe.model.head)
+        model.config = recipe.model
+    else:
+        model = make_model(recipe.model)
+    model.tokenizer = tokenizer
+    return model
+
+
+def check_fit(recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """Everything that can be wrong between model, objective, tokenizer and length, before anything is computed."""
+    model, objective = recipe.model, recipe.objective
+    if wrong := model.problems():
+        raise UserError("; ".join(wrong) + ".")
+    if model.shape not in objective.shapes:
+        raise UserError(
+            f"{type(objective).__name__} needs an {' or '.join(objective.shapes)}; {model.family} is an {model.shape}."
+        )
+    if not isinstance(model.head, LMHead):
+        raise UserError("This checkpoint has a classifier's head: pretraining goes on from a language model.")
+    if recipe.tokenizer and recipe.tokenizer != tokenizer.fingerprint:
+        raise UserError(
+            f"{recipe.data} was made with another tokenizer ({tokenizer.fingerprint}) than the run's "
+            f"({recipe.tokenizer}): prepare the text again with `firth prepare --tokenizer`."
+        )
+    if model.vocab_size < tokenizer.vocab.size:
+        raise UserError(
+            f"The tokenizer has {tokenizer.vocab.size:,} tokens, and the model only {model.vocab_size:,}: "
+            "they do not belong together."
+        )
+    if model.max_length is not None and recipe.max_seq_length > model.max_length:
+        raise UserError(
+            f"--max-seq-length {recipe.max_seq_length} is longer than the model's {model.max_length} places. "
+            "Set model.position.length too, or shorten the rows."
+        )
+
+
+def row_source(recipe: Recipe, shards: Prepared, held_out: bool) -> RowSource:
+    """The rows that an objective reads: their length, and what stands around each document."""
+    vocab, objective = shards.tokenizer.vocab, recipe.objective
+    length = objective.source_length(recipe.max_seq_length)
+    part = shards.held_out if held_out else shards.train
+    assert part is not None
+    return RowSource(
+        part,
+        length,
+        objective.frame(vocab),
+        vocab.pad,
+        seed=recipe.seed,
+        max_documents=objective.max_documents(length),
+        shuffle=not held_out,
+        allow_short=held_out,
+    )
+
+
+def batch_function(recipe: Recipe, rows: RowSource, tokenizer: Tokenizer) -> Callable[[int], list[Batch]]:
+    """The micro-batches of a step, as a pure function of the step."""
+    size, vocab = recipe.per_device_train_batch_size, tokenizer.vocab
+
+    def micro(first: int) -> Batch:
+        index = np.arange(first, first + size)
+        return recipe.objective(rows.rows(index), Draw(recipe.seed, index), vocab)
+
+    def batches(step: int) -> list[Batch]:
+        first = step * recipe.global_batch
+        return [micro(first + i * size) for i in range(recipe.gradient_accumulation_steps)]
+
+    return batches
+
+
+def held_out_loss(
+    recipe: Recipe, rows: RowSource, tokenizer: Tokenizer, machine: Machine
+) -> Callable[[Model], dict[str, float]]:
+    """The mean loss on held-out documents, with the same noise every time."""
+    size, last = recipe.per_device_train_batch_size, min(rows.num_rows, recipe.eval_rows)
+
+    @torch.no_grad()
+    def evaluate(model: Model) -> dict[str, float]:
+        model.eval()
+        total, count = 0.0, 0
+        for first in range(0, last, size):
+            index = np.arange(first, min(first + size, last))
+            batch = recipe.objective(rows.rows(index), Draw(recipe.seed, index), tokenizer.vocab)
+            with machine.precision():
+                total += model.loss(batch.to(machine.device)).item()
+            count += batch.num_answers
+        return {"eval_loss": total / max(count, 1)}
+
+    return evaluate
+
+
+def settle(
+    recipe: R,
+    num_rows: int,
+    trial: Callable[[], tuple[float, float]],
+    began: float,
+    evaluations: int = EVALUATIONS,
+    least: int = 1,
+) -> R:
+    """Fix what was left open: the number of steps (by minutes or by epochs), warm-up, evaluations."""
+    steps = recipe.max_steps
+    if recipe.minutes:
+        step_seconds, evaluation_seconds = trial()
+        left = 60 * recipe.minutes - (time.monotonic() - began) - evaluations * evaluation_seconds
+        steps = max(1, int(left / step_seconds))
+        if recipe.max_steps:
+            steps = min(steps, recipe.max_steps)
+        say(f"{step_seconds:.3f}s a step: {steps:,} steps end in {duration(max(left, 0))}")
+    elif not steps:
+        steps = max(least, math.ceil(recipe.num_train_epochs * num_rows / recipe.global_batch))
+    return replace(
+        recipe,
+        max_steps=steps,
+        warmup_steps=steps // 10 if recipe.warmup_steps < 0 else recipe.warmup_steps,
+        eval_steps=recipe.eval_steps or max(1, math.ceil(steps / evaluations)),
+    )
+
+
+def trial(
+    training: Training,
+    machine: Machine,
+    model: Model,
+    batches: Callable[[int], Sequence[Batch]],
+    evaluate: Callable[[Model], dict[str, float]] | None,
+    seconds: float = 4.0,
+) -> tuple[float, float]:
+    """Seconds that a step and an evaluation take, on a model that is thrown away."""
+    model = model.to(machine.device)
+    run = Run(training, machine, model, batches)
+    loss_of = torch.compile(model.loss) if machine.compile else model.loss
+    optimizer = make_optimizer(model, training)
+
+    def timed(steps: Sequence[int]) -> float:
+        start = time.monotonic()
+        for step in steps:
+            total = train_step(run, loss_of, optimizer, batches(step), step, 0.0)
+        total.item()
+        return time.monotonic() - start
+
+    timed(range(3))
+    one = timed(range(3, 6)) / 3
+    count = max(3, min(200, int(seconds / one)))
+    step_seconds = timed(range(6, 6 + count)) / count
+    start = time.monotonic()
+    if evaluate is not None:
+        evaluate(model)
+    return step_seconds, time.monotonic() - start
+
+
+def same_recipe(earlier: R, now: R) -> R:
+    """The recipe that a resumed run goes on with; anything that was changed is refused."""
+    now = replace(now, **{name: getattr(earlier, name) for name in SETTLED if getattr(now, name) <= 0 or now.minutes})
+    if changed := differences(earlier, now):
+        raise UserError(
+            "A resumed run keeps its recipe, and this one differs: " + "; ".join(changed) + ". "
+            "Leave these options as they were, or start a new run."
+        )
+    return earlier
