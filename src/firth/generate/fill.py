@@ -1,0 +1,98 @@
+"""Fill the blanks of a text: one word each from an encoder, a span each from an encoder-decoder."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import torch
+
+from firth.errors import UserError
+from firth.generate.sample import Ask, check_words, evaluating, known, reader, tokenizer_of
+from firth.models import EncoderDecoder, Model
+from firth.objectives import Batch
+from firth.tokens import Vocabulary
+
+LONGEST_SPAN = 20  # tokens; T5 has learned spans of three on average
+
+
+class Guess(NamedTuple):
+    text: str
+    probability: float
+
+
+class Blank(NamedTuple):
+    """What may stand in one blank, the likeliest first."""
+
+    guesses: tuple[Guess, ...]
+
+
+def fill(model: Model, text: str, top: int = 5) -> list[Blank]:
+    """Guesses for each blank of a text, written [MASK], <mask>, ___ or as the tokenizer's own mask token.
+
+    An encoder gives its `top` likeliest words for each blank, an encoder-decoder writes one span. A word's
+    probability is that of the token in its blank, all blanks being open; a span's is that of exactly this span after
+    those before it.
+    """
+    mask = tokenizer_of(model).roles.get("mask")
+    parts = re.split("|".join([r"\[MASK\]", "<mask>", "___+", *([re.escape(mask)] if mask else [])]), text)
+    if len(parts) == 1:
+        raise UserError("The text has no blank. Write one as ___ or [MASK]: 'The ___ is red.'")
+    if top < 1:
+        raise UserError(f"top is {top}, and must be at least 1.")
+    if model.config.shape == "decoder":
+        raise UserError("A decoder does not fill blanks. It can continue a text: firth generate CHECKPOINT 'The'")
+    check_words(model)
+    with evaluating(model), torch.no_grad():
+        return spans(model, parts) if isinstance(model, EncoderDecoder) else words(model, parts, top)
+
+
+def words(model: Model, parts: list[str], top: int) -> list[Blank]:
+    """An encoder's likeliest words for the blanks between the parts, all asked at once."""
+    tokenizer, vocab = tokenizer_of(model), tokenizer_of(model).vocab
+    if vocab.mask is None or vocab.cls is None or vocab.sep is None:
+        raise UserError("The tokenizer lacks a mask, a [CLS] or a [SEP] token, which filling blanks needs.")
+    ids = [vocab.cls, *tokenizer.encode(tokenizer.roles["mask"].join(parts), specials=True), vocab.sep]
+    model.check_length(len(ids))
+    tokens = torch.tensor([ids], device=model.embed.tokens.weight.device)
+    p_KV = known(model, model.logits(Batch(tokens, asked=(tokens == vocab.mask).nonzero()[None, :, 1]))[0]).softmax(-1)
+    p_KV[:, list(vocab.special)] = 0  # a blank hides a word
+    best = p_KV.topk(min(top, vocab.size - len(vocab.special)))
+    return [
+        Blank(tuple(Guess(tokenizer.decode([i]).strip(" "), p) for p, i in zip(*guesses, strict=True)))
+        for guesses in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    ]
+
+
+def spans(model: EncoderDecoder, parts: list[str]) -> list[Blank]:
+    """An encoder-decoder's spans for the blanks between the parts, each begun with its sentinel."""
+    tokenizer, vocab = tokenizer_of(model), tokenizer_of(model).vocab
+    if len(parts) - 1 > len(vocab.sentinels):
+        raise UserError(f"The text has {len(parts) - 1} blanks, and the tokenizer {len(vocab.sentinels)} sentinels.")
+    sentinels = vocab.sentinels[: len(parts) - 1]
+    marks = [f"<extra_id_{i}>" for i in range(len(sentinels))]
+    text = "".join(part + mark for part, mark in zip(parts, [*marks, ""], strict=True))
+    ids = [*tokenizer.encode(text, specials=True), *([] if vocab.eos is None else [vocab.eos])]
+    model.check_length(len(ids))
+    ask = reader(model, [ids])
+    blanks: list[Blank] = []
+    written: list[int] = []
+    for sentinel in sentinels:
+        span, probability = write_span(ask, [*written, sentinel], vocab)
+        written += [sentinel, *span]
+        blanks.append(Blank((Guess(tokenizer.decode(span).strip(" "), probability),)))
+    return blanks
+
+
+def write_span(ask: Ask, written: list[int], vocab: Vocabulary) -> tuple[list[int], float]:
+    """The likeliest next tokens up to a special one, and the probability that just these are written."""
+    span: list[int] = []
+    probability = 1.0
+    for _ in range(LONGEST_SPAN):
+        p_V = ask([0], [[*written, *span]])[0].softmax(-1)
+        best = int(p_V.argmax())
+        if best in vocab.special:
+            return span, probability * float(p_V[list(vocab.special)].sum())
+        span.append(best)
+        probability *= float(p_V[best])
+    return span, probability

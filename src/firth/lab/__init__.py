@@ -1,0 +1,1 @@
+"""A claim to an experiment, a table, a picture."""

@@ -1,0 +1,91 @@
+"""What every task can do: turn examples into batches, and batches into predictions.
+
+B examples, T tokens, U tokens of an answer, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from firth.errors import UserError
+from firth.models import Head, Model, ModelConfig
+from firth.objectives import Batch
+from firth.text import Example
+from firth.tokens import Tokenizer
+from firth.train import Machine
+
+ROUND = 8  # batches are padded to a multiple of this, so that few shapes occur
+
+
+class Prediction(NamedTuple):
+    prediction: str
+    scores: dict[str, float] | None = None
+
+
+class Task(Protocol):
+    """A task that is ready for one model: it knows the tokenizer, the lengths and, where there are some, the labels."""
+
+    metric: str
+
+    @property
+    def cut(self) -> int:
+        """How many texts were longer than the model reads."""
+
+    def encode(self, examples: Sequence[Example]) -> list[Any]: ...
+
+    def batch(self, items: Sequence[Any]) -> Batch: ...
+
+    def predict(self, model: Model, items: Sequence[Any], machine: Machine, size: int) -> list[Prediction]: ...
+
+    def head(self, config: ModelConfig) -> Head: ...
+
+    def facts(self) -> dict[str, Any]: ...
+
+
+def pad_rows(rows: Sequence[Sequence[int]], pad: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of ids, padded on the right, and which places are text (0) or padding (-1)."""
+    width = -(-max(map(len, rows)) // ROUND) * ROUND
+    length_B = np.array([len(row) for row in rows])
+    text_BT = np.arange(width) < length_B[:, None]
+    tokens_BT = np.full((len(rows), width), pad, np.int64)
+    tokens_BT[text_BT] = np.concatenate([np.asarray(row, np.int64) for row in rows])
+    return tokens_BT, text_BT.astype(np.int64) - 1
+
+
+class Reader:
+    """Texts to ids as the checkpoint was trained to read them, cut to a length; counts what it cut."""
+
+    def __init__(self, tokenizer: Tokenizer, config: ModelConfig, length: int) -> None:
+        self.tokenizer, self.cut = tokenizer, 0
+        vocab = tokenizer.vocab
+        self.length = min(length, config.max_length or length)
+        if config.shape == "encoder":
+            self.before, self.after = [needed(vocab.cls, "[CLS]")], [needed(vocab.sep, "[SEP]")]
+        else:
+            self.before, self.after = [], [needed(vocab.eos, "end")]
+            if config.shape == "decoder":
+                self.before = [vocab.bos if vocab.bos is not None else self.after[0]]
+
+    def read(self, texts: Iterable[str]) -> list[list[int]]:
+        room = self.length - len(self.before) - len(self.after)
+        rows = []
+        for ids in self.tokenizer.encode_batch(list(texts)):
+            self.cut += len(ids) > room
+            rows.append([*self.before, *ids[:room], *self.after])
+        return rows
+
+
+def needed(token: int | None, name: str) -> int:
+    if token is None:
+        raise UserError(f"The tokenizer of this checkpoint has no {name} token.")
+    return token
+
+
+def by_length(items: Sequence[Any], size: int, length: Any) -> Iterator[list[int]]:
+    """Batches of places in `items`, those of like length together, so that little is padded."""
+    order = sorted(range(len(items)), key=lambda i: length(items[i]))
+    for first in range(0, len(order), size):
+        yield order[first : first + size]

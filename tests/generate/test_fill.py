@@ -1,0 +1,125 @@
+"""Blanks in all spellings, filled by encoders and encoder-decoders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from firth.errors import UserError
+from firth.generate import Blank, Guess, fill
+from firth.models import make_model, with_classes
+
+
+def test_an_encoders_guesses_are_its_probabilities(untrained: Any) -> None:
+    model = untrained("bert")
+    tokenizer, vocab = model.tokenizer, model.tokenizer.vocab
+    the, slept = tokenizer.encode("The"), tokenizer.encode("slept by the")
+    ids = [vocab.cls, *the, vocab.mask, *slept, vocab.mask, *tokenizer.encode("."), vocab.sep]
+    places = [i for i, token in enumerate(ids) if token == vocab.mask]
+    found = fill(model, "The [MASK] slept by the [MASK].", top=3)
+    assert len(found) == 2
+    p = model(torch.tensor([ids])).logits[0].softmax(-1).detach()
+    for place, blank in zip(places, found, strict=True):
+        words = [i for i in p[place].argsort(descending=True).tolist() if i not in vocab.special]
+        assert [g.text for g in blank.guesses] == [tokenizer.decode([i]) for i in words[:3]]
+        assert [g.probability for g in blank.guesses] == pytest.approx(p[place, words[:3]].tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize("blank", ["[MASK]", "<mask>", "___", "________"])
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_all_spellings_are_one(family: str, blank: str, untrained: Any) -> None:
+    model = untrained(family)
+    assert fill(model, f"The {blank} slept.") == fill(model, "The ____ slept.")
+
+
+def test_blanks_do_not_fix_each_other(untrained: Any) -> None:
+    """Each further blank is one more guess; at most every word is guessed."""
+    model = untrained("bert")
+    found = fill(model, "___ ___ ___", top=10_000)
+    vocab = model.tokenizer.vocab
+    assert [len(blank.guesses) for blank in found] == [vocab.size - len(vocab.special)] * 3
+    for blank in found:
+        assert 0.9 < sum(g.probability for g in blank.guesses) <= 1.001
+        assert [g.probability for g in blank.guesses] == sorted((g.probability for g in blank.guesses), reverse=True)
+
+
+def scripted(model: Any, script: dict[tuple[int, ...], dict[int, float]]) -> None:
+    """Make a model answer by a script: what it has written -> the probabilities of the next token."""
+    size = model.tokenizer.vocab.size
+
+    def read(batch: Any, encoded: Any = None) -> torch.Tensor:
+        assert len(batch.decoder_tokens) == 1
+        logits = torch.full((size,), -100.0)
+        for token, p in script[tuple(batch.decoder_tokens[0, 1:].tolist())].items():
+            logits[token] = torch.tensor(p).log()
+        return logits[None, None]
+
+    model.read = read
+    model.head.forward = lambda x, embedding: x
+
+
+def test_an_encoder_decoder_writes_a_span_for_each_blank(untrained: Any) -> None:
+    model = untrained("t5")
+    tokenizer, vocab = model.tokenizer, model.tokenizer.vocab
+    first, second, third = vocab.sentinels[:3]
+    fox, the = tokenizer.encode("fox")[0], tokenizer.encode("the")[0]
+    script = {
+        (first,): {fox: 0.5, the: 0.3, second: 0.2},
+        (first, fox): {second: 0.4, vocab.eos: 0.2, fox: 0.35, the: 0.05},
+        (first, fox, second): {the: 0.9, vocab.eos: 0.1},
+        (first, fox, second, the): {fox: 0.8, third: 0.2},
+        (first, fox, second, the, fox): {third: 1.0},
+    }
+    scripted(model, script)
+    found = fill(model, "The ___ slept by the ___.")
+    texts = [[g.text for g in blank.guesses] for blank in found]
+    assert texts == [[tokenizer.decode([fox])], [tokenizer.decode([the, fox])]]
+    assert found[0].guesses[0].probability == pytest.approx(0.5 * (0.4 + 0.2))
+    assert found[1].guesses[0].probability == pytest.approx(0.9 * 0.8 * 1.0)
+
+
+def test_an_empty_span_and_one_that_does_not_end(untrained: Any) -> None:
+    model = untrained("t5")
+    first, second = model.tokenizer.vocab.sentinels[:2]
+    fox = model.tokenizer.encode("fox")[0]
+    scripted(model, {(first,): {second: 0.6, fox: 0.4}})
+    assert fill(model, "The ___ slept.") == [Blank((Guess("", pytest.approx(0.6)),))]
+    scripted(model, {(first, *[fox] * n): {fox: 0.9, second: 0.1} for n in range(20)})
+    (blank,) = fill(model, "The ___ slept.")
+    assert blank.guesses[0].text == model.tokenizer.decode([fox] * 20)
+    assert blank.guesses[0].probability == pytest.approx(0.9**20)
+
+
+def test_the_encoder_reads_sentinels(untrained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = untrained("t5")
+    vocab, encode = model.tokenizer.vocab, model.encode
+    seen = []
+    monkeypatch.setattr(model, "encode", lambda batch: seen.append(batch.tokens[0].tolist()) or encode(batch))
+    fill(model, "The ___ slept by the ___.")
+    parts = [model.tokenizer.encode(text) for text in ("The", "slept by the")]
+    assert seen == [
+        [*parts[0], vocab.sentinels[0], *parts[1], vocab.sentinels[1], *model.tokenizer.encode("x.")[-1:], vocab.eos]
+    ]
+
+
+def test_what_cannot_be_filled(untrained: Any) -> None:
+    bert, t5, gpt2 = untrained("bert"), untrained("t5"), untrained("gpt2")
+    with pytest.raises(UserError, match="no blank"):
+        fill(bert, "The fox slept.")
+    with pytest.raises(UserError, match="firth generate"):
+        fill(gpt2, "The ___ slept.")
+    with pytest.raises(UserError, match="top is 0"):
+        fill(bert, "The ___ slept.", top=0)
+    with pytest.raises(UserError, match=r"101 blanks.*100 sentinels"):
+        fill(t5, "___ " * 101)
+    with pytest.raises(UserError, match="longer than the 24 places"):
+        fill(bert, "___ fox " * 20)
+    classes = make_model(with_classes(bert.config, ("a", "b")))
+    classes.tokenizer = bert.tokenizer
+    with pytest.raises(UserError, match="choose classes"):
+        fill(classes, "The ___ slept.")
+    bert.tokenizer = None
+    with pytest.raises(UserError, match="no tokenizer"):
+        fill(bert, "The ___ slept.")
