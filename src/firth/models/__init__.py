@@ -12,12 +12,14 @@ from firth.models.model import (
     with_classes,
 )
 from firth.models.presets import PRESETS, preset
+from firth.models.static import warm_start
 from firth.models.weights import (
     OWN,
     family_of,
     from_hf_config,
     load_model,
     load_weights,
+    read_config,
     read_tensors,
     to_hf_config,
     write_model,
@@ -42,8 +44,10 @@ __all__ = [
     "load_weights",
     "make_model",
     "preset",
+    "read_config",
     "read_tensors",
     "to_hf_config",
+    "warm_start",
     "with_classes",
     "write_model",
 ]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from firth.models import config as c
 from firth.models.attention import Attention, Sight
+from firth.models.dropout import Dropout
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -52,7 +53,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.mlp_norm = make_norm(config)
         self.norm_first = config.norm_first
-        self.drop = nn.Dropout(config.dropout)
+        self.drop = Dropout(config.dropout)
 
     def forward(self, x: Tensor, sight: Sight, read: Tensor | None = None, read_sight: Sight | None = None) -> Tensor:
         x = self.around(x, self.attention_norm, lambda h: self.attention(h, sight))

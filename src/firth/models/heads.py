@@ -80,13 +80,12 @@ class PiecewiseCrossEntropy(torch.autograd.Function):
         rows = max(1, PiecewiseCrossEntropy.PIECE // weight.shape[0])
         for start in range(0, len(x), rows):
             piece, asked = x[start : start + rows], labels[start : start + rows]
-            valid = asked != IGNORED
-            answer = asked.clamp(min=0)[:, None]
             logits = F.linear(piece, weight, bias)
-            total += ((torch.logsumexp(logits, 1) - logits.gather(1, answer)[:, 0]) * valid).sum()
-            error = torch.softmax(logits, 1, out=logits)
-            error.scatter_add_(1, answer, -torch.ones_like(answer, dtype=error.dtype))
-            error *= valid[:, None]
+            torch.log_softmax(logits, 1, out=logits)
+            total += F.nll_loss(logits, asked, ignore_index=IGNORED, reduction="sum")
+            error = logits.exp_()
+            error[torch.arange(len(asked)), asked.clamp(min=0)] -= 1
+            error[asked == IGNORED] = 0
             torch.mm(error, weight, out=dx[start : start + rows])
             dweight.addmm_(error.t(), piece)
             if dbias is not None:

@@ -164,6 +164,7 @@ class EncoderDecoder(Model):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         output_hidden_states: bool = False,
     ) -> Output:
@@ -177,7 +178,8 @@ class EncoderDecoder(Model):
         doc = as_doc(attention_mask)
         read = self.encoder(self.embed(input_ids), doc)
         asking = None if doc is None else torch.zeros_like(decoder_input_ids)
-        x = self.decoder(self.embed(decoder_input_ids), asking, read=read, read_doc=doc, states=states)
+        rank = None if decoder_attention_mask is None else padding_last(decoder_attention_mask)
+        x = self.decoder(self.embed(decoder_input_ids), asking, rank, read, doc, states)
         logits, loss = self.answer(x, labels, None, shift=False)
         return Output(logits, loss, tuple(states) if states is not None else None, read)
 
@@ -196,6 +198,12 @@ def make_model(config: ModelConfig) -> Model:
 def as_doc(attention_mask: Tensor | None) -> Tensor | None:
     """Padding as a document of its own (-1), so that text never sees it; None when there is no padding."""
     return None if attention_mask is None else attention_mask.long() - 1
+
+
+def padding_last(attention_mask: Tensor) -> Tensor:
+    """The order of places with padding after all text: text never sees it, and it sees something, as softmax needs."""
+    length = attention_mask.shape[1]
+    return torch.arange(length, device=attention_mask.device) + length * (1 - attention_mask.long())
 
 
 def count_parameters(config: ModelConfig) -> int:

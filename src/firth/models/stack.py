@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from firth.models.attention import Sight, see
 from firth.models.block import Block, make_norm
 from firth.models.config import Buckets, Learned, ModelConfig
+from firth.models.dropout import Dropout
 from firth.models.position import BucketScore
 
 
@@ -20,7 +21,7 @@ class Embedding(nn.Module):
         self.places = nn.Embedding(config.position.length, config.dim) if isinstance(config.position, Learned) else None
         self.segments = nn.Embedding(config.num_segments, config.dim) if config.num_segments else None
         self.norm = make_norm(config) if config.embed_norm else None
-        self.drop = nn.Dropout(config.dropout)
+        self.drop = Dropout(config.dropout)
 
     def forward(self, tokens: Tensor, position: Tensor | None = None, segment: Tensor | None = None) -> Tensor:
         x = self.tokens(tokens)
@@ -48,7 +49,7 @@ class Stack(nn.Module):
             if isinstance(config.position, Buckets)
             else None
         )
-        self.drop = nn.Dropout(config.dropout if isinstance(config.position, Buckets) else 0.0)  # T5's last dropout
+        self.drop = Dropout(config.dropout if isinstance(config.position, Buckets) else 0.0)  # T5's last dropout
 
     def forward(
         self,

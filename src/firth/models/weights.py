@@ -401,8 +401,8 @@ def _weight_files(folder: Path) -> list[str]:
     return sorted({str(name) for name in facts["weight_map"].values()})
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint folder, in one file or in several with an index."""
+def read_tensors(folder: Path, only: tuple[str, ...] | None = None) -> dict[str, Tensor]:
+    """The tensors of a checkpoint folder, in one file or in several with an index; all, or those named in `only`."""
     names = _weight_files(folder)
     if not (folder / names[0]).is_file():
         if any(folder.glob("*.bin")):
@@ -415,39 +415,51 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     for name in names:
         try:
             with safe_open(folder / name, framework="pt") as f:
-                tensors |= {key: f.get_tensor(key) for key in f.keys()}  # noqa: SIM118
+                tensors |= {key: f.get_tensor(key) for key in f.keys() if only is None or key in only}  # noqa: SIM118
         except (SafetensorError, OSError) as e:
             raise UserError(f"{folder / name} cannot be read ({e}): the file is damaged or cut short.") from None
     return tensors
 
 
+def read_config(folder: str | Path) -> ModelConfig:
+    """The model that a checkpoint folder holds."""
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        inside = next((p for p in (folder / "final", *sorted(folder.glob("*/final"))) if p.is_dir()), None)
+        hint = f" Did you mean {inside}?" if inside else ""
+        raise UserError(f"{folder} is not a checkpoint: it has no config.json.{hint}")
+    config = from_hf_config(read_json(folder / "config.json"), str(folder / "config.json"))
+    return _untied(config, folder)
+
+
 def load_model(folder: str | Path, head: Head | None = None) -> Model:
     """Open a checkpoint of ours or a Hugging Face folder; `head` puts a new head on its body."""
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} is not a checkpoint: it has no config.json.")
-    config = from_hf_config(read_json(folder / "config.json"), str(folder / "config.json"))
+    config = read_config(folder)
     tensors = read_tensors(folder)
-    config = replace(config, head=head) if head is not None else _untied(config, tensors)
-    model = make_model(config)
+    model = make_model(config if head is None else replace(config, head=head))
     load_weights(model, tensors, str(folder), new_head=head is not None)
     if (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.json").is_file():
         model.tokenizer = load_tokenizer(folder)
     return model.eval()
 
 
-def _untied(config: ModelConfig, tensors: dict[str, Tensor]) -> ModelConfig:
+def _untied(config: ModelConfig, folder: Path) -> ModelConfig:
     """The config with a head of its own where the file has one: `transformers` 5 calls every head of T5 tied."""
-    own, shared = tensors.get("lm_head.weight"), tensors.get("shared.weight")
-    if config.family != "t5" or not isinstance(config.head, LMHead) or own is None or shared is None:
+    if config.family != "t5" or not isinstance(config.head, LMHead):
         return config
-    return replace(config, head=replace(config.head, tied=torch.equal(own, shared)))
+    tensors = read_tensors(folder, ("lm_head.weight", "shared.weight"))
+    if len(tensors) < 2:
+        return config
+    return replace(config, head=replace(config.head, tied=torch.equal(*tensors.values())))
 
 
-def load_weights(model: Model, tensors: dict[str, Tensor], where: str, new_head: bool = False) -> None:
-    """Fill a model; what the body lacks is an error, a head that is missing starts fresh.
+def load_weights(
+    model: Model, tensors: dict[str, Tensor], where: str, new_head: bool = False, whole: bool = False
+) -> None:
+    """Fill a model; what the body lacks is an error, a head that is missing starts fresh unless it must be `whole`.
 
-    So is a shape that is not the model's; under a `new_head` the old one may have any shape.
+    A shape that is not the model's is an error too; under a `new_head` the old one may have any shape.
     """
     state, wanted = from_hf(tensors, model.config), model.state_dict()
     wrong = [
@@ -459,8 +471,8 @@ def load_weights(model: Model, tensors: dict[str, Tensor], where: str, new_head:
         raise UserError(f"{where}: the weights do not fit the config: " + "; ".join(wrong[:5]))
     state = {k: v for k, v in state.items() if k in wanted and v.shape == wanted[k].shape}
     missing = [name for name in wanted if name not in state]
-    if body := [name for name in missing if not name.startswith("head.")]:
-        raise UserError(f"{where}: {len(body)} tensors of the model are missing, such as {', '.join(body[:3])}.")
+    if lacking := [name for name in missing if whole or not name.startswith("head.")]:
+        raise UserError(f"{where}: {len(lacking)} tensors of the model are missing, such as {', '.join(lacking[:3])}.")
     if missing:
         warn(f"{where} has no head for this ({', '.join(missing)}): it starts fresh.")
     with torch.no_grad():
@@ -489,7 +501,6 @@ def write_model(model: Model, folder: Path) -> None:
 
 def save_model(model: Model, folder: Path, overwrite: bool = False) -> None:
     """Write a folder whole or not at all; only a checkpoint is overwritten, and only when asked."""
-    if not (overwrite and (folder / "config.json").is_file()):
-        fresh_folder(folder, "folder")
+    fresh_folder(folder, "folder", overwrite)
     with whole_folder(folder) as temporary:
         write_model(model, temporary)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,8 +40,8 @@ class Batch(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """How many tokens are read, padding left out."""
-        read = [(self.tokens, self.doc), (self.decoder_tokens, self.decoder_doc)]
-        return sum(t.size if d is None else int((d >= 0).sum()) for t, d in read if t is not None)
+        read = math.prod(self.tokens.shape) if self.doc is None else int((self.doc >= 0).sum())
+        return read if self.decoder_tokens is None else read + self.num_answers  # a decoder reads one for each answer
 
     def to(self, device: torch.device) -> Batch:
         """The same batch as tensors on a device."""

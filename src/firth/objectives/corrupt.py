@@ -1,6 +1,6 @@
 """What is read and what is asked, once the noise is chosen.
 
-B rows, L places before corruption, T after, U places of the decoder, K asked slots.
+B rows, L places before corruption, T after, U places of the decoder, K asked slots, X any places.
 """
 
 from __future__ import annotations
@@ -46,36 +46,25 @@ def sentinels(rows: Rows, noise_BL: np.ndarray, T: int, U: int, vocab: Vocabular
     assert vocab.eos is not None, "the objective asks for it before"
     doc_BL = rows.doc
     text_BL = doc_BL >= 0
-    opens_BL = noise_BL & ~_shifted(noise_BL, False)
-    first_BL = text_BL & (doc_BL != _shifted(doc_BL, -1))
-    last_BL = text_BL & (doc_BL != np.roll(np.pad(doc_BL, ((0, 0), (0, 1)), constant_values=-1), -1, 1)[:, :-1])
-    sentinel_BL = np.asarray(vocab.sentinels)[_count_in_document(opens_BL, first_BL)]
+    edge = np.diff(doc_BL, axis=1, prepend=-1, append=-1) != 0
+    first_BL, last_BL = text_BL & edge[:, :-1], text_BL & edge[:, 1:]
+    opens_BL = noise_BL & (first_BL | ~_shifted(noise_BL, False))
+    read_BL = rows.tokens.copy()
+    read_BL[opens_BL] = np.asarray(vocab.sentinels)[_count_in_document(opens_BL, first_BL)[opens_BL]]
 
     keep_BL = text_BL & (~noise_BL | opens_BL)
-    row, _ = np.nonzero(keep_BL)
-    place = (np.cumsum(keep_BL, 1) - 1)[keep_BL]
-    tokens_BT = np.full((len(doc_BL), T), vocab.pad, np.int64)
-    doc_BT = np.full((len(doc_BL), T), -1, np.int64)
-    tokens_BT[row, place] = np.where(opens_BL, sentinel_BL, rows.tokens)[keep_BL]
-    doc_BT[row, place] = doc_BL[keep_BL]
+    doc_BT = _close_up(doc_BL, keep_BL, T, -1)
 
-    said_BL = noise_BL.astype(np.int64) + opens_BL + last_BL
-    at_BL = np.cumsum(said_BL, 1) - said_BL
-    labels_BU = np.full((len(doc_BL), U), IGNORED, np.int64)
-    answer_doc_BU = np.broadcast_to(doc_BL.max(1)[:, None], (len(doc_BL), U)).copy()  # padding: any that it may see
-    for which, offset, value in (
-        (opens_BL, 0, sentinel_BL),
-        (noise_BL, opens_BL, rows.tokens),
-        (last_BL, noise_BL.astype(np.int64) + opens_BL, vocab.eos),
-    ):
-        row, _ = np.nonzero(which)
-        at = (at_BL + offset)[which]
-        labels_BU[row, at] = np.broadcast_to(value, doc_BL.shape)[which]
-        answer_doc_BU[row, at] = doc_BL[which]
-    starts_BU = answer_doc_BU != _shifted(answer_doc_BU, -1)
-    before_BU = np.where(starts_BU, vocab.pad, _shifted(labels_BU, vocab.pad))
+    # What each place adds to the answer: a sentinel where a span opens, its token in a span, the end at the end.
+    said_BX = np.stack([opens_BL, noise_BL, last_BL], 2).reshape(len(doc_BL), -1)
+    words_BX = np.stack([read_BL, rows.tokens, np.full_like(read_BL, vocab.eos)], 2).reshape(len(doc_BL), -1)
+    labels_BU = _close_up(words_BX, said_BX, U, IGNORED)
+    answer_doc_BU = _close_up(np.repeat(doc_BL, 3, 1), said_BX, U, -1)
+    before_BU = np.where(answer_doc_BU == _shifted(answer_doc_BU, -1), _shifted(labels_BU, IGNORED), vocab.pad)
+    # Padding must see something, or its attention is empty: it passes for a part of the row's last document.
+    answer_doc_BU = np.where(answer_doc_BU < 0, doc_BL.max(1)[:, None], answer_doc_BU)
     return Batch(
-        tokens=tokens_BT,
+        tokens=_close_up(read_BL, keep_BL, T, vocab.pad),
         doc=doc_BT,
         position=_place_in_document(doc_BT),
         labels=labels_BU,
@@ -83,6 +72,15 @@ def sentinels(rows: Rows, noise_BL: np.ndarray, T: int, U: int, vocab: Vocabular
         decoder_doc=answer_doc_BU,
         decoder_position=_place_in_document(answer_doc_BU),
     )
+
+
+def _close_up(x_BX: np.ndarray, keep_BX: np.ndarray, width: int, empty: int) -> np.ndarray:
+    """What is kept of each row, without gaps, in rows of `width`."""
+    count_B1 = keep_BX.sum(1, keepdims=True)
+    assert count_B1.max(initial=0) <= width, "the objective sees to it that there is room"
+    rows = np.full((len(x_BX), width), empty, x_BX.dtype)
+    rows[np.arange(width) < count_B1] = x_BX[keep_BX]
+    return rows
 
 
 def _shifted(x_BL: np.ndarray, first: int | bool) -> np.ndarray:

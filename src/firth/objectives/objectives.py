@@ -6,6 +6,7 @@ around each document (`frame`), and turns rows into a batch of fixed shape.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,7 +52,7 @@ class MLM:
 
     def __post_init__(self) -> None:
         check_share("objective.rate", self.rate)
-        if self.mask < 0 or self.random < 0 or self.mask + self.random > 1:
+        if not (self.mask >= 0 and self.random >= 0 and self.mask + self.random <= 1):
             raise UserError("objective.mask and objective.random must not be negative, and add up to at most 1.")
 
     def frame(self, vocab: Vocabulary) -> Frame:
@@ -85,7 +86,7 @@ class SpanCorruption:
 
     def __post_init__(self) -> None:
         check_share("objective.rate", self.rate)
-        if self.mean_span < 1:
+        if not self.mean_span >= 1:
             raise UserError(f"objective.mean_span is {self.mean_span}, and must be at least 1.")
 
     def frame(self, vocab: Vocabulary) -> Frame:
@@ -94,9 +95,9 @@ class SpanCorruption:
         return Frame((), (need(vocab.eos, "an end token", "span corruption"),))
 
     def counts(self, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Noise tokens and spans for so many tokens of text."""
-        noise = np.maximum(np.floor(self.rate * text + 0.5), 1).astype(np.int64)
-        spans = np.maximum(np.floor(noise / self.mean_span + 0.5), 1).astype(np.int64)
+        """Noise tokens and spans for so many tokens of text; text remains, and each span has some before it."""
+        noise = np.clip(np.floor(self.rate * text + 0.5), 1, text - 1).astype(np.int64)
+        spans = np.clip(np.floor(noise / self.mean_span + 0.5), 1, text - noise).astype(np.int64)
         return np.where(text > 1, noise, 0), np.where(text > 1, spans, 0)
 
     def lengths(self, source: int) -> tuple[int, int]:
@@ -105,25 +106,40 @@ class SpanCorruption:
         return source - noise + spans, noise + spans + 1
 
     def source_length(self, length: int) -> int:
-        source = length
-        while self.lengths(source + 1)[0] <= length:
-            source += 1
-        return source
+        """The longest row whose encoder side is not longer than `length`."""
+        return bisect_right(range(2**31), length, key=lambda source: self.lengths(source)[0]) - 1
 
     def max_documents(self, length: int) -> int | None:
-        return int(self.counts(np.asarray(length - 1))[1])
+        """So many that the encoder's side has room for what is not noise, however the text is divided among them.
+
+        The worst case is documents of one length of which only some get a span: each of these can lose all tokens but
+        one, and adds its sentinel.
+        """
+        T, U = self.lengths(length)
+        filled = np.arange(T, length + 1)
+        for docs in range(int(self.counts(np.asarray(length - 1))[1]), 1, -1):
+            spans = np.minimum(self.shares(filled, np.asarray(docs), U)[1], docs)
+            if ((filled - docs) * spans // docs - 2 * spans >= filled - T).all():
+                return docs
+        return 1
+
+    def shares(self, filled: np.ndarray, docs: np.ndarray, U: int) -> tuple[np.ndarray, np.ndarray]:
+        """Noise tokens and spans of a row in which `docs` documents fill so many places, ends included."""
+        noise, spans = self.counts(filled - 1)
+        over = np.maximum(noise + spans + docs - U, 0)
+        less = np.minimum((over + 1) // 2, np.maximum(spans - 1, 0))
+        return noise - less, spans - less
 
     def __call__(self, rows: Rows, draw: Draw, vocab: Vocabulary) -> Batch:
-        T, U = self.lengths(rows.tokens.shape[1])
-        noise_B, spans_B = self.counts(rows.real.sum(1))
-        over_B = np.maximum(noise_B + spans_B + rows.doc.max(1) + 1 - U, 0)
-        less_B = np.minimum((over_B + 1) // 2, spans_B - 1)
-        noise = choose.spans(rows.doc, rows.real, noise_B - less_B, spans_B - less_B, draw)
-        if (most := int((noise & ~np.roll(noise, 1, 1)).sum(1).max())) > len(vocab.sentinels):
+        length = rows.tokens.shape[1]
+        if (most := int(self.counts(np.asarray(length - 1))[1])) > len(vocab.sentinels):
             raise UserError(
                 f"Rows of this length have {most} spans, and the tokenizer has {len(vocab.sentinels)} sentinels. "
                 "Shorten --max-seq-length, lower objective.rate or raise objective.mean_span."
             )
+        T, U = self.lengths(length)
+        noise_B, spans_B = self.shares((rows.doc >= 0).sum(1), rows.doc.max(1) + 1, U)
+        noise = choose.spans(rows.doc, rows.real, noise_B, spans_B, draw)
         return corrupt.sentinels(rows, noise, T, U, vocab)
 
 

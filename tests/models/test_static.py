@@ -1,0 +1,65 @@
+"""Word vectors by counting."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from firth.models import make_model, preset
+from firth.models.static import NOISE, cooccurrence, ppmi, ppmi_vectors, warm_start
+
+
+def shards(*documents: list[int]) -> SimpleNamespace:
+    lengths = [len(d) for d in documents]
+    return SimpleNamespace(
+        tokens=np.concatenate([np.array(d, dtype=np.uint16) for d in documents]),
+        offsets=np.cumsum([0, *lengths]),
+        num_documents=len(documents),
+    )
+
+
+def test_counts_fall_with_distance_and_stop_at_the_document() -> None:
+    counts = cooccurrence(shards([0, 1, 2], [2, 1]), vocab_size=4, window=2).toarray()
+    # document one: 0-1 and 1-2 side by side, 0-2 two apart; document two: 2-1; nothing across (2, 2)
+    assert counts.tolist() == [[0, 1, 0.5, 0], [1, 0, 2, 0], [0.5, 2, 0, 0], [0, 0, 0, 0]]
+
+
+def test_ppmi_by_hand() -> None:
+    counts = cooccurrence(shards([0, 1], [0, 1], [2, 3]), vocab_size=4, window=1)
+    found = ppmi(counts).toarray()
+    # 0 meets only 1: p(1|0) = 1, and 1 has 2^.75 of the smoothed context counts
+    share = 2**NOISE / (2 * 2**NOISE + 2)
+    assert found[0, 1] == pytest.approx(math.log(1 / share), rel=1e-5)
+    assert found[2, 3] == pytest.approx(math.log((2 * 2**NOISE + 2) / 1), rel=1e-5)
+    assert (found >= 0).all()
+
+
+def test_tokens_in_the_same_company_are_near() -> None:
+    draw = np.random.default_rng(0)
+    # 0 and 1 stand among 4..7, 2 and 3 among 8..11
+    documents = [[int(draw.integers(4, 8)), int(draw.integers(0, 2)), int(draw.integers(4, 8))] for _ in range(300)] + [
+        [int(draw.integers(8, 12)), int(draw.integers(2, 4)), int(draw.integers(8, 12))] for _ in range(300)
+    ]
+    vectors = ppmi_vectors(shards(*documents), vocab_size=12, dim=4)
+    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    near = unit @ unit.T
+    assert near[0, 1] > 0.8
+    assert near[2, 3] > 0.8
+    assert near[0, 2] < 0.3
+    assert vectors.std() == pytest.approx(1, abs=1e-3)
+
+
+def test_the_same_text_gives_the_same_start() -> None:
+    text = shards([5, 6, 7, 8, 9] * 20, [9, 7, 5] * 10)
+    assert ppmi_vectors(text, vocab_size=10, dim=16).shape == (10, 16)  # type: ignore[arg-type]
+    models = [make_model(replace(preset("bert-tiny"), vocab_size=40, dim=8, num_heads=2)) for _ in range(2)]
+    for model in models:
+        warm_start(model, text)  # type: ignore[arg-type]
+    first, second = (m.embed.tokens.weight for m in models)
+    assert torch.equal(first, second)
+    assert first.std().item() == pytest.approx(0.1, rel=0.01)
