@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
@@ -27,3 +29,14 @@ def __getattr__(name: str) -> Any:
 
         return getattr(verbs, name)
     raise AttributeError(f"module 'firth' has no attribute {name!r}")
+
+
+class _Package(ModuleType):
+    """Some verbs are called like a folder of the package: `firth.evaluate` is the verb, also once both are loaded."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in __all__ and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

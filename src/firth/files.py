@@ -63,8 +63,10 @@ def whole_folder(path: Path, **facts: Any) -> Iterator[Path]:
     """Write a folder under a temporary name; on success fsync it, add a manifest with checksums, and rename.
 
     `facts` are stored in the manifest beside `files`. After a crash only a `.NAME.tmp` remains, which the next
-    writer removes; a folder with a manifest was finished.
+    writer removes; a folder with a manifest was finished. A folder that is there already is replaced, unless it
+    holds what nobody here wrote.
     """
+    refuse_foreign(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -124,7 +126,39 @@ def damage(folder: Path) -> str | None:
     return None
 
 
-def fresh_folder(path: Path, what: str) -> None:
-    """Refuse to write into a folder that already holds something."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+def fresh_folder(path: Path, what: str, overwrite: bool = False) -> None:
+    """Refuse, before any work is done, to write where something is, or where nothing can be written.
+
+    With `overwrite` a folder of ours may be there; one that holds anything else is refused still.
+    """
+    if overwrite:
+        refuse_foreign(path)
+    elif path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists already. Name another {what}, or pass --overwrite.")
+    refuse_unwritable(path)
+
+
+def refuse_foreign(path: Path) -> None:
+    """Refuse to replace what `whole_folder` did not write: nobody's files are lost to a slip in a name."""
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise UserError(f"{path} is a file; a folder is needed. Name another one.")
+    try:
+        known = {name.split("/")[0] for name in read_json(path / MANIFEST)["files"]} | {MANIFEST}
+    except (UserError, KeyError, TypeError):
+        known = set()
+    if foreign := sorted(p.name for p in path.iterdir() if p.name not in known):
+        raise UserError(
+            f"{path} holds files that Firth did not write ({', '.join(foreign[:3])}): it is not replaced. "
+            "Name another folder, or move them away."
+        )
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Refuse a folder that cannot be made or written, as far as that can be told without trying."""
+    there = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise UserError(f"{path} cannot be made: {there} is a file.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{path} cannot be written: no permission in {there}.")

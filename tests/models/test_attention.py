@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
+from firth.models import attention
 from firth.models.attention import Attention, Sight, attend, see
 from firth.models.presets import bert, t5
 
@@ -76,3 +79,35 @@ def test_one_who_sees_nobody_gets_nothing_and_breaks_nothing() -> None:
     y.sum().backward()
     assert y[0, :, 2].abs().max() == 0
     assert all(bool(t.grad.isfinite().all()) for t in (q, k, v))  # type: ignore[union-attr]
+
+
+DOC, READ = torch.tensor([[0, 0, 1, -1]]), torch.tensor([[0, 0, 0, -2]])  # two of DOC find nothing to read in READ
+
+
+@pytest.mark.parametrize("case", ["all", "causal", "documents", "causal documents", "read", "score", "causal score"])
+def test_with_dropout_it_is_the_same_attention(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gradients of the path for dropout, with nothing dropped, against SDPA."""
+    score = torch.randn(1, 2, 4, 4, requires_grad=True)
+    sight = see(
+        causal="causal" in case,
+        doc=None if case in ("all", "causal") else DOC,
+        read_doc=READ if case == "read" else None,
+        score=score if "score" in case else None,
+    )
+    q, k, v = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))
+
+    def value_and_gradients(dropout: float) -> list[Tensor | None]:
+        y = attend(q, k, v, sight, dropout, 0.3)
+        return [y, *torch.autograd.grad(y.square().sum(), (q, k, v, score), retain_graph=True, allow_unused=True)]
+
+    wanted = value_and_gradients(0.0)
+    monkeypatch.setattr(attention, "drop", lambda x, rate: x)
+    for mine, theirs in zip(value_and_gradients(0.1), wanted, strict=True):
+        assert_close(mine, theirs)
+
+
+def test_dropout_drops_weights() -> None:
+    """Four places with equal scores and v = 1: what remains of four weights of 1/4, each times 0 or 2."""
+    q, k, v = torch.zeros(1, 1, 1000, 8), torch.zeros(1, 1, 4, 8), torch.ones(1, 1, 4, 1)
+    y = attend(q, k, v, Sight(), dropout=0.5, scale=1.0)
+    assert set(y.flatten().tolist()) == {0.0, 0.5, 1.0, 1.5, 2.0}

@@ -10,4 +10,4 @@ from firth.models import ModelConfig
 def finetuning(model: ModelConfig) -> dict[str, Any]:
     """Fields of a FinetuneRecipe that suit a model of this size: 5e-5 at BERT-base's width, more for narrow ones."""
     rate = 5e-5 * (768 / model.dim) ** 1.5 * (3 if model.shape == "encoder-decoder" else 1)
-    return {"learning_rate": float(f"{rate:.1e}"), "per_device_train_batch_size": 16, "adam_beta2": 0.999}
+    return {"learning_rate": float(f"{rate:.1e}")}

@@ -30,8 +30,8 @@ class Classify:
         self.pad, self.last = tokenizer.vocab.pad, config.shape == "decoder"
 
     @property
-    def cut(self) -> int:
-        return self.reader.cut
+    def cut(self) -> list[str]:
+        return self.reader.say_cut("texts")
 
     def head(self, config: ModelConfig) -> Head:
         return with_classes(config, self.labels).head

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from firth.console import say, warn
 from firth.errors import UserError, nearest
 from firth.files import damage, read_json, whole_folder, write_json, write_text
 from firth.metrics import score, summarise
-from firth.models import Model, from_hf_config, load_model, make_model, write_model
+from firth.models import Model, load_model, make_model, read_config, write_model
 from firth.objectives import Batch
 from firth.tasks.classify import Classify
 from firth.tasks.recipe import FinetuneRecipe
@@ -41,30 +42,30 @@ def finetune(recipe: FinetuneRecipe, resume: bool = False, overwrite: bool = Fal
     recipe.check()
     if recipe.task not in TASKS:
         raise UserError(f"Unknown task {recipe.task!r}. {nearest(recipe.task, TASKS)}")
-    checkpoint = Path(recipe.checkpoint)
-    if not (checkpoint / "config.json").is_file():
-        raise UserError(f"{checkpoint} is not a checkpoint: it has no config.json.")
-    train = read_labelled(recipe.train, recipe.task, recipe.columns, part="train")
-    dev = read_labelled(recipe.dev, recipe.task, recipe.columns, part="dev")
-    config = from_hf_config(read_json(checkpoint / "config.json"), str(checkpoint / "config.json"))
+    config = read_config(recipe.checkpoint)
+    train = read_labelled(recipe.train, recipe.task, recipe.columns, "train", recipe.encoding)
+    dev = read_labelled(recipe.dev, recipe.task, recipe.columns, "dev", recipe.encoding)
     labels = check_labels(train, dev, recipe) if recipe.task == "classify" else None
-    tokenizer = load_tokenizer(checkpoint)
+    tokenizer = load_tokenizer(recipe.checkpoint)
     task = make_task(recipe.task, labels, tokenizer, config, recipe.max_seq_length, recipe.max_target_length)
 
-    with run_folder(Path(recipe.output_dir), resume, overwrite) as folder:
+    inputs = [recipe.checkpoint, recipe.train, recipe.dev]
+    with run_folder(Path(recipe.output_dir), resume, overwrite, inputs) as folder:
         stored = folder / "recipe.yaml"
         machine = choose_machine(recipe)
-        dev_items = task.encode(dev)
+        train_items, dev_items = task.encode(train), task.encode(dev)
         if resume and stored.is_file():
             recipe = same_recipe(load_recipe(stored, FinetuneRecipe), recipe)
         else:
-            recipe = settle_seeds(recipe, task, train, dev_items, machine, began)
+            recipe = settle_seeds(recipe, task, train_items, dev_items, machine, began)
             save_recipe(recipe, stored)
-        scores = [
-            one_seed(recipe, seed, task, train, dev, dev_items, machine, folder, resume) for seed in range(recipe.seeds)
-        ]
-        if task.cut:
-            say(f"{task.cut:,} texts were longer than {recipe.max_seq_length} tokens, and cut.")
+        for sentence in task.cut:
+            say(sentence)
+        scores = []
+        for seed in range(recipe.seeds):
+            chosen = few(train, recipe.shots, recipe.seed + seed) if recipe.shots else range(len(train))
+            items = [train_items[i] for i in chosen]
+            scores.append(one_seed(recipe, seed, task, items, dev, dev_items, machine, folder, resume))
         return conclude(recipe, task.metric, scores, folder)
 
 
@@ -94,7 +95,7 @@ def make_task(
 def settle_seeds(
     recipe: FinetuneRecipe,
     task: Task,
-    train: Sequence[Example],
+    items: Sequence[Any],
     dev_items: Sequence[Any],
     machine: Machine,
     began: float,
@@ -102,7 +103,7 @@ def settle_seeds(
     """Fix the steps of each seed, and the evaluation (once, at the end, unless asked). `minutes` are for all seeds."""
 
     def try_out() -> tuple[float, float]:
-        batches = batch_function(recipe, task, task.encode(train[: 4 * recipe.global_batch]))
+        batches = batch_function(recipe, task, items)
 
         def evaluate(model: Model) -> dict[str, float]:
             task.predict(model, dev_items, machine, 2 * recipe.per_device_train_batch_size)
@@ -111,7 +112,7 @@ def settle_seeds(
         step, evaluation = trial(recipe, machine, first_model(recipe, task), batches, evaluate)
         return step * recipe.seeds, evaluation * recipe.seeds
 
-    num_examples = min(recipe.shots, len(train)) or len(train)
+    num_examples = min(recipe.shots, len(items)) or len(items)
     return settle(recipe, num_examples, try_out, began, evaluations=1, least=FEW_STEPS)
 
 
@@ -119,7 +120,7 @@ def one_seed(
     recipe: FinetuneRecipe,
     seed: int,
     task: Task,
-    train: Sequence[Example],
+    items: Sequence[Any],
     dev: Sequence[Example],
     dev_items: Sequence[Any],
     machine: Machine,
@@ -132,7 +133,6 @@ def one_seed(
         return dict(read_json(place / "results.json"))
     place.mkdir(exist_ok=True)
     recipe = replace(recipe, seed=recipe.seed + seed)
-    chosen = few(train, recipe.shots, recipe.seed) if recipe.shots else list(train)
     model = first_model(recipe, task)
     predictions: list[Prediction] = []
 
@@ -140,27 +140,25 @@ def one_seed(
         predictions[:] = task.predict(model, dev_items, machine, 2 * recipe.per_device_train_batch_size)
         return score(recipe.task, [p.prediction for p in predictions], [e.target for e in dev])
 
-    batches = batch_function(recipe, task, task.encode(chosen))
+    batches = batch_function(recipe, task, items)
     outcome = fit(Run(recipe, machine, model, batches, evaluate, place, f"seed {seed + 1} of {recipe.seeds}"), resume)
-    scores = outcome.scores or evaluate(model)
     write_predictions(place / "predictions.jsonl", dev, predictions)
     with whole_folder(place / "final") as temporary:
         write_model(model, temporary)
         write_json(temporary / TASK_FILE, task.facts() | {"max_seq_length": recipe.max_seq_length})
-    write_json(place / "results.json", scores)
-    return scores
+    write_json(place / "results.json", outcome.scores)
+    return outcome.scores
 
 
 def first_model(recipe: FinetuneRecipe, task: Task) -> Model:
     """The checkpoint's body with the task's head, or its twin with random weights."""
     torch.manual_seed(recipe.seed)
-    folder = Path(recipe.checkpoint)
-    config = from_hf_config(read_json(folder / "config.json"))
-    config = replace(config, head=task.head(config))
+    config = read_config(recipe.checkpoint)
+    head = task.head(config)
     if not recipe.from_scratch:
-        return load_model(folder, head=config.head)
-    model = make_model(config)
-    model.tokenizer = load_tokenizer(folder)
+        return load_model(recipe.checkpoint, head=head)
+    model = make_model(replace(config, head=head))
+    model.tokenizer = load_tokenizer(recipe.checkpoint)
     return model
 
 
@@ -180,19 +178,16 @@ def batch_function(recipe: FinetuneRecipe, task: Task, items: Sequence[Any]) -> 
     return batches
 
 
-def few(examples: Sequence[Example], shots: int, seed: int) -> list[Example]:
-    """So many examples, as evenly over the labels as there are enough of each; which ones depends on the seed."""
-    by_label: dict[str, list[Example]] = defaultdict(list)
-    order = permute(np.arange(len(examples)), len(examples), seed)
-    for i in order:
-        by_label[examples[i].target].append(examples[i])
-    chosen: list[Example] = []
-    queues = [by_label[label] for label in sorted(by_label)]
-    while len(chosen) < min(shots, len(examples)):
-        for queue in queues:
-            if queue and len(chosen) < shots:
-                chosen.append(queue.pop())
-    return chosen
+def few(examples: Sequence[Example], shots: int, seed: int) -> list[int]:
+    """The places of so many examples, as evenly over the labels as there are enough of each; drawn by the seed.
+
+    Where there are more labels than `shots`, which labels come is drawn too.
+    """
+    by_label: dict[str, list[int]] = defaultdict(list)
+    for i in permute(np.arange(len(examples)), len(examples), seed).tolist():
+        by_label[examples[i].target].append(i)
+    rounds = zip_longest(*by_label.values())  # one of each label, then another one of each ...
+    return [i for round in rounds for i in round if i is not None][:shots]
 
 
 def write_predictions(path: Path, examples: Sequence[Example], predictions: Sequence[Prediction]) -> None:

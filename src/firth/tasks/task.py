@@ -31,8 +31,8 @@ class Task(Protocol):
     metric: str
 
     @property
-    def cut(self) -> int:
-        """How many texts were longer than the model reads."""
+    def cut(self) -> list[str]:
+        """Sentences about what was longer than the model reads."""
 
     def encode(self, examples: Sequence[Example]) -> list[Any]: ...
 
@@ -76,6 +76,9 @@ class Reader:
             self.cut += len(ids) > room
             rows.append([*self.before, *ids[:room], *self.after])
         return rows
+
+    def say_cut(self, what: str) -> list[str]:
+        return [f"{self.cut:,} {what} were longer than {self.length} tokens, and cut."] if self.cut else []
 
 
 def needed(token: int | None, name: str) -> int:

@@ -31,7 +31,7 @@ class TextToText:
     def __init__(self, tokenizer: Tokenizer, config: ModelConfig, length: int, target_length: int) -> None:
         if config.shape != "encoder-decoder":
             raise UserError(
-                f"text-to-text needs an encoder-decoder such as t5-tiny; this checkpoint is a {config.shape}."
+                f"text-to-text needs an encoder-decoder, such as t5-tiny; this checkpoint's shape is {config.shape}."
             )
         self.tokenizer, self.target_length = tokenizer, target_length
         self.reader = Reader(tokenizer, config, length)
@@ -39,8 +39,8 @@ class TextToText:
         self.pad = tokenizer.vocab.pad
 
     @property
-    def cut(self) -> int:
-        return self.reader.cut
+    def cut(self) -> list[str]:
+        return [*self.reader.say_cut("texts"), *self.writer.say_cut("answers")]
 
     def head(self, config: ModelConfig) -> Head:
         return config.head

@@ -14,7 +14,7 @@ from firth.console import warn
 from firth.errors import UserError, nearest
 from firth.text import pydocs
 from firth.text.clean import repair
-from firth.text.corpus import count, extension, json_records, lines, rename, text_in, value_in
+from firth.text.corpus import count, extension, json_records, known_encoding, lines, rename, text_in, value_in
 from firth.text.kinds import Example as Example
 
 Records = Iterator[tuple[int, dict[str, Any]]]
@@ -53,7 +53,7 @@ def read_labelled(
     wanted = TASKS[task]
     named = rename(columns, [*wanted.texts, wanted.target])
     examples = []
-    for number, record in records(Path(path), encoding):
+    for number, record in records(Path(path), known_encoding(encoding)):
         where = f"{path}:{number}"
         texts = tuple(filled(text_in(record, role, named[role], where), named[role], where) for role in wanted.texts)
         label = as_label(value_in(record, wanted.target, named[wanted.target], where), where)

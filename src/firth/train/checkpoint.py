@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from firth.console import warn
-from firth.errors import UserError
 from firth.files import damage, read_json, whole_folder, write_json
 from firth.models import Model, load_weights, read_tensors, write_model
 
@@ -33,8 +32,10 @@ def save_checkpoint(
 ) -> Path:
     """Write `checkpoint-<step>` and remove the oldest ones beyond `keep`."""
     folder = run / f"checkpoint-{state.step}"
-    if folder.exists() and damage(folder) is None:
-        return folder
+    if folder.exists():
+        if damage(folder) is None:
+            return folder
+        remove_folder(folder)
     with whole_folder(folder, step=state.step) as temporary:
         write_model(model, temporary)
         training = temporary / "training"
@@ -65,7 +66,7 @@ def last_checkpoint(run: Path) -> Path | None:
 
 def load_checkpoint(folder: Path, model: Model, optimizer: torch.optim.Optimizer) -> State:
     """Fill model and optimizer exactly as they were."""
-    load_weights(model, read_tensors(folder), str(folder))
+    load_weights(model, read_tensors(folder), str(folder), whole=True)
     saved = load_file(folder / "training" / "optimizer.safetensors")
     names = {p: name for name, p in model.named_parameters()}
     for group in optimizer.param_groups:
@@ -76,13 +77,6 @@ def load_checkpoint(folder: Path, model: Model, optimizer: torch.optim.Optimizer
             }
     facts = read_json(folder / "training" / "state.json")
     return State(step=facts["step"], tokens=facts["tokens"])
-
-
-def checkpoint_recipe(folder: Path) -> dict[str, Any]:
-    recipe = read_json(folder / "training" / "state.json").get("recipe")
-    if not isinstance(recipe, dict):
-        raise UserError(f"{folder}/training/state.json has no recipe.")
-    return recipe
 
 
 def remove_folder(folder: Path) -> None:

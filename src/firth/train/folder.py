@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from firth.errors import UserError
+from firth.files import MANIFEST, refuse_unwritable
 from firth.train.checkpoint import remove_folder
 
-OURS = ("recipe.yaml", "log.jsonl", "results.json", "predictions.jsonl", "report.html", ".lock")
-OUR_FOLDERS = ("checkpoint-*", "final", "seed-*", "tokenizer", "data", "pretrained", ".*.tmp", ".*.old")
+LOCK = ".lock"
+OURS = ("recipe.yaml", "source.json", "log.jsonl", "results.json", "predictions.jsonl", "report.html", LOCK)
+OUR_FOLDERS = ("final", "seed-*", "evaluate-*", "tokenizer", "data", "encoder", "decoder", "encoder-decoder")
+STAGES = ("untrained", "pretraining", "pretrained-*", "scratch-*")  # in the folder of one architecture (quickstart)
+LEFTOVERS = (".*.tmp", ".*.old")  # of a writer that was killed
 
 
 @contextmanager
-def run_folder(path: Path, resume: bool = False, overwrite: bool = False) -> Iterator[Path]:
-    """Hold a run's folder. An existing one needs `resume` (go on) or `overwrite` (what a run wrote is removed)."""
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{path} is a file; --output-dir needs a folder.")
-    held = [p for p in path.iterdir() if p.name != ".lock"] if path.is_dir() else []
-    if held and not (resume or overwrite):
-        raise UserError(f"{path} exists already. --resume goes on with the run in it, --overwrite starts it anew.")
+def run_folder(
+    path: Path, resume: bool = False, overwrite: bool = False, inputs: Sequence[str | Path] = ()
+) -> Iterator[Path]:
+    """Hold a run's folder. An existing one needs `resume` (go on) or `overwrite` (what a run wrote is removed).
+
+    `inputs` are what the run reads: they must not lie in a folder that is overwritten. A folder in which nothing
+    came to be is removed again.
+    """
+    check_folder(path, resume, overwrite, inputs)
+    new = not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = open(path / ".lock", "w")  # noqa: SIM115
+        lock = open(path / LOCK, "w")  # noqa: SIM115
     except OSError as e:
         raise UserError(f"{path} cannot be written: {e.strerror}.") from None
     with lock:
@@ -34,20 +42,53 @@ def run_folder(path: Path, resume: bool = False, overwrite: bool = False) -> Ite
             raise UserError(f"{path} is in use by another run.") from None
         if overwrite and not resume:
             clear(path)
-        yield path
+        for leftover in (p for pattern in LEFTOVERS for p in path.glob(pattern) if p.is_dir()):
+            shutil.rmtree(leftover, ignore_errors=True)
+        try:
+            yield path
+        except BaseException:
+            if new and {p.name for p in path.iterdir()} <= {LOCK, "source.json"}:
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+
+
+def check_folder(path: Path, resume: bool, overwrite: bool, inputs: Sequence[str | Path]) -> None:
+    """Refuse a folder that a run must not touch."""
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is a file; --output-dir needs a folder.")
+    refuse_unwritable(path)
+    if not path.is_dir() or not [p for p in path.iterdir() if p.name != LOCK]:
+        return
+    if not (resume or overwrite):
+        raise UserError(f"{path} exists already. --resume goes on with the run in it, --overwrite starts it anew.")
+    foreign = sorted(p.name for p in path.iterdir() if not is_ours(p))
+    if foreign and not (resume and (path / "recipe.yaml").is_file()):
+        raise UserError(
+            f"{path} holds files that no run of Firth wrote ({', '.join(foreign[:3])}): "
+            "it is left alone. Name another --output-dir."
+        )
+    for needed in (Path(name) for name in inputs if name):
+        if overwrite and not resume and needed.exists() and needed.resolve().is_relative_to(path.resolve()):
+            raise UserError(f"{needed} lies in {path}, which --overwrite would remove. Name another --output-dir.")
+
+
+def is_ours(p: Path) -> bool:
+    """Whether a run wrote this: known by its name and, as a person may have used that name too, by what is in it."""
+    if any(p.match(pattern) for pattern in LEFTOVERS):
+        return True
+    if not p.is_dir():
+        return p.name in OURS
+    if p.name.startswith("checkpoint-") and p.name.removeprefix("checkpoint-").isdecimal():
+        return True
+    if not any(p.match(pattern) for pattern in (*OUR_FOLDERS, *STAGES)):
+        return False
+    return (p / MANIFEST).is_file() or all(map(is_ours, p.iterdir()))
 
 
 def clear(path: Path) -> None:
-    """Remove what a run wrote, and nothing else."""
-    ours = {p for pattern in OUR_FOLDERS for p in path.glob(pattern) if p.is_dir()}
-    foreign = [p.name for p in path.iterdir() if p not in ours and p.name not in OURS]
-    if foreign:
-        raise UserError(
-            f"{path} holds files that no run of Firth wrote ({', '.join(sorted(foreign)[:3])}): "
-            "it is not overwritten. Name another --output-dir."
-        )
-    for folder in ours:
-        remove_folder(folder)
-    for name in OURS:
-        if name != ".lock":
-            (path / name).unlink(missing_ok=True)
+    """Remove what a run wrote; `check_folder` has made sure that there is nothing else."""
+    for p in list(path.iterdir()):
+        if p.is_dir():
+            remove_folder(p)
+        elif p.name != LOCK:
+            p.unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,6 +29,11 @@ class Log:
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         self.file.close()
+
+
+def last_loss(path: Path) -> float:
+    """The training loss that was logged last."""
+    return next((line["loss"] for line in reversed(read_log(path)) if "loss" in line), math.nan)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

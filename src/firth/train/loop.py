@@ -23,7 +23,7 @@ from firth.plain import to_plain
 from firth.tokens.rows import mix
 from firth.train.checkpoint import State, last_checkpoint, load_checkpoint, save_checkpoint
 from firth.train.device import Machine
-from firth.train.log import Log
+from firth.train.log import Log, last_loss
 from firth.train.optim import make_optimizer, rate
 from firth.train.recipe import Training
 
@@ -81,13 +81,16 @@ def fit(run: Run, resume: bool = False) -> Outcome:
 
             # now and then: log, evaluate, save
             last = state.step == training.max_steps
-            if state.step % training.logging_steps == 0 or last:
+            logs = state.step % training.logging_steps == 0 or last
+            saves = state.step % training.save_steps == 0 or last or stop.is_set()
+            if logs or saves:
                 loss = total.item()
                 if not math.isfinite(loss):
                     raise UserError(
                         f"The loss is {loss} at step {state.step}. Lower --learning-rate or lengthen --warmup-steps"
                         + (f"; {saved} is whole." if saved else ".")
                     )
+            if logs:
                 log.write(step=state.step, loss=loss, learning_rate=lr, tokens=state.tokens)
                 line.show(_progress(run, state, loss, lr, began, saved))
             if run.evaluate and (state.step % training.eval_steps == 0 or last):
@@ -97,13 +100,16 @@ def fit(run: Run, resume: bool = False) -> Outcome:
             for every, hook in run.hooks:
                 if state.step % every == 0:
                     hook(state.step, model)
-            if state.step % training.save_steps == 0 or last or stop.is_set():
+            if saves or stop.is_set():
                 save()
-            if stop.is_set() and not last:
+            if stop.is_set():
                 line.close()
                 raise Interrupted(f"stopped at step {state.step} of {training.max_steps}")
     line.close()
     seconds = max(time.monotonic() - began[0], 1e-9)
+    if began[1] == training.max_steps and run.folder:  # resumed after the last step: only its numbers are needed
+        loss = last_loss(run.folder / "log.jsonl")
+        scores = run.evaluate(model) if run.evaluate else {}
     return Outcome(state.step, state.tokens, loss, scores, (state.tokens - began[2]) / seconds)
 
 

@@ -24,7 +24,7 @@ def make_optimizer(model: nn.Module, training: Training) -> torch.optim.AdamW:
 
 
 def rate(step: int, training: Training) -> float:
-    """The learning rate of step 0, 1, 2 ...: up during the warm-up, then down to 0 at the last step."""
+    """The learning rate of step 0, 1, 2 ...: up during the warm-up, then down, to reach 0 after the last step."""
     warmup, last = training.warmup_steps, training.max_steps
     if step < warmup:
         return training.learning_rate * (step + 1) / (warmup + 1)

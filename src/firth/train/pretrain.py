@@ -15,9 +15,10 @@ import torch
 from firth.console import duration, say
 from firth.errors import UserError
 from firth.files import damage, read_json, whole_folder, write_json
-from firth.models import LMHead, Model, load_model, make_model, write_model
+from firth.models import Model, load_weights, make_model, read_tensors, warm_start, write_model
 from firth.objectives import Batch, Draw
 from firth.tokens import Prepared, RowSource, Tokenizer, open_shards
+from firth.train.checkpoint import last_checkpoint
 from firth.train.device import Machine, choose_machine
 from firth.train.folder import run_folder
 from firth.train.loop import Run, fit, train_step
@@ -27,6 +28,7 @@ from firth.train.recipe import Recipe, Training, differences, load_recipe, save_
 R = TypeVar("R", bound=Training)
 EVALUATIONS = 10  # per run, when --eval-steps does not say
 SETTLED = ("max_steps", "warmup_steps", "eval_steps")  # fields that a run may leave open, and then fixes
+PLACES = ("output_dir", "data", "checkpoint", "train", "dev")  # fields that name files and folders
 
 
 def pretrain(
@@ -35,7 +37,7 @@ def pretrain(
     """Run a recipe. `began` is when the clock of `minutes` started (time.monotonic)."""
     recipe.check()
     folder = Path(recipe.output_dir)
-    with run_folder(folder, resume, overwrite):
+    with run_folder(folder, resume, overwrite, [recipe.data, recipe.checkpoint]):
         return pretrain_in(folder, recipe, resume, began)
 
 
@@ -59,16 +61,22 @@ def pretrain_in(folder: Path, recipe: Recipe, resume: bool = False, began: float
     evaluate = None
     if shards.held_out is not None:
         evaluate = held_out_loss(recipe, row_source(recipe, shards, held_out=True), tokenizer, machine)
+    model = first_model(recipe, tokenizer)
+    if recipe.warm_start == "ppmi" and not (resume and last_checkpoint(folder)):
+        say("counting which tokens keep company, for the first embeddings")
+        warm_start(model, shards.train, recipe.seed)
     if earlier is None:
-        new = first_model(recipe, tokenizer)
-        recipe = settle(recipe, rows.num_rows, lambda: trial(recipe, machine, new, batches, evaluate), began)
+
+        def try_out() -> tuple[float, float]:
+            return trial(recipe, machine, first_model(recipe, tokenizer), batches, evaluate)
+
+        recipe = settle(recipe, rows.num_rows, try_out, began)
         save_recipe(recipe, stored)
     say(
         f"{type(objective).__name__} on {shards.train.num_tokens:,} tokens in {rows.num_rows:,} rows of {rows.length} "
         f"({100 * rows.tokens_used:.1f}% filled): {recipe.max_steps:,} steps of {recipe.global_batch} rows, "
         f"{recipe.max_steps * recipe.global_batch / rows.num_rows:.1f} times through the text, on {machine}"
     )
-    model = first_model(recipe, tokenizer)
     say(f"{recipe.model.family}, {recipe.model.shape}: {model.num_parameters:,} parameters")
     outcome = fit(Run(recipe, machine, model, batches, evaluate, folder, "pretraining"), resume)
 
@@ -98,40 +106,24 @@ def finish(model: Model, folder: Path) -> None:
 def first_model(recipe: Recipe, tokenizer: Tokenizer) -> Model:
     """The model of step 0: fresh weights that depend on the seed alone, or those of a checkpoint."""
     torch.manual_seed(recipe.seed)
+    model = make_model(recipe.model)
     if recipe.checkpoint:
-        model = load_model(recipe.checkpoint, head=recipe.model.head)
-        model.config = recipe.model
-    else:
-        model = make_model(recipe.model)
+        load_weights(model, read_tensors(Path(recipe.checkpoint)), recipe.checkpoint)
     model.tokenizer = tokenizer
     return model
 
 
 def check_fit(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Everything that can be wrong between model, objective, tokenizer and length, before anything is computed."""
-    model, objective = recipe.model, recipe.objective
-    if wrong := model.problems():
-        raise UserError("; ".join(wrong) + ".")
-    if model.shape not in objective.shapes:
-        raise UserError(
-            f"{type(objective).__name__} needs an {' or '.join(objective.shapes)}; {model.family} is an {model.shape}."
-        )
-    if not isinstance(model.head, LMHead):
-        raise UserError("This checkpoint has a classifier's head: pretraining goes on from a language model.")
+    """Whether the shards' tokenizer is the run's, and one that the model has room for."""
     if recipe.tokenizer and recipe.tokenizer != tokenizer.fingerprint:
         raise UserError(
             f"{recipe.data} was made with another tokenizer ({tokenizer.fingerprint}) than the run's "
             f"({recipe.tokenizer}): prepare the text again with `firth prepare --tokenizer`."
         )
-    if model.vocab_size < tokenizer.vocab.size:
+    if recipe.model.vocab_size < tokenizer.vocab.size:
         raise UserError(
-            f"The tokenizer has {tokenizer.vocab.size:,} tokens, and the model only {model.vocab_size:,}: "
+            f"The tokenizer has {tokenizer.vocab.size:,} tokens, and the model only {recipe.model.vocab_size:,}: "
             "they do not belong together."
-        )
-    if model.max_length is not None and recipe.max_seq_length > model.max_length:
-        raise UserError(
-            f"--max-seq-length {recipe.max_seq_length} is longer than the model's {model.max_length} places. "
-            "Set model.position.length too, or shorten the rows."
         )
 
 
@@ -205,9 +197,12 @@ def settle(
         steps = max(1, int(left / step_seconds))
         if recipe.max_steps:
             steps = min(steps, recipe.max_steps)
-        say(f"{step_seconds:.3f}s a step: {steps:,} steps end in {duration(max(left, 0))}")
+        say(f"{step_seconds:.3f}s a step: {steps:,} steps take {duration(steps * step_seconds)}")
     elif not steps:
-        steps = max(least, math.ceil(recipe.num_train_epochs * num_rows / recipe.global_batch))
+        steps = math.ceil(recipe.num_train_epochs * num_rows / recipe.global_batch)
+        if steps < least:
+            say(f"{recipe.num_train_epochs:g} epochs are {steps:,} steps, which is few: {least:,} are taken instead")
+            steps = least
     return replace(
         recipe,
         max_steps=steps,
@@ -248,11 +243,35 @@ def trial(
 
 
 def same_recipe(earlier: R, now: R) -> R:
-    """The recipe that a resumed run goes on with; anything that was changed is refused."""
-    now = replace(now, **{name: getattr(earlier, name) for name in SETTLED if getattr(now, name) <= 0 or now.minutes})
-    if changed := differences(earlier, now):
+    """The recipe that a resumed run goes on with; anything that was changed is refused.
+
+    What is left open now is as it was settled then, and a run's folder may have been moved.
+    """
+    settled = {name: getattr(earlier, name) for name in SETTLED if left_open(now, name)}
+    places = {name: getattr(now, name) for name in PLACES if same_place(earlier, now, name)}
+    earlier = replace(earlier, **places)
+    if changed := differences(earlier, replace(now, **settled)):
         raise UserError(
             "A resumed run keeps its recipe, and this one differs: " + "; ".join(changed) + ". "
             "Leave these options as they were, or start a new run."
         )
     return earlier
+
+
+def left_open(recipe: Training, name: str) -> bool:
+    """Whether a field that `settle` can fix is left to it."""
+    if name == "max_steps":
+        return bool(recipe.minutes) or not recipe.max_steps
+    return getattr(recipe, name) < 0 if name == "warmup_steps" else not getattr(recipe, name)
+
+
+def same_place(earlier: Training, now: Training, name: str) -> bool:
+    """Whether two recipes name one file or folder, counted from the run's own folder where it lies in there."""
+    if not hasattr(now, name):
+        return False
+
+    def place(recipe: Training) -> Path:
+        path, home = Path(getattr(recipe, name)).absolute(), Path(recipe.output_dir).absolute()
+        return path.relative_to(home) if path.is_relative_to(home) else path
+
+    return bool(getattr(now, name)) == bool(getattr(earlier, name)) and place(earlier) == place(now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -11,16 +12,16 @@ import yaml
 
 from firth.errors import UserError, nearest
 from firth.files import write_text
-from firth.models import ModelConfig
+from firth.models import LMHead, ModelConfig
 from firth.objectives import Objective
 from firth.plain import from_plain, to_plain
 
 R = TypeVar("R", bound="Training")
 
 
-def option(default: Any, help: str) -> Any:
-    """A field that every run has, with the words that `--help` shows for it."""
-    return field(default=default, metadata={"help": help})
+def option(default: Any, help: str, shown: str | None = None) -> Any:
+    """A field that every run has, with the words that `--help` shows for it and, where they differ, its default."""
+    return field(default=default, metadata={"help": help, "default": str(default) if shown is None else shown})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class Training:
     max_seq_length: int = option(128, "Tokens in a row.")
     per_device_train_batch_size: int = option(32, "Rows that are computed at once.")
     gradient_accumulation_steps: int = option(1, "How many of these make one optimizer step.")
-    learning_rate: float = option(1e-3, "The highest rate, reached after the warm-up.")
+    learning_rate: float = option(1e-3, "The highest rate, reached after the warm-up.", shown="by the model's width")
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = option(
         "linear", "How the rate falls after the warm-up."
     )
@@ -46,7 +47,9 @@ class Training:
     adam_beta2: float = option(0.98, "AdamW's second decay rate.")
     adam_epsilon: float = option(1e-6, "AdamW's epsilon.")
     max_grad_norm: float = option(1.0, "Gradients longer than this are cut; 0 leaves them.")
-    eval_steps: int = option(0, "Evaluate every so many steps; 0 takes a tenth of the run. Always at the end.")
+    eval_steps: int = option(
+        0, "Evaluate every so many steps; 0 takes a tenth of the run (pretraining). Always at the end."
+    )
     save_steps: int = option(500, "Write a checkpoint every so many steps.")
     save_total_limit: int = option(2, "Keep so many checkpoints; 0 keeps all.")
     logging_steps: int = option(1, "Write a line to log.jsonl every so many steps.")
@@ -60,6 +63,9 @@ class Training:
 
     def check(self) -> None:
         """Refuse numbers that make no sense before anything is computed."""
+        for f in fields(self):
+            if isinstance(value := getattr(self, f.name), float) and not math.isfinite(value):
+                raise UserError(f"{f.name} is {value}, and must be a finite number.")
         at_least = {
             "max_seq_length": 4,
             "per_device_train_batch_size": 1,
@@ -72,11 +78,20 @@ class Training:
             "seed": 0,
             "minutes": 0,
             "learning_rate": 0,
+            "weight_decay": 0,
+            "adam_beta1": 0,
+            "adam_beta2": 0,
+            "adam_epsilon": 0,
             "max_grad_norm": 0,
         }
         for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}, and must be at least {least}.")
+        for name in ("adam_beta1", "adam_beta2"):
+            if getattr(self, name) >= 1:
+                raise UserError(f"{name} is {getattr(self, name)}, and must be less than 1.")
+        if self.seed >= 2**63:
+            raise UserError(f"seed is {self.seed}, and must be less than 2 to the power of 63.")
         if not self.max_steps and not self.minutes and self.num_train_epochs <= 0:
             raise UserError("num_train_epochs must be more than 0 when neither max_steps nor minutes is given.")
 
@@ -90,11 +105,29 @@ class Recipe(Training):
     data: str = option("", "Folder of token shards.")
     tokenizer: str = option("", "Fingerprint of the tokenizer that the shards were made with.")
     checkpoint: str = option("", "Checkpoint whose weights the run starts from; empty starts fresh.")
+    warm_start: Literal["none", "ppmi"] = option(
+        "none", "ppmi begins with embeddings that know which tokens keep company, counted in the whole text."
+    )
     eval_rows: int = option(256, "At most so many held-out rows are read at an evaluation.")
 
-
-def option_help(kind: type, name: str) -> str:
-    return next(str(f.metadata.get("help", "")) for f in fields(kind) if f.name == name)
+    def check(self) -> None:
+        """Also what can be wrong between model, objective and length."""
+        super().check()
+        model, objective = self.model, self.objective
+        if self.eval_rows < 1:
+            raise UserError(f"eval_rows is {self.eval_rows}, and must be at least 1.")
+        if wrong := model.problems():
+            raise UserError("; ".join(wrong) + ".")
+        if model.shape not in objective.shapes:
+            name, wanted = type(objective).__name__, " or ".join(objective.shapes)
+            raise UserError(f"{name} is for the shape {wanted}; {model.family} has the shape {model.shape}.")
+        if not isinstance(model.head, LMHead):
+            raise UserError("This checkpoint has a classifier's head: pretraining goes on from a language model.")
+        if model.max_length is not None and self.max_seq_length > model.max_length:
+            raise UserError(
+                f"--max-seq-length {self.max_seq_length} is longer than the model's {model.max_length} places. "
+                "Shorten the rows, or give a new model more places with model.position.length."
+            )
 
 
 def save_recipe(recipe: Training, path: Path) -> None:
@@ -127,8 +160,12 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
-            raise UserError(f"{word!r} is not key=value.")
-        found[key] = yaml.safe_load(value)
+            hint = f" Name each file with its own option: --data {word}." if Path(word).exists() else ""
+            raise UserError(f"{word!r} is not key=value.{hint}")
+        try:
+            found[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise UserError(f"{word!r}: {value!r} is neither a number nor a word nor true or false.") from None
     return found
 
 
@@ -138,8 +175,9 @@ def override(recipe: R, changes: Mapping[str, Any]) -> R:
     for key, value in changes.items():
         *path, last = key.split(".")
         place = plain
+        free = path and isinstance(getattr(recipe, path[0], None), dict)  # a field whose keys are the user's own
         for depth, name in enumerate([*path, last]):
-            if not isinstance(place, dict) or name not in place:
+            if not isinstance(place, dict) or (name not in place and not (free and depth == 1)):
                 known = place if isinstance(place, dict) else {}
                 above = ".".join(key.split(".")[:depth])
                 raise UserError(f"Unknown key {key!r}. " + nearest(name, known) + (f" (in {above})" if above else ""))

@@ -1,0 +1,320 @@
+"""The whole way on the built-in corpus: tokenizer, pretraining, fine-tuning against training from scratch, report.
+
+The clock rules: the twins from scratch are trained first, which tells how long the pretrained ones will take, and
+pretraining gets the time that is left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from firth.console import duration, say, show_table
+from firth.errors import UserError
+from firth.files import damage, whole_folder, write_json
+from firth.generate import fill, generate
+from firth.lab.report import Page, Sample, Transfer, loss_curve, transfer_plot
+from firth.models import Model, ModelConfig, load_model, make_model, preset, write_model
+from firth.objectives import MLM
+from firth.plain import to_plain
+from firth.recipes import TOKENIZERS, finetuning, pretraining
+from firth.tasks import FinetuneRecipe, finetune
+from firth.text import HELD_OUT, Corpus, held_out, read_labelled
+from firth.tokens import Prepared, open_shards, prepare, train_tokenizer
+from firth.train import Recipe, load_recipe, pretrain, read_log, run_folder
+
+VOCABULARY = 8192
+LABELS = (64, 256)
+SEEDS = 3
+LENGTH = 128
+LEAST = 20.0  # seconds of pretraining, however little time is left
+WRITING = 6.0  # seconds for blanks and report
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One architecture of the comparison: a model for this machine, and how it is trained."""
+
+    model: ModelConfig
+    recipe: dict[str, Any]
+    tuning: dict[str, Any]
+
+
+def arms(all: bool) -> dict[str, Arm]:
+    """The models by shape: small ones for a CPU, bigger ones where there is a GPU. Settings found by experiment
+    (docs/results.md)."""
+    gpu = torch.cuda.is_available()
+    size = "small" if gpu else "tiny"
+    batch = 256 if gpu else 32
+    common = {"max_seq_length": LENGTH, "per_device_train_batch_size": batch, "warm_start": "ppmi", "save_steps": 500}
+    rate = 1e-3 if gpu else 2e-3
+    chosen = {
+        "encoder": Arm(
+            replace(preset(f"bert-{size}"), dropout=0.0, attention_dropout=0.0),
+            {"objective": MLM(rate=0.4), "learning_rate": rate},
+            {},
+        ),
+        "decoder": Arm(
+            replace(preset(f"gpt2-{size}"), dropout=0.0, attention_dropout=0.0), {"learning_rate": rate}, {}
+        ),
+        "encoder-decoder": Arm(
+            replace(preset(f"t5-{size}"), dropout=0.0, attention_dropout=0.0), {"learning_rate": rate}, {}
+        ),
+    }
+    return {name: replace(arm, recipe=common | arm.recipe) for name, arm in chosen.items() if all or name == "encoder"}
+
+
+def quickstart(
+    output_dir: str | Path | None = None,
+    minutes: float = 5.0,
+    all: bool = False,
+    seed: int = 0,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Everything once, on text that every machine has; `minutes` are for each architecture. Returns the table."""
+    if minutes <= 0:
+        raise UserError(f"minutes is {minutes}, and must be more than 0.")
+    began = time.monotonic()
+    folder = Path(output_dir) if output_dir else next_free("quickstart")
+    with run_folder(folder, resume, overwrite):
+        corpus = Corpus(["pydocs"])
+        runs = {
+            shape: Track(folder / shape, shape, arm, seed, resume).run(corpus, minutes)
+            for shape, arm in arms(all).items()
+        }
+        rows = [row for run in runs.values() for row in run["table"]]
+        columns = ["model", "labels", "from scratch", "pretrained", "gain"]
+        show_table(
+            f"Which package does a docstring come from? ({runs['encoder']['classes']} classes, accuracy in %, "
+            f"{SEEDS} seeds)",
+            columns,
+            [table_row(row) for row in rows],
+        )
+        for run in runs.values():
+            show_samples(run)
+        write_report(folder / "report.html", runs, columns)
+        result: dict[str, Any] = {
+            "output_dir": str(folder),
+            "report": str(folder / "report.html"),
+            "table": rows,
+            "pretraining": {shape: run["pretraining"] for shape, run in runs.items()},
+            "seconds": time.monotonic() - began,
+        }
+        write_json(folder / "results.json", result)
+        say(f"done in {duration(result['seconds'])}: {folder / 'report.html'} has the whole story.")
+        return result
+
+
+class Track:
+    """The way of one architecture through the house, each stage in a folder of its own."""
+
+    def __init__(self, folder: Path, shape: str, arm: Arm, seed: int, resume: bool) -> None:
+        self.folder, self.shape, self.arm, self.seed, self.resume = folder, shape, arm, seed, resume
+        folder.mkdir(exist_ok=True)
+
+    def run(self, corpus: Corpus, minutes: float) -> dict[str, Any]:
+        """All stages; what the table and the report need of them."""
+        began = time.monotonic()
+        shards = self.prepare(corpus)
+        untrained = self.untrained(shards)
+        say(f"{self.shape}: the twins from scratch")
+        start = time.monotonic()
+        scratch = {labels: self.tune(untrained, labels, from_scratch=True) for labels in LABELS}
+        tuning = time.monotonic() - start
+        left = 60 * minutes - (time.monotonic() - began) - 1.1 * tuning - WRITING
+        say(f"{self.shape}: pretraining for {duration(max(left, LEAST))}")
+        trained = self.pretrain(shards, max(left, LEAST))
+        say(f"{self.shape}: the pretrained ones")
+        final = self.folder / "pretraining" / "final"
+        tuned = {labels: self.tune(final, labels, from_scratch=False) for labels in LABELS}
+        return {
+            "shape": self.shape,
+            "table": [self.row(labels, scratch[labels], tuned[labels]) for labels in LABELS],
+            "classes": len({e.target for e in read_labelled("pydocs", "classify", part="dev")}),
+            "pretraining": trained,
+            "recipe": load_recipe(self.folder / "pretraining" / "recipe.yaml", Recipe),
+            "log": read_log(self.folder / "pretraining" / "log.jsonl"),
+            "samples": samples(load_model(final), shards),
+        }
+
+    def prepare(self, corpus: Corpus) -> Prepared:
+        """Tokenizer and shards. Unigram is slow to learn: it gets every eighth document."""
+        place = self.folder / "data"
+        if damage(place) is not None:
+            kind = TOKENIZERS[self.arm.model.shape]
+            texts = (d.text for d in islice(corpus, 0, None, 8 if kind == "unigram" else 1))
+            tokenizer = train_tokenizer(texts, kind, VOCABULARY, lowercase=kind == "wordpiece")
+            prepare(corpus, tokenizer, place, total_bytes=corpus.bytes)
+            say(corpus.describe())
+        return open_shards(place)
+
+    def untrained(self, shards: Prepared) -> Path:
+        """A checkpoint of step 0, for the twins."""
+        place = self.folder / "untrained"
+        if damage(place) is not None:
+            torch.manual_seed(self.seed)
+            model = make_model(replace(self.arm.model, vocab_size=shards.tokenizer.vocab.size))
+            model.tokenizer = shards.tokenizer
+            with whole_folder(place) as temporary:
+                write_model(model, temporary)
+        return place
+
+    def pretrain(self, shards: Prepared, seconds: float) -> dict[str, Any]:
+        place = self.folder / "pretraining"
+        if self.resume and (place / "recipe.yaml").is_file():
+            return pretrain(load_recipe(place / "recipe.yaml", Recipe), resume=True)
+        model = replace(self.arm.model, vocab_size=shards.tokenizer.vocab.size)
+        facts = {"data": str(shards.folder), "tokenizer": shards.tokenizer.fingerprint, "minutes": seconds / 60}
+        recipe = pretraining(model, output_dir=str(place), seed=self.seed, **facts, **self.arm.recipe)
+        return pretrain(recipe, resume=self.resume)
+
+    def tune(self, checkpoint: Path, labels: int, from_scratch: bool) -> dict[str, Any]:
+        """Learn the packages from so many labels, with several seeds."""
+        fields = finetuning(self.arm.model) | {"max_steps": 100, "max_seq_length": LENGTH} | self.arm.tuning
+        recipe = FinetuneRecipe(
+            checkpoint=str(checkpoint),
+            task="classify",
+            train="pydocs",
+            dev="pydocs",
+            output_dir=str(self.folder / f"{'scratch' if from_scratch else 'pretrained'}-{labels}"),
+            seed=self.seed,
+            seeds=SEEDS,
+            shots=labels,
+            from_scratch=from_scratch,
+            compile=False,
+            **fields,
+        )
+        return finetune(recipe, resume=self.resume)
+
+    def row(self, labels: int, scratch: dict[str, Any], tuned: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "model": self.shape,
+            "labels": labels,
+            "scratch": {"mean": scratch["mean"], "std": scratch["std"]},
+            "pretrained": {"mean": tuned["mean"], "std": tuned["std"]},
+            "gain": tuned["mean"] - scratch["mean"],
+        }
+
+
+def next_free(name: str) -> Path:
+    """`quickstart`, then `quickstart-2` and so on: nothing is overwritten unasked."""
+    names = [name, *(f"{name}-{i}" for i in range(2, 1000))]
+    return next(Path(n) for n in names if not Path(n).exists())
+
+
+def table_row(row: dict[str, Any]) -> list[str]:
+    def percent(score: dict[str, float]) -> str:
+        return f"{100 * score['mean']:.1f} ± {100 * score['std']:.1f}"
+
+    return [
+        row["model"],
+        str(row["labels"]),
+        percent(row["scratch"]),
+        percent(row["pretrained"]),
+        f"{100 * row['gain']:+.1f}",
+    ]
+
+
+def held_out_sentences() -> Iterator[str]:
+    """First sentences of documents that no model has seen, short enough to show."""
+    for document in Corpus(["pydocs"]):
+        sentence = " ".join(document.text.partition("\n\n")[0].split())
+        if held_out(document.text, HELD_OUT) and 9 <= len(sentence.split()) <= 16 and sentence.endswith("."):
+            yield sentence
+
+
+def samples(model: Model, shards: Prepared, count: int = 6) -> list[Sample]:
+    """Blanks that the model fills in sentences it has not seen; a decoder continues them instead."""
+    tokenizer, found = shards.tokenizer, []
+    for place, sentence in enumerate(islice(held_out_sentences(), 0, 40 * count, 40)):
+        words = sentence.split()
+        if model.config.shape == "decoder":
+            start = " ".join(words[:5])
+            text = generate(model, [start], max_new_tokens=24)[0]
+            found.append(Sample(start, "", text.removeprefix(start), []))
+            continue
+        single = [i for i in range(2, len(words) - 1) if words[i].isalpha() and len(tokenizer.encode(words[i])) == 1]
+        if not single:
+            continue
+        blank = single[place % len(single)]
+        before, after = " ".join(words[:blank]) + " ", " " + " ".join(words[blank + 1 :])
+        guesses = fill(model, f"{before}[MASK]{after}", top=4)[0].guesses
+        answer = words[blank].lower() if shards.manifest["tokenizer_kind"] == "wordpiece" else words[blank]
+        found.append(Sample(before, after, answer, guesses))
+    return found
+
+
+def show_samples(run: dict[str, Any]) -> None:
+    """The blanks on the terminal."""
+    if run["shape"] == "decoder":
+        going_on = [(s.before, s.answer) for s in run["samples"]]
+        show_table("How the decoder goes on with sentences that it has not seen", ["begins", "continues"], going_on)
+        return
+    rows = [
+        (f"{s.before}____{s.after}", s.answer, ", ".join(f"{word} {100 * p:.0f}%" for word, p in s.guesses))
+        for s in run["samples"]
+    ]
+    show_table(f"Blanks in sentences that the {run['shape']} has not seen", ["sentence", "was", "guesses"], rows)
+
+
+def write_report(path: Path, runs: dict[str, dict[str, Any]], columns: list[str]) -> None:
+    """One page with the whole story; every number comes from this run."""
+    page = Page("Pretrain once, fine-tune many times")
+    rows = [row for run in runs.values() for row in run["table"]]
+    page.text(
+        "A language model was trained on the documentation of the Python packages on this machine, then fine-tuned "
+        "to tell from which package a docstring comes. Its twin has the same shape and learns from the same labels, "
+        "but starts from random weights. The docstrings that are scored were seen by neither."
+    )
+    page.table(columns, [table_row(row) for row in rows], f"Accuracy in %, mean and deviation over {SEEDS} seeds.")
+    points = [
+        Transfer(row["model"], kind == "pretrained", row["labels"], row[kind]["mean"], row[kind]["std"])
+        for row in rows
+        for kind in ("scratch", "pretrained")
+    ]
+    page.figure(transfer_plot(points), "What pretraining is worth, by the number of labels.")
+    for shape, run in runs.items():
+        write_section(page, shape, run)
+    page.save(path)
+
+
+def write_section(page: Page, shape: str, run: dict[str, Any]) -> None:
+    trained, recipe = run["pretraining"], run["recipe"]
+    page.heading(f"Pretraining: {shape}")
+    page.text(plateau(trained))
+    train = [(line["step"], line["loss"]) for line in run["log"] if "loss" in line]
+    held = [(line["step"], line["eval_loss"]) for line in run["log"] if "eval_loss" in line]
+    entropy = trained["unigram_entropy"] if shape != "encoder-decoder" else None
+    page.figure(
+        loss_curve(train, held, entropy),
+        f"{trained['parameters']:,} parameters, {trained['tokens']:,} tokens at {trained['tokens_per_second']:,.0f} "
+        "a second. A model that knows only how frequent each token is stands at the line.",
+    )
+    caption = (
+        "What it writes after the first words." if shape == "decoder" else "Blanks, and what it would write there."
+    )
+    page.samples(run["samples"], caption + " The sentences were held out.")
+    page.code(
+        yaml.safe_dump(to_plain(recipe), sort_keys=False), "The recipe, with every field that the run depends on."
+    )
+
+
+def plateau(trained: dict[str, Any]) -> str:
+    """What the final loss says, in a sentence."""
+    loss, entropy = trained["eval_loss"], trained["unigram_entropy"]
+    if loss is None:
+        return "No document was held out, so there is no held-out loss."
+    if loss < entropy - 0.1:
+        return f"The held-out loss is {loss:.2f}, below the {entropy:.2f} of word frequencies alone: context is used."
+    return (
+        f"The held-out loss is {loss:.2f}, and word frequencies alone give {entropy:.2f}: this model has learned "
+        "little more than which words are common. Give it more minutes."
+    )

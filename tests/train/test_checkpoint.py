@@ -1,0 +1,112 @@
+"""Checkpoints: how many are kept, what a damaged one does, what `transformers` makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from firth.errors import UserError
+from firth.files import MANIFEST, damage
+from firth.models import load_model
+from firth.train import Recipe, last_checkpoint, pretrain
+from firth.train.checkpoint import list_checkpoints, load_checkpoint
+from firth.train.optim import make_optimizer
+
+Recipes = Callable[..., Recipe]
+
+
+@pytest.fixture
+def run(recipe_of: Recipes) -> Path:
+    """A run of six steps that kept every checkpoint."""
+    recipe = recipe_of("bert", max_steps=6, save_steps=2, save_total_limit=0)
+    pretrain(recipe)
+    return Path(recipe.output_dir)
+
+
+def names(run: Path) -> list[str]:
+    return [p.name for p in list_checkpoints(run)]
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(0, [6, 4, 2]), (1, [6]), (2, [6, 4]), (9, [6, 4, 2])])
+def test_the_newest_are_kept(limit: int, kept: list[int], recipe_of: Recipes) -> None:
+    recipe = recipe_of("bert", max_steps=6, save_steps=2, save_total_limit=limit)
+    pretrain(recipe)
+    assert names(Path(recipe.output_dir)) == [f"checkpoint-{step}" for step in kept]
+
+
+def test_the_last_step_is_saved_always(recipe_of: Recipes) -> None:
+    recipe = recipe_of("bert", max_steps=3, save_steps=2)
+    pretrain(recipe)
+    assert names(Path(recipe.output_dir)) == ["checkpoint-3", "checkpoint-2"]
+
+
+def test_numbers_are_sorted_as_numbers_and_other_names_are_left_out(tmp_path: Path) -> None:
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-best", ".checkpoint-11.tmp"):
+        (tmp_path / name).mkdir()
+    assert names(tmp_path) == ["checkpoint-10", "checkpoint-9"]
+
+
+def test_damaged_ones_are_said_and_passed_over(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    newest = run / "checkpoint-6" / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    middle = run / "checkpoint-4" / "training" / "optimizer.safetensors"
+    data = bytearray(middle.read_bytes())
+    data[-1] ^= 1
+    middle.write_bytes(data)
+    assert last_checkpoint(run) == run / "checkpoint-2"
+    said = capsys.readouterr().err
+    assert "checkpoint-6 is damaged (model.safetensors has" in said
+    assert "checkpoint-4 is damaged (training/optimizer.safetensors does not match" in said
+
+
+def test_none_is_whole(run: Path) -> None:
+    for folder in list_checkpoints(run):
+        (folder / MANIFEST).unlink()
+    assert last_checkpoint(run) is None
+
+
+def test_there_is_no_pickle(run: Path) -> None:
+    kinds = {p.suffix for p in run.rglob("*") if p.is_file()}
+    assert kinds <= {".json", ".jsonl", ".safetensors", ".yaml", ""}
+    assert {p.name for p in run.rglob("*") if p.is_file() and not p.suffix} <= {".lock"}
+
+
+def test_a_checkpoint_without_its_head_is_no_place_to_go_on_from(run: Path, recipe_of: Recipes) -> None:
+    folder = run / "checkpoint-6"
+    model = load_model(folder)
+    optimizer = make_optimizer(model, recipe_of("bert"))
+    assert load_checkpoint(folder, model, optimizer).step == 6
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["cls.predictions.transform.dense.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"missing, such as head.dense.weight"):
+        load_checkpoint(folder, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("bert", "AutoModelForMaskedLM"), ("gpt2", "AutoModelForCausalLM"), ("t5", "AutoModelForSeq2SeqLM")],
+)
+def test_transformers_opens_it_with_equal_logits(family: str, kind: str, recipe_of: Recipes) -> None:
+    recipe = recipe_of(family, dropout=0.1, max_steps=2)
+    pretrain(recipe)
+    for folder in (Path(recipe.output_dir) / "checkpoint-2", Path(recipe.output_dir) / "final"):
+        assert damage(folder) is None
+        ours, theirs = load_model(folder), getattr(transformers, kind).from_pretrained(folder).eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        inputs = dict(tokenizer("The cat slept by the river.", return_tensors="pt").items())
+        assert ours.tokenizer is not None
+        assert set(ours.tokenizer.encode("The cat slept by the river.")) <= set(inputs["input_ids"][0].tolist())
+        if family == "t5":
+            inputs["decoder_input_ids"] = torch.tensor([[0, 7, 8, 9, 0]])
+            inputs["decoder_attention_mask"] = torch.tensor([[1, 1, 1, 0, 0]])
+        with torch.no_grad():
+            a, b = ours(**inputs).logits, theirs(**inputs).logits
+        if family == "t5":  # what stands at padding means nothing
+            a, b = a[:, :3], b[:, :3]
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

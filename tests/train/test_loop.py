@@ -1,0 +1,304 @@
+"""The loop against one written by hand, splits of the batch, exact resume, the log."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from firth.errors import UserError
+from firth.models import Model, make_model
+from firth.models.presets import bert
+from firth.objectives import Batch, Draw
+from firth.tokens import Prepared
+from firth.train import Interrupted, Machine, Recipe, Run, Training, fit, load_recipe, pretrain, read_log
+from firth.train.loop import dropout_seed, train_step
+from firth.train.optim import rate
+from firth.train.pretrain import batch_function, first_model, held_out_loss, row_source
+
+FAMILIES = ("bert", "gpt2", "t5")
+pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
+CPU = Machine(torch.device("cpu"), bf16=False, compile=False)
+Recipes = Callable[..., Recipe]
+Make = Callable[[str], Prepared]
+
+
+def lines(run: str | Path) -> list[str]:
+    return (Path(run) / "log.jsonl").read_text().splitlines()
+
+
+def weights(run: str | Path) -> bytes:
+    return (Path(run) / "final" / "model.safetensors").read_bytes()
+
+
+def batches_of(recipe: Recipe, shards: Prepared) -> Callable[[int], list[Batch]]:
+    return batch_function(recipe, row_source(recipe, shards, held_out=False), shards.tokenizer)
+
+
+def gradient(model: Model, micro: Sequence[Batch], limit: float = 0.0) -> tuple[float, list[torch.Tensor]]:
+    """The loss and the gradient of one step, seen through an optimizer that does nothing."""
+    seen: list[torch.Tensor] = []
+
+    class Watch(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            seen.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
+
+    run = Run(Training(max_grad_norm=limit), CPU, model, lambda step: micro)
+    total = train_step(run, model.loss, Watch(model.parameters(), lr=0.0), micro, 0, 0.0)
+    return total.item(), seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_three_families_learn(family: str, recipe_of: Recipes) -> None:
+    recipe = recipe_of(family, max_steps=30, learning_rate=1e-2, save_steps=100)
+    pretrain(recipe)
+    losses = [line["loss"] for line in read_log(Path(recipe.output_dir) / "log.jsonl") if "loss" in line]
+    assert len(losses) == 30
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.5
+
+
+def test_our_loop_is_adamw_written_by_hand(recipe_of: Recipes, shards_of: Make) -> None:
+    recipe = recipe_of("bert", max_steps=4, warmup_steps=2, eval_steps=4, learning_rate=1e-2, weight_decay=0.1)
+    shards = shards_of("bert")
+    batches, theirs = batches_of(recipe, shards), first_model(recipe, shards.tokenizer)
+    ours = copy.deepcopy(theirs)
+    outcome = fit(Run(recipe, CPU, ours, batches))
+
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), eps=1e-6, fused=False)
+    for step, lr in enumerate([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2 / 2]):
+        (batch,) = batches(step)
+        batch = batch.to(CPU.device)
+        logits = theirs.logits(batch)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    assert outcome.loss == pytest.approx(loss.item(), rel=1e-5)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_split_of_the_batch_gives_the_same_gradient(family: str, recipe_of: Recipes, shards_of: Make) -> None:
+    recipe = recipe_of(family, per_device_train_batch_size=8)
+    shards = shards_of(family)
+    model = first_model(recipe, shards.tokenizer)
+    whole = batches_of(recipe, shards)(0)
+    loss, expected = gradient(model, whole)
+    for size in (1, 2, 4):
+        split = batches_of(
+            replace(recipe, per_device_train_batch_size=size, gradient_accumulation_steps=8 // size), shards
+        )(0)
+        found_loss, found = gradient(model, split)
+        assert found_loss == pytest.approx(loss, rel=1e-5)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_micro_batches_weigh_by_their_answers() -> None:
+    """Five answers in one and one answer in the other: the mean is over six, not over two means."""
+    model = make_model(bert(1, 32, 2, 20, dropout=0.0, attention_dropout=0.0))
+    tokens = np.arange(12).reshape(2, 6) + 5
+    asked = np.tile(np.arange(6), (2, 1))
+    labels = np.array([[5, 6, 7, 8, 9, -100], [-100, -100, -100, 11, -100, -100]])
+    whole = Batch(tokens, asked=asked, labels=labels)
+    halves = [Batch(tokens[i : i + 1], asked=asked[i : i + 1], labels=labels[i : i + 1]) for i in (0, 1)]
+    assert [b.num_answers for b in halves] == [5, 1]
+    logits = model.logits(whole.to(CPU.device)).flatten(0, 1)
+    mean = torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels).flatten(), ignore_index=-100).item()
+    loss, expected = gradient(model, [whole])
+    split_loss, split = gradient(model, halves)
+    assert loss == pytest.approx(mean, rel=1e-5)
+    assert split_loss == pytest.approx(mean, rel=1e-5)
+    for a, b in zip(split, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_are_cut(recipe_of: Recipes, shards_of: Make) -> None:
+    shards = shards_of("bert")
+    model = first_model(recipe_of("bert"), shards.tokenizer)
+    micro = batches_of(recipe_of("bert"), shards)(0)
+
+    def norm(limit: float) -> float:
+        _, found = gradient(model, micro, limit)
+        return torch.cat([g.flatten() for g in found]).norm().item()
+
+    assert norm(0.0) > 1e-2
+    assert norm(1e-3) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_the_seed_decides(recipe_of: Recipes, tmp_path: Path) -> None:
+    found = {}
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        pretrain(recipe_of("gpt2", dropout=0.1, seed=seed, max_steps=3, output_dir=str(tmp_path / name)))
+        found[name] = weights(tmp_path / name), lines(tmp_path / name)
+    assert found["a"] == found["b"]
+    assert found["a"][0] != found["c"][0]
+    assert found["a"][1] != found["c"][1]
+
+
+def test_the_log(recipe_of: Recipes) -> None:
+    recipe = recipe_of("gpt2", max_steps=5, eval_steps=2, warmup_steps=1)
+    result = pretrain(recipe)
+    found = read_log(Path(recipe.output_dir) / "log.jsonl")
+    steps = [line for line in found if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
+    assert all(list(line) == ["step", "loss", "learning_rate", "tokens"] for line in steps)
+    training = replace(recipe, max_steps=5)
+    assert [line["learning_rate"] for line in steps] == [rate(i, training) for i in range(5)]
+    tokens = [line["tokens"] for line in steps]
+    assert tokens == sorted(tokens)
+    assert 0 < tokens[0] <= 4 * 32
+    evaluations = [line for line in found if "eval_loss" in line]
+    assert [line["step"] for line in evaluations] == [2, 4, 5]
+    assert result["loss"] == steps[-1]["loss"]
+    assert result["eval_loss"] == evaluations[-1]["eval_loss"]
+    assert result["steps"] == 5
+    assert json.loads((Path(recipe.output_dir) / "results.json").read_text()) == result
+
+
+def test_logging_steps(recipe_of: Recipes) -> None:
+    recipe = recipe_of("gpt2", max_steps=5, logging_steps=2)
+    pretrain(recipe)
+    assert [line["step"] for line in read_log(Path(recipe.output_dir) / "log.jsonl") if "loss" in line] == [2, 4, 5]
+
+
+def test_the_eval_loss_is_the_mean_over_all_answers(recipe_of: Recipes, shards_of: Make) -> None:
+    recipe = recipe_of("bert", per_device_train_batch_size=3, eval_rows=7)
+    shards = shards_of("bert")
+    model = first_model(recipe, shards.tokenizer)
+    rows = row_source(recipe, shards, held_out=True)
+    assert rows.num_rows > 3, "more than one batch, or the test shows nothing"
+    found = held_out_loss(recipe, rows, shards.tokenizer, CPU)(model)["eval_loss"]
+
+    index = np.arange(min(7, rows.num_rows))
+    batch = recipe.objective(rows.rows(index), Draw(recipe.seed, index), shards.tokenizer.vocab).to(CPU.device)
+    with torch.no_grad():
+        logits = model.eval().logits(batch).flatten(0, 1)
+    labels = batch.labels.flatten()
+    by_hand = [-logits[i].log_softmax(-1)[k].item() for i, k in enumerate(labels.tolist()) if k != -100]
+    assert found == pytest.approx(np.mean(by_hand), rel=1e-5)
+
+
+# --- stopping and going on
+
+
+class Stop(Exception):  # noqa: N818
+    """Pulls the plug in the middle of a run."""
+
+
+def stop_at(step: int) -> Callable[[int, Model], None]:
+    def hook(now: int, model: Model) -> None:
+        if now == step:
+            raise Stop
+
+    return hook
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_resumed_run_is_the_same_run(
+    family: str, recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = dict(dropout=0.2, gradient_accumulation_steps=2, per_device_train_batch_size=2, max_steps=7, eval_steps=3)
+    straight = recipe_of(family, output_dir=str(tmp_path / "straight"), **fields)
+    pretrain(straight)
+    stopped = recipe_of(family, output_dir=str(tmp_path / "stopped"), **fields)
+    for step in (1, 3, 6):  # before the first checkpoint, one step after a checkpoint, on a checkpoint
+        monkeypatch.setattr(pretraining, "Run", lambda *a, at=step: Run(*a, hooks=[(1, stop_at(at))]))
+        with pytest.raises(Stop):
+            pretrain(stopped, resume=True)
+    monkeypatch.undo()
+    pretrain(stopped, resume=True)
+    assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "straight")
+
+
+def test_a_run_that_was_stopped_after_its_last_step_has_its_numbers(recipe_of: Recipes) -> None:
+    """Killed between the last checkpoint and results.json."""
+    recipe = recipe_of("bert", max_steps=4)
+    expected = pretrain(recipe)
+    run = Path(recipe.output_dir)
+    before = lines(run), weights(run)
+    (run / "results.json").unlink()
+    for file in (run / "final").iterdir():
+        file.unlink()
+    (run / "final").rmdir()
+    result = pretrain(recipe, resume=True)
+    assert (lines(run), weights(run)) == before
+    assert (result["loss"], result["eval_loss"], result["steps"]) == (expected["loss"], expected["eval_loss"], 4)
+
+
+def test_a_finished_run_is_left_alone(recipe_of: Recipes) -> None:
+    recipe = recipe_of("bert", max_steps=2)
+    expected = pretrain(recipe)
+    before = weights(recipe.output_dir)
+    assert pretrain(recipe, resume=True) == expected
+    assert weights(recipe.output_dir) == before
+
+
+def test_another_recipe_is_refused_and_nothing_is_touched(recipe_of: Recipes) -> None:
+    recipe = recipe_of("bert", max_steps=2)
+    pretrain(recipe)
+    before = lines(recipe.output_dir)
+    with pytest.raises(UserError, match=r"learning_rate: 0.001 -> 0.5"):
+        pretrain(replace(recipe, learning_rate=0.5), resume=True)
+    assert lines(recipe.output_dir) == before
+
+
+def test_ctrl_c_saves_and_says_so(recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    straight = recipe_of("gpt2", dropout=0.2, output_dir=str(tmp_path / "straight"), save_steps=100)
+    pretrain(straight)
+    recipe = recipe_of("gpt2", dropout=0.2, save_steps=100)
+
+    def press(step: int, model: Model) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(pretraining, "Run", lambda *a: Run(*a, hooks=[(1, press)]))
+    with pytest.raises(Interrupted, match="step 3 of 6"):
+        pretrain(recipe)
+    assert [p.name for p in Path(recipe.output_dir).glob("checkpoint-*")] == ["checkpoint-3"]
+    monkeypatch.undo()
+    pretrain(recipe, resume=True)
+    assert weights(recipe.output_dir) == weights(tmp_path / "straight")
+
+
+def test_a_loss_that_is_no_number_stops_the_run(recipe_of: Recipes) -> None:
+    recipe = recipe_of("gpt2", max_steps=6, save_steps=1, logging_steps=100, learning_rate=1e30, warmup_steps=0)
+    with pytest.raises(UserError, match=r"loss is (nan|inf) at step .*--learning-rate"):
+        pretrain(recipe)
+    assert not (Path(recipe.output_dir) / "final").exists()
+
+
+def test_minutes_fix_the_steps(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretraining.trial, "__defaults__", (0.05,))
+    recipe = recipe_of("bert", max_steps=0, minutes=0.02, save_steps=1000)
+    result = pretrain(recipe)
+    stored = load_recipe(Path(recipe.output_dir) / "recipe.yaml", Recipe)
+    assert stored.max_steps == result["steps"] >= 1
+    assert stored.minutes == 0.02
+    assert result["seconds"] < 60, "planned for 1.2 seconds"
+    # the same words go on with the same number of steps
+    assert pretrain(recipe, resume=True)["steps"] == stored.max_steps
+
+
+def test_dropout_depends_on_where_it_falls() -> None:
+    seeds = {dropout_seed(seed, step, micro) for seed in range(4) for step in range(10) for micro in range(4)}
+    assert len(seeds) == 160
+    assert all(0 <= s < 2**63 for s in seeds)

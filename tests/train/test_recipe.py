@@ -1,0 +1,183 @@
+"""Recipes: overrides, files, numbers that make no sense, what a resumed run may change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from firth.errors import UserError
+from firth.models import preset
+from firth.recipes import pretraining
+from firth.tasks import FinetuneRecipe
+from firth.train import Recipe, Training, load_recipe, override, parse_overrides, read_yaml, save_recipe, settle
+from firth.train.pretrain import same_recipe
+
+
+def recipe(**fields: object) -> Recipe:
+    return pretraining(preset("bert-tiny"), **fields)
+
+
+def never() -> tuple[float, float]:
+    raise AssertionError("nothing is timed without minutes")
+
+
+def test_overrides_reach_any_depth() -> None:
+    words = ["model.num_layers=6", "learning_rate=1e-4", "objective.rate=0.3", "model.position.length=64", "bf16=true"]
+    new = override(recipe(), parse_overrides(words))
+    assert new.model.num_layers == 6
+    assert new.learning_rate == 1e-4
+    assert new.objective.rate == 0.3  # type: ignore[union-attr]
+    assert new.model.max_length == 64
+    assert new.bf16 is True
+    assert replace(new.model, num_layers=2, position=recipe().model.position) == recipe().model
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("lerning_rate=1", r"Unknown key 'lerning_rate'.*'learning_rate'"),
+        ("model.num_layer=1", r"Unknown key 'model.num_layer'.*'num_layers'.*in model"),
+        ("model.dim.x=1", r"Unknown key 'model.dim.x'"),
+        ("max_steps=many", r"max_steps: 'many' is not a whole number"),
+        ("max_steps=1.5", r"max_steps: 1.5 is not a whole number"),
+        ("bf16=perhaps", r"bf16"),
+        ("lr_scheduler_type=linar", r"lr_scheduler_type: 'linar' is not one of linear, cosine, constant"),
+        ("objective=MLN", r"objective: unknown kind 'MLN'. Did you mean 'MLM'"),
+        ("objective.rate=2", r"objective.rate is 2"),
+    ],
+)
+def test_wrong_overrides_are_named(word: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        override(recipe(), parse_overrides([word]))
+
+
+@pytest.mark.parametrize("word", ["lonely", "=3", "a=[1", "a={"])
+def test_words_that_are_not_key_and_value(word: str) -> None:
+    with pytest.raises(UserError):
+        parse_overrides([word])
+
+
+def test_a_second_text_after_the_options_gets_a_hint(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").touch()
+    with pytest.raises(UserError, match=r"--data .*b.txt"):
+        parse_overrides([str(tmp_path / "b.txt")])
+
+
+def test_columns_are_the_users_own_keys() -> None:
+    assert override(FinetuneRecipe(), {"columns.text": "body"}).columns == {"text": "body"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_seq_length": 3},
+        {"per_device_train_batch_size": 0},
+        {"learning_rate": -1.0},
+        {"learning_rate": float("nan")},
+        {"minutes": float("inf")},
+        {"num_train_epochs": 0.0},
+        {"adam_beta2": 1.0},
+        {"seed": -1},
+        {"seed": 2**63},
+        {"save_steps": 0},
+        {"eval_rows": 0},
+        {"max_seq_length": 513},
+    ],
+)
+def test_numbers_that_make_no_sense(fields: dict[str, float]) -> None:
+    with pytest.raises(UserError, match=next(iter(fields)).replace("_", "[_-]")):
+        recipe(**fields).check()
+
+
+def test_an_objective_of_another_shape() -> None:
+    with pytest.raises(UserError, match="CLM is for the shape decoder; bert has the shape encoder"):
+        override(recipe(), {"objective": "CLM"}).check()
+
+
+def test_a_recipe_survives_its_file(tmp_path: Path) -> None:
+    r = recipe(learning_rate=1e-5, output_dir="größe", seed=7)
+    save_recipe(r, tmp_path / "recipe.yaml")
+    assert load_recipe(tmp_path / "recipe.yaml", Recipe) == r
+
+
+def test_files_that_are_no_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    for text in ("a: [1", "- 1", "just words"):
+        file.write_text(text)
+        with pytest.raises(UserError, match=r"r\.yaml"):
+            read_yaml(file)
+    file.write_text("max_steps: 3\nsteps: 4\n")
+    with pytest.raises(UserError, match=r"unknown key 'steps'"):
+        load_recipe(file, Training)
+    with pytest.raises(UserError, match="no such file"):
+        read_yaml(tmp_path / "nowhere.yaml")
+
+
+# --- what is left open
+
+
+def test_epochs_give_the_steps() -> None:
+    r = settle(Training(num_train_epochs=2, per_device_train_batch_size=4), 50, never, 0.0)
+    assert (r.max_steps, r.warmup_steps, r.eval_steps) == (25, 2, 3)
+    r = settle(Training(num_train_epochs=2, per_device_train_batch_size=4, gradient_accumulation_steps=2), 50, never, 0)
+    assert r.max_steps == 13  # half a batch more than the two epochs need
+
+
+def test_what_was_said_is_kept() -> None:
+    r = settle(Training(max_steps=7, warmup_steps=0, eval_steps=5), 50, never, 0.0)
+    assert (r.max_steps, r.warmup_steps, r.eval_steps) == (7, 0, 5)
+
+
+def test_too_few_steps_are_raised_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    r = settle(Training(num_train_epochs=1, per_device_train_batch_size=10), 50, never, 0.0, least=200)
+    assert r.max_steps == 200
+    assert "1 epochs are 5 steps" in capsys.readouterr().err
+    assert settle(Training(max_steps=3), 50, never, 0.0, least=200).max_steps == 3
+
+
+def test_minutes_are_divided_by_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.monotonic", lambda: 110.0)
+    # 60 seconds, 10 of which are gone and 10 x 1 go to evaluations: 40 steps of one second
+    r = settle(Training(minutes=1.0), 50, lambda: (1.0, 1.0), began=100.0)
+    assert r.max_steps == 40
+    assert settle(Training(minutes=1.0, max_steps=9), 50, lambda: (1.0, 1.0), began=100.0).max_steps == 9
+    assert settle(Training(minutes=0.1), 50, lambda: (1.0, 1.0), began=100.0).max_steps == 1
+
+
+# --- going on
+
+
+def test_a_resumed_run_takes_what_was_settled() -> None:
+    first = settle(Training(output_dir="run", num_train_epochs=2), 100, never, 0.0)
+    assert same_recipe(first, Training(output_dir="run", num_train_epochs=2)) == first
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_steps": 8}, "max_steps: 10 -> 8"),
+        ({"max_steps": 10, "learning_rate": 2.0}, "learning_rate: 0.001 -> 2.0"),
+        ({"warmup_steps": 3}, "warmup_steps: 1 -> 3"),
+        ({"seed": 1}, "seed: 0 -> 1"),
+        ({"minutes": 2.0, "warmup_steps": 3}, r"minutes: 0.0 -> 2.0; warmup_steps: 1 -> 3"),
+    ],
+)
+def test_a_resumed_run_changes_nothing(fields: dict[str, float], message: str) -> None:
+    first = settle(Training(max_steps=10), 100, never, 0.0)
+    with pytest.raises(UserError, match=message):
+        same_recipe(first, Training(**fields))  # type: ignore[arg-type]
+
+
+def test_a_run_may_be_moved_and_named_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = recipe(output_dir="run", data="run/data", max_steps=5)
+    now = replace(first, output_dir=str(tmp_path / "moved"), data=str(tmp_path / "moved" / "data"))
+    assert same_recipe(first, now) == now
+    with pytest.raises(UserError, match=r"data: run/data -> elsewhere"):
+        same_recipe(first, replace(first, data="elsewhere"))
+    other = replace(first, data="shards")
+    assert same_recipe(other, replace(other, data="./shards")).data == "./shards"
+    with pytest.raises(UserError, match="checkpoint"):
+        same_recipe(first, replace(first, checkpoint="."))
