@@ -31,12 +31,22 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'firth' has no attribute {name!r}")
 
 
+class _Folder(ModuleType):
+    """A folder of the package that is called like a verb, and does what the verb does when it is called."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        from firth import verbs
+
+        return getattr(verbs, self.__name__.rpartition(".")[2])(*args, **options)
+
+
 class _Package(ModuleType):
-    """Some verbs are called like a folder of the package: `firth.evaluate` is the verb, also once both are loaded."""
+    """`firth.evaluate(...)` is the verb and `firth.evaluate` the folder, in whichever order they are loaded."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in __all__ and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
+        if name in __all__ and isinstance(value, ModuleType):
+            value.__class__ = _Folder
+        super().__setattr__(name, value)
 
 
 sys.modules[__name__].__class__ = _Package

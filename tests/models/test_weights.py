@@ -110,10 +110,9 @@ def test_a_body_without_prefix(family: str, prefix: str, tmp_path: Path, capsys:
     assert ("starts fresh" in capsys.readouterr().err) == (family == "bert")  # the head of GPT-2 is its embedding
 
 
-def test_a_new_head_starts_fresh_and_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_head_starts_fresh(tmp_path: Path) -> None:
     model = written(tmp_path)
     again = load_model(tmp_path, head=Classes(("yes", "no", "maybe"), pooled=True))
-    assert "head.out.weight" in capsys.readouterr().err
     assert again(torch.zeros(1, 4, dtype=torch.long)).logits.shape == (1, 3)
     assert torch.equal(again.embed.tokens.weight, model.embed.tokens.weight)
 

@@ -473,7 +473,7 @@ def load_weights(
     missing = [name for name in wanted if name not in state]
     if lacking := [name for name in missing if whole or not name.startswith("head.")]:
         raise UserError(f"{where}: {len(lacking)} tensors of the model are missing, such as {', '.join(lacking[:3])}.")
-    if missing:
+    if missing and not new_head:
         warn(f"{where} has no head for this ({', '.join(missing)}): it starts fresh.")
     with torch.no_grad():
         for name, value in state.items():

@@ -53,18 +53,23 @@ def finetune(recipe: FinetuneRecipe, resume: bool = False, overwrite: bool = Fal
     with run_folder(Path(recipe.output_dir), resume, overwrite, inputs) as folder:
         stored = folder / "recipe.yaml"
         machine = choose_machine(recipe)
-        train_items, dev_items = task.encode(train), task.encode(dev)
+        chosen = [choose(train, recipe, seed) for seed in range(recipe.seeds)]
+        used = sorted({i for places in chosen for i in places})
+        train_items = dict(zip(used, task.encode([train[i] for i in used]), strict=True))
+        dev_items = task.encode(dev)
         if resume and stored.is_file():
             recipe = same_recipe(load_recipe(stored, FinetuneRecipe), recipe)
         else:
-            recipe = settle_seeds(recipe, task, train_items, dev_items, machine, began)
+            first = [train_items[i] for i in chosen[0]]
+            recipe = settle_seeds(recipe, task, first, dev_items, machine, began)
             save_recipe(recipe, stored)
         for sentence in task.cut:
             say(sentence)
+        if labels is not None and config.shape != "encoder-decoder":
+            say(f"a new head over {len(labels)} classes")
         scores = []
-        for seed in range(recipe.seeds):
-            chosen = few(train, recipe.shots, recipe.seed + seed) if recipe.shots else range(len(train))
-            items = [train_items[i] for i in chosen]
+        for seed, places in enumerate(chosen):
+            items = [train_items[i] for i in places]
             scores.append(one_seed(recipe, seed, task, items, dev, dev_items, machine, folder, resume))
         return conclude(recipe, task.metric, scores, folder)
 
@@ -78,6 +83,11 @@ def check_labels(train: Sequence[Example], dev: Sequence[Example], recipe: Finet
         if e.target not in labels:
             raise UserError(f"{recipe.dev}, example {e.id}: the label {e.target!r} does not occur in {recipe.train}.")
     return labels
+
+
+def choose(train: Sequence[Example], recipe: FinetuneRecipe, seed: int) -> Sequence[int]:
+    """Which examples a seed learns from: all, or its own few."""
+    return few(train, recipe.shots, recipe.seed + seed) if recipe.shots else range(len(train))
 
 
 def make_task(
@@ -112,8 +122,7 @@ def settle_seeds(
         step, evaluation = trial(recipe, machine, first_model(recipe, task), batches, evaluate)
         return step * recipe.seeds, evaluation * recipe.seeds
 
-    num_examples = min(recipe.shots, len(items)) or len(items)
-    return settle(recipe, num_examples, try_out, began, evaluations=1, least=FEW_STEPS)
+    return settle(recipe, len(items), try_out, began, evaluations=1, least=FEW_STEPS)
 
 
 def one_seed(

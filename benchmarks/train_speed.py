@@ -1,0 +1,279 @@
+"""How fast Firth trains beside `transformers`: the same model, text, settings and machine, in the same run.
+
+    python benchmarks/train_speed.py [--workload NAME ...] [--steps N] [--threads N] [--json]
+
+A step is forward, loss, backward, clipping and AdamW. Both sides start from the same weights, read the same ids and
+take turns, so that whatever else the machine does slows both; the ratio is the median over the turns. Settings are
+equal: dropout, float32 (on a GPU bfloat16 autocast and torch.compile), fused AdamW with the same groups, clipping.
+`transformers` runs at its best: SDPA, no cache, and no mask where no token is padding. Our packed rows (four documents
+that do not see each other) have a line of their own.
+
+B rows, L tokens before the noise, T after it, U of the decoder, K asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+
+from firth import __version__
+from firth.console import progress, say, show_table
+from firth.models import LMHead, Model, ModelConfig, make_model, preset, to_hf_config
+from firth.models.presets import bert, gpt2, t5
+from firth.models.weights import to_hf
+from firth.objectives import CLM, IGNORED, MLM, Batch, Draw, Objective, SpanCorruption
+from firth.tokens import Rows, Vocabulary
+from firth.train import Machine, Run, Training, choose_machine
+from firth.train.loop import train_step
+from firth.train.optim import make_optimizer
+
+DOCUMENTS = 4  # in a packed row
+SETTINGS = Training(learning_rate=1e-4, max_grad_norm=1.0, weight_decay=0.01)
+OURS, THEIRS, PACKED = "firth", "transformers", "firth, packed"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and the batches it learns from; `wanted` is the least ratio that we promise."""
+
+    model: ModelConfig
+    objective: Objective
+    rows: int
+    length: int
+    wanted: float | None = None
+
+
+ON_CPU: dict[str, Workload] = {
+    "bert-4x256": Workload(bert(4, 256, 4), MLM(), rows=64, length=128, wanted=1.3),
+    "gpt2-4x256": Workload(gpt2(4, 256, 4, vocab_size=30522), CLM(), rows=8, length=512, wanted=1.0),
+    "t5-4x256": Workload(t5(4, 256, 4, 1024), SpanCorruption(), rows=16, length=128),
+}
+ON_GPU: dict[str, Workload] = {
+    "bert-base-128": Workload(preset("bert-base"), MLM(), rows=256, length=128),
+    "bert-base-512": Workload(preset("bert-base"), MLM(), rows=64, length=512),
+    "gpt2": Workload(preset("gpt2"), CLM(), rows=32, length=1024),
+    "t5.1.1-base": Workload(preset("t5.1.1-base"), SpanCorruption(), rows=48, length=512),
+}
+WORKLOADS = ON_CPU | ON_GPU
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One side's line. `ratio` is to `transformers`, the median over the turns, with the middle half of them."""
+
+    workload: str
+    side: str
+    tokens_per_second: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+
+
+# What is read
+
+
+def vocabulary(size: int) -> Vocabulary:
+    """Special ids first, sentinels last, the rest is text."""
+    sentinels = tuple(range(size - 1, size - 101, -1))
+    return Vocabulary(size, 0, 1, 2, 3, 4, 5, 6, sentinels, special=(*range(7), *reversed(sentinels)))
+
+
+def random_rows(workload: Workload, vocab: Vocabulary, step: int, documents: int) -> Rows:
+    """Full rows of random text, each with so many documents of equal length in their frames."""
+    B, L = workload.rows, workload.objective.source_length(workload.length)
+    frame, rng = workload.objective.frame(vocab), np.random.default_rng(step)
+    doc_L = np.arange(L, dtype=np.int32) * documents // L
+    begins_L, ends_L = np.diff(doc_L, prepend=-1) > 0, np.diff(doc_L, append=documents) > 0
+    tokens_BL, real_L = vocab.ordinary[rng.integers(len(vocab.ordinary), size=(B, L))], np.ones(L, bool)
+    for edge_L, special in ((begins_L, frame.before), (ends_L, frame.after)):
+        if special:
+            tokens_BL[:, edge_L], real_L[edge_L] = special[0], False
+    position_L = np.arange(L, dtype=np.int32) - np.flatnonzero(begins_L)[doc_L]
+    doc_BL, position_BL, real_BL = (np.tile(a, (B, 1)) for a in (doc_L, position_L, real_L))
+    return Rows(tokens_BL, doc_BL, position_BL, real_BL, np.arange(step * B, (step + 1) * B))
+
+
+def make_batch(workload: Workload, step: int, documents: int = 1) -> Batch:
+    """What the objective makes of fresh rows. A row of one document needs nothing that tells documents apart."""
+    vocab = vocabulary(workload.model.vocab_size)
+    rows = random_rows(workload, vocab, step, documents)
+    batch = workload.objective(rows, Draw(0, rows.index), vocab)
+    if documents > 1:
+        return batch
+    return batch._replace(doc=None, position=None, decoder_doc=None, decoder_position=None)
+
+
+def their_inputs(batch: Batch) -> dict[str, np.ndarray]:
+    """The same batch as a collator of `transformers` gives it: a label for every place, -100 where none is asked."""
+    if batch.decoder_tokens is not None:
+        return {"input_ids": batch.tokens, "decoder_input_ids": batch.decoder_tokens, "labels": batch.labels}
+    if batch.asked is None:
+        return {"input_ids": batch.tokens, "labels": batch.tokens}  # the model shifts them itself
+    labels_BT = np.full_like(batch.tokens, IGNORED)
+    row_BK = np.broadcast_to(np.arange(len(labels_BT))[:, None], batch.asked.shape)
+    used_BK = batch.labels != IGNORED
+    labels_BT[row_BK[used_BK], batch.asked[used_BK]] = batch.labels[used_BK]
+    return {"input_ids": batch.tokens, "labels": labels_BT}
+
+
+# The two sides
+
+
+def their_model(model: Model) -> Any:
+    """The same model in `transformers`, with the same weights."""
+    facts = to_hf_config(model.config, None)
+    config = transformers.AutoConfig.for_model(**facts, use_cache=False)
+    theirs = getattr(transformers, facts["architectures"][0])._from_config(config, attn_implementation="sdpa")
+    if isinstance(model.config.head, LMHead) and not model.config.head.tied:
+        theirs.lm_head.weight = nn.Parameter(theirs.lm_head.weight.detach().clone())  # it ties every head of T5
+    missing = theirs.load_state_dict(to_hf(model), strict=False).missing_keys
+    sizes = [sum(p.numel() for p in m.parameters()) for m in (model, theirs)]
+    assert sizes[0] == sizes[1], f"{sizes} parameters; not filled: {missing}"
+    return theirs
+
+
+def our_step(machine: Machine, model: Model) -> Callable[[Batch], Tensor]:
+    """The step of the real loop."""
+    run = Run(SETTINGS, machine, model, batches=lambda step: [])
+    loss_of = torch.compile(model.loss) if machine.compile else model.loss
+    optimizer = make_optimizer(model, SETTINGS)
+    return lambda batch: train_step(run, loss_of, optimizer, [batch], 0, SETTINGS.learning_rate)
+
+
+def their_step(machine: Machine, theirs: Any) -> Callable[[Batch], Tensor]:
+    """The same step as one writes it with a model of `transformers`."""
+    call = torch.compile(theirs) if machine.compile else theirs
+    optimizer = make_optimizer(theirs, SETTINGS)
+
+    def step(batch: Batch) -> Tensor:
+        inputs = {name: on_device(array, machine.device) for name, array in their_inputs(batch).items()}
+        theirs.train()
+        with machine.precision():
+            loss = call(**inputs).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(theirs.parameters(), SETTINGS.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def on_device(array: np.ndarray, device: torch.device) -> Tensor:
+    t = torch.from_numpy(array)
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
+
+
+@torch.no_grad()
+def losses(workload: Workload, machine: Machine, model: Model, theirs: Any) -> tuple[float, float]:
+    """What both sides say to one batch, without dropout and in float32: speed means nothing unless they agree."""
+    batch = make_batch(workload, step=0)
+    inputs = {name: on_device(array, machine.device) for name, array in their_inputs(batch).items()}
+    ours = model.eval().loss(batch.to(machine.device)) / batch.num_answers
+    return ours.item(), theirs.eval()(**inputs).loss.item()
+
+
+# Measuring
+
+
+def timed(step: Callable[[Batch], Tensor], batches: Sequence[Batch]) -> float:
+    """Seconds for these steps; reading the loss at the end waits for the device."""
+    start = time.perf_counter()
+    for batch in batches:
+        loss = step(batch)
+    loss.item()
+    return time.perf_counter() - start
+
+
+def measure(name: str, workload: Workload, machine: Machine, steps: int, turn: int, warmup: int) -> list[Speed]:
+    """Let the sides take turns of `turn` steps each, `steps` in all after the warm-up; their inputs are made before."""
+    torch.manual_seed(0)
+    model = make_model(workload.model)
+    theirs = their_model(model).to(machine.device)
+    model.to(machine.device)
+    ours, others = losses(workload, machine, model, theirs)
+    assert abs(ours - others) < 1e-3 * others, f"{name}: a loss of {ours} here and {others} there"
+
+    step_of_ours = our_step(machine, model)
+    sides: dict[str, tuple[Callable[[Batch], Tensor], int]] = {
+        OURS: (step_of_ours, 1),
+        THEIRS: (their_step(machine, theirs), 1),
+        PACKED: (step_of_ours, DOCUMENTS),
+    }
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    with progress(name, "turns", (warmup + steps) // turn) as shown:
+        for first in range(0, warmup + steps, turn):
+            for side, (step, documents) in sides.items():
+                batches = [make_batch(workload, i, documents) for i in range(first, first + turn)]
+                seconds[side].append(timed(step, batches))
+            shown.advance()
+    tokens = turn * make_batch(workload, 0).num_tokens
+    kept = {side: taken[warmup // turn :] for side, taken in seconds.items()}
+    return [speed(name, side, tokens, taken, kept[THEIRS]) for side, taken in kept.items()]
+
+
+def speed(name: str, side: str, tokens: int, taken: Sequence[float], theirs: Sequence[float]) -> Speed:
+    ratios = [b / a for a, b in zip(taken, theirs, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return Speed(name, side, tokens / statistics.median(taken), middle, low, high)
+
+
+def lines(name: str, speeds: Sequence[Speed]) -> list[tuple[str, ...]]:
+    """The rows of the table for one workload; what it is stands in the first column, one fact a row."""
+    workload = WORKLOADS[name]
+    facts = (name, shape(workload), f"wanted: {workload.wanted}" if workload.wanted else "")
+    return [
+        (fact, s.side, f"{s.tokens_per_second:,.0f}", f"{s.ratio:.2f}", f"{s.ratio_low:.2f} to {s.ratio_high:.2f}")
+        for fact, s in zip(facts, speeds, strict=True)
+    ]
+
+
+def shape(workload: Workload) -> str:
+    """Rows and tokens of a batch, as 64x128 or 48x(512+114)."""
+    batch = make_batch(workload, step=0)
+    B, T = batch.tokens.shape
+    return f"{B}x{T}" if batch.decoder_tokens is None else f"{B}x({T}+{batch.decoder_tokens.shape[1]})"
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--workload", action="append", choices=WORKLOADS, help="may be given more than once")
+    parser.add_argument("--steps", type=int, help="timed steps of each side (20 on a CPU, 50 on a GPU)")
+    parser.add_argument("--threads", type=int, help="CPU threads of both sides")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    options = parser.parse_args(words)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    transformers.logging.set_verbosity_error()
+
+    machine = choose_machine(SETTINGS)
+    on_gpu = machine.device.type == "cuda"
+    names = options.workload or list(ON_GPU if on_gpu else ON_CPU)
+    steps, turn, warmup = options.steps or (50 if on_gpu else 20), 5 if on_gpu else 1, 10 if on_gpu else 2
+    turn = min(turn, steps)
+    versions = f"firth {__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
+    say(f"{versions}, Python {sys.version.split()[0]}; {machine}, {os.cpu_count()} CPUs")
+    say("both sides: fused AdamW, gradients clipped at 1, fresh inputs every step; transformers with sdpa, no mask")
+
+    speeds = {name: measure(name, WORKLOADS[name], machine, steps, turn, warmup) for name in names}
+    columns = ("workload", "side", "tokens/s", "ratio", "middle half")
+    show_table("Training speed", columns, [line for name in names for line in lines(name, speeds[name])])
+    if options.json:
+        facts = {"versions": versions, "machine": str(machine), "threads": torch.get_num_threads(), "steps": steps}
+        print(json.dumps(facts | {"speeds": [asdict(s) for found in speeds.values() for s in found]}))
+
+
+if __name__ == "__main__":
+    main()
