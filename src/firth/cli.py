@@ -24,6 +24,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+SAME = 1e-3  # the largest difference of logits that rounding explains
 INTERRUPTED = 130  # the exit code after Ctrl-C
 # A wrong name or a folder that is not the user's; a full disk, on the other hand, is nobody's mistake.
 USERS_MISTAKES = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
@@ -357,7 +358,11 @@ def export(
     """Write a plain Hugging Face folder."""
     from firth import verbs
 
-    finish(verbs.export(checkpoint, output_dir, check, overwrite), json, "Export")
+    result = verbs.export(checkpoint, output_dir, check, overwrite)
+    finish(result, json, "Export")
+    if result.get("max_difference", 0.0) > SAME:
+        say(f"The logits differ by more than {SAME}: transformers does not compute the same model.")
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -16,7 +16,7 @@ from firth.files import damage, fresh_folder, read_json, whole_folder, write_jso
 from firth.generate import Blank
 from firth.generate import fill as fill_blanks
 from firth.generate import generate as generate_texts
-from firth.lab.quickstart import quickstart
+from firth.lab.quickstart import quickstart as quickstart
 from firth.models import (
     PRESETS,
     Model,
@@ -319,18 +319,3 @@ def models() -> list[dict[str, Any]]:
         }
         for name, config in PRESETS.items()
     ]
-
-
-__all__ = [
-    "evaluate",
-    "export",
-    "fill",
-    "finetune",
-    "generate",
-    "load",
-    "models",
-    "prepare",
-    "pretrain",
-    "quickstart",
-    "tokenizer",
-]

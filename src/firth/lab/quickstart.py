@@ -33,6 +33,7 @@ from firth.train import Recipe, load_recipe, pretrain, read_log, run_folder
 VOCABULARY = 8192
 LABELS = (64, 256)
 SEEDS = 3
+STEPS = 200  # of each fine-tuning: fewer would leave the twins from scratch unfinished
 LENGTH = 128
 LEAST = 0.4  # of the time goes to pretraining, even if it ends late
 WRITING = 6.0  # seconds for blanks and report
@@ -179,7 +180,7 @@ class Track:
 
     def tune(self, checkpoint: Path, labels: int, from_scratch: bool) -> dict[str, Any]:
         """Learn the packages from so many labels, with several seeds."""
-        fields = finetuning(self.arm.model) | {"max_steps": 200, "max_seq_length": LENGTH} | self.arm.tuning
+        fields = finetuning(self.arm.model) | {"max_steps": STEPS, "max_seq_length": LENGTH} | self.arm.tuning
         recipe = FinetuneRecipe(
             checkpoint=str(checkpoint),
             task="classify",

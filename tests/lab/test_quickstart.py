@@ -1,0 +1,67 @@
+"""The whole way, at a toy size: a small corpus of two packages, a few steps."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+import firth.lab.quickstart as lab
+from firth.errors import UserError
+from firth.files import damage
+from firth.models import load_model
+from firth.text import pydocs
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    things = {
+        "sea": (["ship", "wave", "harbour", "sailor", "anchor"], ["deep", "salty", "blue", "stormy"]),
+        "kitchen": (["pan", "oven", "spoon", "baker", "recipe"], ["warm", "sweet", "fresh", "spicy"]),
+    }
+    records = [
+        pydocs.Record(package, f"{package}.f{i}", f"Return the {a} {x} that is near the {b} {y} of number {n}.", ())
+        for package, (nouns, adjectives) in things.items()
+        for i, (x, y, a, b, n) in enumerate(
+            itertools.islice(itertools.product(nouns, nouns, adjectives, adjectives, range(3)), 700)
+        )
+    ]
+    monkeypatch.setattr(pydocs, "everything", lambda: records)
+    for name, value in {"VOCABULARY": 420, "LABELS": (8, 16), "SEEDS": 2, "STEPS": 3}.items():
+        monkeypatch.setattr(lab, name, value)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_three_architectures_side_by_side() -> None:
+    result = lab.quickstart(minutes=0.02, all=True)
+    assert [(row["model"], row["labels"]) for row in result["table"]] == [
+        (shape, labels) for shape in ("encoder", "decoder", "encoder-decoder") for labels in (8, 16)
+    ]
+    for row in result["table"]:
+        assert row["gain"] == pytest.approx(row["pretrained"]["mean"] - row["scratch"]["mean"])
+    page = Path(result["report"]).read_text(encoding="utf-8")
+    for words in ("word frequencies only", "Pretraining: decoder", "from scratch", "kind: SpanCorruption", "<svg"):
+        assert words in page
+    assert json.loads(Path("quickstart/results.json").read_text()) == result
+    assert load_model("quickstart/decoder/pretraining/final").config.shape == "decoder"
+
+
+def test_a_second_run_gets_a_folder_of_its_own_and_resume_repeats_nothing() -> None:
+    first = lab.quickstart(minutes=0.02)
+    weights = Path("quickstart/encoder/pretraining/final/model.safetensors")
+    written = weights.stat().st_mtime_ns
+    again = lab.quickstart("quickstart", minutes=0.02, resume=True)
+    assert again["table"] == first["table"]
+    assert weights.stat().st_mtime_ns == written
+    assert lab.quickstart(minutes=0.02)["output_dir"] == "quickstart-2"
+    with pytest.raises(UserError, match="exists already"):
+        lab.quickstart("quickstart", minutes=0.02)
+    lab.quickstart("quickstart", minutes=0.02, overwrite=True)
+    assert damage(Path("quickstart/encoder/pretraining/final")) is None
+
+
+def test_no_time_is_a_mistake() -> None:
+    with pytest.raises(UserError, match="more than 0"):
+        lab.quickstart(minutes=0)
