@@ -48,12 +48,12 @@ Config = Annotated[str | None, typer.Option(help="YAML file with any of these op
 Texts = Annotated[list[str], typer.Argument(help="Files and folders (.txt, .jsonl, also .gz and .xz), or pydocs.")]
 
 
-def finish(result: Mapping[str, Any], as_json: bool, title: str, hidden: tuple[str, ...] = ()) -> None:
+def finish(result: Mapping[str, Any], as_json: bool, title: str) -> None:
     """The table that a verb ends with, or its JSON."""
     if as_json:
         print(json_module.dumps(result, ensure_ascii=False))
         return
-    rows = [(name, readable(value)) for name, value in result.items() if name not in hidden]
+    rows = [(name, readable(value)) for name, value in result.items()]
     show_table(title, ["", ""], rows)
 
 
