@@ -303,7 +303,7 @@ def write_section(page: Page, shape: str, run: dict[str, Any]) -> None:
     page.figure(
         loss_curve(train, held, entropy),
         f"{trained['parameters']:,} parameters, {trained['tokens']:,} tokens at {trained['tokens_per_second']:,.0f} "
-        "a second. A model that knows only how frequent each token is stands at the line.",
+        "a second." + (" A model that knows only how frequent each token is stands at the line." if entropy else ""),
     )
     caption = (
         "What it writes after the first words." if shape == "decoder" else "Blanks, and what it would write there."
