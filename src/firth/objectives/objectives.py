@@ -75,7 +75,7 @@ class MLM:
 class SpanCorruption:
     """Spans become sentinels, and the decoder writes them out (T5, section 3.1.4).
 
-    A full row of `source_length` tokens fills the encoder's `length` and the decoder's `answer_length` exactly.
+    A full row of `source_length` tokens fills both `lengths`, the encoder's and the decoder's, exactly.
     Where several documents share a row, each further one ends with its own end token in the answer; every two of them
     cost one token of noise and one span, so that both sides keep their lengths.
     """
