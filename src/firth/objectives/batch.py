@@ -15,7 +15,8 @@ class Batch(NamedTuple):
     """Arrays (or tensors), None where an objective has no such thing. B rows, T places, U of the decoder, K asked.
 
     Without `asked` every place is asked. Without `doc` a row is one document; without `rank` an encoder sees all
-    and a decoder what came before.
+    and a decoder what came before. A bidirectional language model reads each row twice: its `rank` and `labels` are
+    (B, 2, T), forward and backward.
     """
 
     tokens: Any  # (B, T) what is read
@@ -28,7 +29,8 @@ class Batch(NamedTuple):
     decoder_tokens: Any = None  # (B, U)
     decoder_doc: Any = None  # (B, U)
     decoder_position: Any = None  # (B, U)
-    pair: Any = None  # (B,) is-next, in-order
+    boundary: Any = None  # (B, K, 3) around the span of an asked place: the place before, the place after, which of it
+    pair: Any = None  # (B,) 0 where the second text follows the first, 1 where it does not
     target: Any = None  # by task: class, score, tags, span
     characters: Any = None  # (B, T, 50)
 
@@ -36,6 +38,12 @@ class Batch(NamedTuple):
     def num_answers(self) -> int:
         """How many answers the summed loss adds up."""
         return len(self.target) if self.labels is None else int((self.labels != IGNORED).sum())
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What a loss can be a mean over. Each sum that a model returns names the count that divides it."""
+        counts = {"answers": self.num_answers, "tokens": self.num_tokens}
+        return counts if self.pair is None else counts | {"pairs": len(self.pair)}
 
     @property
     def num_tokens(self) -> int:

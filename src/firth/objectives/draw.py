@@ -16,10 +16,11 @@ from firth.tokens.rows import mix
 
 @dataclass(frozen=True)
 class Draw:
-    """Draws for a batch of rows; `index` (B,) are their places in the stream of all rows."""
+    """Draws for a batch of rows; `index` (B,) are their places in the stream of all rows, `step` (B,) their steps."""
 
     seed: int
     index: np.ndarray
+    step: np.ndarray | None = None
 
     def uniform(self, purpose: str, width: int) -> np.ndarray:
         """(B, width) float32 numbers in [0, 1), independent for every purpose."""

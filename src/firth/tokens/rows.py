@@ -26,12 +26,13 @@ class Frame:
     """Special tokens put around each piece of a document: [CLS] and [SEP] for BERT, nothing and </s> for T5.
 
     `edges_only`: only where a document really begins and ends (GPT-2), not where it was cut; a piece that was cut
-    leaves their places free.
+    leaves their places free. `between` stands between the two texts of a pair.
     """
 
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     edges_only: bool = False
+    between: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -241,13 +242,20 @@ def low_bits(count: np.uint64) -> np.uint64:
 
 
 class Rows(NamedTuple):
-    """Some rows of text."""
+    """Some rows of text. What not everyone needs is None unless it was asked for."""
 
     tokens: np.ndarray  # (B, T) int64
     doc: np.ndarray  # (B, T) int32: 0, 1, 2 ... within the row, -1 for padding
     position: np.ndarray  # (B, T) int32: place in the piece, 0 for padding
     real: np.ndarray  # (B, T) bool: text, neither frame nor padding
     index: np.ndarray  # type: ignore[assignment]  # (B,) int64: which rows of the stream
+    row: np.ndarray | None = None  # (B,) int64: which of the rows that an epoch has once each
+    epoch: np.ndarray | None = None  # (B,) int64
+    word_start: np.ndarray | None = None  # (B, T) bool: the first token of a word, or of a piece
+    sentence_end: np.ndarray | None = None  # (B, T) bool: the last token of a sentence, or of a piece
+    salient: np.ndarray | None = None  # (B, T) bool: part of a name, a number, a date
+    segment: np.ndarray | None = None  # (B, T) int32: first or second text of a pair
+    pair: np.ndarray | None = None  # (B,) int64: 0 where the second text follows the first, 1 where it does not
 
 
 class RowSource:
