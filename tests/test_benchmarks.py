@@ -1,4 +1,4 @@
-"""The benchmark of training speed at a toy size: both sides learn the same thing, and take a step."""
+"""The benchmarks at a toy size: both sides learn the same thing and take a step; both make a batch of the same rows."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ from firth.objectives import CLM, MLM, SpanCorruption
 from firth.train import Machine
 
 pytest.importorskip("transformers")
-FILE = Path(__file__).parents[1] / "benchmarks" / "train_speed.py"
+FOLDER = Path(__file__).parents[1] / "benchmarks"
 CPU = Machine(torch.device("cpu"), bf16=False, compile=False)
+
+
+def script(name: str) -> Any:
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
 def bench() -> Any:
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("train_speed", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["train_speed"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("train_speed")
 
 
 def toy(bench: Any, name: str) -> Any:
@@ -89,3 +93,88 @@ def test_main_prints_a_table_and_json(
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert facts["steps"] == 1
     assert {s["workload"] for s in facts["speeds"]} == {"toy"}
+
+
+# The speed of objectives
+
+
+@pytest.fixture(scope="module")
+def speed() -> Any:
+    return script("objective_speed")
+
+
+SIDES = {
+    "clm": ["np, lists", "np, arrays", "pt, lists", "pt, arrays"],
+    "mlm": ["np, lists", "np, arrays", "pt, lists", "pt, arrays", "noise alone"],
+    "whole-word": ["np, lists", "pt, lists"],
+    "permutation-lm": ["np, lists", "np, arrays", "pt, lists", "pt, arrays"],
+}
+
+
+def test_every_objective_that_reads_packed_documents_is_measured(speed: Any) -> None:
+    vocab = speed.vocabulary(500)
+    tokenizer = speed.their_tokenizer(vocab)
+
+    def make(objective: Any, rows: int, length: int, seed: int) -> Any:
+        return speed.random_rows(objective, vocab, rows, length, seed)
+
+    for name in speed.PACKED:
+        found = speed.measure(name, make, vocab, tokenizer, rows=2, length=64, turns=1, calls=1)
+        assert [s.side for s in found] == ["firth", *SIDES.get(name, [])]
+        assert all(s.tokens_per_second > 0 for s in found)
+        assert found[0].ratio == 1
+
+
+def test_random_rows_have_documents_in_their_frames_and_all_bits(speed: Any) -> None:
+    vocab = speed.vocabulary(500)
+    rows = speed.random_rows(speed.NAMED["mlm"], vocab, 2, 16, seed=3)
+    assert rows.doc[0].tolist() == [0] * 8 + [1] * 8
+    assert rows.real[0].tolist() == [False, *[True] * 6, False] * 2
+    assert rows.tokens[1, [0, 7, 8, 15]].tolist() == [vocab.cls, vocab.sep] * 2
+    assert rows.word_start[:, [1, 9]].all()
+    assert rows.sentence_end[:, [6, 14]].all()
+    for bit in (rows.word_start, rows.sentence_end, rows.salient):
+        assert not bit[~rows.real].any()
+    assert rows.index.tolist() == [6, 7]
+
+
+def test_a_collator_gets_the_same_rows_and_words(speed: Any) -> None:
+    vocab = speed.vocabulary(500)
+    rows = speed.random_rows(speed.NAMED["whole-word"], vocab, 8, 64, seed=0)
+    examples = speed.their_examples(rows, words=True)
+    assert [example["input_ids"] for example in examples] == rows.tokens.tolist()
+    collator = speed.transformers.DataCollatorForLanguageModeling(
+        speed.their_tokenizer(vocab), whole_word_mask=True, mask_replace_prob=1.0, random_replace_prob=0.0, seed=0,
+        return_tensors="np",
+    )  # fmt: skip
+    asked = collator(examples)["labels"] != -100
+    word = np.cumsum(rows.word_start, 1) + 100 * np.arange(8)[:, None]
+    sizes, hidden = (np.bincount(word[mask], minlength=900) for mask in (rows.real, asked))
+    assert asked.any()
+    assert ((hidden == 0) | (hidden == sizes)).all()
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_speed_of_objectives_prints_a_table_and_json(
+    speed: Any, text: bool, corpus_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--objective",
+        "mlm",
+        "--objective",
+        "denoisers",
+        "--length",
+        "64",
+        "--rows",
+        "2",
+        "--turns",
+        "1",
+        "--json",
+    ]
+    speed.main([*words, "--text", str(corpus_file)] if text else words)
+    printed = capsys.readouterr().out
+    facts = json.loads(printed.splitlines()[-1])
+    assert "Mtokens/s" in printed
+    assert facts["turns"] == 1
+    assert [s["objective"] for s in facts["speeds"]] == ["mlm"] * 6 + ["denoisers"]
+    assert {s["length"] for s in facts["speeds"]} == {64}

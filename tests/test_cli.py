@@ -133,6 +133,24 @@ def test_pretrain_from_text(firth: Firth, house: dict[str, Path], tmp_path: Path
     assert "differs: data:" in done.err
 
 
+def test_show(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
+    words = ["show", "t5-tiny", "--data", house["t5-shards"], "--rows=2", "--output-dir", tmp_path, *SMALL]
+    done = firth(*words, "--json", "objective.rate=0.3")
+    assert done.code == 0, done.err
+    assert len(done.out.splitlines()) == 1
+    assert {"rows", "objective", "counts", "promises", "shapes", "page"} == done.json.keys()
+    assert done.json["promises"]["asked"] == 0.3
+    fields = {"source", "index", "tokens", "labels", "decoder_tokens", "pair"}
+    assert all(fields <= row.keys() and row["pair"] is None for row in done.json["rows"])
+    assert Path(done.json["page"]) == tmp_path / "show.html"
+    table = firth(*words)
+    assert table.code == 0
+    assert "<extra_id_0>‹" in table.out
+    assert "decoder writes" in table.out
+    assert "promised" in table.out
+    assert "show.html" in table.err
+
+
 def test_finetune_evaluate_export(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
     files = ["--task", "classify", "--train", house["train"], "--dev", house["dev"]]
     done = firth(
@@ -178,6 +196,8 @@ def test_help(verb: str, firth: Firth) -> None:
         for option in RUN_OPTIONS:
             assert option in done.out, option
         assert "by the model's width" in " ".join(done.out.split())
+    if verb in ("pretrain", "show"):
+        assert "permutation-lm" in "".join(done.out.split()).replace("│", "")
 
 
 def test_no_verb_and_the_whole_help(firth: Firth) -> None:
@@ -197,6 +217,10 @@ def write(path: Path, data: str | bytes) -> Path:
 
 def pretrain(model: object, data: object, out: Path, *more: object) -> list[object]:
     return ["pretrain", model, "--data", data, "--output-dir", out / "run", "--max-steps=1", *SMALL, *more]
+
+
+def show(house: dict[str, Path], out: Path, *more: object) -> list[object]:
+    return ["show", "bert-tiny", "--data", house["bert-shards"], "--output-dir", out, *SMALL, *more]
 
 
 def finetune(house: dict[str, Path], out: Path, *more: object, **files: object) -> list[object]:
@@ -270,8 +294,8 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
         ["is not the tokenizer that", "--tokenizer"],
     ),
     "a tokenizer that does not suit": (
-        lambda h, t: pretrain("bert-tiny", h["t5-shards"], t),
-        ["tokenizer has no mask token"],
+        lambda h, t: pretrain("t5-tiny", h["bert-shards"], t),
+        ["needs sentinel tokens", "unigram tokenizer"],
     ),
     "rows longer than places": (
         lambda h, t: [*pretrain("bert-tiny", h["bert-shards"], t), "--max-seq-length=600"],
@@ -281,6 +305,15 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
         lambda h, t: pretrain("bert-tiny", h["bert-shards"], t, "--objective=clm"),
         ["CLM", "decoder", "encoder"],
     ),
+    "no rows to show": (lambda h, t: show(h, t, "--rows=0"), ["--rows is 0", "at least 1"]),
+    "a page of someone else": (
+        lambda h, t: show(h, write(t / "show.html", "mine").parent),
+        ["show.html was not written by", "--overwrite"],
+    ),
+    "showing an objective of another shape": (lambda h, t: show(h, t, "--objective=clm"), ["CLM", "decoder"]),
+    "showing an unknown objective": (lambda h, t: show(h, t, "--objective=bartt"), ["'bartt'", "'bart'"]),
+    "showing text that is not there": (lambda h, t: show({"bert-shards": t / "no.txt"}, t), ["no.txt: no such file"]),
+    "showing nothing": (lambda h, t: ["show", "bert-tiny", "--output-dir", t], ["--data"]),
     "an unknown objective": (
         lambda h, t: pretrain("bert-tiny", h["bert-shards"], t, "--objective=mlmm"),
         ["'mlmm'", "'mlm'"],

@@ -13,6 +13,8 @@ import firth
 from firth.errors import UserError
 from firth.models import PRESETS, load_model
 from firth.models.config import Buckets
+from firth.objectives import NAMED
+from firth.plain import to_plain
 from firth.train import Recipe, load_recipe
 from firth.train.pretrain import first_model
 from firth.verbs import all_changes, find_model, flatten
@@ -135,6 +137,16 @@ def test_prepare_goes_on_only_with_the_same_tokenizer(home: Path, corpus_file: P
         firth.prepare([corpus_file], tmp_path / "other", home / "shards", resume=True)
 
 
+def test_prepare_marks_what_is_salient(home: Path, corpus_file: Path, tmp_path: Path) -> None:
+    facts = firth.prepare([corpus_file], home / "tokenizer", tmp_path / "s", salient="default")
+    assert facts["train"]["salient"] > 0
+    assert firth.prepare([corpus_file], home / "tokenizer", tmp_path / "s", resume=True, salient="default") == facts
+    with pytest.raises(UserError, match="made with --salient default, not left out"):
+        firth.prepare([corpus_file], home / "tokenizer", tmp_path / "s", resume=True)
+    with pytest.raises(UserError, match="neither 'default' nor"):
+        firth.prepare([corpus_file], home / "tokenizer", tmp_path / "other", salient="names")
+
+
 def test_resuming_with_other_ways_of_reading_is_refused(corpus_file: Path, tmp_path: Path) -> None:
     run: dict[str, Any] = {"overrides": TINY, "vocab_size": 300, **SIZES}
     firth.pretrain("bert-tiny", corpus_file, tmp_path / "run", **run)
@@ -167,3 +179,48 @@ def test_evaluations_lie_beside_the_checkpoint(home: Path, tmp_path: Path) -> No
         home / "run" / "final", "classify", data, data, tmp_path / "tuned", max_steps=1, seeds=1, resume=True
     )
     assert again["mean"] == pytest.approx(found["metrics"]["accuracy"])
+
+
+# --- what a model will see
+
+
+def test_show_reads_from_text_what_pretrain_will(
+    corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    run: dict[str, Any] = {"overrides": {**TINY, "objective.rate": 0.3}, "vocab_size": 300, "objective": "mlm", **SIZES}
+    shown = firth.show("bert-tiny", corpus_file, rows=5, output_dir=tmp_path / "out", **run)
+    assert list((tmp_path / "temporary").iterdir()) == [], "tokenizer and shards are removed"
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["show.html"]
+    firth.pretrain("bert-tiny", corpus_file, tmp_path / "run", **run)
+    again = firth.show("bert-tiny", tmp_path / "run" / "data", rows=5, output_dir=tmp_path / "out", **run)
+    assert shown["rows"] == again["rows"]
+    assert shown["objective"]["rate"] == shown["promises"]["asked"] == 0.3
+    assert shown["counts"]["sample"]["asked"] == pytest.approx(0.3, abs=0.03)
+    recipe = load_recipe(tmp_path / "run" / "recipe.yaml", Recipe)
+    assert to_plain(recipe)["objective"] == shown["objective"]
+
+
+def test_a_look_that_is_stopped_leaves_nothing(
+    corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def press(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("firth.verbs.look", press)
+    with pytest.raises(KeyboardInterrupt):
+        firth.show("bert-tiny", corpus_file, vocab_size=300, output_dir=tmp_path / "out", **SIZES)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_named_objective_brings_what_it_needs(home: Path, tmp_path: Path) -> None:
+    firth.pretrain("bert-tiny", home / "shards", tmp_path / "run", objective="span", overrides=TINY, **SIZES)
+    recipe = load_recipe(tmp_path / "run" / "recipe.yaml", Recipe)
+    assert recipe.objective == NAMED["span"]
+    assert recipe.model.extra("boundary") is not None
+    with pytest.raises(UserError, match=r"Unknown objective 'spann'. Did you mean 'span'\?"):
+        firth.pretrain("bert-tiny", home / "shards", tmp_path / "other", objective="spann", **SIZES)
+    assert {m["name"]: m["objective"] for m in firth.models()}["t5-tiny"] == "span-corruption"

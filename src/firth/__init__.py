@@ -18,6 +18,7 @@ __all__ = [
     "prepare",
     "pretrain",
     "quickstart",
+    "show",
     "tokenizer",
 ]
 

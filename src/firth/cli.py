@@ -44,6 +44,12 @@ Encoding = Annotated[str, typer.Option(help="Encoding of the text files.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Any field of the recipe: model.num_layers=6.")
 ]
+ModelName = Annotated[str, typer.Argument(help="A preset (see `firth models`), a config.json or a checkpoint folder.")]
+Data = Annotated[list[str], typer.Option(help="Shards, or text: then tokenizer and shards are made on the way.")]
+TokenizerFolder = Annotated[str | None, typer.Option(help="Folder of a tokenizer; without one it is trained.")]
+VocabSize = Annotated[int, typer.Option(help="Of the tokenizer that is trained; 0 chooses by the text's size.")]
+Lowercase = Annotated[bool, typer.Option("--lowercase", help="Of the tokenizer that is trained.")]
+HeldOut = Annotated[float, typer.Option(help="Share of the documents that is kept for evaluation.")]
 Config = Annotated[str | None, typer.Option(help="YAML file with any of these options and fields.")]
 Texts = Annotated[list[str], typer.Argument(help="Files and folders (.txt, .jsonl, also .gz and .xz), or pydocs.")]
 
@@ -98,16 +104,17 @@ def run_options(
 
         def command(**given: Any) -> None:
             options = {name: given.pop(name) for name in names}
-            resume_from = given.pop("resume_from_checkpoint")
+            resume_from = given.pop("resume_from_checkpoint", None)
             if resume_from not in (None, "auto", "true", "True"):
                 raise UserError("--resume-from-checkpoint takes 'auto': the last whole checkpoint of the run.")
-            given["resume"] = given["resume"] or resume_from is not None
+            if resume_from is not None:
+                given["resume"] = True
             verb(**given, options={k: v for k, v in options.items() if v is not None})
 
-        alias = Annotated[str | None, typer.Option(help="'auto': the same as --resume.")]
-        added.append(
-            inspect.Parameter("resume_from_checkpoint", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=alias)
-        )
+        if any(p.name == "resume" for p in own):
+            alias = Annotated[str | None, typer.Option(help="'auto': the same as --resume.")]
+            name, keyword = "resume_from_checkpoint", inspect.Parameter.KEYWORD_ONLY
+            added.append(inspect.Parameter(name, keyword, default=None, annotation=alias))
         parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + added
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -136,10 +143,19 @@ def _pretraining() -> type:
     return Recipe
 
 
+def _objectives() -> str:
+    from firth.objectives import NAMED
+
+    return ", ".join(NAMED)
+
+
 def _finetuning() -> type:
     from firth.tasks import FinetuneRecipe
 
     return FinetuneRecipe
+
+
+ObjectiveName = Annotated[str | None, typer.Option(help=f"{_objectives()}; the family's own unless said.")]
 
 
 @app.command()
@@ -189,6 +205,10 @@ def prepare(
     tokenizer: Annotated[str, typer.Option(help="Folder of a tokenizer or a checkpoint.")],
     output_dir: Annotated[str, typer.Option(help="Folder for the shards.")],
     held_out: Annotated[float, typer.Option(help="Share of the documents that is kept for evaluation.")] = 0.05,
+    salient: Annotated[
+        str | None,
+        typer.Option(help="Mark salient spans: 'default' (names, numbers, dates), or your package.module:function."),
+    ] = None,
     documents: Documents = "auto",
     columns: Columns = "",
     encoding: Encoding = "utf-8",
@@ -200,27 +220,23 @@ def prepare(
     from firth import verbs
 
     reading = {"documents": documents, "columns": parse_columns(columns), "encoding": encoding}
-    result = verbs.prepare(texts, tokenizer, output_dir, held_out, resume, overwrite, **reading)
+    result = verbs.prepare(texts, tokenizer, output_dir, held_out, resume, overwrite, salient, **reading)
     finish(result, json, "Shards")
 
 
 @app.command()
 @run_options(_pretraining, hidden=("output_dir", "data", "tokenizer", "checkpoint"))
 def pretrain(
-    model: Annotated[str, typer.Argument(help="A preset (see `firth models`), a config.json or a checkpoint folder.")],
-    data: Annotated[list[str], typer.Option(help="Shards, or text: then tokenizer and shards are made on the way.")],
+    model: ModelName,
+    data: Data,
     output_dir: Annotated[str, typer.Option(help="Folder of the run.")],
     options: dict[str, Any],
     overrides: Overrides = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Folder of a tokenizer; without one it is trained.")] = None,
-    objective: Annotated[
-        str | None, typer.Option(help="mlm, clm or span-corruption; the model's own unless said.")
-    ] = None,
-    vocab_size: Annotated[
-        int, typer.Option(help="Of the tokenizer that is trained; 0 chooses by the text's size.")
-    ] = 0,
-    lowercase: Annotated[bool, typer.Option("--lowercase", help="Of the tokenizer that is trained.")] = False,
-    held_out: Annotated[float, typer.Option(help="Share of the documents that is kept for evaluation.")] = 0.05,
+    tokenizer: TokenizerFolder = None,
+    objective: ObjectiveName = None,
+    vocab_size: VocabSize = 0,
+    lowercase: Lowercase = False,
+    held_out: HeldOut = 0.05,
     documents: Documents = "auto",
     columns: Columns = "",
     encoding: Encoding = "utf-8",
@@ -252,6 +268,58 @@ def pretrain(
         **options,
     )
     finish(result, json, "Pretraining")
+
+
+@app.command()
+@run_options(_pretraining, hidden=("output_dir", "data", "tokenizer", "checkpoint"))
+def show(
+    model: ModelName,
+    data: Annotated[list[str], typer.Option(help="Shards, or text: then tokenizer and shards are made and removed.")],
+    options: dict[str, Any],
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(help="How many rows to show.")] = 4,
+    tokenizer: TokenizerFolder = None,
+    objective: ObjectiveName = None,
+    output_dir: Annotated[str, typer.Option(help="Folder for show.html.")] = ".",
+    vocab_size: VocabSize = 0,
+    lowercase: Lowercase = False,
+    held_out: HeldOut = 0.05,
+    documents: Documents = "auto",
+    columns: Columns = "",
+    encoding: Encoding = "utf-8",
+    config: Config = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a show.html that `firth show` did not write.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Show exactly what the model will read and be asked, before any training. Takes the options of `pretrain`."""
+    from firth import verbs
+    from firth.train import parse_overrides
+
+    result = verbs.show(
+        model,
+        data,
+        rows,
+        tokenizer,
+        objective,
+        vocab_size,
+        lowercase,
+        held_out,
+        config,
+        parse_overrides(overrides or []),
+        output_dir,
+        overwrite,
+        documents,
+        parse_columns(columns),
+        encoding,
+        printed=not json,
+        **options,
+    )
+    if json:
+        print(json_module.dumps(result, ensure_ascii=False))
+    else:
+        say(f"The same as a page: {result['page']}")
 
 
 @app.command()

@@ -113,7 +113,7 @@ _converter.register_structure_hook(float, _strict(float, int, float))
 _converter.register_structure_hook(bool, _strict(bool, bool))
 _converter.register_structure_hook(str, _strict(str, str))
 _converter.register_unstructure_hook_factory(
-    _is_a(tuple), lambda t: lambda value: [_converter.unstructure(v) for v in value]
+    _is_a(tuple), lambda t: lambda value: [_converter.unstructure(v, get_args(t)[0]) for v in value]
 )
 
 

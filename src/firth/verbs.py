@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 from firth.console import say
 from firth.errors import UserError, nearest
@@ -17,6 +18,9 @@ from firth.generate import Blank
 from firth.generate import fill as fill_blanks
 from firth.generate import generate as generate_texts
 from firth.lab.quickstart import quickstart as quickstart
+from firth.lab.show import look
+from firth.lab.show_page import free_page, save_page
+from firth.lab.show_text import print_shown
 from firth.models import (
     PRESETS,
     Model,
@@ -27,16 +31,16 @@ from firth.models import (
     preset,
     read_config,
 )
-from firth.objectives import CLM, DEFAULT, MLM, Objective, SpanCorruption
-from firth.recipes import TOKENIZERS, finetuning, pretraining, vocabulary_size
+from firth.objectives import NAMED
+from firth.plain import KIND, to_plain
+from firth.recipes import complete, default_objective, finetuning, pretraining, tokenizer_kind, vocabulary_size
 from firth.tasks import FinetuneRecipe
 from firth.tasks import finetune as run_finetune
-from firth.text import HELD_OUT, Corpus
+from firth.text import HELD_OUT, Corpus, Salient, load_salient, salient_name
 from firth.tokens import Tokenizer, is_shards, load_tokenizer, open_shards, train_tokenizer
 from firth.tokens import prepare as prepare_shards
-from firth.train import override, pretrain_in, read_yaml, run_folder
+from firth.train import Recipe, override, pretrain_in, read_yaml, run_folder
 
-OBJECTIVES: dict[str, type[Objective]] = {"clm": CLM, "mlm": MLM, "span-corruption": SpanCorruption}
 load = load_model
 
 
@@ -53,7 +57,7 @@ def tokenizer(
     folder = Path(output_dir)
     fresh_folder(folder, "--output-dir", overwrite)
     corpus = Corpus(texts, **reading)
-    made = train_tokenizer((d.text for d in corpus), kind, vocab_size or vocabulary_size(corpus.bytes), lowercase)
+    made = train_tokenizer(corpus.texts(), kind, vocab_size or vocabulary_size(corpus.bytes), lowercase)
     say(corpus.describe())
     with whole_folder(folder) as temporary:
         made.save(temporary)
@@ -72,18 +76,31 @@ def prepare(
     held_out: float = HELD_OUT,
     resume: bool = False,
     overwrite: bool = False,
+    salient: str | Salient | None = None,
     **reading: Any,
 ) -> dict[str, Any]:
-    """Text to token shards."""
+    """Text to token shards. `salient` marks names, numbers and dates ("default"), or what a function finds."""
     folder = Path(output_dir)
     check_held_out(held_out)
+    find = load_salient(salient) if isinstance(salient, str) else salient
     corpus, used = Corpus(texts, **reading), load_tokenizer(Path(tokenizer))
     if resume and is_shards(folder) and damage(folder) is None:
         check_tokenizer(folder, tokenizer)
+        check_salient(folder, find)
         say(f"{folder} is whole already.")
         return shard_facts(folder)
     fresh_folder(folder, "--output-dir", overwrite or resume)
-    return _prepare(corpus, used, folder, held_out)
+    return _prepare(corpus, used, folder, held_out, find)
+
+
+def check_salient(shards: Path, find: Salient | None) -> None:
+    """Refuse to take shards for those asked for when they mark other spans."""
+    used, wanted = open_shards(shards).manifest.get("salient"), salient_name(find) if find else None
+    if used != wanted:
+        raise UserError(
+            f"{shards} was made with --salient {used or 'left out'}, not {wanted or 'left out'}: name another "
+            "--output-dir, or make it again with --overwrite in place of --resume."
+        )
 
 
 def check_held_out(share: float) -> None:
@@ -91,8 +108,10 @@ def check_held_out(share: float) -> None:
         raise UserError(f"--held-out is {share:g}, and must be at least 0 and less than 1.")
 
 
-def _prepare(corpus: Corpus, tokenizer: Tokenizer, folder: Path, held_out: float) -> dict[str, Any]:
-    prepare_shards(corpus, tokenizer, folder, held_out_share=held_out, total_bytes=corpus.bytes)
+def _prepare(
+    corpus: Corpus, tokenizer: Tokenizer, folder: Path, held_out: float, salient: Salient | None = None
+) -> dict[str, Any]:
+    prepare_shards(corpus, tokenizer, folder, held_out_share=held_out, total_bytes=corpus.bytes, salient=salient)
     say(corpus.describe())
     return shard_facts(folder)
 
@@ -123,49 +142,158 @@ def pretrain(
 ) -> dict[str, Any]:
     """Pretrain a model (preset, config or checkpoint) on shards or on text."""
     began = time.monotonic()
+    making = Making(vocab_size, lowercase, held_out, documents, dict(columns or {}), encoding)
+    order = take_order(model, data, output_dir, tokenizer, objective, making, config, overrides, options)
+    inputs = [*order.sources, *([order.given] if order.given else [])]
+    with run_folder(Path(output_dir), resume, overwrite, inputs) as folder:
+        if order.corpus is not None:
+            same_source(folder / "source.json", order.source())
+        return pretrain_in(folder, order.recipe_for(order.shards_in(folder)), resume, began)
+
+
+def show(
+    model: str | Path,
+    data: str | Path | Sequence[str | Path],
+    rows: int = 4,
+    tokenizer: str | Path | None = None,
+    objective: str | None = None,
+    vocab_size: int = 0,
+    lowercase: bool = False,
+    held_out: float = HELD_OUT,
+    config: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    output_dir: str | Path = ".",
+    overwrite: bool = False,
+    documents: str = "auto",
+    columns: Mapping[str, str] | None = None,
+    encoding: str = "utf-8",
+    printed: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Exactly what a model will read and what it will be asked, before any training.
+
+    Takes what `pretrain` takes, and does what it does up to the first rows of the first step. Writes `show.html` to
+    `output_dir`; `printed` writes the same to the terminal.
+    """
+    if rows < 1:
+        raise UserError(f"--rows is {rows}, and must be at least 1.")
+    page = free_page(Path(output_dir), overwrite)
+    making = Making(vocab_size, lowercase, held_out, documents, dict(columns or {}), encoding)
+    order = take_order(model, data, output_dir, tokenizer, objective, making, config, overrides, options)
+    with TemporaryDirectory(prefix="firth-show-") as folder:
+        if order.corpus is not None:
+            say("Tokenizer and shards are made for this look alone. `firth prepare` once makes every look quick.")
+        recipe = order.recipe_for(order.shards_in(Path(folder)))
+        shown = look(recipe, rows, str(model), ", ".join(map(str, order.sources)))
+    save_page(shown, page)
+    if printed:
+        print_shown(shown)
+    return {**shown.plain(), "page": str(page)}
+
+
+class Making(NamedTuple):
+    """How text becomes shards: the tokenizer that is trained for it, what is held out, how files are read."""
+
+    vocab_size: int
+    lowercase: bool
+    held_out: float
+    documents: str
+    columns: dict[str, str]
+    encoding: str
+
+
+@dataclass(frozen=True)
+class Order:
+    """A recipe and where its text comes from: what is settled before anything is made."""
+
+    recipe: Recipe
+    own_vocabulary: bool  # the model has as many tokens as it was told, not as many as the tokenizer
+    sources: list[str | Path]
+    given: str | Path | None  # the folder of a tokenizer, or the checkpoint that has one
+    corpus: Corpus | None  # None where the source is shards already
+    tokenizer: Tokenizer | None  # None where one is trained on the text, or lies in the shards
+    making: Making
+
+    def source(self) -> dict[str, Any]:
+        """What the shards are made of: the same source makes the same shards."""
+        assert self.corpus is not None
+        m = self.making
+        return {
+            "data": list(map(str, self.sources)),
+            "bytes": self.corpus.bytes,
+            "documents": m.documents,
+            "columns": m.columns,
+            "encoding": m.encoding,
+            "tokenizer": self.tokenizer.fingerprint if self.tokenizer is not None else [m.vocab_size, m.lowercase],
+            "held_out": m.held_out,
+            **({"salient": "default"} if self.salient else {}),
+        }
+
+    @property
+    def salient(self) -> bool:
+        """Whether the objective asks for what is salient in the text."""
+        return "salient" in self.recipe.objective.bits
+
+    def shards_in(self, folder: Path) -> Path:
+        """The shards: those that were named, or `data` in this folder, made there unless they are there whole."""
+        if self.corpus is None:
+            return Path(self.sources[0])
+        shards, m = folder / "data", self.making
+        if not is_shards(shards) or damage(shards) is not None:
+            kind = tokenizer_kind(self.recipe.model, self.recipe.objective)
+            used = self.tokenizer or run_tokenizer(folder, self.corpus, kind, m.vocab_size, m.lowercase)
+            if self.salient:
+                say("Names, numbers and dates are marked as salient; `firth prepare --salient` can mark other things.")
+            _prepare(self.corpus, used, shards, m.held_out, load_salient("default") if self.salient else None)
+        return shards
+
+    def recipe_for(self, shards: Path) -> Recipe:
+        """The recipe with what the shards alone can say: the tokenizer, and how many tokens a new model has."""
+        used, recipe = open_shards(shards).tokenizer, self.recipe
+        if not self.own_vocabulary:
+            recipe = override(recipe, {"model.vocab_size": used.vocab.size})
+        return replace(recipe, data=str(shards), tokenizer=used.fingerprint)
+
+
+def take_order(
+    model: str | Path,
+    data: str | Path | Sequence[str | Path],
+    output_dir: str | Path,
+    tokenizer: str | Path | None,
+    objective: str | None,
+    making: Making,
+    config: str | Path | None,
+    overrides: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+) -> Order:
+    """What `pretrain` and `show` are told, as an order; what is wrong with it is found before anything is made."""
     model_config, checkpoint = find_model(model)
-    if objective is not None:
-        if objective not in OBJECTIVES:
-            raise UserError(f"Unknown objective {objective!r}. {nearest(objective, OBJECTIVES)}")
-        options["objective"] = OBJECTIVES[objective].__name__
     named = {"output_dir": str(output_dir), "checkpoint": str(checkpoint or ""), "data": "", "tokenizer": ""}
-    changes = all_changes(config, options, overrides, named)
-    recipe = override(pretraining(model_config), changes)
+    changes = all_changes(config, {**options, "objective": named_objective(objective)}, overrides, named)
+    recipe = complete(override(pretraining(model_config), changes))
     recipe.check()
-    check_held_out(held_out)
+    check_held_out(making.held_out)
     sources = [data] if isinstance(data, str | Path) else list(data)
     given = tokenizer or checkpoint
     if tokenizer and checkpoint and load_tokenizer(tokenizer).fingerprint != load_tokenizer(checkpoint).fingerprint:
         raise UserError(f"{tokenizer} is not the tokenizer that {checkpoint} has learned. Leave --tokenizer out.")
-    corpus = None
+    corpus = used = None
     if len(sources) == 1 and is_shards(Path(sources[0])):
         check_tokenizer(Path(sources[0]), given)
     else:
-        corpus = Corpus(sources, documents=documents, columns=columns, encoding=encoding)
-        made = load_tokenizer(Path(given)) if given is not None else None
+        corpus = Corpus(sources, documents=making.documents, columns=making.columns, encoding=making.encoding)
+        used = load_tokenizer(Path(given)) if given is not None else None
+    own_vocabulary = checkpoint is not None or "model.vocab_size" in changes
+    return Order(recipe, own_vocabulary, sources, given, corpus, used, making)
 
-    with run_folder(Path(output_dir), resume, overwrite, [*sources, *([given] if given else [])]) as folder:
-        if corpus is None:
-            shards = Path(sources[0])
-        else:
-            source = {
-                "data": list(map(str, sources)),
-                "bytes": corpus.bytes,
-                "documents": documents,
-                "columns": dict(columns or {}),
-                "encoding": encoding,
-                "tokenizer": made.fingerprint if made is not None else [vocab_size, lowercase],
-                "held_out": held_out,
-            }
-            same_source(folder / "source.json", source)
-            shards = folder / "data"
-            if not is_shards(shards) or damage(shards) is not None:
-                made = made or run_tokenizer(folder, corpus, recipe.model, vocab_size, lowercase)
-                _prepare(corpus, made, shards, held_out)
-        used = open_shards(shards).tokenizer
-        if checkpoint is None and "model.vocab_size" not in changes:
-            recipe = override(recipe, {"model.vocab_size": used.vocab.size})
-        return pretrain_in(folder, replace(recipe, data=str(shards), tokenizer=used.fingerprint), resume, began)
+
+def named_objective(name: str | None) -> dict[str, Any] | None:
+    """An objective by its name, written out, so that key=value can change what is in it."""
+    if name is None:
+        return None
+    if name not in NAMED:
+        raise UserError(f"Unknown objective {name!r}. {nearest(name, NAMED)}")
+    return {KIND: type(NAMED[name]).__name__, **to_plain(NAMED[name])}
 
 
 def find_model(name: str | Path) -> tuple[ModelConfig, Path | None]:
@@ -195,13 +323,13 @@ def same_source(file: Path, source: dict[str, Any]) -> None:
     write_json(file, source)
 
 
-def run_tokenizer(folder: Path, corpus: Corpus, model: ModelConfig, vocab_size: int, lowercase: bool) -> Tokenizer:
+def run_tokenizer(folder: Path, corpus: Corpus, kind: str, vocab_size: int, lowercase: bool) -> Tokenizer:
     """A tokenizer that is trained on the text and kept in the run's folder."""
     place = folder / "tokenizer"
     if damage(place) is not None:
         size = vocab_size or vocabulary_size(corpus.bytes)
         with whole_folder(place) as temporary:
-            train_tokenizer((d.text for d in corpus), TOKENIZERS[model.shape], size, lowercase).save(temporary)
+            train_tokenizer(corpus.texts(), kind, size, lowercase).save(temporary)
     return load_tokenizer(place)
 
 
@@ -315,7 +443,7 @@ def models() -> list[dict[str, Any]]:
             "name": name,
             "family": config.family,
             "parameters": count_parameters(config),
-            "objective": next(n for n, kind in OBJECTIVES.items() if kind is DEFAULT[config.shape]),
+            "objective": default_objective(config),
         }
         for name, config in PRESETS.items()
     ]

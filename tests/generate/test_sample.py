@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from firth.errors import UserError
 from firth.generate import Sampling, generate, generate_ids
 from firth.generate.sample import choose, pad_right
 from firth.models import make_model, with_classes, write_model
+from firth.tokens import Vocabulary
 
 PROMPTS = [[4, 40, 41, 42], [4], [4, 50, 51, 52, 53, 54, 55, 60], [4, 100]]
 DRAWN = Sampling(temperature=1.0, seed=3)
@@ -48,22 +50,20 @@ def test_greedy_is_theirs(family: str, seed: int, untrained: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
-def test_the_end_token_ends_a_row_alone(family: str, untrained: Any, tmp_path: Path) -> None:
+def test_the_end_token_ends_a_row_alone(family: str, untrained: Any) -> None:
     """The token that the first row writes third becomes the end token; other rows go on."""
+
+    @dataclass
+    class Ends:
+        vocab: Vocabulary
+
     model = untrained(family, 1)
+    vocab = model.tokenizer.vocab
+    model.tokenizer = Ends(replace(vocab, eos=vocab.size))  # which no row can write
     whole = generate_ids(model, PROMPTS, 10)
     assert len(set(whole[0])) > 2, "a model that repeats itself shows nothing here"
     end = whole[0][2]
-
-    class Vocab:
-        eos = end
-        pad = model.tokenizer.vocab.pad
-        size = model.tokenizer.vocab.size
-
-    class Ends:
-        vocab = Vocab
-
-    model.tokenizer = Ends
+    model.tokenizer = Ends(replace(vocab, eos=end))
     for ids, found in zip(whole, generate_ids(model, PROMPTS, 10), strict=True):
         assert found == (ids[: ids.index(end)] if end in ids else ids)
 

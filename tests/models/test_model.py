@@ -13,11 +13,14 @@ from torch.testing import assert_close
 from firth.errors import UserError
 from firth.models import Classes, Model, ModelConfig, make_model, with_classes
 from firth.models.config import MLP, Buckets, Learned, LMHead
-from firth.models.presets import bert, gpt2, t5
+from firth.models.presets import albert, bart, bert, gpt2, t5
 from firth.objectives.batch import Batch
 
 V = 30
 SHAPES = {"encoder": bert(2, 16, 2, V), "decoder": gpt2(2, 16, 2, V), "encoder-decoder": t5(2, 16, 2, 32, V)}
+EACH = pytest.mark.parametrize(
+    "config", [*SHAPES.values(), bart(2, 16, 2, V), albert(2, 16, 2, 8, V)], ids=lambda config: config.family
+)
 FIRST, SECOND = slice(0, 4), slice(4, 9)  # two documents in a row of 10, then padding
 D_FIRST, D_SECOND = slice(0, 3), slice(3, 7)  # their sides of the decoder, in a row of 8
 
@@ -64,11 +67,11 @@ def changed(batch: Batch, field: str, place: int) -> Batch:
     return batch._replace(**{field: tokens})
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_no_document_sees_another(shape: str) -> None:
-    model, batch = lively(SHAPES[shape]), packed(shape)
+@EACH
+def test_no_document_sees_another(config: ModelConfig) -> None:
+    model, batch = lively(config), packed(config.shape)
     before = model.logits(batch)
-    two_sided = shape == "encoder-decoder"
+    two_sided = config.shape == "encoder-decoder"
     first, second = (D_FIRST, D_SECOND) if two_sided else (FIRST, SECOND)
     touched = [("tokens", 1, second, first), ("tokens", 5, first, second), ("tokens", 9, slice(0, second.stop), None)]
     if two_sided:
@@ -80,12 +83,12 @@ def test_no_document_sees_another(shape: str) -> None:
             assert not torch.equal(after[0, own], before[0, own]), f"{field} {place} moves nothing at all"
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_packed_row_is_its_documents(shape: str) -> None:
-    model, batch = lively(SHAPES[shape]), packed(shape)
+@EACH
+def test_a_packed_row_is_its_documents(config: ModelConfig) -> None:
+    model, batch = lively(config), packed(config.shape)
     whole = model.logits(batch)
     for part, decoder_part in ((FIRST, D_FIRST), (SECOND, D_SECOND)):
-        there = decoder_part if shape == "encoder-decoder" else part
+        there = decoder_part if config.shape == "encoder-decoder" else part
         assert_close(whole[:, there], model.logits(alone(batch, part, decoder_part)))
 
 
@@ -136,6 +139,21 @@ def test_a_text_that_is_too_long_is_refused() -> None:
     model = make_model(bert(1, 16, 2, V, position=Learned(8)))
     with pytest.raises(UserError, match="9 tokens is longer than the 8 places"):
         model(torch.zeros(1, 9, dtype=torch.long))
+    model = make_model(bart(1, 16, 2, V, position=Learned(8)))
+    for read, written in ((9, 2), (2, 9)):
+        with pytest.raises(UserError, match="9 tokens is longer than the 8 places"):
+            model(torch.zeros(1, read, dtype=torch.long), labels=torch.zeros(1, written, dtype=torch.long))
+
+
+def test_padding_of_both_sides_changes_nothing_with_learned_places() -> None:
+    model, g = lively(bart(2, 16, 2, V)), torch.Generator().manual_seed(0)
+    read, written = torch.randint(5, V, (2, 6), generator=g), torch.randint(5, V, (2, 5), generator=g)
+    seen, said = torch.ones_like(read), torch.ones_like(written)
+    seen[1, 4:], said[1, 3:] = 0, 0
+    both = model(read, seen, written, said).logits
+    assert both.isfinite().all()
+    assert_close(both[1, :3], model(read[1:, :4], decoder_input_ids=written[1:, :3]).logits[0])
+    assert_close(both[0], model(read[:1], decoder_input_ids=written[:1]).logits[0])
 
 
 def test_labels_or_decoder_input_are_needed() -> None:

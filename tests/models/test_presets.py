@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
+import torch
 
 from firth.errors import UserError
-from firth.models import PRESETS, count_parameters, make_model, preset
+from firth.models import PRESETS, ModelConfig, count_parameters, make_model, preset, with_extras
 from firth.models.presets import bert, gpt2, t5, t5_v1_1
+from firth.objectives.batch import Batch
 
 
 def test_by_name() -> None:
@@ -29,3 +34,60 @@ def test_counting_makes_nothing_else_than_making() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_no_preset_has_impossible_numbers(name: str) -> None:
     assert PRESETS[name].problems() == []
+
+
+NEEDS = {"spanbert": ("boundary",), "albert": ("pair",), "electra": ("generator",), "xlnet": ("query",)}
+TINY = [name for name in PRESETS if name.endswith("-tiny")]
+
+
+def some_batch(config: ModelConfig) -> Batch:
+    """Two rows of eight tokens that suit the model and its extras."""
+    g = torch.Generator().manual_seed(0)
+    tokens, asked = torch.randint(5, 40, (2, 8), generator=g), torch.tensor([[2, 3, 0], [4, 5, 6]])
+    labels = tokens.gather(1, asked)
+    if config.shape == "encoder-decoder":
+        return Batch(tokens, decoder_tokens=tokens[:, :5], labels=tokens[:, 1:6])
+    if config.shape == "decoder":
+        return Batch(tokens[:, :-1], labels=tokens[:, 1:])
+    labels[0, 2] = -100
+    around = torch.tensor([[[1, 4, 0], [1, 4, 1], [0, 0, 0]], [[3, 7, 0], [3, 7, 1], [3, 7, 2]]])
+    ranks = torch.zeros_like(tokens).scatter(1, asked, torch.tensor([[1, 2, 0], [3, 1, 2]]))
+    return Batch(
+        tokens,
+        rank=ranks if config.extra("query") else None,
+        asked=asked,
+        labels=labels,
+        boundary=around if config.extra("boundary") else None,
+        pair=torch.tensor([0, 1]) if config.extra("pair") else None,
+    )
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_family_learns_a_batch_by_heart(name: str) -> None:
+    """Every parameter moves, and a few steps lower the loss on what they read."""
+    config = with_extras(replace(PRESETS[name], vocab_size=40), NEEDS.get(PRESETS[name].family, ()))
+    torch.manual_seed(0)
+    model, batch = make_model(config).train(), some_batch(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    losses = []
+    for _ in range(4):
+        torch.manual_seed(0)  # the same dropout, and the same draws of a generator
+        loss = sum(part / batch.counts[key] for key, part in model.losses(batch).items())
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert math.isfinite(losses[-1])
+    assert [n for n, p in model.named_parameters() if torch.equal(p, before[n])] == []
+
+
+def test_tiny_presets_are_as_wide_as_bert() -> None:
+    assert {name.split("-")[0] for name in TINY} == {
+        *("bert", "roberta", "spanbert", "albert", "electra", "xlnet", "unilm", "gpt2", "t5", "bart")
+    }
+    for name in TINY:
+        assert (PRESETS[name].num_layers, PRESETS[name].dim) == (2, 128)
+        assert PRESETS[name].family == name.split("-")[0]

@@ -14,10 +14,24 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from firth.errors import UserError
-from firth.models import Classes, Model, family_of, from_hf_config, load_model, make_model, to_hf_config
-from firth.models.config import FanIn, LMHead, RMSNorm
+from firth.models import (
+    Classes,
+    Extra,
+    Model,
+    ModelConfig,
+    family_of,
+    framing,
+    from_hf_config,
+    load_model,
+    load_weights,
+    make_model,
+    read_tensors,
+    to_hf_config,
+)
+from firth.models.config import Boundary, FanIn, Generator, LMHead, Pair, Query, RMSNorm
 from firth.models.presets import PRESETS, bert, gpt2, t5
-from firth.models.weights import WEIGHTS, write_model
+from firth.models.weights import FAMILIES, WEIGHTS, generation_config, write_model
+from firth.tokens import Vocabulary
 
 V = 30
 CONFIGS = {"bert": bert(2, 16, 2, V), "gpt2": gpt2(2, 16, 2, V), "t5": t5(2, 16, 2, 32, V)}
@@ -198,9 +212,120 @@ def test_configs_that_we_cannot_follow(changes: dict[str, Any], message: str, tm
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_described_by_its_family(name: str) -> None:
+    """Or by us, where `transformers` or we do not know the family's names yet."""
     config = PRESETS[name]
-    assert family_of(config) == config.family
+    assert family_of(config) == (config.family if config.family in FAMILIES else "firth")
     assert from_hf_config(to_hf_config(config, None)) == config
+
+
+# --- extras -------------------------------------------------------------------------------------------------------
+
+EXTRAS: dict[str, tuple[Extra, ...]] = {
+    "pair": (Pair(),),
+    "boundary": (Boundary(longest=7),),
+    "pair and boundary": (Pair(), Boundary()),
+    "generator": (Generator(0.5, 20.0),),
+    "query": (Query(),),
+}
+
+
+def stirred(config: ModelConfig) -> Model:
+    torch.manual_seed(0)
+    model = make_model(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_extras_round_trip(name: str, tmp_path: Path) -> None:
+    model = stirred(replace(CONFIGS["bert"], extras=EXTRAS[name]))
+    write_model(model, tmp_path)
+    again = load_model(tmp_path)
+    assert again.config == model.config
+    assert_same(again, model)
+
+
+def test_extras_keep_the_family_and_a_generator_does_not() -> None:
+    """A generator takes the head from the body, so no masked LM of `transformers` could be opened from it."""
+    kinds = {name: family_of(replace(CONFIGS["bert"], extras=extras)) for name, extras in EXTRAS.items()}
+    assert {name for name, kind in kinds.items() if kind != "bert"} == {"generator"}
+    assert family_of(replace(CONFIGS["bert"], extras=(Pair(),), num_shared=2)) == "firth"
+
+
+def test_what_the_family_does_not_know_stands_under_our_own_names(tmp_path: Path) -> None:
+    write_model(stirred(replace(CONFIGS["bert"], extras=(Pair(), Boundary(7)))), tmp_path)
+    facts = json.loads((tmp_path / "config.json").read_text())
+    assert facts["architectures"] == ["BertForPreTraining"]
+    assert facts["firth_extras"] == [{"kind": "Boundary", "longest": 7}]
+    names = load_file(tmp_path / WEIGHTS)
+    assert "extras.boundary.dense1.weight" in names
+    assert {"bert.pooler.dense.weight", "cls.seq_relationship.bias"} <= names.keys()
+    assert not any(name.startswith("extras.pair") for name in names)
+    set_config(tmp_path, firth_extras=[{"kind": "Bondary"}])
+    with pytest.raises(UserError, match=r"unknown kind 'Bondary'.*Boundary"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_a_new_head_takes_the_extras_away(name: str, tmp_path: Path) -> None:
+    """Also from a folder of our own names, which a bert with classes would not have."""
+    model = stirred(replace(CONFIGS["bert"], extras=EXTRAS[name]))
+    write_model(model, tmp_path)
+    again = load_model(tmp_path, head=Classes(("yes", "no"), pooled=True))
+    assert again.config.extras == ()
+    ours = again.state_dict()
+    assert all(torch.equal(p, ours[n]) for n, p in model.state_dict().items() if n.startswith(("embed.", "stack.")))
+    if name == "pair":  # BERT fine-tunes the pooler that it was pretrained with
+        assert torch.equal(ours["head.pooler.weight"], model.state_dict()["extras.pair.pooler.weight"])
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_a_checkpoint_without_an_extra_can_go_on_with_it(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """BERT's body goes on under another objective; what is new starts fresh, and that is said."""
+    plain = written(tmp_path)
+    model = stirred(replace(CONFIGS["bert"], extras=EXTRAS[name]))
+    load_weights(model, read_tensors(tmp_path), str(tmp_path))
+    ours = model.state_dict()
+    body = {n: p for n, p in plain.state_dict().items() if n.startswith(("embed.", "stack."))}
+    assert all(torch.equal(p, ours[n]) for n, p in body.items())
+    assert "starts fresh" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(UserError, match="missing"):
+        load_weights(model, read_tensors(tmp_path), str(tmp_path), whole=True)
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_the_body_goes_on_without_its_extras(name: str, tmp_path: Path) -> None:
+    """Under another objective; a generator takes its words with it, everything else leaves the head."""
+    model = stirred(replace(CONFIGS["bert"], extras=EXTRAS[name]))
+    write_model(model, tmp_path)
+    plain = make_model(CONFIGS["bert"])
+    load_weights(plain, read_tensors(tmp_path), str(tmp_path))
+    kept = [
+        n for n, p in plain.state_dict().items() if n in model.state_dict() and torch.equal(p, model.state_dict()[n])
+    ]
+    fresh = {n for n in plain.state_dict() if n not in kept}
+    assert {n.split(".")[0] for n in fresh} == ({"head"} if name == "generator" else set())
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith("-tiny")])
+def test_every_tiny_preset_round_trips_bit_for_bit(name: str, tmp_path: Path) -> None:
+    model = stirred(replace(PRESETS[name], vocab_size=V))
+    write_model(model, tmp_path)
+    again = load_model(tmp_path)
+    assert again.config == model.config
+    assert_same(again, model)
+
+
+def test_where_a_decoder_starts() -> None:
+    vocab = Vocabulary(V, 0, 1, 2, 3, 4, 5, 6, (), special=tuple(range(7)))
+    for config, start in ((PRESETS["bart-tiny"], 5), (PRESETS["t5-tiny"], 0)):
+        assert framing(config, vocab).start == start
+        assert to_hf_config(config, vocab)["decoder_start_token_id"] == start
+        assert generation_config(config, vocab)["decoder_start_token_id"] == start
 
 
 ODD = {

@@ -36,6 +36,17 @@ def test_a_decoder_reads_one_token_for_each_answer() -> None:
     assert batch.num_tokens == 5 + 3
 
 
+def test_losses_are_means_over_what_a_batch_counts() -> None:
+    batch = Batch(TOKENS, doc=DOC, labels=np.array([[6, IGNORED], [9, 4]]))
+    assert batch.counts == {"answers": 3, "tokens": 5}
+    assert batch._replace(pair=np.array([0, 1])).counts == {"answers": 3, "tokens": 5, "pairs": 2}
+
+
+def test_two_readings_of_a_row_have_two_answers_for_a_place() -> None:
+    labels = np.array([[[6, 7, IGNORED], [IGNORED, 5, 6]], [[9, IGNORED, IGNORED], [IGNORED, 8, IGNORED]]])
+    assert Batch(TOKENS, doc=DOC, labels=labels).num_answers == 6
+
+
 def test_tensors_hold_the_same_numbers_in_types_that_torch_indexes_with() -> None:
     batch = Batch(TOKENS, doc=DOC, target=np.array([0.5, 1.0], np.float32)).to(torch.device("cpu"))
     assert batch.tokens.tolist() == TOKENS.tolist()

@@ -1,16 +1,20 @@
-"""Which tokens are noise: exact numbers, allowed places, and all ways equally likely."""
+"""Which tokens are noise: exact numbers, allowed places, published laws, and all ways equally likely."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from firth.objectives import Draw, choose
+from firth.errors import UserError
+from firth.objectives import Draw, Salient, Spans, Tokens, Words, choose
+from firth.tokens import Frame, Rows
 
 UNLIKELY = 1e-3  # seeds are fixed: what passes once passes always
+BERT = Frame((3,), (4,))
 
 
 def draw(rows: int, seed: int = 1) -> Draw:
@@ -29,68 +33,321 @@ def alike(a: np.ndarray, b: np.ndarray) -> float:
     return float(stats.chi2_contingency([np.array(row)[np.sum(table, 0) > 0] for row in table]).pvalue)
 
 
+def lawful(values: np.ndarray, law: np.ndarray) -> float:
+    """The chance that whole numbers drawn from a law fill its cells at least this unevenly; rare cells are one."""
+    expected = law * len(values)
+    common = expected >= 10
+    counts = np.bincount(values, minlength=len(law))
+    assert len(counts) == len(law), "a number that the law does not have"
+    cells = [np.append(x[common], x[~common].sum()) for x in (counts, expected)]
+    cells = [c[:-1] for c in cells] if cells[1][-1] < 1e-9 else cells
+    return float(stats.chisquare(*cells).pvalue)
+
+
 # --- single tokens ------------------------------------------------------------------------------------------------
+
+
+def bare(real: np.ndarray) -> Rows:
+    """Rows of which only the text matters."""
+    doc = np.where(real, 0, -1).astype(np.int32)
+    return Rows(np.zeros(real.shape, np.int64), doc, doc, real, np.arange(len(real)))
+
+
+def tokens(real: np.ndarray, rate: float, seed: int = 1) -> np.ndarray:
+    return Tokens()(bare(real), rate, draw(len(real), seed))
 
 
 def first_real(*counts: int, width: int = 20) -> np.ndarray:
     return np.arange(width) < np.array(counts)[:, None]
 
 
+def test_tokens_by_hand(picture: Callable[..., Rows], written: Callable[..., Draw]) -> None:
+    rows = picture("C 10 11 12 13 14 S", "C 20 21 S | C 22 S")
+    # 40% of five tokens are two, of three one. The lowest keys of all stand where there is no text.
+    keys = [[0.0, 0.5, 0.2, 0.9, 0.1, 0.3, 0.0], [0.0, 0.8, 0.7, 0.0, 0.0, 0.6, 0.0]]
+    assert Tokens()(rows, 0.4, written(rows, tokens=keys)).astype(int).tolist() == [
+        [0, 0, 1, 0, 1, 0, 0],
+        [0, 0, 0, 0, 0, 1, 0],
+    ]
+
+
 def test_the_share_is_exact_and_text_has_at_least_one() -> None:
     # 15% of 0, 1, 3, 10, 16, 20 tokens: none, at least one, at least one, 1.5 is rounded up, 2.4 down, 3.
-    _, used = choose.tokens(first_real(0, 1, 3, 10, 16, 20), 0.15, draw(6))
-    assert used.sum(1).tolist() == [0, 1, 1, 2, 2, 3]
+    assert tokens(first_real(0, 1, 3, 10, 16, 20), 0.15).sum(1).tolist() == [0, 1, 1, 2, 2, 3]
 
 
-def test_places_are_real_and_rise_and_unused_slots_come_last() -> None:
+def test_only_text_is_chosen() -> None:
     real = np.random.default_rng(0).random((500, 40)) < np.linspace(0, 1, 500)[:, None]
-    asked, used = choose.tokens(real, 0.3, draw(500))
-    assert asked.shape == used.shape == (500, 12)
-    for row, places, slots in zip(real, asked, used, strict=True):
-        n = slots.sum()
-        assert slots.tolist() == [True] * n + [False] * (12 - n)
-        assert all(a < b for a, b in pairwise(places[:n]))
-        assert row[places[:n]].all()
-        assert (places[n:] == 0).all()
+    assert not tokens(real, 0.3)[~real].any()
 
 
 def test_the_number_of_slots_depends_on_the_width_alone() -> None:
-    for rows in (1, 7):
-        for real in (np.zeros((rows, 128), bool), np.ones((rows, 128), bool)):
-            assert choose.tokens(real, 0.15, draw(rows))[0].shape == (rows, 19)
-    assert choose.slots(0.15, 128) == 19
-    assert choose.slots(0.15, 2) == 1
+    assert [choose.slots(0.15, n) for n in (128, 512, 2, 10)] == [19, 77, 1, 2]
+    for chooser in (Tokens(), Words(), Salient()):
+        assert chooser.slots(0.15, 128) == 19
+    assert Spans(longest=10).slots(0.15, 128) == 24 + 10
+    assert Spans(longest=10).slots(0.9, 12) == 12
 
 
 @pytest.mark.parametrize("rate", [0.001, 0.5, 0.999])
 @pytest.mark.parametrize("width", [1, 2, 7])
 def test_extreme_rates_and_widths(rate: float, width: int) -> None:
-    asked, used = choose.tokens(np.ones((3, width), bool), rate, draw(3))
-    expected = max(1, int(rate * width + 0.5))
-    assert asked.shape == (3, expected)
-    assert used.all()
+    assert (tokens(np.ones((3, width), bool), rate).sum(1) == max(1, int(rate * width + 0.5))).all()
 
 
 def test_every_set_of_places_is_equally_likely() -> None:
     # Two of the six real places, with places between them that are not real: 15 sets.
     real = np.tile([True, False, True, True, False, True, True, True], (120_000, 1))
-    asked, used = choose.tokens(real, 1 / 3, draw(len(real)))
-    assert (used.sum(1) == 2).all()
+    mask = tokens(real, 1 / 3)
+    assert (mask.sum(1) == 2).all()
     sets = {pair: i for i, pair in enumerate(combinations([0, 2, 3, 5, 6, 7], 2))}
-    found = [sets[tuple(pair)] for pair in asked[:, :2].tolist()]
+    found = [sets[tuple(pair)] for pair in np.nonzero(mask)[1].reshape(-1, 2).tolist()]
     assert evenness(np.bincount(found, minlength=15)) > UNLIKELY
 
 
-def test_tokens_of_a_row_do_not_depend_on_the_others() -> None:
-    real = np.random.default_rng(1).random((32, 50)) < 0.8
-    asked, used = choose.tokens(real, 0.15, draw(32))
-    for i in (0, 9, 31):
-        alone, alone_used = choose.tokens(real[[i]], 0.15, Draw(1, np.array([i])))
-        assert (alone[0] == asked[i]).all()
-        assert (alone_used[0] == used[i]).all()
+class Coarse(Draw):
+    """Only quarters, so that many numbers are equal."""
+
+    def uniform(self, purpose: str, width: int) -> np.ndarray:
+        return np.floor(super().uniform(purpose, width) * 4) / 4
 
 
-# --- spans --------------------------------------------------------------------------------------------------------
+def test_equal_keys_go_by_place_so_that_every_machine_agrees() -> None:
+    coarse = Coarse(0, np.arange(20))
+    mask = Tokens()(bare(np.ones((20, 200), bool)), 0.15, coarse)
+    for places, keys in zip(mask, coarse.uniform("tokens", 200).tolist(), strict=True):
+        assert np.flatnonzero(places).tolist() == sorted(sorted(range(200), key=lambda i: (keys[i], i))[:30])
+
+    doc, real = layout(*[[100, 99]] * 20, width=201)
+    noise, count = np.full(20, 60), np.full(20, 20)
+    together = choose.spans(doc, real, noise, count, coarse)
+    for i in range(20):
+        one = slice(i, i + 1)
+        alone = choose.spans(doc[one], real[one], noise[one], count[one], Coarse(0, np.array([i])))
+        assert (alone == together[i]).all()
+
+
+# --- whole words, salient spans -----------------------------------------------------------------------------------
+
+
+def test_words_by_hand(picture: Callable[..., Rows], written: Callable[..., Draw]) -> None:
+    rows = picture("C 10 +11 12 13 +14 +15 16 S")
+    # Half of seven tokens are four. The word of three comes first, the word of two no longer fits, then one does.
+    keys = [[0, 0.2, 0, 0.4, 0.1, 0, 0, 0.5, 0]]
+    assert Words()(rows, 0.5, written(rows, words=keys)).astype(int).tolist() == [[0, 0, 0, 1, 1, 1, 1, 0, 0]]
+    # Of two tokens the word of two comes first and fills the row.
+    assert Words()(rows, 0.3, written(rows, words=keys)).astype(int).tolist() == [[0, 1, 1, 0, 0, 0, 0, 0, 0]]
+
+
+def test_words_end_with_their_document(picture: Callable[..., Rows], written: Callable[..., Draw]) -> None:
+    rows = picture("C 10 11 S | C 12 +13 S")
+    keys = [[0, 0.5, 0.1, 0, 0, 0.2, 0, 0]]
+    assert Words()(rows, 0.25, written(rows, words=keys)).astype(int).tolist() == [[0, 0, 1, 0, 0, 0, 0, 0]]
+    assert Words()(rows, 0.75, written(rows, words=keys)).astype(int).tolist() == [[0, 0, 1, 0, 0, 1, 1, 0]]
+
+
+def test_a_word_that_is_longer_than_all_slots_stays(picture: Callable[..., Rows], written: Callable[..., Draw]) -> None:
+    rows = picture("C 10 +11 +12 +13 S")
+    assert not Words()(rows, 0.5, written(rows, words=[[0.0] * 6])).any()
+
+
+def greedy(units: list[list[int]], keys: list[float], count: int) -> list[int]:
+    """By definition: in the order of their keys, every unit that still fits."""
+    taken: list[int] = []
+    for _, unit in sorted(zip(keys, units, strict=True)):
+        if len(taken) + len(unit) <= count:
+            taken += unit
+    return sorted(taken)
+
+
+def words_of(rows: Rows, b: int) -> list[list[int]]:
+    """The places of each word."""
+    words: list[list[int]] = []
+    for place in np.flatnonzero(rows.real[b]).tolist():
+        if rows.word_start[b, place]:
+            words.append([])
+        words[-1].append(place)
+    return words
+
+
+def test_words_are_taken_by_their_keys_while_they_fit(random_rows: Callable[..., Rows]) -> None:
+    rows = random_rows([[60], [30, 20, 4], [7], [1, 1, 1]] * 25, 64, BERT)
+    mask, keys = Words()(rows, 0.15, draw(100)), draw(100).uniform("words", 64)
+    for b in range(100):
+        words = words_of(rows, b)
+        count = max(1, int(0.15 * rows.real[b].sum() + 0.5))
+        assert np.flatnonzero(mask[b]).tolist() == greedy(words, [float(keys[b, word[0]]) for word in words], count)
+
+
+def test_salient_by_hand(picture: Callable[..., Rows], written: Callable[..., Draw]) -> None:
+    rows = picture("C 10 11! +12! 13! 14 +15 16 S", "C 20 21 S | C 22! S")
+    # The run 11 12 13 is one unit, in spite of its words; what is left of the slots goes to other words.
+    keys = [[0.0, 0.3, 0.9, 0.0, 0.0, 0.1, 0.0, 0.2, 0.0], [0.0, 0.2, 0.1, 0.0, 0.0, 0.9, 0.0]]
+    draws = written(rows, words=keys)
+    assert Salient()(rows, 0.6, draws).astype(int).tolist() == [  # 4 of 7 and 2 of 3
+        [0, 0, 1, 1, 1, 0, 0, 1, 0],
+        [0, 0, 1, 0, 0, 1, 0, 0, 0],
+    ]
+    assert Salient()(rows, 0.3, draws).astype(int).tolist() == [  # 2 of 7: the run does not fit, the word of two does
+        [0, 0, 0, 0, 0, 1, 1, 0, 0],
+        [0, 0, 0, 0, 0, 1, 0, 0, 0],
+    ]
+
+
+def test_salient_runs_end_with_their_document(picture: Callable[..., Rows], written: Callable[..., Draw]) -> None:
+    rows = picture("C 10! S | C 11! S | C 12 13 S")
+    keys = [[0, 0.5, 0, 0, 0.1, 0, 0, 0, 0, 0]]
+    assert np.flatnonzero(Salient()(rows, 0.25, written(rows, words=keys))).tolist() == [4]
+
+
+def test_salient_spans_come_before_anything_else(random_rows: Callable[..., Rows]) -> None:
+    rows = random_rows([[126], [62, 62]] * 200, 128, BERT)
+    mask = Salient()(rows, 0.15, draw(400))
+    assert rows.salient is not None
+    run = rows.salient & ~choose.shifted(rows.salient, False)
+    whole = np.cumsum(run, 1) * rows.salient
+    for b in range(400):
+        lengths = np.bincount(whole[b][rows.salient[b]])[1:]
+        hidden = np.bincount(whole[b][mask[b] & rows.salient[b]], minlength=len(lengths) + 1)[1:]
+        assert ((hidden == lengths) | (hidden == 0)).all(), "a run is whole"
+        left = 19 - hidden.sum()
+        assert (lengths[hidden == 0] > left).all(), "what is not taken does not fit"
+        assert mask[b].sum() == 19
+
+
+# --- spans of random length ---------------------------------------------------------------------------------------
+
+
+def test_the_law_of_span_lengths_is_the_published_one() -> None:
+    # Geometric with p = 0.2, cut off at 10: the mean that the paper gives is 3.8 (SpanBERT, section 3.1).
+    law = Spans().law
+    assert law[0] == 0
+    assert law.sum() == pytest.approx(1)
+    assert law[2:] / law[1:-1] == pytest.approx(np.full(9, 0.8))
+    assert Spans().mean == pytest.approx(3.8, abs=0.01)
+    assert Spans(p=0.5, longest=2).law.tolist() == pytest.approx([0, 2 / 3, 1 / 3])
+
+
+@pytest.mark.parametrize("mean", [0.5, 1.0, 3.0, 30.0, 100.0])
+def test_poisson(mean: float) -> None:
+    law = choose.poisson(mean)
+    assert law == pytest.approx(stats.poisson.pmf(np.arange(len(law)), mean), abs=1e-9)
+    assert law.sum() == pytest.approx(1)
+
+
+def test_inside_by_hand() -> None:
+    start, length = np.array([[0, 3, 7], [1, 2, 9]]), np.array([[2, 1, 3], [0, -1, -1]])
+    assert choose.inside(start, length, 9).astype(int).tolist() == [[1, 1, 0, 1, 0, 0, 0, 1, 1], [0] * 9]
+
+
+def test_spans_are_of_whole_words(picture: Callable[..., Rows], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = picture("C 10 +11 12 13 +14 +15 16 17 S", "C 20 21 22 23 S")
+    spans = np.array([[2, 1], [1, -1]]), np.array([[1, 4], [3, 0]])  # lengths and starts, in words
+    monkeypatch.setattr(choose, "scatter_spans", lambda *_: spans)
+    assert Spans(longest=4)(rows, 0.3, draw(2)).astype(int).tolist() == [
+        [0, 0, 0, 1, 1, 1, 1, 0, 1, 0],
+        [0, 0, 0, 0, 1, 0, 0, 0, 0, 0],
+    ]
+
+
+def test_the_last_spans_go_where_the_slots_are_full(
+    picture: Callable[..., Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = picture("C 10 +11 12 13 +14 +15 16 17 S", "C 20 21 22 23 S")
+    spans = np.array([[1, 1, 1], [1, -1, -1]]), np.array([[0, 2, 4], [3, 0, 0]])
+    monkeypatch.setattr(choose, "scatter_spans", lambda *_: spans)
+    # Room for three tokens (1.25 * 0.15 * 10, and the longest): the span of three words is broken, so it goes.
+    assert Spans(longest=1).slots(0.15, 10) == 3
+    assert Spans(longest=1)(rows, 0.15, draw(2)).astype(int).tolist() == [
+        [0, 1, 1, 0, 0, 0, 0, 0, 0, 0],
+        [0, 0, 0, 0, 1, 0, 0, 0, 0, 0],
+    ]
+
+
+LAWS = {"geometric": Spans().law, "poisson": choose.poisson(3.0), "short": choose.poisson(0.5)}
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("units", [40, 126, 510])
+def test_scattered_spans_keep_their_law_and_their_share(law: str, units: int) -> None:
+    rows, rate = 100_000 // units, 0.2
+    units_B = np.full(rows, units)
+    length, start = choose.scatter_spans(LAWS[law], rate * units_B, units_B, draw(rows))
+    used = length >= 0
+    assert lawful(length[used], LAWS[law]) > UNLIKELY
+    spread = 3 * length[used].std() / (rate * units)  # of the sum of a row, at most
+    assert length[used].sum() / units_B.sum() == pytest.approx(rate, abs=max(0.005, rate * spread / rows**0.5))
+    for b in range(rows):
+        first, size = start[b][used[b]], length[b][used[b]]
+        assert (first[1:] > first[:-1] + size[:-1]).all(), "some text lies between two spans"
+        assert (first >= 0).all()
+        assert (first + size <= units).all()
+
+
+def test_scattered_spans_lie_anywhere() -> None:
+    units = np.full(4000, 60)
+    length, start = choose.scatter_spans(Spans().law, 0.15 * units, units, draw(4000))
+    covered = choose.inside(start, length, 60).mean(0)
+    assert covered[8:-8] == pytest.approx(np.full(44, covered[8:-8].mean()), abs=0.025)
+    assert covered.min() > 0.03
+
+
+def test_a_row_with_little_text_gets_what_fits() -> None:
+    units = np.array([0, 1, 2, 3, 500])
+    length, start = choose.scatter_spans(choose.poisson(3.0), 0.9 * units, units, draw(5))
+    for n, sizes, places in zip(units, length, start, strict=True):
+        used = sizes >= 0
+        assert (places[used] + sizes[used] <= n).all()
+    assert (length[0] < 0).all()
+
+
+def test_scattered_spans_of_a_row_do_not_depend_on_the_others() -> None:
+    units = np.array([400, 30, 12, 100] * 10)
+    length, start = choose.scatter_spans(Spans().law, 0.15 * units, units, draw(40))
+    for i in range(40):
+        n, used = units[i : i + 1], length[i] >= 0
+        alone, places = choose.scatter_spans(Spans().law, 0.15 * n, n, Draw(1, np.array([i])))
+        assert alone[0][alone[0] >= 0].tolist() == length[i][used].tolist()
+        assert places[0][alone[0] >= 0].tolist() == start[i][used].tolist()
+
+
+def test_windows_by_hand(written: Callable[..., Draw]) -> None:
+    # A quarter: windows of 4, 8 and 4 for spans of 1, 2 and 1. Two places at the start and one further on are no text.
+    real = np.array([[0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1]], bool)
+    draws = written(bare(real), span_lengths=[[0, 1, 0]], span_places=[[0.5, 0.8, 0.0]])
+    # The third token of the first four; of the next eight the sixth and seventh, that is the tenth and eleventh.
+    assert choose.windows(real, 0.25, 2, draws).astype(int).tolist() == [[0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0]]
+
+
+@pytest.mark.parametrize(("share", "longest"), [(1 / 6, 5), (0.25, 1), (0.3, 1), (0.3, 5), (0.7, 3), (0.9, 5)])
+def test_windows_ask_their_share(share: float, longest: int) -> None:
+    real = np.ones((800, 128), bool)
+    assert choose.windows(real, share, longest, draw(800)).mean() == pytest.approx(share, abs=0.005)
+
+
+@pytest.mark.parametrize("changes", [{"p": 0.0}, {"p": 1.0}, {"p": float("nan")}, {"longest": 0}])
+def test_lengths_that_are_no_law(changes: dict[str, float]) -> None:
+    with pytest.raises(UserError, match=r"objective\.choose\.p"):
+        Spans(**changes)  # type: ignore[arg-type]
+
+
+# --- all of them --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chooser", [Tokens(), Words(), Salient(), Spans()])
+def test_noise_of_a_row_does_not_depend_on_the_others(
+    chooser: Tokens | Words | Salient | Spans,
+    random_rows: Callable[..., Rows],
+    slice_rows: Callable[..., Rows],
+) -> None:
+    rows = random_rows([[62], [20, 20], [3], [40, 9]] * 5, 64, BERT)
+    together = chooser(rows, 0.15, draw(20))
+    for i in range(20):
+        alone = chooser(slice_rows(rows, [i]), 0.15, Draw(1, np.array([i])))
+        assert (alone[0] == together[i]).all()
+
+
+# --- T5's spans ---------------------------------------------------------------------------------------------------
 
 
 def layout(*rows: list[int], width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -225,29 +482,6 @@ def test_noise_that_does_not_fit_goes_to_another_document() -> None:
     mask = spans([[4, 13]] * 200, 19, noise=9, count=8)
     assert (mask[:, :4] == [False, True, False, True]).all()
     assert (mask[:, 5:].sum(1) == 7).all()
-
-
-class Coarse(Draw):
-    """Only quarters, so that many numbers are equal."""
-
-    def uniform(self, purpose: str, width: int) -> np.ndarray:
-        return np.floor(super().uniform(purpose, width) * 4) / 4
-
-
-def test_equal_keys_go_by_place_so_that_every_machine_agrees() -> None:
-    draw = Coarse(0, np.arange(20))
-    asked, _ = choose.tokens(np.ones((20, 200), bool), 0.15, draw)
-    for places, keys in zip(asked.tolist(), draw.uniform("tokens", 200).tolist(), strict=True):
-        assert places == sorted(sorted(range(200), key=lambda i: (keys[i], i))[:30])
-
-    doc, real = layout(*[[100, 99]] * 20, width=201)
-    noise, count = np.full(20, 60), np.full(20, 20)
-    together = choose.spans(doc, real, noise, count, draw)
-    for i in range(20):
-        one = slice(i, i + 1)
-        assert (
-            choose.spans(doc[one], real[one], noise[one], count[one], Coarse(0, np.array([i]))) == together[i]
-        ).all()
 
 
 def test_spans_of_a_row_do_not_depend_on_the_others() -> None:

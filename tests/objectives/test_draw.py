@@ -75,6 +75,12 @@ def test_drawing_again_changes_nothing() -> None:
     assert (d.uniform("a", WIDTH) == first).all()
 
 
+def test_the_step_changes_no_number() -> None:
+    """It says only which rows are a batch; what is drawn once for a batch takes it for the index."""
+    plain, stepped = draw(), Draw(1, np.arange(ROWS), np.arange(ROWS) // 8)
+    assert (plain.uniform("a", 9) == stepped.uniform("a", 9)).all()
+
+
 # --- laws ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,343 +1,467 @@
-"""Every objective: answers by hand, exact shapes, the published figures, and nothing lost on the way."""
+"""Every objective: what it reads and what it asks, by hand; what it promises; and what it refuses."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import torch
 
 from firth.errors import UserError
-from firth.objectives import CLM, DEFAULT, IGNORED, MLM, Batch, Draw, Objective, SpanCorruption
+from firth.objectives import (
+    BART,
+    CLM,
+    DEFAULT,
+    IGNORED,
+    MLM,
+    NAMED,
+    Batch,
+    BiLM,
+    Draw,
+    EncoderDecoderLM,
+    Mixture,
+    Objective,
+    OneStack,
+    PermutationLM,
+    PrefixLM,
+    Salient,
+    SalientSpans,
+    SpanCorruption,
+    Spans,
+    Weighted,
+    Words,
+    choose,
+)
 from firth.tokens import Frame, Rows, RowSource, Shards, Vocabulary
 
 PAD, END, UNK, CLS, SEP, MASK, BOS = range(7)
-TEXT = 500  # ids from here on are text, 40,000 of them
-SENTINELS = tuple(range(TEXT - 1, 99, -1))
-SENTINEL = np.zeros(TEXT + 40_000, bool)
-SENTINEL[list(SENTINELS)] = True
+S0, S1 = 999, 998
+x = IGNORED
+CPU = torch.device("cpu")
+
+Picture = Callable[..., Rows]
+Writer = Callable[..., Draw]
+Maker = Callable[..., Rows]
+Applier = Callable[..., Batch]
+Words_ = Callable[..., Vocabulary]
 
 
-def vocabulary(**roles: Any) -> Vocabulary:
-    special = (PAD, END, UNK, CLS, SEP, MASK, BOS, *sorted(SENTINELS))
-    known: dict[str, Any] = dict(pad=PAD, unk=UNK, bos=None, eos=END, cls=CLS, sep=SEP, mask=MASK, sentinels=SENTINELS)
-    return Vocabulary(size=len(SENTINEL), special=special, **(known | roles))
+# --- language models ----------------------------------------------------------------------------------------------
 
 
-VOCAB = vocabulary()
-
-
-def make_rows(layout: list[list[int]], width: int, frame: Frame) -> Rows:
-    """Rows of documents with so many tokens of text; each token of a batch is another one."""
-    shape = (len(layout), width)
-    tokens, doc, position = np.full(shape, PAD), np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
-    real, word = np.zeros(shape, bool), TEXT
-    before = len(frame.before)
-    for b, lengths in enumerate(layout):
-        at = 0
-        for d, n in enumerate(lengths):
-            end = at + n + frame.size
-            tokens[b, at:end] = [*frame.before, *range(word, word + n), *frame.after]
-            doc[b, at:end], position[b, at:end] = d, np.arange(end - at)
-            real[b, at + before : at + before + n] = True
-            at, word = end, word + n
-        assert at <= width
-    assert word <= VOCAB.size
-    return Rows(tokens, doc, position, real, np.arange(len(layout)))
-
-
-def divide(total: int, parts: int, rng: np.random.Generator) -> list[int]:
-    """A total cut into parts of at least 1, at random."""
-    edges = np.sort(rng.choice(np.arange(1, total), parts - 1, replace=False)).tolist()
-    return [b - a for a, b in pairwise([0, *edges, total])]
-
-
-def apply(objective: Objective, rows: Rows, seed: int = 1, vocab: Vocabulary = VOCAB) -> Batch:
-    return objective(rows, Draw(seed, rows.index), vocab)
-
-
-# --- CLM ----------------------------------------------------------------------------------------------------------
-
-
-def test_clm_by_hand() -> None:
+def test_clm_by_hand(picture: Picture, apply: Applier) -> None:
     # Two documents share the first row. The second row's document was cut, so it has no end.
-    rows = Rows(
-        tokens=np.array([[END, 10, 11, END, END, 20, END, PAD, PAD], [30, 31, 32, 33, 34, 35, 36, 37, 38]]),
-        doc=np.array([[0, 0, 0, 0, 1, 1, 1, -1, -1], [0] * 9], np.int32),
-        position=np.array([[0, 1, 2, 3, 0, 1, 2, 0, 0], list(range(9))], np.int32),
-        real=np.array([[0, 1, 1, 0, 0, 1, 0, 0, 0], [1] * 9], bool),
-        index=np.arange(2),
-    )
+    rows = picture("E 10 11 E | E 20 E", "30 31 32 33 34 35 36 37 38", width=9)
     batch = apply(CLM(), rows)
-    x = IGNORED
     assert batch.labels.tolist() == [[10, 11, END, x, 20, END, x, x, x], [31, 32, 33, 34, 35, 36, 37, 38, x]]
     assert batch.tokens is rows.tokens
     assert batch.doc is rows.doc
     assert batch.position is rows.position
     assert batch.asked is None
+    assert batch.rank is None
     assert batch.num_answers == 5 + 8
     assert batch.num_tokens == 7 + 9
 
 
-def test_clm_begins_and_ends_a_document_with_what_the_tokenizer_has() -> None:
+def test_clm_across_the_edges_of_documents(picture: Picture, apply: Applier) -> None:
+    rows = picture("E 10 11 E | E 20 E", width=9)
+    batch = apply(CLM(across=True), rows)
+    assert batch.labels.tolist() == [[10, 11, END, END, 20, END, x, x, x]]
+    assert batch.doc.tolist() == [[0] * 7 + [-1] * 2]
+    assert batch.position.tolist() == [[0, 1, 2, 3, 4, 5, 6, 0, 0]]
+    assert batch.tokens is rows.tokens
+
+
+def test_clm_begins_and_ends_a_document_with_what_the_tokenizer_has(vocabulary: Words_) -> None:
     assert CLM().frame(vocabulary(bos=None)) == Frame((END,), (END,), edges_only=True)
     assert CLM().frame(vocabulary(bos=BOS)) == Frame((BOS,), (END,), edges_only=True)
 
 
-# --- MLM ----------------------------------------------------------------------------------------------------------
+def test_prefix_lm_by_hand(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
+    rows = picture("E 10 11 12 E | E 20 E", width=9)
+    # The first prefix is three long, E 10 11; the second one, E.
+    batch = PrefixLM()(rows, written(rows, prefix=[[0.5, 0, 0, 0, 0, 0.1]]), vocab)
+    assert batch.labels.tolist() == [[x, x, 12, END, x, 20, END, x, x]]
+    assert batch.rank[0, :8].tolist() == [0, 0, 0, 1, 2, 0, 1, 2]
+    assert batch.tokens is rows.tokens
 
-BERT = Frame((CLS,), (SEP,))
+
+def test_bilm_by_hand(picture: Picture, apply: Applier) -> None:
+    rows = picture("C 10 11 S | C 20 S", width=7)
+    batch = apply(BiLM(), rows)
+    assert batch.labels.tolist() == [
+        [
+            [10, 11, SEP, x, 20, SEP, x],
+            [x, CLS, 10, 11, x, CLS, 20],
+        ]
+    ]
+    assert batch.rank.tolist() == [[[0, 1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1, 0]]]
+    assert batch.tokens.shape == (1, 7)
+    assert batch.num_answers == 10
 
 
-def test_mlm_asks_its_share_of_the_text_and_gives_the_right_answers() -> None:
-    assert MLM().frame(VOCAB) == BERT
-    rows = make_rows([[126], [62, 62], [40, 20, 1], [3]], 128, BERT)
-    batch = apply(MLM(), rows)
-    assert batch.asked.shape == batch.labels.shape == (4, 19)
-    used = batch.labels != IGNORED
-    # 15% of 126, 124, 61 and 3 tokens of text, rounded, and at least one.
-    assert used.sum(1).tolist() == [19, 19, 9, 1]
-    assert (np.take_along_axis(rows.tokens, batch.asked, 1)[used] == batch.labels[used]).all()
-    assert np.take_along_axis(rows.real, batch.asked, 1)[used].all()
-    changed = batch.tokens != rows.tokens
-    assert rows.real[changed].all()
-    assert 0 < changed.sum() <= used.sum()
+def test_bilm_by_hand_without_padding_answers(picture: Picture, apply: Applier) -> None:
+    batch = apply(BiLM(), picture("C 10 S", width=5))
+    assert batch.labels.tolist() == [[[10, SEP, x, x, x], [x, CLS, 10, x, x]]]
+
+
+def test_encoder_decoder_lm_by_hand(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
+    rows = picture("10 11 12 13 E | 20 21 E", width=9)
+    batch = EncoderDecoderLM()(rows, written(rows, prefix=[[0.5, 0, 0, 0, 0, 0.4]]), vocab)
+    p = PAD
+    assert batch.tokens.tolist() == [[10, 11, 12, END, 20, END, p, p, p]]
+    assert batch.labels.tolist() == [[13, END, 21, END, x, x, x, x, x]]
+    assert batch.decoder_tokens[0, :4].tolist() == [p, 13, p, 21]
+    assert batch.decoder_doc[0, :4].tolist() == [0, 0, 1, 1]
+
+
+def test_permutation_lm_by_hand(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
+    rows = picture("C 10 11 12 13 14 15 16 17 S")
+    # A quarter: of the first four tokens the second, of the next four the first; the last is asked first.
+    draw = written(rows, span_lengths=[[0, 0]], span_places=[[0.3, 0.0]], order=[[0, 0, 0.9, 0, 0, 0.2]])
+    batch = PermutationLM(share=0.25, longest=1)(rows, draw, vocab)
+    assert batch.tokens is rows.tokens, "everything is read as it is"
+    assert batch.asked.tolist() == [[2, 5, 0]]
+    assert batch.labels.tolist() == [[11, 14, x]]
+    assert batch.rank.tolist() == [[0, 0, 2, 0, 0, 1, 0, 0, 0, 0]]
+
+
+# --- masked tokens ------------------------------------------------------------------------------------------------
+
+FATES: dict[str, Any] = {"fate": [[0.5, 0.85, 0.95]], "other": [[0, 43, 0]]}  # masked, 50, kept
+
+
+def test_mlm_by_hand(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
+    rows = picture("C 10 11 12 13 14 S | C 20 21 22 S", width=12)
+    # 30% of eight tokens are 2.4: two. Room for 30% of twelve, four.
+    keys = [[0, 0.5, 0.1, 0.6, 0.7, 0.8, 0, 0, 0.9, 0.2, 0.9, 0]]
+    batch = MLM(rate=0.3)(rows, written(rows, tokens=keys, **FATES), vocab)
+    assert batch.asked.tolist() == [[2, 9, 0, 0]]
+    assert batch.labels.tolist() == [[11, 21, x, x]]
+    assert batch.tokens.tolist() == [[CLS, 10, MASK, 12, 13, 14, SEP, CLS, 20, 50, 22, SEP]]
     assert batch.doc is rows.doc
     assert batch.position is rows.position
+    assert batch.rank is batch.segment is batch.boundary is batch.pair is None
 
 
-def test_mlm_with_other_shares() -> None:
-    rows = make_rows([[126]] * 200, 128, BERT)
-    batch = apply(MLM(rate=0.3, mask=1.0, random=0.0), rows)
-    assert ((batch.tokens == MASK).sum(1) == 38).all()  # 30% of 126 is 37.8
-    assert ((batch.tokens != rows.tokens).sum(1) == 38).all()
+def test_mlm_of_whole_words(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
+    rows = picture("C 10 +11 12 13 +14 +15 S")
+    # Half of six tokens are three: the word of three, each token with a fate of its own.
+    keys = [[0, 0.8, 0, 0.6, 0.1]]
+    batch = MLM(rate=0.5, choose=Words())(rows, written(rows, words=keys, **FATES), vocab)
+    assert batch.asked.tolist() == [[4, 5, 6, 0]]
+    assert batch.labels.tolist() == [[13, 14, 15, x]]
+    assert batch.tokens.tolist() == [[CLS, 10, 11, 12, MASK, 50, 15, SEP]]
 
 
-# --- span corruption: the figures ---------------------------------------------------------------------------------
-
-T5 = Frame((), (END,))
-
-
-def test_the_published_lengths() -> None:
-    # 568 tokens of text and the end: 85 are noise in 28 spans, 483 + 28 + 1 are read, 85 + 28 + 1 are written.
-    objective = SpanCorruption()
-    assert objective.frame(VOCAB) == T5
-    assert objective.source_length(512) == 569
-    assert objective.lengths(569) == (512, 114)
-    batch = apply(objective, make_rows([[568]] * 3, 569, T5))
-    assert batch.tokens.shape == (3, 512)
-    assert batch.labels.shape == batch.decoder_tokens.shape == (3, 114)
-    assert SENTINEL[batch.tokens].sum(1).tolist() == [28] * 3
-
-
-def test_counts_by_hand() -> None:
-    noise, spans = SpanCorruption().counts(np.array([-1, 0, 1, 2, 10, 100, 568]))
-    assert noise.tolist() == [0, 0, 0, 1, 2, 15, 85]  # 1.5 is rounded up
-    assert spans.tolist() == [0, 0, 0, 1, 1, 5, 28]
-    # Some text must remain, and each span has text before it.
-    noise, spans = SpanCorruption(rate=0.9, mean_span=3).counts(np.array([2, 4, 100]))
-    assert noise.tolist() == [1, 3, 90]
-    assert spans.tolist() == [1, 1, 10]
+@pytest.mark.parametrize(("fate", "read"), [(0.1, [MASK, MASK, MASK]), (0.85, [50, 51, 52]), (0.95, [12, 13, 14])])
+def test_mlm_of_spans(
+    picture: Picture,
+    written: Writer,
+    vocab: Vocabulary,
+    monkeypatch: pytest.MonkeyPatch,
+    fate: float,
+    read: list[int],
+) -> None:
+    rows = picture("C 10 +11 12 13 +14 15 S")
+    lengths_and_starts = np.array([[2]]), np.array([[1]])  # two words from the second on
+    monkeypatch.setattr(choose, "scatter_spans", lambda *_: lengths_and_starts)
+    draw = written(rows, fate=[[fate, 0.5, 0.5]], other=[[43, 44, 45]])
+    batch = MLM(rate=0.4, choose=Spans(longest=1), ask="boundary")(rows, draw, vocab)
+    assert batch.asked.tolist() == [[3, 4, 5, 0, 0]]
+    assert batch.labels.tolist() == [[12, 13, 14, x, x]]
+    assert batch.tokens.tolist() == [[CLS, 10, 11, *read, 15, SEP]], "one fate for the span"
+    assert batch.boundary.tolist() == [[[2, 6, 0], [2, 6, 1], [2, 6, 2], [0, 0, 0], [0, 0, 0]]]
 
 
-def test_further_documents_cost_noise_and_spans_where_the_answer_is_full() -> None:
-    filled, docs = np.array([569, 569, 569, 569, 560, 2]), np.array([1, 2, 3, 28, 2, 1])
-    noise, spans = SpanCorruption().shares(filled, docs, 114)
-    assert noise.tolist() == [85, 84, 84, 71, 84, 0]
-    assert spans.tolist() == [28, 27, 27, 14, 28, 0]
+def test_mlm_of_salient_spans(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
+    rows = picture("C 10 11! +12! 13 14 S")
+    # Half of five tokens are three: the name, then the word with the lowest key. Side by side they are one span.
+    draw = written(rows, words=[[0, 0.5, 0.9, 0, 0.7, 0.3]], fate=[[0.1, 0.95, 0.95]], other=[[0, 0, 0]])
+    batch = MLM(rate=0.5, choose=Salient())(rows, draw, vocab)
+    assert batch.asked.tolist() == [[2, 3, 5, 0]]
+    assert batch.labels.tolist() == [[11, 12, 14, x]]
+    assert batch.tokens.tolist() == [[CLS, 10, MASK, MASK, 13, 14, SEP]]
+    assert batch.boundary is None
 
 
-@pytest.mark.parametrize(("rate", "mean_span"), [(0.15, 3.0), (0.15, 1.0), (0.5, 3.0), (0.5, 32.0), (0.9, 2.0)])
-def test_a_source_row_is_as_long_as_the_encoder_allows(rate: float, mean_span: float) -> None:
-    objective = SpanCorruption(rate, mean_span)
-    for length in (3, 16, 128, 513):
-        source = objective.source_length(length)
-        assert objective.lengths(source)[0] <= length < objective.lengths(source + 1)[0]
-        assert source >= length
+def test_mlm_asks_around_single_tokens_too(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
+    rows = picture("C 10 11 12 13 S")
+    draw = written(rows, tokens=[[0, 0.1, 0.2, 0.9, 0.9]], **FATES)
+    batch = MLM(rate=0.5, ask="boundary")(rows, draw, vocab)
+    assert batch.boundary.tolist() == [[[0, 3, 0], [0, 3, 1], [0, 0, 0]]]
+    assert batch.tokens.tolist() == [[CLS, MASK, 50, 12, 13, SEP]], "each token has its own fate"
 
 
-def test_a_row_takes_many_documents_by_default_and_always_one() -> None:
-    assert SpanCorruption().max_documents(569) == 28
-    assert SpanCorruption().max_documents(2) == 1
-    assert SpanCorruption(0.15, 100.0).max_documents(100) == 1
+def test_replaced_tokens_are_asked_of_a_generator_first(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
+    rows = picture("C 10 11 12 13 S")
+    draw = written(rows, tokens=[[0, 0.1, 0.2, 0.9, 0.9]], fate=[[0.84, 0.86]])
+    batch = NAMED["rtd"](rows, draw, vocab)  # 85% masked, the rest kept (ELECTRA, section 3.1 and appendix A)
+    assert batch.tokens.tolist() == [[CLS, MASK, 11, 12, 13, SEP]]
+    assert batch.labels.tolist() == [[10]]
+    assert batch.boundary is None
 
 
-# --- span corruption: laws ----------------------------------------------------------------------------------------
+def test_what_mlm_sees(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
+    rows = picture("C 10 11 S | C 20 S")
+    draw = written(rows, tokens=[[0.9] * 7], prefix=[[0.4, 0, 0, 0, 0.9]], **FATES)
+    ways = {sees: MLM(sees=sees)(rows, draw, vocab) for sees in ("all", "forward", "backward", "prefix")}  # type: ignore[arg-type]
+    assert ways["all"].rank is None
+    assert ways["forward"].rank.tolist() == [[0, 1, 2, 3, 4, 5, 6]]
+    assert ways["backward"].rank.tolist() == [[6, 5, 4, 3, 2, 1, 0]]
+    # Prefixes of 1 + 0.4 * 3 and of 1 + 0.9 * 2 are both two long; what follows is the second segment.
+    assert ways["prefix"].rank.tolist() == [[0, 0, 1, 2, 0, 0, 1]]
+    assert ways["prefix"].segment.tolist() == [[0, 0, 1, 1, 0, 0, 1]]
+    assert ways["all"].segment is ways["forward"].segment is ways["backward"].segment is None
+    assert len({ways[sees].tokens.tobytes() for sees in ways}) == 1, "what is hidden is the same"
 
 
-def rebuild(batch: Batch, b: int) -> list[list[int]]:
-    """The documents of a row, put together from what is read and what is answered."""
-    documents = []
-    for d in range(batch.doc[b].max() + 1):
-        read = batch.tokens[b][batch.doc[b] == d].tolist()
-        answer = batch.labels[b][(batch.decoder_doc[b] == d) & (batch.labels[b] != IGNORED)].tolist()
-        assert answer[-1] == END
-        spans: dict[int, list[int]] = {}
-        for token in answer[:-1]:
-            if SENTINEL[token]:
-                span = spans[token] = []
-            else:
-                span.append(token)
-        assert list(spans) == [t for t in read if SENTINEL[t]] == list(SENTINELS[: len(spans)])
-        assert all(spans.values()), "no span is empty"
-        documents.append([t for token in read for t in spans.get(token, [token])])
-    return documents
+@pytest.mark.parametrize("name", ["nsp", "sop", "tlm"])
+def test_pairs_pass_through(name: str, picture: Picture, apply: Applier) -> None:
+    rows = picture("C 10 11 S 20 21 22 S", "C 30 S 40 S", width=9)
+    segment = np.array([[0, 0, 0, 0, 1, 1, 1, 1, 0], [0, 0, 0, 1, 1, 0, 0, 0, 0]], np.int32)
+    pair = None if name == "tlm" else np.array([0, 1])
+    batch = apply(name, rows._replace(segment=segment, pair=pair))
+    assert batch.segment is segment
+    assert batch.pair is pair
+    assert (batch.labels != x).sum(1).tolist() == [1, 1]
+    assert batch.counts == {"answers": 2, "tokens": 13} | ({} if pair is None else {"pairs": 2})
 
 
-def check(objective: SpanCorruption, layout: list[list[int]], width: int, seed: int = 1) -> Batch:
-    """What must hold for every batch."""
-    rows = make_rows(layout, width, T5)
-    batch = apply(objective, rows, seed)
-    encoder, decoder = objective.lengths(width)
-    assert batch.tokens.shape == batch.doc.shape == batch.position.shape == (len(layout), encoder)
-    assert batch.labels.shape == batch.decoder_tokens.shape == (len(layout), decoder)
-    assert batch.decoder_doc.shape == batch.decoder_position.shape == (len(layout), decoder)
-    for b, lengths in enumerate(layout):
-        source = [rows.tokens[b][rows.doc[b] == d].tolist() for d in range(len(lengths))]
-        assert rebuild(batch, b) == source
+def test_static_masks_come_back_after_as_many_epochs_as_there_are_copies(rows_for: Maker, apply: Applier) -> None:
+    rows = rows_for(MLM(), 20, 64)
 
-        asked = batch.labels[b] != IGNORED
-        for tokens, doc, position in (
-            (batch.tokens[b][batch.doc[b] >= 0], batch.doc[b][batch.doc[b] >= 0], batch.position[b]),
-            (batch.labels[b][asked], batch.decoder_doc[b][asked], batch.decoder_position[b]),
-        ):
-            sizes = np.bincount(doc, minlength=len(lengths))
-            assert (np.diff(doc) >= 0).all(), "documents stay in order"
-            assert position[: len(doc)].tolist() == [p for n in sizes for p in range(n)]
-            assert (tokens[np.cumsum(sizes) - 1] == END).all()
-        used = int((batch.doc[b] >= 0).sum())
-        assert (batch.doc[b][:used] >= 0).all(), "padding comes last"
-        assert (batch.tokens[b][used:] == PAD).all()
-        assert (batch.position[b][used:] == 0).all()
+    def in_epoch(epoch: int, copies: int = 10) -> np.ndarray:
+        # The stream goes on: a row comes at another place in every epoch.
+        later = rows._replace(index=rows.index + 20 * epoch, epoch=np.full(20, epoch))
+        return apply(MLM(copies=copies), later).asked
 
-        # The decoder reads its own answer one place later, and each document begins anew.
-        assert asked[: asked.sum()].all(), "padding comes last"
-        for d in range(len(lengths)):
-            mine = asked & (batch.decoder_doc[b] == d)
-            assert batch.decoder_tokens[b][mine].tolist() == [PAD, *batch.labels[b][mine][:-1].tolist()]
-        assert np.isin(batch.decoder_doc[b], batch.doc[b][:used]).all(), "whatever the decoder reads sees some text"
-    return batch
+    first = [in_epoch(epoch) for epoch in range(10)]
+    for epoch in range(10):
+        assert (in_epoch(epoch + 10) == first[epoch]).all()
+        assert all((first[epoch] != first[other]).any(1).all() for other in range(epoch)), "ten different ones"
+    assert (in_epoch(3, copies=1) == in_epoch(0, copies=1)).all(), "one copy is the same in every epoch"
+    assert (in_epoch(10, copies=0) != in_epoch(0, copies=0)).any(1).all(), "without copies all are new"
 
 
-def full_rows(count: int, width: int, most: int, seed: int = 0) -> list[list[int]]:
-    """Rows without padding, of 1, 2, 3 ... `most` documents."""
-    rng = np.random.default_rng(seed)
-    return [[1 + n for n in divide(width - 2 * docs, docs, rng)] for docs in (i % most + 1 for i in range(count))]
+def test_static_masks_follow_their_row_through_the_stream(rows_for: Maker, apply: Applier, slice_rows: Any) -> None:
+    rows = rows_for(MLM(), 20, 64)
+    shuffled = slice_rows(rows, np.random.default_rng(0).permutation(20))
+    moved = shuffled._replace(index=20 + np.arange(20), epoch=np.full(20, 10))
+    assert (apply("static", moved).tokens == apply("static", rows).tokens[shuffled.row]).all()
 
 
-def test_one_document_to_a_row() -> None:
-    # 250 rows, 142,000 tokens of text.
-    objective = SpanCorruption()
-    for first in range(0, 250, 50):
-        batch = check(objective, [[568]] * 50, 569, seed=first)
-        assert (batch.doc == 0).all()
-        assert batch.num_answers == 50 * 114
-        assert (SENTINEL[batch.tokens].sum(1) == 28).all()
-        written = (batch.labels >= TEXT).sum(1)
-        assert (written == 85).all()  # 15% of 568, in spans of 85 / 28 = 3.04 tokens
-        assert (batch.tokens[:, 0] >= TEXT).all(), "text comes first"
-        assert SENTINEL[batch.tokens[:, -2]].all(), "noise comes last"
+# --- BART ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rate", "mean_span"), [(0.15, 3.0), (0.15, 8.0), (0.3, 3.0)])
-@pytest.mark.parametrize("length", [128, 512])
-def test_full_rows_have_no_padding_however_many_documents_they_hold(rate: float, mean_span: float, length: int) -> None:
-    objective = SpanCorruption(rate, mean_span)
-    width = objective.source_length(length)
-    most = objective.max_documents(width)
-    batch = check(objective, full_rows(56, width, most), width)
-    assert batch.tokens.shape[1] == length
-    assert (batch.doc >= 0).all()
-    docs = batch.doc.max(1) + 1
-    unused = (batch.labels == IGNORED).sum(1)
-    assert (unused == (docs - 1) % 2).all()
-    # Two further documents cost one token of noise and one span.
-    noise, spans = objective.counts(np.asarray(width - 1))
-    assert ((batch.labels >= TEXT).sum(1) == noise - docs // 2).all()
-    assert (SENTINEL[batch.labels].sum(1) == spans - docs // 2).all()
+def bart(**noise: float) -> BART:
+    return BART(**({"permute": 0.0, "infill": 0.0} | noise))  # type: ignore[arg-type]
 
 
-def test_text_comes_first_and_noise_last_in_each_document() -> None:
-    batch = check(SpanCorruption(), full_rows(70, 142, 7), 142)
-    for tokens, doc in zip(batch.tokens, batch.doc, strict=True):
-        for d in range(doc.max() + 1):
-            *read, end = tokens[doc == d]
-            assert end == END
-            assert read[0] >= TEXT
-            assert SENTINEL[read[-1]] or not SENTINEL[read].any()
+def test_bart_answers_with_the_whole_text(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
+    rows = picture("C 10 11. 12. S | C 20. S", width=9)
+    draw = written(rows, sentences=[[0, 0.5, 0, 0.1]], permuted=[[0.0] * 9])
+    batch = bart(permute=1.0)(rows, draw, vocab)
+    assert batch.tokens.tolist() == [[CLS, 12, 10, 11, SEP, CLS, 20, SEP, PAD]]
+    assert batch.doc.tolist() == [[0] * 5 + [1] * 3 + [-1]]
+    assert batch.position.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 0]]
+    assert batch.labels.tolist() == [[CLS, 10, 11, 12, SEP, CLS, 20, SEP, x]]
+    assert batch.decoder_tokens.tolist() == [[SEP, CLS, 10, 11, 12, SEP, CLS, 20, PAD]]
+    assert batch.decoder_doc.tolist() == [[0] * 5 + [1] * 4]
+    assert batch.decoder_position[0, :8].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert rows.tokens.tolist() == [[CLS, 10, 11, 12, SEP, CLS, 20, SEP, PAD]]
 
 
-def test_the_share_of_noise_over_packed_rows() -> None:
-    # Rows of 1 to 4 documents: 0, 1, 1 and 2 tokens and spans less than the 85 and 28 of a row of one document.
-    noise = spans = text = 0
-    for seed in range(6):
-        layout = full_rows(40, 569, 4, seed)
-        batch = check(SpanCorruption(), layout, 569, seed)
-        text += sum(map(sum, layout))
-        noise += int((batch.labels >= TEXT).sum())
-        spans += int(SENTINEL[batch.tokens].sum())
-    assert text > 130_000
-    assert noise == 60 * (85 + 84 + 84 + 83)
-    assert spans == 60 * (28 + 27 + 27 + 26)
-    assert noise / text == pytest.approx(0.15, abs=0.003)
-    assert noise / spans == pytest.approx(3.0, abs=0.15)
+def test_each_noise_of_bart_alone(
+    picture: Picture, written: Writer, vocab: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = picture("C 10 11 12 13 S")
+    keys = [[0, 0.1, 0.8, 0.2, 0.9]]
+    lengths_and_starts = np.array([[2, 0]]), np.array([[1, 4]])
+    monkeypatch.setattr(choose, "scatter_spans", lambda *_: lengths_and_starts)
+    draw = written(rows, deleted=keys, masked=keys, rotation=[[0.3]], rotated=[[0.0]])
+    read = {
+        name: noise(rows, draw, vocab).tokens.tolist()
+        for name, noise in {
+            "delete": bart(delete=0.5),
+            "mask": bart(mask=0.5),
+            "rotate": bart(rotate=1.0),
+            "infill": bart(infill=0.5),
+        }.items()
+    }
+    assert read == {
+        "delete": [[CLS, 11, 13, SEP, PAD, PAD]],
+        "mask": [[CLS, MASK, 11, MASK, 13, SEP]],
+        "rotate": [[CLS, 11, 12, 13, 10, SEP]],
+        "infill": [[CLS, 10, MASK, 13, MASK, SEP]],
+    }
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_nothing_overflows_and_nothing_is_lost(data: st.DataObject) -> None:
-    rate = data.draw(st.one_of(st.sampled_from([0.15, 0.5]), st.floats(0.01, 0.95)), "rate")
-    mean_span = data.draw(st.one_of(st.sampled_from([1.0, 3.0, 32.0]), st.floats(1, 40)), "mean_span")
-    objective = SpanCorruption(rate, mean_span)
-    width = objective.source_length(data.draw(st.integers(3, 160), "length"))
-    most = min(objective.max_documents(width), width // 2)
-    layout = []
-    for _ in range(data.draw(st.integers(1, 4), "rows")):
-        docs = data.draw(st.one_of(st.just(most), st.integers(1, most)), "docs")
-        filled = data.draw(st.one_of(st.just(width), st.integers(2 * docs, width)), "filled")
-        weights = data.draw(st.lists(st.sampled_from([0, 0, 1, 1, 9]), min_size=docs, max_size=docs), "weights")
-        spare = filled - 2 * docs  # beyond one token of text and the end
-        lengths = [1 + spare * w // max(sum(weights), 1) for w in weights]
-        lengths[-1] += spare - (sum(lengths) - docs)
-        layout.append(lengths)
-    check(objective, layout, width, seed=data.draw(st.integers(0, 2**32), "seed"))
+def test_all_noises_of_bart_together(
+    picture: Picture, written: Writer, vocab: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = picture("C 10 11. 12. 13 14. S")
+    lengths_and_starts = np.array([[2]]), np.array([[1]])
+    monkeypatch.setattr(choose, "scatter_spans", lambda *_: lengths_and_starts)
+    draw = written(
+        rows,
+        sentences=[[0, 0.9, 0, 0.1, 0.5]],  # 12, 13 14, 10 11
+        permuted=[[0.0]],
+        rotation=[[0.3]],  # by one: 13 14 10 11 12
+        rotated=[[0.0]],
+        deleted=[[0, 0.9, 0.9, 0.1, 0.9, 0.9]],  # 10 goes: 13 14 11 12
+        masked=[[0, 0.5, 0.9, 0.1]],  # after the span 14 11 has become a mask: 12
+    )
+    batch = BART(permute=1, rotate=1, delete=0.2, mask=0.3, infill=0.5)(rows, draw, vocab)
+    assert batch.tokens.tolist() == [[CLS, 13, MASK, MASK, SEP, PAD, PAD]]
+    assert batch.labels.tolist() == [[CLS, 10, 11, 12, 13, 14, SEP]]
 
 
-def test_rows_with_hardly_any_text() -> None:
-    # One token cannot be hidden and still have text before it: only the end is asked.
-    batch = check(SpanCorruption(), [[1], [1, 1, 1], [2], [1, 2, 1]], 142)
-    assert batch.num_answers == 1 + 3 + 3 + 5
+# --- mixtures -----------------------------------------------------------------------------------------------------
 
 
-# --- all of them --------------------------------------------------------------------------------------------------
+def mixture(*objectives: Any, per: Any = "row", weights: tuple[float, ...] | None = None) -> Mixture:
+    parts = zip(objectives, weights or (1.0,) * len(objectives), strict=True)
+    return Mixture(tuple(Weighted(objective, weight) for objective, weight in parts), per)
 
 
-@pytest.mark.parametrize("objective", [CLM(), MLM(), SpanCorruption()])
-def test_a_row_is_the_same_in_every_batch(objective: Objective) -> None:
-    frame = objective.frame(VOCAB)
-    width = objective.source_length(64)
-    rows = make_rows([[60], [20, 20, 9], [1], [30, 7], [5, 50], [12, 12, 12]], width, frame)
-    together = apply(objective, rows)
-    backwards = apply(objective, Rows(*(field[::-1] for field in rows)))
-    for i in range(6):
-        alone = apply(objective, Rows(*(field[i : i + 1] for field in rows)))
-        for field, one, back in zip(together, alone, backwards, strict=True):
-            if field is not None:
-                assert (field[i] == one[0]).all()
-                assert (field[i] == back[-1 - i]).all()
+def same_fields(batch: Batch, b: int, alone: Batch) -> None:
+    """Row b of a mixture holds what its own objective makes of it, in the first places of each field."""
+    empty = {"tokens": PAD, "decoder_tokens": PAD, "doc": -1, "labels": x}
+    for name, field in zip(Batch._fields, alone, strict=True):
+        if field is None:
+            continue
+        mixed, own = getattr(batch, name)[b], field[0]
+        inner = tuple(slice(n) for n in own.shape)
+        assert (mixed[inner] == own).all(), name
+        rest = mixed.copy()
+        rest[inner] = empty.get(name, 0)
+        if name == "decoder_doc":
+            assert (mixed[len(own) :] == own[-1]).all()
+        elif name != "decoder_position":
+            assert (rest == empty.get(name, 0)).all(), name
 
 
-@pytest.mark.parametrize("objective", [MLM(), SpanCorruption()])
-def test_another_seed_and_another_place_in_the_stream_are_other_noise(objective: Objective) -> None:
-    rows = make_rows([[60]], objective.source_length(64), objective.frame(VOCAB))
-    first = apply(objective, rows)
-    assert (apply(objective, rows).tokens == first.tokens).all()
-    assert (apply(objective, rows, seed=2).tokens != first.tokens).any()
-    assert (apply(objective, rows._replace(index=np.array([1]))).tokens != first.tokens).any()
+MIXTURES: dict[str, Mixture] = {
+    "unilm": NAMED["unilm"],  # type: ignore[dict-item]
+    "denoisers": NAMED["denoisers"],  # type: ignore[dict-item]
+    "widths": mixture(MLM(rate=0.15), MLM(rate=0.4), MLM(choose=Spans())),
+    "one-stack": mixture(OneStack(), OneStack(0.5, 8.0, prefix=True)),
+    "clm": mixture(CLM(), PrefixLM(), CLM(across=True)),
+    "bart": mixture(BART(), BART(permute=0.0)),
+    "names": mixture(SpanCorruption(), SalientSpans(), EncoderDecoderLM()),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("per", ["row", "batch"])
+def test_each_row_of_a_mixture_is_of_one_objective(
+    name: str, per: Any, rows_for: Maker, apply: Applier, slice_rows: Any
+) -> None:
+    mixed = replace(MIXTURES[name], per=per)
+    rows = rows_for(mixed, 60, 64, documents=3)
+    parts = mixed.part_of(Draw(1, rows.index, rows.index // 2))
+    assert set(parts) == set(range(len(mixed.parts)))
+    if per == "batch":
+        assert (parts[::2] == parts[1::2]).all(), "two rows are a step"
+    batch = apply(mixed, rows)
+    for b, part in enumerate(parts):
+        same_fields(batch, b, apply(mixed.parts[part].objective, slice_rows(rows, [b])))
+
+
+def test_what_a_part_leaves_to_the_default_is_written_out(rows_for: Maker, apply: Applier) -> None:
+    causal = mixture(CLM(), PrefixLM())
+    rows = rows_for(causal, 16, 32, documents=2)
+    batch, parts = apply(causal, rows), causal.part_of(Draw(1, rows.index))
+    assert (batch.rank[parts == 0] == np.arange(32)).all(), "a decoder sees what came before"
+    unilm = MIXTURES["unilm"]
+    rows = rows_for(unilm, 16, 32, documents=2)
+    batch, parts = apply(unilm, rows), unilm.part_of(Draw(1, rows.index))
+    assert (batch.rank[parts == 0] == 0).all(), "an encoder sees all"
+    assert (batch.segment[parts != 1] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [MLM(choose=Spans(), ask="boundary"), MLM(ask="replaced"), PermutationLM(), BiLM()],
+    ids=["boundary", "replaced", "permutation", "bilm"],
+)
+def test_what_needs_a_model_of_its_own_is_not_mixed_with_others(other: Any) -> None:
+    """A batch says nothing about which of its rows a boundary head, a generator or a second stream is for."""
+    with pytest.raises(UserError, match=r"objective\.parts"):
+        mixture(other, MLM())
+
+
+def test_a_mixture_needs_what_its_parts_need() -> None:
+    mixed = mixture(MLM(choose=Words()), MLM(choose=Salient()), MLM())
+    assert mixed.bits == ("word_start", "salient")
+    assert mixed.shapes == ("encoder",)
+    assert mixture(SpanCorruption(), SalientSpans()).max_documents(100) == 4
+    assert MIXTURES["denoisers"].source_length(128) == 128
+    assert mixture(SpanCorruption(), SpanCorruption(0.5)).source_length(128) == 142
+    assert MIXTURES["unilm"].promises() == pytest.approx(
+        {"part 1": 1 / 3, "part 2": 1 / 3, "part 3": 1 / 6, "part 4": 1 / 6}
+    )
+
+
+# --- by name ------------------------------------------------------------------------------------------------------
+
+
+def test_each_shape_has_an_objective_that_knows_it() -> None:
+    assert set(DEFAULT) == {"encoder", "decoder", "encoder-decoder"}
+    assert all(shape in objective.shapes for shape, objective in DEFAULT.items())
+    assert {shape for objective in NAMED.values() for shape in objective.shapes} == set(DEFAULT)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_objective_becomes_tensors(name: str, rows_for: Maker, apply: Applier, vocab: Vocabulary) -> None:
+    objective = NAMED[name]
+    rows = rows_for(objective, 6, 64, documents=3)
+    objective.check(vocab, rows.tokens.shape[1])
+    batch = apply(objective, rows)
+    for array, tensor in zip(batch, batch.to(CPU), strict=True):
+        assert (array is None) == (tensor is None)
+        if array is not None:
+            assert tensor.dtype == torch.int64
+            assert tensor.tolist() == array.tolist()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("sees", ["all", "forward", "backward", "prefix"])
+def test_every_way_to_see_becomes_tensors(sees: Any, rows_for: Maker, apply: Applier) -> None:
+    batch = apply(MLM(sees=sees), rows_for(MLM(), 2, 32)).to(CPU)
+    assert batch.tokens.shape == (2, 32)
+
+
+def test_what_each_promises() -> None:
+    assert NAMED["mlm"].promises() == pytest.approx({"asked": 0.15, "masked": 0.8, "random": 0.1, "kept": 0.1})
+    assert NAMED["rtd"].promises() == pytest.approx({"asked": 0.15, "masked": 0.85, "random": 0, "kept": 0.15})
+    assert NAMED["span"].promises()["mean_span"] == pytest.approx(3.8, abs=0.01)
+    assert NAMED["nsp"].promises()["pairs"] == NAMED["sop"].promises()["pairs"] == 0.5
+    assert "pairs" not in NAMED["tlm"].promises()
+    assert NAMED["span-corruption"].promises() == {"asked": 0.15, "mean_span": 3.0}
+    assert NAMED["permutation-lm"].promises() == {"asked": 1 / 6, "mean_span": 3.0}
+    assert NAMED["bart"].promises() == {"permuted": 1.0, "infilled": 0.3, "mean_span": 3.0}
+    assert CLM().promises() == {}
+
+
+def test_what_each_needs() -> None:
+    needs = {name: (o.layout, o.bits, o.extras) for name, o in NAMED.items()}
+    assert needs["mlm"] == needs["static"] == needs["unilm"] == needs["bilm"] == ("packed", (), ())
+    assert needs["whole-word"] == ("packed", ("word_start",), ())
+    assert needs["span"] == ("packed", ("word_start",), ("boundary",))
+    assert needs["salient"] == needs["salient-spans"] == ("packed", ("word_start", "salient"), ())
+    assert needs["nsp"] == ("next", (), ("pair",))
+    assert needs["sop"] == ("order", (), ("pair",))
+    assert needs["tlm"] == ("sides", (), ())
+    assert needs["rtd"] == ("packed", (), ("generator",))
+    assert needs["permutation-lm"] == ("packed", (), ("query",))
+    assert needs["bart"] == ("packed", ("sentence_end",), ())
+    assert bart(infill=0.3).bits == ()
 
 
 class FakeShards(Shards):
@@ -351,18 +475,21 @@ class FakeShards(Shards):
     fingerprint = "fake"  # type: ignore[assignment]
 
 
+TEXT = 1000
+MANY = Vocabulary(40_000, PAD, UNK, None, END, CLS, SEP, MASK, tuple(range(999, 99, -1)), tuple(range(1000)))
+
+
 @pytest.mark.parametrize("longest", [4, 30, 600])
-@pytest.mark.parametrize("objective", [CLM(), MLM(), SpanCorruption(), SpanCorruption(0.5, 3.0)])
-def test_real_rows_have_every_token_once(tmp_path: Path, objective: Objective, longest: int) -> None:
+@pytest.mark.parametrize("objective", [CLM(), MLM(), SpanCorruption(), SpanCorruption(0.5, 3.0), OneStack()])
+def test_real_rows_have_every_token_once(tmp_path: Path, objective: Any, longest: int) -> None:
     lengths = np.random.default_rng(0).integers(1, longest + 1, size=6000 // longest + 20).tolist()
     width = objective.source_length(64)
     most = objective.max_documents(width)
-    source = RowSource(
-        FakeShards(tmp_path, lengths), width, objective.frame(VOCAB), PAD, seed=1, max_documents=most, allow_short=True
-    )
+    frame = objective.frame(MANY)
+    source = RowSource(FakeShards(tmp_path, lengths), width, frame, PAD, 1, max_documents=most, allow_short=True)
     rows = source.rows(np.arange(source.num_rows))
-    batch = apply(objective, rows)
-    if isinstance(objective, SpanCorruption):
+    batch = objective(rows, Draw(1, rows.index), MANY)
+    if isinstance(objective, SpanCorruption) and not isinstance(objective, OneStack):
         found = np.concatenate([batch.tokens.ravel(), batch.labels.ravel()])
     elif isinstance(objective, MLM):
         found = batch.tokens.copy()
@@ -373,19 +500,20 @@ def test_real_rows_have_every_token_once(tmp_path: Path, objective: Objective, l
     assert np.sort(found[found >= TEXT]).tolist() == list(range(TEXT, TEXT + sum(lengths)))
 
 
-def test_each_shape_has_an_objective_that_knows_it() -> None:
-    assert set(DEFAULT) == {"encoder", "decoder", "encoder-decoder"}
-    assert all(shape in objective.shapes for shape, objective in DEFAULT.items())
-
-
 # --- mistakes -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.0, -0.1, 15.0, float("nan")])
-@pytest.mark.parametrize("objective", [MLM, SpanCorruption])
-def test_a_rate_is_a_share(objective: type[MLM] | type[SpanCorruption], rate: float) -> None:
+@pytest.mark.parametrize("objective", [MLM, SpanCorruption, OneStack, SalientSpans])
+def test_a_rate_is_a_share(objective: Any, rate: float) -> None:
     with pytest.raises(UserError, match=r"objective\.rate is .*must lie between 0 and 1"):
         objective(rate=rate)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.1, float("nan")])
+def test_a_share_is_a_share(share: float) -> None:
+    with pytest.raises(UserError, match=r"objective\.share is .*must lie between 0 and 1"):
+        PermutationLM(share=share)
 
 
 @pytest.mark.parametrize("shares", [(-0.1, 0.1), (0.8, -0.1), (0.8, 0.3), (float("nan"), 0.1)])
@@ -401,30 +529,117 @@ def test_a_span_has_at_least_one_token(mean_span: float) -> None:
         SpanCorruption(mean_span=mean_span)
 
 
+@pytest.mark.parametrize("noise", ["permute", "rotate", "delete", "mask", "infill"])
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_noise_of_bart_is_a_share(noise: str, share: float) -> None:
+    with pytest.raises(UserError, match=rf"objective\.{noise}"):
+        BART(**{noise: share})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("noise", [{"delete": 1.0}, {"mask": 1.0}, {"infill": 1.0}])
+def test_bart_leaves_some_text(noise: dict[str, float]) -> None:
+    with pytest.raises(UserError, match="leave some text"):
+        BART(**noise)  # type: ignore[arg-type]
+
+
+def test_bart_without_noise() -> None:
+    with pytest.raises(UserError, match="without any noise"):
+        bart()
+    with pytest.raises(UserError, match=r"objective\.mean_span"):
+        BART(mean_span=0.0)
+
+
+@pytest.mark.parametrize("mean_span", [0.5, 30.0, 100.0])
+def test_bart_takes_the_spans_that_it_allows(mean_span: float, rows_for: Maker, apply: Applier) -> None:
+    objective = BART(mean_span=mean_span)
+    batch = apply(objective, rows_for(objective, 4, 512))
+    assert (batch.tokens == MASK).any()
+
+
+def test_copies_and_longest_are_not_negative() -> None:
+    with pytest.raises(UserError, match=r"objective\.copies"):
+        MLM(copies=-1)
+    with pytest.raises(UserError, match=r"objective\.longest"):
+        PermutationLM(longest=0)
+
+
 @pytest.mark.parametrize(
     ("objective", "missing", "named"),
     [
         (CLM(), "eos", "end-of-text"),
+        (PrefixLM(), "eos", "end-of-text"),
+        (BiLM(), "cls", "CLS"),
+        (BiLM(), "sep", "SEP"),
+        (PermutationLM(), "sep", "SEP"),
+        (EncoderDecoderLM(), "eos", "end token"),
         (MLM(), "mask", "mask token"),
         (MLM(), "cls", "CLS"),
         (MLM(), "sep", "SEP"),
+        (BART(), "mask", "mask token"),
+        (BART(), "sep", "SEP"),
         (SpanCorruption(), "eos", "end token"),
+        (OneStack(), "eos", "end token"),
+        (SalientSpans(), "eos", "end token"),
+        (NAMED["unilm"], "mask", "mask token"),
     ],
 )
-def test_a_tokenizer_without_the_token(objective: Objective, missing: str, named: str) -> None:
+def test_a_tokenizer_without_the_token(objective: Objective, missing: str, named: str, vocabulary: Words_) -> None:
     with pytest.raises(UserError, match=named):
-        objective.frame(vocabulary(**{missing: None}))
+        objective.check(vocabulary(**{missing: None}), 128)
+    objective.check(vocabulary(), 128)
 
 
-def test_a_tokenizer_without_sentinels() -> None:
+@pytest.mark.parametrize("objective", [SpanCorruption(), OneStack(), SalientSpans()])
+def test_a_tokenizer_without_sentinels(objective: Objective, vocabulary: Words_) -> None:
     with pytest.raises(UserError, match="sentinel"):
-        SpanCorruption().frame(vocabulary(sentinels=()))
+        objective.check(vocabulary(sentinels=()), 128)
 
 
-def test_more_spans_than_sentinels() -> None:
-    rows = make_rows([[100]], 101, T5)  # five spans
-    apply(SpanCorruption(), rows, vocab=vocabulary(sentinels=SENTINELS[:5]))
+def test_more_spans_than_sentinels(vocabulary: Words_) -> None:
+    few, enough = (vocabulary(sentinels=tuple(range(999, 999 - n, -1))) for n in (4, 5))
+    SpanCorruption().check(enough, 101)  # 15 tokens of noise in five spans
     with pytest.raises(UserError, match="5 spans, and the tokenizer has 4 sentinels"):
-        apply(SpanCorruption(), rows, vocab=vocabulary(sentinels=SENTINELS[:4]))
-    with pytest.raises(UserError, match="5 spans"):  # at once, not when the first long document comes
-        apply(SpanCorruption(), make_rows([[10]], 101, T5), vocab=vocabulary(sentinels=SENTINELS[:4]))
+        SpanCorruption().check(few, 101)
+    with pytest.raises(UserError, match="15 spans, and the tokenizer has 5 sentinels"):
+        SalientSpans().check(enough, 100)
+
+
+def test_spans_longer_than_the_noise_of_a_row(vocab: Vocabulary) -> None:
+    with pytest.raises(UserError, match=r"15 tokens of noise, fewer than one span of 16.*objective\.mean_span"):
+        SpanCorruption(mean_span=16.0).check(vocab, 101)
+    SpanCorruption(mean_span=15.0).check(vocab, 101)
+    with pytest.raises(UserError, match=r"Spans of 40 tokens .* longer than the 38 tokens"):
+        BART(mean_span=40.0).check(vocab, 128)
+    with pytest.raises(UserError, match=r"one in 30, do not fit into rows of 29"):
+        PermutationLM().check(vocab, 29)
+    PermutationLM().check(vocab, 30)
+
+
+def test_a_mixture_checks_its_parts(vocab: Vocabulary) -> None:
+    with pytest.raises(UserError, match="fewer than one span of 16"):
+        mixture(SpanCorruption(), SpanCorruption(mean_span=16.0)).check(vocab, 101)
+
+
+@pytest.mark.parametrize(
+    ("objectives", "weights", "said"),
+    [
+        ((), (), "needs objectives"),
+        ((MLM(), MLM(rate=0.3)), (1.0, 0.0), "weight of more than 0"),
+        ((MLM(), MLM(rate=0.3)), (1.0, -1.0), "weight of more than 0"),
+        ((MLM(), MLM(rate=0.3)), (1.0, float("nan")), "weight of more than 0"),
+        ((MLM(), CLM()), (1.0, 1.0), "no one architecture"),
+        ((SpanCorruption(), OneStack()), (1.0, 1.0), "no one architecture"),
+        ((MLM(), MLM(pair="next")), (1.0, 1.0), ""),
+        ((MLM(), MLM(pair="translation")), (1.0, 1.0), "cannot be mixed"),
+        ((MLM(pair="order"), MLM(pair="next")), (1.0, 1.0), "cannot be mixed"),
+    ],
+)
+def test_what_cannot_be_mixed(objectives: tuple[Any, ...], weights: tuple[float, ...], said: str) -> None:
+    with pytest.raises(UserError, match=rf"objective\.parts: .*{said}"):
+        mixture(*objectives, weights=weights)
+
+
+def test_objectives_with_different_frames_cannot_be_mixed(vocab: Vocabulary) -> None:
+    for objectives in ((SpanCorruption(), BART()), (CLM(), OneStack())):
+        with pytest.raises(UserError, match="different tokens around a text"):
+            mixture(*objectives).check(vocab, 128)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from firth.models import PRESETS, Classes, LMHead, Model, ModelConfig, count_parameters, load_model, make_model
-from firth.models.config import MLP, Learned
+from firth.models import PRESETS, Classes, Extra, LMHead, Model, ModelConfig, count_parameters, load_model, make_model
+from firth.models.config import MLP, Boundary, Learned, Pair, Query
 from firth.models.position import bucket
 from firth.models.presets import bert, gpt2, t5, t5_v1_1
 from firth.models.weights import to_hf, write_model
@@ -185,6 +185,35 @@ def test_to_transformers(name: str, tmp_path: Path) -> None:
     again = load_model(tmp_path)
     assert again.config == replace(config, head_dim=None) if name == "t5-uneven" else again.config == config
     assert_close(run(again, given)[0], run(ours, given)[0], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("extras", [(Pair(),), (Pair(), Boundary())], ids=["pair", "pair and boundary"])
+def test_a_pair_head_is_theirs(extras: tuple[Extra, ...], tmp_path: Path) -> None:
+    """BertForPreTraining in both directions; what it does not know beside that is passed over."""
+    ours = stir(make_model(bert(2, 32, 4, V, position=Learned(24), extras=extras)))
+    write_model(ours, tmp_path)
+    theirs, info = transformers.BertForPreTraining.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert all(key.startswith("extras.boundary") for key in info["unexpected_keys"])
+    given = inputs("bert", padded=True)
+    out, x = theirs.eval()(**given), ours(**given, output_hidden_states=True)
+    assert_close(at_text(x.logits, given), at_text(out.prediction_logits, given), **CLOSE)
+    assert_close(ours.extras["pair"](x.hidden_states[-1]), out.seq_relationship_logits, **CLOSE)
+    masked = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
+    assert_close(at_text(masked(**given).logits, given), at_text(x.logits, given), **CLOSE)
+    theirs.save_pretrained(tmp_path / "theirs")
+    again = load_model(tmp_path / "theirs")
+    assert again.config.extras[:1] == (Pair(),)
+    assert torch.equal(again.extras["pair"].out.weight, ours.extras["pair"].out.weight)
+
+
+@pytest.mark.parametrize("extra", [Boundary(), Query()], ids=["boundary", "query"])
+def test_other_extras_do_not_keep_transformers_from_opening_it(extra: Extra, tmp_path: Path) -> None:
+    ours = stir(make_model(bert(2, 32, 4, V, position=Learned(24), extras=(extra,))))
+    write_model(ours, tmp_path)
+    theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
+    given = inputs("bert", padded=True)
+    assert_close(at_text(ours(**given).logits, given), at_text(theirs(**given).logits, given), **CLOSE)
 
 
 def test_an_untied_head_survives_a_save_by_transformers(tmp_path: Path) -> None:

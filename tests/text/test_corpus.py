@@ -131,6 +131,89 @@ def test_the_built_in_corpus_is_a_path(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert corpus.bytes == 10 + 4
 
 
+# Words and sides
+
+
+def test_words_may_come_with_their_text(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.jsonl",
+        '{"text": "我喜欢你。", "words": ["我", "喜欢", "你", "。"]}\n'
+        '{"words": ["New York", "is", "far"]}\n'
+        '{"text": "a b", "words": null}\n'
+        '{"text": "ab ab", "words": ["ab", "", "b"]}\n',
+    )
+    corpus = Corpus([path])
+    assert list(corpus) == [
+        Document("我喜欢你。", f"{path}:1", (0, 1, 3, 4)),
+        Document("New York is far", f"{path}:2", (0, 9, 12)),
+        Document("a b", f"{path}:3"),
+        Document("ab ab", f"{path}:4", (0, 4)),
+    ]
+    assert corpus.describe().endswith("; 3 with words of their own")
+
+
+def test_columns_name_the_words(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"tokens": ["a", "b"], "words": 2}\n')
+    columns = {"words": "tokens"}
+    assert list(Corpus([path], columns=columns)) == [Document("a b", f"{path}:1", (0, 2))]
+    assert "no column 'tokens'" in refusal(write(tmp_path / "b.jsonl", '{"text": "a"}'), columns=columns)
+
+
+def test_a_count_of_words_is_no_list_of_them(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"text": "a b", "words": 2}\n')
+    corpus = Corpus([path])
+    assert list(corpus) == [Document("a b", f"{path}:1")]
+    assert "; 1 with 'words' that is no list of words and is not read" in corpus.describe()
+    message = f"{path}:1: column 'words' holds 2, which is no list of words."
+    assert refusal(path, columns={"words": "words"}) == message
+
+
+def test_words_must_be_in_the_text_in_order(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"text": "x"}\n{"text": "one two", "words": ["two", "one"]}\n')
+    assert refusal(path) == f"{path}:2: the word 'one' does not occur in the text after its character 7."
+    path = write(tmp_path / "b.jsonl", '{"text": "one", "words": ["one", 2]}\n')
+    assert refusal(path) == f"{path}:1: column 'words' holds [\"one\", 2], which is no list of words."
+
+
+def test_a_document_may_have_two_sides(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.jsonl",
+        '{"text_a": "the heron", "text_b": "der Reiher"}\n{"text": "alone", "text_a": "no", "text_b": "no"}\n',
+    )
+    corpus = Corpus([path])
+    assert list(corpus) == [
+        Document("the heron", f"{path}:1", second="der Reiher"),
+        Document("alone", f"{path}:2"),
+    ]
+    assert list(corpus.texts()) == ["the heron", "der Reiher", "alone"]
+    assert corpus.describe().endswith("; 1 with two sides (text_a and text_b)")
+
+
+def test_columns_name_the_sides(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"text": "no", "en": "heron", "de": "Rei\\ud800her"}\n')
+    columns = {"text_a": "en", "text_b": "de"}
+    corpus = Corpus([path], columns=columns)
+    assert [document.sides for document in corpus] == [("heron", "Rei\ufffdher")]
+    assert "with two sides (en and de)" in corpus.describe()
+    assert "1 with half characters" in corpus.describe()
+    assert "no column 'de'" in refusal(write(tmp_path / "b.jsonl", '{"en": "heron"}'), columns=columns)
+    assert "Name the text, or its two sides" in refusal(path, columns={**columns, "text": "text"})
+
+
+def test_words_of_two_sides_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"text_a": "a", "text_b": "b", "words": ["a"]}\n')
+    assert refusal(path).startswith(f"{path}:1: words and two sides.")
+    assert list(Corpus([path], columns={"words": "words"})) == [Document("a", f"{path}:1", (0,))]
+
+
+def test_an_empty_side_empties_the_document(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"text_a": "a", "text_b": " "}\n{"text_a": "a", "text_b": "b"}\n')
+    corpus = Corpus([path])
+    assert texts(corpus) == ["a"]
+    assert "; 1 empty and skipped" in corpus.describe()
+    assert "no column 'text_b'" in refusal(write(tmp_path / "b.jsonl", '{"text_a": "a"}'))
+
+
 # Memory
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -209,8 +211,12 @@ def test_rows_by_hand(tmp_path: Path) -> None:
         [0, 1, 2, 3, 4, 0, 1, 2, 3],
     ]
     assert np.array_equal(rows.real, rows.tokens >= 100)
-    assert rows.index.tolist() == [0, 1, 2]
-    assert [a.dtype for a in rows] == [np.int64, np.int32, np.int32, np.bool_, np.int64]
+    assert rows.row is not None
+    assert rows.epoch is not None
+    assert (rows.index.tolist(), rows.row.tolist(), rows.epoch.tolist()) == ([0, 1, 2], [0, 1, 2], [0, 0, 0])
+    filled = rows[:7]
+    assert [a.dtype for a in filled if a is not None] == [np.int64, np.int32, np.int32, np.bool_, *[np.int64] * 3]
+    assert rows[7:] == (None,) * 5, "what was not asked for is not there"
     assert source.tokens_used == pytest.approx(25 / 27)
 
 
@@ -255,7 +261,7 @@ def test_a_row_depends_on_its_index_alone(shards: FakeShards) -> None:
     together = source.rows(index)
     for g in (len(index) - 1, 0, source.num_rows, 5):
         alone = source.rows(np.array([g]))
-        for name in Rows._fields:
+        for name in Rows._fields[:7]:
             assert np.array_equal(getattr(alone, name)[0], getattr(together, name)[g])
     mixed = source.rows(index[::-7])
     assert np.array_equal(mixed.tokens, together.tokens[::-7])
@@ -271,6 +277,100 @@ def test_positions_restart_with_every_document(shards: FakeShards) -> None:
     assert (rows.tokens[new & text] == CLS).all()
     steps = np.diff(rows.position, axis=1)
     assert (steps[(~new & text)[:, 1:]] == 1).all()
+
+
+def test_rows_and_epochs_say_where_a_row_comes_from(shards: FakeShards) -> None:
+    source = RowSource(shards, 32, BERT, PAD, seed=3)
+    rows = source.rows(np.arange(2 * source.num_rows))
+    assert rows.row is not None
+    assert rows.epoch is not None
+    assert np.array_equal(rows.epoch, np.repeat([0, 1], source.num_rows))
+    first, second = rows.row.reshape(2, -1)
+    assert np.array_equal(np.sort(first), np.arange(source.num_rows))
+    assert np.array_equal(
+        rows.tokens[: source.num_rows][np.argsort(first)], rows.tokens[source.num_rows :][np.argsort(second)]
+    )
+
+
+# --- bits ---------------------------------------------------------------------------------------------------------
+
+Make = Callable[..., Shards]
+EVERY_BIT = ("word_start", "sentence_end", "salient")
+
+
+def test_bits_by_hand(make_shards: Make) -> None:
+    shards = make_shards([[2, 3], [1, 2], [7]], words=[0, 1, 4, 5, 7, 8, 11], salient=[1, 2, 9, 10])
+    source = RowSource(shards, 8, BERT, PAD, seed=0, shuffle=False, bits=EVERY_BIT)
+    rows = source.rows(np.arange(source.num_rows))
+    T, F = True, False
+    assert rows.tokens.tolist() == [
+        [CLS, 108, 109, 110, 111, 112, 113, SEP],
+        [CLS, 100, 101, 102, 103, 104, SEP, PAD],
+        [CLS, 105, 106, 107, SEP, CLS, 114, SEP],
+    ]
+    assert rows.word_start is not None
+    assert rows.word_start.tolist() == [
+        [F, T, F, F, T, F, F, F],
+        [F, T, T, F, F, T, F, F],
+        [F, T, F, T, F, F, T, F],  # 114 goes on with a word, but begins a piece
+    ]
+    assert rows.sentence_end is not None
+    assert rows.sentence_end.tolist() == [
+        [F, F, F, F, F, F, T, F],  # 113 is in the middle of a sentence, but ends a piece
+        [F, F, T, F, F, T, F, F],
+        [F, T, F, T, F, F, T, F],
+    ]
+    assert rows.salient is not None
+    assert rows.salient.tolist() == [[F, F, T, T, F, F, F, F], [F, F, T, T, F, F, F, F], [F] * 8]
+
+
+@pytest.mark.parametrize("frame", [Frame(), BERT, Frame((CLS,), (SEP,), edges_only=True)])
+def test_bits_are_those_of_the_shards(make_shards: Make, frame: Frame) -> None:
+    random = np.random.default_rng(0)
+    documents = [random.integers(1, 15, size=random.integers(1, 9)).tolist() for _ in range(100)]
+    size = sum(map(sum, documents))
+    marked = {name: np.flatnonzero(random.random(size) < 0.3) for name in ("words", "salient")}
+    shards = make_shards(documents, **marked)
+    source = RowSource(shards, 32, frame, PAD, seed=3, bits=EVERY_BIT)
+    rows = source.rows(np.arange(source.num_rows))
+    places = rows.tokens - 100
+    new = np.diff(rows.doc, axis=1, prepend=-2) != 0
+    first = rows.real & (new | ~np.roll(rows.real, 1, axis=1))
+    last = rows.real & np.roll(~rows.real | new, -1, axis=1)
+    last[:, -1] = rows.real[:, -1]
+    is_word, is_salient = (np.isin(np.arange(size), marked[name]) for name in ("words", "salient"))
+    is_end = shards.sentence_ends(0, size)
+    for found, expected, forced in (
+        (rows.word_start, is_word, first),
+        (rows.sentence_end, is_end, last),
+        (rows.salient, is_salient, np.zeros_like(first)),
+    ):
+        assert found is not None
+        assert np.array_equal(found, rows.real & (expected[np.where(rows.real, places, 0)] | forced))
+
+
+def test_salient_bits_must_be_there(make_shards: Make) -> None:
+    with pytest.raises(UserError, match="firth prepare --salient"):
+        RowSource(make_shards([[9]]), 8, BERT, PAD, seed=0, bits=("salient",))
+
+
+def test_word_edges_must_say_something(make_shards: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    def source(**how: Any) -> RowSource:
+        return RowSource(make_shards([[4], [5]], **how), 8, BERT, PAD, seed=0, bits=("word_start",))
+
+    with pytest.raises(UserError, match=r"every document is one word.*wordpiece, byte-bpe or unigram.*`words` column"):
+        source(words=[0, 4], kind="unigram")
+    with pytest.raises(UserError, match="every token is one word"):
+        source(words=range(9), kind="char")
+    assert source(words=range(9), kind="word").num_rows == 2
+    capsys.readouterr()
+    source(words=range(9), kind="wordpiece")
+    assert "every token is a word" in capsys.readouterr().err
+    source(words=[0, 1, 4])
+    assert capsys.readouterr().err == ""
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------------
 
 
 def test_text_shorter_than_a_row(tmp_path: Path) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
-from itertools import pairwise
+from functools import cache
+from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from firth.errors import UserError
-from firth.text import Document, held_out
+from firth.files import read_json
+from firth.text import Document, Salient, held_out
+from firth.text.salient import salient
 from firth.tokens import shards
 from firth.tokens.shards import Shards, is_shards, open_shards, prepare, sentence_edges
-from firth.tokens.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from firth.tokens.tokenizer import KINDS, Tokenizer, load_tokenizer, train_tokenizer
 
 TEXTS = [f"The heron number {i} waits. Mr. Grey saw it {i % 7} times!\nIt's the river's heron." for i in range(60)]
 
@@ -50,6 +56,9 @@ def test_shards_hold_what_the_tokenizer_gives(tokenizer: Tokenizer, tmp_path: Pa
     assert facts["tokens"] == opened.train.num_tokens + opened.held_out.num_tokens
     assert facts["held_out"]["text_bytes"] == sum(len(t.encode()) for t in aside)
     assert facts["tokenizer"] == tokenizer.fingerprint
+    assert facts["salient"] is None
+    assert opened.train.splits is None
+    assert not opened.train.has("salient")
     counts = np.bincount(opened.train.tokens)
     p = counts[counts > 0] / counts.sum()
     assert facts["unigram_entropy"] == pytest.approx(-(p * np.log(p)).sum())
@@ -77,12 +86,50 @@ def test_bits_of_a_range(tokenizer: Tokenizer, tmp_path: Path) -> None:
         assert train.word_starts(start, stop).tolist() == everything[start:stop].tolist()
 
 
+def test_bits_at_any_places(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    prepare(documents(TEXTS), tokenizer, tmp_path / "s", held_out_share=0)
+    train = open_shards(tmp_path / "s").train
+    places = np.random.default_rng(0).integers(train.num_tokens, size=(5, 200))
+    for bit, read in (("word_start", train.word_starts), ("sentence_end", train.sentence_ends)):
+        assert train.has(bit)
+        assert np.array_equal(train.bits(bit, places), read(0, train.num_tokens)[places])
+
+
+def test_words_and_sentences_are_counted(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    facts = prepare(documents(TEXTS), tokenizer, tmp_path / "s", held_out_share=0.3)
+    train = open_shards(tmp_path / "s").train
+    words, sentences = train.word_starts(0, train.num_tokens).sum(), train.sentence_ends(0, train.num_tokens).sum()
+    assert (facts["train"]["words"], facts["train"]["sentences"]) == (words, sentences)
+    assert (train.num_words, train.num_sentences) == (words, sentences)
+    assert sentences == 3 * train.num_documents
+    manifest = read_json(tmp_path / "s" / "manifest.json")
+    for name in ("words", "sentences"):
+        del manifest["facts"]["train"][name]
+    (tmp_path / "s" / "manifest.json").write_text(json.dumps(manifest))
+    older = open_shards(tmp_path / "s").train
+    assert (older.num_words, older.num_sentences) == (words, sentences), "counted where the manifest does not say"
+
+
+def test_the_last_sentence_ends_with_its_document(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    prepare(documents(["A heron waits. It waits.\n \n", "\n\n"]), tokenizer, tmp_path / "s", held_out_share=0)
+    train = open_shards(tmp_path / "s").train
+    ends = 1 + np.flatnonzero(train.sentence_ends(0, train.num_tokens))
+    pieces = [tokenizer.decode(piece) for piece in np.split(train.tokens, ends)]
+    assert pieces == ["A heron waits.", " It waits.\n \n", "\n\n", ""]
+
+
 def test_batches_leave_no_trace(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare(documents(TEXTS), tokenizer, tmp_path / "one", held_out_share=0.3)
+    mixed = documents(TEXTS[:40]) + [Document(t, "b", second=t[::-1]) for t in TEXTS[40:]]
+    mixed += [Document("的河" * i, "c", word_starts=(0, 1)) for i in range(1, 9)]
+
+    def write(name: str) -> None:
+        prepare(mixed, tokenizer, tmp_path / name, held_out_share=0.3, salient=salient)
+
+    write("one")
     monkeypatch.setattr(shards, "BATCH_DOCUMENTS", 7)
-    prepare(documents(TEXTS), tokenizer, tmp_path / "many", held_out_share=0.3)
+    write("many")
     monkeypatch.setattr(shards, "BATCH_CHARACTERS", 100)
-    prepare(documents(TEXTS), tokenizer, tmp_path / "more", held_out_share=0.3)
+    write("more")
     manifest = (tmp_path / "one" / "manifest.json").read_text()
     assert (tmp_path / "many" / "manifest.json").read_text() == manifest
     assert (tmp_path / "more" / "manifest.json").read_text() == manifest
@@ -144,6 +191,160 @@ def test_long_paragraphs_are_read_in_windows(monkeypatch: pytest.MonkeyPatch) ->
     assert len(whole) == 200
     monkeypatch.setattr(shards, "SENTENCE_WINDOW", 100)
     assert sentence_edges(text, "en") == whole
+
+
+# --- words that the user names ------------------------------------------------------------------------------------
+
+CHINESE = "我喜欢自然语言处理。"
+CHINESE_WORDS = ("我", "喜欢", "自然语言", "处理", "。")
+CHINESE_STARTS = (0, 1, 3, 7, 9)
+ENGLISH = "New York isn't far"
+NAMES = "Nobody saw Anna Grey at 7 times, 12 herons waited."
+
+
+@cache
+def learn(kind: str) -> Tokenizer:
+    return train_tokenizer([" ".join(CHINESE), ENGLISH, NAMES, *TEXTS] * 2, kind, 400)
+
+
+def words_of(document: Document, kind: str, folder: Path) -> list[str]:
+    """The text of a document, cut where shards say that words start; what a token holds of a word is decoded."""
+    tokenizer = learn(kind)
+    prepare([document], tokenizer, folder, held_out_share=0, duplicates="keep")
+    train = open_shards(folder).train
+    starts = np.flatnonzero(train.word_starts(0, train.num_tokens))
+    assert starts[0] == 0
+    pieces = np.split(train.tokens, starts[1:])
+    if kind == "wordpiece":
+        return ["".join(tokenizer.backend.id_to_token(i).removeprefix("##") for i in piece) for piece in pieces]
+    return [tokenizer.decode(piece).strip() for piece in pieces]
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_named_words_are_taken_for_words(kind: str, tmp_path: Path) -> None:
+    assert words_of(Document(CHINESE, "a", CHINESE_STARTS), kind, tmp_path / "a") == list(CHINESE_WORDS)
+    assert words_of(Document(CHINESE, "a"), kind, tmp_path / "b") != list(CHINESE_WORDS)
+    spaced = " ".join(CHINESE_WORDS)
+    starts = tuple(np.cumsum([0] + [len(word) + 1 for word in CHINESE_WORDS[:-1]]).tolist())
+    assert words_of(Document(spaced, "a", starts), kind, tmp_path / "c") == list(CHINESE_WORDS)
+
+
+def test_named_words_may_hold_spaces_and_marks(tmp_path: Path) -> None:
+    named = Document(ENGLISH, "a", (0, 9, 15))
+    assert words_of(named, "byte-bpe", tmp_path / "a") == ["New York", "isn't", "far"]
+    assert words_of(named, "unigram", tmp_path / "b") == ["New York", "isn't", "far"]
+    assert words_of(named, "wordpiece", tmp_path / "c") == ["NewYork", "isn't", "far"]
+
+
+def test_a_word_starts_at_the_first_token_of_its_first_character(tmp_path: Path) -> None:
+    bytes_only = train_tokenizer(["the river"] * 3, "byte-bpe", 262)  # three tokens to a Chinese character
+    prepare([Document(CHINESE, "a", CHINESE_STARTS)], bytes_only, tmp_path / "s", held_out_share=0)
+    train = open_shards(tmp_path / "s").train
+    assert train.num_tokens == 3 * len(CHINESE)
+    assert np.flatnonzero(train.word_starts(0, 30)).tolist() == [3 * start for start in CHINESE_STARTS]
+
+
+def test_the_first_token_starts_a_word_whatever_is_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    prepare([Document("the heron waits", "a", (4,)), *documents(TEXTS)], tokenizer, tmp_path / "s", held_out_share=0)
+    train = open_shards(tmp_path / "s").train
+    stop = int(train.offsets[1])
+    starts = train.word_starts(0, stop)
+    assert starts.sum() == 2
+    assert starts[0]
+    rest = train.word_starts(stop, train.num_tokens)
+    assert rest.tolist() == tokenizer.word_starts(*tokenizer.encodings(TEXTS)).tolist()
+
+
+def test_without_spaces_unigram_shows_no_words(tmp_path: Path) -> None:
+    prepare([Document(CHINESE, "a"), Document(CHINESE[:5], "b")], learn("unigram"), tmp_path / "s", held_out_share=0)
+    with pytest.raises(UserError, match="every document is one word"):
+        open_shards(tmp_path / "s").train.demand(["word_start"])
+
+
+# --- two sides ----------------------------------------------------------------------------------------------------
+
+
+def test_two_sides_lie_one_after_the_other(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    mixed = [
+        Document("the heron", "a", second="der Reiher."),
+        Document("a river", "b"),
+        Document("x", "c", second="y z"),
+    ]
+    facts = prepare(mixed, tokenizer, tmp_path / "s", held_out_share=0)
+    train = open_shards(tmp_path / "s").train
+    sides = [[tokenizer.encode(side) for side in d.sides] for d in mixed]
+    assert split(train) == [list(chain.from_iterable(both)) for both in sides]
+    assert train.splits is not None
+    assert train.splits.tolist() == [len(sides[0][0]), -1, len(sides[2][0])]
+    assert train.splits.dtype == np.int64
+    assert (facts["documents"], facts["text_bytes"]) == (3, len("the heron" + "der Reiher." + "a river" + "xy z"))
+    ends = train.sentence_ends(0, train.num_tokens)
+    assert ends[train.splits[0] - 1], "a side ends a sentence"
+    assert train.word_starts(0, train.num_tokens)[train.splits[0]], "and begins a word"
+
+
+def test_two_sides_are_compared_and_held_out_together(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    pairs = [Document(text, "a", second=f"{i % 2}") for text in TEXTS for i in range(4)]
+    facts = prepare(pairs, tokenizer, tmp_path / "s", held_out_share=0.3)
+    assert (facts["documents"], facts["duplicates"]) == (120, 120)
+    opened = open_shards(tmp_path / "s")
+    assert opened.held_out is not None
+    assert opened.held_out.num_documents == sum(held_out(f"{text}\0{i}", 0.3) for text in TEXTS for i in range(2))
+
+
+def test_a_document_with_an_empty_side_is_skipped(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    facts = prepare(
+        [Document("the heron", "a", second=""), Document("a river", "b")], tokenizer, tmp_path / "s", held_out_share=0
+    )
+    assert facts["documents"] == 1
+    assert open_shards(tmp_path / "s").train.splits is None
+
+
+# --- salient spans ------------------------------------------------------------------------------------------------
+
+
+def marked(text: str, kind: str, folder: Path, find: Salient = salient) -> list[str]:
+    """The tokens of a text that are marked as salient, those that follow each other joined."""
+    tokenizer = learn(kind)
+    prepare(
+        [Document("a river", "a.txt:1"), Document(text, "a.txt:2")], tokenizer, folder, held_out_share=0, salient=find
+    )
+    train = open_shards(folder).train
+    start, stop = train.offsets[1:].tolist()
+    bits = train.bits("salient", np.arange(start, stop))
+    runs = np.split(np.arange(start, stop), 1 + np.flatnonzero(np.diff(bits)))
+    return [tokenizer.decode(train.tokens[run]).strip() for run in runs if bits[run[0] - start]]
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_tokens_in_salient_spans_are_marked(kind: str, tmp_path: Path) -> None:
+    found = marked(NAMES, kind, tmp_path / "s")
+    assert [word.replace(" ", "") for word in found] == ["AnnaGrey", "7", "12"]
+    facts = open_shards(tmp_path / "s").manifest
+    assert facts["salient"] == "default"
+    assert facts["train"]["salient"] >= 4
+
+
+def test_any_function_may_find_salient_spans(tmp_path: Path) -> None:
+    def river(text: str) -> list[tuple[int, int]]:
+        return [(match.start(), match.end()) for match in re.finditer("iver|rive", text)]
+
+    assert marked("the river, the heron", "byte-bpe", tmp_path / "s", river) == ["river"]
+    assert open_shards(tmp_path / "s").manifest["salient"].endswith("river")
+    assert marked("the river", "byte-bpe", tmp_path / "none", lambda text: []) == []
+
+
+@pytest.mark.parametrize("span", [(-1, 2), (3, 3), (4, 2), (0, 8)])
+def test_spans_outside_of_the_text(tmp_path: Path, span: tuple[int, int]) -> None:
+    with pytest.raises(UserError, match=rf"a.txt:1: the salient span \({span[0]}, {span[1]}\) is .* 7 characters"):
+        marked("x", "byte-bpe", tmp_path / "s", lambda text: [span])
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("spans", [None, [1, 2], [(1.0, 2.0)], ["ab", "cd"], [(1, 2, 3)]])
+def test_what_is_no_list_of_spans(tmp_path: Path, spans: Any) -> None:
+    with pytest.raises(UserError, match=r"a.txt:1: salient spans must be a list of \(start, end\)"):
+        marked("x", "byte-bpe", tmp_path / "s", lambda text: spans)
 
 
 # --- mistakes and accidents ---------------------------------------------------------------------------------------

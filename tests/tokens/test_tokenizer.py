@@ -50,10 +50,12 @@ def test_special_tokens_of_unigram() -> None:
     tokenizer = learn("unigram")
     vocab = tokenizer.vocab
     assert (vocab.pad, vocab.eos, vocab.unk) == (0, 1, 2)
+    assert (vocab.cls, vocab.sep, vocab.mask, vocab.bos) == (3, 1, 4, None)
+    assert [tokenizer.backend.id_to_token(i) for i in (3, 4)] == ["<s>", "<mask>"]
     assert vocab.sentinels == tuple(range(vocab.size - 1, vocab.size - 101, -1))
     assert tokenizer.backend.id_to_token(vocab.size - 1) == "<extra_id_0>"
     assert tokenizer.backend.id_to_token(vocab.size - 100) == "<extra_id_99>"
-    assert set(vocab.special) == {0, 1, 2, *vocab.sentinels}
+    assert set(vocab.special) == {0, 1, 2, 3, 4, *vocab.sentinels}
 
 
 def test_the_same_text_gives_the_same_tokenizer(tokenizer: Tokenizer) -> None:
@@ -134,8 +136,10 @@ def test_special_tokens_in_a_text_are_read_on_request() -> None:
     tokenizer = learn("unigram")
     ids = tokenizer.encode("the <extra_id_0> waits", specials=True)
     assert [tokenizer.backend.id_to_token(i) for i in ids if i in tokenizer.vocab.sentinels] == ["<extra_id_0>"]
-    masked = learn("byte-bpe")
-    assert masked.encode("the <mask>", specials=True) == [*masked.encode("the"), masked.vocab.mask]
+    for kind in ("byte-bpe", "unigram"):
+        masked = learn(kind)
+        ids = [*masked.encode("the"), masked.vocab.mask, *masked.encode(" river" if kind == "byte-bpe" else "river")]
+        assert masked.encode("the <mask> river", specials=True) == ids
 
 
 def starts(tokenizer: Tokenizer, text: str) -> list[str]:
@@ -209,6 +213,16 @@ def test_a_special_token_that_is_not_there_is_told(tmp_path: Path, capsys: pytes
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "mask_token": "[HIDE]"}))
     assert load_tokenizer(tmp_path).vocab.mask is None
     assert "[HIDE]" in capsys.readouterr().err
+
+
+def test_a_published_t5_has_neither_cls_nor_mask(tmp_path: Path) -> None:
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), ("▁the", -3.0), ("a", -4.0)]
+    theirs = transformers.T5Tokenizer(vocab=pieces, extra_ids=100)
+    theirs.save_pretrained(tmp_path)
+    vocab = load_tokenizer(tmp_path).vocab
+    assert (vocab.pad, vocab.eos, vocab.unk, len(vocab.sentinels)) == (0, 1, 2, 100)
+    assert (vocab.cls, vocab.sep, vocab.mask, vocab.bos) == (None, None, None, None)
+    assert load_tokenizer(tmp_path).encode("the a") == theirs("the a", add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize("lower", [True, False])

@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,14 +17,15 @@ import pytest
 import torch
 
 from firth.errors import UserError
-from firth.models import Model, make_model
+from firth.models import Model, make_model, with_extras
+from firth.models.config import Boundary, Pair
 from firth.models.presets import bert
 from firth.objectives import Batch, Draw
 from firth.tokens import Prepared
 from firth.train import Interrupted, Machine, Recipe, Run, Training, fit, load_recipe, pretrain, read_log
 from firth.train.loop import dropout_seed, train_step
 from firth.train.optim import rate
-from firth.train.pretrain import batch_function, first_model, held_out_loss, row_source
+from firth.train.pretrain import batch_function, draw, first_model, held_out_loss, row_source
 
 FAMILIES = ("bert", "gpt2", "t5")
 pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
@@ -53,7 +55,7 @@ def gradient(model: Model, micro: Sequence[Batch], limit: float = 0.0) -> tuple[
             seen.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
 
     run = Run(Training(max_grad_norm=limit), CPU, model, lambda step: micro)
-    total = train_step(run, model.loss, Watch(model.parameters(), lr=0.0), micro, 0, 0.0)
+    total = train_step(run, model.losses, Watch(model.parameters(), lr=0.0), micro, 0, 0.0)
     return total.item(), seen
 
 
@@ -130,6 +132,37 @@ def test_micro_batches_weigh_by_their_answers() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+def test_each_part_of_the_loss_has_its_own_count() -> None:
+    """Four rows with 3, 1, 0 and 2 answers, one pair each: in one piece, in two, and in four."""
+    model = make_model(bert(1, 32, 2, 20, dropout=0.0, attention_dropout=0.0, extras=(Pair(), Boundary())))
+    tokens = np.arange(24).reshape(4, 6) % 13 + 5
+    labels = np.array([[5, 6, 7], [9, -100, -100], [-100, -100, -100], [-100, 11, 12]])
+    around = np.tile(np.array([[0, 4, 0], [0, 4, 1], [0, 4, 2]]), (4, 1, 1))
+    asked = np.tile(np.arange(1, 4), (4, 1))
+    whole = Batch(tokens, asked=asked, labels=labels, boundary=around, pair=np.array([0, 1, 1, 0]))
+
+    def split(size: int) -> list[Batch]:
+        return [Batch(*(None if a is None else a[i : i + size] for a in whole)) for i in range(0, 4, size)]
+
+    parts = model.losses(whole.to(CPU.device))
+    by_hand = parts["answers"].item() / 6 + parts["pairs"].item() / 4
+    loss, expected = gradient(model, [whole])
+    assert loss == pytest.approx(by_hand, rel=1e-6)
+    for size in (1, 2):
+        found_loss, found = gradient(model, split(size))
+        assert found_loss == pytest.approx(by_hand, rel=1e-6)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_part_that_nothing_asks_for_is_0() -> None:
+    """A step without an answer still learns from its pairs."""
+    model = make_model(bert(1, 32, 2, 20, dropout=0.0, attention_dropout=0.0, extras=(Pair(),)))
+    batch = Batch(np.array([[5, 6]]), asked=np.array([[0]]), labels=np.array([[-100]]), pair=np.array([1]))
+    loss, _ = gradient(model, [batch])
+    assert loss == pytest.approx(model.losses(batch.to(CPU.device))["pairs"].item(), rel=1e-6)
+
+
 def test_gradients_are_cut(recipe_of: Recipes, shards_of: Make) -> None:
     shards = shards_of("bert")
     model = first_model(recipe_of("bert"), shards.tokenizer)
@@ -196,6 +229,39 @@ def test_the_eval_loss_is_the_mean_over_all_answers(recipe_of: Recipes, shards_o
     assert found == pytest.approx(np.mean(by_hand), rel=1e-5)
 
 
+def test_an_evaluation_that_draws_tokens_draws_the_same_every_time(recipe_of: Recipes, shards_of: Make) -> None:
+    """A generator samples; whatever was drawn before, the numbers are the same, and each part has its own mean."""
+    shards = shards_of("bert")
+    recipe = recipe_of("bert", per_device_train_batch_size=3, eval_rows=7)
+    recipe = replace(recipe, model=with_extras(recipe.model, ("generator",)))
+    rows = row_source(recipe, shards, held_out=True)
+    model = first_model(recipe, shards.tokenizer)
+    evaluate = held_out_loss(recipe, rows, shards.tokenizer, CPU)
+    torch.manual_seed(1)
+    found = evaluate(model)["eval_loss"]
+    torch.manual_seed(2)
+    assert evaluate(model)["eval_loss"] == found
+
+    answers, tokens, asked, read = 0.0, 0.0, 0, 0
+    for first in range(0, min(7, rows.num_rows), 3):
+        index = np.arange(first, min(first + 3, 7, rows.num_rows))
+        batch = recipe.objective(rows.rows(index), draw(recipe, index), shards.tokenizer.vocab)
+        torch.manual_seed(dropout_seed(recipe.seed, first, 0))
+        with torch.no_grad():
+            parts = model.losses(batch.to(CPU.device))
+        answers, tokens = answers + parts["answers"].item(), tokens + parts["tokens"].item()
+        asked, read = asked + batch.num_answers, read + batch.num_tokens
+    assert found == pytest.approx(answers / asked + tokens / read, rel=1e-6)
+
+
+def test_draws_know_their_step(recipe_of: Recipes) -> None:
+    recipe = recipe_of("bert", per_device_train_batch_size=2, gradient_accumulation_steps=2, seed=5)
+    found = draw(recipe, np.arange(2, 9))
+    assert found.seed == 5
+    assert found.step is not None
+    assert found.step.tolist() == [0, 0, 1, 1, 1, 1, 2]
+
+
 # --- stopping and going on
 
 
@@ -226,6 +292,19 @@ def test_a_resumed_run_is_the_same_run(
     monkeypatch.undo()
     pretrain(stopped, resume=True)
     assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "straight")
+
+
+def test_a_run_with_a_part_that_is_not_asked_goes_on(recipe_of: Recipes, tmp_path: Path) -> None:
+    """A pair head beside an objective without pairs: the optimizer knows nothing of it, before and after."""
+    straight = recipe_of("bert", output_dir=str(tmp_path / "straight"))
+    straight = replace(straight, model=with_extras(straight.model, ("pair",)))
+    pretrain(straight)
+    shutil.copytree(tmp_path / "straight", tmp_path / "stopped")
+    for name in ("results.json", "final", "checkpoint-6"):
+        gone = tmp_path / "stopped" / name
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    pretrain(replace(straight, output_dir=str(tmp_path / "stopped")), resume=True)
     assert weights(tmp_path / "stopped") == weights(tmp_path / "straight")
 
 

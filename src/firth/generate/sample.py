@@ -15,7 +15,7 @@ from torch import Tensor
 
 from firth.console import warn
 from firth.errors import UserError
-from firth.models import EncoderDecoder, LMHead, Model
+from firth.models import EncoderDecoder, LMHead, Model, framing
 from firth.objectives import Batch, Draw
 from firth.tokens import Tokenizer
 
@@ -56,10 +56,10 @@ def generate(
 ) -> list[str]:
     """Texts that begin with the prompts (decoders), or answers to them (encoder-decoders)."""
     tokenizer = tokenizer_of(model)
-    end = check_writes(model)
-    read = tokenizer.encode_batch(list(prompts))
+    check_writes(model)
+    frame, read = framing(model.config, tokenizer.vocab), tokenizer.encode_batch(list(prompts))
     answers = isinstance(model, EncoderDecoder)
-    framed = [[*ids, end] if answers else [end, *ids] for ids in read]  # as in pretraining
+    framed = [[*frame.before, *ids, *([frame.end] if answers else [])] for ids in read]  # as in pretraining
     written = generate_ids(model, framed, max_new_tokens, Sampling(temperature, top_k, top_p, seed))
     return [tokenizer.decode(new if answers else [*ids, *new]) for ids, new in zip(read, written, strict=True)]
 
@@ -126,15 +126,16 @@ def continues(model: Model, prompts: Sequence[Ids]) -> Ask:
 
 
 def answers(model: EncoderDecoder, prompts: Sequence[Ids]) -> Ask:
-    """An encoder reads the prompt once; the decoder, after a pad, what it has written."""
-    window, pad = Window(model), tokenizer_of(model).vocab.pad
+    """An encoder reads the prompt once; the decoder, after its start token, what it has written."""
+    window, vocab = Window(model), tokenizer_of(model).vocab
+    pad, start = vocab.pad, framing(model.config, vocab).start
     device = model.embed.tokens.weight.device
     source = Batch(*pad_right([window(ids) for ids in prompts], pad)).to(device)
     encoded = model.encode(source)
 
     def ask(rows: Sequence[int], written: Sequence[Ids]) -> Tensor:
         at = torch.tensor(rows, device=device)
-        tokens = torch.tensor([window([pad, *written[row]]) for row in rows], device=device)  # of equal length
+        tokens = torch.tensor([window([start, *written[row]]) for row in rows], device=device)  # of equal length
         batch = Batch(
             source.tokens[at], doc=source.doc[at], decoder_tokens=tokens, decoder_doc=torch.zeros_like(tokens)
         )
@@ -186,10 +187,7 @@ def check_writes(model: Model) -> int:
     if model.config.shape == "encoder":
         raise UserError("An encoder does not write text. It can fill blanks: firth fill CHECKPOINT 'The ___ is red.'")
     check_words(model)
-    end = tokenizer_of(model).vocab.eos
-    if end is None:
-        raise UserError("The tokenizer has no end token, so nothing says where a text begins and ends.")
-    return end
+    return framing(model.config, tokenizer_of(model).vocab).end
 
 
 def check_words(model: Model) -> None:

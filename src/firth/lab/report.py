@@ -85,24 +85,27 @@ class Transfer(NamedTuple):
 
 
 class Page:
-    """A page that is written piece by piece, from top to bottom, and saved as one file."""
+    """A page that is written piece by piece, from top to bottom, and saved as one file.
 
-    def __init__(self, title: str) -> None:
-        self.title = title
+    `style` is CSS on top of the common one, `head` is markup for the page's head.
+    """
+
+    def __init__(self, title: str, style: str = "", head: str = "") -> None:
+        self.title, self.style, self.head = title, style, head
         self.pieces: list[str] = []
         self.num_figures = 0
 
     def heading(self, text: str) -> None:
         """Begin a section."""
-        self.pieces.append(f"<h2>{_html(text)}</h2>")
+        self.pieces.append(f"<h2>{html(text)}</h2>")
 
     def text(self, paragraph: str) -> None:
         """A paragraph of plain text."""
-        self.pieces.append(f"<p>{_html(paragraph)}</p>")
+        self.pieces.append(f"<p>{html(paragraph)}</p>")
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> None:
         """A table; columns that hold only numbers stand on the right."""
-        cells = [[_cell(value) for value in row] for row in rows]
+        cells = [[cell(value) for value in row] for row in rows]
         assert all(len(row) == len(columns) for row in cells), "a row has one cell for each column"
         kinds = ["number" if _is_numeric([row[i] for row in cells]) else "words" for i in range(len(columns))]
         head = _row("th", columns, kinds)
@@ -121,7 +124,11 @@ class Page:
 
     def code(self, text: str, caption: str = "") -> None:
         """Text as it is, such as a recipe."""
-        self.pieces.append(_figure(f"<pre>{_html(text)}</pre>", caption))
+        self.pieces.append(_figure(f"<pre>{html(text)}</pre>", caption))
+
+    def markup(self, piece: str) -> None:
+        """A piece of HTML as it is."""
+        self.pieces.append(piece)
 
     def html(self) -> str:
         """The whole page. It asks for nothing from outside, and the browser is told to fetch nothing."""
@@ -133,11 +140,12 @@ class Page:
             '<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{_html(self.title)}</title>",
-            f"<style>{STYLE}</style>",
+            f"<title>{html(self.title)}</title>",
+            *([self.head] if self.head else []),
+            f"<style>{STYLE}{self.style}</style>",
             "</head>",
             "<body>",
-            f"<h1>{_html(self.title)}</h1>",
+            f"<h1>{html(self.title)}</h1>",
             *self.pieces,
             "</body>",
             "</html>",
@@ -148,20 +156,20 @@ class Page:
         files.write_text(Path(path), self.html())
 
 
-def _html(text: str) -> str:
+def html(text: str) -> str:
     """Text that is safe inside HTML; half characters, which no file can hold, become question marks."""
     return escape(text.encode(errors="replace").decode())
 
 
 def _figure(content: str, caption: str) -> str:
-    below = f"\n<figcaption>{_html(caption)}</figcaption>" if caption else ""
+    below = f"\n<figcaption>{html(caption)}</figcaption>" if caption else ""
     return f"<figure>\n{content}{below}\n</figure>"
 
 
-def _cell(value: object) -> str:
+def cell(value: object) -> str:
     """A value as a person reads it.
 
-    >>> _cell(12345), _cell(0.123456), _cell(20412.2), _cell(None), _cell("bert-tiny")
+    >>> cell(12345), cell(0.123456), cell(20412.2), cell(None), cell("bert-tiny")
     ('12,345', '0.1235', '20,412', '–', 'bert-tiny')
     """
     if value is None:
@@ -182,17 +190,17 @@ def _is_numeric(cells: Sequence[str]) -> bool:
 
 
 def _row(tag: str, cells: Sequence[str], kinds: Sequence[str]) -> str:
-    parts = (f'<{tag} class="{kind}">{_html(cell)}</{tag}>' for cell, kind in zip(cells, kinds, strict=True))
+    parts = (f'<{tag} class="{kind}">{html(cell)}</{tag}>' for cell, kind in zip(cells, kinds, strict=True))
     return "<tr>" + "".join(parts) + "</tr>"
 
 
 def _sample(sample: Sample) -> str:
     blank = "?" if sample.answer is None else sample.answer
-    lines = [f"<p>{_html(sample.before)}<mark>{_html(blank)}</mark>{_html(sample.after)}</p>", '<div class="guesses">']
+    lines = [f"<p>{html(sample.before)}<mark>{html(blank)}</mark>{html(sample.after)}</p>", '<div class="guesses">']
     for word, probability in sample.guesses:
         right = " right" if word == sample.answer else ""
         lines += [
-            f'<span class="guess{right}">{_html(word)}</span>',
+            f'<span class="guess{right}">{html(word)}</span>',
             f'<span class="bar" style="width: {100 * probability:.1f}%"></span>',
             f'<span class="share">{100 * probability:.1f}%</span>',
         ]
@@ -210,7 +218,7 @@ def _svg(figure: Figure, name: str, label: str) -> str:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{_html(label)}"', 1).strip()
+    return svg.replace("<svg", f'<svg role="img" aria-label="{html(label)}"', 1).strip()
 
 
 def _dress(figure: Figure) -> None:

@@ -1,6 +1,6 @@
 """Batch to hidden states, logits, loss."""
 
-from firth.models.config import Classes, Head, LMHead, ModelConfig
+from firth.models.config import Classes, Extra, Head, LMHead, ModelConfig, with_extras
 from firth.models.model import (
     Decoder,
     Encoder,
@@ -8,6 +8,7 @@ from firth.models.model import (
     Model,
     Output,
     count_parameters,
+    framing,
     make_model,
     with_classes,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "Decoder",
     "Encoder",
     "EncoderDecoder",
+    "Extra",
     "Head",
     "LMHead",
     "Model",
@@ -39,6 +41,7 @@ __all__ = [
     "Output",
     "count_parameters",
     "family_of",
+    "framing",
     "from_hf_config",
     "load_model",
     "load_weights",
@@ -49,5 +52,6 @@ __all__ = [
     "to_hf_config",
     "warm_start",
     "with_classes",
+    "with_extras",
     "write_model",
 ]

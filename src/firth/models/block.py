@@ -18,10 +18,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def make_norm(config: c.ModelConfig) -> nn.Module:
-    if isinstance(config.norm, c.RMSNorm):
-        return nn.RMSNorm(config.dim, eps=config.norm.eps)
-    return nn.LayerNorm(config.dim, eps=config.norm.eps)
+def make_norm(config: c.ModelConfig, dim: int | None = None) -> nn.Module:
+    """A norm over `dim` numbers, the model's width unless said."""
+    kind = nn.RMSNorm if isinstance(config.norm, c.RMSNorm) else nn.LayerNorm
+    return kind(dim or config.dim, eps=config.norm.eps)
 
 
 class MLP(nn.Module):
@@ -55,8 +55,18 @@ class Block(nn.Module):
         self.norm_first = config.norm_first
         self.drop = Dropout(config.dropout)
 
-    def forward(self, x: Tensor, sight: Sight, read: Tensor | None = None, read_sight: Sight | None = None) -> Tensor:
-        x = self.around(x, self.attention_norm, lambda h: self.attention(h, sight))
+    def forward(
+        self,
+        x: Tensor,
+        sight: Sight,
+        read: Tensor | None = None,
+        read_sight: Sight | None = None,
+        content: Tensor | None = None,
+    ) -> Tensor:
+        """`read` is another sequence, for cross-attention. `content` is what attention reads where that is not `x`."""
+        if content is not None and self.norm_first:
+            content = self.attention_norm(content)
+        x = self.around(x, self.attention_norm, lambda h: self.attention(h, sight, content))
         if read is not None:
             x = self.around(x, self.cross_norm, lambda h: self.cross(h, read_sight, read))
         return self.around(x, self.mlp_norm, self.mlp)

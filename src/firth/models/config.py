@@ -6,7 +6,7 @@ numbers and no others, so a mixture that makes no sense cannot be written down.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -76,10 +76,43 @@ class Classes:
     pooled: bool = False
 
 
+@dataclass(frozen=True)
+class Pair:
+    """From the first state to 'the second text follows' or 'it does not' (BERT, section 3.1; ALBERT, section 3.1)."""
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """From the two states around a span to each token in it (SpanBERT, section 3.2).
+
+    Places from the `longest` on share one vector.
+    """
+
+    longest: int = 30
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A narrow model that puts likely tokens in, for the body to find out (ELECTRA, section 3.1).
+
+    `size` is its width as a share of the body's, `weight` what finding out counts beside its own answers.
+    """
+
+    size: float = 0.25
+    weight: float = 50.0
+
+
+@dataclass(frozen=True)
+class Query:
+    """A second stream that knows its place and not its token (XLNet, section 2.3)."""
+
+
 Position = Learned | Buckets
 Norm = LayerNorm | RMSNorm
 Init = Normal | FanIn
 Head = LMHead | Classes
+Extra = Pair | Boundary | Generator | Query
+EXTRAS: dict[str, type[Extra]] = {"pair": Pair, "boundary": Boundary, "generator": Generator, "query": Query}
 Shape = Literal["encoder", "decoder", "encoder-decoder"]
 
 
@@ -104,8 +137,12 @@ class ModelConfig:
     num_segments: int = 0
     head_dim: int | None = None  # dim / num_heads unless said
     num_decoder_layers: int | None = None  # num_layers unless said
+    embed_dim: int | None = None  # width of the token vectors, dim unless said (ALBERT, ELECTRA)
+    num_shared: int = 1  # so many layers in a row are one block (ALBERT)
+    framed: bool = False  # an encoder-decoder whose texts stand between <s> and </s> (BART), not before </s> (T5)
     dropout: float = 0.1
     attention_dropout: float = 0.1
+    extras: tuple[Extra, ...] = ()  # what an objective needs beside the body and its head
 
     @property
     def head_size(self) -> int:
@@ -114,6 +151,14 @@ class ModelConfig:
     @property
     def decoder_layers(self) -> int:
         return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
+
+    @property
+    def embed_width(self) -> int:
+        return self.embed_dim or self.dim
+
+    def extra(self, name: str) -> Extra | None:
+        """What `extras` has under one of the names of EXTRAS."""
+        return next((e for e in self.extras if isinstance(e, EXTRAS[name])), None)
 
     @property
     def max_length(self) -> int | None:
@@ -131,6 +176,8 @@ class ModelConfig:
             "position.length": self.max_length,
             "head_dim": self.head_dim,
             "num_decoder_layers": self.num_decoder_layers,
+            "embed_dim": self.embed_dim,
+            "num_shared": self.num_shared,
         }
         wrong = [
             f"model.{name} is {n}, and must be at least 1" for name, n in at_least_1.items() if n is not None and n < 1
@@ -144,4 +191,33 @@ class ModelConfig:
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 wrong.append(f"model.{name} is {getattr(self, name)}, and must be in [0, 1)")
+        transform = not isinstance(self.head, LMHead) or self.head.transform
+        if self.embed_dim is not None and not transform:
+            wrong.append("model.embed_dim needs model.head.transform=true, which leads back to that width")
+        return wrong + (self.problems_of_extras() if self.extras else [])
+
+    def problems_of_extras(self) -> list[str]:
+        """What does not go together with the extras, or is wrong inside them."""
+        names = [type(extra).__name__ for extra in self.extras]
+        alone = next((name for name in names if name in ("Generator", "Query")), None)
+        boundary, generator = self.extra("boundary"), self.extra("generator")
+        wrong = []
+        if self.shape != "encoder" or not isinstance(self.head, LMHead):
+            wrong.append("model.extras are for the shape encoder with a language model's head")
+        elif generator is not None and not self.head.transform:
+            wrong.append("a Generator in model.extras needs model.head.transform=true")
+        if len(set(names)) < len(names) or (alone and len(names) > 1):
+            wrong.append(f"model.extras are {', '.join(names)}: one of each, and {alone or 'Query'} only by itself")
+        if isinstance(boundary, Boundary) and boundary.longest < 1:
+            wrong.append(f"Boundary.longest in model.extras is {boundary.longest}, and must be at least 1")
+        if isinstance(generator, Generator) and not (0 < generator.size <= 1 and generator.weight > 0):
+            wrong.append("in model.extras Generator.size must be in (0, 1], and Generator.weight more than 0")
+        if "Query" in names and isinstance(self.position, Buckets):
+            wrong.append("a Query in model.extras cannot go with Buckets yet: take learned places")
         return wrong
+
+
+def with_extras(config: ModelConfig, names: tuple[str, ...]) -> ModelConfig:
+    """The same model with the extras of these names too; those that it lacks have their default numbers."""
+    found = {name: config.extra(name) or make() for name, make in EXTRAS.items() if name in names or config.extra(name)}
+    return replace(config, extras=tuple(found.values()))

@@ -1,4 +1,7 @@
-"""From hidden states to answers, and the loss of the vocabulary projection."""
+"""From hidden states to answers, and the loss of the vocabulary projection.
+
+B rows, T places, K asked places, D model width, E width of the token vectors.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firth.models.block import ACTIVATIONS, make_norm
-from firth.models.config import Classes, LMHead, ModelConfig
+from firth.models.config import Boundary, Classes, LMHead, ModelConfig
 
 IGNORED = -100
+
+
+def pick(x_BTX: Tensor, place_BK: Tensor) -> Tensor:
+    """What stands at some places of each row: (B, K), and whatever comes after T."""
+    row_B1 = torch.arange(len(x_BTX), device=x_BTX.device)[:, None]
+    return x_BTX.flatten(0, 1)[place_BK + row_B1 * x_BTX.shape[1]]
 
 
 class Vocabulary(nn.Module):
@@ -19,10 +28,11 @@ class Vocabulary(nn.Module):
 
     def __init__(self, config: ModelConfig, spec: LMHead) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.dim, config.dim) if spec.transform else None
-        self.norm = make_norm(config) if spec.transform else None
+        width = config.embed_width
+        self.dense = nn.Linear(config.dim, width) if spec.transform else None
+        self.norm = make_norm(config, width) if spec.transform else None
         self.activation = ACTIVATIONS[config.mlp.activation]
-        self.weight = None if spec.tied else nn.Parameter(torch.empty(config.vocab_size, config.dim))
+        self.weight = None if spec.tied else nn.Parameter(torch.empty(config.vocab_size, width))
         self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if spec.bias else None
         self.scale = config.dim**-0.5 if spec.scaled else 1.0
 
@@ -36,8 +46,11 @@ class Vocabulary(nn.Module):
 
     def loss(self, x: Tensor, labels: Tensor, embedding: Tensor) -> Tensor:
         """The summed cross-entropy of `x` (N, D) against `labels` (N,), those at -100 left out."""
+        return self.loss_of_prepared(self.prepare(x), labels, embedding)
+
+    def loss_of_prepared(self, x_NE: Tensor, labels: Tensor, embedding: Tensor) -> Tensor:
         weight = embedding if self.weight is None else self.weight
-        return linear_cross_entropy(self.prepare(x), weight, self.bias, labels)
+        return linear_cross_entropy(x_NE, weight, self.bias, labels)
 
 
 class Choice(nn.Module):
@@ -53,6 +66,37 @@ class Choice(nn.Module):
         if self.pooler is not None:
             x_BD = self.drop(torch.tanh(self.pooler(x_BD)))
         return self.out(x_BD)
+
+
+class PairHead(nn.Module):
+    """Whether the second text follows the first (0) or not (1): BERT's pooler on the first state, then two scores."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.pooler = nn.Linear(config.dim, config.dim)
+        self.out = nn.Linear(config.dim, 2)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.pooler(x_BTD[:, 0])))
+
+
+class BoundaryHead(nn.Module):
+    """A token of a span from the states on both sides of the span, and which token of it is meant."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        spec, dim = config.extra("boundary"), config.dim
+        assert isinstance(spec, Boundary)
+        self.places = nn.Embedding(spec.longest, dim)
+        self.dense1, self.norm1 = nn.Linear(3 * dim, dim), make_norm(config)
+        self.dense2, self.norm2 = nn.Linear(dim, config.embed_width), make_norm(config, config.embed_width)
+
+    def forward(self, x_BTD: Tensor, boundary_BK3: Tensor) -> Tensor:
+        """(B, K, E), as wide as the token vectors that they are compared with."""
+        before_BK, after_BK, which_BK = boundary_BK3.unbind(-1)
+        place_BKD = self.places(which_BK.clamp(0, self.places.num_embeddings - 1))
+        h = torch.cat([pick(x_BTD, before_BK), pick(x_BTD, after_BK), place_BKD], -1)
+        return self.norm2(F.gelu(self.dense2(self.norm1(F.gelu(self.dense1(h))))))
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:

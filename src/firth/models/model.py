@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +17,14 @@ from torch import Tensor, nn
 
 from firth.errors import UserError
 from firth.models.config import Classes, FanIn, LMHead, ModelConfig
-from firth.models.heads import IGNORED, Choice, Vocabulary
+from firth.models.heads import IGNORED, BoundaryHead, Choice, PairHead, Vocabulary, pick
+from firth.models.replaced import Replaced, filled, generator_config, verdict_loss
 from firth.models.stack import Embedding, Stack
+from firth.models.two_stream import TwoStream
 
 if TYPE_CHECKING:
     from firth.tokens import Tokenizer
+    from firth.tokens import Vocabulary as Ids
 
 
 @dataclass
@@ -49,7 +52,8 @@ class Model(nn.Module):
             raise UserError("; ".join(wrong) + ".")
         self.config = config
         self.embed = Embedding(config)
-        self.head = Vocabulary(config, config.head) if isinstance(config.head, LMHead) else Choice(config, config.head)
+        speaker = config if config.extra("generator") is None else generator_config(config)  # who answers in words
+        self.head = Vocabulary(speaker, config.head) if isinstance(config.head, LMHead) else Choice(config, config.head)
 
     def read(self, batch: Reads) -> Tensor:
         """The states (B, T or U, D) that the head answers from."""
@@ -58,21 +62,28 @@ class Model(nn.Module):
     def asked_states(self, batch: Reads) -> Tensor:
         """The states at the asked places, (B, K, D); all of them when nothing in particular is asked."""
         x_BTD = self.read(batch)
-        if batch.asked is None:
-            return x_BTD
-        flat = batch.asked + torch.arange(len(x_BTD), device=x_BTD.device)[:, None] * x_BTD.shape[1]
-        return x_BTD.flatten(0, 1)[flat]
+        return x_BTD if batch.asked is None else pick(x_BTD, batch.asked)
 
     def logits(self, batch: Reads) -> Tensor:
         """(B, K, V) at the asked places, or (B, classes)."""
         x = self.asked_states(batch)
         return self.head(x, self.embed.tokens.weight) if isinstance(self.head, Vocabulary) else self.head(x[:, 0])
 
+    def losses(self, batch: Reads) -> dict[str, Tensor]:
+        """The parts of the loss as sums, each under the name of the count that divides it (`Batch.counts`).
+
+        The caller takes the counts over the whole global batch, and adds the means up.
+        """
+        return {"answers": self.loss(batch)}
+
     def loss(self, batch: Reads) -> Tensor:
-        """The loss summed over what is asked; the caller divides by the count over the whole global batch."""
-        x = self.asked_states(batch)
+        """The loss of the head, summed over what is asked."""
+        return self.loss_of(self.asked_states(batch), batch)
+
+    def loss_of(self, x: Tensor, batch: Reads) -> Tensor:
+        """The same from the states at the asked places."""
         if isinstance(self.head, Vocabulary):
-            return self.head.loss(x.flatten(0, 1), batch.labels.flatten(), self.embed.tokens.weight)
+            return self.head.loss(x.flatten(0, -2), batch.labels.flatten(), self.embed.tokens.weight)
         return F.cross_entropy(self.head(x[:, 0]).float(), batch.target, reduction="sum")
 
     def answer(self, x: Tensor, labels: Tensor | None, last: Tensor | None, shift: bool) -> tuple[Tensor, Any]:
@@ -103,18 +114,74 @@ class Model(nn.Module):
         save_model(self, Path(folder), overwrite)
 
 
+EXTRAS: dict[str, Callable[[ModelConfig], nn.Module]] = {
+    "pair": PairHead,
+    "boundary": BoundaryHead,
+    "generator": Replaced,
+    "query": TwoStream,
+}
+
+
 class Encoder(Model):
-    """One stack in which all see all."""
+    """One stack in which all see all, with whatever an objective needs beside it (`extras`)."""
 
     causal = False
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.stack = Stack(config, config.num_layers, self.causal)
+        self.extras = nn.ModuleDict({n: make(config) for n, make in EXTRAS.items() if config.extra(n) is not None})
         initialise(self)
 
+    @property
+    def generator(self) -> Replaced | None:
+        found = self.extras["generator"] if "generator" in self.extras else None  # noqa: SIM401, it has no get
+        assert found is None or isinstance(found, Replaced)
+        return found
+
+    def body(self, batch: Reads) -> Tensor:
+        """The last states (B, T, D), or (B, 2, T, D) where each row is read in two directions."""
+        x_BTD, doc, rank = self.embed(batch.tokens, batch.position, batch.segment), batch.doc, batch.rank
+        if rank is None or rank.ndim == 2:
+            return self.stack(x_BTD, doc, rank)
+        doc = None if doc is None else doc.repeat_interleave(2, 0)
+        return self.stack(x_BTD.repeat_interleave(2, 0), doc, rank.flatten(0, 1)).unflatten(0, (-1, 2))
+
     def read(self, batch: Reads) -> Tensor:
-        return self.stack(self.embed(batch.tokens, batch.position, batch.segment), batch.doc, batch.rank)
+        if self.generator is None:
+            return self.body(batch)
+        return self.generator(self.embed.vectors(batch.tokens, batch.position, batch.segment), batch.doc, batch.rank)
+
+    def asked_states(self, batch: Reads) -> Tensor:
+        if "query" in self.extras and batch.asked is not None:
+            return self.extras["query"](self.embed, self.stack, batch)
+        return super().asked_states(batch)
+
+    def losses(self, batch: Reads) -> dict[str, Tensor]:
+        assert batch.pair is None or "pair" in self.extras, "an objective's recipe adds it"
+        assert batch.boundary is None or "boundary" in self.extras, "an objective's recipe adds it"
+        if self.generator is not None:
+            return self.losses_of_both(self.generator, batch)
+        if batch.pair is None and batch.boundary is None:
+            return super().losses(batch)
+        x_BTD = self.read(batch)
+        parts = {"answers": self.loss_of(pick(x_BTD, batch.asked), batch)}
+        if batch.boundary is not None:
+            assert isinstance(self.head, Vocabulary)
+            y_NE, labels_N = self.extras["boundary"](x_BTD, batch.boundary).flatten(0, 1), batch.labels.flatten()
+            again = self.head.loss_of_prepared(y_NE, labels_N, self.embed.tokens.weight)
+            parts["answers"] = parts["answers"] + again
+        if batch.pair is not None:
+            parts["pairs"] = F.cross_entropy(self.extras["pair"](x_BTD).float(), batch.pair, reduction="sum")
+        return parts
+
+    def losses_of_both(self, generator: Replaced, batch: Reads) -> dict[str, Tensor]:
+        """The generator's answers, and the body's verdict on every token of the text that they are put into."""
+        logits_BKV, labels_BK = self.logits(batch).float(), batch.labels
+        answers = F.cross_entropy(logits_BKV.mT, labels_BK, ignore_index=IGNORED, reduction="sum")
+        read_BT, replaced_BT = filled(logits_BKV, batch)
+        score_BT = generator.verdict(self.body(batch._replace(tokens=read_BT)))
+        return {"answers": answers, "tokens": generator.weight * verdict_loss(score_BT, replaced_BT, batch.doc)}
 
     def forward(
         self,
@@ -125,9 +192,13 @@ class Encoder(Model):
         labels: Tensor | None = None,
         output_hidden_states: bool = False,
     ) -> Output:
+        """With a generator the logits are its own, and the hidden states the body's."""
         self.check_length(input_ids.shape[1])
         states: list[Tensor] | None = [] if output_hidden_states else None
-        x = self.stack(self.embed(input_ids, position_ids, token_type_ids), as_doc(attention_mask), states=states)
+        vectors, doc = self.embed.vectors(input_ids, position_ids, token_type_ids), as_doc(attention_mask)
+        x = self.stack(self.embed.widen(vectors), doc, states=states)
+        if self.generator is not None:
+            x = self.generator(vectors, doc)
         last = None
         if self.causal:
             seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -168,12 +239,14 @@ class EncoderDecoder(Model):
         labels: Tensor | None = None,
         output_hidden_states: bool = False,
     ) -> Output:
-        """`decoder_input_ids` are made of `labels` when they are not given: a pad, then all but the last."""
+        """`decoder_input_ids` are made of `labels` when they are not given: the start, then all but the last."""
         if decoder_input_ids is None:
             if labels is None:
                 raise UserError("An encoder-decoder needs decoder_input_ids or labels.")
-            pad = self.tokenizer.vocab.pad if self.tokenizer is not None else 0
-            decoder_input_ids = F.pad(labels.masked_fill(labels == IGNORED, pad), (1, -1), value=pad)
+            vocab = self.tokenizer.vocab if self.tokenizer is not None else None
+            pad, start = (0, 0) if vocab is None else (vocab.pad, framing(self.config, vocab).start)
+            decoder_input_ids = F.pad(labels.masked_fill(labels == IGNORED, pad), (1, -1), value=start)
+        self.check_length(max(input_ids.shape[1], decoder_input_ids.shape[1]))
         states: list[Tensor] | None = [] if output_hidden_states else None
         doc = as_doc(attention_mask)
         read = self.encoder(self.embed(input_ids), doc)
@@ -193,6 +266,26 @@ SHAPES: dict[str, Callable[[ModelConfig], Model]] = {
 
 def make_model(config: ModelConfig) -> Model:
     return SHAPES[config.shape](config)
+
+
+class Framing(NamedTuple):
+    """What stands around a text as a model reads it; `end` is also what ends a text that it writes."""
+
+    before: tuple[int, ...]
+    end: int
+    start: int  # what a decoder that reads an encoder begins with
+
+
+def framing(config: ModelConfig, vocab: Ids) -> Framing:
+    """The frame of a text for this model: that of the objectives that its shape is trained with."""
+    framed = config.framed or config.shape == "encoder"
+    end = vocab.sep if framed else vocab.eos
+    first = {"encoder": vocab.cls, "decoder": vocab.eos if vocab.bos is None else vocab.bos}
+    before = vocab.cls if framed else first.get(config.shape)
+    if end is None or (framed and before is None):
+        wanted = "[CLS] and [SEP]" if framed else "end"
+        raise UserError(f"The tokenizer of this model has no {wanted} token.")
+    return Framing(() if before is None else (before,), end, end if framed else vocab.pad)
 
 
 def as_doc(attention_mask: Tensor | None) -> Tensor | None:
@@ -222,29 +315,26 @@ def initialise(model: Model) -> None:
                 p.zero_()
             continue
         if isinstance(init, FanIn):
-            std = fan_in_std(name, config)
+            std = fan_in_std(name, p, config)
         elif init.scale_residual and name.endswith(("attention.out.weight", "mlp.down.weight")):
             std = init.std / math.sqrt(2 * config.num_layers)
         else:
             std = init.std
         p.normal_(0.0, std)
         if isinstance(init, FanIn) and name.endswith(("attention.qkv.weight", "cross.qkv.weight")):
-            p[: config.num_heads * config.head_size] *= config.head_size**-0.5  # the scores are not scaled
+            queries = len(p) // 3
+            p[:queries] *= config.head_size**-0.5  # the scores are not scaled
 
 
-def fan_in_std(name: str, config: ModelConfig) -> float:
+def fan_in_std(name: str, p: Tensor, config: ModelConfig) -> float:
     """T5's spreads: 1 for embeddings and the untied head, 1/sqrt(inputs) for matrices."""
     if name.endswith(("embed.tokens.weight", "head.weight")):
         return 1.0
-    if name.endswith("out.weight"):
-        return (config.num_heads * config.head_size) ** -0.5
-    if name.endswith("down.weight"):
-        return config.mlp.dim**-0.5
-    return config.dim**-0.5
+    return (config.dim if name.endswith("score.table.weight") else p.shape[-1]) ** -0.5
 
 
 def with_classes(config: ModelConfig, names: tuple[str, ...]) -> ModelConfig:
     """The same model with a head over these classes."""
     if config.shape == "encoder-decoder":
         raise UserError("An encoder-decoder answers in words: classes are its targets, not a head.")
-    return replace(config, head=Classes(names, pooled=config.shape == "encoder"))
+    return replace(config, head=Classes(names, pooled=config.shape == "encoder"), extras=())

@@ -79,12 +79,81 @@ def t5_v1_1(
     return t5(num_layers, dim, num_heads, mlp_dim, vocab_size, **fields | changes)
 
 
+def roberta(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50265, **changes: Any) -> ModelConfig:
+    """Liu et al. 2019: BERT without segments, over bytes."""
+    fields: dict[str, Any] = dict(family="roberta", norm=LayerNorm(1e-5), num_segments=1)
+    return bert(num_layers, dim, num_heads, vocab_size, **fields | changes)
+
+
+def spanbert(num_layers: int, dim: int, num_heads: int, vocab_size: int = 28996, **changes: Any) -> ModelConfig:
+    """Joshi et al. 2020: BERT that answers spans, also from their boundaries."""
+    return bert(num_layers, dim, num_heads, vocab_size, **dict(family="spanbert") | changes)
+
+
+def unilm(num_layers: int, dim: int, num_heads: int, vocab_size: int = 28996, **changes: Any) -> ModelConfig:
+    """Dong et al. 2019: BERT that reads in several orders."""
+    return bert(num_layers, dim, num_heads, vocab_size, **dict(family="unilm") | changes)
+
+
+def albert(
+    num_layers: int, dim: int, num_heads: int, embed_dim: int = 128, vocab_size: int = 30000, **changes: Any
+) -> ModelConfig:
+    """Lan et al. 2020: one block for all layers, narrow token vectors, no dropout (section 4.8)."""
+    fields: dict[str, Any] = dict(
+        family="albert",
+        mlp=MLP(4 * dim, "gelu-tanh"),
+        embed_dim=embed_dim,
+        num_shared=num_layers,
+        dropout=0.0,
+        attention_dropout=0.0,
+    )
+    return bert(num_layers, dim, num_heads, vocab_size, **fields | changes)
+
+
+def electra(
+    num_layers: int, dim: int, num_heads: int, embed_dim: int = 128, vocab_size: int = 30522, **changes: Any
+) -> ModelConfig:
+    """Clark et al. 2020: the body of BERT over narrow token vectors; the generator is one of its extras."""
+    return bert(num_layers, dim, num_heads, vocab_size, **dict(family="electra", embed_dim=embed_dim) | changes)
+
+
+def xlnet(num_layers: int, dim: int, num_heads: int, vocab_size: int = 32000, **changes: Any) -> ModelConfig:
+    """Yang et al. 2019: the blocks of BERT, for two streams; here with learned places and no memory."""
+    fields: dict[str, Any] = dict(family="xlnet", head=LMHead(bias=True), embed_norm=False)
+    return bert(num_layers, dim, num_heads, vocab_size, **fields | changes)
+
+
+def bart(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50265, **changes: Any) -> ModelConfig:
+    """Lewis et al. 2020: encoder-decoder, post-norm, learned places; here both sides share them."""
+    fields: dict[str, Any] = dict(
+        family="bart",
+        shape="encoder-decoder",
+        vocab_size=vocab_size,
+        dim=dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        mlp=MLP(4 * dim, "gelu"),
+        position=Learned(1024),
+        norm=LayerNorm(1e-5),
+        head=LMHead(),
+        embed_norm=True,
+        framed=True,
+    )
+    return ModelConfig(**fields | changes)
+
+
 PRESETS: dict[str, ModelConfig] = {
     "bert-tiny": bert(2, 128, 2),
     "bert-mini": bert(4, 256, 4),
     "bert-small": bert(4, 512, 8),
     "bert-medium": bert(8, 512, 8),
     "bert-base": bert(12, 768, 12),
+    "roberta-tiny": roberta(2, 128, 2),
+    "spanbert-tiny": spanbert(2, 128, 2),
+    "albert-tiny": albert(2, 128, 2, embed_dim=64),
+    "electra-tiny": electra(2, 128, 2, embed_dim=64),
+    "xlnet-tiny": xlnet(2, 128, 2),
+    "unilm-tiny": unilm(2, 128, 2),
     "gpt2-tiny": gpt2(2, 128, 2),
     "gpt2-mini": gpt2(4, 256, 4),
     "gpt2-small": gpt2(6, 512, 8),
@@ -95,6 +164,7 @@ PRESETS: dict[str, ModelConfig] = {
     "t5-base": t5(12, 768, 12, 3072),
     "t5.1.1-small": t5_v1_1(8, 512, 6, 1024, head_dim=64),
     "t5.1.1-base": t5_v1_1(12, 768, 12, 2048),
+    "bart-tiny": bart(2, 128, 2),
 }
 
 

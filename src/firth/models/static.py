@@ -64,5 +64,5 @@ def warm_start(model: Model, shards: Shards, seed: int = 0) -> None:
     They are spread five times wider than random ones would be, or as T5 has them: found by experiment.
     """
     spread = 1.0 if isinstance(model.config.init, FanIn) else 5 * model.config.init.std
-    vectors = ppmi_vectors(shards, model.config.vocab_size, model.config.dim, seed=seed)
+    vectors = ppmi_vectors(shards, model.config.vocab_size, model.config.embed_width, seed=seed)
     model.embed.tokens.weight.copy_(torch.from_numpy(spread * vectors))

@@ -30,10 +30,11 @@ from firth.models.config import (
     LMHead,
     ModelConfig,
     Normal,
+    Pair,
     RMSNorm,
 )
-from firth.models.model import Model, make_model
-from firth.plain import from_plain, to_plain
+from firth.models.model import Model, framing, make_model
+from firth.plain import KIND, from_plain, to_plain
 from firth.tokens import Tokenizer, Vocabulary, load_tokenizer
 
 WEIGHTS = "model.safetensors"
@@ -74,6 +75,9 @@ def _bert(config: ModelConfig) -> Iterator[Rule]:
         yield from _linear("head.dense", "cls.predictions.transform.dense")
         yield from _linear("head.norm", "cls.predictions.transform.LayerNorm")
         yield Rule("head.bias", ("cls.predictions.bias",))
+    if config.extra("pair") is not None:
+        yield from _linear("extras.pair.pooler", "bert.pooler.dense")
+        yield from _linear("extras.pair.out", "cls.seq_relationship")
 
 
 def _gpt2(config: ModelConfig) -> Iterator[Rule]:
@@ -267,6 +271,7 @@ class Family(NamedTuple):
     """How one family of `transformers` names things.
 
     `prefix` is missing in checkpoints of the bare body. `fixed` are settings that `transformers` can change and we not.
+    `pair` is the architecture that has a pair head too.
     """
 
     rules: Callable[[ModelConfig], Iterator[Rule]]
@@ -276,6 +281,7 @@ class Family(NamedTuple):
     classifier: str
     prefix: str
     fixed: dict[str, Any]
+    pair: str | None = None
 
 
 FAMILIES: dict[str, Family] = {
@@ -287,6 +293,7 @@ FAMILIES: dict[str, Family] = {
         "BertForSequenceClassification",
         "bert.",
         {"is_decoder": False, "position_embedding_type": "absolute", "tie_word_embeddings": True},
+        pair="BertForPreTraining",
     ),
     "gpt2": Family(
         _gpt2,
@@ -300,10 +307,18 @@ FAMILIES: dict[str, Family] = {
     "t5": Family(_t5, _from_t5, _to_t5, "T5ForConditionalGeneration", "T5ForSequenceClassification", "", {}),
 }
 OWN = "firth"
+OWN_EXTRAS = "firth_extras"  # in config.json: what a model of a known family has beside what its family knows
 
 
 def family_of(config: ModelConfig) -> str:
-    """The `model_type` that describes this model without loss; `firth` when `transformers` has none."""
+    """The `model_type` that describes this model without loss; `firth` when `transformers` has none.
+
+    Extras stand beside a family's tensors and change nothing, except a generator: it takes the words from the body.
+    """
+    return OWN if config.extra("generator") is not None else _family_of_body(config)
+
+
+def _family_of_body(config: ModelConfig) -> str:
     family = FAMILIES.get(config.family)
     if family is None:
         return OWN
@@ -314,17 +329,20 @@ def family_of(config: ModelConfig) -> str:
 
 
 def _spelled_out(config: ModelConfig) -> ModelConfig:
-    """The same model with nothing left to its default, so that equal models compare equal."""
-    return replace(config, head_dim=config.head_size, num_decoder_layers=config.decoder_layers)
+    """The same body with nothing left to its default, so that equal ones compare equal."""
+    return replace(config, head_dim=config.head_size, num_decoder_layers=config.decoder_layers, extras=())
 
 
 def _named(config: ModelConfig, family: Family) -> dict[str, Any]:
     hf = {"model_type": config.family, **family.write(config)}
+    own = tuple(e for e in config.extras if not (isinstance(e, Pair) and family.pair))
+    if own:
+        hf[OWN_EXTRAS] = to_plain(replace(config, extras=own))["extras"]
     if isinstance(config.head, Classes):
         names = config.head.names
         labels = {"id2label": {str(i): n for i, n in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
         return hf | {"architectures": [family.classifier], **labels}
-    return hf | {"architectures": [family.lm]}
+    return hf | {"architectures": [family.lm if config.extra("pair") is None else family.pair or family.lm]}
 
 
 def to_hf_config(config: ModelConfig, vocab: Vocabulary | None) -> dict[str, Any]:
@@ -340,7 +358,7 @@ def to_hf_config(config: ModelConfig, vocab: Vocabulary | None) -> dict[str, Any
         hf["bos_token_id"] = vocab.bos
         hf["eos_token_id"] = vocab.eos
         if config.shape == "encoder-decoder":
-            hf["decoder_start_token_id"] = vocab.pad
+            hf["decoder_start_token_id"] = framing(config, vocab).start
     return hf
 
 
@@ -355,35 +373,42 @@ def from_hf_config(hf: Any, where: str = "config.json") -> ModelConfig:
         if hf.get(name, value) != value:
             raise UserError(f"{where}: {name} is {hf[name]!r}, and Firth knows {kind} only with {value!r}.")
     try:
-        config = FAMILIES[kind].read(hf)
+        plain = to_plain(FAMILIES[kind].read(hf))
+        pair = [{KIND: Pair.__name__}] if FAMILIES[kind].pair in (hf.get("architectures") or []) else []
+        plain["extras"] = [*pair, *hf.get(OWN_EXTRAS, [])]
     except (TypeError, ValueError, AttributeError) as e:
         raise UserError(f"{where}: a setting has a value of the wrong type ({e}).") from None
-    return from_plain(to_plain(config), ModelConfig, where)  # every value is what its field says
+    return from_plain(plain, ModelConfig, where)  # every value is what its field says
 
 
 def to_hf(model: Model) -> dict[str, Tensor]:
     """The tensors of a model under the names that its config.json promises."""
     state = {k: v.detach() for k, v in model.state_dict().items()}
-    kind = family_of(model.config)
-    if kind == OWN:
-        return {k: v.contiguous() for k, v in state.items()}
-    result = {}
-    for ours, theirs, turned in FAMILIES[kind].rules(model.config):
-        for name, piece in zip(theirs, state[ours].chunk(len(theirs)), strict=True):
+    kind, result = family_of(model.config), {}
+    for ours, theirs, turned in FAMILIES[kind].rules(model.config) if kind != OWN else ():
+        for name, piece in zip(theirs, state.pop(ours).chunk(len(theirs)), strict=True):
             result[name] = (piece.t() if turned else piece).contiguous()
-    return result
+    assert kind == OWN or all(name.startswith("extras.") for name in state), "a family names all of its tensors"
+    return result | {k: v.contiguous() for k, v in state.items()}
 
 
 def from_hf(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Tensors under our names; those that `tensors` does not have are left out."""
-    kind = family_of(config)
-    if kind == OWN:
-        return tensors
-    family = FAMILIES[kind]
+    """Tensors under our names; those that `tensors` does not have are left out.
+
+    They have our names already where the model that wrote them was one of our own, whatever this one is.
+    """
+    kind = _family_of_body(config)
+    ours = tensors if kind == OWN or "embed.tokens.weight" in tensors else _renamed(tensors, config, FAMILIES[kind])
+    if ("extras.generator.narrow.weight" in tensors) == (config.extra("generator") is not None):
+        return ours
+    return {k: v for k, v in ours.items() if not k.startswith("head.")}  # a generator's head does not fit a body
+
+
+def _renamed(tensors: dict[str, Tensor], config: ModelConfig, family: Family) -> dict[str, Tensor]:
     tensors = {k.replace(".gamma", ".weight").replace(".beta", ".bias"): v for k, v in tensors.items()}
     if family.prefix and not any(k.startswith(family.prefix) for k in tensors):
         tensors |= {family.prefix + k: v for k, v in tensors.items()}
-    result = {}
+    result = {k: v for k, v in tensors.items() if k.startswith("extras.")}
     for ours, theirs, turned in family.rules(config):
         if all(name in tensors for name in theirs):
             pieces = [tensors[name].t() if turned else tensors[name] for name in theirs]
@@ -433,11 +458,11 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def load_model(folder: str | Path, head: Head | None = None) -> Model:
-    """Open a checkpoint of ours or a Hugging Face folder; `head` puts a new head on its body."""
+    """Open a checkpoint of ours or a Hugging Face folder; `head` puts a new head on its body, without extras."""
     folder = Path(folder)
     config = read_config(folder)
     tensors = read_tensors(folder)
-    model = make_model(config if head is None else replace(config, head=head))
+    model = make_model(config if head is None else replace(config, head=head, extras=()))
     load_weights(model, tensors, str(folder), new_head=head is not None)
     if (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.json").is_file():
         model.tokenizer = load_tokenizer(folder)
@@ -457,7 +482,7 @@ def _untied(config: ModelConfig, folder: Path) -> ModelConfig:
 def load_weights(
     model: Model, tensors: dict[str, Tensor], where: str, new_head: bool = False, whole: bool = False
 ) -> None:
-    """Fill a model; what the body lacks is an error, a head that is missing starts fresh unless it must be `whole`.
+    """Fill a model; what the body lacks is an error, a head or an extra starts fresh unless it must be `whole`.
 
     A shape that is not the model's is an error too; under a `new_head` the old one may have any shape.
     """
@@ -471,7 +496,7 @@ def load_weights(
         raise UserError(f"{where}: the weights do not fit the config: " + "; ".join(wrong[:5]))
     state = {k: v for k, v in state.items() if k in wanted and v.shape == wanted[k].shape}
     missing = [name for name in wanted if name not in state]
-    if lacking := [name for name in missing if whole or not name.startswith("head.")]:
+    if lacking := [name for name in missing if whole or not name.startswith(("head.", "extras."))]:
         raise UserError(f"{where}: {len(lacking)} tensors of the model are missing, such as {', '.join(lacking[:3])}.")
     if missing and not new_head:
         warn(f"{where} has no head for this ({', '.join(missing)}): it starts fresh.")
@@ -483,7 +508,7 @@ def load_weights(
 def generation_config(config: ModelConfig, vocab: Vocabulary) -> dict[str, Any]:
     facts = {"pad_token_id": vocab.pad, "bos_token_id": vocab.bos, "eos_token_id": vocab.eos}
     if config.shape == "encoder-decoder":
-        facts["decoder_start_token_id"] = vocab.pad
+        facts["decoder_start_token_id"] = framing(config, vocab).start
     return {k: v for k, v in facts.items() if v is not None}
 
 

@@ -1,7 +1,47 @@
 """Rows to what is read and what is asked."""
 
 from firth.objectives.batch import IGNORED, Batch
+from firth.objectives.choose import Salient, Spans, Tokens, Words
 from firth.objectives.draw import Draw
-from firth.objectives.objectives import CLM, DEFAULT, MLM, Objective, SpanCorruption
+from firth.objectives.objectives import (
+    BART,
+    CLM,
+    DEFAULT,
+    MLM,
+    NAMED,
+    BiLM,
+    EncoderDecoderLM,
+    Mixture,
+    Objective,
+    OneStack,
+    PermutationLM,
+    PrefixLM,
+    SalientSpans,
+    SpanCorruption,
+    Weighted,
+)
 
-__all__ = ["CLM", "DEFAULT", "IGNORED", "MLM", "Batch", "Draw", "Objective", "SpanCorruption"]
+__all__ = [
+    "BART",
+    "CLM",
+    "DEFAULT",
+    "IGNORED",
+    "MLM",
+    "NAMED",
+    "Batch",
+    "BiLM",
+    "Draw",
+    "EncoderDecoderLM",
+    "Mixture",
+    "Objective",
+    "OneStack",
+    "PermutationLM",
+    "PrefixLM",
+    "Salient",
+    "SalientSpans",
+    "SpanCorruption",
+    "Spans",
+    "Tokens",
+    "Weighted",
+    "Words",
+]

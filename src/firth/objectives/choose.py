@@ -1,14 +1,20 @@
-"""Which tokens are noise.
+"""Which tokens are noise: every chooser returns a mask (B, L) over the text of the rows.
 
-B rows, L places, K slots, S documents of all rows one after the other (a ragged list), N tokens of them.
+B rows, L places, W units (words or tokens) of a row, M spans, K slots; in T5's spans S documents of all rows one after
+the other (a ragged list), N tokens of them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import exp, lgamma, log
+
 import numpy as np
 
+from firth.errors import UserError
 from firth.objectives.draw import Draw
-from firth.tokens.rows import ragged_arange
+from firth.tokens import Rows
+from firth.tokens.rows import mix, ragged_arange
 
 
 def slots(rate: float, length: int) -> int:
@@ -16,21 +22,276 @@ def slots(rate: float, length: int) -> int:
     return max(1, int(rate * length + 0.5))
 
 
-def tokens(real_BL: np.ndarray, rate: float, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
-    """Single tokens, exactly `rate` of the real ones of each row.
+def wanted(rate: float, real_BL: np.ndarray) -> np.ndarray:
+    """How many tokens of each row are chosen: the rate of its text, rounded, and at least one where there is text."""
+    real_B = real_BL.sum(1)
+    return np.where(real_B > 0, np.maximum(1, (rate * real_B + 0.5).astype(np.int64)), 0)
 
-    Returns places (B, K) in rising order and which slots are used; K is the same for every batch of this width.
+
+# --- single tokens, whole words, salient spans --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Single tokens, exactly so many as the rate says (BERT)."""
+
+    bits = ()
+    one_fate = False
+
+    def slots(self, rate: float, length: int) -> int:
+        return slots(rate, length)
+
+    def __call__(self, rows: Rows, rate: float, draw: Draw) -> np.ndarray:
+        return lowest(draw.uniform("tokens", rows.real.shape[1]), rows.real, rate)
+
+
+@dataclass(frozen=True)
+class Words:
+    """Whole words, until the slots are full; a word that no longer fits is passed over for one that does."""
+
+    bits = ("word_start",)
+    one_fate = False
+
+    def slots(self, rate: float, length: int) -> int:
+        return slots(rate, length)
+
+    def __call__(self, rows: Rows, rate: float, draw: Draw) -> np.ndarray:
+        assert rows.word_start is not None
+        key_BL = draw.uniform("words", rows.real.shape[1])
+        return _units(rows.word_start, rows.real, key_BL, wanted(rate, rows.real))
+
+
+@dataclass(frozen=True)
+class Salient:
+    """Names, numbers and dates first, each whole; other words where slots are left (Guu et al. 2020, section 3.4).
+
+    What is salient is found when the text is prepared, by a function that the user may give.
+    """
+
+    bits = ("word_start", "salient")
+    one_fate = True
+
+    def slots(self, rate: float, length: int) -> int:
+        return slots(rate, length)
+
+    def __call__(self, rows: Rows, rate: float, draw: Draw) -> np.ndarray:
+        assert rows.word_start is not None
+        assert rows.salient is not None
+        salient_BL, first_BL = rows.salient, first_of_document(rows.doc)
+        changes_BL = first_BL | (salient_BL != shifted(salient_BL, False)) | ~shifted(rows.real, False)
+        start_BL = rows.real & (changes_BL | (rows.word_start & ~salient_BL))
+        key_BL = draw.uniform("words", start_BL.shape[1]) + ~salient_BL
+        return _units(start_BL, rows.real, key_BL, wanted(rate, rows.real))
+
+
+def lowest(key_BL: np.ndarray, real_BL: np.ndarray, rate: float) -> np.ndarray:
+    """A share of the text of each row: the places with the lowest keys; equal keys by place, on every machine."""
+    B, L = key_BL.shape
+    count_B = wanted(rate, real_BL)
+    most = int(count_B.max(initial=0))
+    order_BK = np.argsort(np.where(real_BL, key_BL, np.float32(2)), axis=1, kind="stable")[:, :most]
+    flat = (order_BK + L * np.arange(B)[:, None])[np.arange(most) < count_B[:, None]]
+    mask_BL = np.zeros((B, L), bool)
+    mask_BL.reshape(-1)[flat] = True
+    return mask_BL
+
+
+def _units(start_BL: np.ndarray, real_BL: np.ndarray, key_BL: np.ndarray, count_B: np.ndarray) -> np.ndarray:
+    """Whole units in the order of their keys, as many as fit into so many tokens of each row.
+
+    A unit goes from its start to the next start, or to the end of the text. Pass by pass, the first ones that still
+    fit are taken, until the count is reached or nothing fits.
+    """
+    B, L = start_BL.shape
+    place = np.arange(L)
+    order_BL = np.argsort(np.where(start_BL, key_BL, np.float32(9)), axis=1, kind="stable")
+    edge_BL = np.where(start_BL | ~real_BL, place, L)
+    next_BL = np.minimum.accumulate(np.append(edge_BL[:, 1:], np.full((B, 1), L), 1)[:, ::-1], 1)[:, ::-1]
+    size_BL = np.take_along_axis(np.where(start_BL, next_BL - place, L + 1), order_BL, 1)
+
+    taken_BL, left_B, rows = np.zeros((B, L), bool), count_B.copy(), np.arange(B)
+    while len(rows):
+        size, left = size_BL[rows], left_B[rows, None]
+        fits = ~taken_BL[rows] & (size <= left)
+        fits &= np.cumsum(np.where(fits, size, 0), 1) <= left
+        taken_BL[rows] |= fits
+        left_B[rows] -= (size * fits).sum(1)
+        rows = rows[fits.any(1) & (left_B[rows] > 0)]
+    chosen_BL = np.zeros((B, L), bool)
+    np.put_along_axis(chosen_BL, order_BL, taken_BL, 1)
+    unit_BL = np.maximum.accumulate(np.where(start_BL, place, 0), 1)
+    return np.take_along_axis(chosen_BL, unit_BL, 1) & real_BL
+
+
+# --- spans of random length ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Spans of whole words with lengths from a geometric distribution, cut off at `longest` (SpanBERT, section 3.1).
+
+    The rate is met on average, not in every row, so that the lengths keep their distribution to the end of a row.
+    """
+
+    p: float = 0.2
+    longest: int = 10
+    bits = ("word_start",)
+    one_fate = True
+
+    def __post_init__(self) -> None:
+        if not (0 < self.p < 1 and self.longest >= 1):
+            raise UserError("objective.choose.p must lie between 0 and 1, and objective.choose.longest be at least 1.")
+
+    @property
+    def law(self) -> np.ndarray:
+        """The probability of each length from 0 words to the longest."""
+        law = np.append(0, self.p * (1 - self.p) ** np.arange(self.longest))
+        return law / law.sum()
+
+    @property
+    def mean(self) -> float:
+        return float(self.law @ np.arange(self.longest + 1))
+
+    def slots(self, rate: float, length: int) -> int:
+        """Room for the rows that by chance get more than the mean."""
+        return min(length, slots(1.25 * rate, length) + self.longest)
+
+    def __call__(self, rows: Rows, rate: float, draw: Draw) -> np.ndarray:
+        assert rows.word_start is not None
+        documents = Documents(rows.doc, rows.word_start)
+        start_SM, length_SM = documents.scatter(self.law, rate, draw)
+        inside_SW = inside(start_SM, length_SM, rows.real.shape[1])
+        word_BL = np.maximum(documents.before_BL + rows.word_start - 1, 0)
+        mask_BL = inside_SW[documents.number_BL, word_BL] & rows.real
+        return whole_runs(mask_BL, self.slots(rate, rows.real.shape[1]))
+
+
+def poisson(mean: float) -> np.ndarray:
+    """The probability of each length from 0 up, as far as it matters."""
+    law = np.array([exp(k * log(mean) - mean - lgamma(k + 1)) for k in range(int(mean + 10 * mean**0.5) + 10)])
+    return law / law.sum()
+
+
+class Documents:
+    """The documents of all rows, one after the other, and which of their units (`mark`: where one begins) is where."""
+
+    def __init__(self, doc_BL: np.ndarray, mark_BL: np.ndarray) -> None:
+        docs_B = doc_BL.max(1, initial=-1) + 1
+        self.row_S, self.doc_S = np.repeat(np.arange(len(docs_B)), docs_B), ragged_arange(docs_B)
+        number_BL = doc_BL + (np.cumsum(docs_B) - docs_B)[:, None]
+        self.units_S = np.bincount(number_BL[mark_BL], minlength=len(self.row_S))
+        self.number_BL = np.where(doc_BL >= 0, number_BL, 0)
+        self.before_BL = count_in_document(mark_BL, first_of_document(doc_BL))  # units of the document before a place
+
+    def scatter(self, law: np.ndarray, rate: float, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+        """Starts and lengths (S, M) of spans that are `rate` of each document on average."""
+        own = Draw(draw.seed, mix(draw.index[self.row_S], self.doc_S))
+        length_SM, start_SM = scatter_spans(law, rate * self.units_S, self.units_S, own)
+        return start_SM, length_SM
+
+
+def scatter_spans(
+    law: np.ndarray, amount_B: np.ndarray, units_B: np.ndarray, draw: Draw
+) -> tuple[np.ndarray, np.ndarray]:
+    """Spans with lengths from `law`, `amount_B` units together on average, at random places of `units_B` units.
+
+    Returns lengths and starts (B, M), rising, at least one unit of text between two spans; length -1 is no span.
+    More columns than a row needs change nothing in it, so a row does not depend on the others.
+
+    Lengths are drawn one after the other and laid end to end from a little before 0, with the first as long as a span
+    that covers a given point is; a span is taken when a random point of it lies between 0 and the amount. So every
+    length is taken exactly as often as the law says and the expected sum is the amount (a stationary renewal process),
+    where taking 'until it is enough' would prefer long spans, and cutting the last one short ones.
+    """
+    mean = float(law @ np.arange(len(law)))
+    M = int(2 * amount_B.max(initial=0) / mean) + 12
+    u_BM, v_BM = draw.uniform("span lengths", M), draw.uniform("span ends", M).astype(np.float64)
+    length_BM = np.searchsorted(np.cumsum(law)[:-1], u_BM, side="right")
+    biased = law * np.arange(len(law)) / mean
+    length_BM[:, 0] = np.searchsorted(np.cumsum(biased)[:-1], u_BM[:, 0], side="right")
+    start_BM = np.cumsum(length_BM, 1) - length_BM - draw.uniform("span phase", 1) * length_BM[:, :1]
+    point_BM = start_BM + v_BM * length_BM
+    taken_BM = (point_BM >= 0) & (point_BM < amount_B[:, None])
+
+    room_BM = np.where(taken_BM, length_BM + 1, 0)
+    taken_BM &= np.cumsum(room_BM, 1) <= units_B[:, None] + 1  # a short row has no room for all
+    room_BM *= taken_BM
+    free_B = units_B + 1 - room_BM.sum(1)
+    gap_BM = np.floor(draw.uniform("span places", M) * (free_B[:, None] + 1))
+    unused_BM = np.where(
+        np.arange(M) == 0, -1, 2**31
+    )  # the first goes to the front when it is not taken, the rest back
+    gap_BM = np.sort(np.where(taken_BM, gap_BM, unused_BM), 1).astype(np.int64)
+    return np.where(taken_BM, length_BM, -1), gap_BM + np.cumsum(room_BM, 1) - room_BM
+
+
+def inside(start_BM: np.ndarray, length_BM: np.ndarray, width: int) -> np.ndarray:
+    """Which of `width` units lie in a span."""
+    B = len(start_BM)
+    used = length_BM > 0
+    first = np.broadcast_to(np.arange(B)[:, None] * (width + 1), start_BM.shape)[used]
+    change = np.zeros(B * (width + 1), np.int8)
+    change[first + start_BM[used]] += 1  # no two spans begin or end at the same unit
+    change[first + np.minimum(start_BM + length_BM, width)[used]] -= 1
+    return np.cumsum(change.reshape(B, -1), 1, dtype=np.int8)[:, :width] > 0
+
+
+def whole_runs(mask_BL: np.ndarray, most: int) -> np.ndarray:
+    """The mask without the last runs of the rows that have more than `most` tokens in it."""
+    over = np.flatnonzero(mask_BL.sum(1) > most)
+    if len(over):
+        mask = mask_BL[over]
+        run = np.cumsum(mask & ~shifted(mask, False), 1)
+        fits = np.cumsum(mask, 1) <= most
+        broken = np.where(mask & ~fits, run, mask.shape[1]).min(1)  # the first run that is not whole
+        mask_BL = mask_BL.copy()
+        mask_BL[over] = mask & (run < broken[:, None])
+    return mask_BL
+
+
+def windows(real_BL: np.ndarray, share: float, longest: int, draw: Draw) -> np.ndarray:
+    """Spans of 1 to `longest` tokens, one in each window that is 1/share times as long (XLNet, section 2.3).
+
+    The windows lie end to end over the text of a row; in the last one a span may be cut by the row's end.
     """
     L = real_BL.shape[1]
-    K = slots(rate, L)
-    key_BL = np.where(real_BL, draw.uniform("tokens", L), np.float32(2))
-    asked_BK = np.argsort(key_BL, axis=1, kind="stable")[:, :K]  # equal keys by place, on every machine
-    real_B = real_BL.sum(1)
-    wanted_B = np.where(real_B > 0, np.maximum(1, (rate * real_B + 0.5).astype(int)), 0)
-    used_BK = np.arange(K) < wanted_B[:, None]
-    asked_BK = np.sort(np.where(used_BK, asked_BK, L), axis=1)  # unused slots last
-    used_BK = asked_BK < L
-    return np.where(used_BK, asked_BK, 0), used_BK
+    M = L // int(1 / share) + 2
+    length_BM = 1 + draw.integers("span lengths", M, longest)
+    end_BM = np.floor(np.cumsum(length_BM, 1) / share + 1e-6).astype(np.int64)
+    first_BM = shifted(end_BM, 0)
+    shift_BM = (draw.uniform("span places", M) * (end_BM - first_BM - length_BM + 1)).astype(np.int64)
+    start_BM = first_BM + shift_BM
+    length_BM = np.where(start_BM < L, length_BM, 0)
+    inside_BL = inside(start_BM, length_BM, L)
+    mask_BL = np.take_along_axis(inside_BL, np.maximum(np.cumsum(real_BL, 1) - 1, 0), 1) & real_BL
+    return whole_runs(mask_BL, window_slots(share, longest, L))
+
+
+def window_slots(share: float, longest: int, length: int) -> int:
+    """Room for a row's windows, and one span more."""
+    return min(length, int(share * length) + longest)
+
+
+# --- small things that choosing and corrupting share --------------------------------------------------------------
+
+
+def shifted(x_BL: np.ndarray, first: int | bool) -> np.ndarray:
+    """What stands one place to the left."""
+    return np.concatenate([np.full_like(x_BL[:, :1], first), x_BL[:, :-1]], 1)
+
+
+def first_of_document(doc_BL: np.ndarray) -> np.ndarray:
+    """The first place of each document; padding has none."""
+    return (doc_BL >= 0) & (doc_BL != shifted(doc_BL, -1))
+
+
+def count_in_document(event_BL: np.ndarray, first_BL: np.ndarray) -> np.ndarray:
+    """How many events came before, inside the document."""
+    before = np.cumsum(event_BL, 1) - event_BL
+    return before - np.maximum.accumulate(np.where(first_BL, before, 0), 1)
+
+
+# --- T5's spans ---------------------------------------------------------------------------------------------------
 
 
 def spans(doc_BL: np.ndarray, real_BL: np.ndarray, noise_B: np.ndarray, spans_B: np.ndarray, draw: Draw) -> np.ndarray:

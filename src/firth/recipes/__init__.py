@@ -1,6 +1,21 @@
 """Functions that return a recipe."""
 
 from firth.recipes.finetuning import finetuning
-from firth.recipes.pretraining import TOKENIZERS, pretraining, vocabulary_size
+from firth.recipes.pretraining import (
+    TOKENIZERS,
+    complete,
+    default_objective,
+    pretraining,
+    tokenizer_kind,
+    vocabulary_size,
+)
 
-__all__ = ["TOKENIZERS", "finetuning", "pretraining", "vocabulary_size"]
+__all__ = [
+    "TOKENIZERS",
+    "complete",
+    "default_objective",
+    "finetuning",
+    "pretraining",
+    "tokenizer_kind",
+    "vocabulary_size",
+]

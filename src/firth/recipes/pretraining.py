@@ -2,23 +2,68 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from firth.models import ModelConfig
-from firth.objectives import DEFAULT
+from firth.models import ModelConfig, with_extras
+from firth.objectives import NAMED, Mixture, Objective, SalientSpans, SpanCorruption
 from firth.train import Recipe
 
 TOKENIZERS = {"encoder": "wordpiece", "decoder": "byte-bpe", "encoder-decoder": "unigram"}
+FAMILY_TOKENIZERS = {"roberta": "byte-bpe", "bart": "byte-bpe", "t5": "unigram"}
+OBJECTIVES = {"encoder": "mlm", "decoder": "clm", "encoder-decoder": "span-corruption"}
+FAMILY_OBJECTIVES = {
+    "bert": "mlm",
+    "roberta": "mlm",
+    "spanbert": "span",
+    "albert": "sop",
+    "electra": "rtd",
+    "xlnet": "permutation-lm",
+    "unilm": "unilm",
+    "gpt2": "clm",
+    "t5": "span-corruption",
+    "bart": "bart",
+}
 
 
 def pretraining(model: ModelConfig, **fields: Any) -> Recipe:
     """A recipe for this model; `fields` are set on top."""
-    return Recipe(**{"model": model, "objective": DEFAULT[model.shape](), "learning_rate": rate(model), **fields})
+    objective = NAMED[default_objective(model)]
+    return complete(Recipe(**{"model": model, "objective": objective, "learning_rate": rate(model), **fields}))
+
+
+def complete(recipe: Recipe) -> Recipe:
+    """The recipe with what its objective needs beside the model's body, and nothing that it would not train.
+
+    The model also learns from it how a text is framed.
+    """
+    model, needed = recipe.model, recipe.objective.extras
+    kept = tuple(found for name in needed if (found := model.extra(name)) is not None)
+    framed = model.shape == "encoder-decoder" and recipe.objective.framed
+    return replace(recipe, model=with_extras(replace(model, extras=kept, framed=framed), needed))
+
+
+def default_objective(model: ModelConfig) -> str:
+    """The name of the objective that the family was published with."""
+    return FAMILY_OBJECTIVES.get(model.family, OBJECTIVES[model.shape])
+
+
+def tokenizer_kind(model: ModelConfig, objective: Objective) -> str:
+    """The kind of tokenizer to train for a model: one with sentinels where they are needed, else the family's."""
+    if needs_sentinels(objective):
+        return "unigram"
+    return FAMILY_TOKENIZERS.get(model.family, TOKENIZERS[model.shape])
+
+
+def needs_sentinels(objective: Objective) -> bool:
+    if isinstance(objective, Mixture):
+        return any(needs_sentinels(part.objective) for part in objective.parts)
+    return isinstance(objective, SpanCorruption | SalientSpans)
 
 
 def rate(model: ModelConfig) -> float:
     """Wider models want lower rates: 1e-3 at 128, 2.5e-4 at 768 for one stack, more where the norm comes first."""
-    highest = {"encoder": 1e-3, "decoder": 2e-3, "encoder-decoder": 3e-3}[model.shape]
+    highest = {"encoder": 1e-3, "decoder": 2e-3, "encoder-decoder": 3e-3}[model.shape] if model.norm_first else 1e-3
     return float(f"{highest * (128 / max(model.dim, 128)) ** 0.75:.1e}")
 
 

@@ -166,7 +166,7 @@ def first_model(recipe: FinetuneRecipe, task: Task) -> Model:
     head = task.head(config)
     if not recipe.from_scratch:
         return load_model(recipe.checkpoint, head=head)
-    model = make_model(replace(config, head=head))
+    model = make_model(replace(config, head=head, extras=()))
     model.tokenizer = load_tokenizer(recipe.checkpoint)
     return model
 

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from firth.errors import UserError
-from firth.models import Head, Model, ModelConfig
+from firth.models import Head, Model, ModelConfig, framing
 from firth.objectives import Batch
 from firth.text import Example
 from firth.tokens import Tokenizer
@@ -60,31 +59,19 @@ class Reader:
 
     def __init__(self, tokenizer: Tokenizer, config: ModelConfig, length: int) -> None:
         self.tokenizer, self.cut = tokenizer, 0
-        vocab = tokenizer.vocab
         self.length = min(length, config.max_length or length)
-        if config.shape == "encoder":
-            self.before, self.after = [needed(vocab.cls, "[CLS]")], [needed(vocab.sep, "[SEP]")]
-        else:
-            self.before, self.after = [], [needed(vocab.eos, "end")]
-            if config.shape == "decoder":
-                self.before = [vocab.bos if vocab.bos is not None else self.after[0]]
+        self.frame = framing(config, tokenizer.vocab)
 
     def read(self, texts: Iterable[str]) -> list[list[int]]:
-        room = self.length - len(self.before) - len(self.after)
+        room = self.length - len(self.frame.before) - 1
         rows = []
         for ids in self.tokenizer.encode_batch(list(texts)):
             self.cut += len(ids) > room
-            rows.append([*self.before, *ids[:room], *self.after])
+            rows.append([*self.frame.before, *ids[:room], self.frame.end])
         return rows
 
     def say_cut(self, what: str) -> list[str]:
         return [f"{self.cut:,} {what} were longer than {self.length} tokens, and cut."] if self.cut else []
-
-
-def needed(token: int | None, name: str) -> int:
-    if token is None:
-        raise UserError(f"The tokenizer of this checkpoint has no {name} token.")
-    return token
 
 
 def by_length(items: Sequence[Any], size: int, length: Any) -> Iterator[list[int]]:

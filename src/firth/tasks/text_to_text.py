@@ -10,7 +10,7 @@ import torch
 
 from firth.errors import UserError
 from firth.generate import generate_ids
-from firth.models import EncoderDecoder, Head, Model, ModelConfig
+from firth.models import EncoderDecoder, Head, Model, ModelConfig, framing
 from firth.objectives import IGNORED, Batch
 from firth.tasks.task import Prediction, Reader, by_length, pad_rows
 from firth.text import Example
@@ -36,7 +36,7 @@ class TextToText:
         self.tokenizer, self.target_length = tokenizer, target_length
         self.reader = Reader(tokenizer, config, length)
         self.writer = Reader(tokenizer, config, target_length)
-        self.pad = tokenizer.vocab.pad
+        self.pad, self.start = tokenizer.vocab.pad, framing(config, tokenizer.vocab).start
 
     @property
     def cut(self) -> list[str]:
@@ -56,7 +56,7 @@ class TextToText:
     def batch(self, items: Sequence[Item]) -> Batch:
         tokens, doc = pad_rows([item.ids for item in items], self.pad)
         answers, answer_doc = pad_rows([item.answer for item in items], self.pad)
-        before = np.concatenate([np.full_like(answers[:, :1], self.pad), answers[:, :-1]], 1)
+        before = np.concatenate([np.full_like(answers[:, :1], self.start), answers[:, :-1]], 1)
         return Batch(
             tokens,
             doc=doc,

@@ -25,6 +25,7 @@ from firth.text.kinds import Document as Document
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 READABLE = (".txt", ".jsonl")
 DOCUMENTS = ("auto", "blank-line", "file")
+SIDES = ("text_a", "text_b")
 WHOLE = 2**20  # characters: a file in a folder up to this long is one document
 LONGEST = 2**22  # characters, longer than most novels: what has no blank line for so long is cut, to stay in memory
 
@@ -42,7 +43,9 @@ class Corpus:
     `documents` says how a .txt file becomes documents. "blank-line": a blank line ends one. "file": the file is
     one. "auto": a file that was named, or that is over 1 MiB, is split on blank lines; a smaller one in a folder
     is one document. A .jsonl file has one document per line, in the column `text` or the one that
-    `columns={"text": "body"}` names.
+    `columns={"text": "body"}` names. Beside or instead of it a column `words` may list the words of the text, for
+    languages written without spaces. Columns `text_a` and `text_b`, where there is no `text` or where `columns`
+    names them, are the two sides of a document.
 
     The text is kept as it is, but for the byte order mark, Windows line ends, and the line ends after a document.
     The path "pydocs" is the built-in corpus (write "./pydocs" for a folder of that name).
@@ -59,7 +62,10 @@ class Corpus:
             raise UserError(f"documents: no way called {documents!r}. {nearest(documents, DOCUMENTS)}")
         self.paths = [paths] if isinstance(paths, str | Path) else list(paths)
         self.documents = documents
-        self.column = rename(columns, ["text"])["text"]
+        self.columns = rename(columns, ["text", "words", *SIDES])
+        self.named = frozenset(columns or {})  # what the user named must be there
+        if "text" in self.named and self.named.intersection(SIDES):
+            raise UserError("--columns names both text and text_a or text_b. Name the text, or its two sides.")
         self.encoding = known_encoding(encoding)
         self.built_in = pydocs.NAME in self.paths
         self.files = [source for path in self.paths if path != pydocs.NAME for source in find(Path(path))]
@@ -76,7 +82,7 @@ class Corpus:
         self.tally = tally
         files = (self._read(source, tally) for source in self.files)
         for document in chain(self._built_in(tally), chain.from_iterable(files)):
-            if document.text.strip():
+            if all(text.strip() for text in document.sides):
                 tally["documents"] += 1
                 yield document
             else:
@@ -84,6 +90,10 @@ class Corpus:
         if not tally["documents"]:
             named = ", ".join(map(str, self.paths)) or "no path given"
             raise UserError(f"{named}: no documents, nothing but empty text. Name files that have some.")
+
+    def texts(self) -> Iterator[str]:
+        """Every text: those of the documents, and of their second sides."""
+        return chain.from_iterable(document.sides for document in self)
 
     def describe(self) -> str:
         """How many documents have been read so far, and how the files became documents."""
@@ -94,6 +104,9 @@ class Corpus:
         if tally["built-in"]:
             parts.append("the built-in pydocs")
         notes = {
+            "sides": f"with two sides ({self.columns['text_a']} and {self.columns['text_b']})",
+            "words": "with words of their own",
+            "not words": f"with {self.columns['words']!r} that is no list of words and is not read",
             "empty": "empty and skipped",
             "cut": f"cut because they are over {LONGEST:,} characters",
             "repaired": "with half characters (lone surrogates) replaced by U+FFFD",
@@ -127,11 +140,61 @@ class Corpus:
     def _read_jsonl(self, source: Source, tally: Counter[str]) -> Iterator[Document]:
         tally["lines"] += 1
         for number, record in json_records(source.path, self.encoding):
-            where = f"{source.path}:{number}"
-            text = text_in(record, "text", self.column, where)
-            whole = repair(text)
-            tally["repaired"] += whole != text
-            yield Document(whole, where)
+            document = self._document(record, f"{source.path}:{number}", tally)
+            tally["sides"] += document.second is not None
+            tally["words"] += document.word_starts is not None
+            yield document
+
+    def _document(self, record: Mapping[str, Any], where: str, tally: Counter[str]) -> Document:
+        """A line of a .jsonl file: a text, with or without its words, or two sides."""
+
+        def whole(text: str) -> str:
+            repaired = repair(text)
+            tally["repaired"] += repaired != text
+            return repaired
+
+        def read(role: str) -> str:
+            return whole(text_in(record, role, self.columns[role], where))
+
+        def has(role: str) -> bool:
+            return role in self.named or self.columns[role] in record
+
+        words = self._words(record, where, tally)
+        if self.named.intersection(SIDES) or (any(map(has, SIDES)) and not has("text") and "words" not in self.named):
+            if words is not None:
+                raise UserError(f"{where}: words and two sides. Words are read beside a single text only.")
+            return Document(read("text_a"), where, second=read("text_b"))
+        if words is None:
+            return Document(read("text"), where)
+        text = read("text") if has("text") else whole(" ".join(words))
+        return Document(text, where, find_words([repair(word) for word in words], text, where))
+
+    def _words(self, record: Mapping[str, Any], where: str, tally: Counter[str]) -> list[str] | None:
+        """The words that a record lists. What is no list, a count perhaps, is an error only if the user named it."""
+        column, is_named = self.columns["words"], "words" in self.named
+        value = value_in(record, "words", column, where) if is_named else record.get(column)
+        if not isinstance(value, list) and not is_named:
+            tally["not words"] += value is not None
+            return None
+        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+            raise UserError(f"{where}: column {column!r} holds {json.dumps(value)[:40]}, which is no list of words.")
+        return value
+
+
+def find_words(words: Sequence[str], text: str, where: str) -> tuple[int, ...]:
+    """Where the words of a text begin; they must occur in it in order.
+
+    >>> find_words(["我", "喜欢", "你"], "我喜欢你", "a.jsonl:1")
+    (0, 1, 3)
+    """
+    starts, end = [], 0
+    for word in filter(None, words):
+        start = text.find(word, end)
+        if start < 0:
+            raise UserError(f"{where}: the word {word!r} does not occur in the text after its character {end:,}.")
+        starts.append(start)
+        end = start + len(word)
+    return tuple(starts)
 
 
 def count(n: int, noun: str) -> str:

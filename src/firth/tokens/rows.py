@@ -7,9 +7,10 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -156,23 +157,32 @@ class OpenRows:
 def cached_packing(shards: Shards, capacity: int, frame: int, max_documents: int | None) -> Packing:
     """The packing of a part of shards, computed once and kept beside it."""
     key = hashlib.sha256(f"1 {shards.fingerprint} {frame} {max_documents}".encode()).hexdigest()[:12]
-    folder = shards.folder / f"rows-{capacity}-{key}"
+    name = f"rows-{capacity}-{key}"
+    return kept(shards, name, Packing, lambda: pack(np.diff(shards.offsets), capacity, frame, max_documents))
+
+
+Arrays = TypeVar("Arrays", bound=NamedTuple)
+
+
+def kept(shards: Shards, name: str, kind: type[Arrays], make: Callable[[], Arrays]) -> Arrays:
+    """Some arrays that are made once and kept beside a part of shards, in a folder of this name."""
+    folder = shards.folder / name
     if damage(folder) is None:
-        return Packing(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in Packing._fields))
-    packing = pack(np.diff(shards.offsets), capacity, frame, max_documents)
+        return kind(*(np.load(folder / f"{field}.npy", mmap_mode="r") for field in kind._fields))
+    made = make()
     try:
         shutil.rmtree(folder, ignore_errors=True)
-        store(packing, folder)
+        store(made, folder)
     except OSError as e:
-        say(f"{shards.folder} cannot be written ({e.strerror}), so how its rows are packed is not kept.")
-    return packing
+        say(f"{shards.folder} cannot be written ({e.strerror}), so how its rows are made is not kept.")
+    return made
 
 
-def store(packing: Packing, folder: Path) -> None:
-    """Write a packing. Several processes may do so at the same time: each writes its own, the first one stays."""
+def store(arrays: NamedTuple, folder: Path) -> None:
+    """Write some arrays. Several processes may do so at the same time: each writes its own, the first one stays."""
     mine = folder.with_name(f"{folder.name}.{os.getpid()}")
     with whole_folder(mine) as temporary:
-        for name, array in packing._asdict().items():
+        for name, array in arrays._asdict().items():
             np.save(temporary / f"{name}.npy", array)
     try:
         mine.rename(folder)
@@ -258,11 +268,97 @@ class Rows(NamedTuple):
     pair: np.ndarray | None = None  # (B,) int64: 0 where the second text follows the first, 1 where it does not
 
 
-class RowSource:
+class Line:
+    """Pieces of text laid end to end, each with room before and after it for what is put around it."""
+
+    def __init__(
+        self, shards: Shards, start_P: np.ndarray, length_P: np.ndarray, before_P: np.ndarray, after_P: np.ndarray
+    ) -> None:
+        self.shards = shards
+        self.cost_P = before_P + length_P + after_P
+        self.end_P = np.cumsum(self.cost_P)
+        self.begin_P = self.end_P - self.cost_P
+        self.first_P, self.last_P = self.begin_P + before_P, self.end_P - after_P - 1  # of text
+        self.place_N = np.arange(self.end_P[-1] if len(self.end_P) else 0)
+        self.source_N = self.place_N + self.spread(start_P - self.first_P)
+        self.tokens_N = np.take(np.asarray(shards.tokens), self.source_N, mode="clip").astype(np.int64)
+        self.real_N = np.ones(len(self.place_N), dtype=bool)
+
+    def spread(self, value_P: np.ndarray) -> np.ndarray:
+        """What holds for a piece, for each of its places."""
+        return np.repeat(value_P, self.cost_P)
+
+    def put(self, place_P: np.ndarray, tokens: tuple[int, ...]) -> None:
+        """Put special tokens at some places, one after the other."""
+        for k, token in enumerate(tokens):
+            self.tokens_N[place_P + k] = token
+            self.real_N[place_P + k] = False
+
+    def bit(self, name: str) -> np.ndarray:
+        """A bit of the shards for each place of text; where a piece is cut, a word starts and a sentence ends."""
+        bit_N = self.shards.bits(name, self.source_N) & self.real_N
+        if name == "word_start":
+            bit_N[self.first_P] = True
+        if name == "sentence_end":
+            bit_N[self.last_P] = True
+        return bit_N
+
+    def fold(self, pieces_B: np.ndarray, length: int) -> Callable[[np.ndarray, int, type], np.ndarray]:
+        """A function that breaks values of the line into rows of so many pieces; the rest of a row stays empty."""
+        end_B = np.concatenate([[0], self.end_P])[np.concatenate([[0], np.cumsum(pieces_B)])]
+        is_filled = np.arange(length) < np.diff(end_B)[:, None]
+
+        def fold(values_N: np.ndarray, empty: int, dtype: type) -> np.ndarray:
+            rows = np.full(is_filled.shape, empty, dtype=dtype)
+            rows[is_filled] = values_N
+            return rows
+
+        return fold
+
+
+class Source:
     """An endless stream of rows in which any row can be asked for: row g is always the same row.
 
-    An epoch has every row once, in an order of its own (`shuffle=False`: as they were packed).
+    An epoch has every row once, in an order of its own (`shuffle=False`: as they lie in the shards). `bits` names
+    what the rows carry besides: "word_start", "sentence_end", "salient".
     """
+
+    num_rows: int
+    tokens_used: float  # the share of positions that are not padding
+
+    def __init__(
+        self,
+        shards: Shards,
+        length: int,
+        frame: Frame,
+        pad: int,
+        seed: int,
+        shuffle: bool = True,
+        allow_short: bool = False,
+        bits: tuple[str, ...] = (),
+    ) -> None:
+        if shards.num_tokens < length and not allow_short:
+            raise UserError(
+                f"The text has {shards.num_tokens:,} tokens, less than one row of {length:,}. "
+                f"Choose a shorter --max-seq-length, or give more text."
+            )
+        shards.demand(bits)
+        self.shards, self.length, self.frame, self.pad = shards, length, frame, pad
+        self.seed, self.shuffle, self.bits = seed, shuffle, bits
+
+    def rows(self, indices: np.ndarray) -> Rows:
+        """The rows at these places of the stream."""
+        index_B = np.asarray(indices, dtype=np.int64)
+        epoch_B, place_B = np.divmod(index_B, self.num_rows)
+        row_B = permute(place_B, self.num_rows, mix(self.seed, epoch_B)) if self.shuffle else place_B
+        return self._build(row_B, index_B)._replace(row=row_B, epoch=epoch_B)
+
+    def _build(self, row_B: np.ndarray, index_B: np.ndarray) -> Rows:
+        raise NotImplementedError
+
+
+class RowSource(Source):
+    """Rows of packed documents, at most `max_documents` to a row."""
 
     def __init__(
         self,
@@ -274,29 +370,16 @@ class RowSource:
         max_documents: int | None = None,
         shuffle: bool = True,
         allow_short: bool = False,
+        bits: tuple[str, ...] = (),
     ) -> None:
         if length <= frame.size:
             raise UserError(f"A row of {length} tokens has no room for text. Choose a longer --max-seq-length.")
-        if shards.num_tokens < length and not allow_short:
-            raise UserError(
-                f"The text has {shards.num_tokens:,} tokens, less than one row of {length:,}. "
-                f"Choose a shorter --max-seq-length, or give more text."
-            )
-        self.shards, self.length, self.frame, self.pad = shards, length, frame, pad
-        self.seed, self.shuffle = seed, shuffle
+        super().__init__(shards, length, frame, pad, seed, shuffle, allow_short, bits)
         self.packing = cached_packing(shards, length, frame.size, max_documents)
         self.num_rows = self.packing.num_rows
         start_P, end_P = self.packing.piece_start, self.packing.piece_start + self.packing.piece_length
         frames = len(frame.before) * self._edges(start_P).sum() + len(frame.after) * self._edges(end_P).sum()
-        used = shards.num_tokens + int(frames)
-        self.tokens_used = used / (self.num_rows * length)  # the share of positions that are not padding
-
-    def rows(self, indices: np.ndarray) -> Rows:
-        """The rows at these places of the stream."""
-        index_B = np.asarray(indices, dtype=np.int64)
-        epoch_B, place_B = np.divmod(index_B, self.num_rows)
-        row_B = permute(place_B, self.num_rows, mix(self.seed, epoch_B)) if self.shuffle else place_B
-        return self._build(row_B, index_B)
+        self.tokens_used = (shards.num_tokens + int(frames)) / (self.num_rows * length)
 
     def _edges(self, place_P: np.ndarray) -> np.ndarray:
         """Where the frame goes: at the edges of documents, or of every piece."""
@@ -313,34 +396,16 @@ class RowSource:
         start_P = self.packing.piece_start[piece_P]
         length_P = self.packing.piece_length[piece_P].astype(np.int64)
         opens_P, closes_P = self._edges(start_P), self._edges(start_P + length_P)
-        before_P, after_P = len(self.frame.before) * opens_P, len(self.frame.after) * closes_P
-        cost_P = before_P + length_P + after_P
-        end_P = np.cumsum(cost_P)
-        begin_P = end_P - cost_P
-        line_N = np.arange(end_P[-1] if len(end_P) else 0)
-
-        position_N = line_N - np.repeat(begin_P, cost_P)
-        source_N = line_N + np.repeat(start_P - before_P - begin_P, cost_P)
-        tokens_N = np.take(np.asarray(self.shards.tokens), source_N, mode="clip").astype(np.int64)
-        real_N = np.ones(len(line_N), dtype=bool)
-        around = [begin_P[opens_P] + k for k in range(len(self.frame.before))]
-        around += [end_P[closes_P] - len(self.frame.after) + k for k in range(len(self.frame.after))]
-        for place_P, token in zip(around, (*self.frame.before, *self.frame.after), strict=True):
-            tokens_N[place_P] = token
-            real_N[place_P] = False
-
-        filled_B = np.diff(np.concatenate([[0], end_P])[np.concatenate([[0], np.cumsum(pieces_B)])])
-        is_filled = np.arange(self.length) < filled_B[:, None]
-
-        def fold(values_N: np.ndarray, empty: int, dtype: type) -> np.ndarray:
-            rows = np.full(is_filled.shape, empty, dtype=dtype)
-            rows[is_filled] = values_N
-            return rows
-
+        before, after = self.frame.before, self.frame.after
+        line = Line(self.shards, start_P, length_P, len(before) * opens_P, len(after) * closes_P)
+        line.put(line.begin_P[opens_P], before)
+        line.put(line.last_P[closes_P] + 1, after)
+        fold = line.fold(pieces_B, self.length)
         return Rows(
-            tokens=fold(tokens_N, self.pad, np.int64),
-            doc=fold(np.repeat(doc_P, cost_P), -1, np.int32),
-            position=fold(position_N, 0, np.int32),
-            real=fold(real_N, False, bool),
+            tokens=fold(line.tokens_N, self.pad, np.int64),
+            doc=fold(line.spread(doc_P), -1, np.int32),
+            position=fold(line.place_N - line.spread(line.begin_P), 0, np.int32),
+            real=fold(line.real_N, False, bool),
             index=index_B,
+            **{name: fold(line.bit(name), False, bool) for name in self.bits},
         )

@@ -179,7 +179,8 @@ def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int, lowercase:
     - wordpiece, for BERT: [PAD] [UNK] [CLS] [SEP] [MASK] are ids 0 to 4.
     - byte-bpe, for GPT-2 and RoBERTa: <pad> <s> </s> <mask> <|endoftext|> are ids 0 to 4. The end of a text is
       <|endoftext|>, which is bos and eos; <s> and </s> are cls and sep.
-    - unigram, for T5: <pad> </s> <unk> are ids 0 to 2, and <extra_id_99> ... <extra_id_0> the last 100.
+    - unigram, for T5 and XLM-R: <pad> </s> <unk> <s> <mask> are ids 0 to 4, and <extra_id_99> ... <extra_id_0> the
+      last 100. The end of a text is </s>, which is sep too; <s> is cls.
 
     A small text may give fewer than `vocab_size` tokens; that is said.
     """
@@ -330,7 +331,7 @@ def byte_bpe(vocab: dict[str, int], merges: list[tuple[str, str]], add_prefix_sp
     return backend
 
 
-UNIGRAM_SPECIALS = ["<pad>", "</s>", "<unk>"]
+UNIGRAM_SPECIALS = ["<pad>", "</s>", "<unk>", "<s>", "<mask>"]
 
 
 def learn_unigram(texts: Texts, vocab_size: int, lowercase: bool) -> Backend:
@@ -355,7 +356,7 @@ def learn_unigram(texts: Texts, vocab_size: int, lowercase: bool) -> Backend:
     # A special token is never the best way to read a text; what looks like one is spelled.
     never = 10 * min(score for _, score in pieces)
     backend = unigram([(token, never) for token in UNIGRAM_SPECIALS] + pieces, 2, lowercase)
-    backend.add_special_tokens(UNIGRAM_SPECIALS)
+    backend.add_special_tokens([AddedToken(name, special=True, lstrip=name == "<mask>") for name in UNIGRAM_SPECIALS])
     names = [f"<extra_id_{i}>" for i in reversed(range(NUM_SENTINELS))]
     backend.add_special_tokens([AddedToken(name, special=True, lstrip=True) for name in names])
     return backend
@@ -408,7 +409,7 @@ ROBERTA_ROLES = {**T5_ROLES, "bos": "<s>", "cls": "<s>", "sep": "</s>", "mask": 
 KINDS = {
     "wordpiece": Kind(learn_wordpiece, BERT_ROLES),
     "byte-bpe": Kind(learn_byte_bpe, {**GPT2_ROLES, "pad": "<pad>", "cls": "<s>", "sep": "</s>", "mask": "<mask>"}),
-    "unigram": Kind(learn_unigram, T5_ROLES),
+    "unigram": Kind(learn_unigram, {**T5_ROLES, "cls": "<s>", "sep": "</s>", "mask": "<mask>"}),
 }
 
 

@@ -71,6 +71,8 @@ def load_checkpoint(folder: Path, model: Model, optimizer: torch.optim.Optimizer
     names = {p: name for name, p in model.named_parameters()}
     for group in optimizer.param_groups:
         for p in group["params"]:
+            if f"{names[p]}/step" not in saved:  # no step has used it yet
+                continue
             entries = {key: saved[f"{names[p]}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
             optimizer.state[p] = {
                 k: v if k == "step" and p.device.type == "cpu" else v.to(p.device) for k, v in entries.items()

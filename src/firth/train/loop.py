@@ -6,7 +6,8 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -64,7 +65,7 @@ def fit(run: Run, resume: bool = False) -> Outcome:
     if resume and run.folder and (found := last_checkpoint(run.folder)):
         state, saved = load_checkpoint(found, model, optimizer), found.name
         say(f"going on from {found}")
-    loss_of = torch.compile(model.loss) if run.machine.compile else model.loss
+    losses_of = torch.compile(model.losses) if run.machine.compile else model.losses
     line, loss, scores, began = Line(), math.nan, {}, (time.monotonic(), state.step, state.tokens)
 
     def save() -> None:
@@ -76,7 +77,7 @@ def fit(run: Run, resume: bool = False) -> Outcome:
         for step, micro in prefetch(run.batches, state.step, training.max_steps):
             # one training step
             lr = rate(step, training)
-            total = train_step(run, loss_of, optimizer, micro, step, lr)
+            total = train_step(run, losses_of, optimizer, micro, step, lr)
             state.step, state.tokens = step + 1, state.tokens + sum(b.num_tokens for b in micro)
 
             # now and then: log, evaluate, save
@@ -115,20 +116,23 @@ def fit(run: Run, resume: bool = False) -> Outcome:
 
 def train_step(
     run: Run,
-    loss_of: Callable[[Any], torch.Tensor],
+    losses_of: Callable[[Any], dict[str, torch.Tensor]],
     optimizer: torch.optim.Optimizer,
     micro: Sequence[Batch],
     step: int,
     lr: float,
 ) -> torch.Tensor:
-    """Forward and backward over the micro-batches, one update. The loss is a mean over all answers of the step."""
-    count = max(sum(batch.num_answers for batch in micro), 1)
+    """Forward and backward over the micro-batches, one update.
+
+    Each part of the loss is a mean over all that the step asks of it: answers, pairs of texts, tokens.
+    """
+    counts = add_counts(micro)
     total = torch.zeros((), device=run.machine.device)
     run.model.train()
     for i, batch in enumerate(micro):
         torch.manual_seed(dropout_seed(run.training.seed, step, i))
         with run.machine.precision():
-            loss = loss_of(batch.to(run.machine.device)) / count
+            loss = sum_of_means(losses_of(batch.to(run.machine.device)), counts)
         loss.backward()
         total += loss.detach()
     if run.training.max_grad_norm:
@@ -138,6 +142,19 @@ def train_step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return total
+
+
+def add_counts(batches: Iterable[Batch]) -> Counter[str]:
+    """What each part of the loss is a mean over, in all of the batches together."""
+    counts: Counter[str] = Counter()
+    for batch in batches:
+        counts.update(batch.counts)
+    return counts
+
+
+def sum_of_means(parts: Mapping[str, Any], counts: Mapping[str, int]) -> Any:
+    """The parts of a loss, numbers or tensors, each divided by its own count, added up."""
+    return sum(part / max(counts[name], 1) for name, part in parts.items())
 
 
 def dropout_seed(seed: int, step: int, micro: int) -> int:

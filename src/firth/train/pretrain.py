@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,11 @@ from firth.errors import UserError
 from firth.files import damage, read_json, whole_folder, write_json
 from firth.models import Model, load_weights, make_model, read_tensors, warm_start, write_model
 from firth.objectives import Batch, Draw
-from firth.tokens import Prepared, RowSource, Tokenizer, open_shards
+from firth.tokens import PairSource, Prepared, RowSource, Source, Tokenizer, open_shards
 from firth.train.checkpoint import last_checkpoint
 from firth.train.device import Machine, choose_machine
 from firth.train.folder import run_folder
-from firth.train.loop import Run, fit, train_step
+from firth.train.loop import Run, dropout_seed, fit, sum_of_means, train_step
 from firth.train.optim import make_optimizer
 from firth.train.recipe import Recipe, Training, differences, load_recipe, save_recipe
 
@@ -59,8 +60,8 @@ def pretrain_in(folder: Path, recipe: Recipe, resume: bool = False, began: float
     rows = row_source(recipe, shards, held_out=False)
     batches = batch_function(recipe, rows, tokenizer)
     evaluate = None
-    if shards.held_out is not None:
-        evaluate = held_out_loss(recipe, row_source(recipe, shards, held_out=True), tokenizer, machine)
+    if (aside := held_out_rows(recipe, shards)) is not None:
+        evaluate = held_out_loss(recipe, aside, tokenizer, machine)
     model = first_model(recipe, tokenizer)
     if recipe.warm_start == "ppmi" and not (resume and last_checkpoint(folder)):
         say("counting which tokens keep company, for the first embeddings")
@@ -125,33 +126,40 @@ def check_fit(recipe: Recipe, tokenizer: Tokenizer) -> None:
             f"The tokenizer has {tokenizer.vocab.size:,} tokens, and the model only {recipe.model.vocab_size:,}: "
             "they do not belong together."
         )
+    recipe.objective.check(tokenizer.vocab, recipe.objective.source_length(recipe.max_seq_length))
 
 
-def row_source(recipe: Recipe, shards: Prepared, held_out: bool) -> RowSource:
-    """The rows that an objective reads: their length, and what stands around each document."""
+def row_source(recipe: Recipe, shards: Prepared, held_out: bool) -> Source:
+    """The rows that an objective reads: packed documents or pairs, their length, and what stands around each text."""
     vocab, objective = shards.tokenizer.vocab, recipe.objective
     length = objective.source_length(recipe.max_seq_length)
     part = shards.held_out if held_out else shards.train
     assert part is not None
-    return RowSource(
-        part,
-        length,
-        objective.frame(vocab),
-        vocab.pad,
-        seed=recipe.seed,
-        max_documents=objective.max_documents(length),
-        shuffle=not held_out,
-        allow_short=held_out,
-    )
+    rows = (part, length, objective.frame(vocab), vocab.pad, recipe.seed)
+    if objective.layout == "packed":
+        most = objective.max_documents(length)
+        return RowSource(*rows, most, shuffle=not held_out, allow_short=held_out, bits=objective.bits)
+    return PairSource(*rows, objective.layout, shuffle=not held_out, allow_short=held_out, bits=objective.bits)
 
 
-def batch_function(recipe: Recipe, rows: RowSource, tokenizer: Tokenizer) -> Callable[[int], list[Batch]]:
+def held_out_rows(recipe: Recipe, shards: Prepared) -> Source | None:
+    """The rows of the held-out documents; None where there are no such rows, which is said."""
+    if shards.held_out is None:
+        return None
+    try:
+        return row_source(recipe, shards, held_out=True)
+    except UserError as e:  # a few documents may well hold no pairs of sentences
+        say(f"no evaluation on held-out documents: {e}")
+        return None
+
+
+def batch_function(recipe: Recipe, rows: Source, tokenizer: Tokenizer) -> Callable[[int], list[Batch]]:
     """The micro-batches of a step, as a pure function of the step."""
     size, vocab = recipe.per_device_train_batch_size, tokenizer.vocab
 
     def micro(first: int) -> Batch:
         index = np.arange(first, first + size)
-        return recipe.objective(rows.rows(index), Draw(recipe.seed, index), vocab)
+        return recipe.objective(rows.rows(index), draw(recipe, index), vocab)
 
     def batches(step: int) -> list[Batch]:
         first = step * recipe.global_batch
@@ -160,8 +168,13 @@ def batch_function(recipe: Recipe, rows: RowSource, tokenizer: Tokenizer) -> Cal
     return batches
 
 
+def draw(recipe: Recipe, index: np.ndarray) -> Draw:
+    """The random numbers of rows, by their places in the stream."""
+    return Draw(recipe.seed, index, index // recipe.global_batch)
+
+
 def held_out_loss(
-    recipe: Recipe, rows: RowSource, tokenizer: Tokenizer, machine: Machine
+    recipe: Recipe, rows: Source, tokenizer: Tokenizer, machine: Machine
 ) -> Callable[[Model], dict[str, float]]:
     """The mean loss on held-out documents, with the same noise every time."""
     size, last = recipe.per_device_train_batch_size, min(rows.num_rows, recipe.eval_rows)
@@ -169,14 +182,18 @@ def held_out_loss(
     @torch.no_grad()
     def evaluate(model: Model) -> dict[str, float]:
         model.eval()
-        total, count = 0.0, 0
+        totals: dict[str, float] = defaultdict(float)
+        counts: Counter[str] = Counter()
         for first in range(0, last, size):
             index = np.arange(first, min(first + size, last))
-            batch = recipe.objective(rows.rows(index), Draw(recipe.seed, index), tokenizer.vocab)
+            batch = recipe.objective(rows.rows(index), draw(recipe, index), tokenizer.vocab)
+            torch.manual_seed(dropout_seed(recipe.seed, first, 0))  # for models that draw tokens themselves
             with machine.precision():
-                total += model.loss(batch.to(machine.device)).item()
-            count += batch.num_answers
-        return {"eval_loss": total / max(count, 1)}
+                parts = model.losses(batch.to(machine.device))
+            for name, part in parts.items():
+                totals[name] += part.item()
+            counts.update(batch.counts)
+        return {"eval_loss": sum_of_means(totals, counts)}
 
     return evaluate
 
@@ -222,13 +239,13 @@ def trial(
     """Seconds that a step and an evaluation take, on a model that is thrown away."""
     model = model.to(machine.device)
     run = Run(training, machine, model, batches)
-    loss_of = torch.compile(model.loss) if machine.compile else model.loss
+    losses_of = torch.compile(model.losses) if machine.compile else model.losses
     optimizer = make_optimizer(model, training)
 
     def timed(steps: Sequence[int]) -> float:
         start = time.monotonic()
         for step in steps:
-            total = train_step(run, loss_of, optimizer, batches(step), step, 0.0)
+            total = train_step(run, losses_of, optimizer, batches(step), step, 0.0)
         total.item()
         return time.monotonic() - start
 

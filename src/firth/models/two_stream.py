@@ -1,0 +1,57 @@
+"""XLNet: the same blocks driven twice.
+
+B rows, T places, K asked places, D model width, E width of the token vectors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from firth.models.attention import Sight, see
+from firth.models.config import ModelConfig
+from firth.models.heads import pick
+from firth.models.stack import Embedding, Stack
+
+
+class TwoStream(nn.Module):
+    """Answers at places whose tokens are not seen (Yang et al. 2019, section 2.3).
+
+    The content stream reads as always. The query stream begins with one learned vector and its place, for the asked
+    places alone, and reads the content of those that come earlier in the order of prediction.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.vector = nn.Parameter(torch.empty(1, 1, config.embed_width))
+
+    def forward(self, embed: Embedding, stack: Stack, batch: Any) -> Tensor:
+        """The query stream's last states (B, K, D)."""
+        asked_BK = batch.asked
+        rank_BT = asked_last(batch.tokens, asked_BK) if batch.rank is None else batch.rank
+        position_BK = asked_BK if batch.position is None else pick(batch.position, asked_BK)
+        segment_BK = None if batch.segment is None else pick(batch.segment, asked_BK)
+        vector_BKE = self.vector.expand(*asked_BK.shape, -1)
+
+        upto, earlier = see(False, batch.doc, rank_BT), see_earlier(batch.doc, rank_BT, asked_BK)
+        content = embed(batch.tokens, batch.position, batch.segment)
+        query = embed.widen(embed.place(vector_BKE, position_BK, segment_BK))
+        *blocks, last = stack.layers
+        for block in blocks:
+            query, content = block(query, earlier, content=content), block(content, upto)
+        return stack.finish(last(query, earlier, content=content))
+
+
+def asked_last(tokens_BT: Tensor, asked_BK: Tensor) -> Tensor:
+    """The order where none is given: all that is asked comes after all that is not, so each is guessed by itself."""
+    return torch.zeros_like(tokens_BT).scatter(1, asked_BK, 1)
+
+
+def see_earlier(doc_BT: Tensor | None, rank_BT: Tensor, asked_BK: Tensor) -> Sight:
+    """Who asks at some places sees those of its document with a lower rank, and so never its own token."""
+    mask_BKT = rank_BT[:, None, :] < pick(rank_BT, asked_BK)[:, :, None]
+    if doc_BT is not None:
+        mask_BKT = mask_BKT & (doc_BT[:, None, :] == pick(doc_BT, asked_BK)[:, :, None])
+    return Sight(mask=mask_BKT[:, None])

@@ -1,0 +1,148 @@
+"""The generator puts tokens in, the body finds them, and neither learns what is not its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+from firth.errors import UserError
+from firth.models import Encoder, LMHead, make_model, replaced
+from firth.models.config import MLP, Generator
+from firth.models.presets import bert, electra
+from firth.models.replaced import filled, generator_config, put, sample, verdict_loss
+from firth.objectives.batch import Batch
+
+V, MASK, PAD = 30, 4, 0
+CONFIG = electra(2, 16, 2, 8, V, extras=(Generator(size=0.5, weight=3.0),), dropout=0.0, attention_dropout=0.0)
+BATCH = Batch(  # two rows; place 1 of the second is kept as it is, and its last slot is not used
+    torch.tensor([[2, MASK, 11, MASK, 3], [2, 14, MASK, 3, PAD]]),
+    doc=torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 0, -1]]),
+    asked=torch.tensor([[1, 3, 0], [1, 2, 0]]),
+    labels=torch.tensor([[10, 12, -100], [14, 15, -100]]),
+)
+TRUTH = [[2, 10, 11, 12, 3], [2, 14, 15, 3, PAD]]
+
+
+def lively(seed: int = 1) -> Encoder:
+    torch.manual_seed(seed)
+    model = make_model(CONFIG)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.2)
+    assert isinstance(model, Encoder)
+    return model
+
+
+def favour(*tokens: list[int]) -> Tensor:
+    """Logits that leave no choice."""
+    return 1000.0 * F.one_hot(torch.tensor(tokens), V).float()
+
+
+def test_what_is_put_in_and_what_counts_as_replaced() -> None:
+    """The first row guesses 10 right and says 20 for 12; the second misses both. A slot that is not used says 9."""
+    read, wrong = filled(favour([10, 20, 9], [21, 22, 9]), BATCH)
+    assert read.tolist() == [[2, 10, 11, 20, 3], [2, 21, 22, 3, PAD]]
+    assert wrong.int().tolist() == [[0, 0, 0, 1, 0], [0, 1, 1, 0, 0]]
+    read, wrong = filled(favour([10, 12, 9], [14, 15, 9]), BATCH)
+    assert read.tolist() == TRUTH, "no mask is left, and the true tokens are back"
+    assert not wrong.any()
+
+
+def test_an_unused_slot_does_not_write_over_a_used_one() -> None:
+    """Place 0 is asked for in the second slot; the others stand there too, and are not used."""
+    used = torch.tensor([[False, True, False]])
+    assert put(
+        torch.tensor([[5, 6]]), torch.zeros(1, 3, dtype=torch.long), torch.tensor([[7, 8, 9]]), used
+    ).tolist() == [[8, 6]]
+
+
+def test_the_draw_follows_the_softmax() -> None:
+    """Probabilities 0.5, 0.3, 0.2 over 20,000 draws, within five standard deviations."""
+    torch.manual_seed(0)
+    drawn = sample(torch.tensor([0.5, 0.3, 0.2]).log().expand(1, 20_000, 3))
+    share = torch.bincount(drawn.flatten(), minlength=3) / 20_000
+    assert (share - torch.tensor([0.5, 0.3, 0.2])).abs().max() < 5 * (0.25 / 20_000) ** 0.5
+    torch.manual_seed(0)
+    assert torch.equal(drawn, sample(torch.tensor([0.5, 0.3, 0.2]).log().expand(1, 20_000, 3)))
+
+
+def test_the_two_losses_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lively().eval()
+    monkeypatch.setattr(replaced, "sample", lambda logits: torch.tensor([[10, 20, 9], [21, 15, 9]]))
+    parts = model.losses(BATCH)
+    assert list(parts) == ["answers", "tokens"]
+    assert parts.keys() <= BATCH.counts.keys()
+    logits = model.logits(BATCH)
+    by_hand = [-logits[b, k].log_softmax(-1)[BATCH.labels[b, k]] for b, k in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    assert_close(parts["answers"], torch.stack(by_hand).sum())
+    assert_close(parts["answers"], model.loss(BATCH))
+
+    read = torch.tensor([[2, 10, 11, 20, 3], [2, 21, 15, 3, PAD]])
+    assert model.generator is not None
+    p = model.generator.verdict(model.body(BATCH._replace(tokens=read))).sigmoid()
+    truth = torch.tensor([[0, 0, 0, 1, 0], [0, 1, 0, 0, 0]])
+    chance = torch.where(truth == 1, p, 1 - p)
+    assert_close(parts["tokens"], -3.0 * (chance[0].log().sum() + chance[1, :4].log().sum()))
+
+
+def test_padding_is_not_judged() -> None:
+    score, wrong = torch.randn(1, 3), torch.tensor([[True, False, False]])
+    whole, padded = verdict_loss(score, wrong, None), verdict_loss(score, wrong, torch.tensor([[0, 0, -1]]))
+    assert_close(whole - padded, F.softplus(score[0, 2]))
+
+
+def gradients(model: Encoder, part: str) -> set[str]:
+    """The names of the parameters that a part of the loss moves."""
+    model.zero_grad()
+    model.losses(BATCH)[part].backward()
+    return {n for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+
+
+def test_each_learns_its_own_and_both_learn_the_token_vectors() -> None:
+    model = lively()
+    every = {n for n, _ in model.named_parameters()}
+    vectors = {n for n in every if n.startswith("embed.") and not n.startswith("embed.widen")}
+    generator = {n for n in every if n.startswith(("extras.generator.stack", "extras.generator.narrow", "head."))}
+    assert gradients(model, "answers") == generator | vectors
+    assert gradients(model, "tokens") == every - generator
+    assert {"embed.tokens.weight", "embed.places.weight", "embed.segments.weight"} <= vectors
+
+
+def test_the_generator_is_narrower_and_as_deep() -> None:
+    base = bert(12, 768, 12, extras=(Generator(),))
+    small = generator_config(base)
+    assert (small.num_layers, small.dim, small.num_heads, small.mlp.dim, small.embed_dim) == (12, 192, 3, 768, 768)
+    tiny = generator_config(bert(2, 128, 2, extras=(Generator(),)))
+    assert (tiny.dim, tiny.num_heads, tiny.mlp.dim, tiny.head_size) == (32, 1, 128, 32)
+    odd = generator_config(bert(1, 30, 3, mlp=MLP(10), extras=(Generator(0.9),)))
+    assert (odd.dim, odd.num_heads) == (28, 2)
+    assert replace(odd, head=LMHead(transform=True)).problems() == []
+
+
+def test_words_are_the_generators_and_states_the_bodys() -> None:
+    model = lively().eval()
+    assert model.generator is not None
+    out = model(BATCH.tokens, output_hidden_states=True)
+    wanted = model.generator(model.embed.vectors(BATCH.tokens), None)
+    assert_close(out.logits, model.head(wanted, model.embed.tokens.weight))
+    assert_close(out.hidden_states[-1], model.body(Batch(BATCH.tokens)))
+    assert out.logits.shape == (2, 5, V)
+    assert out.hidden_states[-1].shape == (2, 5, 16)
+
+
+@pytest.mark.parametrize(
+    ("extra", "changes", "message"),
+    [
+        (Generator(size=0.0), {}, r"Generator.size must be in \(0, 1\]"),
+        (Generator(weight=0.0), {}, "Generator.weight more than 0"),
+        (Generator(), {"head": LMHead(), "embed_dim": None}, "Generator in model.extras needs model.head.transform"),
+    ],
+)
+def test_generators_that_cannot_be(extra: Generator, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_model(replace(CONFIG, extras=(extra,), **changes))  # type: ignore[arg-type]

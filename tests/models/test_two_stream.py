@@ -1,0 +1,155 @@
+"""The query stream knows its place and never its token, and nobody sees what comes later in the order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from firth.errors import UserError
+from firth.models import Encoder, Model, ModelConfig, make_model
+from firth.models.attention import see
+from firth.models.config import Pair, Query
+from firth.models.presets import t5, xlnet
+from firth.models.two_stream import asked_last, see_earlier
+from firth.objectives.batch import Batch
+
+V, T = 30, 6
+NORMS = {"post-norm": False, "pre-norm": True}
+TOKENS = torch.tensor([[7, 8, 9, 10, 11, 12]])
+RANK = torch.tensor([[0, 2, 0, 1, 0, 3]])  # 0, 2 and 4 come free; then 3, then 1, then 5
+ASKED = torch.tensor([[1, 3, 5]])
+BATCH = Batch(TOKENS, rank=RANK, asked=ASKED, labels=torch.tensor([[8, 10, 12]]))
+SEES = {1: [0, 2, 3, 4], 3: [0, 2, 4], 5: [0, 1, 2, 3, 4]}  # asked place -> whose tokens reach it
+
+
+def lively(**changes: Any) -> Encoder:
+    torch.manual_seed(1)
+    model = make_model(xlnet(3, 16, 2, V, extras=(Query(),), **changes)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.2)
+    assert isinstance(model, Encoder)
+    return model
+
+
+def reached(model: Model, batch: Batch) -> dict[int, list[int]]:
+    """For each asked place: which tokens change its logits when another one is put there."""
+    before = model.logits(batch)[0]
+    moved: dict[int, list[int]] = {int(place): [] for place in batch.asked[0]}
+    for j in range(batch.tokens.shape[1]):
+        tokens = batch.tokens.clone()
+        tokens[0, j] += 10
+        after = model.logits(batch._replace(tokens=tokens))[0]
+        for slot, place in enumerate(batch.asked[0].tolist()):
+            if not torch.equal(after[slot], before[slot]):
+                moved[place].append(j)
+    return moved
+
+
+@pytest.mark.parametrize("norm_first", NORMS.values(), ids=NORMS)
+def test_a_query_sees_earlier_ranks_and_not_itself(norm_first: bool) -> None:
+    assert reached(lively(norm_first=norm_first), BATCH) == SEES
+
+
+@pytest.mark.parametrize("norm_first", NORMS.values(), ids=NORMS)
+def test_no_gradient_reaches_an_asked_token_from_its_own_answer(norm_first: bool) -> None:
+    """The same by gradients, at the vectors that the content stream begins with."""
+    model = lively(norm_first=norm_first)
+    found: list[Tensor] = []
+
+    def watch(module: object, given: object, vectors: Tensor) -> Tensor:
+        found.append(vectors.detach().requires_grad_())
+        return found[-1]
+
+    handle = model.embed.tokens.register_forward_hook(watch)
+    logits = model.logits(BATCH)[0]
+    handle.remove()
+    for slot, place in enumerate(ASKED[0].tolist()):
+        (gradient,) = torch.autograd.grad(logits[slot].sum(), found[0], retain_graph=True)
+        assert gradient[0].abs().sum(-1).nonzero().flatten().tolist() == SEES[place]
+
+
+def test_documents_stay_apart() -> None:
+    doc = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    batch = BATCH._replace(doc=doc, position=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+    assert reached(lively(), batch) == {1: [0, 2], 3: [4], 5: [3, 4]}
+
+
+@pytest.mark.parametrize("norm_first", NORMS.values(), ids=NORMS)
+def test_both_streams_are_the_same_blocks(norm_first: bool) -> None:
+    """One block by hand: queries from the query stream, keys and values from the content, all weights shared."""
+    model = lively(norm_first=norm_first)
+    vector = model.extras["query"].vector
+    content, query = model.embed(TOKENS), model.embed.place(vector.expand(1, 3, -1), ASKED)
+    upto, earlier = see(False, None, RANK), see_earlier(None, RANK, ASKED)
+    for block in model.stack.blocks:
+        norm = block.attention_norm
+        if norm_first:
+            g = query + block.attention(norm(query), earlier, norm(content))
+            g = g + block.mlp(block.mlp_norm(g))
+        else:
+            g = norm(query + block.attention(query, earlier, content))
+            g = block.mlp_norm(g + block.mlp(g))
+        query, content = g, block(content, upto)
+    assert_close(model.asked_states(BATCH), model.stack.finish(query))
+
+
+def test_a_query_with_the_content_of_a_masked_token_is_mlm() -> None:
+    """Whoever begins like the content and sees all is the content stream itself."""
+    model = lively()
+    block, x = model.stack.blocks[0], torch.randn(1, T, 16)
+    assert_close(block(x, see(False, None), content=x), block(x, see(False, None)))
+
+
+def test_a_query_that_sees_nobody_breaks_nothing() -> None:
+    """Everything is asked, so the first in the order has nothing to go by; unused slots stand at place 0."""
+    model = lively().train()
+    batch = Batch(
+        TOKENS,
+        rank=torch.tensor([[1, 2, 3, 4, 5, 6]]),
+        asked=torch.tensor([[0, 1, 2, 3, 4, 5, 0, 0]]),
+        labels=torch.tensor([[7, 8, 9, 10, 11, 12, -100, -100]]),
+    )
+    loss = model.loss(batch)
+    loss.backward()
+    assert loss.isfinite()
+    for name, p in model.named_parameters():
+        assert p.grad is not None, name
+        assert p.grad.isfinite().all(), name
+
+
+def test_without_ranks_what_is_asked_comes_last() -> None:
+    assert asked_last(TOKENS, torch.tensor([[4, 1]])).tolist() == [[0, 1, 0, 0, 1, 0]]
+    assert reached(lively(), BATCH._replace(rank=None)) == {1: [0, 2, 4], 3: [0, 2, 4], 5: [0, 2, 4]}
+
+
+def test_places_and_segments_of_the_asked() -> None:
+    """Another place or another segment of an asked token changes its answer, though not its token does."""
+    model = lively()
+    batch = BATCH._replace(position=torch.arange(T)[None], segment=torch.tensor([[0, 0, 0, 1, 1, 1]]))
+    before = model.logits(batch)[0, 2]
+    assert_close(before, model.logits(batch._replace(position=None))[0, 2])
+    for field in ("position", "segment"):
+        changed = getattr(batch, field).clone()
+        changed[0, 5] = 0
+        assert not torch.equal(model.logits(batch._replace(**{field: changed}))[0, 2], before)
+
+
+def test_shared_blocks_and_narrow_vectors_have_two_streams_too() -> None:
+    from firth.models import LMHead
+
+    assert reached(lively(num_shared=3, embed_dim=8, head=LMHead(transform=True)), BATCH) == SEES
+
+
+def refused(config: ModelConfig, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_model(config)
+
+
+def test_what_does_not_go_with_a_query() -> None:
+    refused(xlnet(1, 16, 2, V, extras=(Query(), Pair())), "Query only by itself")
+    refused(xlnet(1, 16, 2, V, position=t5(1, 16, 2, 32).position, extras=(Query(),)), "Buckets yet")

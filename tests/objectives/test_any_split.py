@@ -1,0 +1,225 @@
+"""Whatever the rows and however they are split: the same noise, fixed shapes, and what must always hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from firth.objectives import (
+    BART,
+    CLM,
+    IGNORED,
+    MLM,
+    NAMED,
+    Batch,
+    BiLM,
+    Draw,
+    EncoderDecoderLM,
+    Mixture,
+    Objective,
+    OneStack,
+    PermutationLM,
+    PrefixLM,
+    Salient,
+    SalientSpans,
+    SpanCorruption,
+    Spans,
+    Tokens,
+    Weighted,
+    Words,
+)
+from firth.tokens import Rows, Vocabulary
+
+PAD, END, UNK, CLS, SEP, MASK, BOS = range(7)
+
+Maker = Callable[..., Rows]
+Slicer = Callable[[Rows, Any], Rows]
+
+
+def batch_of(objective: Objective, rows: Rows, vocab: Vocabulary, seed: int = 1, step: int = 8) -> Batch:
+    return objective(rows, Draw(seed, rows.index, rows.index // step), vocab)
+
+
+def same_rows(part: Batch, whole: Batch, some: Any) -> bool:
+    return all(
+        (a is None and b is None) or (a.shape[1:] == b.shape[1:] and bool((a == b[some]).all()))
+        for a, b in zip(part, whole, strict=True)
+    )
+
+
+# --- any split of the rows ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("processes", [2, 8])
+def test_any_number_of_processes_makes_the_same_batch(
+    name: str, processes: int, rows_for: Maker, slice_rows: Slicer, vocab: Vocabulary
+) -> None:
+    objective = NAMED[name]
+    rows = rows_for(objective, 32, 64, documents=3 if objective.layout == "packed" else 1, missing=20)
+    whole = batch_of(objective, rows, vocab)
+    for process in range(processes):
+        for some in (slice(process, None, processes), np.arange(32) // (32 // processes) == process):
+            assert same_rows(batch_of(objective, slice_rows(rows, some), vocab), whole, some)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_resumed_run_makes_the_same_batches(
+    name: str, rows_for: Maker, slice_rows: Slicer, vocab: Vocabulary
+) -> None:
+    objective = NAMED[name]
+    rows = rows_for(objective, 32, 64, documents=3 if objective.layout == "packed" else 1, missing=20)
+    straight = [batch_of(objective, slice_rows(rows, slice(i, i + 8)), vocab) for i in range(0, 32, 8)]
+    for start in (3, 1, 2):  # whatever was made before
+        again = batch_of(objective, slice_rows(rows, slice(8 * start, 8 * start + 8)), vocab)
+        assert same_rows(again, straight[start], slice(None))
+    one_at_a_time = [batch_of(objective, slice_rows(rows, [i]), vocab) for i in range(7, -1, -1)]
+    for i, alone in zip(range(7, -1, -1), one_at_a_time, strict=True):
+        assert same_rows(alone, straight[0], [i])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMED if name not in ("clm", "bilm")])
+def test_another_seed_and_another_place_in_the_stream_are_other_noise(
+    name: str, rows_for: Maker, vocab: Vocabulary
+) -> None:
+    objective = NAMED[name]
+    rows = rows_for(objective, 16, 64)
+    first = batch_of(objective, rows, vocab)
+    moved = rows._replace(index=rows.index + 16, row=rows.index + 16)
+    for other in (batch_of(objective, rows, vocab, seed=2), batch_of(objective, moved, vocab)):
+        assert first.tokens.shape == other.tokens.shape
+        assert (first.labels != other.labels).any() or (first.tokens != other.tokens).any()
+
+
+# --- any rows, rates and seeds ------------------------------------------------------------------------------------
+
+rates = st.one_of(st.just(0.15), st.floats(0.02, 0.9))
+shares = st.one_of(st.just(0.0), st.just(1.0), st.floats(0, 1))
+choosers = st.one_of(
+    st.just(Tokens()), st.just(Words()), st.just(Salient()), st.builds(Spans, st.floats(0.05, 0.9), st.integers(1, 12))
+)
+masked = st.builds(
+    MLM,
+    rate=rates,
+    mask=st.sampled_from([0.0, 0.8, 1.0]),
+    random=st.just(0.0),
+    choose=choosers,
+    ask=st.sampled_from(["tokens", "boundary", "replaced"]),
+    sees=st.sampled_from(["all", "forward", "backward", "prefix"]),
+    copies=st.sampled_from([0, 1, 10]),
+)
+corrupted = st.builds(SpanCorruption, rates, st.floats(1, 20))
+barts = st.builds(
+    BART,
+    permute=shares,
+    rotate=shares,
+    delete=st.floats(0, 0.9),
+    mask=st.floats(0, 0.9),
+    infill=st.floats(0.01, 0.9),
+    mean_span=st.floats(0.2, 20),
+)
+KINDS: dict[str, st.SearchStrategy[Any]] = {
+    "clm": st.builds(CLM, st.booleans()),
+    "prefix": st.builds(PrefixLM),
+    "bilm": st.builds(BiLM),
+    "encoder-decoder": st.builds(EncoderDecoderLM),
+    "permutation": st.builds(
+        PermutationLM, st.one_of(st.sampled_from([1 / 6, 0.3, 0.7]), st.floats(0.02, 0.95)), st.integers(1, 8)
+    ),
+    "mlm": masked,
+    "corruption": corrupted,
+    "one-stack": st.builds(OneStack, rates, st.floats(1, 20), st.booleans()),
+    "salient": st.builds(SalientSpans, rates),
+    "bart": barts,
+    "masks": st.builds(
+        lambda objectives, per: Mixture(tuple(map(Weighted, objectives)), per),
+        st.lists(
+            st.builds(MLM, rate=rates, sees=st.sampled_from(["all", "forward", "prefix"])), min_size=1, max_size=3
+        ),
+        st.sampled_from(["row", "batch"]),
+    ),
+    "mixed": st.builds(
+        lambda first, rest: Mixture((Weighted(first), *(Weighted(r, 2.0) for r in rest))),
+        st.builds(EncoderDecoderLM),
+        st.lists(corrupted, min_size=1, max_size=3),
+    ),
+}
+
+
+@st.composite
+def layouts(draw: Any, width: int, frame: int, most: int | None) -> list[list[int]]:
+    """Rows of all sorts: of one document or many, full or nearly empty."""
+    limit = max(1, min(width // (frame + 1), most or 9, 9))
+    rows = []
+    for _ in range(draw(st.integers(1, 4))):
+        docs = draw(st.one_of(st.just(1), st.just(limit), st.integers(1, limit)))
+        filled = draw(st.one_of(st.just(width), st.integers(docs * (frame + 1), width)))
+        weights = draw(st.lists(st.sampled_from([0, 1, 1, 9]), min_size=docs, max_size=docs))
+        spare = filled - docs * (frame + 1)
+        lengths = [1 + spare * w // max(sum(weights), 1) for w in weights]
+        lengths[-1] += spare - (sum(lengths) - docs)
+        rows.append(lengths)
+    return rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_what_holds_for_any_rows(
+    kind: str, data: st.DataObject, random_rows: Maker, slice_rows: Slicer, vocabulary: Callable[..., Vocabulary]
+) -> None:
+    objective = data.draw(KINDS[kind], "objective")
+    sentinels = tuple(range(999, 699, -1))
+    vocab = vocabulary(sentinels=sentinels)
+    vocab = Vocabulary(**(vars(vocab) | {"special": (*range(7), *sorted(sentinels))}))
+    frame = objective.frame(vocab)
+    width = max(objective.source_length(data.draw(st.one_of(st.just(64), st.integers(6, 100)), "length")), 6)
+    layout = data.draw(layouts(width, frame.size, objective.max_documents(width)), "layout")
+    seed = data.draw(st.integers(0, 2**32), "seed")
+    rows = random_rows(layout, width, frame, seed % 1000)
+    rows = rows._replace(tokens=np.where(rows.real, rows.tokens % 600 + 7, rows.tokens))
+    batch = batch_of(objective, rows, vocab, seed, step=2)
+
+    full = random_rows([[width - frame.size]], width, frame)
+    for a, b in zip(batch, batch_of(objective, full, vocab, seed, step=2), strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or a.shape[1:] == b.shape[1:], "shapes do not depend on the rows"
+    for i in range(len(layout)):
+        assert same_rows(batch_of(objective, slice_rows(rows, [i]), vocab, seed, step=2), batch, [i])
+    check(batch, rows, vocab)
+
+
+def check(batch: Batch, rows: Rows, vocab: Vocabulary) -> None:
+    """What holds for every batch of every objective."""
+    B, T = batch.tokens.shape
+    assert batch.doc.shape == batch.position.shape == (B, T)
+    read = batch.doc >= 0
+    assert (np.diff(read.astype(int), axis=1) <= 0).all(), "padding comes last"
+    assert (batch.tokens[~read] == PAD).all()
+    assert (batch.position[~read] == 0).all()
+    labels = batch.labels[batch.labels != IGNORED]
+    assert ((labels > 0) & (labels < vocab.size)).all()
+    assert (batch.labels != MASK).all()
+    assert (batch.tokens >= 0).all()
+    assert (batch.tokens < vocab.size).all()
+    for b in range(B):
+        for d in range(batch.doc[b].max() + 1):
+            mine = batch.doc[b] == d
+            if (batch.doc[b].max() == rows.doc[b].max()) or mine.any():
+                assert batch.position[b][mine].tolist() == list(range(mine.sum()))
+    if batch.asked is not None:
+        used = batch.labels != IGNORED
+        assert (np.diff(used.astype(int), axis=-1) <= 0).all(), "unused slots come last"
+        assert np.take_along_axis(batch.doc, batch.asked, 1)[used].min(initial=0) >= 0
+        places = batch.asked + T * np.arange(B)[:, None]
+        assert len(set(places[used].tolist())) == used.sum(), "no place is asked twice"
+    if batch.decoder_tokens is not None:
+        assert batch.decoder_tokens.shape == batch.decoder_doc.shape == batch.labels.shape
+        assert (batch.decoder_doc[batch.labels != IGNORED] >= 0).all()
+        for b in range(B):
+            assert np.isin(batch.decoder_doc[b], batch.doc[b]).all(), "whatever the decoder reads sees some text"

@@ -1,0 +1,84 @@
+"""Which objective, which tokenizer and which extras a family starts with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from firth.models import PRESETS, make_model, preset
+from firth.models.config import Boundary, Generator, Pair
+from firth.models.presets import bert, gpt2
+from firth.objectives import MLM, NAMED, SpanCorruption
+from firth.recipes import complete, default_objective, pretraining, tokenizer_kind
+from firth.recipes.pretraining import rate
+
+PUBLISHED = {
+    "bert": "mlm",
+    "roberta": "mlm",
+    "spanbert": "span",
+    "albert": "sop",
+    "electra": "rtd",
+    "xlnet": "permutation-lm",
+    "unilm": "unilm",
+    "gpt2": "clm",
+    "t5": "span-corruption",
+    "bart": "bart",
+}
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_a_family_starts_as_published(family: str) -> None:
+    model = preset(f"{family}-tiny")
+    assert default_objective(model) == PUBLISHED[family]
+    recipe = pretraining(model)
+    assert recipe.objective == NAMED[PUBLISHED[family]]
+    recipe.check()
+
+
+def test_an_unknown_family_goes_by_its_shape() -> None:
+    assert default_objective(replace(preset("bert-tiny"), family="mine")) == "mlm"
+    assert default_objective(replace(preset("gpt2-tiny"), family="mine")) == "clm"
+    assert default_objective(replace(preset("t5-tiny"), family="mine")) == "span-corruption"
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_recipe_has_what_its_objective_needs_and_no_more(name: str) -> None:
+    """Each objective with a model of a shape that can do it, from one without extras and from one with a pair head."""
+    objective = NAMED[name]
+    shape = objective.shapes[0]
+    model = next(config for config in PRESETS.values() if config.shape == shape)
+    starts = [model] if shape != "encoder" else [model, replace(model, extras=(Pair(),))]
+    for start in starts:
+        recipe = complete(replace(pretraining(start), objective=objective))
+        assert {type(extra).__name__.lower() for extra in recipe.model.extras} == set(objective.extras)
+        assert recipe.model.problems() == []
+        assert complete(recipe) == recipe
+        assert pretraining(start, objective=objective) == recipe
+
+
+def test_numbers_of_extras_are_kept() -> None:
+    model = bert(1, 16, 2, 30, extras=(Boundary(longest=5),))
+    assert pretraining(model, objective=NAMED["span"]).model.extras == (Boundary(longest=5),)
+    assert pretraining(model, objective=NAMED["mlm"]).model.extras == ()
+    electra = bert(1, 16, 2, 30, extras=(Generator(size=0.5),))
+    assert pretraining(electra, objective=NAMED["rtd"]).model.extras == (Generator(size=0.5),)
+    make_model(pretraining(electra, objective=NAMED["mlm"]).model)
+
+
+def test_tokenizers() -> None:
+    kinds = {name: tokenizer_kind(preset(name), pretraining(preset(name)).objective) for name in PRESETS}
+    assert kinds["bert-tiny"] == kinds["albert-tiny"] == kinds["electra-tiny"] == "wordpiece"
+    assert kinds["roberta-tiny"] == kinds["bart-tiny"] == kinds["gpt2-tiny"] == "byte-bpe"
+    assert kinds["t5-tiny"] == "unigram"
+    assert tokenizer_kind(preset("bart-tiny"), SpanCorruption()) == "unigram"
+    assert tokenizer_kind(preset("gpt2-tiny"), NAMED["lm-denoising"]) == "unigram"
+    assert tokenizer_kind(preset("bart-tiny"), NAMED["denoisers"]) == "unigram"
+    assert tokenizer_kind(preset("unilm-tiny"), NAMED["unilm"]) == "wordpiece"
+    assert tokenizer_kind(replace(preset("bert-tiny"), family="mine"), MLM()) == "wordpiece"
+
+
+def test_rates() -> None:
+    """As measured for the widths of BERT, GPT-2 and T5; a post-norm decoder takes no more than BERT."""
+    assert [rate(preset(f"{name}-tiny")) for name in ("bert", "gpt2", "t5", "bart")] == [1e-3, 2e-3, 3e-3, 1e-3]
+    assert rate(gpt2(1, 768, 12)) == pytest.approx(5.2e-4)

@@ -1,0 +1,48 @@
+"""Shards made by hand, with edges where a test wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from firth.files import whole_folder
+from firth.tokens.shards import Shards
+
+
+@pytest.fixture
+def make_shards(tmp_path: Path) -> Callable[..., Shards]:
+    """Shards of documents given as the lengths of their sentences.
+
+    The tokens are 100, 101, 102 ... so that each can be told from the others; words have two unless it is said.
+    """
+    made = 0
+
+    def make(
+        documents: Sequence[Sequence[int]],
+        words: Collection[int] | None = None,
+        salient: Collection[int] | None = None,
+        splits: Sequence[int] | None = None,
+        kind: str = "wordpiece",
+        part: str = "train",
+    ) -> Shards:
+        nonlocal made
+        made += 1
+        lengths = [sum(sentences) for sentences in documents]
+        size = sum(lengths)
+        ends = np.cumsum([length for sentences in documents for length in sentences]) - 1
+        with whole_folder(tmp_path / f"shards-{made}", kind="shards", facts={"tokenizer_kind": kind}) as folder:
+            (folder / part).mkdir()
+            np.arange(100, 100 + size, dtype=np.uint16).tofile(folder / part / "tokens.bin")
+            np.save(folder / part / "offsets.npy", np.cumsum([0, *lengths]))
+            marks = {"words": range(0, size, 2) if words is None else words, "sentences": ends, "salient": salient}
+            for name, places in marks.items():
+                if places is not None:
+                    np.packbits(np.isin(np.arange(size), list(places))).tofile(folder / part / f"{name}.bin")
+            if splits is not None:
+                np.save(folder / part / "splits.npy", np.array(splits))
+        return Shards(tmp_path / f"shards-{made}" / part)
+
+    return make
