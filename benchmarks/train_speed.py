@@ -147,9 +147,9 @@ def their_model(model: Model) -> Any:
 def our_step(machine: Machine, model: Model) -> Callable[[Batch], Tensor]:
     """The step of the real loop."""
     run = Run(SETTINGS, machine, model, batches=lambda step: [])
-    loss_of = torch.compile(model.loss) if machine.compile else model.loss
+    losses_of = torch.compile(model.losses) if machine.compile else model.losses
     optimizer = make_optimizer(model, SETTINGS)
-    return lambda batch: train_step(run, loss_of, optimizer, [batch], 0, SETTINGS.learning_rate)
+    return lambda batch: train_step(run, losses_of, optimizer, [batch], 0, SETTINGS.learning_rate)
 
 
 def their_step(machine: Machine, theirs: Any) -> Callable[[Batch], Tensor]:
