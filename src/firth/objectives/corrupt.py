@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from firth.objectives.batch import IGNORED, Batch
-from firth.objectives.choose import Documents, count_in_document, first_of_document, inside, shifted
+from firth.objectives.choose import Documents, count_in_document, first_of_document, inside, order, shifted
 from firth.objectives.draw import Draw
 from firth.objectives.sight import document_lengths, per_document
 from firth.tokens import Rows, Vocabulary
@@ -223,7 +223,7 @@ def _reorder(text: Text, key_BL: np.ndarray, share: float, purpose: str, draw: D
     chosen_BL = per_document(draw.uniform(purpose, text.doc.shape[1]), text.doc) < share
     moved_BL = text.real & chosen_BL
     # Places that move are ordered among themselves, so that everything else stays where it is.
-    order_BL = np.argsort(np.where(moved_BL, text.doc + key_BL.astype(np.float64), np.inf), axis=1, kind="stable")
+    order_BL = order(key_BL, np.where(moved_BL, text.doc, 2**15))
     tokens_BL, count_B1 = text.tokens.copy(), moved_BL.sum(1, keepdims=True)
     tokens_BL[moved_BL] = np.take_along_axis(text.tokens, order_BL, 1)[np.arange(text.doc.shape[1]) < count_B1]
     return text._replace(tokens=tokens_BL)

@@ -300,12 +300,13 @@ class MLM(Plain):
 
     def sight(self, rows: Rows, draw: Draw) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Rank and segment."""
-        place = np.broadcast_to(np.arange(rows.doc.shape[1]), rows.doc.shape)
+        if self.sees == "all":
+            return None, rows.segment
         if self.sees == "prefix":
             rank = sight.rank(rows.position, sight.random_prefix(rows.doc, draw))
             return rank, (rank > 0).astype(np.int32)
-        ranks = {"all": None, "forward": place.copy(), "backward": place[:, ::-1].copy()}
-        return ranks[self.sees], rows.segment
+        place = np.arange(rows.doc.shape[1])
+        return np.tile(place if self.sees == "forward" else place[::-1], (len(rows.doc), 1)), rows.segment
 
 
 # --- text to text -------------------------------------------------------------------------------------------------

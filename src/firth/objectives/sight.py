@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from firth.objectives.choose import first_of_document
+from firth.objectives.choose import first_of_document, order
 from firth.objectives.draw import Draw
 
 
@@ -44,7 +44,7 @@ def random_order(target_BL: np.ndarray, draw: Draw) -> np.ndarray:
     """Ranks for permutation LM: 0 for what is read freely, then the targets of the row in random order."""
     B, L = target_BL.shape
     key_BL = np.where(target_BL, draw.uniform("order", L), np.float32(2))
-    order_BL = np.argsort(key_BL, axis=1, kind="stable")
+    order_BL = order(key_BL)
     place_BL = np.empty_like(order_BL)
     np.put_along_axis(place_BL, order_BL, np.broadcast_to(np.arange(1, L + 1), (B, L)), 1)
     return np.where(target_BL, place_BL, 0)

@@ -13,7 +13,7 @@ import yaml
 from firth.errors import UserError, nearest
 from firth.files import write_text
 from firth.models import LMHead, ModelConfig
-from firth.objectives import Objective
+from firth.objectives import NAMED, Objective
 from firth.plain import from_plain, to_plain
 
 R = TypeVar("R", bound="Training")
@@ -120,7 +120,11 @@ class Recipe(Training):
             raise UserError("; ".join(wrong) + ".")
         if model.shape not in objective.shapes:
             name, wanted = type(objective).__name__, " or ".join(objective.shapes)
-            raise UserError(f"{name} is for the shape {wanted}; {model.family} has the shape {model.shape}.")
+            others = ", ".join(n for n, o in NAMED.items() if model.shape in o.shapes)
+            raise UserError(
+                f"{name} is for the shape {wanted}; {model.family} has the shape {model.shape}. "
+                f"Take such a model, or one of these objectives: {others}."
+            )
         if not isinstance(model.head, LMHead):
             raise UserError("This checkpoint has a classifier's head: pretraining goes on from a language model.")
         if model.max_length is not None and self.max_seq_length > model.max_length:
