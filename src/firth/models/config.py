@@ -11,10 +11,33 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
+class NoPlaces:
+    """The model is not told where a token stands; a causal one can find out."""
+
+
+@dataclass(frozen=True)
 class Learned:
-    """One vector per absolute place, added to the embedding (BERT, GPT-2)."""
+    """One vector per absolute place, added to the embedding (BERT, GPT-2).
+
+    The first `offset` vectors are never used: RoBERTa and BART count places from 2.
+    """
 
     length: int = 512
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Sinusoid:
+    """Sines and cosines of the absolute place, added to the embedding (Vaswani et al. 2017, section 3.5)."""
+
+    length: int = 512
+
+
+@dataclass(frozen=True)
+class Shaw:
+    """One vector per distance up to `far`, compared with the query (Shaw et al. 2018, section 3.2, keys only)."""
+
+    far: int = 16
 
 
 @dataclass(frozen=True)
@@ -26,8 +49,69 @@ class Buckets:
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """Llama 3's way to more places: slow turns are made slower by `factor`, fast ones stay, those between are blended.
+
+    A turn is slow when it takes more than length / low places, fast when it takes less than length / high.
+    """
+
+    factor: float = 8.0
+    low: float = 1.0
+    high: float = 4.0
+    length: int = 8192
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Queries and keys are turned by their place (Su et al. 2021). `local` is the base in layers with a window."""
+
+    base: float = 10000.0
+    length: int = 2048
+    stretch: Stretch | None = None
+    local: float | None = None
+
+
+@dataclass(frozen=True)
+class ALiBi:
+    """Scores fall with the distance, at another slope in each head (Press et al. 2022)."""
+
+
+@dataclass(frozen=True)
+class TransformerXL:
+    """Sines of the distance, projected in each layer, compared with the query (Dai et al. 2019, section 3.3).
+
+    `segments` adds XLNet's score for being in the same segment or not.
+    """
+
+    segments: bool = False
+
+
+@dataclass(frozen=True)
+class Disentangled:
+    """Content is compared with relative places, and these with content (DeBERTa, section 3.1).
+
+    Distances up to `far` have vectors of their own; with `buckets` so many, finer near by (version 2). `shared` uses
+    the projections of content for places too (version 2), `normed` puts a norm on their vectors.
+    """
+
+    far: int = 512
+    buckets: int = 0
+    shared: bool = False
+    normed: bool = False
+
+
+@dataclass(frozen=True)
+class Window:
+    """`size` tokens around each are seen; in the first layer and every `every`-th after it, all (ModernBERT)."""
+
+    size: int = 128
+    every: int = 3
+
+
+@dataclass(frozen=True)
 class LayerNorm:
     eps: float = 1e-12
+    bias: bool = True
 
 
 @dataclass(frozen=True)
@@ -38,7 +122,7 @@ class RMSNorm:
 @dataclass(frozen=True)
 class MLP:
     dim: int
-    activation: Literal["relu", "gelu", "gelu-tanh"] = "gelu"
+    activation: Literal["relu", "gelu", "gelu-tanh", "silu"] = "gelu"
     gated: bool = False
 
 
@@ -107,7 +191,7 @@ class Query:
     """A second stream that knows its place and not its token (XLNet, section 2.3)."""
 
 
-Position = Learned | Buckets
+Position = NoPlaces | Learned | Sinusoid | Shaw | Buckets | Rotary | ALiBi | TransformerXL | Disentangled
 Norm = LayerNorm | RMSNorm
 Init = Normal | FanIn
 Head = LMHead | Classes
@@ -136,6 +220,8 @@ class ModelConfig:
     bias: bool = True
     num_segments: int = 0
     head_dim: int | None = None  # dim / num_heads unless said
+    num_kv_heads: int | None = None  # so many heads of keys and values, each read by several of queries
+    window: Window | None = None  # a narrower sight in some layers
     num_decoder_layers: int | None = None  # num_layers unless said
     embed_dim: int | None = None  # width of the token vectors, dim unless said (ALBERT, ELECTRA)
     num_shared: int = 1  # so many layers in a row are one block (ALBERT)
@@ -147,6 +233,10 @@ class ModelConfig:
     @property
     def head_size(self) -> int:
         return self.head_dim or self.dim // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
 
     @property
     def decoder_layers(self) -> int:
@@ -163,7 +253,9 @@ class ModelConfig:
     @property
     def max_length(self) -> int | None:
         """The longest text that the positions can tell apart, or None when there is no such limit."""
-        return self.position.length if isinstance(self.position, Learned) else None
+        if isinstance(self.position, Learned | Sinusoid):
+            return self.position.length - getattr(self.position, "offset", 0)
+        return None
 
     def problems(self) -> list[str]:
         """What is wrong with these numbers, in a user's words."""
@@ -175,6 +267,7 @@ class ModelConfig:
             "mlp.dim": self.mlp.dim,
             "position.length": self.max_length,
             "head_dim": self.head_dim,
+            "num_kv_heads": self.num_kv_heads,
             "num_decoder_layers": self.num_decoder_layers,
             "embed_dim": self.embed_dim,
             "num_shared": self.num_shared,
@@ -184,6 +277,10 @@ class ModelConfig:
         ]
         if isinstance(self.position, Buckets) and not 4 <= self.position.num < 2 * self.position.far:
             wrong.append("model.position.num must be at least 4, and less than twice model.position.far")
+        if isinstance(self.position, Rotary) and self.head_size % 2:
+            wrong.append(f"model.position Rotary turns pairs of numbers, and a head has {self.head_size}: not even")
+        if not wrong and self.num_heads % self.kv_heads:
+            wrong.append(f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.kv_heads}")
         if isinstance(self.head, Classes) and not self.head.names:
             wrong.append("model.head has no classes")
         if not wrong and self.head_dim is None and self.dim % self.num_heads:

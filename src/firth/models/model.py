@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from firth.errors import UserError
 from firth.models.config import Classes, FanIn, LMHead, ModelConfig
+from firth.models.embed import Embedding
 from firth.models.heads import IGNORED, BoundaryHead, Choice, PairHead, Vocabulary, pick
 from firth.models.replaced import Replaced, filled, generator_config, verdict_loss
-from firth.models.stack import Embedding, Stack
+from firth.models.stack import Stack
 from firth.models.two_stream import TwoStream
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from firth.models.attention import Sight, see
 from firth.models.config import ModelConfig
+from firth.models.embed import Embedding
 from firth.models.heads import pick
-from firth.models.stack import Embedding, Stack
+from firth.models.stack import Stack
 
 
 class TwoStream(nn.Module):
