@@ -111,3 +111,44 @@ def test_dropout_drops_weights() -> None:
     q, k, v = torch.zeros(1, 1, 1000, 8), torch.zeros(1, 1, 4, 8), torch.ones(1, 1, 4, 1)
     y = attend(q, k, v, Sight(), dropout=0.5, scale=1.0)
     assert set(y.flatten().tolist()) == {0.0, 0.5, 1.0, 1.5, 2.0}
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("masked", [False, True])
+def test_shared_keys_are_repeated_keys(kv_heads: int, masked: bool) -> None:
+    q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, kv_heads, 6, 8), torch.randn(2, kv_heads, 6, 8)
+    sight = see(True, torch.tensor([[0, 0, 1, 1, 1, -1]]).expand(2, 6) if masked else None)
+    times = 4 // kv_heads
+    wanted = attend(q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1), sight, 0.0, 0.3)
+    assert_close(attend(q, k, v, sight, 0.0, 0.3), wanted)
+    assert_close(attention.plain(q, k, v, sight, 0.0, 0.3), wanted)
+
+
+def test_weights_can_be_seen() -> None:
+    seen: list[Tensor] = []
+    q, k, v = torch.randn(3, 2, 2, 5, 4).unbind()
+    sight = see(True, None)
+    y = attend(q, k, v, sight._replace(seen=seen), 0.0, 0.5)
+    assert_close(y, attend(q, k, v, sight, 0.0, 0.5))
+    (weights,) = seen
+    assert_close(weights @ v, y)
+    assert_close(weights.sum(-1), torch.ones(2, 2, 5))
+    assert (weights.triu(1) == 0).all()
+
+
+def test_scores_of_a_layer_are_added_under_any_sight() -> None:
+    q, k, v = torch.randn(3, 2, 2, 5, 4).unbind()
+    more, doc = torch.randn(2, 2, 5, 5), torch.tensor([[0, 0, 1, 1, -1], [0, 0, 0, 0, 0]])
+    static = torch.randn(1, 2, 5, 5)
+    scores = q @ k.mT * 0.5 + more
+    lower = torch.ones(5, 5, dtype=torch.bool).tril()
+    same = (doc[:, :, None] == doc[:, None, :])[:, None]
+    cases = {
+        "nothing": (see(False, None), scores),
+        "causal": (see(True, None), scores.masked_fill(~lower, -math.inf)),
+        "documents": (see(False, doc), scores.masked_fill(~same, -math.inf)),
+        "both": (see(True, doc, score=static), (scores + static).masked_fill(~(same & lower), -math.inf)),
+    }
+    for name, (sight, wanted) in cases.items():
+        found = attend(q, k, v, attention.add_score(sight, more), 0.0, 0.5)
+        assert_close(found, wanted.softmax(-1) @ v, msg=name)

@@ -1,29 +1,31 @@
 """One Attention for all, and the one function that picks the kernel.
 
-B rows, T places that ask, S places that are read, H heads, d numbers per head, D model width.
+B rows, T places that ask, S places that are read, H heads, G heads of keys and values, d numbers per head, D width.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from firth.models.config import FanIn, ModelConfig
+from firth.models.config import FanIn, ModelConfig, Shaw
 from firth.models.dropout import drop
+from firth.models.position import ShawScore, Turn
 
 
 class Sight(NamedTuple):
-    """Who may see whom: `causal` alone, or a `mask` (B, 1, T, S) that is true where seeing is allowed.
-
-    `score` (1, H, T, S) is added to the scores where a position scheme says so.
-    """
+    """Who may see whom: `causal` alone, or a `mask` (B or 1, 1, T, S) that is true where seeing is allowed."""
 
     causal: bool = False
     mask: Tensor | None = None
-    score: Tensor | None = None
+    score: Tensor | None = None  # (B or 1, H, T, S) added to the scores, -inf where the mask forbids
+    turn: Turn | None = None  # turns queries and keys by their places
+    places: Any = None  # what the scores of a layer need to know of the row
+    some_see_nobody: bool = False
+    seen: list[Tensor] | None = None  # where the weights of attention are kept for someone who wants to see them
 
 
 def see(
@@ -32,15 +34,18 @@ def see(
     rank: Tensor | None = None,
     read_doc: Tensor | None = None,
     score: Tensor | None = None,
+    near: Tensor | None = None,
 ) -> Sight:
     """Sight from the fields of a batch: the same document, and `rank[j] <= rank[i]`.
 
     Without `rank` a causal stack reads in order of place. `read_doc` are the documents of another sequence
-    (cross-attention); without documents everything is one.
+    (cross-attention); without documents everything is one. `near` (1, T, S) narrows what is seen.
     """
     mask = None
     if doc is not None:
         mask = doc[:, :, None] == (doc if read_doc is None else read_doc)[:, None, :]
+    if near is not None:
+        mask = near if mask is None else mask & near
     if rank is not None:
         earlier = rank[:, None, :] <= rank[:, :, None]
         mask = earlier if mask is None else mask & earlier
@@ -56,21 +61,34 @@ def see(
     return Sight(causal and rank is None and mask is None, mask, score)
 
 
-def attend(q_BHTd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor, sight: Sight, dropout: float, scale: float) -> Tensor:
+def attend(q_BHTd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, sight: Sight, dropout: float, scale: float) -> Tensor:
     """Softmax attention by SDPA, which takes its fused kernels when there is no mask or a causal one.
 
-    On a CPU it has none for dropout, and `plain` is faster.
+    On a CPU it has none for dropout, and `plain` is faster; only `plain` has the weights that someone wants to see.
     """
-    if dropout and q_BHTd.device.type == "cpu" and not torch.compiler.is_compiling():
-        return plain(q_BHTd, k_BHSd, v_BHSd, sight, dropout, scale)
+    cpu = q_BHTd.device.type == "cpu" and not torch.compiler.is_compiling()
+    if (dropout and cpu) or sight.seen is not None:
+        return plain(q_BHTd, k_BGSd, v_BGSd, sight, dropout, scale)
     bias = sight.mask if sight.score is None else sight.score.to(q_BHTd.dtype)
-    return F.scaled_dot_product_attention(
-        q_BHTd, k_BHSd, v_BHSd, attn_mask=bias, dropout_p=dropout, is_causal=sight.causal, scale=scale
+    grouped = q_BHTd.shape[1] != k_BGSd.shape[1]
+    if grouped and bias is not None:  # the fused kernels that take a bias do not share heads
+        k_BGSd, v_BGSd = repeat_heads(k_BGSd, q_BHTd), repeat_heads(v_BGSd, q_BHTd)
+    y_BHTd = F.scaled_dot_product_attention(
+        q_BHTd,
+        k_BGSd,
+        v_BGSd,
+        attn_mask=bias,
+        dropout_p=dropout,
+        is_causal=sight.causal,
+        scale=scale,
+        enable_gqa=grouped and bias is None,
     )
+    return blind(y_BHTd, sight) if sight.some_see_nobody and sight.score is not None else y_BHTd
 
 
-def plain(q_BHTd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor, sight: Sight, dropout: float, scale: float) -> Tensor:
+def plain(q_BHTd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, sight: Sight, dropout: float, scale: float) -> Tensor:
     """The same in single operations; whoever sees nobody gets 0 here too."""
+    k_BHSd, v_BHSd = repeat_heads(k_BGSd, q_BHTd), repeat_heads(v_BGSd, q_BHTd)
     scores = (q_BHTd * scale) @ k_BHSd.transpose(-1, -2)
     if sight.score is not None:
         scores += sight.score
@@ -78,33 +96,78 @@ def plain(q_BHTd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor, sight: Sight, dropout:
         # added, not filled in: so that nothing is done backward
         allowed = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril() if sight.mask is None else sight.mask
         scores += scores.new_zeros(allowed.shape).masked_fill_(~allowed, torch.finfo(scores.dtype).min)
-    y_BHTd = drop(scores.softmax(-1), dropout) @ v_BHSd
-    return y_BHTd if sight.mask is None else y_BHTd * sight.mask.any(-1, keepdim=True)
+    weights = scores.softmax(-1)
+    if sight.seen is not None:
+        sight.seen.append(weights)
+    y_BHTd = drop(weights, dropout) @ v_BHSd
+    return y_BHTd if sight.mask is None else blind(y_BHTd, sight)
+
+
+def blind(y_BHTd: Tensor, sight: Sight) -> Tensor:
+    """Nothing for those who see nobody."""
+    assert sight.mask is not None
+    return y_BHTd * sight.mask.any(-1, keepdim=True)
+
+
+def repeat_heads(x_BGSd: Tensor, q_BHTd: Tensor) -> Tensor:
+    """Heads of keys or values as often as there are queries that share them."""
+    times = q_BHTd.shape[1] // x_BGSd.shape[1]
+    return x_BGSd if times == 1 else x_BGSd.repeat_interleave(times, 1)
 
 
 class Attention(nn.Module):
     """Multi-head attention; who asks (`x`) and what is read (`read`) may be two sequences."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, cross: bool = False) -> None:
         super().__init__()
-        self.num_heads, self.head_size = config.num_heads, config.head_size
-        inner = self.num_heads * self.head_size
-        self.qkv = nn.Linear(config.dim, 3 * inner, bias=config.bias)  # query, key, value in one product
+        self.num_heads, self.kv_heads, self.head_size = config.num_heads, config.kv_heads, config.head_size
+        inner, self.sizes = self.num_heads * self.head_size, self.part_sizes(config)
+        self.qkv = nn.Linear(config.dim, sum(self.sizes), bias=config.bias)  # query, key, value in one product
         self.out = nn.Linear(inner, config.dim, bias=config.bias)
+        self.score = None if cross else make_score(config)
         self.dropout = config.attention_dropout
         self.scale = 1.0 if isinstance(config.init, FanIn) else self.head_size**-0.5
 
+    @staticmethod
+    def part_sizes(config: ModelConfig) -> tuple[int, int, int]:
+        """How much of `qkv` is queries, keys and values."""
+        read = config.kv_heads * config.head_size
+        return config.num_heads * config.head_size, read, read
+
     def forward(self, x_BTD: Tensor, sight: Sight, read_BSD: Tensor | None = None) -> Tensor:
-        if read_BSD is None:
-            q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
-        else:
-            inner = self.num_heads * self.head_size
-            weight, bias = self.qkv.weight, self.qkv.bias
-            q = F.linear(x_BTD, weight[:inner], None if bias is None else bias[:inner])
-            k, v = F.linear(read_BSD, weight[inner:], None if bias is None else bias[inner:]).chunk(2, dim=-1)
-        dropout = self.dropout if self.training else 0.0
-        y = attend(self.split(q), self.split(k), self.split(v), sight, dropout, self.scale)
+        q, k, v = (self.split(part) for part in self.project(x_BTD, read_BSD))
+        if sight.turn is not None:
+            q, k = sight.turn(q), sight.turn(k)
+        if self.score is not None:
+            sight = add_score(sight, self.score(q, k, sight) * self.scale)
+        y = attend(q, k, v, sight, self.dropout if self.training else 0.0, self.scale)
         return self.out(y.transpose(1, 2).flatten(2))
 
+    def project(self, x_BTD: Tensor, read_BSD: Tensor | None) -> tuple[Tensor, ...]:
+        if read_BSD is None:
+            return self.qkv(x_BTD).split(self.sizes, -1)
+        asks, weight, bias = self.sizes[0], self.qkv.weight, self.qkv.bias
+        q = F.linear(x_BTD, weight[:asks], None if bias is None else bias[:asks])
+        kv = F.linear(read_BSD, weight[asks:], None if bias is None else bias[asks:])
+        return q, *kv.split(self.sizes[1:], -1)
+
     def split(self, x_BTI: Tensor) -> Tensor:
-        return x_BTI.unflatten(-1, (self.num_heads, self.head_size)).transpose(1, 2)
+        return x_BTI.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+
+
+def make_score(config: ModelConfig) -> nn.Module | None:
+    """What a layer adds to its scores by itself."""
+    return ShawScore(config, config.position) if isinstance(config.position, Shaw) else None
+
+
+def add_score(sight: Sight, more_BHTS: Tensor) -> Sight:
+    """The same sight with more on the scores."""
+    if sight.score is not None:
+        return sight._replace(score=sight.score + more_BHTS)
+    if sight.causal:
+        lower = torch.ones(more_BHTS.shape[-2:], dtype=torch.bool, device=more_BHTS.device).tril()
+        sight = sight._replace(causal=False, mask=lower[None, None])
+    if sight.mask is not None:
+        low = torch.finfo(more_BHTS.dtype).min if sight.some_see_nobody else float("-inf")
+        more_BHTS = more_BHTS.masked_fill(~sight.mask, low)
+    return sight._replace(score=more_BHTS)

@@ -15,13 +15,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
 }
 
 
 def make_norm(config: c.ModelConfig, dim: int | None = None) -> nn.Module:
     """A norm over `dim` numbers, the model's width unless said."""
-    kind = nn.RMSNorm if isinstance(config.norm, c.RMSNorm) else nn.LayerNorm
-    return kind(dim or config.dim, eps=config.norm.eps)
+    if isinstance(config.norm, c.RMSNorm):
+        return nn.RMSNorm(dim or config.dim, eps=config.norm.eps)
+    return nn.LayerNorm(dim or config.dim, eps=config.norm.eps, bias=config.norm.bias)
 
 
 class MLP(nn.Module):
@@ -43,12 +45,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention, then (in a decoder that reads an encoder) cross-attention, then MLP."""
 
-    def __init__(self, config: c.ModelConfig, cross: bool = False) -> None:
+    def __init__(self, config: c.ModelConfig, cross: bool = False, first: bool = False) -> None:
         super().__init__()
         self.attention = Attention(config)
-        self.attention_norm = make_norm(config)
+        self.attention_norm = nn.Identity() if first and config.skip_first_norm else make_norm(config)
         if cross:
-            self.cross = Attention(config)
+            self.cross = Attention(config, cross=True)
             self.cross_norm = make_norm(config)
         self.mlp = MLP(config)
         self.mlp_norm = make_norm(config)

@@ -217,6 +217,7 @@ class ModelConfig:
     init: Init = Normal()
     norm_first: bool = False  # before each part (pre) or after its residual (post)
     embed_norm: bool = False
+    skip_first_norm: bool = False  # the first block reads an embedding that has its norm already (ModernBERT)
     bias: bool = True
     num_segments: int = 0
     head_dim: int | None = None  # dim / num_heads unless said
@@ -228,6 +229,7 @@ class ModelConfig:
     framed: bool = False  # an encoder-decoder whose texts stand between <s> and </s> (BART), not before </s> (T5)
     dropout: float = 0.1
     attention_dropout: float = 0.1
+    layer_drop: float = 0.0  # a block is left out so often in training (Fan et al. 2020)
     extras: tuple[Extra, ...] = ()  # what an objective needs beside the body and its head
 
     @property
@@ -285,7 +287,7 @@ class ModelConfig:
             wrong.append("model.head has no classes")
         if not wrong and self.head_dim is None and self.dim % self.num_heads:
             wrong.append(f"model.dim={self.dim} is not a multiple of model.num_heads={self.num_heads}")
-        for name in ("dropout", "attention_dropout"):
+        for name in ("dropout", "attention_dropout", "layer_drop"):
             if not 0 <= getattr(self, name) < 1:
                 wrong.append(f"model.{name} is {getattr(self, name)}, and must be in [0, 1)")
         transform = not isinstance(self.head, LMHead) or self.head.transform

@@ -1,7 +1,10 @@
 """How a model knows where a token stands.
 
-Two doors so far: `embed` (a vector added to the embedding) is a plain table in `stack.py`; `score` (a number added
-to the attention scores) is here.
+Three doors. `embed` (a vector added to the embedding) is in `embed.py`. `turn` (queries and keys turned by their place)
+and `score` (a number added to the scores of attention) are here; scores that depend on what is read are in
+`relative.py`. Packed documents do not see each other, so where only distances matter, places in the row will do.
+
+B rows, T places that ask, S places that are read, H heads, d numbers per head, R distances.
 """
 
 from __future__ import annotations
@@ -11,7 +14,52 @@ import math
 import torch
 from torch import Tensor, nn
 
-from firth.models.config import Buckets
+from firth.models.config import ALiBi, Buckets, ModelConfig, Rotary, Shaw, Stretch
+
+# --- turn ---------------------------------------------------------------------------------------------------------
+
+
+def frequencies(base: float, size: int, stretch: Stretch | None, device: torch.device) -> Tensor:
+    """How far each pair of numbers turns from one place to the next (Su et al. 2021, section 3.2.2)."""
+    turns = base ** (-torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
+    if stretch is None:
+        return turns
+    places = 2 * math.pi / turns  # that one turn takes
+    blend = (stretch.length / places - stretch.low) / (stretch.high - stretch.low)
+    blend = blend.clamp(0, 1)
+    return (1 - blend) * turns / stretch.factor + blend * turns
+
+
+class Turn:
+    """Cosines and sines of places, (B or 1, 1, T, d): what turns queries and keys."""
+
+    def __init__(self, position_BT: Tensor, turns: Tensor) -> None:
+        angle = position_BT[:, None, :, None].float() * torch.cat([turns, turns])
+        self.cos, self.sin = angle.cos(), angle.sin()
+
+    def __call__(self, x_BHTd: Tensor) -> Tensor:
+        """Each number is turned together with the one half a head further."""
+        a, b = x_BHTd.chunk(2, -1)
+        return x_BHTd * self.cos.to(x_BHTd.dtype) + torch.cat([-b, a], -1) * self.sin.to(x_BHTd.dtype)
+
+
+def make_turn(config: ModelConfig, position: Tensor | None, like: Tensor, local: bool = False) -> Turn | None:
+    """The turn of a sequence of vectors (B, T, D), in a layer with a window or without."""
+    if not isinstance(config.position, Rotary):
+        return None
+    spec = config.position
+    base = spec.local if local and spec.local is not None else spec.base
+    if position is None:
+        position = torch.arange(like.shape[1], device=like.device)[None]
+    return Turn(position, frequencies(base, config.head_size, spec.stretch, like.device))
+
+
+# --- score, the same for every text -------------------------------------------------------------------------------
+
+
+def distances(T: int, S: int, device: torch.device) -> Tensor:
+    """(T, S): how far what is read stands after what asks."""
+    return torch.arange(S, device=device)[None, :] - torch.arange(T, device=device)[:, None]
 
 
 def bucket(distance: Tensor, num: int, far: int, both_ways: bool) -> Tensor:
@@ -40,8 +88,69 @@ class BucketScore(nn.Module):
         self.spec, self.both_ways = spec, both_ways
         self.table = nn.Embedding(spec.num, num_heads)
 
-    def forward(self, length: int) -> Tensor:
-        """(1, heads, length, length). Packed documents do not see each other, so places in the row will do."""
-        place = torch.arange(length, device=self.table.weight.device)
-        distance = place[None, :] - place[:, None]
-        return self.table(bucket(distance, self.spec.num, self.spec.far, self.both_ways)).permute(2, 0, 1)[None]
+    def forward(self, T: int, S: int) -> Tensor:
+        """(1, H, T, S)."""
+        number = bucket(distances(T, S, self.table.weight.device), self.spec.num, self.spec.far, self.both_ways)
+        return self.table(number).permute(2, 0, 1)[None]
+
+
+class SlopeScore(nn.Module):
+    """Less for what is further away, with slopes that fall geometrically from head to head (ALiBi, section 3)."""
+
+    slopes: Tensor
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.register_buffer("slopes", torch.tensor(geometric(num_heads)), persistent=False)
+
+    def forward(self, T: int, S: int) -> Tensor:
+        """(1, H, T, S)."""
+        return (-distances(T, S, self.slopes.device).abs() * self.slopes[:, None, None])[None]
+
+
+def geometric(num_heads: int) -> list[float]:
+    """1/2, 1/4, ... for 8 heads; for a number that is no power of two, those of the next ones in between.
+
+    >>> geometric(4)
+    [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    power = 2 ** int(math.log2(num_heads))
+    first = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    return first + (geometric(2 * power)[0::2][: num_heads - power] if power < num_heads else [])
+
+
+def make_stack_score(config: ModelConfig, causal: bool) -> nn.Module | None:
+    """What a stack adds to the scores of all its layers."""
+    if isinstance(config.position, Buckets):
+        return BucketScore(config.position, config.num_heads, both_ways=not causal)
+    return SlopeScore(config.num_heads) if isinstance(config.position, ALiBi) else None
+
+
+# --- score, by what asks and what is read -------------------------------------------------------------------------
+
+
+def skew(x_BHTR: Tensor, S: int) -> Tensor:
+    """From one number per distance to one per place: [i, j] is the number of i for the distance j - i.
+
+    The R = T + S - 1 distances are -(T - 1), ..., S - 1. Rows of one number less shift each row by one: no gathering.
+    """
+    T, R = x_BHTR.shape[-2:]
+    if T == 1:
+        return x_BHTR
+    flat = x_BHTR.flatten(-2)[..., T - 1 : T - 1 + T * (R - 1)]
+    return flat.unflatten(-1, (T, R - 1))[..., :S]
+
+
+class ShawScore(nn.Module):
+    """The query compared with a vector per distance, the same in every head."""
+
+    def __init__(self, config: ModelConfig, spec: Shaw) -> None:
+        super().__init__()
+        self.far = spec.far
+        self.vectors = nn.Embedding(2 * spec.far + 1, config.head_size)
+
+    def forward(self, q_BHTd: Tensor, k_BHSd: Tensor, sight: object) -> Tensor:
+        """(B, H, T, S)."""
+        T, S = q_BHTd.shape[2], k_BHSd.shape[2]
+        distance = torch.arange(1 - T, S, device=q_BHTd.device).clamp(-self.far, self.far)
+        return skew(q_BHTd @ self.vectors(distance + self.far).t(), S)

@@ -1,0 +1,38 @@
+"""What a stack can leave out in training, or compute twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch.testing import assert_close
+
+from firth.models.presets import bert, gpt2
+from firth.models.stack import Stack
+
+CONFIG = bert(4, 16, 2, 20, dropout=0.0, attention_dropout=0.0)
+
+
+def test_checkpointing_changes_no_gradient() -> None:
+    torch.manual_seed(0)
+    stack = Stack(gpt2(3, 16, 2, 20, dropout=0.2, attention_dropout=0.1), 3, causal=True).train()
+    x, gradients = torch.randn(2, 6, 16), []
+    for again in (False, True):
+        stack.checkpointing = again
+        stack.zero_grad()
+        torch.manual_seed(1)
+        stack(x, torch.zeros(2, 6, dtype=torch.long)).square().sum().backward()
+        gradients.append([p.grad.clone() for p in stack.parameters()])  # type: ignore[union-attr]
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert_close(plain, recomputed)
+
+
+def test_a_layer_is_left_out_as_often_as_said_and_only_in_training() -> None:
+    torch.manual_seed(0)
+    stack = Stack(replace(CONFIG, layer_drop=0.3), 1, causal=False)
+    x = torch.randn(1, 3, 16)
+    stack.train()
+    left_out = sum(torch.equal(stack(x, None), x) for _ in range(2000)) / 2000
+    assert abs(left_out - 0.3) < 0.04
+    stack.eval()
+    assert not any(torch.equal(stack(x, None), x) for _ in range(20))
