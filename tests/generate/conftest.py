@@ -11,12 +11,13 @@ import torch
 
 from firth.models import Model, ModelConfig, make_model
 from firth.models.config import Learned
-from firth.models.presets import bert, gpt2, t5_v1_1
+from firth.models.presets import bart, bert, gpt2, t5_v1_1
 from firth.tokens import Tokenizer, train_tokenizer
 
 FAMILIES: dict[str, tuple[str, Callable[[int], ModelConfig]]] = {
     "bert": ("wordpiece", lambda size: bert(2, 32, 2, size, position=Learned(24))),
     "gpt2": ("byte-bpe", lambda size: gpt2(2, 32, 2, size, position=Learned(24))),
+    "bart": ("byte-bpe", lambda size: bart(2, 32, 2, size)),
     "t5": ("unigram", lambda size: t5_v1_1(2, 32, 2, 48, size)),  # an untrained tied head repeats itself
 }
 

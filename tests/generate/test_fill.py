@@ -28,7 +28,7 @@ def test_an_encoders_guesses_are_its_probabilities(untrained: Any) -> None:
 
 
 @pytest.mark.parametrize("blank", ["[MASK]", "<mask>", "___", "________"])
-@pytest.mark.parametrize("family", ["bert", "t5"])
+@pytest.mark.parametrize("family", ["bert", "t5", "bart"])
 def test_all_spellings_are_one(family: str, blank: str, untrained: Any) -> None:
     model = untrained(family)
     assert fill(model, f"The {blank} slept.") == fill(model, "The ____ slept.")
@@ -104,6 +104,31 @@ def test_the_encoder_reads_sentinels(untrained: Any, monkeypatch: pytest.MonkeyP
     ]
 
 
+def test_a_text_that_is_written_out_whole_has_its_blanks_filled(
+    untrained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BART reads masks; it is given what is there, and writes on from each blank until it comes to what follows."""
+    model = untrained("bart")
+    tokenizer, vocab, encode = model.tokenizer, model.tokenizer.vocab, model.encode
+    the, slept, end = tokenizer.encode("The"), tokenizer.encode(" slept"), tokenizer.encode(".")
+    fox, owl = tokenizer.encode(" fox")[0], tokenizer.encode(" owl")[0]
+    before = (vocab.cls, *the)
+    after = (*before, fox, owl, *slept)
+    seen = []
+    monkeypatch.setattr(model, "encode", lambda batch: seen.append(batch.tokens[0].tolist()) or encode(batch))
+    script = {
+        before: {fox: 0.6, slept[0]: 0.4},
+        (*before, fox): {owl: 0.7, slept[0]: 0.3},
+        (*before, fox, owl): {slept[0]: 0.8, vocab.sep: 0.1, fox: 0.1},
+        after: {end[0]: 0.5, fox: 0.3, vocab.sep: 0.2},
+    }
+    scripted(model, script)
+    first, second = fill(model, "The ___ slept ___.")
+    assert seen == [[vocab.cls, *the, vocab.mask, *slept, vocab.mask, *end, vocab.sep]]
+    assert first.guesses == (Guess(tokenizer.decode([fox, owl]).strip(), pytest.approx(0.6 * 0.7 * 0.9)),)
+    assert second.guesses == (Guess("", pytest.approx(0.7)),)
+
+
 def test_what_cannot_be_filled(untrained: Any) -> None:
     bert, t5, gpt2 = untrained("bert"), untrained("t5"), untrained("gpt2")
     with pytest.raises(UserError, match="no blank"):
@@ -114,6 +139,9 @@ def test_what_cannot_be_filled(untrained: Any) -> None:
         fill(bert, "The ___ slept.", top=0)
     with pytest.raises(UserError, match=r"101 blanks.*100 sentinels"):
         fill(t5, "___ " * 101)
+    t5.tokenizer = gpt2.tokenizer
+    with pytest.raises(UserError, match="no sentinels"):
+        fill(t5, "The ___ slept.")
     with pytest.raises(UserError, match="longer than the 24 places"):
         fill(bert, "___ fox " * 20)
     classes = make_model(with_classes(bert.config, ("a", "b")))

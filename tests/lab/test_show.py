@@ -19,7 +19,7 @@ from firth.errors import UserError
 from firth.files import write_text
 from firth.lab import show_text
 from firth.lab.show import Shown, counts, look, said
-from firth.lab.show_page import MARK, free_page, make_page, outline
+from firth.lab.show_page import MARK, direction, free_page, make_page, outline
 from firth.lab.show_row import (
     Picture,
     Piece,
@@ -28,6 +28,7 @@ from firth.lab.show_row import (
     align,
     behind_masks,
     late,
+    one_row,
     pictures,
     restores,
     shrink,
@@ -241,7 +242,7 @@ def row(batch: Batch) -> Batch:
 
 def test_a_corrupted_text_is_laid_beside_the_whole_one() -> None:
     one = row(CORRUPTED)
-    match = align(one, VOCAB)
+    match = align(one_row(WHOLE, 0), one, VOCAB)
     assert match.tolist() == [-1, -1, 6, 7, 1, -1, 3, -1, -1]
     assert behind_masks(one, match, VOCAB) == {1: [4, 5], 5: [2], 7: []}
     reads, writes = view(WHOLE, CORRUPTED, 0, LETTERS, NAMED["bart"], False).strips
@@ -279,9 +280,38 @@ def test_tokens_that_are_deleted() -> None:
 
 def test_a_rest_is_no_restored_text() -> None:
     one = row(CORRUPTED)._replace(labels=np.array([*ids("c d e f g <sep>"), *[IGNORED] * 3]))
-    whole = Rows(*(None if x is None else x[0] for x in WHOLE))  # type: ignore[arg-type]
-    assert not restores(whole, one, VOCAB)
-    assert restores(whole, row(CORRUPTED), VOCAB)
+    assert not restores(one_row(WHOLE, 0), one, VOCAB)
+    assert restores(one_row(WHOLE, 0), row(CORRUPTED), VOCAB)
+
+
+def restoring(whole: str, read: str, **bits: Any) -> tuple[Rows, Batch]:
+    rows, tokens = rows_of(whole, **bits), np.array([ids(read)])
+    doc = np.where(tokens == PAD, -1, 0)
+    return rows, Batch(tokens, doc=doc, labels=rows.tokens, decoder_tokens=rows.tokens, decoder_doc=0 * rows.tokens)
+
+
+def test_what_ends_a_sentence_stays_with_it() -> None:
+    """a b x. c d x. e f g h. -> a b x. e f g h. c d x.: the first x is not that which stood before e f g h."""
+    ends = np.array([[0, 0, 0, 1, 0, 0, 1, 0, 0, 0, 1, 0]], bool)
+    rows, batch = restoring("<cls> a b x c d x e f g h <sep>", "<cls> a b x e f g h c d x <sep>", sentence_end=ends)
+    match = align(one_row(rows, 0), one_row(batch, 0), VOCAB)
+    assert match.tolist() == [-1, 1, 2, 3, 7, 8, 9, 10, 4, 5, 6, -1]
+
+
+def test_masks_side_by_side_hide_one_token_each() -> None:
+    rows, batch = restoring("<cls> a b c d e f <sep>", "<cls> a <mask> <mask> d <mask> f <sep>")
+    match = align(one_row(rows, 0), one_row(batch, 0), VOCAB)
+    assert behind_masks(one_row(batch, 0), match, VOCAB) == {2: [2], 3: [3], 5: [5]}
+    found = counts(rows, batch, VOCAB)
+    assert found["masked"] == 1 / 2
+    assert {"infilled", "mean_span", "rotated"}.isdisjoint(found)
+
+
+def test_a_text_that_begins_in_its_middle() -> None:
+    rows, batch = restoring("<cls> a b c d e f <sep>", "<cls> e f a b c d <sep>")
+    assert counts(rows, batch, VOCAB)["rotated"] == 1
+    rows, batch = restoring("<cls> a b c d e f <sep>", "<cls> a b e f c d <sep>")
+    assert "rotated" not in counts(rows, batch, VOCAB)
 
 
 # --- sight --------------------------------------------------------------------------------------------------------
@@ -386,6 +416,12 @@ def test_the_page_is_escaped_and_asks_for_nothing() -> None:
     assert "http" not in html.replace("http-equiv", "")
     assert MARK in html.split("<body>")[0]
     assert "3 places of padding" in html
+
+
+def test_text_goes_the_way_it_is_written() -> None:
+    for word, way in (("word", "ltr"), ("كلمة", "rtl"), ("12", "ltr")):
+        pieces = [Piece(" [MASK]", "masked", word, 1, 0, 0, 0), Piece(f" {word}", "text", "", 12, 1, 0, 0)]
+        assert direction(Strip("reads", pieces, 0)) == way
 
 
 @pytest.mark.parametrize("colour", [False, True])

@@ -125,8 +125,8 @@ def test_permutation_lm_by_hand(picture: Picture, written: Writer, vocab: Vocabu
     draw = written(rows, span_lengths=[[0, 0]], span_places=[[0.3, 0.0]], order=[[0, 0, 0.9, 0, 0, 0.2]])
     batch = PermutationLM(share=0.25, longest=1)(rows, draw, vocab)
     assert batch.tokens is rows.tokens, "everything is read as it is"
-    assert batch.asked.tolist() == [[2, 5, 0]]
-    assert batch.labels.tolist() == [[11, 14, x]]
+    assert batch.asked.tolist() == [[2, 5, 0, 0, 0, 0, 0, 0]]  # room for eight
+    assert batch.labels.tolist() == [[11, 14, x, x, x, x, x, x]]
     assert batch.rank.tolist() == [[0, 0, 2, 0, 0, 1, 0, 0, 0, 0]]
 
 
@@ -600,7 +600,7 @@ def test_more_spans_than_sentinels(vocabulary: Words_) -> None:
     SpanCorruption().check(enough, 101)  # 15 tokens of noise in five spans
     with pytest.raises(UserError, match="5 spans, and the tokenizer has 4 sentinels"):
         SpanCorruption().check(few, 101)
-    with pytest.raises(UserError, match="15 spans, and the tokenizer has 5 sentinels"):
+    with pytest.raises(UserError, match=r"15 spans, and the tokenizer has 5 sentinels. Lower objective\.rate, or sh"):
         SalientSpans().check(enough, 100)
 
 
@@ -608,8 +608,11 @@ def test_spans_longer_than_the_noise_of_a_row(vocab: Vocabulary) -> None:
     with pytest.raises(UserError, match=r"15 tokens of noise, fewer than one span of 16.*objective\.mean_span"):
         SpanCorruption(mean_span=16.0).check(vocab, 101)
     SpanCorruption(mean_span=15.0).check(vocab, 101)
-    with pytest.raises(UserError, match=r"Spans of 40 tokens .* longer than the 38 tokens"):
+    with pytest.raises(UserError, match=r"38 tokens of noise, fewer than one span of 40.*objective\.mean_span"):
         BART(mean_span=40.0).check(vocab, 128)
+    with pytest.raises(UserError, match=r"4 tokens of noise, fewer than one span of 3\.8.*objective\.choose\.longest"):
+        MLM(choose=Spans()).check(vocab, 24)
+    MLM(choose=Spans()).check(vocab, 26)  # 3.9 tokens
     with pytest.raises(UserError, match=r"one in 30, do not fit into rows of 29"):
         PermutationLM().check(vocab, 29)
     PermutationLM().check(vocab, 30)

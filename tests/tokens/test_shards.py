@@ -255,6 +255,16 @@ def test_the_first_token_starts_a_word_whatever_is_named(tokenizer: Tokenizer, t
     assert rest.tolist() == tokenizer.word_starts(*tokenizer.encodings(TEXTS)).tolist()
 
 
+def test_lines_without_spaces_are_no_words(tmp_path: Path) -> None:
+    bytes_only = train_tokenizer(["the river"] * 3, "byte-bpe", 262)
+    letters = 2 * CHINESE.replace("。", "")
+    prepare([Document(f"{letters}\n{letters}", "a")], bytes_only, tmp_path / "s", held_out_share=0)
+    train = open_shards(tmp_path / "s").train
+    assert 1 < train.num_words < train.num_tokens / 20
+    with pytest.raises(UserError, match=r"a word has \d\d tokens on average.*`words` column"):
+        train.demand(("word_start",))
+
+
 def test_without_spaces_unigram_shows_no_words(tmp_path: Path) -> None:
     prepare([Document(CHINESE, "a"), Document(CHINESE[:5], "b")], learn("unigram"), tmp_path / "s", held_out_share=0)
     with pytest.raises(UserError, match="every document is one word"):

@@ -49,6 +49,28 @@ def test_an_existing_run_needs_a_word(tmp_path: Path) -> None:
     assert (tmp_path / "final" / "file").exists()
 
 
+def test_prepared_text_of_a_run_that_never_began_is_taken(tmp_path: Path) -> None:
+    """A run that was refused after its text was prepared does not stand in the way of the next try."""
+    for name in ("data", "tokenizer"):
+        with whole_folder(tmp_path / name) as new:
+            (new / "file").write_text("x")
+    with pytest.raises(UserError, match="exists already"), run_folder(tmp_path):
+        pass  # without source.json a person may have made these
+    (tmp_path / "source.json").write_text("{}")
+    (tmp_path / ".data.tmp").mkdir()
+    with run_folder(tmp_path):
+        assert (tmp_path / "data" / "file").exists()
+        assert not (tmp_path / ".data.tmp").exists()
+    with run_folder(tmp_path, overwrite=True):
+        assert not (tmp_path / "data").exists()
+    for name in ("recipe.yaml", "thesis.txt"):
+        (tmp_path / "source.json").write_text("{}")
+        (tmp_path / name).touch()
+        with pytest.raises(UserError, match="exists already"), run_folder(tmp_path):
+            pass
+        (tmp_path / name).unlink()
+
+
 def test_resume_keeps_everything_but_what_a_killed_writer_left(tmp_path: Path) -> None:
     leave_a_run(tmp_path)
     with run_folder(tmp_path, resume=True):

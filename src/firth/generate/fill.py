@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
 
 from firth.errors import UserError
 from firth.generate.sample import Ask, check_words, evaluating, known, reader, tokenizer_of
-from firth.models import EncoderDecoder, Model
+from firth.models import EncoderDecoder, Model, framing
 from firth.objectives import Batch
-from firth.tokens import Vocabulary
 
 LONGEST_SPAN = 20  # tokens; T5 has learned spans of three on average
 
@@ -44,7 +44,9 @@ def fill(model: Model, text: str, top: int = 5) -> list[Blank]:
         raise UserError("A decoder does not fill blanks. It can continue a text: firth generate CHECKPOINT 'The'")
     check_words(model)
     with evaluating(model), torch.no_grad():
-        return spans(model, parts) if isinstance(model, EncoderDecoder) else words(model, parts, top)
+        if not isinstance(model, EncoderDecoder):
+            return words(model, parts, top)
+        return restored(model, parts) if model.config.framed else spans(model, parts)
 
 
 def words(model: Model, parts: list[str], top: int) -> list[Blank]:
@@ -67,6 +69,10 @@ def words(model: Model, parts: list[str], top: int) -> list[Blank]:
 def spans(model: EncoderDecoder, parts: list[str]) -> list[Blank]:
     """An encoder-decoder's spans for the blanks between the parts, each begun with its sentinel."""
     tokenizer, vocab = tokenizer_of(model), tokenizer_of(model).vocab
+    if not vocab.sentinels:
+        raise UserError(
+            "The tokenizer has no sentinels (<extra_id_0> ...), so this model has not learned to fill blanks."
+        )
     if len(parts) - 1 > len(vocab.sentinels):
         raise UserError(f"The text has {len(parts) - 1} blanks, and the tokenizer {len(vocab.sentinels)} sentinels.")
     sentinels = vocab.sentinels[: len(parts) - 1]
@@ -78,21 +84,46 @@ def spans(model: EncoderDecoder, parts: list[str]) -> list[Blank]:
     blanks: list[Blank] = []
     written: list[int] = []
     for sentinel in sentinels:
-        span, probability = write_span(ask, [*written, sentinel], vocab)
+        span, probability = write_span(ask, [*written, sentinel], vocab.special)
         written += [sentinel, *span]
         blanks.append(Blank((Guess(tokenizer.decode(span).strip(" "), probability),)))
     return blanks
 
 
-def write_span(ask: Ask, written: list[int], vocab: Vocabulary) -> tuple[list[int], float]:
-    """The likeliest next tokens up to a special one, and the probability that just these are written."""
+def restored(model: EncoderDecoder, parts: list[str]) -> list[Blank]:
+    """What an encoder-decoder that writes a text out whole (BART) writes between the parts, which it is given.
+
+    A span ends where the model goes on with the first token of what is given next.
+    """
+    tokenizer, vocab = tokenizer_of(model), tokenizer_of(model).vocab
+    if vocab.mask is None:
+        raise UserError("The tokenizer lacks a mask token, which filling blanks needs.")
+    frame = framing(model.config, vocab)
+    ids = [*frame.before, *tokenizer.encode(tokenizer.roles["mask"].join(parts), specials=True), frame.end]
+    model.check_length(len(ids))
+    ask = reader(model, [ids])
+    blanks: list[Blank] = []
+    written: list[int] = []
+    for place, token in enumerate(ids):
+        if token != vocab.mask:
+            written.append(token)
+            continue
+        following = next(i for i in ids[place:] if i != vocab.mask)
+        span, probability = write_span(ask, written, {*vocab.special, following})
+        written += span
+        blanks.append(Blank((Guess(tokenizer.decode(span).strip(" "), probability),)))
+    return blanks
+
+
+def write_span(ask: Ask, written: list[int], ends: Collection[int]) -> tuple[list[int], float]:
+    """The likeliest next tokens up to one that ends them, and the probability that just these are written."""
     span: list[int] = []
     probability = 1.0
     for _ in range(LONGEST_SPAN):
         p_V = ask([0], [[*written, *span]])[0].softmax(-1)
         best = int(p_V.argmax())
-        if best in vocab.special:
-            return span, probability * float(p_V[list(vocab.special)].sum())
+        if best in ends:
+            return span, probability * float(p_V[list(ends)].sum())
         span.append(best)
         probability *= float(p_V[best])
     return span, probability

@@ -21,7 +21,7 @@ from firth.errors import UserError
 from firth.files import damage, whole_folder, write_json
 from firth.generate import fill, generate
 from firth.lab.report import Page, Sample, Transfer, loss_curve, transfer_plot
-from firth.models import Model, ModelConfig, load_model, make_model, preset, write_model
+from firth.models import Model, ModelConfig, load_model, make_model, preset, with_vocabulary, write_model
 from firth.objectives import MLM
 from firth.plain import to_plain
 from firth.recipes import TOKENIZERS, finetuning, pretraining
@@ -163,7 +163,7 @@ class Track:
         place = self.folder / "untrained"
         if damage(place) is not None:
             torch.manual_seed(self.seed)
-            model = make_model(replace(self.arm.model, vocab_size=shards.tokenizer.vocab.size))
+            model = make_model(with_vocabulary(self.arm.model, shards.tokenizer.vocab))
             model.tokenizer = shards.tokenizer
             with whole_folder(place) as temporary:
                 write_model(model, temporary)
@@ -173,7 +173,7 @@ class Track:
         place = self.folder / "pretraining"
         if self.resume and (place / "recipe.yaml").is_file():
             return pretrain(load_recipe(place / "recipe.yaml", Recipe), resume=True)
-        model = replace(self.arm.model, vocab_size=shards.tokenizer.vocab.size)
+        model = with_vocabulary(self.arm.model, shards.tokenizer.vocab)
         facts = {"data": str(shards.folder), "tokenizer": shards.tokenizer.fingerprint, "minutes": seconds / 60}
         recipe = pretraining(model, output_dir=str(place), seed=self.seed, **facts, **self.arm.recipe)
         return pretrain(recipe, resume=self.resume)

@@ -20,7 +20,8 @@ from firth.train import Recipe
 from firth.train.pretrain import batch_function, check_fit, draw, row_source
 
 SAMPLE = 256  # rows that the counts are taken over
-TRACE = 0.005  # a share of the text that may be a wrong reading of what was hidden
+TRACE = 0.005  # a share that may be a wrong reading of what was hidden
+SINGLE = 0.9  # of the masks, when they stand for single tokens; of spans by Poisson's law, few have one token
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def counts(rows: Rows, batch: Batch, vocab: Vocabulary) -> dict[str, float]:
     - asked: of all tokens of text, those that are to be written
     - masked, random, kept: what became of those that are asked in their own places
     - mean_span, spans: tokens of a span (words, where the rows say where words start), and spans of a row
-    - infilled, deleted, masked, permuted: what became of a text that is to be restored (see `noise_of_restored`)
+    - infilled, deleted, masked, permuted, rotated: what became of a text to be restored (see `noise_of_restored`)
     - tokens_used, decoder_used: places that are not padding
     - pairs: those with label 1
     """
@@ -208,7 +209,8 @@ def noise_of_restored(rows: Rows, batch: Batch, vocab: Vocabulary) -> dict[str, 
 
     `infilled` and `masked` are the shares of the text that went under masks, of spans and of single tokens; `deleted`
     went without a mask. `permuted` is the share of documents, of those with two sentences at least, in which another
-    order is seen. Where a text repeats itself all this is the likeliest reading, so a trace of `deleted` is not told.
+    order is seen, `rotated` of those that begin in their middle. Where a text repeats itself, or where several kinds
+    of noise meet, all this is the likeliest reading; a trace of `deleted` and `rotated` is not told.
     """
     if batch.decoder_tokens is None:
         return {}
@@ -218,7 +220,7 @@ def noise_of_restored(rows: Rows, batch: Batch, vocab: Vocabulary) -> dict[str, 
     if not total["text"]:
         return {}
     found = {}
-    if total["masks"] and total["single"] == total["masks"]:
+    if total["masks"] and total["single"] > SINGLE * total["masks"]:
         found["masked"] = total["masks"] / total["text"]
     elif total["masks"]:
         found = {"infilled": total["hidden"] / total["text"], "mean_span": total["hidden"] / total["masks"]}
@@ -226,6 +228,8 @@ def noise_of_restored(rows: Rows, batch: Batch, vocab: Vocabulary) -> dict[str, 
         found["deleted"] = total["lost"] / total["text"]
     if total["several"]:
         found["permuted"] = total["moved"] / total["several"]
+    if total["turned"] > TRACE * total["documents"]:
+        found["rotated"] = total["turned"] / total["documents"]
     return found
 
 
@@ -233,15 +237,22 @@ def noise_of_row(row: Rows, one: Batch, vocab: Vocabulary) -> Counter[str]:
     """How many tokens, masks and documents of a row there are of each kind that the shares are made of."""
     if not restores(row, one, vocab):
         return Counter()
-    match = align(one, vocab)
+    match = align(row, one, vocab)
     hidden = behind_masks(one, match, vocab)
     sizes = [len(places) for places in hidden.values()]
     text = int(row.real.sum())
     lost = text - int((match >= 0).sum()) - sum(sizes)
-    several = moved = 0
-    if row.sentence_end is not None:
-        documents = [d for d in range(row.doc.max() + 1) if row.sentence_end[row.doc == d].sum() > 1]
-        several = len(documents)
-        moved = sum(bool((np.diff(match[(one.doc == d) & (match >= 0)]) < 0).any()) for d in documents)
-    masks = dict(hidden=sum(sizes), masks=len(sizes), single=sizes.count(1))
-    return Counter(text=text, lost=lost, several=several, moved=moved, **masks)
+    masks = Counter(hidden=sum(sizes), masks=len(sizes), single=sizes.count(1))
+    return Counter(text=text, lost=lost) + masks + order_of_row(row, one, match)
+
+
+def order_of_row(row: Rows, one: Batch, match: np.ndarray) -> Counter[str]:
+    """How many documents there are, and how many of them are read in another order."""
+    seen = [match[(one.doc == d) & (match >= 0)] for d in range(row.doc.max() + 1)]
+    falls = [int((np.diff(places) < 0).sum()) for places in seen]
+    if row.sentence_end is None:
+        turned = sum(fall == 1 and places[-1] < places[0] for fall, places in zip(falls, seen, strict=True))
+        return Counter(documents=len(seen), turned=int(turned))
+    several = [row.sentence_end[row.doc == d].sum() > 1 for d in range(len(seen))]
+    moved = sum(bool(fall) for fall, is_several in zip(falls, several, strict=True) if is_several)
+    return Counter(several=int(sum(several)), moved=moved)

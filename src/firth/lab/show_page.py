@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ dt { color: var(--quiet); } dd { margin: 0; overflow-wrap: anywhere; }
   font-size: 0.9375rem; overflow-wrap: anywhere; }
 .t { display: inline-flex; flex-direction: column; align-items: center; vertical-align: top; margin: 0 0 0.55rem 1px;
   white-space: pre-wrap; border-radius: 4px; box-shadow: inset 0 0 0 1px var(--line); padding: 0.05em 0.22em;
-  max-width: 100%; }
+  max-width: 100%; unicode-bidi: plaintext; }
 .t small { font-size: 0.75rem; line-height: 1.25; font-weight: 400; font-style: italic; max-width: 16rem; }
 .b { background: var(--b); }
 .masked, .random, .kept, .asked, .sentinel { box-shadow: none; font-weight: 600; }
@@ -118,9 +119,16 @@ def sequence(strip: Strip) -> str:
             parts.append("\n")
         parts.append(token(piece))
         before = piece
-    padding = f'\n<span class="quiet">+ {strip.padding:,} places of padding</span>' if strip.padding else ""
-    name = html(strip.name)
-    return f'<div class="strip"><h3>{name}</h3><div class="tokens">{"".join(parts)}{padding}</div></div>'
+    padding = f'\n<span class="quiet" dir="ltr">+ {strip.padding:,} places of padding</span>' if strip.padding else ""
+    inner = f'<div class="tokens" dir="{direction(strip)}">{"".join(parts)}{padding}</div>'
+    return f'<div class="strip"><h3>{html(strip.name)}</h3>{inner}</div>'
+
+
+def direction(strip: Strip) -> str:
+    """Which way the tokens go: right to left where most letters of the text are written so."""
+    special = ("special", "sentinel", "masked", "number")
+    letters = [unicodedata.bidirectional(c) for piece in strip.pieces if piece.kind not in special for c in piece.text]
+    return "rtl" if letters.count("R") + letters.count("AL") > letters.count("L") else "ltr"
 
 
 def token(piece: Piece) -> str:

@@ -164,7 +164,7 @@ def two_stacks(
     read_numbers: dict[int, int] = {}
     said_numbers: dict[int, int] = {}
     if restores(row, one, vocab):
-        match = align(one, vocab)
+        match = align(row, one, vocab)
         hidden = behind_masks(one, match, vocab)
         found |= {i: Mark("masked", one.labels[places]) for i, places in hidden.items()}
         lost = np.setdiff1d(np.flatnonzero(is_text(one.labels, vocab)), match).tolist()
@@ -274,12 +274,21 @@ def restores(row: Rows, one: Batch, vocab: Vocabulary) -> bool:
     return np.array_equal(one.labels[is_text(one.labels, vocab)], row.tokens[row.real])
 
 
-def align(one: Batch, vocab: Vocabulary) -> np.ndarray:
+def sentence_ends(row: Rows, one: Batch, vocab: Vocabulary) -> np.ndarray:
+    """Which places of what is to be written end a sentence (U,); none where the row does not say."""
+    ends_U = np.zeros(len(one.labels), bool)
+    if row.sentence_end is not None:
+        ends_U[is_text(one.labels, vocab)] = row.sentence_end[row.real]
+    return ends_U
+
+
+def align(row: Rows, one: Batch, vocab: Vocabulary) -> np.ndarray:
     """For each token that the encoder reads the place it has in what is to be written, -1 for none.
 
-    Long stretches that occur once are found first, wherever they stand, then shorter ones in what is left: so
-    sentences are found that changed places. What is left of single tokens goes to the nearest place.
+    Long stretches that occur once are found first, wherever they stand, then shorter ones in what is left, each as far
+    as its sentence goes: so sentences are found that changed places. Single tokens go to the nearest place.
     """
+    ends = sentence_ends(row, one, vocab).tolist()
     read = list(zip(np.where(is_text(one.tokens, vocab), one.tokens, -1).tolist(), one.doc.tolist(), strict=True))
     said = list(
         zip(np.where(is_text(one.labels, vocab), one.labels, -2).tolist(), one.decoder_doc.tolist(), strict=True)
@@ -295,15 +304,17 @@ def align(one: Batch, vocab: Vocabulary) -> np.ndarray:
     for n in (16, 8, 4, 2, 1):
         places: dict[tuple, list[int]] = {}
         for j in range(len(said) - n + 1):
-            if not any(taken[j : j + n]):
+            if not any(taken[j : j + n]) and not any(ends[j : j + n - 1]):
                 places.setdefault(tuple(said[j : j + n]), []).append(j)
         for i in range(len(read) - n + 1):
             found = places.get(tuple(read[i : i + n]), ()) if match[i] < 0 else ()
             if len(found) == 1:
-                for step in (1, -1):
-                    k = 0 if step == 1 else -1
-                    while pair(i + k, found[0] + k):
-                        k += step
+                k = 0
+                while pair(i + k, found[0] + k) and not ends[found[0] + k]:
+                    k += 1
+                k = -1
+                while found[0] + k >= 0 and not ends[found[0] + k] and pair(i + k, found[0] + k):
+                    k -= 1
     for i, token in enumerate(read):
         if match[i] < 0 and (free := [j for j, other in enumerate(said) if other == token and not taken[j]]):
             expected = match[i - 1] + 1 if i else 0
@@ -314,16 +325,23 @@ def align(one: Batch, vocab: Vocabulary) -> np.ndarray:
 def behind_masks(one: Batch, match: np.ndarray, vocab: Vocabulary) -> dict[int, list[int]]:
     """For each mask the places of what it hides: what is missing right after its left neighbour, and before its right.
 
-    These are two stretches where the mask joins two sentences that stood apart.
+    These are two stretches where the mask joins two sentences that stood apart. Of masks side by side each hides one
+    token where that comes out even, else the first hides all.
     """
     missing = is_text(one.labels, vocab)
     missing[match[match >= 0]] = False
-    found = {}
-    for i in np.flatnonzero(one.tokens == vocab.mask).tolist():
-        left, right = (match[k] if 0 <= k < len(match) else -1 for k in (i - 1, i + 1))
+    masks = np.flatnonzero(one.tokens == vocab.mask)
+    found: dict[int, list[int]] = {i: [] for i in masks.tolist()}
+    for side_by_side in np.split(masks, np.flatnonzero(np.diff(masks) > 1) + 1) if len(masks) else []:
+        first, last = int(side_by_side[0]), int(side_by_side[-1])
+        left, right = (match[k] if 0 <= k < len(match) else -1 for k in (first - 1, last + 1))
         after = missing_from(missing, left + 1, 1) if left >= 0 else []
         before = missing_from(missing, right - 1, -1) if right >= 0 else []
-        found[i] = after + before[::-1]
+        hidden = after + before[::-1]
+        if len(hidden) == len(side_by_side):
+            found |= {first + k: [place] for k, place in enumerate(hidden)}
+        else:
+            found[first] = hidden
     return found
 
 
@@ -344,9 +362,8 @@ def sentence_numbers(
     kept = np.flatnonzero(match >= 0)
     if row.sentence_end is None or (np.diff(match[kept]) > 0).all():
         return {}, {}
-    ends = row.sentence_end[row.real]
-    number_U = np.zeros(len(one.labels), int)
-    number_U[is_text(one.labels, vocab)] = np.cumsum(ends) - ends + 1
+    ends_U = sentence_ends(row, one, vocab)
+    number_U = np.where(is_text(one.labels, vocab), np.cumsum(ends_U) - ends_U + 1, 0)
     return first_of_each(kept, number_U[match]), first_of_each(np.flatnonzero(number_U), number_U)
 
 

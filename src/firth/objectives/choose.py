@@ -218,9 +218,7 @@ def scatter_spans(
     room_BM *= taken_BM
     free_B = units_B + 1 - room_BM.sum(1)
     gap_BM = np.floor(draw.uniform("span places", M) * (free_B[:, None] + 1))
-    unused_BM = np.where(
-        np.arange(M) == 0, -1, 2**31
-    )  # the first goes to the front when it is not taken, the rest back
+    unused_BM = np.where(np.arange(M) == 0, -1, 2**31)  # those not taken: the first goes to the front, others back
     gap_BM = np.sort(np.where(taken_BM, gap_BM, unused_BM), 1).astype(np.int64)
     return np.where(taken_BM, length_BM, -1), gap_BM + np.cumsum(room_BM, 1) - room_BM
 
@@ -268,8 +266,8 @@ def windows(real_BL: np.ndarray, share: float, longest: int, draw: Draw) -> np.n
 
 
 def window_slots(share: float, longest: int, length: int) -> int:
-    """Room for a row's windows, and one span more."""
-    return min(length, int(share * length) + longest)
+    """Room for a row's windows and one span more, in multiples of 8, which matrix products on a GPU like."""
+    return min(length, -(-(int(share * length) + longest) // 8) * 8)
 
 
 # --- small things that choosing and corrupting share --------------------------------------------------------------

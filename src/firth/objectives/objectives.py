@@ -83,7 +83,10 @@ def sentinel_frame(vocab: Vocabulary) -> Frame:
 
 def need(token: int | None, what: str, objective: str) -> int:
     if token is None:
-        raise UserError(f"The tokenizer has no {what.removeprefix('a ').removeprefix('an ')}, which {objective} needs.")
+        raise UserError(
+            f"The tokenizer has no {what.removeprefix('a ').removeprefix('an ')}, which {objective} needs. "
+            "Take another one: those of `firth tokenizer --kind byte-bpe` have it."
+        )
     return token
 
 
@@ -92,17 +95,21 @@ def check_share(name: str, value: float) -> None:
         raise UserError(f"{name} is {value}, and must lie between 0 and 1.")
 
 
-def check_spans(noise: int | np.ndarray, spans: int | np.ndarray, mean_span: float, vocab: Vocabulary) -> None:
-    """Whether a row has room for such spans, and the tokenizer enough sentinels for them."""
+def check_room(noise: float, mean_span: float, remedy: str) -> None:
+    """Whether the noise of a row is as much as one span has on average."""
     if mean_span > noise:
         raise UserError(
-            f"Rows of this length have {noise} tokens of noise, fewer than one span of {mean_span:g}. "
-            "Lower objective.mean_span, raise objective.rate or lengthen --max-seq-length."
+            f"Rows of this length have {noise:.0f} tokens of noise, fewer than one span of {mean_span:.3g}. "
+            f"{remedy}, or lengthen --max-seq-length."
         )
+
+
+def check_sentinels(spans: int, vocab: Vocabulary, remedy: str) -> None:
+    """Whether the tokenizer has a sentinel for each span of a row."""
     if spans > len(vocab.sentinels):
         raise UserError(
             f"Rows of this length have up to {spans} spans, and the tokenizer has {len(vocab.sentinels)} sentinels. "
-            "Shorten --max-seq-length, lower objective.rate or raise objective.mean_span."
+            f"{remedy}, or shorten --max-seq-length."
         )
 
 
@@ -268,6 +275,11 @@ class MLM(Plain):
         need(vocab.mask, "a mask token", "MLM")
         return pair_frame(vocab, "MLM")
 
+    def check(self, vocab: Vocabulary, source: int) -> None:
+        self.frame(vocab)
+        if isinstance(self.choose, Spans):
+            check_room(self.rate * source, self.choose.mean, "Lower objective.choose.longest, raise objective.rate")
+
     def promises(self) -> dict[str, float]:
         kept = round(1 - self.mask - self.random, 9)
         shares = {"asked": self.rate, "masked": self.mask, "random": self.random, "kept": kept}
@@ -335,7 +347,9 @@ class SpanCorruption(Plain):
 
     def check(self, vocab: Vocabulary, source: int) -> None:
         self.frame(vocab)
-        check_spans(*self.counts(np.asarray(source - 1)), self.mean_span, vocab)
+        noise, spans = (int(x) for x in self.counts(np.asarray(source - 1)))
+        check_room(noise, self.mean_span, "Lower objective.mean_span, raise objective.rate")
+        check_sentinels(spans, vocab, "Lower objective.rate, raise objective.mean_span")
 
     def promises(self) -> dict[str, float]:
         return {"asked": self.rate, "mean_span": self.mean_span}
@@ -422,8 +436,7 @@ class SalientSpans(Plain):
 
     def check(self, vocab: Vocabulary, source: int) -> None:
         self.frame(vocab)
-        noise = choose.slots(self.rate, source)
-        check_spans(noise, noise, 1, vocab)
+        check_sentinels(choose.slots(self.rate, source), vocab, "Lower objective.rate")
 
     def max_documents(self, source: int) -> int | None:
         return self.documents
@@ -478,11 +491,8 @@ class BART(Plain):
 
     def check(self, vocab: Vocabulary, source: int) -> None:
         self.frame(vocab)
-        if self.infill and self.mean_span > self.infill * source:
-            raise UserError(
-                f"Spans of {self.mean_span:g} tokens on average are longer than the {self.infill * source:.0f} tokens "
-                f"that are noise in a row of {source}. Lower objective.mean_span or lengthen --max-seq-length."
-            )
+        if self.infill:
+            check_room(self.infill * source, self.mean_span, "Lower objective.mean_span, raise objective.infill")
 
     def promises(self) -> dict[str, float]:
         shares = {"permuted": self.permute, "rotated": self.rotate, "deleted": self.delete, "masked": self.mask}

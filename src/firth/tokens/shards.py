@@ -28,6 +28,7 @@ BATCH_DOCUMENTS = 1000
 BATCH_CHARACTERS = 2_000_000  # bounds the memory that the encodings of a batch take
 SENTENCE_WINDOW = 20_000  # characters; the time that sentencex 1.0 takes is quadratic in the length of a paragraph
 KNOW_WORDS = ("wordpiece", "byte-bpe", "unigram", "word")  # kinds of tokenizers that split text at the edges of words
+LONG_WORD = 20  # tokens: words are never so long on average, unless the tokenizer does not see where they begin
 BITS = {"word_start": "words", "sentence_end": "sentences", "salient": "salient"}  # what is marked, and in which file
 WIDE_SPACE = re.compile(r"[^\S\x00-\x7f]")  # spaces of several bytes: sentencex 1.0 fails on "A\xa0."
 
@@ -397,13 +398,19 @@ class Shards:
             self._demand_words()
 
     def _demand_words(self) -> None:
-        """Refuse words that are whole documents or single tokens because the tokenizer does not know better."""
-        one_each = self.num_words == self.num_documents < self.num_tokens
-        if one_each or (self.num_words == self.num_tokens and self._facts.get("tokenizer_kind") not in KNOW_WORDS):
+        """Refuse words that are whole documents, lines or single tokens because the tokenizer does not know better."""
+        wrong = ""
+        if self.num_words == self.num_documents < self.num_tokens:
+            wrong = "every document is one word"
+        elif self.num_tokens > LONG_WORD * self.num_words:
+            wrong = f"a word has {self.num_tokens / self.num_words:.0f} tokens on average"
+        elif self.num_words == self.num_tokens and self._facts.get("tokenizer_kind") not in KNOW_WORDS:
+            wrong = "every token is one word"
+        if wrong:
             raise UserError(
-                f"Whole words need a tokenizer that knows where words begin; in {self.folder.parent} every "
-                f"{'document' if one_each else 'token'} is one word. Take a wordpiece, byte-bpe or unigram tokenizer, "
-                "or for a language written without spaces give each document's words in a `words` column (.jsonl)."
+                f"Whole words need a tokenizer that knows where words begin; in {self.folder.parent} {wrong}. "
+                "Take a wordpiece, byte-bpe or unigram tokenizer, or for a language written without spaces give each "
+                "document's words in a `words` column (.jsonl)."
             )
         if self.num_words == self.num_tokens:
             say(f"In {self.folder.parent} every token is a word, so whole words are no more than single tokens.")

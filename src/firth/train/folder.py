@@ -17,6 +17,7 @@ OURS = ("recipe.yaml", "source.json", "log.jsonl", "results.json", "predictions.
 OUR_FOLDERS = ("final", "seed-*", "evaluate-*", "tokenizer", "data", "encoder", "decoder", "encoder-decoder")
 STAGES = ("untrained", "pretraining", "pretrained-*", "scratch-*")  # in the folder of one architecture (quickstart)
 LEFTOVERS = (".*.tmp", ".*.old")  # of a writer that was killed
+PREPARED = ("source.json", "tokenizer", "data")  # what is made of text before a run begins
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def run_folder(
     """Hold a run's folder. An existing one needs `resume` (go on) or `overwrite` (what a run wrote is removed).
 
     `inputs` are what the run reads: they must not lie in a folder that is overwritten. A folder in which nothing
-    came to be is removed again.
+    came to be is removed again, and one in which text was prepared and no run began is taken without a word.
     """
     check_folder(path, resume, overwrite, inputs)
     new = not path.exists()
@@ -59,6 +60,8 @@ def check_folder(path: Path, resume: bool, overwrite: bool, inputs: Sequence[str
     refuse_unwritable(path)
     if not path.is_dir() or not [p for p in path.iterdir() if p.name != LOCK]:
         return
+    if only_prepared(path) and not overwrite:
+        return
     if not (resume or overwrite):
         raise UserError(f"{path} exists already. --resume goes on with the run in it, --overwrite starts it anew.")
     foreign = sorted(p.name for p in path.iterdir() if not is_ours(p))
@@ -72,9 +75,19 @@ def check_folder(path: Path, resume: bool, overwrite: bool, inputs: Sequence[str
             raise UserError(f"{needed} lies in {path}, which --overwrite would remove. Name another --output-dir.")
 
 
+def only_prepared(path: Path) -> bool:
+    """Whether a run was refused or stopped in this folder while it prepared its text, before it began."""
+    others = [p for p in path.iterdir() if p.name not in (*PREPARED, LOCK) and not is_leftover(p)]
+    return (path / "source.json").is_file() and not others and all(map(is_ours, path.iterdir()))
+
+
+def is_leftover(p: Path) -> bool:
+    return any(p.match(pattern) for pattern in LEFTOVERS)
+
+
 def is_ours(p: Path) -> bool:
     """Whether a run wrote this: known by its name and, as a person may have used that name too, by what is in it."""
-    if any(p.match(pattern) for pattern in LEFTOVERS):
+    if is_leftover(p):
         return True
     if not p.is_dir():
         return p.name in OURS
