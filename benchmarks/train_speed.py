@@ -5,8 +5,9 @@
 A step is forward, loss, backward, clipping and AdamW. Both sides start from the same weights, read the same ids and
 take turns, so that whatever else the machine does slows both; the ratio is the median over the turns. Settings are
 equal: dropout, float32 (on a GPU bfloat16 autocast and torch.compile), fused AdamW with the same groups, clipping.
-`transformers` runs at its best: SDPA, no cache, and no mask where no token is padding. Our packed rows (four documents
-that do not see each other) have a line of their own.
+`transformers` runs at its best: SDPA where it has it, no cache, and no mask where no token is padding. Our packed rows
+(four documents that do not see each other) have a line of their own. Memory, on a GPU, is what a step needs at its peak
+beside what both sides keep all the time.
 
 B rows, L tokens before the noise, T after it, U of the decoder, K asked.
 """
@@ -30,13 +31,13 @@ from torch import Tensor, nn
 
 from firth import __version__
 from firth.console import progress, say, show_table
-from firth.models import LMHead, Model, ModelConfig, make_model, preset, to_hf_config
+from firth.models import LMHead, Model, ModelConfig, make_model, preset, to_hf_config, with_extras
 from firth.models.presets import bert, gpt2, t5
 from firth.models.weights import to_hf
-from firth.objectives import CLM, IGNORED, MLM, Batch, Draw, Objective, SpanCorruption
+from firth.objectives import CLM, IGNORED, MLM, Batch, Draw, Objective, PermutationLM, SpanCorruption
 from firth.tokens import Rows, Vocabulary
 from firth.train import Machine, Run, Training, choose_machine
-from firth.train.loop import train_step
+from firth.train.loop import prepared, train_step
 from firth.train.optim import make_optimizer
 
 DOCUMENTS = 4  # in a packed row
@@ -65,6 +66,10 @@ ON_GPU: dict[str, Workload] = {
     "bert-base-512": Workload(preset("bert-base"), MLM(), rows=64, length=512),
     "gpt2": Workload(preset("gpt2"), CLM(), rows=32, length=1024),
     "t5.1.1-base": Workload(preset("t5.1.1-base"), SpanCorruption(), rows=48, length=512),
+    "deberta-base": Workload(preset("deberta-base"), MLM(), rows=16, length=512, wanted=2.5),
+    "deberta-v3-base": Workload(preset("deberta-v3-base"), MLM(), rows=16, length=512, wanted=2.5),
+    "xlnet-base": Workload(preset("xlnet-base"), PermutationLM(), rows=16, length=512, wanted=2.5),
+    "albert-base": Workload(preset("albert-base"), MLM(), rows=16, length=512, wanted=1.3),
 }
 WORKLOADS = ON_CPU | ON_GPU
 
@@ -79,6 +84,7 @@ class Speed:
     ratio: float
     ratio_low: float
     ratio_high: float
+    memory: float | None  # GiB
 
 
 # What is read
@@ -121,6 +127,12 @@ def their_inputs(batch: Batch) -> dict[str, np.ndarray]:
         return {"input_ids": batch.tokens, "decoder_input_ids": batch.decoder_tokens, "labels": batch.labels}
     if batch.asked is None:
         return {"input_ids": batch.tokens, "labels": batch.tokens}  # the model shifts them itself
+    if batch.rank is not None:  # permutation LM: whom each may not see, and which places are asked
+        rank_BT = batch.rank
+        hidden_BTT = (rank_BT[:, None, :] >= rank_BT[:, :, None]) & (rank_BT[:, None, :] > 0)
+        asked_BKT = batch.asked[:, :, None] == np.arange(rank_BT.shape[1])
+        masks = {"perm_mask": hidden_BTT.astype(np.float32), "target_mapping": asked_BKT.astype(np.float32)}
+        return {"input_ids": batch.tokens, **masks, "labels": batch.labels}
     labels_BT = np.full_like(batch.tokens, IGNORED)
     row_BK = np.broadcast_to(np.arange(len(labels_BT))[:, None], batch.asked.shape)
     used_BK = batch.labels != IGNORED
@@ -135,7 +147,11 @@ def their_model(model: Model) -> Any:
     """The same model in `transformers`, with the same weights."""
     facts = to_hf_config(model.config, None)
     config = transformers.AutoConfig.for_model(**facts, use_cache=False)
-    theirs = getattr(transformers, facts["architectures"][0])._from_config(config, attn_implementation="sdpa")
+    kind = getattr(transformers, facts["architectures"][0])
+    try:
+        theirs = kind._from_config(config, attn_implementation="sdpa")
+    except ValueError:  # it has no fused kernel for this family
+        theirs = kind._from_config(config, attn_implementation="eager")
     if isinstance(model.config.head, LMHead) and not model.config.head.tied:
         theirs.lm_head.weight = nn.Parameter(theirs.lm_head.weight.detach().clone())  # it ties every head of T5
     missing = theirs.load_state_dict(to_hf(model), strict=False).missing_keys
@@ -147,14 +163,33 @@ def their_model(model: Model) -> Any:
 def our_step(machine: Machine, model: Model) -> Callable[[Batch], Tensor]:
     """The step of the real loop."""
     run = Run(SETTINGS, machine, model, batches=lambda step: [])
-    losses_of = torch.compile(model.losses) if machine.compile else model.losses
+    losses_of = prepared(run)
     optimizer = make_optimizer(model, SETTINGS)
     return lambda batch: train_step(run, losses_of, optimizer, [batch], 0, SETTINGS.learning_rate)
 
 
-def their_step(machine: Machine, theirs: Any) -> Callable[[Batch], Tensor]:
-    """The same step as one writes it with a model of `transformers`."""
-    call = torch.compile(theirs) if machine.compile else theirs
+def their_step(machine: Machine, theirs: Any, example: Batch) -> Callable[[Batch], Tensor]:
+    """The same step as one writes it with a model of `transformers`, in the first of some ways that works.
+
+    Compiled under autocast; with weights in bfloat16 (its DeBERTa cannot do autocast); the same, not compiled.
+    """
+    if not machine.compile:
+        return a_step_of_theirs(machine, theirs, compiled=False)
+    for half, compiled in ((False, True), (True, True), (True, False)):
+        step = a_step_of_theirs(machine, theirs.bfloat16() if half else theirs, compiled)
+        try:
+            step(example)
+        except Exception as e:  # whatever its model or the compiler trips over
+            way = "weights in bfloat16" if half else "autocast"
+            say(f"transformers, {way}: {str(e).strip().splitlines()[0][:100]}")
+            torch._dynamo.reset()
+        else:
+            return step
+    raise RuntimeError("no way to run the model of transformers")
+
+
+def a_step_of_theirs(machine: Machine, theirs: Any, compiled: bool) -> Callable[[Batch], Tensor]:
+    call = torch.compile(theirs) if compiled else theirs
     optimizer = make_optimizer(theirs, SETTINGS)
 
     def step(batch: Batch) -> Tensor:
@@ -200,7 +235,7 @@ def timed(step: Callable[[Batch], Tensor], batches: Sequence[Batch]) -> float:
 def measure(name: str, workload: Workload, machine: Machine, steps: int, turn: int, warmup: int) -> list[Speed]:
     """Let the sides take turns of `turn` steps each, `steps` in all after the warm-up; their inputs are made before."""
     torch.manual_seed(0)
-    model = make_model(workload.model)
+    model = make_model(with_extras(workload.model, workload.objective.extras))
     theirs = their_model(model).to(machine.device)
     model.to(machine.device)
     ours, others = losses(workload, machine, model, theirs)
@@ -209,25 +244,33 @@ def measure(name: str, workload: Workload, machine: Machine, steps: int, turn: i
     step_of_ours = our_step(machine, model)
     sides: dict[str, tuple[Callable[[Batch], Tensor], int]] = {
         OURS: (step_of_ours, 1),
-        THEIRS: (their_step(machine, theirs), 1),
+        THEIRS: (their_step(machine, theirs, make_batch(workload, 0)), 1),
         PACKED: (step_of_ours, DOCUMENTS),
     }
     seconds: dict[str, list[float]] = {side: [] for side in sides}
+    memory: dict[str, float | None] = dict.fromkeys(sides)
     with progress(name, "turns", (warmup + steps) // turn) as shown:
         for first in range(0, warmup + steps, turn):
             for side, (step, documents) in sides.items():
                 batches = [make_batch(workload, i, documents) for i in range(first, first + turn)]
+                if machine.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                kept_before = torch.cuda.memory_allocated() if machine.device.type == "cuda" else 0
                 seconds[side].append(timed(step, batches))
+                if machine.device.type == "cuda":
+                    memory[side] = (torch.cuda.max_memory_allocated() - kept_before) / 2**30
             shown.advance()
     tokens = turn * make_batch(workload, 0).num_tokens
     kept = {side: taken[warmup // turn :] for side, taken in seconds.items()}
-    return [speed(name, side, tokens, taken, kept[THEIRS]) for side, taken in kept.items()]
+    return [speed(name, side, tokens, taken, kept[THEIRS], memory[side]) for side, taken in kept.items()]
 
 
-def speed(name: str, side: str, tokens: int, taken: Sequence[float], theirs: Sequence[float]) -> Speed:
+def speed(
+    name: str, side: str, tokens: int, taken: Sequence[float], theirs: Sequence[float], memory: float | None
+) -> Speed:
     ratios = [b / a for a, b in zip(taken, theirs, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-    return Speed(name, side, tokens / statistics.median(taken), middle, low, high)
+    return Speed(name, side, tokens / statistics.median(taken), middle, low, high, memory)
 
 
 def lines(name: str, speeds: Sequence[Speed]) -> list[tuple[str, ...]]:
@@ -235,7 +278,14 @@ def lines(name: str, speeds: Sequence[Speed]) -> list[tuple[str, ...]]:
     workload = WORKLOADS[name]
     facts = (name, shape(workload), f"wanted: {workload.wanted}" if workload.wanted else "")
     return [
-        (fact, s.side, f"{s.tokens_per_second:,.0f}", f"{s.ratio:.2f}", f"{s.ratio_low:.2f} to {s.ratio_high:.2f}")
+        (
+            fact,
+            s.side,
+            f"{s.tokens_per_second:,.0f}",
+            f"{s.ratio:.2f}",
+            f"{s.ratio_low:.2f} to {s.ratio_high:.2f}",
+            "" if s.memory is None else f"{s.memory:.1f} GiB",
+        )
         for fact, s in zip(facts, speeds, strict=True)
     ]
 
@@ -268,7 +318,7 @@ def main(words: Sequence[str] | None = None) -> None:
     say("both sides: fused AdamW, gradients clipped at 1, fresh inputs every step; transformers with sdpa, no mask")
 
     speeds = {name: measure(name, WORKLOADS[name], machine, steps, turn, warmup) for name in names}
-    columns = ("workload", "side", "tokens/s", "ratio", "middle half")
+    columns = ("workload", "side", "tokens/s", "ratio", "middle half", "memory")
     show_table("Training speed", columns, [line for name in names for line in lines(name, speeds[name])])
     if options.json:
         facts = {"versions": versions, "machine": str(machine), "threads": torch.get_num_threads(), "steps": steps}

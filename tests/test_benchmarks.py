@@ -59,7 +59,7 @@ def test_one_step_moves_both_sides_alike(bench: Any) -> None:
     workload = toy(bench, "bert")
     model = bench.make_model(replace(workload.model, dropout=0.0, attention_dropout=0.0))
     theirs = bench.their_model(model)
-    for step in (bench.our_step(CPU, model), bench.their_step(CPU, theirs)):
+    for step in (bench.our_step(CPU, model), bench.their_step(CPU, theirs, None)):
         step(bench.make_batch(workload, step=1))
     after = theirs.state_dict()
     for name, mine in bench.to_hf(model).items():

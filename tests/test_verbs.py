@@ -157,6 +157,23 @@ def test_resuming_with_other_ways_of_reading_is_refused(corpus_file: Path, tmp_p
         firth.pretrain("bert-tiny", [corpus_file, corpus_file], tmp_path / "run", resume=True, **run)
 
 
+def test_a_refused_run_does_not_stand_in_the_way_of_the_next(corpus_file: Path, tmp_path: Path) -> None:
+    run: dict[str, Any] = {"overrides": TINY, "vocab_size": 300, **SIZES}
+    wrong = {**TINY, "objective.mean_span": 30.0}
+    with pytest.raises(UserError, match="fewer than one span of 30"):
+        firth.pretrain("t5-tiny", corpus_file, tmp_path / "run", **run | {"overrides": wrong})
+    assert not (tmp_path / "run" / "data").exists(), "it is refused before the text is tokenised"
+    with pytest.raises(
+        UserError, match=r"began with, and this one differs: tokenizer: .*unigram.*wordpiece.*--overwrite"
+    ):
+        firth.pretrain("bert-tiny", corpus_file, tmp_path / "run", **run)
+    made = (tmp_path / "run" / "tokenizer" / "tokenizer.json").stat().st_mtime_ns
+    firth.pretrain("t5-tiny", corpus_file, tmp_path / "run", **run)
+    assert (tmp_path / "run" / "tokenizer" / "tokenizer.json").stat().st_mtime_ns == made
+    with pytest.raises(UserError, match="exists already"):
+        firth.pretrain("t5-tiny", corpus_file, tmp_path / "run", **run)
+
+
 def test_an_exported_folder_may_be_replaced_only_by_another(home: Path, tmp_path: Path) -> None:
     firth.export(home / "run" / "final", tmp_path / "out")
     with pytest.raises(UserError, match="exists already"):

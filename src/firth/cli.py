@@ -435,15 +435,29 @@ def export(
 
 @app.command()
 def models(json: Json = False) -> None:
-    """List the presets with their sizes."""
+    """List the presets: size, operations to read a token, objective, and what they are good for."""
     from firth import verbs
 
     found = verbs.models()
     if json:
         print(json_module.dumps({"models": found}))
         return
-    rows = [(m["name"], m["family"], f"{m['parameters']:,}", m["objective"]) for m in found]
-    show_table("Models", ["name", "family", "parameters", "objective"], rows)
+    for family in dict.fromkeys(m["family"] for m in found):
+        sizes = [m for m in found if m["family"] == family]
+        rows = [(m["name"], short(m["parameters"]), short(m["flops_per_token"]), m["objective"]) for m in sizes]
+        title = f"{family}, {sizes[0]['shape']}: {sizes[0]['good_for']}"
+        show_table(title, ["name", "parameters", "FLOPs/token", "objective"], rows)
+
+
+def short(number: float) -> str:
+    """
+    >>> short(124_439_808), short(1.5e12)
+    ('124M', '1.5T')
+    """
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.0f}"
 
 
 def main() -> None:

@@ -11,10 +11,9 @@ from torch.testing import assert_close
 
 from firth.errors import UserError
 from firth.models import Encoder, Model, ModelConfig, make_model
-from firth.models.attention import see
-from firth.models.config import Pair, Query
+from firth.models.config import Convolution, Disentangled, Learned, Pair, Position, Query, Rotary, TransformerXL, Window
 from firth.models.presets import t5, xlnet
-from firth.models.two_stream import asked_last, see_earlier
+from firth.models.two_stream import asked_last, places_of, see_earlier
 from firth.objectives.batch import Batch
 
 V, T = 30, 6
@@ -23,6 +22,11 @@ TOKENS = torch.tensor([[7, 8, 9, 10, 11, 12]])
 RANK = torch.tensor([[0, 2, 0, 1, 0, 3]])  # 0, 2 and 4 come free; then 3, then 1, then 5
 ASKED = torch.tensor([[1, 3, 5]])
 BATCH = Batch(TOKENS, rank=RANK, asked=ASKED, labels=torch.tensor([[8, 10, 12]]))
+POSITIONS: dict[str, Position] = {
+    "transformer-xl": TransformerXL(segments=True),
+    "learned": Learned(16),
+    "disentangled": Disentangled(far=3, buckets=2, shared=True),
+}
 SEES = {1: [0, 2, 3, 4], 3: [0, 2, 4], 5: [0, 1, 2, 3, 4]}  # asked place -> whose tokens reach it
 
 
@@ -50,9 +54,10 @@ def reached(model: Model, batch: Batch) -> dict[int, list[int]]:
     return moved
 
 
+@pytest.mark.parametrize("position", POSITIONS.values(), ids=POSITIONS)
 @pytest.mark.parametrize("norm_first", NORMS.values(), ids=NORMS)
-def test_a_query_sees_earlier_ranks_and_not_itself(norm_first: bool) -> None:
-    assert reached(lively(norm_first=norm_first), BATCH) == SEES
+def test_a_query_sees_earlier_ranks_and_not_itself(norm_first: bool, position: Position) -> None:
+    assert reached(lively(norm_first=norm_first, position=position), BATCH) == SEES
 
 
 @pytest.mark.parametrize("norm_first", NORMS.values(), ids=NORMS)
@@ -73,10 +78,11 @@ def test_no_gradient_reaches_an_asked_token_from_its_own_answer(norm_first: bool
         assert gradient[0].abs().sum(-1).nonzero().flatten().tolist() == SEES[place]
 
 
-def test_documents_stay_apart() -> None:
+@pytest.mark.parametrize("position", POSITIONS.values(), ids=POSITIONS)
+def test_documents_stay_apart(position: Position) -> None:
     doc = torch.tensor([[0, 0, 0, 1, 1, 1]])
     batch = BATCH._replace(doc=doc, position=torch.tensor([[0, 1, 2, 0, 1, 2]]))
-    assert reached(lively(), batch) == {1: [0, 2], 3: [4], 5: [3, 4]}
+    assert reached(lively(position=position), batch) == {1: [0, 2], 3: [4], 5: [3, 4]}
 
 
 @pytest.mark.parametrize("norm_first", NORMS.values(), ids=NORMS)
@@ -85,7 +91,8 @@ def test_both_streams_are_the_same_blocks(norm_first: bool) -> None:
     model = lively(norm_first=norm_first)
     vector = model.extras["query"].vector
     content, query = model.embed(TOKENS), model.embed.place(vector.expand(1, 3, -1), ASKED)
-    upto, earlier = see(False, None, RANK), see_earlier(None, RANK, ASKED)
+    upto, _ = model.stack.sights(content, None, RANK)
+    earlier = see_earlier(None, RANK, ASKED)._replace(places=places_of(upto.places, ASKED))
     for block in model.stack.blocks:
         norm = block.attention_norm
         if norm_first:
@@ -102,7 +109,8 @@ def test_a_query_with_the_content_of_a_masked_token_is_mlm() -> None:
     """Whoever begins like the content and sees all is the content stream itself."""
     model = lively()
     block, x = model.stack.blocks[0], torch.randn(1, T, 16)
-    assert_close(block(x, see(False, None), content=x), block(x, see(False, None)))
+    all_see_all, _ = model.stack.sights(x, None, None)
+    assert_close(block(x, all_see_all, content=x), block(x, all_see_all))
 
 
 def test_a_query_that_sees_nobody_breaks_nothing() -> None:
@@ -111,6 +119,7 @@ def test_a_query_that_sees_nobody_breaks_nothing() -> None:
     batch = Batch(
         TOKENS,
         rank=torch.tensor([[1, 2, 3, 4, 5, 6]]),
+        segment=torch.tensor([[0, 0, 0, 1, 1, 1]]),
         asked=torch.tensor([[0, 1, 2, 3, 4, 5, 0, 0]]),
         labels=torch.tensor([[7, 8, 9, 10, 11, 12, -100, -100]]),
     )
@@ -127,16 +136,23 @@ def test_without_ranks_what_is_asked_comes_last() -> None:
     assert reached(lively(), BATCH._replace(rank=None)) == {1: [0, 2, 4], 3: [0, 2, 4], 5: [0, 2, 4]}
 
 
-def test_places_and_segments_of_the_asked() -> None:
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("position", {"position": Learned(16)}),
+        ("segment", {"position": Learned(16), "num_segments": 2}),
+        ("segment", {}),  # by being in the same one or not
+    ],
+)
+def test_places_and_segments_of_the_asked(field: str, changes: dict[str, Any]) -> None:
     """Another place or another segment of an asked token changes its answer, though not its token does."""
-    model = lively()
+    model = lively(**changes)
     batch = BATCH._replace(position=torch.arange(T)[None], segment=torch.tensor([[0, 0, 0, 1, 1, 1]]))
     before = model.logits(batch)[0, 2]
     assert_close(before, model.logits(batch._replace(position=None))[0, 2])
-    for field in ("position", "segment"):
-        changed = getattr(batch, field).clone()
-        changed[0, 5] = 0
-        assert not torch.equal(model.logits(batch._replace(**{field: changed}))[0, 2], before)
+    changed = getattr(batch, field).clone()
+    changed[0, 5] = 0
+    assert not torch.equal(model.logits(batch._replace(**{field: changed}))[0, 2], before)
 
 
 def test_shared_blocks_and_narrow_vectors_have_two_streams_too() -> None:
@@ -153,3 +169,6 @@ def refused(config: ModelConfig, message: str) -> None:
 def test_what_does_not_go_with_a_query() -> None:
     refused(xlnet(1, 16, 2, V, extras=(Query(), Pair())), "Query only by itself")
     refused(xlnet(1, 16, 2, V, position=t5(1, 16, 2, 32).position, extras=(Query(),)), "Buckets yet")
+    refused(xlnet(1, 16, 2, V, position=Rotary()), "Rotary yet")
+    refused(xlnet(1, 16, 2, V, window=Window(4, 2)), "Window yet")
+    refused(xlnet(1, 16, 2, V, convolution=Convolution()), "Convolution yet")

@@ -27,14 +27,42 @@ from firth.models import (
     make_model,
     read_tensors,
     to_hf_config,
+    with_vocabulary,
 )
-from firth.models.config import Boundary, FanIn, Generator, LMHead, Pair, Query, RMSNorm
-from firth.models.presets import PRESETS, bert, gpt2, t5
+from firth.models.config import MLP, Boundary, FanIn, Generator, Learned, LMHead, Pair, Query, RMSNorm
+from firth.models.presets import (
+    PRESETS,
+    albert,
+    bart,
+    bert,
+    distilbert,
+    electra,
+    gpt,
+    gpt2,
+    rembert,
+    roberta,
+    t5,
+    xlm,
+    xlm_roberta,
+)
 from firth.models.weights import FAMILIES, WEIGHTS, generation_config, write_model
-from firth.tokens import Vocabulary
+from firth.tokens import Vocabulary, train_tokenizer
 
 V = 30
-CONFIGS = {"bert": bert(2, 16, 2, V), "gpt2": gpt2(2, 16, 2, V), "t5": t5(2, 16, 2, 32, V)}
+CONFIGS = {
+    "bert": bert(2, 16, 2, V),
+    "roberta": roberta(2, 16, 2, V),
+    "xlm-roberta": xlm_roberta(2, 16, 2, V),
+    "albert": albert(2, 16, 2, 8, V),
+    "electra": electra(2, 16, 2, 8, V),
+    "distilbert": distilbert(2, 16, 2, V),
+    "rembert": rembert(2, 16, 2, 8, 24, V),
+    "xlm": xlm(2, 16, 2, V, num_languages=3),
+    "gpt": gpt(2, 16, 2, V),
+    "gpt2": gpt2(2, 16, 2, V),
+    "t5": t5(2, 16, 2, 32, V),
+    "bart": bart(2, 16, 2, V),
+}
 
 
 def written(folder: Path, family: str = "bert") -> Model:
@@ -80,8 +108,9 @@ def test_save_is_whole_or_refused(tmp_path: Path) -> None:
         model.save(tmp_path / "new")
 
 
-def test_several_files_with_an_index(tmp_path: Path) -> None:
-    model = written(tmp_path)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_several_files_with_an_index(family: str, tmp_path: Path) -> None:
+    model = written(tmp_path, family)
     tensors = load_file(tmp_path / WEIGHTS)
     (tmp_path / WEIGHTS).unlink()
     names = sorted(tensors)
@@ -114,14 +143,66 @@ def test_old_names_of_norms(tmp_path: Path) -> None:
     assert_same(load_model(tmp_path), model)
 
 
-@pytest.mark.parametrize(("family", "prefix"), [("bert", "bert."), ("gpt2", "transformer.")])
-def test_a_body_without_prefix(family: str, prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = written(tmp_path, family)
+PREFIXED = [family for family in CONFIGS if FAMILIES[family].prefix]
+
+
+@pytest.mark.parametrize("family", PREFIXED)
+def test_a_body_without_prefix(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, prefix = written(tmp_path, family), FAMILIES[family].prefix
     rewrite(tmp_path, lambda ts: {k.removeprefix(prefix): v for k, v in ts.items() if k.startswith(prefix)})
     again = load_model(tmp_path)
     mine, other = again.state_dict(), model.state_dict()
     assert all(torch.equal(mine[k], other[k]) for k in mine if not k.startswith("head."))
-    assert ("starts fresh" in capsys.readouterr().err) == (family == "bert")  # the head of GPT-2 is its embedding
+    fresh = any(k.startswith("head.") for k in mine)  # the head of GPT-2 is its embedding
+    assert ("starts fresh" in capsys.readouterr().err) == fresh
+
+
+ODDMENTS = {  # what published files hold beside what the model needs
+    "bert": ("bert.embeddings.position_ids", "bert.pooler.dense.weight", "cls.seq_relationship.weight"),
+    "roberta": ("roberta.embeddings.position_ids", "roberta.pooler.dense.bias"),
+    "albert": ("albert.pooler.weight", "sop_classifier.classifier.bias"),
+    "distilbert": ("distilbert.embeddings.position_ids",),
+    "gpt": ("transformer.h.0.attn.bias",),
+    "gpt2": ("transformer.h.0.attn.bias", "transformer.h.1.attn.masked_bias"),
+    "t5": ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
+    "bart": ("final_logits_bias",),
+}
+
+
+@pytest.mark.parametrize("family", ODDMENTS)
+def test_what_published_files_hold_beside(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = written(tmp_path, family)
+    rewrite(tmp_path, lambda tensors: tensors | {name: torch.zeros(1, V) for name in ODDMENTS[family]})
+    assert_same(load_model(tmp_path), model)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_stranger_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = written(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors | {"bert.adapter.weight": torch.ones(2)})
+    assert_same(load_model(tmp_path), model)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "1 tensors have no place in this model and are left out, such as bert.adapter.weight" in said
+    load_model(tmp_path, head=Classes(("a", "b"), pooled=True))
+    assert capsys.readouterr().err == "", "a new head leaves things out by intention"
+
+
+TIED = [family for family in CONFIGS if FAMILIES[family].twins]
+
+
+@pytest.mark.parametrize("family", TIED)
+def test_tied_tensors_by_any_name(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice, or once under the other name; where the two differ, that is said."""
+    model, (name, others) = written(tmp_path, family), next(iter(FAMILIES[family].twins.items()))
+    rewrite(tmp_path, lambda ts: ts | {other: ts[name].clone() for other in others})
+    assert_same(load_model(tmp_path), model)
+    rewrite(tmp_path, lambda ts: {k: v for k, v in ts.items() if k != name})
+    assert_same(load_model(tmp_path), model)
+    assert capsys.readouterr().err == ""
+    rewrite(tmp_path, lambda ts: ts | {name: ts[others[0]] + 1})
+    again = load_model(tmp_path)
+    assert torch.equal(again.embed.tokens.weight, model.embed.tokens.weight + 1)
+    assert others[0] in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_new_head_starts_fresh(tmp_path: Path) -> None:
@@ -180,6 +261,21 @@ def test_wrong_shapes_of_a_head_are_named(tmp_path: Path) -> None:
     assert fresh.head.out.weight.shape == (2, 16)
 
 
+@pytest.mark.parametrize("family", CONFIGS)
+def test_what_does_not_fit_is_named_in_every_family(family: str, tmp_path: Path) -> None:
+    """A tensor of another shape with both shapes, and one that is gone."""
+    written(tmp_path, family)
+    name, other = next(iter(FAMILIES[family].rules(CONFIGS[family]))).theirs[0], load_file(tmp_path / WEIGHTS)
+    rewrite(tmp_path, lambda ts: ts | {name: torch.zeros(3, 5)})
+    with pytest.raises(
+        UserError, match=r"embed.tokens.weight is \(3, 5\) in the file and \(30, (8|16)\) by the config"
+    ):
+        load_model(tmp_path)
+    rewrite(tmp_path, lambda ts: {k: v for k, v in other.items() if k != name})
+    with pytest.raises(UserError, match=r"missing, such as embed.tokens.weight"):
+        load_model(tmp_path)
+
+
 def test_missing_tensors_are_named(tmp_path: Path) -> None:
     written(tmp_path)
 
@@ -195,7 +291,8 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"model_type": "gpt3"}, "model_type 'gpt3'.*Did you mean 'gpt2'"),
-        ({"hidden_act": "swish"}, "activation 'swish'"),
+        ({"model_type": "distilbart"}, "model_type 'distilbart'.*Did you mean 'distilbert'"),
+        ({"hidden_act": "mish"}, "activation 'mish'"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
         ({"is_decoder": True}, "is_decoder is True"),
         ({"hidden_size": "wide"}, "config.json.*dim: 'wide' is not a whole number"),
@@ -212,9 +309,9 @@ def test_configs_that_we_cannot_follow(changes: dict[str, Any], message: str, tm
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_described_by_its_family(name: str) -> None:
-    """Or by us, where `transformers` or we do not know the family's names yet."""
+    """Or by us, where `transformers` or we do not know the family's names."""
     config = PRESETS[name]
-    assert family_of(config) == (config.family if config.family in FAMILIES else "firth")
+    assert family_of(config) == (FAMILIES[config.family].model_type if config.family in FAMILIES else "firth")
     assert from_hf_config(to_hf_config(config, None)) == config
 
 
@@ -337,6 +434,15 @@ ODD = {
     "gpt2 from fan-in": replace(CONFIGS["gpt2"], init=FanIn()),
     "t5 with biases": replace(CONFIGS["t5"], bias=True),
     "nobody's": replace(CONFIGS["gpt2"], family="mine"),
+    "roberta from 0": replace(CONFIGS["roberta"], position=Learned(512)),
+    "roberta with relu": replace(CONFIGS["roberta"], mlp=MLP(32, "relu")),
+    "albert without widening": replace(CONFIGS["albert"], embed_dim=None),
+    "rembert without widening": replace(CONFIGS["rembert"], embed_dim=None),
+    "distilbert with segments": replace(CONFIGS["distilbert"], num_segments=2),
+    "gpt with exact gelu": replace(CONFIGS["gpt"], mlp=MLP(64, "gelu")),
+    "xlm with a narrow mlp": replace(CONFIGS["xlm"], mlp=MLP(32)),
+    "t5 with classes": replace(CONFIGS["t5"], head=Classes(("a", "b"), pooled=True)),
+    "wrong classes": replace(CONFIGS["distilbert"], head=Classes(("a", "b"), pooled=True)),
 }
 
 
@@ -353,3 +459,92 @@ def test_what_no_family_describes_is_our_own(name: str, tmp_path: Path) -> None:
 def test_numbers_that_only_spell_out_a_default_change_nothing() -> None:
     assert family_of(replace(CONFIGS["t5"], head_dim=8, num_decoder_layers=2)) == "t5"
     assert family_of(replace(CONFIGS["bert"], head_dim=8)) == "bert"
+
+
+# --- families that share a layout, and vocabularies ------------------------------------------------------------------
+
+
+def test_families_that_share_a_layout_keep_their_name(tmp_path: Path) -> None:
+    for name, kind in (("spanbert", "bert"), ("labse", "bert"), ("afriberta", "xlm-roberta"), ("gpt3", "gpt2")):
+        config = replace(PRESETS[f"{name}-tiny"], vocab_size=V)
+        facts = to_hf_config(config, None)
+        assert (facts["model_type"], facts["firth_family"]) == (kind, name)
+        assert from_hf_config(facts) == config
+        del facts["firth_family"]
+        assert from_hf_config(facts) == replace(config, family=kind)
+
+
+def test_a_frame_that_is_not_the_familys_is_kept() -> None:
+    """BART with T5's objective reads texts without <s>, and so does its checkpoint."""
+    config = replace(CONFIGS["bart"], framed=False)
+    facts = to_hf_config(config, None)
+    assert (facts["model_type"], facts["firth_framed"]) == ("bart", False)
+    assert from_hf_config(facts) == config
+
+
+VOCAB = Vocabulary(V, 0, 1, 2, 3, 4, 5, 6, (), special=tuple(range(7)))
+
+
+def test_places_of_roberta_follow_the_padding_token() -> None:
+    """`transformers` counts them from the id after it; with another token that would be another model."""
+    config = with_vocabulary(CONFIGS["roberta"], VOCAB)
+    assert config.position == Learned(513, offset=1)
+    assert config.max_length == CONFIGS["roberta"].max_length == 512
+    assert to_hf_config(config, VOCAB)["pad_token_id"] == 0
+    assert family_of(config, VOCAB) == "roberta"
+    assert family_of(CONFIGS["roberta"], VOCAB) == "firth"
+    assert with_vocabulary(CONFIGS["bart"], VOCAB) == CONFIGS["bart"]
+    assert with_vocabulary(replace(CONFIGS["bert"], vocab_size=9), VOCAB) == CONFIGS["bert"]
+
+
+def test_a_roberta_over_another_vocabulary_is_our_own(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["a b c d"] * 9, "wordpiece", 20)
+    model = stirred(replace(CONFIGS["roberta"], vocab_size=tokenizer.vocab.size))
+    model.tokenizer = tokenizer
+    write_model(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "firth"
+    assert_same(load_model(tmp_path), model)
+
+
+def test_what_ends_a_text_of_bart() -> None:
+    facts = to_hf_config(CONFIGS["bart"], VOCAB)
+    wanted = {"bos_token_id": 4, "eos_token_id": 5, "decoder_start_token_id": 5, "forced_eos_token_id": 5}
+    assert {name: facts[name] for name in wanted} == wanted
+    assert generation_config(CONFIGS["bart"], VOCAB) == {"pad_token_id": 0, **wanted}
+
+
+def test_a_tokenizer_that_is_larger_than_the_model(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["a b c d"] * 9, "wordpiece", 20)
+    write_model(stirred(replace(CONFIGS["bert"], vocab_size=tokenizer.vocab.size - 1)), tmp_path)
+    tokenizer.save(tmp_path)
+    with pytest.raises(UserError, match="they do not belong together"):
+        load_model(tmp_path)
+
+
+def test_a_vocabulary_with_room_to_spare(tmp_path: Path) -> None:
+    """T5 has 128 rows that no token uses."""
+    tokenizer = train_tokenizer(["a b c d"] * 9, "wordpiece", 20)
+    model = stirred(replace(CONFIGS["bert"], vocab_size=tokenizer.vocab.size + 7))
+    model.tokenizer = tokenizer
+    write_model(model, tmp_path)
+    assert_same(load_model(tmp_path), model)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("albert", {"num_hidden_groups": 3}, "num_hidden_layers=2 is not a multiple of num_hidden_groups=3"),
+        ("albert", {"inner_group_num": 2}, "inner_group_num is 2"),
+        ("roberta", {"hidden_act": "relu"}, "hidden_act is 'relu', and Firth knows roberta only with 'gelu'"),
+        ("bart", {"decoder_ffn_dim": 7}, "encoder_ffn_dim and decoder_ffn_dim differ"),
+        ("xlm", {"causal": True}, "causal is True"),
+        ("rembert", {"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+    ],
+)
+def test_settings_of_families_that_we_cannot_follow(
+    family: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    written(tmp_path, family)
+    set_config(tmp_path, **changes)
+    with pytest.raises(UserError, match=message):
+        load_model(tmp_path)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from firth.models import PRESETS, make_model, preset
-from firth.models.config import Boundary, Generator, Pair
+from firth.models.config import Boundary, Generator, MaskDecoder, Pair
 from firth.models.presets import bert, gpt2
 from firth.objectives import MLM, NAMED, SpanCorruption
 from firth.recipes import complete, default_objective, pretraining, tokenizer_kind
@@ -16,12 +16,22 @@ from firth.recipes.pretraining import rate
 PUBLISHED = {
     "bert": "mlm",
     "roberta": "mlm",
+    "xlm-roberta": "mlm",
+    "afriberta": "mlm",
+    "labse": "mlm",
+    "distilbert": "mlm",
+    "rembert": "mlm",
+    "xlm": "mlm",
     "spanbert": "span",
     "albert": "sop",
     "electra": "rtd",
     "xlnet": "permutation-lm",
+    "deberta": "mlm",
+    "deberta-v3": "rtd",
     "unilm": "unilm",
+    "gpt": "clm",
     "gpt2": "clm",
+    "gpt3": "clm",
     "t5": "span-corruption",
     "bart": "bart",
 }
@@ -64,6 +74,20 @@ def test_numbers_of_extras_are_kept() -> None:
     electra = bert(1, 16, 2, 30, extras=(Generator(size=0.5),))
     assert pretraining(electra, objective=NAMED["rtd"]).model.extras == (Generator(size=0.5),)
     make_model(pretraining(electra, objective=NAMED["mlm"]).model)
+
+
+def test_what_deberta_was_pretrained_with_unless_another_objective_is_asked() -> None:
+    one, three = preset("deberta-tiny"), preset("deberta-v3-tiny")
+    assert pretraining(one).model.extras == (MaskDecoder(2, 512),)
+    assert pretraining(three).model.extras == (Generator(disentangled=True),)
+    assert complete(pretraining(one)) == pretraining(one)
+    assert pretraining(one, objective=NAMED["rtd"]).model.extras == (Generator(),)
+    assert pretraining(one, objective=NAMED["nsp"]).model.extras == (Pair(),)
+    assert pretraining(three, objective=NAMED["mlm"]).model.extras == ()
+    without = replace(pretraining(one), model=one)
+    assert complete(without).model.extras == (), "who takes it away keeps it away"
+    bert_with = replace(preset("bert-tiny"), extras=(MaskDecoder(1),))
+    assert pretraining(bert_with).model.extras == (MaskDecoder(1),)
 
 
 def test_tokenizers() -> None:

@@ -286,7 +286,7 @@ def test_a_resumed_run_is_the_same_run(
     pretrain(straight)
     stopped = recipe_of(family, output_dir=str(tmp_path / "stopped"), **fields)
     for step in (1, 3, 6):  # before the first checkpoint, one step after a checkpoint, on a checkpoint
-        monkeypatch.setattr(pretraining, "Run", lambda *a, at=step: Run(*a, hooks=[(1, stop_at(at))]))
+        monkeypatch.setattr(pretraining, "Run", lambda *a, at=step, **k: Run(*a, **k, hooks=[(1, stop_at(at))]))
         with pytest.raises(Stop):
             pretrain(stopped, resume=True)
     monkeypatch.undo()
@@ -349,7 +349,7 @@ def test_ctrl_c_saves_and_says_so(recipe_of: Recipes, tmp_path: Path, monkeypatc
         if step == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(pretraining, "Run", lambda *a: Run(*a, hooks=[(1, press)]))
+    monkeypatch.setattr(pretraining, "Run", lambda *a, **k: Run(*a, **k, hooks=[(1, press)]))
     with pytest.raises(Interrupted, match="step 3 of 6"):
         pretrain(recipe)
     assert [p.name for p in Path(recipe.output_dir).glob("checkpoint-*")] == ["checkpoint-3"]
@@ -366,7 +366,7 @@ def test_a_loss_that_is_no_number_stops_the_run(recipe_of: Recipes) -> None:
 
 
 def test_minutes_fix_the_steps(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretraining.trial, "__defaults__", (0.05,))
+    monkeypatch.setattr(pretraining.trial, "__defaults__", (None, 0.05))
     recipe = recipe_of("bert", max_steps=0, minutes=0.02, save_steps=1000)
     result = pretrain(recipe)
     stored = load_recipe(Path(recipe.output_dir) / "recipe.yaml", Recipe)
@@ -381,3 +381,35 @@ def test_dropout_depends_on_where_it_falls() -> None:
     seeds = {dropout_seed(seed, step, micro) for seed in range(4) for step in range(10) for micro in range(4)}
     assert len(seeds) == 160
     assert all(0 <= s < 2**63 for s in seeds)
+
+
+def test_a_student_learns_from_a_checkpoint_and_resumes(
+    recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Distillation through the one loop, from a teacher of two layers to a student of one."""
+    teacher = recipe_of(output_dir=str(tmp_path / "teacher"))
+    pretrain(replace(teacher, model=replace(teacher.model, num_layers=2)))
+    fields = dict(teacher=str(tmp_path / "teacher" / "final"), dropout=0.2)
+    pretrain(recipe_of(output_dir=str(tmp_path / "straight"), **fields))
+    stopped = recipe_of(output_dir=str(tmp_path / "stopped"), **fields)
+    monkeypatch.setattr(pretraining, "Run", lambda *a, **k: Run(*a, **k, hooks=[(1, stop_at(3))]))
+    with pytest.raises(Stop):
+        pretrain(stopped)
+    monkeypatch.undo()
+    pretrain(stopped, resume=True)
+    assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "straight")
+    pretrain(recipe_of(output_dir=str(tmp_path / "alone"), dropout=0.2))
+    assert lines(tmp_path / "alone") != lines(tmp_path / "straight")
+
+
+def test_a_student_that_cannot_learn_from_this_teacher_is_told(recipe_of: Recipes, tmp_path: Path) -> None:
+    pretrain(recipe_of("gpt2", output_dir=str(tmp_path / "gpt2"), max_steps=1))
+    with pytest.raises(UserError, match="from an encoder to an encoder"):
+        pretrain(recipe_of(teacher=str(tmp_path / "gpt2" / "final")))
+
+
+def test_layers_computed_twice_change_nothing(recipe_of: Recipes, tmp_path: Path) -> None:
+    pretrain(recipe_of(output_dir=str(tmp_path / "once"), dropout=0.2))
+    pretrain(recipe_of(output_dir=str(tmp_path / "twice"), dropout=0.2, gradient_checkpointing=True))
+    assert lines(tmp_path / "once") == lines(tmp_path / "twice")

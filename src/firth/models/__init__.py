@@ -1,6 +1,8 @@
 """Batch to hidden states, logits, loss."""
 
-from firth.models.config import Classes, Extra, Head, LMHead, ModelConfig, with_extras
+from firth.models.config import Classes, Extra, Head, LMHead, ModelConfig, Verdict, with_extras
+from firth.models.distill import Distillation, check_pair, distilled, inherit
+from firth.models.mix import ScalarMix
 from firth.models.model import (
     Decoder,
     Encoder,
@@ -12,7 +14,9 @@ from firth.models.model import (
     make_model,
     with_classes,
 )
-from firth.models.presets import PRESETS, preset
+from firth.models.presets import GOOD_FOR, PRESETS, preset
+from firth.models.sizes import flops_per_token
+from firth.models.stack import Stack
 from firth.models.static import warm_start
 from firth.models.weights import (
     OWN,
@@ -23,14 +27,17 @@ from firth.models.weights import (
     read_config,
     read_tensors,
     to_hf_config,
+    with_vocabulary,
     write_model,
 )
 
 __all__ = [
+    "GOOD_FOR",
     "OWN",
     "PRESETS",
     "Classes",
     "Decoder",
+    "Distillation",
     "Encoder",
     "EncoderDecoder",
     "Extra",
@@ -39,10 +46,17 @@ __all__ = [
     "Model",
     "ModelConfig",
     "Output",
+    "ScalarMix",
+    "Stack",
+    "Verdict",
+    "check_pair",
     "count_parameters",
+    "distilled",
     "family_of",
+    "flops_per_token",
     "framing",
     "from_hf_config",
+    "inherit",
     "load_model",
     "load_weights",
     "make_model",
@@ -53,5 +67,6 @@ __all__ = [
     "warm_start",
     "with_classes",
     "with_extras",
+    "with_vocabulary",
     "write_model",
 ]

@@ -5,15 +5,16 @@ B rows, T places that ask, S places that are read, H heads, G heads of keys and 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from firth.models.config import FanIn, ModelConfig, Shaw
+from firth.models.config import Disentangled, FanIn, ModelConfig, Shaw, TransformerXL
 from firth.models.dropout import drop
 from firth.models.position import ShawScore, Turn
+from firth.models.relative import DisentangledScore, TransformerXLScore, split
 
 
 class Sight(NamedTuple):
@@ -61,13 +62,25 @@ def see(
     return Sight(causal and rank is None and mask is None, mask, score)
 
 
-def attend(q_BHTd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, sight: Sight, dropout: float, scale: float) -> Tensor:
-    """Softmax attention by SDPA, which takes its fused kernels when there is no mask or a causal one.
+def kernel(device: str, sight: Sight, dropout: float, compiled: bool) -> Literal["plain", "sdpa"]:
+    """Which way to compute attention: the fastest that was measured (docs/results.md).
 
-    On a CPU it has none for dropout, and `plain` is faster; only `plain` has the weights that someone wants to see.
+    SDPA takes a fused kernel for all, causal and masked sight; a mask of packed documents costs it next to nothing.
+    Single operations win on a CPU with dropout, for which SDPA has no fused kernel there, and in a compiled GPU step
+    where each row has scores of its own, whose gradient SDPA hands back slowly; and only they know the weights that
+    someone wants to see.
     """
-    cpu = q_BHTd.device.type == "cpu" and not torch.compiler.is_compiling()
-    if (dropout and cpu) or sight.seen is not None:
+    if sight.seen is not None:
+        return "plain"
+    if device == "cpu":
+        return "plain" if dropout and not compiled else "sdpa"
+    own_scores = sight.score is not None and sight.score.shape[0] > 1
+    return "plain" if own_scores and compiled else "sdpa"
+
+
+def attend(q_BHTd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, sight: Sight, dropout: float, scale: float) -> Tensor:
+    """Softmax attention, by the kernel that suits."""
+    if kernel(q_BHTd.device.type, sight, dropout, torch.compiler.is_compiling()) == "plain":
         return plain(q_BHTd, k_BGSd, v_BGSd, sight, dropout, scale)
     bias = sight.mask if sight.score is None else sight.score.to(q_BHTd.dtype)
     grouped = q_BHTd.shape[1] != k_BGSd.shape[1]
@@ -122,11 +135,14 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.kv_heads, self.head_size = config.num_heads, config.kv_heads, config.head_size
         inner, self.sizes = self.num_heads * self.head_size, self.part_sizes(config)
-        self.qkv = nn.Linear(config.dim, sum(self.sizes), bias=config.bias)  # query, key, value in one product
-        self.out = nn.Linear(inner, config.dim, bias=config.bias)
+        self.qkv = nn.Linear(config.dim, sum(self.sizes), bias=config.key_bias)  # query, key, value in one product
+        only = config.query_bias and not config.key_bias
+        self.qv_bias = nn.Parameter(torch.zeros(self.sizes[0] + self.sizes[2])) if only else None
+        self.out = nn.Linear(inner, config.dim, bias=config.query_bias)
         self.score = None if cross else make_score(config)
         self.dropout = config.attention_dropout
-        self.scale = 1.0 if isinstance(config.init, FanIn) else self.head_size**-0.5
+        terms = 3 if isinstance(self.score, DisentangledScore) else 1  # so many are added up (DeBERTa, section 3.1)
+        self.scale = 1.0 if isinstance(config.init, FanIn) else (terms * self.head_size) ** -0.5
 
     @staticmethod
     def part_sizes(config: ModelConfig) -> tuple[int, int, int]:
@@ -139,17 +155,34 @@ class Attention(nn.Module):
         if sight.turn is not None:
             q, k = sight.turn(q), sight.turn(k)
         if self.score is not None:
-            sight = add_score(sight, self.score(q, k, sight) * self.scale)
+            score = self.score(q, repeat_heads(k, q), sight, self.ask_and_read)
+            sight = add_score(sight, score * self.scale)
         y = attend(q, k, v, sight, self.dropout if self.training else 0.0, self.scale)
         return self.out(y.transpose(1, 2).flatten(2))
 
     def project(self, x_BTD: Tensor, read_BSD: Tensor | None) -> tuple[Tensor, ...]:
+        asks, weight, bias = self.sizes[0], self.qkv.weight, self.bias
         if read_BSD is None:
-            return self.qkv(x_BTD).split(self.sizes, -1)
-        asks, weight, bias = self.sizes[0], self.qkv.weight, self.qkv.bias
+            return F.linear(x_BTD, weight, bias).split(self.sizes, -1)
         q = F.linear(x_BTD, weight[:asks], None if bias is None else bias[:asks])
         kv = F.linear(read_BSD, weight[asks:], None if bias is None else bias[asks:])
         return q, *kv.split(self.sizes[1:], -1)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Of query, key and value; 0 for the key where it has none."""
+        if self.qv_bias is None:
+            return self.qkv.bias
+        q, v = self.qv_bias.split(self.sizes[::2])
+        return torch.cat([q, q.new_zeros(self.sizes[1]), v])
+
+    def ask_and_read(self, x_PD: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys (H, P, d) of vectors that are no tokens, for scores that share these projections."""
+        both, bias = sum(self.sizes[:2]), self.bias
+        y = F.linear(x_PD, self.qkv.weight[:both], None if bias is None else bias[:both])
+        q, k = y.split(self.sizes[:2], -1)
+        q_HPd, k_GPd = split(q, self.num_heads), split(k, self.kv_heads)
+        return q_HPd, k_GPd.repeat_interleave(self.num_heads // self.kv_heads, 0)
 
     def split(self, x_BTI: Tensor) -> Tensor:
         return x_BTI.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
@@ -157,6 +190,10 @@ class Attention(nn.Module):
 
 def make_score(config: ModelConfig) -> nn.Module | None:
     """What a layer adds to its scores by itself."""
+    if isinstance(config.position, TransformerXL):
+        return TransformerXLScore(config, config.position)
+    if isinstance(config.position, Disentangled):
+        return DisentangledScore(config, config.position)
     return ShawScore(config, config.position) if isinstance(config.position, Shaw) else None
 
 

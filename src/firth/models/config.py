@@ -91,10 +91,13 @@ class Disentangled:
     """Content is compared with relative places, and these with content (DeBERTa, section 3.1).
 
     Distances up to `far` have vectors of their own; with `buckets` so many, finer near by (version 2). `shared` uses
-    the projections of content for places too (version 2), `normed` puts a norm on their vectors.
+    the projections of content for places too (version 2), `normed` puts a norm on their vectors. Where `absolute`,
+    the embedding has vectors of `length` absolute places too.
     """
 
     far: int = 512
+    length: int = 512
+    absolute: bool = False
     buckets: int = 0
     shared: bool = False
     normed: bool = False
@@ -106,6 +109,14 @@ class Window:
 
     size: int = 128
     every: int = 3
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """Over `size` tokens around each, beside the first block (DeBERTa version 2)."""
+
+    size: int = 3
+    activation: Literal["tanh", "gelu"] = "gelu"
 
 
 @dataclass(frozen=True)
@@ -143,21 +154,34 @@ class FanIn:
 class LMHead:
     """From hidden states to the vocabulary.
 
-    `transform` is BERT's dense-activation-norm before the projection, `scaled` T5's 1/sqrt(dim).
+    `transform` is BERT's dense-activation-norm before the projection, `scaled` T5's 1/sqrt(dim). A transform of an
+    own width (`dim`) needs a projection that is not tied (RemBERT).
     """
 
     tied: bool = True
     transform: bool = False
     bias: bool = False
     scaled: bool = False
+    dim: int | None = None
 
 
 @dataclass(frozen=True)
 class Classes:
-    """From one hidden state to the named classes; `pooled` is BERT's dense-tanh before it, with biases."""
+    """From one hidden state to the named classes: that of the first token, or of the `last` (XLNet, every decoder).
+
+    `pooled` is BERT's dense layer before it, with an `activation` and biases; without it `bias` gives it one (XLM).
+    """
 
     names: tuple[str, ...]
     pooled: bool = False
+    activation: Literal["tanh", "relu", "gelu"] = "tanh"
+    bias: bool = False
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """From each hidden state to whether its token was put in by a generator (ELECTRA's body without its generator)."""
 
 
 @dataclass(frozen=True)
@@ -179,11 +203,14 @@ class Boundary:
 class Generator:
     """A narrow model that puts likely tokens in, for the body to find out (ELECTRA, section 3.1).
 
-    `size` is its width as a share of the body's, `weight` what finding out counts beside its own answers.
+    `size` is its width as a share of the body's, `weight` what finding out counts beside its own answers. Where they
+    are `disentangled`, the body has the generator's token vectors plus a difference of its own, and finding out moves
+    only that (DeBERTa version 3, section 3.2).
     """
 
     size: float = 0.25
     weight: float = 50.0
+    disentangled: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,12 +218,27 @@ class Query:
     """A second stream that knows its place and not its token (XLNet, section 2.3)."""
 
 
+@dataclass(frozen=True)
+class MaskDecoder:
+    """Absolute places, up to `length`, are told only before the answer: `layers` more passes (DeBERTa, section 3.2)."""
+
+    layers: int = 2
+    length: int = 512
+
+
 Position = NoPlaces | Learned | Sinusoid | Shaw | Buckets | Rotary | ALiBi | TransformerXL | Disentangled
+ASKING_POSITIONS = (NoPlaces, Learned, Sinusoid, TransformerXL, Disentangled)  # that know who asks at some places only
 Norm = LayerNorm | RMSNorm
 Init = Normal | FanIn
-Head = LMHead | Classes
-Extra = Pair | Boundary | Generator | Query
-EXTRAS: dict[str, type[Extra]] = {"pair": Pair, "boundary": Boundary, "generator": Generator, "query": Query}
+Head = LMHead | Classes | Verdict
+Extra = Pair | Boundary | Generator | Query | MaskDecoder
+EXTRAS: dict[str, type[Extra]] = {
+    "pair": Pair,
+    "boundary": Boundary,
+    "generator": Generator,
+    "query": Query,
+    "decoder": MaskDecoder,
+}
 Shape = Literal["encoder", "decoder", "encoder-decoder"]
 
 
@@ -219,10 +261,14 @@ class ModelConfig:
     embed_norm: bool = False
     skip_first_norm: bool = False  # the first block reads an embedding that has its norm already (ModernBERT)
     bias: bool = True
+    attention_bias: Literal["all", "no-key", "none"] = "all"  # where `bias`: in attention too, or less of it there
     num_segments: int = 0
+    num_languages: int = 0  # a vector for each language; the sides of a parallel text are two of them (XLM)
+    embed_scaled: bool = False  # token vectors times sqrt(dim)
     head_dim: int | None = None  # dim / num_heads unless said
     num_kv_heads: int | None = None  # so many heads of keys and values, each read by several of queries
     window: Window | None = None  # a narrower sight in some layers
+    convolution: Convolution | None = None
     num_decoder_layers: int | None = None  # num_layers unless said
     embed_dim: int | None = None  # width of the token vectors, dim unless said (ALBERT, ELECTRA)
     num_shared: int = 1  # so many layers in a row are one block (ALBERT)
@@ -241,6 +287,14 @@ class ModelConfig:
         return self.num_kv_heads or self.num_heads
 
     @property
+    def key_bias(self) -> bool:
+        return self.bias and self.attention_bias == "all"
+
+    @property
+    def query_bias(self) -> bool:
+        return self.bias and self.attention_bias != "none"
+
+    @property
     def decoder_layers(self) -> int:
         return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
 
@@ -257,7 +311,20 @@ class ModelConfig:
         """The longest text that the positions can tell apart, or None when there is no such limit."""
         if isinstance(self.position, Learned | Sinusoid):
             return self.position.length - getattr(self.position, "offset", 0)
-        return None
+        late = self.extra("decoder")
+        return late.length if isinstance(late, MaskDecoder) else self.num_places or None
+
+    @property
+    def num_places(self) -> int:
+        """How many absolute places have a vector of their own in the embedding."""
+        if isinstance(self.position, Disentangled):
+            return self.position.length if self.position.absolute else 0
+        return self.position.length if isinstance(self.position, Learned) else 0
+
+    @property
+    def answers_last(self) -> bool:
+        """Whether classes are told from the last token."""
+        return self.shape == "decoder" or (isinstance(self.head, Classes) and self.head.last)
 
     def problems(self) -> list[str]:
         """What is wrong with these numbers, in a user's words."""
@@ -279,6 +346,12 @@ class ModelConfig:
         ]
         if isinstance(self.position, Buckets) and not 4 <= self.position.num < 2 * self.position.far:
             wrong.append("model.position.num must be at least 4, and less than twice model.position.far")
+        if self.convolution is not None and (self.convolution.size % 2 == 0 or self.shape != "encoder"):
+            wrong.append("model.convolution.size must be odd, and only an encoder may see its neighbours")
+        if isinstance(self.position, Disentangled) and not self.position.far > self.position.buckets // 2 + 1:
+            wrong.append("model.position.far must be more than half of model.position.buckets, plus 1")
+        if isinstance(self.position, TransformerXL) and self.dim % 2:
+            wrong.append(f"model.position TransformerXL has pairs of sine and cosine, and model.dim={self.dim} is odd")
         if isinstance(self.position, Rotary) and self.head_size % 2:
             wrong.append(f"model.position Rotary turns pairs of numbers, and a head has {self.head_size}: not even")
         if not wrong and self.num_heads % self.kv_heads:
@@ -293,13 +366,17 @@ class ModelConfig:
         transform = not isinstance(self.head, LMHead) or self.head.transform
         if self.embed_dim is not None and not transform:
             wrong.append("model.embed_dim needs model.head.transform=true, which leads back to that width")
+        if isinstance(self.head, LMHead) and self.head.dim is not None and (self.head.tied or not self.head.transform):
+            wrong.append("model.head.dim needs model.head.transform=true and model.head.tied=false")
+        if self.num_segments and self.num_languages:
+            wrong.append("model.num_segments and model.num_languages exclude each other")
         return wrong + (self.problems_of_extras() if self.extras else [])
 
     def problems_of_extras(self) -> list[str]:
         """What does not go together with the extras, or is wrong inside them."""
         names = [type(extra).__name__ for extra in self.extras]
-        alone = next((name for name in names if name in ("Generator", "Query")), None)
-        boundary, generator = self.extra("boundary"), self.extra("generator")
+        alone = next((name for name in names if name in ("Generator", "Query", "MaskDecoder")), None)
+        boundary, generator, decoder = self.extra("boundary"), self.extra("generator"), self.extra("decoder")
         wrong = []
         if self.shape != "encoder" or not isinstance(self.head, LMHead):
             wrong.append("model.extras are for the shape encoder with a language model's head")
@@ -311,8 +388,12 @@ class ModelConfig:
             wrong.append(f"Boundary.longest in model.extras is {boundary.longest}, and must be at least 1")
         if isinstance(generator, Generator) and not (0 < generator.size <= 1 and generator.weight > 0):
             wrong.append("in model.extras Generator.size must be in (0, 1], and Generator.weight more than 0")
-        if "Query" in names and isinstance(self.position, Buckets):
-            wrong.append("a Query in model.extras cannot go with Buckets yet: take learned places")
+        if isinstance(decoder, MaskDecoder) and (decoder.layers < 1 or decoder.length < 1):
+            wrong.append("in model.extras MaskDecoder.layers and MaskDecoder.length must be at least 1")
+        beside = self.window or (self.convolution if "Query" in names else None)
+        if alone in ("Query", "MaskDecoder") and (beside or not isinstance(self.position, ASKING_POSITIONS)):
+            what = type(beside or self.position).__name__
+            wrong.append(f"a {alone} in model.extras cannot go with {what} yet: take TransformerXL or Disentangled")
         return wrong
 
 

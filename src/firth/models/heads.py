@@ -5,6 +5,7 @@ B rows, T places, K asked places, D model width, E width of the token vectors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ class Vocabulary(nn.Module):
 
     def __init__(self, config: ModelConfig, spec: LMHead) -> None:
         super().__init__()
-        width = config.embed_width
-        self.dense = nn.Linear(config.dim, width) if spec.transform else None
+        width = spec.dim or (config.embed_width if spec.transform else config.dim)
+        self.dense = nn.Linear(config.dim, width, bias=config.bias) if spec.transform else None
         self.norm = make_norm(config, width) if spec.transform else None
         self.activation = ACTIVATIONS[config.mlp.activation]
         self.weight = None if spec.tied else nn.Parameter(torch.empty(config.vocab_size, width))
@@ -59,13 +60,31 @@ class Choice(nn.Module):
     def __init__(self, config: ModelConfig, spec: Classes) -> None:
         super().__init__()
         self.pooler = nn.Linear(config.dim, config.dim) if spec.pooled else None
+        self.activation = POOLERS[spec.activation]
         self.drop = nn.Dropout(config.dropout if spec.pooled else 0.0)
-        self.out = nn.Linear(config.dim, len(spec.names), bias=spec.pooled)
+        self.out = nn.Linear(config.dim, len(spec.names), bias=spec.pooled or spec.bias)
 
     def forward(self, x_BD: Tensor) -> Tensor:
         if self.pooler is not None:
-            x_BD = self.drop(torch.tanh(self.pooler(x_BD)))
+            x_BD = self.drop(self.activation(self.pooler(x_BD)))
         return self.out(x_BD)
+
+
+POOLERS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "relu": F.relu, "gelu": F.gelu}
+
+
+class Verdicts(nn.Module):
+    """The higher, the likelier a token was put in by a generator (ELECTRA)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.dim, config.dim)
+        self.activation = ACTIVATIONS[config.mlp.activation]
+        self.out = nn.Linear(config.dim, 1)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """(B, T)"""
+        return self.out(self.activation(self.dense(x_BTD)))[..., 0]
 
 
 class PairHead(nn.Module):

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from firth.errors import UserError
 from firth.models.config import Classes, FanIn, LMHead, ModelConfig
-from firth.models.embed import Embedding
-from firth.models.heads import IGNORED, BoundaryHead, Choice, PairHead, Vocabulary, pick
+from firth.models.embed import Embedding, Placing
+from firth.models.heads import IGNORED, BoundaryHead, Choice, PairHead, Verdicts, Vocabulary, pick
+from firth.models.layouts import FAMILIES
+from firth.models.mask_decoder import LatePlaces
 from firth.models.replaced import Replaced, filled, generator_config, verdict_loss
 from firth.models.stack import Stack
 from firth.models.two_stream import TwoStream
@@ -36,6 +38,9 @@ class Output:
     loss: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     encoder_last_hidden_state: Tensor | None = None
+    attentions: tuple[Tensor, ...] | None = None  # of each layer (B, H, T, S), those of the decoder where there are two
+    encoder_attentions: tuple[Tensor, ...] | None = None
+    cross_attentions: tuple[Tensor, ...] | None = None
 
 
 # A batch is anything with the fields of `firth.objectives.Batch`: the two rooms meet by these names alone.
@@ -54,7 +59,7 @@ class Model(nn.Module):
         self.config = config
         self.embed = Embedding(config)
         speaker = config if config.extra("generator") is None else generator_config(config)  # who answers in words
-        self.head = Vocabulary(speaker, config.head) if isinstance(config.head, LMHead) else Choice(config, config.head)
+        self.head = make_head(speaker)
 
     def read(self, batch: Reads) -> Tensor:
         """The states (B, T or U, D) that the head answers from."""
@@ -66,9 +71,11 @@ class Model(nn.Module):
         return x_BTD if batch.asked is None else pick(x_BTD, batch.asked)
 
     def logits(self, batch: Reads) -> Tensor:
-        """(B, K, V) at the asked places, or (B, classes)."""
+        """(B, K, V) at the asked places, (B, K) verdicts on them, or (B, classes)."""
         x = self.asked_states(batch)
-        return self.head(x, self.embed.tokens.weight) if isinstance(self.head, Vocabulary) else self.head(x[:, 0])
+        if isinstance(self.head, Vocabulary):
+            return self.head(x, self.embed.tokens.weight)
+        return self.head(x[:, 0] if isinstance(self.head, Choice) else x)
 
     def losses(self, batch: Reads) -> dict[str, Tensor]:
         """The parts of the loss as sums, each under the name of the count that divides it (`Batch.counts`).
@@ -93,6 +100,9 @@ class Model(nn.Module):
             first = last if last is not None else torch.zeros(len(x), dtype=torch.long, device=x.device)
             logits = self.head(x[torch.arange(len(x), device=x.device), first])
             return logits, None if labels is None else F.cross_entropy(logits.float(), labels)
+        if isinstance(self.head, Verdicts):
+            logits = self.head(x)
+            return logits, None if labels is None else F.binary_cross_entropy_with_logits(logits, labels.float())
         logits = self.head(x, self.embed.tokens.weight)
         if labels is None:
             return logits, None
@@ -115,11 +125,18 @@ class Model(nn.Module):
         save_model(self, Path(folder), overwrite)
 
 
+def make_head(config: ModelConfig) -> Vocabulary | Choice | Verdicts:
+    if isinstance(config.head, LMHead):
+        return Vocabulary(config, config.head)
+    return Choice(config, config.head) if isinstance(config.head, Classes) else Verdicts(config)
+
+
 EXTRAS: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "pair": PairHead,
     "boundary": BoundaryHead,
     "generator": Replaced,
     "query": TwoStream,
+    "decoder": LatePlaces,
 }
 
 
@@ -142,20 +159,33 @@ class Encoder(Model):
 
     def body(self, batch: Reads) -> Tensor:
         """The last states (B, T, D), or (B, 2, T, D) where each row is read in two directions."""
-        x_BTD, doc, rank = self.embed(batch.tokens, batch.position, batch.segment), batch.doc, batch.rank
+        vectors_BTE = self.body_vectors(batch.tokens, batch.position, batch.segment)
+        x_BTD, doc, rank = self.embed.widen(vectors_BTE), batch.doc, batch.rank
         if rank is None or rank.ndim == 2:
-            return self.stack(x_BTD, doc, rank)
-        doc = None if doc is None else doc.repeat_interleave(2, 0)
-        return self.stack(x_BTD.repeat_interleave(2, 0), doc, rank.flatten(0, 1)).unflatten(0, (-1, 2))
+            return self.stack(x_BTD, doc, rank, segment=batch.segment)
+        doc, segment = (None if a is None else a.repeat_interleave(2, 0) for a in (doc, batch.segment))
+        y = self.stack(x_BTD.repeat_interleave(2, 0), doc, rank.flatten(0, 1), segment=segment)
+        return y.unflatten(0, (-1, 2))
+
+    def body_vectors(self, tokens: Tensor, position: Tensor | None, segment: Tensor | None) -> Tensor:
+        """What the body begins with, before it is widened: that of the generator, or with a difference of its own."""
+        if self.generator is None or self.generator.delta is None:
+            return self.embed.vectors(tokens, position, segment)
+        x_BTE = self.embed.vectors_of(tokens).detach() + self.generator.delta(tokens)
+        return self.embed.place(x_BTE, position, segment)
 
     def read(self, batch: Reads) -> Tensor:
         if self.generator is None:
             return self.body(batch)
-        return self.generator(self.embed.vectors(batch.tokens, batch.position, batch.segment), batch.doc, batch.rank)
+        vectors_BTE = self.embed.vectors(batch.tokens, batch.position, batch.segment)
+        return self.generator(vectors_BTE, batch.doc, batch.rank, batch.segment)
 
     def asked_states(self, batch: Reads) -> Tensor:
         if "query" in self.extras and batch.asked is not None:
             return self.extras["query"](self.embed, self.stack, batch)
+        if "decoder" in self.extras and batch.asked is not None:
+            x_BTD = self.embed(batch.tokens, batch.position, batch.segment)
+            return self.extras["decoder"](x_BTD, self.stack, batch)
         return super().asked_states(batch)
 
     def losses(self, batch: Reads) -> dict[str, Tensor]:
@@ -190,22 +220,34 @@ class Encoder(Model):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
+        langs: Tensor | None = None,
         labels: Tensor | None = None,
         output_hidden_states: bool = False,
+        output_attentions: bool = False,
     ) -> Output:
-        """With a generator the logits are its own, and the hidden states the body's."""
+        """With a generator the logits are its own, and the hidden states the body's.
+
+        A query stream and a mask decoder answer only in batches that say what is asked; here they take no part.
+        """
         self.check_length(input_ids.shape[1])
         states: list[Tensor] | None = [] if output_hidden_states else None
-        vectors, doc = self.embed.vectors(input_ids, position_ids, token_type_ids), as_doc(attention_mask)
-        x = self.stack(self.embed.widen(vectors), doc, states=states)
+        seen: list[Tensor] | None = [] if output_attentions else None
+        position, segment = self.places(position_ids, attention_mask), token_type_ids if langs is None else langs
+        doc = as_doc(attention_mask)
+        x = self.embed.widen(self.body_vectors(input_ids, position, segment))
+        x = self.stack(x, doc, states=states, position=position, seen=seen, segment=segment)
         if self.generator is not None:
-            x = self.generator(vectors, doc)
-        last = None
-        if self.causal:
-            seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-            last = (seen * torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)).argmax(1)
+            x = self.generator(self.embed.vectors(input_ids, position, segment), doc, segment=segment)
+        last = last_place(input_ids, attention_mask) if self.config.answers_last else None
         logits, loss = self.answer(x, labels, last, shift=self.causal)
-        return Output(logits, loss, tuple(states) if states is not None else None)
+        return Output(logits, loss, kept(states), attentions=kept(seen))
+
+    def places(self, position_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
+        """Places from 0. RoBERTa's are counted from its offset on, and padding has none."""
+        offset = self.embed.offset
+        if position_ids is not None:
+            return position_ids - offset
+        return None if attention_mask is None or not offset else (attention_mask.long().cumsum(1) - 1).clamp(min=0)
 
 
 class Decoder(Encoder):
@@ -215,10 +257,11 @@ class Decoder(Encoder):
 
 
 class EncoderDecoder(Model):
-    """Two stacks that share their embedding; the second reads the first."""
+    """Two stacks that share their token vectors, not what is added to them; the second reads the first."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
+        self.decoder_embed = Placing(config)
         self.encoder = Stack(config, config.num_layers, causal=False)
         self.decoder = Stack(config, config.decoder_layers, causal=True, cross=True)
         initialise(self)
@@ -228,7 +271,7 @@ class EncoderDecoder(Model):
 
     def read(self, batch: Reads, encoded: Tensor | None = None) -> Tensor:
         read = self.encode(batch) if encoded is None else encoded
-        x = self.embed(batch.decoder_tokens, batch.decoder_position)
+        x = self.embed(batch.decoder_tokens, batch.decoder_position, placing=self.decoder_embed)
         return self.decoder(x, batch.decoder_doc, read=read, read_doc=batch.doc)
 
     def forward(
@@ -239,23 +282,39 @@ class EncoderDecoder(Model):
         decoder_attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         output_hidden_states: bool = False,
+        output_attentions: bool = False,
     ) -> Output:
-        """`decoder_input_ids` are made of `labels` when they are not given: the start, then all but the last."""
+        """`decoder_input_ids` are made of `labels` when they are not given: the start, then all but the last.
+
+        Classes are told from the last state of a decoder that reads the text again (BART, section 3.1).
+        """
+        classes = isinstance(self.head, Choice)
+        written = (input_ids if classes else labels) if decoder_input_ids is None else decoder_input_ids
+        if written is None:
+            raise UserError("An encoder-decoder needs decoder_input_ids or labels.")
+        self.check_length(max(input_ids.shape[1], written.shape[1]))
         if decoder_input_ids is None:
-            if labels is None:
-                raise UserError("An encoder-decoder needs decoder_input_ids or labels.")
-            vocab = self.tokenizer.vocab if self.tokenizer is not None else None
-            pad, start = (0, 0) if vocab is None else (vocab.pad, framing(self.config, vocab).start)
-            decoder_input_ids = F.pad(labels.masked_fill(labels == IGNORED, pad), (1, -1), value=start)
-        self.check_length(max(input_ids.shape[1], decoder_input_ids.shape[1]))
+            decoder_input_ids = self.begun(written)
         states: list[Tensor] | None = [] if output_hidden_states else None
+        lists: list[list[Tensor] | None] = [[] if output_attentions else None for _ in range(3)]
+        in_encoder, in_decoder, across = lists
         doc = as_doc(attention_mask)
-        read = self.encoder(self.embed(input_ids), doc)
+        read = self.encoder(self.embed(input_ids), doc, seen=in_encoder)
         asking = None if doc is None else torch.zeros_like(decoder_input_ids)
         rank = None if decoder_attention_mask is None else padding_last(decoder_attention_mask)
-        x = self.decoder(self.embed(decoder_input_ids), asking, rank, read, doc, states)
-        logits, loss = self.answer(x, labels, None, shift=False)
-        return Output(logits, loss, tuple(states) if states is not None else None, read)
+        x = self.embed(decoder_input_ids, placing=self.decoder_embed)
+        x = self.decoder(x, asking, rank, read, doc, states, seen=in_decoder, seen_across=across)
+        last = last_place(input_ids, attention_mask) if classes else None
+        logits, loss = self.answer(x, labels, last, shift=False)
+        return Output(logits, loss, kept(states), read, kept(in_decoder), kept(in_encoder), kept(across))
+
+    def begun(self, labels: Tensor) -> Tensor:
+        """What a decoder reads when it is to answer this."""
+        vocab = self.tokenizer.vocab if self.tokenizer is not None else None
+        if vocab is None and self.config.framed:
+            raise UserError("Without its tokenizer this model does not know how an answer begins: load one.")
+        pad, start = (0, 0) if vocab is None else (vocab.pad, framing(self.config, vocab).start)
+        return F.pad(labels.masked_fill(labels == IGNORED, pad), (1, -1), value=start)
 
 
 SHAPES: dict[str, Callable[[ModelConfig], Model]] = {
@@ -287,6 +346,17 @@ def framing(config: ModelConfig, vocab: Ids) -> Framing:
         wanted = "[CLS] and [SEP]" if framed else "end"
         raise UserError(f"The tokenizer of this model has no {wanted} token.")
     return Framing(() if before is None else (before,), end, end if framed else vocab.pad)
+
+
+def last_place(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """(B,): where the last token of each text stands."""
+    seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    return (seen * torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)).argmax(1)
+
+
+def kept(states: list[Tensor] | None) -> tuple[Tensor, ...] | None:
+    """What was collected on the way through the layers, or None where it was not asked for."""
+    return None if states is None else tuple(states)
 
 
 def as_doc(attention_mask: Tensor | None) -> Tensor | None:
@@ -321,7 +391,7 @@ def initialise(model: Model) -> None:
             std = init.std / math.sqrt(2 * config.num_layers)
         else:
             std = init.std
-        p.normal_(0.0, std)
+        p.normal_(0.0, 0.0 if name.endswith("generator.delta.weight") else std)
         if isinstance(init, FanIn) and name.endswith(("attention.qkv.weight", "cross.qkv.weight")):
             queries = len(p) // 3
             p[:queries] *= config.head_size**-0.5  # the scores are not scaled
@@ -338,4 +408,6 @@ def with_classes(config: ModelConfig, names: tuple[str, ...]) -> ModelConfig:
     """The same model with a head over these classes."""
     if config.shape == "encoder-decoder":
         raise UserError("An encoder-decoder answers in words: classes are its targets, not a head.")
-    return replace(config, head=Classes(names, pooled=config.shape == "encoder"), extras=())
+    layout = FAMILIES.get(config.family)
+    head = Classes((), pooled=config.shape == "encoder") if layout is None else layout.classes
+    return replace(config, head=replace(head, names=names), extras=())

@@ -149,7 +149,7 @@ class ShawScore(nn.Module):
         self.far = spec.far
         self.vectors = nn.Embedding(2 * spec.far + 1, config.head_size)
 
-    def forward(self, q_BHTd: Tensor, k_BHSd: Tensor, sight: object) -> Tensor:
+    def forward(self, q_BHTd: Tensor, k_BHSd: Tensor, sight: object, project: object = None) -> Tensor:
         """(B, H, T, S)."""
         T, S = q_BHTd.shape[2], k_BHSd.shape[2]
         distance = torch.arange(1 - T, S, device=q_BHTd.device).clamp(-self.far, self.far)

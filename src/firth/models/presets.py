@@ -5,7 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 from firth.errors import UserError, nearest
-from firth.models.config import MLP, Buckets, FanIn, LayerNorm, Learned, LMHead, ModelConfig, Normal, RMSNorm
+from firth.models.config import (
+    MLP,
+    Buckets,
+    Convolution,
+    Disentangled,
+    FanIn,
+    Generator,
+    LayerNorm,
+    Learned,
+    LMHead,
+    ModelConfig,
+    Normal,
+    Query,
+    RMSNorm,
+    Rotary,
+    Stretch,
+    TransformerXL,
+    Window,
+)
 
 
 def bert(num_layers: int, dim: int, num_heads: int, vocab_size: int = 30522, **changes: Any) -> ModelConfig:
@@ -27,23 +45,37 @@ def bert(num_layers: int, dim: int, num_heads: int, vocab_size: int = 30522, **c
     return ModelConfig(**fields | changes)
 
 
-def gpt2(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50257, **changes: Any) -> ModelConfig:
-    """Radford et al. 2019: pre-norm, causal, residual weights scaled by depth."""
+def gpt(num_layers: int, dim: int, num_heads: int, vocab_size: int = 40478, **changes: Any) -> ModelConfig:
+    """Radford et al. 2018: post-norm, causal, learned places."""
     fields: dict[str, Any] = dict(
-        family="gpt2",
+        family="gpt",
         shape="decoder",
         vocab_size=vocab_size,
         dim=dim,
         num_layers=num_layers,
         num_heads=num_heads,
         mlp=MLP(4 * dim, "gelu-tanh"),
-        position=Learned(1024),
+        position=Learned(512),
         norm=LayerNorm(1e-5),
         head=LMHead(),
-        init=Normal(scale_residual=True),
-        norm_first=True,
     )
     return ModelConfig(**fields | changes)
+
+
+def gpt2(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50257, **changes: Any) -> ModelConfig:
+    """Radford et al. 2019: GPT with the norm first, and residual weights scaled by depth."""
+    fields: dict[str, Any] = dict(
+        family="gpt2", position=Learned(1024), init=Normal(scale_residual=True), norm_first=True
+    )
+    return gpt(num_layers, dim, num_heads, vocab_size, **fields | changes)
+
+
+def gpt3(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50257, **changes: Any) -> ModelConfig:
+    """Brown et al. 2020: GPT-2, twice as long; here every layer sees all that came before, not every other one.
+
+    Where table 2.1 has heads that do not fit the width (XL, 13B), heads of 128 numbers.
+    """
+    return gpt2(num_layers, dim, num_heads, vocab_size, **dict(family="gpt3", position=Learned(2048)) | changes)
 
 
 def t5(num_layers: int, dim: int, num_heads: int, mlp_dim: int, vocab_size: int = 32128, **changes: Any) -> ModelConfig:
@@ -80,9 +112,21 @@ def t5_v1_1(
 
 
 def roberta(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50265, **changes: Any) -> ModelConfig:
-    """Liu et al. 2019: BERT without segments, over bytes."""
-    fields: dict[str, Any] = dict(family="roberta", norm=LayerNorm(1e-5), num_segments=1)
+    """Liu et al. 2019: BERT without segments, over bytes; its places are counted from 2."""
+    fields: dict[str, Any] = dict(
+        family="roberta", position=Learned(514, offset=2), norm=LayerNorm(1e-5), num_segments=1
+    )
     return bert(num_layers, dim, num_heads, vocab_size, **fields | changes)
+
+
+def xlm_roberta(num_layers: int, dim: int, num_heads: int, vocab_size: int = 250002, **changes: Any) -> ModelConfig:
+    """Conneau et al. 2020: RoBERTa over 100 languages and one large vocabulary."""
+    return roberta(num_layers, dim, num_heads, vocab_size, **dict(family="xlm-roberta") | changes)
+
+
+def afriberta(num_layers: int, dim: int, num_heads: int, vocab_size: int = 70006, **changes: Any) -> ModelConfig:
+    """Ogueji et al. 2021: XLM-R made small, for eleven African languages and little text."""
+    return xlm_roberta(num_layers, dim, num_heads, vocab_size, **dict(family="afriberta") | changes)
 
 
 def spanbert(num_layers: int, dim: int, num_heads: int, vocab_size: int = 28996, **changes: Any) -> ModelConfig:
@@ -93,6 +137,43 @@ def spanbert(num_layers: int, dim: int, num_heads: int, vocab_size: int = 28996,
 def unilm(num_layers: int, dim: int, num_heads: int, vocab_size: int = 28996, **changes: Any) -> ModelConfig:
     """Dong et al. 2019: BERT that reads in several orders."""
     return bert(num_layers, dim, num_heads, vocab_size, **dict(family="unilm") | changes)
+
+
+def labse(num_layers: int, dim: int, num_heads: int, vocab_size: int = 501153, **changes: Any) -> ModelConfig:
+    """Feng et al. 2022: BERT over 109 languages, for one vector per sentence."""
+    return bert(num_layers, dim, num_heads, vocab_size, **dict(family="labse") | changes)
+
+
+def distilbert(num_layers: int, dim: int, num_heads: int, vocab_size: int = 30522, **changes: Any) -> ModelConfig:
+    """Sanh et al. 2019: half of BERT's layers, no segments."""
+    fields: dict[str, Any] = dict(family="distilbert", num_segments=0)
+    return bert(num_layers, dim, num_heads, vocab_size, **fields | changes)
+
+
+def rembert(
+    num_layers: int,
+    dim: int,
+    num_heads: int,
+    embed_dim: int = 256,
+    out_dim: int = 1664,
+    vocab_size: int = 250300,
+    **changes: Any,
+) -> ModelConfig:
+    """Chung et al. 2021: narrow token vectors to read, wide ones of their own to answer, no dropout."""
+    fields: dict[str, Any] = dict(
+        family="rembert",
+        embed_dim=embed_dim,
+        head=LMHead(tied=False, transform=True, bias=True, dim=out_dim),
+        dropout=0.0,
+        attention_dropout=0.0,
+    )
+    return bert(num_layers, dim, num_heads, vocab_size, **fields | changes)
+
+
+def xlm(num_layers: int, dim: int, num_heads: int, vocab_size: int = 95000, **changes: Any) -> ModelConfig:
+    """Conneau & Lample 2019: the blocks of BERT, a vector for each language, no transform before the words."""
+    fields: dict[str, Any] = dict(family="xlm", num_segments=0, head=LMHead(bias=True))
+    return bert(num_layers, dim, num_heads, vocab_size, **fields | changes)
 
 
 def albert(
@@ -111,20 +192,57 @@ def albert(
 
 
 def electra(
-    num_layers: int, dim: int, num_heads: int, embed_dim: int = 128, vocab_size: int = 30522, **changes: Any
+    num_layers: int, dim: int, num_heads: int, embed_dim: int | None = 128, vocab_size: int = 30522, **changes: Any
 ) -> ModelConfig:
-    """Clark et al. 2020: the body of BERT over narrow token vectors; the generator is one of its extras."""
+    """Clark et al. 2020: the body of BERT, over narrow token vectors when small; the generator is one of its extras."""
     return bert(num_layers, dim, num_heads, vocab_size, **dict(family="electra", embed_dim=embed_dim) | changes)
 
 
 def xlnet(num_layers: int, dim: int, num_heads: int, vocab_size: int = 32000, **changes: Any) -> ModelConfig:
-    """Yang et al. 2019: the blocks of BERT, for two streams; here with learned places and no memory."""
-    fields: dict[str, Any] = dict(family="xlnet", head=LMHead(bias=True), embed_norm=False)
+    """Yang et al. 2019: post-norm, scores of Transformer-XL, segments by being the same or not, two streams."""
+    fields: dict[str, Any] = dict(
+        family="xlnet",
+        position=TransformerXL(segments=True),
+        head=LMHead(bias=True),
+        embed_norm=False,
+        attention_bias="none",
+        num_segments=0,
+        extras=(Query(),),
+    )
     return bert(num_layers, dim, num_heads, vocab_size, **fields | changes)
 
 
+def deberta(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50265, **changes: Any) -> ModelConfig:
+    """He et al. 2021: BERT with disentangled places, and no segments."""
+    fields: dict[str, Any] = dict(
+        family="deberta",
+        position=Disentangled(),
+        norm=LayerNorm(1e-7),
+        attention_bias="no-key",
+        num_segments=0,
+    )
+    return bert(num_layers, dim, num_heads, vocab_size, **fields | changes)
+
+
+def deberta_v2(num_layers: int, dim: int, num_heads: int, vocab_size: int = 128100, **changes: Any) -> ModelConfig:
+    """Version 2: distances in buckets, projected like content, and a convolution beside the first block."""
+    fields: dict[str, Any] = dict(
+        family="deberta-v2",
+        position=Disentangled(buckets=256, shared=True, normed=True),
+        attention_bias="all",
+        convolution=Convolution(3),
+    )
+    return deberta(num_layers, dim, num_heads, vocab_size, **fields | changes)
+
+
+def deberta_v3(num_layers: int, dim: int, num_heads: int, vocab_size: int = 128100, **changes: Any) -> ModelConfig:
+    """He et al. 2023: version 2 without the convolution, trained to find replaced tokens."""
+    fields: dict[str, Any] = dict(family="deberta-v3", convolution=None)
+    return deberta_v2(num_layers, dim, num_heads, vocab_size, **fields | changes)
+
+
 def bart(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50265, **changes: Any) -> ModelConfig:
-    """Lewis et al. 2020: encoder-decoder, post-norm, learned places; here both sides share them."""
+    """Lewis et al. 2020: encoder-decoder, post-norm, learned places that are counted from 2."""
     fields: dict[str, Any] = dict(
         family="bart",
         shape="encoder-decoder",
@@ -133,11 +251,76 @@ def bart(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50265, **c
         num_layers=num_layers,
         num_heads=num_heads,
         mlp=MLP(4 * dim, "gelu"),
-        position=Learned(1024),
+        position=Learned(1026, offset=2),
         norm=LayerNorm(1e-5),
         head=LMHead(),
         embed_norm=True,
         framed=True,
+    )
+    return ModelConfig(**fields | changes)
+
+
+def llama(
+    num_layers: int, dim: int, num_heads: int, mlp_dim: int, vocab_size: int = 32000, **changes: Any
+) -> ModelConfig:
+    """Touvron et al. 2023: pre-norm by RMS, rotary places, gated MLP, no biases, no dropout."""
+    fields: dict[str, Any] = dict(
+        family="llama",
+        shape="decoder",
+        vocab_size=vocab_size,
+        dim=dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        mlp=MLP(mlp_dim, "silu", gated=True),
+        position=Rotary(),
+        norm=RMSNorm(1e-6),
+        head=LMHead(tied=False),
+        norm_first=True,
+        bias=False,
+        dropout=0.0,
+        attention_dropout=0.0,
+    )
+    return ModelConfig(**fields | changes)
+
+
+def llama2(num_layers: int, dim: int, num_heads: int, mlp_dim: int, **changes: Any) -> ModelConfig:
+    """Touvron et al. 2023b: twice as many places; keys are shared in the largest."""
+    fields: dict[str, Any] = dict(position=Rotary(length=4096), norm=RMSNorm(1e-5))
+    return llama(num_layers, dim, num_heads, mlp_dim, **fields | changes)
+
+
+def llama3(
+    num_layers: int, dim: int, num_heads: int, mlp_dim: int, stretch: float | None = None, **changes: Any
+) -> ModelConfig:
+    """Grattafiori et al. 2024: eight heads of keys, 128,256 tokens; from 3.1 on places are stretched."""
+    rotary = Rotary(500000.0, 8192) if stretch is None else Rotary(500000.0, 131072, Stretch(stretch))
+    fields: dict[str, Any] = dict(position=rotary, norm=RMSNorm(1e-5), num_kv_heads=8)
+    return llama(num_layers, dim, num_heads, mlp_dim, 128256, **fields | changes)
+
+
+def modernbert(
+    num_layers: int, dim: int, num_heads: int, mlp_dim: int, vocab_size: int = 50368, **changes: Any
+) -> ModelConfig:
+    """Warner et al. 2024: BERT with rotary places, windows in two of three layers, gated MLP, no biases, norm first."""
+    fields: dict[str, Any] = dict(
+        family="modernbert",
+        shape="encoder",
+        vocab_size=vocab_size,
+        dim=dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        mlp=MLP(mlp_dim, "gelu", gated=True),
+        position=Rotary(160000.0, 8192, local=10000.0),
+        norm=LayerNorm(1e-5, bias=False),
+        head=LMHead(transform=True, bias=True),
+        init=Normal(scale_residual=True),
+        norm_first=True,
+        embed_norm=True,
+        skip_first_norm=True,
+        bias=False,
+        window=Window(128, 3),
+        dropout=0.0,
+        attention_dropout=0.0,
     )
     return ModelConfig(**fields | changes)
 
@@ -148,23 +331,149 @@ PRESETS: dict[str, ModelConfig] = {
     "bert-small": bert(4, 512, 8),
     "bert-medium": bert(8, 512, 8),
     "bert-base": bert(12, 768, 12),
+    "bert-base-cased": bert(12, 768, 12, 28996),
+    "bert-base-multilingual": bert(12, 768, 12, 119547),
+    "bert-large": bert(24, 1024, 16),
+    "bert-large-cased": bert(24, 1024, 16, 28996),
     "roberta-tiny": roberta(2, 128, 2),
+    "roberta-mini": roberta(4, 256, 4),
+    "roberta-small": roberta(4, 512, 8),
+    "roberta-base": roberta(12, 768, 12),
+    "roberta-large": roberta(24, 1024, 16),
+    "xlm-roberta-tiny": xlm_roberta(2, 128, 2),
+    "xlm-roberta-mini": xlm_roberta(4, 256, 4),
+    "xlm-roberta-base": xlm_roberta(12, 768, 12),
+    "xlm-roberta-large": xlm_roberta(24, 1024, 16),
+    "afriberta-tiny": afriberta(2, 128, 2),
+    "afriberta-small": afriberta(4, 768, 6),
+    "afriberta-base": afriberta(8, 768, 6),
+    "afriberta-large": afriberta(10, 768, 6),
     "spanbert-tiny": spanbert(2, 128, 2),
+    "spanbert-mini": spanbert(4, 256, 4),
+    "spanbert-base": spanbert(12, 768, 12),
+    "spanbert-large": spanbert(24, 1024, 16),
     "albert-tiny": albert(2, 128, 2, embed_dim=64),
+    "albert-mini": albert(4, 256, 4),
+    "albert-base": albert(12, 768, 12),
+    "albert-large": albert(24, 1024, 16),
+    "albert-xlarge": albert(24, 2048, 16),
+    "albert-xxlarge": albert(12, 4096, 64),
+    "distilbert-tiny": distilbert(2, 128, 2),
+    "distilbert-mini": distilbert(2, 256, 4),
+    "distilbert-base": distilbert(6, 768, 12),
     "electra-tiny": electra(2, 128, 2, embed_dim=64),
+    "electra-mini": electra(4, 256, 4),
+    "electra-small": electra(12, 256, 4),
+    "electra-base": electra(12, 768, 12, embed_dim=None, extras=(Generator(size=1 / 3),)),
+    "electra-large": electra(24, 1024, 16, embed_dim=None),
     "xlnet-tiny": xlnet(2, 128, 2),
+    "xlnet-base": xlnet(12, 768, 12),
+    "xlnet-large": xlnet(24, 1024, 16),
+    "deberta-tiny": deberta(2, 128, 2),
+    "deberta-base": deberta(12, 768, 12),
+    "deberta-large": deberta(24, 1024, 16),
+    "deberta-v2-xlarge": deberta_v2(24, 1536, 24),
+    "deberta-v2-xxlarge": deberta_v2(48, 1536, 24),
+    "deberta-v3-tiny": deberta_v3(2, 128, 2),
+    "deberta-v3-xsmall": deberta_v3(12, 384, 6),
+    "deberta-v3-small": deberta_v3(6, 768, 12),
+    "deberta-v3-base": deberta_v3(12, 768, 12),
+    "deberta-v3-large": deberta_v3(24, 1024, 16),
     "unilm-tiny": unilm(2, 128, 2),
+    "unilm-mini": unilm(4, 256, 4),
+    "unilm-base": unilm(12, 768, 12),
+    "unilm-large": unilm(24, 1024, 16),
+    "labse-tiny": labse(2, 128, 2),
+    "labse": labse(12, 768, 12),
+    "rembert-tiny": rembert(2, 128, 2, 64, 192),
+    "rembert": rembert(32, 1152, 18),
+    "xlm-tiny": xlm(2, 128, 2, num_languages=2),
+    "xlm-15": xlm(12, 1024, 8, num_languages=15),
+    "xlm-17": xlm(16, 1280, 16, 200000),
+    "xlm-100": xlm(16, 1280, 16, 200000),
+    "gpt-tiny": gpt(2, 128, 2),
+    "gpt-mini": gpt(4, 256, 4),
+    "gpt": gpt(12, 768, 12),
+    "modernbert-tiny": modernbert(3, 128, 2, 192),
+    "modernbert-mini": modernbert(6, 256, 4, 384),
+    "modernbert-base": modernbert(22, 768, 12, 1152),
+    "modernbert-large": modernbert(28, 1024, 16, 2624),
+    "llama-tiny": llama(2, 128, 2, 352),
+    "llama-mini": llama(4, 256, 4, 704),
+    "llama-small": llama(6, 512, 8, 1408),
+    "llama-7b": llama(32, 4096, 32, 11008),
+    "llama-13b": llama(40, 5120, 40, 13824),
+    "llama-33b": llama(60, 6656, 52, 17920),
+    "llama-65b": llama(80, 8192, 64, 22016),
+    "llama-2-7b": llama2(32, 4096, 32, 11008),
+    "llama-2-13b": llama2(40, 5120, 40, 13824),
+    "llama-2-70b": llama2(80, 8192, 64, 28672, num_kv_heads=8),
+    "llama-3-8b": llama3(32, 4096, 32, 14336),
+    "llama-3-70b": llama3(80, 8192, 64, 28672),
+    "llama-3.1-8b": llama3(32, 4096, 32, 14336, 8.0),
+    "llama-3.1-70b": llama3(80, 8192, 64, 28672, 8.0),
+    "llama-3.1-405b": llama3(126, 16384, 128, 53248, 8.0),
+    "llama-3.2-1b": llama3(16, 2048, 32, 8192, 32.0, head=LMHead()),
+    "llama-3.2-3b": llama3(28, 3072, 24, 8192, 32.0, head=LMHead()),
     "gpt2-tiny": gpt2(2, 128, 2),
     "gpt2-mini": gpt2(4, 256, 4),
     "gpt2-small": gpt2(6, 512, 8),
     "gpt2": gpt2(12, 768, 12),
+    "gpt2-medium": gpt2(24, 1024, 16),
+    "gpt2-large": gpt2(36, 1280, 20),
+    "gpt2-xl": gpt2(48, 1600, 25),
+    "gpt3-tiny": gpt3(2, 128, 2),
+    "gpt3-small": gpt3(12, 768, 12),
+    "gpt3-medium": gpt3(24, 1024, 16),
+    "gpt3-large": gpt3(24, 1536, 16),
+    "gpt3-xl": gpt3(24, 2048, 16),
+    "gpt3-2.7b": gpt3(32, 2560, 32),
+    "gpt3-6.7b": gpt3(32, 4096, 32),
+    "gpt3-13b": gpt3(40, 5120, 40),
+    "gpt3-175b": gpt3(96, 12288, 96),
     "t5-tiny": t5(2, 128, 2, 512),
     "t5-mini": t5(4, 256, 4, 1024),
     "t5-small": t5(6, 512, 8, 2048),
     "t5-base": t5(12, 768, 12, 3072),
+    "t5-large": t5(24, 1024, 16, 4096),
+    "t5-3b": t5(24, 1024, 32, 16384, head_dim=128),
+    "t5-11b": t5(24, 1024, 128, 65536, head_dim=128),
     "t5.1.1-small": t5_v1_1(8, 512, 6, 1024, head_dim=64),
     "t5.1.1-base": t5_v1_1(12, 768, 12, 2048),
+    "t5.1.1-large": t5_v1_1(24, 1024, 16, 2816),
+    "t5.1.1-xl": t5_v1_1(24, 2048, 32, 5120),
+    "t5.1.1-xxl": t5_v1_1(24, 4096, 64, 10240),
     "bart-tiny": bart(2, 128, 2),
+    "bart-mini": bart(4, 256, 4),
+    "bart-base": bart(6, 768, 12),
+    "bart-large": bart(12, 1024, 16),
+}
+
+
+GOOD_FOR: dict[str, str] = {
+    "bert": "labels for texts, pairs and words; the one to learn with",
+    "roberta": "the same, over bytes: no unknown words",
+    "xlm-roberta": "labels in a hundred languages, or in one of them",
+    "afriberta": "labels in languages with little text",
+    "spanbert": "finding spans: answers, names, who is meant",
+    "unilm": "reading and writing in one stack",
+    "labse": "comparing sentences across languages",
+    "albert": "labels where the model must be small to keep",
+    "distilbert": "labels where the model must be fast",
+    "electra": "labels after short pretraining: it learns from every token",
+    "deberta": "the best labels for their size",
+    "deberta-v2": "the best labels, very large",
+    "deberta-v3": "the best labels for their size, after RTD",
+    "xlnet": "labels for long texts",
+    "rembert": "labels in a hundred languages; words in and out apart",
+    "xlm": "two or more languages, translations",
+    "modernbert": "labels for long texts, fast: an encoder of today",
+    "gpt": "writing on; where it began",
+    "gpt2": "writing on; the one to learn with",
+    "gpt3": "writing on, in the eight published sizes",
+    "llama": "writing on: a decoder of today",
+    "t5": "text to text: translate, summarise, answer",
+    "bart": "text to text: summarise, correct, restore",
 }
 
 

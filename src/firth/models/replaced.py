@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from firth.models.block import ACTIVATIONS
 from firth.models.config import Generator, ModelConfig
-from firth.models.heads import IGNORED
+from firth.models.heads import IGNORED, Verdicts
 from firth.models.stack import Stack
 
 
@@ -38,6 +37,7 @@ class Replaced(nn.Module):
     """The generator's stack over the model's own token vectors, and the body's verdict on every token.
 
     The generator answers in words through the model's head, which is made for its width: the body has no words.
+    `delta` is by how much the body's token vectors differ from the generator's, where they may.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -45,19 +45,16 @@ class Replaced(nn.Module):
         spec, small = config.extra("generator"), generator_config(config)
         assert isinstance(spec, Generator)
         self.weight = spec.weight
+        self.delta = nn.Embedding(config.vocab_size, config.embed_width) if spec.disentangled else None
         self.narrow = nn.Linear(config.embed_width, small.dim)
         self.stack = Stack(small, small.num_layers, causal=False)
-        self.dense = nn.Linear(config.dim, config.dim)
-        self.activation = ACTIVATIONS[config.mlp.activation]
-        self.out = nn.Linear(config.dim, 1)
+        self.verdict = Verdicts(config)
 
-    def forward(self, vectors_BTE: Tensor, doc: Tensor | None, rank: Tensor | None = None) -> Tensor:
+    def forward(
+        self, vectors_BTE: Tensor, doc: Tensor | None, rank: Tensor | None = None, segment: Tensor | None = None
+    ) -> Tensor:
         """The generator's last states."""
-        return self.stack(self.narrow(vectors_BTE), doc, rank)
-
-    def verdict(self, x_BTD: Tensor) -> Tensor:
-        """(B, T): the higher, the likelier this token was put in by the generator."""
-        return self.out(self.activation(self.dense(x_BTD)))[..., 0]
+        return self.stack(self.narrow(vectors_BTE), doc, rank, segment=segment)
 
 
 def filled(logits_BKV: Tensor, batch: Any) -> tuple[Tensor, Tensor]:

@@ -8,14 +8,18 @@ from torch.utils.checkpoint import checkpoint
 
 from firth.models.attention import Sight, see
 from firth.models.block import Block, make_norm
-from firth.models.config import Buckets, ModelConfig
+from firth.models.config import Buckets, ModelConfig, TransformerXL
+from firth.models.convolution import Neighbours
 from firth.models.dropout import Dropout
+from firth.models.memory import Memory
 from firth.models.position import make_stack_score, make_turn
+from firth.models.relative import make_shared
 
 
 class Stack(nn.Module):
     """Blocks over one sequence, `causal` or not, that may read another one (`cross`)."""
 
+    memory: Memory | None = None  # of the text before, where there is one
     checkpointing = False  # compute the blocks again in the backward pass, and keep nothing of them until then
 
     def __init__(self, config: ModelConfig, num_layers: int, causal: bool, cross: bool = False) -> None:
@@ -26,7 +30,10 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(Block(config, cross, first=i == 0) for i in range(blocks))
         self.final_norm = make_norm(config) if config.norm_first else None
         self.score = make_stack_score(config, causal)
-        self.drop = Dropout(config.dropout if isinstance(config.position, Buckets) else 0.0)  # T5's last dropout
+        self.shared = make_shared(config)
+        self.convolution = Neighbours(config, config.convolution) if config.convolution is not None else None
+        last = isinstance(config.position, Buckets | TransformerXL)  # T5 and XLNet have a last dropout
+        self.drop = Dropout(config.dropout if last else 0.0)
 
     def forward(
         self,
@@ -38,42 +45,74 @@ class Stack(nn.Module):
         states: list[Tensor] | None = None,
         position: Tensor | None = None,
         seen: list[Tensor] | None = None,
+        segment: Tensor | None = None,
+        upto: int | None = None,
+        seen_across: list[Tensor] | None = None,
     ) -> Tensor:
-        """The last states. Those of every layer are added to `states`, the weights of attention to `seen`, if given."""
-        wide, narrow = self.sights(x, doc, rank, position, seen)
+        """The last states. Those of every layer are added to `states`, where that is given.
+
+        The weights of attention are added to `seen`, those of attention to the other sequence to `seen_across`.
+        `upto` leaves out the layers from there on, and what comes after them.
+        """
+        wide, narrow = self.sights(x, doc, rank, position, seen, segment)
         read_sight = see(False, doc, read_doc=read_doc) if read_doc is not None else Sight()
-        for i, block in enumerate(self.layers):
+        read_sight = read_sight._replace(seen=seen_across)
+        embedded = x
+        for i, block in enumerate(self.layers[:upto]):
             if states is not None:
                 states.append(x)
-            x = self.run(block, x, narrow if self.is_narrow(i) else wide, read, read_sight)
-        x = self.finish(x)
+            content = self.memory.prolong(i, x) if self.memory is not None else None
+            x = self.run(block, x, narrow if self.is_narrow(i) else wide, read, read_sight, content)
+            if i == 0 and self.convolution is not None:
+                x = self.convolution(embedded, x, doc)
+        x = x if upto is not None else self.finish(x)
         if states is not None:
             states.append(x)
         return x
 
     def sights(
-        self, x: Tensor, doc: Tensor | None, rank: Tensor | None, position: Tensor | None, seen: list[Tensor] | None
+        self,
+        x: Tensor,
+        doc: Tensor | None,
+        rank: Tensor | None,
+        position: Tensor | None = None,
+        seen: list[Tensor] | None = None,
+        segment: Tensor | None = None,
     ) -> tuple[Sight, Sight]:
         """Who sees whom: in most layers, and in those with a window."""
         T, window = x.shape[1], self.config.window
         score = self.score(T, T) if self.score is not None else None
-        wide = see(self.causal, doc, rank, score=score)._replace(turn=make_turn(self.config, position, x), seen=seen)
+        remembered = self.memory.size if self.memory is not None else 0
+        places = self.shared(x, T + remembered, segment) if self.shared is not None else None
+        wide = see(self.causal, doc, rank, score=score)._replace(seen=seen, places=places)
+        if self.memory is not None:
+            assert places is not None, "only a stack that counts distances can tell how far back its memory is"
+            wide = self.memory.widen(wide, T)
+        wide = wide._replace(turn=make_turn(self.config, position, x))
         if window is None:
             return wide, wide
         place = torch.arange(T, device=x.device)
         near = ((place[:, None] - place[None, :]).abs() <= window.size // 2)[None]
         narrow = see(self.causal, doc, rank, score=score, near=near)
-        return wide, narrow._replace(turn=make_turn(self.config, position, x, local=True), seen=seen)
+        return wide, narrow._replace(turn=make_turn(self.config, position, x, local=True), seen=seen, places=places)
 
     def is_narrow(self, layer: int) -> bool:
         return self.config.window is not None and layer % self.config.window.every != 0
 
-    def run(self, block: nn.Module, x: Tensor, sight: Sight, read: Tensor | None, read_sight: Sight) -> Tensor:
+    def run(
+        self,
+        block: nn.Module,
+        x: Tensor,
+        sight: Sight,
+        read: Tensor | None,
+        read_sight: Sight,
+        content: Tensor | None = None,
+    ) -> Tensor:
         """One block; in training it may be left out at random, or computed again later."""
         if self.checkpointing and self.training:
-            y = checkpoint(block, x, sight, read, read_sight, use_reentrant=False)
+            y = checkpoint(block, x, sight, read, read_sight, content, use_reentrant=False)
         else:
-            y = block(x, sight, read, read_sight)
+            y = block(x, sight, read, read_sight, content)
         if not (self.training and self.config.layer_drop):
             return y
         return torch.where(torch.rand((), device=x.device) < self.config.layer_drop, x, y)
@@ -84,4 +123,4 @@ class Stack(nn.Module):
         return [self.blocks[i // self.num_shared] for i in range(self.num_layers)]
 
     def finish(self, x: Tensor) -> Tensor:
-        return x if self.final_norm is None else self.drop(self.final_norm(x))
+        return self.drop(x if self.final_norm is None else self.final_norm(x))

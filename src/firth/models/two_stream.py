@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from firth.models.attention import Sight, see
+from firth.models.attention import Sight
 from firth.models.config import ModelConfig
 from firth.models.embed import Embedding
 from firth.models.heads import pick
+from firth.models.relative import Places
 from firth.models.stack import Stack
 
 
@@ -36,13 +37,19 @@ class TwoStream(nn.Module):
         segment_BK = None if batch.segment is None else pick(batch.segment, asked_BK)
         vector_BKE = self.vector.expand(*asked_BK.shape, -1)
 
-        upto, earlier = see(False, batch.doc, rank_BT), see_earlier(batch.doc, rank_BT, asked_BK)
         content = embed(batch.tokens, batch.position, batch.segment)
+        upto, _ = stack.sights(content, batch.doc, rank_BT, segment=batch.segment)
+        earlier = see_earlier(batch.doc, rank_BT, asked_BK)._replace(places=places_of(upto.places, asked_BK))
+        memory = stack.memory
+        if memory is not None:
+            earlier = memory.widen(earlier, content.shape[1])
         query = embed.widen(embed.place(vector_BKE, position_BK, segment_BK))
-        *blocks, last = stack.layers
-        for block in blocks:
-            query, content = block(query, earlier, content=content), block(content, upto)
-        return stack.finish(last(query, earlier, content=content))
+        for i, block in enumerate(stack.layers):
+            read = content if memory is None else memory.prolong(i, content)
+            query = block(query, earlier, content=read)
+            if i < stack.num_layers - 1:
+                content = block(content, upto, content=None if memory is None else read)
+        return stack.finish(query)
 
 
 def asked_last(tokens_BT: Tensor, asked_BK: Tensor) -> Tensor:
@@ -55,4 +62,12 @@ def see_earlier(doc_BT: Tensor | None, rank_BT: Tensor, asked_BK: Tensor) -> Sig
     mask_BKT = rank_BT[:, None, :] < pick(rank_BT, asked_BK)[:, :, None]
     if doc_BT is not None:
         mask_BKT = mask_BKT & (doc_BT[:, None, :] == pick(doc_BT, asked_BK)[:, :, None])
-    return Sight(mask=mask_BKT[:, None])
+    return Sight(mask=mask_BKT[:, None], some_see_nobody=True)
+
+
+def places_of(places: Places | None, asked_BK: Tensor) -> Places | None:
+    """What the scores need to know, for those who ask at some places only."""
+    if places is None:
+        return None
+    other_BTS = places.other
+    return places._replace(asked=asked_BK, other=None if other_BTS is None else pick(other_BTS, asked_BK))

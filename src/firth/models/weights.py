@@ -1,15 +1,15 @@
-"""Names, shapes and settings to and from Hugging Face checkpoints.
+"""Reading and writing checkpoints of Hugging Face, and of our own.
 
-Each family is a list of rules: one tensor of ours is some of theirs, one after the other. A model that no family of
-`transformers` describes is written under our own names, with `model_type` firth.
+How a family names its tensors and settings is its layout (`layouts/`). A model that no family of `transformers`
+describes is written under our own names, with `model_type` firth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,313 +19,44 @@ from torch import Tensor
 from firth.console import warn
 from firth.errors import UserError, nearest
 from firth.files import fresh_folder, read_json, whole_folder, write_json
-from firth.models.config import (
-    MLP,
-    Buckets,
-    Classes,
-    FanIn,
-    Head,
-    LayerNorm,
-    Learned,
-    LMHead,
-    ModelConfig,
-    Normal,
-    Pair,
-    RMSNorm,
-)
+from firth.models.config import Classes, Generator, Head, Learned, LMHead, ModelConfig, Pair, Verdict
+from firth.models.layouts import FAMILIES, LAYOUTS, OWN_EXTRAS, Layout
 from firth.models.model import Model, framing, make_model
 from firth.plain import KIND, from_plain, to_plain
 from firth.tokens import Tokenizer, Vocabulary, load_tokenizer
 
 WEIGHTS = "model.safetensors"
-
-
-class Rule(NamedTuple):
-    """`ours` is the tensors `theirs`, joined along the first axis; `turned` where they keep (in, out)."""
-
-    ours: str
-    theirs: tuple[str, ...]
-    turned: bool = False
-
-
-def _linear(ours: str, *theirs: str, bias: bool = True, turned: bool = False) -> Iterator[Rule]:
-    yield Rule(f"{ours}.weight", tuple(f"{t}.weight" for t in theirs), turned)
-    if bias:
-        yield Rule(f"{ours}.bias", tuple(f"{t}.bias" for t in theirs))
-
-
-def _bert(config: ModelConfig) -> Iterator[Rule]:
-    yield Rule("embed.tokens.weight", ("bert.embeddings.word_embeddings.weight",))
-    yield Rule("embed.places.weight", ("bert.embeddings.position_embeddings.weight",))
-    yield Rule("embed.segments.weight", ("bert.embeddings.token_type_embeddings.weight",))
-    yield from _linear("embed.norm", "bert.embeddings.LayerNorm")
-    for i in range(config.num_layers):
-        ours, theirs = f"stack.blocks.{i}", f"bert.encoder.layer.{i}"
-        self_ = f"{theirs}.attention.self"
-        yield from _linear(f"{ours}.attention.qkv", f"{self_}.query", f"{self_}.key", f"{self_}.value")
-        yield from _linear(f"{ours}.attention.out", f"{theirs}.attention.output.dense")
-        yield from _linear(f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm")
-        yield from _linear(f"{ours}.mlp.up", f"{theirs}.intermediate.dense")
-        yield from _linear(f"{ours}.mlp.down", f"{theirs}.output.dense")
-        yield from _linear(f"{ours}.mlp_norm", f"{theirs}.output.LayerNorm")
-    if isinstance(config.head, Classes):
-        yield from _linear("head.pooler", "bert.pooler.dense")
-        yield from _linear("head.out", "classifier")
-    else:
-        yield from _linear("head.dense", "cls.predictions.transform.dense")
-        yield from _linear("head.norm", "cls.predictions.transform.LayerNorm")
-        yield Rule("head.bias", ("cls.predictions.bias",))
-    if config.extra("pair") is not None:
-        yield from _linear("extras.pair.pooler", "bert.pooler.dense")
-        yield from _linear("extras.pair.out", "cls.seq_relationship")
-
-
-def _gpt2(config: ModelConfig) -> Iterator[Rule]:
-    yield Rule("embed.tokens.weight", ("transformer.wte.weight",))
-    yield Rule("embed.places.weight", ("transformer.wpe.weight",))
-    for i in range(config.num_layers):
-        ours, theirs = f"stack.blocks.{i}", f"transformer.h.{i}"
-        yield from _linear(f"{ours}.attention_norm", f"{theirs}.ln_1")
-        yield from _linear(f"{ours}.attention.qkv", f"{theirs}.attn.c_attn", turned=True)
-        yield from _linear(f"{ours}.attention.out", f"{theirs}.attn.c_proj", turned=True)
-        yield from _linear(f"{ours}.mlp_norm", f"{theirs}.ln_2")
-        yield from _linear(f"{ours}.mlp.up", f"{theirs}.mlp.c_fc", turned=True)
-        yield from _linear(f"{ours}.mlp.down", f"{theirs}.mlp.c_proj", turned=True)
-    yield from _linear("stack.final_norm", "transformer.ln_f")
-    if isinstance(config.head, Classes):
-        yield Rule("head.out.weight", ("score.weight",))
-
-
-def _t5(config: ModelConfig) -> Iterator[Rule]:
-    yield Rule("embed.tokens.weight", ("shared.weight",))
-    for side, layers, last in (("encoder", config.num_layers, 1), ("decoder", config.decoder_layers, 2)):
-        yield Rule(
-            f"{side}.score.table.weight", (f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",)
-        )
-        for i in range(layers):
-            ours, theirs = f"{side}.blocks.{i}", f"{side}.block.{i}.layer"
-            parts = [("attention", 0, "SelfAttention")] + ([("cross", 1, "EncDecAttention")] if last == 2 else [])
-            for name, place, kind in parts:
-                at = f"{theirs}.{place}.{kind}"
-                yield from _linear(f"{ours}.{name}.qkv", f"{at}.q", f"{at}.k", f"{at}.v", bias=False)
-                yield from _linear(f"{ours}.{name}.out", f"{at}.o", bias=False)
-                yield from _linear(f"{ours}.{name}_norm", f"{theirs}.{place}.layer_norm", bias=False)
-            dense = f"{theirs}.{last}.DenseReluDense"
-            ups = (f"{dense}.wi_0", f"{dense}.wi_1") if config.mlp.gated else (f"{dense}.wi",)
-            yield from _linear(f"{ours}.mlp.up", *ups, bias=False)
-            yield from _linear(f"{ours}.mlp.down", f"{dense}.wo", bias=False)
-            yield from _linear(f"{ours}.mlp_norm", f"{theirs}.{last}.layer_norm", bias=False)
-        yield from _linear(f"{side}.final_norm", f"{side}.final_layer_norm", bias=False)
-    if isinstance(config.head, LMHead) and not config.head.tied:
-        yield Rule("head.weight", ("lm_head.weight",))
-
-
-def _class_names(hf: dict[str, Any]) -> tuple[str, ...]:
-    names = hf.get("id2label") or {str(i): f"LABEL_{i}" for i in range(2)}
-    return tuple(names[k] for k in sorted(names, key=int))
-
-
-def _is_classifier(hf: dict[str, Any]) -> bool:
-    return any("ForSequenceClassification" in a for a in hf.get("architectures") or [])
-
-
-ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "gelu_new": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh"}
-
-
-def _activation(name: str) -> str:
-    if name not in ACTIVATIONS:
-        raise UserError(f"config.json: the activation {name!r} is not known here. {nearest(name, ACTIVATIONS)}")
-    return ACTIVATIONS[name]
-
-
-def _from_bert(hf: dict[str, Any]) -> ModelConfig:
-    dim = hf.get("hidden_size", 768)
-    return ModelConfig(
-        family="bert",
-        shape="encoder",
-        vocab_size=hf.get("vocab_size", 30522),
-        dim=dim,
-        num_layers=hf.get("num_hidden_layers", 12),
-        num_heads=hf.get("num_attention_heads", 12),
-        mlp=MLP(hf.get("intermediate_size", 3072), _activation(hf.get("hidden_act", "gelu"))),  # type: ignore[arg-type]
-        position=Learned(hf.get("max_position_embeddings", 512)),
-        norm=LayerNorm(hf.get("layer_norm_eps", 1e-12)),
-        head=Classes(_class_names(hf), pooled=True) if _is_classifier(hf) else LMHead(transform=True, bias=True),
-        init=Normal(hf.get("initializer_range", 0.02)),
-        embed_norm=True,
-        num_segments=hf.get("type_vocab_size") or 2,  # `transformers` has no BERT without segments
-        dropout=hf.get("hidden_dropout_prob", 0.1),
-        attention_dropout=hf.get("attention_probs_dropout_prob", 0.1),
-    )
-
-
-def _to_bert(c: ModelConfig) -> dict[str, Any]:
-    return {
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.dim,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "intermediate_size": c.mlp.dim,
-        "hidden_act": _hf_activation(c),
-        "max_position_embeddings": c.max_length,
-        "layer_norm_eps": c.norm.eps,
-        "initializer_range": getattr(c.init, "std", None),
-        "type_vocab_size": c.num_segments,
-        "hidden_dropout_prob": c.dropout,
-        "attention_probs_dropout_prob": c.attention_dropout,
-    }
-
-
-def _hf_activation(c: ModelConfig) -> str:
-    return {"gelu": "gelu", "relu": "relu", "gelu-tanh": "gelu_new"}[c.mlp.activation]
-
-
-def _from_gpt2(hf: dict[str, Any]) -> ModelConfig:
-    dim = hf.get("n_embd", 768)
-    return ModelConfig(
-        family="gpt2",
-        shape="decoder",
-        vocab_size=hf.get("vocab_size", 50257),
-        dim=dim,
-        num_layers=hf.get("n_layer", 12),
-        num_heads=hf.get("n_head", 12),
-        mlp=MLP(hf.get("n_inner") or 4 * dim, _activation(hf.get("activation_function", "gelu_new"))),  # type: ignore[arg-type]
-        position=Learned(hf.get("n_positions", 1024)),
-        norm=LayerNorm(hf.get("layer_norm_epsilon", 1e-5)),
-        head=Classes(_class_names(hf)) if _is_classifier(hf) else LMHead(),
-        init=Normal(hf.get("initializer_range", 0.02), scale_residual=True),
-        norm_first=True,
-        dropout=hf.get("resid_pdrop", 0.1),
-        attention_dropout=hf.get("attn_pdrop", 0.1),
-    )
-
-
-def _to_gpt2(c: ModelConfig) -> dict[str, Any]:
-    return {
-        "vocab_size": c.vocab_size,
-        "n_embd": c.dim,
-        "n_layer": c.num_layers,
-        "n_head": c.num_heads,
-        "n_inner": c.mlp.dim,
-        "activation_function": _hf_activation(c),
-        "n_positions": c.max_length,
-        "layer_norm_epsilon": c.norm.eps,
-        "initializer_range": getattr(c.init, "std", None),
-        "embd_pdrop": c.dropout,
-        "resid_pdrop": c.dropout,
-        "attn_pdrop": c.attention_dropout,
-    }
-
-
-def _from_t5(hf: dict[str, Any]) -> ModelConfig:
-    gate, _, kind = hf.get("feed_forward_proj", "relu").rpartition("-")
-    dim, heads = hf.get("d_model", 512), hf.get("num_heads", 8)
-    head_dim, layers = hf.get("d_kv", 64), hf.get("num_layers", 6)
-    decoder_layers = hf.get("num_decoder_layers") or layers
-    tied = hf.get("tie_word_embeddings") is not False
-    activation = "gelu-tanh" if gate and kind == "gelu" else _activation(kind)
-    return ModelConfig(
-        family="t5",
-        shape="encoder-decoder",
-        vocab_size=hf.get("vocab_size", 32128),
-        dim=dim,
-        num_layers=layers,
-        num_heads=heads,
-        mlp=MLP(hf.get("d_ff", 2048), activation, gated=gate == "gated"),  # type: ignore[arg-type]
-        position=Buckets(hf.get("relative_attention_num_buckets", 32), hf.get("relative_attention_max_distance", 128)),
-        norm=RMSNorm(hf.get("layer_norm_epsilon", 1e-6)),
-        head=LMHead(tied=tied, scaled=hf.get("scale_decoder_outputs", tied)),
-        init=FanIn(),
-        norm_first=True,
-        bias=False,
-        head_dim=None if head_dim * heads == dim else head_dim,
-        num_decoder_layers=None if decoder_layers == layers else decoder_layers,
-        dropout=hf.get("dropout_rate", 0.1),
-        attention_dropout=hf.get("dropout_rate", 0.1),
-    )
-
-
-def _to_t5(c: ModelConfig) -> dict[str, Any]:
-    plain = {"relu": "relu", "gelu": "gelu", "gelu-tanh": "gelu_new"}[c.mlp.activation]
-    gated = "gated-gelu" if c.mlp.activation == "gelu-tanh" else f"gated-{plain}"
-    return {
-        "vocab_size": c.vocab_size,
-        "d_model": c.dim,
-        "d_kv": c.head_size,
-        "d_ff": c.mlp.dim,
-        "num_layers": c.num_layers,
-        "num_decoder_layers": c.decoder_layers,
-        "num_heads": c.num_heads,
-        "feed_forward_proj": gated if c.mlp.gated else plain,
-        "relative_attention_num_buckets": getattr(c.position, "num", None),
-        "relative_attention_max_distance": getattr(c.position, "far", None),
-        "layer_norm_epsilon": c.norm.eps,
-        "dropout_rate": c.dropout,
-        "tie_word_embeddings": getattr(c.head, "tied", None),
-        "scale_decoder_outputs": getattr(c.head, "scaled", None),
-        "is_encoder_decoder": True,
-    }
-
-
-class Family(NamedTuple):
-    """How one family of `transformers` names things.
-
-    `prefix` is missing in checkpoints of the bare body. `fixed` are settings that `transformers` can change and we not.
-    `pair` is the architecture that has a pair head too.
-    """
-
-    rules: Callable[[ModelConfig], Iterator[Rule]]
-    read: Callable[[dict[str, Any]], ModelConfig]
-    write: Callable[[ModelConfig], dict[str, Any]]
-    lm: str
-    classifier: str
-    prefix: str
-    fixed: dict[str, Any]
-    pair: str | None = None
-
-
-FAMILIES: dict[str, Family] = {
-    "bert": Family(
-        _bert,
-        _from_bert,
-        _to_bert,
-        "BertForMaskedLM",
-        "BertForSequenceClassification",
-        "bert.",
-        {"is_decoder": False, "position_embedding_type": "absolute", "tie_word_embeddings": True},
-        pair="BertForPreTraining",
-    ),
-    "gpt2": Family(
-        _gpt2,
-        _from_gpt2,
-        _to_gpt2,
-        "GPT2LMHeadModel",
-        "GPT2ForSequenceClassification",
-        "transformer.",
-        {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "tie_word_embeddings": True},
-    ),
-    "t5": Family(_t5, _from_t5, _to_t5, "T5ForConditionalGeneration", "T5ForSequenceClassification", "", {}),
-}
 OWN = "firth"
-OWN_EXTRAS = "firth_extras"  # in config.json: what a model of a known family has beside what its family knows
+OWN_FAMILY = "firth_family"  # in config.json: which of the families that share a layout
+OWN_FRAMED = "firth_framed"  # how a text is framed, where that is not as the layout's own family has it
+DELTA = "extras.generator.delta.weight"  # by how much a body's token vectors differ from its generator's
+
+# --- settings -------------------------------------------------------------------------------------------------------
 
 
-def family_of(config: ModelConfig) -> str:
-    """The `model_type` that describes this model without loss; `firth` when `transformers` has none.
+def family_of(config: ModelConfig, vocab: Vocabulary | None = None) -> str:
+    """The `model_type` that describes this model (over this vocabulary) without loss; `firth` when there is none.
 
-    Extras stand beside a family's tensors and change nothing, except a generator: it takes the words from the body.
+    Extras stand beside a family's tensors and change nothing, except a generator: it takes the words from the body,
+    and only ELECTRA has a name for what is left.
     """
-    return OWN if config.extra("generator") is not None else _family_of_body(config)
+    layout = _layout_of(config, vocab)
+    generator = config.extra("generator")
+    own = isinstance(generator, Generator) and (layout is None or layout.verdict is None or generator.disentangled)
+    return OWN if layout is None or own else layout.model_type
 
 
-def _family_of_body(config: ModelConfig) -> str:
-    family = FAMILIES.get(config.family)
-    if family is None:
-        return OWN
+def _layout_of(config: ModelConfig, vocab: Vocabulary | None = None) -> Layout | None:
+    """The layout that describes this body without loss."""
+    layout = FAMILIES.get(config.family)
+    if layout is None:
+        return None
     try:
-        return config.family if _spelled_out(family.read(_named(config, family))) == _spelled_out(config) else OWN
+        hf = _named(config, layout)
+        same = _spelled_out(_read(hf, "config.json")) == _spelled_out(config)
     except (KeyError, TypeError, UserError):
-        return OWN
+        return None
+    return layout if same and (vocab is None or hf.get("pad_token_id", vocab.pad) == vocab.pad) else None
 
 
 def _spelled_out(config: ModelConfig) -> ModelConfig:
@@ -333,33 +64,54 @@ def _spelled_out(config: ModelConfig) -> ModelConfig:
     return replace(config, head_dim=config.head_size, num_decoder_layers=config.decoder_layers, extras=())
 
 
-def _named(config: ModelConfig, family: Family) -> dict[str, Any]:
-    hf = {"model_type": config.family, **family.write(config)}
-    own = tuple(e for e in config.extras if not (isinstance(e, Pair) and family.pair))
-    if own:
+def _named(config: ModelConfig, layout: Layout) -> dict[str, Any]:
+    """What a layout can say of a model; a model that it does not describe gets settings that do not read back."""
+    hf = {"model_type": layout.model_type, "architectures": [_architecture(config, layout)], **layout.write(config)}
+    plain = layout.read(hf)
+    if config.family != LAYOUTS[layout.model_type][0]:
+        hf[OWN_FAMILY] = config.family
+    if config.framed != plain.framed:
+        hf[OWN_FRAMED] = config.framed
+    if own := tuple(e for e in config.extras if not (isinstance(e, Pair) and layout.pair)):
         hf[OWN_EXTRAS] = to_plain(replace(config, extras=own))["extras"]
     if isinstance(config.head, Classes):
         names = config.head.names
-        labels = {"id2label": {str(i): n for i, n in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
-        return hf | {"architectures": [family.classifier], **labels}
-    return hf | {"architectures": [family.lm if config.extra("pair") is None else family.pair or family.lm]}
+        hf["id2label"] = {str(i): name for i, name in enumerate(names)}
+        hf["label2id"] = {name: i for i, name in enumerate(names)}
+    return hf
+
+
+def _architecture(config: ModelConfig, layout: Layout) -> str:
+    if isinstance(config.head, Classes):
+        found = layout.classifier
+    elif isinstance(config.head, Verdict) or (config.extra("generator") and layout.verdict):
+        found = layout.verdict
+    else:
+        found = layout.pair if config.extra("pair") and layout.pair else layout.lm
+    if found is None:
+        raise UserError(f"transformers has no {layout.model_type} with this head.")
+    return found
 
 
 def to_hf_config(config: ModelConfig, vocab: Vocabulary | None) -> dict[str, Any]:
     """The contents of config.json."""
-    kind = family_of(config)
-    if kind == OWN:
+    if family_of(config, vocab) == OWN:
         hf: dict[str, Any] = {"model_type": OWN, "architectures": ["FirthModel"], OWN: to_plain(config)}
     else:
-        hf = _named(config, FAMILIES[kind])
+        hf = _named(config, FAMILIES[config.family])
     hf["dtype"] = "float32"
-    if vocab is not None:
-        hf["pad_token_id"] = vocab.pad
-        hf["bos_token_id"] = vocab.bos
-        hf["eos_token_id"] = vocab.eos
-        if config.shape == "encoder-decoder":
-            hf["decoder_start_token_id"] = framing(config, vocab).start
-    return hf
+    return hf if vocab is None else hf | token_ids(config, vocab)
+
+
+def token_ids(config: ModelConfig, vocab: Vocabulary) -> dict[str, int | None]:
+    """Which tokens frame a text, under the names that `transformers` has for them."""
+    facts = {"pad_token_id": vocab.pad, "bos_token_id": vocab.bos, "eos_token_id": vocab.eos}
+    if config.shape == "encoder-decoder":
+        frame = framing(config, vocab)
+        facts |= {"eos_token_id": frame.end, "decoder_start_token_id": frame.start}
+        if config.framed:
+            facts |= {"bos_token_id": frame.before[0], "forced_eos_token_id": frame.end}
+    return facts
 
 
 def from_hf_config(hf: Any, where: str = "config.json") -> ModelConfig:
@@ -367,28 +119,50 @@ def from_hf_config(hf: Any, where: str = "config.json") -> ModelConfig:
     kind = hf.get("model_type") if isinstance(hf, dict) else None
     if kind == OWN:
         return from_plain(hf.get(OWN), ModelConfig, where)
-    if kind not in FAMILIES:
-        raise UserError(f"{where}: model_type {kind!r} is not one that Firth knows. {nearest(str(kind), FAMILIES)}")
-    for name, value in FAMILIES[kind].fixed.items():
-        if hf.get(name, value) != value:
-            raise UserError(f"{where}: {name} is {hf[name]!r}, and Firth knows {kind} only with {value!r}.")
+    if kind not in LAYOUTS:
+        raise UserError(f"{where}: model_type {kind!r} is not one that Firth knows. {nearest(str(kind), LAYOUTS)}")
     try:
-        plain = to_plain(FAMILIES[kind].read(hf))
-        pair = [{KIND: Pair.__name__}] if FAMILIES[kind].pair in (hf.get("architectures") or []) else []
-        plain["extras"] = [*pair, *hf.get(OWN_EXTRAS, [])]
+        plain = to_plain(_read(hf, where))
+        pair = [{KIND: Pair.__name__}] if LAYOUTS[kind][1].pair in (hf.get("architectures") or []) else []
+        plain["extras"] = [*pair, *hf.get(OWN_EXTRAS, plain["extras"])]
     except (TypeError, ValueError, AttributeError) as e:
         raise UserError(f"{where}: a setting has a value of the wrong type ({e}).") from None
     return from_plain(plain, ModelConfig, where)  # every value is what its field says
 
 
+def _read(hf: dict[str, Any], where: str) -> ModelConfig:
+    """The body and the head."""
+    name, layout = LAYOUTS[hf["model_type"]]
+    for setting, value in layout.fixed.items():
+        if hf.get(setting, value) != value:
+            kind = layout.model_type
+            raise UserError(f"{where}: {setting} is {hf[setting]!r}, and Firth knows {kind} only with {value!r}.")
+    config = layout.read(hf)
+    return replace(config, family=hf.get(OWN_FAMILY, name), framed=hf.get(OWN_FRAMED, config.framed))
+
+
+def with_vocabulary(config: ModelConfig, vocab: Vocabulary) -> ModelConfig:
+    """The same model for these tokens. RoBERTa counts its places from the id after that of its padding token."""
+    config, layout = replace(config, vocab_size=vocab.size), FAMILIES.get(config.family)
+    if layout is None or not layout.after_pad or not isinstance(config.position, Learned):
+        return config
+    length = config.position.length - config.position.offset
+    return replace(config, position=Learned(length + vocab.pad + 1, vocab.pad + 1))
+
+
+# --- tensors --------------------------------------------------------------------------------------------------------
+
+
 def to_hf(model: Model) -> dict[str, Tensor]:
     """The tensors of a model under the names that its config.json promises."""
     state = {k: v.detach() for k, v in model.state_dict().items()}
-    kind, result = family_of(model.config), {}
-    for ours, theirs, turned in FAMILIES[kind].rules(model.config) if kind != OWN else ():
-        for name, piece in zip(theirs, state.pop(ours).chunk(len(theirs)), strict=True):
-            result[name] = (piece.t() if turned else piece).contiguous()
-    assert kind == OWN or all(name.startswith("extras.") for name in state), "a family names all of its tensors"
+    vocab = model.tokenizer.vocab if model.tokenizer is not None else None
+    if family_of(model.config, vocab) == OWN:
+        return {k: v.contiguous() for k, v in state.items()}
+    result: dict[str, Tensor] = {}
+    for rule in FAMILIES[model.config.family].rules(model.config):
+        result |= dict(zip(rule.theirs, rule.split(state.pop(rule.ours)), strict=True))
+    assert all(name.startswith("extras.") for name in state), "a family names all of its tensors"
     return result | {k: v.contiguous() for k, v in state.items()}
 
 
@@ -397,23 +171,62 @@ def from_hf(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor
 
     They have our names already where the model that wrote them was one of our own, whatever this one is.
     """
-    kind = _family_of_body(config)
-    ours = tensors if kind == OWN or "embed.tokens.weight" in tensors else _renamed(tensors, config, FAMILIES[kind])
-    if ("extras.generator.narrow.weight" in tensors) == (config.extra("generator") is not None):
+    layout = _layout_of(config)
+    ours = tensors if layout is None or _are_ours(tensors) else _renamed(tensors, config, layout)
+    generator = config.extra("generator")
+    if DELTA in ours and not (isinstance(generator, Generator) and generator.disentangled):
+        ours = ours | {"embed.tokens.weight": ours["embed.tokens.weight"] + ours[DELTA]}  # what the body has read
+    if ("extras.generator.narrow.weight" in tensors) == (generator is not None):
         return ours
     return {k: v for k, v in ours.items() if not k.startswith("head.")}  # a generator's head does not fit a body
 
 
-def _renamed(tensors: dict[str, Tensor], config: ModelConfig, family: Family) -> dict[str, Tensor]:
-    tensors = {k.replace(".gamma", ".weight").replace(".beta", ".bias"): v for k, v in tensors.items()}
-    if family.prefix and not any(k.startswith(family.prefix) for k in tensors):
-        tensors |= {family.prefix + k: v for k, v in tensors.items()}
+def _are_ours(tensors: dict[str, Tensor]) -> bool:
+    return "embed.tokens.weight" in tensors
+
+
+def _renamed(tensors: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict[str, Tensor]:
+    tensors = _in_full(tensors, config, layout)
     result = {k: v for k, v in tensors.items() if k.startswith("extras.")}
-    for ours, theirs, turned in family.rules(config):
-        if all(name in tensors for name in theirs):
-            pieces = [tensors[name].t() if turned else tensors[name] for name in theirs]
-            result[ours] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    for rule in layout.rules(config):
+        if all(name in tensors for name in rule.theirs):
+            result[rule.ours] = rule.join([tensors[name] for name in rule.theirs])
     return result
+
+
+def _in_full(tensors: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict[str, Tensor]:
+    """The tensors as today's `transformers` names them: norms by their new names, the body with its prefix."""
+    tensors = {k.replace(".gamma", ".weight").replace(".beta", ".bias"): v for k, v in tensors.items()}
+    if layout.prefix and not any(k.startswith(layout.prefix) for k in tensors):
+        beside = _known(config, layout).union(k for k in tensors if k.startswith("extras.") or _is_unused(k, layout))
+        tensors = {k if k in beside else layout.prefix + k: v for k, v in tensors.items()}
+    for name, others in layout.twins.items():
+        if found := [tensors[other] for other in others if other in tensors]:
+            tensors.setdefault(name, found[0])
+    return tensors
+
+
+def _known(config: ModelConfig, layout: Layout) -> set[str]:
+    """All names that the tensors of a model may have."""
+    named = {name for rule in layout.rules(config) for name in rule.theirs}
+    return named.union(layout.twins, *layout.twins.values())
+
+
+def _is_unused(name: str, layout: Layout) -> bool:
+    return any(fnmatch(name, pattern) for pattern in layout.unused)
+
+
+def unexpected(tensors: dict[str, Tensor], model: Model) -> list[str]:
+    """What is in a file, and neither in the model nor known to be of no use for it."""
+    layout = _layout_of(model.config)
+    if layout is None or _are_ours(tensors):
+        return sorted(tensors.keys() - model.state_dict().keys())
+    full = _in_full(tensors, model.config, layout)
+    left = full.keys() - _known(model.config, layout) - model.state_dict().keys()
+    strange = {name for name in left if not _is_unused(name, layout)}
+    for name, others in layout.twins.items():  # one tensor in the model, and two different ones in the file
+        strange |= {other for other in others if other in full and not torch.equal(full[other], full[name])}
+    return sorted(strange)
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -454,7 +267,10 @@ def read_config(folder: str | Path) -> ModelConfig:
         hint = f" Did you mean {inside}?" if inside else ""
         raise UserError(f"{folder} is not a checkpoint: it has no config.json.{hint}")
     config = from_hf_config(read_json(folder / "config.json"), str(folder / "config.json"))
-    return _untied(config, folder)
+    layout = FAMILIES.get(config.family)
+    if layout is None or layout.settle is None:
+        return config
+    return layout.settle(config, lambda *names: read_tensors(folder, names))
 
 
 def load_model(folder: str | Path, head: Head | None = None) -> Model:
@@ -464,19 +280,21 @@ def load_model(folder: str | Path, head: Head | None = None) -> Model:
     tensors = read_tensors(folder)
     model = make_model(config if head is None else replace(config, head=head, extras=()))
     load_weights(model, tensors, str(folder), new_head=head is not None)
+    if head is None and (strange := unexpected(tensors, model)):
+        some = ", ".join(strange[:3])
+        warn(f"{folder}: {len(strange)} tensors have no place in this model and are left out, such as {some}.")
     if (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.json").is_file():
         model.tokenizer = load_tokenizer(folder)
+        check_vocabulary(config, model.tokenizer.vocab, str(folder))
     return model.eval()
 
 
-def _untied(config: ModelConfig, folder: Path) -> ModelConfig:
-    """The config with a head of its own where the file has one: `transformers` 5 calls every head of T5 tied."""
-    if config.family != "t5" or not isinstance(config.head, LMHead):
-        return config
-    tensors = read_tensors(folder, ("lm_head.weight", "shared.weight"))
-    if len(tensors) < 2:
-        return config
-    return replace(config, head=replace(config.head, tied=torch.equal(*tensors.values())))
+def check_vocabulary(config: ModelConfig, vocab: Vocabulary, where: str) -> None:
+    if config.vocab_size < vocab.size:
+        raise UserError(
+            f"{where}: the tokenizer has {vocab.size:,} tokens, and the model only {config.vocab_size:,}: "
+            "they do not belong together."
+        )
 
 
 def load_weights(
@@ -499,17 +317,15 @@ def load_weights(
     if lacking := [name for name in missing if whole or not name.startswith(("head.", "extras."))]:
         raise UserError(f"{where}: {len(lacking)} tensors of the model are missing, such as {', '.join(lacking[:3])}.")
     if missing and not new_head:
-        warn(f"{where} has no head for this ({', '.join(missing)}): it starts fresh.")
+        some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        warn(f"{where} has no head for this ({some}): it starts fresh.")
     with torch.no_grad():
         for name, value in state.items():
             wanted[name].copy_(value)
 
 
 def generation_config(config: ModelConfig, vocab: Vocabulary) -> dict[str, Any]:
-    facts = {"pad_token_id": vocab.pad, "bos_token_id": vocab.bos, "eos_token_id": vocab.eos}
-    if config.shape == "encoder-decoder":
-        facts["decoder_start_token_id"] = framing(config, vocab).start
-    return {k: v for k, v in facts.items() if v is not None}
+    return {k: v for k, v in token_ids(config, vocab).items() if v is not None}
 
 
 def write_model(model: Model, folder: Path) -> None:
@@ -520,6 +336,9 @@ def write_model(model: Model, folder: Path) -> None:
     save_file(to_hf(model), folder / WEIGHTS, metadata={"format": "pt"})
     if tokenizer is not None and vocab is not None:
         tokenizer.save(folder)
+        if model.config.family == "xlnet":  # `transformers` takes its class from the last place of a row
+            path = folder / "tokenizer_config.json"
+            write_json(path, read_json(path) | {"padding_side": "left"})
         if isinstance(model.config.head, LMHead) and model.config.shape != "encoder":
             write_json(folder / "generation_config.json", generation_config(model.config, vocab))
 

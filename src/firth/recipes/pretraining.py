@@ -5,22 +5,45 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from firth.models import ModelConfig, with_extras
-from firth.objectives import NAMED, Mixture, Objective, SalientSpans, SpanCorruption
+from firth.models import Extra, LMHead, ModelConfig, Verdict, with_extras
+from firth.models.config import Disentangled, Generator, MaskDecoder
+from firth.objectives import MLM, NAMED, Mixture, Objective, SalientSpans, SpanCorruption
 from firth.train import Recipe
 
 TOKENIZERS = {"encoder": "wordpiece", "decoder": "byte-bpe", "encoder-decoder": "unigram"}
-FAMILY_TOKENIZERS = {"roberta": "byte-bpe", "bart": "byte-bpe", "t5": "unigram"}
+FAMILY_TOKENIZERS = {
+    "roberta": "byte-bpe",
+    "xlm-roberta": "unigram",
+    "afriberta": "unigram",
+    "rembert": "unigram",
+    "deberta": "byte-bpe",
+    "deberta-v2": "unigram",
+    "deberta-v3": "unigram",
+    "xlnet": "unigram",
+    "bart": "byte-bpe",
+    "t5": "unigram",
+}
 OBJECTIVES = {"encoder": "mlm", "decoder": "clm", "encoder-decoder": "span-corruption"}
 FAMILY_OBJECTIVES = {
     "bert": "mlm",
     "roberta": "mlm",
+    "xlm-roberta": "mlm",
+    "afriberta": "mlm",
+    "labse": "mlm",
+    "distilbert": "mlm",
+    "rembert": "mlm",
+    "xlm": "mlm",
     "spanbert": "span",
     "albert": "sop",
     "electra": "rtd",
     "xlnet": "permutation-lm",
+    "deberta": "mlm",
+    "deberta-v2": "mlm",
+    "deberta-v3": "rtd",
     "unilm": "unilm",
+    "gpt": "clm",
     "gpt2": "clm",
+    "gpt3": "clm",
     "t5": "span-corruption",
     "bart": "bart",
 }
@@ -29,7 +52,17 @@ FAMILY_OBJECTIVES = {
 def pretraining(model: ModelConfig, **fields: Any) -> Recipe:
     """A recipe for this model; `fields` are set on top."""
     objective = NAMED[default_objective(model)]
+    model = replace(model, extras=model.extras or usual_extras(model))
     return complete(Recipe(**{"model": model, "objective": objective, "learning_rate": rate(model), **fields}))
+
+
+def usual_extras(model: ModelConfig) -> tuple[Extra, ...]:
+    """What the family was pretrained with beside its body, where that is more than an objective asks for."""
+    if model.family == "deberta-v3":
+        return (Generator(disentangled=True),)
+    if model.family in ("deberta", "deberta-v2") and isinstance(model.position, Disentangled):
+        return (MaskDecoder(length=model.position.length),)
+    return ()
 
 
 def complete(recipe: Recipe) -> Recipe:
@@ -38,6 +71,10 @@ def complete(recipe: Recipe) -> Recipe:
     The model also learns from it how a text is framed.
     """
     model, needed = recipe.model, recipe.objective.extras
+    if isinstance(recipe.objective, MLM) and not needed and model.extra("decoder") is not None:
+        needed = ("decoder",)
+    if isinstance(model.head, Verdict):  # a published ELECTRA, whose generator is elsewhere
+        model = replace(model, head=LMHead(transform=True, bias=True))
     kept = tuple(found for name in needed if (found := model.extra(name)) is not None)
     framed = model.shape == "encoder-decoder" and recipe.objective.framed
     return replace(recipe, model=with_extras(replace(model, extras=kept, framed=framed), needed))

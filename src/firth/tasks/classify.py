@@ -27,7 +27,7 @@ class Classify:
     def __init__(self, labels: Sequence[str], tokenizer: Tokenizer, config: ModelConfig, length: int) -> None:
         self.labels = tuple(labels)
         self.reader = Reader(tokenizer, config, length)
-        self.pad, self.last = tokenizer.vocab.pad, config.shape == "decoder"
+        self.pad, self.last = tokenizer.vocab.pad, with_classes(config, self.labels).answers_last
 
     @property
     def cut(self) -> list[str]:

@@ -18,7 +18,7 @@ import torch
 
 from firth.console import Line, duration, say
 from firth.errors import UserError
-from firth.models import Model
+from firth.models import Model, Stack
 from firth.objectives import Batch
 from firth.plain import to_plain
 from firth.tokens.rows import mix
@@ -45,6 +45,7 @@ class Run:
     folder: Path | None = None  # None: nothing is written (a trial)
     name: str = "training"
     hooks: list[tuple[int, Callable[[int, Model], None]]] = field(default_factory=list)  # (every_n_steps, function)
+    losses: Callable[[Any], dict[str, torch.Tensor]] | None = None  # the model's own unless said (distillation)
 
 
 @dataclass
@@ -65,7 +66,7 @@ def fit(run: Run, resume: bool = False) -> Outcome:
     if resume and run.folder and (found := last_checkpoint(run.folder)):
         state, saved = load_checkpoint(found, model, optimizer), found.name
         say(f"going on from {found}")
-    losses_of = torch.compile(model.losses) if run.machine.compile else model.losses
+    losses_of = prepared(run)
     line, loss, scores, began = Line(), math.nan, {}, (time.monotonic(), state.step, state.tokens)
 
     def save() -> None:
@@ -112,6 +113,15 @@ def fit(run: Run, resume: bool = False) -> Outcome:
         loss = last_loss(run.folder / "log.jsonl")
         scores = run.evaluate(model) if run.evaluate else {}
     return Outcome(state.step, state.tokens, loss, scores, (state.tokens - began[2]) / seconds)
+
+
+def prepared(run: Run) -> Callable[[Any], dict[str, torch.Tensor]]:
+    """What a step computes the losses with: compiled, and with blocks that are computed twice, where that is asked."""
+    for module in run.model.modules():
+        if isinstance(module, Stack):
+            module.checkpointing = run.training.gradient_checkpointing
+    losses = run.losses or run.model.losses
+    return torch.compile(losses) if run.machine.compile else losses
 
 
 def train_step(

@@ -7,6 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,20 +17,33 @@ import torch
 from firth.console import duration, say
 from firth.errors import UserError
 from firth.files import damage, read_json, whole_folder, write_json
-from firth.models import Model, load_weights, make_model, read_tensors, warm_start, write_model
-from firth.objectives import Batch, Draw
+from firth.models import (
+    Encoder,
+    Model,
+    check_pair,
+    distilled,
+    inherit,
+    load_model,
+    load_weights,
+    make_model,
+    read_tensors,
+    warm_start,
+    write_model,
+)
+from firth.objectives import MLM, Batch, Draw
 from firth.tokens import PairSource, Prepared, RowSource, Source, Tokenizer, open_shards
 from firth.train.checkpoint import last_checkpoint
 from firth.train.device import Machine, choose_machine
 from firth.train.folder import run_folder
-from firth.train.loop import Run, dropout_seed, fit, sum_of_means, train_step
+from firth.train.loop import Run, dropout_seed, fit, prepared, sum_of_means, train_step
 from firth.train.optim import make_optimizer
 from firth.train.recipe import Recipe, Training, differences, load_recipe, save_recipe
 
 R = TypeVar("R", bound=Training)
+Losses = Callable[[Any], dict[str, torch.Tensor]]
 EVALUATIONS = 10  # per run, when --eval-steps does not say
 SETTLED = ("max_steps", "warmup_steps", "eval_steps")  # fields that a run may leave open, and then fixes
-PLACES = ("output_dir", "data", "checkpoint", "train", "dev")  # fields that name files and folders
+PLACES = ("output_dir", "data", "checkpoint", "teacher", "train", "dev")  # fields that name files and folders
 
 
 def pretrain(
@@ -38,7 +52,7 @@ def pretrain(
     """Run a recipe. `began` is when the clock of `minutes` started (time.monotonic)."""
     recipe.check()
     folder = Path(recipe.output_dir)
-    with run_folder(folder, resume, overwrite, [recipe.data, recipe.checkpoint]):
+    with run_folder(folder, resume, overwrite, [recipe.data, recipe.checkpoint, recipe.teacher]):
         return pretrain_in(folder, recipe, resume, began)
 
 
@@ -63,13 +77,15 @@ def pretrain_in(folder: Path, recipe: Recipe, resume: bool = False, began: float
     if (aside := held_out_rows(recipe, shards)) is not None:
         evaluate = held_out_loss(recipe, aside, tokenizer, machine)
     model = first_model(recipe, tokenizer)
+    losses = learn_from(recipe, model, tokenizer, machine)
     if recipe.warm_start == "ppmi" and not (resume and last_checkpoint(folder)):
         say("counting which tokens keep company, for the first embeddings")
         warm_start(model, shards.train, recipe.seed)
     if earlier is None:
 
         def try_out() -> tuple[float, float]:
-            return trial(recipe, machine, first_model(recipe, tokenizer), batches, evaluate)
+            twin = first_model(recipe, tokenizer)
+            return trial(recipe, machine, twin, batches, evaluate, learn_from(recipe, twin, tokenizer, machine))
 
         recipe = settle(recipe, rows.num_rows, try_out, began)
         save_recipe(recipe, stored)
@@ -79,7 +95,7 @@ def pretrain_in(folder: Path, recipe: Recipe, resume: bool = False, began: float
         f"{recipe.max_steps * recipe.global_batch / rows.num_rows:.1f} times through the text, on {machine}"
     )
     say(f"{recipe.model.family}, {recipe.model.shape}: {model.num_parameters:,} parameters")
-    outcome = fit(Run(recipe, machine, model, batches, evaluate, folder, "pretraining"), resume)
+    outcome = fit(Run(recipe, machine, model, batches, evaluate, folder, "pretraining", losses=losses), resume)
 
     finish(model, folder)
     results = {
@@ -110,8 +126,26 @@ def first_model(recipe: Recipe, tokenizer: Tokenizer) -> Model:
     model = make_model(recipe.model)
     if recipe.checkpoint:
         load_weights(model, read_tensors(Path(recipe.checkpoint)), recipe.checkpoint)
+    elif recipe.teacher:
+        inherit(model, load_model(recipe.teacher))
     model.tokenizer = tokenizer
     return model
+
+
+def learn_from(recipe: Recipe, model: Model, tokenizer: Tokenizer, machine: Machine) -> Losses | None:
+    """The losses of distillation; None without a teacher."""
+    if not recipe.teacher:
+        return None
+    teacher = load_model(recipe.teacher)
+    check_pair(model, teacher, recipe.distillation)
+    if teacher.tokenizer is not None and teacher.tokenizer.fingerprint != tokenizer.fingerprint:
+        raise UserError(f"{recipe.teacher} has another tokenizer than the data: prepare the text with the teacher's.")
+    if not isinstance(recipe.objective, MLM) or recipe.objective.extras:
+        raise UserError("Distillation is with mlm or whole-word: teacher and model answer the same blanks.")
+    teacher = teacher.to(machine.device).requires_grad_(False)
+    assert isinstance(model, Encoder)
+    assert isinstance(teacher, Encoder)
+    return partial(distilled, model, teacher, spec=recipe.distillation)
 
 
 def check_fit(recipe: Recipe, tokenizer: Tokenizer) -> None:
@@ -234,12 +268,13 @@ def trial(
     model: Model,
     batches: Callable[[int], Sequence[Batch]],
     evaluate: Callable[[Model], dict[str, float]] | None,
+    losses: Losses | None = None,
     seconds: float = 4.0,
 ) -> tuple[float, float]:
     """Seconds that a step and an evaluation take, on a model that is thrown away."""
     model = model.to(machine.device)
-    run = Run(training, machine, model, batches)
-    losses_of = torch.compile(model.losses) if machine.compile else model.losses
+    run = Run(training, machine, model, batches, losses=losses)
+    losses_of = prepared(run)
     optimizer = make_optimizer(model, training)
 
     def timed(steps: Sequence[int]) -> float:

@@ -12,7 +12,7 @@ import yaml
 
 from firth.errors import UserError, nearest
 from firth.files import write_text
-from firth.models import LMHead, ModelConfig
+from firth.models import Distillation, LMHead, ModelConfig
 from firth.objectives import NAMED, Objective
 from firth.plain import from_plain, to_plain
 
@@ -54,6 +54,9 @@ class Training:
     save_total_limit: int = option(2, "Keep so many checkpoints; 0 keeps all.")
     logging_steps: int = option(1, "Write a line to log.jsonl every so many steps.")
     seed: int = option(0, "Decides the order of the text, the noise, the first weights and the dropout.")
+    gradient_checkpointing: bool = option(
+        False, "Compute each layer again in the backward pass: a third slower, and room for much longer rows."
+    )
     bf16: bool | None = option(None, "Compute in bfloat16; by itself on a GPU that can, never by itself on a CPU.")
     compile: bool | None = option(None, "Compile the step (torch.compile); by itself on a GPU.")
 
@@ -105,6 +108,8 @@ class Recipe(Training):
     data: str = option("", "Folder of token shards.")
     tokenizer: str = option("", "Fingerprint of the tokenizer that the shards were made with.")
     checkpoint: str = option("", "Checkpoint whose weights the run starts from; empty starts fresh.")
+    teacher: str = option("", "Checkpoint to learn from, whose layers the model also begins with (distillation).")
+    distillation: Distillation = field(default_factory=Distillation)
     warm_start: Literal["none", "ppmi"] = option(
         "none", "ppmi begins with embeddings that know which tokens keep company, counted in the whole text."
     )

@@ -1,0 +1,54 @@
+"""DeBERTa's mask decoder: absolute places, told only when an answer is due.
+
+B rows, T places, K asked places, D model width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from firth.models.attention import Sight
+from firth.models.config import MaskDecoder, ModelConfig
+from firth.models.heads import pick
+from firth.models.stack import Stack
+from firth.models.two_stream import places_of
+
+
+class LatePlaces(nn.Module):
+    """Answers from what the last block reads, asked for with a vector of the absolute place (He et al. 2021, 3.2).
+
+    The last block runs as often as there are layers of the decoder, which share its weights: each asks with what the
+    one before has found, the first with the state and the place, and all read the same states. Only the asked places
+    ask. Where nothing is asked, the model is what it is without it.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        spec = config.extra("decoder")
+        assert isinstance(spec, MaskDecoder)
+        self.num_layers = spec.layers
+        self.places = nn.Embedding(spec.length, config.dim)
+
+    def forward(self, x_BTD: Tensor, stack: Stack, batch: Any) -> Tensor:
+        """(B, K, D), from the vectors that the stack begins with."""
+        assert stack.memory is None, "the decoder's layers remember nothing"
+        asked_BK, (*_, last) = batch.asked, stack.layers
+        content_BTD = stack(x_BTD, batch.doc, batch.rank, segment=batch.segment, upto=-1)
+        sight, _ = stack.sights(content_BTD, batch.doc, batch.rank, segment=batch.segment)
+        some = at_places(sight, asked_BK)
+        place_BK = asked_BK if batch.position is None else pick(batch.position, asked_BK)
+        query_BKD = pick(content_BTD, asked_BK) + self.places(place_BK)
+        for _ in range(self.num_layers):
+            query_BKD = last(query_BKD, some, content=content_BTD)
+        return stack.finish(query_BKD)
+
+
+def at_places(sight: Sight, asked_BK: Tensor) -> Sight:
+    """The same sight for those who ask at some places."""
+    mask = sight.mask
+    if mask is not None:
+        mask = pick(torch.broadcast_to(mask[:, 0], (len(asked_BK), *mask.shape[2:])), asked_BK)[:, None]
+    return Sight(mask=mask, places=places_of(sight.places, asked_BK))

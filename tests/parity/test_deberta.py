@@ -1,0 +1,208 @@
+"""DeBERTa, all versions: equal to `transformers` in logits, states and gradients, in both directions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity.alike import CLOSE, mixture, same_gradients, stir
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.testing import assert_close
+
+from firth.errors import UserError
+from firth.models import (
+    PRESETS,
+    Encoder,
+    ModelConfig,
+    count_parameters,
+    family_of,
+    load_model,
+    make_model,
+    with_classes,
+)
+from firth.models.config import Convolution, Disentangled, Learned
+from firth.models.presets import deberta, deberta_v2, deberta_v3
+from firth.models.weights import from_hf_config, to_hf_config, write_model
+from firth.objectives.batch import Batch
+
+transformers = pytest.importorskip("transformers")
+V, T = 61, 13
+LENGTHS = [13, 6, 9]
+TOKENS = torch.randint(2, V, (3, T), generator=torch.Generator().manual_seed(1))
+SEGMENT = torch.randint(0, 2, (3, T), generator=torch.Generator().manual_seed(2))
+MASK = (torch.arange(T) < torch.tensor(LENGTHS)[:, None]).long()
+SIZES = dict(
+    vocab_size=V,
+    hidden_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    intermediate_size=48,
+    max_position_embeddings=16,
+    relative_attention=True,
+    pos_att_type=["c2p", "p2c"],
+    position_biased_input=False,
+)
+V2 = dict(share_att_key=True, position_buckets=6, norm_rel_ebd="layer_norm")
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "v1": ("Deberta", {}),
+    "v1, near distances": ("Deberta", {"max_relative_positions": 4}),
+    "v1, absolute places and segments": ("Deberta", {"position_biased_input": True, "type_vocab_size": 2}),
+    "v2": ("DebertaV2", V2 | {"conv_kernel_size": 3, "conv_act": "gelu"}),
+    "v2, own projections": ("DebertaV2", {"max_relative_positions": 8}),
+    "v2, wide convolution": ("DebertaV2", {"conv_kernel_size": 5, "position_buckets": 4}),
+    "v3": ("DebertaV2", V2),
+    "v3, absolute places and segments": ("DebertaV2", V2 | {"position_biased_input": True, "type_vocab_size": 2}),
+}
+
+
+def reference(name: str, kind: str = "ForMaskedLM", **changes: Any) -> Any:
+    family, settings = SETTINGS[name]
+    config = getattr(transformers, f"{family}Config")(**SIZES | settings | changes)
+    torch.manual_seed(0)
+    return stir(getattr(transformers, family + kind)(config))
+
+
+def inputs(name: str, padded: bool) -> dict[str, Tensor]:
+    given = {"input_ids": TOKENS} | ({"attention_mask": MASK} if padded else {})
+    return given | ({"token_type_ids": SEGMENT} if "segments" in name else {})
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_from_transformers(name: str, padded: bool, tmp_path: Path) -> None:
+    theirs = reference(name)
+    theirs.save_pretrained(tmp_path)
+    ours, given = load_model(tmp_path), inputs(name, padded)
+    text = MASK.bool() if padded else torch.ones_like(MASK).bool()
+    a, b = ours(**given, output_hidden_states=True), theirs(**given, output_hidden_states=True)
+    assert_close(a.logits[text], b.logits[text], **CLOSE)
+    for mine, other in zip(a.hidden_states, b.hidden_states, strict=True):
+        assert_close(mine[text], other[text], **CLOSE)
+    mixture(a.logits[text]).backward()
+    mixture(b.logits[text]).backward()
+    same_gradients(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["v1", "v2", "v3"])
+def test_classes(name: str, tmp_path: Path) -> None:
+    theirs = reference(name, "ForSequenceClassification", num_labels=3)
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(tmp_path)
+    a, b = ours(TOKENS, attention_mask=MASK), theirs(TOKENS, attention_mask=MASK)
+    assert_close(a.logits, b.logits, **CLOSE)
+    mixture(a.logits).backward()
+    mixture(b.logits).backward()
+    same_gradients(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["v1", "v1, absolute places and segments", "v2", "v2, wide convolution", "v3"])
+def test_packed_documents_are_read_as_if_alone(name: str, tmp_path: Path) -> None:
+    theirs = reference(name)
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(tmp_path)
+    assert isinstance(ours, Encoder)
+    segment = SEGMENT[:1] if "segments" in name else None
+    doc, position = torch.tensor([[0] * 5 + [1] * 8]), torch.tensor([[*range(5), *range(8)]])
+    packed = ours.logits(Batch(TOKENS[:1], doc=doc, position=position, segment=segment))
+    for part in (slice(0, 5), slice(5, T)):
+        alone = None if segment is None else segment[:, part]
+        assert_close(packed[:, part], theirs(TOKENS[:1, part], token_type_ids=alone).logits, **CLOSE)
+
+
+OURS: dict[str, ModelConfig] = {
+    "v1": deberta(2, 32, 4, V, position=Disentangled(far=8, length=20)),
+    "v1, absolute places": deberta(2, 32, 4, V, position=Disentangled(16, 16, absolute=True), num_segments=2),
+    "v2": deberta_v2(2, 32, 4, V, position=Disentangled(16, 16, buckets=4, shared=True, normed=True)),
+    "v2, tanh": deberta_v2(2, 32, 4, V, convolution=Convolution(5, "tanh"), position=Disentangled(16, 16)),
+    "v3": deberta_v3(2, 32, 4, V, position=Disentangled(16, 16, buckets=4, shared=True, normed=True)),
+}
+
+
+@pytest.mark.parametrize("classes", [False, True], ids=["lm", "classes"])
+@pytest.mark.parametrize("name", OURS)
+def test_to_transformers(name: str, classes: bool, tmp_path: Path) -> None:
+    config = with_classes(OURS[name], ("no", "yes", "maybe")) if classes else OURS[name]
+    ours = stir(make_model(config))
+    write_model(ours, tmp_path)
+    auto = transformers.AutoModelForSequenceClassification if classes else transformers.AutoModelForMaskedLM
+    theirs, loading = auto.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    given = {"input_ids": TOKENS, "attention_mask": MASK}
+    text = slice(None) if classes else MASK.bool()
+    assert_close(ours(**given).logits[text], theirs.eval()(**given).logits[text], **CLOSE)
+    again = load_model(tmp_path)
+    assert again.config == config
+    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("deberta")])
+def test_presets_have_the_published_size(name: str) -> None:
+    settings = to_hf_config(PRESETS[name], None)
+    (kind,) = settings.pop("architectures")
+    with torch.device("meta"):
+        theirs = getattr(transformers, kind)(transformers.AutoConfig.for_model(**settings))
+    theirs.tie_weights()
+    assert count_parameters(PRESETS[name]) == theirs.num_parameters()
+
+
+def test_heads_under_their_older_names(tmp_path: Path) -> None:
+    """The folders of those who published it call the head `lm_predictions`, and have more in them than we need."""
+    theirs = reference("v1", legacy=False)
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(tmp_path)
+    assert_close(ours(TOKENS).logits, theirs(TOKENS).logits, **CLOSE)
+
+    tensors = load_file(tmp_path / "model.safetensors")
+    more = {
+        "deberta.embeddings.position_embeddings.weight": torch.ones(16, 32),
+        "mask_predictions.dense.bias": torch.ones(3),
+    }
+    save_file(tensors | more, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert_close(load_model(tmp_path)(TOKENS).logits, ours(TOKENS).logits)
+
+
+def test_published_settings_are_read() -> None:
+    """As the folders say them: attention in one word, distances as far as there are places."""
+    hf = {
+        "model_type": "deberta-v2",
+        "architectures": ["DebertaV2ForMaskedLM"],
+        "attention_probs_dropout_prob": 0.1,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.1,
+        "hidden_size": 768,
+        "initializer_range": 0.02,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 512,
+        "relative_attention": True,
+        "position_buckets": 256,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "pos_att_type": "p2c|c2p",
+        "layer_norm_eps": 1e-7,
+        "max_relative_positions": -1,
+        "position_biased_input": False,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 12,
+        "type_vocab_size": 0,
+        "vocab_size": 128100,
+    }
+    assert from_hf_config(hf) == replace(PRESETS["deberta-v3-base"], family="deberta-v2")
+
+
+def test_what_is_not_deberta_is_said_or_kept_under_our_name() -> None:
+    hf = to_hf_config(OURS["v1"], None)
+    for change in ({"relative_attention": False}, {"pos_att_type": "c2p"}, {"pos_att_type": None}):
+        with pytest.raises(UserError, match="only with relative_attention and pos_att_type c2p and p2c"):
+            from_hf_config(hf | change)
+    with pytest.raises(UserError, match="talking_head"):
+        from_hf_config(hf | {"talking_head": True})
+    with pytest.raises(UserError, match="embedding_size"):
+        from_hf_config(hf | {"embedding_size": 8})
+    assert [family_of(config) for config in OURS.values()] == ["deberta"] * 2 + ["deberta-v2"] * 3
+    assert family_of(replace(OURS["v1"], attention_bias="all")) == "firth"
+    assert family_of(replace(OURS["v3"], norm_first=True)) == "firth"
+    assert family_of(replace(OURS["v3"], position=Learned())) == "firth"

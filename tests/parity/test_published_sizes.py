@@ -1,0 +1,99 @@
+"""Presets have as many parameters as the same model in `transformers`, and as their papers say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from firth.models import OWN, PRESETS, LMHead, ModelConfig, Verdict, count_parameters, to_hf_config, with_extras
+
+transformers = pytest.importorskip("transformers")
+
+M, B = 1_000_000, 1_000_000_000
+# As the papers round them; those of GPT-2 as its authors corrected them, those of BART and LaBSE beside the weights.
+FIGURES: dict[str, float] = {
+    "bert-base": 110 * M,
+    "bert-large": 340 * M,
+    "roberta-base": 125 * M,
+    "roberta-large": 355 * M,
+    "xlm-roberta-large": 550 * M,
+    "afriberta-base": 111 * M,
+    "afriberta-large": 126 * M,
+    "albert-base": 12 * M,
+    "albert-large": 18 * M,
+    "albert-xlarge": 60 * M,
+    "distilbert-base": 66 * M,
+    "electra-base": 110 * M,
+    "electra-large": 335 * M,
+    "unilm-large": 340 * M,
+    "labse": 471 * M,
+    "rembert": 995 * M,
+    "xlm-15": 250 * M,
+    "xlm-17": 570 * M,
+    "xlm-100": 570 * M,
+    "gpt": 117 * M,
+    "gpt2": 124 * M,
+    "gpt2-medium": 355 * M,
+    "gpt2-large": 774 * M,
+    "gpt2-xl": 1542 * M,
+    "gpt3-small": 125 * M,
+    "gpt3-medium": 350 * M,
+    "gpt3-large": 760 * M,
+    "gpt3-xl": 1.3 * B,
+    "gpt3-2.7b": 2.7 * B,
+    "gpt3-6.7b": 6.7 * B,
+    "gpt3-13b": 13 * B,
+    "gpt3-175b": 175 * B,
+    "t5-small": 60 * M,
+    "t5-base": 220 * M,
+    "bart-base": 140 * M,
+    "bart-large": 400 * M,
+}
+# The paper's figure, and what its own settings come to (in `transformers` too).
+OTHERWISE: dict[str, tuple[float, int]] = {
+    "xlm-roberta-base": (270 * M, 278_295_186),
+    "albert-xxlarge": (235 * M, 223_158_450),
+    "electra-small": (14 * M, 13_549_057),
+    "t5-large": (770 * M, 737_668_096),
+    "t5-3b": (3 * B, 2_851_598_336),
+    "t5-11b": (11 * B, 11_307_321_344),
+}
+
+
+def pretrained(config: ModelConfig) -> ModelConfig:
+    """With the heads that the published figure counts: ALBERT's for pairs, ELECTRA's verdict and no generator."""
+    if config.family == "albert":
+        return with_extras(config, ("pair",))
+    return replace(config, head=Verdict(), extras=()) if config.family == "electra" else config
+
+
+def theirs(config: ModelConfig) -> int:
+    hf = to_hf_config(config, None)
+    with torch.device("meta"):
+        model: Any = getattr(transformers, hf["architectures"][0])(transformers.AutoConfig.for_model(**hf))
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", [n for n in PRESETS if not n.endswith(("-tiny", "-mini"))])
+def test_as_many_as_in_transformers(name: str) -> None:
+    config = pretrained(PRESETS[name])
+    if to_hf_config(config, None)["model_type"] == OWN:
+        pytest.skip("transformers does not have it")
+    head = config.head
+    tied_there = config.family == "t5" and isinstance(head, LMHead) and not head.tied  # always, in `transformers` 5
+    assert count_parameters(config) == theirs(config) + (config.vocab_size * config.dim if tied_there else 0)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_as_many_as_published(name: str) -> None:
+    assert count_parameters(pretrained(PRESETS[name])) == pytest.approx(FIGURES[name], rel=0.02)
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_where_a_paper_counts_otherwise(name: str) -> None:
+    figure, count = OTHERWISE[name]
+    assert count_parameters(pretrained(PRESETS[name])) == count
+    assert abs(count / figure - 1) > 0.02
