@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from firth.errors import UserError
-from firth.models import Classes, Model, ModelConfig, make_model, with_classes
+from firth.models import PRESETS, Classes, Model, ModelConfig, count_parameters, load_model, make_model, with_classes
 from firth.models.config import MLP, Buckets, Learned, LMHead
 from firth.models.presets import albert, bart, bert, gpt2, t5
 from firth.objectives.batch import Batch
@@ -227,3 +229,21 @@ def test_biases_start_at_0_and_norms_at_1() -> None:
         for name, p in make_model(config).named_parameters():
             if p.ndim == 1:
                 assert p.unique().tolist() == ([0.0] if name.endswith("bias") else [1.0]), name
+
+
+def test_stacks_that_share_their_blocks(tmp_path: Path) -> None:
+    """The decoder has only its cross-attention and its own last norm; saving and loading keep it so."""
+    torch.manual_seed(0)
+    apart, shared = t5(2, 32, 2, 48, 40), t5(2, 32, 2, 48, 40, share_stacks=True)
+    model = make_model(shared).eval()
+    block = sum(p.numel() for n, p in model.encoder.blocks.named_parameters())  # type: ignore[union-attr]
+    assert count_parameters(apart) - count_parameters(shared) == block
+    model.save(tmp_path / "shared")
+    again = load_model(tmp_path / "shared")
+    ids = torch.randint(0, 40, (2, 6))
+    assert torch.equal(model(ids, decoder_input_ids=ids).logits, again(ids, decoder_input_ids=ids).logits)
+    assert again.decoder.blocks[1].mlp is again.encoder.blocks[1].mlp  # type: ignore[union-attr]
+    with pytest.raises(UserError, match="equally many layers"):
+        make_model(t5(2, 32, 2, 48, 40, share_stacks=True, num_decoder_layers=3))
+    with pytest.raises(UserError, match="equally many layers"):
+        make_model(replace(PRESETS["bert-tiny"], share_stacks=True))

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from firth.errors import UserError
-from firth.models import Classes, LMHead, ModelConfig, from_hf_config, load_model, make_model
+from firth.models import Classes, LMHead, ModelConfig, family_of, from_hf_config, load_model, make_model
 from firth.models.config import LayerNorm, Rotary, Stretch, Window
 from firth.models.presets import llama, llama3, modernbert
 from firth.models.weights import write_model
+from firth.tokens import Vocabulary
 
 transformers = pytest.importorskip("transformers")
 V, T = 61, 20
@@ -114,6 +115,8 @@ def test_to_transformers(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         assert_close(ours(**inputs).logits, theirs.eval()(**inputs).logits, **CLOSE)
     assert load_model(tmp_path).config == config
+    vocab = Vocabulary(V, 0, 1, 2, 2, 2, 3, 4, (), special=(0, 1, 2, 3, 4))
+    assert family_of(config, vocab) == config.family, "also with a tokenizer"
 
 
 @pytest.mark.parametrize(

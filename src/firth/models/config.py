@@ -139,10 +139,16 @@ class MLP:
 
 @dataclass(frozen=True)
 class Normal:
-    """Weights from N(0, std). `scale_residual` divides those that write to the residual stream by sqrt(2 layers)."""
+    """Weights from N(0, std). `scale_residual` divides those that write to the residual stream by sqrt(2 layers).
+
+    Vectors of tokens, places, segments and languages are from N(0, embed_std) where that is said (XLM). No number is
+    further from 0 than `cut` times its spread, where that is said (ModernBERT).
+    """
 
     std: float = 0.02
     scale_residual: bool = False
+    embed_std: float | None = None
+    cut: float | None = None
 
 
 @dataclass(frozen=True)
@@ -272,6 +278,7 @@ class ModelConfig:
     num_decoder_layers: int | None = None  # num_layers unless said
     embed_dim: int | None = None  # width of the token vectors, dim unless said (ALBERT, ELECTRA)
     num_shared: int = 1  # so many layers in a row are one block (ALBERT)
+    share_stacks: bool = False  # the decoder runs the encoder's blocks, with a cross-attention of its own (T5, 3.2.2)
     framed: bool = False  # an encoder-decoder whose texts stand between <s> and </s> (BART), not before </s> (T5)
     dropout: float = 0.1
     attention_dropout: float = 0.1
@@ -356,6 +363,11 @@ class ModelConfig:
             wrong.append(f"model.position Rotary turns pairs of numbers, and a head has {self.head_size}: not even")
         if not wrong and self.num_heads % self.kv_heads:
             wrong.append(f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.kv_heads}")
+        if isinstance(self.init, Normal):
+            for name in ("std", "embed_std", "cut"):
+                value = getattr(self.init, name)
+                if value is not None and value <= 0:
+                    wrong.append(f"model.init.{name} is {value}, and must be more than 0")
         if isinstance(self.head, Classes) and not self.head.names:
             wrong.append("model.head has no classes")
         if not wrong and self.head_dim is None and self.dim % self.num_heads:
@@ -363,6 +375,8 @@ class ModelConfig:
         for name in ("dropout", "attention_dropout", "layer_drop"):
             if not 0 <= getattr(self, name) < 1:
                 wrong.append(f"model.{name} is {getattr(self, name)}, and must be in [0, 1)")
+        if self.share_stacks and (self.shape != "encoder-decoder" or self.decoder_layers != self.num_layers):
+            wrong.append("model.share_stacks needs an encoder and a decoder of equally many layers")
         transform = not isinstance(self.head, LMHead) or self.head.transform
         if self.embed_dim is not None and not transform:
             wrong.append("model.embed_dim needs model.head.transform=true, which leads back to that width")

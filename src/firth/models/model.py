@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firth.errors import UserError
-from firth.models.config import Classes, FanIn, LMHead, ModelConfig
+from firth.models.config import Classes, FanIn, LMHead, ModelConfig, Normal
 from firth.models.embed import Embedding, Placing
 from firth.models.heads import IGNORED, BoundaryHead, Choice, PairHead, Verdicts, Vocabulary, pick
 from firth.models.layouts import FAMILIES
@@ -264,6 +264,10 @@ class EncoderDecoder(Model):
         self.decoder_embed = Placing(config)
         self.encoder = Stack(config, config.num_layers, causal=False)
         self.decoder = Stack(config, config.decoder_layers, causal=True, cross=True)
+        if config.share_stacks:
+            for mine, encoders in zip(self.decoder.blocks, self.encoder.blocks, strict=True):
+                for part in ("attention", "attention_norm", "mlp", "mlp_norm"):
+                    setattr(mine, part, getattr(encoders, part))
         initialise(self)
 
     def encode(self, batch: Reads) -> Tensor:
@@ -384,17 +388,28 @@ def initialise(model: Model) -> None:
         if p.ndim < 2:
             if name.endswith("bias"):
                 p.zero_()
-            continue
-        if isinstance(init, FanIn):
-            std = fan_in_std(name, p, config)
-        elif init.scale_residual and name.endswith(("attention.out.weight", "mlp.down.weight")):
-            std = init.std / math.sqrt(2 * config.num_layers)
+        elif name.endswith("generator.delta.weight"):
+            p.zero_()
+        elif isinstance(init, FanIn):
+            p.normal_(0.0, fan_in_std(name, p, config))
+            if name.endswith(("attention.qkv.weight", "cross.qkv.weight")):
+                p[: config.num_heads * config.head_size] *= config.head_size**-0.5  # the scores are not scaled
         else:
-            std = init.std
-        p.normal_(0.0, 0.0 if name.endswith("generator.delta.weight") else std)
-        if isinstance(init, FanIn) and name.endswith(("attention.qkv.weight", "cross.qkv.weight")):
-            queries = len(p) // 3
-            p[:queries] *= config.head_size**-0.5  # the scores are not scaled
+            std = normal_std(name, init, config)
+            if init.cut is None:
+                p.normal_(0.0, std)
+            else:
+                nn.init.trunc_normal_(p, 0.0, std, -init.cut * std, init.cut * std)
+
+
+def normal_std(name: str, init: Normal, config: ModelConfig) -> float:
+    """The spread of vectors that are looked up, of what writes to the residual stream, of the rest."""
+    looked_up = name.endswith(("tokens.weight", "places.weight", "segments.weight", "languages.weight"))
+    if init.embed_std is not None and looked_up:
+        return init.embed_std
+    if init.scale_residual and name.endswith(("attention.out.weight", "mlp.down.weight")):
+        return init.std / math.sqrt(2 * config.num_layers)
+    return init.std
 
 
 def fan_in_std(name: str, p: Tensor, config: ModelConfig) -> float:

@@ -172,7 +172,9 @@ def rembert(
 
 def xlm(num_layers: int, dim: int, num_heads: int, vocab_size: int = 95000, **changes: Any) -> ModelConfig:
     """Conneau & Lample 2019: the blocks of BERT, a vector for each language, no transform before the words."""
-    fields: dict[str, Any] = dict(family="xlm", num_segments=0, head=LMHead(bias=True))
+    fields: dict[str, Any] = dict(
+        family="xlm", num_segments=0, head=LMHead(bias=True), init=Normal(embed_std=dim**-0.5)
+    )
     return bert(num_layers, dim, num_heads, vocab_size, **fields | changes)
 
 
@@ -313,7 +315,7 @@ def modernbert(
         position=Rotary(160000.0, 8192, local=10000.0),
         norm=LayerNorm(1e-5, bias=False),
         head=LMHead(transform=True, bias=True),
-        init=Normal(scale_residual=True),
+        init=Normal(scale_residual=True, cut=2.0),
         norm_first=True,
         embed_norm=True,
         skip_first_norm=True,

@@ -61,7 +61,7 @@ def ppmi_vectors(shards: Shards, vocab_size: int, dim: int, window: int = WINDOW
 def warm_start(model: Model, shards: Shards, seed: int = 0) -> None:
     """Begin with embeddings that know which tokens keep company, instead of random ones.
 
-    They are spread five times wider than random ones would be, or as T5 has them: found by experiment.
+    They are spread five times wider than random weights are, or as T5 has them: found by experiment.
     """
     spread = 1.0 if isinstance(model.config.init, FanIn) else 5 * model.config.init.std
     vectors = ppmi_vectors(shards, model.config.vocab_size, model.config.embed_width, seed=seed)

@@ -56,7 +56,8 @@ def _layout_of(config: ModelConfig, vocab: Vocabulary | None = None) -> Layout |
         same = _spelled_out(_read(hf, "config.json")) == _spelled_out(config)
     except (KeyError, TypeError, UserError):
         return None
-    return layout if same and (vocab is None or hf.get("pad_token_id", vocab.pad) == vocab.pad) else None
+    pads = (None, vocab.pad if vocab is not None else hf.get("pad_token_id"))
+    return layout if same and hf.get("pad_token_id") in pads else None
 
 
 def _spelled_out(config: ModelConfig) -> ModelConfig:
@@ -155,7 +156,7 @@ def with_vocabulary(config: ModelConfig, vocab: Vocabulary) -> ModelConfig:
 
 def to_hf(model: Model) -> dict[str, Tensor]:
     """The tensors of a model under the names that its config.json promises."""
-    state = {k: v.detach() for k, v in model.state_dict().items()}
+    state = own_state(model)
     vocab = model.tokenizer.vocab if model.tokenizer is not None else None
     if family_of(model.config, vocab) == OWN:
         return {k: v.contiguous() for k, v in state.items()}
@@ -164,6 +165,12 @@ def to_hf(model: Model) -> dict[str, Tensor]:
         result |= dict(zip(rule.theirs, rule.split(state.pop(rule.ours)), strict=True))
     assert all(name.startswith("extras.") for name in state), "a family names all of its tensors"
     return result | {k: v.contiguous() for k, v in state.items()}
+
+
+def own_state(model: Model) -> dict[str, Tensor]:
+    """The tensors of a model by name, each once, also where two parts share it."""
+    once = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    return {name: value.detach() for name, value in model.state_dict().items() if name in once}
 
 
 def from_hf(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -304,7 +311,7 @@ def load_weights(
 
     A shape that is not the model's is an error too; under a `new_head` the old one may have any shape.
     """
-    state, wanted = from_hf(tensors, model.config), model.state_dict()
+    state, wanted = from_hf(tensors, model.config), own_state(model)
     wrong = [
         f"{name} is {tuple(state[name].shape)} in the file and {tuple(p.shape)} by the config"
         for name, p in wanted.items()

@@ -51,7 +51,9 @@ def read(hf: Settings) -> ModelConfig:
         position=Rotary(float(wide), hf.get("max_position_embeddings", 8192), local=float(near)),
         norm=LayerNorm(hf.get("norm_eps", 1e-5), bias=hf.get("norm_bias", False)),
         head=LMHead(transform=True, bias=hf.get("decoder_bias", True)),
-        init=Normal(hf.get("initializer_range", 0.02), scale_residual=True),
+        init=Normal(
+            hf.get("initializer_range", 0.02), scale_residual=True, cut=hf.get("initializer_cutoff_factor", 2.0)
+        ),
         norm_first=True,
         embed_norm=True,
         skip_first_norm=True,
@@ -89,6 +91,7 @@ def write(c: ModelConfig) -> Settings:
         "norm_eps": c.norm.eps,
         "norm_bias": getattr(c.norm, "bias", None),
         "initializer_range": getattr(c.init, "std", None),
+        "initializer_cutoff_factor": getattr(c.init, "cut", None) or 2.0,  # there is no ModernBERT without
         "global_rope_theta": c.position.base,
         "local_rope_theta": c.position.local,
         "global_attn_every_n_layers": c.window.every,

@@ -37,6 +37,7 @@ def read(hf: Settings) -> ModelConfig:
     """Languages have vectors only where there are several."""
     dim, length = hf.get("emb_dim", 2048), hf.get("max_position_embeddings", 512)
     languages = hf.get("n_langs", 1) if hf.get("use_lang_emb", True) else 1
+    std, embed_std = hf.get("init_std", 0.02), hf.get("embed_init_std", 2048**-0.5)
     classes = replace(CLASSES, names=class_names(hf)) if is_a(hf, "ForSequenceClassification") else None
     return ModelConfig(
         family="xlm",
@@ -49,7 +50,7 @@ def read(hf: Settings) -> ModelConfig:
         position=Sinusoid(length) if hf.get("sinusoidal_embeddings") else Learned(length),
         norm=LayerNorm(hf.get("layer_norm_eps", 1e-12)),
         head=classes or LMHead(bias=True),
-        init=Normal(hf.get("init_std", 0.02)),
+        init=Normal(std, embed_std=None if embed_std == std else embed_std),
         embed_norm=True,
         num_languages=languages if languages > 1 else 0,
         dropout=hf.get("dropout", 0.1),
@@ -70,6 +71,7 @@ def write(c: ModelConfig) -> Settings:
         "max_position_embeddings": c.max_length,
         "layer_norm_eps": c.norm.eps,
         "init_std": getattr(c.init, "std", None),
+        "embed_init_std": getattr(c.init, "embed_std", None) or getattr(c.init, "std", None),
         "n_langs": max(c.num_languages, 1),
         "use_lang_emb": c.num_languages > 0,
         "dropout": c.dropout,
