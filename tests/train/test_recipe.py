@@ -84,6 +84,7 @@ def test_columns_are_the_users_own_keys() -> None:
         {"save_steps": 0},
         {"eval_rows": 0},
         {"max_seq_length": 513},
+        {"max_seq_length": 65537},
     ],
 )
 def test_numbers_that_make_no_sense(fields: dict[str, float]) -> None:

@@ -17,6 +17,7 @@ from firth.objectives import NAMED, Objective
 from firth.plain import from_plain, to_plain
 
 R = TypeVar("R", bound="Training")
+LONGEST_ROW = 2**16  # places in a row are sorted as numbers of 16 bits
 
 
 def option(default: Any, help: str, shown: str | None = None) -> Any:
@@ -93,6 +94,8 @@ class Training:
         for name in ("adam_beta1", "adam_beta2"):
             if getattr(self, name) >= 1:
                 raise UserError(f"{name} is {getattr(self, name)}, and must be less than 1.")
+        if self.max_seq_length > LONGEST_ROW:
+            raise UserError(f"max_seq_length is {self.max_seq_length:,}, and rows have at most {LONGEST_ROW:,} tokens.")
         if self.seed >= 2**63:
             raise UserError(f"seed is {self.seed}, and must be less than 2 to the power of 63.")
         if not self.max_steps and not self.minutes and self.num_train_epochs <= 0:
