@@ -34,8 +34,8 @@ class Distillation:
             raise UserError("distillation: temperature must be more than 0, and no weight negative.")
 
 
-def check_pair(student: Model, teacher: Model, spec: Distillation) -> None:
-    """Refuse a teacher that this student cannot learn from."""
+def check_pair(student: Model, teacher: Model, spec: Distillation) -> tuple[Encoder, Encoder]:
+    """Both, as the encoders that they must be; a teacher that this student cannot learn from is refused."""
     if not isinstance(student, Encoder) or not isinstance(teacher, Encoder) or student.causal or teacher.causal:
         raise UserError("Distillation is from an encoder to an encoder.")
     if not isinstance(teacher.head, Vocabulary):
@@ -48,6 +48,7 @@ def check_pair(student: Model, teacher: Model, spec: Distillation) -> None:
             f"States {student.config.dim} wide cannot point where the teacher's do, {teacher.config.dim} wide. "
             "Set distillation.cosine=0, or model.dim to the teacher's."
         )
+    return student, teacher
 
 
 def distilled(student: Encoder, teacher: Encoder, batch: Any, spec: Distillation) -> dict[str, Tensor]:

@@ -6,7 +6,6 @@ from firth.objectives.draw import Draw
 from firth.objectives.objectives import (
     BART,
     CLM,
-    DEFAULT,
     MLM,
     NAMED,
     BiLM,
@@ -24,7 +23,6 @@ from firth.objectives.objectives import (
 __all__ = [
     "BART",
     "CLM",
-    "DEFAULT",
     "IGNORED",
     "MLM",
     "NAMED",

@@ -78,7 +78,7 @@ class Salient:
         assert rows.word_start is not None
         assert rows.salient is not None
         salient_BL, first_BL = rows.salient, first_of_document(rows.doc)
-        changes_BL = first_BL | (salient_BL != shifted(salient_BL, False)) | ~shifted(rows.real, False)
+        changes_BL = first_BL | (salient_BL != shifted(salient_BL, False))
         start_BL = rows.real & (changes_BL | (rows.word_start & ~salient_BL))
         key_BL = draw.uniform("words", start_BL.shape[1]) + ~salient_BL
         return _units(start_BL, rows.real, key_BL, wanted(rate, rows.real))

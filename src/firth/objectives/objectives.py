@@ -696,4 +696,3 @@ NAMED: dict[str, Objective] = {
     "bart": BART(),
     "denoisers": DENOISERS,
 }
-DEFAULT: dict[str, Objective] = {"encoder": MLM(), "decoder": CLM(), "encoder-decoder": SpanCorruption()}

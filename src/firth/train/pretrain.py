@@ -18,7 +18,6 @@ from firth.console import duration, say
 from firth.errors import UserError
 from firth.files import damage, read_json, whole_folder, write_json
 from firth.models import (
-    Encoder,
     Model,
     check_pair,
     distilled,
@@ -76,16 +75,17 @@ def pretrain_in(folder: Path, recipe: Recipe, resume: bool = False, began: float
     evaluate = None
     if (aside := held_out_rows(recipe, shards)) is not None:
         evaluate = held_out_loss(recipe, aside, tokenizer, machine)
-    model = first_model(recipe, tokenizer)
-    losses = learn_from(recipe, model, tokenizer, machine)
+    teacher = load_teacher(recipe, machine)
+    model = first_model(recipe, tokenizer, teacher)
+    losses = learn_from(teacher, model, recipe)
     if recipe.warm_start == "ppmi" and not (resume and last_checkpoint(folder)):
         say("counting which tokens keep company, for the first embeddings")
         warm_start(model, shards.train, recipe.seed)
     if earlier is None:
 
         def try_out() -> tuple[float, float]:
-            twin = first_model(recipe, tokenizer)
-            return trial(recipe, machine, twin, batches, evaluate, learn_from(recipe, twin, tokenizer, machine))
+            twin = first_model(recipe, tokenizer, teacher)
+            return trial(recipe, machine, twin, batches, evaluate, learn_from(teacher, twin, recipe))
 
         recipe = settle(recipe, rows.num_rows, try_out, began)
         save_recipe(recipe, stored)
@@ -120,32 +120,35 @@ def finish(model: Model, folder: Path) -> None:
             write_model(model, temporary)
 
 
-def first_model(recipe: Recipe, tokenizer: Tokenizer) -> Model:
-    """The model of step 0: fresh weights that depend on the seed alone, or those of a checkpoint."""
+def first_model(recipe: Recipe, tokenizer: Tokenizer, teacher: Model | None = None) -> Model:
+    """The model of step 0: fresh weights that depend on the seed alone, or those of a checkpoint or a teacher."""
     torch.manual_seed(recipe.seed)
     model = make_model(recipe.model)
     if recipe.checkpoint:
         load_weights(model, read_tensors(Path(recipe.checkpoint)), recipe.checkpoint)
-    elif recipe.teacher:
-        inherit(model, load_model(recipe.teacher))
+    elif teacher is not None:
+        inherit(model, teacher)
     model.tokenizer = tokenizer
     return model
 
 
-def learn_from(recipe: Recipe, model: Model, tokenizer: Tokenizer, machine: Machine) -> Losses | None:
-    """The losses of distillation; None without a teacher."""
+def load_teacher(recipe: Recipe, machine: Machine) -> Model | None:
+    """The model to learn from, on the device; None without one."""
     if not recipe.teacher:
         return None
-    teacher = load_model(recipe.teacher)
-    check_pair(model, teacher, recipe.distillation)
-    if teacher.tokenizer is not None and teacher.tokenizer.fingerprint != tokenizer.fingerprint:
-        raise UserError(f"{recipe.teacher} has another tokenizer than the data: prepare the text with the teacher's.")
     if not isinstance(recipe.objective, MLM) or recipe.objective.extras:
         raise UserError("Distillation is with mlm or whole-word: teacher and model answer the same blanks.")
-    teacher = teacher.to(machine.device).requires_grad_(False)
-    assert isinstance(model, Encoder)
-    assert isinstance(teacher, Encoder)
-    return partial(distilled, model, teacher, spec=recipe.distillation)
+    return load_model(recipe.teacher).to(machine.device).requires_grad_(False)
+
+
+def learn_from(teacher: Model | None, model: Model, recipe: Recipe) -> Losses | None:
+    """The losses of distillation; None without a teacher."""
+    if teacher is None:
+        return None
+    student, master = check_pair(model, teacher, recipe.distillation)
+    if teacher.tokenizer and model.tokenizer and teacher.tokenizer.fingerprint != model.tokenizer.fingerprint:
+        raise UserError(f"{recipe.teacher} has another tokenizer than the data: prepare the text with the teacher's.")
+    return partial(distilled, student, master, spec=recipe.distillation)
 
 
 def check_fit(recipe: Recipe, tokenizer: Tokenizer) -> None:
