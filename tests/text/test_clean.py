@@ -1,8 +1,8 @@
-"""Hold-out is a law of the text alone, and duplicates are exact."""
+"""Hold-out is a law of the text alone, duplicates are exact, and cleaning counts what it does."""
 
 from __future__ import annotations
 
-from firth.text.clean import HELD_OUT, Unique, fingerprint, held_out, repair
+from firth.text.clean import HELD_OUT, Cleaning, Unique, fingerprint, held_out, repair
 
 TEXTS = [f"document {i}" for i in range(20_000)]
 
@@ -35,3 +35,21 @@ def test_unique_counts_duplicates() -> None:
     unique = Unique()
     assert [unique.is_new(text) for text in ("a", "b", "a", "a ", "a")] == [True, True, False, True, False]
     assert unique.duplicates == 2
+
+
+def test_cleaning_counts_by_reason() -> None:
+    cleaning = Cleaning(min_words=2, max_characters=10, normalize="lower")
+    assert [cleaning.stays(sides) for sides in (["a b"], ["a"], ["a b", "c"], ["aaaaa bbbbb"])] == [1, 0, 0, 0]
+    assert cleaning.dropped == {"under 2 words": 2, "over 10 characters": 1}
+    assert [cleaning.normal(text) for text in ("ab", "AB", "Ab")] == ["ab", "ab", "ab"]
+    assert cleaning.changed == {"texts": 2, "characters": 3}
+    assert cleaning.notes()[-1] == "2 changed by --normalize lower (3 characters replaced)"
+    cleaning.forget()
+    assert cleaning.notes() == []
+
+
+def test_nothing_is_cleaned_unless_asked() -> None:
+    cleaning = Cleaning()
+    assert cleaning.normal("E\u0301 \ufb01") == "E\u0301 \ufb01"
+    assert cleaning.stays(["x" * 10**6])
+    assert cleaning.stays(["\u0000"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import lzma
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 from firth.errors import UserError
 from firth.text import pydocs
-from firth.text.labelled import Example, read_labelled
+from firth.text.kinds import Answer, Example
+from firth.text.labelled import read_labelled
 
 
 def write(path: Path, text: str) -> Path:
@@ -40,6 +42,128 @@ def refusal(path: str | Path, task: str = "classify", **options: Any) -> str:
 def test_every_format_gives_the_same_examples(tmp_path: Path, name: str, text: str, packed: str) -> None:
     path = write(tmp_path / (name + packed), text)
     assert read_labelled(str(path), "classify") == [Example(2, ("so good",), "yes"), Example(3, ("so, so",), "no")]
+
+
+ROWS: list[tuple[str, dict[str, Any], Example]] = [
+    ("regress", {"text_a": "a", "text_b": "b", "score": 2}, Example(1, ("a", "b"), 2.0)),
+    ("regress", {"text": "a", "label": "2.5"}, Example(1, ("a",), 2.5)),
+    ("choice", {"context": "a", "choices": ["b", "c", "d"], "gold": 2}, Example(1, ("a", "b", "c", "d"), 2)),
+    ("choice", {"context": "a", "choice1": "b", "choice2": "c", "gold": "0"}, Example(1, ("a", "b", "c"), 0)),
+    ("tag", {"tokens": ["New", "York"], "tags": ["B-LOC", "I-LOC"]}, Example(1, ("New", "York"), ("B-LOC", "I-LOC"))),
+    (
+        "tag",
+        {"tokens": ["he", "ran"], "tags": [1, 0], "predicate": 1},
+        Example(1, ("he", "ran"), ("1", "0"), ((1, 2),)),
+    ),
+    (
+        "relation",
+        {"text": "Ann met Bo", "head": [0, 3], "tail": [8, 10], "label": "met"},
+        Example(1, ("Ann met Bo",), "met", ((0, 3), (8, 10))),
+    ),
+    (
+        "relation",
+        {"tokens": ["Ann", "met", "Bo", "Li"], "head": [2, 4], "tail": [0, 1], "label": "by"},
+        Example(1, ("Ann met Bo Li",), "by", ((8, 13), (0, 3))),
+    ),
+    (
+        "span-qa",
+        {"id": "q", "question": "who?", "context": "Bo ran", "answers": [{"text": "Bo", "start": 0}]},
+        Example("q", ("who?", "Bo ran"), (Answer("Bo", 0),)),
+    ),
+    ("span-qa", {"question": "who?", "context": "Bo ran", "answers": []}, Example(1, ("who?", "Bo ran"), ())),
+    (
+        "text-to-text",
+        {"source": "a", "target": "b", "references": ["c", "b"]},
+        Example(1, ("a",), "b", references=("b", "c")),
+    ),
+    ("text-to-text", {"source": "a", "references": ["c", "b"]}, Example(1, ("a",), "c", references=("c", "b"))),
+    (
+        "lm",
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]},
+        Example(1, ("user", "hi", "assistant", "ho")),
+    ),
+    ("lm", {"prompt": "hi", "response": "ho"}, Example(1, ("user", "hi", "assistant", "ho"))),
+    ("lm", {"text": "once"}, Example(1, ("text", "once"))),
+    ("embed", {"text_a": "a", "text_b": "b"}, Example(1, ("a", "b"))),
+    ("embed", {"text_a": "a", "text_b": "b", "label": 0.5}, Example(1, ("a", "b"), 0.5)),
+    ("minimal-pairs", {"good": "he is", "bad": "he are"}, Example(1, ("he is", "he are"))),
+    (
+        "minimal-pairs",
+        {"sentence_good": "he is", "sentence_bad": "he are", "UID": "verb"},
+        Example(1, ("he is", "he are"), references=("verb",)),
+    ),
+    ("cloze", {"context": "the sky is", "answer": "blue"}, Example(1, ("the sky is",), "blue")),
+    (
+        "word-in-context",
+        {"word": "run", "text_a": "We ran.", "text_b": "a long run", "label": False},
+        Example(1, ("We ran.", "a long run"), "false", ((3, 6), (7, 10))),
+    ),
+    ("word-similarity", {"word1": "sun", "word2": "sky", "score": "5"}, Example(1, ("sun", "sky"), 5.0)),
+    ("analogy", {"a": "x", "b": "y", "c": "v", "d": "w"}, Example(1, ("x", "y", "v"), "w")),
+]
+
+
+@pytest.mark.parametrize(("task", "row", "example"), ROWS)
+def test_every_task_from_jsonl_and_json(tmp_path: Path, task: str, row: dict[str, Any], example: Example) -> None:
+    assert read_labelled(write(tmp_path / "a.jsonl", json.dumps(row)), task) == [example]
+    assert read_labelled(write(tmp_path / "a.json", json.dumps([row], indent=1)), task) == [example]
+
+
+@pytest.mark.parametrize(("task", "row", "example"), [r for r in ROWS if r[0] != "lm"])
+def test_every_task_from_a_table(tmp_path: Path, task: str, row: dict[str, Any], example: Example) -> None:
+    cells = [value if isinstance(value, str) else json.dumps(value) for value in row.values()]
+    path = write(tmp_path / "a.tsv.gz", "\t".join(row) + "\n" + "\t".join(cells) + "\n")
+    [read] = read_labelled(path, task)
+    assert read == example._replace(id=read.id)
+
+
+@pytest.mark.parametrize(
+    ("task", "row"),
+    [
+        ("classify", {"text": "a"}),
+        ("pair", {"text_a": "a", "text_b": "b", "label": None}),
+        ("regress", {"text": "a", "score": ""}),
+        ("choice", {"context": "a", "choices": ["b", "c"]}),
+        ("tag", {"tokens": ["a"]}),
+        ("relation", {"text": "a b", "head": [0, 1], "tail": [2, 3]}),
+        ("span-qa", {"question": "a", "context": "b"}),
+        ("text-to-text", {"source": "a"}),
+        ("cloze", {"context": "a"}),
+        ("analogy", {"a": "x", "b": "y", "c": "v"}),
+    ],
+)
+def test_a_test_set_may_lack_its_answers(tmp_path: Path, task: str, row: dict[str, Any]) -> None:
+    path = write(tmp_path / "a.jsonl", json.dumps(row))
+    assert read_labelled(path, task, answers=False)[0].target is None
+    assert f"{path}:1" in refusal(path, task)
+
+
+def test_answers_that_are_there_are_read_all_the_same(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"text": "x", "label": "y"}')
+    assert read_labelled(path, "classify", answers=False)[0].target == "y"
+
+
+def test_a_table_may_spell_words_with_spaces(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tsv", "tokens\ttags\n[ New York ]\tO B I O\n")
+    assert read_labelled(path, "tag") == [Example(2, ("[", "New", "York", "]"), ("O", "B", "I", "O"))]
+
+
+def test_lines_of_objects_may_be_called_json(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", '{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n')
+    assert [e.target for e in read_labelled(path, "classify")] == ["x", "y"]
+
+
+def test_analogies_as_their_makers_wrote_them(tmp_path: Path) -> None:
+    path = write(tmp_path / "questions-words.txt", ": capitals\nAthens Greece Oslo Norway\n")
+    assert read_labelled(path, "analogy") == [
+        Example(2, ("Athens", "Greece", "Oslo"), "Norway", references=("capitals",))
+    ]
+    assert refusal(write(path, "Athens Greece Oslo\n"), "analogy") == f"{path}:1: 3 words, but an analogy has 4."
+
+
+def test_an_example_may_have_an_id_by_another_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "guid,text,label\nx7,fine,yes\n")
+    assert read_labelled(path, "classify", {"id": "guid"})[0].id == "x7"
 
 
 def test_tasks_have_their_own_columns(tmp_path: Path) -> None:
@@ -98,7 +222,9 @@ def test_missing_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.xlsx.gz", "labels"])
 def test_unknown_extension(tmp_path: Path, name: str) -> None:
-    assert "labelled files are .jsonl, .csv, .tsv, plain or as .gz or .xz" in refusal(write(tmp_path / name, "x"))
+    assert "labelled files are .jsonl, .csv, .tsv, .json, plain or as .gz, .xz, .bz2, .zst" in refusal(
+        write(tmp_path / name, "x")
+    )
 
 
 @pytest.mark.parametrize(("name", "text"), [("a.jsonl", '{"body": "x", "label": "y"}'), ("a.tsv", "body\tlabel\nx\ty")])
@@ -155,3 +281,92 @@ def test_not_utf8(tmp_path: Path) -> None:
     path.write_bytes(b"text,label\ncaf\xe9,y\n")
     assert "see byte 14 of its text" in refusal(path)
     assert read_labelled(path, "classify", encoding="latin-1") == [Example(2, ("caf\u00e9",), "y")]
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("regress", {"text": "a", "score": "abc"}, "column 'score' holds \"abc\", which is not a number."),
+    ("regress", {"text": "a", "score": True}, "column 'score' holds true, which is not a number."),
+    ("regress", {"text": "a", "score": "nan"}, "column 'score' holds \"nan\", which is not a number."),
+    ("embed", {"text_a": "a", "text_b": "b", "label": "no"}, "column 'label' holds \"no\", which is not a number."),
+    (
+        "choice",
+        {"context": "a", "choices": ["b", "c"], "gold": 2},
+        "column 'gold' is 2, but the 2 choices are counted from 0 to 1.",
+    ),
+    (
+        "choice",
+        {"context": "a", "choices": ["b", "c"], "gold": "B"},
+        "column 'gold' holds \"B\", which is not a whole number.",
+    ),
+    ("choice", {"context": "a", "choices": ["b"], "gold": 0}, "column 'choices' has fewer than 2 choices."),
+    ("choice", {"context": "a", "choices": "b", "gold": 0}, "column 'choices' holds \"b\", which is not a list."),
+    ("choice", {"context": "a", "choices": ["b", " "], "gold": 0}, "column 'choices' is empty."),
+    ("tag", {"tokens": ["a", "b"], "tags": ["O"]}, "2 tokens, but 1 tags. Each token needs one."),
+    ("tag", {"tokens": ["a", ""], "tags": ["O", "O"]}, "column 'tokens' has an empty word."),
+    ("tag", {"tokens": [], "tags": []}, "column 'tokens' has no words."),
+    (
+        "tag",
+        {"tokens": ["a"], "tags": ["O"], "predicate": 1},
+        "column 'predicate' is [1, 2), outside of the 1 words that there are.",
+    ),
+    (
+        "relation",
+        {"text": "abc", "head": [0, 4], "tail": [0, 1], "label": "x"},
+        "column 'head' is [0, 4), outside of the 3 characters that there are.",
+    ),
+    (
+        "relation",
+        {"text": "abc", "head": [0, 1], "tail": [2], "label": "x"},
+        "column 'tail' holds [2], which is not [start, end].",
+    ),
+    (
+        "span-qa",
+        {"question": "a", "context": "b", "answers": [{"text": 3}]},
+        "column 'answers' holds {\"text\": 3}, which is not like",
+    ),
+    ("span-qa", {"question": "a", "context": "b", "answers": 3}, "column 'answers' holds 3, which is not a list"),
+    (
+        "lm",
+        {"messages": [{"role": "user"}]},
+        "column 'messages' has no text for the role and the content of message 1.",
+    ),
+    ("lm", {"prompt": "a"}, "no column 'response'; there are: prompt."),
+    ("text-to-text", {"source": "a", "target": ""}, "column 'target' is empty."),
+    ("analogy", {"a": "x", "b": "y", "c": "v"}, "no column 'd'; there are: a, b, c."),
+]
+
+
+@pytest.mark.parametrize(("task", "row", "message"), WRONG)
+def test_wrong_values(tmp_path: Path, task: str, row: dict[str, Any], message: str) -> None:
+    path = write(tmp_path / "a.jsonl", "\n" + json.dumps(row))
+    assert refusal(path, task).startswith(f"{path}:2: {message}")
+
+
+def test_the_nearest_column_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "Text,label\nx,y\n")
+    assert "no column 'text'; there are: Text, label. Name the right one: --columns text=Text." in refusal(path)
+
+
+def test_a_column_that_was_named_must_be_there_and_goes_first(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "text_a,text_b,score,gold\na,b,1,2\n")
+    assert read_labelled(path, "regress", {"label": "gold"})[0].target == 2.0
+    message = refusal(path, "regress", columns={"text_b": "txt_b"})
+    assert "no column 'txt_b'; there are: text_a, text_b, score, gold." in message
+    assert message.endswith("--columns text_b=text_b.")
+
+
+def test_json_that_is_no_list_of_objects(tmp_path: Path) -> None:
+    assert refusal(write(tmp_path / "a.json", "3")).endswith("not a list of objects, nor SQuAD's own form.")
+    assert refusal(write(tmp_path / "b.json", "[3]")).endswith("b.json: item 1 is not an object.")
+    assert "c.json: not JSON (" in refusal(write(tmp_path / "c.json", "[{]"))
+    assert refusal(write(tmp_path / "d.json", '[{"text": 3}]')).startswith(
+        f"{tmp_path / 'd.json'}: item 1: column 'text'"
+    )
+
+
+def test_a_word_that_its_text_lacks_is_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"word": word, "text_a": "some tea", "text_b": "no tea", "label": "x"} for word in ("tea", "milk")]
+    path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
+    assert [e.spans for e in read_labelled(path, "word-in-context")] == [((5, 8), (3, 6))]
+    said = " ".join(capsys.readouterr().err.split())
+    assert "1 example left out without the word in both texts (line 2)." in said

@@ -1,9 +1,16 @@
-"""Exact duplicates, hold-out by document, and characters that no file can hold."""
+"""Which documents stay and which spelling they have; exact duplicates; hold-out by document."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
+
+from firth.errors import UserError
+from firth.text.language import known_languages, language_of
+from firth.text.normalise import known_forms, normalise, num_replaced
 
 HELD_OUT = 0.05
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -26,7 +33,7 @@ def held_out(text: str, share: float = HELD_OUT) -> bool:
 
 def repair(text: str) -> str:
     """Put U+FFFD for half characters (lone surrogates): JSON can spell them, but no encoding can write them."""
-    return LONE_SURROGATE.sub("\ufffd", text)
+    return text if text.isascii() else LONE_SURROGATE.sub("\ufffd", text)
 
 
 class Unique:
@@ -48,3 +55,79 @@ class Unique:
             return False
         self.seen.add(mark)
         return True
+
+
+@dataclass
+class Cleaning:
+    """What a person wants changed or left out of a text, and what was: `dropped` documents by reason, `changed` text.
+
+    `normalize` names forms ("nfc", "nfkc", "lower", or several: "nfkc,lower") and `language` the languages that stay
+    ("en", "de,fr"). A limit of 0 is none; words are what spaces set apart. Of a document with two sides, each must
+    pass. Nothing is changed or dropped unless asked for.
+    """
+
+    normalize: str | None = None
+    min_words: int = 0
+    max_words: int = 0
+    min_characters: int = 0
+    max_characters: int = 0
+    language: str | None = None
+    dropped: Counter[str] = field(default_factory=Counter, init=False, compare=False)
+    changed: Counter[str] = field(default_factory=Counter, init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.forms, self.languages = known_forms(self.normalize), known_languages(self.language)
+        limits = (self.min_words, self.max_words, self.min_characters, self.max_characters)
+        self.drops = any(limits) or bool(self.languages)
+        for unit in ("words", "characters"):
+            least, most = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
+            if min(least, most) < 0 or 0 < most < least:
+                raise UserError(f"--min-{unit} {least} --max-{unit} {most}: no document can have so many {unit}.")
+
+    def normal(self, text: str) -> str:
+        """A text in the forms that are asked for."""
+        if not self.forms:
+            return text
+        after = normalise(text, self.forms)
+        if after != text:
+            self.changed["texts"] += 1
+            self.changed["characters"] += num_replaced(text, after)
+        return after
+
+    def stays(self, sides: Sequence[str]) -> bool:
+        """Whether a document with these texts is one that is wanted; if not, the reason is counted."""
+        if not self.drops:
+            return True
+        reason = next((reason for text in sides if (reason := self.reason(text))), None)
+        if reason is not None:
+            self.dropped[reason] += 1
+        return reason is None
+
+    def reason(self, text: str) -> str | None:
+        """Why a text is left out, or None."""
+        for unit, size in (("characters", len(text)), ("words", self.num_words(text))):
+            least, most = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
+            if size < least:
+                return f"under {least:,} {unit}"
+            if 0 < most < size:
+                return f"over {most:,} {unit}"
+        if self.languages and language_of(text) not in self.languages:
+            return f"not in the language {' or '.join(self.languages)}"
+        return None
+
+    def num_words(self, text: str) -> int:
+        """Counted only where it matters."""
+        return len(text.split()) if self.min_words or self.max_words else 0
+
+    def notes(self) -> list[str]:
+        """What happened, in words: "12 left out, under 50 words"."""
+        told = [f"{n:,} left out, {reason}" for reason, n in sorted(self.dropped.items())]
+        if self.changed:
+            n, characters = self.changed["texts"], self.changed["characters"]
+            told.append(f"{n:,} changed by --normalize {self.normalize} ({characters:,} characters replaced)")
+        return told
+
+    def forget(self) -> None:
+        """Count from zero."""
+        self.dropped.clear()
+        self.changed.clear()

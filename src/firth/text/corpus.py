@@ -1,54 +1,63 @@
-"""Read .txt and .jsonl, plain or compressed, files or folders, as one stream of documents."""
+"""Read files, folders, standard input and datasets as one stream of documents."""
 
 from __future__ import annotations
 
-import codecs
-import gzip
-import io
-import json
-import lzma
 import os
-import zlib
+import shutil
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from tempfile import TemporaryDirectory
+from typing import IO, Any, NamedTuple
 
 from firth.console import warn
 from firth.errors import UserError, nearest
 from firth.text import pydocs
-from firth.text.clean import repair
+from firth.text.clean import Cleaning, repair
+from firth.text.hub import PREFIX, HubDataset
 from firth.text.kinds import Document as Document
+from firth.text.lines import PACKINGS, known_encoding, lines, refuse
+from firth.text.normalise import normalise
+from firth.text.records import READERS, Records, count, extension, parquet_records, rename, short, text_in, value_in
 
-OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
-READABLE = (".txt", ".jsonl")
+READABLE = (".txt", *READERS, ".parquet")
+KINDS = ", ".join(READABLE)
 DOCUMENTS = ("auto", "blank-line", "file")
+STDIN = "-"
+READING = ("documents", "columns", "encoding", *(f.name for f in fields(Cleaning) if f.init))  # arguments of Corpus
 SIDES = ("text_a", "text_b")
 WHOLE = 2**20  # characters: a file in a folder up to this long is one document
-LONGEST = 2**22  # characters, longer than most novels: what has no blank line for so long is cut, to stay in memory
+LONGEST = 2**22  # characters, longer than most novels: a longer document is cut, to stay in memory
 
 
 class Source(NamedTuple):
-    """One file, and whether the user named it or it was found in a folder."""
+    """One file, whether the user named it or it was found in a folder, and what it is called."""
 
     path: Path
     named: bool
+    name: str
 
 
 class Corpus:
-    """The documents of some files and folders. Every iteration reads them again, never holding more than one.
+    """The documents of some files, folders and datasets. Every iteration reads them again, never holding more than one.
 
     `documents` says how a .txt file becomes documents. "blank-line": a blank line ends one. "file": the file is
     one. "auto": a file that was named, or that is over 1 MiB, is split on blank lines; a smaller one in a folder
-    is one document. A .jsonl file has one document per line, in the column `text` or the one that
-    `columns={"text": "body"}` names. Beside or instead of it a column `words` may list the words of the text, for
-    languages written without spaces. Columns `text_a` and `text_b`, where there is no `text` or where `columns`
-    names them, are the two sides of a document.
+    is one document. A .jsonl file has one document per line; .csv, .tsv and .parquet have one per row. Their text is
+    in the column `text` or the one that `columns={"text": "body"}` names. Beside or instead of it a column `words` may
+    list the words of the text, for languages written without spaces. Columns `text_a` and `text_b`, where there is no
+    `text` or where `columns` names them, are the two sides of a document. A document over 4 Mi characters is cut.
 
     The text is kept as it is, but for the byte order mark, Windows line ends, and the line ends after a document.
-    The path "pydocs" is the built-in corpus (write "./pydocs" for a folder of that name).
+    What `Cleaning` may change or leave out, on request, are the further arguments: `normalize`, `min_words` and so on.
+
+    The path "-" is standard input, kept in a temporary file while it is needed: .jsonl if it begins with "{", or else
+    plain text. "hf:owner/name[:config][:split][#column]" is a dataset. "pydocs" is the built-in corpus (write
+    "./pydocs" for a folder of that name).
     """
 
     def __init__(
@@ -57,6 +66,7 @@ class Corpus:
         documents: str = "auto",
         columns: Mapping[str, str] | None = None,
         encoding: str = "utf-8",
+        **cleaning: Any,
     ) -> None:
         if documents not in DOCUMENTS:
             raise UserError(f"documents: no way called {documents!r}. {nearest(documents, DOCUMENTS)}")
@@ -67,42 +77,63 @@ class Corpus:
         if "text" in self.named and self.named.intersection(SIDES):
             raise UserError("--columns names both text and text_a or text_b. Name the text, or its two sides.")
         self.encoding = known_encoding(encoding)
+        self.cleaning = Cleaning(**cleaning)
         self.built_in = pydocs.NAME in self.paths
-        self.files = [source for path in self.paths if path != pydocs.NAME for source in find(Path(path))]
+        self.datasets = [HubDataset(path) for path in self.paths if isinstance(path, str) and path.startswith(PREFIX)]
+        others = {pydocs.NAME, *(dataset.path for dataset in self.datasets)}
+        self.files = [source for path in self.paths if path not in others for source in self._find(path)]
         self.tally: Counter[str] = Counter()
+
+    def _find(self, path: str | Path) -> list[Source]:
+        if path != STDIN:
+            return find(Path(path))
+        if self.paths.count(STDIN) > 1:
+            raise UserError("Standard input (-) can be read once, and is named twice.")
+        self.spool = TemporaryDirectory(prefix="firth-stdin-")  # removed with this corpus
+        return [Source(spooled(sys.stdin.buffer, Path(self.spool.name)), named=True, name="stdin")]
 
     @cached_property
     def bytes(self) -> int:
         """Size on disk (of the built-in corpus, its text), to tell how far reading has come."""
         built_in = sum(len(record.text.encode()) for record in pydocs.everything()) if self.built_in else 0
-        return built_in + sum(source.path.stat().st_size for source in self.files)
+        datasets = sum(dataset.bytes for dataset in self.datasets)
+        return built_in + datasets + sum(source.path.stat().st_size for source in self.files)
 
     def __iter__(self) -> Iterator[Document]:
         tally: Counter[str] = Counter()
         self.tally = tally
+        self.cleaning.forget()
         files = (self._read(source, tally) for source in self.files)
-        for document in chain(self._built_in(tally), chain.from_iterable(files)):
-            if all(text.strip() for text in document.sides):
+        datasets = (self._read_dataset(dataset, tally) for dataset in self.datasets)
+        for document in chain(self._built_in(tally), chain.from_iterable(files), chain.from_iterable(datasets)):
+            if not all(text.strip() for text in document.sides):
+                tally["empty"] += 1
+            elif self.cleaning.stays(document.sides):
                 tally["documents"] += 1
                 yield document
-            else:
-                tally["empty"] += 1
         if not tally["documents"]:
             named = ", ".join(map(str, self.paths)) or "no path given"
-            raise UserError(f"{named}: no documents, nothing but empty text. Name files that have some.")
+            dropped = "; ".join(self.cleaning.notes()) or "nothing but empty text"
+            raise UserError(f"{named}: no documents, {dropped}. Name files that have some.")
 
     def texts(self) -> Iterator[str]:
         """Every text: those of the documents, and of their second sides."""
         return chain.from_iterable(document.sides for document in self)
 
     def describe(self) -> str:
-        """How many documents have been read so far, and how the files became documents."""
+        """How many documents have been read so far, how the files became documents, and what was left out."""
         tally = self.tally
-        single = self.files[0].path.name if len(self.files) == 1 else None
-        ways = {"split": "split on blank lines", "whole": "whole", "lines": "with one document per line"}
+        single = Path(self.files[0].name).name if len(self.files) == 1 else None
+        ways = {
+            "split": "split on blank lines",
+            "whole": "whole",
+            "lines": "with one document per line",
+            "rows": "with one document per row",
+        }
         parts = [f"{single or count(tally[way], 'file')} {phrase}" for way, phrase in ways.items() if tally[way]]
         if tally["built-in"]:
             parts.append("the built-in pydocs")
+        parts += [dataset.describe() for dataset in self.datasets if tally[dataset.path]]
         notes = {
             "sides": f"with two sides ({self.columns['text_a']} and {self.columns['text_b']})",
             "words": "with words of their own",
@@ -112,20 +143,34 @@ class Corpus:
             "repaired": "with half characters (lone surrogates) replaced by U+FFFD",
         }
         sentence = f"{count(tally['documents'], 'document')}: " + (", ".join(parts) or "nothing read yet")
-        return "; ".join([sentence, *(f"{tally[key]:,} {note}" for key, note in notes.items() if tally[key])])
+        said = [f"{tally[key]:,} {note}" for key, note in notes.items() if tally[key]]
+        return "; ".join([sentence, *said, *self.cleaning.notes()])
 
     def _built_in(self, tally: Counter[str]) -> Iterator[Document]:
         if self.built_in:
             tally["built-in"] += 1
             for record in pydocs.everything():
-                yield Document(record.text, f"{pydocs.NAME}:{record.name}")
+                yield Document(self.cleaning.normal(record.text), f"{pydocs.NAME}:{record.name}")
 
     def _read(self, source: Source, tally: Counter[str]) -> Iterator[Document]:
-        read = self._read_text if extension(source.path) == ".txt" else self._read_jsonl
-        return read(source, tally)
+        kind = extension(source.path)
+        if kind == ".txt":
+            return self._read_text(source, tally)
+        tally["lines" if kind == ".jsonl" else "rows"] += 1
+        if kind == ".parquet":
+            records = parquet_records(source.path, self.columns.values())
+            return self._read_records(records, f"{source.name}:row ", self.columns, tally)
+        return self._read_records(
+            READERS[kind](source.path, self.encoding, source.name), f"{source.name}:", self.columns, tally
+        )
+
+    def _read_dataset(self, dataset: HubDataset, tally: Counter[str]) -> Iterator[Document]:
+        tally[dataset.path] += 1
+        columns = self.columns if dataset.column is None else {**self.columns, "text": dataset.column}
+        return self._read_records(dataset.records(), f"{dataset.path}:row ", columns, tally)
 
     def _read_text(self, source: Source, tally: Counter[str]) -> Iterator[Document]:
-        stream = lines(source.path, self.encoding, LONGEST)
+        stream = lines(source.path, self.encoding, LONGEST, source.name)
         split = self.documents == "blank-line" or (self.documents == "auto" and source.named)
         if self.documents == "auto" and not source.named:
             head = take(stream, WHOLE)
@@ -134,30 +179,43 @@ class Corpus:
         tally["split" if split else "whole"] += 1
         for block in blocks(stream, split, LONGEST):
             tally["cut"] += block.cut
-            where = f"{source.path}:{block.line}" if split else str(source.path)
-            yield Document(block.text.rstrip("\n"), where)
+            where = f"{source.name}:{block.line}" if split else source.name
+            yield Document(self.cleaning.normal(block.text.rstrip("\n")), where)
 
-    def _read_jsonl(self, source: Source, tally: Counter[str]) -> Iterator[Document]:
-        tally["lines"] += 1
-        for number, record in json_records(source.path, self.encoding):
-            document = self._document(record, f"{source.path}:{number}", tally)
+    def _read_records(
+        self, records: Records, place: str, columns: Mapping[str, str], tally: Counter[str]
+    ) -> Iterator[Document]:
+        for number, record in records:
+            document = self._document(record, columns, f"{place}{number}", tally)
             tally["sides"] += document.second is not None
             tally["words"] += document.word_starts is not None
-            yield document
+            yield from self._cut(document, tally)
 
-    def _document(self, record: Mapping[str, Any], where: str, tally: Counter[str]) -> Document:
-        """A line of a .jsonl file: a text, with or without its words, or two sides."""
+    def _cut(self, document: Document, tally: Counter[str]) -> Iterator[Document]:
+        """A document in pieces if it is too long; one that has words or sides to keep together stays whole."""
+        if len(document.text) <= LONGEST or document.word_starts is not None or document.second is not None:
+            yield document
+            return
+        pieces = (document.text[start : start + LONGEST] for start in range(0, len(document.text), LONGEST))
+        for block in blocks(pieces, False, LONGEST):
+            tally["cut"] += block.cut
+            yield Document(block.text, document.source)
+
+    def _document(
+        self, record: Mapping[str, Any], columns: Mapping[str, str], where: str, tally: Counter[str]
+    ) -> Document:
+        """A record: a text, with or without its words, or two sides."""
 
         def whole(text: str) -> str:
             repaired = repair(text)
             tally["repaired"] += repaired != text
-            return repaired
+            return self.cleaning.normal(repaired)
 
         def read(role: str) -> str:
-            return whole(text_in(record, role, self.columns[role], where))
+            return whole(text_in(record, role, columns[role], where))
 
         def has(role: str) -> bool:
-            return role in self.named or self.columns[role] in record
+            return role in self.named or columns[role] in record
 
         words = self._words(record, where, tally)
         if self.named.intersection(SIDES) or (any(map(has, SIDES)) and not has("text") and "words" not in self.named):
@@ -167,7 +225,8 @@ class Corpus:
         if words is None:
             return Document(read("text"), where)
         text = read("text") if has("text") else whole(" ".join(words))
-        return Document(text, where, find_words([repair(word) for word in words], text, where))
+        starts = find_words([normalise(repair(word), self.cleaning.forms) for word in words], text, where)
+        return Document(text, where, starts)
 
     def _words(self, record: Mapping[str, Any], where: str, tally: Counter[str]) -> list[str] | None:
         """The words that a record lists. What is no list, a count perhaps, is an error only if the user named it."""
@@ -177,7 +236,7 @@ class Corpus:
             tally["not words"] += value is not None
             return None
         if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-            raise UserError(f"{where}: column {column!r} holds {json.dumps(value)[:40]}, which is no list of words.")
+            raise UserError(f"{where}: column {column!r} holds {short(value)}, which is no list of words.")
         return value
 
 
@@ -197,25 +256,7 @@ def find_words(words: Sequence[str], text: str, where: str) -> tuple[int, ...]:
     return tuple(starts)
 
 
-def count(n: int, noun: str) -> str:
-    """
-    >>> count(1, "file"), count(1203, "document")
-    ('1 file', '1,203 documents')
-    """
-    return f"{n:,} {noun}" + ("" if n == 1 else "s")
-
-
 # Which files
-
-
-def extension(path: Path) -> str:
-    """What says how to read a file, whether or not it is compressed.
-
-    >>> extension(Path("a.jsonl.xz")), extension(Path("B.TXT"))
-    ('.jsonl', '.txt')
-    """
-    inner = Path(path.stem) if path.suffix.lower() in OPENERS else path
-    return inner.suffix.lower()
 
 
 def find(path: Path) -> list[Source]:
@@ -227,10 +268,10 @@ def find(path: Path) -> list[Source]:
     if not there:
         raise UserError(f"{path}: no such file or folder.")
     if folder:
-        return [Source(file, named=False) for file in find_in(path)]
+        return [Source(file, named=False, name=str(file)) for file in find_in(path)]
     if extension(path) not in READABLE:
-        raise UserError(f"{path}: not a kind of file that is read. Give .txt or .jsonl, plain or as .gz or .xz.")
-    return [Source(path, named=True)]
+        raise UserError(f"{path}: not a kind of file that is read. Give {KINDS}, plain or as {PACKINGS}.")
+    return [Source(path, named=True, name=str(path))]
 
 
 def find_in(folder: Path) -> list[Path]:
@@ -248,74 +289,21 @@ def find_in(folder: Path) -> list[Path]:
     others += Counter()  # drops what was counted zero times
     if others:
         kinds = ", ".join(sorted(others))
-        warn(f"{folder}: {others.total():,} left out that are not .txt or .jsonl files ({kinds}).")
+        warn(f"{folder}: {others.total():,} left out that are not {KINDS} ({kinds}).")
     if not files:
-        raise UserError(
-            f"{folder}: nothing to read in this folder. Put .txt or .jsonl files there, or .gz, .xz of them."
-        )
+        raise UserError(f"{folder}: nothing to read in this folder. Put {KINDS} files there, or {PACKINGS} of them.")
     return sorted(files)
 
 
-def refuse(error: OSError) -> NoReturn:
-    """Say in one line why the system did not let us read."""
-    raise UserError(f"{error.filename}: cannot be read ({error.strerror}).") from None
-
-
-# Lines
-
-
-def lines(path: Path, encoding: str = "utf-8", longest: int = -1) -> Iterator[str]:
-    r"""The lines of a file, each ending in \n as only \n ends a line; one over `longest` characters comes in pieces."""
-    opener = OPENERS.get(path.suffix.lower(), open)
-    try:
-        with opener(path, "rb") as raw, io.TextIOWrapper(raw, encoding, newline="\n") as stream:
-            start = stream.readline(longest)
-            if start:
-                yield unix(start.removeprefix("\ufeff"))
-            while line := stream.readline(longest):
-                yield unix(line)
-    except UnicodeDecodeError:
-        raise UserError(
-            f"{path}: not {encoding.upper()}, see byte {bad_byte(path, encoding):,} of its text. If it is in another "
-            "encoding, name it: --encoding latin-1, for example, reads every file as Latin-1."
-        ) from None
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file.") from None
-    except EOFError:
-        raise UserError(f"{path}: the compressed file was cut short. Fetch or compress it again.") from None
-    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error) as e:
-        raise UserError(f"{path}: not a whole {path.suffix} file ({e}). Fetch or compress it again.") from None
-    except OSError as e:
-        refuse(e)
-
-
-def unix(line: str) -> str:
-    return line[:-2] + "\n" if line.endswith("\r\n") else line
-
-
-def bad_byte(path: Path, encoding: str) -> int:
-    """How many bytes of a file's text (after decompression) come before the first that cannot be decoded."""
-    opener = OPENERS.get(path.suffix.lower(), open)
-    decoder = codecs.getincrementaldecoder(encoding)()
-    done = 0
-    with opener(path, "rb") as raw:
-        while True:
-            piece: bytes = raw.read(2**20)
-            pending = len(decoder.getstate()[0])
-            try:
-                decoder.decode(piece, final=not piece)
-            except UnicodeDecodeError as e:
-                return done - pending + e.start
-            assert piece, "called for a file that decodes well"
-            done += len(piece)
-
-
-def known_encoding(name: str) -> str:
-    try:
-        codecs.lookup(name)
-    except LookupError:
-        raise UserError(f"--encoding {name}: no such encoding. Common ones: utf-8, utf-16, latin-1, cp1252.") from None
-    return name
+def spooled(stream: IO[bytes], folder: Path) -> Path:
+    """Keep what a stream gives in a file, so that it can be read twice; its name says how to read it."""
+    start = stream.read(2**16)
+    kind = ".jsonl" if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{") else ".txt"
+    path = folder / f"stdin{kind}"
+    with open(path, "wb") as file:
+        file.write(start)
+        shutil.copyfileobj(stream, file)
+    return path
 
 
 # Lines to documents
@@ -369,48 +357,3 @@ def take(stream: Iterator[str], size: int) -> list[str]:
         taken.append(line)
         size -= len(line)
     return taken
-
-
-# Lines to records
-
-
-def json_records(path: Path, encoding: str = "utf-8") -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a .jsonl file with their line numbers; blank lines are passed over."""
-    for number, line in enumerate(lines(path, encoding), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as e:
-            reason = getattr(e, "msg", e)  # without JSON's own "line 1", which is not the file's
-            raise UserError(f"{path}:{number}: not JSON ({reason}). Each line must be one object.") from None
-        if not isinstance(record, dict):
-            raise UserError(f'{path}:{number}: not an object. Each line must be like {{"text": "..."}}.')
-        yield number, record
-
-
-def rename(columns: Mapping[str, str] | None, roles: Iterable[str]) -> dict[str, str]:
-    """The column of each role: of the same name, unless the user named another."""
-    named = {role: role for role in roles}
-    for role, column in (columns or {}).items():
-        if role not in named:
-            raise UserError(f"--columns {role}={column}: nothing is called {role!r} here. {nearest(role, named)}")
-        named[role] = column
-    return named
-
-
-def value_in(record: Mapping[str, Any], role: str, column: str, where: str) -> Any:
-    """What a record holds in a column; if there is none, the error says which there are."""
-    if column not in record:
-        there = ", ".join(str(name)[:40] for name in record) or "none"
-        hint = f"Name the right one: --columns {role}=NAME."
-        raise UserError(f"{where}: no column {column!r}; there are: {there}. {hint}")
-    return record[column]
-
-
-def text_in(record: Mapping[str, Any], role: str, column: str, where: str) -> str:
-    """As `value_in`, for what must be text."""
-    value = value_in(record, role, column, where)
-    if not isinstance(value, str):
-        raise UserError(f"{where}: column {column!r} holds {json.dumps(value)[:40]}, which is not text.")
-    return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Document(NamedTuple):
@@ -23,9 +23,39 @@ class Document(NamedTuple):
         return (self.text,) if self.second is None else (self.text, self.second)
 
 
+class Answer(NamedTuple):
+    """A stretch of a context that answers a question: `context[start : start + len(text)] == text`."""
+
+    text: str
+    start: int
+
+
 class Example(NamedTuple):
-    """What is read and what is asked. `texts` has one part, or two for a pair; `id` is the file's own or the line."""
+    """What is read and what is asked; `id` is the file's own or the line.
+
+    | task            | texts                  | target                                  | spans, references           |
+    |-----------------|------------------------|-----------------------------------------|-----------------------------|
+    | classify        | text                   | label                                   |                             |
+    | pair            | text_a, text_b         | label                                   |                             |
+    | regress         | text_a and maybe text_b| a float                                 |                             |
+    | choice          | context, the choices   | which is right, from 0                  | references: see ReCoRD      |
+    | tag             | the words              | a tag for each word, as a tuple         | the predicate, [word, word) |
+    | relation        | text                   | label                                   | head, tail, in characters   |
+    | span-qa         | question, context      | a tuple of `Answer`; () if there is none|                             |
+    | text-to-text    | source                 | text                                    | all that are right, if more |
+    | lm              | role, text, role, text | None                                    |                             |
+    | embed           | text_a, text_b         | a float where the file scores the pair  |                             |
+    | minimal-pairs   | good, bad              | None                                    | the phenomenon              |
+    | cloze           | context                | text                                    |                             |
+    | word-in-context | text_a, text_b         | label                                   | the word in each text       |
+    | word-similarity | word1, word2           | a float                                 |                             |
+    | analogy         | a, b, c                | d                                       | the section                 |
+
+    A test set that comes without answers has None for every target. Spans are [start, end).
+    """
 
     id: str | int
     texts: tuple[str, ...]
-    target: str
+    target: Any = None
+    spans: tuple[tuple[int, int], ...] = ()
+    references: tuple[str, ...] = ()

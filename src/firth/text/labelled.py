@@ -1,37 +1,27 @@
-"""Read labelled .jsonl, .tsv and .csv files, plain or compressed, into examples."""
+"""Read labelled files of every format, plain or compressed, into examples."""
 
 from __future__ import annotations
 
-import csv
 import json
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-from firth.console import warn
 from firth.errors import UserError, nearest
 from firth.text import pydocs
 from firth.text.clean import repair
-from firth.text.corpus import count, extension, json_records, known_encoding, lines, rename, text_in, value_in
+from firth.text.conll import conll_records
+from firth.text.examples import TASKS
+from firth.text.glue import glue_records, glue_task
 from firth.text.kinds import Example as Example
+from firth.text.lines import PACKINGS, known_encoding, lines
+from firth.text.records import READERS as TABLES
+from firth.text.records import Records, count, extension, json_records, rename
+from firth.text.row import Notes, Row
+from firth.text.squad import squad_records
+from firth.text.superglue import superglue_records, superglue_task
 
-Records = Iterator[tuple[int, dict[str, Any]]]
-
-
-class Columns(NamedTuple):
-    """The columns that a task reads, and the one it asks for."""
-
-    texts: tuple[str, ...]
-    target: str
-
-
-TASKS = {
-    "classify": Columns(("text",), "label"),
-    "pair": Columns(("text_a", "text_b"), "label"),
-    "text-to-text": Columns(("source",), "target"),
-}
+COLUMN_FILES = (".txt", ".conll", ".bio", ".iob")
 
 
 def read_labelled(
@@ -40,89 +30,128 @@ def read_labelled(
     columns: Mapping[str, str] | None = None,
     part: str = "train",
     encoding: str = "utf-8",
+    answers: bool = True,
 ) -> list[Example]:
-    """The examples of a file, in its order, with labels as strings (a JSON `true` or `3` becomes "true" or "3").
+    """The examples of a file, in its order (see `Example` for what each task has).
 
-    The columns are those of `TASKS`, unless `columns={"text": "sentence"}` names others. The path "pydocs" is the
-    built-in data; only there `part` chooses between "train" and "dev".
+    The columns are those of `TASKS`, unless `columns={"text": "sentence"}` names others. The files of GLUE and
+    SuperGLUE are known by their folder, and need no names. Without `answers` a file may lack them, as a test set
+    does. The path "pydocs" is the built-in data; only there `part` chooses between "train" and "dev".
     """
     if task not in TASKS:
         raise UserError(f"task {task!r} is not known. {nearest(task, TASKS)}")
     if path == pydocs.NAME:
         return pydocs.examples(task, part)
-    wanted = TASKS[task]
-    named = rename(columns, [*wanted.texts, wanted.target])
-    examples = []
-    for number, record in records(Path(path), known_encoding(encoding)):
-        where = f"{path}:{number}"
-        texts = tuple(filled(text_in(record, role, named[role], where), named[role], where) for role in wanted.texts)
-        label = as_label(value_in(record, wanted.target, named[wanted.target], where), where)
-        examples.append(Example(own_id(record, number), texts, filled(label, named[wanted.target], where)))
+    notes = Notes(str(path))
+    named, records = open_file(Path(path), task, dict(columns or {}), known_encoding(encoding), answers, notes)
+    make = TASKS[task].example
+    item = " item " if extension(Path(path)) == ".json" else ""  # such a file is not counted in lines
+    rows = (
+        Row(record, named, f"{path}:{item}{number}", number, answers, notes)
+        for number, record in whole_characters(records, notes)
+    )
+    examples = [example for row in rows if (example := make(row)) is not None]
+    notes.tell()
     if not examples:
         raise UserError(f"{path}: no examples in this file.")
-    return whole_characters(examples, str(path))
+    return examples
 
 
-def whole_characters(examples: list[Example], path: str) -> list[Example]:
-    """Replace half characters, which no tokenizer takes, and say so."""
-    whole = [Example(e.id, tuple(map(repair, e.texts)), repair(e.target)) for e in examples]
-    broken = sum(new != old for new, old in zip(whole, examples, strict=True))
-    if broken:
-        warn(f"{path}: {count(broken, 'example')} with half characters (lone surrogates) replaced by U+FFFD.")
-    return whole
+def open_file(
+    path: Path, task: str, columns: dict[str, str], encoding: str, answers: bool, notes: Notes
+) -> tuple[Mapping[str, str], Records]:
+    """The column of each role, and the records of a file: a known benchmark's, columns of words, or any other."""
+    roles = ("id", *TASKS[task].roles)
+    glue, superglue = glue_task(path, encoding), superglue_task(path, encoding)
+    if glue is not None:
+        fits = set(glue.columns) <= set(roles)
+        if not fits and not columns:
+            raise other_task(path, "GLUE", glue.name, glue.task, task)
+        named = rename({**(glue.columns if fits else {}), **columns}, roles)
+        return named, glue_records(glue, path, encoding, notes)
+    if superglue is not None and not columns:
+        if task != superglue.task and (task, superglue.task) != ("pair", "word-in-context"):
+            raise other_task(path, "SuperGLUE", superglue.name, superglue.task, task)
+        return rename(None, roles), superglue_records(superglue, path, encoding)
+    named = rename(columns, roles)
+    if task == "tag" and extension(path) in COLUMN_FILES:
+        return named, conll_records(path, encoding, named, answers)
+    return named, file_records(path, task, encoding)
 
 
-def own_id(record: Mapping[str, Any], number: int) -> str | int:
-    """The example's own `id` if it has a usable one, or else its line."""
-    own = record.get("id")
-    return own if isinstance(own, str | int) and not isinstance(own, bool) else number
+def other_task(path: Path, suite: str, name: str, right: str, task: str) -> UserError:
+    return UserError(f"{path}: {name} of {suite} is a task of the kind {right!r}, not {task!r}. Pass --task {right}.")
 
 
-def as_label(value: Any, where: str) -> str:
+def whole_characters(records: Iterable[tuple[int, dict[str, Any]]], notes: Notes) -> Records:
+    """Replace half characters, which no tokenizer takes, and note where."""
+    for number, record in records:
+        whole = repaired(record)
+        if whole != record:
+            notes.add("example", "with half characters (lone surrogates) replaced by U+FFFD", f"line {number:,}")
+        yield number, whole
+
+
+def repaired(value: Any) -> Any:
+    """The same value, each text in it repaired."""
     if isinstance(value, str):
-        return value
-    if isinstance(value, bool | int | float):
-        return json.dumps(value)
-    raise UserError(f"{where}: the label {json.dumps(value)[:40]} is neither text nor a number nor true or false.")
+        return value if value.isascii() else repair(value)
+    if isinstance(value, list):
+        return [repaired(item) for item in value]
+    return {key: repaired(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def filled(text: str, column: str, where: str) -> str:
-    if not text.strip():
-        raise UserError(f"{where}: column {column!r} is empty. Fill it in, or take the line out.")
-    return text
-
-
-def records(path: Path, encoding: str) -> Records:
+def file_records(path: Path, task: str, encoding: str) -> Records:
     """The rows of a file by column name, each with the number of its first line."""
     kind = extension(path)
+    if kind == ".txt" and task == "analogy":
+        return analogy_records(path, encoding)
     if kind not in READERS:
-        kinds = ", ".join(READERS)
-        raise UserError(f"{path}: labelled files are {kinds}, plain or as .gz or .xz; {kind or 'this'!r} is not.")
+        kinds = ", ".join([*READERS, *(COLUMN_FILES if task == "tag" else ())])
+        raise UserError(f"{path}: labelled files are {kinds}, plain or as {PACKINGS}; {kind or 'this'!r} is not.")
     return READERS[kind](path, encoding)
 
 
-def table_records(path: Path, encoding: str, delimiter: str, quoting: Literal[0, 3]) -> Records:
-    """The rows of a table whose first line names the columns; each row must have as many cells as that."""
-    csv.field_size_limit(sys.maxsize)  # its default of 131,072 characters is less than a long document has
-    rows = csv.reader(lines(path, encoding), delimiter=delimiter, quoting=quoting, strict=True)
-    header: list[str] | None = None
-    number = 1
+def analogy_records(path: Path, encoding: str) -> Records:
+    """Four words on a line, under `: section`, as Google's questions-words.txt has them."""
+    section = ""
+    for number, line in enumerate(lines(path, encoding), 1):
+        words = line.split()
+        if line.startswith(":"):
+            section = line[1:].strip()
+        elif len(words) == 4:
+            yield number, {**({"section": section} if section else {}), **dict(zip("abcd", words, strict=True))}
+        elif words:
+            raise UserError(f"{path}:{number}: {count(len(words), 'word')}, but an analogy has 4.")
+
+
+def json_file(path: Path, encoding: str) -> Records:
+    """A list of objects, SQuAD's nested questions, or one object per line all the same; numbered from 1."""
+    text = "".join(lines(path, encoding))
     try:
-        for row in rows:
-            if header is None:
-                header = row
-            elif row and len(row) != len(header):
-                raise UserError(f"{path}:{number}: {count(len(row), 'cell')}, but the first line names {len(header)}.")
-            elif row:
-                yield number, dict(zip(header, row, strict=True))
-            number = rows.line_num + 1
-    except csv.Error as e:
-        raise UserError(f"{path}:{number}: not a row of a {extension(path)} file ({e}).") from None
+        content = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        if is_object(text.lstrip().partition("\n")[0]):
+            yield from json_records(path, encoding)
+            return
+        raise UserError(f"{path}: not JSON ({e}).") from None
+    data = content["data"] if isinstance(content, dict) and "data" in content else content
+    if isinstance(data, dict):
+        data = [data]
+    if not isinstance(data, list):
+        raise UserError(f"{path}: not a list of objects, nor SQuAD's own form.")
+    nested = any(isinstance(item, dict) and "paragraphs" in item for item in data)
+    for number, item in enumerate(squad_records(data, str(path)) if nested else data, 1):
+        if not isinstance(item, dict):
+            raise UserError(f"{path}: item {number} is not an object.")
+        yield number, item
 
 
-# In .tsv a quotation mark is a character like any other, as GLUE's files and most corpora have it.
-READERS: dict[str, Callable[[Path, str], Records]] = {
-    ".jsonl": json_records,
-    ".csv": partial(table_records, delimiter=",", quoting=csv.QUOTE_MINIMAL),
-    ".tsv": partial(table_records, delimiter="\t", quoting=csv.QUOTE_NONE),
-}
+def is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+READERS = {**TABLES, ".json": json_file}

@@ -1,0 +1,244 @@
+r"""Open a text file, plain or compressed, and read its lines; say what is wrong with one that is no text.
+
+Only \n ends a line. A form feed or U+2028, at which Python's own `splitlines` cuts, is text like any other.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import gzip
+import io
+import lzma
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any, NoReturn, cast
+
+from firth.errors import UserError
+
+PIECE = 2**16  # bytes that are read and decoded at a time
+BINARY = 0.1  # share of control characters at the start of a file from which it is no text
+CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
+DAMAGED = (gzip.BadGzipFile, lzma.LZMAError, zlib.error)
+
+# The commonest characters outside of ASCII, by which an encoding is told from others that decode the same bytes.
+COMMON = {
+    "cp1252": "éèàâêôçäöüßñóíáåøæœ’“”–«»",
+    "cp1250": "ěščřžýůťďňłęąśżźćőű",
+    "cp1251": "оеаинтсрвлкмдпуяыьгз",
+    "koi8_r": "оеаинтсрвлкмдпуяыьгз",
+    "cp1253": "αοιετσνηυρπκμλςόίά",
+    "cp1254": "ığşüöçİ",
+    "cp1255": "יוהלאמרתשבנםעח",
+    "cp1256": "اليمنورتبةعدسف",
+    "shift_jis": "のにはをたがでてとしれさいるこ、。",
+    "euc_jp": "のにはをたがでてとしれさいるこ、。",
+    "euc_kr": "이다의에는을가하고지은를인로도",
+    "gb18030": "的一是不了在人有我这中国上个，。",
+    "big5": "的一是不了在人有我這中國上個，。",
+}
+SEVERAL_BYTES = {"shift_jis", "euc_jp", "euc_kr", "gb18030", "big5"}  # for a character: seldom common ones by chance
+MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
+PACKED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zXZ": ".xz", b"\x28\xb5\x2f\xfd": ".zst", b"PK\x03\x04": ".zip"}
+
+
+def open_zst(path: Path, mode: str) -> Any:
+    """A .zst file, decompressed as it is read."""
+    assert mode == "rb", "written nowhere"
+    return need("pyarrow", f"{path}: reading .zst files").input_stream(path, compression="zstd")
+
+
+OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": open_zst}
+PACKINGS = ", ".join(OPENERS)
+EXTRAS = {"pyarrow": "data", "datasets": "hf", "py3langid": "language"}
+
+
+def need(library: str, what: str) -> Any:
+    """Import a library that only some people need; without it, say how to get it."""
+    from importlib import import_module
+
+    try:
+        return import_module(library)
+    except ImportError:
+        package = library.partition(".")[0]
+        install = f"pip install 'firth[{EXTRAS[package]}]'"
+        raise UserError(f"{what} needs the package {package}, which is not installed: {install}.") from None
+
+
+# Opening
+
+
+@contextmanager
+def opened(path: Path, name: str | None = None) -> Iterator[IO[bytes]]:
+    """The bytes of a file after decompression; whatever is wrong with it is a UserError, about `name` if given."""
+    name = name or str(path)
+    packing = path.suffix.lower()
+    try:
+        with OPENERS.get(packing, open)(path, "rb") as file:
+            yield cast(IO[bytes], file)
+    except FileNotFoundError:
+        raise UserError(f"{name}: no such file.") from None
+    except EOFError:
+        raise cut_short(name) from None
+    except (OSError, *DAMAGED) as e:
+        if isinstance(e, OSError) and e.strerror is not None:
+            refuse(e)
+        if "Truncated" in str(e):  # pyarrow's word for EOFError
+            raise cut_short(name) from None
+        raise UserError(f"{name}: not a whole {packing} file ({e}). Fetch or compress it again.") from None
+
+
+def cut_short(name: str) -> UserError:
+    return UserError(f"{name}: the compressed file was cut short. Fetch or compress it again.")
+
+
+def refuse(error: OSError) -> NoReturn:
+    """Say in one line why the system did not let us read."""
+    raise UserError(f"{error.filename}: cannot be read ({error.strerror}).") from None
+
+
+def known_encoding(name: str) -> str:
+    """Refuse the name of an encoding that Python does not have, or that does not stand for text."""
+    try:
+        "".encode(name)
+        codecs.getincrementaldecoder(name)
+    except (LookupError, ValueError):
+        raise UserError(f"--encoding {name}: no such encoding. Common ones: utf-8, utf-16, latin-1, cp1252.") from None
+    return name
+
+
+# Lines
+
+
+def lines(path: Path, encoding: str = "utf-8", longest: int = -1, name: str | None = None) -> Iterator[str]:
+    r"""The lines of a file, each ending in \n as only \n ends a line; one over `longest` characters comes in pieces."""
+    held: list[str] = []  # the pieces of a line whose end has not been read
+    size = 0
+    for text in decoded(path, encoding, name):
+        head, newline, rest = text.rpartition("\n")
+        if newline:
+            ended = io.StringIO(("".join(held) + head + newline).replace("\r\n", "\n"), newline="\n")
+            if longest < 0 or size + len(head) < longest:
+                yield from ended
+            else:
+                yield from chain.from_iterable(in_pieces(line, longest) for line in ended)
+            held, size = [], 0
+        held.append(rest)
+        size += len(rest)
+        if 0 < longest < size:
+            *pieces, last = in_pieces("".join(held), longest)
+            if last == "\r":  # it may be half of a line end
+                last = pieces.pop() + last
+            yield from pieces
+            held, size = [last], len(last)
+    if size:
+        yield from in_pieces("".join(held), longest)
+
+
+def in_pieces(line: str, longest: int) -> Iterator[str]:
+    r"""A line, cut where it is too long. Its \n stays with the last piece: alone it would be a blank line.
+
+    >>> list(in_pieces("12345678\n", 4))
+    ['1234', '5678\n']
+    """
+    if longest < 0 or len(line) <= longest:
+        yield line
+        return
+    end = len(line) - line.endswith("\n")
+    last = (end - 1) // longest * longest
+    for start in range(0, last, longest):
+        yield line[start : start + longest]
+    yield line[last:]
+
+
+def decoded(path: Path, encoding: str, name: str | None = None) -> Iterator[str]:
+    """The text of a file, some of it at a time, without its byte order mark."""
+    name = name or str(path)
+    decoder = codecs.getincrementaldecoder(encoding)()
+    done = newlines = 0
+    begun = False
+    wide = False  # whether a character outside of ASCII has been decoded
+    with opened(path, name) as file:
+        while True:
+            piece = file.read(PIECE)
+            pending = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(piece, final=not piece)
+            except UnicodeDecodeError as e:
+                before = e.object[: e.start]
+                wide = wide or not before.isascii()
+                line = newlines + before.count(b"\n") + 1
+                raise not_decoded(name, encoding, done - pending + e.start, line, e.object, wide) from None
+            except UnicodeError as e:  # UTF-16 without the mark that it must begin with
+                raise UserError(f"{name}: not {encoding.upper()} ({e}). {hint(piece)}") from None
+            if text and not begun:
+                begun, text = True, text.removeprefix("\ufeff")
+                refuse_binary(text, piece, name)
+            if text:
+                yield text
+            if not piece:
+                return
+            done += len(piece)
+            newlines += text.count("\n")
+            wide = wide or not text.isascii()
+
+
+def not_decoded(name: str, encoding: str, byte: int, line: int, sample: bytes, wide: bool) -> UserError:
+    """Where a text stops being what it should be, and what it may be instead."""
+    what = f"{name}:{line}: not {encoding.upper()}, see byte {byte:,} of its text."
+    if wide and encoding.lower().replace("_", "-") in ("utf-8", "utf8"):
+        return UserError(
+            f"{what} All before it is, so the file mixes encodings or is damaged there: "
+            "repair it, or bring its parts to UTF-8 one by one."
+        )
+    return UserError(f"{what} {hint(sample)}")
+
+
+def hint(sample: bytes) -> str:
+    """What to do about bytes that are not in the encoding that was expected."""
+    if packing := next((packing for mark, packing in PACKED.items() if sample.startswith(mark)), None):
+        return f"It looks like a {packing} file: decompress it, or give it that extension if it is one of {PACKINGS}."
+    if guess := likely_encoding(sample):
+        return f"It looks like {guess}: --encoding {guess} reads every file so."
+    return "If it is in another encoding, name it: --encoding latin-1, for example, reads every file as Latin-1."
+
+
+def likely_encoding(sample: bytes) -> str | None:
+    """The encoding that some bytes are most likely in, or None where they look like none of those known here.
+
+    >>> likely_encoding("déjà vu".encode("cp1252")), likely_encoding("Это пример".encode("koi8_r"))
+    ('cp1252', 'koi8_r')
+    """
+    if marked := next((encoding for mark, encoding in MARKS.items() if sample.startswith(mark)), None):
+        return marked
+    for encoding, zeros in (("utf-16-le", sample[1::2]), ("utf-16-be", sample[::2])):
+        if zeros.count(0) > 0.4 * len(zeros):
+            return encoding
+    if len(CONTROL.findall(sample.decode("latin-1"))) > BINARY * len(sample):
+        return None
+    for encodings, enough in ((SEVERAL_BYTES, 0.15), (COMMON.keys() - SEVERAL_BYTES, 0.4)):
+        scores = {encoding: commonness(sample, encoding) for encoding in sorted(encodings)}
+        best = max(scores, key=scores.__getitem__)
+        if scores[best] > enough:
+            return best
+    return None
+
+
+def commonness(sample: bytes, encoding: str) -> float:
+    """The share of common characters among those outside of ASCII, should some bytes be in an encoding."""
+    try:
+        text = codecs.getincrementaldecoder(encoding)().decode(sample)
+    except UnicodeDecodeError:
+        return 0.0
+    wide = [character for character in text if character > "\x7f"]
+    return sum(character in COMMON[encoding] for character in wide) / max(len(wide), 1)
+
+
+def refuse_binary(text: str, piece: bytes, name: str) -> None:
+    """Refuse what decodes, as everything does in Latin-1, and still is no text."""
+    if text and len(CONTROL.findall(text)) > BINARY * len(text):
+        raise UserError(f"{name}: not text: control characters are more than {BINARY:.0%} of its start. {hint(piece)}")

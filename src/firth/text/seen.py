@@ -1,0 +1,30 @@
+"""Which texts were there before, in bounded memory."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+
+class Seen:
+    """A set of 64-bit marks that lies on disk, of which no more than `max_memory` bytes are held in memory.
+
+    The file is for as long as this process works: it is removed at the end, and one that was left is made anew.
+    """
+
+    def __init__(self, file: Path, max_memory: int) -> None:
+        self.file = file
+        file.unlink(missing_ok=True)
+        self.table = sqlite3.connect(file)
+        for setting in ("journal_mode = off", "synchronous = off", f"cache_size = -{max_memory // 1024}"):
+            self.table.execute(f"pragma {setting}")
+        self.table.execute("create table seen (mark integer primary key)")
+
+    def is_new(self, mark: bytes) -> bool:
+        """Whether the first 8 bytes of a fingerprint come for the first time."""
+        number = int.from_bytes(mark[:8], "little", signed=True)
+        return self.table.execute("insert or ignore into seen values (?)", (number,)).rowcount == 1
+
+    def close(self) -> None:
+        self.table.close()
+        self.file.unlink(missing_ok=True)

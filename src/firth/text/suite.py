@@ -1,0 +1,136 @@
+"""Suites: several tasks with their files and metrics, from a file that a person writes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from firth.errors import UserError, nearest
+from firth.plain import from_plain
+from firth.text.examples import TASKS
+
+
+@dataclass(frozen=True)
+class SuiteTask:
+    """A task of a suite. `dev` and `test` may be several files, by name ("dev", or "matched" and "mismatched").
+
+    `metrics` are the official ones, the mean of which is the task's score; none means the task kind's own. `columns`
+    rename for `read_labelled`.
+    """
+
+    name: str
+    task: str
+    train: Path | None = None
+    dev: Mapping[str, Path] = field(default_factory=dict)
+    test: Mapping[str, Path] = field(default_factory=dict)
+    metrics: tuple[str, ...] = ()
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SuiteEntry:
+    """A task as a suite file spells it."""
+
+    name: str
+    task: str
+    train: str = ""
+    dev: dict[str, str] = field(default_factory=dict)
+    test: dict[str, str] = field(default_factory=dict)
+    metric: tuple[str, ...] = ()
+    columns: dict[str, str] = field(default_factory=dict)
+
+
+def read_suite(path: str | Path) -> dict[str, SuiteTask]:
+    """The tasks of a suite file, by name. Its files are looked for beside it.
+
+    tasks:
+      - name: reviews
+        task: classify
+        train: reviews/train.jsonl
+        dev: reviews/dev.jsonl            # or several: {easy: reviews/easy.jsonl, hard: reviews/hard.jsonl}
+        columns: {text: body, label: stars}
+        metric: macro_f1                  # or several: [accuracy, macro_f1]
+    """
+    path = Path(path)
+    content = read_yaml(path)
+    if unknown := set(content) - {"tasks"}:
+        raise UserError(f"{path}: unknown key {min(unknown)!r}. A suite file has `tasks`.")
+    entries = content.get("tasks")
+    if not isinstance(entries, list) or not entries:
+        raise UserError(f"{path}: no tasks. Write `tasks:` and, for each, its name, task and dev file.")
+    suite: dict[str, SuiteTask] = {}
+    for i, entry in enumerate(entries, 1):
+        task = one_task(entry, path, i)
+        if task.name in suite:
+            raise UserError(f"{path}: two tasks are called {task.name!r}. Give one another name.")
+        suite[task.name] = task
+    return suite
+
+
+def one_task(entry: Any, path: Path, number: int) -> SuiteTask:
+    named = entry.get("name") if isinstance(entry, dict) else None
+    where = f"{path}: task {named or number}"
+    read = from_plain(spelled_out(entry), SuiteEntry, where)
+    if read.task not in TASKS:
+        raise UserError(f"{where}: task {read.task!r} is not known. {nearest(read.task, TASKS)}")
+    if not read.dev and not read.train:
+        raise UserError(f"{where}: neither train nor dev file is named.")
+
+    def place(name: str) -> Path:
+        file = path.parent / name
+        if not file.is_file():
+            raise UserError(f"{where}: {file}: no such file.")
+        return file
+
+    dev, test = ({name: place(file) for name, file in files.items()} for files in (read.dev, read.test))
+    train = place(read.train) if read.train else None
+    return SuiteTask(read.name, read.task, train, dev, test, read.metric, read.columns)
+
+
+def spelled_out(entry: Any) -> Any:
+    """One file or one metric is short for a group of one."""
+    if not isinstance(entry, dict):
+        return entry
+    files = {part: {part: entry[part]} for part in ("dev", "test") if isinstance(entry.get(part), str)}
+    metric = {"metric": [entry["metric"]]} if isinstance(entry.get("metric"), str) else {}
+    return {**entry, **files, **metric}
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file.") from None
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read ({e.strerror}).") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(e).split())}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: no tasks. Write `tasks:` and, for each, its name, task and dev file.")
+    return content
+
+
+def simple(name: str) -> str:
+    """A name without what people spell differently.
+
+    >>> simple("SST-2"), simple("sst2")
+    ('sst2', 'sst2')
+    """
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def folder_of(folder: str | Path, suite: str, names: Iterable[str]) -> dict[str, Path]:
+    """The folders of a suite's tasks, however they are spelled, in the suite's own order."""
+    folder, names = Path(folder), list(names)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder.")
+    there = {simple(place.name): place for place in sorted(folder.iterdir()) if place.is_dir()}
+    found = {name: there[simple(name)] for name in names if simple(name) in there}
+    if not found:
+        raise UserError(f"{folder}: none of {suite}'s tasks is here. It should have folders {', '.join(names)}.")
+    return found

@@ -1,0 +1,81 @@
+"""Datasets as the Hub has them, from a local folder; nothing here needs a network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from firth.errors import UserError
+from firth.text.corpus import Corpus, Document
+from firth.text.hub import Address, parse
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    for split, texts in {"train": ["one", "tw\u2028o", ""], "test": ["three"]}.items():
+        table = pa.table({"text": texts, "body": [text.upper() for text in texts], "n": list(range(len(texts)))})
+        pq.write_table(table, tmp_path / "data" / f"{split}-00000-of-00001.parquet")
+    return tmp_path
+
+
+def refusal(path: str) -> str:
+    with pytest.raises(UserError) as e:
+        list(Corpus([path]))
+    return str(e.value)
+
+
+def test_addresses() -> None:
+    assert parse("hf:a/b") == Address("a/b", (), None)
+    assert parse("hf:b:train#body") == Address("b", ("train",), "body")
+    for wrong in ("hf:", "hf:a:b:c:d", "hf:a::b", "hf:#text"):
+        with pytest.raises(UserError, match="not the address of a dataset"):
+            parse(wrong)
+
+
+def test_a_split_is_read_row_by_row(folder: Path) -> None:
+    path = f"hf:{folder}"
+    corpus = Corpus([path])
+    assert list(corpus) == list(corpus) == [Document("one", f"{path}:row 1"), Document("tw\u2028o", f"{path}:row 2")]
+    assert corpus.describe() == f"2 documents: {path} (train) with one document per row; 1 empty and skipped"
+    assert corpus.bytes >= 0
+
+
+def test_split_config_and_column_are_named(folder: Path) -> None:
+    assert [d.text for d in Corpus([f"hf:{folder}:test#body"])] == ["THREE"]
+    assert [d.text for d in Corpus([f"hf:{folder}:default:test"])] == ["three"]
+    assert [d.text for d in Corpus([f"hf:{folder}:default"], columns={"text": "body"})] == ["ONE", "TW\u2028O"]
+
+
+def test_what_is_not_there(folder: Path) -> None:
+    assert refusal(f"hf:{folder}:tets").endswith("no split 'tets'. Did you mean 'test'?")
+    assert refusal(f"hf:{folder}:defalt:test").endswith("no configuration 'defalt'. Did you mean 'default'?")
+    assert "row 1: column 'n' holds 0, which is not text" in refusal(f"hf:{folder}#n")
+    assert "row 1: no column 'texts'; there are: text, body, n" in refusal(f"hf:{folder}#texts")
+    (folder / "data" / "train-00000-of-00001.parquet").write_bytes(b"PAR1 no more")
+    assert "It must be a folder of data files as the Hub has them" in refusal(f"hf:{folder}")
+
+
+def test_several_configurations(folder: Path) -> None:
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n"
+        "- {config_name: small, data_files: data/test-*}\n- {config_name: large, data_files: data/train-*}\n---\n"
+    )
+    assert "has several configurations (small, large). Name one" in refusal(f"hf:{folder}")
+    assert [d.text for d in Corpus([f"hf:{folder}:small"])] == ["three"]
+
+
+def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach the Hub\nand a long story")
+
+    monkeypatch.setattr(datasets, "get_dataset_config_names", unreachable)
+    message = refusal("hf:owner/name")
+    assert message.startswith("hf:owner/name: cannot be read (ConnectionError: Couldn't reach the Hub). Is the name")
+    assert "is there a network?" in message

@@ -1,0 +1,138 @@
+r"""Lines end at \n alone, come in pieces where they are long, and bytes that are no text are told for what they are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from firth.errors import UserError
+from firth.text import lines as module
+from firth.text.lines import in_pieces, known_encoding, likely_encoding, lines, need
+
+
+def write(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+def refusal(path: Path, encoding: str = "utf-8") -> str:
+    with pytest.raises(UserError) as e:
+        list(lines(path, encoding))
+    return str(e.value)
+
+
+def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
+    text = "a\u2028b\x0bc\x0cd\x85e\u2029f\rg\nh\r\ni"
+    assert list(lines(write(tmp_path / "a.txt", text.encode()))) == ["a\u2028b\x0bc\x0cd\x85e\u2029f\rg\n", "h\n", "i"]
+
+
+@given(
+    st.lists(st.sampled_from(["a", "é", "\n", "\r", "\r\n", "\u2028", "longer words"]), max_size=60),
+    st.integers(1, 12),
+    st.integers(1, 7),
+)
+@settings(max_examples=300, deadline=None)
+def test_lines_by_law(tmp_path_factory: pytest.TempPathFactory, parts: list[str], piece: int, longest: int) -> None:
+    """Whatever the size of the pieces that are read, the lines are those that \\n ends, and long ones are cut."""
+    text = "".join(parts)
+    path = write(tmp_path_factory.getbasetemp() / "law.txt", text.encode())
+    expected = [line.removesuffix("\r") + "\n" for line in text.split("\n")]
+    expected[-1] = text.split("\n")[-1]
+    before, module.PIECE = module.PIECE, piece
+    try:
+        found, cut = list(lines(path)), list(lines(path, longest=longest))
+    finally:
+        module.PIECE = before
+    assert found == [line for line in expected if line]
+    assert "".join(cut) == "".join(found)
+    assert all(len(part.rstrip("\n")) <= longest for part in cut)
+    assert [part for part in cut if part == "\n"] == [line for line in found if line == "\n"]
+
+
+def test_a_byte_order_mark_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECE", 1)
+    assert list(lines(write(tmp_path / "a.txt", b"\xef\xbb\xbfone\n\xef\xbb\xbftwo"))) == ["one\n", "\ufefftwo"]
+
+
+def test_a_line_feed_stays_with_its_piece() -> None:
+    assert list(in_pieces("12345678\n", 4)) == ["1234", "5678\n"]
+    assert list(in_pieces("123456789\n", 4)) == ["1234", "5678", "9\n"]
+    assert list(in_pieces("\n", 4)) == ["\n"]
+
+
+SENTENCES = {
+    "cp1252": "Le café est situé à côté de l'école où j'étais élève.",
+    "cp1250": "Příliš žluťoučký kůň úpěl ďábelské ódy.",
+    "cp1251": "Это простой русский текст, который нужно прочитать.",
+    "koi8_r": "Это простой русский текст, который нужно прочитать.",
+    "cp1253": "Αυτό είναι ένα απλό ελληνικό κείμενο.",
+    "cp1256": "هذا نص عربي بسيط للاختبار",
+    "shift_jis": "これは日本語の文章です。とても短いです。",
+    "euc_jp": "これは日本語の文章です。とても短いです。",
+    "euc_kr": "이것은 간단한 한국어 문장입니다.",
+    "gb18030": "这是一个简单的中文句子，我们在这里测试编码。",
+    "big5": "這是一個簡單的中文句子，我們在這裡測試編碼。",
+    "utf-16": "plain",
+    "utf-32": "plain",
+    "utf-16-le": "plain words",
+    "utf-16-be": "plain words",
+}
+
+
+@pytest.mark.parametrize("encoding", SENTENCES)
+def test_the_likely_encoding(tmp_path: Path, encoding: str) -> None:
+    data = SENTENCES[encoding].encode(encoding)
+    assert likely_encoding(data) == encoding
+    path = write(tmp_path / "a.txt", data)
+    assert f"It looks like {encoding}: --encoding {encoding} reads every file so." in refusal(path)
+    assert "".join(lines(path, encoding)) == SENTENCES[encoding]
+
+
+def test_no_likely_encoding() -> None:
+    assert likely_encoding(bytes(range(128, 256))) is None
+    assert likely_encoding(b"") is None
+
+
+def test_where_the_text_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.txt", b"one\ntwo\nthr\xe9e\n")
+    for piece in (1, 4, 2**16):
+        monkeypatch.setattr(module, "PIECE", piece)
+        assert refusal(path).startswith(f"{path}:3: not UTF-8, see byte 11 of its text.")
+
+
+def test_utf16_without_its_mark(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "plain words".encode("utf-16-le"))
+    assert "It looks like utf-16-le" in refusal(path, "utf-16")
+    assert "It looks like utf-16-le" in refusal(path)  # it decodes, as letters and zeros
+
+
+def test_binary_is_not_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", bytes(range(256)) * 10)
+    assert "not text: control characters are more than 10% of its start" in refusal(path, "latin-1")
+    assert refusal(path).startswith(f"{path}:2: not UTF-8, see byte 128 of its text. If it is in another encoding")
+    assert "It looks like a .zip file" in refusal(write(tmp_path / "b.txt", b"PK\x03\x04\x14\xff\xff" * 9))
+    assert list(lines(write(tmp_path / "c.txt", b"\x1b[31mred\x1b[0m, and one \x00 in plenty of text"))) != []
+
+
+@pytest.mark.parametrize("name", ["utf9", "hex", "rot13", "zlib", "nul\x00"])
+def test_what_is_no_encoding_of_text(name: str) -> None:
+    with pytest.raises(UserError, match="no such encoding"):
+        known_encoding(name)
+
+
+def test_a_missing_library_is_named() -> None:
+    with pytest.raises(
+        UserError, match=r"needs the package pyarrow, which is not installed: pip install 'firth\[data\]'"
+    ):
+        need("pyarrow.nothing_of_the_kind", "x")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", b"x")
+    path.chmod(0)
+    assert refusal(path) == f"{path}: cannot be read (Permission denied)."
