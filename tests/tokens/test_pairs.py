@@ -10,7 +10,8 @@ import pytest
 
 from firth.errors import UserError
 from firth.tokens import pairs as module
-from firth.tokens.pairs import PairSource, heads, make_chunks, sentence_bounds, surplus
+from firth.tokens import shards as shards_module
+from firth.tokens.pairs import PairSource, heads, make_chunks, surplus
 from firth.tokens.rows import Frame, Rows
 from firth.tokens.shards import Shards
 
@@ -80,11 +81,11 @@ def test_a_document_ends_a_sentence_and_blocks_leave_no_trace(
     make_shards: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = make_shards([[3, 2], [4]])
-    assert sentence_bounds(shards).tolist() == [0, 3, 5, 9]
+    assert shards.sentence_bounds().tolist() == [0, 3, 5, 9]
     shards._bits["sentence_end"] = np.packbits([0, 0, 1, 0, 0, 0, 0, 0, 0])  # type: ignore[assignment]
-    assert sentence_bounds(shards).tolist() == [0, 3, 5, 9]
-    monkeypatch.setattr(module, "BLOCK", 2)
-    assert sentence_bounds(shards).tolist() == [0, 3, 5, 9]
+    assert shards.sentence_bounds().tolist() == [0, 3, 5, 9]
+    monkeypatch.setattr(shards_module, "BLOCK", 2)
+    assert shards.sentence_bounds().tolist() == [0, 3, 5, 9]
 
 
 def test_chunks_are_kept_beside_the_shards(running: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +206,7 @@ def test_half_of_the_pairs_are_random_and_never_from_the_same_document(running: 
 def test_true_pairs_follow_each_other(running: Shards) -> None:
     source = PairSource(running, 64, BERT, PAD, 3, "next")
     rows = source.rows(np.arange(MANY))
-    bounds = sentence_bounds(running)
+    bounds = running.sentence_bounds()
     true = np.flatnonzero(rows.pair == 0)
     a_texts, b_texts = texts(rows, 0), texts(rows, 1)
     whole = 0

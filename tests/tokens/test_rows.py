@@ -12,7 +12,7 @@ import pytest
 
 from firth.errors import UserError
 from firth.tokens import rows as rows_module
-from firth.tokens.rows import Frame, Packing, Rows, RowSource, mix, pack, permute
+from firth.tokens.rows import Frame, Packing, Rows, RowSource, cut_at_sentences, mix, pack, permute, tighten
 from firth.tokens.shards import Shards
 
 PAD, CLS, SEP = 0, 1, 2
@@ -148,6 +148,40 @@ def test_shards_that_cannot_be_written_are_fine(
     assert "Permission denied" in capsys.readouterr().err
 
 
+def test_emptiest_rows_are_broken_up_to_fill_the_others() -> None:
+    # Four rows of 60 leave 40 each; the last one has 50, which go into two of these gaps, no piece below 16.
+    loose = pack(np.array([60, 60, 60, 60, 50]), capacity=100)
+    assert len(layout(loose)) == 5
+    tight = layout(tighten(loose, capacity=100, frame=0, max_documents=None))
+    assert tight == [[(0, 60), (240, 34)], [(60, 60), (274, 16)], [(120, 60)], [(180, 60)]]
+    lengths = np.random.default_rng(0).integers(260, 500, size=3000)
+    loose = pack(lengths, 512, frame=2)
+    tight_packing = tighten(loose, 512, 2, max_documents=None)
+    assert (lengths.sum() + 2 * len(loose.piece_start)) / (loose.num_rows * 512) < 0.99
+    assert (lengths.sum() + 2 * len(tight_packing.piece_start)) / (tight_packing.num_rows * 512) > 0.985
+    read = np.sort(np.concatenate([np.arange(a, a + n) for row in layout(tight_packing) for a, n in row]))
+    assert np.array_equal(read, np.arange(lengths.sum())), "every token is in exactly one row"
+    cost = np.add.reduceat(tight_packing.piece_length + 2, tight_packing.row_first[:-1])
+    assert cost.max() <= 512
+    assert tight_packing.piece_length.min() >= 16
+
+
+def test_at_most_so_many_documents_to_a_row_that_is_filled() -> None:
+    lengths = np.random.default_rng(0).integers(200, 700, size=1000)
+    tight = tighten(pack(lengths, 512, 2, max_documents=2), 512, 2, max_documents=2)
+    assert np.diff(tight.row_first).max() <= 2
+    assert tight.piece_length.sum() == lengths.sum()
+
+
+def test_pieces_of_whole_sentences() -> None:
+    # Documents of 12, 3 and 25 tokens; sentences end at 4, 9, 12 | 15 | 20, 40. The last one is too long for a row.
+    bounds, offsets = np.array([0, 4, 9, 12, 15, 20, 40]), np.array([0, 12, 15, 40])
+    start, length = cut_at_sentences(bounds, offsets, payload=9)
+    assert list(zip(start.tolist(), length.tolist(), strict=True)) == [
+        (0, 9), (9, 3), (12, 3), (15, 5), (20, 9), (29, 9), (38, 2),
+    ]  # fmt: skip
+
+
 # --- order --------------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +250,7 @@ def test_rows_by_hand(tmp_path: Path) -> None:
     assert (rows.index.tolist(), rows.row.tolist(), rows.epoch.tolist()) == ([0, 1, 2], [0, 1, 2], [0, 0, 0])
     filled = rows[:7]
     assert [a.dtype for a in filled if a is not None] == [np.int64, np.int32, np.int32, np.bool_, *[np.int64] * 3]
-    assert rows[7:] == (None,) * 5, "what was not asked for is not there"
+    assert rows[7:] == (None,) * 6, "what was not asked for is not there"
     assert source.tokens_used == pytest.approx(25 / 27)
 
 
@@ -361,7 +395,7 @@ def test_word_edges_must_say_something(make_shards: Make, capsys: pytest.Capture
     with pytest.raises(UserError, match=r"every document is one word.*wordpiece, byte-bpe or unigram.*`words` column"):
         source(words=[0, 4], kind="unigram")
     with pytest.raises(UserError, match="every token is one word"):
-        source(words=range(9), kind="char")
+        source(words=range(9), kind="unknown")
     assert source(words=range(9), kind="word").num_rows == 2
     capsys.readouterr()
     source(words=range(9), kind="wordpiece")

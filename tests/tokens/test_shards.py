@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,15 @@ from firth.errors import UserError
 from firth.files import read_json
 from firth.text import Document, Salient, held_out
 from firth.text.salient import salient
-from firth.tokens import shards
-from firth.tokens.shards import Shards, is_shards, open_shards, prepare, sentence_edges
-from firth.tokens.tokenizer import KINDS, Tokenizer, load_tokenizer, train_tokenizer
+from firth.tokens import edges
+from firth.tokens.edges import sentence_edges
+from firth.tokens.kinds import KINDS
+from firth.tokens.prepare import prepare
+from firth.tokens.shards import Shards, is_shards, open_shards
+from firth.tokens.tokenizer import Tokenizer, load_tokenizer
+from firth.tokens.train import train_tokenizer
 
+preparing = import_module("firth.tokens.prepare")  # the name in the package is the function
 TEXTS = [f"The heron number {i} waits. Mr. Grey saw it {i % 7} times!\nIt's the river's heron." for i in range(60)]
 
 
@@ -126,9 +132,9 @@ def test_batches_leave_no_trace(tokenizer: Tokenizer, tmp_path: Path, monkeypatc
         prepare(mixed, tokenizer, tmp_path / name, held_out_share=0.3, salient=salient)
 
     write("one")
-    monkeypatch.setattr(shards, "BATCH_DOCUMENTS", 7)
+    monkeypatch.setattr(preparing, "CHUNK_DOCUMENTS", 7)
     write("many")
-    monkeypatch.setattr(shards, "BATCH_CHARACTERS", 100)
+    monkeypatch.setattr(preparing, "CHUNK_CHARACTERS", 100)
     write("more")
     manifest = (tmp_path / "one" / "manifest.json").read_text()
     assert (tmp_path / "many" / "manifest.json").read_text() == manifest
@@ -140,7 +146,7 @@ def test_duplicates_are_dropped_and_counted(tokenizer: Tokenizer, tmp_path: Path
     assert prepare(documents(twice), tokenizer, tmp_path / "a")["duplicates"] == 20
     once = prepare(documents(TEXTS), tokenizer, tmp_path / "b")
     assert open_shards(tmp_path / "a").train.fingerprint == open_shards(tmp_path / "b").train.fingerprint
-    kept = prepare(documents(twice), tokenizer, tmp_path / "c", duplicates="keep")
+    kept = prepare(documents(twice), tokenizer, tmp_path / "c", dedup="none")
     assert (kept["duplicates"], kept["documents"]) == (0, once["documents"] + 20)
 
 
@@ -167,8 +173,8 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
 
 
 def sentences(text: str) -> list[str]:
-    edges = [0, *sentence_edges(text, "en")]
-    return [text[a:b].strip() for a, b in pairwise(edges)]
+    places = [0, *sentence_edges(text, "en")]
+    return [text[a:b].strip() for a, b in pairwise(places)]
 
 
 def test_sentence_edges() -> None:
@@ -189,7 +195,7 @@ def test_long_paragraphs_are_read_in_windows(monkeypatch: pytest.MonkeyPatch) ->
     text = " ".join(f"This is sentence {i}." for i in range(200))
     whole = sentence_edges(text, "en")
     assert len(whole) == 200
-    monkeypatch.setattr(shards, "SENTENCE_WINDOW", 100)
+    monkeypatch.setattr(edges, "SENTENCE_WINDOW", 100)
     assert sentence_edges(text, "en") == whole
 
 
@@ -210,7 +216,7 @@ def learn(kind: str) -> Tokenizer:
 def words_of(document: Document, kind: str, folder: Path) -> list[str]:
     """The text of a document, cut where shards say that words start; what a token holds of a word is decoded."""
     tokenizer = learn(kind)
-    prepare([document], tokenizer, folder, held_out_share=0, duplicates="keep")
+    prepare([document], tokenizer, folder, held_out_share=0, dedup="none")
     train = open_shards(folder).train
     starts = np.flatnonzero(train.word_starts(0, train.num_tokens))
     assert starts[0] == 0
@@ -220,13 +226,24 @@ def words_of(document: Document, kind: str, folder: Path) -> list[str]:
     return [tokenizer.decode(piece).strip() for piece in pieces]
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", ["wordpiece", "byte-bpe", "unigram"])
 def test_named_words_are_taken_for_words(kind: str, tmp_path: Path) -> None:
     assert words_of(Document(CHINESE, "a", CHINESE_STARTS), kind, tmp_path / "a") == list(CHINESE_WORDS)
     assert words_of(Document(CHINESE, "a"), kind, tmp_path / "b") != list(CHINESE_WORDS)
     spaced = " ".join(CHINESE_WORDS)
     starts = tuple(np.cumsum([0] + [len(word) + 1 for word in CHINESE_WORDS[:-1]]).tolist())
     assert words_of(Document(spaced, "a", starts), kind, tmp_path / "c") == list(CHINESE_WORDS)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_words_of_every_kind_of_tokenizer(kind: str, tmp_path: Path) -> None:
+    prepare([Document("The heron waits. It saw it", "a")], learn(kind), tmp_path / "s", held_out_share=0)
+    train = open_shards(tmp_path / "s").train
+    starts, ends = train.word_starts(0, train.num_tokens), train.sentence_ends(0, train.num_tokens)
+    assert starts[0]
+    assert train.num_words in (6, 7), "the full stop is a word of its own, or not"
+    assert ends.sum() == 2
+    assert ends[-1]
 
 
 def test_named_words_may_hold_spaces_and_marks(tmp_path: Path) -> None:
@@ -360,10 +377,10 @@ def test_what_is_no_list_of_spans(tmp_path: Path, spans: Any) -> None:
 # --- mistakes and accidents ---------------------------------------------------------------------------------------
 
 
-def test_a_stream_that_fails_leaves_nothing(
+def test_a_stream_that_fails_leaves_no_shards(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "BATCH_DOCUMENTS", 5)
+    monkeypatch.setattr(preparing, "CHUNK_DOCUMENTS", 5)
 
     def failing() -> Iterator[Document]:
         yield from documents(TEXTS[:12])
@@ -371,9 +388,10 @@ def test_a_stream_that_fails_leaves_nothing(
 
     with pytest.raises(KeyboardInterrupt):
         prepare(failing(), tokenizer, tmp_path / "s")
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(UserError, match="no shards folder"):
-        open_shards(tmp_path / "s")
+    assert {p.name for p in tmp_path.iterdir()} == {".s.part", ".s.journal"}, "for --resume"
+    for folder in (tmp_path / "s", tmp_path / ".s.part"):
+        with pytest.raises(UserError, match="no shards folder"):
+            open_shards(folder)
 
 
 def test_what_a_killed_writer_leaves_does_not_open(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -412,6 +430,6 @@ def test_no_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
         prepare(documents(["", ""]), tokenizer, tmp_path / "s")
     with pytest.raises(UserError, match=r"All documents \(1\) fell into the held-out part"):
         prepare(documents(["alone"]), tokenizer, tmp_path / "s", held_out_share=1)
-    with pytest.raises(UserError, match="'exact' or 'keep'"):
-        prepare(documents(TEXTS), tokenizer, tmp_path / "s", duplicates="near")
+    with pytest.raises(UserError, match="Did you mean 'near'"):
+        prepare(documents(TEXTS), tokenizer, tmp_path / "s", dedup="nearly")
     assert not (tmp_path / "s").exists()

@@ -10,7 +10,9 @@ import pytest
 import transformers
 
 from firth.errors import UserError
-from firth.tokens.tokenizer import KINDS, Tokenizer, load_tokenizer, train_tokenizer
+from firth.tokens.kinds import KINDS
+from firth.tokens.tokenizer import Tokenizer, load_tokenizer
+from firth.tokens.train import train_tokenizer
 
 TEXTS = [
     "The heron stands in the river, and the heron waits.\nNobody asks why it's waiting; the river doesn't care.",
@@ -19,7 +21,14 @@ TEXTS = [
     "def river(heron):\n\treturn heron + 1  # two  spaces",
 ] * 3
 STRANGE = "Ọjọ́ dára 😀👩‍🔬!\r\n\tnbsp\u00a0here, 中文, \x00 and e\u0301 stays apart  "
-MODEL_TYPES = {"wordpiece": "bert", "byte-bpe": "gpt2", "unigram": "t5"}
+MODEL_TYPES = {
+    "wordpiece": "bert",
+    "bpe": "openai-gpt",
+    "byte-bpe": "gpt2",
+    "unigram": "t5",
+    "word": "xlm",
+    "char": "xlm",
+}
 
 
 @pytest.fixture(scope="module", params=sorted(KINDS))
@@ -121,7 +130,7 @@ def test_accents_stay_and_case_goes_only_on_request() -> None:
     assert plain.decode(plain.encode("Zoë Ọjọ́")) == "Zoë Ọjọ́"
     for kind in KINDS:
         lower = train_tokenizer(TEXTS, kind, 420, lowercase=True)
-        assert lower.decode(lower.encode("Zoë")) == "zoë"
+        assert lower.decode(lower.encode("CAFÉ")) == "café"
 
 
 def test_text_that_looks_like_a_special_token_stays_text(tokenizer: Tokenizer) -> None:
@@ -251,6 +260,18 @@ def test_merges_read_as_in_transformers(tmp_path: Path) -> None:
     assert ours.vocab.eos == ours.vocab.bos == ours.vocab.pad == 4
 
 
+def test_merges_of_gpt_read_as_in_transformers(tmp_path: Path) -> None:
+    model = json.loads(train_tokenizer(TEXTS, "bpe", 420, lowercase=True).backend.to_str())["model"]
+    vocab = {token: i for i, token in enumerate(["<unk>", *(t for t in model["vocab"] if not t.startswith("<"))])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
+    ours = load_tokenizer(tmp_path)
+    theirs = transformers.OpenAIGPTTokenizer.from_pretrained(tmp_path)
+    text = "The heron's River café 😀"
+    assert ours.encode(text) == theirs(text)["input_ids"]
+    assert (ours.kind, ours.vocab.pad, ours.vocab.unk, ours.vocab.eos) == ("bpe", 0, 0, None)
+
+
 # --- mistakes -----------------------------------------------------------------------------------------------------
 
 
@@ -273,7 +294,7 @@ def test_vocabulary_too_small_for_the_characters(kind: str, size: int) -> None:
 
 def test_characters_that_get_lost_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     rare = "".join(map(chr, range(0xAC00, 0xAC00 + 1100)))
-    train_tokenizer(["the river " * 5 + rare], "wordpiece", 5000)
+    train_tokenizer(["the river " * 5 + rare], "wordpiece", 2500)
     assert "rare characters" in capsys.readouterr().err
 
 

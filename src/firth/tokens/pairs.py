@@ -15,7 +15,6 @@ from firth.errors import UserError
 from firth.tokens.rows import Frame, Line, Rows, Source, kept, mix, ragged_arange
 from firth.tokens.shards import Shards
 
-BLOCK = 2**24  # tokens whose sentence ends are read at once
 TASKS = {"next": "Next-sentence prediction", "order": "Sentence-order prediction"}
 
 # --- chunks -------------------------------------------------------------------------------------------------------
@@ -39,7 +38,7 @@ def make_chunks(shards: Shards, room: int) -> Chunks:
 
     The chunk that begins at a sentence ends at a known one; all documents follow these steps at the same time.
     """
-    edges = sentence_bounds(shards)
+    edges = shards.sentence_bounds()
     doc_first = np.searchsorted(edges, shards.offsets)
     full_S = np.searchsorted(edges, edges[:-1] + room)
     next_S = np.minimum(full_S, np.repeat(doc_first[1:], np.diff(doc_first)))
@@ -53,14 +52,6 @@ def make_chunks(shards: Shards, room: int) -> Chunks:
         at = at[~is_document[at]]
     chunk_first = np.flatnonzero(is_begin)
     return Chunks(edges, doc_first, chunk_first, np.flatnonzero(np.diff(chunk_first) >= 2))
-
-
-def sentence_bounds(shards: Shards) -> np.ndarray:
-    """Where sentences begin and end, in tokens; the end of a document ends a sentence too."""
-    starts = range(0, shards.num_tokens, BLOCK)
-    blocks = [shards.sentence_ends(start, min(start + BLOCK, shards.num_tokens)) for start in starts]
-    ends = [start + 1 + np.flatnonzero(block) for start, block in zip(starts, blocks, strict=True)]
-    return np.union1d(np.concatenate(ends), shards.offsets)
 
 
 def cached_chunks(shards: Shards, room: int) -> Chunks:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ from firth.files import damage, whole_folder
 from firth.tokens.shards import Shards
 
 # --- packing ------------------------------------------------------------------------------------------------------
+
+MOST_PADDING = 0.01
+SMALLEST_GAP = 32  # tokens of text that are worth cutting a document for
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,13 @@ def pack(lengths_D: np.ndarray, capacity: int, frame: int = 0, max_documents: in
     most `max_documents` to a row.
     """
     assert capacity > frame, "a row must have room for text"
-    start_P, length_P = cut(np.asarray(lengths_D, dtype=np.int64), capacity - frame)
+    return pack_pieces(*cut(np.asarray(lengths_D, dtype=np.int64), capacity - frame), capacity, frame, max_documents)
+
+
+def pack_pieces(
+    start_P: np.ndarray, length_P: np.ndarray, capacity: int, frame: int, max_documents: int | None
+) -> Packing:
+    """The same for pieces that are cut already."""
     order = np.argsort(-length_P, kind="stable")
     row_P, num_rows = best_fit(length_P[order] + frame, capacity, max_documents)
     by_row = np.argsort(row_P, kind="stable")
@@ -79,6 +89,85 @@ def cut(lengths_D: np.ndarray, payload: int) -> tuple[np.ndarray, np.ndarray]:
     done_P = ragged_arange(num_pieces_D) * payload
     start_P = (np.cumsum(lengths_D) - lengths_D)[document_P] + done_P
     return start_P, np.minimum(lengths_D[document_P] - done_P, payload)
+
+
+def cut_at_sentences(bounds: np.ndarray, offsets: np.ndarray, payload: int) -> tuple[np.ndarray, np.ndarray]:
+    """Start and length of pieces that are whole sentences of a document, as many as fit into `payload`.
+
+    `bounds` are where sentences begin and end, `offsets` where documents do. A sentence that is too long is cut.
+    """
+    edges = np.append(cut(np.diff(bounds), payload)[0], bounds[-1])
+    doc_first = np.searchsorted(edges, offsets)
+    next_S = np.searchsorted(edges, edges[:-1] + payload, side="right") - 1
+    next_S = np.minimum(next_S, np.repeat(doc_first[1:], np.diff(doc_first)))
+    is_document, is_begin = np.zeros(len(edges), dtype=bool), np.zeros(len(edges), dtype=bool)
+    is_document[doc_first] = True
+    at = np.unique(doc_first[:-1])
+    while len(at):  # one piece further in all documents at the same time
+        is_begin[at] = True
+        at = next_S[at]
+        at = at[~is_document[at]]
+    start_P = edges[is_begin]
+    return start_P, np.diff(start_P, append=bounds[-1])
+
+
+def tighten(packing: Packing, capacity: int, frame: int, max_documents: int | None) -> Packing:
+    """Break up the emptiest rows and put their text into the gaps of others, where over a hundredth is padding.
+
+    So many as the gaps have room for; a few documents are cut for it that would have fitted into a row.
+    """
+    num_rows, pieces_R = packing.num_rows, np.diff(packing.row_first)
+    row_P = np.repeat(np.arange(num_rows), pieces_R)
+    text_R = np.bincount(row_P, packing.piece_length, minlength=num_rows).astype(np.int64)
+    room_R = capacity - text_R - frame * pieces_R
+    if room_R.sum() <= MOST_PADDING * num_rows * capacity:
+        return packing
+    is_gap = (room_R >= SMALLEST_GAP + frame) & (pieces_R < (max_documents or capacity))
+    order = np.argsort(-room_R, kind="stable")
+    gap_R = np.where(is_gap, room_R - frame, 0)[order]
+    # Text of the rows that are broken up must fit into the gaps of the rest; some room is lost at their ends.
+    fits = np.cumsum(text_R[order]) <= 0.9 * (gap_R.sum() - np.cumsum(gap_R))
+    broken, rest = order[: fits.sum()], order[fits.sum() :]
+    if not len(broken):
+        return packing
+    is_moved = np.isin(row_P, broken)
+    gaps = Gaps([(r, int(room_R[r]) - frame, int(pieces_R[r])) for r in rest[is_gap[rest]].tolist()], frame, num_rows)
+    for start, length in zip(packing.piece_start[is_moved], packing.piece_length[is_moved], strict=True):
+        gaps.put(int(start), int(length), max_documents)
+    moved_P3 = np.array(gaps.placed, dtype=np.int64).reshape(-1, 3)
+    row_P = np.concatenate([row_P[~is_moved], moved_P3[:, 0]])
+    start_P = np.concatenate([packing.piece_start[~is_moved], moved_P3[:, 1]])
+    length_P = np.concatenate([packing.piece_length[~is_moved], moved_P3[:, 2]])
+    by_row = np.argsort(row_P, kind="stable")
+    tighter = Packing(
+        piece_start=start_P[by_row],
+        piece_length=length_P[by_row].astype(np.int32),
+        row_first=np.append(np.unique(row_P[by_row], return_index=True)[1], len(row_P)).astype(np.int64),
+    )
+    return tighten(tighter, capacity, frame, max_documents) if tighter.num_rows < num_rows else packing
+
+
+class Gaps:
+    """Room at the ends of rows, the largest first, and what is put there."""
+
+    def __init__(self, gaps: list[tuple[int, int, int]], frame: int, next_row: int) -> None:
+        self.gaps = deque(gaps)  # (row, room for text, pieces that it has)
+        self.frame, self.next_row = frame, next_row
+        self.placed: list[tuple[int, int, int]] = []  # (row, start, length)
+
+    def put(self, start: int, length: int, max_documents: int | None) -> None:
+        """Place a piece, cut as the gaps demand; what finds none has a row of its own."""
+        while length and self.gaps:
+            row, room, pieces = self.gaps.popleft()
+            take = length if length <= room else min(room, length - SMALLEST_GAP // 2)
+            self.placed.append((row, start, take))
+            start, length = start + take, length - take
+            left = room - take - self.frame
+            if left >= SMALLEST_GAP and (max_documents is None or pieces + 1 < max_documents):
+                self.gaps.appendleft((row, left, pieces + 1))
+        if length:
+            self.placed.append((self.next_row, start, length))
+            self.next_row += 1
 
 
 def ragged_arange(counts: np.ndarray) -> np.ndarray:
@@ -154,11 +243,20 @@ class OpenRows:
             self.filled |= 1 << room
 
 
-def cached_packing(shards: Shards, capacity: int, frame: int, max_documents: int | None) -> Packing:
+def cached_packing(
+    shards: Shards, capacity: int, frame: int, max_documents: int | None, split: str = "token"
+) -> Packing:
     """The packing of a part of shards, computed once and kept beside it."""
-    key = hashlib.sha256(f"1 {shards.fingerprint} {frame} {max_documents}".encode()).hexdigest()[:12]
-    name = f"rows-{capacity}-{key}"
-    return kept(shards, name, Packing, lambda: pack(np.diff(shards.offsets), capacity, frame, max_documents))
+    key = hashlib.sha256(f"2 {shards.fingerprint} {frame} {max_documents} {split}".encode()).hexdigest()[:12]
+
+    def make() -> Packing:
+        if split == "sentence":
+            pieces = cut_at_sentences(shards.sentence_bounds(), np.asarray(shards.offsets), capacity - frame)
+            return pack_pieces(*pieces, capacity, frame, max_documents)
+        packing = pack(np.diff(shards.offsets), capacity, frame, max_documents)
+        return tighten(packing, capacity, frame, max_documents)
+
+    return kept(shards, f"rows-{capacity}-{key}", Packing, make)
 
 
 Arrays = TypeVar("Arrays", bound=NamedTuple)
@@ -266,6 +364,7 @@ class Rows(NamedTuple):
     salient: np.ndarray | None = None  # (B, T) bool: part of a name, a number, a date
     segment: np.ndarray | None = None  # (B, T) int32: first or second text of a pair
     pair: np.ndarray | None = None  # (B,) int64: 0 where the second text follows the first, 1 where it does not
+    fresh: np.ndarray | None = None  # (B,) bool: where rows go on from step to step, those that begin anew
 
 
 class Line:
@@ -358,7 +457,11 @@ class Source:
 
 
 class RowSource(Source):
-    """Rows of packed documents, at most `max_documents` to a row."""
+    """Rows of packed documents, at most `max_documents` to a row.
+
+    A document that is longer than a row is cut where the row is full; with `split="sentence"` at the end of a
+    sentence, as long as a sentence is not longer than a row.
+    """
 
     def __init__(
         self,
@@ -371,11 +474,12 @@ class RowSource(Source):
         shuffle: bool = True,
         allow_short: bool = False,
         bits: tuple[str, ...] = (),
+        split: str = "token",
     ) -> None:
         if length <= frame.size:
             raise UserError(f"A row of {length} tokens has no room for text. Choose a longer --max-seq-length.")
         super().__init__(shards, length, frame, pad, seed, shuffle, allow_short, bits)
-        self.packing = cached_packing(shards, length, frame.size, max_documents)
+        self.packing = cached_packing(shards, length, frame.size, max_documents, split)
         self.num_rows = self.packing.num_rows
         start_P, end_P = self.packing.piece_start, self.packing.piece_start + self.packing.piece_length
         frames = len(frame.before) * self._edges(start_P).sum() + len(frame.after) * self._edges(end_P).sum()

@@ -1,34 +1,39 @@
-"""Train, load and save tokenizers: WordPiece, byte-level BPE and Unigram, run by Hugging Face `tokenizers`."""
+"""Load, use and save tokenizers, which Hugging Face's `tokenizers` run."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-import sys
-import threading
-import time
-import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Encoding, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Encoding, models, processors
 from tokenizers import Tokenizer as Backend
 
-from firth.console import Line, duration, say, track, warn
-from firth.errors import UserError, nearest
+from firth.console import warn
+from firth.errors import UserError
 from firth.files import read_json, write_json, write_text
+from firth.tokens.kinds import (
+    BERT_ROLES,
+    GPT2_ROLES,
+    GPT_ROLES,
+    ROBERTA_ROLES,
+    SPACE_MARK,
+    T5_ROLES,
+    WORD_END,
+    bpe,
+    byte_bpe,
+    own_config,
+    wordpiece,
+)
 
 ROLES = ("pad", "unk", "bos", "eos", "cls", "sep", "mask")
-NUM_SENTINELS = 100
-MAX_ALPHABET = 1000  # WordPiece keeps this many characters, the most frequent ones; the rest become [UNK]
-SPACE_MARK = "▁"
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class Tokenizer:
         state = json.loads(backend.to_str())
         self.backend = backend
         self.roles = dict(roles)
-        self.kind = kind_of(state)
+        self.kind = kind_of(state, config or {})
         self.fingerprint = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
         self.vocab = read_vocabulary(backend, roles)
         self.config = dict(config) if config is not None else own_config(self.kind)
@@ -90,6 +95,11 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
+    def words(self, text: str) -> list[str]:
+        """The words of a text as the pre-tokenizer cuts it; `characters` spells those of ELMo."""
+        normal = self.backend.normalizer.normalize_str(text) if self.backend.normalizer is not None else text
+        return [word for word, _ in self.backend.pre_tokenizer.pre_tokenize_str(normal)]
+
     def word_starts(self, *encodings: Encoding) -> np.ndarray:
         """For each token: does it start a word, that is a piece of text that the pre-tokenizer keeps together?
 
@@ -97,13 +107,17 @@ class Tokenizer:
         """
         if not encodings:
             return np.zeros(0, dtype=bool)
-        words = np.array(list(chain.from_iterable(e.word_ids for e in encodings)), dtype=np.float64)
-        starts = np.ones(len(words), dtype=bool)
-        starts[1:] = words[1:] != words[:-1]  # a token outside of words has None, here NaN, which differs from itself
+        size, words = sum(map(len, encodings)), list(chain.from_iterable(e.word_ids for e in encodings))
+        try:
+            words_N = np.fromiter(words, np.int64, size)
+        except TypeError:  # a token outside of words has None, then NaN, which differs from itself
+            words_N = np.array(words, dtype=np.float64)
+        starts = np.ones(size, dtype=bool)
+        starts[1:] = words_N[1:] != words_N[:-1]
         first = np.cumsum([0] + [len(e) for e in encodings[:-1]])
         starts[first[first < len(starts)]] = True
-        ids = np.fromiter(chain.from_iterable(e.ids for e in encodings), np.int64, len(words))
-        starts |= self._space_first[ids]
+        if self._space_first.any():
+            starts |= self._space_first[np.fromiter(chain.from_iterable(e.ids for e in encodings), np.int64, size)]
         return starts
 
     def save(self, folder: str | Path) -> None:
@@ -115,6 +129,14 @@ class Tokenizer:
         sentinels = [self.backend.id_to_token(i) for i in self.vocab.sentinels]
         extra = {"additional_special_tokens": sentinels} if sentinels else {}
         write_json(folder / "tokenizer_config.json", {**extra, **self.config, **names})
+
+    def with_tokens(self, names: Sequence[str]) -> Tokenizer:
+        """The same tokenizer with more special tokens, after the others; those that it has keep their ids."""
+        backend = Backend.from_str(self.backend.to_str())
+        backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+        key = "additional_special_tokens"
+        known = self.config.get(key) or [self.backend.id_to_token(i) for i in self.vocab.sentinels]
+        return Tokenizer(backend, self.roles, self.config | {key: [*known, *(n for n in names if n not in known)]})
 
     @cached_property
     def _plain(self) -> Backend:
@@ -131,33 +153,25 @@ class Tokenizer:
         return first
 
 
-def kind_of(state: Mapping[str, Any]) -> str:
-    """The kind of a tokenizer from its tokenizer.json."""
+def kind_of(state: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """The kind of a tokenizer from its tokenizer.json, and whether its words are read as characters."""
     model = state["model"]["type"]
     if model == "BPE":
-        return "byte-bpe" if '"ByteLevel"' in json.dumps(state["pre_tokenizer"]) else "bpe"
-    return {"WordPiece": "wordpiece", "Unigram": "unigram", "WordLevel": "word"}[model]
+        return "byte-bpe" if is_byte_level(state) else "bpe"
+    if model == "WordLevel":
+        return "char" if "max_word_length" in config else "word"
+    return {"WordPiece": "wordpiece", "Unigram": "unigram"}[model]
 
 
-def own_config(kind: str) -> dict[str, Any]:
-    """What tokenizer_config.json says beside the special tokens.
-
-    The class is the plain one: those named after a model rebuild parts of the tokenizer in their own way. Segment ids
-    are for BERT only; GPT-2 would add them to its embeddings.
-    """
-    segments = ["token_type_ids"] if kind == "wordpiece" else []
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_input_names": ["input_ids", *segments, "attention_mask"],
-        "clean_up_tokenization_spaces": False,
-    }
+def is_byte_level(state: Mapping[str, Any]) -> bool:
+    """Whether it turns text into bytes before anything else."""
+    return '"ByteLevel"' in json.dumps([state["normalizer"], state["pre_tokenizer"]])
 
 
 def read_vocabulary(backend: Backend, roles: Mapping[str, str]) -> Vocabulary:
     ids = {role: backend.token_to_id(roles[role]) if role in roles else None for role in ROLES}
-    pad = ids.pop("pad")
-    if pad is None:
-        pad = ids["eos"]  # GPT-2 has no padding token
+    # GPT-2 has no padding token, and GPT no token for the end either.
+    pad = next((i for i in (ids.pop("pad"), ids["eos"], ids["unk"]) if i is not None), None)
     if pad is None:
         raise UserError("This tokenizer has neither a padding nor an end token. Name one in tokenizer_config.json.")
     tokens = backend.get_vocab(with_added_tokens=True)
@@ -170,249 +184,6 @@ def read_vocabulary(backend: Backend, roles: Mapping[str, str]) -> Vocabulary:
     )
 
 
-# --- training -----------------------------------------------------------------------------------------------------
-
-
-def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int, lowercase: bool = False) -> Tokenizer:
-    """Learn a tokenizer from a stream of texts; the same texts always give the same tokenizer.
-
-    - wordpiece, for BERT: [PAD] [UNK] [CLS] [SEP] [MASK] are ids 0 to 4.
-    - byte-bpe, for GPT-2 and RoBERTa: <pad> <s> </s> <mask> <|endoftext|> are ids 0 to 4. The end of a text is
-      <|endoftext|>, which is bos and eos; <s> and </s> are cls and sep.
-    - unigram, for T5 and XLM-R: <pad> </s> <unk> <s> <mask> are ids 0 to 4, and <extra_id_99> ... <extra_id_0> the
-      last 100. The end of a text is </s>, which is sep too; <s> is cls.
-
-    A small text may give fewer than `vocab_size` tokens; that is said.
-    """
-    if kind not in KINDS:
-        raise UserError(f"There is no tokenizer of kind {kind!r}. {nearest(kind, KINDS)}")
-    learn, roles = KINDS[kind]
-    stream = iter(texts)
-    first = next((text for text in stream if text.strip()), None)
-    if first is None:
-        raise UserError("There is no text to learn a tokenizer from.")
-    read = Texts(chain([first], stream))
-    with heartbeat(f"learning a {kind} vocabulary", read):
-        backend = learn(read, vocab_size, lowercase)
-    tokenizer = Tokenizer(backend, roles)
-    if tokenizer.vocab.size < vocab_size:
-        say(f"The text gives {tokenizer.vocab.size:,} tokens, fewer than the {vocab_size:,} asked for.")
-    return tokenizer
-
-
-class Texts:
-    """A stream of texts that shows how far it is and remembers which characters went by."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self.texts = texts
-        self.characters: set[str] = set()
-        self.finished = False
-
-    def __iter__(self) -> Iterator[str]:
-        for text in track(self.texts, "reading text", "documents"):
-            self.characters.update(text)
-            yield text
-        self.finished = True
-
-
-@contextmanager
-def heartbeat(what: str, texts: Texts, every: float = 10.0) -> Iterator[None]:
-    """A line now and then while the library, once it has read the texts, works without a word."""
-    start, done, line = time.monotonic(), threading.Event(), Line(every)
-
-    def beat() -> None:
-        while not done.wait(every):
-            if texts.finished:
-                line.show(f"{what}: {duration(time.monotonic() - start)}", force=True)
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        line.close()
-
-
-def require(vocab_size: int, need: int, what: str) -> None:
-    """Refuse a vocabulary in which `what` does not fit."""
-    if vocab_size < need:
-        raise UserError(
-            f"A vocabulary of {vocab_size:,} tokens is too small: {what} take {need:,}. Ask for more (--vocab-size)."
-        )
-
-
-WORDPIECE_SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-
-
-def learn_wordpiece(texts: Texts, vocab_size: int, lowercase: bool) -> Backend:
-    require(vocab_size, len(WORDPIECE_SPECIALS), "the special tokens alone")
-    backend = wordpiece({"[UNK]": 0}, lowercase, strip_accents=False)
-    # The trainer numbers its "##x" in the order of a hash table that differs from run to run, and breaks ties by
-    # number. Naming every "##x" there can be fixes the numbers; those that the text does not need are dropped below.
-    inner = [f"##{c}" for c in characters_inside_words(backend)]
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size + len(inner),
-        min_frequency=2,
-        limit_alphabet=MAX_ALPHABET,
-        special_tokens=WORDPIECE_SPECIALS + inner,
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer)
-    learned = backend.get_vocab()
-    known = set(WORDPIECE_SPECIALS).union(inner)
-    alphabet = sorted(token for token in learned if len(token) == 1)
-    alphabet += [token for token in inner if token[2:] in learned]
-    words = [token for token in sorted(learned, key=learned.__getitem__) if len(token) > 1 and token not in known]
-    need = len(WORDPIECE_SPECIALS) + len(alphabet)
-    require(vocab_size, need, "the special tokens and the characters of this text (as 'x' and as '##x')")
-    say_what_is_lost(backend, texts.characters, learned)
-    tokens = (WORDPIECE_SPECIALS + alphabet + words)[:vocab_size]
-    backend = wordpiece({token: i for i, token in enumerate(tokens)}, lowercase, strip_accents=False)
-    backend.add_special_tokens(WORDPIECE_SPECIALS)
-    return backend
-
-
-def wordpiece(vocab: dict[str, int], lowercase: bool, strip_accents: bool | None, chinese: bool = True) -> Backend:
-    """BERT's tokenizer around a vocabulary. `strip_accents=None` strips them where it lowercases, as BERT does."""
-    backend = Backend(models.WordPiece(vocab, unk_token="[UNK]"))
-    backend.normalizer = normalizers.BertNormalizer(
-        lowercase=lowercase, strip_accents=strip_accents, handle_chinese_chars=chinese
-    )
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece()
-    if "[CLS]" in vocab and "[SEP]" in vocab:
-        frame = [("[CLS]", vocab["[CLS]"]), ("[SEP]", vocab["[SEP]"])]
-        backend.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=frame
-        )
-    return backend
-
-
-def characters_inside_words(backend: Backend) -> list[str]:
-    """Every character that can stand in the middle of a word: not spaces, not what is split off, as punctuation is."""
-    unassigned = {"Cn", "Co", "Cs"}
-    characters = [c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c) not in unassigned]
-    text = backend.normalizer.normalize_str(" ".join(f"a{c}a" for c in characters))
-    return sorted({word[1] for word, _ in backend.pre_tokenizer.pre_tokenize_str(text) if len(word) == 3})
-
-
-def say_what_is_lost(backend: Backend, characters: set[str], vocab: Mapping[str, int]) -> None:
-    normal = set("".join(backend.normalizer.normalize_str(c) for c in characters))
-    lost = sorted(c for c in normal if not c.isspace() and c not in vocab)
-    if lost:
-        some = " ".join(lost[:10])
-        warn(f"{len(lost):,} rare characters have no token of their own and become [UNK]: {some} ...")
-
-
-BYTE_SPECIALS = ["<pad>", "<s>", "</s>", "<mask>", "<|endoftext|>"]
-
-
-def learn_byte_bpe(texts: Texts, vocab_size: int, lowercase: bool) -> Backend:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    require(vocab_size, len(BYTE_SPECIALS) + len(alphabet), "the special tokens and the 256 bytes")
-    backend = byte_bpe({}, [])
-    backend.normalizer = normalizers.Lowercase() if lowercase else None
-    specials = [AddedToken(token, special=True, lstrip=token == "<mask>") for token in BYTE_SPECIALS]
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, min_frequency=2, initial_alphabet=alphabet, special_tokens=specials, show_progress=False
-    )
-    backend.train_from_iterator(texts, trainer)
-    return backend
-
-
-def byte_bpe(vocab: dict[str, int], merges: list[tuple[str, str]], add_prefix_space: bool = False) -> Backend:
-    """GPT-2's tokenizer around a vocabulary: any text is a string of bytes, so nothing is unknown."""
-    backend = Backend(models.BPE(vocab=vocab, merges=merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
-    backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.ByteLevel(trim_offsets=False)
-    return backend
-
-
-UNIGRAM_SPECIALS = ["<pad>", "</s>", "<unk>", "<s>", "<mask>"]
-
-
-def learn_unigram(texts: Texts, vocab_size: int, lowercase: bool) -> Backend:
-    reserved = len(UNIGRAM_SPECIALS) + NUM_SENTINELS
-    require(vocab_size, reserved, "the special tokens alone")
-    backend = unigram([("<unk>", 0.0)], 0, lowercase)
-    trainer = trainers.UnigramTrainer(
-        vocab_size=vocab_size - NUM_SENTINELS,
-        unk_token="<unk>",
-        special_tokens=UNIGRAM_SPECIALS,
-        initial_alphabet=sorted(set("".join(UNIGRAM_SPECIALS))),  # so that "</s>" in a text can be spelled
-        show_progress=False,
-    )
-    try:
-        backend.train_from_iterator(texts, trainer)
-    except Exception:
-        need = reserved + len(texts.characters - {" "} | set(SPACE_MARK).union(*UNIGRAM_SPECIALS))
-        require(vocab_size, need, f"the special tokens, {NUM_SENTINELS} sentinels and the characters of this text")
-        raise
-    learned = json.loads(backend.to_str())["model"]["vocab"][len(UNIGRAM_SPECIALS) :]
-    pieces = steady_scores(learned)
-    # A special token is never the best way to read a text; what looks like one is spelled.
-    never = 10 * min(score for _, score in pieces)
-    backend = unigram([(token, never) for token in UNIGRAM_SPECIALS] + pieces, 2, lowercase)
-    backend.add_special_tokens([AddedToken(name, special=True, lstrip=name == "<mask>") for name in UNIGRAM_SPECIALS])
-    names = [f"<extra_id_{i}>" for i in reversed(range(NUM_SENTINELS))]
-    backend.add_special_tokens([AddedToken(name, special=True, lstrip=True) for name in names])
-    return backend
-
-
-def unigram(pieces: list[tuple[str, float]], unk: int, lowercase: bool) -> Backend:
-    """T5's tokenizer around scored pieces, but lines stay apart: a newline or a tab is a token, not a space."""
-    backend = Backend(models.Unigram(pieces, unk_id=unk))
-    backend.normalizer = normalizers.Lowercase() if lowercase else None
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"[^\S ]"), behavior="isolated"),
-            pre_tokenizers.Metaspace(replacement=SPACE_MARK, prepend_scheme="first"),
-        ]
-    )
-    backend.decoder = decoders.Metaspace(replacement=SPACE_MARK, prepend_scheme="first")
-    if len(pieces) > 1:
-        backend.post_processor = processors.TemplateProcessing(
-            single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
-        )
-    return backend
-
-
-def steady_scores(pieces: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
-    """Pieces by falling score, the same in every run.
-
-    The trainer adds up in the order of a hash table, which moves the last digits. And in that order it gives the
-    characters that it keeps only for completeness the lowest score, the lowest and 0.0001, and so on: here all of
-    them get the lowest.
-    """
-    pieces = list(pieces)
-    lowest = min(score for _, score in pieces)
-    reach = lowest + 0.0001 * sum(len(piece) == 1 for piece, _ in pieces)
-    steady = [(p, round(lowest if len(p) == 1 and score < reach else score, 6)) for p, score in pieces]
-    return sorted(steady, key=lambda pair: (-pair[1], pair[0]))
-
-
-class Kind(NamedTuple):
-    """How a kind of tokenizer is learned, and which special token plays which role."""
-
-    learn: Callable[[Texts, int, bool], Backend]
-    roles: dict[str, str]
-
-
-BERT_ROLES = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-GPT2_ROLES = {"bos": "<|endoftext|>", "eos": "<|endoftext|>"}
-T5_ROLES = {"pad": "<pad>", "eos": "</s>", "unk": "<unk>"}
-ROBERTA_ROLES = {**T5_ROLES, "bos": "<s>", "cls": "<s>", "sep": "</s>", "mask": "<mask>"}
-
-KINDS = {
-    "wordpiece": Kind(learn_wordpiece, BERT_ROLES),
-    "byte-bpe": Kind(learn_byte_bpe, {**GPT2_ROLES, "pad": "<pad>", "cls": "<s>", "sep": "</s>", "mask": "<mask>"}),
-    "unigram": Kind(learn_unigram, {**T5_ROLES, "cls": "<s>", "sep": "</s>", "mask": "<mask>"}),
-}
-
-
 # --- loading ------------------------------------------------------------------------------------------------------
 
 
@@ -420,6 +191,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Open a tokenizer folder: ours, or a published one of the Hugging Face kind."""
     folder = Path(folder)
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    if (folder / "chat_template.jinja").is_file():
+        config["chat_template"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     if (folder / "tokenizer.json").is_file():
         backend = read_backend(folder / "tokenizer.json")
         return Tokenizer(backend, find_roles(folder, config, backend), config)
@@ -468,11 +241,16 @@ def read_vocab_txt(file: Path, config: Mapping[str, Any]) -> Backend:
 
 
 def read_merges(folder: Path, config: Mapping[str, Any]) -> Backend:
-    """GPT-2's old format: tokens in vocab.json, pairs to merge in merges.txt. RoBERTa puts <s> and </s> around."""
+    """GPT's and GPT-2's old format: tokens in vocab.json, pairs to merge in merges.txt.
+
+    Pieces of GPT end in </w>; those of GPT-2 are bytes, and RoBERTa puts <s> and </s> around them.
+    """
     try:
         vocab, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
     except Exception as e:  # the library has no narrower type
         raise UserError(f"{folder}: vocab.json and merges.txt cannot be read ({e}).") from None
+    if any(token.endswith(WORD_END) for token in vocab):
+        return bpe(vocab, merges, lowercase=config.get("do_lower_case", True))
     backend = byte_bpe(vocab, merges, config.get("add_prefix_space", False))
     if {"<s>", "</s>", "<mask>"} <= vocab.keys():
         backend.post_processor = processors.TemplateProcessing(
@@ -497,7 +275,7 @@ def find_roles(folder: Path, config: Mapping[str, Any], backend: Backend) -> dic
             roles[role] = token
     if roles:
         return roles
-    for family in (BERT_ROLES, ROBERTA_ROLES, T5_ROLES, GPT2_ROLES):
+    for family in (BERT_ROLES, ROBERTA_ROLES, T5_ROLES, GPT2_ROLES, GPT_ROLES):
         if all(backend.token_to_id(token) is not None for token in family.values()):
             return family
     raise UserError(

@@ -1,0 +1,270 @@
+"""How a tokenizer splits a text: pieces per word, what is lost, what is unknown, what is never used."""
+
+# Shapes: N tokens of a text, W words of it, V tokens of the vocabulary.
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from tokenizers import Encoding
+
+from firth.console import progress
+from firth.errors import UserError
+from firth.text import Document, held_out
+from firth.text.scripts import word_spans
+from firth.tokens.checkup import Sampled
+from firth.tokens.tokenizer import Tokenizer
+from firth.tokens.train import train_tokenizer
+
+MEASURED = 0.2  # of the sample: what no tokenizer was trained on
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # of rows
+FRAME = 2  # tokens of a row that are not of the document
+SHOWN = 20  # of a list
+ADDED = 1000  # words that a vocabulary might be extended by
+MARKS = "Ġ▁"  # for a space, at the beginning of a token
+BATCH = 256  # documents
+COMMON = 0.95  # of the vocabulary that should be seen often (Gowda & May 2020)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How well a tokenizer fits a text. Shares are of words, tokens, characters or documents, as their names say."""
+
+    name: str
+    kind: str
+    vocab_size: int
+    given: bool  # not trained on this text
+    words: int  # of the text that it was measured on
+    tokens: int
+    characters: int
+    bytes: int
+    pieces_per_word: float
+    words_split: float
+    bytes_per_token: float
+    characters_per_token: float
+    unknown: float  # share of the tokens
+    unknown_texts: list[tuple[str, int]]
+    lost: float  # share of the visible characters that do not come back
+    lost_characters: list[tuple[str, int]]
+    exact: float  # share of the documents that come back as they were, spaces too
+    unused: float  # share of the vocabulary, in the whole sample
+    times_seen: float  # in the whole text, at least, for 95% of the pieces that are used
+    saved: float  # share of the tokens, if the thousand words that cost most had a token each
+    document_tokens: dict[str, float]
+    rows: dict[int, float]  # share of the documents that fit in a row of this length
+    worst: list[dict[str, Any]]
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Parts(NamedTuple):
+    """A sample in two: what tokenizers are trained on, and what they are measured on."""
+
+    train: list[Document]
+    measured: list[Document]
+    whole: list[Sampled]
+    apart: bool  # the parts have nothing in common
+
+
+def divide(sample: Iterable[Sampled]) -> Parts:
+    """Measure on a fifth of the documents that is not trained on; on all where that would leave one part empty."""
+    whole = list(sample)
+    measured = [d.document for d in whole if held_out(d.document.text, MEASURED)]
+    train = [d.document for d in whole if not held_out(d.document.text, MEASURED)]
+    if measured and train:
+        return Parts(train, measured, whole, apart=True)
+    everything = [d.document for d in whole]
+    return Parts(everything, everything, whole, apart=False)
+
+
+def train_several(
+    parts: Parts, kinds: Sequence[str], sizes: Sequence[int], lowercase: bool = False
+) -> Iterator[Tokenizer | str]:
+    """Tokenizers of every kind and size that the text can teach; a sentence for each that it cannot."""
+    for kind in kinds:
+        largest = 0
+        for size in sorted(sizes):
+            try:
+                trained = train_tokenizer((d.text for d in parts.train), kind, size, lowercase)
+            except UserError as e:
+                yield f"{kind} with {size:,} tokens: {e}"
+                continue
+            if trained.vocab.size > largest:
+                largest = trained.vocab.size
+                yield trained
+
+
+def measure(tokenizer: Tokenizer, parts: Parts, scale: float, name: str, given: bool = False) -> Fit:
+    """Count what a tokenizer makes of a sample; the text is `scale` times as large as that."""
+    used_V, lengths = read_all(tokenizer, parts.whole, name)
+    split = Split(tokenizer)
+    with progress(f"measuring {name}", "documents", len(parts.measured)) as p:
+        for start in range(0, len(parts.measured), BATCH):
+            batch = parts.measured[start : start + BATCH]
+            split.read(batch)
+            p.advance(len(batch))
+    words, tokens = max(split.words.total(), 1), max(split.tokens, 1)
+    return Fit(
+        name=name,
+        kind=tokenizer.kind,
+        vocab_size=tokenizer.vocab.size,
+        given=given,
+        words=split.words.total(),
+        tokens=split.tokens,
+        characters=split.characters,
+        bytes=split.bytes,
+        pieces_per_word=split.pieces.total() / words,
+        words_split=split.num_split / words,
+        bytes_per_token=split.bytes / tokens,
+        characters_per_token=split.characters / tokens,
+        unknown=split.unknown.total() / tokens,
+        unknown_texts=split.unknown.most_common(SHOWN),
+        lost=split.lost.total() / max(split.visible, 1),
+        lost_characters=split.lost.most_common(SHOWN),
+        exact=split.num_exact / max(len(parts.measured), 1),
+        unused=float((used_V[tokenizer.vocab.ordinary] == 0).mean()),
+        times_seen=times_seen(tokenizer, used_V) * scale,
+        saved=sum(sorted(split.costs().values(), reverse=True)[:ADDED]) / tokens,
+        document_tokens={q: float(np.quantile(lengths, s)) for q, s in (("median", 0.5), ("p90", 0.9), ("p99", 0.99))}
+        | {"mean": float(lengths.mean()), "largest": float(lengths.max())},
+        rows={length: float((lengths + FRAME <= length).mean()) for length in LENGTHS},
+        worst=split.worst(),
+    )
+
+
+def read_all(tokenizer: Tokenizer, sample: Sequence[Sampled], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """How often each id is used in a sample, and how many tokens its documents have."""
+    used_V = np.zeros(tokenizer.vocab.size, dtype=np.int64)
+    lengths: list[float] = []
+    with progress(f"reading with {name}", "documents", len(sample)) as p:
+        for start in range(0, len(sample), BATCH):
+            batch = sample[start : start + BATCH]
+            for ids, one in zip(tokenizer.encode_batch([d.document.text for d in batch]), batch, strict=True):
+                used_V += np.bincount(ids, minlength=len(used_V))
+                lengths.append(len(ids) * one.characters / max(len(one.document.text), 1))
+            p.advance(len(batch))
+    return used_V, np.array(lengths)
+
+
+def times_seen(tokenizer: Tokenizer, used_V: np.ndarray) -> float:
+    """How often the rarest piece is used when the rarest 5% are left out, of those that are used at all.
+
+    Single characters and bytes are left out too: they are there so that everything can be spelled, however rare.
+    """
+    ordinary = set(tokenizer.vocab.ordinary.tolist())
+    tokens = tokenizer.backend.get_vocab().items()
+    learned = [i for token, i in tokens if i in ordinary and len(token.removeprefix("##").lstrip(MARKS)) > 1]
+    used = used_V[learned][used_V[learned] > 0]
+    return float(np.quantile(used, 1 - COMMON, method="lower")) if len(used) else 0.0
+
+
+class Split:
+    """What becomes of words and characters when a tokenizer reads them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.words: Counter[str] = Counter()
+        self.pieces: Counter[str] = Counter()
+        self.ways: dict[str, str] = {}
+        self.unknown: Counter[str] = Counter()
+        self.lost: Counter[str] = Counter()
+        self.tokens = self.characters = self.bytes = self.visible = self.num_split = self.num_exact = 0
+
+    def read(self, batch: Sequence[Document]) -> None:
+        encodings = self.tokenizer.encodings([d.text for d in batch])
+        for document, encoding in zip(batch, encodings, strict=True):
+            text, spans_N2 = document.text, np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+            self.tokens += len(spans_N2)
+            self.characters += len(text)
+            self.bytes += len(text.encode())
+            self._read_words(document, spans_N2)
+            self._read_unknown(text, encoding)
+            self._read_back(text, encoding.ids)
+
+    def _read_words(self, document: Document, spans_N2: np.ndarray) -> None:
+        spans_W = word_spans(document)
+        if not spans_W:
+            return
+        first_W, last_W = tokens_of(np.array(spans_W), spans_N2)
+        for (start, end), first, last in zip(spans_W, first_W.tolist(), last_W.tolist(), strict=True):
+            word = document.text[start:end]
+            pieces = max(last - first, 1)
+            self.words[word] += 1
+            self.pieces[word] += pieces
+            if pieces > 1:
+                self.num_split += 1
+                if word not in self.ways:
+                    inside = np.clip(spans_N2[first:last], start, end) - start
+                    self.ways[word] = "·".join(clusters(word, inside))
+
+    def _read_unknown(self, text: str, encoding: Encoding) -> None:
+        unk = self.tokenizer.vocab.unk
+        if unk is not None and unk in encoding.ids:
+            self.unknown.update(
+                text[start:end] for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True) if i == unk
+            )
+
+    def _read_back(self, text: str, ids: Sequence[int]) -> None:
+        """What does not come back. Spaces are not counted: they may be kept elsewhere than in the tokens."""
+        back = self.tokenizer.decode(ids)
+        self.visible += len("".join(text.split()))
+        if back == text:
+            self.num_exact += 1
+        else:
+            missing = Counter("".join(text.split()))
+            missing.subtract("".join(back.split()))
+            self.lost.update(+missing)
+
+    def costs(self) -> dict[str, int]:
+        """For each word how many tokens would be saved if it were one."""
+        return {word: self.pieces[word] - n for word, n in self.words.items()}
+
+    def worst(self) -> list[dict[str, Any]]:
+        """The words whose splitting costs most tokens, of those that become three or more, or else two or more.
+
+        A word that occurs once tells nothing.
+        """
+        costs = self.costs()
+        for least in (3, 2):
+            if found := [word for word, n in self.words.items() if n > 1 and self.pieces[word] >= least * n]:
+                found.sort(key=lambda word: (-costs[word], word))
+                return [
+                    {
+                        "word": word,
+                        "count": self.words[word],
+                        "pieces": self.pieces[word] / self.words[word],
+                        "split": self.ways[word],
+                    }
+                    for word in found[:SHOWN]
+                ]
+        return []
+
+
+def tokens_of(spans_W2: np.ndarray, spans_N2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each word the first token that reaches into it, and the one after the last.
+
+    >>> words, tokens = np.array([[0, 3], [4, 9]]), np.array([[0, 3], [3, 6], [6, 9], [9, 10]])
+    >>> [array.tolist() for array in tokens_of(words, tokens)]
+    [[0, 1], [1, 3]]
+    """
+    starts_N, ends_N = np.maximum.accumulate(spans_N2[:, 0]), np.maximum.accumulate(spans_N2[:, 1])
+    first_W = np.searchsorted(ends_N, spans_W2[:, 0], "right")
+    return first_W, np.maximum(np.searchsorted(starts_N, spans_W2[:, 1], "left"), first_W)
+
+
+def clusters(word: str, spans: np.ndarray) -> list[str]:
+    """The pieces of a word; further bytes of a character that is split itself are shown as a dot.
+
+    >>> clusters("aéb", np.array([[0, 1], [1, 2], [1, 2], [2, 3]]))
+    ['a', 'é', '.', 'b']
+    """
+    pieces, reached = [], 0
+    for start, end in spans.tolist():
+        pieces.append(word[start:end] if end > reached else ".")
+        reached = max(reached, end)
+    return pieces

@@ -1,0 +1,191 @@
+"""Several shards as one stream of rows, each with a share of its own."""
+
+# Shapes: S sources, B rows of a batch, T positions of a row.
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from firth.errors import UserError, nearest
+from firth.tokens.rows import Rows, Source, mix, permute
+from firth.tokens.shards import Prepared, Shards
+from firth.tokens.tokenizer import Tokenizer
+
+WINDOW = 1000  # rows in which every source has exactly its share
+
+
+@dataclass(frozen=True)
+class Mix:
+    """How much of each source is read: at most one of these is given. Without, all rows of all sources, once each.
+
+    `shares`: what part of the rows is of each source, {"a": 0.7, "b": 0.3}; any weights will do. `temperature`: as
+    many tokens to the power of this as the source has, 0.7 in multilingual BERT and 0.3 in XLM-R (Conneau et al. 2020,
+    section 3.1), so that small sources are read more often. `epochs`: how often each is read in one epoch of the mix.
+    """
+
+    shares: dict[str, float] = field(default_factory=dict)
+    temperature: float | None = None
+    epochs: dict[str, float] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Refuse what contradicts itself, before anything is opened."""
+        given = [name for name in ("shares", "temperature", "epochs") if getattr(self, name) not in (None, {})]
+        if len(given) > 1:
+            raise UserError(f"mix.{given[0]} and mix.{given[1]} are both given. Choose one.")
+        if self.temperature is not None and not 0 <= self.temperature <= 1:
+            raise UserError(f"mix.temperature is {self.temperature:g}, and must be from 0 (equal) to 1 (by size).")
+        for name in ("shares", "epochs"):
+            for source, value in getattr(self, name).items():
+                if not 0 < value < np.inf:
+                    raise UserError(
+                        f"mix.{name}: {source}={value:g} must be more than 0. To leave it out, leave it out."
+                    )
+
+    def only(self, names: Collection[str]) -> Mix:
+        """The same for some of the sources."""
+        shares, epochs = ({k: v for k, v in given.items() if k in names} for given in (self.shares, self.epochs))
+        return replace(self, shares=shares, epochs=epochs)
+
+    def weights(self, tokens: Mapping[str, int], rows: Mapping[str, int]) -> dict[str, float]:
+        """What part of the rows each source has, from the sizes of all."""
+        named = self.shares or self.epochs
+        for name in named:
+            if name not in tokens:
+                raise UserError(f"The mix speaks of {name!r}, which is no source. {nearest(name, tokens)}")
+        if missing := [name for name in tokens if named and name not in named]:
+            raise UserError(f"The mix does not say how much of {missing[0]!r} is read.")
+        if self.shares:
+            weight = dict(self.shares)
+        elif self.temperature is not None:
+            weight = {name: size**self.temperature for name, size in tokens.items()}
+        else:
+            weight = {name: rows[name] * self.epochs.get(name, 1.0) for name in rows}
+        total = sum(weight.values())
+        return {name: weight[name] / total for name in tokens}
+
+
+def slots(weights: Sequence[float], window: int = WINDOW) -> np.ndarray:
+    """How many rows of a window are of each source: the shares, rounded so that they add up, and at least one.
+
+    >>> slots([0.7, 0.3]).tolist(), slots([1 / 3, 1 / 3, 1 / 3]).tolist(), slots([1.0, 1e-6]).tolist()
+    ([700, 300], [334, 333, 333], [999, 1])
+    """
+    wanted_S = np.asarray(weights) * window
+    count_S = np.maximum(np.floor(wanted_S), 1).astype(np.int64)
+    while (left := window - int(count_S.sum())) != 0:
+        count_S[np.argmax((wanted_S - count_S) * np.sign(left))] += np.sign(left)
+    return count_S
+
+
+class Share(NamedTuple):
+    """What a mix has of a source, for the table."""
+
+    source: str
+    tokens: int
+    rows: int
+    share: float  # of the rows of the mix
+    epochs: float  # how often it is read in so many rows of the mix
+
+    def __str__(self) -> str:
+        return (
+            f"{self.source}: {self.tokens:,} tokens, {100 * self.share:.1f}% of the rows, read {self.epochs:.2f} times"
+        )
+
+
+class MixedSource(Source):
+    """Rows of several sources. In each window of 1,000 every source has its share of them exactly, in random order.
+
+    Which source row g is of, and which of its rows, is a pure function of the seed and g; each source goes through
+    its own epochs in its own order.
+    """
+
+    def __init__(self, sources: Mapping[str, Source], spec: Mix, seed: int, shuffle: bool = True) -> None:
+        first = next(iter(sources.values()))
+        self.names, self.sources = list(sources), list(sources.values())
+        self.length, self.frame, self.pad, self.bits = first.length, first.frame, first.pad, first.bits
+        self.seed, self.shuffle = seed, shuffle
+        tokens = {name: source.shards.num_tokens for name, source in sources.items()}
+        rows = {name: source.num_rows for name, source in sources.items()}
+        self.count_S = slots(list(spec.weights(tokens, rows).values()))
+        self.edge_S = np.concatenate([[0], np.cumsum(self.count_S)])
+        self.first_row_S = np.cumsum([0, *rows.values()])
+        self.num_rows = round(sum(rows[name] * spec.epochs.get(name, 1.0) for name in rows))
+        filled_S = np.array([source.tokens_used for source in self.sources])
+        self.tokens_used = float((filled_S * self.count_S).sum() / WINDOW)
+
+    def rows(self, indices: np.ndarray) -> Rows:
+        """The rows at these places of the stream."""
+        index_B = np.asarray(indices, dtype=np.int64)
+        source_B, place_B = self.find(index_B)
+        parts = {s: self.sources[s].rows(place_B[source_B == s]) for s in np.unique(source_B).tolist()}
+        found = {name: gather(source_B, {s: getattr(p, name) for s, p in parts.items()}) for name in Rows._fields}
+        assert found["row"] is not None
+        return Rows(**{**found, "index": index_B, "row": found["row"] + self.first_row_S[source_B]})
+
+    def find(self, index_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source that each row of the stream is of, and its place in the stream of that source."""
+        window_B, place_B = np.divmod(index_B, WINDOW)
+        slot_B = permute(place_B, WINDOW, mix(self.seed, window_B))
+        source_B = np.searchsorted(self.edge_S, slot_B, side="right") - 1
+        return source_B, window_B * self.count_S[source_B] + slot_B - self.edge_S[source_B]
+
+    def table(self, num_rows: int) -> list[Share]:
+        """What a run that reads so many rows reads of each source."""
+        return [
+            Share(name, source.shards.num_tokens, source.num_rows, share, share * num_rows / source.num_rows)
+            for name, source, share in zip(self.names, self.sources, (self.count_S / WINDOW).tolist(), strict=True)
+        ]
+
+
+def gather(source_B: np.ndarray, parts: Mapping[int, np.ndarray | None]) -> np.ndarray | None:
+    """One array for all rows, from one for the rows of each source."""
+    known = [part for part in parts.values() if part is not None]
+    if not known:
+        return None
+    out = np.empty((len(source_B), *known[0].shape[1:]), dtype=known[0].dtype)
+    for s, part in parts.items():
+        assert part is not None, "all sources have the same fields"
+        out[source_B == s] = part
+    return out
+
+
+@dataclass(frozen=True)
+class MixedShards:
+    """Several shards of one tokenizer, under the names that a mix calls them by."""
+
+    parts: dict[str, Prepared]
+
+    def __post_init__(self) -> None:
+        (name, first), *others = self.parts.items()
+        for other, shards in others:
+            if shards.tokenizer.fingerprint != first.tokenizer.fingerprint:
+                raise UserError(
+                    f"{shards.folder} ({other}) was made with another tokenizer than {first.folder} ({name}): prepare "
+                    f"its text again with `firth prepare --tokenizer {first.folder / 'tokenizer'}`."
+                )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return next(iter(self.parts.values())).tokenizer
+
+    @property
+    def num_documents(self) -> int:
+        return sum(shards.num_documents for shards in self.parts.values())
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(shards.num_tokens for shards in self.parts.values())
+
+    @property
+    def held_out(self) -> list[Shards] | None:
+        """The held-out parts; None when there are none."""
+        return [shards.held_out for shards in self.parts.values() if shards.held_out is not None] or None
+
+    @property
+    def unigram_entropy(self) -> None:
+        """Not known for a mix."""
+        return None

@@ -1,0 +1,121 @@
+"""`firth prepare`, really killed at any moment: resumed, it writes the same bytes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from firth.files import damage
+from firth.text import Corpus
+from firth.tokens import prepare, train_tokenizer
+
+SOURCE = Path(__file__).parents[2] / "src"
+# As the verb does it, in little chunks and without what a model needs: most of the time goes into the work.
+PROGRAM = """
+import sys
+from importlib import import_module
+from firth.text import Corpus
+from firth.tokens import load_tokenizer
+module = import_module("firth.tokens.prepare")
+module.CHUNK_DOCUMENTS, module.SMALL = 20, 0
+text, tokenizer, folder, workers = sys.argv[1:]
+corpus = Corpus([text])
+print("begun", flush=True)
+module.prepare(corpus, load_tokenizer(tokenizer), folder, 0.2, total_bytes=1, workers=int(workers), resume=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = random.Random(0)
+    words = [
+        "the",
+        "heron",
+        "waits",
+        "at",
+        "a",
+        "river",
+        "where",
+        "Mr.",
+        "Grey",
+        "saw",
+        "it",
+        "rise",
+        "again.",
+        "Nobody",
+        "knows",
+        "why!",
+    ]
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    paragraphs = (" ".join(rng.choices(words, k=rng.randint(20, 400))) for _ in range(1500))
+    file.write_text("\n\n".join(paragraphs))
+    return file
+
+
+@pytest.fixture(scope="module")
+def whole(text: Path) -> Path:
+    corpus, folder = Corpus([text]), text.parent / "whole"
+    prepare(corpus, train_tokenizer(corpus.texts(), "byte-bpe", 300), folder, 0.2)
+    return folder
+
+
+def start(text: Path, whole: Path, folder: Path, workers: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROGRAM, str(text), str(whole / "tokenizer"), str(folder), str(workers)]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+    )
+
+
+def children(pid: int) -> list[int]:
+    found = subprocess.run(["pgrep", "-s", str(pid)], capture_output=True, text=True).stdout.split()
+    return [int(child) for child in found]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_at_any_moment(text: Path, whole: Path, tmp_path: Path, workers: int) -> None:
+    rng = random.Random(workers)
+    for _ in range(4):
+        process = start(text, whole, tmp_path / "s", workers)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        time.sleep(rng.uniform(0, 1.5))
+        process.kill()
+        process.wait()
+        end = time.monotonic() + 30
+        while children(process.pid):  # workers end by themselves when their pipe does
+            assert time.monotonic() < end, "a worker outlives the process that it works for"
+            time.sleep(0.05)
+        assert damage(tmp_path / "s") is None or not (tmp_path / "s").exists()
+    process = start(text, whole, tmp_path / "s", workers)
+    process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert files(tmp_path / "s") == files(whole)
+    assert [p.name for p in tmp_path.iterdir()] == ["s"]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_interrupted_by_the_keyboard(text: Path, whole: Path, tmp_path: Path) -> None:
+    process = start(text, whole, tmp_path / "s", 2)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    journal, end = tmp_path / ".s.journal", time.monotonic() + 60
+    while not (journal.is_file() and journal.read_bytes().count(b"\n") > 2):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to workers too
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert not children(process.pid)
+    assert not (tmp_path / "s").exists()
+    assert journal.read_bytes().count(b"\n") > 2

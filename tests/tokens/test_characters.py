@@ -1,0 +1,42 @@
+"""Words as the ids of their characters."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from firth.tokens.characters import BEGIN_SENTENCE, characters, edge
+
+
+def test_a_word_between_its_marks() -> None:
+    found = characters(["ab", "é", ""])
+    assert found.ids.shape == (3, 50)
+    assert found.ids[0].tolist() == [258, 97, 98, 259] + [260] * 46
+    assert found.ids[1].tolist() == [258, 0xC3, 0xA9, 259] + [260] * 46
+    assert found.ids[2].tolist() == [258, 259] + [260] * 48
+    assert found.cut == 0
+
+
+def test_long_words_are_cut_and_counted() -> None:
+    found = characters(["a" * 48, "b" * 49])
+    assert found.cut == 1
+    assert found.ids[0].tolist() == [258] + [97] * 48 + [259]
+    assert found.ids[1].tolist() == [258] + [98] * 48 + [259]
+
+
+def test_the_edges_of_a_sentence_look_like_words() -> None:
+    assert edge(BEGIN_SENTENCE).tolist() == [258, 256, 259] + [260] * 47
+
+
+def test_no_words() -> None:
+    assert characters([]).ids.shape == (0, 50)
+
+
+@given(st.lists(st.text(max_size=60)))
+def test_the_same_as_one_word_at_a_time(words: list[str]) -> None:
+    want = np.full((len(words), 50), 260)
+    for row, word in zip(want, words, strict=True):
+        spelled = list(word.encode())[:48]
+        row[: len(spelled) + 2] = [258, *spelled, 259]
+    assert (characters(words).ids == want).all()
