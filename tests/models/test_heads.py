@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from firth.models import LMHead, make_model
+from firth.models import LMHead, fused_loss, make_model
 from firth.models.heads import PiecewiseCrossEntropy, Vocabulary, linear_cross_entropy
 from firth.models.presets import bert, gpt2, t5
 from firth.objectives.batch import Batch
@@ -90,3 +90,119 @@ def test_berts_transform_by_hand() -> None:
     torch.nn.init.normal_(head.bias)
     h = F.layer_norm(F.gelu(states @ head.dense.weight.T + head.dense.bias), (16,), eps=1e-12)
     assert_close(head(states, embedding), h @ embedding.T + head.bias)
+
+
+# --- never all scores at once, on any device
+
+
+def loss_and_gradients(loss, *given):  # type: ignore[no-untyped-def]
+    given = [None if t is None else t.clone().requires_grad_() for t in given]
+    value = loss(*given)
+    (value * 0.7).backward()
+    return value.detach(), [t.grad for t in given if t is not None]
+
+
+LABELS = torch.tensor([3, -100, 0, 12, 12, -100, 5])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 7], ids=lambda n: f"{n}-rows")
+def test_pieces_of_any_size_equal_cross_entropy(
+    rows: int, with_bias: bool, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """7 rows of 13 tokens; padding to 128 tokens changes nothing."""
+    monkeypatch.setattr(fused_loss, "piece_rows", lambda N, P: rows)
+    x, weight, bias = torch.randn(7, 4), torch.randn(13, 4), torch.randn(13) if with_bias else None
+
+    def plain(x, weight, bias=None):  # type: ignore[no-untyped-def]
+        return F.cross_entropy(F.linear(x, weight, bias), LABELS, ignore_index=-100, reduction="sum")
+
+    def pieces(x, weight, bias=None):  # type: ignore[no-untyped-def]
+        return fused_loss.fused_cross_entropy(x, weight, bias, LABELS, padded)
+
+    value, gradients = loss_and_gradients(pieces, x, weight, bias)
+    wanted, wanted_gradients = loss_and_gradients(plain, x, weight, bias)
+    assert_close(value, wanted)
+    assert len(gradients) == (3 if with_bias else 2)
+    for g, w in zip(gradients, wanted_gradients, strict=True):
+        assert_close(g, w)
+    assert gradients[0][[1, 5]].abs().max() == 0
+
+
+def test_pieces_in_bfloat16_add_up_in_float32() -> None:
+    """The gradient of the weights is float32, and nearer to the truth than a product that is rounded at the end."""
+    torch.manual_seed(0)
+    x, weight, labels = torch.randn(512, 16), torch.randn(40, 16), torch.randint(0, 40, (512,))
+    truth, (dx, dw) = loss_and_gradients(
+        lambda x, weight: F.cross_entropy(x @ weight.T, labels, reduction="sum"), x, weight
+    )
+
+    def pieces(x, weight):  # type: ignore[no-untyped-def]
+        with torch.autocast("cpu", torch.bfloat16):
+            return linear_cross_entropy(x, weight, None, labels, fused=True)
+
+    value, (found_dx, found_dw) = loss_and_gradients(pieces, x, weight)
+    assert found_dw.dtype == found_dx.dtype == torch.float32
+    assert_close(value, truth, rtol=0.005, atol=0)
+    assert torch.cosine_similarity(found_dw.flatten(), dw.flatten(), 0) > 0.9995
+    assert torch.cosine_similarity(found_dx.flatten(), dx.flatten(), 0) > 0.999
+
+
+def test_pieces_are_traced_as_one_operation() -> None:
+    """The compiled step has it as one operation, whose gradients are those that it has made itself."""
+    x, weight, bias = torch.randn(7, 4), torch.randn(13, 4), torch.randn(13)
+    torch.library.opcheck(
+        fused_loss.linear_cross_entropy,
+        (x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), LABELS, 115),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static"),
+    )
+
+
+def test_pieces_are_equally_large_and_round() -> None:
+    assert fused_loss.piece_rows(5120, 30592) == 5120, "one piece"
+    assert fused_loss.piece_rows(32768, 50304) == 8192
+    rows = fused_loss.piece_rows(16384, 128256)
+    assert rows % 128 == 0
+    assert rows * 128256 <= fused_loss.PIECE
+    assert fused_loss.more_tokens(30522) == 70
+    assert fused_loss.more_tokens(16384) == 0
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_padding_of_the_vocabulary_changes_nothing(with_bias: bool) -> None:
+    x, weight, bias = torch.randn(7, 4), torch.randn(13, 4), torch.randn(13) if with_bias else None
+
+    def at_once(padded):  # type: ignore[no-untyped-def]
+        return lambda *given: linear_cross_entropy(
+            *given[:2], given[2] if with_bias else None, LABELS, fused=False, padded=padded
+        )
+
+    value, gradients = loss_and_gradients(at_once(True), x, weight, bias)
+    wanted, wanted_gradients = loss_and_gradients(at_once(False), x, weight, bias)
+    assert_close(value, wanted)
+    for g, w in zip(gradients, wanted_gradients, strict=True):
+        assert g.shape == w.shape
+        assert_close(g, w)
+
+
+@pytest.mark.parametrize(
+    "config", [bert(1, 16, 2, 30), gpt2(1, 16, 2, 30), t5(1, 16, 2, 32, 30)], ids=lambda c: c.family
+)
+def test_a_model_learns_the_same_with_every_switch(config) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    model = make_model(config).eval()
+    tokens = torch.randint(0, 30, (2, 6))
+    labels = torch.tensor([[7, 8, -100, 1, 2, 3], [9, 10, 11, -100, -100, 0]])
+    sides = {"decoder_tokens": tokens} if config.shape == "encoder-decoder" else {}
+    found = []
+    for fused, padded in ((None, None), (False, False), (False, True), (True, True)):
+        model.head.fused, model.head.padded = fused, padded
+        model.zero_grad()
+        loss = model.loss(Batch(tokens, labels=labels, **sides))
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    assert sum(p.numel() for p in model.parameters()) == model.num_parameters, "padding is in no parameter"
+    for other in found[1:]:
+        for a, b in zip(other, found[0], strict=True):
+            assert_close(a, b, rtol=1e-4, atol=1e-5)

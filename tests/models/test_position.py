@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from firth.models import ModelConfig, make_model
+from firth.models.attention import Sight
 from firth.models.config import ALiBi, Buckets, NoPlaces, Rotary, Shaw, Stretch, Window
-from firth.models.position import BucketScore, ShawScore, SlopeScore, Turn, bucket, frequencies, geometric, skew
+from firth.models.position import BucketScore, SlopeScore, Turn, bucket, frequencies, geometric, skew
 from firth.models.presets import bert, gpt2, t5
+from firth.models.relative import ShawScore
 
 
 def test_buckets_of_what_came_before() -> None:
@@ -98,7 +100,7 @@ def test_shaw_by_hand() -> None:
     config = bert(1, 8, 2, 20, position=Shaw(2))
     score = ShawScore(config, Shaw(2))
     q, k = torch.randn(2, 2, 2, 5, 4).unbind()
-    found = score(q, k, None)
+    found = score(q, k, Sight(), None).spread(5)
     for i in range(5):
         for j in range(5):
             vector = score.vectors.weight[max(-2, min(2, j - i)) + 2]

@@ -65,7 +65,8 @@ def test_transformer_xl_by_hand() -> None:
     score = stir(TransformerXLScore(config(spec), spec))
     q, k = torch.randn(2, B, H, T, d).unbind()
     places = Sines(config(spec), spec)(torch.randn(B, T, D), T, SEGMENT)
-    found = q @ k.mT + score(q, k, Sight(places=places), None)
+    scores = score(q, k, Sight(places=places), None)
+    found = scores.query @ k.mT + scores.spread(T)
     wanted = torch.empty(B, H, T, T)
     assert score.segments is not None
     assert score.segment_bias is not None
@@ -92,7 +93,8 @@ def test_disentangled_by_hand(bucketed: bool, shared: bool) -> None:
     attention, vectors = stir(Attention(config(spec))), stir(DistanceVectors(config(spec), spec))
     assert isinstance(attention.score, DisentangledScore)
     q, k = torch.randn(2, B, H, T, d).unbind()
-    found = attention.score(q, k, Sight(places=vectors(torch.randn(B, T, D), T)), attention.ask_and_read)
+    sight = Sight(places=vectors(torch.randn(B, T, D), T))
+    found = attention.score(q, k, sight, attention.ask_and_read).spread(T)
     assert attention.scale == (3 * d) ** -0.5
 
     if shared:
@@ -132,11 +134,11 @@ def test_one_number_per_distance_to_one_per_place(T: int, S: int) -> None:
     wanted = (torch.arange(S)[None, :] - torch.arange(T)[:, None]).expand(2, 3, T, S)
     asks = torch.arange(1 - T, S).expand(2, 3, T, -1)
     reads = torch.arange(1 - T, S).flip(0).expand(2, 3, S, -1)
-    assert torch.equal(by_asking(asks, S, None), wanted)
+    assert torch.equal(by_asking(asks, S, None, T - 1), wanted)
     assert torch.equal(by_reading(reads, T, None), wanted)
     some = torch.tensor([[T - 1, 0], [0, 0]])
     by_row = torch.stack([wanted[0, :, [T - 1, 0]], wanted[1, :, [0, 0]]])
-    assert torch.equal(by_asking(asks[:, :, :1].expand(2, 3, 2, -1), S, some), by_row)
+    assert torch.equal(by_asking(asks[:, :, :1].expand(2, 3, 2, -1), S, some, T - 1), by_row)
     assert torch.equal(by_reading(reads, 2, some), by_row)
 
 

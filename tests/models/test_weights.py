@@ -441,7 +441,7 @@ ODD = {
     "distilbert with segments": replace(CONFIGS["distilbert"], num_segments=2),
     "gpt with exact gelu": replace(CONFIGS["gpt"], mlp=MLP(64, "gelu")),
     "xlm with a narrow mlp": replace(CONFIGS["xlm"], mlp=MLP(32)),
-    "t5 with classes": replace(CONFIGS["t5"], head=Classes(("a", "b"), pooled=True)),
+    "t5 with classes": replace(CONFIGS["t5"], head=Classes(("a", "b"), pooled=True, pool="last")),
     "wrong classes": replace(CONFIGS["distilbert"], head=Classes(("a", "b"), pooled=True)),
 }
 

@@ -19,6 +19,35 @@ def test_a_labelled_row_has_one_answer() -> None:
     assert Batch(TOKENS, target=np.array([1, 0])).num_answers == 2
 
 
+def test_slots_without_a_target_are_no_answers() -> None:
+    assert Batch(TOKENS, target=np.array([[1, 0], [2, IGNORED]])).num_answers == 3
+    assert Batch(TOKENS, target=np.array([[1.5, np.nan], [-100.5, 0.0]])).num_answers == 3
+
+
+def test_a_group_is_one_answer() -> None:
+    """Of three choices and two, in either form; and pairs without a target."""
+    batch = Batch(TOKENS, target=np.array([[0, 1, 0], [1, 0, 0]]), group=np.array([[4, 4, 4], [2, 2, -1]]))
+    assert batch.num_answers == batch.to(torch.device("cpu")).num_answers == 2
+    assert batch._replace(target=None).num_answers == 2
+
+
+def test_a_span_is_one_answer() -> None:
+    target = np.zeros((2, 3, 2))
+    target[0, 1, 0] = target[0, 2, 1] = target[1, 0, 0] = target[1, 0, 1] = 1
+    assert Batch(TOKENS, target=target).num_answers == 2
+
+
+def test_words_beside_the_answers_are_counted_by_themselves() -> None:
+    labels = np.array([[6, 7, IGNORED], [9, IGNORED, IGNORED]])
+    batch = Batch(TOKENS, doc=DOC, labels=labels, target=np.array([[1], [0]]))
+    assert batch.counts == {"answers": 2, "tokens": 5, "words": 3}
+
+
+def test_a_decoder_that_reads_a_text_again_reads_it_all() -> None:
+    batch = Batch(TOKENS, doc=DOC, target=np.array([[1], [0]]), decoder_tokens=TOKENS, decoder_doc=DOC)
+    assert batch.num_tokens == 10
+
+
 def test_padding_is_not_read() -> None:
     assert Batch(TOKENS).num_tokens == 6
     assert Batch(TOKENS, doc=DOC).num_tokens == 5

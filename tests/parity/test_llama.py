@@ -96,7 +96,10 @@ SMALL = dict(position=Rotary(500.0, 64, Stretch(4.0, length=16)))
 OURS: dict[str, tuple[ModelConfig, str]] = {
     "llama": (llama(2, 32, 4, 48, V), "AutoModelForCausalLM"),
     "llama 3": (llama3(2, 32, 4, 48, num_kv_heads=2, head=LMHead(), **SMALL), "AutoModelForCausalLM"),
-    "classes": (llama(2, 32, 4, 48, V, head=Classes(("a", "b", "c"))), "AutoModelForSequenceClassification"),
+    "classes": (
+        llama(2, 32, 4, 48, V, head=Classes(("a", "b", "c"), pool="last")),
+        "AutoModelForSequenceClassification",
+    ),
     "modernbert": (modernbert(4, 32, 4, 48, V, window=Window(6, 3)), "AutoModelForMaskedLM"),
     "norms with biases": (modernbert(4, 32, 4, 48, V, norm=LayerNorm(1e-5)), "AutoModelForMaskedLM"),
 }

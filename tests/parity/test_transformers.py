@@ -359,7 +359,7 @@ OURS: dict[str, ModelConfig] = {
 }
 CLASSED = ("bert", "gpt2", "gpt", "roberta", "xlm-roberta", "albert", "electra", "distilbert", "rembert", "xlm")
 OURS |= {f"{name}-classes": with_classes(OURS[name], NAMES) for name in CLASSED}
-OURS["bart-classes"] = bart(2, 32, 4, V, head=Classes(NAMES, pooled=True))
+OURS["bart-classes"] = with_classes(bart(2, 32, 4, V), NAMES)
 
 
 @pytest.mark.parametrize("name", OURS)

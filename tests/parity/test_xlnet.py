@@ -125,7 +125,7 @@ def test_memory(segments: bool, tmp_path: Path) -> None:
 
 def test_classes_come_from_the_last_token(tmp_path: Path) -> None:
     theirs, ours = pair_of(tmp_path, transformers.XLNetForSequenceClassification(tiny(num_labels=3)))
-    assert ours.config.head == Classes(("LABEL_0", "LABEL_1", "LABEL_2"), pooled=True, last=True)
+    assert ours.config.head == Classes(("LABEL_0", "LABEL_1", "LABEL_2"), pooled=True, pool="last")
     left = MASK.flip(1)  # they are padded on the left
     a, b = ours(TOKENS, attention_mask=left), theirs(TOKENS, attention_mask=left)
     assert_close(a.logits, b.logits, **CLOSE)
@@ -140,7 +140,7 @@ def test_classes_come_from_the_last_token(tmp_path: Path) -> None:
 def test_to_transformers(classes: bool, tmp_path: Path) -> None:
     config = xlnet(2, 32, 4, V)
     if classes:
-        config = replace(config, head=Classes(("no", "yes"), pooled=True, last=True), extras=())
+        config = replace(config, head=Classes(("no", "yes"), pooled=True, pool="last"), extras=())
     ours = stir(make_model(config))
     write_model(ours, tmp_path)
     auto = transformers.AutoModelForSequenceClassification if classes else transformers.AutoModelForCausalLM

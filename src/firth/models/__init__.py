@@ -1,7 +1,23 @@
 """Batch to hidden states, logits, loss."""
 
-from firth.models.config import Classes, Extra, Head, LMHead, ModelConfig, Verdict, with_extras
+from firth.models.config import (
+    Auxiliary,
+    Choices,
+    Classes,
+    Embedding,
+    Extra,
+    Head,
+    LMHead,
+    ModelConfig,
+    Score,
+    Span,
+    Tags,
+    TaskHead,
+    Verdict,
+    with_extras,
+)
 from firth.models.distill import Distillation, check_pair, distilled, inherit
+from firth.models.grow import grow_vocabulary
 from firth.models.mix import ScalarMix
 from firth.models.model import (
     Decoder,
@@ -12,12 +28,12 @@ from firth.models.model import (
     count_parameters,
     framing,
     make_model,
-    with_classes,
 )
 from firth.models.presets import GOOD_FOR, PRESETS, preset
 from firth.models.sizes import flops_per_token
 from firth.models.stack import Stack
 from firth.models.static import warm_start
+from firth.models.task_heads import head_for, with_classes
 from firth.models.weights import (
     OWN,
     family_of,
@@ -35,9 +51,12 @@ __all__ = [
     "GOOD_FOR",
     "OWN",
     "PRESETS",
+    "Auxiliary",
+    "Choices",
     "Classes",
     "Decoder",
     "Distillation",
+    "Embedding",
     "Encoder",
     "EncoderDecoder",
     "Extra",
@@ -47,7 +66,11 @@ __all__ = [
     "ModelConfig",
     "Output",
     "ScalarMix",
+    "Score",
+    "Span",
     "Stack",
+    "Tags",
+    "TaskHead",
     "Verdict",
     "check_pair",
     "count_parameters",
@@ -56,6 +79,8 @@ __all__ = [
     "flops_per_token",
     "framing",
     "from_hf_config",
+    "grow_vocabulary",
+    "head_for",
     "inherit",
     "load_model",
     "load_weights",

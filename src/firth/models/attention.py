@@ -5,6 +5,7 @@ B rows, T places that ask, S places that are read, H heads, G heads of keys and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,8 +14,12 @@ from torch import Tensor, nn
 
 from firth.models.config import Disentangled, FanIn, ModelConfig, Shaw, TransformerXL
 from firth.models.dropout import drop
-from firth.models.position import ShawScore, Turn
-from firth.models.relative import DisentangledScore, TransformerXLScore, split
+from firth.models.fused import attend_by_distance, can_fuse
+from firth.models.lora import Adapted
+from firth.models.position import Turn
+from firth.models.relative import DisentangledScore, Distances, ShawScore, TransformerXLScore, split
+
+Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Sight(NamedTuple):
@@ -27,6 +32,14 @@ class Sight(NamedTuple):
     places: Any = None  # what the scores of a layer need to know of the row
     some_see_nobody: bool = False
     seen: list[Tensor] | None = None  # where the weights of attention are kept for someone who wants to see them
+    keep: Keep | None = None  # takes the keys and values (B, G, T, d) of new places, gives all that are read
+
+
+class Keys(NamedTuple):
+    """Keys and values (B, S, G x d) of another sequence, made before."""
+
+    k: Tensor
+    v: Tensor
 
 
 def see(
@@ -62,8 +75,13 @@ def see(
     return Sight(causal and rank is None and mask is None, mask, score)
 
 
-def kernel(device: str, sight: Sight, dropout: float, compiled: bool) -> Literal["plain", "sdpa"]:
+def kernel(
+    device: str, sight: Sight, dropout: float, compiled: bool, by_distance: bool = False
+) -> Literal["plain", "sdpa", "fused"]:
     """Which way to compute attention: the fastest that was measured (docs/results.md).
+
+    Where each row has numbers of its own for each distance and nothing else on its scores (`by_distance`), our own
+    kernel, if the device can run it.
 
     SDPA takes a fused kernel for all, causal and masked sight; a mask of packed documents costs it next to nothing.
     Single operations win on a CPU with dropout, for which SDPA has no fused kernel there, and in a compiled GPU step
@@ -72,6 +90,8 @@ def kernel(device: str, sight: Sight, dropout: float, compiled: bool) -> Literal
     """
     if sight.seen is not None:
         return "plain"
+    if by_distance and sight.score is None:
+        return "fused"
     if device == "cpu":
         return "plain" if dropout and not compiled else "sdpa"
     own_scores = sight.score is not None and sight.score.shape[0] > 1
@@ -97,6 +117,16 @@ def attend(q_BHTd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, sight: Sight, dropout
         enable_gqa=grouped and bias is None,
     )
     return blind(y_BHTd, sight) if sight.some_see_nobody and sight.score is not None else y_BHTd
+
+
+def attend_far(scores: Distances, k_BHSd: Tensor, v_BHSd: Tensor, sight: Sight, dropout: float, scale: float) -> Tensor:
+    """The same where a layer has scores of its own for each distance: in one kernel where there is one."""
+    q_BHTd, S = scores.query, k_BHSd.shape[2]
+    alone = scores.more is None and can_fuse(q_BHTd)
+    if kernel(q_BHTd.device.type, sight, dropout, torch.compiler.is_compiling(), alone) == "fused":
+        mask = lower_triangle(q_BHTd.shape[2], S, q_BHTd.device) if sight.causal else sight.mask
+        return attend_by_distance(scores, k_BHSd, v_BHSd, mask, dropout, scale)
+    return attend(q_BHTd, k_BHSd, v_BHSd, add_score(sight, scores.spread(S) * scale), dropout, scale)
 
 
 def plain(q_BHTd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, sight: Sight, dropout: float, scale: float) -> Tensor:
@@ -150,23 +180,35 @@ class Attention(nn.Module):
         read = config.kv_heads * config.head_size
         return config.num_heads * config.head_size, read, read
 
-    def forward(self, x_BTD: Tensor, sight: Sight, read_BSD: Tensor | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, sight: Sight, read_BSD: Tensor | Keys | None = None) -> Tensor:
         q, k, v = (self.split(part) for part in self.project(x_BTD, read_BSD))
         if sight.turn is not None:
             q, k = sight.turn(q), sight.turn(k)
-        if self.score is not None:
-            score = self.score(q, repeat_heads(k, q), sight, self.ask_and_read)
-            sight = add_score(sight, score * self.scale)
-        y = attend(q, k, v, sight, self.dropout if self.training else 0.0, self.scale)
+        if sight.keep is not None:
+            k, v = sight.keep(k, v)
+        dropout = self.dropout if self.training else 0.0
+        if self.score is None:
+            y = attend(q, k, v, sight, dropout, self.scale)
+        else:
+            k, v = repeat_heads(k, q), repeat_heads(v, q)
+            y = attend_far(self.score(q, k, sight, self.ask_and_read), k, v, sight, dropout, self.scale)
         return self.out(y.transpose(1, 2).flatten(2))
 
-    def project(self, x_BTD: Tensor, read_BSD: Tensor | None) -> tuple[Tensor, ...]:
-        asks, weight, bias = self.sizes[0], self.qkv.weight, self.bias
+    def project(self, x_BTD: Tensor, read_BSD: Tensor | Keys | None) -> tuple[Tensor, ...]:
         if read_BSD is None:
-            return F.linear(x_BTD, weight, bias).split(self.sizes, -1)
-        q = F.linear(x_BTD, weight[:asks], None if bias is None else bias[:asks])
-        kv = F.linear(read_BSD, weight[asks:], None if bias is None else bias[asks:])
-        return q, *kv.split(self.sizes[1:], -1)
+            return self.rows(x_BTD).split(self.sizes, -1)
+        keys = read_BSD if isinstance(read_BSD, Keys) else self.keys_of(read_BSD)
+        return self.rows(x_BTD, 0, self.sizes[0]), *keys
+
+    def keys_of(self, read_BSD: Tensor) -> Keys:
+        """The keys and values of another sequence."""
+        return Keys(*self.rows(read_BSD, self.sizes[0]).split(self.sizes[1:], -1))
+
+    def rows(self, x: Tensor, start: int = 0, end: int | None = None) -> Tensor:
+        """Queries, keys, values, or several of them: what these rows of `qkv` make of a sequence."""
+        bias = self.bias
+        y = F.linear(x, self.qkv.weight[start:end], None if bias is None else bias[start:end])
+        return y + self.qkv.beside(x, start, end) if isinstance(self.qkv, Adapted) else y
 
     @property
     def bias(self) -> Tensor | None:
@@ -178,9 +220,7 @@ class Attention(nn.Module):
 
     def ask_and_read(self, x_PD: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys (H, P, d) of vectors that are no tokens, for scores that share these projections."""
-        both, bias = sum(self.sizes[:2]), self.bias
-        y = F.linear(x_PD, self.qkv.weight[:both], None if bias is None else bias[:both])
-        q, k = y.split(self.sizes[:2], -1)
+        q, k = self.rows(x_PD, 0, sum(self.sizes[:2])).split(self.sizes[:2], -1)
         q_HPd, k_GPd = split(q, self.num_heads), split(k, self.kv_heads)
         return q_HPd, k_GPd.repeat_interleave(self.num_heads // self.kv_heads, 0)
 
@@ -202,9 +242,14 @@ def add_score(sight: Sight, more_BHTS: Tensor) -> Sight:
     if sight.score is not None:
         return sight._replace(score=sight.score + more_BHTS)
     if sight.causal:
-        lower = torch.ones(more_BHTS.shape[-2:], dtype=torch.bool, device=more_BHTS.device).tril()
-        sight = sight._replace(causal=False, mask=lower[None, None])
+        T, S = more_BHTS.shape[-2:]
+        sight = sight._replace(causal=False, mask=lower_triangle(T, S, more_BHTS.device))
     if sight.mask is not None:
         low = torch.finfo(more_BHTS.dtype).min if sight.some_see_nobody else float("-inf")
         more_BHTS = more_BHTS.masked_fill(~sight.mask, low)
     return sight._replace(score=more_BHTS)
+
+
+def lower_triangle(T: int, S: int, device: torch.device) -> Tensor:
+    """(1, 1, T, S): each sees itself and what came before."""
+    return torch.ones(T, S, dtype=torch.bool, device=device).tril()[None, None]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firth.models import config as c
-from firth.models.attention import Attention, Sight
+from firth.models.attention import Attention, Keys, Sight
 from firth.models.dropout import Dropout
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -33,13 +33,14 @@ class MLP(nn.Module):
         self.gated, self.activation = spec.gated, ACTIVATIONS[spec.activation]
         self.up = nn.Linear(config.dim, (2 if spec.gated else 1) * spec.dim, bias=config.bias)
         self.down = nn.Linear(spec.dim, config.dim, bias=config.bias)
+        self.drop = Dropout(config.mlp_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
         if self.gated:
             gate, h = h.chunk(2, dim=-1)
-            return self.down(self.activation(gate) * h)
-        return self.down(self.activation(h))
+            return self.down(self.drop(self.activation(gate) * h))
+        return self.down(self.drop(self.activation(h)))
 
 
 class Block(nn.Module):
@@ -61,17 +62,24 @@ class Block(nn.Module):
         self,
         x: Tensor,
         sight: Sight,
-        read: Tensor | None = None,
+        read: Tensor | Keys | None = None,
         read_sight: Sight | None = None,
-        content: Tensor | None = None,
+        content: Tensor | Keys | None = None,
     ) -> Tensor:
-        """`read` is another sequence, for cross-attention. `content` is what attention reads where that is not `x`."""
-        if content is not None and self.norm_first:
-            content = self.attention_norm(content)
+        """`read` is another sequence, for cross-attention. `content` is what attention reads where that is not `x`.
+
+        Both may be given as their keys, made before.
+        """
+        if isinstance(content, Tensor):
+            content = self.keys_of(content)
         x = self.around(x, self.attention_norm, lambda h: self.attention(h, sight, content))
         if read is not None:
             x = self.around(x, self.cross_norm, lambda h: self.cross(h, read_sight, read))
         return self.around(x, self.mlp_norm, self.mlp)
+
+    def keys_of(self, content: Tensor) -> Keys:
+        """The keys and values of what attention reads."""
+        return self.attention.keys_of(self.attention_norm(content) if self.norm_first else content)
 
     def around(self, x: Tensor, norm: nn.Module, part: Callable[[Tensor], Tensor]) -> Tensor:
         return x + self.drop(part(norm(x))) if self.norm_first else norm(x + self.drop(part(x)))

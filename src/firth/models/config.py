@@ -6,7 +6,7 @@ numbers and no others, so a mixture that makes no sense cannot be written down.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
@@ -132,9 +132,12 @@ class RMSNorm:
 
 @dataclass(frozen=True)
 class MLP:
+    """`dropout` is the rate inside, after the activation; None takes that of the model (T5, XLNet)."""
+
     dim: int
     activation: Literal["relu", "gelu", "gelu-tanh", "silu"] = "gelu"
     gated: bool = False
+    dropout: float | None = 0.0
 
 
 @dataclass(frozen=True)
@@ -171,18 +174,86 @@ class LMHead:
     dim: int | None = None
 
 
-@dataclass(frozen=True)
-class Classes:
-    """From one hidden state to the named classes: that of the first token, or of the `last` (XLNet, every decoder).
+@dataclass(frozen=True, kw_only=True)
+class Answering:
+    """What the heads of tasks share: the way from a state to an answer.
 
-    `pooled` is BERT's dense layer before it, with an `activation` and biases; without it `bias` gives it one (XLM).
+    `pooled` is BERT's dense layer before the last one, with an `activation`, and in ModernBERT with a norm after it.
+    Without it `bias` gives the last layer one.
+    """
+
+    pooled: bool = False
+    activation: Literal["tanh", "relu", "gelu", "gelu-tanh", "silu"] = "tanh"
+    normed: bool = False
+    bias: bool = False
+    dropout: float | None = None  # before the last layer: the model's own unless said
+    drop_state: bool = False  # before the dense layer too (RoBERTa, ELECTRA, BART)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pooled(Answering):
+    """One answer for a text: from its `first` state, its `last` (XLNet, every decoder), or the `mean` of all.
+
+    A batch says which places are asked, and so the first or the last; what `mean` is over is the document there.
+    """
+
+    pool: Literal["first", "last", "mean"] = "first"
+
+
+@dataclass(frozen=True)
+class Classes(Pooled):
+    """One of the named classes for a text.
+
+    `marks` is how many states of a text are read side by side (those of two marked words: 2); `orders` in how many
+    orders its parts are read, whose states are added (GPT's similarity: 2). A class may count more than another in the
+    loss (`weights`).
     """
 
     names: tuple[str, ...]
-    pooled: bool = False
-    activation: Literal["tanh", "relu", "gelu"] = "tanh"
-    bias: bool = False
-    last: bool = False
+    marks: int = 1
+    orders: int = 1
+    weights: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Score(Pooled):
+    """One number for a text, learned by its squared error."""
+
+    orders: int = 1
+
+
+@dataclass(frozen=True)
+class Choices(Pooled):
+    """One number for each text of a group, of which one is right: a softmax within the group."""
+
+
+@dataclass(frozen=True)
+class Tags(Answering):
+    """One of the named tags for each asked token: the first one of every word."""
+
+    names: tuple[str, ...]
+    bias: bool = field(default=True, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Span(Answering):
+    """For each token whether the answer starts there, and whether it ends there: a softmax over the text."""
+
+    bias: bool = field(default=True, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """One vector of length 1 for a text; `dense` is BERT's dense layer with its tanh before that (LaBSE).
+
+    Those of a pair shall be nearer to each other than to all others, by a `margin` (Feng et al. 2022, section 2.1);
+    cosines are sharpened by `scale`.
+    """
+
+    pool: Literal["first", "last", "mean"] = "first"
+    dense: bool = False
+    margin: float = 0.3
+    scale: float = 20.0
 
 
 @dataclass(frozen=True)
@@ -232,20 +303,34 @@ class MaskDecoder:
     length: int = 512
 
 
+@dataclass(frozen=True)
+class Auxiliary:
+    """A decoder that answers by a head goes on to write too, which counts `weight` (Radford et al. 2018, section 3.2).
+
+    `head` is the one that it writes with.
+    """
+
+    weight: float = 0.5
+    head: LMHead = LMHead()
+
+
 Position = NoPlaces | Learned | Sinusoid | Shaw | Buckets | Rotary | ALiBi | TransformerXL | Disentangled
 ASKING_POSITIONS = (NoPlaces, Learned, Sinusoid, TransformerXL, Disentangled)  # that know who asks at some places only
 Norm = LayerNorm | RMSNorm
 Init = Normal | FanIn
-Head = LMHead | Classes | Verdict
-Extra = Pair | Boundary | Generator | Query | MaskDecoder
+TaskHead = Classes | Score | Choices | Tags | Span | Embedding
+Head = LMHead | Classes | Score | Choices | Tags | Span | Embedding | Verdict
+Extra = Pair | Boundary | Generator | Query | MaskDecoder | Auxiliary
 EXTRAS: dict[str, type[Extra]] = {
     "pair": Pair,
     "boundary": Boundary,
     "generator": Generator,
     "query": Query,
     "decoder": MaskDecoder,
+    "auxiliary": Auxiliary,
 }
 Shape = Literal["encoder", "decoder", "encoder-decoder"]
+BAG = "bag"  # the family without layers: a text is the mean of its words' vectors
 
 
 @dataclass(frozen=True)
@@ -283,6 +368,7 @@ class ModelConfig:
     dropout: float = 0.1
     attention_dropout: float = 0.1
     layer_drop: float = 0.0  # a block is left out so often in training (Fan et al. 2020)
+    bigrams: int = 0  # so many vectors of two tokens in a row, shared by their hash, added to the second's (fastText)
     extras: tuple[Extra, ...] = ()  # what an objective needs beside the body and its head
 
     @property
@@ -300,6 +386,10 @@ class ModelConfig:
     @property
     def query_bias(self) -> bool:
         return self.bias and self.attention_bias != "none"
+
+    @property
+    def mlp_dropout(self) -> float:
+        return self.dropout if self.mlp.dropout is None else self.mlp.dropout
 
     @property
     def decoder_layers(self) -> int:
@@ -330,15 +420,15 @@ class ModelConfig:
 
     @property
     def answers_last(self) -> bool:
-        """Whether classes are told from the last token."""
-        return self.shape == "decoder" or (isinstance(self.head, Classes) and self.head.last)
+        """Whether a task's answer is told from the last token of a text."""
+        return getattr(self.head, "pool", None) == "last"
 
     def problems(self) -> list[str]:
         """What is wrong with these numbers, in a user's words."""
         at_least_1: dict[str, int | None] = {
             "vocab_size": self.vocab_size,
             "dim": self.dim,
-            "num_layers": self.num_layers,
+            "num_layers": self.num_layers or int(self.family == BAG),
             "num_heads": self.num_heads,
             "mlp.dim": self.mlp.dim,
             "position.length": self.max_length,
@@ -368,13 +458,13 @@ class ModelConfig:
                 value = getattr(self.init, name)
                 if value is not None and value <= 0:
                     wrong.append(f"model.init.{name} is {value}, and must be more than 0")
-        if isinstance(self.head, Classes) and not self.head.names:
-            wrong.append("model.head has no classes")
+        wrong += self.problems_of_head()
         if not wrong and self.head_dim is None and self.dim % self.num_heads:
             wrong.append(f"model.dim={self.dim} is not a multiple of model.num_heads={self.num_heads}")
-        for name in ("dropout", "attention_dropout", "layer_drop"):
-            if not 0 <= getattr(self, name) < 1:
-                wrong.append(f"model.{name} is {getattr(self, name)}, and must be in [0, 1)")
+        rates = {name: getattr(self, name) for name in ("dropout", "attention_dropout", "layer_drop")}
+        for name, value in (rates | {"mlp.dropout": self.mlp_dropout}).items():
+            if not 0 <= value < 1:
+                wrong.append(f"model.{name} is {value}, and must be in [0, 1)")
         if self.share_stacks and (self.shape != "encoder-decoder" or self.decoder_layers != self.num_layers):
             wrong.append("model.share_stacks needs an encoder and a decoder of equally many layers")
         transform = not isinstance(self.head, LMHead) or self.head.transform
@@ -386,10 +476,28 @@ class ModelConfig:
             wrong.append("model.num_segments and model.num_languages exclude each other")
         return wrong + (self.problems_of_extras() if self.extras else [])
 
+    def problems_of_head(self) -> list[str]:
+        """What is wrong with the head of a task."""
+        head, wrong = self.head, []
+        if isinstance(head, Classes | Tags) and not head.names:
+            wrong.append("model.head has no classes" if isinstance(head, Classes) else "model.head has no tags")
+        if isinstance(head, Classes) and head.weights is not None and len(head.weights) != len(head.names):
+            wrong.append(f"model.head.weights has {len(head.weights)} numbers for {len(head.names)} classes")
+        if isinstance(head, Classes) and (head.marks < 1 or head.orders < 1 or (head.marks > 1 and head.orders > 1)):
+            wrong.append("model.head.marks and model.head.orders must be at least 1, and one of them 1")
+        if isinstance(head, Classes | Score | Choices | Embedding) and self.shape != "encoder" and head.pool == "first":
+            wrong.append("a decoder's first state has read one token: model.head.pool must be 'last' or 'mean'")
+        if isinstance(head, Answering) and head.dropout is not None and not 0 <= head.dropout < 1:
+            wrong.append(f"model.head.dropout is {head.dropout}, and must be in [0, 1)")
+        return wrong
+
     def problems_of_extras(self) -> list[str]:
         """What does not go together with the extras, or is wrong inside them."""
         names = [type(extra).__name__ for extra in self.extras]
-        alone = next((name for name in names if name in ("Generator", "Query", "MaskDecoder")), None)
+        if names == ["Auxiliary"]:
+            fits = self.shape == "decoder" and isinstance(self.head, Classes | Score | Choices)
+            return [] if fits else ["Auxiliary in model.extras is for a decoder with Classes, Score or Choices"]
+        alone = next((name for name in names if name in ("Generator", "Query", "MaskDecoder", "Auxiliary")), None)
         boundary, generator, decoder = self.extra("boundary"), self.extra("generator"), self.extra("decoder")
         wrong = []
         if self.shape != "encoder" or not isinstance(self.head, LMHead):

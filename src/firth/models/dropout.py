@@ -18,7 +18,7 @@ def drop(x: Tensor, rate: float) -> Tensor:
         return x
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, rate)
-    return x * noise(x.shape, rate)
+    return x * noise(x.shape, rate).to(x.dtype)
 
 
 def noise(shape: torch.Size, rate: float) -> Tensor:

@@ -12,6 +12,8 @@ from firth.models.block import make_norm
 from firth.models.config import Learned, ModelConfig, Sinusoid
 from firth.models.dropout import Dropout
 
+PRIME = 1_000_003  # spreads the hashes of two tokens
+
 
 def sinusoids(length: int, width: int) -> Tensor:
     """(length, width): sine and cosine of the place, side by side, each pair slower than the one before."""
@@ -65,6 +67,7 @@ class Embedding(Placing):
         nn.Module.__init__(self)
         self.tokens = nn.Embedding(config.vocab_size, config.embed_width)  # before all, as first weights are drawn
         self.add_places(config)
+        self.bigrams = nn.Embedding(config.bigrams, config.embed_width) if config.bigrams else None
         self.scale = config.dim**0.5 if config.embed_scaled else 1.0
         self.widen = nn.Linear(config.embed_width, config.dim) if config.embed_dim is not None else nn.Identity()
 
@@ -80,7 +83,19 @@ class Embedding(Placing):
 
     def vectors(self, tokens: Tensor, position: Tensor | None = None, segment: Tensor | None = None) -> Tensor:
         """(B, T, E): before they are widened."""
-        return self.place(self.vectors_of(tokens), position, segment)
+        x_BTE = self.vectors_of(tokens)
+        return self.place(
+            x_BTE if self.bigrams is None else x_BTE + self.vectors_of_two(tokens, position), position, segment
+        )
+
+    def vectors_of_two(self, tokens: Tensor, position: Tensor | None) -> Tensor:
+        """(B, T, E): each token together with the one before it, by their hash; nothing for the first of a text."""
+        assert self.bigrams is not None
+        place_BT = (
+            torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens) if position is None else position
+        )
+        two_BT = (tokens.roll(1, 1) * PRIME + tokens) % self.bigrams.num_embeddings
+        return self.bigrams(two_BT) * (place_BT > 0)[..., None]
 
     def vectors_of(self, tokens: Tensor) -> Tensor:
         """(B, T, E): the tokens alone."""

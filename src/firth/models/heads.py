@@ -5,7 +5,6 @@ B rows, T places, K asked places, D model width, E width of the token vectors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firth.models.block import ACTIVATIONS, make_norm
-from firth.models.config import Boundary, Classes, LMHead, ModelConfig
-
-IGNORED = -100
+from firth.models.config import Boundary, LMHead, ModelConfig
+from firth.models.fused_loss import IGNORED, fused_cross_entropy, more_tokens, pays
 
 
 def pick(x_BTX: Tensor, place_BK: Tensor) -> Tensor:
@@ -26,6 +24,9 @@ def pick(x_BTX: Tensor, place_BK: Tensor) -> Tensor:
 
 class Vocabulary(nn.Module):
     """Scores over the vocabulary: transform (BERT), then the projection, tied to the embedding or its own."""
+
+    fused: bool | None = None  # whether the loss never holds all scores at once; None: where that pays
+    padded: bool | None = None  # whether it computes them for a round number of tokens; None: on a GPU
 
     def __init__(self, config: ModelConfig, spec: LMHead) -> None:
         super().__init__()
@@ -51,26 +52,7 @@ class Vocabulary(nn.Module):
 
     def loss_of_prepared(self, x_NE: Tensor, labels: Tensor, embedding: Tensor) -> Tensor:
         weight = embedding if self.weight is None else self.weight
-        return linear_cross_entropy(x_NE, weight, self.bias, labels)
-
-
-class Choice(nn.Module):
-    """Scores over classes from one state: BERT's pooler and classifier, or one plain matrix (GPT)."""
-
-    def __init__(self, config: ModelConfig, spec: Classes) -> None:
-        super().__init__()
-        self.pooler = nn.Linear(config.dim, config.dim) if spec.pooled else None
-        self.activation = POOLERS[spec.activation]
-        self.drop = nn.Dropout(config.dropout if spec.pooled else 0.0)
-        self.out = nn.Linear(config.dim, len(spec.names), bias=spec.pooled or spec.bias)
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        if self.pooler is not None:
-            x_BD = self.drop(self.activation(self.pooler(x_BD)))
-        return self.out(x_BD)
-
-
-POOLERS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "relu": F.relu, "gelu": F.gelu}
+        return linear_cross_entropy(x_NE, weight, self.bias, labels, self.fused, self.padded)
 
 
 class Verdicts(nn.Module):
@@ -118,12 +100,31 @@ class BoundaryHead(nn.Module):
         return self.norm2(F.gelu(self.dense2(self.norm1(F.gelu(self.dense1(h))))))
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-    """Projection and cross-entropy. On a CPU in pieces that stay in its cache; elsewhere in one product."""
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    fused: bool | None = None,
+    padded: bool | None = None,
+) -> Tensor:
+    """Projection and cross-entropy, summed over what is asked.
+
+    On a CPU in pieces that stay in its cache. On a GPU in one product, or (`fused`) in pieces where there would be too
+    many scores; `padded` computes them for a multiple of 128 tokens, which suits its products.
+    """
+    device, V = x.device.type, len(weight)
     learns = torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
-    if x.device.type == "cpu" and learns and not torch.is_autocast_enabled("cpu"):
+    exact = x.dtype == torch.float32 and not torch.is_autocast_enabled(device)
+    padded = device == "cuda" if padded is None else padded
+    if device == "cpu" and learns and exact and fused is not False:
         return PiecewiseCrossEntropy.apply(x, weight, bias, labels)
-    logits = F.linear(x, weight, bias)
+    if learns and (pays(x, weight) if fused is None else fused):
+        return fused_cross_entropy(x, weight, bias, labels, padded)
+    more = more_tokens(V) if padded else 0
+    if more:
+        weight, bias = F.pad(weight, (0, 0, 0, more)), None if bias is None else F.pad(bias, (0, more))
+    logits = F.linear(x, weight, bias)[:, :V]
     return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
 
 

@@ -41,8 +41,9 @@ class LatePlaces(nn.Module):
         some = at_places(sight, asked_BK)
         place_BK = asked_BK if batch.position is None else pick(batch.position, asked_BK)
         query_BKD = pick(content_BTD, asked_BK) + self.places(place_BK)
+        keys = last.keys_of(content_BTD)
         for _ in range(self.num_layers):
-            query_BKD = last(query_BKD, some, content=content_BTD)
+            query_BKD = last(query_BKD, some, content=keys)
         return stack.finish(query_BKD)
 
 

@@ -20,6 +20,7 @@ class Memory:
     """
 
     def __init__(self, length: int) -> None:
+        assert length > 0
         self.length = length
         self.states: dict[int, Tensor] = {}  # of a layer: (B, M, D)
 

@@ -6,8 +6,8 @@ B rows, T places, U places of the decoder, K asked places, D model width, V voca
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,13 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firth.errors import UserError
-from firth.models.config import Classes, FanIn, LMHead, ModelConfig, Normal
+from firth.models.config import FanIn, LMHead, ModelConfig, Normal, TaskHead
 from firth.models.embed import Embedding, Placing
-from firth.models.heads import IGNORED, BoundaryHead, Choice, PairHead, Verdicts, Vocabulary, pick
-from firth.models.layouts import FAMILIES
+from firth.models.heads import IGNORED, BoundaryHead, PairHead, Verdicts, Vocabulary, pick
 from firth.models.mask_decoder import LatePlaces
+from firth.models.memory import Memory
 from firth.models.replaced import Replaced, filled, generator_config, verdict_loss
 from firth.models.stack import Stack
+from firth.models.task_heads import TASK_HEADS, Answers, ChoiceAnswers, Writer
 from firth.models.two_stream import TwoStream
 
 if TYPE_CHECKING:
@@ -42,6 +43,16 @@ class Output:
     encoder_attentions: tuple[Tensor, ...] | None = None
     cross_attentions: tuple[Tensor, ...] | None = None
 
+    @property
+    def start_logits(self) -> Tensor:
+        """(B, T): where an answer starts (`Span`)."""
+        return self.logits[..., 0]
+
+    @property
+    def end_logits(self) -> Tensor:
+        """(B, T): where it ends."""
+        return self.logits[..., 1]
+
 
 # A batch is anything with the fields of `firth.objectives.Batch`: the two rooms meet by these names alone.
 Reads = Any
@@ -51,6 +62,7 @@ class Model(nn.Module):
     """What all shapes share: a head on some states, a loss, saving."""
 
     tokenizer: Tokenizer | None = None
+    objective: dict[str, Any] | None = None  # a note on what it was pretrained with, which its checkpoints keep
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -71,11 +83,15 @@ class Model(nn.Module):
         return x_BTD if batch.asked is None else pick(x_BTD, batch.asked)
 
     def logits(self, batch: Reads) -> Tensor:
-        """(B, K, V) at the asked places, (B, K) verdicts on them, or (B, classes)."""
+        """(B, K, V) at the asked places, (B, K) verdicts on them, or what the head of a task answers there."""
+        if isinstance(self.head, Answers):
+            return self.head(self.read(batch), batch.asked, self.doc_read(batch))
         x = self.asked_states(batch)
-        if isinstance(self.head, Vocabulary):
-            return self.head(x, self.embed.tokens.weight)
-        return self.head(x[:, 0] if isinstance(self.head, Choice) else x)
+        return self.head(x, self.embed.tokens.weight) if isinstance(self.head, Vocabulary) else self.head(x)
+
+    def doc_read(self, batch: Reads) -> Tensor | None:
+        """Which document each of the states that the head answers from is of."""
+        return batch.doc
 
     def losses(self, batch: Reads) -> dict[str, Tensor]:
         """The parts of the loss as sums, each under the name of the count that divides it (`Batch.counts`).
@@ -86,20 +102,26 @@ class Model(nn.Module):
 
     def loss(self, batch: Reads) -> Tensor:
         """The loss of the head, summed over what is asked."""
+        if isinstance(self.head, Answers):
+            return self.task_loss(self.head, self.read(batch), batch)
         return self.loss_of(self.asked_states(batch), batch)
 
     def loss_of(self, x: Tensor, batch: Reads) -> Tensor:
         """The same from the states at the asked places."""
-        if isinstance(self.head, Vocabulary):
-            return self.head.loss(x.flatten(0, -2), batch.labels.flatten(), self.embed.tokens.weight)
-        return F.cross_entropy(self.head(x[:, 0]).float(), batch.target, reduction="sum")
+        assert isinstance(self.head, Vocabulary)
+        return self.head.loss(x.flatten(0, -2), batch.labels.flatten(), self.embed.tokens.weight)
 
-    def answer(self, x: Tensor, labels: Tensor | None, last: Tensor | None, shift: bool) -> tuple[Tensor, Any]:
-        """Logits and mean loss for a call with the Hugging Face names."""
-        if isinstance(self.head, Choice):
-            first = last if last is not None else torch.zeros(len(x), dtype=torch.long, device=x.device)
-            logits = self.head(x[torch.arange(len(x), device=x.device), first])
-            return logits, None if labels is None else F.cross_entropy(logits.float(), labels)
+    def task_loss(self, head: Answers, x_BTD: Tensor, batch: Reads) -> Tensor:
+        doc = self.doc_read(batch)
+        return head.loss(head(x_BTD, batch.asked, doc), batch, doc)
+
+    def answer(
+        self, x: Tensor, labels: Tensor | None, last: Tensor, doc: Tensor | None, shift: bool
+    ) -> tuple[Tensor, Any]:
+        """Logits and mean loss for a call with the Hugging Face names. `last` is where the last token of a text is."""
+        if isinstance(self.head, Answers):
+            first = getattr(self.config.head, "pool", None) == "first"
+            return self.head.call(x, torch.zeros_like(last) if first else last, doc, labels)
         if isinstance(self.head, Verdicts):
             logits = self.head(x)
             return logits, None if labels is None else F.binary_cross_entropy_with_logits(logits, labels.float())
@@ -114,6 +136,29 @@ class Model(nn.Module):
         if limit is not None and length > limit:
             raise UserError(f"A text of {length} tokens is longer than the {limit} places that this model has learned.")
 
+    def remember(self, length: int) -> None:
+        """Read rows that go on where those of the last call stopped, with so many of the states before them."""
+        for module in self.modules():
+            if isinstance(module, Stack):
+                module.memory = Memory(length)
+
+    def take_up(self, carry: Mapping[str, Tensor]) -> None:
+        """Begin with what `hand_on` gave for the rows before these; with nothing where they begin a text."""
+        for name, memory in self.memories().items():
+            memory.states = {int(k.removeprefix(name)): v for k, v in carry.items() if k.startswith(name)}
+
+    def hand_on(self) -> dict[str, Tensor]:
+        """What the next rows need of these, (B, ...) each, and forget it; nothing in a model that does not remember."""
+        memories = self.memories()
+        carry = {f"{name}{i}": state for name, memory in memories.items() for i, state in memory.states.items()}
+        self.take_up({})
+        return carry
+
+    def memories(self) -> dict[str, Memory]:
+        """Those of its stacks, by the names of these."""
+        stacks = {f"{name}.": m for name, m in self.named_modules() if isinstance(m, Stack)}
+        return {name: stack.memory for name, stack in stacks.items() if stack.memory is not None}
+
     @property
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())
@@ -125,10 +170,12 @@ class Model(nn.Module):
         save_model(self, Path(folder), overwrite)
 
 
-def make_head(config: ModelConfig) -> Vocabulary | Choice | Verdicts:
+def make_head(config: ModelConfig) -> Vocabulary | Answers | Verdicts:
     if isinstance(config.head, LMHead):
         return Vocabulary(config, config.head)
-    return Choice(config, config.head) if isinstance(config.head, Classes) else Verdicts(config)
+    if isinstance(config.head, TaskHead):
+        return TASK_HEADS[type(config.head)](config, config.head)
+    return Verdicts(config)
 
 
 EXTRAS: dict[str, Callable[[ModelConfig], nn.Module]] = {
@@ -137,6 +184,7 @@ EXTRAS: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "generator": Replaced,
     "query": TwoStream,
     "decoder": LatePlaces,
+    "auxiliary": Writer,
 }
 
 
@@ -193,6 +241,8 @@ class Encoder(Model):
         assert batch.boundary is None or "boundary" in self.extras, "an objective's recipe adds it"
         if self.generator is not None:
             return self.losses_of_both(self.generator, batch)
+        if "auxiliary" in self.extras and batch.labels is not None:
+            return self.losses_with_words(batch)
         if batch.pair is None and batch.boundary is None:
             return super().losses(batch)
         x_BTD = self.read(batch)
@@ -205,6 +255,14 @@ class Encoder(Model):
         if batch.pair is not None:
             parts["pairs"] = F.cross_entropy(self.extras["pair"](x_BTD).float(), batch.pair, reduction="sum")
         return parts
+
+    def losses_with_words(self, batch: Reads) -> dict[str, Tensor]:
+        """The answers of a task, and every next token of the texts."""
+        writer, x_BTD = self.extras["auxiliary"], self.read(batch)
+        assert isinstance(writer, Writer)
+        assert isinstance(self.head, Answers)
+        words = writer.loss(x_BTD.flatten(0, 1), batch.labels.flatten(), self.embed.tokens.weight)
+        return {"answers": self.task_loss(self.head, x_BTD, batch), "words": writer.share * words}
 
     def losses_of_both(self, generator: Replaced, batch: Reads) -> dict[str, Tensor]:
         """The generator's answers, and the body's verdict on every token of the text that they are put into."""
@@ -222,14 +280,22 @@ class Encoder(Model):
         position_ids: Tensor | None = None,
         langs: Tensor | None = None,
         labels: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
     ) -> Output:
         """With a generator the logits are its own, and the hidden states the body's.
 
         A query stream and a mask decoder answer only in batches that say what is asked; here they take no part.
+        Choices are told from `input_ids` (B, choices, T), spans learned from `start_positions` and `end_positions`.
         """
-        self.check_length(input_ids.shape[1])
+        self.check_length(input_ids.shape[-1])
+        *shape, _ = input_ids.shape
+        if isinstance(self.head, ChoiceAnswers) and len(shape) == 2:
+            given = (input_ids, attention_mask, token_type_ids, position_ids, langs)
+            folded = [None if a is None else a.flatten(0, 1) for a in given]
+            input_ids, (attention_mask, token_type_ids, position_ids, langs) = input_ids.flatten(0, 1), folded[1:]
         states: list[Tensor] | None = [] if output_hidden_states else None
         seen: list[Tensor] | None = [] if output_attentions else None
         position, segment = self.places(position_ids, attention_mask), token_type_ids if langs is None else langs
@@ -238,8 +304,8 @@ class Encoder(Model):
         x = self.stack(x, doc, states=states, position=position, seen=seen, segment=segment)
         if self.generator is not None:
             x = self.generator(self.embed.vectors(input_ids, position, segment), doc, segment=segment)
-        last = last_place(input_ids, attention_mask) if self.config.answers_last else None
-        logits, loss = self.answer(x, labels, last, shift=self.causal)
+        last = last_place(input_ids, attention_mask).view(shape)
+        logits, loss = self.answer(x, both(labels, start_positions, end_positions), last, doc, shift=self.causal)
         return Output(logits, loss, kept(states), attentions=kept(seen))
 
     def places(self, position_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
@@ -270,6 +336,9 @@ class EncoderDecoder(Model):
                     setattr(mine, part, getattr(encoders, part))
         initialise(self)
 
+    def doc_read(self, batch: Reads) -> Tensor | None:
+        return batch.decoder_doc
+
     def encode(self, batch: Reads) -> Tensor:
         return self.encoder(self.embed(batch.tokens, batch.position, batch.segment), batch.doc, batch.rank)
 
@@ -285,15 +354,19 @@ class EncoderDecoder(Model):
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
     ) -> Output:
         """`decoder_input_ids` are made of `labels` when they are not given: the start, then all but the last.
 
-        Classes are told from the last state of a decoder that reads the text again (BART, section 3.1).
+        A task's answers are told from the states of a decoder that reads the text again (BART, section 3).
         """
-        classes = isinstance(self.head, Choice)
-        written = (input_ids if classes else labels) if decoder_input_ids is None else decoder_input_ids
+        task = isinstance(self.head, Answers)
+        if isinstance(self.head, ChoiceAnswers):
+            raise UserError("An encoder-decoder tells choices only in a batch, as Model.logits takes it.")
+        written = (input_ids if task else labels) if decoder_input_ids is None else decoder_input_ids
         if written is None:
             raise UserError("An encoder-decoder needs decoder_input_ids or labels.")
         self.check_length(max(input_ids.shape[1], written.shape[1]))
@@ -308,8 +381,8 @@ class EncoderDecoder(Model):
         rank = None if decoder_attention_mask is None else padding_last(decoder_attention_mask)
         x = self.embed(decoder_input_ids, placing=self.decoder_embed)
         x = self.decoder(x, asking, rank, read, doc, states, seen=in_decoder, seen_across=across)
-        last = last_place(input_ids, attention_mask) if classes else None
-        logits, loss = self.answer(x, labels, last, shift=False)
+        last = last_place(input_ids, attention_mask)
+        logits, loss = self.answer(x, both(labels, start_positions, end_positions), last, asking, shift=False)
         return Output(logits, loss, kept(states), read, kept(in_decoder), kept(in_encoder), kept(across))
 
     def begun(self, labels: Tensor) -> Tensor:
@@ -356,6 +429,11 @@ def last_place(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """(B,): where the last token of each text stands."""
     seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     return (seen * torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)).argmax(1)
+
+
+def both(labels: Tensor | None, start: Tensor | None, end: Tensor | None) -> Tensor | None:
+    """What is to be learned in a call: the labels, or where answers start and end (B, 2)."""
+    return labels if start is None or end is None else torch.stack([start.flatten(), end.flatten()], 1)
 
 
 def kept(states: list[Tensor] | None) -> tuple[Tensor, ...] | None:
@@ -417,12 +495,3 @@ def fan_in_std(name: str, p: Tensor, config: ModelConfig) -> float:
     if name.endswith(("embed.tokens.weight", "head.weight")):
         return 1.0
     return (config.dim if name.endswith("score.table.weight") else p.shape[-1]) ** -0.5
-
-
-def with_classes(config: ModelConfig, names: tuple[str, ...]) -> ModelConfig:
-    """The same model with a head over these classes."""
-    if config.shape == "encoder-decoder":
-        raise UserError("An encoder-decoder answers in words: classes are its targets, not a head.")
-    layout = FAMILIES.get(config.family)
-    head = Classes((), pooled=config.shape == "encoder") if layout is None else layout.classes
-    return replace(config, head=replace(head, names=names), extras=())

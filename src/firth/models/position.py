@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from firth.models.config import ALiBi, Buckets, ModelConfig, Rotary, Shaw, Stretch
+from firth.models.config import ALiBi, Buckets, ModelConfig, Rotary, Stretch
 
 # --- turn ---------------------------------------------------------------------------------------------------------
 
@@ -101,7 +101,12 @@ class SlopeScore(nn.Module):
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
-        self.register_buffer("slopes", torch.tensor(geometric(num_heads)), persistent=False)
+        self.register_buffer("slopes", torch.empty(num_heads), persistent=False)
+        self.fill()
+
+    def fill(self) -> None:
+        """The slopes are not learned, and in no file."""
+        self.slopes.copy_(torch.tensor(geometric(len(self.slopes))))
 
     def forward(self, T: int, S: int) -> Tensor:
         """(1, H, T, S)."""
@@ -132,25 +137,11 @@ def make_stack_score(config: ModelConfig, causal: bool) -> nn.Module | None:
 def skew(x_BHTR: Tensor, S: int) -> Tensor:
     """From one number per distance to one per place: [i, j] is the number of i for the distance j - i.
 
-    The R = T + S - 1 distances are -(T - 1), ..., S - 1. Rows of one number less shift each row by one: no gathering.
+    The distances are -(T - 1), ..., S - 1, and there may be more of them. Rows of one number less shift each row by
+    one: no gathering.
     """
     T, R = x_BHTR.shape[-2:]
     if T == 1:
-        return x_BHTR
+        return x_BHTR[..., :S]
     flat = x_BHTR.flatten(-2)[..., T - 1 : T - 1 + T * (R - 1)]
     return flat.unflatten(-1, (T, R - 1))[..., :S]
-
-
-class ShawScore(nn.Module):
-    """The query compared with a vector per distance, the same in every head."""
-
-    def __init__(self, config: ModelConfig, spec: Shaw) -> None:
-        super().__init__()
-        self.far = spec.far
-        self.vectors = nn.Embedding(2 * spec.far + 1, config.head_size)
-
-    def forward(self, q_BHTd: Tensor, k_BHSd: Tensor, sight: object, project: object = None) -> Tensor:
-        """(B, H, T, S)."""
-        T, S = q_BHTd.shape[2], k_BHSd.shape[2]
-        distance = torch.arange(1 - T, S, device=q_BHTd.device).clamp(-self.far, self.far)
-        return skew(q_BHTd @ self.vectors(distance + self.far).t(), S)

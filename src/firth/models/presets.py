@@ -6,6 +6,7 @@ from typing import Any
 
 from firth.errors import UserError, nearest
 from firth.models.config import (
+    BAG,
     MLP,
     Buckets,
     Convolution,
@@ -16,6 +17,7 @@ from firth.models.config import (
     Learned,
     LMHead,
     ModelConfig,
+    NoPlaces,
     Normal,
     Query,
     RMSNorm,
@@ -87,7 +89,7 @@ def t5(num_layers: int, dim: int, num_heads: int, mlp_dim: int, vocab_size: int 
         dim=dim,
         num_layers=num_layers,
         num_heads=num_heads,
-        mlp=MLP(mlp_dim, "relu"),
+        mlp=MLP(mlp_dim, "relu", dropout=None),
         position=Buckets(),
         norm=RMSNorm(),
         head=LMHead(scaled=True),
@@ -103,7 +105,7 @@ def t5_v1_1(
 ) -> ModelConfig:
     """T5 1.1: gated GELU, a head of its own, pretrained without dropout."""
     fields: dict[str, Any] = dict(
-        mlp=MLP(mlp_dim, "gelu-tanh", gated=True),
+        mlp=MLP(mlp_dim, "gelu-tanh", gated=True, dropout=None),
         head=LMHead(tied=False),
         dropout=0.0,
         attention_dropout=0.0,
@@ -204,6 +206,7 @@ def xlnet(num_layers: int, dim: int, num_heads: int, vocab_size: int = 32000, **
     """Yang et al. 2019: post-norm, scores of Transformer-XL, segments by being the same or not, two streams."""
     fields: dict[str, Any] = dict(
         family="xlnet",
+        mlp=MLP(4 * dim, "gelu", dropout=None),
         position=TransformerXL(segments=True),
         head=LMHead(bias=True),
         embed_norm=False,
@@ -325,6 +328,25 @@ def modernbert(
         attention_dropout=0.0,
     )
     return ModelConfig(**fields | changes)
+
+
+def bag(vocab_size: int, dim: int, tied: bool = False, bigrams: int = 0) -> ModelConfig:
+    """No layers at all: words are their vectors (word2vec, GloVe), a text is their mean (fastText)."""
+    return ModelConfig(
+        family=BAG,
+        shape="encoder",
+        vocab_size=vocab_size,
+        dim=dim,
+        num_layers=0,
+        num_heads=1,
+        mlp=MLP(1),
+        position=NoPlaces(),
+        norm=LayerNorm(),
+        head=LMHead(tied=tied),
+        dropout=0.0,
+        attention_dropout=0.0,
+        bigrams=bigrams,
+    )
 
 
 PRESETS: dict[str, ModelConfig] = {

@@ -1,7 +1,7 @@
-"""Scores by distance and content: those of Transformer-XL, with XLNet's segments, and those of DeBERTa.
+"""Scores by distance and content: those of Shaw, of Transformer-XL, with XLNet's segments, and of DeBERTa.
 
-B rows, T places that ask, S places that are read, H heads, d numbers per head, D width, R = T + S - 1 distances,
-P vectors of distances.
+B rows, T places that ask, S places that are read, H heads, d numbers per head, D width, P vectors of distances,
+R distances: -(T - 1), ..., S - 1, and some more.
 """
 
 from __future__ import annotations
@@ -14,53 +14,111 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from firth.models.config import Disentangled, ModelConfig, TransformerXL
+from firth.models.config import Disentangled, ModelConfig, Shaw, TransformerXL
 from firth.models.dropout import Dropout
 from firth.models.position import skew
 
 # Queries and keys that a layer makes of vectors (P, D), both (H, P, d)
 Project = Callable[[Tensor], tuple[Tensor, Tensor]]
+ROUND = 8  # distances come in multiples of this
 
 
 class Places(NamedTuple):
     """What a stack tells the scores of its layers about a row."""
 
     vectors: Tensor  # (P, D)
-    number: Tensor | None = None  # (R,) which vector the distances -(T - 1), ..., S - 1 have; without it, in order
+    zero: int  # which of the R distances is 0; the ones before it are to places before
+    choice: Tensor | None = None  # (R, P) 1 where a distance has a vector, else 0; without it, in order
     asked: Tensor | None = None  # (B, T) where those that ask stand, if not one at each place
     other: Tensor | None = None  # (B, T, S) true where what is read is in another segment
 
 
-def by_asking(x_BHTR: Tensor, S: int, asked_BT: Tensor | None) -> Tensor:
+Products = tuple[Tensor, Tensor]  # (B, H, X, d) with (H, R, d): for each place a number for each distance
+
+
+class Distances(NamedTuple):
+    """What a layer's scores are made of, beside `query . key`: numbers for each distance, and more.
+
+    `ask` are those that who asks has, `read` those that what is read has, in which distance 0 is at S - 1 and places
+    further on come first. They are given as what is to be multiplied, so that a kernel can take what it needs.
+    """
+
+    query: Tensor  # (B, H, T, d) what is compared with the keys
+    zero: int
+    ask: Products | None = None
+    read: Products | None = None
+    asked: Tensor | None = None  # (B, T)
+    more: Tensor | None = None  # (B, H, T, S)
+
+    def spread(self, S: int) -> Tensor:
+        """All of it as one number for each pair of places, (B, H, T, S)."""
+        parts = [] if self.more is None else [self.more]
+        if self.ask is not None:
+            x_BHTd, vectors_HRd = self.ask
+            parts.append(by_asking(x_BHTd @ vectors_HRd.mT, S, self.asked, self.zero))
+        if self.read is not None:
+            x_BHSd, vectors_HRd = self.read
+            parts.append(by_reading(x_BHSd @ vectors_HRd.mT, self.query.shape[2], self.asked))
+        return sum(parts[1:], start=parts[0])
+
+
+def by_asking(x_BHTR: Tensor, S: int, asked_BT: Tensor | None, zero: int) -> Tensor:
     """(B, H, T, S), from what those that ask have for each distance."""
     if asked_BT is None:
         return skew(x_BHTR, S)
-    return x_BHTR.gather(-1, which_distance(x_BHTR, S, asked_BT))
+    return x_BHTR.gather(-1, how_far(S, asked_BT, x_BHTR) + zero)
 
 
 def by_reading(x_BHSR: Tensor, T: int, asked_BT: Tensor | None) -> Tensor:
     """(B, H, T, S), from what those that are read have for each distance, the last distance first."""
     if asked_BT is None:
         return skew(x_BHSR, T).mT
-    S, R = x_BHSR.shape[-2:]
-    return x_BHSR.gather(-1, R - 1 - which_distance(x_BHSR, S, asked_BT).mT).mT
+    S = x_BHSR.shape[-2]
+    return x_BHSR.gather(-1, S - 1 - how_far(S, asked_BT, x_BHSR).mT).mT
 
 
-def which_distance(x_BHXR: Tensor, S: int, asked_BT: Tensor) -> Tensor:
-    """(B, H, T, S): the number of the distance from each place that asks to each that is read."""
-    first = S - x_BHXR.shape[-1]  # the lowest distance
+def how_far(S: int, asked_BT: Tensor, x_BHXR: Tensor) -> Tensor:
+    """(B, H, T, S): how far after each place that asks what is read stands."""
     distance_BTS = torch.arange(S, device=asked_BT.device) - asked_BT[:, :, None]
-    return (distance_BTS - first)[:, None].expand(-1, x_BHXR.shape[1], -1, -1)
+    return distance_BTS[:, None].expand(-1, x_BHXR.shape[1], -1, -1)
 
 
 def how_far_back(T: int, S: int, device: torch.device) -> Tensor:
-    """(R,): from each that asks back to what is read, which begins S - T places before those that ask."""
-    return S - T - torch.arange(1 - T, S, device=device)
+    """(R,): from each that asks back to what is read, which begins S - T places before those that ask.
+
+    A few more distances than there are, so that the products with them suit a GPU.
+    """
+    R = -(-(T + S - 1) // ROUND) * ROUND
+    return S - T - torch.arange(1 - T, 1 - T + R, device=device)
 
 
 def split(x_PI: Tensor, num_heads: int) -> Tensor:
     """(P, H x d) to (H, P, d)."""
     return x_PI.unflatten(-1, (num_heads, -1)).transpose(0, 1)
+
+
+# --- Shaw ---------------------------------------------------------------------------------------------------------
+
+
+class ShawScore(nn.Module):
+    """The query compared with a vector per distance, the same in every head."""
+
+    def __init__(self, config: ModelConfig, spec: Shaw) -> None:
+        super().__init__()
+        self.far = spec.far
+        self.vectors = nn.Embedding(2 * spec.far + 1, config.head_size)
+
+    def forward(self, q_BHTd: Tensor, k_BHSd: Tensor, sight: Any, project: Project) -> Distances:
+        """`sight.places` (B or 1, S), if given, is how far back each is that is read; one place of a row asks then."""
+        if sight.places is not None:
+            number = (self.far - sight.places).clamp(0, 2 * self.far)[:, None, None]
+            by_distance = q_BHTd @ self.vectors.weight.t()
+            return Distances(q_BHTd, 0, more=by_distance.gather(-1, number.expand(*q_BHTd.shape[:3], -1)))
+        T, S = q_BHTd.shape[2], k_BHSd.shape[2]
+        back_R = how_far_back(T, S, q_BHTd.device)
+        number_R = (S - T - back_R).clamp(-self.far, self.far) + self.far
+        vectors_HRd = self.vectors(number_R).expand(q_BHTd.shape[1], -1, -1)
+        return Distances(q_BHTd, T - 1, (q_BHTd, vectors_HRd))
 
 
 # --- Transformer-XL -----------------------------------------------------------------------------------------------
@@ -81,9 +139,9 @@ class Sines(nn.Module):
         angle_RF = back_R[:, None] * turns
         vectors_RD = self.drop(torch.cat([angle_RF.sin(), angle_RF.cos()], -1).to(x_BTD.dtype))
         if segment_BT is None or not self.spec.segments:
-            return Places(vectors_RD)
+            return Places(vectors_RD, T - 1)
         whole_BS = F.pad(segment_BT, (S - T, 0))  # what is remembered counts as segment 0
-        return Places(vectors_RD, other=segment_BT[:, :, None] != whole_BS[:, None, :])
+        return Places(vectors_RD, T - 1, other=segment_BT[:, :, None] != whole_BS[:, None, :])
 
 
 class TransformerXLScore(nn.Module):
@@ -102,17 +160,17 @@ class TransformerXLScore(nn.Module):
         self.segment_bias = nn.Parameter(torch.empty(H, d)) if spec.segments else None
         self.segments = nn.Parameter(torch.empty(2, H, d)) if spec.segments else None  # the same, another
 
-    def forward(self, q_BHTd: Tensor, k_BHSd: Tensor, sight: Any, project: Project) -> Tensor:
+    def forward(self, q_BHTd: Tensor, k_BHSd: Tensor, sight: Any, project: Project) -> Distances:
         places: Places = sight.places
-        H, S = k_BHSd.shape[1:3]
-        r_HRd = split(self.distance(places.vectors), H)
-        score = by_asking((q_BHTd + self.distance_bias[:, None]) @ r_HRd.mT, S, places.asked)
-        score = score + (k_BHSd @ self.key_bias[:, :, None]).mT
+        r_HRd = split(self.distance(places.vectors), q_BHTd.shape[1])
+        ask = (q_BHTd + self.distance_bias[:, None].to(q_BHTd.dtype), r_HRd)
+        more = None
         if places.other is not None and self.segments is not None and self.segment_bias is not None:
             same_Hd, other_Hd = self.segments
             differ_BHT1 = (q_BHTd + self.segment_bias[:, None]) @ (other_Hd - same_Hd)[:, :, None]
-            score = score + differ_BHT1 * places.other[:, None].to(score.dtype)
-        return score
+            more = differ_BHT1 * places.other[:, None].to(differ_BHT1.dtype)
+        query = q_BHTd + self.key_bias[:, None].to(q_BHTd.dtype)
+        return Distances(query, places.zero, ask, asked=places.asked, more=more)
 
 
 # --- DeBERTa ------------------------------------------------------------------------------------------------------
@@ -145,8 +203,9 @@ class DistanceVectors(nn.Module):
         back_R = how_far_back(T, S, x_BTD.device)
         if self.spec.buckets:
             back_R = log_bucket(back_R, self.spec.buckets, self.spec.far)
-        number_R = (back_R + self.span).clamp(0, last) - low
-        return Places(self.norm(self.table.weight[low : high + 1]), number_R)
+        number_R = (back_R + self.span).clamp(low, high) - low
+        vectors_PD = self.norm(self.table.weight[low : high + 1])
+        return Places(vectors_PD, T - 1, F.one_hot(number_R, high + 1 - low).to(x_BTD.dtype))
 
 
 class DisentangledScore(nn.Module):
@@ -163,18 +222,18 @@ class DisentangledScore(nn.Module):
         self.read = None if spec.shared else nn.Linear(config.dim, inner, bias=config.key_bias)
         self.drop = Dropout(config.dropout)
 
-    def forward(self, q_BHTd: Tensor, k_BHSd: Tensor, sight: Any, project: Project) -> Tensor:
+    def forward(self, q_BHTd: Tensor, k_BHSd: Tensor, sight: Any, project: Project) -> Distances:
         places: Places = sight.places
-        H, (T, S) = q_BHTd.shape[1], (q_BHTd.shape[2], k_BHSd.shape[2])
-        vectors_PD, number_R = self.drop(places.vectors), places.number
-        assert number_R is not None
+        H, S = k_BHSd.shape[1:3]
+        vectors_PD, choice_RP = self.drop(places.vectors), places.choice
+        assert choice_RP is not None
+        turned_RP = choice_RP[: places.zero + S].flip(0)
         if self.ask is None or self.read is None:
             ask_HPd, read_HPd = project(vectors_PD)
         else:
             ask_HPd, read_HPd = split(self.ask(vectors_PD), H), split(self.read(vectors_PD), H)
-        to_place = q_BHTd @ read_HPd[:, number_R].mT
-        from_place = k_BHSd @ ask_HPd[:, number_R.flip(0)].mT
-        return by_asking(to_place, S, places.asked) + by_reading(from_place, T, places.asked)
+        ask, read = (q_BHTd, choice_RP @ read_HPd), (k_BHSd, turned_RP @ ask_HPd)
+        return Distances(q_BHTd, places.zero, ask, read, places.asked)
 
 
 def make_shared(config: ModelConfig) -> nn.Module | None:

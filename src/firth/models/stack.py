@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -101,7 +103,7 @@ class Stack(nn.Module):
 
     def run(
         self,
-        block: nn.Module,
+        block: Block,
         x: Tensor,
         sight: Sight,
         read: Tensor | None,
@@ -118,9 +120,9 @@ class Stack(nn.Module):
         return torch.where(torch.rand((), device=x.device) < self.config.layer_drop, x, y)
 
     @property
-    def layers(self) -> list[nn.Module]:
+    def layers(self) -> list[Block]:
         """The blocks in the order in which they run; layers that share one run it again."""
-        return [self.blocks[i // self.num_shared] for i in range(self.num_layers)]
+        return [cast(Block, self.blocks[i // self.num_shared]) for i in range(self.num_layers)]
 
     def finish(self, x: Tensor) -> Tensor:
         return self.drop(x if self.final_norm is None else self.final_norm(x))

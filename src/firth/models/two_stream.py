@@ -45,10 +45,10 @@ class TwoStream(nn.Module):
             earlier = memory.widen(earlier, content.shape[1])
         query = embed.widen(embed.place(vector_BKE, position_BK, segment_BK))
         for i, block in enumerate(stack.layers):
-            read = content if memory is None else memory.prolong(i, content)
-            query = block(query, earlier, content=read)
+            keys = block.keys_of(content if memory is None else memory.prolong(i, content))
+            query = block(query, earlier, content=keys)
             if i < stack.num_layers - 1:
-                content = block(content, upto, content=None if memory is None else read)
+                content = block(content, upto, content=keys)
         return stack.finish(query)
 
 

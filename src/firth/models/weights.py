@@ -19,9 +19,26 @@ from torch import Tensor
 from firth.console import warn
 from firth.errors import UserError, nearest
 from firth.files import fresh_folder, read_json, whole_folder, write_json
-from firth.models.config import Classes, Generator, Head, Learned, LMHead, ModelConfig, Pair, Verdict
-from firth.models.layouts import FAMILIES, LAYOUTS, OWN_EXTRAS, Layout
+from firth.models.config import (
+    Classes,
+    Embedding,
+    Extra,
+    Generator,
+    Head,
+    Learned,
+    LMHead,
+    ModelConfig,
+    Pair,
+    Score,
+    Tags,
+    TaskHead,
+    Verdict,
+)
+from firth.models.layouts import FAMILIES, LAYOUTS, OWN_EXTRAS, OWN_HEAD, Layout
+from firth.models.layouts.layout import ACTIVATIONS, THEIR_ACTIVATIONS, class_names, is_a
+from firth.models.lora import merge
 from firth.models.model import Model, framing, make_model
+from firth.models.task_heads import like, own_dropout
 from firth.plain import KIND, from_plain, to_plain
 from firth.tokens import Tokenizer, Vocabulary, load_tokenizer
 
@@ -29,6 +46,11 @@ WEIGHTS = "model.safetensors"
 OWN = "firth"
 OWN_FAMILY = "firth_family"  # in config.json: which of the families that share a layout
 OWN_FRAMED = "firth_framed"  # how a text is framed, where that is not as the layout's own family has it
+OWN_OBJECTIVE = "firth_objective"  # what the model was pretrained with: its name, and all that it is
+REGRESSION = "regression"
+OUR_WORDS = ACTIVATIONS | {"cls": "first"}  # of the settings of heads
+THEIR_WORDS = THEIR_ACTIVATIONS | {"first": "cls"}
+WRITER = "extras.auxiliary."
 DELTA = "extras.generator.delta.weight"  # by how much a body's token vectors differ from its generator's
 
 # --- settings -------------------------------------------------------------------------------------------------------
@@ -47,7 +69,7 @@ def family_of(config: ModelConfig, vocab: Vocabulary | None = None) -> str:
 
 
 def _layout_of(config: ModelConfig, vocab: Vocabulary | None = None) -> Layout | None:
-    """The layout that describes this body without loss."""
+    """The layout that describes this body and its head without loss."""
     layout = FAMILIES.get(config.family)
     if layout is None:
         return None
@@ -62,7 +84,25 @@ def _layout_of(config: ModelConfig, vocab: Vocabulary | None = None) -> Layout |
 
 def _spelled_out(config: ModelConfig) -> ModelConfig:
     """The same body with nothing left to its default, so that equal ones compare equal."""
-    return replace(config, head_dim=config.head_size, num_decoder_layers=config.decoder_layers, extras=())
+    mlp, head = replace(config.mlp, dropout=config.mlp_dropout), config.head
+    if isinstance(head, TaskHead) and not isinstance(head, Embedding):
+        head = replace(head, dropout=None, drop_state=False)  # which change nothing once a model has learned
+    if isinstance(head, Classes):
+        head = replace(head, weights=None)
+    sizes: dict[str, Any] = dict(head_dim=config.head_size, num_decoder_layers=config.decoder_layers)
+    return replace(config, mlp=mlp, head=head, extras=(), **sizes)
+
+
+def _body_layout(config: ModelConfig) -> Layout | None:
+    """The layout that describes this body, whatever its head: where the weights of a new model come from."""
+    layout = FAMILIES.get(config.family)
+    if layout is None:
+        return None
+    try:
+        plain = layout.read({"model_type": layout.model_type, **layout.write(config)})
+    except (KeyError, TypeError, UserError):
+        return None
+    return _layout_of(replace(config, head=plain.head))
 
 
 def _named(config: ModelConfig, layout: Layout) -> dict[str, Any]:
@@ -75,16 +115,52 @@ def _named(config: ModelConfig, layout: Layout) -> dict[str, Any]:
         hf[OWN_FRAMED] = config.framed
     if own := tuple(e for e in config.extras if not (isinstance(e, Pair) and layout.pair)):
         hf[OWN_EXTRAS] = to_plain(replace(config, extras=own))["extras"]
-    if isinstance(config.head, Classes):
-        names = config.head.names
-        hf["id2label"] = {str(i): name for i, name in enumerate(names)}
-        hf["label2id"] = {name: i for i, name in enumerate(names)}
+    return hf | (_head_settings(config, layout) if isinstance(config.head, TaskHead) else {})
+
+
+def _head_settings(config: ModelConfig, layout: Layout) -> dict[str, Any]:
+    """What config.json says of the head of a task."""
+    head, found = config.head, layout.answers_of(config.head)
+    if found is None:
+        return {OWN_HEAD: to_plain(replace(config, extras=()))["head"]}
+    hf: dict[str, Any] = {}
+    for field, key in found.settings.items():
+        value = getattr(head, field)
+        hf[key] = config.dropout if value is None else THEIR_WORDS.get(value, value)
+    if isinstance(head, Classes | Tags):
+        hf["id2label"] = {str(i): name for i, name in enumerate(head.names)}
+        hf["label2id"] = {name: i for i, name in enumerate(head.names)}
+    if isinstance(head, Score):
+        hf |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}
+    if isinstance(head, Classes | Score):
+        hf["problem_type"] = REGRESSION if isinstance(head, Score) else "single_label_classification"
     return hf
 
 
+def _read_head(hf: dict[str, Any], layout: Layout, config: ModelConfig, where: str) -> TaskHead | None:
+    """The head of a task that a config.json names, if it does."""
+    if OWN_HEAD in hf:
+        own = from_plain(to_plain(config) | {"head": hf[OWN_HEAD]}, ModelConfig, where).head
+        assert isinstance(own, TaskHead)
+        return own
+    found = next((a for a in layout.answers if is_a(hf, "For" + a.architecture.rpartition("For")[2])), None)
+    if found is None:
+        return None
+    said = {field: hf[key] for field, key in found.settings.items() if hf.get(key) is not None}
+    head: Any = replace(found.head, **{field: OUR_WORDS.get(value, value) for field, value in said.items()})
+    if isinstance(head, Classes | Tags):
+        head = replace(head, names=class_names(hf))
+    if isinstance(head, Classes):
+        kind = hf.get("problem_type") or (REGRESSION if len(head.names) == 1 else None)  # as `transformers` takes it
+        head = like(Score, head) if kind == REGRESSION else head
+    return own_dropout(head, config)
+
+
 def _architecture(config: ModelConfig, layout: Layout) -> str:
-    if isinstance(config.head, Classes):
-        found = layout.classifier
+    found: str | None
+    if isinstance(config.head, TaskHead):
+        answers = layout.answers_of(config.head)
+        found = layout.body if isinstance(config.head, Embedding) else answers and answers.architecture
     elif isinstance(config.head, Verdict) or (config.extra("generator") and layout.verdict):
         found = layout.verdict
     else:
@@ -139,6 +215,8 @@ def _read(hf: dict[str, Any], where: str) -> ModelConfig:
             kind = layout.model_type
             raise UserError(f"{where}: {setting} is {hf[setting]!r}, and Firth knows {kind} only with {value!r}.")
     config = layout.read(hf)
+    if (head := _read_head(hf, layout, config, where)) is not None:
+        config = replace(config, head=head, extras=())
     return replace(config, family=hf.get(OWN_FAMILY, name), framed=hf.get(OWN_FRAMED, config.framed))
 
 
@@ -156,7 +234,7 @@ def with_vocabulary(config: ModelConfig, vocab: Vocabulary) -> ModelConfig:
 
 def to_hf(model: Model) -> dict[str, Tensor]:
     """The tensors of a model under the names that its config.json promises."""
-    state = own_state(model)
+    state = merge(model, own_state(model))
     vocab = model.tokenizer.vocab if model.tokenizer is not None else None
     if family_of(model.config, vocab) == OWN:
         return {k: v.contiguous() for k, v in state.items()}
@@ -164,6 +242,9 @@ def to_hf(model: Model) -> dict[str, Tensor]:
     for rule in FAMILIES[model.config.family].rules(model.config):
         result |= dict(zip(rule.theirs, rule.split(state.pop(rule.ours)), strict=True))
     assert all(name.startswith("extras.") for name in state), "a family names all of its tensors"
+    layout = FAMILIES[model.config.family]
+    if (found := layout.answers_of(model.config.head)) is not None and found.prefix:
+        result = _prefixed(result, layout.prefix, found.prefix)
     return result | {k: v.contiguous() for k, v in state.items()}
 
 
@@ -178,8 +259,10 @@ def from_hf(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor
 
     They have our names already where the model that wrote them was one of our own, whatever this one is.
     """
-    layout = _layout_of(config)
+    layout = _body_layout(config)
     ours = tensors if layout is None or _are_ours(tensors) else _renamed(tensors, config, layout)
+    if config.extra("auxiliary") is not None and _are_ours(tensors):
+        ours = {WRITER + k.removeprefix("head."): v for k, v in ours.items() if k.startswith("head.")} | ours
     generator = config.extra("generator")
     if DELTA in ours and not (isinstance(generator, Generator) and generator.disentangled):
         ours = ours | {"embed.tokens.weight": ours["embed.tokens.weight"] + ours[DELTA]}  # what the body has read
@@ -204,6 +287,8 @@ def _renamed(tensors: dict[str, Tensor], config: ModelConfig, layout: Layout) ->
 def _in_full(tensors: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict[str, Tensor]:
     """The tensors as today's `transformers` names them: norms by their new names, the body with its prefix."""
     tensors = {k.replace(".gamma", ".weight").replace(".beta", ".bias"): v for k, v in tensors.items()}
+    for prefix in {answers.prefix for answers in layout.answers} - {""}:
+        tensors = _prefixed(tensors, prefix, layout.prefix)
     if layout.prefix and not any(k.startswith(layout.prefix) for k in tensors):
         beside = _known(config, layout).union(k for k in tensors if k.startswith("extras.") or _is_unused(k, layout))
         tensors = {k if k in beside else layout.prefix + k: v for k, v in tensors.items()}
@@ -211,6 +296,10 @@ def _in_full(tensors: dict[str, Tensor], config: ModelConfig, layout: Layout) ->
         if found := [tensors[other] for other in others if other in tensors]:
             tensors.setdefault(name, found[0])
     return tensors
+
+
+def _prefixed(tensors: dict[str, Tensor], old: str, new: str) -> dict[str, Tensor]:
+    return {new + k.removeprefix(old) if k.startswith(old) else k: v for k, v in tensors.items()}
 
 
 def _known(config: ModelConfig, layout: Layout) -> set[str]:
@@ -225,7 +314,7 @@ def _is_unused(name: str, layout: Layout) -> bool:
 
 def unexpected(tensors: dict[str, Tensor], model: Model) -> list[str]:
     """What is in a file, and neither in the model nor known to be of no use for it."""
-    layout = _layout_of(model.config)
+    layout = _body_layout(model.config)
     if layout is None or _are_ours(tensors):
         return sorted(tensors.keys() - model.state_dict().keys())
     full = _in_full(tensors, model.config, layout)
@@ -280,13 +369,15 @@ def read_config(folder: str | Path) -> ModelConfig:
     return layout.settle(config, lambda *names: read_tensors(folder, names))
 
 
-def load_model(folder: str | Path, head: Head | None = None) -> Model:
-    """Open a checkpoint of ours or a Hugging Face folder; `head` puts a new head on its body, without extras."""
+def load_model(folder: str | Path, head: Head | None = None, extras: tuple[Extra, ...] = ()) -> Model:
+    """Open a checkpoint of ours or a Hugging Face folder; `head` puts a new head, and new extras, on its body."""
     folder = Path(folder)
     config = read_config(folder)
     tensors = read_tensors(folder)
-    model = make_model(config if head is None else replace(config, head=head, extras=()))
+    model = make_model(config if head is None else replace(config, head=head, extras=extras))
     load_weights(model, tensors, str(folder), new_head=head is not None)
+    if head is None:
+        model.objective = read_json(folder / "config.json").get(OWN_OBJECTIVE)
     if head is None and (strange := unexpected(tensors, model)):
         some = ", ".join(strange[:3])
         warn(f"{folder}: {len(strange)} tensors have no place in this model and are left out, such as {some}.")
@@ -339,7 +430,8 @@ def write_model(model: Model, folder: Path) -> None:
     """The files of a Hugging Face folder, into a folder that is there."""
     tokenizer: Tokenizer | None = model.tokenizer
     vocab = tokenizer.vocab if tokenizer is not None else None
-    write_json(folder / "config.json", to_hf_config(model.config, vocab))
+    note = {} if model.objective is None else {OWN_OBJECTIVE: model.objective}
+    write_json(folder / "config.json", to_hf_config(model.config, vocab) | note)
     save_file(to_hf(model), folder / WEIGHTS, metadata={"format": "pt"})
     if tokenizer is not None and vocab is not None:
         tokenizer.save(folder)

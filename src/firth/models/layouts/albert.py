@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from firth.errors import UserError
-from firth.models.config import MLP, Classes, ModelConfig
+from firth.models.config import MLP, LMHead, ModelConfig
 from firth.models.layouts import bert
 from firth.models.layouts.layout import Layout, Rule, Settings, activation, linear, qkv
 
@@ -22,10 +22,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         yield from linear(f"{ours}.mlp.up", f"{theirs}.ffn")
         yield from linear(f"{ours}.mlp.down", f"{theirs}.ffn_output")
         yield from linear(f"{ours}.mlp_norm", f"{theirs}.full_layer_layer_norm")
-    if isinstance(config.head, Classes):
-        yield from linear("head.pooler", "albert.pooler")
-        yield from linear("head.out", "classifier")
-    else:
+    if isinstance(config.head, LMHead):
         yield from linear("head.dense", "predictions.dense")
         yield from linear("head.norm", "predictions.LayerNorm")
         yield Rule("head.bias", ("predictions.bias",))
@@ -60,8 +57,8 @@ ALBERT = Layout(
     read,
     write,
     lm="AlbertForMaskedLM",
-    classifier="AlbertForSequenceClassification",
-    classes=bert.CLASSES,
+    answers=bert.answers("Albert", "albert.pooler", 0.1, bert.ALBERTS_DROPOUT),
+    pooler="albert.pooler",
     pair="AlbertForPreTraining",
     prefix="albert.",
     fixed={"inner_group_num": 1, "position_embedding_type": "absolute", "tie_word_embeddings": True},

@@ -6,21 +6,29 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from firth.errors import UserError
-from firth.models.config import MLP, Classes, LayerNorm, Learned, LMHead, ModelConfig, Normal
+from firth.models.config import MLP, Classes, LayerNorm, Learned, LMHead, ModelConfig, Normal, Span
 from firth.models.layouts.layout import (
+    Answers,
     Layout,
     Rule,
     Settings,
     Tensors,
     activation,
-    class_names,
-    is_a,
     linear,
     qkv,
     their_activation,
 )
 
-CLASSES = Classes((), pooled=True)
+ANSWERS = (
+    Answers(
+        "BartForSequenceClassification",
+        Classes((), pool="last", pooled=True, dropout=0.0, drop_state=True),
+        "classification_head.out_proj",
+        "classification_head.dense",
+        settings={"dropout": "classifier_dropout"},
+    ),
+    Answers("BartForQuestionAnswering", Span(dropout=0.0), "qa_outputs"),
+)
 OFFSET = 2  # the first places are never used
 BIAS = "final_logits_bias"  # the tensor, which is nearly always 0, and our word for it in config.json where it is not
 
@@ -43,15 +51,11 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
             yield from linear(f"{ours}.mlp.up", f"{theirs}.fc1")
             yield from linear(f"{ours}.mlp.down", f"{theirs}.fc2")
             yield from linear(f"{ours}.mlp_norm", f"{theirs}.final_layer_norm")
-    if isinstance(config.head, Classes):
-        yield from linear("head.pooler", "classification_head.dense")
-        yield from linear("head.out", "classification_head.out_proj")
-    elif isinstance(config.head, LMHead) and config.head.bias:
+    if isinstance(config.head, LMHead) and config.head.bias:
         yield Rule("head.bias", (BIAS,), row=True)
 
 
 def read(hf: Settings) -> ModelConfig:
-    classes = replace(CLASSES, names=class_names(hf)) if is_a(hf, "ForSequenceClassification") else None
     layers, decoder_layers = hf.get("encoder_layers", 12), hf.get("decoder_layers", 12)
     return ModelConfig(
         family="bart",
@@ -60,10 +64,14 @@ def read(hf: Settings) -> ModelConfig:
         dim=hf.get("d_model", 1024),
         num_layers=layers,
         num_heads=both(hf, "attention_heads", 16),
-        mlp=MLP(both(hf, "ffn_dim", 4096), activation(hf.get("activation_function", "gelu"))),
+        mlp=MLP(
+            both(hf, "ffn_dim", 4096),
+            activation(hf.get("activation_function", "gelu")),
+            dropout=hf.get("activation_dropout", 0.0),
+        ),
         position=Learned(hf.get("max_position_embeddings", 1024) + OFFSET, OFFSET),
         norm=LayerNorm(1e-5),
-        head=classes or LMHead(bias=hf.get(BIAS, False)),
+        head=LMHead(bias=hf.get(BIAS, False)),
         init=Normal(hf.get("init_std", 0.02)),
         embed_norm=True,
         embed_scaled=bool(hf.get("scale_embedding")),
@@ -98,6 +106,7 @@ def write(c: ModelConfig) -> Settings:
         "scale_embedding": c.embed_scaled,
         "dropout": c.dropout,
         "attention_dropout": c.attention_dropout,
+        "activation_dropout": c.mlp_dropout,
         "is_encoder_decoder": True,
         **({BIAS: True} if isinstance(c.head, LMHead) and c.head.bias else {}),
     }
@@ -117,8 +126,7 @@ BART = Layout(
     read,
     write,
     lm="BartForConditionalGeneration",
-    classifier="BartForSequenceClassification",
-    classes=CLASSES,
+    answers=ANSWERS,
     prefix="model.",
     fixed={"tie_word_embeddings": True},
     twins={

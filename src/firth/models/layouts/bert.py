@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
-from firth.models.config import MLP, Classes, LayerNorm, Learned, LMHead, ModelConfig, Normal
+from firth.models.config import MLP, Choices, Classes, LayerNorm, Learned, LMHead, ModelConfig, Normal, Span, Tags
 from firth.models.layouts.layout import (
+    Answers,
     Layout,
     Rule,
     Settings,
     activation,
-    class_names,
-    is_a,
     linear,
     qkv,
     their_activation,
 )
 
-CLASSES = Classes((), pooled=True)
+DROPOUT = {"dropout": "classifier_dropout"}
+ALBERTS_DROPOUT = {"dropout": "classifier_dropout_prob"}  # in ALBERT and RemBERT, whose bodies have none
+
+
+def word_answers(name: str, dropout: float | None = None, settings: dict[str, str] = DROPOUT) -> tuple[Answers, ...]:
+    """The heads over all places, which BERT and its relatives have alike."""
+    return (
+        Answers(f"{name}ForTokenClassification", Tags((), dropout=dropout), "classifier", settings=settings),
+        Answers(f"{name}ForQuestionAnswering", Span(dropout=0.0), "qa_outputs"),
+    )
+
+
+def answers(
+    name: str, pooler: str, dropout: float | None = None, settings: dict[str, str] = DROPOUT
+) -> tuple[Answers, ...]:
+    """The heads of BERT and of those that name theirs alike."""
+    classes, choices = Classes((), pooled=True, dropout=dropout), Choices(pooled=True, dropout=dropout)
+    return (
+        Answers(f"{name}ForSequenceClassification", classes, "classifier", pooler, settings=settings),
+        Answers(f"{name}ForMultipleChoice", choices, "classifier", pooler, settings=settings),
+        *word_answers(name, dropout, settings),
+    )
 
 
 def rules(config: ModelConfig) -> Iterator[Rule]:
     yield from embedding_rules(config, "bert.embeddings")
     yield from block_rules(config, "bert.encoder.layer")
-    if isinstance(config.head, Classes):
-        yield from linear("head.pooler", "bert.pooler.dense")
-        yield from linear("head.out", "classifier")
-    else:
+    if isinstance(config.head, LMHead):
         yield from linear("head.dense", "cls.predictions.transform.dense")
         yield from linear("head.norm", "cls.predictions.transform.LayerNorm")
         yield Rule("head.bias", ("cls.predictions.bias",))
@@ -59,7 +75,6 @@ def block_rules(config: ModelConfig, layers: str) -> Iterator[Rule]:
 
 def read(hf: Settings, **changes: Any) -> ModelConfig:
     """`changes` are what the relatives of BERT have otherwise."""
-    head = replace(CLASSES, names=class_names(hf)) if is_a(hf, "ForSequenceClassification") else None
     fields: dict[str, Any] = dict(
         family="bert",
         shape="encoder",
@@ -70,7 +85,7 @@ def read(hf: Settings, **changes: Any) -> ModelConfig:
         mlp=MLP(hf.get("intermediate_size", 3072), activation(hf.get("hidden_act", "gelu"))),
         position=Learned(hf.get("max_position_embeddings", 512)),
         norm=LayerNorm(hf.get("layer_norm_eps", 1e-12)),
-        head=head or LMHead(transform=True, bias=True),
+        head=LMHead(transform=True, bias=True),
         init=Normal(hf.get("initializer_range", 0.02)),
         embed_norm=True,
         num_segments=hf.get("type_vocab_size") or 2,  # `transformers` has no BERT without segments
@@ -104,8 +119,8 @@ BERT = Layout(
     read,
     write,
     lm="BertForMaskedLM",
-    classifier="BertForSequenceClassification",
-    classes=CLASSES,
+    answers=answers("Bert", "bert.pooler.dense"),
+    pooler="bert.pooler.dense",
     pair="BertForPreTraining",
     prefix="bert.",
     fixed=FIXED,

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from firth.errors import UserError
-from firth.models.config import MLP, Classes, Disentangled, LayerNorm, LMHead, ModelConfig, Normal
+from firth.models.config import MLP, Choices, Classes, Disentangled, LayerNorm, LMHead, ModelConfig, Normal, Span, Tags
 from firth.models.layouts.layout import (
+    Answers,
     Layout,
     Rule,
     Settings,
     activation,
-    class_names,
-    is_a,
     linear,
     their_activation,
 )
 
-CLASSES = Classes((), pooled=True, activation="gelu")
+POOLED: Any = dict(pooled=True, activation="gelu")
+SETTINGS = {"activation": "pooler_hidden_act", "dropout": "cls_dropout"}
+
+
+def answers(name: str) -> tuple[Answers, ...]:
+    pooler, out = "pooler.dense", "classifier"
+    return (
+        Answers(f"{name}ForSequenceClassification", Classes((), **POOLED), out, pooler, settings=SETTINGS),
+        Answers(f"{name}ForMultipleChoice", Choices(**POOLED), out, pooler, settings=SETTINGS),
+        Answers(f"{name}ForTokenClassification", Tags(()), out),
+        Answers(f"{name}ForQuestionAnswering", Span(dropout=0.0), "qa_outputs"),
+    )
 
 
 def rules(config: ModelConfig) -> Iterator[Rule]:
@@ -49,10 +58,7 @@ def outer_rules(config: ModelConfig) -> Iterator[Rule]:
         yield from linear(f"{ours}.mlp.up", f"{theirs}.intermediate.dense")
         yield from linear(f"{ours}.mlp.down", f"{theirs}.output.dense")
         yield from linear(f"{ours}.mlp_norm", f"{theirs}.output.LayerNorm")
-    if isinstance(config.head, Classes):
-        yield from linear("head.pooler", "pooler.dense")
-        yield from linear("head.out", "classifier")
-    else:
+    if isinstance(config.head, LMHead):
         yield from linear("head.dense", "cls.predictions.transform.dense")
         yield from linear("head.norm", "cls.predictions.transform.LayerNorm")
         yield Rule("head.bias", ("cls.predictions.bias",))
@@ -61,7 +67,6 @@ def outer_rules(config: ModelConfig) -> Iterator[Rule]:
 def read(hf: Settings, **changes: Any) -> ModelConfig:
     """`changes` are what version 2 has otherwise."""
     check_attention(hf)
-    classes = replace(CLASSES, names=class_names(hf), activation=hf.get("pooler_hidden_act", "gelu"))
     fields: dict[str, Any] = dict(
         family="deberta",
         shape="encoder",
@@ -72,7 +77,7 @@ def read(hf: Settings, **changes: Any) -> ModelConfig:
         mlp=MLP(hf.get("intermediate_size", 3072), activation(hf.get("hidden_act", "gelu"))),
         position=read_position(hf),
         norm=LayerNorm(hf.get("layer_norm_eps", 1e-7)),
-        head=classes if is_a(hf, "ForSequenceClassification") else LMHead(transform=True, bias=True),
+        head=LMHead(transform=True, bias=True),
         init=Normal(hf.get("initializer_range", 0.02)),
         embed_norm=True,
         attention_bias="no-key",
@@ -120,7 +125,7 @@ def write(c: ModelConfig) -> Settings:
         "max_relative_positions": position.far,
         "position_biased_input": position.absolute,
         "pooler_hidden_size": c.dim,
-        "pooler_hidden_act": getattr(c.head, "activation", CLASSES.activation),
+        "pooler_hidden_act": POOLED["activation"],
         "legacy": True,
     }
 
@@ -149,8 +154,7 @@ DEBERTA = Layout(
     read,
     write,
     lm="DebertaForMaskedLM",
-    classifier="DebertaForSequenceClassification",
-    classes=CLASSES,
+    answers=tuple(one for one in answers("Deberta") if not isinstance(one.head, Choices)),  # version 1 has none
     prefix="deberta.",
     fixed=FIXED,
     twins=TWINS,

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from typing import Any
 
-from firth.models.config import MLP, Classes, LayerNorm, Learned, LMHead, ModelConfig, Normal
+from firth.models.config import MLP, Choices, Classes, LayerNorm, Learned, LMHead, ModelConfig, Normal, Span, Tags
 from firth.models.layouts import bert
 from firth.models.layouts.layout import (
+    Answers,
     Layout,
     Rule,
     Settings,
     activation,
-    class_names,
-    is_a,
     linear,
     qkv,
     their_activation,
 )
 
-CLASSES = Classes((), pooled=True, activation="relu")
+DROPOUT = {"dropout": "seq_classif_dropout"}
+POOLED: Any = dict(pooled=True, activation="relu", dropout=0.2)
+ANSWERS = (
+    Answers(
+        "DistilBertForSequenceClassification", Classes((), **POOLED), "classifier", "pre_classifier", settings=DROPOUT
+    ),
+    Answers("DistilBertForMultipleChoice", Choices(**POOLED), "classifier", "pre_classifier", settings=DROPOUT),
+    Answers("DistilBertForTokenClassification", Tags(()), "classifier"),
+    Answers("DistilBertForQuestionAnswering", Span(dropout=0.1), "qa_outputs", settings={"dropout": "qa_dropout"}),
+)
 
 
 def rules(config: ModelConfig) -> Iterator[Rule]:
@@ -33,10 +41,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         yield from linear(f"{ours}.mlp.up", f"{theirs}.ffn.lin1")
         yield from linear(f"{ours}.mlp.down", f"{theirs}.ffn.lin2")
         yield from linear(f"{ours}.mlp_norm", f"{theirs}.output_layer_norm")
-    if isinstance(config.head, Classes):
-        yield from linear("head.pooler", "pre_classifier")
-        yield from linear("head.out", "classifier")
-    else:
+    if isinstance(config.head, LMHead):
         yield from linear("head.dense", "vocab_transform")
         yield from linear("head.norm", "vocab_layer_norm")
         yield Rule("head.bias", ("vocab_projector.bias",))
@@ -44,7 +49,6 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
 
 def read(hf: Settings) -> ModelConfig:
     """Sinusoids, where a config names them, are only what its table of places began with."""
-    classes = replace(CLASSES, names=class_names(hf)) if is_a(hf, "ForSequenceClassification") else None
     return ModelConfig(
         family="distilbert",
         shape="encoder",
@@ -55,7 +59,7 @@ def read(hf: Settings) -> ModelConfig:
         mlp=MLP(hf.get("hidden_dim", 3072), activation(hf.get("activation", "gelu"))),
         position=Learned(hf.get("max_position_embeddings", 512)),
         norm=LayerNorm(1e-12),
-        head=classes or LMHead(transform=True, bias=True),
+        head=LMHead(transform=True, bias=True),
         init=Normal(hf.get("initializer_range", 0.02)),
         embed_norm=True,
         dropout=hf.get("dropout", 0.1),
@@ -84,8 +88,7 @@ DISTILBERT = Layout(
     read,
     write,
     lm="DistilBertForMaskedLM",
-    classifier="DistilBertForSequenceClassification",
-    classes=CLASSES,
+    answers=ANSWERS,
     prefix="distilbert.",
     fixed={"tie_word_embeddings": True},
     twins={"distilbert.embeddings.word_embeddings.weight": ("vocab_projector.weight",)},

@@ -9,11 +9,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from firth.models.config import Classes, Generator, LMHead, ModelConfig, Verdict
+from firth.models.config import Choices, Classes, Generator, LMHead, ModelConfig, Verdict
 from firth.models.layouts import bert
-from firth.models.layouts.layout import OWN_EXTRAS, Layout, Rule, Settings, Tensors, class_names, is_a, linear
+from firth.models.layouts.layout import OWN_EXTRAS, Answers, Layout, Rule, Settings, Tensors, is_a, linear
 
-CLASSES = Classes((), pooled=True, activation="gelu")
+ANSWERS = (
+    Answers(
+        "ElectraForSequenceClassification",
+        Classes((), pooled=True, activation="gelu", drop_state=True),
+        "classifier.out_proj",
+        "classifier.dense",
+        settings=bert.DROPOUT,
+    ),
+    Answers(
+        "ElectraForMultipleChoice",
+        Choices(pooled=True, activation="gelu", dropout=0.1),
+        "classifier",
+        "sequence_summary.summary",
+        settings={"dropout": "summary_last_dropout"},
+    ),
+    *bert.word_answers("Electra"),
+)
+SUMMARY: Settings = {"summary_type": "first", "summary_use_proj": True, "summary_activation": "gelu"}
 
 
 def rules(config: ModelConfig) -> Iterator[Rule]:
@@ -26,14 +43,11 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         yield from linear("head.dense", "extras.generator.head.dense")
         yield from linear("head.norm", "extras.generator.head.norm")
         yield Rule("head.bias", ("extras.generator.head.bias",))
-    elif isinstance(config.head, Classes):
-        yield from linear("head.pooler", "classifier.dense")
-        yield from linear("head.out", "classifier.out_proj")
     elif isinstance(config.head, LMHead):
         yield from linear("head.dense", "generator_predictions.dense")
         yield from linear("head.norm", "generator_predictions.LayerNorm")
         yield Rule("head.bias", ("generator_lm_head.bias",))
-    else:
+    elif isinstance(config.head, Verdict):
         yield from verdict_rules("head")
 
 
@@ -46,8 +60,6 @@ def read(hf: Settings) -> ModelConfig:
     width, dim = hf.get("embedding_size", 128), hf.get("hidden_size", 256)
     sizes = {"hidden_size": dim, "num_attention_heads": 4, "intermediate_size": 1024}
     config = bert.read(sizes | hf, embed_dim=None if width == dim else width)
-    if isinstance(config.head, Classes):
-        return replace(config, head=replace(CLASSES, names=class_names(hf)))
     alone = not any(extra.get("kind") == Generator.__name__ for extra in hf.get(OWN_EXTRAS) or [])
     return replace(config, head=Verdict()) if alone and is_a(hf, "ForPreTraining") else config
 
@@ -69,11 +81,10 @@ ELECTRA = Layout(
     read,
     write,
     lm="ElectraForMaskedLM",
-    classifier="ElectraForSequenceClassification",
-    classes=CLASSES,
+    answers=ANSWERS,
     verdict="ElectraForPreTraining",
     prefix="electra.",
-    fixed=bert.FIXED | {"hidden_act": "gelu"},  # its heads have GELU whatever the blocks have
+    fixed=bert.FIXED | SUMMARY | {"hidden_act": "gelu"},  # its heads have GELU whatever the blocks have
     twins={"electra.embeddings.word_embeddings.weight": ("generator_lm_head.weight",)},
     unused=("electra.embeddings.position_ids",),
     settle=settle,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from firth.errors import UserError
 from firth.models.config import MLP, Classes, LayerNorm, Learned, LMHead, ModelConfig, Normal
 from firth.models.layouts import gpt2
-from firth.models.layouts.layout import Layout, Rule, Settings, activation, class_names, is_a, their_activation
+from firth.models.layouts.layout import Answers, Layout, Rule, Settings, activation, their_activation
 
 ACTIVATIONS = {"gelu": "gelu_new"}  # what it calls GELU is the approximation by tanh
 
@@ -16,8 +16,6 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     yield Rule("embed.tokens.weight", ("transformer.tokens_embed.weight",))
     yield Rule("embed.places.weight", ("transformer.positions_embed.weight",))
     yield from gpt2.block_rules(config)
-    if isinstance(config.head, Classes):
-        yield Rule("head.out.weight", ("score.weight",))
 
 
 def read(hf: Settings) -> ModelConfig:
@@ -32,7 +30,7 @@ def read(hf: Settings) -> ModelConfig:
         mlp=MLP(4 * dim, activation(ACTIVATIONS.get(name, name))),
         position=Learned(hf.get("n_positions", 512)),
         norm=LayerNorm(hf.get("layer_norm_epsilon", 1e-5)),
-        head=Classes(class_names(hf)) if is_a(hf, "ForSequenceClassification") else LMHead(),
+        head=LMHead(),
         init=Normal(hf.get("initializer_range", 0.02)),
         dropout=hf.get("resid_pdrop", 0.1),
         attention_dropout=hf.get("attn_pdrop", 0.1),
@@ -64,7 +62,7 @@ GPT = Layout(
     read,
     write,
     lm="OpenAIGPTLMHeadModel",
-    classifier="OpenAIGPTForSequenceClassification",
+    answers=(Answers("OpenAIGPTForSequenceClassification", Classes((), pool="last"), "score"),),
     prefix="transformer.",
     fixed={"tie_word_embeddings": True},
     twins={"transformer.tokens_embed.weight": ("lm_head.weight",)},

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from firth.models.config import MLP, Classes, LayerNorm, Learned, LMHead, ModelConfig, Normal
+from firth.models.config import MLP, Classes, LayerNorm, Learned, LMHead, ModelConfig, Normal, Span, Tags
 from firth.models.layouts.layout import (
+    Answers,
     Layout,
     Rule,
     Settings,
     activation,
-    class_names,
-    is_a,
     linear,
     their_activation,
 )
@@ -22,8 +21,6 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     yield Rule("embed.places.weight", ("transformer.wpe.weight",))
     yield from block_rules(config)
     yield from linear("stack.final_norm", "transformer.ln_f")
-    if isinstance(config.head, Classes):
-        yield Rule("head.out.weight", ("score.weight",))
 
 
 def block_rules(config: ModelConfig) -> Iterator[Rule]:
@@ -49,7 +46,7 @@ def read(hf: Settings) -> ModelConfig:
         mlp=MLP(hf.get("n_inner") or 4 * dim, activation(hf.get("activation_function", "gelu_new"))),
         position=Learned(hf.get("n_positions", 1024)),
         norm=LayerNorm(hf.get("layer_norm_epsilon", 1e-5)),
-        head=Classes(class_names(hf)) if is_a(hf, "ForSequenceClassification") else LMHead(),
+        head=LMHead(),
         init=Normal(hf.get("initializer_range", 0.02), scale_residual=True),
         norm_first=True,
         dropout=hf.get("resid_pdrop", 0.1),
@@ -80,7 +77,16 @@ GPT2 = Layout(
     read,
     write,
     lm="GPT2LMHeadModel",
-    classifier="GPT2ForSequenceClassification",
+    answers=(
+        Answers("GPT2ForSequenceClassification", Classes((), pool="last", dropout=0.0), "score"),
+        Answers(
+            "GPT2ForTokenClassification",
+            Tags((), dropout=0.1),
+            "classifier",
+            settings={"dropout": "classifier_dropout"},
+        ),
+        Answers("GPT2ForQuestionAnswering", Span(dropout=0.0), "qa_outputs"),
+    ),
     prefix="transformer.",
     fixed={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "tie_word_embeddings": True},
     twins={"transformer.wte.weight": ("lm_head.weight",)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 
 from firth.errors import UserError, nearest
-from firth.models.config import Classes, ModelConfig
+from firth.models.config import Answering, Classes, Embedding, LayerNorm, ModelConfig, Score, TaskHead
 
 Settings = dict[str, Any]  # the contents of a config.json
 Tensors = dict[str, Tensor]
+OWN_HEAD = "firth_head"  # in config.json: a head that the name of the architecture does not tell
 OWN_EXTRAS = "firth_extras"  # in config.json: what a model has beside what its family knows
 
 
@@ -67,17 +69,41 @@ def qkv(config: ModelConfig, ours: str, *theirs: str, bias: bool = True) -> Iter
         yield rule._replace(sizes=(config.num_heads * config.head_size, width, width))
 
 
+class Answers(NamedTuple):
+    """One architecture with a head for a task: its name, what the head is like (names aside), where its layers are.
+
+    `settings` are the fields of the head that config.json has too, with their names there.
+    """
+
+    architecture: str
+    head: TaskHead
+    out: str
+    pooler: str = ""
+    norm: str = ""
+    settings: dict[str, str] = {}  # noqa: RUF012, never changed
+    prefix: str = ""  # of the body's tensors, where it is not the layout's
+
+    def rules(self, config: ModelConfig) -> Iterator[Rule]:
+        head = config.head
+        assert isinstance(head, Answering)
+        if head.pooled and self.pooler:
+            yield from linear("head.pooler", self.pooler, bias=config.bias or not head.normed)
+        if head.normed and self.norm:
+            yield from linear("head.norm", self.norm, bias=isinstance(config.norm, LayerNorm) and config.norm.bias)
+        yield from linear("head.out", self.out, bias=head.pooled or head.bias)
+
+
 @dataclass(frozen=True)
 class Layout:
     """How one family of `transformers` names things."""
 
     model_type: str
-    rules: Callable[[ModelConfig], Iterator[Rule]]
+    body_rules: Callable[[ModelConfig], Iterator[Rule]]  # of the body, and of a head that answers in words
     read: Callable[[Settings], ModelConfig]
     write: Callable[[ModelConfig], Settings]
     lm: str  # the architecture with a language model's head
-    classifier: str | None = None  # the one with a head over classes
-    classes: Classes = field(default_factory=lambda: Classes(()))  # what that head is like, names aside
+    answers: tuple[Answers, ...] = ()  # those with a head for a task
+    pooler: str = "head.pooler"  # the dense layer with tanh over the first state, where the body has one of its own
     pair: str | None = None  # the architecture that has a pair head too
     verdict: str | None = None  # the one that says which tokens were replaced
     prefix: str = ""  # of the body's tensors; missing in checkpoints of the bare body
@@ -88,6 +114,25 @@ class Layout:
     unused: tuple[str, ...] = ()  # patterns of what a file may hold and this model not need
     after_pad: bool = False  # places are counted from the id after that of the padding token
     settle: Callable[[ModelConfig, Callable[..., Tensors]], ModelConfig] | None = None  # what only the tensors tell
+
+    @property
+    def body(self) -> str:
+        """The architecture without a head."""
+        return re.sub(r"(ForMaskedLM|ForCausalLM|ForConditionalGeneration|(With)?LMHeadModel)$", "Model", self.lm)
+
+    def answers_of(self, head: object) -> Answers | None:
+        """The architecture with a head of this kind; a score is written as classes are."""
+        kind = Classes if isinstance(head, Score) else type(head)
+        return next((answers for answers in self.answers if type(answers.head) is kind), None)
+
+    def rules(self, config: ModelConfig) -> Iterator[Rule]:
+        """All rules, those of a task's head too."""
+        yield from self.body_rules(config)
+        if isinstance(config.head, Embedding):
+            if config.head.dense:
+                yield from linear("head.pooler", self.pooler)
+        elif (found := self.answers_of(config.head)) is not None:
+            yield from found.rules(config)
 
 
 # --- settings that are read alike -----------------------------------------------------------------------------------

@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from firth.errors import UserError
-from firth.models.config import MLP, Classes, LMHead, ModelConfig, Normal, RMSNorm, Rotary, Stretch
+from firth.models.config import (
+    MLP,
+    Auxiliary,
+    Classes,
+    LMHead,
+    ModelConfig,
+    Normal,
+    RMSNorm,
+    Rotary,
+    Span,
+    Stretch,
+    Tags,
+)
 from firth.models.layouts.layout import (
+    Answers,
     Layout,
     Rule,
     Settings,
     activation,
-    class_names,
-    is_a,
     linear,
     qkv,
     their_activation,
@@ -33,10 +44,11 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         yield from linear(f"{ours}.mlp.down", f"{theirs}.mlp.down_proj", bias=config.bias)
         yield from linear(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm", bias=False)
     yield from linear("stack.final_norm", "model.norm", bias=False)
-    if isinstance(config.head, Classes):
-        yield Rule("head.out.weight", ("score.weight",))
-    elif isinstance(config.head, LMHead) and not config.head.tied:
+    beside = config.extra("auxiliary")
+    if isinstance(config.head, LMHead) and not config.head.tied:
         yield Rule("head.weight", ("lm_head.weight",))
+    elif isinstance(beside, Auxiliary) and not beside.head.tied:
+        yield Rule("extras.auxiliary.weight", ("lm_head.weight",))
 
 
 def read(hf: Settings) -> ModelConfig:
@@ -44,7 +56,6 @@ def read(hf: Settings) -> ModelConfig:
     head_dim, kv_heads = hf.get("head_dim") or dim // heads, hf.get("num_key_value_heads") or heads
     if hf.get("attention_bias", False) != hf.get("mlp_bias", False):
         raise UserError("config.json: attention_bias and mlp_bias differ; Firth knows llama with both or with none.")
-    head = Classes(class_names(hf)) if is_a(hf, "ForSequenceClassification") else None
     return ModelConfig(
         family="llama",
         shape="decoder",
@@ -55,7 +66,7 @@ def read(hf: Settings) -> ModelConfig:
         mlp=MLP(hf.get("intermediate_size", 11008), activation(hf.get("hidden_act", "silu")), gated=True),
         position=read_rotary(hf),
         norm=RMSNorm(hf.get("rms_norm_eps", 1e-6)),
-        head=head or LMHead(tied=hf.get("tie_word_embeddings", False)),
+        head=LMHead(tied=hf.get("tie_word_embeddings", False)),
         init=Normal(hf.get("initializer_range", 0.02)),
         norm_first=True,
         bias=hf.get("attention_bias", False),
@@ -113,7 +124,13 @@ LLAMA = Layout(
     read,
     write,
     lm="LlamaForCausalLM",
-    classifier="LlamaForSequenceClassification",
+    answers=(
+        Answers("LlamaForSequenceClassification", Classes((), pool="last", dropout=0.0), "score"),
+        Answers(
+            "LlamaForTokenClassification", Tags((), dropout=0.1), "score", settings={"dropout": "classifier_dropout"}
+        ),
+        Answers("LlamaForQuestionAnswering", Span(dropout=0.0), "qa_outputs", prefix="transformer."),
+    ),
     prefix="model.",
     fixed={"pretraining_tp": 1},
     unused=("model.layers.*.self_attn.rotary_emb.inv_freq", "lm_head.weight"),  # a head that is tied needs no tensor

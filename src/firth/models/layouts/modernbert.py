@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from firth.errors import UserError
-from firth.models.config import MLP, LayerNorm, LMHead, ModelConfig, Normal, Rotary, Window
-from firth.models.layouts.layout import Layout, Rule, Settings, activation, linear, their_activation
+from firth.models.config import (
+    MLP,
+    Choices,
+    Classes,
+    LayerNorm,
+    LMHead,
+    ModelConfig,
+    Normal,
+    Rotary,
+    Span,
+    Tags,
+    TaskHead,
+    Window,
+)
+from firth.models.layouts.layout import Answers, Layout, Rule, Settings, activation, linear, their_activation
 
 GLOBAL, LOCAL = 160000.0, 10000.0
+HEAD: Any = dict(pooled=True, activation="gelu", normed=True, dropout=0.0)  # that of its language model
+
+
+def answers(kind: str, head: TaskHead) -> Answers:
+    settings = {"activation": "classifier_activation", "dropout": "classifier_dropout"}
+    settings |= {"pool": "classifier_pooling"} if hasattr(head, "pool") else {}
+    return Answers(f"ModernBertFor{kind}", head, "classifier", "head.dense", "head.norm", settings)
 
 
 def rules(config: ModelConfig) -> Iterator[Rule]:
@@ -99,7 +120,7 @@ def write(c: ModelConfig) -> Settings:
         "attention_bias": c.bias,
         "mlp_bias": c.bias,
         "classifier_bias": c.bias,
-        "decoder_bias": getattr(c.head, "bias", None),
+        "decoder_bias": c.head.bias if isinstance(c.head, LMHead) else True,
         "embedding_dropout": c.dropout,
         "mlp_dropout": c.dropout,
         "attention_dropout": c.attention_dropout,
@@ -114,6 +135,12 @@ MODERNBERT = Layout(
     read,
     write,
     lm="ModernBertForMaskedLM",
+    answers=(
+        answers("SequenceClassification", Classes((), **HEAD)),
+        answers("MultipleChoice", Choices(**HEAD)),
+        answers("TokenClassification", Tags((), **HEAD)),
+        answers("QuestionAnswering", Span(**HEAD)),
+    ),
     prefix="model.",
     fixed={"tie_word_embeddings": True},
     twins={"model.embeddings.tok_embeddings.weight": ("decoder.weight",)},

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from firth.errors import UserError
-from firth.models.config import Classes, LMHead, ModelConfig
+from firth.models.config import LMHead, ModelConfig
 from firth.models.layouts import bert
 from firth.models.layouts.layout import Layout, Rule, Settings, linear
 
@@ -15,10 +15,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     yield from bert.embedding_rules(config, "rembert.embeddings")
     yield from linear("embed.widen", "rembert.encoder.embedding_hidden_mapping_in")
     yield from bert.block_rules(config, "rembert.encoder.layer")
-    if isinstance(config.head, Classes):
-        yield from linear("head.pooler", "rembert.pooler.dense")
-        yield from linear("head.out", "classifier")
-    else:
+    if isinstance(config.head, LMHead):
         yield from linear("head.dense", "cls.predictions.dense")
         yield from linear("head.norm", "cls.predictions.LayerNorm")
         yield Rule("head.weight", ("cls.predictions.decoder.weight",))
@@ -31,8 +28,6 @@ def read(hf: Settings) -> ModelConfig:
         {"vocab_size": 250300, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0} | sizes | hf,
         embed_dim=hf.get("input_embedding_size", 256),
     )
-    if isinstance(config.head, Classes):
-        return config
     return replace(
         config,
         head=LMHead(tied=False, transform=True, bias=True, dim=hf.get("output_embedding_size", 1664)),
@@ -55,8 +50,8 @@ REMBERT = Layout(
     read,
     write,
     lm="RemBertForMaskedLM",
-    classifier="RemBertForSequenceClassification",
-    classes=bert.CLASSES,
+    answers=bert.answers("RemBert", "rembert.pooler.dense", 0.1, bert.ALBERTS_DROPOUT),
+    pooler="rembert.pooler.dense",
     prefix="rembert.",
     fixed={"is_decoder": False, "tie_word_embeddings": False},
     unused=("rembert.embeddings.position_ids", "rembert.pooler.*"),

@@ -6,18 +6,25 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from firth.errors import UserError
-from firth.models.config import Classes, Learned, ModelConfig
+from firth.models.config import Choices, Classes, Learned, LMHead, ModelConfig
 from firth.models.layouts import bert
-from firth.models.layouts.layout import Layout, Rule, Settings, linear
+from firth.models.layouts.layout import Answers, Layout, Rule, Settings, linear
+
+
+def answers(name: str) -> tuple[Answers, ...]:
+    head = Classes((), pooled=True, drop_state=True)
+    dense, out, pooler = "classifier.dense", "classifier.out_proj", "roberta.pooler.dense"
+    return (
+        Answers(f"{name}ForSequenceClassification", head, out, dense, settings=bert.DROPOUT),
+        Answers(f"{name}ForMultipleChoice", Choices(pooled=True), "classifier", pooler),
+        *bert.word_answers(name),
+    )
 
 
 def rules(config: ModelConfig) -> Iterator[Rule]:
     yield from bert.embedding_rules(config, "roberta.embeddings")
     yield from bert.block_rules(config, "roberta.encoder.layer")
-    if isinstance(config.head, Classes):
-        yield from linear("head.pooler", "classifier.dense")
-        yield from linear("head.out", "classifier.out_proj")
-    else:
+    if isinstance(config.head, LMHead):
         yield from linear("head.dense", "lm_head.dense")
         yield from linear("head.norm", "lm_head.layer_norm")
         yield Rule("head.bias", ("lm_head.bias",))
@@ -43,8 +50,8 @@ ROBERTA = Layout(
     read,
     write,
     lm="RobertaForMaskedLM",
-    classifier="RobertaForSequenceClassification",
-    classes=bert.CLASSES,
+    answers=answers("Roberta"),
+    pooler="roberta.pooler.dense",
     prefix="roberta.",
     fixed=bert.FIXED | {"hidden_act": "gelu"},  # its head has GELU whatever the blocks have
     twins={
@@ -58,5 +65,5 @@ XLM_ROBERTA = replace(
     ROBERTA,
     model_type="xlm-roberta",
     lm="XLMRobertaForMaskedLM",
-    classifier="XLMRobertaForSequenceClassification",
+    answers=answers("XLMRoberta"),
 )

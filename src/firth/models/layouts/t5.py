@@ -61,6 +61,7 @@ def read(hf: Settings) -> ModelConfig:
             hf.get("d_ff", 2048),
             "gelu-tanh" if gate and kind == "gelu" else activation(kind),
             gated=gate == "gated",
+            dropout=None,
         ),
         position=Buckets(hf.get("relative_attention_num_buckets", 32), hf.get("relative_attention_max_distance", 128)),
         norm=RMSNorm(hf.get("layer_norm_epsilon", 1e-6)),

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from firth.errors import UserError
-from firth.models.config import MLP, Classes, LayerNorm, Learned, LMHead, ModelConfig, Normal, Sinusoid
-from firth.models.layouts.layout import Layout, Rule, Settings, class_names, is_a, linear, qkv
+from firth.models.config import MLP, Classes, LayerNorm, Learned, LMHead, ModelConfig, Normal, Sinusoid, Span, Tags
+from firth.models.layouts.layout import Answers, Layout, Rule, Settings, linear, qkv
 
-CLASSES = Classes((), bias=True)
+ANSWERS = (
+    Answers(
+        "XLMForSequenceClassification",
+        Classes((), bias=True, dropout=0.1),
+        "sequence_summary.summary",
+        settings={"dropout": "summary_first_dropout"},
+    ),
+    Answers("XLMForTokenClassification", Tags(()), "classifier"),
+    Answers("XLMForQuestionAnsweringSimple", Span(dropout=0.0), "qa_outputs"),
+)
 
 
 def rules(config: ModelConfig) -> Iterator[Rule]:
@@ -27,9 +35,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         yield from linear(f"{ours}.mlp.up", f"transformer.ffns.{i}.lin1")
         yield from linear(f"{ours}.mlp.down", f"transformer.ffns.{i}.lin2")
         yield from linear(f"{ours}.mlp_norm", f"transformer.layer_norm2.{i}")
-    if isinstance(config.head, Classes):
-        yield from linear("head.out", "sequence_summary.summary")
-    else:
+    if isinstance(config.head, LMHead):
         yield Rule("head.bias", ("pred_layer.proj.bias",))
 
 
@@ -38,7 +44,6 @@ def read(hf: Settings) -> ModelConfig:
     dim, length = hf.get("emb_dim", 2048), hf.get("max_position_embeddings", 512)
     languages = hf.get("n_langs", 1) if hf.get("use_lang_emb", True) else 1
     std, embed_std = hf.get("init_std", 0.02), hf.get("embed_init_std", 2048**-0.5)
-    classes = replace(CLASSES, names=class_names(hf)) if is_a(hf, "ForSequenceClassification") else None
     return ModelConfig(
         family="xlm",
         shape="encoder",
@@ -49,7 +54,7 @@ def read(hf: Settings) -> ModelConfig:
         mlp=MLP(4 * dim, "gelu" if hf.get("gelu_activation", True) else "relu"),
         position=Sinusoid(length) if hf.get("sinusoidal_embeddings") else Learned(length),
         norm=LayerNorm(hf.get("layer_norm_eps", 1e-12)),
-        head=classes or LMHead(bias=True),
+        head=LMHead(bias=True),
         init=Normal(std, embed_std=None if embed_std == std else embed_std),
         embed_norm=True,
         num_languages=languages if languages > 1 else 0,
@@ -85,8 +90,7 @@ XLM = Layout(
     read,
     write,
     lm="XLMWithLMHeadModel",
-    classifier="XLMForSequenceClassification",
-    classes=CLASSES,
+    answers=ANSWERS,
     prefix="transformer.",
     fixed={
         "causal": False,

@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from typing import Any
 
-from firth.models.config import MLP, Classes, LayerNorm, LMHead, ModelConfig, Normal, Query, TransformerXL
+from firth.models.config import (
+    MLP,
+    Choices,
+    Classes,
+    LayerNorm,
+    LMHead,
+    ModelConfig,
+    Normal,
+    Query,
+    Span,
+    Tags,
+    TransformerXL,
+)
 from firth.models.layouts.layout import (
+    Answers,
     Layout,
     Rule,
     Settings,
     activation,
-    class_names,
-    is_a,
     linear,
     their_activation,
 )
 
-CLASSES = Classes((), pooled=True, last=True)
+POOLED: Any = dict(pooled=True, pool="last", dropout=0.1)
+SUMMARY, OUT, DROPOUT = "sequence_summary.summary", "logits_proj", {"dropout": "summary_last_dropout"}
+ANSWERS = (
+    Answers("XLNetForSequenceClassification", Classes((), **POOLED), OUT, SUMMARY, settings=DROPOUT),
+    Answers("XLNetForMultipleChoice", Choices(**POOLED), OUT, SUMMARY, settings=DROPOUT),
+    Answers("XLNetForTokenClassification", Tags((), dropout=0.0), "classifier"),
+    Answers("XLNetForQuestionAnsweringSimple", Span(dropout=0.0), "qa_outputs"),
+)
 
 
 def rules(config: ModelConfig) -> Iterator[Rule]:
@@ -31,10 +49,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         yield from linear(f"{ours}.mlp_norm", f"{theirs}.ff.layer_norm")
     if config.extra("query") is not None:
         yield Rule("extras.query.vector", ("transformer.mask_emb",))
-    if isinstance(config.head, Classes):
-        yield from linear("head.pooler", "sequence_summary.summary")
-        yield from linear("head.out", "logits_proj")
-    else:
+    if isinstance(config.head, LMHead):
         yield Rule("head.bias", ("lm_loss.bias",))
 
 
@@ -50,7 +65,6 @@ def attention_rules(ours: str, theirs: str, num_heads: int) -> Iterator[Rule]:
 
 
 def read(hf: Settings) -> ModelConfig:
-    classes = is_a(hf, "ForSequenceClassification")
     return ModelConfig(
         family="xlnet",
         shape="encoder",
@@ -58,15 +72,15 @@ def read(hf: Settings) -> ModelConfig:
         dim=hf.get("d_model", 1024),
         num_layers=hf.get("n_layer", 24),
         num_heads=hf.get("n_head", 16),
-        mlp=MLP(hf.get("d_inner", 4096), activation(hf.get("ff_activation", "gelu"))),
+        mlp=MLP(hf.get("d_inner", 4096), activation(hf.get("ff_activation", "gelu")), dropout=None),
         position=TransformerXL(segments=True),
         norm=LayerNorm(hf.get("layer_norm_eps", 1e-12)),
-        head=replace(CLASSES, names=class_names(hf)) if classes else LMHead(bias=True),
+        head=LMHead(bias=True),
         init=Normal(hf.get("initializer_range", 0.02)),
         attention_bias="none",
         dropout=hf.get("dropout", 0.1),
         attention_dropout=hf.get("dropout", 0.1),
-        extras=() if classes else (Query(),),
+        extras=(Query(),),
     )
 
 
@@ -91,8 +105,7 @@ XLNET = Layout(
     read,
     write,
     lm="XLNetLMHeadModel",
-    classifier="XLNetForSequenceClassification",
-    classes=CLASSES,
+    answers=ANSWERS,
     prefix="transformer.",
     fixed={
         "attn_type": "bi",

@@ -1,0 +1,385 @@
+"""Attention with a number for each distance, in one kernel on a GPU: what DeBERTa and Transformer-XL need.
+
+The score of `t` for `s` is `q[t] . k[s] + ask[t, s - t] + read[s, t - s]`. The tables `ask` and `read` are products of
+queries and keys with one vector per distance; each tile of scores takes its numbers from them, and none of the scores
+is ever written. The sum of exponentials of each row is kept, so that the backward pass can compute its tiles again.
+
+B rows, H heads, T places that ask, S places that are read, d numbers per head, R distances, W of them in a table.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from firth.models.relative import Distances
+
+try:
+    import triton
+    import triton.language as tl
+    from torch.library import triton_op, wrap_triton
+except ImportError:  # a machine without a GPU needs none
+    triton = None
+
+BLOCK = 64  # places in a tile, both ways
+ROUND = 8  # numbers for distances come in multiples of this, which suits matrix products
+
+
+def can_fuse(q_BHTd: Tensor) -> bool:
+    """Whether there is such a kernel for these numbers."""
+    return triton is not None and q_BHTd.device.type == "cuda" and 16 <= q_BHTd.shape[-1] <= 128
+
+
+def attend_by_distance(
+    scores: Distances, k_BHSd: Tensor, v_BHSd: Tensor, mask: Tensor | None, dropout: float, scale: float
+) -> Tensor:
+    """Softmax attention (B, H, T, d), and 0 for those who see nobody. `mask` is (B or 1, 1, T, S), true for seeing."""
+    q_BHTd, asked = scores.query, scores.asked
+    T, S, dtype = q_BHTd.shape[2], k_BHSd.shape[2], q_BHTd.dtype
+    seed = torch.randint(2**31, (1,), device=q_BHTd.device) if dropout else None
+    if asked is None:
+        ask = None if scores.ask is None else in_bands(*scores.ask, scores.zero, S)
+        read = None if scores.read is None else in_bands(*scores.read, S - 1, T)
+    else:
+        ask, read = (None if x is None else x[0] @ x[1].mT for x in (scores.ask, scores.read))
+    ask, read = (None if x is None else x.to(dtype).contiguous() for x in (ask, read))
+    k_BHSd, v_BHSd = k_BHSd.to(dtype), v_BHSd.to(dtype)
+    return forward(q_BHTd, k_BHSd, v_BHSd, ask, read, mask, asked, seed, scores.zero, dropout, scale)[0]
+
+
+def in_bands(x_BHTd: Tensor, vectors_HRd: Tensor, zero: int, S: int) -> Tensor:
+    """Products with the vectors of the distances to S places, only of those that occur: (H, N, B, BLOCK, W).
+
+    Those at N x BLOCK places are taken together by blocks. The W distances of a block begin with that from its last
+    place to the first of the S; so those of its first place begin at BLOCK - 1.
+    """
+    B, _, T, _ = x_BHTd.shape
+    N, W = -(-T // BLOCK), -(-(S + BLOCK - 1) // ROUND) * ROUND
+    before = N * BLOCK - 1 - zero  # so many more distances than there are vectors: those of places that fill a block
+    after = max(0, zero + W - (BLOCK - 1) - vectors_HRd.shape[1])
+    vectors_HRd = F.pad(vectors_HRd, (0, 0, before, after))
+    bands = [vectors_HRd[:, first : first + W] for first in range((N - 1) * BLOCK, -1, -BLOCK)]
+    x_BHNId = F.pad(x_BHTd, (0, 0, 0, N * BLOCK - T)).unflatten(2, (N, BLOCK))
+    y_HNMW = x_BHNId.permute(1, 2, 0, 3, 4).flatten(2, 3) @ torch.stack(bands, 1).mT
+    return y_HNMW.unflatten(2, (B, BLOCK))
+
+
+if triton is not None:
+
+    @triton.jit
+    def scores(
+        a, b, ask, read, mask, inside, scale,
+        ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    ):  # fmt: skip
+        """A tile of scores, -inf where nothing is seen. `ask`, `read` and `mask` point at what belongs to it."""
+        x = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+        if ASK:
+            x += tl.load(ask) if EVEN else tl.load(ask, mask=inside, other=0.0)
+        if READ:
+            x += tl.load(read) if EVEN else tl.load(read, mask=inside, other=0.0)
+        x = x * scale
+        if MASK:
+            inside = inside & (tl.load(mask, mask=inside, other=0) != 0)
+        return x if EVEN and not MASK else tl.where(inside, x, float("-inf"))
+
+    @triton.jit
+    def numbers_at(
+        table, b, h, B, H, mine, first, other, place, length, zero, W: tl.constexpr, PLACE: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """Where the numbers of a tile stand that its places `mine` have for the distances to `other`.
+
+        In bands, where `mine` are a block that begins at `first`; or in rows, with distance 0 from `place` at `zero`.
+        """
+        if PLACE:
+            return table + ((b * H + h) * length + mine) * W + (other - place + zero)
+        band = table + ((h * tl.cdiv(length, BLOCK) + first // BLOCK) * B + b) * BLOCK * W
+        return band + (mine - first) * (W - 1) + (other + BLOCK - 1)
+
+    @triton.jit
+    def mixed(x):
+        """32 bits of which each depends on all of `x` (the finaliser of MurmurHash 3)."""
+        x = (x ^ (x >> 16)) * 0x85EBCA6B
+        x = (x ^ (x >> 13)) * 0xC2B2AE35
+        return x ^ (x >> 16)
+
+    @triton.jit
+    def kept(key, t, s, LIMIT: tl.constexpr):
+        """Which of a tile is not dropped: bits mixed of those of who asks and those of what is read."""
+        x = mixed(t.to(tl.uint32) + key) + mixed(s.to(tl.uint32) * 0x9E3779B1 ^ key)
+        x = (x ^ (x >> 15)) * 0x2C1B3C6D
+        return (x ^ (x >> 16)) * 0x297A2D39 >= LIMIT
+
+    @triton.jit
+    def rows(x, place, d, length, stride, D: tl.constexpr):
+        """Some vectors of one head, 0 beyond the last place and the last number."""
+        at = tl.arange(0, D)
+        inside = (place[:, None] < length) & (at[None, :] < d)
+        return tl.load(x + place[:, None] * stride + at[None, :], mask=inside, other=0.0)
+
+    @triton.jit
+    def put_rows(x, values, place, d, length, stride, D: tl.constexpr):
+        at = tl.arange(0, D)
+        inside = (place[:, None] < length) & (at[None, :] < d)
+        tl.store(x + place[:, None] * stride + at[None, :], values.to(x.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def forward_kernel(
+        q, k, v, ask, read, mask, place, seed, y, lse, B, H, T, S, d, zero,
+        q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, y_b, y_h, y_t, mask_b, mask_t,
+        scale: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr,
+        W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
+        PLACE: tl.constexpr, EVEN: tl.constexpr,
+        D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    ):  # fmt: skip
+        head = tl.program_id(1).to(tl.int64)
+        b, h = head // H, head % H
+        q, k, v, y = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h, y + b * y_b + h * y_h
+        mask = mask + b * mask_b
+        t0 = tl.program_id(0) * BLOCK
+        t = t0 + tl.arange(0, BLOCK)
+        at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
+        key = mixed(tl.load(seed).to(tl.uint32) + head.to(tl.uint32) * 0x9E3779B1) if LIMIT else 0
+        q_Td = rows(q, t, d, T, q_t, D)
+        highest = tl.full([BLOCK], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
+        found = tl.zeros([BLOCK, D], tl.float32)
+        t2, at2 = t[:, None], at[:, None]
+        for s0 in range(0, S, BLOCK):
+            s = s0 + tl.arange(0, BLOCK)
+            s2 = s[None, :]
+            inside = (t2 < T) & (s2 < S)
+            x = scores(
+                q_Td, rows(k, s, d, S, k_t, D),
+                numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BLOCK),
+                numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BLOCK),
+                mask + t2 * mask_t + s2, inside, scale, ASK, READ, MASK, EVEN, PRECISION,
+            )  # fmt: skip
+            higher = tl.maximum(highest, tl.max(x, 1))
+            top = tl.where(higher == float("-inf"), 0.0, higher)
+            p = tl.exp2(x - top[:, None])
+            shrink = tl.exp2(highest - top)
+            total = total * shrink + tl.sum(p, 1)
+            if LIMIT:
+                p = tl.where(kept(key, t2, s2, LIMIT), p, 0.0)
+            v_Sd = rows(v, s, d, S, v_t, D)
+            found = found * shrink[:, None] + tl.dot(p.to(v_Sd.dtype), v_Sd, input_precision=PRECISION)
+            highest = higher
+        seen = total > 0
+        found = found / (tl.where(seen, total, 1.0) * (1.0 - rate))[:, None]
+        put_rows(y, found, t, d, T, y_t, D)
+        tl.store(lse + head * T + t, tl.where(seen, highest + tl.log2(total), 0.0), mask=t < T)
+
+    @triton.jit
+    def asking_kernel(
+        q, k, v, ask, read, mask, place, seed, y, lse, dy, delta, dq, dask, B, H, T, S, d, zero,
+        q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, y_b, y_h, y_t, mask_b, mask_t, dy_b, dy_h, dy_t, dq_b, dq_h, dq_t,
+        scale: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr, factor: tl.constexpr,
+        W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
+        PLACE: tl.constexpr, EVEN: tl.constexpr,
+        D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    ):  # fmt: skip
+        """Gradients of the queries and of what they have for each distance."""
+        head = tl.program_id(1).to(tl.int64)
+        b, h = head // H, head % H
+        q, k, v, y = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h, y + b * y_b + h * y_h
+        dy, dq, mask = dy + b * dy_b + h * dy_h, dq + b * dq_b + h * dq_h, mask + b * mask_b
+        t0 = tl.program_id(0) * BLOCK
+        t = t0 + tl.arange(0, BLOCK)
+        at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
+        key = mixed(tl.load(seed).to(tl.uint32) + head.to(tl.uint32) * 0x9E3779B1) if LIMIT else 0
+        q_Td, dy_Td = rows(q, t, d, T, q_t, D), rows(dy, t, d, T, dy_t, D)
+        delta_T = tl.sum(rows(y, t, d, T, y_t, D).to(tl.float32) * dy_Td.to(tl.float32), 1)
+        tl.store(delta + head * T + t, delta_T, mask=t < T)
+        lse_T = tl.load(lse + head * T + t, mask=t < T, other=0.0)
+        dq_Td = tl.zeros([BLOCK, D], tl.float32)
+        t2, at2 = t[:, None], at[:, None]
+        for s0 in range(0, S, BLOCK):
+            s = s0 + tl.arange(0, BLOCK)
+            s2 = s[None, :]
+            inside = (t2 < T) & (s2 < S)
+            k_Sd = rows(k, s, d, S, k_t, D)
+            x = scores(
+                q_Td, k_Sd,
+                numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BLOCK),
+                numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BLOCK),
+                mask + t2 * mask_t + s2, inside, scale, ASK, READ, MASK, EVEN, PRECISION,
+            )  # fmt: skip
+            p = tl.exp2(x - lse_T[:, None])
+            dp = tl.dot(dy_Td, tl.trans(rows(v, s, d, S, v_t, D)), input_precision=PRECISION)
+            if LIMIT:
+                dp = tl.where(kept(key, t2, s2, LIMIT), dp / (1.0 - rate), 0.0)
+            dx = p * (dp - delta_T[:, None]) * factor
+            dq_Td += tl.dot(dx.to(k_Sd.dtype), k_Sd, input_precision=PRECISION)
+            if ASK:
+                to = numbers_at(dask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BLOCK)
+                tl.store(to, dx.to(dask.dtype.element_ty), mask=inside)
+        put_rows(dq, dq_Td, t, d, T, dq_t, D)
+        if ASK and EVEN and not PLACE:
+            band = dask + ((h * tl.cdiv(T, BLOCK) + tl.program_id(0)) * B + b) * BLOCK * W_ASK
+            put_edges(band, S, W_ASK, BLOCK)
+
+    @triton.jit
+    def put_edges(band, S, W, BLOCK: tl.constexpr):
+        """0 for the distances of a band that lead from one of its places to none of the S."""
+        i, c = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+        nothing = tl.zeros([BLOCK, BLOCK], band.dtype.element_ty)
+        tl.store(band + i * W + c, nothing, mask=c < BLOCK - 1 - i)
+        tl.store(band + i * W + S + c, nothing, mask=c >= BLOCK - 1 - i)
+
+    @triton.jit
+    def reading_kernel(
+        q, k, v, ask, read, mask, place, seed, lse, dy, delta, dk, dv, dread, B, H, T, S, d, zero,
+        q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_t, dy_b, dy_h, dy_t, dk_b, dk_h, dk_t,
+        dv_b, dv_h, dv_t,
+        scale: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr, factor: tl.constexpr,
+        W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
+        PLACE: tl.constexpr, EVEN: tl.constexpr,
+        D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    ):  # fmt: skip
+        """Gradients of the keys, the values, and what the keys have for each distance."""
+        head = tl.program_id(1).to(tl.int64)
+        b, h = head // H, head % H
+        q, k, v, dy = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h, dy + b * dy_b + h * dy_h
+        dk, dv, mask = dk + b * dk_b + h * dk_h, dv + b * dv_b + h * dv_h, mask + b * mask_b
+        s0 = tl.program_id(0) * BLOCK
+        s = s0 + tl.arange(0, BLOCK)
+        s2 = s[:, None]
+        key = mixed(tl.load(seed).to(tl.uint32) + head.to(tl.uint32) * 0x9E3779B1) if LIMIT else 0
+        k_Sd, v_Sd = rows(k, s, d, S, k_t, D), rows(v, s, d, S, v_t, D)
+        dk_Sd, dv_Sd = tl.zeros([BLOCK, D], tl.float32), tl.zeros([BLOCK, D], tl.float32)
+        for t0 in range(0, T, BLOCK):
+            t = t0 + tl.arange(0, BLOCK)
+            at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
+            t2, at2 = t[None, :], at[None, :]
+            inside = (s2 < S) & (t2 < T)
+            q_Td, dy_Td = rows(q, t, d, T, q_t, D), rows(dy, t, d, T, dy_t, D)
+            x = scores(
+                k_Sd, q_Td,
+                numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BLOCK),
+                numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BLOCK),
+                mask + t2 * mask_t + s2, inside, scale, ASK, READ, MASK, EVEN, PRECISION,
+            )  # fmt: skip
+            p = tl.exp2(x - tl.load(lse + head * T + t, mask=t < T, other=0.0)[None, :])
+            dp = tl.dot(v_Sd, tl.trans(dy_Td), input_precision=PRECISION)
+            dropped = p
+            if LIMIT:
+                stays = kept(key, t2, s2, LIMIT)
+                dropped = tl.where(stays, p / (1.0 - rate), 0.0)
+                dp = tl.where(stays, dp / (1.0 - rate), 0.0)
+            dv_Sd += tl.dot(dropped.to(dy_Td.dtype), dy_Td, input_precision=PRECISION)
+            dx = p * (dp - tl.load(delta + head * T + t, mask=t < T, other=0.0)[None, :]) * factor
+            dk_Sd += tl.dot(dx.to(q_Td.dtype), q_Td, input_precision=PRECISION)
+            if READ:
+                to = numbers_at(dread, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BLOCK)
+                if PLACE:  # unused slots may all stand at one place
+                    tl.atomic_add(to, dx, mask=inside)
+                else:
+                    tl.store(to, dx.to(dread.dtype.element_ty), mask=inside)
+        put_rows(dk, dk_Sd, s, d, S, dk_t, D)
+        put_rows(dv, dv_Sd, s, d, S, dv_t, D)
+        if READ and EVEN and not PLACE:
+            band = dread + ((h * tl.cdiv(S, BLOCK) + tl.program_id(0)) * B + b) * BLOCK * W_READ
+            put_edges(band, T, W_READ, BLOCK)
+
+    LOG2_E = 1.4426950408889634
+
+    class Call(NamedTuple):
+        """What the three kernels are called with, beside what each computes."""
+
+        tables: tuple[Tensor, ...]  # any tensor for what there is not
+        sizes: tuple[int, ...]
+        mask_strides: tuple[int, int]
+        made_for: dict[str, Any]
+
+    def make_call(
+        q: Tensor, k: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None, place: Tensor | None,
+        seed: Tensor | None, zero: int, dropout: float, scale: float,
+    ) -> Call:  # fmt: skip
+        (B, H, T, d), S = q.shape, k.shape[2]
+        bits, strides = q, (0, 0)
+        if mask is not None:
+            bits = mask.to(torch.uint8, memory_format=torch.contiguous_format).expand(B, 1, T, S)
+            strides = (bits.stride(0), bits.stride(2))
+        made_for = {
+            "scale": scale * LOG2_E,
+            "rate": dropout,
+            "LIMIT": round(dropout * 2**32),
+            "W_ASK": 1 if ask is None else ask.shape[-1],
+            "W_READ": 1 if read is None else read.shape[-1],
+            "ASK": ask is not None,
+            "READ": read is not None,
+            "MASK": mask is not None,
+            "PLACE": place is not None,
+            "EVEN": is_even(T, S),
+            "D": max(16, triton.next_power_of_2(d)),
+            "BLOCK": BLOCK,
+            "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+            "num_warps": 4,
+        }
+        tables = tuple(q if x is None else x for x in (ask, read, bits, place, seed))
+        return Call(tables, (B, H, T, S, d, zero), strides, made_for)
+
+    def is_even(T: int, S: int) -> bool:
+        """Whether all tiles are full."""
+        return T % BLOCK == 0 and S % BLOCK == 0
+
+    def like_rows(x_BHTd: Tensor) -> Tensor:
+        """Room for as many numbers, with the heads of a place side by side."""
+        B, H, T, d = x_BHTd.shape
+        return x_BHTd.new_empty(B, T, H, d).transpose(1, 2)
+
+    @triton_op("firth::attend_by_distance", mutates_args=())
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
+        place: Tensor | None, seed: Tensor | None, zero: int, dropout: float, scale: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """What attention finds, and the logarithms of the sums of exponentials (base 2)."""
+        B, H, T, _ = q.shape
+        call = make_call(q, k, ask, read, mask, place, seed, zero, dropout, scale)
+        y, lse = like_rows(q), q.new_empty(B, H, T, dtype=torch.float32)
+        wrap_triton(forward_kernel)[(triton.cdiv(T, BLOCK), B * H)](
+            q, k, v, *call.tables, y, lse, *call.sizes, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            *y.stride()[:3], *call.mask_strides, **call.made_for,
+        )  # fmt: skip
+        return y, lse
+
+    @triton_op("firth::attend_by_distance_backward", mutates_args=())
+    def backward(
+        dy: Tensor, q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
+        place: Tensor | None, seed: Tensor | None, y: Tensor, lse: Tensor, zero: int, dropout: float, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """The gradients of queries, keys, values and both tables; those of tables that are not there are empty."""
+        (B, H, T, _), S = q.shape, k.shape[2]
+        call = make_call(q, k, ask, read, mask, place, seed, zero, dropout, scale)
+        dy = dy if dy.stride(3) == 1 else dy.contiguous()
+        dq, dk, dv, delta = like_rows(q), like_rows(k), like_rows(v), torch.empty_like(lse)
+        room = torch.empty_like if place is None and is_even(T, S) else torch.zeros_like  # all is written, or not
+        exact = torch.float32 if place is not None else q.dtype  # of what is added up in place
+        dask = q.new_empty(0) if ask is None else room(ask)
+        dread = q.new_empty(0) if read is None else room(read, dtype=exact)
+        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+        wrap_triton(asking_kernel)[(triton.cdiv(T, BLOCK), B * H)](
+            q, k, v, *call.tables, y, lse, dy, delta, dq, dask, *call.sizes, *strides, *y.stride()[:3],
+            *call.mask_strides, *dy.stride()[:3], *dq.stride()[:3], factor=scale, **call.made_for,
+        )  # fmt: skip
+        wrap_triton(reading_kernel)[(triton.cdiv(S, BLOCK), B * H)](
+            q, k, v, *call.tables, lse, dy, delta, dk, dv, dread, *call.sizes, *strides,
+            *call.mask_strides, *dy.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], factor=scale, **call.made_for,
+        )  # fmt: skip
+        return dq, dk, dv, dask, dread.to(q.dtype)
+
+    def keep(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, zero, dropout, scale = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.numbers = zero, dropout, scale
+
+    def differentiate(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, ask, read, mask, place, seed, y, lse = ctx.saved_tensors
+        dq, dk, dv, dask, dread = backward(dy, q, k, v, ask, read, mask, place, seed, y, lse, *ctx.numbers)
+        return dq, dk, dv, None if ask is None else dask, None if read is None else dread, *[None] * 6
+
+    forward.register_autograd(differentiate, setup_context=keep)

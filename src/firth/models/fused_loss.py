@@ -1,0 +1,150 @@
+"""Projection and cross-entropy in pieces: the scores of a whole batch are never held.
+
+Scores, their softmax and the gradients are made piece by piece while the scores are at hand, so the backward pass has
+nothing to compute again. Products are in the precision of the step, what is added up over pieces is in float32.
+
+N rows, V tokens of the vocabulary, P of them with padding, E width of the token vectors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a machine without a GPU needs none
+    triton = None
+
+IGNORED = -100
+PIECE = 2**29  # scores in a piece on a GPU: a gigabyte of bfloat16
+MANY = 2**28  # scores from which on pieces pay by themselves: so many are half a gigabyte
+ROUND = 128  # tokens and rows come in multiples of this, which suits matrix products
+
+
+def pays(x_NE: Tensor, weight_VE: Tensor) -> bool:
+    """Whether there are so many scores that they should not be held at once."""
+    return x_NE.is_cuda and len(x_NE) * len(weight_VE) > MANY
+
+
+def more_tokens(V: int) -> int:
+    """How many tokens there are to the next round number."""
+    return -V % ROUND
+
+
+def fused_cross_entropy(
+    x_NE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, labels_N: Tensor, padded: bool
+) -> Tensor:
+    """`F.cross_entropy(F.linear(x, weight, bias), labels, reduction="sum")`, in the precision of the step."""
+    device = x_NE.device.type
+    half = torch.is_autocast_enabled(device)
+    x_NE = x_NE.to(torch.get_autocast_dtype(device)) if half else x_NE
+    return linear_cross_entropy(x_NE, weight_VE, bias_V, labels_N, more_tokens(len(weight_VE)) if padded else 0)[0]
+
+
+def piece_rows(N: int, P: int) -> int:
+    """Rows of a piece: pieces are equally large, and no larger than they may be."""
+    pieces = max(1, -(-N * P // PIECE))
+    rows = -(-N // pieces)
+    return rows if pieces == 1 else -(-rows // ROUND) * ROUND
+
+
+@torch.library.custom_op("firth::linear_cross_entropy", mutates_args=())
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, more: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss, and its gradients for `x`, `weight` and `bias` (empty without one)."""
+    with torch.autocast(x.device.type, enabled=False):
+        V, P = len(weight), len(weight) + more
+        weight_PE = F.pad(weight.to(x.dtype), (0, 0, 0, more))
+        bias_P = None if bias is None else F.pad(bias.to(x.dtype), (0, more))
+        loss, dx = x.new_zeros((), dtype=torch.float32), torch.empty_like(x)
+        dweight_PE = x.new_zeros(weight_PE.shape, dtype=torch.float32)
+        dbias_P = x.new_zeros(0 if bias is None else P, dtype=torch.float32)
+        rows = piece_rows(len(x), P)
+        for start in range(0, len(x), rows):
+            piece_NE = x[start : start + rows]
+            scores_NP = F.linear(piece_NE, weight_PE, bias_P)
+            loss += to_errors(scores_NP, labels[start : start + rows], V)
+            torch.mm(scores_NP, weight_PE, out=dx[start : start + rows])
+            dweight_PE += scores_NP.t() @ piece_NE
+            if bias is not None:
+                dbias_P += scores_NP.sum(0, dtype=torch.float32)
+        dbias = dbias_P[:V] if bias is not None else dbias_P
+        return loss, dx, dweight_PE[:V].to(weight.dtype), dbias if bias is None else dbias.to(bias.dtype)
+
+
+@linear_cross_entropy.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, more: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dbias = x.new_empty(0, dtype=torch.float32) if bias is None else torch.empty_like(bias)
+    return x.new_empty((), dtype=torch.float32), torch.empty_like(x), torch.empty_like(weight), dbias
+
+
+def keep(ctx: Any, inputs: Any, output: Any) -> None:
+    _, dx, dweight, dbias = output
+    ctx.save_for_backward(dx, dweight, dbias)
+    ctx.with_bias = inputs[2] is not None
+    ctx.set_materialize_grads(False)
+
+
+def differentiate(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    dx, dweight, dbias = ctx.saved_tensors
+    return (dloss * dx).to(dx.dtype), dloss * dweight, dloss * dbias if ctx.with_bias else None, None, None
+
+
+linear_cross_entropy.register_autograd(differentiate, setup_context=keep)
+
+
+def to_errors(scores_NP: Tensor, labels_N: Tensor, V: int) -> Tensor:
+    """The summed loss of some scores, which become their own gradients; those beyond V are of no tokens."""
+    if triton is None or not scores_NP.is_cuda:
+        return to_errors_plainly(scores_NP, labels_N, V)
+    N, P = scores_NP.shape
+    losses_N = scores_NP.new_empty(N, dtype=torch.float32)
+    errors_kernel[(N,)](scores_NP, labels_N, losses_N, V, P, scores_NP.stride(0), BLOCK=BLOCK, num_warps=8)
+    return losses_N.sum()
+
+
+def to_errors_plainly(scores_NP: Tensor, labels_N: Tensor, V: int) -> Tensor:
+    """The same in single operations."""
+    log_NV = scores_NP[:, :V].float().log_softmax(1)
+    loss = F.nll_loss(log_NV, labels_N, ignore_index=IGNORED, reduction="sum")
+    error_NV = log_NV.exp_()
+    error_NV.scatter_add_(1, labels_N.clamp(min=0)[:, None], error_NV.new_full((len(labels_N), 1), -1.0))
+    scores_NP[:, :V] = error_NV * (labels_N != IGNORED)[:, None]
+    scores_NP[:, V:] = 0
+    return loss
+
+
+if triton is not None:
+    BLOCK = 4096  # scores of a row that are read together
+
+    @triton.jit
+    def errors_kernel(scores, labels, losses, V, P, stride, BLOCK: tl.constexpr):
+        """One row: its loss, and in place of its scores their gradients."""
+        n = tl.program_id(0).to(tl.int64)
+        row, label = scores + n * stride, tl.load(labels + n)
+        asked, column = label >= 0, tl.arange(0, BLOCK)
+        own = tl.load(row + tl.where(asked, label, 0)).to(tl.float32)
+        highest = float("-inf")
+        total = 0.0
+        for first in range(0, V, BLOCK):
+            x = tl.load(row + first + column, mask=first + column < V, other=float("-inf")).to(tl.float32)
+            above = tl.maximum(highest, tl.max(x, 0))
+            total = total * tl.exp(highest - above) + tl.sum(tl.exp(x - above), 0)
+            highest = above
+        log_sum = highest + tl.log(total)
+        tl.store(losses + n, tl.where(asked, log_sum - own, 0.0))
+        tl.debug_barrier()  # all have read before any writes
+        for first in range(0, P, BLOCK):
+            v = first + column
+            x = tl.load(row + v, mask=v < V, other=float("-inf")).to(tl.float32)
+            error = tl.exp(x - log_sum) - tl.where(v == label, 1.0, 0.0)
+            error = tl.where(asked & (v < V), error, 0.0)
+            tl.store(row + v, error.to(scores.dtype.element_ty), mask=v < P)

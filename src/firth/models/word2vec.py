@@ -1,0 +1,287 @@
+"""word2vec: a word's vector is learned by guessing the words around it (Mikolov et al. 2013).
+
+W words of a stretch of text, N of the vocabulary, D numbers of a vector, K noise words, P pairs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numba import njit
+from torch import Tensor
+
+# Sigmoid and softplus by straight lines between the points of a table: exact to 3e-6, and flat beyond the ends.
+END, POINTS = np.float32(8.0), 1024
+_x = np.linspace(-END, END, POINTS + 1)
+SIGMOID = (1 / (1 + np.exp(-_x))).astype(np.float32)
+SOFTPLUS = np.log1p(np.exp(_x)).astype(np.float32)
+SCALE = np.float32(POINTS / (2 * END))
+ZERO, ONE = np.float32(0), np.float32(1)
+
+
+class Noise(NamedTuple):
+    """A distribution to draw words from in two looks: a place at random, then its own word or its alias (Walker 1977)."""
+
+    own_N: np.ndarray  # the probability that the word of the place itself is meant
+    alias_N: np.ndarray  # the other one
+
+
+def noise(counts_N: np.ndarray, exponent: float = 0.75) -> Noise:
+    """Words by their count to a power (Mikolov et al. 2013b, section 2.2); those that never occur are never drawn."""
+    share_N = np.where(counts_N > 0, np.maximum(counts_N, 1).astype(np.float64) ** exponent, 0.0)
+    share_N *= len(share_N) / share_N.sum()
+    own_N, alias_N = np.ones(len(share_N), np.float32), np.arange(len(share_N), dtype=np.int32)
+    poor, rich = list(np.flatnonzero(share_N < 1)), list(np.flatnonzero(share_N >= 1))
+    while poor and rich:
+        a, b = poor.pop(), rich[-1]
+        own_N[a], alias_N[a] = share_N[a], b
+        share_N[b] -= 1 - share_N[a]
+        if share_N[b] < 1:
+            poor.append(rich.pop())
+    return Noise(own_N, alias_N)
+
+
+def kept(counts_N: np.ndarray, sample: float) -> np.ndarray:
+    """(N,) how likely each word of the text is read: frequent ones less (as word2vec's code has it; 0: all are)."""
+    threshold = sample * counts_N.sum()
+    if not sample:
+        return (counts_N > 0).astype(np.float32)
+    counts = np.maximum(counts_N, 1)
+    return np.where(counts_N > 0, np.minimum((np.sqrt(counts / threshold) + 1) * threshold / counts, 1), 0).astype(
+        np.float32
+    )
+
+
+def first_vectors(num_words: int, dim: int, seed: int) -> np.ndarray:
+    """(N, D) small and random; the vectors that guess begin at 0."""
+    draw = np.random.default_rng(seed)
+    return (draw.random((num_words, dim), dtype=np.float32) * 2 - 1) / np.float32(dim)
+
+
+# --- on the CPU: one word after the other, without a lock -----------------------------------------------------------
+
+
+@njit(inline="always")
+def _random(state):
+    """64 bits by splitmix64 (Steele, Lea, Flood 2014)."""
+    state[0] += np.uint64(0x9E3779B97F4A7C15)
+    x = state[0]
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@njit(inline="always")
+def _draw(state, own, alias):
+    """A word from a Noise: the upper bits choose the place, the lower ones what is meant there."""
+    x = _random(state)
+    place = ((x >> np.uint64(32)) * np.uint64(len(own))) >> np.uint64(32)
+    return np.int64(place) if np.float32(x & np.uint64(0xFFFFFF)) / np.float32(2**24) < own[place] else alias[place]
+
+
+@njit(inline="always")
+def _look_up(table, x):
+    y = (min(max(x, -END), END) + END) * SCALE
+    k = min(int(y), POINTS - 1)
+    return table[k] + (y - np.float32(k)) * (table[k + 1] - table[k])
+
+
+@njit(inline="always", fastmath=True)
+def _against_noise(x_D, error_D, outputs_ND, chosen_K, num, gradient_K, rate):
+    """One guess: the first of the chosen words is right, the others are noise.
+
+    Changes the outputs; what is to be added to x comes back in `error`.
+    """
+    loss = ZERO
+    for k in range(num):
+        word, score = chosen_K[k], ZERO
+        for d in range(len(x_D)):
+            score += x_D[d] * outputs_ND[word, d]
+        loss += _look_up(SOFTPLUS, -score if k == 0 else score)
+        gradient_K[k] = rate * ((ONE if k == 0 else ZERO) - _look_up(SIGMOID, score))
+    error_D[:] = ZERO
+    for k in range(num):
+        word, g = chosen_K[k], gradient_K[k]
+        for d in range(len(x_D)):
+            output = outputs_ND[word, d]
+            error_D[d] += g * output
+            outputs_ND[word, d] = output + g * x_D[d]
+    return loss
+
+
+@njit(inline="always", fastmath=True)
+def _among_all(x_D, error_D, outputs_ND, word, score_N, rate):
+    """One guess by the softmax over the whole vocabulary."""
+    highest = np.float32(-np.inf)
+    for n in range(len(outputs_ND)):
+        score = ZERO
+        for d in range(len(x_D)):
+            score += x_D[d] * outputs_ND[n, d]
+        score_N[n] = score
+        highest = max(highest, score)
+    total = ZERO
+    loss = highest - score_N[word]
+    for n in range(len(outputs_ND)):
+        score_N[n] = np.exp(score_N[n] - highest)
+        total += score_N[n]
+    error_D[:] = ZERO
+    for n in range(len(outputs_ND)):
+        g = rate * ((ONE if n == word else ZERO) - score_N[n] / total)
+        for d in range(len(x_D)):
+            output = outputs_ND[n, d]
+            error_D[d] += g * output
+            outputs_ND[n, d] = output + g * x_D[d]
+    return loss + np.log(total)
+
+
+@njit(nogil=True, fastmath=True, cache=True)
+def learn(words_W, doc_W, inputs_ND, outputs_ND, window, skip_gram, negative, rate, own_N, alias_N, seed):
+    """Learn from a stretch of text; the sum of the losses, and how many guesses there were.
+
+    Around each word a window of random size is read, up to its document's edges. Skip-gram: each word in it guesses the
+    one in the middle. CBOW: their mean does, and, as in the original code, each gets the whole of its gradient. Noise
+    words are drawn once for a window, which leaves the expected gradient as it is and the vectors in the cache; without
+    noise (`negative` 0) the guess is among all words.
+    """
+    dim = inputs_ND.shape[1]
+    state = np.empty(1, np.uint64)
+    state[0] = seed
+    x_D, error_D = np.empty(dim, np.float32), np.empty(dim, np.float32)
+    around = np.empty(2 * window, np.int64)
+    chosen_K, gradient_K = np.empty(negative + 1, np.int64), np.empty(negative + 1, np.float32)
+    score_N = np.empty(1 if negative else len(outputs_ND), np.float32)
+    total, guesses = 0.0, 0
+    for i in range(len(words_W)):
+        size = window - np.int64(_random(state) % np.uint64(window))
+        num = 0
+        for j in range(max(0, i - size), min(len(words_W), i + size + 1)):
+            if j != i and doc_W[j] == doc_W[i]:
+                around[num] = words_W[j]
+                num += 1
+        if num == 0:
+            continue
+        word = np.int64(words_W[i])
+        chosen_K[0], drawn = word, 1
+        for _ in range(negative):
+            other = _draw(state, own_N, alias_N)
+            if other != word:
+                chosen_K[drawn] = other
+                drawn += 1
+        if skip_gram:
+            for c in range(num):
+                context = around[c]
+                for d in range(dim):
+                    x_D[d] = inputs_ND[context, d]
+                if negative:
+                    total += _against_noise(x_D, error_D, outputs_ND, chosen_K, drawn, gradient_K, rate)
+                else:
+                    total += _among_all(x_D, error_D, outputs_ND, word, score_N, rate)
+                for d in range(dim):
+                    inputs_ND[context, d] += error_D[d]
+            guesses += num
+        else:
+            x_D[:] = ZERO
+            for c in range(num):
+                for d in range(dim):
+                    x_D[d] += inputs_ND[around[c], d]
+            for d in range(dim):
+                x_D[d] /= np.float32(num)
+            if negative:
+                total += _against_noise(x_D, error_D, outputs_ND, chosen_K, drawn, gradient_K, rate)
+            else:
+                total += _among_all(x_D, error_D, outputs_ND, word, score_N, rate)
+            for c in range(num):
+                for d in range(dim):
+                    inputs_ND[around[c], d] += error_D[d]
+            guesses += 1
+    return total, guesses
+
+
+# --- on a GPU: many pairs at once, with noise words that all of them share ----------------------------------------
+
+
+def pairs(words_W: Tensor, doc_W: Tensor, size_W: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """(P,) context words and (P,) the words in the middle, of windows of these sizes."""
+    contexts, middles = [], []
+    for k in range(1, window + 1):
+        together = doc_W[:-k] == doc_W[k:]
+        left, right = together & (size_W[k:] >= k), together & (size_W[:-k] >= k)
+        contexts += [words_W[:-k][left], words_W[k:][right]]
+        middles += [words_W[k:][left], words_W[:-k][right]]
+    return torch.cat(contexts), torch.cat(middles)
+
+
+def batch_loss(x_PD: Tensor, right_PD: Tensor, noise_SD: Tensor, negative: int) -> Tensor:
+    """The loss of many guesses, summed: S shared noise words stand for `negative` of each guess's own."""
+    right = F.softplus(-(x_PD * right_PD).sum(1)).sum()
+    return right + negative / len(noise_SD) * F.softplus(x_PD @ noise_SD.T).sum()
+
+
+MOST = 16.0  # gradients that a vector follows at once
+
+
+@torch.no_grad()
+def learn_batch(
+    context_P: Tensor,
+    middle_P: Tensor,
+    noise_S: Tensor,
+    inputs_ND: Tensor,
+    outputs_ND: Tensor,
+    negative: int,
+    rate: float,
+) -> Tensor:
+    """One step of skip-gram on all pairs at once, by the gradient of `batch_loss`; the loss.
+
+    A word moves by the sum of its gradients, as it would one after the other; where that is of more than MOST of them,
+    which all look from the same place, it moves by MOST times their mean.
+    """
+    x_PD, right_PD, noise_SD = inputs_ND[context_P], outputs_ND[middle_P], outputs_ND[noise_S]
+    score_P, score_PS = (x_PD * right_PD).sum(1), x_PD @ noise_SD.T
+    share = negative / len(noise_S)
+    g_P, g_PS = torch.sigmoid(-score_P), -share * torch.sigmoid(score_PS)
+    of_inputs = torch.bincount(context_P, minlength=len(inputs_ND)).float()
+    of_outputs = torch.bincount(middle_P, minlength=len(outputs_ND)).float()
+    of_outputs.index_add_(0, noise_S, torch.full_like(noise_S, share * len(context_P), dtype=torch.float32))
+    rate_in, rate_out = (rate * (MOST / count_N).clamp(max=1)[:, None] for count_N in (of_inputs, of_outputs))
+    inputs_ND.index_add_(0, context_P, rate_in[context_P] * (g_P[:, None] * right_PD + g_PS @ noise_SD))
+    outputs_ND.index_add_(0, middle_P, rate_out[middle_P] * g_P[:, None] * x_PD)
+    outputs_ND.index_add_(0, noise_S, rate_out[noise_S] * (g_PS.T @ x_PD))
+    return F.softplus(-score_P).sum() + share * F.softplus(score_PS).sum()
+
+
+# --- phrases --------------------------------------------------------------------------------------------------------
+
+
+def phrase_scores(
+    pair_count: np.ndarray, first: np.ndarray, second: np.ndarray, floor: int, scale: float
+) -> np.ndarray:
+    """How much more often two words follow each other than chance: (n(ab) - floor) / (n(a) n(b)), times a scale.
+
+    The scale is the size of the vocabulary, as gensim has it, so that a threshold suits texts of any size
+    (Mikolov et al. 2013b, equation 6).
+    """
+    return (pair_count - floor) / (first.astype(np.float64) * second) * scale
+
+
+@njit(nogil=True, cache=True)
+def join(words_W, doc_W, keys, phrases, num_words, out_W):
+    """Replace pairs that are phrases, from left to right; how many words are left in `out`, each with its place.
+
+    `keys` are the sorted phrases as first * num_words + second, `phrases` the words that they become.
+    """
+    i = num = 0
+    place_W = np.empty(len(words_W), np.int64)
+    while i < len(words_W):
+        word, step = np.int64(words_W[i]), 1
+        if i + 1 < len(words_W) and word >= 0 and words_W[i + 1] >= 0 and doc_W[i] == doc_W[i + 1]:
+            key = word * num_words + words_W[i + 1]
+            k = np.searchsorted(keys, key)
+            if k < len(keys) and keys[k] == key:
+                word, step = np.int64(phrases[k]), 2
+        out_W[num] = word
+        place_W[num] = i
+        num, i = num + 1, i + step
+    return num, place_W
