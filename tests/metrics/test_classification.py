@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-import math
+import warnings
 
 import numpy as np
 import pytest
 import sklearn.metrics
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from firth.errors import UserError
-from firth.metrics import accuracy, confusion, macro_f1, mcc, summarise
+from firth.metrics import (
+    Row,
+    accuracy,
+    by_class,
+    confusion,
+    f1,
+    hits,
+    macro_f1,
+    majority,
+    mcc,
+    micro_f1,
+    weighted_f1,
+)
 
 TRUE = ["cat", "cat", "cat", "dog", "dog", "fox"]
 PREDICTED = ["cat", "cat", "dog", "dog", "cat", "fox"]
@@ -46,29 +60,66 @@ def test_predictions_come_first() -> None:
     assert confusion([0, 2], [0, 1]).tolist() == [[1, 0, 0], [0, 0, 1], [0, 0, 0]]
 
 
-def test_as_scikit_learn() -> None:
-    rng = np.random.default_rng(0)
-    true, predicted = rng.integers(0, 5, 200), rng.integers(0, 5, 200)
-    assert accuracy(predicted, true) == pytest.approx(sklearn.metrics.accuracy_score(true, predicted))
-    assert macro_f1(predicted, true) == pytest.approx(sklearn.metrics.f1_score(true, predicted, average="macro"))
-    assert mcc(predicted, true) == pytest.approx(sklearn.metrics.matthews_corrcoef(true, predicted))
-    assert np.array_equal(confusion(predicted, true), sklearn.metrics.confusion_matrix(true, predicted))
+def test_f1_of_the_positive_class() -> None:
+    true, predicted = ["1", "1", "1", "0", "0"], ["1", "0", "1", "1", "0"]
+    assert f1(predicted, true) == pytest.approx(2 / 3)  # two of three, both ways
+    assert f1(predicted, true, positive="0") == pytest.approx(1 / 2)
+    assert f1([0, 0], [0, 0], positive=1) == 0.0
 
 
-@pytest.mark.parametrize("metric", [accuracy, macro_f1, mcc, confusion])
+def test_micro_f1_without_the_class_that_means_nothing() -> None:
+    true = ["born", "no_relation", "no_relation", "works"]
+    predicted = ["born", "no_relation", "works", "born"]
+    # 3 relations were guessed, 2 are true, 1 is right: 2 * 1 / (3 + 2).
+    assert micro_f1(predicted, true, without={"no_relation"}) == pytest.approx(2 / 5)
+    assert micro_f1(predicted, true) == accuracy(predicted, true)
+    assert micro_f1(["no_relation"], ["no_relation"], without={"no_relation"}) == 0.0
+
+
+def test_table_by_hand() -> None:
+    assert by_class(PREDICTED, TRUE) == {
+        "cat": pytest.approx(Row(2 / 3, 2 / 3, 2 / 3, 3)),
+        "dog": Row(0.5, 0.5, 0.5, 2),
+        "fox": Row(1.0, 1.0, 1.0, 1),
+    }
+    assert by_class(["b"], ["a"]) == {"a": Row(0.0, 0.0, 0.0, 1), "b": Row(0.0, 0.0, 0.0, 0)}
+
+
+def test_hits_and_majority() -> None:
+    assert hits(PREDICTED, TRUE).tolist() == [True, True, False, True, False, True]
+    assert majority(TRUE) == 0.5
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from("abcde")), min_size=1, max_size=40))
+def test_as_scikit_learn(pairs: list[tuple[str, str]]) -> None:
+    true, predicted = map(list, zip(*pairs, strict=True))
+    learn = sklearn.metrics
+    same = lambda value: pytest.approx(value, abs=1e-9)  # noqa: E731
+    assert accuracy(predicted, true) == same(learn.accuracy_score(true, predicted))
+    assert macro_f1(predicted, true) == same(learn.f1_score(true, predicted, average="macro", zero_division=0))
+    assert weighted_f1(predicted, true) == same(learn.f1_score(true, predicted, average="weighted", zero_division=0))
+    assert micro_f1(predicted, true) == same(learn.f1_score(true, predicted, average="micro"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scikit-learn warns where there is one label; we do not
+        matthews, table_CC = learn.matthews_corrcoef(true, predicted), learn.confusion_matrix(true, predicted)
+    assert mcc(predicted, true) == same(matthews)
+    assert np.array_equal(confusion(predicted, true), table_CC)
+    if "b" in true:  # scikit-learn wants one of the labels among the references
+        some_CC = learn.confusion_matrix(true, predicted, labels=["c", "b"])
+        assert np.array_equal(confusion(predicted, true, labels=["c", "b"]), some_CC)
+    binary = [label == "a" for label in true], [label == "a" for label in predicted]
+    assert f1(predicted, true, positive="a") == same(learn.f1_score(*binary, zero_division=0))
+    some = learn.f1_score(true, predicted, labels=["b", "c", "d", "e"], average="micro", zero_division=0)
+    assert micro_f1(predicted, true, without={"a"}) == same(some)
+    table = learn.classification_report(true, predicted, output_dict=True, zero_division=0)
+    for label, row in by_class(predicted, true).items():
+        assert row == pytest.approx(tuple(table[label].values()), abs=1e-9)
+
+
+@pytest.mark.parametrize("metric", [accuracy, f1, macro_f1, weighted_f1, micro_f1, mcc, confusion, by_class])
 def test_mistakes_are_named(metric) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UserError, match="2 predictions for 3 references"):
         metric([0, 1], [0, 1, 1])
     with pytest.raises(UserError, match="no predictions"):
         metric([], [])
-
-
-def test_summarise_divides_by_n_minus_one() -> None:
-    mean, std = summarise([0.8, 0.9, 0.85, 0.95])
-    assert mean == pytest.approx(0.875)
-    # distances .075, .025, .025, .075: squares sum to .0125, over 3
-    assert std == pytest.approx(math.sqrt(0.0125 / 3))
-    assert summarise([0.7]) == (0.7, 0.0)
-    assert summarise(np.array([1.0, 3.0]).tolist()) == (2.0, pytest.approx(math.sqrt(2)))
-    with pytest.raises(UserError, match="no values"):
-        summarise([])

@@ -6,19 +6,42 @@ import math
 
 import pytest
 import sacrebleu
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
 from firth.errors import UserError
-from firth.metrics import METRICS, bits_per_byte, bleu, chrf, exact_match, perplexity, rouge_l, score
+from firth.metrics import (
+    bits_per_byte,
+    bleu,
+    chrf,
+    exact_match,
+    normalise_squad,
+    normalise_trivia,
+    perplexity,
+    rouge,
+)
 
 PREDICTED = ["the cat sat on the mat", "a dog barked at night, loudly", "it rains"]
 TRUE = ["the cat sat on a mat", "the dog barked loudly at night", "it is raining"]
 OTHER = ["a cat was sitting on the mat", "a dog barked at night, loudly", "it rains today"]
 
 
+def rouge_l(predictions: list[str], references: list[str] | list[list[str]]) -> float:
+    return rouge(predictions, references)["rouge_l"]
+
+
 def test_exact_match_by_hand() -> None:
     assert exact_match(["a b", " c ", "d"], ["a b", "c", "D"]) == pytest.approx(2 / 3)
     assert exact_match(["x", "y"], [["a", "x"], ["a", "b"]]) == 0.5
+
+
+def test_exact_match_as_the_benchmarks_normalise() -> None:
+    predictions, references = ["Spider-Man", "an Apple."], [["the Spider Man"], ["orange", "apple"]]
+    assert exact_match(predictions, references) == 0
+    assert exact_match(predictions, references, normalise_squad) == 0.5  # "spiderman" is not "spider man"
+    assert exact_match(predictions, references, normalise_trivia) == 1
+    assert normalise_trivia("Rock_’n’ Roll`s") == "rock n roll s"
 
 
 def test_all_right_and_all_wrong() -> None:
@@ -51,18 +74,33 @@ def test_several_references() -> None:
     )
 
 
-def test_rouge_l_by_hand() -> None:
-    # Longest common subsequence "the cat on mat": 4 of 5 words predicted, 4 of 6 wanted -> F = 8/11.
-    assert rouge_l(["the cat lay on mat"], ["the cat sat on the mat"]) == pytest.approx(100 * 8 / 11)
+def test_rouge_by_hand() -> None:
+    # Longest common subsequence "the cat on mat": 4 of 5 words predicted, 4 of 6 wanted -> F = 8/11. So for single
+    # words. Of word pairs "the cat" alone is shared: 1 of 4, 1 of 5 -> F = 2/9.
+    scores = rouge(["the cat lay on mat"], ["the cat sat on the mat"])
+    assert scores == pytest.approx({"rouge_1": 800 / 11, "rouge_2": 200 / 9, "rouge_l": 800 / 11})
+    # The order of words matters to the longest subsequence only.
+    assert rouge(["b a"], ["a b"]) == pytest.approx({"rouge_1": 100, "rouge_2": 0, "rouge_l": 50})
     # The mean of both, and the best reference of each.
     assert rouge_l(["a b", "c d"], ["a b", "c e"]) == pytest.approx(75)
     assert rouge_l(["a b", "c d"], [["x y", "a b"], ["c e", "x y"]]) == pytest.approx(75)
 
 
-def test_rouge_l_as_rouge_score() -> None:
-    scorer = RougeScorer(["rougeL"])
-    scores = [scorer.score(t, p)["rougeL"].fmeasure for p, t in zip(PREDICTED, TRUE, strict=True)]
-    assert rouge_l(PREDICTED, TRUE) == pytest.approx(100 * sum(scores) / 3)
+TEXTS = st.lists(st.sampled_from(["the", "cat", "sat", "Mat.", "it's", "on-line", "42", "é"]), max_size=7).map(" ".join)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(TEXTS, TEXTS, TEXTS), min_size=1, max_size=4))
+def test_any_texts_as_sacrebleu_and_rouge_score(triples: list[tuple[str, str, str]]) -> None:
+    predicted, first, second = map(list, zip(*triples, strict=True))
+    both = [list(pair) for pair in zip(first, second, strict=True)]
+    assert bleu(predicted, both) == sacrebleu.corpus_bleu(predicted, [first, second]).score
+    assert chrf(predicted, both) == sacrebleu.corpus_chrf(predicted, [first, second]).score
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"])
+    each = [scorer.score_multi(texts, p) for p, texts in zip(predicted, both, strict=True)]
+    for ours, theirs in {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL"}.items():
+        expected = 100 * sum(one[theirs].fmeasure for one in each) / len(each)
+        assert rouge(predicted, both)[ours] == pytest.approx(expected, abs=1e-9)
 
 
 def test_perplexity_and_bits_by_hand() -> None:
@@ -75,7 +113,7 @@ def test_perplexity_and_bits_by_hand() -> None:
     assert perplexity(1e6, 1) == math.inf
 
 
-@pytest.mark.parametrize("metric", [exact_match, bleu, chrf, rouge_l])
+@pytest.mark.parametrize("metric", [exact_match, bleu, chrf, rouge])
 def test_mistakes_are_named(metric) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UserError, match="1 predictions for 2 references"):
         metric(["a"], ["a", "b"])
@@ -83,19 +121,3 @@ def test_mistakes_are_named(metric) -> None:  # type: ignore[no-untyped-def]
         metric([], [])
     with pytest.raises(UserError, match="Example 1 "):
         metric(["a", "b"], ["a", []])
-
-
-def test_score_gives_every_metric_of_the_task() -> None:
-    assert score("classify", ["a", "b"], ["a", "a"]) == {
-        "accuracy": 0.5,
-        "macro_f1": pytest.approx(1 / 3),
-        "mcc": 0.0,
-    }
-    scores = score("text-to-text", TRUE, TRUE)
-    assert scores == {"chrf": 100, "bleu": pytest.approx(100), "rouge_l": 100, "exact_match": 1}
-    assert [next(iter(METRICS[task])) for task in METRICS] == ["accuracy", "chrf"]
-
-
-def test_score_names_the_nearest_task() -> None:
-    with pytest.raises(UserError, match="Did you mean 'classify'"):
-        score("clasify", ["a"], ["a"])

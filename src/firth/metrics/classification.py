@@ -1,18 +1,37 @@
-"""How often a class is right; all from 0 to 1, but `mcc`, which goes from -1 to 1.
-
-scikit-learn takes a second to import, so the functions that need it import it themselves.
-"""
+"""How often a class is right; all from 0 to 1, but `mcc`, which goes from -1 to 1."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence, Sized
-from typing import Any
+from collections import Counter
+from collections.abc import Collection, Sequence, Sized
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from firth.errors import UserError
+
+
+class Row(NamedTuple):
+    """How well one class was found: the share of the guesses that is right, the share of the truth that was found.
+
+    `f1` is their harmonic mean, `support` how often the class is true. What would be divided by 0 is 0.
+    """
+
+    precision: float
+    recall: float
+    f1: float
+    support: int
+
+    @classmethod
+    def of(cls, right: int, guessed: int, true: int) -> Row:
+        """From counts.
+
+        >>> Row.of(right=1, guessed=4, true=2)
+        Row(precision=0.25, recall=0.5, f1=0.3333333333333333, support=2)
+        """
+        f1 = 2 * right / (guessed + true) if guessed + true else 0.0
+        return cls(right / guessed if guessed else 0.0, right / true if true else 0.0, f1, true)
 
 
 def check_paired(predictions: Sized, references: Sized) -> None:
@@ -33,8 +52,29 @@ def _paired(predictions: ArrayLike, references: ArrayLike) -> tuple[NDArray[Any]
 
 def accuracy(predictions: ArrayLike, references: ArrayLike) -> float:
     """The share of labels that are right."""
+    return float(np.mean(hits(predictions, references)))
+
+
+def hits(predictions: ArrayLike, references: ArrayLike) -> NDArray[np.bool_]:
+    """For each label, whether it is right."""
     predicted, true = _paired(predictions, references)
-    return float(np.mean(predicted == true))
+    return np.asarray(predicted == true)
+
+
+def majority(references: ArrayLike) -> float:
+    """The accuracy of always answering the commonest label: what a model must beat to have learned anything."""
+    true = np.asarray(references)
+    check_paired(true, true)
+    return float(np.unique(true, return_counts=True)[1].max() / len(true))
+
+
+def f1(predictions: ArrayLike, references: ArrayLike, positive: Any = None) -> float:
+    """F1 of one class, the `positive` one; without it, the last of all labels in sorted order: "1" of "0" and "1"."""
+    predicted, true = _paired(predictions, references)
+    if positive is None:
+        positive = np.union1d(predicted, true)[-1]
+    guessed, wanted = predicted == positive, true == positive
+    return Row.of(int((guessed & wanted).sum()), int(guessed.sum()), int(wanted.sum())).f1
 
 
 def macro_f1(predictions: ArrayLike, references: ArrayLike) -> float:
@@ -42,38 +82,54 @@ def macro_f1(predictions: ArrayLike, references: ArrayLike) -> float:
 
     The classes are those that occur among the predictions or the references.
     """
-    from sklearn.metrics import f1_score
+    return float(np.mean([row.f1 for row in by_class(predictions, references).values()]))
 
+
+def weighted_f1(predictions: ArrayLike, references: ArrayLike) -> float:
+    """F1 of each class, averaged by how often the class is true."""
+    rows = by_class(predictions, references).values()
+    return float(np.average([row.f1 for row in rows], weights=[row.support for row in rows]))
+
+
+def micro_f1(predictions: ArrayLike, references: ArrayLike, without: Collection[Any] = ()) -> float:
+    """F1 of all decisions together, `without` the classes that mean "nothing here".
+
+    With "no_relation" left out it is the score of TACRED (Zhang et al. 2017); with nothing left out, the accuracy.
+    """
     predicted, true = _paired(predictions, references)
-    return float(f1_score(true, predicted, average="macro", zero_division=0.0))
+    guessed, wanted = ~np.isin(predicted, [*without]), ~np.isin(true, [*without])
+    return Row.of(int(((predicted == true) & wanted).sum()), int(guessed.sum()), int(wanted.sum())).f1
 
 
 def mcc(predictions: ArrayLike, references: ArrayLike) -> float:
-    """Matthews' correlation: 1 is all right, 0 is no better than guessing, also when the classes are uneven."""
-    from sklearn.metrics import matthews_corrcoef
+    """Matthews' correlation: 1 is all right, 0 is no better than guessing, also when the classes are uneven.
 
-    predicted, true = _paired(predictions, references)
-    return float(matthews_corrcoef(true, predicted))
+    For any number of classes (Gorodkin 2004); 0 if all predictions, or all references, are the same.
+    """
+    count_CC = confusion(predictions, references).astype(np.float64)
+    true_C, guessed_C, total = count_CC.sum(1), count_CC.sum(0), count_CC.sum()
+    spread = (total**2 - guessed_C @ guessed_C) * (total**2 - true_C @ true_C)
+    return float((np.trace(count_CC) * total - true_C @ guessed_C) / np.sqrt(spread)) if spread else 0.0
 
 
 def confusion(predictions: ArrayLike, references: ArrayLike, labels: Sequence[Any] | None = None) -> NDArray[np.int64]:
     """Counts with a row for each true label and a column for each predicted one.
 
-    Rows and columns follow `labels`; without it, every label that occurs, sorted.
+    Rows and columns follow `labels`, and others are not counted; without it, every label that occurs, sorted.
     """
-    from sklearn.metrics import confusion_matrix
-
     predicted, true = _paired(predictions, references)
-    return np.asarray(confusion_matrix(true, predicted, labels=labels), dtype=np.int64)
+    names = np.union1d(predicted, true).tolist() if labels is None else labels
+    place = {name: i for i, name in enumerate(names)}
+    count_CC = np.zeros((len(names), len(names)), dtype=np.int64)
+    for (wanted, guessed), count in Counter(zip(true.tolist(), predicted.tolist(), strict=True)).items():
+        if wanted in place and guessed in place:
+            count_CC[place[wanted], place[guessed]] = count
+    return count_CC
 
 
-def summarise(values: Sequence[float]) -> tuple[float, float]:
-    """The mean over seeds and the sample standard deviation (divided by n - 1); one value alone has deviation 0.
-
-    >>> summarise([1.0, 2.0, 3.0])
-    (2.0, 1.0)
-    """
-    if not values:
-        raise UserError("There is nothing to average: no values. Give at least one.")
-    numbers = [float(value) for value in values]
-    return statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else 0.0
+def by_class(predictions: ArrayLike, references: ArrayLike) -> dict[Any, Row]:
+    """A row for every label that occurs among the predictions or the references, sorted."""
+    predicted, true = _paired(predictions, references)
+    count_CC = confusion(predicted, true)
+    counts = zip(np.diag(count_CC).tolist(), count_CC.sum(0).tolist(), count_CC.sum(1).tolist(), strict=True)
+    return {label: Row.of(*c) for label, c in zip(np.union1d(predicted, true).tolist(), counts, strict=True)}

@@ -1,6 +1,6 @@
 """How near a written text is to the one that was wanted, and how well a model foresees text.
 
-`bleu`, `chrf` and `rouge_l` go from 0 to 100, as their official tools print them; `exact_match` from 0 to 1.
+`bleu`, `chrf` and `rouge` go from 0 to 100, as they are always printed; `exact_match` from 0 to 1.
 A reference is one text, or a list of texts that are equally right.
 The libraries are slow to import, so the functions that need them import them themselves.
 """
@@ -8,15 +8,14 @@ The libraries are slow to import, so the functions that need them import them th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from firth.errors import UserError, nearest
-from firth.metrics.classification import accuracy, check_paired, macro_f1, mcc
+from firth.errors import UserError
+from firth.metrics.classification import check_paired
 
 Reference = str | Sequence[str]
-Metric = Callable[[Any, Any], float]
 
 
 def _choices(predictions: Sequence[str], references: Sequence[Reference]) -> list[list[str]]:
@@ -38,10 +37,16 @@ def _streams(choices: Sequence[Sequence[str]]) -> list[list[str | None]]:
     return [list(stream) for stream in zip_longest(*choices)]
 
 
-def exact_match(predictions: Sequence[str], references: Sequence[Reference]) -> float:
-    """The share of predictions that equal a reference, but for white space at the ends."""
+def exact_match(
+    predictions: Sequence[str], references: Sequence[Reference], normalise: Callable[[str], str] = str.strip
+) -> float:
+    """The share of predictions that equal a reference, once both are normalised: here, without white space at the ends.
+
+    `normalise_squad` and `normalise_trivia` are what those two benchmarks do.
+    """
     choices = _choices(predictions, references)
-    hits = [p.strip() in {text.strip() for text in texts} for p, texts in zip(predictions, choices, strict=True)]
+    pairs = zip(predictions, choices, strict=True)
+    hits = [normalise(prediction) in {normalise(text) for text in texts} for prediction, texts in pairs]
     return sum(hits) / len(hits)
 
 
@@ -61,17 +66,19 @@ def chrf(predictions: Sequence[str], references: Sequence[Reference]) -> float:
     return float(corpus_chrf(predictions, streams).score)
 
 
-def rouge_l(predictions: Sequence[str], references: Sequence[Reference]) -> float:
-    """The mean F-measure of the longest common subsequence of words, without stemming, best reference of each example.
+def rouge(predictions: Sequence[str], references: Sequence[Reference]) -> dict[str, float]:
+    """The mean F-measure of shared words (1), word pairs (2) and the longest common subsequence (l), without stemming.
 
+    Of several references, the best counts, for each measure by itself.
     rouge-score sees only the letters a to z and digits: for other scripts use `chrf`.
     """
     from rouge_score.rouge_scorer import RougeScorer
 
-    scorer = RougeScorer(["rougeL"])
+    names = {"rouge1": "rouge_1", "rouge2": "rouge_2", "rougeL": "rouge_l"}
+    scorer = RougeScorer([*names])
     pairs = zip(predictions, _choices(predictions, references), strict=True)
-    scores = [scorer.score_multi(texts, prediction)["rougeL"].fmeasure for prediction, texts in pairs]
-    return 100 * sum(scores) / len(scores)
+    scores = [scorer.score_multi(texts, prediction) for prediction, texts in pairs]
+    return {ours: 100 * sum(s[theirs].fmeasure for s in scores) / len(scores) for theirs, ours in names.items()}
 
 
 def perplexity(nats: float, tokens: int) -> float:
@@ -90,17 +97,3 @@ def bits_per_byte(nats: float, num_bytes: int) -> float:
     """The bits that the model would need for one byte of UTF-8; it can be compared between tokenizers."""
     assert num_bytes > 0, "no text was scored"
     return nats / math.log(2) / num_bytes
-
-
-# What each task is judged by; the first is the one that stands for the rest.
-METRICS: Mapping[str, Mapping[str, Metric]] = {
-    "classify": {"accuracy": accuracy, "macro_f1": macro_f1, "mcc": mcc},
-    "text-to-text": {"chrf": chrf, "bleu": bleu, "rouge_l": rouge_l, "exact_match": exact_match},
-}
-
-
-def score(task: str, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
-    """Every metric of a task by its name."""
-    if task not in METRICS:
-        raise UserError(f"Unknown task {task!r}. {nearest(task, METRICS)}")
-    return {name: metric(predictions, references) for name, metric in METRICS[task].items()}

@@ -1,0 +1,104 @@
+"""Many runs and two systems: mean and deviation, runs that did not learn, and whether a difference is chance."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from firth.errors import UserError
+from firth.metrics.classification import check_paired
+
+
+class Comparison(NamedTuple):
+    """Score of A minus score of B, the middle 95% of that difference over the samples, and how often chance does it."""
+
+    difference: float
+    low: float
+    high: float
+    p_value: float
+
+
+def summarise(values: Sequence[float]) -> tuple[float, float]:
+    """The mean over seeds and the sample standard deviation (divided by n - 1); one value alone has deviation 0.
+
+    >>> summarise([1.0, 2.0, 3.0])
+    (2.0, 1.0)
+    """
+    if not values:
+        raise UserError("There is nothing to average: no values. Give at least one.")
+    numbers = [float(value) for value in values]
+    return statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else 0.0
+
+
+def failed(values: Sequence[float], chance: float) -> list[int]:
+    """Which runs did not learn: those that are no better than chance (Mosbach et al. 2021), or not a number.
+
+    For accuracy, chance is `majority`; for a correlation or mcc, 0.
+
+    >>> failed([0.91, 0.53, 0.9], chance=0.53)
+    [1]
+    """
+    return [i for i, value in enumerate(values) if not value > chance]
+
+
+def paired_bootstrap(
+    score_fn: Callable[[Any, Any], Any],
+    predictions_a: Sequence[Any],
+    predictions_b: Sequence[Any],
+    references: Sequence[Any],
+    samples: int = 1000,
+    seed: int = 0,
+) -> Comparison:
+    """Draw the test set anew, with replacement, many times, and see how the difference of two systems varies.
+
+    The p-value is that of Berg-Kirkpatrick et al. (2012), on both sides: how often a sample strays from the difference
+    by at least as much as the difference itself. `score_fn(predictions, references)` gives either one number, and is
+    then called for each sample (Koehn 2004), or one number for each example, whose mean is the score: much faster.
+    """
+    check_paired(predictions_a, references)
+    check_paired(predictions_b, references)
+    score_a, score_b = score_fn(predictions_a, references), score_fn(predictions_b, references)
+    draws = _draws(len(references), samples, seed)
+    if np.ndim(score_a) == 1:
+        difference_N = np.asarray(score_a, dtype=np.float64) - np.asarray(score_b, dtype=np.float64)
+        difference = float(difference_N.mean())
+        drawn = np.array([difference_N[chosen].mean() for chosen in draws])
+    else:
+        difference = float(score_a - score_b)
+        drawn = np.array([_difference(score_fn, predictions_a, predictions_b, references, d) for d in draws])
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return Comparison(difference, float(low), float(high), _p_value(drawn, difference))
+
+
+def _difference(
+    score_fn: Callable[[Any, Any], float],
+    predictions_a: Sequence[Any],
+    predictions_b: Sequence[Any],
+    references: Sequence[Any],
+    chosen: NDArray[np.int64],
+) -> float:
+    """Score of A minus score of B on the chosen examples."""
+    true = _take(references, chosen)
+    return score_fn(_take(predictions_a, chosen), true) - score_fn(_take(predictions_b, chosen), true)
+
+
+def _draws(num_examples: int, samples: int, seed: int) -> Iterator[NDArray[np.int64]]:
+    """For each sample, which examples are in it."""
+    rng = np.random.default_rng(seed)
+    return (rng.integers(num_examples, size=num_examples) for _ in range(samples))
+
+
+def _take(items: Sequence[Any], chosen: NDArray[np.int64]) -> Any:
+    """The chosen items, as a list, or as an array if they were one."""
+    return items[chosen] if isinstance(items, np.ndarray) else [items[i] for i in chosen.tolist()]
+
+
+def _p_value(drawn: NDArray[np.float64], difference: float) -> float:
+    """The observed sample counts as one of those that chance gave, so that it is never 0."""
+    # A hair of slack: sums in another order must not decide whether equal means equal.
+    strays = np.abs(drawn - difference) >= abs(difference) * (1 - 1e-9)
+    return float((1 + strays.sum()) / (1 + len(drawn)))

@@ -1,0 +1,123 @@
+"""How well stretches of words were found, from 0 to 1: a stretch is right if its ends and its type are.
+
+Tags are read as conlleval reads them, which forgives every mistake in the order of tags, so that one reader serves
+IOB1, IOB2 (BIO), BIOES and BILOU. A prediction and a reference are the tags of one sentence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from firth.errors import UserError
+from firth.metrics.classification import Row, check_paired
+
+Tags = Sequence[str]
+# Begin, Inside, End, Single; Last and Unit are BILOU's words for End and Single.
+TAG = re.compile(r"O|([BIESLU])(?:-(.+))?", re.DOTALL)
+SAME = {"L": "E", "U": "S"}
+
+
+class Chunk(NamedTuple):
+    """Words `start` to `end` (not included) of a sentence, and what they are."""
+
+    type: str
+    start: int
+    end: int
+
+
+def entity_f1(predictions: Sequence[Tags], references: Sequence[Tags], without: Collection[str] = ()) -> float:
+    """F1 over all stretches; `without` leaves out types, as CoNLL-2005 does with the verb of semantic roles."""
+    return _total(predictions, references, without).f1
+
+
+def entity_precision(predictions: Sequence[Tags], references: Sequence[Tags], without: Collection[str] = ()) -> float:
+    """The share of the stretches predicted that are right."""
+    return _total(predictions, references, without).precision
+
+
+def entity_recall(predictions: Sequence[Tags], references: Sequence[Tags], without: Collection[str] = ()) -> float:
+    """The share of the true stretches that were found."""
+    return _total(predictions, references, without).recall
+
+
+def tag_accuracy(predictions: Sequence[Tags], references: Sequence[Tags]) -> float:
+    """The share of words whose tag is right."""
+    _check(predictions, references)
+    pairs = [
+        p == r for tags, true in zip(predictions, references, strict=True) for p, r in zip(tags, true, strict=True)
+    ]
+    if not pairs:
+        raise UserError("There is nothing to score: no sentence has a word.")
+    return sum(pairs) / len(pairs)
+
+
+def by_type(predictions: Sequence[Tags], references: Sequence[Tags]) -> dict[str, Row]:
+    """A row for every type of stretch that occurs among the predictions or the references, sorted."""
+    right, guessed, true = _counts(predictions, references)
+    return {name: Row.of(right[name], guessed[name], true[name]) for name in sorted(guessed | true)}
+
+
+def are_chunks(references: Sequence[Tags]) -> bool:
+    """Whether tags mark stretches (O, B-PER ...) rather than single words (NOUN, VERB ...)."""
+    return all(TAG.fullmatch(tag) for tag in {tag for tags in references for tag in tags})
+
+
+def chunks(tags: Tags) -> list[Chunk]:
+    """The stretches of one sentence.
+
+    A stretch starts at B and S, at a new type, and at any tag after O, E or S; it lasts until O or the next start.
+
+    >>> chunks(["B-PER", "I-PER", "O", "I-LOC", "B-LOC"])
+    [Chunk(type='PER', start=0, end=2), Chunk(type='LOC', start=3, end=4), Chunk(type='LOC', start=4, end=5)]
+    """
+    found: list[Chunk] = []
+    before, open_type = "O", ""
+    for i, tag in enumerate(tags):
+        place, name = _split(tag)
+        if place == "O":
+            pass
+        elif place in "BS" or before in "OES" or name != open_type:
+            found.append(Chunk(name, i, i + 1))
+        else:
+            found[-1] = found[-1]._replace(end=i + 1)
+        before, open_type = place, name
+    return found
+
+
+def _split(tag: str) -> tuple[str, str]:
+    """A tag's place in its stretch, and its type; a tag without a type has the type '_'."""
+    match = TAG.fullmatch(tag)
+    if not match:
+        raise UserError(f"The tag {tag!r} marks no stretch of words. Use O and tags such as B-PER, I-PER (or E-, S-).")
+    place, name = match.groups()
+    return (SAME.get(place, place), name or "_") if place else ("O", "_")
+
+
+def _total(predictions: Sequence[Tags], references: Sequence[Tags], without: Collection[str]) -> Row:
+    """One row over all types but those left out."""
+    return Row.of(*(sum(n for name, n in c.items() if name not in without) for c in _counts(predictions, references)))
+
+
+def _counts(predictions: Sequence[Tags], references: Sequence[Tags]) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """By type: how many stretches are right, how many were predicted, how many are true."""
+    _check(predictions, references)
+    right: Counter[str] = Counter()
+    guessed: Counter[str] = Counter()
+    true: Counter[str] = Counter()
+    for predicted_tags, true_tags in zip(predictions, references, strict=True):
+        predicted, wanted = set(chunks(predicted_tags)), set(chunks(true_tags))
+        right.update(chunk.type for chunk in predicted & wanted)
+        guessed.update(chunk.type for chunk in predicted)
+        true.update(chunk.type for chunk in wanted)
+    return right, guessed, true
+
+
+def _check(predictions: Sequence[Tags], references: Sequence[Tags]) -> None:
+    """Every sentence, and every word in it, has a prediction and a reference."""
+    check_paired(predictions, references)
+    for i, (predicted, true) in enumerate(zip(predictions, references, strict=True)):
+        if len(predicted) != len(true):
+            raise UserError(f"Sentence {i} (counted from 0) has {len(true)} words but {len(predicted)} predicted tags.")

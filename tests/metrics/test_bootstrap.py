@@ -1,0 +1,86 @@
+"""Seeds, failed runs and the paired bootstrap, by hand and against its own definition."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from firth.errors import UserError
+from firth.metrics import accuracy, bleu, failed, hits, paired_bootstrap, summarise
+
+
+def test_summarise_divides_by_n_minus_one() -> None:
+    mean, std = summarise([0.8, 0.9, 0.85, 0.95])
+    assert mean == pytest.approx(0.875)
+    # distances .075, .025, .025, .075: squares sum to .0125, over 3
+    assert std == pytest.approx(math.sqrt(0.0125 / 3))
+    assert summarise([0.7]) == (0.7, 0.0)
+    assert summarise(np.array([1.0, 3.0]).tolist()) == (2.0, pytest.approx(math.sqrt(2)))
+    with pytest.raises(UserError, match="no values"):
+        summarise([])
+
+
+def test_a_run_at_chance_failed() -> None:
+    assert failed([0.5, 0.501, 0.49, math.nan, 0.9], chance=0.5) == [0, 2, 3]
+
+
+def example(num: int, right_a: float, right_b: float) -> tuple[list[int], list[int], list[int]]:
+    """Two systems that are right by so much, each in its own places."""
+    rng = np.random.default_rng(1)
+    true = rng.integers(0, 5, num)
+    a, b = (np.where(rng.random(num) < right, true, (true + 1) % 5) for right in (right_a, right_b))
+    return a.tolist(), b.tolist(), true.tolist()
+
+
+def test_both_ways_give_the_same() -> None:
+    a, b, true = example(60, 0.8, 0.7)
+    slow = paired_bootstrap(accuracy, a, b, true, samples=200)
+    fast = paired_bootstrap(hits, a, b, true, samples=200)
+    assert slow == pytest.approx(fast, abs=1e-12)
+    assert slow == paired_bootstrap(accuracy, np.array(a), np.array(b), np.array(true), samples=200)
+    assert fast.difference == pytest.approx(accuracy(a, true) - accuracy(b, true))
+    assert fast != paired_bootstrap(hits, a, b, true, samples=200, seed=1)
+
+
+def test_a_clear_difference_and_none() -> None:
+    a, b, true = example(400, 0.9, 0.6)
+    clear = paired_bootstrap(hits, a, b, true)
+    assert clear.p_value == 1 / 1001  # the smallest that 1000 samples can tell
+    assert 0 < clear.low < clear.difference < clear.high
+    back = paired_bootstrap(hits, b, a, true)
+    assert back == pytest.approx((-clear.difference, -clear.high, -clear.low, clear.p_value))
+    assert paired_bootstrap(hits, a, a, true) == (0, 0, 0, 1)
+
+
+def test_p_value_by_hand() -> None:
+    """One example in two differs: half of the samples of two draw it once, and are as far as expected.
+
+    Drawn 0, 1 or 2 times (1/4, 1/2, 1/4) the difference is 0, 1/2 or 1; the true one is 1/2, so half stray by 1/2.
+    """
+    result = paired_bootstrap(hits, [1, 1], [1, 0], [1, 1], samples=4000)
+    assert result[:3] == (0.5, 0, 1)
+    assert result.p_value == pytest.approx(0.5, abs=0.03)
+
+
+def test_as_the_normal_law() -> None:
+    """Of many examples the mean is nearly normal: interval and p-value are those of a z-test."""
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(0.1, 1, 500), rng.normal(0, 1, 500)
+    result = paired_bootstrap(lambda predictions, _: predictions, a, b, a, samples=4000)
+    error = np.std(a - b) / math.sqrt(500)
+    assert (result.high - result.low) / 2 == pytest.approx(1.96 * error, rel=0.05)
+    assert result.p_value == pytest.approx(math.erfc(abs(result.difference) / error / math.sqrt(2)), abs=0.03)
+
+
+def test_scores_of_the_whole_corpus() -> None:
+    true = ["the cat sat on the mat today", "a dog barked at night very loudly", "it rains in the old town again"]
+    result = paired_bootstrap(bleu, true, ["the cat sat on a mat", "a dog", "rain in town"], true, samples=10)
+    assert result.difference == pytest.approx(100 - bleu(["the cat sat on a mat", "a dog", "rain in town"], true))
+    assert 0 < result.low <= result.high
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(UserError, match="1 predictions for 2 references"):
+        paired_bootstrap(accuracy, [1, 0], [1], [1, 0])

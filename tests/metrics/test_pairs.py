@@ -1,0 +1,96 @@
+"""Comparisons, by hand, against a plain search, and against scikit-learn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import label_ranking_average_precision_score
+from torchmetrics.functional.retrieval import retrieval_reciprocal_rank
+
+from firth.errors import UserError
+from firth.metrics import analogy_hits, best_threshold, by_group, pair_hits, pairs, retrieval, threshold_accuracy
+
+
+def test_a_tie_is_wrong() -> None:
+    hits = pair_hits([(-1.0, -2.0), (-3.0, -3.0), (-5.0, -4.0), (float("nan"), -1.0)])
+    assert hits.tolist() == [True, False, False, False]
+
+
+def test_by_group() -> None:
+    assert by_group([True, True, False, None], ["b", "a", "b", "c"]) == {"b": 0.5, "a": 1.0}
+    with pytest.raises(UserError, match="1 predictions for 2 references"):
+        by_group([True], ["a", "b"])
+
+
+def test_analogies_of_unknown_words_are_not_asked() -> None:
+    assert analogy_hits(["queen", None, "Rome"], ["queen", "x", "Paris"]) == [True, None, False]
+
+
+def test_retrieval_by_hand() -> None:
+    # A's second vector is nearer to B's first than to its own; B's vectors both find theirs.
+    scores = retrieval([[1, 0], [3, 2.9]], [[1, 0.2], [0, 7]])
+    assert scores == pytest.approx(
+        {
+            "precision_at_1": 3 / 4,
+            "precision_at_1_forward": 1 / 2,
+            "precision_at_1_backward": 1,
+            "mrr": (1 + 1 / 2 + 1 + 1) / 4,
+            "mrr_forward": 3 / 4,
+            "mrr_backward": 1,
+        }
+    )
+
+
+def test_vectors_that_are_all_alike_find_nothing() -> None:
+    scores = retrieval(np.ones((4, 3)), np.ones((4, 3)))
+    assert scores["precision_at_1"] == 0
+    assert scores["mrr"] == 1 / 4
+    assert retrieval(np.zeros((4, 3)), np.ones((4, 3)))["mrr"] == 1 / 4
+
+
+def test_retrieval_as_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    a_ND = rng.normal(size=(25, 6))
+    b_ND = a_ND + rng.normal(size=(25, 6))
+    whole = retrieval(a_ND, b_ND)
+    monkeypatch.setattr(pairs, "BLOCK", 7)
+    assert retrieval(a_ND, b_ND) == pytest.approx(whole, abs=1e-12)
+
+    near_NN = (a_ND @ b_ND.T) / np.linalg.norm(a_ND, axis=1)[:, None] / np.linalg.norm(b_ND, axis=1)
+    same_NN = np.eye(25)
+    assert whole["mrr_forward"] == pytest.approx(label_ranking_average_precision_score(same_NN, near_NN), abs=1e-9)
+    assert whole["mrr_backward"] == pytest.approx(label_ranking_average_precision_score(same_NN, near_NN.T), abs=1e-9)
+    # torchmetrics wants probabilities, and counts what is not above 0 as not found: the same order, from 0 to 1.
+    one_by_one = [
+        float(retrieval_reciprocal_rank(torch.tensor((1 + row) / 2), torch.tensor(right).bool()))
+        for row, right in zip(near_NN, same_NN, strict=True)
+    ]
+    assert whole["mrr_forward"] == pytest.approx(np.mean(one_by_one), abs=1e-7)  # in single precision
+    assert whole["precision_at_1_forward"] == np.mean(near_NN.argmax(1) == np.arange(25))
+    assert whole["precision_at_1_backward"] == np.mean(near_NN.argmax(0) == np.arange(25))
+
+
+def test_threshold_by_hand() -> None:
+    scores, same = [0.1, 0.4, 0.5, 0.9], [False, False, True, True]
+    assert best_threshold(scores, same) == pytest.approx(0.45)
+    assert threshold_accuracy(scores, same, [0.44, 0.46, 0.8], [True, True, False]) == (
+        pytest.approx(1 / 3),
+        pytest.approx(0.45),
+    )
+    # All the same, all different: at the lowest, just above the highest.
+    assert threshold_accuracy([0.2, 0.3], [True, True], [0.2, 0.1], [True, False]) == (1.0, 0.2)
+    assert threshold_accuracy([0.2, 0.3], [False, False], [0.3], [False])[0] == 1.0
+    with pytest.raises(UserError, match="not a number"):
+        best_threshold([0.1, float("nan")], [True, False])
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(-1, 1), st.booleans()), min_size=1, max_size=30))
+def test_no_threshold_is_better_than_the_best(pairs: list[tuple[float, bool]]) -> None:
+    scores, same = map(list, zip(*pairs, strict=True))
+    best, _ = threshold_accuracy(scores, same, scores, same)
+    tried = [np.mean([(s >= t) == y for s, y in pairs]) for t in [*scores, 2.0]]
+    assert best == pytest.approx(max(tried), abs=1e-9)

@@ -1,0 +1,88 @@
+"""Stretches of words, by hand and against seqeval."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import seqeval.metrics
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from seqeval.metrics.sequence_labeling import get_entities
+
+from firth.errors import UserError
+from firth.metrics import Row, by_type, chunks, entity_f1, entity_precision, entity_recall, tag_accuracy
+
+TRUE = [["B-PER", "I-PER", "O", "B-LOC"], ["B-LOC", "I-LOC", "O"]]
+PREDICTED = [["B-PER", "I-PER", "O", "B-PER"], ["B-LOC", "O", "O"]]
+
+
+def test_by_hand() -> None:
+    # Guessed: PER 0-2 (right), PER 3-4, LOC 0-1; true: PER 0-2, LOC 3-4, LOC 0-2.
+    assert entity_precision(PREDICTED, TRUE) == pytest.approx(1 / 3)
+    assert entity_recall(PREDICTED, TRUE) == pytest.approx(1 / 3)
+    assert entity_f1(PREDICTED, TRUE) == pytest.approx(1 / 3)
+    assert tag_accuracy(PREDICTED, TRUE) == pytest.approx(5 / 7)
+    assert by_type(PREDICTED, TRUE) == {"LOC": Row(0.0, 0.0, 0.0, 2), "PER": pytest.approx(Row(0.5, 1, 2 / 3, 1))}
+    assert entity_f1(PREDICTED, TRUE, without={"LOC"}) == pytest.approx(2 / 3)
+
+
+def test_every_scheme_gives_the_same_stretches() -> None:
+    expected = [("A", 0, 2), ("A", 2, 3), ("B", 4, 7)]
+    iob1 = ["I-A", "I-A", "B-A", "O", "I-B", "I-B", "I-B"]
+    iob2 = ["B-A", "I-A", "B-A", "O", "B-B", "I-B", "I-B"]
+    bioes = ["B-A", "E-A", "S-A", "O", "B-B", "I-B", "E-B"]
+    bilou = ["B-A", "L-A", "U-A", "O", "B-B", "I-B", "L-B"]
+    for tags in (iob1, iob2, bioes, bilou):
+        assert chunks(tags) == expected
+
+
+def test_a_stretch_does_not_reach_into_the_next_sentence() -> None:
+    assert entity_f1([["B-A"], ["I-A"]], [["B-A"], ["B-A"]]) == 1.0
+
+
+def test_types_may_have_hyphens_and_may_be_missing() -> None:
+    assert chunks(["B-C-ARG1", "I-C-ARG1", "I-ARG1"]) == [("C-ARG1", 0, 2), ("ARG1", 2, 3)]
+    assert chunks(["B", "I", "O"]) == [("_", 0, 2)]
+
+
+def test_nothing_found_is_zero_not_an_error() -> None:
+    assert entity_f1([["O"]], [["O"]]) == 0.0
+    assert entity_f1([["O"]], [["B-A"]]) == 0.0
+
+
+TAGS = st.sampled_from(["O", "O", *(f"{place}-{name}" for place in "BIES" for name in ("A", "B", "C-A"))])
+SENTENCES = st.lists(st.lists(st.tuples(TAGS, TAGS), min_size=1, max_size=9), min_size=1, max_size=4)
+
+
+@settings(deadline=None)
+@given(SENTENCES)
+def test_any_tags_as_seqeval(sentences: list[list[tuple[str, str]]]) -> None:
+    predicted = [[p for p, _ in sentence] for sentence in sentences]
+    true = [[t for _, t in sentence] for sentence in sentences]
+    for tags in true:
+        assert [(c.type, c.start, c.end - 1) for c in chunks(tags)] == get_entities(tags)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        official = seqeval.metrics
+        assert entity_f1(predicted, true) == pytest.approx(official.f1_score(true, predicted), abs=1e-9)
+        assert entity_precision(predicted, true) == pytest.approx(official.precision_score(true, predicted), abs=1e-9)
+        assert entity_recall(predicted, true) == pytest.approx(official.recall_score(true, predicted), abs=1e-9)
+        assert tag_accuracy(predicted, true) == pytest.approx(official.accuracy_score(true, predicted), abs=1e-9)
+        rows = by_type(predicted, true)
+        if rows:  # seqeval's report needs one entity
+            table = official.classification_report(true, predicted, output_dict=True)
+            assert {*rows} == {*table} - {"micro avg", "macro avg", "weighted avg"}
+            for name, row in rows.items():
+                assert row == pytest.approx(tuple(table[name].values()), abs=1e-9)
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(UserError, match=r"Sentence 1 .* has 2 words but 1 predicted"):
+        entity_f1([["O"], ["O"]], [["O"], ["O", "O"]])
+    with pytest.raises(UserError, match="'NOUN' marks no stretch"):
+        entity_f1([["NOUN"]], [["O"]])
+    with pytest.raises(UserError, match="no predictions"):
+        tag_accuracy([], [])
+    with pytest.raises(UserError, match="no sentence has a word"):
+        tag_accuracy([[]], [[]])
