@@ -1,13 +1,20 @@
 """How fast Firth trains beside `transformers`: the same model, text, settings and machine, in the same run.
 
-    python benchmarks/train_speed.py [--workload NAME ...] [--steps N] [--threads N] [--json]
+    python benchmarks/train_speed.py [--workload NAME ...] [--lengths FILE] [--steps N] [--threads N] [--json]
+    python benchmarks/train_speed.py --workload NAME --alone [--without NAME ...] [KEY=VALUE ...]
 
 A step is forward, loss, backward, clipping and AdamW. Both sides start from the same weights, read the same ids and
 take turns, so that whatever else the machine does slows both; the ratio is the median over the turns. Settings are
 equal: dropout, float32 (on a GPU bfloat16 autocast and torch.compile), fused AdamW with the same groups, clipping.
 `transformers` runs at its best: SDPA where it has it, no cache, and no mask where no token is padding. Our packed rows
-(four documents that do not see each other) have a line of their own. Memory, on a GPU, is what a step needs at its peak
-beside what both sides keep all the time.
+(four documents that do not see each other) have a line of their own. Memory, on a GPU, is the most that a side had
+allocated at any time since before its first step, warm-up included, less what was allocated then: the optimizer and
+all that a step needs, beside the weights.
+
+The workload `documents` has texts of the lengths in a file (--lengths, one number of tokens a line): `transformers`
+reads one in each row, padded to the longest of its batch (to a multiple of 64, so that shapes are few), Firth packs
+them; tokens are those of the texts. `--without` switches off what makes our side fast, KEY=VALUE sets any field of its
+recipe (weights=bf16), and `--alone` leaves the peer out: for ablations.
 
 B rows, L tokens before the noise, T after it, U of the decoder, K asked.
 """
@@ -20,8 +27,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,15 +44,22 @@ from firth.console import progress, say, show_table
 from firth.models import LMHead, Model, ModelConfig, make_model, preset, to_hf_config, with_extras
 from firth.models.presets import bert, gpt2, t5
 from firth.models.weights import to_hf
-from firth.objectives import CLM, IGNORED, MLM, Batch, Draw, Objective, PermutationLM, SpanCorruption
+from firth.objectives import CLM, IGNORED, MLM, NAMED, Batch, Draw, Objective, PermutationLM, SpanCorruption
 from firth.tokens import Rows, Vocabulary
-from firth.train import Machine, Run, Training, choose_machine
+from firth.tokens.rows import cut, pack
+from firth.train import Machine, Run, Training, choose_machine, override, parse_overrides
 from firth.train.loop import prepared, train_step
 from firth.train.optim import make_optimizer
 
 DOCUMENTS = 4  # in a packed row
 SETTINGS = Training(learning_rate=1e-4, max_grad_norm=1.0, weight_decay=0.01)
 OURS, THEIRS, PACKED = "firth", "transformers", "firth, packed"
+WITHOUT = {  # what can be switched off, as changes of our recipe
+    "compile": {"compile": False},
+    "graphs": {"cuda_graphs": False},
+    "fused_loss": {"fused_loss": False},
+    "padding": {"pad_vocabulary": False},
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,7 @@ class Workload:
     rows: int
     length: int
     wanted: float | None = None
+    lengths: tuple[int, ...] = ()  # of documents, where they are not all alike
 
 
 ON_CPU: dict[str, Workload] = {
@@ -62,15 +80,18 @@ ON_CPU: dict[str, Workload] = {
     "t5-4x256": Workload(t5(4, 256, 4, 1024), SpanCorruption(), rows=16, length=128),
 }
 ON_GPU: dict[str, Workload] = {
-    "bert-base-128": Workload(preset("bert-base"), MLM(), rows=256, length=128),
-    "bert-base-512": Workload(preset("bert-base"), MLM(), rows=64, length=512),
-    "gpt2": Workload(preset("gpt2"), CLM(), rows=32, length=1024),
-    "t5.1.1-base": Workload(preset("t5.1.1-base"), SpanCorruption(), rows=48, length=512),
+    "bert-base-128": Workload(preset("bert-base"), MLM(), rows=256, length=128, wanted=1.55),
+    "bert-base-512": Workload(preset("bert-base"), MLM(), rows=64, length=512, wanted=1.7),
+    "gpt2": Workload(preset("gpt2"), CLM(), rows=32, length=1024, wanted=1.47),
+    "llama-3.2-1b": Workload(preset("llama-3.2-1b"), CLM(), rows=8, length=2048, wanted=1.15),
+    "t5.1.1-base": Workload(preset("t5.1.1-base"), SpanCorruption(), rows=48, length=512, wanted=1.8),
+    "bart-base": Workload(preset("bart-base"), NAMED["bart"], rows=48, length=512, wanted=1.25),
     "deberta-base": Workload(preset("deberta-base"), MLM(), rows=16, length=512, wanted=2.5),
     "deberta-v3-base": Workload(preset("deberta-v3-base"), MLM(), rows=16, length=512, wanted=2.5),
     "xlnet-base": Workload(preset("xlnet-base"), PermutationLM(), rows=16, length=512, wanted=2.5),
     "albert-base": Workload(preset("albert-base"), MLM(), rows=16, length=512, wanted=1.3),
 }
+DOCUMENTS_OF = Workload(preset("bert-base"), MLM(), rows=64, length=512, wanted=2.5)  # the lengths are in a file
 WORKLOADS = ON_CPU | ON_GPU
 
 
@@ -108,7 +129,9 @@ def random_rows(workload: Workload, vocab: Vocabulary, step: int, documents: int
             tokens_BL[:, edge_L], real_L[edge_L] = special[0], False
     position_L = np.arange(L, dtype=np.int32) - np.flatnonzero(begins_L)[doc_L]
     doc_BL, position_BL, real_BL = (np.tile(a, (B, 1)) for a in (doc_L, position_L, real_L))
-    return Rows(tokens_BL, doc_BL, position_BL, real_BL, np.arange(step * B, (step + 1) * B))
+    rows = Rows(tokens_BL, doc_BL, position_BL, real_BL, np.arange(step * B, (step + 1) * B))
+    last_BL = real_BL & ~np.roll(real_BL, -1, 1)  # of a document; a sentence has about 20 tokens
+    return rows._replace(sentence_end=last_BL | (real_BL & (rng.random((B, L)) < 1 / 20)))
 
 
 def make_batch(workload: Workload, step: int, documents: int = 1) -> Batch:
@@ -119,6 +142,58 @@ def make_batch(workload: Workload, step: int, documents: int = 1) -> Batch:
     if documents > 1:
         return batch
     return batch._replace(doc=None, position=None, decoder_doc=None, decoder_position=None)
+
+
+# Documents of different lengths
+
+
+def rows_of(pieces: Sequence[Sequence[int]], length: int, objective: Objective, vocab: Vocabulary, seed: int) -> Rows:
+    """Rows of random texts of these lengths, one row for each list, in their frames; what is left is padding."""
+    frame, rng, B = objective.frame(vocab), np.random.default_rng(seed), len(pieces)
+    tokens_BL, real_BL = np.full((B, length), vocab.pad, dtype=np.int64), np.zeros((B, length), dtype=bool)
+    doc_BL, position_BL = np.full((B, length), -1, dtype=np.int32), np.zeros((B, length), dtype=np.int32)
+    for b, some in enumerate(pieces):
+        at = 0
+        for d, n in enumerate(some):
+            text = vocab.ordinary[rng.integers(len(vocab.ordinary), size=n)]
+            whole = np.concatenate([frame.before, text, frame.after]).astype(np.int64)
+            place = slice(at, at + len(whole))
+            tokens_BL[b, place], doc_BL[b, place] = whole, d
+            position_BL[b, place] = np.arange(len(whole))
+            real_BL[b, at + len(frame.before) : at + len(frame.before) + n] = True
+            at += len(whole)
+    return Rows(tokens_BL, doc_BL, position_BL, real_BL, np.arange(seed * B, (seed + 1) * B))
+
+
+@lru_cache
+def packed_pieces(lengths: tuple[int, ...], length: int, frame: int) -> list[list[int]]:
+    """Which documents, or pieces of long ones, share each of our rows; the rows in a random order."""
+    packing = pack(np.array(lengths), length, frame)
+    rows = np.split(packing.piece_length, packing.row_first[1:-1])
+    return [rows[i].tolist() for i in np.random.default_rng(0).permutation(len(rows))]
+
+
+@lru_cache
+def single_pieces(lengths: tuple[int, ...], length: int, frame: int) -> list[list[int]]:
+    """One document, or a piece of a long one, in each row; in a random order."""
+    _, length_P = cut(np.random.default_rng(0).permutation(np.array(lengths)), length - frame)
+    return [[n] for n in length_P.tolist()]
+
+
+def document_batch(workload: Workload, step: int, packed: bool) -> Batch:
+    """The documents of a step: as many as fill our rows, or one in each row, padded to the longest."""
+    vocab, objective, B = vocabulary(workload.model.vocab_size), workload.objective, workload.rows
+    frame, length = objective.frame(vocab).size, workload.length
+    found = (packed_pieces if packed else single_pieces)(workload.lengths, length, frame)
+    pieces = [found[i % len(found)] for i in range(step * B, (step + 1) * B)]
+    if not packed:
+        longest = max(n for (n,) in pieces) + frame
+        length = min(length, -(-longest // 64) * 64)
+    rows = rows_of(pieces, length, objective, vocab, step)
+    return objective(rows, Draw(0, rows.index), vocab)
+
+
+# The same for both sides
 
 
 def their_inputs(batch: Batch) -> dict[str, np.ndarray]:
@@ -137,7 +212,8 @@ def their_inputs(batch: Batch) -> dict[str, np.ndarray]:
     row_BK = np.broadcast_to(np.arange(len(labels_BT))[:, None], batch.asked.shape)
     used_BK = batch.labels != IGNORED
     labels_BT[row_BK[used_BK], batch.asked[used_BK]] = batch.labels[used_BK]
-    return {"input_ids": batch.tokens, "labels": labels_BT}
+    mask = {} if batch.doc is None else {"attention_mask": (batch.doc >= 0).astype(np.int64)}
+    return {"input_ids": batch.tokens, "labels": labels_BT, **mask}
 
 
 # The two sides
@@ -160,12 +236,12 @@ def their_model(model: Model) -> Any:
     return theirs
 
 
-def our_step(machine: Machine, model: Model) -> Callable[[Batch], Tensor]:
+def our_step(machine: Machine, model: Model, settings: Training = SETTINGS) -> Callable[[Batch], Tensor]:
     """The step of the real loop."""
-    run = Run(SETTINGS, machine, model, batches=lambda step: [])
+    run = Run(settings, machine, model, batches=lambda step: [])
     losses_of = prepared(run)
-    optimizer = make_optimizer(model, SETTINGS)
-    return lambda batch: train_step(run, losses_of, optimizer, [batch], 0, SETTINGS.learning_rate)
+    optimizer = make_optimizer(model, settings)
+    return lambda batch: train_step(run, losses_of, optimizer, [batch], 0, settings.learning_rate)
 
 
 def their_step(machine: Machine, theirs: Any, example: Batch) -> Callable[[Batch], Tensor]:
@@ -214,7 +290,7 @@ def on_device(array: np.ndarray, device: torch.device) -> Tensor:
 @torch.no_grad()
 def losses(workload: Workload, machine: Machine, model: Model, theirs: Any) -> tuple[float, float]:
     """What both sides say to one batch, without dropout and in float32: speed means nothing unless they agree."""
-    batch = make_batch(workload, step=0)
+    batch = document_batch(workload, 0, packed=False) if workload.lengths else make_batch(workload, step=0)
     inputs = {name: on_device(array, machine.device) for name, array in their_inputs(batch).items()}
     ours = model.eval().loss(batch.to(machine.device)) / batch.num_answers
     return ours.item(), theirs.eval()(**inputs).loss.item()
@@ -232,45 +308,100 @@ def timed(step: Callable[[Batch], Tensor], batches: Sequence[Batch]) -> float:
     return time.perf_counter() - start
 
 
-def measure(name: str, workload: Workload, machine: Machine, steps: int, turn: int, warmup: int) -> list[Speed]:
-    """Let the sides take turns of `turn` steps each, `steps` in all after the warm-up; their inputs are made before."""
+@dataclass
+class Memory:
+    """What someone has allocated on the device since before the first step, and the most of it at any time by side."""
+
+    device: torch.device
+    kept: int = 0
+    highest: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def watch(self, side: str) -> Iterator[None]:
+        if self.device.type != "cuda":
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield
+        most = self.kept + torch.cuda.max_memory_allocated() - before
+        self.highest[side] = max(self.highest.get(side, 0), most)
+        self.kept += torch.cuda.memory_allocated() - before
+
+    def gigabytes(self, side: str) -> float | None:
+        return self.highest[side] / 2**30 if side in self.highest else None
+
+
+@dataclass(frozen=True)
+class Side:
+    """Who steps, what it reads at a step, and whose memory that is."""
+
+    step: Callable[[Batch], Tensor]
+    batch: Callable[[int], Batch]
+    memory: Memory
+
+
+def make_sides(
+    name: str, workload: Workload, machine: Machine, ours: Machine, settings: Training, alone: bool
+) -> dict[str, Side]:
+    """Both sides with the same weights, which agree on the loss; or our own alone."""
     torch.manual_seed(0)
     model = make_model(with_extras(workload.model, workload.objective.extras))
-    theirs = their_model(model).to(machine.device)
+    theirs = None if alone else their_model(model).to(machine.device)
     model.to(machine.device)
-    ours, others = losses(workload, machine, model, theirs)
-    assert abs(ours - others) < 1e-3 * others, f"{name}: a loss of {ours} here and {others} there"
+    if theirs is not None:
+        mine, others = losses(workload, machine, model, theirs)
+        assert abs(mine - others) < 1e-3 * others, f"{name}: a loss of {mine} here and {others} there"
+    step, memory = our_step(ours, model, settings), Memory(machine.device)
+    if workload.lengths:
+        sides = {OURS: Side(step, lambda i: document_batch(workload, i, packed=True), memory)}
+    else:
+        sides = {OURS: Side(step, lambda i: make_batch(workload, i), memory)}
+    if theirs is not None:
+        padded = lambda i: document_batch(workload, i, packed=False) if workload.lengths else make_batch(workload, i)  # noqa: E731
+        memory_of_theirs = Memory(machine.device)
+        with memory_of_theirs.watch(THEIRS):
+            their = their_step(machine, theirs, padded(0))
+        sides[THEIRS] = Side(their, padded, memory_of_theirs)
+    if not workload.lengths:
+        sides[PACKED] = Side(step, lambda i: make_batch(workload, i, DOCUMENTS), memory)
+    return sides
 
-    step_of_ours = our_step(machine, model)
-    sides: dict[str, tuple[Callable[[Batch], Tensor], int]] = {
-        OURS: (step_of_ours, 1),
-        THEIRS: (their_step(machine, theirs, make_batch(workload, 0)), 1),
-        PACKED: (step_of_ours, DOCUMENTS),
-    }
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
-    memory: dict[str, float | None] = dict.fromkeys(sides)
+
+def measure(
+    name: str,
+    workload: Workload,
+    machine: Machine,
+    steps: int,
+    turn: int,
+    warmup: int,
+    ours: Machine | None = None,
+    settings: Training = SETTINGS,
+    alone: bool = False,
+) -> list[Speed]:
+    """Let the sides take turns of `turn` steps each, `steps` in all after the warm-up; their inputs are made before.
+
+    `ours` and `settings` are what our side runs with where that is not what both do.
+    """
+    sides = make_sides(name, workload, machine, ours or machine, settings, alone)
+    speeds: dict[str, list[float]] = {side: [] for side in sides}
     with progress(name, "turns", (warmup + steps) // turn) as shown:
         for first in range(0, warmup + steps, turn):
-            for side, (step, documents) in sides.items():
-                batches = [make_batch(workload, i, documents) for i in range(first, first + turn)]
-                if machine.device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                kept_before = torch.cuda.memory_allocated() if machine.device.type == "cuda" else 0
-                seconds[side].append(timed(step, batches))
-                if machine.device.type == "cuda":
-                    memory[side] = (torch.cuda.max_memory_allocated() - kept_before) / 2**30
+            for name_of_side, side in sides.items():
+                batches = [side.batch(i) for i in range(first, first + turn)]
+                with side.memory.watch(name_of_side):
+                    seconds = timed(side.step, batches)
+                speeds[name_of_side].append(sum(batch.num_tokens for batch in batches) / seconds)
             shown.advance()
-    tokens = turn * make_batch(workload, 0).num_tokens
-    kept = {side: taken[warmup // turn :] for side, taken in seconds.items()}
-    return [speed(name, side, tokens, taken, kept[THEIRS], memory[side]) for side, taken in kept.items()]
+    kept = {side: found[warmup // turn :] for side, found in speeds.items()}
+    base = kept[OURS if alone else THEIRS]
+    return [speed(name, side, found, base, sides[side].memory.gigabytes(side)) for side, found in kept.items()]
 
 
-def speed(
-    name: str, side: str, tokens: int, taken: Sequence[float], theirs: Sequence[float], memory: float | None
-) -> Speed:
-    ratios = [b / a for a, b in zip(taken, theirs, strict=True)]
+def speed(name: str, side: str, found: Sequence[float], base: Sequence[float], memory: float | None) -> Speed:
+    ratios = [a / b for a, b in zip(found, base, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-    return Speed(name, side, tokens / statistics.median(taken), middle, low, high, memory)
+    return Speed(name, side, statistics.median(found), middle, low, high, memory)
 
 
 def lines(name: str, speeds: Sequence[Speed]) -> list[tuple[str, ...]]:
@@ -286,12 +417,14 @@ def lines(name: str, speeds: Sequence[Speed]) -> list[tuple[str, ...]]:
             f"{s.ratio_low:.2f} to {s.ratio_high:.2f}",
             "" if s.memory is None else f"{s.memory:.1f} GiB",
         )
-        for fact, s in zip(facts, speeds, strict=True)
+        for fact, s in zip(facts, speeds, strict=False)
     ]
 
 
 def shape(workload: Workload) -> str:
     """Rows and tokens of a batch, as 64x128 or 48x(512+114)."""
+    if workload.lengths:
+        return f"{workload.rows} rows up to {workload.length}"
     batch = make_batch(workload, step=0)
     B, T = batch.tokens.shape
     return f"{B}x{T}" if batch.decoder_tokens is None else f"{B}x({T}+{batch.decoder_tokens.shape[1]})"
@@ -299,8 +432,13 @@ def shape(workload: Workload) -> str:
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--workload", action="append", choices=WORKLOADS, help="may be given more than once")
-    parser.add_argument("--steps", type=int, help="timed steps of each side (20 on a CPU, 50 on a GPU)")
+    names_of_all = [*WORKLOADS, "documents"]
+    parser.add_argument("--workload", action="append", choices=names_of_all, help="may be given more than once")
+    parser.add_argument("--lengths", help="file of the workload documents: the tokens of one document a line")
+    parser.add_argument("--without", action="append", choices=WITHOUT, default=[], help="switch off on our side")
+    parser.add_argument("--alone", action="store_true", help="only our side; the ratio is then to its first line")
+    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="fields of our recipe: weights=bf16")
+    parser.add_argument("--steps", type=int, help="timed steps of each side (20 on a CPU, 60 on a GPU)")
     parser.add_argument("--threads", type=int, help="CPU threads of both sides")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args(words)
@@ -308,20 +446,36 @@ def main(words: Sequence[str] | None = None) -> None:
         torch.set_num_threads(options.threads)
     transformers.logging.set_verbosity_error()
 
+    if options.lengths:
+        lengths = tuple(int(line) for line in Path(options.lengths).read_text().split())
+        WORKLOADS["documents"] = replace(WORKLOADS.get("documents", DOCUMENTS_OF), lengths=lengths)
+    if "documents" in (options.workload or []) and "documents" not in WORKLOADS:
+        parser.error("--workload documents needs --lengths FILE")
     machine = choose_machine(SETTINGS)
+    settings = override(SETTINGS, parse_overrides(options.changes))
+    settings = replace(settings, **{k: v for name in options.without for k, v in WITHOUT[name].items()})
+    settings.check()
+    ours = choose_machine(settings)
     on_gpu = machine.device.type == "cuda"
     names = options.workload or list(ON_GPU if on_gpu else ON_CPU)
-    steps, turn, warmup = options.steps or (50 if on_gpu else 20), 5 if on_gpu else 1, 10 if on_gpu else 2
+    steps, turn, warmup = options.steps or (60 if on_gpu else 20), 10 if on_gpu else 1, 10 if on_gpu else 2
     turn = min(turn, steps)
     versions = f"firth {__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
     say(f"{versions}, Python {sys.version.split()[0]}; {machine}, {os.cpu_count()} CPUs")
     say("both sides: fused AdamW, gradients clipped at 1, fresh inputs every step; transformers with sdpa, no mask")
 
-    speeds = {name: measure(name, WORKLOADS[name], machine, steps, turn, warmup) for name in names}
+    if settings != SETTINGS:
+        say(f"our side: {', '.join([*(f'without {name}' for name in options.without), *options.changes])}")
+
+    speeds = {
+        name: measure(name, WORKLOADS[name], machine, steps, turn, warmup, ours, settings, options.alone)
+        for name in names
+    }
     columns = ("workload", "side", "tokens/s", "ratio", "middle half", "memory")
     show_table("Training speed", columns, [line for name in names for line in lines(name, speeds[name])])
     if options.json:
         facts = {"versions": versions, "machine": str(machine), "threads": torch.get_num_threads(), "steps": steps}
+        facts |= {"without": options.without, "changes": options.changes}
         print(json.dumps(facts | {"speeds": [asdict(s) for found in speeds.values() for s in found]}))
 
 

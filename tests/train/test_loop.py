@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from firth.errors import UserError
-from firth.models import Model, make_model, with_extras
+from firth.models import Model, load_model, make_model, with_extras
 from firth.models.config import Boundary, Pair
 from firth.models.presets import bert
 from firth.objectives import Batch, Draw
-from firth.tokens import Prepared
+from firth.tokens import Prepared, load_tokenizer
 from firth.train import Interrupted, Machine, Recipe, Run, Training, fit, load_recipe, pretrain, read_log
 from firth.train.loop import dropout_seed, train_step
 from firth.train.optim import rate
@@ -262,6 +262,20 @@ def test_draws_know_their_step(recipe_of: Recipes) -> None:
     assert found.step.tolist() == [0, 0, 1, 1, 1, 1, 2]
 
 
+def test_a_checkpoint_says_what_trained_it(recipe_of: Recipes, tmp_path: Path) -> None:
+    recipe = recipe_of("bert", max_steps=2)
+    pretrain(recipe)
+    run = Path(recipe.output_dir)
+    for folder in (run / "final", run / "checkpoint-2"):
+        note = json.loads((folder / "config.json").read_text())["firth_objective"]
+        assert (note["name"], note["kind"], note["rate"]) == ("mlm", "MLM", 0.15)
+    load_model(run / "final").save(tmp_path / "again")
+    assert (tmp_path / "again" / "config.json").read_text() == (run / "final" / "config.json").read_text()
+    changed = first_model(replace(recipe, objective=replace(recipe.objective, rate=0.3)), load_tokenizer(run / "final"))
+    assert changed.objective is not None
+    assert (changed.objective["name"], changed.objective["rate"]) == (None, 0.3)
+
+
 # --- stopping and going on
 
 
@@ -366,7 +380,7 @@ def test_a_loss_that_is_no_number_stops_the_run(recipe_of: Recipes) -> None:
 
 
 def test_minutes_fix_the_steps(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretraining.trial, "__defaults__", (None, 0.05))
+    monkeypatch.setattr(pretraining.trial, "__defaults__", (None, 0.05, None))
     recipe = recipe_of("bert", max_steps=0, minutes=0.02, save_steps=1000)
     result = pretrain(recipe)
     stored = load_recipe(Path(recipe.output_dir) / "recipe.yaml", Recipe)

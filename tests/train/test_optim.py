@@ -1,18 +1,26 @@
-"""The rate by hand, and who is decayed."""
+"""The rate by hand, who is decayed, who learns from when on, and how fast."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from firth.errors import UserError
+from firth.models import Model, make_model, with_classes
+from firth.models.lora import LoRA, add_lora
+from firth.models.presets import bert, gpt2, t5
 from firth.train import Training
-from firth.train.optim import make_optimizer, rate
+from firth.train.optim import make_optimizer, rate, unfreeze
+from firth.train.unfreeze import Pace, depths, learners
 
 
-def rates(**fields: object) -> list[float]:
-    training = Training(learning_rate=1.0, max_steps=10, **fields)  # type: ignore[arg-type]
-    return [rate(step, training) for step in range(10)]
+def rates(**fields: Any) -> list[float]:
+    training = Training(**{"learning_rate": 1.0, "max_steps": 10} | fields)
+    return [rate(step, training) for step in range(training.max_steps)]
 
 
 def test_linear() -> None:
@@ -34,6 +42,40 @@ def test_constant_and_a_warm_up_that_never_ends() -> None:
     assert rates(warmup_steps=19) == pytest.approx([(i + 1) / 20 for i in range(10)])
 
 
+@pytest.mark.parametrize("steps", [10, 200, 1000])
+def test_slanted_triangle_is_the_paper_s(steps: int) -> None:
+    """Howard and Ruder 2018, equation 3, as it is printed; a tenth of the run is the cut."""
+
+    def paper(t: int, cut_frac: float = 0.1, ratio: int = 32, highest: float = 0.01) -> float:
+        cut = math.floor(steps * cut_frac)
+        p = t / cut if t < cut else 1 - (t - cut) / (cut * (1 / cut_frac - 1))
+        return highest * (1 + p * (ratio - 1)) / ratio
+
+    fields = dict(max_steps=steps, warmup_steps=steps // 10, learning_rate=0.01, lr_scheduler_type="slanted-triangle")
+    assert rates(**fields) == pytest.approx([paper(t) for t in range(steps)])
+
+
+def test_slanted_triangle_of_a_short_run_stays_above_a_32nd() -> None:
+    for steps in (1, 9, 19):
+        found = rates(max_steps=steps, warmup_steps=steps // 10, lr_scheduler_type="slanted-triangle")
+        assert all(1 / 32 <= r <= 1 for r in found)
+
+
+def test_inverse_sqrt() -> None:
+    # up in fourths, then 2/sqrt(4), 2/sqrt(5) ... of 2 = sqrt(3 + 1)
+    found = rates(warmup_steps=3, lr_scheduler_type="inverse-sqrt")
+    assert found == pytest.approx([1 / 4, 2 / 4, 3 / 4] + [2 / math.sqrt(i) for i in range(4, 11)])
+
+
+def test_wsd_falls_in_the_last_tenth() -> None:
+    found = rates(max_steps=30, warmup_steps=1, lr_scheduler_type="wsd")
+    assert found == pytest.approx([1 / 2] + [1] * 27 + [2 / 3, 1 / 3])
+    assert rates(max_steps=3, warmup_steps=0, lr_scheduler_type="wsd") == [1, 1, 1]
+    found = rates(warmup_steps=0, lr_scheduler_type="wsd", wsd_decay=0.3)
+    assert found == pytest.approx([1] * 8 + [2 / 3, 1 / 3])
+    assert rates(warmup_steps=0, lr_scheduler_type="wsd", wsd_decay=1.0) == pytest.approx(rates(warmup_steps=0))
+
+
 def test_matrices_are_decayed_and_vectors_are_not() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "linear": nn.Linear(3, 2), "norm": nn.LayerNorm(3)})
     optimizer = make_optimizer(model, Training(weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-7))
@@ -44,3 +86,102 @@ def test_matrices_are_decayed_and_vectors_are_not() -> None:
     assert [tuple(p.shape) for p in others["params"]] == [(2,), (3,), (3,)]
     assert (decayed["betas"], decayed["eps"]) == ((0.8, 0.9), 1e-7)
     assert isinstance(optimizer, torch.optim.AdamW)
+
+
+# --- layers
+
+
+def classifier() -> Model:
+    return make_model(with_classes(bert(3, 16, 2, 20, dropout=0.0, attention_dropout=0.0), ("a", "b")))
+
+
+def learning(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[str]:
+    names = {p: name for name, p in model.named_parameters()}
+    return {names[p] for group in optimizer.param_groups for p in group["params"]}
+
+
+def scales(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, float]:
+    names = {p: name for name, p in model.named_parameters()}
+    return {names[p]: group["scale"] for group in optimizer.param_groups for p in group["params"]}
+
+
+def test_depths() -> None:
+    found = depths(classifier())
+    assert found["embed.tokens.weight"] == found["embed.norm.weight"] == 0
+    assert [found[f"stack.blocks.{i}.mlp.up.weight"] for i in range(3)] == [1, 2, 3]
+    assert found["head.out.weight"] == found["head.pooler.weight"] == 4
+    found = depths(make_model(gpt2(2, 16, 2, 20)))
+    assert found["stack.final_norm.weight"] == found["stack.blocks.1.mlp.up.weight"] == 2
+
+
+def test_a_decoder_is_above_the_encoder_that_it_reads() -> None:
+    found = depths(make_model(t5(2, 16, 2, 32, 20)))
+    assert [found[f"{side}.blocks.{i}.mlp.up.weight"] for side in ("encoder", "decoder") for i in (0, 1)] == [
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert found["encoder.final_norm.weight"] == 2
+    assert found["decoder.final_norm.weight"] == 4
+    assert found["encoder.score.table.weight"] == 0, "what all layers share"
+
+
+def test_each_layer_is_slower_than_the_one_above() -> None:
+    """ULMFiT's 2.6: a third of the rate, and less, with each layer down."""
+    model = classifier()
+    found = scales(make_optimizer(model, Training(), Pace(layer_decay=1 / 2.6)), model)
+    assert len(found) == len(list(model.parameters()))
+    assert found["head.out.bias"] == 1
+    assert found["stack.blocks.2.mlp.up.weight"] == pytest.approx(1 / 2.6)
+    assert found["stack.blocks.0.attention.qkv.bias"] == pytest.approx(2.6**-3)
+    assert found["embed.tokens.weight"] == pytest.approx(2.6**-4)
+
+
+def test_what_is_frozen_is_in_no_group_and_has_no_gradient() -> None:
+    model = classifier()
+    found = learning(make_optimizer(model, Training(), Pace(freeze="embeddings")), model)
+    assert not any(name.startswith("embed.") for name in found)
+    assert "stack.blocks.0.mlp.up.weight" in found
+    found = learning(make_optimizer(model, Training(), Pace(freeze="body")), model)
+    assert found == {name for name, _ in model.named_parameters() if name.startswith("head.")}
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == found
+    make_optimizer(model, Training())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_a_body_whose_head_is_its_embedding_cannot_be_frozen() -> None:
+    with pytest.raises(UserError, match="Nothing is left to learn"):
+        make_optimizer(make_model(gpt2(1, 16, 2, 20)), Training(), Pace(freeze="body"))
+
+
+def test_layers_join_from_the_top_down() -> None:
+    model, pace = classifier(), Pace(unfreeze_every=10, layer_decay=0.5)
+    optimizer = make_optimizer(model, Training(), pace)
+    joined = []
+    for step in (0, 9, 10, 20, 30, 40, 1000):
+        unfreeze(optimizer, model, Training(), pace, step)
+        joined.append(sorted({depths(model)[name] for name in learning(optimizer, model)}))
+        assert {n for n, p in model.named_parameters() if p.requires_grad} == learning(optimizer, model)
+    assert joined == [[4], [4], [3, 4], [2, 3, 4], [1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    assert scales(optimizer, model)["embed.tokens.weight"] == 0.5**4
+    late = make_optimizer(model, Training(), pace)  # after a resume all that was free is free at once
+    unfreeze(late, model, Training(), pace, 25)
+    assert sorted({depths(model)[name] for name in learning(late, model)}) == [2, 3, 4]
+
+
+def test_a_model_without_a_head_of_its_own_begins_with_its_top_layer() -> None:
+    found = learners(make_model(gpt2(2, 16, 2, 20)), Pace(unfreeze_every=5), 0)
+    assert set(found.values()) == {2}
+
+
+def test_beside_lora_only_the_head_learns() -> None:
+    model = classifier()
+    add_lora(model, LoRA(rank=2))
+    found = learning(make_optimizer(model, Training()), model)
+    assert "head.out.weight" in found
+    assert "stack.blocks.0.attention.qkv.lora_a" in found
+    assert "stack.blocks.0.attention.qkv.weight" not in found
+    model = make_model(t5(1, 16, 2, 32, 20))
+    add_lora(model, LoRA(rank=2, targets="all"))
+    assert all("lora_" in name for name in learning(make_optimizer(model, Training()), model))

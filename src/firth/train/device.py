@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 
 from firth.console import say
 from firth.errors import UserError
+from firth.text.pydocs import cache_folder
 from firth.train.recipe import Training
 
 
@@ -17,6 +19,7 @@ class Machine:
     device: torch.device
     bf16: bool
     compile: bool
+    graphs: bool = False
 
     def precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
@@ -34,11 +37,22 @@ def choose_machine(training: Training) -> Machine:
     """A GPU where there is one. On a CPU bfloat16 is emulated on many machines and slower by orders of magnitude."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     can = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    if training.bf16 and device.type == "cuda" and not can:
-        raise UserError("This GPU has no bfloat16: leave --bf16 out.")
+    if (training.bf16 or training.weights == "bf16") and device.type == "cuda" and not can:
+        raise UserError("This GPU has no bfloat16: leave --bf16 and --weights out.")
     bf16 = can if training.bf16 is None else training.bf16
-    if bf16 and device.type == "cpu":
+    if (bf16 or training.weights == "bf16") and device.type == "cpu":
         say("bfloat16 on a CPU was asked for: expect it to be slow where the CPU has no such instructions.")
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    return Machine(device, bf16, device.type == "cuda" if training.compile is None else training.compile)
+    compiles = device.type == "cuda" if training.compile is None else training.compile
+    if compiles:
+        keep_compiled()
+    # what is in a graph's memory does not outlive the next replay: neither gradients nor what a model remembers
+    one = training.gradient_accumulation_steps == 1 and not getattr(training, "memory", 0)
+    graphs = one if training.cuda_graphs is None else training.cuda_graphs
+    return Machine(device, bf16, compiles, graphs and compiles and device.type == "cuda")
+
+
+def keep_compiled() -> None:
+    """Let torch keep what it compiles between runs, in the user's cache folder unless TORCHINDUCTOR_CACHE_DIR says."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))

@@ -14,9 +14,23 @@ from firth.train.checkpoint import remove_folder
 
 LOCK = ".lock"
 OURS = ("recipe.yaml", "source.json", "log.jsonl", "results.json", "predictions.jsonl", "report.html", LOCK)
-OUR_FOLDERS = ("final", "seed-*", "evaluate-*", "tokenizer", "data", "encoder", "decoder", "encoder-decoder")
+OUR_FOLDERS = (
+    "final",
+    "adapter",
+    "best-*",
+    "seed-*",
+    "evaluate-*",
+    "tokenizer",
+    "data",
+    "phrases-*",
+    "counts",
+    "encoder",
+    "decoder",
+    "encoder-decoder",
+)
 STAGES = ("untrained", "pretraining", "pretrained-*", "scratch-*")  # in the folder of one architecture (quickstart)
 LEFTOVERS = (".*.tmp", ".*.old")  # of a writer that was killed
+UNFINISHED = (".*.part", ".*.journal", ".*.seen")  # shards that a resumed run goes on with
 PREPARED = ("source.json", "tokenizer", "data")  # what is made of text before a run begins
 
 
@@ -78,7 +92,12 @@ def check_folder(path: Path, resume: bool, overwrite: bool, inputs: Sequence[str
 def only_prepared(path: Path) -> bool:
     """Whether a run was refused or stopped in this folder while it prepared its text, before it began."""
     others = [p for p in path.iterdir() if p.name not in (*PREPARED, LOCK) and not is_leftover(p)]
+    others = [p for p in others if not is_unfinished(p)]
     return (path / "source.json").is_file() and not others and all(map(is_ours, path.iterdir()))
+
+
+def is_unfinished(p: Path) -> bool:
+    return any(p.match(pattern) for pattern in UNFINISHED)
 
 
 def is_leftover(p: Path) -> bool:
@@ -87,7 +106,7 @@ def is_leftover(p: Path) -> bool:
 
 def is_ours(p: Path) -> bool:
     """Whether a run wrote this: known by its name and, as a person may have used that name too, by what is in it."""
-    if is_leftover(p):
+    if is_leftover(p) or is_unfinished(p):
         return True
     if not p.is_dir():
         return p.name in OURS

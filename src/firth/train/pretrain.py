@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -29,20 +30,35 @@ from firth.models import (
     warm_start,
     write_model,
 )
-from firth.objectives import MLM, Batch, Draw
-from firth.tokens import PairSource, Prepared, RowSource, Source, Tokenizer, open_shards
+from firth.objectives import MLM, NAMED, Batch, Draw, Objective
+from firth.plain import KIND, to_plain
+from firth.tokens import (
+    MixedShards,
+    MixedSource,
+    PairSource,
+    Prepared,
+    RowSource,
+    Source,
+    StreamSource,
+    Tokenizer,
+    Vocabulary,
+    open_shards,
+)
 from firth.train.checkpoint import last_checkpoint
 from firth.train.device import Machine, choose_machine
 from firth.train.folder import run_folder
-from firth.train.loop import Run, dropout_seed, fit, prepared, sum_of_means, train_step
+from firth.train.loop import Carry, Run, dropout_seed, fit, prepared, reading_on, sum_of_means, train_step
 from firth.train.optim import make_optimizer
+from firth.train.ramp import Stage, first_row, mean_batch, stage_at, stage_shares, stages
 from firth.train.recipe import Recipe, Training, differences, load_recipe, save_recipe
+from firth.train.unfreeze import Pace
 
 R = TypeVar("R", bound=Training)
 Losses = Callable[[Any], dict[str, torch.Tensor]]
 EVALUATIONS = 10  # per run, when --eval-steps does not say
 SETTLED = ("max_steps", "warmup_steps", "eval_steps")  # fields that a run may leave open, and then fixes
-PLACES = ("output_dir", "data", "checkpoint", "teacher", "train", "dev")  # fields that name files and folders
+# Fields that name files and folders.
+PLACES = ("output_dir", "data", "checkpoint", "teacher", "train", "dev", "baseline")
 
 
 def pretrain(
@@ -51,7 +67,9 @@ def pretrain(
     """Run a recipe. `began` is when the clock of `minutes` started (time.monotonic)."""
     recipe.check()
     folder = Path(recipe.output_dir)
-    with run_folder(folder, resume, overwrite, [recipe.data, recipe.checkpoint, recipe.teacher]):
+    with run_folder(
+        folder, resume, overwrite, [recipe.data, *recipe.sources.values(), recipe.checkpoint, recipe.teacher]
+    ):
         return pretrain_in(folder, recipe, resume, began)
 
 
@@ -65,13 +83,13 @@ def pretrain_in(folder: Path, recipe: Recipe, resume: bool = False, began: float
         if (folder / "results.json").is_file() and damage(folder / "final") is None:
             say(f"{folder} is finished already.")
             return dict(read_json(folder / "results.json"))
-    shards = open_shards(Path(recipe.data))
+    shards = open_data(recipe)
     tokenizer, objective = shards.tokenizer, recipe.objective
     check_fit(recipe, tokenizer)
     machine = choose_machine(recipe)
 
     rows = row_source(recipe, shards, held_out=False)
-    batches = batch_function(recipe, rows, tokenizer)
+    shorter = shorter_rows(recipe, shards)
     evaluate = None
     if (aside := held_out_rows(recipe, shards)) is not None:
         evaluate = held_out_loss(recipe, aside, tokenizer, machine)
@@ -79,21 +97,34 @@ def pretrain_in(folder: Path, recipe: Recipe, resume: bool = False, began: float
     model = first_model(recipe, tokenizer, teacher)
     losses = learn_from(teacher, model, recipe)
     if recipe.warm_start == "ppmi" and not (resume and last_checkpoint(folder)):
+        assert isinstance(shards, Prepared), "a recipe with a mix has no warm start"
         say("counting which tokens keep company, for the first embeddings")
         warm_start(model, shards.train, recipe.seed)
     if earlier is None:
 
         def try_out() -> tuple[float, float]:
-            twin = first_model(recipe, tokenizer, teacher)
-            return trial(recipe, machine, twin, batches, evaluate, learn_from(teacher, twin, recipe))
+            def one(plain: Recipe, judged: bool) -> tuple[float, float]:
+                twin, source = first_model(plain, tokenizer, teacher), shorter.get(plain.max_seq_length, rows)
+                batches, judge = batch_function(plain, source, tokenizer), evaluate if judged else None
+                return trial(plain, machine, twin, batches, judge, learn_from(teacher, twin, plain))
 
-        recipe = settle(recipe, rows.num_rows, try_out, began)
+            planned = stage_shares(recipe)
+            found = [(share, one(alone(recipe, stage), i == 0)) for i, (stage, share) in enumerate(planned)]
+            return sum(share * seconds for share, (seconds, _) in found), found[0][1][1]
+
+        recipe = settle(recipe, rows.num_rows, try_out, began, step_rows=mean_batch(recipe))
         save_recipe(recipe, stored)
+    batches = batch_function(recipe, rows, tokenizer, shorter)
     say(
-        f"{type(objective).__name__} on {shards.train.num_tokens:,} tokens in {rows.num_rows:,} rows of {rows.length} "
+        f"{type(objective).__name__} on {shards.num_tokens:,} tokens in {rows.num_rows:,} rows of {rows.length} "
         f"({100 * rows.tokens_used:.1f}% filled): {recipe.max_steps:,} steps of {recipe.global_batch} rows, "
-        f"{recipe.max_steps * recipe.global_batch / rows.num_rows:.1f} times through the text, on {machine}"
+        f"{recipe.max_steps * mean_batch(recipe) / rows.num_rows:.1f} times through the text, on {machine}"
     )
+    for stage in stages(recipe)[:-1]:
+        say(f"from step {stage.first:,} on {stage.step_rows} rows of {stage.length}, then more")
+    shares = rows.table(round(recipe.max_steps * mean_batch(recipe))) if isinstance(rows, MixedSource) else []
+    for share in shares:
+        say(f"  {share}")
     say(f"{recipe.model.family}, {recipe.model.shape}: {model.num_parameters:,} parameters")
     outcome = fit(Run(recipe, machine, model, batches, evaluate, folder, "pretraining", losses=losses), resume)
 
@@ -103,7 +134,8 @@ def pretrain_in(folder: Path, recipe: Recipe, resume: bool = False, began: float
         "steps": outcome.steps,
         "loss": outcome.loss,
         "eval_loss": outcome.scores.get("eval_loss"),
-        "unigram_entropy": shards.manifest["unigram_entropy"],
+        "unigram_entropy": shards.unigram_entropy,
+        **({"mix": [share._asdict() for share in shares]} if shares else {}),
         "tokens": outcome.tokens,
         "tokens_per_second": outcome.tokens_per_second,
         "parameters": model.num_parameters,
@@ -128,8 +160,16 @@ def first_model(recipe: Recipe, tokenizer: Tokenizer, teacher: Model | None = No
         load_weights(model, read_tensors(Path(recipe.checkpoint)), recipe.checkpoint)
     elif teacher is not None:
         inherit(model, teacher)
-    model.tokenizer = tokenizer
+    model.tokenizer, model.objective = tokenizer, note(recipe.objective)
+    if recipe.memory:
+        model.remember(recipe.memory)
     return model
+
+
+def note(objective: Objective) -> dict[str, Any]:
+    """An objective as a checkpoint remembers it; one that was changed has no name."""
+    name = next((name for name, known in NAMED.items() if known == objective), None)
+    return {"name": name, KIND: type(objective).__name__, **to_plain(objective)}
 
 
 def load_teacher(recipe: Recipe, machine: Machine) -> Model | None:
@@ -155,7 +195,7 @@ def check_fit(recipe: Recipe, tokenizer: Tokenizer) -> None:
     """Whether the shards' tokenizer is the run's, and one that the model has room for."""
     if recipe.tokenizer and recipe.tokenizer != tokenizer.fingerprint:
         raise UserError(
-            f"{recipe.data} was made with another tokenizer ({tokenizer.fingerprint}) than the run's "
+            f"{recipe.data or 'The mix'} was made with another tokenizer ({tokenizer.fingerprint}) than the run's "
             f"({recipe.tokenizer}): prepare the text again with `firth prepare --tokenizer`."
         )
     if recipe.model.vocab_size < tokenizer.vocab.size:
@@ -166,20 +206,40 @@ def check_fit(recipe: Recipe, tokenizer: Tokenizer) -> None:
     recipe.objective.check(tokenizer.vocab, recipe.objective.source_length(recipe.max_seq_length))
 
 
-def row_source(recipe: Recipe, shards: Prepared, held_out: bool) -> Source:
+def open_data(recipe: Recipe) -> Prepared | MixedShards:
+    """The shards that a recipe names: one folder, or several that are mixed."""
+    if not recipe.sources:
+        return open_shards(Path(recipe.data))
+    return MixedShards({name: open_shards(Path(folder)) for name, folder in recipe.sources.items()})
+
+
+def mixed_source(recipe: Recipe, shards: MixedShards, held_out: bool) -> Source:
+    """The rows of several shards; of those held out, of the shards that have some."""
+    parts = {name: part for name, part in shards.parts.items() if not held_out or part.held_out is not None}
+    seeds = {name: (recipe.seed + crc32(name.encode())) % 2**63 for name in parts}
+    sources = {name: row_source(replace(recipe, seed=seeds[name]), part, held_out) for name, part in parts.items()}
+    return MixedSource(sources, recipe.mixing.only(parts) if held_out else recipe.mixing, recipe.seed)
+
+
+def row_source(recipe: Recipe, shards: Prepared | MixedShards, held_out: bool) -> Source:
     """The rows that an objective reads: packed documents or pairs, their length, and what stands around each text."""
+    if isinstance(shards, MixedShards):
+        return mixed_source(recipe, shards, held_out)
     vocab, objective = shards.tokenizer.vocab, recipe.objective
     length = objective.source_length(recipe.max_seq_length)
     part = shards.held_out if held_out else shards.train
     assert part is not None
     rows = (part, length, objective.frame(vocab), vocab.pad, recipe.seed)
+    if recipe.order == "stream":
+        lanes = recipe.per_device_train_batch_size if held_out else recipe.global_batch
+        return StreamSource(*rows, lanes, shuffle=not held_out, allow_short=held_out, bits=objective.bits)
     if objective.layout == "packed":
         most = objective.max_documents(length)
-        return RowSource(*rows, most, shuffle=not held_out, allow_short=held_out, bits=objective.bits)
+        return RowSource(*rows, most, not held_out, held_out, objective.bits, recipe.split)
     return PairSource(*rows, objective.layout, shuffle=not held_out, allow_short=held_out, bits=objective.bits)
 
 
-def held_out_rows(recipe: Recipe, shards: Prepared) -> Source | None:
+def held_out_rows(recipe: Recipe, shards: Prepared | MixedShards) -> Source | None:
     """The rows of the held-out documents; None where there are no such rows, which is said."""
     if shards.held_out is None:
         return None
@@ -190,24 +250,50 @@ def held_out_rows(recipe: Recipe, shards: Prepared) -> Source | None:
         return None
 
 
-def batch_function(recipe: Recipe, rows: Source, tokenizer: Tokenizer) -> Callable[[int], list[Batch]]:
-    """The micro-batches of a step, as a pure function of the step."""
-    size, vocab = recipe.per_device_train_batch_size, tokenizer.vocab
+def shorter_rows(recipe: Recipe, shards: Prepared | MixedShards) -> dict[int, Source]:
+    """The rows that a run begins with where they grow, by their length."""
+    lengths = {stage.length for stage in stages(recipe)} - {recipe.max_seq_length}
+    for length in lengths:
+        recipe.objective.check(shards.tokenizer.vocab, recipe.objective.source_length(length))
+    return {n: row_source(replace(recipe, max_seq_length=n), shards, held_out=False) for n in sorted(lengths)}
 
-    def micro(first: int) -> Batch:
-        index = np.arange(first, first + size)
-        return recipe.objective(rows.rows(index), draw(recipe, index), vocab)
+
+def alone(recipe: Recipe, stage: Stage) -> Recipe:
+    """A run that is as one stage of this one from its first step to its last."""
+    return replace(
+        recipe,
+        max_seq_length=stage.length,
+        per_device_train_batch_size=stage.rows,
+        gradient_accumulation_steps=stage.micro,
+        batch_ramp=0.0,
+        length_ramp=0.0,
+    )
+
+
+def batch_function(
+    recipe: Recipe, rows: Source, tokenizer: Tokenizer, shorter: Mapping[int, Source] | None = None
+) -> Callable[[int], list[Batch]]:
+    """The micro-batches of a step, as a pure function of the step. `shorter` are rows of earlier stages, by length."""
+    found, by_length = stages(recipe), {**(shorter or {}), recipe.max_seq_length: rows}
 
     def batches(step: int) -> list[Batch]:
-        first = step * recipe.global_batch
-        return [micro(first + i * size) for i in range(recipe.gradient_accumulation_steps)]
+        stage = stage_at(found, step)
+        first, source = first_row(stage, step), by_length[stage.length]
+        index = np.arange(first, first + stage.step_rows)
+        return [make_batch(recipe, source, some, tokenizer.vocab, step) for some in np.split(index, stage.micro)]
 
     return batches
 
 
-def draw(recipe: Recipe, index: np.ndarray) -> Draw:
-    """The random numbers of rows, by their places in the stream."""
-    return Draw(recipe.seed, index, index // recipe.global_batch)
+def make_batch(recipe: Recipe, source: Source, index: np.ndarray, vocab: Vocabulary, step: int | None = None) -> Batch:
+    """What the objective makes of some rows of the stream."""
+    rows = source.rows(index)
+    return recipe.objective(rows, draw(recipe, index, step), vocab)._replace(fresh=rows.fresh)
+
+
+def draw(recipe: Recipe, index: np.ndarray, step: int | None = None) -> Draw:
+    """The random numbers of rows, by their places in the stream; of one step, or as if all steps had full batches."""
+    return Draw(recipe.seed, index, index // recipe.global_batch if step is None else np.full_like(index, step))
 
 
 def held_out_loss(
@@ -221,11 +307,11 @@ def held_out_loss(
         model.eval()
         totals: dict[str, float] = defaultdict(float)
         counts: Counter[str] = Counter()
+        left: list[Carry] = []
         for first in range(0, last, size):
-            index = np.arange(first, min(first + size, last))
-            batch = recipe.objective(rows.rows(index), draw(recipe, index), tokenizer.vocab)
+            batch = make_batch(recipe, rows, np.arange(first, min(first + size, last)), tokenizer.vocab)
             torch.manual_seed(dropout_seed(recipe.seed, first, 0))  # for models that draw tokens themselves
-            with machine.precision():
+            with machine.precision(), reading_on(model, batch, left.pop() if left else {}, 0, left):
                 parts = model.losses(batch.to(machine.device))
             for name, part in parts.items():
                 totals[name] += part.item()
@@ -242,8 +328,12 @@ def settle(
     began: float,
     evaluations: int = EVALUATIONS,
     least: int = 1,
+    step_rows: float | None = None,
 ) -> R:
-    """Fix what was left open: the number of steps (by minutes or by epochs), warm-up, evaluations."""
+    """Fix what was left open: the number of steps (by minutes or by epochs), warm-up, evaluations.
+
+    `step_rows` is how many rows a step reads on average, where that is not the whole batch.
+    """
     steps = recipe.max_steps
     if recipe.minutes:
         step_seconds, evaluation_seconds = trial()
@@ -253,7 +343,7 @@ def settle(
             steps = min(steps, recipe.max_steps)
         say(f"{step_seconds:.3f}s a step: {steps:,} steps take {duration(steps * step_seconds)}")
     elif not steps:
-        steps = math.ceil(recipe.num_train_epochs * num_rows / recipe.global_batch)
+        steps = math.ceil(recipe.num_train_epochs * num_rows / (step_rows or recipe.global_batch))
         if steps < least:
             say(f"{recipe.num_train_epochs:g} epochs are {steps:,} steps, which is few: {least:,} are taken instead")
             steps = least
@@ -273,17 +363,18 @@ def trial(
     evaluate: Callable[[Model], dict[str, float]] | None,
     losses: Losses | None = None,
     seconds: float = 4.0,
+    pace: Pace | None = None,
 ) -> tuple[float, float]:
     """Seconds that a step and an evaluation take, on a model that is thrown away."""
     model = model.to(machine.device)
     run = Run(training, machine, model, batches, losses=losses)
     losses_of = prepared(run)
-    optimizer = make_optimizer(model, training)
+    optimizer, carry = make_optimizer(model, training, pace), Carry()
 
     def timed(steps: Sequence[int]) -> float:
         start = time.monotonic()
         for step in steps:
-            total = train_step(run, losses_of, optimizer, batches(step), step, 0.0)
+            total = train_step(run, losses_of, optimizer, batches(step), step, 0.0, carry)
         total.item()
         return time.monotonic() - start
 

@@ -13,10 +13,12 @@ import yaml
 from firth.errors import UserError, nearest
 from firth.files import write_text
 from firth.models import Distillation, LMHead, ModelConfig
-from firth.objectives import NAMED, Objective
+from firth.models.config import TransformerXL
+from firth.objectives import MLM, NAMED, BiLM, Objective
 from firth.plain import from_plain, to_plain
+from firth.tokens import Mix
 
-R = TypeVar("R", bound="Training")
+R = TypeVar("R")  # a recipe: a dataclass of plain values
 LONGEST_ROW = 2**16  # places in a row are sorted as numbers of 16 bits
 
 
@@ -39,15 +41,32 @@ class Training:
     per_device_train_batch_size: int = option(32, "Rows that are computed at once.")
     gradient_accumulation_steps: int = option(1, "How many of these make one optimizer step.")
     learning_rate: float = option(1e-3, "The highest rate, reached after the warm-up.", shown="by the model's width")
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = option(
-        "linear", "How the rate falls after the warm-up."
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "inverse-sqrt", "wsd", "slanted-triangle"] = option(
+        "linear",
+        "How the rate falls after the warm-up: linear and cosine to 0 at the end, constant not at all, inverse-sqrt "
+        "with the root of the steps (no end is in sight), wsd only at the end (see --wsd-decay), slanted-triangle in a "
+        "line to a 32nd, from which it also rose (ULMFiT).",
     )
+    wsd_decay: float = option(0.1, "With the schedule wsd: the last share of the run, in which the rate falls to 0.")
     warmup_steps: int = option(-1, "Steps over which the rate rises; -1 takes a tenth of the run.")
-    weight_decay: float = option(0.01, "AdamW's weight decay, on matrices only.")
+    optim: Literal["adamw", "muon", "adafactor"] = option(
+        "adamw",
+        "adamw; muon turns the matrices inside the blocks by steps of equal length in every direction, and leaves the "
+        "rest to AdamW; adafactor is T5's, with a rate in proportion to the weights (T5 took 1e-2) and little memory.",
+    )
+    muon_learning_rate: float = option(
+        0.0, "Muon's highest rate, for the matrices inside the blocks; 0 takes --learning-rate, AdamW's for the rest."
+    )
+    muon_momentum: float = option(0.95, "How much of its direction Muon keeps from step to step.")
+    weight_decay: float = option(0.01, "The optimizer's weight decay, on matrices only.")
     adam_beta1: float = option(0.9, "AdamW's first decay rate.")
     adam_beta2: float = option(0.98, "AdamW's second decay rate.")
     adam_epsilon: float = option(1e-6, "AdamW's epsilon.")
     max_grad_norm: float = option(1.0, "Gradients longer than this are cut; 0 leaves them.")
+    ema_decay: float = option(
+        0.0,
+        "Keep a running mean of the weights, this much of it at every step (0.999), to evaluate and to keep; 0: no.",
+    )
     eval_steps: int = option(
         0, "Evaluate every so many steps; 0 takes a tenth of the run (pretraining). Always at the end."
     )
@@ -59,7 +78,23 @@ class Training:
         False, "Compute each layer again in the backward pass: a third slower, and room for much longer rows."
     )
     bf16: bool | None = option(None, "Compute in bfloat16; by itself on a GPU that can, never by itself on a CPU.")
-    compile: bool | None = option(None, "Compile the step (torch.compile); by itself on a GPU.")
+    weights: Literal["float32", "bf16"] = option(
+        "float32",
+        "bf16 computes with weights that are rounded to bfloat16, and all between them; the exact ones stay with the "
+        "optimizer. Meant for a GPU; takes half a copy of the weights more in memory.",
+    )
+    compile: bool | None = option(
+        None, "Compile the step (torch.compile); by itself on a GPU. What was compiled is kept in ~/.cache/firth."
+    )
+    cuda_graphs: bool | None = option(
+        None, "Replay a compiled step as one CUDA graph; by itself where a step is one micro-batch."
+    )
+    fused_loss: bool | None = option(
+        None, "Never hold the scores of all answers at once; by itself on a CPU, and on a GPU where they are many."
+    )
+    pad_vocabulary: bool | None = option(
+        None, "Compute scores for a multiple of 128 tokens, and cut off the rest again; by itself on a GPU."
+    )
 
     @property
     def global_batch(self) -> int:
@@ -87,15 +122,27 @@ class Training:
             "adam_beta2": 0,
             "adam_epsilon": 0,
             "max_grad_norm": 0,
+            "muon_learning_rate": 0,
+            "muon_momentum": 0,
+            "wsd_decay": 0,
+            "ema_decay": 0,
         }
         for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}, and must be at least {least}.")
-        for name in ("adam_beta1", "adam_beta2"):
+        for name in ("adam_beta1", "adam_beta2", "muon_momentum", "ema_decay"):
             if getattr(self, name) >= 1:
                 raise UserError(f"{name} is {getattr(self, name)}, and must be less than 1.")
+        if self.wsd_decay > 1:
+            raise UserError(f"wsd_decay is {self.wsd_decay}, a share of the run: it must be at most 1.")
+        if self.muon_learning_rate and self.optim != "muon":
+            raise UserError(f"muon_learning_rate is for --optim muon, and this run has {self.optim}.")
         if self.max_seq_length > LONGEST_ROW:
             raise UserError(f"max_seq_length is {self.max_seq_length:,}, and rows have at most {LONGEST_ROW:,} tokens.")
+        if self.cuda_graphs and self.gradient_accumulation_steps > 1:
+            raise UserError(
+                "cuda_graphs replay steps of one micro-batch: leave it out, or gradient_accumulation_steps."
+            )
         if self.seed >= 2**63:
             raise UserError(f"seed is {self.seed}, and must be less than 2 to the power of 63.")
         if not self.max_steps and not self.minutes and self.num_train_epochs <= 0:
@@ -116,11 +163,81 @@ class Recipe(Training):
     warm_start: Literal["none", "ppmi"] = option(
         "none", "ppmi begins with embeddings that know which tokens keep company, counted in the whole text."
     )
+    order: Literal["packed", "stream"] = option(
+        "packed", "packed shuffles rows of whole documents; stream lets each row go on where it stopped a step before."
+    )
+    split: Literal["token", "sentence"] = option(
+        "token", "Where a document longer than a row is cut: where the row is full, or at the end of a sentence."
+    )
+    sources: dict[str, str] = field(default_factory=dict)  # in place of `data`: folders of shards that are mixed
+    mix: dict[str, float] = field(default_factory=dict)  # the share of each
+    mix_temperature: float | None = option(
+        None,
+        "Mix several --data by their tokens to the power of this: 0.7 in multilingual BERT, 0.3 in XLM-R; at 1 every "
+        "text is read equally often, at 0 all sources are read equally.",
+    )
+    mix_epochs: dict[str, float] = field(default_factory=dict)  # or how often each is read in one epoch
+    memory: int = option(0, "Tokens before a row that XLNet or a Transformer-XL reads again, with --order stream.")
     eval_rows: int = option(256, "At most so many held-out rows are read at an evaluation.")
+    batch_ramp: float = option(
+        0.0, "Over this share of the run the batch grows to its full size: small ones learn sooner. 0: at once."
+    )
+    batch_doublings: int = option(2, "With --batch-ramp: how often the batch doubles; 2 begins with a quarter.")
+    length_ramp: float = option(
+        0.0, "Over this share of the run rows grow to their full length: short ones first, and more. 0: at once."
+    )
+    length_doublings: int = option(2, "With --length-ramp: how often the rows double; 2 begins with a quarter.")
+
+    @property
+    def mixing(self) -> Mix:
+        """How much of each source is read."""
+        return Mix(self.mix, self.mix_temperature, self.mix_epochs)
+
+    def check_order(self) -> None:
+        """Whether model and objective can read on from step to step, and with a memory."""
+        model, name = self.model, type(self.objective).__name__
+        if self.memory < 0:
+            raise UserError(f"memory is {self.memory}, and must be at least 0.")
+        if self.memory and self.order != "stream":
+            raise UserError("memory is of the rows of the step before: it needs --order stream.")
+        if self.memory and not isinstance(model.position, TransformerXL):
+            raise UserError(f"memory is for the position TransformerXL (xlnet), not {type(model.position).__name__}.")
+        if self.memory and (isinstance(self.objective, BiLM) or model.extra("decoder") or self.teacher):
+            raise UserError("memory goes with neither a biLM nor a MaskDecoder nor a teacher.")
+        if self.order == "stream" and (self.objective.layout != "packed" or model.shape == "encoder-decoder"):
+            raise UserError(f"order=stream is for one stack that reads one text; {name} with {model.family} is not.")
+        if self.order == "stream" and self.sources:
+            raise UserError("order=stream reads one text from beginning to end, not a mix of several.")
+        if self.order == "stream" and isinstance(self.objective, MLM) and self.objective.copies:
+            raise UserError("objective.copies keeps masks for rows that come again, and those of order=stream do not.")
+
+    def check_ramps(self) -> None:
+        """Whether batches and rows can begin as small as that."""
+        for name, full, what in (("batch", self.global_batch, "rows"), ("length", self.max_seq_length, "tokens")):
+            share, doublings = getattr(self, f"{name}_ramp"), getattr(self, f"{name}_doublings")
+            least = 1 if name == "batch" else 8
+            if not 0 <= share <= 1:
+                raise UserError(f"{name}_ramp is {share}, a share of the run: it must be between 0 and 1.")
+            if doublings < 1:
+                raise UserError(f"{name}_doublings is {doublings}, and must be at least 1. {name}_ramp=0 has none.")
+            if share and full >> doublings < least:
+                raise UserError(
+                    f"{name}_doublings is {doublings}, and {full} {what} cannot be halved so often: "
+                    f"at least {least} must be left."
+                )
+        if self.order == "stream" and (self.batch_ramp or self.length_ramp):
+            raise UserError("order=stream reads on in rows of one length: leave batch_ramp and length_ramp out.")
 
     def check(self) -> None:
         """Also what can be wrong between model, objective and length."""
         super().check()
+        self.check_order()
+        self.check_ramps()
+        if self.weights == "bf16" and (self.teacher or self.memory):
+            raise UserError("weights=bf16 goes with neither a teacher nor a memory yet: leave it out.")
+        self.mixing.check()
+        if self.sources and self.warm_start != "none":
+            raise UserError("warm_start counts in one text, not in a mix. Leave it out, or prepare all text together.")
         model, objective = self.model, self.objective
         if self.eval_rows < 1:
             raise UserError(f"eval_rows is {self.eval_rows}, and must be at least 1.")
@@ -199,7 +316,7 @@ def override(recipe: R, changes: Mapping[str, Any]) -> R:
     return from_plain(plain, type(recipe), "recipe")
 
 
-def differences(old: Training, new: Training) -> list[str]:
+def differences(old: Any, new: Any) -> list[str]:
     """What is not the same in two recipes, as `key: old -> new`."""
     a, b = _flat(to_plain(old)), _flat(to_plain(new))
     return [f"{k}: {a.get(k)} -> {b.get(k)}" for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]

@@ -1,0 +1,107 @@
+"""Muon: steps of equal length in every direction, for the matrices inside the blocks (Jordan et al. 2024).
+
+N matrices, A rows, B columns, A at most B.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from firth.models import Stack
+from firth.models.attention import Attention
+from firth.models.block import MLP
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: singular values come near 1 in five rounds
+ROUNDS = 5
+EPSILON = 1e-7
+ADAMS_SIZE = 0.2  # the root mean square of AdamW's steps, so that its rate fits (Liu et al. 2025, section 2.2)
+
+
+def matrices(model: nn.Module) -> dict[Tensor, tuple[int, ...]]:
+    """The matrices inside the blocks, with the rows of each of those that one is made of: query, key and value."""
+    found: dict[Tensor, tuple[int, ...]] = {}
+    for part in (p for stack in model.modules() if isinstance(stack, Stack) for p in stack.blocks.modules()):
+        if isinstance(part, Attention):
+            found[part.qkv.weight] = part.sizes
+        elif isinstance(part, MLP) and part.gated:
+            half = part.up.out_features // 2
+            found[part.up.weight] = (half, half)
+        elif isinstance(part, nn.Linear):
+            found.setdefault(part.weight, (part.out_features,))
+    return found
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for the groups with `muon`, AdamW for the others: embeddings, heads, norms, biases.
+
+    `sizes` are the rows of the matrices that a parameter is made of, each of which is made orthogonal by itself.
+    Without it a parameter is one matrix. Newton and Schulz iterate in bfloat16 on a GPU, in float32 on a CPU.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        sizes: Mapping[Tensor, tuple[int, ...]],
+        momentum: float,
+        dtype: torch.dtype | None = None,
+        **adam: Any,
+    ) -> None:
+        self.sizes, self.momentum, self.dtype = sizes, momentum, dtype
+        super().__init__(list(groups), **adam)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of all groups."""
+        everything = self.param_groups
+        self.param_groups = [group for group in everything if not group.get("muon")]
+        try:
+            super().step(closure)
+        finally:
+            self.param_groups = everything
+        for group in everything:
+            if group.get("muon"):
+                self.turn(group)
+
+    def turn(self, group: dict[str, Any]) -> None:
+        """Muon's update of one group; matrices of one shape are made orthogonal together."""
+        alike: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            sizes = self.sizes.get(p, (len(p),))
+            for part, update in zip(p.split(sizes), self.heading(p).split(sizes), strict=True):
+                wide = (part, update) if part.shape[0] <= part.shape[1] else (part.mT, update.mT)
+                alike[wide[0].shape].append(wide)
+        for shape, pairs in alike.items():
+            size = ADAMS_SIZE * math.sqrt(max(shape))
+            dtype = self.dtype or (torch.bfloat16 if pairs[0][0].is_cuda else torch.float32)
+            turned_NAB = orthogonal(torch.stack([update.to(dtype) for _, update in pairs]))
+            for (part, _), step_AB in zip(pairs, turned_NAB, strict=True):
+                part.add_(step_AB, alpha=-group["lr"] * size)
+
+    def heading(self, p: nn.Parameter) -> Tensor:
+        """Where a parameter is going: its gradients' running mean, a step ahead (Nesterov)."""
+        assert p.grad is not None
+        state = self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        mean = state["momentum_buffer"].lerp_(p.grad, 1 - self.momentum)
+        return p.grad.lerp(mean, self.momentum)
+
+
+def orthogonal(x_NAB: Tensor) -> Tensor:
+    """Matrices with the same singular vectors, and singular values near 1 (Newton and Schulz)."""
+    a, b, c = COEFFICIENTS
+    x_NAB = x_NAB / x_NAB.norm(dim=(1, 2), keepdim=True).clamp(min=EPSILON)
+    for _ in range(ROUNDS):
+        gram_NAA = x_NAB @ x_NAB.mT
+        mixed_NAA = torch.baddbmm(gram_NAA, gram_NAA, gram_NAA, beta=b, alpha=c)
+        x_NAB = torch.baddbmm(x_NAB, mixed_NAA, x_NAB, beta=a)
+    return x_NAB

@@ -1,0 +1,84 @@
+"""Batches that grow and rows that grow over the first part of a run, as a pure function of the step."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+from firth.train.recipe import Recipe
+
+FAR = 10**6  # steps of a run whose end is not planned yet, to tell which share of it each stage has
+
+
+class Stage(NamedTuple):
+    """From step `first` on: `micro` micro-batches of `rows` rows of `length` tokens."""
+
+    first: int
+    length: int
+    rows: int
+    micro: int
+    seen: int  # rows of this length that earlier stages have read
+
+    @property
+    def step_rows(self) -> int:
+        return self.rows * self.micro
+
+
+def stages(recipe: Recipe) -> list[Stage]:
+    """The stages of a run in order; one where nothing grows.
+
+    Each doubling takes an equal part of the ramp. Shorter rows come in so many more that a step has as many tokens.
+    Smaller batches have fewer micro-batches, and smaller ones only where there is one: so shapes are few.
+    """
+    steps = recipe.max_steps or FAR
+    shares = (recipe.batch_ramp, recipe.batch_doublings), (recipe.length_ramp, recipe.length_doublings)
+    edges = [edges_of(share, doublings, steps) for share, doublings in shares]
+    found: list[Stage] = []
+    for first in sorted({0, *edges[0], *edges[1]}):
+        smaller, shorter = (sum(first < edge for edge in known) for known in edges)
+        rows, count = split(recipe, smaller)
+        length, rows = recipe.max_seq_length >> shorter, rows << shorter
+        seen = 0
+        for i, old in enumerate(found):
+            if old.length == length:
+                seen += old.step_rows * ((found[i + 1].first if i + 1 < len(found) else first) - old.first)
+        found.append(Stage(first, length, rows, count, seen))
+    return found
+
+
+def edges_of(share: float, doublings: int, steps: int) -> list[int]:
+    """The steps at which something doubles: so many, the last one where the ramp ends."""
+    return [round(share * steps * (i + 1) / doublings) for i in range(doublings)] if share else []
+
+
+def split(recipe: Recipe, halvings: int) -> tuple[int, int]:
+    """Rows of a micro-batch and how many of them make a step, where the batch is halved so many times."""
+    rows, count = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
+    for _ in range(halvings):
+        rows, count = (rows, -(-count // 2)) if count > 1 else (max(1, rows // 2), 1)
+    return rows, count
+
+
+def stage_at(found: list[Stage], step: int) -> Stage:
+    """The stage that a step is in."""
+    return found[bisect_right([stage.first for stage in found], step) - 1]
+
+
+def first_row(stage: Stage, step: int) -> int:
+    """Which row, among those of its length, is the first of a step."""
+    return stage.seen + (step - stage.first) * stage.step_rows
+
+
+def stage_shares(recipe: Recipe) -> list[tuple[Stage, float]]:
+    """The stages with the share of the steps that each takes; they add up to 1."""
+    steps, found = recipe.max_steps or FAR, stages(recipe)
+    ends = [stage.first for stage in found[1:]] + [max(steps, found[-1].first)]
+    return [
+        (stage, (min(end, steps) - min(stage.first, steps)) / steps) for stage, end in zip(found, ends, strict=True)
+    ]
+
+
+def mean_batch(recipe: Recipe) -> float:
+    """Rows of full length that a step reads on average."""
+    full = recipe.max_seq_length
+    return sum(share * stage.step_rows * stage.length / full for stage, share in stage_shares(recipe))

@@ -1,0 +1,71 @@
+"""Which parts of a model learn, from when on, and how fast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from firth.models import Stack
+from firth.models.heads import Vocabulary
+from firth.models.lora import has_lora, is_lora
+
+HEAD = ("head.", "extras.")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What is slower than the head, or comes later, or not at all. As it stands, all learn alike."""
+
+    layer_decay: float = 1.0  # each layer learns so many times as fast as the one above it
+    freeze: Literal["none", "embeddings", "body"] = "none"
+    unfreeze_every: int = 0  # steps until one more layer learns, from the head down; 0: all from the start
+
+
+def depths(model: nn.Module) -> dict[str, int]:
+    """How far up each parameter is: 0 for embeddings and what all blocks share, then each block, then the head.
+
+    The blocks of a decoder come after those of the encoder that it reads.
+    """
+    below, last, top = {}, {}, 0  # of each stack: how many blocks are below it, and its last one
+    for name, part in model.named_children():
+        if isinstance(part, Stack):
+            below[name], last[name] = top, top + len(part.blocks)
+            top = last[name]
+
+    def depth(name: str) -> int:
+        first, second, *rest = [*name.split("."), ""]
+        if f"{first}." in HEAD:
+            return top + 1
+        if first in below and second == "blocks":
+            return below[first] + int(rest[0]) + 1
+        if first in below and second == "final_norm":
+            return last[first]
+        return 0
+
+    return {name: depth(name) for name, _ in model.named_parameters()}
+
+
+def learners(model: nn.Module, pace: Pace, step: int) -> dict[str, int]:
+    """The parameters that learn at a step, with their depths."""
+    free = ever_learning(model, pace)
+    found = {name: depth for name, depth in depths(model).items() if name in free}
+    if not pace.unfreeze_every:
+        return found
+    layers = sorted(set(found.values()), reverse=True)[: 1 + step // pace.unfreeze_every]
+    return {name: depth for name, depth in found.items() if depth in layers}
+
+
+def ever_learning(model: nn.Module, pace: Pace) -> set[str]:
+    """The parameters that learn at some time.
+
+    Beside LoRA that is the head of a task; a head that answers in words belongs to the body then.
+    """
+    depth_of = depths(model)
+    head = {name for name in depth_of if name.startswith(HEAD)}
+    if has_lora(model):
+        return {name for name in depth_of if is_lora(name)} | (set() if isinstance(model.head, Vocabulary) else head)
+    if pace.freeze == "body":
+        return head
+    return {name for name, depth in depth_of.items() if depth > 0 or pace.freeze == "none"}

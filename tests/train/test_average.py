@@ -1,0 +1,43 @@
+"""The running mean of weights, by hand and against torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from firth.train.average import Average, decay_at
+
+
+def test_the_mean_forgets_the_first_weights_soon() -> None:
+    assert [decay_at(step, 0.5) for step in range(10)] == pytest.approx(
+        [1 / 10, 2 / 11, 3 / 12, 4 / 13, 5 / 14, 6 / 15, 7 / 16, 8 / 17, 0.5, 0.5]
+    )
+
+
+def test_it_is_torchs() -> None:
+    linear = nn.Linear(3, 2)
+    ours = Average({name: p.detach() for name, p in linear.named_parameters()}, 0.6)
+    step = 0
+    theirs = AveragedModel(linear, avg_fn=lambda mean, new, _: mean + (1 - decay_at(step, 0.6)) * (new - mean))
+    theirs.update_parameters(linear)  # the first one is taken as it is
+    for step in range(12):
+        with torch.no_grad():
+            for p in linear.parameters():
+                p.add_(torch.randn_like(p))
+        ours.update(step)
+        theirs.update_parameters(linear)
+    for name, p in theirs.module.named_parameters():
+        torch.testing.assert_close(ours.mean[name], p)
+
+
+def test_it_stands_in_for_a_while() -> None:
+    weight = torch.tensor([1.0, 2.0])
+    average = Average({"weight": weight}, 0.9)
+    weight.copy_(torch.tensor([5.0, 6.0]))
+    with average.in_place():
+        assert weight.tolist() == [1, 2]
+    assert weight.tolist() == [5, 6]
+    average.put()
+    assert weight.tolist() == [1, 2]

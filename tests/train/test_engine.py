@@ -1,0 +1,353 @@
+"""What makes a run faster or better, in the one loop: exact on resume, the same numbers, few shapes."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from firth.errors import UserError
+from firth.models import Model, load_model, make_model, preset
+from firth.models.config import Classes, Score, Span
+from firth.objectives import Batch, Draw
+from firth.recipes import pretraining as recipe_for
+from firth.tokens import Prepared, Rows, Vocabulary
+from firth.train import Machine, Recipe, Run, Training, choose_machine, fit, load_recipe, pretrain, read_log
+from firth.train import loop as loops
+from firth.train.halved import Halved
+from firth.train.loop import prepared, train_step
+from firth.train.pretrain import alone, batch_function, first_model, row_source, shorter_rows
+from firth.train.ramp import stages
+
+pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
+CPU = Machine(torch.device("cpu"), bf16=False, compile=False)
+Recipes = Callable[..., Recipe]
+Make = Callable[[str], Prepared]
+
+WAYS: dict[str, dict[str, Any]] = {
+    "muon": {"optim": "muon", "muon_learning_rate": 0.02},
+    "adafactor": {"optim": "adafactor", "learning_rate": 0.01},
+    "average": {"ema_decay": 0.9},
+    "batch ramp": {"batch_ramp": 0.7, "batch_doublings": 2},
+    "length ramp": {"length_ramp": 0.7, "length_doublings": 1},
+    "both ramps, micro-batches": {"length_ramp": 0.5, "batch_ramp": 0.9, "gradient_accumulation_steps": 2},
+    "bf16 weights": {"weights": "bf16"},
+    "wsd": {"lr_scheduler_type": "wsd", "wsd_decay": 0.4},
+    "all": {"optim": "muon", "ema_decay": 0.9, "batch_ramp": 0.5, "length_ramp": 0.8, "weights": "bf16"},
+}
+
+
+def lines(run: str | Path) -> list[str]:
+    return (Path(run) / "log.jsonl").read_text().splitlines()
+
+
+def weights(run: str | Path, name: str = "final") -> bytes:
+    return (Path(run) / name / "model.safetensors").read_bytes()
+
+
+class Stop(Exception):  # noqa: N818
+    """Pulls the plug in the middle of a run."""
+
+
+def stop_at(step: int) -> Callable[[int, Model], None]:
+    def hook(now: int, model: Model) -> None:
+        if now == step:
+            raise Stop
+
+    return hook
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_resumed_run_is_the_same_run(
+    way: str, recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = dict(dropout=0.2, max_steps=7, eval_steps=3, max_seq_length=32) | WAYS[way]
+    family = "t5" if way == "adafactor" else "bert"
+    pretrain(recipe_of(family, output_dir=str(tmp_path / "straight"), **fields))
+    stopped = recipe_of(family, output_dir=str(tmp_path / "stopped"), **fields)
+    for step in (3, 6):  # one step after a checkpoint, on a checkpoint
+        monkeypatch.setattr(pretraining, "Run", lambda *a, at=step, **k: Run(*a, **k, hooks=[(1, stop_at(at))]))
+        with pytest.raises(Stop):
+            pretrain(stopped, resume=True)
+    monkeypatch.undo()
+    pretrain(stopped, resume=True)
+    assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("way", ["muon", "adafactor"])
+def test_the_optimizers_learn(way: str, recipe_of: Recipes) -> None:
+    rate = {"muon": 5e-3, "adafactor": 5e-2}[way]
+    recipe = recipe_of("gpt2", max_steps=30, save_steps=100, **WAYS[way] | {"learning_rate": rate})
+    pretrain(recipe)
+    losses = [line["loss"] for line in read_log(Path(recipe.output_dir) / "log.jsonl") if "loss" in line]
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.5
+
+
+# --- the mean of the weights
+
+
+def test_the_mean_is_evaluated_and_kept(recipe_of: Recipes, tmp_path: Path) -> None:
+    recipe = recipe_of(ema_decay=0.8, max_steps=5, save_steps=1, save_total_limit=0, eval_steps=5, learning_rate=1e-2)
+    result = pretrain(recipe)
+    plain = recipe_of(
+        output_dir=str(tmp_path / "plain"),
+        max_steps=5,
+        save_steps=1,
+        save_total_limit=0,
+        eval_steps=5,
+        learning_rate=1e-2,
+    )
+    other = pretrain(plain)
+    run = Path(recipe.output_dir)
+    assert weights(run, "checkpoint-5") == weights(plain.output_dir, "checkpoint-5"), "it changes no step"
+    assert result["loss"] == other["loss"]
+    assert result["eval_loss"] != other["eval_loss"]
+    torch.manual_seed(recipe.seed)
+    mean = make_model(recipe.model).embed.tokens.weight.detach()
+    for step in range(5):
+        now = load_model(run / f"checkpoint-{step + 1}").embed.tokens.weight.detach()
+        mean = mean + (1 - min(0.8, (1 + step) / (10 + step))) * (now - mean)
+        kept = load_file(run / f"checkpoint-{step + 1}" / "training" / "average.safetensors")
+        torch.testing.assert_close(kept["embed.tokens.weight"], mean)
+    torch.testing.assert_close(load_model(run / "final").embed.tokens.weight.detach(), mean)
+
+
+def test_the_mean_of_the_best_evaluation_is_taken(recipe_of: Recipes, shards_of: Make, tmp_path: Path) -> None:
+    """What was judged best is what is kept: the mean as it was then, neither the weights nor a later mean."""
+    shards = shards_of("bert")
+    recipe = recipe_of(ema_decay=0.8, max_steps=4, eval_steps=1, warmup_steps=0, learning_rate=1e-2, save_steps=1)
+    batches = batch_function(recipe, row_source(recipe, shards, held_out=False), shards.tokenizer)
+    model, judged = first_model(recipe, shards.tokenizer), []
+
+    def evaluate(now: Model) -> dict[str, float]:
+        judged.append(now.embed.tokens.weight.detach().clone())
+        return {"score": [1.0, 3.0, 2.0, 0.0][len(judged) - 1] if len(judged) < 5 else 3.0}
+
+    run = Run(recipe, CPU, model, batches, evaluate, tmp_path, judge=lambda scores: scores["score"])
+    assert fit(run).best_step == 2
+    assert torch.equal(model.embed.tokens.weight, judged[1])
+    kept = load_file(tmp_path / "checkpoint-4" / "training" / "average.safetensors")
+    assert torch.equal(kept["embed.tokens.weight"], judged[3])
+
+
+# --- weights in bfloat16
+
+
+def test_the_exact_weights_are_kept_and_get_the_twins_gradients(recipe_of: Recipes, shards_of: Make) -> None:
+    shards = shards_of("bert")
+    recipe = recipe_of(weights="bf16", gradient_accumulation_steps=2)
+    model = first_model(recipe, shards.tokenizer)
+    exact = copy.deepcopy(model)
+    micro = batch_function(recipe, row_source(recipe, shards, held_out=False), shards.tokenizer)(0)
+    run = Run(recipe, CPU, model, lambda step: micro)
+    losses_of = prepared(run)
+    assert isinstance(losses_of, Halved)
+    assert {p.dtype for p in losses_of.twin.parameters()} == {torch.bfloat16}
+    seen: list[torch.Tensor] = []
+
+    class Watch(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            seen.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
+
+    total = train_step(run, losses_of, Watch(model.parameters(), lr=0.0), micro, 0, 0.0)
+    plain = Run(replace(recipe, weights="float32", max_grad_norm=0.0), CPU, exact, lambda step: micro)
+    wanted: list[torch.Tensor] = []
+
+    class See(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            wanted.extend(p.grad.clone() for p in exact.parameters() if p.grad is not None)
+
+    true = train_step(plain, exact.losses, See(exact.parameters(), lr=0.0), micro, 0, 0.0)
+    assert total.item() == pytest.approx(true.item(), rel=0.01)
+    assert len(seen) == len(wanted)
+    assert {g.dtype for g in seen} == {torch.float32}
+    a, b = (torch.cat([g.flatten() for g in gradients]) for gradients in (seen, wanted))
+    assert torch.cosine_similarity(a, b, 0) > 0.999
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), exact.parameters(), strict=True))
+
+
+FAMILIES = (
+    *("bert-tiny", "roberta-tiny", "spanbert-tiny", "albert-tiny", "electra-tiny", "modernbert-tiny", "deberta-tiny"),
+    *("deberta-v3-tiny", "xlnet-tiny", "gpt2-tiny", "llama-tiny", "t5-tiny", "bart-tiny", "unilm-tiny"),
+)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_computes_in_bfloat16(name: str) -> None:
+    """No part of a model insists on float32; the loss is that of float32 to 2%, and there are gradients."""
+    recipe = recipe_for(replace(preset(name), vocab_size=200))
+    sentinels = tuple(range(199, 99, -1))
+    vocab = Vocabulary(200, 0, 1, 2, 3, 4, 5, 6, sentinels, special=(*range(7), *reversed(sentinels)))
+    rng, B, L = np.random.default_rng(0), 2, recipe.objective.source_length(64)
+    tokens = vocab.ordinary[rng.integers(len(vocab.ordinary), size=(B, L))]
+    doc = np.tile(np.arange(L, dtype=np.int32) * 2 // L, (B, 1))
+    position = np.tile(np.arange(L, dtype=np.int32) % -(-L // 2), (B, 1))
+    edge = np.tile(np.arange(L) % 4 == 0, (B, 1))
+    optional: dict[str, Any] = dict.fromkeys(recipe.objective.bits, edge)
+    if recipe.objective.layout != "packed":
+        optional |= {"segment": doc, "pair": np.array([0, 1])}
+    rows = Rows(tokens, doc, position, np.ones((B, L), bool), np.arange(B), np.arange(B), np.zeros(B, int), **optional)
+    batch = recipe.objective(rows, Draw(0, np.arange(B), np.zeros(B, int)), vocab).to(torch.device("cpu"))
+    torch.manual_seed(0)
+    model = make_model(recipe.model).eval()
+    losses = Halved(model, lambda losses: losses)
+    losses.begin()
+    assert not losses.twin.training
+    torch.manual_seed(1)
+    found = sum(losses(batch).values())
+    torch.manual_seed(1)
+    wanted = sum(model.losses(batch).values())
+    assert found.item() == pytest.approx(wanted.item(), rel=0.02)
+    found.backward()
+    losses.hand_over()
+    assert sum(p.grad is not None for p in model.parameters()) > 5
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    model.train()
+    losses.begin()
+    sum(losses(batch).values()).backward()  # with dropout
+
+
+@pytest.mark.parametrize("head", [Classes(("a", "b")), Score(), Span()], ids=lambda head: type(head).__name__)
+def test_heads_of_tasks_compute_in_bfloat16(head: Any) -> None:
+    torch.manual_seed(0)
+    model = make_model(replace(preset("bert-tiny"), vocab_size=50, head=head)).eval()
+    tokens, asked = torch.randint(5, 50, (2, 16)), torch.tensor([[0, 8], [0, 8]])
+    target = torch.tensor([[0, 1], [1, -100]])
+    if isinstance(head, Score):
+        target = torch.tensor([[0.5, 1.0], [0.2, float("nan")]])
+    if isinstance(head, Span):
+        target = torch.zeros(2, 16, 2, dtype=torch.long)
+        target[:, 3, 0] = target[:, 5, 1] = 1
+    batch = Batch(tokens, torch.zeros_like(tokens), asked=None if isinstance(head, Span) else asked, target=target)
+    losses = Halved(model, lambda losses: losses)
+    losses.begin()
+    found, wanted = (sum(loss(batch).values()) for loss in (losses, model.losses))
+    assert found.item() == pytest.approx(wanted.item(), rel=0.03)
+    found.backward()
+    losses.hand_over()
+    assert model.head.out.weight.grad.abs().max() > 0
+
+
+# --- ramps
+
+
+def test_rows_of_a_ramp_come_from_streams_of_their_own(recipe_of: Recipes, shards_of: Make) -> None:
+    shards = shards_of("bert")
+    recipe = recipe_of(max_steps=10, length_ramp=0.5, length_doublings=1, batch_ramp=0.2, batch_doublings=1)
+    rows = row_source(recipe, shards, held_out=False)
+    batches = batch_function(recipe, rows, shards.tokenizer, shorter_rows(recipe, shards))
+    shapes = [[b.tokens.shape for b in batches(step)] for step in range(10)]
+    assert shapes == [[(4, 16)]] * 2 + [[(8, 16)]] * 3 + [[(4, 32)]] * 5
+    full = batch_function(replace(recipe, length_ramp=0.0, batch_ramp=0.0), rows, shards.tokenizer)
+    for mine, other in zip(batches(5)[0], full(0)[0], strict=True):
+        assert mine is None or mine.shape == other.shape
+    (first,), (again,) = batches(5), full(0)
+    text = np.where(first.tokens == again.tokens, 1, 0).mean()
+    assert text > 0.6, "the first row of full length is the first row of the stream; noise differs at most"
+    begun = alone(recipe, stages(recipe)[0])
+    early = batch_function(begun, row_source(begun, shards, held_out=False), shards.tokenizer)
+    assert all(np.array_equal(a, b) for a, b in zip(early(1)[0], batches(1)[0], strict=True) if a is not None)
+
+
+def test_minutes_know_that_early_steps_are_shorter(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[tuple[int, int]] = []
+
+    def trial(training: Recipe, machine: Machine, model: Model, batches: Any, *rest: Any) -> tuple[float, float]:
+        rows = training.per_device_train_batch_size * training.gradient_accumulation_steps
+        assert batches(0)[0].tokens.shape == (training.per_device_train_batch_size, training.max_seq_length)
+        timed.append((rows, training.max_seq_length))
+        return 0.1 * rows, 0.0
+
+    monkeypatch.setattr(pretraining, "trial", trial)
+    recipe = recipe_of(max_steps=0, minutes=0.5, batch_ramp=0.5, batch_doublings=2, save_steps=1000, eval_steps=1000)
+    monkeypatch.setattr(pretraining, "fit", lambda *a, **k: (_ for _ in ()).throw(Stop))
+    with pytest.raises(Stop):
+        pretrain(recipe)
+    assert timed == [(1, 32), (2, 32), (4, 32)]
+    steps = load_recipe(Path(recipe.output_dir) / "recipe.yaml", Recipe).max_steps
+    seconds = 0.25 * 0.1 + 0.25 * 0.2 + 0.5 * 0.4
+    assert 0.9 * 30 / seconds < steps <= 30 / seconds
+
+
+def test_epochs_count_the_rows_of_smaller_batches(recipe_of: Recipes, shards_of: Make) -> None:
+    recipe = recipe_of(max_steps=0, num_train_epochs=0.3, batch_ramp=1.0, batch_doublings=1, save_steps=1000)
+    rows = row_source(recipe, shards_of("bert"), held_out=False).num_rows
+    steps = pretrain(recipe)["steps"]
+    assert steps == int(np.ceil(0.3 * rows / (2 + 1e-9)))
+
+
+# --- the device never waits
+
+
+def test_losses_that_are_read_late_are_the_same_losses(
+    recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = dict(max_steps=7, eval_steps=3, save_steps=4, logging_steps=1)
+    pretrain(recipe_of("gpt2", output_dir=str(tmp_path / "at-once"), **fields))
+    monkeypatch.setattr(loops, "reads_late", lambda machine: True)
+    ahead: list[int] = []
+    written: list[int] = []
+    before = loops.train_step
+    monkeypatch.setattr(loops, "train_step", lambda *a: ahead.append(a[4]) or before(*a))
+    write = loops.Log.write
+    monkeypatch.setattr(
+        loops.Log, "write", lambda self, **facts: (written.append((facts["step"], ahead[-1] + 1)), write(self, **facts))
+    )
+    pretrain(recipe_of("gpt2", output_dir=str(tmp_path / "late"), **fields))
+    assert lines(tmp_path / "late") == lines(tmp_path / "at-once")
+    assert weights(tmp_path / "late") == weights(tmp_path / "at-once")
+    # (step, last step that was begun): a step later, but at once before an evaluation and a checkpoint
+    assert written == [(1, 2), (2, 3), (3, 3), (3, 3), (4, 4), (5, 6), (6, 6), (6, 6), (7, 7), (7, 7)]
+
+
+def test_a_late_loss_that_is_no_number_is_told_with_its_step(
+    recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loops, "reads_late", lambda machine: True)
+    recipe = recipe_of("gpt2", max_steps=9, save_steps=100, learning_rate=1e30, warmup_steps=0)
+    with pytest.raises(UserError, match=r"loss is (nan|inf) at step \d"):
+        pretrain(recipe)
+    logged = [line["step"] for line in read_log(Path(recipe.output_dir) / "log.jsonl") if "loss" in line]
+    assert logged == list(range(1, len(logged) + 1))
+    assert not list(Path(recipe.output_dir).glob("checkpoint-*"))
+
+
+def test_a_late_loss_that_is_no_number_is_never_saved(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "reads_late", lambda machine: True)
+    recipe = recipe_of("gpt2", max_steps=6, save_steps=1, logging_steps=100, learning_rate=1e30, warmup_steps=0)
+    with pytest.raises(UserError, match=r"loss is (nan|inf) at step (\d)") as e:
+        pretrain(recipe)
+    step = int(str(e.value).split("at step ")[1][0])
+    assert {p.name for p in Path(recipe.output_dir).glob("checkpoint-*")} <= {f"checkpoint-{i}" for i in range(1, step)}
+
+
+# --- what was compiled
+
+
+def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FIRTH_CACHE", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    choose_machine(Training(compile=False))
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    choose_machine(Training(compile=True))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    choose_machine(Training(compile=True))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+
+
+def test_switches_reach_every_head(recipe_of: Recipes, shards_of: Make) -> None:
+    recipe = recipe_of(fused_loss=False, pad_vocabulary=True)
+    model = first_model(recipe, shards_of("bert").tokenizer)
+    prepared(Run(recipe, CPU, model, lambda step: []))
+    assert (model.head.fused, model.head.padded) == (False, True)

@@ -1,0 +1,237 @@
+"""Rows that go on from step to step: what is carried, that it is kept, and that nothing else changes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from firth.errors import UserError
+from firth.models import Model, load_model
+from firth.models.config import TransformerXL
+from firth.models.presets import gpt2, xlnet
+from firth.objectives import NAMED
+from firth.recipes import complete, pretraining
+from firth.tokens import Prepared, StreamSource, open_shards
+from firth.train import Machine, Recipe, Run, fit, pretrain, read_log
+from firth.train.loop import train_step
+from firth.train.optim import make_optimizer
+from firth.train.pretrain import batch_function, first_model, held_out_loss, row_source
+
+module = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
+CPU = Machine(torch.device("cpu"), bf16=False, compile=False)
+Recipes = Callable[..., Recipe]
+
+
+@pytest.fixture
+def streaming(recipe_of: Recipes, shards_of: Callable[[str], Prepared]) -> Recipes:
+    """A recipe of a small XLNet, or of a small decoder with the same places, that reads on from step to step."""
+
+    def get(family: str = "xlnet", dropout: float = 0.0, **fields: Any) -> Recipe:
+        shape, make, objective = {"xlnet": ("bert", xlnet, "permutation-lm"), "gpt2": ("gpt2", gpt2, "clm")}[family]
+        like = recipe_of(shape, **{"order": "stream", "memory": 16, **fields})
+        vocab = shards_of(shape).tokenizer.vocab
+        model = make(2, 32, 2, vocab.size, dropout=dropout, attention_dropout=dropout)
+        return complete(replace(like, model=replace(model, position=TransformerXL()), objective=NAMED[objective]))
+
+    return get
+
+
+def made(recipe: Recipe) -> tuple[Model, Callable[[int], Any], StreamSource, Prepared]:
+    shards = open_shards(Path(recipe.data))
+    source = row_source(recipe, shards, held_out=False)
+    assert isinstance(source, StreamSource)
+    return first_model(recipe, shards.tokenizer), batch_function(recipe, source, shards.tokenizer), source, shards
+
+
+def losses(run: str | Path) -> list[float]:
+    return [line["loss"] for line in read_log(Path(run) / "log.jsonl") if "loss" in line]
+
+
+def first_losses(recipe: Recipe, steps: int) -> list[float]:
+    """The losses of the first steps, at a rate of 0: nothing is learned."""
+    model, batches, _, _ = made(recipe)
+    run, optimizer, carry = Run(recipe, CPU, model, batches), make_optimizer(model, recipe), {}
+    return [train_step(run, model.losses, optimizer, batches(step), step, 0.0, carry).item() for step in range(steps)]
+
+
+@pytest.mark.parametrize("family", ["xlnet", "gpt2"])
+def test_steps_go_on_where_the_last_one_stopped(family: str, streaming: Recipes) -> None:
+    """Against a model that is handed the states of the step before by hand."""
+    recipe = streaming(family)
+    found = first_losses(recipe, 3)
+    model, batches, _, _ = made(recipe)
+    for step in range(3):
+        (batch,) = batches(step)
+        wanted = model.losses(batch.to(CPU.device))["answers"].item() / batch.num_answers
+        assert found[step] == pytest.approx(wanted, rel=1e-6)
+    alone = first_losses(replace(recipe, memory=0), 3)
+    assert alone[0] == found[0], "there is nothing before the first step"
+    assert alone[1:] != found[1:], "and something before the others"
+
+
+def test_without_memory_it_is_what_it_is_without_one(streaming: Recipes, tmp_path: Path) -> None:
+    """Bit for bit the losses of a model that was never told of memory, over the same rows."""
+    recipe = streaming(memory=0, dropout=0.2)
+    found = first_losses(recipe, 3)
+    model, batches, _, _ = made(recipe)
+    assert model.memories() == {}
+    assert model.hand_on() == {}
+    stripped = lambda step: [batch._replace(fresh=None) for batch in batches(step)]  # noqa: E731
+    run, optimizer = Run(recipe, CPU, model, stripped), make_optimizer(model, recipe)
+    assert found == [train_step(run, model.losses, optimizer, stripped(i), i, 0.0).item() for i in range(3)]
+
+
+def test_any_split_of_the_batch_carries_the_same(streaming: Recipes) -> None:
+    whole = streaming(per_device_train_batch_size=4)
+    carries: list[dict[str, Tensor]] = []
+    for size in (4, 2, 1):
+        recipe = replace(whole, per_device_train_batch_size=size, gradient_accumulation_steps=4 // size)
+        model, batches, _, _ = made(recipe)
+        run, optimizer, carry = Run(recipe, CPU, model, batches), make_optimizer(model, recipe), {}
+        total = [train_step(run, model.losses, optimizer, batches(i), i, 0.0, carry).item() for i in range(3)]
+        assert {name: tuple(value.shape) for name, value in carry.items()} == {
+            "stack.0": (4, 16, 32),
+            "stack.1": (4, 16, 32),
+        }
+        assert not any(value.requires_grad for value in carry.values())
+        carries.append(carry | {"total": torch.tensor(total)})
+    for carry in carries[1:]:
+        torch.testing.assert_close(carry, carries[0])
+
+
+def test_a_new_pass_begins_with_nothing(streaming: Recipes) -> None:
+    recipe = streaming()
+    model, batches, source, _ = made(recipe)
+    run, optimizer = Run(recipe, CPU, model, batches), make_optimizer(model, recipe)
+    late = batches(source.steps)
+    assert late[0].fresh.all()
+    junk = {"stack.0": torch.full((4, 16, 32), torch.nan), "stack.1": torch.full((4, 16, 32), torch.nan)}
+    found = train_step(run, model.losses, optimizer, late, source.steps, 0.0, junk)
+    assert found == train_step(run, model.losses, optimizer, late, source.steps, 0.0, {})
+    assert not any(value.isnan().any() for value in junk.values()), "and leaves what it has read itself"
+
+
+class Stop(Exception):  # noqa: N818
+    """Pulls the plug in the middle of a run."""
+
+
+@pytest.mark.parametrize("family", ["xlnet", "gpt2"])
+def test_a_resumed_run_is_the_same_run(
+    family: str, streaming: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = dict(dropout=0.2, gradient_accumulation_steps=2, per_device_train_batch_size=2, max_steps=7, eval_steps=3)
+    straight = streaming(family, output_dir=str(tmp_path / "straight"), **fields)
+    pretrain(straight)
+    stopped = streaming(family, output_dir=str(tmp_path / "stopped"), **fields)
+    for at in (1, 3, 6):  # before the first checkpoint, one step after a checkpoint, on a checkpoint
+
+        def stop(now: int, model: Model, at: int = at) -> None:
+            if now == at:
+                raise Stop
+
+        monkeypatch.setattr(module, "Run", lambda *a, stop=stop, **k: Run(*a, **k, hooks=[(1, stop)]))
+        with pytest.raises(Stop):
+            pretrain(stopped, resume=True)
+    monkeypatch.undo()
+    pretrain(stopped, resume=True)
+    for name in ("log.jsonl", "final/model.safetensors", "checkpoint-7/training/carry.safetensors"):
+        assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes(), name
+    assert len(load_file(tmp_path / "straight" / "checkpoint-7" / "training" / "carry.safetensors")) == 2
+
+    # a run that forgets what was carried is another one
+    (tmp_path / "stopped" / "results.json").unlink()
+    monkeypatch.setattr("firth.train.loop.load_carry", lambda folder, device: {})
+    for name in ("final", "checkpoint-7"):
+        (tmp_path / "stopped" / name).rename(tmp_path / name)
+    pretrain(stopped, resume=True)
+    assert losses(tmp_path / "stopped") != losses(tmp_path / "straight")
+
+
+def test_the_model_that_is_written_remembers_nothing(streaming: Recipes) -> None:
+    recipe = streaming(max_steps=2)
+    pretrain(recipe)
+    model = load_model(Path(recipe.output_dir) / "final")
+    assert model.memories() == {}
+    tokens = torch.arange(5, 25).view(2, 10)
+    assert torch.equal(model(tokens).logits, model(tokens).logits)
+
+
+def test_an_evaluation_reads_on_too_and_leaves_the_training_alone(streaming: Recipes) -> None:
+    recipe = streaming(per_device_train_batch_size=2, eval_rows=5)
+    model, _, _, shards = made(recipe)
+    rows = row_source(recipe, shards, held_out=True)
+    evaluate = held_out_loss(recipe, rows, shards.tokenizer, CPU)
+    found = evaluate(model)["eval_loss"]
+    assert evaluate(model)["eval_loss"] == found
+    assert model.hand_on() == {}
+    total, count = 0.0, 0
+    for first in (0, 2, 4):
+        index = np.arange(first, min(first + 2, 5))
+        batch = module.make_batch(recipe, rows, index, shards.tokenizer.vocab)
+        if first == 4:
+            model.take_up({name: value[:1] for name, value in model.hand_on().items()})
+        with torch.no_grad():
+            total += model.losses(batch.to(CPU.device))["answers"].item()
+        count += batch.num_answers
+    assert found == pytest.approx(total / count, rel=1e-6)
+
+
+def test_a_step_that_is_compiled_is_the_same_step(streaming: Recipes) -> None:
+    recipe = streaming()
+    found = []
+    for wrap in (lambda f: f, lambda f: torch.compile(f, backend="eager")):
+        model, batches, _, _ = made(recipe)
+        run, optimizer, carry = Run(recipe, CPU, model, batches), make_optimizer(model, recipe), {}
+        of = wrap(model.losses)
+        found.append([train_step(run, of, optimizer, batches(i), i, 0.0, carry).item() for i in range(3)])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_any_model_may_carry_something(streaming: Recipes) -> None:
+    """The loop knows only `take_up` and `hand_on`: a model that counts its rows' steps."""
+    recipe = streaming(memory=0, gradient_accumulation_steps=2)
+    model, batches, source, _ = made(recipe)
+    seen: list[list[int]] = []
+
+    def take_up(carry: dict[str, Tensor]) -> None:
+        seen.append(carry["steps"].tolist() if carry else [])
+
+    model.take_up = take_up  # type: ignore[method-assign,assignment]
+    model.hand_on = lambda: {"steps": torch.full((4,), len(seen))}  # type: ignore[method-assign]
+    fit(Run(replace(recipe, max_steps=2, eval_steps=2, warmup_steps=0), CPU, model, batches))
+    assert seen == [[], [], [1] * 4, [2] * 4]
+    assert source.lanes == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"memory": -1}, "at least 0"),
+        ({"order": "packed"}, "--order stream"),
+        ({"objective": NAMED["bilm"]}, "biLM"),
+        ({"objective": NAMED["nsp"], "memory": 0}, "one text"),
+        ({"objective": NAMED["static"], "memory": 0}, "copies"),
+        ({"teacher": "somewhere"}, "teacher"),
+    ],
+)
+def test_what_cannot_go_together_is_said(changes: dict[str, Any], says: str, streaming: Recipes) -> None:
+    with pytest.raises(UserError, match=says):
+        complete(replace(streaming(), **changes)).check()
+
+
+def test_memory_is_for_places_that_are_distances(streaming: Recipes, recipe_of: Recipes) -> None:
+    with pytest.raises(UserError, match="TransformerXL"):
+        recipe_of("gpt2", order="stream", memory=4).check()
+    with pytest.raises(UserError, match="one stack"):
+        recipe_of("t5", order="stream").check()
+    recipe_of("gpt2", order="stream").check()
+    pretraining(xlnet(1, 32, 2, 100), order="stream", memory=4).check()

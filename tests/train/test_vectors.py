@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from firth.errors import UserError
+from firth.models import load_model
+from firth.models.ngram import load_ngram
+from firth.text import Corpus
+from firth.tokens import Shards, open_shards, prepare, train_tokenizer
+from firth.train import read_log, vectors
+from firth.train.loop import Interrupted
+from firth.train.vectors import GloVe, NgramRecipe, OnGPU, SkipGramOrCBOW, Word2Vec, pretrain_vectors, read_lexicon
+
+Vectors = Word2Vec | GloVe
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vectors, "STRETCH", 500)
+    monkeypatch.setattr(vectors, "STRETCHES", 4)
+    monkeypatch.setattr(vectors, "RECORDS", 100)
+
+
+@pytest.fixture(scope="module")
+def data(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_of(Corpus([corpus_file]), tmp_path_factory.mktemp("words"))
+
+
+def made_of(corpus: Corpus, folder: Path) -> Path:
+    tokenizer = train_tokenizer((d.text for d in corpus), "word", 10_000, lowercase=True)
+    prepare(corpus, tokenizer, folder / "shards")
+    return folder / "shards"
+
+
+def run(recipe: vectors.Counted, data: Path, folder: Path, resume: bool = False) -> dict[str, object]:
+    folder.mkdir(exist_ok=True)
+    return pretrain_vectors(folder, replace(recipe, output_dir=str(folder), data=str(data)), resume)
+
+
+def weights(folder: Path) -> np.ndarray:
+    return load_model(folder / "final").embed.tokens.weight.detach().numpy()
+
+
+SMALL = {"vector_size": 8, "epochs": 3, "min_count": 2, "workers": 1, "save_steps": 2}
+LEARNERS = [
+    Word2Vec(**SMALL),
+    Word2Vec(**SMALL, sg=0),
+    Word2Vec(**SMALL, negative=0),
+    Word2Vec(**SMALL, phrases=1, threshold=0.3),
+    GloVe(**SMALL),
+]
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """As if the process were killed: what was not saved is lost."""
+    for kind in (SkipGramOrCBOW, vectors.Factors):
+        whole: Callable[..., tuple[float, int]] = kind.step
+
+        def step(self, number, pool, whole=whole):  # type: ignore[no-untyped-def]
+            if number == steps:
+                raise Interrupted("killed")
+            return whole(self, number, pool)
+
+        monkeypatch.setattr(kind, "step", step)
+
+
+@pytest.mark.parametrize("recipe", LEARNERS, ids=["skip-gram", "cbow", "softmax", "phrases", "glove"])
+def test_a_resumed_run_is_the_same_to_the_last_bit(recipe: Vectors, data: Path, tmp_path: Path) -> None:
+    whole = run(recipe, data, tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(Interrupted):
+            run(recipe, data, tmp_path / "cut")
+    assert [p.name for p in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-2"]
+    resumed = run(recipe, data, tmp_path / "cut", resume=True)
+    assert resumed["loss"] == whole["loss"]
+    assert resumed["eval_loss"] == whole["eval_loss"]
+    np.testing.assert_array_equal(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+    assert read_log(tmp_path / "cut" / "log.jsonl") == read_log(tmp_path / "whole" / "log.jsonl")
+
+
+def test_with_several_workers_no_text_is_read_twice(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    whole = SkipGramOrCBOW.turn
+
+    def turn(self: SkipGramOrCBOW, number: int) -> tuple[float, int]:
+        read.append(number)
+        return whole(self, number)
+
+    monkeypatch.setattr(SkipGramOrCBOW, "turn", turn)
+    recipe = Word2Vec(**{**SMALL, "workers": 3, "save_steps": 1})
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(Interrupted):
+            run(recipe, data, tmp_path)
+    run(recipe, data, tmp_path, resume=True)
+    assert sorted(read) == list(range(len(read)))
+
+
+def test_every_word_is_read_once_in_an_epoch(data: Path) -> None:
+    shards = open_shards(data)
+    lexicon = read_lexicon(shards.train, shards.tokenizer, 1)
+    learner = SkipGramOrCBOW(shards.train, lexicon, Word2Vec(epochs=2, sample=0.0))
+    for epoch in (0, 1):
+        turns = range(epoch * learner.stretches, (epoch + 1) * learner.stretches)
+        words = np.concatenate([learner.words(turn)[0] for turn in turns])
+        np.testing.assert_array_equal(np.bincount(words, minlength=len(lexicon.count_N)), lexicon.count_N)
+
+
+def test_stretches_know_their_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vectors, "STRETCH", 4)
+    np.array([0, 1, 2, 3, 4, 5], np.uint32).tofile(tmp_path / "tokens.bin")
+    np.save(tmp_path / "offsets.npy", np.array([0, 2, 3, 6]))
+    shards, word = Shards(tmp_path), np.array([10, 11, -1, 13, 14, 15], np.int32)
+    found = [tuple(a.tolist() for a in vectors.stretch(shards, word, number)) for number in (0, 1)]
+    assert found == [([10, 11, -1, 13], [1, 1, 2, 3]), ([14, 15], [3, 3])]
+
+
+def test_words_are_sorted_by_count_and_rare_ones_left_out(data: Path) -> None:
+    shards = open_shards(data)
+    lexicon = read_lexicon(shards.train, shards.tokenizer, 20)
+    special = len(lexicon.tokenizer.vocab.special)
+    assert (lexicon.count_N[:special] == 0).all()
+    assert (np.diff(lexicon.count_N[special:]) <= 0).all()
+    assert lexicon.count_N[special:].min() >= 20
+    the, old = lexicon.tokenizer.encode("the"), shards.tokenizer.encode("the")
+    assert lexicon.word_V[old].tolist() == the
+    assert lexicon.tokenizer.vocab.size == len(lexicon.count_N)
+
+
+def test_words_of_the_same_kind_become_similar(data: Path, tmp_path: Path) -> None:
+    """Animals stand where animals stand, in text that is made of patterns."""
+    result = run(Word2Vec(vector_size=16, epochs=40, min_count=1, workers=1, sample=0.0, alpha=0.05), data, tmp_path)
+    model = load_model(tmp_path / "final")
+    assert model.tokenizer is not None
+    unit = weights(tmp_path) / np.linalg.norm(weights(tmp_path), axis=1, keepdims=True).clip(1e-9)
+    cat, dog, quiet = (unit[model.tokenizer.encode(word)[0]] for word in ("cat", "heron", "quiet"))
+    assert cat @ dog > cat @ quiet
+    losses = [line["loss"] for line in read_log(tmp_path / "log.jsonl")]
+    assert losses[-1] < losses[0]
+    assert result["eval_loss"] == pytest.approx(losses[-1], rel=0.3)
+
+
+def test_phrases_become_words(data: Path, tmp_path: Path) -> None:
+    run(Word2Vec(**SMALL, phrases=1, threshold=0.3), data, tmp_path)
+    tokenizer = load_model(tmp_path / "final").tokenizer
+    assert tokenizer is not None
+    words = set(tokenizer.backend.get_vocab())
+    assert {"railway_station", "old_mill"} <= words
+    assert len(tokenizer.encode("railway_station")) == 1
+    joined = Shards(tmp_path / "phrases-1")
+    shards = open_shards(data).train
+    assert joined.num_documents == shards.num_documents
+    assert joined.num_tokens < shards.num_tokens
+
+
+def test_pairs_at_once_learn_the_same_kind_of_vectors(data: Path) -> None:
+    """The batched way, on the CPU here: its loss comes down as that of the other does."""
+    shards = open_shards(data)
+    lexicon = read_lexicon(shards.train, shards.tokenizer, 1)
+    recipe = Word2Vec(vector_size=16, epochs=20, sample=0.0)
+    learner = OnGPU(shards.train, lexicon, recipe, device="cpu")
+    losses = []
+    for number in range(learner.steps):
+        total, guesses = learner.step(number, None)  # type: ignore[arg-type]
+        losses.append(total / guesses)
+    assert losses[-1] < 0.8 * losses[0]
+    assert np.abs(learner.state()["outputs"]).max() > 0
+
+
+def test_an_ngram_model_of_a_text(data: Path, tmp_path: Path) -> None:
+    result = run(NgramRecipe(order=3), data, tmp_path)
+    assert result["loss"] < result["eval_loss"] < result["unigram_entropy"]  # type: ignore[operator]
+    model = load_ngram(tmp_path / "final")
+    assert model.order == 3
+    assert model.tokenizer is not None
+    best = int(model.next(model.tokenizer.encode("the old")).argmax())
+    assert model.tokenizer.decode([best]) == "mill"
+
+
+@pytest.mark.parametrize(
+    ("text", "recipe", "message"),
+    [
+        ("a b c d e f g", Word2Vec(min_count=5), "min_count=5 leaves 0 words of 7: the most frequent occurs 1 times"),
+        ("one\n\ntwo\n\none\n\nthree", Word2Vec(min_count=1), "Every document has one word"),
+        ("one\n\ntwo\n\none\n\nthree", GloVe(min_count=1), "Every document has one word"),
+    ],
+)
+def test_text_that_teaches_nothing(text: str, recipe: Vectors, message: str, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text(text)
+    corpus = Corpus([tmp_path / "t.txt"])
+    prepare(corpus, train_tokenizer((d.text for d in corpus), "word", 1000), tmp_path / "shards", 0.0)
+    with pytest.raises(UserError, match=message):
+        run(recipe, tmp_path / "shards", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (Word2Vec(sg=2), "sg is 2"),
+        (Word2Vec(window=0), "window is 0"),
+        (Word2Vec(alpha=float("nan")), "alpha is nan"),
+        (GloVe(vector_size=0), "vector_size is 0"),
+        (NgramRecipe(order=9), "order is 9"),
+        (Word2Vec(device="cuda", sg=0), "device=cuda is for skip-gram"),
+    ],
+)
+def test_numbers_that_make_no_sense(recipe: vectors.Counted, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        recipe.check()
+
+
+def test_a_resumed_run_keeps_its_recipe(data: Path, tmp_path: Path) -> None:
+    run(Word2Vec(**SMALL), data, tmp_path)
+    with pytest.raises(UserError, match="window: 5 -> 3"):
+        run(Word2Vec(**SMALL, window=3), data, tmp_path, resume=True)
+    assert run(Word2Vec(**{**SMALL, "workers": 0}), data, tmp_path, resume=True)["steps"] > 0  # type: ignore[operator]
