@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from firth.errors import UserError
-from firth.generate.sample import Ask, check_words, evaluating, known, reader, tokenizer_of
+from firth.generate.reading import Ask, check_words, evaluating, known, reader, tokenizer_of
 from firth.models import EncoderDecoder, Model, framing
 from firth.objectives import Batch
 

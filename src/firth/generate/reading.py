@@ -1,0 +1,277 @@
+"""What a model says about the next token: from what it remembers, or by reading the whole row again.
+
+B rows, T places, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from firth.console import warn
+from firth.errors import UserError
+from firth.generate.record import Recorded
+from firth.models import Decoder, EncoderDecoder, LMHead, Model, Stack, framing
+from firth.models.cache import Cache, can_cache
+from firth.objectives import Batch
+from firth.tokens import Tokenizer
+
+Ids = Sequence[int]
+Ask = Callable[[Sequence[int], Sequence[Ids]], Tensor]  # some prompts, and what was written after each -> (B, V)
+ROUND = 64  # on a GPU there is room for a multiple of so many places
+WORTH_RECORDING = 32  # tokens: recording a step takes as long as some steps
+
+
+class Reading(Protocol):
+    """Rows that are read token by token. All that it gives are logits (B, V)."""
+
+    def first(self) -> Tensor:
+        """Of what follows the prompts."""
+
+    def next(self, token_B: Tensor) -> Tensor:
+        """Of what follows one more token in each row."""
+
+    def take(self, row_B: Tensor, same_source: bool = False) -> None:
+        """Go on with these rows; with `same_source` they only change with others of the same prompt."""
+
+
+def read_prompts(model: Model, prompts: Sequence[Ids], max_new_tokens: int, cache: bool = True) -> Reading:
+    """A reading of these prompts. What must be read again and again is said."""
+    if not cache:
+        return Rereading(model, prompts)
+    if not can_cache(model.config):
+        name = type(model.config.position).__name__
+        warn(f"Models with {name} positions remember nothing: each new token takes the reading of the whole text.")
+        return Rereading(model, prompts)
+    longest, limit = max(map(len, prompts)), model.config.max_length
+    if not isinstance(model, EncoderDecoder) and limit is not None and longest >= limit:
+        return Rereading(model, prompts)
+    return Remembering(model, prompts, max_new_tokens)
+
+
+# --- the whole row again ------------------------------------------------------------------------------------------
+
+
+class Rereading:
+    """Nothing is remembered: every step reads the whole row, or the latest of it that the model has places for."""
+
+    def __init__(self, model: Model, prompts: Sequence[Ids]) -> None:
+        self.ask = reader(model, prompts)
+        self.source: list[int] = list(range(len(prompts)))  # the prompt of each row
+        self.written: list[list[int]] = [[] for _ in prompts]
+
+    def first(self) -> Tensor:
+        return self.ask(self.source, self.written)
+
+    def next(self, token_B: Tensor) -> Tensor:
+        for ids, token in zip(self.written, token_B.tolist(), strict=True):
+            ids.append(token)
+        return self.ask(self.source, self.written)
+
+    def take(self, row_B: Tensor, same_source: bool = False) -> None:
+        rows = row_B.tolist()
+        self.source, self.written = [self.source[row] for row in rows], [list(self.written[row]) for row in rows]
+
+
+def reader(model: Model, prompts: Sequence[Ids]) -> Ask:
+    """A function that asks the model for the next token of some of the prompts."""
+    return answers(model, prompts) if isinstance(model, EncoderDecoder) else continues(model, prompts)
+
+
+def continues(model: Model, prompts: Sequence[Ids]) -> Ask:
+    """A decoder reads the prompt and what came after it."""
+    window, pad = Window(model), tokenizer_of(model).vocab.pad
+
+    def ask(source: Sequence[int], written: Sequence[Ids]) -> Tensor:
+        seen = [window([*prompts[row], *ids]) for row, ids in zip(source, written, strict=True)]
+        tokens, doc = pad_right(seen, pad)
+        last = np.array([[len(ids) - 1] for ids in seen])
+        batch = Batch(tokens, doc=doc, asked=last).to(device_of(model))
+        return known(model, model.logits(batch)[:, 0])
+
+    return ask
+
+
+def answers(model: EncoderDecoder, prompts: Sequence[Ids]) -> Ask:
+    """An encoder reads the prompt once; the decoder, after its start token, what it has written."""
+    window, start, device = Window(model), framing(model.config, tokenizer_of(model).vocab).start, device_of(model)
+    source, encoded = encode(model, prompts, window)
+
+    def ask(rows: Sequence[int], written: Sequence[Ids]) -> Tensor:
+        at = torch.tensor(rows, device=device)
+        tokens = torch.tensor([window([start, *ids]) for ids in written], device=device)  # of equal length
+        batch = Batch(
+            source.tokens[at], doc=source.doc[at], decoder_tokens=tokens, decoder_doc=torch.zeros_like(tokens)
+        )
+        return known(model, model.head(model.read(batch, encoded[at])[:, -1], model.embed.tokens.weight))
+
+    return ask
+
+
+def encode(model: EncoderDecoder, prompts: Sequence[Ids], window: Window) -> tuple[Batch, Tensor]:
+    """The prompts as a batch, and what the encoder makes of them."""
+    read = pad_right([window(ids) for ids in prompts], tokenizer_of(model).vocab.pad)
+    source = Batch(*read).to(device_of(model))
+    return source, model.encode(source)
+
+
+# --- one token more -----------------------------------------------------------------------------------------------
+
+
+class Remembering:
+    """Keys and values are kept, so that a step reads one token of each row.
+
+    Once the longest row has filled the places of a model that counts them (learned places, sinusoids), every token
+    moves all others by a place, and nothing that was remembered holds: from there on the rows are read again.
+    """
+
+    def __init__(self, model: Model, prompts: Sequence[Ids], max_new_tokens: int) -> None:
+        self.model, self.prompts = model, prompts
+        self.device, self.limit = device_of(model), model.config.max_length
+        self.on_gpu = self.device.type == "cuda"
+        start = framing(model.config, tokenizer_of(model).vocab).start
+        self.begun: Sequence[Ids] = [[start] for _ in prompts] if isinstance(model, EncoderDecoder) else prompts
+        size = max(map(len, self.begun)) + max_new_tokens
+        self.cache = Cache(self.stack, -(-size // ROUND) * ROUND if self.on_gpu else size, fixed=self.on_gpu)
+        self.overflows = self.limit is not None and size > self.limit
+        self.record = self.on_gpu and max_new_tokens >= WORTH_RECORDING
+        self.recorded: Recorded | None = None
+        self.again: Rereading | None = None
+        self.source_B = torch.arange(len(prompts), device=self.device)
+        self.written: list[Tensor] = []  # (B,) each; only where rows may have to be read again
+
+    @property
+    def stack(self) -> Stack:
+        if isinstance(self.model, EncoderDecoder):
+            return self.model.decoder
+        assert isinstance(self.model, Decoder)
+        return self.model.stack
+
+    def embed(self, token_BT: Tensor, place_BT: Tensor | None = None) -> Tensor:
+        placing = self.model.decoder_embed if isinstance(self.model, EncoderDecoder) else None
+        return self.model.embed(token_BT, place_BT, placing=placing)
+
+    def first(self) -> Tensor:
+        lengths = [len(ids) for ids in self.begun]
+        tokens, _ = pad_right(self.begun, tokenizer_of(self.model).vocab.pad)
+        x_BTD = self.embed(torch.from_numpy(tokens).to(self.device))
+        read, read_doc = None, None
+        if isinstance(self.model, EncoderDecoder):
+            source, read = encode(self.model, self.prompts, Window(self.model))
+            read_doc = source.doc if len(set(map(len, self.prompts))) > 1 else None
+        y_BTD = self.cache.begin(x_BTD, lengths, read, read_doc)
+        return self.logits(y_BTD[torch.arange(len(lengths)), torch.tensor(lengths) - 1])
+
+    def next(self, token_B: Tensor) -> Tensor:
+        if self.again is not None:
+            return self.again.next(token_B)
+        if self.overflows:
+            self.written.append(token_B)
+            if self.cache.width == self.limit:
+                return self.read_again()
+        if self.record and self.recorded is None:
+            self.recorded = Recorded(self.step, token_B)
+        logits_BV = (self.recorded or self.step)(token_B)
+        self.cache.advance()
+        return logits_BV
+
+    def step(self, token_B: Tensor) -> Tensor:
+        x_B1D = self.embed(token_B[:, None], self.cache.place_B[:, None])
+        return self.logits(self.cache.add(x_B1D)[:, 0])
+
+    def logits(self, x_BD: Tensor) -> Tensor:
+        return known(self.model, self.model.head(x_BD, self.model.embed.tokens.weight))
+
+    def take(self, row_B: Tensor, same_source: bool = False) -> None:
+        if self.again is not None:
+            self.again.take(row_B)
+            return
+        if len(row_B) != len(self.source_B):
+            self.recorded = None  # its tensors are others now
+        self.cache.take(row_B, same_source)
+        self.source_B, self.written = self.source_B[row_B], [token_B[row_B] for token_B in self.written]
+
+    def read_again(self) -> Tensor:
+        """Forget, and begin again with all that was written."""
+        self.again = Rereading(self.model, self.prompts)
+        self.again.source = self.source_B.tolist()
+        self.again.written = torch.stack(self.written, 1).tolist()
+        self.recorded = None
+        return self.again.first()
+
+
+# --- what both need -----------------------------------------------------------------------------------------------
+
+
+def known(model: Model, logits_BV: Tensor) -> Tensor:
+    """The logits of tokens that the tokenizer has; some published models have more rows than that."""
+    return logits_BV[:, : tokenizer_of(model).vocab.size]
+
+
+def device_of(model: Model) -> torch.device:
+    return model.embed.tokens.weight.device
+
+
+class Window:
+    """The latest tokens, as many as the model has places for; that some are left out is said once."""
+
+    def __init__(self, model: Model) -> None:
+        self.limit = model.config.max_length
+        self.said = False
+
+    def __call__(self, ids: Ids) -> Ids:
+        if self.limit is None or len(ids) <= self.limit:
+            return ids
+        if not self.said:
+            warn(
+                f"The text runs past the {self.limit} tokens that this model can read: it sees only the latest ones, "
+                "and reads all of them again for each new token."
+            )
+            self.said = True
+        return ids[-self.limit :]
+
+
+def pad_right(rows: Sequence[Ids], pad: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as one array, and their `doc`: 0 for text, -1 for padding."""
+    width = max(map(len, rows))
+    tokens = np.array([[*ids, *[pad] * (width - len(ids))] for ids in rows])
+    doc = np.array([[0] * len(ids) + [-1] * (width - len(ids)) for ids in rows])
+    return tokens, doc
+
+
+# --- can it write at all ------------------------------------------------------------------------------------------
+
+
+def tokenizer_of(model: Model) -> Tokenizer:
+    if model.tokenizer is None:
+        raise UserError("This model has no tokenizer: its folder needs a tokenizer.json.")
+    return model.tokenizer
+
+
+def check_writes(model: Model) -> int:
+    """The end token of a model that writes text; a UserError says why another one cannot."""
+    if model.config.shape == "encoder":
+        raise UserError("An encoder does not write text. It can fill blanks: firth fill CHECKPOINT 'The ___ is red.'")
+    check_words(model)
+    return framing(model.config, tokenizer_of(model).vocab).end
+
+
+def check_words(model: Model) -> None:
+    if not isinstance(model.config.head, LMHead):
+        raise UserError("This model was fine-tuned to choose classes, and has no words. Take the one it came from.")
+
+
+@contextmanager
+def evaluating(model: Model) -> Iterator[None]:
+    """Without dropout; the model goes back to training if that is where it was."""
+    was = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was)
