@@ -9,20 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from tasks.small import ANIMALS, FAMILIES, PLACES
 
 from firth.models import make_model
-from firth.models.config import Learned
-from firth.models.presets import bert, gpt2, t5
 from firth.tokens import train_tokenizer
-
-SURE: dict[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0}  # so small a model learns quicker without
-FAMILIES = {
-    "bert": ("wordpiece", lambda size: bert(1, 32, 2, size, position=Learned(32), **SURE)),
-    "gpt2": ("byte-bpe", lambda size: gpt2(1, 32, 2, size, position=Learned(32), **SURE)),
-    "t5": ("unigram", lambda size: t5(1, 32, 2, 64, size, **SURE)),
-}
-ANIMALS = ["cat", "dog", "horse", "fox"]
-PLACES = ["river", "garden", "harbour", "forest"]
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,16 +19,19 @@ import transformers
 from firth.errors import UserError
 from firth.evaluate import evaluate
 from firth.files import damage
-from firth.models import load_model, make_model, read_config
+from firth.metrics import score
+from firth.models import Classes, Model, load_model, make_model, read_config
 from firth.models.presets import t5_v1_1
 from firth.tasks import FinetuneRecipe, finetune, make_task
-from firth.tasks.finetune import few, first_model
+from firth.tasks.finetune import Data, encode, few, first_model
+from firth.tasks.results import best_of, chance, check_baseline, judge, without_failed
 from firth.text import Example
 from firth.tokens import load_tokenizer
-from firth.train import Interrupted, load_recipe, read_log
+from firth.train import Interrupted, Machine, load_recipe, read_log
 
 Checkpoints = Callable[[str], Path]
 Toy = dict[str, Path]
+CPU = Machine(torch.device("cpu"), bf16=False, compile=False)
 RATES = {"bert": 3e-3, "gpt2": 3e-3, "t5": 1e-2}
 
 
@@ -44,6 +49,28 @@ def recipe(checkpoint: Path, toy: Toy, folder: Path, **fields: Any) -> FinetuneR
         bf16=False,
     )
     return FinetuneRecipe(**small | fields)
+
+
+def first(r: FinetuneRecipe) -> Model:
+    """The model that a run begins with."""
+    lines = [json.loads(line) for line in Path(r.train).read_text().splitlines()]
+    train = [Example(i, (x.get("text") or x["source"],), x.get("label") or x["target"]) for i, x in enumerate(lines)]
+    task = make_task(r.task, train, load_tokenizer(r.checkpoint), read_config(r.checkpoint), r)
+    return first_model(encode(r, task, Data(train, train[:2]), CPU, Path(r.output_dir)), 0)
+
+
+def seed_results(run: Path, seed: int) -> dict[str, Any]:
+    return json.loads((run / f"seed-{seed}" / "results.json").read_text())
+
+
+def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    """Two runs of one recipe have come to the same, bit by bit; only the time may differ."""
+    own = ("output_dir", "predictions", "seconds", "examples_per_second")
+    assert {k: v for k, v in a.items() if k not in own} == {k: v for k, v in b.items() if k not in own}
+    for seed in range(len(a["seeds"])):
+        ours, theirs = Path(a["output_dir"]) / f"seed-{seed}", Path(b["output_dir"]) / f"seed-{seed}"
+        for name in ("final/model.safetensors", "log.jsonl", "predictions.jsonl"):
+            assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
 
 
 def predictions(folder: Path) -> list[dict[str, Any]]:
@@ -87,17 +114,15 @@ def test_transformers_opens_a_classifier_with_equal_logits(
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     ours, tokenizer = load_model(folder), load_tokenizer(folder)
     assert theirs.config.id2label == {0: "animal", 1: "place"}
-    task = make_task("classify", ("animal", "place"), tokenizer, ours.config, 32, 8)
-    items = task.encode(
-        [Example(0, ("I saw the cat",), "animal"), Example(1, ("We like the old garden again",), "place")]
-    )
-    batch = task.batch(items).to(torch.device("cpu"))
-    with torch.no_grad():
-        expected = theirs(input_ids=batch.tokens, attention_mask=(batch.doc >= 0).long()).logits
-        torch.testing.assert_close(ours.logits(batch), expected, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(
-            ours(batch.tokens, attention_mask=(batch.doc >= 0).long()).logits, expected, rtol=1e-4, atol=1e-5
-        )
+    task = make_task("classify", json.loads((folder / "task.json").read_text()), tokenizer, ours.config)
+    for text in ("I saw the cat", "We like the old garden again"):
+        (item,) = task.encode([Example(0, (text,), "animal")])
+        batch = task.batch([item]).to(torch.device("cpu"))
+        ids = batch.tokens[:, : item.size]
+        with torch.no_grad():
+            expected = theirs(input_ids=ids).logits
+            torch.testing.assert_close(ours.logits(batch)[:, 0], expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(ours(ids).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_text_to_text_learns(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
@@ -122,7 +147,7 @@ def test_text_to_text_learns(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Pat
 def test_several_seeds(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
     run = tmp_path / "run"
     result = finetune(recipe(checkpoint_of("bert"), toy, run, seeds=3, max_steps=12))
-    scores = [json.loads((run / f"seed-{i}" / "results.json").read_text())["accuracy"] for i in range(3)]
+    scores = [seed_results(run, i)["scores"]["accuracy"] for i in range(3)]
     assert result["seeds"] == scores
     assert result["mean"] == pytest.approx(np.mean(scores))
     assert result["std"] == pytest.approx(np.std(scores, ddof=1))
@@ -152,21 +177,12 @@ def test_resume_does_not_repeat_and_gives_the_same(
         finetune(r)
     resumed = finetune(r, resume=True)
     assert calls == ["seed 1 of 2", "seed 2 of 2", "seed 2 of 2"]
-    assert {k: v for k, v in resumed.items() if k not in ("output_dir", "predictions")} == {
-        k: v for k, v in straight.items() if k not in ("output_dir", "predictions")
-    }
-    for seed in ("seed-0", "seed-1"):
-        for name in ("final/model.safetensors", "log.jsonl", "predictions.jsonl"):
-            assert (tmp_path / "stopped" / seed / name).read_bytes() == (
-                tmp_path / "straight" / seed / name
-            ).read_bytes()
+    assert_same(resumed, straight)
 
 
 def test_the_untrained_twin_is_another_model(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
-    config = read_config(checkpoint_of("bert"))
-    task = make_task("classify", ("animal", "place"), load_tokenizer(checkpoint_of("bert")), config, 32, 8)
-    trained = first_model(recipe(checkpoint_of("bert"), toy, tmp_path), task)
-    twin = first_model(recipe(checkpoint_of("bert"), toy, tmp_path, from_scratch=True), task)
+    trained = first(recipe(checkpoint_of("bert"), toy, tmp_path))
+    twin = first(recipe(checkpoint_of("bert"), toy, tmp_path, from_scratch=True))
     assert twin.config == trained.config
     base = load_model(checkpoint_of("bert"))
     assert torch.equal(trained.embed.tokens.weight, base.embed.tokens.weight)
@@ -199,8 +215,8 @@ def test_an_untied_head_of_t5_is_kept(toy: Toy, tmp_path: Path, checkpoint_of: C
     model.save(tmp_path / "t5")
     file = tmp_path / "t5" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
-    task = make_task("text-to-text", None, tokenizer, read_config(tmp_path / "t5"), 32, 8)
-    found = first_model(recipe(tmp_path / "t5", toy, tmp_path / "run", task="text-to-text"), task)
+    pairs = {"train": str(toy["train_pairs"]), "task": "text-to-text"}
+    found = first(recipe(tmp_path / "t5", toy, tmp_path / "run", **pairs))
     assert torch.equal(found.head.weight, model.head.weight)
 
 
@@ -237,23 +253,41 @@ def test_shots_reach_the_run(
 ) -> None:
     module = sys.modules["firth.tasks.finetune"]
     seen = []
-    monkeypatch.setattr(module, "one_seed", lambda r, s, task, items, *rest: seen.append(items) or {"accuracy": 1.0})
+    monkeypatch.setattr(module, "one_seed", lambda job, seed, resume: seen.append((job, seed)))
     monkeypatch.setattr(module, "conclude", lambda *a: {})
     finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", shots=8, seeds=2))
-    for items in seen:
-        assert sorted(item.label for item in items) == [0] * 4 + [1] * 4
-    assert [i.ids for i in seen[0]] != [i.ids for i in seen[1]], "each seed draws its own"
+    drawn = [job.chosen[seed] for job, seed in seen]
+    for (job, _), places in zip(seen, drawn, strict=True):
+        assert sorted(job.train_items[i].answer for i in places) == [0] * 4 + [1] * 4
+    assert drawn[0] != drawn[1], "each seed draws its own"
 
 
-def test_small_data_get_enough_steps(
-    checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("fields", "steps"),
+    [
+        ({}, (200, 200, 20)),  # three passes over 115 examples are 22 steps, and few
+        ({"num_train_epochs": 1.0}, (8, 8, 0)),
+        ({"num_train_epochs": 3.0}, (22, 22, 2)),  # what is said is done, also where it is the usual number
+        ({"max_steps": 50, "early_stopping": 2}, (50, 5, 5)),
+        ({"max_steps": 50, "eval_steps": 7, "early_stopping": 2}, (50, 7, 5)),
+    ],
+)
+def test_how_many_steps(
+    fields: dict[str, Any],
+    steps: tuple[int, ...],
+    checkpoint_of: Checkpoints,
+    toy: Toy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = sys.modules["firth.tasks.finetune"]
-    monkeypatch.setattr(module, "one_seed", lambda *a: {"accuracy": 1.0})
+    monkeypatch.setattr(module, "one_seed", lambda *a: {})
     monkeypatch.setattr(module, "conclude", lambda *a: {})
-    finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", max_steps=0, num_train_epochs=1))
+    r = recipe(checkpoint_of("bert"), toy, tmp_path / "run", **{"max_steps": 0} | fields)
+    finetune(r)
     stored = load_recipe(tmp_path / "run" / "recipe.yaml", FinetuneRecipe)
-    assert (stored.max_steps, stored.eval_steps, stored.warmup_steps) == (200, 200, 20)
+    assert (stored.max_steps, stored.eval_steps, stored.warmup_steps) == steps
+    finetune(r, resume=True)  # the same words go on
 
 
 # --- what is said
@@ -310,8 +344,315 @@ def test_labels_that_cannot_be_learned(checkpoint_of: Checkpoints, toy: Toy, tmp
 
 
 def test_evaluate_asks_for_what_it_can_score(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no classes: fine-tune it first"):
+    with pytest.raises(UserError, match="has not learned the task classify: fine-tune it first"):
         evaluate(checkpoint_of("bert"), "classify", toy["dev"], tmp_path / "scores")
-    with pytest.raises(UserError, match="Unknown task 'pair'"):
-        evaluate(checkpoint_of("bert"), "pair", toy["dev"], tmp_path / "scores")
+    with pytest.raises(UserError, match="Unknown task 'pear'"):
+        evaluate(checkpoint_of("bert"), "pear", toy["dev"], tmp_path / "scores")
     assert not (tmp_path / "scores").exists()
+
+
+# --- what learns, how fast, and for how long
+
+
+@pytest.fixture
+def stopping(monkeypatch: pytest.MonkeyPatch) -> Callable[[FinetuneRecipe, int], dict[str, Any]]:
+    """Run a recipe that is stopped after some steps, as by kill -9, and then resumed."""
+    module = sys.modules["firth.tasks.finetune"]
+    real = module.fit
+
+    def run(r: FinetuneRecipe, step: int) -> dict[str, Any]:
+        def stops(run: Any, resume: bool = False) -> Any:
+            run.hooks.append((step, lambda step, model: (_ for _ in ()).throw(Interrupted("stopped"))))
+            return real(run, resume)
+
+        monkeypatch.setattr(module, "fit", stops)
+        with pytest.raises(Interrupted):
+            finetune(r)
+        monkeypatch.setattr(module, "fit", real)
+        return finetune(r, resume=True)
+
+    return run
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "layer_decay": {"layer_decay": 0.5, "lr_scheduler_type": "slanted-triangle"},
+    "freeze": {"freeze": "embeddings"},
+    "unfreeze": {"unfreeze_every": 3},
+    "lora": {"lora_rank": 2, "lora_dropout": 0.1},
+    "lora, all": {"lora_rank": 2, "lora_targets": "all", "unfreeze_every": 4, "layer_decay": 0.9},
+    "balanced": {"class_weights": "balanced"},
+    "best": {"eval_steps": 2, "learning_rate": 0.03},
+    "best of lora": {"eval_steps": 2, "learning_rate": 0.1, "lora_rank": 2},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_is_exact_on_resume(
+    way: str, stopping: Any, checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path
+) -> None:
+    fields = {"max_steps": 11, "save_steps": 4} | WAYS[way]
+    straight = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "straight", **fields))
+    resumed = stopping(recipe(checkpoint_of("bert"), toy, tmp_path / "stopped", **fields), 7)
+    assert_same(resumed, straight)
+    plain = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "plain", max_steps=11))
+    assert weights(plain) != weights(straight), "the way makes a difference"
+
+
+def weights(result: dict[str, Any]) -> bytes:
+    return (Path(result["output_dir"]) / "final" / "model.safetensors").read_bytes()
+
+
+def test_a_frozen_body_stays_as_it_was(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
+    base = load_model(checkpoint_of("bert"))
+    for way, moves in (({"freeze": "body"}, ()), ({"freeze": "embeddings"}, ("stack.",))):
+        folder = tmp_path / str(way["freeze"])
+        finetune(recipe(checkpoint_of("bert"), toy, folder, max_steps=3, **way))
+        found = load_model(folder / "final").state_dict()
+        for name, value in base.state_dict().items():
+            if not name.startswith("head."):
+                assert torch.equal(found[name], value) != name.startswith(moves or "-"), name
+
+
+def test_lora_learns_and_is_written_twice(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
+    """Merged, and as an adapter that peft puts on the checkpoint."""
+    peft = pytest.importorskip("peft")
+    run = tmp_path / "run"
+    fields: dict[str, Any] = dict(lora_rank=4, max_steps=200, learning_rate=1e-2, lora_targets="all")
+    result = finetune(recipe(checkpoint_of("bert"), toy, run, **fields))
+    assert result["accuracy"] > 0.9
+    merged = transformers.AutoModelForSequenceClassification.from_pretrained(run / "final").eval()
+    facts = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    assert (facts["r"], facts["base_model_name_or_path"]) == (4, str(checkpoint_of("bert")))
+    base = transformers.AutoModelForSequenceClassification.from_pretrained(checkpoint_of("bert"), num_labels=2)
+    adapted = peft.PeftModel.from_pretrained(base, run / "adapter").eval()
+    ids = torch.arange(5, 25).reshape(2, 10)
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(load_model(run / "final")(ids).logits, merged(ids).logits, rtol=0, atol=1e-5)
+    kept = load_model(run / "seed-0" / "checkpoint-200")
+    with torch.no_grad():
+        torch.testing.assert_close(kept(ids).logits, merged(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_an_adapter_of_a_decoder_brings_its_new_tokens(
+    checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peft = pytest.importorskip("peft")
+    run = tmp_path / "run"
+    finetune(recipe(checkpoint_of("gpt2"), toy, run, lora_rank=2, max_steps=5, learning_rate=1e-2))
+    merged = transformers.AutoModelForSequenceClassification.from_pretrained(run / "final").eval()
+    base = transformers.AutoModelForSequenceClassification.from_pretrained(checkpoint_of("gpt2"), num_labels=2)
+    size = merged.config.vocab_size
+    assert size == base.config.vocab_size + 2
+    assert f"resize_token_embeddings({size})" in capsys.readouterr().err
+    base.resize_token_embeddings(size)
+    adapted = peft.PeftModel.from_pretrained(base, run / "adapter").eval()
+    ids = torch.tensor([[5, 6, 7, size - 2, 8, size - 1]])
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_the_best_evaluation_is_the_result(
+    checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopping: Any
+) -> None:
+    """Scores are made up: 0.5, 0.9, 0.9, 0.7 ... The first of the best counts, and two worse ones end the run."""
+    made_up = {2: 0.5, 4: 0.9, 6: 0.9, 8: 0.7, 10: 1.0}
+    loop = sys.modules["firth.train.loop"]
+    real = loop.compare
+    seen: dict[str, list[torch.Tensor]] = {}
+
+    def compare(run: Any, state: Any, scores: Any, model: Model) -> None:
+        seen.setdefault(str(run.folder), []).append(model.head.out.weight.detach().clone())
+        real(run, state, {"accuracy": made_up[state.step]}, model)
+
+    monkeypatch.setattr(loop, "compare", compare)
+    fields = dict(max_steps=10, eval_steps=2, early_stopping=2)
+    straight = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "straight", **fields))
+    assert (straight["steps"], straight["best_steps"]) == ([8], [4])
+    found = load_model(tmp_path / "straight" / "final").head.out.weight
+    assert torch.equal(found, seen[str(tmp_path / "straight" / "seed-0")][1])
+    assert not list((tmp_path / "straight" / "seed-0").glob("best-*"))
+    # stopped between the best and the end, with and without a checkpoint that knows the best
+    for save_steps in (5, 100):
+        r = recipe(checkpoint_of("bert"), toy, tmp_path / f"stopped-{save_steps}", save_steps=save_steps, **fields)
+        assert_same(stopping(r, 7), straight)
+    last = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "last", max_steps=10, eval_steps=2, load_best=False))
+    assert (last["steps"], last["best_steps"]) == ([10], [10])
+    assert weights(last) != weights(straight)
+
+
+def test_a_run_that_stopped_early_and_was_killed_then(
+    checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the last checkpoint, and before its results were written."""
+    module = sys.modules["firth.tasks.finetune"]
+    fields = dict(max_steps=40, eval_steps=2, early_stopping=1, learning_rate=1e-6)  # it learns nothing: stops at once
+    straight = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "straight", **fields))
+    assert straight["steps"][0] < 40
+    r = recipe(checkpoint_of("bert"), toy, tmp_path / "stopped", **fields)
+    with monkeypatch.context() as m:
+        m.setattr(module, "save_seed", lambda *a: (_ for _ in ()).throw(Interrupted("stopped")))
+        with pytest.raises(Interrupted):
+            finetune(r)
+    assert_same(finetune(r, resume=True), straight)
+
+
+def test_ctrl_c_in_the_last_step_does_not_begin_another_seed(
+    checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path
+) -> None:
+    module = sys.modules["firth.tasks.finetune"]
+    real = module.fit
+
+    def press(run: Any, resume: bool = False) -> Any:
+        run.hooks.append((3, lambda step, model: os.kill(os.getpid(), signal.SIGINT)))
+        return real(run, resume)
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(module, "fit", press)
+        with pytest.raises(Interrupted, match="step 3 of 3"):
+            finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", max_steps=3, seeds=2))
+    assert not (tmp_path / "run" / "seed-1").exists()
+
+
+def test_rare_classes_count_more(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
+    uneven = tmp_path / "uneven.jsonl"
+    rows = [json.loads(line) for line in toy["train"].read_text().splitlines()]
+    kept = [r for r in rows if r["label"] == "animal"][:6] + [r for r in rows if r["label"] == "place"][:2]
+    uneven.write_text("".join(json.dumps(r) + "\n" for r in kept))
+    r = recipe(checkpoint_of("bert"), toy, tmp_path / "run", train=str(uneven), class_weights="balanced")
+    head = first(r).config.head
+    assert isinstance(head, Classes)
+    assert head.weights == (8 / (2 * 6), 8 / (2 * 2))
+    with pytest.raises(UserError, match="for a head over classes"):
+        first(replace(r, checkpoint=str(checkpoint_of("t5"))))
+
+
+def test_another_task_s_answers_are_forgotten(
+    checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "first", max_steps=2))
+    assert "a new head for classify, over 2 classes" in capsys.readouterr().err
+    kept = load_model(tmp_path / "first" / "final").head.out.weight
+    again = recipe(tmp_path / "first" / "final", toy, tmp_path / "again", max_steps=2)
+    assert torch.equal(first(again).head.out.weight, kept)
+    finetune(again)
+    assert "the checkpoint's head for classify goes on learning" in capsys.readouterr().err
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"text": "the cat", "label": "x"}\n{"text": "the dog", "label": "y"}\n')
+    assert not torch.equal(first(replace(again, train=str(other))).head.out.weight, kept)
+
+
+# --- what several seeds come to
+
+
+class Scored:
+    """A task that only scores."""
+
+    def __init__(self, name: str, metric: str) -> None:
+        self.name, self.metric = name, metric
+
+    def score(self, examples: Any, found: Any) -> dict[str, float]:
+        return score(self.name, [p.prediction for p in found], [e.target for e in examples])
+
+
+def test_chance() -> None:
+    dev = examples("aabb" + "b" * 6)
+    assert chance(Scored("classify", "accuracy"), examples("aaab"), dev) == 0.2  # type: ignore[arg-type]
+    assert chance(Scored("classify", "mcc"), examples("aaab"), dev) == 0.0  # type: ignore[arg-type]
+    numbers = [Example(i, ("t",), float(i)) for i in range(4)]
+    assert chance(Scored("regress", "pearson"), numbers, numbers) == 0.0  # type: ignore[arg-type]
+    tags = [Example(0, ("a", "b", "c"), ("O", "O", "B-X"))]
+    assert chance(Scored("tag", "entity_f1"), tags, tags) == 0.0  # type: ignore[arg-type]
+    assert chance(Scored("lm", "perplexity"), [], []) is None  # type: ignore[arg-type]
+
+
+def test_seeds_that_learned_nothing_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    found = without_failed([0.8, 0.5, 0.9, float("nan")], 0.5, "accuracy")
+    assert found["failed"] == [1, 3]
+    assert found["mean_without_failed"] == pytest.approx(0.85)
+    assert "2 of 4 seeds did not beat chance (accuracy 0.5); the mean of the others is 0.85" in capsys.readouterr().err
+    assert without_failed([0.5], 0.5, "accuracy")["mean_without_failed"] is None
+    assert without_failed([0.6], 0.5, "accuracy")["failed"] == []
+
+
+def test_less_perplexity_is_better_and_the_first_of_equals_wins() -> None:
+    assert judge("perplexity", {"perplexity": 3.0}) > judge("perplexity", {"perplexity": 4.0})
+    assert judge("accuracy", {"accuracy": 0.4}) > judge("accuracy", {"accuracy": 0.3})
+    assert best_of([0.1, 0.3, 0.3]) == 1
+    assert best_of([float("nan"), 0.1]) == 1
+
+
+def test_against_a_baseline(
+    checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "bad", max_steps=1, seeds=2))
+    fields = dict(max_steps=80, seeds=2, baseline=str(tmp_path / "bad"))
+    good = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "good", **fields))
+    found = good["bootstrap"]
+    assert found["difference"] == pytest.approx(good["mean"] - bad["mean"])
+    assert found["low"] < found["difference"] < found["high"]
+    assert found["low"] > 0
+    assert found["p_value"] < 0.01
+    assert "that is more than chance" in capsys.readouterr().err
+    same = finetune(
+        recipe(checkpoint_of("bert"), toy, tmp_path / "same", **fields | {"baseline": str(tmp_path / "good")})
+    )
+    assert (same["bootstrap"]["difference"], same["bootstrap"]["p_value"]) == (0.0, 1.0)
+
+
+def test_a_baseline_that_cannot_be_compared_with(
+    checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    r = recipe(checkpoint_of("bert"), toy, tmp_path / "run", baseline=str(tmp_path))
+    with pytest.raises(UserError, match=r"has no predictions.jsonl"):
+        finetune(r)
+    dev = examples("ab")
+    (tmp_path / "predictions.jsonl").write_text('{"id": 7, "prediction": "a"}\n')
+    with pytest.raises(UserError, match="no example in common"):
+        check_baseline(r, dev)
+    (tmp_path / "predictions.jsonl").write_text('{"id": 7, "prediction": "a"}\n{"id": 1, "prediction": "a"}\n')
+    check_baseline(r, dev)
+    assert "1 ids are in dev alone, 1 in the baseline alone. The 1 in both" in capsys.readouterr().err.replace(
+        "\n", " "
+    )
+    (tmp_path / "results.json").write_text('{"task": "pair"}')
+    with pytest.raises(UserError, match="a run of the task pair"):
+        check_baseline(r, dev)
+    (tmp_path / "predictions.jsonl").write_text("nonsense\n")
+    with pytest.raises(UserError, match="does not hold predictions"):
+        check_baseline(r, dev)
+
+
+def test_labels_that_dev_does_not_have_are_named(
+    checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few_of = tmp_path / "dev.jsonl"
+    few_of.write_text('{"text": "the cat", "label": "animal"}\n')
+    finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", dev=str(few_of), max_steps=1))
+    assert "has no example of place" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer_decay": 0.0}, "layer_decay is 0.0"),
+        ({"layer_decay": 1.5}, "layer_decay is 1.5"),
+        ({"lora_rank": -1}, "lora_rank is -1"),
+        ({"lora_dropout": 1.0}, "lora_dropout is 1.0"),
+        ({"lora_alpha": 0.0}, "lora_alpha is 0.0"),
+        ({"early_stopping": -1}, "early_stopping is -1"),
+        ({"early_stopping": 1, "load_best": False}, "needs load_best"),
+        ({"lora_rank": 2, "freeze": "body"}, "LoRA freezes all weights itself"),
+        ({"unfreeze_every": 5, "freeze": "body"}, "choose one"),
+        ({"num_train_epochs": -1.0, "max_steps": 0}, "num_train_epochs must be more than 0"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        FinetuneRecipe(**fields).check()
+
+
+def test_epochs_of_unfreezing() -> None:
+    r = FinetuneRecipe(unfreeze_every=-2, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    assert r.pace(20).unfreeze_every == 5  # two passes over 20 examples, 8 at a time
+    assert replace(r, unfreeze_every=7).pace(20).unfreeze_every == 7

@@ -1,7 +1,20 @@
 """Labelled examples to a fine-tuned model."""
 
-from firth.tasks.finetune import TASK_FILE, TASKS, finetune, make_task, write_predictions
+from firth.tasks.finetune import finetune
+from firth.tasks.make import TASK_FILE, TASKS, make_task
+from firth.tasks.prompts import prompts_for
 from firth.tasks.recipe import FinetuneRecipe
+from firth.tasks.results import write_predictions
 from firth.tasks.task import Prediction, Task
 
-__all__ = ["TASKS", "TASK_FILE", "FinetuneRecipe", "Prediction", "Task", "finetune", "make_task", "write_predictions"]
+__all__ = [
+    "TASKS",
+    "TASK_FILE",
+    "FinetuneRecipe",
+    "Prediction",
+    "Task",
+    "finetune",
+    "make_task",
+    "prompts_for",
+    "write_predictions",
+]

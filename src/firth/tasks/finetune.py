@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -17,72 +16,121 @@ import torch
 
 from firth.console import say, warn
 from firth.errors import UserError, nearest
-from firth.files import damage, read_json, whole_folder, write_json, write_text
-from firth.metrics import score, summarise
-from firth.models import Model, load_model, make_model, read_config, write_model
+from firth.files import damage, read_json, whole_folder, write_json
+from firth.models import (
+    Classes,
+    LMHead,
+    Model,
+    ModelConfig,
+    TaskHead,
+    grow_vocabulary,
+    load_model,
+    make_model,
+    read_config,
+    write_model,
+)
+from firth.models.adapter import write_adapter
+from firth.models.lora import add_lora
 from firth.objectives import Batch
-from firth.tasks.classify import Classify
+from firth.tasks.embed import Embed, positives, write_sentence_transformer
+from firth.tasks.make import OF_LABELS, TASK_FILE, TASKS, make_task
 from firth.tasks.recipe import FinetuneRecipe
+from firth.tasks.results import PREDICTIONS, check_baseline, conclude, judge, write_predictions
 from firth.tasks.task import Prediction, Task
-from firth.tasks.text_to_text import LabelWords, TextToText
 from firth.text import Example, read_labelled
 from firth.tokens import load_tokenizer
 from firth.tokens.rows import mix, permute
-from firth.train import Machine, Run, choose_machine, fit, load_recipe, run_folder, save_recipe
+from firth.train import Machine, Outcome, Run, choose_machine, fit, load_recipe, run_folder, save_recipe
+from firth.train.checkpoint import forget_best
 from firth.train.pretrain import same_recipe, settle, trial
 
-TASKS = ("classify", "text-to-text")
-TASK_FILE = "task.json"
-FEW_STEPS = 200  # small data need many passes: a run takes at least so many steps
+EPOCHS, FEW_STEPS = 3.0, 200  # where nothing is said: so many passes, but at least so many steps, as small data need
+EVALUATIONS = 10  # per seed, where a run may stop early and --eval-steps does not say
 
 
 def finetune(recipe: FinetuneRecipe, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
     """Train `recipe.seeds` times; the mean and the deviation are the result, the best model is kept."""
     began = time.monotonic()
     recipe.check()
-    if recipe.task not in TASKS:
-        raise UserError(f"Unknown task {recipe.task!r}. {nearest(recipe.task, TASKS)}")
+    data = read_data(recipe)
     config = read_config(recipe.checkpoint)
-    train = read_labelled(recipe.train, recipe.task, recipe.columns, "train", recipe.encoding)
-    dev = read_labelled(recipe.dev, recipe.task, recipe.columns, "dev", recipe.encoding)
-    labels = check_labels(train, dev, recipe) if recipe.task == "classify" else None
-    tokenizer = load_tokenizer(recipe.checkpoint)
-    task = make_task(recipe.task, labels, tokenizer, config, recipe.max_seq_length, recipe.max_target_length)
+    task = make_task(recipe.task, data.train, load_tokenizer(recipe.checkpoint), config, recipe)
+    check_baseline(recipe, data.dev)
+    if recipe.class_weights == "balanced":
+        balanced(task.head(config), [e.target for e in data.train])  # refused before anything is written
 
-    inputs = [recipe.checkpoint, recipe.train, recipe.dev]
+    inputs = [recipe.checkpoint, recipe.train, recipe.dev, recipe.baseline]
     with run_folder(Path(recipe.output_dir), resume, overwrite, inputs) as folder:
-        stored = folder / "recipe.yaml"
-        machine = choose_machine(recipe)
-        chosen = [choose(train, recipe, seed) for seed in range(recipe.seeds)]
-        used = sorted({i for places in chosen for i in places})
-        train_items = dict(zip(used, task.encode([train[i] for i in used]), strict=True))
-        dev_items = task.encode(dev)
+        machine, stored = choose_machine(recipe), folder / "recipe.yaml"
+        job = encode(recipe, task, data, machine, folder)
         if resume and stored.is_file():
             recipe = same_recipe(load_recipe(stored, FinetuneRecipe), recipe)
         else:
-            first = [train_items[i] for i in chosen[0]]
-            recipe = settle_seeds(recipe, task, first, dev_items, machine, began)
+            recipe = settle_seeds(recipe, job, began)
             save_recipe(recipe, stored)
-        for sentence in task.cut:
+        job = replace(job, recipe=recipe)
+        for sentence in [*about_length(config, recipe), *task.said, *about_head(config, task)]:
             say(sentence)
-        if labels is not None and config.shape != "encoder-decoder":
-            say(f"a new head over {len(labels)} classes")
-        scores = []
-        for seed, places in enumerate(chosen):
-            items = [train_items[i] for i in places]
-            scores.append(one_seed(recipe, seed, task, items, dev, dev_items, machine, folder, resume))
-        return conclude(recipe, task.metric, scores, folder)
+        runs = [one_seed(job, seed, resume) for seed in range(recipe.seeds)]
+        return conclude(recipe, task, data.train, data.dev, runs, folder)
 
 
-def check_labels(train: Sequence[Example], dev: Sequence[Example], recipe: FinetuneRecipe) -> tuple[str, ...]:
-    """The labels of train in order; one in dev that train does not have is a mistake."""
-    labels = tuple(sorted({e.target for e in train}))
+@dataclass(frozen=True)
+class Data:
+    train: list[Example]
+    dev: list[Example]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all seeds share."""
+
+    recipe: FinetuneRecipe
+    task: Task
+    data: Data
+    chosen: list[Sequence[int]]  # by seed: which examples it learns from
+    train_items: Mapping[int, Any]
+    dev_items: Sequence[Any]
+    machine: Machine
+    folder: Path
+
+    def predict(self, model: Model) -> list[Prediction]:
+        size = 2 * self.recipe.per_device_train_batch_size
+        return self.task.settle(self.data.dev, self.task.predict(model, self.dev_items, self.machine, size))
+
+
+# --- before the first step ------------------------------------------------------------------------------------------
+
+
+def read_data(recipe: FinetuneRecipe) -> Data:
+    if recipe.task not in TASKS:
+        raise UserError(f"Unknown task {recipe.task!r}. {nearest(recipe.task, TASKS)}")
+    train = read_labelled(recipe.train, recipe.task, recipe.columns, "train", recipe.encoding)
+    dev = read_labelled(recipe.dev, recipe.task, recipe.columns, "dev", recipe.encoding)
+    if recipe.task in OF_LABELS:
+        check_labels(train, dev, recipe)
+    return Data(positives(train, recipe.train) if recipe.task == "embed" else train, dev)
+
+
+def check_labels(train: Sequence[Example], dev: Sequence[Example], recipe: FinetuneRecipe) -> None:
+    """A label in dev that train does not have is a mistake; one that only train has is said."""
+    labels = sorted({e.target for e in train})
     if len(labels) < 2:
         raise UserError(f"{recipe.train}: every example has the label {labels[0]!r}; classification needs two or more.")
     for e in dev:
         if e.target not in labels:
             raise UserError(f"{recipe.dev}, example {e.id}: the label {e.target!r} does not occur in {recipe.train}.")
-    return labels
+    if unseen := [label for label in labels if label not in {e.target for e in dev}]:
+        more = f" and {len(unseen) - 10} more" if len(unseen) > 10 else ""
+        warn(f"{recipe.dev} has no example of {', '.join(unseen[:10])}{more}: nothing is known about them.")
+
+
+def encode(recipe: FinetuneRecipe, task: Task, data: Data, machine: Machine, folder: Path) -> Job:
+    """The examples as the model reads them: those that some seed learns from, and all that are scored."""
+    chosen = [choose(data.train, recipe, seed) for seed in range(recipe.seeds)]
+    used = sorted({i for places in chosen for i in places})
+    items = dict(zip(used, task.encode([data.train[i] for i in used]), strict=True))
+    return Job(recipe, task, data, chosen, items, task.encode(data.dev), machine, folder)
 
 
 def choose(train: Sequence[Example], recipe: FinetuneRecipe, seed: int) -> Sequence[int]:
@@ -90,85 +138,136 @@ def choose(train: Sequence[Example], recipe: FinetuneRecipe, seed: int) -> Seque
     return few(train, recipe.shots, recipe.seed + seed) if recipe.shots else range(len(train))
 
 
-def make_task(
-    name: str, labels: Sequence[str] | None, tokenizer: Any, config: Any, length: int, target_length: int
-) -> Task:
-    """The task for this architecture: a head where there is one stack, words where there are two."""
-    if name == "text-to-text":
-        return TextToText(tokenizer, config, length, target_length)
-    assert labels is not None
-    if config.shape == "encoder-decoder":
-        return LabelWords(labels, tokenizer, config, length, target_length)
-    return Classify(labels, tokenizer, config, length)
+def few(examples: Sequence[Example], shots: int, seed: int) -> list[int]:
+    """The places of so many examples, as evenly over the labels as there are enough of each; drawn by the seed.
+
+    Where there are more labels than `shots`, which labels come is drawn too.
+    """
+    by_label: dict[Any, list[int]] = defaultdict(list)
+    for i in permute(np.arange(len(examples)), len(examples), seed).tolist():
+        by_label[examples[i].target].append(i)
+    rounds = zip_longest(*by_label.values())  # one of each label, then another one of each ...
+    return [i for round in rounds for i in round if i is not None][:shots]
 
 
-def settle_seeds(
-    recipe: FinetuneRecipe,
-    task: Task,
-    items: Sequence[Any],
-    dev_items: Sequence[Any],
-    machine: Machine,
-    began: float,
-) -> FinetuneRecipe:
+def settle_seeds(recipe: FinetuneRecipe, job: Job, began: float) -> FinetuneRecipe:
     """Fix the steps of each seed, and the evaluation (once, at the end, unless asked). `minutes` are for all seeds."""
+    items = [job.train_items[i] for i in job.chosen[0]]
 
     def try_out() -> tuple[float, float]:
-        batches = batch_function(recipe, task, items)
-
         def evaluate(model: Model) -> dict[str, float]:
-            task.predict(model, dev_items, machine, 2 * recipe.per_device_train_batch_size)
+            job.predict(model)
             return {}
 
-        step, evaluation = trial(recipe, machine, first_model(recipe, task), batches, evaluate)
+        model, pace = first_model(job, 0), replace(recipe.pace(len(items)), unfreeze_every=0)
+        batches = batch_function(recipe, job.task, items)
+        step, evaluation = trial(recipe, job.machine, model, batches, evaluate, pace=pace)
         return step * recipe.seeds, evaluation * recipe.seeds
 
-    return settle(recipe, len(items), try_out, began, evaluations=1, least=FEW_STEPS)
+    epochs, least = recipe.num_train_epochs or EPOCHS, 1 if recipe.num_train_epochs else FEW_STEPS
+    evaluations = EVALUATIONS if recipe.early_stopping else 1
+    settled = settle(replace(recipe, num_train_epochs=epochs), len(items), try_out, began, evaluations, least)
+    return replace(settled, num_train_epochs=recipe.num_train_epochs)
 
 
-def one_seed(
-    recipe: FinetuneRecipe,
-    seed: int,
-    task: Task,
-    items: Sequence[Any],
-    dev: Sequence[Example],
-    dev_items: Sequence[Any],
-    machine: Machine,
-    folder: Path,
-    resume: bool,
-) -> dict[str, float]:
-    """One training; its scores. Done ones are not done again on resume."""
-    place = folder / f"seed-{seed}"
+def about_length(config: ModelConfig, recipe: FinetuneRecipe) -> list[str]:
+    """That the model cannot read as much as it was told to."""
+    limit = config.max_length
+    if limit is None or recipe.max_seq_length <= limit:
+        return []
+    return [f"max_seq_length is {recipe.max_seq_length:,}, and this model has {limit:,} places: {limit:,} are read."]
+
+
+def about_head(config: ModelConfig, task: Task) -> list[str]:
+    """What is new on the model."""
+    wanted = task.head(config).head
+    if isinstance(wanted, LMHead):
+        return []
+    if same_answers(config, wanted):
+        return [f"the checkpoint's head for {task.name} goes on learning"]
+    return [f"a new head for {task.name}" + (f", over {len(task.labels)} classes" if task.labels else "")]
+
+
+def same_answers(config: ModelConfig, wanted: Any) -> bool:
+    """Whether a checkpoint's head answers the same already."""
+    return type(config.head) is type(wanted) and getattr(config.head, "names", ()) == getattr(wanted, "names", ())
+
+
+# --- one seed -------------------------------------------------------------------------------------------------------
+
+
+def one_seed(job: Job, seed: int, resume: bool) -> dict[str, Any]:
+    """One training; its scores and numbers. Done ones are not done again on resume."""
+    place = job.folder / f"seed-{seed}"
     if resume and (place / "results.json").is_file() and damage(place / "final") is None:
         return dict(read_json(place / "results.json"))
     place.mkdir(exist_ok=True)
-    recipe = replace(recipe, seed=recipe.seed + seed)
-    model = first_model(recipe, task)
-    predictions: list[Prediction] = []
+    recipe = replace(job.recipe, seed=job.recipe.seed + seed)
+    items = [job.train_items[i] for i in job.chosen[seed]]
+    model, predictions = first_model(job, seed), list[Prediction]()
 
     def evaluate(model: Model) -> dict[str, float]:
-        predictions[:] = task.predict(model, dev_items, machine, 2 * recipe.per_device_train_batch_size)
-        return score(recipe.task, [p.prediction for p in predictions], [e.target for e in dev])
+        predictions[:] = job.predict(model)
+        return job.task.score(job.data.dev, predictions)
 
-    batches = batch_function(recipe, task, items)
-    outcome = fit(Run(recipe, machine, model, batches, evaluate, place, f"seed {seed + 1} of {recipe.seeds}"), resume)
-    write_predictions(place / "predictions.jsonl", dev, predictions)
-    with whole_folder(place / "final") as temporary:
-        write_model(model, temporary)
-        write_json(temporary / TASK_FILE, task.facts() | {"max_seq_length": recipe.max_seq_length})
-    write_json(place / "results.json", outcome.scores)
-    return outcome.scores
+    run = Run(
+        recipe,
+        job.machine,
+        model,
+        batch_function(recipe, job.task, items),
+        evaluate,
+        place,
+        f"seed {seed + 1} of {recipe.seeds}",
+        pace=recipe.pace(len(items)),
+        judge=partial(judge, job.task.metric) if recipe.load_best else None,
+        patience=recipe.early_stopping,
+    )
+    outcome = fit(run, resume)
+    write_predictions(place / PREDICTIONS, job.data.dev, predictions)
+    save_seed(recipe, job.task, model, place)
+    results = seed_results(outcome, recipe)
+    write_json(place / "results.json", results)
+    forget_best(place)
+    return results
 
 
-def first_model(recipe: FinetuneRecipe, task: Task) -> Model:
-    """The checkpoint's body with the task's head, or its twin with random weights."""
-    torch.manual_seed(recipe.seed)
+def first_model(job: Job, seed: int) -> Model:
+    """The checkpoint's body with the task's head, or its twin with random weights; with LoRA where that is asked."""
+    recipe, task = job.recipe, job.task
+    torch.manual_seed(recipe.seed + seed)
     config = read_config(recipe.checkpoint)
-    head = task.head(config)
-    if not recipe.from_scratch:
-        return load_model(recipe.checkpoint, head=head)
-    model = make_model(replace(config, head=head, extras=()))
-    model.tokenizer = load_tokenizer(recipe.checkpoint)
+    wanted = task.head(config)
+    if recipe.class_weights == "balanced":
+        wanted = balanced(wanted, [job.data.train[i].target for i in job.chosen[seed]])
+    if recipe.from_scratch:
+        model = make_model(wanted)
+    else:
+        model = load_model(recipe.checkpoint, head=wanted.head, extras=wanted.extras)
+        if isinstance(config.head, TaskHead) and not same_answers(config, wanted.head):
+            start_anew(model)
+    model.tokenizer = task.tokenizer
+    grow_vocabulary(model, max(config.vocab_size, task.tokenizer.vocab.size))
+    if recipe.lora is not None:
+        add_lora(model, recipe.lora)
     return model
+
+
+def start_anew(model: Model) -> None:
+    """Forget the answers of another task, which may have had as many."""
+    out = getattr(model.head, "out", None)
+    if isinstance(out, torch.nn.Linear):
+        torch.nn.init.normal_(out.weight, 0.0, getattr(model.config.init, "std", out.in_features**-0.5))
+        if out.bias is not None:
+            torch.nn.init.zeros_(out.bias)
+
+
+def balanced(config: ModelConfig, targets: Sequence[str]) -> ModelConfig:
+    """Classes that count n / (k * n_c) each, so that rare ones weigh as much as common ones."""
+    if not isinstance(config.head, Classes):
+        raise UserError("class_weights=balanced is for a head over classes, and this model answers otherwise.")
+    count, names = Counter(targets), config.head.names
+    weights = tuple(len(targets) / (len(names) * max(count[name], 1)) for name in names)
+    return replace(config, head=replace(config.head, weights=weights))
 
 
 def batch_function(recipe: FinetuneRecipe, task: Task, items: Sequence[Any]) -> Callable[[int], list[Batch]]:
@@ -187,50 +286,28 @@ def batch_function(recipe: FinetuneRecipe, task: Task, items: Sequence[Any]) -> 
     return batches
 
 
-def few(examples: Sequence[Example], shots: int, seed: int) -> list[int]:
-    """The places of so many examples, as evenly over the labels as there are enough of each; drawn by the seed.
-
-    Where there are more labels than `shots`, which labels come is drawn too.
-    """
-    by_label: dict[str, list[int]] = defaultdict(list)
-    for i in permute(np.arange(len(examples)), len(examples), seed).tolist():
-        by_label[examples[i].target].append(i)
-    rounds = zip_longest(*by_label.values())  # one of each label, then another one of each ...
-    return [i for round in rounds for i in round if i is not None][:shots]
-
-
-def write_predictions(path: Path, examples: Sequence[Example], predictions: Sequence[Prediction]) -> None:
-    """One object per example, in order."""
-    lines = []
-    for e, p in zip(examples, predictions, strict=True):
-        line: dict[str, Any] = {"id": e.id, "prediction": p.prediction, "reference": e.target}
-        lines.append(json.dumps(line | ({"scores": p.scores} if p.scores else {}), ensure_ascii=False))
-    write_text(path, "\n".join(lines) + "\n")
+def save_seed(recipe: FinetuneRecipe, task: Task, model: Model, place: Path) -> None:
+    """`final/`, and where LoRA has learned, `adapter/` for peft."""
+    if recipe.lora is not None:
+        try:
+            with whole_folder(place / "adapter") as temporary:
+                write_adapter(model, recipe.lora, recipe.checkpoint, temporary)
+        except UserError as e:
+            say(f"no adapter/: {e}")
+    with whole_folder(place / "final") as temporary:
+        write_model(model, temporary)
+        write_json(temporary / TASK_FILE, task.facts())
+        if isinstance(task, Embed):
+            write_sentence_transformer(model, task.form.length, temporary)
 
 
-def conclude(recipe: FinetuneRecipe, metric: str, scores: list[dict[str, float]], folder: Path) -> dict[str, Any]:
-    """Mean and deviation over the seeds; the best seed's model and predictions become the run's."""
-    best = max(range(len(scores)), key=lambda i: scores[i][metric])
-    chosen = folder / f"seed-{best}"
-    with whole_folder(folder / "final") as temporary:
-        for file in (chosen / "final").iterdir():
-            if file.name != "manifest.json":
-                (temporary / file.name).write_bytes(file.read_bytes())
-    write_text(folder / "predictions.jsonl", (chosen / "predictions.jsonl").read_text(encoding="utf-8"))
-    mean, std = summarise([s[metric] for s in scores])
-    if math.isnan(mean):
-        warn(f"{metric} is not a number in some seed.")
-    results = {
-        "output_dir": str(folder),
-        "task": recipe.task,
-        "metric": metric,
-        "mean": mean,
-        "std": std,
-        "seeds": [s[metric] for s in scores],
-        **{name: summarise([s[name] for s in scores])[0] for name in scores[0]},
-        "from_scratch": recipe.from_scratch,
-        "best_seed": best,
-        "predictions": str(folder / "predictions.jsonl"),
+def seed_results(outcome: Outcome, recipe: FinetuneRecipe) -> dict[str, Any]:
+    per_token = outcome.steps * recipe.global_batch / max(outcome.tokens, 1)
+    return {
+        "scores": outcome.scores,
+        "steps": outcome.steps,
+        "best_step": outcome.best_step,
+        "loss": outcome.loss,
+        "seconds": outcome.seconds,
+        "examples_per_second": outcome.tokens_per_second * per_token,
     }
-    write_json(folder / "results.json", results)
-    return results

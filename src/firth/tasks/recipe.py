@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from firth.errors import UserError
+from firth.models.lora import LoRA
 from firth.train.recipe import Training, option
+from firth.train.unfreeze import Pace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,30 +17,116 @@ class FinetuneRecipe(Training):
     """One task, one checkpoint, several seeds."""
 
     checkpoint: str = option("", "Checkpoint folder to start from, ours or a published one.")
-    task: str = option("classify", "classify or text-to-text.")
+    task: str = option(
+        "classify",
+        "classify, pair, regress, choice, tag, relation, span-qa, word-in-context, text-to-text, lm or embed.",
+    )
     train: str = option("", "Labelled file to learn from (.jsonl, .tsv, .csv), or pydocs.")
     dev: str = option("", "Labelled file to score on, or pydocs.")
     columns: dict[str, str] = option(None, "Other names of columns.")  # noqa: RUF009
     encoding: str = option("utf-8", "Encoding of the labelled files.")
-    seeds: int = option(3, "How many times to train; the result is the mean and the deviation.")
+    seeds: int = option(
+        3,
+        "How many times to train, each with its own order, head and dropout; the result is the mean and the deviation.",
+    )
     shots: int = option(0, "Learn from so many examples only, drawn evenly over the labels by each seed; 0 takes all.")
     from_scratch: bool = option(False, "Start the same model from random weights: the untrained twin.")
-    max_target_length: int = option(32, "Tokens of an answer (text-to-text).")
-    per_device_train_batch_size: int = option(16, "Examples that are computed at once.")
+    baseline: str = option(
+        "", "Folder of another run on the same dev file: is the difference to it more than chance (paired bootstrap)?"
+    )
+    answer: Literal["head", "words"] = option(
+        "head", "head puts a new layer on the model; words lets it write the answer, as T5 always does."
+    )
+    max_target_length: int = option(32, "Tokens of an answer that is written.")
+    prefix: str = option(
+        "", "What stands before every text that is answered in words, as in T5: 'summarize: ', 'sst2 sentence: '."
+    )
+    num_beams: int = option(1, "Answers that are written are searched for with so many beams.")
+    length_penalty: float = option(1.0, "Beams: log-probability / length ** this; above 1 favours longer answers.")
+    per_device_train_batch_size: int = option(16, "Examples that are computed at once; several share a row.")
     num_train_epochs: float = option(
-        3.0, "How often the examples are read, when --max-steps is not given; at least 200 steps are taken."
+        0.0,
+        "How often the examples are read, when --max-steps is not given.",
+        shown="3, and at least 200 steps, as small data need many passes",
     )
     adam_beta2: float = option(0.999, "AdamW's second decay rate.")
+    compile: bool | None = option(
+        False,
+        "Compile the step (torch.compile): packed rows have some ten shapes, each compiled for itself, which pays "
+        "in long runs only.",
+    )
+    eval_steps: int = option(
+        0, "Score on dev every so many steps; 0 at the end only, with --early-stopping ten times. Always at the end."
+    )
+    load_best: bool = option(
+        True, "Of several scores on dev the best one's weights are the result (the first of equals), not the last's."
+    )
+    early_stopping: int = option(
+        0, "Stop after so many scores in a row that are no better than the best; 0 trains to the end."
+    )
+    class_weights: Literal["none", "balanced"] = option(
+        "none", "balanced lets a rare class count as much as a common one: each answer n / (classes * n of its class)."
+    )
+    layer_decay: float = option(
+        1.0,
+        "Each layer learns so many times as fast as the one above it, the head at the full rate: lower layers know "
+        "what is general. ULMFiT has 0.385 (1/2.6), ELECTRA and DeBERTa 0.8 to 0.95.",
+    )
+    freeze: Literal["none", "embeddings", "body"] = option(
+        "none", "What stays as it is: body trains the head alone, on features (fast, and seldom as good)."
+    )
+    unfreeze_every: int = option(
+        0,
+        "Begin with the head alone, and let one more layer learn every so many steps, from the top down (ULMFiT); -1 "
+        "every epoch, -2 every second epoch; 0 trains all from the start.",
+    )
+    lora_rank: int = option(
+        0,
+        "LoRA: leave the weights as they are, and learn a product of two matrices of this rank beside each, and the "
+        "head; 8 is usual, with a rate ten times as high. 0 trains the weights themselves.",
+    )
+    lora_alpha: float = option(16.0, "LoRA: what is learned counts alpha / rank times.")
+    lora_dropout: float = option(0.0, "LoRA: dropout on what the two matrices read.")
+    lora_targets: Literal["attention", "all"] = option(
+        "attention", "LoRA: beside the matrices of attention, or beside those of the MLP too."
+    )
 
     def __post_init__(self) -> None:
         if self.columns is None:
             object.__setattr__(self, "columns", {})
 
     def check(self) -> None:
-        super().check()
-        if self.seeds < 1:
-            raise UserError(f"seeds is {self.seeds}, and must be at least 1.")
-        if self.shots < 0:
-            raise UserError(f"shots is {self.shots}, and must not be negative.")
-        if self.max_target_length < 2:
-            raise UserError(f"max_target_length is {self.max_target_length}, and must be at least 2.")
+        Training.check(replace(self, num_train_epochs=self.num_train_epochs or 1.0))  # 0 leaves it open
+        least = {"seeds": 1, "shots": 0, "max_target_length": 2, "num_beams": 1, "early_stopping": 0, "lora_rank": 0}
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise UserError(f"{name} is {getattr(self, name)}, and must be at least {smallest}.")
+        if not 0 < self.layer_decay <= 1:
+            raise UserError(f"layer_decay is {self.layer_decay}, and must be more than 0 and at most 1.")
+        if not 0 <= self.lora_dropout < 1:
+            raise UserError(f"lora_dropout is {self.lora_dropout}, and must be at least 0 and less than 1.")
+        if self.lora_alpha <= 0:
+            raise UserError(f"lora_alpha is {self.lora_alpha}, and must be more than 0.")
+        self.check_together()
+
+    def check_together(self) -> None:
+        """What contradicts itself."""
+        if self.early_stopping and not self.load_best:
+            raise UserError("early_stopping waits for a better score and goes back to the best: it needs load_best.")
+        if self.lora_rank and self.freeze != "none":
+            raise UserError(f"LoRA freezes all weights itself: leave freeze={self.freeze} out.")
+        if self.unfreeze_every and self.freeze == "body":
+            raise UserError("freeze=body trains the head alone, and unfreeze_every does not: choose one.")
+
+    @property
+    def lora(self) -> LoRA | None:
+        if not self.lora_rank:
+            return None
+        return LoRA(self.lora_rank, self.lora_alpha, self.lora_dropout, self.lora_targets)
+
+    def pace(self, num_examples: int) -> Pace:
+        """Which parts learn, from when on and how fast, where an epoch has so many examples."""
+        every = self.unfreeze_every
+        if every < 0:
+            every = math.ceil(-every * num_examples / self.global_batch)
+        return Pace(self.layer_decay, self.freeze, every)

@@ -1,117 +1,202 @@
-"""Every task as text to text, as T5 has it: an encoder reads, a decoder writes the answer."""
+"""Every task as text to text, as T5 has it: a text is read, and the answer is written."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
+from firth.console import progress
 from firth.errors import UserError
-from firth.generate import generate_ids
-from firth.models import EncoderDecoder, Head, Model, ModelConfig, framing
-from firth.objectives import IGNORED, Batch
-from firth.tasks.task import Prediction, Reader, by_length, pad_rows
+from firth.generate import Decoding, generate_ids
+from firth.metrics import score
+from firth.models import Model, ModelConfig, framing, head_for
+from firth.objectives import Batch
+from firth.tasks.form import DELIMITER
+from firth.tasks.task import Prediction, Reader, by_length
+from firth.tasks.writing import Laid, Line, foresee, lay_lines, lay_pairs
 from firth.text import Example
 from firth.tokens import Tokenizer
 from firth.train import Machine
+
+LENGTH, TARGET_LENGTH = 512, 32  # tokens, where nothing is said
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How texts are read and answers written: lengths in tokens, what stands before each text, how beams search."""
+
+    max_seq_length: int = LENGTH
+    max_target_length: int = TARGET_LENGTH
+    prefix: str = ""
+    num_beams: int = 1
+    length_penalty: float = 1.0
+
+
+def writing_of(facts: Mapping[str, Any], config: ModelConfig) -> Writing:
+    """As task.json, or a recipe, says; the length is the model's own where it is left open."""
+    known = {name: facts[name] for name in Writing.__dataclass_fields__ if facts.get(name) is not None}
+    length = known.pop("max_seq_length", 0) or config.max_length or LENGTH
+    target = known.pop("max_target_length", 0) or min(TARGET_LENGTH, (config.max_length or length) // 2)
+    return Writing(length, target, **known)
 
 
 class Item(NamedTuple):
     ids: list[int]
     answer: list[int]
+    candidates: tuple[list[int], ...] = ()  # answers of its own to choose from
+
+    @property
+    def size(self) -> int:
+        return len(self.ids) + len(self.answer)
 
 
 class TextToText:
-    """The answer is generated, word by word."""
+    """The answer is generated, word by word. A decoder reads the text and a delimiter, and goes on with the answer.
 
+    A decoder that was never tuned has no delimiter, and just goes on.
+    """
+
+    name = "text-to-text"
     metric = "chrf"
+    labels: tuple[str, ...] = ()
 
-    def __init__(self, tokenizer: Tokenizer, config: ModelConfig, length: int, target_length: int) -> None:
-        if config.shape != "encoder-decoder":
+    def __init__(self, tokenizer: Tokenizer, config: ModelConfig, writing: Writing, learns: bool = True) -> None:
+        if config.shape == "encoder":
             raise UserError(
-                f"text-to-text needs an encoder-decoder, such as t5-tiny; this checkpoint's shape is {config.shape}."
+                "text-to-text needs an encoder-decoder, such as t5-tiny, or a decoder; this checkpoint's shape is "
+                f"{config.shape}."
             )
-        self.tokenizer, self.target_length = tokenizer, target_length
-        self.reader = Reader(tokenizer, config, length)
-        self.writer = Reader(tokenizer, config, target_length)
-        self.pad, self.start = tokenizer.vocab.pad, framing(config, tokenizer.vocab).start
+        self.decoder, self.start = config.shape == "decoder", framing(config, tokenizer.vocab).start
+        if self.decoder and learns:
+            tokenizer = tokenizer.with_tokens((DELIMITER,))
+        self.tokenizer, self.writing, self.pad = tokenizer, writing, tokenizer.vocab.pad
+        self.writer = Reader(tokenizer, config, writing.max_target_length, before=() if self.decoder else None)
+        length, delimiter = writing.max_seq_length, None
+        if self.decoder:  # the text and its answer share a row
+            length = min(length, (config.max_length or length + self.writer.length) - self.writer.length)
+            delimiter = tokenizer.backend.token_to_id(DELIMITER)
+        self.reader = Reader(tokenizer, config, length, end=delimiter)
+        self.delimited = not self.decoder or delimiter is not None
+        self.check_room(config)
+        self.decoding = Decoding(
+            max_new_tokens=self.writer.length, num_beams=writing.num_beams, length_penalty=writing.length_penalty
+        )
+
+    def check_room(self, config: ModelConfig) -> None:
+        """Refuse lengths that leave no room for a text, and a prefix that takes all of it."""
+        room = self.reader.length - len(self.reader.before) - 1 - len(self.tokenizer.encode(self.writing.prefix))
+        if room >= 1:
+            return
+        if self.decoder and config.max_length and self.writer.length >= config.max_length // 2:
+            raise UserError(
+                f"A row of this decoder has {config.max_length} places, and answers take {self.writer.length} of them: "
+                "no room is left for a text. Lower max_target_length."
+            )
+        raise UserError(
+            f"max_seq_length={self.reader.length} has no room for a text behind the prefix {self.writing.prefix!r}."
+        )
 
     @property
-    def cut(self) -> list[str]:
+    def said(self) -> list[str]:
         return [*self.reader.say_cut("texts"), *self.writer.say_cut("answers")]
 
-    def head(self, config: ModelConfig) -> Head:
-        return config.head
+    def head(self, config: ModelConfig) -> ModelConfig:
+        return replace(config, head=head_for(config, "text-to-text"))
 
     def facts(self) -> dict[str, Any]:
-        return {"task": "text-to-text", "max_target_length": self.target_length}
+        return {"task": self.name, "answer": "words", **vars(self.writing)}
 
     def encode(self, examples: Sequence[Example]) -> list[Item]:
-        read = self.reader.read(e.texts[0] for e in examples)
-        write = self.writer.read(e.target for e in examples)
-        return [Item(ids, answer) for ids, answer in zip(read, write, strict=True)]
+        read = self.reader.read(self.writing.prefix + e.texts[0] for e in examples)
+        write = self.writer.read(e.target or "" for e in examples)
+        return [Item(r if self.delimited else r[:-1], w) for r, w in zip(read, write, strict=True)]
 
     def batch(self, items: Sequence[Item]) -> Batch:
-        tokens, doc = pad_rows([item.ids for item in items], self.pad)
-        answers, answer_doc = pad_rows([item.answer for item in items], self.pad)
-        before = np.concatenate([np.full_like(answers[:, :1], self.start), answers[:, :-1]], 1)
-        return Batch(
-            tokens,
-            doc=doc,
-            labels=np.where(answer_doc < 0, IGNORED, answers),
-            decoder_tokens=before,
-            decoder_doc=np.zeros_like(before),  # padding comes last, and a decoder does not look ahead
-        )
+        return self.lay(items, [item.answer for item in items]).batch
+
+    def lay(self, items: Sequence[Item], answers: Sequence[list[int]], room: Sequence[int] | None = None) -> Laid:
+        """The texts of the items with these answers in rows; `room` is what other answers may take there."""
+        if self.decoder:
+            both = [
+                Line([*i.ids, *a], range(len(i.ids) - 1, len(i.ids) + len(a) - 1))
+                for i, a in zip(items, answers, strict=True)
+            ]
+            return lay_lines(both, self.reader.length + self.writer.length, self.pad)
+        length = max(self.reader.length, self.writer.length)
+        return lay_pairs([item.ids for item in items], answers, length, self.pad, self.start, room)
 
     def predict(self, model: Model, items: Sequence[Item], machine: Machine, size: int) -> list[Prediction]:
         found: list[Prediction | None] = [None] * len(items)
-        for places in by_length(items, size, lambda item: len(item.ids)):
-            with machine.precision():
-                written = generate_ids(model, [items[i].ids for i in places], self.target_length)
-            for i, ids in zip(places, written, strict=True):
-                found[i] = Prediction(self.tokenizer.decode(ids))
+        with progress("writing", "answers", len(items)) as shown:
+            for places in by_length(items, size, lambda item: len(item.ids)):
+                with machine.precision():
+                    written = generate_ids(model, [items[i].ids for i in places], decoding=self.decoding)
+                for i, ids in zip(places, written, strict=True):
+                    found[i] = Prediction(self.tokenizer.decode(ids).strip())
+                shown.advance(len(places))
         return [p for p in found if p is not None]
+
+    def settle(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> list[Prediction]:
+        return list(predictions)
+
+    def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
+        references = [list(e.references) or e.target for e in examples]
+        return score(self.name, [p.prediction for p in predictions], references)
 
 
 class LabelWords(TextToText):
-    """Classification by an encoder-decoder: the label whose words are the likeliest answer."""
+    """One of several answers: the one whose words are the likeliest. Those of all examples, or those of an item."""
 
+    name = "classify"
     metric = "accuracy"
 
     def __init__(
-        self, labels: Sequence[str], tokenizer: Tokenizer, config: ModelConfig, length: int, target_length: int
+        self, labels: Sequence[str], tokenizer: Tokenizer, config: ModelConfig, writing: Writing, learns: bool = True
     ) -> None:
-        super().__init__(tokenizer, config, length, target_length)
+        super().__init__(tokenizer, config, writing, learns)
         self.labels = tuple(labels)
-        self.answers = self.writer.read(self.labels)
+        self.answers = tuple(self.writer.read(self.labels))
         if len(set(map(tuple, self.answers))) < len(self.labels):
             raise UserError(
-                f"Some labels have the same first {target_length} tokens: raise max_target_length or shorten them."
+                f"Some labels have the same first {self.writer.length} tokens: raise max_target_length or shorten them."
             )
 
     def facts(self) -> dict[str, Any]:
-        return super().facts() | {"task": "classify", "labels": list(self.labels)}
+        return super().facts() | {"labels": list(self.labels)}
 
-    @torch.no_grad()
+    def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
+        return score(self.name, [p.prediction for p in predictions], [e.target for e in examples])
+
     def predict(self, model: Model, items: Sequence[Item], machine: Machine, size: int) -> list[Prediction]:
-        assert isinstance(model, EncoderDecoder)
+        found = []
+        for p_C in self.probabilities(model, items, machine, size):
+            names = self.labels or [str(i) for i in range(len(p_C))]
+            found.append(Prediction(names[int(p_C.argmax())], dict(zip(names, p_C.tolist(), strict=True))))
+        return found
+
+    def probabilities(self, model: Model, items: Sequence[Item], machine: Machine, size: int) -> list[np.ndarray]:
+        """(C,) for each item: how likely each of its answers is, among these."""
         model.eval()
-        score_NC = np.zeros((len(items), len(self.labels)))
-        for places in by_length(items, size, lambda item: len(item.ids)):
-            for c, answer in enumerate(self.answers):
-                batch = self.batch([Item(items[i].ids, answer) for i in places]).to(machine.device)
-                if c == 0:
-                    with machine.precision():
-                        encoded = model.encode(batch)
-                with machine.precision():
-                    x_BUD = model.read(batch, encoded)
-                    logits_BUV = model.head(x_BUD, model.embed.tokens.weight)
-                word_BU = logits_BUV.float().log_softmax(-1).gather(-1, batch.labels.clamp(min=0)[..., None])[..., 0]
-                score_NC[places, c] = (word_BU * (batch.labels != IGNORED)).sum(-1).cpu().numpy()
-        probability_NC = np.exp(score_NC - np.logaddexp.reduce(score_NC, axis=1, keepdims=True))
-        return [
-            Prediction(self.labels[int(p_C.argmax())], dict(zip(self.labels, p_C.tolist(), strict=True)))
-            for p_C in probability_NC
-        ]
+        found: list[np.ndarray] = [np.zeros(0)] * len(items)
+        with progress("choosing", "answers", len(items)) as shown:
+            for places in by_length(items, size, lambda item: len(item.ids)):
+                some = [items[i] for i in places]
+                choices = [item.candidates or self.answers for item in some]
+                for i, score_C in zip(places, self.log_likelihoods(model, some, choices, machine), strict=True):
+                    found[i] = np.exp(score_C - np.logaddexp.reduce(score_C))
+                shown.advance(len(places))
+        return found
+
+    def log_likelihoods(
+        self, model: Model, items: Sequence[Item], choices: Sequence[Sequence[list[int]]], machine: Machine
+    ) -> list[np.ndarray]:
+        """(C,) for each item; an encoder reads each text once, whatever number of answers there are to it."""
+        room, encoded, score_NC = [max(map(len, some)) for some in choices], None, []
+        for c in range(max(map(len, choices))):
+            laid = self.lay(items, [some[min(c, len(some) - 1)] for some in choices], room)
+            logp_A, _, encoded = foresee(model, laid, machine, encoded)
+            score_NC.append(laid.sums(logp_A))
+        return [score_C[: len(some)] for score_C, some in zip(np.stack(score_NC, 1), choices, strict=True)]

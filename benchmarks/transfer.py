@@ -1,0 +1,145 @@
+"""Does pretraining pay? Pretrain for some minutes, then fine-tune on tasks beside the twin that was not pretrained.
+
+Run it once for each shape; with the same layers and width all three compute about as much for a token. Every task is
+learned by several seeds from the pretrained model and from random weights, with the same steps and rate.
+
+    python benchmarks/transfer.py encoder --text en_wiki.train.txt.xz en_books.train.txt.xz --data DATA --minutes 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from firth import __version__
+from firth.console import say, show_table
+from firth.evaluate import evaluate
+from firth.models import flops_per_token, read_config
+from firth.recipes import finetuning
+from firth.tasks import FinetuneRecipe, finetune
+from firth.train import choose_machine
+from firth.verbs import pretrain
+
+MODELS = {"encoder": "bert-tiny", "decoder": "gpt2-tiny", "encoder-decoder": "t5.1.1-tiny"}
+
+
+class Task(NamedTuple):
+    """Files under the folder of the data, and how long to learn from them."""
+
+    task: str
+    name: str
+    steps: int
+    batch: int = 32
+    length: int = 128
+    columns: dict[str, str] = {}  # noqa: RUF012, never changed
+
+
+TASKS = {
+    "sst2": Task("classify", "classification/sst2", 600),
+    "trec": Task("classify", "classification/trec", 400),
+    "stsb": Task("regress", "pairs/stsb", 400),
+    "wnut17": Task("tag", "tagging/wnut17", 400),
+    "squad": Task("span-qa", "qa_span/squad2", 500, length=384),
+    "masakhanews": Task("classify", "classification/masakhanews_swa", 200, length=256),
+    "masakhaner": Task("tag", "tagging/masakhaner_swa", 500),
+    "afrisenti": Task("classify", "classification/afrisenti_swa", 250),
+}
+BLIMP = "minimal_pairs/blimp_sample.dev.jsonl.xz"
+
+
+def learned(
+    checkpoint: Path, name: str, data: Path, folder: Path, scratch: bool, options: argparse.Namespace
+) -> dict[str, Any]:
+    """The scores of a task over the seeds."""
+    task = TASKS[name]
+    recipe = FinetuneRecipe(
+        checkpoint=str(checkpoint),
+        task=task.task,
+        train=str(data / f"{task.name}.train.jsonl.xz"),
+        dev=str(data / f"{task.name}.dev.jsonl.xz"),
+        columns=task.columns,
+        output_dir=str(folder / f"{name}{'-scratch' if scratch else ''}"),
+        seeds=options.seeds,
+        shots=options.shots,
+        max_steps=options.steps or task.steps,
+        per_device_train_batch_size=task.batch,
+        max_seq_length=min(task.length, options.longest),
+        from_scratch=scratch,
+        save_steps=10**6,
+        **finetuning(read_config(checkpoint)),
+    )
+    return finetune(recipe)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("shape", choices=MODELS)
+    parser.add_argument("--text", nargs="+", required=True)
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with classification/, pairs/, tagging/, qa_span/"
+    )
+    parser.add_argument("--tasks", default="sst2,trec,stsb,wnut17")
+    parser.add_argument("--minutes", type=float, default=4.0, help="of pretraining")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=512)
+    parser.add_argument("--vocab-size", type=int, default=16384)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--shots", type=int, default=0, help="labels of a task; 0 takes all")
+    parser.add_argument("--steps", type=int, default=0, help="of every task; 0: its own number")
+    parser.add_argument("--longest", type=int, default=512)
+    parser.add_argument("--output", type=Path, help="all scores as JSON")
+    options = parser.parse_args(words)
+    began = time.monotonic()
+    say(f"firth {__version__}; {choose_machine(FinetuneRecipe())}")
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        pretrained = pretrain(
+            MODELS[options.shape],
+            options.text,
+            run,
+            vocab_size=options.vocab_size,
+            lowercase=options.shape == "encoder",
+            overrides={
+                "model.num_layers": options.layers,
+                "model.dim": options.dim,
+                "model.num_heads": options.dim // 64,
+                "model.mlp.dim": 4 * options.dim,
+            },
+            minutes=options.minutes,
+            per_device_train_batch_size=options.batch,
+            save_steps=10**6,
+        )
+        final = run / "final"
+        config = read_config(final)
+        rows, scores = [], dict[str, Any]()
+        for name in filter(None, options.tasks.split(",")):
+            found = [learned(final, name, options.data, Path(folder), scratch, options) for scratch in (False, True)]
+            scores[name] = {"pretrained": found[0], "scratch": found[1]}
+            texts = [f"{100 * f['mean']:.1f} ± {100 * f['std']:.1f}" for f in found]
+            rows.append((name, found[0]["metric"], *texts, f"{100 * (found[0]['mean'] - found[1]['mean']):+.1f}"))
+            say(f"{name}: {texts[0]} against {texts[1]}")
+        if (options.data / BLIMP).is_file():
+            pairs = evaluate(final, "minimal-pairs", options.data / BLIMP, Path(folder) / "blimp")
+            scores["blimp"] = pairs
+            rows.append(("blimp sample", "accuracy", f"{100 * pairs['metrics']['accuracy']:.1f}", "", ""))
+    flops = flops_per_token(config, 128)
+    title = (
+        f"{options.shape}, {pretrained['parameters']:,} parameters, {flops / 1e6:,.0f} MFLOPs a token, held-out loss "
+    )
+    title += f"{pretrained['eval_loss']:.3f} after {pretrained['tokens']:,} tokens"
+    show_table(title, ("task", "score", "pretrained", "from scratch", "gain"), rows)
+    say(f"{time.monotonic() - began:.0f} s in all")
+    if options.output:
+        facts = {"shape": options.shape, "pretraining": pretrained, "scores": scores, "flops_per_token": flops}
+        options.output.write_text(json.dumps(facts), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

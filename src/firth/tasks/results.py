@@ -1,0 +1,199 @@
+"""What several seeds come to: mean and deviation, runs that learned nothing, and whether a difference is chance."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from firth.console import say, warn
+from firth.errors import UserError
+from firth.files import MANIFEST, read_json, whole_folder, write_json, write_text
+from firth.metrics import failed, paired_bootstrap, summarise
+from firth.tasks.recipe import FinetuneRecipe
+from firth.tasks.task import Prediction, Task
+from firth.text import Example
+
+PREDICTIONS = "predictions.jsonl"
+LESS_IS_BETTER = ("perplexity", "bits_per_byte")
+CONSTANT_IS_0 = ("regress", "embed")  # one answer for all has no correlation with anything
+SAMPLES, FEW_SAMPLES = 1000, 200  # of a bootstrap; few where a score takes long
+SLOW = ("text-to-text",)
+ONE_RIGHT_ANSWER = ("classify", "pair", "relation", "word-in-context", "choice")
+
+
+def judge(metric: str, scores: Mapping[str, float]) -> float:
+    """The score that decides, turned so that more is better."""
+    return -scores[metric] if metric in LESS_IS_BETTER else scores[metric]
+
+
+def conclude(
+    recipe: FinetuneRecipe,
+    task: Task,
+    train: Sequence[Example],
+    dev: Sequence[Example],
+    runs: Sequence[Mapping[str, Any]],
+    folder: Path,
+) -> dict[str, Any]:
+    """Mean and deviation over the seeds, whose results are `runs`; the best seed's model becomes the run's."""
+    metric, scores = task.metric, [run["scores"] for run in runs]
+    values = [s[metric] for s in scores]
+    best = best_of([judge(metric, s) for s in scores])
+    for name in ("final", "adapter"):
+        if (folder / f"seed-{best}" / name).is_dir():
+            copy_folder(folder / f"seed-{best}" / name, folder / name)
+    write_text(folder / PREDICTIONS, (folder / f"seed-{best}" / PREDICTIONS).read_text(encoding="utf-8"))
+    mean, std = summarise(values)
+    if math.isnan(mean):
+        warn(f"{metric} is not a number in some seed.")
+    if len(runs) > 1:
+        say(f"seed-{best} has the best {metric} on dev, so its model is final/. The mean is the fairer number.")
+    results = {
+        "output_dir": str(folder),
+        "task": recipe.task,
+        "metric": metric,
+        "mean": mean,
+        "std": std,
+        "seeds": values,
+        **{name: summarise([s[name] for s in scores])[0] for name in scores[0] if all(name in s for s in scores)},
+        **without_failed(values, chance(task, train, dev), metric),
+        "scores": scores,
+        "bootstrap": against_baseline(recipe, task, dev, folder),
+        "from_scratch": recipe.from_scratch,
+        "best_seed": best,
+        "steps": [run["steps"] for run in runs],
+        "best_steps": [run["best_step"] for run in runs],
+        "seconds": sum(run["seconds"] for run in runs),
+        "examples_per_second": summarise([run["examples_per_second"] for run in runs])[0],
+        "predictions": str(folder / PREDICTIONS),
+    }
+    write_json(folder / "results.json", results)
+    return results
+
+
+def best_of(values: Sequence[float]) -> int:
+    """The place of the highest, the first of equals; what is no number comes last."""
+    return max(range(len(values)), key=lambda i: -math.inf if math.isnan(values[i]) else values[i])
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    with whole_folder(target) as temporary:
+        shutil.copytree(source, temporary, ignore=shutil.ignore_patterns(MANIFEST), dirs_exist_ok=True)
+
+
+# --- seeds that learned nothing -------------------------------------------------------------------------------------
+
+
+def without_failed(values: Sequence[float], chance: float | None, metric: str) -> dict[str, Any]:
+    """Which seeds are no better than someone who never reads, and what the others come to."""
+    if chance is None:
+        return {}
+    bad = failed(values, chance)
+    good = [v for i, v in enumerate(values) if i not in bad]
+    mean, std = summarise(good) if good else (None, None)
+    if bad:
+        learned = f"; the mean of the others is {mean:.4g}" if good else ""
+        warn(f"{len(bad)} of {len(values)} seeds did not beat chance ({metric} {chance:.4g}){learned}.")
+    return {"chance": chance, "failed": bad, "mean_without_failed": mean, "std_without_failed": std}
+
+
+def chance(task: Task, train: Sequence[Example], dev: Sequence[Example]) -> float | None:
+    """The score of giving the commonest answer of train to everything; None where that means nothing."""
+    if task.metric in LESS_IS_BETTER:
+        return None
+    if task.name in CONSTANT_IS_0:
+        return 0.0
+    value = task.score(dev, [Prediction(guess) for guess in guesses(task.name, train, dev)])[task.metric]
+    return 0.0 if math.isnan(value) else value
+
+
+def guesses(name: str, train: Sequence[Example], dev: Sequence[Example]) -> list[Any]:
+    """The commonest answer of train, once for each of dev."""
+    if name == "tag":
+        commonest = Counter(tag for e in train for tag in e.target).most_common(1)[0][0]
+        return [(commonest,) * len(e.target) for e in dev]
+    if name == "span-qa":
+        return [""] * len(dev)  # that there is no answer
+    return [Counter(e.target for e in train).most_common(1)[0][0]] * len(dev)
+
+
+# --- predictions, and those of another run --------------------------------------------------------------------------
+
+
+def write_predictions(path: Path, examples: Sequence[Example], predictions: Sequence[Prediction]) -> None:
+    """One object per example, in order."""
+    lines = []
+    for e, p in zip(examples, predictions, strict=True):
+        line: dict[str, Any] = {"id": e.id, "prediction": p.prediction, "reference": e.target}
+        line |= {"scores": p.scores} if p.scores else {}
+        lines.append(json.dumps((p.extra or {}) | line, ensure_ascii=False))
+    write_text(path, "\n".join(lines) + "\n")
+
+
+def read_predictions(folder: Path) -> list[dict[Any, Any]]:
+    """The predictions of each seed of a run by the ids of the examples; of its best one where there is no more."""
+    files = [file for place in sorted(folder.glob("seed-*")) if (file := place / PREDICTIONS).is_file()]
+    if not files and not (folder / PREDICTIONS).is_file():
+        raise UserError(f"{folder} has no {PREDICTIONS}: name the folder of a finished run as the baseline.")
+    found = []
+    for file in files or [folder / PREDICTIONS]:
+        try:
+            lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+            found.append({line["id"]: line["prediction"] for line in lines})
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise UserError(f"{file} does not hold predictions of a run.") from None
+    return found
+
+
+def check_baseline(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
+    """Refuse a baseline that cannot be compared with, before any work is done."""
+    if not recipe.baseline:
+        return
+    theirs = set.intersection(*(set(seed) for seed in read_predictions(Path(recipe.baseline))))
+    ours = {e.id for e in dev}
+    if not ours & theirs:
+        raise UserError(f"{recipe.baseline} and {recipe.dev} have no example in common: no id is in both.")
+    if ours != theirs:
+        warn(
+            f"{recipe.baseline} and {recipe.dev} have other examples: {len(ours - theirs):,} ids are in dev alone, "
+            f"{len(theirs - ours):,} in the baseline alone. The {len(ours & theirs):,} in both are compared."
+        )
+    facts = Path(recipe.baseline) / "results.json"
+    if facts.is_file() and (other := read_json(facts).get("task", recipe.task)) != recipe.task:
+        raise UserError(f"{recipe.baseline} is a run of the task {other}, and this one is of {recipe.task}.")
+
+
+def against_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Example], folder: Path) -> dict[str, Any] | None:
+    """By how much the mean over the seeds is above that of the baseline, and whether other examples would say so."""
+    if not recipe.baseline:
+        return None
+    ours = [read_predictions(folder / f"seed-{i}")[0] for i in range(recipe.seeds)]
+    theirs = read_predictions(Path(recipe.baseline))
+    both = [e for e in dev if all(e.id in seed for seed in (*ours, *theirs))]
+    samples = FEW_SAMPLES if task.name in SLOW else SAMPLES
+
+    def mean_score(answers: Sequence[tuple[Any, ...]], examples: Sequence[Example]) -> Any:
+        """Over the seeds; of each example where the score is a mean over them, which is quick."""
+        if task.metric == "accuracy" and task.name in ONE_RIGHT_ANSWER:
+            return np.array([np.mean([a == e.target for a in some]) for some, e in zip(answers, examples, strict=True)])
+        seeds = zip(*answers, strict=True)
+        return np.mean([task.score(examples, [Prediction(a) for a in seed])[task.metric] for seed in seeds])
+
+    found = paired_bootstrap(mean_score, by_example(ours, both), by_example(theirs, both), both, samples)
+    sure = "is more than chance" if found.p_value < 0.05 else "may be chance"
+    say(
+        f"{task.metric} is {found.difference:+.4g} against {recipe.baseline} (95%: {found.low:+.4g} to "
+        f"{found.high:+.4g}, p = {found.p_value:.3g}): that {sure}."
+    )
+    return {**found._asdict(), "baseline": recipe.baseline, "examples": len(both), "samples": samples}
+
+
+def by_example(seeds: Sequence[Mapping[Any, Any]], examples: Sequence[Example]) -> list[tuple[Any, ...]]:
+    """What each seed has answered, example by example."""
+    return [tuple(seed[e.id] for seed in seeds) for e in examples]

@@ -1,0 +1,67 @@
+"""Tiny models, a tokenizer for them, and a loop to train them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from firth.models import Model, ModelConfig, make_model
+from firth.models.config import Learned
+from firth.models.presets import bart, bert, gpt2, llama, roberta, t5, xlnet
+from firth.tasks import Task
+from firth.tokens import Tokenizer, train_tokenizer
+from firth.train import Machine
+
+SURE: dict[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0}  # so small a model learns quicker without
+FAMILIES = {
+    "bert": ("wordpiece", lambda size: bert(1, 32, 2, size, position=Learned(32), **SURE)),
+    "gpt2": ("byte-bpe", lambda size: gpt2(1, 32, 2, size, position=Learned(32), **SURE)),
+    "t5": ("unigram", lambda size: t5(1, 32, 2, 64, size, **SURE)),
+    "roberta": ("byte-bpe", lambda size: roberta(1, 32, 2, size, position=Learned(66, offset=2), **SURE)),
+    "bart": ("byte-bpe", lambda size: bart(1, 32, 2, size, position=Learned(66, offset=2), **SURE)),
+    "xlnet": ("unigram", lambda size: xlnet(1, 32, 2, size, **SURE)),
+    "llama": ("byte-bpe", lambda size: llama(1, 32, 2, 64, size)),
+}
+ANIMALS = ["cat", "dog", "horse", "fox"]
+PLACES = ["river", "garden", "harbour", "forest"]
+WORDS = ["a", "big", "small", "red", "blue", "lives", "near", "the", "is", "not", "and", *ANIMALS, *PLACES, "@", "#"]
+CPU = Machine(torch.device("cpu"), False, False)
+TOKENIZERS: dict[tuple[str, bool], Tokenizer] = {}
+
+
+def tokenizer_of(kind: str, lowercase: bool = False) -> Tokenizer:
+    """One that knows WORDS, made once."""
+    if (kind, lowercase) not in TOKENIZERS:
+        texts = [" ".join(WORDS), " ".join(WORDS[::-1]), *WORDS] * 3 + ["sentence1: sentence2: question: context: 0.5"]
+        TOKENIZERS[kind, lowercase] = train_tokenizer(texts, kind, 420, lowercase)
+    return TOKENIZERS[kind, lowercase]
+
+
+def parts(family: str) -> tuple[ModelConfig, Tokenizer]:
+    """The config and the tokenizer of a tiny model."""
+    kind, config = FAMILIES[family]
+    tokenizer = tokenizer_of(kind)
+    return config(tokenizer.vocab.size), tokenizer
+
+
+def model_for(task: Task, config: ModelConfig) -> Model:
+    """A model that has learned nothing yet."""
+    torch.manual_seed(0)
+    return make_model(task.head(replace(config, vocab_size=task.tokenizer.vocab.size)))
+
+
+def learn(task: Task, config: ModelConfig, items: list[Any], steps: int, rate: float = 3e-3, size: int = 32) -> Model:
+    """A small loop: each step takes the next items."""
+    model = model_for(task, config).train()
+    model.tokenizer = task.tokenizer
+    optimizer = torch.optim.AdamW(model.parameters(), rate)
+    for step in range(steps):
+        some = [items[i % len(items)] for i in range(step * size, (step + 1) * size)]
+        batch = task.batch(some)
+        losses, counts = model.losses(batch.to(CPU.device)), batch.counts
+        optimizer.zero_grad()
+        sum(value / counts[name] for name, value in losses.items()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    return model

@@ -1,0 +1,148 @@
+"""Vectors of texts from pairs: the loss by hand, doubles, ranks, what is saved."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tasks.small import ANIMALS, CPU, PLACES, WORDS, learn, model_for, parts
+
+from firth.errors import UserError
+from firth.evaluate import evaluate
+from firth.evaluate.embed import embed_texts
+from firth.metrics import score
+from firth.models import Embedding
+from firth.tasks import FinetuneRecipe, finetune, make_task
+from firth.tasks.embed import positives
+from firth.text import Example
+
+
+def pairs(number: int = 9) -> list[Example]:
+    rng = random.Random(0)
+    return [
+        Example(i, (" ".join(rng.choices(WORDS, k=rng.randint(2, 4))), " ".join(rng.choices(WORDS, k=4))))
+        for i in range(number)
+    ]
+
+
+def made(family: str, known: list[Example]) -> Any:
+    config, tokenizer = parts(family)
+    return make_task("embed", known, tokenizer, config, FinetuneRecipe(max_seq_length=32)), config
+
+
+@pytest.mark.parametrize(
+    ("family", "pool"), [("bert", "mean"), ("roberta", "mean"), ("gpt2", "last"), ("llama", "last")]
+)
+def test_the_loss_and_the_vectors(family: str, pool: str) -> None:
+    known = pairs()
+    task, config = made(family, known)
+    items = task.encode(known)
+    model = model_for(task, config).eval()
+    model.tokenizer = task.tokenizer
+    assert isinstance(model.config.head, Embedding)
+    assert model.config.head.pool == pool
+    batch = task.batch(items)
+    assert len(batch.tokens) < 2 * len(items)
+    assert batch.num_answers == len(items)
+    a, b = (torch.tensor(embed_texts(model, [e.texts[side] for e in known], normalise=True)) for side in (0, 1))
+    with torch.no_grad():
+        loss = model.losses(batch.to(CPU.device))["answers"]
+    near = 20 * (a @ b.T - 0.3 * torch.eye(len(known)))
+    right = torch.arange(len(known))
+    expected = sum(torch.nn.functional.cross_entropy(m, right, reduction="sum") for m in (near, near.T))
+    assert loss.item() == pytest.approx(float(expected), rel=1e-5)
+
+    many, single = task.predict(model, items, CPU, 100), task.predict(model, items, CPU, 1)
+    cosines = (a * b).sum(1).tolist()
+    assert [p.prediction["cosine"] for p in many] == pytest.approx(cosines, abs=1e-5)
+    assert [p.prediction["cosine"] for p in single] == pytest.approx(cosines, abs=1e-5)
+    found = score("embed", list(zip(a.numpy(), b.numpy(), strict=True)), [None] * len(known))
+    assert task.score(known, many) == pytest.approx(found)
+    assert task.metric == "mrr"
+
+
+def test_a_pair_with_a_text_that_was_there_is_left_out() -> None:
+    texts = [("a cat", "a dog"), ("a fox", "a dog"), ("red", "blue"), ("blue", "big"), ("near", "near")]
+    known = [Example(i, pair) for i, pair in enumerate(texts)]
+    task, _ = made("bert", known)
+    batch = task.batch(task.encode(known))
+    assert batch.num_answers == 3
+    places = {}
+    for row, slot in zip(*np.nonzero(batch.group >= 0), strict=True):
+        places[batch.group[row, slot], batch.target[row, slot]] = batch.tokens[row, batch.asked[row, slot] + 1]
+    words = {key: task.tokenizer.backend.id_to_token(int(i)) for key, i in places.items()}
+    assert words == {(0, 0): "a", (0, 1): "a", (1, 0): "red", (1, 1): "blue", (2, 0): "near", (2, 1): "near"}
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_a_tiny_model_learns_which_texts_belong_together(family: str) -> None:
+    """Each animal has its place."""
+    rng, homes = random.Random(0), list(zip(ANIMALS, PLACES, strict=True))
+    known = [
+        Example(i, (f"{rng.choice(['a', 'the'])} {a}", f"near {rng.choice(['a', 'the'])} {p}"))
+        for i, (a, p) in enumerate(homes * 8)
+    ]
+    task, config = made(family, known)
+    items = task.encode(known)
+    model = learn(task, config, items, 80, rate=3e-3, size=4)
+    four = [Example(i, (f"the {a}", f"near a {p}")) for i, (a, p) in enumerate(homes)]
+    scores = task.score(four, task.predict(model, task.encode(four), CPU, 3))
+    assert scores["precision_at_1"] == 1.0
+    assert scores["mrr"] == 1.0
+
+    scored = [Example(0, ("the cat", "near a river"), 5.0), Example(1, ("the cat", "near the garden"), 0.0)]
+    found = task.predict(model, task.encode(scored), CPU, 3)
+    assert task.metric == "spearman"
+    assert found[0].prediction > found[1].prediction
+    assert task.score(scored, found)["spearman"] == pytest.approx(1.0)
+    again = make_task("embed", task.facts(), task.tokenizer, model.config)
+    assert again.facts() == task.facts()
+    assert again.predict(model, again.encode(scored), CPU, 3) == found
+
+
+def test_only_what_means_the_same_is_learned(capsys: pytest.CaptureFixture[str]) -> None:
+    scored = [Example(i, ("a", "b"), value) for i, value in enumerate([5.0, 3.9, 4.0, 0.0])]
+    assert [e.target for e in positives(scored, "x.jsonl")] == [5.0, 4.0]
+    assert "2 of 4 pairs have a score of at least 4; the others are not learned." in capsys.readouterr().err
+    assert positives(pairs(), "x.jsonl") == pairs()
+    with pytest.raises(UserError, match=r"x.jsonl: fewer than 2 pairs have a score near the highest, 5: nothing"):
+        positives(scored[:2], "x.jsonl")
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    with pytest.raises(UserError, match="bart has no vector for a text: take an encoder or a decoder"):
+        made("bart", pairs())
+
+
+def test_from_a_file_to_scores(checkpoint_of: Any, tmp_path: Path) -> None:
+    """Fine-tune, save, and score again; transformers and mean pooling give the same vectors."""
+    from transformers import AutoModel, AutoTokenizer
+
+    rows = [{"text_a": f"I saw the {a}", "text_b": f"We like the {a}"} for a in (*ANIMALS, *PLACES)]
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields: dict[str, Any] = {"checkpoint": str(checkpoint_of("bert")), "task": "embed", "max_seq_length": 32}
+    fields |= {"train": str(file), "dev": str(file), "output_dir": str(tmp_path / "run"), "max_steps": 30, "seeds": 2}
+    result = finetune(FinetuneRecipe(**fields, learning_rate=3e-3))
+    assert result["metric"] == "mrr"
+    assert result["precision_at_1"] > 0.8
+    final = tmp_path / "run" / "final"
+    again = evaluate(final, "embed", file, tmp_path / "scores")
+    assert again["metrics"]["mrr"] == pytest.approx(max(result["seeds"]), rel=1e-4)
+
+    modules = json.loads((final / "modules.json").read_text())
+    assert [m["path"] for m in modules] == ["", "1_Pooling", "2_Normalize"]
+    pooling = json.loads((final / "1_Pooling" / "config.json").read_text())
+    assert pooling["pooling_mode_mean_tokens"]
+    texts = ["I saw the cat", "We like the big river"]
+    read = AutoTokenizer.from_pretrained(final)(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        states = AutoModel.from_pretrained(final).eval()(**read).last_hidden_state
+    mask = read["attention_mask"][..., None]
+    mean = torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
+    np.testing.assert_allclose(mean.numpy(), embed_texts(final, texts, normalise=True), atol=1e-5)

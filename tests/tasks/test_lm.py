@@ -1,0 +1,237 @@
+"""Dialogues: which tokens are learned, the same ids as transformers gives, cutting, scores."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tasks.small import ANIMALS, CPU, PLACES, WORDS, learn, model_for, parts
+
+from firth.errors import UserError
+from firth.evaluate import evaluate
+from firth.tasks import FinetuneRecipe, Prediction, finetune, make_task
+from firth.tasks.chat import Chat
+from firth.text import Example
+from firth.tokens import Tokenizer, load_tokenizer
+
+TURNS = (("system", "big cat"), ("user", "the cat lives"), ("assistant", "near the river"), ("user", "and the dog"))
+DIALOGUE = Example(0, tuple(part for turn in (*TURNS, ("assistant", "near the fox")) for part in turn))
+THINKS = """{{ bos_token }}{% for m in messages %}[{{ m.role }}]
+{% if m.role == 'assistant' and not loop.last %}...{% else %}{{ m.content }}{% endif %}{{ eos_token }}
+{% endfor %}{% if add_generation_prompt %}[assistant]
+{% endif %}"""
+CHATML = """{%- for m in messages %}
+    {%- if m.role not in ['user', 'assistant'] %}{{ raise_exception('Unknown role ' + m.role) }}{% endif %}
+    {{- '<|im_start|>' + m.role + '\n' }}
+    {%- if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}<|im_end|>{% endgeneration %}
+    {%- else %}{{ m.content | trim + '<|im_end|>' }}{% endif %}{{ '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+def dialogues(number: int = 12) -> list[Example]:
+    rng, found = random.Random(0), []
+    for i in range(number):
+        turns = []
+        for _ in range(rng.randint(1, 2)):
+            turns += ["user", " ".join(rng.choices(WORDS, k=3)), "assistant", " ".join(rng.choices(WORDS, k=2))]
+        found.append(Example(i, tuple(turns)))
+    return found
+
+
+def made(family: str, known: list[Example], tokenizer: Tokenizer | None = None, **fields: Any) -> Any:
+    config, own = parts(family)
+    recipe = FinetuneRecipe(**{"max_seq_length": 32, "max_target_length": 8} | fields)
+    return make_task("lm", known, tokenizer or own, config, recipe), config
+
+
+def with_chat(template: str, *names: str) -> Tokenizer:
+    _, tokenizer = parts("llama")
+    more = tokenizer.with_tokens(names)
+    return Tokenizer(more.backend, more.roles, more.config | {"chat_template": template})
+
+
+def learned(task: Any, example: Example) -> str:
+    """The text of the tokens that are asked, one stretch after the other."""
+    (item,) = task.encode([example])
+    (line,) = item.parts
+    return str(task.tokenizer.decode([line.ids[place + 1] for place in line.asked], skip_special=False))
+
+
+def test_answers_are_learned_and_nothing_else() -> None:
+    task, _ = made("llama", [DIALOGUE], max_seq_length=64)
+    assert learned(task, DIALOGUE) == " near the river<|endoftext|> near the fox<|endoftext|>"
+    (item,) = task.encode([DIALOGUE])
+    assert item.bytes == len("near the river") + len("near the fox")
+    assert task.tokenizer.decode(item.parts[0].ids, skip_special=False) == (
+        "<|endoftext|><|system|> big cat<|user|> the cat lives<|assistant|> near the river<|endoftext|>"
+        "<|user|> and the dog<|assistant|> near the fox<|endoftext|>"
+    )
+
+
+def test_all_of_a_plain_text_is_learned_in_pieces() -> None:
+    text = Example(0, ("text", "the cat lives near the river and the dog lives near the garden"))
+    task, _ = made("gpt2", [text], max_seq_length=8)
+    assert task.tokenizer is parts("gpt2")[1]  # nobody speaks, so there is no template
+    (item,) = task.encode([text])
+    ids, end = task.tokenizer.encode(text.texts[1]), task.tokenizer.vocab.eos
+    assert [line.ids[place + 1] for line in item.parts for place in line.asked] == [*ids, end]
+    assert max(len(line.ids) for line in item.parts) == 8
+    assert item.bytes == len(text.texts[1])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bart"])
+def test_transformers_gives_the_same_ids(family: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    task, _ = made(family, [DIALOGUE], max_seq_length=100, max_target_length=20)
+    task.tokenizer.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    (item,) = task.encode([DIALOGUE])
+    messages = [{"role": r, "content": c} for r, c in zip(DIALOGUE.texts[::2], DIALOGUE.texts[1::2], strict=True)]
+    if family in ("t5", "bart"):
+        found = [
+            theirs.apply_chat_template(messages[:i], add_generation_prompt=True, return_dict=False) for i in (2, 4)
+        ]
+        assert found == [turn.ids for turn in item.parts]
+        assert task.tokenizer.decode(item.parts[1].answer).strip() == "near the fox"
+    else:
+        assert theirs.apply_chat_template(messages, return_dict=False) == item.parts[0].ids
+        start = theirs.apply_chat_template(messages[:2], add_generation_prompt=True, return_dict=False)
+        assert item.parts[0].ids[: len(start)] == start
+        assert item.parts[0].asked[0] == len(start) - 1
+    again = load_tokenizer(tmp_path)
+    assert again.config["chat_template"] == task.tokenizer.config["chat_template"]
+
+
+def test_a_checkpoints_own_template_is_used(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = with_chat(CHATML, "<|im_start|>", "<|im_end|>")
+    example = Example(0, ("user", "the cat ", "assistant", "the dog", "user", "a fox", "assistant", "big"))
+    task, _ = made("llama", [example], tokenizer, max_seq_length=100)
+    assert task.tokenizer is tokenizer
+    assert learned(task, example) == "the dog<|im_end|>\nbig<|im_end|>\n"
+    tokenizer.save(tmp_path)
+    messages = [{"role": r, "content": c} for r, c in zip(example.texts[::2], example.texts[1::2], strict=True)]
+    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, return_dict=False)
+    assert theirs == task.encode([example])[0].parts[0].ids
+    with pytest.raises(UserError, match=r"Example 7: this checkpoint's chat template refuses.*Unknown role system"):
+        task.encode([DIALOGUE._replace(id=7)])
+
+
+def test_a_template_beside_the_tokenizer_is_read(tmp_path: Path) -> None:
+    parts("llama")[1].save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+    assert load_tokenizer(tmp_path).config["chat_template"] == CHATML
+
+
+def test_answers_that_a_template_changes_are_not_learned() -> None:
+    task, _ = made("llama", [DIALOGUE], with_chat(THINKS), max_seq_length=100)
+    assert learned(task, DIALOGUE) == "near the fox<|endoftext|>\n"
+    assert task.said == ["1 answers are changed by the chat template later on, and are not learned."]
+
+
+def test_long_dialogues_lose_their_beginning() -> None:
+    whole, _ = made("llama", [DIALOGUE], max_seq_length=64)
+    ids = whole.encode([DIALOGUE])[0].parts[0].ids
+    task, _ = made("llama", [DIALOGUE], max_seq_length=16)
+    (item,) = task.encode([DIALOGUE])
+    assert item.parts[0].ids == [ids[0], *ids[-15:]]
+    assert learned(task, DIALOGUE).endswith(" near the fox<|endoftext|>")
+    assert task.said == ["2 dialogues were longer than 16 tokens, and lost their beginning."]
+    short, _ = made("llama", [DIALOGUE], max_seq_length=4)
+    assert learned(short, DIALOGUE) == " fox<|endoftext|>"  # asked only where what comes before is still there
+    assert short.encode([DIALOGUE])[0].bytes == len("fox") + 1
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bart"])
+def test_packed_is_as_good_as_alone(family: str) -> None:
+    known = dialogues()
+    task, config = made(family, known)
+    items = task.encode(known)
+    model = model_for(task, config).eval()
+    packed = task.batch(items)
+    assert len(packed.tokens) < sum(len(item.parts) for item in items)
+    with torch.no_grad():
+        together = model.losses(packed.to(CPU.device))["answers"].item()
+        alone = [model.losses(task.batch([item]).to(CPU.device))["answers"].item() for item in items]
+    assert together == pytest.approx(sum(alone), rel=1e-5)
+    found = [p.prediction for p in task.predict(model, items, CPU, 5)]
+    assert [p["nats"] for p in found] == pytest.approx(alone, rel=1e-4)
+    assert sum(p["tokens"] for p in found) == packed.num_answers
+
+
+def test_scores_by_hand() -> None:
+    task, _ = made("llama", [DIALOGUE])
+    found = [Prediction({"nats": 2 * math.log(4), "tokens": 3, "bytes": 4, "right": 1})]
+    found.append(Prediction({"nats": 2 * math.log(4), "tokens": 1, "bytes": 4, "right": 1}))
+    scores = task.score([DIALOGUE, DIALOGUE], found)
+    assert scores == pytest.approx({"perplexity": 4.0, "bits_per_byte": 1.0, "token_accuracy": 0.5})
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_a_tiny_model_learns_to_answer(family: str) -> None:
+    homes = dict(zip(ANIMALS, PLACES, strict=True))
+    known = [Example(i, ("user", f"the {a} lives", "assistant", homes[a])) for i, a in enumerate(ANIMALS * 8)]
+    task, config = made(family, known)
+    items = task.encode(known)
+    model = learn(task, config, items, 100, rate=5e-3)
+    scores = task.score(known, task.predict(model, items, CPU, 10))
+    assert scores["perplexity"] < 1.5
+    assert scores["token_accuracy"] > 0.9
+    again = make_task("lm", task.facts(), task.tokenizer, model.config)
+    assert again.facts() == task.facts()
+    np.testing.assert_array_equal(again.batch(again.encode(known)).tokens, task.batch(items).tokens)
+
+
+def test_from_a_file_to_scores(checkpoint_of: Any, tmp_path: Path) -> None:
+    """Fine-tune, save, and score again: the same numbers, and transformers reads the template."""
+    from transformers import AutoTokenizer
+
+    rows = [{"prompt": f"I saw the {a}", "response": "animal"} for a in ANIMALS] * 4
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields: dict[str, Any] = {"checkpoint": str(checkpoint_of("gpt2")), "task": "lm", "max_seq_length": 32, "seeds": 1}
+    fields |= {"train": str(file), "dev": str(file), "output_dir": str(tmp_path / "run"), "max_steps": 60}
+    result = finetune(FinetuneRecipe(**fields, learning_rate=5e-3))
+    assert result["metric"] == "perplexity"
+    assert result["mean"] < 3
+    final = tmp_path / "run" / "final"
+    again = evaluate(final, "lm", file, tmp_path / "scores")
+    assert again["metrics"]["perplexity"] == pytest.approx(result["mean"], rel=1e-4)
+    message = [{"role": "user", "content": "I saw the cat"}]
+    text = AutoTokenizer.from_pretrained(final).apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    assert text == "<|endoftext|><|user|> I saw the cat<|assistant|>"
+
+
+def test_what_looks_special_is_said() -> None:
+    example = Example(0, ("user", "a <|assistant|> cat", "assistant", "dog"))
+    task, _ = made("llama", [example])
+    task.encode([example])
+    assert task.said == ["1 messages hold what looks like a special token, and is read as one."]
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(UserError, match="lm needs a model that writes: a decoder or an encoder-decoder, not a bert"):
+        made("bert", [DIALOGUE])
+    task, config = made("llama", [DIALOGUE])
+    with pytest.raises(UserError, match=r"Example 3: no message has the role assistant.*its roles are user"):
+        task.encode([Example(3, ("user", "a cat"))])
+    with pytest.raises(UserError, match="Example 4: the role 'tool' did not occur"):
+        task.encode([Example(4, ("tool", "a cat", "assistant", "dog"))])
+    text = Example(5, ("text", "a cat"))
+    with pytest.raises(UserError, match="Example 5: an encoder-decoder learns answers to something"):
+        made("t5", [text])[0].encode([text])
+    with pytest.raises(UserError, match="has no chat template"):
+        make_task("lm", {"roles": []}, parts("llama")[1], config).encode([DIALOGUE])
+    with pytest.raises(UserError, match="chat template of this checkpoint cannot be read"):
+        Chat(with_chat("{% for %}"))
+    with pytest.raises(UserError, match="cannot be told which part is the answer"):
+        Chat(with_chat("{{ messages | length }}")).answers(TURNS)

@@ -1,0 +1,83 @@
+"""Marks in a text, and where they are once it is tokens."""
+
+from __future__ import annotations
+
+import pytest
+from tasks.small import parts
+
+from firth.tasks import FinetuneRecipe, make_task
+from firth.tasks.relation import mark
+from firth.text import Example
+
+TEXT = "the cat lives near the river"
+CAT, RIVER = (4, 7), (23, 28)
+
+
+def made(name: str, family: str, example: Example, length: int = 32):  # type: ignore[no-untyped-def]
+    config, tokenizer = parts(family)
+    return make_task(name, [example], tokenizer, config, FinetuneRecipe(max_seq_length=length))
+
+
+def test_marks() -> None:
+    text, spans = mark(TEXT, [CAT, RIVER])
+    assert text == "the @ cat @ lives near the # river #"
+    assert [text[a:b] for a, b in spans] == ["@ cat @", "# river #"]
+    text, spans = mark(TEXT, [RIVER, CAT])
+    assert text == "the # cat # lives near the @ river @"
+    assert [text[a:b] for a, b in spans] == ["@ river @", "# cat #"]
+    text, spans = mark("red fox", [(0, 7), (4, 7)])  # one in the other
+    assert text == "@ red # fox # @"
+    assert [text[a:b] for a, b in spans] == ["@ red # fox # @", "# fox #"]
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "xlnet"])
+def test_an_encoder_is_asked_at_both_first_marks(family: str) -> None:
+    example = Example(0, (TEXT,), "home", (CAT, RIVER))
+    task = made("relation", family, example, 60 if family == "xlnet" else 32)
+    ((sheet,),) = [item.sheets for item in task.encode([example])]
+    signs = [task.tokenizer.decode([sheet.ids[place]]).strip() for place in sheet.asked]
+    assert signs == ["@", "#"]
+    assert sheet.asked[0] < sheet.asked[1]
+    assert task.head(parts(family)[0]).head.marks == 2
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bart"])
+def test_what_reads_forward_is_asked_at_the_end(family: str) -> None:
+    example = Example(0, (TEXT,), "home", (CAT, RIVER))
+    task = made("relation", family, example)
+    ((sheet,),) = [item.sheets for item in task.encode([example])]
+    assert sheet.asked == (sheet.size - 1,)
+    assert "@ cat @" in task.tokenizer.decode(sheet.ids)
+
+
+@pytest.mark.parametrize(
+    ("before", "between", "after"), [(30, 1, 0), (0, 1, 30), (30, 1, 30), (0, 30, 0), (20, 30, 20), (3, 1, 3)]
+)
+def test_a_long_text_is_cut_around_its_marks(before: int, between: int, after: int) -> None:
+    text = "red " * before + "cat " + "big " * between + "river" + " blue" * after
+    start = 4 * before
+    tail = start + 4 + 4 * between
+    example = Example(0, (text,), "home", ((start, start + 3), (tail, tail + 5)))
+    task = made("relation", "bert", example, 24)
+    ((sheet,),) = [item.sheets for item in task.encode([example])]
+    assert sheet.size <= 24
+    text = task.tokenizer.decode(sheet.ids)
+    assert "@ cat @" in text
+    assert "# river #" in text
+    assert [task.tokenizer.decode([sheet.ids[place]]) for place in sheet.asked] == ["@", "#"]
+    long = before + between + after > 20
+    assert task.said == (["1 texts were longer than 24 tokens, and cut."] if long else [])
+    assert not long or sheet.size == 24
+
+
+def test_word_in_context_asks_at_the_words() -> None:
+    example = Example(0, ("red " * 30 + "cat", "the cat is big"), "yes", ((120, 123), (4, 7)))
+    task = made("word-in-context", "bert", example)
+    ((sheet,),) = [item.sheets for item in task.encode([example])]
+    cat = task.tokenizer.encode("cat")
+    assert [sheet.ids[place] for place in sheet.asked] == cat * 2
+    assert [sheet.segment[place] for place in sheet.asked] == [0, 1]
+    assert sheet.size == 32
+    task = made("word-in-context", "gpt2", example)
+    ((sheet,),) = [item.sheets for item in task.encode([example])]
+    assert task.tokenizer.decode(sheet.ids).count("@ cat @") == 2

@@ -1,0 +1,121 @@
+"""Words and their pieces, windows over long sentences, marked predicates."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tasks.small import parts
+
+from firth.tasks import FinetuneRecipe, Prediction, make_task
+from firth.tasks.tag import Tag, Window, windows
+from firth.text import Example
+
+WORDS = ("the", "elephants", "near", "Ω", "river")
+TAGS = ("O", "B-A", "O", "O", "B-P")
+
+
+def tagger(family: str, example: Example, length: int = 32) -> Tag:
+    config, tokenizer = parts(family)
+    task = make_task("tag", [example], tokenizer, config, FinetuneRecipe(max_seq_length=length))
+    assert isinstance(task, Tag)
+    return task
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "xlnet"])
+def test_the_first_piece_of_each_word_is_asked(family: str) -> None:
+    task = tagger(family, Example(0, WORDS, TAGS))
+    ((sheet,),) = [item.sheets for item in task.encode([Example(0, WORDS, TAGS)])]
+    assert len(sheet.asked) == 5
+    for word, place, after in zip(WORDS, sheet.asked, [*sheet.asked[1:], sheet.size], strict=True):
+        pieces = [i for i in sheet.ids[place:after] if i not in (task.form.after + task.form.before)]
+        if task.tokenizer.vocab.unk in pieces:
+            assert word in ("Ω", "elephants")
+        else:
+            assert task.tokenizer.decode(pieces).strip() == word
+
+
+def test_a_decoder_is_asked_at_the_last_piece() -> None:
+    task = tagger("gpt2", Example(0, WORDS, TAGS))
+    ((sheet,),) = [item.sheets for item in task.encode([Example(0, WORDS, TAGS)])]
+    text = [task.tokenizer.decode(sheet.ids[1 : place + 1]) for place in sheet.asked]
+    assert text == ["the", "the elephants", "the elephants near", "the elephants near Ω", "the elephants near Ω river"]
+
+
+def test_words_without_tokens_are_unknown() -> None:
+    words = ("the", "\u200b", "", "cat")
+    task = tagger("bert", Example(0, words, ("O",) * 4))
+    (item,) = task.encode([Example(0, words, ("O",) * 4)])
+    (sheet,) = item.sheets
+    unk = task.tokenizer.vocab.unk
+    assert [sheet.ids[place] == unk for place in sheet.asked] == [False, True, True, False]
+    assert "2 words have no token, and are read as unknown ones." in task.said
+
+
+def test_windows_ask_every_word_once() -> None:
+    assert windows([1] * 6, 8) == [Window(0, 6, 0, 6)]
+    assert windows([1] * 12, 8) == [Window(0, 8, 0, 7), Window(6, 12, 7, 12)]
+    assert windows([], 8) == [Window(0, 0, 0, 0)]
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        sizes = rng.integers(1, 5, rng.integers(1, 60)).tolist()
+        found = windows(sizes, 9)
+        assert [w for window in found for w in range(window.asks, window.stops)] == list(range(len(sizes)))
+        for window in found:
+            assert window.first <= window.asks <= window.stops <= window.end
+            assert sum(sizes[window.first : window.end]) <= 9
+
+
+def test_long_sentences_are_read_in_windows() -> None:
+    words = ("red", "cat", "near", "the", "river") * 8
+    example = Example(0, words, tuple("B-A" if w == "cat" else "O" for w in words))
+    task = tagger("bert", example, length=14)
+    (item,) = task.encode([example])
+    assert len(item.sheets) > 3
+    assert max(sheet.size for sheet in item.sheets) <= 14
+    read = [task.tokenizer.decode([sheet.ids[place]]) for sheet in item.sheets for place in sheet.asked]
+    assert read == list(words)
+    assert task.said == ["1 sentences were longer than 14 tokens, and read in windows that overlap."]
+    batch = task.batch([item])
+    assert batch.num_answers == 40
+    cat = task.tokenizer.encode("cat")[0]
+    asked = np.take_along_axis(batch.tokens, batch.asked, 1)
+    assert ((asked == cat) == (batch.target == task.labels.index("B-A")))[batch.target >= 0].all()
+
+
+def test_a_word_that_is_too_long_is_cut() -> None:
+    words = ("q" * 40, "cat")
+    task = tagger("gpt2", Example(0, words, ("O", "B-A")), length=16)
+    (item,) = task.encode([Example(0, words, ("O", "B-A"))])
+    assert sum(len(sheet.asked) for sheet in item.sheets) == 2
+    assert "1 words were longer than half a row, and cut." in task.said
+
+
+def test_the_predicate_is_marked() -> None:
+    words, tags = ("the", "cat", "lives", "near"), ("B-A0", "I-A0", "B-V", "O")
+    example = Example(0, words, tags, spans=((2, 3),))
+    ((with_segments,),) = [item.sheets for item in tagger("bert", example).encode([example])]
+    assert [with_segments.segment[place] for place in with_segments.asked] == [0, 0, 1, 0]
+    task = tagger("roberta", example)
+    ((with_marks,),) = [item.sheets for item in task.encode([example])]
+    assert task.tokenizer.decode(with_marks.ids).strip() == "the cat @ lives @ near"
+    lives = with_marks.asked[2]
+    assert task.tokenizer.decode([with_marks.ids[lives - 1]]).strip() == "@"
+
+
+def test_what_decides() -> None:
+    assert tagger("bert", Example(0, ("a", "cat"), ("O", "B-A"))).metric == "entity_f1"
+    assert tagger("bert", Example(0, ("a", "cat"), ("DET", "NOUN"))).metric == "accuracy"
+
+
+def test_the_verb_of_a_role_is_not_counted() -> None:
+    example = Example(0, ("cat", "lives"), ("B-A0", "B-V"), spans=((1, 2),))
+    task = tagger("bert", example)
+    assert task.score([example], [Prediction(("O", "B-V"))])["entity_f1"] == 0
+    assert task.score([example], [Prediction(("B-A0", "O"))])["entity_f1"] == 1
+
+
+def test_tags_that_are_new_are_not_learned() -> None:
+    task = tagger("bert", Example(0, ("a", "cat"), ("O", "B-A")))
+    (item,) = task.encode([Example(1, ("a", "dog"), ("O", "B-Z"))])
+    assert task.batch([item]).num_answers == 1
+    assert task.said == ["1 words have a tag that the training file lacks, and count as wrong."]

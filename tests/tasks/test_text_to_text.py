@@ -1,0 +1,188 @@
+"""Text to text in packed rows: the same as one by one, learned, decoded as asked, and scored on all references."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tasks.small import ANIMALS, CPU, PLACES, WORDS, learn, model_for, parts
+
+from firth.errors import UserError
+from firth.generate import Decoding, generate_ids
+from firth.metrics import score
+from firth.objectives import IGNORED
+from firth.tasks import FinetuneRecipe, Prediction, make_task
+from firth.tasks.packing import pack
+from firth.tasks.text_to_text import LabelWords, Writing
+from firth.tasks.writing import Line, beside, lay_lines, lay_pairs
+from firth.text import Example
+
+FAMILIES = ["t5", "bart", "gpt2", "llama"]
+
+
+def examples(number: int = 12) -> list[Example]:
+    rng = random.Random(0)
+    words = WORDS[:-2]
+    return [
+        Example(
+            i, (" ".join(rng.choices(words, k=rng.randint(1, 6))),), " ".join(rng.choices(words, k=rng.randint(1, 4)))
+        )
+        for i in range(number)
+    ]
+
+
+def made(family: str, known: list[Example], **fields: Any) -> Any:
+    config, tokenizer = parts(family)
+    recipe = FinetuneRecipe(**{"max_seq_length": 24, "max_target_length": 8} | fields)
+    return make_task("text-to-text", known, tokenizer, config, recipe), config
+
+
+def test_rows_of_pairs_by_hand() -> None:
+    laid = lay_pairs([[5, 6, 7], [8], [9, 9]], [[1], [2, 3], [4, 4, 4, 4]], length=6, pad=0, start=90)
+    batch = laid.batch
+    assert batch.tokens[0, :5].tolist() == [8, 9, 9, 0, 0]  # of 2 and of 4 places on the wider side
+    assert batch.doc[0, :4].tolist() == [0, 1, 1, -1]
+    assert batch.decoder_tokens[0, :7].tolist() == [90, 2, 90, 4, 4, 4, 0]
+    assert batch.labels[0, :7].tolist() == [2, 3, 4, 4, 4, 4, IGNORED]
+    assert batch.decoder_doc[0].tolist() == [0] * 2 + [1] * 14
+    assert batch.decoder_position[0, :7].tolist() == [0, 1, 0, 1, 2, 3, 0]
+    assert batch.tokens[1, :3].tolist() == [5, 6, 7]
+    assert batch.labels[1, :2].tolist() == [1, IGNORED]
+    assert laid.sums(batch.labels.reshape(-1)[laid.slot]).tolist() == [1, 5, 16]
+
+
+def test_rows_of_lines_by_hand() -> None:
+    laid = lay_lines([Line([5, 6, 7], [1]), Line([8, 9, 4, 3], [0, 2])], length=8, pad=0)
+    batch = laid.batch
+    assert batch.tokens[0, :7].tolist() == [5, 6, 7, 8, 9, 4, 3]
+    assert batch.labels.reshape(-1)[laid.slot].tolist() == [7, 9, 3]
+    assert batch.tokens[0][batch.asked.reshape(-1)[laid.slot]].tolist() == [6, 8, 4]
+
+
+def test_texts_beside_others_stay_in_their_rows() -> None:
+    rng = np.random.default_rng(0)
+    packing = pack(rng.integers(3, 20, 40), 32)
+    other = beside(packing, rng.integers(1, 9, 40))
+    doc, position = other.documents()
+    for i in range(40):
+        places = np.flatnonzero(doc[packing.row[i]] == packing.doc[i])
+        assert places.tolist() == list(range(other.first[i], other.first[i] + other.size[i]))
+        assert position[packing.row[i], places].tolist() == list(range(other.size[i]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_is_as_good_as_alone(family: str) -> None:
+    task, config = made(family, examples())
+    items = task.encode(examples())
+    model = model_for(task, config).eval()
+    model.tokenizer = task.tokenizer
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+        packed = task.batch(items)
+        assert len(packed.tokens) < len(items)
+        together = model.losses(packed.to(CPU.device))["answers"].item()
+        alone = sum(model.losses(task.batch([item]).to(CPU.device))["answers"].item() for item in items)
+    assert together == pytest.approx(alone, rel=1e-5)
+    assert packed.num_answers == sum(len(item.answer) for item in items)
+    many, single = task.predict(model, items, CPU, 100), task.predict(model, items, CPU, 1)
+    assert many == single
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_labels_are_as_likely_in_packed_rows(family: str) -> None:
+    config, tokenizer = parts(family)
+    labels = ("red", "blue and small", "the big cat")
+    task = LabelWords(labels, tokenizer, config, Writing(24, 8))
+    known = [e._replace(target=labels[i % 3]) for i, e in enumerate(examples())]
+    items = task.encode(known)
+    model = model_for(task, config).eval()
+    found = task.probabilities(model, items, CPU, 5)
+    for item, p_C in zip(items, found, strict=True):
+        batches = [task.batch([item._replace(answer=answer)]).to(CPU.device) for answer in task.answers]
+        with torch.no_grad():
+            costs = np.array([model.losses(batch)["answers"].item() for batch in batches])
+        np.testing.assert_allclose(p_C, np.exp(-costs) / np.exp(-costs).sum(), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "gpt2"])
+def test_a_tiny_model_learns_to_write(family: str) -> None:
+    """Which animal comes first?"""
+    rng = random.Random(0)
+    known = []
+    for i in range(64):
+        animal, place = rng.choice(ANIMALS), rng.choice(PLACES)
+        known.append(Example(i, (rng.choice([f"{animal} near the {place}", f"the {place} and a {animal}"]),), animal))
+    task, config = made(family, known)
+    items = task.encode(known)
+    model = learn(task, config, items, 150, rate=1e-2 if family == "t5" else 3e-3)
+    scores = task.score(known, task.predict(model, items, CPU, 20))
+    assert scores["exact_match"] > 0.9
+    again = make_task("text-to-text", task.facts(), task.tokenizer, model.config)
+    assert again.facts() == task.facts()
+    assert again.predict(model, again.encode(known[:5]), CPU, 20) == task.predict(model, items[:5], CPU, 20)
+
+
+def test_a_prefix_is_read_first_and_kept() -> None:
+    known = [Example(0, ("the cat",), "cat")]
+    task, _ = made("t5", known, prefix="big red: ")
+    plain, _ = made("t5", [])
+    (item,) = task.encode(known)
+    assert task.tokenizer.decode(item.ids) == "big red: the cat"
+    assert task.facts()["prefix"] == "big red: "
+    again = make_task("text-to-text", task.facts(), task.tokenizer, parts("t5")[0])
+    assert again.encode(known) == [item] != plain.encode(known)
+
+
+def test_recipes_say_how_answers_are_searched() -> None:
+    task, config = made("t5", examples(), num_beams=3, length_penalty=2.0, max_target_length=5)
+    model = model_for(task, config)
+    model.tokenizer = task.tokenizer
+    items = task.encode(examples(4))
+    found = [p.prediction for p in task.predict(model, items, CPU, 4)]
+    beams = Decoding(max_new_tokens=5, num_beams=3, length_penalty=2.0)
+    ids = [generate_ids(model, [item.ids], decoding=beams)[0] for item in items]
+    assert found == [task.tokenizer.decode(row).strip() for row in ids]
+    assert all(len(row) <= 5 for row in ids)
+
+
+def test_every_reference_is_right() -> None:
+    task, _ = made("t5", examples())
+    two = Example(0, ("who",), "the cat", references=("the cat", "a dog"))
+    one = Example(1, ("what",), "a fox")
+    scores = task.score([two, one], [Prediction("a dog"), Prediction("a fox")])
+    assert scores["exact_match"] == 1.0
+    assert scores["rouge_l"] == pytest.approx(100)
+    assert scores == score("text-to-text", ["a dog", "a fox"], [["the cat", "a dog"], "a fox"])
+
+
+def test_what_is_cut_is_counted() -> None:
+    task, _ = made("gpt2", examples(), max_seq_length=10, max_target_length=4)
+    task.encode([Example(0, ("cat " * 30,), "dog " * 9), Example(1, ("cat",), "dog")])
+    assert task.said == [
+        "1 texts were longer than 10 tokens, and cut.",
+        "1 answers were longer than 4 tokens, and cut.",
+    ]
+
+
+def test_a_decoder_that_was_never_tuned_just_goes_on() -> None:
+    config, tokenizer = parts("gpt2")
+    task = make_task("text-to-text", {}, tokenizer, config)
+    (item,) = task.encode([Example(0, ("a cat",), None)])
+    assert item.ids == [tokenizer.vocab.eos, *tokenizer.encode("a cat")]
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("bert", {}, "text-to-text needs an encoder-decoder"),
+        ("gpt2", {"max_target_length": 32}, "has 32 places, and answers take 32 of them.*Lower max_target_length"),
+        ("t5", {"prefix": "the big red cat " * 9}, "max_seq_length=24 has no room for a text behind the prefix"),
+    ],
+)
+def test_what_cannot_work_is_refused(family: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        made(family, examples(), **fields)
