@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from firth.models.presets import bert, gpt2, t5, t5_v1_1
+from firth.models.presets import bert, gpt2, llama, t5, t5_v1_1
 from firth.objectives import CLM, MLM, SpanCorruption
 from firth.train import Machine
 
@@ -43,10 +43,12 @@ def toy(bench: Any, name: str) -> Any:
         "gpt2": bench.Workload(gpt2(1, 16, 2, 200), CLM(), rows=2, length=32),
         "t5": bench.Workload(t5(1, 16, 2, 32, 200), SpanCorruption(), rows=2, length=96),
         "t5.1.1": bench.Workload(t5_v1_1(1, 16, 2, 32, 200), SpanCorruption(), rows=2, length=96),
+        "llama": bench.Workload(llama(1, 16, 4, 32, 200, num_kv_heads=2), CLM(), rows=2, length=32),
+        "bart": bench.Workload(replace(bench.preset("bart-tiny"), vocab_size=200), bench.NAMED["bart"], 2, 32),
     }[name]
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "t5.1.1"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "t5.1.1", "llama", "bart"])
 def test_one_step_of_each_side(bench: Any, name: str) -> None:
     speeds = bench.measure(name, toy(bench, name), CPU, steps=1, turn=1, warmup=0)
     assert [s.side for s in speeds] == [bench.OURS, bench.THEIRS, bench.PACKED]
@@ -93,6 +95,40 @@ def test_main_prints_a_table_and_json(
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert facts["steps"] == 1
     assert {s["workload"] for s in facts["speeds"]} == {"toy"}
+
+
+def test_documents_are_padded_there_and_packed_here(bench: Any) -> None:
+    """Documents of 3 to 90 tokens, in rows of 32 with two special tokens each: nothing is lost on either side."""
+    lengths = (3, 90, 10, 8, 20, 5, 30, 12)
+    workload = replace(toy(bench, "bert"), rows=3, lengths=lengths)
+    packed = bench.packed_pieces(lengths, 32, 2)
+    assert sorted(n for row in packed for n in row) == [3, 5, 8, 10, 12, 20, 30, 30, 30, 30]
+    assert all(sum(n + 2 for n in row) <= 32 for row in packed)
+    assert sorted(bench.single_pieces(lengths, 32, 2)) == sorted([n] for row in packed for n in row)
+    theirs, ours = (bench.document_batch(workload, 0, packed=p) for p in (False, True))
+    assert (theirs.doc.max(), ours.doc.max()) == (0, max(map(len, packed[:3])) - 1)
+    mask = bench.their_inputs(theirs)["attention_mask"]
+    assert mask.sum() == theirs.num_tokens == sum(n + 2 for (n,) in bench.single_pieces(lengths, 32, 2)[:3])
+    assert ours.num_tokens == sum(n + 2 for row in packed[:3] for n in row)
+    speeds = bench.measure("documents", workload, CPU, steps=2, turn=1, warmup=0)
+    assert [s.side for s in speeds] == [bench.OURS, bench.THEIRS]
+    assert speeds[1].ratio == 1
+
+
+def test_ablations_change_our_side_alone(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(bench.WORKLOADS, "documents", toy(bench, "bert"))
+    (tmp_path / "lengths.txt").write_text("7\n12\n25\n")
+    asked = []
+    monkeypatch.setattr(bench, "choose_machine", lambda settings: asked.append(settings) or CPU)
+    words = ["--workload", "documents", "--lengths", str(tmp_path / "lengths.txt"), "--steps", "1", "--alone", "--json"]
+    bench.main([*words, "--without", "padding", "--without", "fused_loss", "weights=bf16"])
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [s["side"] for s in facts["speeds"]] == [bench.OURS]
+    assert facts["without"] == ["padding", "fused_loss"]
+    assert (asked[1].pad_vocabulary, asked[1].fused_loss, asked[1].weights) == (False, False, "bf16")
+    assert asked[0] == bench.SETTINGS
 
 
 # The speed of objectives
@@ -178,3 +214,114 @@ def test_speed_of_objectives_prints_a_table_and_json(
     assert facts["turns"] == 1
     assert [s["objective"] for s in facts["speeds"]] == ["mlm"] * 6 + ["denoisers"]
     assert {s["length"] for s in facts["speeds"]} == {64}
+
+
+# The speed of writing
+
+
+@pytest.fixture(scope="module")
+def writing() -> Any:
+    return script("generate_speed")
+
+
+def test_both_sides_write_the_same_and_are_measured(
+    writing: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(writing.WORKLOADS, "toy", writing.Workload(gpt2(1, 16, 2, 60), rows=2, length=5))
+    monkeypatch.setattr(writing.torch.cuda, "is_available", lambda: False)
+    writing.main(["--workload", "toy", "--turns", "1", "--tokens", "9", "--json"])
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [s["side"] for s in facts["speeds"]] == [writing.OURS, writing.THEIRS]
+    assert all(s["tokens_per_second"] > 0 for s in facts["speeds"])
+    assert facts["speeds"][1]["ratio"] == 1
+
+
+# The time to a loss
+
+
+@pytest.fixture(scope="module")
+def race() -> Any:
+    return script("time_to_loss")
+
+
+def test_the_time_to_a_loss_lies_between_two_points(race: Any) -> None:
+    course = race.Course("a", seconds=[10.0, 20.0, 30.0], losses=[7.0, 6.0, 5.0])
+    assert course.time_to(6.5) == 15
+    assert course.time_to(7.5) == 10
+    assert course.time_to(5.0) == 30
+    assert course.time_to(4.9) is None
+
+
+def test_the_clock_stands_still_while_others_are_asked(race: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(race.time, "perf_counter", lambda: now[0])
+    course = race.Course("a")
+
+    def evaluate() -> float:
+        now[0] += 100
+        return 1.0
+
+    clock = race.Clock(course, steps=4, evaluate=evaluate)
+    clock.every = 2
+    for step, seconds in ((1, 50.0), (2, 1.0), (3, 1.0), (4, 1.0)):  # the first one compiles
+        now[0] += seconds
+        clock.step(step)
+    assert course.seconds == [2, 4]
+    assert course.losses == [1, 1]
+
+
+@pytest.fixture(scope="module")
+def prepared_text(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from firth.text import Corpus
+    from firth.tokens import prepare, train_tokenizer
+
+    corpus = Corpus([corpus_file])
+    folder = tmp_path_factory.mktemp("race") / "shards"
+    prepare(corpus, train_tokenizer((d.text for d in corpus), "wordpiece", 300), folder)
+    return folder
+
+
+def test_their_rows_are_the_text_in_frames(race: Any, prepared_text: Path) -> None:
+    shards = race.open_shards(prepared_text)
+    rows = race.Blocks(shards, 16).rows
+    vocab, first = shards.tokenizer.vocab, shards.train.tokens[: shards.train.offsets[1]].tolist()
+    assert rows.ravel()[: len(first) + 3].tolist() == [vocab.cls, *first, vocab.sep, vocab.cls]
+    assert rows.shape == ((shards.train.num_tokens + 2 * shards.train.num_documents) // 16, 16)
+
+
+def test_both_sides_are_asked_the_same(race: Any, prepared_text: Path) -> None:
+    """A model of theirs with our weights has our loss: same rows, same masks, padding out of sight."""
+    import transformers
+
+    from firth.models.weights import to_hf, to_hf_config
+
+    shards = race.open_shards(prepared_text)
+    asked = race.questions(shards, 32, 5)
+    assert sum(len(batch.tokens) for batch in asked) == 5
+    torch.manual_seed(0)
+    ours = race.first_model(race.pretraining(bert(1, 16, 2, shards.tokenizer.vocab.size)), shards.tokenizer).eval()
+    theirs = transformers.BertForMaskedLM(transformers.BertConfig(**to_hf_config(ours.config, None))).eval()
+    theirs.load_state_dict(to_hf(ours), strict=False)
+    mine = race.held_out_loss(ours.logits, asked, CPU)
+    assert race.held_out_loss(race.their_answers(theirs), asked, CPU) == pytest.approx(mine, rel=1e-5)
+
+
+def test_a_small_race(
+    race: Any, prepared_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(race, "choose_machine", lambda settings: CPU)
+    lines = ["text,label", *(f"the {a} by the river,{a}" for a in ("cat", "dog") for _ in range(8))]
+    (tmp_path / "task.csv").write_text("\n".join(lines) + "\n")
+    task = ["--train", str(tmp_path / "task.csv"), "--dev", str(tmp_path / "task.csv"), "--epochs", "1"]
+    sizes = ["--rows", "4", "--length", "32", "--peer-layers", "1", "--peer-dim", "16", "--peer-heads", "2"]
+    quick = ["--seconds", "0.3", "--trial", "0.05", "--trial-steps", "4", "--held-out-rows", "4", "--loss", "100"]
+    words = ["--shards", str(prepared_text), "--model", "bert-tiny", *sizes, *quick, *task, "--json"]
+    race.main([*words, "model.num_layers=1", "ema_decay=0.9"])
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [c["side"] for c in facts["courses"]] == [race.OURS, race.THEIRS]
+    for course in facts["courses"]:
+        assert course["steps"] >= 2
+        assert len(course["seconds"]) == len(course["losses"]) >= 1
+        assert course["seconds"] == sorted(course["seconds"])
+        assert 0 <= course["accuracy"] <= 1
+        assert course["time_to_loss"] == course["seconds"][0], "the first is below 100 already"

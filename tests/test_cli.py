@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from firth.cli import app, main
 from firth.files import damage
+from firth.tasks import FinetuneRecipe
 
 SMALL = ["--max-seq-length=32", "--per-device-train-batch-size=4", "--no-compile", "--no-bf16"]
 TINY = ["model.num_layers=1", "model.dim=32", "model.mlp.dim=64"]
@@ -112,6 +116,25 @@ def test_tokenizer_and_prepare(firth: Firth, house: dict[str, Path], tmp_path: P
         "prepare", house["text"], "--tokenizer", tmp_path / "t", "--output-dir", tmp_path / "s", "--json", "--resume"
     )
     assert again.json == done.json
+    words = ["prepare", house["text"], house["text"], "--tokenizer", tmp_path / "t", "--output-dir", tmp_path / "u"]
+    twice = firth(*words, "--dedup=none", "--workers=2", "--max-memory=8GB", "--json")
+    assert twice.json["documents"] == 600
+    assert "not a size" in firth(*words, "--max-memory=lots", "--overwrite").err
+
+
+def test_how_text_is_read(firth: Firth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "Two words\n\n" + "The \ufb01ne HERON stands in shallow water\n\n" * 20
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode("utf-16"))))
+    cleaning = ["--encoding=utf-16", "--normalize=nfkc,lower", "--min-words=3", "--max-words=100", "--min-characters=5"]
+    done = firth(
+        "tokenizer", "-", "--output-dir", tmp_path / "t", "--kind=word", "--vocab-size=50", *cleaning, "--json"
+    )
+    assert done.code == 0, done.err
+    assert "20 documents: stdin split on blank lines; 1 left out, under 3 words;" in done.err.replace("\n", " ")
+    assert "21 changed by --normalize nfkc,lower" in done.err.replace("\n", " ")
+    words = (tmp_path / "t" / "tokenizer.json").read_text()
+    assert '"fine"' in words
+    assert '"HERON"' not in words
 
 
 def test_pretrain_from_text(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
@@ -151,6 +174,22 @@ def test_show(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
     assert "show.html" in table.err
 
 
+def test_check(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
+    words = ["check", house["text"], "--kinds=byte-bpe", "--vocab-sizes=300", "--output-dir", tmp_path]
+    done = firth(*words, "--tokenizer", house["bert-tokenizer"], "--json")
+    assert done.code == 0, done.err
+    assert len(done.out.splitlines()) == 1
+    assert done.json["text"]["documents"] == 300
+    assert [t["kind"] for t in done.json["tokenizers"]] == ["wordpiece", "byte-bpe"]
+    assert any(a["about"].endswith(": keep") for a in done.json["advice"])
+    assert Path(done.json["page"]) == tmp_path / "check.html"
+    table = firth("check", house["text"], "--kinds=none", "--output-dir", tmp_path)
+    assert table.code == 0, table.err
+    assert "near duplicates" in table.out
+    assert "Tokenizers" not in table.out
+    assert "check.html" in table.err
+
+
 def test_finetune_evaluate_export(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
     files = ["--task", "classify", "--train", house["train"], "--dev", house["dev"]]
     done = firth(
@@ -160,13 +199,103 @@ def test_finetune_evaluate_export(firth: Firth, house: dict[str, Path], tmp_path
     assert {"metric", "mean", "std", "seeds", "accuracy", "macro_f1", "mcc"} <= done.json.keys()
     assert len(done.json["seeds"]) == 2
     final = tmp_path / "run" / "final"
+    assert Path(done.json["report"]) == tmp_path / "run" / "report.html"
+    assert "accuracy" in (tmp_path / "run" / "report.html").read_text()
+    assert "text-classification" in (final / "README.md").read_text(), "the model card"
     done = firth("evaluate", final, "--task", "classify", "--data", house["dev"], "--json")
     assert done.code == 0, done.err
     assert "accuracy" in done.json["metrics"]
     assert Path(done.json["predictions"]).is_file()
+    again = firth("evaluate", final, "--data", house["dev"])  # the task is the checkpoint's own
+    assert again.code == 0, again.err
+    assert "accuracy" in again.out
     done = firth("export", final, "--output-dir", tmp_path / "out", "--check", "--json")
     assert done.code == 0, done.err
     assert done.json["max_difference"] < 1e-4
+
+
+def test_a_run_goes_on_and_keeps_its_card(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
+    words = finetune(house, tmp_path, "--seeds=2", "--lora-rank=2")
+    table = firth(*words)
+    assert table.code == 0, table.err
+    assert all(word in table.out for word in ("accuracy", "deviation", "seed 1"))
+    card = tmp_path / "run" / "final" / "README.md"
+    card.write_text("mine")
+    done = firth(*words, "--resume", "--json")
+    assert done.code == 0, done.err
+    assert card.read_text() == "mine"
+    assert damage(tmp_path / "run" / "final") is None
+
+
+def test_evaluate_a_model_as_it_is(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
+    lines = {"good": "the cat slept", "bad": "the slept cat", "uid": "order"}
+    pairs = write(tmp_path / "m.jsonl", json.dumps(lines) + "\n")
+    done = firth("evaluate", house["gpt2"], "--task=minimal-pairs", "--data", pairs, "--output-dir", tmp_path / "m")
+    assert done.code == 0, done.err
+    assert "order" in done.out
+    texts = [write(tmp_path / f"{name}.txt", "The cat slept.") for name in "ab"]
+    words = ["--task=perplexity", "--data", texts[0], "--data", texts[1], "--stride=4", "--output-dir", tmp_path / "p"]
+    done = firth("evaluate", house["gpt2"], *words, "--json")
+    assert done.code == 0, done.err
+    assert {"perplexity", "bits_per_byte"} <= done.json["metrics"].keys()
+    assert done.json["stride"] == 4
+    assert len(Path(done.json["predictions"]).read_text().splitlines()) == 2
+
+
+def test_evaluate_a_suite(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
+    tasks = "tasks:\n" + "".join(
+        f"  - {{name: {name}, task: classify, train: {house['train']}, dev: {house['dev']}}}\n" for name in "ab"
+    )
+    words = ["evaluate", house["bert"], "--suite", write(tmp_path / "s.yaml", tasks), "--output-dir", tmp_path / "s"]
+    done = firth(*words, "--seeds=1", "--json", "max_steps=1")
+    assert done.code == 0, done.err
+    assert done.json["metrics"].keys() == {"a", "b", "average"}
+    assert Path(done.json["predictions"]) == tmp_path / "s"
+    assert firth(*words, "--seeds=1", "max_steps=1").code == 2, "it is not overwritten"
+    table = firth(*words, "--seeds=1", "--resume", "max_steps=1")
+    assert table.code == 0, table.err
+    assert "average" in table.out
+    assert table.err.count("done already") == 2
+
+
+def test_generate_from_arguments_files_and_stdin(
+    firth: Firth, house: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = ["--max-new-tokens=3", "--json"]
+    done = firth("generate", house["gpt2"], "The cat", "A dog", "--temperature=1", "--num-return-sequences=2", *few)
+    assert done.code == 0, done.err
+    assert [result["prompt"] for result in done.json["results"]] == [0, 0, 1, 1]
+    assert done.json["text"] == done.json["results"][0]["text"]
+    lines = write(tmp_path / "p.txt", "The cat\n\nA dog\n")
+    rows = write(tmp_path / "p.jsonl", '{"prompt": "The cat"}\n{"prompt": "A dog"}\n')
+    found = [firth("generate", house["gpt2"], "--prompts", file, *few).json["results"] for file in (lines, rows)]
+    assert found[0] == found[1]
+    assert [result["text"][:5] for result in found[0]] == ["The c", "A dog"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("The cat\nslept\n"))
+    done = firth("generate", house["gpt2"], *few)
+    assert done.json["text"].startswith("The cat\nslept"), "all of it is one prompt"
+
+
+def test_a_stream_is_what_is_written(firth: Firth, house: dict[str, Path]) -> None:
+    for model in ("gpt2", "t5"):
+        words = ["generate", house[model], "The cat", "--max-new-tokens=5"]
+        assert firth(*words, "--stream").out == firth(*words).out
+
+
+def test_embed(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
+    words = ["embed", house["bert"], "The cat slept.", "A dog.", "The cat slept."]
+    done = firth(*words, "--similar", "--json")
+    assert done.code == 0, done.err
+    assert np.array(done.json["vectors"]).shape == (3, 32)
+    assert done.json["similarity"][0][2] == pytest.approx(1)
+    assert done.json["similarity"][0][1] < 0.9999
+    assert "Cosines" in firth(*words, "--similar").out
+    assert "The cat slept." in firth(*words).out
+    assert firth(*words, "--normalize", "--output-dir", tmp_path / "v.npy").code == 0
+    assert np.linalg.norm(np.load(tmp_path / "v.npy"), axis=1) == pytest.approx(1)
+    again = firth(*words, "--output-dir", tmp_path / "v.npy")
+    assert again.code == 2
+    assert "--overwrite" in again.err
 
 
 def test_generate_fill_models(firth: Firth, house: dict[str, Path]) -> None:
@@ -196,6 +325,12 @@ def test_help(verb: str, firth: Firth) -> None:
         for option in RUN_OPTIONS:
             assert option in done.out, option
         assert "by the model's width" in " ".join(done.out.split())
+    if verb == "finetune":
+        order = [done.out.index(part) for part in ("Data:", "This run:", "What learns:", "Training:", "Examples:")]
+        assert order == sorted(order)
+        assert "\n    firth finetune t5/final --task text-to-text" in done.out, "a command stays on its line"
+        options = [f"--{f.name.replace('_', '-')}" for f in fields(FinetuneRecipe) if f.name != "checkpoint"]
+        assert all(option in done.out for option in options)
     if verb in ("pretrain", "show"):
         assert "permutation-lm" in "".join(done.out.split()).replace("│", "")
 
@@ -223,6 +358,10 @@ def show(house: dict[str, Path], out: Path, *more: object) -> list[object]:
     return ["show", "bert-tiny", "--data", house["bert-shards"], "--output-dir", out, *SMALL, *more]
 
 
+def check(text: object, *more: object) -> list[object]:
+    return ["check", text, *more]
+
+
 def finetune(house: dict[str, Path], out: Path, *more: object, **files: object) -> list[object]:
     named = {"task": "classify", "train": house["train"], "dev": house["dev"], "output-dir": out / "run", **files}
     checkpoint = named.pop("checkpoint", house["bert"])
@@ -245,11 +384,11 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
     ),
     "not utf-8": (
         lambda h, t: pretrain("bert-tiny", write(t / "l.txt", b"Caf\xe9 au lait, s'il vous pla\xeet"), t),
-        ["l.txt: not UTF-8", "byte 3 ", "--encoding"],
+        ["l.txt:1: not UTF-8", "byte 3 ", "--encoding"],
     ),
     "labels not utf-8": (
         lambda h, t: finetune(h, t, dev=write(t / "l.jsonl", b'{"text": "caf\xe9", "label": "cat"}')),
-        ["l.jsonl: not UTF-8", "--encoding"],
+        ["l.jsonl:1: not UTF-8", "--encoding"],
     ),
     "not json": (
         lambda h, t: pretrain("bert-tiny", write(t / "b.jsonl", '{"text": "a"}\n{"text": oops}\n'), t),
@@ -337,6 +476,19 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
         lambda h, t: ["tokenizer", h["text"], "--output-dir", write(t / "f", "x") / "deeper"],
         ["cannot be made", "is a file"],
     ),
+    "checking an empty folder": (lambda h, t: check(t), ["nothing to read"]),
+    "checking what is not text": (lambda h, t: check(write(t / "a.png", b"\x89PNG")), ["a.png", "not a kind of file"]),
+    "checking a binary .txt": (lambda h, t: check(write(t / "a.txt", b"\x89PNG\xff\x00")), ["a.txt", "not UTF-8"]),
+    "checking with no tokenizer": (lambda h, t: check(h["text"], "--tokenizer", t), ["holds no tokenizer"]),
+    "checking with no folder": (lambda h, t: check(h["text"], "--tokenizer", t / "no"), ["no such folder"]),
+    "checking an unknown kind": (lambda h, t: check(h["text"], "--kinds=wordpeice"), ["'wordpeice'", "'wordpiece'"]),
+    "checking no size": (lambda h, t: check(h["text"], "--vocab-sizes=many"), ["'many'", "4096,8192"]),
+    "checking size 0": (lambda h, t: check(h["text"], "--vocab-sizes=0"), ["0 is no size"]),
+    "checking no sample": (lambda h, t: check(h["text"], "--sample=3"), ["--sample is 3"]),
+    "a check.html of somebody else": (
+        lambda h, t: ["check", h["text"], "--output-dir", write(t / "check.html", "mine").parent],
+        ["was not written by `firth check`"],
+    ),
     "an unknown task": (lambda h, t: finetune(h, t, task="clasify"), ["'clasify'", "'classify'"]),
     "an encoder does not write": (lambda h, t: ["generate", h["bert"], "The"], ["firth fill"]),
     "a decoder does not fill": (lambda h, t: ["fill", h["gpt2"], "The ___"], ["firth generate"]),
@@ -367,6 +519,43 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
         ],
         ["was fine-tuned for classify"],
     ),
+    "evaluating without a task": (lambda h, t: ["evaluate", h["bert"], "--data", h["dev"]], ["--task"]),
+    "evaluating on nothing": (lambda h, t: ["evaluate", h["tuned"]], ["--data"]),
+    "evaluating what was not learned": (
+        lambda h, t: ["evaluate", h["bert"], "--task=classify", "--data", h["dev"]],
+        ["has not learned the task classify", "firth finetune"],
+    ),
+    "a setting of another evaluation": (
+        lambda h, t: ["evaluate", h["gpt2"], "--task=perplexity", "--data", h["text"], "--pool=mean"],
+        ["pool is no setting of the task perplexity"],
+    ),
+    "a setting of suites": (
+        lambda h, t: ["evaluate", h["tuned"], "--data", h["dev"], "--resume"],
+        ["--resume is for --suite"],
+    ),
+    "two files after one --data": (
+        lambda h, t: ["evaluate", h["gpt2"], "--task=perplexity", "--data", h["text"], h["dev"]],
+        ["repeat --data"],
+    ),
+    "a suite and a task": (
+        lambda h, t: ["evaluate", h["bert"], "--suite=glue", "--task=pair", "--data", t],
+        ["--tasks"],
+    ),
+    "an unknown suite": (lambda h, t: ["evaluate", h["bert"], "--suite=gleu", "--data", t], ["'gleu'", "'glue'"]),
+    "a suite that is not there": (lambda h, t: ["evaluate", h["bert"], "--suite=glue"], ["--data"]),
+    "prompts twice": (
+        lambda h, t: ["generate", h["gpt2"], "The", "--prompts", write(t / "p.txt", "The")],
+        ["--prompts", "choose one"],
+    ),
+    "prompts without a text": (
+        lambda h, t: ["generate", h["gpt2"], "--prompts", write(t / "p.jsonl", '{"body": "x"}')],
+        ["p.jsonl:1", "prompt, source, text"],
+    ),
+    "a stream of JSON": (lambda h, t: ["generate", h["gpt2"], "The", "--stream", "--json"], ["--stream", "--json"]),
+    "a stream of two": (lambda h, t: ["generate", h["gpt2"], "The", "A", "--stream"], ["2 prompts"]),
+    "drawing without a temperature": (lambda h, t: ["generate", h["gpt2"], "The", "--top-k=3"], ["temperature"]),
+    "an unknown pool": (lambda h, t: ["embed", h["bert"], "The", "--pool=avg"], ["'avg'", "mean"]),
+    "LoRA and freezing": (lambda h, t: finetune(h, t, "--lora-rank=2", "--freeze=body"), ["LoRA", "freeze"]),
 }
 
 
@@ -519,3 +708,36 @@ def test_ctrl_c(firth: Firth, monkeypatch: pytest.MonkeyPatch) -> None:
     done = firth("models")
     assert done.code == 130
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("kind", ["bpe", "char", "word"])
+def test_tokenizers_of_every_kind(firth: Firth, corpus_file: Path, tmp_path: Path, kind: str) -> None:
+    done = firth("tokenizer", corpus_file, "--kind", kind, "--vocab-size=300", "--output-dir", tmp_path / "t", "--json")
+    assert (done.code, done.json["kind"], done.json["vocab_size"] <= 300) == (0, kind, True)
+
+
+def test_a_tokenizer_like_another(firth: Firth, house: dict[str, Path], corpus_file: Path, tmp_path: Path) -> None:
+    like = (
+        "tokenizer",
+        corpus_file,
+        "--from",
+        house["t5-tokenizer"],
+        "--vocab-size=350",
+        "--output-dir",
+        tmp_path / "t",
+    )
+    done = firth(*like, "--json")
+    assert (done.code, done.json["kind"], 200 < done.json["vocab_size"] <= 350) == (0, "unigram", True)
+    done = firth(*like, "--kind", "unigram", "--overwrite")
+    assert done.code == 2
+    assert "leave out --kind" in done.err
+    done = firth("tokenizer", corpus_file, "--from", tmp_path, "--output-dir", tmp_path / "u")
+    assert done.code == 2
+    assert "holds no tokenizer" in done.err
+
+
+def test_a_tokenizer_within_little_memory(firth: Firth, corpus_file: Path, tmp_path: Path) -> None:
+    small = ("--kind", "byte-bpe", "--vocab-size=300", "--max-memory=80KB", "--output-dir", tmp_path / "t")
+    done = firth("tokenizer", corpus_file, *small)
+    assert done.code == 0
+    assert "Learning from a sample" in done.err

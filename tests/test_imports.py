@@ -19,10 +19,11 @@ NAMES = [file.relative_to(SOURCE).as_posix() for file in FILES]
 
 # Top to bottom. Rooms on the same line do not know each other, except on the ground floor.
 ORDER: list[set[str]] = [
-    {"errors", "console", "files", "plain"},
+    {"errors", "console", "files", "plain", "page"},
     {"text"},
     {"tokens"},
     {"objectives", "models"},
+    {"hf"},
     {"metrics"},
     {"train"},
     {"recipes"},
@@ -122,6 +123,22 @@ def test_a_right_arrow_is_let_through(name: str, source: str) -> None:
     assert wrong_arrows(source, name) == []
 
 
+def imported_at_once(source: str, name: str) -> set[str]:
+    """The modules that a file imports as soon as it is imported itself."""
+    top = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return set(imported_modules("\n".join(map(ast.unparse, top)), name))
+
+
+def test_only_hf_needs_transformers() -> None:
+    found = {
+        name
+        for file, name in zip(FILES, NAMES, strict=True)
+        for module in imported_at_once(file.read_text(encoding="utf-8"), name)
+        if module.split(".")[0] == "transformers" or module == "firth.hf"
+    }
+    assert found == {"hf.py"}
+
+
 def only_names(source: str) -> bool:
     """Whether a file holds imports, `__all__` and a docstring, and nothing else."""
     for node in ast.parse(source).body:
@@ -147,8 +164,7 @@ def test_every_library_we_import_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = [
         *project["dependencies"],
-        *project["optional-dependencies"]["hf"],
-        *project["optional-dependencies"]["web"],
+        *(line for extra in ("data", "hf", "language", "web") for line in project["optional-dependencies"][extra]),
     ]
     declared = {normal(re.match(r"[\w.-]+", line)[0]) for line in wanted}  # type: ignore[index]
     owners = packages_distributions()
@@ -156,7 +172,7 @@ def test_every_library_we_import_is_declared() -> None:
     for file, name in zip(FILES, NAMES, strict=True):
         for module in imported_modules(file.read_text(encoding="utf-8"), name):
             top = module.split(".")[0]
-            known = top == "firth" or top in sys.stdlib_module_names
+            known = top in ("firth", "triton") or top in sys.stdlib_module_names  # triton comes with torch's GPU builds
             if not known and declared.isdisjoint(normal(owner) for owner in owners.get(top, [top])):
                 missing.add(f"{name} imports {top}")
     assert missing == set()

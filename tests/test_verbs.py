@@ -17,7 +17,7 @@ from firth.objectives import NAMED
 from firth.plain import to_plain
 from firth.train import Recipe, load_recipe
 from firth.train.pretrain import first_model
-from firth.verbs import all_changes, find_model, flatten
+from firth.verbs import all_changes, ask, find_model, flatten, same_source
 
 TINY = {"model.num_layers": 1, "model.dim": 32, "model.mlp.dim": 64}
 SIZES: dict[str, Any] = {"max_steps": 2, "max_seq_length": 32, "per_device_train_batch_size": 4}
@@ -137,6 +137,34 @@ def test_prepare_goes_on_only_with_the_same_tokenizer(home: Path, corpus_file: P
         firth.prepare([corpus_file], tmp_path / "other", home / "shards", resume=True)
 
 
+def test_several_shards_are_mixed(home: Path, corpus_file: Path, tmp_path: Path) -> None:
+    lines = corpus_file.read_text(encoding="utf-8").split("\n\n")
+    (tmp_path / "few.txt").write_text("\n\n".join(lines[:60]), encoding="utf-8")
+    firth.prepare([tmp_path / "few.txt"], home / "tokenizer", tmp_path / "few", held_out=0)
+    data = [f"all={home / 'shards'}", f"few={tmp_path / 'few'}"]
+    ran = firth.pretrain("bert-tiny", data, tmp_path / "run", mix={"all": 3, "few": 1}, overrides=TINY, **SIZES)
+    assert [(part["source"], part["share"]) for part in ran["mix"]] == [("all", 0.75), ("few", 0.25)]
+    recipe = load_recipe(tmp_path / "run" / "recipe.yaml", Recipe)
+    assert recipe.sources == {"all": str(home / "shards"), "few": str(tmp_path / "few")}
+    again = firth.pretrain(
+        "bert-tiny", data, tmp_path / "run", mix={"all": 3, "few": 1}, overrides=TINY, resume=True, **SIZES
+    )
+    assert again == ran
+    unnamed = [home / "shards", tmp_path / "few"]
+    shown = firth.show("bert-tiny", unnamed, 2, output_dir=tmp_path, mix_temperature=0.0, overrides=TINY, **SIZES)
+    assert "50.0% of the rows" in Path(shown["page"]).read_text(encoding="utf-8")
+    for wrong, options, said in (
+        ([*data, home / "shards"], {}, "the others have names"),
+        (["all=nowhere"], {}, "no shards folder"),
+        ([data[0], data[0]], {}, "the same name"),
+        (home / "shards", {"mix_temperature": 0.3}, "A mix is of several shards"),
+        (data, {"mix": {"all": 1, "fwe": 1}}, "Did you mean 'few'"),
+        (data, {"mix_temperature": 0.3, "order": "stream"}, "not a mix of several"),
+    ):
+        with pytest.raises(UserError, match=said):
+            firth.pretrain("bert-tiny", wrong, tmp_path / "other", overrides=TINY, **SIZES, **options)
+
+
 def test_prepare_marks_what_is_salient(home: Path, corpus_file: Path, tmp_path: Path) -> None:
     facts = firth.prepare([corpus_file], home / "tokenizer", tmp_path / "s", salient="default")
     assert facts["train"]["salient"] > 0
@@ -150,11 +178,21 @@ def test_prepare_marks_what_is_salient(home: Path, corpus_file: Path, tmp_path: 
 def test_resuming_with_other_ways_of_reading_is_refused(corpus_file: Path, tmp_path: Path) -> None:
     run: dict[str, Any] = {"overrides": TINY, "vocab_size": 300, **SIZES}
     firth.pretrain("bert-tiny", corpus_file, tmp_path / "run", **run)
-    for changes in ({"held_out": 0.2}, {"vocab_size": 200}, {"lowercase": True}, {"documents": "file"}):
+    changed = ({"documents": "file"}, {"normalize": "nfkc"}, {"min_words": 3})
+    for changes in ({"held_out": 0.2}, {"vocab_size": 200}, {"lowercase": True}, *changed):
         with pytest.raises(UserError, match="reads the text that it began with"):
             firth.pretrain("bert-tiny", corpus_file, tmp_path / "run", resume=True, **run | changes)
     with pytest.raises(UserError, match="reads the text that it began with"):
         firth.pretrain("bert-tiny", [corpus_file, corpus_file], tmp_path / "run", resume=True, **run)
+    firth.pretrain("bert-tiny", corpus_file, tmp_path / "run", resume=True, **run, encoding="utf-8", max_words=0)
+
+
+def test_a_run_with_cleaned_text_goes_on_only_with_the_same(tmp_path: Path) -> None:
+    source = {"data": ["a"], "normalize": "nfc"}
+    same_source(tmp_path / "source.json", source)
+    same_source(tmp_path / "source.json", source)
+    with pytest.raises(UserError, match="normalize: nfc -> None"):
+        same_source(tmp_path / "source.json", {"data": ["a"]})
 
 
 def test_a_refused_run_does_not_stand_in_the_way_of_the_next(corpus_file: Path, tmp_path: Path) -> None:
@@ -179,8 +217,11 @@ def test_an_exported_folder_may_be_replaced_only_by_another(home: Path, tmp_path
     with pytest.raises(UserError, match="exists already"):
         firth.export(home / "run" / "final", tmp_path / "out")
     firth.export(home / "run" / "final", tmp_path / "out", overwrite=True)
-    (tmp_path / "out" / "README.md").write_text("mine")
-    with pytest.raises(UserError, match=r"README.md"):
+    (tmp_path / "out" / "README.md").write_text("mine")  # a model card, which stays
+    firth.export(home / "run" / "final", tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "README.md").read_text() == "mine"
+    (tmp_path / "out" / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"thesis.txt"):
         firth.export(home / "run" / "final", tmp_path / "out", overwrite=True)
 
 
@@ -189,13 +230,66 @@ def test_evaluations_lie_beside_the_checkpoint(home: Path, tmp_path: Path) -> No
     data.write_text('{"text": "the cat", "label": "a"}\n{"text": "the dog", "label": "b"}\n')
     firth.finetune(home / "run" / "final", "classify", data, data, tmp_path / "tuned", max_steps=1, seeds=1)
     found = firth.evaluate(tmp_path / "tuned" / "final", "classify", data)
-    assert Path(found["predictions"]) == tmp_path / "tuned" / "evaluate-d.jsonl" / "predictions.jsonl"
-    firth.evaluate(tmp_path / "tuned" / "final", "classify", data)  # and again
+    assert Path(found["predictions"]) == tmp_path / "tuned" / "evaluate-classify-d.jsonl" / "predictions.jsonl"
+    assert firth.evaluate(tmp_path / "tuned" / "final", data=data) == found, "and again, its own task"
+    other = tmp_path / "other" / "d.jsonl"
+    other.parent.mkdir()
+    other.write_text(data.read_text())
+    with pytest.raises(UserError, match=r"has the scores of .*d.jsonl. Name another --output-dir"):
+        firth.evaluate(tmp_path / "tuned" / "final", data=other)
     # which does not stand in the way of going on with the run
     again = firth.finetune(
         home / "run" / "final", "classify", data, data, tmp_path / "tuned", max_steps=1, seeds=1, resume=True
     )
     assert again["mean"] == pytest.approx(found["metrics"]["accuracy"])
+
+
+@pytest.fixture(scope="module")
+def decoder(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("decoder") / "run"
+    firth.pretrain("gpt2-tiny", corpus_file, run, overrides=TINY, vocab_size=300, **SIZES)
+    return run / "final"
+
+
+def test_generate_and_embed_take_one_or_several(home: Path, decoder: Path) -> None:
+    model = firth.load(decoder)
+    alone, both = firth.generate(model, "the cat", max_new_tokens=3), firth.generate(model, ["the cat", "a dog"])
+    assert isinstance(alone, str)
+    assert isinstance(both, list)
+    assert both[0].startswith(alone)
+    assert len(firth.generate(model, "the cat", num_return_sequences=3, temperature=1.0)) == 3
+    vectors = firth.embed(home / "run" / "final", ["the cat", "a dog"], normalize=True)
+    assert vectors.shape == (2, 32)
+    assert firth.embed(home / "run" / "final", "the cat", normalize=True) == pytest.approx(vectors[0], abs=1e-5)
+    with pytest.raises(UserError, match="no text"):
+        firth.embed(model, [])
+
+
+def test_equal_prompts_are_drawn_for_differently(decoder: Path) -> None:
+    texts = firth.generate(decoder, ["the"] * 20, temperature=1.0, max_new_tokens=8)
+    assert len(set(texts)) > 15
+    assert texts == firth.generate(decoder, ["the"] * 20, temperature=1.0, max_new_tokens=8)
+
+
+def test_a_tuned_model_reads_prompts_as_it_learned_to(decoder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"source": "the cat", "target": "a"}\n{"source": "the dog", "target": "b"}\n')
+    tune: dict[str, Any] = {"max_steps": 1, "seeds": 1, "max_seq_length": 32, "max_target_length": 4}
+    firth.finetune(decoder, "text-to-text", data, data, tmp_path / "t", prefix="say: ", **tune)
+    model, (ids,) = ask(tmp_path / "t" / "final", ["the cat"])
+    assert isinstance(ids, list)
+    assert model.tokenizer is not None
+    assert model.tokenizer.decode(ids, skip_special=False).endswith("say: the cat<delimiter>")
+    found = firth.generate(tmp_path / "t" / "final", "the cat", max_new_tokens=4)
+    assert "the cat" not in found, "the answer alone"
+    assert ask(model, ["the cat"])[1] == ["the cat"], "a loaded model goes on with a text"
+    data.write_text('{"prompt": "the cat", "response": "a"}\n')
+    firth.finetune(decoder, "lm", data, data, tmp_path / "c", **tune)
+    model, (ids,) = ask(tmp_path / "c" / "final", ["the cat"])
+    assert isinstance(ids, list)
+    assert model.tokenizer is not None
+    assert model.tokenizer.decode(ids, skip_special=False).endswith("<|user|> the cat<|assistant|>")
+    assert ask(tmp_path / "c" / "final", ["the cat"], chat=False)[1] == ["the cat"]
 
 
 # --- what a model will see

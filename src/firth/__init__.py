@@ -8,7 +8,10 @@ from typing import Any
 
 __version__ = "0.1.0"
 __all__ = [
+    "check",
+    "embed",
     "evaluate",
+    "evaluate_suite",
     "export",
     "fill",
     "finetune",

@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 import json as json_module
 import logging
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from firth.console import err, say, show_table
 from firth.errors import UserError
@@ -24,34 +27,84 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+RUN, DATA, LEARNING, SCORES, WRITING, TRAINING, READING = (
+    "This run",
+    "Data",
+    "What learns",
+    "Seeds and scores",
+    "Answers that are written",
+    "Training",
+    "How text is read",
+)
+# Under which heading of --help the options of a fine-tuning recipe stand; all others are of the training itself.
+GROUPS = {
+    DATA: ("encoding", "shots", "max_seq_length", "prefix"),
+    LEARNING: (
+        *("from_scratch", "answer", "freeze", "unfreeze_every", "layer_decay", "class_weights"),
+        *("lora_rank", "lora_alpha", "lora_dropout", "lora_targets"),
+    ),
+    SCORES: ("seeds", "baseline", "eval_steps", "load_best", "early_stopping"),
+    WRITING: ("max_target_length", "num_beams", "length_penalty", "no_repeat_ngram_size"),
+    RUN: ("resume_from_checkpoint",),
+}
 SAME = 1e-3  # the largest difference of logits that rounding explains
 INTERRUPTED = 130  # the exit code after Ctrl-C
 # A wrong name or a folder that is not the user's; a full disk, on the other hand, is nobody's mistake.
 USERS_MISTAKES = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 
+
+class Grouped(TyperCommand):
+    """A verb whose --help puts its options under headings."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                kind = "Arguments" if param.param_type_name == "argument" else "Options"
+                groups.setdefault(getattr(param, "rich_help_panel", None) or kind, []).append(record)
+        last = (LEARNING, SCORES, WRITING, TRAINING, "Options", READING)  # all others first, in the verb's own order
+        for title in sorted(groups, key=lambda title: last.index(title) + 1 if title in last else 0):
+            with formatter.section(title):
+                formatter.write_dl(groups[title])
+
+
+def examples(text: str) -> str:
+    """Commands at the end of --help, as they are: \\b keeps the lines of a paragraph."""
+    return "\b\nExamples:\n" + text.strip("\n").replace("\n\n", "\n\n\b\n")
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line of stdout, and no table.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier run left in the output folder.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last whole checkpoint; start anew without one.")]
-Documents = Annotated[
-    str,
-    typer.Option(
-        help="How a .txt becomes documents: 'file' (whole), 'blank-line' (split), or 'auto': small files of a folder "
-        "whole, all others split."
-    ),
-]
 Columns = Annotated[str, typer.Option(help="Other column names, as text=body,label=class.")]
-Encoding = Annotated[str, typer.Option(help="Encoding of the text files.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Any field of the recipe: model.num_layers=6.")
 ]
-ModelName = Annotated[str, typer.Argument(help="A preset (see `firth models`), a config.json or a checkpoint folder.")]
-Data = Annotated[list[str], typer.Option(help="Shards, or text: then tokenizer and shards are made on the way.")]
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        help="A preset (see `firth models`), a config.json or a checkpoint folder; to pretrain also word2vec, glove, ngram."
+    ),
+]
+Data = Annotated[
+    list[str],
+    typer.Option(help="Shards, or text: then tokenizer and shards are made on the way. Several NAME=SHARDS are mixed."),
+]
 TokenizerFolder = Annotated[str | None, typer.Option(help="Folder of a tokenizer; without one it is trained.")]
 VocabSize = Annotated[int, typer.Option(help="Of the tokenizer that is trained; 0 chooses by the text's size.")]
 Lowercase = Annotated[bool, typer.Option("--lowercase", help="Of the tokenizer that is trained.")]
+Mix = Annotated[str, typer.Option(help="Several --data NAME=SHARDS: the share of each in the rows, as a=0.7,b=0.3.")]
+MixEpochs = Annotated[str, typer.Option(help="Or how often each is read in one epoch of the mix, as a=1,b=3.")]
 HeldOut = Annotated[float, typer.Option(help="Share of the documents that is kept for evaluation.")]
 Config = Annotated[str | None, typer.Option(help="YAML file with any of these options and fields.")]
-Texts = Annotated[list[str], typer.Argument(help="Files and folders (.txt, .jsonl, also .gz and .xz), or pydocs.")]
+Texts = Annotated[
+    list[str],
+    typer.Argument(
+        help="Files and folders (.txt, .jsonl, .csv, .tsv, .parquet; also .gz, .xz, .bz2, .zst), - for standard input, "
+        "hf:owner/name[:config][:split][#column], or pydocs."
+    ),
+]
 
 
 def finish(result: Mapping[str, Any], as_json: bool, title: str) -> None:
@@ -80,6 +133,84 @@ def parse_columns(text: str) -> dict[str, str]:
     if bad := [name for name, equals, value in pairs if not (name and equals and value)]:
         raise UserError(f"--columns: {bad[0]!r} is not name=column. Write --columns text=sentence,label=gold.")
     return {name: value for name, _, value in pairs}
+
+
+WAYS = "'file' (whole), 'blank-line' (split), or 'auto': small files of a folder whole, all others split"
+HOW_READ: dict[str, tuple[type, Any, str]] = {
+    "documents": (str, "auto", f"How a .txt becomes documents: {WAYS}."),
+    "columns": (str, "", "Other column names, as text=body."),
+    "encoding": (str, "utf-8", "Encoding of the text files."),
+    "normalize": (str, "", "nfc, nfkc, lower, or several: nfkc,lower. The text stays as it is unless said."),
+    "min_words": (int, 0, "Leave out documents of fewer words; 0 for no limit."),
+    "max_words": (int, 0, "Leave out documents of more words; 0 for no limit."),
+    "min_characters": (int, 0, "Leave out documents of fewer characters; 0 for no limit."),
+    "max_characters": (int, 0, "Leave out documents of more characters; 0 for no limit."),
+    "language": (str, "", "Leave out documents in other languages: en, or de,fr. Needs py3langid."),
+}
+
+
+def reading_options(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb the options that say how text is read; it gets them as `reading`."""
+    hints = get_type_hints(verb, include_extras=True)
+    own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(verb).parameters.values()]
+
+    def added(name: str) -> inspect.Parameter:
+        kind, default, text = HOW_READ[name]
+        option = typer.Option(help=text, rich_help_panel=READING)
+        return inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+        )
+
+    def command(**given: Any) -> None:
+        reading = {name: given.pop(name) for name in HOW_READ}
+        verb(**given, reading={**reading, "columns": parse_columns(reading["columns"])})
+
+    return with_parameters(command, verb, [p for p in own if p.name != "reading"] + list(map(added, HOW_READ)))
+
+
+def with_parameters(
+    command: Callable[..., None], verb: Callable[..., None], parameters: list[inspect.Parameter]
+) -> Callable[..., None]:
+    """Let a function appear as a verb with these parameters."""
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    command.__doc__, command.__name__ = verb.__doc__, verb.__name__
+    return command
+
+
+def parse_bytes(text: str, option: str) -> int | None:
+    """
+    >>> parse_bytes("512MB", "--max-memory"), parse_bytes("1.5 g", "--max-memory"), parse_bytes("", "--max-memory")
+    (512000000, 1500000000, None)
+    """
+    if not text:
+        return None
+    units = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+    match = re.fullmatch(r"([0-9.]+)\s*([a-z]*?)b?", text.strip().lower())
+    try:
+        assert match is not None
+        return int(float(match[1]) * units[match[2]])
+    except (AssertionError, KeyError, ValueError):
+        raise UserError(f"{option} {text}: not a size. Write it as 512MB or 4GB.") from None
+
+
+def parse_numbers(text: str, option: str) -> dict[str, float]:
+    """
+    >>> parse_numbers("a=0.7,b=0.3", "--mix")
+    {'a': 0.7, 'b': 0.3}
+    """
+    pairs = [part.partition("=") for part in text.split(",") if part]
+    try:
+        return {name.strip(): float(value) for name, _, value in pairs}
+    except ValueError:
+        raise UserError(f"{option} {text}: not numbers by name. Write {option} a=0.7,b=0.3.") from None
+
+
+def mixing(mix: str, mix_epochs: str) -> dict[str, Any]:
+    """The fields of a recipe that say how much of each source is read, where they were given."""
+    given = {"mix": parse_numbers(mix, "--mix"), "mix_epochs": parse_numbers(mix_epochs, "--mix-epochs")}
+    return {name: value for name, value in given.items() if value}
 
 
 def run_options(
@@ -112,14 +243,10 @@ def run_options(
             verb(**given, options={k: v for k, v in options.items() if v is not None})
 
         if any(p.name == "resume" for p in own):
-            alias = Annotated[str | None, typer.Option(help="'auto': the same as --resume.")]
+            alias = Annotated[str | None, typer.Option(help="'auto': the same as --resume.", rich_help_panel=RUN)]
             name, keyword = "resume_from_checkpoint", inspect.Parameter.KEYWORD_ONLY
             added.append(inspect.Parameter(name, keyword, default=None, annotation=alias))
-        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + added
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {p.name: p.annotation for p in parameters}
-        command.__doc__, command.__name__ = verb.__doc__, verb.__name__
-        return command
+        return with_parameters(command, verb, own + added)
 
     return decorate
 
@@ -131,7 +258,8 @@ def _option(name: str, kind: Any, field: Any) -> inspect.Parameter:
         kind = str
     default = field.metadata["default"]
     shown = "" if default in ("None", "") else f" [default: {default}]"
-    option = typer.Option(help=str(field.metadata["help"]) + shown, show_default=False)
+    panel = next((title for title, names in GROUPS.items() if name in names), TRAINING)
+    option = typer.Option(help=str(field.metadata["help"]) + shown, show_default=False, rich_help_panel=panel)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )
@@ -153,6 +281,18 @@ def _finetuning() -> type:
     from firth.tasks import FinetuneRecipe
 
     return FinetuneRecipe
+
+
+def _tasks() -> str:
+    from firth.tasks import TASKS
+
+    return ", ".join(TASKS)
+
+
+def _evaluations() -> str:
+    from firth.text.examples import TASKS  # firth.evaluate has more to load, and every verb would wait for it
+
+    return ", ".join([*TASKS, "perplexity", "pseudo-likelihood"])
 
 
 ObjectiveName = Annotated[str | None, typer.Option(help=f"{_objectives()}; the family's own unless said.")]
@@ -178,40 +318,143 @@ def quickstart(
         print(json_module.dumps(result, ensure_ascii=False))
 
 
-@app.command()
+CHECK_EXAMPLES = examples("""
+  # what is in these books, and which vocabulary, row length and model size suit them?
+  firth check books/
+
+  # does the tokenizer of a checkpoint fit this text: keep, extend or retrain it?
+  firth check notes.jsonl --tokenizer bert-base-uncased/
+
+  # the text alone, in seconds; or two kinds at sizes of your own
+  firth check books/ --kinds none
+  firth check books/ --kinds byte-bpe,unigram --vocab-sizes 8000,16000
+""")
+
+
+@app.command(cls=Grouped, epilog=CHECK_EXAMPLES)
+@reading_options
+def check(
+    texts: Texts,
+    reading: dict[str, Any],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder of a tokenizer or a checkpoint to judge: keep, extend or retrain?")
+    ] = None,
+    output_dir: Annotated[str, typer.Option(help="Folder for check.html.")] = ".",
+    kinds: Annotated[
+        str, typer.Option(help="Kinds of tokenizer to train on a sample and compare; 'none' looks at the text alone.")
+    ] = "byte-bpe,wordpiece,unigram",
+    vocab_sizes: Annotated[
+        str, typer.Option(help="Their sizes, as 4096,8192; three around what suits the text unless said.")
+    ] = "",
+    sample: Annotated[int, typer.Option(help="Characters of the text that tokenizers are compared on.")] = 2_000_000,
+    lowercase: Lowercase = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a check.html that `firth check` did not write.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Check a text, and how tokenizers split it: duplicates, dirt, vocabulary, row length, model size."""
+    from firth import verbs
+
+    result = verbs.check(
+        texts,
+        tokenizer,
+        output_dir,
+        [] if kinds == "none" else [kind.strip() for kind in kinds.split(",")],
+        parse_sizes(vocab_sizes),
+        sample,
+        lowercase,
+        overwrite,
+        printed=not json,
+        **reading,
+    )
+    if json:
+        print(json_module.dumps(result, ensure_ascii=False))
+    else:
+        say(f"With plots, as a page: {result['page']}")
+
+
+def parse_sizes(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part]
+    except ValueError:
+        raise UserError(f"--vocab-sizes: {text!r} is no list of sizes. Name whole numbers, as 4096,8192.") from None
+
+
+@app.command(cls=Grouped)
+@reading_options
 def tokenizer(
     texts: Texts,
     output_dir: Annotated[str, typer.Option(help="Folder for the tokenizer.")],
-    kind: Annotated[str, typer.Option(help="wordpiece (BERT), byte-bpe (GPT-2) or unigram (T5).")] = "wordpiece",
+    reading: dict[str, Any],
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            help="wordpiece (BERT), bpe (GPT), byte-bpe (GPT-2, RoBERTa, Llama), unigram (T5, XLNet, XLM-R), "
+            "char (ELMo) or word (word2vec). [default: wordpiece]"
+        ),
+    ] = None,
+    from_: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="CHECKPOINT",
+            help="Be like the tokenizer of this folder: same kind, special tokens and treatment of text.",
+        ),
+    ] = None,
     vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary; 0 chooses by the size of the text.")] = 0,
     lowercase: Annotated[bool, typer.Option("--lowercase", help="Make everything lower case.")] = False,
-    documents: Documents = "auto",
-    columns: Columns = "",
-    encoding: Encoding = "utf-8",
+    pattern: Annotated[
+        str, typer.Option(help="Where byte-bpe cuts text first: gpt2, or llama3 (numbers in groups of three).")
+    ] = "gpt2",
+    byte_fallback: Annotated[
+        bool,
+        typer.Option("--byte-fallback", help="Of unigram: spell in bytes what has no piece, so that nothing is lost."),
+    ] = False,
+    max_memory: Annotated[
+        str, typer.Option(help="Learn from a sample where all of the text would take more, as 512MB or 4GB.")
+    ] = "",
+    seed: Annotated[int, typer.Option(help="Chooses the sample.")] = 0,
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
     """Train a tokenizer on your text."""
     from firth import verbs
 
-    reading = {"documents": documents, "columns": parse_columns(columns), "encoding": encoding}
-    result = verbs.tokenizer(texts, output_dir, kind, vocab_size, lowercase, overwrite, **reading)
+    if from_ is not None and (kind is not None or lowercase or byte_fallback or pattern != "gpt2"):
+        raise UserError("--from takes everything but the size from that tokenizer: leave out --kind, --lowercase, ...")
+    made: dict[str, Any] = {"like": from_, "pattern": pattern, "byte_fallback": byte_fallback, "seed": seed}
+    memory = parse_bytes(max_memory, "--max-memory")
+    result = verbs.tokenizer(
+        texts, output_dir, kind or "wordpiece", vocab_size, lowercase, overwrite, max_memory=memory, **made, **reading
+    )
     finish(result, json, "Tokenizer")
 
 
-@app.command()
+@app.command(cls=Grouped)
+@reading_options
 def prepare(
     texts: Texts,
     tokenizer: Annotated[str, typer.Option(help="Folder of a tokenizer or a checkpoint.")],
     output_dir: Annotated[str, typer.Option(help="Folder for the shards.")],
+    reading: dict[str, Any],
     held_out: Annotated[float, typer.Option(help="Share of the documents that is kept for evaluation.")] = 0.05,
     salient: Annotated[
         str | None,
         typer.Option(help="Mark salient spans: 'default' (names, numbers, dates), or your package.module:function."),
     ] = None,
-    documents: Documents = "auto",
-    columns: Columns = "",
-    encoding: Encoding = "utf-8",
+    workers: Annotated[
+        int, typer.Option(help="Processes that tokenise; 0 takes as many as there are cores. The result is the same.")
+    ] = 0,
+    max_memory: Annotated[
+        str, typer.Option(help="What all processes together may take, as 512MB or 4GB; no bound unless said.")
+    ] = "",
+    dedup: Annotated[
+        str,
+        typer.Option(
+            help="Drop documents that were there before: none, exact (the same text), near (also nearly the same)."
+        ),
+    ] = "exact",
     resume: Resume = False,
     overwrite: Overwrite = False,
     json: Json = False,
@@ -219,27 +462,28 @@ def prepare(
     """Turn text into token shards, once; any number of runs can read them."""
     from firth import verbs
 
-    reading = {"documents": documents, "columns": parse_columns(columns), "encoding": encoding}
-    result = verbs.prepare(texts, tokenizer, output_dir, held_out, resume, overwrite, salient, **reading)
+    doing = {"workers": workers, "max_memory": parse_bytes(max_memory, "--max-memory"), "dedup": dedup}
+    result = verbs.prepare(texts, tokenizer, output_dir, held_out, resume, overwrite, salient, **doing, **reading)
     finish(result, json, "Shards")
 
 
-@app.command()
+@app.command(cls=Grouped)
 @run_options(_pretraining, hidden=("output_dir", "data", "tokenizer", "checkpoint"))
+@reading_options
 def pretrain(
     model: ModelName,
     data: Data,
     output_dir: Annotated[str, typer.Option(help="Folder of the run.")],
     options: dict[str, Any],
+    reading: dict[str, Any],
     overrides: Overrides = None,
     tokenizer: TokenizerFolder = None,
     objective: ObjectiveName = None,
     vocab_size: VocabSize = 0,
     lowercase: Lowercase = False,
     held_out: HeldOut = 0.05,
-    documents: Documents = "auto",
-    columns: Columns = "",
-    encoding: Encoding = "utf-8",
+    mix: Mix = "",
+    mix_epochs: MixEpochs = "",
     config: Config = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -262,20 +506,21 @@ def pretrain(
         parse_overrides(overrides or []),
         resume,
         overwrite,
-        documents,
-        parse_columns(columns),
-        encoding,
+        **reading,
         **options,
+        **mixing(mix, mix_epochs),
     )
     finish(result, json, "Pretraining")
 
 
-@app.command()
+@app.command(cls=Grouped)
 @run_options(_pretraining, hidden=("output_dir", "data", "tokenizer", "checkpoint"))
+@reading_options
 def show(
     model: ModelName,
     data: Annotated[list[str], typer.Option(help="Shards, or text: then tokenizer and shards are made and removed.")],
     options: dict[str, Any],
+    reading: dict[str, Any],
     overrides: Overrides = None,
     rows: Annotated[int, typer.Option(help="How many rows to show.")] = 4,
     tokenizer: TokenizerFolder = None,
@@ -284,9 +529,8 @@ def show(
     vocab_size: VocabSize = 0,
     lowercase: Lowercase = False,
     held_out: HeldOut = 0.05,
-    documents: Documents = "auto",
-    columns: Columns = "",
-    encoding: Encoding = "utf-8",
+    mix: Mix = "",
+    mix_epochs: MixEpochs = "",
     config: Config = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a show.html that `firth show` did not write.")
@@ -310,11 +554,10 @@ def show(
         parse_overrides(overrides or []),
         output_dir,
         overwrite,
-        documents,
-        parse_columns(columns),
-        encoding,
         printed=not json,
+        **reading,
         **options,
+        **mixing(mix, mix_epochs),
     )
     if json:
         print(json_module.dumps(result, ensure_ascii=False))
@@ -322,78 +565,431 @@ def show(
         say(f"The same as a page: {result['page']}")
 
 
-@app.command()
+FINETUNE_EXAMPLES = examples("""
+  # topics of texts: a file with the columns text and label; three seeds, mean and deviation
+  firth finetune run/final --task classify --train train.csv --dev dev.csv --output-dir topics
+
+  # what did pretraining bring? The same from random weights, and whether the difference is chance
+  firth finetune run/final ... --output-dir scratch --from-scratch
+  firth finetune run/final ... --output-dir topics2 --baseline scratch
+
+  # few labels: 64 examples, drawn anew by each of 5 seeds; the lower layers learn more slowly
+  firth finetune run/final ... --shots 64 --seeds 5 --layer-decay 0.9
+
+  # a large model: LoRA learns two small matrices beside each large one (and writes adapter/ for peft)
+  firth finetune llama/ ... --lora-rank 8 --learning-rate 2e-4
+
+  # other column names; names in sentences; translation with a T5
+  firth finetune run/final --task classify --columns text=review,label=stars ...
+  firth finetune run/final --task tag --train train.conll --dev dev.conll --output-dir names
+  firth finetune t5/final --task text-to-text --train en-de.jsonl --dev en-de-dev.jsonl --output-dir de
+
+  # it was stopped: go on
+  firth finetune run/final --task classify ... --output-dir topics --resume
+""")
+
+
+@app.command(cls=Grouped, epilog=FINETUNE_EXAMPLES)
 @run_options(_finetuning, hidden=("output_dir", "checkpoint", "task", "train", "dev", "columns"))
 def finetune(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder, ours or a published one.")],
-    task: Annotated[str, typer.Option(help="classify or text-to-text.")],
-    train: Annotated[str, typer.Option(help="Labelled file (.jsonl, .tsv, .csv, also .gz and .xz), or pydocs.")],
-    dev: Annotated[str, typer.Option(help="Labelled file to score on, or pydocs.")],
-    output_dir: Annotated[str, typer.Option(help="Folder of the run.")],
+    task: Annotated[str, typer.Option(help=f"{_tasks()}.", rich_help_panel=DATA)],
+    train: Annotated[
+        str,
+        typer.Option(
+            help="Labelled file to learn from (.jsonl, .json, .tsv, .csv, .conll, also compressed), or pydocs.",
+            rich_help_panel=DATA,
+        ),
+    ],
+    dev: Annotated[str, typer.Option(help="Labelled file to score on, or pydocs.", rich_help_panel=DATA)],
+    output_dir: Annotated[str, typer.Option(help="Folder of the run.", rich_help_panel=RUN)],
     options: dict[str, Any],
-    overrides: Overrides = None,
-    columns: Columns = "",
-    config: Config = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Any field of the recipe: weight_decay=0.1.")
+    ] = None,
+    columns: Annotated[
+        str, typer.Option(help="Other column names, as text=body,label=class.", rich_help_panel=DATA)
+    ] = "",
+    config: Annotated[
+        str | None, typer.Option(help="YAML file with any of these options and fields.", rich_help_panel=RUN)
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on from the last whole checkpoint; start anew without one.", rich_help_panel=RUN
+        ),
+    ] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Replace what an earlier run left in the output folder.", rich_help_panel=RUN),
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Fine-tune a checkpoint on a task, with several seeds."""
+    """Fine-tune a checkpoint on a task, several times: the mean, the deviation, and the best model.
+
+    The run's folder gets final/ (the model, with a model card), results.json, predictions.jsonl (of the best seed, on
+    dev), report.html, recipe.yaml and seed-N/.
+    """
     from firth import verbs
+    from firth.evaluate import seed_table
     from firth.train import parse_overrides
 
     changes = parse_overrides(overrides or [])
     result = verbs.finetune(
         checkpoint, task, train, dev, output_dir, config, changes, resume, overwrite, parse_columns(columns), **options
     )
-    finish(result, json, "Fine-tuning")
+    if json:
+        print(json_module.dumps(result, ensure_ascii=False))
+        return
+    names, rows = seed_table(result)
+    show_table(f"{task} on {dev}", names, [[readable(value) for value in row] for row in rows])
+    say(f"{output_dir}/final is the model, {result['report']} the whole story.")
 
 
-@app.command()
+EVALUATE_EXAMPLES = examples("""
+  # a fine-tuned checkpoint on a file that it has not seen
+  firth evaluate topics/final --data test.csv
+
+  # any language model, without fine-tuning: how well it foresees text, grammar, facts, endings
+  firth evaluate run/final --task perplexity --data books/
+  firth evaluate run/final --task minimal-pairs --data blimp.jsonl
+  firth evaluate run/final --task cloze --data lambada.jsonl
+  firth evaluate run/final --task choice --data arc.jsonl --delimiter "\\nAnswer: "
+
+  # vectors: same sense or not, similar words (also of a file of word vectors), similar texts
+  firth evaluate run/final --task word-in-context --data dev.jsonl --train train.jsonl --layer -2
+  firth evaluate vectors.txt --task word-similarity --data simlex.tsv
+  firth evaluate run/final --task embed --data stsb.jsonl
+
+  # a suite: fine-tunes for each task with 3 seeds, scores, averages; KEY=VALUE is for the fine-tuning
+  firth evaluate run/final --suite glue --data GLUE/ --tasks cola,rte --seeds 3 num_train_epochs=3
+  firth evaluate run/final --suite mine.yaml --resume
+""")
+SUITE, ASKING = "Suites", "How it is asked (each task takes some of these)"
+
+
+@app.command(cls=Grouped, epilog=EVALUATE_EXAMPLES)
 def evaluate(
-    checkpoint: Annotated[str, typer.Argument(help="A fine-tuned checkpoint.")],
-    task: Annotated[str, typer.Option(help="classify or text-to-text.")],
-    data: Annotated[str, typer.Option(help="Labelled file, or pydocs.")],
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder; for words also a file of word vectors.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="With --suite: any field of the fine-tuning recipe."),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{_evaluations()}; what the checkpoint was fine-tuned for unless said.", rich_help_panel=DATA
+        ),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Labelled file, or pydocs; for perplexity text files and folders; for a suite its folder.",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    columns: Annotated[
+        str, typer.Option(help="Other column names, as text=body,label=class.", rich_help_panel=DATA)
+    ] = "",
+    encoding: Annotated[str, typer.Option(help="Encoding of the files.", rich_help_panel=DATA)] = "utf-8",
+    documents: Annotated[
+        str,
+        typer.Option(help="How a .txt becomes documents: 'file', 'blank-line' or 'auto'.", rich_help_panel=DATA),
+    ] = "auto",
+    suite: Annotated[
+        str | None,
+        typer.Option(help="glue, superglue, or a .yaml file that lists tasks.", rich_help_panel=SUITE),
+    ] = None,
+    tasks: Annotated[str, typer.Option(help="Only these of the suite, as cola,rte.", rich_help_panel=SUITE)] = "",
+    seeds: Annotated[
+        int | None,
+        typer.Option(help="How often to fine-tune for each task. [default: 3]", rich_help_panel=SUITE),
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(help="YAML file with fields of the fine-tuning recipe.", rich_help_panel=SUITE)
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on with a suite: tasks that are done are kept.", rich_help_panel=SUITE),
+    ] = False,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Likelihood: left-to-right (decoder); pseudo or within-word-l2r (encoder); span or continuation "
+            "(encoder-decoder). The first of these unless said.",
+            rich_help_panel=ASKING,
+        ),
+    ] = None,
+    max_seq_length: Annotated[
+        int | None, typer.Option(help="Tokens read at once; what the model can unless said.", rich_help_panel=ASKING)
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(help="Likelihood: windows of a long text are so many tokens apart.", rich_help_panel=ASKING),
+    ] = None,
+    delimiter: Annotated[
+        str | None,
+        typer.Option(help="choice: what stands between context and ending. [default: a space]", rich_help_panel=ASKING),
+    ] = None,
+    train: Annotated[
+        str | None,
+        typer.Option(help="word-in-context: file on which the threshold is found.", rich_help_panel=ASKING),
+    ] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option(help="word-in-context: the cosine from which on it is the same sense.", rich_help_panel=ASKING),
+    ] = None,
+    layer: Annotated[
+        int | None,
+        typer.Option(help="Vectors: of this layer; 0 is the embedding, -1 the last.", rich_help_panel=ASKING),
+    ] = None,
+    pool: Annotated[str | None, typer.Option(help="embed: first, mean, last or auto.", rich_help_panel=ASKING)] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Words: look among so many of the commonest.", rich_help_panel=ASKING),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Examples at once, of a fine-tuned model. [default: 32]", rich_help_panel=ASKING)
+    ] = None,
+    batch_tokens: Annotated[
+        int | None, typer.Option(help="Tokens at once, in all other tasks. [default: 8192]", rich_help_panel=ASKING)
+    ] = None,
     output_dir: Annotated[
         str | None, typer.Option(help="Folder for predictions; beside the checkpoint unless said.")
     ] = None,
-    columns: Columns = "",
-    encoding: Encoding = "utf-8",
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
-    """Score a fine-tuned checkpoint on labelled data."""
+    """Score a checkpoint: on a file, or on a suite of tasks.
+
+    Writes results.json, predictions.jsonl and report.html. A file without answers gives predictions alone.
+    """
     from firth import verbs
+    from firth.train import parse_overrides
 
-    result = verbs.evaluate(checkpoint, task, data, output_dir, parse_columns(columns), overwrite, encoding)
-    finish(result, json, "Evaluation")
+    if suite is not None:
+        if task is not None:
+            raise UserError("--suite has tasks of its own: leave --task out, or choose some with --tasks.")
+        if data and len(data) > 1:
+            raise UserError(f"--suite takes one folder as --data; {len(data)} were given.")
+        read: dict[str, Any] = {"encoding": encoding} if encoding != "utf-8" else {}
+        asked = {"max_seq_length": max_seq_length, **read}
+        result = verbs.evaluate_suite(
+            checkpoint,
+            suite,
+            data[0] if data else None,
+            output_dir,
+            tuple(filter(None, tasks.split(","))),
+            seeds or 3,
+            config,
+            parse_overrides(overrides or []),
+            resume,
+            overwrite,
+            **asked,
+        )
+        finish_suite(result, json)
+        return
+    only_suites = {"--tasks": tasks, "--seeds": seeds, "--config": config, "--resume": resume}
+    if given := [name for name, value in {**only_suites, "KEY=VALUE": overrides}.items() if value]:
+        hint = f" For more than one file, repeat --data: --data {overrides[0]}." if overrides else ""
+        raise UserError(f"{given[0]} is for --suite.{hint}")
+    settings = {
+        "method": method,
+        "max_seq_length": max_seq_length,
+        "stride": stride,
+        "delimiter": None if delimiter is None else delimiter.replace("\\n", "\n").replace("\\t", "\t"),
+        "train": train,
+        "threshold": threshold,
+        "layer": layer,
+        "pool": pool,
+        "limit": limit,
+        "batch_tokens": batch_tokens,
+        **({} if batch_size is None else {"batch_size": batch_size}),
+    }
+    result = verbs.evaluate(
+        checkpoint, task, data, output_dir, parse_columns(columns), overwrite, encoding, documents, **settings
+    )
+    finish_evaluation(result, json)
 
 
-@app.command()
+def finish_evaluation(result: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json_module.dumps(result, ensure_ascii=False))
+        return
+    rows = [(name, readable(value)) for name, value in result["metrics"].items()]
+    groups = [(f"  {name}", readable(value)) for name, value in result.get("by_group", {}).items()]
+    if rows:
+        name = ", ".join(result["data"]) if isinstance(result["data"], list) else result["data"]
+        show_table(f"{result['task']} on {name}: {result['examples']:,} examples", ["metric", "score"], rows + groups)
+    say(f"{result['predictions']} has every answer, {result['report']} the whole story.")
+
+
+def finish_suite(result: Mapping[str, Any], as_json: bool) -> None:
+    from firth.evaluate import table
+
+    if as_json:
+        print(json_module.dumps(result, ensure_ascii=False))
+        return
+    rows = [[readable(value) for value in row] for row in table(result)]
+    show_table(f"{result['suite']}: {result['checkpoint']}", ["task", "metrics", "how", "score", "deviation"], rows)
+    say(f"{result['report']} has the whole story.")
+
+
+GENERATE_EXAMPLES = examples("""
+  firth generate run/final "Once upon a time"                                # the likeliest words
+  firth generate run/final "Once upon a time" --temperature 0.8 --top-p 0.95 # a draw; --seed 1 for another one
+  firth generate run/final "The" --repetition-penalty 1.3 --stop "." --stop "?"
+  firth generate de/final "A man sleeps." --num-beams 4                      # an encoder-decoder answers
+  firth generate run/final --prompts prompts.txt --json                      # a prompt on each line
+  cat letter.txt | firth generate summaries/final                            # all of it is one prompt
+""")
+CHOOSING, SEARCH, END = "Which word comes next", "Search", "Where a text ends"
+
+
+@app.command(cls=Grouped, epilog=GENERATE_EXAMPLES)
 def generate(
     checkpoint: Annotated[str, typer.Argument(help="A decoder or an encoder-decoder.")],
-    prompt: Annotated[str, typer.Argument(help="What the text begins with, or what the encoder reads.")] = "",
-    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens are written.")] = 50,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Argument(help="What the text begins with, or what the encoder reads; from stdin unless said."),
+    ] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="File with a prompt on each line; .jsonl: in the column prompt, source or text.")
+    ] = None,
     temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest token each time; 1 draws as learned.")
+        float, typer.Option(help="0 takes the likeliest word each time; 1 draws as learned.", rich_help_panel=CHOOSING)
     ] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Draw among so many of the likeliest; 0 among all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw among the likeliest that together have this share.")] = 1.0,
-    seed: int = 0,
+    top_k: Annotated[
+        int, typer.Option(help="Draw among so many of the likeliest; 0 among all.", rich_help_panel=CHOOSING)
+    ] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(help="Draw among the likeliest that together have this share.", rich_help_panel=CHOOSING),
+    ] = 1.0,
+    min_p: Annotated[
+        float,
+        typer.Option(
+            help="Draw among those that have at least this share of the likeliest one's probability.",
+            rich_help_panel=CHOOSING,
+        ),
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: what was said becomes less likely.", rich_help_panel=CHOOSING)
+    ] = 1.0,
+    no_repeat_ngram_size: Annotated[
+        int, typer.Option(help="Never write so many tokens in a row twice; 0 may.", rich_help_panel=CHOOSING)
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Decides what is drawn.", rich_help_panel=CHOOSING)] = 0,
+    num_beams: Annotated[
+        int, typer.Option(help="Keep so many unfinished texts and look for the likeliest.", rich_help_panel=SEARCH)
+    ] = 1,
+    length_penalty: Annotated[
+        float,
+        typer.Option(
+            help="A text's score is its log-probability over its length to this power: more favours long ones.",
+            rich_help_panel=SEARCH,
+        ),
+    ] = 1.0,
+    num_return_sequences: Annotated[int, typer.Option(help="Texts for each prompt.", rich_help_panel=SEARCH)] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens are written.", rich_help_panel=END)] = 50,
+    min_new_tokens: Annotated[int, typer.Option(help="At least so many.", rich_help_panel=END)] = 0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End before this text; can be given several times.", rich_help_panel=END),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(help="The prompt is a user's message; by itself where dialogues were fine-tuned on (--task lm)."),
+    ] = None,
+    stream: Annotated[
+        bool | None, typer.Option(help="Show words as they come; by itself for one text on a terminal.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Continue a prompt."""
+    """Continue a prompt (decoder), or answer it (encoder-decoder, and what was fine-tuned to answer)."""
     from firth import verbs
+    from firth.generate import stream as stream_text
+    from firth.models.ngram import is_ngram
 
-    settings = {
+    settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
+        "min_new_tokens": min_new_tokens,
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "no_repeat_ngram_size": no_repeat_ngram_size,
+        "num_beams": num_beams,
+        "length_penalty": length_penalty,
+        "num_return_sequences": num_return_sequences,
+        "stop": [text.replace("\\n", "\n").replace("\\t", "\t") for text in stop or ()],
         "seed": seed,
     }
-    text = verbs.generate(checkpoint, prompt, **settings)
-    print(json_module.dumps({"text": text}, ensure_ascii=False) if json else text)
+    given = given_texts(prompt, prompts, "--prompts", ("prompt", "source", "text"))
+    one = len(given) == 1 and num_beams == num_return_sequences == 1
+    if stream and json:
+        raise UserError("--stream shows words as they come, and --json one object at the end: choose one.")
+    if is_ngram(checkpoint):
+        print_texts(verbs.write_ngram_texts(checkpoint, given, settings), json)
+        return
+    model, asked = verbs.ask(checkpoint, given, chat)
+    if stream if stream is not None else one and not json and sys.stdout.isatty():
+        if len(given) > 1:
+            raise UserError(f"--stream shows one text as it is written, and there are {len(given)} prompts.")
+        pieces = stream_text(model, asked[0], **settings)
+        begun = isinstance(asked[0], str) and model.config.shape == "decoder"
+        print(given[0] if begun else "", end="", flush=True)
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print()
+        return
+    print_texts(verbs.write_all(model, asked, settings), json)
+
+
+def print_texts(found: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print(json_module.dumps({"text": found[0]["text"], "results": found}, ensure_ascii=False))
+        return
+    for number, result in enumerate(found):
+        if number:
+            print()
+        print(result["text"])
+
+
+def given_texts(arguments: list[str] | None, file: str | None, option: str, columns: tuple[str, ...]) -> list[str]:
+    """Texts from the command line, from a file (one on each line, or in a column of .jsonl), or all of stdin."""
+    if arguments and file:
+        raise UserError(f"Texts are given both as arguments and in {option} {file}: choose one.")
+    if file:
+        return file_texts(file, columns)
+    if arguments and arguments != ["-"]:
+        return arguments
+    if sys.stdin.isatty():
+        if option == "--texts":
+            raise UserError("Which texts? Name them as arguments, with --texts FILE, or on stdin.")
+        return [""]  # from nothing: the model begins by itself
+    return [sys.stdin.read().removesuffix("\n")]
+
+
+def file_texts(file: str, columns: tuple[str, ...]) -> list[str]:
+    from firth.text.lines import lines
+    from firth.text.records import extension, json_records
+
+    path = Path(file)
+    if extension(path) != ".jsonl":
+        texts = [line.rstrip("\r\n") for line in lines(path, "utf-8")]
+    else:
+        texts = []
+        for number, record in json_records(path, "utf-8"):
+            column = next((name for name in columns if isinstance(record.get(name), str)), None)
+            if column is None:
+                raise UserError(f"{file}:{number}: none of the columns {', '.join(columns)} holds a text.")
+            texts.append(record[column])
+    texts = [text for text in texts if text.strip()]
+    if not texts:
+        raise UserError(f"{file}: no text in this file.")
+    return texts
 
 
 @app.command()
@@ -415,18 +1011,118 @@ def fill(
     show_table(text, ["blank", "guess", "probability"], rows)
 
 
+EMBED_EXAMPLES = examples("""
+  firth embed run/final "The cat sleeps." "A dog barks." --similar    # cosines of each with each
+  firth embed run/final --texts sentences.txt --output-dir vectors.npy --normalize
+  firth embed run/final "The cat sleeps." --pool first --layer 2 --json
+  firth embed words/final --similar king                              # nearest words, also of a file: vectors.txt
+  firth embed words/final --analogy man woman king
+""")
+
+
+@app.command(cls=Grouped, epilog=EMBED_EXAMPLES)
+def embed(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder.")],
+    text: Annotated[list[str] | None, typer.Argument(help="Texts; from stdin unless said.")] = None,
+    texts: Annotated[
+        str | None, typer.Option(help="File with a text on each line; .jsonl: in the column text.")
+    ] = None,
+    output_dir: Annotated[
+        str | None, typer.Option(help="FILE.npy to write, or a folder for vectors.npy: (texts, width) float32.")
+    ] = None,
+    similar: Annotated[
+        bool,
+        typer.Option(
+            "--similar", help="Show the cosine of each text with each; for one word, the words nearest to it."
+        ),
+    ] = False,
+    analogy: Annotated[
+        bool, typer.Option("--analogy", help="Of three words a b c: which is to c as b is to a.")
+    ] = False,
+    top: Annotated[int, typer.Option(help="How many words, with --similar or --analogy.")] = 10,
+    pool: Annotated[
+        str,
+        typer.Option(help="first, mean or last token; auto: what the checkpoint was fine-tuned for, else mean."),
+    ] = "auto",
+    layer: Annotated[int, typer.Option(help="0 is the embedding, -1 the last layer.")] = -1,
+    normalize: Annotated[bool, typer.Option("--normalize", help="Make every vector 1 long.")] = False,
+    max_seq_length: Annotated[int, typer.Option(help="Cut longer texts; 0: what the model can read.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    json: Json = False,
+) -> None:
+    """Turn texts into vectors."""
+    import numpy as np
+
+    from firth import verbs
+    from firth.files import refuse_unwritable
+
+    given = given_texts(text, texts, "--texts", ("text",))
+    if analogy and len(given) != 3:
+        raise UserError(f"--analogy needs three words a b c, and {len(given)} were given.")
+    if analogy or (similar and len(given) == 1):
+        towards, away = (given[1:], given[:1]) if analogy else (given, [])
+        finish_similar(given, verbs.similar(checkpoint, towards, away, top), json)
+        return
+    place = None
+    if output_dir is not None:
+        place = Path(output_dir) if output_dir.endswith(".npy") else Path(output_dir) / "vectors.npy"
+        refuse_unwritable(place.parent)
+        if place.exists() and not overwrite:
+            raise UserError(f"{place} exists already. Name another --output-dir, or pass --overwrite.")
+    vectors = verbs.embed(checkpoint, given, pool, layer, normalize, max_seq_length)  # type: ignore[arg-type]
+    result: dict[str, Any] = {"texts": len(given), "width": vectors.shape[1]}
+    if place is not None:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        np.save(place, vectors, allow_pickle=False)
+        result["output"] = str(place)
+    else:
+        result["vectors"] = vectors.tolist()
+    if similar:
+        unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+        result["similarity"] = (unit @ unit.T).tolist()
+    if json:
+        print(json_module.dumps(result, ensure_ascii=False))
+        return
+    names = [one if len(one) <= 40 else one[:37] + "..." for one in given]
+    if similar:
+        numbered = [f"{i}. {name}" for i, name in enumerate(names, 1)]
+        cosines = [[f"{c:.3f}" for c in row] for row in result["similarity"]]
+        rows = [(name, *row) for name, row in zip(numbered, cosines, strict=True)]
+        show_table("Cosines", ["text", *map(str, range(1, len(names) + 1))], rows)
+    elif place is None:
+        rows = [
+            (name, f"{np.linalg.norm(v):.3f}", " ".join(f"{x:+.3f}" for x in v[:6]) + " ...")
+            for name, v in zip(names, vectors, strict=True)
+        ]
+        show_table(f"Vectors of {vectors.shape[1]} numbers", ["text", "length", "first numbers"], rows)
+    if place is not None:
+        say(f"{place}: {len(given):,} vectors of {vectors.shape[1]} numbers.")
+
+
+def finish_similar(words: list[str], found: list[Any], as_json: bool) -> None:
+    if as_json:
+        plain = [{"word": one.word, "similarity": one.similarity} for one in found]
+        print(json_module.dumps({"words": words, "similar": plain}, ensure_ascii=False))
+        return
+    title = f"{words[0]} : {words[1]} = {words[2]} : ..." if len(words) == 3 else f"Nearest to {words[0]}"
+    show_table(title, ["word", "cosine"], [(one.word, f"{one.similarity:.3f}") for one in found])
+
+
 @app.command()
 def export(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder.")],
     output_dir: Annotated[str, typer.Option(help="Folder to write.")],
+    format: Annotated[
+        str, typer.Option(help="huggingface; word2vec or glove: the vectors of words, as gensim reads them.")
+    ] = "huggingface",
     check: Annotated[bool, typer.Option("--check", help="Open it in transformers and compare the logits.")] = False,
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
-    """Write a plain Hugging Face folder."""
+    """Write a plain Hugging Face folder, or the vectors of words."""
     from firth import verbs
 
-    result = verbs.export(checkpoint, output_dir, check, overwrite)
+    result = verbs.export(checkpoint, output_dir, check, overwrite, format)
     finish(result, json, "Export")
     if result.get("max_difference", 0.0) > SAME:
         say(f"The logits differ by more than {SAME}: transformers does not compute the same model.")
@@ -466,7 +1162,7 @@ def main() -> None:
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     logging.captureWarnings(not debug)
     try:
-        app(arguments)  # exits with 0 when the verb returns, with 2 for a wrong option
+        app(arguments, prog_name="firth")  # exits with 0 when the verb returns, with 2 for a wrong option
     except SystemExit as e:
         if e.code == INTERRUPTED:
             say("stopped")

@@ -30,11 +30,12 @@ def warn(message: str) -> None:
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """The table that a verb ends with."""
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right")
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))
+    out.print(escape(title), soft_wrap=True)  # not the table's own title, which is broken to the table's width
     out.print(table)
 
 
@@ -47,6 +48,16 @@ def duration(seconds: float) -> str:
     if s < 60:
         return f"{s}s"
     return f"{s // 60}m{s % 60:02d}s" if s < 3600 else f"{s // 3600}h{s % 3600 // 60:02d}m"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Say nothing meanwhile, such as when a file is read a second time."""
+    before, err.quiet = err.quiet, True
+    try:
+        yield
+    finally:
+        err.quiet = before
 
 
 class Line:
@@ -87,16 +98,19 @@ class Progress:
         self.start = time.monotonic()
         self.line = Line()
 
+    @property
+    def rate(self) -> float:
+        """Units a second so far."""
+        return self.done / max(time.monotonic() - self.start, 1e-6)
+
     def advance(self, n: float = 1, note: str = "") -> None:
         self.done += n
-        seconds = max(time.monotonic() - self.start, 1e-6)
-        rate = self.done / seconds
         text = f"{self.what}: {self.done:,.0f}"
         if self.total:
-            left = max(self.total - self.done, 0) / max(rate, 1e-9)
+            left = max(self.total - self.done, 0) / max(self.rate, 1e-9)
             text += f"/{self.total:,.0f} {self.unit} ({100 * self.done / self.total:.0f}%), {duration(left)} left"
         else:
-            text += f" {self.unit}, {rate:,.0f}/s"
+            text += f" {self.unit}, {self.rate:,.0f}/s"
         self.line.show(text + (f", {note}" if note else ""))
 
 

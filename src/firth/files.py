@@ -14,6 +14,7 @@ from typing import Any
 from firth.errors import UserError
 
 MANIFEST = "manifest.json"
+CARD = "README.md"  # of a model: a person may have written in it, so it is no part of the manifest, and stays
 
 
 def sync_folder(folder: Path) -> None:
@@ -59,18 +60,21 @@ def checksum(path: Path) -> str:
 
 
 @contextmanager
-def whole_folder(path: Path, **facts: Any) -> Iterator[Path]:
+def whole_folder(path: Path, begun: Path | None = None, **facts: Any) -> Iterator[Path]:
     """Write a folder under a temporary name; on success fsync it, add a manifest with checksums, and rename.
 
     `facts` are stored in the manifest beside `files`. After a crash only a `.NAME.tmp` remains, which the next
     writer removes; a folder with a manifest was finished. A folder that is there already is replaced, unless it
-    holds what nobody here wrote.
+    holds what nobody here wrote. `begun` is a folder under another name that is to be finished: it stays when that
+    goes wrong.
     """
     refuse_foreign(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    temporary = begun or path.with_name(f".{path.name}.tmp")
+    if begun is None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+    (temporary / MANIFEST).unlink(missing_ok=True)
     try:
         yield temporary
         files = {}
@@ -82,11 +86,14 @@ def whole_folder(path: Path, **facts: Any) -> Iterator[Path]:
                 os.close(fd)
             files[file.relative_to(temporary).as_posix()] = {"bytes": file.stat().st_size, "sha256": checksum(file)}
         write_json(temporary / MANIFEST, {**facts, "files": files})
+        if (path / CARD).is_file() and CARD not in files:
+            shutil.copyfile(path / CARD, temporary / CARD)
         for folder in [p for p in temporary.rglob("*") if p.is_dir()]:
             sync_folder(folder)
         put_in_place(temporary, path)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if begun is None:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
@@ -145,7 +152,7 @@ def refuse_foreign(path: Path) -> None:
     if not path.is_dir():
         raise UserError(f"{path} is a file; a folder is needed. Name another one.")
     try:
-        known = {name.split("/")[0] for name in read_json(path / MANIFEST)["files"]} | {MANIFEST}
+        known = {name.split("/")[0] for name in read_json(path / MANIFEST)["files"]} | {MANIFEST, CARD}
     except (UserError, KeyError, TypeError):
         known = set()
     if foreign := sorted(p.name for p in path.iterdir() if p.name not in known):

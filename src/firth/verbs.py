@@ -7,16 +7,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from firth.console import say
+import numpy as np
+
+from firth.console import progress, quiet, say
 from firth.errors import UserError, nearest
+from firth.evaluate import embed_texts, largest_difference, write_card, write_run_report
 from firth.evaluate import evaluate as evaluate_checkpoint
-from firth.evaluate import largest_difference
-from firth.files import damage, fresh_folder, read_json, whole_folder, write_json
-from firth.generate import Blank
+from firth.evaluate import evaluate_suite as run_suite
+from firth.evaluate.neighbours import Neighbour, most_similar, samples, write_vector_report, write_vectors
+from firth.evaluate.vectors import word_vectors
+from firth.files import CARD, damage, fresh_folder, read_json, whole_folder, write_json
+from firth.generate import Blank, generate_results
 from firth.generate import fill as fill_blanks
-from firth.generate import generate as generate_texts
+from firth.generate.decoding import decoding_of
+from firth.generate.ngram import write_ngrams
+from firth.lab.check import KINDS as COMPARED
+from firth.lab.check import examine
+from firth.lab.check_page import save_page as save_check
+from firth.lab.check_text import print_check
 from firth.lab.quickstart import quickstart as quickstart
 from firth.lab.show import look
 from firth.lab.show_page import free_page, save_page
@@ -34,17 +44,68 @@ from firth.models import (
     read_config,
     with_vocabulary,
 )
+from firth.models.ngram import is_ngram, load_ngram
 from firth.objectives import NAMED
+from firth.page import free_place
 from firth.plain import KIND, to_plain
 from firth.recipes import complete, default_objective, finetuning, pretraining, tokenizer_kind, vocabulary_size
-from firth.tasks import FinetuneRecipe
+from firth.tasks import TASK_FILE, FinetuneRecipe, prompts_for
 from firth.tasks import finetune as run_finetune
-from firth.text import HELD_OUT, Corpus, Salient, load_salient, salient_name
-from firth.tokens import Tokenizer, is_shards, load_tokenizer, open_shards, train_tokenizer
+from firth.text import HELD_OUT, READING, Corpus, Salient, load_salient, read_labelled, salient_name
+from firth.tokens import (
+    KINDS,
+    Mix,
+    Tokenizer,
+    is_shards,
+    load_tokenizer,
+    open_shards,
+    retrain_tokenizer,
+    train_tokenizer,
+)
 from firth.tokens import prepare as prepare_shards
+from firth.tokens.checkup import SAMPLE
 from firth.train import Recipe, override, pretrain_in, read_yaml, run_folder
 
+AT_ONCE = 16  # texts that are written at once
+# What learns by counting: the kind of tokenizer that it is given, and its size unless said (0: by the text's size).
+COUNTED = {"word2vec": ("word", 2**20), "glove": ("word", 2**20), "ngram": ("byte-bpe", 0)}
+SAME_FIELDS = {"num_train_epochs": "epochs", "learning_rate": "alpha"}  # gensim's names for what all runs have
+
 load = load_model
+
+
+def check(
+    texts: Sequence[str | Path] | str | Path,
+    tokenizer: str | Path | None = None,
+    output_dir: str | Path = ".",
+    kinds: Sequence[str] = COMPARED,
+    vocab_sizes: Sequence[int] = (),
+    sample: int = SAMPLE,
+    lowercase: bool = False,
+    overwrite: bool = False,
+    printed: bool = False,
+    **reading: Any,
+) -> dict[str, Any]:
+    """What is in a text, how tokenizers split it, and what follows for vocabulary, rows and model.
+
+    `tokenizer` is a folder of one, or a checkpoint; beside it others are trained on a sample of `sample` characters,
+    of each of `kinds` and `vocab_sizes`. Writes `check.html` to `output_dir`; `printed` writes to the terminal too.
+    """
+    page = free_place(Path(output_dir), "check", overwrite)
+    for kind in kinds:
+        if kind not in KINDS:
+            raise UserError(f"--kinds: there is no tokenizer of kind {kind!r}. {nearest(kind, KINDS)}")
+    if small := [size for size in vocab_sizes if size < 1]:
+        raise UserError(f"--vocab-sizes: {small[0]} is no size. Name whole numbers, as 4096,8192.")
+    if sample < 1000:
+        raise UserError(f"--sample is {sample}, and must be at least 1,000 characters.")
+    used = load_tokenizer(Path(tokenizer)) if tokenizer is not None else None
+    corpus = Corpus(texts, **reading)
+    found = examine(corpus, used, str(tokenizer or ""), kinds, vocab_sizes, sample, lowercase)
+    save_check(found, page)
+    if printed:
+        print_check(found)
+    return {**found.plain(), "page": str(page)}
 
 
 def tokenizer(
@@ -54,13 +115,27 @@ def tokenizer(
     vocab_size: int = 0,
     lowercase: bool = False,
     overwrite: bool = False,
+    like: str | Path | None = None,
+    pattern: str = "gpt2",
+    byte_fallback: bool = False,
+    max_memory: int | None = None,
+    seed: int = 0,
     **reading: Any,
 ) -> dict[str, Any]:
-    """Train a tokenizer on text. `reading` are Corpus's `documents`, `columns`, `encoding`."""
+    """Train a tokenizer on text. `reading` is what Corpus takes: `documents`, `columns`, `normalize` and so on.
+
+    `like` is the folder of a tokenizer or a checkpoint: the new one is of the same kind, treats text in the same way
+    and has the same special tokens. Otherwise `kind`, `lowercase`, `pattern` and `byte_fallback` say what it is.
+    """
     folder = Path(output_dir)
     fresh_folder(folder, "--output-dir", overwrite)
+    model = None if like is None else load_tokenizer(like)
     corpus = Corpus(texts, **reading)
-    made = train_tokenizer(corpus.texts(), kind, vocab_size or vocabulary_size(corpus.bytes), lowercase)
+    size = vocab_size or vocabulary_size(corpus.bytes)
+    if model is not None:
+        made = retrain_tokenizer(model, corpus.texts(), size, max_memory, seed)
+    else:
+        made = train_tokenizer(corpus.texts(), kind, size, lowercase, max_memory, seed, pattern, byte_fallback)
     say(corpus.describe())
     with whole_folder(folder) as temporary:
         made.save(temporary)
@@ -80,9 +155,16 @@ def prepare(
     resume: bool = False,
     overwrite: bool = False,
     salient: str | Salient | None = None,
+    workers: int = 0,
+    max_memory: int | None = None,
+    dedup: str = "exact",
     **reading: Any,
 ) -> dict[str, Any]:
-    """Text to token shards. `salient` marks names, numbers and dates ("default"), or what a function finds."""
+    """Text to token shards. `salient` marks names, numbers and dates ("default"), or what a function finds.
+
+    `workers` processes do the work (0: as many as there are cores) in `max_memory` bytes; the shards are the same
+    whatever these are. `dedup` drops documents that were there before: "none", "exact" or "near".
+    """
     folder = Path(output_dir)
     check_held_out(held_out)
     find = load_salient(salient) if isinstance(salient, str) else salient
@@ -93,7 +175,9 @@ def prepare(
         say(f"{folder} is whole already.")
         return shard_facts(folder)
     fresh_folder(folder, "--output-dir", overwrite or resume)
-    return _prepare(corpus, used, folder, held_out, find)
+    return _prepare(
+        corpus, used, folder, held_out, find, workers=workers, max_memory=max_memory, dedup=dedup, resume=resume
+    )
 
 
 def check_salient(shards: Path, find: Salient | None) -> None:
@@ -112,9 +196,18 @@ def check_held_out(share: float) -> None:
 
 
 def _prepare(
-    corpus: Corpus, tokenizer: Tokenizer, folder: Path, held_out: float, salient: Salient | None = None
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    folder: Path,
+    held_out: float,
+    salient: Salient | None = None,
+    resume: bool = True,
+    **doing: Any,
 ) -> dict[str, Any]:
-    prepare_shards(corpus, tokenizer, folder, held_out_share=held_out, total_bytes=corpus.bytes, salient=salient)
+    doing = {"workers": 0, **doing}
+    prepare_shards(
+        corpus, tokenizer, folder, held_out, total_bytes=corpus.bytes, salient=salient, resume=resume, **doing
+    )
     say(corpus.describe())
     return shard_facts(folder)
 
@@ -138,20 +231,69 @@ def pretrain(
     overrides: Mapping[str, Any] | None = None,
     resume: bool = False,
     overwrite: bool = False,
-    documents: str = "auto",
-    columns: Mapping[str, str] | None = None,
-    encoding: str = "utf-8",
     **options: Any,
 ) -> dict[str, Any]:
-    """Pretrain a model (preset, config or checkpoint) on shards or on text."""
+    """Pretrain a model (preset, config or checkpoint) on shards or on text.
+
+    `options` are fields of the recipe, and what Corpus takes: `documents`, `columns`, `normalize` and so on.
+    """
     began = time.monotonic()
-    making = Making(vocab_size, lowercase, held_out, documents, dict(columns or {}), encoding)
+    making = Making(vocab_size, lowercase, held_out, take_reading(options))
+    if str(model) in COUNTED and not Path(model).exists():
+        if objective is not None:
+            raise UserError(f"{model} has no --objective: it is one itself.")
+        changes = all_changes(config, options, overrides, {"output_dir": str(output_dir), "data": "", "tokenizer": ""})
+        return pretrain_counted(str(model), data, tokenizer, making, changes, resume, overwrite)
     order = take_order(model, data, output_dir, tokenizer, objective, making, config, overrides, options)
     inputs = [*order.sources, *([order.given] if order.given else [])]
     with run_folder(Path(output_dir), resume, overwrite, inputs) as folder:
         if order.corpus is not None:
             same_source(folder / "source.json", order.source())
         return pretrain_in(folder, order.recipe_for(order.shards_in(folder)), resume, began)
+
+
+def pretrain_counted(
+    name: str,
+    data: str | Path | Sequence[str | Path],
+    tokenizer: str | Path | None,
+    making: Making,
+    changes: Mapping[str, Any],
+    resume: bool,
+    overwrite: bool,
+) -> dict[str, Any]:
+    """Pretrain what is no stack of layers: word2vec, GloVe, an n-gram model. Text is read and kept as for all others."""
+    from firth.train.vectors import RECIPES, pretrain_vectors  # which load numba
+
+    recipe = override(RECIPES[name](), {SAME_FIELDS.get(field, field): value for field, value in changes.items()})
+    recipe.check()
+    check_held_out(making.held_out)
+    sources = [data] if isinstance(data, str | Path) else list(data)
+    kind, least = COUNTED[name]
+    corpus = used = None
+    if len(sources) == 1 and is_shards(Path(sources[0])):
+        check_tokenizer(Path(sources[0]), tokenizer)
+    else:
+        corpus = Corpus(sources, **making.reading)
+        used = load_tokenizer(Path(tokenizer)) if tokenizer is not None else None
+    with run_folder(
+        Path(recipe.output_dir), resume, overwrite, [*sources, *([tokenizer] if tokenizer else [])]
+    ) as folder:
+        shards = Path(sources[0])
+        if corpus is not None:
+            new = [kind, making.vocab_size or least, making.lowercase]
+            source = {"data": list(map(str, sources)), "bytes": corpus.bytes, **making.reading}
+            source |= {"tokenizer": used.fingerprint if used else new, "held_out": making.held_out}
+            same_source(folder / "source.json", source)
+            shards = folder / "data"
+            if not is_shards(shards) or damage(shards) is not None:
+                _prepare(corpus, used or run_tokenizer(folder, corpus, *new), shards, making.held_out)
+        recipe = replace(recipe, data=str(shards), tokenizer=open_shards(shards).tokenizer.fingerprint)
+        results = pretrain_vectors(folder, recipe, resume)
+        if "words" in results and "similar" not in results:
+            results["similar"] = samples(word_vectors(folder / "final"))
+            results["report"] = str(write_vector_report(folder, name, results))
+            write_json(folder / "results.json", results)
+        return results
 
 
 def show(
@@ -167,9 +309,6 @@ def show(
     overrides: Mapping[str, Any] | None = None,
     output_dir: str | Path = ".",
     overwrite: bool = False,
-    documents: str = "auto",
-    columns: Mapping[str, str] | None = None,
-    encoding: str = "utf-8",
     printed: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
@@ -181,7 +320,7 @@ def show(
     if rows < 1:
         raise UserError(f"--rows is {rows}, and must be at least 1.")
     page = free_page(Path(output_dir), overwrite)
-    making = Making(vocab_size, lowercase, held_out, documents, dict(columns or {}), encoding)
+    making = Making(vocab_size, lowercase, held_out, take_reading(options))
     order = take_order(model, data, output_dir, tokenizer, objective, making, config, overrides, options)
     with TemporaryDirectory(prefix="firth-show-") as folder:
         if order.corpus is not None:
@@ -200,9 +339,13 @@ class Making(NamedTuple):
     vocab_size: int
     lowercase: bool
     held_out: float
-    documents: str
-    columns: dict[str, str]
-    encoding: str
+    reading: dict[str, Any]
+
+
+def take_reading(options: dict[str, Any]) -> dict[str, Any]:
+    """Take out of some options those that say how files are read."""
+    reading = {name: options.pop(name) for name in READING if name in options}
+    return {"documents": "auto", "columns": {}, "encoding": "utf-8"} | {k: v for k, v in reading.items() if v}
 
 
 @dataclass(frozen=True)
@@ -216,6 +359,7 @@ class Order:
     corpus: Corpus | None  # None where the source is shards already
     tokenizer: Tokenizer | None  # None where one is trained on the text, or lies in the shards
     making: Making
+    mixed: dict[str, str]  # several shards by name; empty where there is one source
 
     def source(self) -> dict[str, Any]:
         """What the shards are made of: the same source makes the same shards."""
@@ -224,9 +368,7 @@ class Order:
         return {
             "data": list(map(str, self.sources)),
             "bytes": self.corpus.bytes,
-            "documents": m.documents,
-            "columns": m.columns,
-            "encoding": m.encoding,
+            **m.reading,
             "tokenizer": self.tokenizer.fingerprint if self.tokenizer is not None else self._new_tokenizer,
             "held_out": m.held_out,
             **({"salient": "default"} if self.salient else {}),
@@ -245,7 +387,7 @@ class Order:
     def shards_in(self, folder: Path) -> Path:
         """The shards: those that were named, or `data` in this folder, made there unless they are there whole."""
         if self.corpus is None:
-            return Path(self.sources[0])
+            return Path(next(iter(self.mixed.values()), self.sources[0]))
         shards, m = folder / "data", self.making
         if not is_shards(shards) or damage(shards) is not None:
             used = self.tokenizer or run_tokenizer(folder, self.corpus, *self._new_tokenizer)
@@ -261,7 +403,10 @@ class Order:
         used, recipe = open_shards(shards).tokenizer, self.recipe
         if not self.own_vocabulary:
             recipe = replace(recipe, model=with_vocabulary(recipe.model, used.vocab))
-        return replace(recipe, data=str(shards), tokenizer=used.fingerprint)
+        data = "" if self.mixed else str(shards)
+        recipe = replace(recipe, data=data, sources=self.mixed, tokenizer=used.fingerprint)
+        recipe.check()
+        return recipe
 
 
 def take_order(
@@ -287,13 +432,39 @@ def take_order(
     if tokenizer and checkpoint and load_tokenizer(tokenizer).fingerprint != load_tokenizer(checkpoint).fingerprint:
         raise UserError(f"{tokenizer} is not the tokenizer that {checkpoint} has learned. Leave --tokenizer out.")
     corpus = used = None
-    if len(sources) == 1 and is_shards(Path(sources[0])):
+    mixed = mixed_shards(sources)
+    if recipe.mixing != Mix() and not mixed:
+        raise UserError("A mix is of several shards, each with a name: --data a=shardsA --data b=shardsB.")
+    if mixed:
+        for shards in mixed.values():
+            check_tokenizer(Path(shards), given)
+    elif len(sources) == 1 and is_shards(Path(sources[0])):
         check_tokenizer(Path(sources[0]), given)
     else:
-        corpus = Corpus(sources, documents=making.documents, columns=making.columns, encoding=making.encoding)
+        corpus = Corpus(sources, **making.reading)
         used = load_tokenizer(Path(given)) if given is not None else None
     own_vocabulary = checkpoint is not None or "model.vocab_size" in changes
-    return Order(recipe, own_vocabulary, sources, given, corpus, used, making)
+    return Order(recipe, own_vocabulary, sources, given, corpus, used, making, mixed)
+
+
+def mixed_shards(sources: Sequence[str | Path]) -> dict[str, str]:
+    """Shards that are given by name, as `NAME=SHARDS`, or several by their folders; empty if they are neither."""
+    pairs = [str(source).partition("=") for source in sources]
+    named = [bool(equals) and not Path(source).exists() for source, (_, equals, _) in zip(sources, pairs, strict=True)]
+    if not any(named):
+        several = len(sources) > 1 and all(is_shards(source) for source in sources)
+        pairs = [(Path(source).resolve().name, "=", str(source)) for source in sources] if several else []
+    elif not all(named):
+        raise UserError(
+            f"--data {sources[named.index(False)]}: the others have names. Write NAME={sources[named.index(False)]}."
+        )
+    found = {name: folder for name, _, folder in pairs}
+    if len(found) < len(pairs):
+        raise UserError("Two --data have the same name. Write --data a=shardsA --data b=shardsB.")
+    for name, folder in found.items():
+        if not is_shards(folder):
+            raise UserError(f"--data {name}={folder}: no shards folder. Make it with `firth prepare`.")
+    return found
 
 
 def named_objective(name: str | None) -> dict[str, Any] | None:
@@ -323,7 +494,9 @@ def same_source(file: Path, source: dict[str, Any]) -> None:
     """Keep what text a run reads, and how; one that goes on with what is there and would read another is refused."""
     earlier = read_json(file) if file.is_file() else source
     if changed := [
-        f"{name}: {earlier.get(name)} -> {source[name]}" for name in source if earlier.get(name) != source[name]
+        f"{name}: {earlier.get(name)} -> {source.get(name)}"
+        for name in {**source, **earlier}
+        if earlier.get(name) != source.get(name)
     ]:
         raise UserError(
             "A run reads the text that it began with, and this one differs: " + "; ".join(changed) + ". "
@@ -400,28 +573,177 @@ def finetune(
         "output_dir": str(output_dir),
         **({"columns": dict(columns)} if columns else {}),
     }
-    return run_finetune(override(recipe, all_changes(config, options, overrides, named)), resume, overwrite)
+    recipe = override(recipe, all_changes(config, options, overrides, named))
+    result = run_finetune(recipe, resume, overwrite)
+    with quiet():  # the run has said all about this file
+        examples = read_labelled(recipe.dev, recipe.task, recipe.columns, "dev", recipe.encoding)
+    folder = Path(recipe.output_dir)
+    report = write_run_report(folder, result, examples)
+    if not (folder / "final" / CARD).exists():  # where there is one, a person may have written in it
+        write_card(folder / "final")
+    return {**result, "report": str(report)}
 
 
 def evaluate(
     checkpoint: str | Path,
-    task: str,
-    data: str | Path,
+    task: str | None = None,
+    data: str | Path | Sequence[str | Path] | None = None,
     output_dir: str | Path | None = None,
     columns: Mapping[str, str] | None = None,
     overwrite: bool = False,
     encoding: str = "utf-8",
+    documents: str = "auto",
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Score a fine-tuned checkpoint; predictions go to `output_dir` (beside the checkpoint unless said)."""
-    place = Path(output_dir) if output_dir else Path(checkpoint).absolute().parent / f"evaluate-{Path(data).name}"
+    """Score a checkpoint on a file; predictions go to `output_dir` (beside the checkpoint unless said).
+
+    `task` is what the checkpoint was fine-tuned for unless said. `settings` are what the task can be told, such as
+    `stride` for perplexity.
+    """
+    task = task or tuned_task(checkpoint)
+    if data is None:
+        raise UserError(f"Which file is the task {task} scored on? Name it with --data.")
+    if isinstance(data, Sequence) and not isinstance(data, str) and len(data) == 1:
+        data = data[0]
+    place = Path(output_dir) if output_dir else beside(checkpoint, f"{task}-{short_name(data)}")
+    if output_dir is None and not overwrite:
+        check_earlier(place, checkpoint, data)
     overwrite = overwrite or output_dir is None
-    return evaluate_checkpoint(checkpoint, task, data, place, columns, overwrite=overwrite, encoding=encoding)
+    settings = {"columns": columns, "overwrite": overwrite, "encoding": encoding, "documents": documents} | settings
+    return evaluate_checkpoint(checkpoint, task, data, place, **settings)
 
 
-def generate(checkpoint: str | Path | Model, prompt: str, **settings: Any) -> str:
-    """Continue a prompt."""
-    model = checkpoint if isinstance(checkpoint, Model) else load_model(checkpoint)
-    return generate_texts(model, [prompt], **settings)[0]
+def tuned_task(checkpoint: str | Path) -> str:
+    """The task that a checkpoint was fine-tuned for."""
+    facts = Path(checkpoint) / TASK_FILE
+    if not facts.is_file():
+        raise UserError(f"{checkpoint} was not fine-tuned: say what it is to do with --task (see --help).")
+    return str(read_json(facts)["task"])
+
+
+def short_name(data: str | Path | Sequence[str | Path]) -> str:
+    if isinstance(data, str | Path):
+        return Path(data).name
+    return f"{Path(data[0]).name}-and-{len(data) - 1}-more" if len(data) else ""
+
+
+def beside(checkpoint: str | Path, name: str) -> Path:
+    """The folder of an evaluation, beside its checkpoint."""
+    folder = Path(checkpoint)
+    parent = folder.parent if folder.name not in ("", "..") else folder.absolute().parent
+    return parent / f"evaluate-{name}"
+
+
+def check_earlier(place: Path, checkpoint: str | Path, data: Any) -> None:
+    """Refuse to replace the scores of another file or checkpoint that happen to have the same name."""
+    if not (place / "results.json").is_file():
+        return
+    before = read_json(place / "results.json")
+    now = {"checkpoint": str(checkpoint), "data": str(data) if isinstance(data, str | Path) else list(map(str, data))}
+    if other := [str(before.get(name)) for name in now if not same_files(before.get(name), now[name])]:
+        raise UserError(f"{place} has the scores of {other[0]}. Name another --output-dir, or pass --overwrite.")
+
+
+def same_files(a: Any, b: Any) -> bool:
+    """Whether two names, or two lists of names, mean the same files."""
+    first, second = ([x] if isinstance(x, str) else list(x or ()) for x in (a, b))
+    return [Path(x).absolute() for x in first] == [Path(x).absolute() for x in second]
+
+
+def evaluate_suite(
+    checkpoint: str | Path,
+    suite: str | Path,
+    data: str | Path | None = None,
+    output_dir: str | Path | None = None,
+    tasks: Sequence[str] = (),
+    seeds: int = 3,
+    config: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Fine-tune and score a checkpoint on every task of a suite: "glue", "superglue", or a file that lists tasks.
+
+    `options` and `overrides` are fields of the fine-tuning recipe. `metrics` has the score of each task and the
+    average. With `resume` tasks that are done are not done again.
+    """
+    place = Path(output_dir) if output_dir else beside(checkpoint, Path(suite).stem)
+    chosen = all_changes(config, options, overrides, {})
+    result = run_suite(checkpoint, suite, place, data, seeds, tasks, chosen, resume, overwrite)
+    scores = {name: task["score"] for name, task in result["tasks"].items()}
+    metrics = {**scores, "average": result["average"]}
+    return {**result, "metrics": metrics, "predictions": str(place), "report": str(place / "report.html")}
+
+
+def generate(
+    checkpoint: str | Path | Model, prompt: str | Sequence[str], chat: bool | None = None, **settings: Any
+) -> str | list[str]:
+    """Continue a prompt, or several. `settings` are the fields of `firth.generate.Decoding`: temperature=0.8.
+
+    One prompt gives a text; several, or num_return_sequences above 1, give a list. A checkpoint folder that was
+    fine-tuned to answer reads the prompt as it has learned to, and gives the answer alone; `chat` says whether as a
+    user's message in the checkpoint's chat template.
+    """
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    if not isinstance(checkpoint, Model) and is_ngram(checkpoint):
+        found = write_ngram_texts(checkpoint, prompts, settings)
+    else:
+        model, asked = ask(checkpoint, prompts, chat)
+        found = write_all(model, asked, settings)
+    texts = [one["text"] for one in found]
+    return texts[0] if isinstance(prompt, str) and len(texts) == 1 else texts
+
+
+def write_ngram_texts(
+    checkpoint: str | Path, prompts: Sequence[str], settings: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """What `write_all` gives, by an n-gram model."""
+    return write_ngrams(load_ngram(checkpoint), prompts, decoding_of(None, dict(settings)))
+
+
+def ask(
+    checkpoint: str | Path | Model, prompts: Sequence[str], chat: bool | None = None
+) -> tuple[Model, list[str | list[int]]]:
+    """A model, and prompts as it has learned to read them; a loaded model does not know what it was tuned for."""
+    if isinstance(checkpoint, Model):
+        return checkpoint, prompts_for(checkpoint, {}, prompts, chat)
+    model, facts = load_model(checkpoint), Path(checkpoint) / TASK_FILE
+    return model, prompts_for(model, read_json(facts) if facts.is_file() else {}, prompts, chat)
+
+
+def write_all(model: Model, prompts: Sequence[str | list[int]], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What `generate_results` gives for each prompt, some prompts at a time."""
+    decoding, found = decoding_of(None, dict(settings)), []
+    size = max(1, AT_ONCE // (decoding.num_beams * decoding.num_return_sequences))
+    with progress("writing", "texts", len(prompts)) as shown:
+        for first in range(0, len(prompts), size):
+            now = replace(decoding, seed=decoding.seed + first)  # equal prompts are drawn for differently
+            for one in generate_results(model, prompts[first : first + size], now):
+                found.append({**one, "prompt": one["prompt"] + first})
+            shown.advance(len(prompts[first : first + size]))
+    return found
+
+
+def embed(
+    checkpoint: str | Path | Model,
+    texts: str | Sequence[str],
+    pool: Literal["auto", "first", "mean", "last"] = "auto",
+    layer: int = -1,
+    normalize: bool = False,
+    max_seq_length: int = 0,
+) -> np.ndarray:
+    """A vector for each text, (texts, width) float32; one text alone gives one vector.
+
+    `pool`: the state of the first or the last token, or the mean of all; "auto" is what the checkpoint was fine-tuned
+    for (`--task embed`), and else the mean. `layer` 0 is the embedding, -1 the last. `normalize` makes vectors 1 long,
+    so that their products are cosines.
+    """
+    some = [texts] if isinstance(texts, str) else list(texts)
+    if not some:
+        raise UserError("There is no text to embed.")
+    vectors = embed_texts(checkpoint, some, pool, layer, normalize, max_seq_length)
+    return vectors[0] if isinstance(texts, str) else vectors
 
 
 def fill(checkpoint: str | Path | Model, text: str, top: int = 5) -> list[Blank]:
@@ -429,12 +751,29 @@ def fill(checkpoint: str | Path | Model, text: str, top: int = 5) -> list[Blank]
     return fill_blanks(checkpoint if isinstance(checkpoint, Model) else load_model(checkpoint), text, top)
 
 
+def similar(
+    vectors: str | Path | Model, words: str | Sequence[str], away: Sequence[str] = (), top: int = 10
+) -> list[Neighbour]:
+    """The words nearest to a word, or to the mean of several, `away` from others: those of a checkpoint or a file."""
+    return most_similar(word_vectors(vectors), [words] if isinstance(words, str) else words, away, top)
+
+
 def export(
-    checkpoint: str | Path, output_dir: str | Path, check: bool = False, overwrite: bool = False
+    checkpoint: str | Path,
+    output_dir: str | Path,
+    check: bool = False,
+    overwrite: bool = False,
+    format: str = "huggingface",
 ) -> dict[str, Any]:
-    """Write a plain Hugging Face folder; `check` opens it in transformers and gives the largest difference."""
+    """Write a plain Hugging Face folder; `check` opens it in transformers and gives the largest difference.
+
+    The `format` word2vec or glove writes the vectors of single words, as those programs and gensim read them.
+    """
     folder = Path(output_dir)
     fresh_folder(folder, "--output-dir", overwrite)
+    if format != "huggingface":
+        files = write_vectors(word_vectors(checkpoint), folder, format)
+        return {"output_dir": str(folder), "files": list(map(str, files))}
     if folder.exists() and folder.samefile(checkpoint):
         raise UserError(f"{folder} is the checkpoint itself. Name another --output-dir.")
     model = load_model(checkpoint)

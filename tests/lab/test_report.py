@@ -10,7 +10,8 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from firth.lab.report import INK, MAX_POINTS, Page, Sample, Transfer, loss_curve, transfer_plot
+from firth.lab.report import Transfer, transfer_plot
+from firth.page import INK, MAX_POINTS, Page, Sample, loss_curve
 
 EVIL = "<script>alert(\"x\")</script> & 'y'"
 TRAIN = [(1, 9.0), (2, 7.0), (3, 6.0)]

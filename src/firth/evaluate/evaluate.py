@@ -1,65 +1,181 @@
-"""A checkpoint and labelled data to scores and saved predictions."""
+"""A checkpoint and data to scores, saved predictions and a page that shows them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from firth.console import say
 from firth.errors import UserError, nearest
+from firth.evaluate.cloze import choice, cloze
+from firth.evaluate.embed import similar_texts, word_in_context
+from firth.evaluate.likelihood import make_scorer, summed
+from firth.evaluate.minimal_pairs import minimal_pairs
+from firth.evaluate.ngram import NgramScorer
+from firth.evaluate.outcome import Outcome
+from firth.evaluate.report import write_report
+from firth.evaluate.vectors import analogy, word_similarity, word_vectors
 from firth.files import fresh_folder, read_json, refuse_unwritable, write_json
-from firth.metrics import score
-from firth.models import Classes, load_model
-from firth.tasks import TASK_FILE, TASKS, make_task, write_predictions
-from firth.text import read_labelled
+from firth.models import load_model
+from firth.models.ngram import is_ngram
+from firth.tasks import TASK_FILE, TASKS, Prediction, make_task, write_predictions
+from firth.text import Corpus, Example, read_labelled
 from firth.train import Training, choose_machine
+
+LIKELIHOOD = ("method", "max_seq_length", "stride", "batch_tokens")
+READING = ("max_seq_length", "batch_tokens")
+# What a checkpoint can be asked without having been fine-tuned for it, and what each of these may be told.
+ZERO_SHOT: dict[str, tuple[Callable[..., Outcome], tuple[str, ...]]] = {
+    "minimal-pairs": (minimal_pairs, LIKELIHOOD),
+    "cloze": (cloze, LIKELIHOOD),
+    "choice": (choice, ("delimiter", *LIKELIHOOD)),
+    "word-in-context": (word_in_context, ("train", "threshold", "layer", "batch_tokens")),
+    "embed": (similar_texts, ("pool", "layer", *READING)),
+    "word-similarity": (word_similarity, ("limit",)),
+    "analogy": (analogy, ("limit",)),
+}
+OF_TEXT = ("perplexity", "pseudo-likelihood")  # read plain text, not labelled examples
+STATIC = ("word-similarity", "analogy")  # take a file of word vectors too
+IN_THE_TEXTS = ("lm", "embed")  # are scored without further answers: on what is said, on which texts belong together
+EVALUATIONS = tuple(sorted({*TASKS, *ZERO_SHOT, *OF_TEXT}))
 
 
 def evaluate(
     checkpoint: str | Path,
     task: str,
-    data: str | Path,
+    data: str | Path | Sequence[str | Path],
     output_dir: str | Path,
     columns: Mapping[str, str] | None = None,
     batch_size: int = 32,
     overwrite: bool = False,
     encoding: str = "utf-8",
+    documents: str = "auto",
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Score a fine-tuned checkpoint on a labelled file; `metrics` and the path of `predictions`."""
+    """Score a checkpoint on a file: one that was fine-tuned for the task, or any one where the task needs no training.
+
+    `metrics` are the scores, and the rest says how they came about. `settings` are what the task can be told (see
+    ZERO_SHOT); None means left out. A file without answers gives predictions and no scores. Writes results.json,
+    predictions.jsonl and report.html to `output_dir`.
+    """
     checkpoint, folder = Path(checkpoint), Path(output_dir)
-    if task not in TASKS:
-        raise UserError(f"Unknown task {task!r}. {nearest(task, TASKS)}")
+    settings = {name: value for name, value in settings.items() if value is not None}
+    facts = task_facts(checkpoint)
+    check_order(checkpoint, task, facts, settings)
     if not overwrite:
         fresh_folder(folder, "--output-dir")
     refuse_unwritable(folder)
+    if task in OF_TEXT:
+        examples, outcome = of_text(checkpoint, Corpus(data, documents, columns, encoding), settings)
+    else:
+        if not isinstance(data, str | Path):
+            raise UserError(f"The task {task} is scored on one file; {len(data)} were given.")
+        examples = read_labelled(data, task, columns, "dev", encoding, answers=False)
+        if is_tuned(task, facts):
+            try:
+                outcome = by_task(checkpoint, task, facts, examples, batch_size)
+            except UserError as e:
+                raise UserError(f"{data}: {e}") from None
+        else:
+            if "train" in settings:
+                settings["train"] = read_labelled(settings["train"], task, columns, "train", encoding)
+            outcome = zero_shot(checkpoint, task, examples, settings)
+    for sentence in outcome.said:
+        say(sentence)
+    if not outcome.metrics:
+        say("The file has no answers: there are predictions, and no scores.")
+    return save(folder, checkpoint, task, data, examples, outcome)
+
+
+def task_facts(checkpoint: Path) -> dict[str, Any]:
+    """What a fine-tuned checkpoint was tuned for; nothing for any other."""
+    return dict(read_json(checkpoint / TASK_FILE)) if (checkpoint / TASK_FILE).is_file() else {}
+
+
+def is_tuned(task: str, facts: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint answers itself; text to text needs no tuning to be written."""
+    return facts.get("task") == task or (task in TASKS and task not in ZERO_SHOT)
+
+
+def check_order(checkpoint: Path, task: str, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Refuse what cannot be done before anything is read."""
+    if task not in EVALUATIONS:
+        raise UserError(f"Unknown task {task!r}. {nearest(task, EVALUATIONS)}")
+    if not checkpoint.is_dir() and not (task in STATIC and checkpoint.is_file()):
+        also = ", nor a file of word vectors" if task in STATIC else ""
+        raise UserError(f"{checkpoint} is not a checkpoint folder{also}. `firth pretrain` makes one: RUN/final.")
+    tuned = facts.get("task")
+    if tuned not in (None, task) and task in TASKS:
+        raise UserError(f"{checkpoint} was fine-tuned for {tuned}, not for {task}.")
+    if tuned is None and task in TASKS and task not in (*ZERO_SHOT, "text-to-text"):
+        how = f"fine-tune it first (`firth finetune {checkpoint} --task {task} ...`)"
+        raise UserError(f"{checkpoint} has not learned the task {task}: {how}.")
+    known = LIKELIHOOD if task in OF_TEXT else () if is_tuned(task, facts) else ZERO_SHOT[task][1]
+    if wrong := [name for name in settings if name not in known]:
+        takes = f"It takes {', '.join(known)}." if known else "It takes none: they are the checkpoint's own."
+        raise UserError(f"{wrong[0]} is no setting of the task {task}. {takes}")
+
+
+def of_text(checkpoint: Path, corpus: Corpus, settings: Mapping[str, Any]) -> tuple[list[Example], Outcome]:
+    """How likely each document is, and all of them together."""
+    scorer = NgramScorer(checkpoint, **settings) if is_ngram(checkpoint) else make_scorer(checkpoint, **settings)
+    examples: list[Example] = []
+
+    def texts() -> Any:
+        for document in corpus:
+            examples.append(Example(document.source, (document.text[:1000],)))  # enough to show which one it is
+            yield document.text
+
+    found = list(scorer.texts(texts()))
+    metrics, facts = summed(scorer, found)
+    said = [corpus.describe(), *scorer.said]
+    if facts["unknown"]:
+        said.append(f"{facts['unknown']:,} tokens stand for text that the tokenizer does not know: easy to guess.")
+    predictions = [Prediction(one.logp, extra={"tokens": one.tokens, "bytes": one.bytes}) for one in found]
+    return examples, Outcome(metrics, predictions, facts, said)
+
+
+def zero_shot(checkpoint: Path, task: str, examples: Sequence[Example], settings: Mapping[str, Any]) -> Outcome:
+    """Ask a checkpoint as it is."""
+    measure, _ = ZERO_SHOT[task]
+    if task in STATIC:
+        return measure(word_vectors(checkpoint, **settings), examples)
+    return measure(checkpoint, examples, **settings)
+
+
+def by_task(
+    checkpoint: Path, task: str, facts: Mapping[str, Any], examples: Sequence[Example], batch_size: int = 32
+) -> Outcome:
+    """Let a fine-tuned checkpoint answer; scored where every example has its answer."""
     model = load_model(checkpoint)
     if model.tokenizer is None:
         raise UserError(f"{checkpoint} has no tokenizer.")
-    facts = read_json(checkpoint / TASK_FILE) if (checkpoint / TASK_FILE).is_file() else {}
-    if facts.get("task", task) != task:
-        raise UserError(f"{checkpoint} was fine-tuned for {facts['task']}, not for {task}.")
-    labels = model.config.head.names if isinstance(model.config.head, Classes) else facts.get("labels")
-    if task == "classify" and labels is None:
-        raise UserError(f"{checkpoint} has no classes: fine-tune it first (`firth finetune --task classify`).")
-    examples = read_labelled(data, task, columns, part="dev", encoding=encoding)
-    for e in examples:
-        if labels is not None and e.target not in labels:
-            raise UserError(f"{data}, example {e.id}: the label {e.target!r} is none of the checkpoint's.")
-
-    length, target_length = (
-        facts.get("max_seq_length", model.config.max_length or 512),
-        facts.get("max_target_length", 32),
-    )
-    work = make_task(task, labels, model.tokenizer, model.config, length, target_length)
+    work = make_task(task, facts, model.tokenizer, model.config)
     machine = choose_machine(Training())
     items = work.encode(examples)
-    for sentence in work.cut:
-        say(sentence)
     predictions = work.predict(model.to(machine.device), items, machine, batch_size)
-    metrics = score(task, [p.prediction for p in predictions], [e.target for e in examples])
+    answered = task in IN_THE_TEXTS or all(example.target is not None for example in examples)
+    labels = {"labels": list(work.labels)} if work.labels else {}
+    return Outcome(work.score(examples, predictions) if answered else {}, predictions, labels, work.said)
+
+
+def save(
+    folder: Path, checkpoint: Path, task: str, data: Any, examples: Sequence[Example], outcome: Outcome
+) -> dict[str, Any]:
+    """Write what was found; the result of the verb."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_predictions(folder / "predictions.jsonl", examples, predictions)
-    result = {"metrics": metrics, "predictions": str(folder / "predictions.jsonl"), "examples": len(examples)}
+    write_predictions(folder / "predictions.jsonl", examples, outcome.predictions)
+    result = {
+        "task": task,
+        "checkpoint": str(checkpoint),
+        "data": str(data) if isinstance(data, str | Path) else list(map(str, data)),
+        "examples": len(examples),
+        "metrics": dict(outcome.metrics),
+        **outcome.facts,
+        "predictions": str(folder / "predictions.jsonl"),
+        "report": str(folder / "report.html"),
+    }
+    write_report(folder / "report.html", result, examples, outcome.predictions)
     write_json(folder / "results.json", result)
     return result

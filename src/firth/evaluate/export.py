@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from firth.console import say
 from firth.errors import UserError
-from firth.models import OWN, Classes, Encoder, Model, Verdict, family_of, load_model
+from firth.models import (
+    OWN,
+    Choices,
+    Classes,
+    Embedding,
+    Encoder,
+    Model,
+    ModelConfig,
+    Score,
+    Span,
+    Tags,
+    TaskHead,
+    Verdict,
+    family_of,
+    load_model,
+)
+
+TASK_CLASSES = {
+    Classes: "AutoModelForSequenceClassification",
+    Score: "AutoModelForSequenceClassification",
+    Choices: "AutoModelForMultipleChoice",
+    Tags: "AutoModelForTokenClassification",
+    Span: "AutoModelForQuestionAnswering",
+    Embedding: "AutoModel",
+}
 
 
 def largest_difference(folder: Path) -> float:
@@ -17,10 +43,10 @@ def largest_difference(folder: Path) -> float:
     except ImportError:
         raise UserError("--check needs transformers: pip install 'firth[hf]'.") from None
     ours = load_model(folder)
-    if family_of(ours.config, ours.tokenizer.vocab if ours.tokenizer is not None else None) == OWN:
-        raise UserError(f"{folder}: transformers has no such architecture; open it with firth.load.")
+    own = family_of(ours.config, ours.tokenizer.vocab if ours.tokenizer is not None else None) == OWN
+    kind = _own_class(ours) if own else auto_class(ours.config)
     transformers.logging.set_verbosity_error()
-    kind = _auto_class(ours)
+    transformers.logging.disable_progress_bar()
     theirs = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32).eval()
     torch.manual_seed(0)
     length = min(64, ours.config.max_length or 64)
@@ -28,34 +54,65 @@ def largest_difference(folder: Path) -> float:
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     left = ours.config.shape == "encoder" and ours.config.answers_last  # XLNet's class is told at the very end
     inputs["attention_mask"][1, slice(0, length // 2) if left else slice(length // 2, None)] = 0
-    if isinstance(ours.config.head, Classes) and ours.config.shape == "decoder":
+    head = ours.config.head
+    if isinstance(head, Classes | Score) and ours.config.shape == "decoder" and not own:
         inputs["input_ids"][1, length // 2 :] = theirs.config.pad_token_id
     if ours.config.shape == "encoder-decoder":
         inputs["decoder_input_ids"] = torch.randint(5, ours.config.vocab_size, (4, 16))
+    if ours.config.shape == "encoder-decoder" and isinstance(head, TaskHead) and not own:  # the text again, up to </s>
+        inputs["attention_mask"][:] = 1
+        inputs["input_ids"][inputs["input_ids"] == theirs.config.eos_token_id] -= 1
+        inputs["input_ids"][:, -1] = theirs.config.eos_token_id
+        inputs["decoder_input_ids"] = inputs["input_ids"].roll(1, 1)
+    if isinstance(head, Choices) and not own:
+        inputs = {name: value.unflatten(0, (2, 2)) for name, value in inputs.items()}
     with torch.no_grad():
-        difference = (_logits(ours, inputs) - theirs(**inputs).logits).abs()
-    if not isinstance(ours.config.head, Classes) and ours.config.shape != "encoder-decoder":
+        if own:
+            answer = ours(**inputs, output_hidden_states=True)
+            mine, other = answer.hidden_states[-1] if kind == "AutoModel" else answer.logits, theirs(**inputs)[0]
+        else:
+            mine, other = _logits(ours, inputs), _theirs(theirs(**inputs))
+        difference = (mine - other).abs()
+    if not isinstance(head, Classes | Score | Choices) and ours.config.shape != "encoder-decoder":
         difference = difference[inputs["attention_mask"].bool()]  # what stands at padding means nothing
     return float(difference.max())
 
 
 def _logits(model: Model, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """What `transformers` answers with too; of a model that was trained beside a generator it has the verdict."""
+    if isinstance(model.config.head, Embedding):  # there it is the body alone
+        return model(**inputs, output_hidden_states=True).hidden_states[-1]
     if not isinstance(model, Encoder) or model.generator is None:
         return model(**inputs).logits
     states = model(**inputs, output_hidden_states=True).hidden_states
     return model.generator.verdict(states[-1])
 
 
-def _auto_class(model: Model) -> str:
-    if isinstance(model.config.head, Classes):
-        return "AutoModelForSequenceClassification"
-    if isinstance(model.config.head, Verdict) or model.config.extra("generator") is not None:
+def _theirs(answer: Any) -> torch.Tensor:
+    if "start_logits" in answer:
+        return torch.stack([answer.start_logits, answer.end_logits], -1)
+    return answer.logits if "logits" in answer else answer.last_hidden_state
+
+
+def _own_class(model: Model) -> str:
+    """The class that opens a model of no family of `transformers`, once it knows ours."""
+    from firth import hf
+
+    kind = hf.auto_class(model.config)
+    say(f"transformers has no such architecture by itself: after `import firth.hf` it opens with {kind}.")
+    return kind
+
+
+def auto_class(config: ModelConfig) -> str:
+    """The class of `transformers` that opens a model of one of its families."""
+    if isinstance(config.head, TaskHead):
+        return TASK_CLASSES[type(config.head)]
+    if isinstance(config.head, Verdict) or config.extra("generator") is not None:
         return "AutoModelForPreTraining"
-    if model.config.family == "xlnet":
+    if config.family == "xlnet":
         return "AutoModelForCausalLM"
     return {
         "encoder": "AutoModelForMaskedLM",
         "decoder": "AutoModelForCausalLM",
         "encoder-decoder": "AutoModelForSeq2SeqLM",
-    }[model.config.shape]
+    }[config.shape]

@@ -20,9 +20,10 @@ from firth.console import duration, say, show_table
 from firth.errors import UserError
 from firth.files import damage, whole_folder, write_json
 from firth.generate import fill, generate
-from firth.lab.report import Page, Sample, Transfer, loss_curve, transfer_plot
+from firth.lab.report import Transfer, transfer_plot
 from firth.models import Model, ModelConfig, load_model, make_model, preset, with_vocabulary, write_model
 from firth.objectives import MLM
+from firth.page import Page, Sample, loss_curve
 from firth.plain import to_plain
 from firth.recipes import TOKENIZERS, finetuning, pretraining
 from firth.tasks import FinetuneRecipe, finetune

@@ -15,9 +15,10 @@ import numpy as np
 from firth.lab.show_row import View, align, behind_masks, is_text, of_their_places, one_row, restores, view
 from firth.objectives import IGNORED, Batch, Mixture, Objective
 from firth.plain import to_plain
-from firth.tokens import Prepared, Rows, Source, Tokenizer, Vocabulary, open_shards
+from firth.tokens import MixedShards, MixedSource, Prepared, Rows, Source, Tokenizer, Vocabulary
 from firth.train import Recipe
-from firth.train.pretrain import batch_function, check_fit, draw, row_source
+from firth.train.pretrain import alone, batch_function, check_fit, draw, open_data, row_source
+from firth.train.ramp import stages
 
 SAMPLE = 256  # rows that the counts are taken over
 TRACE = 0.005  # a share that may be a wrong reading of what was hidden
@@ -49,9 +50,10 @@ class Shown:
 
 def look(recipe: Recipe, num_rows: int, model: str, data: str) -> Shown:
     """The first rows of a run's first step. `model` and `data` are how the user named them."""
-    shards = open_shards(recipe.data)
+    shards = open_data(recipe)
     tokenizer, objective, vocab = shards.tokenizer, recipe.objective, shards.tokenizer.vocab
     check_fit(recipe, tokenizer)
+    recipe = alone(recipe, stages(recipe)[0])
     source = row_source(recipe, shards, held_out=False)
     rows, batch = first_rows(recipe, source, tokenizer, max(num_rows, SAMPLE))
     few_rows, few = head(rows, num_rows), head(batch, num_rows)
@@ -110,7 +112,9 @@ def plain_row(rows: Rows, batch: Batch, b: int) -> dict[str, Any]:
 # --- in words -----------------------------------------------------------------------------------------------------
 
 
-def header(recipe: Recipe, shards: Prepared, source: Source, batch: Batch, model: str, data: str) -> dict[str, str]:
+def header(
+    recipe: Recipe, shards: Prepared | MixedShards, source: Source, batch: Batch, model: str, data: str
+) -> dict[str, str]:
     """What was looked at."""
     tokenizer, config, plain = shards.tokenizer, recipe.model, to_plain(recipe)["objective"]
     sizes = {"T = {} places are read": batch.tokens, "U = {} of the decoder": batch.decoder_tokens}
@@ -119,7 +123,8 @@ def header(recipe: Recipe, shards: Prepared, source: Source, batch: Batch, model
         "model": f"{model}: {config.family}, {config.shape}",
         "objective": said(plain),
         "tokenizer": f"{tokenizer.kind}, {tokenizer.vocab.size:,} tokens ({tokenizer.fingerprint})",
-        "data": f"{data}: {shards.train.num_documents:,} documents, {shards.train.num_tokens:,} tokens to train on",
+        "data": f"{data}: {shards.num_documents:,} documents, {shards.num_tokens:,} tokens to train on",
+        **({"mix": "; ".join(map(str, source.table(source.num_rows)))} if isinstance(source, MixedSource) else {}),
         "rows": f"{source.num_rows:,} rows of {source.length} places, {100 * source.tokens_used:.1f}% filled",
         "shapes": ", ".join(name.format(x.shape[1]) for name, x in sizes.items() if x is not None),
     }

@@ -7,14 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from firth.errors import UserError
-from firth.files import refuse_unwritable
-from firth.lab.report import Page, html
 from firth.lab.show import Shown
 from firth.lab.show_row import KINDS, Picture, Piece, Strip, View, shrink
+from firth.page import Page, free_place, generator, html
 
-NAME = "show.html"
-MARK = '<meta name="generator" content="firth show">'  # tells an earlier page of ours from a person's own file
+MARK = generator("show")
 SIDE = 96  # cells of a picture, across and down
 
 STYLE = """
@@ -56,13 +53,7 @@ dt { color: var(--quiet); } dd { margin: 0; overflow-wrap: anywhere; }
 
 def free_page(folder: Path, overwrite: bool) -> Path:
     """Where the page goes; a file there that no earlier look wrote is left alone unless `overwrite`."""
-    page = folder / NAME
-    refuse_unwritable(folder)
-    if page.is_dir():
-        raise UserError(f"{page} is a folder. Name another --output-dir.")
-    if page.exists() and not overwrite and MARK.encode() not in page.read_bytes()[:10_000]:
-        raise UserError(f"{page} was not written by `firth show`. Name another --output-dir, or pass --overwrite.")
-    return page
+    return free_place(folder, "show", overwrite)
 
 
 def save_page(shown: Shown, path: Path) -> None:

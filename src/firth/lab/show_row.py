@@ -415,7 +415,9 @@ def surface(tokenizer: Tokenizer) -> Text:
             return " " + token
         if tokenizer.kind == "wordpiece":
             return token[2:] if token.startswith("##") else " " + token
-        return token.replace("▁", " ")
+        if tokenizer.kind in ("char", "word"):
+            return " " + token
+        return token.replace("▁", " ").replace("</w>", " ")
 
     @cache
     def text(*ids: int) -> str:

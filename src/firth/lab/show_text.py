@@ -7,9 +7,9 @@ from rich.table import Table
 from rich.text import Text
 
 from firth.console import out, show_table
-from firth.lab.report import cell
 from firth.lab.show import Shown
 from firth.lab.show_row import KINDS, Picture, Piece, Strip, View, shrink
+from firth.page import cell
 
 STYLES = {
     "masked": "black on yellow",

@@ -1,0 +1,210 @@
+"""README.md of a checkpoint: a model card with what is known of it, and places for what only a person knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from firth.errors import UserError
+from firth.evaluate.export import auto_class
+from firth.files import CARD, read_json, write_text
+from firth.models import OWN, LMHead, ModelConfig, count_parameters, family_of, read_config
+from firth.page import cell
+from firth.tasks import TASK_FILE
+from firth.tokens import Tokenizer, load_tokenizer
+
+FILL_IN = "*Fill in.*"
+PIPELINES = {  # the names under which the Hugging Face hub lists models
+    "classify": "text-classification",
+    "pair": "text-classification",
+    "regress": "text-classification",
+    "choice": "multiple-choice",
+    "tag": "token-classification",
+    "span-qa": "question-answering",
+    "embed": "sentence-similarity",
+    "text-to-text": "text2text-generation",
+    "lm": "text-generation",
+    "encoder": "fill-mask",
+    "decoder": "text-generation",
+    "encoder-decoder": "text2text-generation",
+}
+USES = {
+    "encoder": "filling in masked words, and as a start for fine-tuning on tasks that read text",
+    "decoder": "continuing text, and as a start for fine-tuning",
+    "encoder-decoder": "restoring hidden spans, and as a start for fine-tuning on tasks that read and write text",
+}
+RECIPE = (  # what a reader of a card asks first; recipe.yaml has the rest
+    "objective",
+    "checkpoint",
+    "from_scratch",
+    "seeds",
+    "shots",
+    "max_steps",
+    "max_seq_length",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "warmup_steps",
+    "weight_decay",
+    "lora_rank",
+    "seed",
+)
+
+
+def write_card(checkpoint: str | Path, overwrite: bool = False) -> Path:
+    """Write the model card of a checkpoint into its folder; one that is there is left alone unless `overwrite`.
+
+    It is filled from the checkpoint and from the run folder around it (recipe.yaml, source.json, results.json, and
+    the results of evaluations). What no file says is left for a person to fill in.
+    """
+    folder = Path(checkpoint)
+    path = folder / CARD
+    if path.exists() and not overwrite:
+        raise UserError(f"{path} exists already, and may have been edited. Pass --overwrite to write it anew.")
+    write_text(path, make_card(folder))
+    return path
+
+
+def make_card(folder: Path) -> str:
+    """The card as text."""
+    config, run = read_config(folder), folder.absolute().parent
+    tokenizer = load_tokenizer(folder)
+    facts = found(folder / TASK_FILE)
+    recipe = read_recipe(run / "recipe.yaml")
+    scores = dict(all_scores(run, recipe))
+    sections = {
+        "Model": about_model(config, tokenizer, facts),
+        "Intended use": about_use(config, facts),
+        "Data": about_data(recipe, found(run / "source.json")),
+        "Training": about_training(recipe, found(run / "results.json")),
+        "Scores": about_scores(scores),
+        "Limitations": FILL_IN,
+        "Licence": f"{FILL_IN} Say it in `license` at the top of this file too.",
+        "How to load": loading(config, tokenizer),
+    }
+    name = f"{run.name}" if folder.name in ("final", "best") else folder.name
+    body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items())
+    return f"---\n{front_matter(config, tokenizer, facts, name, scores)}---\n\n# {name}\n\n{body}\n"
+
+
+def found(path: Path) -> dict[str, Any]:
+    """A JSON file, or nothing where there is none."""
+    return dict(read_json(path)) if path.is_file() else {}
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    return dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.is_file() else {}
+
+
+def front_matter(
+    config: ModelConfig, tokenizer: Tokenizer, facts: Mapping[str, Any], name: str, scores: Mapping[str, Any]
+) -> str:
+    """What the Hugging Face hub reads. `license` is 'unknown' until somebody says it."""
+    own = family_of(config, tokenizer.vocab) == OWN
+    task = facts.get("task")
+    kind = PIPELINES.get(task or config.shape)
+    matter: dict[str, Any] = {
+        "license": "unknown",
+        "library_name": "firth" if own else "transformers",
+        **({"pipeline_tag": kind} if kind and (task or isinstance(config.head, LMHead)) else {}),
+        "tags": ["firth", config.family, *([task] if task else [])],
+    }
+    if kind and scores:
+        results = [
+            {
+                "task": {"type": kind},
+                "dataset": {"name": data, "type": data},
+                "metrics": [{"type": n, "value": x} for n, x in metrics.items() if isinstance(x, int | float)],
+            }
+            for data, metrics in scores.items()
+        ]
+        matter["model-index"] = [{"name": name, "results": results}]
+    return yaml.safe_dump(matter, sort_keys=False, allow_unicode=True)
+
+
+def about_model(config: ModelConfig, tokenizer: Tokenizer, facts: Mapping[str, Any]) -> str:
+    rows = {
+        "architecture": f"{config.family} ({config.shape})",
+        "parameters": count_parameters(config),
+        "layers": config.num_layers,
+        "width": config.dim,
+        "attention heads": config.num_heads,
+        "longest text": "no fixed limit" if config.max_length is None else f"{config.max_length:,} tokens",
+        "tokenizer": f"{tokenizer.kind}, {tokenizer.vocab.size:,} tokens",
+        **({"task": facts["task"]} if "task" in facts else {}),
+        **({"labels": ", ".join(facts["labels"])} if facts.get("labels") else {}),
+    }
+    return as_table(["", ""], rows)
+
+
+def about_use(config: ModelConfig, facts: Mapping[str, Any]) -> str:
+    if "task" in facts:
+        return f"The model was fine-tuned for one task, {facts['task']}, on the data below. {FILL_IN}"
+    return f"A model of this shape is meant for {USES[config.shape]}. {FILL_IN}"
+
+
+def about_data(recipe: Mapping[str, Any], source: Mapping[str, Any]) -> str:
+    """Which files, as they were named; what is in them only a person knows."""
+    rows = {name: recipe[name] for name in ("data", "train", "dev") if recipe.get(name)}
+    if source.get("data"):
+        rows |= {"text": ", ".join(map(str, source["data"])), "bytes": source.get("bytes")}
+    table = as_table(["", ""], {name: value for name, value in rows.items() if value is not None})
+    return f"{table}\n\nWhat the data are, in which languages, and under which licence: {FILL_IN}" if rows else FILL_IN
+
+
+def about_training(recipe: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+    rows = {name: recipe[name] for name in RECIPE if recipe.get(name) not in (None, "", {}, [])}
+    if isinstance(rows.get("objective"), Mapping):
+        rows["objective"] = rows["objective"].get("kind", "")
+    if isinstance(rows.get("max_steps"), int) and rows["max_steps"] < 1:
+        del rows["max_steps"]
+    rows |= {name: results[name] for name in ("steps", "tokens", "seconds") if results.get(name)}
+    return as_table(["", ""], rows) if rows else FILL_IN
+
+
+def all_scores(run: Path, recipe: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The scores of the run itself, and of every evaluation beside the checkpoint, by the name of the data."""
+    results = found(run / "results.json")
+    if "metric" in results:
+        names = dict.fromkeys([results["metric"], *(results.get("scores") or [{}])[0]])
+        yield (
+            Path(str(recipe.get("dev", "dev"))).name,
+            {name: results[name] for name in names if name in results} | {"deviation": results.get("std")},
+        )
+    elif results.get("eval_loss") is not None:
+        yield "held-out documents", {"eval_loss": results["eval_loss"]}
+    for path in sorted(run.glob("evaluate-*/results.json")):
+        other = found(path)
+        if other.get("metrics"):
+            yield Path(str(other.get("data", path.parent.name))).name, dict(other["metrics"])
+
+
+def about_scores(scores: Mapping[str, Mapping[str, Any]]) -> str:
+    if not scores:
+        return f"Not evaluated yet. {FILL_IN}"
+    rows = [(data, name, x) for data, metrics in scores.items() for name, x in metrics.items() if x is not None]
+    return "\n".join(["| data | metric | score |", "| --- | --- | ---: |", *(line(row) for row in rows)])
+
+
+def loading(config: ModelConfig, tokenizer: Tokenizer) -> str:
+    ours = "import firth\n\nmodel = firth.load(FOLDER)"
+    kind = auto_class(config)
+    theirs = f"from transformers import {kind}, AutoTokenizer\n\nmodel = {kind}.from_pretrained(FOLDER)"
+    own = family_of(config, tokenizer.vocab) == OWN
+    blocks = [ours] if own else [ours, f"{theirs}\ntokenizer = AutoTokenizer.from_pretrained(FOLDER)"]
+    return "\n\n".join(f"```python\n{block}\n```" for block in blocks)
+
+
+def as_table(columns: list[str], rows: Mapping[str, Any]) -> str:
+    return "\n".join([line(columns), "| --- " * len(columns) + "|", *(line(pair) for pair in rows.items())])
+
+
+def line(cells: Any) -> str:
+    """
+    >>> line(["a|b", 1234])
+    '| a\\\\|b | 1,234 |'
+    """
+    return "| " + " | ".join(cell(value).replace("|", "\\|").replace("\n", " ") for value in cells) + " |"

@@ -1,0 +1,37 @@
+"""Which of two sentences does a model hold likelier, the good one or the bad one (BLiMP)?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from firth.evaluate.likelihood import make_scorer
+from firth.evaluate.outcome import Outcome
+from firth.metrics import by_group, pair_hits, score
+from firth.models import Model
+from firth.tasks import Prediction
+from firth.text import Example
+
+NO_GROUP = "all"
+
+
+def minimal_pairs(checkpoint: Model | str | Path, examples: Sequence[Example], **settings: Any) -> Outcome:
+    """The share of pairs whose good sentence is likelier, over all and in each group; a tie is wrong.
+
+    The likelihood of a sentence is the sum over its tokens, not their mean, and both sentences stand in the same
+    frame. `settings` are those of `make_scorer`.
+    """
+    scorer = make_scorer(checkpoint, **settings)
+    found = list(scorer.texts([text for example in examples for text in example.texts]))
+    scores = [(good.logp, bad.logp) for good, bad in zip(found[::2], found[1::2], strict=True)]
+    groups = [example.references[0] if example.references else NO_GROUP for example in examples]
+    hits = pair_hits(scores)
+    facts = {"method": scorer.method, "by_group": by_group(hits, groups)}
+    predictions = [
+        Prediction("good" if hit else "bad", {"good": good, "bad": bad})
+        for hit, (good, bad) in zip(hits, scores, strict=True)
+    ]
+    ties = sum(good == bad for good, bad in scores)
+    said = [f"{ties:,} pairs are equally likely to the model, and count as wrong."] if ties else []
+    return Outcome(score("minimal-pairs", scores, groups), predictions, facts, [*said, *scorer.said])

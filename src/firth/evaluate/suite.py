@@ -1,0 +1,296 @@
+"""A suite of tasks (GLUE, SuperGLUE, one's own) to one table: fine-tune for each, score, average."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from firth.console import say, warn
+from firth.errors import UserError, nearest
+from firth.evaluate.evaluate import ZERO_SHOT, by_task, evaluate, task_facts
+from firth.files import fresh_folder, read_json, write_json
+from firth.metrics import f1, squad_each, summarise
+from firth.models import read_config
+from firth.page import Page
+from firth.recipes import finetuning
+from firth.tasks import TASKS, FinetuneRecipe, Prediction, finetune, write_predictions
+from firth.text import Example, SuiteTask, glue_suite, read_labelled, read_suite, superglue_suite
+from firth.text.glue import GLUE
+from firth.text.superglue import SUPERGLUE
+from firth.train import override
+
+KNOWN = {"glue": (glue_suite, tuple(GLUE)), "superglue": (superglue_suite, tuple(SUPERGLUE))}
+RESULTS, SETTINGS, TASK_RESULTS = "results.json", "suite.json", "suite_task.json"
+SEEDS = 3
+
+
+def evaluate_suite(
+    checkpoint: str | Path,
+    suite: str | Path,
+    output_dir: str | Path,
+    data: str | Path | None = None,
+    seeds: int = SEEDS,
+    tasks: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Score a checkpoint on every task of a suite that is there: "glue" or "superglue" in the folder `data`, or a file.
+
+    For each task the checkpoint is fine-tuned `seeds` times, unless it was fine-tuned on that very file already or the
+    task needs no training, and scored on the task's dev files. `options` are fields of the fine-tuning recipe. A task's
+    score is the mean of its official metrics (of all its dev files), the average that over the tasks, as GLUE
+    computes it; it is incomplete where tasks are missing. With `resume` finished tasks are not done again.
+    """
+    checkpoint, folder = Path(checkpoint), Path(output_dir)
+    if not checkpoint.is_dir():
+        raise UserError(f"{checkpoint} is not a checkpoint folder. `firth pretrain` makes one: RUN/final.")
+    found, whole = find_tasks(suite, data)
+    chosen = choose_tasks(found, tasks)
+    settings = {"checkpoint": str(checkpoint), "suite": str(suite), "seeds": seeds, "options": dict(options or {})}
+    take_folder(folder, settings, resume, overwrite)
+    done: dict[str, dict[str, Any]] = {}
+    for number, task in enumerate(chosen.values(), 1):
+        place = folder / task.name
+        if (place / TASK_RESULTS).is_file():
+            say(f"{task.name} ({number} of {len(chosen)}) is done already.")
+        else:
+            say(f"{task.name} ({number} of {len(chosen)})")
+            result = one_task(checkpoint, task, place, seeds, dict(options or {}))
+            write_json(place / TASK_RESULTS, result)
+        done[task.name] = dict(read_json(place / TASK_RESULTS))
+        write_json(folder / RESULTS, conclude(settings, done, whole, folder))
+    result = conclude(settings, done, whole, folder)
+    write_page(folder / "report.html", result)
+    write_json(folder / RESULTS, result)
+    if not result["complete"]:
+        warn(f"the average is over {len(done)} of {len(whole)} tasks; missing: {', '.join(result['missing'])}.")
+    return result
+
+
+# --- which tasks ----------------------------------------------------------------------------------------------------
+
+
+def find_tasks(suite: str | Path, data: str | Path | None) -> tuple[dict[str, SuiteTask], tuple[str, ...]]:
+    """The tasks that are there, and the names of all that the suite has."""
+    if str(suite) in KNOWN:
+        if data is None:
+            raise UserError(f"Where are the files of {suite}? Name the folder that has one for each task (--data).")
+        read, names = KNOWN[str(suite)]
+        return read(data), names
+    if Path(suite).suffix not in (".yaml", ".yml"):
+        raise UserError(f"Unknown suite {str(suite)!r}. {nearest(str(suite), KNOWN)} Or name a .yaml file.")
+    found = read_suite(suite)
+    return found, tuple(found)
+
+
+def choose_tasks(found: Mapping[str, SuiteTask], tasks: Sequence[str]) -> dict[str, SuiteTask]:
+    """Those asked for, all unless some are, that have a dev file to be scored on."""
+    for name in tasks:
+        if name not in found:
+            raise UserError(f"The suite has no task {name!r} here. {nearest(name, found)}")
+    chosen = {name: task for name, task in found.items() if not tasks or name in tasks}
+    for name, task in chosen.items():
+        if not task.dev:
+            warn(f"{name} has no dev file, and is left out.")
+    return {name: task for name, task in chosen.items() if task.dev}
+
+
+def take_folder(folder: Path, settings: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
+    """Make the suite's folder, or go on in one with the same settings."""
+    if resume and (folder / SETTINGS).is_file():
+        before = read_json(folder / SETTINGS)
+        if changed := [name for name in settings if before.get(name) != settings[name]]:
+            name = changed[0]
+            raise UserError(f"{folder} was begun with {name}={before.get(name)}, not {settings[name]}: start anew.")
+        return
+    if overwrite and (folder / SETTINGS).is_file():
+        for done in folder.glob(f"*/{TASK_RESULTS}"):
+            done.unlink()
+    elif not resume and (folder / SETTINGS).is_file():
+        raise UserError(f"{folder} exists already. --resume goes on with the suite in it, --overwrite starts it anew.")
+    elif not resume:
+        fresh_folder(folder, "--output-dir")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / SETTINGS, dict(settings))
+
+
+# --- one task -------------------------------------------------------------------------------------------------------
+
+
+def one_task(checkpoint: Path, task: SuiteTask, place: Path, seeds: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The scores of each dev file, mean and deviation over the seeds."""
+    tuned = was_tuned_on(checkpoint, task)
+    if task.task not in TASKS or (task.train is None and task.task in ZERO_SHOT and not tuned):
+        parts = {name: [measured(checkpoint, task, file, place / name)] for name, file in task.dev.items()}
+        how = "as it is"
+    elif tuned:
+        parts = {name: [predicted(checkpoint, task, file, place / name)] for name, file in task.dev.items()}
+        how = "fine-tuned already"
+    elif task.train is None:
+        raise UserError(f"{task.name} has no training file, and {checkpoint} has not learned it.")
+    else:
+        parts = tuned_scores(checkpoint, task, place, seeds, options)
+        how = f"fine-tuned, {seeds} seeds"
+    return summary(task, parts) | {"task": task.task, "how": how, "run": str(place)}
+
+
+def was_tuned_on(checkpoint: Path, task: SuiteTask) -> bool:
+    """Whether the run that made a checkpoint learned the task from the suite's own training file."""
+    recipe = checkpoint.absolute().parent / "recipe.yaml"
+    if task_facts(checkpoint).get("task") != task.task:
+        return False
+    if task.train is None:
+        return True
+    if not recipe.is_file():
+        return False
+    train = (yaml.safe_load(recipe.read_text(encoding="utf-8")) or {}).get("train")
+    return train is not None and Path(train).resolve() == task.train.resolve()
+
+
+def measured(checkpoint: Path, task: SuiteTask, file: Path, place: Path) -> dict[str, float]:
+    """The scores of a checkpoint as it is, on a task without training."""
+    return dict(evaluate(checkpoint, task.task, file, place, task.columns, overwrite=True)["metrics"])
+
+
+def predicted(checkpoint: Path, task: SuiteTask, file: Path, place: Path) -> dict[str, float]:
+    """The scores of a fine-tuned checkpoint on a dev file, with the official ones."""
+    examples = read_labelled(file, task.task, task.columns, "dev")
+    outcome = by_task(checkpoint, task.task, task_facts(checkpoint), examples)
+    place.mkdir(parents=True, exist_ok=True)
+    write_predictions(place / "predictions.jsonl", examples, outcome.predictions)
+    return {**outcome.metrics, **official(task.name, examples, outcome.predictions)}
+
+
+def tuned_scores(
+    checkpoint: Path, task: SuiteTask, place: Path, seeds: int, options: Mapping[str, Any]
+) -> dict[str, list[dict[str, float]]]:
+    """Fine-tune, and score each seed on each dev file; the first of these is what the run itself scores on."""
+    (first, file), *others = task.dev.items()
+    recipe = override(
+        FinetuneRecipe(**finetuning(read_config(checkpoint))),
+        {
+            **options,
+            "checkpoint": str(checkpoint),
+            "task": task.task,
+            "train": str(task.train),
+            "dev": str(file),
+            "columns": dict(task.columns),
+            "output_dir": str(place / "run"),
+            "seeds": seeds,
+        },
+    )
+    results = finetune(recipe, resume=True)
+    examples = read_labelled(file, task.task, task.columns, "dev")
+    runs = [place / "run" / f"seed-{seed}" for seed in range(seeds)]
+    parts = {
+        first: [
+            {**scores, **official(task.name, examples, saved_predictions(run))}
+            for scores, run in zip(results["scores"], runs, strict=True)
+        ]
+    }
+    for name, other in others:
+        parts[name] = [predicted(run / "final", task, other, place / f"{name}-{run.name}") for run in runs]
+    return parts
+
+
+def saved_predictions(run: Path) -> list[Prediction]:
+    lines = (run / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
+    return [Prediction(json.loads(line)["prediction"]) for line in lines]
+
+
+def official(name: str, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
+    """The scores that two tasks of SuperGLUE have and no other: all answers of a question right, the entity's words."""
+    answers = [prediction.prediction for prediction in predictions]
+    if name == "multirc":
+        right: dict[str, list[bool]] = defaultdict(list)
+        for example, answer in zip(examples, answers, strict=True):
+            right[str(example.id).rsplit("-", 1)[0]].append(answer == example.target)
+        true = [example.target for example in examples]
+        return {
+            "exact_match": statistics.fmean(all(hits) for hits in right.values()),
+            "f1": f1(answers, true, max(true)),
+        }
+    if name == "record":
+        words = [entity(example, answer) for example, answer in zip(examples, answers, strict=True)]
+        exact, f1_each = squad_each(words, [example.references for example in examples])
+        return {"exact_match": float(exact.mean()), "f1": float(f1_each.mean())}
+    return {}
+
+
+def entity(example: Example, choice: int) -> str:
+    """What ReCoRD's choice has in its gap."""
+    begin, end = example.spans[choice]
+    return example.texts[1 + choice][begin:end]
+
+
+def summary(task: SuiteTask, parts: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
+    """The official metrics of each dev file, and the task's score: the mean of them all, for each seed."""
+    first = next(iter(parts.values()))[0]
+    names = task.metrics or (next(iter(first)),)
+    if missing := [name for name in names if name not in first]:
+        raise UserError(f"{task.name}: the task {task.task} has no metric {missing[0]!r}. {nearest(missing[0], first)}")
+    num_seeds = len(next(iter(parts.values())))
+    each = [
+        statistics.fmean(statistics.fmean(scores[seed][name] for name in names) for scores in parts.values())
+        for seed in range(num_seeds)
+    ]
+    mean, std = summarise(each)
+    metrics = {
+        part: {name: summarise([scores[name] for scores in seeds])[0] for name in names}
+        for part, seeds in parts.items()
+    }
+    return {"metrics": metrics, "score": mean, "std": std, "seeds": each}
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+def conclude(
+    settings: Mapping[str, Any], done: Mapping[str, Mapping[str, Any]], whole: Sequence[str], folder: Path
+) -> dict[str, Any]:
+    """What is done so far. Scores are as the metrics have them, from 0 to 1 for all of GLUE and SuperGLUE."""
+    missing = [name for name in whole if name not in done]
+    return {
+        **settings,
+        "output_dir": str(folder),
+        "average": statistics.fmean(task["score"] for task in done.values()) if done else None,
+        "complete": not missing,
+        "missing": missing,
+        "tasks": dict(done),
+    }
+
+
+def table(result: Mapping[str, Any]) -> list[tuple[str, str, str, float, float]]:
+    """A row for each task and the average: task, metrics, how, score, deviation."""
+    rows = [
+        (name, spelled(task["metrics"]), task["how"], task["score"], task["std"])
+        for name, task in result["tasks"].items()
+    ]
+    incomplete = "" if result["complete"] else f"incomplete: without {', '.join(result['missing'])}"
+    mean_std = statistics.fmean(task["std"] for task in result["tasks"].values())
+    return [*rows, ("average", incomplete, "", result["average"], mean_std)]
+
+
+def spelled(metrics: Mapping[str, Mapping[str, float]]) -> str:
+    """
+    >>> spelled({"matched": {"accuracy": 0.5}, "mismatched": {"accuracy": 0.25}})
+    'matched accuracy 0.5000, mismatched accuracy 0.2500'
+    """
+    named = len(metrics) > 1
+    parts = [(f"{part} " if named else "", name, x) for part, scores in metrics.items() for name, x in scores.items()]
+    return ", ".join(f"{part}{name} {x:.4f}" for part, name, x in parts)
+
+
+def write_page(path: Path, result: Mapping[str, Any]) -> None:
+    page = Page(f"{result['suite']}: {result['checkpoint']}")
+    page.table(["task", "metrics", "how", "score", "deviation"], table(result), "A score is the mean of its metrics.")
+    if not result["complete"]:
+        page.text(f"The average is incomplete: {', '.join(result['missing'])} were not scored.")
+    page.save(path)

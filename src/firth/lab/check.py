@@ -1,0 +1,302 @@
+"""A check-up of a text and of tokenizers for it: what was counted, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from firth.console import say
+from firth.models import PRESETS, count_parameters
+from firth.recipes import vocabulary_size
+from firth.text import HELD_OUT, Corpus
+from firth.tokens import Tokenizer
+from firth.tokens.checkup import SAMPLE, checkup
+from firth.tokens.fertility import Fit, divide, measure, train_several
+
+KINDS = ("byte-bpe", "wordpiece", "unigram")  # that are compared unless others are named
+
+# Times that 95% of the pieces that are used should be seen: a vector that is trained less often stays near its random
+# start. The idea is of Gowda & May 2020, who ask for 100 in translation.
+SEEN_ENOUGH = 10
+WORTH = 0.02  # share of the tokens that a larger vocabulary must save
+ALIKE = 0.03  # kinds that differ by less are taken as equal
+LOST = 1e-4  # share of the characters that a tokenizer may lose
+UNKNOWN = 1e-3  # share of the tokens that may be unknown
+KEEP, RETRAIN = 1.15, 1.5  # tokens that a given tokenizer needs where one made for the text needs 1
+MUCH_UNKNOWN = 0.01  # share of unknown tokens that no extension mends
+FITTING = 0.9  # share of the documents that a row should hold whole
+TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022
+EPOCHS = 4  # repetitions that teach nearly as much as new text (Muennighoff et al. 2023)
+DUPLICATES = 0.01  # share of the documents that is worth a word
+SUSPICIOUS = 0.01
+SIZES = {
+    "encoder": ("bert-tiny", "bert-mini", "bert-small", "bert-medium", "bert-base", "bert-large"),
+    "decoder": ("gpt2-tiny", "gpt2-mini", "gpt2-small", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"),
+    "encoder-decoder": ("t5-tiny", "t5-mini", "t5-small", "t5-base", "t5-large"),
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do, and why."""
+
+    about: str
+    do: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """What `firth check` found, for the terminal, the page and JSON alike."""
+
+    reading: str
+    text: dict[str, Any]
+    sample: dict[str, Any]
+    fits: list[Fit]
+    left_out: list[str]
+    chosen: str | None  # the name of the tokenizer that the advice is for
+    models: list[dict[str, Any]]
+    advice: list[Advice]
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "reading": self.reading,
+            "text": self.text,
+            "sample": self.sample,
+            "tokenizers": [fit.plain() for fit in self.fits],
+            "left_out": self.left_out,
+            "chosen": self.chosen,
+            "models": self.models,
+            "advice": [asdict(advice) for advice in self.advice],
+        }
+
+
+def examine(
+    corpus: Corpus,
+    given: Tokenizer | None = None,
+    name: str = "",
+    kinds: Sequence[str] = KINDS,
+    sizes: Sequence[int] = (),
+    sample: int = SAMPLE,
+    lowercase: bool = False,
+) -> Check:
+    """Read a text once; on a sample of it measure the tokenizer that is given, and others trained for it."""
+    found = checkup(corpus, corpus.bytes, sample)
+    say(corpus.describe())
+    text, parts = found.facts(), divide(found.sample.documents.values())
+    scale = found.characters / max(found.sample.characters, 1)
+    fits = [measure(given, parts, scale, name, given=True)] if given is not None else []
+    left_out: list[str] = []
+    for trained in train_several(parts, kinds, sizes or sizes_for(text["bytes"]), lowercase):
+        if isinstance(trained, str):
+            left_out.append(trained)
+        else:
+            fits.append(measure(trained, parts, scale, f"{trained.kind} {trained.vocab.size:,}"))
+    chosen = choose([fit for fit in fits if not fit.given]) or next(iter(fits), None)
+    about = {
+        "documents": len(parts.whole),
+        "characters": found.sample.characters,
+        "share": 1 / scale,
+        "measured_documents": len(parts.measured),
+        "measured_apart": parts.apart,
+    }
+    models = suggest(text, chosen) if chosen else []
+    advice = list(all_advice(text, fits, chosen, models))
+    return Check(corpus.describe(), text, about, fits, left_out, chosen.name if chosen else None, models, advice)
+
+
+def sizes_for(text_bytes: int) -> tuple[int, ...]:
+    """The vocabulary sizes to compare: what Firth takes for so much text, half of it, and twice."""
+    usual = vocabulary_size(text_bytes)
+    return (usual // 2, usual, 2 * usual)
+
+
+# Which tokenizer
+
+
+def choose(fits: Sequence[Fit]) -> Fit | None:
+    """The best size of each kind, and of these the kind that loses nothing and needs the fewest tokens.
+
+    Kinds that are about equal count as equal: then the first in order of `KINDS`, which has no unknown words.
+    """
+    kinds = list(dict.fromkeys(sorted((fit.kind for fit in fits), key=preference)))
+    best = [best_size([fit for fit in fits if fit.kind == kind]) for kind in kinds]
+    if not best:
+        return None
+    whole = [fit for fit in best if fit.lost <= LOST and fit.unknown <= UNKNOWN] or best
+    fewest = max(fit.bytes_per_token for fit in whole)
+    return next(fit for fit in whole if fit.bytes_per_token >= (1 - ALIKE) * fewest)
+
+
+def preference(kind: str) -> int:
+    return KINDS.index(kind) if kind in KINDS else len(KINDS)
+
+
+def best_size(fits: Sequence[Fit]) -> Fit:
+    """The largest vocabulary whose tokens are seen often enough, as long as it saves tokens worth the name."""
+    best, *larger = sorted(fits, key=lambda fit: fit.vocab_size)
+    for fit in larger:
+        if fit.times_seen >= SEEN_ENOUGH and 1 - best.bytes_per_token / fit.bytes_per_token >= WORTH:
+            best = fit
+    return best
+
+
+def compare(given: Fit, trained: Sequence[Fit]) -> tuple[Fit, float] | None:
+    """The best tokenizer made for this text that is no larger than the given one, and the tokens given/made."""
+    if not trained:
+        return None
+    no_larger = [fit for fit in trained if fit.vocab_size <= given.vocab_size]
+    rival = (
+        max(no_larger, key=lambda fit: fit.bytes_per_token) if no_larger else min(trained, key=lambda f: f.vocab_size)
+    )
+    return rival, rival.bytes_per_token / given.bytes_per_token
+
+
+def verdict(ratio: float, unknown: float) -> str:
+    """
+    >>> verdict(1.05, 0), verdict(1.3, 0), verdict(1.05, 0.005), verdict(2.0, 0), verdict(1.05, 0.05)
+    ('keep', 'extend', 'extend', 'retrain', 'retrain')
+    """
+    if ratio > RETRAIN or unknown > MUCH_UNKNOWN:
+        return "retrain"
+    return "extend" if ratio > KEEP or unknown > UNKNOWN else "keep"
+
+
+# Which model
+
+
+def number_of_tokens(text: dict[str, Any], fit: Fit) -> int:
+    """About how many tokens there are to train on: without duplicates, and without what is held out."""
+    return round(text["characters"] * (1 - text["duplicate_share"]) * (1 - HELD_OUT) / fit.characters_per_token)
+
+
+def suggest(text: dict[str, Any], fit: Fit) -> list[dict[str, Any]]:
+    """Presets of each shape with this vocabulary, and how often each would read this text for 20 tokens a parameter."""
+    tokens, found = max(number_of_tokens(text, fit), 1), []
+    for shape, names in SIZES.items():
+        for name in names:
+            parameters = count_parameters(replace(PRESETS[name], vocab_size=fit.vocab_size))
+            epochs = TOKENS_PER_PARAMETER * parameters / tokens
+            found.append({"name": name, "shape": shape, "parameters": parameters, "epochs": epochs})
+            if epochs > 5 * EPOCHS:  # far too large; a still larger one tells nothing
+                break
+    return [{**model, "fits": model["name"] in largest_fitting(found)} for model in found]
+
+
+def largest_fitting(models: Sequence[dict[str, Any]]) -> list[str]:
+    """For each shape the largest model that need not read the text too often, or else the smallest."""
+    chosen = []
+    for shape in dict.fromkeys(model["shape"] for model in models):
+        first, *others = (model for model in models if model["shape"] == shape)
+        chosen.append([first, *(model for model in others if model["epochs"] <= EPOCHS)][-1]["name"])
+    return chosen
+
+
+# In words
+
+
+def all_advice(
+    text: dict[str, Any], fits: Sequence[Fit], chosen: Fit | None, models: Sequence[dict[str, Any]]
+) -> Iterator[Advice]:
+    """What to do, in the order in which a person would do it."""
+    yield from cleaning(text)
+    trained = [fit for fit in fits if not fit.given]
+    for given in (fit for fit in fits if fit.given):
+        if compared := compare(given, trained):
+            yield existing(given, *compared)
+    if chosen is None:
+        return
+    if not chosen.given:
+        yield new_tokenizer(chosen, trained)
+    yield row_length(chosen)
+    yield model_size(text, chosen, models)
+
+
+def cleaning(text: dict[str, Any]) -> Iterator[Advice]:
+    documents = max(text["documents"], 1)
+    if text["duplicate_share"] >= DUPLICATES:
+        yield Advice(
+            "duplicates",
+            f"Nothing: `firth prepare` drops the {text['duplicates']:,} copies by itself.",
+            f"They are {text['duplicate_share']:.1%} of the documents; a model learns by heart what it reads often.",
+        )
+    near = text["near_duplicates"]
+    if near["share"] >= DUPLICATES:
+        yield Advice(
+            "near duplicates",
+            "`firth prepare --dedup near` drops them too.",
+            f"About {near['share']:.1%} of the different documents share four fifths of their runs of five words with "
+            "one before them.",
+        )
+    if many := [found for found in text["suspicious"] if found["documents"] >= SUSPICIOUS * documents]:
+        yield Advice(
+            "dirt",
+            "Look at these before training: " + ", ".join(found["name"] for found in many) + ".",
+            " ".join(
+                f"{f['name']} in {f['documents'] / documents:.1%} of the documents: {f['meaning']}." for f in many
+            ),
+        )
+    if lines := text["repeated_lines"]:
+        yield Advice(
+            "repeated lines",
+            "Remove those that are no text of the documents.",
+            f"{lines[0]['line']!r} stands in {lines[0]['documents']:,} documents; see the list.",
+        )
+
+
+def existing(given: Fit, rival: Fit, ratio: float) -> Advice:
+    """Keep, extend or retrain the tokenizer of a checkpoint."""
+    decision = verdict(ratio, given.unknown)
+    actions = {
+        "keep": "Keep it: no model has to learn new tokens.",
+        "extend": "Extend it by the words that it splits worst, and go on pretraining so that they are learned.",
+        "retrain": "Train a new one. Its token vectors start anew, so this wants pretraining, not only fine-tuning.",
+    }
+    return Advice(
+        f"{given.name}: {decision}",
+        actions[decision],
+        f"It needs {ratio:.2f} times the tokens of {rival.name}, which was trained on this text "
+        f"({given.pieces_per_word:.2f} pieces per word against {rival.pieces_per_word:.2f}), and {given.unknown:.2%} "
+        f"of its tokens are unknown. A token of its own for the thousand words that cost most would save "
+        f"{given.saved:.1%} of the tokens. Rule: keep up to {KEEP} times and {UNKNOWN:.1%} unknown, retrain over "
+        f"{RETRAIN} times or {MUCH_UNKNOWN:.0%}, extend in between.",
+    )
+
+
+def new_tokenizer(chosen: Fit, trained: Sequence[Fit]) -> Advice:
+    rest = [fit.bytes_per_token for fit in trained if fit is not chosen]
+    others = f" (the others {min(rest):.2f} to {max(rest):.2f})" if rest else ""
+    few = "" if chosen.times_seen >= SEEN_ENOUGH else " (too few: try smaller ones with --vocab-sizes)"
+    return Advice(
+        "a new tokenizer",
+        f"--kind {chosen.kind} --vocab-size {chosen.vocab_size}",
+        f"{chosen.bytes_per_token:.2f} bytes per token{others}, {chosen.lost:.2%} of the characters lost, "
+        f"{chosen.unknown:.2%} of the tokens unknown. 95% of the pieces that it uses occur at least "
+        f"{chosen.times_seen:,.0f} times in this text{few}. Rule: the largest vocabulary of which that is "
+        f"{SEEN_ENOUGH} times or more and that saves {WORTH:.0%} of the tokens; of the kinds that lose nothing the one "
+        f"with the fewest tokens, within {ALIKE:.0%} that without unknown words. T5 needs unigram, for its sentinels.",
+    )
+
+
+def row_length(fit: Fit) -> Advice:
+    enough = next((length for length, share in fit.rows.items() if share >= FITTING), max(fit.rows))
+    shares = ", ".join(f"{length}: {share:.0%}" for length, share in fit.rows.items())
+    return Advice(
+        "row length",
+        f"--max-seq-length {enough}",
+        f"Documents that fit whole, with {fit.name}: {shares}. Rule: the shortest row that holds {FITTING:.0%} of the "
+        "documents. Short documents share a row, longer ones go on in the next.",
+    )
+
+
+def model_size(text: dict[str, Any], fit: Fit, models: Sequence[dict[str, Any]]) -> Advice:
+    fitting = [model for model in models if model["fits"]]
+    return Advice(
+        "model size",
+        "About " + ", ".join(f"{m['name']} ({m['parameters'] / 1e6:.1f}M, {m['epochs']:.1f} epochs)" for m in fitting),
+        f"There are about {number_of_tokens(text, fit):,} tokens to train on, without duplicates and the "
+        f"{HELD_OUT:.0%} held out. Rule: the largest that reads {TOKENS_PER_PARAMETER} tokens per parameter in at most "
+        f"{EPOCHS} epochs, or the smallest there is. It is an orientation for language models that read from left to "
+        "right; encoders bear many more epochs.",
+    )

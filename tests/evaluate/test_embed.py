@@ -1,0 +1,97 @@
+"""Vectors of texts and of words in them equal what transformers holds at the same places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from firth.errors import UserError
+from firth.evaluate.embed import embed_texts, similar_texts, word_in_context, words_in_texts
+from firth.text import Example
+
+TEXTS = ["The cat slept.", "A dog saw the old mill near the river.", "Anna"]
+
+
+def their_states(folder: Any, ids: list[int]) -> list[np.ndarray]:
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        states = model(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
+    return [state[0].numpy() for state in states]
+
+
+@pytest.mark.parametrize("layer", [-1, 1, 0])
+def test_pools_equal_the_states_of_transformers(layer: int, untrained: Any, saved: Any) -> None:
+    model = untrained("bert")
+    vocab = model.tokenizer.vocab
+    found = {pool: embed_texts(model, TEXTS, pool, layer, batch_tokens=30) for pool in ("first", "mean", "last")}
+    for i, text in enumerate(TEXTS):
+        state_TD = their_states(saved("bert"), [vocab.cls, *model.tokenizer.encode(text), vocab.sep])[layer]
+        assert found["first"][i] == pytest.approx(state_TD[0], abs=1e-4)
+        assert found["last"][i] == pytest.approx(state_TD[-1], abs=1e-4)
+        assert found["mean"][i] == pytest.approx(state_TD.mean(0), abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5", "bart"])
+def test_every_shape_has_vectors(family: str, untrained: Any) -> None:
+    found = embed_texts(untrained(family), TEXTS, normalise=True)
+    assert found.shape == (3, 32)
+    assert np.linalg.norm(found, axis=1) == pytest.approx(np.ones(3), abs=1e-5)
+
+
+def test_a_word_is_the_mean_of_its_tokens(untrained: Any, saved: Any) -> None:
+    model, text = untrained("bert"), "The hedgehogs slept."
+    vocab = model.tokenizer.vocab
+    (encoding,) = model.tokenizer.encodings([text])
+    inside = [i for i, (begin, _) in enumerate(encoding.offsets) if 4 <= begin < 13]
+    assert len(inside) > 1
+    states = their_states(saved("bert"), [vocab.cls, *encoding.ids, vocab.sep])
+    wanted = states[-1][[i + 1 for i in inside]].mean(0)
+    assert words_in_texts(model, [text], [(4, 13)])[0] == pytest.approx(wanted, abs=1e-4)
+    averaged = np.mean(states, 0)[[i + 1 for i in inside]].mean(0)
+    assert words_in_texts(model, [text], [(4, 13)], layer="mean")[0] == pytest.approx(averaged, abs=1e-4)
+
+
+def test_a_word_late_in_a_long_text_is_found(untrained: Any) -> None:
+    text = "The cat slept by the river. " * 8 + "Anna saw the crow"
+    begin = text.index("crow")
+    assert np.isfinite(words_in_texts(untrained("bert"), [text], [(begin, begin + 4)])).all()
+
+
+def senses(label: str, text_a: str, text_b: str, word: str) -> Example:
+    spans = tuple((text.index(word), text.index(word) + len(word)) for text in (text_a, text_b))
+    return Example(label + text_a, (text_a, text_b), label, spans)
+
+
+def test_senses_by_a_threshold_from_train(untrained: Any) -> None:
+    train = [
+        senses("true", "The cat slept.", "The cat slept.", "cat"),
+        senses("false", "The cat slept.", "Before the rain, Anna saw a cat", "cat"),
+    ]
+    outcome = word_in_context(untrained("bert"), train, train)
+    assert outcome.metrics["accuracy"] == 1.0
+    assert [p.prediction for p in outcome.predictions] == ["true", "false"]
+    assert (outcome.predictions[0].scores or {})["cosine"] == pytest.approx(1)
+    assert (outcome.predictions[1].scores or {})["cosine"] < outcome.facts["threshold"] < 1
+    given = word_in_context(untrained("bert"), train, threshold=-2)
+    assert [p.prediction for p in given.predictions] == ["true", "true"]
+    with pytest.raises(UserError, match="Name a train file to learn that from"):
+        word_in_context(untrained("bert"), train)
+
+
+def test_pairs_of_texts(untrained: Any) -> None:
+    pairs = [("The cat slept.", "The cat slept."), ("Anna saw it.", "Anna saw it.")]
+    found = similar_texts(untrained("bert"), [Example(i, pair) for i, pair in enumerate(pairs)])
+    assert found.metrics["precision_at_1"] == 1.0
+    scored = [Example(1, pairs[0], 5.0), Example(2, (pairs[0][0], pairs[1][0]), 1.0)]
+    assert similar_texts(untrained("bert"), scored).metrics["spearman"] == pytest.approx(1.0)
+
+
+def test_mistakes_are_named(untrained: Any) -> None:
+    with pytest.raises(UserError, match="layer is 9"):
+        embed_texts(untrained("bert"), TEXTS, layer=9)
+    with pytest.raises(UserError, match="Did you mean 'mean'"):
+        embed_texts(untrained("bert"), TEXTS, "meen")  # type: ignore[arg-type]

@@ -1,0 +1,184 @@
+"""The door to every evaluation: what is written, what is refused, and files without answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from firth.errors import UserError
+from firth.evaluate import evaluate, perplexity, write_card
+from firth.evaluate.report import is_mistake, sureness
+from firth.files import damage, whole_folder
+from firth.models import Model, load_model
+from firth.tasks import FinetuneRecipe, Prediction, finetune
+from firth.text import Example
+
+LABELS = {"cat": "animal", "dog": "animal", "river": "place", "garden": "place"}
+ROWS = [
+    {"text": f"{start} the {word}", "label": label}
+    for start in ("We saw", "Anna found", "They like", "You know")
+    for word, label in LABELS.items()
+]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tuned(saved: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder of a short fine-tuning, in which little was learned."""
+    folder = tmp_path_factory.mktemp("tuned")
+    train, dev = write_jsonl(folder / "train.jsonl", ROWS), write_jsonl(folder / "dev.jsonl", ROWS[:8])
+    recipe = FinetuneRecipe(
+        checkpoint=str(saved("bert")),
+        task="classify",
+        train=str(train),
+        dev=str(dev),
+        output_dir=str(folder / "run"),
+        seeds=1,
+        max_steps=2,
+        logging_steps=1,
+        max_seq_length=16,
+    )
+    finetune(recipe)
+    return folder / "run"
+
+
+def test_a_fine_tuned_checkpoint_is_scored(tuned: Path, tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "dev.jsonl", ROWS)
+    result = evaluate(tuned / "final", "classify", data, tmp_path / "out")
+    lines = [json.loads(line) for line in (tmp_path / "out/predictions.jsonl").read_text().splitlines()]
+    hits = [line["prediction"] == line["reference"] for line in lines]
+    assert len(lines) == len(ROWS) == result["examples"]
+    assert result["metrics"]["accuracy"] == pytest.approx(sum(hits) / len(hits))
+    assert json.loads((tmp_path / "out/results.json").read_text()) == result
+    page = (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    assert "true \\ predicted" in page
+    assert "How it was learned" in page
+    assert page.count("<svg") == 1
+    assert ("Mistakes" in page) == (not all(hits))
+
+
+def test_a_file_without_answers_gives_predictions_only(tuned: Path, tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "test.jsonl", [{"text": row["text"]} for row in ROWS])
+    result = evaluate(tuned / "final", "classify", data, tmp_path / "out")
+    assert result["metrics"] == {}
+    lines = [json.loads(line) for line in (tmp_path / "out/predictions.jsonl").read_text().splitlines()]
+    assert {line["prediction"] for line in lines} <= {"animal", "place"}
+    assert {line["reference"] for line in lines} == {None}
+
+
+def test_the_surest_mistakes_come_first() -> None:
+    example = Example(1, ("good one", "bad one"))
+    close, far = (Prediction("bad", {"good": -9.0, "bad": bad}) for bad in (-8.5, -2.0))
+    assert sureness("minimal-pairs", example, close) == 0.5
+    assert sureness("minimal-pairs", example, far) == 7.0
+    assert is_mistake("minimal-pairs", example, far)
+    assert not is_mistake("minimal-pairs", example, Prediction("good"))
+    assert not is_mistake("classify", Example(1, ("text",)), Prediction("a"))
+
+
+def test_perplexity_of_files(saved: Any, untrained: Any, corpus_file: Path, tmp_path: Path) -> None:
+    texts = corpus_file.read_text(encoding="utf-8").split("\n\n")[:4]
+    (tmp_path / "some.txt").write_text("\n\n".join(texts), encoding="utf-8")
+    result = evaluate(saved("gpt2"), "perplexity", tmp_path / "some.txt", tmp_path / "out", stride=8)
+    wanted = perplexity(untrained("gpt2"), texts, stride=8)
+    assert result["metrics"]["perplexity"] == pytest.approx(wanted["perplexity"], rel=1e-4)
+    assert result["metrics"]["bits_per_byte"] == pytest.approx(wanted["bits_per_byte"], rel=1e-4)
+    lines = [json.loads(line) for line in (tmp_path / "out/predictions.jsonl").read_text().splitlines()]
+    assert sum(line["prediction"] for line in lines) == pytest.approx(-result["nats"])
+    assert sum(line["bytes"] for line in lines) == sum(len(text.strip().encode()) for text in texts)
+    pseudo = evaluate(saved("bert"), "pseudo-likelihood", tmp_path / "some.txt", tmp_path / "other")
+    assert set(pseudo["metrics"]) == {"pseudo_perplexity", "pseudo_word_perplexity"}
+
+
+FILES: dict[str, list[dict[str, Any]]] = {
+    "minimal-pairs": [{"good": "The cat slept.", "bad": "The cat slepts.", "uid": "verbs"}],
+    "cloze": [{"context": "The cat slept by the", "answer": "river"}],
+    "choice": [{"context": "The cat", "choices": ["slept", "garden"], "gold": 0}],
+    "embed": [{"text_a": "The cat", "text_b": "A cat"}, {"text_a": "The river", "text_b": "A river"}],
+    "word-similarity": [
+        {"word1": "the", "word2": "a", "score": 3},
+        {"word1": "the", "word2": "I", "score": 1},
+        {"word1": "hedgehogs", "word2": "I", "score": 1},
+    ],
+    "analogy": [{"section": "odd", "a": "the", "b": "a", "c": "I", "d": "s"}],
+}
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "t5"])
+@pytest.mark.parametrize("task", FILES)
+def test_tasks_without_training(task: str, family: str, saved: Any, tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "data.jsonl", FILES[task])
+    result = evaluate(saved(family), task, data, tmp_path / "out")
+    assert result["metrics"]
+    assert len((tmp_path / "out/predictions.jsonl").read_text().splitlines()) == len(FILES[task])
+    assert (tmp_path / "out/report.html").is_file()
+
+
+def test_senses_learn_their_threshold_from_a_file(saved: Any, tmp_path: Path) -> None:
+    rows = [
+        {"word": "cat", "text_a": "The cat slept", "text_b": "The cat slept", "label": True},
+        {"word": "cat", "text_a": "The cat slept", "text_b": "Anna saw a cat", "label": False},
+    ]
+    data = write_jsonl(tmp_path / "wic.jsonl", rows)
+    result = evaluate(saved("bert"), "word-in-context", data, tmp_path / "out", train=data)
+    assert result["metrics"]["accuracy"] == 1.0
+
+
+def test_what_cannot_work_is_refused_at_once(tuned: Path, saved: Any, tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "data.jsonl", ROWS)
+    cases: list[tuple[Path, str, dict[str, Any], str]] = [
+        (saved("bert"), "clasify", {}, "Did you mean 'classify'"),
+        (saved("bert"), "classify", {}, "has not learned the task classify: fine-tune it first"),
+        (tuned / "final", "pair", {}, "was fine-tuned for classify, not for pair"),
+        (tuned / "final", "perplexity", {}, "has no words"),
+        (tmp_path / "nothing", "cloze", {}, "is not a checkpoint folder"),
+        (data, "cloze", {}, "is not a checkpoint folder"),
+        (saved("bert"), "minimal-pairs", {"layer": 3}, "layer is no setting of the task minimal-pairs"),
+        (tuned / "final", "classify", {"method": "pseudo"}, "method is no setting"),
+    ]
+    for checkpoint, task, settings, problem in cases:
+        with pytest.raises(UserError, match=problem):
+            evaluate(checkpoint, task, data, tmp_path / "out", **settings)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/file").touch()
+    with pytest.raises(UserError, match="exists already"):
+        evaluate(tuned / "final", "classify", data, tmp_path / "taken")
+
+
+def test_a_card_says_what_is_known_and_no_more(tuned: Path, tmp_path: Path) -> None:
+    evaluate(tuned / "final", "classify", write_jsonl(tmp_path / "x.jsonl", ROWS), tuned / "evaluate-x.jsonl")
+    path = write_card(tuned / "final")
+    card = path.read_text(encoding="utf-8")
+    assert card.startswith("---\nlicense: unknown\nlibrary_name: transformers\npipeline_tag: text-classification\n")
+    assert "| labels | animal, place |" in card
+    assert "| x.jsonl | accuracy |" in card
+    assert "| dev.jsonl | accuracy |" in card
+    assert "| learning_rate |" in card
+    assert card.count("*Fill in.*") == 4
+    assert damage(tuned / "final") is None
+    with pytest.raises(UserError, match="exists already, and may have been edited"):
+        write_card(tuned / "final")
+    with whole_folder(tuned / "final") as temporary:  # as when a run goes on
+        (temporary / "config.json").write_text("{}")
+    assert path.read_text(encoding="utf-8") == card
+
+
+def test_a_card_of_a_checkpoint_without_a_run(untrained: Callable[[str], Model], tmp_path: Path) -> None:
+    model = untrained("gpt2")
+    model.save(tmp_path / "mine" / "gpt2")
+    card = write_card(tmp_path / "mine" / "gpt2").read_text(encoding="utf-8")
+    assert "# gpt2" in card
+    assert "Not evaluated yet" in card
+    assert "pipeline_tag: text-generation" in card
+    assert f"| parameters | {model.num_parameters:,} |" in card
+    again = load_model(tmp_path / "mine" / "gpt2")
+    assert torch.equal(again.embed.tokens.weight, model.embed.tokens.weight)

@@ -1,0 +1,125 @@
+"""Suites: fine-tuned where there is something to learn from, averaged as GLUE does, and not done twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firth.errors import UserError
+from firth.evaluate import suite as suite_module
+from firth.evaluate.suite import conclude, evaluate_suite, official, summary, table, was_tuned_on
+from firth.tasks import Prediction
+from firth.text import Example, SuiteTask
+
+WORDS = {"cat": 1, "dog": 1, "river": 0, "garden": 0}
+FEW = {"max_steps": 2, "max_seq_length": 16}
+
+
+def lines(header: str, rows: list[str]) -> str:
+    return "\n".join([header, *rows]) + "\n"
+
+
+@pytest.fixture(scope="module")
+def glue(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tasks of GLUE, a few lines each."""
+    folder = tmp_path_factory.mktemp("glue")
+    single = lines(
+        "sentence\tlabel", [f"{start} the {word}\t{y}" for start in ("I saw", "We see") for word, y in WORDS.items()]
+    )
+    (folder / "SST-2").mkdir()
+    for part in ("train", "dev"):
+        (folder / "SST-2" / f"{part}.tsv").write_text(single)
+    names = ["contradiction", "entailment", "neutral"]
+    rows = [
+        f"{i}\t{word} is here\t{other} is there\t{names[i % 3]}"
+        for i, (word, other) in enumerate(zip(WORDS, "abcd", strict=True))
+    ]
+    (folder / "MNLI").mkdir()
+    for part in ("train", "dev_matched", "dev_mismatched"):
+        (folder / "MNLI" / f"{part}.tsv").write_text(lines("index\tsentence1\tsentence2\tgold_label", rows))
+    return folder
+
+
+def test_a_suite_is_fine_tuned_scored_averaged_and_resumed(
+    glue: Path, saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = evaluate_suite(saved("bert"), "glue", tmp_path / "out", glue, seeds=2, options=FEW)
+    assert set(result["tasks"]) == {"sst-2", "mnli"}
+    mnli = result["tasks"]["mnli"]
+    assert set(mnli["metrics"]) == {"matched", "mismatched"}
+    both = [mnli["metrics"][part]["accuracy"] for part in ("matched", "mismatched")]
+    assert mnli["score"] == pytest.approx(sum(both) / 2)
+    assert result["average"] == pytest.approx((result["tasks"]["sst-2"]["score"] + mnli["score"]) / 2)
+    assert not result["complete"]
+    assert {"cola", "wnli"} <= set(result["missing"])
+    assert "incomplete: without cola" in table(result)[-1][1]
+    assert "incomplete" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("done twice")
+
+    monkeypatch.setattr(suite_module, "finetune", never)
+    again = evaluate_suite(saved("bert"), "glue", tmp_path / "out", glue, seeds=2, options=FEW, resume=True)
+    assert again == result
+    with pytest.raises(UserError, match="begun with seeds=2, not 3"):
+        evaluate_suite(saved("bert"), "glue", tmp_path / "out", glue, seeds=3, options=FEW, resume=True)
+    with pytest.raises(UserError, match="exists already"):
+        evaluate_suite(saved("bert"), "glue", tmp_path / "out", glue, seeds=2, options=FEW)
+
+    tuned = tmp_path / "out/sst-2/run/final"
+    sst = SuiteTask("sst-2", "classify", glue / "SST-2/train.tsv", {"dev": glue / "SST-2/dev.tsv"}, {}, ("accuracy",))
+    assert was_tuned_on(tuned, sst)
+    assert not was_tuned_on(saved("bert"), sst)
+    assert not was_tuned_on(tuned, SuiteTask("cola", "classify", glue / "SST-2/dev.tsv"))
+    direct = evaluate_suite(tuned, "glue", tmp_path / "direct", glue, tasks=["sst-2"])
+    assert direct["tasks"]["sst-2"]["how"] == "fine-tuned already"
+    best = max(result["tasks"]["sst-2"]["seeds"])
+    assert direct["tasks"]["sst-2"]["score"] == pytest.approx(best)
+
+
+def test_a_suite_of_ones_own_may_need_no_training(saved: Any, tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"good": "The cat slept.", "bad": "The cat slepts."}\n')
+    (tmp_path / "mine.yaml").write_text("tasks:\n  - {name: grammar, task: minimal-pairs, dev: pairs.jsonl}\n")
+    result = evaluate_suite(saved("gpt2"), tmp_path / "mine.yaml", tmp_path / "out")
+    assert result["complete"]
+    assert result["tasks"]["grammar"]["how"] == "as it is"
+    assert result["average"] in (0.0, 1.0)
+
+
+def test_the_score_of_a_task_is_the_mean_of_its_metrics_for_each_seed() -> None:
+    task = SuiteTask("mrpc", "pair", None, {}, {}, ("accuracy", "f1"))
+    found = summary(task, {"dev": [{"accuracy": 0.5, "f1": 0.7, "mcc": 0.1}, {"accuracy": 0.7, "f1": 0.9, "mcc": 0.1}]})
+    assert found["seeds"] == pytest.approx([0.6, 0.8])
+    assert found["score"] == pytest.approx(0.7)
+    assert found["metrics"] == {"dev": {"accuracy": pytest.approx(0.6), "f1": pytest.approx(0.8)}}
+    with pytest.raises(UserError, match="mrpc: the task pair has no metric 'f1'"):
+        summary(task, {"dev": [{"accuracy": 0.5}]})
+
+
+def test_the_average_counts_every_task_once() -> None:
+    done = {"cola": {"score": 0.2}, "wnli": {"score": 0.6}}
+    assert conclude({}, done, ("cola", "wnli"), Path("x"))["average"] == pytest.approx(0.4)
+    assert conclude({}, done, ("cola", "wnli"), Path("x"))["complete"]
+    assert conclude({}, {}, ("cola",), Path("x"))["average"] is None
+
+
+def test_multirc_and_record_have_scores_of_their_own() -> None:
+    answers = [("1-1-1", "1", "1"), ("1-1-2", "0", "0"), ("1-2-1", "1", "0"), ("1-2-2", "0", "0")]
+    examples = [Example(i, ("p", "a"), true) for i, true, _ in answers]
+    found = official("multirc", examples, [Prediction(said) for *_, said in answers])
+    assert found == pytest.approx({"exact_match": 0.5, "f1": 2 / 3})
+    choices = ("passage", "Old Mill is here", "Anna Grey is here")
+    example = Example(1, choices, 0, ((0, 8), (0, 9)), ("Old Mill",))
+    wrong = official("record", [example, example], [Prediction(0), Prediction(1)])
+    assert wrong == pytest.approx({"exact_match": 0.5, "f1": 0.5})
+
+
+def test_mistakes_are_named(saved: Any, glue: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Did you mean 'glue'"):
+        evaluate_suite(saved("bert"), "gleu", tmp_path / "out", glue)
+    with pytest.raises(UserError, match="Where are the files of glue"):
+        evaluate_suite(saved("bert"), "glue", tmp_path / "out")
+    with pytest.raises(UserError, match="The suite has no task 'sst2' here"):
+        evaluate_suite(saved("bert"), "glue", tmp_path / "out", glue, tasks=["sst2"])

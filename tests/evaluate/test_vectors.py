@@ -1,0 +1,121 @@
+"""Word vectors are read from every common format, and a damaged file is named by line."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from firth.errors import UserError
+from firth.evaluate.vectors import WordVectors, analogy, read_vectors, word_similarity, word_vectors
+from firth.text import Example
+
+KINGS: dict[str, list[Any]] = {
+    "king": [1, 1, 0],
+    "queen": [1, 0, 1],
+    "man": [0, 1, 0],
+    "woman": [0, 0, 1],
+    "apple": [-1, 0.1, 0],
+}
+VECTORS = WordVectors(list(KINGS), np.array(list(KINGS.values())))
+
+
+def lines_of(vectors: dict[str, list[Any]]) -> str:
+    return "".join(f"{word} {' '.join(map(str, row))}\n" for word, row in vectors.items())
+
+
+def test_text_formats(tmp_path: Path) -> None:
+    glove, word2vec = tmp_path / "glove.txt", tmp_path / "vectors.vec.gz"
+    glove.write_text(lines_of(KINGS | {". . .": [1, 2, 3]}))
+    word2vec.write_bytes(gzip.compress(("5 3\n" + lines_of(KINGS)).encode()))
+    first, second = read_vectors(glove), read_vectors(word2vec)
+    assert first.words == [*KINGS, ". . ."]
+    assert second.words == list(KINGS)
+    assert second.unit_ND == pytest.approx(VECTORS.unit_ND)
+    assert read_vectors(word2vec, limit=2).words == ["king", "queen"]
+
+
+def binary(vectors: dict[str, list[Any]], header: str) -> bytes:
+    rows = (word.encode() + b" " + np.array(row, "<f4").tobytes() + b"\n" for word, row in vectors.items())
+    return header.encode() + b"".join(rows)
+
+
+def test_binary_format(tmp_path: Path) -> None:
+    path = tmp_path / "vectors.bin"
+    path.write_bytes(binary(KINGS, "5 3\n"))
+    assert read_vectors(path).words == list(KINGS)
+    assert read_vectors(path).unit_ND == pytest.approx(VECTORS.unit_ND)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("2 3\na 1 2 3\nb 1 2\n", ":3: 2 numbers after the word, and there should be 3"),
+        ("a 1 2 3\nb 1 x 3\n", ":2: 'x' is not a number"),
+        ("a 1 2\nb 1 nan\n", ":2: a number of this vector is not finite"),
+        ("3 2\na 1 2\nb 1 2\n", "the first line promises 3 words, and there are 2"),
+        ("1 2\na 1 2\nb 1 2\n", ":3: one word more than the 1"),
+        ("a\n", ":1: no numbers"),
+        ("2 0\n", ":1: the header promises vectors of 0 numbers"),
+        ("", "no word vectors"),
+    ],
+)
+def test_a_damaged_text_file_is_named_by_line(content: str, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "vectors.txt"
+    path.write_text(content)
+    with pytest.raises(UserError, match=problem):
+        read_vectors(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"king 1 1 0\n", ":1: a .bin file of word2vec begins with"),
+        (binary(KINGS, "5 3\n")[:-9], "word 5 of 5: the file ends inside of it"),
+        (binary(KINGS, "6 3\n"), "word 6 of 6: the file ends"),
+        (b"1 1\n\xff\xfe " + np.ones(1, "<f4").tobytes(), "not UTF-8"),
+    ],
+)
+def test_a_damaged_binary_file_is_named_by_word(content: bytes, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "vectors.bin"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=problem):
+        read_vectors(path)
+
+
+def test_similar_words_and_unknown_ones() -> None:
+    pairs = [("king", "queen", 9.0), ("king", "apple", 0.0), ("man", "woman", 5.0), ("king", "zebra", 3.0)]
+    outcome = word_similarity(VECTORS, [Example(i, (a, b), s) for i, (a, b, s) in enumerate(pairs)])
+    assert outcome.metrics == pytest.approx({"spearman": 1.0, "known": 0.75})
+    assert outcome.facts["unknown"] == 1
+    assert outcome.predictions[0].prediction == pytest.approx(0.5)
+    assert outcome.predictions[3].prediction is None
+    assert outcome.said == ["1 of 4 pairs have a word that is not known, and are left out."]
+
+
+def test_analogies() -> None:
+    questions = [
+        Example(1, ("man", "king", "woman"), "queen", references=("royal",)),
+        Example(2, ("Man", "King", "Woman"), "Queen", references=("royal",)),  # no word has capitals
+        Example(3, ("man", "king", "woman"), "apple", references=("odd",)),
+        Example(4, ("man", "king", "zebra"), "queen", references=("odd",)),
+    ]
+    outcome = analogy(VECTORS, questions)
+    assert [p.prediction for p in outcome.predictions] == ["queen", "queen", "queen", None]
+    assert outcome.metrics["accuracy"] == pytest.approx(2 / 3)
+    assert outcome.facts["by_group"] == {"royal": 1.0, "odd": 0.0}
+    assert outcome.facts["unknown"] == 1
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "t5"])
+def test_token_vectors_are_those_of_whole_words(family: str, untrained: Any) -> None:
+    model = untrained(family)
+    vectors = word_vectors(model)
+    assert vectors.find("hedgehogs") is None
+    place = vectors.find("the")
+    (token,) = model.tokenizer.encode(" the")
+    row = model.embed.tokens.weight[token].detach().numpy()
+    assert vectors.unit_ND[place] == pytest.approx(row / np.linalg.norm(row), abs=1e-5)

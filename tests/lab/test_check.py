@@ -1,0 +1,189 @@
+"""The check-up as a whole: what it advises and why, its page, its terminal."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firth.lab.check import Check, best_size, choose, compare, examine, largest_fitting, sizes_for, suggest, verdict
+from firth.lab.check_page import make_page, save_page
+from firth.lab.check_text import print_check
+from firth.text import Corpus
+from firth.tokens import train_tokenizer
+from firth.tokens.fertility import Fit
+
+FIT = Fit(
+    name="byte-bpe 4,096",
+    kind="byte-bpe",
+    vocab_size=4096,
+    given=False,
+    words=100,
+    tokens=150,
+    characters=600,
+    bytes=600,
+    pieces_per_word=1.4,
+    words_split=0.3,
+    bytes_per_token=4.0,
+    characters_per_token=4.0,
+    unknown=0.0,
+    unknown_texts=[],
+    lost=0.0,
+    lost_characters=[],
+    exact=1.0,
+    unused=0.0,
+    times_seen=50.0,
+    saved=0.1,
+    document_tokens={},
+    rows={64: 0.5, 128: 0.95},
+    worst=[],
+)
+
+
+def fit(kind: str = "byte-bpe", size: int = 4096, bytes_per_token: float = 4.0, **changes: Any) -> Fit:
+    named = f"{kind} {size:,}"
+    return replace(FIT, name=named, kind=kind, vocab_size=size, bytes_per_token=bytes_per_token, **changes)
+
+
+@pytest.fixture(scope="module")
+def check(corpus_file: Path) -> Check:
+    given = train_tokenizer(["zebras quickly jump over lazy dogs and vex"] * 5, "byte-bpe", 280)
+    return examine(Corpus([corpus_file]), given, "other", ["byte-bpe", "wordpiece"], [20, 200, 300, 400])
+
+
+# Rules
+
+
+def test_a_larger_vocabulary_must_be_seen_and_save_tokens() -> None:
+    small = fit(size=4096)
+    assert best_size([small, fit(size=8192, bytes_per_token=4.5, times_seen=20)]).vocab_size == 8192
+    assert best_size([fit(size=8192, bytes_per_token=4.5, times_seen=3), small]) is small
+    assert best_size([small, fit(size=8192, bytes_per_token=4.01, times_seen=20)]) is small
+
+
+def test_the_kind_with_the_fewest_tokens_that_loses_nothing() -> None:
+    bytes_, pieces = fit("byte-bpe"), fit("wordpiece", bytes_per_token=4.6)
+    assert choose([bytes_, pieces]) is pieces
+    assert choose([bytes_, replace(pieces, unknown=0.01)]) is bytes_
+    assert choose([bytes_, replace(pieces, lost=0.01)]) is bytes_
+    assert choose([fit("unigram", bytes_per_token=4.05), bytes_]) is bytes_  # about equal: the one without unknowns
+    assert choose([]) is None
+
+
+def test_a_tokenizer_is_compared_with_one_that_is_no_larger() -> None:
+    given = fit(size=5000, bytes_per_token=2.0)
+    small, large = fit(size=4096, bytes_per_token=3.0), fit(size=8192, bytes_per_token=4.0)
+    assert compare(given, [small, large]) == (small, 1.5)
+    assert compare(replace(given, vocab_size=100), [small, large]) == (small, 1.5)
+    assert compare(given, []) is None
+
+
+@pytest.mark.parametrize(
+    ("ratio", "unknown", "said"),
+    [(1.15, 0.001, "keep"), (1.16, 0, "extend"), (1, 0.002, "extend"), (1.51, 0, "retrain"), (1, 0.011, "retrain")],
+)
+def test_keep_extend_or_retrain(ratio: float, unknown: float, said: str) -> None:
+    assert verdict(ratio, unknown) == said
+
+
+def test_sizes_by_the_amount_of_text() -> None:
+    assert sizes_for(10**6) == (2048, 4096, 8192)
+    assert sizes_for(10**9) == (16384, 32768, 65536)
+
+
+def test_the_largest_model_that_need_not_read_too_often() -> None:
+    epochs = {"a": 0.1, "b": 3.9, "c": 4.1}
+    models = [{"name": name, "shape": "decoder", "epochs": n} for name, n in epochs.items()]
+    assert largest_fitting(models) == ["b"]
+    assert largest_fitting(models[2:]) == ["c"]
+
+
+def test_model_sizes_count_the_vocabulary() -> None:
+    text = {"characters": 4 * 10**8, "duplicate_share": 0.5}
+    models = {m["name"]: m for m in suggest(text, FIT)}
+    tiny = models["gpt2-tiny"]
+    assert tiny["epochs"] == pytest.approx(20 * tiny["parameters"] / (0.95 * 0.5 * 10**8))
+    assert {m["name"] for m in models.values() if m["fits"]} == {"bert-mini", "gpt2-mini", "t5-mini"}
+
+
+# The whole
+
+
+def test_what_is_found(check: Check) -> None:
+    assert check.text["documents"] == 300
+    assert [f.name for f in check.fits] == ["other", "byte-bpe 300", "byte-bpe 400", "wordpiece 200", "wordpiece 276"]
+    assert len(check.left_out) == 3
+    assert "too small" in check.left_out[0]
+    assert check.sample["share"] == 1
+    assert check.sample["measured_apart"]
+    given, small, large, *_ = check.fits
+    assert given.pieces_per_word > small.pieces_per_word > large.pieces_per_word > 1
+    assert all(f.lost == 0 for f in (given, small, large))
+
+
+def test_the_advice_says_why(check: Check) -> None:
+    advice = {a.about: a for a in check.advice}
+    assert advice["other: retrain"].do.startswith("Train a new one")
+    assert "Rule: keep up to 1.15" in advice["other: retrain"].why
+    chosen = next(f for f in check.fits if f.name == check.chosen)
+    assert advice["a new tokenizer"].do == f"--kind {chosen.kind} --vocab-size {chosen.vocab_size}"
+    assert advice["row length"].do == "--max-seq-length 128"
+    assert "gpt2-tiny" in advice["model size"].do
+
+
+def test_dirt_is_named(tmp_path: Path) -> None:
+    for i in range(6):
+        (tmp_path / f"{i}.txt").write_text(f"CafÃ© number {i} is open\nAll rights reserved.")
+    (tmp_path / "copy.txt").write_text("CafÃ© number 0 is open\nAll rights reserved.")
+    advice = {a.about: a for a in examine(Corpus([tmp_path]), kinds=[]).advice}
+    assert list(advice) == ["duplicates", "dirt", "repeated lines"]
+    assert "mojibake" in advice["dirt"].do
+    assert "100.0%" in advice["dirt"].why
+    assert "'All rights reserved.' stands in 7" in advice["repeated lines"].why
+
+
+def test_text_alone(tmp_path: Path, corpus_file: Path) -> None:
+    only = examine(Corpus([corpus_file]), kinds=[])
+    assert (only.fits, only.chosen, only.models) == ([], None, [])
+    assert "Tokenizers" not in make_page(only).html()
+
+
+def test_a_tokenizer_alone(corpus_file: Path) -> None:
+    given = train_tokenizer(["the cat and the dog"] * 5, "byte-bpe", 280)
+    only = examine(Corpus([corpus_file]), given, "mine", kinds=[])
+    assert only.chosen == "mine"
+    assert not any(a.about.startswith(("mine", "a new")) for a in only.advice)
+    assert "Words that mine splits worst" in make_page(only).html()
+
+
+def test_a_single_short_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("<b>$1 & one</b> word")
+    found = examine(Corpus([tmp_path]), None, "", ["byte-bpe"], [270])
+    assert not found.sample["measured_apart"]
+    page = make_page(found).html()
+    assert "<b>$1" not in page
+    assert "&lt;b&gt;$1 &amp; one" in page
+    print_check(found)
+    assert "<b>$1 & one</b> word" in capsys.readouterr().out
+
+
+def test_page_and_terminal_say_the_same(check: Check, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_page(check, tmp_path / "new" / "check.html")
+    page = (tmp_path / "new" / "check.html").read_text(encoding="utf-8")
+    assert page.count("<svg") == 5
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    print_check(check)
+    out = capsys.readouterr().out
+    for words in ("Check-up", "Zipf", "byte-bpe 400", "--max-seq-length 128"):
+        assert words in page
+    for words in ("The text", "documents", "300", "byte-bpe", "--max-seq-length 128", "retrain"):
+        assert words in out
+
+
+def test_every_number_is_plain(check: Check) -> None:
+    plain = json.loads(json.dumps(check.plain(), allow_nan=False))
+    assert {"reading", "text", "sample", "tokenizers", "left_out", "chosen", "models", "advice"} == plain.keys()
+    assert plain["tokenizers"][0]["given"]
