@@ -35,7 +35,7 @@ def test_counting_gives_the_same_in_any_memory(tmp_path: Path, room: int) -> Non
 
 
 def test_the_loss_and_the_steps_are_those_of_the_formula() -> None:
-    """f(x) (w . c + b + b' - log x)^2 / 2 with AdaGrad, both ways round; a word that meets itself once, counted twice."""
+    """f(x) (w . c + b + b' - log x)^2 / 2 with AdaGrad, both ways round; a word meets itself once, as often twice."""
     state = glove.first_state(3, 4, seed=1)
     first, second, value = np.array([0, 2]), np.array([1, 2]), np.array([30.0, 120.0], np.float32)
     t = {name: torch.tensor(a) for name, a in state.items()}

@@ -33,10 +33,7 @@ def by_definition(documents: list[list[int]], order: int, d: float, context: tup
             return grams(len(gram)).count(gram)
         return len({g[0] for g in grams(len(gram) + 1) if g[1:] == gram})
 
-    if not context:
-        lower = 1 / len(POSSIBLE)
-    else:
-        lower = by_definition(documents, order, d, context[1:], word)
+    lower = by_definition(documents, order, d, context[1:], word) if context else 1 / len(POSSIBLE)
     counts = {w: count((*context, w)) for w in POSSIBLE.tolist()}
     total = sum(counts.values())
     if not total:
@@ -102,8 +99,8 @@ def test_discount_and_weight_are_those_of_nltk() -> None:
     for a, b in pairs:
         alpha, gamma = theirs.estimator.alpha_gamma(b, (a,))
         place = ours.context([int(a), int(b)])
-        assert ours.levels[1].share_G[place] == pytest.approx(alpha, rel=1e-5)
-        assert ours.levels[0].back_G[ours.context([int(a)])] == pytest.approx(gamma, rel=1e-5)
+        assert ours.levels[1].share[place] == pytest.approx(alpha, rel=1e-5)
+        assert ours.levels[0].back[ours.context([int(a)])] == pytest.approx(gamma, rel=1e-5)
 
 
 def test_orders_that_make_no_sense() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from firth.errors import UserError
 from firth.models import PRESETS, ModelConfig, count_parameters, make_model, preset, with_extras
+from firth.models.config import ELMo
 from firth.models.presets import bert, gpt2, t5, t5_v1_1
 from firth.objectives.batch import Batch
 
@@ -49,6 +50,9 @@ def some_batch(config: ModelConfig) -> Batch:
         return Batch(tokens, decoder_tokens=tokens[:, :5], labels=tokens[:, 1:6])
     if config.shape == "decoder":
         return Batch(tokens[:, :-1], labels=tokens[:, 1:])
+    if isinstance(config.recurrent, ELMo):
+        spelled, both = torch.randint(0, 256, (2, 8, 50), generator=g), torch.stack([tokens, tokens], 1)
+        return Batch(tokens, rank=both, labels=both, characters=spelled)
     labels[0, 2] = -100
     around = torch.tensor([[[1, 4, 0], [1, 4, 1], [0, 0, 0]], [[3, 7, 0], [3, 7, 1], [3, 7, 2]]])
     ranks = torch.zeros_like(tokens).scatter(1, asked, torch.tensor([[1, 2, 0], [3, 1, 2]]))

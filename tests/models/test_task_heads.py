@@ -295,7 +295,9 @@ def test_one_graph(task: str) -> None:
 
 
 def test_heads_as_published() -> None:
-    heads = {name: head_for(PRESETS[name], "classify", ("a",)) for name in PRESETS if not name.startswith("t5")}
+    heads = {
+        name: head_for(PRESETS[name], "classify", ("a",)) for name in PRESETS if not name.startswith(("t5", "rnn"))
+    }
     assert heads["bert-tiny"] == Classes(("a",), pooled=True)
     assert heads["roberta-tiny"] == Classes(("a",), pooled=True, drop_state=True)
     assert heads["electra-tiny"] == Classes(("a",), pooled=True, activation="gelu", drop_state=True)
@@ -305,6 +307,8 @@ def test_heads_as_published() -> None:
     assert heads["llama-tiny"] == Classes(("a",), pool="last")
     assert heads["modernbert-tiny"] == Classes(("a",), pooled=True, activation="gelu", normed=True)
     assert heads["bart-tiny"] == Classes(("a",), pool="last", pooled=True, dropout=0.0, drop_state=True)
+    pooled = Classes(("a",), pooled=True, pool="concat", activation="relu", normed=True, width=50, dropout=0.1)
+    assert heads["ulmfit-tiny"] == pooled
     assert head_for(PRESETS["labse"], "embed") == Embedding(dense=True)
     assert head_for(PRESETS["bert-tiny"], "embed") == Embedding("mean")
     assert head_for(PRESETS["gpt2-tiny"], "embed") == Embedding("last")

@@ -11,6 +11,7 @@ import torch
 from firth.errors import UserError
 from firth.generate.reading import Ask, check_words, evaluating, known, reader, tokenizer_of
 from firth.models import EncoderDecoder, Model, framing
+from firth.models.config import ELMo
 from firth.objectives import Batch
 
 LONGEST_SPAN = 20  # tokens; T5 has learned spans of three on average
@@ -42,6 +43,8 @@ def fill(model: Model, text: str, top: int = 5) -> list[Blank]:
         raise UserError(f"top is {top}, and must be at least 1.")
     if model.config.shape == "decoder":
         raise UserError("A decoder does not fill blanks. It can continue a text: firth generate CHECKPOINT 'The'")
+    if isinstance(model.config.recurrent, ELMo):
+        raise UserError("ELMo reads one way at a time, and has no blank between. Take an encoder such as bert.")
     check_words(model)
     with evaluating(model), torch.no_grad():
         if not isinstance(model, EncoderDecoder):

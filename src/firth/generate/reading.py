@@ -18,6 +18,7 @@ from firth.errors import UserError
 from firth.generate.record import Recorded
 from firth.models import Decoder, EncoderDecoder, LMHead, Model, Stack, framing
 from firth.models.cache import Cache, can_cache
+from firth.models.config import AWDLSTM
 from firth.objectives import Batch
 from firth.tokens import Tokenizer
 
@@ -44,9 +45,12 @@ def read_prompts(model: Model, prompts: Sequence[Ids], max_new_tokens: int, cach
     """A reading of these prompts. What must be read again and again is said."""
     if not cache:
         return Rereading(model, prompts)
+    if isinstance(model.config.recurrent, AWDLSTM):
+        return Recurring(model, prompts)
     if not can_cache(model.config):
-        name = type(model.config.position).__name__
-        warn(f"Models with {name} positions remember nothing: each new token takes the reading of the whole text.")
+        what = f"with {type(model.config.position).__name__} positions"
+        what = "that look back at a text by an LSTM" if model.config.recurrent is not None else what
+        warn(f"Models {what} remember nothing: each new token takes the reading of the whole text.")
         return Rereading(model, prompts)
     longest, limit = max(map(len, prompts)), model.config.max_length
     if not isinstance(model, EncoderDecoder) and limit is not None and longest >= limit:
@@ -118,6 +122,38 @@ def encode(model: EncoderDecoder, prompts: Sequence[Ids], window: Window) -> tup
     read = pad_right([window(ids) for ids in prompts], tokenizer_of(model).vocab.pad)
     source = Batch(*read).to(device_of(model))
     return source, model.encode(source)
+
+
+class Recurring:
+    """A decoder of LSTMs, whose state is all that it needs of the text so far."""
+
+    def __init__(self, model: Model, prompts: Sequence[Ids]) -> None:
+        self.model, self.prompts, self.device = model, prompts, device_of(model)
+        self.state: dict[str, Tensor] = {}
+
+    def first(self) -> Tensor:
+        lengths = [len(ids) for ids in self.prompts]
+        rows, found, left = list[int](), list[Tensor](), list[dict[str, Tensor]]()
+        for length in sorted(set(lengths)):  # those of equal length together: none is padded
+            some = [row for row, n in enumerate(lengths) if n == length]
+            found.append(self.read(torch.tensor([list(self.prompts[row]) for row in some], device=self.device), {}))
+            rows, left = rows + some, [*left, self.state]
+        order = torch.tensor(rows, device=self.device).argsort()
+        self.state = {name: torch.cat([part[name] for part in left])[order] for name in left[0]}
+        return torch.cat(found)[order]
+
+    def next(self, token_B: Tensor) -> Tensor:
+        return self.read(token_B[:, None], self.state)
+
+    def read(self, token_BT: Tensor, state: dict[str, Tensor]) -> Tensor:
+        self.model.take_up(state)
+        last_B1 = torch.full((len(token_BT), 1), token_BT.shape[1] - 1, device=self.device)
+        logits_BV = self.model.logits(Batch(token_BT, asked=last_B1))[:, 0]
+        self.state = self.model.hand_on()
+        return known(self.model, logits_BV)
+
+    def take(self, row_B: Tensor, same_source: bool = False) -> None:
+        self.state = {name: value[row_B] for name, value in self.state.items()}
 
 
 # --- one token more -----------------------------------------------------------------------------------------------

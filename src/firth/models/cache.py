@@ -22,7 +22,7 @@ from firth.models.stack import Stack
 
 def can_cache(config: ModelConfig) -> bool:
     """Whether a new place leaves the keys, values and scores of those before as they are, place by place."""
-    return not isinstance(config.position, TransformerXL | Disentangled)
+    return config.recurrent is None and not isinstance(config.position, TransformerXL | Disentangled)
 
 
 class Kept:

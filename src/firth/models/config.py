@@ -6,7 +6,7 @@ numbers and no others, so a mixture that makes no sense cannot be written down.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 
@@ -160,11 +160,75 @@ class FanIn:
 
 
 @dataclass(frozen=True)
+class Uniform:
+    """Token vectors from U(-width, width), as AWD-LSTM has them; the rest as torch begins: U(+-1/sqrt(inputs))."""
+
+    width: float = 0.1
+
+
+@dataclass(frozen=True)
+class AWDLSTM:
+    """LSTM layers of `hidden` units in place of blocks, the last as wide as the token vectors (Merity et al. 2018).
+
+    Every dropout but that of single words takes the same numbers away at all places of a text. `activity` and
+    `slowness` are what large states and large steps of the last layer cost (AR and TAR, section 4.5). No gradient goes
+    back further than `bptt` places; the states do (Howard & Ruder 2018, section 3.3).
+    """
+
+    hidden: int = 1150
+    weight_drop: float = 0.5  # of the matrices from state to state (section 2)
+    word_drop: float = 0.05  # whole words, wherever they stand (section 4.3)
+    input_drop: float = 0.4  # of what the first layer reads
+    hidden_drop: float = 0.3  # between layers
+    output_drop: float = 0.4  # of the last states
+    activity: float = 2.0
+    slowness: float = 1.0
+    bptt: int = 70
+
+
+@dataclass(frozen=True)
+class BiLSTM:
+    """Layers that read the text both ways, `hidden` units each; the next one reads both."""
+
+    hidden: int
+
+
+@dataclass(frozen=True)
+class ELMo:
+    """Words by their characters, then two language models, one each way (Peters et al. 2018, Kim et al. 2016).
+
+    A word is what each of the `filters` (width, number) finds in it, passed through `highways`, and projected. Each way
+    has LSTM layers of `hidden` units, projected to `projection` numbers; from the second on with a residual. Cells
+    and projections stay within +-`clip`; 0 leaves them alone, which is much faster on a GPU.
+    """
+
+    hidden: int = 4096
+    projection: int = 512
+    characters: int = 16  # the width of their vectors
+    filters: tuple[tuple[int, ...], ...] = ((1, 32), (2, 32), (3, 64), (4, 128), (5, 256), (6, 512), (7, 1024))
+    highways: int = 2
+    clip: float = 3.0
+
+
+@dataclass(frozen=True)
+class Seq2Seq:
+    """An LSTM that reads both ways, and one that writes (Sutskever et al. 2014).
+
+    The writer begins with what the reader ends with. With `attention` it also looks, at each step, where in the text it
+    wants to read (Bahdanau et al. 2015, appendix A.1.2).
+    """
+
+    hidden: int
+    attention: bool = True
+
+
+@dataclass(frozen=True)
 class LMHead:
     """From hidden states to the vocabulary.
 
     `transform` is BERT's dense-activation-norm before the projection, `scaled` T5's 1/sqrt(dim). A transform of an
-    own width (`dim`) needs a projection that is not tied (RemBERT).
+    own width (`dim`) needs a projection that is not tied (RemBERT). With `sampled` so many words, frequent ones more
+    often, stand for all others in training (Jean et al. 2015).
     """
 
     tied: bool = True
@@ -172,6 +236,7 @@ class LMHead:
     bias: bool = False
     scaled: bool = False
     dim: int | None = None
+    sampled: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +253,7 @@ class Answering:
     bias: bool = False
     dropout: float | None = None  # before the last layer: the model's own unless said
     drop_state: bool = False  # before the dense layer too (RoBERTa, ELECTRA, BART)
+    width: int | None = None  # of the dense layer: the model's own unless said (ULMFiT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,9 +261,10 @@ class Pooled(Answering):
     """One answer for a text: from its `first` state, its `last` (XLNet, every decoder), or the `mean` of all.
 
     A batch says which places are asked, and so the first or the last; what `mean` is over is the document there.
+    `concat` puts the state that is asked, the largest numbers and the mean of the text side by side (ULMFiT).
     """
 
-    pool: Literal["first", "last", "mean"] = "first"
+    pool: Literal["first", "last", "mean", "concat"] = "first"
 
 
 @dataclass(frozen=True)
@@ -229,9 +296,13 @@ class Choices(Pooled):
 
 @dataclass(frozen=True)
 class Tags(Answering):
-    """One of the named tags for each asked token: the first one of every word."""
+    """One of the named tags for each asked token: the first one of every word.
+
+    With `crf` which tag may follow which is learned too, and the tags of a sentence are chosen together.
+    """
 
     names: tuple[str, ...]
+    crf: bool = field(default=False, kw_only=True)
     bias: bool = field(default=True, kw_only=True)
 
 
@@ -314,13 +385,27 @@ class Auxiliary:
     head: LMHead = LMHead()
 
 
+@dataclass(frozen=True)
+class Features:
+    """What a head reads in place of the last states (ELMo, section 3.3).
+
+    `mix`: a learned mean of all layers; without it the last one. Then an LSTM of `bilstm` units each way, 0 for none.
+    `dropout` is on what it reads and on what it gives.
+    """
+
+    mix: bool = False
+    bilstm: int = 0
+    dropout: float = 0.5
+
+
 Position = NoPlaces | Learned | Sinusoid | Shaw | Buckets | Rotary | ALiBi | TransformerXL | Disentangled
 ASKING_POSITIONS = (NoPlaces, Learned, Sinusoid, TransformerXL, Disentangled)  # that know who asks at some places only
 Norm = LayerNorm | RMSNorm
-Init = Normal | FanIn
+Init = Normal | FanIn | Uniform
+Recurrent = AWDLSTM | BiLSTM | ELMo | Seq2Seq
 TaskHead = Classes | Score | Choices | Tags | Span | Embedding
 Head = LMHead | Classes | Score | Choices | Tags | Span | Embedding | Verdict
-Extra = Pair | Boundary | Generator | Query | MaskDecoder | Auxiliary
+Extra = Pair | Boundary | Generator | Query | MaskDecoder | Auxiliary | Features
 EXTRAS: dict[str, type[Extra]] = {
     "pair": Pair,
     "boundary": Boundary,
@@ -328,6 +413,7 @@ EXTRAS: dict[str, type[Extra]] = {
     "query": Query,
     "decoder": MaskDecoder,
     "auxiliary": Auxiliary,
+    "features": Features,
 }
 Shape = Literal["encoder", "decoder", "encoder-decoder"]
 BAG = "bag"  # the family without layers: a text is the mean of its words' vectors
@@ -369,6 +455,7 @@ class ModelConfig:
     attention_dropout: float = 0.1
     layer_drop: float = 0.0  # a block is left out so often in training (Fan et al. 2020)
     bigrams: int = 0  # so many vectors of two tokens in a row, shared by their hash, added to the second's (fastText)
+    recurrent: Recurrent | None = None  # LSTMs in place of the blocks, which then say nothing
     extras: tuple[Extra, ...] = ()  # what an objective needs beside the body and its head
 
     @property
@@ -398,6 +485,12 @@ class ModelConfig:
     @property
     def embed_width(self) -> int:
         return self.embed_dim or self.dim
+
+    @property
+    def answer_width(self) -> int:
+        """How wide the states are that the head of a task reads."""
+        features = self.extra("features")
+        return 2 * features.bilstm if isinstance(features, Features) and features.bilstm else self.dim
 
     def extra(self, name: str) -> Extra | None:
         """What `extras` has under one of the names of EXTRAS."""
@@ -458,7 +551,7 @@ class ModelConfig:
                 value = getattr(self.init, name)
                 if value is not None and value <= 0:
                     wrong.append(f"model.init.{name} is {value}, and must be more than 0")
-        wrong += self.problems_of_head()
+        wrong += self.problems_of_head() + self.problems_of_recurrent()
         if not wrong and self.head_dim is None and self.dim % self.num_heads:
             wrong.append(f"model.dim={self.dim} is not a multiple of model.num_heads={self.num_heads}")
         rates = {name: getattr(self, name) for name in ("dropout", "attention_dropout", "layer_drop")}
@@ -470,7 +563,8 @@ class ModelConfig:
         transform = not isinstance(self.head, LMHead) or self.head.transform
         if self.embed_dim is not None and not transform:
             wrong.append("model.embed_dim needs model.head.transform=true, which leads back to that width")
-        if isinstance(self.head, LMHead) and self.head.dim is not None and (self.head.tied or not self.head.transform):
+        own = isinstance(self.head, LMHead) and self.head.dim is not None and not isinstance(self.recurrent, ELMo)
+        if own and isinstance(self.head, LMHead) and (self.head.tied or not self.head.transform):
             wrong.append("model.head.dim needs model.head.transform=true and model.head.tied=false")
         if self.num_segments and self.num_languages:
             wrong.append("model.num_segments and model.num_languages exclude each other")
@@ -491,9 +585,40 @@ class ModelConfig:
             wrong.append(f"model.head.dropout is {head.dropout}, and must be in [0, 1)")
         return wrong
 
+    def problems_of_recurrent(self) -> list[str]:
+        """What is wrong with the numbers of LSTMs."""
+        spec, wrong = self.recurrent, []
+        if spec is None:
+            return []
+        shapes = {AWDLSTM: "decoder", BiLSTM: "encoder", ELMo: "encoder", Seq2Seq: "encoder-decoder"}
+        if self.shape != shapes[type(spec)]:
+            wrong.append(f"{type(spec).__name__} in model.recurrent is for the shape {shapes[type(spec)]}")
+        if self.position != NoPlaces():
+            wrong.append("model.recurrent reads place after place: model.position must be NoPlaces")
+        if spec.hidden < 1 or (isinstance(spec, ELMo) and (spec.projection < 1 or not spec.filters or spec.clip < 0)):
+            wrong.append("the numbers of model.recurrent must be at least 1, and clip at least 0")
+        if isinstance(spec, AWDLSTM):
+            rates = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name.endswith("_drop")}
+            wrong += [f"model.recurrent.{n} is {v}, and must be in [0, 1)" for n, v in rates.items() if not 0 <= v < 1]
+            if spec.bptt < 1 or spec.activity < 0 or spec.slowness < 0:
+                wrong.append("model.recurrent.bptt must be at least 1, activity and slowness at least 0")
+        if isinstance(spec, BiLSTM | ELMo):
+            each = spec.hidden if isinstance(spec, BiLSTM) else spec.projection
+            if self.dim != 2 * each:
+                wrong.append(f"model.dim={self.dim} must be {2 * each}: both ways of model.recurrent, side by side")
+        return wrong
+
     def problems_of_extras(self) -> list[str]:
         """What does not go together with the extras, or is wrong inside them."""
         names = [type(extra).__name__ for extra in self.extras]
+        features = self.extra("features")
+        if isinstance(features, Features):
+            if names != ["Features"] or not isinstance(self.head, TaskHead) or self.shape == "encoder-decoder":
+                return ["Features in model.extras is alone there, for one stack with the head of a task"]
+            if features.mix and isinstance(self.recurrent, AWDLSTM):
+                return ["the layers of an AWDLSTM differ in width, and cannot be mixed"]
+            fine = features.bilstm >= 0 and 0 <= features.dropout < 1
+            return [] if fine else ["in model.extras Features.bilstm must be at least 0, Features.dropout in [0, 1)"]
         if names == ["Auxiliary"]:
             fits = self.shape == "decoder" and isinstance(self.head, Classes | Score | Choices)
             return [] if fits else ["Auxiliary in model.extras is for a decoder with Classes, Score or Choices"]

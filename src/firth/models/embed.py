@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from firth.models.block import make_norm
-from firth.models.config import Learned, ModelConfig, Sinusoid
-from firth.models.dropout import Dropout
+from firth.models.config import AWDLSTM, Learned, ModelConfig, Sinusoid
+from firth.models.dropout import Dropout, drop
 
 PRIME = 1_000_003  # spreads the hashes of two tokens
 
@@ -69,6 +69,7 @@ class Embedding(Placing):
         self.add_places(config)
         self.bigrams = nn.Embedding(config.bigrams, config.embed_width) if config.bigrams else None
         self.scale = config.dim**0.5 if config.embed_scaled else 1.0
+        self.word_drop = config.recurrent.word_drop if isinstance(config.recurrent, AWDLSTM) else 0.0
         self.widen = nn.Linear(config.embed_width, config.dim) if config.embed_dim is not None else nn.Identity()
 
     def forward(
@@ -100,4 +101,6 @@ class Embedding(Placing):
     def vectors_of(self, tokens: Tensor) -> Tensor:
         """(B, T, E): the tokens alone."""
         x_BTE = self.tokens(tokens)
+        if self.word_drop and self.training:  # a word is there or not, wherever it stands in these rows
+            x_BTE = x_BTE * drop(x_BTE.new_ones(self.tokens.num_embeddings), self.word_drop)[tokens][..., None]
         return x_BTE if self.scale == 1.0 else x_BTE * self.scale

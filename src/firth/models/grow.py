@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from firth.errors import UserError
 from firth.models.heads import Vocabulary
 from firth.models.model import Model
+from firth.models.recurrent import Spelling
 from firth.models.replaced import Replaced
 
 NOISE = 0.1  # the spread of new vectors, as a share of the spread of the old ones
@@ -28,6 +29,8 @@ def grow_vocabulary(model: Model, size: int, seed: int = 0) -> Model:
         return model
     noise = torch.Generator().manual_seed(seed)
     for part in model.modules():
+        if isinstance(part, Spelling):
+            continue  # which has no vector for each word
         if part is model.embed:
             _grow_table(model.embed.tokens, size, noise)
         elif isinstance(part, Vocabulary):

@@ -5,6 +5,7 @@ B rows, T places, K asked places, D model width, E width of the token vectors.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from firth.models.block import ACTIVATIONS, make_norm
 from firth.models.config import Boundary, LMHead, ModelConfig
-from firth.models.fused_loss import IGNORED, fused_cross_entropy, more_tokens, pays
+from firth.models.fused_loss import IGNORED as IGNORED
+from firth.models.fused_loss import fused_cross_entropy, more_tokens, pays
 
 
 def pick(x_BTX: Tensor, place_BK: Tensor) -> Tensor:
@@ -37,6 +39,7 @@ class Vocabulary(nn.Module):
         self.weight = None if spec.tied else nn.Parameter(torch.empty(config.vocab_size, width))
         self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if spec.bias else None
         self.scale = config.dim**-0.5 if spec.scaled else 1.0
+        self.sampled = spec.sampled
 
     def prepare(self, x: Tensor) -> Tensor:
         if self.dense is not None and self.norm is not None:
@@ -52,6 +55,12 @@ class Vocabulary(nn.Module):
 
     def loss_of_prepared(self, x_NE: Tensor, labels: Tensor, embedding: Tensor) -> Tensor:
         weight = embedding if self.weight is None else self.weight
+        if self.training and 0 < self.sampled < len(weight):
+            return sampled_cross_entropy(x_NE, weight, self.bias, labels, self.sampled)
+        if self.sampled:  # so many words that not all scores can be held at once
+            rows = max(1, PiecewiseCrossEntropy.PIECE // len(weight))
+            pieces = zip(x_NE.split(rows), labels.split(rows), strict=True)
+            return torch.stack([linear_cross_entropy(x, weight, self.bias, y) for x, y in pieces]).sum()
         return linear_cross_entropy(x_NE, weight, self.bias, labels, self.fused, self.padded)
 
 
@@ -126,6 +135,26 @@ def linear_cross_entropy(
         weight, bias = F.pad(weight, (0, 0, 0, more)), None if bias is None else F.pad(bias, (0, more))
     logits = F.linear(x, weight, bias)[:, :V]
     return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+
+
+def sampled_cross_entropy(x_NE: Tensor, weight: Tensor, bias: Tensor | None, labels_N: Tensor, num: int) -> Tensor:
+    """Cross-entropy against `num` tokens in place of all, drawn by rank r in proportion to log((r + 2) / (r + 1)).
+
+    The scores of each are lowered by the log of how often it is expected, so that the frequent ones are not punished
+    for being drawn often (Jean et al. 2015, section 3). A token that is the answer counts once.
+    """
+    V, used_N = len(weight), labels_N != IGNORED
+    x_NE, label_N = x_NE[used_N], labels_N[used_N]
+    drawn_S = (torch.rand(num, device=x_NE.device) * math.log(V + 1)).exp().long().sub(1).clamp(0, V - 1)
+
+    def expected(token: Tensor) -> Tensor:
+        return (num * torch.log1p(1 / (token + 1.0)) / math.log(V + 1)).log()
+
+    bias = weight.new_zeros(V) if bias is None else bias
+    true_N1 = ((x_NE * weight[label_N]).sum(-1).float() + bias[label_N] - expected(label_N))[:, None]
+    other_NS = F.linear(x_NE, weight[drawn_S], bias[drawn_S]).float() - expected(drawn_S)
+    other_NS = other_NS.masked_fill(drawn_S == label_N[:, None], -torch.inf)
+    return (torch.cat([true_N1, other_NS], 1).logsumexp(1) - true_N1[:, 0]).sum()
 
 
 class PiecewiseCrossEntropy(torch.autograd.Function):

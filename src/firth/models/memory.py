@@ -24,6 +24,15 @@ class Memory:
         self.length = length
         self.states: dict[int, Tensor] = {}  # of a layer: (B, M, D)
 
+    def take_up(self, states: dict[int, Tensor]) -> None:
+        """Begin with these."""
+        self.states = states
+
+    def hand_on(self) -> dict[int, Tensor]:
+        """Give what is remembered away."""
+        states, self.states = self.states, {}
+        return states
+
     @property
     def size(self) -> int:
         """How many places are remembered."""

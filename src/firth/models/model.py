@@ -9,22 +9,38 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firth.errors import UserError
-from firth.models.config import FanIn, LMHead, ModelConfig, Normal, TaskHead
+from firth.models.config import (
+    AWDLSTM,
+    BiLSTM,
+    ELMo,
+    FanIn,
+    LMHead,
+    ModelConfig,
+    Normal,
+    Seq2Seq,
+    TaskHead,
+    Uniform,
+)
 from firth.models.embed import Embedding, Placing
 from firth.models.heads import IGNORED, BoundaryHead, PairHead, Verdicts, Vocabulary, pick
 from firth.models.mask_decoder import LatePlaces
 from firth.models.memory import Memory
+from firth.models.recurrent import AWDStack, BothWays, FeatureReader, Spelling
+from firth.models.recurrent import Reader as RecurrentReader
+from firth.models.recurrent import Writer as RecurrentWriter
+from firth.models.recurrent.lstm import bilstm
 from firth.models.replaced import Replaced, filled, generator_config, verdict_loss
 from firth.models.stack import Stack
 from firth.models.task_heads import TASK_HEADS, Answers, ChoiceAnswers, Writer
 from firth.models.two_stream import TwoStream
+from firth.tokens.lexicon import opened
 
 if TYPE_CHECKING:
     from firth.tokens import Tokenizer
@@ -61,7 +77,6 @@ Reads = Any
 class Model(nn.Module):
     """What all shapes share: a head on some states, a loss, saving."""
 
-    tokenizer: Tokenizer | None = None
     objective: dict[str, Any] | None = None  # a note on what it was pretrained with, which its checkpoints keep
 
     def __init__(self, config: ModelConfig) -> None:
@@ -69,9 +84,21 @@ class Model(nn.Module):
         if wrong := config.problems():
             raise UserError("; ".join(wrong) + ".")
         self.config = config
-        self.embed = Embedding(config)
+        self.embed = make_embedding(config)
         speaker = config if config.extra("generator") is None else generator_config(config)  # who answers in words
         self.head = make_head(speaker)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.__dict__.get("_tokenizer")
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        """A model that spells words has no unknown ones: its tokenizer has an id for each."""
+        if isinstance(self.embed, Spelling) and tokenizer is not None:
+            tokenizer = opened(tokenizer)
+            self.embed.read_with(tokenizer)
+        self.__dict__["_tokenizer"] = tokenizer
 
     def read(self, batch: Reads) -> Tensor:
         """The states (B, T or U, D) that the head answers from."""
@@ -85,7 +112,8 @@ class Model(nn.Module):
     def logits(self, batch: Reads) -> Tensor:
         """(B, K, V) at the asked places, (B, K) verdicts on them, or what the head of a task answers there."""
         if isinstance(self.head, Answers):
-            return self.head(self.read(batch), batch.asked, self.doc_read(batch))
+            doc = self.doc_read(batch)
+            return self.head.settled(self.head(self.read(batch), batch.asked, doc), batch.asked, doc)
         x = self.asked_states(batch)
         return self.head(x, self.embed.tokens.weight) if isinstance(self.head, Vocabulary) else self.head(x)
 
@@ -145,14 +173,12 @@ class Model(nn.Module):
     def take_up(self, carry: Mapping[str, Tensor]) -> None:
         """Begin with what `hand_on` gave for the rows before these; with nothing where they begin a text."""
         for name, memory in self.memories().items():
-            memory.states = {int(k.removeprefix(name)): v for k, v in carry.items() if k.startswith(name)}
+            memory.take_up({int(k.removeprefix(name)): v for k, v in carry.items() if k.startswith(name)})
 
     def hand_on(self) -> dict[str, Tensor]:
         """What the next rows need of these, (B, ...) each, and forget it; nothing in a model that does not remember."""
-        memories = self.memories()
-        carry = {f"{name}{i}": state for name, memory in memories.items() for i, state in memory.states.items()}
-        self.take_up({})
-        return carry
+        memories = self.memories().items()
+        return {f"{name}{i}": state for name, memory in memories for i, state in memory.hand_on().items()}
 
     def memories(self) -> dict[str, Memory]:
         """Those of its stacks, by the names of these."""
@@ -178,6 +204,20 @@ def make_head(config: ModelConfig) -> Vocabulary | Answers | Verdicts:
     return Verdicts(config)
 
 
+def make_embedding(config: ModelConfig) -> Embedding:
+    if isinstance(config.recurrent, ELMo):
+        return cast(Embedding, Spelling(config))  # it does what the others do, and has other parts
+    return Embedding(config)
+
+
+def make_stack(config: ModelConfig, num_layers: int, causal: bool, cross: bool = False) -> Stack:
+    if isinstance(config.recurrent, Seq2Seq):
+        return RecurrentWriter(config) if cross else RecurrentReader(config)
+    if config.recurrent is not None:
+        return {AWDLSTM: AWDStack, BiLSTM: bilstm, ELMo: BothWays}[type(config.recurrent)](config)
+    return Stack(config, num_layers, causal, cross)
+
+
 EXTRAS: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "pair": PairHead,
     "boundary": BoundaryHead,
@@ -185,6 +225,7 @@ EXTRAS: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "query": TwoStream,
     "decoder": LatePlaces,
     "auxiliary": Writer,
+    "features": FeatureReader,
 }
 
 
@@ -195,7 +236,7 @@ class Encoder(Model):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.stack = Stack(config, config.num_layers, self.causal)
+        self.stack = make_stack(config, config.num_layers, self.causal)
         self.extras = nn.ModuleDict({n: make(config) for n, make in EXTRAS.items() if config.extra(n) is not None})
         initialise(self)
 
@@ -205,12 +246,18 @@ class Encoder(Model):
         assert found is None or isinstance(found, Replaced)
         return found
 
-    def body(self, batch: Reads) -> Tensor:
+    def body(self, batch: Reads, states: list[Tensor] | None = None) -> Tensor:
         """The last states (B, T, D), or (B, 2, T, D) where each row is read in two directions."""
-        vectors_BTE = self.body_vectors(batch.tokens, batch.position, batch.segment)
-        x_BTD, doc, rank = self.embed.widen(vectors_BTE), batch.doc, batch.rank
+        doc, rank = batch.doc, batch.rank
+        if isinstance(self.embed, Spelling) and batch.characters is not None:
+            vectors_BTE = self.embed.spelled(batch.characters)
+        else:
+            vectors_BTE = self.body_vectors(batch.tokens, batch.position, batch.segment)
+        x_BTD = self.embed.widen(vectors_BTE)
+        if isinstance(self.stack, BothWays) and rank is not None:
+            return self.stack.apart(self.stack(x_BTD, doc))
         if rank is None or rank.ndim == 2:
-            return self.stack(x_BTD, doc, rank, segment=batch.segment)
+            return self.stack(x_BTD, doc, rank, states=states, segment=batch.segment)
         doc, segment = (None if a is None else a.repeat_interleave(2, 0) for a in (doc, batch.segment))
         y = self.stack(x_BTD.repeat_interleave(2, 0), doc, rank.flatten(0, 1), segment=segment)
         return y.unflatten(0, (-1, 2))
@@ -223,12 +270,19 @@ class Encoder(Model):
         return self.embed.place(x_BTE, position, segment)
 
     def read(self, batch: Reads) -> Tensor:
+        if "features" in self.extras:
+            states: list[Tensor] = []
+            self.body(batch, states)
+            return self.extras["features"](states, batch.doc)
         if self.generator is None:
             return self.body(batch)
         vectors_BTE = self.embed.vectors(batch.tokens, batch.position, batch.segment)
         return self.generator(vectors_BTE, batch.doc, batch.rank, batch.segment)
 
     def asked_states(self, batch: Reads) -> Tensor:
+        if isinstance(self.stack, BothWays) and batch.rank is None:  # the way forward tells what comes next
+            x_BTP = self.stack.apart(self.read(batch))[:, 0]
+            return x_BTP if batch.asked is None else pick(x_BTP, batch.asked)
         if "query" in self.extras and batch.asked is not None:
             return self.extras["query"](self.embed, self.stack, batch)
         if "decoder" in self.extras and batch.asked is not None:
@@ -296,7 +350,7 @@ class Encoder(Model):
             given = (input_ids, attention_mask, token_type_ids, position_ids, langs)
             folded = [None if a is None else a.flatten(0, 1) for a in given]
             input_ids, (attention_mask, token_type_ids, position_ids, langs) = input_ids.flatten(0, 1), folded[1:]
-        states: list[Tensor] | None = [] if output_hidden_states else None
+        states: list[Tensor] | None = [] if output_hidden_states or "features" in self.extras else None
         seen: list[Tensor] | None = [] if output_attentions else None
         position, segment = self.places(position_ids, attention_mask), token_type_ids if langs is None else langs
         doc = as_doc(attention_mask)
@@ -304,9 +358,14 @@ class Encoder(Model):
         x = self.stack(x, doc, states=states, position=position, seen=seen, segment=segment)
         if self.generator is not None:
             x = self.generator(self.embed.vectors(input_ids, position, segment), doc, segment=segment)
+        if "features" in self.extras:
+            x = self.extras["features"](states, doc)
+        if isinstance(self.stack, BothWays) and isinstance(self.head, Vocabulary):
+            x = self.stack.apart(x)[:, 0]  # the way forward tells what comes next
         last = last_place(input_ids, attention_mask).view(shape)
-        logits, loss = self.answer(x, both(labels, start_positions, end_positions), last, doc, shift=self.causal)
-        return Output(logits, loss, kept(states), attentions=kept(seen))
+        shift = self.causal or isinstance(self.stack, BothWays)
+        logits, loss = self.answer(x, both(labels, start_positions, end_positions), last, doc, shift=shift)
+        return Output(logits, loss, kept(states) if output_hidden_states else None, attentions=kept(seen))
 
     def places(self, position_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
         """Places from 0. RoBERTa's are counted from its offset on, and padding has none."""
@@ -321,6 +380,10 @@ class Decoder(Encoder):
 
     causal = True
 
+    def losses(self, batch: Reads) -> dict[str, Tensor]:
+        parts = super().losses(batch)
+        return self.stack.with_cost(parts) if isinstance(self.stack, AWDStack) else parts
+
 
 class EncoderDecoder(Model):
     """Two stacks that share their token vectors, not what is added to them; the second reads the first."""
@@ -328,8 +391,8 @@ class EncoderDecoder(Model):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.decoder_embed = Placing(config)
-        self.encoder = Stack(config, config.num_layers, causal=False)
-        self.decoder = Stack(config, config.decoder_layers, causal=True, cross=True)
+        self.encoder = make_stack(config, config.num_layers, causal=False)
+        self.decoder = make_stack(config, config.decoder_layers, causal=True, cross=True)
         if config.share_stacks:
             for mine, encoders in zip(self.decoder.blocks, self.encoder.blocks, strict=True):
                 for part in ("attention", "attention_norm", "mlp", "mlp_norm"):
@@ -458,16 +521,26 @@ def count_parameters(config: ModelConfig) -> int:
         return make_model(config).num_parameters
 
 
+LSTM_WEIGHTS = ("weight_ih_l", "weight_hh_l", "weight_hr_l")
+
+
 @torch.no_grad()
 def initialise(model: Model) -> None:
     """Starting weights as published for the family: the spread by `config.init`, biases 0, norms 1."""
     config, init = model.config, model.config.init
     for name, p in model.named_parameters():
         if p.ndim < 2:
-            if name.endswith("bias"):
+            if name.endswith("bias") and not isinstance(init, Uniform):
                 p.zero_()
         elif name.endswith("generator.delta.weight"):
             p.zero_()
+        elif name.rpartition(".")[2].startswith(LSTM_WEIGHTS):
+            continue  # which begin as torch has them, by their own width
+        elif isinstance(init, Uniform):
+            if name == "embed.tokens.weight":
+                p.uniform_(-init.width, init.width)
+            elif name == "head.weight":
+                p.normal_(0.0, p.shape[-1] ** -0.5)
         elif isinstance(init, FanIn):
             p.normal_(0.0, fan_in_std(name, p, config))
             if name.endswith(("attention.qkv.weight", "cross.qkv.weight")):

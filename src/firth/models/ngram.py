@@ -26,14 +26,14 @@ FALLBACK = (0.5, 1.0, 1.5)  # discounts where too few n-grams occur once to four
 class Level:
     """The n-grams of one order, sorted by key: place of all but the last token in the order below, times V, plus it."""
 
-    key_G: np.ndarray  # int64
-    share_G: np.ndarray  # float32, what is left of its own count after the discount, over that of its context
-    back_G: np.ndarray  # float32, as a context: the weight of what the order below says
+    key: np.ndarray  # (G,) int64
+    share: np.ndarray  # (G,) float32, what is left of its own count after the discount, over that of its context
+    back: np.ndarray  # (G,) float32, as a context: the weight of what the order below says
 
     def find(self, key_T: np.ndarray) -> np.ndarray:
         """The place of each key, -1 for those that never occurred."""
-        place_T = np.minimum(np.searchsorted(self.key_G, key_T), len(self.key_G) - 1)
-        return np.where(self.key_G[place_T] == key_T, place_T, -1) if len(self.key_G) else np.full(len(key_T), -1)
+        place_T = np.minimum(np.searchsorted(self.key, key_T), len(self.key) - 1)
+        return np.where(self.key[place_T] == key_T, place_T, -1) if len(self.key) else np.full(len(key_T), -1)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Ngram:
 
     levels: tuple[Level, ...]
     vocab_size: int
-    floor_V: np.ndarray  # what every token has without any count: the same for all that a text can have
+    floor: np.ndarray  # (V,) what every token has without any count: the same for all that a text can have
     back: float  # the weight of that under single tokens
     tokenizer: Tokenizer | None = None
 
@@ -53,14 +53,14 @@ class Ngram:
     def logp(self, ids_T: np.ndarray) -> np.ndarray:
         """(T - 1,) log-probabilities, in nats, of all tokens after the first, which is the frame's."""
         ids_T = np.asarray(ids_T, np.int64)
-        p = self.back * self.floor_V[ids_T[1:]]
+        p = self.back * self.floor[ids_T[1:]]
         context = np.zeros(len(ids_T) - 1, np.int64)  # place of the context of no token, of one, two, ...; -1: unknown
         for n, level in enumerate(self.levels):
             known = context >= 0
             if n:
-                p = np.where(known, self.levels[n - 1].back_G[context] * p, p)
+                p = np.where(known, self.levels[n - 1].back[context] * p, p)
             found = np.where(known, level.find(context * self.vocab_size + ids_T[1:]), -1)
-            p = p + np.where(found >= 0, level.share_G[found], 0)
+            p = p + np.where(found >= 0, level.share[found], 0)
             before = np.concatenate([[-1 if n else 0], context[:-1]])
             context = np.where(before >= 0, level.find(before * self.vocab_size + ids_T[:-1]), -1)
         return np.log(p)
@@ -76,24 +76,24 @@ class Ngram:
 
     def next(self, ids: list[int]) -> np.ndarray:
         """(V,) the probability of each token after these."""
-        p_V = self.back * self.floor_V
+        p_V = self.back * self.floor
         for n, level in enumerate(self.levels[: len(ids) + 1]):
             place = self.context(ids[len(ids) - n :])
             if place < 0:
                 break
             if n:
-                p_V *= self.levels[n - 1].back_G[place]
-            first, last = np.searchsorted(level.key_G, [place * self.vocab_size, (place + 1) * self.vocab_size])
-            p_V[level.key_G[first:last] % self.vocab_size] += level.share_G[first:last]
+                p_V *= self.levels[n - 1].back[place]
+            first, last = np.searchsorted(level.key, [place * self.vocab_size, (place + 1) * self.vocab_size])
+            p_V[level.key[first:last] % self.vocab_size] += level.share[first:last]
         return p_V
 
     def save(self, folder: Path) -> None:
         """The files of a checkpoint, into a folder that is there."""
         facts = {"model_type": MODEL_TYPE, "order": self.order, "vocab_size": self.vocab_size, "back": self.back}
         write_json(folder / "config.json", facts)
-        tensors = {"floor": self.floor_V}
+        tensors = {"floor": self.floor}
         for n, level in enumerate(self.levels, 1):
-            tensors |= {f"{n}.key": level.key_G, f"{n}.share": level.share_G, f"{n}.back": level.back_G}
+            tensors |= {f"{n}.key": level.key, f"{n}.share": level.share, f"{n}.back": level.back}
         save_file(tensors, folder / WEIGHTS)
         if self.tokenizer is not None:
             self.tokenizer.save(folder)
@@ -145,7 +145,8 @@ def count_ngrams(
     """
     floor_V = np.zeros(vocab_size)
     floor_V[possible] = 1 / len(possible)
-    keys, counts = [], []
+    keys: list[np.ndarray] = []
+    counts: list[np.ndarray] = []
     place_T = np.zeros(len(ids_T), np.int64)  # of the n-gram that ends at each token; -1: it would begin too early
     for n in range(1, order + 1):
         shorter_T = place_T if n == 1 else np.where(starts_T, -1, np.roll(place_T, 1))  # of all but its last token
@@ -179,7 +180,7 @@ def smoothed(
         share_G = (count_G - off_G) / np.maximum(total, 1)[context_G]
         back = np.where(total > 0, taken / np.maximum(total, 1), 1.0)
         if n:
-            made[-1] = Level(made[-1].key_G, made[-1].share_G, back.astype(np.float32))
+            made[-1] = Level(made[-1].key, made[-1].share, back.astype(np.float32))
         else:
             back_of_nothing = float(back[0])
         made.append(Level(key_G.astype(np.int64), share_G.astype(np.float32), np.ones(len(key_G), np.float32)))

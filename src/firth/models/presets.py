@@ -26,6 +26,7 @@ from firth.models.config import (
     TransformerXL,
     Window,
 )
+from firth.models.recurrent_presets import RECURRENT_GOOD_FOR, RECURRENT_PRESETS
 
 
 def bert(num_layers: int, dim: int, num_heads: int, vocab_size: int = 30522, **changes: Any) -> ModelConfig:
@@ -471,6 +472,7 @@ PRESETS: dict[str, ModelConfig] = {
     "bart-mini": bart(4, 256, 4),
     "bart-base": bart(6, 768, 12),
     "bart-large": bart(12, 1024, 16),
+    **RECURRENT_PRESETS,
 }
 
 
@@ -498,6 +500,7 @@ GOOD_FOR: dict[str, str] = {
     "llama": "writing on: a decoder of today",
     "t5": "text to text: translate, summarise, answer",
     "bart": "text to text: summarise, correct, restore",
+    **RECURRENT_GOOD_FOR,
 }
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 
-from firth.models.config import FanIn
+from firth.models.config import FanIn, Normal
 from firth.models.model import Model
 from firth.tokens import Shards
 
@@ -63,6 +63,7 @@ def warm_start(model: Model, shards: Shards, seed: int = 0) -> None:
 
     They are spread five times wider than random weights are, or as T5 has them: found by experiment.
     """
-    spread = 1.0 if isinstance(model.config.init, FanIn) else 5 * model.config.init.std
+    init = model.config.init
+    spread = 1.0 if isinstance(init, FanIn) else 5 * (init.std if isinstance(init, Normal) else init.width / 3**0.5)
     vectors = ppmi_vectors(shards, model.config.vocab_size, model.config.embed_width, seed=seed)
     model.embed.tokens.weight.copy_(torch.from_numpy(spread * vectors))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from firth.errors import UserError, nearest
 from firth.models.block import ACTIVATIONS, make_norm
 from firth.models.config import (
+    AWDLSTM,
     BAG,
     Answering,
     Auxiliary,
@@ -37,6 +38,7 @@ from firth.models.config import (
 from firth.models.dropout import Dropout
 from firth.models.heads import IGNORED, Vocabulary, pick
 from firth.models.layouts import FAMILIES
+from firth.models.recurrent.crf import CRF, links
 
 POOLERS: dict[str, Callable[[Tensor], Tensor]] = ACTIVATIONS | {"tanh": torch.tanh}
 
@@ -55,6 +57,10 @@ class Answers(nn.Module):
     def loss(self, answers: Tensor, batch: Any, doc: Tensor | None) -> Tensor:
         raise NotImplementedError
 
+    def settled(self, answers: Tensor, asked: Tensor | None, doc: Tensor | None) -> Tensor:
+        """What is to be taken for the answers, where they depend on each other."""
+        return answers
+
     def call(
         self, x_BTD: Tensor, place_B: Tensor, doc: Tensor | None, labels: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
@@ -67,14 +73,15 @@ class Layers(Answers):
     def __init__(self, config: ModelConfig, spec: Answering, num_answers: int, marks: int = 1) -> None:
         super().__init__()
         rate = config.dropout if spec.dropout is None else spec.dropout
-        width = marks * config.dim
+        width = marks * config.answer_width * (3 if getattr(spec, "pool", "") == "concat" else 1)
+        between = spec.width or config.dim
         self.drop_state = Dropout(rate if spec.drop_state else 0.0)
         bias = config.bias if spec.normed else True
-        self.pooler = nn.Linear(width, config.dim, bias=bias) if spec.pooled else None
+        self.pooler = nn.Linear(width, between, bias=bias) if spec.pooled else None
         self.activation = POOLERS[spec.activation]
-        self.norm = make_norm(config) if spec.normed else None
+        self.norm = make_norm(config, between) if spec.normed else None
         self.drop = Dropout(rate)
-        self.out = nn.Linear(config.dim if spec.pooled else width, num_answers, bias=spec.pooled or spec.bias)
+        self.out = nn.Linear(between if spec.pooled else width, num_answers, bias=spec.pooled or spec.bias)
 
     def answer(self, x: Tensor) -> Tensor:
         if self.pooler is not None:
@@ -170,11 +177,21 @@ class TagAnswers(Layers):
 
     def __init__(self, config: ModelConfig, spec: Tags) -> None:
         super().__init__(config, spec, len(spec.names))
+        self.crf = CRF(len(spec.names)) if spec.crf else None
 
     def forward(self, x_BTD: Tensor, asked: Tensor | None, doc: Tensor | None) -> Tensor:
         return self.answer(x_BTD if asked is None else pick(x_BTD, asked))
 
+    def settled(self, answers: Tensor, asked: Tensor | None, doc: Tensor | None) -> Tensor:
+        """With a chain: the score of the best one through each tag, so that the highest are the best chain."""
+        if self.crf is None:
+            return answers
+        assert asked is not None
+        return self.crf.best(answers.float(), links(asked, doc)[0])
+
     def loss(self, answers: Tensor, batch: Any, doc: Tensor | None) -> Tensor:
+        if self.crf is not None:
+            return self.crf.loss(answers.float(), batch.target, *links(batch.asked, doc))
         logits_NC = answers.flatten(0, 1).float()
         return F.cross_entropy(logits_NC, batch.target.flatten(), ignore_index=IGNORED, reduction="sum")
 
@@ -182,6 +199,10 @@ class TagAnswers(Layers):
         self, x_BTD: Tensor, place_B: Tensor, doc: Tensor | None, labels: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         logits_BTC = self(x_BTD, None, doc)
+        if self.crf is not None:
+            raise UserError(
+                "A chain of tags is told for words: give their places in a batch, as Model.logits takes it."
+            )
         if labels is None:
             return logits_BTC, None
         return logits_BTC, F.cross_entropy(logits_BTC.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED)
@@ -268,6 +289,8 @@ def summary(x_BTD: Tensor, asked: Tensor | None, doc: Tensor | None, pool: str, 
     """(B, K, D): the states at the asked places, or the mean of the texts there; those of several orders are added."""
     assert asked is not None, "a task says which places it asks at"
     x_BKD = mean_of_texts(x_BTD, asked, doc) if pool == "mean" else pick(x_BTD, asked)
+    if pool == "concat":
+        x_BKD = torch.cat([x_BKD, largest_of_texts(x_BTD, asked, doc), mean_of_texts(x_BTD, asked, doc)], -1)
     return x_BKD if orders == 1 else x_BKD.unflatten(1, (-1, orders)).sum(2)
 
 
@@ -277,6 +300,16 @@ def mean_of_texts(x_BTD: Tensor, asked_BK: Tensor, doc_BT: Tensor | None) -> Ten
         return x_BTD.mean(1, keepdim=True).expand(-1, asked_BK.shape[1], -1)
     same_BKT = (doc_BT[:, None, :] == pick(doc_BT, asked_BK)[:, :, None]).to(x_BTD.dtype)
     return (same_BKT @ x_BTD) / same_BKT.sum(-1, keepdim=True)
+
+
+def largest_of_texts(x_BTD: Tensor, asked_BK: Tensor, doc_BT: Tensor | None) -> Tensor:
+    """(B, K, D): the largest of each number over the document in which each asked place stands."""
+    if doc_BT is None:
+        return x_BTD.amax(1, keepdim=True).expand(-1, asked_BK.shape[1], -1)
+    doc_BT = doc_BT.clamp(min=-1) + 1  # padding is a document too
+    of_doc = x_BTD.new_full((len(x_BTD), x_BTD.shape[1] + 1, x_BTD.shape[2]), -torch.inf)
+    of_doc = of_doc.scatter_reduce(1, doc_BT[..., None].expand_as(x_BTD), x_BTD, "amax")
+    return pick(of_doc, doc_BT.gather(1, asked_BK))
 
 
 def log_sum_exp(score_N: Tensor, group_N: Tensor, used_N: Tensor) -> Tensor:
@@ -373,12 +406,16 @@ def _published(config: ModelConfig, kind: type[TaskHead]) -> TaskHead:
         return found[kind]
     if kind is Tags or kind is Span:
         return Tags(()) if kind is Tags else Span()
-    usual = (
-        Classes((), bias=True, pool="mean") if config.family == BAG else Classes((), pooled=pool == "first", pool=pool)
-    )
+    usual = Classes((), pooled=pool == "first", pool=pool)
+    if config.family == BAG:
+        usual = Classes((), bias=True, pool="mean")
+    elif isinstance(config.recurrent, AWDLSTM):  # with a norm over the layer in place of one over the batch
+        usual = Classes((), pooled=True, pool="concat", activation="relu", normed=True, width=50, dropout=0.1)
+    elif config.recurrent is not None:
+        usual = Classes((), bias=True, pool="concat")
     template = found.get(Classes, usual)
     assert isinstance(template, Classes)
-    return like(kind, template)
+    return template if kind is Classes else like(kind, template)
 
 
 def like(kind: type[Any], head: Pooled) -> Any:

@@ -65,6 +65,7 @@ def family_of(config: ModelConfig, vocab: Vocabulary | None = None) -> str:
     layout = _layout_of(config, vocab)
     generator = config.extra("generator")
     own = isinstance(generator, Generator) and (layout is None or layout.verdict is None or generator.disentangled)
+    own = own or config.extra("features") is not None  # its head does not read the last states
     return OWN if layout is None or own else layout.model_type
 
 

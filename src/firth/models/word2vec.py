@@ -23,10 +23,10 @@ ZERO, ONE = np.float32(0), np.float32(1)
 
 
 class Noise(NamedTuple):
-    """A distribution to draw words from in two looks: a place at random, then its own word or its alias (Walker 1977)."""
+    """A distribution to draw words from in two looks: a place at random, then its word or its alias (Walker 1977)."""
 
-    own_N: np.ndarray  # the probability that the word of the place itself is meant
-    alias_N: np.ndarray  # the other one
+    own: np.ndarray  # (N,) the probability that the word of the place itself is meant
+    alias: np.ndarray  # (N,) the other one
 
 
 def noise(counts_N: np.ndarray, exponent: float = 0.75) -> Noise:

@@ -18,6 +18,9 @@ from firth.text import Document, Salient, held_out
 from firth.tokens.edges import Side, in_spans, sentence_edges, sentence_ends, word_starts
 from firth.tokens.tokenizer import Tokenizer
 
+LONG = 2**17  # characters: while a text is encoded it takes 300 bytes for each, so a longer one is encoded in parts
+NEAR = 200  # characters on each side of a cut that show whether it changes the tokens
+
 
 class Tokenised(NamedTuple):
     """The tokens of some documents, one after the other, with their edges."""
@@ -103,7 +106,8 @@ class Way:
 
     def _pieces(self, document: Document, text: str) -> list[str] | None:
         """The sentences of a text, each with the space before it; None where tokens must be known with their places."""
-        if self._word_starts is None or self.salient is not None or document.word_starts is not None:
+        by_place = self.tokenizer.backward or self.salient is not None or document.word_starts is not None
+        if by_place or self._word_starts is None:
             return None
         edges = sentence_edges(text, self.language)[:-1]
         if not all(text[edge] in " \n" or text[edge - 1] in punctuation for edge in edges):  # where words part anyway
@@ -111,6 +115,30 @@ class Way:
         return [text[start:end] for start, end in pairwise([0, *edges, len(text)])]
 
     def _whole(self, texts: Sequence[tuple[Document, str]]) -> list[Text]:
+        """The ids of each text with their places; long texts part by part."""
+        parts = [self._parts(document, text) for document, text in texts]
+        flat = [(document, part) for (document, _), some in zip(texts, parts, strict=True) for part in some]
+        found = iter(self._encoded(flat))
+        return [joined([next(found) for _ in some]) for some in parts]
+
+    def _parts(self, document: Document, text: str) -> list[str]:
+        """A text, cut if it is long between sentences, where the tokens and words stay the same."""
+        marked = self.salient is not None or document.word_starts is not None
+        if len(text) <= LONG or marked or self.tokenizer.backward:
+            return [text]
+        cuts = [0]
+        for edge in sentence_edges(text, self.language)[:-1]:
+            if edge - cuts[-1] >= LONG and self._can_part(text[edge - NEAR : edge], text[edge : edge + NEAR]):
+                cuts.append(edge)
+        return [text[start:end] for start, end in pairwise([*cuts, len(text)])]
+
+    def _can_part(self, before: str, after: str) -> bool:
+        """Whether the tokens and the words of two texts are those of both together."""
+        whole, *two = self.tokenizer.encodings([before + after, before, after])
+        starts = self.tokenizer.word_starts
+        return whole.ids == two[0].ids + two[1].ids and np.array_equal(starts(whole), starts(*two))
+
+    def _encoded(self, texts: Sequence[tuple[Document, str]]) -> list[Text]:
         if not texts:
             return []
         encodings = self.tokenizer.encodings([text for _, text in texts])
@@ -121,7 +149,11 @@ class Way:
             bits.append(in_spans(sides_with, self.salient))
         edges = np.cumsum([len(side.encoding) for side in sides])
         parts = zip(*(np.split(bit, edges[:-1]) for bit in bits), strict=True)
-        return [Text([s.encoding.ids], len(s.encoding), *part) for s, part in zip(sides, parts, strict=True)]
+        way = -1 if self.tokenizer.backward else 1
+        return [
+            Text([s.encoding.ids[::way]], len(s.encoding), *(bits[::way] for bits in part))
+            for s, part in zip(sides, parts, strict=True)
+        ]
 
     @cached_property
     def _word_starts(self) -> np.ndarray | None:
@@ -138,6 +170,14 @@ class Way:
         starts_V = np.ones(self.tokenizer.vocab.size, dtype=bool)
         starts_V[[i for token, i in self.tokenizer.backend.get_vocab().items() if token.startswith("##")]] = False
         return starts_V
+
+
+def joined(parts: list[Text]) -> Text:
+    """The parts of a text as one."""
+    if len(parts) == 1:
+        return parts[0]
+    words, ends = (np.concatenate([getattr(part, name) for part in parts]) for name in ("words", "ends"))
+    return Text([ids for part in parts for ids in part.ids], sum(part.size for part in parts), words, ends)
 
 
 def by_sentence(ids: list[list[int]]) -> Text:

@@ -70,6 +70,8 @@ class Tokenizer:
         self.backend = backend
         self.roles = dict(roles)
         self.kind = kind_of(state, config or {})
+        self.backward = bool((config or {}).get("backward"))
+        state |= {"backward": True} if self.backward else {}
         self.fingerprint = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
         self.vocab = read_vocabulary(backend, roles)
         self.config = dict(config) if config is not None else own_config(self.kind)
@@ -81,19 +83,23 @@ class Tokenizer:
         asks to read it as the token.
         """
         reader = self.backend if specials else self._plain
-        return reader.encode(text, add_special_tokens=False).ids
+        return self._in_order(reader.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str], specials: bool = False) -> list[list[int]]:
         """`encode` for many texts at once, on all cores."""
         reader = self.backend if specials else self._plain
-        return [e.ids for e in reader.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [self._in_order(e.ids) for e in reader.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def _in_order(self, ids: Sequence[int]) -> list[int]:
+        """As the text is read: from its end where it is read backward."""
+        return list(ids[::-1] if self.backward else ids)
 
     def encodings(self, texts: Sequence[str]) -> list[Encoding]:
-        """Like `encode_batch`, with the words and the character offsets of the tokens."""
+        """Like `encode_batch`, with the words and the character offsets of the tokens; always from left to right."""
         return self._plain.encode_batch(list(texts), add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+        return self.backend.decode(self._in_order(ids), skip_special_tokens=skip_special)
 
     def words(self, text: str) -> list[str]:
         """The words of a text as the pre-tokenizer cuts it; `characters` spells those of ELMo."""
@@ -137,6 +143,10 @@ class Tokenizer:
         key = "additional_special_tokens"
         known = self.config.get(key) or [self.backend.id_to_token(i) for i in self.vocab.sentinels]
         return Tokenizer(backend, self.roles, self.config | {key: [*known, *(n for n in names if n not in known)]})
+
+    def backwards(self) -> Tokenizer:
+        """The same tokenizer, for a model that reads every text from its end to its begin."""
+        return Tokenizer(self.backend, self.roles, self.config | {"backward": True})
 
     @cached_property
     def _plain(self) -> Backend:

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from firth.errors import UserError
+from firth.evaluate import WordVectors, read_vectors
+from firth.evaluate.neighbours import most_similar, samples, similarity, write_vectors
+
+WORDS = ["king", "queen", "man", "woman", "apple"]
+VECTORS = np.array([[1, 0, 1], [0, 1, 1], [1, 0, 0.1], [0, 1, 0.1], [-1, -1, 0.3]], np.float32)
+
+
+@pytest.fixture
+def vectors() -> WordVectors:
+    return WordVectors(WORDS, VECTORS)
+
+
+def test_the_nearest_words(vectors: WordVectors) -> None:
+    first, second = most_similar(vectors, ["king"], top=2)
+    assert (first.word, second.word) == ("man", "queen")
+    assert first.similarity == pytest.approx(1.1 / np.sqrt(2 * 1.01))
+    assert similarity(vectors, "king", "queen") == pytest.approx(0.5)
+    assert len(most_similar(vectors, ["king"], top=99)) == 4  # not the word itself
+
+
+def test_an_analogy(vectors: WordVectors) -> None:
+    assert most_similar(vectors, ["woman", "king"], ["man"])[0].word == "queen"
+
+
+def test_a_word_without_a_vector(vectors: WordVectors) -> None:
+    with pytest.raises(UserError, match=r"'kings' has no vector\. Did you mean 'king'"):
+        most_similar(vectors, ["kings"])
+
+
+@pytest.mark.parametrize(("form", "names"), [("word2vec", ["vectors.txt", "vectors.bin"]), ("glove", ["vectors.txt"])])
+def test_files_give_the_same_vectors_again(vectors: WordVectors, tmp_path: Path, form: str, names: list[str]) -> None:
+    files = write_vectors(vectors, tmp_path / "out", form)
+    assert [file.name for file in files] == names
+    for file in files:
+        found = read_vectors(file)
+        assert found.words == WORDS
+        np.testing.assert_array_equal(found.vectors_ND, VECTORS)
+
+
+def test_gensim_opens_our_files_and_we_open_its(vectors: WordVectors, tmp_path: Path) -> None:
+    models = pytest.importorskip("gensim.models")
+    random = WordVectors(["naïve", "東京", "x"], np.random.default_rng(0).normal(size=(3, 7)).astype(np.float32))
+    text, binary = write_vectors(random, tmp_path / "out", "word2vec")
+    (glove,) = write_vectors(random, tmp_path / "glove", "glove")
+    opened = models.KeyedVectors.load_word2vec_format
+    for theirs in (opened(text), opened(binary, binary=True), opened(glove, no_header=True)):
+        assert theirs.index_to_key == random.words
+        np.testing.assert_array_equal(theirs.vectors, random.vectors_ND)
+    theirs.save_word2vec_format(str(tmp_path / "t.txt"))
+    theirs.save_word2vec_format(str(tmp_path / "t.bin"), binary=True)
+    for name in ("t.txt", "t.bin"):
+        ours = read_vectors(tmp_path / name)
+        assert ours.words == random.words
+        np.testing.assert_array_equal(ours.vectors_ND, random.vectors_ND)
+    theirs = opened(write_vectors(vectors, tmp_path / "more", "word2vec")[0])
+    assert theirs.most_similar("king", topn=1)[0][0] == most_similar(vectors, ["king"])[0].word
+
+
+def test_wrong_formats_and_words(vectors: WordVectors, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no format 'word3vec'\. Did you mean 'word2vec'"):
+        write_vectors(vectors, tmp_path / "a", "word3vec")
+    with pytest.raises(UserError, match="'new york' has a space"):
+        write_vectors(WordVectors(["new york"], VECTORS[:1]), tmp_path / "b", "glove")
+
+
+def test_samples_are_of_words_that_are_known(vectors: WordVectors) -> None:
+    assert samples(vectors) == {}  # too few to show the neighbours of those in the middle
+    many = WordVectors([f"w{chr(97 + i // 26)}{chr(97 + i % 26)}x" for i in range(400)], np.eye(400, dtype=np.float32))
+    found = samples(many)
+    assert 3 < len(found) <= 12
+    assert all(len(near) == 8 and word not in near for word, near in found.items())

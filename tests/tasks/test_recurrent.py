@@ -1,0 +1,322 @@
+"""ELMo, ULMFiT and biLSTMs by the same verbs as all others: pretrain, go on exactly, fine-tune, evaluate, embed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from firth import verbs
+from firth.errors import UserError
+from firth.generate import generate_ids
+from firth.generate.decoding import Decoding
+from firth.models import load_model, make_model, preset, read_config
+from firth.models.config import Features
+from firth.models.presets import bag
+from firth.recipes import finetuning, named, pretraining
+from firth.tasks.make import make_task
+from firth.text import Example
+from firth.tokens import load_tokenizer, train_tokenizer
+from firth.train import Training
+from firth.train.optim import rate
+from firth.train.unfreeze import Pace, learners
+
+SMALL: dict[str, Any] = {"per_device_train_batch_size": 4, "max_seq_length": 16, "eval_steps": 4, "save_steps": 4}
+NARROW = {
+    "ulmfit-tiny": {"model.dim": 32, "model.recurrent.hidden": 48},
+    "elmo-tiny": {"model.dim": 16, "model.head.dim": 8, "model.recurrent.projection": 8, "model.recurrent.hidden": 12},
+}
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sentences about animals and places, enough for a few steps."""
+    draw = np.random.default_rng(0)
+    words = [
+        "the",
+        "a",
+        "big",
+        "small",
+        "red",
+        "cat",
+        "dog",
+        "fox",
+        "horse",
+        "river",
+        "garden",
+        "forest",
+        "ran",
+        "sat",
+        "near",
+        "and",
+        "then",
+        "home",
+    ]
+    documents = [" ".join(draw.choice(words, 30)) + "." for _ in range(40)]
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("\n\n".join(documents), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="session")
+def run_of(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A pretraining run of eight steps, made once."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("run") / name
+            options = {**SMALL, "max_steps": 8, "save_total_limit": 0, "overrides": NARROW[name]}
+            verbs.pretrain(name, text, made[name], **options)
+        return made[name]
+
+    return get
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def scores(result: dict[str, Any]) -> dict[str, float]:
+    (one,) = result["scores"]
+    return dict(one)
+
+
+# --- pretraining ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(
+    name: str, run_of: Callable[[str], Path], text: Path, tmp_path: Path
+) -> None:
+    whole, again = run_of(name), tmp_path / "again"
+    shutil.copytree(whole, again)
+    for gone in ("checkpoint-8", "final"):
+        shutil.rmtree(again / gone)
+    (again / "results.json").unlink()
+    carry = load_file(again / "checkpoint-4" / "training" / "carry.safetensors")
+    assert len(carry) == read_config(whole / "final").num_layers
+    verbs.pretrain(name, text, again, resume=True, **SMALL, max_steps=8, save_total_limit=0, overrides=NARROW[name])
+    theirs, ours = (load_file(folder / "final" / "model.safetensors") for folder in (whole, again))
+    assert theirs.keys() == ours.keys()
+    assert all(theirs[key].equal(ours[key]) for key in theirs)
+    assert (whole / "log.jsonl").read_text() == (again / "log.jsonl").read_text()
+
+
+def test_rows_that_go_on_are_the_default() -> None:
+    assert pretraining(preset("ulmfit-base")).order == "stream"
+    assert pretraining(preset("ulmfit-base")).max_seq_length == 70
+    assert type(pretraining(preset("elmo-base")).objective).__name__ == "BiLM"
+    assert pretraining(preset("bilstm-tiny")).order == "packed"
+
+
+@pytest.mark.parametrize(
+    ("name", "objective", "said"),
+    [
+        ("ulmfit-tiny", "prefix-lm", "its objective is clm"),
+        ("elmo-tiny", "mlm", "bilm"),
+        ("bilstm-tiny", "bilm", "bilm"),
+        ("bilstm-tiny", "unilm", "sees all of a text"),
+    ],
+)
+def test_what_lstms_cannot_see_is_refused(name: str, objective: str, said: str, text: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        verbs.pretrain(name, text, tmp_path / "run", objective=objective, max_steps=1)
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_evaluated_and_embedded(name: str, run_of: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
+    final = run_of(name) / "final"
+    found = verbs.evaluate(final, "perplexity", text, tmp_path / "perplexity")
+    assert 5 < found["metrics"]["perplexity"] < 30
+    vectors = verbs.embed(final, ["the cat ran", "the zebra ran", "the gnu ran"])
+    assert vectors.shape == (3, read_config(final).dim)
+    assert np.allclose(vectors[1], vectors[2]) == (name == "ulmfit-tiny"), "only ELMo reads words it has never met"
+
+
+def test_writing_from_a_state_is_reading_all_again(run_of: Callable[[str], Path]) -> None:
+    model = load_model(run_of("ulmfit-tiny") / "final")
+    assert model.tokenizer is not None
+    prompts = [model.tokenizer.encode(prompt) for prompt in ("the cat", "a big red fox ran", "near")]
+    for decoding in (Decoding(max_new_tokens=6, temperature=0.0), Decoding(max_new_tokens=6, num_beams=3)):
+        once, again = (generate_ids(model, prompts, decoding=decoding, cache=cache) for cache in (True, False))
+        assert once == again
+
+
+# --- ULMFiT ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_slanted_triangle_is_the_papers() -> None:
+    """Equation 3: cut = T * cut_frac; p rises to 1 at the cut, falls to 0; the rate is max * (1 + p * 31) / 32."""
+    steps, cut, highest = 200, 20, 0.01
+    training = Training(max_steps=steps, warmup_steps=cut, learning_rate=highest, lr_scheduler_type="slanted-triangle")
+    for t in (0, 1, 10, 19, 20, 21, 100, 199):
+        p = t / cut if t < cut else 1 - (t - cut) / (cut * (1 / (cut / steps) - 1))
+        assert rate(t, training) == pytest.approx(highest * (1 + p * 31) / 32)
+
+
+def test_one_more_layer_learns_with_every_epoch() -> None:
+    """Gradual unfreezing, and rates that fall by 2.6 from layer to layer (sections 3.2 and 3.3)."""
+    recipe = finetuning(preset("ulmfit-base"))
+    assert recipe["unfreeze_every"] == -1
+    assert 1 / recipe["layer_decay"] == pytest.approx(2.6)
+    model = make_model(preset("ulmfit-tiny"))
+    depth = [set(learners(model, Pace(1 / 2.6, "none", 10), step).values()) for step in (0, 10, 20, 30, 40)]
+    assert depth == [{4}, {3, 4}, {2, 3, 4}, {1, 2, 3, 4}, {0, 1, 2, 3, 4}]
+
+
+def test_three_stages_forward_and_backward_and_both_together(
+    run_of: Callable[[str], Path], toy: dict[str, Path], text: Path, tmp_path: Path
+) -> None:
+    """General text, the task's own text, the task; again from right to left; the mean of both."""
+    quick: dict[str, Any] = {
+        "seeds": 1,
+        "max_steps": 60,
+        "unfreeze_every": 2,
+        "layer_decay": 1.0,
+        "per_device_train_batch_size": 16,
+    }
+    tuned = {}
+    for way in ("forward", "backward"):
+        general = run_of("ulmfit-tiny")
+        if way == "backward":
+            verbs.tokenizer([text], tmp_path / "back", kind="word", vocab_size=100, backward=True)
+            general = tmp_path / "general"
+            options = {**SMALL, "max_steps": 8, "overrides": NARROW["ulmfit-tiny"]}
+            verbs.pretrain("ulmfit-tiny", text, general, tokenizer=tmp_path / "back", **options)
+        out = tmp_path / way
+        own = write_jsonl(tmp_path / "own.jsonl", [{"text": f"I saw the cat {i} today " * 12} for i in range(30)])
+        found = verbs.finetune(
+            general / "final", "classify", toy["train"], toy["dev"], out,
+            recipe="ulmfit", target_text=[own, text], **quick,
+        )  # fmt: skip
+        assert scores(found)["accuracy"] > 0.6
+        assert (tmp_path / f"{way}-target" / "final").is_dir()
+        tuned[way] = out / "final"
+    assert (
+        load_tokenizer(tuned["backward"]).encode("the cat") == load_tokenizer(tuned["backward"]).encode("cat the")[::-1]
+    )
+    assert load_tokenizer(tuned["backward"]).backward
+    alone = [
+        verbs.evaluate(folder, data=toy["dev"], output_dir=tmp_path / f"alone-{way}") for way, folder in tuned.items()
+    ]
+    both = verbs.evaluate(tuned["forward"], data=toy["dev"], output_dir=tmp_path / "both", together=[tuned["backward"]])
+    rows = [
+        [json.loads(line)["scores"] for line in Path(r["predictions"]).read_text().splitlines()] for r in (*alone, both)
+    ]
+    for first, second, mean in zip(*rows, strict=True):
+        assert mean == {k: pytest.approx((first[k] + second[k]) / 2) for k in mean}
+
+
+def test_a_backward_tokenizer_reads_from_the_end() -> None:
+    plain = train_tokenizer(["the cat sat"] * 2, "word", 20)
+    back = plain.backwards()
+    assert back.encode("the cat sat") == plain.encode("sat cat the")
+    assert back.decode(back.encode("the cat sat")) == "the cat sat"
+    assert back.fingerprint != plain.fingerprint
+    with pytest.raises(UserError, match="reads backward"):
+        make_task("tag", [Example(0, ("the",), ("O",))], back, preset("bilstm-tiny"), finetune_defaults())  # type: ignore[arg-type]
+
+
+def finetune_defaults() -> Any:
+    from firth.tasks import FinetuneRecipe
+
+    return FinetuneRecipe()
+
+
+def test_shards_of_a_backward_model_are_reversed(text: Path, tmp_path: Path) -> None:
+    from firth.tokens import open_shards
+
+    verbs.tokenizer([text], tmp_path / "there", kind="word", vocab_size=100)
+    verbs.tokenizer([text], tmp_path / "back", kind="word", vocab_size=100, backward=True)
+    tokens = []
+    for way in ("there", "back"):
+        verbs.prepare([text], tmp_path / way, tmp_path / f"{way}-shards", held_out=0.0, workers=1)
+        shards = open_shards(tmp_path / f"{way}-shards").train
+        tokens.append([shards.tokens[a:b].tolist() for a, b in zip(shards.offsets, shards.offsets[1:], strict=False)])
+    assert tokens[1] == [document[::-1] for document in tokens[0]]
+
+
+def test_dai_and_le_train_all_at_once() -> None:
+    recipe = named("dai-le", preset("ulmfit-base"))
+    assert (recipe["layer_decay"], recipe["unfreeze_every"], recipe["lr_scheduler_type"]) == (1.0, 0, "linear")
+    with pytest.raises(UserError, match="ulmfit"):
+        named("ulmfitt", preset("ulmfit-base"))
+
+
+# --- ELMo and biLSTMs -----------------------------------------------------------------------------------------------
+
+
+def test_elmo_stays_as_it_is_under_a_task(run_of: Callable[[str], Path], toy: dict[str, Path], tmp_path: Path) -> None:
+    """Only the mixture, the LSTM on top and the head learn."""
+    final = run_of("elmo-tiny") / "final"
+    recipe = finetuning(read_config(final))
+    assert (recipe["freeze"], recipe["layers"]) == ("body", "mix")
+    options: dict[str, Any] = {"seeds": 1, "max_steps": 10, "bilstm": 16}
+    found = verbs.finetune(final, "classify", toy["train"], toy["dev"], tmp_path / "topics", **options)
+    tuned, before = load_model(tmp_path / "topics" / "final"), load_model(final)
+    body = {name: p for name, p in tuned.named_parameters() if not name.startswith(("head.", "extras."))}
+    old = dict(before.named_parameters())
+    assert body
+    assert all(p.equal(old[name]) for name, p in body.items())
+    assert tuned.config.extras == (Features(mix=True, bilstm=16),)
+    again = verbs.evaluate(tmp_path / "topics" / "final", data=toy["dev"], output_dir=tmp_path / "again")
+    assert again["metrics"] == pytest.approx(scores(found))
+
+
+def test_tags_by_a_bilstm_and_a_chain_on_word_vectors(tmp_path: Path) -> None:
+    """Word vectors from nowhere: the baseline from scratch. A tag that depends on the word before needs the LSTM."""
+    words, draw = ["cat", "dog", "the", "ran", "big"], np.random.default_rng(0)
+    rows = []
+    for _ in range(60):
+        sentence = draw.choice(words, 6).tolist()
+        named_ = [b in ("cat", "dog") and a == "the" for a, b in zip(["", *sentence], sentence, strict=False)]
+        rows.append({"tokens": sentence, "tags": ["B-A" if tag else "O" for tag in named_]})
+    train, dev = write_jsonl(tmp_path / "train.jsonl", rows[:45]), write_jsonl(tmp_path / "dev.jsonl", rows[45:])
+    tokenizer = train_tokenizer([" ".join(words)] * 2, "word", 20)
+    torch.manual_seed(0)
+    model = make_model(bag(tokenizer.vocab.size, 16))
+    torch.nn.init.normal_(model.embed.tokens.weight)
+    model.tokenizer = tokenizer
+    model.save(tmp_path / "words")
+    options: dict[str, Any] = {"seeds": 1, "max_steps": 80, "learning_rate": 2e-2, "crf": True, "bilstm": 32}
+    found = verbs.finetune(tmp_path / "words", "tag", train, dev, tmp_path / "tags", **options)
+    assert scores(found)["entity_f1"] > 0.8
+    with pytest.raises(UserError, match="crf is for the task tag"):
+        verbs.finetune(tmp_path / "words", "classify", train, dev, tmp_path / "no", crf=True)
+
+
+def test_a_head_reads_the_top_layer_unless_told(run_of: Callable[[str], Path]) -> None:
+    """The simple version of ELMo: no mixture, nothing on top."""
+    config = read_config(run_of("elmo-tiny") / "final")
+    recipe = finetune_defaults()
+    task = make_task(
+        "classify", [Example(0, ("a",), "x"), Example(1, ("b",), "y")], tokenizer_in(run_of), config, recipe
+    )
+    assert recipe.on_top(task.head(config)).extras == ()
+    assert recipe.__class__(layers="mix").on_top(task.head(config)).extras == (Features(mix=True),)
+
+
+def tokenizer_in(run_of: Callable[[str], Path]) -> Any:
+    return load_tokenizer(run_of("elmo-tiny") / "final")
+
+
+def test_gradients_do_not_depend_on_how_a_batch_is_split() -> None:
+    """As for every model: the losses of two halves add up to that of the whole."""
+    from firth.objectives import Batch
+
+    torch.manual_seed(0)
+    model = make_model(preset("bilstm-tiny")).eval()
+    tokens = torch.randint(5, 40, (4, 6))
+    whole = Batch(tokens, labels=tokens)
+    parts = [model.loss(Batch(tokens[i : i + 2], labels=tokens[i : i + 2])) for i in (0, 2)]
+    assert_close(model.loss(whole), parts[0] + parts[1])
