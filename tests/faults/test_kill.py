@@ -115,19 +115,22 @@ def test_stopped_again_and_again(corpus_file: Path, tmp_path: Path) -> None:
     kill_when(there(folder, ".tokenizer.tmp"), *words)  # while the tokenizer is made
     kill_when(there(folder, ".data.part"), *words)  # while the shards are made
     kill_when(logged(folder, random.randint(12, 40)), *words)  # anywhere
-    press_ctrl_c_when(logged(folder, 45), folder, *words)
+    stop_when(logged(folder, 45), folder, *words)
+    stop_when(logged(folder, 70), folder, *words, number=signal.SIGTERM)  # as before a machine is taken away
     kill_when(there(folder, ".checkpoint-1[0-9][0-9].tmp"), *words)  # while a checkpoint is written
     run(*words)
     assert_same_run(folder, tmp_path / "straight")
 
 
-def press_ctrl_c_when(condition: Callable[[], bool], folder: Path, *words: object) -> None:
+def stop_when(
+    condition: Callable[[], bool], folder: Path, *words: object, number: signal.Signals = signal.SIGINT
+) -> None:
     """It saves where it stops, and says how to go on."""
     process = start(*words)
     when(condition, process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     assert "--resume" in said
     assert "Traceback" not in said
     newest = max(folder.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))

@@ -24,9 +24,9 @@ from firth.tokens import Prepared, Rows, Vocabulary
 from firth.train import Machine, Recipe, Run, Training, choose_machine, fit, load_recipe, pretrain, read_log
 from firth.train import loop as loops
 from firth.train.halved import Halved
-from firth.train.loop import prepared, train_step
 from firth.train.pretrain import alone, batch_function, first_model, row_source, shorter_rows
 from firth.train.ramp import stages
+from firth.train.step import prepared, train_step
 
 pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
 CPU = Machine(torch.device("cpu"), bf16=False, compile=False)

@@ -21,11 +21,12 @@ from firth.models import Model, load_model, make_model, with_extras
 from firth.models.config import Boundary, Pair
 from firth.models.presets import bert
 from firth.objectives import Batch, Draw
-from firth.tokens import Prepared, load_tokenizer
+from firth.text import Corpus
+from firth.tokens import Prepared, load_tokenizer, prepare
 from firth.train import Interrupted, Machine, Recipe, Run, Training, fit, load_recipe, pretrain, read_log
-from firth.train.loop import dropout_seed, train_step
 from firth.train.optim import rate
 from firth.train.pretrain import batch_function, draw, first_model, held_out_loss, row_source
+from firth.train.step import dropout_seed, train_step
 
 FAMILIES = ("bert", "gpt2", "t5")
 pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
@@ -192,7 +193,7 @@ def test_the_log(recipe_of: Recipes) -> None:
     found = read_log(Path(recipe.output_dir) / "log.jsonl")
     steps = [line for line in found if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
-    assert all(list(line) == ["step", "loss", "learning_rate", "tokens"] for line in steps)
+    assert all(list(line) == ["step", "loss", "learning_rate", "tokens", "grad_norm", "data"] for line in steps)
     training = replace(recipe, max_steps=5)
     assert [line["learning_rate"] for line in steps] == [rate(i, training) for i in range(5)]
     tokens = [line["tokens"] for line in steps]
@@ -349,23 +350,68 @@ def test_another_recipe_is_refused_and_nothing_is_touched(recipe_of: Recipes) ->
     recipe = recipe_of("bert", max_steps=2)
     pretrain(recipe)
     before = lines(recipe.output_dir)
-    with pytest.raises(UserError, match=r"learning_rate: 0.001 -> 0.5"):
+    with pytest.raises(UserError, match=r"learning_rate: 0.001 -> 0.5.*--allow-change"):
         pretrain(replace(recipe, learning_rate=0.5), resume=True)
     assert lines(recipe.output_dir) == before
 
 
-def test_ctrl_c_saves_and_says_so(recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_that_is_allowed_is_said_and_kept(recipe_of: Recipes, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = recipe_of("bert", max_steps=4, eval_steps=2, warmup_steps=1)
+    pretrain(recipe)
+    run = Path(recipe.output_dir)
+    before = lines(run)
+    (run / "results.json").unlink()
+    longer = replace(recipe, max_steps=6, learning_rate=0.5)
+    pretrain(longer, resume=True, allow_change=True)
+    said = capsys.readouterr().err
+    assert "the recipe differs: learning_rate: 0.001 -> 0.5; max_steps: 4 -> 6" in said
+    assert lines(run)[: len(before)] == before
+    assert json.loads(lines(run)[-2])["learning_rate"] == rate(5, longer)
+    stored = load_recipe(run / "recipe.yaml", Recipe)
+    assert (stored.max_steps, stored.learning_rate) == (6, 0.5)
+    pretrain(longer, resume=True)  # from now on this is the recipe
+    for fixed in ({"optim": "muon"}, {"ema_decay": 0.9}, {"model": replace(recipe.model, num_layers=2)}):
+        with pytest.raises(UserError, match=f"{next(iter(fixed))}.*leave them as they were"):
+            pretrain(replace(longer, **fixed), resume=True, allow_change=True)
+
+
+def test_shards_that_have_changed_are_refused(
+    recipe_of: Recipes, shards_of: Make, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "shards"
+    shutil.copytree(shards_of("bert").folder, data)
+    recipe = recipe_of("bert", max_steps=2, data=str(data))
+    pretrain(recipe)
+    (Path(recipe.output_dir) / "results.json").unlink()
+    tokens = data / "train" / "tokens.bin"
+    whole = tokens.read_bytes()
+    tokens.write_bytes(whole[:-2] + bytes([whole[-2] ^ 1, whole[-1]]))
+    with pytest.raises(UserError, match=r"damaged: train/tokens.bin does not match"):
+        pretrain(recipe, resume=True)
+    shutil.rmtree(data)
+    prepare(Corpus([corpus_file]), load_tokenizer(shards_of("bert").folder / "tokenizer"), data, 0.2)
+    with pytest.raises(UserError, match=r"not what it was .*--allow-change"):
+        pretrain(recipe, resume=True)
+    pretrain(recipe, resume=True, allow_change=True)
+    assert "reads other shards" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_saves_and_says_so(
+    number: int, code: int, recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     straight = recipe_of("gpt2", dropout=0.2, output_dir=str(tmp_path / "straight"), save_steps=100)
     pretrain(straight)
     recipe = recipe_of("gpt2", dropout=0.2, save_steps=100)
 
     def press(step: int, model: Model) -> None:
         if step == 3:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
     monkeypatch.setattr(pretraining, "Run", lambda *a, **k: Run(*a, **k, hooks=[(1, press)]))
-    with pytest.raises(Interrupted, match="step 3 of 6"):
+    with pytest.raises(Interrupted, match="step 3 of 6") as stopped:
         pretrain(recipe)
+    assert stopped.value.code == code
     assert [p.name for p in Path(recipe.output_dir).glob("checkpoint-*")] == ["checkpoint-3"]
     monkeypatch.undo()
     pretrain(recipe, resume=True)

@@ -111,7 +111,7 @@ def test_every_word_is_read_once_in_an_epoch(data: Path) -> None:
     for epoch in (0, 1):
         turns = range(epoch * learner.stretches, (epoch + 1) * learner.stretches)
         words = np.concatenate([learner.words(turn)[0] for turn in turns])
-        np.testing.assert_array_equal(np.bincount(words, minlength=len(lexicon.count_N)), lexicon.count_N)
+        np.testing.assert_array_equal(np.bincount(words, minlength=len(lexicon.counts)), lexicon.counts)
 
 
 def test_stretches_know_their_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,12 +127,12 @@ def test_words_are_sorted_by_count_and_rare_ones_left_out(data: Path) -> None:
     shards = open_shards(data)
     lexicon = read_lexicon(shards.train, shards.tokenizer, 20)
     special = len(lexicon.tokenizer.vocab.special)
-    assert (lexicon.count_N[:special] == 0).all()
-    assert (np.diff(lexicon.count_N[special:]) <= 0).all()
-    assert lexicon.count_N[special:].min() >= 20
+    assert (lexicon.counts[:special] == 0).all()
+    assert (np.diff(lexicon.counts[special:]) <= 0).all()
+    assert lexicon.counts[special:].min() >= 20
     the, old = lexicon.tokenizer.encode("the"), shards.tokenizer.encode("the")
-    assert lexicon.word_V[old].tolist() == the
-    assert lexicon.tokenizer.vocab.size == len(lexicon.count_N)
+    assert lexicon.word_of[old].tolist() == the
+    assert lexicon.tokenizer.vocab.size == len(lexicon.counts)
 
 
 def test_words_of_the_same_kind_become_similar(data: Path, tmp_path: Path) -> None:
@@ -161,17 +161,19 @@ def test_phrases_become_words(data: Path, tmp_path: Path) -> None:
     assert joined.num_tokens < shards.num_tokens
 
 
-def test_pairs_at_once_learn_the_same_kind_of_vectors(data: Path) -> None:
-    """The batched way, on the CPU here: its loss comes down as that of the other does."""
+def test_pairs_at_once_learn_too(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batched way, on the CPU here: its loss comes down."""
+    monkeypatch.setattr(vectors, "PAIRS", 256)
+    monkeypatch.setattr(vectors, "SHARED", 32)
     shards = open_shards(data)
     lexicon = read_lexicon(shards.train, shards.tokenizer, 1)
-    recipe = Word2Vec(vector_size=16, epochs=20, sample=0.0)
+    recipe = Word2Vec(vector_size=16, epochs=4, sample=0.0)
     learner = OnGPU(shards.train, lexicon, recipe, device="cpu")
     losses = []
     for number in range(learner.steps):
         total, guesses = learner.step(number, None)  # type: ignore[arg-type]
         losses.append(total / guesses)
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.9 * losses[0]
     assert np.abs(learner.state()["outputs"]).max() > 0
 
 

@@ -36,12 +36,18 @@ class Adafactor(torch.optim.Optimizer):
                 if p.grad is not None:
                     self.move(p, p.grad, group["lr"], group["weight_decay"])
 
-    def move(self, p: nn.Parameter, grad: Tensor, lr: float, weight_decay: float) -> None:
+    def move(self, p: nn.Parameter, grad: Tensor, lr: float | Tensor, weight_decay: float) -> None:
         state, sizes = self.state[p], self.sizes.get(p, (len(p),)) if p.ndim else ()
         if not state:
             state.update(begin(p, sizes))
-        state["step"] += 1
-        newest = state["step"] ** FORGETTING
+        bad = getattr(self, "found_inf", None)  # as AdamW reads it: 1 where this step is to change nothing
+        if bad is None:
+            state["step"] += 1
+            newest = state["step"] ** FORGETTING
+        else:
+            state["step"] += 1 - bad
+            newest = torch.where(bad > 0, 0.0, state["step"] ** FORGETTING)
+            lr, grad = torch.where(bad > 0, 0.0, lr), torch.where(bad > 0, 0.0, grad)
         if p.ndim < 2:
             mean = state["exp_avg_sq"].lerp_(grad.square() + LEAST_SQUARE, newest)
             shift(p, grad * mean.rsqrt(), lr, weight_decay)
@@ -67,9 +73,10 @@ def begin(p: nn.Parameter, sizes: tuple[int, ...]) -> dict[str, Tensor]:
     return state | {"exp_avg_sq_row": p.new_zeros(p.shape[:-1]), "exp_avg_sq_col": p.new_zeros(len(sizes), *columns)}
 
 
-def shift(part: Tensor, update: Tensor, lr: float, weight_decay: float) -> None:
+def shift(part: Tensor, update: Tensor, lr: float | Tensor, weight_decay: float) -> None:
     """Move some weights in proportion to their size; updates that are too long are cut."""
     rate = lr * root_mean_square(part).clamp(min=LEAST_SCALE)
+    update = torch.nan_to_num(update) if isinstance(lr, Tensor) else update  # 0 / 0, where a bad step was the first
     update = update / (root_mean_square(update) / LONGEST).clamp(min=1.0)
     part.sub_(part * (weight_decay * rate)).sub_(update * rate)
 

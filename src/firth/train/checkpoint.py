@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from firth.console import warn
@@ -26,6 +29,8 @@ from firth.models.weights import own_state
 LEARNED = "learned.safetensors"
 CARRY = "carry.safetensors"
 AVERAGE = "average.safetensors"
+GUARD = "guard.safetensors"
+OPTIMIZER = "optimizer.safetensors"
 
 
 @dataclass
@@ -37,43 +42,68 @@ class State:
     best: float = -math.inf  # of the evaluations so far, where they are judged
     best_step: int = 0  # when that was; 0: not yet
     waited: int = 0  # evaluations since then
+    data: int = 0  # a hash of every batch so far, each chained to the one before
+    bad_steps: int = 0  # how many steps were skipped in a row
+    halvings: int = 0  # how often micro-batches were halved, as memory was short
 
 
-def save_checkpoint(
-    run: Path,
+class Kept(NamedTuple):
+    """The tensors of a run: its model, and what else a resume needs, by file and name."""
+
+    model: Model
+    training: dict[str, dict[str, torch.Tensor]]
+
+
+def to_keep(
     model: Model,
     optimizer: torch.optim.Optimizer,
-    state: State,
-    recipe: dict[str, Any],
-    keep: int,
-    carry: Mapping[str, torch.Tensor] | None = None,
-    average: Mapping[str, torch.Tensor] | None = None,
-) -> Path:
-    """Write `checkpoint-<step>` and remove the oldest ones beyond `keep`.
+    carry: Mapping[str, torch.Tensor],
+    average: Mapping[str, torch.Tensor],
+    guard: Mapping[str, torch.Tensor],
+) -> Kept:
+    """What a checkpoint keeps of a run.
 
     `carry` is what the next step needs of the rows of the last one, where they go on from step to step; `average` the
-    running mean of the weights, where there is one.
+    running mean of the weights, where there is one; `guard` what is known of the steps so far.
     """
+    files: dict[str, Mapping[str, torch.Tensor]] = {OPTIMIZER: _optimizer_tensors(model, optimizer)}
+    if has_lora(model):  # the weights of the folder hold it already, merged, and cannot be taken apart again
+        files[LEARNED] = learned(model)
+    files |= {name: some for name, some in ((CARRY, carry), (AVERAGE, average), (GUARD, guard)) if some}
+    return Kept(model, {file: {k: v.detach() for k, v in tensors.items()} for file, tensors in files.items()})
+
+
+def save_checkpoint(run: Path, kept: Kept, state: State, recipe: dict[str, Any], keep: int) -> Path:
+    """Write `checkpoint-<step>`, and remove the oldest ones beyond `keep` and the weights of earlier bests."""
     folder = run / f"checkpoint-{state.step}"
-    if folder.exists():
-        if damage(folder) is None:
-            return folder
+    if folder.exists() and damage(folder) is not None:
         remove_folder(folder)
-    with whole_folder(folder, step=state.step) as temporary:
-        write_model(model, temporary)
-        training = temporary / "training"
-        training.mkdir()
-        save_file(_optimizer_tensors(model, optimizer), training / "optimizer.safetensors")
-        if has_lora(model):  # the weights above hold it already, merged, and cannot be taken apart again
-            save_file(learned(model), training / LEARNED)
-        for file, tensors in ((CARRY, carry), (AVERAGE, average)):
-            if tensors:
+    if not folder.exists():
+        with disk_errors(folder), whole_folder(folder, step=state.step) as temporary:
+            write_model(kept.model, temporary)
+            training = temporary / "training"
+            training.mkdir()
+            for file, tensors in kept.training.items():
                 save_file({name: value.contiguous() for name, value in tensors.items()}, training / file)
-        write_json(training / "state.json", {**asdict(state), "recipe": recipe})
+            write_json(training / "state.json", {**asdict(state), "recipe": recipe})
     if keep:
         for old in list_checkpoints(run)[keep:]:
             remove_folder(old)
+    if state.best_step:
+        forget_best(run, but=state.best_step)
     return folder
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Let what safetensors says of a disk be the error that Python has for it."""
+    try:
+        yield
+    except SafetensorError as e:
+        number = re.search(r"os error (\d+)", str(e))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
 
 
 def list_checkpoints(run: Path) -> list[Path]:
@@ -99,7 +129,7 @@ def load_checkpoint(folder: Path, model: Model, optimizer: torch.optim.Optimizer
         put_back(model, load_file(training / LEARNED))
     else:
         load_weights(model, read_tensors(folder), str(folder), whole=True)
-    saved = load_file(training / "optimizer.safetensors")
+    saved = load_file(training / OPTIMIZER)
     parameters = dict(model.named_parameters())
     for key, value in saved.items():  # none of a parameter that no step has used yet
         name, _, entry = key.rpartition("/")
@@ -116,6 +146,11 @@ def load_carry(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
 def load_average(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
     """The running mean of the weights in a checkpoint."""
     return _kept(folder, AVERAGE, device)
+
+
+def load_guard(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
+    """What a checkpoint knows of the steps before it."""
+    return _kept(folder, GUARD, device)
 
 
 def _kept(folder: Path, name: str, device: torch.device) -> dict[str, torch.Tensor]:
@@ -139,7 +174,7 @@ def put_back(model: Model, tensors: dict[str, torch.Tensor]) -> None:
 
 def save_best(run: Path, model: Model, step: int) -> None:
     """Keep the weights of the best evaluation so far."""
-    with whole_folder(run / f"best-{step}") as temporary:
+    with disk_errors(run), whole_folder(run / f"best-{step}") as temporary:
         save_file(learned(model), temporary / LEARNED)
 
 
@@ -152,9 +187,9 @@ def load_best(run: Path, model: Model, step: int) -> None:
 
 
 def forget_best(run: Path, but: int = 0) -> None:
-    """Remove the weights of earlier bests, once a checkpoint knows the later one."""
+    """Remove the weights of bests before this one, once a checkpoint knows it; 0 removes all."""
     for folder in run.glob("best-*"):
-        if folder.name != f"best-{but}":
+        if not but or int(folder.name.removeprefix("best-")) < but:
             remove_folder(folder)
 
 

@@ -20,9 +20,13 @@ class Machine:
     bf16: bool
     compile: bool
     graphs: bool = False
+    fp16: bool = False
 
     def precision(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.bf16 else nullcontext()
+        """Products in 16 bits where that is so; softmax, norms and losses stay in 32 (autocast's own choice)."""
+        if not (self.bf16 or self.fp16):
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16 if self.bf16 else torch.float16)
 
     def __str__(self) -> str:
         name = (
@@ -30,27 +34,34 @@ class Machine:
             if self.device.type == "cuda"
             else f"{torch.get_num_threads()} CPU threads"
         )
-        return f"{name}, {'bfloat16' if self.bf16 else 'float32'}{', compiled' if self.compile else ''}"
+        precision = "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
+        return f"{name}, {precision}{', compiled' if self.compile else ''}"
 
 
 def choose_machine(training: Training) -> Machine:
     """A GPU where there is one. On a CPU bfloat16 is emulated on many machines and slower by orders of magnitude."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    can = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    can = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if (training.bf16 or training.weights == "bf16") and device.type == "cuda" and not can:
         raise UserError("This GPU has no bfloat16: leave --bf16 and --weights out.")
-    bf16 = can if training.bf16 is None else training.bf16
+    bf16 = can and not training.fp16 if training.bf16 is None else training.bf16
+    lacks = device.type == "cuda" and not can and training.bf16 is None
+    fp16 = lacks if training.fp16 is None else training.fp16
+    if lacks and training.fp16 is None:
+        say("this GPU has no bfloat16: float16 is taken, with a loss that is scaled up")
     if (bf16 or training.weights == "bf16") and device.type == "cpu":
         say("bfloat16 on a CPU was asked for: expect it to be slow where the CPU has no such instructions.")
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    compiles = device.type == "cuda" if training.compile is None else training.compile
+    model = getattr(training, "model", None)
+    gains = device.type == "cuda" and getattr(model, "recurrent", None) is None  # cuDNN's LSTMs are programs already
+    compiles = gains if training.compile is None else training.compile
     if compiles:
         keep_compiled()
     # what is in a graph's memory does not outlive the next replay: neither gradients nor what a model remembers
     one = training.gradient_accumulation_steps == 1 and not getattr(training, "memory", 0)
     graphs = one if training.cuda_graphs is None else training.cuda_graphs
-    return Machine(device, bf16, compiles, graphs and compiles and device.type == "cuda")
+    return Machine(device, bf16, compiles, graphs and compiles and device.type == "cuda", fp16)
 
 
 def keep_compiled() -> None:

@@ -13,7 +13,8 @@ from firth.files import MANIFEST, refuse_unwritable
 from firth.train.checkpoint import remove_folder
 
 LOCK = ".lock"
-OURS = ("recipe.yaml", "source.json", "log.jsonl", "results.json", "predictions.jsonl", "report.html", LOCK)
+PROOF = ("straight.yaml", "killed.yaml")  # the recipes of a proof (prove-resume)
+OURS = ("recipe.yaml", "source.json", "log.jsonl", "results.json", "predictions.jsonl", "report.html", LOCK, *PROOF)
 OUR_FOLDERS = (
     "final",
     "adapter",
@@ -28,7 +29,8 @@ OUR_FOLDERS = (
     "decoder",
     "encoder-decoder",
 )
-STAGES = ("untrained", "pretraining", "pretrained-*", "scratch-*")  # in the folder of one architecture (quickstart)
+# In the folder of one architecture (quickstart), and of a proof (prove-resume).
+STAGES = ("untrained", "pretraining", "pretrained-*", "scratch-*", "straight", "killed")
 LEFTOVERS = (".*.tmp", ".*.old")  # of a writer that was killed
 UNFINISHED = (".*.part", ".*.journal", ".*.seen")  # shards that a resumed run goes on with
 PREPARED = ("source.json", "tokenizer", "data")  # what is made of text before a run begins

@@ -4,31 +4,74 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from firth.console import warn
 from firth.files import write_text
 
 
 class Log:
-    """The log of a run that goes on after `step`: lines of later steps belong to work that was lost, and are cut."""
+    """The log of a run that goes on after `step`: lines of later steps belong to work that was lost, and are cut.
+
+    Lines that a full disk does not take are kept, and tried again with the next ones.
+    """
 
     def __init__(self, path: Path, step: int) -> None:
         if path.exists():
             kept = [line for line in read_log(path) if line["step"] <= step]
             write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self.file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self.waiting = b""
+        self.failed: OSError | None = None
 
     def write(self, **facts: Any) -> None:
-        self.file.write(json.dumps(facts) + "\n")
-        self.file.flush()
+        self.waiting += json.dumps(facts).encode() + b"\n"
+        self.is_written()
+
+    def is_written(self) -> bool:
+        """Whether all lines are in the file, after one more try where they were not."""
+        try:
+            while self.waiting:
+                self.waiting = self.waiting[self.file.write(self.waiting) :]
+            self.failed = None
+        except OSError as e:
+            if self.failed is None:
+                warn(f"log.jsonl cannot be written ({e.strerror}): its lines are kept for later, and the run goes on.")
+            self.failed = e
+        return not self.waiting
+
+    def sync(self) -> None:
+        """Make what is written last, whatever happens to the machine."""
+        os.fsync(self.file.fileno())
 
     def __enter__(self) -> Log:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        written = self.is_written()
         self.file.close()
+        if not written and e is None:
+            assert self.failed is not None
+            raise self.failed
+
+
+class NoLog:
+    """A trial leaves no trace."""
+
+    def write(self, **facts: Any) -> None: ...
+
+    def is_written(self) -> bool:
+        return True
+
+    def sync(self) -> None: ...
+
+    def __enter__(self) -> NoLog:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
 
 
 def last_loss(path: Path) -> float:

@@ -6,68 +6,47 @@ import math
 import signal
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+from zlib import crc32
 
+import numpy as np
 import torch
 
-from firth.console import Line, duration, say
+from firth.console import Line, duration, say, warn
 from firth.errors import UserError
-from firth.models import Model, Stack
-from firth.models.heads import Vocabulary
+from firth.models import Model
 from firth.objectives import Batch
 from firth.plain import to_plain
-from firth.tokens.rows import mix
 from firth.train.average import Average
 from firth.train.checkpoint import (
     State,
-    forget_best,
     last_checkpoint,
     learned,
     load_average,
     load_best,
     load_carry,
     load_checkpoint,
+    load_guard,
     save_best,
-    save_checkpoint,
+    to_keep,
 )
 from firth.train.device import Machine
-from firth.train.halved import Halved
-from firth.train.log import Log, last_loss
+from firth.train.diagnose import diagnose
+from firth.train.guard import Found, Guard
+from firth.train.log import Log, NoLog, last_loss
 from firth.train.optim import make_optimizer, rate, unfreeze
-from firth.train.recipe import Training
-from firth.train.unfreeze import Pace
-
-RECOMPILATIONS = 64  # packed rows come in few shapes, and each is worth a program of its own
-
-Carry = dict[str, torch.Tensor]  # what rows leave for those that go on from them, by name: a row each
+from firth.train.step import Carry, Run, prepared, train_step
+from firth.train.writer import Writer
 
 
 class Interrupted(Exception):  # noqa: N818, no error
-    """Ctrl-C: the work is saved, and the message says how to go on."""
+    """Ctrl-C or a SIGTERM: the work is saved, and the message says how to go on. `code` is the exit code for it."""
 
-
-@dataclass
-class Run:
-    """What the loop needs: a model, the micro-batches of any step, and a way to judge."""
-
-    training: Training
-    machine: Machine
-    model: Model
-    batches: Callable[[int], Sequence[Batch]]  # step -> micro-batches, a pure function
-    evaluate: Callable[[Model], dict[str, float]] | None = None
-    folder: Path | None = None  # None: nothing is written (a trial)
-    name: str = "training"
-    hooks: list[tuple[int, Callable[[int, Model], None]]] = field(default_factory=list)  # (every_n_steps, function)
-    losses: Callable[[Any], dict[str, torch.Tensor]] | None = None  # the model's own unless said (distillation)
-    pace: Pace = field(default_factory=Pace)  # which parts learn, from when on, and how fast
-    judge: Callable[[Mapping[str, float]], float] | None = None  # scores -> the higher the better; keeps the best
-    patience: int = 0  # stop after so many evaluations that were no better than the best; 0: never
+    code = 128 + signal.SIGINT
 
 
 @dataclass
@@ -83,14 +62,16 @@ class Outcome:
 
 def fit(run: Run, resume: bool = False) -> Outcome:
     """Train to the last step; from the last whole checkpoint when `resume`."""
-    training, model = run.training, run.model.to(run.machine.device)
-    recipe = to_plain(training)
+    training = run.training
+    writer = Writer(run.folder, to_plain(training), training.save_total_limit, run.model, training.async_save)
+    model, guard = run.model.to(run.machine.device), Guard(training, run.machine)
     optimizer = make_optimizer(model, training, run.pace)
-    state, saved, carry = State(), None, Carry()
+    state, carry = State(), Carry()
     average = Average(learned(model), training.ema_decay) if training.ema_decay else None
     if resume and run.folder and (found := last_checkpoint(run.folder)):
-        state, saved = load_checkpoint(found, model, optimizer), found.name
-        carry = load_carry(found, run.machine.device)
+        state, writer.saved = load_checkpoint(found, model, optimizer), found.name
+        carry, run.halvings = load_carry(found, run.machine.device), state.halvings
+        guard.load(load_guard(found, run.machine.device))
         if average:
             average.load(load_average(found, run.machine.device))
         say(f"going on from {found}")
@@ -103,31 +84,31 @@ def fit(run: Run, resume: bool = False) -> Outcome:
         nonlocal loss
         while len(untold) > but:
             told = untold.pop(0)
-            loss = told.loss()
-            if not math.isfinite(loss):
-                raise UserError(
-                    f"The loss is {loss} at step {told.step}. Lower --learning-rate or lengthen --warmup-steps"
-                    + (f"; {saved} is whole." if saved else ".")
-                )
-            if told.logged:
-                log.write(step=told.step, loss=loss, learning_rate=told.rate, tokens=told.tokens)
-                line.show(_progress(run, told, loss, began, saved))
+            found = Found(*told.found())
+            loss = loss if found.skipped else found.loss
+            state.bad_steps = state.bad_steps + 1 if found.skipped and not found.expected else 0
+            if told.logged or found.skipped:
+                log.write(**told.line(found))
+                line.show(_progress(run, told, loss, began, writer.saved))
+            if state.bad_steps:
+                warn(f"step {told.step} is skipped: {found.reason}")
+            if state.bad_steps >= training.max_bad_steps:
+                raise UserError(diagnose(run, losses_of, told.step, state.bad_steps, found, carry, writer.saved))
 
     def save() -> None:
-        nonlocal saved
         tell()
-        if run.folder:
-            keep, mean = training.save_total_limit, average.mean if average else None
-            saved = save_checkpoint(run.folder, model, optimizer, state, recipe, keep, carry, mean).name
-            forget_best(run.folder, but=state.best_step)
+        state.halvings = run.halvings
+        if run.folder and log.is_written():  # a checkpoint never knows more than the log
+            kept = to_keep(model, optimizer, carry, average.mean if average else {}, guard.state())
+            writer.save(kept, state, first=log.sync)
 
-    with Log(run.folder / "log.jsonl", state.step) if run.folder else _NoLog() as log, stop_asked() as stop:
-        for step, micro in prefetch(run.batches, state.step, end_of(run, state)):
+    with Log(run.folder / "log.jsonl", state.step) if run.folder else NoLog() as log, stop_asked() as stop, writer:
+        for step, micro, data in prefetch(run.batches, state.step, end_of(run, state), state.data):
             # one training step
             lr = rate(step, training)
             unfreeze(optimizer, model, training, run.pace, step)
-            total = train_step(run, losses_of, optimizer, micro, step, lr, carry)
-            state.step, state.tokens = step + 1, state.tokens + sum(b.num_tokens for b in micro)
+            train_step(run, losses_of, optimizer, micro, step, lr, carry, guard)
+            state.step, state.tokens, state.data = step + 1, state.tokens + sum(b.num_tokens for b in micro), data
             if average:
                 average.update(step)
 
@@ -135,9 +116,9 @@ def fit(run: Run, resume: bool = False) -> Outcome:
             last = state.step == training.max_steps
             logs = state.step % training.logging_steps == 0 or last
             saves = state.step % training.save_steps == 0 or last or stop.is_set()
-            if logs or saves:
-                untold.append(Told(state.step, state.tokens, lr, reading(total), logs))
+            untold.append(Told(state.step, state.tokens, lr, data, reading(guard.found), logs))
             tell(but=1 if reads_late(run.machine) else 0)
+            writer.look()
             if run.evaluate and (state.step % training.eval_steps == 0 or last):
                 tell()
                 with average.in_place() if average else nullcontext():
@@ -153,7 +134,9 @@ def fit(run: Run, resume: bool = False) -> Outcome:
                 save()
             if stop.is_set():
                 line.close()
-                raise Interrupted(f"stopped at step {state.step} of {training.max_steps}")
+                writer.wait()
+                lost = "" if writer.saved == f"checkpoint-{state.step}" else f", {writer.saved or 'nothing'} is saved"
+                raise Interrupted(f"stopped at step {state.step} of {training.max_steps}{lost}")
             if last:  # patience may have run out
                 break
     line.close()
@@ -198,8 +181,16 @@ class Told(NamedTuple):
     step: int
     tokens: int
     rate: float
-    loss: Callable[[], float]
+    data: int
+    found: Callable[[], list[float]]
     logged: bool
+
+    def line(self, found: Found) -> dict[str, Any]:
+        """A line of the log. `data` is a hash of all batches so far: equal ones mean that equal text was read."""
+        numbers = {"loss": found.loss, "learning_rate": self.rate, "tokens": self.tokens, "grad_norm": found.norm}
+        facts = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        why = {"skipped": found.reason} if found.skipped else {}
+        return {"step": self.step, **facts, "data": f"{self.data:08x}", **why}
 
 
 def reads_late(machine: Machine) -> bool:
@@ -207,168 +198,78 @@ def reads_late(machine: Machine) -> bool:
     return machine.device.type == "cuda"
 
 
-def reading(total: torch.Tensor) -> Callable[[], float]:
-    """A way to read a number of a device later on, for which only what is before it must have been computed."""
-    if not total.is_cuda:
-        return total.item
-    here, done = torch.empty((), dtype=total.dtype, pin_memory=True), torch.cuda.Event()
-    here.copy_(total, non_blocking=True)
+def reading(numbers: torch.Tensor) -> Callable[[], Any]:
+    """A way to read numbers of a device later on, for which only what is before them must have been computed."""
+    if not numbers.is_cuda:
+        return numbers.tolist
+    here, done = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True), torch.cuda.Event()
+    here.copy_(numbers, non_blocking=True)
     done.record()
 
-    def read() -> float:
+    def read() -> Any:
         done.synchronize()
-        return here.item()
+        return here.tolist()
 
     return read
 
 
-def prepared(run: Run) -> Callable[[Any], dict[str, torch.Tensor]]:
-    """What a step computes the losses with: compiled, and with blocks that are computed twice, where that is asked."""
-    for module in run.model.modules():
-        if isinstance(module, Stack):
-            module.checkpointing = run.training.gradient_checkpointing
-        if isinstance(module, Vocabulary):
-            module.fused, module.padded = run.training.fused_loss, run.training.pad_vocabulary
+def prefetch(
+    batches: Callable[[int], Sequence[Batch]], start: int, end: int, data: int = 0
+) -> Iterator[tuple[int, Sequence[Batch], int]]:
+    """The steps with their batches and a hash of all so far; the next ones are made while the last are computed."""
 
-    def program(losses: Callable[[Any], dict[str, torch.Tensor]]) -> Callable[[Any], dict[str, torch.Tensor]]:
-        if not run.machine.compile:
-            return losses
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS)
-        return torch.compile(losses, dynamic=False, mode="reduce-overhead" if run.machine.graphs else None)
+    def made(step: int, before: int) -> tuple[Sequence[Batch], int]:
+        micro = batches(step)
+        return micro, hashed(micro, before)
 
-    if run.training.weights == "bf16":
-        assert run.losses is None, "a recipe refuses it"
-        return Halved(run.model, program)
-    return program(run.losses or run.model.losses)
-
-
-def train_step(
-    run: Run,
-    losses_of: Callable[[Any], dict[str, torch.Tensor]],
-    optimizer: torch.optim.Optimizer,
-    micro: Sequence[Batch],
-    step: int,
-    lr: float,
-    carry: Carry | None = None,
-) -> torch.Tensor:
-    """Forward and backward over the micro-batches, one update.
-
-    Each part of the loss is a mean over all that the step asks of it: answers, pairs of texts, tokens. `carry` is what
-    the last step has left for this one, and becomes what this one leaves for the next.
-    """
-    counts = add_counts(micro)
-    total = torch.zeros((), device=run.machine.device)
-    left: list[Carry] = []
-    run.model.train()
-    halved = losses_of if isinstance(losses_of, Halved) else None
-    if halved:
-        halved.begin()
-    for i, batch in enumerate(micro):
-        torch.manual_seed(dropout_seed(run.training.seed, step, i))
-        if run.machine.graphs:
-            torch.compiler.cudagraph_mark_step_begin()
-        with run.machine.precision(), reading_on(run.model, batch, carry or {}, sum(map(num_rows, micro[:i])), left):
-            loss = sum_of_means(losses_of(batch.to(run.machine.device)), counts)
-        loss.backward()
-        if halved:
-            halved.hand_over()
-        total += loss.detach()
-    if carry is not None:
-        carry.clear()
-        carry.update(joined(left))
-    if run.training.max_grad_norm:
-        torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.training.max_grad_norm)
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("scale", 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return total
-
-
-def num_rows(batch: Batch) -> int:
-    return len(batch.tokens)
-
-
-@contextmanager
-def reading_on(model: Model, batch: Batch, carry: Carry, first: int, left: list[Carry]) -> Iterator[None]:
-    """Read rows that go on from step to step: with their part of `carry`, which begins at row `first`.
-
-    What they leave is added to `left`. Rows that are `fresh` begin with nothing; those of a step are so together.
-    """
-    if batch.fresh is None:
-        yield
-        return
-    assert batch.fresh.all() or not batch.fresh.any(), "all begin anew, or none"
-    rows = slice(first, first + num_rows(batch))
-    model.take_up({} if batch.fresh.all() else {name: value[rows] for name, value in carry.items()})
-    yield
-    left.append(model.hand_on())
-
-
-def joined(parts: Sequence[Carry]) -> Carry:
-    """What the micro-batches of a step have left, as of all its rows."""
-    return {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else {})}
-
-
-def add_counts(batches: Iterable[Batch]) -> Counter[str]:
-    """What each part of the loss is a mean over, in all of the batches together."""
-    counts: Counter[str] = Counter()
-    for batch in batches:
-        counts.update(batch.counts)
-    return counts
-
-
-def sum_of_means(parts: Mapping[str, Any], counts: Mapping[str, int]) -> Any:
-    """The parts of a loss, numbers or tensors, each divided by its own count, added up."""
-    return sum(part / max(counts[name], 1) for name, part in parts.items())
-
-
-def dropout_seed(seed: int, step: int, micro: int) -> int:
-    """Dropout depends on where it falls, not on what was drawn before."""
-    return int(mix(seed, step, micro)) >> 1
-
-
-def prefetch(batches: Callable[[int], Sequence[Batch]], start: int, end: int) -> Iterator[tuple[int, Sequence[Batch]]]:
-    """The steps with their batches; the next ones are made while the last are computed."""
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
-        following = pool.submit(batches, start) if start < end else None
+        following = pool.submit(made, start, data) if start < end else None
         for step in range(start, end):
             assert following is not None
-            micro = following.result()
-            following = pool.submit(batches, step + 1) if step + 1 < end else None
-            yield step, micro
+            micro, data = following.result()
+            following = pool.submit(made, step + 1, data) if step + 1 < end else None
+            yield step, micro, data
+
+
+def hashed(micro: Sequence[Batch], before: int) -> int:
+    """A hash of what a step reads and is asked, chained to another; however its rows are split into micro-batches."""
+    for arrays in zip(*micro, strict=True):
+        for array in arrays:
+            if array is not None:
+                before = crc32(np.ascontiguousarray(array).data, before)
+    return before
 
 
 @contextmanager
 def stop_asked() -> Iterator[threading.Event]:
-    """Ctrl-C asks the loop to stop after the step; a second one stops at once."""
-    stop = threading.Event()
+    """Ctrl-C or a SIGTERM asks the loop to stop after the step; a second Ctrl-C stops at once.
+
+    An `Interrupted` that comes of it gets the exit code that belongs to the signal.
+    """
+    stop, asked = threading.Event(), signal.SIGINT
 
     def ask(number: int, frame: object) -> None:
-        if stop.is_set():
+        nonlocal asked
+        if stop.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
-        say("stopping after this step (Ctrl-C again: at once, without saving)")
-        stop.set()
+        if not stop.is_set():
+            asked = signal.Signals(number)
+            again = " (Ctrl-C again: at once, without saving)" if number == signal.SIGINT else ""
+            say(f"stopping after this step{again}")
+            stop.set()
 
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = signal.signal(signal.SIGINT, ask)
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
+    except Interrupted as e:
+        e.code = 128 + asked
+        raise
     finally:
-        signal.signal(signal.SIGINT, before)
-
-
-class _NoLog:
-    """A trial leaves no trace."""
-
-    def write(self, **facts: Any) -> None: ...
-
-    def __enter__(self) -> _NoLog:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _progress(run: Run, told: Told, loss: float, began: tuple[float, int, int], saved: str | None) -> str:

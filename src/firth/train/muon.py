@@ -70,11 +70,13 @@ class Muon(torch.optim.AdamW):
 
     def turn(self, group: dict[str, Any]) -> None:
         """Muon's update of one group; matrices of one shape are made orthogonal together."""
+        bad = getattr(self, "found_inf", None)  # as AdamW reads it: 1 where this step is to change nothing
         alike: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for p in group["params"]:
             if p.grad is None:
                 continue
-            p.mul_(1 - group["lr"] * group["weight_decay"])
+            shrunk = 1 - group["lr"] * group["weight_decay"]
+            p.mul_(shrunk if bad is None else torch.where(bad > 0, 1.0, shrunk))
             sizes = self.sizes.get(p, (len(p),))
             for part, update in zip(p.split(sizes), self.heading(p).split(sizes), strict=True):
                 wide = (part, update) if part.shape[0] <= part.shape[1] else (part.mT, update.mT)
@@ -83,6 +85,7 @@ class Muon(torch.optim.AdamW):
             size = ADAMS_SIZE * math.sqrt(max(shape))
             dtype = self.dtype or (torch.bfloat16 if pairs[0][0].is_cuda else torch.float32)
             turned_NAB = orthogonal(torch.stack([update.to(dtype) for _, update in pairs]))
+            turned_NAB = turned_NAB if bad is None else torch.where(bad > 0, 0.0, turned_NAB)
             for (part, _), step_AB in zip(pairs, turned_NAB, strict=True):
                 part.add_(step_AB, alpha=-group["lr"] * size)
 
@@ -92,8 +95,10 @@ class Muon(torch.optim.AdamW):
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p)
-        mean = state["momentum_buffer"].lerp_(p.grad, 1 - self.momentum)
-        return p.grad.lerp(mean, self.momentum)
+        mean, bad = state["momentum_buffer"], getattr(self, "found_inf", None)
+        grad = p.grad if bad is None else torch.where(bad > 0, mean, p.grad)
+        mean.lerp_(grad, 1 - self.momentum)
+        return grad.lerp(mean, self.momentum)
 
 
 def orthogonal(x_NAB: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import Counter, defaultdict
@@ -17,7 +18,7 @@ import torch
 
 from firth.console import duration, say
 from firth.errors import UserError
-from firth.files import damage, read_json, whole_folder, write_json
+from firth.files import MANIFEST, damage, read_json, whole_folder, write_json
 from firth.models import (
     Model,
     check_pair,
@@ -44,48 +45,71 @@ from firth.tokens import (
     Vocabulary,
     open_shards,
 )
-from firth.train.checkpoint import last_checkpoint
+from firth.train.checkpoint import disk_errors, last_checkpoint, list_checkpoints, remove_folder
 from firth.train.device import Machine, choose_machine
 from firth.train.folder import run_folder
-from firth.train.loop import Carry, Run, dropout_seed, fit, prepared, reading_on, sum_of_means, train_step
+from firth.train.log import Log, read_log
+from firth.train.loop import fit
 from firth.train.optim import make_optimizer
 from firth.train.ramp import Stage, first_row, mean_batch, stage_at, stage_shares, stages
 from firth.train.recipe import Recipe, Training, differences, load_recipe, save_recipe
+from firth.train.step import Carry, Losses, Run, dropout_seed, prepared, reading_on, sum_of_means, train_step
 from firth.train.unfreeze import Pace
 
 R = TypeVar("R", bound=Training)
-Losses = Callable[[Any], dict[str, torch.Tensor]]
 EVALUATIONS = 10  # per run, when --eval-steps does not say
-SETTLED = ("max_steps", "warmup_steps", "eval_steps")  # fields that a run may leave open, and then fixes
+# Fields that a run may leave open, and then fixes, or notes of itself.
+SETTLED = ("max_steps", "warmup_steps", "eval_steps", "shards_checksum", "skips")
+FIXED = ("model", "optim", "ema_decay", "order", "memory", "tokenizer")  # what a checkpoint's tensors depend on
 # Fields that name files and folders.
 PLACES = ("output_dir", "data", "checkpoint", "teacher", "train", "dev", "baseline")
 
 
 def pretrain(
-    recipe: Recipe, resume: bool = False, overwrite: bool = False, began: float | None = None
+    recipe: Recipe,
+    resume: bool = False,
+    overwrite: bool = False,
+    began: float | None = None,
+    allow_change: bool = False,
+    rewind: int | None = None,
 ) -> dict[str, Any]:
-    """Run a recipe. `began` is when the clock of `minutes` started (time.monotonic)."""
+    """Run a recipe. `began` is when the clock of `minutes` started (time.monotonic).
+
+    A resumed run keeps its recipe unless `allow_change`; with `rewind` it goes back (see `go_back`).
+    """
     recipe.check()
     folder = Path(recipe.output_dir)
     with run_folder(
         folder, resume, overwrite, [recipe.data, *recipe.sources.values(), recipe.checkpoint, recipe.teacher]
     ):
-        return pretrain_in(folder, recipe, resume, began)
+        return pretrain_in(folder, recipe, resume, began, allow_change, rewind)
 
 
-def pretrain_in(folder: Path, recipe: Recipe, resume: bool = False, began: float | None = None) -> dict[str, Any]:
+def pretrain_in(
+    folder: Path,
+    recipe: Recipe,
+    resume: bool = False,
+    began: float | None = None,
+    allow_change: bool = False,
+    rewind: int | None = None,
+) -> dict[str, Any]:
     """The same, in a folder that is held already."""
     began = time.monotonic() if began is None else began
     stored = folder / "recipe.yaml"
     earlier = load_recipe(stored, Recipe) if resume and stored.is_file() else None
     if earlier is not None:
-        recipe = same_recipe(earlier, recipe)
+        recipe = same_recipe(earlier, recipe, allow_change)
         if (folder / "results.json").is_file() and damage(folder / "final") is None:
             say(f"{folder} is finished already.")
             return dict(read_json(folder / "results.json"))
     shards = open_data(recipe)
     tokenizer, objective = shards.tokenizer, recipe.objective
     check_fit(recipe, tokenizer)
+    recipe = same_shards(recipe, shards, allow_change)
+    if rewind is not None:
+        recipe = go_back(folder, recipe, rewind)
+    if earlier is not None:
+        save_recipe(recipe, stored)
     machine = choose_machine(recipe)
 
     rows = row_source(recipe, shards, held_out=False)
@@ -126,7 +150,9 @@ def pretrain_in(folder: Path, recipe: Recipe, resume: bool = False, began: float
     for share in shares:
         say(f"  {share}")
     say(f"{recipe.model.family}, {recipe.model.shape}: {model.num_parameters:,} parameters")
-    outcome = fit(Run(recipe, machine, model, batches, evaluate, folder, "pretraining", losses=losses), resume)
+    pace = Pace(recipe.layer_decay)
+    run = Run(recipe, machine, model, batches, evaluate, folder, "pretraining", losses=losses, pace=pace)
+    outcome = fit(run, resume)
 
     finish(model, folder)
     results = {
@@ -148,7 +174,7 @@ def pretrain_in(folder: Path, recipe: Recipe, resume: bool = False, began: float
 def finish(model: Model, folder: Path) -> None:
     """Write `final/`, once."""
     if damage(folder / "final") is not None:
-        with whole_folder(folder / "final") as temporary:
+        with disk_errors(folder), whole_folder(folder / "final") as temporary:
             write_model(model, temporary)
 
 
@@ -273,10 +299,14 @@ def alone(recipe: Recipe, stage: Stage) -> Recipe:
 def batch_function(
     recipe: Recipe, rows: Source, tokenizer: Tokenizer, shorter: Mapping[int, Source] | None = None
 ) -> Callable[[int], list[Batch]]:
-    """The micro-batches of a step, as a pure function of the step. `shorter` are rows of earlier stages, by length."""
+    """The micro-batches of a step, as a pure function of the step. `shorter` are rows of earlier stages, by length.
+
+    After a rewind they are those of a later step, so that the text between is passed over.
+    """
     found, by_length = stages(recipe), {**(shorter or {}), recipe.max_seq_length: rows}
 
     def batches(step: int) -> list[Batch]:
+        step += sum(count for first, count in recipe.skips if step >= first)
         stage = stage_at(found, step)
         first, source = first_row(stage, step), by_length[stage.length]
         index = np.arange(first, first + stage.step_rows)
@@ -388,20 +418,81 @@ def trial(
     return step_seconds, time.monotonic() - start
 
 
-def same_recipe(earlier: R, now: R) -> R:
-    """The recipe that a resumed run goes on with; anything that was changed is refused.
+def same_recipe(earlier: R, now: R, allow_change: bool = False) -> R:
+    """The recipe that a resumed run goes on with; anything that was changed is said, and refused unless allowed.
 
     What is left open now is as it was settled then, and a run's folder may have been moved.
     """
-    settled = {name: getattr(earlier, name) for name in SETTLED if left_open(now, name)}
+    settled = {name: getattr(earlier, name) for name in SETTLED if hasattr(now, name) and left_open(now, name)}
     places = {name: getattr(now, name) for name in PLACES if same_place(earlier, now, name)}
-    earlier = replace(earlier, **places)
-    if changed := differences(earlier, replace(now, **settled)):
+    earlier, now = replace(earlier, **places), replace(now, **settled)
+    changed = differences(earlier, now)
+    if fixed := [change for change in changed if change.split(":")[0].split(".")[0] in FIXED]:
+        raise UserError(
+            "A resumed run keeps its recipe, and this one differs: " + "; ".join(fixed) + ". "
+            "The checkpoints were made with these: leave them as they were, or start a new run."
+        )
+    if changed and not allow_change:
         raise UserError(
             "A resumed run keeps its recipe, and this one differs: " + "; ".join(changed) + ". "
-            "Leave these options as they were, or start a new run."
+            "Leave these options as they were, allow it with --allow-change, or start a new run."
         )
-    return earlier
+    if changed:
+        say("from here on the recipe differs: " + "; ".join(changed))
+    return now
+
+
+def same_shards(recipe: Recipe, shards: Prepared | MixedShards, allow_change: bool) -> Recipe:
+    """Note the checksum of the shards when a run begins; when it goes on, read them whole and compare."""
+    parts = shards.parts.values() if isinstance(shards, MixedShards) else [shards]
+    files = [read_json(part.folder / MANIFEST)["files"] for part in parts]
+    found = f"{crc32(json.dumps(files, sort_keys=True).encode()):08x}"
+    if recipe.shards_checksum:
+        for part in parts:
+            part.verify()
+    if recipe.shards_checksum not in ("", found):
+        if not allow_change:
+            raise UserError(
+                f"{recipe.data or 'The mix'} is not what it was when this run began: its shards have changed. Put the "
+                "old ones back, start a new run, or go on with the new ones by --allow-change."
+            )
+        say("from here on the run reads other shards than those that it began with")
+    return replace(recipe, shards_checksum=found)
+
+
+def go_back(folder: Path, recipe: Recipe, steps: int) -> Recipe:
+    """Go back to the last whole checkpoint at least so many steps before the trouble, and pass over its text.
+
+    The trouble is the steps that were skipped at the end of the log, or else the last step. All text from the
+    checkpoint to there is left out, which the recipe notes: any later resume leaves it out too.
+    """
+    if steps < 0:
+        raise UserError(f"--rewind is {steps}, and must be at least 0.")
+    log = folder / "log.jsonl"
+    lines = [line for line in read_log(log) if "data" in line] if log.is_file() else []
+    if not lines:
+        raise UserError(f"{folder} has no steps to rewind: start it without --rewind.")
+    last = first = lines[-1]["step"]
+    for line in reversed(lines):
+        if "skipped" not in line or line["step"] < first - 1:
+            break
+        first = line["step"]
+    found = list_checkpoints(folder)
+    early = [p for p in found if int(p.name.split("-")[1]) < first - steps and damage(p) is None]
+    if not early:
+        raise UserError(
+            f"{folder} has no whole checkpoint {steps} steps before step {first}. Rewind by less, or start anew "
+            "(--save-total-limit keeps more of them)."
+        )
+    start = int(early[0].name.split("-")[1])
+    for newer in found[: found.index(early[0])]:
+        remove_folder(newer)
+    recipe = replace(recipe, skips=(*recipe.skips, (start, last - start)))
+    save_recipe(recipe, folder / "recipe.yaml")
+    with Log(log, start) as cut:
+        cut.write(step=start, rewound_from=last, passed_over=last - start)
+    say(f"going back from step {last} to step {start}; the text of the {last - start} steps between is passed over")
+    return recipe
 
 
 def left_open(recipe: Training, name: str) -> bool:

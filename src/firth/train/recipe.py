@@ -13,8 +13,8 @@ import yaml
 from firth.errors import UserError, nearest
 from firth.files import write_text
 from firth.models import Distillation, LMHead, ModelConfig
-from firth.models.config import TransformerXL
-from firth.objectives import MLM, NAMED, BiLM, Objective
+from firth.models.config import AWDLSTM, BiLSTM, ELMo, TransformerXL
+from firth.objectives import CLM, MLM, NAMED, BiLM, Objective
 from firth.plain import from_plain, to_plain
 from firth.tokens import Mix
 
@@ -63,6 +63,12 @@ class Training:
     adam_beta2: float = option(0.98, "AdamW's second decay rate.")
     adam_epsilon: float = option(1e-6, "AdamW's epsilon.")
     max_grad_norm: float = option(1.0, "Gradients longer than this are cut; 0 leaves them.")
+    spike_factor: float = option(
+        0.0,
+        "Skip a step whose loss or gradient is so many times the usual (the median of the last 128 steps); 0: never. "
+        "A step whose loss or gradient is no number is skipped always.",
+    )
+    max_bad_steps: int = option(5, "Stop, and say why, after so many skipped steps in a row.")
     ema_decay: float = option(
         0.0,
         "Keep a running mean of the weights, this much of it at every step (0.999), to evaluate and to keep; 0: no.",
@@ -72,12 +78,16 @@ class Training:
     )
     save_steps: int = option(500, "Write a checkpoint every so many steps.")
     save_total_limit: int = option(2, "Keep so many checkpoints; 0 keeps all.")
+    async_save: bool = option(True, "Write checkpoints while the training goes on, from a copy in the host's memory.")
     logging_steps: int = option(1, "Write a line to log.jsonl every so many steps.")
     seed: int = option(0, "Decides the order of the text, the noise, the first weights and the dropout.")
     gradient_checkpointing: bool = option(
         False, "Compute each layer again in the backward pass: a third slower, and room for much longer rows."
     )
     bf16: bool | None = option(None, "Compute in bfloat16; by itself on a GPU that can, never by itself on a CPU.")
+    fp16: bool | None = option(
+        None, "Compute in float16, with a loss that is scaled up; by itself on a GPU that has no bfloat16."
+    )
     weights: Literal["float32", "bf16"] = option(
         "float32",
         "bf16 computes with weights that are rounded to bfloat16, and all between them; the exact ones stay with the "
@@ -126,6 +136,8 @@ class Training:
             "muon_momentum": 0,
             "wsd_decay": 0,
             "ema_decay": 0,
+            "spike_factor": 0,
+            "max_bad_steps": 1,
         }
         for name, least in at_least.items():
             if getattr(self, name) < least:
@@ -133,6 +145,10 @@ class Training:
         for name in ("adam_beta1", "adam_beta2", "muon_momentum", "ema_decay"):
             if getattr(self, name) >= 1:
                 raise UserError(f"{name} is {getattr(self, name)}, and must be less than 1.")
+        if 0 < self.spike_factor <= 1:
+            raise UserError(f"spike_factor is {self.spike_factor}: it must be more than 1, or 0 for never.")
+        if self.fp16 and (self.bf16 or self.weights == "bf16"):
+            raise UserError("fp16 and bf16 are two ways to compute: choose one.")
         if self.wsd_decay > 1:
             raise UserError(f"wsd_decay is {self.wsd_decay}, a share of the run: it must be at most 1.")
         if self.muon_learning_rate and self.optim != "muon":
@@ -177,6 +193,10 @@ class Recipe(Training):
         "text is read equally often, at 0 all sources are read equally.",
     )
     mix_epochs: dict[str, float] = field(default_factory=dict)  # or how often each is read in one epoch
+    layer_decay: float = option(
+        1.0,
+        "Each layer learns so many times as fast as the one above it, where a checkpoint goes on learning (ULMFiT).",
+    )
     memory: int = option(0, "Tokens before a row that XLNet or a Transformer-XL reads again, with --order stream.")
     eval_rows: int = option(256, "At most so many held-out rows are read at an evaluation.")
     batch_ramp: float = option(
@@ -187,6 +207,10 @@ class Recipe(Training):
         0.0, "Over this share of the run rows grow to their full length: short ones first, and more. 0: at once."
     )
     length_doublings: int = option(2, "With --length-ramp: how often the rows double; 2 begins with a quarter.")
+    # What a run notes of itself: the shards that it began with, and data that it left out after a rewind, as
+    # (step, how many steps of data are passed over from there on).
+    shards_checksum: str = ""
+    skips: tuple[tuple[int, int], ...] = ()
 
     @property
     def mixing(self) -> Mix:
@@ -210,6 +234,22 @@ class Recipe(Training):
             raise UserError("order=stream reads one text from beginning to end, not a mix of several.")
         if self.order == "stream" and isinstance(self.objective, MLM) and self.objective.copies:
             raise UserError("objective.copies keeps masks for rows that come again, and those of order=stream do not.")
+
+    def check_recurrent(self) -> None:
+        """Whether LSTMs can do the objective: they read one way, or both, and see nothing else."""
+        spec, objective, family = self.model.recurrent, self.objective, self.model.family
+        if spec is not None and isinstance(spec, ELMo) != isinstance(objective, BiLM):
+            raise UserError("Of all LSTMs the objective bilm is ELMo's, which has no other.")
+        if isinstance(spec, AWDLSTM) and objective != CLM(across=getattr(objective, "across", False)):
+            raise UserError(f"{family} reads from left to right: its objective is clm.")
+        if isinstance(spec, BiLSTM) and (not isinstance(objective, MLM) or objective.sees != "all"):
+            raise UserError(f"{family} sees all of a text: its objective is mlm, or another that hides tokens.")
+        if isinstance(spec, ELMo) and self.warm_start != "none":
+            raise UserError("ELMo has no vectors of words that could begin warm: leave warm_start out.")
+        if spec is not None and self.teacher:
+            raise UserError(f"{family} has no layers like its teacher's: leave --teacher out.")
+        if spec is not None and self.weights == "bf16":
+            raise UserError(f"weights=bf16 is not for {family}: leave it out.")
 
     def check_ramps(self) -> None:
         """Whether batches and rows can begin as small as that."""
@@ -239,6 +279,8 @@ class Recipe(Training):
         if self.sources and self.warm_start != "none":
             raise UserError("warm_start counts in one text, not in a mix. Leave it out, or prepare all text together.")
         model, objective = self.model, self.objective
+        if not 0 < self.layer_decay <= 1:
+            raise UserError(f"layer_decay is {self.layer_decay}, and must be more than 0 and at most 1.")
         if self.eval_rows < 1:
             raise UserError(f"eval_rows is {self.eval_rows}, and must be at least 1.")
         if wrong := model.problems():
@@ -250,6 +292,7 @@ class Recipe(Training):
                 f"{name} is for the shape {wanted}; {model.family} has the shape {model.shape}. "
                 f"Take such a model, or one of these objectives: {others}."
             )
+        self.check_recurrent()
         if not isinstance(model.head, LMHead):
             raise UserError("This checkpoint has a classifier's head: pretraining goes on from a language model.")
         if model.max_length is not None and self.max_seq_length > model.max_length:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -160,8 +161,8 @@ class Lexicon(NamedTuple):
     """The words that have vectors: their tokenizer, how often each occurs, and which one an id of the shards is."""
 
     tokenizer: Tokenizer
-    count_N: np.ndarray
-    word_V: np.ndarray  # -1: none, it is special or too rare
+    counts: np.ndarray  # (N,)
+    word_of: np.ndarray  # (V,) -1: none, it is special or too rare
 
 
 def read_lexicon(shards: Shards, tokenizer: Tokenizer, min_count: int) -> Lexicon:
@@ -174,8 +175,8 @@ def read_lexicon(shards: Shards, tokenizer: Tokenizer, min_count: int) -> Lexico
     kept = np.flatnonzero((count_V >= min_count) & (count_V > 0))
     if len(kept) < 2:
         raise UserError(
-            f"min_count={min_count} leaves {len(kept)} words of {np.count_nonzero(count_V):,}: the most frequent occurs "
-            f"{count_V.max(initial=0):,} times. Give more text, or a smaller min_count."
+            f"min_count={min_count} leaves {len(kept)} words of {np.count_nonzero(count_V):,}: the most frequent "
+            f"occurs {count_V.max(initial=0):,} times. Give more text, or a smaller min_count."
         )
     if tokenizer.kind != "word":
         count_N = np.where(count_V >= min_count, count_V, 0)
@@ -216,12 +217,12 @@ def num_stretches(shards: Shards) -> int:
 
 def join_phrases(shards: Shards, lexicon: Lexicon, recipe: Word2Vec, folder: Path) -> tuple[Shards, Lexicon]:
     """The text with each two words joined that follow each other far more often than chance, and its words."""
-    num = len(lexicon.count_N)
+    num = len(lexicon.counts)
 
     def found() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         with progress("counting pairs", "tokens", shards.num_tokens) as shown:
             for number in range(num_stretches(shards)):
-                words_W, doc_W = stretch(shards, lexicon.word_V, number)
+                words_W, doc_W = stretch(shards, lexicon.word_of, number)
                 key, value = np.empty(len(words_W), np.uint64), np.empty(len(words_W), np.float32)
                 n = glove.follow(words_W, doc_W, num, key, value)
                 yield key[:n].copy(), value[:n].copy()
@@ -231,7 +232,7 @@ def join_phrases(shards: Shards, lexicon: Lexicon, recipe: Word2Vec, folder: Pat
         records = np.array(glove.opened(glove.count(found(), temporary, "pairs", 2**25)))
         (temporary / "pairs.bin").unlink()
         first, second = glove.words_of(records["key"], num)
-        count_N, count = lexicon.count_N, records["value"].astype(np.int64)
+        count_N, count = lexicon.counts, records["value"].astype(np.int64)
         scores = word2vec.phrase_scores(count, count_N[first], count_N[second], recipe.min_count, num)
         chosen = np.flatnonzero((scores > recipe.threshold) & (count >= recipe.min_count))
         key = first[chosen] * num + second[chosen]
@@ -240,7 +241,7 @@ def join_phrases(shards: Shards, lexicon: Lexicon, recipe: Word2Vec, folder: Pat
         names = [str(lexicon.tokenizer.backend.id_to_token(i)) for i in range(num)]
         joined = [f"{names[a]}_{names[b]}" for a, b in zip(first[chosen], second[chosen], strict=True)]
         say(f"{len(joined):,} phrases" + (f", such as {', '.join(joined[:5])}" if joined else ""))
-        rewrite(shards, lexicon.word_V, key, phrase, num, temporary)
+        rewrite(shards, lexicon.word_of, key, phrase, num, temporary)
     new = Shards(folder)
     count_N = np.bincount(new.tokens[new.tokens != NO_WORD], minlength=num + len(joined))[: num + len(joined)]
     special = len(lexicon.tokenizer.vocab.special)
@@ -248,7 +249,7 @@ def join_phrases(shards: Shards, lexicon: Lexicon, recipe: Word2Vec, folder: Pat
     order = np.array([i for i in ids if i >= special and count_N[i] >= max(recipe.min_count, 1)], np.int64)
     order = order[np.argsort(-count_N[order], kind="stable")]
     made = lexicon_of(lexicon.tokenizer, all_names[order].tolist(), count_N[order], order)
-    return new, made._replace(word_V=np.append(made.word_V[: num + len(joined)], np.int32(-1)))
+    return new, made._replace(word_of=np.append(made.word_of[: num + len(joined)], np.int32(-1)))
 
 
 NO_WORD = 2**32 - 1
@@ -277,7 +278,9 @@ class Learner(Protocol):
     steps: int
     tokens_per_step: int
     tokens: int  # that all steps read together
-    recipe: Vectors
+
+    @property
+    def recipe(self) -> Vectors: ...
 
     def step(self, number: int, pool: ThreadPoolExecutor) -> tuple[float, int]:
         """Learn; the sum of the losses, and of how many guesses."""
@@ -295,12 +298,12 @@ class SkipGramOrCBOW:
 
     def __init__(self, shards: Shards, lexicon: Lexicon, recipe: Word2Vec) -> None:
         self.shards, self.lexicon, self.recipe = shards, lexicon, recipe
-        num = len(lexicon.count_N)
+        num = len(lexicon.counts)
         self.inputs_ND = word2vec.first_vectors(num, recipe.vector_size, recipe.seed)
-        self.inputs_ND[lexicon.count_N == 0] = 0
+        self.inputs_ND[lexicon.counts == 0] = 0
         self.outputs_ND = np.zeros_like(self.inputs_ND)
-        self.noise = word2vec.noise(lexicon.count_N, recipe.ns_exponent)
-        self.kept_N = word2vec.kept(lexicon.count_N, recipe.sample)
+        self.noise = word2vec.noise(lexicon.counts, recipe.ns_exponent)
+        self.kept_N = word2vec.kept(lexicon.counts, recipe.sample)
         self.stretches = num_stretches(shards)
         self.total = self.stretches * recipe.epochs
         self.steps = -(-self.total // STRETCHES)
@@ -316,7 +319,7 @@ class SkipGramOrCBOW:
         """What is read at one turn, frequent words left out at random; and the seed of the rest."""
         epoch, number = divmod(turn, self.stretches)
         number = int(permute(np.array([number]), self.stretches, mix(self.recipe.seed, epoch))[0])
-        words_W, doc_W = stretch(self.shards, self.lexicon.word_V, number)
+        words_W, doc_W = stretch(self.shards, self.lexicon.word_of, number)
         seed = int(mix(self.recipe.seed, 1, turn))
         read = np.random.default_rng(seed).random(len(words_W), np.float32) < self.kept_N[words_W]
         read &= words_W >= 0
@@ -341,7 +344,7 @@ class SkipGramOrCBOW:
         """The mean loss on text that was not read: a step at rate 0."""
         parts = []
         for number in range(min(HELD_OUT, num_stretches(shards))):
-            words_W, doc_W = stretch(shards, self.lexicon.word_V, number)
+            words_W, doc_W = stretch(shards, self.lexicon.word_of, number)
             parts.append(self.learn(words_W[words_W >= 0], doc_W[words_W >= 0], 0.0, number))
         total, guesses = added(parts)
         return total / guesses if guesses else None
@@ -360,7 +363,7 @@ class OnGPU(SkipGramOrCBOW):
         super().__init__(shards, lexicon, recipe)
         self.device = torch.device(device)
         share_N = np.where(
-            lexicon.count_N > 0, np.maximum(lexicon.count_N, 1).astype(np.float64) ** recipe.ns_exponent, 0
+            lexicon.counts > 0, np.maximum(lexicon.counts, 1).astype(np.float64) ** recipe.ns_exponent, 0
         )
         self.share_N = torch.tensor(share_N, dtype=torch.float32, device=self.device)
         self.inputs, self.outputs = (torch.from_numpy(a).to(self.device) for a in (self.inputs_ND, self.outputs_ND))
@@ -403,7 +406,7 @@ class Factors:
 
     def __init__(self, records: np.ndarray, lexicon: Lexicon, recipe: GloVe) -> None:
         self.records, self.lexicon, self.recipe = records, lexicon, recipe
-        self.arrays = glove.first_state(len(lexicon.count_N), recipe.vector_size, recipe.seed)
+        self.arrays = glove.first_state(len(lexicon.counts), recipe.vector_size, recipe.seed)
         self.blocks = -(-len(records) // RECORDS)
         self.total = self.blocks * recipe.epochs
         self.steps = -(-self.total // STRETCHES)
@@ -416,10 +419,9 @@ class Factors:
         epoch, number = divmod(turn, self.blocks)
         number = int(permute(np.array([number]), self.blocks, mix(self.recipe.seed, epoch))[0])
         some = np.array(self.records[number * RECORDS : (number + 1) * RECORDS])
-        words = glove.words_of(some["key"], len(self.lexicon.count_N))
-        r = self.recipe
-        how = (np.float32(r.eta), np.float32(r.x_max), np.float32(r.alpha))
-        return glove.learn(*words, np.ascontiguousarray(some["value"]), *self.arrays.values(), *how)
+        first_R, second_R = glove.words_of(some["key"], len(self.lexicon.counts))
+        how = tuple(map(np.float32, (self.recipe.eta, self.recipe.x_max, self.recipe.alpha)))
+        return glove.learn(first_R, second_R, np.ascontiguousarray(some["value"]), *self.arrays.values(), *how)
 
     def step(self, number: int, pool: ThreadPoolExecutor) -> tuple[float, int]:
         turns = range(number * STRETCHES, min((number + 1) * STRETCHES, self.total))
@@ -431,7 +433,7 @@ class Factors:
     def model(self) -> Model:
         """A word's vector is the sum of its two (section 4.2)."""
         sum_ND = self.arrays["words"] + self.arrays["contexts"]
-        sum_ND[self.lexicon.count_N == 0] = 0
+        sum_ND[self.lexicon.counts == 0] = 0
         return as_model(self.lexicon.tokenizer, sum_ND, None, self.recipe.bigrams)
 
 
@@ -448,7 +450,7 @@ def as_model(tokenizer: Tokenizer, vectors_ND: np.ndarray, outputs_ND: np.ndarra
     with torch.no_grad():
         model.embed.tokens.weight.copy_(torch.from_numpy(vectors_ND))
         if outputs_ND is not None:
-            model.head.weight.copy_(torch.from_numpy(outputs_ND))
+            model.get_parameter("head.weight").copy_(torch.from_numpy(outputs_ND))
         if model.embed.bigrams is not None:
             model.embed.bigrams.weight.zero_()
     model.tokenizer = tokenizer
@@ -457,12 +459,12 @@ def as_model(tokenizer: Tokenizer, vectors_ND: np.ndarray, outputs_ND: np.ndarra
 
 def count_meetings(shards: Shards, lexicon: Lexicon, recipe: GloVe, folder: Path) -> np.ndarray:
     """How often words meet, counted once for a run: the records stay on disk."""
-    place, num = folder / "records.bin", len(lexicon.count_N)
+    place, num = folder / "records.bin", len(lexicon.counts)
 
     def found() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         with progress("counting which words meet", "tokens", shards.num_tokens) as shown:
             for number in range(num_stretches(shards)):
-                words_W, doc_W = stretch(shards, lexicon.word_V, number)
+                words_W, doc_W = stretch(shards, lexicon.word_of, number)
                 key = np.empty(len(words_W) * recipe.window, np.uint64)
                 value, known = np.empty(len(key), np.float32), words_W >= 0
                 n = glove.meetings(words_W[known], doc_W[known], recipe.window, num, key, value)
@@ -513,7 +515,7 @@ def learn_vectors(folder: Path, recipe: Vectors, resume: bool) -> dict[str, Any]
             text, lexicon = join_phrases(text, lexicon, recipe, folder / f"phrases-{number + 1}")
             held_out = None  # its phrases are not joined
     warn_of_lonely_words(text)
-    num = len(lexicon.count_N) - len(lexicon.tokenizer.vocab.special)
+    num = len(lexicon.counts) - len(lexicon.tokenizer.vocab.special)
     say(f"{num:,} words with {recipe.vector_size} numbers each, {recipe.workers} workers")
     if isinstance(recipe, Word2Vec):
         learner: Learner = (OnGPU if recipe.device == "cuda" else SkipGramOrCBOW)(text, lexicon, recipe)
@@ -630,8 +632,8 @@ def count_text(folder: Path, recipe: NgramRecipe) -> dict[str, Any]:
         **losses,
         "unigram_entropy": shards.manifest.get("unigram_entropy"),
         "tokens": shards.train.num_tokens,
-        "ngrams": [len(level.key_G) for level in model.levels],
-        "parameters": sum(2 * len(level.key_G) for level in model.levels),
+        "ngrams": [len(level.key) for level in model.levels],
+        "parameters": sum(2 * len(level.key) for level in model.levels),
     }
 
 
@@ -655,7 +657,7 @@ def mean_loss(model: Ngram, shards: Shards, vocab: Vocabulary) -> float:
     ids_T, starts_T = framed(shards, vocab)
     edges = [*np.flatnonzero(starts_T).tolist(), len(ids_T)]
     total, num = 0.0, 0
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a, b in pairwise(edges):
         total -= float(model.logp(ids_T[a:b]).sum())
         num += b - a - 1
         if num > 1_000_000:

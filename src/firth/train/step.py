@@ -1,0 +1,245 @@
+"""One step: micro-batches forward and backward, one update, and what the step was a mean over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from firth.console import warn
+from firth.errors import UserError
+from firth.models import Model, Stack
+from firth.models.heads import Vocabulary
+from firth.objectives import Batch
+from firth.tokens.rows import mix
+from firth.train.device import Machine
+from firth.train.guard import Guard
+from firth.train.halved import Halved
+from firth.train.recipe import Training
+from firth.train.unfreeze import Pace
+
+RECOMPILATIONS = 64  # packed rows come in few shapes, and each is worth a program of its own
+
+Carry = dict[str, torch.Tensor]  # what rows leave for those that go on from them, by name: a row each
+Losses = Callable[[Any], dict[str, torch.Tensor]]
+
+
+@dataclass
+class Run:
+    """What the loop needs: a model, the micro-batches of any step, and a way to judge."""
+
+    training: Training
+    machine: Machine
+    model: Model
+    batches: Callable[[int], Sequence[Batch]]  # step -> micro-batches, a pure function
+    evaluate: Callable[[Model], dict[str, float]] | None = None
+    folder: Path | None = None  # None: nothing is written (a trial)
+    name: str = "training"
+    hooks: list[tuple[int, Callable[[int, Model], None]]] = field(default_factory=list)  # (every_n_steps, function)
+    losses: Callable[[Any], dict[str, torch.Tensor]] | None = None  # the model's own unless said (distillation)
+    pace: Pace = field(default_factory=Pace)  # which parts learn, from when on, and how fast
+    judge: Callable[[Mapping[str, float]], float] | None = None  # scores -> the higher the better; keeps the best
+    halvings: int = 0  # how often micro-batches were halved, as memory was short
+    patience: int = 0  # stop after so many evaluations that were no better than the best; 0: never
+
+
+def prepared(run: Run) -> Losses:
+    """What a step computes the losses with: compiled, and with blocks that are computed twice, where that is asked."""
+    for module in run.model.modules():
+        if isinstance(module, Stack):
+            module.checkpointing = run.training.gradient_checkpointing
+        if isinstance(module, Vocabulary):
+            module.fused, module.padded = run.training.fused_loss, run.training.pad_vocabulary
+
+    def program(losses: Losses) -> Losses:
+        if not run.machine.compile:
+            return losses
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS)
+        return torch.compile(losses, dynamic=False, mode="reduce-overhead" if run.machine.graphs else None)
+
+    if run.training.weights == "bf16":
+        assert run.losses is None, "a recipe refuses it"
+        return Halved(run.model, program)
+    return program(run.losses or run.model.losses)
+
+
+def train_step(
+    run: Run,
+    losses_of: Losses,
+    optimizer: torch.optim.Optimizer,
+    micro: Sequence[Batch],
+    step: int,
+    lr: float,
+    carry: Carry | None = None,
+    guard: Guard | None = None,
+) -> torch.Tensor:
+    """Forward and backward over the micro-batches, one update.
+
+    Each part of the loss is a mean over all that the step asks of it: answers, pairs of texts, tokens. `carry` is what
+    the last step has left for this one, and becomes what this one leaves for the next. A step that `guard` finds bad
+    changes nothing.
+    """
+    total, left = gradients(run, losses_of, micro, step, carry or {}, guard.scale if guard else None)
+    norm = cut_gradients(run)
+    bad = guard.judge(total, norm, step) if guard else None
+    if carry is not None:
+        hand_over(carry, joined(left), bad)
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("scale", 1.0)
+    optimizer.found_inf = bad  # type: ignore[attr-defined]  # torch's own name: a fused step then leaves all as it is
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return total
+
+
+def gradients(
+    run: Run, losses_of: Losses, micro: Sequence[Batch], step: int, carry: Carry, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, list[Carry]]:
+    """The loss of a step, its gradients, and what its rows leave; in smaller micro-batches where memory is short."""
+    counts, found = add_counts(micro), None
+    while found is None:
+        try:
+            found = backward(run, losses_of, halve(micro, run.halvings), counts, step, carry, scale)
+        except RuntimeError as e:
+            if not out_of_memory(e):
+                raise
+        if found is None:  # only now is nothing of the failed attempt held any more
+            halve_again(run, losses_of, micro)
+    return found
+
+
+def backward(
+    run: Run,
+    losses_of: Losses,
+    micro: Sequence[Batch],
+    counts: Mapping[str, int],
+    step: int,
+    carry: Carry,
+    scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, list[Carry]]:
+    """Add up loss and gradients of the micro-batches. A loss in float16 is scaled up on the way, and back again."""
+    total = torch.zeros((), device=run.machine.device)
+    left: list[Carry] = []
+    run.model.train()
+    halved = losses_of if isinstance(losses_of, Halved) else None
+    if halved:
+        halved.begin()
+    for i, batch in enumerate(micro):
+        torch.manual_seed(dropout_seed(run.training.seed, step, i))
+        if run.machine.graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        with run.machine.precision(), reading_on(run.model, batch, carry, sum(map(num_rows, micro[:i])), left):
+            loss = sum_of_means(losses_of(batch.to(run.machine.device)), counts)
+        (loss if scale is None else loss * scale).backward()
+        if halved:
+            halved.hand_over()
+        total += loss.detach()
+    if scale is not None:
+        torch._foreach_mul_([p.grad for p in run.model.parameters() if p.grad is not None], 1 / scale)
+    return total, left
+
+
+def cut_gradients(run: Run) -> torch.Tensor:
+    """The length of the gradient, which is cut where it is too long."""
+    if run.training.max_grad_norm:
+        return torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.training.max_grad_norm)
+    return torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters() if p.grad is not None])
+
+
+def hand_over(carry: Carry, left: Carry, bad: torch.Tensor | None) -> None:
+    """Carry on what a step has left; after a bad one what was there before it, or nothing known."""
+    if bad is not None:
+        for name, value in left.items():
+            before = carry.get(name, value)
+            before = before if name in carry and before.shape == value.shape else torch.zeros_like(value)
+            left[name] = torch.where(bad > 0, before, value)
+    carry.clear()
+    carry.update(left)
+
+
+# --- when memory is short ---------------------------------------------------------------------------------------------
+
+
+def out_of_memory(e: RuntimeError) -> bool:
+    return isinstance(e, torch.OutOfMemoryError) or "can't allocate memory" in str(e)
+
+
+def halve(micro: Sequence[Batch], halvings: int) -> list[Batch]:
+    """The same rows in smaller micro-batches, each halved so many times."""
+    if not halvings:
+        return list(micro)
+    found = []
+    for batch in micro:
+        size = -(-num_rows(batch) // 2**halvings)
+        for first in range(0, num_rows(batch), size):
+            found.append(Batch(*(None if a is None else a[first : first + size] for a in batch)))
+    return found
+
+
+def halve_again(run: Run, losses_of: Losses, micro: Sequence[Batch]) -> None:
+    """Take micro-batches of half the size from here on; the step, and so the gradient, stays what it is."""
+    rows = max(map(num_rows, halve(micro, run.halvings)))
+    if rows == 1 or any(batch.group is not None for batch in micro):
+        less = "one row at a time" if rows == 1 else "texts that are compared with each other, which stay together"
+        raise UserError(
+            f"Out of memory, with {less}. Shorten --max-seq-length, pass --gradient-checkpointing, or lower "
+            "--per-device-train-batch-size."
+        )
+    run.halvings += 1
+    rows = max(map(num_rows, halve(micro, run.halvings)))
+    warn(f"out of memory: {rows} rows are computed at once from here on; a step still learns from as many as before.")
+    for part in (run.model, losses_of.twin) if isinstance(losses_of, Halved) else (run.model,):
+        part.zero_grad(set_to_none=True)
+    if run.machine.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# --- rows and counts --------------------------------------------------------------------------------------------------
+
+
+def num_rows(batch: Batch) -> int:
+    return len(batch.tokens)
+
+
+@contextmanager
+def reading_on(model: Model, batch: Batch, carry: Carry, first: int, left: list[Carry]) -> Iterator[None]:
+    """Read rows that go on from step to step: with their part of `carry`, which begins at row `first`.
+
+    What they leave is added to `left`. Rows that are `fresh` begin with nothing; those of a step are so together.
+    """
+    if batch.fresh is None:
+        yield
+        return
+    assert batch.fresh.all() or not batch.fresh.any(), "all begin anew, or none"
+    rows = slice(first, first + num_rows(batch))
+    model.take_up({} if batch.fresh.all() else {name: value[rows] for name, value in carry.items()})
+    yield
+    left.append(model.hand_on())
+
+
+def joined(parts: Sequence[Carry]) -> Carry:
+    """What the micro-batches of a step have left, as of all its rows."""
+    return {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else {})}
+
+
+def add_counts(batches: Iterable[Batch]) -> Counter[str]:
+    """What each part of the loss is a mean over, in all of the batches together."""
+    counts: Counter[str] = Counter()
+    for batch in batches:
+        counts.update(batch.counts)
+    return counts
+
+
+def sum_of_means(parts: Mapping[str, Any], counts: Mapping[str, int]) -> Any:
+    """The parts of a loss, numbers or tensors, each divided by its own count, added up."""
+    return sum(part / max(counts[name], 1) for name, part in parts.items())
+
+
+def dropout_seed(seed: int, step: int, micro: int) -> int:
+    """Dropout depends on where it falls, not on what was drawn before."""
+    return int(mix(seed, step, micro)) >> 1

@@ -1,0 +1,366 @@
+"""Steps that would do harm, memory that is short, and losses in float16."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from firth.errors import UserError
+from firth.models import Model
+from firth.objectives import Batch
+from firth.tokens import Prepared
+from firth.train import Machine, Recipe, Run, Training, fit, load_recipe, pretrain, read_log
+from firth.train import guard as guards
+from firth.train.guard import ENOUGH, Found, Guard
+from firth.train.loop import hashed
+from firth.train.optim import make_optimizer
+from firth.train.pretrain import batch_function, first_model, row_source
+from firth.train.step import Carry, halve, hand_over, train_step
+
+pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
+CPU = Machine(torch.device("cpu"), bf16=False, compile=False)
+HALF = replace(CPU, fp16=True)
+Recipes = Callable[..., Recipe]
+Make = Callable[[str], Prepared]
+
+
+def judged(guard: Guard, numbers: Sequence[tuple[float, float]]) -> list[float]:
+    return [guard.judge(torch.tensor(a), torch.tensor(b), i).item() for i, (a, b) in enumerate(numbers)]
+
+
+def batches_of(recipe: Recipe, shards: Prepared) -> Callable[[int], list[Batch]]:
+    return batch_function(recipe, row_source(recipe, shards, held_out=False), shards.tokenizer)
+
+
+def lines(folder: str | Path) -> list[str]:
+    return (Path(folder) / "log.jsonl").read_text().splitlines()
+
+
+def weights(folder: str | Path) -> bytes:
+    return (Path(folder) / "final" / "model.safetensors").read_bytes()
+
+
+# --- which steps are bad
+
+
+def test_what_is_no_number_is_bad() -> None:
+    found = judged(Guard(Training(), CPU), [(1.0, 1.0), (math.nan, 1.0), (1.0, math.inf), (1e9, 1e9)])
+    assert found == [0, 1, 1, 0]
+
+
+def test_a_spike_is_so_many_times_the_median() -> None:
+    """The median of 1 to 16 is 8 as torch counts it: 32 is four times that, 33 is more."""
+    usual = [(float(i), 1.0) for i in range(1, ENOUGH + 1)]
+    assert judged(Guard(Training(spike_factor=4.0), CPU), [*usual, (32.0, 1.0), (1.0, 4.1)]) == [0] * 17 + [1]
+    assert judged(Guard(Training(spike_factor=4.0), CPU), [*usual, (33.0, 1.0), (33.0, 1.0)]) == [0] * 16 + [1, 1]
+    assert judged(Guard(Training(spike_factor=4.0), CPU), [*usual[1:], (1e6, 1.0)]) == [0] * 16, "too few were seen"
+
+
+def test_what_is_known_of_earlier_steps_is_kept() -> None:
+    one, other = Guard(Training(spike_factor=4.0), CPU), Guard(Training(spike_factor=4.0), CPU)
+    judged(one, [(1.0, 1.0)] * ENOUGH)
+    other.load(one.state())
+    assert other.judge(torch.tensor(5.0), torch.tensor(1.0), ENOUGH) == 1
+    assert Guard(Training(), CPU).state() == {}
+
+
+def test_why_a_step_was_skipped() -> None:
+    assert Found(1.0, 1.0, 0.0, 1.0).reason is None
+    assert Found(math.nan, 1.0, 1.0, 1.0).reason == "the loss is nan"
+    assert Found(1.0, math.inf, 1.0, 1.0).reason == "the gradient is inf"
+    assert "spike" in str(Found(9.0, 1.0, 1.0, 1.0).reason)
+    assert Found(1.0, math.inf, 1.0, 2.0**16).expected
+    assert not Found(1.0, math.inf, 1.0, 1.0).expected
+    assert not Found(math.nan, math.inf, 1.0, 2.0**16).expected
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon", "adafactor"])
+def test_a_bad_step_changes_nothing(optim: str, recipe_of: Recipes, shards_of: Make) -> None:
+    """Good, bad, good is as good, good: weights and optimizer, bit for bit. Also where the bad one is the first."""
+    recipe = recipe_of("bert", optim=optim, weight_decay=0.1)
+    shards = shards_of("bert")
+    batches, start = batches_of(recipe, shards), first_model(recipe, shards.tokenizer)
+
+    def after(steps: Sequence[int], bad: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        model = copy.deepcopy(start)
+        run, optimizer = Run(recipe, CPU, model, batches), make_optimizer(model, recipe)
+        guard = Guard(recipe, CPU)
+        for step in steps:
+            factor = math.nan if step in bad else 1.0
+
+            def losses(batch: Any, factor: float = factor) -> dict[str, torch.Tensor]:
+                return {name: factor * value for name, value in model.losses(batch).items()}
+
+            train_step(run, losses, optimizer, batches(step), step, 1e-2, None, guard)
+            assert guard.found[2] == (step in bad)
+        states = [v for p in model.parameters() for v in optimizer.state[p].values()]
+        return [p.detach() for p in model.parameters()], states
+
+    expected = after([1, 2], [])
+    for steps, bad in (([1, 0, 2], [0]), ([0, 1, 2, 3], [0, 3])):
+        for ours, theirs in zip(after(steps, bad), expected, strict=True):
+            assert all(map(torch.equal, ours, theirs))
+
+
+def test_what_rows_carry_on_is_not_spoilt() -> None:
+    old, new = {"a": torch.ones(2, 3)}, {"a": torch.full((2, 3), math.nan), "b": torch.full((2, 1), math.nan)}
+    carry: Carry = dict(old)
+    hand_over(carry, dict(new), torch.tensor(1.0))
+    assert torch.equal(carry["a"], old["a"])
+    assert torch.equal(carry["b"], torch.zeros(2, 1))
+    hand_over(carry, {"a": torch.full((2, 3), 7.0)}, torch.tensor(0.0))
+    assert list(carry) == ["a"]
+    assert (carry["a"] == 7).all()
+
+
+# --- a run with text that breaks it
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch, recipe_of: Recipes, shards_of: Make) -> Callable[[Sequence[int]], None]:
+    """Let the text of some steps break a run, whenever it is read."""
+
+    def spoil(steps: Sequence[int]) -> None:
+        batches = batches_of(recipe_of("gpt2"), shards_of("gpt2"))
+        wrong = [torch.from_numpy(batches(step)[0].tokens).long() for step in steps]
+
+        def make(*given: Any, **named: Any) -> Run:
+            run = Run(*given, **named)
+            model = run.model
+
+            def losses(batch: Any) -> dict[str, torch.Tensor]:
+                factor = math.nan if any(torch.equal(batch.tokens, w) for w in wrong) else 1.0
+                return {name: factor * value for name, value in model.losses(batch).items()}
+
+            run.losses = losses
+            return run
+
+        monkeypatch.setattr(pretraining, "Run", make)
+
+    return spoil
+
+
+def test_a_bad_step_is_skipped_and_logged(recipe_of: Recipes, poison: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    poison([2])
+    recipe = recipe_of("gpt2", logging_steps=2, eval_steps=6)
+    result = pretrain(recipe)
+    found = [line for line in read_log(Path(recipe.output_dir) / "log.jsonl") if "data" in line]
+    assert [line["step"] for line in found] == [2, 3, 4, 6]
+    assert found[1]["skipped"] == "the loss is nan"
+    assert "loss" not in found[1]
+    assert all("skipped" not in line for line in found if line["step"] != 3)
+    assert math.isfinite(result["loss"])
+    assert capsys.readouterr().err.count("step 3 is skipped") == 1
+
+
+def test_a_run_that_breaks_says_on_what_and_rewinds(recipe_of: Recipes, poison: Any, tmp_path: Path) -> None:
+    poison([3, 4, 5])
+    fields = dict(dropout=0.2, max_steps=9, max_bad_steps=3, save_total_limit=0, eval_steps=100)
+    for name in ("straight", "stopped"):
+        recipe = recipe_of("gpt2", output_dir=str(tmp_path / name), **fields)
+        with pytest.raises(UserError) as stopped:
+            pretrain(recipe)
+        said = str(stopped.value)
+        assert "3 steps in a row were skipped, from step 4 on: the loss is nan at step 6" in said
+        assert "is no number in embed.tokens, " in said
+        assert "blocks.0" in said
+        assert any(word in said for word in ("the", "river", "otter", "garden"))
+        assert "--rewind 0" in said
+    with pytest.raises(UserError, match="no whole checkpoint 4 steps before step 4"):
+        pretrain(recipe, resume=True, rewind=4)
+
+    pretrain(replace(recipe, output_dir=str(tmp_path / "straight")), resume=True, rewind=1)
+    stored = load_recipe(tmp_path / "straight" / "recipe.yaml", Recipe)
+    assert stored.skips == ((2, 4),)
+    found = read_log(tmp_path / "straight" / "log.jsonl")
+    assert not any("skipped" in line for line in found)
+    assert {"step": 2, "rewound_from": 6, "passed_over": 4} in found
+    assert [line["step"] for line in found if "loss" in line] == list(range(1, 10))
+
+    # a further resume passes over the same text
+    broken, make = tmp_path / "stopped", pretraining.Run
+
+    def stop(step: int, model: Model) -> None:
+        if step == 5:
+            raise KeyboardInterrupt
+
+    pretraining.Run = lambda *a, **k: make(*a, **k, hooks=[(1, stop)])
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(recipe, resume=True, rewind=1)
+    finally:
+        pretraining.Run = make
+    pretrain(recipe, resume=True)
+    assert lines(broken) == lines(tmp_path / "straight")
+    assert weights(broken) == weights(tmp_path / "straight")
+
+
+def test_rewinding_a_run_without_steps_is_refused(recipe_of: Recipes) -> None:
+    recipe = recipe_of("gpt2")
+    for back, why in ((0, "no steps to rewind"), (-1, "at least 0")):
+        with pytest.raises(UserError, match=why):
+            pretrain(recipe, resume=True, rewind=back)
+
+
+# --- the data
+
+
+def test_the_hash_is_of_the_rows_and_not_of_their_split(recipe_of: Recipes, shards_of: Make) -> None:
+    batches = batches_of(recipe_of("bert", per_device_train_batch_size=8), shards_of("bert"))
+    whole = batches(0)
+    assert hashed(whole, 0) == hashed(halve(whole, 1), 0) == hashed(halve(whole, 3), 0)
+    assert hashed(whole, 0) != hashed(whole, 1)
+    assert hashed(whole, 0) != hashed(batches(1), 0)
+    labels = whole[0].labels.copy()
+    labels[-1, -1] += 1
+    assert hashed([whole[0]._replace(labels=labels)], 0) != hashed(whole, 0)
+
+
+# --- memory
+
+
+def short_of_memory(model: Model, rows: int) -> Callable[[Any], dict[str, torch.Tensor]]:
+    """A device that has room for so many rows."""
+
+    def losses(batch: Any) -> dict[str, torch.Tensor]:
+        if len(batch.tokens) > rows:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return model.losses(batch)
+
+    return losses
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_smaller_micro_batches_give_the_same_gradient(
+    rows: int, recipe_of: Recipes, shards_of: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = recipe_of("bert", per_device_train_batch_size=6, gradient_accumulation_steps=2)
+    shards = shards_of("bert")
+    model, batches = first_model(recipe, shards.tokenizer), batches_of(recipe, shards)
+    seen: list[list[torch.Tensor]] = []
+
+    class Watch(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            seen.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+
+    run, optimizer = Run(recipe, CPU, model, batches), Watch(model.parameters(), lr=0.0)
+    expected = [train_step(run, model.losses, optimizer, batches(i), i, 0.0).item() for i in range(2)]
+    found = [train_step(run, short_of_memory(model, rows), optimizer, batches(i), i, 0.0).item() for i in range(2)]
+    assert found == pytest.approx(expected, rel=1e-6)
+    for i in range(2):
+        for a, b in zip(seen[i], seen[i + 2], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    said = capsys.readouterr().err
+    assert f"{rows} rows are computed at once" in said
+    assert said.count("out of memory") == {1: 3, 3: 1}[rows], "each size is said once, and kept for the next step"
+
+
+def test_a_row_that_does_not_fit_is_said(recipe_of: Recipes, shards_of: Make) -> None:
+    recipe, shards = recipe_of("bert"), shards_of("bert")
+    model, batches = first_model(recipe, shards.tokenizer), batches_of(recipe, shards)
+    run, optimizer = Run(recipe, CPU, model, batches), make_optimizer(model, recipe)
+    with pytest.raises(UserError, match=r"one row at a time.*--max-seq-length"):
+        train_step(run, short_of_memory(model, 0), optimizer, batches(0), 0, 0.0)
+    together = [b._replace(group=np.zeros((4, 1), int)) for b in batches(0)]
+    run.halvings = 0
+    with pytest.raises(UserError, match="compared with each other"):
+        train_step(run, short_of_memory(model, 2), optimizer, together, 0, 0.0)
+
+    def other(batch: Any) -> dict[str, torch.Tensor]:
+        raise RuntimeError("shapes do not fit")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        train_step(run, other, optimizer, batches(0), 0, 0.0)
+
+
+def test_a_resumed_run_keeps_its_smaller_micro_batches(
+    recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropout falls by micro-batches, so a run that forgot them would differ."""
+
+    def make(*given: Any, hooks: Any = (), **named: Any) -> Run:
+        run = Run(*given, **named, hooks=list(hooks))
+        run.losses = short_of_memory(run.model, 2 if not run.halvings else 4)
+        return run
+
+    def stop(step: int, model: Model) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretraining, "Run", make)
+    pretrain(recipe_of("bert", dropout=0.2, output_dir=str(tmp_path / "straight")))
+    stopped = recipe_of("bert", dropout=0.2, output_dir=str(tmp_path / "stopped"))
+    monkeypatch.setattr(pretraining, "Run", lambda *a, **k: make(*a, **k, hooks=[(1, stop)]))
+    with pytest.raises(KeyboardInterrupt):
+        pretrain(stopped)
+    monkeypatch.setattr(pretraining, "Run", Run)  # now there is room, and the split stays all the same
+    pretrain(stopped, resume=True)
+    assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "straight")
+
+
+# --- float16
+
+
+def test_float16_learns_what_float32_does(recipe_of: Recipes, shards_of: Make) -> None:
+    recipe, shards = recipe_of("gpt2", max_steps=8, warmup_steps=1, learning_rate=1e-2), shards_of("gpt2")
+    start, batches = first_model(recipe, shards.tokenizer), batches_of(recipe, shards)
+    losses = [fit(Run(recipe, machine, copy.deepcopy(start), batches)).loss for machine in (CPU, HALF)]
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert losses[1] != losses[0]
+
+
+def test_the_scale_of_float16_is_found_and_resumed(
+    recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A scale that is too large by far is halved until it fits, which is no reason to stop."""
+    monkeypatch.setattr(guards, "FIRST_SCALE", 2.0**40)
+    fields = dict(fp16=True, bf16=None, max_steps=40, max_bad_steps=2, save_steps=10, eval_steps=100, dropout=0.1)
+    pretrain(recipe_of("gpt2", output_dir=str(tmp_path / "straight"), **fields))
+    found = read_log(tmp_path / "straight" / "log.jsonl")
+    skipped = [line["step"] for line in found if "skipped" in line]
+    assert 2 < len(skipped) < 30
+    assert skipped == list(range(1, len(skipped) + 1))
+    assert "is skipped" not in capsys.readouterr().err
+
+    def stop(step: int, model: Model) -> None:
+        if step == 13:
+            raise KeyboardInterrupt
+
+    recipe = recipe_of("gpt2", output_dir=str(tmp_path / "stopped"), **fields)
+    monkeypatch.setattr(pretraining, "Run", lambda *a, **k: Run(*a, **k, hooks=[(1, stop)]))
+    with pytest.raises(KeyboardInterrupt):
+        pretrain(recipe)
+    monkeypatch.setattr(pretraining, "Run", Run)
+    pretrain(recipe, resume=True)
+    assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "straight")
+
+
+def test_the_scale_grows_again_after_a_long_calm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "CALM", 3)
+    guard, scales = Guard(Training(), HALF), []
+    for norm in (math.inf, 1.0, 1.0, 1.0, 1.0, math.inf):
+        guard.judge(torch.tensor(1.0), torch.tensor(norm), 0)
+        assert guard.scale is not None
+        scales.append(math.log2(guard.scale.item()))
+    assert scales == [15, 15, 15, 16, 16, 15]
+
+
+def test_options_that_make_no_sense(recipe_of: Recipes) -> None:
+    for fields, why in (
+        ({"spike_factor": 0.5}, "more than 1"),
+        ({"max_bad_steps": 0}, "at least 1"),
+        ({"fp16": True, "bf16": True}, "choose one"),
+    ):
+        with pytest.raises(UserError, match=why):
+            recipe_of("bert", **fields).check()

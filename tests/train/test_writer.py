@@ -1,0 +1,219 @@
+"""Checkpoints that are written beside the training, and disks that do not take them."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from firth.files import damage
+from firth.models import Model
+from firth.train import Recipe, Run, pretrain, read_log
+from firth.train import writer as writers
+from firth.train.checkpoint import Kept, State, list_checkpoints, save_checkpoint
+from firth.train.log import Log
+
+pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
+Recipes = Callable[..., Recipe]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.suffix == ".safetensors"}
+
+
+def names(run: str | Path) -> list[str]:
+    return [p.name for p in list_checkpoints(Path(run))]
+
+
+def hooked(monkeypatch: pytest.MonkeyPatch, hook: Callable[[int, Model], None]) -> None:
+    monkeypatch.setattr(pretraining, "Run", lambda *a, **k: Run(*a, **k, hooks=[(1, hook)]))
+
+
+def test_what_is_written_is_of_its_step(recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps go on while a checkpoint is written, and leave no trace in it: weights, moments, mean."""
+    fields = dict(save_total_limit=0, save_steps=3, max_steps=8, ema_decay=0.9, dropout=0.1)
+    pretrain(recipe_of("bert", output_dir=str(tmp_path / "waits"), async_save=False, **fields))
+    steps: list[int] = []
+    during: list[int] = []
+
+    def slowly(*given: Any) -> Path:
+        before = len(steps)
+        time.sleep(0.3)
+        during.append(len(steps) - before)
+        return save_checkpoint(*given)
+
+    monkeypatch.setattr(writers, "save_checkpoint", slowly)
+    hooked(monkeypatch, lambda step, model: steps.append(step))
+    pretrain(recipe_of("bert", output_dir=str(tmp_path / "beside"), **fields))
+    assert sum(during) > 0, "nothing was computed meanwhile, or the test shows nothing"
+    assert names(tmp_path / "beside") == names(tmp_path / "waits") == ["checkpoint-8", "checkpoint-6", "checkpoint-3"]
+    for name in names(tmp_path / "waits"):
+        assert damage(tmp_path / "beside" / name) is None
+        found = files(tmp_path / "beside" / name)
+        assert "training/average.safetensors" in found
+        assert found == files(tmp_path / "waits" / name)
+    assert (tmp_path / "beside" / "log.jsonl").read_bytes() == (tmp_path / "waits" / "log.jsonl").read_bytes()
+
+
+def test_one_at_a_time(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy, most = threading.Lock(), []
+
+    def alone(*given: Any) -> Path:
+        most.append(busy.acquire(blocking=False))
+        time.sleep(0.05)
+        busy.release()
+        return save_checkpoint(*given)
+
+    monkeypatch.setattr(writers, "save_checkpoint", alone)
+    recipe = recipe_of("bert", save_steps=1, max_steps=4)
+    pretrain(recipe)
+    assert most == [True] * 4
+    assert names(recipe.output_dir) == ["checkpoint-4", "checkpoint-3"]
+
+
+def test_a_mistake_of_ours_is_not_kept_quiet(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+
+    def wrong(*given: Any) -> Path:
+        raise ValueError("no such layout")
+
+    def hook(step: int, model: Model) -> None:
+        steps.append(step)
+        time.sleep(0.02)
+
+    monkeypatch.setattr(writers, "save_checkpoint", wrong)
+    hooked(monkeypatch, hook)
+    with pytest.raises(ValueError, match="no such layout"):
+        pretrain(recipe_of("bert", save_steps=2, max_steps=100))
+    assert steps[-1] < 10, "it is said soon, not at the end"
+
+
+# --- a disk that is full
+
+
+@pytest.fixture
+def quota() -> Iterator[Callable[[int | None], None]]:
+    """Let no file grow beyond so many bytes: the system refuses the rest of a write, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size: int | None) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("size", [150_000, 50_000, 1000])  # the optimizer, the weights, or config.json is refused
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
+    size: int,
+    beside: bool,
+    quota: Callable[[int | None], None],
+    recipe_of: Recipes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    straight = recipe_of("gpt2", output_dir=str(tmp_path / "straight"), max_steps=8, save_steps=2)
+    pretrain(straight)
+    between: list[list[str]] = []
+
+    def hook(step: int, model: Model) -> None:
+        if step in (3, 7):
+            quota(size if step == 3 else None)
+        if step == 7:
+            between.append(names(tmp_path / "run"))
+
+    hooked(monkeypatch, hook)
+    recipe = recipe_of("gpt2", max_steps=8, save_steps=2, async_save=beside)
+    pretrain(recipe)
+    assert between == [["checkpoint-2"]], "4 and 6 were refused, and the one before stayed"
+    assert names(tmp_path / "run") == ["checkpoint-8", "checkpoint-2"]
+    assert all(damage(p) is None for p in list_checkpoints(tmp_path / "run"))
+    assert not list((tmp_path / "run").glob(".*.tmp"))
+    said = capsys.readouterr().err
+    assert "checkpoint-2 is whole still, and the run goes on" in said or "log.jsonl cannot be written" in said
+    for name in ("log.jsonl", "final/model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+
+
+def test_a_disk_that_stays_full_ends_cleanly(
+    quota: Callable[[int | None], None], recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last whole checkpoint stays, and once there is room a resume ends the same run."""
+    fields = dict(max_steps=8, save_steps=2, dropout=0.1)
+    pretrain(recipe_of("gpt2", output_dir=str(tmp_path / "straight"), **fields))
+    recipe = recipe_of("gpt2", **fields)
+    hooked(monkeypatch, lambda step, model: quota(50_000) if step == 5 else None)
+    with pytest.raises(OSError, match="File too large"):
+        pretrain(recipe)
+    quota(None)
+    monkeypatch.setattr(pretraining, "Run", Run)
+    run = tmp_path / "run"
+    assert names(run) == ["checkpoint-4", "checkpoint-2"]
+    assert damage(run / "checkpoint-4") is None
+    assert not (run / "final").exists()
+    pretrain(recipe, resume=True)
+    for name in ("log.jsonl", "final/model.safetensors"):
+        assert (run / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+
+
+def test_a_folder_that_became_read_only(
+    recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(run: Path, kept: Kept, state: State, *rest: Any) -> Path:
+        if state.step == 4:
+            raise OSError(errno.EROFS, "Read-only file system", str(run))
+        return save_checkpoint(run, kept, state, *rest)
+
+    monkeypatch.setattr(writers, "save_checkpoint", refused)
+    recipe = recipe_of("gpt2", max_steps=6, save_steps=2)
+    pretrain(recipe)
+    assert names(recipe.output_dir) == ["checkpoint-6", "checkpoint-2"]
+    assert "Read-only file system): checkpoint-2 is whole still" in capsys.readouterr().err
+
+
+class Stubborn:
+    """A file that takes a few bytes, then nothing, then all again."""
+
+    def __init__(self, path: Path) -> None:
+        self.file, self.room = open(path, "ab", buffering=0), 7  # noqa: SIM115
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self.file.write(data[: self.room])
+        self.room -= written
+        return written
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def test_lines_that_a_full_disk_refuses_come_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Log(tmp_path / "log.jsonl", 0) as log:
+        file = Stubborn(tmp_path / "log.jsonl")
+        log.file = file  # type: ignore[assignment]
+        for step in (1, 2):
+            log.write(step=step)
+            assert not log.is_written()
+        file.room = 10**6
+        log.write(step=3)
+        assert log.is_written()
+    assert [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert capsys.readouterr().err.count("its lines are kept for later") == 1
+
+
+def test_a_log_that_is_never_written_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left"), Log(tmp_path / "log.jsonl", 0) as log:
+        log.file = Stubborn(tmp_path / "log.jsonl")  # type: ignore[assignment]
+        log.write(step=1)
+    assert read_log(tmp_path / "log.jsonl") == []
