@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil  # type: ignore[import-untyped]
 
 from firth import __version__
 from firth.cli import parse_bytes
@@ -130,16 +129,12 @@ def run(words: Sequence[str], workers: int) -> tuple[dict[str, Any], int]:
 
 
 def memory_of(pid: int) -> int:
-    """Bytes of a process and all below it that are in memory."""
-    try:
-        parent = psutil.Process(pid)
-        everyone = [parent, *parent.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return 0
-    total = 0
-    for process in everyone:
-        with suppress(psutil.NoSuchProcess):
-            total += process.memory_info().rss
+    """Bytes of a process and all below it that are in memory, as Linux tells; 0 for one that has ended."""
+    place, total = Path(f"/proc/{pid}"), 0
+    with suppress(OSError):
+        total = int((place / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        for thread in (place / "task").iterdir():
+            total += sum(memory_of(int(child)) for child in (thread / "children").read_text().split())
     return total
 
 

@@ -535,3 +535,10 @@ def test_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(lines_module, "open", refuse, raising=False)
     assert refusal(path) == f"{path}: cannot be read (Permission denied)."
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_a_column_that_stands_twice(tmp_path: Path, name: str) -> None:
+    mark = "," if name == "a.csv" else "\t"
+    path = write(tmp_path / name, f"text{mark}text\none{mark}other\n")
+    assert refusal(path) == f"{path}:1: the column 'text' stands twice. Give each a name of its own."

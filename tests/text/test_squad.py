@@ -76,6 +76,17 @@ def test_an_answer_that_is_nowhere_is_left_out_and_so_is_its_question(
     assert "1 question left out without an answer in the context (r)." in said
 
 
+def test_a_question_that_is_scored_on_stays_whatever_its_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The official scorers count every question: one less would be another score."""
+    lost = {"text": "bee", "answer_start": 3}
+    path = squad(tmp_path / "a.json", asked(answers=[lost]))
+    (example,) = read_labelled(path, "span-qa", part="dev")
+    assert example.target == (Answer("bee", -1),)
+    assert "1 answer scored on, but not in the context (q)." in " ".join(capsys.readouterr().err.split())
+
+
 def test_spaces_around_an_answer_are_not_part_of_it(tmp_path: Path) -> None:
     assert read(squad(tmp_path / "a.json", asked(answers=[{"text": "not  ", "answer_start": 9}]))) == [
         (Answer("not", 9),)

@@ -130,3 +130,21 @@ def test_mistakes(shards: dict[str, Prepared], tmp_path: Path) -> None:
     prepare([Document("an otter swims", "x")], other, tmp_path / "d", held_out_share=0)
     with pytest.raises(UserError, match=r"d \(d\) was made with another tokenizer than .*a \(a\)"):
         MixedShards({**shards, "d": open_shards(tmp_path / "d")})
+
+
+@pytest.mark.parametrize("spec", [Mix(), Mix(epochs={"a": 1, "b": 2, "c": 8})])
+def test_an_epoch_of_the_mix_has_every_row_as_often_as_asked(shards: dict[str, Prepared], spec: Mix) -> None:
+    source = mixed(shards, spec)
+    for epoch in (0, 3):
+        rows = source.rows(np.arange(source.num_rows) + epoch * source.num_rows)
+        assert rows.row is not None
+        times = np.bincount(rows.row)
+        asked = [spec.epochs.get(name, 1) for name in "abc"]
+        assert times.tolist() == np.repeat(asked, [s.num_rows for s in source.sources]).tolist()
+
+
+def test_a_small_source_is_read_to_its_end_before_it_is_read_again(shards: dict[str, Prepared]) -> None:
+    source = mixed(shards, Mix(shares={"a": 1, "b": 1, "c": 8}))
+    which, place = source.find(np.arange(300))
+    for s in range(3):
+        assert place[which == s].tolist() == list(range(int((which == s).sum())))

@@ -271,3 +271,24 @@ def test_the_last_token_of_a_sentence_both_ways(kind: str) -> None:
         encoding = tokenizer.encodings([text])[0]
         edges = sentence_edges(text, "en")
         assert last_tokens(encoding, edges) == last_tokens_of_all(encoding, edges)
+
+
+def test_sentences_of_a_long_text_with_blank_lines() -> None:
+    paragraph = " ".join(f"Heron {i} waits at the river." for i in range(20))
+    text = "\n\n".join([paragraph] * 60)
+    ends = [i + 1 for i, c in enumerate(text) if c == "."]
+    assert len(text) > 20_000
+    assert sentence_edges(text, "en") == ends
+
+
+@pytest.mark.parametrize(("kind", "pattern"), [("byte-bpe", "gpt2"), ("byte-bpe", "llama3"), ("unigram", "gpt2")])
+def test_a_long_text_in_parts_is_the_same(kind: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "\n".join(f"In 19{i:02} heron {i} waits at the river. It sleeps. Who knows it?" for i in range(80))
+    documents = [Document("A heron.", "x"), Document(text, "y"), Document("It sleeps.", "z")]
+    way = Way(train_tokenizer([text], kind, 500, pattern=pattern), 0.0, "en")
+    whole, _ = way(documents)
+    monkeypatch.setattr(import_module("firth.tokens.tokenise"), "LONG", 500)
+    parts, _ = way(documents)
+    assert len(way._parts(documents[1], text)) > 5
+    for field, other in zip(whole, parts, strict=True):
+        assert np.array_equal(field, other)

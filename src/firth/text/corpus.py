@@ -31,7 +31,7 @@ STDIN = "-"
 READING = ("documents", "columns", "encoding", *(f.name for f in fields(Cleaning) if f.init))  # arguments of Corpus
 SIDES = ("text_a", "text_b")
 WHOLE = 2**20  # characters: a file in a folder up to this long is one document
-LONGEST = 2**22  # characters, longer than most novels: a longer document is cut, to stay in memory
+LONGEST = WHOLE  # characters, two novels: a longer document is cut, as what its tokens take must fit in memory
 
 
 class Source(NamedTuple):
@@ -50,7 +50,7 @@ class Corpus:
     is one document. A .jsonl file has one document per line; .csv, .tsv and .parquet have one per row. Their text is
     in the column `text` or the one that `columns={"text": "body"}` names. Beside or instead of it a column `words` may
     list the words of the text, for languages written without spaces. Columns `text_a` and `text_b`, where there is no
-    `text` or where `columns` names them, are the two sides of a document. A document over 4 Mi characters is cut.
+    `text` or where `columns` names them, are the two sides of a document. A document over 1 Mi characters is cut.
 
     The text is kept as it is, but for the byte order mark, Windows line ends, and the line ends after a document.
     What `Cleaning` may change or leave out, on request, are the further arguments: `normalize`, `min_words` and so on.

@@ -36,7 +36,8 @@ def read_labelled(
 
     The columns are those of `TASKS`, unless `columns={"text": "sentence"}` names others. The files of GLUE and
     SuperGLUE are known by their folder, and need no names. Without `answers` a file may lack them, as a test set
-    does. The path "pydocs" is the built-in data; only there `part` chooses between "train" and "dev".
+    does. The path "pydocs" is the built-in data; there `part` chooses between "train" and "dev". Elsewhere it says what
+    a file is for: no answer is left out of one that is scored on ("dev").
     """
     if task not in TASKS:
         raise UserError(f"task {task!r} is not known. {nearest(task, TASKS)}")
@@ -47,7 +48,7 @@ def read_labelled(
     make = TASKS[task].example
     item = " item " if extension(Path(path)) == ".json" else ""  # such a file is not counted in lines
     rows = (
-        Row(record, named, f"{path}:{item}{number}", number, answers, notes)
+        Row(record, named, f"{path}:{item}{number}", number, answers, notes, part)
         for number, record in whole_characters(records, notes)
     )
     examples = [example for row in rows if (example := make(row)) is not None]

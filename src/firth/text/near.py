@@ -115,4 +115,4 @@ class NearDuplicates:
             ordered = place[order]
             way = np.arange(len(order)) - np.searchsorted(ordered, ordered)
             fits = way < WAYS
-            table[ordered[fits], way[fits]] = order[fits] + 1
+            np.asarray(table)[ordered[fits], way[fits]] = order[fits] + 1

@@ -79,6 +79,8 @@ def table_records(
         for row in rows:
             if header is None:
                 header = row
+                if twice := next((column for column in row if column and row.count(column) > 1), None):
+                    raise UserError(f"{name}:{number}: the column {twice!r} stands twice. Give each a name of its own.")
             elif row and len(row) != len(header):
                 raise UserError(f"{name}:{number}: {count(len(row), 'cell')}, but the first line names {len(header)}.")
             elif row:

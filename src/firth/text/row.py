@@ -45,6 +45,7 @@ class Row:
     number: int
     answers: bool
     notes: Notes
+    part: str = "train"
 
     def column(self, role: str) -> str:
         return self.columns.get(role, role)

@@ -154,8 +154,11 @@ def sentence_edges(text: str, language: str) -> list[int]:
         sentences = sentencex.segment(language, window)
         if start + len(window) < len(text) and len(sentences) > 1:
             sentences.pop()  # perhaps cut in two by the window: the next one begins with it
+        place = 0
         for sentence in sentences:
+            place = window.index(sentence, place)  # of a long text sentencex 1.0 leaves out some blank lines
             if not sentence.isspace():
-                edges.append(start + len(sentence.rstrip()))
-            start += len(sentence)
+                edges.append(start + place + len(sentence.rstrip()))
+            place += len(sentence)
+        start += place
     return edges

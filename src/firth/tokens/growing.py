@@ -190,7 +190,7 @@ def growing(path: Path, header: dict[str, Any], salient: bool, resume: bool) -> 
         try:
             yield state
         except OSError as e:
-            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise UserError(
                 f"{folder}: no room is left on the disk. What is done is kept: make room, and run it again with "

@@ -15,7 +15,7 @@ from firth.tokens.rows import Rows, Source, mix, permute
 from firth.tokens.shards import Prepared, Shards
 from firth.tokens.tokenizer import Tokenizer
 
-WINDOW = 1000  # rows in which every source has exactly its share
+WINDOW = 1000  # rows in which every source has exactly the share that was asked for
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,11 @@ class Share(NamedTuple):
 
 
 class MixedSource(Source):
-    """Rows of several sources. In each window of 1,000 every source has its share of them exactly, in random order.
+    """Rows of several sources. In each window every source has its share of the rows exactly, in random order.
 
-    Which source row g is of, and which of its rows, is a pure function of the seed and g; each source goes through
-    its own epochs in its own order.
+    A window is one epoch of the mix, so that every source is read exactly as often as `Mix.epochs` says; where shares
+    are asked for it is 1,000 rows. Which source row g is of, and which of its rows, is a pure function of the seed and
+    g; each source goes through its own epochs in its own order.
     """
 
     def __init__(self, sources: Mapping[str, Source], spec: Mix, seed: int, shuffle: bool = True) -> None:
@@ -110,12 +111,14 @@ class MixedSource(Source):
         self.seed, self.shuffle = seed, shuffle
         tokens = {name: source.shards.num_tokens for name, source in sources.items()}
         rows = {name: source.num_rows for name, source in sources.items()}
-        self.count_S = slots(list(spec.weights(tokens, rows).values()))
+        self.num_rows = round(sum(rows[name] * spec.epochs.get(name, 1.0) for name in rows))
+        self.by_shares = bool(spec.shares) or spec.temperature is not None
+        self.window = WINDOW if self.by_shares else max(self.num_rows, len(rows))
+        self.count_S = slots(list(spec.weights(tokens, rows).values()), self.window)
         self.edge_S = np.concatenate([[0], np.cumsum(self.count_S)])
         self.first_row_S = np.cumsum([0, *rows.values()])
-        self.num_rows = round(sum(rows[name] * spec.epochs.get(name, 1.0) for name in rows))
         filled_S = np.array([source.tokens_used for source in self.sources])
-        self.tokens_used = float((filled_S * self.count_S).sum() / WINDOW)
+        self.tokens_used = float((filled_S * self.count_S).sum() / self.window)
 
     def rows(self, indices: np.ndarray) -> Rows:
         """The rows at these places of the stream."""
@@ -128,16 +131,32 @@ class MixedSource(Source):
 
     def find(self, index_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The source that each row of the stream is of, and its place in the stream of that source."""
-        window_B, place_B = np.divmod(index_B, WINDOW)
-        slot_B = permute(place_B, WINDOW, mix(self.seed, window_B))
+        window_B, place_B = np.divmod(index_B, self.window)
+        if self.by_shares:
+            slot_B = np.empty_like(place_B)
+            for window in np.unique(window_B).tolist():
+                mine = window_B == window
+                slot_B[mine] = self._slots_in_order(window)[place_B[mine]]
+        else:
+            slot_B = permute(place_B, self.window, mix(self.seed, window_B))
         source_B = np.searchsorted(self.edge_S, slot_B, side="right") - 1
         return source_B, window_B * self.count_S[source_B] + slot_B - self.edge_S[source_B]
+
+    def _slots_in_order(self, window: int) -> np.ndarray:
+        """The slot of each place of a short window: sources in random order, but the slots of each one after another.
+
+        So a source that has fewer rows than slots is read to its end before any of its rows comes again.
+        """
+        slot_W = permute(np.arange(self.window), self.window, mix(self.seed, window))
+        by_source = np.argsort(np.searchsorted(self.edge_S, slot_W, side="right"), kind="stable")
+        slot_W[by_source] = np.arange(self.window)
+        return slot_W
 
     def table(self, num_rows: int) -> list[Share]:
         """What a run that reads so many rows reads of each source."""
         return [
             Share(name, source.shards.num_tokens, source.num_rows, share, share * num_rows / source.num_rows)
-            for name, source, share in zip(self.names, self.sources, (self.count_S / WINDOW).tolist(), strict=True)
+            for name, source, share in zip(self.names, self.sources, (self.count_S / self.window).tolist(), strict=True)
         ]
 
 

@@ -57,8 +57,8 @@ def prepare(
     (start, end) in characters; without it none are.
 
     `workers` is the number of processes, 1 being this one alone and 0 as many as there are cores. `max_memory`
-    bounds the bytes that all of them take together. Neither changes a byte of the shards. Until they are whole they
-    grow in `.NAME.part`, from which `resume` goes on.
+    bounds the bytes that all of them take together. Neither changes a byte of the shards, but for near duplicates of
+    texts that memory has no room for. Until they are whole they grow in `.NAME.part`, from which `resume` goes on.
     """
     if dedup not in DEDUP:
         raise UserError(f"--dedup {dedup}: no such way. {nearest(dedup, DEDUP)}")

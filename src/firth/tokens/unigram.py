@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import digamma
 
 MAX_PIECE = 16  # characters; this and the next three are those of SentencePiece
 MAX_SEEDS = 1_000_000
@@ -227,6 +226,8 @@ def expect(state: State, words: Words) -> np.ndarray:
 
 def maximise(state: State, expected_P: np.ndarray, drop: bool = True) -> State:
     """Scores from the expected counts; digamma in place of the logarithm favours few pieces (Liang and Klein, 2007)."""
+    from scipy.special import digamma  # slow to import, and needed by no one who only tokenises
+
     if drop:
         keep_P = (expected_P >= LEAST) | (state.pieces.lengths == 1)
         state, expected_P = state.keep(keep_P), expected_P[keep_P]
