@@ -325,3 +325,17 @@ def test_a_small_race(
         assert course["seconds"] == sorted(course["seconds"])
         assert 0 <= course["accuracy"] <= 1
         assert course["time_to_loss"] == course["seconds"][0], "the first is below 100 already"
+
+
+# The speed of text
+
+
+def test_both_sides_read_the_same_tokens(corpus_file: Path, tmp_path: Path) -> None:
+    text = script("text_speed")
+    texts = (document.text for document in text.Corpus([corpus_file]))
+    text.train_tokenizer(texts, "wordpiece", 300).save(tmp_path / "t")
+    sides = [(str(corpus_file), str(tmp_path / "t"), str(tmp_path / name), 1) for name in ("ours", "theirs")]
+    assert text.firth_prepare(*sides[0]) == text.encode_batch(*sides[1])
+    assert (tmp_path / "theirs").read_bytes() == (tmp_path / "ours" / "train" / "tokens.bin").read_bytes()
+    assert all(row["used"] == 1 and 0 <= row["padding"] < 1 for row in text.rows_of(tmp_path / "ours"))
+    assert text.memory_of(text.os.getpid()) > 10**6

@@ -84,7 +84,8 @@ Overrides = Annotated[
 ModelName = Annotated[
     str,
     typer.Argument(
-        help="A preset (see `firth models`), a config.json or a checkpoint folder; to pretrain also word2vec, glove, ngram."
+        help="A preset (see `firth models`), a config.json or a checkpoint folder; for pretrain also word2vec, glove "
+        "or ngram."
     ),
 ]
 Data = Annotated[
@@ -415,6 +416,9 @@ def tokenizer(
         str, typer.Option(help="Learn from a sample where all of the text would take more, as 512MB or 4GB.")
     ] = "",
     seed: Annotated[int, typer.Option(help="Chooses the sample.")] = 0,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="For a model that reads every text from its end to its begin (ULMFiT).")
+    ] = False,
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
@@ -424,6 +428,7 @@ def tokenizer(
     if from_ is not None and (kind is not None or lowercase or byte_fallback or pattern != "gpt2"):
         raise UserError("--from takes everything but the size from that tokenizer: leave out --kind, --lowercase, ...")
     made: dict[str, Any] = {"like": from_, "pattern": pattern, "byte_fallback": byte_fallback, "seed": seed}
+    made["backward"] = backward
     memory = parse_bytes(max_memory, "--max-memory")
     result = verbs.tokenizer(
         texts, output_dir, kind or "wordpiece", vocab_size, lowercase, overwrite, max_memory=memory, **made, **reading
@@ -462,7 +467,8 @@ def prepare(
     """Turn text into token shards, once; any number of runs can read them."""
     from firth import verbs
 
-    doing = {"workers": workers, "max_memory": parse_bytes(max_memory, "--max-memory"), "dedup": dedup}
+    memory = parse_bytes(max_memory, "--max-memory")
+    doing: dict[str, Any] = {"workers": workers, "max_memory": memory, "dedup": dedup}
     result = verbs.prepare(texts, tokenizer, output_dir, held_out, resume, overwrite, salient, **doing, **reading)
     finish(result, json, "Shards")
 
@@ -487,6 +493,16 @@ def pretrain(
     config: Config = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
+    allow_change: Annotated[
+        bool, typer.Option("--allow-change", help="Go on although the recipe or the shards have changed; says what.")
+    ] = False,
+    rewind: Annotated[
+        int | None,
+        typer.Option(
+            help="After steps that did harm: go back to a checkpoint at least so many steps before the first of them, "
+            "and pass over the text from there to them. Resumes."
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Pretrain a model on shards or on your text."""
@@ -506,11 +522,65 @@ def pretrain(
         parse_overrides(overrides or []),
         resume,
         overwrite,
+        allow_change,
+        rewind,
         **reading,
         **options,
         **mixing(mix, mix_epochs),
     )
     finish(result, json, "Pretraining")
+
+
+@app.command("prove-resume", cls=Grouped)
+@run_options(_pretraining, hidden=("output_dir", "data", "tokenizer", "checkpoint", "minutes"))
+@reading_options
+def prove_resume(
+    model: ModelName,
+    data: Data,
+    output_dir: Annotated[str, typer.Option(help="Folder for both runs: straight/ and killed/.")],
+    options: dict[str, Any],
+    reading: dict[str, Any],
+    overrides: Overrides = None,
+    kills: Annotated[int, typer.Option(help="How often the second run is killed, half of them inside a write.")] = 10,
+    tokenizer: TokenizerFolder = None,
+    objective: ObjectiveName = None,
+    vocab_size: VocabSize = 0,
+    lowercase: Lowercase = False,
+    held_out: HeldOut = 0.05,
+    mix: Mix = "",
+    mix_epochs: MixEpochs = "",
+    config: Config = None,
+    overwrite: Overwrite = False,
+    json: Json = False,
+) -> None:
+    """Kill a real run again and again, resume it, and show that it is the run that nobody disturbed, bit for bit.
+
+    Takes the options of `pretrain`; unless said, 10 steps for each kill and a checkpoint every 5.
+    """
+    from firth import verbs
+    from firth.train import parse_overrides
+
+    result = verbs.prove_resume(
+        model,
+        data,
+        output_dir,
+        kills,
+        tokenizer,
+        objective,
+        vocab_size,
+        lowercase,
+        held_out,
+        config,
+        parse_overrides(overrides or []),
+        overwrite,
+        **reading,
+        **options,
+        **mixing(mix, mix_epochs),
+    )
+    finish(result, json, "A killed run against an undisturbed one")
+    if not result["equal"]:
+        say("The two runs differ.")
+        raise typer.Exit(1)
 
 
 @app.command(cls=Grouped)
@@ -610,6 +680,17 @@ def finetune(
     columns: Annotated[
         str, typer.Option(help="Other column names, as text=body,label=class.", rich_help_panel=DATA)
     ] = "",
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="A published one: ulmfit, dai-le or elmo; the model's own unless said.", rich_help_panel=RUN),
+    ] = None,
+    target_text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text like the task's: the checkpoint first goes on learning its language, in OUTPUT_DIR-target.",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
     config: Annotated[
         str | None, typer.Option(help="YAML file with any of these options and fields.", rich_help_panel=RUN)
     ] = None,
@@ -636,7 +717,10 @@ def finetune(
 
     changes = parse_overrides(overrides or [])
     result = verbs.finetune(
-        checkpoint, task, train, dev, output_dir, config, changes, resume, overwrite, parse_columns(columns), **options
+        *(checkpoint, task, train, dev, output_dir, config, changes, resume, overwrite, parse_columns(columns)),
+        recipe=recipe,
+        target_text=target_text or (),
+        **options,
     )
     if json:
         print(json_module.dumps(result, ensure_ascii=False))
@@ -748,6 +832,13 @@ def evaluate(
         int | None,
         typer.Option(help="Words: look among so many of the commonest.", rich_help_panel=ASKING),
     ] = None,
+    together: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another checkpoint that was tuned for the same labels: the mean of their probabilities answers.",
+            rich_help_panel=ASKING,
+        ),
+    ] = None,
     batch_size: Annotated[
         int | None, typer.Option(help="Examples at once, of a fine-tuned model. [default: 32]", rich_help_panel=ASKING)
     ] = None,
@@ -803,6 +894,7 @@ def evaluate(
         "layer": layer,
         "pool": pool,
         "limit": limit,
+        "together": together or None,
         "batch_tokens": batch_tokens,
         **({} if batch_size is None else {"batch_size": batch_size}),
     }
@@ -1157,7 +1249,7 @@ def short(number: float) -> str:
 
 
 def main() -> None:
-    """Run a verb: exit code 0 when it did what was asked, 2 for a user's mistake, 130 for Ctrl-C."""
+    """Run a verb: exit code 0 when it did what was asked, 2 for a user's mistake, 130 for Ctrl-C, 143 for SIGTERM."""
     debug = "--debug" in sys.argv[1:]
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     logging.captureWarnings(not debug)
@@ -1179,7 +1271,7 @@ def explain(e: Exception) -> int:
 
     if isinstance(e, Interrupted):
         say(f"{e}; the same command with --resume goes on.")
-        return INTERRUPTED
+        return e.code
     if isinstance(e, UserError):
         err.print("[red]error:[/red] ", end="")
         err.print(str(e), markup=False)

@@ -27,6 +27,7 @@ from firth.lab.check import KINDS as COMPARED
 from firth.lab.check import examine
 from firth.lab.check_page import save_page as save_check
 from firth.lab.check_text import print_check
+from firth.lab.prove_resume import prove
 from firth.lab.quickstart import quickstart as quickstart
 from firth.lab.show import look
 from firth.lab.show_page import free_page, save_page
@@ -49,6 +50,7 @@ from firth.objectives import NAMED
 from firth.page import free_place
 from firth.plain import KIND, to_plain
 from firth.recipes import complete, default_objective, finetuning, pretraining, tokenizer_kind, vocabulary_size
+from firth.recipes import named as named_recipe
 from firth.tasks import TASK_FILE, FinetuneRecipe, prompts_for
 from firth.tasks import finetune as run_finetune
 from firth.text import HELD_OUT, READING, Corpus, Salient, load_salient, read_labelled, salient_name
@@ -120,12 +122,14 @@ def tokenizer(
     byte_fallback: bool = False,
     max_memory: int | None = None,
     seed: int = 0,
+    backward: bool = False,
     **reading: Any,
 ) -> dict[str, Any]:
     """Train a tokenizer on text. `reading` is what Corpus takes: `documents`, `columns`, `normalize` and so on.
 
     `like` is the folder of a tokenizer or a checkpoint: the new one is of the same kind, treats text in the same way
-    and has the same special tokens. Otherwise `kind`, `lowercase`, `pattern` and `byte_fallback` say what it is.
+    and has the same special tokens. Otherwise `kind`, `lowercase`, `pattern` and `byte_fallback` say what it is. With a
+    `backward` one a model reads every text from its end to its begin.
     """
     folder = Path(output_dir)
     fresh_folder(folder, "--output-dir", overwrite)
@@ -136,6 +140,7 @@ def tokenizer(
         made = retrain_tokenizer(model, corpus.texts(), size, max_memory, seed)
     else:
         made = train_tokenizer(corpus.texts(), kind, size, lowercase, max_memory, seed, pattern, byte_fallback)
+    made = made.backwards() if backward else made
     say(corpus.describe())
     with whole_folder(folder) as temporary:
         made.save(temporary)
@@ -172,6 +177,7 @@ def prepare(
     if resume and is_shards(folder) and damage(folder) is None:
         check_tokenizer(folder, tokenizer)
         check_salient(folder, find)
+        check_options(folder, {"held_out_share": held_out, "dedup": dedup})
         say(f"{folder} is whole already.")
         return shard_facts(folder)
     fresh_folder(folder, "--output-dir", overwrite or resume)
@@ -187,6 +193,16 @@ def check_salient(shards: Path, find: Salient | None) -> None:
         raise UserError(
             f"{shards} was made with --salient {used or 'left out'}, not {wanted or 'left out'}: name another "
             "--output-dir, or make it again with --overwrite in place of --resume."
+        )
+
+
+def check_options(shards: Path, wanted: Mapping[str, Any]) -> None:
+    """Refuse to take shards for those asked for when they were made in another way."""
+    used = open_shards(shards).manifest
+    if other := [name for name, value in wanted.items() if name in used and used[name] != value]:
+        raise UserError(
+            f"{shards} was made with {other[0]} {used[other[0]]}, not {wanted[other[0]]}: name another --output-dir, "
+            "or make it again with --overwrite in place of --resume."
         )
 
 
@@ -231,11 +247,15 @@ def pretrain(
     overrides: Mapping[str, Any] | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    allow_change: bool = False,
+    rewind: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Pretrain a model (preset, config or checkpoint) on shards or on text.
 
-    `options` are fields of the recipe, and what Corpus takes: `documents`, `columns`, `normalize` and so on.
+    `options` are fields of the recipe, and what Corpus takes: `documents`, `columns`, `normalize` and so on. A resumed
+    run whose recipe or shards have changed is refused unless `allow_change`. `rewind` goes back to a checkpoint so many
+    steps or more before steps that did harm, and passes over the text from there to them.
     """
     began = time.monotonic()
     making = Making(vocab_size, lowercase, held_out, take_reading(options))
@@ -246,10 +266,42 @@ def pretrain(
         return pretrain_counted(str(model), data, tokenizer, making, changes, resume, overwrite)
     order = take_order(model, data, output_dir, tokenizer, objective, making, config, overrides, options)
     inputs = [*order.sources, *([order.given] if order.given else [])]
+    resume = resume or rewind is not None
     with run_folder(Path(output_dir), resume, overwrite, inputs) as folder:
         if order.corpus is not None:
             same_source(folder / "source.json", order.source())
-        return pretrain_in(folder, order.recipe_for(order.shards_in(folder)), resume, began)
+        recipe = order.recipe_for(order.shards_in(folder))
+        return pretrain_in(folder, recipe, resume, began, allow_change, rewind)
+
+
+def prove_resume(
+    model: str | Path,
+    data: str | Path | Sequence[str | Path],
+    output_dir: str | Path,
+    kills: int = 10,
+    tokenizer: str | Path | None = None,
+    objective: str | None = None,
+    vocab_size: int = 0,
+    lowercase: bool = False,
+    held_out: float = HELD_OUT,
+    config: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Kill a real run again and again, go on with it each time, and compare it with one that nobody disturbed.
+
+    Takes what `pretrain` takes. Unless said, the run has 10 steps for each kill and a checkpoint every 5.
+    """
+    if kills < 1:
+        raise UserError(f"--kills is {kills}, and must be at least 1.")
+    making = Making(vocab_size, lowercase, held_out, take_reading(options))
+    options = {"max_steps": 10 * kills, "save_steps": 5, **options}
+    order = take_order(model, data, output_dir, tokenizer, objective, making, config, overrides, options)
+    with run_folder(Path(output_dir), overwrite=overwrite, inputs=order.sources) as folder:
+        if order.corpus is not None:
+            same_source(folder / "source.json", order.source())
+        return prove(order.recipe_for(order.shards_in(folder)), folder, kills)
 
 
 def pretrain_counted(
@@ -261,7 +313,7 @@ def pretrain_counted(
     resume: bool,
     overwrite: bool,
 ) -> dict[str, Any]:
-    """Pretrain what is no stack of layers: word2vec, GloVe, an n-gram model. Text is read and kept as for all others."""
+    """Pretrain what is no stack of layers: word2vec, GloVe, an n-gram model. Text is read and kept as for others."""
     from firth.train.vectors import RECIPES, pretrain_vectors  # which load numba
 
     recipe = override(RECIPES[name](), {SAME_FIELDS.get(field, field): value for field, value in changes.items()})
@@ -280,7 +332,7 @@ def pretrain_counted(
     ) as folder:
         shards = Path(sources[0])
         if corpus is not None:
-            new = [kind, making.vocab_size or least, making.lowercase]
+            new: list[Any] = [kind, making.vocab_size or least, making.lowercase]
             source = {"data": list(map(str, sources)), "bytes": corpus.bytes, **making.reading}
             source |= {"tokenizer": used.fingerprint if used else new, "held_out": making.held_out}
             same_source(folder / "source.json", source)
@@ -509,7 +561,7 @@ def run_tokenizer(folder: Path, corpus: Corpus, kind: str, vocab_size: int, lowe
     """A tokenizer that is trained on the text and kept in the run's folder."""
     place = folder / "tokenizer"
     if damage(place) is not None:
-        size = vocab_size or vocabulary_size(corpus.bytes)
+        size = vocab_size or vocabulary_size(corpus.bytes, kind)
         with whole_folder(place) as temporary:
             train_tokenizer(corpus.texts(), kind, size, lowercase).save(temporary)
     return load_tokenizer(place)
@@ -559,12 +611,19 @@ def finetune(
     resume: bool = False,
     overwrite: bool = False,
     columns: Mapping[str, str] | None = None,
+    recipe: str | None = None,
+    target_text: Sequence[str | Path] = (),
     **options: Any,
 ) -> dict[str, Any]:
-    """Fine-tune a checkpoint on a task, several times; mean and deviation."""
+    """Fine-tune a checkpoint on a task, several times; mean and deviation.
+
+    `recipe` names a published one ("ulmfit", "dai-le", "elmo"); else it is the family's own. With `target_text` the
+    checkpoint first goes on learning the language of that text, in a folder beside `output_dir` (ULMFiT's stage two).
+    """
     if not Path(checkpoint).is_dir():
         raise UserError(f"{checkpoint} is not a checkpoint folder. `firth pretrain` makes one: RUN/final.")
-    recipe = FinetuneRecipe(**finetuning(read_config(checkpoint)))
+    usual = read_config(checkpoint)
+    fields = finetuning(usual) if recipe is None else named_recipe(recipe, usual)
     named: dict[str, Any] = {
         "checkpoint": str(checkpoint),
         "task": task,
@@ -573,15 +632,29 @@ def finetune(
         "output_dir": str(output_dir),
         **({"columns": dict(columns)} if columns else {}),
     }
-    recipe = override(recipe, all_changes(config, options, overrides, named))
-    result = run_finetune(recipe, resume, overwrite)
+    plan = override(FinetuneRecipe(**fields), all_changes(config, options, overrides, named))
+    if target_text:
+        plan.check()  # before the first stage takes its time
+        plan = replace(plan, checkpoint=str(learn_target(checkpoint, target_text, output_dir, resume, overwrite)))
+    result = run_finetune(plan, resume, overwrite)
     with quiet():  # the run has said all about this file
-        examples = read_labelled(recipe.dev, recipe.task, recipe.columns, "dev", recipe.encoding)
-    folder = Path(recipe.output_dir)
+        examples = read_labelled(plan.dev, plan.task, plan.columns, "dev", plan.encoding)
+    folder = Path(plan.output_dir)
     report = write_run_report(folder, result, examples)
     if not (folder / "final" / CARD).exists():  # where there is one, a person may have written in it
         write_card(folder / "final")
     return {**result, "report": str(report)}
+
+
+def learn_target(
+    checkpoint: str | Path, text: Sequence[str | Path], output_dir: str | Path, resume: bool, overwrite: bool
+) -> Path:
+    """The language of the task's own text (Howard & Ruder 2018, section 3.2), and where the model is then."""
+    folder = Path(f"{output_dir}-target")
+    slow: dict[str, Any] = {"layer_decay": 1 / 2.6, "lr_scheduler_type": "slanted-triangle"}
+    slow |= {"adam_beta1": 0.7, "adam_beta2": 0.99}
+    pretrain(checkpoint, list(text), folder, resume=resume, overwrite=overwrite, **slow)
+    return folder / "final"
 
 
 def evaluate(

@@ -57,7 +57,7 @@ def test_weights_are_theirs(name: str, tmp_path: Path) -> None:
             assert_close(a, b, **CLOSE)
 
 
-@pytest.mark.parametrize("name", [n for n in PRESETS if n.endswith("-tiny")])
+@pytest.mark.parametrize("name", [n for n in PRESETS if n.endswith("-tiny") and PRESETS[n].recurrent is None])
 def test_every_family_shows_its_layers(name: str) -> None:
     model = make_model(PRESETS[name]).eval()
     ids = torch.randint(3, 100, (1, 9))

@@ -125,6 +125,43 @@ def test_transformers_opens_a_classifier_with_equal_logits(
             torch.testing.assert_close(ours(ids).logits, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["bert", "xlnet", "bart", "gpt2", "llama"])
+def test_transformers_reads_raw_texts_as_the_task_does(
+    family: str, checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path
+) -> None:
+    """The saved tokenizer puts texts into the frame that the head was trained with."""
+    finetune(recipe(checkpoint_of(family), toy, tmp_path / "run", max_steps=3))
+    folder = tmp_path / "run" / "final"
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    texts = [json.loads(line)["text"] for line in toy["dev"].read_text().splitlines()]
+    for text, found in zip(texts[:8], predictions(tmp_path / "run"), strict=False):
+        with torch.no_grad():
+            logits = theirs(**tokenizer(text, return_tensors="pt")).logits[0]
+        assert logits.softmax(-1).tolist() == pytest.approx(list(found["scores"].values()), abs=1e-5)
+
+
+def test_tags_of_two_kinds_are_refused(checkpoint_of: Checkpoints, tmp_path: Path) -> None:
+    files = {"train": tmp_path / "names.jsonl", "dev": tmp_path / "words.jsonl"}
+    for path, tags in zip(files.values(), (["O", "B-PER"], ["DET", "NOUN"]), strict=True):
+        path.write_text(json.dumps({"tokens": ["the", "cat"], "tags": tags}) + "\n")
+    with pytest.raises(UserError, match="tags of two kinds"):
+        finetune(recipe(checkpoint_of("bert"), files, tmp_path / "run", task="tag"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_fractions_as_classes_and_too_many_shots_are_told(
+    checkpoint_of: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "numbers.jsonl"
+    path.write_text("".join(json.dumps({"text": f"the cat {x}", "label": x}) + "\n" for x in (0.5, 1.5, 2.5)))
+    files = {"train": path, "dev": path}
+    finetune(recipe(checkpoint_of("bert"), files, tmp_path / "run", max_steps=1, shots=9))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the labels are numbers, as 0.5. Each is a class of its own; --task regress learns them." in said
+    assert "has 3 examples: all are taken." in said
+
+
 def test_text_to_text_learns(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
     run = tmp_path / "run"
     pairs = {"train": str(toy["train_pairs"]), "dev": str(toy["dev_pairs"]), "task": "text-to-text"}

@@ -108,7 +108,7 @@ def words_in_texts(
 def means(model: Model, readings: Sequence[Reading], layer: Layer, batch_tokens: int) -> np.ndarray:
     """The mean state over the places that are wanted of each reading, (N, D)."""
     check_layer(model, layer)
-    found_ND = np.zeros((len(readings), model.config.dim), np.float32)
+    found_N: list[np.ndarray] = [np.zeros(0, np.float32)] * len(readings)
     with evaluating(model), progress("embedding", "texts", len(readings)) as shown:
         for places in by_length(readings, batch_tokens):
             chosen = [readings[i] for i in places]
@@ -120,9 +120,10 @@ def means(model: Model, readings: Sequence[Reading], layer: Layer, batch_tokens:
             else:
                 last_B1 = torch.tensor([[reading.last] for reading in chosen], device=batch.tokens.device)
                 x_BD = mean_between(layer_states(model, batch, layer), batch.asked, last_B1)
-            found_ND[places] = x_BD.float().cpu().numpy()
+            for i, x_D in zip(places, x_BD.float().cpu().numpy(), strict=True):
+                found_N[i] = x_D
             shown.advance(len(places))
-    return found_ND
+    return np.stack(found_N)
 
 
 def mean_between(x_BTD: Tensor, first_B1: Tensor, last_B1: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from firth.evaluate.outcome import Outcome
 from firth.evaluate.report import write_report
 from firth.evaluate.vectors import analogy, word_similarity, word_vectors
 from firth.files import fresh_folder, read_json, refuse_unwritable, write_json
+from firth.metrics import score
 from firth.models import load_model
 from firth.models.ngram import is_ngram
 from firth.tasks import TASK_FILE, TASKS, Prediction, make_task, write_predictions
@@ -75,6 +76,8 @@ def evaluate(
         if is_tuned(task, facts):
             try:
                 outcome = by_task(checkpoint, task, facts, examples, batch_size)
+                if "together" in settings:
+                    outcome = joined(outcome, task, settings["together"], examples, batch_size)
             except UserError as e:
                 raise UserError(f"{data}: {e}") from None
         else:
@@ -111,7 +114,7 @@ def check_order(checkpoint: Path, task: str, facts: Mapping[str, Any], settings:
     if tuned is None and task in TASKS and task not in (*ZERO_SHOT, "text-to-text"):
         how = f"fine-tune it first (`firth finetune {checkpoint} --task {task} ...`)"
         raise UserError(f"{checkpoint} has not learned the task {task}: {how}.")
-    known = LIKELIHOOD if task in OF_TEXT else () if is_tuned(task, facts) else ZERO_SHOT[task][1]
+    known = LIKELIHOOD if task in OF_TEXT else ("together",) if is_tuned(task, facts) else ZERO_SHOT[task][1]
     if wrong := [name for name in settings if name not in known]:
         takes = f"It takes {', '.join(known)}." if known else "It takes none: they are the checkpoint's own."
         raise UserError(f"{wrong[0]} is no setting of the task {task}. {takes}")
@@ -158,6 +161,29 @@ def by_task(
     answered = task in IN_THE_TEXTS or all(example.target is not None for example in examples)
     labels = {"labels": list(work.labels)} if work.labels else {}
     return Outcome(work.score(examples, predictions) if answered else {}, predictions, labels, work.said)
+
+
+def joined(
+    outcome: Outcome, task: str, others: Sequence[str | Path], examples: Sequence[Example], batch_size: int
+) -> Outcome:
+    """The mean of the probabilities of several checkpoints that were tuned for the same labels (ULMFiT, section 5)."""
+    all_scores = [[p.scores for p in outcome.predictions]]
+    for other in map(Path, others):
+        facts = task_facts(other)
+        check_order(other, task, facts, {})
+        found = by_task(other, task, facts, examples, batch_size)
+        if found.facts != outcome.facts:
+            raise UserError(f"{other} knows other labels than the first checkpoint: their answers cannot be joined.")
+        all_scores.append([p.scores for p in found.predictions])
+    predictions = []
+    for several in zip(*all_scores, strict=True):
+        if None in several:
+            raise UserError(f"The task {task} has no probabilities of labels, whose mean could be taken.")
+        mean = {name: sum(scores[name] for scores in several) / len(several) for name in several[0]}
+        predictions.append(Prediction(max(mean, key=mean.__getitem__), mean))
+    true = [example.target for example in examples]
+    metrics = score(task, [p.prediction for p in predictions], true) if None not in true else {}
+    return outcome._replace(metrics=metrics, predictions=predictions)
 
 
 def save(

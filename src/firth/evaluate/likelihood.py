@@ -18,6 +18,8 @@ from firth.generate.reading import check_words, tokenizer_of
 from firth.metrics import bits_per_byte
 from firth.metrics import perplexity as as_perplexity
 from firth.models import Model, framing, load_model
+from firth.models.config import ELMo
+from firth.tokens.lexicon import OpenTokenizer
 from firth.train import Training, choose_machine
 
 TEXTS = 64  # texts that are tokenised at once
@@ -68,15 +70,15 @@ def make_scorer(
 ) -> Scorer:
     """What asks this model for likelihoods.
 
-    A decoder has one `method`, "left-to-right". An encoder has "pseudo" (each token is hidden by itself, Salazar et
-    al. 2020) and "within-word-l2r" (with the rest of its word, Kauf & Ivanova 2023). An encoder-decoder has "span"
-    (each word is hidden by itself) and "continuation" (the encoder reads the first half, the second half is asked).
-    "auto" takes the first of these. Texts longer than `max_seq_length` are read in windows that are `stride` tokens
-    apart; 0 means what the model can read, and half of that.
+    A decoder has one `method`, "left-to-right", and so has ELMo, its way forward. An encoder has "pseudo" (each token
+    is hidden by itself, Salazar et al. 2020) and "within-word-l2r" (with the rest of its word, Kauf & Ivanova 2023). An
+    encoder-decoder has "span" (each word is hidden by itself) and "continuation" (the encoder reads the first half, the
+    second half is asked). "auto" takes the first of these. Texts longer than `max_seq_length` are read in windows that
+    are `stride` tokens apart; 0 means what the model can read, and half of that.
     """
     model = open_model(checkpoint)
     check_words(model)
-    methods = SCORERS[model.config.shape]
+    methods = SCORERS["decoder" if isinstance(model.config.recurrent, ELMo) else model.config.shape]
     if method != "auto" and method not in methods:
         others = [name for shape in SCORERS.values() for name in shape]
         known = f"This checkpoint is a model of shape {model.config.shape}, for which there is: {', '.join(methods)}."
@@ -149,8 +151,9 @@ class Scorer(ABC):
         stream = iter(texts)
         while some := list(islice(stream, TEXTS)):
             for text, encoding in zip(some, self.tokenizer.encodings(some), strict=True):
-                begins = [begin for begin, _ in encoding.offsets]
-                yield Text(text, encoding.ids, self.tokenizer.word_starts(encoding), begins)
+                begins, starts = [begin for begin, _ in encoding.offsets], self.tokenizer.word_starts(encoding)
+                way = -1 if self.tokenizer.backward else 1
+                yield Text(text, encoding.ids[::way], starts[::way], begins[::way])
 
     def scored(self, text: Text) -> str:
         """The part of a text that is asked."""
@@ -235,7 +238,7 @@ class LeftToRight(Scorer):
             end = min(first + step - 1, len(ids) - 1)
             begin = max(0, end - self.length)
             asked = list(range(first - 1 - begin, end - begin))
-            yield Query(ids[begin:end], asked, ids[first : end + 1])
+            yield Query(ids[begin:end], asked, self.in_vocabulary(ids[first : end + 1]))
             first, step = end + 1, self.stride
 
     def fit(self, parts: Parts) -> Parts:
@@ -245,7 +248,14 @@ class LeftToRight(Scorer):
     def blank(self, parts: Parts) -> Query:
         read = [*self.frame.before, *parts.before, *parts.answer[:-1]]
         first = len(read) - len(parts.answer)
-        return Query(read, list(range(first, len(read))), parts.answer)
+        return Query(read, list(range(first, len(read))), self.in_vocabulary(parts.answer))
+
+    def in_vocabulary(self, ids: list[int]) -> list[int]:
+        """A word that a model reads by its characters, and cannot say, is an unknown one where it is asked."""
+        if not isinstance(self.tokenizer, OpenTokenizer):
+            return ids
+        assert self.vocab.unk is not None
+        return [i if i < self.vocab.size else self.vocab.unk for i in ids]
 
 
 class Hidden(Scorer):

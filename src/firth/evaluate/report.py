@@ -20,6 +20,7 @@ CLASSES = ("classify", "pair", "relation", "word-in-context")
 MOST_CLASSES = 30  # a larger table tells nobody anything
 MOST_SEEDS = 5  # each with a column of its own
 MISTAKES = 20
+TOLD = {"loss", "skipped", "rewound_from"}  # lines of the log that are no evaluations have one of these
 SHOWN = 400  # characters of a text
 FACTS = (
     "task",
@@ -143,7 +144,9 @@ def add_curves(page: Page, checkpoint: Path) -> None:
         figure = loss_curve(train, held_out)
         figure.axes[0].set_ylabel("loss")  # of an answer, not always of a token
         page.figure(figure, "The loss of the run that made this checkpoint.")
-    scores = [{"run": name or run.name, **line} for name, log in lines.items() for line in log if "loss" not in line]
+    scores = [
+        {"run": name or run.name, **line} for name, log in lines.items() for line in log if not TOLD & line.keys()
+    ]
     names = list(dict.fromkeys(name for line in scores for name in line if isinstance(line[name], int | float)))
     if len(scores) > len(lines) and names:  # more than one at the end of each
         rows = [(line["run"], *(line.get(name) for name in names)) for line in scores]

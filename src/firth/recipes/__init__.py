@@ -1,6 +1,6 @@
 """Functions that return a recipe."""
 
-from firth.recipes.finetuning import finetuning
+from firth.recipes.finetuning import finetuning, named
 from firth.recipes.pretraining import (
     TOKENIZERS,
     complete,
@@ -15,6 +15,7 @@ __all__ = [
     "complete",
     "default_objective",
     "finetuning",
+    "named",
     "pretraining",
     "tokenizer_kind",
     "vocabulary_size",

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from firth.models import Extra, LMHead, ModelConfig, Verdict, with_extras
-from firth.models.config import Disentangled, Generator, MaskDecoder
+from firth.models.config import AWDLSTM, Disentangled, ELMo, Generator, MaskDecoder
 from firth.objectives import MLM, NAMED, Mixture, Objective, SalientSpans, SpanCorruption
 from firth.train import Recipe
 
@@ -22,7 +22,11 @@ FAMILY_TOKENIZERS = {
     "xlnet": "unigram",
     "bart": "byte-bpe",
     "t5": "unigram",
+    "ulmfit": "word",
+    "elmo": "char",
+    "bilstm": "word",
 }
+WORDS = {"word": 30000, "char": 2**20}  # how many there are at most, by the kind of tokenizer
 OBJECTIVES = {"encoder": "mlm", "decoder": "clm", "encoder-decoder": "span-corruption"}
 FAMILY_OBJECTIVES = {  # of families that were published with another one than their shape suggests
     "spanbert": "span",
@@ -32,6 +36,7 @@ FAMILY_OBJECTIVES = {  # of families that were published with another one than t
     "deberta-v3": "rtd",
     "unilm": "unilm",
     "bart": "bart",
+    "elmo": "bilm",
 }
 
 
@@ -39,7 +44,15 @@ def pretraining(model: ModelConfig, **fields: Any) -> Recipe:
     """A recipe for this model; `fields` are set on top."""
     objective = NAMED[default_objective(model)]
     model = replace(model, extras=model.extras or usual_extras(model))
-    return complete(Recipe(**{"model": model, "objective": objective, "learning_rate": rate(model), **fields}))
+    plain = {"model": model, "objective": objective, "learning_rate": rate(model), **usual_rows(model)}
+    return complete(Recipe(**plain | fields))
+
+
+def usual_rows(model: ModelConfig) -> dict[str, Any]:
+    """How a family that remembers reads: rows that go on from step to step, in AWD-LSTM as long as it learns back."""
+    if isinstance(model.recurrent, AWDLSTM):
+        return {"order": "stream", "max_seq_length": model.recurrent.bptt}
+    return {"order": "stream"} if isinstance(model.recurrent, ELMo) else {}
 
 
 def usual_extras(model: ModelConfig) -> tuple[Extra, ...]:
@@ -86,12 +99,19 @@ def needs_sentinels(objective: Objective) -> bool:
 
 def rate(model: ModelConfig) -> float:
     """Wider models want lower rates: 1e-3 at 128, 2.5e-4 at 768 for one stack, more where the norm comes first."""
+    if model.recurrent is not None:
+        return 4e-3 if isinstance(model.recurrent, AWDLSTM) else 2e-3
     highest = {"encoder": 1e-3, "decoder": 2e-3, "encoder-decoder": 3e-3}[model.shape] if model.norm_first else 1e-3
     return float(f"{highest * (128 / max(model.dim, 128)) ** 0.75:.1e}")
 
 
-def vocabulary_size(text_bytes: int) -> int:
-    """How many tokens a text of this size can teach: 4,096 for a book, 32,768 for a gigabyte."""
+def vocabulary_size(text_bytes: int, kind: str = "") -> int:
+    """How many tokens a text of this size can teach: 4,096 for a book, 32,768 for a gigabyte.
+
+    Of words there are as many as ULMFiT had; words that are read by their characters may be as many as they are.
+    """
+    if kind in WORDS:
+        return WORDS[kind]
     for size, below in ((4096, 4e6), (8192, 64e6), (16384, 512e6)):
         if text_bytes < below:
             return size

@@ -18,6 +18,7 @@ from firth.metrics.pairs import rank_scores, retrieval_ranks
 from firth.models import Embedding, Head, Model, ModelConfig, family_of, head_for
 from firth.objectives import Batch
 from firth.tasks.form import Sheet
+from firth.tasks.frame import A, framed
 from firth.tasks.headed import Array, Headed, Item, Laid, at_slots
 from firth.tasks.task import Prediction, Reader
 from firth.text import Example
@@ -60,6 +61,9 @@ class Embed(Headed):
 
     def sheet(self, ids: list[int]) -> Sheet:
         return Sheet(ids, [0] * len(ids), (len(ids) - 1 if self.pool == "last" else 0,))
+
+    def framed(self) -> Tokenizer:
+        return framed(self.tokenizer, [self.sheet([*self.reader.before, A, self.reader.end])], False)
 
     def batch(self, items: Sequence[Item]) -> Batch:
         laid = self.lay(items)

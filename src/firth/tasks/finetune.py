@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 from firth.console import say, warn
 from firth.errors import UserError, nearest
 from firth.files import damage, read_json, whole_folder, write_json
+from firth.metrics import are_chunks
 from firth.models import (
     Classes,
     LMHead,
@@ -69,7 +71,12 @@ def finetune(recipe: FinetuneRecipe, resume: bool = False, overwrite: bool = Fal
             recipe = settle_seeds(recipe, job, began)
             save_recipe(recipe, stored)
         job = replace(job, recipe=recipe)
-        for sentence in [*about_length(config, recipe), *task.said, *about_head(config, task)]:
+        for sentence in [
+            *about_length(config, recipe),
+            *about_shots(recipe, data),
+            *task.said,
+            *about_head(config, task),
+        ]:
             say(sentence)
         runs = [one_seed(job, seed, resume) for seed in range(recipe.seeds)]
         return conclude(recipe, task, data.train, data.dev, runs, folder)
@@ -109,6 +116,11 @@ def read_data(recipe: FinetuneRecipe) -> Data:
     dev = read_labelled(recipe.dev, recipe.task, recipe.columns, "dev", recipe.encoding)
     if recipe.task in OF_LABELS:
         check_labels(train, dev, recipe)
+    if recipe.task == "tag" and are_chunks([e.target for e in train]) != are_chunks([e.target for e in dev]):
+        raise UserError(
+            f"{recipe.train} and {recipe.dev} have tags of two kinds: one marks stretches (O, B-PER, I-PER), the other "
+            "single words (NOUN). Take files with the same tags."
+        )
     return Data(positives(train, recipe.train) if recipe.task == "embed" else train, dev)
 
 
@@ -117,12 +129,28 @@ def check_labels(train: Sequence[Example], dev: Sequence[Example], recipe: Finet
     labels = sorted({e.target for e in train})
     if len(labels) < 2:
         raise UserError(f"{recipe.train}: every example has the label {labels[0]!r}; classification needs two or more.")
+    if recipe.task in ("classify", "pair") and all(is_fraction(label) for label in labels):
+        warn(
+            f"{recipe.train}: the labels are numbers, as {labels[0]}. Each is a class of its own; "
+            "--task regress learns them."
+        )
     for e in dev:
         if e.target not in labels:
             raise UserError(f"{recipe.dev}, example {e.id}: the label {e.target!r} does not occur in {recipe.train}.")
     if unseen := [label for label in labels if label not in {e.target for e in dev}]:
         more = f" and {len(unseen) - 10} more" if len(unseen) > 10 else ""
         warn(f"{recipe.dev} has no example of {', '.join(unseen[:10])}{more}: nothing is known about them.")
+
+
+def is_fraction(label: str) -> bool:
+    """
+    >>> [is_fraction(label) for label in ("1.5", "1", "x", "nan")]
+    [True, False, False, False]
+    """
+    try:
+        return "." in label and math.isfinite(float(label))
+    except ValueError:
+        return False
 
 
 def encode(recipe: FinetuneRecipe, task: Task, data: Data, machine: Machine, folder: Path) -> Job:
@@ -176,6 +204,13 @@ def about_length(config: ModelConfig, recipe: FinetuneRecipe) -> list[str]:
     if limit is None or recipe.max_seq_length <= limit:
         return []
     return [f"max_seq_length is {recipe.max_seq_length:,}, and this model has {limit:,} places: {limit:,} are read."]
+
+
+def about_shots(recipe: FinetuneRecipe, data: Data) -> list[str]:
+    """That there are fewer examples than asked for."""
+    if recipe.shots <= len(data.train):
+        return []
+    return [f"shots is {recipe.shots:,}, and {recipe.train} has {len(data.train):,} examples: all are taken."]
 
 
 def about_head(config: ModelConfig, task: Task) -> list[str]:
@@ -236,7 +271,7 @@ def first_model(job: Job, seed: int) -> Model:
     recipe, task = job.recipe, job.task
     torch.manual_seed(recipe.seed + seed)
     config = read_config(recipe.checkpoint)
-    wanted = task.head(config)
+    wanted = recipe.on_top(task.head(config))
     if recipe.class_weights == "balanced":
         wanted = balanced(wanted, [job.data.train[i].target for i in job.chosen[seed]])
     if recipe.from_scratch:
@@ -294,6 +329,7 @@ def save_seed(recipe: FinetuneRecipe, task: Task, model: Model, place: Path) -> 
                 write_adapter(model, recipe.lora, recipe.checkpoint, temporary)
         except UserError as e:
             say(f"no adapter/: {e}")
+    model.tokenizer = task.framed()
     with whole_folder(place / "final") as temporary:
         write_model(model, temporary)
         write_json(temporary / TASK_FILE, task.facts())

@@ -16,16 +16,19 @@ import torch
 from firth.errors import UserError
 from firth.metrics import score
 from firth.models import Head, Model, ModelConfig
-from firth.models.config import Auxiliary, Choices, Classes, LMHead, Score
+from firth.models.config import Auxiliary, Choices, Classes, ELMo, LMHead, Score
 from firth.objectives import IGNORED, Batch
 from firth.tasks.form import DELIMITER, EXTRACT, Form, Sheet
+from firth.tasks.frame import A, B, framed
 from firth.tasks.packing import Packing, pack
 from firth.tasks.task import Prediction
 from firth.text import Example
 from firth.tokens import Tokenizer
+from firth.tokens.lexicon import opened
 from firth.train import Machine
 
 Array = np.ndarray
+ABOUT_PLACES = ("tag", "span-qa", "relation", "word-in-context")
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,14 @@ class Headed:
     def __init__(
         self, tokenizer: Tokenizer, config: ModelConfig, length: int, labels: Sequence[str] = (), learns: bool = True
     ) -> None:
-        if config.shape == "decoder" and learns:
+        if config.shape == "decoder" and learns and config.recurrent is None:
             tokenizer = tokenizer.with_tokens((DELIMITER, EXTRACT))
+        if isinstance(config.recurrent, ELMo):
+            tokenizer = opened(tokenizer)
+        if tokenizer.backward and self.name in ABOUT_PLACES:
+            raise UserError(
+                f"A model that reads backward labels whole texts, not places in them: {self.name} is not its."
+            )
         self.tokenizer, self.labels, self.shape = tokenizer, tuple(labels), config.shape
         self.form = Form(tokenizer, config, length)
         self.number = {label: i for i, label in enumerate(self.labels)}
@@ -90,9 +99,14 @@ class Headed:
     def head(self, config: ModelConfig) -> ModelConfig:
         """A decoder goes on learning the language beside its task (Radford et al. 2018, section 3.2)."""
         head, words = self.answers(config), config.head
+        if config.recurrent is not None:
+            return replace(config, head=head, extras=())
         if config.shape == "decoder" and isinstance(head, Classes | Score | Choices) and isinstance(words, LMHead):
             return replace(config, head=head, extras=(Auxiliary(head=words),))
         return replace(config, head=head, extras=())
+
+    def framed(self) -> Tokenizer:
+        return framed(self.tokenizer, [self.form.frame([A]), self.form.frame([A], [B])], self.form.segments)
 
     def facts(self) -> dict[str, Any]:
         labels = {"labels": list(self.labels)} if self.labels else {}

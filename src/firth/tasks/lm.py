@@ -92,6 +92,10 @@ class Dialogue:
     def head(self, config: ModelConfig) -> ModelConfig:
         return replace(config, head=head_for(config, "lm"))
 
+    def framed(self) -> Tokenizer:
+        """As it is: the chat template has the frame."""
+        return self.tokenizer
+
     def facts(self) -> dict[str, Any]:
         target = {} if self.decoder else {"max_target_length": self.writing.max_target_length}
         return {

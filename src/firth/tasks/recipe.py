@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from firth.errors import UserError
+from firth.models import ModelConfig, Tags
+from firth.models.config import Features
 from firth.models.lora import LoRA
 from firth.train.recipe import Training, option
 from firth.train.unfreeze import Pace
@@ -80,6 +82,11 @@ class FinetuneRecipe(Training):
         "Begin with the head alone, and let one more layer learn every so many steps, from the top down (ULMFiT); -1 "
         "every epoch, -2 every second epoch; 0 trains all from the start.",
     )
+    layers: Literal["top", "mix"] = option(
+        "top", "What the head reads: the last layer, or a mean of all layers with learned weights (ELMo)."
+    )
+    bilstm: int = option(0, "Put an LSTM of so many units each way between the body and the head; 0 puts none.")
+    crf: bool = option(False, "tag: learn which tag may follow which too, and choose those of a sentence together.")
     lora_rank: int = option(
         0,
         "LoRA: leave the weights as they are, and learn a product of two matrices of this rank beside each, and the "
@@ -98,6 +105,7 @@ class FinetuneRecipe(Training):
     def check(self) -> None:
         Training.check(replace(self, num_train_epochs=self.num_train_epochs or 1.0))  # 0 leaves it open
         least = {"seeds": 1, "shots": 0, "max_target_length": 2, "num_beams": 1, "early_stopping": 0, "lora_rank": 0}
+        least |= {"bilstm": 0}
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise UserError(f"{name} is {getattr(self, name)}, and must be at least {smallest}.")
@@ -115,8 +123,19 @@ class FinetuneRecipe(Training):
             raise UserError("early_stopping waits for a better score and goes back to the best: it needs load_best.")
         if self.lora_rank and self.freeze != "none":
             raise UserError(f"LoRA freezes all weights itself: leave freeze={self.freeze} out.")
+        if self.crf and self.task != "tag":
+            raise UserError(f"crf is for the task tag, not for {self.task}.")
         if self.unfreeze_every and self.freeze == "body":
             raise UserError("freeze=body trains the head alone, and unfreeze_every does not: choose one.")
+
+    def on_top(self, model: ModelConfig) -> ModelConfig:
+        """The model with what is put between its body and its head, and with a chain of tags."""
+        if self.crf and isinstance(model.head, Tags):
+            model = replace(model, head=replace(model.head, crf=True))
+        if self.layers == "top" and not self.bilstm:
+            return model
+        features = Features(mix=self.layers == "mix", bilstm=self.bilstm)
+        return replace(model, extras=(*model.extras, features))
 
     @property
     def lora(self) -> LoRA | None:

@@ -49,6 +49,9 @@ class Task(Protocol):
     def head(self, config: ModelConfig) -> ModelConfig:
         """The model that the task needs: its head, and what stands beside it."""
 
+    def framed(self) -> Tokenizer:
+        """The tokenizer, which frames raw texts as this task reads them: `transformers` then does so too."""
+
     def facts(self) -> dict[str, Any]:
         """What is kept in task.json: enough to make the task again."""
 

@@ -14,7 +14,8 @@ from firth.generate import Decoding, generate_ids
 from firth.metrics import score
 from firth.models import Model, ModelConfig, framing, head_for
 from firth.objectives import Batch
-from firth.tasks.form import DELIMITER
+from firth.tasks.form import DELIMITER, Sheet
+from firth.tasks.frame import A, framed
 from firth.tasks.task import Prediction, Reader, by_length
 from firth.tasks.writing import Laid, Line, foresee, lay_lines, lay_pairs
 from firth.text import Example
@@ -105,6 +106,10 @@ class TextToText:
 
     def head(self, config: ModelConfig) -> ModelConfig:
         return replace(config, head=head_for(config, "text-to-text"))
+
+    def framed(self) -> Tokenizer:
+        ids = [*self.reader.before, A, *([self.reader.end] if self.delimited else [])]
+        return framed(self.tokenizer, [Sheet(ids, [0] * len(ids), ())], False)
 
     def facts(self) -> dict[str, Any]:
         return {"task": self.name, "answer": "words", **vars(self.writing)}

@@ -69,6 +69,9 @@ class ByWords:
     def head(self, config: ModelConfig) -> ModelConfig:
         return self.inner.head(config)
 
+    def framed(self) -> Tokenizer:
+        return self.inner.framed()
+
     def facts(self) -> dict[str, Any]:
         return self.inner.facts() | {"task": self.name}
 
