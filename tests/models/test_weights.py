@@ -39,6 +39,7 @@ from firth.models.presets import (
     electra,
     gpt,
     gpt2,
+    preset,
     rembert,
     roberta,
     t5,
@@ -46,7 +47,7 @@ from firth.models.presets import (
     xlm_roberta,
 )
 from firth.models.weights import FAMILIES, WEIGHTS, generation_config, write_model
-from firth.tokens import Vocabulary, train_tokenizer
+from firth.tokens import Vocabulary, load_tokenizer, train_tokenizer
 
 V = 30
 CONFIGS = {
@@ -548,3 +549,29 @@ def test_settings_of_families_that_we_cannot_follow(
     set_config(tmp_path, **changes)
     with pytest.raises(UserError, match=message):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "one", "two"),
+    [
+        ("roberta-tiny", "byte-bpe", "<s> A </s>", "<s> A </s> </s> B </s>"),
+        ("bart-tiny", "byte-bpe", "<s> A </s>", "<s> A </s> </s> B </s>"),
+        ("xlnet-tiny", "unigram", "A </s> <s>", "A </s> B </s> <s>"),
+        ("bert-tiny", "wordpiece", "[CLS] A [SEP]", "[CLS] A [SEP] B [SEP]"),
+        ("t5-tiny", "unigram", "A </s>", "A </s> B </s>"),
+        ("gpt2-tiny", "byte-bpe", "A", "A B"),
+    ],
+)
+def test_raw_texts_are_framed_as_in_the_family(name: str, kind: str, one: str, two: str, tmp_path: Path) -> None:
+    """`transformers` reads them so, and the tokenizer is still the one that the shards were made with."""
+    tokenizer = train_tokenizer(["ab ab ba ba"] * 50, kind, 300)
+    config = with_vocabulary(preset(name), tokenizer.vocab)
+    model = make_model(replace(config, framed=name == "bart-tiny"))
+    model.tokenizer = tokenizer
+    model.save(tmp_path / "model")
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path / "model")
+    for texts, wanted in ((("ab",), one), (("ab", "ba"), two)):
+        names = {"A": tokenizer.encode("ab"), "B": tokenizer.encode("ba")}
+        ids = [i for word in wanted.split() for i in names.get(word, [tokenizer.backend.token_to_id(word)])]
+        assert theirs(*texts).input_ids == ids
+    assert load_tokenizer(tmp_path / "model").fingerprint == tokenizer.fingerprint

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -41,8 +41,10 @@ from firth.models.model import Model, framing, make_model
 from firth.models.task_heads import like, own_dropout
 from firth.plain import KIND, from_plain, to_plain
 from firth.tokens import Tokenizer, Vocabulary, load_tokenizer
+from firth.tokens.frame import A, B, framed
 
 WEIGHTS = "model.safetensors"
+TWO_BETWEEN = ("roberta", "xlm-roberta", "afriberta", "bart")  # two separators stand between two texts of these
 OWN = "firth"
 OWN_FAMILY = "firth_family"  # in config.json: which of the families that share a layout
 OWN_FRAMED = "firth_framed"  # how a text is framed, where that is not as the layout's own family has it
@@ -435,12 +437,37 @@ def write_model(model: Model, folder: Path) -> None:
     write_json(folder / "config.json", to_hf_config(model.config, vocab) | note)
     save_file(to_hf(model), folder / WEIGHTS, metadata={"format": "pt"})
     if tokenizer is not None and vocab is not None:
-        tokenizer.save(folder)
+        with_frame(tokenizer, model.config).save(folder)
         if model.config.family == "xlnet":  # `transformers` takes its class from the last place of a row
             path = folder / "tokenizer_config.json"
             write_json(path, read_json(path) | {"padding_side": "left"})
         if isinstance(model.config.head, LMHead) and model.config.shape != "encoder":
             write_json(folder / "generation_config.json", generation_config(model.config, vocab))
+
+
+class Frame(NamedTuple):
+    """One text or two as a model reads them, with `A` and `B` in their places."""
+
+    ids: list[int]
+    segment: list[int]
+
+
+def with_frame(tokenizer: Tokenizer, config: ModelConfig) -> Tokenizer:
+    """A tokenizer that puts raw texts into the frame of an encoder or of BART, as those of their families do."""
+    reads_frames = config.shape == "encoder" or (config.shape == "encoder-decoder" and config.framed)
+    if not reads_frames or not config.num_layers or not isinstance(config.head, LMHead) or tokenizer.vocab.sep is None:
+        return tokenizer
+    before, end = list(framing(config, tokenizer.vocab).before), framing(config, tokenizer.vocab).end
+    after, between = [end], [end] * (2 if config.family in TWO_BETWEEN else 1)
+    last = config.family == "xlnet"
+    if last:
+        before, after = [], [end, *before]
+    one = Frame([*before, A, *after], [0] * (len(before) + 1 + len(after)))
+    first = [*before, A, *between]
+    two = Frame([*first, B, *after], [0] * len(first) + [1] * (1 + len(after)))
+    if last:
+        one.segment[-1] = two.segment[-1] = 2  # its [CLS] is of neither text
+    return framed(tokenizer, [one, two], config.num_segments > 1 or last)
 
 
 def save_model(model: Model, folder: Path, overwrite: bool = False) -> None:

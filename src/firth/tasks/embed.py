@@ -18,11 +18,11 @@ from firth.metrics.pairs import rank_scores, retrieval_ranks
 from firth.models import Embedding, Head, Model, ModelConfig, family_of, head_for
 from firth.objectives import Batch
 from firth.tasks.form import Sheet
-from firth.tasks.frame import A, framed
 from firth.tasks.headed import Array, Headed, Item, Laid, at_slots
 from firth.tasks.task import Prediction, Reader
 from firth.text import Example
 from firth.tokens import Tokenizer
+from firth.tokens.frame import A, framed
 from firth.train import Machine
 
 POSITIVE = 0.8  # a pair with a score means the same from this share of the highest score on: 4 of STS-B's 5

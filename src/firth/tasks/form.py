@@ -10,11 +10,11 @@ import numpy as np
 from firth.errors import UserError
 from firth.models import ModelConfig, framing, head_for
 from firth.models.config import TransformerXL
+from firth.models.weights import TWO_BETWEEN
 from firth.tokens import Tokenizer
 from firth.tokens.pairs import surplus
 
 DELIMITER, EXTRACT = "<delimiter>", "<extract>"  # between two texts of a decoder, and at their end (GPT, section 3.3)
-DOUBLE = ("roberta", "xlm-roberta", "afriberta", "bart")  # two separators stand between their texts
 Ids = list[int]
 
 
@@ -45,7 +45,7 @@ class Form:
         frame, vocab = framing(config, tokenizer.vocab), tokenizer.vocab
         self.before: tuple[int, ...] = frame.before
         self.after: tuple[int, ...] = (frame.end,)
-        self.between: tuple[int, ...] = (frame.end,) * (2 if config.family in DOUBLE else 1)
+        self.between: tuple[int, ...] = (frame.end,) * (2 if config.family in TWO_BETWEEN else 1)
         self.start = frame.start
         self.last = config.shape != "encoder" or getattr(head_for(config, "classify"), "pool", "") == "last"
         if config.shape == "decoder":

@@ -19,11 +19,11 @@ from firth.models import Head, Model, ModelConfig
 from firth.models.config import Auxiliary, Choices, Classes, ELMo, LMHead, Score
 from firth.objectives import IGNORED, Batch
 from firth.tasks.form import DELIMITER, EXTRACT, Form, Sheet
-from firth.tasks.frame import A, B, framed
 from firth.tasks.packing import Packing, pack
 from firth.tasks.task import Prediction
 from firth.text import Example
 from firth.tokens import Tokenizer
+from firth.tokens.frame import A, B, framed
 from firth.tokens.lexicon import opened
 from firth.train import Machine
 

@@ -15,11 +15,11 @@ from firth.metrics import score
 from firth.models import Model, ModelConfig, framing, head_for
 from firth.objectives import Batch
 from firth.tasks.form import DELIMITER, Sheet
-from firth.tasks.frame import A, framed
 from firth.tasks.task import Prediction, Reader, by_length
 from firth.tasks.writing import Laid, Line, foresee, lay_lines, lay_pairs
 from firth.text import Example
 from firth.tokens import Tokenizer
+from firth.tokens.frame import A, framed
 from firth.train import Machine
 
 LENGTH, TARGET_LENGTH = 512, 32  # tokens, where nothing is said

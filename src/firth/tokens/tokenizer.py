@@ -72,6 +72,7 @@ class Tokenizer:
         self.kind = kind_of(state, config or {})
         self.backward = bool((config or {}).get("backward"))
         state |= {"backward": True} if self.backward else {}
+        del state["post_processor"]  # what stands around a text is the model's affair, and changes no id of it
         self.fingerprint = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
         self.vocab = read_vocabulary(backend, roles)
         self.config = dict(config) if config is not None else own_config(self.kind)

@@ -1,19 +1,28 @@
-"""A task's frame in the tokenizer that is saved, so that `transformers` reads raw texts as the task does."""
+"""A frame in the tokenizer that is saved, so that `transformers` reads raw texts as the model or its task does."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
-from firth.tasks.form import Sheet
-from firth.tokens import Tokenizer
+from firth.tokens.tokenizer import Tokenizer
 
 A, B = -1, -2  # stand for the ids of a first and of a second text
 TYPES = "token_type_ids"
+
+
+class Sheet(Protocol):
+    """One text, or two, in a frame: the tokens, and the segment of each."""
+
+    @property
+    def ids(self) -> list[int]: ...
+
+    @property
+    def segment(self) -> list[int]: ...
 
 
 def framed(tokenizer: Tokenizer, sheets: Sequence[Sheet], segments: bool) -> Tokenizer:
