@@ -488,6 +488,17 @@ def framing(config: ModelConfig, vocab: Ids) -> Framing:
     return Framing(() if before is None else (before,), end, end if framed else vocab.pad)
 
 
+TWO_BETWEEN = ("roberta", "xlm-roberta", "afriberta", "bart")  # two separators stand between two texts of these
+CLASS_LAST = "xlnet"  # has its [CLS] at the end
+
+
+def surroundings(config: ModelConfig, vocab: Ids) -> tuple[tuple[int, ...], ...]:
+    """What stands before, between and after one text or two, as a model reads them."""
+    before, end, _ = framing(config, vocab)
+    between = (end,) * (2 if config.family in TWO_BETWEEN else 1)
+    return ((), between, (end, *before)) if config.family == CLASS_LAST else (before, between, (end,))
+
+
 def last_place(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """(B,): where the last token of each text stands."""
     seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask

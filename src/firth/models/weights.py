@@ -37,14 +37,13 @@ from firth.models.config import (
 from firth.models.layouts import FAMILIES, LAYOUTS, OWN_EXTRAS, OWN_HEAD, Layout
 from firth.models.layouts.layout import ACTIVATIONS, THEIR_ACTIVATIONS, class_names, is_a
 from firth.models.lora import merge
-from firth.models.model import Model, framing, make_model
+from firth.models.model import CLASS_LAST, Model, framing, make_model, surroundings
 from firth.models.task_heads import like, own_dropout
 from firth.plain import KIND, from_plain, to_plain
 from firth.tokens import Tokenizer, Vocabulary, load_tokenizer
 from firth.tokens.frame import A, B, framed
 
 WEIGHTS = "model.safetensors"
-TWO_BETWEEN = ("roberta", "xlm-roberta", "afriberta", "bart")  # two separators stand between two texts of these
 OWN = "firth"
 OWN_FAMILY = "firth_family"  # in config.json: which of the families that share a layout
 OWN_FRAMED = "firth_framed"  # how a text is framed, where that is not as the layout's own family has it
@@ -457,14 +456,11 @@ def with_frame(tokenizer: Tokenizer, config: ModelConfig) -> Tokenizer:
     reads_frames = config.shape == "encoder" or (config.shape == "encoder-decoder" and config.framed)
     if not reads_frames or not config.num_layers or not isinstance(config.head, LMHead) or tokenizer.vocab.sep is None:
         return tokenizer
-    before, end = list(framing(config, tokenizer.vocab).before), framing(config, tokenizer.vocab).end
-    after, between = [end], [end] * (2 if config.family in TWO_BETWEEN else 1)
-    last = config.family == "xlnet"
-    if last:
-        before, after = [], [end, *before]
+    before, between, after = surroundings(config, tokenizer.vocab)
     one = Frame([*before, A, *after], [0] * (len(before) + 1 + len(after)))
     first = [*before, A, *between]
     two = Frame([*first, B, *after], [0] * len(first) + [1] * (1 + len(after)))
+    last = config.family == CLASS_LAST
     if last:
         one.segment[-1] = two.segment[-1] = 2  # its [CLS] is of neither text
     return framed(tokenizer, [one, two], config.num_segments > 1 or last)

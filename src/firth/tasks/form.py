@@ -10,7 +10,7 @@ import numpy as np
 from firth.errors import UserError
 from firth.models import ModelConfig, framing, head_for
 from firth.models.config import TransformerXL
-from firth.models.weights import TWO_BETWEEN
+from firth.models.model import surroundings
 from firth.tokens import Tokenizer
 from firth.tokens.pairs import surplus
 
@@ -43,16 +43,12 @@ class Form:
         self.tokenizer, self.cut = tokenizer, 0
         self.length = min(length, config.max_length or length)
         frame, vocab = framing(config, tokenizer.vocab), tokenizer.vocab
-        self.before: tuple[int, ...] = frame.before
-        self.after: tuple[int, ...] = (frame.end,)
-        self.between: tuple[int, ...] = (frame.end,) * (2 if config.family in TWO_BETWEEN else 1)
+        self.before, self.between, self.after = surroundings(config, vocab)
         self.start = frame.start
         self.last = config.shape != "encoder" or getattr(head_for(config, "classify"), "pool", "") == "last"
         if config.shape == "decoder":
             found = [tokenizer.backend.token_to_id(name) for name in (DELIMITER, EXTRACT)]
             self.between, self.after = (((frame.end if i is None else i),) for i in found)
-        elif self.last and config.shape == "encoder":
-            self.before, self.after = (), (frame.end, *frame.before)
         same_or_not = isinstance(config.position, TransformerXL) and config.position.segments
         self.segments = config.num_segments > 1 or same_or_not
         self.own_segment = same_or_not and self.last  # XLNet's [CLS] is of neither text
