@@ -9,6 +9,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,25 @@ def names(run: str | Path) -> list[str]:
 
 def hooked(monkeypatch: pytest.MonkeyPatch, hook: Callable[[int, Model], None]) -> None:
     monkeypatch.setattr(pretraining, "Run", lambda *a, **k: Run(*a, **k, hooks=[(1, hook)]))
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Wait until no checkpoint is being written, in a thread of its own or not."""
+    known: list[writers.Writer] = []
+    plain = writers.Writer.save
+
+    def save(self: writers.Writer, *given: Any, **named: Any) -> None:
+        known[:] = [self]
+        plain(self, *given, **named)
+
+    monkeypatch.setattr(writers.Writer, "save", save)
+
+    def wait() -> None:
+        if known and known[0].writing is not None:
+            futures.wait([known[0].writing])
+
+    return wait
 
 
 def test_what_is_written_is_of_its_step(recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +137,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     size: int,
     beside: bool,
     quota: Callable[[int | None], None],
+    settled: Callable[[], None],
     recipe_of: Recipes,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -128,6 +149,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
 
     def hook(step: int, model: Model) -> None:
         if step in (3, 7):
+            settled()
             quota(size if step == 3 else None)
         if step == 7:
             between.append(names(tmp_path / "run"))
@@ -146,13 +168,23 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
 
 
 def test_a_disk_that_stays_full_ends_cleanly(
-    quota: Callable[[int | None], None], recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quota: Callable[[int | None], None],
+    settled: Callable[[], None],
+    recipe_of: Recipes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The last whole checkpoint stays, and once there is room a resume ends the same run."""
     fields = dict(max_steps=8, save_steps=2, dropout=0.1)
     pretrain(recipe_of("gpt2", output_dir=str(tmp_path / "straight"), **fields))
     recipe = recipe_of("gpt2", **fields)
-    hooked(monkeypatch, lambda step, model: quota(50_000) if step == 5 else None)
+
+    def hook(step: int, model: Model) -> None:
+        if step == 5:
+            settled()
+            quota(50_000)
+
+    hooked(monkeypatch, hook)
     with pytest.raises(OSError, match="File too large"):
         pretrain(recipe)
     quota(None)
