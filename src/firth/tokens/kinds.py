@@ -21,6 +21,9 @@ PATTERNS = {  # where byte-level BPE may not merge across
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 
+WORD = r"[\w\p{M}]+(?:['’][\w\p{M}]+)*|[^\w\p{M}\s]"
+LINE = r"[^\S ]"  # what ends a line, or parts its columns
+
 
 class Cut(NamedTuple):
     """How a new tokenizer treats text, where its kind leaves a choice."""
@@ -124,7 +127,7 @@ def unigram(vocab: dict[str, int], cut: Cut) -> Backend:
     scheme = "never" if cut.byte_fallback else "first"
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(r"[^\S ]"), behavior="isolated"),
+            pre_tokenizers.Split(Regex(LINE), behavior="isolated"),
             pre_tokenizers.Metaspace(replacement=SPACE_MARK, prepend_scheme=scheme),
         ]
     )
@@ -145,8 +148,7 @@ def words(vocab: dict[str, int], cut: Cut) -> Backend:
     """Whole words, as word2vec, ELMo and AWD-LSTM read them: letters and digits together, punctuation one by one."""
     backend = Backend(models.WordLevel(vocab, unk_token="<unk>"))
     backend.normalizer = normalizers.Lowercase() if cut.lowercase else None
-    word = Regex(r"[\w\p{M}]+(?:['’][\w\p{M}]+)*|[^\w\p{M}\s]")
-    backend.pre_tokenizer = pre_tokenizers.Split(word, behavior="removed", invert=True)
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(WORD), behavior="removed", invert=True)
     backend.decoder = decoders.WordPiece(
         prefix="##", cleanup=True
     )  # no word begins with ##: spaces, but not before ","

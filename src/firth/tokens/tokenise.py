@@ -4,18 +4,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
-from string import punctuation
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from firth.text import Document, Salient, held_out
 from firth.tokens.edges import Side, in_spans, sentence_edges, sentence_ends, word_starts
+from firth.tokens.known import Known, Piece, habit_of
 from firth.tokens.tokenizer import Tokenizer
 
 LONG = 2**17  # characters: while a text is encoded it takes 300 bytes for each, so a longer one is encoded in parts
@@ -35,12 +34,11 @@ class Tokenised(NamedTuple):
 
 
 class Text(NamedTuple):
-    """One side of a document: its ids, in one list or sentence by sentence, and their edges where already known."""
+    """One side of a document: its tokens and their edges."""
 
-    ids: list[list[int]]
-    size: int
-    words: np.ndarray | None = None  # None where the ids alone tell
-    ends: np.ndarray | None = None  # None where the lists of ids are the sentences
+    tokens: np.ndarray
+    words: np.ndarray
+    ends: np.ndarray
     salient: np.ndarray | None = None
 
 
@@ -67,52 +65,31 @@ class Way:
         """Documents that give no tokens, or none for one of their sides, are skipped."""
         texts = iter(self._texts([(d, text) for d in documents for text in d.sides]))
         read = [(d, [next(texts) for _ in d.sides]) for d in documents]
-        kept = [(d, sides) for d, sides in read if all(side.size for side in sides)]
+        kept = [(d, sides) for d, sides in read if all(len(side.tokens) for side in sides)]
         flat = [side for _, sides in kept for side in sides]
-        size = sum(side.size for side in flat)
-        tokens_N: np.ndarray = np.fromiter(
-            chain.from_iterable(chain.from_iterable(s.ids for s in flat)), self.dtype, size
-        )
-        words_N = self._word_starts[tokens_N] if self._word_starts is not None else np.zeros(size, dtype=bool)
-        ends_N, salient_N = np.zeros(size, dtype=bool), np.zeros(0 if self.salient is None else size, dtype=bool)
-        for first, side in zip(accumulate((s.size for s in flat), initial=0), flat, strict=False):
-            last = first + side.size
-            if side.words is not None:
-                words_N[first:last] = side.words
-            if side.salient is not None:
-                salient_N[first:last] = side.salient
-            if side.ends is not None:
-                ends_N[first:last] = side.ends
-            else:
-                ends = accumulate(map(len, side.ids), initial=first - 1)
-                ends_N[[end for end in ends if end >= first]] = True
-            words_N[first] = True
+        salient = [side.salient for side in flat if side.salient is not None]
         return Tokenised(
-            tokens=tokens_N,
-            words=words_N,
-            sentences=ends_N,
-            salient=salient_N,
-            lengths=np.array([sum(side.size for side in sides) for _, sides in kept], dtype=np.int64),
-            splits=np.array([sides[0].size if len(sides) == 2 else -1 for _, sides in kept], dtype=np.int64),
+            tokens=end_to_end([side.tokens for side in flat], self.dtype),
+            words=end_to_end([side.words for side in flat], np.bool_),
+            sentences=end_to_end([side.ends for side in flat], np.bool_),
+            salient=end_to_end(salient, np.bool_),
+            lengths=np.array([sum(len(side.tokens) for side in sides) for _, sides in kept], dtype=np.int64),
+            splits=np.array([len(sides[0].tokens) if len(sides) == 2 else -1 for _, sides in kept], dtype=np.int64),
             text_bytes=np.array([sum(len(t.encode()) for t in d.sides) for d, _ in kept], dtype=np.int64),
         )
 
     def _texts(self, sides: Sequence[tuple[Document, str]]) -> list[Text]:
-        """The ids and edges of each text: sentence by sentence where that gives the same tokens, else whole."""
+        """The tokens and edges of each text: from words that are known where that gives the same, else whole."""
         pieces = [self._pieces(document, text) for document, text in sides]
         whole = iter(self._whole([side for side, piece in zip(sides, pieces, strict=True) if piece is None]))
-        sentences = iter(self.tokenizer.encode_batch(list(chain.from_iterable(p for p in pieces if p is not None))))
-        return [next(whole) if piece is None else by_sentence([next(sentences) for _ in piece]) for piece in pieces]
+        quick = iter(self._known([p for p in pieces if p is not None]) if self._known else ())
+        return [next(whole) if piece is None else by_piece(*next(quick)) for piece in pieces]
 
-    def _pieces(self, document: Document, text: str) -> list[str] | None:
-        """The sentences of a text, each with the space before it; None where tokens must be known with their places."""
-        by_place = self.tokenizer.backward or self.salient is not None or document.word_starts is not None
-        if by_place or self._word_starts is None:
+    def _pieces(self, document: Document, text: str) -> list[Piece] | None:
+        """The sentences of a text in the form that is quick; None where that would not do."""
+        if self._known is None or self.salient is not None or document.word_starts is not None:
             return None
-        edges = sentence_edges(text, self.language)[:-1]
-        if not all(text[edge] in " \n" or text[edge - 1] in punctuation for edge in edges):  # where words part anyway
-            return None
-        return [text[start:end] for start, end in pairwise([0, *edges, len(text)])]
+        return self._known.cut(text, sentence_edges(text, self.language)[:-1])
 
     def _whole(self, texts: Sequence[tuple[Document, str]]) -> list[Text]:
         """The ids of each text with their places; long texts part by part."""
@@ -151,37 +128,34 @@ class Way:
         parts = zip(*(np.split(bit, edges[:-1]) for bit in bits), strict=True)
         way = -1 if self.tokenizer.backward else 1
         return [
-            Text([s.encoding.ids[::way]], len(s.encoding), *(bits[::way] for bits in part))
-            for s, part in zip(sides, parts, strict=True)
+            Text(np.array(side.encoding.ids[::way], self.dtype), *(bits[::way] for bits in part))
+            for side, part in zip(sides, parts, strict=True)
         ]
 
     @cached_property
-    def _word_starts(self) -> np.ndarray | None:
-        """Which tokens start a word, where the token alone says so, and where a space always parts words: BERT's.
-
-        Such a text can be tokenised sentence by sentence and without the places of the tokens, which is faster.
-        """
-        state = json.loads(self.tokenizer.backend.to_str())
-        parts = {name: (state[name] or {}).get("type") for name in ("normalizer", "pre_tokenizer", "model")}
-        bert = {"normalizer": "BertNormalizer", "pre_tokenizer": "BertPreTokenizer", "model": "WordPiece"}
-        own_words = any(not token["special"] for token in state["added_tokens"])
-        if parts != bert or state["model"]["continuing_subword_prefix"] != "##" or own_words:
-            return None
-        starts_V = np.ones(self.tokenizer.vocab.size, dtype=bool)
-        starts_V[[i for token, i in self.tokenizer.backend.get_vocab().items() if token.startswith("##")]] = False
-        return starts_V
+    def _known(self) -> Known | None:
+        habit = habit_of(self.tokenizer)
+        return None if habit is None else Known(self.tokenizer, habit)
 
 
 def joined(parts: list[Text]) -> Text:
     """The parts of a text as one."""
     if len(parts) == 1:
         return parts[0]
-    words, ends = (np.concatenate([getattr(part, name) for part in parts]) for name in ("words", "ends"))
-    return Text([ids for part in parts for ids in part.ids], sum(part.size for part in parts), words, ends)
+    return Text(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "words", "ends")))
 
 
-def by_sentence(ids: list[list[int]]) -> Text:
-    return Text(ids, sum(map(len, ids)))
+def by_piece(tokens_N: np.ndarray, words_N: np.ndarray, sizes: np.ndarray) -> Text:
+    """A text whose sentences have so many tokens."""
+    ends_N = np.zeros(len(tokens_N), dtype=bool)
+    last = np.cumsum(sizes) - 1
+    ends_N[last[last >= 0]] = True
+    words_N[:1] = True
+    return Text(tokens_N, words_N, ends_N)
+
+
+def end_to_end(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
 
 
 def both(document: Document) -> str:
