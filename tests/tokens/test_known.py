@@ -99,8 +99,10 @@ def test_others_have_none() -> None:
     assert changed("unigram", normalizer=normalizers.Replace(" ", "▁")) is None
     assert changed("unigram", pre_tokenizer=pre_tokenizers.Metaspace(split=False)) is None
     assert changed("wordpiece", pre_tokenizer=pre_tokenizers.CharDelimiterSplit("|")) is None
-    bpe = models.BPE(vocab={"<unk>": 0, "a": 1}, merges=[], dropout=0.1, unk_token="<unk>")
-    assert changed("bpe", model=bpe) is None
+    vocab = tokenizer_of("bpe").backend.get_vocab()
+    assert changed("bpe", model=models.BPE(vocab, [], dropout=0.1, unk_token="<unk>")) is None
+    assert changed("bpe", model=models.BPE(vocab | {"far": 9999}, [], unk_token="<unk>")) is None
+    assert changed("bpe", model=models.BPE(vocab, [], unk_token="<unk>")) == BERT, "or this shows nothing"
     assert changed("gpt2", pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False)) == GPT2, (
         "or it shows nothing"
     )

@@ -50,7 +50,8 @@ def habit_of(tokenizer: Tokenizer) -> Habit | None:
     state = json.loads(tokenizer.backend.to_str())
     before, cut = (steps(state[name]) for name in ("normalizer", "pre_tokenizer"))
     own_words = any(not token["special"] for token in state["added_tokens"])
-    if own_words or tokenizer.backward or state["model"].get("dropout"):
+    gaps = tokenizer.backend.get_vocab_size() != tokenizer.vocab.size  # in one of which the mark would lie
+    if own_words or gaps or tokenizer.backward or state["model"].get("dropout"):
         return None
     plain = all(step["type"] == "Lowercase" or is_spelling(step) for step in before)
     match [step["type"] for step in cut]:
