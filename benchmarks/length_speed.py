@@ -1,0 +1,111 @@
+"""How speed and memory of training change with the length of a row, the tokens of a step staying the same.
+
+    python benchmarks/length_speed.py [--model bert-base] [--lengths 128,512,...,8192] [--tokens 32768] [--plot FILE]
+
+Each length is measured on rows that hold one document, and on packed ones that hold four which do not see each other.
+Memory, on a GPU, is what a run has allocated at most beside its weights. A length that does not fit is said, and the
+others are measured all the same. `--plot` draws both as a page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+import torch
+from train_speed import OURS, PACKED, SETTINGS, Speed, Workload, measure
+
+from firth import __version__
+from firth.console import say, show_table
+from firth.models import ModelConfig, preset
+from firth.models.config import Learned, Sinusoid
+from firth.objectives import CLM, MLM
+from firth.page import Page, axes_of, legend
+from firth.train import Machine, choose_machine
+
+LENGTHS = "128,256,512,1024,2048,4096,8192"
+
+
+def with_length(config: ModelConfig, length: int) -> ModelConfig:
+    """The model with places for so many tokens, where it numbers them."""
+    limit = config.max_length
+    if limit is None or limit >= length:
+        return config
+    assert isinstance(config.position, Learned | Sinusoid)
+    return replace(config, position=replace(config.position, length=config.position.length + length - limit))
+
+
+def workload_of(config: ModelConfig, length: int, tokens: int) -> Workload:
+    objective = CLM() if config.shape == "decoder" else MLM()
+    return Workload(with_length(config, length), objective, max(tokens // length, 1), length)
+
+
+def measured(name: str, workload: Workload, machine: Machine, steps: int) -> list[Speed]:
+    """Both kinds of rows; nothing where memory is too small."""
+    turn = max(steps // 2, 1)
+    try:
+        return measure(name, workload, machine, steps, turn, warmup=turn, alone=True)
+    except torch.OutOfMemoryError:
+        say(f"{name}: does not fit")
+        return []
+    finally:
+        torch._dynamo.reset()
+        gc.collect()
+        if machine.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def draw(title: str, found: dict[int, list[Speed]], path: str) -> None:
+    page = Page(title)
+    memory = any(s.memory is not None for speeds in found.values() for s in speeds)
+    for label, of in (("tokens/s", "tokens_per_second"), *([("GiB", "memory")] if memory else [])):
+        figure, axes = axes_of("tokens in a row", label)
+        for side in (OURS, PACKED):
+            points = [(n, getattr(s, of)) for n, speeds in found.items() for s in speeds if s.side == side]
+            axes.plot(*zip(*points, strict=True), marker="o", label=side)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(list(found), [str(length) for length in found])
+        axes.set_ylim(bottom=0)
+        legend(axes)
+        page.figure(figure, f"{label} by the length of a row")
+    page.save(path)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="bert-base", help="a preset, encoder or decoder (bert-base)")
+    parser.add_argument("--lengths", default=LENGTHS, help=f"tokens in a row ({LENGTHS})")
+    parser.add_argument("--tokens", type=int, default=32768, help="of a step, at every length (32768)")
+    parser.add_argument("--steps", type=int, default=20, help="timed, of each kind of rows (20)")
+    parser.add_argument("--plot", help="write this page (.html)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    options = parser.parse_args(words)
+    machine, config = choose_machine(SETTINGS), preset(options.model)
+    versions = f"firth {__version__}, torch {torch.__version__}"
+    say(f"{versions}; {machine}; {options.model}, {options.tokens:,} tokens a step")
+    found = {}
+    for length in map(int, options.lengths.split(",")):
+        workload = workload_of(config, length, options.tokens)
+        found[length] = measured(f"{options.model} {workload.rows}x{length}", workload, machine, options.steps)
+    rows = [
+        (f"{max(options.tokens // length, 1)}x{length}", s.side, f"{s.tokens_per_second:,.0f}", gigabytes(s.memory))
+        for length, speeds in found.items()
+        for s in speeds
+    ]
+    show_table(f"{options.model} by length", ("rows", "side", "tokens/s", "memory"), rows)
+    if options.plot and any(found.values()):
+        draw(f"{options.model} on {machine}", found, options.plot)
+    if options.json:
+        speeds = [{"length": n, **asdict(s)} for n, some in found.items() for s in some]
+        print(json.dumps({"versions": versions, "machine": str(machine), "speeds": speeds}))
+
+
+def gigabytes(memory: float | None) -> str:
+    return "" if memory is None else f"{memory:.1f} GiB"
+
+
+if __name__ == "__main__":
+    main()
