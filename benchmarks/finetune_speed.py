@@ -4,7 +4,7 @@ Both sides begin with the same checkpoint, read the same examples in the same pr
 schedule and number of steps. The rate that counts is from the command to the last step: reading, tokenising, compiling
 and training; ours has the scoring and saving at the end in it too. transformers pads each batch to its longest text.
 
-    python benchmarks/finetune_speed.py --checkpoint BERT --sst2 TRAIN DEV --squad TRAIN DEV
+    python benchmarks/finetune_speed.py --checkpoint BERT --sst2 TRAIN DEV --squad TRAIN DEV [--no-compile]
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class Side:
     mean: float
     std: float
     seconds: list[float]
+    compiled: bool
+    shapes: int | None = None  # that our batches had in training
 
 
 # --- ours -----------------------------------------------------------------------------------------------------------
@@ -101,6 +103,8 @@ def ours(work: Work) -> Side:
         found["mean"],
         found["std"],
         [run["seconds"] for run in runs],
+        work.compiled,
+        max(run["shapes"]["train"] for run in runs),
     )
 
 
@@ -160,7 +164,7 @@ def theirs(work: Work) -> Side:
     metric, trained = METRICS[work.task], work.steps * work.batch
     mean, std = summarise([v[metric] for v in values])
     speed = work.seeds * trained / sum(seconds)
-    return Side(THEIRS, work.task, speed, statistics.median(steady), metric, mean, std, seconds)
+    return Side(THEIRS, work.task, speed, statistics.median(steady), metric, mean, std, seconds, work.compiled)
 
 
 def arguments(work: Work, seed: int) -> transformers.TrainingArguments:
@@ -279,18 +283,21 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rate", type=float, default=5e-5)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, help="torch.compile on both sides; on a GPU unless said"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args(words)
     machine = choose_machine(FinetuneRecipe())
     gpu = machine.device.type == "cuda"
+    compiled = gpu if options.compile is None else options.compile
     say(f"firth {__version__}, transformers {transformers.__version__}, torch {torch.__version__}; {machine}")
     sides: list[Side] = []
     for task, files, length in (("classify", options.sst2, 128), ("span-qa", options.squad, 384)):
         if files:
             batch = options.batch if task == "classify" else max(1, options.batch // 2)
-            work = Work(
-                options.checkpoint, task, *files, length, batch, options.steps, options.rate, options.seeds, gpu, gpu
-            )
+            settings = length, batch, options.steps, options.rate, options.seeds, compiled, gpu
+            work = Work(options.checkpoint, task, *files, *settings)
             sides += [ours(work), theirs(work)]
     rows = []
     for mine, other in zip(sides[::2], sides[1::2], strict=True):
@@ -306,7 +313,8 @@ def main(words: Sequence[str] | None = None) -> None:
                     f"{side.metric} {100 * side.mean:.1f} ± {100 * side.std:.1f}",
                 )
             )
-    show_table("Fine-tuning", ("task", "side", "examples/s", "ratio", "steady", "score"), rows)
+    title = f"Fine-tuning, {'compiled' if compiled else 'not compiled'}"
+    show_table(title, ("task", "side", "examples/s", "ratio", "steady", "score"), rows)
     if options.json:
         print(json.dumps({"sides": [asdict(side) for side in sides], "machine": str(machine)}))
 

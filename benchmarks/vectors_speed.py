@@ -8,8 +8,11 @@ else the machine does slows both; the ratio is the median over the turns. Words 
 ones are left out, and per second of processor time too, which a busy machine does not change. `--pairs` are files of
 word pairs with people's scores (word1, word2, score): the mean Spearman correlation over the turns, a seed each.
 
-With more workers gensim's fast path gives other (often better) vectors at the same settings, as if its rate did not
-fall all the way to `min_alpha`; `--min-alpha` sets where ours ends, so that this can be tried.
+With W workers gensim's fast path gives other (on small text better) vectors at the same settings, because its rate does
+not fall as far: each worker counts the sentences of its own part of the file against those of all of it (see
+`get_next_alpha` in its word2vec_corpusfile.pyx), so that in every epoch the rate falls by 1/W of what it should, and
+the last epoch ends at alpha (1 - 1/W) / epochs. `--min-alpha` sets where ours ends (2 workers, 5 epochs: 0.0025), and
+`--epochs` how often both read the text.
 """
 
 from __future__ import annotations
@@ -56,6 +59,7 @@ class Turn(NamedTuple):
 
 def main() -> None:
     args = arguments()
+    SETTINGS["epochs"] = args.epochs
     with tempfile.TemporaryDirectory(prefix="firth-vectors-") as folder:
         shards, tokenizer = read(args.texts, int(args.megabytes * 1e6), Path(folder))
         lexicon = read_lexicon(shards, tokenizer, SETTINGS["min_count"])
@@ -85,6 +89,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--megabytes", type=float, default=12.0, help="how much of the text is read")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--min-alpha", type=float, default=0.0001)
     parser.add_argument("--pairs", nargs="*", default=[], help="files of word pairs with scores")
     parser.add_argument("--json", action="store_true")

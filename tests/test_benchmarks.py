@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from firth.models.config import Learned
 from firth.models.presets import bert, gpt2, llama, t5, t5_v1_1
 from firth.objectives import CLM, MLM, SpanCorruption
 from firth.train import Machine
@@ -339,3 +340,204 @@ def test_both_sides_read_the_same_tokens(corpus_file: Path, tmp_path: Path) -> N
     assert (tmp_path / "theirs").read_bytes() == (tmp_path / "ours" / "train" / "tokens.bin").read_bytes()
     assert all(row["used"] == 1 and 0 <= row["padding"] < 1 for row in text.rows_of(tmp_path / "ours"))
     assert text.memory_of(text.os.getpid()) > 10**6
+
+
+# The predecessors
+
+
+@pytest.fixture(scope="module")
+def predecessors() -> Any:
+    return script("predecessors")
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a few examples of every task."""
+    import lzma
+
+    animals = ("cat", "dog")
+    texts = [{"text": f"the {a} slept by river {n} and near the mill", "label": a} for n in range(12) for a in animals]
+    tagged = [{"tokens": ["Anna", "saw", f"the {a}"], "tags": ["B-PER", "O", "O"]} for a in animals]
+    senses = [
+        {"word": a, "text_a": f"the {a} slept", "text_b": f"a {a} {b}", "label": b == "slept"}
+        for a in animals
+        for b in ("slept", "was lost near the old mill")
+    ]
+    folder = tmp_path_factory.mktemp("labelled")
+    for name, rows in (("classification/sst2", texts), ("tagging/wnut17", tagged), ("pairs/wic", senses)):
+        (folder / name).parent.mkdir(exist_ok=True)
+        for part in ("train", "dev"):
+            with lzma.open(folder / f"{name}.{part}.jsonl.xz", "wt", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows * 4)
+    return folder
+
+
+def test_the_predecessors_side_by_side(
+    predecessors: Any,
+    labelled: Path,
+    corpus_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = {"elmo": "elmo-tiny", "ulmfit": "ulmfit-tiny", "bert": "bert-tiny"}
+    rows = dict.fromkeys(names, 2)
+    sizes = {"word": 2000, "char": 2000, "wordpiece": 300}
+    toy = predecessors.Size(0.05, sizes, names, rows, 1, 100, {"more": 2}, target=1.0, pretraining_steps=2)
+    monkeypatch.setitem(predecessors.SIZES, "toy", toy)
+    words = ["--text", str(corpus_file), "--data", str(labelled), "--output-dir", str(tmp_path / "work")]
+    words += ["--sizes", "toy", "--seeds", "1", "--workers", "1", "--json"]
+    predecessors.main([*words, "--only", "bag,ulmfit", "--tasks", "sst2", "--labels", "100,all"])
+    part = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert part["complete"]
+    assert part["cells"].keys() == {f"{side}/sst2/{n}/0" for side in ("bag", "ulmfit") for n in ("100", "all")}
+    assert part["labels_needed"].keys() == {"sst2/bag"}
+    predecessors.main([*words, "--only", "bag,ulmfit,elmo,bert", "--tasks", "sst2,wnut17", "--labels", "all"])
+    printed = capsys.readouterr().out
+    facts = json.loads(printed.splitlines()[-1])
+    assert part["cells"].items() <= facts["cells"].items(), "what is done is kept"
+    assert set(facts["pretraining"]) == {"bag", "ulmfit", "elmo", "bert"}
+    assert facts["senses"].keys() == {"ulmfit", "elmo", "bert"}
+    assert len(facts["senses"]["elmo"]) == 3
+    assert "| BERT, as many operations as ELMo |" in printed
+    elmo, bert = (facts["pretraining"][name] for name in ("elmo", "bert"))
+    a_step = bert["flops"] / bert["steps"]
+    assert abs(bert["flops"] - elmo["flops"]) <= a_step
+    assert {cell["metric"] for key, cell in facts["cells"].items() if "/wnut17/" in key} == {"entity_f1"}
+
+
+def test_a_budget_that_is_used_up_ends_cleanly(
+    predecessors: Any, labelled: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--text", str(corpus_file), "--data", str(labelled), "--output-dir", str(tmp_path / "work")]
+    predecessors.main([*words, "--budget", "1e-9", "--json"])
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (facts["complete"], facts["cells"]) == (False, {})
+
+
+def test_labels_that_equal_a_hundred_lie_on_a_line_of_logarithms(predecessors: Any) -> None:
+    def cells(*means: float) -> dict[Any, Any]:
+        found = {("lstm", "t", n): predecessors.Cell(x, 0, 3, 0) for n, x in zip(("100", "all"), means, strict=True)}
+        return found | {("ulmfit", "t", "100"): predecessors.Cell(80.0, 0, 3, 0)}
+
+    sizes = {"100": 100, "all": 10_000}
+    assert predecessors.labels_needed(cells(70.0, 90.0), "t", "lstm", sizes) == pytest.approx(1000)
+    assert predecessors.labels_needed(cells(85.0, 90.0), "t", "lstm", sizes) == 100
+    assert predecessors.labels_needed(cells(70.0, 79.0), "t", "lstm", sizes) == float("inf")
+    assert predecessors.labels_needed({}, "t", "lstm", sizes) is None
+
+
+# The time until a run goes on
+
+FAKE = """
+import json, os, sys, time
+from pathlib import Path
+folder, save = Path(sys.argv[1]), int(sys.argv[2])
+first = max((int(p.name.split("-")[1]) for p in folder.glob("checkpoint-*")), default=0)
+folder.mkdir(exist_ok=True)
+(folder / "new").write_text("".join(json.dumps({"step": i + 1, "loss": 1.0}) + chr(10) for i in range(first)))
+os.replace(folder / "new", folder / "log.jsonl")
+with open(folder / "log.jsonl", "a") as log:
+    for step in range(first + 1, first + save + 1):
+        log.write(json.dumps({"step": step, "loss": 1.0}) + chr(10))
+        log.flush()
+(folder / f"checkpoint-{step}").mkdir()
+time.sleep(600)
+"""
+
+
+def test_both_starts_are_timed_up_to_their_first_step(
+    prepared_text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a process that does what a run does, without its weight: a log, a checkpoint, and on it goes."""
+    bench = script("resume_time")
+    started: list[list[Any]] = []
+    plain = bench.start
+
+    def fake(words: list[Any]) -> Any:
+        started.append(words)
+        if words[0] == "-c":
+            return plain(["-c", "pass"])
+        return plain(["-c", FAKE, words[words.index("--output-dir") + 1], 3])
+
+    monkeypatch.setattr(bench, "start", fake)
+    bench.main(["bert-tiny", "--data", str(prepared_text), "--turns", "2", "--save", "3", "--json", "ema_decay=0.9"])
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert facts["model"] == "bert-tiny"
+    assert {name: len(times) for name, times in facts["each"].items()} == {"python": 2, "fresh": 2, "resume": 2}
+    assert all(seconds > 0 for seconds in facts["seconds"].values())
+    runs = [words for words in started if words[0] == "-m"]
+    assert [words[words.index("--output-dir") + 1].name for words in runs] == ["run-0", "run-0", "run-1", "run-1"]
+    assert all("--resume" in words and "ema_decay=0.9" in words for words in runs)
+
+
+@pytest.mark.slow
+def test_a_real_run_is_timed(prepared_text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = script("resume_time")
+    words = ["bert-tiny", "--data", str(prepared_text), "--turns", "1", "--save", "2", "--json", "max_seq_length=32"]
+    bench.main([*words, "model.num_layers=1", "per_device_train_batch_size=4"])
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert facts["checkpoint_bytes"] > 10**5
+    assert facts["seconds"]["resume"] > facts["seconds"]["python"] / 2
+
+
+# --- by length
+
+
+def test_speed_by_length_prints_a_table_and_a_page(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = script("length_speed")
+    monkeypatch.setattr(lengths, "preset", lambda name: bert(1, 16, 2, 200, position=Learned(32)))
+    monkeypatch.setattr(lengths, "choose_machine", lambda settings: CPU)
+    page = tmp_path / "page.html"
+    lengths.main(["--lengths", "32,64", "--tokens", "128", "--steps", "1", "--plot", str(page), "--json"])
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(s["length"], s["side"]) for s in facts["speeds"]] == [
+        (length, side) for length in (32, 64) for side in (bench.OURS, bench.PACKED)
+    ]
+    assert page.read_text().count("<svg") == 1, "memory is known on a GPU only"
+
+
+def test_how_much_of_a_batch_is_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from firth.tokens import train_tokenizer
+
+    rows = [{"text": " ".join(["good"] * (1 + i % 9)), "label": "ab"[i % 2]} for i in range(90)]
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train_tokenizer([row["text"] for row in rows], "wordpiece", 60).save(tmp_path)
+    words = ["--tokenizer", str(tmp_path), "--batch", "8", "--json", "classify", str(file), "16"]
+    script("packed_rows").main(words)
+    (share,) = json.loads(capsys.readouterr().out.splitlines()[-1])["shares"]
+    assert share["padded"] < share["packed"] <= 1
+    assert share["few"] <= share["packed"]
+    assert share["few_shapes"] <= 4
+    assert share["tokens"] == pytest.approx(7, abs=0.5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fine_tuning_side_by_side(
+    compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both sides are compiled, or none is; here by a compiler that does nothing."""
+    from firth.models import make_model
+    from firth.tokens import train_tokenizer
+
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda model, *_, **__: asked.append(model) or model)
+    rows = [{"text": f"a {word} text", "label": label} for word, label in (("good", "yes"), ("bad", "no"))] * 8
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = train_tokenizer([row["text"] for row in rows], "wordpiece", 60)
+    model = make_model(bert(1, 16, 2, tokenizer.vocab.size, position=Learned(128)))
+    model.tokenizer = tokenizer
+    model.save(tmp_path / "bert")
+    words = ["--checkpoint", str(tmp_path / "bert"), "--sst2", str(file), str(file), "--steps", "2", "--batch", "4"]
+    switch = "--compile" if compiled else "--no-compile"
+    script("finetune_speed").main([*words, "--seeds", "1", switch, "--json"])
+    sides = json.loads(capsys.readouterr().out.splitlines()[-1])["sides"]
+    assert [side["side"] for side in sides] == ["firth", "transformers"]
+    assert all(side["compiled"] is compiled for side in sides)
+    assert all(side["examples_per_second"] > 0 for side in sides)
+    assert sides[0]["shapes"] >= 1
+    assert bool(asked) is compiled

@@ -6,6 +6,8 @@ import io
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from firth import cli
 from firth.cli import app, main
 from firth.files import damage
 from firth.tasks import FinetuneRecipe
@@ -309,7 +312,13 @@ def test_generate_fill_models(firth: Firth, house: dict[str, Path]) -> None:
     done = firth("models", "--json")
     assert done.code == 0
     assert all({"name", "family", "parameters", "objective"} <= m.keys() for m in done.json["models"])
-    assert "bert-tiny" in firth("models").out
+    counted = {m["name"]: m for m in done.json["models"] if m["parameters"] is None}
+    assert {name: m["size"] for name, m in counted.items()} == {
+        "word2vec": "2 x 100 for each word",
+        "glove": "100 for each word",
+        "ngram": "2 for each n-gram",
+    }
+    assert all(name in firth("models").out for name in ("bert-tiny", "word2vec", "2 for each n-gram"))
 
 
 def test_json_is_all_of_stdout(firth: Firth, house: dict[str, Path]) -> None:
@@ -329,7 +338,9 @@ def test_help(verb: str, firth: Firth) -> None:
         order = [done.out.index(part) for part in ("Data:", "This run:", "What learns:", "Training:", "Examples:")]
         assert order == sorted(order)
         assert "\n    firth finetune t5/final --task text-to-text" in done.out, "a command stays on its line"
-        options = [f"--{f.name.replace('_', '-')}" for f in fields(FinetuneRecipe) if f.name != "checkpoint"]
+        hidden = ("checkpoint", *cli.SEVERAL)
+        names = [f.name for f in fields(FinetuneRecipe) if "help" in f.metadata and f.name not in hidden]
+        options = [f"--{name.replace('_', '-')}" for name in names]
         assert all(option in done.out for option in options)
     if verb in ("pretrain", "show"):
         assert "permutation-lm" in "".join(done.out.split()).replace("│", "")
@@ -741,3 +752,53 @@ def test_a_tokenizer_within_little_memory(firth: Firth, corpus_file: Path, tmp_p
     done = firth("tokenizer", corpus_file, *small)
     assert done.code == 0
     assert "Learning from a sample" in done.err
+
+
+# --- Ctrl-C
+
+
+def test_interrupted_while_the_libraries_load() -> None:
+    program = """
+import os, signal, sys
+from importlib.abc import MetaPathFinder
+class Pressed(MetaPathFinder):
+    def find_spec(self, name, *_):
+        if name == "firth.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Pressed())
+from firth.__main__ import main
+main()
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_interrupted_twice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def app(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", app)
+    usual = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as e:
+            cli.main()
+        assert e.value.code == 130
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN, "a third one does not disturb the end"
+        assert capsys.readouterr().err == "stopped\n"
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+def test_check_looks_for_labelled_examples(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
+    document = house["text"].read_text(encoding="utf-8").split("\n\n")[3]
+    (tmp_path / "a.csv").write_text('body,label\n"' + document.replace('"', "") + '",x\n"nothing of this is there",y\n')
+    words = ["check", house["text"], "--kinds=none", "--output-dir", tmp_path, "--labelled", tmp_path / "a.csv"]
+    wrong = firth(*words, "--task", "classify")
+    assert wrong.code == 2
+    assert "Name the right one: --labelled-columns text=" in wrong.err
+    done = firth(*words, "--labelled-columns", "text=body", "--json")
+    assert done.code == 0, done.err
+    leaks = done.json["leaks"]
+    assert (leaks["examples"], leaks["exact"], leaks["near"], leaks["task"]) == (2, 1, 0, "classify")
+    assert firth("check", house["text"], "--task", "pair").code == 2

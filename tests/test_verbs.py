@@ -11,6 +11,7 @@ import yaml
 
 import firth
 from firth.errors import UserError
+from firth.files import read_json, write_json
 from firth.models import PRESETS, load_model
 from firth.models.config import Buckets
 from firth.objectives import NAMED
@@ -135,6 +136,28 @@ def test_prepare_goes_on_only_with_the_same_tokenizer(home: Path, corpus_file: P
     firth.tokenizer([corpus_file], tmp_path / "other", "wordpiece", 250)
     with pytest.raises(UserError, match="made with another tokenizer"):
         firth.prepare([corpus_file], tmp_path / "other", home / "shards", resume=True)
+
+
+def test_prepare_notices_text_that_has_changed(
+    home: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, shards, text = tmp_path / "a.txt", tmp_path / "s", corpus_file.read_text(encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
+    facts = firth.prepare([file], home / "tokenizer", shards)
+    assert firth.prepare([file], home / "tokenizer", shards, resume=True) == facts
+    assert "is whole already, and the text is the one that it was made of." in capsys.readouterr().err
+    for change, said in (
+        (text + "\n\nOne more document.", "300 documents then, 301 documents now"),
+        (text.replace("e", "a", 1), "300 documents then and now, but not the same"),
+    ):
+        file.write_text(change, encoding="utf-8")
+        with pytest.raises(UserError, match=f"is whole, but the text has changed since it was made: {said}"):
+            firth.prepare([file], home / "tokenizer", shards, resume=True)
+    manifest = read_json(shards / "manifest.json")  # as it was before shards noted their text
+    del manifest["facts"]["source"]
+    write_json(shards / "manifest.json", manifest)
+    firth.prepare([file], home / "tokenizer", shards, resume=True)
+    assert "It does not say of which text" in capsys.readouterr().err
 
 
 def test_several_shards_are_mixed(home: Path, corpus_file: Path, tmp_path: Path) -> None:

@@ -126,6 +126,8 @@ def test_glove_by_the_same_verb(corpus_file: Path, tmp_path: Path) -> None:
         ("word2vec", {"overrides": {"min_count": 100_000}}, "min_count=100000 leaves 0 words"),
         ("ngram", {"overrides": {"order": 7}}, "order is 7"),
         ("glove", {"max_seq_length": 64}, "Unknown key 'max_seq_length'"),
+        ("ngram", {"minutes": 3.0}, "minutes: an n-gram model counts its text once"),
+        ("word2vec", {"minutes": -1.0}, "minutes is -1.0"),
     ],
 )
 def test_mistakes(model: str, options: dict[str, Any], message: str, corpus_file: Path, tmp_path: Path) -> None:

@@ -1,5 +1,21 @@
-"""python -m firth"""
+"""The command `firth`, which is also `python -m firth`."""
 
-from firth.cli import main
+from __future__ import annotations
 
-main()
+import os
+import signal
+
+INTERRUPTED = 130  # the exit code after Ctrl-C
+
+
+def main() -> None:
+    """Run a verb. While the libraries load, which takes a second or two, Ctrl-C ends the process without a word."""
+    usual = signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    from firth.cli import main as run
+
+    signal.signal(signal.SIGINT, usual)
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -5,8 +5,11 @@ from __future__ import annotations
 import inspect
 import json as json_module
 import logging
+import os
 import re
+import signal
 import sys
+import traceback
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -16,7 +19,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from firth.console import err, say, show_table
+from firth.console import count, err, hush, out, say, show_table
 from firth.errors import UserError
 
 app = typer.Typer(
@@ -38,7 +41,7 @@ RUN, DATA, LEARNING, SCORES, WRITING, TRAINING, READING = (
 )
 # Under which heading of --help the options of a fine-tuning recipe stand; all others are of the training itself.
 GROUPS = {
-    DATA: ("encoding", "shots", "max_seq_length", "prefix"),
+    DATA: ("encoding", "shots", "max_seq_length", "prefix", "day"),
     LEARNING: (
         *("from_scratch", "answer", "freeze", "unfreeze_every", "layer_decay", "class_weights"),
         *("lora_rank", "lora_alpha", "lora_dropout", "lora_targets"),
@@ -47,6 +50,7 @@ GROUPS = {
     WRITING: ("max_target_length", "num_beams", "length_penalty", "no_repeat_ngram_size"),
     RUN: ("resume_from_checkpoint",),
 }
+SEVERAL = ("parallel", "cpu_offload")  # options of verbs that torchrun may start
 SAME = 1e-3  # the largest difference of logits that rounding explains
 INTERRUPTED = 130  # the exit code after Ctrl-C
 # A wrong name or a folder that is not the user's; a full disk, on the other hand, is nobody's mistake.
@@ -109,7 +113,9 @@ Texts = Annotated[
 
 
 def finish(result: Mapping[str, Any], as_json: bool, title: str) -> None:
-    """The table that a verb ends with, or its JSON."""
+    """The table that a verb ends with, or its JSON; of several processes one shows it."""
+    if out.quiet:
+        return
     if as_json:
         print(json_module.dumps(result, ensure_ascii=False))
         return
@@ -129,10 +135,10 @@ def readable(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def parse_columns(text: str) -> dict[str, str]:
+def parse_columns(text: str, option: str = "--columns") -> dict[str, str]:
     pairs = [part.partition("=") for part in text.split(",") if part]
     if bad := [name for name, equals, value in pairs if not (name and equals and value)]:
-        raise UserError(f"--columns: {bad[0]!r} is not name=column. Write --columns text=sentence,label=gold.")
+        raise UserError(f"{option}: {bad[0]!r} is not name=column. Write {option} text=sentence,label=gold.")
     return {name: value for name, _, value in pairs}
 
 
@@ -290,10 +296,14 @@ def _tasks() -> str:
     return ", ".join(TASKS)
 
 
-def _evaluations() -> str:
-    from firth.text.examples import TASKS  # firth.evaluate has more to load, and every verb would wait for it
+def _labelled() -> str:
+    from firth.text.examples import TASKS
 
-    return ", ".join([*TASKS, "perplexity", "pseudo-likelihood"])
+    return ", ".join(TASKS)
+
+
+def _evaluations() -> str:  # firth.evaluate has more to load, and every verb would wait for it
+    return f"{_labelled()}, perplexity, pseudo-likelihood"
 
 
 ObjectiveName = Annotated[str | None, typer.Option(help=f"{_objectives()}; the family's own unless said.")]
@@ -329,6 +339,10 @@ CHECK_EXAMPLES = examples("""
   # the text alone, in seconds; or two kinds at sizes of your own
   firth check books/ --kinds none
   firth check books/ --kinds byte-bpe,unigram --vocab-sizes 8000,16000
+
+  # does the training text contain what the model will be tested on?
+  firth check books/ --labelled test.jsonl --kinds none
+  firth check books/ --labelled test.csv --task pair --labelled-columns text_a=premise,text_b=hypothesis
 """)
 
 
@@ -349,6 +363,16 @@ def check(
     ] = "",
     sample: Annotated[int, typer.Option(help="Characters of the text that tokenizers are compared on.")] = 2_000_000,
     lowercase: Lowercase = False,
+    labelled: Annotated[
+        str | None,
+        typer.Option(help="A labelled file: how many of its examples stand in the text, word for word or nearly?"),
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help=f"Of --labelled: {_labelled()}; told by its columns unless said.")
+    ] = None,
+    labelled_columns: Annotated[
+        str, typer.Option(help="Other column names of --labelled, as text=sentence,label=gold.")
+    ] = "",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a check.html that `firth check` did not write.")
     ] = False,
@@ -367,6 +391,9 @@ def check(
         lowercase,
         overwrite,
         printed=not json,
+        labelled=labelled,
+        task=task,
+        labelled_columns=parse_columns(labelled_columns, "--labelled-columns"),
         **reading,
     )
     if json:
@@ -532,7 +559,7 @@ def pretrain(
 
 
 @app.command("prove-resume", cls=Grouped)
-@run_options(_pretraining, hidden=("output_dir", "data", "tokenizer", "checkpoint", "minutes"))
+@run_options(_pretraining, hidden=("output_dir", "data", "tokenizer", "checkpoint", "minutes", *SEVERAL))
 @reading_options
 def prove_resume(
     model: ModelName,
@@ -660,7 +687,7 @@ FINETUNE_EXAMPLES = examples("""
 
 
 @app.command(cls=Grouped, epilog=FINETUNE_EXAMPLES)
-@run_options(_finetuning, hidden=("output_dir", "checkpoint", "task", "train", "dev", "columns"))
+@run_options(_finetuning, hidden=("output_dir", "checkpoint", "task", "train", "dev", "columns", *SEVERAL))
 def finetune(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder, ours or a published one.")],
     task: Annotated[str, typer.Option(help=f"{_tasks()}.", rich_help_panel=DATA)],
@@ -704,6 +731,22 @@ def finetune(
         bool,
         typer.Option("--overwrite", help="Replace what an earlier run left in the output folder.", rich_help_panel=RUN),
     ] = False,
+    allow_change: Annotated[
+        bool,
+        typer.Option(
+            "--allow-change",
+            help="Go on although the recipe or the examples to learn from have changed; says what.",
+            rich_help_panel=RUN,
+        ),
+    ] = False,
+    rewind: Annotated[
+        int | None,
+        typer.Option(
+            help="After steps that did harm: let the seed that was under way go back to a checkpoint at least so many "
+            "steps before the first of them, and pass over the examples from there to them. Resumes.",
+            rich_help_panel=RUN,
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Fine-tune a checkpoint on a task, several times: the mean, the deviation, and the best model.
@@ -720,6 +763,8 @@ def finetune(
         *(checkpoint, task, train, dev, output_dir, config, changes, resume, overwrite, parse_columns(columns)),
         recipe=recipe,
         target_text=target_text or (),
+        allow_change=allow_change,
+        rewind=rewind,
         **options,
     )
     if json:
@@ -1103,12 +1148,17 @@ def fill(
     show_table(text, ["blank", "guess", "probability"], rows)
 
 
+ONE_WORD = "One word in several texts"
 EMBED_EXAMPLES = examples("""
   firth embed run/final "The cat sleeps." "A dog barks." --similar    # cosines of each with each
   firth embed run/final --texts sentences.txt --output-dir vectors.npy --normalize
   firth embed run/final "The cat sleeps." --pool first --layer 2 --json
   firth embed words/final --similar king                              # nearest words, also of a file: vectors.txt
   firth embed words/final --analogy man woman king
+
+  # is bat the same word in both? One vector from word2vec, one for each place from ELMo and BERT; nearest words there
+  firth embed words/final --with elmo/final --with bert/final --compare bat --among wiki.txt \\
+      "The bat flew out of the cave." "He swung the bat and hit the ball."
 """)
 
 
@@ -1131,7 +1181,33 @@ def embed(
     analogy: Annotated[
         bool, typer.Option("--analogy", help="Of three words a b c: which is to c as b is to a.")
     ] = False,
-    top: Annotated[int, typer.Option(help="How many words, with --similar or --analogy.")] = 10,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORD",
+            help="Compare this word where it stands in two or more of the texts: the cosines of its vectors there.",
+            rich_help_panel=ONE_WORD,
+        ),
+    ] = None,
+    with_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            metavar="CHECKPOINT",
+            help="Another checkpoint, or a file of word vectors, beside the first; can be given several times.",
+            rich_help_panel=ONE_WORD,
+        ),
+    ] = None,
+    among: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Files of text: which of their words, where they stand, have the nearest vectors? The first 20,000 "
+            "words are read.",
+            rich_help_panel=ONE_WORD,
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option(help="How many words, with --similar, --analogy or --among.")] = 10,
     pool: Annotated[
         str,
         typer.Option(help="first, mean or last token; auto: what the checkpoint was fine-tuned for, else mean."),
@@ -1149,8 +1225,15 @@ def embed(
     from firth.files import refuse_unwritable
 
     given = given_texts(text, texts, "--texts", ("text",))
+    if compare is not None:
+        if similar or analogy or output_dir is not None:
+            raise UserError("--compare is a question of its own: leave --similar, --analogy and --output-dir out.")
+        finish_compare(verbs.compare(compare, given, [checkpoint, *(with_ or ())], layer, among or (), top), json)
+        return
+    if with_ or among:
+        raise UserError("--with and --among are for --compare WORD.")
     if analogy and len(given) != 3:
-        raise UserError(f"--analogy needs three words a b c, and {len(given)} were given.")
+        raise UserError(f"--analogy needs three words a b c, and {count(len(given), 'was', 'were')} given.")
     if analogy or (similar and len(given) == 1):
         towards, away = (given[1:], given[:1]) if analogy else (given, [])
         finish_similar(given, verbs.similar(checkpoint, towards, away, top), json)
@@ -1188,7 +1271,44 @@ def embed(
         ]
         show_table(f"Vectors of {vectors.shape[1]} numbers", ["text", "length", "first numbers"], rows)
     if place is not None:
-        say(f"{place}: {len(given):,} vectors of {vectors.shape[1]} numbers.")
+        say(f"{place}: {count(len(given), 'vector')} of {vectors.shape[1]} numbers.")
+
+
+def finish_compare(result: Mapping[str, Any], as_json: bool) -> None:
+    from firth.evaluate.context import Occurrence
+
+    if as_json:
+        print(json_module.dumps(result, ensure_ascii=False))
+        return
+    places = [Occurrence(result["texts"][o["text"]], o["begin"], o["end"]) for o in result["occurrences"]]
+    names = [short_checkpoint(one["checkpoint"]) for one in result["checkpoints"]]
+    kinds = [(name, one["kind"], one["layer"]) for name, one in zip(names, result["checkpoints"], strict=True)]
+    show_table("Where it stands", ["", "text"], [(i, place.shown(60)) for i, place in enumerate(places, 1)])
+    show_table("Vectors", ["", "a word's vector is", "layer"], kinds)
+    pairs = [(i, j) for i in range(len(places)) for j in range(i + 1, len(places))]
+    rows = [
+        (f"{i + 1} and {j + 1}", *(f"{one['similarity'][i][j]:.3f}" for one in result["checkpoints"])) for i, j in pairs
+    ]
+    means = [one["any_two_words"] for one in result["checkpoints"]]
+    usual = ["" if mean is None else f"{mean:.3f}" for mean in means]
+    show_table(f"Cosines of {result['word']}", ["", *names], [*rows, ("any two words", *usual)])
+    for name, one in zip(names, result["checkpoints"], strict=True):
+        near = [
+            (f"{i}. {places[i - 1].shown(16)}" if k == 0 else "", n["word"], f"{n['similarity']:.3f}", n["where"])
+            for i, some in enumerate(one["neighbours"], 1)
+            for k, n in enumerate(some)
+        ]
+        if near:
+            show_table(f"Nearest by {name}", ["", "word", "cosine", "where"], near)
+
+
+def short_checkpoint(name: str) -> str:
+    """
+    >>> short_checkpoint("runs/elmo/final"), short_checkpoint("vectors.txt")
+    ('elmo', 'vectors.txt')
+    """
+    path = Path(name)
+    return path.parent.name if path.name == "final" and path.parent.name else path.name or name
 
 
 def finish_similar(words: list[str], found: list[Any], as_json: bool) -> None:
@@ -1232,7 +1352,10 @@ def models(json: Json = False) -> None:
         return
     for family in dict.fromkeys(m["family"] for m in found):
         sizes = [m for m in found if m["family"] == family]
-        rows = [(m["name"], short(m["parameters"]), short(m["flops_per_token"]), m["objective"]) for m in sizes]
+        rows = [
+            (m["name"], m.get("size") or short(m["parameters"]), short(m["flops_per_token"]), m["objective"])
+            for m in sizes
+        ]
         title = f"{family}, {sizes[0]['shape']}: {sizes[0]['good_for']}"
         show_table(title, ["name", "parameters", "FLOPs/token", "objective"], rows)
 
@@ -1257,17 +1380,45 @@ def main() -> None:
         app(arguments, prog_name="firth")  # exits with 0 when the verb returns, with 2 for a wrong option
     except SystemExit as e:
         if e.code == INTERRUPTED:
-            say("stopped")
+            say_stopped()
         raise
+    except KeyboardInterrupt:  # once more, while the first one was dealt with
+        say_stopped()
+        sys.exit(INTERRUPTED)
     except Exception as e:
         if debug:
             raise
+        end(e)
+
+
+def end(e: Exception) -> None:
+    """Say what went wrong and exit. Of several processes the first that fails says so, and none waits for another."""
+    from firth.train.parallel import launched, may_say
+
+    launch = launched()
+    if launch is None or launch.size == 1:
         sys.exit(explain(e))
+    hush(not may_say(e))
+    try:
+        code = explain(e)
+    except Exception:
+        code = 1
+        err.print(traceback.format_exc(), markup=False)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def say_stopped() -> None:
+    """The last word after Ctrl-C; one more does not disturb the end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    say("stopped")
 
 
 def explain(e: Exception) -> int:
     """One or two lines on stderr, and the exit code."""
     from firth.train import Interrupted
+    from firth.train.parallel import is_lost
 
     if isinstance(e, Interrupted):
         say(f"{e}; the same command with --resume goes on.")
@@ -1278,6 +1429,10 @@ def explain(e: Exception) -> int:
         return 2
     if isinstance(e, OSError) and e.strerror:
         err.print("[red]error:[/red] ", end="")
-        err.print(f"{e.filename or 'a file'}: {e.strerror}. What was whole before is whole still.", markup=False)
+        safe = getattr(e, "__notes__", None) or ["What was whole before is whole still."]
+        err.print(f"{e.filename or 'a file'}: {e.strerror}. {' '.join(safe)}", markup=False)
         return 2 if isinstance(e, USERS_MISTAKES) else 1
+    if is_lost(e):
+        say(f"another process of this run has ended, and so this one ends too ({str(e).splitlines()[0][:200]})")
+        return 1
     raise e

@@ -39,6 +39,15 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
     out.print(table)
 
 
+def count(n: int, noun: str, several: str = "") -> str:
+    """How many of something there are, in words; `several` is the plural where an s does not make it.
+
+    >>> count(1, "file"), count(1203, "document"), count(2, "text was", "texts were")
+    ('1 file', '1,203 documents', '2 texts were')
+    """
+    return f"{n:,} {noun if n == 1 else several or noun + 's'}"
+
+
 def duration(seconds: float) -> str:
     """
     >>> duration(42), duration(200), duration(7500)
@@ -60,6 +69,11 @@ def quiet() -> Iterator[None]:
         err.quiet = before
 
 
+def hush(still: bool = True) -> None:
+    """Say nothing from here on, on stdout too; or speak again."""
+    err.quiet = out.quiet = still
+
+
 class Line:
     """One line that is rewritten in place on a terminal, and printed now and then elsewhere (log files, notebooks)."""
 
@@ -71,7 +85,7 @@ class Line:
 
     def show(self, text: str, force: bool = False) -> None:
         now = time.monotonic()
-        if not force and now - self.last < self.every:
+        if err.quiet or (not force and now - self.last < self.every):
             return
         self.last = now
         if self.live:
@@ -90,18 +104,21 @@ class Line:
 
 
 class Progress:
-    """How far a silent phase has come: counts, rate, and time left when the end is known."""
+    """How far a silent phase has come: counts, rate, and time left when the end is known.
 
-    def __init__(self, what: str, unit: str, total: float | None) -> None:
+    What was `done` before, by an earlier run, counts in how far it is, and not in how fast.
+    """
+
+    def __init__(self, what: str, unit: str, total: float | None, done: float = 0.0) -> None:
         self.what, self.unit, self.total = what, unit, total
-        self.done = 0.0
+        self.done = self.before = float(done)
         self.start = time.monotonic()
         self.line = Line()
 
     @property
     def rate(self) -> float:
         """Units a second so far."""
-        return self.done / max(time.monotonic() - self.start, 1e-6)
+        return (self.done - self.before) / max(time.monotonic() - self.start, 1e-6)
 
     def advance(self, n: float = 1, note: str = "") -> None:
         self.done += n
@@ -115,9 +132,9 @@ class Progress:
 
 
 @contextmanager
-def progress(what: str, unit: str = "items", total: float | None = None) -> Iterator[Progress]:
+def progress(what: str, unit: str = "items", total: float | None = None, done: float = 0.0) -> Iterator[Progress]:
     """`with progress("tokenising", "documents", n) as p: ... p.advance()`"""
-    p = Progress(what, unit, total)
+    p = Progress(what, unit, total, done)
     try:
         yield p
     finally:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,20 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replace a file so that a reader sees the old one or the new one, also after a crash."""
+    """Replace a file so that a reader sees the old one or the new one, also after a crash or on a full disk."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except OSError as e:
+        with suppress(OSError):
+            temporary.unlink()
+        if e.errno is not None:  # a full disk does not say which file it refuses
+            e.filename, e.filename2 = str(path), None
+        raise
     sync_folder(path.parent)
 
 

@@ -11,11 +11,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from firth.console import progress, quiet, say
+from firth.console import count, progress, quiet, say
 from firth.errors import UserError, nearest
-from firth.evaluate import embed_texts, largest_difference, write_card, write_run_report
+from firth.evaluate import compare_contexts, embed_texts, largest_difference, write_card, write_run_report
 from firth.evaluate import evaluate as evaluate_checkpoint
 from firth.evaluate import evaluate_suite as run_suite
+from firth.evaluate.export import write_export
 from firth.evaluate.neighbours import Neighbour, most_similar, samples, write_vector_report, write_vectors
 from firth.evaluate.vectors import word_vectors
 from firth.files import CARD, damage, fresh_folder, read_json, whole_folder, write_json
@@ -24,7 +25,7 @@ from firth.generate import fill as fill_blanks
 from firth.generate.decoding import decoding_of
 from firth.generate.ngram import write_ngrams
 from firth.lab.check import KINDS as COMPARED
-from firth.lab.check import examine
+from firth.lab.check import examine, read_for_leaks
 from firth.lab.check_page import save_page as save_check
 from firth.lab.check_text import print_check
 from firth.lab.prove_resume import prove
@@ -66,12 +67,25 @@ from firth.tokens import (
 )
 from firth.tokens import prepare as prepare_shards
 from firth.tokens.checkup import SAMPLE
+from firth.tokens.prepare import source_of
 from firth.train import Recipe, override, pretrain_in, read_yaml, run_folder
+from firth.train.clock import Clock
+from firth.train.folder import shared_folder
+from firth.train.parallel import join, quiet_but_one, refuse_several
 
 AT_ONCE = 16  # texts that are written at once
 # What learns by counting: the kind of tokenizer that it is given, and its size unless said (0: by the text's size).
 COUNTED = {"word2vec": ("word", 2**20), "glove": ("word", 2**20), "ngram": ("byte-bpe", 0)}
 SAME_FIELDS = {"num_train_epochs": "epochs", "learning_rate": "alpha"}  # gensim's names for what all runs have
+
+HOW_LONG = ("minutes", "max_steps", "num_train_epochs", "epochs")
+
+# These have as many numbers as the text has words: what each is good for, and how many numbers.
+COUNTED_MODELS = (
+    ("word2vec", "skip-gram or CBOW", "2 x 100 for each word", "words by themselves: fast, similar words, analogies"),
+    ("glove", "counts of pairs", "100 for each word", "words by themselves, from the counts of a whole text"),
+    ("ngram", "counts of n-grams", "2 for each n-gram", "writing on by counting; the perplexity to beat"),
+)
 
 load = load_model
 
@@ -86,12 +100,16 @@ def check(
     lowercase: bool = False,
     overwrite: bool = False,
     printed: bool = False,
+    labelled: str | Path | None = None,
+    task: str | None = None,
+    labelled_columns: Mapping[str, str] | None = None,
     **reading: Any,
 ) -> dict[str, Any]:
     """What is in a text, how tokenizers split it, and what follows for vocabulary, rows and model.
 
     `tokenizer` is a folder of one, or a checkpoint; beside it others are trained on a sample of `sample` characters,
     of each of `kinds` and `vocab_sizes`. Writes `check.html` to `output_dir`; `printed` writes to the terminal too.
+    `labelled` is a file whose examples are looked for in the text; its `task` is told by its columns unless named.
     """
     page = free_place(Path(output_dir), "check", overwrite)
     for kind in kinds:
@@ -102,8 +120,12 @@ def check(
     if sample < 1000:
         raise UserError(f"--sample is {sample}, and must be at least 1,000 characters.")
     used = load_tokenizer(Path(tokenizer)) if tokenizer is not None else None
+    if labelled is None and (task is not None or labelled_columns):
+        raise UserError("--task and --labelled-columns are for --labelled, which is not there. Name the file.")
+    encoding = reading.get("encoding") or "utf-8"
+    asked = read_for_leaks(str(labelled), task, labelled_columns, encoding) if labelled is not None else None
     corpus = Corpus(texts, **reading)
-    found = examine(corpus, used, str(tokenizer or ""), kinds, vocab_sizes, sample, lowercase)
+    found = examine(corpus, used, str(tokenizer or ""), kinds, vocab_sizes, sample, lowercase, asked)
     save_check(found, page)
     if printed:
         print_check(found)
@@ -178,7 +200,7 @@ def prepare(
         check_tokenizer(folder, tokenizer)
         check_salient(folder, find)
         check_options(folder, {"held_out_share": held_out, "dedup": dedup})
-        say(f"{folder} is whole already.")
+        check_source(folder, corpus)
         return shard_facts(folder)
     fresh_folder(folder, "--output-dir", overwrite or resume)
     return _prepare(
@@ -204,6 +226,23 @@ def check_options(shards: Path, wanted: Mapping[str, Any]) -> None:
             f"{shards} was made with {other[0]} {used[other[0]]}, not {wanted[other[0]]}: name another --output-dir, "
             "or make it again with --overwrite in place of --resume."
         )
+
+
+def check_source(shards: Path, corpus: Corpus) -> None:
+    """Read the text again, as nothing less proves it, and refuse to take shards of another one for those asked for."""
+    used = open_shards(shards).manifest.get("source")
+    if used is None:
+        say(f"{shards} is whole already. It does not say of which text, so whether that has changed cannot be told.")
+        return
+    now = source_of(corpus, corpus.bytes)
+    if now != used:
+        before, after = (count(source["documents"], "document") for source in (used, now))
+        change = f"{before} then, {after} now" if before != after else f"{before} then and now, but not the same"
+        raise UserError(
+            f"{shards} is whole, but the text has changed since it was made: {change}. Make it again with --overwrite "
+            "in place of --resume, or name another --output-dir."
+        )
+    say(f"{shards} is whole already, and the text is the one that it was made of.")
 
 
 def check_held_out(share: float) -> None:
@@ -258,20 +297,33 @@ def pretrain(
     steps or more before steps that did harm, and passes over the text from there to them.
     """
     began = time.monotonic()
+    quiet_but_one()
     making = Making(vocab_size, lowercase, held_out, take_reading(options))
     if str(model) in COUNTED and not Path(model).exists():
+        refuse_several(f"{model} counts in one process, with all of its cores.")
         if objective is not None:
             raise UserError(f"{model} has no --objective: it is one itself.")
         changes = all_changes(config, options, overrides, {"output_dir": str(output_dir), "data": "", "tokenizer": ""})
-        return pretrain_counted(str(model), data, tokenizer, making, changes, resume, overwrite)
+        return pretrain_counted(str(model), data, tokenizer, making, changes, resume, overwrite, began)
     order = take_order(model, data, output_dir, tokenizer, objective, making, config, overrides, options)
     inputs = [*order.sources, *([order.given] if order.given else [])]
+    world, place = join(order.recipe), Path(output_dir)
+    if world.goes_on(str(output_dir)):
+        resume, overwrite, rewind = True, False, None
     resume = resume or rewind is not None
-    with run_folder(Path(output_dir), resume, overwrite, inputs) as folder:
-        if order.corpus is not None:
-            same_source(folder / "source.json", order.source())
-        recipe = order.recipe_for(order.shards_in(folder))
-        return pretrain_in(folder, recipe, resume, began, allow_change, rewind)
+    with shared_folder(world, place, resume, overwrite, inputs) as folder:
+        clock = Clock(place, resume, began)
+
+        def shards() -> str:
+            if order.corpus is not None:
+                same_source(folder / "source.json", order.source())
+            made = order.shards_in(folder)
+            clock.note()
+            return str(made)
+
+        with world.only_first(clock):
+            recipe = order.recipe_for(Path(world.once(shards)))
+            return pretrain_in(folder, recipe, resume, clock.began, allow_change, rewind)
 
 
 def prove_resume(
@@ -312,10 +364,16 @@ def pretrain_counted(
     changes: Mapping[str, Any],
     resume: bool,
     overwrite: bool,
+    began: float,
 ) -> dict[str, Any]:
     """Pretrain what is no stack of layers: word2vec, GloVe, an n-gram model. Text is read and kept as for others."""
     from firth.train.vectors import RECIPES, pretrain_vectors  # which load numba
 
+    if name == "ngram" and (length := next((field for field in HOW_LONG if field in changes), None)):
+        raise UserError(
+            f"{length}: an n-gram model counts its text once and is done, so there is nothing to plan. Leave it out; "
+            "order=2, or less text, takes less time."
+        )
     recipe = override(RECIPES[name](), {SAME_FIELDS.get(field, field): value for field, value in changes.items()})
     recipe.check()
     check_held_out(making.held_out)
@@ -330,7 +388,7 @@ def pretrain_counted(
     with run_folder(
         Path(recipe.output_dir), resume, overwrite, [*sources, *([tokenizer] if tokenizer else [])]
     ) as folder:
-        shards = Path(sources[0])
+        shards, clock = Path(sources[0]), Clock(Path(recipe.output_dir), resume, began)
         if corpus is not None:
             new: list[Any] = [kind, making.vocab_size or least, making.lowercase]
             source = {"data": list(map(str, sources)), "bytes": corpus.bytes, **making.reading}
@@ -340,7 +398,8 @@ def pretrain_counted(
             if not is_shards(shards) or damage(shards) is not None:
                 _prepare(corpus, used or run_tokenizer(folder, corpus, *new), shards, making.held_out)
         recipe = replace(recipe, data=str(shards), tokenizer=open_shards(shards).tokenizer.fingerprint)
-        results = pretrain_vectors(folder, recipe, resume)
+        clock.note()
+        results = pretrain_vectors(folder, recipe, resume, clock.began)
         if "words" in results and "similar" not in results:
             results["similar"] = samples(word_vectors(folder / "final"))
             results["report"] = str(write_vector_report(folder, name, results))
@@ -613,13 +672,17 @@ def finetune(
     columns: Mapping[str, str] | None = None,
     recipe: str | None = None,
     target_text: Sequence[str | Path] = (),
+    allow_change: bool = False,
+    rewind: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Fine-tune a checkpoint on a task, several times; mean and deviation.
 
     `recipe` names a published one ("ulmfit", "dai-le", "elmo"); else it is the family's own. With `target_text` the
     checkpoint first goes on learning the language of that text, in a folder beside `output_dir` (ULMFiT's stage two).
+    A resumed run whose recipe or examples have changed is refused unless `allow_change`; `rewind` as in `pretrain`.
     """
+    refuse_several("Fine-tuning has no --parallel; several seeds can be several runs, one for each GPU.")
     if not Path(checkpoint).is_dir():
         raise UserError(f"{checkpoint} is not a checkpoint folder. `firth pretrain` makes one: RUN/final.")
     usual = read_config(checkpoint)
@@ -633,10 +696,13 @@ def finetune(
         **({"columns": dict(columns)} if columns else {}),
     }
     plan = override(FinetuneRecipe(**fields), all_changes(config, options, overrides, named))
+    if plan.parallel != "none":
+        raise UserError(f"parallel={plan.parallel} is for pretraining: fine-tuning is for one process. Leave it out.")
     if target_text:
         plan.check()  # before the first stage takes its time
-        plan = replace(plan, checkpoint=str(learn_target(checkpoint, target_text, output_dir, resume, overwrite)))
-    result = run_finetune(plan, resume, overwrite)
+        goes_on = {"resume": resume or rewind is not None, "overwrite": overwrite, "allow_change": allow_change}
+        plan = replace(plan, checkpoint=str(learn_target(checkpoint, target_text, output_dir, **goes_on)))
+    result = run_finetune(plan, resume, overwrite, allow_change, rewind)
     with quiet():  # the run has said all about this file
         examples = read_labelled(plan.dev, plan.task, plan.columns, "dev", plan.encoding)
     folder = Path(plan.output_dir)
@@ -647,13 +713,21 @@ def finetune(
 
 
 def learn_target(
-    checkpoint: str | Path, text: Sequence[str | Path], output_dir: str | Path, resume: bool, overwrite: bool
+    checkpoint: str | Path,
+    text: Sequence[str | Path],
+    output_dir: str | Path,
+    resume: bool = False,
+    overwrite: bool = False,
+    **options: Any,
 ) -> Path:
-    """The language of the task's own text (Howard & Ruder 2018, section 3.2), and where the model is then."""
+    """The language of the task's own text (Howard & Ruder 2018, section 3.2), and where the model is then.
+
+    `options` are fields of the recipe.
+    """
     folder = Path(f"{output_dir}-target")
     slow: dict[str, Any] = {"layer_decay": 1 / 2.6, "lr_scheduler_type": "slanted-triangle"}
     slow |= {"adam_beta1": 0.7, "adam_beta2": 0.99}
-    pretrain(checkpoint, list(text), folder, resume=resume, overwrite=overwrite, **slow)
+    pretrain(checkpoint, list(text), folder, resume=resume, overwrite=overwrite, **slow | options)
     return folder / "final"
 
 
@@ -689,6 +763,8 @@ def evaluate(
 def tuned_task(checkpoint: str | Path) -> str:
     """The task that a checkpoint was fine-tuned for."""
     facts = Path(checkpoint) / TASK_FILE
+    if not Path(checkpoint).is_dir():
+        raise UserError(f"{checkpoint} is not a checkpoint folder: there is no such folder.")
     if not facts.is_file():
         raise UserError(f"{checkpoint} was not fine-tuned: say what it is to do with --task (see --help).")
     return str(read_json(facts)["task"])
@@ -831,6 +907,23 @@ def similar(
     return most_similar(word_vectors(vectors), [words] if isinstance(words, str) else words, away, top)
 
 
+def compare(
+    word: str,
+    texts: Sequence[str],
+    checkpoints: Sequence[str | Path | Model] | str | Path | Model,
+    layer: int = -1,
+    among: Sequence[str | Path] = (),
+    top: int = 5,
+) -> dict[str, Any]:
+    """The vectors of a word where it stands in some texts, by each of several checkpoints: are they told apart?
+
+    A checkpoint of word2vec or GloVe, or a file of word vectors, has one vector for all texts. `among` names files of
+    text: the words of which the vectors, where they stand there, are nearest.
+    """
+    several = [checkpoints] if isinstance(checkpoints, str | Path | Model) else list(checkpoints)
+    return compare_contexts(word, list(texts), several, layer, Corpus(among).texts() if among else (), top)
+
+
 def export(
     checkpoint: str | Path,
     output_dir: str | Path,
@@ -849,8 +942,7 @@ def export(
         return {"output_dir": str(folder), "files": list(map(str, files))}
     if folder.exists() and folder.samefile(checkpoint):
         raise UserError(f"{folder} is the checkpoint itself. Name another --output-dir.")
-    model = load_model(checkpoint)
-    model.save(folder, overwrite=overwrite)
+    write_export(Path(checkpoint), folder)
     result: dict[str, Any] = {"output_dir": str(folder)}
     if check:
         result["max_difference"] = largest_difference(folder)
@@ -860,8 +952,23 @@ def export(
 def models() -> list[dict[str, Any]]:
     """The presets: their sizes, what a token costs, what they are trained on and good for.
 
-    `flops_per_token` are those of reading one token forward in a row of 512; training takes three times as many.
+    `flops_per_token` are those of reading one token forward in a row of 512; training takes three times as many. What
+    learns by counting looks a word up, without any, and has as many parameters as the text has words: they are None,
+    and `size` says how many.
     """
+    counted = [
+        {
+            "name": name,
+            "family": name,
+            "shape": "no layers",
+            "parameters": None,
+            "size": size,
+            "flops_per_token": 0,
+            "objective": objective,
+            "good_for": good_for,
+        }
+        for name, objective, size, good_for in COUNTED_MODELS
+    ]
     return [
         {
             "name": name,
@@ -873,4 +980,4 @@ def models() -> list[dict[str, Any]]:
             "good_for": GOOD_FOR[config.family],
         }
         for name, config in PRESETS.items()
-    ]
+    ] + counted

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,3 +97,11 @@ def test_mistakes_are_named(untrained: Any) -> None:
         embed_texts(untrained("bert"), TEXTS, layer=9)
     with pytest.raises(UserError, match="Did you mean 'mean'"):
         embed_texts(untrained("bert"), TEXTS, "meen")  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_without_a_tokenizer_is_named(saved: Any, tmp_path: Path) -> None:
+    shutil.copytree(saved("bert"), tmp_path / "bare")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "bare" / name).unlink()
+    with pytest.raises(UserError, match="bare has no tokenizer: put that of the model"):
+        embed_texts(tmp_path / "bare", ["a"])

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from firth.errors import UserError
-from firth.evaluate import evaluate, perplexity, write_card
+from firth.evaluate import evaluate, perplexity, write_card, write_run_report
+from firth.evaluate.export import write_export
 from firth.evaluate.report import is_mistake, sureness
 from firth.files import damage, whole_folder
+from firth.metrics import summarise
 from firth.models import Model, load_model
+from firth.page import cell
 from firth.tasks import FinetuneRecipe, Prediction, finetune
-from firth.text import Example
+from firth.text import Example, read_labelled
 
 LABELS = {"cat": "animal", "dog": "animal", "river": "place", "garden": "place"}
 ROWS = [
@@ -172,6 +178,32 @@ def test_a_card_says_what_is_known_and_no_more(tuned: Path, tmp_path: Path) -> N
     assert path.read_text(encoding="utf-8") == card
 
 
+def test_every_number_of_a_card_and_a_report_is_that_of_the_results(tuned: Path, tmp_path: Path) -> None:
+    """Two seeds: the card tells of the model that is there, and what the seeds come to."""
+    shutil.copytree(tuned, tmp_path / "run", ignore=shutil.ignore_patterns("final", "evaluate-*"))
+    shutil.copytree(tuned / "seed-0" / "final", tmp_path / "run" / "final")
+    results = json.loads((tuned / "results.json").read_text())
+    other = {name: value / 2 for name, value in results["scores"][0].items()}
+    results |= {"scores": [other, *results["scores"][:1]], "best_seed": 1, "steps": [3, 3], "seeds": [0.1, 0.2]}
+    (tmp_path / "run" / "results.json").write_text(json.dumps(results))
+    write_card(tmp_path / "run" / "final", overwrite=True)
+    card = (tmp_path / "run" / "final" / "README.md").read_text(encoding="utf-8")
+    front = yaml.safe_load(card.split("---")[1])
+    metrics = {m["type"]: m["value"] for m in front["model-index"][0]["results"][0]["metrics"]}
+    assert metrics == results["scores"][1]
+    for name, value in results["scores"][1].items():
+        mean, deviation = summarise([value / 2, value])
+        assert f"| dev.jsonl | {name} | {cell(value)} | {cell(mean)} | {cell(deviation)} |" in card
+    assert "shots" not in card
+    page = write_run_report(
+        tmp_path / "run", results | {"failed": []}, read_labelled(tuned.parent / "dev.jsonl", "classify")
+    )
+    html = page.read_text(encoding="utf-8")
+    for name, value in results["scores"][1].items():
+        cells = "".join(rf"\s*<td[^>]*>{re.escape(cell(x))}</td>" for x in (*summarise([value / 2, value]), value / 2))
+        assert re.search(rf"<td[^>]*>{name}</td>{cells}", html)
+
+
 def test_a_card_of_a_checkpoint_without_a_run(untrained: Callable[[str], Model], tmp_path: Path) -> None:
     model = untrained("gpt2")
     model.save(tmp_path / "mine" / "gpt2")
@@ -182,3 +214,16 @@ def test_a_card_of_a_checkpoint_without_a_run(untrained: Callable[[str], Model],
     assert f"| parameters | {model.num_parameters:,} |" in card
     again = load_model(tmp_path / "mine" / "gpt2")
     assert torch.equal(again.embed.tokens.weight, model.embed.tokens.weight)
+
+
+def test_an_exported_checkpoint_still_knows_its_task(tuned: Path, tmp_path: Path) -> None:
+    final = tuned / "seed-0" / "final"
+    shutil.copytree(final, tmp_path / "final")
+    write_card(tmp_path / "final", overwrite=True)
+    write_export(tmp_path / "final", tmp_path / "out")
+    assert damage(tmp_path / "out") is None
+    assert (tmp_path / "out" / "task.json").read_text() == (final / "task.json").read_text()
+    assert (tmp_path / "out" / "README.md").is_file()
+    data = write_jsonl(tmp_path / "dev.jsonl", ROWS)
+    before = evaluate(final, "classify", data, tmp_path / "before")["metrics"]
+    assert evaluate(tmp_path / "out", "classify", data, tmp_path / "after")["metrics"] == before

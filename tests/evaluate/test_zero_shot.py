@@ -121,3 +121,17 @@ def test_a_long_context_is_cut_from_the_left(untrained: Any) -> None:
 def test_an_answer_without_tokens_is_named(untrained: Any) -> None:
     with pytest.raises(UserError, match="Example 5: '' has 0 tokens"):
         cloze(untrained("bert"), [Example(5, ("The cat",), " ")])
+
+
+@pytest.mark.parametrize(("family", "batch_tokens"), [("gpt2", 64), ("gpt2", 512), ("bert", 64), ("bert", 300)])
+def test_a_tie_is_a_tie_wherever_its_sentences_are_computed(
+    family: str, batch_tokens: int, untrained: Any, sentences: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("firth.evaluate.asking.CHUNK", 7)  # so that pairs stand in two of them
+    words = " ".join(sentences).split()
+    texts = [" ".join(words[i : i + 2 + i % 3]) for i in range(40)]
+    outcome = minimal_pairs(
+        untrained(family), [Example(i, (text, text)) for i, text in enumerate(texts)], batch_tokens=batch_tokens
+    )
+    assert outcome.metrics["accuracy"] == 0
+    assert outcome.said[0].startswith("40 pairs are equally likely")

@@ -14,7 +14,7 @@ import pytest
 
 from firth.files import damage
 from firth.text import Corpus
-from firth.tokens import prepare, train_tokenizer
+from firth.tokens import load_tokenizer, prepare, train_tokenizer
 
 SOURCE = Path(__file__).parents[2] / "src"
 # As the verb does it, in little chunks and without what a model needs: most of the time goes into the work.
@@ -25,10 +25,11 @@ from firth.text import Corpus
 from firth.tokens import load_tokenizer
 module = import_module("firth.tokens.prepare")
 module.CHUNK_DOCUMENTS, module.SMALL = 20, 0
-text, tokenizer, folder, workers = sys.argv[1:]
+text, tokenizer, folder, workers, dedup = sys.argv[1:]
 corpus = Corpus([text])
 print("begun", flush=True)
-module.prepare(corpus, load_tokenizer(tokenizer), folder, 0.2, total_bytes=1, workers=int(workers), resume=True)
+used, workers = load_tokenizer(tokenizer), int(workers)
+module.prepare(corpus, used, folder, 0.2, total_bytes=1, workers=workers, dedup=dedup, resume=True)
 """
 
 
@@ -54,7 +55,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "why!",
     ]
     file = tmp_path_factory.mktemp("text") / "text.txt"
-    paragraphs = (" ".join(rng.choices(words, k=rng.randint(20, 400))) for _ in range(1500))
+    paragraphs = [" ".join(rng.choices(words, k=rng.randint(20, 400))) for _ in range(1500)]
+    paragraphs[9::10] = [f"{paragraph} again" for paragraph in paragraphs[8::10]]  # near duplicates
     file.write_text("\n\n".join(paragraphs))
     return file
 
@@ -66,8 +68,8 @@ def whole(text: Path) -> Path:
     return folder
 
 
-def start(text: Path, whole: Path, folder: Path, workers: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PROGRAM, str(text), str(whole / "tokenizer"), str(folder), str(workers)]
+def start(text: Path, whole: Path, folder: Path, workers: int, dedup: str = "exact") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROGRAM, str(text), str(whole / "tokenizer"), str(folder), str(workers), dedup]
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
@@ -79,11 +81,11 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in found]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_killed_at_any_moment(text: Path, whole: Path, tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize(("workers", "dedup"), [(1, "exact"), (2, "near")])
+def test_killed_at_any_moment(text: Path, whole: Path, tmp_path: Path, workers: int, dedup: str) -> None:
     rng = random.Random(workers)
     for _ in range(4):
-        process = start(text, whole, tmp_path / "s", workers)
+        process = start(text, whole, tmp_path / "s", workers, dedup)
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         time.sleep(rng.uniform(0, 1.5))
@@ -94,11 +96,15 @@ def test_killed_at_any_moment(text: Path, whole: Path, tmp_path: Path, workers: 
             assert time.monotonic() < end, "a worker outlives the process that it works for"
             time.sleep(0.05)
         assert damage(tmp_path / "s") is None or not (tmp_path / "s").exists()
-    process = start(text, whole, tmp_path / "s", workers)
+    process = start(text, whole, tmp_path / "s", workers, dedup)
     process.communicate(timeout=120)
     assert process.returncode == 0
-    assert files(tmp_path / "s") == files(whole)
     assert [p.name for p in tmp_path.iterdir()] == ["s"]
+    if dedup == "near":
+        whole = tmp_path / "near"
+        facts = prepare(Corpus([text]), load_tokenizer(tmp_path / "s" / "tokenizer"), whole, 0.2, dedup="near")
+        assert facts["duplicates"] > 100
+    assert files(tmp_path / "s") == files(whole)
 
 
 def files(folder: Path) -> dict[str, bytes]:

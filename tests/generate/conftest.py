@@ -69,7 +69,7 @@ def by_transformers(tmp_path: Path) -> Any:
             attention_mask=torch.tensor(seen),
             **dict(do_sample=False, eos_token_id=frame.end, pad_token_id=vocab.pad, bos_token_id=None)
             | ({} if decoder else dict(decoder_start_token_id=frame.start))
-            | dict(forced_eos_token_id=None, return_dict_in_generate=True, output_scores=True)
+            | dict(return_dict_in_generate=True, output_scores=True)
             | settings,
         )
         new = [ids[width if decoder else 1 :] for ids in out.sequences.tolist()]

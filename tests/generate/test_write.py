@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,8 @@ from generate.ends import ending_with, without_end
 from firth.errors import UserError
 from firth.generate import Decoding, Written, generate_ids, write
 from firth.generate.reading import Remembering, Rereading, pad_right, read_prompts
-from firth.models import ModelConfig, make_model, with_classes
+from firth.models import Forced, ModelConfig, load_model, make_model, with_classes
+from firth.models.cache import Cache
 from firth.models.config import (
     MLP,
     ALiBi,
@@ -144,26 +148,143 @@ def test_a_remembered_row_is_read_once(untrained: Any, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("decoding", [Decoding(), Decoding(num_beams=3)], ids=["greedy", "beams"])
 @pytest.mark.parametrize("cache", [True, False])
-def test_past_the_last_place_the_latest_tokens_are_read(
+def test_a_text_ends_at_the_last_place(
     decoding: Decoding, cache: bool, untrained: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """24 places: prompts of 30 and of 18, then 10 more; each greedy token is the likeliest after the latest 24."""
+    """24 places: the last token is written from the 24th, and is not read itself."""
     model = without_end(untrained("gpt2"))
-    for prompt in ([4, *range(100, 129)], [4, *range(100, 117)]):
-        (found,) = generate_ids(model, [prompt], 10, decoding, cache)
-        assert capsys.readouterr().err.count("runs past the 24 tokens") == 1
-        assert (found,) == tuple(generate_ids(model, [prompt], 10, decoding, not cache))
-        capsys.readouterr()
-        row = list(prompt)
-        for token in found if decoding.num_beams == 1 else []:
-            assert int(model(torch.tensor([row[-24:]])).logits[0, -1].argmax()) == token
-            row.append(token)
+    prompt = [4, *range(100, 105)]
+    (found,) = generate_ids(model, [prompt], 100_000, decoding, cache)
+    assert len(found) == 24 - 6 + 1
+    assert (
+        capsys.readouterr().err.count("24 places, where a text ends: 19 tokens are written at most, not 100,000") == 1
+    )
+    if decoding.num_beams == 1:
+        row = [*prompt, *found]
+        for i in range(len(found)):
+            assert int(model(torch.tensor([row[: 6 + i]])).logits[0, -1].argmax()) == found[i]
+    assert generate_ids(model, [prompt], 19, decoding, cache) == [found]
+    generate_ids(model, [prompt], 100_000, decoding, cache)
+    assert capsys.readouterr().err == ""  # it is said once
 
 
-def test_a_long_row_does_not_disturb_a_short_one(untrained: Any) -> None:
+@pytest.mark.parametrize(("length", "wanted", "read", "new"), [(20, 10, 15, 10), (30, 50, 13, 12), (40, 3, 22, 3)])
+def test_a_long_prompt_loses_its_beginning(
+    length: int, wanted: int, read: int, new: int, untrained: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is room for what is wanted, or for half of the 24 places."""
     model = without_end(untrained("gpt2"))
-    prompts = [[4, *range(100, 117)], [4, 50]]
-    assert generate_ids(model, prompts, 10) == [generate_ids(model, [ids], 10)[0] for ids in prompts]
+    prompt = [4, *range(100, 99 + length)]
+    (found,) = generate_ids(model, [prompt], wanted)
+    assert capsys.readouterr().err.count("only its latest tokens are read") == 1
+    assert len(found) == new
+    assert generate_ids(model, [prompt[-read:]], new) == [found]
+
+
+@pytest.mark.parametrize("decoding", [Decoding(), DRAWN, Decoding(num_beams=2)], ids=["greedy", "drawn", "beams"])
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_long_row_does_not_disturb_a_short_one(decoding: Decoding, cache: bool, untrained: Any) -> None:
+    """Each has its own room: 12 tokens, 23, 5."""
+    model = without_end(untrained("gpt2"))
+    prompts = [[4, *range(100, 117)], [4, 50], [4, *range(60, 79)]]
+    found = generate_ids(model, prompts, 23, decoding, cache)
+    assert list(map(len, found)) == [12, 23, 12]
+    if decoding != DRAWN:  # whose draws depend on the row
+        assert found == [generate_ids(model, [ids], 23, decoding, cache)[0] for ids in prompts]
+
+
+def test_room_grows(untrained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("room", "reading", "write", "beams"):
+        monkeypatch.setattr(sys.modules[f"firth.generate.{module}"], "FIRST_ROOM", 2)
+    for name in ("llama with two heads of keys", "alibi", "buckets", "shaw", "windows and buckets", "t5"):
+        model = without_end(untrained(SMALL[name]))
+        sizes, grow = [], Cache.grow
+        monkeypatch.setattr(
+            Cache, "grow", lambda self, size, grow=grow, sizes=sizes: sizes.append(size) or grow(self, size)
+        )
+        for decoding in (Decoding(), Decoding(num_beams=2)):
+            assert generate_ids(model, PROMPTS, 11, decoding) == generate_ids(model, PROMPTS, 11, decoding, cache=False)
+        assert sizes[-1] > 2 + len(PROMPTS[2])
+        monkeypatch.setattr(Cache, "grow", grow)
+
+
+def test_nothing_is_made_for_tokens_that_may_never_come(untrained: Any) -> None:
+    """A billion tokens are allowed, and the text ends after some."""
+    model = untrained("llama", 1)
+    end = generate_ids(without_end(model), [PROMPTS[0]], 6)[0][-1]
+    for decoding in (Decoding(max_new_tokens=10**9), Decoding(max_new_tokens=10**9, num_beams=2, early_stopping=True)):
+        (found,) = generate_ids(ending_with(model, end), [PROMPTS[0]], None, decoding)
+        assert len(found) < 100
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_beyond_the_length_it_was_made_for_they_write_the_same(
+    family: str, untrained: Any, by_transformers: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """24 places of rotation, 10 places with buckets of their own: what comes after is the same as theirs, and said."""
+    config = {
+        "llama": llama(2, 32, 4, 48, 400, num_kv_heads=2, position=Rotary(length=24)),
+        "t5": t5_v1_1(2, 32, 2, 48, 400, position=Buckets(8, 10)),
+    }[family]
+    model = without_end(untrained(config))
+    (found,) = generate_ids(model, [PROMPTS[0]], 40)
+    told = capsys.readouterr().err.count("longer than the 24 tokens that this model was made for")
+    assert told == (family == "llama")
+    assert [found] == by_transformers(model, [PROMPTS[0]], max_new_tokens=40, eos_token_id=None)[0]
+
+
+# --- what is forced -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("forced", [Forced(), Forced(eos=2), Forced(bos=7), Forced(9, 2), Forced(9, 11)], ids=str)
+@pytest.mark.parametrize(("num_beams", "place"), [(1, "generation_config.json"), (3, "config.json")])
+def test_what_is_forced_is_theirs(forced: Forced, num_beams: int, place: str, tokenizers: Any, tmp_path: Path) -> None:
+    """A BART of `transformers`, opened from its own folder; its `generate` with its own settings."""
+    transformers = pytest.importorskip("transformers")
+    vocab = tokenizers["byte-bpe"].vocab
+    sizes = dict(d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=48, decoder_ffn_dim=48)
+    tokens = dict(pad_token_id=vocab.pad, bos_token_id=vocab.cls, eos_token_id=vocab.sep)
+    config = transformers.BartConfig(
+        vocab_size=vocab.size, encoder_attention_heads=2, decoder_attention_heads=2, decoder_start_token_id=vocab.sep,
+        **sizes, **tokens,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = transformers.BartForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.add_(torch.randn_like(p) * 0.2)
+    theirs.save_pretrained(tmp_path / "theirs")
+    tokenizers["byte-bpe"].save(tmp_path / "theirs")
+    names = dict(forced_bos_token_id=forced.bos, forced_eos_token_id=forced.eos)
+    facts = json.loads((tmp_path / "theirs" / place).read_text())
+    (tmp_path / "theirs" / place).write_text(json.dumps(facts | names))
+    if place == "config.json":
+        (tmp_path / "theirs" / "generation_config.json").unlink()
+    theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "theirs").eval()
+    first = load_model(tmp_path / "theirs")
+    first.save(tmp_path / "ours")
+    theirs_again = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "ours").eval()
+    for model in (first, load_model(tmp_path / "ours")):
+        assert model.forced == forced
+        for most in (1, 2, 5, 14):
+            found = generate_ids(model, PROMPTS, most, Decoding(num_beams=num_beams))
+            for ids, ours in zip(PROMPTS, found, strict=True):
+                for other in (theirs, theirs_again):
+                    out = other.generate(torch.tensor([ids]), max_new_tokens=most, num_beams=num_beams, do_sample=False)
+                    wanted = out[0, 1:].tolist()
+                    assert ours == (wanted[: wanted.index(vocab.sep)] if vocab.sep in wanted else wanted)
+
+
+def test_bart_ends_its_texts_by_itself(untrained: Any) -> None:
+    """As its family has it, also where no checkpoint says so; a text that is cut has its end."""
+    model = untrained("bart")
+    (text,) = write(model, [PROMPTS[0]], Decoding(max_new_tokens=5, min_new_tokens=4))
+    assert text.finished
+    assert len(text.tokens) == 4
+    model.forced = Forced()
+    (text,) = write(model, [PROMPTS[0]], Decoding(max_new_tokens=5, min_new_tokens=5))
+    assert not text.finished
+    assert len(text.tokens) == 5
 
 
 # --- rows ---------------------------------------------------------------------------------------------------------

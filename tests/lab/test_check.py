@@ -9,7 +9,19 @@ from typing import Any
 
 import pytest
 
-from firth.lab.check import Check, best_size, choose, compare, examine, largest_fitting, sizes_for, suggest, verdict
+from firth.errors import UserError
+from firth.lab.check import (
+    Check,
+    best_size,
+    choose,
+    compare,
+    examine,
+    largest_fitting,
+    read_for_leaks,
+    sizes_for,
+    suggest,
+    verdict,
+)
 from firth.lab.check_page import make_page, save_page
 from firth.lab.check_text import print_check
 from firth.text import Corpus
@@ -185,5 +197,106 @@ def test_page_and_terminal_say_the_same(check: Check, tmp_path: Path, capsys: py
 
 def test_every_number_is_plain(check: Check) -> None:
     plain = json.loads(json.dumps(check.plain(), allow_nan=False))
-    assert {"reading", "text", "sample", "tokenizers", "left_out", "chosen", "models", "advice"} == plain.keys()
+    assert {
+        "reading",
+        "text",
+        "sample",
+        "tokenizers",
+        "left_out",
+        "chosen",
+        "models",
+        "advice",
+        "leaks",
+    } == plain.keys()
     assert plain["tokenizers"][0]["given"]
+
+
+# Labelled examples in the text
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> tuple[Path, list[str]]:
+    """A text of 40 documents, and labelled texts: 3 as they stand there, 2 nearly, 4 of its own, 1 too short."""
+    documents = [" ".join(f"w{n}x{i}" for i in range(60)) for n in range(40)]
+    (tmp_path / "text.txt").write_text("\n\n".join(documents))
+    exact = [" ".join(d.split()[5:45]).upper() + "!" for d in documents[:3]]
+    near = [d.replace("x50", "other") for d in documents[3:5]]
+    others = [" ".join(f"new{n}x{i}" for i in range(30)) for n in range(4)]
+    return tmp_path / "text.txt", [*others, *near, *exact, "too short"]
+
+
+def test_planted_leaks_are_counted_and_shown(
+    planted: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, rows = planted
+    file = tmp_path / "test.jsonl"
+    file.write_text("".join(json.dumps({"id": f"e{i}", "text": row}) + "\n" for i, row in enumerate(rows)))
+    check = examine(Corpus([text]), kinds=[], labelled=read_for_leaks(str(file)))
+    leaks = check.plain()["leaks"]
+    assert leaks["task"] == "classify", "told by its columns, without labels"
+    assert (leaks["examples"], leaks["compared"], leaks["exact"], leaks["near"]) == (10, 9, 3, 2)
+    assert [(leak["id"], leak["share"] == 1) for leak in leaks["found"]] == [
+        ("e6", True),
+        ("e7", True),
+        ("e8", True),
+        ("e4", False),
+        ("e5", False),
+    ]
+    assert leaks["found"][3]["source"] == f"{text}:7"
+    assert check.advice[0].about == "leakage"
+    assert "5 examples of" in check.advice[0].do
+    print_check(check)
+    shown = capsys.readouterr().out
+    assert "word for word" in shown
+    assert "W0X5 W0X6" in shown
+    save_page(check, tmp_path / "check.html")
+    assert "Labelled examples in the text" in (tmp_path / "check.html").read_text()
+
+
+def test_a_text_without_leaks_says_so(planted: tuple[Path, list[str]], tmp_path: Path) -> None:
+    text, rows = planted
+    file = tmp_path / "test.csv"
+    file.write_text("sentence,label\n" + "".join(f"{row},a\n" for row in rows[:4]))
+    labelled = read_for_leaks(str(file), columns={"text": "sentence"})
+    check = examine(Corpus([text]), kinds=[], labelled=labelled)
+    assert check.leaks is not None
+    assert (check.leaks["exact"], check.leaks["near"], check.leaks["found"]) == (0, 0, [])
+    assert not any(advice.about == "leakage" for advice in check.advice)
+
+
+def test_words_with_tags_are_looked_for_as_sentences(planted: tuple[Path, list[str]], tmp_path: Path) -> None:
+    text, rows = planted
+    file = tmp_path / "test.conll"
+    file.write_text("".join(f"{word} O\n" for word in rows[6].rstrip("!").split()) + "\nNew O\nYork O\n")
+    check = examine(Corpus([text]), kinds=[], labelled=read_for_leaks(str(file)))
+    assert check.leaks is not None
+    assert (check.leaks["task"], check.leaks["examples"], check.leaks["exact"]) == ("tag", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("record", "task"),
+    [
+        ({"question": "?", "context": "a", "answers": []}, "span-qa"),
+        ({"context": "a", "choices": ["b", "c"], "gold": 0}, "choice"),
+        ({"context": "a", "answer": "b"}, "cloze"),
+        ({"source": "a", "target": "b"}, "text-to-text"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "lm"),
+        ({"sentence_good": "a", "sentence_bad": "b"}, "minimal-pairs"),
+        ({"tokens": ["a"], "tags": ["O"]}, "tag"),
+        ({"text_a": "a", "text_b": "b", "label": "c"}, "pair"),
+        ({"text_a": "a", "score": 1}, "regress"),
+        ({"text": "a", "label": "c"}, "classify"),
+    ],
+)
+def test_the_task_is_told_by_the_columns(record: dict[str, Any], task: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(record) + "\n")
+    assert read_for_leaks(str(file)).task == task
+
+
+def test_columns_of_no_task(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"body": "a", "class": "b"}\n')
+    with pytest.raises(UserError, match=r"its columns \(body, class\) are those of no task. Name it with --task"):
+        read_for_leaks(str(file))
+    assert read_for_leaks(str(file), columns={"text": "body"}).task == "classify"

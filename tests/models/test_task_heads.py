@@ -317,14 +317,18 @@ def test_heads_as_published() -> None:
     assert head_for(PRESETS["distilbert-tiny"], "tag", ("a",)) == Tags(("a",))
     assert head_for(PRESETS["bert-tiny"], "span-qa") == Span(dropout=0.0)
     assert head_for(PRESETS["t5-tiny"], "text-to-text") == PRESETS["t5-tiny"].head
+    assert head_for(PRESETS["t5-tiny"], "tag", ("a",)) == Tags(("a",), dropout=0.0)
+    for name in ("t5-tiny", "bart-tiny"):
+        assert head_for(PRESETS[name], "embed") == Embedding("mean")
 
 
 def test_what_cannot_be_done_is_said() -> None:
-    for task in ("classify", "tag", "choice", "embed"):
+    for task in ("classify", "choice", "span-qa"):
         with pytest.raises(UserError, match=r"answers in words.*text-to-text"):
             head_for(t5(1, 16, 2, 24, V), task, ("a", "b"))
-    with pytest.raises(UserError, match="take an encoder or a decoder"):
-        head_for(bart(1, 16, 2, V), "embed")
+    for task in ("tag", "embed"):
+        with pytest.raises(UserError, match=f"not by a head for {task}: take a transformer for the task {task}"):
+            head_for(PRESETS["rnn-tiny"], task, ("a", "b"))
     with pytest.raises(UserError, match="Did you mean 'classify'"):
         head_for(ENCODER, "clasify")
     with pytest.raises(UserError, match="no words left"):

@@ -30,6 +30,7 @@ from firth.models import (
     with_vocabulary,
 )
 from firth.models.config import MLP, Boundary, FanIn, Generator, Learned, LMHead, Pair, Query, RMSNorm
+from firth.models.model import Forced
 from firth.models.presets import (
     PRESETS,
     albert,
@@ -46,7 +47,7 @@ from firth.models.presets import (
     xlm,
     xlm_roberta,
 )
-from firth.models.weights import FAMILIES, WEIGHTS, generation_config, write_model
+from firth.models.weights import FAMILIES, WEIGHTS, forced_facts, generation_config, read_forced, token_ids, write_model
 from firth.tokens import Vocabulary, load_tokenizer, train_tokenizer
 
 V = 30
@@ -423,7 +424,7 @@ def test_where_a_decoder_starts() -> None:
     for config, start in ((PRESETS["bart-tiny"], 5), (PRESETS["t5-tiny"], 0)):
         assert framing(config, vocab).start == start
         assert to_hf_config(config, vocab)["decoder_start_token_id"] == start
-        assert generation_config(config, vocab)["decoder_start_token_id"] == start
+        assert token_ids(config, vocab)["decoder_start_token_id"] == start
 
 
 ODD = {
@@ -507,11 +508,19 @@ def test_a_roberta_over_another_vocabulary_is_our_own(tmp_path: Path) -> None:
     assert_same(load_model(tmp_path), model)
 
 
-def test_what_ends_a_text_of_bart() -> None:
-    facts = to_hf_config(CONFIGS["bart"], VOCAB)
+def test_what_ends_a_text_of_bart(tmp_path: Path) -> None:
+    model = stirred(CONFIGS["bart"])
+    facts = to_hf_config(CONFIGS["bart"], VOCAB) | forced_facts(model, VOCAB)
     wanted = {"bos_token_id": 4, "eos_token_id": 5, "decoder_start_token_id": 5, "forced_eos_token_id": 5}
     assert {name: facts[name] for name in wanted} == wanted
-    assert generation_config(CONFIGS["bart"], VOCAB) == {"pad_token_id": 0, **wanted}
+    assert generation_config(model, VOCAB) == {"pad_token_id": 0, **wanted}
+    model.forced = Forced(bos=4)
+    assert forced_facts(model, VOCAB) == {"forced_bos_token_id": 4, "forced_eos_token_id": None}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"forced_eos_token_id": [9, 7]}))
+    assert read_forced(tmp_path) == Forced(eos=7)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"forced_bos_token_id": "x"}))
+    with pytest.raises(UserError, match="forced_bos_token_id must be the id of a token"):
+        read_forced(tmp_path)
 
 
 def test_a_tokenizer_that_is_larger_than_the_model(tmp_path: Path) -> None:

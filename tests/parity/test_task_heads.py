@@ -44,6 +44,8 @@ from firth.models.presets import (
     modernbert,
     rembert,
     roberta,
+    t5,
+    t5_v1_1,
     xlm,
     xlm_roberta,
     xlnet,
@@ -69,6 +71,8 @@ BODIES: dict[str, ModelConfig] = {
     "gpt2": gpt2(1, 16, 2, V),
     "llama": llama(1, 16, 2, 24, V),
     "bart": bart(1, 16, 2, V),
+    "t5": t5(2, 16, 2, 24, V),
+    "t5.1.1": t5_v1_1(2, 16, 2, 24, V),
 }
 TASKS = {"classify": Classes, "regress": Score, "choice": Choices, "tag": Tags, "span-qa": Span}
 AUTO = {
@@ -89,7 +93,8 @@ OURS_ALONE = {  # what `transformers` has no class for
     ("bart", "choice"),
     ("bart", "tag"),
 }
-BOTH = [(name, task) for name in BODIES for task in TASKS if (name, task) not in OURS_ALONE]
+BY_WORDS = {(name, task) for name in ("t5", "t5.1.1") for task in TASKS if task != "tag"}
+BOTH = [(name, task) for name in BODIES for task in TASKS if (name, task) not in OURS_ALONE | BY_WORDS]
 
 
 def config_of(name: str, task: str) -> ModelConfig:
@@ -215,6 +220,42 @@ def test_vectors_open_as_the_body(name: str, tmp_path: Path) -> None:
     again = load_model(tmp_path / "theirs")
     assert isinstance(again.config.head, Embedding)
     assert_close(again(**given).logits, ours(**given).logits, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["t5", "t5.1.1", "bart"])
+def test_vectors_of_an_encoder_decoder_are_those_of_its_encoder(name: str, tmp_path: Path) -> None:
+    """`T5EncoderModel` opens ours, and we open what it saves; of BART all is kept, and the decoder takes no part."""
+    config = replace(BODIES[name], head=head_for(BODIES[name], "embed"))
+    whole = stir(make_model(BODIES[name]))
+    whole.save(tmp_path / "whole")
+    ours = load_model(tmp_path / "whole", head=config.head)
+    ours.save(tmp_path / "ours")
+    kind = transformers.BartModel if name == "bart" else transformers.T5EncoderModel
+    theirs, info = kind.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    given = inputs(name if name == "bart" else "bert", "classify")
+    ids, mask = given["input_ids"], given["attention_mask"]
+    encoder = theirs.eval().encoder if name == "bart" else theirs.eval()
+    states = encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+    wanted = torch.nn.functional.normalize((states * mask[..., None]).sum(1) / mask.sum(1)[:, None], dim=-1)
+    found = ours(ids, mask, output_hidden_states=True)
+    assert_close(found.logits, wanted, **CLOSE)
+    assert_close(found.hidden_states[-1][mask.bool()], states[mask.bool()], **CLOSE)
+    assert hasattr(ours, "decoder") == (name == "bart")
+    theirs.save_pretrained(tmp_path / "theirs")
+    again = load_model(tmp_path / "theirs")
+    assert again.config == config
+    assert_close(again(ids, mask).logits, wanted, **CLOSE)
+
+
+def test_t5_encoder_models_are_opened(tmp_path: Path) -> None:
+    sizes = dict(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
+    theirs = stir(transformers.T5EncoderModel(transformers.T5Config(vocab_size=V, **sizes)))
+    theirs.save_pretrained(tmp_path)
+    ours, given = load_model(tmp_path), inputs("bert", "classify")
+    states = theirs(input_ids=given["input_ids"]).last_hidden_state
+    assert_close(ours(given["input_ids"], output_hidden_states=True).hidden_states[-1], states, **CLOSE)
 
 
 @pytest.mark.parametrize("task", [*TASKS, "relation", "embed"])

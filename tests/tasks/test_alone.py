@@ -53,7 +53,7 @@ def task_of(name: str, family: str) -> tuple[Task, Any]:
 TASKS = ["classify", "pair", "regress", "choice", "tag", "relation", "word-in-context", "span-qa"]
 CASES = [(name, family) for family in ("bert", "gpt2", "xlnet") for name in TASKS]
 CASES += [(name, "bart") for name in ("classify", "pair", "regress", "relation", "span-qa")]
-CASES += [("pair", "roberta"), ("regress", "llama")]
+CASES += [("pair", "roberta"), ("regress", "llama"), ("tag", "bart"), ("tag", "t5")]
 
 
 @pytest.mark.parametrize(("name", "family"), CASES)

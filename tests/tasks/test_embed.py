@@ -13,10 +13,10 @@ import torch
 from tasks.small import ANIMALS, CPU, PLACES, WORDS, learn, model_for, parts
 
 from firth.errors import UserError
-from firth.evaluate import evaluate
+from firth.evaluate import evaluate, largest_difference
 from firth.evaluate.embed import embed_texts
 from firth.metrics import score
-from firth.models import Embedding
+from firth.models import Embedding, make_model
 from firth.tasks import FinetuneRecipe, finetune, make_task
 from firth.tasks.embed import positives
 from firth.text import Example
@@ -79,7 +79,7 @@ def test_a_pair_with_a_text_that_was_there_is_left_out() -> None:
     assert words == {(0, 0): "a", (0, 1): "a", (1, 0): "red", (1, 1): "blue", (2, 0): "near", (2, 1): "near"}
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "bart", "t5"])
 def test_a_tiny_model_learns_which_texts_belong_together(family: str) -> None:
     """Each animal has its place."""
     rng, homes = random.Random(0), list(zip(ANIMALS, PLACES, strict=True))
@@ -114,19 +114,19 @@ def test_only_what_means_the_same_is_learned(capsys: pytest.CaptureFixture[str])
         positives(scored[:2], "x.jsonl")
 
 
-def test_an_encoder_decoder_is_refused() -> None:
-    with pytest.raises(UserError, match="bart has no vector for a text: take an encoder or a decoder"):
-        made("bart", pairs())
-
-
-def test_from_a_file_to_scores(checkpoint_of: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["bert", "xlnet", "t5", "bart"])
+def test_from_a_file_to_scores(family: str, tmp_path: Path) -> None:
     """Fine-tune, save, and score again; transformers and mean pooling give the same vectors."""
-    from transformers import AutoModel, AutoTokenizer
+    import transformers
 
-    rows = [{"text_a": f"I saw the {a}", "text_b": f"We like the {a}"} for a in (*ANIMALS, *PLACES)]
+    config, tokenizer = parts(family)
+    fresh = make_model(config)
+    fresh.tokenizer = tokenizer
+    fresh.save(tmp_path / "checkpoint")
+    rows = [{"text_a": f"near the {a}", "text_b": f"red and {a}"} for a in (*ANIMALS, *PLACES)]
     file = tmp_path / "train.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    fields: dict[str, Any] = {"checkpoint": str(checkpoint_of("bert")), "task": "embed", "max_seq_length": 32}
+    fields: dict[str, Any] = {"checkpoint": str(tmp_path / "checkpoint"), "task": "embed", "max_seq_length": 32}
     fields |= {"train": str(file), "dev": str(file), "output_dir": str(tmp_path / "run"), "max_steps": 30, "seeds": 2}
     result = finetune(FinetuneRecipe(**fields, learning_rate=3e-3))
     assert result["metric"] == "mrr"
@@ -134,15 +134,30 @@ def test_from_a_file_to_scores(checkpoint_of: Any, tmp_path: Path) -> None:
     final = tmp_path / "run" / "final"
     again = evaluate(final, "embed", file, tmp_path / "scores")
     assert again["metrics"]["mrr"] == pytest.approx(max(result["seeds"]), rel=1e-4)
+    assert largest_difference(final) < 1e-5
 
-    modules = json.loads((final / "modules.json").read_text())
-    assert [m["path"] for m in modules] == ["", "1_Pooling", "2_Normalize"]
-    pooling = json.loads((final / "1_Pooling" / "config.json").read_text())
-    assert pooling["pooling_mode_mean_tokens"]
-    texts = ["I saw the cat", "We like the big river"]
-    read = AutoTokenizer.from_pretrained(final)(texts, padding=True, return_tensors="pt")
+    if family == "bart":  # of which sentence-transformers would take the decoder's
+        assert not (final / "modules.json").exists()
+    else:
+        modules = json.loads((final / "modules.json").read_text())
+        assert [m["path"] for m in modules] == ["", "1_Pooling", "2_Normalize"]
+        pooling = json.loads((final / "1_Pooling" / "config.json").read_text())
+        assert pooling["pooling_mode_mean_tokens"]
+    texts = ["near the cat", "the big river is not a garden"]
+    read = transformers.AutoTokenizer.from_pretrained(final)(texts, padding=True, return_tensors="pt")
+    kind = transformers.T5EncoderModel if family == "t5" else transformers.AutoModel
+    theirs = kind.from_pretrained(final).eval()
     with torch.no_grad():
-        states = AutoModel.from_pretrained(final).eval()(**read).last_hidden_state
+        states = (theirs.get_encoder() if family == "bart" else theirs)(**read).last_hidden_state
     mask = read["attention_mask"][..., None]
     mean = torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
     np.testing.assert_allclose(mean.numpy(), embed_texts(final, texts, normalise=True), atol=1e-5)
+    as_it_is = embed_texts(tmp_path / "checkpoint", texts)  # before it was tuned: in the same frame
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "checkpoint")(texts, padding=True, return_tensors="pt")
+    if family == "t5":  # whose tokenizer has its frame from the task
+        return
+    theirs = transformers.AutoModel.from_pretrained(tmp_path / "checkpoint").eval()
+    with torch.no_grad():
+        states = (theirs.get_encoder() if family == "bart" else theirs)(**read).last_hidden_state
+    mask = read["attention_mask"][..., None]
+    np.testing.assert_allclose(((states * mask).sum(1) / mask.sum(1)).numpy(), as_it_is, atol=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -693,3 +694,29 @@ def test_epochs_of_unfreezing() -> None:
     r = FinetuneRecipe(unfreeze_every=-2, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     assert r.pace(20).unfreeze_every == 5  # two passes over 20 examples, 8 at a time
     assert replace(r, unfreeze_every=7).pace(20).unfreeze_every == 7
+
+
+def test_a_file_of_another_task_is_recognised(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
+    for task in ("pair", "span-qa", "tag", "choice"):
+        with pytest.raises(UserError, match=r"train.jsonl:1: no column .* Or is it a file for --task classify\?"):
+            finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", task=task))
+    with pytest.raises(UserError, match="is a folder, and one file is wanted here"):
+        finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", train=str(tmp_path)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_refused_leaves_nothing_behind(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint_of("bert"), tmp_path / "bert")
+    (tmp_path / "bert" / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"bert has no model.safetensors: not a checkpoint"):
+        finetune(recipe(tmp_path / "bert", toy, tmp_path / "run"))
+    for family, name in (("bart", "bart"), ("t5", "t5"), ("gpt2", "gpt2")):
+        with pytest.raises(UserError, match=f"bilstm=8 stands between an encoder and the head .* not in {name}"):
+            finetune(recipe(checkpoint_of(family), toy, tmp_path / "run", bilstm=8))
+    with pytest.raises(UserError, match="layers=mix stands between an encoder"):
+        finetune(recipe(checkpoint_of("t5"), toy, tmp_path / "run", layers="mix"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "bert" / name).unlink()
+    with pytest.raises(UserError, match="bert holds no tokenizer"):
+        finetune(recipe(tmp_path / "bert", toy, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()

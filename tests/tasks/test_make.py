@@ -71,6 +71,8 @@ def test_two_stacks() -> None:
         words = made(name, "t5")
         assert isinstance(words, ByWords)
         assert isinstance(words.head(parts("t5")[0]).head, LMHead)
+    for family in ("bart", "t5"):
+        assert isinstance(made("tag", family).head(parts(family)[0]).head, Tags)
     assert isinstance(made("choice", "bart"), ChoiceWords)
     assert isinstance(made("choice", "t5"), ChoiceWords)
     assert isinstance(made("span-qa", "t5"), AnswerWords)
@@ -89,9 +91,8 @@ def test_numbers_are_rounded_as_t5_does() -> None:
 @pytest.mark.parametrize(
     ("name", "family", "fields", "message"),
     [
-        ("tag", "t5", {}, "tag asks about every word, and cannot be done with t5, an encoder-decoder. Take an encoder"),
-        ("tag", "bart", {}, "cannot be done with bart"),
-        ("tag", "gpt2", {"answer": "words"}, "cannot be done by words"),
+        ("tag", "t5", {"answer": "words"}, "tag asks about every word, and is not answered in words: take answer=head"),
+        ("tag", "gpt2", {"answer": "words"}, "not answered in words"),
         ("classify", "bert", {"answer": "words"}, "An encoder does not write"),
         ("classify", "gpt2", {"answer": "song"}, "answer is 'song', and must be head or words"),
         ("text-to-text", "bert", {}, "text-to-text needs an encoder-decoder"),

@@ -273,6 +273,28 @@ def test_elmo_stays_as_it_is_under_a_task(run_of: Callable[[str], Path], toy: di
     assert again["metrics"] == pytest.approx(scores(found))
 
 
+@pytest.mark.parametrize("name", ["elmo-tiny", "ulmfit-tiny", "word2vec"])
+def test_senses_by_fine_tuning_and_by_a_threshold(
+    name: str, run_of: Callable[[str], Path], text: Path, tmp_path: Path
+) -> None:
+    """Whether a word means the same, of what reads its context and of what does not: both run, and are scored."""
+    pairs = [("the big fox ran", "a fox sat", True), ("a red fox", "then home and fox near the river", False)] * 4
+    rows = [{"word": "fox", "text_a": a, "text_b": b, "label": same} for a, b, same in pairs]
+    file = write_jsonl(tmp_path / "wic.jsonl", rows)
+    if name == "word2vec":
+        words = {"vector_size": 8, "min_count": 1, "workers": 1, "max_steps": 1}
+        verbs.pretrain(name, text, tmp_path / "words", overrides=words)
+    final = (tmp_path / "words" if name == "word2vec" else run_of(name)) / "final"
+    by_threshold = verbs.evaluate(final, "word-in-context", file, tmp_path / "as-it-is", train=str(file))
+    lines = (tmp_path / "as-it-is" / "predictions.jsonl").read_text().splitlines()
+    assert len({json.loads(line)["scores"]["cosine"] for line in lines}) == (1 if name == "word2vec" else 2)
+    assert by_threshold["metrics"]["accuracy"] >= 0.5
+    options: dict[str, Any] = {"seeds": 1, "max_steps": 3, "max_seq_length": 32}
+    tuned = verbs.finetune(final, "word-in-context", file, file, tmp_path / "tuned", **options)
+    again = verbs.evaluate(tmp_path / "tuned" / "final", data=file, output_dir=tmp_path / "again")
+    assert again["metrics"]["accuracy"] == pytest.approx(tuned["accuracy"])
+
+
 def test_tags_by_a_bilstm_and_a_chain_on_word_vectors(tmp_path: Path) -> None:
     """Word vectors from nowhere: the baseline from scratch. A tag that depends on the word before needs the LSTM."""
     words, draw = ["cat", "dog", "the", "ran", "big"], np.random.default_rng(0)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
-from tasks.small import parts
+from tasks.small import ANIMALS, PLACES, parts
 
-from firth.tasks import FinetuneRecipe, Prediction, make_task
+from firth.evaluate import evaluate, largest_difference
+from firth.models import load_model, make_model
+from firth.tasks import FinetuneRecipe, Prediction, finetune, make_task
 from firth.tasks.tag import Tag, Window, windows
 from firth.text import Example
 
@@ -119,3 +125,27 @@ def test_tags_that_are_new_are_not_learned() -> None:
     (item,) = task.encode([Example(1, ("a", "dog"), ("O", "B-Z"))])
     assert task.batch([item]).num_answers == 1
     assert task.said == ["1 words have a tag that the training file lacks, and count as wrong."]
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_an_encoder_decoder_learns_tags(family: str, tmp_path: Path) -> None:
+    """T5 by its encoder alone, BART by its decoder, which reads the text again; saved, and scored again."""
+    config, tokenizer = parts(family)
+    fresh = make_model(config)
+    fresh.tokenizer = tokenizer
+    fresh.save(tmp_path / "checkpoint")
+    rows = []
+    for i, animal in enumerate(ANIMALS * 6):
+        words = ["the", "big", animal, "is", "near", "a", PLACES[i % 4]]
+        rows.append({"tokens": words, "tags": ["O", "O", "B-A", "O", "O", "O", "B-P"]})
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields: dict[str, Any] = {"checkpoint": str(tmp_path / "checkpoint"), "task": "tag", "max_seq_length": 32}
+    fields |= {"train": str(file), "dev": str(file), "output_dir": str(tmp_path / "run"), "max_steps": 40, "seeds": 1}
+    result = finetune(FinetuneRecipe(**fields, learning_rate=5e-3))
+    assert result["entity_f1"] > 0.9
+    final = tmp_path / "run" / "final"
+    again = evaluate(final, "tag", file, tmp_path / "scores")
+    assert again["metrics"]["entity_f1"] == pytest.approx(result["entity_f1"])
+    assert largest_difference(final) < 1e-5
+    assert hasattr(load_model(final), "decoder") == (family == "bart")

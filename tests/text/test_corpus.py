@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import builtins
 import bz2
+import errno
 import gzip
 import io
 import lzma
+import os
+import re
 import sys
 import tracemalloc
 from collections.abc import Callable
@@ -515,7 +518,30 @@ def test_truncated_compressed_file(tmp_path: Path, name: str) -> None:
     line = "text" if "sv" in name else '{"text": "%d"}'
     path = write(tmp_path / name, "".join(line.replace("%d", str(i)) + "\n" for i in range(5000)))
     path.write_bytes(path.read_bytes()[:-20])
-    assert refusal(path) == f"{path}: the compressed file was cut short. Fetch or compress it again."
+    message = refusal(path)
+    assert message.endswith(": the compressed file was cut short. Fetch or compress it again.")
+    assert re.fullmatch(r"(:\d+)?", message.removeprefix(str(path)).partition(": ")[0]), "at which line"
+
+
+def test_a_file_that_is_cut_short_late_says_at_which_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt.gz", "".join(f"{i} {i * 7919 % 10007}\n" for i in range(40_000)))
+    path.write_bytes(path.read_bytes()[:-20])
+    line = int(refusal(path).removeprefix(f"{path}:").partition(":")[0])
+    assert 1000 < line <= 40_001
+
+
+def test_a_disk_that_fails_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.txt", "x")
+
+    class Failing(io.BytesIO):
+        def fileno(self) -> int:
+            return os.open(path, os.O_RDONLY)
+
+        def read(self, size: int | None = -1) -> bytes:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("builtins.open", lambda *_, **__: Failing())
+    assert refusal(path) == f"{path}: cannot be read (Input/output error)."
 
 
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.xz", "a.txt.bz2", "a.txt.zst"])
@@ -542,3 +568,59 @@ def test_a_column_that_stands_twice(tmp_path: Path, name: str) -> None:
     mark = "," if name == "a.csv" else "\t"
     path = write(tmp_path / name, f"text{mark}text\none{mark}other\n")
     assert refusal(path) == f"{path}:1: the column 'text' stands twice. Give each a name of its own."
+
+
+def test_one_is_not_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LONGEST", 8)
+    corpus = Corpus([write(tmp_path / "a.txt", "one two three")])
+    texts(corpus)
+    assert corpus.describe().endswith("; 1 cut because it is over 8 characters")
+    corpus = Corpus([write(tmp_path / "a.jsonl", '{"text": "A", "words": ["A"]}')], normalize="lower")
+    texts(corpus)
+    said = corpus.describe()
+    assert said.endswith("; 1 with words of its own; 1 changed by --normalize lower (1 character replaced)")
+
+
+# How far reading has come
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.txt.bz2", "a.txt.xz", "a.txt.zst", "a.jsonl.gz", "a.csv"])
+def test_the_position_is_that_in_the_file_on_the_disk(tmp_path: Path, name: str) -> None:
+    words = [f"heron {i} {i * 7919 % 100_003}" for i in range(60_000)]
+    forms = {".txt": "{}\n\n", ".jsonl": '{{"text": "{}"}}\n', ".csv": "{}\n"}
+    form = forms[records.extension(Path(name))]
+    path = write(tmp_path / name, ("text\n" if ".csv" in name else "") + "".join(map(form.format, words)))
+    corpus = Corpus([path])
+    places = []
+    for i, _ in enumerate(corpus):
+        if i % 10_000 == 9_999:
+            assert corpus.position is not None
+            places.append(corpus.position / corpus.bytes)
+    assert places == sorted(places)
+    ahead = 0.2 if Path(name).suffix in (".txt", ".csv") else 0.5  # others are read in larger blocks
+    assert places[2] == pytest.approx(0.5, abs=ahead), "half of the documents are about half of the file"
+    assert corpus.position == corpus.bytes
+
+
+def test_the_position_in_several_files_and_in_parquet(tmp_path: Path) -> None:
+    write(tmp_path / "t" / "a.txt", "x" * 500)
+    pq.write_table(pa.table({"text": [f"text {i}" for i in range(100)]}), tmp_path / "t" / "b.parquet")
+    write(tmp_path / "t" / "c.txt.gz", "y" * 500)
+    corpus = Corpus([tmp_path / "t"])
+    sizes = [(tmp_path / "t" / name).stat().st_size for name in ("a.txt", "b.parquet", "c.txt.gz")]
+    places = [corpus.position for _ in corpus]
+    assert places[0] == sizes[0]
+    assert places[50] == sizes[0] + sizes[1] * 50 // 100
+    assert corpus.position == sum(sizes) == corpus.bytes
+    next(iter(corpus))
+    assert corpus.position == sizes[0], "every iteration counts anew"
+
+
+def test_the_built_in_corpus_knows_its_position_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = Corpus("pydocs")
+    for _ in corpus:
+        pass
+    assert corpus.position == corpus.bytes
+    corpus.datasets = [object()]  # type: ignore[list-item]
+    assert corpus.position is None
+    assert module.position_of([]) is None

@@ -301,7 +301,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("choice", {"context": "a", "choices": ["b"], "gold": 0}, "column 'choices' has fewer than 2 choices."),
     ("choice", {"context": "a", "choices": "b", "gold": 0}, "column 'choices' holds \"b\", which is not a list."),
     ("choice", {"context": "a", "choices": ["b", " "], "gold": 0}, "column 'choices' is empty."),
-    ("tag", {"tokens": ["a", "b"], "tags": ["O"]}, "2 tokens, but 1 tags. Each token needs one."),
+    ("tag", {"tokens": ["a", "b"], "tags": ["O"]}, "2 tokens, but 1 tag. Each token needs one."),
     ("tag", {"tokens": ["a", ""], "tags": ["O", "O"]}, "column 'tokens' has an empty word."),
     ("tag", {"tokens": [], "tags": []}, "column 'tokens' has no words."),
     (

@@ -2,6 +2,7 @@ r"""Lines end at \n alone, come in pieces where they are long, and bytes that ar
 
 from __future__ import annotations
 
+import gzip
 import os
 from pathlib import Path
 
@@ -92,6 +93,29 @@ def test_the_likely_encoding(tmp_path: Path, encoding: str) -> None:
     assert "".join(lines(path, encoding)) == SENTENCES[encoding]
 
 
+@pytest.mark.parametrize("text", ["été à la plage, où déjà", "naïve", "Zoë – „Straße“", "smørrebrød på øen"])
+def test_letters_that_mix_with_ascii_are_latin(text: str) -> None:
+    assert likely_encoding(text.encode("cp1252")) == "cp1252"
+
+
+@pytest.mark.parametrize("text", ["<b>Привет</b>, Hello <i>мир</i> и люди", "Это тест (test)"])
+def test_letters_of_their_own_are_not(text: str) -> None:
+    assert likely_encoding(text.encode("cp1251")) == "cp1251"
+
+
+def test_a_text_that_ends_in_the_middle_of_a_character(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "one\ndéjà vu €".encode()[:-1])
+    where = "ends in the middle of a character of UTF-8, see byte"
+    assert refusal(path) == f"{path}:2: {where} 14 of its text. It was cut short: fetch it again."
+    path = write(tmp_path / "b.txt", b"caf\xe9")
+    assert refusal(path).endswith("It was cut short: fetch it again, or name its --encoding.")
+
+
+def test_damage_that_decompression_lets_through(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt.gz", gzip.compress(b"caf\xe9 au lait"))
+    assert refusal(path).endswith("Or the compressed file is damaged: fetch it again.")
+
+
 def test_no_likely_encoding() -> None:
     assert likely_encoding(bytes(range(128, 256))) is None
     assert likely_encoding(b"") is None
@@ -113,7 +137,9 @@ def test_utf16_without_its_mark(tmp_path: Path) -> None:
 def test_binary_is_not_text(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", bytes(range(256)) * 10)
     assert "not text: control characters are more than 10% of its start" in refusal(path, "latin-1")
-    assert refusal(path).startswith(f"{path}:2: not UTF-8, see byte 128 of its text. If it is in another encoding")
+    assert refusal(path) == (
+        f"{path}:2: not UTF-8, see byte 128 of its text. It does not look like text at all: leave it out."
+    )
     assert "It looks like a .zip file" in refusal(write(tmp_path / "b.txt", b"PK\x03\x04\x14\xff\xff" * 9))
     assert list(lines(write(tmp_path / "c.txt", b"\x1b[31mred\x1b[0m, and one \x00 in plenty of text"))) != []
 

@@ -99,8 +99,8 @@ def test_docstrings_by_hand_and_nothing_is_imported(boxes: str, capsys: pytest.C
     ]
     assert "boxes" not in sys.modules
     said = capsys.readouterr().err
-    assert "1 files left out" in said
-    assert "3 documents (0.0 MB of text) from 1 packages" in said
+    assert "1 file left out" in said
+    assert "3 documents (0.0 MB of text) from 1 package" in said
     assert f"fingerprint {pydocs.fingerprint(pydocs.read([boxes]))}" in said
 
 

@@ -335,7 +335,7 @@ def test_next_needs_two_documents(make_shards: Make) -> None:
 
 def test_text_that_begins_no_pair_is_said(make_shards: Make, capsys: pytest.CaptureFixture[str]) -> None:
     PairSource(make_shards([[5, 5], [10], [3, 2]]), 13, BERT, PAD, 0, "next")
-    assert "1 of 3 chunks are a single sentence" in capsys.readouterr().err
+    assert "1 chunk is a single sentence (of 3)" in capsys.readouterr().err
     PairSource(make_shards([[5, 5], [10], [3, 2]]), 13, BERT, PAD, 0, "next")
     assert "40.0% of the text begins no pair" in capsys.readouterr().err
     PairSource(make_shards([[5, 5], [3, 2]]), 13, BERT, PAD, 0, "next")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from itertools import islice
@@ -14,9 +18,10 @@ from zlib import crc32
 import numpy as np
 import pytest
 
+from firth.console import Progress
 from firth.errors import UserError
 from firth.files import damage
-from firth.text import Document
+from firth.text import Corpus, Document, NearDuplicates
 from firth.text.salient import salient
 from firth.text.seen import Seen
 from firth.tokens import Tokenizer, train_tokenizer
@@ -85,7 +90,7 @@ def test_a_mistake_that_a_worker_finds_is_told(tokenizer: Tokenizer, tmp_path: P
     try:
         with pytest.raises(UserError, match=r"a.txt:1: the salient span \(5, 9\) is empty or outside"):
             worker([Document("abc", "a.txt:1")])
-        train, aside = worker([Document("the heron", "a.txt:2")])
+        (train, aside), _ = worker([Document("the heron", "a.txt:2")])
         assert train.tokens.tolist() == tokenizer.encode("the heron")
         assert not len(aside.tokens)
     finally:
@@ -120,11 +125,11 @@ def test_memory_and_small_texts_speak_for_fewer_workers(tokenizer: Tokenizer, mo
     way = Way(tokenizer, 0.0, "en")
     assert choose_scale(4, None, None, way).workers == 4
     assert choose_scale(4, None, 1000, way).workers == 1
-    few = choose_scale(4, 270_000_000, None, way)
+    few = choose_scale(4, 340_000_000, None, way)
     assert few.workers == 2
     assert few.characters < preparing.CHUNK_CHARACTERS
     assert choose_scale(4, 2_000_000_000, None, way).characters == preparing.CHUNK_CHARACTERS
-    with pytest.raises(UserError, match=r"--max-memory is too little: 11\dMB are needed"):
+    with pytest.raises(UserError, match=r"--max-memory is too little: 1[45]\dMB are needed"):
         choose_scale(4, 100_000_000, None, way)
     with pytest.raises(UserError, match="--workers is -1"):
         choose_scale(-1, None, None, way)
@@ -220,6 +225,18 @@ def test_a_full_disk(tokenizer: Tokenizer, whole: Path, tmp_path: Path, monkeypa
     assert damage(tmp_path / "s") is None
 
 
+def test_one_broken_file_among_good_ones(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    for name, text in {"a": "The heron waits.", "b": "It sleeps.", "c": "Mr. Grey left."}.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    good = (tmp_path / "b.txt").read_bytes()
+    (tmp_path / "b.txt").write_bytes(b"It \xffsleeps.")
+    with pytest.raises(UserError, match=r"b.txt:1: not UTF-8, see byte 3 of its text"):
+        prepare(Corpus([tmp_path]), tokenizer, tmp_path / "s", 0.0)
+    assert not (tmp_path / "s").exists()
+    (tmp_path / "b.txt").write_bytes(good)
+    assert prepare(Corpus([tmp_path]), tokenizer, tmp_path / "s", 0.0, resume=True)["documents"] == 3
+
+
 def test_two_processes_do_not_write_the_same_shards(tokenizer: Tokenizer, tmp_path: Path) -> None:
     def within() -> Iterator[Document]:
         yield from MIXED
@@ -228,6 +245,68 @@ def test_two_processes_do_not_write_the_same_shards(tokenizer: Tokenizer, tmp_pa
 
     make(tokenizer, tmp_path / "s", within())
     open_shards(tmp_path / "s").verify()
+
+
+# --- how far it is ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", ["", ".gz"])
+def test_progress_is_the_share_of_the_source(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str
+) -> None:
+    """Whatever the source is packed in, and when it is resumed too."""
+    text = "\n\n".join(f"Heron {i} waits {i * 7919 % 10007}." for i in range(8000)).encode()
+    file, shown = tmp_path / f"a.txt{packing}", list[str]()
+    file.write_bytes(gzip.compress(text) if packing else text)
+    monkeypatch.setattr("firth.console.Line.show", lambda line, text, force=False: shown.append(text))
+    monkeypatch.setattr(preparing, "CHUNK_DOCUMENTS", 800)
+    monkeypatch.setattr("firth.text.lines.PIECE", 4096)
+
+    def shares(what: str) -> list[int]:
+        return [int(line.partition("(")[2].partition("%")[0]) for line in shown if line.startswith(what)]
+
+    corpus = Corpus([file])
+    size = len(file.read_bytes())
+    prepare(corpus, tokenizer, tmp_path / "s", total_bytes=corpus.bytes)
+    assert all(f"/{size:,} bytes (" in line and "MB/s" in line for line in shown if line.startswith("tokenising"))
+    whole = shares("tokenising")
+    assert whole == sorted(whole)
+    assert whole[-1] == 100
+    assert packing or 20 < whole[4] < 80, "half of the chunks"  # a small .gz is read at once
+    shown.clear()
+    added, real = [], preparing.Growing.add
+
+    def add(*parts: Any, **facts: Any) -> None:
+        if len(added) == 5:
+            raise KeyboardInterrupt
+        added.append(real(*parts, **facts))
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(preparing.Growing, "add", add)
+        prepare(corpus, tokenizer, tmp_path / "t", total_bytes=corpus.bytes)
+    shown.clear()
+    prepare(corpus, tokenizer, tmp_path / "t", total_bytes=corpus.bytes, resume=True)
+    assert shares("finding the place")[-1] == 100
+    assert shares("tokenising") == whole[5:], "what was done before counts"
+
+
+def test_the_time_left_is_by_what_this_run_has_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 0.0, 10.0, 10.0, 10.0])
+    monkeypatch.setattr("firth.console.time.monotonic", lambda: next(clock))
+    shown: list[str] = []
+    monkeypatch.setattr("firth.console.Line.show", lambda line, text, force=False: shown.append(text))
+    p = Progress("reading", "bytes", 1000, done=500)
+    p.advance(100)
+    assert shown == ["reading: 600/1,000 bytes (60%), 40s left"]
+
+
+def test_a_source_that_cannot_tell_counts_documents(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr("firth.console.Line.show", lambda line, text, force=False: shown.append(text))
+    make(tokenizer, tmp_path / "s", total_bytes=10**6)
+    assert all(line.startswith("tokenising: ") and " documents, " in line and "left" not in line for line in shown)
 
 
 # --- duplicates ---------------------------------------------------------------------------------------------------
@@ -242,6 +321,102 @@ def test_near_duplicates_are_dropped_when_asked(tokenizer: Tokenizer, tmp_path: 
         assert (facts["documents"], facts["duplicates"], facts["dedup"]) == (kept, 4 - kept, way)
 
 
+def plant(n: int) -> list[Document]:
+    """Texts of which every third is nearly the one before it, and every seventh the same as an earlier one."""
+    rng, found = np.random.default_rng(0), []
+    for i in range(n):
+        words = [f"word{j}" for j in rng.integers(5000, size=60)]
+        if i % 3 == 2:
+            words = [*found[-1].split()[:-1], "other"]
+        found.append(found[rng.integers(len(found))] if i % 7 == 6 else " ".join(words))
+    return [Document(text, f"a.txt:{i}") for i, text in enumerate(found)]
+
+
+PLANTED = plant(150)
+
+
+@pytest.fixture(scope="module")
+def near(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process makes of planted near duplicates, each looked up where it stands."""
+    folder, told, kept = tmp_path_factory.mktemp("near") / "s", NearDuplicates(), list[Document]()
+    exact: set[str] = set()
+    for document in PLANTED:
+        if document.text not in exact and not told.seen(document.text):
+            kept.append(document)
+        exact.add(document.text)
+    make(tokenizer, folder, kept, dedup="none")
+    assert 80 < len(kept) < 100
+    return folder
+
+
+def tokens(folder: Path) -> dict[str, bytes]:
+    return {name: data for name, data in contents(folder).items() if name != "manifest.json"}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_sign_and_the_same_documents_stay(
+    tokenizer: Tokenizer, near: Path, tmp_path: Path, workers: int
+) -> None:
+    facts = make(tokenizer, tmp_path / "s", PLANTED, dedup="near", workers=workers)
+    assert tokens(tmp_path / "s") == tokens(near)
+    assert facts["duplicates"] == len(PLANTED) - facts["documents"] > 40
+    assert "near_texts" not in facts, "nothing was forgotten, so memory has decided nothing"
+
+
+@pytest.mark.parametrize(("after", "workers"), [(20, 1), (64, 2), (150, 1)])
+def test_resumed_near_duplicates_are_the_same(
+    tokenizer: Tokenizer, near: Path, tmp_path: Path, after: int, workers: int
+) -> None:
+    def stopped() -> Iterator[Document]:
+        yield from PLANTED[:after]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make(tokenizer, tmp_path / "s", stopped(), dedup="near", workers=workers)
+    facts = make(tokenizer, tmp_path / "s", PLANTED, dedup="near", workers=workers, resume=True)
+    assert tokens(tmp_path / "s") == tokens(near)
+    assert facts["duplicates"] == len(PLANTED) - facts["documents"]
+    assert facts["source"]["documents"] == len(PLANTED)
+
+
+def test_what_memory_decides_stays_as_it_was_begun_with(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An early text comes again at the end: told in much memory, forgotten in little, whatever memory a resume has."""
+    monkeypatch.setattr("firth.text.near.SMALL", 16)
+    for name, value in {"own_memory": int, "give_memory_back": int, "LEAST_CHARACTERS": 10, "REMEMBERED": 0}.items():
+        monkeypatch.setattr(preparing, name, value)
+    again = Document(" ".join([*PLANTED[0].text.split()[:-1], "again"]), "b.txt")
+    documents = [*PLANTED, again]
+    little = make(tokenizer, tmp_path / "little", documents, dedup="near", max_memory=2**17)
+    much = make(tokenizer, tmp_path / "much", documents, dedup="near", max_memory=2**24)
+    assert little["documents"] > much["documents"]
+    assert little["near_texts"] == 16
+
+    def stopped() -> Iterator[Document]:
+        yield from documents[:100]
+        raise KeyboardInterrupt
+
+    for name, begun, memory in (("little", 2**17, 2**24), ("much", 2**24, 2**21)):
+        with pytest.raises(KeyboardInterrupt):
+            make(tokenizer, tmp_path / "s", stopped(), dedup="near", max_memory=begun)
+        capsys.readouterr()
+        make(tokenizer, tmp_path / "s", documents, dedup="near", max_memory=memory, resume=True)
+        assert "goes on as it was begun: each text is compared with the last" in capsys.readouterr().err
+        assert contents(tmp_path / "s") == contents(tmp_path / name)
+
+
+def test_a_worker_that_dies_while_others_wait_for_their_turn(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Any, signatures: Any) -> list[int]:
+        raise UserError("no turn today")
+
+    monkeypatch.setattr("firth.tokens.duplicates.Duplicates.stay", fail)
+    with pytest.raises(UserError, match="no turn today"):
+        make(tokenizer, tmp_path / "s", PLANTED, dedup="near", workers=3)
+
+
 def test_seen_texts_in_little_memory(tmp_path: Path) -> None:
     marks = [int(i).to_bytes(8, "little") for i in np.random.default_rng(0).integers(2**63, size=5000)]
     seen = Seen(tmp_path / "seen", max_memory=2**16)
@@ -250,6 +425,32 @@ def test_seen_texts_in_little_memory(tmp_path: Path) -> None:
     assert not any(seen.is_new(mark) for mark in marks)
     seen.close()
     assert not (tmp_path / "seen").exists()
+
+
+def test_no_room_for_what_was_seen(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """In a process of its own, whose files may not grow: sqlite says in its way what the system says in another."""
+    program = """
+import resource, sys
+from importlib import import_module
+from firth.text import Document
+from firth.tokens import load_tokenizer
+module = import_module("firth.tokens.prepare")
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, 2**18))
+module.CHUNK_DOCUMENTS = 100_000  # nothing is written but what was seen
+module.choose_scale = lambda *_: module.Scale(1, 10**9, 2**12)
+try:
+    documents = (Document(str(i), "a.txt") for i in range(50_000))
+    module.prepare(documents, load_tokenizer(sys.argv[1]), sys.argv[2], 0.0)
+except Exception as e:
+    print(type(e).__name__, e)
+"""
+    tokenizer.save(tmp_path / "t")
+    command = [sys.executable, "-c", program, str(tmp_path / "t"), str(tmp_path / "s")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.stdout.startswith(f"UserError {tmp_path / '.s.part'}: no room is left on the disk."), done.stderr
+    assert not (tmp_path / "s").exists()
+    assert not (tmp_path / ".s.seen").exists()
 
 
 # --- small parts --------------------------------------------------------------------------------------------------

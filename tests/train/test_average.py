@@ -41,3 +41,16 @@ def test_it_stands_in_for_a_while() -> None:
     assert weight.tolist() == [5, 6]
     average.put()
     assert weight.tolist() == [1, 2]
+
+
+def test_a_skipped_step_does_not_move_it() -> None:
+    """The flag is a number on the device: on `meta` nothing can be read, so nobody waits for it."""
+    weight = torch.tensor([1.0, 2.0])
+    average = Average({"weight": weight}, 0.9)
+    weight.copy_(torch.tensor([5.0, 6.0]))
+    average.update(3, torch.tensor(1.0))
+    assert average.mean["weight"].tolist() == [1, 2]
+    average.update(3, torch.tensor(0.0))
+    assert average.mean["weight"].tolist() == pytest.approx([1 + 4 * 9 / 13, 2 + 4 * 9 / 13])
+    unread = Average({"weight": torch.empty(3, device="meta")}, 0.9)
+    unread.update(0, torch.empty((), device="meta"))

@@ -7,12 +7,14 @@ import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from firth.errors import UserError
 from firth.models import Model
@@ -160,6 +162,16 @@ def test_a_bad_step_is_skipped_and_logged(recipe_of: Recipes, poison: Any, capsy
     assert all("skipped" not in line for line in found if line["step"] != 3)
     assert math.isfinite(result["loss"])
     assert capsys.readouterr().err.count("step 3 is skipped") == 1
+
+
+def test_a_skipped_step_leaves_the_mean_of_the_weights(recipe_of: Recipes, poison: Any) -> None:
+    """It moves towards the weights at every step that was taken, also after a bad one."""
+    poison([2])
+    recipe = recipe_of("gpt2", ema_decay=0.9, save_steps=1, save_total_limit=0, eval_steps=6)
+    pretrain(recipe)
+    means = [load_file(Path(recipe.output_dir) / f"checkpoint-{i}/training/average.safetensors") for i in range(1, 7)]
+    moved = [any(not torch.equal(a[name], b[name]) for name in a) for a, b in pairwise(means)]
+    assert moved == [True, False, True, True, True], "only step 3 was skipped"
 
 
 def test_a_run_that_breaks_says_on_what_and_rewinds(recipe_of: Recipes, poison: Any, tmp_path: Path) -> None:

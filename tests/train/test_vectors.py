@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -224,3 +225,71 @@ def test_a_resumed_run_keeps_its_recipe(data: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="window: 5 -> 3"):
         run(Word2Vec(**SMALL, window=3), data, tmp_path, resume=True)
     assert run(Word2Vec(**{**SMALL, "workers": 0}), data, tmp_path, resume=True)["steps"] > 0  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("recipe", [Word2Vec(**SMALL), GloVe(**SMALL)], ids=["word2vec", "glove"])
+def test_minutes_fix_the_steps_and_the_fall_of_the_rate(
+    recipe: Vectors, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vectors, "TRIAL", 0.01)
+    timed = replace(recipe, minutes=600.0, max_steps=5)  # 600 minutes are enough for 5 steps anywhere
+    whole = run(timed, data, tmp_path / "timed")
+    log = read_log(tmp_path / "timed" / "log.jsonl")
+    assert (whole["steps"], [line["step"] for line in log]) == (5, [1, 2, 3, 4, 5])
+    assert whole == run(replace(recipe, max_steps=5), data, tmp_path / "counted") | {
+        key: whole[key] for key in ("output_dir", "seconds", "tokens_per_second")
+    }
+    if isinstance(recipe, Word2Vec):
+        falls = (recipe.alpha - recipe.min_alpha) / 5
+        assert [line["learning_rate"] for line in log] == pytest.approx([recipe.alpha - k * falls for k in range(5)])
+    short = run(replace(recipe, minutes=1e-6), data, tmp_path / "short")
+    assert short["steps"] == 1
+    assert "max_steps: 1\n" in (tmp_path / "short" / "recipe.yaml").read_text()
+    assert run(replace(recipe, minutes=1e-6), data, tmp_path / "short", resume=True) == short
+    with pytest.raises(UserError, match="max_steps: 5 -> 6"):
+        run(replace(recipe, max_steps=6), data, tmp_path / "counted", resume=True)
+
+
+def test_a_run_that_was_killed_while_steps_were_timed_times_them_again(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vectors, "TRIAL", 0.01)
+    recipe = Word2Vec(**SMALL, minutes=600.0, max_steps=3)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 1)
+        with pytest.raises(Interrupted):
+            run(recipe, data, tmp_path)
+    assert not (tmp_path / "log.jsonl").exists()
+    with pytest.raises(UserError, match="window: 5 -> 6"):
+        run(replace(recipe, window=6), data, tmp_path, resume=True)
+    assert run(recipe, data, tmp_path, resume=True)["steps"] == 3
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(LEARNERS[0], data, tmp_path / "straight")
+    plain = vectors.save_vectors
+
+    def refused(learner: vectors.Learner, folder: Path, step: int) -> None:
+        if step == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plain(learner, folder, step)
+
+    monkeypatch.setattr(vectors, "save_vectors", refused)
+    run(LEARNERS[0], data, tmp_path / "run")
+    assert "a checkpoint could not be written (No space left on device)" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "checkpoint-4").exists()
+    assert np.array_equal(weights(tmp_path / "run"), weights(tmp_path / "straight"))
+
+
+def test_a_small_text_is_read_oftener_unless_said(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = open_shards(data).train.num_tokens
+    monkeypatch.setattr(vectors, "ENOUGH", 7 * tokens)
+    recipe = Word2Vec(**{**SMALL, "epochs": 0})
+    assert run(recipe, data, tmp_path / "run")["tokens"] == 7 * tokens
+    assert "epochs: 7\n" in (tmp_path / "run" / "recipe.yaml").read_text()
+    run(recipe, data, tmp_path / "run", resume=True)
+    assert run(replace(recipe, epochs=2), data, tmp_path / "two")["tokens"] == 2 * tokens
+    with pytest.raises(UserError, match="epochs is 0"):
+        GloVe(epochs=0).check()

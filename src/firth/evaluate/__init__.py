@@ -2,6 +2,7 @@
 
 from firth.evaluate.card import write_card
 from firth.evaluate.cloze import choice, cloze
+from firth.evaluate.context import compare_contexts
 from firth.evaluate.embed import embed_texts, word_in_context, words_in_texts
 from firth.evaluate.evaluate import EVALUATIONS, evaluate
 from firth.evaluate.export import largest_difference
@@ -20,6 +21,7 @@ __all__ = [
     "analogy",
     "choice",
     "cloze",
+    "compare_contexts",
     "embed_texts",
     "evaluate",
     "evaluate_suite",

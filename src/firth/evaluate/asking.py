@@ -21,6 +21,7 @@ from firth.objectives import IGNORED, Batch
 BATCH_TOKENS = 8192  # places that are computed at once
 CHUNK = 2048  # readings that are sorted by length before they are put into batches
 PIECE = 2**24  # logits that are made at once: 64 MB of float32
+Content = tuple[tuple[int, ...] | None, ...]
 
 
 class Query(NamedTuple):
@@ -45,15 +46,25 @@ def ask(model: Model, queries: Iterable[Query], batch_tokens: int = BATCH_TOKENS
     """The queries in their order, each with its answer. Readings of like length are computed together.
 
     The probabilities are those of the model's own softmax, over every row of its vocabulary, in float32: in bfloat16
-    two sentences of a pair would often be equally likely.
+    two sentences of a pair would often be equally likely. Queries that are the same are asked once, so that a tie is a
+    tie: what is computed beside another row may differ in the last digit.
     """
-    stream = iter(queries)
+    stream, before = iter(queries), dict[Content, Answer]()
     with evaluating(model):
         while chunk := list(islice(stream, CHUNK)):
-            answers: dict[int, Answer] = {}
-            for places in by_size(chunk, batch_tokens):
-                answers |= zip(places, answer(model, [chunk[i] for i in places]), strict=True)
-            yield from ((query, answers[i]) for i, query in enumerate(chunk))
+            once = {content(query): query for query in chunk}
+            answers = {key: before[key] for key in once if key in before}  # those of a pair may be in two chunks
+            new = [(key, query) for key, query in once.items() if key not in answers]
+            for places in by_size([query for _, query in new], batch_tokens):
+                found = answer(model, [new[i][1] for i in places])
+                answers |= {new[i][0]: one for i, one in zip(places, found, strict=True)}
+            yield from ((query, answers[content(query)]) for query in chunk)
+            before = answers
+
+
+def content(query: Query) -> Content:
+    """All of a query but whose it is, as something that can be looked up."""
+    return tuple(None if part is None else tuple(part) for part in query[:-1])
 
 
 def by_size(queries: Sequence[Query], batch_tokens: int) -> Iterator[list[int]]:

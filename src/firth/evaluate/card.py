@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from firth.errors import UserError
 from firth.evaluate.export import auto_class
 from firth.files import CARD, read_json, write_text
+from firth.metrics import summarise
 from firth.models import OWN, LMHead, ModelConfig, count_parameters, family_of, read_config
 from firth.page import cell
 from firth.tasks import TASK_FILE
@@ -54,6 +55,17 @@ RECIPE = (  # what a reader of a card asks first; recipe.yaml has the rest
 )
 
 
+LEFT_OUT = ("shots", "lora_rank")  # where they are 0: all examples, all weights
+
+
+class Scores(NamedTuple):
+    """What a model scores on some data; of a run with several seeds also their means and deviations."""
+
+    data: str
+    metrics: dict[str, Any]
+    means: dict[str, tuple[float, float]]
+
+
 def write_card(checkpoint: str | Path, overwrite: bool = False) -> Path:
     """Write the model card of a checkpoint into its folder; one that is there is left alone unless `overwrite`.
 
@@ -74,7 +86,7 @@ def make_card(folder: Path) -> str:
     tokenizer = load_tokenizer(folder)
     facts = found(folder / TASK_FILE)
     recipe = read_recipe(run / "recipe.yaml")
-    scores = dict(all_scores(run, recipe))
+    scores = list(all_scores(run, recipe))
     sections = {
         "Model": about_model(config, tokenizer, facts),
         "Intended use": about_use(config, facts),
@@ -87,7 +99,8 @@ def make_card(folder: Path) -> str:
     }
     name = f"{run.name}" if folder.name in ("final", "best") else folder.name
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items())
-    return f"---\n{front_matter(config, tokenizer, facts, name, scores)}---\n\n# {name}\n\n{body}\n"
+    found_here = {one.data: one.metrics for one in scores}
+    return f"---\n{front_matter(config, tokenizer, facts, name, found_here)}---\n\n# {name}\n\n{body}\n"
 
 
 def found(path: Path) -> dict[str, Any]:
@@ -157,6 +170,7 @@ def about_data(recipe: Mapping[str, Any], source: Mapping[str, Any]) -> str:
 
 def about_training(recipe: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     rows = {name: recipe[name] for name in RECIPE if recipe.get(name) not in (None, "", {}, [])}
+    rows = {name: value for name, value in rows.items() if value or name not in LEFT_OUT}
     if isinstance(rows.get("objective"), Mapping):
         rows["objective"] = rows["objective"].get("kind", "")
     if isinstance(rows.get("max_steps"), int) and rows["max_steps"] < 1:
@@ -165,28 +179,36 @@ def about_training(recipe: Mapping[str, Any], results: Mapping[str, Any]) -> str
     return as_table(["", ""], rows) if rows else FILL_IN
 
 
-def all_scores(run: Path, recipe: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The scores of the run itself, and of every evaluation beside the checkpoint, by the name of the data."""
+def all_scores(run: Path, recipe: Mapping[str, Any]) -> Iterator[Scores]:
+    """The scores of the model in the run itself, and in every evaluation beside it, by the name of the data."""
     results = found(run / "results.json")
     if "metric" in results:
-        names = dict.fromkeys([results["metric"], *(results.get("scores") or [{}])[0]])
-        yield (
-            Path(str(recipe.get("dev", "dev"))).name,
-            {name: results[name] for name in names if name in results} | {"deviation": results.get("std")},
-        )
+        names = dict.fromkeys([results["metric"], *results["scores"][0]])
+        own, each = results["scores"][results["best_seed"]], results["scores"]
+        means = {n: summarise([s[n] for s in each]) for n in names if len(each) > 1 and all(n in s for s in each)}
+        yield Scores(Path(str(recipe.get("dev", "dev"))).name, {n: own[n] for n in names if n in own}, means)
     elif results.get("eval_loss") is not None:
-        yield "held-out documents", {"eval_loss": results["eval_loss"]}
+        yield Scores("held-out documents", {"eval_loss": results["eval_loss"]}, {})
     for path in sorted(run.glob("evaluate-*/results.json")):
         other = found(path)
         if other.get("metrics"):
-            yield Path(str(other.get("data", path.parent.name))).name, dict(other["metrics"])
+            yield Scores(Path(str(other.get("data", path.parent.name))).name, dict(other["metrics"]), {})
 
 
-def about_scores(scores: Mapping[str, Mapping[str, Any]]) -> str:
+def about_scores(scores: Sequence[Scores]) -> str:
     if not scores:
         return f"Not evaluated yet. {FILL_IN}"
-    rows = [(data, name, x) for data, metrics in scores.items() for name, x in metrics.items() if x is not None]
-    return "\n".join(["| data | metric | score |", "| --- | --- | ---: |", *(line(row) for row in rows)])
+    several = any(one.means for one in scores)
+    columns = ["data", "metric", "score", *(["mean of the seeds", "deviation"] if several else [])]
+    rows = [
+        (one.data, name, x, *(one.means.get(name, ("", "")) if several else ()))
+        for one in scores
+        for name, x in one.metrics.items()
+        if x is not None
+    ]
+    table = "\n".join([line(columns), "| --- | --- |" + " ---: |" * (len(columns) - 2), *(line(row) for row in rows)])
+    note = "This is the model of the seed that was best on dev: what to expect of another is the mean.\n\n"
+    return (note if several else "") + table
 
 
 def loading(config: ModelConfig, tokenizer: Tokenizer) -> str:

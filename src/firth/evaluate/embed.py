@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,8 +20,9 @@ from firth.evaluate.likelihood import open_model, reading_length
 from firth.evaluate.outcome import Outcome
 from firth.generate.reading import evaluating, pad_right, tokenizer_of
 from firth.metrics import best_threshold, score
-from firth.models import Encoder, EncoderDecoder, Model, framing
+from firth.models import Encoder, EncoderDecoder, Model
 from firth.models.config import Embedding
+from firth.models.model import CLASS_LAST, surroundings
 from firth.objectives import Batch
 from firth.tasks import Prediction
 from firth.text import Example
@@ -32,12 +33,37 @@ Layer = int | Literal["mean", "head"]  # a layer, the mean of all, what the head
 SAME = {"true": True, "t": True, "1": True, "yes": True, "false": False, "f": False, "0": False, "no": False}
 
 
+class Static(Protocol):
+    """Word vectors that do not depend on the text."""
+
+    @property
+    def vectors_ND(self) -> np.ndarray: ...  # noqa: N802, the shape is part of the name
+
+    def find(self, word: str) -> int | None: ...
+
+
 class Reading(NamedTuple):
     """A text in its frame, and the places [first, last) that are wanted of it."""
 
     ids: list[int]
     first: int
     last: int
+    segment: list[int] | None = None
+
+
+class Frame:
+    """What stands around a text of a model, as its tokenizer in `transformers` has it."""
+
+    def __init__(self, model: Model) -> None:
+        self.before, _, self.after = surroundings(model.config, tokenizer_of(model).vocab)
+        self.size, self.own_segment = len(self.before) + len(self.after), model.config.family == CLASS_LAST
+
+    def around(self, ids: list[int]) -> list[int]:
+        return [*self.before, *ids, *self.after]
+
+    def segment(self, read: list[int]) -> list[int] | None:
+        """XLNet's [CLS] is of no text; others need not be told."""
+        return [*[0] * (len(read) - 1), 2] if self.own_segment else None
 
 
 def embed_texts(
@@ -61,14 +87,14 @@ def embed_texts(
     head, tuned = model.config.head, pool == "auto" and layer == -1 and isinstance(model.config.head, Embedding)
     if pool == "auto":
         pool = head.pool if isinstance(head, Embedding) else "mean"
-    frame, length = framing(model.config, tokenizer_of(model).vocab), reading_length(model, max_seq_length)
-    room = length - len(frame.before) - 1
+    frame, length = Frame(model), reading_length(model, max_seq_length)
+    room = length - frame.size
     tokenised = tokenizer_of(model).encode_batch(list(texts))
     readings = []
     for ids in tokenised:
-        read = [*frame.before, *ids[:room], frame.end]
+        read = frame.around(ids[:room])
         first = {"first": 0, "last": len(read) - 1, "mean": 0}[pool]
-        readings.append(Reading(read, first, len(read) if pool == "mean" else first + 1))
+        readings.append(Reading(read, first, len(read) if pool == "mean" else first + 1, frame.segment(read)))
     if cut := sum(len(ids) > room for ids in tokenised):
         say(f"{cut:,} texts were longer than {length} tokens, and cut.")
     vectors_ND = means(model, readings, "head" if tuned else layer, batch_tokens)
@@ -81,27 +107,41 @@ def unit(vectors_ND: np.ndarray) -> np.ndarray:
 
 
 def words_in_texts(
-    checkpoint: Model | str | Path,
+    checkpoint: Model | Static | str | Path,
     texts: Sequence[str],
     spans: Sequence[tuple[int, int]],
     layer: Layer = -1,
     batch_tokens: int = BATCH_TOKENS,
 ) -> np.ndarray:
-    """The state of one stretch of characters in each text, (N, D): the mean over its tokens."""
+    """The state of one stretch of characters in each text, (N, D): the mean over its tokens.
+
+    Of word vectors it is the word's own, wherever it stands; zeros where it has none.
+    """
+    if not isinstance(checkpoint, Model | str | Path):
+        return words_anywhere(checkpoint, [text[begin:end] for text, (begin, end) in zip(texts, spans, strict=True)])
     model = open_model(checkpoint)
     tokenizer = tokenizer_of(model)
-    frame, length = framing(model.config, tokenizer.vocab), reading_length(model, 0)
+    frame, length = Frame(model), reading_length(model, 0)
     readings = []
     for text, (begin, end), encoding in zip(texts, spans, tokenizer.encodings(texts), strict=True):
         inside = [i for i, (b, e) in enumerate(encoding.offsets) if b < end and e > begin]
         if not inside:
             raise UserError(f"{text[begin:end]!r} in {text[:40]!r} ...: the tokenizer makes no token of this.")
-        room = length - len(frame.before) - 1
+        room = length - frame.size
         start = max(0, min(inside[0] - room // 2, len(encoding.ids) - room))  # a long text is cut around the word
         shift = len(frame.before) - start
-        read = [*frame.before, *encoding.ids[start : start + room], frame.end]
-        readings.append(Reading(read, inside[0] + shift, min(inside[-1] + 1 + shift, len(read) - 1)))
+        read = frame.around(encoding.ids[start : start + room])
+        last = min(inside[-1] + 1 + shift, len(read) - len(frame.after))
+        readings.append(Reading(read, inside[0] + shift, last, frame.segment(read)))
     return means(model, readings, layer, batch_tokens)
+
+
+def words_anywhere(vectors: Static, words: Sequence[str]) -> np.ndarray:
+    """(N, D): the vectors of words, zeros for those that are not known."""
+    found = [vectors.find(word) for word in words]
+    x_ND = vectors.vectors_ND[[place or 0 for place in found]]
+    x_ND[[place is None for place in found]] = 0
+    return x_ND
 
 
 @torch.no_grad()
@@ -114,7 +154,9 @@ def means(model: Model, readings: Sequence[Reading], layer: Layer, batch_tokens:
             chosen = [readings[i] for i in places]
             tokens, doc = pad_right([reading.ids for reading in chosen], padding(model))
             asked = np.array([[reading.first] for reading in chosen])
-            batch = Batch(tokens, doc=doc, asked=asked).to(model.embed.tokens.weight.device)
+            segments = [reading.segment for reading in chosen if reading.segment is not None]
+            segment = pad_right(segments, 0)[0] if segments else None
+            batch = Batch(tokens, doc=doc, asked=asked, segment=segment).to(model.embed.tokens.weight.device)
             if layer == "head":
                 x_BD = model.logits(batch)[:, 0]
             else:
@@ -156,12 +198,12 @@ def layer_states(model: Model, batch: Batch, layer: Layer) -> Tensor:
     else:
         assert isinstance(model, Encoder)
         x_BTD = model.embed.widen(model.body_vectors(batch.tokens, batch.position, batch.segment))
-        model.stack(x_BTD, batch.doc, states=states)
+        model.stack(x_BTD, batch.doc, states=states, segment=batch.segment)
     return states[layer] if isinstance(layer, int) else torch.stack(states).mean(0)
 
 
 def word_in_context(
-    checkpoint: Model | str | Path,
+    checkpoint: Model | Static | str | Path,
     examples: Sequence[Example],
     train: Sequence[Example] | None = None,
     threshold: float | None = None,
@@ -170,9 +212,10 @@ def word_in_context(
 ) -> Outcome:
     """Is a word used in the same sense in two texts? By the cosine of its two states, which must reach a threshold.
 
-    The threshold is the one that tells best in `train`, unless it is given.
+    The threshold is the one that tells best in `train`, unless it is given. Word vectors that do not depend on the text
+    can only tell by the form of the word: the same form has cosine 1. A word without a vector has cosine 0.
     """
-    model = open_model(checkpoint)
+    model = open_model(checkpoint) if isinstance(checkpoint, Model | str | Path) else checkpoint
     if threshold is None:
         if train is None:
             raise UserError(
@@ -186,15 +229,18 @@ def word_in_context(
     predictions = [Prediction(label, {"cosine": float(c)}) for label, c in zip(said, cosines, strict=True)]
     true = [example.target for example in examples]
     metrics = score("word-in-context", said, true) if None not in true else {}
-    return Outcome(metrics, predictions, {"threshold": float(threshold), "layer": layer})
+    unknown = int((cosines == 0).sum())
+    told = [f"{unknown:,} of {len(examples):,} examples have a word without a vector: their cosine is taken as 0."]
+    return Outcome(metrics, predictions, {"threshold": float(threshold), "layer": layer}, told if unknown else [])
 
 
-def sense_cosines(model: Model, examples: Sequence[Example], layer: Layer, batch_tokens: int) -> np.ndarray:
+def sense_cosines(model: Model | Static, examples: Sequence[Example], layer: Layer, batch_tokens: int) -> np.ndarray:
+    """(N,) of each example's two words, rounded: that of equal vectors is 1, and not one of the numbers beside it."""
     texts = [text for example in examples for text in example.texts]
     spans = [span for example in examples for span in example.spans]
     assert len(spans) == len(texts), "the reader marks the word in both texts"
     x_ND = unit(words_in_texts(model, texts, spans, layer, batch_tokens))
-    return (x_ND[::2] * x_ND[1::2]).sum(1)
+    return np.round((x_ND[::2] * x_ND[1::2]).sum(1), 6)
 
 
 def is_same(example: Example) -> bool:

@@ -37,7 +37,8 @@ ZERO_SHOT: dict[str, tuple[Callable[..., Outcome], tuple[str, ...]]] = {
     "analogy": (analogy, ("limit",)),
 }
 OF_TEXT = ("perplexity", "pseudo-likelihood")  # read plain text, not labelled examples
-STATIC = ("word-similarity", "analogy")  # take a file of word vectors too
+STATIC = ("word-similarity", "analogy")  # ask word vectors
+FROM_FILES = (*STATIC, "word-in-context")  # take a file of word vectors too
 IN_THE_TEXTS = ("lm", "embed")  # are scored without further answers: on what is said, on which texts belong together
 EVALUATIONS = tuple(sorted({*TASKS, *ZERO_SHOT, *OF_TEXT}))
 
@@ -105,8 +106,8 @@ def check_order(checkpoint: Path, task: str, facts: Mapping[str, Any], settings:
     """Refuse what cannot be done before anything is read."""
     if task not in EVALUATIONS:
         raise UserError(f"Unknown task {task!r}. {nearest(task, EVALUATIONS)}")
-    if not checkpoint.is_dir() and not (task in STATIC and checkpoint.is_file()):
-        also = ", nor a file of word vectors" if task in STATIC else ""
+    if not checkpoint.is_dir() and not (task in FROM_FILES and checkpoint.is_file()):
+        also = ", nor a file of word vectors" if task in FROM_FILES else ""
         raise UserError(f"{checkpoint} is not a checkpoint folder{also}. `firth pretrain` makes one: RUN/final.")
     tuned = facts.get("task")
     if tuned not in (None, task) and task in TASKS:
@@ -144,7 +145,7 @@ def zero_shot(checkpoint: Path, task: str, examples: Sequence[Example], settings
     measure, _ = ZERO_SHOT[task]
     if task in STATIC:
         return measure(word_vectors(checkpoint, **settings), examples)
-    return measure(checkpoint, examples, **settings)
+    return measure(word_vectors(checkpoint) if checkpoint.is_file() else checkpoint, examples, **settings)
 
 
 def by_task(

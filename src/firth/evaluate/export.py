@@ -1,7 +1,8 @@
-"""Does the checkpoint open in `transformers` with the same numbers?"""
+"""A checkpoint as a plain Hugging Face folder. Does it open in `transformers` with the same numbers?"""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from firth.console import say
 from firth.errors import UserError
+from firth.files import CARD, whole_folder
 from firth.models import (
     OWN,
     Choices,
@@ -24,7 +26,9 @@ from firth.models import (
     Verdict,
     family_of,
     load_model,
+    write_model,
 )
+from firth.tasks import TASK_FILE
 
 TASK_CLASSES = {
     Classes: "AutoModelForSequenceClassification",
@@ -34,6 +38,21 @@ TASK_CLASSES = {
     Span: "AutoModelForQuestionAnswering",
     Embedding: "AutoModel",
 }
+
+
+BESIDE = (TASK_FILE, CARD, "modules.json", "sentence_bert_config.json", "1_Pooling")  # what else makes a model usable
+
+
+def write_export(checkpoint: Path, folder: Path) -> None:
+    """Write a checkpoint anew, without what only its training needs; what it was tuned for and its card come along."""
+    model = load_model(checkpoint)
+    with whole_folder(folder) as temporary:
+        write_model(model, temporary)
+        for name in BESIDE:
+            if (checkpoint / name).is_dir():
+                shutil.copytree(checkpoint / name, temporary / name)
+            elif (checkpoint / name).is_file():
+                shutil.copyfile(checkpoint / name, temporary / name)
 
 
 def largest_difference(folder: Path) -> float:
@@ -57,9 +76,12 @@ def largest_difference(folder: Path) -> float:
     head = ours.config.head
     if isinstance(head, Classes | Score) and ours.config.shape == "decoder" and not own:
         inputs["input_ids"][1, length // 2 :] = theirs.config.pad_token_id
-    if ours.config.shape == "encoder-decoder":
+    two = ours.config.shape == "encoder-decoder" and not ours.config.reads_encoder
+    if ours.config.has_decoder and not two and not own:
+        theirs = theirs.get_encoder()
+    if two:
         inputs["decoder_input_ids"] = torch.randint(5, ours.config.vocab_size, (4, 16))
-    if ours.config.shape == "encoder-decoder" and isinstance(head, TaskHead) and not own:  # the text again, up to </s>
+    if two and isinstance(head, TaskHead) and not own:  # the text again, up to </s>
         inputs["attention_mask"][:] = 1
         inputs["input_ids"][inputs["input_ids"] == theirs.config.eos_token_id] -= 1
         inputs["input_ids"][:, -1] = theirs.config.eos_token_id
@@ -73,7 +95,7 @@ def largest_difference(folder: Path) -> float:
         else:
             mine, other = _logits(ours, inputs), _theirs(theirs(**inputs))
         difference = (mine - other).abs()
-    if not isinstance(head, Classes | Score | Choices) and ours.config.shape != "encoder-decoder":
+    if not isinstance(head, Classes | Score | Choices) and not two:
         difference = difference[inputs["attention_mask"].bool()]  # what stands at padding means nothing
     return float(difference.max())
 
@@ -105,6 +127,8 @@ def _own_class(model: Model) -> str:
 
 def auto_class(config: ModelConfig) -> str:
     """The class of `transformers` that opens a model of one of its families."""
+    if isinstance(config.head, Embedding) and config.shape == "encoder-decoder" and not config.has_decoder:
+        return "T5EncoderModel"
     if isinstance(config.head, TaskHead):
         return TASK_CLASSES[type(config.head)]
     if isinstance(config.head, Verdict) or config.extra("generator") is not None:

@@ -57,6 +57,8 @@ class Text(NamedTuple):
 def open_model(checkpoint: Model | str | Path) -> Model:
     """A model where this machine computes; a checkpoint is loaded."""
     model = checkpoint if isinstance(checkpoint, Model) else load_model(checkpoint)
+    if model.tokenizer is None and not isinstance(checkpoint, Model):
+        raise UserError(f"{checkpoint} has no tokenizer: put that of the model, with its tokenizer.json, into it.")
     tokenizer_of(model)
     return model.to(choose_machine(Training(bf16=False)).device)
 

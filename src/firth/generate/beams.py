@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from firth.generate.choose import Past
 from firth.generate.reading import Reading
+from firth.generate.room import FIRST_ROOM
 
 FAR = -1e9  # the score of what is not there, or must not be taken
 LOOK_EVERY = 8  # places: how often a GPU is asked whether the search is over
@@ -37,6 +39,10 @@ class Beams(NamedTuple):
         """So many of the best, by another score if that is given."""
         return self.pick((self.score if score_BK is None else score_BK).topk(num).indices)
 
+    def longer(self, more: int) -> Beams:
+        """With so many places more."""
+        return self._replace(token=F.pad(self.token, (0, more)), logprob=F.pad(self.logprob, (0, more)))
+
 
 def nothing(B: int, N: int, L: int, device: torch.device) -> Beams:
     return Beams(
@@ -53,7 +59,9 @@ def search(
 ) -> list[list[Found]]:
     """The best texts of each prompt. The candidates of a step are twice as many as beams, in case half of them end."""
     decoding, device, (B, V) = past.decoding, logits_BV.device, logits_BV.shape
-    N, L, penalty = decoding.num_beams, decoding.max_new_tokens, decoding.length_penalty
+    N, room_B1, penalty = decoding.num_beams, past.room_B[:, None], decoding.length_penalty
+    most = int(room_B1.max())
+    L = min(most, FIRST_ROOM)
     first_BN = torch.arange(B, device=device).repeat_interleave(N)
     reading.take(first_BN)
     past.take(first_BN)
@@ -62,10 +70,12 @@ def search(
     running.score[:, 0] = 0.0  # all beams begin alike: only one of them may be continued
     full_BN = torch.zeros(B, N, dtype=torch.bool, device=device)  # which places of `finished` are taken
     open_B1 = torch.ones(B, 1, dtype=torch.bool, device=device)  # where something better may still come
-    for place in range(L):
+    for place in range(most):
+        if place == running.token.shape[2]:
+            running, finished = running.longer(place), finished.longer(place)
         candidates, from_BK = continued(running, logits_BV, past, place, min(2 * N, V))
         stopped_BK = find_stops(candidates, stops, device)
-        ended_BK = candidates.ended | stopped_BK | (place + 1 == L)
+        ended_BK = candidates.ended | stopped_BK | (room_B1 <= place + 1)
         candidates = candidates._replace(ended=candidates.ended | stopped_BK)
 
         # those that go on
@@ -84,8 +94,8 @@ def search(
 
         # what may still come
         worst_B1 = finished.score.amin(1, keepdim=True).where(full_BN.all(1, keepdim=True), FAR)
-        open_B1 = open_B1 & (running.score[:, :1] / (place + 1) ** penalty > worst_B1)
-        if place + 1 == L or (is_time(place, device, stops) and over(open_B1, full_BN, decoding.early_stopping)):
+        open_B1 = open_B1 & (running.score[:, :1] / (place + 1) ** penalty > worst_B1) & (room_B1 > place + 1)
+        if place + 1 == most or (is_time(place, device, stops) and over(open_B1, full_BN, decoding.early_stopping)):
             break
         row_B = (from_BK.gather(1, on_BN) + N * torch.arange(B, device=device)[:, None]).flatten()
         token_B = running.token[:, :, place].flatten()

@@ -1,7 +1,7 @@
 """Which token comes next: what is forbidden, what is made less likely, what is drawn.
 
 Everything stays on the device of the logits, and works as in `transformers`, in the same order: the repetition penalty,
-repeated n-grams, the end, temperature, top_k, top_p, min_p.
+repeated n-grams, the end, what is forced, temperature, top_k, top_p, min_p.
 
 B rows, V vocabulary.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from firth.generate.decoding import Decoding
+from firth.models import Forced
 from firth.objectives import Draw
 
 Ids = Sequence[int]
@@ -23,12 +24,24 @@ NEVER = float("-inf")
 
 
 class Past:
-    """What was read and written in each row, as far as the choice of the next token depends on it."""
+    """What was read and written in each row, as far as the choice of the next token depends on it.
+
+    `room` is how many tokens each row can have; where it is not given, all that the decoding allows.
+    """
 
     def __init__(
-        self, given: Sequence[Ids], decoding: Decoding, end: int, vocab_size: int, device: torch.device
+        self,
+        given: Sequence[Ids],
+        decoding: Decoding,
+        end: int,
+        vocab_size: int,
+        device: torch.device,
+        forced: Forced | None = None,
+        room: Sequence[int] | None = None,
     ) -> None:
-        self.decoding, self.end = decoding, end
+        self.decoding, self.end, self.forced = decoding, end, forced or Forced()
+        room = [decoding.max_new_tokens] * len(given) if room is None else room
+        self.least, self.room_B = min(room), torch.tensor(room, device=device)
         self.ids = [list(ids) for ids in given] if decoding.no_repeat_ngram_size else None
         self.seen_BV = seen_tokens(given, vocab_size).to(device) if decoding.repetition_penalty != 1 else None
 
@@ -40,6 +53,11 @@ class Past:
             scores_BV = without_repeats(scores_BV, self.ids, self.decoding.no_repeat_ngram_size)
         if place < self.decoding.min_new_tokens and self.end < scores_BV.shape[1]:
             scores_BV = scores_BV.index_fill(1, torch.tensor([self.end], device=scores_BV.device), NEVER)
+        if self.forced.bos is not None and place == 0:
+            scores_BV = only(scores_BV, self.forced.bos)
+        if self.forced.eos is not None and place + 1 >= self.least:
+            last_B1 = (self.room_B == place + 1)[:, None]
+            scores_BV = torch.where(last_B1, only(scores_BV, self.forced.eos), scores_BV)
         return scores_BV
 
     def add(self, token_B: Tensor) -> None:
@@ -51,6 +69,7 @@ class Past:
 
     def take(self, row_B: Tensor) -> None:
         """Go on with these rows."""
+        self.room_B = self.room_B[row_B]
         if self.seen_BV is not None:
             self.seen_BV = self.seen_BV[row_B]
         if self.ids is not None:
@@ -63,6 +82,13 @@ def seen_tokens(given: Sequence[Ids], vocab_size: int) -> Tensor:
     for row, ids in enumerate(given):
         seen_BV[row, [i for i in ids if i < vocab_size]] = True
     return seen_BV
+
+
+def only(scores_BV: Tensor, token: int) -> Tensor:
+    """This token for sure; the scores as they are where there is no such token."""
+    if token >= scores_BV.shape[1]:
+        return scores_BV
+    return torch.full_like(scores_BV, NEVER).index_fill(1, torch.tensor([token], device=scores_BV.device), 0.0)
 
 
 def penalised(scores_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from firth.console import warn
 from firth.errors import UserError
 from firth.generate.record import Recorded
+from firth.generate.room import FIRST_ROOM, tell_length
 from firth.models import Decoder, EncoderDecoder, LMHead, Model, Stack, framing
 from firth.models.cache import Cache, can_cache
 from firth.models.config import AWDLSTM
@@ -52,9 +53,6 @@ def read_prompts(model: Model, prompts: Sequence[Ids], max_new_tokens: int, cach
         what = "that look back at a text by an LSTM" if model.config.recurrent is not None else what
         warn(f"Models {what} remember nothing: each new token takes the reading of the whole text.")
         return Rereading(model, prompts)
-    longest, limit = max(map(len, prompts)), model.config.max_length
-    if not isinstance(model, EncoderDecoder) and limit is not None and longest >= limit:
-        return Rereading(model, prompts)
     return Remembering(model, prompts, max_new_tokens)
 
 
@@ -62,7 +60,7 @@ def read_prompts(model: Model, prompts: Sequence[Ids], max_new_tokens: int, cach
 
 
 class Rereading:
-    """Nothing is remembered: every step reads the whole row, or the latest of it that the model has places for."""
+    """Nothing is remembered: every step reads the whole row."""
 
     def __init__(self, model: Model, prompts: Sequence[Ids]) -> None:
         self.ask = reader(model, prompts)
@@ -89,10 +87,12 @@ def reader(model: Model, prompts: Sequence[Ids]) -> Ask:
 
 def continues(model: Model, prompts: Sequence[Ids]) -> Ask:
     """A decoder reads the prompt and what came after it."""
-    window, pad = Window(model), tokenizer_of(model).vocab.pad
+    pad, limit = tokenizer_of(model).vocab.pad, model.config.max_length
 
     def ask(source: Sequence[int], written: Sequence[Ids]) -> Tensor:
-        seen = [window([*prompts[row], *ids]) for row, ids in zip(source, written, strict=True)]
+        seen = [
+            [*prompts[row], *ids][:limit] for row, ids in zip(source, written, strict=True)
+        ]  # those past it are done
         tokens, doc = pad_right(seen, pad)
         last = np.array([[len(ids) - 1] for ids in seen])
         batch = Batch(tokens, doc=doc, asked=last).to(device_of(model))
@@ -103,12 +103,12 @@ def continues(model: Model, prompts: Sequence[Ids]) -> Ask:
 
 def answers(model: EncoderDecoder, prompts: Sequence[Ids]) -> Ask:
     """An encoder reads the prompt once; the decoder, after its start token, what it has written."""
-    window, start, device = Window(model), framing(model.config, tokenizer_of(model).vocab).start, device_of(model)
-    source, encoded = encode(model, prompts, window)
+    start, device = framing(model.config, tokenizer_of(model).vocab).start, device_of(model)
+    source, encoded = encode(model, prompts)
 
     def ask(rows: Sequence[int], written: Sequence[Ids]) -> Tensor:
         at = torch.tensor(rows, device=device)
-        tokens = torch.tensor([window([start, *ids]) for ids in written], device=device)  # of equal length
+        tokens = torch.tensor([[start, *ids] for ids in written], device=device)  # of equal length
         batch = Batch(
             source.tokens[at], doc=source.doc[at], decoder_tokens=tokens, decoder_doc=torch.zeros_like(tokens)
         )
@@ -117,10 +117,9 @@ def answers(model: EncoderDecoder, prompts: Sequence[Ids]) -> Ask:
     return ask
 
 
-def encode(model: EncoderDecoder, prompts: Sequence[Ids], window: Window) -> tuple[Batch, Tensor]:
+def encode(model: EncoderDecoder, prompts: Sequence[Ids]) -> tuple[Batch, Tensor]:
     """The prompts as a batch, and what the encoder makes of them."""
-    read = pad_right([window(ids) for ids in prompts], tokenizer_of(model).vocab.pad)
-    source = Batch(*read).to(device_of(model))
+    source = Batch(*pad_right(prompts, tokenizer_of(model).vocab.pad)).to(device_of(model))
     return source, model.encode(source)
 
 
@@ -160,11 +159,7 @@ class Recurring:
 
 
 class Remembering:
-    """Keys and values are kept, so that a step reads one token of each row.
-
-    Once the longest row has filled the places of a model that counts them (learned places, sinusoids), every token
-    moves all others by a place, and nothing that was remembered holds: from there on the rows are read again.
-    """
+    """Keys and values are kept, so that a step reads one token of each row. The room for them grows when it is full."""
 
     def __init__(self, model: Model, prompts: Sequence[Ids], max_new_tokens: int) -> None:
         self.model, self.prompts = model, prompts
@@ -172,14 +167,15 @@ class Remembering:
         self.on_gpu = self.device.type == "cuda"
         start = framing(model.config, tokenizer_of(model).vocab).start
         self.begun: Sequence[Ids] = [[start] for _ in prompts] if isinstance(model, EncoderDecoder) else prompts
-        size = max(map(len, self.begun)) + max_new_tokens
-        self.cache = Cache(self.stack, -(-size // ROUND) * ROUND if self.on_gpu else size, fixed=self.on_gpu)
-        self.overflows = self.limit is not None and size > self.limit
+        longest = max(map(len, self.begun))
+        self.most = self.rounded(longest + max_new_tokens)
+        self.cache = Cache(self.stack, min(self.most, self.rounded(longest + FIRST_ROOM)), fixed=self.on_gpu)
         self.record = self.on_gpu and max_new_tokens >= WORTH_RECORDING
         self.recorded: Recorded | None = None
-        self.again: Rereading | None = None
-        self.source_B = torch.arange(len(prompts), device=self.device)
-        self.written: list[Tensor] = []  # (B,) each; only where rows may have to be read again
+        self.num_rows = len(prompts)
+
+    def rounded(self, size: int) -> int:
+        return -(-size // ROUND) * ROUND if self.on_gpu else size
 
     @property
     def stack(self) -> Stack:
@@ -198,18 +194,17 @@ class Remembering:
         x_BTD = self.embed(torch.from_numpy(tokens).to(self.device))
         read, read_doc = None, None
         if isinstance(self.model, EncoderDecoder):
-            source, read = encode(self.model, self.prompts, Window(self.model))
+            source, read = encode(self.model, self.prompts)
             read_doc = source.doc if len(set(map(len, self.prompts))) > 1 else None
+        tell_length(self.model, max(lengths))
         y_BTD = self.cache.begin(x_BTD, lengths, read, read_doc)
         return self.logits(y_BTD[torch.arange(len(lengths)), torch.tensor(lengths) - 1])
 
     def next(self, token_B: Tensor) -> Tensor:
-        if self.again is not None:
-            return self.again.next(token_B)
-        if self.overflows:
-            self.written.append(token_B)
-            if self.cache.width == self.limit:
-                return self.read_again()
+        if self.cache.width == self.cache.size:
+            self.cache.grow(min(self.most, 2 * self.cache.size))
+            self.recorded = None  # its tensors are others now
+        tell_length(self.model, self.cache.width + 1)
         if self.record and self.recorded is None:
             self.recorded = Recorded(self.step, token_B)
         logits_BV = (self.recorded or self.step)(token_B)
@@ -217,28 +212,20 @@ class Remembering:
         return logits_BV
 
     def step(self, token_B: Tensor) -> Tensor:
-        x_B1D = self.embed(token_B[:, None], self.cache.place_B[:, None])
+        place_B = self.cache.place_B
+        if self.limit is not None:
+            place_B = place_B.clamp(max=self.limit - 1)  # those past it are done, and only read beside the others
+        x_B1D = self.embed(token_B[:, None], place_B[:, None])
         return self.logits(self.cache.add(x_B1D)[:, 0])
 
     def logits(self, x_BD: Tensor) -> Tensor:
         return known(self.model, self.model.head(x_BD, self.model.embed.tokens.weight))
 
     def take(self, row_B: Tensor, same_source: bool = False) -> None:
-        if self.again is not None:
-            self.again.take(row_B)
-            return
-        if len(row_B) != len(self.source_B):
+        if len(row_B) != self.num_rows:
             self.recorded = None  # its tensors are others now
         self.cache.take(row_B, same_source)
-        self.source_B, self.written = self.source_B[row_B], [token_B[row_B] for token_B in self.written]
-
-    def read_again(self) -> Tensor:
-        """Forget, and begin again with all that was written."""
-        self.again = Rereading(self.model, self.prompts)
-        self.again.source = self.source_B.tolist()
-        self.again.written = torch.stack(self.written, 1).tolist()
-        self.recorded = None
-        return self.again.first()
+        self.num_rows = len(row_B)
 
 
 # --- what both need -----------------------------------------------------------------------------------------------
@@ -251,25 +238,6 @@ def known(model: Model, logits_BV: Tensor) -> Tensor:
 
 def device_of(model: Model) -> torch.device:
     return model.embed.tokens.weight.device
-
-
-class Window:
-    """The latest tokens, as many as the model has places for; that some are left out is said once."""
-
-    def __init__(self, model: Model) -> None:
-        self.limit = model.config.max_length
-        self.said = False
-
-    def __call__(self, ids: Ids) -> Ids:
-        if self.limit is None or len(ids) <= self.limit:
-            return ids
-        if not self.said:
-            warn(
-                f"The text runs past the {self.limit} tokens that this model can read: it sees only the latest ones, "
-                "and reads all of them again for each new token."
-            )
-            self.said = True
-        return ids[-self.limit :]
 
 
 def pad_right(rows: Sequence[Ids], pad: int) -> tuple[np.ndarray, np.ndarray]:

@@ -9,14 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from firth.generate.beams import search
 from firth.generate.choose import Chooser, Past
 from firth.generate.decoding import Decoding
 from firth.generate.reading import Ids, check_writes, evaluating, read_prompts, tokenizer_of
-from firth.models import EncoderDecoder, Model, framing
+from firth.generate.room import FIRST_ROOM, Room, make_room
+from firth.models import EncoderDecoder, Forced, Model, forced_of, framing
 
+NEVER = 2**62  # tokens: no text has as many
 LOOK_EVERY = 16  # places: how often a GPU is asked whether all rows have ended
 Stops = Callable[[int, Ids], bool]  # a prompt, and what was written after it: does this end it?
 
@@ -70,9 +73,10 @@ def write(
         *_, draft = drafts(model, prompts, decoding, cache, stops, logprobs)  # always the same one
         return draft.written()
     with evaluating(model):
-        reading = read_prompts(model, prompts, decoding.max_new_tokens, cache)
+        room = make_room(model, prompts, decoding.max_new_tokens)
+        reading = read_prompts(model, room.prompts, room.most, cache)
         logits_BV = reading.first()
-        past = make_past(model, prompts, decoding, end, logits_BV)
+        past = make_past(model, room, decoding, end, logits_BV)
         found = search(reading, logits_BV.float(), past, stops)
     return [Written(*text) for texts in found for text in texts]
 
@@ -89,24 +93,25 @@ def drafts(
     """The texts as they grow: the same draft after each place."""
     end, each = check_writes(model), decoding.num_return_sequences
     with evaluating(model):
-        reading = read_prompts(model, prompts, decoding.max_new_tokens, cache)
+        room = make_room(model, prompts, decoding.max_new_tokens)
+        reading = read_prompts(model, room.prompts, room.most, cache)
         logits_BV = reading.first()
-        past, device = make_past(model, prompts, decoding, end, logits_BV), logits_BV.device
+        past, device = make_past(model, room, decoding, end, logits_BV), logits_BV.device
         choose = Chooser(past, range(len(prompts) * each))
-        draft = Draft(len(prompts), decoding, end, device)
+        draft = Draft([n for n in room.new for _ in range(each)], end, device)
         row_B = torch.arange(len(prompts), device=device).repeat_interleave(each)
         if each > 1:
             reading.take(row_B)
             past.take(row_B)
             logits_BV = logits_BV[row_B]
         live_B = torch.arange(len(row_B), device=device)
-        for place in range(decoding.max_new_tokens):
+        for place in range(room.most):
             token_B = choose(logits_BV.float(), place)
             draft.add(live_B, token_B, logits_BV if logprobs else None)
             if stops is not None:
                 draft.stop(stops, each)
             yield draft
-            if place + 1 == decoding.max_new_tokens:
+            if place + 1 == room.most:
                 break
             if device.type == "cpu" or stops is not None or place % LOOK_EVERY == LOOK_EVERY - 1:
                 open_B = ~draft.done_N[live_B]
@@ -123,50 +128,62 @@ def drafts(
 
 
 class Draft:
-    """What is written so far, on the device: a row that is done gets only end tokens."""
+    """What is written so far, on the device: a row that is done gets only end tokens.
 
-    def __init__(self, num_prompts: int, decoding: Decoding, end: int, device: torch.device) -> None:
-        N, L = num_prompts * decoding.num_return_sequences, decoding.max_new_tokens
-        self.end, self.place = end, 0
+    A row is done when it has ended, when it has stopped, or when there is room for no more.
+    """
+
+    def __init__(self, room: Sequence[int], end: int, device: torch.device) -> None:
+        N, L = len(room), min(max(room), FIRST_ROOM)
+        self.end, self.place, self.room_N = end, 0, torch.tensor(room, device=device)
         self.token_NL = torch.full((N, L), end, device=device)
         self.logprob_NL = torch.zeros(N, L, device=device)
         self.done_N = torch.zeros(N, dtype=torch.bool, device=device)
-        self.stopped_N = torch.full((N,), L, device=device)  # so many tokens were written before a stop
+        self.ended_N = torch.zeros_like(self.done_N)
+        self.stopped_N = torch.full((N,), NEVER, device=device)  # so many tokens were written before a stop
 
     def add(self, live_B: Tensor, token_B: Tensor, logits_BV: Tensor | None) -> None:
         """The next token of the rows that are read on."""
+        if self.place == self.token_NL.shape[1]:
+            self.token_NL = F.pad(self.token_NL, (0, self.place), value=self.end)
+            self.logprob_NL = F.pad(self.logprob_NL, (0, self.place))
         done_B = self.done_N[live_B]
         self.token_NL[live_B, self.place] = token_B.masked_fill(done_B, self.end)
         if logits_BV is not None:
             found_B = logits_BV.float().log_softmax(-1).gather(1, token_B[:, None])[:, 0]
             self.logprob_NL[live_B, self.place] = found_B.masked_fill(done_B, 0.0)
-        self.done_N[live_B] = done_B | (token_B == self.end)
+        self.ended_N[live_B] |= ~done_B & (token_B == self.end)
         self.place += 1
+        self.done_N[live_B] = done_B | (token_B == self.end) | (self.room_N[live_B] <= self.place)
 
     def stop(self, stops: Stops, each: int) -> None:
         """Rows that end with what they have now."""
-        for row in (~self.done_N).nonzero()[:, 0].tolist():
+        written_N = ~self.ended_N & (self.room_N >= self.place) & (self.stopped_N == NEVER)
+        for row in written_N.nonzero()[:, 0].tolist():
             if stops(row // each, self.token_NL[row, : self.place].tolist()):
                 self.done_N[row], self.stopped_N[row] = True, self.place
 
     def ids(self, row: int) -> list[int]:
         """The tokens of a row, up to the end."""
-        ids = self.token_NL[row, : self.place].tolist()
-        ids = ids[: int(self.stopped_N[row])]
+        ids = self.token_NL[row, : min(self.place, int(self.room_N[row]), int(self.stopped_N[row]))].tolist()
         return ids[: ids.index(self.end)] if self.end in ids else ids
 
     def written(self) -> list[Written]:
         found = []
-        for row, (done, logprobs) in enumerate(zip(self.done_N.tolist(), self.logprob_NL.tolist(), strict=True)):
+        stopped_N = (self.stopped_N < NEVER).tolist()
+        for row, (ended, stopped) in enumerate(zip(self.ended_N.tolist(), stopped_N, strict=True)):
             ids = self.ids(row)
-            ended = done and int(self.stopped_N[row]) == self.token_NL.shape[1]
-            logprobs = logprobs[: len(ids) + ended]
-            found.append(Written(ids, done, logprobs, sum(logprobs)))
+            logprobs = self.logprob_NL[row, : len(ids) + (ended and not stopped)].tolist()
+            found.append(Written(ids, ended or stopped, logprobs, sum(logprobs)))
         return found
 
 
-def make_past(model: Model, prompts: Sequence[Ids], decoding: Decoding, end: int, logits_BV: Tensor) -> Past:
+def make_past(model: Model, room: Room, decoding: Decoding, end: int, logits_BV: Tensor) -> Past:
     """What counts as read: the prompt, or what the decoder of an encoder-decoder starts with."""
+    vocab, prompts = tokenizer_of(model).vocab, room.prompts
+    forced = forced_of(model, vocab)
     if isinstance(model, EncoderDecoder):
-        prompts = [[framing(model.config, tokenizer_of(model).vocab).start]] * len(prompts)
-    return Past(prompts, decoding, end, logits_BV.shape[1], logits_BV.device)
+        prompts = [[framing(model.config, vocab).start]] * len(prompts)
+    else:
+        forced = Forced(eos=forced.eos)  # a text begins with its prompt
+    return Past(prompts, decoding, end, logits_BV.shape[1], logits_BV.device, forced, room.new)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from firth.console import say
+from firth.console import count, say
+from firth.errors import UserError
 from firth.models import PRESETS, count_parameters
 from firth.recipes import vocabulary_size
-from firth.text import HELD_OUT, Corpus
+from firth.text import HELD_OUT, Corpus, Example, read_labelled
+from firth.text.labelled import task_of
+from firth.text.leaks import LeakSearch
 from firth.tokens import Tokenizer
-from firth.tokens.checkup import SAMPLE, checkup
+from firth.tokens.checkup import SAMPLE, checkup, short
 from firth.tokens.fertility import Fit, divide, measure, train_several
 
 KINDS = ("byte-bpe", "wordpiece", "unigram")  # that are compared unless others are named
@@ -30,6 +33,7 @@ TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022
 EPOCHS = 4  # repetitions that teach nearly as much as new text (Muennighoff et al. 2023)
 DUPLICATES = 0.01  # share of the documents that is worth a word
 SUSPICIOUS = 0.01
+LISTED = 100  # labelled examples that are named; all are counted
 SIZES = {
     "encoder": ("bert-tiny", "bert-mini", "bert-small", "bert-medium", "bert-base", "bert-large"),
     "decoder": ("gpt2-tiny", "gpt2-mini", "gpt2-small", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"),
@@ -58,6 +62,7 @@ class Check:
     chosen: str | None  # the name of the tokenizer that the advice is for
     models: list[dict[str, Any]]
     advice: list[Advice]
+    leaks: dict[str, Any] | None = None  # what of a labelled file stands in the text, where one was named
 
     def plain(self) -> dict[str, Any]:
         return {
@@ -69,6 +74,7 @@ class Check:
             "chosen": self.chosen,
             "models": self.models,
             "advice": [asdict(advice) for advice in self.advice],
+            "leaks": self.leaks,
         }
 
 
@@ -80,10 +86,16 @@ def examine(
     sizes: Sequence[int] = (),
     sample: int = SAMPLE,
     lowercase: bool = False,
+    labelled: Labelled | None = None,
 ) -> Check:
-    """Read a text once; on a sample of it measure the tokenizer that is given, and others trained for it."""
-    found = checkup(corpus, corpus.bytes, sample)
+    """Read a text once; on a sample of it measure the tokenizer that is given, and others trained for it.
+
+    On the way the examples of a labelled file are looked for, if there is one.
+    """
+    search = LeakSearch(labelled.examples) if labelled else None
+    found = checkup(corpus, corpus.bytes, sample, search.look if search else None)
     say(corpus.describe())
+    leaked = leak_facts(labelled, search) if labelled and search else None
     text, parts = found.facts(), divide(found.sample.documents.values())
     scale = found.characters / max(found.sample.characters, 1)
     fits = [measure(given, parts, scale, name, given=True)] if given is not None else []
@@ -102,8 +114,51 @@ def examine(
         "measured_apart": parts.apart,
     }
     models = suggest(text, chosen) if chosen else []
-    advice = list(all_advice(text, fits, chosen, models))
-    return Check(corpus.describe(), text, about, fits, left_out, chosen.name if chosen else None, models, advice)
+    advice = [*leakage(leaked), *all_advice(text, fits, chosen, models)]
+    best = chosen.name if chosen else None
+    return Check(corpus.describe(), text, about, fits, left_out, best, models, advice, leaked)
+
+
+class Labelled(NamedTuple):
+    """A labelled file that is looked for in a text."""
+
+    file: str
+    task: str
+    examples: list[Example]
+
+
+def read_for_leaks(
+    file: str, task: str | None = None, columns: Mapping[str, str] | None = None, encoding: str = "utf-8"
+) -> Labelled:
+    """The examples of a labelled file as texts to look for; answers may be missing, as in a test set."""
+    try:
+        task = task or task_of(file, columns, encoding)
+        examples = read_labelled(file, task, columns, encoding=encoding, answers=False)
+    except UserError as e:
+        raise UserError(str(e).replace("--columns", "--labelled-columns")) from None
+    if task == "tag":  # its texts are single words
+        examples = [example._replace(texts=(" ".join(example.texts),)) for example in examples]
+    return Labelled(file, task, examples)
+
+
+def leak_facts(labelled: Labelled, search: LeakSearch) -> dict[str, Any]:
+    """How many examples stand in the text: word for word, or half of their runs of words and more; worst first."""
+    found = {leak.example: leak for leak in reversed(search.leaks())}  # the worst text of each example
+    worst = sorted(found.values(), key=lambda leak: (-leak.share, leak.example))
+    exact = sum(leak.share == 1 for leak in worst)
+    return {
+        "file": labelled.file,
+        "task": labelled.task,
+        "examples": search.num_examples,
+        "compared": search.num_compared,
+        "exact": exact,
+        "near": len(worst) - exact,
+        "share": len(worst) / max(search.num_compared, 1),
+        "found": [
+            {"id": leak.id, "share": leak.share, "source": leak.source, "text": short(leak.text)}
+            for leak in worst[:LISTED]
+        ],
+    }
 
 
 def sizes_for(text_bytes: int) -> tuple[int, ...]:
@@ -213,12 +268,24 @@ def all_advice(
     yield model_size(text, chosen, models)
 
 
+def leakage(leaks: dict[str, Any] | None) -> Iterator[Advice]:
+    if leaks is None or not leaks["exact"] + leaks["near"]:
+        return
+    found = count(leaks["exact"] + leaks["near"], "example")
+    yield Advice(
+        "leakage",
+        f"Do not score on what stands in this text ({found} of {leaks['file']}), or take it out of the text.",
+        f"That is {leaks['share']:.1%} of those that can be compared: {leaks['exact']:,} word for word, "
+        f"{leaks['near']:,} for the greater part. A model that has read a test beforehand is tested on its memory.",
+    )
+
+
 def cleaning(text: dict[str, Any]) -> Iterator[Advice]:
     documents = max(text["documents"], 1)
     if text["duplicate_share"] >= DUPLICATES:
         yield Advice(
             "duplicates",
-            f"Nothing: `firth prepare` drops the {text['duplicates']:,} copies by itself.",
+            f"Nothing: `firth prepare` drops {count(text['duplicates'], 'copy', 'copies')} by itself.",
             f"They are {text['duplicate_share']:.1%} of the documents; a model learns by heart what it reads often.",
         )
     near = text["near_duplicates"]

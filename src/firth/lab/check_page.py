@@ -11,8 +11,20 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
+from firth.console import count
 from firth.lab.check import EPOCHS, TOKENS_PER_PARAMETER, Check
-from firth.lab.check_text import FIT_COLUMNS, chosen_fit, finding_rows, fit_row, text_rows, visible, worst_rows
+from firth.lab.check_text import (
+    FIT_COLUMNS,
+    LEAK_COLUMNS,
+    chosen_fit,
+    finding_rows,
+    fit_row,
+    found_rows,
+    leak_rows,
+    text_rows,
+    visible,
+    worst_rows,
+)
 from firth.page import COLOURS, INK, Page, axes_of, generator, html, legend, plain
 from firth.tokens.fertility import Fit
 
@@ -45,6 +57,8 @@ def make_page(check: Check) -> Page:
     page.markup(advice(check))
     add_text(page, check.text)
     add_findings(page, check.text)
+    if check.leaks:
+        add_leaks(page, check.leaks)
     if check.fits:
         add_tokenizers(page, check)
         add_models(page, check)
@@ -100,14 +114,25 @@ def add_findings(page: Page, text: dict[str, Any]) -> None:
         page.table(["word", "where"], [(visible(w["word"], 80), w["source"]) for w in words], "The longest words.")
 
 
+def add_leaks(page: Page, leaks: dict[str, Any]) -> None:
+    page.heading("Labelled examples in the text")
+    page.text(
+        "A text is word for word in the documents when all of its runs of 13 words are, whatever their case and "
+        "punctuation; one of 5 to 12 words is compared whole, a shorter one not at all."
+    )
+    page.table(["", ""], leak_rows(leaks))
+    if rows := found_rows(leaks["found"]):
+        page.table(LEAK_COLUMNS, rows, "The worst of them; where they stand is the document that has most of each.")
+
+
 def add_tokenizers(page: Page, check: Check) -> None:
     page.heading("Tokenizers")
     sample, on = check.sample, "that none of them was trained on" if check.sample["measured_apart"] else "in all"
     page.text(
         f"Trained on a sample of {sample['characters']:,} characters ({sample['share']:.1%} of the text), measured on "
-        f"{sample['measured_documents']:,} documents {on}. Unknown: share of the tokens. Lost: characters that do not "
-        "come back. Unused: share of the vocabulary that the sample never needs. 95% seen: how often, at least, 95% "
-        "of the pieces that are used occur in the whole text. The star is the advice above."
+        f"{count(sample['measured_documents'], 'document')} {on}. Unknown: share of the tokens. Lost: characters that "
+        "do not come back. Unused: share of the vocabulary that the sample never needs. 95% seen: how often, at least, "
+        "95% of the pieces that are used occur in the whole text. The star is the advice above."
     )
     page.table(FIT_COLUMNS, [fit_row(fit, fit.name == check.chosen) for fit in check.fits])
     for sentence in check.left_out:

@@ -26,6 +26,9 @@ FIT_COLUMNS = [
 ]
 
 
+LEAK_COLUMNS = ["example", "of it", "stands in", "text"]
+
+
 def print_check(check: Check) -> None:
     """Text, suspicious things, tokenizers, advice on stdout."""
     show_table("The text", ["", ""], text_rows(check.text))
@@ -36,6 +39,10 @@ def print_check(check: Check) -> None:
         show_table("Tokenizers", columns, [fit_row(fit, fit.name == check.chosen) for fit in check.fits])
         fit = next((fit for fit in check.fits if fit.given), None) or chosen_fit(check)
         show_table(f"Words that {fit.name} splits worst", ["word", "times", "pieces", "as"], worst_rows(fit)[:SHOWN])
+    if check.leaks:
+        show_table("Labelled examples in the text", ["", ""], leak_rows(check.leaks))
+    if check.leaks and check.leaks["found"]:
+        show_table("Some of them", LEAK_COLUMNS, found_rows(some_of(check.leaks["found"])))
     for sentence in check.left_out:
         out.print(Text(f"Left out: {sentence}", "dim"))
     for advice in check.advice:
@@ -98,6 +105,29 @@ def visible(text: str, longest: int = 48) -> str:
     """
     spelled = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return spelled if len(spelled) <= longest else spelled[: longest - 1] + "…"
+
+
+def leak_rows(leaks: dict[str, Any]) -> list[tuple[str, str]]:
+    """How many examples of a labelled file stand in the text."""
+    return [
+        ("file", f"{leaks['file']} ({leaks['task']})"),
+        ("examples", f"{leaks['examples']:,}, of which {leaks['compared']:,} can be compared"),
+        ("word for word in the text", f"{leaks['exact']:,}"),
+        ("half or more of their runs of words", f"{leaks['near']:,}"),
+        ("together", f"{leaks['exact'] + leaks['near']:,} ({leaks['share']:.1%})"),
+    ]
+
+
+def some_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The worst of some leaks, and where there are any, two that are not word for word."""
+    near = [leak for leak in found if leak["share"] < 1][:2]
+    return found[: SHOWN - len(near)] + near if near and near[0] not in found[:SHOWN] else found[:SHOWN]
+
+
+def found_rows(found: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
+    return [
+        (visible(str(leak["id"]), 24), f"{leak['share']:.0%}", leak["source"], visible(leak["text"])) for leak in found
+    ]
 
 
 def fit_row(fit: Fit, chosen: bool) -> tuple[str, ...]:

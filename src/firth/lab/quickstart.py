@@ -30,6 +30,7 @@ from firth.tasks import FinetuneRecipe, finetune
 from firth.text import HELD_OUT, Corpus, held_out, read_labelled
 from firth.tokens import Prepared, open_shards, prepare, train_tokenizer
 from firth.train import Recipe, load_recipe, pretrain, read_log, run_folder
+from firth.train.clock import Clock
 
 VOCABULARY = 8192
 LABELS = (64, 256)
@@ -84,9 +85,8 @@ def quickstart(
     """Everything once, on text that every machine has; `minutes` are for each architecture. Returns the table."""
     if minutes <= 0:
         raise UserError(f"minutes is {minutes}, and must be more than 0.")
-    began = time.monotonic()
     folder = Path(output_dir) if output_dir else next_free("quickstart")
-    with run_folder(folder, resume, overwrite):
+    with run_folder(folder, resume, overwrite), Clock(folder, resume) as clock:
         corpus = Corpus(["pydocs"])
         runs = {
             shape: Track(folder / shape, shape, arm, seed, resume).run(corpus, minutes)
@@ -108,7 +108,7 @@ def quickstart(
             "report": str(folder / "report.html"),
             "table": rows,
             "pretraining": {shape: run["pretraining"] for shape, run in runs.items()},
-            "seconds": time.monotonic() - began,
+            "seconds": clock.seconds,
         }
         write_json(folder / "results.json", result)
         say(f"done in {duration(result['seconds'])}: {folder / 'report.html'} has the whole story.")
@@ -124,17 +124,18 @@ class Track:
 
     def run(self, corpus: Corpus, minutes: float) -> dict[str, Any]:
         """All stages; what the table and the report need of them."""
-        began = time.monotonic()
-        shards = self.prepare(corpus)
-        untrained = self.untrained(shards)
-        say(f"{self.shape}: the twins from scratch")
-        start = time.monotonic()
-        scratch = {labels: self.tune(untrained, labels, from_scratch=True) for labels in LABELS}
-        tuning = time.monotonic() - start
-        left = 60 * minutes - (time.monotonic() - began) - 1.1 * tuning - WRITING
-        seconds = max(left, LEAST * 60 * minutes)
-        say(f"{self.shape}: pretraining for {duration(seconds)}")
-        trained = self.pretrain(shards, seconds)
+        with Clock(self.folder, self.resume) as clock:
+            shards = self.prepare(corpus)
+            clock.note()
+            untrained = self.untrained(shards)
+            say(f"{self.shape}: the twins from scratch")
+            start = time.monotonic()
+            scratch = {labels: self.tune(untrained, labels, from_scratch=True) for labels in LABELS}
+            tuning = max(time.monotonic() - start, sum(one["seconds"] for one in scratch.values()))  # or done before
+            clock.note()
+            seconds = max(60 * minutes - clock.seconds - 1.1 * tuning - WRITING, LEAST * 60 * minutes)
+            say(f"{self.shape}: pretraining for {duration(seconds)}")
+            trained = self.pretrain(shards, seconds)
         say(f"{self.shape}: the pretrained ones")
         final = self.folder / "pretraining" / "final"
         tuned = {labels: self.tune(final, labels, from_scratch=False) for labels in LABELS}

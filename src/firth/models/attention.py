@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from firth.models.config import Disentangled, FanIn, ModelConfig, Shaw, TransformerXL
 from firth.models.dropout import drop
-from firth.models.fused import attend_by_distance, can_fuse
+from firth.models.fused import attend_by_distance, can_fuse, has_no_order
 from firth.models.lora import Adapted
 from firth.models.position import Turn
 from firth.models.relative import DisentangledScore, Distances, ShawScore, TransformerXLScore, split
@@ -120,9 +120,13 @@ def attend(q_BHTd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, sight: Sight, dropout
 
 
 def attend_far(scores: Distances, k_BHSd: Tensor, v_BHSd: Tensor, sight: Sight, dropout: float, scale: float) -> Tensor:
-    """The same where a layer has scores of its own for each distance: in one kernel where there is one."""
+    """The same where a layer has scores of its own for each distance: in one kernel where there is one.
+
+    A run that is to be deterministic leaves it out where it has no order.
+    """
     q_BHTd, S = scores.query, k_BHSd.shape[2]
-    alone = scores.more is None and can_fuse(q_BHTd)
+    left_out = torch.are_deterministic_algorithms_enabled() and has_no_order(scores)
+    alone = scores.more is None and can_fuse(q_BHTd) and not left_out
     if kernel(q_BHTd.device.type, sight, dropout, torch.compiler.is_compiling(), alone) == "fused":
         mask = lower_triangle(q_BHTd.shape[2], S, q_BHTd.device) if sight.causal else sight.mask
         return attend_by_distance(scores, k_BHSd, v_BHSd, mask, dropout, scale)

@@ -1,6 +1,6 @@
 """What a decoder remembers of the text so far, so that a new token costs one place and not the whole row.
 
-Keys and values stand in tensors of a fixed size, each at the place of its token, and are written place by place. Rows
+Keys and values stand in tensors that have room, each at the place of its token, and are written place by place. Rows
 of different length are padded on the right: what is written on replaces the padding, which nothing has seen.
 
 B rows, T places of the prompts, S places in all, H heads, G heads of keys and values, d numbers per head, D width.
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firth.models.attention import Keep, Keys, Sight, see
@@ -52,13 +53,16 @@ class Kept:
         S = self.cache.num_read
         return self.k[:, :, :S], self.v[:, :, :S]
 
+    def grow(self, size: int) -> None:
+        self.k, self.v = (F.pad(x, (0, 0, 0, size - x.shape[2])) for x in (self.k, self.v))
+
 
 class Cache:
     """The memory of one stack for rows that are read on, one token at a time.
 
-    `size` is the number of places there is room for. With `fixed` all of them are read at every step, those not
-    written yet unseen, so that no shape changes and a GPU can replay the step (CUDA graphs); else only those that some
-    row has reached.
+    `size` is the number of places there is room for, until they `grow`. With `fixed` all of them are read at every
+    step, those not written yet unseen, so that no shape changes and a GPU can replay the step (CUDA graphs); else only
+    those that some row has reached.
     """
 
     def __init__(self, stack: Stack, size: int, fixed: bool = False) -> None:
@@ -96,6 +100,13 @@ class Cache:
         """Go to the next place."""
         self.place_B += 1
         self.width += 1
+
+    def grow(self, size: int) -> None:
+        """Make room for more places. All tensors are others then."""
+        self.size = size
+        self.falls = self.scores_by_distance()
+        for layer in self.layers:
+            layer.grow(size)
 
     def take(self, row_B: Tensor, same_source: bool = False) -> None:
         """Go on with these rows; with `same_source` they only change with others that read the same."""

@@ -492,6 +492,17 @@ class ModelConfig:
         features = self.extra("features")
         return 2 * features.bilstm if isinstance(features, Features) and features.bilstm else self.dim
 
+    @property
+    def reads_encoder(self) -> bool:
+        """Whether a task's answers are told from the encoder of an encoder-decoder: vectors, and any of T5's."""
+        two = self.shape == "encoder-decoder"
+        return two and isinstance(self.head, TaskHead) and (isinstance(self.head, Embedding) or not self.framed)
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether there is a second stack: T5's encoder answers without one, as it does in `transformers`."""
+        return self.shape == "encoder-decoder" and (self.framed or not self.reads_encoder)
+
     def extra(self, name: str) -> Extra | None:
         """What `extras` has under one of the names of EXTRAS."""
         return next((e for e in self.extras if isinstance(e, EXTRAS[name])), None)

@@ -33,6 +33,11 @@ def can_fuse(q_BHTd: Tensor) -> bool:
     return triton is not None and q_BHTd.device.type == "cuda" and 16 <= q_BHTd.shape[-1] <= 128
 
 
+def has_no_order(scores: Distances) -> bool:
+    """Whether the kernel adds up gradients as they come: those of asked places, some of which may be one."""
+    return scores.read is not None and scores.asked is not None
+
+
 def attend_by_distance(
     scores: Distances, k_BHSd: Tensor, v_BHSd: Tensor, mask: Tensor | None, dropout: float, scale: float
 ) -> Tensor:

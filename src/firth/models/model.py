@@ -78,6 +78,7 @@ class Model(nn.Module):
     """What all shapes share: a head on some states, a loss, saving."""
 
     objective: dict[str, Any] | None = None  # a note on what it was pretrained with, which its checkpoints keep
+    forced: Forced | None = None  # as its checkpoint says; None: as its family has it
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -386,27 +387,37 @@ class Decoder(Encoder):
 
 
 class EncoderDecoder(Model):
-    """Two stacks that share their token vectors, not what is added to them; the second reads the first."""
+    """Two stacks that share their token vectors, not what is added to them; the second reads the first.
+
+    Where a task is answered from the encoder, the second takes no part in it, and T5 has none then.
+    """
+
+    decoder_embed: Placing
+    decoder: Stack
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.decoder_embed = Placing(config)
+        if config.has_decoder:
+            self.decoder_embed = Placing(config)
         self.encoder = make_stack(config, config.num_layers, causal=False)
-        self.decoder = make_stack(config, config.decoder_layers, causal=True, cross=True)
-        if config.share_stacks:
+        if config.has_decoder:
+            self.decoder = make_stack(config, config.decoder_layers, causal=True, cross=True)
+        if config.has_decoder and config.share_stacks:
             for mine, encoders in zip(self.decoder.blocks, self.encoder.blocks, strict=True):
                 for part in ("attention", "attention_norm", "mlp", "mlp_norm"):
                     setattr(mine, part, getattr(encoders, part))
         initialise(self)
 
     def doc_read(self, batch: Reads) -> Tensor | None:
-        return batch.decoder_doc
+        return batch.doc if self.config.reads_encoder else batch.decoder_doc
 
     def encode(self, batch: Reads) -> Tensor:
         return self.encoder(self.embed(batch.tokens, batch.position, batch.segment), batch.doc, batch.rank)
 
     def read(self, batch: Reads, encoded: Tensor | None = None) -> Tensor:
         read = self.encode(batch) if encoded is None else encoded
+        if self.config.reads_encoder:
+            return read
         x = self.embed(batch.decoder_tokens, batch.decoder_position, placing=self.decoder_embed)
         return self.decoder(x, batch.decoder_doc, read=read, read_doc=batch.doc)
 
@@ -429,6 +440,8 @@ class EncoderDecoder(Model):
         task = isinstance(self.head, Answers)
         if isinstance(self.head, ChoiceAnswers):
             raise UserError("An encoder-decoder tells choices only in a batch, as Model.logits takes it.")
+        if self.config.reads_encoder:
+            return self.answer_from_encoder(input_ids, attention_mask, labels, output_hidden_states, output_attentions)
         written = (input_ids if task else labels) if decoder_input_ids is None else decoder_input_ids
         if written is None:
             raise UserError("An encoder-decoder needs decoder_input_ids or labels.")
@@ -448,6 +461,23 @@ class EncoderDecoder(Model):
         logits, loss = self.answer(x, both(labels, start_positions, end_positions), last, asking, shift=False)
         return Output(logits, loss, kept(states), read, kept(in_decoder), kept(in_encoder), kept(across))
 
+    def answer_from_encoder(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        labels: Tensor | None,
+        show_states: bool,
+        show_seen: bool,
+    ) -> Output:
+        """What a call returns where the decoder takes no part."""
+        self.check_length(input_ids.shape[1])
+        states: list[Tensor] | None = [] if show_states else None
+        seen: list[Tensor] | None = [] if show_seen else None
+        doc = as_doc(attention_mask)
+        read = self.encoder(self.embed(input_ids), doc, states=states, seen=seen)
+        logits, loss = self.answer(read, labels, last_place(input_ids, attention_mask), doc, shift=False)
+        return Output(logits, loss, kept(states), read, encoder_attentions=kept(seen))
+
     def begun(self, labels: Tensor) -> Tensor:
         """What a decoder reads when it is to answer this."""
         vocab = self.tokenizer.vocab if self.tokenizer is not None else None
@@ -466,6 +496,24 @@ SHAPES: dict[str, Callable[[ModelConfig], Model]] = {
 
 def make_model(config: ModelConfig) -> Model:
     return SHAPES[config.shape](config)
+
+
+class Forced(NamedTuple):
+    """The tokens that all texts which a model writes begin and end with, whatever is likelier; None: no such token.
+
+    `eos` comes only when there is room for no other, so that a text that is cut has its end.
+    """
+
+    bos: int | None = None
+    eos: int | None = None
+
+
+def forced_of(model: Model, vocab: Ids) -> Forced:
+    """What is forced in the texts of this model: its checkpoint says so, or BART's own way."""
+    if model.forced is not None:
+        return model.forced
+    framed = model.config.framed and model.config.shape == "encoder-decoder"
+    return Forced(eos=framing(model.config, vocab).end) if framed else Forced()
 
 
 class Framing(NamedTuple):

@@ -366,6 +366,7 @@ TASKS: dict[str, type[TaskHead]] = {
 }
 WORDS = ("text-to-text", "lm")
 MARKED = ("relation", "word-in-context")  # tasks that read the states of two marked places
+OF_ENCODERS = ("tag", "embed")  # tasks that T5 does with its encoder alone
 
 
 def head_for(config: ModelConfig, task: str, names: tuple[str, ...] = (), **changes: Any) -> Head:
@@ -379,13 +380,11 @@ def head_for(config: ModelConfig, task: str, names: tuple[str, ...] = (), **chan
         return config.head
     if task not in TASKS:
         raise UserError(f"There is no head for a task {task!r}. {nearest(task, [*TASKS, *WORDS])}")
-    if config.shape == "encoder-decoder" and not config.framed:
-        raise UserError(
-            f"{config.family}, an encoder-decoder, answers in words, not by a head for {task}: "
-            "write the answers as text, with the task text-to-text."
-        )
-    if config.shape == "encoder-decoder" and task == "embed":
-        raise UserError(f"{config.family} has no vector for a text: take an encoder or a decoder for the task embed.")
+    alone = config.recurrent is None and task in OF_ENCODERS  # the encoder can answer by itself
+    if config.shape == "encoder-decoder" and not config.framed and not alone:
+        other = "write the answers as text, with the task text-to-text"
+        how = f"take a transformer for the task {task}" if task in OF_ENCODERS else other
+        raise UserError(f"{config.family}, an encoder-decoder, answers in words, not by a head for {task}: {how}.")
     head = own_dropout(_published(config, TASKS[task]), config)
     if isinstance(head, Classes) and task in MARKED:  # no family has such a head: one layer over both states
         head = Classes((), marks=2, bias=True, pool=head.pool, dropout=head.dropout)
@@ -399,7 +398,7 @@ def _published(config: ModelConfig, kind: type[TaskHead]) -> TaskHead:
     pool: Literal["first", "last"] = "first" if config.shape == "encoder" else "last"
     if kind is Embedding:
         dense = config.family == "labse"
-        return Embedding(pool if dense or pool == "last" else "mean", dense)
+        return Embedding("last" if config.shape == "decoder" else "first" if dense else "mean", dense)
     layout = FAMILIES.get(config.family)
     found = {type(answers.head): answers.head for answers in layout.answers} if layout is not None else {}
     if kind in found:

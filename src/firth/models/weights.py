@@ -37,7 +37,7 @@ from firth.models.config import (
 from firth.models.layouts import FAMILIES, LAYOUTS, OWN_EXTRAS, OWN_HEAD, Layout
 from firth.models.layouts.layout import ACTIVATIONS, THEIR_ACTIVATIONS, class_names, is_a
 from firth.models.lora import merge
-from firth.models.model import CLASS_LAST, Model, framing, make_model, surroundings
+from firth.models.model import CLASS_LAST, Forced, Model, forced_of, framing, make_model, surroundings
 from firth.models.task_heads import like, own_dropout
 from firth.plain import KIND, from_plain, to_plain
 from firth.tokens import Tokenizer, Vocabulary, load_tokenizer
@@ -48,6 +48,8 @@ OWN = "firth"
 OWN_FAMILY = "firth_family"  # in config.json: which of the families that share a layout
 OWN_FRAMED = "firth_framed"  # how a text is framed, where that is not as the layout's own family has it
 OWN_OBJECTIVE = "firth_objective"  # what the model was pretrained with: its name, and all that it is
+GENERATION = "generation_config.json"
+FORCED = {"bos": "forced_bos_token_id", "eos": "forced_eos_token_id"}
 REGRESSION = "regression"
 OUR_WORDS = ACTIVATIONS | {"cls": "first"}  # of the settings of heads
 THEIR_WORDS = THEIR_ACTIVATIONS | {"first": "cls"}
@@ -147,7 +149,7 @@ def _read_head(hf: dict[str, Any], layout: Layout, config: ModelConfig, where: s
         return own
     found = next((a for a in layout.answers if is_a(hf, "For" + a.architecture.rpartition("For")[2])), None)
     if found is None:
-        return None
+        return Embedding("mean") if layout.reader and is_a(hf, layout.reader) else None
     said = {field: hf[key] for field, key in found.settings.items() if hf.get(key) is not None}
     head: Any = replace(found.head, **{field: OUR_WORDS.get(value, value) for field, value in said.items()})
     if isinstance(head, Classes | Tags):
@@ -189,7 +191,7 @@ def token_ids(config: ModelConfig, vocab: Vocabulary) -> dict[str, int | None]:
         frame = framing(config, vocab)
         facts |= {"eos_token_id": frame.end, "decoder_start_token_id": frame.start}
         if config.framed:
-            facts |= {"bos_token_id": frame.before[0], "forced_eos_token_id": frame.end}
+            facts |= {"bos_token_id": frame.before[0]}
     return facts
 
 
@@ -234,19 +236,23 @@ def with_vocabulary(config: ModelConfig, vocab: Vocabulary) -> ModelConfig:
 # --- tensors --------------------------------------------------------------------------------------------------------
 
 
-def to_hf(model: Model) -> dict[str, Tensor]:
-    """The tensors of a model under the names that its config.json promises."""
-    state = merge(model, own_state(model))
+def to_hf(model: Model, some: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The tensors of a model, or `some` of them, under the names that its config.json promises."""
+    state = merge(model, own_state(model)) if some is None else dict(some)
     vocab = model.tokenizer.vocab if model.tokenizer is not None else None
     if family_of(model.config, vocab) == OWN:
         return {k: v.contiguous() for k, v in state.items()}
     result: dict[str, Tensor] = {}
-    for rule in FAMILIES[model.config.family].rules(model.config):
+    rules = FAMILIES[model.config.family].rules(model.config)
+    for rule in rules if some is None else [rule for rule in rules if rule.ours in state]:
         result |= dict(zip(rule.theirs, rule.split(state.pop(rule.ours)), strict=True))
     assert all(name.startswith("extras.") for name in state), "a family names all of its tensors"
     layout = FAMILIES[model.config.family]
     if (found := layout.answers_of(model.config.head)) is not None and found.prefix:
-        result = _prefixed(result, layout.prefix, found.prefix)
+        body = {name for rule in layout.body_rules(model.config) for name in rule.theirs if name in result}
+        result = {k: v for k, v in result.items() if k not in body} | _prefixed(
+            {name: result[name] for name in body}, layout.prefix, found.prefix
+        )
     return result | {k: v.contiguous() for k, v in state.items()}
 
 
@@ -337,8 +343,8 @@ def _weight_files(folder: Path) -> list[str]:
     return sorted({str(name) for name in facts["weight_map"].values()})
 
 
-def read_tensors(folder: Path, only: tuple[str, ...] | None = None) -> dict[str, Tensor]:
-    """The tensors of a checkpoint folder, in one file or in several with an index; all, or those named in `only`."""
+def check_weights(folder: Path) -> list[str]:
+    """The names of the files that a checkpoint has its tensors in; a folder without them is an error."""
     names = _weight_files(folder)
     if not (folder / names[0]).is_file():
         if any(folder.glob("*.bin")):
@@ -347,6 +353,12 @@ def read_tensors(folder: Path, only: tuple[str, ...] | None = None) -> dict[str,
                 "Convert it with transformers: AutoModel.from_pretrained(...).save_pretrained(...)."
             )
         raise UserError(f"{folder} has no {WEIGHTS}: not a checkpoint.")
+    return names
+
+
+def read_tensors(folder: Path, only: tuple[str, ...] | None = None) -> dict[str, Tensor]:
+    """The tensors of a checkpoint folder, in one file or in several with an index; all, or those named in `only`."""
+    names = check_weights(folder)
     tensors: dict[str, Tensor] = {}
     for name in names:
         try:
@@ -380,6 +392,7 @@ def load_model(folder: str | Path, head: Head | None = None, extras: tuple[Extra
     load_weights(model, tensors, str(folder), new_head=head is not None)
     if head is None:
         model.objective = read_json(folder / "config.json").get(OWN_OBJECTIVE)
+    model.forced = read_forced(folder)
     if head is None and (strange := unexpected(tensors, model)):
         some = ", ".join(strange[:3])
         warn(f"{folder}: {len(strange)} tensors have no place in this model and are left out, such as {some}.")
@@ -424,24 +437,51 @@ def load_weights(
             wanted[name].copy_(value)
 
 
-def generation_config(config: ModelConfig, vocab: Vocabulary) -> dict[str, Any]:
-    return {k: v for k, v in token_ids(config, vocab).items() if v is not None}
+def read_forced(folder: Path) -> Forced:
+    """The tokens that are forced in the texts of a checkpoint, where `transformers` looks for them."""
+    path = folder / GENERATION
+    path = path if path.is_file() else folder / "config.json"
+    facts = read_json(path)
+    found = {ours: facts.get(theirs) for ours, theirs in FORCED.items()}
+    one = {ours: min(some, default=None) if isinstance(some, list) else some for ours, some in found.items()}
+    if wrong := [FORCED[name] for name, token in one.items() if not (token is None or type(token) is int)]:
+        raise UserError(f"{path}: {wrong[0]} must be the id of a token.")
+    return Forced(**one)
+
+
+def forced_facts(model: Model, vocab: Vocabulary) -> dict[str, int | None]:
+    """What is forced, as it is written. BART's configuration in `transformers` forces an end unless it says null."""
+    found = forced_of(model, vocab)
+    facts = {theirs: getattr(found, ours) for ours, theirs in FORCED.items()}
+    bart = model.config.framed and model.config.shape == "encoder-decoder"
+    return {name: token for name, token in facts.items() if token is not None or (bart and name == FORCED["eos"])}
+
+
+def generation_config(model: Model, vocab: Vocabulary) -> dict[str, Any]:
+    facts = token_ids(model.config, vocab) | forced_facts(model, vocab)
+    return {k: v for k, v in facts.items() if v is not None}
 
 
 def write_model(model: Model, folder: Path) -> None:
     """The files of a Hugging Face folder, into a folder that is there."""
-    tokenizer: Tokenizer | None = model.tokenizer
+    write_settings(model, folder)
+    save_file(to_hf(model), folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def write_settings(model: Model, folder: Path) -> None:
+    """All of them but the weights."""
+    tokenizer = model.tokenizer
     vocab = tokenizer.vocab if tokenizer is not None else None
     note = {} if model.objective is None else {OWN_OBJECTIVE: model.objective}
-    write_json(folder / "config.json", to_hf_config(model.config, vocab) | note)
-    save_file(to_hf(model), folder / WEIGHTS, metadata={"format": "pt"})
+    forced = forced_facts(model, vocab) if vocab is not None and model.config.shape != "encoder" else {}
+    write_json(folder / "config.json", to_hf_config(model.config, vocab) | forced | note)
     if tokenizer is not None and vocab is not None:
         with_frame(tokenizer, model.config).save(folder)
         if model.config.family == "xlnet":  # `transformers` takes its class from the last place of a row
             path = folder / "tokenizer_config.json"
             write_json(path, read_json(path) | {"padding_side": "left"})
         if isinstance(model.config.head, LMHead) and model.config.shape != "encoder":
-            write_json(folder / "generation_config.json", generation_config(model.config, vocab))
+            write_json(folder / GENERATION, generation_config(model, vocab))
 
 
 class Frame(NamedTuple):

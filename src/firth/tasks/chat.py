@@ -54,12 +54,12 @@ class Stretch(NamedTuple):
 
 
 class Chat:
-    """The template of a tokenizer, rendered as `transformers` renders it."""
+    """The template of a tokenizer, rendered as `transformers` renders it; on some `day`, or today."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, day: str = "") -> None:
         self.tokenizer, self.source = tokenizer, template_of(tokenizer)
         self.names = {f"{role}_token": token for role, token in tokenizer.roles.items()}
-        self.template = compiled(self.source)
+        self.template = compiled(self.source, day)
 
     def render(self, messages: Messages, prompt: bool = False, where: Any = "") -> str:
         """The text; with `prompt` it goes on to where an answer begins."""
@@ -122,7 +122,12 @@ def template_of(tokenizer: Tokenizer) -> str:
     return found
 
 
-def compiled(source: str) -> Any:
+def asks_for_the_day(tokenizer: Tokenizer) -> bool:
+    """Whether what dialogues become depends on when that is."""
+    return "strftime_now" in str(tokenizer.config.get(TEMPLATE))
+
+
+def compiled(source: str, day: str = "") -> Any:
     """A Jinja template in a sandbox, with what templates on Hugging Face count on."""
     try:
         from jinja2 import TemplateError, nodes
@@ -147,9 +152,12 @@ def compiled(source: str) -> Any:
     def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
+    def now(form: str) -> str:
+        return (datetime.fromisoformat(day) if day else datetime.now()).strftime(form)
+
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     env.filters["tojson"] = to_json
-    env.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    env.globals |= {"raise_exception": refuse, "strftime_now": now}
     try:
         return env.from_string(source)
     except TemplateError as e:

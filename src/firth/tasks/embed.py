@@ -16,10 +16,11 @@ from firth.files import write_json
 from firth.metrics import score
 from firth.metrics.pairs import rank_scores, retrieval_ranks
 from firth.models import Embedding, Head, Model, ModelConfig, family_of, head_for
+from firth.models.model import surroundings
 from firth.objectives import Batch
 from firth.tasks.form import Sheet
 from firth.tasks.headed import Array, Headed, Item, Laid, at_slots
-from firth.tasks.task import Prediction, Reader
+from firth.tasks.task import Prediction
 from firth.text import Example
 from firth.tokens import Tokenizer
 from firth.tokens.frame import A, framed
@@ -41,7 +42,7 @@ class Embed(Headed):
 
     def __init__(self, tokenizer: Tokenizer, config: ModelConfig, length: int) -> None:
         super().__init__(tokenizer, config, length, learns=False)  # texts stand in their own frame: no token is added
-        self.reader = Reader(tokenizer, config, length)
+        self.before, _, self.after = surroundings(config, tokenizer.vocab)
         self.pool = self.answers(config).pool
 
     def answers(self, config: ModelConfig) -> Embedding:
@@ -50,20 +51,23 @@ class Embed(Headed):
         assert isinstance(head, Embedding)
         return head
 
-    @property
-    def said(self) -> list[str]:
-        return self.reader.say_cut("texts")
-
     def encode(self, examples: Sequence[Example]) -> list[Item]:
         self.metric = "spearman" if are_scored(examples) else "mrr"
-        rows = iter(self.reader.read(text for e in examples for text in e.texts))
+        rows = iter(self.tokenizer.encode_batch([text for e in examples for text in e.texts]))
         return [Item(tuple(self.sheet(next(rows)) for _ in e.texts), e.target) for e in examples]
 
     def sheet(self, ids: list[int]) -> Sheet:
-        return Sheet(ids, [0] * len(ids), (len(ids) - 1 if self.pool == "last" else 0,))
+        """A text in its frame, cut where it is too long."""
+        room = self.form.length - len(self.before) - len(self.after)
+        self.form.cut += len(ids) > room
+        read = [*self.before, *ids[:room], *self.after]
+        segment = [0] * len(read)
+        if self.form.own_segment:
+            segment[-1] = 2
+        return Sheet(read, segment, (len(read) - 1 if self.pool == "last" else 0,))
 
     def framed(self) -> Tokenizer:
-        return framed(self.tokenizer, [self.sheet([*self.reader.before, A, self.reader.end])], False)
+        return framed(self.tokenizer, [self.sheet([A])], self.form.own_segment)
 
     def batch(self, items: Sequence[Item]) -> Batch:
         laid = self.lay(items)
@@ -135,13 +139,16 @@ def positives(examples: Sequence[Example], where: str) -> list[Example]:
 
 
 def write_sentence_transformer(model: Model, length: int, folder: Path) -> bool:
-    """What sentence-transformers opens a folder with, where it would get the same vectors; whether it would."""
+    """What sentence-transformers opens a folder with, where it would get the same vectors; whether it would.
+
+    Of BART it would take the decoder's.
+    """
     head, tokenizer = model.config.head, model.tokenizer
     if not isinstance(head, Embedding) or tokenizer is None or head.dense or head.pool not in POOLS:
         return False
-    framed = tokenizer.backend.encode("a", add_special_tokens=True).ids
-    ours = Reader(tokenizer, model.config, length).read(["a"])[0]
-    if framed != ours or family_of(model.config, tokenizer.vocab) == "firth":
+    found = tokenizer.backend.encode("a", add_special_tokens=True).ids
+    ours = Embed(tokenizer, model.config, length).sheet(tokenizer.encode("a")).ids
+    if found != ours or family_of(model.config, tokenizer.vocab) == "firth" or model.config.has_decoder:
         return False
     kinds = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
     modules = [

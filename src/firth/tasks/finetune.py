@@ -7,10 +7,12 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -33,53 +35,101 @@ from firth.models import (
 )
 from firth.models.adapter import write_adapter
 from firth.models.lora import add_lora
+from firth.models.weights import check_weights
 from firth.objectives import Batch
+from firth.tasks.chat import asks_for_the_day
 from firth.tasks.embed import Embed, positives, write_sentence_transformer
 from firth.tasks.make import OF_LABELS, TASK_FILE, TASKS, make_task
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.results import PREDICTIONS, check_baseline, conclude, judge, write_predictions
+from firth.tasks.shapes import TRIED, Counting, Shapes, find_shapes
 from firth.tasks.task import Prediction, Task
 from firth.text import Example, read_labelled
 from firth.tokens import load_tokenizer
 from firth.tokens.rows import mix, permute
 from firth.train import Machine, Outcome, Run, choose_machine, fit, load_recipe, run_folder, save_recipe
-from firth.train.checkpoint import forget_best
-from firth.train.pretrain import same_recipe, settle, trial
+from firth.train.checkpoint import forget_best, last_writes, list_checkpoints
+from firth.train.clock import Clock
+from firth.train.deterministic import deterministic
+from firth.train.pretrain import pass_over, same_recipe, settle, trial, turn_back
+from firth.train.recipe import differences
 
 EPOCHS, FEW_STEPS = 3.0, 200  # where nothing is said: so many passes, but at least so many steps, as small data need
+# What the tensors of a checkpoint depend on, and what its answers mean.
+FIXED = (
+    *("task", "answer", "from_scratch", "optim", "ema_decay", "layers", "bilstm", "crf"),
+    *("lora_rank", "lora_targets"),
+)
 EVALUATIONS = 10  # per seed, where a run may stop early and --eval-steps does not say
+# Steps of a seed from which on a GPU compiles them by itself. An estimate: three or four shapes take about a minute the
+# first time, and a step of BERT-base that is not compiled loses some 20 ms on starting its kernels.
+WORTH_COMPILING = 3000
 
 
-def finetune(recipe: FinetuneRecipe, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
-    """Train `recipe.seeds` times; the mean and the deviation are the result, the best model is kept."""
+def finetune(
+    recipe: FinetuneRecipe,
+    resume: bool = False,
+    overwrite: bool = False,
+    allow_change: bool = False,
+    rewind: int | None = None,
+) -> dict[str, Any]:
+    """Train `recipe.seeds` times; the mean and the deviation are the result, the best model is kept.
+
+    A resumed run keeps its recipe and its examples unless `allow_change`. `rewind` lets the seed that was under way go
+    back to a checkpoint so many steps or more before steps that did harm, and pass over the examples up to them.
+    """
+    with deterministic(recipe.deterministic):
+        return run_seeds(recipe, resume or rewind is not None, overwrite, allow_change, rewind)
+
+
+def run_seeds(
+    recipe: FinetuneRecipe, resume: bool, overwrite: bool, allow_change: bool, rewind: int | None
+) -> dict[str, Any]:
+    """The run itself, from its examples to its results."""
     began = time.monotonic()
     recipe.check()
+    stored = Path(recipe.output_dir) / "recipe.yaml"
+    earlier = load_recipe(stored, FinetuneRecipe) if resume and stored.is_file() else None
     data = read_data(recipe)
-    config = read_config(recipe.checkpoint)
-    task = make_task(recipe.task, data.train, load_tokenizer(recipe.checkpoint), config, recipe)
+    config, tokenizer = read_config(recipe.checkpoint), load_tokenizer(recipe.checkpoint)
+    if asks_for_the_day(tokenizer) and not recipe.day:
+        recipe = replace(recipe, day=(earlier.day if earlier else "") or date.today().isoformat())
+    task = make_task(recipe.task, data.train, tokenizer, config, recipe)
     check_baseline(recipe, data.dev)
+    # what is refused, is refused before anything is written
+    recipe.on_top(task.head(config))
     if recipe.class_weights == "balanced":
-        balanced(task.head(config), [e.target for e in data.train])  # refused before anything is written
+        balanced(task.head(config), [e.target for e in data.train])
+    if not recipe.from_scratch:
+        check_weights(Path(recipe.checkpoint))
 
     inputs = [recipe.checkpoint, recipe.train, recipe.dev, recipe.baseline]
-    with run_folder(Path(recipe.output_dir), resume, overwrite, inputs) as folder:
-        machine, stored = choose_machine(recipe), folder / "recipe.yaml"
-        job = encode(recipe, task, data, machine, folder)
-        if resume and stored.is_file():
-            recipe = same_recipe(load_recipe(stored, FinetuneRecipe), recipe)
+    folder = stored.parent
+    with run_folder(folder, resume, overwrite, inputs), Clock(folder, resume, began) as clock:
+        job = encode(recipe, task, data, choose_machine(compiling(recipe, config, len(data.train))), folder)
+        if earlier is not None:
+            recipe = same_recipe(earlier, recipe, allow_change, FIXED)
+            recipe = same_examples(recipe, data, allow_change)
+            changed = bool(differences(replace(earlier, output_dir=recipe.output_dir), recipe))
+            say_done(folder, recipe, changed)
+            if rewind is not None:
+                recipe = go_back(folder, recipe, rewind)
         else:
-            recipe = settle_seeds(recipe, job, began)
-            save_recipe(recipe, stored)
-        job = replace(job, recipe=recipe)
+            changed = False
+            recipe = same_examples(settle_seeds(recipe, job, clock.began), data, allow_change)
+        save_recipe(recipe, stored)
+        job = replace(job, recipe=recipe, changed=changed)
         for sentence in [
             *about_length(config, recipe),
             *about_shots(recipe, data),
             *task.said,
             *about_head(config, task),
+            *([f"the step is compiled for {job.shapes}"] if job.shapes is not None else []),
         ]:
             say(sentence)
         runs = [one_seed(job, seed, resume) for seed in range(recipe.seeds)]
-        return conclude(recipe, task, data.train, data.dev, runs, folder)
+        with last_writes(folder):
+            return conclude(recipe, task, data.train, data.dev, runs, folder)
 
 
 @dataclass(frozen=True)
@@ -100,6 +150,8 @@ class Job:
     dev_items: Sequence[Any]
     machine: Machine
     folder: Path
+    shapes: Shapes | None = None  # that batches are padded to, where a step is compiled
+    changed: bool = False  # it goes on with another recipe, or other examples, than before
 
     def predict(self, model: Model) -> list[Prediction]:
         size = 2 * self.recipe.per_device_train_batch_size
@@ -158,7 +210,23 @@ def encode(recipe: FinetuneRecipe, task: Task, data: Data, machine: Machine, fol
     chosen = [choose(data.train, recipe, seed) for seed in range(recipe.seeds)]
     used = sorted({i for places in chosen for i in places})
     items = dict(zip(used, task.encode([data.train[i] for i in used]), strict=True))
-    return Job(recipe, task, data, chosen, items, task.encode(data.dev), machine, folder)
+    shapes = trial_shapes(recipe, task, [items[i] for i in chosen[0]]) if machine.compile else None
+    return Job(recipe, task, data, chosen, items, task.encode(data.dev), machine, folder, shapes)
+
+
+def compiling(recipe: FinetuneRecipe, config: ModelConfig, num_train: int) -> FinetuneRecipe:
+    """The recipe, which leaves compiling to the machine only where the run is known to be long enough for it."""
+    examples = min(recipe.shots or num_train, num_train)
+    planned = math.ceil((recipe.num_train_epochs or EPOCHS) * examples / recipe.global_batch)
+    long = (recipe.max_steps or planned) >= WORTH_COMPILING and not recipe.minutes and config.recurrent is None
+    return recipe if recipe.compile is not None or long else replace(recipe, compile=False)
+
+
+def trial_shapes(recipe: FinetuneRecipe, task: Task, items: Sequence[Any]) -> Shapes:
+    """The shapes of a run's batches, from those of its first epoch, or of the beginning of it."""
+    batches, accumulated = batch_function(recipe, task, items), recipe.gradient_accumulation_steps
+    steps = min(-(-len(items) // recipe.global_batch), -(-TRIED // accumulated))
+    return find_shapes((batch for step in range(steps) for batch in batches(step)), task.tokenizer.vocab.pad)
 
 
 def choose(train: Sequence[Example], recipe: FinetuneRecipe, seed: int) -> Sequence[int]:
@@ -188,7 +256,7 @@ def settle_seeds(recipe: FinetuneRecipe, job: Job, began: float) -> FinetuneReci
             return {}
 
         model, pace = first_model(job, 0), replace(recipe.pace(len(items)), unfreeze_every=0)
-        batches = batch_function(recipe, job.task, items)
+        batches = Counting(batch_function(recipe, job.task, items), job.shapes)
         step, evaluation = trial(recipe, job.machine, model, batches, evaluate, pace=pace)
         return step * recipe.seeds, evaluation * recipe.seeds
 
@@ -228,28 +296,95 @@ def same_answers(config: ModelConfig, wanted: Any) -> bool:
     return type(config.head) is type(wanted) and getattr(config.head, "names", ()) == getattr(wanted, "names", ())
 
 
+# --- a run that goes on -----------------------------------------------------------------------------------------------
+
+
+def same_examples(recipe: FinetuneRecipe, data: Data, allow_change: bool) -> FinetuneRecipe:
+    """Note the checksums of the examples when a run begins; when it goes on, compare them."""
+    train, dev = checksum(data.train), checksum(data.dev)
+    if recipe.dev_checksum not in ("", dev):
+        raise UserError(
+            f"{recipe.dev} is not what it was when this run began, and scores of one run are of the same examples. Put "
+            "the old ones back, or start a new run."
+        )
+    if recipe.train_checksum not in ("", train):
+        if not allow_change:
+            raise UserError(
+                f"{recipe.train} is not what it was when this run began: its examples have changed. Put the old ones "
+                "back, start a new run, or go on with the new ones by --allow-change."
+            )
+        say("from here on the run learns from other examples than those that it began with")
+    return replace(recipe, train_checksum=train, dev_checksum=dev)
+
+
+def checksum(examples: Sequence[Example]) -> str:
+    """Of all that a task can see of some examples."""
+    found = 0
+    for e in examples:
+        found = crc32(repr((e.id, e.texts, e.target)).encode(), found)
+    return f"{found:08x}"
+
+
+def is_done(place: Path) -> bool:
+    """Whether a seed has come to its end."""
+    return (place / "results.json").is_file() and damage(place / "final") is None
+
+
+def say_done(folder: Path, recipe: FinetuneRecipe, changed: bool) -> None:
+    """That a change comes too late for the seeds that are done."""
+    done = [f"seed-{seed}" for seed in range(recipe.seeds) if is_done(folder / f"seed-{seed}")]
+    if changed and done:
+        say(f"{', '.join(done)}: done already, and left as before the change.")
+
+
+def go_back(folder: Path, recipe: FinetuneRecipe, steps: int) -> FinetuneRecipe:
+    """Let the seed that was under way go back, and pass over the examples of its trouble, which the recipe notes."""
+    name = next((f"seed-{seed}" for seed in range(recipe.seeds) if not is_done(folder / f"seed-{seed}")), None)
+    if name is None:
+        raise UserError(f"{folder} is finished: there is nothing to rewind.")
+    start, last = turn_back(folder / name, steps)
+    recipe = replace(recipe, skips={**recipe.skips, name: (*recipe.skips.get(name, ()), (start, last - start))})
+    save_recipe(recipe, folder / "recipe.yaml")
+    pass_over(folder / name, start, last)
+    return recipe
+
+
+def check_goes_on(place: Path, model: Model) -> None:
+    """Refuse to go on with a checkpoint whose answers, or whose tokens, mean something else by now."""
+    found = next((folder for folder in list_checkpoints(place) if damage(folder) is None), None)
+    if found is None:
+        return
+    if not same_answers(read_config(found), model.config.head):
+        raise UserError(f"{found} has learned other labels than there are now: start a new run.")
+    if model.tokenizer and load_tokenizer(found).fingerprint != model.tokenizer.fingerprint:
+        raise UserError(f"{found} has learned other tokens than the checkpoint has now: start a new run.")
+
+
 # --- one seed -------------------------------------------------------------------------------------------------------
 
 
 def one_seed(job: Job, seed: int, resume: bool) -> dict[str, Any]:
     """One training; its scores and numbers. Done ones are not done again on resume."""
     place = job.folder / f"seed-{seed}"
-    if resume and (place / "results.json").is_file() and damage(place / "final") is None:
+    if resume and is_done(place):
         return dict(read_json(place / "results.json"))
     place.mkdir(exist_ok=True)
     recipe = replace(job.recipe, seed=job.recipe.seed + seed)
     items = [job.train_items[i] for i in job.chosen[seed]]
     model, predictions = first_model(job, seed), list[Prediction]()
+    if resume and job.changed:
+        check_goes_on(place, model)
 
     def evaluate(model: Model) -> dict[str, float]:
         predictions[:] = job.predict(model)
         return job.task.score(job.data.dev, predictions)
 
+    batches = Counting(batch_function(recipe, job.task, items, recipe.skips.get(place.name, ())), job.shapes)
     run = Run(
         recipe,
         job.machine,
         model,
-        batch_function(recipe, job.task, items),
+        batches,
         evaluate,
         place,
         f"seed {seed + 1} of {recipe.seeds}",
@@ -257,11 +392,13 @@ def one_seed(job: Job, seed: int, resume: bool) -> dict[str, Any]:
         judge=partial(judge, job.task.metric) if recipe.load_best else None,
         patience=recipe.early_stopping,
     )
-    outcome = fit(run, resume)
-    write_predictions(place / PREDICTIONS, job.data.dev, predictions)
-    save_seed(recipe, job.task, model, place)
-    results = seed_results(outcome, recipe)
-    write_json(place / "results.json", results)
+    with last_writes(place):
+        outcome = fit(run, resume)
+        write_predictions(place / PREDICTIONS, job.data.dev, predictions)
+        save_seed(recipe, job.task, model, place)
+        shapes = {"train": len(batches.seen), "evaluate": getattr(job.task, "num_shapes", None)}
+        results = seed_results(outcome, recipe) | {"compiled": job.machine.compile, "shapes": shapes}
+        write_json(place / "results.json", results)
     forget_best(place)
     return results
 
@@ -305,8 +442,13 @@ def balanced(config: ModelConfig, targets: Sequence[str]) -> ModelConfig:
     return replace(config, head=replace(config.head, weights=weights))
 
 
-def batch_function(recipe: FinetuneRecipe, task: Task, items: Sequence[Any]) -> Callable[[int], list[Batch]]:
-    """The micro-batches of a step: the examples in a new order every epoch, as a pure function of the step."""
+def batch_function(
+    recipe: FinetuneRecipe, task: Task, items: Sequence[Any], skips: Sequence[tuple[int, int]] = ()
+) -> Callable[[int], list[Batch]]:
+    """The micro-batches of a step: the examples in a new order every epoch, as a pure function of the step.
+
+    After a rewind (`skips`) they are those of a later step, so that the examples between are passed over.
+    """
     size, n = recipe.per_device_train_batch_size, len(items)
 
     def pick(index: np.ndarray) -> list[Any]:
@@ -314,7 +456,7 @@ def batch_function(recipe: FinetuneRecipe, task: Task, items: Sequence[Any]) -> 
         return [items[i] for i in permute(place, n, mix(recipe.seed, epoch))]
 
     def batches(step: int) -> list[Batch]:
-        first = step * recipe.global_batch
+        first = (step + sum(count for start, count in skips if step >= start)) * recipe.global_batch
         starts = range(first, first + recipe.global_batch, size)
         return [task.batch(pick(np.arange(start, start + size))) for start in starts]
 

@@ -20,6 +20,7 @@ from firth.models.config import Auxiliary, Choices, Classes, ELMo, LMHead, Score
 from firth.objectives import IGNORED, Batch
 from firth.tasks.form import DELIMITER, EXTRACT, Form, Sheet
 from firth.tasks.packing import Packing, pack
+from firth.tasks.shapes import TRIED, find_shapes, size_of, unpadded
 from firth.tasks.task import Prediction
 from firth.text import Example
 from firth.tokens import Tokenizer
@@ -58,6 +59,7 @@ class Headed:
     metric: str
     together = 1  # so many sheets are one answer: both orders of two texts
     marks = 1  # so many places of a sheet are one answer
+    num_shapes = 0  # that the batches of the last prediction had
 
     def __init__(
         self, tokenizer: Tokenizer, config: ModelConfig, length: int, labels: Sequence[str] = (), learns: bool = True
@@ -73,6 +75,7 @@ class Headed:
         self.tokenizer, self.labels, self.shape = tokenizer, tuple(labels), config.shape
         self.form = Form(tokenizer, config, length)
         self.number = {label: i for i, label in enumerate(self.labels)}
+        self.both_sides = config.shape == "encoder-decoder" and config.framed and self.name != "embed"
 
     # --- what each task says for itself
 
@@ -137,7 +140,7 @@ class Headed:
         asked_BK = np.zeros((packing.num_rows, width), np.int64)
         asked_BK.reshape(-1)[entry_A] = place_A
         batch = Batch(tokens_BT, doc=doc_BT, position=position_BT, segment=segment_BT, asked=asked_BK)
-        if self.shape == "encoder-decoder":
+        if self.both_sides:
             batch = self.on_both_sides(batch)
         if self.shape == "decoder":  # which goes on to learn the language
             batch = batch._replace(labels=next_tokens(tokens_BT, doc_BT))
@@ -159,13 +162,21 @@ class Headed:
 
     @torch.no_grad()
     def predict(self, model: Model, items: Sequence[Any], machine: Machine, size: int) -> list[Prediction]:
+        """Where steps are compiled, the batches have few shapes here too."""
         model.eval()
         found: list[Prediction] = []
-        for first in range(0, len(items), size):
-            some = items[first : first + size]
+        parts = [items[first : first + size] for first in range(0, len(items), size)]
+        shapes = find_shapes(map(self.batch, parts[:TRIED]), self.tokenizer.vocab.pad) if machine.compile else None
+        sizes = set()
+        for some in parts:
+            batch = self.batch(some)
+            whole = batch if shapes is None else shapes(batch)
             with machine.precision():
-                logits = model.logits(self.batch(some).to(machine.device))
-            found += self.read(some, logits.float().cpu().numpy(), self.lay(some))
+                logits = model.logits(whole.to(machine.device))
+            logits = unpadded(logits.float().cpu().numpy(), size_of(batch), size_of(whole))
+            found += self.read(some, logits, self.lay(some))
+            sizes.add(size_of(whole))
+        self.num_shapes = len(sizes)
         return found
 
 

@@ -76,7 +76,7 @@ class Dialogue:
 
     @cached_property
     def chat(self) -> Chat:
-        return Chat(self.tokenizer)
+        return Chat(self.tokenizer, self.writing.day)
 
     @property
     def said(self) -> list[str]:
@@ -104,6 +104,7 @@ class Dialogue:
             "max_seq_length": self.length,
             **target,
             "roles": list(self.roles),
+            **({"day": self.writing.day} if self.writing.day else {}),
         }
 
     # --- examples to items

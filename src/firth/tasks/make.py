@@ -97,13 +97,9 @@ def way(name: str, config: ModelConfig, answer: str) -> str:
         raise UserError(f"answer is {answer!r}, and must be head or words.")
     if config.shape == "encoder" and answer == "words":
         raise UserError("An encoder does not write, so it cannot answer in words. Take answer=head, or a decoder.")
-    has_head = config.shape != "encoder-decoder" or (config.framed and name in BART_HEADS)
+    has_head = config.shape != "encoder-decoder" or name == "tag" or (config.framed and name in BART_HEADS)
     if answer == "head" and has_head:
         return "head"
     if name not in SOURCES:
-        kind = "by words" if has_head else f"with {config.family}, an encoder-decoder"
-        raise UserError(
-            f"The task {name} asks about every word, and cannot be done {kind}. Take an encoder, such as bert or "
-            "roberta, or a decoder with answer=head."
-        )
+        raise UserError(f"The task {name} asks about every word, and is not answered in words: take answer=head.")
     return "words"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import date
 from typing import Literal
 
 from firth.errors import UserError
-from firth.models import ModelConfig, Tags
+from firth.models import ModelConfig, Tags, TaskHead
 from firth.models.config import Features
 from firth.models.lora import LoRA
 from firth.train.recipe import Training, option
@@ -53,9 +54,9 @@ class FinetuneRecipe(Training):
     )
     adam_beta2: float = option(0.999, "AdamW's second decay rate.")
     compile: bool | None = option(
-        False,
-        "Compile the step (torch.compile): packed rows have some ten shapes, each compiled for itself, which pays "
-        "in long runs only.",
+        None,
+        "Compile the step (torch.compile), with batches that are padded to three or four shapes; by itself on a GPU "
+        "where a seed has 3,000 steps or more, which pay for it.",
     )
     eval_steps: int = option(
         0, "Score on dev every so many steps; 0 at the end only, with --early-stopping ten times. Always at the end."
@@ -97,6 +98,14 @@ class FinetuneRecipe(Training):
     lora_targets: Literal["attention", "all"] = option(
         "attention", "LoRA: beside the matrices of attention, or beside those of the MLP too."
     )
+    day: str = option(
+        "", "lm: the day (2026-01-31) that a chat template is told which asks for it; that on which the run began."
+    )
+    # What a run notes of itself: the examples that it began with, and for each seed those that it left out after a
+    # rewind, as (step, how many steps of them are passed over from there on).
+    train_checksum: str = ""
+    dev_checksum: str = ""
+    skips: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.columns is None:
@@ -115,6 +124,8 @@ class FinetuneRecipe(Training):
             raise UserError(f"lora_dropout is {self.lora_dropout}, and must be at least 0 and less than 1.")
         if self.lora_alpha <= 0:
             raise UserError(f"lora_alpha is {self.lora_alpha}, and must be more than 0.")
+        if self.day and not is_day(self.day):
+            raise UserError(f"day is {self.day!r}, and must be a day such as 2026-01-31.")
         self.check_together()
 
     def check_together(self) -> None:
@@ -135,6 +146,9 @@ class FinetuneRecipe(Training):
         if self.layers == "top" and not self.bilstm:
             return model
         features = Features(mix=self.layers == "mix", bilstm=self.bilstm)
+        if model.shape == "encoder-decoder" or not isinstance(model.head, TaskHead) or model.extras:
+            name = "layers=mix" if features.mix else f"bilstm={self.bilstm}"
+            raise UserError(f"{name} stands between an encoder and the head of its task, and not in {model.family}.")
         return replace(model, extras=(*model.extras, features))
 
     @property
@@ -149,3 +163,15 @@ class FinetuneRecipe(Training):
         if every < 0:
             every = math.ceil(-every * num_examples / self.global_batch)
         return Pace(self.layer_decay, self.freeze, every)
+
+
+def is_day(text: str) -> bool:
+    """
+    >>> is_day("2026-01-31"), is_day("31 January")
+    (True, False)
+    """
+    try:
+        date.fromisoformat(text)
+    except ValueError:
+        return False
+    return True

@@ -27,13 +27,14 @@ LENGTH, TARGET_LENGTH = 512, 32  # tokens, where nothing is said
 
 @dataclass(frozen=True)
 class Writing:
-    """How texts are read and answers written: lengths in tokens, what stands before each text, how beams search."""
+    """How texts are read and answers written: lengths in tokens, what stands before, how beams search, which day."""
 
     max_seq_length: int = LENGTH
     max_target_length: int = TARGET_LENGTH
     prefix: str = ""
     num_beams: int = 1
     length_penalty: float = 1.0
+    day: str = ""  # that a chat template is told; today unless said
 
 
 def writing_of(facts: Mapping[str, Any], config: ModelConfig) -> Writing:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from firth.console import count
 from firth.errors import UserError
 from firth.text.language import known_languages, language_of
 from firth.text.normalise import known_forms, normalise, num_replaced
@@ -124,7 +125,7 @@ class Cleaning:
         told = [f"{n:,} left out, {reason}" for reason, n in sorted(self.dropped.items())]
         if self.changed:
             n, characters = self.changed["texts"], self.changed["characters"]
-            told.append(f"{n:,} changed by --normalize {self.normalize} ({characters:,} characters replaced)")
+            told.append(f"{n:,} changed by --normalize {self.normalize} ({count(characters, 'character')} replaced)")
         return told
 
     def forget(self) -> None:

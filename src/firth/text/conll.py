@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from firth.console import count
 from firth.errors import UserError
 from firth.text.lines import lines
-from firth.text.records import count
 
 DOCUMENT = "-DOCSTART-"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,15 +13,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any, NamedTuple
 
-from firth.console import warn
+from firth.console import count, progress, warn
 from firth.errors import UserError, nearest
 from firth.text import pydocs
 from firth.text.clean import Cleaning, repair
 from firth.text.hub import PREFIX, HubDataset
 from firth.text.kinds import Document as Document
-from firth.text.lines import PACKINGS, known_encoding, lines, refuse
+from firth.text.lines import PACKINGS, Meter, known_encoding, lines, refuse
 from firth.text.normalise import normalise
-from firth.text.records import READERS, Records, count, extension, parquet_records, rename, short, text_in, value_in
+from firth.text.records import READERS, Records, extension, parquet_records, rename, short, text_in, value_in
 
 READABLE = (".txt", *READERS, ".parquet")
 KINDS = ", ".join(READABLE)
@@ -83,6 +82,7 @@ class Corpus:
         others = {pydocs.NAME, *(dataset.path for dataset in self.datasets)}
         self.files = [source for path in self.paths if path not in others for source in self._find(path)]
         self.tally: Counter[str] = Counter()
+        self.meter = Meter()
 
     def _find(self, path: str | Path) -> list[Source]:
         if path != STDIN:
@@ -99,9 +99,14 @@ class Corpus:
         datasets = sum(dataset.bytes for dataset in self.datasets)
         return built_in + datasets + sum(source.path.stat().st_size for source in self.files)
 
+    @property
+    def position(self) -> int | None:
+        """How many of `bytes` have been read so far; None where a dataset does not tell."""
+        return None if self.datasets else self.meter.bytes
+
     def __iter__(self) -> Iterator[Document]:
         tally: Counter[str] = Counter()
-        self.tally = tally
+        self.tally, self.meter = tally, Meter()
         self.cleaning.forget()
         files = (self._read(source, tally) for source in self.files)
         datasets = (self._read_dataset(dataset, tally) for dataset in self.datasets)
@@ -136,10 +141,10 @@ class Corpus:
         parts += [dataset.describe() for dataset in self.datasets if tally[dataset.path]]
         notes = {
             "sides": f"with two sides ({self.columns['text_a']} and {self.columns['text_b']})",
-            "words": "with words of their own",
+            "words": "with words of their own" if tally["words"] > 1 else "with words of its own",
             "not words": f"with {self.columns['words']!r} that is no list of words and is not read",
             "empty": "empty and skipped",
-            "cut": f"cut because they are over {LONGEST:,} characters",
+            "cut": f"cut because {'they are' if tally['cut'] > 1 else 'it is'} over {LONGEST:,} characters",
             "repaired": "with half characters (lone surrogates) replaced by U+FFFD",
         }
         sentence = f"{count(tally['documents'], 'document')}: " + (", ".join(parts) or "nothing read yet")
@@ -150,6 +155,7 @@ class Corpus:
         if self.built_in:
             tally["built-in"] += 1
             for record in pydocs.everything():
+                self.meter.through += len(record.text.encode())
                 yield Document(self.cleaning.normal(record.text), f"{pydocs.NAME}:{record.name}")
 
     def _read(self, source: Source, tally: Counter[str]) -> Iterator[Document]:
@@ -158,10 +164,10 @@ class Corpus:
             return self._read_text(source, tally)
         tally["lines" if kind == ".jsonl" else "rows"] += 1
         if kind == ".parquet":
-            records = parquet_records(source.path, self.columns.values())
+            records = parquet_records(source.path, self.columns.values(), self.meter)
             return self._read_records(records, f"{source.name}:row ", self.columns, tally)
         return self._read_records(
-            READERS[kind](source.path, self.encoding, source.name), f"{source.name}:", self.columns, tally
+            READERS[kind](source.path, self.encoding, source.name, self.meter), f"{source.name}:", self.columns, tally
         )
 
     def _read_dataset(self, dataset: HubDataset, tally: Counter[str]) -> Iterator[Document]:
@@ -170,7 +176,7 @@ class Corpus:
         return self._read_records(dataset.records(), f"{dataset.path}:row ", columns, tally)
 
     def _read_text(self, source: Source, tally: Counter[str]) -> Iterator[Document]:
-        stream = lines(source.path, self.encoding, LONGEST, source.name)
+        stream = lines(source.path, self.encoding, LONGEST, source.name, self.meter)
         split = self.documents == "blank-line" or (self.documents == "auto" and source.named)
         if self.documents == "auto" and not source.named:
             head = take(stream, WHOLE)
@@ -256,6 +262,11 @@ def find_words(words: Sequence[str], text: str, where: str) -> tuple[int, ...]:
     return tuple(starts)
 
 
+def position_of(documents: Iterable[Document]) -> int | None:
+    """How many bytes of their source were read for the documents so far, where they are a corpus that can tell."""
+    return documents.position if isinstance(documents, Corpus) else None
+
+
 # Which files
 
 
@@ -289,7 +300,7 @@ def find_in(folder: Path) -> list[Path]:
     others += Counter()  # drops what was counted zero times
     if others:
         kinds = ", ".join(sorted(others))
-        warn(f"{folder}: {others.total():,} left out that are not {KINDS} ({kinds}).")
+        warn(f"{folder}: {count(others.total(), 'left out that is', 'left out that are')} not {KINDS} ({kinds}).")
     if not files:
         raise UserError(f"{folder}: nothing to read in this folder. Put {KINDS} files there, or {PACKINGS} of them.")
     return sorted(files)
@@ -300,9 +311,17 @@ def spooled(stream: IO[bytes], folder: Path) -> Path:
     start = stream.read(2**16)
     kind = ".jsonl" if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{") else ".txt"
     path = folder / f"stdin{kind}"
-    with open(path, "wb") as file:
-        file.write(start)
-        shutil.copyfileobj(stream, file)
+    try:
+        with open(path, "wb") as file, progress("reading standard input", "bytes") as p:
+            while start:
+                file.write(start)
+                p.advance(len(start))
+                start = stream.read(2**16)
+    except OSError as e:
+        raise UserError(
+            f"Standard input cannot be kept in {folder.parent} ({e.strerror}). Name another folder in TMPDIR, or give "
+            "the text as a file."
+        ) from None
     return path
 
 

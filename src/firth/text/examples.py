@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
+from firth.console import count
 from firth.errors import UserError
 from firth.text.kinds import Example
 from firth.text.row import Row, listed
@@ -68,7 +69,9 @@ def tag(row: Row) -> Example:
         raise row.error("tokens", "has an empty word" if words else "has no words")
     tags = None if row.lacks("tags") else row.words("tags")
     if tags is not None and len(tags) != len(words):
-        raise UserError(f"{row.where}: {len(words)} tokens, but {len(tags)} tags. Each token needs one.")
+        raise UserError(
+            f"{row.where}: {count(len(words), 'token')}, but {count(len(tags), 'tag')}. Each token needs one."
+        )
     if tags is not None and not all(tags):
         raise row.error("tags", "has an empty tag")
     return row.example(words, tags, spans=(predicate(row, len(words)),) if row.has("predicate") else ())

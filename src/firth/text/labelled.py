@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from firth.console import count
 from firth.errors import UserError, nearest
 from firth.text import pydocs
 from firth.text.clean import repair
@@ -16,7 +17,7 @@ from firth.text.glue import glue_records, glue_task
 from firth.text.kinds import Example as Example
 from firth.text.lines import PACKINGS, known_encoding, lines
 from firth.text.records import READERS as TABLES
-from firth.text.records import Records, count, extension, json_records, rename
+from firth.text.records import NoColumn, Records, extension, json_records, rename
 from firth.text.row import Notes, Row
 from firth.text.squad import squad_records
 from firth.text.superglue import superglue_records, superglue_task
@@ -51,11 +52,57 @@ def read_labelled(
         Row(record, named, f"{path}:{item}{number}", number, answers, notes, part)
         for number, record in whole_characters(records, notes)
     )
-    examples = [example for row in rows if (example := make(row)) is not None]
+    try:
+        examples = [example for row in rows if (example := make(row)) is not None]
+    except NoColumn as e:
+        other = None if columns else known_by(e.there)
+        raise UserError(f"{e} Or is it a file for --task {other}?" if other not in (None, task) else str(e)) from None
     notes.tell()
     if not examples:
         raise UserError(f"{path}: no examples in this file.")
     return examples
+
+
+# By which columns a task is known, the first that has all of one tuple; for what is not asked, as a label, any will do.
+KNOWN_BY: list[tuple[str, tuple[str, ...]]] = [
+    ("span-qa", ("question", "context")),
+    ("choice", ("context", "choices")),
+    ("choice", ("context", "choice1")),
+    ("cloze", ("context", "answer")),
+    ("text-to-text", ("source",)),
+    ("lm", ("messages",)),
+    ("lm", ("prompt", "response")),
+    ("minimal-pairs", ("good", "bad")),
+    ("minimal-pairs", ("sentence_good", "sentence_bad")),
+    ("tag", ("tokens",)),
+    ("pair", ("text_a", "text_b")),
+    ("regress", ("text_a",)),
+    ("classify", ("text",)),
+]
+
+
+def known_by(columns: Iterable[str]) -> str | None:
+    """The task whose columns these are, if they are some task's."""
+    there = set(columns)
+    return next((task for task, names in KNOWN_BY if there >= set(names)), None)
+
+
+def task_of(path: str | Path, columns: Mapping[str, str] | None = None, encoding: str = "utf-8") -> str:
+    """The kind of task whose texts a labelled file has, by its name or its columns."""
+    if path == pydocs.NAME:
+        return "classify"
+    path = Path(path)
+    if known := glue_task(path, encoding) or superglue_task(path, encoding):
+        return known.task
+    if extension(path) in COLUMN_FILES:
+        return "tag"
+    _, record = next(iter(file_records(path, "", known_encoding(encoding))), (0, {}))
+    if task := known_by(record.keys() | (columns or {}).keys()):
+        return task
+    raise UserError(
+        f"{path}: its columns ({', '.join(map(str, record)) or 'none'}) are those of no task. Name it with --task, "
+        "and columns of other names with --labelled-columns, as text=sentence."
+    )
 
 
 def open_file(
@@ -109,6 +156,8 @@ def file_records(path: Path, task: str, encoding: str) -> Records:
         return analogy_records(path, encoding)
     if kind not in READERS:
         kinds = ", ".join([*READERS, *(COLUMN_FILES if task == "tag" else ())])
+        if path.is_dir():
+            raise UserError(f"{path} is a folder, and one file is wanted here: {kinds}, plain or as {PACKINGS}.")
         raise UserError(f"{path}: labelled files are {kinds}, plain or as {PACKINGS}; {kind or 'this'!r} is not.")
     return READERS[kind](path, encoding)
 

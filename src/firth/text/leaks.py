@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -15,12 +16,13 @@ FEWEST = 5  # words: what is shorter is in many texts by chance
 
 
 class Leak(NamedTuple):
-    """A labelled text that stands in a document: which example, how much of it, and in which document first."""
+    """A labelled text that stands in a document: which example, how much of it, and in which document most of it."""
 
     id: str | int
     text: str
     share: float
     source: str
+    example: int = 0  # its place among the examples, as two may have the same id
 
 
 def leaks(
@@ -31,19 +33,41 @@ def leaks(
     Compared are runs of `ngram` words, whatever their case and punctuation; a text of fewer words is compared whole,
     one of fewer than 5 not at all. Documents are read once, one at a time; memory grows with the examples alone.
     """
-    texts = [(example.id, text) for example in examples for text in example.texts]
-    words = [word_numbers(text) for _, text in texts]
-    hits = {size: Hits(size) for size in sorted({min(len(w), ngram) for w in words}) if size >= FEWEST}
-    for number, w in enumerate(words):
-        if len(w) >= FEWEST:
-            hits[min(len(w), ngram)].expect(number, w)
+    search = LeakSearch(examples, ngram)
     for document in documents:
+        search.look(document)
+    return search.leaks(least)
+
+
+class LeakSearch:
+    """Looks for the texts of labelled examples in documents that pass by; see `leaks`."""
+
+    def __init__(self, examples: Sequence[Example], ngram: int = NGRAM) -> None:
+        self.texts = [(number, e.id, text) for number, e in enumerate(examples) for text in e.texts]
+        words = [word_numbers(text) for *_, text in self.texts]
+        sizes = [min(len(w), ngram) for w in words]
+        self.hits = {size: Hits(size) for size in sorted(set(sizes)) if size >= FEWEST}
+        for place, (size, words_W) in enumerate(zip(sizes, words, strict=True)):
+            if size >= FEWEST:
+                self.hits[size].expect(place, words_W)
+        self.num_examples = len(examples)
+        self.num_compared = len({self.texts[place][0] for hit in self.hits.values() for place in hit.wanted})
+
+    def look(self, document: Document) -> None:
+        """Note which texts, or parts of them, stand in a document."""
         for text in document.sides:
             words_W = word_numbers(text)
-            for hit in hits.values():
+            for hit in self.hits.values():
                 hit.look(words_W, document.source)
-    found = (leak for hit in hits.values() for leak in hit.leaks(texts, least))
-    return sorted(found, key=lambda leak: (-leak.share, str(leak.id)))
+
+    def leaks(self, least: float = 0.5) -> list[Leak]:
+        """What was found so far, worst first."""
+        found = []
+        for place, share, source in (one for hit in self.hits.values() for one in hit.shares()):
+            number, name, text = self.texts[place]
+            if share >= least:
+                found.append(Leak(name, text, share, source, number))
+        return sorted(found, key=lambda leak: (-leak.share, leak.example))
 
 
 class Hits:
@@ -51,12 +75,12 @@ class Hits:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.wanted: dict[int, np.ndarray] = {}  # the runs of each text, by its number
+        self.wanted: dict[int, np.ndarray] = {}  # the runs of each text, by its place
         self.all_R = np.zeros(0, np.uint64)
         self.source_R: list[str | None] = []
 
-    def expect(self, number: int, words_W: np.ndarray) -> None:
-        self.wanted[number] = np.unique(runs(words_W, self.size))
+    def expect(self, place: int, words_W: np.ndarray) -> None:
+        self.wanted[place] = np.unique(runs(words_W, self.size))
 
     def look(self, words_W: np.ndarray, source: str) -> None:
         """Note which of the wanted runs are in a text."""
@@ -70,10 +94,10 @@ class Hits:
         for place in np.unique(place_S[self.all_R[place_S] == run_S]):
             self.source_R[place] = self.source_R[place] or source
 
-    def leaks(self, texts: Sequence[tuple[str | int, str]], least: float) -> Iterable[Leak]:
-        for number, wanted in self.wanted.items():
+    def shares(self) -> Iterable[tuple[int, float, str]]:
+        """Of each text of which something was found: how much, and where most of it."""
+        for place, wanted in self.wanted.items():
             places = np.searchsorted(self.all_R, wanted) if self.source_R else ()
-            sources = [source for place in places if (source := self.source_R[place]) is not None]
-            share = len(sources) / len(wanted)
-            if sources and share >= least:
-                yield Leak(*texts[number], share, sources[0])
+            sources = [source for p in places if (source := self.source_R[p]) is not None]
+            if sources:
+                yield place, len(sources) / len(wanted), Counter(sources).most_common(1)[0][0]

@@ -10,6 +10,7 @@ import codecs
 import gzip
 import io
 import lzma
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -23,11 +24,11 @@ from firth.errors import UserError
 PIECE = 2**16  # bytes that are read and decoded at a time
 BINARY = 0.1  # share of control characters at the start of a file from which it is no text
 CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
-DAMAGED = (gzip.BadGzipFile, lzma.LZMAError, zlib.error)
+UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error)  # what reading a damaged file may raise
 
 # The commonest characters outside of ASCII, by which an encoding is told from others that decode the same bytes.
 COMMON = {
-    "cp1252": "éèàâêôçäöüßñóíáåøæœ’“”–«»",
+    "cp1252": "éèàâêëîïôùûçäöüßñóíáåøæœ’“”–«»",
     "cp1250": "ěščřžýůťďňłęąśżźćőű",
     "cp1251": "оеаинтсрвлкмдпуяыьгз",
     "koi8_r": "оеаинтсрвлкмдпуяыьгз",
@@ -42,14 +43,18 @@ COMMON = {
     "big5": "的一是不了在人有我這中國上個，。",
 }
 SEVERAL_BYTES = {"shift_jis", "euc_jp", "euc_kr", "gb18030", "big5"}  # for a character: seldom common ones by chance
+LATIN = {"cp1252", "cp1250", "cp1254"}  # whose letters mix with those of ASCII
+WIDE = re.compile(rb"[\x80-\xff]")
+BESIDE_LATIN = re.compile(rb"(?<=[A-Za-z])[\x80-\xff]|[\x80-\xff](?=[A-Za-z])")
 MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 PACKED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zXZ": ".xz", b"\x28\xb5\x2f\xfd": ".zst", b"PK\x03\x04": ".zip"}
 
 
-def open_zst(path: Path, mode: str) -> Any:
+def open_zst(file: Path | IO[bytes], mode: str) -> Any:
     """A .zst file, decompressed as it is read."""
     assert mode == "rb", "written nowhere"
-    return need("pyarrow", f"{path}: reading .zst files").input_stream(path, compression="zstd")
+    name = getattr(file, "name", file)
+    return need("pyarrow", f"{name}: reading .zst files").input_stream(file, compression="zstd")
 
 
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": open_zst}
@@ -72,28 +77,56 @@ def need(library: str, what: str) -> Any:
 # Opening
 
 
+class Meter:
+    """How many bytes of some files have been read, as they lie on the disk: compressed ones before decompression."""
+
+    def __init__(self) -> None:
+        self.through = 0  # bytes of files that were read to their end
+        self.here: Callable[[], int] | None = None  # how far the file is that is being read
+
+    @property
+    def bytes(self) -> int:
+        return self.through + (self.here() if self.here else 0)
+
+    @contextmanager
+    def reading(self, size: int, here: Callable[[], int]) -> Iterator[None]:
+        """Meanwhile a file of this size is read, and `here` tells how far."""
+        self.here = here
+        try:
+            yield
+        finally:
+            self.here = None
+            self.through += size
+
+
 @contextmanager
-def opened(path: Path, name: str | None = None) -> Iterator[IO[bytes]]:
-    """The bytes of a file after decompression; whatever is wrong with it is a UserError, about `name` if given."""
+def opened(path: Path, name: str | None = None, meter: Meter | None = None) -> Iterator[IO[bytes]]:
+    """The bytes of a file after decompression; whatever is wrong with it is a UserError, about `name` if given.
+
+    `meter` is told how far it has been read.
+    """
     name = name or str(path)
     packing = path.suffix.lower()
     try:
-        with OPENERS.get(packing, open)(path, "rb") as file:
-            yield cast(IO[bytes], file)
+        with open(path, "rb") as raw, (meter or Meter()).reading(os.fstat(raw.fileno()).st_size, raw.tell):
+            if packing not in OPENERS:
+                yield raw
+                return
+            with OPENERS[packing](raw, "rb") as file:
+                yield cast(IO[bytes], file)
     except FileNotFoundError:
         raise UserError(f"{name}: no such file.") from None
-    except EOFError:
-        raise cut_short(name) from None
-    except (OSError, *DAMAGED) as e:
-        if isinstance(e, OSError) and e.strerror is not None:
-            refuse(e)
-        if "Truncated" in str(e):  # pyarrow's word for EOFError
-            raise cut_short(name) from None
-        raise UserError(f"{name}: not a whole {packing} file ({e}). Fetch or compress it again.") from None
+    except UNREADABLE as e:
+        raise unreadable(e, name, packing) from None
 
 
-def cut_short(name: str) -> UserError:
-    return UserError(f"{name}: the compressed file was cut short. Fetch or compress it again.")
+def unreadable(error: Exception, name: str, packing: str) -> UserError:
+    """Why no more of a file can be read."""
+    if isinstance(error, OSError) and error.strerror is not None:
+        return UserError(f"{name}: cannot be read ({error.strerror}).")
+    if isinstance(error, EOFError) or "Truncated" in str(error):  # pyarrow's word for it
+        return UserError(f"{name}: the compressed file was cut short. Fetch or compress it again.")
+    return UserError(f"{name}: not a whole {packing} file ({error}). Fetch or compress it again.")
 
 
 def refuse(error: OSError) -> NoReturn:
@@ -114,11 +147,13 @@ def known_encoding(name: str) -> str:
 # Lines
 
 
-def lines(path: Path, encoding: str = "utf-8", longest: int = -1, name: str | None = None) -> Iterator[str]:
+def lines(
+    path: Path, encoding: str = "utf-8", longest: int = -1, name: str | None = None, meter: Meter | None = None
+) -> Iterator[str]:
     r"""The lines of a file, each ending in \n as only \n ends a line; one over `longest` characters comes in pieces."""
     held: list[str] = []  # the pieces of a line whose end has not been read
     size = 0
-    for text in decoded(path, encoding, name):
+    for text in decoded(path, encoding, name, meter):
         head, newline, rest = text.rpartition("\n")
         if newline:
             ended = io.StringIO(("".join(held) + head + newline).replace("\r\n", "\n"), newline="\n")
@@ -155,16 +190,19 @@ def in_pieces(line: str, longest: int) -> Iterator[str]:
     yield line[last:]
 
 
-def decoded(path: Path, encoding: str, name: str | None = None) -> Iterator[str]:
+def decoded(path: Path, encoding: str, name: str | None = None, meter: Meter | None = None) -> Iterator[str]:
     """The text of a file, some of it at a time, without its byte order mark."""
     name = name or str(path)
     decoder = codecs.getincrementaldecoder(encoding)()
     done = newlines = 0
     begun = False
     wide = False  # whether a character outside of ASCII has been decoded
-    with opened(path, name) as file:
+    with opened(path, name, meter) as file:
         while True:
-            piece = file.read(PIECE)
+            try:
+                piece = file.read(PIECE)
+            except UNREADABLE as e:
+                raise unreadable(e, f"{name}:{newlines + 1}" if done else name, path.suffix.lower()) from None
             pending = len(decoder.getstate()[0])
             try:
                 text = decoder.decode(piece, final=not piece)
@@ -172,7 +210,10 @@ def decoded(path: Path, encoding: str, name: str | None = None) -> Iterator[str]
                 before = e.object[: e.start]
                 wide = wide or not before.isascii()
                 line = newlines + before.count(b"\n") + 1
-                raise not_decoded(name, encoding, done - pending + e.start, line, e.object, wide) from None
+                wrong = ends_early if not piece else not_decoded
+                message = wrong(name, encoding, done - pending + e.start, line, e.object, wide)
+                damage = " Or the compressed file is damaged: fetch it again." if path.suffix.lower() in OPENERS else ""
+                raise UserError(message + damage) from None
             except UnicodeError as e:  # UTF-16 without the mark that it must begin with
                 raise UserError(f"{name}: not {encoding.upper()} ({e}). {hint(piece)}") from None
             if text and not begun:
@@ -187,15 +228,21 @@ def decoded(path: Path, encoding: str, name: str | None = None) -> Iterator[str]
             wide = wide or not text.isascii()
 
 
-def not_decoded(name: str, encoding: str, byte: int, line: int, sample: bytes, wide: bool) -> UserError:
+def not_decoded(name: str, encoding: str, byte: int, line: int, sample: bytes, wide: bool) -> str:
     """Where a text stops being what it should be, and what it may be instead."""
     what = f"{name}:{line}: not {encoding.upper()}, see byte {byte:,} of its text."
     if wide and encoding.lower().replace("_", "-") in ("utf-8", "utf8"):
-        return UserError(
+        return (
             f"{what} All before it is, so the file mixes encodings or is damaged there: "
             "repair it, or bring its parts to UTF-8 one by one."
         )
-    return UserError(f"{what} {hint(sample)}")
+    return f"{what} {hint(sample)}"
+
+
+def ends_early(name: str, encoding: str, byte: int, line: int, sample: bytes, wide: bool) -> str:
+    """The last character is not whole; where it is the only one outside of ASCII, it may be one of another encoding."""
+    what = f"{name}:{line}: ends in the middle of a character of {encoding.upper()}, see byte {byte:,} of its text."
+    return f"{what} It was cut short: fetch it again{'' if wide else ', or name its --encoding'}."
 
 
 def hint(sample: bytes) -> str:
@@ -204,6 +251,8 @@ def hint(sample: bytes) -> str:
         return f"It looks like a {packing} file: decompress it, or give it that extension if it is one of {PACKINGS}."
     if guess := likely_encoding(sample):
         return f"It looks like {guess}: --encoding {guess} reads every file so."
+    if is_binary(sample.decode("latin-1")):
+        return "It does not look like text at all: leave it out."
     return "If it is in another encoding, name it: --encoding latin-1, for example, reads every file as Latin-1."
 
 
@@ -218,10 +267,11 @@ def likely_encoding(sample: bytes) -> str | None:
     for encoding, zeros in (("utf-16-le", sample[1::2]), ("utf-16-be", sample[::2])):
         if zeros.count(0) > 0.4 * len(zeros):
             return encoding
-    if len(CONTROL.findall(sample.decode("latin-1"))) > BINARY * len(sample):
+    if is_binary(sample.decode("latin-1")):
         return None
-    for encodings, enough in ((SEVERAL_BYTES, 0.15), (COMMON.keys() - SEVERAL_BYTES, 0.4)):
-        scores = {encoding: commonness(sample, encoding) for encoding in sorted(encodings)}
+    alone = LATIN if 2 * len(BESIDE_LATIN.findall(sample)) > len(WIDE.findall(sample)) else COMMON.keys() - LATIN
+    for encodings, enough in ((SEVERAL_BYTES, 0.15), (alone - SEVERAL_BYTES, 0.4)):
+        scores = {encoding: commonness(sample, encoding) for encoding in COMMON if encoding in encodings}
         best = max(scores, key=scores.__getitem__)
         if scores[best] > enough:
             return best
@@ -238,7 +288,12 @@ def commonness(sample: bytes, encoding: str) -> float:
     return sum(character in COMMON[encoding] for character in wide) / max(len(wide), 1)
 
 
+def is_binary(text: str) -> bool:
+    """Whether there are too many control characters for a text."""
+    return len(CONTROL.findall(text)) > BINARY * len(text)
+
+
 def refuse_binary(text: str, piece: bytes, name: str) -> None:
     """Refuse what decodes, as everything does in Latin-1, and still is no text."""
-    if text and len(CONTROL.findall(text)) > BINARY * len(text):
+    if is_binary(text):
         raise UserError(f"{name}: not text: control characters are more than {BINARY:.0%} of its start. {hint(piece)}")

@@ -27,6 +27,11 @@ def permutations() -> tuple[np.ndarray, np.ndarray]:
     return (both >> np.uint64(32)).astype(np.uint32)[:, None] | np.uint32(1), both.astype(np.uint32)[:, None]
 
 
+def texts_in(max_memory: int) -> int:
+    """How many texts can be remembered in so many bytes."""
+    return int(max(SMALL, 2 ** ((max_memory // BYTES_PER_TEXT).bit_length() - 1)))
+
+
 def signature(text: str, ngram: int = 5) -> np.ndarray:
     """(128,) bytes of which two texts share about as many as of their runs of `ngram` words.
 
@@ -62,7 +67,7 @@ class NearDuplicates:
             raise UserError(f"The threshold of near duplicates is {threshold:g}, and must be from 0.5 to 1.")
         self.least = threshold * NUM_PERM + (1 - threshold) * NUM_PERM / 256  # bytes that agree, some by chance
         self.ngram = ngram
-        self.most = max(SMALL, 2 ** ((max_memory // BYTES_PER_TEXT).bit_length() - 1))
+        self.most = texts_in(max_memory)
         self.kept = 0
         self.duplicates = 0
         self.signatures = np.zeros((0, NUM_PERM), np.uint8)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from firth.console import progress, say, warn
+from firth.console import count, progress, say, warn
 from firth.errors import UserError, nearest
 from firth.files import write_text
 from firth.text import clean
@@ -101,7 +101,7 @@ def read(packages: Sequence[str], workers: int | None = None) -> list[Record]:
         write_cache(path, records)
     names, megabytes = {r.package for r in records}, sum(len(r.text.encode()) for r in records) / 1e6
     say(
-        f"{NAME}: {len(records):,} documents ({megabytes:.1f} MB of text) from {len(names)} packages "
+        f"{NAME}: {count(len(records), 'document')} ({megabytes:.1f} MB of text) from {count(len(names), 'package')} "
         f"with Python {platform.python_version()}, fingerprint {fingerprint(records)}"
     )
     return records
@@ -206,7 +206,7 @@ def parse(files: Sequence[Module], workers: int | None = None) -> Iterator[Recor
             yield from records or []
             p.advance()
     if broken:
-        say(f"{NAME}: {broken} files left out, as this Python does not parse them")
+        say(f"{NAME}: {count(broken, 'file')} left out that this Python does not parse")
 
 
 @contextmanager

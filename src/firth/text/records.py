@@ -10,20 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from firth.console import count
 from firth.errors import UserError, nearest
-from firth.text.lines import OPENERS, lines, need, opened
+from firth.text.lines import OPENERS, Meter, lines, need, opened
 
 Records = Iterator[tuple[int, dict[str, Any]]]
 LONGEST_LINE = 2**26  # characters: a record is parsed whole, and this bounds the memory that takes
 BATCH_BYTES = 2**24  # of a .parquet file, about so much is in memory at a time
-
-
-def count(n: int, noun: str) -> str:
-    """
-    >>> count(1, "file"), count(1203, "document")
-    ('1 file', '1,203 documents')
-    """
-    return f"{n:,} {noun}" + ("" if n == 1 else "s")
 
 
 def extension(path: Path) -> str:
@@ -39,10 +32,10 @@ def extension(path: Path) -> str:
 # Reading
 
 
-def json_records(path: Path, encoding: str = "utf-8", name: str | None = None) -> Records:
+def json_records(path: Path, encoding: str = "utf-8", name: str | None = None, meter: Meter | None = None) -> Records:
     """The objects of a .jsonl file with their line numbers; blank lines are passed over."""
     name = name or str(path)
-    for number, line in enumerate(whole_lines(path, encoding, name), 1):
+    for number, line in enumerate(whole_lines(path, encoding, name, meter), 1):
         if not line.strip():
             continue
         try:
@@ -55,9 +48,9 @@ def json_records(path: Path, encoding: str = "utf-8", name: str | None = None) -
         yield number, record
 
 
-def whole_lines(path: Path, encoding: str, name: str) -> Iterator[str]:
+def whole_lines(path: Path, encoding: str, name: str, meter: Meter | None) -> Iterator[str]:
     """The lines of a file of records; one that is too long to be parsed in bounded memory is refused."""
-    for number, line in enumerate(lines(path, encoding, LONGEST_LINE, name), 1):
+    for number, line in enumerate(lines(path, encoding, LONGEST_LINE, name, meter), 1):
         if len(line) >= LONGEST_LINE and not line.endswith("\n"):
             raise UserError(
                 f"{name}:{number}: a line of more than {LONGEST_LINE:,} characters. "
@@ -67,12 +60,17 @@ def whole_lines(path: Path, encoding: str, name: str) -> Iterator[str]:
 
 
 def table_records(
-    path: Path, encoding: str = "utf-8", name: str | None = None, delimiter: str = ",", quoting: Literal[0, 3] = 0
+    path: Path,
+    encoding: str = "utf-8",
+    name: str | None = None,
+    meter: Meter | None = None,
+    delimiter: str = ",",
+    quoting: Literal[0, 3] = 0,
 ) -> Records:
     """The rows of a table whose first line names the columns; each row must have as many cells as that."""
     name = name or str(path)
     csv.field_size_limit(LONGEST_LINE)  # its default of 131,072 characters is less than a long document has
-    rows = csv.reader(whole_lines(path, encoding, name), delimiter=delimiter, quoting=quoting, strict=True)
+    rows = csv.reader(whole_lines(path, encoding, name, meter), delimiter=delimiter, quoting=quoting, strict=True)
     header: list[str] | None = None
     number = 1
     try:
@@ -90,7 +88,7 @@ def table_records(
         raise UserError(f"{name}:{number}: not a row of a {extension(path)} file ({e}).") from None
 
 
-def parquet_records(path: Path, wanted: Collection[str]) -> Records:
+def parquet_records(path: Path, wanted: Collection[str], meter: Meter | None = None) -> Records:
     """The rows of a .parquet file by number from 1, with those of the wanted columns that it has.
 
     They are read a few at a time, so that memory does not grow with the file.
@@ -102,12 +100,14 @@ def parquet_records(path: Path, wanted: Collection[str]) -> Records:
     try:
         with opened(path) as file:  # ours, so that a file which may not be read is said as of any other
             table = parquet.ParquetFile(file, pre_buffer=False)
+            size, num_rows = path.stat().st_size, max(table.metadata.num_rows, 1)
             there = dict.fromkeys(table.schema_arrow.names)
             names = [column for column in there if column in wanted]
-            for batch in table.iter_batches(batch_rows(table.metadata), columns=names):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield number, there | record
+            with (meter or Meter()).reading(size, lambda: size * number // num_rows):
+                for batch in table.iter_batches(batch_rows(table.metadata), columns=names):
+                    for record in batch.to_pylist():
+                        number += 1
+                        yield number, there | record
     except UserError:
         raise
     except Exception as e:  # pyarrow raises many kinds for a damaged file
@@ -142,13 +142,21 @@ def rename(columns: Mapping[str, str] | None, roles: Iterable[str]) -> dict[str,
     return named
 
 
+class NoColumn(UserError):  # noqa: N818, named for what is wrong
+    """A column that is missing; `there` are those that a record has."""
+
+    def __init__(self, message: str, there: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.there = there
+
+
 def value_in(record: Mapping[str, Any], role: str, column: str, where: str) -> Any:
     """What a record holds in a column; if there is none, the error says which there are."""
     if column not in record:
         there = ", ".join(str(name)[:40] for name in record) or "none"
         close = get_close_matches(column, map(str, record), n=1)
         hint = f"Name the right one: --columns {role}={close[0] if close else 'NAME'}."
-        raise UserError(f"{where}: no column {column!r}; there are: {there}. {hint}")
+        raise NoColumn(f"{where}: no column {column!r}; there are: {there}. {hint}", tuple(map(str, record)))
     return record[column]
 
 

@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from firth.console import warn
+from firth.console import count, warn
 from firth.errors import UserError
 from firth.text.kinds import Example
-from firth.text.records import count, short, value_in
+from firth.text.records import short, value_in
 
 LISTED = 3  # places that a note names before it only counts
 

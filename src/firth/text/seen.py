@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sqlite3
 from pathlib import Path
 
@@ -23,7 +25,12 @@ class Seen:
     def is_new(self, mark: bytes) -> bool:
         """Whether the first 8 bytes of a fingerprint come for the first time."""
         number = int.from_bytes(mark[:8], "little", signed=True)
-        return self.table.execute("insert or ignore into seen values (?)", (number,)).rowcount == 1
+        try:
+            return self.table.execute("insert or ignore into seen values (?)", (number,)).rowcount == 1
+        except sqlite3.Error as e:
+            if e.sqlite_errorcode not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE):
+                raise
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.file)) from None
 
     def close(self) -> None:
         self.table.close()

@@ -6,7 +6,7 @@ import math
 import re
 import unicodedata
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, nlargest
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ import numpy as np
 from firth.console import progress
 from firth.text import Document, fingerprint
 from firth.text.bounded import BoundedCounts
+from firth.text.corpus import position_of
 from firth.text.near import NearDuplicates
 from firth.text.scripts import script_of, words_of
 
@@ -366,17 +367,26 @@ class Checkup:
         return [{"line": line, "documents": n} for line, n in self.lines.most_common(SHOWN) if n >= least]
 
 
-def checkup(documents: Iterable[Document], total_bytes: int | None = None, sample: int = SAMPLE) -> Checkup:
-    """Read all documents, with a progress line."""
+def checkup(
+    documents: Iterable[Document],
+    total_bytes: int | None = None,
+    sample: int = SAMPLE,
+    look: Callable[[Document], None] | None = None,
+) -> Checkup:
+    """Read all documents, with a progress line; `look` sees each of them as well."""
     found = Checkup(sample)
     for batch in batches(documents, total_bytes):
         found.read(batch)
+        if look is not None:
+            for document in batch:
+                look(document)
     return found
 
 
 def batches(documents: Iterable[Document], total_bytes: int | None) -> Iterator[list[Document]]:
     """Documents in groups of about a million characters, with a progress line."""
-    with progress("reading", "bytes" if total_bytes else "documents", total_bytes) as p:
+    known = total_bytes is not None and position_of(documents) is not None
+    with progress("reading", "bytes" if known else "documents", total_bytes if known else None) as p:
         batch: list[Document] = []
         characters = 0
         for document in documents:
@@ -384,9 +394,7 @@ def batches(documents: Iterable[Document], total_bytes: int | None) -> Iterator[
             characters += sum(map(len, document.sides))
             if characters >= BATCH:
                 yield batch
-                p.advance(sum(len(t.encode("utf-8", "surrogatepass")) for d in batch for t in d.sides))
-                if p.total and p.done > p.total:  # a compressed source holds more than its size
-                    p.total = None
+                p.advance((position_of(documents) or 0) - p.done if known else len(batch))
                 batch, characters = [], 0
         if batch:
             yield batch

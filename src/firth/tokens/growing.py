@@ -150,8 +150,10 @@ class Growing:
     when a chunk is in the files, and says their sizes and checksums then.
     """
 
-    def __init__(self, folder: Path, journal: IO[str], salient: bool, line: dict[str, Any] | None) -> None:
-        self.folder, self.journal = folder, journal
+    def __init__(
+        self, folder: Path, journal: IO[str], header: dict[str, Any], salient: bool, line: dict[str, Any] | None
+    ) -> None:
+        self.folder, self.journal, self.header = folder, journal, header
         self.line = line or {}
         self.parts = [GrowingPart(folder / name, salient, self.line.get(name)) for name in PARTS]
 
@@ -166,10 +168,13 @@ class Growing:
 
 
 @contextmanager
-def growing(path: Path, header: dict[str, Any], salient: bool, resume: bool) -> Iterator[Growing]:
+def growing(
+    path: Path, header: dict[str, Any], salient: bool, resume: bool, settled: Sequence[str] = ()
+) -> Iterator[Growing]:
     """Shards that grow in `.NAME.part`, with `.NAME.journal` beside it; what is done stays when anything goes wrong.
 
-    With `resume` they go on where the last whole chunk ended. Two processes cannot write the same shards.
+    With `resume` they go on where the last whole chunk ended, in the way that the header says; what is named in
+    `settled` stays as it was begun with. Two processes cannot write the same shards.
     """
     folder, file = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.journal")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,6 +184,8 @@ def growing(path: Path, header: dict[str, Any], salient: bool, resume: bool) -> 
         except OSError:
             raise UserError(f"{path} is being prepared by another process.") from None
         lines = whole_lines(journal) if resume else []
+        if lines:
+            header = header | {name: lines[0][name] for name in settled if name in header and name in lines[0]}
         if lines and lines[0] != header:
             raise other_work(path, lines[0], header)
         lines = lines[:1] + last_whole(folder, lines[1:])
@@ -186,16 +193,14 @@ def growing(path: Path, header: dict[str, Any], salient: bool, resume: bool) -> 
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(exist_ok=True)
         rewrite(journal, [header, *lines[1:]])
-        state = Growing(folder, journal, salient, lines[-1] if lines[1:] else None)
+        state = Growing(folder, journal, header, salient, lines[-1] if lines[1:] else None)
         try:
             yield state
         except OSError as e:
             if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            raise UserError(
-                f"{folder}: no room is left on the disk. What is done is kept: make room, and run it again with "
-                "--resume."
-            ) from None
+            advice = "What is done is kept: make room, and run it again with --resume." if state.line else "Make room."
+            raise UserError(f"{folder}: no room is left on the disk. {advice}") from None
         finally:
             for part in state.parts:
                 close_quietly(part)

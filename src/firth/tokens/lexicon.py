@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from firth.console import say
+from firth.console import count, say
 from firth.tokens.characters import BEGIN_SENTENCE, END_SENTENCE, PADDING, characters, edge
 from firth.tokens.tokenizer import Tokenizer
 
@@ -82,7 +82,8 @@ class Lexicon:
         vocab = tokenizer.vocab
         spelled = characters(str(tokenizer.backend.id_to_token(i)) for i in range(vocab.size))
         if spelled.cut:
-            say(f"{spelled.cut:,} words of the vocabulary are longer than a word may be, and lose their end.")
+            longer = count(spelled.cut, "word of the vocabulary is", "words of the vocabulary are")
+            say(f"{longer} longer than a word may be: the end is lost.")
         self.table, self.said = torch.from_numpy(spelled.ids), False
         marks = {vocab.bos: BEGIN_SENTENCE, vocab.cls: BEGIN_SENTENCE, vocab.eos: END_SENTENCE, vocab.sep: END_SENTENCE}
         for number, mark in marks.items():

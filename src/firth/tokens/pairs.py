@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from firth.console import say
+from firth.console import count, say
 from firth.errors import UserError
 from firth.tokens.rows import Frame, Line, Rows, Source, kept, mix, ragged_arange
 from firth.tokens.shards import Shards
@@ -130,8 +130,8 @@ class PairSource(Source):
         splits = self.shards.splits
         if splits is None or not (splits >= 0).any():
             raise UserError(
-                f"{part(self.shards)} has {self.shards.num_documents:,} documents, none with two sides. Give the sides "
-                "in the columns text_a and text_b of .jsonl; --columns text_a=NAME,text_b=NAME renames them."
+                f"{part(self.shards)} has {count(self.shards.num_documents, 'document')}, none with two sides. Give "
+                "the sides in the columns text_a and text_b of .jsonl; --columns text_a=NAME,text_b=NAME renames them."
             )
         self.two_sided = np.flatnonzero(splits >= 0)
         return np.diff(self.shards.offsets)[self.two_sided]
@@ -144,9 +144,10 @@ class PairSource(Source):
         self._check_chunks()
         if len(usable) < len(text):
             share = 100 * (1 - usable.sum() / self.shards.num_tokens)
+            single = count(len(text) - len(usable), "chunk is", "chunks are")
             say(
-                f"{part(self.shards)}: {len(text) - len(usable):,} of {len(text):,} chunks are a single sentence, "
-                f"which cannot be cut in two, so {share:.1f}% of the text begins no pair."
+                f"{part(self.shards)}: {single} a single sentence (of {len(text):,}), which cannot be cut in two, so "
+                f"{share:.1f}% of the text begins no pair."
             )
         return usable
 
@@ -159,7 +160,7 @@ class PairSource(Source):
             )
         if not (np.diff(self.chunks.doc_first) > 1).any():
             raise UserError(
-                f"{where} has {documents:,} documents, none with two sentences. {task} needs running text: "
+                f"{where} has {count(documents, 'document')}, none with two sentences. {task} needs running text: "
                 "give documents of several sentences, or take plain mlm."
             )
         if not len(self.chunks.usable):

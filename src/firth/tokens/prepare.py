@@ -6,32 +6,34 @@ import ctypes
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from firth.console import progress, say
+from firth.console import count, progress, say
 from firth.errors import UserError, nearest
 from firth.files import whole_folder
 from firth.text import HELD_OUT, Document, Salient, fingerprint, load_salient, salient_name
-from firth.text.near import NearDuplicates
-from firth.text.seen import Seen
+from firth.text.corpus import position_of
+from firth.tokens.duplicates import DEDUP, Duplicates, duplicates, memory_for, near_texts_in
 from firth.tokens.growing import BLOCK, Growing, GrowingPart, blocks, growing
+from firth.tokens.known import MOST as REMEMBERED
 from firth.tokens.tokenise import Way, both
 from firth.tokens.tokenizer import Tokenizer
-from firth.tokens.workers import Result, crew
+from firth.tokens.workers import InOrder, alone, crew
 
-DEDUP = ("none", "exact", "near")
+NEAR_TEXTS = "near_texts"  # in the journal: among how many texts near duplicates are looked for
 CHUNK_DOCUMENTS = 1000
 CHUNK_CHARACTERS = 500_000  # bounds the memory that the encodings of a chunk take
 SMALL = 2_000_000  # bytes of text: less is done before other processes have started
 
 # What things take in memory, in bytes, as measured with the published tokenizers.
-WORKER = 64 * 2**20
+WORKER = 64 * 2**20  # beside the words that it remembers
 CHARACTER = 150  # of a chunk: its text, encodings and results, on their way included
 LEAST_CHARACTERS = 50_000
 
@@ -52,13 +54,14 @@ def prepare(
     """Write the shards of a stream of documents, and return what the manifest says of them.
 
     Tokens are plain text: no special tokens. `dedup` drops and counts documents that were there before: "exact" the
-    same text, "near" also nearly the same, "none" nothing. `total_bytes` is the size of the source, for the progress
-    line; `language` chooses the sentence rules. `salient` finds the spans of a text that are marked as salient, as
-    (start, end) in characters; without it none are.
+    same text, "near" also nearly the same, "none" nothing. `total_bytes` is the size of the source, for the
+    progress line; a corpus tells how much of it has been read. `language` chooses the sentence rules. `salient` finds
+    the spans of a text that are marked as salient, as (start, end) in characters; without it none are.
 
     `workers` is the number of processes, 1 being this one alone and 0 as many as there are cores. `max_memory`
     bounds the bytes that all of them take together. Neither changes a byte of the shards, but for near duplicates of
-    texts that memory has no room for. Until they are whole they grow in `.NAME.part`, from which `resume` goes on.
+    texts that memory has no room for. Until they are whole they grow in `.NAME.part`, from which `resume` goes on; how
+    many texts memory has room for stays as it was begun with.
     """
     if dedup not in DEDUP:
         raise UserError(f"--dedup {dedup}: no such way. {nearest(dedup, DEDUP)}")
@@ -71,10 +74,15 @@ def prepare(
         "language": language,
         "salient": None if salient is None else salient_name(salient),
     }
-    with growing(path, header, salient is not None, resume) as shards:
+    begin = header | ({NEAR_TEXTS: near_texts_in(scale.memory)} if dedup == "near" else {})
+    with growing(path, begin, salient is not None, resume, settled=[NEAR_TEXTS]) as shards:
+        near_texts = shards.header.get(NEAR_TEXTS, 0)
+        if near_texts != begin.get(NEAR_TEXTS, 0):
+            say(f"--dedup near goes on as it was begun: each text is compared with the last {near_texts:,}.")
+            scale = choose_scale(workers, max_memory, total_bytes, way, memory_for(near_texts))
         tokenizer.save(shards.folder / "tokenizer")
-        with new_only(path, dedup, scale.memory) as is_new:
-            reader = Reader(documents, is_new)
+        with duplicates(path, dedup, scale.memory, near_texts) as told:
+            reader = Reader(documents, told)
             with said_if_stopped(path, shards):
                 fill(shards, reader, way, scale, total_bytes)
         train, aside = shards.parts
@@ -87,6 +95,7 @@ def finish(path: Path, shards: Growing, way: Way, header: dict[str, Any], reader
     """Write what is known only now, and give the folder its name."""
     train, aside = shards.parts
     facts: dict[str, Any] = {}
+    near = reader.told.near
     with whole_folder(path, begun=shards.folder, kind="shards", facts=facts):
         for part in shards.parts:
             part.finish()
@@ -97,29 +106,48 @@ def finish(path: Path, shards: Growing, way: Way, header: dict[str, Any], reader
             "vocab_size": way.tokenizer.vocab.size,
             "documents": train.num_documents + aside.num_documents,
             "tokens": train.num_tokens + aside.num_tokens,
-            "duplicates": reader.duplicates,
+            "duplicates": reader.exact + reader.near,
             "text_bytes": train.text_bytes + aside.text_bytes,
             "unigram_entropy": entropy(count_tokens(train, way)),
             "train": train.facts(),
             "held_out": aside.facts(),
+            "source": reader.source(),
         }
+        if near is not None and near.forgotten:
+            facts[NEAR_TEXTS] = near.most
     return facts
 
 
 def fill(shards: Growing, reader: Reader, way: Way, scale: Scale, total_bytes: float | None) -> None:
     """Tokenise what is not in the shards yet, chunk by chunk."""
-    done = reader.skip(shards.line) if shards.line else 0
-    left = max(total_bytes - done, 1) if total_bytes else None
-    with (
-        many(way, shards.folder / "tokenizer", scale.workers) as tokenise,
-        progress("tokenising", "bytes" if left else "documents", left) as p,
-    ):
-        for chunk, results in tokenise(reader.chunks(scale.characters)):
-            shards.add(results, **chunk.facts())
-            p.done += chunk.bytes if left else chunk.size
-            p.advance(0, note=f"{p.rate / 1e6:.2f} MB/s" if left else "")
-            if p.total and p.done > p.total:  # a compressed source holds more than its size
-                p.total = None
+    with many(way, shards.folder / "tokenizer", scale.workers) as tokenise:
+        if shards.line:
+            reader.skip(shards.line, tokenise, scale.characters)
+        decide = reader.told.stay if reader.told.near else None
+        with how_far("tokenising", reader, total_bytes) as advance:
+            for chunk, result in tokenise(reader.chunks(scale.characters), decide):
+                reader.near += result.dropped
+                shards.add(result.parts, **chunk.facts(reader.near))
+                advance(chunk)
+
+
+@contextmanager
+def how_far(what: str, reader: Reader, total_bytes: float | None) -> Iterator[Callable[[Chunk], None]]:
+    """A progress line that a chunk advances: by the share of the source that was read, where that can be told."""
+    begun = position_of(reader.documents)
+    known = bool(total_bytes) and begun is not None
+    before = begun if known else reader.read
+    with progress(what, "bytes" if known else "documents", total_bytes if known else None, before or 0) as p:
+        text_bytes = 0
+
+        def advance(chunk: Chunk) -> None:
+            nonlocal text_bytes
+            text_bytes += chunk.bytes
+            seconds = max(time.monotonic() - p.start, 1e-6)
+            reached = chunk.position if known else chunk.read
+            p.advance((reached or 0) - p.done, note=f"{text_bytes / 1e6 / seconds:.2f} MB/s")
+
+        yield advance
 
 
 @contextmanager
@@ -129,7 +157,8 @@ def said_if_stopped(path: Path, shards: Growing) -> Iterator[None]:
         yield
     except BaseException:
         if shards.line:
-            say(f"{path}: {shards.line['documents']:,} documents are done and kept; --resume goes on from there.")
+            done = count(shards.line["documents"], "document is", "documents are")
+            say(f"{path}: {done} done and kept; --resume goes on from there.")
         raise
 
 
@@ -164,86 +193,83 @@ class Chunk(NamedTuple):
     """Some documents, and how far the source was read with them."""
 
     documents: list[Document]
-    size: int  # how many they are
     bytes: int  # of their text
     read: int  # documents of the source up to here
-    duplicates: int  # of them, those that are left out
+    exact: int  # of them, those that are left out because the same text was there before
     digest: str  # stands for all texts up to here
+    position: int | None  # bytes of the source up to here, where that can be told
 
-    def facts(self) -> dict[str, Any]:
-        return {"documents": self.read, "duplicates": self.duplicates, "digest": self.digest}
+    def facts(self, near: int) -> dict[str, Any]:
+        """What the journal says when it is in the shards; `near` documents up to here are left out as well."""
+        return {"documents": self.read, "duplicates": self.exact + near, "digest": self.digest}
 
 
 class Reader:
     """Goes through a source once: documents that are new, and how far it is."""
 
-    def __init__(self, documents: Iterable[Document], is_new: Callable[[str, bytes], bool]) -> None:
-        self.documents = iter(documents)
-        self.is_new = is_new
-        self.read = self.duplicates = 0
+    def __init__(self, documents: Iterable[Document], told: Duplicates) -> None:
+        self.documents, self.told = documents, told
+        self.stream = iter(documents)
+        self.read = self.exact = self.near = 0  # documents; of these the same, and nearly the same, as one before
         self.digest = blake2b(digest_size=16)
 
-    def __iter__(self) -> Iterator[Document]:
-        """The documents that were not there before."""
-        for document in self.documents:
-            text = both(document)
-            mark = fingerprint(text)
-            self.read += 1
-            self.digest.update(mark)
-            if self.is_new(text, mark):
-                yield document
-            else:
-                self.duplicates += 1
-
-    def skip(self, line: dict[str, Any]) -> int:
-        """Go where a line of the journal says, and return the bytes of text up to there."""
-        size, new = 0, iter(self)
+    def skip(self, line: dict[str, Any], tokenise: InOrder, characters: int) -> None:
+        """Go where a line of the journal says, and remember the documents up to there."""
+        chunks = self.chunks(characters, line["documents"])
         with progress("finding the place", "documents", line["documents"]) as p:
-            while self.read < line["documents"] and (document := next(new, None)) is not None:
-                size += len(both(document).encode())
-                p.advance(self.read - p.done)
-        if (self.read, self.digest.hexdigest()) != (line["documents"], line["digest"]):
+            if self.told.near:
+                for chunk, _ in tokenise(chunks, self.told.pass_over):
+                    p.advance(chunk.read - p.done)
+                self.near = self.told.near.duplicates
+            else:
+                for chunk in chunks:
+                    p.advance(chunk.read - p.done)
+        if self.source() != {"documents": line["documents"], "digest": line["digest"]}:
             raise UserError(
                 "The text is not the one that was begun with: its first documents differ. Start anew with --overwrite."
             )
-        return size
 
-    def chunks(self, characters: int) -> Iterator[Chunk]:
-        """Documents in groups of bounded size."""
+    def chunks(self, characters: int, stop: int | None = None) -> Iterator[Chunk]:
+        """Documents that are new in groups of bounded size, until so many have been read."""
         batch: list[Document] = []
         length = 0
-        for document in self:
+        while self.read != stop and (document := next(self.stream, None)) is not None:
+            if not self._is_new(document):
+                continue
             batch.append(document)
-            length += len(document.text) + len(document.second or "")
+            length += sum(map(len, document.sides))
             if len(batch) == CHUNK_DOCUMENTS or length >= characters:
                 yield self._chunk(batch)
                 batch, length = [], 0
         if batch:
             yield self._chunk(batch)
 
+    def _is_new(self, document: Document) -> bool:
+        mark = fingerprint(both(document))
+        self.read += 1
+        self.digest.update(mark)
+        if document.word_starts is not None:
+            self.digest.update(repr(document.word_starts).encode())
+        new = self.told.is_new(mark)
+        self.exact += not new
+        return new
+
     def _chunk(self, batch: list[Document]) -> Chunk:
         size = sum(len(side.encode()) for document in batch for side in document.sides)
-        return Chunk(batch, len(batch), size, self.read, self.duplicates, self.digest.hexdigest())
+        return Chunk(batch, size, self.read, self.exact, self.digest.hexdigest(), position_of(self.documents))
+
+    def source(self) -> dict[str, Any]:
+        """Stands for all documents that were read, in their order."""
+        return {"documents": self.read, "digest": self.digest.hexdigest()}
 
 
-# --- duplicates ---------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def new_only(path: Path, dedup: str, max_memory: int) -> Iterator[Callable[[str, bytes], bool]]:
-    """A function that tells, of a text and its fingerprint, whether it is the first of its kind."""
-    if dedup == "none":
-        yield lambda text, mark: True
-        return
-    share = max_memory if dedup == "exact" else max_memory // 4
-    with closing(Seen(path.with_name(f".{path.name}.seen"), share)) as seen:
-        if dedup == "exact":
-            yield lambda text, mark: seen.is_new(mark)
-            return
-        near = NearDuplicates(max_memory=max_memory - share)
-        yield lambda text, mark: seen.is_new(mark) and not near.seen(text)
-        if near.forgotten:
-            say(f"--dedup near compared each text with the last {near.most:,} only: --max-memory has no room for more.")
+def source_of(documents: Iterable[Document], total_bytes: float | None = None) -> dict[str, Any]:
+    """What the manifest of shards says of the text that they are made of: read it all, and make nothing."""
+    reader = Reader(documents, Duplicates())
+    with how_far("comparing the text", reader, total_bytes) as advance:
+        for chunk in reader.chunks(CHUNK_CHARACTERS):
+            advance(chunk)
+    return reader.source()
 
 
 # --- processes ----------------------------------------------------------------------------------------------------
@@ -257,8 +283,13 @@ class Scale(NamedTuple):
     memory: int  # bytes for what tells duplicates
 
 
-def choose_scale(workers: int, max_memory: int | None, total_bytes: float | None, way: Way) -> Scale:
-    """As many processes as were asked for, unless memory, or a small text, speaks for fewer."""
+def choose_scale(
+    workers: int, max_memory: int | None, total_bytes: float | None, way: Way, least_memory: int = 0
+) -> Scale:
+    """As many processes as were asked for, unless memory, or a small text, speaks for fewer.
+
+    What tells duplicates has `least_memory` bytes or more.
+    """
     if workers < 0:
         raise UserError(f"--workers is {workers}, and must be at least 1 (or 0, for as many as there are cores).")
     wanted = workers or cores()
@@ -268,18 +299,20 @@ def choose_scale(workers: int, max_memory: int | None, total_bytes: float | None
         say("The function that finds salient spans cannot be named to other processes: this one works alone.")
         wanted = 1
     if max_memory is None:
-        return Scale(wanted, CHUNK_CHARACTERS, 2**28)
+        return Scale(wanted, CHUNK_CHARACTERS, max(2**28, least_memory))
     give_memory_back()
-    free = max_memory - max_memory // 16 - own_memory()
-    if wanted > 1 and free // wanted < WORKER + LEAST_CHARACTERS * CHARACTER:
-        fewer = max(1, free // (WORKER + LEAST_CHARACTERS * CHARACTER))
+    memory = max(max_memory // 16, least_memory)
+    free = max_memory - memory - own_memory()
+    least = WORKER + REMEMBERED + LEAST_CHARACTERS * CHARACTER
+    if wanted > 1 and free // wanted < least:
+        fewer = max(1, free // least)
         say(f"--max-memory has room for {fewer} of {wanted} workers.")
         wanted = fewer
-    characters = (free // wanted - (WORKER if wanted > 1 else 0)) // CHARACTER
+    characters = (free // wanted - REMEMBERED - (WORKER if wanted > 1 else 0)) // CHARACTER
     if characters < LEAST_CHARACTERS:
         needed = max_memory + (LEAST_CHARACTERS - characters) * CHARACTER * 16 // 15
         raise UserError(f"--max-memory is too little: {needed / 1e6:,.0f}MB are needed at least.")
-    return Scale(wanted, min(characters, CHUNK_CHARACTERS), max_memory // 16)
+    return Scale(wanted, min(characters, CHUNK_CHARACTERS), memory)
 
 
 def cores() -> int:
@@ -313,12 +346,10 @@ def has_name(find: Salient | None) -> bool:
 
 
 @contextmanager
-def many(
-    way: Way, tokenizer_folder: Path, workers: int
-) -> Iterator[Callable[[Iterable[Chunk]], Iterator[tuple[Chunk, Result]]]]:
+def many(way: Way, tokenizer_folder: Path, workers: int) -> Iterator[InOrder]:
     """A function that tokenises chunks in order, in this process or by a crew."""
     if workers > 1:
         with crew(way, tokenizer_folder, workers) as tokenise:
             yield tokenise
     else:
-        yield lambda chunks: ((chunk._replace(documents=[]), way(chunk.documents)) for chunk in chunks)
+        yield alone(way)

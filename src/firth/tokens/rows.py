@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from firth.console import say
+from firth.console import count, say
 from firth.errors import UserError
 from firth.files import damage, whole_folder
 from firth.tokens.shards import Shards
@@ -438,7 +438,7 @@ class Source:
     ) -> None:
         if shards.num_tokens < length and not allow_short:
             raise UserError(
-                f"The text has {shards.num_tokens:,} tokens, less than one row of {length:,}. "
+                f"The text has {count(shards.num_tokens, 'token')}, less than one row of {length:,}. "
                 f"Choose a shorter --max-seq-length, or give more text."
             )
         shards.demand(bits)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from firth.console import say
+from firth.console import count, say
 from firth.errors import UserError
 from firth.files import MANIFEST, damage, read_json
 from firth.tokens.tokenizer import Tokenizer, load_tokenizer
@@ -199,5 +199,5 @@ def check_sizes(folder: Path, files: dict[str, dict[str, Any]]) -> None:
         file = folder / name
         size = file.stat().st_size if file.is_file() else None
         if size != fact["bytes"]:
-            state = "is missing" if size is None else f"has {size:,} bytes, not {fact['bytes']:,}"
+            state = "is missing" if size is None else f"has {count(size, 'byte')}, not {fact['bytes']:,}"
             raise UserError(f"{folder} is damaged: {name} {state}. Prepare it again.")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from firth.console import count
 from firth.errors import UserError
 from firth.tokens.rows import Frame, Rows, Source, mix, permute
 from firth.tokens.shards import Shards
@@ -60,7 +61,7 @@ class StreamSource(Source):
         self.total = shards.num_tokens + shards.num_documents * frame.size
         if self.total < lanes * length and not allow_short:
             raise UserError(
-                f"The text has {self.total:,} tokens, too few for {lanes:,} rows of {length:,} that are read side by "
+                f"The text has {count(self.total, 'token')}, too few for {count(lanes, 'row')} of {length:,} side by "
                 "side. Choose a smaller --per-device-train-batch-size or a shorter --max-seq-length, or give more text."
             )
         self.edge_L = self.total * np.arange(lanes + 1) // lanes

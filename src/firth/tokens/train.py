@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 
-from firth.console import Line, duration, say, track, warn
+from firth.console import Line, count, duration, say, track, warn
 from firth.errors import UserError
 from firth.tokens.kinds import KINDS, SPACE_MARK, Cut, blank, own_config
 from firth.tokens.tokenizer import Tokenizer, is_byte_level
@@ -352,9 +352,9 @@ def counted(trainer: trainers.Trainer, name: str) -> dict[str, int]:
 
 def count_characters(words: Mapping[str, int]) -> Counter[str]:
     characters: Counter[str] = Counter()
-    for word, count in words.items():
+    for word, n in words.items():
         for c in word:
-            characters[c] += count
+            characters[c] += n
     return characters
 
 
@@ -366,10 +366,10 @@ def by_count(counts: Mapping[str, int]) -> list[tuple[str, int]]:
 def most_of(counts: Mapping[str, int], share: float) -> Iterator[str]:
     """The most frequent ones that make up this share of all."""
     wanted = share * sum(counts.values())
-    for name, count in by_count(counts):
+    for name, n in by_count(counts):
         if wanted <= 0:
             return
-        wanted -= count
+        wanted -= n
         yield name
 
 
@@ -378,8 +378,9 @@ def say_what_is_lost(plan: Plan, characters: Mapping[str, int], kept: set[str]) 
     if not lost:
         return
     spelled = plan.state["model"].get("byte_fallback")
-    fate = "are spelled in bytes" if spelled else f"become {plan.state['model'].get('unk_token')}"
-    warn(f"{len(lost):,} rare characters have no token of their own and {fate}: {' '.join(lost[:10])} ...")
+    fate = "spelled in bytes" if spelled else f"read as {plan.state['model'].get('unk_token')}"
+    some = count(len(lost), "rare character has no token and is", "rare characters have no token and are")
+    warn(f"{some} {fate}: {' '.join(lost[:10])}{' ...' if len(lost) > 10 else ''}")
 
 
 def guard(texts: Iterable[str]) -> Iterator[str]:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from firth.train.parts import fill, local
+
 SOON = 10  # at the start it forgets sooner, as if it had seen so many steps: the first weights are random
 
 
@@ -24,10 +26,15 @@ class Average:
         self.mean = {name: value.clone() for name, value in self.current.items()}
 
     @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Take in the weights after a step."""
-        new = 1 - decay_at(step, self.decay)
-        torch._foreach_lerp_(list(self.mean.values()), list(self.current.values()), new)
+    def update(self, step: int, skipped: Tensor | float = 0.0) -> None:
+        """Take in the weights after a step, unless it was `skipped`: 1 or 0, on the device, and never read."""
+        new = (1 - decay_at(step, self.decay)) * (1 - skipped)
+        mean, current = ([local(value) for value in some.values()] for some in (self.mean, self.current))
+        if isinstance(new, Tensor):
+            new = new.to(mean[0].device)  # where weights are kept elsewhere than they are computed with
+        change = torch._foreach_sub(current, mean)  # in the room that the gradients have left
+        torch._foreach_mul_(change, new)
+        torch._foreach_add_(mean, change)
 
     def load(self, mean: Mapping[str, Tensor]) -> None:
         """Go on from a mean that was kept."""
@@ -52,4 +59,4 @@ class Average:
 def copy(source: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
     assert source.keys() == into.keys(), "the same weights"
     for name, value in source.items():
-        into[name].copy_(value)
+        fill(into[name], value)

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -25,12 +26,15 @@ from firth.files import damage, read_json, whole_folder, write_json
 from firth.models import Model, load_weights, read_tensors, write_model
 from firth.models.lora import has_lora
 from firth.models.weights import own_state
+from firth.train.parts import like
 
 LEARNED = "learned.safetensors"
 CARRY = "carry.safetensors"
 AVERAGE = "average.safetensors"
 GUARD = "guard.safetensors"
 OPTIMIZER = "optimizer.safetensors"
+# What a disk says that is full, or must not be written.
+REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 @dataclass
@@ -85,13 +89,31 @@ def save_checkpoint(run: Path, kept: Kept, state: State, recipe: dict[str, Any],
             training.mkdir()
             for file, tensors in kept.training.items():
                 save_file({name: value.contiguous() for name, value in tensors.items()}, training / file)
-            write_json(training / "state.json", {**asdict(state), "recipe": recipe})
+            write_state(training, state, recipe)
+    tidy(run, state, keep)
+    return folder
+
+
+def write_state(training: Path, state: State, recipe: dict[str, Any]) -> None:
+    """Where a run is, and what it is."""
+    write_json(training / "state.json", {**asdict(state), "recipe": recipe})
+
+
+def tidy(run: Path, state: State, keep: int) -> None:
+    """Remove the oldest checkpoints beyond `keep`, and the weights of earlier bests."""
     if keep:
         for old in list_checkpoints(run)[keep:]:
             remove_folder(old)
     if state.best_step:
-        forget_best(run, but=state.best_step)
-    return folder
+        forget_best(run, state.best_step, set(map(best_known, list_checkpoints(run))))
+
+
+def best_known(checkpoint: Path) -> int:
+    """The best step so far, as a checkpoint knows it; 0 where it knows none, or is damaged."""
+    try:
+        return int(read_json(checkpoint / "training" / "state.json")["best_step"])
+    except (UserError, KeyError, TypeError):
+        return 0
 
 
 @contextmanager
@@ -104,6 +126,21 @@ def disk_errors(path: Path) -> Iterator[None]:
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+
+
+@contextmanager
+def last_writes(run: Path) -> Iterator[None]:
+    """What a run writes at its end: where a disk does not take it, the error says what is safe, and how to go on."""
+    try:
+        with disk_errors(run):
+            yield
+    except OSError as e:
+        if e.errno not in REFUSED:
+            raise
+        safe = next((folder for folder in list_checkpoints(run) if damage(folder) is None), None)
+        what = f"{safe} is whole, so no step is lost" if safe else "What was whole before is whole still"
+        e.add_note(f"{what}: make room (or let it be written), and the same command with --resume goes on.")
+        raise
 
 
 def list_checkpoints(run: Path) -> list[Path]:
@@ -122,19 +159,21 @@ def last_checkpoint(run: Path) -> Path | None:
     return None
 
 
-def load_checkpoint(folder: Path, model: Model, optimizer: torch.optim.Optimizer) -> State:
-    """Fill model and optimizer exactly as they were. Where LoRA learns, the rest of the model is as it began."""
-    training = folder / "training"
+def load_model_weights(folder: Path, model: Model) -> None:
+    """Fill a model exactly as it was. Where LoRA learns, the rest of the model is as it began."""
     if has_lora(model):
-        put_back(model, load_file(training / LEARNED))
+        put_back(model, load_file(folder / "training" / LEARNED))
     else:
         load_weights(model, read_tensors(folder), str(folder), whole=True)
-    saved = load_file(training / OPTIMIZER)
+
+
+def load_optimizer(folder: Path, model: Model, optimizer: torch.optim.Optimizer) -> State:
+    """The same for the optimizer; and where the run was."""
     parameters = dict(model.named_parameters())
-    for key, value in saved.items():  # none of a parameter that no step has used yet
+    for key, value in _kept(folder, OPTIMIZER).items():  # none of a parameter that no step has used yet
         name, _, entry = key.rpartition("/")
-        optimizer.state[parameters[name]][entry] = value.to(parameters[name].device)
-    facts = read_json(training / "state.json")
+        optimizer.state[parameters[name]][entry] = like(parameters[name], value)
+    facts = read_json(folder / "training" / "state.json")
     return State(**{f.name: facts[f.name] for f in fields(State) if f.name in facts})
 
 
@@ -143,9 +182,9 @@ def load_carry(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
     return _kept(folder, CARRY, device)
 
 
-def load_average(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
+def load_average(folder: Path) -> dict[str, torch.Tensor]:
     """The running mean of the weights in a checkpoint."""
-    return _kept(folder, AVERAGE, device)
+    return _kept(folder, AVERAGE)
 
 
 def load_guard(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
@@ -153,9 +192,11 @@ def load_guard(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
     return _kept(folder, GUARD, device)
 
 
-def _kept(folder: Path, name: str, device: torch.device) -> dict[str, torch.Tensor]:
-    file = folder / "training" / name
-    return {name: value.to(device) for name, value in load_file(file).items()} if file.is_file() else {}
+def _kept(folder: Path, name: str, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """The tensors of a file, or of the parts that several processes wrote of it."""
+    path = folder / "training" / name
+    files = [path] if path.is_file() else sorted(path.parent.glob(f"{path.stem}-*-of-*{path.suffix}"))
+    return {name: value.to(device) for file in files for name, value in load_file(file).items()}
 
 
 def learned(model: Model) -> dict[str, torch.Tensor]:
@@ -174,22 +215,28 @@ def put_back(model: Model, tensors: dict[str, torch.Tensor]) -> None:
 
 def save_best(run: Path, model: Model, step: int) -> None:
     """Keep the weights of the best evaluation so far."""
-    with disk_errors(run), whole_folder(run / f"best-{step}") as temporary:
+    folder = run / f"best-{step}"
+    if folder.exists() and damage(folder) is not None:
+        remove_folder(folder)
+    with disk_errors(run), whole_folder(folder) as temporary:
         save_file(learned(model), temporary / LEARNED)
 
 
-def load_best(run: Path, model: Model, step: int) -> None:
-    """Take the weights of the best evaluation."""
+def load_best(run: Path, model: Model, step: int) -> bool:
+    """Take the weights of the best evaluation; where they are damaged, those of the last step stay, which is said."""
     folder = run / f"best-{step}"
     if problem := damage(folder):
-        raise UserError(f"{folder} is damaged ({problem}), and held the best weights. Start anew with --overwrite.")
+        warn(f"{folder} is damaged ({problem}), and held the best weights: those of the last step are taken.")
+        return False
     put_back(model, load_file(folder / LEARNED))
+    return True
 
 
-def forget_best(run: Path, but: int = 0) -> None:
-    """Remove the weights of bests before this one, once a checkpoint knows it; 0 removes all."""
+def forget_best(run: Path, before: int = 0, but: Container[int] = ()) -> None:
+    """Remove the weights of bests before this one, but for those that some checkpoint goes back to; 0 removes all."""
     for folder in run.glob("best-*"):
-        if not but or int(folder.name.removeprefix("best-")) < but:
+        step = int(folder.name.removeprefix("best-"))
+        if not before or (step < before and step not in but):
             remove_folder(folder)
 
 

@@ -11,6 +11,7 @@ import torch
 from firth.console import say
 from firth.errors import UserError
 from firth.text.pydocs import cache_folder
+from firth.train.parallel import ALONE, World, device_of
 from firth.train.recipe import Training
 
 
@@ -21,6 +22,7 @@ class Machine:
     compile: bool
     graphs: bool = False
     fp16: bool = False
+    world: World = ALONE  # who computes beside this process
 
     def precision(self) -> AbstractContextManager[object]:
         """Products in 16 bits where that is so; softmax, norms and losses stay in 32 (autocast's own choice)."""
@@ -35,12 +37,13 @@ class Machine:
             else f"{torch.get_num_threads()} CPU threads"
         )
         precision = "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
-        return f"{name}, {precision}{', compiled' if self.compile else ''}"
+        several = f"{self.world}, each on " if self.world.size > 1 else ""
+        return f"{several}{name}, {precision}{', compiled' if self.compile else ''}"
 
 
-def choose_machine(training: Training) -> Machine:
+def choose_machine(training: Training, world: World = ALONE) -> Machine:
     """A GPU where there is one. On a CPU bfloat16 is emulated on many machines and slower by orders of magnitude."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_of(world)
     can = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if (training.bf16 or training.weights == "bf16") and device.type == "cuda" and not can:
         raise UserError("This GPU has no bfloat16: leave --bf16 and --weights out.")
@@ -60,8 +63,10 @@ def choose_machine(training: Training) -> Machine:
         keep_compiled()
     # what is in a graph's memory does not outlive the next replay: neither gradients nor what a model remembers
     one = training.gradient_accumulation_steps == 1 and not getattr(training, "memory", 0)
-    graphs = one if training.cuda_graphs is None else training.cuda_graphs
-    return Machine(device, bf16, compiles, graphs and compiles and device.type == "cuda", fp16)
+    if training.cuda_graphs and world is not ALONE:
+        say("no CUDA graphs: what several processes say to each other is in none")
+    graphs = (one if training.cuda_graphs is None else training.cuda_graphs) and world is ALONE
+    return Machine(device, bf16, compiles, graphs and compiles and device.type == "cuda", fp16, world)
 
 
 def keep_compiled() -> None:

@@ -11,10 +11,15 @@ from pathlib import Path
 from firth.errors import UserError
 from firth.files import MANIFEST, refuse_unwritable
 from firth.train.checkpoint import remove_folder
+from firth.train.clock import CLOCK
+from firth.train.parallel import World
 
 LOCK = ".lock"
 PROOF = ("straight.yaml", "killed.yaml")  # the recipes of a proof (prove-resume)
-OURS = ("recipe.yaml", "source.json", "log.jsonl", "results.json", "predictions.jsonl", "report.html", LOCK, *PROOF)
+OURS = (
+    *("recipe.yaml", "source.json", "log.jsonl", "results.json", "predictions.jsonl", "report.html", LOCK, CLOCK),
+    *PROOF,
+)
 OUR_FOLDERS = (
     "final",
     "adapter",
@@ -33,7 +38,7 @@ OUR_FOLDERS = (
 STAGES = ("untrained", "pretraining", "pretrained-*", "scratch-*", "straight", "killed")
 LEFTOVERS = (".*.tmp", ".*.old")  # of a writer that was killed
 UNFINISHED = (".*.part", ".*.journal", ".*.seen")  # shards that a resumed run goes on with
-PREPARED = ("source.json", "tokenizer", "data")  # what is made of text before a run begins
+PREPARED = ("source.json", "tokenizer", "data", CLOCK)  # what is made of text before a run begins
 
 
 @contextmanager
@@ -64,9 +69,20 @@ def run_folder(
         try:
             yield path
         except BaseException:
-            if new and {p.name for p in path.iterdir()} <= {LOCK, "source.json"}:
+            if new and {p.name for p in path.iterdir()} <= {LOCK, CLOCK, "source.json"}:
                 shutil.rmtree(path, ignore_errors=True)
             raise
+
+
+@contextmanager
+def shared_folder(
+    world: World, path: Path, resume: bool = False, overwrite: bool = False, inputs: Sequence[str | Path] = ()
+) -> Iterator[Path]:
+    """The same for all processes of a run: the first one holds the folder, and the others begin when it does."""
+    with world.only_first(run_folder(path, resume, overwrite, inputs)):
+        world.begins(str(path))
+        world.wait()
+        yield path
 
 
 def check_folder(path: Path, resume: bool, overwrite: bool, inputs: Sequence[str | Path]) -> None:
@@ -74,7 +90,7 @@ def check_folder(path: Path, resume: bool, overwrite: bool, inputs: Sequence[str
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file; --output-dir needs a folder.")
     refuse_unwritable(path)
-    if not path.is_dir() or not [p for p in path.iterdir() if p.name != LOCK]:
+    if not path.is_dir() or not [p for p in path.iterdir() if p.name not in (LOCK, CLOCK)]:
         return
     if only_prepared(path) and not overwrite:
         return

@@ -70,6 +70,11 @@ class Guard:
             self.rescale(~norm.isfinite())
         return bad.float()
 
+    @property
+    def skipped(self) -> Tensor:
+        """1 where the last step has changed nothing, else 0: on the device, which need not be waited for."""
+        return self.found[2]
+
     def rescale(self, overflow: Tensor) -> None:
         """Half the scale after an overflow, twice the scale after a long calm."""
         assert self.scale is not None

@@ -24,7 +24,7 @@ class Log:
             kept = [line for line in read_log(path) if line["step"] <= step]
             write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self.file = open(path, "ab", buffering=0)  # noqa: SIM115
-        self.waiting = b""
+        self.path, self.waiting = path, b""
         self.failed: OSError | None = None
 
     def write(self, **facts: Any) -> None:
@@ -40,7 +40,7 @@ class Log:
         except OSError as e:
             if self.failed is None:
                 warn(f"log.jsonl cannot be written ({e.strerror}): its lines are kept for later, and the run goes on.")
-            self.failed = e
+            self.failed, e.filename = e, str(self.path)
         return not self.waiting
 
     def sync(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -29,8 +30,9 @@ from firth.train.checkpoint import (
     load_average,
     load_best,
     load_carry,
-    load_checkpoint,
     load_guard,
+    load_model_weights,
+    load_optimizer,
     save_best,
     to_keep,
 )
@@ -39,7 +41,8 @@ from firth.train.diagnose import diagnose
 from firth.train.guard import Found, Guard
 from firth.train.log import Log, NoLog, last_loss
 from firth.train.optim import make_optimizer, rate, unfreeze
-from firth.train.step import Carry, Run, prepared, train_step
+from firth.train.parallel import ALONE, World
+from firth.train.step import Carry, Run, add_counts, prepared, train_step
 from firth.train.writer import Writer
 
 
@@ -62,18 +65,23 @@ class Outcome:
 
 def fit(run: Run, resume: bool = False) -> Outcome:
     """Train to the last step; from the last whole checkpoint when `resume`."""
-    training = run.training
-    writer = Writer(run.folder, to_plain(training), training.save_total_limit, run.model, training.async_save)
-    model, guard = run.model.to(run.machine.device), Guard(training, run.machine)
+    training, model, world = run.training, run.model, run.machine.world
+    found = last_whole(run) if resume else None
+    if found is not None:
+        load_model_weights(found, model)
+    else:
+        world.same_weights(model)
+    writer, guard = make_writer(run), Guard(training, run.machine)
+    world.place(model, training, run.machine)
     optimizer = make_optimizer(model, training, run.pace)
     state, carry = State(), Carry()
     average = Average(learned(model), training.ema_decay) if training.ema_decay else None
-    if resume and run.folder and (found := last_checkpoint(run.folder)):
-        state, writer.saved = load_checkpoint(found, model, optimizer), found.name
-        carry, run.halvings = load_carry(found, run.machine.device), state.halvings
+    if found is not None:
+        state, writer.saved = load_optimizer(found, model, optimizer), found.name
+        carry, run.halvings = world.my_rows(load_carry(found, run.machine.device)), state.halvings
         guard.load(load_guard(found, run.machine.device))
         if average:
-            average.load(load_average(found, run.machine.device))
+            average.load(load_average(found))
         say(f"going on from {found}")
     losses_of = prepared(run)
     line, loss, scores, began = Line(), math.nan, {}, (time.monotonic(), state.step, state.tokens)
@@ -93,36 +101,38 @@ def fit(run: Run, resume: bool = False) -> Outcome:
             if state.bad_steps:
                 warn(f"step {told.step} is skipped: {found.reason}")
             if state.bad_steps >= training.max_bad_steps:
-                raise UserError(diagnose(run, losses_of, told.step, state.bad_steps, found, carry, writer.saved))
+                writer.wait()
+                why = diagnose(run, losses_of, told.step, state.bad_steps, found, carry, writer.saved)
+                raise UserError(world.share(why))
 
     def save() -> None:
         tell()
         state.halvings = run.halvings
-        if run.folder and log.is_written():  # a checkpoint never knows more than the log
-            kept = to_keep(model, optimizer, carry, average.mean if average else {}, guard.state())
-            writer.save(kept, state, first=log.sync)
+        if run.folder and world.share(log.is_written()):  # a checkpoint never knows more than the log
+            rows, mean = world.all_rows(carry), average.mean if average else {}
+            writer.save(to_keep(model, optimizer, rows, mean, guard.state()), state, first=log.sync)
 
-    with Log(run.folder / "log.jsonl", state.step) if run.folder else NoLog() as log, stop_asked() as stop, writer:
-        for step, micro, data in prefetch(run.batches, state.step, end_of(run, state), state.data):
+    with make_log(run, state.step) as log, stop_asked(world.size == 1) as stop, writer:
+        for step, micro, counts, data in prefetch(run.batches, state.step, end_of(run, state), state.data, world):
             # one training step
             lr = rate(step, training)
             unfreeze(optimizer, model, training, run.pace, step)
-            train_step(run, losses_of, optimizer, micro, step, lr, carry, guard)
-            state.step, state.tokens, state.data = step + 1, state.tokens + sum(b.num_tokens for b in micro), data
+            train_step(run, losses_of, optimizer, micro, step, lr, carry, guard, counts)
+            state.step, state.tokens, state.data = step + 1, state.tokens + counts["tokens"], data
             if average:
-                average.update(step)
+                average.update(step, guard.skipped)
 
             # now and then: log, evaluate, save
             last = state.step == training.max_steps
             logs = state.step % training.logging_steps == 0 or last
-            saves = state.step % training.save_steps == 0 or last or stop.is_set()
+            saves = state.step % training.save_steps == 0 or last
             untold.append(Told(state.step, state.tokens, lr, data, reading(guard.found), logs))
             tell(but=1 if reads_late(run.machine) else 0)
             writer.look()
             if run.evaluate and (state.step % training.eval_steps == 0 or last):
                 tell()
                 with average.in_place() if average else nullcontext():
-                    scores = run.evaluate(model)
+                    scores = world.share(run.evaluate(model))
                     compare(run, state, scores, model)
                 log.write(step=state.step, **scores)
                 last = last or state.step == end_of(run, state)
@@ -130,13 +140,14 @@ def fit(run: Run, resume: bool = False) -> Outcome:
             for every, hook in run.hooks:
                 if state.step % every == 0:
                     hook(state.step, model)
-            if saves or last or stop.is_set():
+            stop.number = world.highest(stop.number)  # all stop after the same step
+            if saves or last or stop.number:
                 save()
-            if stop.is_set():
+            if stop.number:
                 line.close()
                 writer.wait()
                 lost = "" if writer.saved == f"checkpoint-{state.step}" else f", {writer.saved or 'nothing'} is saved"
-                raise Interrupted(f"stopped at step {state.step} of {training.max_steps}{lost}")
+                raise Interrupted(world.share(f"stopped at step {state.step} of {training.max_steps}{lost}"))
             if last:  # patience may have run out
                 break
     line.close()
@@ -147,13 +158,39 @@ def fit(run: Run, resume: bool = False) -> Outcome:
     earlier = state.best_step not in (0, state.step)
     if earlier:
         assert run.folder is not None
-        load_best(run.folder, model, state.best_step)
-        say(f"the weights of step {state.best_step:,} are taken, where the evaluation was best")
+        if load_best(run.folder, model, state.best_step):
+            say(f"the weights of step {state.best_step:,} are taken, where the evaluation was best")
+        else:
+            state.best_step = state.step
     if ended and run.folder:  # resumed after the last step: only its numbers are needed
         loss = last_loss(run.folder / "log.jsonl")
     if run.evaluate and (earlier or ended):
-        scores = run.evaluate(model)
+        scores = world.share(run.evaluate(model))
     return Outcome(state.step, state.tokens, loss, scores, speed, seconds, state.best_step or state.step)
+
+
+def last_whole(run: Run) -> Path | None:
+    """The checkpoint that a run goes on from; the first process looks for it."""
+    folder = run.folder
+    if folder is None:
+        return None
+    name = run.machine.world.once(lambda: getattr(last_checkpoint(folder), "name", None))
+    return None if name is None else folder / name
+
+
+def make_writer(run: Run) -> Writer:
+    """Who writes the checkpoints: the first process; all of them where each has a part of the model."""
+    training, world = run.training, run.machine.world
+    how = to_plain(training), training.save_total_limit, run.model, training.async_save
+    if world.kind == "fsdp":
+        from firth.train.shard import PartsWriter  # which takes a second to load
+
+        return PartsWriter(world, run.folder, *how)
+    return Writer(run.folder if world.first else None, *how)
+
+
+def make_log(run: Run, step: int) -> Log | NoLog:
+    return Log(run.folder / "log.jsonl", step) if run.folder and run.machine.world.first else NoLog()
 
 
 def end_of(run: Run, state: State) -> int:
@@ -162,7 +199,10 @@ def end_of(run: Run, state: State) -> int:
 
 
 def compare(run: Run, state: State, scores: Mapping[str, float], model: Model) -> None:
-    """Note whether an evaluation is the best so far, and keep its weights then; of equal ones the first is."""
+    """Note whether an evaluation is the best so far, and keep its weights then; of equal ones the first is.
+
+    One whose weights could not be kept is none: the next better one takes its place.
+    """
     if run.judge is None:
         return
     assert run.folder is not None, "a trial is not judged"
@@ -170,9 +210,22 @@ def compare(run: Run, state: State, scores: Mapping[str, float], model: Model) -
     if state.best_step and not value > state.best:  # what is no number is never better
         state.waited += 1
         return
-    state.best, state.best_step, state.waited = -math.inf if math.isnan(value) else value, state.step, 0
-    if state.step < run.training.max_steps:
-        save_best(run.folder, model, state.step)
+    state.waited = 0
+    folder, world = run.folder, run.machine.world
+    if state.step < run.training.max_steps and not world.once(lambda: keep_best(folder, model, state)):
+        return
+    state.best, state.best_step = -math.inf if math.isnan(value) else value, state.step
+
+
+def keep_best(folder: Path, model: Model, state: State) -> bool:
+    """Whether the weights of this step could be kept; where a disk does not take them, the best before them stays."""
+    try:
+        save_best(folder, model, state.step)
+    except OSError as e:
+        stays = f"those of step {state.best_step} stay the best" if state.best_step else "there are none yet"
+        warn(f"the best weights so far could not be kept ({e.strerror or e}): {stays}, and the run goes on.")
+        return False
+    return True
 
 
 class Told(NamedTuple):
@@ -214,48 +267,70 @@ def reading(numbers: torch.Tensor) -> Callable[[], Any]:
 
 
 def prefetch(
-    batches: Callable[[int], Sequence[Batch]], start: int, end: int, data: int = 0
-) -> Iterator[tuple[int, Sequence[Batch], int]]:
-    """The steps with their batches and a hash of all so far; the next ones are made while the last are computed."""
+    batches: Callable[[int], Sequence[Batch]], start: int, end: int, data: int = 0, world: World = ALONE
+) -> Iterator[tuple[int, Sequence[Batch], dict[str, int], int]]:
+    """The steps with their batches, what all processes together are asked in them, and a hash of all so far.
 
-    def made(step: int, before: int) -> tuple[Sequence[Batch], int]:
+    The next ones are made while the last are computed.
+    """
+    others = world.aside("batches")
+
+    def made(step: int, before: int) -> tuple[Sequence[Batch], dict[str, int], int]:
         micro = batches(step)
-        return micro, hashed(micro, before)
+        counts = others.sums({**add_counts(micro), "rows": sum(map(hash_rows, micro))})
+        return micro, {name: int(n) for name, n in counts.items()}, chained(int(counts["rows"]), before)
 
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
         following = pool.submit(made, start, data) if start < end else None
         for step in range(start, end):
             assert following is not None
-            micro, data = following.result()
+            micro, counts, data = following.result()
             following = pool.submit(made, step + 1, data) if step + 1 < end else None
-            yield step, micro, data
+            yield step, micro, counts, data
 
 
 def hashed(micro: Sequence[Batch], before: int) -> int:
-    """A hash of what a step reads and is asked, chained to another; however its rows are split into micro-batches."""
-    for arrays in zip(*micro, strict=True):
-        for array in arrays:
-            if array is not None:
-                before = crc32(np.ascontiguousarray(array).data, before)
-    return before
+    """A hash of what a step reads and is asked, chained to another; however its rows are split."""
+    return chained(sum(map(hash_rows, micro)), before)
+
+
+def chained(rows: int, before: int) -> int:
+    return crc32((rows % 2**32).to_bytes(4, "little"), before)
+
+
+def hash_rows(batch: Batch) -> int:
+    """The hashes of the rows of a batch, added up: so any process can add those of its own."""
+    found = [0] * len(batch.tokens)
+    for array in batch:
+        if array is not None:
+            data = np.ascontiguousarray(array).data.cast("B")
+            size = len(data) // len(found)
+            found = [crc32(data[i * size : (i + 1) * size], before) for i, before in enumerate(found)]
+    return sum(found)
+
+
+class Stop(threading.Event):
+    """Whether it is asked to stop, and by which signal; 0 until then."""
+
+    number = 0
 
 
 @contextmanager
-def stop_asked() -> Iterator[threading.Event]:
-    """Ctrl-C or a SIGTERM asks the loop to stop after the step; a second Ctrl-C stops at once.
+def stop_asked(says: bool = True) -> Iterator[Stop]:
+    """Ctrl-C or a SIGTERM asks the loop to stop after the step, which is said; a second Ctrl-C stops at once.
 
     An `Interrupted` that comes of it gets the exit code that belongs to the signal.
     """
-    stop, asked = threading.Event(), signal.SIGINT
+    stop = Stop()
 
     def ask(number: int, frame: object) -> None:
-        nonlocal asked
         if stop.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not stop.is_set():
-            asked = signal.Signals(number)
+            stop.number = number
             again = " (Ctrl-C again: at once, without saving)" if number == signal.SIGINT else ""
-            say(f"stopping after this step{again}")
+            if says:
+                say(f"stopping after this step{again}")
             stop.set()
 
     if threading.current_thread() is not threading.main_thread():
@@ -265,7 +340,7 @@ def stop_asked() -> Iterator[threading.Event]:
     try:
         yield stop
     except Interrupted as e:
-        e.code = 128 + asked
+        e.code = 128 + (stop.number or signal.SIGINT)
         raise
     finally:
         for number, handler in before.items():

@@ -32,7 +32,7 @@ from firth.models import (
     write_model,
 )
 from firth.objectives import MLM, NAMED, Batch, Draw, Objective
-from firth.plain import KIND, to_plain
+from firth.plain import KIND, from_plain, to_plain
 from firth.tokens import (
     MixedShards,
     MixedSource,
@@ -45,13 +45,16 @@ from firth.tokens import (
     Vocabulary,
     open_shards,
 )
-from firth.train.checkpoint import disk_errors, last_checkpoint, list_checkpoints, remove_folder
+from firth.train.checkpoint import disk_errors, last_checkpoint, last_writes, list_checkpoints, remove_folder
+from firth.train.clock import Clock
+from firth.train.deterministic import deterministic
 from firth.train.device import Machine, choose_machine
-from firth.train.folder import run_folder
+from firth.train.folder import shared_folder
 from firth.train.log import Log, read_log
 from firth.train.loop import fit
 from firth.train.optim import make_optimizer
-from firth.train.ramp import Stage, first_row, mean_batch, stage_at, stage_shares, stages
+from firth.train.parallel import ALONE, World, join
+from firth.train.ramp import Stage, check_share, first_row, mean_batch, share_of, stage_at, stage_shares, stages
 from firth.train.recipe import Recipe, Training, differences, load_recipe, save_recipe
 from firth.train.step import Carry, Losses, Run, dropout_seed, prepared, reading_on, sum_of_means, train_step
 from firth.train.unfreeze import Pace
@@ -59,8 +62,10 @@ from firth.train.unfreeze import Pace
 R = TypeVar("R", bound=Training)
 EVALUATIONS = 10  # per run, when --eval-steps does not say
 # Fields that a run may leave open, and then fixes, or notes of itself.
-SETTLED = ("max_steps", "warmup_steps", "eval_steps", "shards_checksum", "skips")
+SETTLED = ("max_steps", "warmup_steps", "eval_steps", "shards_checksum", "train_checksum", "dev_checksum", "skips")
 FIXED = ("model", "optim", "ema_decay", "order", "memory", "tokenizer")  # what a checkpoint's tensors depend on
+WAYS = ("parallel", "cpu_offload")  # how a step is computed, not what: any of them can go on with any checkpoint
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "processes")  # whose product a run keeps
 # Fields that name files and folders.
 PLACES = ("output_dir", "data", "checkpoint", "teacher", "train", "dev", "baseline")
 
@@ -78,11 +83,14 @@ def pretrain(
     A resumed run keeps its recipe unless `allow_change`; with `rewind` it goes back (see `go_back`).
     """
     recipe.check()
-    folder = Path(recipe.output_dir)
-    with run_folder(
-        folder, resume, overwrite, [recipe.data, *recipe.sources.values(), recipe.checkpoint, recipe.teacher]
-    ):
-        return pretrain_in(folder, recipe, resume, began, allow_change, rewind)
+    folder, world = Path(recipe.output_dir), join(recipe)
+    if world.goes_on(recipe.output_dir):
+        resume, overwrite, rewind = True, False, None
+    inputs = [recipe.data, *recipe.sources.values(), recipe.checkpoint, recipe.teacher]
+    with shared_folder(world, folder, resume, overwrite, inputs):
+        clock = Clock(folder, resume, began)
+        with world.only_first(clock):
+            return pretrain_in(folder, recipe, resume, clock.began, allow_change, rewind)
 
 
 def pretrain_in(
@@ -94,28 +102,43 @@ def pretrain_in(
     rewind: int | None = None,
 ) -> dict[str, Any]:
     """The same, in a folder that is held already."""
+    with deterministic(recipe.deterministic):
+        return run_in(folder, recipe, resume, began, allow_change, rewind)
+
+
+def run_in(
+    folder: Path, recipe: Recipe, resume: bool, began: float | None, allow_change: bool, rewind: int | None
+) -> dict[str, Any]:
+    """The run itself, from its data to its results."""
     began = time.monotonic() if began is None else began
-    stored = folder / "recipe.yaml"
-    earlier = load_recipe(stored, Recipe) if resume and stored.is_file() else None
-    if earlier is not None:
-        recipe = same_recipe(earlier, recipe, allow_change)
-        if (folder / "results.json").is_file() and damage(folder / "final") is None:
+    world, stored = join(recipe), folder / "recipe.yaml"
+    begins = not (resume and world.once(stored.is_file))
+    recipe = replace(recipe, processes=world.size)
+    if not begins:
+        recipe = agreed(world, lambda: same_recipe(load_recipe(stored, Recipe), recipe, allow_change))
+        if world.once(lambda: (folder / "results.json").is_file() and damage(folder / "final") is None):
             say(f"{folder} is finished already.")
             return dict(read_json(folder / "results.json"))
+    check_share(recipe, world.size)
     shards = open_data(recipe)
     tokenizer, objective = shards.tokenizer, recipe.objective
     check_fit(recipe, tokenizer)
-    recipe = same_shards(recipe, shards, allow_change)
-    if rewind is not None:
-        recipe = go_back(folder, recipe, rewind)
-    if earlier is not None:
-        save_recipe(recipe, stored)
-    machine = choose_machine(recipe)
 
-    rows = row_source(recipe, shards, held_out=False)
-    shorter = shorter_rows(recipe, shards)
+    def on_these_shards() -> Recipe:
+        found = same_shards(recipe, shards, allow_change)
+        if rewind is not None:
+            found = go_back(folder, found, rewind)
+        if not begins:
+            save_recipe(found, stored)
+        return found
+
+    recipe = agreed(world, on_these_shards)
+    machine = choose_machine(recipe, world)
+
+    rows = world.in_turn(lambda: row_source(recipe, shards, held_out=False))
+    shorter = world.in_turn(lambda: shorter_rows(recipe, shards))
     evaluate = None
-    if (aside := held_out_rows(recipe, shards)) is not None:
+    if (aside := world.in_turn(lambda: held_out_rows(recipe, shards))) is not None:
         evaluate = held_out_loss(recipe, aside, tokenizer, machine)
     teacher = load_teacher(recipe, machine)
     model = first_model(recipe, tokenizer, teacher)
@@ -124,21 +147,23 @@ def pretrain_in(
         assert isinstance(shards, Prepared), "a recipe with a mix has no warm start"
         say("counting which tokens keep company, for the first embeddings")
         warm_start(model, shards.train, recipe.seed)
-    if earlier is None:
+    if begins:
 
         def try_out() -> tuple[float, float]:
             def one(plain: Recipe, judged: bool) -> tuple[float, float]:
                 twin, source = first_model(plain, tokenizer, teacher), shorter.get(plain.max_seq_length, rows)
-                batches, judge = batch_function(plain, source, tokenizer), evaluate if judged else None
+                batches, judge = batch_function(plain, source, tokenizer, world=world), evaluate if judged else None
                 return trial(plain, machine, twin, batches, judge, learn_from(teacher, twin, plain))
 
             planned = stage_shares(recipe)
             found = [(share, one(alone(recipe, stage), i == 0)) for i, (stage, share) in enumerate(planned)]
             return sum(share * seconds for share, (seconds, _) in found), found[0][1][1]
 
-        recipe = settle(recipe, rows.num_rows, try_out, began, step_rows=mean_batch(recipe))
-        save_recipe(recipe, stored)
-    batches = batch_function(recipe, rows, tokenizer, shorter)
+        settled = settle(recipe, rows.num_rows, try_out, began, step_rows=mean_batch(recipe))
+        recipe = agreed(world, lambda: settled)
+        if world.first:
+            save_recipe(recipe, stored)
+    batches = batch_function(recipe, rows, tokenizer, shorter, world)
     say(
         f"{type(objective).__name__} on {shards.num_tokens:,} tokens in {rows.num_rows:,} rows of {rows.length} "
         f"({100 * rows.tokens_used:.1f}% filled): {recipe.max_steps:,} steps of {recipe.global_batch} rows, "
@@ -152,9 +177,9 @@ def pretrain_in(
     say(f"{recipe.model.family}, {recipe.model.shape}: {model.num_parameters:,} parameters")
     pace = Pace(recipe.layer_decay)
     run = Run(recipe, machine, model, batches, evaluate, folder, "pretraining", losses=losses, pace=pace)
-    outcome = fit(run, resume)
-
-    finish(model, folder)
+    with last_writes(folder):
+        outcome = fit(run, resume)
+        finish(model, folder, world)
     results = {
         "output_dir": str(folder),
         "steps": outcome.steps,
@@ -167,15 +192,26 @@ def pretrain_in(
         "parameters": model.num_parameters,
         "seconds": time.monotonic() - began,
     }
-    write_json(folder / "results.json", results)
-    return results
+    if world.first:
+        with last_writes(folder):
+            write_json(folder / "results.json", results)
+    return world.share(results)
 
 
-def finish(model: Model, folder: Path) -> None:
+def agreed(world: World, make: Callable[[], Recipe]) -> Recipe:
+    """The recipe that the first process makes, for all."""
+    if world.size == 1:
+        return make()
+    return from_plain(world.once(lambda: to_plain(make())), Recipe, "recipe")
+
+
+def finish(model: Model, folder: Path, world: World = ALONE) -> None:
     """Write `final/`, once."""
-    if damage(folder / "final") is not None:
-        with disk_errors(folder), whole_folder(folder / "final") as temporary:
-            write_model(model, temporary)
+    if world.once(lambda: damage(folder / "final") is not None):
+        complete = world.whole(model)
+        if complete is not None:
+            with disk_errors(folder / "final"), whole_folder(folder / "final") as temporary:
+                write_model(complete, temporary)
 
 
 def first_model(recipe: Recipe, tokenizer: Tokenizer, teacher: Model | None = None) -> Model:
@@ -291,17 +327,23 @@ def alone(recipe: Recipe, stage: Stage) -> Recipe:
         max_seq_length=stage.length,
         per_device_train_batch_size=stage.rows,
         gradient_accumulation_steps=stage.micro,
+        processes=1,
         batch_ramp=0.0,
         length_ramp=0.0,
     )
 
 
 def batch_function(
-    recipe: Recipe, rows: Source, tokenizer: Tokenizer, shorter: Mapping[int, Source] | None = None
+    recipe: Recipe,
+    rows: Source,
+    tokenizer: Tokenizer,
+    shorter: Mapping[int, Source] | None = None,
+    world: World = ALONE,
 ) -> Callable[[int], list[Batch]]:
     """The micro-batches of a step, as a pure function of the step. `shorter` are rows of earlier stages, by length.
 
-    After a rewind they are those of a later step, so that the text between is passed over.
+    Each process of a `world` reads its part of the rows, which are those of one process. After a rewind they are those
+    of a later step, so that the text between is passed over.
     """
     found, by_length = stages(recipe), {**(shorter or {}), recipe.max_seq_length: rows}
 
@@ -309,8 +351,9 @@ def batch_function(
         step += sum(count for first, count in recipe.skips if step >= first)
         stage = stage_at(found, step)
         first, source = first_row(stage, step), by_length[stage.length]
-        index = np.arange(first, first + stage.step_rows)
-        return [make_batch(recipe, source, some, tokenizer.vocab, step) for some in np.split(index, stage.micro)]
+        index = np.arange(first, first + stage.step_rows)[world.mine(stage.step_rows)]
+        micro = np.split(index, share_of(stage, world.size))
+        return [make_batch(recipe, source, some, tokenizer.vocab, step) for some in micro]
 
     return batches
 
@@ -329,24 +372,40 @@ def draw(recipe: Recipe, index: np.ndarray, step: int | None = None) -> Draw:
 def held_out_loss(
     recipe: Recipe, rows: Source, tokenizer: Tokenizer, machine: Machine
 ) -> Callable[[Model], dict[str, float]]:
-    """The mean loss on held-out documents, with the same noise every time."""
+    """The mean loss on held-out documents, with the same noise every time.
+
+    Processes take turns with the batches, unless each batch goes on from the one before: then each reads all. The sums
+    are added up in the order of the batches, as in one process.
+    """
     size, last = recipe.per_device_train_batch_size, min(rows.num_rows, recipe.eval_rows)
+    world = machine.world if recipe.order == "packed" else ALONE
+    starts = range(0, last, size)
 
     @torch.no_grad()
     def evaluate(model: Model) -> dict[str, float]:
         model.eval()
-        totals: dict[str, float] = defaultdict(float)
+        found: dict[str, float] = {}
         counts: Counter[str] = Counter()
         left: list[Carry] = []
-        for first in range(0, last, size):
+        for turn in range(0, len(starts), world.size):
+            place = min(turn + world.rank, len(starts) - 1)  # who has nothing left to do reads along
+            first = starts[place]
             batch = make_batch(recipe, rows, np.arange(first, min(first + size, last)), tokenizer.vocab)
             torch.manual_seed(dropout_seed(recipe.seed, first, 0))  # for models that draw tokens themselves
             with machine.precision(), reading_on(model, batch, left.pop() if left else {}, 0, left):
                 parts = model.losses(batch.to(machine.device))
-            for name, part in parts.items():
-                totals[name] += part.item()
-            counts.update(batch.counts)
-        return {"eval_loss": sum_of_means(totals, counts)}
+            for name in parts:
+                found |= {f"{name}/{i}": 0.0 for i in range(turn, min(turn + world.size, len(starts)))}
+            if place == turn + world.rank:
+                found |= {f"{name}/{place}": part.item() for name, part in parts.items()}
+                counts.update(batch.counts)
+            else:
+                counts.update(dict.fromkeys(batch.counts, 0))
+        machine.world.rest(model)
+        totals: dict[str, float] = defaultdict(float)
+        for key, value in world.sums(found).items():
+            totals[key.split("/")[0]] += value
+        return {"eval_loss": sum_of_means(totals, {name: int(n) for name, n in world.sums(counts).items()})}
 
     return evaluate
 
@@ -396,7 +455,8 @@ def trial(
     pace: Pace | None = None,
 ) -> tuple[float, float]:
     """Seconds that a step and an evaluation take, on a model that is thrown away."""
-    model = model.to(machine.device)
+    world = machine.world
+    world.place(model, training, machine)
     run = Run(training, machine, model, batches, losses=losses)
     losses_of = prepared(run)
     optimizer, carry = make_optimizer(model, training, pace), Carry()
@@ -406,7 +466,7 @@ def trial(
         for step in steps:
             total = train_step(run, losses_of, optimizer, batches(step), step, 0.0, carry)
         total.item()
-        return time.monotonic() - start
+        return world.share(time.monotonic() - start)
 
     timed(range(3))
     one = timed(range(3, 6)) / 3
@@ -418,16 +478,18 @@ def trial(
     return step_seconds, time.monotonic() - start
 
 
-def same_recipe(earlier: R, now: R, allow_change: bool = False) -> R:
+def same_recipe(earlier: R, now: R, allow_change: bool = False, never: Sequence[str] = FIXED) -> R:
     """The recipe that a resumed run goes on with; anything that was changed is said, and refused unless allowed.
 
-    What is left open now is as it was settled then, and a run's folder may have been moved.
+    What is left open now is as it was settled then, and a run's folder may have been moved. The fields in `never`
+    cannot change within a run.
     """
     settled = {name: getattr(earlier, name) for name in SETTLED if hasattr(now, name) and left_open(now, name)}
     places = {name: getattr(now, name) for name in PLACES if same_place(earlier, now, name)}
-    earlier, now = replace(earlier, **places), replace(now, **settled)
+    ways = {name: getattr(now, name) for name in WAYS}
+    earlier, now = replace(earlier, **places, **ways), same_batch(earlier, replace(now, **settled), allow_change)
     changed = differences(earlier, now)
-    if fixed := [change for change in changed if change.split(":")[0].split(".")[0] in FIXED]:
+    if fixed := [change for change in changed if change.split(":")[0].split(".")[0] in never]:
         raise UserError(
             "A resumed run keeps its recipe, and this one differs: " + "; ".join(fixed) + ". "
             "The checkpoints were made with these: leave them as they were, or start a new run."
@@ -440,6 +502,20 @@ def same_recipe(earlier: R, now: R, allow_change: bool = False) -> R:
     if changed:
         say("from here on the recipe differs: " + "; ".join(changed))
     return now
+
+
+def same_batch(earlier: R, now: R, allow_change: bool) -> R:
+    """A run keeps its batch however many processes it goes on in: each then computes more of it, or less."""
+    then = {name: getattr(earlier, name) for name in BATCH}
+    same = all(getattr(now, name) == then[name] for name in BATCH[:2])
+    adapted = now.global_batch == earlier.global_batch and not allow_change
+    if now.processes == earlier.processes or not (same or adapted):
+        return now
+    say(
+        f"the run began in {earlier.processes} processes and goes on in {now.processes}: "
+        f"a step still learns from {earlier.global_batch} rows"
+    )
+    return replace(now, **then)
 
 
 def same_shards(recipe: Recipe, shards: Prepared | MixedShards, allow_change: bool) -> Recipe:
@@ -463,8 +539,19 @@ def same_shards(recipe: Recipe, shards: Prepared | MixedShards, allow_change: bo
 def go_back(folder: Path, recipe: Recipe, steps: int) -> Recipe:
     """Go back to the last whole checkpoint at least so many steps before the trouble, and pass over its text.
 
-    The trouble is the steps that were skipped at the end of the log, or else the last step. All text from the
-    checkpoint to there is left out, which the recipe notes: any later resume leaves it out too.
+    All text from the checkpoint to there is left out, which the recipe notes: any later resume leaves it out too.
+    """
+    start, last = turn_back(folder, steps)
+    recipe = replace(recipe, skips=(*recipe.skips, (start, last - start)))
+    save_recipe(recipe, folder / "recipe.yaml")
+    pass_over(folder, start, last)
+    return recipe
+
+
+def turn_back(folder: Path, steps: int) -> tuple[int, int]:
+    """The step of the checkpoint that a run goes back to, and the last of its trouble; newer checkpoints are removed.
+
+    The trouble is the steps that were skipped at the end of the log, or else the last step.
     """
     if steps < 0:
         raise UserError(f"--rewind is {steps}, and must be at least 0.")
@@ -484,15 +571,16 @@ def go_back(folder: Path, recipe: Recipe, steps: int) -> Recipe:
             f"{folder} has no whole checkpoint {steps} steps before step {first}. Rewind by less, or start anew "
             "(--save-total-limit keeps more of them)."
         )
-    start = int(early[0].name.split("-")[1])
     for newer in found[: found.index(early[0])]:
         remove_folder(newer)
-    recipe = replace(recipe, skips=(*recipe.skips, (start, last - start)))
-    save_recipe(recipe, folder / "recipe.yaml")
-    with Log(log, start) as cut:
+    return int(early[0].name.split("-")[1]), last
+
+
+def pass_over(folder: Path, start: int, last: int) -> None:
+    """Cut the log of a run that goes back, and note it there."""
+    with Log(folder / "log.jsonl", start) as cut:
         cut.write(step=start, rewound_from=last, passed_over=last - start)
     say(f"going back from step {last} to step {start}; the text of the {last - start} steps between is passed over")
-    return recipe
 
 
 def left_open(recipe: Training, name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import NamedTuple
 
+from firth.errors import UserError
 from firth.train.recipe import Recipe
 
 FAR = 10**6  # steps of a run whose end is not planned yet, to tell which share of it each stage has
@@ -53,10 +54,27 @@ def edges_of(share: float, doublings: int, steps: int) -> list[int]:
 
 def split(recipe: Recipe, halvings: int) -> tuple[int, int]:
     """Rows of a micro-batch and how many of them make a step, where the batch is halved so many times."""
-    rows, count = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
+    rows, count = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps * recipe.processes
     for _ in range(halvings):
         rows, count = (rows, -(-count // 2)) if count > 1 else (max(1, rows // 2), 1)
     return rows, count
+
+
+def share_of(stage: Stage, size: int) -> int:
+    """How many micro-batches one of so many processes makes of its rows: as few as fit, all of one size."""
+    rows = stage.step_rows // size
+    return next(count for count in range(-(-rows // stage.rows), rows + 1) if rows % count == 0)
+
+
+def check_share(recipe: Recipe, size: int) -> None:
+    """Whether so many processes can share the rows of every step evenly."""
+    steps = sorted({stage.step_rows for stage in stages(recipe)})
+    if uneven := [rows for rows in steps if rows % size]:
+        fit = [str(n) for n in range(1, max(steps) + 1) if all(rows % n == 0 for rows in steps)]
+        raise UserError(
+            f"{size} processes cannot share {uneven[0]} rows of a step evenly, and a run keeps its batch. "
+            f"These can: {', '.join(fit[-16:])}."
+        )
 
 
 def stage_at(found: list[Stage], step: int) -> Stage:

@@ -81,6 +81,9 @@ class Training:
     async_save: bool = option(True, "Write checkpoints while the training goes on, from a copy in the host's memory.")
     logging_steps: int = option(1, "Write a line to log.jsonl every so many steps.")
     seed: int = option(0, "Decides the order of the text, the noise, the first weights and the dropout.")
+    deterministic: bool = option(
+        False, "Every sum in one order, so that a resumed run is the same bit for bit on a GPU too; slower there."
+    )
     gradient_checkpointing: bool = option(
         False, "Compute each layer again in the backward pass: a third slower, and room for much longer rows."
     )
@@ -106,9 +109,32 @@ class Training:
         None, "Compute scores for a multiple of 128 tokens, and cut off the rest again; by itself on a GPU."
     )
 
+    parallel: Literal["none", "ddp", "fsdp"] = option(
+        "none",
+        "Learn in several processes, which torchrun starts: ddp gives each the whole model, fsdp a part of it.",
+    )
+    cpu_offload: bool = option(
+        False, "With --parallel fsdp: weights and optimizer stay in the host's memory, and layers come when needed."
+    )
+    processes: int = 1  # what a run notes of itself: how many it began with, which its batch depends on
+
     @property
     def global_batch(self) -> int:
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+        """Rows that a step learns from, in all processes together."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.processes
+
+    def check_parallel(self) -> None:
+        """Whether several processes can do it."""
+        if self.cpu_offload and self.parallel != "fsdp":
+            raise UserError("cpu_offload is for --parallel fsdp: leave it out.")
+        if self.parallel != "fsdp":
+            return
+        if self.optim != "adamw":
+            raise UserError(
+                f"--parallel fsdp is for adamw, and {self.optim} needs whole matrices: take --parallel ddp, or adamw."
+            )
+        if self.weights == "bf16":
+            raise UserError("--parallel fsdp gathers weights in bfloat16 where --bf16 says so: leave weights=bf16 out.")
 
     def check(self) -> None:
         """Refuse numbers that make no sense before anything is computed."""
@@ -138,6 +164,7 @@ class Training:
             "ema_decay": 0,
             "spike_factor": 0,
             "max_bad_steps": 1,
+            "processes": 1,
         }
         for name, least in at_least.items():
             if getattr(self, name) < least:
@@ -159,6 +186,7 @@ class Training:
             raise UserError(
                 "cuda_graphs replay steps of one micro-batch: leave it out, or gradient_accumulation_steps."
             )
+        self.check_parallel()
         if self.seed >= 2**63:
             raise UserError(f"seed is {self.seed}, and must be less than 2 to the power of 63.")
         if not self.max_steps and not self.minutes and self.num_train_epochs <= 0:
@@ -250,6 +278,14 @@ class Recipe(Training):
             raise UserError(f"{family} has no layers like its teacher's: leave --teacher out.")
         if spec is not None and self.weights == "bf16":
             raise UserError(f"weights=bf16 is not for {family}: leave it out.")
+
+    def check_parallel(self) -> None:
+        super().check_parallel()
+        model = self.model
+        if self.parallel == "fsdp" and (model.recurrent is not None or self.teacher or self.memory):
+            raise UserError("--parallel fsdp goes with neither LSTMs nor a teacher nor a memory: take --parallel ddp.")
+        if self.parallel == "fsdp" and (model.share_stacks or model.num_shared > 1):
+            raise UserError("--parallel fsdp gives each layer to all in parts, and here layers share: take ddp.")
 
     def check_ramps(self) -> None:
         """Whether batches and rows can begin as small as that."""

@@ -20,6 +20,8 @@ from firth.tokens.rows import mix
 from firth.train.device import Machine
 from firth.train.guard import Guard
 from firth.train.halved import Halved
+from firth.train.parallel import World
+from firth.train.parts import local, whole
 from firth.train.recipe import Training
 from firth.train.unfreeze import Pace
 
@@ -60,12 +62,22 @@ def prepared(run: Run) -> Losses:
         if not run.machine.compile:
             return losses
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS)
+        if run.machine.world.kind == "fsdp":  # which gathers the weights of a block before it is computed
+            compile_blocks(run.model)
+            return losses
         return torch.compile(losses, dynamic=False, mode="reduce-overhead" if run.machine.graphs else None)
 
     if run.training.weights == "bf16":
         assert run.losses is None, "a recipe refuses it"
         return Halved(run.model, program)
     return program(run.losses or run.model.losses)
+
+
+def compile_blocks(model: Model) -> None:
+    """A program for each block."""
+    for stack in model.modules():
+        for block in stack.blocks if isinstance(stack, Stack) else ():
+            block.compile(dynamic=False)
 
 
 def train_step(
@@ -77,20 +89,23 @@ def train_step(
     lr: float,
     carry: Carry | None = None,
     guard: Guard | None = None,
+    counts: Mapping[str, int] | None = None,
 ) -> torch.Tensor:
     """Forward and backward over the micro-batches, one update.
 
-    Each part of the loss is a mean over all that the step asks of it: answers, pairs of texts, tokens. `carry` is what
-    the last step has left for this one, and becomes what this one leaves for the next. A step that `guard` finds bad
-    changes nothing.
+    Each part of the loss is a mean over all that the step asks of it: answers, pairs of texts, tokens; these `counts`
+    are of all processes. `carry` is what the last step has left for this one, and becomes what this one leaves for the
+    next. A step that `guard` finds bad changes nothing.
     """
-    total, left = gradients(run, losses_of, micro, step, carry or {}, guard.scale if guard else None)
+    total, left = gradients(run, losses_of, micro, step, carry or {}, guard.scale if guard else None, counts)
     norm = cut_gradients(run)
     bad = guard.judge(total, norm, step) if guard else None
     if carry is not None:
         hand_over(carry, joined(left), bad)
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("scale", 1.0)
+    if bad is not None:
+        bad = bad.to(next(run.model.parameters()).device)  # which may be the host's
     optimizer.found_inf = bad  # type: ignore[attr-defined]  # torch's own name: a fused step then leaves all as it is
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -98,18 +113,28 @@ def train_step(
 
 
 def gradients(
-    run: Run, losses_of: Losses, micro: Sequence[Batch], step: int, carry: Carry, scale: torch.Tensor | None = None
+    run: Run,
+    losses_of: Losses,
+    micro: Sequence[Batch],
+    step: int,
+    carry: Carry,
+    scale: torch.Tensor | None = None,
+    counts: Mapping[str, int] | None = None,
 ) -> tuple[torch.Tensor, list[Carry]]:
     """The loss of a step, its gradients, and what its rows leave; in smaller micro-batches where memory is short."""
-    counts, found = add_counts(micro), None
+    world, found = run.machine.world, None
+    counts = counts or all_counts(micro, world)
     while found is None:
         try:
             found = backward(run, losses_of, halve(micro, run.halvings), counts, step, carry, scale)
         except RuntimeError as e:
             if not out_of_memory(e):
                 raise
-        if found is None:  # only now is nothing of the failed attempt held any more
+        if world.one_failed(found is None):  # only now is nothing of the failed attempt held any more
+            found = None
             halve_again(run, losses_of, micro)
+    world.add_gradients(run.model)
+    world.add([found[0]])
     return found
 
 
@@ -130,7 +155,7 @@ def backward(
     if halved:
         halved.begin()
     for i, batch in enumerate(micro):
-        torch.manual_seed(dropout_seed(run.training.seed, step, i))
+        torch.manual_seed(dropout_seed(run.training.seed, step, run.machine.world.rank * len(micro) + i))
         if run.machine.graphs:
             torch.compiler.cudagraph_mark_step_begin()
         with run.machine.precision(), reading_on(run.model, batch, carry, sum(map(num_rows, micro[:i])), left):
@@ -140,15 +165,17 @@ def backward(
             halved.hand_over()
         total += loss.detach()
     if scale is not None:
-        torch._foreach_mul_([p.grad for p in run.model.parameters() if p.grad is not None], 1 / scale)
+        torch._foreach_mul_([local(p.grad) for p in run.model.parameters() if p.grad is not None], 1 / scale)
     return total, left
 
 
 def cut_gradients(run: Run) -> torch.Tensor:
     """The length of the gradient, which is cut where it is too long."""
     if run.training.max_grad_norm:
-        return torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.training.max_grad_norm)
-    return torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters() if p.grad is not None])
+        norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.training.max_grad_norm)
+    else:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters() if p.grad is not None])
+    return whole(norm).to(run.machine.device)
 
 
 def hand_over(carry: Carry, left: Carry, bad: torch.Tensor | None) -> None:
@@ -233,6 +260,11 @@ def add_counts(batches: Iterable[Batch]) -> Counter[str]:
     for batch in batches:
         counts.update(batch.counts)
     return counts
+
+
+def all_counts(batches: Iterable[Batch], world: World) -> dict[str, int]:
+    """The same over all processes."""
+    return {name: int(number) for name, number in world.sums(add_counts(batches)).items()}
 
 
 def sum_of_means(parts: Mapping[str, Any], counts: Mapping[str, int]) -> Any:

@@ -9,9 +9,10 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -31,7 +32,7 @@ from firth.models.presets import bag
 from firth.plain import from_plain, to_plain
 from firth.tokens import Shards, Tokenizer, Vocabulary, open_shards
 from firth.tokens.rows import mix, permute
-from firth.train.checkpoint import last_checkpoint, list_checkpoints, remove_folder
+from firth.train.checkpoint import disk_errors, last_checkpoint, last_writes, list_checkpoints, remove_folder
 from firth.train.log import Log, last_loss
 from firth.train.loop import Interrupted, stop_asked
 from firth.train.recipe import differences, read_yaml
@@ -40,6 +41,8 @@ STRETCH = 10_000  # tokens that a worker reads at once; windows end where a stre
 STRETCHES = 32  # in a step, after which all workers have done what they began
 RECORDS = 2**16  # pairs of words that a worker of GloVe reads at once
 HELD_OUT = 50  # stretches of held-out text that are scored at the end
+ENOUGH, FEWEST, OFTENEST = 20_000_000, 5, 50  # tokens of word2vec in all, and the bounds of its epochs, unless said
+TRIAL = 4.0  # seconds at most that steps are timed for, where a run is to end on time
 PAIRS, SHARED = 2**13, 1024  # on a GPU: pairs and noise words of a batch
 STATE = "state.safetensors"
 
@@ -72,6 +75,8 @@ class Vectors(Counted):
     window: int = 5  # words to each side
     min_count: int = 5  # words that occur less often are left out
     epochs: int = 5
+    max_steps: int = 0  # in place of epochs; 0: counted from them
+    minutes: float = 0.0  # plan the run to end after so many: some steps are timed, then max_steps is fixed
     workers: int = 0  # 0: one for each core. With 1 a run is the same every time, to the last bit
     bigrams: int = 0  # vectors of two words in a row, shared by their hash, for fine-tuning as fastText does; 0: none
     save_steps: int = 200
@@ -80,7 +85,7 @@ class Vectors(Counted):
     def check(self) -> None:
         super().check()
         for name in ("vector_size", "window", "epochs", "save_steps"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) < 1 and not (name == "epochs" and isinstance(self, Word2Vec)):
                 raise UserError(f"{name} is {getattr(self, name)}, and must be at least 1.")
 
 
@@ -88,6 +93,7 @@ class Vectors(Counted):
 class Word2Vec(Vectors):
     """Mikolov et al. 2013."""
 
+    epochs: int = 0  # 0: 5, and on a small text as many as make 20 million words, but at most 50
     sg: int = 1  # 1: skip-gram, 0: CBOW
     negative: int = 5  # noise words for each guess; 0: the softmax over all words, for small vocabularies
     ns_exponent: float = 0.75
@@ -132,6 +138,7 @@ class NgramRecipe(Counted):
 
 RECIPES: dict[str, type[Counted]] = {"word2vec": Word2Vec, "glove": GloVe, "ngram": NgramRecipe}
 C = TypeVar("C", bound=Counted)
+V = TypeVar("V", bound=Vectors)
 
 
 def same_counted(folder: Path, recipe: C, resume: bool) -> C:
@@ -140,8 +147,10 @@ def same_counted(folder: Path, recipe: C, resume: bool) -> C:
     if resume and stored.is_file():
         earlier = from_plain(read_yaml(stored), type(recipe), str(stored))
         moved: dict[str, Any] = {name: getattr(recipe, name) for name in ("output_dir", "data")}
-        if isinstance(recipe, Vectors) and not recipe.workers:
-            recipe = replace(recipe, workers=getattr(earlier, "workers"))  # noqa: B009, what it was settled to
+        if isinstance(recipe, Vectors) and isinstance(earlier, Vectors):  # what was left open is as it was settled
+            steps = earlier.max_steps if recipe.minutes or not recipe.max_steps else recipe.max_steps
+            settled = {name: getattr(recipe, name) or getattr(earlier, name) for name in ("workers", "epochs")}
+            recipe = replace(recipe, **settled, max_steps=steps)
         if changed := differences(replace(earlier, **moved), recipe):
             raise UserError(
                 "A resumed run keeps its recipe, and this one differs: " + "; ".join(changed) + ". "
@@ -150,8 +159,12 @@ def same_counted(folder: Path, recipe: C, resume: bool) -> C:
         return replace(earlier, **moved)
     if isinstance(recipe, Vectors) and not recipe.workers:
         recipe = replace(recipe, workers=os.cpu_count() or 1)
-    write_text(stored, yaml.safe_dump(to_plain(recipe), sort_keys=False, allow_unicode=True))
+    store(recipe, stored)
     return recipe
+
+
+def store(recipe: Counted, place: Path) -> None:
+    write_text(place, yaml.safe_dump(to_plain(recipe), sort_keys=False, allow_unicode=True))
 
 
 # --- the words of a text --------------------------------------------------------------------------------------------
@@ -305,9 +318,10 @@ class SkipGramOrCBOW:
         self.noise = word2vec.noise(lexicon.counts, recipe.ns_exponent)
         self.kept_N = word2vec.kept(lexicon.counts, recipe.sample)
         self.stretches = num_stretches(shards)
-        self.total = self.stretches * recipe.epochs
+        self.total = turns_of(recipe, self.stretches)
         self.steps = -(-self.total // STRETCHES)
-        self.tokens_per_step, self.tokens = STRETCH * STRETCHES, shards.num_tokens * recipe.epochs
+        epochs, rest = divmod(self.total, self.stretches)
+        self.tokens_per_step, self.tokens = STRETCH * STRETCHES, shards.num_tokens * epochs + rest * STRETCH
 
     def rate(self, number: int) -> float:
         return self._rate(number * STRETCHES)
@@ -408,9 +422,10 @@ class Factors:
         self.records, self.lexicon, self.recipe = records, lexicon, recipe
         self.arrays = glove.first_state(len(lexicon.counts), recipe.vector_size, recipe.seed)
         self.blocks = -(-len(records) // RECORDS)
-        self.total = self.blocks * recipe.epochs
+        self.total = turns_of(recipe, self.blocks)
         self.steps = -(-self.total // STRETCHES)
-        self.tokens_per_step, self.tokens = RECORDS * STRETCHES, len(records) * recipe.epochs
+        epochs, rest = divmod(self.total, self.blocks)
+        self.tokens_per_step, self.tokens = RECORDS * STRETCHES, len(records) * epochs + rest * RECORDS
 
     def rate(self, number: int) -> float:
         return self.recipe.eta
@@ -435,6 +450,11 @@ class Factors:
         sum_ND = self.arrays["words"] + self.arrays["contexts"]
         sum_ND[self.lexicon.counts == 0] = 0
         return as_model(self.lexicon.tokenizer, sum_ND, None, self.recipe.bigrams)
+
+
+def turns_of(recipe: Vectors, in_epoch: int) -> int:
+    """How often a worker takes something to read, where an epoch has so many such turns."""
+    return recipe.max_steps * STRETCHES if recipe.max_steps else in_epoch * (recipe.epochs or FEWEST)
 
 
 def added(parts: Any) -> tuple[float, int]:
@@ -485,25 +505,29 @@ def count_meetings(shards: Shards, lexicon: Lexicon, recipe: GloVe, folder: Path
 # --- runs -----------------------------------------------------------------------------------------------------------
 
 
-def pretrain_vectors(folder: Path, recipe: Counted, resume: bool = False) -> dict[str, Any]:
-    """Run a recipe of word2vec, GloVe or n-grams in a folder that is held already."""
-    began = time.monotonic()
+def pretrain_vectors(folder: Path, recipe: Counted, resume: bool = False, began: float | None = None) -> dict[str, Any]:
+    """Run a recipe of word2vec, GloVe or n-grams in a folder that is held already.
+
+    `began` is when the clock of `minutes` started (time.monotonic).
+    """
+    began = time.monotonic() if began is None else began
     recipe.check()
     recipe = same_counted(folder, recipe, resume)
     if resume and (folder / "results.json").is_file() and damage(folder / "final") is None:
         say(f"{folder} is finished already.")
         return dict(read_json(folder / "results.json"))
-    if isinstance(recipe, NgramRecipe):
-        results = count_text(folder, recipe)
-    else:
-        assert isinstance(recipe, Vectors)
-        results = learn_vectors(folder, recipe, resume)
-    results["seconds"] = time.monotonic() - began
-    write_json(folder / "results.json", results)
+    with last_writes(folder):
+        if isinstance(recipe, NgramRecipe):
+            results = count_text(folder, recipe)
+        else:
+            assert isinstance(recipe, Vectors)
+            results = learn_vectors(folder, recipe, resume, began)
+        results["seconds"] = time.monotonic() - began
+        write_json(folder / "results.json", results)
     return results
 
 
-def learn_vectors(folder: Path, recipe: Vectors, resume: bool) -> dict[str, Any]:
+def learn_vectors(folder: Path, recipe: Vectors, resume: bool, began: float) -> dict[str, Any]:
     shards = open_shards(recipe.data)
     text = shards.train
     lexicon = read_lexicon(text, shards.tokenizer, recipe.min_count)
@@ -516,12 +540,17 @@ def learn_vectors(folder: Path, recipe: Vectors, resume: bool) -> dict[str, Any]
             held_out = None  # its phrases are not joined
     warn_of_lonely_words(text)
     num = len(lexicon.counts) - len(lexicon.tokenizer.vocab.special)
+    recipe = replace(recipe, epochs=recipe.epochs or epochs_for(text.num_tokens))
     say(f"{num:,} words with {recipe.vector_size} numbers each, {recipe.workers} workers")
-    if isinstance(recipe, Word2Vec):
-        learner: Learner = (OnGPU if recipe.device == "cuda" else SkipGramOrCBOW)(text, lexicon, recipe)
-    else:
-        assert isinstance(recipe, GloVe)
-        learner = Factors(count_meetings(text, lexicon, recipe, folder / "counts"), lexicon, recipe)
+    if not (recipe.max_steps or recipe.minutes):
+        say(f"{text.num_tokens:,} tokens, read {recipe.epochs} times")
+    make: Callable[[Any], Learner] = partial(OnGPU if is_on_gpu(recipe) else SkipGramOrCBOW, text, lexicon)
+    if isinstance(recipe, GloVe):
+        make = partial(Factors, count_meetings(text, lexicon, recipe, folder / "counts"), lexicon)
+    if not (folder / "log.jsonl").is_file():  # no step was taken yet
+        recipe = settle(recipe, make, held_out, began) if recipe.minutes else recipe
+        store(recipe, folder / "recipe.yaml")
+    learner = make(recipe)
     loss, speed = fit_vectors(learner, folder, resume)
     model = learner.model()
     if damage(folder / "final") is not None:
@@ -541,6 +570,41 @@ def learn_vectors(folder: Path, recipe: Vectors, resume: bool) -> dict[str, Any]
         "tokens_per_second": speed,
         "parameters": model.num_parameters,
     }
+
+
+def epochs_for(tokens: int) -> int:
+    """How often a text is read unless said: 5 times, and a small one oftener.
+
+    >>> epochs_for(10**9), epochs_for(10**6), epochs_for(10**4)
+    (5, 20, 50)
+    """
+    return min(max(FEWEST, -(-ENOUGH // max(tokens, 1))), OFTENEST)
+
+
+def is_on_gpu(recipe: Vectors) -> bool:
+    return isinstance(recipe, Word2Vec) and recipe.device == "cuda"
+
+
+def settle(recipe: V, make: Callable[[V], Learner], held_out: Shards | None, began: float) -> V:
+    """Fix the steps that end with the minutes: some are timed, of a learner that is thrown away.
+
+    The rate of word2vec falls over just these, so that it ends where it should; `max_steps` says how many at most.
+    """
+    with ThreadPoolExecutor(max(recipe.workers, 1)) as pool:
+        learner = make(replace(recipe, max_steps=2**30))
+        learner.step(0, pool)  # compiles
+        start, done = time.monotonic(), 0
+        while not done or time.monotonic() - start < min(TRIAL, 6 * recipe.minutes):  # a tenth of the run at most
+            done += 1
+            learner.step(done, pool)
+        seconds = (time.monotonic() - start) / done
+        start = time.monotonic()
+        if isinstance(learner, SkipGramOrCBOW) and held_out is not None:
+            learner.held_out_loss(held_out)
+        left = 60 * recipe.minutes - (time.monotonic() - began) - (time.monotonic() - start)
+    steps = min(max(1, int(left / seconds)), recipe.max_steps or 2**30)
+    say(f"{seconds:.3f}s a step: {steps:,} steps take {duration(steps * seconds)}")
+    return replace(recipe, max_steps=steps)
 
 
 def warn_of_lonely_words(text: Shards) -> None:
@@ -579,7 +643,7 @@ def fit_vectors(learner: Learner, folder: Path, resume: bool) -> tuple[float, fl
             left = duration((learner.tokens - tokens) / speed)
             line.show(f"step {step:,}/{learner.steps:,}  loss {loss:.3f}  {speed:,.0f} tokens/s  {left} left")
             if step % recipe.save_steps == 0 or stop.is_set():
-                save_vectors(learner, folder, step)
+                try_to_save(learner, folder, step)
             if stop.is_set():
                 line.close()
                 raise Interrupted(f"stopped at step {step} of {learner.steps}")
@@ -593,6 +657,15 @@ def put_back(learner: Learner) -> None:
     if isinstance(learner, OnGPU):
         learner.inputs.copy_(torch.from_numpy(learner.inputs_ND))
         learner.outputs.copy_(torch.from_numpy(learner.outputs_ND))
+
+
+def try_to_save(learner: Learner, folder: Path, step: int) -> None:
+    """Write a checkpoint; a disk that is full costs that, which is said, and not the run."""
+    try:
+        with disk_errors(folder):
+            save_vectors(learner, folder, step)
+    except OSError as e:
+        warn(f"a checkpoint could not be written ({e.strerror or e}): those before it stay, and the run goes on.")
 
 
 def save_vectors(learner: Learner, folder: Path, step: int) -> None:

@@ -102,6 +102,7 @@ class Layout:
     read: Callable[[Settings], ModelConfig]
     write: Callable[[ModelConfig], Settings]
     lm: str  # the architecture with a language model's head
+    reader: str | None = None  # that of an encoder alone, where there is one beside a decoder
     answers: tuple[Answers, ...] = ()  # those with a head for a task
     pooler: str = "head.pooler"  # the dense layer with tanh over the first state, where the body has one of its own
     pair: str | None = None  # the architecture that has a pair head too
@@ -118,7 +119,9 @@ class Layout:
     @property
     def body(self) -> str:
         """The architecture without a head."""
-        return re.sub(r"(ForMaskedLM|ForCausalLM|ForConditionalGeneration|(With)?LMHeadModel)$", "Model", self.lm)
+        return self.reader or re.sub(
+            r"(ForMaskedLM|ForCausalLM|ForConditionalGeneration|(With)?LMHeadModel)$", "Model", self.lm
+        )
 
     def answers_of(self, head: object) -> Answers | None:
         """The architecture with a head of this kind; a score is written as classes are."""

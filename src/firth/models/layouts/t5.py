@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from firth.models.config import MLP, Buckets, FanIn, LMHead, ModelConfig, RMSNorm
+from firth.models.config import MLP, Buckets, FanIn, LMHead, ModelConfig, RMSNorm, Tags
 from firth.models.layouts.layout import (
+    Answers,
     Layout,
     Rule,
     Settings,
@@ -22,7 +23,8 @@ from firth.models.layouts.layout import (
 
 def rules(config: ModelConfig) -> Iterator[Rule]:
     yield Rule("embed.tokens.weight", ("shared.weight",))
-    for side, layers, last in (("encoder", config.num_layers, 1), ("decoder", config.decoder_layers, 2)):
+    sides = ("encoder", config.num_layers, 1), ("decoder", config.decoder_layers, 2)
+    for side, layers, last in sides if config.has_decoder else sides[:1]:
         yield Rule(
             f"{side}.score.table.weight", (f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",)
         )
@@ -77,7 +79,9 @@ def read(hf: Settings) -> ModelConfig:
 
 
 def write(c: ModelConfig) -> Settings:
-    plain = their_activation(c)
+    plain, words = their_activation(c), dict[str, bool]()
+    if isinstance(c.head, LMHead):
+        words = {"tie_word_embeddings": c.head.tied, "scale_decoder_outputs": c.head.scaled}
     gated = "gated-gelu" if c.mlp.activation == "gelu-tanh" else f"gated-{plain}"
     return {
         "vocab_size": c.vocab_size,
@@ -92,8 +96,7 @@ def write(c: ModelConfig) -> Settings:
         "relative_attention_max_distance": getattr(c.position, "far", None),
         "layer_norm_epsilon": c.norm.eps,
         "dropout_rate": c.dropout,
-        "tie_word_embeddings": getattr(c.head, "tied", None),
-        "scale_decoder_outputs": getattr(c.head, "scaled", None),
+        **words,
         "is_encoder_decoder": True,
     }
 
@@ -112,6 +115,16 @@ T5 = Layout(
     read,
     write,
     lm="T5ForConditionalGeneration",
+    reader="T5EncoderModel",
+    answers=(
+        Answers(
+            "T5ForTokenClassification",
+            Tags((), dropout=0.0),
+            "classifier",
+            settings={"dropout": "classifier_dropout"},
+            prefix="transformer.",
+        ),
+    ),
     twins={"shared.weight": ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")},
     unused=("lm_head.weight", "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"),
     settle=settle,

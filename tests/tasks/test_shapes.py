@@ -1,0 +1,168 @@
+"""Few shapes: what batches are padded to, and that nothing which is asked changes by that."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tasks.small import CPU, model_for, parts
+from tasks.test_alone import CASES, examples
+
+from firth.objectives import IGNORED, Batch
+from firth.tasks import FinetuneRecipe, finetune, make_task
+from firth.tasks.finetune import WORTH_COMPILING, compiling
+from firth.tasks.shapes import Shapes, Size, best_levels, find_shapes, padded, size_of, unpadded
+from firth.text import Example
+from firth.train import Machine
+
+FEW = Machine(torch.device("cpu"), False, compile=True)
+
+
+def test_levels_pad_the_least() -> None:
+    """Two levels: with 5 and 9 it is 90 * 5 + 10 * 9 = 540 rows, with 6 and 9 it is 99 * 6 + 9 = 603."""
+    count = Counter({4: 10, 5: 80, 6: 9, 9: 1})
+    assert best_levels(count, 1) == (9,)
+    assert best_levels(count, 2) == (5, 9)
+    assert best_levels(count, 3) == (5, 6, 9)
+    assert best_levels(count, 9) == (4, 5, 6, 9)
+
+
+def test_a_batch_by_hand() -> None:
+    batch = Batch(
+        np.array([[7, 8]]), doc=np.array([[0, 0]]), position=np.array([[0, 1]]), asked=np.array([[1]]),
+        target=np.array([[3]]),
+    )  # fmt: skip
+    found = padded(batch, Size(2, 3, 0, 2), 5)
+    assert found.tokens.tolist() == [[7, 8, 5], [5, 5, 5]]
+    assert found.doc.tolist() == [[0, 0, -1], [-1, -1, -1]]
+    assert found.position.tolist() == [[0, 1, 0], [0, 0, 0]]
+    assert found.asked.tolist() == [[1, 0], [0, 0]]
+    assert found.target.tolist() == [[3, IGNORED], [IGNORED, IGNORED]]
+    assert found.counts == batch.counts == {"answers": 1, "tokens": 2}
+    assert unpadded(np.arange(4).reshape(2, 2), size_of(batch), size_of(found)).tolist() == [[0]]
+
+
+def test_larger_batches_than_in_the_trial_get_few_shapes_too() -> None:
+    shapes = Shapes((3, 4), 64, 0, 8, 0)
+    assert shapes.fit(Size(1, 16, 0, 2)) == Size(3, 64, 0, 8)
+    assert shapes.fit(Size(4, 64, 0, 8)) == Size(4, 64, 0, 8)
+    assert shapes.fit(Size(6, 65, 0, 9)) == Size(6, 128, 0, 16)
+
+
+def of(name: str, family: str) -> tuple[Any, Any, list[Example]]:
+    config, tokenizer = parts(family)
+    known = pairs() if name == "embed" else written() if name in WRITTEN else examples(name)
+    recipe = FinetuneRecipe(max_target_length=8, max_seq_length=config.max_length or 64)
+    task = make_task(WRITTEN.get(name, name), known, tokenizer, config, recipe)
+    return task, model_for(task, config), known
+
+
+WRITTEN = {"text-to-text": "text-to-text", "lm": "lm"}
+
+
+def pairs() -> list[Example]:
+    return [Example(i, e.texts) for i, e in enumerate(examples("pair"))]
+
+
+def written() -> list[Example]:
+    return [Example(i, e.texts[:1], e.texts[1]) for i, e in enumerate(examples("pair"))]
+
+
+OTHERS = [("embed", "bert"), ("embed", "gpt2"), ("embed", "t5"), ("text-to-text", "t5"), ("text-to-text", "bart")]
+OTHERS += [("text-to-text", "gpt2")]
+
+
+@pytest.mark.parametrize(("name", "family"), [*CASES, *OTHERS])
+def test_padding_changes_nothing(name: str, family: str) -> None:
+    """The losses, their gradients and their counts, whatever the shape."""
+    task, model, known = of(name, family)
+    model.eval()
+    batch = task.batch(task.encode(known))
+    now = size_of(batch)
+    larger = padded(batch, Size(now.rows + 3, now.width + 64, now.written and now.written + 16, now.slots * 4), 0)
+    assert larger.counts == batch.counts
+    found = []
+    for one in (batch, larger):
+        model.zero_grad()
+        losses = model.losses(one.to(torch.device("cpu")))
+        sum(losses.values()).backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        found.append([*(float(x.detach()) for x in losses.values()), float(norm)])
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "family"), [*CASES, *OTHERS[:3]])
+def test_predictions_are_the_same(name: str, family: str) -> None:
+    task, model, known = of(name, family)
+    items = task.encode(known)
+    plain, few = task.predict(model, items, CPU, 3), task.predict(model, items, FEW, 3)
+    assert task.num_shapes <= 4
+    for a, b in zip(plain, few, strict=True):
+        if name in ("regress", "embed"):
+            assert b.prediction == pytest.approx(a.prediction, abs=1e-5)
+        else:
+            assert b.prediction == a.prediction
+        if a.scores:
+            assert b.scores == pytest.approx(a.scores, abs=1e-5)
+
+
+def test_shapes_of_many_batches_are_few() -> None:
+    rng = np.random.default_rng(0)
+    config, tokenizer = parts("bert")
+    known = [Example(i, (" ".join(["cat"] * int(n)),), "ab"[i % 2]) for i, n in enumerate(rng.integers(2, 25, 600))]
+    task = make_task("classify", known, tokenizer, config, FinetuneRecipe(max_seq_length=32))
+    items = task.encode(known)
+    batches = [task.batch([items[i] for i in rng.permutation(600)[:16]]) for _ in range(200)]
+    shapes = find_shapes(batches[:100], 0)
+    assert len({size_of(batch) for batch in batches}) > 4
+    found = [shapes(batch) for batch in batches]
+    assert len({size_of(batch) for batch in found}) <= 4
+    tokens = sum(batch.num_tokens for batch in batches)
+    assert tokens / sum(batch.tokens.size for batch in found) > 0.75
+
+
+def test_who_compiles(checkpoint_of: Any) -> None:
+    """Long runs leave it to the machine; short ones, and those that end on time, do not."""
+    config, _ = parts("bert")
+    usual = FinetuneRecipe(per_device_train_batch_size=10)
+    assert compiling(usual, config, 10 * WORTH_COMPILING).compile is None
+    assert compiling(usual, config, 3 * WORTH_COMPILING).compile is False
+    assert compiling(replace(usual, shots=100), config, 10 * WORTH_COMPILING).compile is False
+    assert compiling(replace(usual, max_steps=WORTH_COMPILING), config, 9).compile is None
+    assert compiling(replace(usual, minutes=5.0), config, 10 * WORTH_COMPILING).compile is False
+    assert compiling(replace(usual, compile=True), config, 9).compile is True
+
+
+def test_a_run_with_few_shapes_learns_the_same(
+    checkpoint_of: Any,
+    toy: Any,
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As if it were compiled: the same losses, scores and predictions; how many shapes there were is told."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    results, losses = [], []
+    for compiled in (False, True):
+        folder = tmp_path / str(compiled)
+        recipe = FinetuneRecipe(
+            checkpoint=str(checkpoint_of("bert")), task="classify", train=str(toy["train"]), dev=str(toy["dev"]),
+            output_dir=str(folder), seeds=1, max_steps=12, per_device_train_batch_size=5, max_seq_length=32,
+            learning_rate=1e-3, compile=compiled, save_steps=100,
+        )  # fmt: skip
+        results.append(finetune(recipe))
+        log = [line for line in (folder / "seed-0" / "log.jsonl").read_text().splitlines() if '"loss"' in line]
+        losses.append([json.loads(line)["loss"] for line in log])
+    plain, few = results
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5, atol=1e-5)
+    assert plain["accuracy"] == few["accuracy"]
+    facts = [json.loads((tmp_path / name / "seed-0" / "results.json").read_text()) for name in ("False", "True")]
+    assert [one["compiled"] for one in facts] == [False, True]
+    assert facts[1]["shapes"]["train"] <= 4
+    assert facts[1]["shapes"]["evaluate"] <= 4
+    assert "the step is compiled for batches of 2 rows of 32 tokens" in capsys.readouterr().err

@@ -1,0 +1,133 @@
+"""Several real processes, connected as torchrun connects them: what they are told to do, and what they said."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).parents[2] / "src"
+PATIENCE = 300  # seconds in which all must have ended
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def start(size: int, *words: object, **more: str) -> list[subprocess.Popen[str]]:
+    """`python WORDS` so many times, each with its number in the environment."""
+    shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", **more}
+    return [
+        subprocess.Popen(
+            [sys.executable, *map(str, words)],
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+
+
+def ended(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """The exit code of each, and what it wrote to stdout and stderr."""
+    try:
+        found = [p.communicate(timeout=PATIENCE) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    return [(p.returncode, out, err) for p, (out, err) in zip(processes, found, strict=True)]
+
+
+def run(size: int, jobs: Sequence[Mapping[str, Any]], place: Path, codes: Sequence[int] = (), **more: str) -> list[str]:
+    """Let so many processes run recipes one after the other; what each of them said. `codes` are how they end.
+
+    A job is {"recipe": its file, and what `pretrain` takes besides}, or {"words": those of a command line}; `harm` is
+    what goes wrong meanwhile.
+    """
+    plan = place / f"plan-{size}-{free_port()}.json"
+    plan.write_text(json.dumps(list(jobs)))
+    found = ended(start(size, __file__, plan, **more))
+    assert [code for code, _, _ in found] == list(codes or [0] * size), "\n".join(err for _, _, err in found)
+    return [err for _, _, err in found]
+
+
+def work(jobs: Sequence[dict[str, Any]]) -> None:
+    """What one process does."""
+    import warnings
+
+    from firth.errors import UserError
+    from firth.train import Interrupted, Recipe, load_recipe, pretrain
+
+    warnings.simplefilter("ignore")
+    for job in jobs:
+        with harmed(**job.pop("harm", {"kind": ""})):
+            if "words" in job:
+                from firth.cli import main
+
+                sys.argv = ["firth", *job["words"]]
+                main()
+            else:
+                recipe = load_recipe(Path(job.pop("recipe")), Recipe)
+                try:
+                    pretrain(recipe, **job)
+                except (Interrupted, UserError) as e:
+                    Path(f"{recipe.output_dir}-{os.environ['RANK']}.txt").write_text(f"{getattr(e, 'code', 2)}: {e}")
+
+
+class Stopped(Exception):  # noqa: N818
+    """Pulls the plug in the middle of a run."""
+
+
+@contextlib.contextmanager
+def harmed(kind: str, rank: int | None = None, step: int = -1, rows: int = 0) -> Iterator[None]:
+    """While it lasts something goes wrong in one process, or in all.
+
+    `memory` is short for more than so many rows; `nan`: losses are no numbers from a step on; `stop`: as if killed
+    after a step; `signal`: a SIGTERM comes during a step; `fail`: a step ends with an error.
+    """
+    import torch
+
+    from firth.errors import UserError
+    from firth.train import Run
+
+    steps, runs = importlib.import_module("firth.train.step"), importlib.import_module("firth.train.pretrain")
+    backward, here = steps.backward, rank is None or rank == int(os.environ["RANK"])
+
+    def broken(run: Any, losses_of: Any, micro: Any, counts: Any, now: int, *rest: Any) -> Any:
+        if here and kind == "memory" and len(micro[0].tokens) > rows:
+            raise torch.OutOfMemoryError("none left")
+        total, left = backward(run, losses_of, micro, counts, now, *rest)
+        if here and now == step:
+            if kind == "signal":
+                os.kill(os.getpid(), signal.SIGTERM)
+            if kind == "fail":
+                raise UserError(f"step {step} went wrong in process {rank}.")
+        return (total * torch.nan if here and kind == "nan" and now >= step else total), left
+
+    def hook(now: int, model: Any) -> None:
+        if kind == "stop" and now == step:
+            raise Stopped
+
+    steps.backward = broken
+    runs.Run = lambda *a, **k: Run(*a, **k, hooks=[(1, hook)])
+    try:
+        with contextlib.suppress(Stopped):
+            yield
+    finally:
+        steps.backward, runs.Run = backward, Run
+
+
+if __name__ == "__main__":
+    work(json.loads(Path(sys.argv[1]).read_text()))

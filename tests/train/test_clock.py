@@ -1,0 +1,173 @@
+"""The time that a run has used: a clock on the wall may jump, and a run that goes on counts what was used before."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from firth import verbs
+from firth.errors import UserError
+from firth.lab.prove_resume import compare
+from firth.train import Recipe, load_recipe, pretrain
+from firth.train.clock import CLOCK, Clock
+
+clocks = importlib.import_module("firth.train.clock")
+pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
+SOURCE = Path(__file__).parents[2] / "src" / "firth"
+Recipes = Callable[..., Recipe]
+SMALL = {"model.num_layers": 1, "model.dim": 32, "model.mlp.dim": 64}
+SIZES: dict[str, Any] = {"max_seq_length": 32, "per_device_train_batch_size": 4, "vocab_size": 400}
+
+
+class Hand:
+    """A clock that is moved by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        for module in (clocks, pretraining, verbs):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+
+@pytest.fixture
+def hand(monkeypatch: pytest.MonkeyPatch) -> Hand:
+    return Hand(monkeypatch)
+
+
+def test_it_counts_all_the_times_and_nothing_between(tmp_path: Path, hand: Hand) -> None:
+    with pytest.raises(KeyboardInterrupt), Clock(tmp_path) as clock:
+        hand.now += 5
+        assert clock.seconds == 5
+        clock.note()
+        hand.now += 2
+        raise KeyboardInterrupt
+    hand.now = 3.0  # the machine was started anew, a year later
+    with pytest.raises(KeyboardInterrupt), Clock(tmp_path, resume=True) as clock:
+        hand.now += 10
+        assert clock.seconds == 17
+        raise KeyboardInterrupt
+    assert Clock(tmp_path, resume=True).seconds == 17
+    assert Clock(tmp_path, resume=True, began=hand.now - 4).seconds == 21
+    assert Clock(tmp_path).seconds == 0, "a run that begins anew begins at 0"
+    for nonsense in ("", "{}", '{"seconds": null}', '{"seconds": -3}', "[]"):
+        (tmp_path / CLOCK).write_text(nonsense)
+        assert Clock(tmp_path, resume=True).seconds == 0
+    with Clock(tmp_path) as clock:
+        clock.note()
+    assert not (tmp_path / CLOCK).exists(), "a run that is done needs none"
+    with pytest.raises(UserError), Clock(tmp_path) as clock:
+        clock.note()
+        raise UserError("a wrong option")
+    assert not (tmp_path / CLOCK).exists()
+
+
+def test_a_disk_that_does_not_take_it_stops_nothing(tmp_path: Path) -> None:
+    with Clock(tmp_path / "nowhere") as clock:
+        clock.note()
+
+
+@pytest.fixture
+def jumping(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock on the wall, which is set back and forth by years whenever someone looks at it."""
+    rng, seen = random.Random(0), list[float]()
+
+    def look() -> float:
+        seen.append(rng.uniform(-1e9, 4e9))
+        return seen[-1]
+
+    monkeypatch.setattr(time, "time", look)
+    monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * look()))
+    return seen
+
+
+def test_a_clock_that_jumps_changes_nothing(recipe_of: Recipes, tmp_path: Path, request: Any) -> None:
+    fields = dict(dropout=0.1, ema_decay=0.9, max_steps=6, save_steps=2)
+    pretrain(recipe_of("bert", output_dir=str(tmp_path / "straight"), **fields))
+    request.getfixturevalue("jumping")
+    result = pretrain(recipe_of("bert", output_dir=str(tmp_path / "jumped"), **fields))
+    assert all(compare(tmp_path / "straight", tmp_path / "jumped").values())
+    assert 0 < result["seconds"] < 600
+
+
+def planned(recipe: Recipe) -> int:
+    return load_recipe(Path(recipe.output_dir) / "recipe.yaml", Recipe).max_steps
+
+
+def test_minutes_are_counted_by_a_clock_that_nobody_sets(
+    recipe_of: Recipes, tmp_path: Path, hand: Hand, jumping: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 seconds a step and 1 an evaluation: a minute, less 10 evaluations, is 25 steps. A resume plans no others."""
+    monkeypatch.setattr(pretraining, "trial", lambda *given, **named: (2.0, 1.0))
+    recipe = recipe_of("bert", minutes=1.0, max_steps=0, eval_rows=4, save_steps=10)
+
+    def stop(step: int, model: Any) -> None:
+        if step == 12:
+            raise KeyboardInterrupt
+
+    plain = pretraining.Run
+    monkeypatch.setattr(pretraining, "Run", lambda *a, **k: plain(*a, **k, hooks=[(1, stop)]))
+    with pytest.raises(KeyboardInterrupt):
+        pretrain(recipe)
+    assert planned(recipe) == 25
+    monkeypatch.setattr(pretraining, "Run", plain)
+    hand.now += 1e6
+    assert pretrain(recipe, resume=True)["steps"] == planned(recipe) == 25
+
+
+def test_a_resume_counts_the_time_that_was_used_before(
+    corpus_file: Path, tmp_path: Path, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """40 of 60 seconds went into the tokenizer before the run was stopped: 10 are left for 5 steps of 2."""
+    monkeypatch.setattr(pretraining, "trial", lambda *given, **named: (2.0, 1.0))
+    plain = verbs.run_tokenizer
+
+    def slowly(*given: Any) -> Any:
+        found = plain(*given)
+        hand.now += 40
+        return found
+
+    def stopped(*given: Any, **named: Any) -> Any:
+        raise KeyboardInterrupt
+
+    words: dict[str, Any] = {"overrides": SMALL, "minutes": 1.0, "eval_rows": 4, **SIZES}
+    with monkeypatch.context() as patch:
+        patch.setattr(verbs, "run_tokenizer", slowly)
+        patch.setattr(verbs, "prepare_shards", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            verbs.pretrain("bert-tiny", corpus_file, tmp_path / "run", **words)
+    hand.now += 1e6
+    result = verbs.pretrain("bert-tiny", corpus_file, tmp_path / "run", resume=True, **words)
+    assert result["steps"] == 5
+    assert result["seconds"] == 40
+    again = verbs.pretrain("bert-tiny", corpus_file, tmp_path / "anew", **words)
+    assert again["steps"] == 25
+
+
+# Where a wall clock may be looked at: a day that a chat template is told, which a run notes when it begins.
+ALLOWED = {"tasks/chat.py": {"now"}, "tasks/finetune.py": {"today"}}
+
+
+@pytest.mark.parametrize("room", ["train", "tasks", "lab"])
+def test_no_run_looks_at_the_clock_on_the_wall(room: str) -> None:
+    """By `time.time` and its like, by `datetime`, or by when a file was written."""
+    wall = {"time", "time_ns", "localtime", "gmtime", "now", "today", "utcnow", "st_mtime", "st_mtime_ns", "getmtime"}
+    files = sorted((SOURCE / room).rglob("*.py"))
+    assert files
+    for file in files:
+        found = {n.attr for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Attribute)} & wall
+        taken = {
+            name.name
+            for n in ast.walk(ast.parse(file.read_text()))
+            if isinstance(n, ast.ImportFrom) and n.module == "time"
+            for name in n.names
+        }
+        place = file.relative_to(SOURCE).as_posix()
+        assert found <= ALLOWED.get(place, set()), place
+        assert taken <= {"monotonic", "perf_counter", "sleep"}, place

@@ -1,0 +1,225 @@
+"""One order for every sum: what is switched, what is put back, which kernels are left out, and that it holds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch._inductor.config as inductor
+
+from firth import verbs
+from firth.errors import UserError
+from firth.lab.prove_resume import compare, last_step
+from firth.models import attention
+from firth.models.attention import Sight, attend_far
+from firth.models.fused import has_no_order
+from firth.models.relative import Distances
+from firth.train import Recipe, load_recipe, pretrain
+from firth.train.deterministic import IN_ORDER, WORKSPACE, deterministic
+
+Recipes = Callable[..., Recipe]
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+class Switches(NamedTuple):
+    """What a run may have changed for the next one."""
+
+    algorithms: bool
+    warns: bool
+    cudnn: bool
+    benchmark: bool
+    attention: bool
+    compiled: bool
+    workspace: str | None
+
+
+def switches() -> Switches:
+    return Switches(
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.benchmark,
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        inductor.deterministic,
+        os.environ.get(WORKSPACE),
+    )
+
+
+ON = Switches(True, False, True, False, False, True, IN_ORDER[0])
+
+
+def test_all_is_switched_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(WORKSPACE, raising=False)
+    before = switches()
+    assert before != ON
+    with deterministic(True):
+        assert switches() == ON
+    assert switches() == before
+    with pytest.raises(ZeroDivisionError), deterministic(True):
+        raise ZeroDivisionError
+    assert switches() == before
+    with deterministic(False):
+        assert switches() == before
+
+
+def test_what_a_person_has_set_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(WORKSPACE, ":0:0")
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        before = switches()
+        with deterministic(True):
+            assert switches() == ON
+        assert switches() == before
+        with monkeypatch.context() as patch:
+            patch.setenv(WORKSPACE, IN_ORDER[1])
+            with deterministic(True):
+                assert os.environ[WORKSPACE] == IN_ORDER[1], "the other right setting is right too"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_it_must_come_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(WORKSPACE, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    before = switches()
+    with pytest.raises(UserError, match="before CUDA starts"), deterministic(True):
+        pass
+    assert switches() == before
+    monkeypatch.setenv(WORKSPACE, IN_ORDER[0])
+    with deterministic(True):
+        assert switches() == ON
+
+
+def test_what_has_no_order_at_all_is_refused() -> None:
+    with pytest.raises(UserError, match="put_ has no fixed order"), deterministic(True):
+        torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+    with pytest.raises(RuntimeError, match="something else"), deterministic(True):
+        raise RuntimeError("something else")
+
+
+def test_a_run_switches_and_the_next_one_knows_nothing_of_it(
+    recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the run that asks for it has it; on a CPU, where all has an order, it changes nothing."""
+    monkeypatch.delenv(WORKSPACE, raising=False)
+    during: list[Switches] = []
+    plain = torch.optim.AdamW.step
+
+    def step(self: Any, *given: Any) -> Any:
+        during.append(switches())
+        return plain(self, *given)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    before = switches()
+    for name, wanted in (("with", True), ("without", False)):
+        pretrain(recipe_of("t5", dropout=0.1, output_dir=str(tmp_path / name), deterministic=wanted))
+        assert set(during) == ({ON} if wanted else {before})
+        during.clear()
+    assert load_recipe(tmp_path / "with" / "recipe.yaml", Recipe).deterministic
+    assert all(compare(tmp_path / "with", tmp_path / "without").values())
+
+
+# --- kernels that are left out
+
+
+def scores(ask: bool, read: bool, asked: bool) -> Distances:
+    H, T, S, d = 2, 4, 6, 16
+    q, k, vectors = torch.randn(1, H, T, d), torch.randn(1, H, S, d), torch.randn(H, T + S - 1, d)
+    places = torch.tensor([[0, 2, 3, 3]]) if asked else None
+    return Distances(q, T - 1, (q, vectors) if ask else None, (k, vectors) if read else None, places)
+
+
+@pytest.mark.parametrize(
+    ("ask", "read", "asked", "left_out"),
+    [
+        (True, True, False, False),
+        (True, False, True, False),
+        (False, True, True, True),
+        (True, True, True, True),
+    ],
+)
+def test_our_kernel_is_left_out_where_it_adds_as_it_comes(
+    ask: bool, read: bool, asked: bool, left_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is taken always otherwise, and gives way to single operations, which have an order."""
+    taken: list[str] = []
+
+    def fused(found: Distances, k: Any, v: Any, *rest: Any) -> torch.Tensor:
+        taken.append("fused")
+        return torch.zeros_like(found.query)
+
+    monkeypatch.setattr(attention, "can_fuse", lambda q: True)
+    monkeypatch.setattr(attention, "attend_by_distance", fused)
+    found = scores(ask, read, asked)
+    k = v = torch.randn(1, 2, 6, 16)
+    assert has_no_order(found) is left_out
+    attend_far(found, k, v, Sight(), 0.0, 1.0)
+    assert taken == ["fused"]
+    with deterministic(True):
+        attend_far(found, k, v, Sight(), 0.0, 1.0)
+    assert taken == ["fused"] * (1 if left_out else 2)
+
+
+# --- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("compiled", ["--compile", "--no-compile"])
+@pytest.mark.parametrize("model", ["bert-tiny", "gpt2-tiny", "t5-tiny", "deberta-tiny"])
+def test_a_killed_run_on_a_gpu_is_the_undisturbed_one(
+    model: str, compiled: str, corpus_file: Path, tmp_path: Path
+) -> None:
+    """Killed in the middle and resumed: log, data, weights and optimizer, bit for bit. As it runs by default there."""
+    sizes = ["--vocab-size=400", "--max-seq-length=96", "--per-device-train-batch-size=16", "--max-steps=60"]
+
+    def start(folder: Path) -> subprocess.Popen[str]:
+        words = ["pretrain", model, "--data", corpus_file, "--output-dir", folder, *sizes]
+        words += ["--deterministic", compiled, "--save-steps=10", "--eval-steps=25", "--resume"]
+        environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+        command = [sys.executable, "-m", "firth", *map(str, words)]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    def finish(folder: Path) -> None:
+        process = start(folder)
+        _, said = process.communicate(timeout=600)
+        assert process.returncode == 0, said
+        assert said.count("deterministic: every sum has one order") == 1
+
+    finish(tmp_path / "straight")
+    for step in (15, 37):
+        process = start(tmp_path / "killed")
+        end = time.monotonic() + 600
+        while last_step(tmp_path / "killed") < step:
+            assert process.poll() is None, process.stderr.read() if process.stderr else ""
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+    finish(tmp_path / "killed")
+    found = compare(tmp_path / "straight", tmp_path / "killed")
+    assert all(found.values()), found
+
+
+def test_it_goes_with_what_proves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe_of: Recipes) -> None:
+    """`prove-resume` writes it into the recipes of the runs that it kills."""
+    given: list[Recipe] = []
+
+    def note(recipe: Recipe, folder: Path, kills: int) -> dict[str, Any]:
+        given.append(recipe)
+        return {"equal": True}
+
+    monkeypatch.setattr(verbs, "prove", note)
+    data = Path(recipe_of("bert").data)
+    verbs.prove_resume("bert-tiny", data, tmp_path / "proof", kills=1, deterministic=True)
+    assert given[0].deterministic
