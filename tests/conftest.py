@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,15 @@ def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "animals.txt"
     path.write_text("\n\n".join(documents) + "\n", encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def quota() -> Iterator[Callable[[int | None], None]]:
+    """Let no file grow beyond so many bytes: the system refuses the rest of a write, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size: int | None) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)

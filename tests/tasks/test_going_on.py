@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -306,17 +305,6 @@ def test_a_resume_on_another_day_reads_the_same_text(
 
 
 # --- a disk that is full at the end
-
-
-@pytest.fixture
-def quota() -> Iterator[Callable[[int | None], None]]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limit(size: int | None) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
-
-    yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("last", ["write_predictions", "save_seed", "write_json", "conclude"])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,18 +27,6 @@ CPU = Machine(torch.device("cpu"), bf16=False, compile=False)
 Recipes = Callable[..., Recipe]
 Make = Callable[[str], Prepared]
 Quota = Callable[[int | None], None]
-
-
-@pytest.fixture
-def quota() -> Iterator[Quota]:
-    """Let no file grow beyond so many bytes: the system refuses the rest of a write, as a full disk does."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limit(size: int | None) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
-
-    yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 class Judged:

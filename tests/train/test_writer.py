@@ -5,10 +5,9 @@ from __future__ import annotations
 import errno
 import importlib
 import json
-import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -117,18 +116,6 @@ def test_a_mistake_of_ours_is_not_kept_quiet(recipe_of: Recipes, monkeypatch: py
 
 
 # --- a disk that is full
-
-
-@pytest.fixture
-def quota() -> Iterator[Callable[[int | None], None]]:
-    """Let no file grow beyond so many bytes: the system refuses the rest of a write, as a full disk does."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limit(size: int | None) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
-
-    yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("beside", [True, False])
