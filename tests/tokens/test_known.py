@@ -14,7 +14,6 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from firth.text import Document
-from firth.tokens import known as knowing
 from firth.tokens import train_tokenizer
 from firth.tokens.known import BERT, GPT2, LLAMA3, MARK, UNIGRAM, WORDS, Habit, Known, habit_of
 from firth.tokens.tokenise import Tokenised, Way
@@ -134,9 +133,8 @@ def test_a_word_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(known.known) == {"cat", "saw", "a"}, "what is long is not kept"
 
 
-def test_what_is_forgotten_is_learned_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knowing, "MOST", 1000)
-    way = Way(tokenizer_of("wordpiece"), 0.0, "en")
+def test_what_is_forgotten_is_learned_again() -> None:
+    way = Way(tokenizer_of("wordpiece"), 0.0, "en", memory=1000)
     plain = both_ways("wordpiece", TEXTS)[1]
     for _ in range(4):
         found = way([Document(text, "here") for text in TEXTS])[0]

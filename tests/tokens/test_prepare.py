@@ -125,11 +125,11 @@ def test_memory_and_small_texts_speak_for_fewer_workers(tokenizer: Tokenizer, mo
     way = Way(tokenizer, 0.0, "en")
     assert choose_scale(4, None, None, way).workers == 4
     assert choose_scale(4, None, 1000, way).workers == 1
-    few = choose_scale(4, 340_000_000, None, way)
+    few = choose_scale(4, 280_000_000, None, way)
     assert few.workers == 2
     assert few.characters < preparing.CHUNK_CHARACTERS
     assert choose_scale(4, 2_000_000_000, None, way).characters == preparing.CHUNK_CHARACTERS
-    with pytest.raises(UserError, match=r"--max-memory is too little: 1[45]\dMB are needed"):
+    with pytest.raises(UserError, match=r"--max-memory is too little: 11\dMB are needed"):
         choose_scale(4, 100_000_000, None, way)
     with pytest.raises(UserError, match="--workers is -1"):
         choose_scale(-1, None, None, way)
@@ -384,7 +384,7 @@ def test_what_memory_decides_stays_as_it_was_begun_with(
 ) -> None:
     """An early text comes again at the end: told in much memory, forgotten in little, whatever memory a resume has."""
     monkeypatch.setattr("firth.text.near.SMALL", 16)
-    for name, value in {"own_memory": int, "give_memory_back": int, "LEAST_CHARACTERS": 10, "REMEMBERED": 0}.items():
+    for name, value in {"own_memory": int, "give_memory_back": int, "LEAST_CHARACTERS": 10}.items():
         monkeypatch.setattr(preparing, name, value)
     again = Document(" ".join([*PLANTED[0].text.split()[:-1], "again"]), "b.txt")
     documents = [*PLANTED, again]

@@ -19,7 +19,7 @@ from firth.tokens.tokenizer import Tokenizer
 MARK = "\ufdd3"  # between stretches that are tokenised together; Unicode promises that it is no character
 GROUP = 500  # stretches
 LONGEST = 40  # characters of a stretch that may come again
-MOST = 2**25  # bytes that all of them may take; they are forgotten then, and the frequent ones soon back
+MOST = 2**25  # bytes that all of them may take
 ENTRY = 160  # bytes of one, beside its characters and tokens
 RUN = re.compile(r" \s")
 STRETCH = re.compile(r"(?<=\S)(?= )")
@@ -99,16 +99,19 @@ class Piece(NamedTuple):
 
 
 class Known:
-    """Tokenises texts, and remembers the stretches between spaces. `habit` is that of the tokenizer."""
+    """Tokenises texts, and remembers the stretches between spaces. `habit` is that of the tokenizer.
 
-    def __init__(self, tokenizer: Tokenizer, habit: Habit) -> None:
+    When they have filled `memory` they are forgotten; those that are frequent are soon back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, habit: Habit, memory: int = MOST) -> None:
         backend = Backend.from_str(tokenizer.backend.to_str())
         backend.add_tokens([AddedToken(MARK, normalized=False)])
         self.tokenizer, self.habit = tokenizer, habit
         self.marked = Tokenizer(backend, tokenizer.roles, tokenizer.config)
         self.mark = backend.token_to_id(MARK)
         self.known: dict[str, bytes] = {}
-        self.size = 0
+        self.size, self.memory = 0, memory
 
     def cut(self, text: str, edges: Sequence[int]) -> list[Piece] | None:
         """The pieces of a text that end at some characters; None where one of these may be within a token."""
@@ -168,7 +171,7 @@ class Known:
 
     def _learn(self, pieces: Sequence[Piece]) -> list[str]:
         """Learn the plain stretches that are new, and return those that are too long to be kept."""
-        if self.size > MOST:
+        if self.size > self.memory:
             self.known, self.size = {}, 0
         new = list(set(chain.from_iterable(piece.plain for piece in pieces)).difference(self.known))
         blobs = self._stretches([f" {stretch}" for stretch in new]).values()

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from firth.text import HELD_OUT, Document, Salient, fingerprint, load_salient, s
 from firth.text.corpus import position_of
 from firth.tokens.duplicates import DEDUP, Duplicates, duplicates, memory_for, near_texts_in
 from firth.tokens.growing import BLOCK, Growing, GrowingPart, blocks, growing
-from firth.tokens.known import MOST as REMEMBERED
+from firth.tokens.known import MOST
 from firth.tokens.tokenise import Way, both
 from firth.tokens.tokenizer import Tokenizer
 from firth.tokens.workers import InOrder, alone, crew
@@ -120,7 +121,7 @@ def finish(path: Path, shards: Growing, way: Way, header: dict[str, Any], reader
 
 def fill(shards: Growing, reader: Reader, way: Way, scale: Scale, total_bytes: float | None) -> None:
     """Tokenise what is not in the shards yet, chunk by chunk."""
-    with many(way, shards.folder / "tokenizer", scale.workers) as tokenise:
+    with many(replace(way, memory=scale.words), shards.folder / "tokenizer", scale.workers) as tokenise:
         if shards.line:
             reader.skip(shards.line, tokenise, scale.characters)
         decide = reader.told.stay if reader.told.near else None
@@ -281,6 +282,7 @@ class Scale(NamedTuple):
     workers: int
     characters: int  # of a chunk
     memory: int  # bytes for what tells duplicates
+    words: int = MOST  # bytes for words that a process remembers
 
 
 def choose_scale(
@@ -303,16 +305,18 @@ def choose_scale(
     give_memory_back()
     memory = max(max_memory // 16, least_memory)
     free = max_memory - memory - own_memory()
-    least = WORKER + REMEMBERED + LEAST_CHARACTERS * CHARACTER
+    least = WORKER + LEAST_CHARACTERS * CHARACTER * 4 // 3
     if wanted > 1 and free // wanted < least:
         fewer = max(1, free // least)
         say(f"--max-memory has room for {fewer} of {wanted} workers.")
         wanted = fewer
-    characters = (free // wanted - REMEMBERED - (WORKER if wanted > 1 else 0)) // CHARACTER
+    each = free // wanted - (WORKER if wanted > 1 else 0)
+    words = min(max(each, 0) // 4, MOST)
+    characters = (each - words) // CHARACTER
     if characters < LEAST_CHARACTERS:
-        needed = max_memory + (LEAST_CHARACTERS - characters) * CHARACTER * 16 // 15
+        needed = max_memory + (LEAST_CHARACTERS - characters) * CHARACTER * 4 // 3 * 16 // 15
         raise UserError(f"--max-memory is too little: {needed / 1e6:,.0f}MB are needed at least.")
-    return Scale(wanted, min(characters, CHUNK_CHARACTERS), memory)
+    return Scale(wanted, min(characters, CHUNK_CHARACTERS), memory, words)
 
 
 def cores() -> int:

@@ -14,7 +14,7 @@ import numpy as np
 
 from firth.text import Document, Salient, held_out
 from firth.tokens.edges import Side, in_spans, sentence_edges, sentence_ends, word_starts
-from firth.tokens.known import Known, Piece, habit_of
+from firth.tokens.known import MOST, Known, Piece, habit_of
 from firth.tokens.tokenizer import Tokenizer
 
 LONG = 2**17  # characters: while a text is encoded it takes 300 bytes for each, so a longer one is encoded in parts
@@ -50,6 +50,7 @@ class Way:
     held_out_share: float
     language: str
     salient: Salient | None = None
+    memory: int = MOST  # bytes for words that are remembered
 
     @property
     def dtype(self) -> type:
@@ -135,7 +136,7 @@ class Way:
     @cached_property
     def _known(self) -> Known | None:
         habit = habit_of(self.tokenizer)
-        return None if habit is None else Known(self.tokenizer, habit)
+        return None if habit is None else Known(self.tokenizer, habit, self.memory)
 
 
 def joined(parts: list[Text]) -> Text:

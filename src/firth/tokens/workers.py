@@ -85,7 +85,7 @@ class Worker:
         command = [sys.executable, "-P", "-c", "from firth.tokens.workers import main; main()"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         salient = None if way.salient is None else salient_name(way.salient)
-        self._send([str(tokenizer_folder.absolute()), way.held_out_share, way.language, salient])
+        self._send([str(tokenizer_folder.absolute()), way.held_out_share, way.language, salient, way.memory])
 
     def __call__(self, documents: Sequence[Document], decide: Decide | None = None) -> Result:
         """Tokenise all documents, or have them signed first and then tokenise those that are wanted."""
@@ -208,8 +208,8 @@ def crew(way: Way, tokenizer_folder: Path, workers: int) -> Iterator[InOrder]:
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     """Answer until the requests end."""
-    (folder, share, language, salient), _ = receive(requests)
-    way = Way(load_tokenizer(folder), share, language, load_salient(salient) if salient else None)
+    (folder, share, language, salient, memory), _ = receive(requests)
+    way = Way(load_tokenizer(folder), share, language, load_salient(salient) if salient else None, memory)
     while True:
         try:
             order, _ = receive(requests)
