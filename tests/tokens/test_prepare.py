@@ -129,7 +129,7 @@ def test_memory_and_small_texts_speak_for_fewer_workers(tokenizer: Tokenizer, mo
     assert few.workers == 2
     assert few.characters < preparing.CHUNK_CHARACTERS
     assert choose_scale(4, 2_000_000_000, None, way).characters == preparing.CHUNK_CHARACTERS
-    with pytest.raises(UserError, match=r"--max-memory is too little: 11\dMB are needed"):
+    with pytest.raises(UserError, match=r"--max-memory is too little: 120MB are needed"):
         choose_scale(4, 100_000_000, None, way)
     with pytest.raises(UserError, match="--workers is -1"):
         choose_scale(-1, None, None, way)
