@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from firth.errors import UserError
 from firth.models import Encoder, LMHead, make_model, replaced
@@ -51,6 +53,21 @@ def test_what_is_put_in_and_what_counts_as_replaced() -> None:
     read, wrong = filled(favour([10, 12, 9], [14, 15, 9]), BATCH)
     assert read.tolist() == TRUTH, "no mask is left, and the true tokens are back"
     assert not wrong.any()
+
+
+def test_no_loss_of_three_dimensions_is_taken() -> None:
+    """A GPU has no fixed order for it, and so a run that is to be deterministic would be refused."""
+    taken: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            taken.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        sum(lively().losses(BATCH).values()).backward()
+    assert "aten.nll_loss_forward.default" in taken
+    assert not [name for name in taken if "nll_loss2d" in name]
 
 
 def test_an_unused_slot_does_not_write_over_a_used_one() -> None:

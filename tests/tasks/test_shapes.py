@@ -135,6 +135,8 @@ def test_who_compiles(checkpoint_of: Any) -> None:
     assert compiling(replace(usual, shots=100), config, 10 * WORTH_COMPILING).compile is False
     assert compiling(replace(usual, max_steps=WORTH_COMPILING), config, 9).compile is None
     assert compiling(replace(usual, minutes=5.0), config, 10 * WORTH_COMPILING).compile is False
+    for in_turn in (replace(usual, crf=True), replace(usual, bilstm=8)):
+        assert compiling(in_turn, config, 10 * WORTH_COMPILING).compile is False
     assert compiling(replace(usual, compile=True), config, 9).compile is True
 
 

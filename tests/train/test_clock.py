@@ -68,6 +68,21 @@ def test_it_counts_all_the_times_and_nothing_between(tmp_path: Path, hand: Hand)
     assert not (tmp_path / CLOCK).exists()
 
 
+def test_an_error_of_a_run_that_has_begun_forgets_nothing(tmp_path: Path, hand: Hand) -> None:
+    with pytest.raises(KeyboardInterrupt), Clock(tmp_path):
+        hand.now += 5
+        raise KeyboardInterrupt
+    with pytest.raises(UserError), Clock(tmp_path, resume=True):
+        raise UserError("a wrong option of a run that goes on")
+    assert Clock(tmp_path, resume=True).seconds == 5
+    (tmp_path / CLOCK).unlink()
+    (tmp_path / "recipe.yaml").touch()
+    with pytest.raises(UserError), Clock(tmp_path):
+        hand.now += 7
+        raise UserError("3 steps in a row were skipped")
+    assert Clock(tmp_path, resume=True).seconds == 7
+
+
 def test_a_disk_that_does_not_take_it_stops_nothing(tmp_path: Path) -> None:
     with Clock(tmp_path / "nowhere") as clock:
         clock.note()

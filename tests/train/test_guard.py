@@ -22,15 +22,17 @@ from firth.objectives import Batch
 from firth.tokens import Prepared
 from firth.train import Machine, Recipe, Run, Training, fit, load_recipe, pretrain, read_log
 from firth.train import guard as guards
-from firth.train.guard import ENOUGH, Found, Guard
+from firth.train.guard import ENOUGH, Found, Guard, medians
 from firth.train.loop import hashed
 from firth.train.optim import make_optimizer
 from firth.train.pretrain import batch_function, first_model, row_source
-from firth.train.step import Carry, halve, hand_over, train_step
+from firth.train.step import Carry, halve, hand_over, prepared, train_step
 
 pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
 CPU = Machine(torch.device("cpu"), bf16=False, compile=False)
 HALF = replace(CPU, fp16=True)
+GPU = Machine(torch.device("cuda"), bf16=False, compile=False)
+GRAPHS = replace(GPU, compile=True, graphs=True)
 Recipes = Callable[..., Recipe]
 Make = Callable[[str], Prepared]
 
@@ -65,6 +67,14 @@ def test_a_spike_is_so_many_times_the_median() -> None:
     assert judged(Guard(Training(spike_factor=4.0), CPU), [*usual, (32.0, 1.0), (1.0, 4.1)]) == [0] * 17 + [1]
     assert judged(Guard(Training(spike_factor=4.0), CPU), [*usual, (33.0, 1.0), (33.0, 1.0)]) == [0] * 16 + [1, 1]
     assert judged(Guard(Training(spike_factor=4.0), CPU), [*usual[1:], (1e6, 1.0)]) == [0] * 16, "too few were seen"
+
+
+def test_medians_leave_out_what_is_no_number() -> None:
+    rows = torch.randn(9, 16, generator=torch.Generator().manual_seed(0))
+    for i in range(8):
+        rows[i, torch.randperm(16)[: 2 * i + 1]] = math.nan
+    rows[0, :] = math.nan
+    assert torch.equal(medians(rows).nan_to_num(-9.0), rows.nanmedian(1).values.nan_to_num(-9.0))
 
 
 def test_what_is_known_of_earlier_steps_is_kept() -> None:
@@ -235,6 +245,7 @@ def test_the_hash_is_of_the_rows_and_not_of_their_split(recipe_of: Recipes, shar
     labels = whole[0].labels.copy()
     labels[-1, -1] += 1
     assert hashed([whole[0]._replace(labels=labels)], 0) != hashed(whole, 0)
+    hashed([whole[0]._replace(asked=whole[0].asked[:, :0])], 0)  # nothing is asked: that is no mistake
 
 
 # --- memory
@@ -274,6 +285,25 @@ def test_smaller_micro_batches_give_the_same_gradient(
     said = capsys.readouterr().err
     assert f"{rows} rows are computed at once" in said
     assert said.count("out of memory") == {1: 3, 3: 1}[rows], "each size is said once, and kept for the next step"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_smaller_micro_batches_of_a_graph_give_the_same_gradient(recipe_of: Recipes, shards_of: Make) -> None:
+    """A replay writes over what the one before it has left in the graph's memory."""
+    recipe, shards = recipe_of("bert", per_device_train_batch_size=8), shards_of("bert")
+    batches = batches_of(recipe, shards)
+    found: list[list[torch.Tensor]] = []
+    for machine, halvings in ((GPU, 0), (GRAPHS, 2)):
+        model = first_model(recipe, shards.tokenizer).to("cuda")
+        run, optimizer = Run(recipe, machine, model, batches), torch.optim.SGD(model.parameters(), lr=0.1)
+        run.halvings = halvings
+        losses_of = prepared(run)
+        for i in range(4):
+            train_step(run, losses_of, optimizer, batches(i), i, 0.1)
+        found.append([p.detach().clone() for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_a_row_that_does_not_fit_is_said(recipe_of: Recipes, shards_of: Make) -> None:

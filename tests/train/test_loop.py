@@ -25,6 +25,7 @@ from firth.text import Corpus
 from firth.tokens import Prepared, load_tokenizer, prepare
 from firth.train import Interrupted, Machine, Recipe, Run, Training, fit, load_recipe, pretrain, read_log
 from firth.train.optim import rate
+from firth.train.parallel import World
 from firth.train.pretrain import batch_function, draw, first_model, held_out_loss, row_source
 from firth.train.step import dropout_seed, train_step
 
@@ -416,6 +417,27 @@ def test_ctrl_c_saves_and_says_so(
     monkeypatch.undo()
     pretrain(recipe, resume=True)
     assert weights(recipe.output_dir) == weights(tmp_path / "straight")
+
+
+def test_a_signal_that_comes_while_all_agree_is_not_lost(recipe_of: Recipes, shards_of: Make, tmp_path: Path) -> None:
+    """It comes after this process has said that it goes on: so it stops after the next step."""
+    recipe = recipe_of("gpt2", max_steps=6, save_steps=100, eval_steps=100, warmup_steps=0)
+    agreed: list[int] = []
+
+    class Late(World):
+        def highest(self, number: int) -> int:
+            agreed.append(number)
+            if len(agreed) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return number
+
+    shards = shards_of("gpt2")
+    model, machine = first_model(recipe, shards.tokenizer), replace(CPU, world=Late())
+    with pytest.raises(Interrupted, match="stopped at step 3 of 6") as stopped:
+        fit(Run(recipe, machine, model, batches_of(recipe, shards), folder=tmp_path))
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert agreed == [0, 0, signal.SIGTERM]
+    assert (tmp_path / "checkpoint-3").is_dir()
 
 
 def test_a_loss_that_is_no_number_stops_the_run(recipe_of: Recipes) -> None:

@@ -322,7 +322,8 @@ class Encoder(Model):
     def losses_of_both(self, generator: Replaced, batch: Reads) -> dict[str, Tensor]:
         """The generator's answers, and the body's verdict on every token of the text that they are put into."""
         logits_BKV, labels_BK = self.logits(batch).float(), batch.labels
-        answers = F.cross_entropy(logits_BKV.mT, labels_BK, ignore_index=IGNORED, reduction="sum")
+        scores_NV = logits_BKV.flatten(0, 1)  # a loss of three dimensions has no fixed order on a GPU
+        answers = F.cross_entropy(scores_NV, labels_BK.flatten(), ignore_index=IGNORED, reduction="sum")
         read_BT, replaced_BT = filled(logits_BKV, batch)
         score_BT = generator.verdict(self.body(batch._replace(tokens=read_BT)))
         return {"answers": answers, "tokens": generator.weight * verdict_loss(score_BT, replaced_BT, batch.doc)}

@@ -51,7 +51,7 @@ from firth.train import Machine, Outcome, Run, choose_machine, fit, load_recipe,
 from firth.train.checkpoint import forget_best, last_writes, list_checkpoints
 from firth.train.clock import Clock
 from firth.train.deterministic import deterministic
-from firth.train.pretrain import pass_over, same_recipe, settle, trial, turn_back
+from firth.train.pretrain import longer_skips, pass_over, same_recipe, settle, trial, turn_back
 from firth.train.recipe import differences
 
 EPOCHS, FEW_STEPS = 3.0, 200  # where nothing is said: so many passes, but at least so many steps, as small data need
@@ -215,11 +215,15 @@ def encode(recipe: FinetuneRecipe, task: Task, data: Data, machine: Machine, fol
 
 
 def compiling(recipe: FinetuneRecipe, config: ModelConfig, num_train: int) -> FinetuneRecipe:
-    """The recipe, which leaves compiling to the machine only where the run is known to be long enough for it."""
+    """The recipe, which leaves compiling to the machine only where the run is known to be long enough for it.
+
+    What goes from place to place is not compiled: a program of a chain of tags has a copy of its step for each place.
+    """
     examples = min(recipe.shots or num_train, num_train)
     planned = math.ceil((recipe.num_train_epochs or EPOCHS) * examples / recipe.global_batch)
-    long = (recipe.max_steps or planned) >= WORTH_COMPILING and not recipe.minutes and config.recurrent is None
-    return recipe if recipe.compile is not None or long else replace(recipe, compile=False)
+    long = (recipe.max_steps or planned) >= WORTH_COMPILING and not recipe.minutes
+    in_turn = config.recurrent is not None or recipe.crf or recipe.bilstm
+    return recipe if recipe.compile is not None or (long and not in_turn) else replace(recipe, compile=False)
 
 
 def trial_shapes(recipe: FinetuneRecipe, task: Task, items: Sequence[Any]) -> Shapes:
@@ -343,7 +347,7 @@ def go_back(folder: Path, recipe: FinetuneRecipe, steps: int) -> FinetuneRecipe:
     if name is None:
         raise UserError(f"{folder} is finished: there is nothing to rewind.")
     start, last = turn_back(folder / name, steps)
-    recipe = replace(recipe, skips={**recipe.skips, name: (*recipe.skips.get(name, ()), (start, last - start))})
+    recipe = replace(recipe, skips={**recipe.skips, name: longer_skips(recipe.skips.get(name, ()), start, last)})
     save_recipe(recipe, folder / "recipe.yaml")
     pass_over(folder / name, start, last)
     return recipe

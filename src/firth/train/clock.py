@@ -10,6 +10,7 @@ from firth.errors import UserError
 from firth.files import read_json, write_json
 
 CLOCK = ".clock"
+RECIPE = "recipe.yaml"  # a run that has one has begun
 
 
 class Clock:
@@ -17,12 +18,13 @@ class Clock:
 
     They are counted by time.monotonic, which nobody sets: neither a clock on the wall that jumps nor a night between
     two times counts. They are noted between stages and when a run is stopped; one that is killed forgets those of its
-    stage, and one that is done, or refused, needs none. `began` is when this time would have begun as the only one.
+    stage, and one that is done, or refused before it has begun, needs none. `began` is when this time would have begun
+    as the only one.
     """
 
     def __init__(self, folder: Path, resume: bool = False, began: float | None = None) -> None:
-        self.file = folder / CLOCK
-        self.began = (time.monotonic() if began is None else began) - (noted(self.file) if resume else 0.0)
+        self.file, self.earlier = folder / CLOCK, noted(folder / CLOCK) if resume else 0.0
+        self.began = (time.monotonic() if began is None else began) - self.earlier
 
     @property
     def seconds(self) -> float:
@@ -37,7 +39,8 @@ class Clock:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is None or issubclass(kind, UserError):
+        begun = self.earlier > 0 or self.file.with_name(RECIPE).is_file()
+        if kind is None or (issubclass(kind, UserError) and not begun):
             with suppress(OSError):
                 self.file.unlink(missing_ok=True)
         else:

@@ -140,10 +140,11 @@ def fit(run: Run, resume: bool = False) -> Outcome:
             for every, hook in run.hooks:
                 if state.step % every == 0:
                     hook(state.step, model)
-            stop.number = world.highest(stop.number)  # all stop after the same step
-            if saves or last or stop.number:
+            asked = world.highest(stop.number)  # all stop after the same step; a signal may come just now, for the next
+            if saves or last or asked:
                 save()
-            if stop.number:
+            if asked:
+                stop.number = asked
                 line.close()
                 writer.wait()
                 lost = "" if writer.saved == f"checkpoint-{state.step}" else f", {writer.saved or 'nothing'} is saved"
@@ -303,7 +304,7 @@ def hash_rows(batch: Batch) -> int:
     found = [0] * len(batch.tokens)
     for array in batch:
         if array is not None:
-            data = np.ascontiguousarray(array).data.cast("B")
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
             size = len(data) // len(found)
             found = [crc32(data[i * size : (i + 1) * size], before) for i, before in enumerate(found)]
     return sum(found)

@@ -542,10 +542,23 @@ def go_back(folder: Path, recipe: Recipe, steps: int) -> Recipe:
     All text from the checkpoint to there is left out, which the recipe notes: any later resume leaves it out too.
     """
     start, last = turn_back(folder, steps)
-    recipe = replace(recipe, skips=(*recipe.skips, (start, last - start)))
+    recipe = replace(recipe, skips=longer_skips(recipe.skips, start, last))
     save_recipe(recipe, folder / "recipe.yaml")
     pass_over(folder, start, last)
     return recipe
+
+
+def longer_skips(skips: Sequence[tuple[int, int]], start: int, last: int) -> tuple[tuple[int, int], ...]:
+    """What is left out (from a step on, so many) after one more way back, from `last` to `start`.
+
+    What an earlier way back has left out between them stays out: the text goes on after all that was read.
+
+    >>> longer_skips([], 4, 10), longer_skips([(4, 6)], 4, 8), longer_skips([(4, 6)], 2, 8)
+    (((4, 6),), ((4, 6), (4, 4)), ((2, 12),))
+    """
+    before = [skip for skip in skips if skip[0] <= start]
+    between = sum(count for first, count in skips if first > start)
+    return (*before, (start, last - start + between))
 
 
 def turn_back(folder: Path, steps: int) -> tuple[int, int]:

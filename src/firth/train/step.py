@@ -163,10 +163,19 @@ def backward(
         (loss if scale is None else loss * scale).backward()
         if halved:
             halved.hand_over()
+        elif run.machine.graphs and i == 0 and len(micro) > 1:
+            keep_gradients(run.model)
         total += loss.detach()
     if scale is not None:
         torch._foreach_mul_([local(p.grad) for p in run.model.parameters() if p.grad is not None], 1 / scale)
     return total, left
+
+
+def keep_gradients(model: Model) -> None:
+    """Take gradients out of a graph's memory, which the next replay writes over, before others are added to them."""
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad = p.grad.clone()
 
 
 def cut_gradients(run: Run) -> torch.Tensor:
