@@ -23,7 +23,7 @@ from firth.tokens import Prepared
 from firth.train import Machine, Recipe, Run, Training, fit, load_recipe, pretrain, read_log
 from firth.train import guard as guards
 from firth.train.guard import ENOUGH, Found, Guard, medians
-from firth.train.loop import hashed
+from firth.train.loop import chained, hash_rows
 from firth.train.optim import make_optimizer
 from firth.train.pretrain import batch_function, first_model, row_source
 from firth.train.step import Carry, halve, hand_over, prepared, train_step
@@ -51,6 +51,11 @@ def lines(folder: str | Path) -> list[str]:
 
 def weights(folder: str | Path) -> bytes:
     return (Path(folder) / "final" / "model.safetensors").read_bytes()
+
+
+def hashed(micro: Sequence[Batch], before: int) -> int:
+    """What the log of one process says of a step."""
+    return chained(sum(map(hash_rows, micro)), before)
 
 
 # --- which steps are bad

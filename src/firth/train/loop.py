@@ -290,12 +290,8 @@ def prefetch(
             yield step, micro, counts, data
 
 
-def hashed(micro: Sequence[Batch], before: int) -> int:
-    """A hash of what a step reads and is asked, chained to another; however its rows are split."""
-    return chained(sum(map(hash_rows, micro)), before)
-
-
 def chained(rows: int, before: int) -> int:
+    """A hash of what the rows of a step hash to, chained to that of the steps before."""
     return crc32((rows % 2**32).to_bytes(4, "little"), before)
 
 
