@@ -278,7 +278,6 @@ def test_each_reads_its_own_part_of_the_step(size: int, shards_of: Make, tmp_pat
         np.testing.assert_array_equal(mine.tokens, theirs.tokens)
         np.testing.assert_array_equal(mine.labels, theirs.labels)
     assert sum(map(hash_rows, read)) == sum(map(hash_rows, whole))
-    assert sum(map(hash_rows, read)) == sum(map(hash_rows, whole))
 
 
 def test_micro_batches_are_as_few_as_fit() -> None:
