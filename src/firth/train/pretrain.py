@@ -116,7 +116,7 @@ def run_in(
     recipe = replace(recipe, processes=world.size)
     if not begins:
         recipe = agreed(world, lambda: same_recipe(load_recipe(stored, Recipe), recipe, allow_change))
-        if world.once(lambda: (folder / "results.json").is_file() and damage(folder / "final") is None):
+        if world.once(lambda: is_finished(folder, recipe)):
             say(f"{folder} is finished already.")
             return dict(read_json(folder / "results.json"))
     check_share(recipe, world.size)
@@ -476,6 +476,12 @@ def trial(
     if evaluate is not None:
         evaluate(model)
     return step_seconds, time.monotonic() - start
+
+
+def is_finished(folder: Path, recipe: Recipe) -> bool:
+    """Whether a run has come to its last step; one that is given more steps goes on."""
+    results = folder / "results.json"
+    return results.is_file() and damage(folder / "final") is None and read_json(results)["steps"] >= recipe.max_steps
 
 
 def same_recipe(earlier: R, now: R, allow_change: bool = False, never: Sequence[str] = FIXED) -> R:
