@@ -28,6 +28,7 @@ def start(size: int, *words: object, **more: str) -> list[subprocess.Popen[str]]
     """`python WORDS` so many times, each with its number in the environment."""
     shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", **more}
+    shared |= {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}  # whatever the machine's name leads to
     return [
         subprocess.Popen(
             [sys.executable, *map(str, words)],
