@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import resource
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -64,3 +65,11 @@ def quota() -> Iterator[Callable[[int | None], None]]:
 
     yield limit
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture(autouse=True)
+def usual_signals() -> Iterator[None]:
+    """A command that was interrupted ignores Ctrl-C from then on, and so would every process that a later test starts."""
+    usual = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, usual)
