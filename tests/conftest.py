@@ -69,7 +69,7 @@ def quota() -> Iterator[Callable[[int | None], None]]:
 
 @pytest.fixture(autouse=True)
 def usual_signals() -> Iterator[None]:
-    """A command that was interrupted ignores Ctrl-C from then on, and so would each process that a later test starts."""
+    """An interrupted command ignores Ctrl-C from then on, and so would each process that a later test starts."""
     usual = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, usual)
