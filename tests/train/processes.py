@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).parents[2] / "src"
 PATIENCE = 300  # seconds in which all must have ended
 
 
@@ -27,7 +26,8 @@ def free_port() -> int:
 def start(size: int, *words: object, **more: str) -> list[subprocess.Popen[str]]:
     """`python WORDS` so many times, each with its number in the environment."""
     shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", **more}
+    shared |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **more}
+    shared |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     shared |= {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}  # whatever the machine's name leads to
     return [
         subprocess.Popen(

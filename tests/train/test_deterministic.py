@@ -26,7 +26,6 @@ from firth.train import Recipe, load_recipe, pretrain
 from firth.train.deterministic import IN_ORDER, WORKSPACE, deterministic
 
 Recipes = Callable[..., Recipe]
-SOURCE = Path(__file__).parents[2] / "src"
 
 
 class Switches(NamedTuple):
@@ -185,7 +184,7 @@ def test_a_killed_run_on_a_gpu_is_the_undisturbed_one(
     def start(folder: Path) -> subprocess.Popen[str]:
         words = ["pretrain", model, "--data", corpus_file, "--output-dir", folder, *sizes]
         words += ["--deterministic", compiled, "--save-steps=10", "--eval-steps=25", "--resume"]
-        environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         command = [sys.executable, "-m", "firth", *map(str, words)]
         return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
