@@ -27,17 +27,8 @@ class AWDStack(Recurrence):
         super().__init__(config, [nn.LSTM(a, b, batch_first=True) for a, b in pairwise(widths)])
         self.spec = spec
 
-    def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        doc: Tensor | None,
-        rank: Tensor | None = None,
-        states: list[Tensor] | None = None,
-        **others: Tensor | None,
-    ) -> Tensor:
-        assert rank is None, "a recipe refuses what an LSTM cannot see"
-        spec, last, found = self.spec, self.num_layers - 1, states if states is not None else []
-        texts = self.texts(x, doc)
+    def read_texts(self, x: Tensor, texts: Texts, found: list[Tensor]) -> Tensor:
+        spec, last = self.spec, self.num_layers - 1
         found.append(x)
         y = self.locked(texts.apart(x), spec.input_drop)
         for i, lstm in enumerate(cast(list[nn.LSTM], list(self.blocks))):

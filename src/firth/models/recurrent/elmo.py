@@ -85,20 +85,11 @@ class BothWays(Recurrence):
         super().__init__(config, [ProjectedPair(spec) for _ in range(config.num_layers)])
         self.drop = Dropout(config.dropout)
 
-    def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        doc: Tensor | None,
-        rank: Tensor | None = None,
-        states: list[Tensor] | None = None,
-        **others: Tensor | None,
-    ) -> Tensor:
+    def read_texts(self, x: Tensor, texts: Texts, found: list[Tensor]) -> Tensor:
         """The words themselves are the first of the states, twice side by side.
 
         Where rows go on from step to step only the way forward goes on: what comes after a row is not read yet.
         """
-        assert rank is None, "each way sees what it has read"
-        texts, found = self.texts(x, doc), states if states is not None else []
         found.append(torch.cat([x, x], -1))
         there, back = texts.apart(x), texts.flip(texts.apart(x))
         for i, pair in enumerate(cast(list[ProjectedPair], list(self.blocks))):

@@ -149,15 +149,6 @@ class Recurrence(Stack):
     def texts(self, x_BTD: Tensor, doc: Tensor | None) -> Texts:
         return texts_of(x_BTD, doc, whole=self.carried.carrying)
 
-
-class TwoWays(Recurrence):
-    """biLSTM layers: each reads its text both ways, and hands both on side by side."""
-
-    def __init__(self, config: ModelConfig, num_layers: int, dim: int, hidden: int, dropout: float) -> None:
-        widths = [dim] + [2 * hidden] * (num_layers - 1)
-        super().__init__(config, [EachWay(width, hidden) for width in widths])
-        self.drop = Dropout(dropout)
-
     def forward(  # type: ignore[override]
         self,
         x: Tensor,
@@ -167,7 +158,22 @@ class TwoWays(Recurrence):
         **others: Tensor | None,
     ) -> Tensor:
         assert rank is None, "a recipe refuses what an LSTM cannot see"
-        texts, found = self.texts(x, doc), states if states is not None else []
+        return self.read_texts(x, self.texts(x, doc), states if states is not None else [])
+
+    def read_texts(self, x: Tensor, texts: Texts, found: list[Tensor]) -> Tensor:
+        """The last states. What is read, and then the states of every layer, are added to `found`."""
+        raise NotImplementedError
+
+
+class TwoWays(Recurrence):
+    """biLSTM layers: each reads its text both ways, and hands both on side by side."""
+
+    def __init__(self, config: ModelConfig, num_layers: int, dim: int, hidden: int, dropout: float) -> None:
+        widths = [dim] + [2 * hidden] * (num_layers - 1)
+        super().__init__(config, [EachWay(width, hidden) for width in widths])
+        self.drop = Dropout(dropout)
+
+    def read_texts(self, x: Tensor, texts: Texts, found: list[Tensor]) -> Tensor:
         found.append(x)
         for block in self.blocks:
             x = texts.together(block(self.drop(texts.apart(x)), texts))
