@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -306,17 +306,14 @@ def pretrain(
         changes = all_changes(config, options, overrides, {"output_dir": str(output_dir), "data": "", "tokenizer": ""})
         return pretrain_counted(str(model), data, tokenizer, making, changes, resume, overwrite, began)
     order = take_order(model, data, output_dir, tokenizer, objective, making, config, overrides, options)
-    inputs = [*order.sources, *([order.given] if order.given else [])]
     world, place = join(order.recipe), Path(output_dir)
     if world.goes_on(str(output_dir)):
         resume, overwrite, rewind = True, False, None
     resume = resume or rewind is not None
-    with shared_folder(world, place, resume, overwrite, inputs) as folder:
+    with shared_folder(world, place, resume, overwrite, order.text.inputs) as folder:
         clock = Clock(place, resume, began)
 
         def shards() -> str:
-            if order.corpus is not None:
-                same_source(folder / "source.json", order.source())
             made = order.shards_in(folder)
             clock.note()
             return str(made)
@@ -350,9 +347,7 @@ def prove_resume(
     making = Making(vocab_size, lowercase, held_out, take_reading(options))
     options = {"max_steps": 10 * kills, "save_steps": 5, **options}
     order = take_order(model, data, output_dir, tokenizer, objective, making, config, overrides, options)
-    with run_folder(Path(output_dir), overwrite=overwrite, inputs=order.sources) as folder:
-        if order.corpus is not None:
-            same_source(folder / "source.json", order.source())
+    with run_folder(Path(output_dir), overwrite=overwrite, inputs=order.text.sources) as folder:
         return prove(order.recipe_for(order.shards_in(folder)), folder, kills)
 
 
@@ -379,24 +374,10 @@ def pretrain_counted(
     check_held_out(making.held_out)
     sources = [data] if isinstance(data, str | Path) else list(data)
     kind, least = COUNTED[name]
-    corpus = used = None
-    if len(sources) == 1 and is_shards(Path(sources[0])):
-        check_tokenizer(Path(sources[0]), tokenizer)
-    else:
-        corpus = Corpus(sources, **making.reading)
-        used = load_tokenizer(Path(tokenizer)) if tokenizer is not None else None
-    with run_folder(
-        Path(recipe.output_dir), resume, overwrite, [*sources, *([tokenizer] if tokenizer else [])]
-    ) as folder:
-        shards, clock = Path(sources[0]), Clock(Path(recipe.output_dir), resume, began)
-        if corpus is not None:
-            new: list[Any] = [kind, making.vocab_size or least, making.lowercase]
-            source = {"data": list(map(str, sources)), "bytes": corpus.bytes, **making.reading}
-            source |= {"tokenizer": used.fingerprint if used else new, "held_out": making.held_out}
-            same_source(folder / "source.json", source)
-            shards = folder / "data"
-            if not is_shards(shards) or damage(shards) is not None:
-                _prepare(corpus, used or run_tokenizer(folder, corpus, *new), shards, making.held_out)
+    text = take_text(sources, tokenizer, making, [kind, making.vocab_size or least, making.lowercase])
+    with run_folder(Path(recipe.output_dir), resume, overwrite, text.inputs) as folder:
+        clock = Clock(Path(recipe.output_dir), resume, began)
+        shards = text.shards_in(folder)
         recipe = replace(recipe, data=str(shards), tokenizer=open_shards(shards).tokenizer.fingerprint)
         clock.note()
         results = pretrain_vectors(folder, recipe, resume, clock.began)
@@ -434,10 +415,10 @@ def show(
     making = Making(vocab_size, lowercase, held_out, take_reading(options))
     order = take_order(model, data, output_dir, tokenizer, objective, making, config, overrides, options)
     with TemporaryDirectory(prefix="firth-show-") as folder:
-        if order.corpus is not None:
+        if isinstance(order.text.corpus, Corpus):
             say("Tokenizer and shards are made for this look alone. `firth prepare` once makes every look quick.")
         recipe = order.recipe_for(order.shards_in(Path(folder)))
-        shown = look(recipe, rows, str(model), ", ".join(map(str, order.sources)))
+        shown = look(recipe, rows, str(model), ", ".join(map(str, order.text.sources)))
     save_page(shown, page)
     if printed:
         print_shown(shown)
@@ -459,55 +440,82 @@ def take_reading(options: dict[str, Any]) -> dict[str, Any]:
     return {"documents": "auto", "columns": {}, "encoding": "utf-8"} | {k: v for k, v in reading.items() if v}
 
 
-@dataclass(frozen=True)
-class Order:
-    """A recipe and where its text comes from: what is settled before anything is made."""
+class Text(NamedTuple):
+    """Where the text of a run comes from, and how it becomes shards: what is settled before anything is made."""
 
-    recipe: Recipe
-    own_vocabulary: bool  # the model has as many tokens as it was told, not as many as the tokenizer
     sources: list[str | Path]
     given: str | Path | None  # the folder of a tokenizer, or the checkpoint that has one
-    corpus: Corpus | None  # None where the source is shards already
-    tokenizer: Tokenizer | None  # None where one is trained on the text, or lies in the shards
     making: Making
-    mixed: dict[str, str]  # several shards by name; empty where there is one source
+    new: list[Any]  # kind, size and case of the tokenizer that is trained where none is given
+    salient: bool  # whether names, numbers and dates are marked
+    corpus: Corpus | Path  # or the first of the shards that the sources are already
+    tokenizer: Tokenizer | None  # None where one is trained on the text, or lies in the shards
 
-    def source(self) -> dict[str, Any]:
+    @property
+    def inputs(self) -> list[str | Path]:
+        """What a run reads, and must not write over."""
+        return [*self.sources, *([self.given] if self.given else [])]
+
+    def source(self, corpus: Corpus) -> dict[str, Any]:
         """What the shards are made of: the same source makes the same shards."""
-        assert self.corpus is not None
-        m = self.making
         return {
             "data": list(map(str, self.sources)),
-            "bytes": self.corpus.bytes,
-            **m.reading,
-            "tokenizer": self.tokenizer.fingerprint if self.tokenizer is not None else self._new_tokenizer,
-            "held_out": m.held_out,
+            "bytes": corpus.bytes,
+            **self.making.reading,
+            "tokenizer": self.tokenizer.fingerprint if self.tokenizer is not None else self.new,
+            "held_out": self.making.held_out,
             **({"salient": "default"} if self.salient else {}),
         }
 
-    @property
-    def _new_tokenizer(self) -> list[Any]:
-        """Kind, size and case of the tokenizer that is trained where none is given."""
-        return [tokenizer_kind(self.recipe.model, self.recipe.objective), self.making.vocab_size, self.making.lowercase]
+    def shards_in(self, folder: Path, check: Callable[[Tokenizer], None] = lambda used: None) -> Path:
+        """The shards: those that were named, or `data` in this folder, made there unless they are there whole.
 
-    @property
-    def salient(self) -> bool:
-        """Whether the objective asks for what is salient in the text."""
-        return "salient" in self.recipe.objective.bits
-
-    def shards_in(self, folder: Path) -> Path:
-        """The shards: those that were named, or `data` in this folder, made there unless they are there whole."""
-        if self.corpus is None:
-            return Path(next(iter(self.mixed.values()), self.sources[0]))
-        shards, m = folder / "data", self.making
+        `check` may refuse the tokenizer: what it lacks is better said now than after all is tokenised.
+        """
+        if isinstance(self.corpus, Path):
+            return self.corpus
+        same_source(folder / "source.json", self.source(self.corpus))
+        shards = folder / "data"
         if not is_shards(shards) or damage(shards) is not None:
-            used = self.tokenizer or run_tokenizer(folder, self.corpus, *self._new_tokenizer)
-            objective = self.recipe.objective  # what it lacks is better said now than after all is tokenised
-            objective.check(used.vocab, objective.source_length(self.recipe.max_seq_length))
+            used = self.tokenizer or run_tokenizer(folder, self.corpus, *self.new)
+            check(used)
             if self.salient:
                 say("Names, numbers and dates are marked as salient; `firth prepare --salient` can mark other things.")
-            _prepare(self.corpus, used, shards, m.held_out, load_salient("default") if self.salient else None)
+            salient = load_salient("default") if self.salient else None
+            _prepare(self.corpus, used, shards, self.making.held_out, salient)
         return shards
+
+
+def take_text(
+    sources: list[str | Path],
+    given: str | Path | None,
+    making: Making,
+    new: list[Any],
+    salient: bool = False,
+    mixed: Sequence[str] = (),
+) -> Text:
+    """Text or shards, opened, with the tokenizer that is given; `mixed` are the folders of several shards."""
+    made = mixed or [str(source) for source in sources if len(sources) == 1 and is_shards(Path(source))]
+    for shards in made:
+        check_tokenizer(Path(shards), given)
+    corpus = Path(made[0]) if made else Corpus(sources, **making.reading)
+    used = load_tokenizer(Path(given)) if given is not None and not made else None
+    return Text(sources, given, making, new, salient, corpus, used)
+
+
+@dataclass(frozen=True)
+class Order:
+    """A recipe and its text: what is settled before anything is made."""
+
+    recipe: Recipe
+    own_vocabulary: bool  # the model has as many tokens as it was told, not as many as the tokenizer
+    text: Text
+    mixed: dict[str, str]  # several shards by name; empty where there is one source
+
+    def shards_in(self, folder: Path) -> Path:
+        """The shards of the text, whose tokenizer must have what the objective needs."""
+        objective, length = self.recipe.objective, self.recipe.max_seq_length
+        return self.text.shards_in(folder, lambda used: objective.check(used.vocab, objective.source_length(length)))
 
     def recipe_for(self, shards: Path) -> Recipe:
         """The recipe with what the shards alone can say: the tokenizer, and how many tokens a new model has."""
@@ -542,20 +550,13 @@ def take_order(
     given = tokenizer or checkpoint
     if tokenizer and checkpoint and load_tokenizer(tokenizer).fingerprint != load_tokenizer(checkpoint).fingerprint:
         raise UserError(f"{tokenizer} is not the tokenizer that {checkpoint} has learned. Leave --tokenizer out.")
-    corpus = used = None
     mixed = mixed_shards(sources)
     if recipe.mixing != Mix() and not mixed:
         raise UserError("A mix is of several shards, each with a name: --data a=shardsA --data b=shardsB.")
-    if mixed:
-        for shards in mixed.values():
-            check_tokenizer(Path(shards), given)
-    elif len(sources) == 1 and is_shards(Path(sources[0])):
-        check_tokenizer(Path(sources[0]), given)
-    else:
-        corpus = Corpus(sources, **making.reading)
-        used = load_tokenizer(Path(given)) if given is not None else None
+    new = [tokenizer_kind(recipe.model, recipe.objective), making.vocab_size, making.lowercase]
+    text = take_text(sources, given, making, new, "salient" in recipe.objective.bits, list(mixed.values()))
     own_vocabulary = checkpoint is not None or "model.vocab_size" in changes
-    return Order(recipe, own_vocabulary, sources, given, corpus, used, making, mixed)
+    return Order(recipe, own_vocabulary, text, mixed)
 
 
 def mixed_shards(sources: Sequence[str | Path]) -> dict[str, str]:
