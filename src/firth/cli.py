@@ -957,7 +957,8 @@ def finish_evaluation(result: Mapping[str, Any], as_json: bool) -> None:
     groups = [(f"  {name}", readable(value)) for name, value in result.get("by_group", {}).items()]
     if rows:
         name = ", ".join(result["data"]) if isinstance(result["data"], list) else result["data"]
-        show_table(f"{result['task']} on {name}: {result['examples']:,} examples", ["metric", "score"], rows + groups)
+        title = f"{result['task']} on {name}: {count(result['examples'], 'example')}"
+        show_table(title, ["metric", "score"], rows + groups)
     say(f"{result['predictions']} has every answer, {result['report']} the whole story.")
 
 

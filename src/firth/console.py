@@ -48,6 +48,15 @@ def count(n: int, noun: str, several: str = "") -> str:
     return f"{n:,} {noun if n == 1 else several or noun + 's'}"
 
 
+def too_long(n: int, noun: str, length: int) -> list[str]:
+    """What to say of so many texts that were cut, if of any.
+
+    >>> too_long(2, "text", 16), too_long(0, "text", 16)
+    (['2 texts were longer than 16 tokens, and cut.'], [])
+    """
+    return [f"{count(n, f'{noun} was', f'{noun}s were')} longer than {length} tokens, and cut."] if n else []
+
+
 def duration(seconds: float) -> str:
     """
     >>> duration(42), duration(200), duration(7500)

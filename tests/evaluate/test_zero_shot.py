@@ -33,7 +33,7 @@ def test_minimal_pairs_compare_sums(family: str, untrained: Any) -> None:
     assert outcome.metrics["accuracy"] == pytest.approx(np.mean(hits))
     assert outcome.facts["by_group"] == {"a": np.mean(hits[:2]), "b": 0.0}
     assert outcome.metrics["group_accuracy"] == pytest.approx((np.mean(hits[:2]) + 0.0) / 2)
-    assert "1 pairs are equally likely" in outcome.said[0]
+    assert "1 pair is equally likely" in outcome.said[0]
 
 
 def test_a_decoder_is_right_where_it_would_write_the_answer(untrained: Any) -> None:
@@ -70,7 +70,7 @@ def test_an_encoder_gets_as_many_masks_as_the_answer_has_tokens(untrained: Any) 
 def test_a_blank_may_stand_in_the_middle(untrained: Any) -> None:
     example = Example(1, ("The ___ slept by the river.",), "cat")
     assert cloze(untrained("bert"), [example]).said == []
-    assert "1 texts go on after their blank" in cloze(untrained("gpt2"), [example]).said[0]
+    assert "1 text goes on after its blank" in cloze(untrained("gpt2"), [example]).said[0]
     for family in ("t5", "bart"):
         assert cloze(untrained(family), [example]).metrics["answer_logp"] < 0
     with pytest.raises(UserError, match="Example 7 has 2 blanks"):
@@ -115,7 +115,7 @@ def test_a_long_context_is_cut_from_the_left(untrained: Any) -> None:
     parts = scorer.fit(scorer.split(text + "cat", len(text) - 1, len(text) + 3, "here"))
     ids = scorer.tokenizer.encode(text + "cat")
     assert [*parts.before, *parts.answer] == ids[-scorer.room :]
-    assert scorer.said == ["1 contexts were longer than 24 tokens, and cut."]
+    assert scorer.said == ["1 context was longer than 24 tokens, and cut."]
 
 
 def test_an_answer_without_tokens_is_named(untrained: Any) -> None:

@@ -345,7 +345,7 @@ def test_the_model_has_fewer_places_than_asked(
     long = tmp_path / "long.jsonl"
     long.write_text('{"text": "%s", "label": "animal"}\n' % ("cat " * 50))
     finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", max_seq_length=128, dev=str(long), max_steps=1))
-    assert "1 texts were longer than 32 tokens" in capsys.readouterr().err
+    assert "1 text was longer than 32 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -650,9 +650,7 @@ def test_a_baseline_that_cannot_be_compared_with(
         check_baseline(r, dev)
     (tmp_path / "predictions.jsonl").write_text('{"id": 7, "prediction": "a"}\n{"id": 1, "prediction": "a"}\n')
     check_baseline(r, dev)
-    assert "1 ids are in dev alone, 1 in the baseline alone. The 1 in both" in capsys.readouterr().err.replace(
-        "\n", " "
-    )
+    assert "1 id is in dev alone, 1 in the baseline alone. The 1 in both" in capsys.readouterr().err.replace("\n", " ")
     (tmp_path / "results.json").write_text('{"task": "pair"}')
     with pytest.raises(UserError, match="a run of the task pair"):
         check_baseline(r, dev)

@@ -135,7 +135,7 @@ def test_a_template_beside_the_tokenizer_is_read(tmp_path: Path) -> None:
 def test_answers_that_a_template_changes_are_not_learned() -> None:
     task, _ = made("llama", [DIALOGUE], with_chat(THINKS), max_seq_length=100)
     assert learned(task, DIALOGUE) == "near the fox<|endoftext|>\n"
-    assert task.said == ["1 answers are changed by the chat template later on, and are not learned."]
+    assert task.said == ["1 answer is changed by the chat template later on, and not learned."]
 
 
 def test_long_dialogues_lose_their_beginning() -> None:
@@ -145,7 +145,7 @@ def test_long_dialogues_lose_their_beginning() -> None:
     (item,) = task.encode([DIALOGUE])
     assert item.parts[0].ids == [ids[0], *ids[-15:]]
     assert learned(task, DIALOGUE).endswith(" near the fox<|endoftext|>")
-    assert task.said == ["2 dialogues were longer than 16 tokens, and lost their beginning."]
+    assert task.said == ["2 dialogues were longer than 16 tokens, and lost the beginning."]
     short, _ = made("llama", [DIALOGUE], max_seq_length=4)
     assert learned(short, DIALOGUE) == " fox<|endoftext|>"  # asked only where what comes before is still there
     assert short.encode([DIALOGUE])[0].bytes == len("fox") + 1
@@ -215,7 +215,7 @@ def test_what_looks_special_is_said() -> None:
     example = Example(0, ("user", "a <|assistant|> cat", "assistant", "dog"))
     task, _ = made("llama", [example])
     task.encode([example])
-    assert task.said == ["1 messages hold what looks like a special token, and is read as one."]
+    assert task.said == ["1 message holds what looks like a special token, and is read as one."]
 
 
 def test_what_cannot_work_is_refused() -> None:

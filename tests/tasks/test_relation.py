@@ -66,7 +66,7 @@ def test_a_long_text_is_cut_around_its_marks(before: int, between: int, after: i
     assert "# river #" in text
     assert [task.tokenizer.decode([sheet.ids[place]]) for place in sheet.asked] == ["@", "#"]
     long = before + between + after > 20
-    assert task.said == (["1 texts were longer than 24 tokens, and cut."] if long else [])
+    assert task.said == (["1 text was longer than 24 tokens, and cut."] if long else [])
     assert not long or sheet.size == 24
 
 

@@ -98,7 +98,7 @@ def test_an_answer_is_learned_where_it_is_seen_and_elsewhere_there_is_none() -> 
     assert isinstance(task, SpanQA)
     (item,) = task.encode([example])
     assert len(item.parts) > 3
-    assert task.said == ["1 contexts were longer than 20 tokens, and read in stretches."]
+    assert task.said == ["1 context was longer than 20 tokens, and read in stretches."]
     fox = tokenizer.encode("fox")[0]
     for sheet, part in zip(item.sheets, item.parts, strict=True):
         assert sheet.size <= 20
@@ -141,7 +141,7 @@ def test_answers_are_found_or_counted() -> None:
     examples = [Example(0, ("a", "the cat"), (Answer("dog", 4),)), Example(1, ("a", "the cat"), (Answer("cat", 4),))]
     task = make_task("span-qa", examples, tokenizer, config, FinetuneRecipe(max_seq_length=20))
     items = task.encode(examples)
-    assert task.said == ["1 answers were not found in their contexts, and are not learned from."]
+    assert task.said == ["1 answer was not found in the context, and not learned from."]
     assert task.batch(items).num_answers == 1
     with torch.no_grad():
         assert np.isfinite(model_for(task, config).losses(task.batch(items).to(CPU.device))["answers"].item())

@@ -54,7 +54,7 @@ def test_words_without_tokens_are_unknown() -> None:
     (sheet,) = item.sheets
     unk = task.tokenizer.vocab.unk
     assert [sheet.ids[place] == unk for place in sheet.asked] == [False, True, True, False]
-    assert "2 words have no token, and are read as unknown ones." in task.said
+    assert "2 words were without a token, and read as unknown." in task.said
 
 
 def test_windows_ask_every_word_once() -> None:
@@ -80,7 +80,7 @@ def test_long_sentences_are_read_in_windows() -> None:
     assert max(sheet.size for sheet in item.sheets) <= 14
     read = [task.tokenizer.decode([sheet.ids[place]]) for sheet in item.sheets for place in sheet.asked]
     assert read == list(words)
-    assert task.said == ["1 sentences were longer than 14 tokens, and read in windows that overlap."]
+    assert task.said == ["1 sentence was longer than 14 tokens, and read in windows that overlap."]
     batch = task.batch([item])
     assert batch.num_answers == 40
     cat = task.tokenizer.encode("cat")[0]
@@ -93,7 +93,7 @@ def test_a_word_that_is_too_long_is_cut() -> None:
     task = tagger("gpt2", Example(0, words, ("O", "B-A")), length=16)
     (item,) = task.encode([Example(0, words, ("O", "B-A"))])
     assert sum(len(sheet.asked) for sheet in item.sheets) == 2
-    assert "1 words were longer than half a row, and cut." in task.said
+    assert "1 word was longer than half a row, and cut." in task.said
 
 
 def test_the_predicate_is_marked() -> None:
@@ -124,7 +124,7 @@ def test_tags_that_are_new_are_not_learned() -> None:
     task = tagger("bert", Example(0, ("a", "cat"), ("O", "B-A")))
     (item,) = task.encode([Example(1, ("a", "dog"), ("O", "B-Z"))])
     assert task.batch([item]).num_answers == 1
-    assert task.said == ["1 words have a tag that the training file lacks, and count as wrong."]
+    assert task.said == ["1 word was of a tag that the training file lacks, and counted as wrong."]
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])

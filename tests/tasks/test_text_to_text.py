@@ -163,8 +163,8 @@ def test_what_is_cut_is_counted() -> None:
     task, _ = made("gpt2", examples(), max_seq_length=10, max_target_length=4)
     task.encode([Example(0, ("cat " * 30,), "dog " * 9), Example(1, ("cat",), "dog")])
     assert task.said == [
-        "1 texts were longer than 10 tokens, and cut.",
-        "1 answers were longer than 4 tokens, and cut.",
+        "1 text was longer than 10 tokens, and cut.",
+        "1 answer was longer than 4 tokens, and cut.",
     ]
 
 

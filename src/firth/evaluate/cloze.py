@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from firth.console import count
 from firth.errors import UserError
 from firth.evaluate.asking import Answer, Query
 from firth.evaluate.likelihood import LeftToRight, Parts, Scorer, make_scorer
@@ -67,7 +68,8 @@ def written(scorer: Scorer, query: Query, answer: Answer) -> str:
 def unseen(scorer: Scorer, parts: Sequence[Parts]) -> list[str]:
     """A decoder does not see what comes after a blank."""
     num = sum(bool(part.after) for part in parts) if scorer.exact else 0
-    return [f"{num:,} texts go on after their blank, which this model does not see."] if num else []
+    some = count(num, "text goes on after its blank", "texts go on after their blank")
+    return [f"{some}, which this model does not see."] if num else []
 
 
 def choice(

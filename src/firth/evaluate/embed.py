@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from firth.console import progress, say
+from firth.console import progress, say, too_long
 from firth.errors import UserError, nearest
 from firth.evaluate.asking import BATCH_TOKENS, padding
 from firth.evaluate.likelihood import open_model, reading_length
@@ -95,8 +95,8 @@ def embed_texts(
         read = frame.around(ids[:room])
         first = {"first": 0, "last": len(read) - 1, "mean": 0}[pool]
         readings.append(Reading(read, first, len(read) if pool == "mean" else first + 1, frame.segment(read)))
-    if cut := sum(len(ids) > room for ids in tokenised):
-        say(f"{cut:,} texts were longer than {length} tokens, and cut.")
+    for said in too_long(sum(len(ids) > room for ids in tokenised), "text", length):
+        say(said)
     vectors_ND = means(model, readings, "head" if tuned else layer, batch_tokens)
     return unit(vectors_ND) if normalise else vectors_ND
 

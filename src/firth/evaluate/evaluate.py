@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from firth.console import say
+from firth.console import count, say
 from firth.errors import UserError, nearest
 from firth.evaluate.cloze import choice, cloze
 from firth.evaluate.embed import similar_texts, word_in_context
@@ -135,7 +135,8 @@ def of_text(checkpoint: Path, corpus: Corpus, settings: Mapping[str, Any]) -> tu
     metrics, facts = summed(scorer, found)
     said = [corpus.describe(), *scorer.said]
     if facts["unknown"]:
-        said.append(f"{facts['unknown']:,} tokens stand for text that the tokenizer does not know: easy to guess.")
+        some = count(facts["unknown"], "token stands", "tokens stand")
+        said.append(f"{some} for text that the tokenizer does not know: easy to guess.")
     predictions = [Prediction(one.logp, extra={"tokens": one.tokens, "bytes": one.bytes}) for one in found]
     return examples, Outcome(metrics, predictions, facts, said)
 

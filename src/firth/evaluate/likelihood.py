@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from firth.console import progress
+from firth.console import progress, too_long
 from firth.errors import UserError, nearest
 from firth.evaluate.asking import BATCH_TOKENS, Answer, Query, ask
 from firth.generate.reading import check_words, tokenizer_of
@@ -115,7 +115,7 @@ class Scorer(ABC):
 
     @property
     def said(self) -> list[str]:
-        return [f"{self.cut:,} contexts were longer than {self.length} tokens, and cut."] if self.cut else []
+        return too_long(self.cut, "context", self.length)
 
     # --- texts ---
 

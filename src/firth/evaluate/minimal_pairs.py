@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from firth.console import count
 from firth.evaluate.likelihood import make_scorer
 from firth.evaluate.outcome import Outcome
 from firth.metrics import by_group, pair_hits, score
@@ -33,5 +34,5 @@ def minimal_pairs(checkpoint: Model | str | Path, examples: Sequence[Example], *
         for hit, (good, bad) in zip(hits, scores, strict=True)
     ]
     ties = sum(good == bad for good, bad in scores)
-    said = [f"{ties:,} pairs are equally likely to the model, and count as wrong."] if ties else []
+    said = [f"{count(ties, 'pair is', 'pairs are')} equally likely to the model, and counted as wrong."] if ties else []
     return Outcome(score("minimal-pairs", scores, groups), predictions, facts, [*said, *scorer.said])

@@ -12,7 +12,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from firth.console import progress, track
+from firth.console import count, progress, track
 from firth.errors import UserError
 from firth.evaluate.embed import unit
 from firth.evaluate.outcome import Outcome
@@ -119,7 +119,7 @@ def text_rows(path: Path) -> Iterator[Row]:
             raise UserError(f"{where}: one word more than the {promised:,} that the first line promises.")
         yield Row(" ".join(cells[:-dim]), numbers(cells[-dim:], where))
     if promised is not None and num < promised:
-        raise UserError(f"{path}: the first line promises {promised:,} words, and there are {num:,}.")
+        raise UserError(f"{path}: the first line promises {count(promised, 'word')}, and there are {num:,}.")
 
 
 def numbers(cells: Sequence[str], where: str) -> np.ndarray:

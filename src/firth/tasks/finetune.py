@@ -17,7 +17,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from firth.console import say, warn
+from firth.console import count, say, warn
 from firth.errors import UserError, nearest
 from firth.files import damage, read_json, whole_folder, write_json
 from firth.metrics import are_chunks
@@ -282,7 +282,7 @@ def about_shots(recipe: FinetuneRecipe, data: Data) -> list[str]:
     """That there are fewer examples than asked for."""
     if recipe.shots <= len(data.train):
         return []
-    return [f"shots is {recipe.shots:,}, and {recipe.train} has {len(data.train):,} examples: all are taken."]
+    return [f"shots is {recipe.shots:,}, and {recipe.train} has {count(len(data.train), 'example')}: all are taken."]
 
 
 def about_head(config: ModelConfig, task: Task) -> list[str]:

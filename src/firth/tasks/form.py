@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from firth.console import too_long
 from firth.errors import UserError
 from firth.models import ModelConfig, framing, head_for
 from firth.models.config import TransformerXL
@@ -97,8 +98,8 @@ class Form:
         lost_a, lost_b = surplus(np.array([[len(a), len(b)]]), room)[0]
         return a[: len(a) - lost_a], b[: len(b) - lost_b]
 
-    def say_cut(self, what: str = "texts") -> list[str]:
-        return [f"{self.cut:,} {what} were longer than {self.length} tokens, and cut."] if self.cut else []
+    def say_cut(self) -> list[str]:
+        return too_long(self.cut, "text", self.length)
 
 
 def token_at(offsets: Sequence[tuple[int, int]] | np.ndarray, character: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Encoding
 
-from firth.console import progress
+from firth.console import count, progress
 from firth.errors import UserError
 from firth.metrics import score
 from firth.models import Model, ModelConfig, framing, head_for
@@ -82,12 +82,15 @@ class Dialogue:
     def said(self) -> list[str]:
         found = []
         if self.cut:
-            found.append(f"{self.cut:,} dialogues were longer than {self.length} tokens, and lost their beginning.")
+            some = count(self.cut, "dialogue was", "dialogues were")
+            found.append(f"{some} longer than {self.length} tokens, and lost the beginning.")
         if self.alike:
-            found.append(f"{self.alike:,} messages hold what looks like a special token, and is read as one.")
+            some = count(self.alike, "message holds", "messages hold")
+            found.append(f"{some} what looks like a special token, and is read as one.")
         if self.changed:
-            found.append(f"{self.changed:,} answers are changed by the chat template later on, and are not learned.")
-        return [*found, *self.writer.say_cut("answers")]
+            some = count(self.changed, "answer is", "answers are")
+            found.append(f"{some} changed by the chat template later on, and not learned.")
+        return [*found, *self.writer.say_cut("answer")]
 
     def head(self, config: ModelConfig) -> ModelConfig:
         return replace(config, head=head_for(config, "lm"))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from firth.console import say, warn
+from firth.console import count, say, warn
 from firth.errors import UserError
 from firth.files import MANIFEST, read_json, whole_folder, write_json, write_text
 from firth.metrics import failed, paired_bootstrap, summarise
@@ -166,7 +166,8 @@ def check_baseline(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
         raise UserError(f"{recipe.baseline} and {recipe.dev} have no example in common: no id is in both.")
     if ours != theirs:
         warn(
-            f"{recipe.baseline} and {recipe.dev} have other examples: {len(ours - theirs):,} ids are in dev alone, "
+            f"{recipe.baseline} and {recipe.dev} have other examples: "
+            f"{count(len(ours - theirs), 'id is', 'ids are')} in dev alone, "
             f"{len(theirs - ours):,} in the baseline alone. The {len(ours & theirs):,} in both are compared."
         )
     facts = Path(recipe.baseline) / "results.json"

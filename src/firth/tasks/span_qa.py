@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from firth.console import count
 from firth.metrics import best_no_answer_threshold, squad_each
 from firth.models import Head, ModelConfig, head_for
 from firth.objectives import Batch
@@ -78,12 +79,12 @@ class SpanQA(Headed):
 
     @property
     def said(self) -> list[str]:
-        kinds = {
-            "questions were too long, and cut": self.long_questions,
-            f"contexts were longer than {self.form.length} tokens, and read in stretches": self.strided,
-            "answers were not found in their contexts, and are not learned from": self.not_found,
-        }
-        return [f"{count:,} {what}." for what, count in kinds.items() if count]
+        kinds = (
+            (self.long_questions, "question", "too long, and cut"),
+            (self.strided, "context", f"longer than {self.form.length} tokens, and read in stretches"),
+            (self.not_found, "answer", "not found in the context, and not learned from"),
+        )
+        return [f"{count(n, f'{noun} was', f'{noun}s were')} {what}." for n, noun, what in kinds if n]
 
     # --- examples to sheets
 

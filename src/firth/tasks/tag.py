@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from firth.console import count
 from firth.metrics import entity_f1
 from firth.metrics.tagging import are_chunks
 from firth.models import Head, ModelConfig, head_for
@@ -69,13 +70,13 @@ class Tag(Headed):
 
     @property
     def said(self) -> list[str]:
-        kinds = {
-            f"sentences were longer than {self.form.length} tokens, and read in windows that overlap": self.windowed,
-            "words were longer than half a row, and cut": self.shortened,
-            "words have no token, and are read as unknown ones": self.empty,
-            "words have a tag that the training file lacks, and count as wrong": self.unseen,
-        }
-        return [f"{count:,} {what}." for what, count in kinds.items() if count]
+        kinds = (
+            (self.windowed, "sentence", f"longer than {self.form.length} tokens, and read in windows that overlap"),
+            (self.shortened, "word", "longer than half a row, and cut"),
+            (self.empty, "word", "without a token, and read as unknown"),
+            (self.unseen, "word", "of a tag that the training file lacks, and counted as wrong"),
+        )
+        return [f"{count(n, f'{noun} was', f'{noun}s were')} {what}." for n, noun, what in kinds if n]
 
     def encode(self, examples: Sequence[Example]) -> list[Item]:
         encodings = self.tokenizer.encodings([" ".join(e.texts) for e in examples])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from firth.console import too_long
 from firth.models import Model, ModelConfig, framing
 from firth.objectives import Batch
 from firth.text import Example
@@ -83,8 +84,8 @@ class Reader:
             rows.append([*self.before, *ids[:room], self.end])
         return rows
 
-    def say_cut(self, what: str) -> list[str]:
-        return [f"{self.cut:,} {what} were longer than {self.length} tokens, and cut."] if self.cut else []
+    def say_cut(self, noun: str) -> list[str]:
+        return too_long(self.cut, noun, self.length)
 
 
 def by_length(items: Sequence[Any], size: int, length: Any) -> Iterator[list[int]]:

@@ -103,7 +103,7 @@ class TextToText:
 
     @property
     def said(self) -> list[str]:
-        return [*self.reader.say_cut("texts"), *self.writer.say_cut("answers")]
+        return [*self.reader.say_cut("text"), *self.writer.say_cut("answer")]
 
     def head(self, config: ModelConfig) -> ModelConfig:
         return replace(config, head=head_for(config, "text-to-text"))
