@@ -83,9 +83,12 @@ def test_an_error_of_a_run_that_has_begun_forgets_nothing(tmp_path: Path, hand: 
     assert Clock(tmp_path, resume=True).seconds == 7
 
 
-def test_a_disk_that_does_not_take_it_stops_nothing(tmp_path: Path) -> None:
+def test_a_disk_that_does_not_take_it_stops_nothing(tmp_path: Path, hand: Hand) -> None:
     with Clock(tmp_path / "nowhere") as clock:
+        hand.now += 5
         clock.note()
+        assert clock.seconds == 5
+    assert not (tmp_path / "nowhere").exists()
 
 
 @pytest.fixture
