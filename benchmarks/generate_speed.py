@@ -28,7 +28,7 @@ import torch
 import transformers
 
 from firth import __version__
-from firth.console import progress, say, show_table
+from firth.console import count, progress, say, show_table
 from firth.generate import generate_ids
 from firth.models import Model, ModelConfig, make_model, preset, to_hf_config
 from firth.models.presets import gpt2, llama
@@ -174,7 +174,7 @@ def main(words: Sequence[str] | None = None) -> None:
     device = torch.device("cuda" if on_gpu else "cpu")
     names, tokens = options.workload or list(ON_GPU if on_gpu else ON_CPU), options.tokens or (256 if on_gpu else 64)
     versions = f"firth {__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
-    machine = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} CPU threads"
+    machine = torch.cuda.get_device_name() if on_gpu else count(torch.get_num_threads(), "CPU thread")
     say(f"{versions}, Python {sys.version.split()[0]}; {machine}, {os.cpu_count()} CPUs")
     say(f"both sides: {tokens} tokens a row, the likeliest each time; transformers with sdpa")
 

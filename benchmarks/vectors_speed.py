@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from gensim.models import Word2Vec as Theirs
 
-from firth.console import progress, show_table
+from firth.console import count, progress, show_table
 from firth.evaluate import WordVectors, word_similarity
 from firth.text import Corpus, read_labelled
 from firth.tokens import Shards, Tokenizer, open_shards, prepare, train_tokenizer
@@ -79,7 +79,7 @@ def main() -> None:
         print(json.dumps(result))
         return
     rows = [[name, *(f"{value:,.4g}" for value in side.values())] for name, side in result["sides"].items()]
-    show_table(f"Skip-gram, {words:,} words, {args.workers} workers", ["", *result["sides"]["firth"]], rows)
+    show_table(f"Skip-gram, {words:,} words, {count(args.workers, 'worker')}", ["", *result["sides"]["firth"]], rows)
     print(f"ratio {result['ratio']:.2f}, by processor time {result['processor_ratio']:.2f} (wanted: {WANTED})")
 
 

@@ -134,7 +134,7 @@ def test_what_was_said_is_kept() -> None:
 def test_too_few_steps_are_raised_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     r = settle(Training(num_train_epochs=1, per_device_train_batch_size=10), 50, never, 0.0, least=200)
     assert r.max_steps == 200
-    assert "1 epochs are 5 steps" in capsys.readouterr().err
+    assert "num_train_epochs=1 makes 5 steps" in capsys.readouterr().err
     assert settle(Training(max_steps=3), 50, never, 0.0, least=200).max_steps == 3
 
 

@@ -191,7 +191,7 @@ def test_an_ngram_model_of_a_text(data: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "recipe", "message"),
     [
-        ("a b c d e f g", Word2Vec(min_count=5), "min_count=5 leaves 0 words of 7: the most frequent occurs 1 times"),
+        ("a b c d e f g", Word2Vec(min_count=5), "min_count=5 leaves 0 words of 7: the most frequent occurs 1 time"),
         ("one\n\ntwo\n\none\n\nthree", Word2Vec(min_count=1), "Every document has one word"),
         ("one\n\ntwo\n\none\n\nthree", GloVe(min_count=1), "Every document has one word"),
     ],

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from firth.console import progress, say
+from firth.console import count, progress, say
 from firth.errors import UserError
 from firth.files import checksum, write_json
 from firth.train import Recipe, last_checkpoint, load_recipe, pretrain, read_log, save_recipe
@@ -29,7 +29,8 @@ def prove(recipe: Recipe, folder: Path, kills: int) -> dict[str, Any]:
     """Run a recipe undisturbed in `straight/`, and in `killed/` with so many kills; compare all that they leave."""
     if recipe.max_steps < 2 * kills:
         raise UserError(
-            f"{kills} kills need at least {2 * kills} steps, and there are {recipe.max_steps}: --max-steps."
+            f"{count(kills, 'kill needs', 'kills need')} at least {2 * kills} steps, "
+            f"and there are {recipe.max_steps}: --max-steps."
         )
     began = time.monotonic()
     straight, killed = (replace(recipe, output_dir=str(folder / name)) for name in ("straight", "killed"))
@@ -37,7 +38,7 @@ def prove(recipe: Recipe, folder: Path, kills: int) -> dict[str, Any]:
         save_recipe(one, place_of(one))
     say("one run that nobody disturbs")
     finish(straight)
-    say(f"and one that is killed {kills} times, and goes on each time")
+    say(f"and one that is killed {count(kills, 'time')}, and goes on each time")
     moments = [kill(killed, i, kills, random.Random(f"{recipe.seed} {i}")) for i in progress_over(kills)]
     finish(killed)
     found = compare(folder / "straight", folder / "killed")

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from firth.console import count
 from firth.models import Model
 from firth.objectives import Batch
 from firth.train.guard import Found
@@ -29,8 +30,9 @@ def diagnose(
     wrong = layers(name for name, p in run.model.named_parameters() if p.grad is not None and broken(p.grad))
     spoilt = layers(name for name, p in run.model.named_parameters() if broken(p))
     run.model.zero_grad(set_to_none=True)
+    some = count(in_a_row, "step was", "steps in a row were")
     sentences = [
-        f"{in_a_row} steps in a row were skipped, from step {first} on: {found.reason} at step {step}.",
+        f"{some} skipped, from step {first} on: {found.reason} at step {step}.",
         f"The gradient of step {first} is no number in {wrong}." if wrong else f"Step {first} has finite gradients.",
         *([f"Weights that are no numbers: {spoilt}."] if spoilt else []),
         f"Its batch begins: {shown(run.model, micro[0])!r}.",

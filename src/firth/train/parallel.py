@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from firth.console import hush
+from firth.console import count, hush
 from firth.errors import UserError
 from firth.models import Model
 from firth.train.deterministic import IN_ORDER, WORKSPACE
@@ -315,8 +315,8 @@ def join(training: Training) -> World:
         )
     if torch.cuda.is_available() and launch.local_size > torch.cuda.device_count():
         raise UserError(
-            f"{launch.local_size} processes were started on this machine, and it has {torch.cuda.device_count()} GPUs: "
-            f"torchrun --nproc-per-node {torch.cuda.device_count()}"
+            f"{launch.local_size} processes were started on this machine, and it has "
+            f"{count(torch.cuda.device_count(), 'GPU')}: torchrun --nproc-per-node {torch.cuda.device_count()}"
         )
     quiet_but_one()
     if training.deterministic:  # which must be known before CUDA starts

@@ -16,7 +16,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from firth.console import duration, say
+from firth.console import count, duration, say
 from firth.errors import UserError
 from firth.files import MANIFEST, damage, read_json, whole_folder, write_json
 from firth.models import (
@@ -165,12 +165,13 @@ def run_in(
             save_recipe(recipe, stored)
     batches = batch_function(recipe, rows, tokenizer, shorter, world)
     say(
-        f"{type(objective).__name__} on {shards.num_tokens:,} tokens in {rows.num_rows:,} rows of {rows.length} "
-        f"({100 * rows.tokens_used:.1f}% filled): {recipe.max_steps:,} steps of {recipe.global_batch} rows, "
-        f"{recipe.max_steps * mean_batch(recipe) / rows.num_rows:.1f} times through the text, on {machine}"
+        f"{type(objective).__name__} on {shards.num_tokens:,} tokens in {count(rows.num_rows, 'row')} of {rows.length} "
+        f"({100 * rows.tokens_used:.1f}% filled): {count(recipe.max_steps, 'step')} of "
+        f"{count(recipe.global_batch, 'row')}, {recipe.max_steps * mean_batch(recipe) / rows.num_rows:.1f} times "
+        f"through the text, on {machine}"
     )
     for stage in stages(recipe)[:-1]:
-        say(f"from step {stage.first:,} on {stage.step_rows} rows of {stage.length}, then more")
+        say(f"from step {stage.first:,} on {count(stage.step_rows, 'row')} of {stage.length}, then more")
     shares = rows.table(round(recipe.max_steps * mean_batch(recipe))) if isinstance(rows, MixedSource) else []
     for share in shares:
         say(f"  {share}")
@@ -430,11 +431,12 @@ def settle(
         steps = max(1, int(left / step_seconds))
         if recipe.max_steps:
             steps = min(steps, recipe.max_steps)
-        say(f"{step_seconds:.3f}s a step: {steps:,} steps take {duration(steps * step_seconds)}")
+        say(f"{step_seconds:.3f}s a step: {count(steps, 'step takes', 'steps take')} {duration(steps * step_seconds)}")
     elif not steps:
         steps = math.ceil(recipe.num_train_epochs * num_rows / (step_rows or recipe.global_batch))
         if steps < least:
-            say(f"{recipe.num_train_epochs:g} epochs are {steps:,} steps, which is few: {least:,} are taken instead")
+            found = f"num_train_epochs={recipe.num_train_epochs:g} makes {count(steps, 'step')}"
+            say(f"{found}, which is few: {least:,} are taken instead")
             steps = least
     return replace(
         recipe,
@@ -518,8 +520,8 @@ def same_batch(earlier: R, now: R, allow_change: bool) -> R:
     if now.processes == earlier.processes or not (same or adapted):
         return now
     say(
-        f"the run began in {earlier.processes} processes and goes on in {now.processes}: "
-        f"a step still learns from {earlier.global_batch} rows"
+        f"the run began in {count(earlier.processes, 'process', 'processes')} and goes on in {now.processes}: "
+        f"a step still learns from {count(earlier.global_batch, 'row')}"
     )
     return replace(now, **then)
 
@@ -587,8 +589,8 @@ def turn_back(folder: Path, steps: int) -> tuple[int, int]:
     early = [p for p in found if int(p.name.split("-")[1]) < first - steps and damage(p) is None]
     if not early:
         raise UserError(
-            f"{folder} has no whole checkpoint {steps} steps before step {first}. Rewind by less, or start anew "
-            "(--save-total-limit keeps more of them)."
+            f"{folder} has no whole checkpoint {count(steps, 'step')} before step {first}. Rewind by less, or start "
+            "anew (--save-total-limit keeps more of them)."
         )
     for newer in found[: found.index(early[0])]:
         remove_folder(newer)
@@ -599,7 +601,8 @@ def pass_over(folder: Path, start: int, last: int) -> None:
     """Cut the log of a run that goes back, and note it there."""
     with Log(folder / "log.jsonl", start) as cut:
         cut.write(step=start, rewound_from=last, passed_over=last - start)
-    say(f"going back from step {last} to step {start}; the text of the {last - start} steps between is passed over")
+    between = count(last - start, "step")
+    say(f"going back from step {last} to step {start}; the text of the {between} between is passed over")
 
 
 def left_open(recipe: Training, name: str) -> bool:

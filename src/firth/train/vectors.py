@@ -23,7 +23,7 @@ import yaml
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer as Backend
 
-from firth.console import Line, duration, progress, say, warn
+from firth.console import Line, count, duration, progress, say, warn
 from firth.errors import UserError
 from firth.files import damage, read_json, whole_folder, write_json, write_text
 from firth.models import Model, glove, make_model, word2vec, write_model
@@ -188,8 +188,8 @@ def read_lexicon(shards: Shards, tokenizer: Tokenizer, min_count: int) -> Lexico
     kept = np.flatnonzero((count_V >= min_count) & (count_V > 0))
     if len(kept) < 2:
         raise UserError(
-            f"min_count={min_count} leaves {len(kept)} words of {np.count_nonzero(count_V):,}: the most frequent "
-            f"occurs {count_V.max(initial=0):,} times. Give more text, or a smaller min_count."
+            f"min_count={min_count} leaves {count(len(kept), 'word')} of {np.count_nonzero(count_V):,}: the most "
+            f"frequent occurs {count(count_V.max(initial=0), 'time')}. Give more text, or a smaller min_count."
         )
     if tokenizer.kind != "word":
         count_N = np.where(count_V >= min_count, count_V, 0)
@@ -541,9 +541,9 @@ def learn_vectors(folder: Path, recipe: Vectors, resume: bool, began: float) -> 
     warn_of_lonely_words(text)
     num = len(lexicon.counts) - len(lexicon.tokenizer.vocab.special)
     recipe = replace(recipe, epochs=recipe.epochs or epochs_for(text.num_tokens))
-    say(f"{num:,} words with {recipe.vector_size} numbers each, {recipe.workers} workers")
+    say(f"{num:,} words with {recipe.vector_size} numbers each, {count(recipe.workers, 'worker')}")
     if not (recipe.max_steps or recipe.minutes):
-        say(f"{text.num_tokens:,} tokens, read {recipe.epochs} times")
+        say(f"{text.num_tokens:,} tokens, read {count(recipe.epochs, 'time')}")
     make: Callable[[Any], Learner] = partial(OnGPU if is_on_gpu(recipe) else SkipGramOrCBOW, text, lexicon)
     if isinstance(recipe, GloVe):
         make = partial(Factors, count_meetings(text, lexicon, recipe, folder / "counts"), lexicon)
@@ -603,7 +603,7 @@ def settle(recipe: V, make: Callable[[V], Learner], held_out: Shards | None, beg
             learner.held_out_loss(held_out)
         left = 60 * recipe.minutes - (time.monotonic() - began) - (time.monotonic() - start)
     steps = min(max(1, int(left / seconds)), recipe.max_steps or 2**30)
-    say(f"{seconds:.3f}s a step: {steps:,} steps take {duration(steps * seconds)}")
+    say(f"{seconds:.3f}s a step: {count(steps, 'step takes', 'steps take')} {duration(steps * seconds)}")
     return replace(recipe, max_steps=steps)
 
 
