@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from firth.models import Model, ModelConfig, framing, make_model, write_model
+from firth.models import Model, ModelConfig, ends_of, framing, make_model, write_model
 from firth.models.config import Learned
 from firth.models.presets import bart, bert, gpt2, llama, t5_v1_1
 from firth.tokens import Tokenizer, train_tokenizer
@@ -59,7 +60,7 @@ def by_transformers(tmp_path: Path) -> Any:
         decoder, vocab = model.config.shape == "decoder", model.tokenizer.vocab
         kind = transformers.AutoModelForCausalLM if decoder else transformers.AutoModelForSeq2SeqLM
         theirs = kind.from_pretrained(tmp_path)
-        frame, width = framing(model.config, vocab), max(map(len, prompts))
+        ends, frame, width = ends_of(model, vocab), framing(model.config, vocab), max(map(len, prompts))
         blank = [[vocab.pad] * (width - len(ids)) for ids in prompts]
         rows = [pad + ids if decoder else ids + pad for pad, ids in zip(blank, prompts, strict=True)]
         ones = [[1] * len(ids) for ids in prompts]
@@ -67,14 +68,14 @@ def by_transformers(tmp_path: Path) -> Any:
         out = theirs.generate(
             torch.tensor(rows),
             attention_mask=torch.tensor(seen),
-            **dict(do_sample=False, eos_token_id=frame.end, pad_token_id=vocab.pad, bos_token_id=None)
+            **dict(do_sample=False, eos_token_id=list(ends), pad_token_id=vocab.pad, bos_token_id=None)
             | ({} if decoder else dict(decoder_start_token_id=frame.start))
             | dict(return_dict_in_generate=True, output_scores=True)
             | settings,
         )
         new = [ids[width if decoder else 1 :] for ids in out.sequences.tolist()]
         scores = getattr(out, "sequences_scores", None)
-        cut = [ids[: ids.index(frame.end)] if frame.end in ids else ids for ids in new]
+        cut = [list(takewhile(lambda token: token not in ends, ids)) for ids in new]
         return cut, None if scores is None else scores.tolist()
 
     return generate

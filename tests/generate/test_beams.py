@@ -40,6 +40,19 @@ def test_beams_are_theirs(family: str, settings: dict[str, Any], untrained: Any,
         assert [text.score for text in found] == pytest.approx(scores, abs=1e-4, rel=1e-5)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_beams_go_on_where_many_ends_are_likeliest(family: str, untrained: Any, by_transformers: Any) -> None:
+    """Nine of the ten likeliest first tokens end a text, and still there are five beams to go on with."""
+    model, settings = untrained(family), dict(num_beams=5, num_return_sequences=5)
+    first = write(model, PROMPTS[:1], Decoding(1, min_new_tokens=1, num_beams=10, num_return_sequences=10))
+    model.ends = tuple(text.tokens[0] for text in (first[0], *first[2:]))
+    found = write(model, PROMPTS, Decoding(max_new_tokens=8, **settings))
+    tokens, scores = by_transformers(model, PROMPTS, max_new_tokens=8, **settings)
+    assert any(len(text.tokens) > 1 for text in found[:5])
+    assert [text.tokens for text in found] == tokens
+    assert [text.score for text in found] == pytest.approx(scores, abs=1e-4, rel=1e-5)
+
+
 def test_some_texts_end_and_some_do_not(untrained: Any) -> None:
     """The test above compares both."""
     model = likelier_end(untrained("gpt2", 1))

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def chooser(decoding: Decoding, given: list[list[int]], vocab_size: int, end: int = 0) -> Chooser:
-    return Chooser(Past(given, decoding, end, vocab_size, CPU), range(len(given)))
+    return Chooser(Past(given, decoding, [end], vocab_size, CPU), range(len(given)))
 
 
 def shares(logits: list[float], decoding: Decoding, n: int = 20_000) -> dict[int, float]:
@@ -108,7 +108,7 @@ def test_what_is_forbidden_is_theirs(settings: dict[str, Any]) -> None:
     else:
         theirs = transformers.NoRepeatNGramLogitsProcessor(3)
     logits = torch.randn(2, 9)
-    past = Past([row[:-1] for row in ids], Decoding(**settings), 0, 9, CPU)
+    past = Past([row[:-1] for row in ids], Decoding(**settings), [0], 9, CPU)
     past.add(torch.tensor([row[-1] for row in ids]))
     wanted = theirs(torch.tensor(ids), logits.clone())
     assert (wanted != logits).any()
@@ -126,10 +126,11 @@ def test_followers_of_what_was_said() -> None:
 
 
 def test_no_end_before_its_time() -> None:
-    past = Past([[]], Decoding(min_new_tokens=2), 1, 3, CPU)
-    logits = torch.zeros(1, 3)
+    past = Past([[]], Decoding(min_new_tokens=2), [1, 3, 9], 4, CPU)
+    logits = torch.zeros(1, 4)
     found = [past.adjust(logits, place)[0].tolist() for place in range(3)]
-    assert found == [[0.0, -math.inf, 0.0], [0.0, -math.inf, 0.0], [0.0, 0.0, 0.0]]
+    never = [0.0, -math.inf, 0.0, -math.inf]
+    assert found == [never, never, [0.0] * 4]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

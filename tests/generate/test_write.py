@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import torch
 from generate.ends import ending_with, without_end
 
 from firth.errors import UserError
-from firth.generate import Decoding, Written, generate_ids, write
+from firth.generate import Decoding, Written, generate_ids, stream, write
 from firth.generate.reading import Remembering, Rereading, pad_right, read_prompts
 from firth.models import Forced, ModelConfig, load_model, make_model, with_classes
 from firth.models.cache import Cache
@@ -285,6 +288,89 @@ def test_bart_ends_its_texts_by_itself(untrained: Any) -> None:
     (text,) = write(model, [PROMPTS[0]], Decoding(max_new_tokens=5, min_new_tokens=5))
     assert not text.finished
     assert len(text.tokens) == 5
+
+
+# --- several ends -------------------------------------------------------------------------------------------------
+
+
+def cut(ids: list[int], ends: Sequence[int]) -> list[int]:
+    return list(takewhile(lambda token: token not in ends, ids))
+
+
+@pytest.mark.parametrize("place", ["generation_config.json", "config.json"])
+def test_a_list_of_ends_is_theirs(place: str, tokenizers: Any, tmp_path: Path) -> None:
+    """A Llama of `transformers`, whose texts end early with one token or another of the list in its own folder."""
+    transformers = pytest.importorskip("transformers")
+    vocab = tokenizers["byte-bpe"].vocab
+    config = transformers.LlamaConfig(
+        vocab_size=vocab.size, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=vocab.pad, bos_token_id=vocab.bos, eos_token_id=vocab.eos,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.add_(torch.randn_like(p) * 0.2)
+    theirs.save_pretrained(tmp_path / "theirs")
+    tokenizers["byte-bpe"].save(tmp_path / "theirs")
+    whole = generate_ids(without_end(load_model(tmp_path / "theirs")), PROMPTS, 10)
+    ends = [whole[0][2], whole[1][4], whole[2][1]]
+    assert len({*ends, vocab.eos}) == 4
+    facts = json.loads((tmp_path / "theirs" / place).read_text())
+    (tmp_path / "theirs" / place).write_text(json.dumps(facts | {"eos_token_id": ends}))
+    if place == "config.json":
+        (tmp_path / "theirs" / "generation_config.json").unlink()
+
+    first = load_model(tmp_path / "theirs")
+    first.save(tmp_path / "ours")
+    others = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("theirs", "ours")]
+    assert [other.generation_config.eos_token_id for other in others] == [ends] * 2
+    assert others[1].config.eos_token_id == ends
+    unlisted = ending_with(load_model(tmp_path / "ours"), whole[3][0])  # the tokenizer's own end counts no more
+    for num_beams, least in itertools.product((1, 2, 4), (0, 6)):
+        wanted = []
+        for ids, other in itertools.product(PROMPTS, others):
+            settings = dict(max_new_tokens=10, min_new_tokens=least, num_beams=num_beams, do_sample=False)
+            wanted.append(cut(other.generate(torch.tensor([ids]), **settings)[0, len(ids) :].tolist(), ends))
+        assert wanted[::2] == wanted[1::2]
+        assert least or len([ids for ids in wanted if len(ids) < 9]) >= 4, "texts should end early"
+        for model, cache in itertools.product((first, load_model(tmp_path / "ours"), unlisted), (True, False)):
+            decoding = Decoding(num_beams=num_beams, min_new_tokens=least)
+            assert generate_ids(model, PROMPTS, 10, decoding, cache) == wanted[::2]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5", "bart"])
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_all_families_have_several_ends(family: str, num_beams: int, untrained: Any, by_transformers: Any) -> None:
+    model, decoding = untrained(family, 1), Decoding(num_beams=num_beams, num_return_sequences=num_beams)
+    long = Decoding(max_new_tokens=10, min_new_tokens=10)
+    model.ends = tuple(
+        ids[place] for ids, place in zip(generate_ids(model, PROMPTS, 10, long), (2, 1, 5), strict=False)
+    )
+    found = write(model, PROMPTS, replace(decoding, max_new_tokens=10))
+    assert sum(text.finished and len(text.tokens) < 9 for text in found) > 1
+    settings = dict(num_beams=num_beams, num_return_sequences=num_beams)
+    if num_beams == 1:
+        wanted = [by_transformers(model, [ids], max_new_tokens=10, **settings)[0][0] for ids in PROMPTS]
+    else:
+        wanted, _ = by_transformers(model, PROMPTS, max_new_tokens=10, **settings)
+    assert [text.tokens for text in found] == wanted
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_draw_ends_at_the_first_of_several_ends(cache: bool, untrained: Any) -> None:
+    """What is drawn does not depend on what ends it; a text that is streamed ends there too."""
+    model, drawn = untrained("llama", 1), replace(DRAWN, max_new_tokens=12, min_new_tokens=0, num_return_sequences=2)
+    tokenizer = model.tokenizer
+    whole = generate_ids(without_end(model), PROMPTS, decoding=drawn)
+    model.tokenizer, model.ends = tokenizer, (whole[0][3], whole[1][6], whole[4][0])
+    found = write(model, PROMPTS, drawn, cache)
+    assert [text.tokens for text in found] == [cut(ids, model.ends) for ids in whole]
+    assert [text.finished for text in found] == [cut(ids, model.ends) != ids for ids in whole]
+    assert [len(text.logprobs) for text in found] == [len(text.tokens) + text.finished for text in found]
+    (alone,) = generate_ids(model, PROMPTS[:1], decoding=replace(drawn, num_return_sequences=1), cache=cache)
+    pieces = stream(model, PROMPTS[0], replace(drawn, num_return_sequences=1), cache)
+    assert "".join(pieces) == tokenizer.decode(alone)
 
 
 # --- rows ---------------------------------------------------------------------------------------------------------

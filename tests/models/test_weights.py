@@ -27,6 +27,7 @@ from firth.models import (
     make_model,
     read_tensors,
     to_hf_config,
+    with_classes,
     with_vocabulary,
 )
 from firth.models.config import MLP, Boundary, FanIn, Generator, Learned, LMHead, Pair, Query, RMSNorm
@@ -521,6 +522,49 @@ def test_what_ends_a_text_of_bart(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"forced_bos_token_id": "x"}))
     with pytest.raises(UserError, match="forced_bos_token_id must be the id of a token"):
         read_forced(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_what_is_no_list_of_ends(file: str, tmp_path: Path) -> None:
+    model = stirred(CONFIGS["gpt2"])
+    size = model.config.vocab_size
+    wrong = {
+        "is \\[\\]": [],
+        "is 'x'": "x",
+        "is \\[2, 'x'\\]": [2, "x"],
+        "is \\[2, None\\]": [2, None],
+        "is \\[True\\]": [True],
+        "is 2.0": 2.0,
+        f"the id {size},.* only {size} tokens": [2, size],
+        "the id -1": [-1],
+    }
+    write_model(model, tmp_path)
+    facts = json.loads((tmp_path / "config.json").read_text())
+    for says, value in wrong.items():
+        (tmp_path / file).write_text(json.dumps(facts | {"eos_token_id": value}))
+        with pytest.raises(UserError, match=f"{tmp_path / file}: eos_token_id .*{says}"):
+            load_model(tmp_path)
+    (tmp_path / file).write_text(json.dumps(facts | {"eos_token_id": [size - 1, 2]}))
+    assert load_model(tmp_path).ends == (size - 1, 2)
+    for single in (None, 2, size):  # some published settings have the end of another vocabulary
+        (tmp_path / file).write_text(json.dumps(facts | {"eos_token_id": single}))
+        assert load_model(tmp_path).ends is None
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"generation_config.json must hold settings by name"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["bart", "gpt2"])
+def test_a_list_of_ends_is_kept(kind: str, tmp_path: Path) -> None:
+    """Also without a tokenizer; but a head over classes on BART finds its place by the one end of a text."""
+    model = stirred(CONFIGS[kind])
+    model.ends = (5, 3)
+    model.save(tmp_path / "a")
+    assert load_model(tmp_path / "a").ends == (5, 3)
+    assert generation_config(model, VOCAB)["eos_token_id"] == [5, 3]
+    classes = load_model(tmp_path / "a", with_classes(model.config, ("a", "b")).head)
+    classes.save(tmp_path / "b")
+    assert load_model(tmp_path / "b").ends == ((5, 3) if kind == "gpt2" else None)
 
 
 def test_a_tokenizer_that_is_larger_than_the_model(tmp_path: Path) -> None:

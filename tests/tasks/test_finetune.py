@@ -258,6 +258,25 @@ def test_an_untied_head_of_t5_is_kept(toy: Toy, tmp_path: Path, checkpoint_of: C
     assert torch.equal(found.head.weight, model.head.weight)
 
 
+@pytest.mark.parametrize("listed", [True, False], ids=["with the tokenizer's", "without it"])
+def test_a_list_of_ends_ends_answers(listed: bool, checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
+    """What answers are taught to end with is an end, whether the checkpoint lists it or not."""
+    base, end = tmp_path / "base", load_tokenizer(checkpoint_of("llama")).vocab.eos
+    shutil.copytree(checkpoint_of("llama"), base)
+    ends = [7, end, 9] if listed else [7, 9]
+    facts = json.loads((base / "generation_config.json").read_text())
+    (base / "generation_config.json").write_text(json.dumps(facts | {"eos_token_id": ends}))
+    pairs = {"train": str(toy["train_pairs"]), "dev": str(toy["dev_pairs"]), "task": "text-to-text"}
+    run = tmp_path / "run"
+    result = finetune(recipe(base, toy, run, **pairs, max_steps=60, learning_rate=1e-2, max_target_length=8))
+    wanted = ends if listed else [*ends, end]
+    assert load_model(run / "final").ends == tuple(wanted)
+    assert transformers.AutoModelForCausalLM.from_pretrained(run / "final").generation_config.eos_token_id == wanted
+    assert result["exact_match"] > 0.3  # an answer without its end goes on and on
+    again = evaluate(run / "final", "text-to-text", toy["dev_pairs"], tmp_path / "scores")
+    assert again["metrics"]["exact_match"] == result["exact_match"]
+
+
 # --- few examples
 
 

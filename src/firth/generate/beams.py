@@ -29,7 +29,7 @@ class Beams(NamedTuple):
     token: Tensor  # (B, N, L)
     logprob: Tensor  # (B, N, L) by the model alone
     length: Tensor  # (B, N)
-    ended: Tensor  # (B, N) by the end token or a stop string, not for want of places
+    ended: Tensor  # (B, N) by an end token or a stop string, not for want of places
 
     def pick(self, which_BK: Tensor) -> Beams:
         row_B1 = torch.arange(len(which_BK), device=which_BK.device)[:, None]
@@ -57,10 +57,10 @@ def nothing(B: int, N: int, L: int, device: torch.device) -> Beams:
 def search(
     reading: Reading, logits_BV: Tensor, past: Past, stops: Callable[[int, Sequence[int]], bool] | None
 ) -> list[list[Found]]:
-    """The best texts of each prompt. The candidates of a step are twice as many as beams, in case half of them end."""
+    """The best texts of each prompt. The candidates of a step leave enough to go on with, however many of them end."""
     decoding, device, (B, V) = past.decoding, logits_BV.device, logits_BV.shape
     N, room_B1, penalty = decoding.num_beams, past.room_B[:, None], decoding.length_penalty
-    most = int(room_B1.max())
+    most, K = int(room_B1.max()), min(max(2, 1 + len(past.ends)) * N, V)
     L = min(most, FIRST_ROOM)
     first_BN = torch.arange(B, device=device).repeat_interleave(N)
     reading.take(first_BN)
@@ -73,7 +73,7 @@ def search(
     for place in range(most):
         if place == running.token.shape[2]:
             running, finished = running.longer(place), finished.longer(place)
-        candidates, from_BK = continued(running, logits_BV, past, place, min(2 * N, V))
+        candidates, from_BK = continued(running, logits_BV, past, place, K)
         stopped_BK = find_stops(candidates, stops, device)
         ended_BK = candidates.ended | stopped_BK | (room_B1 <= place + 1)
         candidates = candidates._replace(ended=candidates.ended | stopped_BK)
@@ -103,7 +103,7 @@ def search(
         past.take(row_B)
         past.add(token_B)
         logits_BV = reading.next(token_B).float()
-    return as_lists(finished.best(decoding.num_return_sequences), past.end)
+    return as_lists(finished.best(decoding.num_return_sequences), past.ends)
 
 
 def continued(running: Beams, logits_BV: Tensor, past: Past, place: int, K: int) -> tuple[Beams, Tensor]:
@@ -117,7 +117,7 @@ def continued(running: Beams, logits_BV: Tensor, past: Past, place: int, K: int)
     found = running.pick(from_BK)
     found.token[:, :, place] = token_BK
     found.logprob[:, :, place] = plain_BNV.view(B, -1).gather(1, which_BK)
-    return found._replace(score=score_BK, length=found.length + 1, ended=token_BK == past.end), from_BK
+    return found._replace(score=score_BK, length=found.length + 1, ended=past.ended(token_BK)), from_BK
 
 
 def find_stops(candidates: Beams, stops: Callable[[int, Sequence[int]], bool] | None, device: torch.device) -> Tensor:
@@ -137,13 +137,13 @@ def over(open_B1: Tensor, full_BN: Tensor, early: bool) -> bool:
     return not bool(open_B1.any()) or (early and bool(full_BN.all()))
 
 
-def as_lists(beams: Beams, end: int) -> list[list[Found]]:
+def as_lists(beams: Beams, ends: Sequence[int]) -> list[list[Found]]:
     """Each text without its end token, whose log-probability stays."""
     found = []
     for texts in zip(*(x.tolist() for x in beams), strict=True):
         found.append(
             [
-                (ids[: length - (ids[length - 1] == end)], ended, logprobs[:length], score)
+                (ids[: length - (ids[length - 1] in ends)], ended, logprobs[:length], score)
                 for score, ids, logprobs, length, ended in zip(*texts, strict=True)
             ]
         )

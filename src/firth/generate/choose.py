@@ -3,7 +3,7 @@
 Everything stays on the device of the logits, and works as in `transformers`, in the same order: the repetition penalty,
 repeated n-grams, the end, what is forced, temperature, top_k, top_p, min_p.
 
-B rows, V vocabulary.
+B rows, V vocabulary, E end tokens.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ NEVER = float("-inf")
 class Past:
     """What was read and written in each row, as far as the choice of the next token depends on it.
 
-    `room` is how many tokens each row can have; where it is not given, all that the decoding allows.
+    Each of `ends` ends a text. `room` is how many tokens each row can have; where it is not given, all that the
+    decoding allows.
     """
 
     def __init__(
         self,
         given: Sequence[Ids],
         decoding: Decoding,
-        end: int,
+        ends: Ids,
         vocab_size: int,
         device: torch.device,
         forced: Forced | None = None,
         room: Sequence[int] | None = None,
     ) -> None:
-        self.decoding, self.end, self.forced = decoding, end, forced or Forced()
+        self.decoding, self.ends, self.forced = decoding, ends, forced or Forced()
+        self.end_E = torch.tensor([i for i in ends if i < vocab_size], dtype=torch.long, device=device)
         room = [decoding.max_new_tokens] * len(given) if room is None else room
         self.least, self.room_B = min(room), torch.tensor(room, device=device)
         self.ids = [list(ids) for ids in given] if decoding.no_repeat_ngram_size else None
@@ -51,14 +53,18 @@ class Past:
             scores_BV = penalised(scores_BV, self.seen_BV, self.decoding.repetition_penalty)
         if self.ids is not None:
             scores_BV = without_repeats(scores_BV, self.ids, self.decoding.no_repeat_ngram_size)
-        if place < self.decoding.min_new_tokens and self.end < scores_BV.shape[1]:
-            scores_BV = scores_BV.index_fill(1, torch.tensor([self.end], device=scores_BV.device), NEVER)
+        if place < self.decoding.min_new_tokens:
+            scores_BV = scores_BV.index_fill(1, self.end_E, NEVER)
         if self.forced.bos is not None and place == 0:
             scores_BV = only(scores_BV, self.forced.bos)
         if self.forced.eos is not None and place + 1 >= self.least:
             last_B1 = (self.room_B == place + 1)[:, None]
             scores_BV = torch.where(last_B1, only(scores_BV, self.forced.eos), scores_BV)
         return scores_BV
+
+    def ended(self, token: Tensor) -> Tensor:
+        """Which of these tokens end their texts."""
+        return (token[..., None] == self.end_E).any(-1)
 
     def add(self, token_B: Tensor) -> None:
         if self.seen_BV is not None:

@@ -31,7 +31,7 @@ def write_on(model: Ngram, prompt: str, decoding: Decoding, row: int) -> dict[st
     assert model.tokenizer is not None
     before, end = frame_of(model.tokenizer.vocab)
     given = model.tokenizer.encode(prompt)
-    past = Past([[before, *given]], decoding, end, model.vocab_size, torch.device("cpu"))
+    past = Past([[before, *given]], decoding, [end], model.vocab_size, torch.device("cpu"))
     chooser, ids, logprobs = Chooser(past, [row]), list[int](), list[float]()
     text, stop = prompt, None
     for place in range(decoding.max_new_tokens):

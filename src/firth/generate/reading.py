@@ -17,7 +17,7 @@ from firth.console import warn
 from firth.errors import UserError
 from firth.generate.record import Recorded
 from firth.generate.room import FIRST_ROOM, tell_length
-from firth.models import Decoder, EncoderDecoder, LMHead, Model, Stack, framing
+from firth.models import Decoder, EncoderDecoder, LMHead, Model, Stack, ends_of, framing
 from firth.models.cache import Cache, can_cache
 from firth.models.config import AWDLSTM
 from firth.objectives import Batch
@@ -257,12 +257,12 @@ def tokenizer_of(model: Model) -> Tokenizer:
     return model.tokenizer
 
 
-def check_writes(model: Model) -> int:
-    """The end token of a model that writes text; a UserError says why another one cannot."""
+def check_writes(model: Model) -> tuple[int, ...]:
+    """The end tokens of a model that writes text; a UserError says why another one cannot."""
     if model.config.shape == "encoder":
         raise UserError("An encoder does not write text. It can fill blanks: firth fill CHECKPOINT 'The ___ is red.'")
     check_words(model)
-    return framing(model.config, tokenizer_of(model).vocab).end
+    return ends_of(model, tokenizer_of(model).vocab)
 
 
 def check_words(model: Model) -> None:

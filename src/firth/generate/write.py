@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ Stops = Callable[[int, Ids], bool]  # a prompt, and what was written after it: d
 
 @dataclass(frozen=True)
 class Written:
-    """What follows a prompt, without the end token; `finished` where that or a stop string came.
+    """What follows a prompt, without its end token; `finished` where that or a stop string came.
 
     `logprobs` are of each token (and of the end), by the model alone, whatever narrowed the choice; `score` is their
     sum, in a beam search what it was chosen by.
@@ -45,7 +46,7 @@ def generate_ids(
     decoding: Decoding | None = None,
     cache: bool = True,
 ) -> list[list[int]]:
-    """What follows each prompt, up to the end token, which is left out. The prompts have their frame already.
+    """What follows each prompt, up to the first end token, which is left out. The prompts have their frame already.
 
     With `num_return_sequences` those of a prompt follow each other. Strings to stop at are looked for only where texts
     are written (`generate`). Without `cache` everything is read again for each token.
@@ -66,7 +67,7 @@ def write(
     logprobs: bool = True,
 ) -> list[Written]:
     """What follows each prompt, `num_return_sequences` for each, in order."""
-    end = check_writes(model)
+    ends = check_writes(model)
     if not prompts:
         return []
     if decoding.num_beams == 1:
@@ -76,7 +77,7 @@ def write(
         room = make_room(model, prompts, decoding.max_new_tokens)
         reading = read_prompts(model, room.prompts, room.most, cache)
         logits_BV = reading.first()
-        past = make_past(model, room, decoding, end, logits_BV)
+        past = make_past(model, room, decoding, ends, logits_BV)
         found = search(reading, logits_BV.float(), past, stops)
     return [Written(*text) for texts in found for text in texts]
 
@@ -91,14 +92,14 @@ def drafts(
     logprobs: bool = False,
 ) -> Iterator[Draft]:
     """The texts as they grow: the same draft after each place."""
-    end, each = check_writes(model), decoding.num_return_sequences
+    ends, each = check_writes(model), decoding.num_return_sequences
     with evaluating(model):
         room = make_room(model, prompts, decoding.max_new_tokens)
         reading = read_prompts(model, room.prompts, room.most, cache)
         logits_BV = reading.first()
-        past, device = make_past(model, room, decoding, end, logits_BV), logits_BV.device
+        past, device = make_past(model, room, decoding, ends, logits_BV), logits_BV.device
         choose = Chooser(past, range(len(prompts) * each))
-        draft = Draft([n for n in room.new for _ in range(each)], end, device)
+        draft = Draft([n for n in room.new for _ in range(each)], past, device)
         row_B = torch.arange(len(prompts), device=device).repeat_interleave(each)
         if each > 1:
             reading.take(row_B)
@@ -133,10 +134,11 @@ class Draft:
     A row is done when it has ended, when it has stopped, or when there is room for no more.
     """
 
-    def __init__(self, room: Sequence[int], end: int, device: torch.device) -> None:
+    def __init__(self, room: Sequence[int], past: Past, device: torch.device) -> None:
         N, L = len(room), min(max(room), FIRST_ROOM)
-        self.end, self.place, self.room_N = end, 0, torch.tensor(room, device=device)
-        self.token_NL = torch.full((N, L), end, device=device)
+        self.past, self.end = past, past.ends[0]
+        self.place, self.room_N = 0, torch.tensor(room, device=device)
+        self.token_NL = torch.full((N, L), self.end, device=device)
         self.logprob_NL = torch.zeros(N, L, device=device)
         self.done_N = torch.zeros(N, dtype=torch.bool, device=device)
         self.ended_N = torch.zeros_like(self.done_N)
@@ -147,14 +149,14 @@ class Draft:
         if self.place == self.token_NL.shape[1]:
             self.token_NL = F.pad(self.token_NL, (0, self.place), value=self.end)
             self.logprob_NL = F.pad(self.logprob_NL, (0, self.place))
-        done_B = self.done_N[live_B]
+        done_B, ended_B = self.done_N[live_B], self.past.ended(token_B)
         self.token_NL[live_B, self.place] = token_B.masked_fill(done_B, self.end)
         if logits_BV is not None:
             found_B = logits_BV.float().log_softmax(-1).gather(1, token_B[:, None])[:, 0]
             self.logprob_NL[live_B, self.place] = found_B.masked_fill(done_B, 0.0)
-        self.ended_N[live_B] |= ~done_B & (token_B == self.end)
+        self.ended_N[live_B] |= ~done_B & ended_B
         self.place += 1
-        self.done_N[live_B] = done_B | (token_B == self.end) | (self.room_N[live_B] <= self.place)
+        self.done_N[live_B] = done_B | ended_B | (self.room_N[live_B] <= self.place)
 
     def stop(self, stops: Stops, each: int) -> None:
         """Rows that end with what they have now."""
@@ -166,7 +168,7 @@ class Draft:
     def ids(self, row: int) -> list[int]:
         """The tokens of a row, up to the end."""
         ids = self.token_NL[row, : min(self.place, int(self.room_N[row]), int(self.stopped_N[row]))].tolist()
-        return ids[: ids.index(self.end)] if self.end in ids else ids
+        return list(takewhile(lambda token: token not in self.past.ends, ids))
 
     def written(self) -> list[Written]:
         found = []
@@ -178,7 +180,7 @@ class Draft:
         return found
 
 
-def make_past(model: Model, room: Room, decoding: Decoding, end: int, logits_BV: Tensor) -> Past:
+def make_past(model: Model, room: Room, decoding: Decoding, ends: Ids, logits_BV: Tensor) -> Past:
     """What counts as read: the prompt, or what the decoder of an encoder-decoder starts with."""
     vocab, prompts = tokenizer_of(model).vocab, room.prompts
     forced = forced_of(model, vocab)
@@ -186,4 +188,4 @@ def make_past(model: Model, room: Room, decoding: Decoding, end: int, logits_BV:
         prompts = [[framing(model.config, vocab).start]] * len(prompts)
     else:
         forced = Forced(eos=forced.eos)  # a text begins with its prompt
-    return Past(prompts, decoding, end, logits_BV.shape[1], logits_BV.device, forced, room.new)
+    return Past(prompts, decoding, ends, logits_BV.shape[1], logits_BV.device, forced, room.new)

@@ -79,6 +79,7 @@ class Model(nn.Module):
 
     objective: dict[str, Any] | None = None  # a note on what it was pretrained with, which its checkpoints keep
     forced: Forced | None = None  # as its checkpoint says; None: as its family has it
+    ends: tuple[int, ...] | None = None  # what ends its texts, where its checkpoint lists that; None: see `framing`
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -517,8 +518,13 @@ def forced_of(model: Model, vocab: Ids) -> Forced:
     return Forced(eos=framing(model.config, vocab).end) if framed else Forced()
 
 
+def ends_of(model: Model, vocab: Ids) -> tuple[int, ...]:
+    """The tokens each of which ends a text that this model writes: those that its checkpoint lists, or its frame's."""
+    return model.ends or (framing(model.config, vocab).end,)
+
+
 class Framing(NamedTuple):
-    """What stands around a text as a model reads it; `end` is also what ends a text that it writes."""
+    """What stands around a text as a model reads it; `end` is also what ends a text that it learns to write."""
 
     before: tuple[int, ...]
     end: int

@@ -49,6 +49,7 @@ OWN_FAMILY = "firth_family"  # in config.json: which of the families that share 
 OWN_FRAMED = "firth_framed"  # how a text is framed, where that is not as the layout's own family has it
 OWN_OBJECTIVE = "firth_objective"  # what the model was pretrained with: its name, and all that it is
 GENERATION = "generation_config.json"
+ENDS = "eos_token_id"
 FORCED = {"bos": "forced_bos_token_id", "eos": "forced_eos_token_id"}
 REGRESSION = "regression"
 OUR_WORDS = ACTIVATIONS | {"cls": "first"}  # of the settings of heads
@@ -393,6 +394,7 @@ def load_model(folder: str | Path, head: Head | None = None, extras: tuple[Extra
     if head is None:
         model.objective = read_json(folder / "config.json").get(OWN_OBJECTIVE)
     model.forced = read_forced(folder)
+    model.ends = read_ends(folder, config) if config.shape != "encoder" else None
     if head is None and (strange := unexpected(tensors, model)):
         some = ", ".join(strange[:3])
         warn(f"{folder}: {len(strange)} tensors have no place in this model and are left out, such as {some}.")
@@ -437,11 +439,39 @@ def load_weights(
             wanted[name].copy_(value)
 
 
-def read_forced(folder: Path) -> Forced:
-    """The tokens that are forced in the texts of a checkpoint, where `transformers` looks for them."""
+def about_writing(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The file that says how a checkpoint writes, where `transformers` looks for it, and what it says."""
     path = folder / GENERATION
     path = path if path.is_file() else folder / "config.json"
     facts = read_json(path)
+    if not isinstance(facts, dict):
+        raise UserError(f"{path} must hold settings by name.")
+    return path, facts
+
+
+def read_ends(folder: Path, config: ModelConfig) -> tuple[int, ...] | None:
+    """The tokens each of which ends a text, if a checkpoint lists them; a single one is the tokenizer's to tell."""
+    path, facts = about_writing(folder)
+    found = facts.get(ENDS)
+    if found is None or type(found) is int:
+        return None
+    if not isinstance(found, list) or not found or not all(type(token) is int for token in found):
+        raise UserError(f"{path}: {ENDS} is {found!r}, and must be the id of a token or a list of such ids.")
+    if wrong := [token for token in found if not 0 <= token < config.vocab_size]:
+        size = f"{config.vocab_size:,}"
+        raise UserError(f"{path}: {ENDS} has the id {wrong[0]}, and the vocabulary of this model only {size} tokens.")
+    return tuple(found)
+
+
+def ends_facts(model: Model) -> dict[str, list[int]]:
+    """The listed ends, as they are written; the heads of BART's and T5's tasks in `transformers` need a single one."""
+    single = model.config.shape == "encoder-decoder" and not isinstance(model.config.head, LMHead)
+    return {} if model.ends is None or single else {ENDS: list(model.ends)}
+
+
+def read_forced(folder: Path) -> Forced:
+    """The tokens that are forced in the texts of a checkpoint."""
+    path, facts = about_writing(folder)
     found = {ours: facts.get(theirs) for ours, theirs in FORCED.items()}
     one = {ours: min(some, default=None) if isinstance(some, list) else some for ours, some in found.items()}
     if wrong := [FORCED[name] for name, token in one.items() if not (token is None or type(token) is int)]:
@@ -458,7 +488,7 @@ def forced_facts(model: Model, vocab: Vocabulary) -> dict[str, int | None]:
 
 
 def generation_config(model: Model, vocab: Vocabulary) -> dict[str, Any]:
-    facts = token_ids(model.config, vocab) | forced_facts(model, vocab)
+    facts = token_ids(model.config, vocab) | forced_facts(model, vocab) | ends_facts(model)
     return {k: v for k, v in facts.items() if v is not None}
 
 
@@ -474,7 +504,7 @@ def write_settings(model: Model, folder: Path) -> None:
     vocab = tokenizer.vocab if tokenizer is not None else None
     note = {} if model.objective is None else {OWN_OBJECTIVE: model.objective}
     forced = forced_facts(model, vocab) if vocab is not None and model.config.shape != "encoder" else {}
-    write_json(folder / "config.json", to_hf_config(model.config, vocab) | forced | note)
+    write_json(folder / "config.json", to_hf_config(model.config, vocab) | forced | ends_facts(model) | note)
     if tokenizer is not None and vocab is not None:
         with_frame(tokenizer, model.config).save(folder)
         if model.config.family == "xlnet":  # `transformers` takes its class from the last place of a row

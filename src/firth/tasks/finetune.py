@@ -27,6 +27,7 @@ from firth.models import (
     Model,
     ModelConfig,
     TaskHead,
+    framing,
     grow_vocabulary,
     load_model,
     make_model,
@@ -422,6 +423,9 @@ def first_model(job: Job, seed: int) -> Model:
         if isinstance(config.head, TaskHead) and not same_answers(config, wanted.head):
             start_anew(model)
     model.tokenizer = task.tokenizer
+    if model.ends is not None and isinstance(wanted.head, LMHead):
+        learned = framing(wanted, task.tokenizer.vocab).end
+        model.ends += () if learned in model.ends else (learned,)
     grow_vocabulary(model, max(config.vocab_size, task.tokenizer.vocab.size))
     if recipe.lora is not None:
         add_lora(model, recipe.lora)
