@@ -14,12 +14,16 @@ from torch import Tensor, nn
 
 from firth.models.config import Disentangled, FanIn, ModelConfig, Shaw, TransformerXL
 from firth.models.dropout import drop
-from firth.models.fused import attend_by_distance, can_fuse, has_no_order
+from firth.models.fused import Reach, attend_at_once, attend_by_distance, can_fuse, has_no_order
 from firth.models.lora import Adapted
 from firth.models.position import Turn
 from firth.models.relative import DisentangledScore, Distances, ShawScore, TransformerXLScore, split
 
 Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+MANY_PLACES = 2**14  # up to which the numbers of documents and ranks fit together into 32 bits
+APART = 2 * MANY_PLACES
 
 
 class Sight(NamedTuple):
@@ -28,10 +32,12 @@ class Sight(NamedTuple):
     causal: bool = False
     mask: Tensor | None = None
     score: Tensor | None = None  # (B or 1, H, T, S) added to the scores, -inf where the mask forbids
+    bias: Tensor | None = None  # (1, H, T, S) the same before the mask, where it is the same for all rows
     turn: Turn | None = None  # turns queries and keys by their places
     places: Any = None  # what the scores of a layer need to know of the row
     some_see_nobody: bool = False
     seen: list[Tensor] | None = None  # where the weights of attention are kept for someone who wants to see them
+    reach: Reach | None = None  # what the mask says, where that can be said by a number for each place
     keep: Keep | None = None  # takes the keys and values (B, G, T, d) of new places, gives all that are read
 
 
@@ -68,20 +74,42 @@ def see(
         assert like is not None
         lower = torch.ones(like.shape[-2:], dtype=torch.bool, device=like.device).tril()
         mask = lower[None] if mask is None else mask & lower
+    bias = score
     if mask is not None:
         mask = mask[:, None]
         if score is not None:
             score = score.masked_fill(~mask, float("-inf"))
-    return Sight(causal and rank is None and mask is None, mask, score)
+    reach = None if near is not None else make_reach(causal, doc, rank, read_doc)
+    return Sight(causal and rank is None and mask is None, mask, score, bias, reach=reach)
+
+
+def make_reach(
+    causal: bool, doc_BT: Tensor | None, rank_BT: Tensor | None, read_doc_BS: Tensor | None = None, strict: bool = False
+) -> Reach | None:
+    """The same sight in few numbers: a document's places stand together, those of one rank too.
+
+    `strict` lets nobody see its own rank.
+    """
+    like = rank_BT if doc_BT is None else doc_BT
+    if like is None or like.shape[1] > MANY_PLACES:
+        return None
+    base_BT = torch.zeros_like(like, dtype=torch.int32) if doc_BT is None else doc_BT.int() * APART
+    if read_doc_BS is not None:
+        return Reach(read_doc_BS.int() * APART, base_BT, base_BT)
+    if rank_BT is None and not causal:
+        return Reach(base_BT, base_BT, base_BT)
+    order = torch.arange(like.shape[1], dtype=torch.int32, device=like.device) if rank_BT is None else rank_BT.int()
+    key_BT = base_BT + order
+    return Reach(key_BT, base_BT, key_BT - 1 if strict else key_BT)
 
 
 def kernel(
-    device: str, sight: Sight, dropout: float, compiled: bool, by_distance: bool = False
+    device: str, sight: Sight, dropout: float, compiled: bool, by_distance: bool = False, own: bool = False
 ) -> Literal["plain", "sdpa", "fused"]:
     """Which way to compute attention: the fastest that was measured (docs/results.md).
 
-    Where each row has numbers of its own for each distance and nothing else on its scores (`by_distance`), our own
-    kernel, if the device can run it.
+    Our own kernel, where the device can run it: if each row has numbers of its own for each distance and nothing else
+    on its scores (`by_distance`), or (`own`) if there is dropout or a bias that all rows share.
 
     SDPA takes a fused kernel for all, causal and masked sight; a mask of packed documents costs it next to nothing.
     Single operations win on a CPU with dropout, for which SDPA has no fused kernel there, and in a compiled GPU step
@@ -92,6 +120,8 @@ def kernel(
         return "plain"
     if by_distance and sight.score is None:
         return "fused"
+    if own and (dropout or sight.bias is not None):
+        return "fused"
     if device == "cpu":
         return "plain" if dropout and not compiled else "sdpa"
     own_scores = sight.score is not None and sight.score.shape[0] > 1
@@ -100,8 +130,13 @@ def kernel(
 
 def attend(q_BHTd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, sight: Sight, dropout: float, scale: float) -> Tensor:
     """Softmax attention, by the kernel that suits."""
-    if kernel(q_BHTd.device.type, sight, dropout, torch.compiler.is_compiling()) == "plain":
+    own = can_do(q_BHTd, k_BGSd, sight)
+    way = kernel(q_BHTd.device.type, sight, dropout, torch.compiler.is_compiling(), own=own)
+    if way == "plain":
         return plain(q_BHTd, k_BGSd, v_BGSd, sight, dropout, scale)
+    if way == "fused":
+        bias = None if sight.bias is None else sight.bias.to(q_BHTd.dtype)
+        return attend_at_once(q_BHTd, k_BGSd, v_BGSd, sight.mask, sight.reach, bias, sight.causal, dropout, scale)
     bias = sight.mask if sight.score is None else sight.score.to(q_BHTd.dtype)
     grouped = q_BHTd.shape[1] != k_BGSd.shape[1]
     if grouped and bias is not None:  # the fused kernels that take a bias do not share heads
@@ -119,6 +154,19 @@ def attend(q_BHTd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, sight: Sight, dropout
     return blind(y_BHTd, sight) if sight.some_see_nobody and sight.score is not None else y_BHTd
 
 
+def can_do(q_BHTd: Tensor, k_BGSd: Tensor, sight: Sight) -> bool:
+    """Whether our own kernel can compute it: in 16 bits, with as many heads of keys, and only a bias on the scores.
+
+    The bias learns by sums that have no order, so a run that is to be deterministic leaves it out.
+    """
+    if sight.keep is not None or not can_fuse(q_BHTd):
+        return False
+    square = not sight.causal or q_BHTd.shape[2] == k_BGSd.shape[2]
+    alike = q_BHTd.shape[1] == k_BGSd.shape[1] and q_BHTd.dtype in (torch.bfloat16, torch.float16)
+    biased = sight.bias is not None and not torch.are_deterministic_algorithms_enabled()
+    return square and alike and (sight.score is None or biased)
+
+
 def attend_far(scores: Distances, k_BHSd: Tensor, v_BHSd: Tensor, sight: Sight, dropout: float, scale: float) -> Tensor:
     """The same where a layer has scores of its own for each distance: in one kernel where there is one.
 
@@ -129,7 +177,7 @@ def attend_far(scores: Distances, k_BHSd: Tensor, v_BHSd: Tensor, sight: Sight, 
     alone = scores.more is None and can_fuse(q_BHTd) and not left_out
     if kernel(q_BHTd.device.type, sight, dropout, torch.compiler.is_compiling(), alone) == "fused":
         mask = lower_triangle(q_BHTd.shape[2], S, q_BHTd.device) if sight.causal else sight.mask
-        return attend_by_distance(scores, k_BHSd, v_BHSd, mask, dropout, scale)
+        return attend_by_distance(scores, k_BHSd, v_BHSd, mask, sight.reach, dropout, scale)
     return attend(q_BHTd, k_BHSd, v_BHSd, add_score(sight, scores.spread(S) * scale), dropout, scale)
 
 
@@ -244,7 +292,7 @@ def make_score(config: ModelConfig) -> nn.Module | None:
 def add_score(sight: Sight, more_BHTS: Tensor) -> Sight:
     """The same sight with more on the scores."""
     if sight.score is not None:
-        return sight._replace(score=sight.score + more_BHTS)
+        return sight._replace(score=sight.score + more_BHTS, bias=None)
     if sight.causal:
         T, S = more_BHTS.shape[-2:]
         sight = sight._replace(causal=False, mask=lower_triangle(T, S, more_BHTS.device))

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firth.models import config as c
+from firth.models.activation import ACTIVATIONS
 from firth.models.attention import Attention, Keys, Sight
 from firth.models.dropout import Dropout
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-}
 
 
 def make_norm(config: c.ModelConfig, dim: int | None = None) -> nn.Module:

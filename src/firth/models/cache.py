@@ -88,7 +88,7 @@ class Cache:
         if read is not None:
             self.across = [keys_across(block, read) for block in self.stack.layers]
         if read_doc is not None:
-            self.across_sight = see(False, read_doc.new_zeros(B, 1), read_doc=read_doc)
+            self.across_sight = see(False, read_doc.new_zeros(B, 1), read_doc=read_doc)._replace(reach=None)
         sights = self.stack.sights(x_BTD, None, None)
         return self.run(x_BTD, sights, [layer.begin for layer in self.layers])
 

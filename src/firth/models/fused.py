@@ -1,8 +1,9 @@
-"""Attention with a number for each distance, in one kernel on a GPU: what DeBERTa and Transformer-XL need.
+"""Attention in one kernel on a GPU, with what others lack: cheap dropout, a bias that learns, numbers by distance.
 
-The score of `t` for `s` is `q[t] . k[s] + ask[t, s - t] + read[s, t - s]`. The tables `ask` and `read` are products of
-queries and keys with one vector per distance; each tile of scores takes its numbers from them, and none of the scores
-is ever written. The sum of exponentials of each row is kept, so that the backward pass can compute its tiles again.
+The score of `t` for `s` is `q[t] . k[s] + ask[t, s - t] + read[s, t - s]`, scaled, plus `bias[t, s]`. The tables `ask`
+and `read` (DeBERTa, Transformer-XL) are products of queries and keys with one vector per distance; each tile of scores
+takes its numbers from them, and none of the scores is ever written. The sum of exponentials of each row is kept, so
+that the backward pass can compute its tiles again.
 
 B rows, H heads, T places that ask, S places that are read, d numbers per head, R distances, W of them in a table.
 """
@@ -28,9 +29,50 @@ BLOCK = 64  # places in a tile, both ways
 ROUND = 8  # numbers for distances come in multiples of this, which suits matrix products
 
 
+class Reach(NamedTuple):
+    """Who sees whom: each that is read has a number, and each that asks sees those from a lowest to a highest one."""
+
+    key: Tensor  # (B, S), all of 32 bits
+    low: Tensor  # (B, T)
+    high: Tensor
+
+
 def can_fuse(q_BHTd: Tensor) -> bool:
     """Whether there is such a kernel for these numbers."""
     return triton is not None and q_BHTd.device.type == "cuda" and 16 <= q_BHTd.shape[-1] <= 128
+
+
+def attend_at_once(
+    q_BHTd: Tensor,
+    k_BHSd: Tensor,
+    v_BHSd: Tensor,
+    mask: Tensor | None,
+    reach: Reach | None,
+    bias: Tensor | None,
+    causal: bool,
+    dropout: float,
+    scale: float,
+) -> Tensor:
+    """Softmax attention (B, H, T, d), and 0 for those who see nobody.
+
+    `mask` is (B or 1, 1, T, S), true for seeing; `reach` says the same by few numbers, and is taken where it is given.
+    `bias` (1, H, T, S) is added to the scores, and its gradient is added up as it comes. `causal` is for as many places
+    that ask as are read.
+    """
+    seed, dtype = make_seed(q_BHTd, dropout), q_BHTd.dtype
+    k_BHSd, v_BHSd = k_BHSd.to(dtype), v_BHSd.to(dtype)
+    bias = None if bias is None else bias.contiguous()
+    who = seen_by(mask, reach)
+    return forward(q_BHTd, k_BHSd, v_BHSd, None, None, who[0], None, seed, bias, *who[1:], 0, causal, dropout, scale)[0]
+
+
+def seen_by(mask: Tensor | None, reach: Reach | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What the kernels take: a mask, or keys and the lowest and highest that is seen."""
+    return (mask, None, None) if reach is None else (None, reach.key, torch.stack([reach.low, reach.high]))
+
+
+def make_seed(q_BHTd: Tensor, dropout: float) -> Tensor | None:
+    return torch.randint(2**31, (1,), device=q_BHTd.device) if dropout else None
 
 
 def has_no_order(scores: Distances) -> bool:
@@ -39,12 +81,18 @@ def has_no_order(scores: Distances) -> bool:
 
 
 def attend_by_distance(
-    scores: Distances, k_BHSd: Tensor, v_BHSd: Tensor, mask: Tensor | None, dropout: float, scale: float
+    scores: Distances,
+    k_BHSd: Tensor,
+    v_BHSd: Tensor,
+    mask: Tensor | None,
+    reach: Reach | None,
+    dropout: float,
+    scale: float,
 ) -> Tensor:
-    """Softmax attention (B, H, T, d), and 0 for those who see nobody. `mask` is (B or 1, 1, T, S), true for seeing."""
+    """The same with a number for each distance."""
     q_BHTd, asked = scores.query, scores.asked
     T, S, dtype = q_BHTd.shape[2], k_BHSd.shape[2], q_BHTd.dtype
-    seed = torch.randint(2**31, (1,), device=q_BHTd.device) if dropout else None
+    seed = make_seed(q_BHTd, dropout)
     if asked is None:
         ask = None if scores.ask is None else in_bands(*scores.ask, scores.zero, S)
         read = None if scores.read is None else in_bands(*scores.read, S - 1, T)
@@ -52,7 +100,9 @@ def attend_by_distance(
         ask, read = (None if x is None else x[0] @ x[1].mT for x in (scores.ask, scores.read))
     ask, read = (None if x is None else x.to(dtype).contiguous() for x in (ask, read))
     k_BHSd, v_BHSd = k_BHSd.to(dtype), v_BHSd.to(dtype)
-    return forward(q_BHTd, k_BHSd, v_BHSd, ask, read, mask, asked, seed, scores.zero, dropout, scale)[0]
+    who = seen_by(mask, reach)
+    numbers = (scores.zero, False, dropout, scale)
+    return forward(q_BHTd, k_BHSd, v_BHSd, ask, read, who[0], asked, seed, None, *who[1:], *numbers)[0]
 
 
 def in_bands(x_BHTd: Tensor, vectors_HRd: Tensor, zero: int, S: int) -> Tensor:
@@ -73,22 +123,30 @@ def in_bands(x_BHTd: Tensor, vectors_HRd: Tensor, zero: int, S: int) -> Tensor:
 
 
 if triton is not None:
+    LOG2_E = tl.constexpr(1.4426950408889634)
 
     @triton.jit
     def scores(
-        a, b, ask, read, mask, inside, scale,
-        ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+        a, b, ask, read, mask, bias, t, s, low, high, key, inside, scale,
+        ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
+        REACH: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
-        """A tile of scores, -inf where nothing is seen. `ask`, `read` and `mask` point at what belongs to it."""
+        """A tile of scores, -inf where nothing is seen. `ask` to `bias` point at what belongs to it."""
         x = tl.dot(a, tl.trans(b), input_precision=PRECISION)
         if ASK:
             x += tl.load(ask) if EVEN else tl.load(ask, mask=inside, other=0.0)
         if READ:
             x += tl.load(read) if EVEN else tl.load(read, mask=inside, other=0.0)
         x = x * scale
+        if BIAS:
+            x += (tl.load(bias) if EVEN else tl.load(bias, mask=inside, other=0.0)).to(tl.float32) * LOG2_E
         if MASK:
             inside = inside & (tl.load(mask, mask=inside, other=0) != 0)
-        return x if EVEN and not MASK else tl.where(inside, x, float("-inf"))
+        if CAUSAL:
+            inside = inside & (s <= t)
+        if REACH:
+            inside = inside & (low <= key) & (key <= high)
+        return x if EVEN and not (MASK or CAUSAL or REACH) else tl.where(inside, x, float("-inf"))
 
     @triton.jit
     def numbers_at(
@@ -105,6 +163,14 @@ if triton is not None:
         return band + (mine - first) * (W - 1) + (other + BLOCK - 1)
 
     @triton.jit
+    def reach_of(reach, b, t, B, T, REACH: tl.constexpr):
+        """The lowest and the highest key that some who ask can see."""
+        if REACH:
+            at = reach + b * T + t
+            return tl.load(at, mask=t < T, other=0), tl.load(at + B * T, mask=t < T, other=0)
+        return 0, 0
+
+    @triton.jit
     def mixed(x):
         """32 bits of which each depends on all of `x` (the finaliser of MurmurHash 3)."""
         x = (x ^ (x >> 16)) * 0x85EBCA6B
@@ -113,10 +179,8 @@ if triton is not None:
 
     @triton.jit
     def kept(key, t, s, LIMIT: tl.constexpr):
-        """Which of a tile is not dropped: bits mixed of those of who asks and those of what is read."""
-        x = mixed(t.to(tl.uint32) + key) + mixed(s.to(tl.uint32) * 0x9E3779B1 ^ key)
-        x = (x ^ (x >> 15)) * 0x2C1B3C6D
-        return (x ^ (x >> 16)) * 0x297A2D39 >= LIMIT
+        """Which of a tile is not dropped: by a number of who asks times one of what is read, as in dropout.py."""
+        return (mixed(t.to(tl.uint32) + key) | 1) * (mixed(s.to(tl.uint32) * 0x9E3779B1 ^ key) | 1) >= LIMIT
 
     @triton.jit
     def rows(x, place, d, length, stride, D: tl.constexpr):
@@ -133,11 +197,11 @@ if triton is not None:
 
     @triton.jit
     def forward_kernel(
-        q, k, v, ask, read, mask, place, seed, y, lse, B, H, T, S, d, zero,
+        q, k, v, ask, read, mask, place, seed, bias, keys, reach, y, lse, B, H, T, S, d, zero,
         q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, y_b, y_h, y_t, mask_b, mask_t,
         scale: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr,
         W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
-        PLACE: tl.constexpr, EVEN: tl.constexpr,
+        PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, REACH: tl.constexpr, EVEN: tl.constexpr,
         D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
         head = tl.program_id(1).to(tl.int64)
@@ -153,15 +217,18 @@ if triton is not None:
         total = tl.zeros([BLOCK], tl.float32)
         found = tl.zeros([BLOCK, D], tl.float32)
         t2, at2 = t[:, None], at[:, None]
-        for s0 in range(0, S, BLOCK):
+        low, high = reach_of(reach, b, t2, B, T, REACH)
+        for s0 in range(0, tl.minimum(t0 + BLOCK, S) if CAUSAL else S, BLOCK):
             s = s0 + tl.arange(0, BLOCK)
             s2 = s[None, :]
             inside = (t2 < T) & (s2 < S)
+            key_of_s = tl.load(keys + b * S + s2, mask=s2 < S, other=0) if REACH else 0
             x = scores(
                 q_Td, rows(k, s, d, S, k_t, D),
                 numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BLOCK),
                 numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BLOCK),
-                mask + t2 * mask_t + s2, inside, scale, ASK, READ, MASK, EVEN, PRECISION,
+                mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, high, key_of_s, inside, scale,
+                ASK, READ, MASK, BIAS, CAUSAL, REACH, EVEN, PRECISION,
             )  # fmt: skip
             higher = tl.maximum(highest, tl.max(x, 1))
             top = tl.where(higher == float("-inf"), 0.0, higher)
@@ -180,14 +247,15 @@ if triton is not None:
 
     @triton.jit
     def asking_kernel(
-        q, k, v, ask, read, mask, place, seed, y, lse, dy, delta, dq, dask, B, H, T, S, d, zero,
+        q, k, v, ask, read, mask, place, seed, bias, keys, reach, y, lse, dy, delta, dq, dask, dbias,
+        B, H, T, S, d, zero,
         q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, y_b, y_h, y_t, mask_b, mask_t, dy_b, dy_h, dy_t, dq_b, dq_h, dq_t,
-        scale: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr, factor: tl.constexpr,
+        scale: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr, factor: tl.constexpr, DBIAS: tl.constexpr,
         W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
-        PLACE: tl.constexpr, EVEN: tl.constexpr,
+        PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, REACH: tl.constexpr, EVEN: tl.constexpr,
         D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
-        """Gradients of the queries and of what they have for each distance."""
+        """Gradients of the queries, of what they have for each distance, and of the bias."""
         head = tl.program_id(1).to(tl.int64)
         b, h = head // H, head % H
         q, k, v, y = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h, y + b * y_b + h * y_h
@@ -202,22 +270,28 @@ if triton is not None:
         lse_T = tl.load(lse + head * T + t, mask=t < T, other=0.0)
         dq_Td = tl.zeros([BLOCK, D], tl.float32)
         t2, at2 = t[:, None], at[:, None]
-        for s0 in range(0, S, BLOCK):
+        low, high = reach_of(reach, b, t2, B, T, REACH)
+        for s0 in range(0, tl.minimum(t0 + BLOCK, S) if CAUSAL else S, BLOCK):
             s = s0 + tl.arange(0, BLOCK)
             s2 = s[None, :]
             inside = (t2 < T) & (s2 < S)
+            key_of_s = tl.load(keys + b * S + s2, mask=s2 < S, other=0) if REACH else 0
             k_Sd = rows(k, s, d, S, k_t, D)
             x = scores(
                 q_Td, k_Sd,
                 numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BLOCK),
                 numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BLOCK),
-                mask + t2 * mask_t + s2, inside, scale, ASK, READ, MASK, EVEN, PRECISION,
+                mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, high, key_of_s, inside, scale,
+                ASK, READ, MASK, BIAS, CAUSAL, REACH, EVEN, PRECISION,
             )  # fmt: skip
             p = tl.exp2(x - lse_T[:, None])
             dp = tl.dot(dy_Td, tl.trans(rows(v, s, d, S, v_t, D)), input_precision=PRECISION)
             if LIMIT:
                 dp = tl.where(kept(key, t2, s2, LIMIT), dp / (1.0 - rate), 0.0)
-            dx = p * (dp - delta_T[:, None]) * factor
+            dx = p * (dp - delta_T[:, None])
+            if DBIAS:
+                tl.atomic_add(dbias + (h * T + t2) * S + s2, dx, mask=inside, sem="relaxed")
+            dx = dx * factor
             dq_Td += tl.dot(dx.to(k_Sd.dtype), k_Sd, input_precision=PRECISION)
             if ASK:
                 to = numbers_at(dask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BLOCK)
@@ -237,12 +311,12 @@ if triton is not None:
 
     @triton.jit
     def reading_kernel(
-        q, k, v, ask, read, mask, place, seed, lse, dy, delta, dk, dv, dread, B, H, T, S, d, zero,
+        q, k, v, ask, read, mask, place, seed, bias, keys, reach, lse, dy, delta, dk, dv, dread, B, H, T, S, d, zero,
         q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_t, dy_b, dy_h, dy_t, dk_b, dk_h, dk_t,
         dv_b, dv_h, dv_t,
         scale: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr, factor: tl.constexpr,
         W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
-        PLACE: tl.constexpr, EVEN: tl.constexpr,
+        PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, REACH: tl.constexpr, EVEN: tl.constexpr,
         D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
         """Gradients of the keys, the values, and what the keys have for each distance."""
@@ -253,20 +327,23 @@ if triton is not None:
         s0 = tl.program_id(0) * BLOCK
         s = s0 + tl.arange(0, BLOCK)
         s2 = s[:, None]
+        key_of_s = tl.load(keys + b * S + s2, mask=s2 < S, other=0) if REACH else 0
         key = mixed(tl.load(seed).to(tl.uint32) + head.to(tl.uint32) * 0x9E3779B1) if LIMIT else 0
         k_Sd, v_Sd = rows(k, s, d, S, k_t, D), rows(v, s, d, S, v_t, D)
         dk_Sd, dv_Sd = tl.zeros([BLOCK, D], tl.float32), tl.zeros([BLOCK, D], tl.float32)
-        for t0 in range(0, T, BLOCK):
+        for t0 in range(s0 if CAUSAL else 0, T, BLOCK):
             t = t0 + tl.arange(0, BLOCK)
             at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
             t2, at2 = t[None, :], at[None, :]
             inside = (s2 < S) & (t2 < T)
+            low, high = reach_of(reach, b, t2, B, T, REACH)
             q_Td, dy_Td = rows(q, t, d, T, q_t, D), rows(dy, t, d, T, dy_t, D)
             x = scores(
                 k_Sd, q_Td,
                 numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BLOCK),
                 numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BLOCK),
-                mask + t2 * mask_t + s2, inside, scale, ASK, READ, MASK, EVEN, PRECISION,
+                mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, high, key_of_s, inside, scale,
+                ASK, READ, MASK, BIAS, CAUSAL, REACH, EVEN, PRECISION,
             )  # fmt: skip
             p = tl.exp2(x - tl.load(lse + head * T + t, mask=t < T, other=0.0)[None, :])
             dp = tl.dot(v_Sd, tl.trans(dy_Td), input_precision=PRECISION)
@@ -290,8 +367,6 @@ if triton is not None:
             band = dread + ((h * tl.cdiv(S, BLOCK) + tl.program_id(0)) * B + b) * BLOCK * W_READ
             put_edges(band, T, W_READ, BLOCK)
 
-    LOG2_E = 1.4426950408889634
-
     class Call(NamedTuple):
         """What the three kernels are called with, beside what each computes."""
 
@@ -302,7 +377,8 @@ if triton is not None:
 
     def make_call(
         q: Tensor, k: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None, place: Tensor | None,
-        seed: Tensor | None, zero: int, dropout: float, scale: float,
+        seed: Tensor | None, bias: Tensor | None, keys: Tensor | None, reach: Tensor | None, zero: int, causal: bool,
+        dropout: float, scale: float,
     ) -> Call:  # fmt: skip
         (B, H, T, d), S = q.shape, k.shape[2]
         bits, strides = q, (0, 0)
@@ -310,7 +386,7 @@ if triton is not None:
             bits = mask.to(torch.uint8, memory_format=torch.contiguous_format).expand(B, 1, T, S)
             strides = (bits.stride(0), bits.stride(2))
         made_for = {
-            "scale": scale * LOG2_E,
+            "scale": scale * LOG2_E.value,
             "rate": dropout,
             "LIMIT": round(dropout * 2**32),
             "W_ASK": 1 if ask is None else ask.shape[-1],
@@ -319,13 +395,16 @@ if triton is not None:
             "READ": read is not None,
             "MASK": mask is not None,
             "PLACE": place is not None,
+            "BIAS": bias is not None,
+            "CAUSAL": causal,
+            "REACH": reach is not None,
             "EVEN": is_even(T, S),
             "D": max(16, triton.next_power_of_2(d)),
             "BLOCK": BLOCK,
             "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
             "num_warps": 4,
         }
-        tables = tuple(q if x is None else x for x in (ask, read, bits, place, seed))
+        tables = tuple(q if x is None else x for x in (ask, read, bits, place, seed, bias, keys, reach))
         return Call(tables, (B, H, T, S, d, zero), strides, made_for)
 
     def is_even(T: int, S: int) -> bool:
@@ -340,11 +419,12 @@ if triton is not None:
     @triton_op("firth::attend_by_distance", mutates_args=())
     def forward(
         q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
-        place: Tensor | None, seed: Tensor | None, zero: int, dropout: float, scale: float,
+        place: Tensor | None, seed: Tensor | None, bias: Tensor | None, keys: Tensor | None, reach: Tensor | None,
+        zero: int, causal: bool, dropout: float, scale: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """What attention finds, and the logarithms of the sums of exponentials (base 2)."""
         B, H, T, _ = q.shape
-        call = make_call(q, k, ask, read, mask, place, seed, zero, dropout, scale)
+        call = make_call(q, k, ask, read, mask, place, seed, bias, keys, reach, zero, causal, dropout, scale)
         y, lse = like_rows(q), q.new_empty(B, H, T, dtype=torch.float32)
         wrap_triton(forward_kernel)[(triton.cdiv(T, BLOCK), B * H)](
             q, k, v, *call.tables, y, lse, *call.sizes, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
@@ -355,36 +435,47 @@ if triton is not None:
     @triton_op("firth::attend_by_distance_backward", mutates_args=())
     def backward(
         dy: Tensor, q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
-        place: Tensor | None, seed: Tensor | None, y: Tensor, lse: Tensor, zero: int, dropout: float, scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """The gradients of queries, keys, values and both tables; those of tables that are not there are empty."""
+        place: Tensor | None, seed: Tensor | None, bias: Tensor | None, keys: Tensor | None, reach: Tensor | None,
+        y: Tensor, lse: Tensor, zero: int, causal: bool, dropout: float, scale: float, learns: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """The gradients of queries, keys, values, both tables, and the bias where that `learns`.
+
+        Those of what is not there are empty.
+        """
         (B, H, T, _), S = q.shape, k.shape[2]
-        call = make_call(q, k, ask, read, mask, place, seed, zero, dropout, scale)
+        call = make_call(q, k, ask, read, mask, place, seed, bias, keys, reach, zero, causal, dropout, scale)
         dy = dy if dy.stride(3) == 1 else dy.contiguous()
         dq, dk, dv, delta = like_rows(q), like_rows(k), like_rows(v), torch.empty_like(lse)
         room = torch.empty_like if place is None and is_even(T, S) else torch.zeros_like  # all is written, or not
         exact = torch.float32 if place is not None else q.dtype  # of what is added up in place
         dask = q.new_empty(0) if ask is None else room(ask)
         dread = q.new_empty(0) if read is None else room(read, dtype=exact)
+        dbias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and learns else q.new_empty(0)
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
         wrap_triton(asking_kernel)[(triton.cdiv(T, BLOCK), B * H)](
-            q, k, v, *call.tables, y, lse, dy, delta, dq, dask, *call.sizes, *strides, *y.stride()[:3],
-            *call.mask_strides, *dy.stride()[:3], *dq.stride()[:3], factor=scale, **call.made_for,
+            q, k, v, *call.tables, y, lse, dy, delta, dq, dask, dbias, *call.sizes, *strides, *y.stride()[:3],
+            *call.mask_strides, *dy.stride()[:3], *dq.stride()[:3], factor=scale, DBIAS=dbias.numel() > 0,
+            **call.made_for,
         )  # fmt: skip
         wrap_triton(reading_kernel)[(triton.cdiv(S, BLOCK), B * H)](
             q, k, v, *call.tables, lse, dy, delta, dk, dv, dread, *call.sizes, *strides,
             *call.mask_strides, *dy.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], factor=scale, **call.made_for,
         )  # fmt: skip
-        return dq, dk, dv, dask, dread.to(q.dtype)
+        return dq, dk, dv, dask, dread.to(q.dtype), dbias
 
     def keep(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, zero, dropout, scale = inputs
+        *tensors, zero, causal, dropout, scale = inputs
         ctx.save_for_backward(*tensors, *output)
-        ctx.numbers = zero, dropout, scale
+        ctx.numbers = zero, causal, dropout, scale
 
     def differentiate(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, ask, read, mask, place, seed, y, lse = ctx.saved_tensors
-        dq, dk, dv, dask, dread = backward(dy, q, k, v, ask, read, mask, place, seed, y, lse, *ctx.numbers)
-        return dq, dk, dv, None if ask is None else dask, None if read is None else dread, *[None] * 6
+        *tensors, y, lse = ctx.saved_tensors
+        ask, read, bias = tensors[3], tensors[4], tensors[8]
+        learns = bias is not None and ctx.needs_input_grad[8]
+        dq, dk, dv, dask, dread, dbias = backward(dy, *tensors, y, lse, *ctx.numbers, learns)
+        found = [dq, dk, dv, None if ask is None else dask, None if read is None else dread, *[None] * 10]
+        if bias is not None and learns:
+            found[8] = dbias.to(bias.dtype)
+        return tuple(found)
 
     forward.register_autograd(differentiate, setup_context=keep)

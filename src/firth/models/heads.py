@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from firth.models.block import ACTIVATIONS, make_norm
+from firth.models.activation import ACTIVATIONS
+from firth.models.block import make_norm
 from firth.models.config import Boundary, LMHead, ModelConfig
 from firth.models.fused_loss import IGNORED as IGNORED
 from firth.models.fused_loss import fused_cross_entropy, more_tokens, pays

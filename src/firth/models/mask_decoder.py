@@ -14,7 +14,7 @@ from firth.models.attention import Sight
 from firth.models.config import MaskDecoder, ModelConfig
 from firth.models.heads import pick
 from firth.models.stack import Stack
-from firth.models.two_stream import places_of
+from firth.models.two_stream import places_of, reach_of
 
 
 class LatePlaces(nn.Module):
@@ -52,4 +52,5 @@ def at_places(sight: Sight, asked_BK: Tensor) -> Sight:
     mask = sight.mask
     if mask is not None:
         mask = pick(torch.broadcast_to(mask[:, 0], (len(asked_BK), *mask.shape[2:])), asked_BK)[:, None]
-    return Sight(mask=mask, places=places_of(sight.places, asked_BK))
+    places, reach = places_of(sight.places, asked_BK), reach_of(sight.reach, asked_BK)
+    return Sight(mask=mask, places=places, reach=reach)

@@ -51,4 +51,6 @@ class Memory:
         if sight.causal:
             lower = torch.ones(T, T, dtype=torch.bool, device=self.states[0].device).tril()
             sight = sight._replace(causal=False, mask=lower[None, None])
-        return sight if sight.mask is None else sight._replace(mask=F.pad(sight.mask, (self.size, 0), value=True))
+        if sight.mask is None:
+            return sight
+        return sight._replace(mask=F.pad(sight.mask, (self.size, 0), value=True), reach=None)

@@ -89,9 +89,10 @@ class BucketScore(nn.Module):
         self.table = nn.Embedding(spec.num, num_heads)
 
     def forward(self, T: int, S: int) -> Tensor:
-        """(1, H, T, S)."""
-        number = bucket(distances(T, S, self.table.weight.device), self.spec.num, self.spec.far, self.both_ways)
-        return self.table(number).permute(2, 0, 1)[None]
+        """(1, H, T, S). Each distance is looked up once: its gradient is a sum along the places, made in order."""
+        distance_R = torch.arange(1 - T, S, device=self.table.weight.device)
+        score_RH = self.table(bucket(distance_R, self.spec.num, self.spec.far, self.both_ways))
+        return skew(score_RH.t()[None, :, None].expand(-1, -1, T, -1), S)
 
 
 class SlopeScore(nn.Module):

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firth.errors import UserError, nearest
-from firth.models.block import ACTIVATIONS, make_norm
+from firth.models.activation import ACTIVATIONS
+from firth.models.block import make_norm
 from firth.models.config import (
     AWDLSTM,
     BAG,

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from firth.models.attention import Sight
+from firth.models.attention import Sight, make_reach
 from firth.models.config import ModelConfig
 from firth.models.embed import Embedding
+from firth.models.fused import Reach
 from firth.models.heads import pick
 from firth.models.relative import Places
 from firth.models.stack import Stack
@@ -62,7 +63,13 @@ def see_earlier(doc_BT: Tensor | None, rank_BT: Tensor, asked_BK: Tensor) -> Sig
     mask_BKT = rank_BT[:, None, :] < pick(rank_BT, asked_BK)[:, :, None]
     if doc_BT is not None:
         mask_BKT = mask_BKT & (doc_BT[:, None, :] == pick(doc_BT, asked_BK)[:, :, None])
-    return Sight(mask=mask_BKT[:, None], some_see_nobody=True)
+    reach = make_reach(False, doc_BT, rank_BT, strict=True)
+    return Sight(mask=mask_BKT[:, None], some_see_nobody=True, reach=reach_of(reach, asked_BK))
+
+
+def reach_of(reach: Reach | None, asked_BK: Tensor) -> Reach | None:
+    """The same for those who ask at some places only."""
+    return None if reach is None else Reach(reach.key, pick(reach.low, asked_BK), pick(reach.high, asked_BK))
 
 
 def places_of(places: Places | None, asked_BK: Tensor) -> Places | None:

@@ -40,8 +40,17 @@ class Halved:
     @torch.no_grad()
     def hand_over(self) -> None:
         """Add the gradients of a micro-batch to those of the model."""
-        for mine, exact in zip(self.twin.parameters(), self.model.parameters(), strict=True):
+        pairs = zip(self.twin.parameters(), self.model.parameters(), strict=True)
+        first, more = list[tuple[torch.Tensor, torch.Tensor]](), list[tuple[torch.Tensor, torch.Tensor]]()
+        for mine, exact in pairs:
             if mine.grad is None:
                 continue
-            exact.grad = mine.grad.float() if exact.grad is None else exact.grad.add_(mine.grad)
+            if exact.grad is None:
+                exact.grad = torch.empty_like(exact)
+                first.append((exact.grad, mine.grad))
+            else:
+                more.append((exact.grad, mine.grad))
             mine.grad = None
+        for add_up, some in ((torch._foreach_copy_, first), (torch._foreach_add_, more)):
+            if some:
+                add_up([to for to, _ in some], [found for _, found in some])
