@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from torch.testing import assert_close
 
 from firth.models import attention
 from firth.models.attention import Attention, Sight, attend, see
+from firth.models.mask_decoder import at_places
 from firth.models.presets import bert, t5
+from firth.models.two_stream import see_earlier
+from firth.train.deterministic import deterministic
 
 
 def rows(mask: torch.Tensor | None) -> list[str]:
@@ -43,6 +47,84 @@ def test_rank() -> None:
 def test_reading_another_sequence() -> None:
     sight = see(False, torch.tensor([[0, 1]]), read_doc=torch.tensor([[0, 0, 1, -1]]))
     assert rows(sight.mask) == ["xx..", "..x."]
+
+
+SIGHTS = {
+    "documents": lambda doc, rank, asked: see(False, doc),
+    "causal documents": lambda doc, rank, asked: see(True, doc),
+    "ranks": lambda doc, rank, asked: see(True, None, rank),
+    "documents and ranks": lambda doc, rank, asked: see(False, doc, rank),
+    "across": lambda doc, rank, asked: see(False, doc[:, 3:9], read_doc=doc),
+    "earlier": lambda doc, rank, asked: see_earlier(doc, rank, asked),
+    "earlier without documents": lambda doc, rank, asked: see_earlier(None, rank, asked),
+    "at places": lambda doc, rank, asked: at_places(see(False, doc, rank), asked),
+}
+
+
+@pytest.mark.parametrize("name", SIGHTS)
+def test_few_numbers_say_what_a_mask_says(name: str) -> None:
+    doc = torch.randint(-1, 4, (2, 30)).sort(1).values
+    rank, asked = torch.randint(0, 30, (2, 30)), torch.randint(0, 30, (2, 7))
+    sight = SIGHTS[name](doc, rank, asked)
+    assert sight.reach is not None
+    assert sight.mask is not None
+    key, low, high = sight.reach
+    assert {x.dtype for x in sight.reach} == {torch.int32}
+    assert torch.equal((low[:, :, None] <= key[:, None]) & (key[:, None] <= high[:, :, None]), sight.mask[:, 0])
+
+
+def test_few_numbers_where_they_suffice() -> None:
+    """Not for windows, nor where documents and ranks do not fit together into 32 bits."""
+    long = torch.zeros(1, attention.MANY_PLACES + 1, dtype=torch.long)
+    assert attention.make_reach(False, long, None) is None
+    near = torch.ones(1, 4, 4, dtype=torch.bool)
+    assert see(False, torch.zeros(1, 4, dtype=torch.long), near=near).reach is None
+    most = torch.full((1, attention.MANY_PLACES), attention.MANY_PLACES - 1)
+    reach = attention.make_reach(False, most, most)
+    assert reach is not None
+    assert reach.low.min() > 0
+    assert (reach.high - reach.low == attention.MANY_PLACES - 1).all()
+
+
+def test_which_kernel() -> None:
+    """Our own where it can: for dropout, and for a bias that learns. Otherwise SDPA, or single operations."""
+    biased = see(False, None, score=torch.zeros(1, 1, 2, 2))
+    own_scores = see(False, None)._replace(score=torch.zeros(2, 1, 2, 2))
+    choices: list[tuple[Any, str]] = [
+        (("cuda", see(True, None), 0.1, True, False, True), "fused"),
+        (("cuda", see(True, None), 0.0, True, False, True), "sdpa"),
+        (("cuda", see(True, None), 0.1, True, False, False), "sdpa"),
+        (("cuda", biased, 0.0, True, False, True), "fused"),
+        (("cuda", biased, 0.0, True, False, False), "sdpa"),
+        (("cuda", own_scores, 0.0, True, False, False), "plain"),
+        (("cuda", own_scores, 0.0, False, False, False), "sdpa"),
+        (("cuda", Sight(), 0.0, True, True, False), "fused"),
+        (("cuda", biased, 0.0, True, True, False), "sdpa"),
+        (("cuda", Sight(seen=[]), 0.1, True, True, True), "plain"),
+        (("cpu", Sight(), 0.1, False, False, False), "plain"),
+        (("cpu", Sight(), 0.1, True, False, False), "sdpa"),
+        (("cpu", Sight(), 0.0, False, False, False), "sdpa"),
+    ]
+    for given, wanted in choices:
+        assert attention.kernel(*given) == wanted, given
+
+
+def test_what_our_kernel_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "can_fuse", lambda q: True)
+    q, k = torch.zeros(2, 4, 6, 16, dtype=torch.bfloat16), torch.zeros(2, 4, 6, 16, dtype=torch.bfloat16)
+    bias = torch.zeros(1, 4, 6, 6)
+    biased, causal = see(False, None, score=bias), see(True, None)
+    assert attention.can_do(q, k, Sight())
+    assert attention.can_do(q, k, biased)
+    assert attention.can_do(q, k, causal)
+    assert not attention.can_do(q.float(), k.float(), Sight())
+    assert not attention.can_do(q, k[:, :2], Sight()), "heads that share keys"
+    assert not attention.can_do(q[:, :, :3], k, causal), "who asks begins later"
+    assert not attention.can_do(q, k, attention.add_score(biased, bias.expand(2, -1, -1, -1))), "scores of each row"
+    assert not attention.can_do(q, k, Sight(keep=lambda k, v: (k, v)))
+    with deterministic(True):
+        assert not attention.can_do(q, k, biased)
+        assert attention.can_do(q, k, causal)
 
 
 def test_score_is_closed_where_nothing_is_seen() -> None:

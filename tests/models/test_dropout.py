@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
 from torch.testing import assert_close
 
-from firth.models.dropout import Dropout, drop, noise
+from firth.models.dropout import Dropout, a_seed, drop, kept, noise
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
@@ -49,3 +56,51 @@ def test_only_in_training_and_not_at_rate_0() -> None:
     assert torch.equal(Dropout(0.5).eval()(x), x)
     assert torch.equal(Dropout(0.0)(x), x)
     assert not torch.equal(Dropout(0.5)(x), x)
+
+
+# --- in a compiled step
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_products_are_as_independent_as_random_numbers(rate: float) -> None:
+    """The share that is dropped, of all and of each row and column; how rows, columns and seeds go together."""
+    N = 512
+    variance, before = rate * (1 - rate), None
+    for seed in range(8):
+        n = kept(torch.Size([2, N // 2, N]), rate, torch.tensor(seed * 7919, dtype=torch.int32)).view(N, N)
+        assert_close(n.unique(), torch.tensor([0, 1 / (1 - rate)]))
+        z = (n > 0).double() - (1 - rate)
+        assert z.mean().abs() < 5 * (variance / N**2) ** 0.5
+        for way in (z, z.t()):
+            assert abs(way.mean(1).var().item() * N / variance - 1) < 0.35
+            together = (way @ way.t() / (N * variance))[~torch.eye(N, dtype=torch.bool)]
+            assert abs(together.var().item() * N - 1) < 0.05
+        if before is not None:
+            assert (z * before).mean().abs() < 5 * variance / N
+        before = z
+
+
+def test_what_is_dropped_is_made_again_and_not_kept() -> None:
+    """Of two layers with dropout no more is kept for the backward pass than what the norms need, and vectors."""
+    sizes: list[int] = []
+
+    def backward_pass(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        sizes.extend(n.meta["val"].numel() for n in graph.graph.nodes if n.op == "placeholder")
+        return make_boxed_func(graph.forward)
+
+    def layers(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            y = x @ matrix
+            x = F.layer_norm(x + y * kept(y.shape, 0.1, a_seed(y.device)), (64,))
+        return x
+
+    compiler = aot_autograd(
+        fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+        bw_compiler=backward_pass,
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+        decompositions=select_decomp_table(),
+    )
+    x, matrix = torch.randn(32, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+    torch.compile(layers, backend=compiler)(x, matrix).sum().backward()
+    assert sum(size == 32 * 64 for size in sizes) <= 7  # what each product reads, each norm makes, and the gradient
+    torch._dynamo.reset()

@@ -46,12 +46,14 @@ def kept(shape: torch.Size, rate: float, seed: Tensor) -> Tensor:
     shared by the parts of a model that drop: what is shared would be kept for the backward pass, and the rest is made
     again there.
     """
-    row, column = (
-        mixed(torch.arange(size, dtype=torch.int32, device=seed.device) ^ seed * factor) | 1
-        for size, factor in ((shape[:-1].numel(), 1), (shape[-1], GOLDEN))
-    )
+    row, column = odd_numbers(shape[:-1].numel(), seed), odd_numbers(shape[-1], seed * GOLDEN)
     stays = row[:, None] * column >= round(rate * 2**32) - 2**31
     return stays.float().view(shape) * (1 / (1 - rate))
+
+
+def odd_numbers(size: int, seed: Tensor) -> Tensor:
+    """So many random odd numbers of 32 bits."""
+    return mixed(torch.arange(size, dtype=torch.int32, device=seed.device) ^ seed) | 1
 
 
 def mixed(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from firth.models.dropout import GOLDEN, a_seed, odd_numbers
 from firth.models.relative import Distances
 
 try:
@@ -59,11 +60,13 @@ def attend_at_once(
     `bias` (1, H, T, S) is added to the scores, and its gradient is added up as it comes. `causal` is for as many places
     that ask as are read.
     """
-    seed, dtype = make_seed(q_BHTd, dropout), q_BHTd.dtype
+    drop, dtype = to_drop(q_BHTd, k_BHSd.shape[2], dropout), q_BHTd.dtype
     k_BHSd, v_BHSd = k_BHSd.to(dtype), v_BHSd.to(dtype)
     bias = None if bias is None else bias.contiguous()
     who = seen_by(mask, reach)
-    return forward(q_BHTd, k_BHSd, v_BHSd, None, None, who[0], None, seed, bias, *who[1:], 0, causal, dropout, scale)[0]
+    return forward(q_BHTd, k_BHSd, v_BHSd, None, None, who[0], None, *drop, bias, *who[1:], 0, causal, dropout, scale)[
+        0
+    ]
 
 
 def seen_by(mask: Tensor | None, reach: Reach | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -71,8 +74,12 @@ def seen_by(mask: Tensor | None, reach: Reach | None) -> tuple[Tensor | None, Te
     return (mask, None, None) if reach is None else (None, reach.key, torch.stack([reach.low, reach.high]))
 
 
-def make_seed(q_BHTd: Tensor, dropout: float) -> Tensor | None:
-    return torch.randint(2**31, (1,), device=q_BHTd.device) if dropout else None
+def to_drop(q_BHTd: Tensor, S: int, dropout: float) -> tuple[Tensor | None, Tensor | None]:
+    """Numbers of those who ask (B x H x T) and of what is read (S), whose products say what is dropped."""
+    if not dropout:
+        return None, None
+    seed = a_seed(q_BHTd.device)
+    return odd_numbers(q_BHTd.shape[:3].numel(), seed), odd_numbers(S, seed * GOLDEN)
 
 
 def has_no_order(scores: Distances) -> bool:
@@ -92,7 +99,7 @@ def attend_by_distance(
     """The same with a number for each distance."""
     q_BHTd, asked = scores.query, scores.asked
     T, S, dtype = q_BHTd.shape[2], k_BHSd.shape[2], q_BHTd.dtype
-    seed = make_seed(q_BHTd, dropout)
+    drop = to_drop(q_BHTd, S, dropout)
     if asked is None:
         ask = None if scores.ask is None else in_bands(*scores.ask, scores.zero, S)
         read = None if scores.read is None else in_bands(*scores.read, S - 1, T)
@@ -102,7 +109,7 @@ def attend_by_distance(
     k_BHSd, v_BHSd = k_BHSd.to(dtype), v_BHSd.to(dtype)
     who = seen_by(mask, reach)
     numbers = (scores.zero, False, dropout, scale)
-    return forward(q_BHTd, k_BHSd, v_BHSd, ask, read, who[0], asked, seed, None, *who[1:], *numbers)[0]
+    return forward(q_BHTd, k_BHSd, v_BHSd, ask, read, who[0], asked, *drop, None, *who[1:], *numbers)[0]
 
 
 def in_bands(x_BHTd: Tensor, vectors_HRd: Tensor, zero: int, S: int) -> Tensor:
@@ -131,15 +138,18 @@ if triton is not None:
         ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
         REACH: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
-        """A tile of scores, -inf where nothing is seen. `ask` to `bias` point at what belongs to it."""
+        """A tile of scores, -inf where nothing is seen; scaled only where there is a bias.
+
+        `ask` to `bias` point at what belongs to it.
+        """
         x = tl.dot(a, tl.trans(b), input_precision=PRECISION)
         if ASK:
             x += tl.load(ask) if EVEN else tl.load(ask, mask=inside, other=0.0)
         if READ:
             x += tl.load(read) if EVEN else tl.load(read, mask=inside, other=0.0)
-        x = x * scale
         if BIAS:
-            x += (tl.load(bias) if EVEN else tl.load(bias, mask=inside, other=0.0)).to(tl.float32) * LOG2_E
+            more = tl.load(bias) if EVEN else tl.load(bias, mask=inside, other=0.0)
+            x = x * scale + more.to(tl.float32) * LOG2_E
         if MASK:
             inside = inside & (tl.load(mask, mask=inside, other=0) != 0)
         if CAUSAL:
@@ -163,31 +173,13 @@ if triton is not None:
         return band + (mine - first) * (W - 1) + (other + BLOCK - 1)
 
     @triton.jit
-    def reach_of(reach, b, t, B, T, REACH: tl.constexpr):
-        """The lowest and the highest key that some who ask can see."""
-        if REACH:
-            at = reach + b * T + t
-            return tl.load(at, mask=t < T, other=0), tl.load(at + B * T, mask=t < T, other=0)
-        return 0, 0
-
-    @triton.jit
-    def mixed(x):
-        """32 bits of which each depends on all of `x` (the finaliser of MurmurHash 3)."""
-        x = (x ^ (x >> 16)) * 0x85EBCA6B
-        x = (x ^ (x >> 13)) * 0xC2B2AE35
-        return x ^ (x >> 16)
-
-    @triton.jit
-    def kept(key, t, s, LIMIT: tl.constexpr):
-        """Which of a tile is not dropped: by a number of who asks times one of what is read, as in dropout.py."""
-        return (mixed(t.to(tl.uint32) + key) | 1) * (mixed(s.to(tl.uint32) * 0x9E3779B1 ^ key) | 1) >= LIMIT
-
-    @triton.jit
-    def rows(x, place, d, length, stride, D: tl.constexpr):
+    def rows(x, place, d, length, stride, D: tl.constexpr, FULL: tl.constexpr):
         """Some vectors of one head, 0 beyond the last place and the last number."""
         at = tl.arange(0, D)
-        inside = (place[:, None] < length) & (at[None, :] < d)
-        return tl.load(x + place[:, None] * stride + at[None, :], mask=inside, other=0.0)
+        of = x + place[:, None] * stride + at[None, :]
+        if FULL:
+            return tl.load(of)
+        return tl.load(of, mask=(place[:, None] < length) & (at[None, :] < d), other=0.0)
 
     @triton.jit
     def put_rows(x, values, place, d, length, stride, D: tl.constexpr):
@@ -197,47 +189,49 @@ if triton is not None:
 
     @triton.jit
     def forward_kernel(
-        q, k, v, ask, read, mask, place, seed, bias, keys, reach, y, lse, B, H, T, S, d, zero,
+        q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, y, lse, B, H, T, S, d, zero,
         q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, y_b, y_h, y_t, mask_b, mask_t,
-        scale: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr,
+        scale: tl.constexpr, post: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr,
         W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
         PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, REACH: tl.constexpr, EVEN: tl.constexpr,
-        D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+        FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
         head = tl.program_id(1).to(tl.int64)
         b, h = head // H, head % H
         q, k, v, y = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h, y + b * y_b + h * y_h
         mask = mask + b * mask_b
-        t0 = tl.program_id(0) * BLOCK
-        t = t0 + tl.arange(0, BLOCK)
+        t0 = tl.program_id(0) * BT
+        t = t0 + tl.arange(0, BT)
         at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
-        key = mixed(tl.load(seed).to(tl.uint32) + head.to(tl.uint32) * 0x9E3779B1) if LIMIT else 0
-        q_Td = rows(q, t, d, T, q_t, D)
-        highest = tl.full([BLOCK], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK], tl.float32)
-        found = tl.zeros([BLOCK, D], tl.float32)
+        q_Td = rows(q, t, d, T, q_t, D, FULL)
+        highest = tl.full([BT], float("-inf"), tl.float32)
+        total = tl.zeros([BT], tl.float32)
+        found = tl.zeros([BT, D], tl.float32)
         t2, at2 = t[:, None], at[:, None]
-        low, high = reach_of(reach, b, t2, B, T, REACH)
-        for s0 in range(0, tl.minimum(t0 + BLOCK, S) if CAUSAL else S, BLOCK):
-            s = s0 + tl.arange(0, BLOCK)
+        row = tl.load(drop_t + head * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if LIMIT else 0
+        low = tl.load(reach + b * T + t, mask=t < T, other=0)[:, None] if REACH else 0
+        high = tl.load(reach + (B + b) * T + t, mask=t < T, other=0)[:, None] if REACH else 0
+        for s0 in range(0, tl.minimum(t0 + BT, S) if CAUSAL else S, BS):
+            s = s0 + tl.arange(0, BS)
             s2 = s[None, :]
             inside = (t2 < T) & (s2 < S)
-            key_of_s = tl.load(keys + b * S + s2, mask=s2 < S, other=0) if REACH else 0
+            key_of_s = tl.load(keys + b * S + s, mask=s < S, other=0)[None, :] if REACH else 0
+            column = tl.load(drop_s + s, mask=s < S, other=0).to(tl.uint32)[None, :] if LIMIT else 0
             x = scores(
-                q_Td, rows(k, s, d, S, k_t, D),
-                numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BLOCK),
-                numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BLOCK),
+                q_Td, rows(k, s, d, S, k_t, D, FULL),
+                numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
+                numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
                 mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, high, key_of_s, inside, scale,
                 ASK, READ, MASK, BIAS, CAUSAL, REACH, EVEN, PRECISION,
             )  # fmt: skip
-            higher = tl.maximum(highest, tl.max(x, 1))
+            higher = tl.maximum(highest, tl.max(x, 1) * post)
             top = tl.where(higher == float("-inf"), 0.0, higher)
-            p = tl.exp2(x - top[:, None])
+            p = tl.exp2(x * post - top[:, None])
             shrink = tl.exp2(highest - top)
             total = total * shrink + tl.sum(p, 1)
             if LIMIT:
-                p = tl.where(kept(key, t2, s2, LIMIT), p, 0.0)
-            v_Sd = rows(v, s, d, S, v_t, D)
+                p = tl.where(row * column >= LIMIT, p, 0.0)
+            v_Sd = rows(v, s, d, S, v_t, D, FULL)
             found = found * shrink[:, None] + tl.dot(p.to(v_Sd.dtype), v_Sd, input_precision=PRECISION)
             highest = higher
         seen = total > 0
@@ -247,59 +241,62 @@ if triton is not None:
 
     @triton.jit
     def asking_kernel(
-        q, k, v, ask, read, mask, place, seed, bias, keys, reach, y, lse, dy, delta, dq, dask, dbias,
+        q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, y, lse, dy, delta, dq, dask, dbias,
         B, H, T, S, d, zero,
         q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, y_b, y_h, y_t, mask_b, mask_t, dy_b, dy_h, dy_t, dq_b, dq_h, dq_t,
-        scale: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr, factor: tl.constexpr, DBIAS: tl.constexpr,
+        scale: tl.constexpr, post: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr, factor: tl.constexpr,
+        DBIAS: tl.constexpr,
         W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
         PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, REACH: tl.constexpr, EVEN: tl.constexpr,
-        D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+        FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
         """Gradients of the queries, of what they have for each distance, and of the bias."""
         head = tl.program_id(1).to(tl.int64)
         b, h = head // H, head % H
         q, k, v, y = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h, y + b * y_b + h * y_h
         dy, dq, mask = dy + b * dy_b + h * dy_h, dq + b * dq_b + h * dq_h, mask + b * mask_b
-        t0 = tl.program_id(0) * BLOCK
-        t = t0 + tl.arange(0, BLOCK)
+        t0 = tl.program_id(0) * BT
+        t = t0 + tl.arange(0, BT)
         at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
-        key = mixed(tl.load(seed).to(tl.uint32) + head.to(tl.uint32) * 0x9E3779B1) if LIMIT else 0
-        q_Td, dy_Td = rows(q, t, d, T, q_t, D), rows(dy, t, d, T, dy_t, D)
-        delta_T = tl.sum(rows(y, t, d, T, y_t, D).to(tl.float32) * dy_Td.to(tl.float32), 1)
+        q_Td, dy_Td = rows(q, t, d, T, q_t, D, FULL), rows(dy, t, d, T, dy_t, D, FULL)
+        delta_T = tl.sum(rows(y, t, d, T, y_t, D, FULL).to(tl.float32) * dy_Td.to(tl.float32), 1)
         tl.store(delta + head * T + t, delta_T, mask=t < T)
         lse_T = tl.load(lse + head * T + t, mask=t < T, other=0.0)
-        dq_Td = tl.zeros([BLOCK, D], tl.float32)
+        dq_Td = tl.zeros([BT, D], tl.float32)
         t2, at2 = t[:, None], at[:, None]
-        low, high = reach_of(reach, b, t2, B, T, REACH)
-        for s0 in range(0, tl.minimum(t0 + BLOCK, S) if CAUSAL else S, BLOCK):
-            s = s0 + tl.arange(0, BLOCK)
+        row = tl.load(drop_t + head * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if LIMIT else 0
+        low = tl.load(reach + b * T + t, mask=t < T, other=0)[:, None] if REACH else 0
+        high = tl.load(reach + (B + b) * T + t, mask=t < T, other=0)[:, None] if REACH else 0
+        for s0 in range(0, tl.minimum(t0 + BT, S) if CAUSAL else S, BS):
+            s = s0 + tl.arange(0, BS)
             s2 = s[None, :]
             inside = (t2 < T) & (s2 < S)
-            key_of_s = tl.load(keys + b * S + s2, mask=s2 < S, other=0) if REACH else 0
-            k_Sd = rows(k, s, d, S, k_t, D)
+            key_of_s = tl.load(keys + b * S + s, mask=s < S, other=0)[None, :] if REACH else 0
+            column = tl.load(drop_s + s, mask=s < S, other=0).to(tl.uint32)[None, :] if LIMIT else 0
+            k_Sd = rows(k, s, d, S, k_t, D, FULL)
             x = scores(
                 q_Td, k_Sd,
-                numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BLOCK),
-                numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BLOCK),
+                numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
+                numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
                 mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, high, key_of_s, inside, scale,
                 ASK, READ, MASK, BIAS, CAUSAL, REACH, EVEN, PRECISION,
             )  # fmt: skip
-            p = tl.exp2(x - lse_T[:, None])
-            dp = tl.dot(dy_Td, tl.trans(rows(v, s, d, S, v_t, D)), input_precision=PRECISION)
+            p = tl.exp2(x * post - lse_T[:, None])
+            dp = tl.dot(dy_Td, tl.trans(rows(v, s, d, S, v_t, D, FULL)), input_precision=PRECISION)
             if LIMIT:
-                dp = tl.where(kept(key, t2, s2, LIMIT), dp / (1.0 - rate), 0.0)
+                dp = tl.where(row * column >= LIMIT, dp / (1.0 - rate), 0.0)
             dx = p * (dp - delta_T[:, None])
             if DBIAS:
                 tl.atomic_add(dbias + (h * T + t2) * S + s2, dx, mask=inside, sem="relaxed")
             dx = dx * factor
             dq_Td += tl.dot(dx.to(k_Sd.dtype), k_Sd, input_precision=PRECISION)
             if ASK:
-                to = numbers_at(dask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BLOCK)
+                to = numbers_at(dask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT)
                 tl.store(to, dx.to(dask.dtype.element_ty), mask=inside)
         put_rows(dq, dq_Td, t, d, T, dq_t, D)
         if ASK and EVEN and not PLACE:
-            band = dask + ((h * tl.cdiv(T, BLOCK) + tl.program_id(0)) * B + b) * BLOCK * W_ASK
-            put_edges(band, S, W_ASK, BLOCK)
+            band = dask + ((h * tl.cdiv(T, BT) + tl.program_id(0)) * B + b) * BT * W_ASK
+            put_edges(band, S, W_ASK, BT)
 
     @triton.jit
     def put_edges(band, S, W, BLOCK: tl.constexpr):
@@ -311,52 +308,55 @@ if triton is not None:
 
     @triton.jit
     def reading_kernel(
-        q, k, v, ask, read, mask, place, seed, bias, keys, reach, lse, dy, delta, dk, dv, dread, B, H, T, S, d, zero,
+        q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, lse, dy, delta, dk, dv, dread,
+        B, H, T, S, d, zero,
         q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_t, dy_b, dy_h, dy_t, dk_b, dk_h, dk_t,
         dv_b, dv_h, dv_t,
-        scale: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr, factor: tl.constexpr,
+        scale: tl.constexpr, post: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr, factor: tl.constexpr,
         W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
         PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, REACH: tl.constexpr, EVEN: tl.constexpr,
-        D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+        FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
         """Gradients of the keys, the values, and what the keys have for each distance."""
         head = tl.program_id(1).to(tl.int64)
         b, h = head // H, head % H
         q, k, v, dy = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h, dy + b * dy_b + h * dy_h
         dk, dv, mask = dk + b * dk_b + h * dk_h, dv + b * dv_b + h * dv_h, mask + b * mask_b
-        s0 = tl.program_id(0) * BLOCK
-        s = s0 + tl.arange(0, BLOCK)
+        s0 = tl.program_id(0) * BS
+        s = s0 + tl.arange(0, BS)
         s2 = s[:, None]
-        key_of_s = tl.load(keys + b * S + s2, mask=s2 < S, other=0) if REACH else 0
-        key = mixed(tl.load(seed).to(tl.uint32) + head.to(tl.uint32) * 0x9E3779B1) if LIMIT else 0
-        k_Sd, v_Sd = rows(k, s, d, S, k_t, D), rows(v, s, d, S, v_t, D)
-        dk_Sd, dv_Sd = tl.zeros([BLOCK, D], tl.float32), tl.zeros([BLOCK, D], tl.float32)
-        for t0 in range(s0 if CAUSAL else 0, T, BLOCK):
-            t = t0 + tl.arange(0, BLOCK)
+        key_of_s = tl.load(keys + b * S + s, mask=s < S, other=0)[:, None] if REACH else 0
+        column = tl.load(drop_s + s, mask=s < S, other=0).to(tl.uint32)[:, None] if LIMIT else 0
+        k_Sd, v_Sd = rows(k, s, d, S, k_t, D, FULL), rows(v, s, d, S, v_t, D, FULL)
+        dk_Sd, dv_Sd = tl.zeros([BS, D], tl.float32), tl.zeros([BS, D], tl.float32)
+        for t0 in range(s0 if CAUSAL else 0, T, BT):
+            t = t0 + tl.arange(0, BT)
             at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
             t2, at2 = t[None, :], at[None, :]
             inside = (s2 < S) & (t2 < T)
-            low, high = reach_of(reach, b, t2, B, T, REACH)
-            q_Td, dy_Td = rows(q, t, d, T, q_t, D), rows(dy, t, d, T, dy_t, D)
+            low = tl.load(reach + b * T + t, mask=t < T, other=0)[None, :] if REACH else 0
+            high = tl.load(reach + (B + b) * T + t, mask=t < T, other=0)[None, :] if REACH else 0
+            row = tl.load(drop_t + head * T + t, mask=t < T, other=0).to(tl.uint32)[None, :] if LIMIT else 0
+            q_Td, dy_Td = rows(q, t, d, T, q_t, D, FULL), rows(dy, t, d, T, dy_t, D, FULL)
             x = scores(
                 k_Sd, q_Td,
-                numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BLOCK),
-                numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BLOCK),
+                numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
+                numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
                 mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, high, key_of_s, inside, scale,
                 ASK, READ, MASK, BIAS, CAUSAL, REACH, EVEN, PRECISION,
             )  # fmt: skip
-            p = tl.exp2(x - tl.load(lse + head * T + t, mask=t < T, other=0.0)[None, :])
+            p = tl.exp2(x * post - tl.load(lse + head * T + t, mask=t < T, other=0.0)[None, :])
             dp = tl.dot(v_Sd, tl.trans(dy_Td), input_precision=PRECISION)
             dropped = p
             if LIMIT:
-                stays = kept(key, t2, s2, LIMIT)
+                stays = row * column >= LIMIT
                 dropped = tl.where(stays, p / (1.0 - rate), 0.0)
                 dp = tl.where(stays, dp / (1.0 - rate), 0.0)
             dv_Sd += tl.dot(dropped.to(dy_Td.dtype), dy_Td, input_precision=PRECISION)
             dx = p * (dp - tl.load(delta + head * T + t, mask=t < T, other=0.0)[None, :]) * factor
             dk_Sd += tl.dot(dx.to(q_Td.dtype), q_Td, input_precision=PRECISION)
             if READ:
-                to = numbers_at(dread, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BLOCK)
+                to = numbers_at(dread, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS)
                 if PLACE:  # unused slots may all stand at one place
                     tl.atomic_add(to, dx, mask=inside)
                 else:
@@ -364,8 +364,8 @@ if triton is not None:
         put_rows(dk, dk_Sd, s, d, S, dk_t, D)
         put_rows(dv, dv_Sd, s, d, S, dv_t, D)
         if READ and EVEN and not PLACE:
-            band = dread + ((h * tl.cdiv(S, BLOCK) + tl.program_id(0)) * B + b) * BLOCK * W_READ
-            put_edges(band, T, W_READ, BLOCK)
+            band = dread + ((h * tl.cdiv(S, BS) + tl.program_id(0)) * B + b) * BS * W_READ
+            put_edges(band, T, W_READ, BS)
 
     class Call(NamedTuple):
         """What the three kernels are called with, beside what each computes."""
@@ -377,16 +377,18 @@ if triton is not None:
 
     def make_call(
         q: Tensor, k: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None, place: Tensor | None,
-        seed: Tensor | None, bias: Tensor | None, keys: Tensor | None, reach: Tensor | None, zero: int, causal: bool,
-        dropout: float, scale: float,
+        drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None, reach: Tensor | None,
+        zero: int, causal: bool, dropout: float, scale: float,
     ) -> Call:  # fmt: skip
         (B, H, T, d), S = q.shape, k.shape[2]
         bits, strides = q, (0, 0)
         if mask is not None:
             bits = mask.to(torch.uint8, memory_format=torch.contiguous_format).expand(B, 1, T, S)
             strides = (bits.stride(0), bits.stride(2))
+        D, even = max(16, triton.next_power_of_2(d)), is_even(T, S)
         made_for = {
             "scale": scale * LOG2_E.value,
+            "post": 1.0 if bias is not None else scale * LOG2_E.value,
             "rate": dropout,
             "LIMIT": round(dropout * 2**32),
             "W_ASK": 1 if ask is None else ask.shape[-1],
@@ -398,13 +400,15 @@ if triton is not None:
             "BIAS": bias is not None,
             "CAUSAL": causal,
             "REACH": reach is not None,
-            "EVEN": is_even(T, S),
-            "D": max(16, triton.next_power_of_2(d)),
-            "BLOCK": BLOCK,
+            "EVEN": even,
+            "FULL": even and d == D,
+            "D": D,
             "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+            "BT": BLOCK,
+            "BS": BLOCK,
             "num_warps": 4,
         }
-        tables = tuple(q if x is None else x for x in (ask, read, bits, place, seed, bias, keys, reach))
+        tables = tuple(q if x is None else x for x in (ask, read, bits, place, drop_t, drop_s, bias, keys, reach))
         return Call(tables, (B, H, T, S, d, zero), strides, made_for)
 
     def is_even(T: int, S: int) -> bool:
@@ -416,15 +420,17 @@ if triton is not None:
         B, H, T, d = x_BHTd.shape
         return x_BHTd.new_empty(B, T, H, d).transpose(1, 2)
 
-    @triton_op("firth::attend_by_distance", mutates_args=())
+    @triton_op("firth::attend", mutates_args=())
     def forward(
         q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
-        place: Tensor | None, seed: Tensor | None, bias: Tensor | None, keys: Tensor | None, reach: Tensor | None,
-        zero: int, causal: bool, dropout: float, scale: float,
+        place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None,
+        reach: Tensor | None, zero: int, causal: bool, dropout: float, scale: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """What attention finds, and the logarithms of the sums of exponentials (base 2)."""
         B, H, T, _ = q.shape
-        call = make_call(q, k, ask, read, mask, place, seed, bias, keys, reach, zero, causal, dropout, scale)
+        call = make_call(
+            q, k, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, zero, causal, dropout, scale
+        )  # fmt: skip
         y, lse = like_rows(q), q.new_empty(B, H, T, dtype=torch.float32)
         wrap_triton(forward_kernel)[(triton.cdiv(T, BLOCK), B * H)](
             q, k, v, *call.tables, y, lse, *call.sizes, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
@@ -432,21 +438,24 @@ if triton is not None:
         )  # fmt: skip
         return y, lse
 
-    @triton_op("firth::attend_by_distance_backward", mutates_args=())
+    @triton_op("firth::attend_backward", mutates_args=())
     def backward(
         dy: Tensor, q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
-        place: Tensor | None, seed: Tensor | None, bias: Tensor | None, keys: Tensor | None, reach: Tensor | None,
-        y: Tensor, lse: Tensor, zero: int, causal: bool, dropout: float, scale: float, learns: bool,
+        place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None,
+        reach: Tensor | None, y: Tensor, lse: Tensor, zero: int, causal: bool, dropout: float, scale: float,
+        learns: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """The gradients of queries, keys, values, both tables, and the bias where that `learns`.
 
         Those of what is not there are empty.
         """
         (B, H, T, _), S = q.shape, k.shape[2]
-        call = make_call(q, k, ask, read, mask, place, seed, bias, keys, reach, zero, causal, dropout, scale)
+        call = make_call(
+            q, k, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, zero, causal, dropout, scale
+        )  # fmt: skip
         dy = dy if dy.stride(3) == 1 else dy.contiguous()
         dq, dk, dv, delta = like_rows(q), like_rows(k), like_rows(v), torch.empty_like(lse)
-        room = torch.empty_like if place is None and is_even(T, S) else torch.zeros_like  # all is written, or not
+        room = torch.empty_like if place is None and is_even(T, S) else torch.zeros_like  # all written, or not
         exact = torch.float32 if place is not None else q.dtype  # of what is added up in place
         dask = q.new_empty(0) if ask is None else room(ask)
         dread = q.new_empty(0) if read is None else room(read, dtype=exact)
@@ -459,7 +468,8 @@ if triton is not None:
         )  # fmt: skip
         wrap_triton(reading_kernel)[(triton.cdiv(S, BLOCK), B * H)](
             q, k, v, *call.tables, lse, dy, delta, dk, dv, dread, *call.sizes, *strides,
-            *call.mask_strides, *dy.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], factor=scale, **call.made_for,
+            *call.mask_strides, *dy.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], factor=scale,
+            **call.made_for,
         )  # fmt: skip
         return dq, dk, dv, dask, dread.to(q.dtype), dbias
 
@@ -470,12 +480,12 @@ if triton is not None:
 
     def differentiate(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, y, lse = ctx.saved_tensors
-        ask, read, bias = tensors[3], tensors[4], tensors[8]
-        learns = bias is not None and ctx.needs_input_grad[8]
+        ask, read, bias = tensors[3], tensors[4], tensors[9]
+        learns = bias is not None and ctx.needs_input_grad[9]
         dq, dk, dv, dask, dread, dbias = backward(dy, *tensors, y, lse, *ctx.numbers, learns)
-        found = [dq, dk, dv, None if ask is None else dask, None if read is None else dread, *[None] * 10]
+        found = [dq, dk, dv, None if ask is None else dask, None if read is None else dread, *[None] * 11]
         if bias is not None and learns:
-            found[8] = dbias.to(bias.dtype)
+            found[9] = dbias.to(bias.dtype)
         return tuple(found)
 
     forward.register_autograd(differentiate, setup_context=keep)

@@ -107,7 +107,7 @@ def to_errors(scores_NP: Tensor, labels_N: Tensor, V: int) -> Tensor:
         return to_errors_plainly(scores_NP, labels_N, V)
     N, P = scores_NP.shape
     losses_N = scores_NP.new_empty(N, dtype=torch.float32)
-    errors_kernel[(N,)](scores_NP, labels_N, losses_N, V, P, scores_NP.stride(0), BLOCK=BLOCK, num_warps=WARPS)
+    errors_kernel[(N,)](scores_NP, labels_N, losses_N, V, P, scores_NP.stride(0), BLOCK=BLOCK, num_warps=8)
     return losses_N.sum()
 
 
@@ -123,30 +123,28 @@ def to_errors_plainly(scores_NP: Tensor, labels_N: Tensor, V: int) -> Tensor:
 
 
 if triton is not None:
-    BLOCK = 8192  # scores of a row that are read together
-    WARPS = 16
-    LOG2_E = tl.constexpr(1.4426950408889634)
+    BLOCK = 4096  # scores of a row that are read together
 
     @triton.jit
     def errors_kernel(scores, labels, losses, V, P, stride, BLOCK: tl.constexpr):
-        """One row: its loss, and in place of its scores their gradients. Each lane adds up by itself until the end."""
+        """One row: its loss, and in place of its scores their gradients."""
         n = tl.program_id(0).to(tl.int64)
         row, label = scores + n * stride, tl.load(labels + n)
         asked, column = label >= 0, tl.arange(0, BLOCK)
         own = tl.load(row + tl.where(asked, label, 0)).to(tl.float32)
-        highest, total = tl.full([BLOCK], -1e30, tl.float32), tl.zeros([BLOCK], tl.float32)
+        highest = float("-inf")
+        total = 0.0
         for first in range(0, V, BLOCK):
-            x = tl.load(row + first + column, mask=first + column < V, other=float("-inf")).to(tl.float32) * LOG2_E
-            above = tl.maximum(highest, x)
-            total = total * tl.exp2(highest - above) + tl.exp2(x - above)
+            x = tl.load(row + first + column, mask=first + column < V, other=float("-inf")).to(tl.float32)
+            above = tl.maximum(highest, tl.max(x, 0))
+            total = total * tl.exp(highest - above) + tl.sum(tl.exp(x - above), 0)
             highest = above
-        top = tl.max(highest, 0)
-        log_sum = top + tl.log2(tl.sum(total * tl.exp2(highest - top), 0))
-        tl.store(losses + n, tl.where(asked, log_sum / LOG2_E - own, 0.0))
+        log_sum = highest + tl.log(total)
+        tl.store(losses + n, tl.where(asked, log_sum - own, 0.0))
         tl.debug_barrier()  # all have read before any writes
         for first in range(0, P, BLOCK):
             v = first + column
-            x = tl.load(row + v, mask=v < V, other=float("-inf")).to(tl.float32) * LOG2_E
-            error = tl.exp2(x - log_sum) - tl.where(v == label, 1.0, 0.0)
+            x = tl.load(row + v, mask=v < V, other=float("-inf")).to(tl.float32)
+            error = tl.exp(x - log_sum) - tl.where(v == label, 1.0, 0.0)
             error = tl.where(asked & (v < V), error, 0.0)
             tl.store(row + v, error.to(scores.dtype.element_ty), mask=v < P)

@@ -29,7 +29,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
         if torch.cuda.is_available():
             say(
                 "deterministic: every sum has one order, which is slower. Attention by cuDNN is left out, and our own "
-                "kernel for scores by distance where places are asked."
+                "kernel where it adds up as it comes."
             )
         try:
             yield

@@ -1,0 +1,135 @@
+"""Our own kernel of attention against the same in single operations.
+
+Run them with `pytest -m gpu`; without a GPU, where triton is installed, with TRITON_INTERPRET=1 (slowly).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from firth.models.attention import Sight, see
+from firth.models.fused import Reach, attend_at_once, to_drop, triton
+from firth.models.two_stream import see_earlier
+
+INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="there is no CUDA device"),
+]
+B, H = 2, 2
+
+
+class Case(NamedTuple):
+    """So many that ask and are read, with so many numbers per head; and what is seen."""
+
+    T: int
+    S: int
+    d: int
+    mask: bool = False
+    bias: bool = False
+    causal: bool = False
+    dropout: float = 0.0
+
+
+CASES = {
+    "full tiles": Case(128, 128, 64),
+    "causal": Case(128, 128, 64, causal=True),
+    "causal, parts of tiles": Case(77, 77, 32, causal=True),
+    "mask": Case(128, 192, 64, mask=True),
+    "bias": Case(128, 128, 64, bias=True),
+    "bias and mask, parts of tiles": Case(70, 130, 48, mask=True, bias=True),
+    "causal bias": Case(100, 100, 64, bias=True, causal=True),
+    "dropout": Case(128, 128, 64, dropout=0.3),
+    "causal dropout": Case(130, 130, 64, causal=True, dropout=0.1),
+    "bias and dropout": Case(70, 130, 64, mask=True, bias=True, dropout=0.6),
+}
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(name: str, bf16: bool) -> None:
+    case = CASES[name]
+    if INTERPRETED and bf16:
+        pytest.skip("numpy has no bfloat16")
+    dtype, tolerance = (torch.bfloat16, 1e-2) if bf16 else (torch.float32, 1e-5)
+    torch.manual_seed(1)
+    T, S, d = case.T, case.S, case.d
+    q, k, v = (torch.randn(B, n, H, d, device=DEVICE, dtype=dtype).transpose(1, 2) for n in (T, S, S))
+    given = [q, k, v, torch.randn(1, H, T, S, device=DEVICE)] if case.bias else [q, k, v]
+    mask = torch.rand(B, 1, T, S, device=DEVICE) < 0.6 if case.mask else None
+    if mask is not None:
+        mask[0, 0, 3] = False  # it sees nobody
+    torch.manual_seed(2)
+    stays = kept(to_drop(q, S, case.dropout), T, S, case.dropout)
+    dy = torch.randn(B, H, T, d, device=DEVICE)
+
+    mine = [x.clone().requires_grad_() for x in given]
+    torch.manual_seed(2)
+    bias = mine[3] if case.bias else None
+    y = attend_at_once(mine[0], mine[1], mine[2], mask, None, bias, case.causal, case.dropout, 0.125)
+    y.backward(dy.to(dtype))
+    exact = [x.double().requires_grad_() for x in given]
+    expected = in_single_operations(case, exact, mask, stays)
+    expected.backward(dy.double())
+    for a, b in zip([y, *(x.grad for x in mine)], [expected, *(x.grad for x in exact)], strict=True):
+        assert a is not None
+        assert b is not None
+        assert (a.double() - b).norm() < tolerance * b.norm()
+
+
+def kept(numbers: tuple[Tensor | None, Tensor | None], T: int, S: int, dropout: float) -> Tensor:
+    """(B, H, T, S): 0 for what is dropped, more than 1 for what stays."""
+    row, column = numbers
+    if row is None or column is None:
+        return torch.ones(B, H, T, S, device=DEVICE)
+    product = (row.view(B, H, T, 1) * column).long() & 0xFFFFFFFF  # without the sign
+    stays = product >= round(dropout * 2**32)
+    assert abs(1 - stays.double().mean().item() - dropout) < 0.02
+    return stays / (1 - dropout)
+
+
+def in_single_operations(case: Case, given: list[Tensor], mask: Tensor | None, stays: Tensor) -> Tensor:
+    q, k, v, *bias = given
+    scores = q @ k.mT * 0.125 + (bias[0] if bias else 0.0)
+    sees = torch.ones(1, 1, case.T, case.S, dtype=torch.bool, device=DEVICE) if mask is None else mask
+    sees = sees.tril() if case.causal else sees
+    return (scores.masked_fill(~sees, -1e30).softmax(-1) * sees * stays) @ v
+
+
+SIGHTS = ("documents", "causal documents", "ranks", "documents and ranks", "asked", "asked without documents", "across")
+
+
+@pytest.mark.parametrize("name", SIGHTS)
+def test_few_numbers_say_the_same_as_a_mask(name: str) -> None:
+    T, K, d = 150, 20, 32
+    torch.manual_seed(3)
+    doc = torch.zeros(B, T, dtype=torch.long)
+    doc[0, 61:], doc[0, 140:], doc[1, 1:], doc[1, 64:] = 1, -1, 1, 2
+    rank, asked = torch.randint(0, 6, (B, T)), torch.randint(0, T, (B, K))
+    doc, rank, asked = (x.to(DEVICE) for x in (doc, rank, asked))
+    sights = {
+        "documents": lambda: see(False, doc),
+        "causal documents": lambda: see(True, doc),
+        "ranks": lambda: see(False, None, rank),
+        "documents and ranks": lambda: see(False, doc, rank),
+        "asked": lambda: see_earlier(doc, rank, asked),
+        "asked without documents": lambda: see_earlier(None, rank, asked),
+        "across": lambda: see(False, doc[:, :K].contiguous(), read_doc=doc),
+    }
+    sight = sights[name]()
+    assert sight.mask is not None
+    q, k, v = (torch.randn(B, H, n, d, device=DEVICE, requires_grad=True) for n in (sight.mask.shape[2], T, T))
+
+    def answers(reach: Reach | None, sight: Sight = sight) -> list[Tensor]:
+        y = attend_at_once(q, k, v, sight.mask, reach, None, False, 0.0, 0.2)
+        return [y, *torch.autograd.grad(y.square().sum(), (q, k, v))]
+
+    for a, b in zip(answers(None), answers(sight.reach), strict=True):
+        assert_close(a, b)
