@@ -16,13 +16,13 @@ def drop(x: Tensor, rate: float) -> Tensor:
     """`F.dropout`. On a CPU that draws one number after the other, a fifth of BERT's step: there we draw our own.
 
     In a compiled step on a GPU its numbers take longer than all else that a layer does to each element: there they are
-    mixed from where the element stands, and made again in the backward pass.
+    products of few, and made again in the backward pass.
     """
     if rate == 0:
         return x
     if torch.compiler.is_compiling():
         cheap = x.device.type == "cuda" and x.numel() < 2**31
-        return x * kept(x.shape, rate, a_seed(x.device)).to(x.dtype) if cheap else F.dropout(x, rate)
+        return x * kept(x.shape, rate, x.device).to(x.dtype) if cheap else F.dropout(x, rate)
     return F.dropout(x, rate) if x.device.type != "cpu" else x * noise(x.shape, rate).to(x.dtype)
 
 
@@ -34,34 +34,21 @@ def noise(shape: torch.Size, rate: float) -> Tensor:
     return kept.view(shape) * (2**16 / (2**16 - dropped))
 
 
-def a_seed(device: torch.device) -> Tensor:
-    """24 random bits."""
-    return (torch.rand((), device=device) * 2**24).int()
-
-
-def kept(shape: torch.Size, rate: float, seed: Tensor) -> Tensor:
+def kept(shape: torch.Size, rate: float, device: torch.device) -> Tensor:
     """The same as `noise`, by a random number for each row times one for each column, both odd, modulo 2^32.
 
     Rows, and columns, are as independent of each other as random ones (a test counts). Nothing but small tensors is
     shared by the parts of a model that drop: what is shared would be kept for the backward pass, and the rest is made
     again there.
     """
-    row, column = odd_numbers(shape[:-1].numel(), seed), odd_numbers(shape[-1], seed * GOLDEN)
+    row, column = odd_numbers(shape[:-1].numel(), device), odd_numbers(shape[-1], device)
     stays = row[:, None] * column >= round(rate * 2**32) - 2**31
     return stays.float().view(shape) * (1 / (1 - rate))
 
 
-def odd_numbers(size: int, seed: Tensor) -> Tensor:
-    """So many random odd numbers of 32 bits."""
-    return mixed(torch.arange(size, dtype=torch.int32, device=seed.device) ^ seed) | 1
+def odd_numbers(size: int, device: torch.device) -> Tensor:
+    """Random odd numbers of 32 bits, 24 of which are drawn."""
+    return (torch.rand(size, device=device) * 2**24).int() * GOLDEN | 1
 
 
-def mixed(x: Tensor) -> Tensor:
-    """32 bits of which each depends on all of `x` (the finaliser of MurmurHash 3)."""
-    x = (x ^ (x >> 16 & 0xFFFF)) * MIXERS[0]
-    x = (x ^ (x >> 13 & 0x7FFFF)) * MIXERS[1]
-    return x ^ (x >> 16 & 0xFFFF)
-
-
-# Numbers of 32 bits with a sign: the golden ratio, and those of MurmurHash 3
-GOLDEN, MIXERS = 0x9E3779B1 - 2**32, (0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32)
+GOLDEN = 0x9E3779B1 - 2**32  # the golden ratio as 32 bits, the first of which is a sign

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from firth.models.dropout import GOLDEN, a_seed, odd_numbers
+from firth.models.dropout import odd_numbers
 from firth.models.relative import Distances
 
 try:
@@ -78,8 +78,7 @@ def to_drop(q_BHTd: Tensor, S: int, dropout: float) -> tuple[Tensor | None, Tens
     """Numbers of those who ask (B x H x T) and of what is read (S), whose products say what is dropped."""
     if not dropout:
         return None, None
-    seed = a_seed(q_BHTd.device)
-    return odd_numbers(q_BHTd.shape[:3].numel(), seed), odd_numbers(S, seed * GOLDEN)
+    return odd_numbers(q_BHTd.shape[:3].numel(), q_BHTd.device), odd_numbers(S, q_BHTd.device)
 
 
 def has_no_order(scores: Distances) -> bool:
