@@ -656,6 +656,26 @@ def test_overwrite_does_not_remove_what_is_read(firth: Firth, house: dict[str, P
     assert tree(tmp_path / "run") == before
 
 
+@pytest.mark.parametrize("verb", ["pretrain", "prove-resume"])
+def test_overwrite_does_not_remove_what_is_mixed_or_taught(
+    verb: str, firth: Firth, house: dict[str, Path], tmp_path: Path
+) -> None:
+    """Shards with a name, a teacher, and a checkpoint beside its own tokenizer."""
+    run = tmp_path / "run"
+    shutil.copytree(house["bert"].parent, run)
+    shutil.copytree(house["bert-shards"], run / "data")
+    before, shards = tree(run), house["bert-shards"]
+    for words in (
+        ["bert-tiny", "--data", f"a={run / 'data'}", "--data", f"b={shards}", "--mix-temperature=0.5"],
+        ["bert-tiny", "--data", shards, "--teacher", run / "final"],
+        [run / "final", "--data", shards, "--tokenizer", house["bert-tokenizer"]],
+    ):
+        done = firth(verb, *words, "--output-dir", run, "--overwrite", "--max-steps=1")
+        assert done.code == 2
+        assert "--overwrite would remove" in done.err
+        assert tree(run) == before
+
+
 def test_a_slip_after_overwrite_costs_no_run(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(house["bert"].parent, tmp_path / "run")
     before = tree(tmp_path / "run")

@@ -310,7 +310,7 @@ def pretrain(
     if world.goes_on(str(output_dir)):
         resume, overwrite, rewind = True, False, None
     resume = resume or rewind is not None
-    with shared_folder(world, place, resume, overwrite, order.text.inputs) as folder:
+    with shared_folder(world, place, resume, overwrite, order.inputs) as folder:
         clock = Clock(place, resume, began)
 
         def shards() -> str:
@@ -347,7 +347,7 @@ def prove_resume(
     making = Making(vocab_size, lowercase, held_out, take_reading(options))
     options = {"max_steps": 10 * kills, "save_steps": 5, **options}
     order = take_order(model, data, output_dir, tokenizer, objective, making, config, overrides, options)
-    with run_folder(Path(output_dir), overwrite=overwrite, inputs=order.text.sources) as folder:
+    with run_folder(Path(output_dir), overwrite=overwrite, inputs=order.inputs) as folder:
         return prove(order.recipe_for(order.shards_in(folder)), folder, kills)
 
 
@@ -511,6 +511,11 @@ class Order:
     own_vocabulary: bool  # the model has as many tokens as it was told, not as many as the tokenizer
     text: Text
     mixed: dict[str, str]  # several shards by name; empty where there is one source
+
+    @property
+    def inputs(self) -> list[str | Path]:
+        """What the run reads, and must not write over."""
+        return [*self.text.inputs, *self.mixed.values(), self.recipe.checkpoint, self.recipe.teacher]
 
     def shards_in(self, folder: Path) -> Path:
         """The shards of the text, whose tokenizer must have what the objective needs."""
