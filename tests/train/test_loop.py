@@ -22,7 +22,7 @@ from firth.models.config import Boundary, Pair
 from firth.models.presets import bert
 from firth.objectives import Batch, Draw
 from firth.text import Corpus
-from firth.tokens import Prepared, load_tokenizer, prepare
+from firth.tokens import Prepared, load_tokenizer, open_shards, prepare
 from firth.train import Interrupted, Machine, Recipe, Run, Training, fit, load_recipe, pretrain, read_log
 from firth.train.optim import rate
 from firth.train.parallel import World
@@ -276,6 +276,15 @@ def test_a_checkpoint_says_what_trained_it(recipe_of: Recipes, tmp_path: Path) -
     changed = first_model(replace(recipe, objective=replace(recipe.objective, rate=0.3)), load_tokenizer(run / "final"))
     assert changed.objective is not None
     assert (changed.objective["name"], changed.objective["rate"]) == (None, 0.3)
+
+
+def test_texts_end_as_in_the_checkpoint_that_a_run_begins_with(recipe_of: Recipes, tmp_path: Path) -> None:
+    recipe = recipe_of("gpt2", max_steps=1)
+    model = first_model(recipe, open_shards(Path(recipe.data)).tokenizer)
+    model.ends = (3, 7)
+    model.save(tmp_path / "taught")
+    pretrain(replace(recipe, checkpoint=str(tmp_path / "taught"), output_dir=str(tmp_path / "more")))
+    assert load_model(tmp_path / "more" / "final").ends == (3, 7)
 
 
 # --- stopping and going on

@@ -393,8 +393,7 @@ def load_model(folder: str | Path, head: Head | None = None, extras: tuple[Extra
     load_weights(model, tensors, str(folder), new_head=head is not None)
     if head is None:
         model.objective = read_json(folder / "config.json").get(OWN_OBJECTIVE)
-    model.forced = read_forced(folder)
-    model.ends = read_ends(folder, config) if config.shape != "encoder" else None
+    take_endings(model, folder)
     if head is None and (strange := unexpected(tensors, model)):
         some = ", ".join(strange[:3])
         warn(f"{folder}: {len(strange)} tensors have no place in this model and are left out, such as {some}.")
@@ -467,6 +466,12 @@ def ends_facts(model: Model) -> dict[str, list[int]]:
     """The listed ends, as they are written; the heads of BART's and T5's tasks in `transformers` need a single one."""
     single = model.config.shape == "encoder-decoder" and not isinstance(model.config.head, LMHead)
     return {} if model.ends is None or single else {ENDS: list(model.ends)}
+
+
+def take_endings(model: Model, folder: Path) -> None:
+    """Let the texts of a model begin and end as a checkpoint says."""
+    model.forced = read_forced(folder)
+    model.ends = read_ends(folder, model.config) if model.config.shape != "encoder" else None
 
 
 def read_forced(folder: Path) -> Forced:

@@ -28,6 +28,7 @@ from firth.models import (
     load_weights,
     make_model,
     read_tensors,
+    take_endings,
     warm_start,
     write_model,
 )
@@ -221,6 +222,7 @@ def first_model(recipe: Recipe, tokenizer: Tokenizer, teacher: Model | None = No
     model = make_model(recipe.model)
     if recipe.checkpoint:
         load_weights(model, read_tensors(Path(recipe.checkpoint)), recipe.checkpoint)
+        take_endings(model, Path(recipe.checkpoint))
     elif teacher is not None:
         inherit(model, teacher)
     model.tokenizer, model.objective = tokenizer, note(recipe.objective)

@@ -70,7 +70,8 @@ class Sharded(Processes):
         if not self.first:
             return None
         complete = make_model(model.config)
-        complete.tokenizer, complete.objective = model.tokenizer, model.objective
+        for name in ("tokenizer", "objective", "forced", "ends"):
+            setattr(complete, name, getattr(model, name))
         for name, value in own_state(complete).items():
             found = tensors[name]
             assert found is not None
