@@ -68,9 +68,10 @@ def test_few_numbers_say_what_a_mask_says(name: str) -> None:
     sight = SIGHTS[name](doc, rank, asked)
     assert sight.reach is not None
     assert sight.mask is not None
-    key, low, high = sight.reach
+    key, low, size = sight.reach
     assert {x.dtype for x in sight.reach} == {torch.int32}
-    assert torch.equal((low[:, :, None] <= key[:, None]) & (key[:, None] <= high[:, :, None]), sight.mask[:, 0])
+    above = key[:, None] - low[:, :, None]
+    assert torch.equal((above >= 0) & (above < size[:, :, None]), sight.mask[:, 0])
 
 
 def test_few_numbers_where_they_suffice() -> None:
@@ -83,7 +84,8 @@ def test_few_numbers_where_they_suffice() -> None:
     reach = attention.make_reach(False, most, most)
     assert reach is not None
     assert reach.low.min() > 0
-    assert (reach.high - reach.low == attention.MANY_PLACES - 1).all()
+    assert (reach.size == attention.MANY_PLACES).all()
+    assert (reach.key - reach.low == attention.MANY_PLACES - 1).all()
 
 
 def test_which_kernel() -> None:

@@ -95,12 +95,12 @@ def make_reach(
         return None
     base_BT = torch.zeros_like(like, dtype=torch.int32) if doc_BT is None else doc_BT.int() * APART
     if read_doc_BS is not None:
-        return Reach(read_doc_BS.int() * APART, base_BT, base_BT)
+        return Reach(read_doc_BS.int() * APART, base_BT, torch.ones_like(base_BT))
     if rank_BT is None and not causal:
-        return Reach(base_BT, base_BT, base_BT)
-    order = torch.arange(like.shape[1], dtype=torch.int32, device=like.device) if rank_BT is None else rank_BT.int()
-    key_BT = base_BT + order
-    return Reach(key_BT, base_BT, key_BT - 1 if strict else key_BT)
+        return Reach(base_BT, base_BT, torch.ones_like(base_BT))
+    place_T = torch.arange(like.shape[1], dtype=torch.int32, device=like.device)
+    order_BT = place_T.expand_as(like) if rank_BT is None else rank_BT.int()
+    return Reach(base_BT + order_BT, base_BT, order_BT if strict else order_BT + 1)
 
 
 def kernel(

@@ -31,11 +31,11 @@ ROUND = 8  # numbers for distances come in multiples of this, which suits matrix
 
 
 class Reach(NamedTuple):
-    """Who sees whom: each that is read has a number, and each that asks sees those from a lowest to a highest one."""
+    """Who sees whom: each that is read has a number, and each that asks sees so many of these, from a lowest one on."""
 
     key: Tensor  # (B, S), all of 32 bits
     low: Tensor  # (B, T)
-    high: Tensor
+    size: Tensor
 
 
 def can_fuse(q_BHTd: Tensor) -> bool:
@@ -70,8 +70,8 @@ def attend_at_once(
 
 
 def seen_by(mask: Tensor | None, reach: Reach | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """What the kernels take: a mask, or keys and the lowest and highest that is seen."""
-    return (mask, None, None) if reach is None else (None, reach.key, torch.stack([reach.low, reach.high]))
+    """What the kernels take: a mask, or keys, and the lowest and how many from there on are seen."""
+    return (mask, None, None) if reach is None else (None, reach.key, torch.stack([reach.low, reach.size]))
 
 
 def to_drop(q_BHTd: Tensor, S: int, dropout: float) -> tuple[Tensor | None, Tensor | None]:
@@ -133,7 +133,7 @@ if triton is not None:
 
     @triton.jit
     def scores(
-        a, b, ask, read, mask, bias, t, s, low, high, key, inside, scale,
+        a, b, ask, read, mask, bias, t, s, low, size, key, inside, scale,
         ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
         REACH: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
@@ -154,7 +154,7 @@ if triton is not None:
         if CAUSAL:
             inside = inside & (s <= t)
         if REACH:
-            inside = inside & (low <= key) & (key <= high)
+            inside = inside & ((key - low).to(tl.uint32) < size)  # without a sign: less than low is very much
         return x if EVEN and not (MASK or CAUSAL or REACH) else tl.where(inside, x, float("-inf"))
 
     @triton.jit
@@ -192,8 +192,9 @@ if triton is not None:
         q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, y_b, y_h, y_t, mask_b, mask_t,
         scale: tl.constexpr, post: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr,
         W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
-        PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, REACH: tl.constexpr, EVEN: tl.constexpr,
-        FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
+        PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
+        EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
+        PRECISION: tl.constexpr,
     ):  # fmt: skip
         head = tl.program_id(1).to(tl.int64)
         b, h = head // H, head % H
@@ -209,30 +210,31 @@ if triton is not None:
         t2, at2 = t[:, None], at[:, None]
         row = tl.load(drop_t + head * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if LIMIT else 0
         low = tl.load(reach + b * T + t, mask=t < T, other=0)[:, None] if REACH else 0
-        high = tl.load(reach + (B + b) * T + t, mask=t < T, other=0)[:, None] if REACH else 0
-        for s0 in range(0, tl.minimum(t0 + BT, S) if CAUSAL else S, BS):
-            s = s0 + tl.arange(0, BS)
-            s2 = s[None, :]
-            inside = (t2 < T) & (s2 < S)
-            key_of_s = tl.load(keys + b * S + s, mask=s < S, other=0)[None, :] if REACH else 0
-            column = tl.load(drop_s + s, mask=s < S, other=0).to(tl.uint32)[None, :] if LIMIT else 0
-            x = scores(
-                q_Td, rows(k, s, d, S, k_t, D, FULL),
-                numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
-                numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
-                mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, high, key_of_s, inside, scale,
-                ASK, READ, MASK, BIAS, CAUSAL, REACH, EVEN, PRECISION,
-            )  # fmt: skip
-            higher = tl.maximum(highest, tl.max(x, 1) * post)
-            top = tl.where(higher == float("-inf"), 0.0, higher)
-            p = tl.exp2(x * post - top[:, None])
-            shrink = tl.exp2(highest - top)
-            total = total * shrink + tl.sum(p, 1)
-            if LIMIT:
-                p = tl.where(row * column >= LIMIT, p, 0.0)
-            v_Sd = rows(v, s, d, S, v_t, D, FULL)
-            found = found * shrink[:, None] + tl.dot(p.to(v_Sd.dtype), v_Sd, input_precision=PRECISION)
-            highest = higher
+        size = tl.load(reach + (B + b) * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if REACH else 0
+        for part in tl.static_range(PARTS):
+            for s0 in range(part * t0, (t0 if part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S, BS):
+                s = s0 + tl.arange(0, BS)
+                s2 = s[None, :]
+                inside = tl.full([BT, BS], True, tl.int1) if EVEN else (t2 < T) & (s2 < S)
+                key_of_s = tl.load(keys + b * S + s, mask=s < S, other=0)[None, :] if REACH else 0
+                column = tl.load(drop_s + s, mask=s < S, other=0).to(tl.uint32)[None, :] if LIMIT else 0
+                x = scores(
+                    q_Td, rows(k, s, d, S, k_t, D, FULL),
+                    numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
+                    numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
+                    mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, size, key_of_s, inside, scale,
+                    ASK, READ, MASK, BIAS, CAUSAL and part + 1 == PARTS, REACH, EVEN, PRECISION,
+                )  # fmt: skip
+                higher = tl.maximum(highest, tl.max(x, 1) * post)
+                top = tl.where(higher == float("-inf"), 0.0, higher)
+                p = tl.exp2(x * post - top[:, None])
+                shrink = tl.exp2(highest - top)
+                total = total * shrink + tl.sum(p, 1)
+                if LIMIT:
+                    p = p * tl.where(row * column >= LIMIT, 1.0, 0.0)
+                v_Sd = rows(v, s, d, S, v_t, D, FULL)
+                found = found * shrink[:, None] + tl.dot(p.to(v_Sd.dtype), v_Sd, input_precision=PRECISION)
+                highest = higher
         seen = total > 0
         found = found / (tl.where(seen, total, 1.0) * (1.0 - rate))[:, None]
         put_rows(y, found, t, d, T, y_t, D)
@@ -246,10 +248,14 @@ if triton is not None:
         scale: tl.constexpr, post: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr, factor: tl.constexpr,
         DBIAS: tl.constexpr,
         W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
-        PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, REACH: tl.constexpr, EVEN: tl.constexpr,
-        FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
+        PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
+        EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
+        PRECISION: tl.constexpr,
     ):  # fmt: skip
-        """Gradients of the queries, of what they have for each distance, and of the bias."""
+        """Gradients of the queries, of what they have for each distance, and of the bias.
+
+        `delta`, and what is added up, lack the factor 1 / (1 - rate) until the end.
+        """
         head = tl.program_id(1).to(tl.int64)
         b, h = head // H, head % H
         q, k, v, y = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h, y + b * y_b + h * y_h
@@ -258,41 +264,41 @@ if triton is not None:
         t = t0 + tl.arange(0, BT)
         at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
         q_Td, dy_Td = rows(q, t, d, T, q_t, D, FULL), rows(dy, t, d, T, dy_t, D, FULL)
-        delta_T = tl.sum(rows(y, t, d, T, y_t, D, FULL).to(tl.float32) * dy_Td.to(tl.float32), 1)
+        delta_T = tl.sum(rows(y, t, d, T, y_t, D, FULL).to(tl.float32) * dy_Td.to(tl.float32), 1) * (1.0 - rate)
         tl.store(delta + head * T + t, delta_T, mask=t < T)
         lse_T = tl.load(lse + head * T + t, mask=t < T, other=0.0)
         dq_Td = tl.zeros([BT, D], tl.float32)
         t2, at2 = t[:, None], at[:, None]
         row = tl.load(drop_t + head * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if LIMIT else 0
         low = tl.load(reach + b * T + t, mask=t < T, other=0)[:, None] if REACH else 0
-        high = tl.load(reach + (B + b) * T + t, mask=t < T, other=0)[:, None] if REACH else 0
-        for s0 in range(0, tl.minimum(t0 + BT, S) if CAUSAL else S, BS):
-            s = s0 + tl.arange(0, BS)
-            s2 = s[None, :]
-            inside = (t2 < T) & (s2 < S)
-            key_of_s = tl.load(keys + b * S + s, mask=s < S, other=0)[None, :] if REACH else 0
-            column = tl.load(drop_s + s, mask=s < S, other=0).to(tl.uint32)[None, :] if LIMIT else 0
-            k_Sd = rows(k, s, d, S, k_t, D, FULL)
-            x = scores(
-                q_Td, k_Sd,
-                numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
-                numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
-                mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, high, key_of_s, inside, scale,
-                ASK, READ, MASK, BIAS, CAUSAL, REACH, EVEN, PRECISION,
-            )  # fmt: skip
-            p = tl.exp2(x * post - lse_T[:, None])
-            dp = tl.dot(dy_Td, tl.trans(rows(v, s, d, S, v_t, D, FULL)), input_precision=PRECISION)
-            if LIMIT:
-                dp = tl.where(row * column >= LIMIT, dp / (1.0 - rate), 0.0)
-            dx = p * (dp - delta_T[:, None])
-            if DBIAS:
-                tl.atomic_add(dbias + (h * T + t2) * S + s2, dx, mask=inside, sem="relaxed")
-            dx = dx * factor
-            dq_Td += tl.dot(dx.to(k_Sd.dtype), k_Sd, input_precision=PRECISION)
-            if ASK:
-                to = numbers_at(dask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT)
-                tl.store(to, dx.to(dask.dtype.element_ty), mask=inside)
-        put_rows(dq, dq_Td, t, d, T, dq_t, D)
+        size = tl.load(reach + (B + b) * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if REACH else 0
+        for part in tl.static_range(PARTS):
+            for s0 in range(part * t0, (t0 if part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S, BS):
+                s = s0 + tl.arange(0, BS)
+                s2 = s[None, :]
+                inside = tl.full([BT, BS], True, tl.int1) if EVEN else (t2 < T) & (s2 < S)
+                key_of_s = tl.load(keys + b * S + s, mask=s < S, other=0)[None, :] if REACH else 0
+                column = tl.load(drop_s + s, mask=s < S, other=0).to(tl.uint32)[None, :] if LIMIT else 0
+                k_Sd = rows(k, s, d, S, k_t, D, FULL)
+                x = scores(
+                    q_Td, k_Sd,
+                    numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
+                    numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
+                    mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, size, key_of_s, inside, scale,
+                    ASK, READ, MASK, BIAS, CAUSAL and part + 1 == PARTS, REACH, EVEN, PRECISION,
+                )  # fmt: skip
+                p = tl.exp2(x * post - lse_T[:, None])
+                dp = tl.dot(dy_Td, tl.trans(rows(v, s, d, S, v_t, D, FULL)), input_precision=PRECISION)
+                if LIMIT:
+                    dp = tl.where(row * column >= LIMIT, dp, 0.0)
+                dx = p * (dp - delta_T[:, None])
+                if DBIAS:
+                    tl.atomic_add(dbias + (h * T + t2) * S + s2, dx / (1.0 - rate), mask=inside, sem="relaxed")
+                dq_Td += tl.dot(dx.to(k_Sd.dtype), k_Sd, input_precision=PRECISION)
+                if ASK:
+                    to = numbers_at(dask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT)
+                    tl.store(to, (dx * factor).to(dask.dtype.element_ty), mask=inside)
+        put_rows(dq, dq_Td * factor, t, d, T, dq_t, D)
         if ASK and EVEN and not PLACE:
             band = dask + ((h * tl.cdiv(T, BT) + tl.program_id(0)) * B + b) * BT * W_ASK
             put_edges(band, S, W_ASK, BT)
@@ -313,8 +319,9 @@ if triton is not None:
         dv_b, dv_h, dv_t,
         scale: tl.constexpr, post: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr, factor: tl.constexpr,
         W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
-        PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, REACH: tl.constexpr, EVEN: tl.constexpr,
-        FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
+        PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
+        EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
+        PRECISION: tl.constexpr,
     ):  # fmt: skip
         """Gradients of the keys, the values, and what the keys have for each distance."""
         head = tl.program_id(1).to(tl.int64)
@@ -328,40 +335,41 @@ if triton is not None:
         column = tl.load(drop_s + s, mask=s < S, other=0).to(tl.uint32)[:, None] if LIMIT else 0
         k_Sd, v_Sd = rows(k, s, d, S, k_t, D, FULL), rows(v, s, d, S, v_t, D, FULL)
         dk_Sd, dv_Sd = tl.zeros([BS, D], tl.float32), tl.zeros([BS, D], tl.float32)
-        for t0 in range(s0 if CAUSAL else 0, T, BT):
-            t = t0 + tl.arange(0, BT)
-            at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
-            t2, at2 = t[None, :], at[None, :]
-            inside = (s2 < S) & (t2 < T)
-            low = tl.load(reach + b * T + t, mask=t < T, other=0)[None, :] if REACH else 0
-            high = tl.load(reach + (B + b) * T + t, mask=t < T, other=0)[None, :] if REACH else 0
-            row = tl.load(drop_t + head * T + t, mask=t < T, other=0).to(tl.uint32)[None, :] if LIMIT else 0
-            q_Td, dy_Td = rows(q, t, d, T, q_t, D, FULL), rows(dy, t, d, T, dy_t, D, FULL)
-            x = scores(
-                k_Sd, q_Td,
-                numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
-                numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
-                mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, high, key_of_s, inside, scale,
-                ASK, READ, MASK, BIAS, CAUSAL, REACH, EVEN, PRECISION,
-            )  # fmt: skip
-            p = tl.exp2(x * post - tl.load(lse + head * T + t, mask=t < T, other=0.0)[None, :])
-            dp = tl.dot(v_Sd, tl.trans(dy_Td), input_precision=PRECISION)
-            dropped = p
-            if LIMIT:
-                stays = row * column >= LIMIT
-                dropped = tl.where(stays, p / (1.0 - rate), 0.0)
-                dp = tl.where(stays, dp / (1.0 - rate), 0.0)
-            dv_Sd += tl.dot(dropped.to(dy_Td.dtype), dy_Td, input_precision=PRECISION)
-            dx = p * (dp - tl.load(delta + head * T + t, mask=t < T, other=0.0)[None, :]) * factor
-            dk_Sd += tl.dot(dx.to(q_Td.dtype), q_Td, input_precision=PRECISION)
-            if READ:
-                to = numbers_at(dread, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS)
-                if PLACE:  # unused slots may all stand at one place
-                    tl.atomic_add(to, dx, mask=inside)
-                else:
-                    tl.store(to, dx.to(dread.dtype.element_ty), mask=inside)
-        put_rows(dk, dk_Sd, s, d, S, dk_t, D)
-        put_rows(dv, dv_Sd, s, d, S, dv_t, D)
+        for part in tl.static_range(PARTS):
+            for t0 in range(s0 + part * BS if CAUSAL else 0, tl.minimum(s0 + BS, T) if part + 1 < PARTS else T, BT):
+                t = t0 + tl.arange(0, BT)
+                at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
+                t2, at2 = t[None, :], at[None, :]
+                inside = tl.full([BS, BT], True, tl.int1) if EVEN else (s2 < S) & (t2 < T)
+                low = tl.load(reach + b * T + t, mask=t < T, other=0)[None, :] if REACH else 0
+                size = tl.load(reach + (B + b) * T + t, mask=t < T, other=0).to(tl.uint32)[None, :] if REACH else 0
+                row = tl.load(drop_t + head * T + t, mask=t < T, other=0).to(tl.uint32)[None, :] if LIMIT else 0
+                q_Td, dy_Td = rows(q, t, d, T, q_t, D, FULL), rows(dy, t, d, T, dy_t, D, FULL)
+                x = scores(
+                    k_Sd, q_Td,
+                    numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
+                    numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
+                    mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, size, key_of_s, inside, scale,
+                    ASK, READ, MASK, BIAS, CAUSAL and part == 0, REACH, EVEN, PRECISION,
+                )  # fmt: skip
+                p = tl.exp2(x * post - tl.load(lse + head * T + t, mask=t < T, other=0.0)[None, :])
+                dp = tl.dot(v_Sd, tl.trans(dy_Td), input_precision=PRECISION)
+                dropped = p
+                if LIMIT:
+                    stays = tl.where(row * column >= LIMIT, 1.0, 0.0)
+                    dropped = p * stays
+                    dp = dp * stays
+                dv_Sd += tl.dot(dropped.to(dy_Td.dtype), dy_Td, input_precision=PRECISION)
+                dx = p * (dp - tl.load(delta + head * T + t, mask=t < T, other=0.0)[None, :])
+                dk_Sd += tl.dot(dx.to(q_Td.dtype), q_Td, input_precision=PRECISION)
+                if READ:
+                    to = numbers_at(dread, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS)
+                    if PLACE:  # unused slots may all stand at one place
+                        tl.atomic_add(to, dx * factor, mask=inside)
+                    else:
+                        tl.store(to, (dx * factor).to(dread.dtype.element_ty), mask=inside)
+        put_rows(dk, dk_Sd * factor, s, d, S, dk_t, D)
+        put_rows(dv, dv_Sd / (1.0 - rate), s, d, S, dv_t, D)
         if READ and EVEN and not PLACE:
             band = dread + ((h * tl.cdiv(S, BS) + tl.program_id(0)) * B + b) * BS * W_READ
             put_edges(band, T, W_READ, BS)
@@ -398,6 +406,7 @@ if triton is not None:
             "PLACE": place is not None,
             "BIAS": bias is not None,
             "CAUSAL": causal,
+            "PARTS": 2 if causal else 1,  # tiles that are seen whole, and those on the edge
             "REACH": reach is not None,
             "EVEN": even,
             "FULL": even and d == D,
@@ -462,12 +471,12 @@ if triton is not None:
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
         wrap_triton(asking_kernel)[(triton.cdiv(T, BLOCK), B * H)](
             q, k, v, *call.tables, y, lse, dy, delta, dq, dask, dbias, *call.sizes, *strides, *y.stride()[:3],
-            *call.mask_strides, *dy.stride()[:3], *dq.stride()[:3], factor=scale, DBIAS=dbias.numel() > 0,
-            **call.made_for,
+            *call.mask_strides, *dy.stride()[:3], *dq.stride()[:3], factor=scale / (1 - dropout),
+            DBIAS=dbias.numel() > 0, **call.made_for,
         )  # fmt: skip
         wrap_triton(reading_kernel)[(triton.cdiv(S, BLOCK), B * H)](
             q, k, v, *call.tables, lse, dy, delta, dk, dv, dread, *call.sizes, *strides,
-            *call.mask_strides, *dy.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], factor=scale,
+            *call.mask_strides, *dy.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], factor=scale / (1 - dropout),
             **call.made_for,
         )  # fmt: skip
         return dq, dk, dv, dask, dread.to(q.dtype), dbias
