@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from firth.models.attention import Sight, see
-from firth.models.fused import Reach, attend_at_once, to_drop, triton
+from firth.models.fused import Reach, attend_at_once, attend_packed, to_drop, triton
 from firth.models.two_stream import see_earlier
 
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
@@ -67,7 +67,7 @@ def test_values_and_gradients(name: str, bf16: bool) -> None:
     if mask is not None:
         mask[0, 0, 3] = False  # it sees nobody
     torch.manual_seed(2)
-    stays = kept(to_drop(q, S, case.dropout), T, S, case.dropout)
+    stays = kept(to_drop(B * H * T, S, case.dropout, q.device), T, S, case.dropout)
     dy = torch.randn(B, H, T, d, device=DEVICE)
 
     mine = [x.clone().requires_grad_() for x in given]
@@ -82,6 +82,30 @@ def test_values_and_gradients(name: str, bf16: bool) -> None:
         assert a is not None
         assert b is not None
         assert (a.double() - b).norm() < tolerance * b.norm()
+
+
+@pytest.mark.parametrize("name", ["full tiles", "causal", "causal bias", "causal dropout"])
+def test_in_one_tensor(name: str) -> None:
+    """Queries, keys and values side by side: the same, and so is the gradient of all three."""
+    case = CASES[name]
+    torch.manual_seed(4)
+    x = torch.randn(B, case.T, 3 * H * case.d, device=DEVICE, requires_grad=True)
+    bias = torch.randn(1, H, case.T, case.S, device=DEVICE, requires_grad=True) if case.bias else None
+    dy = torch.randn(B, case.T, H * case.d, device=DEVICE)
+    rest = (case.causal, case.dropout, 0.125)
+    found, wanted = list[Tensor](), list[Tensor]()
+    for answers in (found, wanted):
+        torch.manual_seed(5)
+        x.grad = None
+        if answers is found:
+            y = attend_packed(x, H, None, None, bias, *rest)
+        else:
+            q, k, v = (part.unflatten(-1, (H, case.d)).transpose(1, 2) for part in x.chunk(3, -1))
+            y = attend_at_once(q, k, v, None, None, bias, *rest).transpose(1, 2).flatten(2)
+        given = [x] if bias is None else [x, bias]
+        answers.extend([y, *torch.autograd.grad(y, given, dy)])
+    for a, b in zip(found, wanted, strict=True):
+        assert_close(a, b)
 
 
 def kept(numbers: tuple[Tensor | None, Tensor | None], T: int, S: int, dropout: float) -> Tensor:

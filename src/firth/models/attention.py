@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from firth.models.config import Disentangled, FanIn, ModelConfig, Shaw, TransformerXL
 from firth.models.dropout import drop
-from firth.models.fused import Reach, attend_at_once, attend_by_distance, can_fuse, has_no_order
+from firth.models.fused import Reach, attend_at_once, attend_by_distance, attend_packed, can_fuse, has_no_order
 from firth.models.lora import Adapted
 from firth.models.position import Turn
 from firth.models.relative import DisentangledScore, Distances, ShawScore, TransformerXLScore, split
@@ -130,12 +130,11 @@ def kernel(
 
 def attend(q_BHTd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, sight: Sight, dropout: float, scale: float) -> Tensor:
     """Softmax attention, by the kernel that suits."""
-    own = can_do(q_BHTd, k_BGSd, sight)
-    way = kernel(q_BHTd.device.type, sight, dropout, torch.compiler.is_compiling(), own=own)
+    way = way_of(q_BHTd, k_BGSd, sight, dropout)
     if way == "plain":
         return plain(q_BHTd, k_BGSd, v_BGSd, sight, dropout, scale)
     if way == "fused":
-        bias = None if sight.bias is None else sight.bias.to(q_BHTd.dtype)
+        bias = learned_bias(sight, q_BHTd.dtype)
         return attend_at_once(q_BHTd, k_BGSd, v_BGSd, sight.mask, sight.reach, bias, sight.causal, dropout, scale)
     bias = sight.mask if sight.score is None else sight.score.to(q_BHTd.dtype)
     grouped = q_BHTd.shape[1] != k_BGSd.shape[1]
@@ -152,6 +151,15 @@ def attend(q_BHTd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, sight: Sight, dropout
         enable_gqa=grouped and bias is None,
     )
     return blind(y_BHTd, sight) if sight.some_see_nobody and sight.score is not None else y_BHTd
+
+
+def way_of(q_BHTd: Tensor, k_BGSd: Tensor, sight: Sight, dropout: float) -> Literal["plain", "sdpa", "fused"]:
+    own = can_do(q_BHTd, k_BGSd, sight)
+    return kernel(q_BHTd.device.type, sight, dropout, torch.compiler.is_compiling(), own=own)
+
+
+def learned_bias(sight: Sight, dtype: torch.dtype) -> Tensor | None:
+    return None if sight.bias is None else sight.bias.to(dtype)
 
 
 def can_do(q_BHTd: Tensor, k_BGSd: Tensor, sight: Sight) -> bool:
@@ -233,12 +241,19 @@ class Attention(nn.Module):
         return config.num_heads * config.head_size, read, read
 
     def forward(self, x_BTD: Tensor, sight: Sight, read_BSD: Tensor | Keys | None = None) -> Tensor:
-        q, k, v = (self.split(part) for part in self.project(x_BTD, read_BSD))
+        dropout = self.dropout if self.training else 0.0
+        if read_BSD is None:
+            together = self.rows(x_BTD)
+            q, k, v = (self.split(part) for part in together.split(self.sizes, -1))
+            if self.score is None and sight.turn is None and way_of(q, k, sight, dropout) == "fused":
+                bias, rest = learned_bias(sight, q.dtype), (sight.causal, dropout, self.scale)
+                return self.out(attend_packed(together, self.num_heads, sight.mask, sight.reach, bias, *rest))
+        else:
+            q, k, v = (self.split(part) for part in self.project(x_BTD, read_BSD))
         if sight.turn is not None:
             q, k = sight.turn(q), sight.turn(k)
         if sight.keep is not None:
             k, v = sight.keep(k, v)
-        dropout = self.dropout if self.training else 0.0
         if self.score is None:
             y = attend(q, k, v, sight, dropout, self.scale)
         else:
@@ -246,9 +261,8 @@ class Attention(nn.Module):
             y = attend_far(self.score(q, k, sight, self.ask_and_read), k, v, sight, dropout, self.scale)
         return self.out(y.transpose(1, 2).flatten(2))
 
-    def project(self, x_BTD: Tensor, read_BSD: Tensor | Keys | None) -> tuple[Tensor, ...]:
-        if read_BSD is None:
-            return self.rows(x_BTD).split(self.sizes, -1)
+    def project(self, x_BTD: Tensor, read_BSD: Tensor | Keys) -> tuple[Tensor, ...]:
+        """Queries, and the keys and values of another sequence."""
         keys = read_BSD if isinstance(read_BSD, Keys) else self.keys_of(read_BSD)
         return self.rows(x_BTD, 0, self.sizes[0]), *keys
 

@@ -60,13 +60,31 @@ def attend_at_once(
     `bias` (1, H, T, S) is added to the scores, and its gradient is added up as it comes. `causal` is for as many places
     that ask as are read.
     """
-    drop, dtype = to_drop(q_BHTd, k_BHSd.shape[2], dropout), q_BHTd.dtype
+    dtype = q_BHTd.dtype
+    drop = to_drop(q_BHTd.shape[:3].numel(), k_BHSd.shape[2], dropout, q_BHTd.device)
     k_BHSd, v_BHSd = k_BHSd.to(dtype), v_BHSd.to(dtype)
     bias = None if bias is None else bias.contiguous()
     who = seen_by(mask, reach)
-    return forward(q_BHTd, k_BHSd, v_BHSd, None, None, who[0], None, *drop, bias, *who[1:], 0, causal, dropout, scale)[
-        0
-    ]
+    numbers = (0, 0, causal, dropout, scale)
+    return forward(q_BHTd, k_BHSd, v_BHSd, None, None, who[0], None, *drop, bias, *who[1:], *numbers)[0]
+
+
+def attend_packed(
+    x_BTI: Tensor,
+    heads: int,
+    mask: Tensor | None,
+    reach: Reach | None,
+    bias: Tensor | None,
+    causal: bool,
+    dropout: float,
+    scale: float,
+) -> Tensor:
+    """The same, of queries, keys and values in one tensor, whose gradient is made in one piece: (B, T, I / 3)."""
+    B, T, _ = x_BTI.shape
+    who, drop = seen_by(mask, reach), to_drop(B * heads * T, T, dropout, x_BTI.device)
+    bias = None if bias is None else bias.contiguous()
+    numbers = (heads, 0, causal, dropout, scale)
+    return forward(x_BTI, x_BTI, x_BTI, None, None, who[0], None, *drop, bias, *who[1:], *numbers)[0]
 
 
 def seen_by(mask: Tensor | None, reach: Reach | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -74,11 +92,9 @@ def seen_by(mask: Tensor | None, reach: Reach | None) -> tuple[Tensor | None, Te
     return (mask, None, None) if reach is None else (None, reach.key, torch.stack([reach.low, reach.size]))
 
 
-def to_drop(q_BHTd: Tensor, S: int, dropout: float) -> tuple[Tensor | None, Tensor | None]:
+def to_drop(asking: int, S: int, dropout: float, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
     """Numbers of those who ask (B x H x T) and of what is read (S), whose products say what is dropped."""
-    if not dropout:
-        return None, None
-    return odd_numbers(q_BHTd.shape[:3].numel(), q_BHTd.device), odd_numbers(S, q_BHTd.device)
+    return (odd_numbers(asking, device), odd_numbers(S, device)) if dropout else (None, None)
 
 
 def has_no_order(scores: Distances) -> bool:
@@ -98,7 +114,7 @@ def attend_by_distance(
     """The same with a number for each distance."""
     q_BHTd, asked = scores.query, scores.asked
     T, S, dtype = q_BHTd.shape[2], k_BHSd.shape[2], q_BHTd.dtype
-    drop = to_drop(q_BHTd, S, dropout)
+    drop = to_drop(q_BHTd.shape[:3].numel(), S, dropout, q_BHTd.device)
     if asked is None:
         ask = None if scores.ask is None else in_bands(*scores.ask, scores.zero, S)
         read = None if scores.read is None else in_bands(*scores.read, S - 1, T)
@@ -107,7 +123,7 @@ def attend_by_distance(
     ask, read = (None if x is None else x.to(dtype).contiguous() for x in (ask, read))
     k_BHSd, v_BHSd = k_BHSd.to(dtype), v_BHSd.to(dtype)
     who = seen_by(mask, reach)
-    numbers = (scores.zero, False, dropout, scale)
+    numbers = (0, scores.zero, False, dropout, scale)
     return forward(q_BHTd, k_BHSd, v_BHSd, ask, read, who[0], asked, *drop, None, *who[1:], *numbers)[0]
 
 
@@ -194,11 +210,12 @@ if triton is not None:
         W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
         PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
         EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
-        PRECISION: tl.constexpr,
+        PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     ):  # fmt: skip
         head = tl.program_id(1).to(tl.int64)
         b, h = head // H, head % H
-        q, k, v, y = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h, y + b * y_b + h * y_h
+        q, k, v = q + b * q_b + h * q_h, k + K_AT + b * k_b + h * k_h, v + V_AT + b * v_b + h * v_h
+        y = y + b * y_b + h * y_h
         mask = mask + b * mask_b
         t0 = tl.program_id(0) * BT
         t = t0 + tl.arange(0, BT)
@@ -250,7 +267,7 @@ if triton is not None:
         W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
         PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
         EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
-        PRECISION: tl.constexpr,
+        PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     ):  # fmt: skip
         """Gradients of the queries, of what they have for each distance, and of the bias.
 
@@ -258,7 +275,8 @@ if triton is not None:
         """
         head = tl.program_id(1).to(tl.int64)
         b, h = head // H, head % H
-        q, k, v, y = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h, y + b * y_b + h * y_h
+        q, k, v = q + b * q_b + h * q_h, k + K_AT + b * k_b + h * k_h, v + V_AT + b * v_b + h * v_h
+        y = y + b * y_b + h * y_h
         dy, dq, mask = dy + b * dy_b + h * dy_h, dq + b * dq_b + h * dq_h, mask + b * mask_b
         t0 = tl.program_id(0) * BT
         t = t0 + tl.arange(0, BT)
@@ -321,13 +339,15 @@ if triton is not None:
         W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
         PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
         EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
-        PRECISION: tl.constexpr,
+        PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     ):  # fmt: skip
         """Gradients of the keys, the values, and what the keys have for each distance."""
         head = tl.program_id(1).to(tl.int64)
         b, h = head // H, head % H
-        q, k, v, dy = q + b * q_b + h * q_h, k + b * k_b + h * k_h, v + b * v_b + h * v_h, dy + b * dy_b + h * dy_h
-        dk, dv, mask = dk + b * dk_b + h * dk_h, dv + b * dv_b + h * dv_h, mask + b * mask_b
+        q, k, v = q + b * q_b + h * q_h, k + K_AT + b * k_b + h * k_h, v + V_AT + b * v_b + h * v_h
+        dy, mask = dy + b * dy_b + h * dy_h, mask + b * mask_b
+        dv = (dk if V_AT else dv) + V_AT + b * dv_b + h * dv_h
+        dk = dk + K_AT + b * dk_b + h * dk_h
         s0 = tl.program_id(0) * BS
         s = s0 + tl.arange(0, BS)
         s2 = s[:, None]
@@ -378,16 +398,23 @@ if triton is not None:
         """What the three kernels are called with, beside what each computes."""
 
         tables: tuple[Tensor, ...]  # any tensor for what there is not
-        sizes: tuple[int, ...]
+        sizes: tuple[int, ...]  # B, H, T, S, d, zero
+        strides: tuple[int, ...]  # of queries, keys and values, each from row to row, head to head, place to place
         mask_strides: tuple[int, int]
         made_for: dict[str, Any]
 
     def make_call(
-        q: Tensor, k: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None, place: Tensor | None,
-        drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None, reach: Tensor | None,
-        zero: int, causal: bool, dropout: float, scale: float,
+        q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
+        place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None,
+        reach: Tensor | None, heads: int, zero: int, causal: bool, dropout: float, scale: float,
     ) -> Call:  # fmt: skip
-        (B, H, T, d), S = q.shape, k.shape[2]
+        if heads:  # all in one tensor (B, T, 3 x H x d), given three times
+            (B, T, width), H = q.shape, heads
+            S, d = T, width // (3 * H)
+            layout: tuple[int, ...] = (q.stride(0), d, q.stride(1)) * 3
+        else:
+            (B, H, T, d), S = q.shape, k.shape[2]
+            layout = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
         bits, strides = q, (0, 0)
         if mask is not None:
             bits = mask.to(torch.uint8, memory_format=torch.contiguous_format).expand(B, 1, T, S)
@@ -412,37 +439,46 @@ if triton is not None:
             "FULL": even and d == D,
             "D": D,
             "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+            "K_AT": H * d if heads else 0,
+            "V_AT": 2 * H * d if heads else 0,
             "BT": BLOCK,
             "BS": BLOCK,
             "num_warps": 4,
         }
         tables = tuple(q if x is None else x for x in (ask, read, bits, place, drop_t, drop_s, bias, keys, reach))
-        return Call(tables, (B, H, T, S, d, zero), strides, made_for)
+        return Call(tables, (B, H, T, S, d, zero), layout, strides, made_for)
 
     def is_even(T: int, S: int) -> bool:
         """Whether all tiles are full."""
         return T % BLOCK == 0 and S % BLOCK == 0
 
-    def like_rows(x_BHTd: Tensor) -> Tensor:
-        """Room for as many numbers, with the heads of a place side by side."""
-        B, H, T, d = x_BHTd.shape
-        return x_BHTd.new_empty(B, T, H, d).transpose(1, 2)
+    def like_rows(x: Tensor, heads: int, parts: int = 1) -> tuple[Tensor, tuple[int, ...]]:
+        """Room for as many numbers as queries are, or for more `parts`, heads of a place side by side; its strides."""
+        if heads:
+            (B, T, _), inner = x.shape, x.shape[2] // 3
+            return x.new_empty(B, T, parts * inner), (T * parts * inner, inner // heads, parts * inner)
+        B, H, T, d = x.shape
+        room = x.new_empty(B, T, H, d).transpose(1, 2)
+        return room, room.stride()[:3]
 
     @triton_op("firth::attend", mutates_args=())
     def forward(
         q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
         place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None,
-        reach: Tensor | None, zero: int, causal: bool, dropout: float, scale: float,
+        reach: Tensor | None, heads: int, zero: int, causal: bool, dropout: float, scale: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """What attention finds, and the logarithms of the sums of exponentials (base 2)."""
-        B, H, T, _ = q.shape
+        """What attention finds, and the logarithms of the sums of exponentials (base 2).
+
+        With `heads`, queries, keys and values are one tensor (B, T, 3 x H x d), given three times, and what is found is
+        (B, T, H x d).
+        """
         call = make_call(
-            q, k, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, zero, causal, dropout, scale
+            q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, heads, zero, causal, dropout, scale
         )  # fmt: skip
-        y, lse = like_rows(q), q.new_empty(B, H, T, dtype=torch.float32)
+        B, H, T, *_ = call.sizes
+        (y, strides), lse = like_rows(q, heads), q.new_empty(B, H, T, dtype=torch.float32)
         wrap_triton(forward_kernel)[(triton.cdiv(T, BLOCK), B * H)](
-            q, k, v, *call.tables, y, lse, *call.sizes, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-            *y.stride()[:3], *call.mask_strides, **call.made_for,
+            q, k, v, *call.tables, y, lse, *call.sizes, *call.strides, *strides, *call.mask_strides, **call.made_for,
         )  # fmt: skip
         return y, lse
 
@@ -450,48 +486,51 @@ if triton is not None:
     def backward(
         dy: Tensor, q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
         place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None,
-        reach: Tensor | None, y: Tensor, lse: Tensor, zero: int, causal: bool, dropout: float, scale: float,
-        learns: bool,
+        reach: Tensor | None, y: Tensor, lse: Tensor, heads: int, zero: int, causal: bool, dropout: float,
+        scale: float, learns: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """The gradients of queries, keys, values, both tables, and the bias where that `learns`.
 
-        Those of what is not there are empty.
+        Those of what is not there are empty; with `heads` the first one is of all three.
         """
-        (B, H, T, _), S = q.shape, k.shape[2]
         call = make_call(
-            q, k, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, zero, causal, dropout, scale
+            q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, heads, zero, causal, dropout, scale
         )  # fmt: skip
-        dy = dy if dy.stride(3) == 1 else dy.contiguous()
-        dq, dk, dv, delta = like_rows(q), like_rows(k), like_rows(v), torch.empty_like(lse)
+        B, H, T, S, d, _ = call.sizes
+        dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+        y_strides, dy_strides = ((x.stride(0), d, x.stride(1)) if heads else x.stride()[:3] for x in (y, dy))
+        delta, (dq, dq_strides) = torch.empty_like(lse), like_rows(q, heads, parts=3)
+        dk, dk_strides = (dq, dq_strides) if heads else like_rows(k, 0)
+        dv, dv_strides = (q.new_empty(0), dq_strides) if heads else like_rows(v, 0)
         room = torch.empty_like if place is None and is_even(T, S) else torch.zeros_like  # all written, or not
         exact = torch.float32 if place is not None else q.dtype  # of what is added up in place
         dask = q.new_empty(0) if ask is None else room(ask)
         dread = q.new_empty(0) if read is None else room(read, dtype=exact)
         dbias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and learns else q.new_empty(0)
-        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
         wrap_triton(asking_kernel)[(triton.cdiv(T, BLOCK), B * H)](
-            q, k, v, *call.tables, y, lse, dy, delta, dq, dask, dbias, *call.sizes, *strides, *y.stride()[:3],
-            *call.mask_strides, *dy.stride()[:3], *dq.stride()[:3], factor=scale / (1 - dropout),
+            q, k, v, *call.tables, y, lse, dy, delta, dq, dask, dbias, *call.sizes, *call.strides, *y_strides,
+            *call.mask_strides, *dy_strides, *dq_strides, factor=scale / (1 - dropout),
             DBIAS=dbias.numel() > 0, **call.made_for,
         )  # fmt: skip
         wrap_triton(reading_kernel)[(triton.cdiv(S, BLOCK), B * H)](
-            q, k, v, *call.tables, lse, dy, delta, dk, dv, dread, *call.sizes, *strides,
-            *call.mask_strides, *dy.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], factor=scale / (1 - dropout),
+            q, k, v, *call.tables, lse, dy, delta, dk, dv, dread, *call.sizes, *call.strides,
+            *call.mask_strides, *dy_strides, *dk_strides, *dv_strides, factor=scale / (1 - dropout),
             **call.made_for,
         )  # fmt: skip
-        return dq, dk, dv, dask, dread.to(q.dtype), dbias
+        return dq, q.new_empty(0) if heads else dk, dv, dask, dread.to(q.dtype), dbias
 
     def keep(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, zero, causal, dropout, scale = inputs
+        *tensors, heads, zero, causal, dropout, scale = inputs
         ctx.save_for_backward(*tensors, *output)
-        ctx.numbers = zero, causal, dropout, scale
+        ctx.numbers = heads, zero, causal, dropout, scale
 
     def differentiate(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, y, lse = ctx.saved_tensors
-        ask, read, bias = tensors[3], tensors[4], tensors[9]
+        ask, read, bias, heads = tensors[3], tensors[4], tensors[9], ctx.numbers[0]
         learns = bias is not None and ctx.needs_input_grad[9]
         dq, dk, dv, dask, dread, dbias = backward(dy, *tensors, y, lse, *ctx.numbers, learns)
-        found = [dq, dk, dv, None if ask is None else dask, None if read is None else dread, *[None] * 11]
+        found = [dq, None if heads else dk, None if heads else dv, *[None] * 14]
+        found[3], found[4] = None if ask is None else dask, None if read is None else dread
         if bias is not None and learns:
             found[9] = dbias.to(bias.dtype)
         return tuple(found)
