@@ -6,16 +6,20 @@ Run them with `pytest -m gpu`; without a GPU, where triton is installed, with TR
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
+from models.test_presets import NEEDS, TINY, some_batch
 from torch import Tensor
 from torch.testing import assert_close
 
+from firth.models import PRESETS, attention, make_model, with_extras
 from firth.models.attention import Sight, see
 from firth.models.fused import Reach, attend_at_once, attend_packed, to_drop, triton
 from firth.models.two_stream import see_earlier
+from firth.objectives.batch import Batch
 
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -157,3 +161,51 @@ def test_few_numbers_say_the_same_as_a_mask(name: str) -> None:
 
     for a, b in zip(answers(None), answers(sight.reach), strict=True):
         assert_close(a, b)
+
+
+# --- whole models
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", [name for name in TINY if PRESETS[name].recurrent is None])
+def test_models_by_our_kernel_and_by_single_operations(
+    name: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All attention by our kernel where it can, though in float32 and without dropout: losses and gradients."""
+    config = replace(PRESETS[name], vocab_size=40, dropout=0.0, attention_dropout=0.0, layer_drop=0.0)
+    config = with_extras(config, NEEDS.get(config.family, ()))
+    torch.manual_seed(6)
+    model, batch = make_model(config).to(DEVICE), some_batch(config)
+    if config.family == "xlnet":
+        batch = batch._replace(segment=None)  # scores of segments are single operations
+    if packed:
+        doc = torch.tensor([[0] * 5 + [1] * 3, [0] * 7 + [-1]])
+        decoder_doc = None if batch.decoder_tokens is None else torch.tensor([[0, 0, 0, 1, 1], [0] * 5])
+        batch = batch._replace(doc=doc[:, : batch.tokens.shape[1]], decoder_doc=decoder_doc)
+    batch = Batch(*(None if x is None else x.to(DEVICE) for x in batch))
+    ways: list[str] = []
+
+    def can_do(q: Tensor, k: Tensor, sight: Sight) -> bool:
+        return q.shape[1] == k.shape[1] and (sight.score is None or sight.bias is not None)
+
+    def answers(ours: bool) -> dict[str, Tensor]:
+        def kernel(
+            device: str, sight: Sight, dropout: float, compiled: bool, by_distance: bool = False, own: bool = False
+        ) -> str:
+            ways.append("fused" if ours and (own or (by_distance and sight.score is None)) else "plain")
+            return ways[-1]
+
+        monkeypatch.setattr(attention, "kernel", kernel)
+        torch.manual_seed(7)  # what a generator draws
+        losses = model.losses(batch)
+        model.zero_grad()
+        torch.stack([loss / batch.counts[part] for part, loss in losses.items()]).sum().backward()
+        return losses | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    monkeypatch.setattr(attention, "can_fuse", lambda q: True)
+    monkeypatch.setattr(attention, "can_do", can_do)
+    wanted, found = answers(ours=False), answers(ours=True)
+    assert "fused" in ways or config.kv_heads < config.num_heads
+    assert found.keys() == wanted.keys()
+    for n, value in wanted.items():
+        assert_close(found[n], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=n: f"{n}: {m}")
