@@ -94,6 +94,7 @@ def test_which_kernel() -> None:
     own_scores = see(False, None)._replace(score=torch.zeros(2, 1, 2, 2))
     choices: list[tuple[Any, str]] = [
         (("cuda", see(True, None), 0.1, True, False, True), "fused"),
+        (("cuda", see(True, None), 0.1, False, False, True), "sdpa"),
         (("cuda", see(True, None), 0.0, True, False, True), "sdpa"),
         (("cuda", see(True, None), 0.1, True, False, False), "sdpa"),
         (("cuda", biased, 0.0, True, False, True), "fused"),

@@ -109,7 +109,8 @@ def kernel(
     """Which way to compute attention: the fastest that was measured (docs/results.md).
 
     Our own kernel, where the device can run it: if each row has numbers of its own for each distance and nothing else
-    on its scores (`by_distance`), or (`own`) if there is dropout or a bias that all rows share.
+    on its scores (`by_distance`), or (`own`) in a compiled step if there is dropout or a bias that all rows share.
+    Other steps would wait longer for it to be compiled than it saves them.
 
     SDPA takes a fused kernel for all, causal and masked sight; a mask of packed documents costs it next to nothing.
     Single operations win on a CPU with dropout, for which SDPA has no fused kernel there, and in a compiled GPU step
@@ -120,7 +121,7 @@ def kernel(
         return "plain"
     if by_distance and sight.score is None:
         return "fused"
-    if own and (dropout or sight.bias is not None):
+    if own and compiled and (dropout or sight.bias is not None):
         return "fused"
     if device == "cpu":
         return "plain" if dropout and not compiled else "sdpa"
