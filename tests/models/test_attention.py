@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from firth.models import attention
+from firth.models import attention, fused
 from firth.models.attention import Attention, Sight, attend, see
 from firth.models.mask_decoder import at_places
 from firth.models.presets import bert, t5
@@ -112,6 +113,22 @@ def test_which_kernel() -> None:
         assert attention.kernel(*given) == wanted, given
 
 
+def test_which_heads_fit_into_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the memory for a program's tiles: 227 KB on an H100 or H200, 163 on an A100, 99 on an RTX 4090, 63 on a T4."""
+
+    def fits(kilobytes: int, d: int, size: int) -> bool:
+        monkeypatch.setattr(fused, "shared_memory", lambda device: kilobytes * 1024)
+        query = SimpleNamespace(shape=(1, 1, 1, d), device=torch.device("cuda", 0), element_size=lambda: size)
+        return fused.can_fuse(query)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fused, "triton", object())
+    assert [fits(227, d, 2) for d in (8, 16, 64, 96, 128, 136)] == [False, True, True, True, True, False]
+    assert [fits(227, d, 4) for d in (64, 80, 128)] == [True, False, False]
+    assert [fits(163, d, 2) for d in (64, 128)] == [True, True]
+    assert [fits(99, d, 2) for d in (64, 128)] == [True, False]
+    assert [fits(63, d, 2) for d in (32, 64)] == [True, False]
+
+
 def test_what_our_kernel_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "can_fuse", lambda q: True)
     q, k = torch.zeros(2, 4, 6, 16, dtype=torch.bfloat16), torch.zeros(2, 4, 6, 16, dtype=torch.bfloat16)
@@ -125,8 +142,10 @@ def test_what_our_kernel_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not attention.can_do(q[:, :, :3], k, causal), "who asks begins later"
     assert not attention.can_do(q, k, attention.add_score(biased, bias.expand(2, -1, -1, -1))), "scores of each row"
     assert not attention.can_do(q, k, Sight(keep=lambda k, v: (k, v)))
+    learns = see(False, None, score=bias.clone().requires_grad_())
     with deterministic(True):
-        assert not attention.can_do(q, k, biased)
+        assert not attention.can_do(q, k, learns)
+        assert attention.can_do(q, k, biased)
         assert attention.can_do(q, k, causal)
 
 

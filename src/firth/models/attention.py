@@ -172,7 +172,8 @@ def can_do(q_BHTd: Tensor, k_BGSd: Tensor, sight: Sight) -> bool:
         return False
     square = not sight.causal or q_BHTd.shape[2] == k_BGSd.shape[2]
     alike = q_BHTd.shape[1] == k_BGSd.shape[1] and q_BHTd.dtype in (torch.bfloat16, torch.float16)
-    biased = sight.bias is not None and not torch.are_deterministic_algorithms_enabled()
+    in_order = torch.are_deterministic_algorithms_enabled() and sight.bias is not None and sight.bias.requires_grad
+    biased = sight.bias is not None and not in_order
     return square and alike and (sight.score is None or biased)
 
 

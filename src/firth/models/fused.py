@@ -27,6 +27,7 @@ except ImportError:  # a machine without a GPU needs none
     triton = None
 
 BLOCK = 64  # places in a tile, both ways
+TILES = 620  # vectors of a head for which there must be room: more than any variant takes
 ROUND = 8  # numbers for distances come in multiples of this, which suits matrix products
 
 
@@ -39,8 +40,22 @@ class Reach(NamedTuple):
 
 
 def can_fuse(q_BHTd: Tensor) -> bool:
-    """Whether there is such a kernel for these numbers."""
-    return triton is not None and q_BHTd.device.type == "cuda" and 16 <= q_BHTd.shape[-1] <= 128
+    """Whether there is such a kernel for these numbers, and room for its tiles."""
+    d = q_BHTd.shape[-1]
+    if triton is None or q_BHTd.device.type != "cuda" or not 16 <= d <= 128:
+        return False
+    return TILES * padded(d) * q_BHTd.element_size() <= shared_memory(q_BHTd.device.index or 0)
+
+
+def padded(d: int) -> int:
+    """Numbers per head as the kernel has them: a power of two."""
+    return max(16, 1 << (d - 1).bit_length())
+
+
+@torch.compiler.assume_constant_result
+def shared_memory(device: int) -> int:
+    """Bytes that the tiles of a program may take on a GPU, which keeps some for itself."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024
 
 
 def attend_at_once(
@@ -89,7 +104,7 @@ def attend_packed(
 
 def seen_by(mask: Tensor | None, reach: Reach | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """What the kernels take: a mask, or keys, and the lowest and how many from there on are seen."""
-    return (mask, None, None) if reach is None else (None, reach.key, torch.stack([reach.low, reach.size]))
+    return (mask, None, None) if reach is None else (None, reach.key.contiguous(), torch.stack([reach.low, reach.size]))
 
 
 def to_drop(asking: int, S: int, dropout: float, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -212,12 +227,12 @@ if triton is not None:
         EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
         PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     ):  # fmt: skip
-        head = tl.program_id(1).to(tl.int64)
+        head = (tl.program_id(0) // tl.cdiv(T, BT)).to(tl.int64)
         b, h = head // H, head % H
         q, k, v = q + b * q_b + h * q_h, k + K_AT + b * k_b + h * k_h, v + V_AT + b * v_b + h * v_h
         y = y + b * y_b + h * y_h
         mask = mask + b * mask_b
-        t0 = tl.program_id(0) * BT
+        t0 = tl.program_id(0) % tl.cdiv(T, BT) * BT
         t = t0 + tl.arange(0, BT)
         at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
         q_Td = rows(q, t, d, T, q_t, D, FULL)
@@ -273,12 +288,12 @@ if triton is not None:
 
         `delta`, and what is added up, lack the factor 1 / (1 - rate) until the end.
         """
-        head = tl.program_id(1).to(tl.int64)
+        head = (tl.program_id(0) // tl.cdiv(T, BT)).to(tl.int64)
         b, h = head // H, head % H
         q, k, v = q + b * q_b + h * q_h, k + K_AT + b * k_b + h * k_h, v + V_AT + b * v_b + h * v_h
         y = y + b * y_b + h * y_h
         dy, dq, mask = dy + b * dy_b + h * dy_h, dq + b * dq_b + h * dq_h, mask + b * mask_b
-        t0 = tl.program_id(0) * BT
+        t0 = tl.program_id(0) % tl.cdiv(T, BT) * BT
         t = t0 + tl.arange(0, BT)
         at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
         q_Td, dy_Td = rows(q, t, d, T, q_t, D, FULL), rows(dy, t, d, T, dy_t, D, FULL)
@@ -318,7 +333,7 @@ if triton is not None:
                     tl.store(to, (dx * factor).to(dask.dtype.element_ty), mask=inside)
         put_rows(dq, dq_Td * factor, t, d, T, dq_t, D)
         if ASK and EVEN and not PLACE:
-            band = dask + ((h * tl.cdiv(T, BT) + tl.program_id(0)) * B + b) * BT * W_ASK
+            band = dask + ((h * tl.cdiv(T, BT) + t0 // BT) * B + b) * BT * W_ASK
             put_edges(band, S, W_ASK, BT)
 
     @triton.jit
@@ -342,13 +357,13 @@ if triton is not None:
         PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     ):  # fmt: skip
         """Gradients of the keys, the values, and what the keys have for each distance."""
-        head = tl.program_id(1).to(tl.int64)
+        head = (tl.program_id(0) // tl.cdiv(S, BS)).to(tl.int64)
         b, h = head // H, head % H
         q, k, v = q + b * q_b + h * q_h, k + K_AT + b * k_b + h * k_h, v + V_AT + b * v_b + h * v_h
         dy, mask = dy + b * dy_b + h * dy_h, mask + b * mask_b
         dv = (dk if V_AT else dv) + V_AT + b * dv_b + h * dv_h
         dk = dk + K_AT + b * dk_b + h * dk_h
-        s0 = tl.program_id(0) * BS
+        s0 = tl.program_id(0) % tl.cdiv(S, BS) * BS
         s = s0 + tl.arange(0, BS)
         s2 = s[:, None]
         key_of_s = tl.load(keys + b * S + s, mask=s < S, other=0)[:, None] if REACH else 0
@@ -391,7 +406,7 @@ if triton is not None:
         put_rows(dk, dk_Sd * factor, s, d, S, dk_t, D)
         put_rows(dv, dv_Sd / (1.0 - rate), s, d, S, dv_t, D)
         if READ and EVEN and not PLACE:
-            band = dread + ((h * tl.cdiv(S, BS) + tl.program_id(0)) * B + b) * BS * W_READ
+            band = dread + ((h * tl.cdiv(S, BS) + s0 // BS) * B + b) * BS * W_READ
             put_edges(band, T, W_READ, BS)
 
     class Call(NamedTuple):
@@ -419,7 +434,7 @@ if triton is not None:
         if mask is not None:
             bits = mask.to(torch.uint8, memory_format=torch.contiguous_format).expand(B, 1, T, S)
             strides = (bits.stride(0), bits.stride(2))
-        D, even = max(16, triton.next_power_of_2(d)), is_even(T, S)
+        D, even = padded(d), is_even(T, S)
         made_for = {
             "scale": scale * LOG2_E.value,
             "post": 1.0 if bias is not None else scale * LOG2_E.value,
@@ -477,7 +492,7 @@ if triton is not None:
         )  # fmt: skip
         B, H, T, *_ = call.sizes
         (y, strides), lse = like_rows(q, heads), q.new_empty(B, H, T, dtype=torch.float32)
-        wrap_triton(forward_kernel)[(triton.cdiv(T, BLOCK), B * H)](
+        wrap_triton(forward_kernel)[(triton.cdiv(T, BLOCK) * B * H,)](
             q, k, v, *call.tables, y, lse, *call.sizes, *call.strides, *strides, *call.mask_strides, **call.made_for,
         )  # fmt: skip
         return y, lse
@@ -507,12 +522,12 @@ if triton is not None:
         dask = q.new_empty(0) if ask is None else room(ask)
         dread = q.new_empty(0) if read is None else room(read, dtype=exact)
         dbias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and learns else q.new_empty(0)
-        wrap_triton(asking_kernel)[(triton.cdiv(T, BLOCK), B * H)](
+        wrap_triton(asking_kernel)[(triton.cdiv(T, BLOCK) * B * H,)](
             q, k, v, *call.tables, y, lse, dy, delta, dq, dask, dbias, *call.sizes, *call.strides, *y_strides,
             *call.mask_strides, *dy_strides, *dq_strides, factor=scale / (1 - dropout),
             DBIAS=dbias.numel() > 0, **call.made_for,
         )  # fmt: skip
-        wrap_triton(reading_kernel)[(triton.cdiv(S, BLOCK), B * H)](
+        wrap_triton(reading_kernel)[(triton.cdiv(S, BLOCK) * B * H,)](
             q, k, v, *call.tables, lse, dy, delta, dk, dv, dread, *call.sizes, *call.strides,
             *call.mask_strides, *dy_strides, *dk_strides, *dv_strides, factor=scale / (1 - dropout),
             **call.made_for,
