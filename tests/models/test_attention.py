@@ -126,7 +126,7 @@ def test_which_heads_fit_into_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [fits(227, d, 4) for d in (64, 80, 128)] == [True, False, False]
     assert [fits(163, d, 2) for d in (64, 128)] == [True, True]
     assert [fits(99, d, 2) for d in (64, 128)] == [True, False]
-    assert [fits(63, d, 2) for d in (32, 64)] == [True, False]
+    assert [fits(63, d, 2) for d in (16, 32)] == [True, False]
 
 
 def test_what_our_kernel_can_do(monkeypatch: pytest.MonkeyPatch) -> None:

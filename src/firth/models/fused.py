@@ -27,7 +27,7 @@ except ImportError:  # a machine without a GPU needs none
     triton = None
 
 BLOCK = 64  # places in a tile, both ways
-TILES = 620  # vectors of a head for which there must be room: more than any variant takes
+VECTORS, BESIDE = 512, 34 * 2**10  # vectors of a head, and bytes beside them, that the largest variant has room for
 ROUND = 8  # numbers for distances come in multiples of this, which suits matrix products
 
 
@@ -44,7 +44,8 @@ def can_fuse(q_BHTd: Tensor) -> bool:
     d = q_BHTd.shape[-1]
     if triton is None or q_BHTd.device.type != "cuda" or not 16 <= d <= 128:
         return False
-    return TILES * padded(d) * q_BHTd.element_size() <= shared_memory(q_BHTd.device.index or 0)
+    room = VECTORS * padded(d) * q_BHTd.element_size() + BESIDE
+    return room <= shared_memory(q_BHTd.device.index or 0)
 
 
 def padded(d: int) -> int:
