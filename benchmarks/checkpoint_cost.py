@@ -1,9 +1,9 @@
 """Seconds that a checkpoint costs a run: written beside the training, and with the training waiting for it.
 
-    python benchmarks/checkpoint_cost.py bert-base --rows 32 --length 128 --steps 200 --every 50
+    python benchmarks/checkpoint_cost.py bert-base --rows 256 --length 128 --steps 400 --every 100
 
-The same steps are timed three times over, in turns: without checkpoints, with waiting, and beside. What a checkpoint
-costs is what a run takes longer, divided by its checkpoints; the last one, which every run waits for, is counted too.
+The same steps are timed in turns: without checkpoints, with waiting, and beside. What a checkpoint costs is what the
+steps take longer, divided by the checkpoints among them. Every run waits for its last one: that is told apart, once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,13 +24,19 @@ from firth.models import make_model, preset
 from firth.objectives import Batch
 from firth.train import Machine, Run, Training, choose_machine, fit
 
-WAYS = {"none": None, "waiting": False, "beside": True}
+WAYS = {"none": False, "waiting": False, "beside": True}
 
 
-def seconds(training: Training, machine: Machine, name: str, rows: int, every: int | None, beside: bool) -> float:
-    """How long a run takes, its first steps (which compile) left out."""
+class Took(NamedTuple):
+    """Seconds of a run: its steps but the first ones (which compile), and what comes after the last step."""
+
+    steps: float
+    end: float
+
+
+def timed(training: Training, machine: Machine, name: str, rows: int, every: int | None, beside: bool) -> Took:
     torch.manual_seed(0)
-    model, rng, began = make_model(preset(name)), np.random.default_rng(0), [0.0]
+    model, rng, times = make_model(preset(name)), np.random.default_rng(0), []
     tokens = rng.integers(10, model.config.vocab_size, (rows, training.max_seq_length))
     asked = np.tile(np.arange(0, training.max_seq_length, 7), (rows, 1))
     batch = Batch(tokens, asked=asked, labels=np.take_along_axis(tokens, asked, 1))
@@ -37,18 +44,20 @@ def seconds(training: Training, machine: Machine, name: str, rows: int, every: i
         batch = Batch(tokens, labels=np.roll(tokens, -1, 1))
     training = replace(training, async_save=beside, save_steps=every or 10**9)
 
-    def begin(step: int, model: object) -> None:
-        if step == WARM:
-            if machine.device.type == "cuda":
-                torch.cuda.synchronize()
-            began[0] = time.monotonic()
+    def note() -> None:
+        if machine.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.monotonic())
+
+    def look(step: int, model: object) -> None:  # before a checkpoint of this step
+        if step in (WARM, training.max_steps):
+            note()
 
     with TemporaryDirectory(dir=".") as folder:
         place = Path(folder) if every else None
-        fit(Run(training, machine, model, lambda step: [batch], folder=place, hooks=[(1, begin)]))
-        if machine.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.monotonic() - began[0]
+        fit(Run(training, machine, model, lambda step: [batch], folder=place, hooks=[(1, look)]))
+        note()
+    return Took(*np.diff(times))
 
 
 WARM = 5
@@ -62,30 +71,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     given = parser.parse_args()
-    training = Training(max_steps=given.steps + WARM, max_seq_length=given.length, warmup_steps=0, eval_steps=10**9)
+    training = Training(max_steps=given.steps, max_seq_length=given.length, warmup_steps=0, eval_steps=10**9)
     machine = choose_machine(training)
-    found: dict[str, list[float]] = {name: [] for name in WAYS}
+    found: dict[str, list[Took]] = {name: [] for name in given.ways}
     for _ in range(given.turns):
-        for name, beside in WAYS.items():
-            every = None if beside is None else given.every
-            found[name].append(seconds(training, machine, given.model, given.rows, every, bool(beside)))
-    took = {name: statistics.median(times) for name, times in found.items()}
-    saved = (given.steps + WARM) // given.every + bool((given.steps + WARM) % given.every)
-    costs = {name: (took[name] - took["none"]) / saved for name in ("waiting", "beside")}
-    print(
-        json.dumps(
-            {
-                "model": given.model,
-                "machine": str(machine),
-                "seconds": took,
-                "checkpoints": saved,
-                "seconds_per_checkpoint": costs,
-                "share_of_training": {name: cost * saved / took["none"] for name, cost in costs.items()},
-            },
-            indent=2,
-        )
-    )
+        for name in given.ways:
+            every = None if name == "none" else given.every
+            found[name].append(timed(training, machine, given.model, given.rows, every, bool(WAYS[name])))
+    steps, end = ({k: statistics.median(getattr(x, of) for x in v) for k, v in found.items()} for of in Took._fields)
+    saved = (given.steps - 1) // given.every  # but the last one
+    facts: dict[str, object] = {"model": given.model, "machine": str(machine), "checkpoints": saved}
+    facts |= {"seconds": steps, "seconds_at_the_end": end}
+    if "none" in steps:
+        longer = {name: took - steps["none"] for name, took in steps.items() if name != "none"}
+        facts["seconds_per_checkpoint"] = {name: more / saved for name, more in longer.items()}
+        facts["share_of_training"] = {name: more / steps["none"] for name, more in longer.items()}
+    print(json.dumps(facts, indent=2))
 
 
 if __name__ == "__main__":
