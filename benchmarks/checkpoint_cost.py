@@ -3,7 +3,8 @@
     python benchmarks/checkpoint_cost.py bert-base --rows 256 --length 128 --steps 400 --every 100
 
 The same steps are timed in turns: without checkpoints, with waiting, and beside. What a checkpoint costs is what the
-steps take longer, divided by the checkpoints among them. Every run waits for its last one: that is told apart, once.
+steps from one to the next take longer than without any. The first one, which makes room in the host's memory, and the
+last one, which every run waits for, are told apart. Steps before the first one, which compile, are left out.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from firth.models import make_model, preset
 from firth.objectives import Batch
 from firth.train import Machine, Run, Training, choose_machine, fit
 
-WAYS = {"none": False, "waiting": False, "beside": True}
+WAYS = ("none", "waiting", "beside")
 
 
 class Took(NamedTuple):
-    """Seconds of a run: its steps but the first ones (which compile), and what comes after the last step."""
+    """Seconds of a run: the steps after its first checkpoint, those after each other one, and its end."""
 
-    steps: float
+    first: float
+    other: float
     end: float
 
 
-def timed(training: Training, machine: Machine, name: str, rows: int, every: int | None, beside: bool) -> Took:
+def timed(training: Training, machine: Machine, name: str, rows: int, every: int, saves: bool, beside: bool) -> Took:
     torch.manual_seed(0)
     model, rng, times = make_model(preset(name)), np.random.default_rng(0), []
     tokens = rng.integers(10, model.config.vocab_size, (rows, training.max_seq_length))
@@ -42,25 +44,19 @@ def timed(training: Training, machine: Machine, name: str, rows: int, every: int
     batch = Batch(tokens, asked=asked, labels=np.take_along_axis(tokens, asked, 1))
     if model.config.shape != "encoder":
         batch = Batch(tokens, labels=np.roll(tokens, -1, 1))
-    training = replace(training, async_save=beside, save_steps=every or 10**9)
+    training = replace(training, async_save=beside, save_steps=every if saves else 10**9)
 
-    def note() -> None:
+    def note(step: int = 0, model: object = None) -> None:  # before a checkpoint of this step
         if machine.device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.monotonic())
 
-    def look(step: int, model: object) -> None:  # before a checkpoint of this step
-        if step in (WARM, training.max_steps):
-            note()
-
     with TemporaryDirectory(dir=".") as folder:
-        place = Path(folder) if every else None
-        fit(Run(training, machine, model, lambda step: [batch], folder=place, hooks=[(1, look)]))
+        place = Path(folder) if saves else None
+        fit(Run(training, machine, model, lambda step: [batch], folder=place, hooks=[(every, note)]))
         note()
-    return Took(*np.diff(times))
-
-
-WARM = 5
+    first, *others, end = np.diff(times)
+    return Took(first, statistics.median(others), end)
 
 
 def main() -> None:
@@ -71,23 +67,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     given = parser.parse_args()
+    if given.steps % given.every or given.steps < 3 * given.every:
+        parser.error(f"--steps {given.steps} must be three times --every {given.every}, or a higher multiple")
     training = Training(max_steps=given.steps, max_seq_length=given.length, warmup_steps=0, eval_steps=10**9)
     machine = choose_machine(training)
     found: dict[str, list[Took]] = {name: [] for name in given.ways}
     for _ in range(given.turns):
         for name in given.ways:
-            every = None if name == "none" else given.every
-            found[name].append(timed(training, machine, given.model, given.rows, every, bool(WAYS[name])))
-    steps, end = ({k: statistics.median(getattr(x, of) for x in v) for k, v in found.items()} for of in Took._fields)
-    saved = (given.steps - 1) // given.every  # but the last one
-    facts: dict[str, object] = {"model": given.model, "machine": str(machine), "checkpoints": saved}
-    facts |= {"seconds": steps, "seconds_at_the_end": end}
-    if "none" in steps:
-        longer = {name: took - steps["none"] for name, took in steps.items() if name != "none"}
-        facts["seconds_per_checkpoint"] = {name: more / saved for name, more in longer.items()}
-        facts["share_of_training"] = {name: more / steps["none"] for name, more in longer.items()}
+            saves = name != "none", name == "beside"
+            found[name].append(timed(training, machine, given.model, given.rows, given.every, *saves))
+    took = {name: Took(*map(statistics.median, zip(*turns, strict=True))) for name, turns in found.items()}
+    facts: dict[str, object] = {"model": given.model, "machine": str(machine), "every": given.every}
+    facts["seconds"] = {name: t._asdict() for name, t in took.items()}
+    if none := took.pop("none", None):
+        facts["seconds_per_checkpoint"] = {name: t.other - none.other for name, t in took.items()}
+        facts["seconds_of_the_first"] = {name: t.first - none.first for name, t in took.items()}
+        facts["share_of_training"] = {name: t.other / none.other - 1 for name, t in took.items()}
     print(json.dumps(facts, indent=2))
 
 

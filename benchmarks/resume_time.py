@@ -96,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found["python"].append(loading())
             found["fresh"].append(until_a_step(words, folder, 0, given.save))
             found["resume"].append(until_a_step(words, folder, given.save, given.save))
+            say(", ".join(f"{WAYS[name]} {times[-1]:.1f} s" for name, times in found.items()))
         checkpoint = Path(place) / "run-0" / f"checkpoint-{given.save}"
         size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
     machine = choose_machine(Training())
