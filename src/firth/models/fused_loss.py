@@ -8,6 +8,7 @@ N rows, V tokens of the vocabulary, P of them with padding, E width of the token
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ def to_errors(scores_NP: Tensor, labels_N: Tensor, V: int) -> Tensor:
         return to_errors_plainly(scores_NP, labels_N, V)
     N, P = scores_NP.shape
     losses_N = scores_NP.new_empty(N, dtype=torch.float32)
-    errors_kernel[(N,)](scores_NP, labels_N, losses_N, V, P, scores_NP.stride(0), BLOCK=BLOCK, num_warps=8)
+    errors_kernel[(N,)](scores_NP, labels_N, losses_N, V, P, scores_NP.stride(0), BLOCK=BLOCK, num_warps=4)
     return losses_N.sum()
 
 
@@ -123,7 +124,8 @@ def to_errors_plainly(scores_NP: Tensor, labels_N: Tensor, V: int) -> Tensor:
 
 
 if triton is not None:
-    BLOCK = 4096  # scores of a row that are read together
+    BLOCK = 2048  # scores of a row that are read together
+    LOG_2 = tl.constexpr(math.log(2))  # powers of 2 are what the GPU has
 
     @triton.jit
     def errors_kernel(scores, labels, losses, V, P, stride, BLOCK: tl.constexpr):
@@ -134,17 +136,19 @@ if triton is not None:
         own = tl.load(row + tl.where(asked, label, 0)).to(tl.float32)
         highest = float("-inf")
         total = 0.0
-        for first in range(0, V, BLOCK):
-            x = tl.load(row + first + column, mask=first + column < V, other=float("-inf")).to(tl.float32)
+        for first in range(0, P, BLOCK):
+            v = first + column
+            x = tl.load(row + v, mask=v < P, other=0.0).to(tl.float32) / LOG_2  # a mask by V would split wide reads
+            x = tl.where(v < V, x, float("-inf"))
             above = tl.maximum(highest, tl.max(x, 0))
-            total = total * tl.exp(highest - above) + tl.sum(tl.exp(x - above), 0)
+            total = total * tl.exp2(highest - above) + tl.sum(tl.exp2(x - above), 0)
             highest = above
-        log_sum = highest + tl.log(total)
-        tl.store(losses + n, tl.where(asked, log_sum - own, 0.0))
+        log_sum = highest + tl.log2(total)
+        tl.store(losses + n, tl.where(asked, log_sum * LOG_2 - own, 0.0))
         tl.debug_barrier()  # all have read before any writes
         for first in range(0, P, BLOCK):
             v = first + column
-            x = tl.load(row + v, mask=v < V, other=float("-inf")).to(tl.float32)
-            error = tl.exp(x - log_sum) - tl.where(v == label, 1.0, 0.0)
+            x = tl.load(row + v, mask=v < P, other=0.0).to(tl.float32) / LOG_2
+            error = tl.exp2(x - log_sum) - tl.where(v == label, 1.0, 0.0)
             error = tl.where(asked & (v < V), error, 0.0)
             tl.store(row + v, error.to(scores.dtype.element_ty), mask=v < P)
