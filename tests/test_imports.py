@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "firth"
 FILES = sorted(SOURCE.rglob("*.py"))
 NAMES = [file.relative_to(SOURCE).as_posix() for file in FILES]
+LOADED = "import sys, firth.cli, firth.verbs; print({0!r} in sys.modules)"
 
 # Top to bottom. Rooms on the same line do not know each other, except on the ground floor.
 ORDER: list[set[str]] = [
@@ -181,3 +183,9 @@ def test_every_library_we_import_is_declared() -> None:
 def normal(distribution: str) -> str:
     """One spelling for a package name, as pip compares them."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+@pytest.mark.parametrize("slow", ["matplotlib", "torch._dynamo", "transformers", "numba"])
+def test_a_command_does_not_load_what_few_of_them_need(slow: str) -> None:
+    found = subprocess.run([sys.executable, "-c", LOADED.format(slow)], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False"]

@@ -9,15 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import cycle
 from pathlib import Path
-from typing import NamedTuple
-
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.text import Text
+from typing import TYPE_CHECKING, NamedTuple
 
 from firth import files
 from firth.errors import UserError
+
+if TYPE_CHECKING:  # it takes half a second to load, and most commands draw nothing
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Series = Sequence[tuple[float, float]]  # (step, loss)
 Runs = Mapping[str, Series]
@@ -215,6 +214,8 @@ def _sample(sample: Sample) -> str:
 
 def _svg(figure: Figure, name: str, label: str) -> str:
     """The figure as SVG for the middle of a page: no background, ink in the colour of the text, names used once."""
+    import matplotlib
+
     _dress(figure)
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
@@ -229,6 +230,8 @@ def _svg(figure: Figure, name: str, label: str) -> str:
 
 def _dress(figure: Figure) -> None:
     """Everything that is drawn in black by default is drawn in ink."""
+    from matplotlib.text import Text
+
     for text in figure.findobj(Text):
         if text.get_color() == "black":
             text.set_color(INK)
@@ -240,6 +243,8 @@ def _dress(figure: Figure) -> None:
 
 def axes_of(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     """An empty plot in the style of the page."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7.2, 3.9), layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlabel(xlabel)

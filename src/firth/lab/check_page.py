@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
 
 from firth.console import count
 from firth.lab.check import EPOCHS, TOKENS_PER_PARAMETER, Check
@@ -27,6 +25,9 @@ from firth.lab.check_text import (
 )
 from firth.page import COLOURS, INK, Page, axes_of, generator, html, legend, plain
 from firth.tokens.fertility import Fit
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 VERB = "check"
 FREQUENT = 15  # words
@@ -224,6 +225,8 @@ def columns_of(points: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]
 
 def quantile_plot(lengths: dict[str, float]) -> Figure:
     """The lengths that some shares of the documents do not exceed."""
+    from matplotlib.ticker import NullFormatter
+
     figure, axes = axes_of("words", "share of the documents")
     names = {"p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99, "largest": 1.0}
     axes.plot([max(lengths[n], 1) for n in names], list(names.values()), color=COLOURS[0], linewidth=2, marker="o")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import cycle
-from typing import NamedTuple
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from typing import TYPE_CHECKING, NamedTuple
 
 from firth.page import COLOURS, axes_of, legend, plain
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 class Transfer(NamedTuple):
@@ -60,6 +60,8 @@ def transfer_plot(rows: Iterable[Transfer], ylabel: str = "accuracy") -> Figure:
 
 def _log_ticks(axes: Axes, values: Sequence[int]) -> None:
     """A logarithmic axis with a tick where there are points, and whole numbers under them."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(FixedLocator(list(values)))
     axes.xaxis.set_minor_locator(NullLocator())

@@ -53,10 +53,14 @@ def padded(d: int) -> int:
     return max(16, 1 << (d - 1).bit_length())
 
 
-@torch.compiler.assume_constant_result
 def shared_memory(device: int) -> int:
     """Bytes that the tiles of a program may take on a GPU, which keeps some for itself."""
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024
+
+
+def before_compiling() -> None:
+    """Let a program take what a GPU has for a constant. (A decorator would load the compiler with every command.)"""
+    torch.compiler.assume_constant_result(shared_memory)
 
 
 def attend_at_once(

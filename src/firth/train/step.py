@@ -14,6 +14,7 @@ import torch
 from firth.console import warn
 from firth.errors import UserError
 from firth.models import Model, Stack
+from firth.models.fused import before_compiling
 from firth.models.heads import Vocabulary
 from firth.objectives import Batch
 from firth.tokens.rows import mix
@@ -61,6 +62,7 @@ def prepared(run: Run) -> Losses:
     def program(losses: Losses) -> Losses:
         if not run.machine.compile:
             return losses
+        before_compiling()
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS)
         if run.machine.world.kind == "fsdp":  # which gathers the weights of a block before it is computed
             compile_blocks(run.model)
