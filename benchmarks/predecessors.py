@@ -22,13 +22,14 @@ import math
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from at_once import at_once
 
 from firth import __version__, verbs
 from firth.console import duration, say
@@ -154,11 +155,9 @@ class Budget:
     def left(self) -> float:
         return self.end - time.monotonic()
 
-    def note(self, kind: str, began: float) -> float:
+    def note(self, kind: str, seconds: float) -> None:
         """Remember what one of a kind took, and the longest of all."""
-        seconds = time.monotonic() - began
         self.took |= {kind: seconds, LONGEST: max(seconds, self.took.get(LONGEST, 0.0))}
-        return seconds
 
     def enough(self, kind: str) -> bool:
         """Whether there is time for one more of a kind: as long as the last one took, or else the longest of all."""
@@ -176,7 +175,7 @@ class Work:
             self.results = read_json(self.folder / RESULTS)
             if self.results["sizes"] != options.sizes:
                 raise UserError(f"{self.folder} was begun with --sizes {self.results['sizes']}: name another folder.")
-        self.budget = Budget(options.budget)
+        self.budget, self.complete = Budget(options.budget), True
 
     def save(self) -> None:
         write_json(self.folder / RESULTS, self.results)
@@ -318,11 +317,10 @@ class Work:
         rows = {"per_device_train_batch_size": self.size.rows["ulmfit"], "save_steps": 10**6, "eval_rows": EVAL_ROWS}
         return verbs.learn_target(final, [text], place, overwrite=True, **self.how_long(self.size.target), **rows)
 
-    def cell(self, side: str, task: str, labels: str, seed: int) -> dict[str, Any] | None:
-        """The score of one seed; None where no time is left."""
-        kind = f"{side}/{task}/{labels}"
+    def cell(self, side: str, task: str, labels: str, seed: int) -> FinetuneRecipe | None:
+        """How one seed learns; None where no time is left."""
         checkpoint = self.checkpoint(side, task)
-        if checkpoint is None or not self.budget.enough(kind):
+        if checkpoint is None or not self.budget.enough(f"{side}/{task}/{labels}"):
             return None
         steps = self.size.steps.get(labels, self.size.steps["more"]) * (TAG_STEPS if TASKS[task].task == "tag" else 1)
         train, dev = self.files(task)
@@ -330,16 +328,27 @@ class Work:
         if side == "ulmfit":  # all layers learn from the middle of the run on
             fields |= {"unfreeze_every": max(1, steps // 10), "num_train_epochs": 0.0}
         fields |= SIDES[side].fields | ((SIDES[side].tags or {}) if TASKS[task].task == "tag" else {})
-        place, began = self.folder / "cell", time.monotonic()
+        place = self.folder / f"cell-{side}-{task}-{labels}-{seed}"
         shutil.rmtree(place, ignore_errors=True)
         fields |= {"seeds": 1, "seed": seed, "shots": 0 if labels == "all" else int(labels)}
         fields |= {"max_steps": steps, "per_device_train_batch_size": self.size.batch, "max_seq_length": LENGTH}
         files = {"checkpoint": str(checkpoint), "train": str(train), "dev": str(dev), "output_dir": str(place)}
-        found = finetune(FinetuneRecipe(**fields | files, task=TASKS[task].task, save_steps=10**6))
-        shutil.rmtree(place, ignore_errors=True)
-        seconds = self.budget.note(kind, began)
-        failed = bool(found.get("failed"))
-        return {"score": found["mean"], "metric": found["metric"], "failed": failed, "seconds": seconds}
+        return FinetuneRecipe(**fields | files, task=TASKS[task].task, save_steps=10**6)
+
+    def cells(self) -> Iterator[tuple[str, FinetuneRecipe]]:
+        """The cells that are not done yet and that there is time for; each is asked for when its turn has come."""
+        o = self.options
+        for seed in range(o.seeds):
+            for labels in o.labels:
+                for task in o.tasks:
+                    for side in o.only:
+                        key = f"{side}/{task}/{labels}/{seed}"
+                        if key in self.results["cells"] or not possible(side, task):
+                            continue
+                        if recipe := self.cell(side, task, labels, seed):
+                            yield key, recipe
+                        else:
+                            self.complete = False
 
     def senses(self, body: str) -> bool:
         """Accuracy on word-in-context by a threshold; whether there was time for it."""
@@ -357,34 +366,33 @@ class Work:
             result = evaluate(final, "word-in-context", dev, place, train=str(train), layer=layer, overwrite=True)
             found[str(layer)] = result["metrics"]["accuracy"]
         self.results["senses"][body] = found
-        self.budget.note("senses", began)
+        self.budget.note("senses", time.monotonic() - began)
         self.save()
         return True
 
     def run(self) -> bool:
         """Everything that is not done yet and that there is time for; whether all is done."""
-        o = self.options
-        bodies = dict.fromkeys(SIDES[side].body for side in o.only)
+        bodies = dict.fromkeys(SIDES[side].body for side in self.options.only)
         asked = [self.body(body) is not None and self.senses(body) for body in bodies]
-        complete = all(asked)
-        for seed in range(o.seeds):
-            for labels in o.labels:
-                for task in o.tasks:
-                    for side in o.only:
-                        key = f"{side}/{task}/{labels}/{seed}"
-                        if key in self.results["cells"] or not possible(side, task):
-                            continue
-                        found = self.cell(side, task, labels, seed)
-                        if found is None:
-                            complete = False
-                            continue
-                        self.results["cells"][key] = found
-                        self.save()
-                        say(f"{key}: {100 * found['score']:.1f} in {found['seconds']:.1f}s, {self.time_left()}")
-        return complete
+        self.complete = all(asked)
+        for key, found in at_once(score, self.cells(), self.options.jobs, self.folder / "log.txt"):
+            self.results["cells"][key] = found
+            self.budget.note(key.rpartition("/")[0], found["seconds"])
+            self.save()
+            say(f"{key}: {100 * found['score']:.1f} in {found['seconds']:.1f}s, {self.time_left()}")
+        return self.complete
 
     def time_left(self) -> str:
         return f"{duration(max(self.budget.left(), 0))} left" if self.options.budget else "no end set"
+
+
+def score(recipe: FinetuneRecipe) -> dict[str, Any]:
+    """What one seed comes to; its folder is removed."""
+    began = time.monotonic()
+    found = finetune(recipe)
+    shutil.rmtree(recipe.output_dir, ignore_errors=True)
+    seconds = time.monotonic() - began
+    return {"score": found["mean"], "metric": found["metric"], "failed": bool(found.get("failed")), "seconds": seconds}
 
 
 def possible(side: str, task: str) -> bool:
@@ -569,6 +577,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tasks", default="sst2,trec,wnut17", help=f"of {','.join(TASKS)}")
     parser.add_argument("--labels", default="100,1000,all")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="cells that are computed at once")
     parser.add_argument("--workers", type=int, default=0, help="of word2vec and of prepare; 0: one for each core")
     parser.add_argument("--json", action="store_true", help="everything as one JSON object on the last line")
     options = parser.parse_args(words)

@@ -13,9 +13,12 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from at_once import at_once
 
 from firth import __version__
 from firth.console import say, show_table
@@ -26,7 +29,7 @@ from firth.tasks import FinetuneRecipe, finetune
 from firth.train import choose_machine
 from firth.verbs import pretrain
 
-MODELS = {"encoder": "bert-tiny", "decoder": "gpt2-tiny", "encoder-decoder": "t5.1.1-tiny"}
+MODELS = {"encoder": "bert-tiny", "decoder": "gpt2-tiny", "encoder-decoder": "t5-tiny"}
 
 
 class Task(NamedTuple):
@@ -53,18 +56,16 @@ TASKS = {
 BLIMP = "minimal_pairs/blimp_sample.dev.jsonl.xz"
 
 
-def learned(
-    checkpoint: Path, name: str, data: Path, folder: Path, scratch: bool, options: argparse.Namespace
-) -> dict[str, Any]:
-    """The scores of a task over the seeds."""
+def recipe_of(checkpoint: Path, name: str, scratch: bool, options: argparse.Namespace) -> FinetuneRecipe:
+    """How a task is learned, over the seeds."""
     task = TASKS[name]
-    recipe = FinetuneRecipe(
+    return FinetuneRecipe(
         checkpoint=str(checkpoint),
         task=task.task,
-        train=str(data / f"{task.name}.train.jsonl.xz"),
-        dev=str(data / f"{task.name}.dev.jsonl.xz"),
+        train=str(options.data / f"{task.name}.train.jsonl.xz"),
+        dev=str(options.data / f"{task.name}.dev.jsonl.xz"),
         columns=task.columns,
-        output_dir=str(folder / f"{name}{'-scratch' if scratch else ''}"),
+        output_dir=str(checkpoint.parent / f"{name}{'-scratch' if scratch else ''}"),
         seeds=options.seeds,
         shots=options.shots,
         max_steps=options.steps or task.steps,
@@ -74,7 +75,10 @@ def learned(
         save_steps=10**6,
         **finetuning(read_config(checkpoint)),
     )
-    return finetune(recipe)
+
+
+def written(found: Mapping[str, Any]) -> str:
+    return f"{100 * found['mean']:.1f} ± {100 * found['std']:.1f}"
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -86,6 +90,7 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--tasks", default="sst2,trec,stsb,wnut17")
     parser.add_argument("--minutes", type=float, default=4.0, help="of pretraining")
+    parser.add_argument("--pretraining-steps", type=int, default=0, help="in place of minutes")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--vocab-size", type=int, default=16384)
@@ -93,6 +98,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--shots", type=int, default=0, help="labels of a task; 0 takes all")
     parser.add_argument("--steps", type=int, default=0, help="of every task; 0: its own number")
+    parser.add_argument("--jobs", type=int, default=1, help="tasks that are learned at once")
     parser.add_argument("--longest", type=int, default=512)
     parser.add_argument("--output", type=Path, help="all scores as JSON")
     options = parser.parse_args(words)
@@ -112,19 +118,26 @@ def main(words: Sequence[str] | None = None) -> None:
                 "model.num_heads": options.dim // 64,
                 "model.mlp.dim": 4 * options.dim,
             },
-            minutes=options.minutes,
+            **({"max_steps": options.pretraining_steps} if options.pretraining_steps else {"minutes": options.minutes}),
             per_device_train_batch_size=options.batch,
             save_steps=10**6,
         )
         final = run / "final"
         config = read_config(final)
-        rows, scores = [], dict[str, Any]()
-        for name in filter(None, options.tasks.split(",")):
-            found = [learned(final, name, options.data, Path(folder), scratch, options) for scratch in (False, True)]
-            scores[name] = {"pretrained": found[0], "scratch": found[1]}
-            texts = [f"{100 * f['mean']:.1f} ± {100 * f['std']:.1f}" for f in found]
-            rows.append((name, found[0]["metric"], *texts, f"{100 * (found[0]['mean'] - found[1]['mean']):+.1f}"))
-            say(f"{name}: {texts[0]} against {texts[1]}")
+        names = [name for name in options.tasks.split(",") if name]
+        recipes = {
+            (name, way): recipe_of(final, name, way == "scratch", options)
+            for name in names
+            for way in ("pretrained", "scratch")
+        }
+        rows, scores = [], defaultdict[str, dict[str, Any]](dict)
+        for (name, way), found in at_once(finetune, recipes.items(), options.jobs, Path(folder) / "log.txt"):
+            scores[name][way] = found
+            say(f"{name}, {way}: {written(found)}, after {time.monotonic() - began:.0f} s")
+        for name in names:
+            ours, twin = scores[name]["pretrained"], scores[name]["scratch"]
+            gain = f"{100 * (ours['mean'] - twin['mean']):+.1f}"
+            rows.append((name, ours["metric"], written(ours), written(twin), gain))
         if (options.data / BLIMP).is_file():
             pairs = evaluate(final, "minimal-pairs", options.data / BLIMP, Path(folder) / "blimp")
             scores["blimp"] = pairs

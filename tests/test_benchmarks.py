@@ -24,7 +24,9 @@ CPU = Machine(torch.device("cpu"), bf16=False, compile=False)
 
 
 def script(name: str) -> Any:
-    """A script as a module."""
+    """A script as a module, which finds those beside it."""
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -392,7 +394,9 @@ def test_the_predecessors_side_by_side(
     assert part["complete"]
     assert part["cells"].keys() == {f"{side}/sst2/{n}/0" for side in ("bag", "ulmfit") for n in ("100", "all")}
     assert part["labels_needed"].keys() == {"sst2/bag"}
-    predecessors.main([*words, "--only", "bag,ulmfit,elmo,bert", "--tasks", "sst2,wnut17", "--labels", "all"])
+    predecessors.main(
+        [*words, "--only", "bag,ulmfit,elmo,bert", "--tasks", "sst2,wnut17", "--labels", "all", "--jobs", "2"]
+    )
     printed = capsys.readouterr().out
     facts = json.loads(printed.splitlines()[-1])
     assert part["cells"].items() <= facts["cells"].items(), "what is done is kept"

@@ -17,6 +17,7 @@ def test_summarise_divides_by_n_minus_one() -> None:
     # distances .075, .025, .025, .075: squares sum to .0125, over 3
     assert std == pytest.approx(math.sqrt(0.0125 / 3))
     assert summarise([0.7]) == (0.7, 0.0)
+    assert np.isnan(summarise([0.7, math.nan])).all()
     assert summarise(np.array([1.0, 3.0]).tolist()) == (2.0, pytest.approx(math.sqrt(2)))
     with pytest.raises(UserError, match="no values"):
         summarise([])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -25,12 +26,16 @@ class Comparison(NamedTuple):
 def summarise(values: Sequence[float]) -> tuple[float, float]:
     """The mean over seeds and the sample standard deviation (divided by n - 1); one value alone has deviation 0.
 
+    Where a value is not a finite number, as the correlation of answers that are all the same, there is no deviation.
+
     >>> summarise([1.0, 2.0, 3.0])
     (2.0, 1.0)
     """
     if not values:
         raise UserError("There is nothing to average: no values. Give at least one.")
     numbers = [float(value) for value in values]
+    if not all(map(math.isfinite, numbers)):
+        return statistics.fmean(numbers), math.nan
     return statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else 0.0
 
 
