@@ -300,6 +300,23 @@ def test_the_time_left_is_by_what_this_run_has_done(monkeypatch: pytest.MonkeyPa
     assert shown == ["reading: 600/1,000 bytes (60%), 40s left"]
 
 
+def test_a_text_that_was_read_before_has_no_other_time_left(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer may have learned from the same corpus, whose position is at its end then."""
+    file = tmp_path / "text.txt"
+    file.write_text("\n\n".join(f"The heron waits for fish number {i}." for i in range(200)))
+    corpus = Corpus([file])
+    assert len(list(corpus)) == 200
+    began: list[float] = []
+    monkeypatch.setattr("firth.console.Line.show", lambda line, text, force=False: None)
+    real = Progress.__init__
+    monkeypatch.setattr(Progress, "__init__", lambda p, *given: began.append(given[-1]) or real(p, *given))
+    prepare(corpus, tokenizer, tmp_path / "s", total_bytes=corpus.bytes)
+    assert began
+    assert not any(began)
+
+
 def test_a_source_that_cannot_tell_counts_documents(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

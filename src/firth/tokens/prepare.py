@@ -135,9 +135,9 @@ def fill(shards: Growing, reader: Reader, way: Way, scale: Scale, total_bytes: f
 @contextmanager
 def how_far(what: str, reader: Reader, total_bytes: float | None) -> Iterator[Callable[[Chunk], None]]:
     """A progress line that a chunk advances: by the share of the source that was read, where that can be told."""
-    begun = position_of(reader.documents)
-    known = bool(total_bytes) and begun is not None
-    before = begun if known else reader.read
+    reached = position_of(reader.documents)
+    known = bool(total_bytes) and reached is not None
+    before = reached if known and reader.read else reader.read  # an earlier pass may have left a position at the end
     with progress(what, "bytes" if known else "documents", total_bytes if known else None, before or 0) as p:
         text_bytes = 0
 
@@ -145,8 +145,8 @@ def how_far(what: str, reader: Reader, total_bytes: float | None) -> Iterator[Ca
             nonlocal text_bytes
             text_bytes += chunk.bytes
             seconds = max(time.monotonic() - p.start, 1e-6)
-            reached = chunk.position if known else chunk.read
-            p.advance((reached or 0) - p.done, note=f"{text_bytes / 1e6 / seconds:.2f} MB/s")
+            here = chunk.position if known else chunk.read
+            p.advance((here or 0) - p.done, note=f"{text_bytes / 1e6 / seconds:.2f} MB/s")
 
         yield advance
 
