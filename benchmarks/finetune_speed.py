@@ -27,7 +27,7 @@ import transformers
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer, Trainer
 
 from firth import __version__
-from firth.console import say, show_table
+from firth.console import count, say, show_table
 from firth.metrics import score, summarise
 from firth.tasks import FinetuneRecipe, finetune
 from firth.text import Example, read_labelled
@@ -319,7 +319,7 @@ def main(words: Sequence[str] | None = None) -> None:
                     f"{side.metric} {100 * side.mean:.1f} ± {100 * side.std:.1f}",
                 )
             )
-    title = f"Fine-tuning, {options.seeds} seeds of {options.steps} steps"
+    title = f"Fine-tuning, {count(options.seeds, 'seed')} of {count(options.steps, 'step')}"
     show_table(title, ("task", "side", "examples/s", "ratio", "steady", "score"), rows)
     if options.json:
         print(json.dumps({"sides": [asdict(side) for side in sides], "machine": str(machine)}))
