@@ -29,7 +29,7 @@ CASES: dict[str, tuple[list[Any], list[Any], dict[str, float]]] = {
     "text-to-text": (
         ["one two three four"],
         [["x", "one two three four"]],
-        {"chrf": 100, "bleu": 100, "rouge_1": 100, "rouge_2": 100, "rouge_l": 100, "exact_match": 1},
+        {"chrf": 100, "bleu": 100, **{f"rouge_{n}": 100 for n in "12l"}, "exact_match": 1, "answer_match": 1},
     ),
     "lm": ([math.log(8), math.log(8)], [(1, 2), (1, 1)], {"perplexity": 8, "bits_per_byte": 2}),
     "perplexity": ([math.log(16)], [(2, 4)], {"perplexity": 4, "bits_per_byte": 1}),

@@ -116,8 +116,9 @@ def test_what_decides() -> None:
 def test_the_verb_of_a_role_is_not_counted() -> None:
     example = Example(0, ("cat", "lives"), ("B-A0", "B-V"), spans=((1, 2),))
     task = tagger("bert", example)
-    assert task.score([example], [Prediction(("O", "B-V"))])["entity_f1"] == 0
-    assert task.score([example], [Prediction(("B-A0", "O"))])["entity_f1"] == 1
+    for name in ("entity_f1", "entity_precision", "entity_recall"):
+        assert task.score([example], [Prediction(("O", "B-V"))])[name] == 0
+        assert task.score([example], [Prediction(("B-A0", "O"))])[name] == 1
 
 
 def test_tags_that_are_new_are_not_learned() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from tasks.small import ANIMALS, CPU, PLACES, learn, parts
 
-from firth.tasks import FinetuneRecipe, make_task
+from firth.models import make_model
+from firth.tasks import FinetuneRecipe, make_task, prompts_for
 from firth.text import Answer, Example
 
 
@@ -44,6 +45,18 @@ def test_answers_to_questions_are_written(family: str) -> None:
     assert task.facts()["task"] == "span-qa"
     again = make_task("span-qa", task.facts(), task.tokenizer, model.config)
     assert again.predict(model, again.encode(known), CPU, 64) == found
+
+
+@pytest.mark.parametrize("family", ["t5", "gpt2"])
+def test_a_prompt_is_read_as_a_text_was_learned(family: str) -> None:
+    known = [Example(i, (f"a {word} cat",), word) for i, word in enumerate(("big", "small"))]
+    task, config = made("classify", family, known, prefix="near: ")
+    model = make_model(task.head(config))
+    model.tokenizer = task.tokenizer
+    (item,) = task.encode([Example(0, ("a red dog",))])
+    assert prompts_for(model, task.facts(), ["a red dog"]) == [item.ids]
+    assert task.tokenizer.decode(item.ids).strip().startswith("near: a red dog")
+    assert prompts_for(model, {}, ["a red dog"]) == ["a red dog"]
 
 
 def test_numbers_are_written() -> None:

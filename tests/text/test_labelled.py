@@ -256,6 +256,9 @@ def test_empty_cell(tmp_path: Path, line: str, column: str) -> None:
 def test_values_that_are_neither_text_nor_label(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", '{"text": 3, "label": "y"}')
     assert refusal(path) == f"{path}:1: column 'text' holds 3, which is not text."
+    path = write(tmp_path / "c.jsonl", '{"source": "x", "target": ["y", "z"]}')
+    with pytest.raises(UserError, match=r"which is not text. Where several answers are right, .* references=target"):
+        read_labelled(path, "text-to-text")
     path = write(tmp_path / "b.jsonl", '{"text": "x", "label": null}')
     assert refusal(path).startswith(f"{path}:1: the label null is neither text nor a number")
 

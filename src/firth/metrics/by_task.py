@@ -17,7 +17,7 @@ from firth.errors import UserError, nearest
 from firth.metrics.classification import accuracy, check_paired, f1, macro_f1, mcc, micro_f1
 from firth.metrics.correlation import pearson, spearman, word_similarity
 from firth.metrics.pairs import analogy_hits, by_group, pair_hits, retrieval
-from firth.metrics.squad import squad_each
+from firth.metrics.squad import normalise_squad, squad_each
 from firth.metrics.tagging import are_chunks, entity_f1, entity_precision, entity_recall, tag_accuracy
 from firth.metrics.text import bits_per_byte, bleu, chrf, exact_match, perplexity, rouge
 
@@ -80,12 +80,13 @@ def _answers(predictions: Sequence[str], references: Sequence[Sequence[Any]]) ->
 
 
 def _texts(predictions: Sequence[str], references: Sequence[str | Sequence[str]]) -> Scores:
-    """A text; the right text, or several."""
+    """A text; the right text, or several. Answers to questions are matched as SQuAD and closed-book tests do it."""
     return {
         "chrf": chrf(predictions, references),
         "bleu": bleu(predictions, references),
         **rouge(predictions, references),
         "exact_match": exact_match(predictions, references),
+        "answer_match": exact_match(predictions, references, normalise_squad),
     }
 
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from firth.generate.reading import tokenizer_of
-from firth.models import Model, framing
+from firth.models import Model, ModelConfig, framing
 from firth.tasks.chat import Chat
-from firth.tasks.make import make_task
+from firth.tasks.make import make_task, way
+from firth.tasks.words import SOURCES
 from firth.text import Example
 
 
@@ -17,16 +18,23 @@ def prompts_for(
 ) -> list[str | list[int]]:
     """What `firth.generate` is to be given for these texts: ids in their frame, or the texts as they are.
 
-    `facts` are those of task.json. After text-to-text a text stands behind its prefix and before its delimiter. After
-    dialogues it is what a user says (`chat`, which can be asked of any checkpoint with a chat template).
+    `facts` are those of task.json. After a task that is answered in words a text stands behind its prefix and before
+    its delimiter. After dialogues it is what a user says (`chat`, which can be asked of any checkpoint with a chat
+    template).
     """
     chat = bool(facts.get("task") == "lm" and facts.get("roles")) if chat is None else chat
     if chat:
         return [asked(model, text) for text in texts]
-    if facts.get("task") == "text-to-text":
+    if writes(model.config, facts):
         task = make_task("text-to-text", facts, tokenizer_of(model), model.config)
         return [item.ids for item in task.encode([Example(i, (text,)) for i, text in enumerate(texts)])]
     return list(texts)
+
+
+def writes(config: ModelConfig, facts: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint was tuned to answer in words."""
+    name = facts.get("task")
+    return name == "text-to-text" or (name in SOURCES and way(name, config, facts.get("answer", "head")) == "words")
 
 
 def asked(model: Model, text: str) -> list[int]:

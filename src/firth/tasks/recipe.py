@@ -136,6 +136,8 @@ class FinetuneRecipe(Training):
             raise UserError(f"LoRA freezes all weights itself: leave freeze={self.freeze} out.")
         if self.crf and self.task != "tag":
             raise UserError(f"crf is for the task tag, not for {self.task}.")
+        if self.task == "embed" and self.per_device_train_batch_size < 2:
+            raise UserError("The texts of a batch are told apart from each other: take a batch of two or more.")
         if self.unfreeze_every and self.freeze == "body":
             raise UserError("freeze=body trains the head alone, and unfreeze_every does not: choose one.")
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from firth.console import count
-from firth.metrics import entity_f1
+from firth.metrics import entity_f1, entity_precision, entity_recall
 from firth.metrics.tagging import are_chunks
 from firth.models import Head, ModelConfig, head_for
 from firth.objectives import IGNORED, Batch
@@ -140,7 +140,8 @@ class Tag(Headed):
         scores = super().score(examples, predictions)
         if self.metric == "entity_f1" and any(e.spans for e in examples):
             tags, true = [p.prediction for p in predictions], [e.target for e in examples]
-            scores["entity_f1"] = entity_f1(tags, true, without={"V"})
+            kinds = {"entity_f1": entity_f1, "entity_precision": entity_precision, "entity_recall": entity_recall}
+            scores |= {name: kind(tags, true, without={"V"}) for name, kind in kinds.items()}
         return scores
 
     def tags(self, probability_WC: Array) -> Prediction:

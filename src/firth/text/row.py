@@ -80,7 +80,9 @@ class Row:
     def text(self, role: str) -> str:
         value = self.value(role)
         if not isinstance(value, str):
-            raise self.error(role, f"holds {short(value)}, which is not text")
+            several = role == "target" and isinstance(value, list)
+            way = f". Where several answers are right, name the column as references={self.column(role)}" * several
+            raise self.error(role, f"holds {short(value)}, which is not text{way}")
         return self.filled(role, value)
 
     def filled(self, role: str, text: str) -> str:
