@@ -12,10 +12,10 @@ from torch import nn
 from firth.errors import UserError
 from firth.models import Model, make_model, with_classes
 from firth.models.lora import LoRA, add_lora
-from firth.models.presets import bert, gpt2, t5
+from firth.models.presets import bert, gpt2, t5, t5_v1_1
 from firth.train import Training
 from firth.train.optim import make_optimizer, rate, unfreeze
-from firth.train.unfreeze import Pace, depths, learners
+from firth.train.unfreeze import Pace, depths, ever_learning, learners
 
 
 def rates(**fields: Any) -> list[float]:
@@ -114,6 +114,15 @@ def test_depths() -> None:
     assert found["stack.final_norm.weight"] == found["stack.blocks.1.mlp.up.weight"] == 2
 
 
+def test_a_matrix_of_both_ends_is_at_the_upper_one() -> None:
+    """As fastai splits a language model for discriminative rates."""
+    model = make_model(gpt2(2, 16, 2, 20))
+    assert depths(model)["embed.tokens.weight"] == 3
+    assert depths(model)["embed.places.weight"] == 0
+    assert "embed.tokens.weight" not in ever_learning(model, Pace(freeze="embeddings"))
+    assert depths(make_model(t5_v1_1(2, 16, 2, 32, 20)))["embed.tokens.weight"] == 0
+
+
 def test_a_decoder_is_above_the_encoder_that_it_reads() -> None:
     found = depths(make_model(t5(2, 16, 2, 32, 20)))
     assert [found[f"{side}.blocks.{i}.mlp.up.weight"] for side in ("encoder", "decoder") for i in (0, 1)] == [
@@ -170,9 +179,9 @@ def test_layers_join_from_the_top_down() -> None:
     assert sorted({depths(model)[name] for name in learning(late, model)}) == [2, 3, 4]
 
 
-def test_a_model_without_a_head_of_its_own_begins_with_its_top_layer() -> None:
+def test_a_model_whose_head_is_its_words_begins_with_them() -> None:
     found = learners(make_model(gpt2(2, 16, 2, 20)), Pace(unfreeze_every=5), 0)
-    assert set(found.values()) == {2}
+    assert found == {"embed.tokens.weight": 3}
 
 
 def test_beside_lora_only_the_head_learns() -> None:

@@ -12,6 +12,7 @@ from firth.models.heads import Vocabulary
 from firth.models.lora import has_lora, is_lora
 
 HEAD = ("head.", "extras.")
+TOKENS = "embed.tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,11 @@ class Pace:
 def depths(model: nn.Module) -> dict[str, int]:
     """How far up each parameter is: 0 for embeddings and what all blocks share, then each block, then the head.
 
-    The blocks of a decoder come after those of the encoder that it reads.
+    The blocks of a decoder come after those of the encoder that it reads. Vectors of tokens that are the matrix of the
+    head too are as far up as that: what a language model says changes first.
     """
+    head = getattr(model, "head", None)
+    tied = TOKENS if isinstance(head, Vocabulary) and head.weight is None else ""
     below, last, top = {}, {}, 0  # of each stack: how many blocks are below it, and its last one
     for name, part in model.named_children():
         if isinstance(part, Stack):
@@ -36,7 +40,7 @@ def depths(model: nn.Module) -> dict[str, int]:
 
     def depth(name: str) -> int:
         first, second, *rest = [*name.split("."), ""]
-        if f"{first}." in HEAD:
+        if f"{first}." in HEAD or name == tied:
             return top + 1
         if first in below and second == "blocks":
             return below[first] + int(rest[0]) + 1
@@ -68,4 +72,4 @@ def ever_learning(model: nn.Module, pace: Pace) -> set[str]:
         return {name for name in depth_of if is_lora(name)} | (set() if isinstance(model.head, Vocabulary) else head)
     if pace.freeze == "body":
         return head
-    return {name for name, depth in depth_of.items() if depth > 0 or pace.freeze == "none"}
+    return {name for name, depth in depth_of.items() if pace.freeze == "none" or (depth > 0 and name != TOKENS)}
