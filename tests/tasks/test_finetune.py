@@ -509,6 +509,27 @@ def test_an_adapter_of_a_decoder_brings_its_new_tokens(
         torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=0, atol=1e-5)
 
 
+def test_an_adapter_brings_the_rows_of_both_ends(
+    checkpoint_of: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Llama's scores have a matrix of their own, which has grown too."""
+    peft = pytest.importorskip("peft")
+    run, file = tmp_path / "run", tmp_path / "talk.jsonl"
+    file.write_text(json.dumps({"prompt": "the cat", "response": "the dog"}) + "\n")
+    talk = dict(train=file, dev=file, pairs=file)
+    finetune(recipe(checkpoint_of("llama"), talk, run, task="lm", lora_rank=2, max_steps=5, learning_rate=1e-2))
+    merged = transformers.AutoModelForCausalLM.from_pretrained(run / "final").eval()
+    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint_of("llama"))
+    size = merged.config.vocab_size
+    assert size > base.config.vocab_size
+    assert "Their vectors stay as they began" in capsys.readouterr().err.replace("\n", " ")
+    base.resize_token_embeddings(size)
+    adapted = peft.PeftModel.from_pretrained(base, run / "adapter").eval()
+    ids = torch.tensor([[5, 6, 7, size - 2, 8, size - 1]])
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=0, atol=1e-5)
+
+
 def test_the_best_evaluation_is_the_result(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopping: Any
 ) -> None:

@@ -23,8 +23,8 @@ PREFIX = "base_model.model."
 def write_adapter(model: Model, spec: LoRA, base: str, folder: Path) -> None:
     """adapter_config.json and adapter_model.safetensors, into a folder that is there.
 
-    `base` is the checkpoint that it belongs on. A head that was learned with it goes along, and the token vectors where
-    there are more of them than in the base: it needs `resize_token_embeddings` then, which is said.
+    `base` is the checkpoint that it belongs on. A head that was learned with it goes along, and all that has a row for
+    each token where there are more of them than in the base: it needs `resize_token_embeddings` then, which is said.
     """
     rules = {rule.ours: rule for rule in named_rules(model)}
     modules = {name: m for name, m in model.named_modules() if isinstance(m, Adapted)}
@@ -34,8 +34,15 @@ def write_adapter(model: Model, spec: LoRA, base: str, folder: Path) -> None:
     head = {} if isinstance(model.config.head, LMHead) else head_tensors(model, list(rules.values()))
     named = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors}
     if model.config.vocab_size > read_config(base).vocab_size:
-        tensors |= {PREFIX + rules["embed.tokens.weight"].theirs[0]: model.embed.tokens.weight}
-        say(f"adapter/ has new tokens: call resize_token_embeddings({model.config.vocab_size}) on its base first.")
+        state, size = own_state(model), model.config.vocab_size
+        grown = [
+            name for name in ("embed.tokens.weight", "head.weight", "head.bias") if name in state and name in rules
+        ]
+        tensors |= {PREFIX + rules[name].theirs[0]: state[name] for name in grown}
+        say(
+            f"adapter/ has new tokens: call resize_token_embeddings({size}) on its base first. Their vectors stay as "
+            "they began, near the mean of all: LoRA learns layers."
+        )
     save_file({k: v.detach().contiguous() for k, v in (tensors | head).items()}, folder / "adapter_model.safetensors")
     write_json(
         folder / "adapter_config.json",
