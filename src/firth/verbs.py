@@ -758,9 +758,11 @@ def evaluate(
         raise UserError(f"Which file is the task {task} scored on? Name it with --data.")
     if isinstance(data, Sequence) and not isinstance(data, str) and len(data) == 1:
         data = data[0]
-    place = Path(output_dir) if output_dir else beside(checkpoint, f"{task}-{short_name(data)}")
+    others = list(settings.get("together") or ())
+    name = f"{task}-{short_name(data)}" + "-together" * bool(others)
+    place = Path(output_dir) if output_dir else beside(checkpoint, name)
     if output_dir is None and not overwrite:
-        check_earlier(place, checkpoint, data)
+        check_earlier(place, checkpoint, data, others)
     overwrite = overwrite or output_dir is None
     settings = {"columns": columns, "overwrite": overwrite, "encoding": encoding, "documents": documents} | settings
     return evaluate_checkpoint(checkpoint, task, data, place, **settings)
@@ -789,12 +791,13 @@ def beside(checkpoint: str | Path, name: str) -> Path:
     return parent / f"evaluate-{name}"
 
 
-def check_earlier(place: Path, checkpoint: str | Path, data: Any) -> None:
+def check_earlier(place: Path, checkpoint: str | Path, data: Any, others: Sequence[str | Path]) -> None:
     """Refuse to replace the scores of another file or checkpoint that happen to have the same name."""
     if not (place / "results.json").is_file():
         return
     before = read_json(place / "results.json")
-    now = {"checkpoint": str(checkpoint), "data": str(data) if isinstance(data, str | Path) else list(map(str, data))}
+    now: dict[str, Any] = {"checkpoint": str(checkpoint), "together": list(map(str, others))}
+    now["data"] = str(data) if isinstance(data, str | Path) else list(map(str, data))
     if other := [str(before.get(name)) for name in now if not same_files(before.get(name), now[name])]:
         raise UserError(f"{place} has the scores of {other[0]}. Name another --output-dir, or pass --overwrite.")
 

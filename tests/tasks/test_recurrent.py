@@ -209,7 +209,11 @@ def test_three_stages_forward_and_backward_and_both_together(
     alone = [
         verbs.evaluate(folder, data=toy["dev"], output_dir=tmp_path / f"alone-{way}") for way, folder in tuned.items()
     ]
-    both = verbs.evaluate(tuned["forward"], data=toy["dev"], output_dir=tmp_path / "both", together=[tuned["backward"]])
+    both = verbs.evaluate(tuned["forward"], data=toy["dev"], together=[tuned["backward"]])
+    assert both["together"] == [str(tuned["backward"])]
+    single = verbs.evaluate(tuned["forward"], data=toy["dev"])
+    assert Path(single["report"]).parent != Path(both["report"]).parent, "neither replaces the other"
+    assert "together" not in single
     rows = [
         [json.loads(line)["scores"] for line in Path(r["predictions"]).read_text().splitlines()] for r in (*alone, both)
     ]

@@ -185,7 +185,8 @@ def joined(
         predictions.append(Prediction(max(mean, key=mean.__getitem__), mean))
     true = [example.target for example in examples]
     metrics = score(task, [p.prediction for p in predictions], true) if None not in true else {}
-    return outcome._replace(metrics=metrics, predictions=predictions)
+    facts = {**outcome.facts, "together": [str(other) for other in others]}
+    return outcome._replace(metrics=metrics, predictions=predictions, facts=facts)
 
 
 def save(
