@@ -16,6 +16,7 @@ from torch.testing import assert_close
 
 from firth import verbs
 from firth.errors import UserError
+from firth.evaluate import read_vectors, word_vectors
 from firth.generate import generate_ids
 from firth.generate.decoding import Decoding
 from firth.models import load_model, make_model, preset, read_config
@@ -141,6 +142,25 @@ def test_evaluated_and_embedded(name: str, run_of: Callable[[str], Path], text: 
     vectors = verbs.embed(final, ["the cat ran", "the zebra ran", "the gnu ran"])
     assert vectors.shape == (3, read_config(final).dim)
     assert np.allclose(vectors[1], vectors[2]) == (name == "ulmfit-tiny"), "only ELMo reads words it has never met"
+
+
+def test_the_words_of_elmo_have_the_vectors_of_their_characters(
+    run_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("firth.evaluate.vectors.SPELLED", 5)
+    final = run_of("elmo-tiny") / "final"
+    model = load_model(final)
+    assert model.tokenizer is not None
+    found = word_vectors(model)
+    with torch.no_grad():
+        right = model.embed.vectors(torch.tensor([model.tokenizer.encode("cat river")]))[0]
+    assert_close(torch.from_numpy(found.vectors_ND[[found.place["cat"], found.place["river"]]]), right)
+    assert len(verbs.similar(final, "cat", top=3)) == 3
+    for file in verbs.export(final, tmp_path / "out", format="word2vec")["files"]:
+        assert read_vectors(file).words == found.words
+    pairs = tmp_path / "pairs.tsv"
+    pairs.write_text("word1\tword2\tscore\ncat\tdog\t9\ncat\triver\t3\nfox\tgarden\t1\n")
+    assert verbs.evaluate(final, "word-similarity", pairs, tmp_path / "scores")["unknown"] == 0
 
 
 def test_writing_from_a_state_is_reading_all_again(run_of: Callable[[str], Path]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
+import torch
 
 from firth.console import count, progress, track
 from firth.errors import UserError
@@ -19,11 +20,13 @@ from firth.evaluate.outcome import Outcome
 from firth.generate.reading import tokenizer_of
 from firth.metrics import analogy_hits, by_group, score
 from firth.models import Model, load_model
+from firth.models.recurrent import Spelling
 from firth.tasks import Prediction
 from firth.text import Example
 from firth.text.lines import OPENERS, lines
 
 BLOCK = 256  # analogies that are compared with all words at once
+SPELLED = 4096  # words that are read by their characters at once
 LONGEST_WORD = 4096  # bytes: what has no space for so long is no binary file of word vectors
 NO_SECTION = "all"
 
@@ -60,12 +63,21 @@ def token_vectors(model: Model) -> WordVectors:
     ids = tokenizer.vocab.ordinary
     if tokenizer.kind == "word":
         words = [str(tokenizer.backend.id_to_token(i)) for i in ids.tolist()]
-        return WordVectors(words, model.embed.tokens.weight.detach().cpu().numpy()[ids])
+        return WordVectors(words, vectors_by_id(model, ids))
     names = [tokenizer.decode([i]).strip() for i in ids.tolist()]
     read = tokenizer.encode_batch([f" {name}" for name in names])  # as a word stands in a text
     whole = [i for i, (name, found) in enumerate(zip(names, read, strict=True)) if name and found == [ids[i]]]
-    weight_VD = model.embed.tokens.weight.detach().cpu().numpy()
-    return WordVectors([names[i] for i in whole], weight_VD[ids[whole]])
+    return WordVectors([names[i] for i in whole], vectors_by_id(model, ids[whole]))
+
+
+@torch.no_grad()
+def vectors_by_id(model: Model, id_N: np.ndarray) -> np.ndarray:
+    """(N, D): the vectors of these tokens; ELMo's are made from their characters."""
+    weight_VD = model.embed.tokens.weight
+    if not isinstance(model.embed, Spelling):
+        return weight_VD.cpu().numpy()[id_N]
+    parts = torch.from_numpy(id_N).to(weight_VD.device, torch.long).split(SPELLED)
+    return torch.cat([model.embed.vectors(part).cpu() for part in parts]).numpy()
 
 
 # --- files --------------------------------------------------------------------------------------------------------
