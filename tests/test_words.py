@@ -118,6 +118,15 @@ def test_glove_by_the_same_verb(corpus_file: Path, tmp_path: Path) -> None:
     assert len(verbs.similar(tmp_path / "run" / "final", "cat", top=2)) == 2
 
 
+def test_a_run_may_have_the_name_of_its_model(
+    corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options: dict[str, Any] = {"overrides": {"vector_size": 4, "epochs": 1, "min_count": 1, "workers": 1}}
+    first = verbs.pretrain("glove", corpus_file, "glove", **options)
+    assert verbs.pretrain("glove", corpus_file, "glove", resume=True, **options) == first
+
+
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [

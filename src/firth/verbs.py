@@ -299,7 +299,7 @@ def pretrain(
     began = time.monotonic()
     quiet_but_one()
     making = Making(vocab_size, lowercase, held_out, take_reading(options))
-    if str(model) in COUNTED and not Path(model).exists():
+    if str(model) in COUNTED and not (Path(model) / "config.json").is_file():
         refuse_several(f"{model} counts in one process, with all of its cores.")
         if objective is not None:
             raise UserError(f"{model} has no --objective: it is one itself.")
