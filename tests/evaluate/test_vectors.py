@@ -61,6 +61,10 @@ def test_binary_format(tmp_path: Path) -> None:
         ("a\n", ":1: no numbers"),
         ("2 0\n", ":1: the header promises vectors of 0 numbers"),
         ("", "no word vectors"),
+        ("2 2\na 1 2 3\nb 1 2 3\n", ":2: 3 numbers after the word, and there should be 2"),
+        ("a 1 2\nb 1 2 3\n", ":2: 3 numbers after the word, and there should be 2"),
+        ("2 2.0\na 1 2\nb 1 2\n", ":1: '2 2.0' is no header.*line 2 has 2 numbers"),
+        ("-3 2\na 1 2\nb 1 2\n", ":1: '-3 2' is no header"),
     ],
 )
 def test_a_damaged_text_file_is_named_by_line(content: str, problem: str, tmp_path: Path) -> None:
@@ -76,6 +80,8 @@ def test_a_damaged_text_file_is_named_by_line(content: str, problem: str, tmp_pa
         (b"king 1 1 0\n", ":1: a .bin file of word2vec begins with"),
         (binary(KINGS, "5 3\n")[:-9], "word 5 of 5: the file ends inside of it"),
         (binary(KINGS, "6 3\n"), "word 6 of 6: the file ends"),
+        (binary(KINGS, "4 3\n"), "something follows the last of the 4 words"),
+        (binary(KINGS, "4007 100000000000\n"), ":1: the header promises vectors of 100,000,000,000 numbers"),
         (b"1 1\n\xff\xfe " + np.ones(1, "<f4").tobytes(), "not UTF-8"),
     ],
 )
@@ -84,6 +90,21 @@ def test_a_damaged_binary_file_is_named_by_word(content: bytes, problem: str, tm
     path.write_bytes(content)
     with pytest.raises(UserError, match=problem):
         read_vectors(path)
+
+
+def test_a_vector_that_no_compressed_file_has(tmp_path: Path) -> None:
+    path = tmp_path / "vectors.bin.gz"
+    path.write_bytes(gzip.compress(binary(KINGS, "5 100000000000\n")))
+    with pytest.raises(UserError, match=":1: the header promises vectors of 100,000,000,000 numbers"):
+        read_vectors(path)
+
+
+def test_words_with_spaces_after_a_header(tmp_path: Path) -> None:
+    path = tmp_path / "vectors.txt"
+    path.write_text("2 2\n. . . 1 2\nnew york 3 4\n")
+    assert read_vectors(path).words == [". . .", "new york"]
+    path.write_text("7 2.0\na 1\n")  # GloVe's, of one number, without a header
+    assert read_vectors(path).words == ["7", "a"]
 
 
 def test_similar_words_and_unknown_ones() -> None:

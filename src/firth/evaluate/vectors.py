@@ -28,6 +28,7 @@ from firth.text.lines import OPENERS, lines
 BLOCK = 256  # analogies that are compared with all words at once
 SPELLED = 4096  # words that are read by their characters at once
 LONGEST_WORD = 4096  # bytes: what has no space for so long is no binary file of word vectors
+LONGEST_VECTOR = 2**26  # bytes, in a compressed file, whose size says little
 NO_SECTION = "all"
 
 
@@ -112,7 +113,7 @@ class Row(NamedTuple):
 
 def text_rows(path: Path) -> Iterator[Row]:
     """A word and its numbers on each line. A word may have spaces in it, as some of GloVe's do."""
-    promised, dim, num = None, 0, 0
+    promised, dim, num, odd = None, 0, 0, ""
     for number, line in enumerate(lines(path, "utf-8"), 1):
         where, cells = f"{path}:{number}", line.rstrip().split(" ")
         if number == 1 and len(cells) == 2 and all(cell.isdecimal() for cell in cells):
@@ -120,9 +121,17 @@ def text_rows(path: Path) -> Iterator[Row]:
             if not dim:
                 raise UserError(f"{where}: the header promises vectors of 0 numbers.")
             continue
+        if number == 1 and len(cells) == 2 and all(map(is_number, cells)):
+            odd = line.strip()
         dim = dim or len(cells) - 1
-        if len(cells) <= dim or dim < 1:
-            problem = f"{len(cells) - 1} numbers after the word" if len(cells) > 1 else "no numbers"
+        if odd and len(cells) != 2:
+            raise UserError(
+                f"{path}:1: {odd!r} is no header, which is how many words and how many numbers (as in 4000 100), and "
+                f"no word with its vector either: line {number} has {len(cells) - 1} numbers."
+            )
+        more = cells[1:-dim] if dim else []
+        if len(cells) <= dim or dim < 1 or (more and all(map(is_number, more))):
+            problem = count(len(cells) - 1, "number") + " after the word" if len(cells) > 1 else "no numbers"
             raise UserError(
                 f"{where}: {problem}, and there should be {dim or 'some'}: a line has a word and its vector."
             )
@@ -161,6 +170,8 @@ def binary_rows(path: Path) -> Iterator[Row]:
         if len(header) != 2 or not all(cell.isdigit() for cell in header) or not int(header[1]):
             raise UserError(f"{path}:1: a .bin file of word2vec begins with how many words and how many numbers.")
         promised, dim = int(header[0]), int(header[1])
+        if 4 * dim > (path.stat().st_size if opener is open else LONGEST_VECTOR):
+            raise UserError(f"{path}:1: the header promises vectors of {dim:,} numbers, more than this file can hold.")
         for number in range(promised):
             where = f"{path}, word {number + 1:,} of {promised:,}"
             word, data = binary_word(file, where), file.read(4 * dim)
@@ -170,6 +181,11 @@ def binary_rows(path: Path) -> Iterator[Row]:
             if not np.isfinite(vector).all():
                 raise UserError(f"{where}: a number of its vector is not finite.")
             yield Row(word, vector)
+        if any(piece.strip() for piece in iter(lambda: file.read(LONGEST_WORD), b"")):
+            raise UserError(
+                f"{path}: something follows the last of the {count(promised, 'word')} that the first line promises. "
+                "Correct how many words, or how many numbers, it says."
+            )
 
 
 def binary_word(file: BinaryIO, where: str) -> str:
