@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,16 @@ from firth.text import Corpus
 from firth.tokens import Shards, open_shards, prepare, train_tokenizer
 from firth.train import read_log, vectors
 from firth.train.loop import Interrupted
-from firth.train.vectors import GloVe, NgramRecipe, OnGPU, SkipGramOrCBOW, Word2Vec, pretrain_vectors, read_lexicon
+from firth.train.vectors import (
+    GloVe,
+    NgramRecipe,
+    OnGPU,
+    SkipGramOrCBOW,
+    Word2Vec,
+    join_phrases,
+    pretrain_vectors,
+    read_lexicon,
+)
 
 Vectors = Word2Vec | GloVe
 
@@ -160,6 +170,32 @@ def test_phrases_become_words(data: Path, tmp_path: Path) -> None:
     shards = open_shards(data).train
     assert joined.num_documents == shards.num_documents
     assert joined.num_tokens < shards.num_tokens
+
+
+def texts_of(shards: Shards, names: list[str]) -> list[list[str]]:
+    words = [names[i] for i in shards.tokens]
+    return [words[begin:end] for begin, end in pairwise(shards.offsets)]
+
+
+@pytest.mark.parametrize(("min_count", "threshold"), [(1, 3.0), (5, 1.0), (5, 5.0), (40, 2.0)])
+def test_phrases_are_those_of_gensim(
+    min_count: int, threshold: float, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phrases = pytest.importorskip("gensim.models.phrases").Phrases
+    monkeypatch.setattr(vectors, "STRETCH", 10**6)  # no pair is cut in two
+    shards = open_shards(data)
+    lexicon = read_lexicon(shards.train, shards.tokenizer, min_count)
+    recipe = Word2Vec(min_count=min_count, threshold=threshold)
+    joined, new = join_phrases(shards.train, lexicon, recipe, tmp_path / "phrases")
+    names = [str(shards.tokenizer.backend.id_to_token(i)) for i in range(shards.tokenizer.vocab.size)]
+    texts = texts_of(shards.train, names)
+    theirs = phrases(texts, min_count=min_count, threshold=threshold)
+    known = new.tokenizer.backend.get_vocab()
+    assert any("_" in word for word in known)
+    ours = texts_of(joined, [str(new.tokenizer.backend.id_to_token(max(i, 0))) for i in new.word_of])
+    special = new.tokenizer.backend.id_to_token(0)
+    for text, found in zip(texts, ours, strict=True):
+        assert [word for word in theirs[text] if word in known] == [word for word in found if word != special]
 
 
 def test_pairs_at_once_learn_too(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

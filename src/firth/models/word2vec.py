@@ -260,8 +260,8 @@ def phrase_scores(
 ) -> np.ndarray:
     """How much more often two words follow each other than chance: (n(ab) - floor) / (n(a) n(b)), times a scale.
 
-    The scale is the size of the vocabulary, as gensim has it, so that a threshold suits texts of any size
-    (Mikolov et al. 2013b, equation 6).
+    The scale is how many different words and pairs of words the text has, rare ones too, as gensim has it, so that a
+    threshold suits texts of any size (Mikolov et al. 2013b, equation 6).
     """
     return (pair_count - floor) / (first.astype(np.float64) * second) * scale
 

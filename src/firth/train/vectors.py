@@ -101,7 +101,7 @@ class Word2Vec(Vectors):
     alpha: float = 0.025
     min_alpha: float = 0.0001
     phrases: int = 0  # how often to join two words that mostly follow each other: new york, then new york times
-    threshold: float = 10.0  # how much more often than chance
+    threshold: float = 10.0  # how much more often than chance, on gensim's scale
     device: Literal["cpu", "cuda"] = "cpu"
 
     def check(self) -> None:
@@ -176,6 +176,7 @@ class Lexicon(NamedTuple):
     tokenizer: Tokenizer
     counts: np.ndarray  # (N,)
     word_of: np.ndarray  # (V,) -1: none, it is special or too rare
+    occurs: np.ndarray  # (V,) whether an id is a word of the text, however rare
 
 
 def read_lexicon(shards: Shards, tokenizer: Tokenizer, min_count: int) -> Lexicon:
@@ -193,13 +194,13 @@ def read_lexicon(shards: Shards, tokenizer: Tokenizer, min_count: int) -> Lexico
         )
     if tokenizer.kind != "word":
         count_N = np.where(count_V >= min_count, count_V, 0)
-        return Lexicon(tokenizer, count_N, np.where(count_N > 0, np.arange(size), -1).astype(np.int32))
+        return Lexicon(tokenizer, count_N, np.where(count_N > 0, np.arange(size), -1).astype(np.int32), count_V > 0)
     kept = kept[np.argsort(-count_V[kept], kind="stable")]
     names = [str(tokenizer.backend.id_to_token(i)) for i in kept.tolist()]
-    return lexicon_of(tokenizer, names, count_V[kept], kept)
+    return lexicon_of(tokenizer, names, count_V, kept)
 
 
-def lexicon_of(tokenizer: Tokenizer, names: list[str], count: np.ndarray, ids: np.ndarray) -> Lexicon:
+def lexicon_of(tokenizer: Tokenizer, names: list[str], count_V: np.ndarray, ids: np.ndarray) -> Lexicon:
     """A tokenizer of these words alone, after its special tokens; `ids` are those of the shards."""
     state = json.loads(tokenizer.backend.to_str())
     specials = [str(tokenizer.backend.id_to_token(i)) for i in tokenizer.vocab.special]
@@ -207,9 +208,9 @@ def lexicon_of(tokenizer: Tokenizer, names: list[str], count: np.ndarray, ids: n
     for i, name in enumerate(specials):
         next(token for token in state["added_tokens"] if token["content"] == name)["id"] = i
     made = Tokenizer(Backend.from_str(json.dumps(state)), tokenizer.roles, tokenizer.config)
-    word_V = np.full(max(tokenizer.vocab.size, int(ids.max()) + 1), -1, np.int32)
+    word_V = np.full(len(count_V), -1, np.int32)
     word_V[ids] = len(specials) + np.arange(len(names))
-    return Lexicon(made, np.concatenate([np.zeros(len(specials), np.int64), count]), word_V)
+    return Lexicon(made, np.concatenate([np.zeros(len(specials), np.int64), count_V[ids]]), word_V, count_V > 0)
 
 
 def stretch(shards: Shards, word_V: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -229,25 +230,31 @@ def num_stretches(shards: Shards) -> int:
 
 
 def join_phrases(shards: Shards, lexicon: Lexicon, recipe: Word2Vec, folder: Path) -> tuple[Shards, Lexicon]:
-    """The text with each two words joined that follow each other far more often than chance, and its words."""
-    num = len(lexicon.counts)
+    """The text with each two words joined that follow each other far more often than chance, and its words.
+
+    The same words are joined as by gensim's Phrases with this min_count and threshold.
+    """
+    num, size = len(lexicon.counts), len(lexicon.occurs)
+    id_V = np.where(lexicon.occurs, np.arange(size), -1).astype(np.int32)
 
     def found() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         with progress("counting pairs", "tokens", shards.num_tokens) as shown:
             for number in range(num_stretches(shards)):
-                words_W, doc_W = stretch(shards, lexicon.word_of, number)
+                words_W, doc_W = stretch(shards, id_V, number)
                 key, value = np.empty(len(words_W), np.uint64), np.empty(len(words_W), np.float32)
-                n = glove.follow(words_W, doc_W, num, key, value)
+                n = glove.follow(words_W, doc_W, size, key, value)
                 yield key[:n].copy(), value[:n].copy()
                 shown.advance(len(words_W))
 
     with whole_folder(folder) as temporary:
         records = np.array(glove.opened(glove.count(found(), temporary, "pairs", 2**25)))
         (temporary / "pairs.bin").unlink()
-        first, second = glove.words_of(records["key"], num)
+        scale = len(records) + int(lexicon.occurs.sum())
+        records = records[records["value"] >= max(recipe.min_count, 1)]
+        first, second = (lexicon.word_of[ids].astype(np.int64) for ids in glove.words_of(records["key"], size))
         count_N, count = lexicon.counts, records["value"].astype(np.int64)
-        scores = word2vec.phrase_scores(count, count_N[first], count_N[second], recipe.min_count, num)
-        chosen = np.flatnonzero((scores > recipe.threshold) & (count >= recipe.min_count))
+        scores = word2vec.phrase_scores(count, count_N[first], count_N[second], recipe.min_count, scale)
+        chosen = np.flatnonzero(scores > recipe.threshold)
         key = first[chosen] * num + second[chosen]
         chosen, key = chosen[np.argsort(key)], np.sort(key)
         phrase = num + np.arange(len(key))
@@ -256,16 +263,12 @@ def join_phrases(shards: Shards, lexicon: Lexicon, recipe: Word2Vec, folder: Pat
         say(f"{len(joined):,} phrases" + (f", such as {', '.join(joined[:5])}" if joined else ""))
         rewrite(shards, lexicon.word_of, key, phrase, num, temporary)
     new = Shards(folder)
-    count_N = np.bincount(new.tokens[new.tokens != NO_WORD], minlength=num + len(joined))[: num + len(joined)]
+    count_N = np.bincount(new.tokens, minlength=num + len(joined))
     special = len(lexicon.tokenizer.vocab.special)
     all_names, ids = np.array([*names, *joined], dtype=object), np.arange(num + len(joined))
     order = np.array([i for i in ids if i >= special and count_N[i] >= max(recipe.min_count, 1)], np.int64)
     order = order[np.argsort(-count_N[order], kind="stable")]
-    made = lexicon_of(lexicon.tokenizer, all_names[order].tolist(), count_N[order], order)
-    return new, made._replace(word_of=np.append(made.word_of[: num + len(joined)], np.int32(-1)))
-
-
-NO_WORD = 2**32 - 1
+    return new, lexicon_of(lexicon.tokenizer, all_names[order].tolist(), count_N, order)
 
 
 def rewrite(shards: Shards, word_V: np.ndarray, key: np.ndarray, phrase: np.ndarray, num: int, folder: Path) -> None:
