@@ -78,6 +78,12 @@ def test_probabilities_add_up_and_both_ways_to_ask_agree(order: int, discount: f
     np.testing.assert_allclose(model.logp(np.array(ids)), alone, rtol=1e-5)
 
 
+def test_the_order_is_no_higher_than_the_documents_are_long() -> None:
+    short, model = counted([[A], [B], [C]], 3, 0.5), counted([[A], [B], [C]], 5, 0.5)
+    assert model.order == 3
+    np.testing.assert_array_equal(model.logp(np.array([S, B, A, C, E])), short.logp(np.array([S, B, A, C, E])))
+
+
 def test_the_three_discounts_by_hand() -> None:
     """8 once, 4 twice, 2 three times, 1 four times: Y = 8/16; 1 - 2Y 4/8, 2 - 3Y 2/4, 3 - 4Y 1/2."""
     counts = np.array([1] * 8 + [2] * 4 + [3] * 2 + [4] + [9] * 3)

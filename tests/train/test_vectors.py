@@ -224,6 +224,13 @@ def test_an_ngram_model_of_a_text(data: Path, tmp_path: Path) -> None:
     assert model.tokenizer.decode([best]) == "mill"
 
 
+def test_documents_shorter_than_the_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.txt").write_text("one\n\ntwo\n\nthree")
+    data = made_of(Corpus([tmp_path / "t.txt"]), tmp_path)
+    assert len(run(NgramRecipe(order=5), data, tmp_path / "run")["ngrams"]) == 3  # type: ignore[arg-type]
+    assert "no document is long enough for order 5: the model has order 3." in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize(
     ("text", "recipe", "message"),
     [

@@ -141,7 +141,7 @@ def count_ngrams(
 
     The highest order counts n-grams; below, an n-gram counts as often as different tokens come before it, except where
     it begins a document. Each order has three discounts, for n-grams that count once, twice and more often (Chen &
-    Goodman 1999, equation 26), or the one `discount` for all.
+    Goodman 1999, equation 26), or the one `discount` for all. The order is lower where no document is so long.
     """
     floor_V = np.zeros(vocab_size)
     floor_V[possible] = 1 / len(possible)
@@ -151,6 +151,8 @@ def count_ngrams(
     for n in range(1, order + 1):
         shorter_T = place_T if n == 1 else np.where(starts_T, -1, np.roll(place_T, 1))  # of all but its last token
         at = np.flatnonzero(shorter_T >= 0)
+        if not len(at):
+            break
         key = shorter_T[at] * vocab_size + ids_T[at]
         key_G, first, inverse, count_G = np.unique(key, return_index=True, return_inverse=True, return_counts=True)
         if n == 1:

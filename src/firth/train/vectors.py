@@ -694,6 +694,8 @@ def count_text(folder: Path, recipe: NgramRecipe) -> dict[str, Any]:
     say(f"counting n-grams up to order {recipe.order}")
     ids_T, starts_T = framed(shards.train, vocab)
     model = count_ngrams(ids_T, starts_T, vocab.size, possible(vocab), recipe.order, recipe.discount)
+    if model.order < recipe.order:
+        warn(f"no document is long enough for order {recipe.order}: the model has order {model.order}.")
     model = replace(model, tokenizer=shards.tokenizer)
     if damage(folder / "final") is not None:
         with whole_folder(folder / "final") as temporary:
