@@ -123,6 +123,12 @@ class GloVe(Vectors):
     eta: float = glove.RATE
     memory: float = 1.0  # gigabytes for counting
 
+    def check(self) -> None:
+        super().check()
+        for name in ("x_max", "eta"):
+            if not getattr(self, name):
+                raise UserError(f"{name} is {getattr(self, name):g}, and must be more than 0.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class NgramRecipe(Counted):
