@@ -33,6 +33,11 @@ def test_an_analogy(vectors: WordVectors) -> None:
 def test_a_word_without_a_vector(vectors: WordVectors) -> None:
     with pytest.raises(UserError, match=r"'kings' has no vector\. Did you mean 'king'"):
         most_similar(vectors, ["kings"])
+    with pytest.raises(UserError, match=r"There are: apple, king, man, queen, woman\.$"):
+        most_similar(vectors, ["zzz"])
+    many = WordVectors([f"w{i:03}" for i in range(400)], np.eye(400, dtype=np.float32))
+    with pytest.raises(UserError, match=r"There are: (w\d+, ){9}w009 and 390 more\.$"):
+        most_similar(many, ["zzz"])
 
 
 @pytest.mark.parametrize(("form", "names"), [("word2vec", ["vectors.txt", "vectors.bin"]), ("glove", ["vectors.txt"])])

@@ -506,5 +506,5 @@ GOOD_FOR: dict[str, str] = {
 
 def preset(name: str) -> ModelConfig:
     if name not in PRESETS:
-        raise UserError(f"Unknown model {name!r}. {nearest(name, PRESETS)}")
+        raise UserError(f"Unknown model {name!r}. {nearest(name, PRESETS)} `firth models` lists them all.")
     return PRESETS[name]
