@@ -67,6 +67,15 @@ def test_a_preset_is_not_hidden_by_the_folder_of_its_run(tmp_path: Path, monkeyp
     assert find_model("gpt2-tiny") == (PRESETS["gpt2-tiny"], None)
 
 
+@pytest.mark.parametrize("name", ["elmo", "ulmfit"])
+def test_a_model_by_the_name_of_its_paper(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_model(name) == (PRESETS[f"{name}-base"], None)
+    (tmp_path / name).mkdir()
+    assert find_model(name) == (PRESETS[f"{name}-base"], None)
+    assert name not in {model["name"] for model in firth.models()}
+
+
 def test_settings_reach_a_model_that_starts_from_a_checkpoint(home: Path, tmp_path: Path) -> None:
     changes = {"model.dropout": 0.5, "model.attention_dropout": 0.0}
     firth.pretrain(home / "run" / "final", home / "shards", tmp_path / "more", overrides=changes, **SIZES)

@@ -41,6 +41,7 @@ from firth.models import (
     count_parameters,
     flops_per_token,
     from_hf_config,
+    is_preset,
     load_model,
     preset,
     read_config,
@@ -596,7 +597,7 @@ def named_objective(name: str | None) -> dict[str, Any] | None:
 def find_model(name: str | Path) -> tuple[ModelConfig, Path | None]:
     """A preset, a config file or a checkpoint folder: what it describes, and where its weights are."""
     path = Path(name)
-    if path.is_dir() and ((path / "config.json").is_file() or str(name) not in PRESETS):
+    if path.is_dir() and ((path / "config.json").is_file() or not is_preset(str(name))):
         return read_config(path), path
     if path.is_file():
         return from_hf_config(read_json(path), str(path)), None

@@ -32,7 +32,7 @@ from firth.models.model import (
     framing,
     make_model,
 )
-from firth.models.presets import GOOD_FOR, PRESETS, preset
+from firth.models.presets import GOOD_FOR, PRESETS, is_preset, preset
 from firth.models.sizes import flops_per_token
 from firth.models.stack import Stack
 from firth.models.static import warm_start
@@ -89,6 +89,7 @@ __all__ = [
     "grow_vocabulary",
     "head_for",
     "inherit",
+    "is_preset",
     "load_model",
     "load_weights",
     "make_model",

@@ -504,7 +504,15 @@ GOOD_FOR: dict[str, str] = {
 }
 
 
+MEANT = {"ulmfit": "ulmfit-base", "elmo": "elmo-base"}  # models by the name of their paper: the published size
+
+
+def is_preset(name: str) -> bool:
+    return name in PRESETS or name in MEANT
+
+
 def preset(name: str) -> ModelConfig:
+    name = MEANT.get(name, name)
     if name not in PRESETS:
         raise UserError(f"Unknown model {name!r}. {nearest(name, PRESETS)} `firth models` lists them all.")
     return PRESETS[name]
