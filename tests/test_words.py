@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,24 @@ def test_an_ngram_model_writes_and_is_scored(ngrams: Path, corpus_file: Path, tm
     assert verbs.generate(ngrams / "final", "Nobody knew", max_new_tokens=8, stop=[" the"]) == "Nobody knew why"
     with pytest.raises(UserError, match="no beam search"):
         verbs.generate(ngrams / "final", "The", num_beams=2)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda final, file, out: verbs.embed(final, ["the cat"]),
+        lambda final, file, out: verbs.similar(final, "cat"),
+        lambda final, file, out: verbs.export(final, out),
+        lambda final, file, out: verbs.export(final, out, format="word2vec"),
+        lambda final, file, out: verbs.finetune(final, "classify", file, file, out),
+    ],
+    ids=["embed", "similar", "export", "export vectors", "finetune"],
+)
+def test_what_an_ngram_model_cannot_do(ask: Callable[[Path, Path, Path], object], ngrams: Path, tmp_path: Path) -> None:
+    file = tmp_path / "t.jsonl"
+    file.write_text('{"text": "the cat", "label": "cat"}\n{"text": "the dog", "label": "dog"}\n')
+    with pytest.raises(UserError, match=r"only counts.*`firth evaluate --task perplexity`.*`firth generate`"):
+        ask(ngrams / "final", file, tmp_path / "out")
 
 
 def test_glove_by_the_same_verb(corpus_file: Path, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from firth.models.layouts import FAMILIES, LAYOUTS, OWN_EXTRAS, OWN_HEAD, Layout
 from firth.models.layouts.layout import ACTIVATIONS, THEIR_ACTIVATIONS, class_names, is_a
 from firth.models.lora import merge
 from firth.models.model import CLASS_LAST, Forced, Model, forced_of, framing, make_model, surroundings
+from firth.models.ngram import MODEL_TYPE as NGRAM
 from firth.models.task_heads import like, own_dropout
 from firth.plain import KIND, from_plain, to_plain
 from firth.tokens import Tokenizer, Vocabulary, load_tokenizer
@@ -201,6 +202,11 @@ def from_hf_config(hf: Any, where: str = "config.json") -> ModelConfig:
     kind = hf.get("model_type") if isinstance(hf, dict) else None
     if kind == OWN:
         return from_plain(hf.get(OWN), ModelConfig, where)
+    if kind == NGRAM:
+        raise UserError(
+            f"{where}: a model of n-grams only counts, and has neither layers nor vectors. It can be scored "
+            "(`firth evaluate --task perplexity`) and can write (`firth generate`)."
+        )
     if kind not in LAYOUTS:
         raise UserError(f"{where}: model_type {kind!r} is not one that Firth knows. {nearest(str(kind), LAYOUTS)}")
     try:
