@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json as json_module
 import logging
+import math
 import os
 import re
 import signal
@@ -112,12 +113,29 @@ Texts = Annotated[
 ]
 
 
+def show_json(value: Any) -> None:
+    print(json_module.dumps(in_json(value), ensure_ascii=False, allow_nan=False))
+
+
+def in_json(value: Any) -> Any:
+    """What JSON has no number for is null.
+
+    >>> in_json({"f1": float("nan"), "seeds": (0.5, float("inf"))})
+    {'f1': None, 'seeds': [0.5, None]}
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: in_json(part) for name, part in value.items()}
+    return [in_json(part) for part in value] if isinstance(value, list | tuple) else value
+
+
 def finish(result: Mapping[str, Any], as_json: bool, title: str) -> None:
     """The table that a verb ends with, or its JSON; of several processes one shows it."""
     if out.quiet:
         return
     if as_json:
-        print(json_module.dumps(result, ensure_ascii=False))
+        show_json(result)
         return
     rows = [(name, readable(value)) for name, value in result.items()]
     show_table(title, ["", ""], rows)
@@ -326,7 +344,7 @@ def quickstart(
 
     result = verbs.quickstart(output_dir, minutes=minutes, all=all, seed=seed, resume=resume, overwrite=overwrite)
     if json:
-        print(json_module.dumps(result, ensure_ascii=False))
+        show_json(result)
 
 
 CHECK_EXAMPLES = examples("""
@@ -397,7 +415,7 @@ def check(
         **reading,
     )
     if json:
-        print(json_module.dumps(result, ensure_ascii=False))
+        show_json(result)
     else:
         say(f"With plots, as a page: {result['page']}")
 
@@ -657,7 +675,7 @@ def show(
         **mixing(mix, mix_epochs),
     )
     if json:
-        print(json_module.dumps(result, ensure_ascii=False))
+        show_json(result)
     else:
         say(f"The same as a page: {result['page']}")
 
@@ -768,7 +786,7 @@ def finetune(
         **options,
     )
     if json:
-        print(json_module.dumps(result, ensure_ascii=False))
+        show_json(result)
         return
     names, rows = seed_table(result)
     show_table(f"{task} on {dev}", names, [[readable(value) for value in row] for row in rows])
@@ -951,7 +969,7 @@ def evaluate(
 
 def finish_evaluation(result: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
-        print(json_module.dumps(result, ensure_ascii=False))
+        show_json(result)
         return
     rows = [(name, readable(value)) for name, value in result["metrics"].items()]
     groups = [(f"  {name}", readable(value)) for name, value in result.get("by_group", {}).items()]
@@ -966,7 +984,7 @@ def finish_suite(result: Mapping[str, Any], as_json: bool) -> None:
     from firth.evaluate import table
 
     if as_json:
-        print(json_module.dumps(result, ensure_ascii=False))
+        show_json(result)
         return
     rows = [[readable(value) for value in row] for row in table(result)]
     show_table(f"{result['suite']}: {result['checkpoint']}", ["task", "metrics", "how", "score", "deviation"], rows)
@@ -1087,7 +1105,7 @@ def generate(
 
 def print_texts(found: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
-        print(json_module.dumps({"text": found[0]["text"], "results": found}, ensure_ascii=False))
+        show_json({"text": found[0]["text"], "results": found})
         return
     for number, result in enumerate(found):
         if number:
@@ -1143,7 +1161,7 @@ def fill(
     blanks = verbs.fill(checkpoint, text, top)
     if json:
         found = [{"guesses": [{"text": g.text, "probability": g.probability} for g in b.guesses]} for b in blanks]
-        print(json_module.dumps({"text": text, "blanks": found}, ensure_ascii=False))
+        show_json({"text": text, "blanks": found})
         return
     rows = [(i + 1, g.text, f"{100 * g.probability:.1f}%") for i, b in enumerate(blanks) for g in b.guesses]
     show_table(text, ["blank", "guess", "probability"], rows)
@@ -1257,7 +1275,7 @@ def embed(
         unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         result["similarity"] = (unit @ unit.T).tolist()
     if json:
-        print(json_module.dumps(result, ensure_ascii=False))
+        show_json(result)
         return
     names = [one if len(one) <= 40 else one[:37] + "..." for one in given]
     if similar:
@@ -1279,7 +1297,7 @@ def finish_compare(result: Mapping[str, Any], as_json: bool) -> None:
     from firth.evaluate.context import Occurrence
 
     if as_json:
-        print(json_module.dumps(result, ensure_ascii=False))
+        show_json(result)
         return
     places = [Occurrence(result["texts"][o["text"]], o["begin"], o["end"]) for o in result["occurrences"]]
     names = [short_checkpoint(one["checkpoint"]) for one in result["checkpoints"]]
@@ -1315,7 +1333,7 @@ def short_checkpoint(name: str) -> str:
 def finish_similar(words: list[str], found: list[Any], as_json: bool) -> None:
     if as_json:
         plain = [{"word": one.word, "similarity": one.similarity} for one in found]
-        print(json_module.dumps({"words": words, "similar": plain}, ensure_ascii=False))
+        show_json({"words": words, "similar": plain})
         return
     title = f"{words[0]} : {words[1]} = {words[2]} : ..." if len(words) == 3 else f"Nearest to {words[0]}"
     show_table(title, ["word", "cosine"], [(one.word, f"{one.similarity:.3f}") for one in found])
@@ -1349,7 +1367,7 @@ def models(json: Json = False) -> None:
 
     found = verbs.models()
     if json:
-        print(json_module.dumps({"models": found}))
+        show_json({"models": found})
         return
     for family in dict.fromkeys(m["family"] for m in found):
         sizes = [m for m in found if m["family"] == family]
