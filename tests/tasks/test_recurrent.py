@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from firth.evaluate import read_vectors, word_vectors
 from firth.generate import generate_ids
 from firth.generate.decoding import Decoding
 from firth.models import load_model, make_model, preset, read_config
-from firth.models.config import Features
+from firth.models.config import Classes, Features
 from firth.models.presets import bag
 from firth.recipes import finetuning, named, pretraining
 from firth.tasks.make import make_task
@@ -189,7 +190,7 @@ def test_one_more_layer_learns_with_every_epoch() -> None:
     recipe = finetuning(preset("ulmfit-base"))
     assert recipe["unfreeze_every"] == -1
     assert 1 / recipe["layer_decay"] == pytest.approx(2.6)
-    model = make_model(preset("ulmfit-tiny"))
+    model = make_model(replace(preset("ulmfit-tiny"), head=Classes(("good", "bad"))))
     depth = [set(learners(model, Pace(1 / 2.6, "none", 10), step).values()) for step in (0, 10, 20, 30, 40)]
     assert depth == [{4}, {3, 4}, {2, 3, 4}, {1, 2, 3, 4}, {0, 1, 2, 3, 4}]
 
