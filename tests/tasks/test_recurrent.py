@@ -190,7 +190,7 @@ def test_one_more_layer_learns_with_every_epoch() -> None:
     recipe = finetuning(preset("ulmfit-base"))
     assert recipe["unfreeze_every"] == -1
     assert 1 / recipe["layer_decay"] == pytest.approx(2.6)
-    model = make_model(replace(preset("ulmfit-tiny"), head=Classes(("good", "bad"))))
+    model = make_model(replace(preset("ulmfit-tiny"), head=Classes(("good", "bad"), pool="last")))
     depth = [set(learners(model, Pace(1 / 2.6, "none", 10), step).values()) for step in (0, 10, 20, 30, 40)]
     assert depth == [{4}, {3, 4}, {2, 3, 4}, {1, 2, 3, 4}, {0, 1, 2, 3, 4}]
 
