@@ -23,9 +23,9 @@ from firth.files import damage
 from firth.metrics import score
 from firth.models import Classes, Model, load_model, make_model, read_config
 from firth.models.presets import t5_v1_1
-from firth.tasks import FinetuneRecipe, finetune, make_task
+from firth.tasks import FinetuneRecipe, Prediction, finetune, make_task, read_predictions, write_predictions
 from firth.tasks.finetune import Data, encode, few, first_model
-from firth.tasks.results import best_of, chance, check_baseline, judge, without_failed
+from firth.tasks.results import best_of, chance, check_baseline, judge, seeds_of, without_failed
 from firth.text import Example
 from firth.tokens import load_tokenizer
 from firth.train import Interrupted, Machine, load_recipe, read_log
@@ -658,6 +658,16 @@ def test_less_perplexity_is_better_and_the_first_of_equals_wins() -> None:
     assert judge("accuracy", {"accuracy": 0.4}) > judge("accuracy", {"accuracy": 0.3})
     assert best_of([0.1, 0.3, 0.3]) == 1
     assert best_of([float("nan"), 0.1]) == 1
+
+
+def test_predictions_are_read_as_they_were_written(tmp_path: Path) -> None:
+    odd = "one\u2028two\u0085three\rfour\nfive\x0csix"
+    written = [Example("a\u2029b", ("t",), odd), Example(2, ("t",), odd)]
+    write_predictions(tmp_path / "predictions.jsonl", written, [Prediction(odd), Prediction("", {odd: 0.5})])
+    read = read_predictions(tmp_path / "predictions.jsonl")
+    assert [line["prediction"] for line in read] == [odd, ""]
+    assert read[1] == {"id": 2, "prediction": "", "reference": odd, "scores": {odd: 0.5}}
+    assert list(seeds_of(tmp_path)[0].values()) == [odd, ""]
 
 
 def test_against_a_baseline(

@@ -12,7 +12,7 @@ import yaml
 from firth.metrics import by_class, by_type, confusion, summarise
 from firth.metrics.tagging import are_chunks
 from firth.page import Page, loss_curve
-from firth.tasks import Prediction
+from firth.tasks import Prediction, read_predictions
 from firth.text import Example
 from firth.train import read_log
 
@@ -72,8 +72,8 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
             f"Against {test['baseline']}: {test['difference']:+.4g} {result['metric']}, 95% between {low} and {high}, "
             f"p = {test['p_value']:.3g} (paired bootstrap over {test['examples']:,} examples)."
         )
-    lines = (folder / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
-    answers = [Prediction(one["prediction"], one.get("scores")) for one in map(json.loads, lines)]
+    lines = read_predictions(folder / "predictions.jsonl")
+    answers = [Prediction(line["prediction"], line.get("scores")) for line in lines]
     add_answers(page, task, folder / "final", examples, answers)
     page.heading("Recipe")
     page.code(recipe)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from firth.metrics import f1, squad_each, summarise
 from firth.models import read_config
 from firth.page import Page
 from firth.recipes import finetuning
-from firth.tasks import TASKS, FinetuneRecipe, Prediction, finetune, write_predictions
+from firth.tasks import TASKS, FinetuneRecipe, Prediction, finetune, read_predictions, write_predictions
 from firth.text import Example, SuiteTask, glue_suite, read_labelled, read_suite, superglue_suite
 from firth.text.glue import GLUE
 from firth.text.superglue import SUPERGLUE
@@ -201,8 +200,7 @@ def tuned_scores(
 
 
 def saved_predictions(run: Path) -> list[Prediction]:
-    lines = (run / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
-    return [Prediction(json.loads(line)["prediction"]) for line in lines]
+    return [Prediction(line["prediction"]) for line in read_predictions(run / "predictions.jsonl")]
 
 
 def official(name: str, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:

@@ -141,7 +141,12 @@ def write_predictions(path: Path, examples: Sequence[Example], predictions: Sequ
     write_text(path, "\n".join(lines) + "\n")
 
 
-def read_predictions(folder: Path) -> list[dict[Any, Any]]:
+def read_predictions(path: Path) -> list[dict[str, Any]]:
+    r"""What `write_predictions` has written. Only \n ends a line: a text may hold U+2028, where `splitlines` cuts."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def seeds_of(folder: Path) -> list[dict[Any, Any]]:
     """The predictions of each seed of a run by the ids of the examples; of its best one where there is no more."""
     files = [file for place in sorted(folder.glob("seed-*")) if (file := place / PREDICTIONS).is_file()]
     if not files and not (folder / PREDICTIONS).is_file():
@@ -149,8 +154,7 @@ def read_predictions(folder: Path) -> list[dict[Any, Any]]:
     found = []
     for file in files or [folder / PREDICTIONS]:
         try:
-            lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-            found.append({line["id"]: line["prediction"] for line in lines})
+            found.append({line["id"]: line["prediction"] for line in read_predictions(file)})
         except (json.JSONDecodeError, KeyError, TypeError):
             raise UserError(f"{file} does not hold predictions of a run.") from None
     return found
@@ -160,7 +164,7 @@ def check_baseline(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
     """Refuse a baseline that cannot be compared with, before any work is done."""
     if not recipe.baseline:
         return
-    theirs = set.intersection(*(set(seed) for seed in read_predictions(Path(recipe.baseline))))
+    theirs = set.intersection(*(set(seed) for seed in seeds_of(Path(recipe.baseline))))
     ours = {e.id for e in dev}
     if not ours & theirs:
         raise UserError(f"{recipe.baseline} and {recipe.dev} have no example in common: no id is in both.")
@@ -179,8 +183,8 @@ def against_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Example],
     """By how much the mean over the seeds is above that of the baseline, and whether other examples would say so."""
     if not recipe.baseline:
         return None
-    ours = [read_predictions(folder / f"seed-{i}")[0] for i in range(recipe.seeds)]
-    theirs = read_predictions(Path(recipe.baseline))
+    ours = [seeds_of(folder / f"seed-{i}")[0] for i in range(recipe.seeds)]
+    theirs = seeds_of(Path(recipe.baseline))
     both = [e for e in dev if all(e.id in seed for seed in (*ours, *theirs))]
     samples = FEW_SAMPLES if task.name in SLOW else SAMPLES
 
