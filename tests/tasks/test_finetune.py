@@ -25,7 +25,7 @@ from firth.models import Classes, Model, load_model, make_model, read_config
 from firth.models.presets import t5_v1_1
 from firth.tasks import FinetuneRecipe, Prediction, finetune, make_task, read_predictions, write_predictions
 from firth.tasks.finetune import Data, encode, few, first_model
-from firth.tasks.results import best_of, chance, check_baseline, judge, seeds_of, without_failed
+from firth.tasks.results import against_baseline, best_of, chance, check_baseline, judge, seeds_of, without_failed
 from firth.text import Example
 from firth.tokens import load_tokenizer
 from firth.train import Interrupted, Machine, load_recipe, read_log
@@ -686,6 +686,22 @@ def test_against_a_baseline(
         recipe(checkpoint_of("bert"), toy, tmp_path / "same", **fields | {"baseline": str(tmp_path / "good")})
     )
     assert (same["bootstrap"]["difference"], same["bootstrap"]["p_value"]) == (0.0, 1.0)
+
+
+def compared(folder: Path, task: Any, dev: list[Example], ours: list[Any], theirs: list[Any]) -> Any:
+    """The bootstrap of made-up answers of one seed each, whose runs lie in `folder`."""
+    for name, answers in {"ours/seed-0": ours, "theirs/seed-0": theirs}.items():
+        (folder / name).mkdir(parents=True)
+        write_predictions(folder / name / "predictions.jsonl", dev, [Prediction(answer) for answer in answers])
+    r = FinetuneRecipe(task=task.name, dev="dev.jsonl", baseline=str(folder / "theirs"), seeds=1)
+    check_baseline(r, dev)
+    return against_baseline(r, task, dev, folder / "ours")
+
+
+def test_examples_with_the_same_id_are_compared_one_by_one(tmp_path: Path) -> None:
+    dev = [Example("same", ("t",), label) for label in "abab"]
+    found = compared(tmp_path, Scored("classify", "accuracy"), dev, list("abab"), list("aaaa"))
+    assert (found["difference"], found["examples"]) == (0.5, 4)
 
 
 def test_a_baseline_that_cannot_be_compared_with(

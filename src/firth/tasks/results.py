@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,15 +146,31 @@ def read_predictions(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
-def seeds_of(folder: Path) -> list[dict[Any, Any]]:
-    """The predictions of each seed of a run by the ids of the examples; of its best one where there is no more."""
+def numbered(ids: Iterable[Any]) -> list[tuple[Any, int]]:
+    """Each id with how often it came before, so that examples with equal ids stay apart.
+
+    >>> numbered(["a", "b", "a"])
+    [('a', 0), ('b', 0), ('a', 1)]
+    """
+    seen: Counter[Any] = Counter()
+    found = []
+    for one in ids:
+        found.append((one, seen[one]))
+        seen[one] += 1
+    return found
+
+
+def seeds_of(folder: Path) -> list[dict[tuple[Any, int], Any]]:
+    """The predictions of each seed of a run by the `numbered` ids; of its best one where there is no more."""
     files = [file for place in sorted(folder.glob("seed-*")) if (file := place / PREDICTIONS).is_file()]
     if not files and not (folder / PREDICTIONS).is_file():
         raise UserError(f"{folder} has no {PREDICTIONS}: name the folder of a finished run as the baseline.")
     found = []
     for file in files or [folder / PREDICTIONS]:
         try:
-            found.append({line["id"]: line["prediction"] for line in read_predictions(file)})
+            lines = read_predictions(file)
+            keys = numbered(line["id"] for line in lines)
+            found.append({key: line["prediction"] for key, line in zip(keys, lines, strict=True)})
         except (json.JSONDecodeError, KeyError, TypeError):
             raise UserError(f"{file} does not hold predictions of a run.") from None
     return found
@@ -165,7 +181,7 @@ def check_baseline(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
     if not recipe.baseline:
         return
     theirs = set.intersection(*(set(seed) for seed in seeds_of(Path(recipe.baseline))))
-    ours = {e.id for e in dev}
+    ours = set(numbered(e.id for e in dev))
     if not ours & theirs:
         raise UserError(f"{recipe.baseline} and {recipe.dev} have no example in common: no id is in both.")
     if ours != theirs:
@@ -185,7 +201,9 @@ def against_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Example],
         return None
     ours = [seeds_of(folder / f"seed-{i}")[0] for i in range(recipe.seeds)]
     theirs = seeds_of(Path(recipe.baseline))
-    both = [e for e in dev if all(e.id in seed for seed in (*ours, *theirs))]
+    keys = numbered(e.id for e in dev)
+    shared = [i for i, key in enumerate(keys) if all(key in seed for seed in (*ours, *theirs))]
+    both, keys = [dev[i] for i in shared], [keys[i] for i in shared]
     samples = FEW_SAMPLES if task.name in SLOW else SAMPLES
 
     def mean_score(answers: Sequence[tuple[Any, ...]], examples: Sequence[Example]) -> Any:
@@ -195,7 +213,7 @@ def against_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Example],
         seeds = zip(*answers, strict=True)
         return np.mean([task.score(examples, [Prediction(a) for a in seed])[task.metric] for seed in seeds])
 
-    found = paired_bootstrap(mean_score, by_example(ours, both), by_example(theirs, both), both, samples)
+    found = paired_bootstrap(mean_score, by_example(ours, keys), by_example(theirs, keys), both, samples)
     sure = "is more than chance" if found.p_value < 0.05 else "may be chance"
     say(
         f"{task.metric} is {found.difference:+.4g} against {recipe.baseline} (95%: {found.low:+.4g} to "
@@ -204,6 +222,6 @@ def against_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Example],
     return {**found._asdict(), "baseline": recipe.baseline, "examples": len(both), "samples": samples}
 
 
-def by_example(seeds: Sequence[Mapping[Any, Any]], examples: Sequence[Example]) -> list[tuple[Any, ...]]:
+def by_example(seeds: Sequence[Mapping[Any, Any]], keys: Sequence[Any]) -> list[tuple[Any, ...]]:
     """What each seed has answered, example by example."""
-    return [tuple(seed[e.id] for seed in seeds) for e in examples]
+    return [tuple(seed[key] for seed in seeds) for key in keys]
