@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -202,6 +203,10 @@ def test_every_number_of_a_card_and_a_report_is_that_of_the_results(tuned: Path,
     for name, value in results["scores"][1].items():
         cells = "".join(rf"\s*<td[^>]*>{re.escape(cell(x))}</td>" for x in (*summarise([value / 2, value]), value / 2))
         assert re.search(rf"<td[^>]*>{name}</td>{cells}", html)
+    unknown = {"baseline": "other", "examples": 4, **dict.fromkeys(("difference", "low", "high", "p_value"), math.nan)}
+    examples = read_labelled(tuned.parent / "dev.jsonl", "classify")
+    page = write_run_report(tmp_path / "run", results | {"failed": [], "bootstrap": unknown}, examples)
+    assert "accuracy is not a number, so they cannot be compared" in page.read_text(encoding="utf-8")
 
 
 def test_a_card_of_a_checkpoint_without_a_run(untrained: Callable[[str], Model], tmp_path: Path) -> None:

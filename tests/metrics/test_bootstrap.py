@@ -51,8 +51,8 @@ def test_a_clear_difference_and_none() -> None:
     assert clear.p_value == 1 / 1001  # the smallest that 1000 samples can tell
     assert 0 < clear.low < clear.difference < clear.high
     back = paired_bootstrap(hits, b, a, true)
-    assert back == pytest.approx((-clear.difference, -clear.high, -clear.low, clear.p_value))
-    assert paired_bootstrap(hits, a, a, true) == (0, 0, 0, 1)
+    assert back == pytest.approx((-clear.difference, -clear.high, -clear.low, clear.p_value, 1000))
+    assert paired_bootstrap(hits, a, a, true) == (0, 0, 0, 1, 1000)
 
 
 def test_p_value_by_hand() -> None:
@@ -80,6 +80,32 @@ def test_scores_of_the_whole_corpus() -> None:
     result = paired_bootstrap(bleu, true, ["the cat sat on a mat", "a dog", "rain in town"], true, samples=10)
     assert result.difference == pytest.approx(100 - bleu(["the cat sat on a mat", "a dog", "rain in town"], true))
     assert 0 < result.low <= result.high
+
+
+def test_samples_without_a_number_are_left_out() -> None:
+    """Of three examples one is sure to be drawn in 19 of 27 samples; in the others the score is no number."""
+
+    def only_with_the_first(predictions: list[int], references: list[int]) -> float:
+        return accuracy(predictions, references) if 0 in references else math.nan
+
+    found = paired_bootstrap(only_with_the_first, [0, 1, 2], [0, 1, 0], [0, 1, 2], samples=2000)
+    assert found.samples == pytest.approx(2000 * 19 / 27, rel=0.05)
+    assert found.difference == pytest.approx(1 / 3)
+    assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize("unknown", [math.nan, math.inf])
+def test_what_is_no_number_cannot_be_compared(unknown: float) -> None:
+    a, b, true = [1.0, 2.0, 3.0], [1.0, 1.0, 1.0], [1.0, 2.0, 3.0]
+    found = paired_bootstrap(lambda predictions, _: unknown if predictions[0] == 1 else 1.0, a, b, true, samples=50)
+    assert np.isnan(found[1:4]).all()
+    assert not math.isfinite(found.difference)
+    rare = paired_bootstrap(
+        lambda _, references: 1.0 if references == true else math.nan, a, b, true, samples=50
+    )  # drawn in this order: 1 of 27
+    assert rare.difference == 0
+    assert rare.samples < 25
+    assert math.isnan(rare.p_value)
 
 
 def test_mistakes_are_named() -> None:

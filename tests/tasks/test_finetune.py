@@ -704,6 +704,23 @@ def test_examples_with_the_same_id_are_compared_one_by_one(tmp_path: Path) -> No
     assert (found["difference"], found["examples"]) == (0.5, 4)
 
 
+def test_a_score_that_is_no_number_is_not_more_than_chance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dev = [Example(i, ("t",), float(i)) for i in range(8)]
+    found = compared(tmp_path, Scored("regress", "pearson"), dev, [float(i) for i in range(8)], [1.0] * 8)
+    assert np.isnan([found[name] for name in ("difference", "low", "high", "p_value")]).all()
+    said = capsys.readouterr().err
+    assert "pearson cannot be compared with" in said
+    assert "it is not a number in one of both runs" in said
+    assert "chance" not in said
+
+
+def test_a_sample_of_one_class_has_no_f1(tmp_path: Path) -> None:
+    dev = examples("aaab")
+    found = compared(tmp_path, Scored("classify", "f1"), dev, list("aaab"), list("bbbb"))
+    assert 500 < found["samples"] < 800  # of 1,000; (3/4) ** 4 have no b
+    assert found["difference"] == pytest.approx(1 - 2 / 5)
+
+
 def test_a_baseline_that_cannot_be_compared_with(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

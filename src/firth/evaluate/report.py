@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,10 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
     if result.get("chance") is not None:
         guess = f"Who gives the commonest answer of train to everything gets {result['chance']:.4g} {result['metric']}."
         page.text(guess + (f" No better than that: {shown(result['failed'])} (seeds)." if result["failed"] else ""))
-    if test := result.get("bootstrap"):
+    test = result.get("bootstrap")
+    if test and math.isnan(test["p_value"]):
+        page.text(f"Against {test['baseline']}: {result['metric']} is not a number, so they cannot be compared.")
+    elif test:
         low, high = (f"{test[name]:+.4g}" for name in ("low", "high"))
         page.text(
             f"Against {test['baseline']}: {test['difference']:+.4g} {result['metric']}, 95% between {low} and {high}, "

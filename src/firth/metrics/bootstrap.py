@@ -13,14 +13,20 @@ from numpy.typing import NDArray
 from firth.errors import UserError
 from firth.metrics.classification import check_paired
 
+ENOUGH = 0.5  # the share of the samples that must have a number, for anything to be said
+
 
 class Comparison(NamedTuple):
-    """Score of A minus score of B, the middle 95% of that difference over the samples, and how often chance does it."""
+    """Score of A minus score of B, the middle 95% of that difference over the samples, and how often chance does it.
+
+    `samples` are those whose difference is a number. All but these and the difference is nan where nothing can be said.
+    """
 
     difference: float
     low: float
     high: float
     p_value: float
+    samples: int
 
 
 def summarise(values: Sequence[float]) -> tuple[float, float]:
@@ -63,6 +69,9 @@ def paired_bootstrap(
     The p-value is that of Berg-Kirkpatrick et al. (2012), on both sides: how often a sample strays from the difference
     by at least as much as the difference itself. `score_fn(predictions, references)` gives either one number, and is
     then called for each sample (Koehn 2004), or one number for each example, whose mean is the score: much faster.
+
+    Samples whose difference is not a finite number, as where all answers drawn are the same and have no correlation,
+    are left out; where that is more than half of them, or the difference itself is not finite, nothing can be said.
     """
     check_paired(predictions_a, references)
     check_paired(predictions_b, references)
@@ -75,8 +84,11 @@ def paired_bootstrap(
     else:
         difference = float(score_a - score_b)
         drawn = np.array([_difference(score_fn, predictions_a, predictions_b, references, d) for d in draws])
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    return Comparison(difference, float(low), float(high), _p_value(drawn, difference))
+    known = drawn[np.isfinite(drawn)]
+    if not math.isfinite(difference) or len(known) < ENOUGH * len(drawn):
+        return Comparison(difference, math.nan, math.nan, math.nan, len(known))
+    low, high = np.quantile(known, [0.025, 0.975])
+    return Comparison(difference, float(low), float(high), _p_value(known, difference), len(known))
 
 
 def _difference(

@@ -15,7 +15,7 @@ import numpy as np
 from firth.console import count, say, warn
 from firth.errors import UserError
 from firth.files import MANIFEST, read_json, whole_folder, write_json, write_text
-from firth.metrics import failed, paired_bootstrap, summarise
+from firth.metrics import Comparison, failed, paired_bootstrap, summarise
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.task import Prediction, Task
 from firth.text import Example
@@ -211,15 +211,25 @@ def against_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Example],
         if task.metric == "accuracy" and task.name in ONE_RIGHT_ANSWER:
             return np.array([np.mean([a == e.target for a in some]) for some, e in zip(answers, examples, strict=True)])
         seeds = zip(*answers, strict=True)
-        return np.mean([task.score(examples, [Prediction(a) for a in seed])[task.metric] for seed in seeds])
+        scores = [task.score(examples, [Prediction(a) for a in seed]) for seed in seeds]
+        return np.mean([found.get(task.metric, math.nan) for found in scores])  # one class alone has no F1
 
     found = paired_bootstrap(mean_score, by_example(ours, keys), by_example(theirs, keys), both, samples)
+    say(verdict(found, task.metric, recipe.baseline))
+    return {**found._asdict(), "baseline": recipe.baseline, "examples": len(both)}
+
+
+def verdict(found: Comparison, metric: str, baseline: str) -> str:
+    """Whether a difference is more than chance, or why that cannot be said."""
+    if math.isnan(found.p_value):
+        known = math.isfinite(found.difference)
+        where = "in most samples of dev" if known else "in one of both runs, or in both"
+        return f"{metric} cannot be compared with {baseline}: it is not a number {where}."
     sure = "is more than chance" if found.p_value < 0.05 else "may be chance"
-    say(
-        f"{task.metric} is {found.difference:+.4g} against {recipe.baseline} (95%: {found.low:+.4g} to "
-        f"{found.high:+.4g}, p = {found.p_value:.3g}): that {sure}."
+    return (
+        f"{metric} is {found.difference:+.4g} against {baseline} (95%: {found.low:+.4g} to {found.high:+.4g}, "
+        f"p = {found.p_value:.3g}): that {sure}."
     )
-    return {**found._asdict(), "baseline": recipe.baseline, "examples": len(both), "samples": samples}
 
 
 def by_example(seeds: Sequence[Mapping[Any, Any]], keys: Sequence[Any]) -> list[tuple[Any, ...]]:
