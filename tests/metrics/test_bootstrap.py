@@ -108,6 +108,12 @@ def test_what_is_no_number_cannot_be_compared(unknown: float) -> None:
     assert math.isnan(rare.p_value)
 
 
+def test_a_slow_score_has_fewer_samples_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    found = paired_bootstrap(accuracy, [1, 0], [1, 1], [1, 1], seconds=0.0)
+    assert found.samples == 1
+    assert "it is from 1 sample, not from 1,000" in capsys.readouterr().err
+
+
 def test_mistakes_are_named() -> None:
     with pytest.raises(UserError, match="1 predictions for 2 references"):
         paired_bootstrap(accuracy, [1, 0], [1], [1, 0])

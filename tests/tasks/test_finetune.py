@@ -704,6 +704,36 @@ def test_examples_with_the_same_id_are_compared_one_by_one(tmp_path: Path) -> No
     assert (found["difference"], found["examples"]) == (0.5, 4)
 
 
+@pytest.mark.parametrize("spans", [(), ((0, 1),)])
+def test_entities_are_compared_as_the_task_scores_them(spans: Any, tmp_path: Path) -> None:
+    """A predicate that is given away (V) is not counted; all of this is quick."""
+    dev = [Example(i, ("a", "b"), ("B-V", "B-PER"), spans) for i in range(300)]
+    wrong = [("B-V", "B-PER") if i % 2 else ("B-V", "B-LOC") for i in range(300)]
+    found = compared(tmp_path, Scored("tag", "entity_f1"), dev, [e.target for e in dev], wrong)
+    assert found["difference"] == pytest.approx(0.5 if spans else 0.25)
+    assert found["samples"] == 1000
+
+
+def test_results_are_written_before_the_comparison(
+    checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "one", max_steps=1))
+    seen = []
+
+    def compare(*_: Any, **__: Any) -> Any:
+        seen.append(json.loads((tmp_path / "two" / "results.json").read_text()))
+        return real(*_, **__)
+
+    module = sys.modules["firth.tasks.results"]
+    real = module.paired_bootstrap
+    monkeypatch.setattr(module, "paired_bootstrap", compare)
+    found = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "two", max_steps=1, baseline=str(tmp_path / "one")))
+    assert seen[0]["bootstrap"] is None
+    assert seen[0]["mean"] == found["mean"]
+    assert json.loads((tmp_path / "two" / "results.json").read_text()) == found
+    assert found["bootstrap"]["samples"] == 1000
+
+
 def test_a_score_that_is_no_number_is_not_more_than_chance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dev = [Example(i, ("t",), float(i)) for i in range(8)]
     found = compared(tmp_path, Scored("regress", "pearson"), dev, [float(i) for i in range(8)], [1.0] * 8)

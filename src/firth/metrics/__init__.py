@@ -28,6 +28,7 @@ from firth.metrics.squad import (
     squad_f1,
     squad_scores,
 )
+from firth.metrics.sums import Sums, entity_sums, mean_of, sums
 from firth.metrics.tagging import (
     Chunk,
     are_chunks,
@@ -45,6 +46,7 @@ __all__ = [
     "Chunk",
     "Comparison",
     "Row",
+    "Sums",
     "accuracy",
     "analogy_hits",
     "are_chunks",
@@ -61,6 +63,7 @@ __all__ = [
     "entity_f1",
     "entity_precision",
     "entity_recall",
+    "entity_sums",
     "exact_match",
     "f1",
     "failed",
@@ -68,6 +71,7 @@ __all__ = [
     "macro_f1",
     "majority",
     "mcc",
+    "mean_of",
     "micro_f1",
     "normalise_squad",
     "normalise_trivia",
@@ -84,6 +88,7 @@ __all__ = [
     "squad_f1",
     "squad_scores",
     "summarise",
+    "sums",
     "tag_accuracy",
     "threshold_accuracy",
     "weighted_f1",

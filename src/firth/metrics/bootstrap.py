@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from firth.console import count, duration, progress, say
 from firth.errors import UserError
 from firth.metrics.classification import check_paired
+from firth.metrics.sums import Sums
 
 ENOUGH = 0.5  # the share of the samples that must have a number, for anything to be said
 
@@ -63,12 +66,14 @@ def paired_bootstrap(
     references: Sequence[Any],
     samples: int = 1000,
     seed: int = 0,
+    seconds: float = math.inf,
 ) -> Comparison:
     """Draw the test set anew, with replacement, many times, and see how the difference of two systems varies.
 
     The p-value is that of Berg-Kirkpatrick et al. (2012), on both sides: how often a sample strays from the difference
     by at least as much as the difference itself. `score_fn(predictions, references)` gives either one number, and is
-    then called for each sample (Koehn 2004), or one number for each example, whose mean is the score: much faster.
+    then called for each sample (Koehn 2004); or, much faster, one number for each example, whose mean is the score, or
+    the `Sums` that it comes from. After so many `seconds` no more samples are drawn, and that is said.
 
     Samples whose difference is not a finite number, as where all answers drawn are the same and have no correlation,
     are left out; where that is more than half of them, or the difference itself is not finite, nothing can be said.
@@ -76,19 +81,49 @@ def paired_bootstrap(
     check_paired(predictions_a, references)
     check_paired(predictions_b, references)
     score_a, score_b = score_fn(predictions_a, references), score_fn(predictions_b, references)
-    draws = _draws(len(references), samples, seed)
-    if np.ndim(score_a) == 1:
+    if isinstance(score_a, Sums):
+        once_N = np.ones(len(references))
+        difference = score_a.of(once_N) - score_b.of(once_N)
+
+        def sampled(chosen: NDArray[np.int64]) -> float:
+            times_N = np.bincount(chosen, minlength=len(references)).astype(np.float64)
+            return float(score_a.of(times_N) - score_b.of(times_N))
+
+    elif np.ndim(score_a) == 1:
         difference_N = np.asarray(score_a, dtype=np.float64) - np.asarray(score_b, dtype=np.float64)
         difference = float(difference_N.mean())
-        drawn = np.array([difference_N[chosen].mean() for chosen in draws])
+
+        def sampled(chosen: NDArray[np.int64]) -> float:
+            return float(difference_N[chosen].mean())
+
     else:
         difference = float(score_a - score_b)
-        drawn = np.array([_difference(score_fn, predictions_a, predictions_b, references, d) for d in draws])
+
+        def sampled(chosen: NDArray[np.int64]) -> float:
+            return _difference(score_fn, predictions_a, predictions_b, references, chosen)
+
+    drawn = _sampled(sampled, _draws(len(references), samples, seed), samples, seconds)
     known = drawn[np.isfinite(drawn)]
     if not math.isfinite(difference) or len(known) < ENOUGH * len(drawn):
         return Comparison(difference, math.nan, math.nan, math.nan, len(known))
     low, high = np.quantile(known, [0.025, 0.975])
     return Comparison(difference, float(low), float(high), _p_value(known, difference), len(known))
+
+
+def _sampled(
+    difference: Callable[[NDArray[np.int64]], float], draws: Iterator[NDArray[np.int64]], samples: int, seconds: float
+) -> NDArray[np.float64]:
+    """The difference in each sample, until there is no time left."""
+    end, found = time.monotonic() + seconds, []
+    with progress("comparing both", "samples", samples) as shown:
+        for chosen in draws:
+            found.append(difference(chosen))
+            shown.advance()
+            if time.monotonic() > end:
+                break
+    if len(found) < samples:
+        say(f"the comparison took {duration(seconds)}: it is from {count(len(found), 'sample')}, not from {samples:,}.")
+    return np.array(found)
 
 
 def _difference(

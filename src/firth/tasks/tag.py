@@ -138,16 +138,21 @@ class Tag(Headed):
     def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
         """Where a predicate is marked, its own tag is given away and not counted (CoNLL-2005)."""
         scores = super().score(examples, predictions)
-        if self.metric == "entity_f1" and any(e.spans for e in examples):
+        if self.metric == "entity_f1" and (without := given_away(examples)):
             tags, true = [p.prediction for p in predictions], [e.target for e in examples]
             kinds = {"entity_f1": entity_f1, "entity_precision": entity_precision, "entity_recall": entity_recall}
-            scores |= {name: kind(tags, true, without={"V"}) for name, kind in kinds.items()}
+            scores |= {name: kind(tags, true, without) for name, kind in kinds.items()}
         return scores
 
     def tags(self, probability_WC: Array) -> Prediction:
         tags = tuple(self.labels[i] for i in probability_WC.argmax(-1)) if len(probability_WC) else ()
         extra: dict[str, Any] = {"probabilities": probability_WC.max(-1).tolist() if tags else []}
         return Prediction(tags, extra=extra)
+
+
+def given_away(examples: Sequence[Example]) -> tuple[str, ...]:
+    """The type that is not counted: the predicate's own, where one is marked."""
+    return ("V",) if any(e.spans for e in examples) else ()
 
 
 def pieces_of_words(words: Sequence[str], ids: Ids, offsets: Sequence[tuple[int, int]]) -> list[Ids]:

@@ -1,0 +1,156 @@
+"""Scores that come from sums over the examples, so that thousands of samples of them take no time.
+
+N examples, K numbers of each, whose sums over a sample give its score. Each score is the same that `score` gives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from firth.metrics.classification import Row, check_paired
+from firth.metrics.squad import squad_each
+from firth.metrics.tagging import chunks
+from firth.metrics.text import bits_per_byte, exact_match, perplexity, rouge
+
+Numbers = NDArray[np.float64]
+
+
+class Sums(NamedTuple):
+    """The numbers of each example, and the score that their sums come to."""
+
+    each: Numbers  # (N, K)
+    score: Callable[[Numbers], float]
+
+    def of(self, times_N: Numbers) -> float:
+        """The score of a sample in which each example is so many times."""
+        return self.score(times_N @ self.each)
+
+
+def mean_of(several: Sequence[Sums]) -> Sums:
+    """The mean of several scores, as of several seeds."""
+    ends = np.cumsum([some.each.shape[1] for some in several])[:-1]
+
+    def score(sums: Numbers) -> float:
+        parts = zip(several, np.split(sums, ends), strict=True)
+        return float(np.mean([some.score(part) for some, part in parts]))
+
+    return Sums(np.hstack([some.each for some in several]), score)
+
+
+def sums(task: str, metric: str, predictions: Sequence[Any], references: Sequence[Any]) -> Sums | None:
+    """A metric of a task, from what `score` takes; None where it is no matter of sums."""
+    if (task, metric) not in SUMS:
+        return None
+    check_paired(predictions, references)
+    return SUMS[task, metric](predictions, references)
+
+
+def entity_sums(
+    metric: str, predictions: Sequence[Any], references: Sequence[Any], without: Collection[str] = ()
+) -> Sums:
+    """Of stretches: `metric` is a field of `Row`, and `without` leaves out types."""
+    each = []
+    for predicted_tags, true_tags in zip(predictions, references, strict=True):
+        predicted, true = (
+            {chunk for chunk in chunks(tags) if chunk.type not in without} for tags in (predicted_tags, true_tags)
+        )
+        each.append((len(predicted & true), len(predicted), len(true)))
+    return Sums(_rows(each), lambda counts: float(getattr(_row(counts), metric)))
+
+
+def _mean(each: Sequence[float] | Numbers) -> Sums:
+    """A score that is the mean of a number of each example."""
+    return Sums(_rows([(float(x), 1.0) for x in each]), lambda sums: float(sums[0] / sums[1]))
+
+
+def _hits(predictions: Sequence[Any], references: Sequence[Any]) -> Sums:
+    return _mean([p == r for p, r in zip(predictions, references, strict=True)])
+
+
+def _f1(predictions: Sequence[str], references: Sequence[str]) -> Sums:
+    """Of the label that is last in sorted order; a sample that has one label alone has none."""
+    positive = max(references)
+    each = [
+        (p == r == positive, p == positive, r == positive, 1.0) for p, r in zip(predictions, references, strict=True)
+    ]
+    return Sums(_rows(each), lambda counts: _row(counts).f1 if 0 < counts[2] < counts[3] else math.nan)
+
+
+def _relation_f1(predictions: Sequence[str], references: Sequence[str]) -> Sums:
+    none = "no_relation"
+    each = [(p == r != none, p != none, r != none) for p, r in zip(predictions, references, strict=True)]
+    return Sums(_rows(each), lambda counts: _row(counts).f1)
+
+
+def _tag_hits(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> Sums:
+    pairs = zip(predictions, references, strict=True)
+    each = [(sum(p == r for p, r in zip(tags, true, strict=True)), len(true)) for tags, true in pairs]
+    return Sums(_rows(each), lambda counts: float(counts[0] / counts[1]) if counts[1] else math.nan)
+
+
+def _answers(place: int, predictions: Sequence[str], references: Sequence[Sequence[Any]]) -> Sums:
+    return _mean(squad_each(predictions, references)[place])
+
+
+def _sacrebleu(name: str, predictions: Sequence[str], references: Sequence[str | Sequence[str]]) -> Sums:
+    """BLEU or chrF, from the counts that sacrebleu itself keeps of each text for tests such as this one."""
+    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.chrf import CHRF
+
+    metric: Any = {"bleu": BLEU, "chrf": CHRF}[name]()
+    choices = [[reference] if isinstance(reference, str) else list(reference) for reference in references]
+    each = [
+        metric._extract_corpus_statistics([text], [[right] for right in several])[0]
+        for text, several in zip(predictions, choices, strict=True)
+    ]
+    return Sums(_rows(each), lambda counts: float(metric._compute_score_from_stats(counts.astype(int).tolist()).score))
+
+
+def _each_text(
+    score: Callable[[Sequence[str], Sequence[Any]], float], predictions: Sequence[str], references: Sequence[Any]
+) -> Sums:
+    """A mean over texts, from the score of each alone."""
+    return _mean([score([p], [r]) for p, r in zip(predictions, references, strict=True)])
+
+
+def _rouge(name: str, predictions: Sequence[str], references: Sequence[Any]) -> Sums:
+    return _each_text(lambda p, r: rouge(p, r)[name], predictions, references)
+
+
+def _likelihoods(
+    score: Callable[[float, int], float], place: int, nats: Sequence[float], references: Sequence[tuple[int, int]]
+) -> Sums:
+    each = [(x, reference[place]) for x, reference in zip(nats, references, strict=True)]
+    return Sums(_rows(each), lambda sums: score(float(sums[0]), int(sums[1])))
+
+
+def _rows(each: Sequence[Sequence[float]]) -> Numbers:
+    return np.array(each, dtype=np.float64)
+
+
+def _row(counts: Numbers) -> Row:
+    """From how many are right, guessed and true."""
+    right, guessed, true = counts[:3].astype(int).tolist()
+    return Row.of(right, guessed, true)
+
+
+SUMS: Mapping[tuple[str, str], Callable[[Any, Any], Sums]] = {
+    **{(task, "accuracy"): _hits for task in ("classify", "pair", "word-in-context", "relation", "choice")},
+    **{(task, "f1"): _f1 for task in ("classify", "pair", "word-in-context")},
+    ("relation", "f1"): _relation_f1,
+    **{("tag", f"entity_{metric}"): partial(entity_sums, metric) for metric in ("f1", "precision", "recall")},
+    ("tag", "accuracy"): _tag_hits,
+    ("span-qa", "exact_match"): partial(_answers, 0),
+    ("span-qa", "f1"): partial(_answers, 1),
+    **{("text-to-text", name): partial(_sacrebleu, name) for name in ("chrf", "bleu")},
+    **{("text-to-text", name): partial(_rouge, name) for name in ("rouge_1", "rouge_2", "rouge_l")},
+    ("text-to-text", "exact_match"): partial(_each_text, exact_match),
+    ("lm", "perplexity"): partial(_likelihoods, perplexity, 0),
+    ("lm", "bits_per_byte"): partial(_likelihoods, bits_per_byte, 1),
+}
