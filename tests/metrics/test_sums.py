@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from firth.metrics import entity_f1, entity_sums, mean_of, paired_bootstrap, score, sums
+from firth.metrics import entity_f1, entity_sums, has_sums, mean_of, paired_bootstrap, score, sums
 from firth.metrics.sums import SUMS
 
 NUM = 40
@@ -86,10 +86,13 @@ def test_the_mean_over_seeds() -> None:
     other = one[::-1]
     both = [sums("classify", "f1", some, true) for some in (one, other)]
     times = np.random.default_rng(0).integers(0, 3, NUM).astype(float)
-    expected = np.mean([each.of(times) for each in both if each])
-    assert mean_of([each for each in both if each]).of(times) == expected
+    expected = np.mean([each.of(times) for each in both])
+    assert mean_of(both).of(times) == expected
 
 
 def test_what_is_no_matter_of_sums() -> None:
-    assert sums("regress", "pearson", [1.0], [1.0]) is None
-    assert sums("classify", "mcc", ["a"], ["a"]) is None
+    assert not has_sums("regress", "pearson", [1.0, 2.0])
+    many = [str(i) for i in range(20)]
+    assert has_sums("classify", "mcc", many[:10])
+    assert not has_sums("classify", "mcc", many)
+    assert has_sums("classify", "accuracy", many)

@@ -714,6 +714,15 @@ def test_entities_are_compared_as_the_task_scores_them(spans: Any, tmp_path: Pat
     assert found["samples"] == 1000
 
 
+@pytest.mark.parametrize("num_classes", [3, 20])
+def test_few_and_many_classes_are_compared(num_classes: int, tmp_path: Path) -> None:
+    names = [str(i) for i in range(num_classes)]
+    dev, ours = [Example(i, ("t",), name) for i, name in enumerate(names)], [*names[1:], "other"]
+    found = compared(tmp_path, Scored("classify", "macro_f1"), dev, names, ours)
+    assert found["difference"] == 1.0
+    assert found["samples"] == 1000
+
+
 def test_results_are_written_before_the_comparison(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

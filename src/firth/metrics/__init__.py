@@ -28,7 +28,7 @@ from firth.metrics.squad import (
     squad_f1,
     squad_scores,
 )
-from firth.metrics.sums import Sums, entity_sums, mean_of, sums
+from firth.metrics.sums import Sums, entity_sums, has_sums, mean_of, sums
 from firth.metrics.tagging import (
     Chunk,
     are_chunks,
@@ -67,6 +67,7 @@ __all__ = [
     "exact_match",
     "f1",
     "failed",
+    "has_sums",
     "hits",
     "macro_f1",
     "majority",

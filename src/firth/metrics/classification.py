@@ -106,7 +106,11 @@ def mcc(predictions: ArrayLike, references: ArrayLike) -> float:
 
     For any number of classes (Gorodkin 2004); 0 if all predictions, or all references, are the same.
     """
-    count_CC = confusion(predictions, references).astype(np.float64)
+    return mcc_of(confusion(predictions, references).astype(np.float64))
+
+
+def mcc_of(count_CC: NDArray[np.float64]) -> float:
+    """The same from the counts of `confusion`."""
     true_C, guessed_C, total = count_CC.sum(1), count_CC.sum(0), count_CC.sum()
     spread = (total**2 - guessed_C @ guessed_C) * (total**2 - true_C @ true_C)
     return float((np.trace(count_CC) * total - true_C @ guessed_C) / np.sqrt(spread)) if spread else 0.0

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from firth.metrics.classification import Row, check_paired
+from firth.metrics.classification import Row, check_paired, mcc_of
 from firth.metrics.squad import squad_each
 from firth.metrics.tagging import chunks
 from firth.metrics.text import bits_per_byte, exact_match, perplexity, rouge
 
+CONFUSED = ("mcc", "macro_f1")
+MOST_CLASSES = 10  # whose confusions are counted example by example
 Numbers = NDArray[np.float64]
 
 
@@ -43,10 +45,14 @@ def mean_of(several: Sequence[Sums]) -> Sums:
     return Sums(np.hstack([some.each for some in several]), score)
 
 
-def sums(task: str, metric: str, predictions: Sequence[Any], references: Sequence[Any]) -> Sums | None:
-    """A metric of a task, from what `score` takes; None where it is no matter of sums."""
-    if (task, metric) not in SUMS:
-        return None
+def has_sums(task: str, metric: str, references: Sequence[Any]) -> bool:
+    """Whether a metric of a task is a matter of sums, and of few enough of them."""
+    few = metric not in CONFUSED or len(set(references)) <= MOST_CLASSES
+    return (task, metric) in SUMS and few
+
+
+def sums(task: str, metric: str, predictions: Sequence[Any], references: Sequence[Any]) -> Sums:
+    """A metric of a task, from what `score` takes."""
     check_paired(predictions, references)
     return SUMS[task, metric](predictions, references)
 
@@ -80,6 +86,20 @@ def _f1(predictions: Sequence[str], references: Sequence[str]) -> Sums:
         (p == r == positive, p == positive, r == positive, 1.0) for p, r in zip(predictions, references, strict=True)
     ]
     return Sums(_rows(each), lambda counts: _row(counts).f1 if 0 < counts[2] < counts[3] else math.nan)
+
+
+def _confused(score: Callable[[Numbers], float], predictions: Sequence[str], references: Sequence[str]) -> Sums:
+    """A score of which class is taken for which."""
+    place = {name: i for i, name in enumerate(sorted({*predictions, *references}))}
+    each = np.zeros((len(references), len(place), len(place)))
+    each[range(len(references)), [place[r] for r in references], [place[p] for p in predictions]] = 1
+    return Sums(each.reshape(len(references), -1), lambda counts: score(counts.reshape(len(place), -1)))
+
+
+def _macro_f1(count_CC: Numbers) -> float:
+    """Over the classes that occur."""
+    right_C, both_C = np.diag(count_CC), count_CC.sum(0) + count_CC.sum(1)
+    return float(np.mean(2 * right_C[both_C > 0] / both_C[both_C > 0]))
 
 
 def _relation_f1(predictions: Sequence[str], references: Sequence[str]) -> Sums:
@@ -140,9 +160,12 @@ def _row(counts: Numbers) -> Row:
     return Row.of(right, guessed, true)
 
 
+OF_LABELS = ("classify", "pair", "word-in-context")
 SUMS: Mapping[tuple[str, str], Callable[[Any, Any], Sums]] = {
-    **{(task, "accuracy"): _hits for task in ("classify", "pair", "word-in-context", "relation", "choice")},
-    **{(task, "f1"): _f1 for task in ("classify", "pair", "word-in-context")},
+    **{(task, "accuracy"): _hits for task in (*OF_LABELS, "relation", "choice")},
+    **{(task, "f1"): _f1 for task in OF_LABELS},
+    **{(task, "mcc"): partial(_confused, mcc_of) for task in OF_LABELS},
+    **{(task, "macro_f1"): partial(_confused, _macro_f1) for task in (*OF_LABELS, "relation")},
     ("relation", "f1"): _relation_f1,
     **{("tag", f"entity_{metric}"): partial(entity_sums, metric) for metric in ("f1", "precision", "recall")},
     ("tag", "accuracy"): _tag_hits,

@@ -15,7 +15,7 @@ import numpy as np
 from firth.console import count, say, warn
 from firth.errors import UserError
 from firth.files import MANIFEST, read_json, whole_folder, write_json, write_text
-from firth.metrics import Comparison, Sums, entity_sums, failed, mean_of, paired_bootstrap, summarise, sums
+from firth.metrics import Comparison, Sums, entity_sums, failed, has_sums, mean_of, paired_bootstrap, summarise, sums
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.tag import given_away
 from firth.tasks.task import Prediction, Task
@@ -206,22 +206,24 @@ def against_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Example],
     both, keys = [dev[i] for i in shared], [keys[i] for i in shared]
 
     def mean_score(answers: Sequence[tuple[Any, ...]], examples: Sequence[Example]) -> Any:
-        """Over the seeds; as sums over the examples where the score comes from such, which is quick."""
-        seeds = list(zip(*answers, strict=True))
-        summed = [quick(task.name, task.metric, seed, examples) for seed in seeds]
-        if known := [each for each in summed if each is not None]:
-            return mean_of(known)
+        """Over the seeds."""
+        seeds = zip(*answers, strict=True)
         scores = [task.score(examples, [Prediction(a) for a in seed]) for seed in seeds]
         return np.mean([found.get(task.metric, math.nan) for found in scores])  # one class alone has no F1
 
+    def mean_sums(answers: Sequence[tuple[Any, ...]], examples: Sequence[Example]) -> Sums:
+        """The same as sums over the examples, which is quick."""
+        return mean_of([quick(task.name, task.metric, seed, examples) for seed in zip(*answers, strict=True)])
+
+    score_fn = mean_sums if has_sums(task.name, task.metric, [e.target for e in both]) else mean_score
     answers = by_example(ours, keys), by_example(theirs, keys)
-    found = paired_bootstrap(mean_score, *answers, both, SAMPLES, seconds=SECONDS)
+    found = paired_bootstrap(score_fn, *answers, both, SAMPLES, seconds=SECONDS)
     say(verdict(found, task.metric, recipe.baseline))
     return {**found._asdict(), "baseline": recipe.baseline, "examples": len(both)}
 
 
-def quick(name: str, metric: str, answers: Sequence[Any], examples: Sequence[Example]) -> Sums | None:
-    """A task's score as sums over its examples; None where it is no such thing."""
+def quick(name: str, metric: str, answers: Sequence[Any], examples: Sequence[Example]) -> Sums:
+    """A task's score as sums over its examples."""
     true = [e.target for e in examples]
     if (name, metric) == ("tag", "entity_f1"):
         return entity_sums("f1", answers, true, given_away(examples))
