@@ -88,6 +88,45 @@ def test_a_suite_of_ones_own_may_need_no_training(saved: Any, tmp_path: Path) ->
     assert result["average"] in (0.0, 1.0)
 
 
+def own_suite(folder: Path, metric: str, labels: dict[str, str]) -> Path:
+    """A suite with one task; `labels` has a letter for each example of a file."""
+    for name, letters in labels.items():
+        rows = [f"{i}\tthe {word} is here\t{c}" for i, (word, c) in enumerate(zip([*WORDS] * 3, letters, strict=False))]
+        (folder / f"{name}.tsv").write_text(lines("id\ttext\tlabel", rows))
+    dev = ", ".join(f"{name}: {name}.tsv" for name in labels if name != "train")
+    (folder / "mine.yaml").write_text(
+        f"tasks:\n  - {{name: words, task: classify, train: train.tsv, dev: {{{dev}}}, metric: {metric}}}\n"
+    )
+    return folder / "mine.yaml"
+
+
+@pytest.mark.parametrize(
+    ("metric", "labels", "problem"),
+    [
+        ("[accuracy, f1]", {"train": "abab", "easy": "abab", "hard": "aaaa"}, r"hard.tsv: .* has no metric 'f1' here"),
+        ("f1", {"train": "abcdef", "easy": "abcdef"}, r"easy.tsv: .* but accuracy, macro_f1, mcc. f1 is for .* two"),
+        ("acuracy", {"train": "abab", "easy": "abab"}, "words: .* has no metric 'acuracy' here"),
+    ],
+)
+def test_a_metric_that_a_file_cannot_have_is_named_before_any_training(
+    metric: str, labels: dict[str, str], problem: str, saved: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=problem):
+        evaluate_suite(saved("bert"), own_suite(tmp_path, metric, labels), tmp_path / "out", options=FEW)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"), [({"maxsteps": 1}, "Did you mean 'max_steps'"), ({"lora_rank": -1}, "lora_rank is -1")]
+)
+def test_a_field_that_the_recipe_does_not_take_is_refused_before_the_folder_is_made(
+    options: dict[str, Any], problem: str, saved: Any, glue: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=problem):
+        evaluate_suite(saved("bert"), "glue", tmp_path / "out", glue, options=options)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_score_of_a_task_is_the_mean_of_its_metrics_for_each_seed() -> None:
     task = SuiteTask("mrpc", "pair", None, {}, {}, ("accuracy", "f1"))
     found = summary(task, {"dev": [{"accuracy": 0.5, "f1": 0.7, "mcc": 0.1}, {"accuracy": 0.7, "f1": 0.9, "mcc": 0.1}]})
@@ -96,6 +135,8 @@ def test_the_score_of_a_task_is_the_mean_of_its_metrics_for_each_seed() -> None:
     assert found["metrics"] == {"dev": {"accuracy": pytest.approx(0.6), "f1": pytest.approx(0.8)}}
     with pytest.raises(UserError, match="mrpc: the task pair has no metric 'f1'"):
         summary(task, {"dev": [{"accuracy": 0.5}]})
+    with pytest.raises(UserError, match="mrpc: the task pair has no metric 'f1' on hard"):
+        summary(task, {"dev": [{"accuracy": 0.5, "f1": 0.5}], "hard": [{"accuracy": 0.5}]})
 
 
 def test_the_average_counts_every_task_once() -> None:

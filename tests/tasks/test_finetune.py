@@ -23,7 +23,15 @@ from firth.files import damage
 from firth.metrics import score
 from firth.models import Classes, Model, load_model, make_model, read_config
 from firth.models.presets import t5_v1_1
-from firth.tasks import FinetuneRecipe, Prediction, finetune, make_task, read_predictions, write_predictions
+from firth.tasks import (
+    FinetuneRecipe,
+    Prediction,
+    finetune,
+    make_task,
+    metric_names,
+    read_predictions,
+    write_predictions,
+)
 from firth.tasks.finetune import Data, encode, few, first_model
 from firth.tasks.results import against_baseline, best_of, chance, check_baseline, judge, seeds_of, without_failed
 from firth.text import Example
@@ -631,6 +639,32 @@ class Scored:
 
     def score(self, examples: Any, found: Any) -> dict[str, float]:
         return score(self.name, [p.prediction for p in found], [e.target for e in examples])
+
+
+@pytest.mark.parametrize(
+    ("task", "target"),
+    [
+        ("regress", 1.0),
+        ("choice", 1),
+        ("span-qa", ["the mill"]),
+        ("text-to-text", "the mill"),
+        ("tag", ("O", "B-PER")),
+        ("tag", ("NOUN", "VERB")),
+        ("relation", "born_in"),
+        ("classify", "a"),
+        ("embed", 0.5),
+    ],
+)
+def test_the_scores_of_a_task_have_these_names(task: str, target: Any) -> None:
+    answer = target[0] if task == "span-qa" else target
+    assert metric_names(task, [Example(0, ("t",), target)]) == tuple(score(task, [answer], [target]))
+
+
+def test_the_names_depend_on_the_examples() -> None:
+    assert "f1" in metric_names("pair", examples("ab"))
+    assert "f1" not in metric_names("pair", examples("abc"))
+    assert metric_names("embed", [Example(0, ("a", "b"), None)])[0] == "precision_at_1"
+    assert metric_names("lm", []) == ("perplexity", "bits_per_byte", "token_accuracy")
 
 
 def test_chance() -> None:

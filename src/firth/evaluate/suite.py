@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from firth.console import say, warn
+from firth.console import count, quiet, say, warn
 from firth.errors import UserError, nearest
 from firth.evaluate.evaluate import ZERO_SHOT, by_task, evaluate, task_facts
 from firth.files import fresh_folder, read_json, write_json
@@ -18,7 +18,7 @@ from firth.metrics import f1, squad_each, summarise
 from firth.models import read_config
 from firth.page import Page
 from firth.recipes import finetuning
-from firth.tasks import TASKS, FinetuneRecipe, Prediction, finetune, read_predictions, write_predictions
+from firth.tasks import TASKS, FinetuneRecipe, Prediction, finetune, metric_names, read_predictions, write_predictions
 from firth.text import Example, SuiteTask, glue_suite, read_labelled, read_suite, superglue_suite
 from firth.text.glue import GLUE
 from firth.text.superglue import SUPERGLUE
@@ -27,6 +27,8 @@ from firth.train import override
 KNOWN = {"glue": (glue_suite, tuple(GLUE)), "superglue": (superglue_suite, tuple(SUPERGLUE))}
 RESULTS, SETTINGS, TASK_RESULTS = "results.json", "suite.json", "suite_task.json"
 SEEDS = 3
+AS_IT_IS, ALREADY, LEARN = "as it is", "fine-tuned already", "fine-tuned"
+OFFICIAL = dict.fromkeys(("multirc", "record"), ("exact_match", "f1"))  # what `official` adds
 
 
 def evaluate_suite(
@@ -52,6 +54,7 @@ def evaluate_suite(
         raise UserError(f"{checkpoint} is not a checkpoint folder. `firth pretrain` makes one: RUN/final.")
     found, whole = find_tasks(suite, data)
     chosen = choose_tasks(found, tasks)
+    check_tasks(checkpoint, chosen, folder, seeds, options or {})
     settings = {"checkpoint": str(checkpoint), "suite": str(suite), "seeds": seeds, "options": dict(options or {})}
     take_folder(folder, settings, resume, overwrite)
     done: dict[str, dict[str, Any]] = {}
@@ -101,6 +104,35 @@ def choose_tasks(found: Mapping[str, SuiteTask], tasks: Sequence[str]) -> dict[s
     return {name: task for name, task in chosen.items() if task.dev}
 
 
+def check_tasks(
+    checkpoint: Path, tasks: Mapping[str, SuiteTask], folder: Path, seeds: int, options: Mapping[str, Any]
+) -> None:
+    """Refuse what cannot come to an end before anything is learned: unknown fields, metrics that a file cannot have."""
+    override(FinetuneRecipe(), options)
+    for task in tasks.values():
+        way = way_of(checkpoint, task)
+        if way == LEARN:
+            task_recipe(checkpoint, task, folder / task.name, seeds, options).check()
+        if way != AS_IT_IS:
+            check_metrics(task, options.get("encoding", "utf-8"))
+
+
+def check_metrics(task: SuiteTask, encoding: str) -> None:
+    """That every dev file has the metrics of its task."""
+    wanted = task.metrics
+    for file in task.dev.values():
+        with quiet():  # what is to be said about the file, is said when it is used
+            examples = read_labelled(file, task.task, task.columns, "dev", encoding)
+        known = (*metric_names(task.task, examples), *OFFICIAL.get(task.name, ()))
+        wanted = wanted or known[:1]
+        if missing := [name for name in wanted if name not in known]:
+            two = " f1 is for files with two classes." if missing == ["f1"] and "accuracy" in known else ""
+            raise UserError(
+                f"{task.name}: {file}: the task {task.task} has no metric {missing[0]!r} here, but "
+                f"{', '.join(dict.fromkeys(known))}.{two}"
+            )
+
+
 def take_folder(folder: Path, settings: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
     """Make the suite's folder, or go on in one with the same settings."""
     if resume and (folder / SETTINGS).is_file():
@@ -125,19 +157,24 @@ def take_folder(folder: Path, settings: Mapping[str, Any], resume: bool, overwri
 
 def one_task(checkpoint: Path, task: SuiteTask, place: Path, seeds: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """The scores of each dev file, mean and deviation over the seeds."""
+    how = way_of(checkpoint, task)
+    if how == LEARN:
+        parts = tuned_scores(checkpoint, task, place, seeds, options)
+        how = f"{LEARN}, {count(seeds, 'seed')}"
+    else:
+        score = measured if how == AS_IT_IS else predicted
+        parts = {name: [score(checkpoint, task, file, place / name)] for name, file in task.dev.items()}
+    return summary(task, parts) | {"task": task.task, "how": how, "run": str(place)}
+
+
+def way_of(checkpoint: Path, task: SuiteTask) -> str:
+    """How a checkpoint comes to its answers."""
     tuned = was_tuned_on(checkpoint, task)
     if task.task not in TASKS or (task.train is None and task.task in ZERO_SHOT and not tuned):
-        parts = {name: [measured(checkpoint, task, file, place / name)] for name, file in task.dev.items()}
-        how = "as it is"
-    elif tuned:
-        parts = {name: [predicted(checkpoint, task, file, place / name)] for name, file in task.dev.items()}
-        how = "fine-tuned already"
-    elif task.train is None:
+        return AS_IT_IS
+    if not tuned and task.train is None:
         raise UserError(f"{task.name} has no training file, and {checkpoint} has not learned it.")
-    else:
-        parts = tuned_scores(checkpoint, task, place, seeds, options)
-        how = f"fine-tuned, {seeds} seeds"
-    return summary(task, parts) | {"task": task.task, "how": how, "run": str(place)}
+    return ALREADY if tuned else LEARN
 
 
 def was_tuned_on(checkpoint: Path, task: SuiteTask) -> bool:
@@ -172,20 +209,7 @@ def tuned_scores(
 ) -> dict[str, list[dict[str, float]]]:
     """Fine-tune, and score each seed on each dev file; the first of these is what the run itself scores on."""
     (first, file), *others = task.dev.items()
-    recipe = override(
-        FinetuneRecipe(**finetuning(read_config(checkpoint))),
-        {
-            **options,
-            "checkpoint": str(checkpoint),
-            "task": task.task,
-            "train": str(task.train),
-            "dev": str(file),
-            "columns": dict(task.columns),
-            "output_dir": str(place / "run"),
-            "seeds": seeds,
-        },
-    )
-    results = finetune(recipe, resume=True)
+    results = finetune(task_recipe(checkpoint, task, place, seeds, options), resume=True)
     examples = read_labelled(file, task.task, task.columns, "dev")
     runs = [place / "run" / f"seed-{seed}" for seed in range(seeds)]
     parts = {
@@ -197,6 +221,25 @@ def tuned_scores(
     for name, other in others:
         parts[name] = [predicted(run / "final", task, other, place / f"{name}-{run.name}") for run in runs]
     return parts
+
+
+def task_recipe(
+    checkpoint: Path, task: SuiteTask, place: Path, seeds: int, options: Mapping[str, Any]
+) -> FinetuneRecipe:
+    """How a task is learned: as suits the model, but for the options."""
+    return override(
+        FinetuneRecipe(**finetuning(read_config(checkpoint))),
+        {
+            **options,
+            "checkpoint": str(checkpoint),
+            "task": task.task,
+            "train": str(task.train),
+            "dev": str(next(iter(task.dev.values()))),
+            "columns": dict(task.columns),
+            "output_dir": str(place / "run"),
+            "seeds": seeds,
+        },
+    )
 
 
 def saved_predictions(run: Path) -> list[Prediction]:
@@ -232,8 +275,10 @@ def summary(task: SuiteTask, parts: Mapping[str, Sequence[Mapping[str, float]]])
     """The official metrics of each dev file, and the task's score: the mean of them all, for each seed."""
     first = next(iter(parts.values()))[0]
     names = task.metrics or (next(iter(first)),)
-    if missing := [name for name in names if name not in first]:
-        raise UserError(f"{task.name}: the task {task.task} has no metric {missing[0]!r}. {nearest(missing[0], first)}")
+    for part, (scores, *_) in parts.items():
+        if missing := [name for name in names if name not in scores]:
+            near = nearest(missing[0], scores)
+            raise UserError(f"{task.name}: the task {task.task} has no metric {missing[0]!r} on {part}. {near}")
     num_seeds = len(next(iter(parts.values())))
     each = [
         statistics.fmean(statistics.fmean(scores[seed][name] for name in names) for scores in parts.values())

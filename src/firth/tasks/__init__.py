@@ -4,7 +4,7 @@ from firth.tasks.finetune import finetune
 from firth.tasks.make import TASK_FILE, TASKS, make_task
 from firth.tasks.prompts import prompts_for
 from firth.tasks.recipe import FinetuneRecipe
-from firth.tasks.results import read_predictions, write_predictions
+from firth.tasks.results import metric_names, read_predictions, write_predictions
 from firth.tasks.task import Prediction, Task
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Task",
     "finetune",
     "make_task",
+    "metric_names",
     "prompts_for",
     "read_predictions",
     "write_predictions",

@@ -15,7 +15,19 @@ import numpy as np
 from firth.console import count, say, warn
 from firth.errors import UserError
 from firth.files import MANIFEST, read_json, whole_folder, write_json, write_text
-from firth.metrics import Comparison, Sums, entity_sums, failed, has_sums, mean_of, paired_bootstrap, summarise, sums
+from firth.metrics import (
+    Comparison,
+    Sums,
+    entity_sums,
+    failed,
+    has_sums,
+    mean_of,
+    paired_bootstrap,
+    score,
+    summarise,
+    sums,
+)
+from firth.metrics.pairs import rank_scores
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.tag import given_away
 from firth.tasks.task import Prediction, Task
@@ -25,6 +37,25 @@ PREDICTIONS = "predictions.jsonl"
 LESS_IS_BETTER = ("perplexity", "bits_per_byte")
 CONSTANT_IS_0 = ("regress", "embed")  # one answer for all has no correlation with anything
 SAMPLES, SECONDS = 1000, 120  # of a bootstrap: at most so many
+
+
+NAMES = {  # of the scores of a task, whatever its examples are
+    "regress": ("pearson", "spearman"),
+    "choice": ("accuracy",),
+    "span-qa": ("f1", "exact_match"),
+    "text-to-text": ("chrf", "bleu", "rouge_1", "rouge_2", "rouge_l", "exact_match"),
+    "lm": (*LESS_IS_BETTER, "token_accuracy"),
+}
+
+
+def metric_names(task: str, examples: Sequence[Example]) -> tuple[str, ...]:
+    """The scores that a task has on these examples: F1 where there are two classes, entities where tags mark some."""
+    if task in NAMES:
+        return NAMES[task]
+    true = [e.target for e in examples]
+    if task == "embed" and None in true:
+        return tuple(rank_scores(np.ones(1, np.int64), np.ones(1, np.int64)))
+    return tuple(score(task, true, true))
 
 
 def judge(metric: str, scores: Mapping[str, float]) -> float:
