@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,29 @@ def test_the_average_counts_every_task_once() -> None:
     assert conclude({}, done, ("cola", "wnli"), Path("x"))["average"] == pytest.approx(0.4)
     assert conclude({}, done, ("cola", "wnli"), Path("x"))["complete"]
     assert conclude({}, {}, ("cola",), Path("x"))["average"] is None
+
+
+def test_a_task_without_a_number_is_left_out_of_the_average_and_named(
+    saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scores = {"one": 0.5, "two": math.nan}
+    (tmp_path / "x.jsonl").write_text('{"good": "The cat slept.", "bad": "The cat slepts."}\n')
+    entries = [f"  - {{name: {name}, task: minimal-pairs, dev: x.jsonl}}\n" for name in scores]
+    (tmp_path / "mine.yaml").write_text("tasks:\n" + "".join(entries))
+
+    def measured(_: Path, task: SuiteTask, __: Path, place: Path) -> dict[str, float]:
+        place.mkdir(parents=True)
+        return {"accuracy": scores[task.name]}
+
+    monkeypatch.setattr(suite_module, "measured", measured)
+    result = evaluate_suite(saved("gpt2"), tmp_path / "mine.yaml", tmp_path / "out")
+    assert (result["average"], result["left_out"], result["complete"]) == (0.5, ["two"], True)
+    assert "two: the score is not a number, and left out of the average" in capsys.readouterr().err
+    assert table(result)[-1] == ("average", "left out, as no number: two", "", 0.5, 0.0)
+    assert "is not a number: two" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    none = conclude({}, {"two": {"score": math.nan, "std": math.nan, "metrics": {}, "how": ""}}, ("two",), Path("x"))
+    assert none["average"] is None
+    assert math.isnan(table(none)[-1][3])
 
 
 def test_multirc_and_record_have_scores_of_their_own() -> None:

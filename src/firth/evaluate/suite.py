@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -73,6 +74,8 @@ def evaluate_suite(
     write_json(folder / RESULTS, result)
     if not result["complete"]:
         warn(f"the average is over {len(done)} of {len(whole)} tasks; missing: {', '.join(result['missing'])}.")
+    if result["left_out"]:
+        warn(f"{', '.join(result['left_out'])}: the score is not a number, and left out of the average.")
     return result
 
 
@@ -298,14 +301,20 @@ def summary(task: SuiteTask, parts: Mapping[str, Sequence[Mapping[str, float]]])
 def conclude(
     settings: Mapping[str, Any], done: Mapping[str, Mapping[str, Any]], whole: Sequence[str], folder: Path
 ) -> dict[str, Any]:
-    """What is done so far. Scores are as the metrics have them, from 0 to 1 for all of GLUE and SuperGLUE."""
+    """What is done so far. Scores are as the metrics have them, from 0 to 1 for all of GLUE and SuperGLUE.
+
+    The average is over the tasks whose score is a number; the others are `left_out`.
+    """
     missing = [name for name in whole if name not in done]
+    left_out = [name for name, task in done.items() if not math.isfinite(task["score"])]
+    scores = [task["score"] for name, task in done.items() if name not in left_out]
     return {
         **settings,
         "output_dir": str(folder),
-        "average": statistics.fmean(task["score"] for task in done.values()) if done else None,
+        "average": statistics.fmean(scores) if scores else None,
         "complete": not missing,
         "missing": missing,
+        "left_out": left_out,
         "tasks": dict(done),
     }
 
@@ -316,9 +325,11 @@ def table(result: Mapping[str, Any]) -> list[tuple[str, str, str, float, float]]
         (name, spelled(task["metrics"]), task["how"], task["score"], task["std"])
         for name, task in result["tasks"].items()
     ]
-    incomplete = "" if result["complete"] else f"incomplete: without {', '.join(result['missing'])}"
-    mean_std = statistics.fmean(task["std"] for task in result["tasks"].values())
-    return [*rows, ("average", incomplete, "", result["average"], mean_std)]
+    incomplete = f"incomplete: without {', '.join(result['missing'])}" if result["missing"] else ""
+    no_number = f"left out, as no number: {', '.join(result['left_out'])}" if result["left_out"] else ""
+    stds = [task["std"] for name, task in result["tasks"].items() if name not in result["left_out"]]
+    average, mean_std = (result["average"], statistics.fmean(stds)) if stds else (math.nan, math.nan)
+    return [*rows, ("average", "; ".join(filter(None, (incomplete, no_number))), "", average, mean_std)]
 
 
 def spelled(metrics: Mapping[str, Mapping[str, float]]) -> str:
@@ -336,4 +347,6 @@ def write_page(path: Path, result: Mapping[str, Any]) -> None:
     page.table(["task", "metrics", "how", "score", "deviation"], table(result), "A score is the mean of its metrics.")
     if not result["complete"]:
         page.text(f"The average is incomplete: {', '.join(result['missing'])} were not scored.")
+    if result["left_out"]:
+        page.text(f"Left out of the average, as their score is not a number: {', '.join(result['left_out'])}.")
     page.save(path)
