@@ -47,7 +47,7 @@ GROUPS = {
         *("from_scratch", "answer", "freeze", "unfreeze_every", "layer_decay", "class_weights"),
         *("lora_rank", "lora_alpha", "lora_dropout", "lora_targets"),
     ),
-    SCORES: ("seeds", "baseline", "eval_steps", "load_best", "early_stopping"),
+    SCORES: ("seeds", "metric", "baseline", "eval_steps", "load_best", "early_stopping"),
     WRITING: ("max_target_length", "num_beams", "length_penalty", "no_repeat_ngram_size"),
     RUN: ("resume_from_checkpoint",),
 }

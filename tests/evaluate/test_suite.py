@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from firth.errors import UserError
 from firth.evaluate import suite as suite_module
-from firth.evaluate.suite import conclude, evaluate_suite, official, summary, table, was_tuned_on
+from firth.evaluate.suite import conclude, evaluate_suite, official, summary, table, task_recipe, was_tuned_on
 from firth.tasks import Prediction
 from firth.text import Example, SuiteTask
 
@@ -126,6 +127,17 @@ def test_a_field_that_the_recipe_does_not_take_is_refused_before_the_folder_is_m
     with pytest.raises(UserError, match=problem):
         evaluate_suite(saved("bert"), "glue", tmp_path / "out", glue, options=options)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_first_metric_of_a_task_decides_how_it_is_learned(saved: Any, tmp_path: Path) -> None:
+    suite = own_suite(tmp_path, "[mcc, accuracy]", {"train": "abab", "dev": "abab"})
+    evaluate_suite(saved("bert"), suite, tmp_path / "out", seeds=1, options=FEW)
+    assert json.loads((tmp_path / "out/words/run/results.json").read_text())["metric"] == "mcc"
+    record = SuiteTask("record", "choice", None, {"dev": tmp_path / "dev.tsv"}, {}, ("f1", "exact_match"))
+    assert task_recipe(saved("bert"), record, tmp_path, 1, {}).metric == ""
+    with pytest.raises(UserError, match="has no score 'pearson' here"):
+        evaluate_suite(saved("bert"), suite, tmp_path / "other", seeds=1, options={"metric": "pearson"})
+    assert not (tmp_path / "other").exists()
 
 
 def test_the_score_of_a_task_is_the_mean_of_its_metrics_for_each_seed() -> None:

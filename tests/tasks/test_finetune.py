@@ -567,6 +567,45 @@ def test_the_best_evaluation_is_the_result(
     assert weights(last) != weights(straight)
 
 
+def test_the_score_that_is_asked_for_decides(
+    checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores are made up: accuracy is best at step 2, mcc at step 4."""
+    made_up = {2: (0.9, 0.1), 4: (0.8, 0.3), 6: (0.7, 0.2)}
+    loop = sys.modules["firth.train.loop"]
+    real = loop.compare
+
+    def compare(run: Any, state: Any, scores: Any, model: Model) -> None:
+        real(run, state, dict(zip(("accuracy", "mcc"), made_up[state.step], strict=True)), model)
+
+    monkeypatch.setattr(loop, "compare", compare)
+    for metric, step in {"": 2, "mcc": 4}.items():
+        fields = dict(max_steps=6, eval_steps=2, seeds=2, metric=metric)
+        found = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / f"by-{metric}", **fields))
+        assert (found["metric"], found["best_steps"]) == (metric or "accuracy", [step, step])
+        assert found["seeds"] == [scores[metric or "accuracy"] for scores in found["scores"]]
+        assert found["best_seed"] == best_of(found["seeds"])
+        assert (found["chance"] == 0) == bool(metric)
+
+
+@pytest.mark.parametrize("metric", ["f2", "entity_f1"])
+def test_a_score_that_the_task_does_not_have_is_refused(
+    metric: str, checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        UserError, match=rf"has no score '{metric}' here. metric is one of accuracy, macro_f1, mcc, f1\."
+    ):
+        finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", metric=metric))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_goes_on_with_the_score_that_it_began_with(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
+    finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", max_steps=1))
+    changed = recipe(checkpoint_of("bert"), toy, tmp_path / "run", max_steps=1, metric="mcc")
+    with pytest.raises(UserError, match="metric:  -> mcc"):
+        finetune(changed, resume=True, allow_change=True)
+
+
 def test_a_run_that_stopped_early_and_was_killed_then(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -669,13 +708,14 @@ def test_the_names_depend_on_the_examples() -> None:
 
 def test_chance() -> None:
     dev = examples("aabb" + "b" * 6)
-    assert chance(Scored("classify", "accuracy"), examples("aaab"), dev) == 0.2  # type: ignore[arg-type]
-    assert chance(Scored("classify", "mcc"), examples("aaab"), dev) == 0.0  # type: ignore[arg-type]
+    assert chance(Scored("classify", "accuracy"), "accuracy", examples("aaab"), dev) == 0.2  # type: ignore[arg-type]
+    assert chance(Scored("classify", "mcc"), "mcc", examples("aaab"), dev) == 0.0  # type: ignore[arg-type]
     numbers = [Example(i, ("t",), float(i)) for i in range(4)]
-    assert chance(Scored("regress", "pearson"), numbers, numbers) == 0.0  # type: ignore[arg-type]
+    assert chance(Scored("regress", "pearson"), "pearson", numbers, numbers) == 0.0  # type: ignore[arg-type]
     tags = [Example(0, ("a", "b", "c"), ("O", "O", "B-X"))]
-    assert chance(Scored("tag", "entity_f1"), tags, tags) == 0.0  # type: ignore[arg-type]
-    assert chance(Scored("lm", "perplexity"), [], []) is None  # type: ignore[arg-type]
+    assert chance(Scored("tag", "entity_f1"), "entity_f1", tags, tags) == 0.0  # type: ignore[arg-type]
+    for metric in ("perplexity", "token_accuracy"):
+        assert chance(Scored("lm", "perplexity"), metric, [], []) is None  # type: ignore[arg-type]
 
 
 def test_seeds_that_learned_nothing_are_counted(capsys: pytest.CaptureFixture[str]) -> None:

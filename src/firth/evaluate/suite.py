@@ -20,6 +20,7 @@ from firth.models import read_config
 from firth.page import Page
 from firth.recipes import finetuning
 from firth.tasks import TASKS, FinetuneRecipe, Prediction, finetune, metric_names, read_predictions, write_predictions
+from firth.tasks.results import check_metric
 from firth.text import Example, SuiteTask, glue_suite, read_labelled, read_suite, superglue_suite
 from firth.text.glue import GLUE
 from firth.text.superglue import SUPERGLUE
@@ -29,7 +30,7 @@ KNOWN = {"glue": (glue_suite, tuple(GLUE)), "superglue": (superglue_suite, tuple
 RESULTS, SETTINGS, TASK_RESULTS = "results.json", "suite.json", "suite_task.json"
 SEEDS = 3
 AS_IT_IS, ALREADY, LEARN = "as it is", "fine-tuned already", "fine-tuned"
-OFFICIAL = dict.fromkeys(("multirc", "record"), ("exact_match", "f1"))  # what `official` adds
+OFFICIAL = {"multirc": ("exact_match",), "record": ("exact_match", "f1")}  # what `official` adds to a kind of task
 
 
 def evaluate_suite(
@@ -114,18 +115,21 @@ def check_tasks(
     override(FinetuneRecipe(), options)
     for task in tasks.values():
         way = way_of(checkpoint, task)
-        if way == LEARN:
-            task_recipe(checkpoint, task, folder / task.name, seeds, options).check()
         if way != AS_IT_IS:
-            check_metrics(task, options.get("encoding", "utf-8"))
+            dev = check_metrics(task, options.get("encoding", "utf-8"))
+        if way == LEARN:
+            recipe = task_recipe(checkpoint, task, folder / task.name, seeds, options)
+            recipe.check()
+            check_metric(recipe, dev)
 
 
-def check_metrics(task: SuiteTask, encoding: str) -> None:
-    """That every dev file has the metrics of its task."""
-    wanted = task.metrics
+def check_metrics(task: SuiteTask, encoding: str) -> list[Example]:
+    """That every dev file has the metrics of its task; the examples of the first."""
+    wanted, first = task.metrics, list[Example]()
     for file in task.dev.values():
         with quiet():  # what is to be said about the file, is said when it is used
             examples = read_labelled(file, task.task, task.columns, "dev", encoding)
+        first = first or examples
         known = (*metric_names(task.task, examples), *OFFICIAL.get(task.name, ()))
         wanted = wanted or known[:1]
         if missing := [name for name in wanted if name not in known]:
@@ -134,6 +138,7 @@ def check_metrics(task: SuiteTask, encoding: str) -> None:
                 f"{task.name}: {file}: the task {task.task} has no metric {missing[0]!r} here, but "
                 f"{', '.join(dict.fromkeys(known))}.{two}"
             )
+    return first
 
 
 def take_folder(folder: Path, settings: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
@@ -229,10 +234,12 @@ def tuned_scores(
 def task_recipe(
     checkpoint: Path, task: SuiteTask, place: Path, seeds: int, options: Mapping[str, Any]
 ) -> FinetuneRecipe:
-    """How a task is learned: as suits the model, but for the options."""
+    """How a task is learned: as suits the model, but for the options. Its first official metric decides."""
+    first = next((name for name in task.metrics if name not in OFFICIAL.get(task.name, ())), "")
     return override(
         FinetuneRecipe(**finetuning(read_config(checkpoint))),
         {
+            "metric": first,
             **options,
             "checkpoint": str(checkpoint),
             "task": task.task,

@@ -42,7 +42,7 @@ from firth.tasks.chat import asks_for_the_day
 from firth.tasks.embed import Embed, positives, write_sentence_transformer
 from firth.tasks.make import OF_LABELS, TASK_FILE, TASKS, make_task
 from firth.tasks.recipe import FinetuneRecipe
-from firth.tasks.results import PREDICTIONS, check_baseline, conclude, judge, write_predictions
+from firth.tasks.results import PREDICTIONS, check_baseline, check_metric, conclude, deciding, judge, write_predictions
 from firth.tasks.shapes import TRIED, Counting, Shapes, find_shapes
 from firth.tasks.task import Prediction, Task
 from firth.text import Example, read_labelled
@@ -56,10 +56,10 @@ from firth.train.pretrain import longer_skips, pass_over, same_recipe, settle, t
 from firth.train.recipe import differences
 
 EPOCHS, FEW_STEPS = 3.0, 200  # where nothing is said: so many passes, but at least so many steps, as small data need
-# What the tensors of a checkpoint depend on, and what its answers mean.
+# What the tensors of a checkpoint depend on, what its answers mean, and what was best so far.
 FIXED = (
     *("task", "answer", "from_scratch", "optim", "ema_decay", "layers", "bilstm", "crf"),
-    *("lora_rank", "lora_targets"),
+    *("lora_rank", "lora_targets", "metric"),
 )
 EVALUATIONS = 10  # per seed, where a run may stop early and --eval-steps does not say
 # Steps of a seed from which on a GPU compiles them by itself. An estimate: three or four shapes take about a minute the
@@ -96,6 +96,7 @@ def run_seeds(
     if asks_for_the_day(tokenizer) and not recipe.day:
         recipe = replace(recipe, day=(earlier.day if earlier else "") or date.today().isoformat())
     task = make_task(recipe.task, data.train, tokenizer, config, recipe)
+    check_metric(recipe, data.dev)
     check_baseline(recipe, data.dev)
     # what is refused, is refused before anything is written
     recipe.on_top(task.head(config))
@@ -394,7 +395,7 @@ def one_seed(job: Job, seed: int, resume: bool) -> dict[str, Any]:
         place,
         f"seed {seed + 1} of {recipe.seeds}",
         pace=recipe.pace(len(items)),
-        judge=partial(judge, job.task.metric) if recipe.load_best else None,
+        judge=partial(judge, deciding(recipe, job.task)) if recipe.load_best else None,
         patience=recipe.early_stopping,
     )
     with last_writes(place):

@@ -37,6 +37,12 @@ class FinetuneRecipe(Training):
     baseline: str = option(
         "", "Folder of another run on the same dev file: is the difference to it more than chance (paired bootstrap)?"
     )
+    metric: str = option(
+        "",
+        "The score on dev that decides which step and which seed are best, when to stop early, which seeds learned "
+        "nothing and what is compared with --baseline: mcc for CoLA, f1 for MRPC, macro_f1 for uneven classes.",
+        shown="the first in the table of scores",
+    )
     answer: Literal["head", "words"] = option(
         "head", "head puts a new layer on the model; words lets it write the answer, as T5 always does."
     )

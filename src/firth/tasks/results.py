@@ -58,6 +58,21 @@ def metric_names(task: str, examples: Sequence[Example]) -> tuple[str, ...]:
     return tuple(score(task, true, true))
 
 
+def check_metric(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
+    """Refuse a score that the task does not have on dev, before any work is done."""
+    known = metric_names(recipe.task, dev) if recipe.metric else ()
+    if recipe.metric not in ("", *known):
+        raise UserError(
+            f"{recipe.dev}: the task {recipe.task} has no score {recipe.metric!r} here. "
+            f"metric is one of {', '.join(known)}."
+        )
+
+
+def deciding(recipe: FinetuneRecipe, task: Task) -> str:
+    """The name of the score that decides."""
+    return recipe.metric or task.metric
+
+
 def judge(metric: str, scores: Mapping[str, float]) -> float:
     """The score that decides, turned so that more is better."""
     return -scores[metric] if metric in LESS_IS_BETTER else scores[metric]
@@ -72,7 +87,7 @@ def conclude(
     folder: Path,
 ) -> dict[str, Any]:
     """Mean and deviation over the seeds, whose results are `runs`; the best seed's model becomes the run's."""
-    metric, scores = task.metric, [run["scores"] for run in runs]
+    metric, scores = deciding(recipe, task), [run["scores"] for run in runs]
     values = [s[metric] for s in scores]
     best = best_of([judge(metric, s) for s in scores])
     for name in ("final", "adapter"):
@@ -92,7 +107,7 @@ def conclude(
         "std": std,
         "seeds": values,
         **{name: summarise([s[name] for s in scores])[0] for name in scores[0] if all(name in s for s in scores)},
-        **without_failed(values, chance(task, train, dev), metric),
+        **without_failed(values, chance(task, metric, train, dev), metric),
         "scores": scores,
         "bootstrap": None,
         "from_scratch": recipe.from_scratch,
@@ -141,13 +156,13 @@ def without_failed(values: Sequence[float], chance: float | None, metric: str) -
     return {"chance": chance, "failed": bad, "mean_without_failed": mean, "std_without_failed": std}
 
 
-def chance(task: Task, train: Sequence[Example], dev: Sequence[Example]) -> float | None:
+def chance(task: Task, metric: str, train: Sequence[Example], dev: Sequence[Example]) -> float | None:
     """The score of giving the commonest answer of train to everything; None where that means nothing."""
-    if task.metric in LESS_IS_BETTER:
+    if task.name == "lm":
         return None
     if task.name in CONSTANT_IS_0:
         return 0.0
-    value = task.score(dev, [Prediction(guess) for guess in guesses(task.name, train, dev)])[task.metric]
+    value = task.score(dev, [Prediction(guess) for guess in guesses(task.name, train, dev)])[metric]
     return 0.0 if math.isnan(value) else value
 
 
@@ -231,7 +246,7 @@ def check_baseline(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
 def against_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Example], folder: Path) -> dict[str, Any]:
     """By how much the mean over the seeds is above that of the baseline, and whether other examples would say so."""
     ours = [seeds_of(folder / f"seed-{i}")[0] for i in range(recipe.seeds)]
-    theirs = seeds_of(Path(recipe.baseline))
+    metric, theirs = deciding(recipe, task), seeds_of(Path(recipe.baseline))
     keys = numbered(e.id for e in dev)
     shared = [i for i, key in enumerate(keys) if all(key in seed for seed in (*ours, *theirs))]
     both, keys = [dev[i] for i in shared], [keys[i] for i in shared]
@@ -240,16 +255,16 @@ def against_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Example],
         """Over the seeds."""
         seeds = zip(*answers, strict=True)
         scores = [task.score(examples, [Prediction(a) for a in seed]) for seed in seeds]
-        return np.mean([found.get(task.metric, math.nan) for found in scores])  # one class alone has no F1
+        return np.mean([found.get(metric, math.nan) for found in scores])  # one class alone has no F1
 
     def mean_sums(answers: Sequence[tuple[Any, ...]], examples: Sequence[Example]) -> Sums:
         """The same as sums over the examples, which is quick."""
-        return mean_of([quick(task.name, task.metric, seed, examples) for seed in zip(*answers, strict=True)])
+        return mean_of([quick(task.name, metric, seed, examples) for seed in zip(*answers, strict=True)])
 
-    score_fn = mean_sums if has_sums(task.name, task.metric, [e.target for e in both]) else mean_score
+    score_fn = mean_sums if has_sums(task.name, metric, [e.target for e in both]) else mean_score
     answers = by_example(ours, keys), by_example(theirs, keys)
     found = paired_bootstrap(score_fn, *answers, both, SAMPLES, seconds=SECONDS)
-    say(verdict(found, task.metric, recipe.baseline))
+    say(verdict(found, metric, recipe.baseline))
     return {**found._asdict(), "baseline": recipe.baseline, "examples": len(both)}
 
 
