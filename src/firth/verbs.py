@@ -13,13 +13,13 @@ import numpy as np
 
 from firth.console import count, progress, quiet, say
 from firth.errors import UserError, nearest
-from firth.evaluate import compare_contexts, embed_texts, largest_difference, write_card, write_run_report
+from firth.evaluate import compare_contexts, describe_run, embed_texts, largest_difference
 from firth.evaluate import evaluate as evaluate_checkpoint
 from firth.evaluate import evaluate_suite as run_suite
 from firth.evaluate.export import write_export
 from firth.evaluate.neighbours import Neighbour, most_similar, samples, write_vector_report, write_vectors
 from firth.evaluate.vectors import word_vectors
-from firth.files import CARD, damage, fresh_folder, read_json, whole_folder, write_json
+from firth.files import damage, fresh_folder, read_json, whole_folder, write_json
 from firth.generate import Blank, generate_results
 from firth.generate import fill as fill_blanks
 from firth.generate.decoding import decoding_of
@@ -712,11 +712,7 @@ def finetune(
     result = run_finetune(plan, resume, overwrite, allow_change, rewind)
     with quiet():  # the run has said all about this file
         examples = read_labelled(plan.dev, plan.task, plan.columns, "dev", plan.encoding)
-    folder = Path(plan.output_dir)
-    report = write_run_report(folder, result, examples)
-    if not (folder / "final" / CARD).exists():  # where there is one, a person may have written in it
-        write_card(folder / "final")
-    return {**result, "report": str(report)}
+    return {**result, "report": str(describe_run(Path(plan.output_dir), result, examples))}
 
 
 def learn_target(

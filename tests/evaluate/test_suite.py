@@ -59,6 +59,10 @@ def test_a_suite_is_fine_tuned_scored_averaged_and_resumed(
     assert "incomplete: without cola" in table(result)[-1][1]
     assert "incomplete" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
 
+    for task in result["tasks"]:
+        assert (tmp_path / "out" / task / "run/report.html").is_file()
+        assert "| accuracy |" in (tmp_path / "out" / task / "run/final/README.md").read_text(encoding="utf-8")
+
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("done twice")
 

@@ -244,8 +244,7 @@ def test_the_seed_that_broke_goes_back(plan: Plan, tmp_path: Path, monkeypatch: 
 def test_the_command_line_has_both(stopped: FinetuneRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(verbs, "run_finetune", lambda *words: given.append(words[1:]) or {"task": "classify"})
-    monkeypatch.setattr(verbs, "write_run_report", lambda *words: Path("report.html"))
-    monkeypatch.setattr(verbs, "write_card", lambda folder: None)
+    monkeypatch.setattr(verbs, "describe_run", lambda *words: Path("report.html"))
     words = [stopped.checkpoint, "classify", stopped.train, stopped.dev, stopped.output_dir]
     verbs.finetune(*words, resume=True, allow_change=True)
     verbs.finetune(*words, rewind=2)

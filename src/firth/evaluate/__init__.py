@@ -9,7 +9,7 @@ from firth.evaluate.export import largest_difference
 from firth.evaluate.likelihood import Likelihood, likelihoods, perplexity
 from firth.evaluate.minimal_pairs import minimal_pairs
 from firth.evaluate.outcome import Outcome
-from firth.evaluate.report import seed_table, write_run_report
+from firth.evaluate.report import describe_run, seed_table, write_run_report
 from firth.evaluate.suite import evaluate_suite, table
 from firth.evaluate.vectors import WordVectors, analogy, read_vectors, word_similarity, word_vectors
 
@@ -22,6 +22,7 @@ __all__ = [
     "choice",
     "cloze",
     "compare_contexts",
+    "describe_run",
     "embed_texts",
     "evaluate",
     "evaluate_suite",

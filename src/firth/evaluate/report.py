@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from firth.evaluate.card import write_card
+from firth.files import CARD
 from firth.metrics import by_class, by_type, confusion, summarise
 from firth.metrics.tagging import are_chunks
 from firth.page import Page, loss_curve
@@ -52,6 +54,14 @@ def write_report(
         page.table(["group", "score"], list(result["by_group"].items()), "The accuracy of each group.")
     add_answers(page, task, Path(result["checkpoint"]), examples, predictions)
     page.save(path)
+
+
+def describe_run(folder: Path, result: Mapping[str, Any], examples: Sequence[Example]) -> Path:
+    """The page about a fine-tuning run, and the model card of its model; a card that is there is left alone."""
+    page = write_run_report(folder, result, examples)
+    if not (folder / "final" / CARD).exists():  # a person may have written in it
+        write_card(folder / "final")
+    return page
 
 
 def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence[Example]) -> Path:

@@ -14,6 +14,7 @@ import yaml
 from firth.console import count, quiet, say, warn
 from firth.errors import UserError, nearest
 from firth.evaluate.evaluate import ZERO_SHOT, by_task, evaluate, task_facts
+from firth.evaluate.report import describe_run
 from firth.files import fresh_folder, read_json, write_json
 from firth.metrics import f1, squad_each, summarise
 from firth.models import read_config
@@ -203,9 +204,9 @@ def measured(checkpoint: Path, task: SuiteTask, file: Path, place: Path) -> dict
     return dict(evaluate(checkpoint, task.task, file, place, task.columns, overwrite=True)["metrics"])
 
 
-def predicted(checkpoint: Path, task: SuiteTask, file: Path, place: Path) -> dict[str, float]:
+def predicted(checkpoint: Path, task: SuiteTask, file: Path, place: Path, encoding: str = "utf-8") -> dict[str, float]:
     """The scores of a fine-tuned checkpoint on a dev file, with the official ones."""
-    examples = read_labelled(file, task.task, task.columns, "dev")
+    examples = read_labelled(file, task.task, task.columns, "dev", encoding)
     outcome = by_task(checkpoint, task.task, task_facts(checkpoint), examples)
     place.mkdir(parents=True, exist_ok=True)
     write_predictions(place / "predictions.jsonl", examples, outcome.predictions)
@@ -217,8 +218,11 @@ def tuned_scores(
 ) -> dict[str, list[dict[str, float]]]:
     """Fine-tune, and score each seed on each dev file; the first of these is what the run itself scores on."""
     (first, file), *others = task.dev.items()
-    results = finetune(task_recipe(checkpoint, task, place, seeds, options), resume=True)
-    examples = read_labelled(file, task.task, task.columns, "dev")
+    recipe = task_recipe(checkpoint, task, place, seeds, options)
+    results = finetune(recipe, resume=True)
+    with quiet():  # the run has said all about this file
+        examples = read_labelled(file, task.task, task.columns, "dev", recipe.encoding)
+    describe_run(place / "run", results, examples)
     runs = [place / "run" / f"seed-{seed}" for seed in range(seeds)]
     parts = {
         first: [
@@ -227,7 +231,11 @@ def tuned_scores(
         ]
     }
     for name, other in others:
-        parts[name] = [predicted(run / "final", task, other, place / f"{name}-{run.name}") for run in runs]
+        places = [place / f"{name}-{run.name}" for run in runs]
+        parts[name] = [
+            predicted(run / "final", task, other, saved, recipe.encoding)
+            for run, saved in zip(runs, places, strict=True)
+        ]
     return parts
 
 
