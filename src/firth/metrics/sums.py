@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from firth.metrics.classification import Row, check_paired, mcc_of
-from firth.metrics.squad import squad_each
+from firth.metrics.squad import normalise_squad, squad_each
 from firth.metrics.tagging import chunks
 from firth.metrics.text import bits_per_byte, exact_match, perplexity, rouge
 
@@ -174,6 +174,7 @@ SUMS: Mapping[tuple[str, str], Callable[[Any, Any], Sums]] = {
     **{("text-to-text", name): partial(_sacrebleu, name) for name in ("chrf", "bleu")},
     **{("text-to-text", name): partial(_rouge, name) for name in ("rouge_1", "rouge_2", "rouge_l")},
     ("text-to-text", "exact_match"): partial(_each_text, exact_match),
+    ("text-to-text", "answer_match"): partial(_each_text, partial(exact_match, normalise=normalise_squad)),
     ("lm", "perplexity"): partial(_likelihoods, perplexity, 0),
     ("lm", "bits_per_byte"): partial(_likelihoods, bits_per_byte, 1),
 }

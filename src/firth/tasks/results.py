@@ -43,7 +43,7 @@ NAMES = {  # of the scores of a task, whatever its examples are
     "regress": ("pearson", "spearman"),
     "choice": ("accuracy",),
     "span-qa": ("f1", "exact_match"),
-    "text-to-text": ("chrf", "bleu", "rouge_1", "rouge_2", "rouge_l", "exact_match"),
+    "text-to-text": ("chrf", "bleu", "rouge_1", "rouge_2", "rouge_l", "exact_match", "answer_match"),
     "lm": (*LESS_IS_BETTER, "token_accuracy"),
 }
 
@@ -271,8 +271,8 @@ def against_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Example],
 def quick(name: str, metric: str, answers: Sequence[Any], examples: Sequence[Example]) -> Sums:
     """A task's score as sums over its examples."""
     true = [e.target for e in examples]
-    if (name, metric) == ("tag", "entity_f1"):
-        return entity_sums("f1", answers, true, given_away(examples))
+    if name == "tag" and metric != "accuracy":
+        return entity_sums(metric.removeprefix("entity_"), answers, true, given_away(examples))
     if name == "text-to-text":
         return sums(name, metric, answers, [list(e.references) or e.target for e in examples])
     if name == "lm":
