@@ -5,7 +5,7 @@ schedule and number of steps. The rate that counts is from the command to a mode
 tokenising, compiling, training, scoring, saving. transformers pads each batch to its longest text. The steady rate is
 that of the steps, without the first tenth of them on its side, with the scoring at the end on ours.
 
-    python benchmarks/finetune_speed.py --checkpoint BERT --sst2 TRAIN DEV --squad TRAIN DEV [--no-compile]
+    python benchmarks/finetune_speed.py --checkpoint BERT --sst2 TRAIN DEV --squad TRAIN DEV [--no-compile] [KEY=VALUE]
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from firth.console import count, say, show_table
 from firth.metrics import score, summarise
 from firth.tasks import FinetuneRecipe, finetune
 from firth.text import Example, read_labelled
-from firth.train import choose_machine
+from firth.train import choose_machine, override, parse_overrides
 
 OURS, THEIRS = "firth", "transformers"
 STRIDE, N_BEST, LONGEST_ANSWER = 128, 20, 30  # of SQuAD, on both sides
@@ -53,6 +53,7 @@ class Work:
     ours_compiled: bool | None  # None: as a run decides by itself
     compiled: bool
     bf16: bool
+    overrides: dict[str, Any]  # of our recipe
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def ours(work: Work) -> Side:
             logging_steps=max(1, work.steps // 10),
         )
         began = time.perf_counter()
-        found = finetune(recipe)
+        found = finetune(override(recipe, work.overrides))
         whole = time.perf_counter() - began
         runs = [json.loads((Path(folder) / f"run/seed-{i}/results.json").read_text()) for i in range(work.seeds)]
     trained = work.steps * work.batch
@@ -292,8 +293,10 @@ def main(words: Sequence[str] | None = None) -> None:
         action=argparse.BooleanOptionalAction,
         help="torch.compile on both sides; unless said transformers does on a GPU, and ours where the steps pay for it",
     )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="fields of our recipe")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
-    options = parser.parse_args(words)
+    options = parser.parse_intermixed_args(words)
+    overrides = parse_overrides(options.overrides)
     machine = choose_machine(FinetuneRecipe())
     gpu = machine.device.type == "cuda"
     compiled = gpu if options.compile is None else options.compile
@@ -302,7 +305,17 @@ def main(words: Sequence[str] | None = None) -> None:
     for task, files, length in (("classify", options.sst2, 128), ("span-qa", options.squad, 384)):
         if files:
             batch = options.batch if task == "classify" else max(1, options.batch // 2)
-            settings = length, batch, options.steps, options.rate, options.seeds, options.compile, compiled, gpu
+            settings = (
+                length,
+                batch,
+                options.steps,
+                options.rate,
+                options.seeds,
+                options.compile,
+                compiled,
+                gpu,
+                overrides,
+            )
             work = Work(options.checkpoint, task, *files, *settings)
             sides += [ours(work), theirs(work)]
     rows = []
