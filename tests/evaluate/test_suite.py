@@ -79,7 +79,7 @@ def test_a_suite_is_fine_tuned_scored_averaged_and_resumed(
     assert was_tuned_on(tuned, sst)
     assert not was_tuned_on(saved("bert"), sst)
     assert not was_tuned_on(tuned, SuiteTask("cola", "classify", glue / "SST-2/dev.tsv"))
-    direct = evaluate_suite(tuned, "glue", tmp_path / "direct", glue, tasks=["sst-2"])
+    direct = evaluate_suite(tuned, "glue", tmp_path / "direct", glue, tasks=["SST-2"])
     assert direct["tasks"]["sst-2"]["how"] == "fine-tuned already"
     best = max(result["tasks"]["sst-2"]["seeds"])
     assert direct["tasks"]["sst-2"]["score"] == pytest.approx(best)

@@ -98,7 +98,8 @@ def find_tasks(suite: str | Path, data: str | Path | None) -> tuple[dict[str, Su
 
 
 def choose_tasks(found: Mapping[str, SuiteTask], tasks: Sequence[str]) -> dict[str, SuiteTask]:
-    """Those asked for, all unless some are, that have a dev file to be scored on."""
+    """Those asked for, all unless some are, that have a dev file to be scored on. GLUE's names may have capitals."""
+    tasks = [name if name in found else name.lower() for name in tasks]
     for name in tasks:
         if name not in found:
             raise UserError(f"The suite has no task {name!r} here. {nearest(name, found)}")
