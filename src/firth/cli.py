@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json as json_module
 import logging
-import math
 import os
 import re
 import signal
@@ -22,6 +21,7 @@ from typer.core import TyperCommand
 
 from firth.console import count, err, hush, out, say, show_table
 from firth.errors import UserError
+from firth.files import without_nan
 
 app = typer.Typer(
     help="From your own text to a language model: tokenizer, pretraining, fine-tuning, evaluation, generation, export.",
@@ -114,20 +114,7 @@ Texts = Annotated[
 
 
 def show_json(value: Any) -> None:
-    print(json_module.dumps(in_json(value), ensure_ascii=False, allow_nan=False))
-
-
-def in_json(value: Any) -> Any:
-    """What JSON has no number for is null.
-
-    >>> in_json({"f1": float("nan"), "seeds": (0.5, float("inf"))})
-    {'f1': None, 'seeds': [0.5, None]}
-    """
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {name: in_json(part) for name, part in value.items()}
-    return [in_json(part) for part in value] if isinstance(value, list | tuple) else value
+    print(json_module.dumps(without_nan(value), ensure_ascii=False, allow_nan=False))
 
 
 def finish(result: Mapping[str, Any], as_json: bool, title: str) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,23 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_results(path: Path, value: Any) -> None:
+    """JSON for others to read: what it has no number for is null."""
+    write_json(path, without_nan(value))
+
+
+def without_nan(value: Any) -> Any:
+    """
+    >>> without_nan({"f1": float("nan"), "seeds": (0.5, float("inf"))})
+    {'f1': None, 'seeds': [0.5, None]}
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: without_nan(part) for name, part in value.items()}
+    return [without_nan(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def read_json(path: Path) -> Any:

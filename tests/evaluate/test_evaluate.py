@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+from firth import verbs
 from firth.errors import UserError
 from firth.evaluate import evaluate, perplexity, write_card, write_run_report
 from firth.evaluate.export import write_export
@@ -232,3 +233,19 @@ def test_an_exported_checkpoint_still_knows_its_task(tuned: Path, tmp_path: Path
     data = write_jsonl(tmp_path / "dev.jsonl", ROWS)
     before = evaluate(final, "classify", data, tmp_path / "before")["metrics"]
     assert evaluate(tmp_path / "out", "classify", data, tmp_path / "after")["metrics"] == before
+
+
+def test_a_score_that_is_no_number_is_null_in_what_others_read(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    """One example has no correlation; the run, its card and its JSON are whole for all that."""
+    train, dev = tmp_path / "train.jsonl", tmp_path / "dev.jsonl"
+    rows = [json.dumps({"text": f"the cat sat {i}", "score": i}) for i in range(4)]
+    train.write_text("\n".join(rows))
+    dev.write_text(rows[1])
+    verbs.finetune(saved("bert"), "regress", train, dev, tmp_path / "run", seeds=2, max_steps=1)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    kept = json.loads((tmp_path / "run" / "results.json").read_text(), parse_constant=refuse)
+    assert (kept["mean"], kept["seeds"]) == (None, [None, None])
+    assert "nan" not in (tmp_path / "run" / "final" / "README.md").read_text()

@@ -185,14 +185,17 @@ def all_scores(run: Path, recipe: Mapping[str, Any]) -> Iterator[Scores]:
     if "metric" in results:
         names = dict.fromkeys([results["metric"], *results["scores"][0]])
         own, each = results["scores"][results["best_seed"]], results["scores"]
-        means = {n: summarise([s[n] for s in each]) for n in names if len(each) > 1 and all(n in s for s in each)}
-        yield Scores(Path(str(recipe.get("dev", "dev"))).name, {n: own[n] for n in names if n in own}, means)
+        known = [n for n in names if all(s.get(n) is not None for s in each)]  # which some seed may have no number for
+        means = {n: summarise([s[n] for s in each]) for n in known if len(each) > 1}
+        here = {n: own[n] for n in names if own.get(n) is not None}
+        yield Scores(Path(str(recipe.get("dev", "dev"))).name, here, means)
     elif results.get("eval_loss") is not None:
         yield Scores("held-out documents", {"eval_loss": results["eval_loss"]}, {})
     for path in sorted(run.glob("evaluate-*/results.json")):
         other = found(path)
         if other.get("metrics"):
-            yield Scores(Path(str(other.get("data", path.parent.name))).name, dict(other["metrics"]), {})
+            here = {name: x for name, x in other["metrics"].items() if x is not None}
+            yield Scores(Path(str(other.get("data", path.parent.name))).name, here, {})
 
 
 def about_scores(scores: Sequence[Scores]) -> str:

@@ -16,7 +16,7 @@ from firth.evaluate.ngram import NgramScorer
 from firth.evaluate.outcome import Outcome
 from firth.evaluate.report import write_report
 from firth.evaluate.vectors import analogy, word_similarity, word_vectors
-from firth.files import fresh_folder, read_json, refuse_unwritable, write_json
+from firth.files import fresh_folder, read_json, refuse_unwritable, write_results
 from firth.metrics import score
 from firth.models import load_model
 from firth.models.ngram import is_ngram
@@ -206,5 +206,5 @@ def save(
         "report": str(folder / "report.html"),
     }
     write_report(folder / "report.html", result, examples, outcome.predictions)
-    write_json(folder / "results.json", result)
+    write_results(folder / "results.json", result)
     return result

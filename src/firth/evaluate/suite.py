@@ -15,7 +15,7 @@ from firth.console import count, quiet, say, warn
 from firth.errors import UserError, nearest
 from firth.evaluate.evaluate import ZERO_SHOT, by_task, evaluate, task_facts
 from firth.evaluate.report import describe_run
-from firth.files import fresh_folder, read_json, write_json
+from firth.files import fresh_folder, read_json, write_json, write_results
 from firth.metrics import f1, squad_each, summarise
 from firth.models import read_config
 from firth.page import Page
@@ -70,10 +70,10 @@ def evaluate_suite(
             result = one_task(checkpoint, task, place, seeds, dict(options or {}))
             write_json(place / TASK_RESULTS, result)
         done[task.name] = dict(read_json(place / TASK_RESULTS))
-        write_json(folder / RESULTS, conclude(settings, done, whole, folder))
+        write_results(folder / RESULTS, conclude(settings, done, whole, folder))
     result = conclude(settings, done, whole, folder)
     write_page(folder / "report.html", result)
-    write_json(folder / RESULTS, result)
+    write_results(folder / RESULTS, result)
     if not result["complete"]:
         warn(f"the average is over {len(done)} of {len(whole)} tasks; missing: {', '.join(result['missing'])}.")
     if result["left_out"]:

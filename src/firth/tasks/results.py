@@ -14,7 +14,7 @@ import numpy as np
 
 from firth.console import count, say, warn
 from firth.errors import UserError
-from firth.files import MANIFEST, read_json, whole_folder, write_json, write_text
+from firth.files import MANIFEST, read_json, whole_folder, write_results, write_text
 from firth.metrics import (
     Comparison,
     Sums,
@@ -118,10 +118,10 @@ def conclude(
         "examples_per_second": summarise([run["examples_per_second"] for run in runs])[0],
         "predictions": str(folder / PREDICTIONS),
     }
-    write_json(folder / "results.json", results)
+    write_results(folder / "results.json", results)
     if recipe.baseline:
         results["bootstrap"] = against_baseline(recipe, task, dev, folder)
-        write_json(folder / "results.json", results)
+        write_results(folder / "results.json", results)
     return results
 
 
