@@ -13,7 +13,6 @@ from torch.testing import assert_close
 
 from firth.models import attention, fused
 from firth.models.attention import Attention, Sight, attend, see
-from firth.models.fused import BLOCK, tiles_that_meet
 from firth.models.mask_decoder import at_places
 from firth.models.presets import bert, t5
 from firth.models.two_stream import see_earlier
@@ -257,32 +256,3 @@ def test_scores_of_a_layer_are_added_under_any_sight() -> None:
     for name, (sight, wanted) in cases.items():
         found = attend(q, k, v, attention.add_score(sight, more), 0.0, 0.5)
         assert_close(found, wanted.softmax(-1) @ v, msg=name)
-
-
-def test_tiles_that_have_nothing_to_do_are_passed_over() -> None:
-    doc = torch.arange(4).repeat_interleave(64).view(1, -1) // 2  # two documents of two tiles each
-    all_of_it, before = see(False, doc).reach, see(True, doc).reach
-    assert all_of_it is not None
-    assert before is not None
-    asks, read = tiles_that_meet(all_of_it).view(2, 4, 2).tolist()
-    assert asks == read == [[0, 2], [0, 2], [2, 4], [2, 4]]
-    asks, read = tiles_that_meet(before).view(2, 4, 2).tolist()
-    assert asks == [[0, 1], [0, 2], [2, 3], [2, 4]]
-    assert read == [[0, 2], [1, 2], [2, 4], [3, 4]]
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("ranked", [False, True])
-def test_whatever_is_seen_lies_in_tiles_that_meet(causal: bool, ranked: bool) -> None:
-    B, T, num = 3, 300, -(-300 // BLOCK)
-    torch.manual_seed(0)
-    doc = torch.sort(torch.randint(-1, 9, (B, T)), 1, descending=True).values
-    rank = torch.randint(0, 50, (B, T)) if ranked else None
-    sight = see(causal and not ranked, doc, rank)
-    assert sight.mask is not None
-    assert sight.reach is not None
-    spans = tiles_that_meet(sight.reach)
-    for b, t, s in sight.mask[:, 0].nonzero().tolist():
-        ask, read = t // BLOCK, s // BLOCK
-        assert spans[b, ask, 0] <= read < spans[b, ask, 1]
-        assert spans[b, num + read, 0] <= ask < spans[b, num + read, 1]

@@ -28,7 +28,6 @@ except ImportError:  # a machine without a GPU needs none
 
 BLOCK = 64  # places in a tile, both ways
 VECTORS, BESIDE = 512, 34 * 2**10  # vectors of a head, and bytes beside them, that the largest variant has room for
-MOST = 2**31 - 1  # more than any key
 ROUND = 8  # numbers for distances come in multiples of this, which suits matrix products
 
 
@@ -108,35 +107,9 @@ def attend_packed(
     return forward(x_BTI, x_BTI, x_BTI, None, None, who[0], None, *drop, bias, *who[1:], *numbers)[0]
 
 
-def seen_by(mask: Tensor | None, reach: Reach | None) -> tuple[Tensor | None, ...]:
-    """What the kernels take: a mask; or keys, the lowest and how many from there on are seen, and which tiles meet."""
-    if reach is None:
-        return mask, None, None, None
-    return None, reach.key.contiguous(), torch.stack([reach.low, reach.size]), tiles_that_meet(reach)
-
-
-def tiles_that_meet(reach: Reach) -> Tensor:
-    """(B, tiles that ask and then those that are read, 2): from where to where each has something to do.
-
-    Where documents stand one after the other these are few, and the kernels pass over all others.
-    """
-    sees = reach.size > 0
-    low, high = torch.where(sees, reach.low, MOST), torch.where(sees, reach.low + reach.size, -MOST)
-    first, last = in_tiles(low, MOST).amin(-1), in_tiles(high, -MOST).amax(-1)
-    least, most = in_tiles(reach.key, MOST).amin(-1), in_tiles(reach.key, -MOST).amax(-1)
-    meet = (least[:, None] < last[:, :, None]) & (most[:, None] >= first[:, :, None])
-    return torch.cat([ends(meet), ends(meet.mT)], 1)
-
-
-def in_tiles(x_BT: Tensor, fill: int) -> Tensor:
-    return F.pad(x_BT, (0, -x_BT.shape[1] % BLOCK), value=fill).unflatten(1, (-1, BLOCK))
-
-
-def ends(meet_BNM: Tensor) -> Tensor:
-    """(B, N, 2): the first of the M that is met, and the one after the last; both 0 where there is none."""
-    i_M = torch.arange(meet_BNM.shape[2], dtype=torch.int32, device=meet_BNM.device)
-    last_BN = torch.where(meet_BNM, i_M + 1, 0).amax(-1)
-    return torch.stack([torch.where(meet_BNM, i_M, last_BN[..., None]).amin(-1), last_BN], -1)
+def seen_by(mask: Tensor | None, reach: Reach | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What the kernels take: a mask, or keys, and the lowest and how many from there on are seen."""
+    return (mask, None, None) if reach is None else (None, reach.key.contiguous(), torch.stack([reach.low, reach.size]))
 
 
 def to_drop(asking: int, S: int, dropout: float, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -235,15 +208,6 @@ if triton is not None:
         return band + (mine - first) * (W - 1) + (other + BLOCK - 1)
 
     @triton.jit
-    def span(spans, b, tile, T, S, BT: tl.constexpr, BS: tl.constexpr, SPANS: tl.constexpr):
-        """From which to which of the S places a tile has something to do."""
-        first, last = 0, S
-        if SPANS:
-            at = spans + (b * (tl.cdiv(T, BT) + tl.cdiv(S, BS)) + tile) * 2
-            first, last = tl.load(at) * BS, tl.minimum(tl.load(at + 1) * BS, S)
-        return first, last
-
-    @triton.jit
     def rows(x, place, d, length, stride, D: tl.constexpr, FULL: tl.constexpr):
         """Some vectors of one head, 0 beyond the last place and the last number."""
         at = tl.arange(0, D)
@@ -260,13 +224,13 @@ if triton is not None:
 
     @triton.jit
     def forward_kernel(
-        q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, spans, y, lse, B, H, T, S, d, zero,
+        q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, y, lse, B, H, T, S, d, zero,
         q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, y_b, y_h, y_t, mask_b, mask_t,
         scale: tl.constexpr, post: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr,
         W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
         PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
-        SPANS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
-        BS: tl.constexpr, PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
+        EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
+        PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     ):  # fmt: skip
         head = (tl.program_id(0) // tl.cdiv(T, BT)).to(tl.int64)
         b, h = head // H, head % H
@@ -284,13 +248,8 @@ if triton is not None:
         row = tl.load(drop_t + head * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if LIMIT else 0
         low = tl.load(reach + b * T + t, mask=t < T, other=0)[:, None] if REACH else 0
         size = tl.load(reach + (B + b) * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if REACH else 0
-        first, last = span(spans, b, t0 // BT, T, S, BT, BS, SPANS)
         for part in tl.static_range(PARTS):
-            for s0 in range(
-                part * t0 if CAUSAL else first,
-                (t0 if part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else last,
-                BS,
-            ):
+            for s0 in range(part * t0, (t0 if part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S, BS):
                 s = s0 + tl.arange(0, BS)
                 s2 = s[None, :]
                 inside = tl.full([BT, BS], True, tl.int1) if EVEN else (t2 < T) & (s2 < S)
@@ -320,16 +279,15 @@ if triton is not None:
 
     @triton.jit
     def asking_kernel(
-        q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, spans, y, lse, dy, delta, dq, dask,
-        dbias,
+        q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, y, lse, dy, delta, dq, dask, dbias,
         B, H, T, S, d, zero,
         q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, y_b, y_h, y_t, mask_b, mask_t, dy_b, dy_h, dy_t, dq_b, dq_h, dq_t,
         scale: tl.constexpr, post: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr, factor: tl.constexpr,
         DBIAS: tl.constexpr,
         W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
         PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
-        SPANS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
-        BS: tl.constexpr, PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
+        EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
+        PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     ):  # fmt: skip
         """Gradients of the queries, of what they have for each distance, and of the bias.
 
@@ -352,13 +310,8 @@ if triton is not None:
         row = tl.load(drop_t + head * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if LIMIT else 0
         low = tl.load(reach + b * T + t, mask=t < T, other=0)[:, None] if REACH else 0
         size = tl.load(reach + (B + b) * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if REACH else 0
-        first, last = span(spans, b, t0 // BT, T, S, BT, BS, SPANS)
         for part in tl.static_range(PARTS):
-            for s0 in range(
-                part * t0 if CAUSAL else first,
-                (t0 if part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else last,
-                BS,
-            ):
+            for s0 in range(part * t0, (t0 if part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S, BS):
                 s = s0 + tl.arange(0, BS)
                 s2 = s[None, :]
                 inside = tl.full([BT, BS], True, tl.int1) if EVEN else (t2 < T) & (s2 < S)
@@ -398,15 +351,15 @@ if triton is not None:
 
     @triton.jit
     def reading_kernel(
-        q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, spans, lse, dy, delta, dk, dv, dread,
+        q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, lse, dy, delta, dk, dv, dread,
         B, H, T, S, d, zero,
         q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_t, dy_b, dy_h, dy_t, dk_b, dk_h, dk_t,
         dv_b, dv_h, dv_t,
         scale: tl.constexpr, post: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr, factor: tl.constexpr,
         W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
         PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
-        SPANS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
-        BS: tl.constexpr, PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
+        EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
+        PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     ):  # fmt: skip
         """Gradients of the keys, the values, and what the keys have for each distance."""
         head = (tl.program_id(0) // tl.cdiv(S, BS)).to(tl.int64)
@@ -422,11 +375,8 @@ if triton is not None:
         column = tl.load(drop_s + s, mask=s < S, other=0).to(tl.uint32)[:, None] if LIMIT else 0
         k_Sd, v_Sd = rows(k, s, d, S, k_t, D, FULL), rows(v, s, d, S, v_t, D, FULL)
         dk_Sd, dv_Sd = tl.zeros([BS, D], tl.float32), tl.zeros([BS, D], tl.float32)
-        first, last = span(spans, b, tl.cdiv(T, BT) + s0 // BS, S, T, BS, BT, SPANS)
         for part in tl.static_range(PARTS):
-            for t0 in range(
-                s0 + part * BS if CAUSAL else first, tl.minimum(s0 + BS, T) if part + 1 < PARTS else last, BT
-            ):
+            for t0 in range(s0 + part * BS if CAUSAL else 0, tl.minimum(s0 + BS, T) if part + 1 < PARTS else T, BT):
                 t = t0 + tl.arange(0, BT)
                 at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
                 t2, at2 = t[None, :], at[None, :]
@@ -476,7 +426,7 @@ if triton is not None:
     def make_call(
         q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
         place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None,
-        reach: Tensor | None, spans: Tensor | None, heads: int, zero: int, causal: bool, dropout: float, scale: float,
+        reach: Tensor | None, heads: int, zero: int, causal: bool, dropout: float, scale: float,
     ) -> Call:  # fmt: skip
         if heads:  # all in one tensor (B, T, 3 x H x d), given three times
             (B, T, width), H = q.shape, heads
@@ -505,7 +455,6 @@ if triton is not None:
             "CAUSAL": causal,
             "PARTS": 2 if causal else 1,  # tiles that are seen whole, and those on the edge
             "REACH": reach is not None,
-            "SPANS": spans is not None and ask is None and read is None,  # tables are written whole
             "EVEN": even,
             "FULL": even and d == D,
             "D": D,
@@ -516,9 +465,7 @@ if triton is not None:
             "BS": BLOCK,
             "num_warps": 4,
         }
-        tables = tuple(
-            q if x is None else x for x in (ask, read, bits, place, drop_t, drop_s, bias, keys, reach, spans)
-        )
+        tables = tuple(q if x is None else x for x in (ask, read, bits, place, drop_t, drop_s, bias, keys, reach))
         return Call(tables, (B, H, T, S, d, zero), layout, strides, made_for)
 
     def is_even(T: int, S: int) -> bool:
@@ -538,7 +485,7 @@ if triton is not None:
     def forward(
         q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
         place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None,
-        reach: Tensor | None, spans: Tensor | None, heads: int, zero: int, causal: bool, dropout: float, scale: float,
+        reach: Tensor | None, heads: int, zero: int, causal: bool, dropout: float, scale: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """What attention finds, and the logarithms of the sums of exponentials (base 2).
 
@@ -546,8 +493,7 @@ if triton is not None:
         (B, T, H x d).
         """
         call = make_call(
-            q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, spans, heads, zero, causal,
-            dropout, scale,
+            q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, heads, zero, causal, dropout, scale
         )  # fmt: skip
         B, H, T, *_ = call.sizes
         (y, strides), lse = like_rows(q, heads), q.new_empty(B, H, T, dtype=torch.float32)
@@ -560,16 +506,15 @@ if triton is not None:
     def backward(
         dy: Tensor, q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
         place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None,
-        reach: Tensor | None, spans: Tensor | None, y: Tensor, lse: Tensor, heads: int, zero: int, causal: bool,
-        dropout: float, scale: float, learns: bool,
+        reach: Tensor | None, y: Tensor, lse: Tensor, heads: int, zero: int, causal: bool, dropout: float,
+        scale: float, learns: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """The gradients of queries, keys, values, both tables, and the bias where that `learns`.
 
         Those of what is not there are empty; with `heads` the first one is of all three.
         """
         call = make_call(
-            q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, spans, heads, zero, causal,
-            dropout, scale,
+            q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, heads, zero, causal, dropout, scale
         )  # fmt: skip
         B, H, T, S, d, _ = call.sizes
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
@@ -604,7 +549,7 @@ if triton is not None:
         ask, read, bias, heads = tensors[3], tensors[4], tensors[9], ctx.numbers[0]
         learns = bias is not None and ctx.needs_input_grad[9]
         dq, dk, dv, dask, dread, dbias = backward(dy, *tensors, y, lse, *ctx.numbers, learns)
-        found = [dq, None if heads else dk, None if heads else dv, *[None] * 15]
+        found = [dq, None if heads else dk, None if heads else dv, *[None] * 14]
         found[3], found[4] = None if ask is None else dask, None if read is None else dread
         if bias is not None and learns:
             found[9] = dbias.to(bias.dtype)
