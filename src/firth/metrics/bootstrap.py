@@ -72,8 +72,8 @@ def paired_bootstrap(
 
     The p-value is that of Berg-Kirkpatrick et al. (2012), on both sides: how often a sample strays from the difference
     by at least as much as the difference itself. `score_fn(predictions, references)` gives either one number, and is
-    then called for each sample (Koehn 2004); or, much faster, one number for each example, whose mean is the score, or
-    the `Sums` that it comes from. After so many `seconds` no more samples are drawn, and that is said.
+    then called for each sample (Koehn 2004); or, much faster, the `Sums` that it comes from. After so many `seconds` no
+    more samples are drawn, and that is said.
 
     Samples whose difference is not a finite number, as where all answers drawn are the same and have no correlation,
     are left out; where that is more than half of them, or the difference itself is not finite, nothing can be said.
@@ -88,13 +88,6 @@ def paired_bootstrap(
         def sampled(chosen: NDArray[np.int64]) -> float:
             times_N = np.bincount(chosen, minlength=len(references)).astype(np.float64)
             return float(score_a.of(times_N) - score_b.of(times_N))
-
-    elif np.ndim(score_a) == 1:
-        difference_N = np.asarray(score_a, dtype=np.float64) - np.asarray(score_b, dtype=np.float64)
-        difference = float(difference_N.mean())
-
-        def sampled(chosen: NDArray[np.int64]) -> float:
-            return float(difference_N[chosen].mean())
 
     else:
         difference = float(score_a - score_b)

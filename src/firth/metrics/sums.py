@@ -6,17 +6,17 @@ N examples, K numbers of each, whose sums over a sample give its score. Each sco
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from firth.metrics.classification import Row, check_paired, mcc_of
+from firth.metrics.classification import Row, check_paired, hits, mcc_of
 from firth.metrics.squad import normalise_squad, squad_each
-from firth.metrics.tagging import chunks
-from firth.metrics.text import bits_per_byte, exact_match, perplexity, rouge
+from firth.metrics.tagging import totals
+from firth.metrics.text import bits_per_byte, exact_match, perplexity, right_texts, rouge
 
 CONFUSED = ("mcc", "macro_f1")
 MOST_CLASSES = 10  # whose confusions are counted example by example
@@ -61,22 +61,17 @@ def entity_sums(
     metric: str, predictions: Sequence[Any], references: Sequence[Any], without: Collection[str] = ()
 ) -> Sums:
     """Of stretches: `metric` is a field of `Row`, and `without` leaves out types."""
-    each = []
-    for predicted_tags, true_tags in zip(predictions, references, strict=True):
-        predicted, true = (
-            {chunk for chunk in chunks(tags) if chunk.type not in without} for tags in (predicted_tags, true_tags)
-        )
-        each.append((len(predicted & true), len(predicted), len(true)))
+    each = [totals([p], [r], without) for p, r in zip(predictions, references, strict=True)]
     return Sums(_rows(each), lambda counts: float(getattr(_row(counts), metric)))
 
 
-def _mean(each: Sequence[float] | Numbers) -> Sums:
+def _mean(each: Iterable[float]) -> Sums:
     """A score that is the mean of a number of each example."""
     return Sums(_rows([(float(x), 1.0) for x in each]), lambda sums: float(sums[0] / sums[1]))
 
 
 def _hits(predictions: Sequence[Any], references: Sequence[Any]) -> Sums:
-    return _mean([p == r for p, r in zip(predictions, references, strict=True)])
+    return _mean(hits(predictions, references))
 
 
 def _f1(predictions: Sequence[str], references: Sequence[str]) -> Sums:
@@ -124,11 +119,8 @@ def _sacrebleu(name: str, predictions: Sequence[str], references: Sequence[str |
     from sacrebleu.metrics.chrf import CHRF
 
     metric: Any = {"bleu": BLEU, "chrf": CHRF}[name]()
-    choices = [[reference] if isinstance(reference, str) else list(reference) for reference in references]
-    each = [
-        metric._extract_corpus_statistics([text], [[right] for right in several])[0]
-        for text, several in zip(predictions, choices, strict=True)
-    ]
+    pairs = zip(predictions, right_texts(predictions, references), strict=True)
+    each = [metric._extract_corpus_statistics([text], [[right] for right in several])[0] for text, several in pairs]
     return Sums(_rows(each), lambda counts: float(metric._compute_score_from_stats(counts.astype(int).tolist()).score))
 
 

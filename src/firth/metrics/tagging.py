@@ -98,7 +98,12 @@ def _split(tag: str) -> tuple[str, str]:
 
 def _total(predictions: Sequence[Tags], references: Sequence[Tags], without: Collection[str]) -> Row:
     """One row over all types but those left out."""
-    return Row.of(*(sum(n for name, n in c.items() if name not in without) for c in _counts(predictions, references)))
+    return Row.of(*totals(predictions, references, without))
+
+
+def totals(predictions: Sequence[Tags], references: Sequence[Tags], without: Collection[str]) -> list[int]:
+    """How many stretches are right, how many were predicted, how many are true; without types that are left out."""
+    return [sum(n for name, n in c.items() if name not in without) for c in _counts(predictions, references)]
 
 
 def _counts(predictions: Sequence[Tags], references: Sequence[Tags]) -> tuple[Counter[str], Counter[str], Counter[str]]:

@@ -18,7 +18,7 @@ from firth.metrics.classification import check_paired
 Reference = str | Sequence[str]
 
 
-def _choices(predictions: Sequence[str], references: Sequence[Reference]) -> list[list[str]]:
+def right_texts(predictions: Sequence[str], references: Sequence[Reference]) -> list[list[str]]:
     """For each prediction, the texts that are right; checked."""
     check_paired(predictions, references)
     choices = [[reference] if isinstance(reference, str) else list(reference) for reference in references]
@@ -44,7 +44,7 @@ def exact_match(
 
     `normalise_squad` and `normalise_trivia` are what those two benchmarks do.
     """
-    choices = _choices(predictions, references)
+    choices = right_texts(predictions, references)
     pairs = zip(predictions, choices, strict=True)
     hits = [normalise(prediction) in {normalise(text) for text in texts} for prediction, texts in pairs]
     return sum(hits) / len(hits)
@@ -54,7 +54,7 @@ def bleu(predictions: Sequence[str], references: Sequence[Reference]) -> float:
     """BLEU of the whole corpus by sacrebleu, with its default tokenisation (13a) and smoothing."""
     from sacrebleu import corpus_bleu
 
-    streams: Any = _streams(_choices(predictions, references))
+    streams: Any = _streams(right_texts(predictions, references))
     return float(corpus_bleu(predictions, streams).score)
 
 
@@ -62,7 +62,7 @@ def chrf(predictions: Sequence[str], references: Sequence[Reference]) -> float:
     """chrF2 of the whole corpus by sacrebleu: shared character n-grams, so it needs no words and suits any language."""
     from sacrebleu import corpus_chrf
 
-    streams: Any = _streams(_choices(predictions, references))
+    streams: Any = _streams(right_texts(predictions, references))
     return float(corpus_chrf(predictions, streams).score)
 
 
@@ -76,7 +76,7 @@ def rouge(predictions: Sequence[str], references: Sequence[Reference]) -> dict[s
 
     names = {"rouge1": "rouge_1", "rouge2": "rouge_2", "rougeL": "rouge_l"}
     scorer = RougeScorer([*names])
-    pairs = zip(predictions, _choices(predictions, references), strict=True)
+    pairs = zip(predictions, right_texts(predictions, references), strict=True)
     scores = [scorer.score_multi(texts, prediction) for prediction, texts in pairs]
     return {ours: 100 * sum(s[theirs].fmeasure for s in scores) / len(scores) for theirs, ours in names.items()}
 
