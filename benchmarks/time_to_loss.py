@@ -35,11 +35,11 @@ from firth import __version__
 from firth.console import say, show_table
 from firth.models import Model, preset
 from firth.objectives import IGNORED, MLM, Batch, Draw
-from firth.recipes import pretraining
+from firth.recipes import changed, pretraining
 from firth.tasks import FinetuneRecipe, finetune
 from firth.text import read_labelled
 from firth.tokens import Prepared, RowSource, open_shards
-from firth.train import Machine, Recipe, Run, choose_machine, fit, override, parse_overrides, read_log
+from firth.train import Machine, Recipe, Run, choose_machine, fit, parse_overrides, read_log
 from firth.train.pretrain import alone, batch_function, finish, first_model, row_source, settle, shorter_rows, trial
 from firth.train.ramp import stage_shares
 
@@ -192,7 +192,7 @@ def our_recipe(options: argparse.Namespace, shards: Prepared, folder: Path) -> R
         save_steps=10**9,
         max_steps=options.steps,
     )
-    recipe = override(recipe, parse_overrides(options.changes))
+    recipe = changed(recipe, parse_overrides(options.changes))
     recipe.check()
     return recipe
 

@@ -131,6 +131,11 @@ def main(words: Sequence[str] | None = None) -> None:
             for way in ("pretrained", "scratch")
         }
         rows, scores = [], defaultdict[str, dict[str, Any]](dict)
+        say(f"pretrained after {time.monotonic() - began:.0f} s, held-out loss {pretrained['eval_loss']:.3f}")
+        if (options.data / BLIMP).is_file():
+            pairs = evaluate(final, "minimal-pairs", options.data / BLIMP, Path(folder) / "blimp")
+            scores["blimp"] = pairs
+            rows.append(("blimp sample", "accuracy", f"{100 * pairs['metrics']['accuracy']:.1f}", "", ""))
         for (name, way), found in at_once(finetune, recipes.items(), options.jobs, Path(folder) / "log.txt"):
             scores[name][way] = found
             say(f"{name}, {way}: {written(found)}, after {time.monotonic() - began:.0f} s")
@@ -138,10 +143,6 @@ def main(words: Sequence[str] | None = None) -> None:
             ours, twin = scores[name]["pretrained"], scores[name]["scratch"]
             gain = f"{100 * (ours['mean'] - twin['mean']):+.1f}"
             rows.append((name, ours["metric"], written(ours), written(twin), gain))
-        if (options.data / BLIMP).is_file():
-            pairs = evaluate(final, "minimal-pairs", options.data / BLIMP, Path(folder) / "blimp")
-            scores["blimp"] = pairs
-            rows.append(("blimp sample", "accuracy", f"{100 * pairs['metrics']['accuracy']:.1f}", "", ""))
     flops = flops_per_token(config, 128)
     title = (
         f"{options.shape}, {pretrained['parameters']:,} parameters, {flops / 1e6:,.0f} MFLOPs a token, held-out loss "

@@ -51,7 +51,7 @@ from firth.models.ngram import is_ngram, load_ngram
 from firth.objectives import NAMED
 from firth.page import free_place
 from firth.plain import KIND, to_plain
-from firth.recipes import complete, default_objective, finetuning, pretraining, tokenizer_kind, vocabulary_size
+from firth.recipes import changed, default_objective, finetuning, pretraining, tokenizer_kind, vocabulary_size
 from firth.recipes import named as named_recipe
 from firth.tasks import TASK_FILE, FinetuneRecipe, prompts_for
 from firth.tasks import finetune as run_finetune
@@ -549,7 +549,7 @@ def take_order(
     model_config, checkpoint = find_model(model)
     named = {"output_dir": str(output_dir), "checkpoint": str(checkpoint or ""), "data": "", "tokenizer": ""}
     changes = all_changes(config, {**options, "objective": named_objective(objective)}, overrides, named)
-    recipe = complete(override(pretraining(model_config), changes))
+    recipe = changed(pretraining(model_config), changes)
     recipe.check()
     check_held_out(making.held_out)
     sources = [data] if isinstance(data, str | Path) else list(data)

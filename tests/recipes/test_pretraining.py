@@ -10,7 +10,7 @@ from firth.models import PRESETS, make_model, preset
 from firth.models.config import Boundary, Generator, MaskDecoder, Pair
 from firth.models.presets import bert, gpt2
 from firth.objectives import MLM, NAMED, SpanCorruption
-from firth.recipes import complete, default_objective, pretraining, tokenizer_kind
+from firth.recipes import changed, complete, default_objective, pretraining, tokenizer_kind
 from firth.recipes.pretraining import rate
 
 PUBLISHED = {
@@ -106,3 +106,12 @@ def test_rates() -> None:
     """As measured for the widths of BERT, GPT-2 and T5; a post-norm decoder takes no more than BERT."""
     assert [rate(preset(f"{name}-tiny")) for name in ("bert", "gpt2", "t5", "bart")] == [1e-3, 2e-3, 3e-3, 1e-3]
     assert rate(gpt2(1, 768, 12)) == pytest.approx(5.2e-4)
+
+
+def test_the_rate_is_that_of_the_model_as_it_was_changed() -> None:
+    """A tiny preset that is made wide learns as slowly as a wide one, unless a rate is named."""
+    tiny = pretraining(preset("t5-tiny"))
+    wide = changed(tiny, {"model.dim": 512, "model.num_heads": 8})
+    assert wide.learning_rate == rate(wide.model) < tiny.learning_rate
+    assert changed(tiny, {"model.dim": 512, "learning_rate": 0.5}).learning_rate == 0.5
+    assert changed(tiny, {"max_steps": 3}) == replace(tiny, max_steps=3)

@@ -899,6 +899,21 @@ def test_a_file_of_another_task_is_recognised(checkpoint_of: Checkpoints, toy: T
     assert not (tmp_path / "run").exists()
 
 
+def test_a_text_is_read_from_its_first_state_or_from_all(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
+    """The mean is over one text, beside which others stand in a row; a checkpoint says of itself which it was."""
+    for pool, kept in (("auto", "first"), ("cls", "first"), ("mean", "mean")):
+        found = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / pool, pool=pool))
+        model = load_model(tmp_path / pool / "final")
+        assert isinstance(model.config.head, Classes)
+        assert model.config.head.pool == kept
+        assert found["mean"] > 0.9
+        again = evaluate(tmp_path / pool / "final", "classify", toy["dev"], tmp_path / f"{pool}-again")
+        assert again["metrics"]["accuracy"] == pytest.approx(found["mean"])
+    for family in ("gpt2", "bart"):
+        with pytest.raises(UserError, match="pool=mean is for one answer about a whole text of an encoder"):
+            finetune(recipe(checkpoint_of(family), toy, tmp_path / "run", pool="mean"))
+
+
 def test_what_is_refused_leaves_nothing_behind(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
     shutil.copytree(checkpoint_of("bert"), tmp_path / "bert")
     (tmp_path / "bert" / "model.safetensors").unlink()

@@ -3,6 +3,7 @@
 from firth.recipes.finetuning import finetuning, named
 from firth.recipes.pretraining import (
     TOKENIZERS,
+    changed,
     complete,
     default_objective,
     pretraining,
@@ -12,6 +13,7 @@ from firth.recipes.pretraining import (
 
 __all__ = [
     "TOKENIZERS",
+    "changed",
     "complete",
     "default_objective",
     "finetuning",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from firth.models import Extra, LMHead, ModelConfig, Verdict, with_extras
 from firth.models.config import AWDLSTM, Disentangled, ELMo, Generator, MaskDecoder
 from firth.objectives import MLM, NAMED, Mixture, Objective, SalientSpans, SpanCorruption
-from firth.train import Recipe
+from firth.train import Recipe, override
 
 TOKENIZERS = {"encoder": "wordpiece", "decoder": "byte-bpe", "encoder-decoder": "unigram"}
 FAMILY_TOKENIZERS = {
@@ -46,6 +47,12 @@ def pretraining(model: ModelConfig, **fields: Any) -> Recipe:
     model = replace(model, extras=model.extras or usual_extras(model))
     plain = {"model": model, "objective": objective, "learning_rate": rate(model), **usual_rows(model)}
     return complete(Recipe(**plain | fields))
+
+
+def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """The recipe with these fields; the rate, unless it is one of them, is that of the model as they make it."""
+    recipe = override(recipe, changes)
+    return complete(recipe if "learning_rate" in changes else replace(recipe, learning_rate=rate(recipe.model)))
 
 
 def usual_rows(model: ModelConfig) -> dict[str, Any]:

@@ -58,7 +58,7 @@ from firth.train.recipe import differences
 EPOCHS, FEW_STEPS = 3.0, 200  # where nothing is said: so many passes, but at least so many steps, as small data need
 # What the tensors of a checkpoint depend on, what its answers mean, and what was best so far.
 FIXED = (
-    *("task", "answer", "from_scratch", "optim", "ema_decay", "layers", "bilstm", "crf"),
+    *("task", "answer", "from_scratch", "optim", "ema_decay", "layers", "pool", "bilstm", "crf"),
     *("lora_rank", "lora_targets", "metric"),
 )
 EVALUATIONS = 10  # per seed, where a run may stop early and --eval-steps does not say

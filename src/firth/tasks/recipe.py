@@ -9,7 +9,7 @@ from typing import Literal
 
 from firth.errors import UserError
 from firth.models import ModelConfig, Tags, TaskHead
-from firth.models.config import Features
+from firth.models.config import Choices, Classes, Features, Score
 from firth.models.lora import LoRA
 from firth.train.recipe import Training, option
 from firth.train.unfreeze import Pace
@@ -92,6 +92,11 @@ class FinetuneRecipe(Training):
     layers: Literal["top", "mix"] = option(
         "top", "What the head reads: the last layer, or a mean of all layers with learned weights (ELMo)."
     )
+    pool: Literal["auto", "cls", "mean"] = option(
+        "auto",
+        "What an encoder's answer about a whole text is read from: the state of [CLS], or the mean of all states; auto "
+        "is as its family was published.",
+    )
     bilstm: int = option(0, "Put an LSTM of so many units each way between the body and the head; 0 puts none.")
     crf: bool = option(False, "tag: learn which tag may follow which too, and choose those of a sentence together.")
     lora_rank: int = option(
@@ -151,6 +156,8 @@ class FinetuneRecipe(Training):
         """The model with what is put between its body and its head, and with a chain of tags."""
         if self.crf and isinstance(model.head, Tags):
             model = replace(model, head=replace(model.head, crf=True))
+        if self.pool != "auto":
+            model = replace(model, head=self.pooled(model))
         if self.layers == "top" and not self.bilstm:
             return model
         features = Features(mix=self.layers == "mix", bilstm=self.bilstm)
@@ -158,6 +165,15 @@ class FinetuneRecipe(Training):
             name = "layers=mix" if features.mix else f"bilstm={self.bilstm}"
             raise UserError(f"{name} stands between an encoder and the head of its task, and not in {model.family}.")
         return replace(model, extras=(*model.extras, features))
+
+    def pooled(self, model: ModelConfig) -> Classes | Score | Choices:
+        """The model's head, which reads what the recipe says of a text."""
+        head = model.head
+        marked = isinstance(head, Classes) and head.marks > 1
+        if model.shape != "encoder" or marked or not isinstance(head, Classes | Score | Choices):
+            raise UserError(f"pool={self.pool} is for one answer about a whole text of an encoder, and not for this.")
+        cls: Literal["first", "last"] = "last" if head.pool == "last" else "first"  # XLNet's [CLS] stands last
+        return replace(head, pool="mean" if self.pool == "mean" else cls)
 
     @property
     def lora(self) -> LoRA | None:
