@@ -126,7 +126,7 @@ def run_seeds(
             *about_shots(recipe, data),
             *task.said,
             *about_head(config, task),
-            *([f"the step is compiled for {job.shapes}"] if job.shapes is not None else []),
+            *([f"the step is {job.way} for {job.shapes}"] if job.shapes is not None else []),
         ]:
             say(sentence)
         runs = [one_seed(job, seed, resume) for seed in range(recipe.seeds)]
@@ -152,8 +152,12 @@ class Job:
     dev_items: Sequence[Any]
     machine: Machine
     folder: Path
-    shapes: Shapes | None = None  # that batches are padded to, where a step is compiled
+    shapes: Shapes | None = None  # that batches are padded to, where a step is compiled or replayed
     changed: bool = False  # it goes on with another recipe, or other examples, than before
+
+    @property
+    def way(self) -> str:
+        return "compiled" if self.machine.compile else "replayed as CUDA graphs"
 
     def predict(self, model: Model) -> list[Prediction]:
         size = 2 * self.recipe.per_device_train_batch_size
@@ -212,7 +216,7 @@ def encode(recipe: FinetuneRecipe, task: Task, data: Data, machine: Machine, fol
     chosen = [choose(data.train, recipe, seed) for seed in range(recipe.seeds)]
     used = sorted({i for places in chosen for i in places})
     items = dict(zip(used, task.encode([data.train[i] for i in used]), strict=True))
-    shapes = trial_shapes(recipe, task, [items[i] for i in chosen[0]]) if machine.compile else None
+    shapes = trial_shapes(recipe, task, [items[i] for i in chosen[0]]) if machine.compile or machine.graphs else None
     return Job(recipe, task, data, chosen, items, task.encode(data.dev), machine, folder, shapes)
 
 
@@ -220,12 +224,18 @@ def compiling(recipe: FinetuneRecipe, config: ModelConfig, num_train: int) -> Fi
     """The recipe, which leaves compiling to the machine only where the run is known to be long enough for it.
 
     What goes from place to place is not compiled: a program of a chain of tags has a copy of its step for each place.
+    Any other step that is not compiled is replayed as CUDA graphs, unless layers begin to learn on the way.
     """
     examples = min(recipe.shots or num_train, num_train)
     planned = math.ceil((recipe.num_train_epochs or EPOCHS) * examples / recipe.global_batch)
     long = (recipe.max_steps or planned) >= WORTH_COMPILING and not recipe.minutes
     in_turn = config.recurrent is not None or recipe.crf or recipe.bilstm
-    return recipe if recipe.compile is not None or (long and not in_turn) else replace(recipe, compile=False)
+    if recipe.compile is None and (in_turn or not long):
+        recipe = replace(recipe, compile=False)
+    if recipe.cuda_graphs is None and recipe.compile is False:
+        changes = in_turn or recipe.unfreeze_every or recipe.weights == "bf16" or recipe.gradient_checkpointing
+        recipe = replace(recipe, cuda_graphs=not changes)
+    return recipe
 
 
 def trial_shapes(recipe: FinetuneRecipe, task: Task, items: Sequence[Any]) -> Shapes:

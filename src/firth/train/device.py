@@ -63,10 +63,24 @@ def choose_machine(training: Training, world: World = ALONE) -> Machine:
         keep_compiled()
     # what is in a graph's memory does not outlive the next replay: neither gradients nor what a model remembers
     one = training.gradient_accumulation_steps == 1 and not getattr(training, "memory", 0)
-    if training.cuda_graphs and world is not ALONE:
-        say("no CUDA graphs: what several processes say to each other is in none")
-    graphs = (one if training.cuda_graphs is None else training.cuda_graphs) and world is ALONE
-    return Machine(device, bf16, compiles, graphs and compiles and device.type == "cuda", fp16, world)
+    graphs = (one and compiles if training.cuda_graphs is None else training.cuda_graphs) and device.type == "cuda"
+    if training.cuda_graphs and graphs and (why := no_graphs(training, compiles, world)):
+        say(f"no CUDA graphs: {why}")
+    graphs = graphs and not no_graphs(training, compiles, world)
+    return Machine(device, bf16, compiles, graphs, fp16, world)
+
+
+def no_graphs(training: Training, compiles: bool, world: World) -> str:
+    """Why the steps cannot be replayed as CUDA graphs; nothing where they can."""
+    if world is not ALONE:
+        return "what several processes say to each other is in none"
+    if compiles:
+        return ""
+    if training.weights == "bf16" or training.gradient_checkpointing:
+        return "weights=bf16 and gradient_checkpointing need a compiled step for that"
+    model = getattr(training, "model", None)
+    in_turn = getattr(training, "memory", 0) or getattr(model, "recurrent", None) is not None
+    return "rows that go on from step to step need a compiled step for that" if in_turn else ""
 
 
 def keep_compiled() -> None:

@@ -100,7 +100,9 @@ class Training:
         None, "Compile the step (torch.compile); by itself on a GPU. What was compiled is kept in ~/.cache/firth."
     )
     cuda_graphs: bool | None = option(
-        None, "Replay a compiled step as one CUDA graph; by itself where a step is one micro-batch."
+        None,
+        "Replay a step as one CUDA graph, in which the GPU does not wait for Python; by itself where a step is "
+        "compiled and has one micro-batch, and in short fine-tunings, which are not compiled.",
     )
     fused_loss: bool | None = option(
         None, "Never hold the scores of all answers at once; by itself on a CPU, and on a GPU where they are many."

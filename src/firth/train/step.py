@@ -18,6 +18,7 @@ from firth.models.fused import before_compiling
 from firth.models.heads import Vocabulary
 from firth.objectives import Batch
 from firth.tokens.rows import mix
+from firth.train.capture import Captured
 from firth.train.device import Machine
 from firth.train.guard import Guard
 from firth.train.halved import Halved
@@ -72,7 +73,8 @@ def prepared(run: Run) -> Losses:
     if run.training.weights == "bf16":
         assert run.losses is None, "a recipe refuses it"
         return Halved(run.model, program)
-    return program(run.losses or run.model.losses)
+    losses = program(run.losses or run.model.losses)
+    return Captured(run.model, losses, run.machine) if run.machine.graphs and not run.machine.compile else losses
 
 
 def compile_blocks(model: Model) -> None:
@@ -110,7 +112,7 @@ def train_step(
         bad = bad.to(next(run.model.parameters()).device)  # which may be the host's
     optimizer.found_inf = bad  # type: ignore[attr-defined]  # torch's own name: a fused step then leaves all as it is
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=not isinstance(losses_of, Captured))  # whose gradients stay where they are
     return total
 
 
@@ -158,6 +160,9 @@ def backward(
         halved.begin()
     for i, batch in enumerate(micro):
         torch.manual_seed(dropout_seed(run.training.seed, step, run.machine.world.rank * len(micro) + i))
+        if isinstance(losses_of, Captured):
+            total += losses_of.add_gradients(batch, counts, scale)
+            continue
         if run.machine.graphs:
             torch.compiler.cudagraph_mark_step_begin()
         with run.machine.precision(), reading_on(run.model, batch, carry, sum(map(num_rows, micro[:i])), left):
