@@ -64,13 +64,15 @@ def with_dropout(checkpoint: Path, folder: Path) -> Path:
 def test_a_replayed_run_is_the_same(
     family: str, checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, made: list[Captured]
 ) -> None:
-    """Batches of several shapes, with dropout that is drawn anew in every step."""
+    """Batches of several shapes, with dropout that is drawn anew in every step; padded alike, as it depends on that."""
     checkpoint = with_dropout(checkpoint_of(family), tmp_path / "checkpoint")
-    one = losses(checkpoint, toy, tmp_path / "one", cuda_graphs=False)
-    assert not made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Captured, "record", lambda *_: None)
+        one = losses(checkpoint, toy, tmp_path / "one")
     other = losses(checkpoint, toy, tmp_path / "other")
-    assert made[0].works
-    assert made[0].graphs
+    assert not made[0].graphs
+    assert made[1].works
+    assert made[1].graphs
     assert other == pytest.approx(one, rel=2e-3)
     assert len(set(other)) == len(other)
 

@@ -138,6 +138,11 @@ def test_who_compiles(checkpoint_of: Any) -> None:
     for in_turn in (replace(usual, crf=True), replace(usual, bilstm=8)):
         assert compiling(in_turn, config, 10 * WORTH_COMPILING).compile is False
     assert compiling(replace(usual, compile=True), config, 9).compile is True
+    assert compiling(replace(usual, compile=True), config, 9).cuda_graphs is None
+    assert compiling(usual, config, 9).cuda_graphs is True
+    assert compiling(replace(usual, cuda_graphs=False), config, 9).cuda_graphs is False
+    for changes in ({"unfreeze_every": 5}, {"bilstm": 8}, {"weights": "bf16"}, {"gradient_checkpointing": True}):
+        assert compiling(replace(usual, **changes), config, 9).cuda_graphs is False
 
 
 def test_a_run_with_few_shapes_learns_the_same(

@@ -351,3 +351,21 @@ def test_switches_reach_every_head(recipe_of: Recipes, shards_of: Make) -> None:
     model = first_model(recipe, shards_of("bert").tokenizer)
     prepared(Run(recipe, CPU, model, lambda step: []))
     assert (model.head.fused, model.head.padded) == (False, True)
+
+
+def test_who_replays_steps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a GPU: compiled steps of one micro-batch by themselves, others where it is asked and can be done."""
+    devices = importlib.import_module("firth.train.device")
+    assert not choose_machine(Training(compile=False, cuda_graphs=True)).graphs  # not on a CPU
+    monkeypatch.setattr(devices, "device_of", lambda world: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
+    assert choose_machine(Training()).graphs
+    assert not choose_machine(Training(gradient_accumulation_steps=2)).graphs
+    assert not choose_machine(Training(cuda_graphs=False)).graphs
+    assert not choose_machine(Training(compile=False)).graphs
+    assert choose_machine(Training(compile=False, cuda_graphs=True)).graphs
+    assert not capsys.readouterr().err
+    for cannot in (Training(weights="bf16"), Training(gradient_checkpointing=True), recipe_for(preset("ulmfit-tiny"))):
+        assert not choose_machine(replace(cannot, compile=False, cuda_graphs=True)).graphs
+        assert "no CUDA graphs: " in capsys.readouterr().err

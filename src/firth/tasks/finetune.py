@@ -407,6 +407,7 @@ def one_seed(job: Job, seed: int, resume: bool) -> dict[str, Any]:
         pace=recipe.pace(len(items)),
         judge=partial(judge, deciding(recipe, job.task)) if recipe.load_best else None,
         patience=recipe.early_stopping,
+        keeps_last=False,  # the result is written at once, and a seed that is done is never taken up again
     )
     with last_writes(place):
         outcome = fit(run, resume)

@@ -125,7 +125,7 @@ def fit(run: Run, resume: bool = False) -> Outcome:
             # now and then: log, evaluate, save
             last = state.step == training.max_steps
             logs = state.step % training.logging_steps == 0 or last
-            saves = state.step % training.save_steps == 0 or last
+            saves = state.step % training.save_steps == 0
             untold.append(Told(state.step, state.tokens, lr, data, reading(guard.found), logs))
             tell(but=1 if reads_late(run.machine) else 0)
             writer.look()
@@ -141,7 +141,7 @@ def fit(run: Run, resume: bool = False) -> Outcome:
                 if state.step % every == 0:
                     hook(state.step, model)
             asked = world.highest(stop.number)  # all stop after the same step; a signal may come just now, for the next
-            if saves or last or asked:
+            if asked or (run.keeps_last if last else saves):
                 save()
             if asked:
                 stop.number = asked
@@ -150,6 +150,7 @@ def fit(run: Run, resume: bool = False) -> Outcome:
                 lost = "" if writer.saved == f"checkpoint-{state.step}" else f", {writer.saved or 'nothing'} is saved"
                 raise Interrupted(world.share(f"stopped at step {state.step} of {training.max_steps}{lost}"))
             if last:  # patience may have run out
+                tell()
                 break
     line.close()
     if average:

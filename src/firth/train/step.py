@@ -50,6 +50,7 @@ class Run:
     judge: Callable[[Mapping[str, float]], float] | None = None  # scores -> the higher the better; keeps the best
     halvings: int = 0  # how often micro-batches were halved, as memory was short
     patience: int = 0  # stop after so many evaluations that were no better than the best; 0: never
+    keeps_last: bool = True  # a checkpoint of the last step, from which a longer run could go on
 
 
 def prepared(run: Run) -> Losses:
