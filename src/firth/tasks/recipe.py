@@ -62,7 +62,7 @@ class FinetuneRecipe(Training):
     compile: bool | None = option(
         None,
         "Compile the step (torch.compile), with batches that are padded to three or four shapes; by itself on a GPU "
-        "where a seed has 3,000 steps or more, which pay for it.",
+        "where a seed has 10,000 steps or more, which pay for it.",
     )
     eval_steps: int = option(
         0, "Score on dev every so many steps; 0 at the end only, with --early-stopping ten times. Always at the end."
