@@ -62,8 +62,8 @@ FIXED = (
     *("lora_rank", "lora_targets", "metric"),
 )
 EVALUATIONS = 10  # per seed, where a run may stop early and --eval-steps does not say
-# Steps of a seed from which on a GPU compiles them by itself. An estimate: three or four shapes take a minute or two the
-# first time, and a step of BERT-base that is replayed without takes some 10 ms longer than one that is compiled.
+# Steps of a seed from which on a GPU compiles them by itself. An estimate: three or four shapes take a minute or two
+# the first time, and a step of BERT-base that is replayed without takes some 10 ms longer than one that is compiled.
 WORTH_COMPILING = 10_000
 
 
