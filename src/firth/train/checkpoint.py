@@ -138,8 +138,8 @@ def last_writes(run: Path) -> Iterator[None]:
         if e.errno not in REFUSED:
             raise
         safe = next((folder for folder in list_checkpoints(run) if damage(folder) is None), None)
-        what = f"{safe} is whole, so no step is lost" if safe else "What was whole before is whole still"
-        e.add_note(f"{what}: make room (or let it be written), and the same command with --resume goes on.")
+        what = f"{safe} is whole" if safe else "What was whole before is whole still"
+        e.add_note(f"{what}: make room (or let it be written), and the same command with --resume goes on from there.")
         raise
 
 
