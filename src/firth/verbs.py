@@ -549,7 +549,9 @@ def take_order(
     model_config, checkpoint = find_model(model)
     named = {"output_dir": str(output_dir), "checkpoint": str(checkpoint or ""), "data": "", "tokenizer": ""}
     changes = all_changes(config, {**options, "objective": named_objective(objective)}, overrides, named)
-    recipe = changed(pretraining(model_config), changes)
+    # what has learned already goes on gently
+    usual = pretraining(model_config) if checkpoint is None else pretraining(model_config, optim="adamw")
+    recipe = changed(usual, changes)
     recipe.check()
     check_held_out(making.held_out)
     sources = [data] if isinstance(data, str | Path) else list(data)

@@ -104,14 +104,36 @@ def test_tokenizers() -> None:
 
 def test_rates() -> None:
     """As measured for the widths of BERT, GPT-2 and T5; a post-norm decoder takes no more than BERT."""
-    assert [rate(preset(f"{name}-tiny")) for name in ("bert", "gpt2", "t5", "bart")] == [1e-3, 2e-3, 3e-3, 1e-3]
-    assert rate(gpt2(1, 768, 12)) == pytest.approx(5.2e-4)
+    tiny = [preset(f"{name}-tiny") for name in ("bert", "gpt2", "t5", "bart")]
+    assert [rate(model, "adamw") for model in tiny] == [1e-3, 2e-3, 3e-3, 1e-3]
+    assert [rate(model, "muon") for model in tiny] == [4e-3] * 4
+    assert [rate(model, "adafactor") for model in tiny] == [1e-2] * 4
+    assert rate(gpt2(1, 768, 12), "adamw") == pytest.approx(5.2e-4)
+    assert rate(gpt2(1, 768, 12), "muon") == pytest.approx(3.3e-3)
+    assert rate(bert(1, 768, 12), "muon") == pytest.approx(1e-3)
+
+
+def test_the_optimizer_is_the_models_unless_named() -> None:
+    for name, optim in (
+        ("bert", "muon"),
+        ("gpt2", "muon"),
+        ("t5", "adafactor"),
+        ("ulmfit", "adamw"),
+        ("elmo", "adamw"),
+    ):
+        assert pretraining(preset(f"{name}-tiny")).optim == optim
+    usual = pretraining(preset("bert-tiny"))
+    named = changed(usual, {"optim": "adamw"})
+    assert (named.optim, named.learning_rate) == ("adamw", 1e-3)
+    in_parts = changed(usual, {"parallel": "fsdp"})
+    assert (in_parts.optim, in_parts.learning_rate) == ("adamw", 1e-3)
+    in_parts.check()
 
 
 def test_the_rate_is_that_of_the_model_as_it_was_changed() -> None:
     """A tiny preset that is made wide learns as slowly as a wide one, unless a rate is named."""
-    tiny = pretraining(preset("t5-tiny"))
+    tiny = pretraining(preset("bert-tiny"))
     wide = changed(tiny, {"model.dim": 512, "model.num_heads": 8})
-    assert wide.learning_rate == rate(wide.model) < tiny.learning_rate
+    assert wide.learning_rate == rate(wide.model, wide.optim) < tiny.learning_rate
     assert changed(tiny, {"model.dim": 512, "learning_rate": 0.5}).learning_rate == 0.5
     assert changed(tiny, {"max_steps": 3}) == replace(tiny, max_steps=3)

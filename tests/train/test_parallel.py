@@ -41,7 +41,7 @@ class Runs:
         tokenizer = self.shards.tokenizer
         plain: dict[str, Any] = dict(data=str(self.shards.folder), tokenizer=tokenizer.fingerprint, compile=False)
         plain |= dict(output_dir=str(self.place / name), max_steps=6, max_seq_length=32, learning_rate=1e-2, bf16=False)
-        plain |= dict(eval_steps=3, save_steps=2, eval_rows=20)
+        plain |= dict(eval_steps=3, save_steps=2, eval_rows=20, optim="adamw")
         model = model or small_model(self.family, tokenizer.vocab.size, dropout)
         return pretraining(model, **plain | fields)
 

@@ -52,7 +52,9 @@ class Training:
     optim: Literal["adamw", "muon", "adafactor"] = option(
         "adamw",
         "adamw; muon turns the matrices inside the blocks by steps of equal length in every direction, and leaves the "
-        "rest to AdamW; adafactor is T5's, with a rate in proportion to the weights (T5 took 1e-2) and little memory.",
+        "rest to AdamW; adafactor is T5's, with a rate in proportion to the weights (T5 took 1e-2) and little memory. "
+        "Pretraining from nothing takes adafactor for T5, muon for other transformers; all else takes adamw.",
+        shown="by the model",
     )
     muon_learning_rate: float = option(
         0.0, "Muon's highest rate, for the matrices inside the blocks; 0 takes --learning-rate, AdamW's for the rest."
