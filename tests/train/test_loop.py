@@ -71,7 +71,8 @@ def test_three_families_learn(family: str, recipe_of: Recipes) -> None:
 
 
 def test_our_loop_is_adamw_written_by_hand(recipe_of: Recipes, shards_of: Make) -> None:
-    recipe = recipe_of("bert", max_steps=4, warmup_steps=2, eval_steps=4, learning_rate=1e-2, weight_decay=0.1)
+    fields = dict(max_steps=4, warmup_steps=2, eval_steps=4)
+    recipe = recipe_of("bert", optim="adamw", learning_rate=1e-2, weight_decay=0.1, **fields)
     shards = shards_of("bert")
     batches, theirs = batches_of(recipe, shards), first_model(recipe, shards.tokenizer)
     ours = copy.deepcopy(theirs)
@@ -360,7 +361,7 @@ def test_another_recipe_is_refused_and_nothing_is_touched(recipe_of: Recipes) ->
     recipe = recipe_of("bert", max_steps=2)
     pretrain(recipe)
     before = lines(recipe.output_dir)
-    with pytest.raises(UserError, match=r"learning_rate: 0.001 -> 0.5.*--allow-change"):
+    with pytest.raises(UserError, match=r"learning_rate: 0.004 -> 0.5.*--allow-change"):
         pretrain(replace(recipe, learning_rate=0.5), resume=True)
     assert lines(recipe.output_dir) == before
 
@@ -373,13 +374,13 @@ def test_a_change_that_is_allowed_is_said_and_kept(recipe_of: Recipes, capsys: p
     longer = replace(recipe, max_steps=6, learning_rate=0.5)
     assert pretrain(longer, resume=True, allow_change=True)["steps"] == 6
     said = capsys.readouterr().err
-    assert "the recipe differs: learning_rate: 0.001 -> 0.5; max_steps: 4 -> 6" in said
+    assert "the recipe differs: learning_rate: 0.004 -> 0.5; max_steps: 4 -> 6" in said
     assert lines(run)[: len(before)] == before
     assert json.loads(lines(run)[-2])["learning_rate"] == rate(5, longer)
     stored = load_recipe(run / "recipe.yaml", Recipe)
     assert (stored.max_steps, stored.learning_rate) == (6, 0.5)
     pretrain(longer, resume=True)  # from now on this is the recipe
-    for fixed in ({"optim": "muon"}, {"ema_decay": 0.9}, {"model": replace(recipe.model, num_layers=2)}):
+    for fixed in ({"optim": "adamw"}, {"ema_decay": 0.9}, {"model": replace(recipe.model, num_layers=2)}):
         with pytest.raises(UserError, match=f"{next(iter(fixed))}.*leave them as they were"):
             pretrain(replace(longer, **fixed), resume=True, allow_change=True)
 
