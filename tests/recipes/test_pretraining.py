@@ -106,7 +106,8 @@ def test_rates() -> None:
     """As measured for the widths of BERT, GPT-2 and T5; a post-norm decoder takes no more than BERT."""
     tiny = [preset(f"{name}-tiny") for name in ("bert", "gpt2", "t5", "bart")]
     assert [rate(model, "adamw") for model in tiny] == [1e-3, 2e-3, 3e-3, 1e-3]
-    assert [rate(model, "muon") for model in tiny] == [4e-3] * 4
+    assert [rate(model, "muon") for model in tiny] == [4e-3, 8e-3, 8e-3, 4e-3]
+    assert rate(preset("modernbert-tiny"), "adamw") == 3e-3
     assert [rate(model, "adafactor") for model in tiny] == [1e-2] * 4
     assert rate(gpt2(1, 768, 12), "adamw") == pytest.approx(5.2e-4)
     assert rate(gpt2(1, 768, 12), "muon") == pytest.approx(3.3e-3)

@@ -119,27 +119,21 @@ def optimizer(model: ModelConfig, parallel: str) -> Literal["adamw", "muon", "ad
 
 
 def rate(model: ModelConfig, optim: str) -> float:
-    """The highest rate of a model, found by experiment (docs/results.md); wider ones want lower rates.
+    """The highest rate, found by experiment (docs/results.md): lower for wide models, and where the norm comes after.
 
-    With AdamW less is right where the norm comes after: 1e-3 at 128, 2.6e-4 at 768. With Muon, whose steps do not grow
-    with a matrix, that is 4e-3 and 1e-3 there, and hardly depends on the width where the norm comes first.
+    With Muon, whose steps do not grow with a matrix, the width counts less: 8e-3 at 128 and 3.3e-3 at 768 where the
+    norm comes first; where it comes after, 4e-3 and 1e-3.
     """
     if model.recurrent is not None:
         return 4e-3 if isinstance(model.recurrent, AWDLSTM) else 2e-3
     if optim == "adafactor":
         return 1e-2
-    if optim == "muon" and model.norm_first:
-        return shrunk(4e-3, 512 / model.dim, 0.5)
-    adamw = {"encoder": 1e-3, "decoder": 2e-3, "encoder-decoder": 3e-3}[model.shape] if model.norm_first else 1e-3
-    return shrunk(4e-3 if optim == "muon" else adamw, 128 / model.dim, 0.75)
-
-
-def shrunk(highest: float, width: float, power: float) -> float:
-    """
-    >>> shrunk(4e-3, 2.0, 0.5), shrunk(4e-3, 0.25, 0.5)
-    (0.004, 0.002)
-    """
-    return float(f"{highest * min(width, 1.0) ** power:.1e}")
+    if optim == "muon":
+        highest, power = (8e-3, 0.5) if model.norm_first else (4e-3, 0.75)
+    else:
+        highest, power = {"encoder": 3e-3, "decoder": 2e-3, "encoder-decoder": 3e-3}[model.shape], 0.75
+        highest = highest if model.norm_first else 1e-3
+    return float(f"{highest * (128 / max(model.dim, 128)) ** power:.1e}")
 
 
 def vocabulary_size(text_bytes: int, kind: str = "") -> int:
