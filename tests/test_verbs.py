@@ -91,6 +91,27 @@ def test_settings_reach_a_model_that_starts_from_a_checkpoint(home: Path, tmp_pa
         )
 
 
+def test_who_learns_with_what(home: Path, tmp_path: Path) -> None:
+    """From nothing with Muon, from a checkpoint or a teacher with AdamW; a run that goes on as it began."""
+
+    def used(model: Any, folder: str, **options: Any) -> tuple[str, float]:
+        overrides = TINY if model == "bert-tiny" else {}
+        firth.pretrain(model, home / "shards", tmp_path / folder, overrides=overrides, **SIZES | options)
+        recipe = load_recipe(tmp_path / folder / "recipe.yaml", Recipe)
+        return recipe.optim, recipe.learning_rate
+
+    final = home / "run" / "final"
+    assert used("bert-tiny", "new") == ("muon", 4e-3)
+    assert used(final, "more") == ("adamw", 1e-3)
+    assert used(final, "own", learning_rate=3e-3) == ("adamw", 3e-3)
+    assert used("bert-tiny", "pupil", teacher=str(final)) == ("adamw", 1e-3)
+    assert used("bert-tiny", "old", optim="adamw", learning_rate=2e-3) == ("adamw", 2e-3)
+    assert used("bert-tiny", "old", resume=True) == ("adamw", 2e-3)  # as by a version that took it by itself
+    with pytest.raises(UserError, match=r"optim: adamw -> muon"):
+        used("bert-tiny", "old", resume=True, optim="muon")
+    assert used("bert-tiny", "old", overwrite=True) == ("muon", 4e-3)
+
+
 # --- which setting wins
 
 

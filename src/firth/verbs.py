@@ -51,7 +51,7 @@ from firth.models.ngram import is_ngram, load_ngram
 from firth.objectives import NAMED
 from firth.page import free_place
 from firth.plain import KIND, to_plain
-from firth.recipes import changed, default_objective, finetuning, pretraining, tokenizer_kind, vocabulary_size
+from firth.recipes import changed, default_objective, finetuning, gentle, pretraining, tokenizer_kind, vocabulary_size
 from firth.recipes import named as named_recipe
 from firth.tasks import TASK_FILE, FinetuneRecipe, prompts_for
 from firth.tasks import finetune as run_finetune
@@ -306,7 +306,8 @@ def pretrain(
             raise UserError(f"{model} has no --objective: it is one itself.")
         changes = all_changes(config, options, overrides, {"output_dir": str(output_dir), "data": "", "tokenizer": ""})
         return pretrain_counted(str(model), data, tokenizer, making, changes, resume, overwrite, began)
-    order = take_order(model, data, output_dir, tokenizer, objective, making, config, overrides, options)
+    earlier = {} if overwrite else earlier_optimizer(Path(output_dir))
+    order = take_order(model, data, output_dir, tokenizer, objective, making, config, overrides, options, earlier)
     world, place = join(order.recipe), Path(output_dir)
     if world.goes_on(str(output_dir)):
         resume, overwrite, rewind = True, False, None
@@ -534,6 +535,13 @@ class Order:
         return recipe
 
 
+def earlier_optimizer(folder: Path) -> dict[str, Any]:
+    """How a run learns that was begun in this folder, perhaps by a version with other defaults."""
+    file = folder / "recipe.yaml"
+    stored = read_yaml(file) if file.is_file() else {}
+    return {name: stored[name] for name in ("optim", "learning_rate") if name in stored}
+
+
 def take_order(
     model: str | Path,
     data: str | Path | Sequence[str | Path],
@@ -544,14 +552,17 @@ def take_order(
     config: str | Path | None,
     overrides: Mapping[str, Any] | None,
     options: Mapping[str, Any],
+    earlier: Mapping[str, Any] | None = None,
 ) -> Order:
-    """What `pretrain` and `show` are told, as an order; what is wrong with it is found before anything is made."""
+    """What `pretrain` and `show` are told, as an order; what is wrong with it is found before anything is made.
+
+    Fields that nobody names are the usual ones of the model, or the `earlier` ones of a run that goes on.
+    """
     model_config, checkpoint = find_model(model)
     named = {"output_dir": str(output_dir), "checkpoint": str(checkpoint or ""), "data": "", "tokenizer": ""}
     changes = all_changes(config, {**options, "objective": named_objective(objective)}, overrides, named)
-    # what has learned already goes on gently
-    usual = pretraining(model_config) if checkpoint is None else pretraining(model_config, optim="adamw")
-    recipe = changed(usual, changes)
+    first = {} if checkpoint is None else gentle(model_config)
+    recipe = changed(pretraining(model_config), {**first, **(earlier or {}), **changes})
     recipe.check()
     check_held_out(making.held_out)
     sources = [data] if isinstance(data, str | Path) else list(data)

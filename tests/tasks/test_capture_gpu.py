@@ -165,3 +165,25 @@ def test_weights_that_lie_elsewhere_are_recorded_anew(
     assert calls[8] > 0
     assert made[0].works
     assert other == pytest.approx(one, rel=2e-3)
+
+
+def test_short_memory_takes_the_graphs_first(
+    checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, made: list[Captured], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hold as much as a batch: without them the batch may stay as large as it is."""
+    one = losses(checkpoint_of("bert"), toy, tmp_path / "one", cuda_graphs=False)
+    plain, calls = Captured.add_gradients, []
+
+    def short(self: Captured, *given: Any) -> torch.Tensor:
+        calls.append(len(self.graphs))
+        if len(calls) == 9:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(self, *given)
+
+    monkeypatch.setattr(Captured, "add_gradients", short)
+    other = losses(checkpoint_of("bert"), toy, tmp_path / "other")
+    assert calls[8] > 0
+    assert len(calls) == 24 + 1
+    assert not made[0].works
+    assert not made[0].graphs
+    assert other == pytest.approx(one, rel=2e-3)

@@ -58,18 +58,15 @@ def arms(all: bool) -> dict[str, Arm]:
     batch = 256 if gpu else 32
     common = {"max_seq_length": LENGTH, "per_device_train_batch_size": batch, "warm_start": "ppmi", "save_steps": 500}
     rate = 1e-3 if gpu else 2e-3
+    adamw = {"optim": "adamw", "learning_rate": rate}
     chosen = {
         "encoder": Arm(
             replace(preset(f"bert-{size}"), dropout=0.0, attention_dropout=0.0),
-            {"objective": MLM(rate=0.4), "learning_rate": rate},
+            {"objective": MLM(rate=0.4), "optim": "muon", "learning_rate": rate},
             {},
         ),
-        "decoder": Arm(
-            replace(preset(f"gpt2-{size}"), dropout=0.0, attention_dropout=0.0), {"learning_rate": rate}, {}
-        ),
-        "encoder-decoder": Arm(
-            replace(preset(f"t5-{size}"), dropout=0.0, attention_dropout=0.0), {"learning_rate": rate}, {}
-        ),
+        "decoder": Arm(replace(preset(f"gpt2-{size}"), dropout=0.0, attention_dropout=0.0), adamw, {}),
+        "encoder-decoder": Arm(replace(preset(f"t5-{size}"), dropout=0.0, attention_dropout=0.0), adamw, {}),
     }
     return {name: replace(arm, recipe=common | arm.recipe) for name, arm in chosen.items() if all or name == "encoder"}
 

@@ -53,9 +53,14 @@ def pretraining(model: ModelConfig, **fields: Any) -> Recipe:
 def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """The recipe with these fields; the rate, unless it is one of them, is that of the model as they make it."""
     new = override(recipe, changes)
-    if recipe.optim != "adamw" and "optim" not in changes:
-        new = replace(new, optim=optimizer(new.model, new.parallel))
+    if "optim" not in changes:
+        new = replace(new, optim="adamw" if new.teacher else optimizer(new.model, new.parallel))
     return complete(new if "learning_rate" in changes else replace(new, learning_rate=rate(new.model, new.optim)))
+
+
+def gentle(model: ModelConfig) -> dict[str, Any]:
+    """How a model goes on that has learned already."""
+    return {"optim": "adamw", "learning_rate": narrowed(1e-3, model, 0.75)}
 
 
 def usual_rows(model: ModelConfig) -> dict[str, Any]:
@@ -133,6 +138,11 @@ def rate(model: ModelConfig, optim: str) -> float:
     else:
         highest, power = {"encoder": 3e-3, "decoder": 2e-3, "encoder-decoder": 3e-3}[model.shape], 0.75
         highest = highest if model.norm_first else 1e-3
+    return narrowed(highest, model, power)
+
+
+def narrowed(highest: float, model: ModelConfig, power: float) -> float:
+    """A rate at a width of 128, as a wider model wants it."""
     return float(f"{highest * (128 / max(model.dim, 128)) ** power:.1e}")
 
 

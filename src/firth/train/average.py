@@ -32,7 +32,7 @@ class Average:
         mean, current = ([local(value) for value in some.values()] for some in (self.mean, self.current))
         if isinstance(new, Tensor):
             new = new.to(mean[0].device)  # where weights are kept elsewhere than they are computed with
-        change = torch._foreach_sub(current, mean)  # in the room that the gradients have left
+        change = torch._foreach_sub(current, mean)
         torch._foreach_mul_(change, new)
         torch._foreach_add_(mean, change)
 

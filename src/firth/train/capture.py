@@ -34,8 +34,7 @@ class Held:
             if held is not None:
                 held.copy_(new)
         self.counts.copy_(divisors(self.names, counts).pin_memory(), non_blocking=True)
-        if scale is not None:
-            self.scale.copy_(scale)
+        self.scale.fill_(1) if scale is None else self.scale.copy_(scale)
 
 
 class Captured:
@@ -64,7 +63,7 @@ class Captured:
             held.fill(batch, counts, scale)
             graph.replay()
             return loss
-        device, names = self.machine.device, sorted(counts)
+        device, names = self.machine.device, sorted(batch.counts)
         own_scale = torch.ones((), device=device) if scale is None else scale.clone()
         held = Held(batch.to(device), names, divisors(names, counts).to(device), own_scale)
         now = torch.cuda.current_stream(device)
@@ -96,12 +95,15 @@ class Captured:
             with torch.cuda.graph(graph, pool=pool, stream=self.stream):
                 loss = self.compute(held)
         except RuntimeError as e:
-            self.works = False
-            self.graphs.clear()
-            why = str(e).partition("\n")[0]
-            warn(f"the steps are not replayed as CUDA graphs, which this model does not allow: {why}")
+            self.stop(str(e).partition("\n")[0])
             return
         self.graphs[shape] = graph, held, loss
+
+    def stop(self, why: str) -> None:
+        """Go on without graphs, and give back what they hold."""
+        self.works = False
+        self.graphs.clear()
+        warn(f"the steps are not replayed as CUDA graphs from here on: {why}")
 
     def where(self) -> list[Any]:
         """Where weights and gradients lie, and what learns."""

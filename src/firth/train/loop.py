@@ -141,7 +141,8 @@ def fit(run: Run, resume: bool = False) -> Outcome:
                 if state.step % every == 0:
                     hook(state.step, model)
             asked = world.highest(stop.number)  # all stop after the same step; a signal may come just now, for the next
-            if asked or (run.keeps_last if last else saves):
+            going_back = state.best_step not in (0, state.step)  # to earlier weights, which are scored again
+            if asked or (run.keeps_last or going_back if last else saves):
                 save()
             if asked:
                 stop.number = asked

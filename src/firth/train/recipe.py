@@ -53,8 +53,7 @@ class Training:
         "adamw",
         "adamw; muon turns the matrices inside the blocks by steps of equal length in every direction, and leaves the "
         "rest to AdamW; adafactor is T5's, with a rate in proportion to the weights (T5 took 1e-2) and little memory. "
-        "Pretraining from nothing takes adafactor for T5, muon for other transformers; all else takes adamw.",
-        shown="by the model",
+        "Transformers that begin from nothing take muon by themselves, T5 adafactor; all else is learned with adamw.",
     )
     muon_learning_rate: float = option(
         0.0, "Muon's highest rate, for the matrices inside the blocks; 0 takes --learning-rate, AdamW's for the rest."
@@ -186,9 +185,9 @@ class Training:
             raise UserError(f"muon_learning_rate is for --optim muon, and this run has {self.optim}.")
         if self.max_seq_length > LONGEST_ROW:
             raise UserError(f"max_seq_length is {self.max_seq_length:,}, and rows have at most {LONGEST_ROW:,} tokens.")
-        if self.cuda_graphs and self.gradient_accumulation_steps > 1:
+        if self.cuda_graphs and self.gradient_accumulation_steps > 1 and self.compile is not False:
             raise UserError(
-                "cuda_graphs replay steps of one micro-batch: leave it out, or gradient_accumulation_steps."
+                "cuda_graphs replay compiled steps of one micro-batch: leave it out, or gradient_accumulation_steps."
             )
         self.check_parallel()
         if self.seed >= 2**63:

@@ -137,7 +137,11 @@ def gradients(
                 raise
         if world.one_failed(found is None):  # only now is nothing of the failed attempt held any more
             found = None
-            halve_again(run, losses_of, micro)
+            if isinstance(losses_of, Captured) and losses_of.graphs:  # which hold as much as a batch
+                losses_of.stop("memory is short")
+                forget_gradients(run, run.model)
+            else:
+                halve_again(run, losses_of, micro)
     world.add_gradients(run.model)
     world.add([found[0]])
     return found
@@ -237,8 +241,13 @@ def halve_again(run: Run, losses_of: Losses, micro: Sequence[Batch]) -> None:
     run.halvings += 1
     rows = max(map(num_rows, halve(micro, run.halvings)))
     warn(f"out of memory: {rows} rows are computed at once from here on; a step still learns from as many as before.")
-    for part in (run.model, losses_of.twin) if isinstance(losses_of, Halved) else (run.model,):
-        part.zero_grad(set_to_none=True)
+    forget_gradients(run, *((run.model, losses_of.twin) if isinstance(losses_of, Halved) else (run.model,)))
+
+
+def forget_gradients(run: Run, *models: Model) -> None:
+    """Give back the memory of a step that did not come to its end."""
+    for model in models:
+        model.zero_grad(set_to_none=True)
     if run.machine.device.type == "cuda":
         torch.cuda.empty_cache()
 
