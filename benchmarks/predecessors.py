@@ -4,11 +4,12 @@
         [--sizes tiny|small] [--minutes M] [--budget B] [--only SIDE,...] [--tasks NAME,...] [--json]
 
 Every side reads the same text. word2vec, ELMo and ULMFiT are pretrained for some minutes each; BERT gets the steps
-whose operations add up to ELMo's. Then each side learns each task from 100, 1,000 and all labels, with several seeds,
-all in the same number of steps of as many examples (ULMFiT reads the task's own texts first, without labels). Each seed
-draws its own labels, the same for all sides. A cell that is done is kept in WORK/results.json and never computed again;
-seeds come last, so that a run whose `--budget` of minutes is used up has something of everything. What vectors alone
-know of senses (WiC, by a threshold from the training file) is measured beside it, layer by layer.
+whose operations add up to ELMo's, and once more those of ULMFiT's. Then each side learns each task from 100, 1,000 and
+all labels, with several seeds, all in the same number of steps of as many examples (ULMFiT reads the task's own texts
+first, without labels). Each seed draws its own labels, the same for all sides. A cell that is done is kept in
+WORK/results.json and never computed again; seeds come last, so that a run whose `--budget` of minutes is used up has
+something of everything. What vectors alone know of senses (WiC, by a threshold from the training file) is measured
+beside it, layer by layer.
 
 Operations are those of matrix products, forward and backward (three times forward), of what is computed: a sampled
 softmax counts its samples, BERT's vocabulary the places that are asked, ELMo's spelling each word of a batch once.
@@ -75,7 +76,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "tiny": Size(
-        8,
+        24,
         {"word": 8000, "char": 20000, "wordpiece": 8192},
         {"elmo": "elmo-tiny", "ulmfit": "ulmfit-tiny", "bert": "bert-tiny"},
         {"elmo": 16, "ulmfit": 16, "bert": 16},
@@ -102,7 +103,7 @@ class Side(NamedTuple):
     """What is pretrained for a side, and how it learns a task; `tags` are fields more for the task tag."""
 
     name: str
-    body: str  # which pretraining: words, bag, elmo, ulmfit, bert
+    body: str  # which pretraining: words, bag, elmo, ulmfit, bert, bert-ulmfit
     fields: dict[str, Any]
     tags: dict[str, Any] | None = {}  # noqa: RUF012, never changed; None: this side labels no words
 
@@ -127,7 +128,9 @@ SIDES = {
     ),
     "ulmfit": Side("ULMFiT", "ulmfit", {}, None),
     "bert": Side("BERT, as many operations as ELMo", "bert", {}),
+    "bert-ulmfit": Side("BERT, as many operations as ULMFiT", "bert-ulmfit", {}),
 }
+AS_MANY_AS = {"bert": "elmo", "bert-ulmfit": "ulmfit"}  # operations
 
 
 class Task(NamedTuple):
@@ -225,13 +228,14 @@ class Work:
         final = self.folder / name / "final"
         if final.is_dir() and name in self.results["pretraining"]:
             return final
-        equal = name == "bert" and "elmo" not in self.results["pretraining"]  # whose operations are not known yet
-        if (equal and self.body("elmo") is None) or self.budget.left() < 60 * self.options.minutes:
+        like = AS_MANY_AS.get(name)  # whose operations must be known first
+        unknown = like is not None and like not in self.results["pretraining"]
+        if (unknown and self.body(like) is None) or self.budget.left() < 60 * self.options.minutes:
             return None
         say(f"--- pretraining {name}")
         began = time.monotonic()
-        facts = {"words": self.words, "bag": self.bag, "elmo": self.elmo, "ulmfit": self.ulmfit, "bert": self.bert}
-        found = facts[name]()
+        others = {"words": self.words, "bag": self.bag, "elmo": self.elmo, "ulmfit": self.ulmfit}
+        found = self.bert(name, like) if like else others[name]()
         before = self.results["pretraining"].get(name, {}).get("times", 0)
         found |= {"seconds": time.monotonic() - began, "times": before + 1}
         self.results["pretraining"][name] = found
@@ -264,30 +268,33 @@ class Work:
         facts, config = self.pretrained("ulmfit", "word", self.how_long())
         return facts | self.operations(config, facts, 1.0)
 
-    def bert(self) -> dict[str, Any]:
-        """As many steps as ELMo has operations for."""
-        wanted = self.results["pretraining"]["elmo"]["flops"]
-        shards, name = self.shards("wordpiece"), self.size.models["bert"]
-        config, _ = verbs.find_model(name)
+    def bert(self, side: str, like: str) -> dict[str, Any]:
+        """As many steps as another body has operations for."""
+        wanted = self.results["pretraining"][like]["flops"]
+        shards, model = self.shards("wordpiece"), self.size.models["bert"]
+        config, _ = verbs.find_model(model)
         config = replace(config, vocab_size=open_shards(shards).tokenizer.vocab.size)
         a_step = BACKWARD * flops_of(config, 1.0) * self.size.rows["bert"] * LENGTH
         steps = max(1, round(wanted / a_step))
-        say(f"ELMo's {wanted:.3g} operations are {steps:,} steps of {name}, {a_step:.3g} each: {steps * a_step:.3g}")
-        facts, config = self.pretrained("bert", "wordpiece", {"max_steps": steps})
+        say(f"{like}'s {wanted:.3g} operations are {steps:,} steps of {model}, {a_step:.3g} each: {steps * a_step:.3g}")
+        facts, config = self.pretrained(side, "wordpiece", {"max_steps": steps}, "bert")
         return facts | {"flops_per_token": BACKWARD * flops_of(config, 1.0), "flops": steps * a_step}
 
-    def pretrained(self, side: str, kind: str, options: dict[str, Any]) -> tuple[dict[str, Any], ModelConfig]:
+    def pretrained(
+        self, side: str, kind: str, options: dict[str, Any], model: str = ""
+    ) -> tuple[dict[str, Any], ModelConfig]:
+        model = model or side
         facts = verbs.pretrain(
-            self.size.models[side],
+            self.size.models[model],
             self.shards(kind),
             self.folder / side,
             overwrite=True,
-            per_device_train_batch_size=self.size.rows[side],
+            per_device_train_batch_size=self.size.rows[model],
             save_steps=10**6,
             eval_rows=EVAL_ROWS,
             **options,
         )
-        return summary(facts, self.size.models[side], 0.0), read_config(self.folder / side / "final")
+        return summary(facts, self.size.models[model], 0.0), read_config(self.folder / side / "final")
 
     def operations(self, config: ModelConfig, facts: Mapping[str, Any], spelled: float) -> dict[str, float]:
         each = BACKWARD * flops_of(config, spelled)
@@ -595,9 +602,9 @@ def main(words: Sequence[str] | None = None) -> None:
     complete = work.run()
     print(markdown(work.results, options) + "\n")
     answers = hundredfold(work.results, work)
-    flops = {name: facts["flops"] for name, facts in work.results["pretraining"].items() if name in ("elmo", "bert")}
-    if len(flops) == 2:
-        print(f"operations: ELMo {flops['elmo']:.4g}, BERT {flops['bert']:.4g}")
+    for name, like in AS_MANY_AS.items():
+        if name in (made := work.results["pretraining"]) and like in made:
+            print(f"operations: {like} {made[like]['flops']:.4g}, {name} {made[name]['flops']:.4g}")
     again = [name for name, facts in work.results["pretraining"].items() if facts["times"] > 1]
     if again:
         print(f"pretrained more than once, as the folder was gone: {', '.join(again)}; cells are of any of these.")

@@ -106,26 +106,6 @@ def test_frequent_words_are_read_less_often() -> None:
     np.testing.assert_array_equal(word2vec.kept(counts, 0), [0, 1, 1, 1])
 
 
-def test_pairs_of_a_batch() -> None:
-    words, doc = torch.tensor([5, 6, 7, 8]), torch.tensor([0, 0, 0, 1])
-    context, middle = word2vec.pairs(words, doc, torch.tensor([2, 1, 1, 2]), 2)
-    found = sorted(zip(middle.tolist(), context.tolist(), strict=True))
-    assert found == [(5, 6), (5, 7), (6, 5), (6, 7), (7, 6)]
-
-
-def test_a_batch_moves_by_the_gradient_of_its_loss() -> None:
-    inputs, outputs = map(torch.tensor, arrays(6, 4))
-    context, middle, noise = torch.tensor([0, 1, 0, 2]), torch.tensor([3, 3, 4, 5]), torch.tensor([1, 2, 1])
-    a, b = inputs.clone().requires_grad_(), outputs.clone().requires_grad_()
-    loss = word2vec.batch_loss(a[context], b[middle], b[noise], 5)
-    loss.backward()
-    new_a, new_b = inputs.clone(), outputs.clone()
-    found = word2vec.learn_batch(context, middle, noise, new_a, new_b, 5, 0.1)
-    torch.testing.assert_close(found, loss.detach())
-    torch.testing.assert_close(new_a, inputs - 0.1 * a.grad)
-    torch.testing.assert_close(new_b, outputs - 0.1 * b.grad)
-
-
 def test_the_score_of_a_phrase() -> None:
     """(12 - 2) / (20 * 50) * 1000 = 10."""
     assert word2vec.phrase_scores(np.array([12]), np.array([20]), np.array([50]), 2, 1000).tolist() == [10.0]

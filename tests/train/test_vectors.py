@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -198,20 +199,25 @@ def test_phrases_are_those_of_gensim(
         assert [word for word in theirs[text] if word in known] == [word for word in found if word != special]
 
 
-def test_pairs_at_once_learn_too(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batched way, on the CPU here: its loss comes down."""
-    monkeypatch.setattr(vectors, "PAIRS", 256)
-    monkeypatch.setattr(vectors, "SHARED", 32)
+@pytest.mark.parametrize("sg", [0, 1])
+def test_many_windows_at_once_learn_too(data: Path, sg: int) -> None:
+    """The way of a GPU, on the CPU here: its loss comes down; the same text is read as by the CPU's way."""
     shards = open_shards(data)
     lexicon = read_lexicon(shards.train, shards.tokenizer, 1)
-    recipe = Word2Vec(vector_size=16, epochs=4, sample=0.0)
+    recipe = Word2Vec(vector_size=16, epochs=8, sample=0.0, sg=sg, alpha=0.05)
     learner = OnGPU(shards.train, lexicon, recipe, device="cpu")
     losses = []
-    for number in range(learner.steps):
-        total, guesses = learner.step(number, None)  # type: ignore[arg-type]
-        losses.append(total / guesses)
+    with ThreadPoolExecutor(1) as pool:
+        for number in range(learner.steps):
+            total, guesses = learner.step(number, pool)
+            losses.append(total / guesses)
     assert losses[-1] < 0.9 * losses[0]
     assert np.abs(learner.state()["outputs"]).max() > 0
+    words, docs, _ = zip(*map(learner.words, range(vectors.STRETCHES)), strict=True)
+    words_W, doc_W = learner.read(0)
+    np.testing.assert_array_equal(words_W, np.concatenate(words))
+    together = np.concatenate([np.diff(doc, append=-1) == 0 for doc in docs])  # no stretch goes on in the next
+    np.testing.assert_array_equal(np.diff(doc_W, append=-1) == 0, together)
 
 
 def test_an_ngram_model_of_a_text(data: Path, tmp_path: Path) -> None:
@@ -255,7 +261,7 @@ def test_text_that_teaches_nothing(text: str, recipe: Vectors, message: str, tmp
         (Word2Vec(alpha=float("nan")), "alpha is nan"),
         (GloVe(vector_size=0), "vector_size is 0"),
         (NgramRecipe(order=9), "order is 9"),
-        (Word2Vec(device="cuda", sg=0), "device=cuda is for skip-gram"),
+        (Word2Vec(device="cuda", negative=0), "device=cuda is for learning with noise words"),
     ],
 )
 def test_numbers_that_make_no_sense(recipe: vectors.Counted, message: str) -> None:

@@ -1,6 +1,6 @@
 """word2vec: a word's vector is learned by guessing the words around it (Mikolov et al. 2013).
 
-W words of a stretch of text, N of the vocabulary, D numbers of a vector, K noise words, P pairs.
+W words of a stretch of text, N of the vocabulary, D numbers of a vector, K noise words.
 """
 
 from __future__ import annotations
@@ -8,10 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from numba import njit
-from torch import Tensor
 
 # Sigmoid and softplus by straight lines between the points of a table: exact to 3e-6, and flat beyond the ends.
 END, POINTS = np.float32(8.0), 1024
@@ -29,10 +26,15 @@ class Noise(NamedTuple):
     alias: np.ndarray  # (N,) the other one
 
 
-def noise(counts_N: np.ndarray, exponent: float = 0.75) -> Noise:
-    """Words by their count to a power (Mikolov et al. 2013b, section 2.2); those that never occur are never drawn."""
+def noise_share(counts_N: np.ndarray, exponent: float) -> np.ndarray:
+    """(N,) words by their count to a power (Mikolov et al. 2013b, section 2.2); those that never occur have none."""
     share_N = np.where(counts_N > 0, np.maximum(counts_N, 1).astype(np.float64) ** exponent, 0.0)
-    share_N *= len(share_N) / share_N.sum()
+    return share_N / share_N.sum()
+
+
+def noise(counts_N: np.ndarray, exponent: float = 0.75) -> Noise:
+    """Where noise words are drawn from."""
+    share_N = len(counts_N) * noise_share(counts_N, exponent)
     own_N, alias_N = np.ones(len(share_N), np.float32), np.arange(len(share_N), dtype=np.int32)
     poor, rich = list(np.flatnonzero(share_N < 1)), list(np.flatnonzero(share_N >= 1))
     while poor and rich:
@@ -198,58 +200,6 @@ def learn(words_W, doc_W, inputs_ND, outputs_ND, window, skip_gram, negative, ra
                     inputs_ND[around[c], d] += error_D[d]
             guesses += 1
     return total, guesses
-
-
-# --- on a GPU: many pairs at once, with noise words that all of them share ----------------------------------------
-
-
-def pairs(words_W: Tensor, doc_W: Tensor, size_W: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """(P,) context words and (P,) the words in the middle, of windows of these sizes."""
-    contexts, middles = [], []
-    for k in range(1, window + 1):
-        together = doc_W[:-k] == doc_W[k:]
-        left, right = together & (size_W[k:] >= k), together & (size_W[:-k] >= k)
-        contexts += [words_W[:-k][left], words_W[k:][right]]
-        middles += [words_W[k:][left], words_W[:-k][right]]
-    return torch.cat(contexts), torch.cat(middles)
-
-
-def batch_loss(x_PD: Tensor, right_PD: Tensor, noise_SD: Tensor, negative: int) -> Tensor:
-    """The loss of many guesses, summed: S shared noise words stand for `negative` of each guess's own."""
-    right = F.softplus(-(x_PD * right_PD).sum(1)).sum()
-    return right + negative / len(noise_SD) * F.softplus(x_PD @ noise_SD.T).sum()
-
-
-MOST = 16.0  # gradients that a vector follows at once
-
-
-@torch.no_grad()
-def learn_batch(
-    context_P: Tensor,
-    middle_P: Tensor,
-    noise_S: Tensor,
-    inputs_ND: Tensor,
-    outputs_ND: Tensor,
-    negative: int,
-    rate: float,
-) -> Tensor:
-    """One step of skip-gram on all pairs at once, by the gradient of `batch_loss`; the loss.
-
-    A word moves by the sum of its gradients, as it would one after the other; where that is of more than MOST of them,
-    which all look from the same place, it moves by MOST times their mean.
-    """
-    x_PD, right_PD, noise_SD = inputs_ND[context_P], outputs_ND[middle_P], outputs_ND[noise_S]
-    score_P, score_PS = (x_PD * right_PD).sum(1), x_PD @ noise_SD.T
-    share = negative / len(noise_S)
-    g_P, g_PS = torch.sigmoid(-score_P), -share * torch.sigmoid(score_PS)
-    of_inputs = torch.bincount(context_P, minlength=len(inputs_ND)).float()
-    of_outputs = torch.bincount(middle_P, minlength=len(outputs_ND)).float()
-    of_outputs.index_add_(0, noise_S, torch.full_like(noise_S, share * len(context_P), dtype=torch.float32))
-    rate_in, rate_out = (rate * (MOST / count_N).clamp(max=1)[:, None] for count_N in (of_inputs, of_outputs))
-    inputs_ND.index_add_(0, context_P, rate_in[context_P] * (g_P[:, None] * right_PD + g_PS @ noise_SD))
-    outputs_ND.index_add_(0, middle_P, rate_out[middle_P] * g_P[:, None] * x_PD)
-    outputs_ND.index_add_(0, noise_S, rate_out[noise_S] * (g_PS.T @ x_PD))
-    return F.softplus(-score_P).sum() + share * F.softplus(score_PS).sum()
 
 
 # --- phrases --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
@@ -29,6 +29,7 @@ from firth.files import damage, read_json, whole_folder, write_json, write_text
 from firth.models import Model, glove, make_model, word2vec, write_model
 from firth.models.ngram import Ngram, check_order, count_ngrams, frame_of, possible
 from firth.models.presets import bag
+from firth.models.windows import learn_windows, steady_programs
 from firth.plain import from_plain, to_plain
 from firth.tokens import Shards, Tokenizer, Vocabulary, open_shards
 from firth.tokens.rows import mix, permute
@@ -43,7 +44,6 @@ RECORDS = 2**16  # pairs of words that a worker of GloVe reads at once
 HELD_OUT = 50  # stretches of held-out text that are scored at the end
 ENOUGH, FEWEST, OFTENEST = 20_000_000, 5, 50  # tokens of word2vec in all, and the bounds of its epochs, unless said
 TRIAL = 4.0  # seconds at most that steps are timed for, where a run is to end on time
-PAIRS, SHARED = 2**13, 1024  # on a GPU: pairs and noise words of a batch
 STATE = "state.safetensors"
 
 
@@ -108,8 +108,8 @@ class Word2Vec(Vectors):
         super().check()
         if self.sg not in (0, 1):
             raise UserError(f"sg is {self.sg}, and must be 1 (skip-gram) or 0 (CBOW).")
-        if self.device == "cuda" and not (self.sg and self.negative and torch.cuda.is_available()):
-            raise UserError("device=cuda is for skip-gram with noise words (sg=1 negative=5), on a machine with a GPU.")
+        if self.device == "cuda" and not (self.negative and torch.cuda.is_available()):
+            raise UserError("device=cuda is for learning with noise words (negative=5), on a machine with a GPU.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,39 +380,43 @@ class SkipGramOrCBOW:
 
 
 class OnGPU(SkipGramOrCBOW):
-    """Skip-gram with the pairs of many windows at once."""
+    """The same with many windows at once. The text of the next step is read while one learns."""
 
     def __init__(self, shards: Shards, lexicon: Lexicon, recipe: Word2Vec, device: str = "cuda") -> None:
         super().__init__(shards, lexicon, recipe)
         self.device = torch.device(device)
-        share_N = np.where(
-            lexicon.counts > 0, np.maximum(lexicon.counts, 1).astype(np.float64) ** recipe.ns_exponent, 0
-        )
-        self.share_N = torch.tensor(share_N, dtype=torch.float32, device=self.device)
         self.inputs, self.outputs = (torch.from_numpy(a).to(self.device) for a in (self.inputs_ND, self.outputs_ND))
+        self.own_N, self.alias_N = (torch.from_numpy(a).to(self.device) for a in self.noise)
+        read_N, noise_N = lexicon.counts * self.kept_N, word2vec.noise_share(lexicon.counts, recipe.ns_exponent)
+        how = recipe.window, bool(recipe.sg), recipe.negative, recipe.alpha
+        self.programs = steady_programs(read_N / read_N.sum(), noise_N, *how)
+        self.following: dict[int, Future[tuple[np.ndarray, np.ndarray]]] = {}
+
+    def read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """(W,) the words of a step, and which document of which stretch each is of."""
+        turns = range(number * STRETCHES, min((number + 1) * STRETCHES, self.total))
+        words, docs, _ = zip(*map(self.words, turns), strict=True)
+        doc_W = np.concatenate(docs)
+        begins_W = np.diff(doc_W, prepend=-1) != 0
+        edges = np.cumsum([len(doc) for doc in docs])
+        begins_W[edges[edges < len(doc_W)]] = True
+        return np.concatenate(words), np.cumsum(begins_W, dtype=np.int32)
 
     def step(self, number: int, pool: ThreadPoolExecutor) -> tuple[float, int]:
-        turns = range(number * STRETCHES, min((number + 1) * STRETCHES, self.total))
-        read = list(map(self.words, turns))
-        words_W = torch.from_numpy(np.concatenate([words for words, _, _ in read])).to(self.device).long()
-        doc_W = torch.from_numpy(np.concatenate([doc for _, doc, _ in read])).to(self.device)
-        draw = torch.Generator(self.device).manual_seed(int(mix(self.recipe.seed, 2, number)) >> 1)
-        size_W = torch.randint(1, self.recipe.window + 1, words_W.shape, generator=draw, device=self.device)
-        context_P, middle_P = word2vec.pairs(words_W, doc_W, size_W, self.recipe.window)
-        order_P = torch.randperm(len(context_P), generator=draw, device=self.device)
-        total = torch.zeros((), device=self.device)
-        for some in order_P.split(PAIRS):
-            noise_S = torch.multinomial(self.share_N, SHARED, replacement=True, generator=draw)
-            total += word2vec.learn_batch(
-                context_P[some],
-                middle_P[some],
-                noise_S,
-                self.inputs,
-                self.outputs,
-                self.recipe.negative,
-                self.rate(number),
-            )
-        return float(total), len(context_P)
+        read = self.following.pop(number).result() if number in self.following else self.read(number)
+        if number + 1 < self.steps:
+            self.following[number + 1] = pool.submit(self.read, number + 1)
+        words_W, doc_W = (torch.from_numpy(a).to(self.device) for a in read)
+        r, num = self.recipe, len(words_W)
+        draw = torch.Generator(self.device).manual_seed(int(mix(r.seed, 2, number)) >> 1)
+        how: dict[str, Any] = {"generator": draw, "device": self.device}
+        size_W = torch.randint(1, r.window + 1, (num,), dtype=torch.int32, **how)
+        place_WK = torch.randint(len(self.own_N), (num, r.negative), **how)
+        own_WK = torch.rand((num, r.negative), **how) < self.own_N[place_WK]
+        noise_WK = torch.where(own_WK, place_WK.int(), self.alias_N[place_WK])
+        given = words_W, doc_W, size_W, noise_WK, self.inputs, self.outputs
+        total, guesses = learn_windows(*given, r.window, bool(r.sg), self.rate(number), self.programs)
+        return float(total), int(guesses)
 
     def state(self) -> dict[str, np.ndarray]:
         for ours, theirs in ((self.inputs_ND, self.inputs), (self.outputs_ND, self.outputs)):
