@@ -161,6 +161,21 @@ def test_analogies_as_their_makers_wrote_them(tmp_path: Path) -> None:
     assert refusal(write(path, "Athens Greece Oslo\n"), "analogy") == f"{path}:1: 3 words, but an analogy has 4."
 
 
+def test_pairs_of_words_as_gensim_has_them(tmp_path: Path) -> None:
+    remarks = "# a collection\n# Word 1\tWord 2\tHuman (mean)\n"
+    pairs = [Example(3, ("love", "sex"), 6.77), Example(5, ("New York", "city"), 8.0)]
+    for name in ("wordsim.tsv", "simlex.txt"):
+        path = write(tmp_path / name, remarks + "love\tsex\t6.77\n\nNew York\tcity\t8\n")
+        assert read_labelled(path, "word-similarity") == pairs
+    assert read_labelled(write(tmp_path / "a.tsv", "love\tsex\t6.77\n"), "word-similarity")[0].target == 6.77
+    assert read_labelled(write(tmp_path / "a.txt", "love sex 6.77\n"), "word-similarity")[0].target == 6.77
+    headed = write(tmp_path / "b.tsv", "word1\tword2\tscore\nlove\tsex\t6.77\n")
+    assert read_labelled(headed, "word-similarity") == [Example(2, ("love", "sex"), 6.77)]
+    said = refusal(write(tmp_path / "c.txt", "love sex\n"), "word-similarity")
+    assert said == f"{tmp_path / 'c.txt'}:1: 'love sex' is not two words and a number."
+    assert "which is not a number" in refusal(write(tmp_path / "d.txt", "love sex much\n"), "word-similarity")
+
+
 def test_an_example_may_have_an_id_by_another_name(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "guid,text,label\nx7,fine,yes\n")
     assert read_labelled(path, "classify", {"id": "guid"})[0].id == "x7"

@@ -24,6 +24,7 @@ from firth.models.recurrent import Spelling
 from firth.tasks import Prediction
 from firth.text import Example
 from firth.text.lines import OPENERS, lines
+from firth.text.records import is_number
 
 BLOCK = 256  # analogies that are compared with all words at once
 SPELLED = 4096  # words that are read by their characters at once
@@ -152,14 +153,6 @@ def numbers(cells: Sequence[str], where: str) -> np.ndarray:
     if not np.isfinite(vector).all():
         raise UserError(f"{where}: a number of this vector is not finite.")
     return vector
-
-
-def is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
 
 
 def binary_rows(path: Path) -> Iterator[Row]:

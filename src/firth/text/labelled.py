@@ -17,7 +17,7 @@ from firth.text.glue import glue_records, glue_task
 from firth.text.kinds import Example as Example
 from firth.text.lines import PACKINGS, known_encoding, lines
 from firth.text.records import READERS as TABLES
-from firth.text.records import NoColumn, Records, extension, json_records, rename
+from firth.text.records import NoColumn, Records, extension, is_number, json_records, rename
 from firth.text.row import Notes, Row
 from firth.text.squad import squad_records
 from firth.text.superglue import superglue_records, superglue_task
@@ -154,6 +154,8 @@ def file_records(path: Path, task: str, encoding: str) -> Records:
     kind = extension(path)
     if kind == ".txt" and task == "analogy":
         return analogy_records(path, encoding)
+    if task == "word-similarity" and (kind == ".txt" or (kind == ".tsv" and names_no_columns(path, encoding))):
+        return similarity_records(path, encoding)
     if kind not in READERS:
         kinds = ", ".join([*READERS, *(COLUMN_FILES if task == "tag" else ())])
         if path.is_dir():
@@ -173,6 +175,23 @@ def analogy_records(path: Path, encoding: str) -> Records:
             yield number, {**({"section": section} if section else {}), **dict(zip("abcd", words, strict=True))}
         elif words:
             raise UserError(f"{path}:{number}: {count(len(words), 'word')}, but an analogy has 4.")
+
+
+def names_no_columns(path: Path, encoding: str) -> bool:
+    """Whether a file begins with a remark, or at once with a pair of words and a number."""
+    first = next(iter(lines(path, encoding)), "")
+    return first.startswith("#") or is_number(first.rpartition("\t")[2])
+
+
+def similarity_records(path: Path, encoding: str) -> Records:
+    """Two words and a number on a line, `#` before remarks, as gensim's wordsim353.tsv and simlex999.txt have them."""
+    for number, line in enumerate(lines(path, encoding), 1):
+        cells = line.split("\t") if "\t" in line else line.split()
+        if line.startswith("#") or not line.strip():
+            continue
+        if len(cells) != 3:
+            raise UserError(f"{path}:{number}: {line.strip()[:60]!r} is not two words and a number.")
+        yield number, dict(zip(("word1", "word2", "score"), map(str.strip, cells), strict=True))
 
 
 def json_file(path: Path, encoding: str) -> Records:

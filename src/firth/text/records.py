@@ -29,6 +29,14 @@ def extension(path: Path) -> str:
     return inner.suffix.lower()
 
 
+def is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
 # Reading
 
 
