@@ -1328,10 +1328,14 @@ def finish_similar(words: list[str], found: list[Any], as_json: bool) -> None:
 
 @app.command()
 def export(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder.")],
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder; for vectors also a file of them.")],
     output_dir: Annotated[str, typer.Option(help="Folder to write.")],
     format: Annotated[
-        str, typer.Option(help="huggingface; word2vec or glove: the vectors of words, as gensim reads them.")
+        str,
+        typer.Option(
+            help="huggingface; word2vec or glove: the vectors of words, as gensim reads them; firth: these, for "
+            "example of a file that was downloaded, as a checkpoint for finetune."
+        ),
     ] = "huggingface",
     check: Annotated[bool, typer.Option("--check", help="Open it in transformers and compare the logits.")] = False,
     overwrite: Overwrite = False,

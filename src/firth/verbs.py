@@ -704,7 +704,8 @@ def finetune(
     """
     refuse_several("Fine-tuning has no --parallel; several seeds can be several runs, one for each GPU.")
     if not Path(checkpoint).is_dir():
-        raise UserError(f"{checkpoint} is not a checkpoint folder. `firth pretrain` makes one: RUN/final.")
+        also = " `firth export FILE --format firth` makes one of a file of word vectors." * Path(checkpoint).is_file()
+        raise UserError(f"{checkpoint} is not a checkpoint folder. `firth pretrain` makes one: RUN/final.{also}")
     usual = read_config(checkpoint)
     fields = finetuning(usual) if recipe is None else named_recipe(recipe, usual)
     named: dict[str, Any] = {
@@ -952,15 +953,16 @@ def export(
 ) -> dict[str, Any]:
     """Write a plain Hugging Face folder; `check` opens it in transformers and gives the largest difference.
 
-    The `format` word2vec or glove writes the vectors of single words, as those programs and gensim read them.
+    The `format` word2vec or glove writes the vectors of single words, as those programs and gensim read them; firth
+    a checkpoint of them, as `finetune` takes it. There a file of vectors may stand for the checkpoint.
     """
     folder = Path(output_dir)
     fresh_folder(folder, "--output-dir", overwrite)
+    if folder.exists() and Path(checkpoint).exists() and folder.samefile(checkpoint):
+        raise UserError(f"{folder} is the checkpoint itself. Name another --output-dir.")
     if format != "huggingface":
         files = write_vectors(word_vectors(checkpoint), folder, format)
         return {"output_dir": str(folder), "files": list(map(str, files))}
-    if folder.exists() and folder.samefile(checkpoint):
-        raise UserError(f"{folder} is the checkpoint itself. Name another --output-dir.")
     write_export(Path(checkpoint), folder)
     result: dict[str, Any] = {"output_dir": str(folder)}
     if check:

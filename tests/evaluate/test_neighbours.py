@@ -5,9 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from firth import verbs
 from firth.errors import UserError
-from firth.evaluate import WordVectors, read_vectors
+from firth.evaluate import WordVectors, read_vectors, word_vectors
 from firth.evaluate.neighbours import most_similar, samples, similarity, write_vectors
+from firth.models import load_model
 
 WORDS = ["king", "queen", "man", "woman", "apple"]
 VECTORS = np.array([[1, 0, 1], [0, 1, 1], [1, 0, 0.1], [0, 1, 0.1], [-1, -1, 0.3]], np.float32)
@@ -67,6 +69,32 @@ def test_gensim_opens_our_files_and_we_open_its(vectors: WordVectors, tmp_path: 
         np.testing.assert_array_equal(ours.vectors_ND, random.vectors_ND)
     theirs = opened(write_vectors(vectors, tmp_path / "more", "word2vec")[0])
     assert theirs.most_similar("king", topn=1)[0][0] == most_similar(vectors, ["king"])[0].word
+
+
+def test_vectors_of_a_file_become_a_checkpoint(tmp_path: Path) -> None:
+    """Each word has its vector, the first of two; others are at 0, and what a special token is called is that token."""
+    file = tmp_path / "v.txt"
+    file.write_text("good 1 2\nbad -1 3\n<unk> 7 7\ngood 9 9\n")
+    verbs.export(file, tmp_path / "words", format="firth")
+    model = load_model(tmp_path / "words")
+    assert model.tokenizer is not None
+    ids = model.tokenizer.encode("GOOD bad ugly")
+    assert model.embed.tokens.weight[ids].tolist() == [[1, 2], [-1, 3], [7, 7]]
+    again = word_vectors(tmp_path / "words")
+    assert again.words == ["good", "bad"]
+    with pytest.raises(UserError, match="is the checkpoint itself"):
+        verbs.export(tmp_path / "words", tmp_path / "words", overwrite=True, format="word2vec")
+    file.write_text("Good 1 2\nbad -1 3\n")
+    verbs.export(file, tmp_path / "cased", format="firth")
+    cased = load_model(tmp_path / "cased")
+    assert cased.tokenizer is not None
+    assert cased.embed.tokens.weight[cased.tokenizer.encode("Good good")].tolist() == [[1, 2], [0, 0]]
+    labelled = tmp_path / "t.jsonl"
+    labelled.write_text('{"text": "good", "label": "a"}\n{"text": "bad", "label": "b"}\n')
+    with pytest.raises(UserError, match="`firth export FILE --format firth` makes one of a file of word vectors"):
+        verbs.finetune(file, "classify", labelled, labelled, tmp_path / "run")
+    found = verbs.finetune(tmp_path / "words", "classify", labelled, labelled, tmp_path / "run", max_steps=40, seeds=1)
+    assert found["mean"] == 1.0
 
 
 def test_wrong_formats_and_words(vectors: WordVectors, tmp_path: Path) -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from firth.console import track
 from firth.errors import UserError, nearest
 from firth.evaluate.report import points
-from firth.evaluate.vectors import WordVectors
+from firth.evaluate.vectors import WordVectors, model_of
 from firth.files import whole_folder
+from firth.models import write_model
 from firth.page import Page, loss_curve
 from firth.train import read_log
 
-Format = Literal["word2vec", "glove"]
-FORMATS = ("word2vec", "glove")
+FORMATS = ("word2vec", "glove", "firth")
 SHOWN = 12  # words that a page shows the neighbours of
 
 
@@ -58,9 +58,16 @@ def most_similar(
 
 
 def write_vectors(vectors: WordVectors, folder: Path, form: str) -> list[Path]:
-    """Word vectors as files that others read: vectors.txt, for word2vec with its header, and there vectors.bin too."""
+    """Word vectors as files that others read: vectors.txt, for word2vec with its header, and there vectors.bin too.
+
+    Our own form is a checkpoint, for `finetune`.
+    """
     if form not in FORMATS:
-        raise UserError(f"There is no format {form!r}. {nearest(form, FORMATS)}")
+        raise UserError(f"There is no format {form!r}. {nearest(form, ('huggingface', *FORMATS))}")
+    if form == "firth":
+        with whole_folder(folder) as temporary:
+            write_model(model_of(vectors), temporary)
+        return [folder / "model.safetensors"]
     if spaced := next((word for word in vectors.words if any(c.isspace() for c in word)), None):
         raise UserError(f"{spaced!r} has a space in it, and a word of such a file ends with one.")
     names = ["vectors.txt", "vectors.bin"] if form == "word2vec" else ["vectors.txt"]

@@ -25,6 +25,7 @@ from firth.tasks import Prediction
 from firth.text import Example
 from firth.text.lines import OPENERS, lines
 from firth.text.records import is_number
+from firth.tokens import word_tokenizer
 
 BLOCK = 256  # analogies that are compared with all words at once
 SPELLED = 4096  # words that are read by their characters at once
@@ -57,6 +58,20 @@ def word_vectors(source: Model | str | Path, limit: int = 0) -> WordVectors:
     if isinstance(source, Model):
         return token_vectors(source)
     return token_vectors(load_model(source)) if Path(source).is_dir() else read_vectors(source, limit)
+
+
+def model_of(vectors: WordVectors) -> Model:
+    """Word vectors as a model without layers, which `finetune` takes. What has no vector is at 0.
+
+    Text is made lower case where all words of the vectors are. Of a word that stands there twice the first one counts.
+    """
+    from firth.train.vectors import as_model  # which loads numba
+
+    tokenizer = word_tokenizer(vectors.words, lowercase=all(word == word.lower() for word in vectors.words))
+    vectors_ND = np.zeros((tokenizer.vocab.size, vectors.vectors_ND.shape[1]), np.float32)
+    ids = np.array([tokenizer.backend.token_to_id(word) for word in vectors.words])
+    vectors_ND[ids[::-1]] = vectors.vectors_ND[::-1]  # the last one that is written stays
+    return as_model(tokenizer, vectors_ND, None, 0)
 
 
 def token_vectors(model: Model) -> WordVectors:

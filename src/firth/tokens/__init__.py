@@ -9,7 +9,7 @@ from firth.tokens.rows import Frame, Rows, RowSource, Source
 from firth.tokens.shards import Prepared, Shards, is_shards, open_shards
 from firth.tokens.stream import StreamSource
 from firth.tokens.tokenizer import Tokenizer, Vocabulary, load_tokenizer
-from firth.tokens.train import retrain_tokenizer, train_tokenizer
+from firth.tokens.train import retrain_tokenizer, train_tokenizer, word_tokenizer
 
 __all__ = [
     "KINDS",
@@ -34,4 +34,5 @@ __all__ = [
     "prepare",
     "retrain_tokenizer",
     "train_tokenizer",
+    "word_tokenizer",
 ]

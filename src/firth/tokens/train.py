@@ -69,6 +69,13 @@ def train_tokenizer(
     return Tokenizer(learned, KINDS[kind].roles, own_config(kind))
 
 
+def word_tokenizer(words: Iterable[str], lowercase: bool = False) -> Tokenizer:
+    """A tokenizer of kind word for words that are known already; what is named as a special token is that token."""
+    plan = plan_of(json.loads(blank("word", Cut(lowercase)).to_str()))
+    backend = assemble(plan, Learned([word for word in dict.fromkeys(words) if word not in plan.added]))
+    return Tokenizer(backend, KINDS["word"].roles, own_config("word"))
+
+
 def retrain_tokenizer(
     like: Tokenizer, texts: Iterable[str], vocab_size: int, max_memory: int | None = None, seed: int = 0
 ) -> Tokenizer:
