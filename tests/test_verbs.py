@@ -329,16 +329,19 @@ def test_a_tuned_model_reads_prompts_as_it_learned_to(decoder: Path, tmp_path: P
     data.write_text('{"source": "the cat", "target": "a"}\n{"source": "the dog", "target": "b"}\n')
     tune: dict[str, Any] = {"max_steps": 1, "seeds": 1, "max_seq_length": 32, "max_target_length": 4}
     firth.finetune(decoder, "text-to-text", data, data, tmp_path / "t", prefix="say: ", **tune)
-    model, (ids,) = ask(tmp_path / "t" / "final", ["the cat"])
+    model, (ids,), usual = ask(tmp_path / "t" / "final", ["the cat"])
+    assert usual == {"max_new_tokens": 4, "num_beams": 1, "length_penalty": 1.0}
     assert isinstance(ids, list)
     assert model.tokenizer is not None
     assert model.tokenizer.decode(ids, skip_special=False).endswith("say: the cat<delimiter>")
-    found = firth.generate(tmp_path / "t" / "final", "the cat", max_new_tokens=4)
+    found = firth.generate(tmp_path / "t" / "final", "the cat")
+    assert found == firth.generate(tmp_path / "t" / "final", "the cat", max_new_tokens=4)
     assert "the cat" not in found, "the answer alone"
     assert ask(model, ["the cat"])[1] == ["the cat"], "a loaded model goes on with a text"
     data.write_text('{"prompt": "the cat", "response": "a"}\n')
     firth.finetune(decoder, "lm", data, data, tmp_path / "c", **tune)
-    model, (ids,) = ask(tmp_path / "c" / "final", ["the cat"])
+    model, (ids,), usual = ask(tmp_path / "c" / "final", ["the cat"])
+    assert usual == {}
     assert isinstance(ids, list)
     assert model.tokenizer is not None
     assert model.tokenizer.decode(ids, skip_special=False).endswith("<|user|> the cat<|assistant|>")

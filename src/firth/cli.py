@@ -695,17 +695,17 @@ FINETUNE_EXAMPLES = examples("""
 @run_options(_finetuning, hidden=("output_dir", "checkpoint", "task", "train", "dev", "columns", *SEVERAL))
 def finetune(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder, ours or a published one.")],
-    task: Annotated[str, typer.Option(help=f"{_tasks()}.", rich_help_panel=DATA)],
+    output_dir: Annotated[str, typer.Option(help="Folder of the run.", rich_help_panel=RUN)],
+    options: dict[str, Any],
+    task: Annotated[str, typer.Option(help=f"{_tasks()}.", rich_help_panel=DATA)] = "",
     train: Annotated[
         str,
         typer.Option(
             help="Labelled file to learn from (.jsonl, .json, .tsv, .csv, .conll, also compressed), or pydocs.",
             rich_help_panel=DATA,
         ),
-    ],
-    dev: Annotated[str, typer.Option(help="Labelled file to score on, or pydocs.", rich_help_panel=DATA)],
-    output_dir: Annotated[str, typer.Option(help="Folder of the run.", rich_help_panel=RUN)],
-    options: dict[str, Any],
+    ] = "",
+    dev: Annotated[str, typer.Option(help="Labelled file to score on, or pydocs.", rich_help_panel=DATA)] = "",
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Any field of the recipe: weight_decay=0.1.")
     ] = None,
@@ -724,7 +724,11 @@ def finetune(
         ),
     ] = None,
     config: Annotated[
-        str | None, typer.Option(help="YAML file with any of these options and fields.", rich_help_panel=RUN)
+        str | None,
+        typer.Option(
+            help="YAML file with any of these options and fields, such as the recipe.yaml of another run.",
+            rich_help_panel=RUN,
+        ),
     ] = None,
     resume: Annotated[
         bool,
@@ -762,8 +766,14 @@ def finetune(
     from firth import verbs
     from firth.evaluate import seed_table
     from firth.train import parse_overrides
+    from firth.train.recipe import read_yaml
 
     changes = parse_overrides(overrides or [])
+    known, needed = read_yaml(Path(config)) if config else {}, {"task": task, "train": train, "dev": dev}
+    needed = {name: given or str(known.get(name) or "") for name, given in needed.items()}
+    if missing := next((name for name, given in needed.items() if not given), None):
+        raise UserError(f"Missing option '--{missing}': give it, or a --config that has it.")
+    task, train, dev = needed.values()
     result = verbs.finetune(
         *(checkpoint, task, train, dev, output_dir, config, changes, resume, overwrite, parse_columns(columns)),
         recipe=recipe,
@@ -1024,17 +1034,28 @@ def generate(
     ] = 0,
     seed: Annotated[int, typer.Option(help="Decides what is drawn.", rich_help_panel=CHOOSING)] = 0,
     num_beams: Annotated[
-        int, typer.Option(help="Keep so many unfinished texts and look for the likeliest.", rich_help_panel=SEARCH)
-    ] = 1,
-    length_penalty: Annotated[
-        float,
+        int | None,
         typer.Option(
-            help="A text's score is its log-probability over its length to this power: more favours long ones.",
+            help="Keep so many unfinished texts and look for the likeliest; 1 unless fine-tuned with others.",
             rich_help_panel=SEARCH,
         ),
-    ] = 1.0,
+    ] = None,
+    length_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="A text's score is its log-probability over its length to this power: more favours long ones; 1 "
+            "unless fine-tuned with another.",
+            rich_help_panel=SEARCH,
+        ),
+    ] = None,
     num_return_sequences: Annotated[int, typer.Option(help="Texts for each prompt.", rich_help_panel=SEARCH)] = 1,
-    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens are written.", rich_help_panel=END)] = 50,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="At most so many tokens are written; 50 unless fine-tuned for longer or shorter answers.",
+            rich_help_panel=END,
+        ),
+    ] = None,
     min_new_tokens: Annotated[int, typer.Option(help="At least so many.", rich_help_panel=END)] = 0,
     stop: Annotated[
         list[str] | None,
@@ -1054,8 +1075,8 @@ def generate(
     from firth.generate import stream as stream_text
     from firth.models.ngram import is_ngram
 
-    settings: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
+    as_tuned = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "length_penalty": length_penalty}
+    settings: dict[str, Any] = {name: value for name, value in as_tuned.items() if value is not None} | {
         "min_new_tokens": min_new_tokens,
         "temperature": temperature,
         "top_k": top_k,
@@ -1063,20 +1084,19 @@ def generate(
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
         "no_repeat_ngram_size": no_repeat_ngram_size,
-        "num_beams": num_beams,
-        "length_penalty": length_penalty,
         "num_return_sequences": num_return_sequences,
         "stop": [text.replace("\\n", "\n").replace("\\t", "\t") for text in stop or ()],
         "seed": seed,
     }
     given = given_texts(prompt, prompts, "--prompts", ("prompt", "source", "text"))
-    one = len(given) == 1 and num_beams == num_return_sequences == 1
     if stream and json:
         raise UserError("--stream shows words as they come, and --json one object at the end: choose one.")
     if is_ngram(checkpoint):
         print_texts(verbs.write_ngram_texts(checkpoint, given, settings), json)
         return
-    model, asked = verbs.ask(checkpoint, given, chat)
+    model, asked, usual = verbs.ask(checkpoint, given, chat)
+    settings = usual | settings
+    one = len(given) == 1 and settings.get("num_beams", 1) == num_return_sequences == 1
     if stream if stream is not None else one and not json and sys.stdout.isatty():
         if len(given) > 1:
             raise UserError(f"--stream shows one text as it is written, and there are {len(given)} prompts.")

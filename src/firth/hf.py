@@ -6,6 +6,7 @@ numbers, under the `AutoModelFor...` that fits its shape and its head (`auto_cla
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -16,7 +17,9 @@ from firth.models import OWN, Classes, LMHead, Model, ModelConfig, Output, from_
 from firth.models.embed import Embedding
 from firth.models.heads import IGNORED
 from firth.models.position import SlopeScore
+from firth.models.recurrent import Spelling
 from firth.models.weights import own_state
+from firth.tokens import load_tokenizer
 
 outputs: Any = transformers.modeling_outputs
 
@@ -102,6 +105,9 @@ class FirthPreTrained(transformers.PreTrainedModel):
         config: Any = self.config
         states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         seen = config.output_attentions if output_attentions is None else output_attentions
+        place = str(self.name_or_path or "")
+        if isinstance(self.embed, Spelling) and self.embed.lexicon is None and place and Path(place).is_dir():
+            self.embed.read_with(load_tokenizer(place))
         if config.is_encoder_decoder and inputs.get("decoder_input_ids") is None and labels is not None:
             inputs["decoder_input_ids"] = self.begun(labels)
         found = self.whole(

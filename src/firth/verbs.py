@@ -53,7 +53,7 @@ from firth.page import free_place
 from firth.plain import KIND, to_plain
 from firth.recipes import changed, default_objective, finetuning, gentle, pretraining, tokenizer_kind, vocabulary_size
 from firth.recipes import named as named_recipe
-from firth.tasks import TASK_FILE, FinetuneRecipe, prompts_for
+from firth.tasks import TASK_FILE, FinetuneRecipe, prompts_for, usual_settings
 from firth.tasks import finetune as run_finetune
 from firth.text import HELD_OUT, READING, Corpus, Salient, load_salient, read_labelled, salient_name
 from firth.tokens import (
@@ -851,15 +851,15 @@ def generate(
     """Continue a prompt, or several. `settings` are the fields of `firth.generate.Decoding`: temperature=0.8.
 
     One prompt gives a text; several, or num_return_sequences above 1, give a list. A checkpoint folder that was
-    fine-tuned to answer reads the prompt as it has learned to, and gives the answer alone; `chat` says whether as a
-    user's message in the checkpoint's chat template.
+    fine-tuned to answer reads the prompt as it has learned to, and gives the answer alone, of the length and with the
+    beams that it was scored with; `chat` says whether as a user's message in the checkpoint's chat template.
     """
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(checkpoint, Model) and is_ngram(checkpoint):
         found = write_ngram_texts(checkpoint, prompts, settings)
     else:
-        model, asked = ask(checkpoint, prompts, chat)
-        found = write_all(model, asked, settings)
+        model, asked, usual = ask(checkpoint, prompts, chat)
+        found = write_all(model, asked, usual | settings)
     texts = [one["text"] for one in found]
     return texts[0] if isinstance(prompt, str) and len(texts) == 1 else texts
 
@@ -873,12 +873,16 @@ def write_ngram_texts(
 
 def ask(
     checkpoint: str | Path | Model, prompts: Sequence[str], chat: bool | None = None
-) -> tuple[Model, list[str | list[int]]]:
-    """A model, and prompts as it has learned to read them; a loaded model does not know what it was tuned for."""
+) -> tuple[Model, list[str | list[int]], dict[str, Any]]:
+    """A model, prompts as it has learned to read them, and how it has learned to answer.
+
+    A loaded model does not know what it was tuned for.
+    """
     if isinstance(checkpoint, Model):
-        return checkpoint, prompts_for(checkpoint, {}, prompts, chat)
-    model, facts = load_model(checkpoint), Path(checkpoint) / TASK_FILE
-    return model, prompts_for(model, read_json(facts) if facts.is_file() else {}, prompts, chat)
+        return checkpoint, prompts_for(checkpoint, {}, prompts, chat), {}
+    model, file = load_model(checkpoint), Path(checkpoint) / TASK_FILE
+    facts = read_json(file) if file.is_file() else {}
+    return model, prompts_for(model, facts, prompts, chat), usual_settings(model, facts)
 
 
 def write_all(model: Model, prompts: Sequence[str | list[int]], settings: Mapping[str, Any]) -> list[dict[str, Any]]:

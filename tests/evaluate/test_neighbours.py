@@ -73,7 +73,8 @@ def test_gensim_opens_our_files_and_we_open_its(vectors: WordVectors, tmp_path: 
 
 def test_vectors_of_a_file_become_a_checkpoint(tmp_path: Path) -> None:
     """Each word has its vector, the first of two; others are at 0, and what a special token is called is that token."""
-    file = tmp_path / "v.txt"
+    file, labelled = tmp_path / "v.txt", tmp_path / "t.jsonl"
+    labelled.write_text('{"text": "good", "label": "a"}\n{"text": "bad", "label": "b"}\n')
     file.write_text("good 1 2\nbad -1 3\n<unk> 7 7\ngood 9 9\n")
     verbs.export(file, tmp_path / "words", format="firth")
     model = load_model(tmp_path / "words")
@@ -82,6 +83,11 @@ def test_vectors_of_a_file_become_a_checkpoint(tmp_path: Path) -> None:
     assert model.embed.tokens.weight[ids].tolist() == [[1, 2], [-1, 3], [7, 7]]
     again = word_vectors(tmp_path / "words")
     assert again.words == ["good", "bad"]
+    assert word_vectors(tmp_path / "words", limit=1).words == ["good"]
+    with pytest.raises(UserError, match="Word vectors alone do not say which word comes next, or is missing"):
+        verbs.fill(tmp_path / "words", "a good ___")
+    with pytest.raises(UserError, match="LoRA stands beside .* and word vectors have none"):
+        verbs.finetune(tmp_path / "words", "classify", labelled, labelled, tmp_path / "no", lora_rank=2)
     with pytest.raises(UserError, match="is the checkpoint itself"):
         verbs.export(tmp_path / "words", tmp_path / "words", overwrite=True, format="word2vec")
     file.write_text("Good 1 2\nbad -1 3\n")
@@ -89,8 +95,6 @@ def test_vectors_of_a_file_become_a_checkpoint(tmp_path: Path) -> None:
     cased = load_model(tmp_path / "cased")
     assert cased.tokenizer is not None
     assert cased.embed.tokens.weight[cased.tokenizer.encode("Good good")].tolist() == [[1, 2], [0, 0]]
-    labelled = tmp_path / "t.jsonl"
-    labelled.write_text('{"text": "good", "label": "a"}\n{"text": "bad", "label": "b"}\n')
     with pytest.raises(UserError, match="`firth export FILE --format firth` makes one of a file of word vectors"):
         verbs.finetune(file, "classify", labelled, labelled, tmp_path / "run")
     found = verbs.finetune(tmp_path / "words", "classify", labelled, labelled, tmp_path / "run", max_steps=40, seeds=1)

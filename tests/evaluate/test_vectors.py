@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,20 @@ def test_a_damaged_binary_file_is_named_by_word(content: bytes, problem: str, tm
     path.write_bytes(content)
     with pytest.raises(UserError, match=problem):
         read_vectors(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("v.bin.gz", b"no gzip at all", "not a whole .gz file"),
+        ("v.bin.gz", gzip.compress(b"5 3\nking " + b"x" * 10_000)[:40], "was cut short"),
+        ("v.bin.xz", lzma.compress(b"5 3\nking " + bytes(range(256)) * 40)[:60], "was cut short"),
+    ],
+)
+def test_a_damaged_compressed_file(name: str, content: bytes, problem: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=problem):
+        read_vectors(tmp_path / name)
 
 
 def test_a_vector_that_no_compressed_file_has(tmp_path: Path) -> None:

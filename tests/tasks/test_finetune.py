@@ -709,7 +709,7 @@ def test_the_names_depend_on_the_examples() -> None:
 
 def test_chance() -> None:
     dev = examples("aabb" + "b" * 6)
-    assert chance(Scored("classify", "accuracy"), "accuracy", examples("aaab"), dev) == 0.2  # type: ignore[arg-type]
+    assert chance(Scored("classify", "accuracy"), "accuracy", examples("aaab"), dev) == 0.8  # type: ignore[arg-type]
     assert chance(Scored("classify", "mcc"), "mcc", examples("aaab"), dev) == 0.0  # type: ignore[arg-type]
     numbers = [Example(i, ("t",), float(i)) for i in range(4)]
     assert chance(Scored("regress", "pearson"), "pearson", numbers, numbers) == 0.0  # type: ignore[arg-type]
@@ -771,6 +771,50 @@ def compared(folder: Path, task: Any, dev: list[Example], ours: list[Any], their
     r = FinetuneRecipe(task=task.name, dev="dev.jsonl", baseline=str(folder / "theirs"), seeds=1)
     check_baseline(r, dev)
     return against_baseline(r, task, dev, folder / "ours")
+
+
+def test_a_baseline_on_other_examples_is_refused(tmp_path: Path) -> None:
+    """Ids are often numbers of lines: those of any file are the same."""
+    ours = [Example(i, ("t",), "ab"[i % 2]) for i in range(4)]
+    theirs = [Example(i, ("t",), "aabb"[i]) for i in range(4)]
+    (tmp_path / "seed-0").mkdir()
+    write_predictions(tmp_path / "seed-0" / "predictions.jsonl", theirs, [Prediction("a")] * 4)
+    r = FinetuneRecipe(task="classify", dev="dev.jsonl", baseline=str(tmp_path), seeds=1)
+    check_baseline(r, theirs)
+    with pytest.raises(
+        UserError, match=r'on another dev file: the answer to example [12] was "[ab]" there, and is "[ab]"'
+    ):
+        check_baseline(r, ours)
+
+
+def test_a_difference_that_seeds_differ_by_may_be_chance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dev = [Example(i, ("t",), "ab"[i % 2]) for i in range(200)]
+    right, half = [e.target for e in dev], ["a"] * 200
+    for name, answers in {
+        "ours/seed-0": right,
+        "ours/seed-1": half,
+        "theirs/seed-0": half,
+        "theirs/seed-1": half,
+    }.items():
+        (tmp_path / name).mkdir(parents=True)
+        write_predictions(tmp_path / name / "predictions.jsonl", dev, [Prediction(answer) for answer in answers])
+    r = FinetuneRecipe(task="classify", dev="dev.jsonl", baseline=str(tmp_path / "theirs"), seeds=2)
+    found = against_baseline(r, Scored("classify", "accuracy"), dev, tmp_path / "ours")  # type: ignore[arg-type]
+    assert found["difference"] == 0.25
+    assert found["between_seeds"] == pytest.approx(0.25)  # a deviation of 0.354 over the root of 2
+    assert found["p_value"] < 0.01
+    assert "other examples would say so too, but other seeds may not (±0.25)" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_the_examples_to_learn_from_say_nothing_when_scored(
+    checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", max_steps=1, dev=str(toy["train"]), num_beams=2))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "is what the model learns from: its score says nothing about other examples" in said
+    assert "num_beams: of answers in words, and here a head answers" in said
 
 
 def test_examples_with_the_same_id_are_compared_one_by_one(tmp_path: Path) -> None:

@@ -281,6 +281,20 @@ def test_dai_and_le_train_all_at_once() -> None:
 # --- ELMo and biLSTMs -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["elmo-tiny", "ulmfit-tiny"])
+def test_lora_has_nothing_to_stand_beside(
+    name: str, run_of: Callable[[str], Path], toy: dict[str, Path], tmp_path: Path
+) -> None:
+    final = run_of(name) / "final"
+    with pytest.raises(UserError, match="LoRA stands beside the matrices of attention and MLP, and LSTMs have none"):
+        verbs.finetune(final, "classify", toy["train"], toy["dev"], tmp_path / "run", lora_rank=2)
+
+
+def test_elmo_opens_in_transformers(run_of: Callable[[str], Path], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    assert verbs.export(run_of("elmo-tiny") / "final", tmp_path / "out", check=True)["max_difference"] < 1e-5
+
+
 def test_elmo_stays_as_it_is_under_a_task(run_of: Callable[[str], Path], toy: dict[str, Path], tmp_path: Path) -> None:
     """Only the mixture, the LSTM on top and the head learn."""
     final = run_of("elmo-tiny") / "final"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from firth.models import Model, load_model
 from firth.models.recurrent import Spelling
 from firth.tasks import Prediction
 from firth.text import Example
-from firth.text.lines import OPENERS, lines
+from firth.text.lines import OPENERS, lines, opened
 from firth.text.records import is_number
 from firth.tokens import word_tokenizer
 
@@ -57,7 +57,10 @@ def word_vectors(source: Model | str | Path, limit: int = 0) -> WordVectors:
     """The vectors of a file (word2vec's or GloVe's), or the token vectors of a model or a checkpoint folder."""
     if isinstance(source, Model):
         return token_vectors(source)
-    return token_vectors(load_model(source)) if Path(source).is_dir() else read_vectors(source, limit)
+    if not Path(source).is_dir():
+        return read_vectors(source, limit)
+    found = token_vectors(load_model(source))
+    return WordVectors(found.words[: limit or None], found.vectors_ND[: limit or None])
 
 
 def model_of(vectors: WordVectors) -> Model:
@@ -172,13 +175,12 @@ def numbers(cells: Sequence[str], where: str) -> np.ndarray:
 
 def binary_rows(path: Path) -> Iterator[Row]:
     """word2vec's binary format: a header, then each word, a space and its numbers as 32-bit floats."""
-    opener = OPENERS.get(path.suffix, open)
-    with opener(path, "rb") as file:
+    with opened(path) as file:
         header = file.readline(100).split()
         if len(header) != 2 or not all(cell.isdigit() for cell in header) or not int(header[1]):
             raise UserError(f"{path}:1: a .bin file of word2vec begins with how many words and how many numbers.")
         promised, dim = int(header[0]), int(header[1])
-        if 4 * dim > (path.stat().st_size if opener is open else LONGEST_VECTOR):
+        if 4 * dim > (LONGEST_VECTOR if path.suffix.lower() in OPENERS else path.stat().st_size):
             raise UserError(f"{path}:1: the header promises vectors of {dim:,} numbers, more than this file can hold.")
         for number in range(promised):
             where = f"{path}, word {number + 1:,} of {promised:,}"
@@ -196,7 +198,7 @@ def binary_rows(path: Path) -> Iterator[Row]:
             )
 
 
-def binary_word(file: BinaryIO, where: str) -> str:
+def binary_word(file: IO[bytes], where: str) -> str:
     letters = bytearray()
     while (letter := file.read(1)) != b" ":
         if not letter or len(letters) > LONGEST_WORD:

@@ -19,7 +19,7 @@ from firth.generate.record import Recorded
 from firth.generate.room import FIRST_ROOM, tell_length
 from firth.models import Decoder, EncoderDecoder, LMHead, Model, Stack, ends_of, framing
 from firth.models.cache import Cache, can_cache
-from firth.models.config import AWDLSTM
+from firth.models.config import AWDLSTM, BAG
 from firth.objectives import Batch
 from firth.tokens import Tokenizer
 
@@ -268,6 +268,8 @@ def check_writes(model: Model) -> tuple[int, ...]:
 def check_words(model: Model) -> None:
     if not isinstance(model.config.head, LMHead):
         raise UserError("This model was fine-tuned to choose classes, and has no words. Take the one it came from.")
+    if model.config.family == BAG:
+        raise UserError("Word vectors alone do not say which word comes next, or is missing. Take a language model.")
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from firth.metrics.tagging import (
     entity_f1,
     entity_precision,
     entity_recall,
+    strays,
     tag_accuracy,
 )
 from firth.metrics.text import bits_per_byte, bleu, chrf, exact_match, perplexity, rouge
@@ -88,6 +89,7 @@ __all__ = [
     "squad_exact_match",
     "squad_f1",
     "squad_scores",
+    "strays",
     "summarise",
     "sums",
     "tag_accuracy",

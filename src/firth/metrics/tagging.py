@@ -65,6 +65,17 @@ def are_chunks(references: Sequence[Tags]) -> bool:
     return all(TAG.fullmatch(tag) for tag in {tag for tags in references for tag in tags})
 
 
+def strays(references: Sequence[Tags]) -> list[str]:
+    """The few tags that mark no stretches, where most others do: a slip, for which no stretch would be scored.
+
+    >>> strays([["B-PER", "I-PER", "O", "X"]]), strays([["B-PER", "O"]]), strays([["NOUN", "VERB", "X"]])
+    (['X'], [], [])
+    """
+    tags = {tag for tags in references for tag in tags}
+    odd = sorted(tag for tag in tags if not TAG.fullmatch(tag))
+    return odd if 2 * len(odd) < len(tags) else []
+
+
 def chunks(tags: Tags) -> list[Chunk]:
     """The stretches of one sentence.
 

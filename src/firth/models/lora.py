@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from firth.errors import UserError
 from firth.models.config import ModelConfig
 from firth.models.dropout import drop
 from firth.models.layouts import FAMILIES
@@ -65,6 +66,16 @@ class Adapted(nn.Linear):
         """The one matrix that does what the three do."""
         parts = zip(self.lora_a, self.lora_b.split(self.sizes), strict=True)
         return self.weight + self.scale * torch.cat([b_SR @ a_RI for a_RI, b_SR in parts])
+
+
+def refuse_lora(config: ModelConfig) -> None:
+    """Refuse a model that has nothing for LoRA to stand beside."""
+    if config.recurrent is not None or not config.num_layers:
+        kind = "LSTMs" if config.recurrent is not None else "word vectors"
+        raise UserError(
+            f"LoRA stands beside the matrices of attention and MLP, and {kind} have none: leave lora_rank out. "
+            "freeze=body trains the head alone."
+        )
 
 
 def add_lora(model: Model, spec: LoRA) -> None:

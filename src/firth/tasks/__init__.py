@@ -2,7 +2,7 @@
 
 from firth.tasks.finetune import finetune
 from firth.tasks.make import TASK_FILE, TASKS, make_task
-from firth.tasks.prompts import prompts_for
+from firth.tasks.prompts import prompts_for, usual_settings
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.results import metric_names, read_predictions, write_predictions
 from firth.tasks.task import Prediction, Task
@@ -18,5 +18,6 @@ __all__ = [
     "metric_names",
     "prompts_for",
     "read_predictions",
+    "usual_settings",
     "write_predictions",
 ]

@@ -20,7 +20,7 @@ import torch
 from firth.console import count, say, warn
 from firth.errors import UserError, nearest
 from firth.files import damage, read_json, whole_folder, write_json
-from firth.metrics import are_chunks
+from firth.metrics import are_chunks, strays
 from firth.models import (
     Classes,
     LMHead,
@@ -35,7 +35,7 @@ from firth.models import (
     write_model,
 )
 from firth.models.adapter import write_adapter
-from firth.models.lora import add_lora
+from firth.models.lora import add_lora, refuse_lora
 from firth.models.weights import check_weights
 from firth.objectives import Batch
 from firth.tasks.chat import asks_for_the_day
@@ -61,6 +61,7 @@ FIXED = (
     *("task", "answer", "from_scratch", "optim", "ema_decay", "layers", "pool", "bilstm", "crf"),
     *("lora_rank", "lora_targets", "metric"),
 )
+WRITING = ("prefix", "max_target_length", "num_beams", "length_penalty")  # options of answers in words
 EVALUATIONS = 10  # per seed, where a run may stop early and --eval-steps does not say
 # Steps of a seed from which on a GPU compiles them by itself. An estimate: three or four shapes take a minute or two
 # the first time, and a step of BERT-base that is replayed without takes some 10 ms longer than one that is compiled.
@@ -88,11 +89,14 @@ def run_seeds(
 ) -> dict[str, Any]:
     """The run itself, from its examples to its results."""
     began = time.monotonic()
+    config = read_config(recipe.checkpoint)
+    if recipe.lora_rank:
+        refuse_lora(config)
     recipe.check()
     stored = Path(recipe.output_dir) / "recipe.yaml"
     earlier = load_recipe(stored, FinetuneRecipe) if resume and stored.is_file() else None
     data = read_data(recipe)
-    config, tokenizer = read_config(recipe.checkpoint), load_tokenizer(recipe.checkpoint)
+    tokenizer = load_tokenizer(recipe.checkpoint)
     if asks_for_the_day(tokenizer) and not recipe.day:
         recipe = replace(recipe, day=(earlier.day if earlier else "") or date.today().isoformat())
     task = make_task(recipe.task, data.train, tokenizer, config, recipe)
@@ -126,6 +130,7 @@ def run_seeds(
             *about_shots(recipe, data),
             *task.said,
             *about_head(config, task),
+            *about_writing(config, task, recipe),
             *([f"the step is {job.way} for {job.shapes}"] if job.shapes is not None else []),
         ]:
             say(sentence)
@@ -179,7 +184,18 @@ def read_data(recipe: FinetuneRecipe) -> Data:
             f"{recipe.train} and {recipe.dev} have tags of two kinds: one marks stretches (O, B-PER, I-PER), the other "
             "single words (NOUN). Take files with the same tags."
         )
+    if recipe.task == "tag" and (odd := strays([e.target for e in (*train, *dev)])):
+        warn(
+            f"{', '.join(odd[:5])}: no mark of a stretch, as the other tags are (O, B-PER, I-PER). So single words are "
+            "scored, and no stretches."
+        )
+    if same_file(recipe.train, recipe.dev):
+        warn(f"{recipe.dev} is what the model learns from: its score says nothing about other examples.")
     return Data(positives(train, recipe.train) if recipe.task == "embed" else train, dev)
+
+
+def same_file(a: str, b: str) -> bool:
+    return Path(a).is_file() and Path(b).is_file() and Path(a).samefile(b)
 
 
 def check_labels(train: Sequence[Example], dev: Sequence[Example], recipe: FinetuneRecipe) -> None:
@@ -295,6 +311,14 @@ def about_shots(recipe: FinetuneRecipe, data: Data) -> list[str]:
     if recipe.shots <= len(data.train):
         return []
     return [f"shots is {recipe.shots:,}, and {recipe.train} has {count(len(data.train), 'example')}: all are taken."]
+
+
+def about_writing(config: ModelConfig, task: Task, recipe: FinetuneRecipe) -> list[str]:
+    """That options are of no use where a head answers."""
+    if isinstance(task.head(config).head, LMHead):
+        return []
+    given = [name for name in WRITING if getattr(recipe, name) != getattr(FinetuneRecipe, name)]
+    return [f"{', '.join(given)}: of answers in words, and here a head answers"] if given else []
 
 
 def about_head(config: ModelConfig, task: Task) -> list[str]:

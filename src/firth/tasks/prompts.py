@@ -9,6 +9,7 @@ from firth.generate.reading import tokenizer_of
 from firth.models import Model, ModelConfig, framing
 from firth.tasks.chat import Chat
 from firth.tasks.make import make_task, way
+from firth.tasks.text_to_text import TextToText
 from firth.tasks.words import SOURCES
 from firth.text import Example
 
@@ -29,6 +30,15 @@ def prompts_for(
         task = make_task("text-to-text", facts, tokenizer_of(model), model.config)
         return [item.ids for item in task.encode([Example(i, (text,)) for i, text in enumerate(texts)])]
     return list(texts)
+
+
+def usual_settings(model: Model, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """How a checkpoint was scored when it was tuned to answer in words: fields of a Decoding."""
+    if not writes(model.config, facts):
+        return {}
+    task = make_task("text-to-text", facts, tokenizer_of(model), model.config)
+    assert isinstance(task, TextToText)
+    return {name: getattr(task.decoding, name) for name in ("max_new_tokens", "num_beams", "length_penalty")}
 
 
 def writes(config: ModelConfig, facts: Mapping[str, Any]) -> bool:

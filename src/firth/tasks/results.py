@@ -32,9 +32,11 @@ from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.tag import given_away
 from firth.tasks.task import Prediction, Task
 from firth.text import Example
+from firth.text.records import short
 
 PREDICTIONS = "predictions.jsonl"
 LESS_IS_BETTER = ("perplexity", "bits_per_byte")
+COMMON = 20  # classes that are tried as the answer to everything
 CONSTANT_IS_0 = ("regress", "embed")  # one answer for all has no correlation with anything
 SAMPLES, SECONDS = 1000, 120  # of a bootstrap: at most so many
 
@@ -157,23 +159,24 @@ def without_failed(values: Sequence[float], chance: float | None, metric: str) -
 
 
 def chance(task: Task, metric: str, train: Sequence[Example], dev: Sequence[Example]) -> float | None:
-    """The score of giving the commonest answer of train to everything; None where that means nothing."""
+    """The best score of giving one of the common answers of train to everything; None where that means nothing."""
     if task.name == "lm":
         return None
     if task.name in CONSTANT_IS_0:
         return 0.0
-    value = task.score(dev, [Prediction(guess) for guess in guesses(task.name, train, dev)])[metric]
-    return 0.0 if math.isnan(value) else value
+    values = [task.score(dev, [Prediction(guess) for guess in some])[metric] for some in guesses(task.name, train, dev)]
+    return max(0.0 if math.isnan(value) else value for value in values)
 
 
-def guesses(name: str, train: Sequence[Example], dev: Sequence[Example]) -> list[Any]:
-    """The commonest answer of train, once for each of dev."""
+def guesses(name: str, train: Sequence[Example], dev: Sequence[Example]) -> list[list[Any]]:
+    """Each of the commonest answers of train, once for each of dev: what is common in dev may be another one."""
     if name == "tag":
         commonest = Counter(tag for e in train for tag in e.target).most_common(1)[0][0]
-        return [(commonest,) * len(e.target) for e in dev]
+        return [[(commonest,) * len(e.target) for e in dev]]
     if name == "span-qa":
-        return [""] * len(dev)  # that there is no answer
-    return [Counter(e.target for e in train).most_common(1)[0][0]] * len(dev)
+        return [[""] * len(dev)]  # that there is no answer
+    common = Counter(e.target for e in train).most_common(1 if name == "text-to-text" else COMMON)
+    return [[answer] * len(dev) for answer, _ in common]
 
 
 # --- predictions, and those of another run --------------------------------------------------------------------------
@@ -208,8 +211,11 @@ def numbered(ids: Iterable[Any]) -> list[tuple[Any, int]]:
     return found
 
 
-def seeds_of(folder: Path) -> list[dict[tuple[Any, int], Any]]:
-    """The predictions of each seed of a run by the `numbered` ids; of its best one where there is no more."""
+def seeds_of(folder: Path, what: str = "prediction") -> list[dict[tuple[Any, int], Any]]:
+    """The predictions of each seed of a run by the `numbered` ids; of its best one where there is no more.
+
+    `what` may be "reference" too: what would have been right.
+    """
     files = [file for place in sorted(folder.glob("seed-*")) if (file := place / PREDICTIONS).is_file()]
     if not files and not (folder / PREDICTIONS).is_file():
         raise UserError(f"{folder} has no {PREDICTIONS}: name the folder of a finished run as the baseline.")
@@ -218,7 +224,7 @@ def seeds_of(folder: Path) -> list[dict[tuple[Any, int], Any]]:
         try:
             lines = read_predictions(file)
             keys = numbered(line["id"] for line in lines)
-            found.append({key: line["prediction"] for key, line in zip(keys, lines, strict=True)})
+            found.append({key: line[what] for key, line in zip(keys, lines, strict=True)})
         except (json.JSONDecodeError, KeyError, TypeError):
             raise UserError(f"{file} does not hold predictions of a run.") from None
     return found
@@ -228,10 +234,19 @@ def check_baseline(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
     """Refuse a baseline that cannot be compared with, before any work is done."""
     if not recipe.baseline:
         return
-    theirs = set.intersection(*(set(seed) for seed in seeds_of(Path(recipe.baseline))))
-    ours = set(numbered(e.id for e in dev))
+    right = seeds_of(Path(recipe.baseline), "reference")
+    theirs = set.intersection(*map(set, right))
+    targets = dict(zip(numbered(e.id for e in dev), (e.target for e in dev), strict=True))
+    ours = set(targets)
     if not ours & theirs:
         raise UserError(f"{recipe.baseline} and {recipe.dev} have no example in common: no id is in both.")
+    for key in ours & theirs:
+        here, there = json.loads(json.dumps(targets[key])), right[0][key]
+        if here != there:
+            raise UserError(
+                f"{recipe.baseline} is a run on another dev file: the answer to example {key[0]} was {short(there)} "
+                f"there, and is {short(here)} in {recipe.dev}."
+            )
     if ours != theirs:
         warn(
             f"{recipe.baseline} and {recipe.dev} have other examples: "
@@ -264,8 +279,10 @@ def against_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Example],
     score_fn = mean_sums if has_sums(task.name, metric, [e.target for e in both]) else mean_score
     answers = by_example(ours, keys), by_example(theirs, keys)
     found = paired_bootstrap(score_fn, *answers, both, SAMPLES, seconds=SECONDS)
-    say(verdict(found, metric, recipe.baseline))
-    return {**found._asdict(), "baseline": recipe.baseline, "examples": len(both)}
+    of_seeds = [[mean_score([(a,) for a in seed], both) for seed in zip(*part, strict=True)] for part in answers]
+    noise = math.hypot(*(summarise(scores)[1] / math.sqrt(len(scores)) for scores in of_seeds))
+    say(verdict(found, metric, recipe.baseline, noise))
+    return {**found._asdict(), "between_seeds": noise, "baseline": recipe.baseline, "examples": len(both)}
 
 
 def quick(name: str, metric: str, answers: Sequence[Any], examples: Sequence[Example]) -> Sums:
@@ -280,16 +297,21 @@ def quick(name: str, metric: str, answers: Sequence[Any], examples: Sequence[Exa
     return sums(name, metric, answers, true)
 
 
-def verdict(found: Comparison, metric: str, baseline: str) -> str:
-    """Whether a difference is more than chance, or why that cannot be said."""
+def verdict(found: Comparison, metric: str, baseline: str, noise: float) -> str:
+    """Whether a difference is more than chance, or why that cannot be said.
+
+    Other examples must say the same, and it must be more than twice what the means over the seeds vary by (`noise`).
+    """
     if math.isnan(found.p_value):
         known = math.isfinite(found.difference)
         where = "in most samples of dev" if known else "in one of both runs, or in both"
         return f"{metric} cannot be compared with {baseline}: it is not a number {where}."
-    sure = "is more than chance" if found.p_value < 0.05 else "may be chance"
+    sure = "that is more than chance" if found.p_value < 0.05 else "that may be chance"
+    if found.p_value < 0.05 and not abs(found.difference) > 2 * noise:
+        sure = f"other examples would say so too, but other seeds may not (±{noise:.2g})"
     return (
         f"{metric} is {found.difference:+.4g} against {baseline} (95%: {found.low:+.4g} to {found.high:+.4g}, "
-        f"p = {found.p_value:.3g}): that {sure}."
+        f"p = {found.p_value:.3g}): {sure}."
     )
 
 

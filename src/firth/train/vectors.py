@@ -551,6 +551,8 @@ def learn_vectors(folder: Path, recipe: Vectors, resume: bool, began: float) -> 
         for number in range(recipe.phrases):
             text, lexicon = join_phrases(text, lexicon, recipe, folder / f"phrases-{number + 1}")
             held_out = None  # its phrases are not joined
+        if recipe.phrases:
+            say("phrases are words to --similar, --analogy and files of vectors; texts that are read are not joined")
     warn_of_lonely_words(text)
     num = len(lexicon.counts) - len(lexicon.tokenizer.vocab.special)
     recipe = replace(recipe, epochs=recipe.epochs or epochs_for(text.num_tokens))
