@@ -306,7 +306,7 @@ def pretrain(
             raise UserError(f"{model} has no --objective: it is one itself.")
         changes = all_changes(config, options, overrides, {"output_dir": str(output_dir), "data": "", "tokenizer": ""})
         return pretrain_counted(str(model), data, tokenizer, making, changes, resume, overwrite, began)
-    earlier = {} if overwrite else earlier_optimizer(Path(output_dir))
+    earlier = {} if overwrite else earlier_choices(Path(output_dir))
     order = take_order(model, data, output_dir, tokenizer, objective, making, config, overrides, options, earlier)
     world, place = join(order.recipe), Path(output_dir)
     if world.goes_on(str(output_dir)):
@@ -535,11 +535,11 @@ class Order:
         return recipe
 
 
-def earlier_optimizer(folder: Path) -> dict[str, Any]:
+def earlier_choices(folder: Path) -> dict[str, Any]:
     """How a run learns that was begun in this folder, perhaps by a version with other defaults."""
     file = folder / "recipe.yaml"
     stored = read_yaml(file) if file.is_file() else {}
-    return {name: stored[name] for name in ("optim", "learning_rate") if name in stored}
+    return {name: stored[name] for name in ("optim", "learning_rate", "warm_start") if name in stored}
 
 
 def take_order(
@@ -572,6 +572,8 @@ def take_order(
     mixed = mixed_shards(sources)
     if recipe.mixing != Mix() and not mixed:
         raise UserError("A mix is of several shards, each with a name: --data a=shardsA --data b=shardsB.")
+    if mixed and "warm_start" not in changes:
+        recipe = replace(recipe, warm_start="none")
     new = [tokenizer_kind(recipe.model, recipe.objective), making.vocab_size, making.lowercase]
     text = take_text(sources, given, making, new, "salient" in recipe.objective.bits, list(mixed.values()))
     own_vocabulary = checkpoint is not None or "model.vocab_size" in changes

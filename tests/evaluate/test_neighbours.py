@@ -86,7 +86,7 @@ def test_vectors_of_a_file_become_a_checkpoint(tmp_path: Path) -> None:
     assert word_vectors(tmp_path / "words", limit=1).words == ["good"]
     with pytest.raises(UserError, match="Word vectors alone do not say which word comes next, or is missing"):
         verbs.fill(tmp_path / "words", "a good ___")
-    with pytest.raises(UserError, match="LoRA stands beside .* and word vectors have none"):
+    with pytest.raises(UserError, match=r"LoRA stands beside .* and word vectors have none"):
         verbs.finetune(tmp_path / "words", "classify", labelled, labelled, tmp_path / "no", lora_rank=2)
     with pytest.raises(UserError, match="is the checkpoint itself"):
         verbs.export(tmp_path / "words", tmp_path / "words", overwrite=True, format="word2vec")

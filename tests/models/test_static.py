@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from firth.models import make_model, preset
+from firth.models import make_model, preset, static
 from firth.models.static import NOISE, cooccurrence, ppmi, ppmi_vectors, warm_start
 
 
@@ -27,6 +27,23 @@ def test_counts_fall_with_distance_and_stop_at_the_document() -> None:
     counts = cooccurrence(shards([0, 1, 2], [2, 1]), vocab_size=4, window=2).toarray()
     # document one: 0-1 and 1-2 side by side, 0-2 two apart; document two: 2-1; nothing across (2, 2)
     assert counts.tolist() == [[0, 1, 0.5, 0], [1, 0, 2, 0], [0.5, 2, 0, 0], [0, 0, 0, 0]]
+
+
+def test_of_a_long_text_stretches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other stretch of four tokens; where two of these meet, nothing is counted."""
+    monkeypatch.setattr(static, "MOST", 10)
+    monkeypatch.setattr(static, "STRETCH", 4)
+    counts = cooccurrence(shards(list(range(20))), vocab_size=20, window=1).toarray()
+    assert sorted(zip(*np.nonzero(np.triu(counts)), strict=True)) == [
+        (i, i + 1) for first in (0, 8, 16) for i in range(first, first + 3)
+    ]
+
+
+def test_tokens_that_never_meet_begin_at_random() -> None:
+    model = make_model(replace(preset("bert-tiny"), vocab_size=40, dim=8, num_heads=2))
+    before = model.embed.tokens.weight.clone()
+    warm_start(model, shards([5], [6], [7]))  # type: ignore[arg-type]
+    assert torch.equal(model.embed.tokens.weight, before)
 
 
 def test_ppmi_by_hand() -> None:

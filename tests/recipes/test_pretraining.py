@@ -131,6 +131,16 @@ def test_the_optimizer_is_the_models_unless_named() -> None:
     in_parts.check()
 
 
+def test_what_begins_from_nothing_begins_warm() -> None:
+    assert {pretraining(preset(name)).warm_start for name in ("bert-tiny", "gpt2-tiny", "t5-tiny")} == {"ppmi"}
+    assert {pretraining(preset(name)).warm_start for name in ("elmo-tiny", "ulmfit-tiny")} == {"none"}
+    recipe = pretraining(preset("bert-tiny"))
+    assert pretraining(preset("bert-tiny"), warm_start="none").warm_start == "none"
+    assert changed(recipe, {"seed": 1}).warm_start == "ppmi"
+    for change in ({"checkpoint": "x"}, {"teacher": "x"}, {"parallel": "fsdp"}, {"warm_start": "none"}):
+        assert changed(recipe, change).warm_start == "none"
+
+
 def test_the_rate_is_that_of_the_model_as_it_was_changed() -> None:
     """A tiny preset that is made wide learns as slowly as a wide one, unless a rate is named."""
     tiny = pretraining(preset("bert-tiny"))

@@ -11,13 +11,14 @@ from firth.models.model import Model
 from firth.tokens import Shards
 
 WINDOW = 8
+MOST = 2**24  # tokens that are counted: of longer texts stretches, evenly apart
+STRETCH = 2**14
 NOISE = 0.75  # context counts are raised to this, so that rare ones weigh less (Levy et al. 2015, section 3.2)
 
 
 def cooccurrence(shards: Shards, vocab_size: int, window: int) -> sp.csr_matrix:
     """How often two tokens stand at most `window` apart in a document; one at distance k counts 1/k."""
-    tokens = np.asarray(shards.tokens).astype(np.int64)
-    doc = np.repeat(np.arange(shards.num_documents, dtype=np.int32), np.diff(shards.offsets))
+    tokens, doc = sample(shards)
     total = sp.csr_matrix((vocab_size, vocab_size), dtype=np.float32)
     for k in range(1, window + 1):
         together = doc[:-k] == doc[k:]
@@ -27,10 +28,22 @@ def cooccurrence(shards: Shards, vocab_size: int, window: int) -> sp.csr_matrix:
     return total + total.T
 
 
+def sample(shards: Shards) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens, and which document, or which part of one, each is of."""
+    doc = np.repeat(np.arange(shards.num_documents, dtype=np.int32), np.diff(shards.offsets))
+    apart = -(-len(doc) // MOST) * STRETCH
+    if len(doc) <= MOST:
+        return np.asarray(shards.tokens).astype(np.int64), doc
+    starts = range(0, len(doc), apart)
+    tokens = np.concatenate([shards.tokens[i : i + STRETCH] for i in starts]).astype(np.int64)
+    part = np.concatenate([2 * doc[i : i + STRETCH].astype(np.int64) + number % 2 for number, i in enumerate(starts)])
+    return tokens, part
+
+
 def ppmi(counts: sp.csr_matrix) -> sp.csr_matrix:
     """Positive pointwise mutual information: by how much two tokens meet more often than chance, in nats."""
     word = np.asarray(counts.sum(1)).ravel()
-    context = word**NOISE / np.sum(word**NOISE)
+    context = word**NOISE / max(np.sum(word**NOISE), 1e-30)
     pairs = counts.tocoo()
     value = np.log(pairs.data / (word[pairs.row] * context[pairs.col]))
     positive = value > 0
@@ -54,7 +67,7 @@ def ppmi_vectors(shards: Shards, vocab_size: int, dim: int, window: int = WINDOW
     vectors = np.pad(vectors, ((0, 0), (0, dim - vectors.shape[1])))  # a vocabulary smaller than the model is wide
     turn, _ = np.linalg.qr(draw.standard_normal((dim, dim)))
     vectors = (vectors - vectors.mean(0)) @ turn
-    return (vectors / vectors.std()).astype(np.float32)
+    return (vectors / max(vectors.std(), 1e-30)).astype(np.float32)
 
 
 @torch.no_grad()
@@ -66,4 +79,6 @@ def warm_start(model: Model, shards: Shards, seed: int = 0) -> None:
     init = model.config.init
     spread = 1.0 if isinstance(init, FanIn) else 5 * (init.std if isinstance(init, Normal) else init.width / 3**0.5)
     vectors = ppmi_vectors(shards, model.config.vocab_size, model.config.embed_width, seed=seed)
+    if not vectors.any() or not np.isfinite(vectors).all():  # no two tokens stand together
+        return
     model.embed.tokens.weight.copy_(torch.from_numpy(spread * vectors))

@@ -47,7 +47,8 @@ def pretraining(model: ModelConfig, **fields: Any) -> Recipe:
     optim = fields.get("optim") or optimizer(model, fields.get("parallel", "none"))
     model = replace(model, extras=model.extras or usual_extras(model))
     usual = {"optim": optim, "learning_rate": rate(model, optim), **usual_rows(model)}
-    return complete(Recipe(**{"model": model, "objective": objective} | usual | fields))
+    recipe = complete(Recipe(**{"model": model, "objective": objective} | usual | fields))
+    return recipe if "warm_start" in fields else replace(recipe, warm_start=first_embeddings(recipe))
 
 
 def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
@@ -55,7 +56,18 @@ def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     new = override(recipe, changes)
     if "optim" not in changes:
         new = replace(new, optim="adamw" if new.teacher else optimizer(new.model, new.parallel))
+    if "warm_start" not in changes:
+        new = replace(new, warm_start=first_embeddings(new))
     return complete(new if "learning_rate" in changes else replace(new, learning_rate=rate(new.model, new.optim)))
+
+
+def first_embeddings(recipe: Recipe) -> Literal["none", "ppmi"]:
+    """Those that know which tokens keep company: with these every shape learns sooner (docs/results.md).
+
+    Not where a model begins with what another has learned, or reads a mix of texts; for LSTMs it was not tried.
+    """
+    known = recipe.checkpoint or recipe.teacher or recipe.sources
+    return "none" if known or recipe.model.recurrent is not None or recipe.parallel == "fsdp" else "ppmi"
 
 
 def gentle(model: ModelConfig) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def run_in(
     teacher = load_teacher(recipe, machine)
     model = first_model(recipe, tokenizer, teacher)
     losses = learn_from(teacher, model, recipe)
-    if recipe.warm_start == "ppmi" and not (resume and last_checkpoint(folder)):
+    if recipe.warm_start == "ppmi" and world.first and not (resume and last_checkpoint(folder)):
         assert isinstance(shards, Prepared), "a recipe with a mix has no warm start"
         say("counting which tokens keep company, for the first embeddings")
         warm_start(model, shards.train, recipe.seed)

@@ -208,7 +208,9 @@ class Recipe(Training):
     teacher: str = option("", "Checkpoint to learn from, whose layers the model also begins with (distillation).")
     distillation: Distillation = field(default_factory=Distillation)
     warm_start: Literal["none", "ppmi"] = option(
-        "none", "ppmi begins with embeddings that know which tokens keep company, counted in the whole text."
+        "none",
+        "ppmi begins with embeddings that know which tokens keep company, counted in the text; none with random ones.",
+        shown="ppmi for a Transformer that begins from nothing",
     )
     order: Literal["packed", "stream"] = option(
         "packed", "packed shuffles rows of whole documents; stream lets each row go on where it stopped a step before."
