@@ -695,8 +695,7 @@ FINETUNE_EXAMPLES = examples("""
 @run_options(_finetuning, hidden=("output_dir", "checkpoint", "task", "train", "dev", "columns", *SEVERAL))
 def finetune(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder, ours or a published one.")],
-    output_dir: Annotated[str, typer.Option(help="Folder of the run.", rich_help_panel=RUN)],
-    options: dict[str, Any],
+    *,
     task: Annotated[str, typer.Option(help=f"{_tasks()}.", rich_help_panel=DATA)] = "",
     train: Annotated[
         str,
@@ -706,6 +705,8 @@ def finetune(
         ),
     ] = "",
     dev: Annotated[str, typer.Option(help="Labelled file to score on, or pydocs.", rich_help_panel=DATA)] = "",
+    output_dir: Annotated[str, typer.Option(help="Folder of the run.", rich_help_panel=RUN)],
+    options: dict[str, Any],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Any field of the recipe: weight_decay=0.1.")
     ] = None,

@@ -100,6 +100,7 @@ def test_a_damaged_binary_file_is_named_by_word(content: bytes, problem: str, tm
         ("v.bin.gz", gzip.compress(b"5 3\nking " + b"x" * 10_000)[:40], "was cut short"),
         ("v.bin.xz", lzma.compress(b"5 3\nking " + bytes(range(256)) * 40)[:60], "was cut short"),
     ],
+    ids=["no gzip", "cut gzip", "cut xz"],
 )
 def test_a_damaged_compressed_file(name: str, content: bytes, problem: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)

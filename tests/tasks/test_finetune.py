@@ -886,10 +886,11 @@ def test_a_baseline_that_cannot_be_compared_with(
     with pytest.raises(UserError, match=r"has no predictions.jsonl"):
         finetune(r)
     dev = examples("ab")
-    (tmp_path / "predictions.jsonl").write_text('{"id": 7, "prediction": "a"}\n')
+    line = '{"id": %d, "prediction": "a", "reference": "%s"}\n'
+    (tmp_path / "predictions.jsonl").write_text(line % (7, "a"))
     with pytest.raises(UserError, match="no example in common"):
         check_baseline(r, dev)
-    (tmp_path / "predictions.jsonl").write_text('{"id": 7, "prediction": "a"}\n{"id": 1, "prediction": "a"}\n')
+    (tmp_path / "predictions.jsonl").write_text(line % (7, "a") + line % (1, dev[1].target))
     check_baseline(r, dev)
     assert "1 id is in dev alone, 1 in the baseline alone. The 1 in both" in capsys.readouterr().err.replace("\n", " ")
     (tmp_path / "results.json").write_text('{"task": "pair"}')

@@ -97,16 +97,11 @@ def test_the_optimizers_learn(way: str, recipe_of: Recipes) -> None:
 
 
 def test_the_mean_is_evaluated_and_kept(recipe_of: Recipes, tmp_path: Path) -> None:
-    recipe = recipe_of(ema_decay=0.8, max_steps=5, save_steps=1, save_total_limit=0, eval_steps=5, learning_rate=1e-2)
+    fields: dict[str, Any] = {"max_steps": 5, "save_steps": 1, "save_total_limit": 0, "eval_steps": 5}
+    fields |= {"learning_rate": 1e-2, "warm_start": "none"}
+    recipe = recipe_of(ema_decay=0.8, **fields)
     result = pretrain(recipe)
-    plain = recipe_of(
-        output_dir=str(tmp_path / "plain"),
-        max_steps=5,
-        save_steps=1,
-        save_total_limit=0,
-        eval_steps=5,
-        learning_rate=1e-2,
-    )
+    plain = recipe_of(output_dir=str(tmp_path / "plain"), **fields)
     other = pretrain(plain)
     run = Path(recipe.output_dir)
     assert weights(run, "checkpoint-5") == weights(plain.output_dir, "checkpoint-5"), "it changes no step"

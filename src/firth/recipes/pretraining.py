@@ -67,7 +67,7 @@ def first_embeddings(recipe: Recipe) -> Literal["none", "ppmi"]:
     Not where a model begins with what another has learned, or reads a mix of texts; for LSTMs it was not tried.
     """
     known = recipe.checkpoint or recipe.teacher or recipe.sources
-    return "none" if known or recipe.model.recurrent is not None or recipe.parallel == "fsdp" else "ppmi"
+    return "none" if known or recipe.model.recurrent is not None else "ppmi"
 
 
 def gentle(model: ModelConfig) -> dict[str, Any]:
