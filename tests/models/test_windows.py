@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from firth.models.windows import (
+    How,
+    Windows,
     learn_windows,
     learn_windows_at_once,
     learn_windows_plainly,
@@ -64,7 +66,7 @@ def window_by_window(text: list[Tensor], skip_gram: bool) -> tuple[float, int, T
 
 def check(learn: Callable[..., tuple[Tensor, Tensor]], text: list[Tensor], window: int, skip_gram: bool) -> None:
     total, guesses, inputs, outputs = window_by_window([x.cpu() for x in text], skip_gram)
-    found = learn(*text, window, skip_gram, RATE, 1)
+    found = learn(Windows(*text[:4]), *text[4:], How(window, skip_gram, RATE, 1))
     assert_close(found[0].item(), total, rtol=1e-5, atol=1e-5)
     assert int(found[1]) == guesses
     assert_close(text[4].cpu(), inputs, rtol=1e-5, atol=1e-5)
@@ -87,7 +89,7 @@ def test_one_part_moves_by_the_gradients_of_its_windows(shape: str, skip_gram: b
 def test_words_alone_in_their_documents_change_nothing() -> None:
     text = given(3, 5, 8, 2, 2)
     before = [x.clone() for x in text]
-    total, guesses = learn_windows(*text, 2, True, RATE, 2)
+    total, guesses = learn_windows(Windows(*text[:4]), *text[4:], How(2, True, RATE, 2))
     assert (float(total), int(guesses)) == (0.0, 0)
     for x, y in zip(text, before, strict=True):
         assert_close(x, y)
@@ -99,11 +101,11 @@ def test_parts_look_from_the_same_place() -> None:
     text = [words, torch.tensor([0, 0, 1, 1]).int(), torch.ones(4).int(), torch.full((4, 1), 4).int()]
     vectors = [torch.randn(5, 6) for _ in range(2)]
     together = [x.clone() for x in vectors]
-    learn_windows_plainly(*text, *together, 1, True, RATE, 4)
+    learn_windows_plainly(Windows(*text), *together, How(1, True, RATE, 4))
     expected = [x.clone() for x in vectors]
     for i in range(4):
         alone = [x.clone() for x in vectors]
-        learn_windows_plainly(*text[:2], torch.eye(4)[i].int(), text[3], *alone, 1, True, RATE, 1)
+        learn_windows_plainly(Windows(*text[:2], torch.eye(4)[i].int(), text[3]), *alone, How(1, True, RATE, 1))
         for x, y, first in zip(expected, alone, vectors, strict=True):
             x += y - first
     for x, y in zip(together, expected, strict=True):
@@ -136,7 +138,7 @@ def test_parts_of_the_kernel_lose_nothing() -> None:
     found = []
     for programs in (1, 7, 64):
         vectors = [x.clone() for x in text[4:]]
-        total, guesses = learn_windows_at_once(*text[:4], *vectors, 5, True, 1e-3, programs)
+        total, guesses = learn_windows_at_once(Windows(*text[:4]), *vectors, How(5, True, 1e-3, programs))
         found.append([total, guesses, *((x - y) * 1e3 for x, y in zip(vectors, text[4:], strict=True))])
     for others in found[1:]:
         assert int(others[1]) == int(found[0][1])

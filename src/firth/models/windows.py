@@ -6,6 +6,8 @@ K noise words, in a window with the right one.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,24 @@ STEADY = 1.6  # by how many times its gradient a vector may move before any prog
 LEAST = 16  # rows that a product of matrices has
 
 
+class Windows(NamedTuple):
+    """Text whose windows and noise are drawn already."""
+
+    words: Tensor  # (W,)
+    doc: Tensor  # (W,) which document each is of
+    size: Tensor  # (W,) how many words to each side belong to its window
+    noise: Tensor  # (W, K)
+
+
+class How(NamedTuple):
+    """How it is learned from; no window is larger than `window`."""
+
+    window: int
+    skip_gram: bool
+    rate: float
+    programs: int
+
+
 def steady_programs(
     read_N: np.ndarray, noise_N: np.ndarray, window: int, skip_gram: bool, negative: int, rate: float
 ) -> int:
@@ -35,52 +55,30 @@ def steady_programs(
     return int(min(max(STEADY / max(rate * as_input, rate * as_output, 1e-9), 1), MOST))
 
 
-def learn_windows(
-    words_W: Tensor,
-    doc_W: Tensor,
-    size_W: Tensor,
-    noise_WK: Tensor,
-    inputs_ND: Tensor,
-    outputs_ND: Tensor,
-    window: int,
-    skip_gram: bool,
-    rate: float,
-    programs: int,
-) -> tuple[Tensor, Tensor]:
-    """Learn from text whose windows and noise are drawn already; the sum of the losses, and how many guesses there are.
+def learn_windows(text: Windows, inputs_ND: Tensor, outputs_ND: Tensor, how: How) -> tuple[Tensor, Tensor]:
+    """Learn from a text; the sum of the losses, and how many guesses there are.
 
     Each window is one step for all words around it: skip-gram's guesses are made from the same vectors, and what they
     ask of them is added up. CBOW: their mean guesses, and each gets the whole of its gradient. A noise word that is the
     right one is left out.
     """
-    learn = learn_windows_plainly if triton is None or not words_W.is_cuda else learn_windows_at_once
-    text = words_W, doc_W, size_W, noise_WK
-    return learn(*text, inputs_ND, outputs_ND, window, skip_gram, rate, programs)
+    learn = learn_windows_plainly if triton is None or not inputs_ND.is_cuda else learn_windows_at_once
+    return learn(text, inputs_ND, outputs_ND, how)
 
 
-def learn_windows_at_once(
-    words_W: Tensor,
-    doc_W: Tensor,
-    size_W: Tensor,
-    noise_WK: Tensor,
-    inputs_ND: Tensor,
-    outputs_ND: Tensor,
-    window: int,
-    skip_gram: bool,
-    rate: float,
-    programs: int,
-) -> tuple[Tensor, Tensor]:
+def learn_windows_at_once(text: Windows, inputs_ND: Tensor, outputs_ND: Tensor, how: How) -> tuple[Tensor, Tensor]:
     """Each part by a program of its own, which sees what the others have changed so far."""
-    num, dim = len(words_W), inputs_ND.shape[1]
-    loss_P = torch.zeros(programs, device=words_W.device)
+    num, dim, negative = len(text.words), inputs_ND.shape[1], text.noise.shape[1]
+    loss_P = torch.zeros(how.programs, device=inputs_ND.device)
     guesses_P = torch.zeros_like(loss_P, dtype=torch.int32)
-    windows_kernel[(programs,)](
-        *(words_W, doc_W, size_W, noise_WK, inputs_ND, outputs_ND, loss_P, guesses_P),
-        *(num, -(-num // programs), dim, noise_WK.shape[1], rate),
-        WINDOW=window,
-        SKIP_GRAM=skip_gram,
-        AROUND=max(LEAST, triton.next_power_of_2(2 * window)),
-        CHOSEN=max(LEAST, triton.next_power_of_2(1 + noise_WK.shape[1])),
+    windows_kernel[(how.programs,)](
+        *text,
+        *(inputs_ND, outputs_ND, loss_P, guesses_P),
+        *(num, -(-num // how.programs), dim, negative, how.rate),
+        WINDOW=how.window,
+        SKIP_GRAM=how.skip_gram,
+        AROUND=max(LEAST, triton.next_power_of_2(2 * how.window)),
+        CHOSEN=max(LEAST, triton.next_power_of_2(1 + negative)),
         WIDTH=max(LEAST, triton.next_power_of_2(dim)),
         num_warps=4,
         num_stages=1,
@@ -89,22 +87,12 @@ def learn_windows_at_once(
 
 
 @torch.no_grad()
-def learn_windows_plainly(
-    words_W: Tensor,
-    doc_W: Tensor,
-    size_W: Tensor,
-    noise_WK: Tensor,
-    inputs_ND: Tensor,
-    outputs_ND: Tensor,
-    window: int,
-    skip_gram: bool,
-    rate: float,
-    programs: int,
-) -> tuple[Tensor, Tensor]:
+def learn_windows_plainly(text: Windows, inputs_ND: Tensor, outputs_ND: Tensor, how: How) -> tuple[Tensor, Tensor]:
     """The same in single operations: the first windows of all P parts, then the second ones, and so on."""
+    words_W, doc_W, size_W, noise_WK = text
     num, device = len(words_W), words_W.device
-    part = -(-num // programs)
-    away_A = torch.cat([torch.arange(-window, 0), torch.arange(1, window + 1)]).to(device)
+    part = -(-num // how.programs)
+    away_A = torch.cat([torch.arange(-how.window, 0), torch.arange(1, how.window + 1)]).to(device)
     total, guesses = torch.zeros((), device=device), torch.zeros((), dtype=torch.int64, device=device)
     for first in range(part):
         i_P = torch.arange(first, num, part, device=device)
@@ -119,14 +107,14 @@ def learn_windows_plainly(
         meant_PK = (right_K | (chosen_PK != chosen_PK[:, :1])) & some_P1
         x_PAD, y_PKD = inputs_ND[around_PA] * there_PA[..., None], outputs_ND[chosen_PK]
         guessing_PA = there_PA
-        if not skip_gram:
+        if not how.skip_gram:
             guessing_PA = some_P1
             x_PAD = x_PAD.sum(1, keepdim=True) / there_PA.sum(1).clamp(min=1)[:, None, None]
         asked_PAK = guessing_PA[..., None] & meant_PK[:, None]
         score_PAK = x_PAD @ y_PKD.mT
         total += F.softplus(torch.where(right_K, -score_PAK, score_PAK))[asked_PAK].sum()
         guesses += guessing_PA.sum()
-        step_PAK = rate * (right_K.float() - score_PAK.sigmoid()) * asked_PAK
+        step_PAK = how.rate * (right_K.float() - score_PAK.sigmoid()) * asked_PAK
         to_inputs = (step_PAK @ y_PKD) * there_PA[..., None]
         inputs_ND.index_put_((around_PA,), to_inputs, accumulate=True)
         outputs_ND.index_put_((chosen_PK,), step_PAK.mT @ x_PAD, accumulate=True)

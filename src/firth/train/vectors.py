@@ -29,7 +29,7 @@ from firth.files import damage, read_json, whole_folder, write_json, write_text
 from firth.models import Model, glove, make_model, word2vec, write_model
 from firth.models.ngram import Ngram, check_order, count_ngrams, frame_of, possible
 from firth.models.presets import bag
-from firth.models.windows import learn_windows, steady_programs
+from firth.models.windows import How, Windows, learn_windows, steady_programs
 from firth.plain import from_plain, to_plain
 from firth.tokens import Shards, Tokenizer, Vocabulary, open_shards
 from firth.tokens.rows import mix, permute
@@ -414,8 +414,9 @@ class OnGPU(SkipGramOrCBOW):
         place_WK = torch.randint(len(self.own_N), (num, r.negative), **how)
         own_WK = torch.rand((num, r.negative), **how) < self.own_N[place_WK]
         noise_WK = torch.where(own_WK, place_WK.int(), self.alias_N[place_WK])
-        given = words_W, doc_W, size_W, noise_WK, self.inputs, self.outputs
-        total, guesses = learn_windows(*given, r.window, bool(r.sg), self.rate(number), self.programs)
+        learned = How(r.window, bool(r.sg), self.rate(number), self.programs)
+        text = Windows(words_W, doc_W, size_W, noise_WK)
+        total, guesses = learn_windows(text, self.inputs, self.outputs, learned)
         return float(total), int(guesses)
 
     def state(self) -> dict[str, np.ndarray]:
