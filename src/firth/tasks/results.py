@@ -240,12 +240,12 @@ def check_baseline(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
     ours = set(targets)
     if not ours & theirs:
         raise UserError(f"{recipe.baseline} and {recipe.dev} have no example in common: no id is in both.")
-    for key in ours & theirs:
-        here, there = json.loads(json.dumps(targets[key])), right[0][key]
-        if here != there:
+    for key, target in targets.items():
+        here = json.loads(json.dumps(target))  # as a file has it
+        if key in theirs and here != right[0][key]:
             raise UserError(
-                f"{recipe.baseline} is a run on another dev file: the answer to example {key[0]} was {short(there)} "
-                f"there, and is {short(here)} in {recipe.dev}."
+                f"{recipe.baseline} is a run on another dev file: the answer to example {key[0]} was "
+                f"{short(right[0][key])} there, and is {short(here)} in {recipe.dev}."
             )
     if ours != theirs:
         warn(

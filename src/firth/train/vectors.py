@@ -1,4 +1,4 @@
-"""Text to word vectors and n-gram models: what learns by counting and guessing neighbours, on the CPU.
+"""Text to word vectors and n-gram models: what learns by counting and guessing neighbours.
 
 W words of a stretch of text, V ids of the shards, N words of the model, D numbers of a vector.
 """
