@@ -141,9 +141,9 @@ def main(words: Sequence[str] | None = None) -> None:
         rates = [float(rate) for rate in options.rates.split(",")]
         recipes = {
             (name, way, rate): recipe_of(final, name, way, rate, options)
+            for rate in rates
             for name in names
             for way in ("pretrained", "scratch")
-            for rate in rates
         }
         rows, scores = [], defaultdict[str, dict[str, Any]](dict)
         say(f"pretrained after {time.monotonic() - began:.0f} s, held-out loss {pretrained['eval_loss']:.3f}")

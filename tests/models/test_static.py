@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from firth.models import make_model, preset, static
-from firth.models.static import NOISE, cooccurrence, ppmi, ppmi_vectors, warm_start
+from firth.models.config import FanIn, Normal
+from firth.models.static import NOISE, cooccurrence, ppmi, ppmi_vectors, spread, warm_start
 
 
 def shards(*documents: list[int]) -> SimpleNamespace:
@@ -80,3 +81,10 @@ def test_the_same_text_gives_the_same_start() -> None:
     first, second = (m.embed.tokens.weight for m in models)
     assert torch.equal(first, second)
     assert first.std().item() == pytest.approx(0.1, rel=0.01)
+
+
+def test_wider_models_begin_with_scores_as_large() -> None:
+    assert spread(Normal(0.02), 64) == spread(Normal(0.02), 128) == pytest.approx(0.1)
+    assert spread(Normal(0.02), 512) * 512**0.5 == pytest.approx(0.1 * 128**0.5)
+    assert spread(Normal(0.02), 2**14) == 0.02
+    assert spread(FanIn(), 512) == 1.0

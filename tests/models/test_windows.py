@@ -138,8 +138,8 @@ def test_parts_of_the_kernel_lose_nothing() -> None:
     found = []
     for programs in (1, 7, 64):
         vectors = [x.clone() for x in text[4:]]
-        total, guesses = learn_windows_at_once(Windows(*text[:4]), *vectors, How(5, True, 1e-3, programs))
-        found.append([total, guesses, *((x - y) * 1e3 for x, y in zip(vectors, text[4:], strict=True))])
+        total, guesses = learn_windows_at_once(Windows(*text[:4]), *vectors, How(5, True, 1e-4, programs))
+        found.append([total, guesses, *((x - y) * 1e4 for x, y in zip(vectors, text[4:], strict=True))])
     for others in found[1:]:
         assert int(others[1]) == int(found[0][1])
         for x, y in zip(others, found[0], strict=True):

@@ -13,6 +13,7 @@ import pytest
 from firth.errors import UserError
 from firth.models import load_model
 from firth.models.ngram import load_ngram
+from firth.models.windows import Windows
 from firth.text import Corpus
 from firth.tokens import Shards, open_shards, prepare, train_tokenizer
 from firth.train import read_log, vectors
@@ -218,6 +219,26 @@ def test_many_windows_at_once_learn_too(data: Path, sg: int) -> None:
     np.testing.assert_array_equal(words_W, np.concatenate(words))
     together = np.concatenate([np.diff(doc, append=-1) == 0 for doc in docs])  # no stretch goes on in the next
     np.testing.assert_array_equal(np.diff(doc_W, append=-1) == 0, together)
+
+
+def test_frequent_words_are_read_less_often_on_a_gpu_too(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = open_shards(data)
+    lexicon = read_lexicon(shards.train, shards.tokenizer, 2)
+    learner = OnGPU(shards.train, lexicon, Word2Vec(vector_size=4, epochs=400, sample=1e-2), device="cpu")
+    seen_N = np.zeros(len(lexicon.counts), np.int64)
+
+    def only_counted(text: Windows, *_: object) -> tuple[int, int]:
+        nonlocal seen_N
+        seen_N += np.bincount(text.words.numpy(), minlength=len(seen_N))
+        return 0, 1
+
+    monkeypatch.setattr(vectors, "learn_windows", only_counted)
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(learner.steps):
+            learner.step(number, pool)
+    times_N = 400 * lexicon.counts
+    assert learner.kept_N[lexicon.counts > 0].min() < 0.5
+    assert (np.abs(seen_N - times_N * learner.kept_N) <= 5 * np.sqrt(times_N) + 1e-9).all()
 
 
 def test_an_ngram_model_of_a_text(data: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 
-from firth.models.config import FanIn, Normal
+from firth.models.config import FanIn, Normal, Uniform
 from firth.models.model import Model
 from firth.tokens import Shards
 
@@ -72,13 +72,20 @@ def ppmi_vectors(shards: Shards, vocab_size: int, dim: int, window: int = WINDOW
 
 @torch.no_grad()
 def warm_start(model: Model, shards: Shards, seed: int = 0) -> None:
-    """Begin with embeddings that know which tokens keep company, instead of random ones.
-
-    They are spread five times wider than random weights are, or as T5 has them: found by experiment.
-    """
-    init = model.config.init
-    spread = 1.0 if isinstance(init, FanIn) else 5 * (init.std if isinstance(init, Normal) else init.width / 3**0.5)
-    vectors = ppmi_vectors(shards, model.config.vocab_size, model.config.embed_width, seed=seed)
+    """Begin with embeddings that know which tokens keep company, instead of random ones."""
+    width = model.config.embed_width
+    vectors = ppmi_vectors(shards, model.config.vocab_size, width, seed=seed)
     if not vectors.any() or not np.isfinite(vectors).all():  # no two tokens stand together
         return
-    model.embed.tokens.weight.copy_(torch.from_numpy(spread * vectors))
+    model.embed.tokens.weight.copy_(torch.from_numpy(spread(model.config.init, width) * vectors))
+
+
+def spread(init: FanIn | Normal | Uniform, width: int) -> float:
+    """Of the first embeddings: T5's own, or wider than random ones are.
+
+    Five times up to a width of 128, by experiment; then less, so that the first scores of words do not grow with it.
+    """
+    if isinstance(init, FanIn):
+        return 1.0
+    at_random = init.std if isinstance(init, Normal) else init.width / 3**0.5
+    return max(1.0, min(5.0, 5 * (128 / width) ** 0.5)) * at_random

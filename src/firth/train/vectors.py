@@ -40,6 +40,7 @@ from firth.train.recipe import differences, read_yaml
 
 STRETCH = 10_000  # tokens that a worker reads at once; windows end where a stretch does
 STRETCHES = 32  # in a step, after which all workers have done what they began
+AHEAD = 4  # steps whose text is read early for a GPU
 RECORDS = 2**16  # pairs of words that a worker of GloVe reads at once
 HELD_OUT = 50  # stretches of held-out text that are scored at the end
 ENOUGH, FEWEST, OFTENEST = 20_000_000, 5, 50  # tokens of word2vec in all, and the bounds of its epochs, unless said
@@ -338,11 +339,15 @@ class SkipGramOrCBOW:
     def _rate(self, turn: int) -> float:
         return self.recipe.alpha - (self.recipe.alpha - self.recipe.min_alpha) * turn / self.total
 
+    def stretches_at(self, turns: range) -> list[tuple[np.ndarray, np.ndarray]]:
+        """What is to be read at some turns, in another order in each epoch."""
+        epochs, numbers = np.divmod(np.array(turns), self.stretches)
+        places = permute(numbers, self.stretches, mix(self.recipe.seed, epochs))
+        return [stretch(self.shards, self.lexicon.word_of, place) for place in places.tolist()]
+
     def words(self, turn: int) -> tuple[np.ndarray, np.ndarray, int]:
         """What is read at one turn, frequent words left out at random; and the seed of the rest."""
-        epoch, number = divmod(turn, self.stretches)
-        number = int(permute(np.array([number]), self.stretches, mix(self.recipe.seed, epoch))[0])
-        words_W, doc_W = stretch(self.shards, self.lexicon.word_of, number)
+        [(words_W, doc_W)] = self.stretches_at(range(turn, turn + 1))
         seed = int(mix(self.recipe.seed, 1, turn))
         read = np.random.default_rng(seed).random(len(words_W), np.float32) < self.kept_N[words_W]
         read &= words_W >= 0
@@ -380,36 +385,39 @@ class SkipGramOrCBOW:
 
 
 class OnGPU(SkipGramOrCBOW):
-    """The same with many windows at once. The text of the next step is read while one learns."""
+    """The same with many windows at once. The text of the next steps is read while one learns."""
 
     def __init__(self, shards: Shards, lexicon: Lexicon, recipe: Word2Vec, device: str = "cuda") -> None:
         super().__init__(shards, lexicon, recipe)
         self.device = torch.device(device)
         self.inputs, self.outputs = (torch.from_numpy(a).to(self.device) for a in (self.inputs_ND, self.outputs_ND))
-        self.own_N, self.alias_N = (torch.from_numpy(a).to(self.device) for a in self.noise)
+        of_words = *self.noise, self.kept_N
+        self.own_N, self.alias_N, self.kept = (torch.from_numpy(a).to(self.device) for a in of_words)
         read_N, noise_N = lexicon.counts * self.kept_N, word2vec.noise_share(lexicon.counts, recipe.ns_exponent)
         how = recipe.window, bool(recipe.sg), recipe.negative, recipe.alpha
         self.programs = steady_programs(read_N / read_N.sum(), noise_N, *how)
         self.following: dict[int, Future[tuple[np.ndarray, np.ndarray]]] = {}
 
     def read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """(W,) the words of a step, and which document of which stretch each is of."""
+        """(W,) the words of a step, and which document of which stretch each is of. What is no word is -1."""
         turns = range(number * STRETCHES, min((number + 1) * STRETCHES, self.total))
-        words, docs, _ = zip(*map(self.words, turns), strict=True)
+        words, docs = zip(*self.stretches_at(turns), strict=True)
         doc_W = np.concatenate(docs)
         begins_W = np.diff(doc_W, prepend=-1) != 0
-        edges = np.cumsum([len(doc) for doc in docs])
-        begins_W[edges[edges < len(doc_W)]] = True
+        begins_W[np.cumsum([len(doc) for doc in docs])[:-1]] = True
         return np.concatenate(words), np.cumsum(begins_W, dtype=np.int32)
 
     def step(self, number: int, pool: ThreadPoolExecutor) -> tuple[float, int]:
-        read = self.following.pop(number).result() if number in self.following else self.read(number)
-        if number + 1 < self.steps:
-            self.following[number + 1] = pool.submit(self.read, number + 1)
-        words_W, doc_W = (torch.from_numpy(a).to(self.device) for a in read)
-        r, num = self.recipe, len(words_W)
+        for soon in range(number, min(number + AHEAD, self.steps)):
+            if soon not in self.following:
+                self.following[soon] = pool.submit(self.read, soon)
+        words_W, doc_W = (torch.from_numpy(a).to(self.device) for a in self.following.pop(number).result())
+        r = self.recipe
         draw = torch.Generator(self.device).manual_seed(int(mix(r.seed, 2, number)) >> 1)
         how: dict[str, Any] = {"generator": draw, "device": self.device}
+        read_W = (words_W >= 0) & (torch.rand(len(words_W), **how) < self.kept[words_W.clamp(min=0)])
+        words_W, doc_W = words_W[read_W], doc_W[read_W]
+        num = len(words_W)
         size_W = torch.randint(1, r.window + 1, (num,), dtype=torch.int32, **how)
         place_WK = torch.randint(len(self.own_N), (num, r.negative), **how)
         own_WK = torch.rand((num, r.negative), **how) < self.own_N[place_WK]
