@@ -2,7 +2,8 @@
 
 Both sides begin with the same checkpoint, read the same examples in the same precision, with the same optimizer, rate,
 schedule and number of steps. The rate that counts is from the command to a model that is scored and saved: reading,
-tokenising, compiling, training, scoring, saving. transformers pads each batch to its longest text, and runs compiled
+tokenising, compiling, training, scoring, saving. What torch and the GPU's libraries do once in a process is done before
+either side begins. transformers pads each batch to its longest text, and runs compiled
 and not; ratios are to the faster of the two. The steady rate is that of the steps, without the first tenth of them on
 its side, with the scoring at the end on ours.
 
@@ -304,6 +305,7 @@ def main(words: Sequence[str] | None = None) -> None:
     gpu = machine.device.type == "cuda"
     ways = [options.compile] if options.compile is not None else [True, False] if gpu else [False]
     say(f"firth {__version__}, transformers {transformers.__version__}, torch {torch.__version__}; {machine}")
+    warm_up(machine.device)
     sides: dict[str, list[Side]] = {}
     for task, files, length in (("classify", options.sst2, 128), ("span-qa", options.squad, 384)):
         if not files:
@@ -324,6 +326,16 @@ def main(words: Sequence[str] | None = None) -> None:
     if options.json:
         facts = [asdict(side) for found in sides.values() for side in found]
         print(json.dumps({"sides": facts, "machine": str(machine)}))
+
+
+def warm_up(device: torch.device) -> None:
+    """What the first side would pay for both: CUDA's context and libraries, and what torch imports late."""
+    layer = torch.nn.Linear(64, 64, device=device)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    with torch.autocast(device.type, torch.bfloat16):
+        out = layer(torch.ones(64, 64, device=device))
+        torch.nn.functional.scaled_dot_product_attention(*[out.view(1, 1, 64, 64)] * 3).sum().backward()
+    optimizer.step()
 
 
 def told(side: Side) -> tuple[str, ...]:
