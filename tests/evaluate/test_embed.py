@@ -13,6 +13,8 @@ import transformers
 
 from firth.errors import UserError
 from firth.evaluate.embed import embed_texts, similar_texts, word_in_context, words_in_texts
+from firth.models import make_model
+from firth.models.presets import bag
 from firth.text import Example
 
 TEXTS = ["The cat slept.", "A dog saw the old mill near the river.", "Anna"]
@@ -42,6 +44,18 @@ def test_every_shape_has_vectors(family: str, untrained: Any) -> None:
     found = embed_texts(untrained(family), TEXTS, normalise=True)
     assert found.shape == (3, 32)
     assert np.linalg.norm(found, axis=1) == pytest.approx(np.ones(3), abs=1e-5)
+
+
+def test_a_text_without_known_words_is_said(untrained: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model(bag(300, 8))
+    model.tokenizer = untrained("bert").tokenizer
+    with torch.no_grad():
+        model.embed.tokens.weight.fill_(1.0)
+        model.embed.tokens.weight[[*model.tokenizer.vocab.special, *model.tokenizer.encode("Anna")]] = 0.0
+    found = embed_texts(model, ["The cat", "Anna", "slept"])
+    assert not found[1].any()
+    assert found[[0, 2]].all()
+    assert "1 text has no word that the model knows" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_word_is_the_mean_of_its_tokens(untrained: Any, saved: Any) -> None:

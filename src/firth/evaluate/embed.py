@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from firth.console import progress, say, too_long
+from firth.console import count, progress, say, too_long
 from firth.errors import UserError, nearest
 from firth.evaluate.asking import BATCH_TOKENS, padding
 from firth.evaluate.likelihood import open_model, reading_length
@@ -98,6 +98,9 @@ def embed_texts(
     for said in too_long(sum(len(ids) > room for ids in tokenised), "text", length):
         say(said)
     vectors_ND = means(model, readings, "head" if tuned else layer, batch_tokens)
+    if empty := int((~vectors_ND.any(1)).sum()):
+        some = count(empty, "text has", "texts have")
+        say(f"{some} no word that the model knows, and a vector of zeros, which is like nothing else.")
     return unit(vectors_ND) if normalise else vectors_ND
 
 
