@@ -83,6 +83,9 @@ ON_GPU: dict[str, Workload] = {
     "bert-base-128": Workload(preset("bert-base"), MLM(), rows=256, length=128, wanted=1.55),
     "bert-base-512": Workload(preset("bert-base"), MLM(), rows=64, length=512, wanted=1.7),
     "gpt2": Workload(preset("gpt2"), CLM(), rows=32, length=1024, wanted=1.47),
+    "gpt2-no-dropout": Workload(
+        replace(preset("gpt2"), dropout=0.0, attention_dropout=0.0), CLM(), rows=32, length=1024, wanted=1.47
+    ),
     "llama-3.2-1b": Workload(preset("llama-3.2-1b"), CLM(), rows=8, length=2048, wanted=1.15),
     "t5.1.1-base": Workload(preset("t5.1.1-base"), SpanCorruption(), rows=48, length=512, wanted=1.8),
     "bart-base": Workload(preset("bart-base"), NAMED["bart"], rows=48, length=512, wanted=1.25),
