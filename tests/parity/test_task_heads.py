@@ -189,6 +189,11 @@ def test_modernberts_mean(pool: str, tmp_path: Path) -> None:
     assert load_model(tmp_path).config == config
 
 
+@pytest.mark.parametrize(("task", "pool"), [("classify", "mean"), ("regress", "mean"), ("relation", "first")])
+def test_modernbert_reads_the_mean_unless_places_are_marked(task: str, pool: str) -> None:
+    assert head_for(BODIES["modernbert"], task).pool == pool  # type: ignore[union-attr]
+
+
 def test_a_regression_by_default_is_a_score(tmp_path: Path) -> None:
     """`transformers` takes one label for a regression where nothing is said."""
     sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)

@@ -368,6 +368,7 @@ TASKS: dict[str, type[TaskHead]] = {
 WORDS = ("text-to-text", "lm")
 MARKED = ("relation", "word-in-context")  # tasks that read the states of two marked places
 OF_ENCODERS = ("tag", "embed")  # tasks that T5 does with its encoder alone
+BY_THE_MEAN = ("modernbert",)  # whose published settings read an answer from the mean of a text, not from [CLS]
 
 
 def head_for(config: ModelConfig, task: str, names: tuple[str, ...] = (), **changes: Any) -> Head:
@@ -389,6 +390,8 @@ def head_for(config: ModelConfig, task: str, names: tuple[str, ...] = (), **chan
     head = own_dropout(_published(config, TASKS[task]), config)
     if isinstance(head, Classes) and task in MARKED:  # no family has such a head: one layer over both states
         head = Classes((), marks=2, bias=True, pool=head.pool, dropout=head.dropout)
+    elif isinstance(head, Pooled) and config.family in BY_THE_MEAN:
+        head = replace(head, pool="mean")
     if isinstance(head, Classes | Tags):
         head = replace(head, names=names)
     return replace(head, **changes)

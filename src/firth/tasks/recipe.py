@@ -95,7 +95,7 @@ class FinetuneRecipe(Training):
     pool: Literal["auto", "cls", "mean"] = option(
         "auto",
         "What an encoder's answer about a whole text is read from: the state of [CLS], or the mean of all states; auto "
-        "is as its family was published.",
+        "is as its family was published: ModernBERT by the mean, others by [CLS].",
     )
     bilstm: int = option(0, "Put an LSTM of so many units each way between the body and the head; 0 puts none.")
     crf: bool = option(False, "tag: learn which tag may follow which too, and choose those of a sentence together.")
