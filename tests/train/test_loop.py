@@ -24,6 +24,7 @@ from firth.objectives import Batch, Draw
 from firth.text import Corpus
 from firth.tokens import Prepared, load_tokenizer, open_shards, prepare
 from firth.train import Interrupted, Machine, Recipe, Run, Training, fit, load_recipe, pretrain, read_log
+from firth.train.loop import Speed
 from firth.train.optim import rate
 from firth.train.parallel import World
 from firth.train.pretrain import batch_function, draw, first_model, held_out_loss, row_source
@@ -504,3 +505,19 @@ def test_layers_computed_twice_change_nothing(recipe_of: Recipes, tmp_path: Path
     pretrain(recipe_of(output_dir=str(tmp_path / "once"), dropout=0.2))
     pretrain(recipe_of(output_dir=str(tmp_path / "twice"), dropout=0.2, gradient_checkpointing=True))
     assert lines(tmp_path / "once") == lines(tmp_path / "twice")
+
+
+def test_the_first_steps_say_nothing_of_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten tokens a step: a minute for the first three, which compile, then two steps a second."""
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    speed = Speed(step=40, tokens=400)
+    for step, passed in ((41, 50.0), (42, 59.0), (43, 60.0)):
+        now = 100.0 + passed
+        assert not speed.settled
+        assert speed.until(step, 10 * step) == ((10 * step - 400) / passed, passed / (step - 40))
+        speed.settle(step, 10 * step)
+    assert speed.settled
+    assert speed.until(43, 430) == (0.5, 20.0)  # a run that ends here
+    now += 5
+    assert speed.until(53, 530) == (20.0, 0.5)

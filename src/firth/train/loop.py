@@ -45,6 +45,8 @@ from firth.train.parallel import ALONE, World
 from firth.train.step import Carry, Run, add_counts, prepared, train_step
 from firth.train.writer import Writer
 
+SETTLING = 3  # steps that say nothing of a run's speed
+
 
 class Interrupted(Exception):  # noqa: N818, no error
     """Ctrl-C or a SIGTERM: the work is saved, and the message says how to go on. `code` is the exit code for it."""
@@ -84,7 +86,7 @@ def fit(run: Run, resume: bool = False) -> Outcome:
             average.load(load_average(found))
         say(f"going on from {found}")
     losses_of = prepared(run)
-    line, loss, scores, began = Line(), math.nan, {}, (time.monotonic(), state.step, state.tokens)
+    line, loss, scores, speed = Line(), math.nan, {}, Speed(state.step, state.tokens)
     untold: list[Told] = []
 
     def tell(but: int = 0) -> None:
@@ -97,7 +99,8 @@ def fit(run: Run, resume: bool = False) -> Outcome:
             state.bad_steps = state.bad_steps + 1 if found.skipped and not found.expected else 0
             if told.logged or found.skipped:
                 log.write(**told.line(found))
-                line.show(_progress(run, told, loss, began, writer.saved))
+                line.show(_progress(run, told, loss, speed, writer.saved))
+            speed.settle(told.step, told.tokens)
             if state.bad_steps:
                 warn(f"step {told.step} is skipped: {found.reason}")
             if state.bad_steps >= training.max_bad_steps:
@@ -156,8 +159,8 @@ def fit(run: Run, resume: bool = False) -> Outcome:
     line.close()
     if average:
         average.put()
-    seconds = max(time.monotonic() - began[0], 1e-9)
-    speed, ended = (state.tokens - began[2]) / seconds, began[1] == end_of(run, state)
+    seconds, ended = time.monotonic() - speed.begin.time, speed.begin.step == end_of(run, state)
+    per_second, _ = speed.until(state.step, state.tokens)
     earlier = state.best_step not in (0, state.step)
     if earlier:
         assert run.folder is not None
@@ -169,7 +172,7 @@ def fit(run: Run, resume: bool = False) -> Outcome:
         loss = last_loss(run.folder / "log.jsonl")
     if run.evaluate and (earlier or ended):
         scores = world.share(run.evaluate(model))
-    return Outcome(state.step, state.tokens, loss, scores, speed, seconds, state.best_step or state.step)
+    return Outcome(state.step, state.tokens, loss, scores, per_second, seconds, state.best_step or state.step)
 
 
 def last_whole(run: Run) -> Path | None:
@@ -346,12 +349,38 @@ def stop_asked(says: bool = True) -> Iterator[Stop]:
             signal.signal(number, handler)
 
 
-def _progress(run: Run, told: Told, loss: float, began: tuple[float, int, int], saved: str | None) -> str:
-    seconds = max(time.monotonic() - began[0], 1e-9)
-    per_step = seconds / max(told.step - began[1], 1)
-    speed = (told.tokens - began[2]) / seconds
-    left = duration(per_step * (run.training.max_steps - told.step))
+class Mark(NamedTuple):
+    time: float
+    step: int
+    tokens: int
+
+
+class Speed:
+    """How fast a run is since it began or went on, but for the first steps, in which it compiles what it needs."""
+
+    def __init__(self, step: int, tokens: int) -> None:
+        self.begin = self.mark = Mark(time.monotonic(), step, tokens)
+
+    def settle(self, step: int, tokens: int) -> None:
+        """Count from here on where this was the last of the first steps."""
+        if step == self.begin.step + SETTLING:
+            self.mark = Mark(time.monotonic(), step, tokens)
+
+    @property
+    def settled(self) -> bool:
+        return self.mark is not self.begin
+
+    def until(self, step: int, tokens: int) -> tuple[float, float]:
+        """Tokens a second, and seconds a step; a run of the first steps alone is counted whole."""
+        since = self.mark if step > self.mark.step else self.begin
+        seconds = max(time.monotonic() - since.time, 1e-9)
+        return (tokens - since.tokens) / seconds, seconds / max(step - since.step, 1)
+
+
+def _progress(run: Run, told: Told, loss: float, speed: Speed, saved: str | None) -> str:
+    per_second, a_step = speed.until(told.step, told.tokens)
+    fast = f"{per_second:,.0f} tokens/s  {duration(a_step * (run.training.max_steps - told.step))} left"
+    if run.machine.compile and not speed.settled:
+        fast = "compiled in the first steps"
     at = f"{run.name}: step {told.step:,}/{run.training.max_steps:,}"
-    return f"{at}  loss {loss:.3f}  rate {told.rate:.1e}  {speed:,.0f} tokens/s  {left} left" + (
-        f"  saved {saved}" if saved else ""
-    )
+    return f"{at}  loss {loss:.3f}  rate {told.rate:.1e}  {fast}" + (f"  saved {saved}" if saved else "")

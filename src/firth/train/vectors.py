@@ -35,7 +35,7 @@ from firth.tokens import Shards, Tokenizer, Vocabulary, open_shards
 from firth.tokens.rows import mix, permute
 from firth.train.checkpoint import disk_errors, last_checkpoint, last_writes, list_checkpoints, remove_folder
 from firth.train.log import Log, last_loss
-from firth.train.loop import Interrupted, stop_asked
+from firth.train.loop import Interrupted, Speed, stop_asked
 from firth.train.recipe import differences, read_yaml
 
 STRETCH = 10_000  # tokens that a worker reads at once; windows end where a stretch does
@@ -566,6 +566,8 @@ def learn_vectors(folder: Path, recipe: Vectors, resume: bool, began: float) -> 
     num = len(lexicon.counts) - len(lexicon.tokenizer.vocab.special)
     recipe = replace(recipe, epochs=recipe.epochs or epochs_for(text.num_tokens))
     say(f"{num:,} words with {recipe.vector_size} numbers each, {count(recipe.workers, 'worker')}")
+    if isinstance(recipe, Word2Vec) and recipe.device == "cpu" and recipe.negative and torch.cuda.is_available():
+        say("this machine has a GPU: device=cuda learns there, which is faster on a long text")
     if not (recipe.max_steps or recipe.minutes):
         say(f"{text.num_tokens:,} tokens, read {count(recipe.epochs, 'time')}")
     make: Callable[[Any], Learner] = partial(OnGPU if is_on_gpu(recipe) else SkipGramOrCBOW, text, lexicon)
@@ -650,7 +652,8 @@ def fit_vectors(learner: Learner, folder: Path, resume: bool) -> tuple[float, fl
             array[:] = saved[name]
         put_back(learner)
         say(f"going on from {found}")
-    line, began, loss, speed = Line(), time.monotonic(), math.nan, 0.0
+    line, loss, per_second = Line(), math.nan, 0.0
+    speed = Speed(first, first * learner.tokens_per_step)
     with (
         Log(folder / "log.jsonl", first) as log,
         stop_asked() as stop,
@@ -663,9 +666,10 @@ def fit_vectors(learner: Learner, folder: Path, resume: bool) -> tuple[float, fl
                 raise UserError(f"The loss is {loss} at step {step}. Lower the rate (alpha of word2vec, eta of GloVe).")
             tokens = min(step * learner.tokens_per_step, learner.tokens)
             log.write(step=step, loss=loss, learning_rate=learner.rate(number), tokens=tokens)
-            speed = (tokens - first * learner.tokens_per_step) / max(time.monotonic() - began, 1e-9)
-            left = duration((learner.tokens - tokens) / speed)
-            line.show(f"step {step:,}/{learner.steps:,}  loss {loss:.3f}  {speed:,.0f} tokens/s  {left} left")
+            per_second, a_step = speed.until(step, tokens)
+            left = duration(a_step * (learner.steps - step))
+            line.show(f"step {step:,}/{learner.steps:,}  loss {loss:.3f}  {per_second:,.0f} tokens/s  {left} left")
+            speed.settle(step, tokens)
             if step % recipe.save_steps == 0 or stop.is_set():
                 try_to_save(learner, folder, step)
             if stop.is_set():
@@ -674,7 +678,7 @@ def fit_vectors(learner: Learner, folder: Path, resume: bool) -> tuple[float, fl
     line.close()
     if first == learner.steps:
         loss = last_loss(folder / "log.jsonl")
-    return loss, speed
+    return loss, per_second
 
 
 def put_back(learner: Learner) -> None:
