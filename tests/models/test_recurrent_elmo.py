@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from firth.models import Classes, Encoder, load_model, make_model
 from firth.models.config import Features
 from firth.models.heads import sampled_cross_entropy
 from firth.models.presets import bag, bert
-from firth.models.recurrent import BothWays, FeatureReader, Spelling
-from firth.models.recurrent.elmo import ProjectedPair, clipped_lstm
+from firth.models.recurrent import BothWays, FeatureReader, Spelling, clipped
+from firth.models.recurrent.clipped import clipped_lstm
+from firth.models.recurrent.elmo import ProjectedPair
 from firth.models.recurrent_presets import elmo
 from firth.models.weights import family_of
 from firth.objectives import NAMED, Batch, Draw
@@ -176,6 +178,64 @@ def test_bounds() -> None:
     i, _, g, o = gates.chunk(4, -1)
     cell = (torch.sigmoid(i) * torch.tanh(g)).clamp(-0.3, 0.3)
     assert_close(y[0, :, 0], (torch.sigmoid(o) * torch.tanh(cell) @ (10 * weights[4][0]).T).clamp(-0.3, 0.3))
+
+
+def place_by_place(x: Tensor, h: Tensor, c: Tensor, weights: list[Tensor], clip: float) -> tuple[Tensor, ...]:
+    """The same by torch's own gradients."""
+    w_ih, w_hh, b_ih, b_hh, w_hr = weights
+    found = []
+    for i in range(x.shape[2]):
+        scores = x[:, :, i] @ w_ih.mT + h @ w_hh.mT + (b_ih + b_hh)[:, None]
+        enter, keep, new, show = scores.chunk(4, -1)
+        c = (keep.sigmoid() * c + enter.sigmoid() * new.tanh()).clamp(-clip, clip)
+        h = ((show.sigmoid() * c.tanh()) @ w_hr.mT).clamp(-clip, clip)
+        found.append(h)
+    return torch.stack(found, 2), h, c
+
+
+@pytest.mark.parametrize("clip", [0.3, 100.0])
+def test_gradients_through_the_bounds(clip: float) -> None:
+    """Of all that is given, in float64: two LSTMs with begun states, some of whose numbers are cut, some not."""
+    torch.manual_seed(1)
+    shapes = (2, 3, 6, 3), (2, 3, 4), (2, 3, 5), (2, 20, 3), (2, 20, 4), (2, 20), (2, 20), (2, 4, 5)
+    given = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    x, h, c, *weights = given
+    ours, theirs = (learn(x, h, c, weights, clip) for learn in (clipped_lstm, place_by_place))
+    if clip < 1:
+        assert 0.1 < float((ours[0].abs() == clip).double().mean()) < 0.9
+    assert_close(ours, theirs)
+    asked = [torch.randn_like(y) for y in theirs]
+    for mine, other in zip(*(torch.autograd.grad(found, given, asked) for found in (ours, theirs)), strict=True):
+        assert_close(mine, other)
+
+
+INTERPRETED = clipped.triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="there is no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_of_cells(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    W, N, L, H, clip = 2, 3, 4, 300, 0.8
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 3e-2}
+    gates, dshown = torch.randn(W, N, 4 * H).to(DEVICE, dtype), torch.randn(W, N, H).to(DEVICE, dtype)
+    before, dc = (torch.randn(W, N, H).to(DEVICE) for _ in range(2))
+    ours, plain = gates.clone(), gates.float()
+    cell, shown = clipped.next_cell_at_once(ours, before, clip)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clipped, "triton", None)
+        wanted = clipped.next_cell(plain, before, clip)
+        for mine, other in zip((cell, shown, ours), (*wanted, plain), strict=True):
+            assert_close(mine.float(), other, **tolerance)
+        room = [torch.zeros(W, L, N, n, device=DEVICE) for n in (4 * H, H)]
+        state = plain, cell, before, dshown.float(), dc
+        dbefore = clipped.last_cell(*state, *(x[:, 1] for x in room), clip)
+    mine = [torch.zeros_like(x, dtype=dtype) for x in room]
+    found = clipped.last_cell_at_once(ours, cell, before, dshown, dc, *(x[:, 1] for x in mine), clip)
+    for x, y in zip((found, *mine), (dbefore, *room), strict=True):
+        assert_close(x.float(), y, **tolerance)
 
 
 # --- the sampled softmax --------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from firth.errors import UserError
 from firth.models.config import ELMo, ModelConfig
 from firth.models.dropout import Dropout
+from firth.models.recurrent.clipped import clipped_lstm
 from firth.models.recurrent.lstm import Recurrence, State, Texts, read_on
 from firth.tokens.characters import NUM_CHARACTERS
 from firth.tokens.lexicon import Lexicon
@@ -140,22 +141,3 @@ class ProjectedPair(nn.Module):
         weights = [torch.stack(pair) for pair in zip(there, back, strict=True)]
         y_2NLP, h, c = clipped_lstm(torch.stack([there_NLP, back_NLP]), h, c, weights, self.clip)
         return (y_2NLP[0], y_2NLP[1]), (h[0], c[0])
-
-
-def clipped_lstm(
-    x_WNLD: Tensor, h_WNP: Tensor, c_WNH: Tensor, weights: list[Tensor], clip: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """W LSTMs with projections side by side, place by place: cells and projections are cut to +-clip as they arise.
-
-    `weights` are those of torch's LSTMs, one of each kind for all W. Gives all projections, and the last state.
-    """
-    w_ih, w_hh, b_ih, b_hh, w_hr = weights
-    W, N, L, _ = x_WNLD.shape
-    from_x = torch.baddbmm((b_ih + b_hh)[:, None], x_WNLD.flatten(1, 2), w_ih.mT).view(W, N, L, -1)
-    found = []
-    for i in range(L):
-        enter, keep, new, show = (from_x[:, :, i] + h_WNP @ w_hh.mT).chunk(4, -1)
-        c_WNH = (keep.sigmoid() * c_WNH + enter.sigmoid() * new.tanh()).clamp(-clip, clip)
-        h_WNP = ((show.sigmoid() * c_WNH.tanh()) @ w_hr.mT).clamp(-clip, clip)
-        found.append(h_WNP)
-    return torch.stack(found, 2), h_WNP, c_WNH
