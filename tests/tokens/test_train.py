@@ -8,7 +8,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 import pytest
 import transformers
@@ -57,10 +57,10 @@ def learn(name: str) -> Tokenizer:
 
 @cache
 def in_transformers(name: str, model_type: str) -> transformers.PreTrainedTokenizerBase:
-    folder = Path(mkdtemp(prefix="firth-test-"))
-    learn(name).save(folder)
-    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-    return transformers.AutoTokenizer.from_pretrained(folder)
+    with TemporaryDirectory() as folder:
+        learn(name).save(Path(folder))
+        (Path(folder) / "config.json").write_text(json.dumps({"model_type": model_type}))
+        return transformers.AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("name", sorted(MODEL_TYPES))
