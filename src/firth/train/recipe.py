@@ -97,6 +97,11 @@ class Training:
         "bf16 computes with weights that are rounded to bfloat16, and all between them; the exact ones stay with the "
         "optimizer. Meant for a GPU; takes half a copy of the weights more in memory.",
     )
+    fp8: bool = option(
+        False,
+        "Multiply by the weights of the layers in 8 bits, with a scale for each tensor. Meant for wide models and a "
+        "GPU that has instructions for it (Hopper, Ada). Less exact: compare the loss.",
+    )
     compile: bool | None = option(
         None, "Compile the step (torch.compile); by itself on a GPU. What was compiled is kept in ~/.cache/firth."
     )
@@ -138,6 +143,8 @@ class Training:
             )
         if self.weights == "bf16":
             raise UserError("--parallel fsdp gathers weights in bfloat16 where --bf16 says so: leave weights=bf16 out.")
+        if self.fp8:
+            raise UserError("--parallel fsdp has parts of matrices, and fp8 needs whole ones: leave it out.")
 
     def check(self) -> None:
         """Refuse numbers that make no sense before anything is computed."""
@@ -179,6 +186,8 @@ class Training:
             raise UserError(f"spike_factor is {self.spike_factor}: it must be more than 1, or 0 for never.")
         if self.fp16 and (self.bf16 or self.weights == "bf16"):
             raise UserError("fp16 and bf16 are two ways to compute: choose one.")
+        if self.fp8 and self.fp16:
+            raise UserError("fp8 goes with bfloat16, whose gradients need no scaled loss: leave fp16 out.")
         if self.wsd_decay > 1:
             raise UserError(f"wsd_decay is {self.wsd_decay}, a share of the run: it must be at most 1.")
         if self.muon_learning_rate and self.optim != "muon":

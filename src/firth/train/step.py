@@ -20,6 +20,7 @@ from firth.objectives import Batch
 from firth.tokens.rows import mix
 from firth.train.capture import Captured
 from firth.train.device import Machine
+from firth.train.eight import use_eight_bits
 from firth.train.guard import Guard
 from firth.train.halved import Halved
 from firth.train.parallel import World
@@ -60,6 +61,8 @@ def prepared(run: Run) -> Losses:
             module.checkpointing = run.training.gradient_checkpointing
         if isinstance(module, Vocabulary):
             module.fused, module.padded = run.training.fused_loss, run.training.pad_vocabulary
+    if run.training.fp8:
+        use_eight_bits(run.model, run.machine.device)
 
     def program(losses: Losses) -> Losses:
         if not run.machine.compile:
