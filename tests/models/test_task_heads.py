@@ -305,7 +305,7 @@ def test_heads_as_published() -> None:
     assert heads["gpt2-tiny"] == Classes(("a",), pool="last", dropout=0.0)
     assert heads["gpt-tiny"] == Classes(("a",), pool="last")
     assert heads["llama-tiny"] == Classes(("a",), pool="last")
-    assert heads["modernbert-tiny"] == Classes(("a",), pooled=True, activation="gelu", normed=True)
+    assert heads["modernbert-tiny"] == Classes(("a",), pooled=True, pool="mean", activation="gelu", normed=True)
     assert heads["bart-tiny"] == Classes(("a",), pool="last", pooled=True, dropout=0.0, drop_state=True)
     pooled = Classes(("a",), pooled=True, pool="concat", activation="relu", normed=True, width=50, dropout=0.1)
     assert heads["ulmfit-tiny"] == pooled

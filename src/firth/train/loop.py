@@ -159,7 +159,7 @@ def fit(run: Run, resume: bool = False) -> Outcome:
     line.close()
     if average:
         average.put()
-    seconds, ended = time.monotonic() - speed.begin.time, speed.begin.step == end_of(run, state)
+    seconds, ended = time.monotonic() - speed.begin.moment, speed.begin.step == end_of(run, state)
     per_second, _ = speed.until(state.step, state.tokens)
     earlier = state.best_step not in (0, state.step)
     if earlier:
@@ -350,7 +350,7 @@ def stop_asked(says: bool = True) -> Iterator[Stop]:
 
 
 class Mark(NamedTuple):
-    time: float
+    moment: float
     step: int
     tokens: int
 
@@ -373,7 +373,7 @@ class Speed:
     def until(self, step: int, tokens: int) -> tuple[float, float]:
         """Tokens a second, and seconds a step; a run of the first steps alone is counted whole."""
         since = self.mark if step > self.mark.step else self.begin
-        seconds = max(time.monotonic() - since.time, 1e-9)
+        seconds = max(time.monotonic() - since.moment, 1e-9)
         return (tokens - since.tokens) / seconds, seconds / max(step - since.step, 1)
 
 
