@@ -233,7 +233,8 @@ def test_the_kernels_of_cells(dtype: torch.dtype) -> None:
         state = plain, cell, before, dshown.float(), dc
         dbefore = clipped.last_cell(*state, *(x[:, 1] for x in room), clip)
     mine = [torch.zeros_like(x, dtype=dtype) for x in room]
-    found = clipped.last_cell_at_once(ours, cell, before, dshown, dc, *(x[:, 1] for x in mine), clip)
+    given = ours, cell, before, dshown, dc
+    found = clipped.last_cell_at_once(given, *(x[:, 1] for x in mine), clip)
     for x, y in zip((found, *mine), (dbefore, *room), strict=True):
         assert_close(x.float(), y, **tolerance)
 

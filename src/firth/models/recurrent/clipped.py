@@ -102,7 +102,8 @@ def last_cell(
 ) -> Tensor:
     """The way back: the gradient of the cells before. Those of the gates, and what was shown, are written down."""
     if triton is not None and gates_WNG.is_cuda:
-        return last_cell_at_once(gates_WNG, c_WNH, before_WNH, dshown_WNH, dc_WNH, dgates_WNG, shown_WNH, clip)
+        given = gates_WNG, c_WNH, before_WNH, dshown_WNH, dc_WNH
+        return last_cell_at_once(given, dgates_WNG, shown_WNH, clip)
     enter, keep, new, show = gates_WNG.chunk(4, -1)
     seen_WNH = c_WNH.tanh()
     shown_WNH.copy_(show * seen_WNH)
@@ -122,20 +123,11 @@ def next_cell_at_once(gates_WNG: Tensor, c_WNH: Tensor, clip: float) -> tuple[Te
     return new_WNH, shown_WNH
 
 
-def last_cell_at_once(
-    gates_WNG: Tensor,
-    c_WNH: Tensor,
-    before_WNH: Tensor,
-    dshown_WNH: Tensor,
-    dc_WNH: Tensor,
-    dgates_WNG: Tensor,
-    shown_WNH: Tensor,
-    clip: float,
-) -> Tensor:
-    dbefore_WNH, (_, N, H) = torch.empty_like(c_WNH), c_WNH.shape
-    backward_kernel[(triton.cdiv(c_WNH.numel(), BLOCK),)](
-        *(gates_WNG, c_WNH, before_WNH, dshown_WNH, dc_WNH, dgates_WNG, shown_WNH, dbefore_WNH),
-        *(c_WNH.numel(), N, H, dgates_WNG.stride(0), shown_WNH.stride(0), clip),
+def last_cell_at_once(given: tuple[Tensor, ...], dgates_WNG: Tensor, shown_WNH: Tensor, clip: float) -> Tensor:
+    dbefore_WNH, (_, N, H) = torch.empty_like(given[1]), given[1].shape
+    backward_kernel[(triton.cdiv(dbefore_WNH.numel(), BLOCK),)](
+        *(*given, dgates_WNG, shown_WNH, dbefore_WNH),
+        *(dbefore_WNH.numel(), N, H, dgates_WNG.stride(0), shown_WNH.stride(0), clip),
         BLOCK=BLOCK,
     )
     return dbefore_WNH
