@@ -260,7 +260,7 @@ class Work:
         return summary(facts, "word2vec", 0.0)
 
     def elmo(self) -> dict[str, Any]:
-        overrides = {"model.recurrent.clip": 0}  # bounds are computed place by place, which no fast kernel does
+        overrides = {"model.recurrent.clip": 0}  # bounds are computed place by place, which is slower
         facts, config = self.pretrained("elmo", "char", {"overrides": overrides, **self.how_long()})
         return facts | self.operations(config, facts, words_spelled(config, self.shards("char"), facts))
 

@@ -80,6 +80,8 @@ def test_what_it_does_not_go_with_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     for other in ({"fp16": True}, {"parallel": "fsdp"}):
         with pytest.raises(UserError, match="fp8"):
             Training(fp8=True, max_steps=1, **other).check()  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="no layers whose widths are multiples of 16"):
+        use_eight_bits(make_model(gpt2(1, 24, 2, vocab_size=50)), CPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an older GPU")
     with pytest.raises(UserError, match="an older GPU has no products in 8 bits"):

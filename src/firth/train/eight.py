@@ -30,6 +30,8 @@ def use_eight_bits(model: Model, device: torch.device) -> None:
     found = [m for stack in model.modules() if isinstance(stack, Stack) for m in stack.blocks.modules()]
     layers = [m for m in found if type(m) is nn.Linear]
     odd = [m for m in layers if m.in_features % STEP or m.out_features % STEP]
+    if len(odd) == len(layers):
+        raise UserError(f"This model has no layers whose widths are multiples of {STEP}, as fp8 needs: leave it out.")
     for layer in layers:
         if layer not in odd:
             layer.__class__ = Linear8

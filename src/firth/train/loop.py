@@ -381,6 +381,6 @@ def _progress(run: Run, told: Told, loss: float, speed: Speed, saved: str | None
     per_second, a_step = speed.until(told.step, told.tokens)
     fast = f"{per_second:,.0f} tokens/s  {duration(a_step * (run.training.max_steps - told.step))} left"
     if run.machine.compile and not speed.settled:
-        fast = "compiled in the first steps"
+        fast = "compiling"
     at = f"{run.name}: step {told.step:,}/{run.training.max_steps:,}"
     return f"{at}  loss {loss:.3f}  rate {told.rate:.1e}  {fast}" + (f"  saved {saved}" if saved else "")

@@ -62,8 +62,8 @@ class Clipped(torch.autograd.Function):
         L = dy_WLNP.shape[1]
         gates, cells, projections = rest[:L], rest[L : 2 * L + 1], rest[2 * L + 1 :]
         dprojected_WLNP = torch.empty_like(dy_WLNP)
-        dgates_WLNG = torch.stack(gates, 1)  # soon overwritten, as are those that are shown
-        shown_WLNH = dgates_WLNG.new_empty(*dgates_WLNG.shape[:-1], cells[0].shape[-1])
+        W, N, H = cells[0].shape
+        dgates_WLNG, shown_WLNH = (gates[0].new_empty(W, L, N, size) for size in (4 * H, H))
         dc_WNH = dc_WNH.contiguous()
         for i in reversed(range(L)):
             inside = projections[i + 1].abs() < ctx.clip
