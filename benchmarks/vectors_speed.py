@@ -1,12 +1,14 @@
 """How fast Firth learns word vectors beside gensim, and how good they are: the same words, settings and machine.
 
-    python benchmarks/vectors_speed.py TEXT... [--megabytes N] [--turns N] [--workers N] [--pairs FILE ...] [--json]
+    python benchmarks/vectors_speed.py TEXT... [--megabytes N] [--turns N] [--workers N] [--pairs FILE ...] \\
+        [--analogies FILE] [--json]
 
 Skip-gram with 5 noise words, 100 numbers, window 5, 5 epochs. gensim reads a file with its fast path (`corpus_file`),
 Firth its shards; reading the text and counting its words is left out on both sides. They take turns, so that whatever
 else the machine does slows both; the ratio is the median over the turns. Words per second are counted before frequent
 ones are left out, and per second of processor time too, which a busy machine does not change. `--pairs` are files of
 word pairs with people's scores (word1, word2, score): the mean Spearman correlation over the turns, a seed each.
+`--analogies` is a file of questions (a, b, c, d): the mean accuracy, and with either its deviation.
 
 With W workers gensim's fast path gives other (on small text better) vectors at the same settings, because its rate does
 not fall as far: each worker counts the sentences of its own part of the file against those of all of it (see
@@ -32,6 +34,8 @@ from gensim.models import Word2Vec as Theirs
 
 from firth.console import count, progress, show_table
 from firth.evaluate import WordVectors, word_similarity
+from firth.evaluate.vectors import analogy
+from firth.metrics import summarise
 from firth.text import Corpus, read_labelled
 from firth.tokens import Shards, Tokenizer, open_shards, prepare, train_tokenizer
 from firth.train.vectors import Lexicon, SkipGramOrCBOW, Word2Vec, read_lexicon
@@ -73,7 +77,7 @@ def main() -> None:
                 turns["firth"].append(ours(shards, lexicon, args.workers, seed, args.min_alpha))
                 turns["gensim"].append(theirs(file, lexicon, args.workers, seed))
                 shown.advance()
-    result = summary(turns, words, args.pairs)
+    result = summary(turns, words, args.pairs, args.analogies)
     result |= {"words": words, "vocabulary": int((lexicon.counts > 0).sum()), "workers": args.workers}
     if args.json:
         print(json.dumps(result))
@@ -92,6 +96,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--min-alpha", type=float, default=0.0001)
     parser.add_argument("--pairs", nargs="*", default=[], help="files of word pairs with scores")
+    parser.add_argument("--analogies", default="", help="file of questions: a is to b as c is to d")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
@@ -146,17 +151,19 @@ def named(ids: Sequence[int], vectors_ND: np.ndarray, lexicon: Lexicon) -> WordV
     return WordVectors([str(lexicon.tokenizer.backend.id_to_token(i)) for i in ids], vectors_ND)
 
 
-def summary(turns: dict[str, list[Turn]], words: int, pairs: Sequence[str]) -> dict[str, Any]:
+def summary(turns: dict[str, list[Turn]], words: int, pairs: Sequence[str], analogies: str) -> dict[str, Any]:
     sides: dict[str, dict[str, float]] = {}
+    tests = [(file, "word-similarity", word_similarity, "spearman") for file in pairs]
+    tests += [(analogies, "analogy", analogy, "accuracy")] if analogies else []
     for name, some in turns.items():
         sides[name] = {
             "words/s": statistics.median(words / turn.seconds for turn in some),
             "words/processor second": statistics.median(words / turn.processor for turn in some),
         }
-        for file in pairs:
-            examples = read_labelled(file, "word-similarity", None, "dev")
-            found = [word_similarity(turn.vectors, examples).metrics["spearman"] for turn in some]
-            sides[name][Path(file).name.split(".")[0]] = statistics.mean(found)
+        for file, task, test, metric in tests:
+            examples, short = read_labelled(file, task, None, "dev"), Path(file).name.split(".")[0]
+            mean, deviation = summarise([test(turn.vectors, examples).metrics[metric] for turn in some])
+            sides[name] |= {short: mean, f"{short} ±": deviation}
     both = list(zip(turns["firth"], turns["gensim"], strict=True))
     return {
         "sides": sides,
