@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
 import numpy as np
 import scipy.sparse as sp
 import torch
@@ -13,19 +17,31 @@ from firth.tokens import Shards
 WINDOW = 8
 MOST = 2**24  # tokens that are counted: of longer texts stretches, evenly apart
 STRETCH = 2**14
+AT_ONCE = 4  # threads that count: each needs some 25 bytes for every token
 NOISE = 0.75  # context counts are raised to this, so that rare ones weigh less (Levy et al. 2015, section 3.2)
+
+In = TypeVar("In")
+Out = TypeVar("Out")
 
 
 def cooccurrence(shards: Shards, vocab_size: int, window: int) -> sp.csr_matrix:
     """How often two tokens stand at most `window` apart in a document; one at distance k counts 1/k."""
     tokens, doc = sample(shards)
-    total = sp.csr_matrix((vocab_size, vocab_size), dtype=np.float32)
-    for k in range(1, window + 1):
+    shape = (vocab_size, vocab_size)
+
+    def apart(k: int) -> sp.csr_matrix:
         together = doc[:-k] == doc[k:]
         pair, count = np.unique((tokens[:-k] * vocab_size + tokens[k:])[together], return_counts=True)
-        place = np.divmod(pair, vocab_size)
-        total += sp.csr_matrix((count.astype(np.float32) / k, place), shape=total.shape)
+        return sp.csr_matrix((count.astype(np.float32) / k, np.divmod(pair, vocab_size)), shape=shape)
+
+    total = sum(in_threads(apart, range(1, window + 1), AT_ONCE), sp.csr_matrix(shape, dtype=np.float32))
     return total + total.T
+
+
+def in_threads(function: Callable[[In], Out], given: Iterable[In], most: int) -> Iterator[Out]:
+    """What a function makes of each, in their order; several at once, as numpy and scipy let others work meanwhile."""
+    with ThreadPoolExecutor(min(most, torch.get_num_threads())) as pool:
+        yield from pool.map(function, given)
 
 
 def sample(shards: Shards) -> tuple[np.ndarray, np.ndarray]:
@@ -60,14 +76,25 @@ def ppmi_vectors(shards: Shards, vocab_size: int, dim: int, window: int = WINDOW
     draw = np.random.default_rng(seed)
     basis = draw.standard_normal((vocab_size, dim + 16)).astype(np.float32)
     for _ in range(2):  # subspace iteration (Halko et al. 2011, algorithm 4.4)
-        basis, _ = np.linalg.qr(matrix @ (across @ basis))
-    inner = (across @ basis).T
+        basis = orthonormal(product(matrix, product(across, basis)))
+    inner = product(across, basis).T
     left, squares, _ = np.linalg.svd(inner @ inner.T)
     vectors = (basis @ left[:, :dim]) * squares[:dim] ** 0.25  # half of the singular values' weight
     vectors = np.pad(vectors, ((0, 0), (0, dim - vectors.shape[1])))  # a vocabulary smaller than the model is wide
     turn, _ = np.linalg.qr(draw.standard_normal((dim, dim)))
     vectors = (vectors - vectors.mean(0)) @ turn
     return (vectors / max(vectors.std(), 1e-30)).astype(np.float32)
+
+
+def product(matrix: sp.csr_matrix, wide: np.ndarray) -> np.ndarray:
+    """Of a sparse matrix and a wide one, whose columns are shared out to threads."""
+    parts = np.array_split(wide, torch.get_num_threads(), axis=1)
+    return np.hstack(list(in_threads(matrix.__matmul__, parts, len(parts))))
+
+
+def orthonormal(x: np.ndarray) -> np.ndarray:
+    """A basis of what the columns span; numpy's own would be in double precision."""
+    return torch.linalg.qr(torch.from_numpy(x))[0].numpy()
 
 
 @torch.no_grad()
