@@ -41,7 +41,7 @@ def made(family: str, known: list[Example], **fields: Any) -> Any:
 
 
 def test_rows_of_pairs_by_hand() -> None:
-    laid = lay_pairs([[5, 6, 7], [8], [9, 9]], [[1], [2, 3], [4, 4, 4, 4]], length=6, pad=0, start=90)
+    laid = lay_pairs([[5, 6, 7], [8], [9, 9]], [[[1]], [[2, 3]], [[4, 4, 4, 4]]], length=6, pad=0, start=90)
     batch = laid.batch
     assert batch.tokens[0, :5].tolist() == [8, 9, 9, 0, 0]  # of 2 and of 4 places on the wider side
     assert batch.doc[0, :4].tolist() == [0, 1, 1, -1]
@@ -52,6 +52,21 @@ def test_rows_of_pairs_by_hand() -> None:
     assert batch.tokens[1, :3].tolist() == [5, 6, 7]
     assert batch.labels[1, :2].tolist() == [1, IGNORED]
     assert laid.sums(batch.labels.reshape(-1)[laid.slot]).tolist() == [1, 5, 16]
+
+
+def test_rows_of_several_answers_by_hand() -> None:
+    laid = lay_pairs([[5, 6, 7], [8]], [[[1, 2], [1, 3, 4]], [[2]]], length=8, pad=0, start=90)
+    batch, used = laid.batch, slice(6)
+    assert batch.tokens[0, :4].tolist() == [5, 6, 7, 8]
+    assert batch.decoder_tokens[0, used].tolist() == [90, 1, 90, 1, 3, 90]
+    assert batch.labels[0, used].tolist() == [1, 2, 1, 3, 4, 2]
+    assert batch.decoder_position[0, used].tolist() == [0, 1, 0, 1, 2, 0]
+    assert batch.decoder_doc[0, used].tolist() == [0, 0, 1, 1, 1, 2]
+    assert laid.asking is not None
+    assert laid.same is not None
+    assert laid.asking[0].tolist() == [0] * 5 + [1] * 11
+    assert laid.same.tolist() == [0, 1, 0, 1, 4, 5]
+    assert laid.asked.tolist() == [2, 3, 1]
 
 
 def test_rows_of_lines_by_hand() -> None:
@@ -95,9 +110,9 @@ def test_packed_is_as_good_as_alone(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_labels_are_as_likely_in_packed_rows(family: str) -> None:
     config, tokenizer = parts(family)
-    labels = ("red", "blue and small", "the big cat")
-    task = LabelWords(labels, tokenizer, config, Writing(24, 8))
-    known = [e._replace(target=labels[i % 3]) for i, e in enumerate(examples())]
+    labels = ("red", "red and small", "blue and small", "the big cat", "the big cat and the red cat", "the big")
+    task = LabelWords(labels, tokenizer, config, Writing(24, 8))  # more than fit into a row, some begin alike
+    known = [e._replace(target=labels[i % 6]) for i, e in enumerate(examples())]
     items = task.encode(known)
     model = model_for(task, config).eval()
     found = task.probabilities(model, items, CPU, 5)
@@ -106,6 +121,20 @@ def test_labels_are_as_likely_in_packed_rows(family: str) -> None:
         with torch.no_grad():
             costs = np.array([model.losses(batch)["answers"].item() for batch in batches])
         np.testing.assert_allclose(p_C, np.exp(-costs) / np.exp(-costs).sum(), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_choices_of_an_example_are_as_likely_beside_those_of_others(family: str) -> None:
+    config, tokenizer = parts(family)
+    task = LabelWords((), tokenizer, config, Writing(24, 8))
+    answers = task.writer.read(["red", "blue and small", "the big cat", "the", "the red cat near the big cat"])
+    items = [item._replace(candidates=tuple(answers[: 2 + i % 4])) for i, item in enumerate(task.encode(examples()))]
+    model = model_for(task, config).eval()
+    together = task.probabilities(model, items, CPU, 12)
+    for item, p_C in zip(items, together, strict=True):
+        (alone,) = task.probabilities(model, [item], CPU, 1)
+        assert len(p_C) == len(item.candidates)
+        np.testing.assert_allclose(p_C, alone, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "gpt2"])

@@ -416,12 +416,13 @@ class EncoderDecoder(Model):
     def encode(self, batch: Reads) -> Tensor:
         return self.encoder(self.embed(batch.tokens, batch.position, batch.segment), batch.doc, batch.rank)
 
-    def read(self, batch: Reads, encoded: Tensor | None = None) -> Tensor:
+    def read(self, batch: Reads, encoded: Tensor | None = None, asking: Tensor | None = None) -> Tensor:
+        """`encoded` is what is known of the texts already, `asking` the text that each place of the decoder reads."""
         read = self.encode(batch) if encoded is None else encoded
         if self.config.reads_encoder:
             return read
         x = self.embed(batch.decoder_tokens, batch.decoder_position, placing=self.decoder_embed)
-        return self.decoder(x, batch.decoder_doc, read=read, read_doc=batch.doc)
+        return self.decoder(x, batch.decoder_doc, read=read, read_doc=batch.doc, asking=asking)
 
     def forward(
         self,

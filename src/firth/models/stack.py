@@ -50,14 +50,17 @@ class Stack(nn.Module):
         segment: Tensor | None = None,
         upto: int | None = None,
         seen_across: list[Tensor] | None = None,
+        asking: Tensor | None = None,
     ) -> Tensor:
         """The last states. Those of every layer are added to `states`, where that is given.
 
         The weights of attention are added to `seen`, those of attention to the other sequence to `seen_across`.
-        `upto` leaves out the layers from there on, and what comes after them.
+        `upto` leaves out the layers from there on, and what comes after them. `asking` are the documents of the other
+        sequence that each place reads, where they are not those of the same numbers.
         """
         wide, narrow = self.sights(x, doc, rank, position, seen, segment)
-        read_sight = see(False, doc, read_doc=read_doc) if read_doc is not None else Sight()
+        asking = doc if asking is None else asking
+        read_sight = see(False, asking, read_doc=read_doc) if read_doc is not None else Sight()
         read_sight = read_sight._replace(seen=seen_across)
         embedded = x
         for i, block in enumerate(self.layers[:upto]):

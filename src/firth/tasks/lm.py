@@ -202,7 +202,7 @@ class Dialogue:
             return lay_lines(lines, self.length, self.pad)
         turns = [part for item in items for part in item.parts if isinstance(part, Turn)]
         length = max(self.length, self.writer.length)
-        return lay_pairs([t.ids for t in turns], [t.answer for t in turns], length, self.pad, self.frame.start)
+        return lay_pairs([t.ids for t in turns], [[t.answer] for t in turns], length, self.pad, self.frame.start)
 
     def predict(self, model: Model, items: Sequence[Item], machine: Machine, size: int) -> list[Prediction]:
         """What the answers of each item cost (`nats`), over how many tokens and bytes, and how many were foreseen."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,8 @@ from firth.tokens.frame import A, framed
 from firth.train import Machine
 
 LENGTH, TARGET_LENGTH = 512, 32  # tokens, where nothing is said
+
+Answers = Sequence[list[int]]
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class TextToText:
             length = min(length, (config.max_length or length + self.writer.length) - self.writer.length)
             delimiter = tokenizer.backend.token_to_id(DELIMITER)
         self.reader = Reader(tokenizer, config, length, end=delimiter)
+        self.row = max(self.reader.length, self.writer.length)
+        self.side_by_side = not self.decoder and config.recurrent is None  # answers to one text
         self.delimited = not self.decoder or delimiter is not None
         self.check_room(config)
         self.decoding = Decoding(
@@ -121,18 +126,18 @@ class TextToText:
         return [Item(r if self.delimited else r[:-1], w) for r, w in zip(read, write, strict=True)]
 
     def batch(self, items: Sequence[Item]) -> Batch:
-        return self.lay(items, [item.answer for item in items]).batch
+        return self.lay(items, [[item.answer] for item in items]).batch
 
-    def lay(self, items: Sequence[Item], answers: Sequence[list[int]], room: Sequence[int] | None = None) -> Laid:
+    def lay(self, items: Sequence[Item], answers: Sequence[Answers], room: Sequence[int] | None = None) -> Laid:
         """The texts of the items with these answers in rows; `room` is what other answers may take there."""
         if self.decoder:
             both = [
                 Line([*i.ids, *a], range(len(i.ids) - 1, len(i.ids) + len(a) - 1))
-                for i, a in zip(items, answers, strict=True)
+                for i, some in zip(items, answers, strict=True)
+                for a in some
             ]
             return lay_lines(both, self.reader.length + self.writer.length, self.pad)
-        length = max(self.reader.length, self.writer.length)
-        return lay_pairs([item.ids for item in items], answers, length, self.pad, self.start, room)
+        return lay_pairs([item.ids for item in items], answers, self.row, self.pad, self.start, room)
 
     def predict(self, model: Model, items: Sequence[Item], machine: Machine, size: int) -> list[Prediction]:
         found: list[Prediction | None] = [None] * len(items)
@@ -197,12 +202,18 @@ class LabelWords(TextToText):
         return found
 
     def log_likelihoods(
-        self, model: Model, items: Sequence[Item], choices: Sequence[Sequence[list[int]]], machine: Machine
+        self, model: Model, items: Sequence[Item], choices: Sequence[Answers], machine: Machine
     ) -> list[np.ndarray]:
-        """(C,) for each item; an encoder reads each text once, whatever number of answers there are to it."""
-        room, encoded, score_NC = [max(map(len, some)) for some in choices], None, []
-        for c in range(max(map(len, choices))):
-            laid = self.lay(items, [some[min(c, len(some) - 1)] for some in choices], room)
+        """(C,) for each item; an encoder reads each text once, its decoder as many answers as a row has room for."""
+        longest, encoded = max(len(ids) for some in choices for ids in some), None
+        most = max(1, self.row // longest) if self.side_by_side else 1
+        turns = [[some[c : c + most] or some[:1] for some in choices] for c in range(0, max(map(len, choices)), most)]
+        room = [max(sum(map(len, some)) for some in of_item) for of_item in zip(*turns, strict=True)]
+        found: list[list[float]] = [[] for _ in items]
+        for answers in turns:
+            laid = self.lay(items, answers, room)
             logp_A, _, encoded = foresee(model, laid, machine, encoded)
-            score_NC.append(laid.sums(logp_A))
-        return [score_C[: len(some)] for score_C, some in zip(np.stack(score_NC, 1), choices, strict=True)]
+            scores = iter(laid.sums(logp_A).tolist())
+            for of_item, some in zip(found, answers, strict=True):
+                of_item += islice(scores, len(some))
+        return [np.array(of_item[: len(some)]) for of_item, some in zip(found, choices, strict=True)]

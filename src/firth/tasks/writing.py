@@ -1,6 +1,7 @@
 """Texts and the answers to them in packed rows, for models that write; and how likely each answer is.
 
-N texts, B rows, T places, K asked places, A tokens of all answers, D model width.
+N texts, M answers, B rows, T places, U of a decoder, K asked places, A tokens of all answers, S states that foresee
+them, P of these at once, D model width.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from firth.models import Model
 from firth.objectives import IGNORED, Batch
 from firth.tasks.packing import NARROWEST, Packing, pack, power_of_two
+from firth.tokens.rows import ragged_arange
 from firth.train import Machine
 
 Ids = Sequence[int]
@@ -33,12 +35,15 @@ class Laid(NamedTuple):
 
     batch: Batch
     slot: np.ndarray  # (A,)
-    asked: np.ndarray  # (N,) how many tokens each text is asked for
+    asked: np.ndarray  # (M,) how many tokens each answer has
+    # Where texts have several answers:
+    asking: np.ndarray | None = None  # (B, U) which text a place of the decoder reads
+    same: np.ndarray | None = None  # (A,) the first token of the same text after the same words: their states are one
 
     def sums(self, value_A: np.ndarray) -> np.ndarray:
-        """(N,): the sum over the answer of each text."""
-        text_A = np.repeat(np.arange(len(self.asked)), self.asked)
-        return np.bincount(text_A, weights=value_A, minlength=len(self.asked))
+        """(M,): the sum over each answer."""
+        answer_A = np.repeat(np.arange(len(self.asked)), self.asked)
+        return np.bincount(answer_A, weights=value_A, minlength=len(self.asked))
 
 
 def lay_lines(lines: Sequence[Line], length: int, pad: int) -> Laid:
@@ -58,30 +63,56 @@ def lay_lines(lines: Sequence[Line], length: int, pad: int) -> Laid:
 
 
 def lay_pairs(
-    sources: Sequence[Ids], answers: Sequence[Ids], length: int, pad: int, start: int, room: Sequence[int] | None = None
+    sources: Sequence[Ids],
+    answers: Sequence[Sequence[Ids]],
+    length: int,
+    pad: int,
+    start: int,
+    room: Sequence[int] | None = None,
 ) -> Laid:
     """Texts for an encoder, and answers for its decoder: a text and its answer are the same document of the same row.
 
-    Rows hold up to `length` on either side. `room` is what the answers may take, so that other answers to the same
-    texts can stand in the same rows.
+    Where a text has several answers each is a document of its own, and all of them read the text. Rows hold up to
+    `length` on either side. `room` is what the answers may take, so that other answers to the same texts can stand in
+    the same rows.
     """
-    read_N, write_N = np.array([len(ids) for ids in sources]), np.array([len(ids) for ids in answers])
+    each = [ids for some in answers for ids in some]
+    asked_M, count_N = np.array([len(ids) for ids in each]), np.array([len(some) for some in answers])
+    most, which_A = count_N.max(), np.repeat(ragged_arange(count_N), asked_M)
+    read_N, write_N = np.array([len(ids) for ids in sources]), np.array([sum(map(len, some)) for some in answers])
     shared = pack(np.maximum(read_N, write_N if room is None else np.asarray(room)), length)
     read, write = beside(shared, read_N), beside(shared, write_N)
     doc_BT, position_BT = read.documents()
-    doc_BU, position_BU = write.documents()
+    doc_BU, _ = write.documents()
     last_B = np.bincount(shared.row, minlength=shared.num_rows) - 1
+    # Padding comes last and a decoder does not look ahead: as a part of the last answer it has a text to read.
+    text_BU = np.where(doc_BU < 0, last_B[:, None], doc_BU)
     batch = Batch(
         read.lay(np.concatenate(sources), pad),
         doc=doc_BT,
         position=position_BT,
-        labels=write.lay(np.concatenate(answers), IGNORED),
-        decoder_tokens=write.lay(np.concatenate([[start, *ids[:-1]] for ids in answers]), pad),
-        # Padding comes last and a decoder does not look ahead: as a part of the last answer it has a text to read.
-        decoder_doc=np.where(doc_BU < 0, last_B[:, None], doc_BU),
-        decoder_position=position_BU,
+        labels=write.lay(np.concatenate(each), IGNORED),
+        decoder_tokens=write.lay(np.concatenate([[start, *ids[:-1]] for ids in each]), pad),
+        decoder_doc=text_BU * most + write.lay(which_A, most - 1),
+        decoder_position=write.lay(ragged_arange(asked_M), 0),
     )
-    return Laid(batch, write.flat, write_N)
+    if most == 1:
+        return Laid(batch, write.flat, asked_M)
+    return Laid(batch, write.flat, asked_M, text_BU, same_beginnings(answers))
+
+
+def same_beginnings(answers: Sequence[Sequence[Ids]]) -> np.ndarray:
+    """(A,) for each token of all answers the first one of the same text that comes after the same words.
+
+    >>> same_beginnings([[[1, 2], [1, 3]], [[1, 2]]]).tolist()
+    [0, 1, 0, 1, 4, 5]
+    """
+    found: list[int] = []
+    for some in answers:
+        first: dict[tuple[int, ...], int] = {}
+        for ids in some:
+            found += [first.setdefault(tuple(ids[:n]), len(found) + n) for n in range(len(ids))]
+    return np.array(found)
 
 
 def beside(packing: Packing, size_N: np.ndarray) -> Packing:
@@ -118,13 +149,16 @@ def foresee(
             x = model.asked_states(batch)
         else:
             encoded = model.encode(batch) if encoded is None else encoded  # type: ignore[operator]
-            x = model.read(batch, encoded)  # type: ignore[call-arg]
-        slot_A = torch.from_numpy(laid.slot).to(machine.device)
-        x_AD, label_A = x.flatten(0, 1)[slot_A], batch.labels.flatten()[slot_A]
-        logp, right = [], []
-        rows = max(1, PIECE // model.config.vocab_size)
-        for x_PD, label_P in zip(x_AD.split(rows), label_A.split(rows), strict=True):
+            asking = None if laid.asking is None else torch.from_numpy(laid.asking).to(machine.device)
+            x = model.read(batch, encoded, asking)  # type: ignore[call-arg]
+        first_S, of_A = np.unique(np.arange(len(laid.slot)) if laid.same is None else laid.same, return_inverse=True)
+        slot_S, label_A = laid.slot[first_S], laid.batch.labels.reshape(-1)[laid.slot]
+        x_SD = x.flatten(0, 1)[torch.from_numpy(slot_S).to(machine.device)]
+        found, rows = np.empty((2, len(of_A)), np.float32), max(1, PIECE // model.config.vocab_size)
+        for i, x_PD in enumerate(x_SD.split(rows)):
             logits_PV = model.head(x_PD, model.embed.tokens.weight).float()
-            logp.append(logits_PV.log_softmax(-1).gather(1, label_P[:, None])[:, 0])
-            right.append(logits_PV.argmax(-1) == label_P)
-    return torch.cat(logp).cpu().numpy(), torch.cat(right).cpu().numpy(), encoded
+            here = np.flatnonzero(of_A // rows == i)
+            row, label = (torch.from_numpy(a[here]).to(machine.device) for a in (of_A % rows, label_A))
+            logp = logits_PV[row, label] - logits_PV.logsumexp(-1)[row]
+            found[:, here] = torch.stack([logp, logits_PV.argmax(-1)[row] == label]).cpu().numpy()
+    return found[0], found[1] > 0, encoded

@@ -38,9 +38,11 @@ class Writer(Recurrence):
         read: Tensor | None = None,
         read_doc: Tensor | None = None,
         states: list[Tensor] | None = None,
+        asking: Tensor | None = None,
         **others: object,
     ) -> Tensor:
         assert read is not None
+        assert asking is None, "each text has one that reads it"
         found = states if states is not None else []
         found.append(x)
         texts = self.texts(x, doc)
