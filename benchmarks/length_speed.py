@@ -10,13 +10,12 @@ others are measured all the same. `--plot` draws both as a page.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import torch
-from train_speed import OURS, PACKED, SETTINGS, Speed, Workload, measure
+from train_speed import OURS, PACKED, SETTINGS, Speed, Workload, forget, measure
 
 from firth import __version__
 from firth.console import say, show_table
@@ -52,10 +51,7 @@ def measured(name: str, workload: Workload, machine: Machine, steps: int) -> lis
         say(f"{name}: does not fit")
         return []
     finally:
-        torch._dynamo.reset()
-        gc.collect()
-        if machine.device.type == "cuda":
-            torch.cuda.empty_cache()
+        forget()
 
 
 def draw(title: str, found: dict[int, list[Speed]], path: str) -> None:

@@ -1,6 +1,6 @@
 """How fast Firth trains beside `transformers`: the same model, text, settings and machine, in the same run.
 
-    python benchmarks/train_speed.py [--workload NAME ...] [--lengths FILE] [--steps N] [--threads N] [--json]
+    python benchmarks/train_speed.py [--workload NAME ...] [--lengths FILE] [--steps N] [--threads N] [--no-packed]
     python benchmarks/train_speed.py --workload NAME --alone [--without NAME ...] [KEY=VALUE ...]
 
 A step is forward, loss, backward, clipping and AdamW. Both sides start from the same weights, read the same ids and
@@ -22,6 +22,7 @@ B rows, L tokens before the noise, T after it, U of the decoder, K asked.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -346,7 +347,7 @@ class Side:
 
 
 def make_sides(
-    name: str, workload: Workload, machine: Machine, ours: Machine, settings: Training, alone: bool
+    name: str, workload: Workload, machine: Machine, ours: Machine, settings: Training, alone: bool, packed: bool
 ) -> dict[str, Side]:
     """Both sides with the same weights, which agree on the loss; or our own alone."""
     torch.manual_seed(0)
@@ -367,7 +368,7 @@ def make_sides(
         with memory_of_theirs.watch(THEIRS):
             their = their_step(machine, theirs, padded(0))
         sides[THEIRS] = Side(their, padded, memory_of_theirs)
-    if not workload.lengths:
+    if packed and not workload.lengths:
         sides[PACKED] = Side(step, lambda i: make_batch(workload, i, DOCUMENTS), memory)
     return sides
 
@@ -382,12 +383,13 @@ def measure(
     ours: Machine | None = None,
     settings: Training = SETTINGS,
     alone: bool = False,
+    packed: bool = True,
 ) -> list[Speed]:
     """Let the sides take turns of `turn` steps each, `steps` in all after the warm-up; their inputs are made before.
 
     `ours` and `settings` are what our side runs with where that is not what both do.
     """
-    sides = make_sides(name, workload, machine, ours or machine, settings, alone)
+    sides = make_sides(name, workload, machine, ours or machine, settings, alone, packed)
     speeds: dict[str, list[float]] = {side: [] for side in sides}
     with progress(name, "turns", (warmup + steps) // turn) as shown:
         for first in range(0, warmup + steps, turn):
@@ -400,6 +402,14 @@ def measure(
     kept = {side: found[warmup // turn :] for side, found in speeds.items()}
     base = kept[OURS if alone else THEIRS]
     return [speed(name, side, found, base, sides[side].memory.gigabytes(side)) for side, found in kept.items()]
+
+
+def forget() -> None:
+    """Free what one workload has compiled and allocated, before the next."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def speed(name: str, side: str, found: Sequence[float], base: Sequence[float], memory: float | None) -> Speed:
@@ -441,6 +451,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", help="file of the workload documents: the tokens of one document a line")
     parser.add_argument("--without", action="append", choices=WITHOUT, default=[], help="switch off on our side")
     parser.add_argument("--alone", action="store_true", help="only our side; the ratio is then to its first line")
+    parser.add_argument("--no-packed", action="store_true", help="leave out our packed rows, which compile once more")
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="fields of our recipe: weights=bf16")
     parser.add_argument("--steps", type=int, help="timed steps of each side (20 on a CPU, 60 on a GPU)")
     parser.add_argument("--threads", type=int, help="CPU threads of both sides")
@@ -471,10 +482,14 @@ def main(words: Sequence[str] | None = None) -> None:
     if settings != SETTINGS:
         say(f"our side: {', '.join([*(f'without {name}' for name in options.without), *options.changes])}")
 
-    speeds = {
-        name: measure(name, WORKLOADS[name], machine, steps, turn, warmup, ours, settings, options.alone)
-        for name in names
-    }
+    speeds: dict[str, list[Speed]] = {}
+    for name in names:
+        found = measure(
+            name, WORKLOADS[name], machine, steps, turn, warmup, ours, settings, options.alone, not options.no_packed
+        )
+        say(f"{name}: " + ", ".join(f"{s.side} {s.tokens_per_second:,.0f} ({s.ratio:.2f})" for s in found))
+        speeds[name] = found
+        forget()
     columns = ("workload", "side", "tokens/s", "ratio", "middle half", "memory")
     show_table("Training speed", columns, [line for name in names for line in lines(name, speeds[name])])
     if options.json:
