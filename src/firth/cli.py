@@ -932,7 +932,7 @@ def evaluate(
             data[0] if data else None,
             output_dir,
             tuple(filter(None, tasks.split(","))),
-            seeds or 3,
+            3 if seeds is None else seeds,
             config,
             parse_overrides(overrides or []),
             resume,
@@ -1102,8 +1102,9 @@ def generate(
         if len(given) > 1:
             raise UserError(f"--stream shows one text as it is written, and there are {len(given)} prompts.")
         pieces = stream_text(model, asked[0], **settings)
+        first = next(pieces, "")  # what cannot be done is refused before anything is shown
         begun = isinstance(asked[0], str) and model.config.shape == "decoder"
-        print(given[0] if begun else "", end="", flush=True)
+        print(given[0] if begun else "", end=first, flush=True)
         for piece in pieces:
             print(piece, end="", flush=True)
         print()

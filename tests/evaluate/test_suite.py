@@ -197,6 +197,59 @@ def test_multirc_and_record_have_scores_of_their_own() -> None:
     assert wrong == pytest.approx({"exact_match": 0.5, "f1": 0.5})
 
 
+def test_a_suite_that_starts_anew_learns_anew(glue: Path, saved: Any, tmp_path: Path) -> None:
+    out, settings = tmp_path / "out", {"data": glue, "seeds": 1, "tasks": ["sst-2"]}
+    evaluate_suite(saved("bert"), "glue", out, options=FEW, **settings)
+    before = (out / "sst-2/run/log.jsonl"), (out / "sst-2/run/seed-0/log.jsonl").read_text()
+    longer = evaluate_suite(saved("bert"), "glue", out, options=FEW | {"max_steps": 4}, overwrite=True, **settings)
+    assert longer["tasks"]["sst-2"]["seeds"]
+    assert len((out / "sst-2/run/seed-0/log.jsonl").read_text()) > len(before[1])
+    inside = out / "sst-2/run/final"
+    with pytest.raises(UserError, match="which --overwrite would remove"):
+        evaluate_suite(inside, "glue", out, options=FEW, overwrite=True, **settings)
+    assert (inside / "model.safetensors").is_file()
+    assert (out / "sst-2/suite_task.json").is_file()
+
+
+def test_a_suite_goes_on_only_with_the_files_that_it_began_with(glue: Path, saved: Any, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"seeds": 1, "tasks": ["sst-2"], "options": FEW}
+    evaluate_suite(saved("bert"), "glue", tmp_path / "out", glue, **settings)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/SST-2").symlink_to(glue / "SST-2")
+    evaluate_suite(saved("bert"), "glue", tmp_path / "out", tmp_path / "other", resume=True, **settings)
+    (tmp_path / "other/SST-2").unlink()
+    (tmp_path / "other/SST-2").mkdir()
+    for part in ("train.tsv", "dev.tsv"):
+        (tmp_path / "other/SST-2" / part).write_text((glue / "SST-2" / part).read_text())
+    with pytest.raises(UserError, match=r"sst-2 in .* was scored on other files"):
+        evaluate_suite(saved("bert"), "glue", tmp_path / "out", tmp_path / "other", resume=True, **settings)
+
+
+def test_labels_that_are_not_learned_are_found_before_anything_is(saved: Any, tmp_path: Path) -> None:
+    for name, label in (("train", "a"), ("dev", "a"), ("odd", "z")):
+        rows = [{"text": "the cat", "label": label}, {"text": "the river", "label": "b"}]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    suite = tmp_path / "suite.yaml"
+    suite.write_text("tasks: [{name: x, task: classify, train: train.jsonl, dev: {one: dev.jsonl, two: odd.jsonl}}]")
+    with pytest.raises(UserError, match=r"odd.jsonl, example .* the label 'z' does not occur"):
+        evaluate_suite(saved("bert"), suite, tmp_path / "out", options=FEW)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["../x", "..", "a/b"])
+def test_names_of_tasks_stay_in_the_folder(name: str, saved: Any, tmp_path: Path) -> None:
+    (tmp_path / "dev.jsonl").write_text('{"good": "a cat", "bad": "cat a"}\n')
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(f"tasks: [{{name: {name}, task: minimal-pairs, dev: dev.jsonl}}]")
+    with pytest.raises(UserError, match="becomes the name of a folder"):
+        evaluate_suite(saved("bert"), suite, tmp_path / "out")
+
+
+def test_the_suites_own_fields_are_no_options(glue: Path, saved: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"seeds is the suite's own to set\. Say --seeds N"):
+        evaluate_suite(saved("bert"), "glue", tmp_path / "out", glue, options={"seeds": 5})
+
+
 def test_mistakes_are_named(saved: Any, glue: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Did you mean 'glue'"):
         evaluate_suite(saved("bert"), "gleu", tmp_path / "out", glue)

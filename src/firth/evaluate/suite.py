@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,19 @@ from firth.models import read_config
 from firth.page import Page
 from firth.recipes import finetuning
 from firth.tasks import TASKS, FinetuneRecipe, Prediction, finetune, metric_names, read_predictions, write_predictions
+from firth.tasks.finetune import check_labels
+from firth.tasks.make import OF_LABELS
 from firth.tasks.results import check_metric
 from firth.text import Example, SuiteTask, glue_suite, read_labelled, read_suite, superglue_suite
 from firth.text.glue import GLUE
 from firth.text.superglue import SUPERGLUE
-from firth.train import override
+from firth.train import override, run_folder
+from firth.train.folder import check_folder
 
 KNOWN = {"glue": (glue_suite, tuple(GLUE)), "superglue": (superglue_suite, tuple(SUPERGLUE))}
 RESULTS, SETTINGS, TASK_RESULTS = "results.json", "suite.json", "suite_task.json"
 SEEDS = 3
+OWN = ("checkpoint", "task", "train", "dev", "columns", "output_dir", "seeds")  # fields of a recipe that a suite sets
 AS_IT_IS, ALREADY, LEARN = "as it is", "fine-tuned already", "fine-tuned"
 OFFICIAL = {"multirc": ("exact_match",), "record": ("exact_match", "f1")}  # what `official` adds to a kind of task
 
@@ -60,6 +65,7 @@ def evaluate_suite(
     check_tasks(checkpoint, chosen, folder, seeds, options or {})
     settings = {"checkpoint": str(checkpoint), "suite": str(suite), "seeds": seeds, "options": dict(options or {})}
     take_folder(folder, settings, resume, overwrite)
+    check_done(folder, chosen.values())
     done: dict[str, dict[str, Any]] = {}
     for number, task in enumerate(chosen.values(), 1):
         place = folder / task.name
@@ -68,7 +74,7 @@ def evaluate_suite(
         else:
             say(f"{task.name} ({number} of {len(chosen)})")
             result = one_task(checkpoint, task, place, seeds, dict(options or {}))
-            write_json(place / TASK_RESULTS, result)
+            write_json(place / TASK_RESULTS, result | {"files": files_of(task)})
         done[task.name] = dict(read_json(place / TASK_RESULTS))
         write_results(folder / RESULTS, conclude(settings, done, whole, folder))
     result = conclude(settings, done, whole, folder)
@@ -113,7 +119,9 @@ def choose_tasks(found: Mapping[str, SuiteTask], tasks: Sequence[str]) -> dict[s
 def check_tasks(
     checkpoint: Path, tasks: Mapping[str, SuiteTask], folder: Path, seeds: int, options: Mapping[str, Any]
 ) -> None:
-    """Refuse what cannot come to an end before anything is learned: unknown fields, metrics that a file cannot have."""
+    """Refuse what cannot come to an end before anything is learned: unknown fields or labels, other tasks' metrics."""
+    if own := [name for name in options if name in OWN]:
+        raise UserError(f"{own[0]} is the suite's own to set." + (" Say --seeds N." if own[0] == "seeds" else ""))
     override(FinetuneRecipe(), options)
     for task in tasks.values():
         way = way_of(checkpoint, task)
@@ -122,16 +130,21 @@ def check_tasks(
         if way == LEARN:
             recipe = task_recipe(checkpoint, task, folder / task.name, seeds, options)
             recipe.check()
-            check_metric(recipe, dev)
+            check_metric(recipe, dev[0])
+            if task.task in OF_LABELS:
+                with quiet():
+                    train = read_labelled(recipe.train, task.task, task.columns, "train", recipe.encoding)
+                    for file, examples in zip(task.dev.values(), dev, strict=True):
+                        check_labels(train, examples, replace(recipe, dev=str(file)))
 
 
-def check_metrics(task: SuiteTask, encoding: str) -> list[Example]:
-    """That every dev file has the metrics of its task; the examples of the first."""
-    wanted, first = task.metrics, list[Example]()
+def check_metrics(task: SuiteTask, encoding: str) -> list[list[Example]]:
+    """That every dev file has the metrics of its task; the examples of each."""
+    wanted, found = task.metrics, []
     for file in task.dev.values():
         with quiet():  # what is to be said about the file, is said when it is used
             examples = read_labelled(file, task.task, task.columns, "dev", encoding)
-        first = first or examples
+        found.append(examples)
         known = (*metric_names(task.task, examples), *OFFICIAL.get(task.name, ()))
         wanted = wanted or known[:1]
         if missing := [name for name in wanted if name not in known]:
@@ -140,7 +153,7 @@ def check_metrics(task: SuiteTask, encoding: str) -> list[Example]:
                 f"{task.name}: {file}: the task {task.task} has no metric {missing[0]!r} here, but "
                 f"{', '.join(dict.fromkeys(known))}.{two}"
             )
-    return first
+    return found
 
 
 def take_folder(folder: Path, settings: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
@@ -152,14 +165,35 @@ def take_folder(folder: Path, settings: Mapping[str, Any], resume: bool, overwri
             raise UserError(f"{folder} was begun with {name}={before.get(name)}, not {settings[name]}: start anew.")
         return
     if overwrite and (folder / SETTINGS).is_file():
+        runs, inputs = list(folder.glob("*/run")), [settings["checkpoint"]]
+        for run in runs:
+            check_folder(run, resume=False, overwrite=True, inputs=inputs)
         for done in folder.glob(f"*/{TASK_RESULTS}"):
             done.unlink()
+        for run in runs:
+            with run_folder(run, overwrite=True, inputs=inputs):  # which removes what an earlier one wrote
+                pass
     elif not resume and (folder / SETTINGS).is_file():
         raise UserError(f"{folder} exists already. --resume goes on with the suite in it, --overwrite starts it anew.")
     elif not resume:
         fresh_folder(folder, "--output-dir")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / SETTINGS, dict(settings))
+
+
+def check_done(folder: Path, tasks: Iterable[SuiteTask]) -> None:
+    """Refuse to go on with tasks that were scored on other files."""
+    for task in tasks:
+        done = folder / task.name / TASK_RESULTS
+        if done.is_file() and read_json(done).get("files", files_of(task)) != files_of(task):
+            raise UserError(f"{task.name} in {folder} was scored on other files than it has now: start anew.")
+
+
+def files_of(task: SuiteTask) -> dict[str, Any]:
+    """What the scores of a task depend on beside the checkpoint."""
+    files = {"train": task.train, **{f"dev {name}": file for name, file in task.dev.items()}}
+    places = {name: None if file is None else str(file.resolve()) for name, file in files.items()}
+    return places | {"metrics": list(task.metrics), "columns": dict(task.columns)}
 
 
 # --- one task -------------------------------------------------------------------------------------------------------
@@ -343,9 +377,23 @@ def table(result: Mapping[str, Any]) -> list[tuple[str, str, str, float, float]]
     ]
     incomplete = f"incomplete: without {', '.join(result['missing'])}" if result["missing"] else ""
     no_number = f"left out, as no number: {', '.join(result['left_out'])}" if result["left_out"] else ""
-    stds = [task["std"] for name, task in result["tasks"].items() if name not in result["left_out"]]
-    average, mean_std = (result["average"], statistics.fmean(stds)) if stds else (math.nan, math.nan)
-    return [*rows, ("average", "; ".join(filter(None, (incomplete, no_number))), "", average, mean_std)]
+    found = [task for name, task in result["tasks"].items() if name not in result["left_out"]]
+    average, std = (result["average"], deviation(found)) if found else (math.nan, math.nan)
+    return [*rows, ("average", "; ".join(filter(None, (incomplete, no_number))), "", average, std)]
+
+
+def deviation(tasks: Sequence[Mapping[str, Any]]) -> float:
+    """Of the average, from seed to seed; a task without seeds has one score for all of them.
+
+    >>> deviation([{"seeds": [0.5, 0.75], "score": 0.625}, {"seeds": [0.75, 0.5], "score": 0.625}])
+    0.0
+    """
+    most = max(len(task["seeds"]) for task in tasks)
+    each = [
+        statistics.fmean(task["seeds"][i] if len(task["seeds"]) == most else task["score"] for task in tasks)
+        for i in range(most)
+    ]
+    return summarise(each)[1]
 
 
 def spelled(metrics: Mapping[str, Mapping[str, float]]) -> str:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from firth.errors import UserError
 from firth.generate.beams import search
 from firth.generate.choose import Chooser, Past
 from firth.generate.decoding import Decoding
@@ -77,6 +78,8 @@ def write(
         room = make_room(model, prompts, decoding.max_new_tokens)
         reading = read_prompts(model, room.prompts, room.most, cache)
         logits_BV = reading.first()
+        if decoding.num_beams > logits_BV.shape[1]:
+            raise UserError(f"num_beams is {decoding.num_beams:,}, and there are {logits_BV.shape[1]:,} tokens.")
         past = make_past(model, room, decoding, ends, logits_BV)
         found = search(reading, logits_BV.float(), past, stops)
     return [Written(*text) for texts in found for text in texts]

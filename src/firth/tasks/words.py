@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -143,7 +144,7 @@ def rounded(targets: Sequence[float]) -> tuple[str, ...]:
     ('0.0', '0.4', '4.8', '5.0')
     """
     step = float(f"{(max(targets) - min(targets)) / STEPS or 1:.1g}")
-    decimals = max(0, len(f"{step:f}".rstrip("0").partition(".")[2]))
+    decimals = max(0, -math.floor(math.log10(step)))
     return tuple(f"{n * step:.{decimals}f}" for n in sorted({round(t / step) for t in targets}))
 
 

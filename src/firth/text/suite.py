@@ -80,6 +80,9 @@ def one_task(entry: Any, path: Path, number: int) -> SuiteTask:
         raise UserError(f"{where}: task {read.task!r} is not known. {nearest(read.task, TASKS)}")
     if not read.dev and not read.train:
         raise UserError(f"{where}: neither train nor dev file is named.")
+    for name in (read.name, *read.dev):
+        if name in ("", ".", "..") or set("/\\\0") & set(name):
+            raise UserError(f"{where}: {name!r} becomes the name of a folder: leave slashes and dots alone out of it.")
 
     def place(name: str) -> Path:
         file = path.parent / name
