@@ -255,6 +255,31 @@ def test_rows_of_a_ramp_come_from_streams_of_their_own(recipe_of: Recipes, shard
     assert all(np.array_equal(a, b) for a, b in zip(early(1)[0], batches(1)[0], strict=True) if a is not None)
 
 
+def test_a_rewind_passes_over_text_and_leaves_the_ramp_as_it_is(recipe_of: Recipes, shards_of: Make) -> None:
+    shards = shards_of("bert")
+    ramp = recipe_of(max_steps=12, batch_ramp=0.5, batch_doublings=1)
+    source = row_source(ramp, shards, held_out=False)
+
+    def steps(skips: tuple[tuple[int, int], ...]) -> list[np.ndarray]:
+        read: list[np.ndarray] = []
+
+        class Noting:
+            def rows(self, index: np.ndarray) -> Any:
+                read.append(index)
+                return source.rows(index)
+
+        batches = batch_function(replace(ramp, skips=skips), Noting(), shards.tokenizer)  # type: ignore[arg-type]
+        for step in range(12):
+            batches(step)
+        return read
+
+    plain, rewound = steps(()), steps(((4, 3),))
+    assert [len(index) for index in rewound] == [len(index) for index in plain]
+    assert all(np.array_equal(a, b) for a, b in zip(plain[:4], rewound[:4], strict=True))
+    assert rewound[4][0] == plain[7][0], "what the three steps would have read is passed over"
+    assert np.array_equal(np.concatenate(rewound[4:]), np.arange(len(np.concatenate(rewound[4:]))) + plain[7][0])
+
+
 def test_minutes_know_that_early_steps_are_shorter(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[tuple[int, int]] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -177,6 +178,23 @@ def test_a_bad_step_is_skipped_and_logged(recipe_of: Recipes, poison: Any, capsy
     assert all("skipped" not in line for line in found if line["step"] != 3)
     assert math.isfinite(result["loss"])
     assert capsys.readouterr().err.count("step 3 is skipped") == 1
+
+
+def test_weights_that_are_no_numbers_are_not_handed_over(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of("gpt2", max_steps=3, eval_steps=1)
+    step = torch.optim.AdamW.step
+
+    def spoilt(self: Any, closure: Any = None) -> None:
+        step(self, closure)
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].fill_(math.nan)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spoilt)
+    with pytest.raises(UserError, match=r"Weights have become no numbers .* final/ is not written"):
+        pretrain(recipe)
+    assert not (Path(recipe.output_dir) / "final").exists()
+    for line in (Path(recipe.output_dir) / "log.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
 def test_a_skipped_step_leaves_the_mean_of_the_weights(recipe_of: Recipes, poison: Any) -> None:

@@ -144,7 +144,32 @@ def test_minutes_are_divided_by_the_time_of_a_step(monkeypatch: pytest.MonkeyPat
     r = settle(Training(minutes=1.0), 50, lambda: (1.0, 1.0), began=100.0)
     assert r.max_steps == 40
     assert settle(Training(minutes=1.0, max_steps=9), 50, lambda: (1.0, 1.0), began=100.0).max_steps == 9
+    # 50 seconds, one for the evaluation at the end: 24 steps with one each, 40 with one after every fourth
+    for every, steps in ((1, 24), (4, 39)):
+        assert settle(Training(minutes=1.0, eval_steps=every), 50, lambda: (1.0, 1.0), began=100.0).max_steps == steps
+
+
+def test_minutes_that_are_over_before_the_first_step_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("time.monotonic", lambda: 110.0)
     assert settle(Training(minutes=0.1), 50, lambda: (1.0, 1.0), began=100.0).max_steps == 1
+    assert "0.1 minutes are over before a first step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"minutes": 1e300}, "minutes is 1e.300, and must be at most"),
+        ({"num_train_epochs": 1e300}, "num_train_epochs is 1e.300, and must be at most"),
+        ({"adam_epsilon": 0.0}, "adam_epsilon is 0.0, and must be more than 0"),
+        ({"warmup_steps": -5}, "warmup_steps is -5"),
+        ({"optim": "muon", "learning_rate": 0.0, "muon_learning_rate": 0.02}, "goes up and down with learning_rate"),
+    ],
+)
+def test_numbers_that_would_break_a_run(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        recipe(**fields).check()
 
 
 # --- going on

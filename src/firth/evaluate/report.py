@@ -168,7 +168,7 @@ def add_curves(page: Page, checkpoint: Path) -> None:
 
 
 def points(log: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
-    return [(line["step"], line[name]) for line in log if name in line]
+    return [(line["step"], line[name]) for line in log if line.get(name) is not None]
 
 
 def add_mistakes(page: Page, task: str, pairs: Sequence[tuple[Example, Prediction]]) -> None:

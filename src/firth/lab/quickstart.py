@@ -296,8 +296,8 @@ def write_section(page: Page, shape: str, run: dict[str, Any]) -> None:
     trained, recipe = run["pretraining"], run["recipe"]
     page.heading(f"Pretraining: {shape}")
     page.text(plateau(trained, shape))
-    train = [(line["step"], line["loss"]) for line in run["log"] if "loss" in line]
-    held = [(line["step"], line["eval_loss"]) for line in run["log"] if "eval_loss" in line]
+    train = [(line["step"], line["loss"]) for line in run["log"] if line.get("loss") is not None]
+    held = [(line["step"], line["eval_loss"]) for line in run["log"] if line.get("eval_loss") is not None]
     entropy = trained["unigram_entropy"] if shape != "encoder-decoder" else None
     page.figure(
         loss_curve(train, held, entropy),

@@ -28,7 +28,7 @@ def diagnose(
     run.model.zero_grad(set_to_none=True)
     gradients(run, losses_of, micro, first - 1, dict(carry))
     wrong = layers(name for name, p in run.model.named_parameters() if p.grad is not None and broken(p.grad))
-    spoilt = layers(name for name, p in run.model.named_parameters() if broken(p))
+    spoilt = spoilt_layers(run.model)
     run.model.zero_grad(set_to_none=True)
     some = count(in_a_row, "step was", "steps in a row were")
     sentences = [
@@ -39,9 +39,14 @@ def diagnose(
         f"{saved} is whole: --resume --rewind 0 goes back to before step {first} and passes over this text."
         if saved
         else "There is no checkpoint yet.",
-        "If that does not help, lower --learning-rate or lengthen --warmup-steps.",
+        f"{'If that does not help, lower' if saved else 'Lower'} --learning-rate or lengthen --warmup-steps.",
     ]
     return " ".join(sentences)
+
+
+def spoilt_layers(model: Model) -> str:
+    """The parts of a model with weights that are no numbers; nothing where all are."""
+    return layers(name for name, p in model.named_parameters() if broken(p))
 
 
 def broken(tensor: torch.Tensor) -> bool:

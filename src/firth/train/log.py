@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from firth.console import warn
-from firth.files import write_text
+from firth.files import without_nan, write_text
 
 
 class Log:
@@ -28,7 +28,7 @@ class Log:
         self.failed: OSError | None = None
 
     def write(self, **facts: Any) -> None:
-        self.waiting += json.dumps(facts).encode() + b"\n"
+        self.waiting += json.dumps(without_nan(facts), allow_nan=False).encode() + b"\n"
         self.is_written()
 
     def is_written(self) -> bool:
@@ -76,7 +76,7 @@ class NoLog:
 
 def last_loss(path: Path) -> float:
     """The training loss that was logged last."""
-    return next((line["loss"] for line in reversed(read_log(path)) if "loss" in line), math.nan)
+    return next((line["loss"] for line in reversed(read_log(path)) if line.get("loss") is not None), math.nan)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -282,7 +282,12 @@ def prefetch(
     others = world.aside("batches")
 
     def made(step: int, before: int) -> tuple[Sequence[Batch], dict[str, int], int]:
-        micro = batches(step)
+        try:
+            micro = batches(step)
+        except MemoryError:
+            raise UserError(
+                "Memory is too short to make a batch: lower --per-device-train-batch-size or --max-seq-length."
+            ) from None
         counts = others.sums({**add_counts(micro), "rows": sum(map(hash_rows, micro))})
         return micro, {name: int(n) for name, n in counts.items()}, chained(int(counts["rows"]), before)
 

@@ -16,9 +16,9 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from firth.console import count, duration, say
+from firth.console import count, duration, say, warn
 from firth.errors import UserError
-from firth.files import MANIFEST, damage, read_json, whole_folder, write_json
+from firth.files import MANIFEST, damage, read_json, whole_folder, write_results
 from firth.models import (
     Model,
     check_pair,
@@ -50,12 +50,23 @@ from firth.train.checkpoint import disk_errors, last_checkpoint, last_writes, li
 from firth.train.clock import Clock
 from firth.train.deterministic import deterministic
 from firth.train.device import Machine, choose_machine
+from firth.train.diagnose import spoilt_layers
 from firth.train.folder import shared_folder
 from firth.train.log import Log, read_log
 from firth.train.loop import fit
 from firth.train.optim import make_optimizer
 from firth.train.parallel import ALONE, World, join
-from firth.train.ramp import Stage, check_share, first_row, mean_batch, share_of, stage_at, stage_shares, stages
+from firth.train.ramp import (
+    Stage,
+    check_share,
+    first_row,
+    mean_batch,
+    rows_between,
+    share_of,
+    stage_at,
+    stage_shares,
+    stages,
+)
 from firth.train.recipe import Recipe, Training, differences, load_recipe, save_recipe
 from firth.train.step import Carry, Losses, Run, dropout_seed, prepared, reading_on, sum_of_means, train_step
 from firth.train.unfreeze import Pace
@@ -196,7 +207,7 @@ def run_in(
     }
     if world.first:
         with last_writes(folder):
-            write_json(folder / "results.json", results)
+            write_results(folder / "results.json", results)
     return world.share(results)
 
 
@@ -212,6 +223,11 @@ def finish(model: Model, folder: Path, world: World = ALONE) -> None:
     if world.once(lambda: damage(folder / "final") is not None):
         complete = world.whole(model)
         if complete is not None:
+            if spoilt := spoilt_layers(complete):
+                raise UserError(
+                    f"Weights have become no numbers ({spoilt}), and final/ is not written. Lower --learning-rate or "
+                    "lengthen --warmup-steps; --resume --rewind 0 goes back to before the trouble."
+                )
             with disk_errors(folder / "final"), whole_folder(folder / "final") as temporary:
                 write_model(complete, temporary)
 
@@ -345,18 +361,19 @@ def batch_function(
 ) -> Callable[[int], list[Batch]]:
     """The micro-batches of a step, as a pure function of the step. `shorter` are rows of earlier stages, by length.
 
-    Each process of a `world` reads its part of the rows, which are those of one process. After a rewind they are those
-    of a later step, so that the text between is passed over.
+    Each process of a `world` reads its part of the rows, which are those of one process. After a rewind the rows of the
+    steps between are passed over; how many there are in a step, and how long, is as planned.
     """
     found, by_length = stages(recipe), {**(shorter or {}), recipe.max_seq_length: rows}
 
     def batches(step: int) -> list[Batch]:
-        step += sum(count for first, count in recipe.skips if step >= first)
+        skips = [skip for skip in recipe.skips if step >= skip[0]]
         stage = stage_at(found, step)
-        first, source = first_row(stage, step), by_length[stage.length]
+        first = first_row(stage, step) + sum(rows_between(found, stage.length, at, at + count) for at, count in skips)
         index = np.arange(first, first + stage.step_rows)[world.mine(stage.step_rows)]
-        micro = np.split(index, share_of(stage, world.size))
-        return [make_batch(recipe, source, some, tokenizer.vocab, step) for some in micro]
+        micro, source = np.split(index, share_of(stage, world.size)), by_length[stage.length]
+        drawn = step + sum(count for _, count in skips)  # by which random numbers are drawn: none twice
+        return [make_batch(recipe, source, some, tokenizer.vocab, drawn) for some in micro]
 
     return batches
 
@@ -429,8 +446,14 @@ def settle(
     steps = recipe.max_steps
     if recipe.minutes:
         step_seconds, evaluation_seconds = trial()
-        left = 60 * recipe.minutes - (time.monotonic() - began) - evaluations * evaluation_seconds
-        steps = max(1, int(left / step_seconds))
+        left = 60 * recipe.minutes - (time.monotonic() - began)
+        if recipe.eval_steps:  # and once more at the end
+            steps = int((left - evaluation_seconds) / (step_seconds + evaluation_seconds / recipe.eval_steps))
+        else:
+            steps = int((left - evaluations * evaluation_seconds) / step_seconds)
+        if steps < 1:
+            warn(f"{recipe.minutes:g} minutes are over before a first step: one is taken.")
+            steps = 1
         if recipe.max_steps:
             steps = min(steps, recipe.max_steps)
         say(f"{step_seconds:.3f}s a step: {count(steps, 'step takes', 'steps take')} {duration(steps * step_seconds)}")

@@ -20,6 +20,7 @@ from firth.tokens import Mix
 
 R = TypeVar("R")  # a recipe: a dataclass of plain values
 LONGEST_ROW = 2**16  # places in a row are sorted as numbers of 16 bits
+LONGEST_RUN = 10**9  # minutes, or times through the text: whoever asks for more has mistyped
 
 
 def option(default: Any, help: str, shown: str | None = None) -> Any:
@@ -166,7 +167,6 @@ class Training:
             "weight_decay": 0,
             "adam_beta1": 0,
             "adam_beta2": 0,
-            "adam_epsilon": 0,
             "max_grad_norm": 0,
             "muon_learning_rate": 0,
             "muon_momentum": 0,
@@ -179,6 +179,15 @@ class Training:
         for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}, and must be at least {least}.")
+        for name in ("minutes", "num_train_epochs"):
+            if getattr(self, name) > LONGEST_RUN:
+                raise UserError(f"{name} is {getattr(self, name):g}, and must be at most {LONGEST_RUN:,}.")
+        if self.adam_epsilon <= 0:
+            raise UserError(f"adam_epsilon is {self.adam_epsilon}, and must be more than 0: it keeps 0 / 0 away.")
+        if self.warmup_steps < -1:
+            raise UserError(
+                f"warmup_steps is {self.warmup_steps}: it must be at least 0, or -1 for a tenth of the run."
+            )
         for name in ("adam_beta1", "adam_beta2", "muon_momentum", "ema_decay"):
             if getattr(self, name) >= 1:
                 raise UserError(f"{name} is {getattr(self, name)}, and must be less than 1.")
@@ -192,6 +201,8 @@ class Training:
             raise UserError(f"wsd_decay is {self.wsd_decay}, a share of the run: it must be at most 1.")
         if self.muon_learning_rate and self.optim != "muon":
             raise UserError(f"muon_learning_rate is for --optim muon, and this run has {self.optim}.")
+        if self.muon_learning_rate and not self.learning_rate:
+            raise UserError("muon_learning_rate goes up and down with learning_rate, which is 0: give it a value too.")
         if self.max_seq_length > LONGEST_ROW:
             raise UserError(f"max_seq_length is {self.max_seq_length:,}, and rows have at most {LONGEST_ROW:,} tokens.")
         if self.cuda_graphs and self.gradient_accumulation_steps > 1 and self.compile is not False:
