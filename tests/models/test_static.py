@@ -47,6 +47,16 @@ def test_tokens_that_never_meet_begin_at_random() -> None:
     assert torch.equal(model.embed.tokens.weight, before)
 
 
+def test_marks_that_no_text_has_begin_apart() -> None:
+    """T5's sentinels, for one: those that begin as one vector are told apart only after many steps."""
+    text = np.random.default_rng(0).integers(0, 30, 2000).tolist()
+    vectors = ppmi_vectors(shards(text), vocab_size=40, dim=16)  # type: ignore[arg-type]
+    of_marks = vectors[30:]
+    alike = np.corrcoef(of_marks)[np.triu_indices(10, 1)]
+    assert np.abs(alike).max() < 0.9
+    assert 0.5 < of_marks.std() / vectors[:30].std() < 2
+
+
 def test_ppmi_by_hand() -> None:
     counts = cooccurrence(shards([0, 1], [0, 1], [2, 3]), vocab_size=4, window=1)
     found = ppmi(counts).toarray()
@@ -80,7 +90,7 @@ def test_the_same_text_gives_the_same_start() -> None:
         warm_start(model, text)  # type: ignore[arg-type]
     first, second = (m.embed.tokens.weight for m in models)
     assert torch.equal(first, second)
-    assert first.std().item() == pytest.approx(0.1, rel=0.01)
+    assert first.std().item() == pytest.approx(0.1, rel=0.1)
 
 
 def test_wider_models_begin_with_scores_as_large() -> None:

@@ -172,7 +172,24 @@ def test_numbers_that_would_break_a_run(fields: dict[str, object], message: str)
         recipe(**fields).check()
 
 
+def test_a_warm_up_longer_than_the_run_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    settle(Training(max_steps=7, warmup_steps=7), 50, never, 0.0)
+    assert "warmup_steps is 7 of 7 steps" in capsys.readouterr().err
+    settle(Training(max_steps=7, warmup_steps=6), 50, never, 0.0)
+    assert not capsys.readouterr().err
+
+
 # --- going on
+
+
+def test_a_run_that_minutes_planned_says_how_it_is_lengthened(capsys: pytest.CaptureFixture[str]) -> None:
+    before = recipe(minutes=1.0, max_steps=162)
+    for fields in ({"minutes": 2.0}, {"minutes": 1.0, "max_steps": 400}):
+        assert same_recipe(before, recipe(**fields), allow_change=True).max_steps == 162
+        assert "planned as 162 steps; --max-steps N without --minutes" in capsys.readouterr().err
+    assert same_recipe(before, recipe(minutes=1.0), allow_change=True).max_steps == 162
+    assert not capsys.readouterr().err
+    assert same_recipe(before, recipe(max_steps=400), allow_change=True).max_steps == 400
 
 
 def test_a_resumed_run_takes_what_was_settled() -> None:

@@ -69,7 +69,8 @@ def ppmi(counts: sp.csr_matrix) -> sp.csr_matrix:
 
 def ppmi_vectors(shards: Shards, vocab_size: int, dim: int, window: int = WINDOW, seed: int = 0) -> np.ndarray:
     """Vectors (vocab_size, dim) by a truncated SVD of the PPMI matrix, which word2vec factorises without making it
-    (Levy & Goldberg 2014). Turned at random so that all directions carry alike, centred, of unit spread.
+    (Levy & Goldberg 2014). Turned at random so that all directions carry alike, centred, of unit spread. Tokens that
+    keep no company, as marks that no text has (masks, T5's sentinels), are random, so that no two are the same.
     """
     matrix = ppmi(cooccurrence(shards, vocab_size, window))
     across = matrix.T.tocsr()
@@ -82,8 +83,13 @@ def ppmi_vectors(shards: Shards, vocab_size: int, dim: int, window: int = WINDOW
     vectors = (basis @ left[:, :dim]) * squares[:dim] ** 0.25  # half of the singular values' weight
     vectors = np.pad(vectors, ((0, 0), (0, dim - vectors.shape[1])))  # a vocabulary smaller than the model is wide
     turn, _ = np.linalg.qr(draw.standard_normal((dim, dim)))
-    vectors = (vectors - vectors.mean(0)) @ turn
-    return (vectors / max(vectors.std(), 1e-30)).astype(np.float32)
+    met = np.diff(matrix.indptr) > 0
+    if not met.any():
+        return np.zeros((vocab_size, dim), np.float32)
+    vectors = (vectors - vectors[met].mean(0)) @ turn
+    vectors /= max(vectors[met].std(), 1e-30)
+    vectors[~met] = draw.standard_normal((len(met) - met.sum(), dim))
+    return vectors.astype(np.float32)
 
 
 def product(matrix: sp.csr_matrix, wide: np.ndarray) -> np.ndarray:

@@ -463,6 +463,10 @@ def settle(
             found = f"num_train_epochs={recipe.num_train_epochs:g} makes {count(steps, 'step')}"
             say(f"{found}, which is few: {least:,} are taken instead")
             steps = least
+    if recipe.warmup_steps >= steps:
+        warn(
+            f"warmup_steps is {recipe.warmup_steps:,} of {count(steps, 'step')}: the rate does not come to its height."
+        )
     return replace(
         recipe,
         max_steps=steps,
@@ -517,6 +521,16 @@ def same_recipe(earlier: R, now: R, allow_change: bool = False, never: Sequence[
     What is left open now is as it was settled then, and a run's folder may have been moved. The fields in `never`
     cannot change within a run.
     """
+    if (
+        allow_change
+        and now.minutes
+        and (now.minutes, now.max_steps or earlier.max_steps)
+        != (
+            earlier.minutes,
+            earlier.max_steps,
+        )
+    ):
+        say(f"the run was planned as {count(earlier.max_steps, 'step')}; --max-steps N without --minutes changes that")
     settled = {name: getattr(earlier, name) for name in SETTLED if hasattr(now, name) and left_open(now, name)}
     places = {name: getattr(now, name) for name in PLACES if same_place(earlier, now, name)}
     ways = {name: getattr(now, name) for name in WAYS}
