@@ -154,7 +154,7 @@ def test_a_file_that_does_not_fit_leaves_the_old_one_and_nothing_else(quota: Quo
     assert (tmp_path / "results.json").read_text() == "old"
 
 
-@pytest.mark.parametrize("last", ["finish", "write_json"])
+@pytest.mark.parametrize("last", ["finish", "write_results"])
 def test_what_a_run_ends_with_is_written_by_the_next(
     last: str,
     quota: Quota,
@@ -181,7 +181,7 @@ def test_what_a_run_ends_with_is_written_by_the_next(
     monkeypatch.setattr(pretraining, last, plain)
     run = Path(recipe.output_dir)
     assert not (run / "results.json").exists()
-    assert (run / "final").exists() == (last == "write_json")
+    assert (run / "final").exists() == (last == "write_results")
     assert not [p for p in run.glob(".*") if p.name not in (".lock", ".clock")]
     capsys.readouterr()
     assert explain(refused.value) == 1
