@@ -478,7 +478,7 @@ def test_who_cannot_write(untrained: Any) -> None:
         generate_ids(model, PROMPTS, 0)
     classes = make_model(with_classes(model.config, ("a", "b")))
     classes.tokenizer = model.tokenizer
-    with pytest.raises(UserError, match="another task than words"):
+    with pytest.raises(UserError, match="has no words"):
         generate_ids(classes, PROMPTS)
     model.tokenizer = None
     with pytest.raises(UserError, match="no tokenizer"):

@@ -267,7 +267,7 @@ def check_writes(model: Model) -> tuple[int, ...]:
 
 def check_words(model: Model) -> None:
     if not isinstance(model.config.head, LMHead):
-        raise UserError("This model was fine-tuned for another task than words. Take the one that it came from.")
+        raise UserError("This model was fine-tuned for another task, and has no words. Take the one that it came from.")
     if model.config.family == BAG:
         raise UserError("Word vectors alone do not say which word comes next, or is missing. Take a language model.")
 
