@@ -1,7 +1,7 @@
 """How fast Firth trains beside `transformers`: the same model, text, settings and machine, in the same run.
 
-    python benchmarks/train_speed.py [--workload NAME ...] [--lengths FILE] [--steps N] [--threads N] [--no-packed]
-    python benchmarks/train_speed.py --workload NAME --alone [--without NAME ...] [KEY=VALUE ...]
+    python benchmarks/train_speed.py [--workload NAME ...] [--lengths FILE] [--steps N] [--threads N] [--json]
+    python benchmarks/train_speed.py --workload NAME --alone [--no-packed] [--without NAME ...] [KEY=VALUE ...]
 
 A step is forward, loss, backward, clipping and AdamW. Both sides start from the same weights, read the same ids and
 take turns, so that whatever else the machine does slows both; the ratio is the median over the turns. Settings are

@@ -476,6 +476,8 @@ def test_who_cannot_write(untrained: Any) -> None:
     model = untrained("gpt2")
     with pytest.raises(UserError, match="max_new_tokens is 0"):
         generate_ids(model, PROMPTS, 0)
+    with pytest.raises(UserError, match="num_beams is 10,000, and there are"):
+        generate_ids(model, PROMPTS, decoding=Decoding(num_beams=10_000))
     classes = make_model(with_classes(model.config, ("a", "b")))
     classes.tokenizer = model.tokenizer
     with pytest.raises(UserError, match="has no words"):

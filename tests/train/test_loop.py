@@ -24,7 +24,7 @@ from firth.objectives import Batch, Draw
 from firth.text import Corpus
 from firth.tokens import Prepared, load_tokenizer, open_shards, prepare
 from firth.train import Interrupted, Machine, Recipe, Run, Training, fit, load_recipe, pretrain, read_log
-from firth.train.loop import Speed
+from firth.train.loop import Speed, prefetch
 from firth.train.optim import rate
 from firth.train.parallel import World
 from firth.train.pretrain import batch_function, draw, first_model, held_out_loss, row_source
@@ -521,3 +521,11 @@ def test_the_first_steps_say_nothing_of_the_speed(monkeypatch: pytest.MonkeyPatc
     assert speed.until(43, 430) == (0.5, 20.0)  # a run that ends here
     now += 5
     assert speed.until(53, 530) == (20.0, 0.5)
+
+
+def test_memory_that_is_too_short_for_a_batch_is_told() -> None:
+    def batches(step: int) -> Sequence[Batch]:
+        raise MemoryError
+
+    with pytest.raises(UserError, match="lower --per-device-train-batch-size"):
+        next(prefetch(batches, 0, 2))

@@ -142,6 +142,8 @@ def rounded(targets: Sequence[float]) -> tuple[str, ...]:
 
     >>> rounded([0.0, 0.31, 5.0, 4.9])
     ('0.0', '0.4', '4.8', '5.0')
+    >>> rounded([0.0, 5e-6])
+    ('0.0000000', '0.0000050')
     """
     step = float(f"{(max(targets) - min(targets)) / STEPS or 1:.1g}")
     decimals = max(0, -math.floor(math.log10(step)))
