@@ -24,7 +24,7 @@ from firth.tokens import Prepared, Rows, Vocabulary
 from firth.train import Machine, Recipe, Run, Training, choose_machine, fit, load_recipe, pretrain, read_log
 from firth.train import loop as loops
 from firth.train.halved import Halved
-from firth.train.pretrain import alone, batch_function, first_model, row_source, shorter_rows
+from firth.train.pretrain import alone, batch_function, first_model, longer_skips, row_source, shorter_rows
 from firth.train.ramp import stages
 from firth.train.step import prepared, train_step
 
@@ -255,29 +255,36 @@ def test_rows_of_a_ramp_come_from_streams_of_their_own(recipe_of: Recipes, shard
     assert all(np.array_equal(a, b) for a, b in zip(early(1)[0], batches(1)[0], strict=True) if a is not None)
 
 
-def test_a_rewind_passes_over_text_and_leaves_the_ramp_as_it_is(recipe_of: Recipes, shards_of: Make) -> None:
+def test_a_rewind_leaves_the_ramp_and_no_row_comes_twice(recipe_of: Recipes, shards_of: Make) -> None:
+    """Ten steps; back from 10 to 4, and from 8 to 2: what each of them has read does not come again."""
     shards = shards_of("bert")
-    ramp = recipe_of(max_steps=12, batch_ramp=0.5, batch_doublings=1)
-    source = row_source(ramp, shards, held_out=False)
+    ramp = recipe_of(max_steps=16, batch_ramp=0.4, batch_doublings=1, length_ramp=0.6, length_doublings=1)
 
-    def steps(skips: tuple[tuple[int, int], ...]) -> list[np.ndarray]:
-        read: list[np.ndarray] = []
+    def read(skips: tuple[tuple[int, int], ...], steps: range) -> list[tuple[int, list[int]]]:
+        found: list[tuple[int, list[int]]] = []
 
         class Noting:
+            def __init__(self, source: Any) -> None:
+                self.source = source
+
             def rows(self, index: np.ndarray) -> Any:
-                read.append(index)
-                return source.rows(index)
+                found.append((self.source.length, index.tolist()))
+                return self.source.rows(index)
 
-        batches = batch_function(replace(ramp, skips=skips), Noting(), shards.tokenizer)  # type: ignore[arg-type]
-        for step in range(12):
+        full = Noting(row_source(ramp, shards, held_out=False))
+        shorter: Any = {length: Noting(source) for length, source in shorter_rows(ramp, shards).items()}
+        batches = batch_function(replace(ramp, skips=skips), full, shards.tokenizer, shorter)  # type: ignore[arg-type]
+        for step in steps:
             batches(step)
-        return read
+        return found
 
-    plain, rewound = steps(()), steps(((4, 3),))
-    assert [len(index) for index in rewound] == [len(index) for index in plain]
-    assert all(np.array_equal(a, b) for a, b in zip(plain[:4], rewound[:4], strict=True))
-    assert rewound[4][0] == plain[7][0], "what the three steps would have read is passed over"
-    assert np.array_equal(np.concatenate(rewound[4:]), np.arange(len(np.concatenate(rewound[4:]))) + plain[7][0])
+    once, twice = longer_skips((), 4, 10), longer_skips(longer_skips((), 4, 10), 2, 8)
+    parts = [read((), range(10)), read(once, range(4, 8)), read(twice, range(2, 16))]
+    rows = [(length, row) for part in parts for length, index in part for row in index]
+    assert len(rows) == len(set(rows))
+    plain = read((), range(16))
+    assert [(length, len(index)) for length, index in parts[2]] == [(length, len(index)) for length, index in plain[2:]]
+    assert len({length for length, _ in plain}) == 2
 
 
 def test_minutes_know_that_early_steps_are_shorter(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:

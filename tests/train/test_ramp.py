@@ -10,7 +10,7 @@ from firth.errors import UserError
 from firth.models import preset
 from firth.recipes import pretraining
 from firth.train import Recipe
-from firth.train.ramp import Stage, first_row, mean_batch, rows_between, stage_at, stage_shares, stages
+from firth.train.ramp import Stage, first_row, mean_batch, stage_at, stage_shares, stages
 
 
 def recipe(**fields: Any) -> Recipe:
@@ -39,16 +39,6 @@ def test_short_rows_come_in_greater_numbers() -> None:
     found = stages(recipe(length_ramp=0.5, length_doublings=1))
     assert found == [Stage(0, 32, 32, 1, 0), Stage(50, 64, 16, 1, 0)]
     assert mean_batch(recipe(length_ramp=0.5, length_doublings=1)) == 16
-
-
-def test_rows_between_steps_are_those_that_they_read() -> None:
-    found = stages(recipe(batch_ramp=0.37, length_ramp=0.61))
-    for length in (16, 32, 64):
-        for start, end in ((0, 100), (10, 30), (35, 36), (50, 120), (7, 7)):
-            read = sum(
-                stage.step_rows for step in range(start, end) if (stage := stage_at(found, step)).length == length
-            )
-            assert rows_between(found, length, start, end) == read
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

@@ -56,17 +56,7 @@ from firth.train.log import Log, read_log
 from firth.train.loop import fit
 from firth.train.optim import make_optimizer
 from firth.train.parallel import ALONE, World, join
-from firth.train.ramp import (
-    Stage,
-    check_share,
-    first_row,
-    mean_batch,
-    rows_between,
-    share_of,
-    stage_at,
-    stage_shares,
-    stages,
-)
+from firth.train.ramp import Stage, check_share, first_row, mean_batch, share_of, stage_at, stage_shares, stages
 from firth.train.recipe import Recipe, Training, differences, load_recipe, save_recipe
 from firth.train.step import Carry, Losses, Run, dropout_seed, prepared, reading_on, sum_of_means, train_step
 from firth.train.unfreeze import Pace
@@ -361,19 +351,17 @@ def batch_function(
 ) -> Callable[[int], list[Batch]]:
     """The micro-batches of a step, as a pure function of the step. `shorter` are rows of earlier stages, by length.
 
-    Each process of a `world` reads its part of the rows, which are those of one process. After a rewind the rows of the
-    steps between are passed over; how many there are in a step, and how long, is as planned.
+    Each process of a `world` reads its part of the rows, which are those of one process. After a rewind as many
+    rows are passed over as the steps between can have read; how many there are in a step, and how long, is as planned.
     """
     found, by_length = stages(recipe), {**(shorter or {}), recipe.max_seq_length: rows}
 
     def batches(step: int) -> list[Batch]:
-        skips = [skip for skip in recipe.skips if step >= skip[0]]
-        stage = stage_at(found, step)
-        first = first_row(stage, step) + sum(rows_between(found, stage.length, at, at + count) for at, count in skips)
+        stage, passed = stage_at(found, step), sum(count for first, count in recipe.skips if step >= first)
+        first = first_row(stage, step) + passed * max(s.step_rows for s in found if s.length == stage.length)
         index = np.arange(first, first + stage.step_rows)[world.mine(stage.step_rows)]
         micro, source = np.split(index, share_of(stage, world.size)), by_length[stage.length]
-        drawn = step + sum(count for _, count in skips)  # by which random numbers are drawn: none twice
-        return [make_batch(recipe, source, some, tokenizer.vocab, drawn) for some in micro]
+        return [make_batch(recipe, source, some, tokenizer.vocab, step + passed) for some in micro]
 
     return batches
 
@@ -521,15 +509,8 @@ def same_recipe(earlier: R, now: R, allow_change: bool = False, never: Sequence[
     What is left open now is as it was settled then, and a run's folder may have been moved. The fields in `never`
     cannot change within a run.
     """
-    if (
-        allow_change
-        and now.minutes
-        and (now.minutes, now.max_steps or earlier.max_steps)
-        != (
-            earlier.minutes,
-            earlier.max_steps,
-        )
-    ):
+    asked = now.minutes, now.max_steps or earlier.max_steps
+    if allow_change and now.minutes and asked != (earlier.minutes, earlier.max_steps):
         say(f"the run was planned as {count(earlier.max_steps, 'step')}; --max-steps N without --minutes changes that")
     settled = {name: getattr(earlier, name) for name in SETTLED if hasattr(now, name) and left_open(now, name)}
     places = {name: getattr(now, name) for name in PLACES if same_place(earlier, now, name)}

@@ -87,16 +87,6 @@ def first_row(stage: Stage, step: int) -> int:
     return stage.seen + (step - stage.first) * stage.step_rows
 
 
-def rows_between(found: list[Stage], length: int, start: int, end: int) -> int:
-    """How many rows of a length the steps from `start` up to `end` read."""
-    ends = [stage.first for stage in found[1:]] + [max(end, found[-1].first)]
-    return sum(
-        stage.step_rows * max(0, min(end, last) - max(start, stage.first))
-        for stage, last in zip(found, ends, strict=True)
-        if stage.length == length
-    )
-
-
 def stage_shares(recipe: Recipe) -> list[tuple[Stage, float]]:
     """The stages with the share of the steps that each takes; they add up to 1."""
     steps, found = recipe.max_steps or FAR, stages(recipe)
