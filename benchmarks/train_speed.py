@@ -2,6 +2,7 @@
 
     python benchmarks/train_speed.py [--workload NAME ...] [--lengths FILE] [--steps N] [--threads N] [--json]
     python benchmarks/train_speed.py --workload NAME --alone [--no-packed] [--without NAME ...] [KEY=VALUE ...]
+    python benchmarks/train_speed.py --workload NAME --each [--without NAME ...] [KEY=VALUE[,KEY=VALUE] ...]
 
 A step is forward, loss, backward, clipping and AdamW. Both sides start from the same weights, read the same ids and
 take turns, so that whatever else the machine does slows both; the ratio is the median over the turns. Settings are
@@ -14,7 +15,8 @@ all that a step needs, beside the weights.
 The workload `documents` has texts of the lengths in a file (--lengths, one number of tokens a line): `transformers`
 reads one in each row, padded to the longest of its batch (to a multiple of 64, so that shapes are few), Firth packs
 them; tokens are those of the texts. `--without` switches off what makes our side fast, KEY=VALUE sets any field of its
-recipe (weights=bf16), and `--alone` leaves the peer out: for ablations.
+recipe (weights=bf16), and `--alone` leaves the peer out. `--each` is for ablations: our side as it is, then with each
+of these changes by itself, in one process; the ratio is to the first.
 
 B rows, L tokens before the noise, T after it, U of the decoder, K asked.
 """
@@ -444,6 +446,45 @@ def shape(workload: Workload) -> str:
     return f"{B}x{T}" if batch.decoder_tokens is None else f"{B}x({T}+{batch.decoder_tokens.shape[1]})"
 
 
+def changed(without: Sequence[str], changes: Sequence[str]) -> Training:
+    """Our recipe with these changes."""
+    settings = override(SETTINGS, parse_overrides(changes))
+    settings = replace(settings, **{k: v for name in without for k, v in WITHOUT[name].items()})
+    settings.check()
+    return settings
+
+
+def one_by_one(
+    names: Sequence[str],
+    machine: Machine,
+    steps: int,
+    turn: int,
+    warmup: int,
+    without: Sequence[str],
+    changes: Sequence[str],
+) -> None:
+    """Our side as it is, and with each change by itself."""
+    ways = {"as it is": changed([], [])}
+    ways |= {f"without {name}": changed([name], []) for name in without}
+    ways |= {change: changed([], change.split(",")) for change in changes}
+    rows = []
+    for name in names:
+        base = None
+        for way, settings in ways.items():
+            start = time.perf_counter()
+            ours = choose_machine(settings)
+            (found,) = measure(
+                name, WORKLOADS[name], machine, steps, turn, warmup, ours, settings, alone=True, packed=False
+            )
+            base = base or found.tokens_per_second
+            ratio, seconds = found.tokens_per_second / base, time.perf_counter() - start
+            say(f"{name}, {way}: {found.tokens_per_second:,.0f} ({ratio:.3f}), {seconds:.0f} s in all")
+            memory = "" if found.memory is None else f"{found.memory:.1f} GiB"
+            rows.append((name, way, f"{found.tokens_per_second:,.0f}", f"{ratio:.3f}", memory))
+            forget()
+    show_table("Our side", ("workload", "recipe", "tokens/s", "ratio", "memory"), rows)
+
+
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     names_of_all = [*WORKLOADS, "documents"]
@@ -452,6 +493,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--without", action="append", choices=WITHOUT, default=[], help="switch off on our side")
     parser.add_argument("--alone", action="store_true", help="only our side; the ratio is then to its first line")
     parser.add_argument("--no-packed", action="store_true", help="leave out our packed rows, which compile once more")
+    parser.add_argument("--each", action="store_true", help="each change by itself, beside the recipe as it is")
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="fields of our recipe: weights=bf16")
     parser.add_argument("--steps", type=int, help="timed steps of each side (20 on a CPU, 60 on a GPU)")
     parser.add_argument("--threads", type=int, help="CPU threads of both sides")
@@ -467,10 +509,6 @@ def main(words: Sequence[str] | None = None) -> None:
     if "documents" in (options.workload or []) and "documents" not in WORKLOADS:
         parser.error("--workload documents needs --lengths FILE")
     machine = choose_machine(SETTINGS)
-    settings = override(SETTINGS, parse_overrides(options.changes))
-    settings = replace(settings, **{k: v for name in options.without for k, v in WITHOUT[name].items()})
-    settings.check()
-    ours = choose_machine(settings)
     on_gpu = machine.device.type == "cuda"
     names = options.workload or list(ON_GPU if on_gpu else ON_CPU)
     steps, turn, warmup = options.steps or (60 if on_gpu else 20), 10 if on_gpu else 1, 10 if on_gpu else 2
@@ -479,6 +517,11 @@ def main(words: Sequence[str] | None = None) -> None:
     say(f"{versions}, Python {sys.version.split()[0]}; {machine}, {os.cpu_count()} CPUs")
     say("both sides: fused AdamW, gradients clipped at 1, fresh inputs every step; transformers with sdpa, no mask")
 
+    if options.each:
+        one_by_one(names, machine, steps, turn, warmup, options.without, options.changes)
+        return
+    settings = changed(options.without, options.changes)
+    ours = choose_machine(settings)
     if settings != SETTINGS:
         say(f"our side: {', '.join([*(f'without {name}' for name in options.without), *options.changes])}")
 

@@ -100,6 +100,16 @@ def test_main_prints_a_table_and_json(
     assert {s["workload"] for s in facts["speeds"]} == {"toy"}
 
 
+def test_each_change_by_itself(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(bench.WORKLOADS, "toy", toy(bench, "gpt2"))
+    seen = []
+    monkeypatch.setattr(bench, "choose_machine", lambda settings: seen.append(settings) or CPU)
+    bench.main(["--workload", "toy", "--steps", "1", "--each", "--without", "padding", "optim=muon,max_grad_norm=0"])
+    assert "toy, without padding: " in capsys.readouterr().err
+    tried = [(s.pad_vocabulary, s.optim, s.max_grad_norm) for s in seen[1:]]
+    assert tried == [(None, "adamw", 1.0), (False, "adamw", 1.0), (None, "muon", 0.0)]
+
+
 def test_documents_are_padded_there_and_packed_here(bench: Any) -> None:
     """Documents of 3 to 90 tokens, in rows of 32 with two special tokens each: nothing is lost on either side."""
     lengths = (3, 90, 10, 8, 20, 5, 30, 12)

@@ -124,6 +124,9 @@ WAYS = {
     "padding": {"pad_vocabulary": True, "fused_loss": False},
     "no padding": {"pad_vocabulary": False, "fused_loss": False},
     "bf16 weights": {"weights": "bf16", "cuda_graphs": True},
+    "parts": {"compile_parts": True},
+    "parts, graphs": {"compile_parts": True, "cuda_graphs": True},
+    "parts, bf16 weights": {"compile_parts": True, "weights": "bf16"},
     "muon": {"optim": "muon", "cuda_graphs": True},
     "adafactor": {"optim": "adafactor", "cuda_graphs": True},
 }
@@ -143,7 +146,8 @@ def test_five_steps_lose_what_single_operations_lose(way: str, family: str) -> N
     batch = Batch(tokens, asked=None if family == "gpt2" else asked, labels=labels)
     training = Training(learning_rate=3e-3, **WAYS[way])  # type: ignore[arg-type]
     cpu = Machine(torch.device("cpu"), bf16=False, compile=False)
-    gpu = Machine(torch.device(DEVICE), bf16=True, compile=True, graphs=bool(training.cuda_graphs))
+    graphs, parts = bool(training.cuda_graphs), training.compile_parts
+    gpu = Machine(torch.device(DEVICE), bf16=True, compile=True, graphs=graphs, parts=parts)
     found = []
     for machine, own in ((cpu, Training(learning_rate=3e-3, optim=training.optim)), (gpu, training)):
         torch.manual_seed(1)

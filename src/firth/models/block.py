@@ -10,6 +10,7 @@ from firth.models import config as c
 from firth.models.activation import ACTIVATIONS
 from firth.models.attention import Attention, Keys, Sight
 from firth.models.dropout import Dropout
+from firth.models.programs import part
 
 
 def make_norm(config: c.ModelConfig, dim: int | None = None) -> nn.Module:
@@ -51,6 +52,7 @@ class Block(nn.Module):
         self.norm_first = config.norm_first
         self.drop = Dropout(config.dropout)
 
+    @part
     def forward(
         self,
         x: Tensor,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from firth.models.block import make_norm
 from firth.models.config import AWDLSTM, Learned, ModelConfig, Sinusoid
 from firth.models.dropout import Dropout, drop
+from firth.models.programs import part
 
 PRIME = 1_000_003  # spreads the hashes of two tokens
 
@@ -42,6 +43,7 @@ class Placing(nn.Module):
         self.norm = make_norm(config, width) if config.embed_norm else None
         self.drop = Dropout(config.dropout)
 
+    @part
     def place(self, x_BTE: Tensor, position: Tensor | None = None, segment: Tensor | None = None) -> Tensor:
         """Tell vectors where they stand. Places are counted from 0; a segment may be a language."""
         if position is None:

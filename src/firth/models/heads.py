@@ -17,6 +17,7 @@ from firth.models.block import make_norm
 from firth.models.config import Boundary, LMHead, ModelConfig
 from firth.models.fused_loss import IGNORED as IGNORED
 from firth.models.fused_loss import fused_cross_entropy, more_tokens, pays
+from firth.models.programs import part
 
 
 def pick(x_BTX: Tensor, place_BK: Tensor) -> Tensor:
@@ -50,6 +51,7 @@ class Vocabulary(nn.Module):
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         return F.linear(self.prepare(x), embedding if self.weight is None else self.weight, self.bias)
 
+    @part
     def loss(self, x: Tensor, labels: Tensor, embedding: Tensor) -> Tensor:
         """The summed cross-entropy of `x` (N, D) against `labels` (N,), those at -100 left out."""
         return self.loss_of_prepared(self.prepare(x), labels, embedding)

@@ -15,6 +15,7 @@ from firth.models.convolution import Neighbours
 from firth.models.dropout import Dropout
 from firth.models.memory import Memory
 from firth.models.position import make_stack_score, make_turn
+from firth.models.programs import part
 from firth.models.relative import make_shared
 
 
@@ -127,5 +128,6 @@ class Stack(nn.Module):
         """The blocks in the order in which they run; layers that share one run it again."""
         return [cast(Block, self.blocks[i // self.num_shared]) for i in range(self.num_layers)]
 
+    @part
     def finish(self, x: Tensor) -> Tensor:
         return self.drop(x if self.final_norm is None else self.final_norm(x))

@@ -1,4 +1,4 @@
-"""Steps that are not compiled, replayed as CUDA graphs: the GPU then never waits for Python to start its kernels."""
+"""Steps that are not compiled as a whole, replayed as CUDA graphs: the GPU then never waits for Python."""
 
 from __future__ import annotations
 
@@ -91,6 +91,7 @@ class Captured:
             return
         pool = next((graph.pool() for graph, _, _ in self.graphs.values()), None)
         graph = torch.cuda.CUDAGraph()
+        torch.cuda.empty_cache()  # a graph has memory of its own, and what the first batch took is free again
         try:
             with torch.cuda.graph(graph, pool=pool, stream=self.stream):
                 loss = self.compute(held)

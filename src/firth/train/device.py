@@ -23,6 +23,7 @@ class Machine:
     graphs: bool = False
     fp16: bool = False
     world: World = ALONE  # who computes beside this process
+    parts: bool = False  # each kind of block is a program, not the step as a whole
 
     def precision(self) -> AbstractContextManager[object]:
         """Products in 16 bits where that is so; softmax, norms and losses stay in 32 (autocast's own choice)."""
@@ -37,8 +38,9 @@ class Machine:
             else f"{torch.get_num_threads()} CPU threads"
         )
         precision = "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
+        how = f", compiled{' in parts' if self.parts else ''}" if self.compile else ""
         several = f"{self.world}, each on " if self.world.size > 1 else ""
-        return f"{several}{name}, {precision}{', compiled' if self.compile else ''}"
+        return f"{several}{name}, {precision}{how}"
 
 
 def choose_machine(training: Training, world: World = ALONE) -> Machine:
@@ -61,26 +63,28 @@ def choose_machine(training: Training, world: World = ALONE) -> Machine:
     compiles = gains if training.compile is None else training.compile
     if compiles:
         keep_compiled()
+    # fsdp gathers the weights of a block before it is computed
+    parts = compiles and (training.compile_parts or world.kind == "fsdp")
     # what is in a graph's memory does not outlive the next replay: neither gradients nor what a model remembers
     one = training.gradient_accumulation_steps == 1 and not getattr(training, "memory", 0)
     graphs = (one and compiles if training.cuda_graphs is None else training.cuda_graphs) and device.type == "cuda"
-    if training.cuda_graphs and graphs and (why := no_graphs(training, compiles, world)):
+    if training.cuda_graphs and graphs and (why := no_graphs(training, compiles and not parts, world)):
         say(f"no CUDA graphs: {why}")
-    graphs = graphs and not no_graphs(training, compiles, world)
-    return Machine(device, bf16, compiles, graphs, fp16, world)
+    graphs = graphs and not no_graphs(training, compiles and not parts, world)
+    return Machine(device, bf16, compiles, graphs, fp16, world, parts)
 
 
-def no_graphs(training: Training, compiles: bool, world: World) -> str:
-    """Why the steps cannot be replayed as CUDA graphs; nothing where they can."""
+def no_graphs(training: Training, program: bool, world: World) -> str:
+    """Why the steps, a `program` each or not, cannot be replayed as CUDA graphs; nothing where they can."""
     if world is not ALONE:
         return "what several processes say to each other is in none"
-    if compiles:
+    if program:
         return ""
     if training.weights == "bf16" or training.gradient_checkpointing:
-        return "weights=bf16 and gradient_checkpointing need a compiled step for that"
+        return "weights=bf16 and gradient_checkpointing need a step that is compiled as a whole for that"
     model = getattr(training, "model", None)
     in_turn = getattr(training, "memory", 0) or getattr(model, "recurrent", None) is not None
-    return "rows that go on from step to step need a compiled step for that" if in_turn else ""
+    return "rows that go on from step to step need a step that is compiled as a whole for that" if in_turn else ""
 
 
 def keep_compiled() -> None:

@@ -106,6 +106,11 @@ class Training:
     compile: bool | None = option(
         None, "Compile the step (torch.compile); by itself on a GPU. What was compiled is kept in ~/.cache/firth."
     )
+    compile_parts: bool = option(
+        False,
+        "Compile each kind of block once, not the step as a whole: the first step comes in a fraction of the time, and "
+        "those after it are as fast or slower by little.",
+    )
     cuda_graphs: bool | None = option(
         None,
         "Replay a step as one CUDA graph, in which the GPU does not wait for Python; by itself where a step is "

@@ -16,6 +16,7 @@ from firth.errors import UserError
 from firth.models import Model, Stack
 from firth.models.fused import before_compiling
 from firth.models.heads import Vocabulary
+from firth.models.programs import compiled_parts
 from firth.objectives import Batch
 from firth.tokens.rows import mix
 from firth.train.capture import Captured
@@ -69,23 +70,26 @@ def prepared(run: Run) -> Losses:
             return losses
         before_compiling()
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS)
-        if run.machine.world.kind == "fsdp":  # which gathers the weights of a block before it is computed
-            compile_blocks(run.model)
-            return losses
+        if run.machine.parts:
+            return in_parts(losses)
         return torch.compile(losses, dynamic=False, mode="reduce-overhead" if run.machine.graphs else None)
 
     if run.training.weights == "bf16":
         assert run.losses is None, "a recipe refuses it"
         return Halved(run.model, program)
     losses = program(run.losses or run.model.losses)
-    return Captured(run.model, losses, run.machine) if run.machine.graphs and not run.machine.compile else losses
+    captures = run.machine.graphs and (run.machine.parts or not run.machine.compile)
+    return Captured(run.model, losses, run.machine) if captures else losses
 
 
-def compile_blocks(model: Model) -> None:
-    """A program for each block."""
-    for stack in model.modules():
-        for block in stack.blocks if isinstance(stack, Stack) else ():
-            block.compile(dynamic=False)
+def in_parts(losses: Losses) -> Losses:
+    """The same, with a program for each kind of block."""
+
+    def call(batch: Any) -> dict[str, torch.Tensor]:
+        with compiled_parts():
+            return losses(batch)
+
+    return call
 
 
 def train_step(

@@ -1,0 +1,101 @@
+"""A step in parts: each kind of block one program, the same numbers as without."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from firth.models import Model, make_model, preset, programs
+from firth.objectives import Batch
+from firth.train import Machine, Run, Training, choose_machine
+from firth.train.optim import make_optimizer
+from firth.train.step import prepared, train_step
+
+CPU = Machine(torch.device("cpu"), bf16=False, compile=False)
+PARTS = replace(CPU, compile=True, parts=True)
+
+
+class Counter:
+    """A compiler that runs what it is given, and counts."""
+
+    programs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: object) -> object:
+        self.programs += 1
+        return graph
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
+    found = Counter()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=found))
+    monkeypatch.setattr(programs, "_programs", {})
+    torch._dynamo.reset()
+    yield found
+    torch._dynamo.reset()
+
+
+def batch_for(shape: str, seed: int) -> Batch:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(7, 300, size=(4, 24))
+    doc = np.tile(np.arange(24) // 12, (4, 1))
+    if shape == "encoder-decoder":
+        labels = rng.integers(7, 300, size=(4, 8))
+        return Batch(tokens, doc=np.zeros_like(doc), decoder_tokens=labels, decoder_doc=labels * 0, labels=labels)
+    if shape == "decoder":
+        return Batch(tokens, doc=doc, position=np.tile(np.arange(24) % 12, (4, 1)), labels=np.roll(tokens, -1, 1))
+    asked = np.sort(rng.permuted(np.tile(np.arange(24), (4, 1)), axis=1)[:, :5], 1)
+    return Batch(tokens, doc=doc, asked=asked, labels=np.take_along_axis(tokens, asked, 1))
+
+
+def three_steps(layers: int, family: str, machine: Machine) -> tuple[list[float], Model]:
+    config = replace(preset(f"{family}-tiny"), vocab_size=300, num_layers=layers, dropout=0.0, attention_dropout=0.0)
+    torch.manual_seed(0)
+    model, settings = make_model(config), Training(learning_rate=1e-2)
+    run = Run(settings, machine, model, lambda step: [])
+    losses_of, optimizer = prepared(run), make_optimizer(model, settings)
+    steps = [batch_for(config.shape, i) for i in range(3)]
+    return [train_step(run, losses_of, optimizer, [b], i, 1e-2).item() for i, b in enumerate(steps)], model
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "modernbert", "deberta", "albert", "t5", "bart"])
+def test_steps_in_parts_are_the_same_and_have_few_programs(family: str, compiler: Counter) -> None:
+    plain, _ = three_steps(6, family, CPU)
+    assert compiler.programs == 0
+    parts, model = three_steps(6, family, PARTS)
+    assert parts == pytest.approx(plain, rel=1e-5)
+    made = compiler.programs
+    assert made >= 3
+    model.eval().loss(batch_for(model.config.shape, 3).to(CPU.device))
+    assert compiler.programs == made, "what judges a model waits for no compiler"
+    torch._dynamo.reset()
+    three_steps(9, family, PARTS)
+    assert compiler.programs == 2 * made, "as many for nine layers as for six"
+
+
+def test_blocks_that_are_computed_twice_and_weights_in_half_the_bits(compiler: Counter) -> None:
+    config = replace(preset("gpt2-tiny"), vocab_size=300, dropout=0.0, attention_dropout=0.0)
+    found = {}
+    for name, fields in {"plain": {}, "twice": {"gradient_checkpointing": True}, "half": {"weights": "bf16"}}.items():
+        torch.manual_seed(0)
+        model = make_model(config)
+        settings = Training(learning_rate=1e-2, **fields)  # type: ignore[arg-type]
+        run = Run(settings, CPU if name == "plain" else PARTS, model, lambda step: [])
+        losses_of, optimizer = prepared(run), make_optimizer(model, settings)
+        steps = [batch_for("decoder", i) for i in range(3)]
+        found[name] = [train_step(run, losses_of, optimizer, [b], i, 1e-2).item() for i, b in enumerate(steps)]
+    assert compiler.programs
+    assert found["twice"] == pytest.approx(found["plain"], rel=1e-5)
+    assert found["half"] == pytest.approx(found["plain"], rel=2e-2)
+
+
+def test_who_compiles_parts() -> None:
+    assert not choose_machine(Training(compile=True)).parts
+    assert choose_machine(Training(compile=True, compile_parts=True)).parts
+    assert not choose_machine(Training(compile=False, compile_parts=True)).parts
+    assert "compiled in parts" in str(choose_machine(Training(compile=True, compile_parts=True)))
