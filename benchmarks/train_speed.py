@@ -7,8 +7,9 @@
 A step is forward, loss, backward, clipping and AdamW. Both sides start from the same weights, read the same ids and
 take turns, so that whatever else the machine does slows both; the ratio is the median over the turns. Settings are
 equal: dropout, float32 (on a GPU bfloat16 autocast and torch.compile), fused AdamW with the same groups, clipping.
-`transformers` runs at its best: SDPA where it has it, no cache, and no mask where no token is padding. Our packed rows
-(four documents that do not see each other) have a line of their own. Memory, on a GPU, is the most that a side had
+`transformers` runs at its best: SDPA where it has it, no cache, and no mask where no token is padding (`--their-mask`
+gives it one that forbids nothing: another kernel then, which may be faster). Our packed rows (four documents that do
+not see each other) have a line of their own. Memory, on a GPU, is the most that a side had
 allocated at any time since before its first step, warm-up included, less what was allocated then: the optimizer and
 all that a step needs, beside the weights.
 
@@ -202,8 +203,13 @@ def document_batch(workload: Workload, step: int, packed: bool) -> Batch:
 # The same for both sides
 
 
-def their_inputs(batch: Batch) -> dict[str, np.ndarray]:
-    """The same batch as a collator of `transformers` gives it: a label for every place, -100 where none is asked."""
+def their_inputs(batch: Batch, mask: bool = False) -> dict[str, np.ndarray]:
+    """The same batch as a collator of `transformers` gives it: a label for every place, -100 where none is asked.
+
+    `mask` adds one that forbids nothing where no token is padding.
+    """
+    if mask and batch.doc is None:
+        return {**their_inputs(batch), "attention_mask": np.ones_like(batch.tokens)}
     if batch.decoder_tokens is not None:
         return {"input_ids": batch.tokens, "decoder_input_ids": batch.decoder_tokens, "labels": batch.labels}
     if batch.asked is None:
@@ -250,16 +256,16 @@ def our_step(machine: Machine, model: Model, settings: Training = SETTINGS) -> C
     return lambda batch: train_step(run, losses_of, optimizer, [batch], 0, settings.learning_rate)
 
 
-def their_step(machine: Machine, theirs: Any, example: Batch) -> Callable[[Batch], Tensor]:
+def their_step(machine: Machine, theirs: Any, example: Batch, mask: bool = False) -> Callable[[Batch], Tensor]:
     """The same step as one writes it with a model of `transformers`, in the first of some ways that works.
 
     Compiled under autocast; with weights in bfloat16 (its DeBERTa cannot do autocast); the same, not compiled.
     """
     if not machine.compile:
-        return a_step_of_theirs(machine, theirs, compiled=False)
+        return a_step_of_theirs(machine, theirs, False, mask)
     ways = [(False, True), (True, True), (True, False)]
     for half, compiled in ways[1:] if theirs.config.model_type == "deberta" else ways:  # a minute of trying saved
-        step = a_step_of_theirs(machine, theirs.bfloat16() if half else theirs, compiled)
+        step = a_step_of_theirs(machine, theirs.bfloat16() if half else theirs, compiled, mask)
         try:
             step(example)
         except Exception as e:  # whatever its model or the compiler trips over
@@ -271,12 +277,12 @@ def their_step(machine: Machine, theirs: Any, example: Batch) -> Callable[[Batch
     raise RuntimeError("no way to run the model of transformers")
 
 
-def a_step_of_theirs(machine: Machine, theirs: Any, compiled: bool) -> Callable[[Batch], Tensor]:
+def a_step_of_theirs(machine: Machine, theirs: Any, compiled: bool, mask: bool) -> Callable[[Batch], Tensor]:
     call = torch.compile(theirs) if compiled else theirs
     optimizer = make_optimizer(theirs, SETTINGS)
 
     def step(batch: Batch) -> Tensor:
-        inputs = {name: on_device(array, machine.device) for name, array in their_inputs(batch).items()}
+        inputs = {name: on_device(array, machine.device) for name, array in their_inputs(batch, mask).items()}
         theirs.train()
         with machine.precision():
             loss = call(**inputs).loss
@@ -349,7 +355,14 @@ class Side:
 
 
 def make_sides(
-    name: str, workload: Workload, machine: Machine, ours: Machine, settings: Training, alone: bool, packed: bool
+    name: str,
+    workload: Workload,
+    machine: Machine,
+    ours: Machine,
+    settings: Training,
+    alone: bool,
+    packed: bool,
+    their_mask: bool = False,
 ) -> dict[str, Side]:
     """Both sides with the same weights, which agree on the loss; or our own alone."""
     torch.manual_seed(0)
@@ -368,7 +381,7 @@ def make_sides(
         padded = lambda i: document_batch(workload, i, packed=False) if workload.lengths else make_batch(workload, i)  # noqa: E731
         memory_of_theirs = Memory(machine.device)
         with memory_of_theirs.watch(THEIRS):
-            their = their_step(machine, theirs, padded(0))
+            their = their_step(machine, theirs, padded(0), their_mask)
         sides[THEIRS] = Side(their, padded, memory_of_theirs)
     if packed and not workload.lengths:
         sides[PACKED] = Side(step, lambda i: make_batch(workload, i, DOCUMENTS), memory)
@@ -386,12 +399,13 @@ def measure(
     settings: Training = SETTINGS,
     alone: bool = False,
     packed: bool = True,
+    their_mask: bool = False,
 ) -> list[Speed]:
     """Let the sides take turns of `turn` steps each, `steps` in all after the warm-up; their inputs are made before.
 
     `ours` and `settings` are what our side runs with where that is not what both do.
     """
-    sides = make_sides(name, workload, machine, ours or machine, settings, alone, packed)
+    sides = make_sides(name, workload, machine, ours or machine, settings, alone, packed, their_mask)
     speeds: dict[str, list[float]] = {side: [] for side in sides}
     with progress(name, "turns", (warmup + steps) // turn) as shown:
         for first in range(0, warmup + steps, turn):
@@ -493,6 +507,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--without", action="append", choices=WITHOUT, default=[], help="switch off on our side")
     parser.add_argument("--alone", action="store_true", help="only our side; the ratio is then to its first line")
     parser.add_argument("--no-packed", action="store_true", help="leave out our packed rows, which compile once more")
+    parser.add_argument("--their-mask", action="store_true", help="a mask for transformers, which forbids nothing")
     parser.add_argument("--each", action="store_true", help="each change by itself, beside the recipe as it is")
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="fields of our recipe: weights=bf16")
     parser.add_argument("--steps", type=int, help="timed steps of each side (20 on a CPU, 60 on a GPU)")
@@ -515,7 +530,8 @@ def main(words: Sequence[str] | None = None) -> None:
     turn = min(turn, steps)
     versions = f"firth {__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
     say(f"{versions}, Python {sys.version.split()[0]}; {machine}, {os.cpu_count()} CPUs")
-    say("both sides: fused AdamW, gradients clipped at 1, fresh inputs every step; transformers with sdpa, no mask")
+    mask = "a mask that forbids nothing" if options.their_mask else "no mask"
+    say(f"both sides: fused AdamW, gradients clipped at 1, fresh inputs every step; transformers with sdpa, {mask}")
 
     if options.each:
         one_by_one(names, machine, steps, turn, warmup, options.without, options.changes)
@@ -526,10 +542,9 @@ def main(words: Sequence[str] | None = None) -> None:
         say(f"our side: {', '.join([*(f'without {name}' for name in options.without), *options.changes])}")
 
     speeds: dict[str, list[Speed]] = {}
+    ways = {"alone": options.alone, "packed": not options.no_packed, "their_mask": options.their_mask}
     for name in names:
-        found = measure(
-            name, WORKLOADS[name], machine, steps, turn, warmup, ours, settings, options.alone, not options.no_packed
-        )
+        found = measure(name, WORKLOADS[name], machine, steps, turn, warmup, ours, settings, **ways)
         say(f"{name}: " + ", ".join(f"{s.side} {s.tokens_per_second:,.0f} ({s.ratio:.2f})" for s in found))
         speeds[name] = found
         forget()

@@ -87,6 +87,8 @@ def test_labels_as_a_collator_gives_them(bench: Any) -> None:
         tokens=np.array([[7, 8, 9], [7, 8, 9]]), asked=np.array([[0, 2], [1, 0]]), labels=np.array([[5, 6], [4, -100]])
     )
     assert bench.their_inputs(batch)["labels"].tolist() == [[5, -100, 6], [-100, 4, -100]]
+    assert "attention_mask" not in bench.their_inputs(batch)
+    assert bench.their_inputs(batch, mask=True)["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 1]]
 
 
 def test_main_prints_a_table_and_json(
@@ -94,7 +96,7 @@ def test_main_prints_a_table_and_json(
 ) -> None:
     monkeypatch.setitem(bench.WORKLOADS, "toy", toy(bench, "gpt2"))
     monkeypatch.setattr(bench, "choose_machine", lambda settings: CPU)
-    bench.main(["--workload", "toy", "--steps", "1", "--json"])
+    bench.main(["--workload", "toy", "--steps", "1", "--json", "--their-mask"])
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert facts["steps"] == 1
     assert {s["workload"] for s in facts["speeds"]} == {"toy"}
