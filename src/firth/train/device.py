@@ -14,8 +14,6 @@ from firth.text.pydocs import cache_folder
 from firth.train.parallel import ALONE, World, device_of
 from firth.train.recipe import Training
 
-SHORT = 15  # minutes of a run in which programs of parts, ready sooner and a little slower, come further
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -65,9 +63,8 @@ def choose_machine(training: Training, world: World = ALONE) -> Machine:
     compiles = gains if training.compile is None else training.compile
     if compiles:
         keep_compiled()
-    short = 0 < training.minutes <= SHORT
-    parts = compiles and (short if training.compile_parts is None else training.compile_parts)
-    parts = parts or (compiles and world.kind == "fsdp")  # which gathers the weights of a block before it is computed
+    # fsdp gathers the weights of a block before it is computed
+    parts = compiles and (training.compile_parts or world.kind == "fsdp")
     # what is in a graph's memory does not outlive the next replay: neither gradients nor what a model remembers
     one = training.gradient_accumulation_steps == 1 and not getattr(training, "memory", 0)
     graphs = (one and compiles if training.cuda_graphs is None else training.cuda_graphs) and device.type == "cuda"
