@@ -1,10 +1,12 @@
 """How speed and memory of training change with the length of a row, the tokens of a step staying the same.
 
     python benchmarks/length_speed.py [--model bert-base] [--lengths 128,512,...,8192] [--tokens 32768] [--plot FILE]
+        [KEY=VALUE ...]
 
 Each length is measured on rows that hold one document, and on packed ones that hold four which do not see each other.
 Memory, on a GPU, is what a run has allocated at most beside its weights. A length that does not fit is said, and the
-others are measured all the same. `--plot` draws both as a page.
+others are measured all the same. `--plot` draws both as a page. KEY=VALUE sets a field of the recipe: with
+compile_parts=true it is over sooner, as each length is compiled for itself.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import torch
-from train_speed import OURS, PACKED, SETTINGS, Speed, Workload, forget, measure
+from train_speed import OURS, PACKED, Speed, Workload, changed, forget, measure
 
 from firth import __version__
 from firth.console import say, show_table
@@ -23,7 +25,7 @@ from firth.models import ModelConfig, preset
 from firth.models.config import Learned, Sinusoid
 from firth.objectives import CLM, MLM
 from firth.page import Page, axes_of, legend
-from firth.train import Machine, choose_machine
+from firth.train import Machine, Training, choose_machine
 
 LENGTHS = "128,256,512,1024,2048,4096,8192"
 
@@ -42,11 +44,11 @@ def workload_of(config: ModelConfig, length: int, tokens: int) -> Workload:
     return Workload(with_length(config, length), objective, max(tokens // length, 1), length)
 
 
-def measured(name: str, workload: Workload, machine: Machine, steps: int) -> list[Speed]:
+def measured(name: str, workload: Workload, machine: Machine, steps: int, settings: Training) -> list[Speed]:
     """Both kinds of rows; nothing where memory is too small."""
     turn = max(steps // 2, 1)
     try:
-        return measure(name, workload, machine, steps, turn, warmup=turn, alone=True)
+        return measure(name, workload, machine, steps, turn, warmup=turn, settings=settings, alone=True)
     except torch.OutOfMemoryError:
         say(f"{name}: does not fit")
         return []
@@ -78,14 +80,20 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=20, help="timed, of each kind of rows (20)")
     parser.add_argument("--plot", help="write this page (.html)")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="fields of the recipe: compile_parts=true")
     options = parser.parse_args(words)
-    machine, config = choose_machine(SETTINGS), preset(options.model)
+    settings = changed([], options.changes)
+    machine, config = choose_machine(settings), preset(options.model)
     versions = f"firth {__version__}, torch {torch.__version__}"
-    say(f"{versions}; {machine}; {options.model}, {options.tokens:,} tokens a step")
+    say(
+        f"{versions}; {machine}; {options.model}, {options.tokens:,} tokens a step, {' '.join(options.changes) or 'as it is'}"
+    )
     found = {}
     for length in map(int, options.lengths.split(",")):
         workload = workload_of(config, length, options.tokens)
-        found[length] = measured(f"{options.model} {workload.rows}x{length}", workload, machine, options.steps)
+        found[length] = measured(
+            f"{options.model} {workload.rows}x{length}", workload, machine, options.steps, settings
+        )
     rows = [
         (f"{max(options.tokens // length, 1)}x{length}", s.side, f"{s.tokens_per_second:,.0f}", gigabytes(s.memory))
         for length, speeds in found.items()
