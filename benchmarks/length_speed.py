@@ -85,9 +85,7 @@ def main(words: Sequence[str] | None = None) -> None:
     settings = changed([], options.changes)
     machine, config = choose_machine(settings), preset(options.model)
     versions = f"firth {__version__}, torch {torch.__version__}"
-    say(
-        f"{versions}; {machine}; {options.model}, {options.tokens:,} tokens a step, {' '.join(options.changes) or 'as it is'}"
-    )
+    say(f"{versions}; {machine}; {options.model}, {options.tokens:,} tokens a step {' '.join(options.changes)}")
     found = {}
     for length in map(int, options.lengths.split(",")):
         workload = workload_of(config, length, options.tokens)
