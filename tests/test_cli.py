@@ -271,8 +271,10 @@ def test_generate_from_arguments_files_and_stdin(
     assert done.json["text"] == done.json["results"][0]["text"]
     lines = write(tmp_path / "p.txt", "The cat\n\nA dog\n")
     rows = write(tmp_path / "p.jsonl", '{"prompt": "The cat"}\n{"prompt": "A dog"}\n')
-    found = [firth("generate", house["gpt2"], "--prompts", file, *few).json["results"] for file in (lines, rows)]
-    assert found[0] == found[1]
+    wide = write(tmp_path / "wide.txt", "The cat\nA dog\n".encode("utf-16"))
+    given = [(lines,), (rows,), (wide, "--encoding=utf-16")]
+    found = [firth("generate", house["gpt2"], "--prompts", *words, *few).json["results"] for words in given]
+    assert found[0] == found[1] == found[2]
     assert [result["text"][:5] for result in found[0]] == ["The c", "A dog"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("The cat\nslept\n"))
     done = firth("generate", house["gpt2"], *few)
@@ -561,6 +563,10 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
     "prompts without a text": (
         lambda h, t: ["generate", h["gpt2"], "--prompts", write(t / "p.jsonl", '{"body": "x"}')],
         ["p.jsonl:1", "prompt, source, text"],
+    ),
+    "prompts not utf-8": (
+        lambda h, t: ["generate", h["gpt2"], "--prompts", write(t / "l.txt", b"Caf\xe9 au lait, s'il vous pla\xeet")],
+        ["l.txt:1: not UTF-8", "--encoding"],
     ),
     "a stream of JSON": (lambda h, t: ["generate", h["gpt2"], "The", "--stream", "--json"], ["--stream", "--json"]),
     "a stream of two": (lambda h, t: ["generate", h["gpt2"], "The", "A", "--stream"], ["2 prompts"]),

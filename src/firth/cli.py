@@ -80,6 +80,7 @@ def examples(text: str) -> str:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line of stdout, and no table.")]
+Encoding = Annotated[str, typer.Option(help="Encoding of the file.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier run left in the output folder.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last whole checkpoint; start anew without one.")]
 Columns = Annotated[str, typer.Option(help="Other column names, as text=body,label=class.")]
@@ -1010,6 +1011,7 @@ def generate(
     prompts: Annotated[
         str | None, typer.Option(help="File with a prompt on each line; .jsonl: in the column prompt, source or text.")
     ] = None,
+    encoding: Encoding = "utf-8",
     temperature: Annotated[
         float, typer.Option(help="0 takes the likeliest word each time; 1 draws as learned.", rich_help_panel=CHOOSING)
     ] = 0.0,
@@ -1089,7 +1091,7 @@ def generate(
         "stop": [text.replace("\\n", "\n").replace("\\t", "\t") for text in stop or ()],
         "seed": seed,
     }
-    given = given_texts(prompt, prompts, "--prompts", ("prompt", "source", "text"))
+    given = given_texts(prompt, prompts, "--prompts", ("prompt", "source", "text"), encoding)
     if stream and json:
         raise UserError("--stream shows words as they come, and --json one object at the end: choose one.")
     if is_ngram(checkpoint):
@@ -1122,12 +1124,14 @@ def print_texts(found: list[dict[str, Any]], as_json: bool) -> None:
         print(result["text"])
 
 
-def given_texts(arguments: list[str] | None, file: str | None, option: str, columns: tuple[str, ...]) -> list[str]:
+def given_texts(
+    arguments: list[str] | None, file: str | None, option: str, columns: tuple[str, ...], encoding: str
+) -> list[str]:
     """Texts from the command line, from a file (one on each line, or in a column of .jsonl), or all of stdin."""
     if arguments and file:
         raise UserError(f"Texts are given both as arguments and in {option} {file}: choose one.")
     if file:
-        return file_texts(file, columns)
+        return file_texts(file, columns, encoding)
     if arguments and arguments != ["-"]:
         return arguments
     if sys.stdin.isatty():
@@ -1137,16 +1141,16 @@ def given_texts(arguments: list[str] | None, file: str | None, option: str, colu
     return [sys.stdin.read().removesuffix("\n")]
 
 
-def file_texts(file: str, columns: tuple[str, ...]) -> list[str]:
-    from firth.text.lines import lines
+def file_texts(file: str, columns: tuple[str, ...], encoding: str) -> list[str]:
+    from firth.text.lines import known_encoding, lines
     from firth.text.records import extension, json_records
 
-    path = Path(file)
+    path, encoding = Path(file), known_encoding(encoding)
     if extension(path) != ".jsonl":
-        texts = [line.rstrip("\r\n") for line in lines(path, "utf-8")]
+        texts = [line.rstrip("\r\n") for line in lines(path, encoding)]
     else:
         texts = []
-        for number, record in json_records(path, "utf-8"):
+        for number, record in json_records(path, encoding):
             column = next((name for name in columns if isinstance(record.get(name), str)), None)
             if column is None:
                 raise UserError(f"{file}:{number}: none of the columns {', '.join(columns)} holds a text.")
@@ -1197,6 +1201,7 @@ def embed(
     texts: Annotated[
         str | None, typer.Option(help="File with a text on each line; .jsonl: in the column text.")
     ] = None,
+    encoding: Encoding = "utf-8",
     output_dir: Annotated[
         str | None, typer.Option(help="FILE.npy to write, or a folder for vectors.npy: (texts, width) float32.")
     ] = None,
@@ -1252,7 +1257,7 @@ def embed(
     from firth import verbs
     from firth.files import refuse_unwritable
 
-    given = given_texts(text, texts, "--texts", ("text",))
+    given = given_texts(text, texts, "--texts", ("text",), encoding)
     if compare is not None:
         if similar or analogy or output_dir is not None:
             raise UserError("--compare is a question of its own: leave --similar, --analogy and --output-dir out.")

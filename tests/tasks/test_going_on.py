@@ -93,6 +93,26 @@ def stored(recipe: FinetuneRecipe) -> FinetuneRecipe:
     return load_recipe(Path(recipe.output_dir) / "recipe.yaml", FinetuneRecipe)
 
 
+def test_a_score_that_is_no_number_is_null_and_read_again(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a correlation of constant predictions is: the file of a seed is JSON all the same, and a resume reads it."""
+    evaluate = finetuning.fit
+    monkeypatch.setattr(
+        finetuning,
+        "fit",
+        lambda run, resume: (out := evaluate(run, resume)) and replace(out, scores=out.scores | {"odd": math.nan}),
+    )
+    with monkeypatch.context() as patch:
+        stop_in_seed(patch, "seed-1", 5)
+        with pytest.raises(KeyboardInterrupt):
+            finetune(plan())
+    text = (tmp_path / "run" / "seed-0" / "results.json").read_text()
+    assert '"odd": null' in text
+    result = finetune(plan(), resume=True)
+    assert len(result["seeds"]) == 2
+
+
 def test_a_changed_recipe_is_refused_unless_allowed(
     stopped: FinetuneRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,7 +326,7 @@ def test_a_resume_on_another_day_reads_the_same_text(
 # --- a disk that is full at the end
 
 
-@pytest.mark.parametrize("last", ["write_predictions", "save_seed", "write_json", "conclude"])
+@pytest.mark.parametrize("last", ["write_predictions", "save_seed", "write_results", "conclude"])
 def test_what_a_full_disk_refuses_at_the_end_comes_with_the_next(
     last: str, quota: Callable[[int | None], None], plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -384,7 +384,8 @@ def test_switches_reach_every_head(recipe_of: Recipes, shards_of: Make) -> None:
 def test_who_replays_steps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a GPU: compiled steps of one micro-batch by themselves, others where it is asked and can be done."""
     devices = importlib.import_module("firth.train.device")
-    assert not choose_machine(Training(compile=False, cuda_graphs=True)).graphs  # not on a CPU
+    assert not choose_machine(Training(compile=False, cuda_graphs=True)).graphs
+    assert "no CUDA graphs: there is no CUDA device" in capsys.readouterr().err
     monkeypatch.setattr(devices, "device_of", lambda world: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)

@@ -19,7 +19,7 @@ import torch
 
 from firth.console import count, say, warn
 from firth.errors import UserError, nearest
-from firth.files import damage, read_json, whole_folder, write_json
+from firth.files import damage, read_json, whole_folder, write_json, write_results
 from firth.metrics import are_chunks, strays
 from firth.models import (
     Classes,
@@ -407,7 +407,9 @@ def one_seed(job: Job, seed: int, resume: bool) -> dict[str, Any]:
     """One training; its scores and numbers. Done ones are not done again on resume."""
     place = job.folder / f"seed-{seed}"
     if resume and is_done(place):
-        return dict(read_json(place / "results.json"))
+        found = dict(read_json(place / "results.json"))
+        scores = {name: math.nan if score is None else score for name, score in found["scores"].items()}
+        return found | {"scores": scores}
     place.mkdir(exist_ok=True)
     recipe = replace(job.recipe, seed=job.recipe.seed + seed)
     items = [job.train_items[i] for i in job.chosen[seed]]
@@ -439,7 +441,7 @@ def one_seed(job: Job, seed: int, resume: bool) -> dict[str, Any]:
         save_seed(recipe, job.task, model, place)
         shapes = {"train": len(batches.seen), "evaluate": getattr(job.task, "num_shapes", None)}
         results = seed_results(outcome, recipe) | {"compiled": job.machine.compile, "shapes": shapes}
-        write_json(place / "results.json", results)
+        write_results(place / "results.json", results)
     forget_best(place)
     return results
 

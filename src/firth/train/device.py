@@ -68,6 +68,8 @@ def choose_machine(training: Training, world: World = ALONE) -> Machine:
     # what is in a graph's memory does not outlive the next replay: neither gradients nor what a model remembers
     one = training.gradient_accumulation_steps == 1 and not getattr(training, "memory", 0)
     graphs = (one and compiles if training.cuda_graphs is None else training.cuda_graphs) and device.type == "cuda"
+    if training.cuda_graphs and not graphs:
+        say("no CUDA graphs: there is no CUDA device")
     if training.cuda_graphs and graphs and (why := no_graphs(training, compiles and not parts, world)):
         say(f"no CUDA graphs: {why}")
     graphs = graphs and not no_graphs(training, compiles and not parts, world)
