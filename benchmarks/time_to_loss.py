@@ -40,7 +40,8 @@ from firth.tasks import FinetuneRecipe, finetune
 from firth.text import read_labelled
 from firth.tokens import Prepared, RowSource, open_shards
 from firth.train import Machine, Recipe, Run, choose_machine, fit, parse_overrides, read_log
-from firth.train.pretrain import alone, batch_function, finish, first_model, row_source, settle, shorter_rows, trial
+from firth.train.feed import alone, batch_function, row_source, shorter_rows
+from firth.train.pretrain import finish, first_model, settle, trial
 from firth.train.ramp import stage_shares
 
 OURS, THEIRS = "firth", "transformers"

@@ -46,7 +46,7 @@ from firth.recipes import pretraining
 from firth.text import Corpus, load_salient
 from firth.tokens import Rows, Vocabulary, open_shards, prepare, train_tokenizer
 from firth.train import override
-from firth.train.pretrain import batch_function, row_source
+from firth.train.feed import batch_function, row_source
 
 # ids 0 to 9 are special, 10 and up are text
 PAD, UNK, END, CLS, SEP, MASK, S0, S1, S2 = range(9)

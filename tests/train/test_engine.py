@@ -23,8 +23,10 @@ from firth.recipes import pretraining as recipe_for
 from firth.tokens import Prepared, Rows, Vocabulary
 from firth.train import Machine, Recipe, Run, Training, choose_machine, fit, load_recipe, pretrain, read_log
 from firth.train import loop as loops
+from firth.train.feed import alone, batch_function, row_source, shorter_rows
+from firth.train.going_on import longer_skips
 from firth.train.halved import Halved
-from firth.train.pretrain import alone, batch_function, first_model, longer_skips, row_source, shorter_rows
+from firth.train.pretrain import first_model
 from firth.train.ramp import stages
 from firth.train.step import prepared, train_step
 

@@ -23,10 +23,11 @@ from firth.objectives import Batch
 from firth.tokens import Prepared
 from firth.train import Machine, Recipe, Run, Training, fit, load_recipe, pretrain, read_log
 from firth.train import guard as guards
+from firth.train.feed import batch_function, row_source
 from firth.train.guard import ENOUGH, Found, Guard, medians
 from firth.train.loop import chained, hash_rows
 from firth.train.optim import make_optimizer
-from firth.train.pretrain import batch_function, first_model, row_source
+from firth.train.pretrain import first_model
 from firth.train.step import Carry, halve, hand_over, prepared, train_step
 
 pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function

@@ -24,10 +24,11 @@ from firth.objectives import Batch, Draw
 from firth.text import Corpus
 from firth.tokens import Prepared, load_tokenizer, open_shards, prepare
 from firth.train import Interrupted, Machine, Recipe, Run, Training, fit, load_recipe, pretrain, read_log
+from firth.train.feed import batch_function, draw, row_source
 from firth.train.loop import Speed, prefetch
 from firth.train.optim import rate
 from firth.train.parallel import World
-from firth.train.pretrain import batch_function, draw, first_model, held_out_loss, row_source
+from firth.train.pretrain import first_model, held_out_loss
 from firth.train.step import dropout_seed, train_step
 
 FAMILIES = ("bert", "gpt2", "t5")

@@ -22,8 +22,9 @@ from firth.objectives import NAMED
 from firth.recipes import complete, pretraining
 from firth.tokens import Prepared, StreamSource, open_shards
 from firth.train import Machine, Recipe, Run, fit, pretrain, read_log
+from firth.train.feed import batch_function, row_source
 from firth.train.optim import make_optimizer
-from firth.train.pretrain import batch_function, first_model, held_out_loss, row_source
+from firth.train.pretrain import first_model, held_out_loss
 from firth.train.step import train_step
 
 module = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function

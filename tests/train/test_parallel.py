@@ -21,9 +21,10 @@ from firth.models import load_model, preset
 from firth.recipes import pretraining
 from firth.tokens import Prepared
 from firth.train import Recipe, load_recipe, pretrain, read_log, save_recipe
+from firth.train.feed import batch_function, row_source
+from firth.train.going_on import same_recipe
 from firth.train.loop import hash_rows
 from firth.train.parallel import ALONE, World, join, may_say, parcels
-from firth.train.pretrain import batch_function, row_source, same_recipe
 from firth.train.ramp import Stage, check_share, share_of
 
 Make = Callable[[str], Prepared]

@@ -12,7 +12,7 @@ from firth.models import preset
 from firth.recipes import pretraining
 from firth.tasks import FinetuneRecipe
 from firth.train import Recipe, Training, load_recipe, override, parse_overrides, read_yaml, save_recipe, settle
-from firth.train.pretrain import same_recipe
+from firth.train.going_on import same_recipe
 
 
 def recipe(**fields: object) -> Recipe:

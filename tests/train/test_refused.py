@@ -19,8 +19,9 @@ from firth.models import Model
 from firth.tokens import Prepared
 from firth.train import Machine, Recipe, Run, fit, pretrain
 from firth.train.checkpoint import list_checkpoints
+from firth.train.feed import batch_function, row_source
 from firth.train.loop import Outcome
-from firth.train.pretrain import batch_function, first_model, row_source
+from firth.train.pretrain import first_model
 
 pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
 CPU = Machine(torch.device("cpu"), bf16=False, compile=False)

@@ -17,7 +17,8 @@ from firth.objectives import IGNORED, Batch, Mixture, Objective
 from firth.plain import to_plain
 from firth.tokens import MixedShards, MixedSource, Prepared, Rows, Source, Tokenizer, Vocabulary
 from firth.train import Recipe
-from firth.train.pretrain import alone, batch_function, check_fit, draw, open_data, row_source
+from firth.train.feed import alone, batch_function, draw, open_data, row_source
+from firth.train.pretrain import check_fit
 from firth.train.ramp import stages
 
 SAMPLE = 256  # rows that the counts are taken over

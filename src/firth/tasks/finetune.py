@@ -52,7 +52,8 @@ from firth.train import Machine, Outcome, Run, choose_machine, fit, load_recipe,
 from firth.train.checkpoint import forget_best, last_writes, list_checkpoints
 from firth.train.clock import Clock
 from firth.train.deterministic import deterministic
-from firth.train.pretrain import longer_skips, pass_over, same_recipe, settle, trial, turn_back
+from firth.train.going_on import longer_skips, pass_over, same_recipe, turn_back
+from firth.train.pretrain import settle, trial
 from firth.train.recipe import differences
 
 EPOCHS, FEW_STEPS = 3.0, 200  # where nothing is said: so many passes, but at least so many steps, as small data need
