@@ -46,7 +46,8 @@ from firth.tasks import FinetuneRecipe, finetune
 from firth.text import Corpus, read_labelled
 from firth.tokens import is_shards, open_shards
 from firth.train import choose_machine
-from firth.train.vectors import STRETCH, STRETCHES
+from firth.train.learners import STRETCHES
+from firth.train.words import STRETCH
 
 RESULTS = "results.json"
 LENGTH = 128  # of rows

@@ -38,7 +38,9 @@ from firth.evaluate.vectors import analogy
 from firth.metrics import summarise
 from firth.text import Corpus, read_labelled
 from firth.tokens import Shards, Tokenizer, open_shards, prepare, train_tokenizer
-from firth.train.vectors import Lexicon, SkipGramOrCBOW, Word2Vec, read_lexicon
+from firth.train.counted import Word2Vec
+from firth.train.learners import SkipGramOrCBOW
+from firth.train.words import Lexicon, read_lexicon
 
 WANTED = 1.2
 SETTINGS: dict[str, Any] = {

@@ -364,7 +364,8 @@ def pretrain_counted(
     began: float,
 ) -> dict[str, Any]:
     """Pretrain what is no stack of layers: word2vec, GloVe, an n-gram model. Text is read and kept as for others."""
-    from firth.train.vectors import RECIPES, pretrain_vectors  # which load numba
+    from firth.train.counted import RECIPES
+    from firth.train.vectors import pretrain_vectors  # which loads numba
 
     if name == "ngram" and (length := next((field for field in HOW_LONG if field in changes), None)):
         raise UserError(

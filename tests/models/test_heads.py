@@ -161,6 +161,7 @@ def test_pieces_are_traced_as_one_operation() -> None:
 
 def test_pieces_are_equally_large_and_round() -> None:
     assert fused_loss.piece_rows(5120, 30592) == 5120, "one piece"
+    assert fused_loss.piece_rows(0, 30592) == 1, "nothing is asked"
     assert fused_loss.piece_rows(32768, 50304) == 8192
     rows = fused_loss.piece_rows(16384, 128256)
     assert rows % 128 == 0

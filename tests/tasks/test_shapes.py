@@ -126,7 +126,7 @@ def test_shapes_of_many_batches_are_few() -> None:
     assert tokens / sum(batch.tokens.size for batch in found) > 0.75
 
 
-def test_who_compiles(checkpoint_of: Any) -> None:
+def test_who_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long runs leave it to the machine; short ones, and those that end on time, do not."""
     config, _ = parts("bert")
     usual = FinetuneRecipe(per_device_train_batch_size=10)
@@ -139,6 +139,9 @@ def test_who_compiles(checkpoint_of: Any) -> None:
         assert compiling(in_turn, config, 10 * WORTH_COMPILING).compile is False
     assert compiling(replace(usual, compile=True), config, 9).compile is True
     assert compiling(replace(usual, compile=True), config, 9).cuda_graphs is None
+    assert compiling(replace(usual, compile_parts=True), config, 9).compile is None
+    assert compiling(usual, config, 9).cuda_graphs is None  # on a CPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert compiling(usual, config, 9).cuda_graphs is True
     assert compiling(replace(usual, cuda_graphs=False), config, 9).cuda_graphs is False
     for changes in ({"unfreeze_every": 5}, {"bilstm": 8}, {"weights": "bf16"}, {"gradient_checkpointing": True}):

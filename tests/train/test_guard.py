@@ -139,6 +139,10 @@ def test_what_rows_carry_on_is_not_spoilt() -> None:
     hand_over(carry, {"a": torch.full((2, 3), 7.0)}, torch.tensor(0.0))
     assert list(carry) == ["a"]
     assert (carry["a"] == 7).all()
+    kept = torch.ones(2, 3)
+    hand_over(carry, {"a": kept}, None)
+    kept.fill_(8)  # as a graph does with what the last step left
+    assert (carry["a"] == 1).all()
 
 
 # --- a run with text that breaks it

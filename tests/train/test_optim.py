@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,7 +15,8 @@ from firth.errors import UserError
 from firth.models import Model, make_model, with_classes
 from firth.models.lora import LoRA, add_lora
 from firth.models.presets import bert, gpt2, t5, t5_v1_1
-from firth.train import Training
+from firth.objectives import Batch
+from firth.train import Machine, Run, Training, fit
 from firth.train.optim import make_optimizer, rate, unfreeze
 from firth.train.unfreeze import Pace, depths, ever_learning, learners
 
@@ -194,3 +197,37 @@ def test_beside_lora_only_the_head_learns() -> None:
     model = make_model(t5(1, 16, 2, 32, 20))
     add_lora(model, LoRA(rank=2, targets="all"))
     assert all("lora_" in name for name in learning(make_optimizer(model, Training()), model))
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.9])
+def test_layers_of_lora_that_begin_later_are_kept_too(mean: float, tmp_path: Path) -> None:
+    """The best weights are those of one step, and a mean is of all that learns."""
+    torch.manual_seed(0)
+    model = make_model(bert(2, 16, 2, 20))
+    add_lora(model, LoRA(rank=2))
+    batch = Batch(np.full((2, 8), 9), asked=np.array([[1], [2]]), labels=np.array([[7], [8]]))
+    judged: list[dict[str, torch.Tensor]] = []
+    raw: dict[str, torch.Tensor] = {}
+
+    def weights(model: Model) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def evaluate(model: Model) -> dict[str, float]:
+        judged.append(weights(model))
+        return {"score": 1.0 if len(judged) == (4 if mean else 1) else 0.5}
+
+    training = Training(
+        output_dir=str(tmp_path), max_steps=8, eval_steps=2, warmup_steps=0, save_steps=100, learning_rate=1e-2,
+        compile=False, bf16=False, ema_decay=mean,
+    )  # fmt: skip
+    machine = Machine(torch.device("cpu"), bf16=False, compile=False)
+    hooks = [(8, lambda step, model: raw.update(weights(model)))]
+    judge = lambda scores: scores["score"]  # noqa: E731
+    pace = Pace(unfreeze_every=3)
+    run = Run(training, machine, model, lambda step: [batch], evaluate, tmp_path, hooks=hooks, pace=pace, judge=judge)
+    best = fit(run).best_step
+    assert best == (8 if mean else 2)
+    for name, value in weights(model).items():
+        assert torch.equal(value, judged[best // 2 - 1][name]), name
+        if mean and name.endswith("lora_b"):
+            assert not torch.equal(value, raw[name]), name

@@ -16,27 +16,27 @@ from firth.models.ngram import load_ngram
 from firth.models.windows import Windows
 from firth.text import Corpus
 from firth.tokens import Shards, open_shards, prepare, train_tokenizer
-from firth.train import read_log, vectors
+from firth.train import learners, read_log, vectors
+from firth.train import words as texts
+from firth.train.counted import GloVe, NgramRecipe, Word2Vec
+from firth.train.learners import OnGPU, SkipGramOrCBOW
 from firth.train.loop import Interrupted
-from firth.train.vectors import (
-    GloVe,
-    NgramRecipe,
-    OnGPU,
-    SkipGramOrCBOW,
-    Word2Vec,
-    join_phrases,
-    pretrain_vectors,
-    read_lexicon,
-)
+from firth.train.vectors import pretrain_vectors
+from firth.train.words import join_phrases, read_lexicon
 
 Vectors = Word2Vec | GloVe
 
 
+def small_stretches(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    for module in (texts, learners):
+        monkeypatch.setattr(module, "STRETCH", size)
+
+
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vectors, "STRETCH", 500)
-    monkeypatch.setattr(vectors, "STRETCHES", 4)
-    monkeypatch.setattr(vectors, "RECORDS", 100)
+    small_stretches(monkeypatch, 500)
+    monkeypatch.setattr(learners, "STRETCHES", 4)
+    monkeypatch.setattr(learners, "RECORDS", 100)
 
 
 @pytest.fixture(scope="module")
@@ -128,11 +128,11 @@ def test_every_word_is_read_once_in_an_epoch(data: Path) -> None:
 
 
 def test_stretches_know_their_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vectors, "STRETCH", 4)
+    small_stretches(monkeypatch, 4)
     np.array([0, 1, 2, 3, 4, 5], np.uint32).tofile(tmp_path / "tokens.bin")
     np.save(tmp_path / "offsets.npy", np.array([0, 2, 3, 6]))
     shards, word = Shards(tmp_path), np.array([10, 11, -1, 13, 14, 15], np.int32)
-    found = [tuple(a.tolist() for a in vectors.stretch(shards, word, number)) for number in (0, 1)]
+    found = [tuple(a.tolist() for a in texts.stretch(shards, word, number)) for number in (0, 1)]
     assert found == [([10, 11, -1, 13], [1, 1, 2, 3]), ([14, 15], [3, 3])]
 
 
@@ -184,7 +184,7 @@ def test_phrases_are_those_of_gensim(
     min_count: int, threshold: float, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     phrases = pytest.importorskip("gensim.models.phrases").Phrases
-    monkeypatch.setattr(vectors, "STRETCH", 10**6)  # no pair is cut in two
+    small_stretches(monkeypatch, 10**6)  # no pair is cut in two
     shards = open_shards(data)
     lexicon = read_lexicon(shards.train, shards.tokenizer, min_count)
     recipe = Word2Vec(min_count=min_count, threshold=threshold)
@@ -214,7 +214,7 @@ def test_many_windows_at_once_learn_too(data: Path, sg: int) -> None:
             losses.append(total / guesses)
     assert losses[-1] < 0.9 * losses[0]
     assert np.abs(learner.state()["outputs"]).max() > 0
-    words, docs, _ = zip(*map(learner.words, range(vectors.STRETCHES)), strict=True)
+    words, docs, _ = zip(*map(learner.words, range(learners.STRETCHES)), strict=True)
     words_W, doc_W = learner.read(0)
     np.testing.assert_array_equal(words_W, np.concatenate(words))
     together = np.concatenate([np.diff(doc, append=-1) == 0 for doc in docs])  # no stretch goes on in the next
@@ -232,7 +232,7 @@ def test_frequent_words_are_read_less_often_on_a_gpu_too(data: Path, monkeypatch
         seen_N += np.bincount(text.words.numpy(), minlength=len(seen_N))
         return 0, 1
 
-    monkeypatch.setattr(vectors, "learn_windows", only_counted)
+    monkeypatch.setattr(learners, "learn_windows", only_counted)
     with ThreadPoolExecutor(2) as pool:
         for number in range(learner.steps):
             learner.step(number, pool)

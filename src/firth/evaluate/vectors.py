@@ -68,7 +68,7 @@ def model_of(vectors: WordVectors) -> Model:
 
     Text is made lower case where all words of the vectors are. Of a word that stands there twice the first one counts.
     """
-    from firth.train.vectors import as_model  # which loads numba
+    from firth.train.learners import as_model  # which loads numba
 
     tokenizer = word_tokenizer(vectors.words, lowercase=all(word == word.lower() for word in vectors.words))
     vectors_ND = np.zeros((tokenizer.vocab.size, vectors.vectors_ND.shape[1]), np.float32)

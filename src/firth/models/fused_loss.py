@@ -50,7 +50,7 @@ def fused_cross_entropy(
 def piece_rows(N: int, P: int) -> int:
     """Rows of a piece: pieces are equally large, and no larger than they may be."""
     pieces = max(1, -(-N * P // PIECE))
-    rows = -(-N // pieces)
+    rows = max(1, -(-N // pieces))
     return rows if pieces == 1 else -(-rows // ROUND) * ROUND
 
 

@@ -15,7 +15,7 @@ import torch
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-_compiled = False  # whether parts are programs of their own now
+_compiled = False  # whether parts are programs of their own now, in all threads: some compute backward
 _programs: dict[Any, Any] = {}  # of those that were called so, by their methods
 
 

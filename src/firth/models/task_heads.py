@@ -113,8 +113,9 @@ class ClassAnswers(Layers):
         return self.cross_entropy(answers, batch.target, "sum")
 
     def cross_entropy(self, logits: Tensor, target: Tensor, reduction: str) -> Tensor:
+        weights = None if self.weights is None else self.weights.float()  # which a twin in bfloat16 has rounded
         return F.cross_entropy(
-            logits.flatten(0, -2).float(), target.flatten(), self.weights, ignore_index=IGNORED, reduction=reduction
+            logits.flatten(0, -2).float(), target.flatten(), weights, ignore_index=IGNORED, reduction=reduction
         )
 
     def call(

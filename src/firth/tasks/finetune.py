@@ -241,15 +241,15 @@ def compiling(recipe: FinetuneRecipe, config: ModelConfig, num_train: int) -> Fi
     """The recipe, which leaves compiling to the machine only where the run is known to be long enough for it.
 
     What goes from place to place is not compiled: a program of a chain of tags has a copy of its step for each place.
-    Any other step that is not compiled is replayed as CUDA graphs, unless layers begin to learn on the way.
+    Any other step that is not compiled is replayed as CUDA graphs on a GPU, unless layers begin to learn on the way.
     """
     examples = min(recipe.shots or num_train, num_train)
     planned = math.ceil((recipe.num_train_epochs or EPOCHS) * examples / recipe.global_batch)
     long = (recipe.max_steps or planned) >= WORTH_COMPILING and not recipe.minutes
     in_turn = config.recurrent is not None or recipe.crf or recipe.bilstm
-    if recipe.compile is None and (in_turn or not long):
+    if recipe.compile is None and not recipe.compile_parts and (in_turn or not long):
         recipe = replace(recipe, compile=False)
-    if recipe.cuda_graphs is None and recipe.compile is False:
+    if recipe.cuda_graphs is None and recipe.compile is False and torch.cuda.is_available():
         changes = in_turn or recipe.unfreeze_every or recipe.weights == "bf16" or recipe.gradient_checkpointing
         recipe = replace(recipe, cuda_graphs=not changes)
     return recipe

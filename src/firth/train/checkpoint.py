@@ -27,6 +27,7 @@ from firth.models import Model, load_weights, read_tensors, write_model
 from firth.models.lora import has_lora
 from firth.models.weights import own_state
 from firth.train.parts import like
+from firth.train.unfreeze import Pace, ever_learning
 
 LEARNED = "learned.safetensors"
 CARRY = "carry.safetensors"
@@ -200,8 +201,8 @@ def _kept(folder: Path, name: str, device: torch.device | str = "cpu") -> dict[s
 
 
 def learned(model: Model) -> dict[str, torch.Tensor]:
-    """What training changes, by our names: all tensors, or those of LoRA and the head where the body is frozen."""
-    wanted = {name for name, p in model.named_parameters() if p.requires_grad or not has_lora(model)}
+    """What training changes at some time, by our names: all tensors, or those of LoRA and the head beside it."""
+    wanted = ever_learning(model, Pace()) if has_lora(model) else {name for name, _ in model.named_parameters()}
     return {name: value.contiguous() for name, value in own_state(model).items() if name in wanted}
 
 

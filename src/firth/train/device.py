@@ -60,7 +60,7 @@ def choose_machine(training: Training, world: World = ALONE) -> Machine:
         torch.set_float32_matmul_precision("high")
     model = getattr(training, "model", None)
     gains = device.type == "cuda" and getattr(model, "recurrent", None) is None  # cuDNN's LSTMs are programs already
-    compiles = gains if training.compile is None else training.compile
+    compiles = gains or training.compile_parts if training.compile is None else training.compile
     if compiles:
         keep_compiled()
     # fsdp gathers the weights of a block before it is computed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,8 @@ def prepared(run: Run) -> Losses:
             return losses
         before_compiling()
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS)
-        if run.machine.parts:
-            return in_parts(losses)
+        if run.machine.parts:  # see `gradients`
+            return losses
         return torch.compile(losses, dynamic=False, mode="reduce-overhead" if run.machine.graphs else None)
 
     if run.training.weights == "bf16":
@@ -80,16 +80,6 @@ def prepared(run: Run) -> Losses:
     losses = program(run.losses or run.model.losses)
     captures = run.machine.graphs and (run.machine.parts or not run.machine.compile)
     return Captured(run.model, losses, run.machine) if captures else losses
-
-
-def in_parts(losses: Losses) -> Losses:
-    """The same, with a program for each kind of block."""
-
-    def call(batch: Any) -> dict[str, torch.Tensor]:
-        with compiled_parts():
-            return losses(batch)
-
-    return call
 
 
 def train_step(
@@ -138,8 +128,13 @@ def gradients(
     counts = counts or all_counts(micro, world)
     while found is None:
         try:
-            found = backward(run, losses_of, halve(micro, run.halvings), counts, step, carry, scale)
+            # backward too: a block that is computed again is the same program then
+            with compiled_parts() if run.machine.parts else nullcontext():
+                found = backward(run, losses_of, halve(micro, run.halvings), counts, step, carry, scale)
         except RuntimeError as e:
+            if type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                reason = " ".join(str(e).split("\n")[:2])
+                raise UserError(f"The step cannot be compiled here: {reason}. Pass --no-compile.") from e
             if not out_of_memory(e):
                 raise
         if world.one_failed(found is None):  # only now is nothing of the failed attempt held any more
@@ -186,7 +181,8 @@ def backward(
             keep_gradients(run.model)
         total += loss.detach()
     if scale is not None:
-        torch._foreach_mul_([local(p.grad) for p in run.model.parameters() if p.grad is not None], 1 / scale)
+        found = [local(p.grad) for p in run.model.parameters() if p.grad is not None]
+        torch._foreach_mul_(found, (1 / scale).to(found[0].device))  # the host's, where weights are kept there
     return total, left
 
 
@@ -207,8 +203,13 @@ def cut_gradients(run: Run) -> torch.Tensor:
 
 
 def hand_over(carry: Carry, left: Carry, bad: torch.Tensor | None) -> None:
-    """Carry on what a step has left; after a bad one what was there before it, or nothing known."""
-    if bad is not None:
+    """Carry on what a step has left; after a bad one what was there before it, or nothing known.
+
+    Always as a copy: a replayed step writes its own over the last one's.
+    """
+    if bad is None:
+        left = {name: value.clone() for name, value in left.items()}
+    else:
         for name, value in left.items():
             before = carry.get(name, value)
             before = before if name in carry and before.shape == value.shape else torch.zeros_like(value)
