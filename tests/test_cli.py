@@ -564,6 +564,15 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
         lambda h, t: ["generate", h["gpt2"], "--prompts", write(t / "p.jsonl", '{"body": "x"}')],
         ["p.jsonl:1", "prompt, source, text"],
     ),
+    "a classifier does not write": (lambda h, t: ["generate", h["tuned"], "The"], ["has no words"]),
+    "a tokenizer for a checkpoint": (
+        lambda h, t: pretrain(h["bert"], h["text"], t, "--vocab-size=300"),
+        ["keeps it", "--vocab-size"],
+    ),
+    "semicolons": (
+        lambda h, t: finetune(h, t, dev=write(t / "c.csv", "text;label\na cat;cat\n")),
+        ["no column 'text'", "semicolons"],
+    ),
     "prompts not utf-8": (
         lambda h, t: ["generate", h["gpt2"], "--prompts", write(t / "l.txt", b"Caf\xe9 au lait, s'il vous pla\xeet")],
         ["l.txt:1: not UTF-8", "--encoding"],

@@ -16,7 +16,7 @@ from firth.models import PRESETS, load_model
 from firth.models.config import Buckets
 from firth.objectives import NAMED
 from firth.plain import to_plain
-from firth.train import Recipe, load_recipe
+from firth.train import Recipe, load_recipe, read_log
 from firth.train.pretrain import first_model
 from firth.verbs import all_changes, ask, find_model, flatten, same_source
 
@@ -391,3 +391,18 @@ def test_a_named_objective_brings_what_it_needs(home: Path, tmp_path: Path) -> N
     with pytest.raises(UserError, match=r"Unknown objective 'spann'. Did you mean 'span'\?"):
         firth.pretrain("bert-tiny", home / "shards", tmp_path / "other", objective="spann", **SIZES)
     assert {m["name"]: m["objective"] for m in firth.models()}["t5-tiny"] == "span-corruption"
+
+
+def test_a_model_that_goes_on_reads_other_rows_first(home: Path, tmp_path: Path) -> None:
+    """With the seed of the run before it would read the same once more; one that is named stands."""
+    runs = [home / "run"]
+    for name in ("again", "more"):
+        firth.pretrain(runs[-1] / "final", home / "shards", tmp_path / name, **SIZES)
+        runs.append(tmp_path / name)
+    firth.pretrain(runs[0] / "final", home / "shards", tmp_path / "named", seed=0, **SIZES)
+    runs.append(tmp_path / "named")
+    assert [load_recipe(run / "recipe.yaml", Recipe).seed for run in runs] == [0, 1, 2, 0]
+    data = [read_log(run / "log.jsonl")[0]["data"] for run in runs]
+    assert len(set(data[:3])) == 3
+    assert data[3] == data[0]
+    firth.pretrain(runs[0] / "final", home / "shards", tmp_path / "again", resume=True, **SIZES)

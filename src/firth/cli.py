@@ -125,7 +125,12 @@ def finish(result: Mapping[str, Any], as_json: bool, title: str) -> None:
     if as_json:
         show_json(result)
         return
-    rows = [(name, readable(value)) for name, value in result.items()]
+    rows = list[tuple[str, str]]()
+    for name, value in result.items():
+        if isinstance(value, dict) and any(isinstance(part, list) for part in value.values()):
+            rows += [(f"{name}: {key}", readable(part)) for key, part in value.items()]
+        else:
+            rows.append((name, readable(value)))
     show_table(title, ["", ""], rows)
 
 

@@ -540,7 +540,7 @@ def earlier_choices(folder: Path) -> dict[str, Any]:
     """How a run learns that was begun in this folder, perhaps by a version with other defaults."""
     file = folder / "recipe.yaml"
     stored = read_yaml(file) if file.is_file() else {}
-    return {name: stored[name] for name in ("optim", "learning_rate", "warm_start") if name in stored}
+    return {name: stored[name] for name in ("optim", "learning_rate", "warm_start", "seed") if name in stored}
 
 
 def take_order(
@@ -562,7 +562,7 @@ def take_order(
     model_config, checkpoint = find_model(model)
     named = {"output_dir": str(output_dir), "checkpoint": str(checkpoint or ""), "data": "", "tokenizer": ""}
     changes = all_changes(config, {**options, "objective": named_objective(objective)}, overrides, named)
-    first = {} if checkpoint is None else gentle(model_config)
+    first = {} if checkpoint is None else {**gentle(model_config), **next_seed(checkpoint)}
     recipe = changed(pretraining(model_config), {**first, **(earlier or {}), **changes})
     recipe.check()
     check_held_out(making.held_out)
@@ -570,6 +570,8 @@ def take_order(
     given = tokenizer or checkpoint
     if tokenizer and checkpoint and load_tokenizer(tokenizer).fingerprint != load_tokenizer(checkpoint).fingerprint:
         raise UserError(f"{tokenizer} is not the tokenizer that {checkpoint} has learned. Leave --tokenizer out.")
+    if checkpoint and (making.vocab_size or making.lowercase):
+        raise UserError(f"{checkpoint} has a tokenizer, and keeps it. Leave --vocab-size and --lowercase out.")
     mixed = mixed_shards(sources)
     if recipe.mixing != Mix() and not mixed:
         raise UserError("A mix is of several shards, each with a name: --data a=shardsA --data b=shardsB.")
@@ -579,6 +581,13 @@ def take_order(
     text = take_text(sources, given, making, new, "salient" in recipe.objective.bits, list(mixed.values()))
     own_vocabulary = checkpoint is not None or "model.vocab_size" in changes
     return Order(recipe, own_vocabulary, text, mixed)
+
+
+def next_seed(checkpoint: Path) -> dict[str, int]:
+    """A seed for a model that goes on learning: with that of its own run it would read the same rows once more."""
+    stored = checkpoint.absolute().parent / "recipe.yaml"
+    seed = read_yaml(stored).get("seed") if stored.is_file() else None
+    return {"seed": seed + 1} if isinstance(seed, int) else {}
 
 
 def mixed_shards(sources: Sequence[str | Path]) -> dict[str, str]:

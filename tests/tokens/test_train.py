@@ -239,3 +239,11 @@ def test_choices_that_a_kind_does_not_have() -> None:
 def test_a_vocabulary_without_room(kind: str) -> None:
     with pytest.raises(UserError, match="A vocabulary of 5 tokens is too small"):
         train_tokenizer(TEXTS, kind, 5)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "byte-bpe", "wordpiece", "unigram"])
+def test_a_word_without_end_is_learned_from_in_pieces(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in a damaged file: a merge goes through all of a word, and 300,000 letters would take hours."""
+    tokenizer = train_tokenizer(["the cat sat on the mat " * 50, "abcdefghij" * 30_000], kind, 300)
+    assert "1 word of more than 1,000 characters" in capsys.readouterr().err
+    assert tokenizer.decode(tokenizer.encode("the cat")).strip() == "the cat"

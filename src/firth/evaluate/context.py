@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from firth.console import progress
+from firth.console import progress, say
 from firth.errors import UserError, nearest
 from firth.evaluate.asking import BATCH_TOKENS, padding
 from firth.evaluate.embed import Layer, Reading, by_length, check_layer, layer_states, unit, words_in_texts
@@ -78,6 +78,8 @@ def compare_contexts(
     if len(places) < 2:
         raise UserError(f"{word!r} stands in one place only. Give two or more texts that have the word.")
     candidates = words_of(among)
+    if len(candidates) == MOST:
+        say(f"the nearest are looked for among the first {MOST:,} words of that text")
     return {
         "word": word,
         "texts": list(texts),

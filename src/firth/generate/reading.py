@@ -19,7 +19,7 @@ from firth.generate.record import Recorded
 from firth.generate.room import FIRST_ROOM, tell_length
 from firth.models import Decoder, EncoderDecoder, LMHead, Model, Stack, ends_of, framing
 from firth.models.cache import Cache, can_cache
-from firth.models.config import AWDLSTM, BAG
+from firth.models.config import AWDLSTM, BAG, ELMo
 from firth.objectives import Batch
 from firth.tokens import Tokenizer
 
@@ -259,9 +259,11 @@ def tokenizer_of(model: Model) -> Tokenizer:
 
 def check_writes(model: Model) -> tuple[int, ...]:
     """The end tokens of a model that writes text; a UserError says why another one cannot."""
+    check_words(model)
+    if isinstance(model.config.recurrent, ELMo):
+        raise UserError("ELMo reads a text both ways, and does not write one. Take a decoder such as gpt2.")
     if model.config.shape == "encoder":
         raise UserError("An encoder does not write text. It can fill blanks: firth fill CHECKPOINT 'The ___ is red.'")
-    check_words(model)
     return ends_of(model, tokenizer_of(model).vocab)
 
 

@@ -164,6 +164,8 @@ def value_in(record: Mapping[str, Any], role: str, column: str, where: str) -> A
         there = ", ".join(str(name)[:40] for name in record) or "none"
         close = get_close_matches(column, map(str, record), n=1)
         hint = f"Name the right one: --columns {role}={close[0] if close else 'NAME'}."
+        if len(record) == 1 and ";" in there:
+            hint = "It looks separated by semicolons: save it with commas (.csv) or tabs (.tsv)."
         raise NoColumn(f"{where}: no column {column!r}; there are: {there}. {hint}", tuple(map(str, record)))
     return record[column]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import re
 import threading
 import time
 import unicodedata
@@ -35,6 +36,8 @@ PASSAGE = 1 << 16  # characters: a longer text is sampled in parts
 # What learning takes for each byte of text: measured on some megabytes of documentation, rounded up. Longer texts have
 # fewer new words and take less; a text in which every word is new takes up to three times as much.
 MEMORY = {"BPE": 40, "WordPiece": 40, "Unigram": 150, "WordLevel": 20}
+LONGEST = 1000  # characters: longer words are learned from in pieces, as a merge goes through all of a word
+LONG = re.compile(rf"\S{{{LONGEST + 1},}}")
 MAX_TEXT = 8e9  # bytes: the library counts pairs in 32 bits
 BYTES = tuple(f"<0x{i:02X}>" for i in range(256))  # of byte fallback
 
@@ -110,15 +113,28 @@ def learn(
     first = next((text for text in stream if text.strip()), None)
     if first is None:
         raise UserError("There is no text to learn a tokenizer from.")
-    stream = chain([first], stream)
+    long = Counter[str]()
+    stream = (short_words(text, long) for text in chain([first], stream))
     if max_memory is not None:
         stream = sample(stream, max_memory // MEMORY[model], seed)
     with heartbeat(f"learning a {kind} vocabulary") as beat:
         learned = LEARNERS[model](plan, beat.after(stream), room, beat.note)
     backend = assemble(plan, learned)
+    if long["cut"]:
+        say(f"{count(long['cut'], 'word')} of more than {LONGEST:,} characters: they were learned from in pieces.")
     if (size := backend.get_vocab_size()) < vocab_size:
-        say(f"The text gives {size:,} tokens, fewer than the {vocab_size:,} asked for.")
+        say(f"The text gives {size:,} tokens: fewer than there is room for ({vocab_size:,}).")
     return backend
+
+
+def short_words(text: str, long: Counter[str]) -> str:
+    """A text in which no word is so long that learning would take forever; those that were cut are counted."""
+
+    def cut(match: re.Match[str]) -> str:
+        long["cut"] += 1
+        return " ".join(match[0][i : i + LONGEST] for i in range(0, len(match[0]), LONGEST))
+
+    return LONG.sub(cut, text) if len(text) > LONGEST else text
 
 
 def require(room: int, need: int, plan: Plan, what: str) -> None:
