@@ -1,7 +1,8 @@
 """Parts of a model that are compiled one by one: a block once for all that are alike, in place of the step as a whole.
 
 A program of the whole step is traced layer by layer, and what a compiler does grows with the layers: half a minute or
-more for twelve. Those of the parts are ready in a fraction of that, and the GPU has as much to do.
+more for twelve. Those of the parts are ready in a fraction of that, and a little slower (docs/results.md): what goes
+from block to block is written and read once more.
 """
 
 from __future__ import annotations

@@ -67,17 +67,17 @@ def choose_machine(training: Training, world: World = ALONE) -> Machine:
     parts = compiles and (training.compile_parts or world.kind == "fsdp")
     # what is in a graph's memory does not outlive the next replay: neither gradients nor what a model remembers
     one = training.gradient_accumulation_steps == 1 and not getattr(training, "memory", 0)
-    graphs = (one and compiles if training.cuda_graphs is None else training.cuda_graphs) and device.type == "cuda"
-    if training.cuda_graphs and not graphs:
-        say("no CUDA graphs: there is no CUDA device")
-    if training.cuda_graphs and graphs and (why := no_graphs(training, compiles and not parts, world)):
+    why = no_graphs(training, device, compiles and not parts, world)
+    if training.cuda_graphs and why:
         say(f"no CUDA graphs: {why}")
-    graphs = graphs and not no_graphs(training, compiles and not parts, world)
+    graphs = (one and compiles if training.cuda_graphs is None else training.cuda_graphs) and not why
     return Machine(device, bf16, compiles, graphs, fp16, world, parts)
 
 
-def no_graphs(training: Training, program: bool, world: World) -> str:
+def no_graphs(training: Training, device: torch.device, program: bool, world: World) -> str:
     """Why the steps, a `program` each or not, cannot be replayed as CUDA graphs; nothing where they can."""
+    if device.type != "cuda":
+        return "there is no CUDA device"
     if world is not ALONE:
         return "what several processes say to each other is in none"
     if program:

@@ -12,10 +12,7 @@ from zlib import crc32
 from firth.console import count, say
 from firth.errors import UserError
 from firth.files import MANIFEST, damage, read_json
-from firth.tokens import (
-    MixedShards,
-    Prepared,
-)
+from firth.tokens import MixedShards, Prepared
 from firth.train.checkpoint import list_checkpoints, remove_folder
 from firth.train.log import Log, read_log
 from firth.train.recipe import Recipe, Training, differences, save_recipe
