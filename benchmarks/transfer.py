@@ -108,6 +108,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--shots", type=int, default=0, help="labels of a task; 0 takes all")
     parser.add_argument("--steps", type=int, default=0, help="of every task; 0: its own number")
     parser.add_argument("--rates", default="0", help="of fine-tuning, by commas; 0 is the default of the model")
+    parser.add_argument("--within", type=float, default=math.inf, help="seconds; no second rate is tried after them")
     parser.add_argument("--pool", default="auto", help="an encoder's answer about a text: from cls or mean")
     parser.add_argument("--jobs", type=int, default=1, help="tasks that are learned at once")
     parser.add_argument("--longest", type=int, default=512)
@@ -152,7 +153,12 @@ def main(words: Sequence[str] | None = None) -> None:
             scores["blimp"] = pairs
             rows.append(("blimp sample", "accuracy", f"{100 * pairs['metrics']['accuracy']:.1f}", "", ""))
         tried: list[dict[str, Any]] = []
-        for (name, way, rate), found in at_once(finetune, recipes.items(), options.jobs, Path(folder) / "log.txt"):
+        in_time = (
+            (key, recipe)
+            for key, recipe in recipes.items()
+            if key[2] == rates[0] or time.monotonic() - began < options.within
+        )
+        for (name, way, rate), found in at_once(finetune, in_time, options.jobs, Path(folder) / "log.txt"):
             tried.append({"task": name, "way": way, "rate": rate, "mean": found["mean"], "std": found["std"]})
             best = scores[name].get(way, {}).get("mean", math.nan)
             if math.isnan(best) or found["mean"] > best:

@@ -125,7 +125,8 @@ def test_the_optimizer_is_the_models_unless_named() -> None:
         assert pretraining(preset(f"{name}-tiny")).optim == optim
     usual = pretraining(preset("bert-tiny"))
     named = changed(usual, {"optim": "adamw"})
-    assert (named.optim, named.learning_rate) == ("adamw", 1e-3)
+    assert (named.optim, named.learning_rate, named.weight_decay) == ("adamw", 1e-3, 0.01)
+    assert (usual.weight_decay, changed(usual, {"weight_decay": 0.5}).weight_decay) == (0.2, 0.5)
     in_parts = changed(usual, {"parallel": "fsdp"})
     assert (in_parts.optim, in_parts.learning_rate) == ("adamw", 1e-3)
     in_parts.check()

@@ -46,19 +46,20 @@ def pretraining(model: ModelConfig, **fields: Any) -> Recipe:
     objective = NAMED[default_objective(model)]
     optim = fields.get("optim") or optimizer(model, fields.get("parallel", "none"))
     model = replace(model, extras=model.extras or usual_extras(model))
-    usual = {"optim": optim, "learning_rate": rate(model, optim), **usual_rows(model)}
+    usual = {"optim": optim, "learning_rate": rate(model, optim), "weight_decay": decay(optim), **usual_rows(model)}
     recipe = complete(Recipe(**{"model": model, "objective": objective} | usual | fields))
     return recipe if "warm_start" in fields else replace(recipe, warm_start=first_embeddings(recipe))
 
 
 def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """The recipe with these fields; the rate, unless it is one of them, is that of the model as they make it."""
+    """The recipe with these fields; rate and decay, unless they are named, are those of the model as they make it."""
     new = override(recipe, changes)
     if "optim" not in changes:
         new = replace(new, optim="adamw" if new.teacher else optimizer(new.model, new.parallel))
     if "warm_start" not in changes:
         new = replace(new, warm_start=first_embeddings(new))
-    return complete(new if "learning_rate" in changes else replace(new, learning_rate=rate(new.model, new.optim)))
+    usual = {"learning_rate": rate(new.model, new.optim), "weight_decay": decay(new.optim)}
+    return complete(replace(new, **{name: value for name, value in usual.items() if name not in changes}))
 
 
 def first_embeddings(recipe: Recipe) -> Literal["none", "ppmi"]:
@@ -151,6 +152,15 @@ def rate(model: ModelConfig, optim: str) -> float:
         highest, power = {"encoder": 3e-3, "decoder": 2e-3, "encoder-decoder": 3e-3}[model.shape], 0.75
         highest = highest if model.norm_first else 1e-3
     return narrowed(highest, model, power)
+
+
+def decay(optim: str) -> float:
+    """How fast weights are drawn to zero, as a part of the rate.
+
+    Muon's steps are all of one size, and so its weights grow for as long as nothing holds them, until a fine-tuning
+    hardly moves them any more (docs/results.md).
+    """
+    return 0.2 if optim == "muon" else 0.01
 
 
 def narrowed(highest: float, model: ModelConfig, power: float) -> float:
