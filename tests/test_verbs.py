@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 
 import firth
 from firth.errors import UserError
+from firth.evaluate import write_card
 from firth.files import read_json, write_json
 from firth.models import PRESETS, load_model
 from firth.models.config import Buckets
@@ -288,13 +290,38 @@ def test_evaluations_lie_beside_the_checkpoint(home: Path, tmp_path: Path) -> No
     other = tmp_path / "other" / "d.jsonl"
     other.parent.mkdir()
     other.write_text(data.read_text())
-    with pytest.raises(UserError, match=r"has the scores of .*d.jsonl. Name another --output-dir"):
-        firth.evaluate(tmp_path / "tuned" / "final", data=other)
+    again = firth.evaluate(tmp_path / "tuned" / "final", data=other)
+    assert Path(again["report"]).parent == tmp_path / "tuned" / "evaluate-classify-d.jsonl-2", "another file's"
     # which does not stand in the way of going on with the run
     again = firth.finetune(
         home / "run" / "final", "classify", data, data, tmp_path / "tuned", max_steps=1, seeds=1, resume=True
     )
     assert again["mean"] == pytest.approx(found["metrics"]["accuracy"])
+
+
+def test_no_evaluation_replaces_another(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(home / "run" / "final", tmp_path / "run" / "final")
+    data = tmp_path / "pairs.jsonl"
+    data.write_text('{"good": "the cat sat", "bad": "cat the sat"}\n')
+
+    def scores(**settings: Any) -> str:
+        found = firth.evaluate(tmp_path / "run" / "final", "minimal-pairs", data, **settings)
+        return Path(found["predictions"]).parent.name
+
+    name = "evaluate-minimal-pairs-pairs.jsonl"
+    assert [scores(), scores()] == [name, name], "the same again"
+    assert "stays" not in capsys.readouterr().err
+    first = (tmp_path / "run" / name / "results.json").read_text()
+    assert scores(method="within-word-l2r") == f"{name}-2"
+    assert f"{name} has other results, and stays: these are in" in capsys.readouterr().err
+    data.write_text('{"good": "the dog sat", "bad": "dog the sat"}\n')
+    assert [scores(), scores()] == [f"{name}-3"] * 2
+    assert (tmp_path / "run" / name / "results.json").read_text() == first
+    card = write_card(tmp_path / "run" / "final", overwrite=True).read_text()
+    assert all(f"| {row} | accuracy |" in card for row in ("pairs.jsonl", f"pairs.jsonl ({name}-2)"))
+    assert scores(overwrite=True) == name
+    assert read_json(tmp_path / "run" / name / "results.json")["data"] == str(data)
+    assert "dog" in (tmp_path / "run" / name / "report.html").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -771,7 +771,9 @@ def evaluate(
     documents: str = "auto",
     **settings: Any,
 ) -> dict[str, Any]:
-    """Score a checkpoint on a file; predictions go to `output_dir` (beside the checkpoint unless said).
+    """Score a checkpoint on a file; predictions go to `output_dir`.
+
+    Unless said that is a folder beside the checkpoint; where one has other results already, it has a number.
 
     `task` is what the checkpoint was fine-tuned for unless said. `settings` are what the task can be told, such as
     `stride` for perplexity.
@@ -781,14 +783,10 @@ def evaluate(
         raise UserError(f"Which file is the task {task} scored on? Name it with --data.")
     if isinstance(data, Sequence) and not isinstance(data, str) and len(data) == 1:
         data = data[0]
-    others = list(settings.get("together") or ())
-    name = f"{task}-{short_name(data)}" + "-together" * bool(others)
+    name = f"{task}-{short_name(data)}" + "-together" * bool(settings.get("together"))
     place = Path(output_dir) if output_dir else beside(checkpoint, name)
-    if output_dir is None and not overwrite:
-        check_earlier(place, checkpoint, data, others)
-    overwrite = overwrite or output_dir is None
     settings = {"columns": columns, "overwrite": overwrite, "encoding": encoding, "documents": documents} | settings
-    return evaluate_checkpoint(checkpoint, task, data, place, **settings)
+    return evaluate_checkpoint(checkpoint, task, data, place, numbered=output_dir is None, **settings)
 
 
 def tuned_task(checkpoint: str | Path) -> str:
@@ -812,23 +810,6 @@ def beside(checkpoint: str | Path, name: str) -> Path:
     folder = Path(checkpoint)
     parent = folder.parent if folder.name not in ("", "..") else folder.absolute().parent
     return parent / f"evaluate-{name}"
-
-
-def check_earlier(place: Path, checkpoint: str | Path, data: Any, others: Sequence[str | Path]) -> None:
-    """Refuse to replace the scores of another file or checkpoint that happen to have the same name."""
-    if not (place / "results.json").is_file():
-        return
-    before = read_json(place / "results.json")
-    now: dict[str, Any] = {"checkpoint": str(checkpoint), "together": list(map(str, others))}
-    now["data"] = str(data) if isinstance(data, str | Path) else list(map(str, data))
-    if other := [str(before.get(name)) for name in now if not same_files(before.get(name), now[name])]:
-        raise UserError(f"{place} has the scores of {other[0]}. Name another --output-dir, or pass --overwrite.")
-
-
-def same_files(a: Any, b: Any) -> bool:
-    """Whether two names, or two lists of names, mean the same files."""
-    first, second = ([x] if isinstance(x, str) else list(x or ()) for x in (a, b))
-    return [Path(x).absolute() for x in first] == [Path(x).absolute() for x in second]
 
 
 def evaluate_suite(

@@ -86,7 +86,7 @@ def make_card(folder: Path) -> str:
     tokenizer = load_tokenizer(folder)
     facts = found(folder / TASK_FILE)
     recipe = read_recipe(run / "recipe.yaml")
-    scores = list(all_scores(run, recipe))
+    scores = list(all_scores(folder, recipe))
     sections = {
         "Model": about_model(config, tokenizer, facts),
         "Intended use": about_use(config, facts),
@@ -179,8 +179,9 @@ def about_training(recipe: Mapping[str, Any], results: Mapping[str, Any]) -> str
     return as_table(["", ""], rows) if rows else FILL_IN
 
 
-def all_scores(run: Path, recipe: Mapping[str, Any]) -> Iterator[Scores]:
-    """The scores of the model in the run itself, and in every evaluation beside it, by the name of the data."""
+def all_scores(folder: Path, recipe: Mapping[str, Any]) -> Iterator[Scores]:
+    """The scores of a model in its run, and in every evaluation of it there, by the name of the data."""
+    run, seen = folder.absolute().parent, set[str]()
     results = found(run / "results.json")
     if "metric" in results:
         names = dict.fromkeys([results["metric"], *results["scores"][0]])
@@ -193,9 +194,11 @@ def all_scores(run: Path, recipe: Mapping[str, Any]) -> Iterator[Scores]:
         yield Scores("held-out documents", {"eval_loss": results["eval_loss"]}, {})
     for path in sorted(run.glob("evaluate-*/results.json")):
         other = found(path)
-        if other.get("metrics"):
+        if other.get("metrics") and Path(other.get("checkpoint", folder)).name == folder.name:
             here = {name: x for name, x in other["metrics"].items() if x is not None}
-            yield Scores(Path(str(other.get("data", path.parent.name))).name, here, {})
+            data = Path(str(other.get("data", path.parent.name))).name
+            yield Scores(f"{data} ({path.parent.name})" if data in seen else data, here, {})
+            seen.add(data)
 
 
 def about_scores(scores: Sequence[Scores]) -> str:

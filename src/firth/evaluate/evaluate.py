@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from firth.evaluate.ngram import NgramScorer
 from firth.evaluate.outcome import Outcome
 from firth.evaluate.report import write_report
 from firth.evaluate.vectors import analogy, word_similarity, word_vectors
-from firth.files import fresh_folder, read_json, refuse_unwritable, write_results
+from firth.files import fresh_folder, read_json, refuse_unwritable, without_nan, write_results, write_text
 from firth.metrics import score
 from firth.models import load_model
 from firth.models.ngram import is_ngram
-from firth.tasks import TASK_FILE, TASKS, Prediction, make_task, write_predictions
+from firth.tasks import TASK_FILE, TASKS, Prediction, lines_of, make_task
 from firth.text import Corpus, Example, read_labelled
 from firth.train import Training, choose_machine
 
@@ -39,6 +40,7 @@ ZERO_SHOT: dict[str, tuple[Callable[..., Outcome], tuple[str, ...]]] = {
 OF_TEXT = ("perplexity", "pseudo-likelihood")  # read plain text, not labelled examples
 STATIC = ("word-similarity", "analogy")  # ask word vectors
 FROM_FILES = (*STATIC, "word-in-context")  # take a file of word vectors too
+NAMES = ("checkpoint", "data", "together")  # of files, in the results
 IN_THE_TEXTS = ("lm", "embed")  # are scored without further answers: on what is said, on which texts belong together
 EVALUATIONS = tuple(sorted({*TASKS, *ZERO_SHOT, *OF_TEXT}))
 
@@ -53,19 +55,20 @@ def evaluate(
     overwrite: bool = False,
     encoding: str = "utf-8",
     documents: str = "auto",
+    numbered: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Score a checkpoint on a file: one that was fine-tuned for the task, or any one where the task needs no training.
 
     `metrics` are the scores, and the rest says how they came about. `settings` are what the task can be told (see
     ZERO_SHOT); None means left out. A file without answers gives predictions and no scores. Writes results.json,
-    predictions.jsonl and report.html to `output_dir`.
+    predictions.jsonl and report.html to `output_dir`; with `numbered` to a folder beside it where it has other results.
     """
     checkpoint, folder = Path(checkpoint), Path(output_dir)
     settings = {name: value for name, value in settings.items() if value is not None}
     facts = task_facts(checkpoint)
     check_order(checkpoint, task, facts, settings)
-    if not overwrite:
+    if not overwrite and not numbered:
         fresh_folder(folder, "--output-dir")
     refuse_unwritable(folder)
     if task in OF_TEXT:
@@ -89,7 +92,7 @@ def evaluate(
         say(sentence)
     if not outcome.metrics:
         say("The file has no answers: there are predictions, and no scores.")
-    return save(folder, checkpoint, task, data, examples, outcome)
+    return save(folder, checkpoint, task, data, examples, outcome, numbered and not overwrite)
 
 
 def task_facts(checkpoint: Path) -> dict[str, Any]:
@@ -190,11 +193,16 @@ def joined(
 
 
 def save(
-    folder: Path, checkpoint: Path, task: str, data: Any, examples: Sequence[Example], outcome: Outcome
+    folder: Path,
+    checkpoint: Path,
+    task: str,
+    data: Any,
+    examples: Sequence[Example],
+    outcome: Outcome,
+    numbered: bool = False,
 ) -> dict[str, Any]:
     """Write what was found; the result of the verb."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_predictions(folder / "predictions.jsonl", examples, outcome.predictions)
+    lines = lines_of(examples, outcome.predictions)
     result = {
         "task": task,
         "checkpoint": str(checkpoint),
@@ -202,9 +210,43 @@ def save(
         "examples": len(examples),
         "metrics": dict(outcome.metrics),
         **outcome.facts,
-        "predictions": str(folder / "predictions.jsonl"),
-        "report": str(folder / "report.html"),
     }
+    folder = free_folder(folder, result, lines) if numbered else folder
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "predictions.jsonl", lines)
+    result |= {"predictions": str(folder / "predictions.jsonl"), "report": str(folder / "report.html")}
     write_report(folder / "report.html", result, examples, outcome.predictions)
     write_results(folder / "results.json", result)
     return result
+
+
+def free_folder(folder: Path, result: Mapping[str, Any], lines: str) -> Path:
+    """The first of NAME, NAME-2, NAME-3 ... in which nothing is, or just these results. Another than NAME is said."""
+    place, number = folder, 1
+    while not is_free(place) and not same_results(place, result, lines):
+        number += 1
+        place = folder.with_name(f"{folder.name}-{number}")
+    if place != folder:
+        say(f"{folder} has other results, and stays: these are in {place}. --overwrite replaces the others.")
+    return place
+
+
+def is_free(place: Path) -> bool:
+    return not place.exists() or (place.is_dir() and not any(place.iterdir()))
+
+
+def same_results(place: Path, result: Mapping[str, Any], lines: str) -> bool:
+    """Whether a folder has just these results, of the same files."""
+    results, predictions = place / "results.json", place / "predictions.jsonl"
+    if not results.is_file() or not predictions.is_file():
+        return False
+    before, now = read_json(results), json.loads(json.dumps(without_nan(result)))
+    same_names = all(same_files(before.pop(name, None), now.pop(name, None)) for name in NAMES)
+    same_scores = all(before.get(name) == value for name, value in now.items())
+    return same_names and same_scores and predictions.read_text(encoding="utf-8") == lines
+
+
+def same_files(a: Any, b: Any) -> bool:
+    """Whether two names, or two lists of names, mean the same files."""
+    first, second = ([x] if isinstance(x, str) else list(x or ()) for x in (a, b))
+    return [Path(x).absolute() for x in first] == [Path(x).absolute() for x in second]

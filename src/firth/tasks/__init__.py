@@ -4,7 +4,7 @@ from firth.tasks.finetune import finetune
 from firth.tasks.make import TASK_FILE, TASKS, make_task
 from firth.tasks.prompts import prompts_for, usual_settings
 from firth.tasks.recipe import FinetuneRecipe
-from firth.tasks.results import metric_names, read_predictions, write_predictions
+from firth.tasks.results import lines_of, metric_names, read_predictions, write_predictions
 from firth.tasks.task import Prediction, Task
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Prediction",
     "Task",
     "finetune",
+    "lines_of",
     "make_task",
     "metric_names",
     "prompts_for",

@@ -183,13 +183,17 @@ def guesses(name: str, train: Sequence[Example], dev: Sequence[Example]) -> list
 
 
 def write_predictions(path: Path, examples: Sequence[Example], predictions: Sequence[Prediction]) -> None:
+    write_text(path, lines_of(examples, predictions))
+
+
+def lines_of(examples: Sequence[Example], predictions: Sequence[Prediction]) -> str:
     """One object per example, in order."""
     lines = []
     for e, p in zip(examples, predictions, strict=True):
         line: dict[str, Any] = {"id": e.id, "prediction": p.prediction, "reference": e.target}
         line |= {"scores": p.scores} if p.scores else {}
         lines.append(json.dumps((p.extra or {}) | line, ensure_ascii=False))
-    write_text(path, "\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
 
 
 def read_predictions(path: Path) -> list[dict[str, Any]]:
