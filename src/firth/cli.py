@@ -706,7 +706,8 @@ def finetune(
     train: Annotated[
         str,
         typer.Option(
-            help="Labelled file to learn from (.jsonl, .json, .tsv, .csv, .conll, also compressed), or pydocs.",
+            help="Labelled file to learn from (.jsonl, .json, .tsv, .csv, .conll, for lm also .txt; plain or "
+            "compressed), or pydocs.",
             rich_help_panel=DATA,
         ),
     ] = "",

@@ -211,6 +211,17 @@ def test_from_a_file_to_scores(checkpoint_of: Any, tmp_path: Path) -> None:
     assert text == "<|endoftext|><|user|> I saw the cat<|assistant|>"
 
 
+def test_from_plain_text_to_scores(checkpoint_of: Any, tmp_path: Path) -> None:
+    file = tmp_path / "train.txt"
+    file.write_text("\n\n".join(f"I saw the {a} near the {p}" for a in ANIMALS for p in PLACES))
+    fields: dict[str, Any] = {"checkpoint": str(checkpoint_of("gpt2")), "task": "lm", "max_seq_length": 32, "seeds": 1}
+    fields |= {"train": str(file), "dev": str(file), "output_dir": str(tmp_path / "run"), "max_steps": 2}
+    result = finetune(FinetuneRecipe(**fields))
+    again = evaluate(tmp_path / "run" / "final", "lm", file, tmp_path / "scores")
+    assert again["examples"] == len(ANIMALS) * len(PLACES)
+    assert again["metrics"]["perplexity"] == pytest.approx(result["mean"], rel=1e-4)
+
+
 def test_what_looks_special_is_said() -> None:
     example = Example(0, ("user", "a <|assistant|> cat", "assistant", "dog"))
     task, _ = made("llama", [example])

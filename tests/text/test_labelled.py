@@ -153,6 +153,13 @@ def test_lines_of_objects_may_be_called_json(tmp_path: Path) -> None:
     assert [e.target for e in read_labelled(path, "classify")] == ["x", "y"]
 
 
+def test_plain_text_for_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "a.txt.gz", "one\ntwo\n\n\nthree\n")
+    assert read_labelled(path, "lm") == [Example(1, ("text", "one\ntwo")), Example(5, ("text", "three"))]
+    assert "2 documents: a.txt.gz split on blank lines" in capsys.readouterr().err
+    assert ".json, .txt, plain or as" in refusal(write(tmp_path / "a.pdf", "x"), "lm")
+
+
 def test_analogies_as_their_makers_wrote_them(tmp_path: Path) -> None:
     path = write(tmp_path / "questions-words.txt", ": capitals\nAthens Greece Oslo Norway\n")
     assert read_labelled(path, "analogy") == [
@@ -349,6 +356,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "column 'messages' has no text for the role and the content of message 1.",
     ),
     ("lm", {"prompt": "a"}, "no column 'response'; there are: prompt."),
+    (
+        "lm",
+        {"Text": "a"},
+        "no column 'messages', nor 'prompt' and 'response', nor 'text'; there are: Text. Name",
+    ),
     ("text-to-text", {"source": "a", "target": ""}, "column 'target' is empty."),
     ("analogy", {"a": "x", "b": "y", "c": "v"}, "no column 'd'; there are: a, b, c."),
 ]
@@ -361,6 +373,7 @@ def test_wrong_values(tmp_path: Path, task: str, row: dict[str, Any], message: s
 
 
 def test_the_nearest_column_is_named(tmp_path: Path) -> None:
+    assert refusal(write(tmp_path / "a.jsonl", '{"Text": "x"}'), "lm").endswith("--columns text=Text.")
     path = write(tmp_path / "a.csv", "Text,label\nx,y\n")
     assert "no column 'text'; there are: Text, label. Name the right one: --columns text=Text." in refusal(path)
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from firth.console import count
 from firth.errors import UserError
 from firth.text.kinds import Example
+from firth.text.records import value_in
 from firth.text.row import Row, listed
 from firth.text.squad import span_qa
 from firth.text.words import find_word
@@ -120,6 +121,8 @@ def text_to_text(row: Row) -> Example:
 
 def lm(row: Row) -> Example:
     form = row.first("messages", "prompt", "text")
+    if form == "messages" and not row.named(form):
+        value_in(row.record, "text", form, row.where, ", nor 'prompt' and 'response', nor 'text'")
     if form == "messages":
         return row.example(tuple(part for message in the_messages(row) for part in message))
     if form == "prompt":

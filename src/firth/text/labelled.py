@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from firth.console import count
+from firth.console import count, say
 from firth.errors import UserError, nearest
 from firth.text import pydocs
 from firth.text.clean import repair
 from firth.text.conll import conll_records
+from firth.text.corpus import Corpus
 from firth.text.examples import TASKS
 from firth.text.glue import glue_records, glue_task
 from firth.text.kinds import Example as Example
@@ -23,6 +24,7 @@ from firth.text.squad import squad_records
 from firth.text.superglue import superglue_records, superglue_task
 
 COLUMN_FILES = (".txt", ".conll", ".bio", ".iob")
+MORE_FILES = {"tag": COLUMN_FILES, "lm": (".txt",)}  # that a task takes beside tables
 
 
 def read_labelled(
@@ -156,12 +158,22 @@ def file_records(path: Path, task: str, encoding: str) -> Records:
         return analogy_records(path, encoding)
     if task == "word-similarity" and (kind == ".txt" or (kind == ".tsv" and names_no_columns(path, encoding))):
         return similarity_records(path, encoding)
+    if kind == ".txt" and task == "lm":
+        return text_records(path, encoding)
     if kind not in READERS:
-        kinds = ", ".join([*READERS, *(COLUMN_FILES if task == "tag" else ())])
+        kinds = ", ".join([*READERS, *MORE_FILES.get(task, ())])
         if path.is_dir():
             raise UserError(f"{path} is a folder, and one file is wanted here: {kinds}, plain or as {PACKINGS}.")
         raise UserError(f"{path}: labelled files are {kinds}, plain or as {PACKINGS}; {kind or 'this'!r} is not.")
     return READERS[kind](path, encoding)
+
+
+def text_records(path: Path, encoding: str) -> Records:
+    """The documents of a plain text, which blank lines end; that is said."""
+    corpus = Corpus(path, "blank-line", encoding=encoding)
+    for document in corpus:
+        yield int(document.source.rpartition(":")[2]), {"text": document.text}
+    say(corpus.describe())
 
 
 def analogy_records(path: Path, encoding: str) -> Records:

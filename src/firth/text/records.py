@@ -158,15 +158,15 @@ class NoColumn(UserError):  # noqa: N818, named for what is wrong
         self.there = there
 
 
-def value_in(record: Mapping[str, Any], role: str, column: str, where: str) -> Any:
-    """What a record holds in a column; if there is none, the error says which there are."""
+def value_in(record: Mapping[str, Any], role: str, column: str, where: str, nor: str = "") -> Any:
+    """What a record holds in a column; if there is none, the error says which there are, and what else would do."""
     if column not in record:
         there = ", ".join(str(name)[:40] for name in record) or "none"
-        close = get_close_matches(column, map(str, record), n=1)
+        close = get_close_matches(role if nor else column, map(str, record), n=1)
         hint = f"Name the right one: --columns {role}={close[0] if close else 'NAME'}."
         if len(record) == 1 and ";" in there:
             hint = "It looks separated by semicolons: save it with commas (.csv) or tabs (.tsv)."
-        raise NoColumn(f"{where}: no column {column!r}; there are: {there}. {hint}", tuple(map(str, record)))
+        raise NoColumn(f"{where}: no column {column!r}{nor}; there are: {there}. {hint}", tuple(map(str, record)))
     return record[column]
 
 
