@@ -53,7 +53,7 @@ from firth.page import free_place
 from firth.plain import KIND, to_plain
 from firth.recipes import changed, default_objective, finetuning, gentle, pretraining, tokenizer_kind, vocabulary_size
 from firth.recipes import named as named_recipe
-from firth.tasks import TASK_FILE, FinetuneRecipe, prompts_for, usual_settings
+from firth.tasks import TASK_FILE, FinetuneRecipe, check_task, prompts_for, usual_settings
 from firth.tasks import finetune as run_finetune
 from firth.text import HELD_OUT, READING, Corpus, Salient, load_salient, read_labelled, salient_name
 from firth.tokens import (
@@ -732,7 +732,7 @@ def finetune(
     if plan.parallel != "none":
         raise UserError(f"parallel={plan.parallel} is for pretraining: fine-tuning is for one process. Leave it out.")
     if target_text:
-        plan.check()  # before the first stage takes its time
+        check_task(plan)  # before the first stage takes its time
         goes_on = {"resume": resume or rewind is not None, "overwrite": overwrite, "allow_change": allow_change}
         plan = replace(plan, checkpoint=str(learn_target(checkpoint, target_text, output_dir, **goes_on)))
     result = run_finetune(plan, resume, overwrite, allow_change, rewind)

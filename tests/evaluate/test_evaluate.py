@@ -142,12 +142,16 @@ def test_senses_learn_their_threshold_from_a_file(saved: Any, tmp_path: Path) ->
 
 
 def test_what_cannot_work_is_refused_at_once(tuned: Path, saved: Any, tmp_path: Path) -> None:
-    data = write_jsonl(tmp_path / "data.jsonl", ROWS)
+    data = write_jsonl(tmp_path / "data.jsonl", [{"of": "no task"}])
     cases: list[tuple[Path, str, dict[str, Any], str]] = [
         (saved("bert"), "clasify", {}, "Did you mean 'classify'"),
         (saved("bert"), "classify", {}, "has not learned the task classify: fine-tune it first"),
         (tuned / "final", "pair", {}, "was fine-tuned for classify, not for pair"),
         (tuned / "final", "perplexity", {}, "has no words"),
+        (tuned / "final", "cloze", {}, "has no words"),
+        (saved("bert"), "text-to-text", {}, "text-to-text needs a model that writes"),
+        (saved("bert"), "lm", {}, "lm needs a model that writes"),
+        (saved("gpt2"), "minimal-pairs", {"method": "pseudo"}, "of shape decoder, for which there is: left-to-right"),
         (tmp_path / "nothing", "cloze", {}, "is not a checkpoint folder"),
         (data, "cloze", {}, "is not a checkpoint folder"),
         (saved("bert"), "minimal-pairs", {"layer": 3}, "layer is no setting of the task minimal-pairs"),

@@ -24,8 +24,10 @@ from firth.metrics import score
 from firth.models import Classes, Model, load_model, make_model, read_config
 from firth.models.presets import t5_v1_1
 from firth.tasks import (
+    TASKS,
     FinetuneRecipe,
     Prediction,
+    check_task,
     finetune,
     make_task,
     metric_names,
@@ -379,7 +381,7 @@ def test_the_model_has_fewer_places_than_asked(
     ("fields", "message"),
     [
         ({"task": "clasify"}, "Unknown task 'clasify'. Did you mean 'classify'"),
-        ({"task": "text-to-text"}, "text-to-text needs an encoder-decoder"),
+        ({"task": "text-to-text"}, "text-to-text needs a model that writes"),
         ({"seeds": 0}, "seeds is 0"),
         ({"shots": -1}, "shots is -1"),
         ({"max_target_length": 1}, "max_target_length is 1"),
@@ -394,6 +396,31 @@ def test_mistakes(fields: dict[str, Any], message: str, checkpoint_of: Checkpoin
     with pytest.raises(UserError, match=message):
         finetune(replace(recipe(checkpoint_of("bert"), toy, tmp_path / "run", **pairs), **fields))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("bert", {"task": "lm"}, "lm needs a model that writes.* can learn every task but text-to-text and lm"),
+        ("bert", {"task": "text-to-text"}, "text-to-text needs a model that writes"),
+        ("bert", {"answer": "words"}, "An encoder does not write"),
+        ("t5", {"task": "tag", "answer": "words"}, "is not answered in words: take answer=head"),
+        ("gpt2", {"crf": True}, "crf is for the task tag"),
+    ],
+)
+def test_what_a_model_cannot_do_is_told_before_its_examples_are_read(
+    family: str, fields: dict[str, Any], message: str, checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        finetune(recipe(checkpoint_of(family), toy, tmp_path / "run", train="nowhere.jsonl", **fields))
+
+
+@pytest.mark.parametrize("family", RATES)
+@pytest.mark.parametrize("task", TASKS)
+def test_what_a_model_can_do_is_asked_of_its_examples(task: str, family: str, checkpoint_of: Checkpoints) -> None:
+    if family == "bert" and task in ("lm", "text-to-text"):
+        return
+    check_task(FinetuneRecipe(checkpoint=str(checkpoint_of(family)), task=task, max_target_length=8, crf=task == "tag"))
 
 
 def test_labels_that_cannot_be_learned(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:

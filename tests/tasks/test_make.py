@@ -95,7 +95,7 @@ def test_numbers_are_rounded_as_t5_does() -> None:
         ("tag", "gpt2", {"answer": "words"}, "not answered in words"),
         ("classify", "bert", {"answer": "words"}, "An encoder does not write"),
         ("classify", "gpt2", {"answer": "song"}, "answer is 'song', and must be head or words"),
-        ("text-to-text", "bert", {}, "text-to-text needs an encoder-decoder"),
+        ("text-to-text", "bert", {}, "text-to-text needs a model that writes"),
     ],
 )
 def test_what_cannot_work_is_refused(name: str, family: str, fields: dict[str, Any], message: str) -> None:

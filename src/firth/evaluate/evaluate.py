@@ -11,7 +11,7 @@ from firth.console import count, say
 from firth.errors import UserError, nearest
 from firth.evaluate.cloze import choice, cloze
 from firth.evaluate.embed import similar_texts, word_in_context
-from firth.evaluate.likelihood import make_scorer, summed
+from firth.evaluate.likelihood import make_scorer, summed, way_to_ask
 from firth.evaluate.minimal_pairs import minimal_pairs
 from firth.evaluate.ngram import NgramScorer
 from firth.evaluate.outcome import Outcome
@@ -19,10 +19,11 @@ from firth.evaluate.report import write_report
 from firth.evaluate.vectors import analogy, word_similarity, word_vectors
 from firth.files import fresh_folder, read_json, refuse_unwritable, without_nan, write_results, write_text
 from firth.metrics import score
-from firth.models import load_model
+from firth.models import load_model, read_config
 from firth.models.ngram import is_ngram
-from firth.tasks import TASK_FILE, TASKS, Prediction, lines_of, make_task
+from firth.tasks import TASK_FILE, TASKS, Prediction, lines_of, make_task, without_examples
 from firth.text import Corpus, Example, read_labelled
+from firth.tokens import load_tokenizer
 from firth.train import Training, choose_machine
 
 LIKELIHOOD = ("method", "max_seq_length", "stride", "batch_tokens")
@@ -115,6 +116,8 @@ def check_order(checkpoint: Path, task: str, facts: Mapping[str, Any], settings:
     tuned = facts.get("task")
     if tuned not in (None, task) and task in TASKS:
         raise UserError(f"{checkpoint} was fine-tuned for {tuned}, not for {task}.")
+    if checkpoint.is_dir() and tuned != task:
+        check_model(checkpoint, task, settings)
     if tuned is None and task in TASKS and task not in (*ZERO_SHOT, "text-to-text"):
         how = f"fine-tune it first (`firth finetune {checkpoint} --task {task} ...`)"
         raise UserError(f"{checkpoint} has not learned the task {task}: {how}.")
@@ -122,6 +125,17 @@ def check_order(checkpoint: Path, task: str, facts: Mapping[str, Any], settings:
     if wrong := [name for name in settings if name not in known]:
         takes = f"It takes {', '.join(known)}." if known else "It takes none: they are the checkpoint's own."
         raise UserError(f"{wrong[0]} is no setting of the task {task}. {takes}")
+
+
+def check_model(checkpoint: Path, task: str, settings: Mapping[str, Any]) -> None:
+    """Refuse what a model that was not tuned for a task cannot do, whatever the data are."""
+    if is_ngram(checkpoint) and task in OF_TEXT:
+        return
+    config = read_config(checkpoint)
+    if task in OF_TEXT or "method" in ZERO_SHOT.get(task, (None, ()))[1]:
+        way_to_ask(config, settings.get("method", "auto"))
+    elif task not in ZERO_SHOT:
+        without_examples(task, load_tokenizer(checkpoint), config)
 
 
 def of_text(checkpoint: Path, corpus: Corpus, settings: Mapping[str, Any]) -> tuple[list[Example], Outcome]:

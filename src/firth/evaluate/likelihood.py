@@ -17,7 +17,7 @@ from firth.evaluate.asking import BATCH_TOKENS, Answer, Query, ask
 from firth.generate.reading import check_words, tokenizer_of
 from firth.metrics import bits_per_byte
 from firth.metrics import perplexity as as_perplexity
-from firth.models import Model, framing, load_model
+from firth.models import Model, ModelConfig, framing, load_model
 from firth.models.config import ELMo
 from firth.tokens.lexicon import OpenTokenizer
 from firth.train import Training, choose_machine
@@ -79,14 +79,20 @@ def make_scorer(
     are `stride` tokens apart; 0 means what the model can read, and half of that.
     """
     model = open_model(checkpoint)
-    check_words(model)
-    methods = SCORERS["decoder" if isinstance(model.config.recurrent, ELMo) else model.config.shape]
+    name, kind = way_to_ask(model.config, method)
+    return kind(model, name, max_seq_length, stride, batch_tokens)
+
+
+def way_to_ask(config: ModelConfig, method: str = "auto") -> tuple[str, type[Scorer]]:
+    """The method for a model and what asks in this way; a model that has no words, or no such method, is refused."""
+    check_words(config)
+    methods = SCORERS["decoder" if isinstance(config.recurrent, ELMo) else config.shape]
     if method != "auto" and method not in methods:
         others = [name for shape in SCORERS.values() for name in shape]
-        known = f"This checkpoint is a model of shape {model.config.shape}, for which there is: {', '.join(methods)}."
+        known = f"This checkpoint is a model of shape {config.shape}, for which there is: {', '.join(methods)}."
         raise UserError(f"method {method!r}: " + (known if method in others else nearest(method, methods)))
     name = next(iter(methods)) if method == "auto" else method
-    return methods[name](model, name, max_seq_length, stride, batch_tokens)
+    return name, methods[name]
 
 
 class Scorer(ABC):

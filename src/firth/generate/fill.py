@@ -45,7 +45,7 @@ def fill(model: Model, text: str, top: int = 5) -> list[Blank]:
         raise UserError("A decoder does not fill blanks. It can continue a text: firth generate CHECKPOINT 'The'")
     if isinstance(model.config.recurrent, ELMo):
         raise UserError("ELMo reads one way at a time, and has no blank between. Take an encoder such as bert.")
-    check_words(model)
+    check_words(model.config)
     with evaluating(model), torch.no_grad():
         if not isinstance(model, EncoderDecoder):
             return words(model, parts, top)

@@ -17,7 +17,7 @@ from firth.console import warn
 from firth.errors import UserError
 from firth.generate.record import Recorded
 from firth.generate.room import FIRST_ROOM, tell_length
-from firth.models import Decoder, EncoderDecoder, LMHead, Model, Stack, ends_of, framing
+from firth.models import Decoder, EncoderDecoder, LMHead, Model, ModelConfig, Stack, ends_of, framing
 from firth.models.cache import Cache, can_cache
 from firth.models.config import AWDLSTM, BAG, ELMo
 from firth.objectives import Batch
@@ -259,7 +259,7 @@ def tokenizer_of(model: Model) -> Tokenizer:
 
 def check_writes(model: Model) -> tuple[int, ...]:
     """The end tokens of a model that writes text; a UserError says why another one cannot."""
-    check_words(model)
+    check_words(model.config)
     if isinstance(model.config.recurrent, ELMo):
         raise UserError("ELMo reads a text both ways, and does not write one. Take a decoder such as gpt2.")
     if model.config.shape == "encoder":
@@ -267,10 +267,10 @@ def check_writes(model: Model) -> tuple[int, ...]:
     return ends_of(model, tokenizer_of(model).vocab)
 
 
-def check_words(model: Model) -> None:
-    if not isinstance(model.config.head, LMHead):
+def check_words(config: ModelConfig) -> None:
+    if not isinstance(config.head, LMHead):
         raise UserError("This model was fine-tuned for another task, and has no words. Take the one that it came from.")
-    if model.config.family == BAG:
+    if config.family == BAG:
         raise UserError("Word vectors alone do not say which word comes next, or is missing. Take a language model.")
 
 

@@ -1,7 +1,7 @@
 """Labelled examples to a fine-tuned model."""
 
-from firth.tasks.finetune import finetune
-from firth.tasks.make import TASK_FILE, TASKS, make_task
+from firth.tasks.finetune import check_task, finetune
+from firth.tasks.make import TASK_FILE, TASKS, make_task, without_examples
 from firth.tasks.prompts import prompts_for, usual_settings
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.results import lines_of, metric_names, read_predictions, write_predictions
@@ -13,6 +13,7 @@ __all__ = [
     "FinetuneRecipe",
     "Prediction",
     "Task",
+    "check_task",
     "finetune",
     "lines_of",
     "make_task",
@@ -20,5 +21,6 @@ __all__ = [
     "prompts_for",
     "read_predictions",
     "usual_settings",
+    "without_examples",
     "write_predictions",
 ]

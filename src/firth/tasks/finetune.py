@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from firth.console import count, say, warn
-from firth.errors import UserError, nearest
+from firth.errors import UserError
 from firth.files import damage, read_json, whole_folder, write_json, write_results
 from firth.metrics import are_chunks, strays
 from firth.models import (
@@ -40,7 +40,7 @@ from firth.models.weights import check_weights
 from firth.objectives import Batch
 from firth.tasks.chat import asks_for_the_day
 from firth.tasks.embed import Embed, positives, write_sentence_transformer
-from firth.tasks.make import OF_LABELS, TASK_FILE, TASKS, make_task
+from firth.tasks.make import OF_LABELS, TASK_FILE, make_task, without_examples
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.results import PREDICTIONS, check_baseline, check_metric, conclude, deciding, judge, write_predictions
 from firth.tasks.shapes import TRIED, Counting, Shapes, find_shapes
@@ -90,10 +90,8 @@ def run_seeds(
 ) -> dict[str, Any]:
     """The run itself, from its examples to its results."""
     began = time.monotonic()
+    check_task(recipe)
     config = read_config(recipe.checkpoint)
-    if recipe.lora_rank:
-        refuse_lora(config)
-    recipe.check()
     stored = Path(recipe.output_dir) / "recipe.yaml"
     earlier = load_recipe(stored, FinetuneRecipe) if resume and stored.is_file() else None
     data = read_data(recipe)
@@ -104,7 +102,6 @@ def run_seeds(
     check_metric(recipe, data.dev)
     check_baseline(recipe, data.dev)
     # what is refused, is refused before anything is written
-    recipe.on_top(task.head(config))
     if recipe.class_weights == "balanced":
         balanced(task.head(config), [e.target for e in data.train])
     if not recipe.from_scratch:
@@ -173,9 +170,17 @@ class Job:
 # --- before the first step ------------------------------------------------------------------------------------------
 
 
+def check_task(recipe: FinetuneRecipe) -> None:
+    """Refuse what the checkpoint cannot learn, whatever the examples are, before these are read."""
+    config = read_config(recipe.checkpoint)
+    if recipe.lora_rank:
+        refuse_lora(config)
+    recipe.check()
+    task = without_examples(recipe.task, load_tokenizer(recipe.checkpoint), config, recipe)
+    recipe.on_top(task.head(config))
+
+
 def read_data(recipe: FinetuneRecipe) -> Data:
-    if recipe.task not in TASKS:
-        raise UserError(f"Unknown task {recipe.task!r}. {nearest(recipe.task, TASKS)}")
     train = read_labelled(recipe.train, recipe.task, recipe.columns, "train", recipe.encoding)
     dev = read_labelled(recipe.dev, recipe.task, recipe.columns, "dev", recipe.encoding)
     if recipe.task in OF_LABELS:

@@ -18,7 +18,7 @@ from firth.models import Model, ModelConfig, framing, head_for
 from firth.objectives import Batch
 from firth.tasks.chat import ASSISTANT, Chat, Messages, Stretch, with_template
 from firth.tasks.task import Prediction, Reader
-from firth.tasks.text_to_text import Writing
+from firth.tasks.text_to_text import Writing, check_writes
 from firth.tasks.writing import Laid, Line, foresee, lay_lines, lay_pairs
 from firth.text import Example
 from firth.tokens import Tokenizer
@@ -63,8 +63,7 @@ class Dialogue:
     labels: tuple[str, ...] = ()
 
     def __init__(self, tokenizer: Tokenizer, config: ModelConfig, writing: Writing, roles: Sequence[str]) -> None:
-        if config.shape == "encoder":
-            raise UserError(f"lm needs a model that writes: a decoder or an encoder-decoder, not a {config.family}.")
+        check_writes(self.name, config)
         self.tokenizer = with_template(tokenizer, config, roles) if roles else tokenizer
         self.roles, self.decoder = tuple(roles), config.shape == "decoder"
         self.frame, self.pad = framing(config, tokenizer.vocab), tokenizer.vocab.pad

@@ -71,6 +71,12 @@ def make_task(
     return SpanQA(tokenizer, config, length, unanswerable, threshold, learns)
 
 
+def without_examples(name: str, tokenizer: Tokenizer, config: ModelConfig, recipe: Any = None) -> Task:
+    """A task before its examples are read: what a model cannot do, whatever they are, is refused here already."""
+    known = {field: getattr(recipe, field) for field in ("answer", *Writing.__dataclass_fields__)} if recipe else {}
+    return make_task(name, known, tokenizer, config)
+
+
 def facts_of(name: str, examples: Sequence[Example], config: ModelConfig, recipe: Any) -> dict[str, Any]:
     """What the examples to learn from say about a task."""
     answer = getattr(recipe, "answer", "head")

@@ -58,6 +58,14 @@ class Item(NamedTuple):
         return len(self.ids) + len(self.answer)
 
 
+def check_writes(task: str, config: ModelConfig) -> None:
+    if config.shape == "encoder":
+        raise UserError(
+            f"{task} needs a model that writes: a decoder or an encoder-decoder. This {config.family} is an encoder, "
+            "which can learn every task but text-to-text and lm."
+        )
+
+
 class TextToText:
     """The answer is generated, word by word. A decoder reads the text and a delimiter, and goes on with the answer.
 
@@ -69,11 +77,7 @@ class TextToText:
     labels: tuple[str, ...] = ()
 
     def __init__(self, tokenizer: Tokenizer, config: ModelConfig, writing: Writing, learns: bool = True) -> None:
-        if config.shape == "encoder":
-            raise UserError(
-                "text-to-text needs an encoder-decoder, such as t5-tiny, or a decoder; this checkpoint's shape is "
-                f"{config.shape}."
-            )
+        check_writes(self.name, config)
         self.decoder, self.start = config.shape == "decoder", framing(config, tokenizer.vocab).start
         if self.decoder and learns:
             tokenizer = tokenizer.with_tokens((DELIMITER,))
