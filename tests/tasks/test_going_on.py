@@ -16,6 +16,7 @@ from tasks.small import parts
 
 from firth import verbs
 from firth.errors import UserError
+from firth.evaluate import seed_table
 from firth.files import damage
 from firth.models import Model
 from firth.tasks import FinetuneRecipe, finetune
@@ -192,13 +193,13 @@ def test_deterministic_changes_nothing_on_a_cpu(plan: Plan, tmp_path: Path) -> N
 # --- a step back
 
 
-def poison(monkeypatch: pytest.MonkeyPatch, bad: list[int]) -> None:
-    """Let the loss of seed 1 be no number on the examples of these steps, counted from 0."""
+def poison(monkeypatch: pytest.MonkeyPatch, bad: list[int], seeds: tuple[int, ...] = (1,)) -> None:
+    """Let the loss of these seeds be no number on the examples of these steps, counted from 0."""
     plain = finetuning.batch_function
     known: dict[int, int] = {}
 
     def batch_function(recipe: FinetuneRecipe, *rest: Any) -> Any:
-        if recipe.seed == 1:
+        if recipe.seed in seeds:
             for step in bad:
                 known[hash(plain(recipe, *rest[:2])(step)[0].tokens.tobytes())] = step
         return plain(recipe, *rest)
@@ -221,9 +222,7 @@ def test_the_seed_that_broke_goes_back(plan: Plan, tmp_path: Path, monkeypatch: 
     """Steps 5 to 7 of seed 1 are bad: it goes back to checkpoint-4, and passes over the examples up to them."""
     poison(monkeypatch, [4, 5, 6])
     recipe = plan(max_bad_steps=3)
-    with pytest.raises(UserError, match="3 steps in a row were skipped, from step 5 on"):
-        finetune(recipe)
-    assert (tmp_path / "run" / "seed-0" / "results.json").is_file()
+    assert finetune(recipe)["diverged"] == [1]
     with pytest.raises(UserError, match="no whole checkpoint 9 steps before step 5"):
         finetune(recipe, rewind=9)
     result = finetune(recipe, rewind=0)
@@ -232,14 +231,14 @@ def test_the_seed_that_broke_goes_back(plan: Plan, tmp_path: Path, monkeypatch: 
     assert {"step": 4, "rewound_from": 7, "passed_over": 3} in log
     assert [line["step"] for line in log if "loss" in line] == list(range(1, 9))
     assert not any("skipped" in line for line in log)
+    assert result["diverged"] == []
     assert len(result["seeds"]) == 2
     with pytest.raises(UserError, match="there is nothing to rewind"):
         finetune(recipe, rewind=0)
 
     # stopped again on the way, the resumed run passes over the same examples
     again = plan(max_bad_steps=3, output_dir=str(tmp_path / "again"))
-    with pytest.raises(UserError, match="3 steps in a row"):
-        finetune(again)
+    finetune(again)
     poisoned = finetuning.Run
 
     def make(*given: Any, **named: Any) -> Run:
@@ -259,6 +258,46 @@ def test_the_seed_that_broke_goes_back(plan: Plan, tmp_path: Path, monkeypatch: 
     for name in ("log.jsonl", "final/model.safetensors", "predictions.jsonl"):
         ours, theirs = (tmp_path / run / "seed-1" / name for run in ("run", "again"))
         assert ours.read_bytes() == theirs.read_bytes(), name
+
+
+def test_a_seed_that_breaks_does_not_end_the_others(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finetune(plan(output_dir=str(tmp_path / "whole")))
+    poison(monkeypatch, [4, 5, 6], seeds=(0,))
+    recipe = plan(max_bad_steps=3, baseline=str(tmp_path / "whole"))
+    result = finetune(recipe)
+    said = capsys.readouterr().err
+    assert "seed-0 ends here, without a score, and the other seeds go on. 3 steps in a row were skipped" in said
+    assert "seed-0 broke on the loss: accuracy is the mean of 1 of 2 seeds." in said
+    assert result["diverged"] == [0]
+    assert 0 in result["failed"]
+    assert result["best_seed"] == 1
+    assert math.isnan(result["seeds"][0])
+    assert result["mean"] == result["accuracy"] == result["seeds"][1]
+    assert result["steps"] == [7, 8]
+    assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
+    names, rows = seed_table(result)
+    assert names == ["metric", "mean", "deviation", "seed 0", "seed 1"]
+    assert rows[0] == ("accuracy", result["mean"], 0.0, None, result["mean"])
+    with monkeypatch.context() as patch:
+        patch.setattr(finetuning, "fit", None)  # nothing is computed again
+        again = finetune(recipe, resume=True)
+    assert again["diverged"] == [0]
+    assert again["mean"] == result["mean"]
+    changed = replace(recipe, max_bad_steps=5)  # which gets over the bad steps
+    assert finetune(changed, resume=True, allow_change=True)["diverged"] == []
+
+
+def test_where_every_seed_breaks_there_is_no_result(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, [4, 5, 6], seeds=(0, 1))
+    with pytest.raises(UserError, match=r"^Each of the 2 seeds broke on its loss. The first: 3 steps in a row"):
+        finetune(plan(max_bad_steps=3))
+    assert not (tmp_path / "run" / "results.json").exists()
+    with pytest.raises(UserError, match=r"^3 steps in a row were skipped, from step 5 on"):
+        finetune(plan(max_bad_steps=3, seeds=1, output_dir=str(tmp_path / "one")))
 
 
 def test_the_command_line_has_both(stopped: FinetuneRecipe, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,8 +184,9 @@ def all_scores(folder: Path, recipe: Mapping[str, Any]) -> Iterator[Scores]:
     run, seen = folder.absolute().parent, set[str]()
     results = found(run / "results.json")
     if "metric" in results:
-        names = dict.fromkeys([results["metric"], *results["scores"][0]])
-        own, each = results["scores"][results["best_seed"]], results["scores"]
+        own, broken = results["scores"][results["best_seed"]], results.get("diverged", ())
+        each = [scores for i, scores in enumerate(results["scores"]) if i not in broken]
+        names = dict.fromkeys([results["metric"], *own])
         known = [n for n in names if all(s.get(n) is not None for s in each)]  # which some seed may have no number for
         means = {n: summarise([s[n] for s in each]) for n in known if len(each) > 1}
         here = {n: own[n] for n in names if own.get(n) is not None}

@@ -77,6 +77,8 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
     if result.get("chance") is not None:
         guess = f"Who gives the commonest answer of train to everything gets {result['chance']:.4g} {result['metric']}."
         page.text(guess + (f" No better than that: {shown(result['failed'])} (seeds)." if result["failed"] else ""))
+    if result.get("diverged"):
+        page.text(f"Broken on the loss, and without a score: {shown(result['diverged'])} (seeds).")
     test = result.get("bootstrap")
     if test and math.isnan(test["p_value"]):
         page.text(f"Against {test['baseline']}: {result['metric']} is not a number, so they cannot be compared.")
@@ -96,14 +98,18 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
 
 
 def seed_table(result: Mapping[str, Any]) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """The columns and rows of a run's scores: each metric with its mean, its deviation, and what each seed has."""
-    each = result["scores"]
+    """The columns and rows of a run's scores: each metric with its mean, its deviation, and what each seed has.
+
+    A seed that broke on its loss has nothing.
+    """
+    each, broken = result["scores"], result.get("diverged", ())
     names = dict.fromkeys([result["metric"], *(name for name in each[0] if all(name in scores for scores in each))])
-    values = {name: [scores[name] for scores in each] for name in names}
+    values = {name: [None if i in broken else scores[name] for i, scores in enumerate(each)] for name in names}
     if len(each) == 1:
         return ["metric", "score"], [(name, *some) for name, some in values.items()]
     seeds = [f"seed {i}" for i in range(len(each))] if len(each) <= MOST_SEEDS else []
-    rows = [(name, *summarise(some), *(some if seeds else ())) for name, some in values.items()]
+    known = {name: [value for value in some if value is not None] for name, some in values.items()}
+    rows = [(name, *summarise(known[name]), *(some if seeds else ())) for name, some in values.items()]
     return ["metric", "mean", "deviation", *seeds], rows
 
 

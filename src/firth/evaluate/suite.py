@@ -258,11 +258,12 @@ def tuned_scores(
     with quiet():  # the run has said all about this file
         examples = read_labelled(file, task.task, task.columns, "dev", recipe.encoding)
     describe_run(place / "run", results, examples)
-    runs = [place / "run" / f"seed-{seed}" for seed in range(seeds)]
+    whole = [seed for seed in range(seeds) if seed not in results["diverged"]]
+    runs = [place / "run" / f"seed-{seed}" for seed in whole]
     parts = {
         first: [
-            {**scores, **official(task.name, examples, saved_predictions(run))}
-            for scores, run in zip(results["scores"], runs, strict=True)
+            {**results["scores"][seed], **official(task.name, examples, saved_predictions(run))}
+            for seed, run in zip(whole, runs, strict=True)
         ]
     }
     for name, other in others:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
@@ -42,13 +42,22 @@ from firth.tasks.chat import asks_for_the_day
 from firth.tasks.embed import Embed, positives, write_sentence_transformer
 from firth.tasks.make import OF_LABELS, TASK_FILE, make_task, without_examples
 from firth.tasks.recipe import FinetuneRecipe
-from firth.tasks.results import PREDICTIONS, check_baseline, check_metric, conclude, deciding, judge, write_predictions
+from firth.tasks.results import (
+    DIVERGED,
+    PREDICTIONS,
+    check_baseline,
+    check_metric,
+    conclude,
+    deciding,
+    judge,
+    write_predictions,
+)
 from firth.tasks.shapes import TRIED, Counting, Shapes, find_shapes
 from firth.tasks.task import Prediction, Task
 from firth.text import Example, read_labelled
 from firth.tokens import load_tokenizer
 from firth.tokens.rows import mix, permute
-from firth.train import Machine, Outcome, Run, choose_machine, fit, load_recipe, run_folder, save_recipe
+from firth.train import Diverged, Machine, Outcome, Run, choose_machine, fit, load_recipe, run_folder, save_recipe
 from firth.train.checkpoint import forget_best, last_writes, list_checkpoints
 from firth.train.clock import Clock
 from firth.train.deterministic import deterministic
@@ -116,6 +125,8 @@ def run_seeds(
             recipe = same_examples(recipe, data, allow_change)
             changed = bool(differences(replace(earlier, output_dir=recipe.output_dir), recipe))
             say_done(folder, recipe, changed)
+            if changed:
+                try_again(folder.glob("seed-*"))
             if rewind is not None:
                 recipe = go_back(folder, recipe, rewind)
         else:
@@ -376,6 +387,18 @@ def is_done(place: Path) -> bool:
     return (place / "results.json").is_file() and damage(place / "final") is None
 
 
+def has_diverged(place: Path) -> bool:
+    """Whether a seed has broken on its loss."""
+    results = place / "results.json"
+    return results.is_file() and DIVERGED in read_json(results)
+
+
+def try_again(places: Iterable[Path]) -> None:
+    """Forget which seeds have broken, so that they go on from their last checkpoints."""
+    for place in filter(has_diverged, places):
+        (place / "results.json").unlink()
+
+
 def say_done(folder: Path, recipe: FinetuneRecipe, changed: bool) -> None:
     """That a change comes too late for the seeds that are done."""
     done = [f"seed-{seed}" for seed in range(recipe.seeds) if is_done(folder / f"seed-{seed}")]
@@ -389,6 +412,7 @@ def go_back(folder: Path, recipe: FinetuneRecipe, steps: int) -> FinetuneRecipe:
     if name is None:
         raise UserError(f"{folder} is finished: there is nothing to rewind.")
     start, last = turn_back(folder / name, steps)
+    try_again([folder / name])
     recipe = replace(recipe, skips={**recipe.skips, name: longer_skips(recipe.skips.get(name, ()), start, last)})
     save_recipe(recipe, folder / "recipe.yaml")
     pass_over(folder / name, start, last)
@@ -410,8 +434,10 @@ def check_goes_on(place: Path, model: Model) -> None:
 
 
 def one_seed(job: Job, seed: int, resume: bool) -> dict[str, Any]:
-    """One training; its scores and numbers. Done ones are not done again on resume."""
+    """One training; its scores and numbers, or, of one among several, that it broke. On resume that is not repeated."""
     place = job.folder / f"seed-{seed}"
+    if resume and has_diverged(place):
+        return dict(read_json(place / "results.json"))
     if resume and is_done(place):
         found = dict(read_json(place / "results.json"))
         scores = {name: math.nan if score is None else score for name, score in found["scores"].items()}
@@ -442,7 +468,16 @@ def one_seed(job: Job, seed: int, resume: bool) -> dict[str, Any]:
         keeps_last=False,  # the result is written at once, and a seed that is done is never taken up again
     )
     with last_writes(place):
-        outcome = fit(run, resume)
+        began = time.monotonic()
+        try:
+            outcome = fit(run, resume)
+        except Diverged as e:
+            if recipe.seeds == 1:
+                raise
+            warn(f"{place.name} ends here, without a score, and the other seeds go on. {e}")
+            results = {DIVERGED: str(e), "steps": e.steps, "seconds": time.monotonic() - began}
+            write_results(place / "results.json", results)
+            return results
         write_predictions(place / PREDICTIONS, job.data.dev, predictions)
         save_seed(recipe, job.task, model, place)
         shapes = {"train": len(batches.seen), "evaluate": getattr(job.task, "num_shapes", None)}

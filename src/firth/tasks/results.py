@@ -35,6 +35,7 @@ from firth.text import Example
 from firth.text.records import short
 
 PREDICTIONS = "predictions.jsonl"
+DIVERGED = "diverged"  # in the results of a seed: what it broke on; in those of a run: which seeds have
 LESS_IS_BETTER = ("perplexity", "bits_per_byte")
 COMMON = 20  # classes that are tried as the answer to everything
 CONSTANT_IS_0 = ("regress", "embed")  # one answer for all has no correlation with anything
@@ -88,15 +89,26 @@ def conclude(
     runs: Sequence[Mapping[str, Any]],
     folder: Path,
 ) -> dict[str, Any]:
-    """Mean and deviation over the seeds, whose results are `runs`; the best seed's model becomes the run's."""
-    metric, scores = deciding(recipe, task), [run["scores"] for run in runs]
-    values = [s[metric] for s in scores]
-    best = best_of([judge(metric, s) for s in scores])
+    """Mean and deviation over the seeds, whose results are `runs`; the best seed's model becomes the run's.
+
+    A seed that broke on its loss has no score: it is counted as failed, and left out of the means.
+    """
+    broken = [i for i, run in enumerate(runs) if DIVERGED in run]
+    whole = [i for i in range(len(runs)) if i not in broken]
+    if not whole:
+        raise UserError(f"Each of the {len(runs)} seeds broke on its loss. The first: {runs[0][DIVERGED]}")
+    names = runs[whole[0]]["scores"]
+    metric, scores = deciding(recipe, task), [run.get("scores", dict.fromkeys(names, math.nan)) for run in runs]
+    values, known = [s[metric] for s in scores], [scores[i] for i in whole]
+    best = whole[best_of([judge(metric, s) for s in known])]
     for name in ("final", "adapter"):
         if (folder / f"seed-{best}" / name).is_dir():
             copy_folder(folder / f"seed-{best}" / name, folder / name)
     write_text(folder / PREDICTIONS, (folder / f"seed-{best}" / PREDICTIONS).read_text(encoding="utf-8"))
-    mean, std = summarise(values)
+    mean, std = summarise([s[metric] for s in known])
+    if broken:
+        some = ", ".join(f"seed-{i}" for i in broken)
+        warn(f"{some} broke on the loss: {metric} is the mean of {len(known)} of {len(runs)} seeds.")
     if math.isnan(mean):
         warn(f"{metric} is not a number in some seed.")
     if len(runs) > 1:
@@ -108,16 +120,17 @@ def conclude(
         "mean": mean,
         "std": std,
         "seeds": values,
-        **{name: summarise([s[name] for s in scores])[0] for name in scores[0] if all(name in s for s in scores)},
-        **without_failed(values, chance(task, metric, train, dev), metric),
+        **{name: summarise([s[name] for s in known])[0] for name in names if all(name in s for s in known)},
+        **without_failed(values, chance(task, metric, train, dev), metric, broken),
+        DIVERGED: broken,
         "scores": scores,
         "bootstrap": None,
         "from_scratch": recipe.from_scratch,
         "best_seed": best,
         "steps": [run["steps"] for run in runs],
-        "best_steps": [run["best_step"] for run in runs],
+        "best_steps": [run.get("best_step") for run in runs],
         "seconds": sum(run["seconds"] for run in runs),
-        "examples_per_second": summarise([run["examples_per_second"] for run in runs])[0],
+        "examples_per_second": summarise([runs[i]["examples_per_second"] for i in whole])[0],
         "predictions": str(folder / PREDICTIONS),
     }
     write_results(folder / "results.json", results)
@@ -145,10 +158,12 @@ def copy_folder(source: Path, target: Path) -> None:
 # --- seeds that learned nothing -------------------------------------------------------------------------------------
 
 
-def without_failed(values: Sequence[float], chance: float | None, metric: str) -> dict[str, Any]:
-    """Which seeds are no better than someone who never reads, and what the others come to."""
+def without_failed(
+    values: Sequence[float], chance: float | None, metric: str, broken: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Which seeds are no better than someone who never reads, and what the others come to; the broken are no better."""
     if chance is None:
-        return {}
+        return {"failed": list(broken)} if broken else {}
     bad = failed(values, chance)
     good = [v for i, v in enumerate(values) if i not in bad]
     mean, std = summarise(good) if good else (None, None)
@@ -264,7 +279,8 @@ def check_baseline(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
 
 def against_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Example], folder: Path) -> dict[str, Any]:
     """By how much the mean over the seeds is above that of the baseline, and whether other examples would say so."""
-    ours = [seeds_of(folder / f"seed-{i}")[0] for i in range(recipe.seeds)]
+    places = [folder / f"seed-{i}" for i in range(recipe.seeds)]
+    ours = [seeds_of(place)[0] for place in places if (place / PREDICTIONS).is_file()]  # which a broken one has not
     metric, theirs = deciding(recipe, task), seeds_of(Path(recipe.baseline))
     keys = numbered(e.id for e in dev)
     shared = [i for i, key in enumerate(keys) if all(key in seed for seed in (*ours, *theirs))]

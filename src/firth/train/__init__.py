@@ -4,12 +4,13 @@ from firth.train.checkpoint import State, last_checkpoint
 from firth.train.device import Machine, choose_machine
 from firth.train.folder import run_folder
 from firth.train.log import read_log
-from firth.train.loop import Interrupted, Outcome, fit
+from firth.train.loop import Diverged, Interrupted, Outcome, fit
 from firth.train.pretrain import finish, pretrain, pretrain_in, settle
 from firth.train.recipe import Recipe, Training, load_recipe, override, parse_overrides, read_yaml, save_recipe
 from firth.train.step import Run
 
 __all__ = [
+    "Diverged",
     "Interrupted",
     "Machine",
     "Outcome",

@@ -54,6 +54,14 @@ class Interrupted(Exception):  # noqa: N818, no error
     code = 128 + signal.SIGINT
 
 
+class Diverged(UserError):  # noqa: N818, named for what is wrong
+    """A run that broke on its loss after so many steps; the message says on what, and how to go on."""
+
+    def __init__(self, message: str, steps: int) -> None:
+        super().__init__(message)
+        self.steps = steps
+
+
 @dataclass
 class Outcome:
     steps: int
@@ -106,7 +114,7 @@ def fit(run: Run, resume: bool = False) -> Outcome:
             if state.bad_steps >= training.max_bad_steps:
                 writer.wait()
                 why = diagnose(run, losses_of, told.step, state.bad_steps, found, carry, writer.saved)
-                raise UserError(world.share(why))
+                raise Diverged(world.share(why), told.step)
 
     def save() -> None:
         tell()
