@@ -14,7 +14,7 @@ import firth
 from firth.cli import app
 from firth.errors import UserError
 from firth.evaluate import WordVectors, evaluate, word_in_context
-from firth.evaluate.context import Occurrence, compare_contexts, mean_cosine, nearest_to, occurrences_of, words_of
+from firth.evaluate.context import MOST, Occurrence, compare_contexts, mean_cosine, nearest_to, occurrences_of, words_of
 from firth.evaluate.embed import words_in_texts
 from firth.models import Model
 from firth.models.recurrent_presets import ulmfit
@@ -112,6 +112,17 @@ def test_the_verb(saved: Any, file: Path, tmp_path: Path) -> None:
     assert [one["checkpoint"] for one in facts["checkpoints"]] == [str(saved("bert")), str(file)]
     assert facts["checkpoints"][1]["similarity"][0][1] == 1
     assert firth.compare("cat", [CAVE, BALL], saved("gpt2"))["checkpoints"][0]["neighbours"] == []
+
+
+def test_a_long_text_is_said_to_be_read_in_part(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def looked_at(text: str) -> tuple[list[str], str]:
+        (one,) = compare_contexts("cat", [CAVE, BALL], [file], among=[text])["checkpoints"]
+        return [near["word"] for near in one["neighbours"][0]], capsys.readouterr().err
+
+    assert looked_at("The dog slept near the mill. " * 10) == (["dog", "slept", "mill"], "")
+    words, said = looked_at("dog " * MOST + "mill")
+    assert words == ["dog"]
+    assert f"among the first {MOST:,} words of that text" in said
 
 
 def ask(*words: object) -> None:
