@@ -356,6 +356,35 @@ def test_both_sides_read_the_same_tokens(corpus_file: Path, tmp_path: Path) -> N
     assert text.memory_of(text.os.getpid()) > 10**6
 
 
+# The speed of word vectors
+
+
+def test_both_sides_learn_vectors_of_the_same_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gensim")
+    bench = script("vectors_speed")
+    text, pairs, questions = (tmp_path / name for name in ("text.txt", "pairs.tsv", "questions.txt"))
+    text.write_text("\n\n".join(f"The dog saw a cat near rare{letter}" for letter in "bcdefghijk"))
+    pairs.write_text("cat\tdog\t9\nsaw\tnear\t2\na\tdog\t1\nthe\tcat\t3\n")
+    questions.write_text(": animals\ncat dog dog cat\n")
+    shards, tokenizer = bench.read([str(text)], 10**6, tmp_path)
+    lexicon = bench.read_lexicon(shards, tokenizer, 5)
+    bench.write_lines(shards, lexicon, tmp_path / "words.txt")
+    ours, theirs = bench.ours(shards, lexicon, 1, 1, 0.0001), bench.theirs(tmp_path / "words.txt", lexicon, 1, 1)
+    assert sorted(theirs.vectors.words) == ["a", "cat", "dog", "near", "saw", "the"]
+    assert {word for word in ours.vectors.words if word.isalpha()} == set(theirs.vectors.words)
+
+    words = [str(text), "--turns", "2", "--epochs", "1", "--workers", "1", "--json"]
+    monkeypatch.setattr(sys, "argv", ["vectors_speed.py", *words, "--pairs", str(pairs), "--analogies", str(questions)])
+    bench.main()
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert facts["ratio"] > 0
+    assert facts["vocabulary"] == 6
+    assert {"words/s", "words/processor second", "pairs", "questions ±"} <= facts["sides"]["gensim"].keys()
+    assert facts["sides"]["firth"].keys() == facts["sides"]["gensim"].keys()
+
+
 # The predecessors
 
 
