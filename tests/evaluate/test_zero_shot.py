@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from firth.errors import UserError
+from firth.evaluate.asking import Answer
 from firth.evaluate.cloze import choice, cloze
 from firth.evaluate.likelihood import Parts, likelihoods, make_scorer
 from firth.evaluate.minimal_pairs import minimal_pairs
@@ -80,11 +81,31 @@ def test_a_blank_may_stand_in_the_middle(untrained: Any) -> None:
 def test_a_span_must_end_where_the_answer_ends(untrained: Any) -> None:
     scorer = make_scorer(untrained("t5"))
     query = scorer.blank(scorer.split("The cat slept", 3, 7, "here"))
-    from firth.evaluate.asking import Answer
-
     right = np.array(query.labels)
     assert scorer.guessed(query, Answer(np.zeros(len(right)), right))
     assert not scorer.guessed(query, Answer(np.zeros(len(right)), np.array([*right[:-1], scorer.vocab.ordinary[0]])))
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_an_answer_that_the_tokenizer_cannot_spell_is_wrong(family: str, untrained: Any) -> None:
+    scorer = make_scorer(untrained(family))
+    text = "The ☃ slept by the river."
+    query = scorer.blank(scorer.split(text, 3, 5, "here"))
+    assert scorer.vocab.unk in query.labels
+    assert not scorer.guessed(query, Answer(np.zeros(len(query.labels)), np.array(query.labels)))
+    outcome = cloze(untrained(family), [Example(1, ("The ___ slept.",), "cat"), Example(2, ("The ___ slept.",), "☃")])
+    assert outcome.metrics["known"] == 0.5
+    assert outcome.facts["unknown"] == 1
+    assert outcome.metrics["answer_logp"] == (outcome.predictions[0].scores or {})["logp"]
+    assert outcome.said == ["1 of 2 answers have a word that the tokenizer does not know, and count as wrong."]
+
+
+def test_unknown_tokens_of_choices_and_pairs_are_said(untrained: Any) -> None:
+    chosen = choice(untrained("bert"), [Example(1, ("The cat saw the", "river", "☃"), 0)])
+    paired = minimal_pairs(untrained("bert"), [Example(1, ("The cat slept.", "The ☃ slept."))])
+    for outcome in (chosen, paired):
+        assert outcome.facts["unknown"] == 1
+        assert outcome.said == ["1 token stands for text that the tokenizer does not know: easy to guess."]
 
 
 @pytest.mark.parametrize("family", ALL)

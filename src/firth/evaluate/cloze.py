@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 from firth.console import count
 from firth.errors import UserError
 from firth.evaluate.asking import Answer, Query
-from firth.evaluate.likelihood import LeftToRight, Parts, Scorer, make_scorer
+from firth.evaluate.likelihood import LeftToRight, Parts, Scorer, about_unknown, make_scorer
 from firth.evaluate.outcome import Outcome
 from firth.metrics import accuracy
 from firth.models import Model
@@ -27,17 +28,22 @@ def cloze(checkpoint: Model | str | Path, examples: Sequence[Example], **setting
 
     The answer stands where the context has a blank (___ or [MASK]), or else at its end, after a space. A decoder
     continues what comes before it (LAMBADA). An encoder gets as many masks as the answer has tokens. An
-    encoder-decoder gets one hole, and must end its span where the answer ends. `settings`: those of `make_scorer`.
+    encoder-decoder gets one hole, and must end its span where the answer ends. An answer that the tokenizer cannot
+    spell is wrong, and has no log-probability; `known` is the share of the others. `settings`: those of `make_scorer`.
     """
     scorer = make_scorer(checkpoint, **settings)
     parts = [answer_in(scorer, example) for example in examples]
-    hits, logp, predictions = [], [], []
+    hits, logp, predictions = [], [], []  # log-probabilities only of answers that can be spelled
     for ((query, answer),) in scorer.stretches(parts, together=True):
         hits.append(scorer.guessed(query, answer))
-        logp.append(scorer.answer_logp(answer))
-        predictions.append(Prediction(written(scorer, query, answer), {"logp": logp[-1]}))
-    metrics = {"accuracy": float(np.mean(hits)), "answer_logp": float(np.mean(logp))}
-    return Outcome(metrics, predictions, {"method": scorer.method}, [*unseen(scorer, parts), *scorer.said])
+        spelled = scorer.spelled(query)
+        logp += [scorer.answer_logp(answer)] if spelled else []
+        predictions.append(Prediction(written(scorer, query, answer), {"logp": logp[-1]} if spelled else None))
+    mean_logp, unknown = float(np.mean(logp)) if logp else math.nan, len(hits) - len(logp)
+    metrics = {"accuracy": float(np.mean(hits)), "answer_logp": mean_logp, "known": len(logp) / len(hits)}
+    said = [f"{unknown:,} of {len(hits):,} answers have a word that the tokenizer does not know, and count as wrong."]
+    facts = {"method": scorer.method, "unknown": unknown}
+    return Outcome(metrics, predictions, facts, [*said * bool(unknown), *unseen(scorer, parts), *scorer.said])
 
 
 def answer_in(scorer: Scorer, example: Example) -> Parts:
@@ -87,7 +93,9 @@ def choice(
         for example in examples
         for text in example.texts[1:]
     ]
-    sums = iter([sum(float(a.logp.sum()) for _, a in found) for found in scorer.stretches(parts, together=False)])
+    found = list(scorer.stretches(parts, together=False))
+    sums = iter([sum(float(answer.logp.sum()) for _, answer in answers) for answers in found])
+    unknown = sum(scorer.unknown(query.labels) for answers in found for query, _ in answers)
     predictions = []
     for example in examples:
         choices = example.texts[1:]
@@ -95,7 +103,9 @@ def choice(
         per_byte = logp / [len(text.encode()) for text in choices]
         scores = {str(i): value for i, value in enumerate(logp.tolist())}
         predictions.append(Prediction(int(logp.argmax()), scores, {"normalised": int(per_byte.argmax())}))
-    return Outcome(choice_metrics(examples, predictions), predictions, {"method": scorer.method}, scorer.said)
+    facts = {"method": scorer.method, "unknown": unknown}
+    said = [*about_unknown(unknown), *scorer.said]
+    return Outcome(choice_metrics(examples, predictions), predictions, facts, said)
 
 
 def ending(scorer: Scorer, before: str, text: str, name: str | int) -> Parts:

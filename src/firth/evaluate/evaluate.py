@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from firth.console import count, say
+from firth.console import say
 from firth.errors import UserError, nearest
 from firth.evaluate.cloze import choice, cloze
 from firth.evaluate.embed import similar_texts, word_in_context
-from firth.evaluate.likelihood import make_scorer, summed, way_to_ask
+from firth.evaluate.likelihood import about_unknown, make_scorer, summed, way_to_ask
 from firth.evaluate.minimal_pairs import minimal_pairs
 from firth.evaluate.ngram import NgramScorer
 from firth.evaluate.outcome import Outcome
@@ -150,10 +150,7 @@ def of_text(checkpoint: Path, corpus: Corpus, settings: Mapping[str, Any]) -> tu
 
     found = list(scorer.texts(texts()))
     metrics, facts = summed(scorer, found)
-    said = [corpus.describe(), *scorer.said]
-    if facts["unknown"]:
-        some = count(facts["unknown"], "token stands", "tokens stand")
-        said.append(f"{some} for text that the tokenizer does not know: easy to guess.")
+    said = [corpus.describe(), *scorer.said, *about_unknown(facts["unknown"])]
     predictions = [Prediction(one.logp, extra={"tokens": one.tokens, "bytes": one.bytes}) for one in found]
     return examples, Outcome(metrics, predictions, facts, said)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from firth.console import progress, too_long
+from firth.console import count, progress, too_long
 from firth.errors import UserError, nearest
 from firth.evaluate.asking import BATCH_TOKENS, Answer, Query, ask
 from firth.generate.reading import check_words, tokenizer_of
@@ -146,7 +146,7 @@ class Scorer(ABC):
                 for query, answer in answers:
                     logp += float(answer.logp.sum())
                     tokens += len(query.labels)
-                    unknown += query.labels.count(self.vocab.unk) if self.vocab.unk is not None else 0
+                    unknown += self.unknown(query.labels)
                     if total is None:
                         shown.advance(len(query.labels))
                 if total is not None:
@@ -218,7 +218,15 @@ class Scorer(ABC):
 
     def guessed(self, query: Query, answer: Answer) -> bool:
         """Whether the model, left to itself, would have filled the blank with just the answer."""
-        return bool((answer.best == query.labels).all())
+        return self.spelled(query) and bool((answer.best == query.labels).all())
+
+    def spelled(self, query: Query) -> bool:
+        """Whether the tokenizer can spell the answer: who writes an unknown token has not written it."""
+        return not self.unknown(query.labels)
+
+    def unknown(self, ids: Sequence[int]) -> int:
+        """How many tokens stand for something that the tokenizer does not know."""
+        return ids.count(self.vocab.unk) if self.vocab.unk is not None else 0
 
     def answer_logp(self, answer: Answer) -> float:
         """The log-probability of what stands in a blank."""
@@ -354,7 +362,12 @@ class Spans(Scorer):
 
     def guessed(self, query: Query, answer: Answer) -> bool:
         ends = {*self.vocab.special, query.labels[-1]}
-        return bool((answer.best[:-1] == query.labels[:-1]).all()) and int(answer.best[-1]) in ends
+        return (
+            self.spelled(query) and bool((answer.best[:-1] == query.labels[:-1]).all()) and int(answer.best[-1]) in ends
+        )
+
+    def spelled(self, query: Query) -> bool:
+        return not self.unknown(query.labels[:-1])
 
     def answer_logp(self, answer: Answer) -> float:
         return float(answer.logp[:-1].sum())
@@ -437,6 +450,12 @@ def perplexity(checkpoint: Model | str | Path, texts: Iterable[str], **settings:
 def likelihoods(checkpoint: Model | str | Path, texts: Iterable[str], **settings: Any) -> list[Likelihood]:
     """The (pseudo-)likelihood of each text. `settings`: those of `make_scorer`."""
     return list(make_scorer(checkpoint, **settings).texts(texts))
+
+
+def about_unknown(unknown: int) -> list[str]:
+    """What a person should be told about tokens that stand for any word."""
+    some = count(unknown, "token stands", "tokens stand")
+    return [f"{some} for text that the tokenizer does not know: easy to guess."] if unknown else []
 
 
 def summed(scorer: Any, found: Sequence[Likelihood]) -> tuple[dict[str, float], dict[str, Any]]:

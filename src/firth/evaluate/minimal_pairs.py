@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from firth.console import count
-from firth.evaluate.likelihood import make_scorer
+from firth.evaluate.likelihood import about_unknown, make_scorer
 from firth.evaluate.outcome import Outcome
 from firth.metrics import by_group, pair_hits, score
 from firth.models import Model
@@ -28,11 +28,14 @@ def minimal_pairs(checkpoint: Model | str | Path, examples: Sequence[Example], *
     scores = [(good.logp, bad.logp) for good, bad in zip(found[::2], found[1::2], strict=True)]
     groups = [example.references[0] if example.references else NO_GROUP for example in examples]
     hits = pair_hits(scores)
-    facts = {"method": scorer.method, "by_group": by_group(hits, groups)}
+    unknown = sum(one.unknown for one in found)
+    facts = {"method": scorer.method, "unknown": unknown, "by_group": by_group(hits, groups)}
     predictions = [
         Prediction("good" if hit else "bad", {"good": good, "bad": bad})
         for hit, (good, bad) in zip(hits, scores, strict=True)
     ]
     ties = sum(good == bad for good, bad in scores)
     said = [f"{count(ties, 'pair is', 'pairs are')} equally likely to the model, and counted as wrong."] if ties else []
-    return Outcome(score("minimal-pairs", scores, groups), predictions, facts, [*said, *scorer.said])
+    return Outcome(
+        score("minimal-pairs", scores, groups), predictions, facts, [*said, *about_unknown(unknown), *scorer.said]
+    )
