@@ -12,6 +12,7 @@ from firth.evaluate.asking import Answer
 from firth.evaluate.cloze import choice, cloze
 from firth.evaluate.likelihood import Parts, likelihoods, make_scorer
 from firth.evaluate.minimal_pairs import minimal_pairs
+from firth.evaluate.report import is_mistake
 from firth.generate import generate_ids
 from firth.text import Example
 
@@ -122,6 +123,15 @@ def test_choices_by_likelihood(family: str, untrained: Any) -> None:
     if family == "gpt2":
         whole, start = likelihoods(model, [f"{context} {choices[0]}", context])
         assert scores[0] == pytest.approx(whole.logp - start.logp, abs=1e-3)
+
+
+def test_choices_that_are_equally_likely_are_wrong(untrained: Any) -> None:
+    texts = ("The cat slept by", "the river", "the river")
+    outcome = choice(untrained("gpt2"), [Example(1, texts, 0), Example(2, texts, 1)])
+    assert outcome.metrics == {"accuracy": 0.0, "accuracy_norm": 0.0}
+    assert [prediction.prediction for prediction in outcome.predictions] == [None, None]
+    assert outcome.said == ["2 examples have several likeliest choices, and count as wrong."]
+    assert is_mistake("choice", Example(1, texts, 0), outcome.predictions[0])
 
 
 def test_choices_without_answers_are_only_predicted(untrained: Any) -> None:

@@ -84,8 +84,8 @@ def choice(
     """How often the right one of several endings is the likeliest after the context, for a model as it is.
 
     `accuracy` compares sums of log-probabilities, `accuracy_norm` divides them by the ending's bytes, so that a long
-    ending is no worse for being long. The `delimiter` stands between context and ending ("\\nAnswer: " suits
-    questions). `settings`: those of `make_scorer`.
+    ending is no worse for being long. Where several are the likeliest none is chosen, and that is wrong. The
+    `delimiter` stands between context and ending ("\\nAnswer: " suits questions). `settings`: those of `make_scorer`.
     """
     scorer = make_scorer(checkpoint, **settings)
     parts = [
@@ -102,10 +102,22 @@ def choice(
         logp = np.array([next(sums) for _ in choices])
         per_byte = logp / [len(text.encode()) for text in choices]
         scores = {str(i): value for i, value in enumerate(logp.tolist())}
-        predictions.append(Prediction(int(logp.argmax()), scores, {"normalised": int(per_byte.argmax())}))
+        predictions.append(Prediction(likeliest(logp), scores, {"normalised": likeliest(per_byte)}))
     facts = {"method": scorer.method, "unknown": unknown}
-    said = [*about_unknown(unknown), *scorer.said]
+    ties = sum(prediction.prediction is None for prediction in predictions)
+    some = count(ties, "example has several likeliest choices", "examples have several likeliest choices")
+    said = [*([f"{some}, and count as wrong."] if ties else []), *about_unknown(unknown), *scorer.said]
     return Outcome(choice_metrics(examples, predictions), predictions, facts, said)
+
+
+def likeliest(logp: np.ndarray) -> int | None:
+    """The place of the highest; None where several are.
+
+    >>> likeliest(np.array([-2.0, -1.0, -3.0])), likeliest(np.array([-1.0, -1.0, -3.0]))
+    (1, None)
+    """
+    best = np.flatnonzero(logp == logp.max())
+    return int(best[0]) if len(best) == 1 else None
 
 
 def ending(scorer: Scorer, before: str, text: str, name: str | int) -> Parts:

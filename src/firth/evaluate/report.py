@@ -192,7 +192,7 @@ def is_mistake(task: str, example: Example, prediction: Prediction) -> bool:
     """Whether an answer is plainly wrong; numbers and free texts are nearer or further, not wrong."""
     if task == "minimal-pairs":
         return prediction.prediction != "good"
-    if example.target is None or prediction.prediction is None:
+    if example.target is None or (prediction.prediction is None and task != "choice"):
         return False
     if task == "tag":
         return tuple(prediction.prediction) != tuple(example.target)
