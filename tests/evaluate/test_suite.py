@@ -94,6 +94,49 @@ def test_a_suite_of_ones_own_may_need_no_training(saved: Any, tmp_path: Path) ->
     assert result["average"] in (0.0, 1.0)
 
 
+GRAMMAR = "{name: grammar, task: minimal-pairs, dev: pairs.jsonl}"
+
+
+@pytest.mark.parametrize(
+    ("task", "problem"),
+    [
+        ("task: word-in-context", "later: which cosine means the same sense"),
+        ("task: word-in-context, settings: {method: pseudo}", "later: method is no setting of the task word-in"),
+        ("task: word-in-context, settings: {train: pairs.jsonl}", r"later: .*pairs.jsonl:1: no column 'text_a'"),
+        ("task: word-in-context, settings: {threshold: 0.5}, train: wic.jsonl", "later: threshold is a setting of a"),
+        ("task: word-in-context, settings: {threshold: 0.5}, metric: acuracy", "has no metric 'acuracy' here"),
+        ("task: minimal-pairs", r"wic.jsonl:1: no column 'good'"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_anything_is_computed(
+    task: str, problem: str, saved: Any, tmp_path: Path
+) -> None:
+    wic_file(tmp_path)
+    (tmp_path / "mine.yaml").write_text(f"tasks:\n  - {GRAMMAR}\n  - {{name: later, dev: wic.jsonl, {task}}}\n")
+    with pytest.raises(UserError, match=problem):
+        evaluate_suite(saved("bert"), tmp_path / "mine.yaml", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("setting", ["threshold: 0.5", "train: wic.jsonl"])
+def test_a_suite_may_say_which_cosine_means_the_same_sense(setting: str, saved: Any, tmp_path: Path) -> None:
+    wic_file(tmp_path)
+    senses = f"{{name: senses, task: word-in-context, dev: wic.jsonl, settings: {{{setting}}}}}"
+    (tmp_path / "mine.yaml").write_text(f"tasks:\n  - {senses}\n")
+    result = evaluate_suite(saved("bert"), tmp_path / "mine.yaml", tmp_path / "out")
+    assert result["tasks"]["senses"]["how"] == "as it is"
+    (tmp_path / "mine.yaml").write_text("tasks:\n  - " + senses.replace(setting, "threshold: 0.9") + "\n")
+    with pytest.raises(UserError, match="start anew"):
+        evaluate_suite(saved("bert"), tmp_path / "mine.yaml", tmp_path / "out", resume=True)
+
+
+def wic_file(folder: Path) -> None:
+    """Two pairs of texts with a word in them, and a pair of sentences."""
+    rows = [{"word": "cat", "text_a": "a cat", "text_b": f"the {x} cat", "label": y} for x, y in (("old", 1), ("", 0))]
+    (folder / "wic.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "pairs.jsonl").write_text('{"good": "The cat slept.", "bad": "The cat slepts."}\n')
+
+
 def own_suite(folder: Path, metric: str, labels: dict[str, str]) -> Path:
     """A suite with one task; `labels` has a letter for each example of a file."""
     for name, letters in labels.items():

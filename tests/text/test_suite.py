@@ -44,9 +44,24 @@ def test_files_stand_beside_the_suite(folder: Path) -> None:
     }
 
 
+def test_a_task_may_have_settings(folder: Path) -> None:
+    text = "tasks: [{name: x, task: word-in-context, dev: a.csv, settings: {threshold: 0.5, train: b.csv}}]"
+    (folder / "suite.yaml").write_text(text)
+    settings = {"train": str(folder / "b.csv"), "threshold": 0.5}
+    assert read_suite(folder / "suite.yaml")["x"].settings == settings
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (
+            "tasks: [{name: x, task: cloze, dev: a.csv, settings: {layr: 1}}]",
+            "suite.yaml: task x: unknown key 'settings.layr'. Did you mean 'layer'?",
+        ),
+        (
+            "tasks: [{name: x, task: cloze, dev: a.csv, settings: {threshold: high}}]",
+            "suite.yaml: task x: settings.threshold: ",
+        ),
         ("tasks: []", "suite.yaml: no tasks. Write `tasks:` and"),
         ("- a", "suite.yaml: no tasks."),
         ("task: []", "suite.yaml: unknown key 'task'. A suite file has `tasks`."),

@@ -14,7 +14,7 @@ import yaml
 
 from firth.console import count, quiet, say, warn
 from firth.errors import UserError, nearest
-from firth.evaluate.evaluate import ZERO_SHOT, by_task, evaluate, task_facts
+from firth.evaluate.evaluate import ZERO_SHOT, by_task, check_order, evaluate, task_facts
 from firth.evaluate.report import describe_run
 from firth.files import fresh_folder, read_json, write_json, write_results
 from firth.metrics import f1, squad_each, summarise
@@ -37,6 +37,12 @@ SEEDS = 3
 OWN = ("checkpoint", "task", "train", "dev", "columns", "output_dir", "seeds")  # fields of a recipe that a suite sets
 AS_IT_IS, ALREADY, LEARN = "as it is", "fine-tuned already", "fine-tuned"
 OFFICIAL = {"multirc": ("exact_match",), "record": ("exact_match", "f1")}  # what `official` adds to a kind of task
+MEASURED = {  # the scores of a checkpoint as it is, where they are others than after fine-tuning
+    "minimal-pairs": ("accuracy", "group_accuracy"),
+    "cloze": ("accuracy", "answer_logp", "known"),
+    "choice": ("accuracy", "accuracy_norm"),
+    "analogy": ("accuracy", "section_accuracy", "known"),
+}
 
 
 def evaluate_suite(
@@ -125,8 +131,12 @@ def check_tasks(
     override(FinetuneRecipe(), options)
     for task in tasks.values():
         way = way_of(checkpoint, task)
-        if way != AS_IT_IS:
-            dev = check_metrics(task, options.get("encoding", "utf-8"))
+        if way == AS_IT_IS:
+            check_as_it_is(checkpoint, task)
+        elif way == LEARN and task.settings:
+            name = next(iter(task.settings))
+            raise UserError(f"{task.name}: {name} is a setting of a checkpoint as it is, and train fine-tunes it.")
+        dev = check_metrics(task, way, options.get("encoding", "utf-8"))
         if way == LEARN:
             recipe = task_recipe(checkpoint, task, folder / task.name, seeds, options)
             recipe.check()
@@ -138,14 +148,31 @@ def check_tasks(
                         check_labels(train, examples, replace(recipe, dev=str(file)))
 
 
-def check_metrics(task: SuiteTask, encoding: str) -> list[list[Example]]:
+def check_as_it_is(checkpoint: Path, task: SuiteTask) -> None:
+    """Refuse what cannot be asked of a checkpoint as it is, or not without being told more."""
+    try:
+        check_order(checkpoint, task.task, task_facts(checkpoint), task.settings)
+        if "train" in task.settings:
+            with quiet():
+                read_labelled(task.settings["train"], task.task, task.columns, "train")
+    except UserError as e:
+        raise UserError(f"{task.name}: {e}") from None
+    if task.task == "word-in-context" and not {"threshold", "train"} & set(task.settings):
+        raise UserError(
+            f"{task.name}: which cosine means the same sense? Write `settings: {{threshold: 0.6}}` into the suite, or "
+            "`settings: {train: FILE}` to find it there; `train: FILE` fine-tunes."
+        )
+
+
+def check_metrics(task: SuiteTask, way: str, encoding: str) -> list[list[Example]]:
     """That every dev file has the metrics of its task; the examples of each."""
     wanted, found = task.metrics, []
     for file in task.dev.values():
         with quiet():  # what is to be said about the file, is said when it is used
             examples = read_labelled(file, task.task, task.columns, "dev", encoding)
         found.append(examples)
-        known = (*metric_names(task.task, examples), *OFFICIAL.get(task.name, ()))
+        own = MEASURED.get(task.task) if way == AS_IT_IS else None
+        known = own or (*metric_names(task.task, examples), *OFFICIAL.get(task.name, ()))
         wanted = wanted or known[:1]
         if missing := [name for name in wanted if name not in known]:
             two = " f1 is for files with two classes." if missing == ["f1"] and "accuracy" in known else ""
@@ -186,14 +213,15 @@ def check_done(folder: Path, tasks: Iterable[SuiteTask]) -> None:
     for task in tasks:
         done = folder / task.name / TASK_RESULTS
         if done.is_file() and read_json(done).get("files", files_of(task)) != files_of(task):
-            raise UserError(f"{task.name} in {folder} was scored on other files than it has now: start anew.")
+            raise UserError(f"{task.name} in {folder} was scored on other files or settings than it has now: start anew.")
 
 
 def files_of(task: SuiteTask) -> dict[str, Any]:
     """What the scores of a task depend on beside the checkpoint."""
     files = {"train": task.train, **{f"dev {name}": file for name, file in task.dev.items()}}
     places = {name: None if file is None else str(file.resolve()) for name, file in files.items()}
-    return places | {"metrics": list(task.metrics), "columns": dict(task.columns)}
+    told = {"settings": dict(task.settings)} if task.settings else {}
+    return places | {"metrics": list(task.metrics), "columns": dict(task.columns), **told}
 
 
 # --- one task -------------------------------------------------------------------------------------------------------
@@ -236,7 +264,8 @@ def was_tuned_on(checkpoint: Path, task: SuiteTask) -> bool:
 
 def measured(checkpoint: Path, task: SuiteTask, file: Path, place: Path) -> dict[str, float]:
     """The scores of a checkpoint as it is, on a task without training."""
-    return dict(evaluate(checkpoint, task.task, file, place, task.columns, overwrite=True)["metrics"])
+    result = evaluate(checkpoint, task.task, file, place, task.columns, overwrite=True, **task.settings)
+    return dict(result["metrics"])
 
 
 def predicted(checkpoint: Path, task: SuiteTask, file: Path, place: Path, encoding: str = "utf-8") -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ class SuiteTask:
     """A task of a suite. `dev` and `test` may be several files, by name ("dev", or "matched" and "mismatched").
 
     `metrics` are the official ones, the mean of which is the task's score; none means the task kind's own. `columns`
-    rename for `read_labelled`.
+    rename for `read_labelled`, `settings` are what a checkpoint is told that answers as it is (`Settings`).
     """
 
     name: str
@@ -30,6 +30,22 @@ class SuiteTask:
     test: Mapping[str, Path] = field(default_factory=dict)
     metrics: tuple[str, ...] = ()
     columns: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an evaluation without fine-tuning may be told; each task takes some of these."""
+
+    method: str | None = None
+    max_seq_length: int | None = None
+    stride: int | None = None
+    delimiter: str | None = None
+    train: str | None = None  # from which a threshold is found
+    threshold: float | None = None
+    layer: int | None = None
+    pool: str | None = None
+    limit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +59,7 @@ class SuiteEntry:
     test: dict[str, str] = field(default_factory=dict)
     metric: tuple[str, ...] = ()
     columns: dict[str, str] = field(default_factory=dict)
+    settings: Settings = field(default_factory=Settings)
 
 
 def read_suite(path: str | Path) -> dict[str, SuiteTask]:
@@ -55,6 +72,10 @@ def read_suite(path: str | Path) -> dict[str, SuiteTask]:
         dev: reviews/dev.jsonl            # or several: {easy: reviews/easy.jsonl, hard: reviews/hard.jsonl}
         columns: {text: body, label: stars}
         metric: macro_f1                  # or several: [accuracy, macro_f1]
+      - name: senses
+        task: word-in-context
+        dev: wic/dev.jsonl
+        settings: {threshold: 0.6}        # of a checkpoint as it is; or {train: wic/train.jsonl}, to find it
     """
     path = Path(path)
     content = read_yaml(path)
@@ -92,7 +113,10 @@ def one_task(entry: Any, path: Path, number: int) -> SuiteTask:
 
     dev, test = ({name: place(file) for name, file in files.items()} for files in (read.dev, read.test))
     train = place(read.train) if read.train else None
-    return SuiteTask(read.name, read.task, train, dev, test, read.metric, read.columns)
+    settings = {name: value for name, value in asdict(read.settings).items() if value is not None}
+    if "train" in settings:
+        settings["train"] = str(place(settings["train"]))
+    return SuiteTask(read.name, read.task, train, dev, test, read.metric, read.columns, settings)
 
 
 def spelled_out(entry: Any) -> Any:
