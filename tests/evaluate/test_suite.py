@@ -94,6 +94,17 @@ def test_a_suite_of_ones_own_may_need_no_training(saved: Any, tmp_path: Path) ->
     assert result["average"] in (0.0, 1.0)
 
 
+@pytest.mark.parametrize(("family", "name"), [("gpt2", "perplexity"), ("bert", "pseudo_perplexity")])
+def test_the_likelihood_of_plain_text_is_a_task(family: str, name: str, saved: Any, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("The cat slept by the river.\n")
+    (tmp_path / "mine.yaml").write_text("tasks:\n  - {name: text, task: perplexity, dev: text.txt}\n")
+    result = evaluate_suite(saved(family), tmp_path / "mine.yaml", tmp_path / "out")
+    assert result["tasks"]["text"]["metrics"]["dev"] == {name: result["tasks"]["text"]["score"]}
+    (tmp_path / "mine.yaml").write_text("tasks:\n  - {name: text, task: perplexity, dev: text.txt, metric: accuracy}\n")
+    with pytest.raises(UserError, match=f"has no metric 'accuracy' here, but {name}, "):
+        evaluate_suite(saved(family), tmp_path / "mine.yaml", tmp_path / "other")
+
+
 GRAMMAR = "{name: grammar, task: minimal-pairs, dev: pairs.jsonl}"
 
 

@@ -44,6 +44,12 @@ def test_files_stand_beside_the_suite(folder: Path) -> None:
     }
 
 
+def test_the_likelihood_of_plain_text_is_a_task_and_may_have_a_folder(folder: Path) -> None:
+    (folder / "suite.yaml").write_text("tasks: [{name: x, task: perplexity, dev: .}]")
+    assert read_suite(folder / "suite.yaml")["x"].dev == {"dev": folder}
+    assert "no such file" in refusal(folder, "tasks: [{name: x, task: classify, dev: .}]")
+
+
 def test_a_task_may_have_settings(folder: Path) -> None:
     text = "tasks: [{name: x, task: word-in-context, dev: a.csv, settings: {threshold: 0.5, train: b.csv}}]"
     (folder / "suite.yaml").write_text(text)

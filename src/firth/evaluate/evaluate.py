@@ -23,6 +23,7 @@ from firth.models import load_model, read_config
 from firth.models.ngram import is_ngram
 from firth.tasks import TASK_FILE, TASKS, Prediction, lines_of, make_task, without_examples
 from firth.text import Corpus, Example, read_labelled
+from firth.text.suite import OF_TEXT
 from firth.tokens import load_tokenizer
 from firth.train import Training, choose_machine
 
@@ -38,7 +39,6 @@ ZERO_SHOT: dict[str, tuple[Callable[..., Outcome], tuple[str, ...]]] = {
     "word-similarity": (word_similarity, ("limit",)),
     "analogy": (analogy, ("limit",)),
 }
-OF_TEXT = ("perplexity", "pseudo-likelihood")  # read plain text, not labelled examples
 STATIC = ("word-similarity", "analogy")  # ask word vectors
 FROM_FILES = (*STATIC, "word-in-context")  # take a file of word vectors too
 NAMES = ("checkpoint", "data", "together")  # of files, in the results

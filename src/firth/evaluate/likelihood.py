@@ -458,19 +458,23 @@ def about_unknown(unknown: int) -> list[str]:
     return [f"{some} for text that the tokenizer does not know: easy to guess."] if unknown else []
 
 
+def scores_of_texts(exact: bool) -> tuple[str, ...]:
+    """The names of the scores of texts, of which less is better. Where tokens see both sides no code is so short."""
+    return (
+        ("perplexity", "word_perplexity", "bits_per_byte") if exact else ("pseudo_perplexity", "pseudo_word_perplexity")
+    )
+
+
 def summed(scorer: Any, found: Sequence[Likelihood]) -> tuple[dict[str, float], dict[str, Any]]:
     """The scores of all texts together, and what they are of."""
     nats, tokens = -sum(one.logp for one in found), sum(one.tokens for one in found)
     if not tokens:
         raise UserError("There is nothing to score: no text has a token.")
     words, num_bytes = sum(one.words for one in found), sum(one.bytes for one in found)
-    per_token, per_word = as_perplexity(nats, tokens), as_perplexity(nats, max(words, 1))
+    each = [as_perplexity(nats, tokens), as_perplexity(nats, max(words, 1))]
     if scorer.exact:
-        bits = bits_per_byte(nats, num_bytes)
-        scores = {"perplexity": per_token, "word_perplexity": per_word, "bits_per_byte": bits}
-    else:
-        scores = {"pseudo_perplexity": per_token, "pseudo_word_perplexity": per_word}
-    return scores, {
+        each.append(bits_per_byte(nats, num_bytes))
+    return dict(zip(scores_of_texts(scorer.exact), each, strict=True)), {
         "method": scorer.method,
         "nats": nats,
         "texts": len(found),

@@ -15,10 +15,12 @@ import yaml
 from firth.console import count, quiet, say, warn
 from firth.errors import UserError, nearest
 from firth.evaluate.evaluate import ZERO_SHOT, by_task, check_order, evaluate, task_facts
+from firth.evaluate.likelihood import scores_of_texts, way_to_ask
 from firth.evaluate.report import describe_run
 from firth.files import fresh_folder, read_json, write_json, write_results
 from firth.metrics import f1, squad_each, summarise
 from firth.models import read_config
+from firth.models.ngram import is_ngram
 from firth.page import Page
 from firth.recipes import finetuning
 from firth.tasks import TASKS, FinetuneRecipe, Prediction, finetune, metric_names, read_predictions, write_predictions
@@ -27,6 +29,7 @@ from firth.tasks.make import OF_LABELS
 from firth.tasks.results import check_metric
 from firth.text import Example, SuiteTask, glue_suite, read_labelled, read_suite, superglue_suite
 from firth.text.glue import GLUE
+from firth.text.suite import OF_TEXT
 from firth.text.superglue import SUPERGLUE
 from firth.train import override, run_folder
 from firth.train.folder import check_folder
@@ -136,7 +139,7 @@ def check_tasks(
         elif way == LEARN and task.settings:
             name = next(iter(task.settings))
             raise UserError(f"{task.name}: {name} is a setting of a checkpoint as it is, and train fine-tunes it.")
-        dev = check_metrics(task, way, options.get("encoding", "utf-8"))
+        dev = check_metrics(checkpoint, task, way, options.get("encoding", "utf-8"))
         if way == LEARN:
             recipe = task_recipe(checkpoint, task, folder / task.name, seeds, options)
             recipe.check()
@@ -164,14 +167,14 @@ def check_as_it_is(checkpoint: Path, task: SuiteTask) -> None:
         )
 
 
-def check_metrics(task: SuiteTask, way: str, encoding: str) -> list[list[Example]]:
+def check_metrics(checkpoint: Path, task: SuiteTask, way: str, encoding: str) -> list[list[Example]]:
     """That every dev file has the metrics of its task; the examples of each."""
     wanted, found = task.metrics, []
     for file in task.dev.values():
         with quiet():  # what is to be said about the file, is said when it is used
-            examples = read_labelled(file, task.task, task.columns, "dev", encoding)
+            examples = read_labelled(file, task.task, task.columns, "dev", encoding) if task.task not in OF_TEXT else []
         found.append(examples)
-        own = MEASURED.get(task.task) if way == AS_IT_IS else None
+        own = measured_names(checkpoint, task) if way == AS_IT_IS else ()
         known = own or (*metric_names(task.task, examples), *OFFICIAL.get(task.name, ()))
         wanted = wanted or known[:1]
         if missing := [name for name in wanted if name not in known]:
@@ -181,6 +184,14 @@ def check_metrics(task: SuiteTask, way: str, encoding: str) -> list[list[Example
                 f"{', '.join(dict.fromkeys(known))}.{two}"
             )
     return found
+
+
+def measured_names(checkpoint: Path, task: SuiteTask) -> tuple[str, ...]:
+    """The scores of a checkpoint as it is; none where they are those that it has after fine-tuning."""
+    if task.task not in OF_TEXT:
+        return MEASURED.get(task.task, ())
+    exact = is_ngram(checkpoint) or way_to_ask(read_config(checkpoint), task.settings.get("method", "auto"))[1].exact
+    return scores_of_texts(exact)
 
 
 def take_folder(folder: Path, settings: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
@@ -213,7 +224,9 @@ def check_done(folder: Path, tasks: Iterable[SuiteTask]) -> None:
     for task in tasks:
         done = folder / task.name / TASK_RESULTS
         if done.is_file() and read_json(done).get("files", files_of(task)) != files_of(task):
-            raise UserError(f"{task.name} in {folder} was scored on other files or settings than it has now: start anew.")
+            raise UserError(
+                f"{task.name} in {folder} was scored on other files or settings than it has now: start anew."
+            )
 
 
 def files_of(task: SuiteTask) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from firth.errors import UserError, nearest
 from firth.plain import from_plain
 from firth.text.examples import TASKS
 
+OF_TEXT = ("perplexity", "pseudo-likelihood")  # are asked of plain text, not of labelled examples
+
 
 @dataclass(frozen=True)
 class SuiteTask:
@@ -97,8 +99,8 @@ def one_task(entry: Any, path: Path, number: int) -> SuiteTask:
     named = entry.get("name") if isinstance(entry, dict) else None
     where = f"{path}: task {named or number}"
     read = from_plain(spelled_out(entry), SuiteEntry, where)
-    if read.task not in TASKS:
-        raise UserError(f"{where}: task {read.task!r} is not known. {nearest(read.task, TASKS)}")
+    if read.task not in (*TASKS, *OF_TEXT):
+        raise UserError(f"{where}: task {read.task!r} is not known. {nearest(read.task, (*TASKS, *OF_TEXT))}")
     if not read.dev and not read.train:
         raise UserError(f"{where}: neither train nor dev file is named.")
     for name in (read.name, *read.dev):
@@ -107,7 +109,7 @@ def one_task(entry: Any, path: Path, number: int) -> SuiteTask:
 
     def place(name: str) -> Path:
         file = path.parent / name
-        if not file.is_file():
+        if not file.is_file() and not (read.task in OF_TEXT and file.is_dir()):
             raise UserError(f"{where}: {file}: no such file.")
         return file
 
