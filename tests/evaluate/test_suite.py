@@ -100,6 +100,8 @@ def test_the_likelihood_of_plain_text_is_a_task(family: str, name: str, saved: A
     (tmp_path / "mine.yaml").write_text("tasks:\n  - {name: text, task: perplexity, dev: text.txt}\n")
     result = evaluate_suite(saved(family), tmp_path / "mine.yaml", tmp_path / "out")
     assert result["tasks"]["text"]["metrics"]["dev"] == {name: result["tasks"]["text"]["score"]}
+    assert (result["average"], result["off_scale"]) == (None, ["text"])
+    assert "on no scale up to 1: text" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
     (tmp_path / "mine.yaml").write_text("tasks:\n  - {name: text, task: perplexity, dev: text.txt, metric: accuracy}\n")
     with pytest.raises(UserError, match=f"has no metric 'accuracy' here, but {name}, "):
         evaluate_suite(saved(family), tmp_path / "mine.yaml", tmp_path / "other")
@@ -116,6 +118,10 @@ GRAMMAR = "{name: grammar, task: minimal-pairs, dev: pairs.jsonl}"
         ("task: word-in-context, settings: {train: pairs.jsonl}", r"later: .*pairs.jsonl:1: no column 'text_a'"),
         ("task: word-in-context, settings: {threshold: 0.5}, train: wic.jsonl", "later: threshold is a setting of a"),
         ("task: word-in-context, settings: {threshold: 0.5}, metric: acuracy", "has no metric 'acuracy' here"),
+        (
+            "task: pseudo-likelihood, metric: [pseudo_perplexity, pseudo_word_perplexity]",
+            "later: pseudo_perplexity is on no scale up to 1, and makes no mean",
+        ),
         ("task: minimal-pairs", r"wic.jsonl:1: no column 'good'"),
     ],
 )
@@ -215,6 +221,22 @@ def test_the_average_counts_every_task_once() -> None:
     assert conclude({}, done, ("cola", "wnli"), Path("x"))["average"] == pytest.approx(0.4)
     assert conclude({}, done, ("cola", "wnli"), Path("x"))["complete"]
     assert conclude({}, {}, ("cola",), Path("x"))["average"] is None
+
+
+def test_the_average_is_of_scores_on_one_scale() -> None:
+    write, text = SuiteTask("write", "text-to-text", None, {}, {}, ("chrf", "exact_match")), SuiteTask("text", "lm")
+    done = {
+        "write": summary(write, {"dev": [{"chrf": 60.0, "exact_match": 0.2}]}),
+        "text": summary(text, {"dev": [{"perplexity": 30.0, "bits_per_byte": 2.0}]}),
+        "words": {"score": 0.6, "metrics": {"dev": {"accuracy": 0.6}}, "seeds": [0.6], "std": 0.0},
+    }
+    assert done["write"]["metrics"] == {"dev": {"chrf": 60.0, "exact_match": 0.2}}
+    assert done["write"]["score"] == pytest.approx(0.4)
+    assert done["text"]["score"] == 30.0
+    result = conclude({}, {name: {**task, "how": ""} for name, task in done.items()}, tuple(done), Path("x"))
+    assert result["average"] == pytest.approx(0.5)
+    assert (result["left_out"], result["off_scale"]) == ([], ["text"])
+    assert table(result)[-1][1:4] == ("left out, as on no scale up to 1: text", "", pytest.approx(0.5))
 
 
 def test_a_task_without_a_number_is_left_out_of_the_average_and_named(

@@ -40,6 +40,9 @@ SEEDS = 3
 OWN = ("checkpoint", "task", "train", "dev", "columns", "output_dir", "seeds")  # fields of a recipe that a suite sets
 AS_IT_IS, ALREADY, LEARN = "as it is", "fine-tuned already", "fine-tuned"
 OFFICIAL = {"multirc": ("exact_match",), "record": ("exact_match", "f1")}  # what `official` adds to a kind of task
+SCORE = "A score is the mean of its metrics; those from 0 to 100 (BLEU, chrF, ROUGE) count from 0 to 1."
+PERCENT = ("chrf", "bleu", "rouge_1", "rouge_2", "rouge_l")  # go from 0 to 100, as they are always printed
+OFF_SCALE = (*scores_of_texts(True), *scores_of_texts(False), "answer_logp")  # less is better, or they have no end
 MEASURED = {  # the scores of a checkpoint as it is, where they are others than after fine-tuning
     "minimal-pairs": ("accuracy", "group_accuracy"),
     "cloze": ("accuracy", "answer_logp", "known"),
@@ -63,8 +66,9 @@ def evaluate_suite(
 
     For each task the checkpoint is fine-tuned `seeds` times, unless it was fine-tuned on that very file already or the
     task needs no training, and scored on the task's dev files. `options` are fields of the fine-tuning recipe. A task's
-    score is the mean of its official metrics (of all its dev files), the average that over the tasks, as GLUE
-    computes it; it is incomplete where tasks are missing. With `resume` finished tasks are not done again.
+    score is the mean of its official metrics (of all its dev files), each from 0 to 1, the average that over the tasks,
+    as GLUE computes it; it is incomplete where tasks are missing, and without perplexities and their like. With
+    `resume` finished tasks are not done again.
     """
     checkpoint, folder = Path(checkpoint), Path(output_dir)
     if not checkpoint.is_dir():
@@ -93,6 +97,8 @@ def evaluate_suite(
         warn(f"the average is over {len(done)} of {len(whole)} tasks; missing: {', '.join(result['missing'])}.")
     if result["left_out"]:
         warn(f"{', '.join(result['left_out'])}: the score is not a number, and left out of the average.")
+    if result["off_scale"]:
+        warn(f"{', '.join(result['off_scale'])}: the score is on no scale up to 1, and left out of the average.")
     return result
 
 
@@ -183,6 +189,8 @@ def check_metrics(checkpoint: Path, task: SuiteTask, way: str, encoding: str) ->
                 f"{task.name}: {file}: the task {task.task} has no metric {missing[0]!r} here, but "
                 f"{', '.join(dict.fromkeys(known))}.{two}"
             )
+        if len(wanted) > 1 and (odd := [name for name in wanted if name in OFF_SCALE]):
+            raise UserError(f"{task.name}: {odd[0]} is on no scale up to 1, and makes no mean with others: name one.")
     return found
 
 
@@ -368,7 +376,10 @@ def entity(example: Example, choice: int) -> str:
 
 
 def summary(task: SuiteTask, parts: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
-    """The official metrics of each dev file, and the task's score: the mean of them all, for each seed."""
+    """The official metrics of each dev file, and the task's score: the mean of them all, for each seed.
+
+    Metrics that go to 100 count from 0 to 1 in the score.
+    """
     first = next(iter(parts.values()))[0]
     names = task.metrics or (next(iter(first)),)
     for part, (scores, *_) in parts.items():
@@ -377,7 +388,9 @@ def summary(task: SuiteTask, parts: Mapping[str, Sequence[Mapping[str, float]]])
             raise UserError(f"{task.name}: the task {task.task} has no metric {missing[0]!r} on {part}. {near}")
     num_seeds = len(next(iter(parts.values())))
     each = [
-        statistics.fmean(statistics.fmean(scores[seed][name] for name in names) for scores in parts.values())
+        statistics.fmean(
+            statistics.fmean(up_to_1(name, scores[seed][name]) for name in names) for scores in parts.values()
+        )
         for seed in range(num_seeds)
     ]
     mean, std = summarise(each)
@@ -388,19 +401,25 @@ def summary(task: SuiteTask, parts: Mapping[str, Sequence[Mapping[str, float]]])
     return {"metrics": metrics, "score": mean, "std": std, "seeds": each}
 
 
+def up_to_1(metric: str, value: float) -> float:
+    return value / 100 if metric in PERCENT else value
+
+
 # --- the table ------------------------------------------------------------------------------------------------------
 
 
 def conclude(
     settings: Mapping[str, Any], done: Mapping[str, Mapping[str, Any]], whole: Sequence[str], folder: Path
 ) -> dict[str, Any]:
-    """What is done so far. Scores are as the metrics have them, from 0 to 1 for all of GLUE and SuperGLUE.
+    """What is done so far. Metrics are as they are always printed, scores from 0 to 1, or -1 to 1 (mcc, correlations).
 
-    The average is over the tasks whose score is a number; the others are `left_out`.
+    The average is over the tasks whose score is a number; the others are `left_out`. So are those that are `off_scale`:
+    perplexities and bits per byte, of which less is better, and log-probabilities.
     """
     missing = [name for name in whole if name not in done]
     left_out = [name for name, task in done.items() if not math.isfinite(task["score"])]
-    scores = [task["score"] for name, task in done.items() if name not in left_out]
+    off_scale = [name for name, task in done.items() if is_off_scale(task)]
+    scores = [task["score"] for name, task in done.items() if name not in (*left_out, *off_scale)]
     return {
         **settings,
         "output_dir": str(folder),
@@ -408,8 +427,13 @@ def conclude(
         "complete": not missing,
         "missing": missing,
         "left_out": left_out,
+        "off_scale": off_scale,
         "tasks": dict(done),
     }
+
+
+def is_off_scale(task: Mapping[str, Any]) -> bool:
+    return any(name in OFF_SCALE for scores in task.get("metrics", {}).values() for name in scores)
 
 
 def table(result: Mapping[str, Any]) -> list[tuple[str, str, str, float, float]]:
@@ -420,9 +444,11 @@ def table(result: Mapping[str, Any]) -> list[tuple[str, str, str, float, float]]
     ]
     incomplete = f"incomplete: without {', '.join(result['missing'])}" if result["missing"] else ""
     no_number = f"left out, as no number: {', '.join(result['left_out'])}" if result["left_out"] else ""
-    found = [task for name, task in result["tasks"].items() if name not in result["left_out"]]
+    no_scale = f"left out, as on no scale up to 1: {', '.join(result['off_scale'])}" if result["off_scale"] else ""
+    without = (*result["left_out"], *result["off_scale"])
+    found = [task for name, task in result["tasks"].items() if name not in without]
     average, std = (result["average"], deviation(found)) if found else (math.nan, math.nan)
-    return [*rows, ("average", "; ".join(filter(None, (incomplete, no_number))), "", average, std)]
+    return [*rows, ("average", "; ".join(filter(None, (incomplete, no_number, no_scale))), "", average, std)]
 
 
 def deviation(tasks: Sequence[Mapping[str, Any]]) -> float:
@@ -451,9 +477,11 @@ def spelled(metrics: Mapping[str, Mapping[str, float]]) -> str:
 
 def write_page(path: Path, result: Mapping[str, Any]) -> None:
     page = Page(f"{result['suite']}: {result['checkpoint']}")
-    page.table(["task", "metrics", "how", "score", "deviation"], table(result), "A score is the mean of its metrics.")
+    page.table(["task", "metrics", "how", "score", "deviation"], table(result), SCORE)
     if not result["complete"]:
         page.text(f"The average is incomplete: {', '.join(result['missing'])} were not scored.")
     if result["left_out"]:
         page.text(f"Left out of the average, as their score is not a number: {', '.join(result['left_out'])}.")
+    if result["off_scale"]:
+        page.text(f"Left out of the average, as their score is on no scale up to 1: {', '.join(result['off_scale'])}.")
     page.save(path)
