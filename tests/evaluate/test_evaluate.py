@@ -83,6 +83,14 @@ def test_a_file_without_answers_gives_predictions_only(tuned: Path, tmp_path: Pa
     assert {line["reference"] for line in lines} == {None}
 
 
+def test_a_file_that_lacks_some_answers_says_which(tuned: Path, tmp_path: Path) -> None:
+    rows = [{"text": "the cat", "label": "a"}, *[{"text": "the river"}] * 4, {"text": "the dog", "label": ""}]
+    data = write_jsonl(tmp_path / "half.jsonl", rows)
+    with pytest.raises(UserError, match=r"half.jsonl: 5 examples have no answer \(id or line 2, 3, 4, \.\.\.\)"):
+        evaluate(tuned / "final", "classify", data, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_surest_mistakes_come_first() -> None:
     example = Example(1, ("good one", "bad one"))
     close, far = (Prediction("bad", {"good": -9.0, "bad": bad}) for bad in (-8.5, -2.0))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from firth.console import say
+from firth.console import count, say
 from firth.errors import UserError, nearest
 from firth.evaluate.cloze import choice, cloze
 from firth.evaluate.embed import similar_texts, word_in_context
@@ -23,6 +23,7 @@ from firth.models import load_model, read_config
 from firth.models.ngram import is_ngram
 from firth.tasks import TASK_FILE, TASKS, Prediction, lines_of, make_task, without_examples
 from firth.text import Corpus, Example, read_labelled
+from firth.text.row import LISTED
 from firth.text.suite import OF_TEXT
 from firth.tokens import load_tokenizer
 from firth.train import Training, choose_machine
@@ -62,7 +63,8 @@ def evaluate(
     """Score a checkpoint on a file: one that was fine-tuned for the task, or any one where the task needs no training.
 
     `metrics` are the scores, and the rest says how they came about. `settings` are what the task can be told (see
-    ZERO_SHOT); None means left out. A file without answers gives predictions and no scores. Writes results.json,
+    ZERO_SHOT); None means left out. A file without answers gives predictions and no scores; one that lacks some is
+    refused. Writes results.json,
     predictions.jsonl and report.html to `output_dir`; with `numbered` to a folder beside it where it has other results.
     """
     checkpoint, folder = Path(checkpoint), Path(output_dir)
@@ -78,6 +80,7 @@ def evaluate(
         if not isinstance(data, str | Path):
             raise UserError(f"The task {task} is scored on one file; {len(data)} were given.")
         examples = read_labelled(data, task, columns, "dev", encoding, answers=False)
+        refuse_half_answered(data, examples)
         if is_tuned(task, facts):
             try:
                 outcome = by_task(checkpoint, task, facts, examples, batch_size)
@@ -94,6 +97,18 @@ def evaluate(
     if not outcome.metrics:
         say("The file has no answers: there are predictions, and no scores.")
     return save(folder, checkpoint, task, data, examples, outcome, numbered and not overwrite)
+
+
+def refuse_half_answered(data: str | Path, examples: Sequence[Example]) -> None:
+    """A file has all its answers, and is scored, or none."""
+    lacking = [str(example.id) for example in examples if example.target is None]
+    if 0 < len(lacking) < len(examples):
+        which = ", ".join(lacking[:LISTED]) + (", ..." if len(lacking) > LISTED else "")
+        raise UserError(
+            f"{data}: {count(len(lacking), 'example has', 'examples have')} no answer (id or line {which}), and "
+            f"{len(examples) - len(lacking):,} have one. Fill in what is missing, or take it out; a file without any "
+            "answers gives predictions alone."
+        )
 
 
 def task_facts(checkpoint: Path) -> dict[str, Any]:
