@@ -109,6 +109,21 @@ def test_test_sets_have_no_labels(tmp_path: Path, name: str) -> None:
     assert read_labelled(path, task, answers=False) == [examples[0]._replace(target=None)]
 
 
+def test_a_query_of_record_may_have_its_answer_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = LINES["ReCoRD"]
+    other = {"query": "In @placeholder it snows", "answers": [{"text": "Rome", "start": 0, "end": 3}], "idx": 7}
+    path = write(tmp_path / "ReCoRD" / "val.jsonl", {**line, "qas": [*line["qas"], other]})
+    assert [example.id for example in read_labelled(path, "choice", part="train")] == [6]
+    assert "1 query left out without a right answer among the entities (7)" in capsys.readouterr().err
+    for answers in (True, False):
+        right, none = read_labelled(path, "choice", part="dev", answers=answers)
+        assert (right.target, none.target, none.references) == (2, -1, ("Rome",))
+        assert "where every choice is wrong (7)" in capsys.readouterr().err
+    unlabelled = {**line, "qas": [{"query": "In @placeholder it rains", "idx": 6}]}
+    path = write(tmp_path / "ReCoRD" / "test.jsonl", unlabelled)
+    assert read_labelled(path, "choice", part="dev", answers=False)[0].target is None
+
+
 def test_wic_is_a_pair_too(tmp_path: Path) -> None:
     path = write(tmp_path / "WiC" / "train.jsonl", LINES["WiC"])
     assert read_labelled(path, "pair") == [Example(0, ("We ran.", "A run"), "false")]

@@ -116,7 +116,7 @@ class ChoiceWords(ByWords):
     """The candidate that is the likeliest continuation of the context."""
 
     def written(self, example: Example) -> str:
-        return example.texts[1 + (example.target or 0)]
+        return example.texts[1 + max(example.target or 0, 0)]  # it is -1 where none is right
 
     def encode(self, examples: Sequence[Example]) -> list[Item]:
         candidates = iter(self.inner.writer.read(text for e in examples for text in e.texts[1:]))

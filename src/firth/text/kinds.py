@@ -51,7 +51,8 @@ class Example(NamedTuple):
     | word-similarity | word1, word2           | a float                                 |                             |
     | analogy         | a, b, c                | d                                       | the section                 |
 
-    A test set that comes without answers has None for every target. Spans are [start, end).
+    A test set that comes without answers has None for every target; where ReCoRD has no right choice, it is -1. Spans
+    are [start, end).
     """
 
     id: str | int
