@@ -216,10 +216,21 @@ def test_every_number_of_a_card_and_a_report_is_that_of_the_results(tuned: Path,
     for name, value in results["scores"][1].items():
         cells = "".join(rf"\s*<td[^>]*>{re.escape(cell(x))}</td>" for x in (*summarise([value / 2, value]), value / 2))
         assert re.search(rf"<td[^>]*>{name}</td>{cells}", html)
-    unknown = {"baseline": "other", "examples": 4, **dict.fromkeys(("difference", "low", "high", "p_value"), math.nan)}
+
+
+def test_a_report_says_of_a_baseline_what_the_terminal_says(tuned: Path) -> None:
+    results = json.loads((tuned / "results.json").read_text())
     examples = read_labelled(tuned.parent / "dev.jsonl", "classify")
-    page = write_run_report(tmp_path / "run", results | {"failed": [], "bootstrap": unknown}, examples)
-    assert "accuracy is not a number, so they cannot be compared" in page.read_text(encoding="utf-8")
+    unknown = {"baseline": "other", "examples": 4, "samples": 9, "between_seeds": 0.02}
+    unknown |= dict.fromkeys(("difference", "low", "high", "p_value"), math.nan)
+    better = unknown | {"difference": 0.03, "low": 0.01, "high": 0.05, "p_value": 0.01}
+
+    def page(test: dict[str, Any]) -> str:
+        return write_run_report(tuned, results | {"bootstrap": test}, examples).read_text(encoding="utf-8")
+
+    assert "accuracy cannot be compared with other: it is not a number" in page(unknown)
+    assert "other examples would say so too, but other seeds may not (±0.02)" in page(better)
+    assert "that is more than chance" in page(better | {"between_seeds": 0.01})
 
 
 def test_a_card_of_a_checkpoint_without_a_run(untrained: Callable[[str], Model], tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,11 @@ import yaml
 
 from firth.evaluate.card import write_card
 from firth.files import CARD
-from firth.metrics import by_class, by_type, confusion, summarise
+from firth.metrics import Comparison, by_class, by_type, confusion, summarise
 from firth.metrics.tagging import are_chunks
 from firth.page import Page, loss_curve
 from firth.tasks import Prediction, read_predictions
+from firth.tasks.results import verdict
 from firth.text import Example
 from firth.train import read_log
 
@@ -79,15 +79,10 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
         page.text(guess + (f" No better than that: {shown(result['failed'])} (seeds)." if result["failed"] else ""))
     if result.get("diverged"):
         page.text(f"Broken on the loss, and without a score: {shown(result['diverged'])} (seeds).")
-    test = result.get("bootstrap")
-    if test and math.isnan(test["p_value"]):
-        page.text(f"Against {test['baseline']}: {result['metric']} is not a number, so they cannot be compared.")
-    elif test:
-        low, high = (f"{test[name]:+.4g}" for name in ("low", "high"))
-        page.text(
-            f"Against {test['baseline']}: {test['difference']:+.4g} {result['metric']}, 95% between {low} and {high}, "
-            f"p = {test['p_value']:.3g} (paired bootstrap over {test['examples']:,} examples)."
-        )
+    if test := result.get("bootstrap"):
+        found = Comparison(**{name: test[name] for name in Comparison._fields})
+        said = verdict(found, result["metric"], test["baseline"], test["between_seeds"])
+        page.text(f"{said} (Paired bootstrap over {test['examples']:,} examples.)")
     lines = read_predictions(folder / "predictions.jsonl")
     answers = [Prediction(line["prediction"], line.get("scores")) for line in lines]
     add_answers(page, task, folder / "final", examples, answers)
