@@ -17,14 +17,19 @@ import yaml
 from firth import verbs
 from firth.errors import UserError
 from firth.evaluate import evaluate, perplexity, write_card, write_run_report
+from firth.evaluate.card import about_training, unusual
 from firth.evaluate.export import write_export
 from firth.evaluate.report import is_mistake, sureness
 from firth.files import damage, whole_folder
 from firth.metrics import summarise
-from firth.models import Model, load_model
+from firth.models import Distillation, Model, load_model
+from firth.models.presets import bert
+from firth.objectives import MLM, NAMED
 from firth.page import cell
+from firth.plain import to_plain
 from firth.tasks import FinetuneRecipe, Prediction, finetune
 from firth.text import Example, read_labelled
+from firth.train import Recipe
 
 LABELS = {"cat": "animal", "dog": "animal", "river": "place", "garden": "place"}
 ROWS = [
@@ -231,6 +236,26 @@ def test_a_report_says_of_a_baseline_what_the_terminal_says(tuned: Path) -> None
     assert "accuracy cannot be compared with other: it is not a number" in page(unknown)
     assert "other examples would say so too, but other seeds may not (±0.02)" in page(better)
     assert "that is more than chance" in page(better | {"between_seeds": 0.01})
+
+
+def test_a_card_lists_what_is_not_as_usual() -> None:
+    recipe = FinetuneRecipe(
+        train="t", output_dir="o", layer_decay=0.8, freeze="embeddings", early_stopping=3, load_best=False
+    )
+    assert unusual(to_plain(recipe)) == {
+        "layer_decay": 0.8,
+        "freeze": "embeddings",
+        "early_stopping": 3,
+        "load_best": False,
+    }
+    tiny, teach = bert(1, 8, 1, 9), Distillation(soft=1.0)
+    learned = Recipe(model=tiny, objective=MLM(rate=0.3), optim="muon", distillation=teach)
+    assert unusual(to_plain(learned)) == {"optim": "muon", "objective.rate": 0.3, "distillation.soft": 1.0}
+    table = about_training(to_plain(learned), {})
+    assert "| objective | MLM |" in table
+    assert "| objective.rate | 0.3 |" in table
+    for objective in NAMED.values():
+        assert "objective" not in unusual(to_plain(Recipe(model=tiny, objective=objective)))
 
 
 def test_a_card_of_a_checkpoint_without_a_run(untrained: Callable[[str], Model], tmp_path: Path) -> None:

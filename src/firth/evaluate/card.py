@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import yaml
 
@@ -13,9 +14,12 @@ from firth.evaluate.export import auto_class
 from firth.files import CARD, read_json, write_text
 from firth.metrics import summarise
 from firth.models import OWN, LMHead, ModelConfig, count_parameters, family_of, read_config
+from firth.objectives import Mixture, Objective
 from firth.page import cell
-from firth.tasks import TASK_FILE
+from firth.plain import to_plain
+from firth.tasks import TASK_FILE, FinetuneRecipe
 from firth.tokens import Tokenizer, load_tokenizer
+from firth.train import Recipe
 
 FILL_IN = "*Fill in.*"
 PIPELINES = {  # the names under which the Hugging Face hub lists models
@@ -37,7 +41,7 @@ USES = {
     "decoder": "continuing text, and as a start for fine-tuning",
     "encoder-decoder": "restoring hidden spans, and as a start for fine-tuning on tasks that read and write text",
 }
-RECIPE = (  # what a reader of a card asks first; recipe.yaml has the rest
+RECIPE = (  # what a reader of a card asks first; what is not as usual comes after it
     "objective",
     "checkpoint",
     "from_scratch",
@@ -53,9 +57,13 @@ RECIPE = (  # what a reader of a card asks first; recipe.yaml has the rest
     "lora_rank",
     "seed",
 )
-
-
 LEFT_OUT = ("shots", "lora_rank")  # where they are 0: all examples, all weights
+ELSEWHERE = (  # in other parts of a card, or nothing that the model depends on
+    *("output_dir", "task", "train", "dev", "data", "sources", "tokenizer", "model", "baseline"),
+    *("logging_steps", "save_steps", "save_total_limit", "async_save"),
+    *("train_checksum", "dev_checksum", "shards_checksum"),
+)
+EMPTY: tuple[Any, ...] = (None, "", {}, [])
 
 
 class Scores(NamedTuple):
@@ -169,14 +177,46 @@ def about_data(recipe: Mapping[str, Any], source: Mapping[str, Any]) -> str:
 
 
 def about_training(recipe: Mapping[str, Any], results: Mapping[str, Any]) -> str:
-    rows = {name: recipe[name] for name in RECIPE if recipe.get(name) not in (None, "", {}, [])}
+    rows = {name: recipe[name] for name in RECIPE if recipe.get(name) not in EMPTY}
     rows = {name: value for name, value in rows.items() if value or name not in LEFT_OUT}
+    rows |= {name: value for name, value in unusual(recipe).items() if name not in rows}
     if isinstance(rows.get("objective"), Mapping):
         rows["objective"] = rows["objective"].get("kind", "")
     if isinstance(rows.get("max_steps"), int) and rows["max_steps"] < 1:
         del rows["max_steps"]
     rows |= {name: results[name] for name in ("steps", "tokens", "seconds") if results.get(name)}
     return as_table(["", ""], rows) if rows else FILL_IN
+
+
+def unusual(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """What a recipe says and its defaults do not."""
+    found: dict[str, Any] = {}
+    for field in fields(FinetuneRecipe if "task" in recipe else Recipe):
+        if field.name in recipe and field.name not in (*ELSEWHERE, *RECIPE[1:]):
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            if field.name == "objective":
+                default = usual_objective(recipe["objective"])
+            found |= dict(changed(field.name, recipe[field.name], to_plain(default)))
+    return found
+
+
+def usual_objective(plain: Any) -> Any:
+    """The objective of the same kind as nobody has changed it; as it is where there is no such thing."""
+    kinds = {kind.__name__: kind for kind in get_args(Objective) if kind is not Mixture}  # which has parts of one's own
+    name = plain.get("kind") if isinstance(plain, Mapping) else None
+    return {"kind": name, **to_plain(kinds[name]())} if name in kinds else plain
+
+
+def changed(name: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
+    """
+    >>> list(changed("a", {"b": 1, "c": {"d": 2}}, {"b": 1, "c": {"d": 3}}))
+    [('a.c.d', 2)]
+    """
+    if isinstance(value, Mapping) and isinstance(default, Mapping) and default:
+        for key, inner in value.items():
+            yield from changed(f"{name}.{key}", inner, default.get(key))
+    elif value != default and value not in EMPTY:
+        yield name, ", ".join(f"{k}: {v}" for k, v in value.items()) if isinstance(value, Mapping) else value
 
 
 def all_scores(folder: Path, recipe: Mapping[str, Any]) -> Iterator[Scores]:
