@@ -58,8 +58,9 @@ def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
         new = replace(new, optim="adamw" if new.teacher else optimizer(new.model, new.parallel))
     if "warm_start" not in changes:
         new = replace(new, warm_start=first_embeddings(new))
-    usual = {"learning_rate": rate(new.model, new.optim), "weight_decay": decay(new.optim)}
-    return complete(replace(new, **{name: value for name, value in usual.items() if name not in changes}))
+    if "weight_decay" not in changes:
+        new = replace(new, weight_decay=decay(new.optim))
+    return complete(new if "learning_rate" in changes else replace(new, learning_rate=rate(new.model, new.optim)))
 
 
 def first_embeddings(recipe: Recipe) -> Literal["none", "ppmi"]:
