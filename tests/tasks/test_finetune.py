@@ -34,9 +34,9 @@ from firth.tasks import (
     read_predictions,
     write_predictions,
 )
-from firth.tasks.finetune import Data, encode, few, first_model
+from firth.tasks.finetune import Data, choose, encode, few, first_model
 from firth.tasks.results import against_baseline, best_of, chance, check_baseline, judge, seeds_of, without_failed
-from firth.text import Example
+from firth.text import Answer, Example
 from firth.tokens import load_tokenizer
 from firth.train import Interrupted, Machine, load_recipe, read_log
 
@@ -295,13 +295,13 @@ def examples(labels: str) -> list[Example]:
 
 
 def test_few_are_even_over_the_labels() -> None:
-    data = examples("a" * 50 + "b" * 10 + "c" * 2)
-    chosen = [data[i].target for i in few(data, 12, seed=0)]
+    data = "a" * 50 + "b" * 10 + "c" * 2
+    chosen = [data[i] for i in few(data, 12, seed=0)]
     assert {label: chosen.count(label) for label in "abc"} == {"a": 5, "b": 5, "c": 2}
 
 
 def test_few_depend_on_the_seed_alone() -> None:
-    data = examples("ab" * 30)
+    data = "ab" * 30
     assert few(data, 6, 1) == few(data, 6, 1)
     assert set(few(data, 6, 1)) != set(few(data, 6, 2))
     assert sorted(few(data, 100, 1)) == list(range(60))
@@ -309,10 +309,25 @@ def test_few_depend_on_the_seed_alone() -> None:
 
 
 def test_few_of_many_targets_are_not_the_first_of_the_alphabet() -> None:
-    data = examples("abcdefghijklmnopqrstuvwxyz")
+    data = "abcdefghijklmnopqrstuvwxyz"
     drawn = [frozenset(few(data, 5, seed)) for seed in range(5)]
     assert len(set(drawn)) == 5
     assert all(len(d) == 5 for d in drawn)
+
+
+def test_few_questions_are_as_often_without_an_answer() -> None:
+    """No two answers are the same, and all questions without one are."""
+    data = [Example(i, ("q", "c"), (Answer(f"a{i}", 0),) if i % 2 else ()) for i in range(400)]
+    chosen = choose(data, FinetuneRecipe(task="span-qa", shots=100), 0)
+    assert sum(not data[i].target for i in chosen) == 50
+
+
+@pytest.mark.parametrize("task", ["tag", "choice", "regress", "text-to-text"])
+def test_few_are_drawn_plainly_where_there_are_no_classes(task: str) -> None:
+    """Half of the targets are the same, and so about half of those that are drawn."""
+    data = [Example(i, ("t",), ("O", i) if i % 2 else ("O",)) for i in range(1000)]
+    chosen = choose(data, FinetuneRecipe(task=task, shots=100), 0)
+    assert 35 < sum(data[i].target == ("O",) for i in chosen) < 65
 
 
 def test_shots_reach_the_run(

@@ -280,18 +280,27 @@ def trial_shapes(recipe: FinetuneRecipe, task: Task, items: Sequence[Any]) -> Sh
 
 def choose(train: Sequence[Example], recipe: FinetuneRecipe, seed: int) -> Sequence[int]:
     """Which examples a seed learns from: all, or its own few."""
-    return few(train, recipe.shots, recipe.seed + seed) if recipe.shots else range(len(train))
+    if not recipe.shots:
+        return range(len(train))
+    return few([kind_of(recipe.task, e) for e in train], recipe.shots, recipe.seed + seed)
 
 
-def few(examples: Sequence[Example], shots: int, seed: int) -> list[int]:
-    """The places of so many examples, as evenly over the labels as there are enough of each; drawn by the seed.
+def kind_of(task: str, example: Example) -> Any:
+    """Of what few examples are to have as many as of any other: a label, whether there is an answer, or nothing."""
+    if task == "span-qa":
+        return len(example.target) > 0
+    return example.target if task in OF_LABELS else None
 
-    Where there are more labels than `shots`, which labels come is drawn too.
+
+def few(kinds: Sequence[Any], shots: int, seed: int) -> list[int]:
+    """The places of so many examples, as evenly over their kinds as there are enough of each; drawn by the seed.
+
+    Where there are more kinds than `shots`, which of them come is drawn too.
     """
-    by_label: dict[Any, list[int]] = defaultdict(list)
-    for i in permute(np.arange(len(examples)), len(examples), seed).tolist():
-        by_label[examples[i].target].append(i)
-    rounds = zip_longest(*by_label.values())  # one of each label, then another one of each ...
+    by_kind: dict[Any, list[int]] = defaultdict(list)
+    for i in permute(np.arange(len(kinds)), len(kinds), seed).tolist():
+        by_kind[kinds[i]].append(i)
+    rounds = zip_longest(*by_kind.values())  # one of each kind, then another one of each ...
     return [i for round in rounds for i in round if i is not None][:shots]
 
 

@@ -32,7 +32,7 @@ class FinetuneRecipe(Training):
         3,
         "How many times to train, each with its own order, head and dropout; the result is the mean and the deviation.",
     )
-    shots: int = option(0, "Learn from so many examples only, drawn evenly over the labels by each seed; 0 takes all.")
+    shots: int = option(0, "Learn from so many examples only, drawn by each seed, evenly over the labels; 0 takes all.")
     from_scratch: bool = option(False, "Start the same model from random weights: the untrained twin.")
     baseline: str = option(
         "", "Folder of another run on the same dev file: is the difference to it more than chance (paired bootstrap)?"
