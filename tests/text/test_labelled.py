@@ -401,3 +401,12 @@ def test_a_word_that_its_text_lacks_is_left_out_and_said(tmp_path: Path, capsys:
     assert [e.spans for e in read_labelled(path, "word-in-context")] == [((5, 8), (3, 6))]
     said = " ".join(capsys.readouterr().err.split())
     assert "1 example left out without the word in both texts (line 2)." in said
+
+
+def test_a_row_that_is_scored_on_stays_without_its_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Or else the score would be that of the easier rows."""
+    rows = [{"word": "milk", "text_a": "some milk", "text_b": "no tea", "label": "x"}]
+    path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
+    assert [e.spans for e in read_labelled(path, "word-in-context", part="dev")] == [((5, 9), (0, 6))]
+    said = " ".join(capsys.readouterr().err.split())
+    assert "1 example scored on, but without the word in both texts (line 1)." in said

@@ -40,7 +40,7 @@ def read_labelled(
     The columns are those of `TASKS`, unless `columns={"text": "sentence"}` names others. The files of GLUE and
     SuperGLUE are known by their folder, and need no names. Without `answers` a file may lack them, as a test set
     does. The path "pydocs" is the built-in data; there `part` chooses between "train" and "dev". Elsewhere it says what
-    a file is for: no answer is left out of one that is scored on ("dev").
+    a file is for: what is scored on ("dev") keeps answers, and rows, that nothing could be learned from.
     """
     if task not in TASKS:
         raise UserError(f"task {task!r} is not known. {nearest(task, TASKS)}")
