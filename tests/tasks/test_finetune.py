@@ -788,6 +788,16 @@ def test_predictions_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert list(seeds_of(tmp_path)[0].values()) == [odd, ""]
 
 
+def test_all_right_answers_are_written_so_that_scores_can_be_computed_again(tmp_path: Path) -> None:
+    dev = [Example(1, ("q",), "a", references=("a", "b")), Example(2, ("q",), "c", references=("c",))]
+    write_predictions(tmp_path / "predictions.jsonl", dev, [Prediction("b"), Prediction("c")])
+    lines = read_predictions(tmp_path / "predictions.jsonl")
+    assert lines[0] == {"id": 1, "prediction": "b", "reference": "a", "references": ["a", "b"]}
+    assert "references" not in lines[1]
+    right = [line.get("references", line["reference"]) for line in lines]
+    assert score("text-to-text", [line["prediction"] for line in lines], right)["exact_match"] == 1.0
+
+
 def test_against_a_baseline(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

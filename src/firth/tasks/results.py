@@ -202,10 +202,11 @@ def write_predictions(path: Path, examples: Sequence[Example], predictions: Sequ
 
 
 def lines_of(examples: Sequence[Example], predictions: Sequence[Prediction]) -> str:
-    """One object per example, in order."""
+    """One object per example, in order; where several answers are right, with all of them."""
     lines = []
     for e, p in zip(examples, predictions, strict=True):
         line: dict[str, Any] = {"id": e.id, "prediction": p.prediction, "reference": e.target}
+        line |= {"references": e.references} if len(e.references) > 1 else {}
         line |= {"scores": p.scores} if p.scores else {}
         lines.append(json.dumps((p.extra or {}) | line, ensure_ascii=False))
     return "\n".join(lines) + "\n"
