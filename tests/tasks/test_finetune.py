@@ -35,7 +35,16 @@ from firth.tasks import (
     write_predictions,
 )
 from firth.tasks.finetune import Data, choose, encode, few, first_model
-from firth.tasks.results import against_baseline, best_of, chance, check_baseline, judge, seeds_of, without_failed
+from firth.tasks.results import (
+    against_baseline,
+    best_of,
+    chance,
+    check_baseline,
+    checksum,
+    judge,
+    seeds_of,
+    without_failed,
+)
 from firth.text import Answer, Example
 from firth.tokens import load_tokenizer
 from firth.train import Interrupted, Machine, load_recipe, read_log
@@ -838,6 +847,30 @@ def test_a_baseline_on_other_examples_is_refused(tmp_path: Path) -> None:
         UserError, match=r'on another dev file: the answer to example [12] was "[ab]" there, and is "[ab]"'
     ):
         check_baseline(r, ours)
+
+
+def test_a_baseline_with_other_references_is_refused(tmp_path: Path) -> None:
+    def right(*texts: str) -> list[Example]:
+        return [Example(1, ("t",), "a", references=texts)]
+
+    r = FinetuneRecipe(task="text-to-text", dev="dev.jsonl", baseline=str(tmp_path), seeds=1)
+    write_predictions(tmp_path / "predictions.jsonl", right("a", "b"), [Prediction("a")])
+    check_baseline(r, right("a", "b"))
+    with pytest.raises(UserError, match=r'on another dev file: .* was \["a", "b"\] there, and is \["a", "c"\]'):
+        check_baseline(r, right("a", "c"))
+    write_predictions(tmp_path / "predictions.jsonl", [Example(1, ("t",), "a")], [Prediction("a")])  # as once
+    check_baseline(r, right("a", "b"))
+
+
+def test_a_baseline_on_other_texts_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs, ours = ([Example(1, ("Ann met Bo",), "a", ((0, 3), span))] for span in ((8, 10), (4, 7)))
+    r = FinetuneRecipe(task="relation", dev="dev.jsonl", baseline=str(tmp_path), seeds=1)
+    write_predictions(tmp_path / "predictions.jsonl", theirs, [Prediction("a")])
+    (tmp_path / "recipe.yaml").write_text(f"dev_checksum: '{checksum(theirs)}'\n")
+    check_baseline(r, theirs)
+    assert capsys.readouterr().err == ""
+    check_baseline(r, ours)
+    assert "of the same ids and answers as dev.jsonl, but of other texts" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_difference_that_seeds_differ_by_may_be_chance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

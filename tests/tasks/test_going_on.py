@@ -21,6 +21,7 @@ from firth.files import damage
 from firth.models import Model
 from firth.tasks import FinetuneRecipe, finetune
 from firth.tasks.chat import Chat
+from firth.text import Example
 from firth.tokens import Tokenizer
 from firth.train import Run, load_recipe, read_log
 
@@ -167,6 +168,26 @@ def test_scores_are_of_the_same_examples(stopped: FinetuneRecipe) -> None:
     change_a_text(stopped.dev)
     with pytest.raises(UserError, match=r"dev.jsonl is not what it was .*of the same examples"):
         finetune(stopped, resume=True, allow_change=True)
+
+
+CHANGES = [Example(1, ("ab",), "x", ((0, 2),), ("x", "y")), Example(1, ("ab",), "x", ((0, 1),), ("x", "z"))]
+
+
+@pytest.mark.parametrize("other", CHANGES)
+def test_marks_and_further_references_are_seen(other: Example, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, marked = Example(1, ("ab",), "x"), Example(1, ("ab",), "x", ((0, 1),), ("x", "y"))
+    data, changed = (finetuning.Data([plain], [e]) for e in (marked, other))
+    recipe = finetuning.same_examples(FinetuneRecipe(train="train.jsonl", dev="dev.jsonl"), data, False)
+    assert finetuning.same_examples(recipe, data, False) == recipe
+    with pytest.raises(UserError, match=r"dev.jsonl is not what it was"):
+        finetuning.same_examples(recipe, changed, False)
+    assert capsys.readouterr().err == ""
+    # a run that began when they were not noted goes on, and that is said; where there are none, nothing is missing
+    earlier = replace(recipe, dev_checksum=recipe.train_checksum)
+    assert finetuning.same_examples(earlier, data, False) == earlier
+    said = " ".join(capsys.readouterr().err.split())
+    assert "dev.jsonl: this run did not note marked stretches and further references" in said
+    assert "train.jsonl" not in said
 
 
 def test_other_labels_are_never_taken_for_those_that_were_learned(stopped: FinetuneRecipe) -> None:

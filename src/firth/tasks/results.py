@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -33,6 +34,7 @@ from firth.tasks.tag import given_away
 from firth.tasks.task import Prediction, Task
 from firth.text import Example
 from firth.text.records import short
+from firth.train.recipe import read_yaml
 
 PREDICTIONS = "predictions.jsonl"
 DIVERGED = "diverged"  # in the results of a seed: what it broke on; in those of a run: which seeds have
@@ -231,41 +233,51 @@ def numbered(ids: Iterable[Any]) -> list[tuple[Any, int]]:
     return found
 
 
-def seeds_of(folder: Path, what: str = "prediction") -> list[dict[tuple[Any, int], Any]]:
+def seeds_of(folder: Path, *what: str) -> list[dict[tuple[Any, int], Any]]:
     """The predictions of each seed of a run by the `numbered` ids; of its best one where there is no more.
 
-    `what` may be "reference" too: what would have been right.
+    `what` may be "references" and "reference" too: what would have been right, the first of these that there is.
     """
     files = [file for place in sorted(folder.glob("seed-*")) if (file := place / PREDICTIONS).is_file()]
     if not files and not (folder / PREDICTIONS).is_file():
         raise UserError(f"{folder} has no {PREDICTIONS}: name the folder of a finished run as the baseline.")
-    found = []
+    found, names = [], what or ("prediction",)
     for file in files or [folder / PREDICTIONS]:
         try:
             lines = read_predictions(file)
             keys = numbered(line["id"] for line in lines)
-            found.append({key: line[what] for key, line in zip(keys, lines, strict=True)})
+            values = [line[next((name for name in names if name in line), names[-1])] for line in lines]
+            found.append(dict(zip(keys, values, strict=True)))
         except (json.JSONDecodeError, KeyError, TypeError):
             raise UserError(f"{file} does not hold predictions of a run.") from None
     return found
+
+
+def checksum(examples: Sequence[Example], marks: bool = True) -> str:
+    """Of all that a task can see of some examples; without `marks` not of their spans and references, as once."""
+    found = 0
+    for e in examples:
+        found = crc32(repr(e[:] if marks and any(e[3:]) else e[:3]).encode(), found)
+    return f"{found:08x}"
 
 
 def check_baseline(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
     """Refuse a baseline that cannot be compared with, before any work is done."""
     if not recipe.baseline:
         return
-    right = seeds_of(Path(recipe.baseline), "reference")
+    right = seeds_of(Path(recipe.baseline), "references", "reference")
     theirs = set.intersection(*map(set, right))
-    targets = dict(zip(numbered(e.id for e in dev), (e.target for e in dev), strict=True))
-    ours = set(targets)
+    examples = dict(zip(numbered(e.id for e in dev), dev, strict=True))
+    ours = set(examples)
     if not ours & theirs:
         raise UserError(f"{recipe.baseline} and {recipe.dev} have no example in common: no id is in both.")
-    for key, target in targets.items():
-        here = json.loads(json.dumps(target))  # as a file has it
-        if key in theirs and here != right[0][key]:
+    for key, e in examples.items():
+        several = [e.references] if len(e.references) > 1 else []
+        known = json.loads(json.dumps([e.target, *several]))  # as a file has them; once it had the first one only
+        if key in theirs and right[0][key] not in known:
             raise UserError(
                 f"{recipe.baseline} is a run on another dev file: the answer to example {key[0]} was "
-                f"{short(right[0][key])} there, and is {short(here)} in {recipe.dev}."
+                f"{short(right[0][key])} there, and is {short(known[-1])} in {recipe.dev}."
             )
     if ours != theirs:
         warn(
@@ -273,9 +285,19 @@ def check_baseline(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
             f"{count(len(ours - theirs), 'id is', 'ids are')} in dev alone, "
             f"{len(theirs - ours):,} in the baseline alone. The {len(ours & theirs):,} in both are compared."
         )
+    elif other_texts(Path(recipe.baseline), dev):
+        warn(
+            f"{recipe.baseline} is of the same ids and answers as {recipe.dev}, but of other texts, or in other order."
+        )
     facts = Path(recipe.baseline) / "results.json"
     if facts.is_file() and (other := read_json(facts).get("task", recipe.task)) != recipe.task:
         raise UserError(f"{recipe.baseline} is a run of the task {other}, and this one is of {recipe.task}.")
+
+
+def other_texts(run: Path, dev: Sequence[Example]) -> bool:
+    """Whether a run has noted that what it was scored on is not this."""
+    noted = read_yaml(run / "recipe.yaml").get("dev_checksum") if (run / "recipe.yaml").is_file() else None
+    return bool(noted) and noted not in (checksum(dev), checksum(dev, marks=False))
 
 
 def against_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Example], folder: Path) -> dict[str, Any]:
