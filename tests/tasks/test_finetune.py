@@ -715,6 +715,10 @@ def test_another_task_s_answers_are_forgotten(
     assert torch.equal(first(again).head.out.weight, kept)
     finetune(again)
     assert "the checkpoint's head for classify goes on learning" in capsys.readouterr().err
+    finetune(replace(again, from_scratch=True, output_dir=str(tmp_path / "scratch")))
+    said = capsys.readouterr().err
+    assert "a new head for classify, over 2 classes" in said
+    assert "goes on learning" not in said
     other = tmp_path / "other.jsonl"
     other.write_text('{"text": "the cat", "label": "x"}\n{"text": "the dog", "label": "y"}\n')
     assert not torch.equal(first(replace(again, train=str(other))).head.out.weight, kept)

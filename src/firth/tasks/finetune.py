@@ -138,7 +138,7 @@ def run_seeds(
             *about_length(config, recipe),
             *about_shots(recipe, data),
             *task.said,
-            *about_head(config, task),
+            *about_head(config, task, recipe),
             *about_writing(config, task, recipe),
             *([f"the step is {job.way} for {job.shapes}"] if job.shapes is not None else []),
         ]:
@@ -347,12 +347,12 @@ def about_writing(config: ModelConfig, task: Task, recipe: FinetuneRecipe) -> li
     return [f"{', '.join(given)}: of answers in words, and here a head answers"] if given else []
 
 
-def about_head(config: ModelConfig, task: Task) -> list[str]:
+def about_head(config: ModelConfig, task: Task, recipe: FinetuneRecipe) -> list[str]:
     """What is new on the model."""
     wanted = task.head(config).head
     if isinstance(wanted, LMHead):
         return []
-    if same_answers(config, wanted):
+    if same_answers(config, wanted) and not recipe.from_scratch:
         return [f"the checkpoint's head for {task.name} goes on learning"]
     return [f"a new head for {task.name}" + (f", over {len(task.labels)} classes" if task.labels else "")]
 
