@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from firth.errors import UserError
 from firth.evaluate import evaluate
@@ -722,6 +723,20 @@ def test_another_task_s_answers_are_forgotten(
     other = tmp_path / "other.jsonl"
     other.write_text('{"text": "the cat", "label": "x"}\n{"text": "the dog", "label": "y"}\n')
     assert not torch.equal(first(replace(again, train=str(other))).head.out.weight, kept)
+
+
+@pytest.mark.parametrize(("lost", "times"), [(True, 1), (False, 0)])
+def test_words_that_a_checkpoint_lacks_are_said_once(
+    lost: bool, times: int, checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a LlamaModel has no lm_head, and its words are not those that it reads."""
+    folder = shutil.copytree(checkpoint_of("llama"), tmp_path / "body")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if k != "lm_head.weight" or not lost}, folder / "model.safetensors")
+    fields = dict(task="text-to-text", train=str(toy["train_pairs"]), dev=str(toy["dev_pairs"]), seeds=2, max_steps=1)
+    finetune(recipe(folder, toy, tmp_path / "run", max_target_length=8, **fields))
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("body has no head for this (head.") == times
 
 
 # --- what several seeds come to

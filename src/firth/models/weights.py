@@ -391,12 +391,16 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def load_model(folder: str | Path, head: Head | None = None, extras: tuple[Extra, ...] = ()) -> Model:
-    """Open a checkpoint of ours or a Hugging Face folder; `head` puts a new head, and new extras, on its body."""
+    """Open a checkpoint of ours or a Hugging Face folder; `head` puts a new head, and new extras, on its body.
+
+    The words that a language model has are no new head: where they are not in the checkpoint, that is said.
+    """
     folder = Path(folder)
     config = read_config(folder)
     tensors = read_tensors(folder)
     model = make_model(config if head is None else replace(config, head=head, extras=extras))
-    load_weights(model, tensors, str(folder), new_head=head is not None)
+    new_head = head is not None and (head != config.head or isinstance(head, TaskHead))
+    load_weights(model, tensors, str(folder), new_head)
     if head is None:
         model.objective = read_json(folder / "config.json").get(OWN_OBJECTIVE)
     take_endings(model, folder)

@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from firth.console import count, say, warn
+from firth.console import count, quiet, say, warn
 from firth.errors import UserError
 from firth.files import damage, read_json, whole_folder, write_json, write_results
 from firth.metrics import are_chunks, strays
@@ -313,7 +314,8 @@ def settle_seeds(recipe: FinetuneRecipe, job: Job, began: float) -> FinetuneReci
             job.predict(model)
             return {}
 
-        model, pace = first_model(job, 0), replace(recipe.pace(len(items)), unfreeze_every=0)
+        with quiet():
+            model, pace = first_model(job, 0), replace(recipe.pace(len(items)), unfreeze_every=0)
         batches = Counting(batch_function(recipe, job.task, items), job.shapes)
         step, evaluation = trial(recipe, job.machine, model, batches, evaluate, pace=pace)
         return step * recipe.seeds, evaluation * recipe.seeds
@@ -457,7 +459,8 @@ def one_seed(job: Job, seed: int, resume: bool) -> dict[str, Any]:
     place.mkdir(exist_ok=True)
     recipe = replace(job.recipe, seed=job.recipe.seed + seed)
     items = [job.train_items[i] for i in job.chosen[seed]]
-    model, predictions = first_model(job, seed), list[Prediction]()
+    with quiet() if seed else nullcontext():  # what the checkpoint lacks is said once
+        model, predictions = first_model(job, seed), list[Prediction]()
     if resume and job.changed:
         check_goes_on(place, model)
 
