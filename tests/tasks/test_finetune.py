@@ -786,6 +786,11 @@ def test_chance() -> None:
     assert chance(Scored("regress", "pearson"), "pearson", numbers, numbers) == 0.0  # type: ignore[arg-type]
     tags = [Example(0, ("a", "b", "c"), ("O", "O", "B-X"))]
     assert chance(Scored("tag", "entity_f1"), "entity_f1", tags, tags) == 0.0  # type: ignore[arg-type]
+    assert chance(Scored("embed", "spearman"), "spearman", numbers, numbers) == 0.0  # type: ignore[arg-type]
+    pairs = [Example(i, ("a", "b")) for i in range(4)]
+    assert chance(Scored("embed", "mrr"), "precision_at_1", pairs, pairs) == 1 / 4  # type: ignore[arg-type]
+    expected = (1 + 1 / 2 + 1 / 3 + 1 / 4) / 4
+    assert chance(Scored("embed", "mrr"), "mrr", pairs, pairs) == pytest.approx(expected)  # type: ignore[arg-type]
     for metric in ("perplexity", "token_accuracy"):
         assert chance(Scored("lm", "perplexity"), metric, [], []) is None  # type: ignore[arg-type]
 

@@ -29,6 +29,7 @@ from firth.metrics import (
     sums,
 )
 from firth.metrics.pairs import rank_scores
+from firth.tasks.embed import are_scored
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.tag import given_away
 from firth.tasks.task import Prediction, Task
@@ -176,9 +177,15 @@ def without_failed(
 
 
 def chance(task: Task, metric: str, train: Sequence[Example], dev: Sequence[Example]) -> float | None:
-    """The best score of giving one of the common answers of train to everything; None where that means nothing."""
+    """The best score of giving one of the common answers of train to everything; None where that means nothing.
+
+    Where texts are to find each other, what is expected of vectors that mean nothing: every rank is as likely.
+    """
     if task.name == "lm":
         return None
+    if task.name == "embed" and not are_scored(dev):
+        ranks = np.arange(1, len(dev) + 1)
+        return rank_scores(ranks, ranks)[metric]
     if task.name in CONSTANT_IS_0:
         return 0.0
     values = [task.score(dev, [Prediction(guess) for guess in some])[metric] for some in guesses(task.name, train, dev)]
