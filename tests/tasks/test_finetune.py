@@ -1070,6 +1070,36 @@ def test_a_text_is_read_from_its_first_state_or_from_all(checkpoint_of: Checkpoi
             finetune(recipe(checkpoint_of(family), toy, tmp_path / "run", pool="mean"))
 
 
+def test_examples_that_the_screen_only_counts_are_all_in_a_file(
+    checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = {"question": "what", "context": "I saw the cat", "answers": ["cat"]}
+    lost = [asked | {"id": f"q{i}", "answers": ["cow"]} for i in range(5)]
+    for name, rows in {"train": [asked, *lost], "dev": [asked, *lost[:2]]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {part: str(tmp_path / f"{part}.jsonl") for part in ("train", "dev")}
+    r = recipe(checkpoint_of("bert"), toy, tmp_path / "run", task="span-qa", max_steps=1, **files)
+    finetune(r)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "5 questions left out without an answer in the context (q0, q1, q2, ...)." in said
+    assert "2 answers scored on, but not in the context (q0, q1)." in said
+    assert f"all examples that these notes are about: {tmp_path / 'run' / 'notes.json'}" in said
+    assert "not learned from" not in said
+    notes = json.loads((tmp_path / "run" / "notes.json").read_text())
+    all_five = [f"q{i}" for i in range(5)]
+    assert [(Path(n["file"]).name, len(n["examples"])) for n in notes] == [
+        ("train.jsonl", 5),
+        ("train.jsonl", 5),
+        ("dev.jsonl", 2),
+    ]
+    assert notes[1] == {
+        "file": files["train"],
+        "note": "5 questions left out without an answer in the context",
+        "examples": all_five,
+    }
+    finetune(r, overwrite=True)
+
+
 def test_what_is_refused_leaves_nothing_behind(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
     shutil.copytree(checkpoint_of("bert"), tmp_path / "bert")
     (tmp_path / "bert" / "model.safetensors").unlink()

@@ -55,13 +55,14 @@ from firth.tasks.results import (
 )
 from firth.tasks.shapes import TRIED, Counting, Shapes, find_shapes
 from firth.tasks.task import Prediction, Task
-from firth.text import Example, read_labelled
+from firth.text import Example, Notes, read_labelled
 from firth.tokens import load_tokenizer
 from firth.tokens.rows import mix, permute
 from firth.train import Diverged, Machine, Outcome, Run, choose_machine, fit, load_recipe, run_folder, save_recipe
 from firth.train.checkpoint import forget_best, last_writes, list_checkpoints
 from firth.train.clock import Clock
 from firth.train.deterministic import deterministic
+from firth.train.folder import NOTES
 from firth.train.going_on import longer_skips, pass_over, same_recipe, turn_back
 from firth.train.pretrain import settle, trial
 from firth.train.recipe import differences
@@ -134,6 +135,7 @@ def run_seeds(
             changed = False
             recipe = same_examples(settle_seeds(recipe, job, clock.began), data, allow_change)
         save_recipe(recipe, stored)
+        write_notes(folder, data.notes)
         job = replace(job, recipe=recipe, changed=changed)
         for sentence in [
             *about_length(config, recipe),
@@ -153,6 +155,7 @@ def run_seeds(
 class Data:
     train: list[Example]
     dev: list[Example]
+    notes: tuple[Notes, ...] = ()  # of each file, on what happened to its rows
 
 
 @dataclass(frozen=True)
@@ -193,8 +196,9 @@ def check_task(recipe: FinetuneRecipe) -> None:
 
 
 def read_data(recipe: FinetuneRecipe) -> Data:
-    train = read_labelled(recipe.train, recipe.task, recipe.columns, "train", recipe.encoding)
-    dev = read_labelled(recipe.dev, recipe.task, recipe.columns, "dev", recipe.encoding)
+    notes = Notes(recipe.train), Notes(recipe.dev)
+    train = read_labelled(recipe.train, recipe.task, recipe.columns, "train", recipe.encoding, notes=notes[0])
+    dev = read_labelled(recipe.dev, recipe.task, recipe.columns, "dev", recipe.encoding, notes=notes[1])
     if recipe.task in OF_LABELS:
         check_labels(train, dev, recipe)
     if recipe.task == "tag" and are_chunks([e.target for e in train]) != are_chunks([e.target for e in dev]):
@@ -209,7 +213,15 @@ def read_data(recipe: FinetuneRecipe) -> Data:
         )
     if same_file(recipe.train, recipe.dev):
         warn(f"{recipe.dev} is what the model learns from: its score says nothing about other examples.")
-    return Data(positives(train, recipe.train) if recipe.task == "embed" else train, dev)
+    return Data(positives(train, recipe.train) if recipe.task == "embed" else train, dev, notes)
+
+
+def write_notes(folder: Path, notes: Sequence[Notes]) -> None:
+    """All examples that the notes on the files are about, of which the screen has named the first."""
+    if found := [note for some in notes for note in some.whole()]:
+        write_json(folder / NOTES, found)
+    if any(some.shortened for some in notes):
+        say(f"all examples that these notes are about: {folder / NOTES}")
 
 
 def same_file(a: str, b: str) -> bool:

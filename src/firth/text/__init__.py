@@ -7,6 +7,7 @@ from firth.text.kinds import Answer, Document, Example
 from firth.text.labelled import read_labelled
 from firth.text.leaks import Leak, leaks
 from firth.text.near import NearDuplicates
+from firth.text.row import Notes
 from firth.text.salient import Salient, load_salient, salient_name
 from firth.text.suite import SuiteTask, read_suite
 from firth.text.superglue import SuperGlueTask, superglue_suite, superglue_task
@@ -22,6 +23,7 @@ __all__ = [
     "GlueTask",
     "Leak",
     "NearDuplicates",
+    "Notes",
     "Salient",
     "SuiteTask",
     "SuperGlueTask",

@@ -34,6 +34,7 @@ def read_labelled(
     part: str = "train",
     encoding: str = "utf-8",
     answers: bool = True,
+    notes: Notes | None = None,
 ) -> list[Example]:
     """The examples of a file, in its order (see `Example` for what each task has).
 
@@ -41,12 +42,13 @@ def read_labelled(
     SuperGLUE are known by their folder, and need no names. Without `answers` a file may lack them, as a test set
     does. The path "pydocs" is the built-in data; there `part` chooses between "train" and "dev". Elsewhere it says what
     a file is for: what is scored on ("dev") keeps answers, and rows, that nothing could be learned from.
+    What happened to rows is said, and kept in `notes`.
     """
     if task not in TASKS:
         raise UserError(f"task {task!r} is not known. {nearest(task, TASKS)}")
     if path == pydocs.NAME:
         return pydocs.examples(task, part)
-    notes = Notes(str(path))
+    notes = Notes(str(path)) if notes is None else notes
     named, records = open_file(Path(path), task, dict(columns or {}), known_encoding(encoding), answers, notes)
     make = choose if task == "choice" else TASKS[task].example
     item = " item " if extension(Path(path)) == ".json" else ""  # such a file is not counted in lines

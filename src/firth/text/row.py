@@ -28,6 +28,18 @@ class Notes:
     def add(self, noun: str, what: str, place: str) -> None:
         self.places[noun, what].append(place)
 
+    @property
+    def shortened(self) -> bool:
+        """Whether `tell` leaves places out."""
+        return any(len(places) > LISTED for places in self.places.values())
+
+    def whole(self) -> list[dict[str, Any]]:
+        """The same with all places, for a file."""
+        return [
+            {"file": self.path, "note": f"{count(len(places), noun)} {what}", "examples": places}
+            for (noun, what), places in self.places.items()
+        ]
+
     def tell(self) -> None:
         """One line for each thing that happened: how often, what, and the first places."""
         for (noun, what), places in self.places.items():

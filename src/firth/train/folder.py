@@ -16,9 +16,11 @@ from firth.train.parallel import World
 
 LOCK = ".lock"
 PROOF = ("straight.yaml", "killed.yaml")  # the recipes of a proof (prove-resume)
+NOTES = "notes.json"  # what happened to the rows of labelled files
 OURS = (
     *("recipe.yaml", "source.json", "log.jsonl", "results.json", "predictions.jsonl", "report.html", LOCK, CLOCK),
     *PROOF,
+    NOTES,
 )
 OUR_FOLDERS = (
     "final",
