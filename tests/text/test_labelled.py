@@ -207,6 +207,16 @@ def test_labels_become_strings(tmp_path: Path) -> None:
     assert [e.target for e in read_labelled(path, "classify")] == ["true", "false", "3", "2.5", "3"]
 
 
+def test_labels_of_several_kinds_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "a.jsonl", "".join(f'{{"text": "t", "label": {x}}}\n' for x in ("1", '"1"', "true", "2.5")))
+    assert [e.target for e in read_labelled(path, "classify")] == ["1", "1", "true", "2.5"]
+    said = " ".join(capsys.readouterr().err.split())
+    assert """the labels in 'label' are of 3 kinds: 1 (number), "1" (text), true (true or false).""" in said
+    path = write(tmp_path / "a.jsonl", '{"text": "t", "label": 1}\n{"text": "t", "label": 2}\n')
+    read_labelled(path, "classify")
+    assert capsys.readouterr().err == ""
+
+
 def test_quotation_marks_are_characters_in_tsv_and_quotes_in_csv(tmp_path: Path) -> None:
     tsv = write(tmp_path / "a.tsv", 'text\tlabel\n"open\tyes\nclose"\tno\n')
     assert [e.texts[0] for e in read_labelled(tsv, "classify")] == ['"open', 'close"']

@@ -15,6 +15,7 @@ from firth.errors import UserError
 from firth.text.kinds import Example
 from firth.text.records import short, value_in
 
+KINDS = {str: "text", bool: "true or false", int: "number", float: "number"}  # of labels, as JSON has them
 LISTED = 3  # places that a note names before it only counts
 
 
@@ -24,6 +25,9 @@ class Notes:
 
     path: str
     places: dict[tuple[str, str], list[str]] = field(default_factory=lambda: defaultdict(list))
+    kinds: dict[str, dict[str, Any]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )  # of labels, each with its first
 
     def add(self, noun: str, what: str, place: str) -> None:
         self.places[noun, what].append(place)
@@ -45,6 +49,13 @@ class Notes:
         for (noun, what), places in self.places.items():
             more = ", ..." if len(places) > LISTED else ""
             warn(f"{self.path}: {count(len(places), noun)} {what} ({', '.join(places[:LISTED])}{more}).")
+        for column, kinds in self.kinds.items():
+            if len(kinds) > 1:
+                some = ", ".join(f"{short(first)} ({kind})" for kind, first in kinds.items())
+                warn(
+                    f"{self.path}: the labels in {column!r} are of {len(kinds)} kinds: {some}. Each becomes text, so "
+                    '1 and "1" are the same label.'
+                )
 
 
 @dataclass(slots=True)
@@ -106,7 +117,9 @@ class Row:
         """A label as a string: a JSON `true` or `3` becomes "true" or "3"."""
         if self.lacks(role):
             return None
-        return self.filled(role, self.as_label(self.value(role)))
+        value = self.value(role)
+        self.notes.kinds[self.column(role)].setdefault(KINDS.get(type(value), ""), value)
+        return self.filled(role, self.as_label(value))
 
     def as_label(self, value: Any) -> str:
         if isinstance(value, str):
