@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ def test_all_of_a_plain_text_is_learned_in_pieces() -> None:
     assert [line.ids[place + 1] for line in item.parts for place in line.asked] == [*ids, end]
     assert max(len(line.ids) for line in item.parts) == 8
     assert item.bytes == len(text.texts[1])
+    assert item.scored.tolist() == [True] * len(ids) + [False]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bart"])
@@ -164,8 +166,27 @@ def test_packed_is_as_good_as_alone(family: str) -> None:
         alone = [model.losses(task.batch([item]).to(CPU.device))["answers"].item() for item in items]
     assert together == pytest.approx(sum(alone), rel=1e-5)
     found = [p.prediction for p in task.predict(model, items, CPU, 5)]
-    assert [p["nats"] for p in found] == pytest.approx(alone, rel=1e-4)
-    assert sum(p["tokens"] for p in found) == packed.num_answers
+    single = [task.predict(model, [item], CPU, 1)[0].prediction for item in items]
+    assert [p["nats"] for p in found] == pytest.approx([p["nats"] for p in single], rel=1e-4)
+    everything = [replace(item, scored=np.ones_like(item.scored)) for item in items]
+    whole = [p.prediction for p in task.predict(model, everything, CPU, 5)]
+    assert [p["nats"] for p in whole] == pytest.approx(alone, rel=1e-4)
+    assert sum(p["tokens"] for p in whole) == packed.num_answers
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bart"])
+def test_what_ends_an_answer_is_learned_and_not_scored(family: str) -> None:
+    task, _ = made(family, [DIALOGUE], max_seq_length=100, max_target_length=20)
+    (item,) = task.encode([DIALOGUE])
+    asked = [
+        i
+        for part in item.parts
+        for i in (part.answer if family in ("t5", "bart") else [part.ids[place + 1] for place in part.asked])
+    ]
+    scored = [i for i, of_the_text in zip(asked, item.scored, strict=True) if of_the_text]
+    assert task.frame.end in asked
+    assert not set(scored) & set(task.tokenizer.vocab.special)
+    assert "".join(task.tokenizer.decode(scored).split()) == "neartherivernearthefox"
 
 
 def test_scores_by_hand() -> None:
@@ -220,6 +241,9 @@ def test_from_plain_text_to_scores(checkpoint_of: Any, tmp_path: Path) -> None:
     again = evaluate(tmp_path / "run" / "final", "lm", file, tmp_path / "scores")
     assert again["examples"] == len(ANIMALS) * len(PLACES)
     assert again["metrics"]["perplexity"] == pytest.approx(result["mean"], rel=1e-4)
+    text = evaluate(tmp_path / "run" / "final", "perplexity", file, tmp_path / "text")
+    for name in ("perplexity", "bits_per_byte"):
+        assert text["metrics"][name] == pytest.approx(result[name], rel=1e-4), "of the same tokens and bytes"
 
 
 def test_what_looks_special_is_said() -> None:

@@ -40,11 +40,12 @@ class Turn(NamedTuple):
 class Item:
     """A dialogue or a text: one line or several for a decoder, turns for an encoder-decoder.
 
-    `bytes` are those of the text that is scored, without what ends it.
+    What frames and ends a text is learned and not scored, so that scores are of the text alone, as those of `evaluate`.
     """
 
     parts: tuple[Line, ...] | tuple[Turn, ...]
-    bytes: int
+    scored: np.ndarray  # for each token that is asked, part by part: whether it is of the text
+    bytes: int  # of the text that is scored
 
     @property
     def size(self) -> int:
@@ -137,9 +138,13 @@ class Dialogue:
                 f"Example {example.id}: an encoder-decoder learns answers to something. Give messages, or prompt and "
                 "response; a plain text is for a decoder."
             )
-        room, ids = self.length - len(self.frame.before), [*ids, self.frame.end]
-        pieces = [[*self.frame.before, *ids[first : first + room]] for first in range(0, len(ids), room)]
-        return Item(tuple(Line(p, range(len(p) - 1)) for p in pieces if len(p) > 1), len(example.texts[1].encode()))
+        before, whole = list(self.frame.before), [*ids, self.frame.end]
+        room = self.length - len(before)
+        pieces = [[*before, *whole[first : first + room]] for first in range(0, len(whole), room)]
+        lines = tuple(Line(p, range(len(p) - 1)) for p in pieces if len(p) > 1)
+        scored = np.ones(sum(len(line.asked) for line in lines), bool)
+        scored[-1:] = len(lines) < len(pieces)  # the end, unless it stands alone and is not asked
+        return Item(lines, scored, len(example.texts[1].encode()))
 
     def read_lines(self, dialogues: Sequence[Spoken]) -> Iterator[Item]:
         """Each dialogue as one line, in which the answers are asked."""
@@ -151,10 +156,12 @@ class Dialogue:
             yield self.line(text, found, encoding)
 
     def line(self, text: str, found: Sequence[Stretch], encoding: Encoding) -> Item:
-        starts = np.array([start for start, _ in encoding.offsets])
-        learned = np.zeros(len(starts), bool)
+        starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        learned, content = np.zeros((2, len(starts)), bool)
         for stretch in found:
+            begin, end = stretch.content
             learned |= (starts >= stretch.start) & (starts < stretch.end)
+            content |= (ends > begin) & (starts < end)
         ids, before = list(encoding.ids), list(self.frame.before)
         kept = len(before) if ids[: len(before)] == before else 0
         lost = max(0, len(ids) - self.length)
@@ -164,7 +171,8 @@ class Dialogue:
             ids, asked = [*ids[:kept], *ids[kept + lost :]], asked[asked >= kept + lost] - lost
         from_character = int(starts[asked[0] + lost + 1]) if len(asked) else len(text)
         scored = [text[max(begin, from_character) : end] for begin, end in (stretch.content for stretch in found)]
-        return Item((Line(ids, asked.tolist()),), sum(len(part.encode()) for part in scored))
+        num_bytes = sum(len(part.encode()) for part in scored)
+        return Item((Line(ids, asked.tolist()),), content[asked + lost + 1], num_bytes)
 
     def read_turns(self, dialogues: Sequence[Spoken]) -> Iterator[Item]:
         """Each answer by itself, with all that was said before it."""
@@ -175,7 +183,9 @@ class Dialogue:
             parts = tuple(Turn(self.shorten(next(read)), next(written)) for _ in answers(said))
             contents = [said[i][1] for i in answers(said)]
             num_bytes = sum(self.num_bytes(part.answer, text) for part, text in zip(parts, contents, strict=True))
-            yield Item(parts, num_bytes)
+            framed = len(self.writer.before)
+            scored = [[False] * framed + [True] * (len(part.answer) - framed - 1) + [False] for part in parts]
+            yield Item(parts, np.concatenate(scored), num_bytes)
 
     def shorten(self, ids: Ids) -> Ids:
         """What an encoder reads, without its beginning where it is too long, in its frame."""
@@ -204,7 +214,7 @@ class Dialogue:
         return lay_pairs([t.ids for t in turns], [[t.answer] for t in turns], length, self.pad, self.frame.start)
 
     def predict(self, model: Model, items: Sequence[Item], machine: Machine, size: int) -> list[Prediction]:
-        """What the answers of each item cost (`nats`), over how many tokens and bytes, and how many were foreseen."""
+        """What the text of each item costs (`nats`), over how many tokens and bytes, and how many were foreseen."""
         model.eval()
         found: list[Prediction] = []
         with progress("reading", "dialogues", len(items)) as shown:
@@ -213,7 +223,8 @@ class Dialogue:
                 laid = self.lay(some)
                 logp_A, right_A, _ = foresee(model, laid, machine)
                 item_P = np.repeat(np.arange(len(some)), [len(item.parts) for item in some])
-                parts = (-laid.sums(logp_A), laid.asked, laid.sums(right_A))
+                scored_A = np.concatenate([item.scored for item in some])
+                parts = (laid.sums(value_A * scored_A) for value_A in (-logp_A, np.ones(len(logp_A)), right_A))
                 nats, tokens, right = (np.bincount(item_P, weights=part, minlength=len(some)) for part in parts)
                 for i, item in enumerate(some):
                     costs = {"nats": float(nats[i]), "tokens": int(tokens[i]), "bytes": item.bytes}
@@ -226,6 +237,8 @@ class Dialogue:
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
         costs = [p.prediction for p in predictions]
+        if not any(c["tokens"] for c in costs):
+            raise UserError("There is nothing to score: no text has a token.")
         scores = score(self.name, [c["nats"] for c in costs], [(c["tokens"], c["bytes"]) for c in costs])
         return scores | {"token_accuracy": sum(c["right"] for c in costs) / sum(c["tokens"] for c in costs)}
 
