@@ -96,6 +96,13 @@ def test_a_file_that_lacks_some_answers_says_which(tuned: Path, tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
+def test_every_example_that_a_note_is_about_is_in_the_results(tuned: Path, tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "dev.jsonl", [row | {"text": row["text"] + "\ud800"} for row in ROWS[:4]])
+    (note,) = evaluate(tuned / "final", "classify", data, tmp_path / "out")["notes"]
+    assert (note["file"], note["examples"]) == (str(data), ["line 1", "line 2", "line 3", "line 4"])
+    assert "notes" not in evaluate(tuned / "final", "classify", write_jsonl(data, ROWS), tmp_path / "other")
+
+
 def test_the_surest_mistakes_come_first() -> None:
     example = Example(1, ("good one", "bad one"))
     close, far = (Prediction("bad", {"good": -9.0, "bad": bad}) for bad in (-8.5, -2.0))

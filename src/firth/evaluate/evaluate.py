@@ -22,7 +22,7 @@ from firth.metrics import score
 from firth.models import load_model, read_config
 from firth.models.ngram import is_ngram
 from firth.tasks import TASK_FILE, TASKS, Prediction, lines_of, make_task, without_examples
-from firth.text import Corpus, Example, read_labelled
+from firth.text import Corpus, Example, Notes, read_labelled
 from firth.text.row import LISTED
 from firth.text.suite import OF_TEXT
 from firth.tokens import load_tokenizer
@@ -64,8 +64,8 @@ def evaluate(
 
     `metrics` are the scores, and the rest says how they came about. `settings` are what the task can be told (see
     ZERO_SHOT); None means left out. A file without answers gives predictions and no scores; one that lacks some is
-    refused. Writes results.json,
-    predictions.jsonl and report.html to `output_dir`; with `numbered` to a folder beside it where it has other results.
+    refused. Writes results.json, predictions.jsonl and report.html to `output_dir`; with `numbered` to a folder beside
+    it where it has other results.
     """
     checkpoint, folder = Path(checkpoint), Path(output_dir)
     settings = {name: value for name, value in settings.items() if value is not None}
@@ -79,7 +79,8 @@ def evaluate(
     else:
         if not isinstance(data, str | Path):
             raise UserError(f"The task {task} is scored on one file; {len(data)} were given.")
-        examples = read_labelled(data, task, columns, "dev", encoding, answers=False)
+        notes = Notes(str(data))
+        examples = read_labelled(data, task, columns, "dev", encoding, answers=False, notes=notes)
         refuse_half_answered(data, examples)
         if is_tuned(task, facts):
             try:
@@ -92,6 +93,8 @@ def evaluate(
             if "train" in settings:
                 settings["train"] = read_labelled(settings["train"], task, columns, "train", encoding)
             outcome = zero_shot(checkpoint, task, examples, settings)
+        if found := notes.whole():
+            outcome = outcome._replace(facts={**outcome.facts, "notes": found})
     for sentence in outcome.said:
         say(sentence)
     if not outcome.metrics:

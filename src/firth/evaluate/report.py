@@ -75,7 +75,8 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
     page.heading("Scores")
     page.table(*seed_table(result), f"On dev. {result['metric']} decides; seed {result['best_seed']} is final/.")
     if result.get("chance") is not None:
-        guess = f"Who gives the commonest answer of train to everything gets {result['chance']:.4g} {result['metric']}."
+        who = "Vectors that mean nothing get" if task == "embed" else "The commonest answer of train to everything gets"
+        guess = f"{who} {result['chance']:.4g} {result['metric']}."
         page.text(guess + (f" No better than that: {shown(result['failed'])} (seeds)." if result["failed"] else ""))
     if result.get("diverged"):
         page.text(f"Broken on the loss, and without a score: {shown(result['diverged'])} (seeds).")
