@@ -60,7 +60,9 @@ class Training:
         0.0, "Muon's highest rate, for the matrices inside the blocks; 0 takes --learning-rate, AdamW's for the rest."
     )
     muon_momentum: float = option(0.95, "How much of its direction Muon keeps from step to step.")
-    weight_decay: float = option(0.01, "The optimizer's weight decay, on matrices only.")
+    weight_decay: float = option(
+        0.01, "The optimizer's weight decay, on matrices only.", shown="0.01; 0.2 where a model is pretrained with muon"
+    )
     adam_beta1: float = option(0.9, "AdamW's first decay rate.")
     adam_beta2: float = option(0.98, "AdamW's second decay rate.")
     adam_epsilon: float = option(1e-6, "AdamW's epsilon.")
