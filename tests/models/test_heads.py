@@ -58,6 +58,19 @@ def test_without_gradients_and_in_bfloat16_the_value_is_the_same() -> None:
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("fused", [None, False, True])
+def test_what_learns_nothing_never_holds_all_scores(fused: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, labels = torch.randn(50, 8), torch.randn(20, 8), torch.randint(20, (50,))
+    labels[3] = -100
+    wanted = linear_cross_entropy(x, weight, None, labels)
+    monkeypatch.setattr(PiecewiseCrossEntropy, "PIECE", 7 * 20)
+    linear, seen = F.linear, list[int]()
+    monkeypatch.setattr(F, "linear", lambda a, *more: seen.append(len(a)) or linear(a, *more))
+    with torch.no_grad():
+        assert_close(linear_cross_entropy(x, weight, None, labels, fused), wanted)
+    assert (max(seen), sum(seen)) == (7, 50)
+
+
 @pytest.mark.parametrize("config", [bert(1, 16, 2, 30), gpt2(1, 16, 2, 30)], ids=["bert", "gpt2"])
 def test_asked_places_only(config) -> None:  # type: ignore[no-untyped-def]
     model = make_model(config).eval()

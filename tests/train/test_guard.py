@@ -27,7 +27,7 @@ from firth.train.feed import batch_function, row_source
 from firth.train.guard import ENOUGH, Found, Guard, medians
 from firth.train.loop import chained, hash_rows
 from firth.train.optim import make_optimizer
-from firth.train.pretrain import first_model
+from firth.train.pretrain import first_model, held_out_loss
 from firth.train.step import Carry, halve, hand_over, prepared, train_step
 
 pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
@@ -313,6 +313,45 @@ def test_smaller_micro_batches_give_the_same_gradient(
     said = capsys.readouterr().err
     assert f"{rows} rows are computed at once" in said
     assert said.count("out of memory") == {1: 3, 3: 1}[rows], "each size is said once, and kept for the next step"
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "t5"])
+def test_an_evaluation_takes_fewer_rows_where_memory_is_short(
+    family: str,
+    recipe_of: Recipes,
+    shards_of: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe, shards = recipe_of(family, per_device_train_batch_size=6), shards_of(family)
+    model = first_model(recipe, shards.tokenizer)
+    rows = row_source(recipe, shards, held_out=True)
+    wanted = held_out_loss(recipe, rows, shards.tokenizer, CPU)(model)["eval_loss"]
+    evaluate, whole = held_out_loss(recipe, rows, shards.tokenizer, CPU), model.losses
+    model.losses = lambda batch: whole(batch) if len(batch.tokens) <= 2 else no_room()  # type: ignore[method-assign]
+    assert evaluate(model)["eval_loss"] == pytest.approx(wanted, rel=1e-6)
+    assert "evaluations take 2 rows at once" in capsys.readouterr().err
+    model.losses = lambda batch: no_room()  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="Out of memory in an evaluation"):
+        evaluate(model)
+
+
+def no_room() -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_an_optimizer_that_finds_no_room_says_what_takes_less(recipe_of: Recipes, shards_of: Make) -> None:
+    recipe, shards = recipe_of("bert"), shards_of("bert")
+    model, batches = first_model(recipe, shards.tokenizer), batches_of(recipe, shards)
+
+    class Large(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            no_room()
+
+    with pytest.raises(UserError, match="--optim adafactor remembers little"):
+        train_step(
+            Run(recipe, CPU, model, batches), model.losses, Large(model.parameters(), lr=0.1), batches(0), 0, 0.1
+        )
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from firth.models.activation import ACTIVATIONS
 from firth.models.block import make_norm
 from firth.models.config import Boundary, LMHead, ModelConfig
 from firth.models.fused_loss import IGNORED as IGNORED
-from firth.models.fused_loss import fused_cross_entropy, more_tokens, pays
+from firth.models.fused_loss import PIECE, fused_cross_entropy, more_tokens, pays
 from firth.models.programs import part
 
 
@@ -60,10 +60,6 @@ class Vocabulary(nn.Module):
         weight = embedding if self.weight is None else self.weight
         if self.training and 0 < self.sampled < len(weight):
             return sampled_cross_entropy(x_NE, weight, self.bias, labels, self.sampled)
-        if self.sampled:  # so many words that not all scores can be held at once
-            rows = max(1, PiecewiseCrossEntropy.PIECE // len(weight))
-            pieces = zip(x_NE.split(rows), labels.split(rows), strict=True)
-            return torch.stack([linear_cross_entropy(x, weight, self.bias, y) for x, y in pieces]).sum()
         return linear_cross_entropy(x_NE, weight, self.bias, labels, self.fused, self.padded)
 
 
@@ -123,9 +119,14 @@ def linear_cross_entropy(
     """Projection and cross-entropy, summed over what is asked.
 
     On a CPU in pieces that stay in its cache. On a GPU in one product, or (`fused`) in pieces where there would be too
-    many scores; `padded` computes them for a multiple of 128 tokens, which suits its products.
+    many scores; `padded` computes them for a multiple of 128 tokens, which suits its products. Where nothing learns
+    from it, in pieces everywhere.
     """
     device, V = x.device.type, len(weight)
+    rows = max(1, (PiecewiseCrossEntropy.PIECE if device == "cpu" else PIECE) // V)
+    if not torch.is_grad_enabled() and len(x) > rows:
+        pieces = zip(x.split(rows), labels.split(rows), strict=True)
+        return torch.stack([linear_cross_entropy(a, weight, bias, b, fused, padded) for a, b in pieces]).sum()
     learns = torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
     exact = x.dtype == torch.float32 and not torch.is_autocast_enabled(device)
     padded = device == "cuda" if padded is None else padded

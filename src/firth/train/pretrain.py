@@ -51,7 +51,19 @@ from firth.train.optim import make_optimizer
 from firth.train.parallel import ALONE, World, join
 from firth.train.ramp import check_share, mean_batch, stage_shares, stages
 from firth.train.recipe import Recipe, Training, load_recipe, save_recipe
-from firth.train.step import Carry, Losses, Run, dropout_seed, prepared, reading_on, sum_of_means, train_step
+from firth.train.step import (
+    Carry,
+    Losses,
+    Run,
+    dropout_seed,
+    halve,
+    num_rows,
+    out_of_memory,
+    prepared,
+    reading_on,
+    sum_of_means,
+    train_step,
+)
 from firth.train.unfreeze import Pace
 
 R = TypeVar("R", bound=Training)
@@ -274,6 +286,26 @@ def held_out_loss(
     size, last = recipe.per_device_train_batch_size, min(rows.num_rows, recipe.eval_rows)
     world = machine.world if recipe.order == "packed" else ALONE
     starts = range(0, last, size)
+    halvings = 0
+
+    def summed(model: Model, batch: Batch) -> dict[str, torch.Tensor]:
+        """The losses of a batch, in smaller ones where memory is short, unless all go on from the one before."""
+        nonlocal halvings
+        while True:
+            try:
+                parts = [model.losses(some.to(machine.device)) for some in halve([batch], halvings)]
+                return {name: torch.stack([part[name] for part in parts]).sum() for name in parts[0]}
+            except RuntimeError as e:
+                if not out_of_memory(e):
+                    raise
+            whole = batch.fresh is not None or batch.group is not None or machine.world.kind == "fsdp"
+            if whole or num_rows(batch) <= 2**halvings:
+                less = "lower --per-device-train-batch-size, or shorten --max-seq-length"
+                raise UserError(f"Out of memory in an evaluation: {less}.")
+            halvings += 1
+            warn(f"out of memory: evaluations take {-(-size // 2**halvings)} rows at once from here on")
+            if machine.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     @torch.no_grad()
     def evaluate(model: Model) -> dict[str, float]:
@@ -287,7 +319,7 @@ def held_out_loss(
             batch = make_batch(recipe, rows, np.arange(first, min(first + size, last)), tokenizer.vocab)
             torch.manual_seed(dropout_seed(recipe.seed, first, 0))  # for models that draw tokens themselves
             with machine.precision(), reading_on(model, batch, left.pop() if left else {}, 0, left):
-                parts = model.losses(batch.to(machine.device))
+                parts = summed(model, batch)
             for name in parts:
                 found |= {f"{name}/{i}": 0.0 for i in range(turn, min(turn + world.size, len(starts)))}
             if place == turn + world.rank:

@@ -109,7 +109,15 @@ def train_step(
     if bad is not None:
         bad = bad.to(next(run.model.parameters()).device)  # which may be the host's
     optimizer.found_inf = bad  # type: ignore[attr-defined]  # torch's own name: a fused step then leaves all as it is
-    optimizer.step()
+    try:
+        optimizer.step()
+    except RuntimeError as e:
+        if not out_of_memory(e):
+            raise
+        raise UserError(
+            "Out of memory for what the optimizer remembers of each weight: --optim adafactor remembers little, "
+            "--parallel fsdp --cpu-offload keeps it in the host's memory, and a smaller model has fewer weights."
+        ) from e
     optimizer.zero_grad(set_to_none=not isinstance(losses_of, Captured))  # whose gradients stay where they are
     return total
 
