@@ -179,6 +179,7 @@ def train_ours(options: argparse.Namespace, shards: Prepared, asked: Sequence[Ba
     def hook(step: int, _: Model) -> None:
         clock.step(step)
 
+    say(f"{OURS}: {recipe.optim}, rate {recipe.learning_rate:g}, decay {recipe.weight_decay:g}")
     say(f"{OURS}: {recipe.max_steps:,} steps on {machine}")
     folder.mkdir(parents=True)
     batches = batch_function(recipe, rows, shards.tokenizer, shorter)
@@ -276,6 +277,7 @@ def train_theirs(options: argparse.Namespace, shards: Prepared, asked: Sequence[
         model.train()
         return found
 
+    say(f"{THEIRS}: AdamW, rate {options.peer_rate:g}, decay 0.01, a tenth of warm-up, then falling in a line")
     say(f"{THEIRS}: {steps:,} steps on {machine}")
     model = run(steps, told)
     model.save_pretrained(folder / "final")
@@ -414,6 +416,11 @@ def main(words: Sequence[str] | None = None) -> None:
     transformers.logging.set_verbosity_error()
     versions = f"firth {__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
     say(f"{versions}, Python {sys.version.split()[0]}")
+    settings = {name: value for name, value in vars(options).items() if value not in ("", None, False, [])}
+    say(", ".join(f"{name} {value}" for name, value in settings.items() if name != "shards"))
+    for side in (OURS, THEIRS):
+        if options.output_dir and (Path(options.output_dir) / side).exists():
+            sys.exit(f"{Path(options.output_dir) / side} is there already: name another --output-dir")
     shards = open_shards(Path(options.shards))
     asked = questions(shards, options.length, options.held_out_rows)
     courses = []
@@ -434,7 +441,7 @@ def main(words: Sequence[str] | None = None) -> None:
         [summary(course, options.loss) for course in courses],
     )
     if options.json:
-        facts = {"versions": versions, "seconds": options.seconds, "loss": options.loss}
+        facts = {"versions": versions, "settings": settings, "seconds": options.seconds, "loss": options.loss}
         print(json.dumps(facts | {"courses": [asdict(c) | {"time_to_loss": c.time_to(options.loss)} for c in courses]}))
 
 

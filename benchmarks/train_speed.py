@@ -460,9 +460,18 @@ def shape(workload: Workload) -> str:
     return f"{B}x{T}" if batch.decoder_tokens is None else f"{B}x({T}+{batch.decoder_tokens.shape[1]})"
 
 
+UNREAD = (  # fields of a run, of which a step by itself reads nothing
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "max_seq_length", "max_steps", "minutes"),
+    *("ema_decay", "spike_factor", "save_steps", "eval_steps", "logging_steps", "parallel", "seed"),
+)
+
+
 def changed(without: Sequence[str], changes: Sequence[str]) -> Training:
     """Our recipe with these changes."""
-    settings = override(SETTINGS, parse_overrides(changes))
+    found = parse_overrides(changes)
+    if odd := [name for name in found if name in UNREAD]:
+        raise SystemExit(f"{odd[0]} changes nothing here: a workload has its own rows, and each step stands by itself")
+    settings = override(SETTINGS, found)
     settings = replace(settings, **{k: v for name in without for k, v in WITHOUT[name].items()})
     settings.check()
     return settings
@@ -531,7 +540,7 @@ def main(words: Sequence[str] | None = None) -> None:
     versions = f"firth {__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
     say(f"{versions}, Python {sys.version.split()[0]}; {machine}, {os.cpu_count()} CPUs")
     mask = "a mask that forbids nothing" if options.their_mask else "no mask"
-    say(f"both sides: fused AdamW, gradients clipped at 1, fresh inputs every step; transformers with sdpa, {mask}")
+    say(f"both sides: gradients clipped at 1, fresh inputs every step; transformers with fused AdamW, sdpa, {mask}")
 
     if options.each:
         one_by_one(names, machine, steps, turn, warmup, options.without, options.changes)
