@@ -383,6 +383,15 @@ def test_switches_reach_every_head(recipe_of: Recipes, shards_of: Make) -> None:
     assert (model.head.fused, model.head.padded) == (False, True)
 
 
+def test_a_vocabulary_that_is_not_padded_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.import_module("firth.train.device"), "device_of", lambda world: torch.device("cpu"))
+    for fused_loss, said in ((None, True), (True, True), (False, False)):
+        choose_machine(Training(pad_vocabulary=True, fused_loss=fused_loss))
+        assert ("pad_vocabulary changes nothing" in capsys.readouterr().err) == said
+
+
 def test_who_replays_steps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a GPU: compiled steps of one micro-batch by themselves, others where it is asked and can be done."""
     devices = importlib.import_module("firth.train.device")

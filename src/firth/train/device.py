@@ -56,6 +56,8 @@ def choose_machine(training: Training, world: World = ALONE) -> Machine:
         say("this GPU has no bfloat16: float16 is taken, with a loss that is scaled up")
     if (bf16 or training.weights == "bf16") and device.type == "cpu":
         say("bfloat16 on a CPU was asked for: expect it to be slow where the CPU has no such instructions.")
+    if training.pad_vocabulary and device.type == "cpu" and not bf16 and training.fused_loss is not False:
+        say("pad_vocabulary changes nothing on a CPU, where scores are computed in pieces")
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     model = getattr(training, "model", None)

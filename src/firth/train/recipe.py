@@ -20,6 +20,7 @@ from firth.tokens import Mix
 
 R = TypeVar("R")  # a recipe: a dataclass of plain values
 LONGEST_ROW = 2**16  # places in a row are sorted as numbers of 16 bits
+LARGEST_STEP = 2**31  # tokens: whoever asks for more has mistyped, and no memory holds them
 LONGEST_RUN = 10**9  # minutes, or times through the text: whoever asks for more has mistyped
 
 
@@ -212,6 +213,12 @@ class Training:
             raise UserError("muon_learning_rate goes up and down with learning_rate, which is 0: give it a value too.")
         if self.max_seq_length > LONGEST_ROW:
             raise UserError(f"max_seq_length is {self.max_seq_length:,}, and rows have at most {LONGEST_ROW:,} tokens.")
+        tokens = self.per_device_train_batch_size * self.gradient_accumulation_steps * self.max_seq_length
+        if tokens > LARGEST_STEP:
+            raise UserError(
+                f"A step would read {tokens:,} tokens at once, and {LARGEST_STEP:,} are the most: lower "
+                "--per-device-train-batch-size."
+            )
         if self.cuda_graphs and self.gradient_accumulation_steps > 1 and self.compile is not False:
             raise UserError(
                 "cuda_graphs replay compiled steps of one micro-batch: leave it out, or gradient_accumulation_steps."
