@@ -142,7 +142,7 @@ def test_a_next_start_goes_on_only_with_a_run_of_its_own(corpus_file: Path, tmp_
     """What was refused at first is refused again, and said once."""
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "recipe.yaml").write_text("of another run\n")
+    (folder / "recipe.yaml").write_text("seed: 1\n")
     process = start(corpus_file, folder, "--parallel=ddp")
     _, said = process.communicate(timeout=300)
     assert process.returncode != 0
