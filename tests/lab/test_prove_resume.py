@@ -88,7 +88,9 @@ def test_bad_numbers_are_refused(corpus_file: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_run_is_the_undisturbed_one(corpus_file: Path, tmp_path: Path) -> None:
-    result = verbs.prove_resume("bert-tiny", corpus_file, tmp_path / "run", kills=2, max_steps=600, overrides=SMALL, **SIZES)
+    result = verbs.prove_resume(
+        "bert-tiny", corpus_file, tmp_path / "run", kills=2, max_steps=600, overrides=SMALL, **SIZES
+    )
     assert result["kills"] == 2
     assert result["equal"] is True
     assert all(result[name] for name in ALL)
