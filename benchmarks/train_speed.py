@@ -15,9 +15,9 @@ all that a step needs, beside the weights.
 
 The workload `documents` has texts of the lengths in a file (--lengths, one number of tokens a line): `transformers`
 reads one in each row, padded to the longest of its batch (to a multiple of 64, so that shapes are few), Firth packs
-them; tokens are those of the texts. `--without` switches off what makes our side fast, KEY=VALUE sets any field of its
-recipe (weights=bf16), and `--alone` leaves the peer out. `--each` is for ablations: our side as it is, then with each
-of these changes by itself, in one process; the ratio is to the first.
+them; tokens are those of the texts. `--without` switches off what makes our side fast, KEY=VALUE sets a field of its
+recipe that a step reads (weights=bf16), and `--alone` leaves the peer out. `--each` is for ablations: our side as it
+is, then with each of these changes by itself, in one process; the ratio is to the first.
 
 B rows, L tokens before the noise, T after it, U of the decoder, K asked.
 """

@@ -165,9 +165,14 @@ def fresh_folder(path: Path, what: str, overwrite: bool = False) -> None:
     """
     if overwrite:
         refuse_foreign(path)
-    elif path.exists() and (not path.is_dir() or any(path.iterdir())):
+    elif not is_free(path):
         raise UserError(f"{path} exists already. Name another {what}, or pass --overwrite.")
     refuse_unwritable(path)
+
+
+def is_free(path: Path) -> bool:
+    """Whether there is nothing, or an empty folder."""
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
 def refuse_foreign(path: Path) -> None:

@@ -20,6 +20,7 @@ from firth.plain import to_plain
 from firth.tasks import TASK_FILE, FinetuneRecipe
 from firth.tokens import Tokenizer, load_tokenizer
 from firth.train import Recipe
+from firth.train.recipe import flat
 
 FILL_IN = "*Fill in.*"
 PIPELINES = {  # the names under which the Hugging Face hub lists models
@@ -190,14 +191,14 @@ def about_training(recipe: Mapping[str, Any], results: Mapping[str, Any]) -> str
 
 def unusual(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """What a recipe says and its defaults do not."""
-    found: dict[str, Any] = {}
+    usual: dict[str, Any] = {}
     for field in fields(FinetuneRecipe if "task" in recipe else Recipe):
         if field.name in recipe and field.name not in (*ELSEWHERE, *RECIPE[1:]):
-            default = field.default if field.default_factory is MISSING else field.default_factory()
-            if field.name == "objective":
-                default = usual_objective(recipe["objective"])
-            found |= dict(changed(field.name, recipe[field.name], to_plain(default)))
-    return found
+            usual[field.name] = to_plain(field.default if field.default_factory is MISSING else field.default_factory())
+    if "objective" in usual:
+        usual["objective"] = usual_objective(recipe["objective"])
+    before, here = flat(usual), flat({name: recipe[name] for name in usual})
+    return {name: value for name, value in here.items() if value != before.get(name) and value not in EMPTY}
 
 
 def usual_objective(plain: Any) -> Any:
@@ -205,18 +206,6 @@ def usual_objective(plain: Any) -> Any:
     kinds = {kind.__name__: kind for kind in get_args(Objective) if kind is not Mixture}  # which has parts of one's own
     name = plain.get("kind") if isinstance(plain, Mapping) else None
     return {"kind": name, **to_plain(kinds[name]())} if name in kinds else plain
-
-
-def changed(name: str, value: Any, default: Any) -> Iterator[tuple[str, Any]]:
-    """
-    >>> list(changed("a", {"b": 1, "c": {"d": 2}}, {"b": 1, "c": {"d": 3}}))
-    [('a.c.d', 2)]
-    """
-    if isinstance(value, Mapping) and isinstance(default, Mapping) and default:
-        for key, inner in value.items():
-            yield from changed(f"{name}.{key}", inner, default.get(key))
-    elif value != default and value not in EMPTY:
-        yield name, ", ".join(f"{k}: {v}" for k, v in value.items()) if isinstance(value, Mapping) else value
 
 
 def all_scores(folder: Path, recipe: Mapping[str, Any]) -> Iterator[Scores]:

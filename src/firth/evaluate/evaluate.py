@@ -17,7 +17,7 @@ from firth.evaluate.ngram import NgramScorer
 from firth.evaluate.outcome import Outcome
 from firth.evaluate.report import write_report
 from firth.evaluate.vectors import analogy, word_similarity, word_vectors
-from firth.files import fresh_folder, read_json, refuse_unwritable, without_nan, write_results, write_text
+from firth.files import fresh_folder, is_free, read_json, refuse_unwritable, without_nan, write_results, write_text
 from firth.metrics import score
 from firth.models import load_model, read_config
 from firth.models.ngram import is_ngram
@@ -258,10 +258,6 @@ def free_folder(folder: Path, result: Mapping[str, Any], lines: str) -> Path:
     if place != folder:
         say(f"{folder} has other results, and stays: these are in {place}. --overwrite replaces the others.")
     return place
-
-
-def is_free(place: Path) -> bool:
-    return not place.exists() or (place.is_dir() and not any(place.iterdir()))
 
 
 def same_results(place: Path, result: Mapping[str, Any], lines: str) -> bool:

@@ -15,6 +15,7 @@ from firth.text.squad import span_qa
 from firth.text.words import find_word
 
 ENTITIES = "entities of ReCoRD"  # a column that no file of a person has: where they stand, which are right
+NO_CHOICE = -1  # the target where no choice is right
 
 
 class TaskColumns(NamedTuple):
@@ -39,12 +40,23 @@ def regress(row: Row) -> Example:
     return row.example(tuple(texts), row.score(row.first("score", "label")))
 
 
-def choice(row: Row) -> Example:
+def choice(row: Row) -> Example | None:
+    """Of ReCoRD the right answer may be none of the entities.
+
+    Then nothing can be learned from it; in what is scored on every choice is wrong, though the official scores compare
+    words and may find some that are right.
+    """
     choices = the_choices(row)
-    gold = row.index("gold")
-    if gold is not None and not 0 <= gold < len(choices):
-        raise row.error("gold", f"is {gold}, but the {len(choices)} choices are counted from 0 to {len(choices) - 1}")
     entities = row.record.get(ENTITIES, {"spans": (), "right": ()})
+    none_right = entities["right"] and "gold" not in row.record
+    if none_right and row.part != "dev":
+        row.leave_out("query", "without a right answer among the entities")
+        return None
+    if none_right:
+        row.notes.add("query", "without a right answer among the entities, where every choice is wrong", row.place)
+    gold = NO_CHOICE if none_right else row.index("gold")
+    if not none_right and gold is not None and not 0 <= gold < len(choices):
+        raise row.error("gold", f"is {gold}, but the {len(choices)} choices are counted from 0 to {len(choices) - 1}")
     return row.example(
         (row.text("context"), *choices), gold, spans=tuple(entities["spans"]), references=tuple(entities["right"])
     )

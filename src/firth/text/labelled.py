@@ -21,7 +21,7 @@ from firth.text.records import READERS as TABLES
 from firth.text.records import NoColumn, Records, extension, is_number, json_records, rename
 from firth.text.row import Notes, Row
 from firth.text.squad import squad_records
-from firth.text.superglue import choose, superglue_records, superglue_task
+from firth.text.superglue import superglue_records, superglue_task
 
 COLUMN_FILES = (".txt", ".conll", ".bio", ".iob")
 MORE_FILES = {"tag": COLUMN_FILES, "lm": (".txt",)}  # that a task takes beside tables
@@ -50,7 +50,7 @@ def read_labelled(
         return pydocs.examples(task, part)
     notes = Notes(str(path)) if notes is None else notes
     named, records = open_file(Path(path), task, dict(columns or {}), known_encoding(encoding), answers, notes)
-    make = choose if task == "choice" else TASKS[task].example
+    make = TASKS[task].example
     item = " item " if extension(Path(path)) == ".json" else ""  # such a file is not counted in lines
     rows = (
         Row(record, named, f"{path}:{item}{number}", number, answers, notes, part)

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from firth.errors import UserError
-from firth.text.examples import ENTITIES, TASKS
+from firth.text.examples import ENTITIES
 from firth.text.glue import first_file
-from firth.text.kinds import Example
 from firth.text.records import extension, json_records
-from firth.text.row import Row
 from firth.text.squad import nearest_place
 from firth.text.suite import SuiteTask, folder_of, simple
 
 Record = dict[str, Any]
 PLACEHOLDER = "@placeholder"
-NO_CHOICE = -1  # the target where no choice is right
 ASKED = {"cause": "What was the cause of this?", "effect": "What happened as a result?"}
 MARKUP = re.compile(r"<b>Sent \d+: </b>|<br>")
 
@@ -80,7 +77,7 @@ def record_(record: Record) -> Iterator[Record]:
     """ReCoRD, a choice over the entities of the passage: each choice is the query with one in its gap.
 
     The spans of an example are the entity in each choice; its references are all entities that are right, and its
-    target is the first choice that has one (see `choose` for when there is none).
+    target is the first choice that has one (see `choice` for when there is none).
     """
     passage, marked = record["passage"]["text"], record["passage"]["entities"]
     # The end of an entity is its last character. Of those that are spelled alike one is enough.
@@ -96,22 +93,6 @@ def record_(record: Record) -> Iterator[Record]:
             ENTITIES: {"spans": [(len(before), len(before) + len(entity)) for entity in entities], "right": right},
             **answer(record, "gold", gold),
         }
-
-
-def choose(row: Row) -> Example | None:
-    """A choice of any file. Of ReCoRD it may be one whose right answer is none of the entities.
-
-    Then nothing can be learned from it; in what is scored on every choice is wrong, though the official scores compare
-    words and may find some that are right.
-    """
-    if "gold" in row.record or not row.record.get(ENTITIES, {"right": ()})["right"]:
-        return TASKS["choice"].example(row)
-    if row.part != "dev":
-        row.leave_out("query", "without a right answer among the entities")
-        return None
-    row.notes.add("query", "without a right answer among the entities, where every choice is wrong", row.place)
-    example = TASKS["choice"].example(replace(row, answers=False))
-    return None if example is None else example._replace(target=NO_CHOICE)
 
 
 def wic(record: Record) -> Iterator[Record]:

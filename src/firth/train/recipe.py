@@ -436,11 +436,12 @@ def override(recipe: R, changes: Mapping[str, Any]) -> R:
 
 def differences(old: Any, new: Any) -> list[str]:
     """What is not the same in two recipes, as `key: old -> new`."""
-    a, b = _flat(to_plain(old)), _flat(to_plain(new))
+    a, b = flat(to_plain(old)), flat(to_plain(new))
     return [f"{k}: {a.get(k)} -> {b.get(k)}" for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
 
 
-def _flat(plain: Any, prefix: str = "") -> dict[str, Any]:
+def flat(plain: Any, prefix: str = "") -> dict[str, Any]:
+    """What is in mappings in mappings, by `outer.inner`."""
     if not isinstance(plain, dict):
         return {prefix.rstrip("."): plain}
-    return {k: v for key, value in plain.items() for k, v in _flat(value, f"{prefix}{key}.").items()}
+    return {k: v for key, value in plain.items() for k, v in flat(value, f"{prefix}{key}.").items()}
