@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from firth.models import attention, fused
-from firth.models.attention import Attention, Sight, attend, see
+from firth.models.attention import Attention, Near, Sight, attend, see
+from firth.models.fused import seen_by
 from firth.models.mask_decoder import at_places
 from firth.models.presets import bert, t5
 from firth.models.two_stream import see_earlier
@@ -76,17 +77,34 @@ def test_few_numbers_say_what_a_mask_says(name: str) -> None:
 
 
 def test_few_numbers_where_they_suffice() -> None:
-    """Not for windows, nor where documents and ranks do not fit together into 32 bits."""
+    """Not for windows of ranks, nor where documents and ranks do not fit together into 32 bits."""
     long = torch.zeros(1, attention.MANY_PLACES + 1, dtype=torch.long)
     assert attention.make_reach(False, long, None) is None
-    near = torch.ones(1, 4, 4, dtype=torch.bool)
-    assert see(False, torch.zeros(1, 4, dtype=torch.long), near=near).reach is None
+    near, zeros = Near(torch.arange(4), 1), torch.zeros(1, 4, dtype=torch.long)
+    assert see(False, zeros, zeros, near=near).reach is None
+    assert see(False, zeros, near=near).reach is not None
     most = torch.full((1, attention.MANY_PLACES), attention.MANY_PLACES - 1)
     reach = attention.make_reach(False, most, most)
     assert reach is not None
     assert reach.low.min() > 0
     assert (reach.size == attention.MANY_PLACES).all()
     assert (reach.key - reach.low == attention.MANY_PLACES - 1).all()
+
+
+def test_tiles_that_nobody_sees_are_left_out() -> None:
+    """Between which places something is seen, by documents of 100, 92 and 108 places and by a window in them."""
+    doc = torch.tensor([[0] * 100 + [1] * 92 + [2] * 108])
+    seen = seen_by(None, see(False, doc).reach, 1).seen
+    assert seen is not None
+    assert seen[:, 0].tolist() == [[0, 0, 64, 192, 192], [128, 192, 192, 300, 300]]
+    causal = seen_by(None, see(True, doc).reach, 1)
+    assert causal.seen is not None
+    assert causal.seeing is not None
+    assert causal.seen[1, 0].tolist() == [64, 128, 192, 256, 300]
+    assert causal.seeing[:, 0].tolist() == [[0, 64, 128, 192, 256], [128, 192, 192, 300, 300]]
+    narrow = seen_by(None, see(False, None, near=Near(torch.arange(300), 20)).reach, 2).seen
+    assert narrow is not None
+    assert narrow[:, 1].tolist() == [[0, 0, 64, 128, 192], [128, 192, 256, 300, 300]]
 
 
 def test_which_kernel() -> None:

@@ -131,17 +131,30 @@ def in_single_operations(case: Case, given: list[Tensor], mask: Tensor | None, s
     return (scores.masked_fill(~sees, -1e30).softmax(-1) * sees * stays) @ v
 
 
-SIGHTS = ("documents", "causal documents", "ranks", "documents and ranks", "asked", "asked without documents", "across")
+SIGHTS = (
+    "documents",
+    "causal documents",
+    "ranks",
+    "documents and ranks",
+    "asked",
+    "asked without documents",
+    "across",
+    "a window",
+    "a window of documents",
+    "a causal window",
+    "a causal window of documents",
+)
 
 
 @pytest.mark.parametrize("name", SIGHTS)
 def test_few_numbers_say_the_same_as_a_mask(name: str) -> None:
-    T, K, d = 150, 20, 32
+    T, K, d = 300, 20, 32
     torch.manual_seed(3)
     doc = torch.zeros(B, T, dtype=torch.long)
-    doc[0, 61:], doc[0, 140:], doc[1, 1:], doc[1, 64:] = 1, -1, 1, 2
+    doc[0, 61:], doc[0, 140:], doc[0, 270:], doc[1, 1:], doc[1, 64:], doc[1, 192:] = 1, 2, -1, 1, 2, 3
     rank, asked = torch.randint(0, 6, (B, T)), torch.randint(0, T, (B, K))
     doc, rank, asked = (x.to(DEVICE) for x in (doc, rank, asked))
+    near = attention.Near(torch.arange(T, device=DEVICE), 20)
     sights = {
         "documents": lambda: see(False, doc),
         "causal documents": lambda: see(True, doc),
@@ -150,6 +163,10 @@ def test_few_numbers_say_the_same_as_a_mask(name: str) -> None:
         "asked": lambda: see_earlier(doc, rank, asked),
         "asked without documents": lambda: see_earlier(None, rank, asked),
         "across": lambda: see(False, doc[:, :K].contiguous(), read_doc=doc),
+        "a window": lambda: see(False, None, near=near),
+        "a window of documents": lambda: see(False, doc, near=near),
+        "a causal window": lambda: see(True, None, near=near),
+        "a causal window of documents": lambda: see(True, doc, near=near),
     }
     sight = sights[name]()
     assert sight.mask is not None

@@ -71,6 +71,22 @@ def test_only_the_distance_counts_between_turned_vectors() -> None:
     assert_close(near(q) @ near(k).mT, far(q) @ far(k).mT, atol=1e-4, rtol=1e-4)
 
 
+def test_a_program_computes_its_cosines_once() -> None:
+    """Layers share the table: were it no operation of its own, each of them would compute it again."""
+    x, turns, calls = torch.randn(2, 2, 6, 8), frequencies(10000.0, 8, None, torch.device("cpu")), []
+
+    def layers(x: Tensor) -> Tensor:
+        turn = Turn(torch.arange(6)[None], turns)
+        return turn(turn(x))
+
+    def compiler(graph: torch.fx.GraphModule, _: list[Tensor]) -> object:
+        calls.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    assert_close(torch.compile(layers, backend=compiler)(x), layers(x))
+    assert [name for name in calls if "cos" in name] == ["firth.cos_and_sin.default"]
+
+
 @pytest.mark.parametrize("length", [512, 8192])
 def test_stretched_turns_are_those_of_transformers(length: int) -> None:
     rope = pytest.importorskip("transformers.modeling_rope_utils")

@@ -48,24 +48,32 @@ class Keys(NamedTuple):
     v: Tensor
 
 
+class Near(NamedTuple):
+    """A window: each place sees those of its row that are at most so far away."""
+
+    place: Tensor  # (T,)
+    upto: int
+
+
 def see(
     causal: bool,
     doc: Tensor | None,
     rank: Tensor | None = None,
     read_doc: Tensor | None = None,
     score: Tensor | None = None,
-    near: Tensor | None = None,
+    near: Near | None = None,
 ) -> Sight:
     """Sight from the fields of a batch: the same document, and `rank[j] <= rank[i]`.
 
     Without `rank` a causal stack reads in order of place. `read_doc` are the documents of another sequence
-    (cross-attention); without documents everything is one. `near` (1, T, S) narrows what is seen.
+    (cross-attention); without documents everything is one. `near` narrows what is seen.
     """
     mask = None
     if doc is not None:
         mask = doc[:, :, None] == (doc if read_doc is None else read_doc)[:, None, :]
     if near is not None:
-        mask = near if mask is None else mask & near
+        close = (near.place[:, None] - near.place[None, :]).abs() <= near.upto
+        mask = close[None] if mask is None else mask & close
     if rank is not None:
         earlier = rank[:, None, :] <= rank[:, :, None]
         mask = earlier if mask is None else mask & earlier
@@ -79,27 +87,36 @@ def see(
         mask = mask[:, None]
         if score is not None:
             score = score.masked_fill(~mask, float("-inf"))
-    reach = None if near is not None else make_reach(causal, doc, rank, read_doc)
+    reach = make_reach(causal, doc, rank, read_doc, near=near)
     return Sight(causal and rank is None and mask is None, mask, score, bias, reach=reach)
 
 
 def make_reach(
-    causal: bool, doc_BT: Tensor | None, rank_BT: Tensor | None, read_doc_BS: Tensor | None = None, strict: bool = False
+    causal: bool,
+    doc_BT: Tensor | None,
+    rank_BT: Tensor | None,
+    read_doc_BS: Tensor | None = None,
+    strict: bool = False,
+    near: Near | None = None,
 ) -> Reach | None:
-    """The same sight in few numbers: a document's places stand together, those of one rank too.
+    """The same sight in few numbers: a document's places stand together, those of one rank too, and those of a window.
 
     `strict` lets nobody see its own rank.
     """
     like = rank_BT if doc_BT is None else doc_BT
-    if like is None or like.shape[1] > MANY_PLACES:
+    like = near.place[None] if like is None and near is not None else like
+    if like is None or like.shape[1] > MANY_PLACES or (near is not None and rank_BT is not None):
         return None
     base_BT = torch.zeros_like(like, dtype=torch.int32) if doc_BT is None else doc_BT.int() * APART
     if read_doc_BS is not None:
         return Reach(read_doc_BS.int() * APART, base_BT, torch.ones_like(base_BT))
-    if rank_BT is None and not causal:
+    if rank_BT is None and near is None and not causal:
         return Reach(base_BT, base_BT, torch.ones_like(base_BT))
     place_T = torch.arange(like.shape[1], dtype=torch.int32, device=like.device)
     order_BT = place_T.expand_as(like) if rank_BT is None else rank_BT.int()
+    if near is not None:
+        size = 1 + near.upto * (1 if causal else 2)
+        return Reach(base_BT + order_BT, base_BT + order_BT - near.upto, torch.full_like(base_BT, size))
     return Reach(base_BT + order_BT, base_BT, order_BT if strict else order_BT + 1)
 
 
@@ -109,10 +126,11 @@ def kernel(
     """Which way to compute attention: the fastest that was measured (docs/results.md).
 
     Our own kernel, where the device can run it: if each row has numbers of its own for each distance and nothing else
-    on its scores (`by_distance`), or (`own`) in a compiled step if there is dropout or a bias that all rows share.
-    Other steps would wait longer for it to be compiled than it saves them.
+    on its scores (`by_distance`), or (`own`) in a compiled step if there is dropout, a bias that all rows share, or a
+    sight in few numbers, by which it leaves out what is not seen. Other steps would wait longer for it to be compiled
+    than it saves them.
 
-    SDPA takes a fused kernel for all, causal and masked sight; a mask of packed documents costs it next to nothing.
+    SDPA takes a fused kernel for all, causal and masked sight, and computes what a mask forbids too.
     Single operations win on a CPU with dropout, for which SDPA has no fused kernel there, and in a compiled GPU step
     where each row has scores of its own, whose gradient SDPA hands back slowly; and only they know the weights that
     someone wants to see.
@@ -121,7 +139,7 @@ def kernel(
         return "plain"
     if by_distance and sight.score is None:
         return "fused"
-    if own and compiled and (dropout or sight.bias is not None):
+    if own and compiled and (dropout or sight.bias is not None or sight.reach is not None):
         return "fused"
     if device == "cpu":
         return "plain" if dropout and not compiled else "sdpa"

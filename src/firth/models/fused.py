@@ -34,9 +34,19 @@ ROUND = 8  # numbers for distances come in multiples of this, which suits matrix
 class Reach(NamedTuple):
     """Who sees whom: each that is read has a number, and each that asks sees so many of these, from a lowest one on."""
 
-    key: Tensor  # (B, S), all of 32 bits
-    low: Tensor  # (B, T)
+    key: Tensor  # (B or 1, S), all of 32 bits
+    low: Tensor  # (B or 1, T)
     size: Tensor
+
+
+class Who(NamedTuple):
+    """What the kernels take of this: a mask, or a reach with the tiles that are worth a look."""
+
+    mask: Tensor | None = None
+    keys: Tensor | None = None  # (B, S)
+    reach: Tensor | None = None  # (2, B, T): the lowest key that is seen, and how many from there on
+    seen: Tensor | None = None  # (2, B, T / BLOCK): between which places each tile of those who ask sees anything
+    seeing: Tensor | None = None  # (2, B, S / BLOCK): between which places some see anything of each tile that is read
 
 
 def can_fuse(q_BHTd: Tensor) -> bool:
@@ -84,7 +94,7 @@ def attend_at_once(
     drop = to_drop(q_BHTd.shape[:3].numel(), k_BHSd.shape[2], dropout, q_BHTd.device)
     k_BHSd, v_BHSd = k_BHSd.to(dtype), v_BHSd.to(dtype)
     bias = None if bias is None else bias.contiguous()
-    who = seen_by(mask, reach)
+    who = seen_by(mask, reach, len(q_BHTd))
     numbers = (0, 0, causal, dropout, scale)
     return forward(q_BHTd, k_BHSd, v_BHSd, None, None, who[0], None, *drop, bias, *who[1:], *numbers)[0]
 
@@ -101,15 +111,39 @@ def attend_packed(
 ) -> Tensor:
     """The same, of queries, keys and values in one tensor, whose gradient is made in one piece: (B, T, I / 3)."""
     B, T, _ = x_BTI.shape
-    who, drop = seen_by(mask, reach), to_drop(B * heads * T, T, dropout, x_BTI.device)
+    who, drop = seen_by(mask, reach, B), to_drop(B * heads * T, T, dropout, x_BTI.device)
     bias = None if bias is None else bias.contiguous()
     numbers = (heads, 0, causal, dropout, scale)
     return forward(x_BTI, x_BTI, x_BTI, None, None, who[0], None, *drop, bias, *who[1:], *numbers)[0]
 
 
-def seen_by(mask: Tensor | None, reach: Reach | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """What the kernels take: a mask, or keys, and the lowest and how many from there on are seen."""
-    return (mask, None, None) if reach is None else (None, reach.key.contiguous(), torch.stack([reach.low, reach.size]))
+def seen_by(mask: Tensor | None, reach: Reach | None, B: int, tables: bool = False) -> Who:
+    """`tables` need all tiles, as each of them has a gradient there."""
+    if reach is None:
+        return Who(mask)
+    key_BS, low_BT, size_BT = (x.expand(B, -1).contiguous() for x in reach)
+    numbers = torch.stack([low_BT, size_BT])
+    if tables:
+        return Who(None, key_BS, numbers)
+    least_BN, most_BN = edges(low_BT, low_BT + size_BT - 1)
+    first_BM, last_BM = edges(key_BS, key_BS)
+    meet_BNM = (first_BM[:, None] <= most_BN[:, :, None]) & (least_BN[:, :, None] <= last_BM[:, None])
+    return Who(None, key_BS, numbers, between(meet_BNM, key_BS.shape[1]), between(meet_BNM.mT, low_BT.shape[1]))
+
+
+def edges(low_BT: Tensor, high_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the most of each block of places; the last one is filled up with its last place."""
+    more = -low_BT.shape[1] % BLOCK
+    low_BT, high_BT = (torch.cat([x, x[:, -1:].expand(-1, more)], 1) for x in (low_BT, high_BT))
+    return low_BT.unflatten(1, (-1, BLOCK)).amin(2), high_BT.unflatten(1, (-1, BLOCK)).amax(2)
+
+
+def between(meet_BNM: Tensor, length: int) -> Tensor:
+    """(2, B, N): where the first block begins that each meets, and where the last one ends; nowhere without any."""
+    at_M = torch.arange(meet_BNM.shape[2], dtype=torch.int32, device=meet_BNM.device) * BLOCK
+    first_BN = torch.where(meet_BNM, at_M, length).amin(2)
+    last_BN = torch.where(meet_BNM, at_M + BLOCK, 0).amax(2)
+    return torch.stack([first_BN, last_BN.clamp(max=length)]).int()
 
 
 def to_drop(asking: int, S: int, dropout: float, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -142,7 +176,7 @@ def attend_by_distance(
         ask, read = (None if x is None else x[0] @ x[1].mT for x in (scores.ask, scores.read))
     ask, read = (None if x is None else x.to(dtype).contiguous() for x in (ask, read))
     k_BHSd, v_BHSd = k_BHSd.to(dtype), v_BHSd.to(dtype)
-    who = seen_by(mask, reach)
+    who = seen_by(mask, reach, len(q_BHTd), tables=True)
     numbers = (0, scores.zero, False, dropout, scale)
     return forward(q_BHTd, k_BHSd, v_BHSd, ask, read, who[0], asked, *drop, None, *who[1:], *numbers)[0]
 
@@ -224,13 +258,13 @@ if triton is not None:
 
     @triton.jit
     def forward_kernel(
-        q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, y, lse, B, H, T, S, d, zero,
+        q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, seen, seeing, y, lse, B, H, T, S, d, zero,
         q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, y_b, y_h, y_t, mask_b, mask_t,
         scale: tl.constexpr, post: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr,
         W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
         PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
-        EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
-        PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
+        SPANS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
+        BS: tl.constexpr, PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     ):  # fmt: skip
         head = (tl.program_id(0) // tl.cdiv(T, BT)).to(tl.int64)
         b, h = head // H, head % H
@@ -248,8 +282,11 @@ if triton is not None:
         row = tl.load(drop_t + head * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if LIMIT else 0
         low = tl.load(reach + b * T + t, mask=t < T, other=0)[:, None] if REACH else 0
         size = tl.load(reach + (B + b) * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if REACH else 0
+        blocks = tl.cdiv(T, BT)
+        first = seen + b * blocks + t0 // BT
         for part in tl.static_range(PARTS):
-            for s0 in range(part * t0, (t0 if part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S, BS):
+            end = (t0 if part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S
+            for s0 in range(tl.load(first) if SPANS else part * t0, tl.load(first + B * blocks) if SPANS else end, BS):
                 s = s0 + tl.arange(0, BS)
                 s2 = s[None, :]
                 inside = tl.full([BT, BS], True, tl.int1) if EVEN else (t2 < T) & (s2 < S)
@@ -279,15 +316,15 @@ if triton is not None:
 
     @triton.jit
     def asking_kernel(
-        q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, y, lse, dy, delta, dq, dask, dbias,
-        B, H, T, S, d, zero,
+        q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, seen, seeing, y, lse, dy, delta, dq, dask,
+        dbias, B, H, T, S, d, zero,
         q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, y_b, y_h, y_t, mask_b, mask_t, dy_b, dy_h, dy_t, dq_b, dq_h, dq_t,
         scale: tl.constexpr, post: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr, factor: tl.constexpr,
         DBIAS: tl.constexpr,
         W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
         PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
-        EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
-        PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
+        SPANS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
+        BS: tl.constexpr, PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     ):  # fmt: skip
         """Gradients of the queries, of what they have for each distance, and of the bias.
 
@@ -310,8 +347,11 @@ if triton is not None:
         row = tl.load(drop_t + head * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if LIMIT else 0
         low = tl.load(reach + b * T + t, mask=t < T, other=0)[:, None] if REACH else 0
         size = tl.load(reach + (B + b) * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if REACH else 0
+        blocks = tl.cdiv(T, BT)
+        first = seen + b * blocks + t0 // BT
         for part in tl.static_range(PARTS):
-            for s0 in range(part * t0, (t0 if part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S, BS):
+            end = (t0 if part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S
+            for s0 in range(tl.load(first) if SPANS else part * t0, tl.load(first + B * blocks) if SPANS else end, BS):
                 s = s0 + tl.arange(0, BS)
                 s2 = s[None, :]
                 inside = tl.full([BT, BS], True, tl.int1) if EVEN else (t2 < T) & (s2 < S)
@@ -351,15 +391,15 @@ if triton is not None:
 
     @triton.jit
     def reading_kernel(
-        q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, lse, dy, delta, dk, dv, dread,
+        q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, seen, seeing, lse, dy, delta, dk, dv, dread,
         B, H, T, S, d, zero,
         q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_t, dy_b, dy_h, dy_t, dk_b, dk_h, dk_t,
         dv_b, dv_h, dv_t,
         scale: tl.constexpr, post: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr, factor: tl.constexpr,
         W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
         PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
-        EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr,
-        PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
+        SPANS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
+        BS: tl.constexpr, PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     ):  # fmt: skip
         """Gradients of the keys, the values, and what the keys have for each distance."""
         head = (tl.program_id(0) // tl.cdiv(S, BS)).to(tl.int64)
@@ -375,8 +415,11 @@ if triton is not None:
         column = tl.load(drop_s + s, mask=s < S, other=0).to(tl.uint32)[:, None] if LIMIT else 0
         k_Sd, v_Sd = rows(k, s, d, S, k_t, D, FULL), rows(v, s, d, S, v_t, D, FULL)
         dk_Sd, dv_Sd = tl.zeros([BS, D], tl.float32), tl.zeros([BS, D], tl.float32)
+        blocks = tl.cdiv(S, BS)
+        first = seeing + b * blocks + s0 // BS
         for part in tl.static_range(PARTS):
-            for t0 in range(s0 + part * BS if CAUSAL else 0, tl.minimum(s0 + BS, T) if part + 1 < PARTS else T, BT):
+            begin, end = s0 + part * BS if CAUSAL else 0, tl.minimum(s0 + BS, T) if part + 1 < PARTS else T
+            for t0 in range(tl.load(first) if SPANS else begin, tl.load(first + B * blocks) if SPANS else end, BT):
                 t = t0 + tl.arange(0, BT)
                 at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
                 t2, at2 = t[None, :], at[None, :]
@@ -426,7 +469,8 @@ if triton is not None:
     def make_call(
         q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
         place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None,
-        reach: Tensor | None, heads: int, zero: int, causal: bool, dropout: float, scale: float,
+        reach: Tensor | None, seen: Tensor | None, seeing: Tensor | None, heads: int, zero: int, causal: bool,
+        dropout: float, scale: float,
     ) -> Call:  # fmt: skip
         if heads:  # all in one tensor (B, T, 3 x H x d), given three times
             (B, T, width), H = q.shape, heads
@@ -453,8 +497,9 @@ if triton is not None:
             "PLACE": place is not None,
             "BIAS": bias is not None,
             "CAUSAL": causal,
-            "PARTS": 2 if causal else 1,  # tiles that are seen whole, and those on the edge
+            "PARTS": 2 if causal and seen is None else 1,  # tiles that are seen whole, and those on the edge
             "REACH": reach is not None,
+            "SPANS": seen is not None,
             "EVEN": even,
             "FULL": even and d == D,
             "D": D,
@@ -465,7 +510,9 @@ if triton is not None:
             "BS": BLOCK,
             "num_warps": 4,
         }
-        tables = tuple(q if x is None else x for x in (ask, read, bits, place, drop_t, drop_s, bias, keys, reach))
+        tables = tuple(
+            q if x is None else x for x in (ask, read, bits, place, drop_t, drop_s, bias, keys, reach, seen, seeing)
+        )
         return Call(tables, (B, H, T, S, d, zero), layout, strides, made_for)
 
     def is_even(T: int, S: int) -> bool:
@@ -485,7 +532,8 @@ if triton is not None:
     def forward(
         q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
         place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None,
-        reach: Tensor | None, heads: int, zero: int, causal: bool, dropout: float, scale: float,
+        reach: Tensor | None, seen: Tensor | None, seeing: Tensor | None, heads: int, zero: int, causal: bool,
+        dropout: float, scale: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """What attention finds, and the logarithms of the sums of exponentials (base 2).
 
@@ -493,7 +541,8 @@ if triton is not None:
         (B, T, H x d).
         """
         call = make_call(
-            q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, heads, zero, causal, dropout, scale
+            q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, seen, seeing, heads, zero,
+            causal, dropout, scale,
         )  # fmt: skip
         B, H, T, *_ = call.sizes
         (y, strides), lse = like_rows(q, heads), q.new_empty(B, H, T, dtype=torch.float32)
@@ -506,15 +555,16 @@ if triton is not None:
     def backward(
         dy: Tensor, q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
         place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None,
-        reach: Tensor | None, y: Tensor, lse: Tensor, heads: int, zero: int, causal: bool, dropout: float,
-        scale: float, learns: bool,
+        reach: Tensor | None, seen: Tensor | None, seeing: Tensor | None, y: Tensor, lse: Tensor, heads: int,
+        zero: int, causal: bool, dropout: float, scale: float, learns: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """The gradients of queries, keys, values, both tables, and the bias where that `learns`.
 
         Those of what is not there are empty; with `heads` the first one is of all three.
         """
         call = make_call(
-            q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, heads, zero, causal, dropout, scale
+            q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, seen, seeing, heads, zero,
+            causal, dropout, scale,
         )  # fmt: skip
         B, H, T, S, d, _ = call.sizes
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
@@ -549,7 +599,7 @@ if triton is not None:
         ask, read, bias, heads = tensors[3], tensors[4], tensors[9], ctx.numbers[0]
         learns = bias is not None and ctx.needs_input_grad[9]
         dq, dk, dv, dask, dread, dbias = backward(dy, *tensors, y, lse, *ctx.numbers, learns)
-        found = [dq, None if heads else dk, None if heads else dv, *[None] * 14]
+        found = [dq, None if heads else dk, None if heads else dv, *[None] * 16]
         found[3], found[4] = None if ask is None else dask, None if read is None else dread
         if bias is not None and learns:
             found[9] = dbias.to(bias.dtype)

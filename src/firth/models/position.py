@@ -35,12 +35,25 @@ class Turn:
 
     def __init__(self, position_BT: Tensor, turns: Tensor) -> None:
         angle = position_BT[:, None, :, None].float() * torch.cat([turns, turns])
-        self.cos, self.sin = angle.cos(), angle.sin()
+        as_table = torch.compiler.is_compiling()
+        found: tuple[Tensor, Tensor] = cos_and_sin(angle) if as_table else (angle.cos(), angle.sin())
+        self.cos, self.sin = found
 
     def __call__(self, x_BHTd: Tensor) -> Tensor:
         """Each number is turned together with the one half a head further."""
         a, b = x_BHTd.chunk(2, -1)
         return x_BHTd * self.cos.to(x_BHTd.dtype) + torch.cat([-b, a], -1) * self.sin.to(x_BHTd.dtype)
+
+
+@torch.library.custom_op("firth::cos_and_sin", mutates_args=())
+def cos_and_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
+    """A table: a compiler that sees into this computes it anew for every number that is turned."""
+    return angle.cos(), angle.sin()
+
+
+@cos_and_sin.register_fake
+def _(angle: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(angle), torch.empty_like(angle)
 
 
 def make_turn(config: ModelConfig, position: Tensor | None, like: Tensor, local: bool = False) -> Turn | None:

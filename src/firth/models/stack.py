@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from firth.models.attention import Sight, see
+from firth.models.attention import Near, Sight, see
 from firth.models.block import Block, make_norm
 from firth.models.config import Buckets, ModelConfig, TransformerXL
 from firth.models.convolution import Neighbours
@@ -97,8 +97,7 @@ class Stack(nn.Module):
         wide = wide._replace(turn=make_turn(self.config, position, x))
         if window is None:
             return wide, wide
-        place = torch.arange(T, device=x.device)
-        near = ((place[:, None] - place[None, :]).abs() <= window.size // 2)[None]
+        near = Near(torch.arange(T, device=x.device), window.size // 2)
         narrow = see(self.causal, doc, rank, score=score, near=near)
         return wide, narrow._replace(turn=make_turn(self.config, position, x, local=True), seen=seen, places=places)
 
