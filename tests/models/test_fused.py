@@ -112,6 +112,33 @@ def test_in_one_tensor(name: str) -> None:
         assert_close(a, b)
 
 
+@pytest.mark.parametrize("name", ["full tiles", "bias and mask, parts of tiles", "causal, parts of tiles"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_in_a_program(name: str, packed: bool) -> None:
+    """A compiler is told the shapes and strides of what it gets, and does not look into it."""
+    case = CASES[name]
+    T = case.S if packed else case.T
+    torch.manual_seed(8)
+    bias = torch.randn(1, H, T, case.S, device=DEVICE, requires_grad=True) if case.bias else None
+    mask = torch.rand(B, 1, T, case.S, device=DEVICE) < 0.6 if case.mask else None
+    x = torch.randn(B, case.S, 3 * H * case.d, device=DEVICE, requires_grad=True)
+
+    def attention(x: Tensor, bias: Tensor | None) -> Tensor:
+        x, rest = x * 2, (mask, None, bias, case.causal, case.dropout, 0.125)
+        if packed:
+            return attend_packed(x, H, *rest).sin()
+        q, k, v = (part.unflatten(-1, (H, case.d)).transpose(1, 2) for part in x.chunk(3, -1))
+        return attend_at_once(q[:, :, :T], k, v, *rest).sin()
+
+    found = []
+    for program in (attention, torch.compile(attention, backend="aot_eager" if INTERPRETED else "inductor")):
+        y = program(x, bias)
+        found.append([y, *torch.autograd.grad(y.square().sum(), [x] if bias is None else [x, bias])])
+    for a, b in zip(*found, strict=True):
+        assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert a.stride() == b.stride()
+
+
 def kept(numbers: tuple[Tensor | None, Tensor | None], T: int, S: int, dropout: float) -> Tensor:
     """(B, H, T, S): 0 for what is dropped, more than 1 for what stays."""
     row, column = numbers

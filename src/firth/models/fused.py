@@ -22,7 +22,6 @@ from firth.models.relative import Distances
 try:
     import triton
     import triton.language as tl
-    from torch.library import triton_op, wrap_triton
 except ImportError:  # a machine without a GPU needs none
     triton = None
 
@@ -528,7 +527,7 @@ if triton is not None:
         room = x.new_empty(B, T, H, d).transpose(1, 2)
         return room, room.stride()[:3]
 
-    @triton_op("firth::attend", mutates_args=())
+    @torch.library.custom_op("firth::attend", mutates_args=())
     def forward(
         q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
         place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None,
@@ -538,20 +537,30 @@ if triton is not None:
         """What attention finds, and the logarithms of the sums of exponentials (base 2).
 
         With `heads`, queries, keys and values are one tensor (B, T, 3 x H x d), given three times, and what is found is
-        (B, T, H x d).
+        (B, T, H x d). (No operation that torch's compiler looks into: it would trace the kernels for every layer, which
+        takes it longer than all the rest.)
         """
         call = make_call(
             q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, seen, seeing, heads, zero,
             causal, dropout, scale,
         )  # fmt: skip
         B, H, T, *_ = call.sizes
-        (y, strides), lse = like_rows(q, heads), q.new_empty(B, H, T, dtype=torch.float32)
-        wrap_triton(forward_kernel)[(triton.cdiv(T, BLOCK) * B * H,)](
+        y, lse, strides = room_to_find(q, heads)
+        forward_kernel[(triton.cdiv(T, BLOCK) * B * H,)](
             q, k, v, *call.tables, y, lse, *call.sizes, *call.strides, *strides, *call.mask_strides, **call.made_for,
         )  # fmt: skip
         return y, lse
 
-    @triton_op("firth::attend_backward", mutates_args=())
+    def room_to_find(q: Tensor, heads: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        (y, strides), B = like_rows(q, heads), len(q)
+        H, T = (heads, q.shape[1]) if heads else q.shape[1:3]
+        return y, q.new_empty(B, H, T, dtype=torch.float32), strides
+
+    @forward.register_fake
+    def _(q: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
+        return room_to_find(q, heads=tensors[13])[:2]
+
+    @torch.library.custom_op("firth::attend_backward", mutates_args=())
     def backward(
         dy: Tensor, q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
         place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None,
@@ -569,25 +578,50 @@ if triton is not None:
         B, H, T, S, d, _ = call.sizes
         dy = dy if dy.stride(-1) == 1 else dy.contiguous()
         y_strides, dy_strides = ((x.stride(0), d, x.stride(1)) if heads else x.stride()[:3] for x in (y, dy))
-        delta, (dq, dq_strides) = torch.empty_like(lse), like_rows(q, heads, parts=3)
-        dk, dk_strides = (dq, dq_strides) if heads else like_rows(k, 0)
+        room = room_to_learn(q, k, v, ask, read, place, bias, heads, learns)
+        dq, dk, dv, dask, dread, dbias = room.tensors
+        delta = torch.empty_like(lse)
+        asking_kernel[(triton.cdiv(T, BLOCK) * B * H,)](
+            q, k, v, *call.tables, y, lse, dy, delta, dq, dask, dbias, *call.sizes, *call.strides, *y_strides,
+            *call.mask_strides, *dy_strides, *room.strides[0], factor=scale / (1 - dropout),
+            DBIAS=dbias.numel() > 0, **call.made_for,
+        )  # fmt: skip
+        reading_kernel[(triton.cdiv(S, BLOCK) * B * H,)](
+            q, k, v, *call.tables, lse, dy, delta, dq if heads else dk, dv, dread, *call.sizes, *call.strides,
+            *call.mask_strides, *dy_strides, *room.strides[1], *room.strides[2], factor=scale / (1 - dropout),
+            **call.made_for,
+        )  # fmt: skip
+        return dq, dk, dv, dask, dread.to(q.dtype), dbias
+
+    class Room(NamedTuple):
+        """For the gradients of queries, keys, values, both tables and the bias; with the strides of the first three."""
+
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+        strides: tuple[tuple[int, ...], ...]
+
+    def room_to_learn(
+        q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, place: Tensor | None,
+        bias: Tensor | None, heads: int, learns: bool,
+    ) -> Room:  # fmt: skip
+        dq, dq_strides = like_rows(q, heads, parts=3)
+        dk, dk_strides = (q.new_empty(0), dq_strides) if heads else like_rows(k, 0)
         dv, dv_strides = (q.new_empty(0), dq_strides) if heads else like_rows(v, 0)
+        T, S = (q.shape[1], q.shape[1]) if heads else (q.shape[2], k.shape[2])
         room = torch.empty_like if place is None and is_even(T, S) else torch.zeros_like  # all written, or not
         exact = torch.float32 if place is not None else q.dtype  # of what is added up in place
         dask = q.new_empty(0) if ask is None else room(ask)
         dread = q.new_empty(0) if read is None else room(read, dtype=exact)
         dbias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and learns else q.new_empty(0)
-        wrap_triton(asking_kernel)[(triton.cdiv(T, BLOCK) * B * H,)](
-            q, k, v, *call.tables, y, lse, dy, delta, dq, dask, dbias, *call.sizes, *call.strides, *y_strides,
-            *call.mask_strides, *dy_strides, *dq_strides, factor=scale / (1 - dropout),
-            DBIAS=dbias.numel() > 0, **call.made_for,
-        )  # fmt: skip
-        wrap_triton(reading_kernel)[(triton.cdiv(S, BLOCK) * B * H,)](
-            q, k, v, *call.tables, lse, dy, delta, dk, dv, dread, *call.sizes, *call.strides,
-            *call.mask_strides, *dy_strides, *dk_strides, *dv_strides, factor=scale / (1 - dropout),
-            **call.made_for,
-        )  # fmt: skip
-        return dq, q.new_empty(0) if heads else dk, dv, dask, dread.to(q.dtype), dbias
+        return Room((dq, dk, dv, dask, dread, dbias), (dq_strides, dk_strides, dv_strides))
+
+    @backward.register_fake
+    def _(
+        dy: Tensor, q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
+        place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, *rest: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        room = room_to_learn(q, k, v, ask, read, place, bias, heads=rest[6], learns=rest[-1])
+        dq, dk, dv, dask, dread, dbias = room.tensors
+        return dq, dk, dv, dask, dread.to(q.dtype), dbias
 
     def keep(ctx: Any, inputs: Any, output: Any) -> None:
         *tensors, heads, zero, causal, dropout, scale = inputs
