@@ -61,6 +61,7 @@ OURS, THEIRS, PACKED = "firth", "transformers", "firth, packed"
 WITHOUT = {  # what can be switched off, as changes of our recipe
     "compile": {"compile": False},
     "graphs": {"cuda_graphs": False},
+    "fused_attention": {"fused_attention": False},
     "fused_loss": {"fused_loss": False},
     "padding": {"pad_vocabulary": False},
 }

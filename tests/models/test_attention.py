@@ -108,7 +108,8 @@ def test_tiles_that_nobody_sees_are_left_out() -> None:
 
 
 def test_which_kernel() -> None:
-    """Our own where it can: for dropout, and for a bias that learns. Otherwise SDPA, or single operations."""
+    """Our own where it can: for dropout, a bias that learns, packed rows. Otherwise SDPA, or single operations."""
+    packed = see(False, torch.zeros(1, 2, dtype=torch.long))
     biased = see(False, None, score=torch.zeros(1, 1, 2, 2))
     own_scores = see(False, None)._replace(score=torch.zeros(2, 1, 2, 2))
     choices: list[tuple[Any, str]] = [
@@ -117,6 +118,9 @@ def test_which_kernel() -> None:
         (("cuda", see(True, None), 0.0, True, False, True), "sdpa"),
         (("cuda", see(True, None), 0.1, True, False, False), "sdpa"),
         (("cuda", biased, 0.0, True, False, True), "fused"),
+        (("cuda", packed, 0.0, True, False, True), "fused"),
+        (("cuda", packed, 0.0, False, False, True), "sdpa"),
+        (("cuda", packed._replace(reach=None), 0.0, True, False, True), "sdpa"),
         (("cuda", biased, 0.0, True, False, False), "sdpa"),
         (("cuda", own_scores, 0.0, True, False, False), "plain"),
         (("cuda", own_scores, 0.0, False, False, False), "sdpa"),
@@ -160,6 +164,7 @@ def test_what_our_kernel_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not attention.can_do(q[:, :, :3], k, causal), "who asks begins later"
     assert not attention.can_do(q, k, attention.add_score(biased, bias.expand(2, -1, -1, -1))), "scores of each row"
     assert not attention.can_do(q, k, Sight(keep=lambda k, v: (k, v)))
+    assert not attention.can_do(q, k, Sight(own=False)), "a switch"
     learns = see(False, None, score=bias.clone().requires_grad_())
     with deterministic(True):
         assert not attention.can_do(q, k, learns)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from firth.errors import UserError
 from firth.models import Model, load_model, make_model, preset
+from firth.models.attention import Attention
 from firth.models.config import Classes, Score, Span
 from firth.objectives import Batch, Draw
 from firth.recipes import pretraining as recipe_for
@@ -376,11 +377,12 @@ def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
 
 
-def test_switches_reach_every_head(recipe_of: Recipes, shards_of: Make) -> None:
-    recipe = recipe_of(fused_loss=False, pad_vocabulary=True)
+def test_switches_reach_every_head_and_layer(recipe_of: Recipes, shards_of: Make) -> None:
+    recipe = recipe_of(fused_loss=False, pad_vocabulary=True, fused_attention=False)
     model = first_model(recipe, shards_of("bert").tokenizer)
     prepared(Run(recipe, CPU, model, lambda step: []))
     assert (model.head.fused, model.head.padded) == (False, True)
+    assert [m.own for m in model.modules() if isinstance(m, Attention)] == [False] * recipe.model.num_layers
 
 
 def test_a_vocabulary_that_is_not_padded_is_said(

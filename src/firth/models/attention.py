@@ -38,6 +38,7 @@ class Sight(NamedTuple):
     some_see_nobody: bool = False
     seen: list[Tensor] | None = None  # where the weights of attention are kept for someone who wants to see them
     reach: Reach | None = None  # what the mask says, where that can be said by a number for each place
+    own: bool = True  # whether our own kernel may compute it
     keep: Keep | None = None  # takes the keys and values (B, G, T, d) of new places, gives all that are read
 
 
@@ -186,7 +187,7 @@ def can_do(q_BHTd: Tensor, k_BGSd: Tensor, sight: Sight) -> bool:
 
     The bias learns by sums that have no order, so a run that is to be deterministic leaves it out.
     """
-    if sight.keep is not None or not can_fuse(q_BHTd):
+    if not sight.own or sight.keep is not None or not can_fuse(q_BHTd):
         return False
     square = not sight.causal or q_BHTd.shape[2] == k_BGSd.shape[2]
     alike = q_BHTd.shape[1] == k_BGSd.shape[1] and q_BHTd.dtype in (torch.bfloat16, torch.float16)
@@ -202,7 +203,7 @@ def attend_far(scores: Distances, k_BHSd: Tensor, v_BHSd: Tensor, sight: Sight, 
     """
     q_BHTd, S = scores.query, k_BHSd.shape[2]
     left_out = torch.are_deterministic_algorithms_enabled() and has_no_order(scores)
-    alone = scores.more is None and can_fuse(q_BHTd) and not left_out
+    alone = sight.own and scores.more is None and can_fuse(q_BHTd) and not left_out
     if kernel(q_BHTd.device.type, sight, dropout, torch.compiler.is_compiling(), alone) == "fused":
         mask = lower_triangle(q_BHTd.shape[2], S, q_BHTd.device) if sight.causal else sight.mask
         return attend_by_distance(scores, k_BHSd, v_BHSd, mask, sight.reach, dropout, scale)
@@ -241,6 +242,8 @@ def repeat_heads(x_BGSd: Tensor, q_BHTd: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Multi-head attention; who asks (`x`) and what is read (`read`) may be two sequences."""
 
+    own = True  # whether our own kernel may compute it
+
     def __init__(self, config: ModelConfig, cross: bool = False) -> None:
         super().__init__()
         self.num_heads, self.kv_heads, self.head_size = config.num_heads, config.kv_heads, config.head_size
@@ -261,7 +264,7 @@ class Attention(nn.Module):
         return config.num_heads * config.head_size, read, read
 
     def forward(self, x_BTD: Tensor, sight: Sight, read_BSD: Tensor | Keys | None = None) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
+        dropout, sight = self.dropout if self.training else 0.0, sight._replace(own=self.own)
         if read_BSD is None:
             together = self.rows(x_BTD)
             q, k, v = (self.split(part) for part in together.split(self.sizes, -1))

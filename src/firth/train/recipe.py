@@ -122,6 +122,11 @@ class Training:
     fused_loss: bool | None = option(
         None, "Never hold the scores of all answers at once; by itself on a CPU, and on a GPU where they are many."
     )
+    fused_attention: bool = option(
+        True,
+        "Attention by our own kernel where that is faster: in a compiled step on a GPU with dropout, packed rows, "
+        "windows or a bias, and for scores by distance. --no-fused-attention leaves it to torch.",
+    )
     pad_vocabulary: bool | None = option(
         None, "Compute scores for a multiple of 128 tokens, and cut off the rest again; by itself on a GPU."
     )

@@ -14,6 +14,7 @@ import torch
 from firth.console import warn
 from firth.errors import UserError
 from firth.models import Model, Stack
+from firth.models.attention import Attention
 from firth.models.fused import before_compiling
 from firth.models.heads import Vocabulary
 from firth.models.programs import compiled_parts
@@ -60,6 +61,8 @@ def prepared(run: Run) -> Losses:
     for module in run.model.modules():
         if isinstance(module, Stack):
             module.checkpointing = run.training.gradient_checkpointing
+        if isinstance(module, Attention):
+            module.own = run.training.fused_attention
         if isinstance(module, Vocabulary):
             module.fused, module.padded = run.training.fused_loss, run.training.pad_vocabulary
     if run.training.fp8:
