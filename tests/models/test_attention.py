@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from firth.models import attention, fused
+from firth.models import attention, tiles
 from firth.models.attention import Attention, Near, Sight, attend, see
 from firth.models.fused import seen_by
 from firth.models.mask_decoder import at_places
@@ -139,11 +139,11 @@ def test_which_heads_fit_into_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the memory for a program's tiles: 227 KB on an H100 or H200, 163 on an A100, 99 on an RTX 4090, 63 on a T4."""
 
     def fits(kilobytes: int, d: int, size: int) -> bool:
-        monkeypatch.setattr(fused, "shared_memory", lambda device: kilobytes * 1024)
+        monkeypatch.setattr(tiles, "shared_memory", lambda device: kilobytes * 1024)
         query = SimpleNamespace(shape=(1, 1, 1, d), device=torch.device("cuda", 0), element_size=lambda: size)
-        return fused.can_fuse(query)  # type: ignore[arg-type]
+        return tiles.can_fuse(query)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(fused, "triton", object())
+    monkeypatch.setattr(tiles, "triton", object())
     assert [fits(227, d, 2) for d in (8, 16, 64, 96, 128, 136)] == [False, True, True, True, True, False]
     assert [fits(227, d, 4) for d in (64, 80, 128)] == [True, False, False]
     assert [fits(163, d, 2) for d in (64, 128)] == [True, True]

@@ -17,7 +17,8 @@ from torch.testing import assert_close
 
 from firth.models import PRESETS, attention, make_model, with_extras
 from firth.models.attention import Sight, see
-from firth.models.fused import Reach, attend_at_once, attend_packed, to_drop, triton
+from firth.models.fused import Reach, attend_at_once, attend_packed, to_drop
+from firth.models.tiles import triton
 from firth.models.two_stream import see_earlier
 from firth.objectives.batch import Batch
 

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from firth.models.config import Disentangled, FanIn, ModelConfig, Shaw, TransformerXL
 from firth.models.dropout import drop
-from firth.models.fused import Reach, attend_at_once, attend_by_distance, attend_packed, can_fuse, has_no_order
+from firth.models.fused import Reach, attend_at_once, attend_by_distance, attend_packed, has_no_order
 from firth.models.lora import Adapted
 from firth.models.position import Turn
 from firth.models.relative import DisentangledScore, Distances, ShawScore, TransformerXLScore, split
+from firth.models.tiles import can_fuse
 
 Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

@@ -15,9 +15,9 @@ from firth.console import warn
 from firth.errors import UserError
 from firth.models import Model, Stack
 from firth.models.attention import Attention
-from firth.models.fused import before_compiling
 from firth.models.heads import Vocabulary
 from firth.models.programs import compiled_parts
+from firth.models.tiles import before_compiling
 from firth.objectives import Batch
 from firth.tokens.rows import mix
 from firth.train.capture import Captured

@@ -1,0 +1,485 @@
+"""Attention in one kernel on a GPU: forward, and backward for those who ask and for what is read.
+
+The score of `t` for `s` is `q[t] . k[s] + ask[t, s - t] + read[s, t - s]`, scaled, plus `bias[t, s]`. The tables `ask`
+and `read` (DeBERTa, Transformer-XL) are products of queries and keys with one vector per distance; each tile of scores
+takes its numbers from them, and none of the scores is ever written. The sum of exponentials of each row is kept, so
+that the backward pass can compute its tiles again.
+
+B rows, H heads, T places that ask, S places that are read, d numbers per head, W distances in a table.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from firth.models.tiles import BLOCK, padded
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def scores(
+    a, b, ask, read, mask, bias, t, s, low, size, key, inside, scale,
+    ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
+    REACH: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of scores, -inf where nothing is seen; scaled only where there is a bias.
+
+    `ask` to `bias` point at what belongs to it.
+    """
+    x = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    if ASK:
+        x += tl.load(ask) if EVEN else tl.load(ask, mask=inside, other=0.0)
+    if READ:
+        x += tl.load(read) if EVEN else tl.load(read, mask=inside, other=0.0)
+    if BIAS:
+        more = tl.load(bias) if EVEN else tl.load(bias, mask=inside, other=0.0)
+        x = x * scale + more.to(tl.float32) * LOG2_E
+    if MASK:
+        inside = inside & (tl.load(mask, mask=inside, other=0) != 0)
+    if CAUSAL:
+        inside = inside & (s <= t)
+    if REACH:
+        inside = inside & ((key - low).to(tl.uint32) < size)  # without a sign: less than low is very much
+    return x if EVEN and not (MASK or CAUSAL or REACH) else tl.where(inside, x, float("-inf"))
+
+
+@triton.jit
+def numbers_at(
+    table, b, h, B, H, mine, first, other, place, length, zero, W: tl.constexpr, PLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Where the numbers of a tile stand that its places `mine` have for the distances to `other`.
+
+    In bands, where `mine` are a block that begins at `first`; or in rows, with distance 0 from `place` at `zero`.
+    """
+    if PLACE:
+        return table + ((b * H + h) * length + mine) * W + (other - place + zero)
+    band = table + ((h * tl.cdiv(length, BLOCK) + first // BLOCK) * B + b) * BLOCK * W
+    return band + (mine - first) * (W - 1) + (other + BLOCK - 1)
+
+
+@triton.jit
+def rows(x, place, d, length, stride, D: tl.constexpr, FULL: tl.constexpr):
+    """Some vectors of one head, 0 beyond the last place and the last number."""
+    at = tl.arange(0, D)
+    of = x + place[:, None] * stride + at[None, :]
+    if FULL:
+        return tl.load(of)
+    return tl.load(of, mask=(place[:, None] < length) & (at[None, :] < d), other=0.0)
+
+
+@triton.jit
+def put_rows(x, values, place, d, length, stride, D: tl.constexpr):
+    at = tl.arange(0, D)
+    inside = (place[:, None] < length) & (at[None, :] < d)
+    tl.store(x + place[:, None] * stride + at[None, :], values.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, seen, seeing, y, lse, B, H, T, S, d, zero,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, y_b, y_h, y_t, mask_b, mask_t,
+    scale: tl.constexpr, post: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr,
+    W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
+    PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
+    SPANS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
+    BS: tl.constexpr, PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
+):  # fmt: skip
+    head = (tl.program_id(0) // tl.cdiv(T, BT)).to(tl.int64)
+    b, h = head // H, head % H
+    q, k, v = q + b * q_b + h * q_h, k + K_AT + b * k_b + h * k_h, v + V_AT + b * v_b + h * v_h
+    y = y + b * y_b + h * y_h
+    mask = mask + b * mask_b
+    t0 = tl.program_id(0) % tl.cdiv(T, BT) * BT
+    t = t0 + tl.arange(0, BT)
+    at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
+    q_Td = rows(q, t, d, T, q_t, D, FULL)
+    highest = tl.full([BT], float("-inf"), tl.float32)
+    total = tl.zeros([BT], tl.float32)
+    found = tl.zeros([BT, D], tl.float32)
+    t2, at2 = t[:, None], at[:, None]
+    row = tl.load(drop_t + head * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if LIMIT else 0
+    low = tl.load(reach + b * T + t, mask=t < T, other=0)[:, None] if REACH else 0
+    size = tl.load(reach + (B + b) * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if REACH else 0
+    blocks = tl.cdiv(T, BT)
+    first = seen + b * blocks + t0 // BT
+    for part in tl.static_range(PARTS):
+        end = (t0 if part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S
+        for s0 in range(tl.load(first) if SPANS else part * t0, tl.load(first + B * blocks) if SPANS else end, BS):
+            s = s0 + tl.arange(0, BS)
+            s2 = s[None, :]
+            inside = tl.full([BT, BS], True, tl.int1) if EVEN else (t2 < T) & (s2 < S)
+            key_of_s = tl.load(keys + b * S + s, mask=s < S, other=0)[None, :] if REACH else 0
+            column = tl.load(drop_s + s, mask=s < S, other=0).to(tl.uint32)[None, :] if LIMIT else 0
+            x = scores(
+                q_Td, rows(k, s, d, S, k_t, D, FULL),
+                numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
+                numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
+                mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, size, key_of_s, inside, scale,
+                ASK, READ, MASK, BIAS, CAUSAL and part + 1 == PARTS, REACH, EVEN, PRECISION,
+            )  # fmt: skip
+            higher = tl.maximum(highest, tl.max(x, 1) * post)
+            top = tl.where(higher == float("-inf"), 0.0, higher)
+            p = tl.exp2(x * post - top[:, None])
+            shrink = tl.exp2(highest - top)
+            total = total * shrink + tl.sum(p, 1)
+            if LIMIT:
+                p = p * tl.where(row * column >= LIMIT, 1.0, 0.0)
+            v_Sd = rows(v, s, d, S, v_t, D, FULL)
+            found = found * shrink[:, None] + tl.dot(p.to(v_Sd.dtype), v_Sd, input_precision=PRECISION)
+            highest = higher
+    seen = total > 0
+    found = found / (tl.where(seen, total, 1.0) * (1.0 - rate))[:, None]
+    put_rows(y, found, t, d, T, y_t, D)
+    tl.store(lse + head * T + t, tl.where(seen, highest + tl.log2(total), 0.0), mask=t < T)
+
+
+@triton.jit
+def asking_kernel(
+    q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, seen, seeing, y, lse, dy, delta, dq, dask,
+    dbias, B, H, T, S, d, zero,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, y_b, y_h, y_t, mask_b, mask_t, dy_b, dy_h, dy_t, dq_b, dq_h, dq_t,
+    scale: tl.constexpr, post: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr, factor: tl.constexpr,
+    DBIAS: tl.constexpr,
+    W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
+    PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
+    SPANS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
+    BS: tl.constexpr, PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the queries, of what they have for each distance, and of the bias.
+
+    `delta`, and what is added up, lack the factor 1 / (1 - rate) until the end.
+    """
+    head = (tl.program_id(0) // tl.cdiv(T, BT)).to(tl.int64)
+    b, h = head // H, head % H
+    q, k, v = q + b * q_b + h * q_h, k + K_AT + b * k_b + h * k_h, v + V_AT + b * v_b + h * v_h
+    y = y + b * y_b + h * y_h
+    dy, dq, mask = dy + b * dy_b + h * dy_h, dq + b * dq_b + h * dq_h, mask + b * mask_b
+    t0 = tl.program_id(0) % tl.cdiv(T, BT) * BT
+    t = t0 + tl.arange(0, BT)
+    at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
+    q_Td, dy_Td = rows(q, t, d, T, q_t, D, FULL), rows(dy, t, d, T, dy_t, D, FULL)
+    delta_T = tl.sum(rows(y, t, d, T, y_t, D, FULL).to(tl.float32) * dy_Td.to(tl.float32), 1) * (1.0 - rate)
+    tl.store(delta + head * T + t, delta_T, mask=t < T)
+    lse_T = tl.load(lse + head * T + t, mask=t < T, other=0.0)
+    dq_Td = tl.zeros([BT, D], tl.float32)
+    t2, at2 = t[:, None], at[:, None]
+    row = tl.load(drop_t + head * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if LIMIT else 0
+    low = tl.load(reach + b * T + t, mask=t < T, other=0)[:, None] if REACH else 0
+    size = tl.load(reach + (B + b) * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if REACH else 0
+    blocks = tl.cdiv(T, BT)
+    first = seen + b * blocks + t0 // BT
+    for part in tl.static_range(PARTS):
+        end = (t0 if part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S
+        for s0 in range(tl.load(first) if SPANS else part * t0, tl.load(first + B * blocks) if SPANS else end, BS):
+            s = s0 + tl.arange(0, BS)
+            s2 = s[None, :]
+            inside = tl.full([BT, BS], True, tl.int1) if EVEN else (t2 < T) & (s2 < S)
+            key_of_s = tl.load(keys + b * S + s, mask=s < S, other=0)[None, :] if REACH else 0
+            column = tl.load(drop_s + s, mask=s < S, other=0).to(tl.uint32)[None, :] if LIMIT else 0
+            k_Sd = rows(k, s, d, S, k_t, D, FULL)
+            x = scores(
+                q_Td, k_Sd,
+                numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
+                numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
+                mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, size, key_of_s, inside, scale,
+                ASK, READ, MASK, BIAS, CAUSAL and part + 1 == PARTS, REACH, EVEN, PRECISION,
+            )  # fmt: skip
+            p = tl.exp2(x * post - lse_T[:, None])
+            dp = tl.dot(dy_Td, tl.trans(rows(v, s, d, S, v_t, D, FULL)), input_precision=PRECISION)
+            if LIMIT:
+                dp = tl.where(row * column >= LIMIT, dp, 0.0)
+            dx = p * (dp - delta_T[:, None])
+            if DBIAS:
+                tl.atomic_add(dbias + (h * T + t2) * S + s2, dx / (1.0 - rate), mask=inside, sem="relaxed")
+            dq_Td += tl.dot(dx.to(k_Sd.dtype), k_Sd, input_precision=PRECISION)
+            if ASK:
+                to = numbers_at(dask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT)
+                tl.store(to, (dx * factor).to(dask.dtype.element_ty), mask=inside)
+    put_rows(dq, dq_Td * factor, t, d, T, dq_t, D)
+    if ASK and EVEN and not PLACE:
+        band = dask + ((h * tl.cdiv(T, BT) + t0 // BT) * B + b) * BT * W_ASK
+        put_edges(band, S, W_ASK, BT)
+
+
+@triton.jit
+def put_edges(band, S, W, BLOCK: tl.constexpr):
+    """0 for the distances of a band that lead from one of its places to none of the S."""
+    i, c = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    nothing = tl.zeros([BLOCK, BLOCK], band.dtype.element_ty)
+    tl.store(band + i * W + c, nothing, mask=c < BLOCK - 1 - i)
+    tl.store(band + i * W + S + c, nothing, mask=c >= BLOCK - 1 - i)
+
+
+@triton.jit
+def reading_kernel(
+    q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, seen, seeing, lse, dy, delta, dk, dv, dread,
+    B, H, T, S, d, zero,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_t, dy_b, dy_h, dy_t, dk_b, dk_h, dk_t,
+    dv_b, dv_h, dv_t,
+    scale: tl.constexpr, post: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr, factor: tl.constexpr,
+    W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
+    PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
+    SPANS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
+    BS: tl.constexpr, PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the keys, the values, and what the keys have for each distance."""
+    head = (tl.program_id(0) // tl.cdiv(S, BS)).to(tl.int64)
+    b, h = head // H, head % H
+    q, k, v = q + b * q_b + h * q_h, k + K_AT + b * k_b + h * k_h, v + V_AT + b * v_b + h * v_h
+    dy, mask = dy + b * dy_b + h * dy_h, mask + b * mask_b
+    dv = (dk if V_AT else dv) + V_AT + b * dv_b + h * dv_h
+    dk = dk + K_AT + b * dk_b + h * dk_h
+    s0 = tl.program_id(0) % tl.cdiv(S, BS) * BS
+    s = s0 + tl.arange(0, BS)
+    s2 = s[:, None]
+    key_of_s = tl.load(keys + b * S + s, mask=s < S, other=0)[:, None] if REACH else 0
+    column = tl.load(drop_s + s, mask=s < S, other=0).to(tl.uint32)[:, None] if LIMIT else 0
+    k_Sd, v_Sd = rows(k, s, d, S, k_t, D, FULL), rows(v, s, d, S, v_t, D, FULL)
+    dk_Sd, dv_Sd = tl.zeros([BS, D], tl.float32), tl.zeros([BS, D], tl.float32)
+    blocks = tl.cdiv(S, BS)
+    first = seeing + b * blocks + s0 // BS
+    for part in tl.static_range(PARTS):
+        begin, end = s0 + part * BS if CAUSAL else 0, tl.minimum(s0 + BS, T) if part + 1 < PARTS else T
+        for t0 in range(tl.load(first) if SPANS else begin, tl.load(first + B * blocks) if SPANS else end, BT):
+            t = t0 + tl.arange(0, BT)
+            at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
+            t2, at2 = t[None, :], at[None, :]
+            inside = tl.full([BS, BT], True, tl.int1) if EVEN else (s2 < S) & (t2 < T)
+            low = tl.load(reach + b * T + t, mask=t < T, other=0)[None, :] if REACH else 0
+            size = tl.load(reach + (B + b) * T + t, mask=t < T, other=0).to(tl.uint32)[None, :] if REACH else 0
+            row = tl.load(drop_t + head * T + t, mask=t < T, other=0).to(tl.uint32)[None, :] if LIMIT else 0
+            q_Td, dy_Td = rows(q, t, d, T, q_t, D, FULL), rows(dy, t, d, T, dy_t, D, FULL)
+            x = scores(
+                k_Sd, q_Td,
+                numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
+                numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
+                mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, size, key_of_s, inside, scale,
+                ASK, READ, MASK, BIAS, CAUSAL and part == 0, REACH, EVEN, PRECISION,
+            )  # fmt: skip
+            p = tl.exp2(x * post - tl.load(lse + head * T + t, mask=t < T, other=0.0)[None, :])
+            dp = tl.dot(v_Sd, tl.trans(dy_Td), input_precision=PRECISION)
+            dropped = p
+            if LIMIT:
+                stays = tl.where(row * column >= LIMIT, 1.0, 0.0)
+                dropped = p * stays
+                dp = dp * stays
+            dv_Sd += tl.dot(dropped.to(dy_Td.dtype), dy_Td, input_precision=PRECISION)
+            dx = p * (dp - tl.load(delta + head * T + t, mask=t < T, other=0.0)[None, :])
+            dk_Sd += tl.dot(dx.to(q_Td.dtype), q_Td, input_precision=PRECISION)
+            if READ:
+                to = numbers_at(dread, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS)
+                if PLACE:  # unused slots may all stand at one place
+                    tl.atomic_add(to, dx * factor, mask=inside)
+                else:
+                    tl.store(to, (dx * factor).to(dread.dtype.element_ty), mask=inside)
+    put_rows(dk, dk_Sd * factor, s, d, S, dk_t, D)
+    put_rows(dv, dv_Sd / (1.0 - rate), s, d, S, dv_t, D)
+    if READ and EVEN and not PLACE:
+        band = dread + ((h * tl.cdiv(S, BS) + s0 // BS) * B + b) * BS * W_READ
+        put_edges(band, T, W_READ, BS)
+
+
+class Call(NamedTuple):
+    """What the three kernels are called with, beside what each computes."""
+
+    tables: tuple[Tensor, ...]  # any tensor for what there is not
+    sizes: tuple[int, ...]  # B, H, T, S, d, zero
+    strides: tuple[int, ...]  # of queries, keys and values, each from row to row, head to head, place to place
+    mask_strides: tuple[int, int]
+    made_for: dict[str, Any]
+
+
+def make_call(
+    q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
+    place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None,
+    reach: Tensor | None, seen: Tensor | None, seeing: Tensor | None, heads: int, zero: int, causal: bool,
+    dropout: float, scale: float,
+) -> Call:  # fmt: skip
+    if heads:  # all in one tensor (B, T, 3 x H x d), given three times
+        (B, T, width), H = q.shape, heads
+        S, d = T, width // (3 * H)
+        layout: tuple[int, ...] = (q.stride(0), d, q.stride(1)) * 3
+    else:
+        (B, H, T, d), S = q.shape, k.shape[2]
+        layout = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    bits, strides = q, (0, 0)
+    if mask is not None:
+        bits = mask.to(torch.uint8, memory_format=torch.contiguous_format).expand(B, 1, T, S)
+        strides = (bits.stride(0), bits.stride(2))
+    D, even = padded(d), is_even(T, S)
+    made_for = {
+        "scale": scale * LOG2_E.value,
+        "post": 1.0 if bias is not None else scale * LOG2_E.value,
+        "rate": dropout,
+        "LIMIT": round(dropout * 2**32),
+        "W_ASK": 1 if ask is None else ask.shape[-1],
+        "W_READ": 1 if read is None else read.shape[-1],
+        "ASK": ask is not None,
+        "READ": read is not None,
+        "MASK": mask is not None,
+        "PLACE": place is not None,
+        "BIAS": bias is not None,
+        "CAUSAL": causal,
+        "PARTS": 2 if causal and seen is None else 1,  # tiles that are seen whole, and those on the edge
+        "REACH": reach is not None,
+        "SPANS": seen is not None,
+        "EVEN": even,
+        "FULL": even and d == D,
+        "D": D,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "K_AT": H * d if heads else 0,
+        "V_AT": 2 * H * d if heads else 0,
+        "BT": BLOCK,
+        "BS": BLOCK,
+        "num_warps": 4,
+    }
+    tables = tuple(
+        q if x is None else x for x in (ask, read, bits, place, drop_t, drop_s, bias, keys, reach, seen, seeing)
+    )
+    return Call(tables, (B, H, T, S, d, zero), layout, strides, made_for)
+
+
+def is_even(T: int, S: int) -> bool:
+    """Whether all tiles are full."""
+    return T % BLOCK == 0 and S % BLOCK == 0
+
+
+def like_rows(x: Tensor, heads: int, parts: int = 1) -> tuple[Tensor, tuple[int, ...]]:
+    """Room for as many numbers as queries are, or for more `parts`, heads of a place side by side; its strides."""
+    if heads:
+        (B, T, _), inner = x.shape, x.shape[2] // 3
+        return x.new_empty(B, T, parts * inner), (T * parts * inner, inner // heads, parts * inner)
+    B, H, T, d = x.shape
+    room = x.new_empty(B, T, H, d).transpose(1, 2)
+    return room, room.stride()[:3]
+
+
+@torch.library.custom_op("firth::attend", mutates_args=())
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
+    place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None,
+    reach: Tensor | None, seen: Tensor | None, seeing: Tensor | None, heads: int, zero: int, causal: bool,
+    dropout: float, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What attention finds, and the logarithms of the sums of exponentials (base 2).
+
+    With `heads`, queries, keys and values are one tensor (B, T, 3 x H x d), given three times, and what is found is
+    (B, T, H x d). (No operation that torch's compiler looks into: it would trace the kernels for every layer, which
+    takes it longer than all the rest.)
+    """
+    call = make_call(
+        q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, seen, seeing, heads, zero,
+        causal, dropout, scale,
+    )  # fmt: skip
+    B, H, T, *_ = call.sizes
+    y, lse, strides = room_to_find(q, heads)
+    forward_kernel[(triton.cdiv(T, BLOCK) * B * H,)](
+        q, k, v, *call.tables, y, lse, *call.sizes, *call.strides, *strides, *call.mask_strides, **call.made_for,
+    )  # fmt: skip
+    return y, lse
+
+
+def room_to_find(q: Tensor, heads: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    (y, strides), B = like_rows(q, heads), len(q)
+    H, T = (heads, q.shape[1]) if heads else q.shape[1:3]
+    return y, q.new_empty(B, H, T, dtype=torch.float32), strides
+
+
+@forward.register_fake
+def _(q: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
+    return room_to_find(q, heads=tensors[13])[:2]
+
+
+@torch.library.custom_op("firth::attend_backward", mutates_args=())
+def backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
+    place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None,
+    reach: Tensor | None, seen: Tensor | None, seeing: Tensor | None, y: Tensor, lse: Tensor, heads: int,
+    zero: int, causal: bool, dropout: float, scale: float, learns: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of queries, keys, values, both tables, and the bias where that `learns`.
+
+    Those of what is not there are empty; with `heads` the first one is of all three.
+    """
+    call = make_call(
+        q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, seen, seeing, heads, zero,
+        causal, dropout, scale,
+    )  # fmt: skip
+    B, H, T, S, d, _ = call.sizes
+    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+    y_strides, dy_strides = ((x.stride(0), d, x.stride(1)) if heads else x.stride()[:3] for x in (y, dy))
+    room = room_to_learn(q, k, v, ask, read, place, bias, heads, learns)
+    dq, dk, dv, dask, dread, dbias = room.tensors
+    delta = torch.empty_like(lse)
+    asking_kernel[(triton.cdiv(T, BLOCK) * B * H,)](
+        q, k, v, *call.tables, y, lse, dy, delta, dq, dask, dbias, *call.sizes, *call.strides, *y_strides,
+        *call.mask_strides, *dy_strides, *room.strides[0], factor=scale / (1 - dropout),
+        DBIAS=dbias.numel() > 0, **call.made_for,
+    )  # fmt: skip
+    reading_kernel[(triton.cdiv(S, BLOCK) * B * H,)](
+        q, k, v, *call.tables, lse, dy, delta, dq if heads else dk, dv, dread, *call.sizes, *call.strides,
+        *call.mask_strides, *dy_strides, *room.strides[1], *room.strides[2], factor=scale / (1 - dropout),
+        **call.made_for,
+    )  # fmt: skip
+    return dq, dk, dv, dask, dread.to(q.dtype), dbias
+
+
+class Room(NamedTuple):
+    """For the gradients of queries, keys, values, both tables and the bias; with the strides of the first three."""
+
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+    strides: tuple[tuple[int, ...], ...]
+
+
+def room_to_learn(
+    q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, place: Tensor | None,
+    bias: Tensor | None, heads: int, learns: bool,
+) -> Room:  # fmt: skip
+    dq, dq_strides = like_rows(q, heads, parts=3)
+    dk, dk_strides = (q.new_empty(0), dq_strides) if heads else like_rows(k, 0)
+    dv, dv_strides = (q.new_empty(0), dq_strides) if heads else like_rows(v, 0)
+    T, S = (q.shape[1], q.shape[1]) if heads else (q.shape[2], k.shape[2])
+    room = torch.empty_like if place is None and is_even(T, S) else torch.zeros_like  # all written, or not
+    exact = torch.float32 if place is not None else q.dtype  # of what is added up in place
+    dask = q.new_empty(0) if ask is None else room(ask)
+    dread = q.new_empty(0) if read is None else room(read, dtype=exact)
+    dbias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and learns else q.new_empty(0)
+    return Room((dq, dk, dv, dask, dread, dbias), (dq_strides, dk_strides, dv_strides))
+
+
+@backward.register_fake
+def _(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
+    place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    room = room_to_learn(q, k, v, ask, read, place, bias, heads=rest[6], learns=rest[-1])
+    dq, dk, dv, dask, dread, dbias = room.tensors
+    return dq, dk, dv, dask, dread.to(q.dtype), dbias
+
+
+def keep(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, heads, zero, causal, dropout, scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.numbers = heads, zero, causal, dropout, scale
+
+
+def differentiate(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    *tensors, y, lse = ctx.saved_tensors
+    ask, read, bias, heads = tensors[3], tensors[4], tensors[9], ctx.numbers[0]
+    learns = bias is not None and ctx.needs_input_grad[9]
+    dq, dk, dv, dask, dread, dbias = backward(dy, *tensors, y, lse, *ctx.numbers, learns)
+    found = [dq, None if heads else dk, None if heads else dv, *[None] * 16]
+    found[3], found[4] = None if ask is None else dask, None if read is None else dread
+    if bias is not None and learns:
+        found[9] = dbias.to(bias.dtype)
+    return tuple(found)
+
+
+forward.register_autograd(differentiate, setup_context=keep)
