@@ -108,7 +108,8 @@ def to_errors(scores_NP: Tensor, labels_N: Tensor, V: int) -> Tensor:
         return to_errors_plainly(scores_NP, labels_N, V)
     N, P = scores_NP.shape
     losses_N = scores_NP.new_empty(N, dtype=torch.float32)
-    errors_kernel[(N,)](scores_NP, labels_N, losses_N, V, P, scores_NP.stride(0), BLOCK=BLOCK, num_warps=4)
+    with torch.cuda.device_of(scores_NP):
+        errors_kernel[(N,)](scores_NP, labels_N, losses_N, V, P, scores_NP.stride(0), BLOCK=BLOCK, num_warps=4)
     return losses_N.sum()
 
 

@@ -380,9 +380,10 @@ def forward(
     )  # fmt: skip
     B, H, T, *_ = call.sizes
     y, lse, strides = room_to_find(q, heads)
-    forward_kernel[(triton.cdiv(T, BLOCK) * B * H,)](
-        q, k, v, *call.tables, y, lse, *call.sizes, *call.strides, *strides, *call.mask_strides, **call.made_for,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):
+        forward_kernel[(triton.cdiv(T, BLOCK) * B * H,)](
+            q, k, v, *call.tables, y, lse, *call.sizes, *call.strides, *strides, *call.mask_strides, **call.made_for,
+        )  # fmt: skip
     return y, lse
 
 
@@ -418,16 +419,17 @@ def backward(
     room = room_to_learn(q, k, v, ask, read, place, bias, heads, learns)
     dq, dk, dv, dask, dread, dbias = room.tensors
     delta = torch.empty_like(lse)
-    asking_kernel[(triton.cdiv(T, BLOCK) * B * H,)](
-        q, k, v, *call.tables, y, lse, dy, delta, dq, dask, dbias, *call.sizes, *call.strides, *y_strides,
-        *call.mask_strides, *dy_strides, *room.strides[0], factor=scale / (1 - dropout),
-        DBIAS=dbias.numel() > 0, **call.made_for,
-    )  # fmt: skip
-    reading_kernel[(triton.cdiv(S, BLOCK) * B * H,)](
-        q, k, v, *call.tables, lse, dy, delta, dq if heads else dk, dv, dread, *call.sizes, *call.strides,
-        *call.mask_strides, *dy_strides, *room.strides[1], *room.strides[2], factor=scale / (1 - dropout),
-        **call.made_for,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):
+        asking_kernel[(triton.cdiv(T, BLOCK) * B * H,)](
+            q, k, v, *call.tables, y, lse, dy, delta, dq, dask, dbias, *call.sizes, *call.strides, *y_strides,
+            *call.mask_strides, *dy_strides, *room.strides[0], factor=scale / (1 - dropout),
+            DBIAS=dbias.numel() > 0, **call.made_for,
+        )  # fmt: skip
+        reading_kernel[(triton.cdiv(S, BLOCK) * B * H,)](
+            q, k, v, *call.tables, lse, dy, delta, dq if heads else dk, dv, dread, *call.sizes, *call.strides,
+            *call.mask_strides, *dy_strides, *room.strides[1], *room.strides[2], factor=scale / (1 - dropout),
+            **call.made_for,
+        )  # fmt: skip
     return dq, dk, dv, dask, dread.to(q.dtype), dbias
 
 
