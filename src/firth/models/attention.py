@@ -184,17 +184,17 @@ def learned_bias(sight: Sight, dtype: torch.dtype) -> Tensor | None:
 
 
 def can_do(q_BHTd: Tensor, k_BGSd: Tensor, sight: Sight) -> bool:
-    """Whether our own kernel can compute it: in 16 bits, with as many heads of keys, and only a bias on the scores.
+    """Whether our own kernel can compute it: in 16 bits, and with only a bias on the scores.
 
     The bias learns by sums that have no order, so a run that is to be deterministic leaves it out.
     """
     if not sight.own or sight.keep is not None or not can_fuse(q_BHTd):
         return False
     square = not sight.causal or q_BHTd.shape[2] == k_BGSd.shape[2]
-    alike = q_BHTd.shape[1] == k_BGSd.shape[1] and q_BHTd.dtype in (torch.bfloat16, torch.float16)
+    short = q_BHTd.dtype in (torch.bfloat16, torch.float16)
     in_order = torch.are_deterministic_algorithms_enabled() and sight.bias is not None and sight.bias.requires_grad
     biased = sight.bias is not None and not in_order
-    return square and alike and (sight.score is None or biased)
+    return square and short and (sight.score is None or biased)
 
 
 def attend_far(scores: Distances, k_BHSd: Tensor, v_BHSd: Tensor, sight: Sight, dropout: float, scale: float) -> Tensor:
@@ -269,7 +269,8 @@ class Attention(nn.Module):
         if read_BSD is None:
             together = self.rows(x_BTD)
             q, k, v = (self.split(part) for part in together.split(self.sizes, -1))
-            if self.score is None and sight.turn is None and way_of(q, k, sight, dropout) == "fused":
+            plain_rows = self.score is None and sight.turn is None and self.kv_heads == self.num_heads
+            if plain_rows and way_of(q, k, sight, dropout) == "fused":
                 bias, rest = learned_bias(sight, q.dtype), (sight.causal, dropout, self.scale)
                 return self.out(attend_packed(together, self.num_heads, sight.mask, sight.reach, bias, *rest))
         else:

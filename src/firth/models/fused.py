@@ -45,8 +45,8 @@ class Who(NamedTuple):
 
 def attend_at_once(
     q_BHTd: Tensor,
-    k_BHSd: Tensor,
-    v_BHSd: Tensor,
+    k_BGSd: Tensor,
+    v_BGSd: Tensor,
     mask: Tensor | None,
     reach: Reach | None,
     bias: Tensor | None,
@@ -54,19 +54,19 @@ def attend_at_once(
     dropout: float,
     scale: float,
 ) -> Tensor:
-    """Softmax attention (B, H, T, d), and 0 for those who see nobody.
+    """Softmax attention (B, H, T, d), and 0 for those who see nobody. Several heads may share keys and values.
 
     `mask` is (B or 1, 1, T, S), true for seeing; `reach` says the same by few numbers, and is taken where it is given.
     `bias` (1, H, T, S) is added to the scores, and its gradient is added up as it comes. `causal` is for as many places
     that ask as are read.
     """
     dtype = q_BHTd.dtype
-    drop = to_drop(q_BHTd.shape[:3].numel(), k_BHSd.shape[2], dropout, q_BHTd.device)
-    k_BHSd, v_BHSd = k_BHSd.to(dtype), v_BHSd.to(dtype)
+    drop = to_drop(q_BHTd.shape[:3].numel(), k_BGSd.shape[2], dropout, q_BHTd.device)
+    k_BGSd, v_BGSd = k_BGSd.to(dtype), v_BGSd.to(dtype)
     bias = None if bias is None else bias.contiguous()
     who = seen_by(mask, reach, len(q_BHTd))
     numbers = (0, 0, causal, dropout, scale)
-    return forward(q_BHTd, k_BHSd, v_BHSd, None, None, who[0], None, *drop, bias, *who[1:], *numbers)[0]
+    return forward(q_BHTd, k_BGSd, v_BGSd, None, None, who[0], None, *drop, bias, *who[1:], *numbers)[0]
 
 
 def attend_packed(

@@ -89,11 +89,12 @@ def forward_kernel(
     W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
     PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
     SPANS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
-    BS: tl.constexpr, PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
+    BS: tl.constexpr, PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     head = (tl.program_id(0) // tl.cdiv(T, BT)).to(tl.int64)
     b, h = head // H, head % H
-    q, k, v = q + b * q_b + h * q_h, k + K_AT + b * k_b + h * k_h, v + V_AT + b * v_b + h * v_h
+    g = h // SHARE
+    q, k, v = q + b * q_b + h * q_h, k + K_AT + b * k_b + g * k_h, v + V_AT + b * v_b + g * v_h
     y = y + b * y_b + h * y_h
     mask = mask + b * mask_b
     t0 = tl.program_id(0) % tl.cdiv(T, BT) * BT
@@ -150,7 +151,7 @@ def asking_kernel(
     W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
     PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
     SPANS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
-    BS: tl.constexpr, PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
+    BS: tl.constexpr, PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the queries, of what they have for each distance, and of the bias.
 
@@ -158,7 +159,8 @@ def asking_kernel(
     """
     head = (tl.program_id(0) // tl.cdiv(T, BT)).to(tl.int64)
     b, h = head // H, head % H
-    q, k, v = q + b * q_b + h * q_h, k + K_AT + b * k_b + h * k_h, v + V_AT + b * v_b + h * v_h
+    g = h // SHARE
+    q, k, v = q + b * q_b + h * q_h, k + K_AT + b * k_b + g * k_h, v + V_AT + b * v_b + g * v_h
     y = y + b * y_b + h * y_h
     dy, dq, mask = dy + b * dy_b + h * dy_h, dq + b * dq_b + h * dq_h, mask + b * mask_b
     t0 = tl.program_id(0) % tl.cdiv(T, BT) * BT
@@ -227,15 +229,14 @@ def reading_kernel(
     W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
     PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
     SPANS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
-    BS: tl.constexpr, PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
+    BS: tl.constexpr, PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the keys, the values, and what the keys have for each distance."""
-    head = (tl.program_id(0) // tl.cdiv(S, BS)).to(tl.int64)
-    b, h = head // H, head % H
-    q, k, v = q + b * q_b + h * q_h, k + K_AT + b * k_b + h * k_h, v + V_AT + b * v_b + h * v_h
-    dy, mask = dy + b * dy_b + h * dy_h, mask + b * mask_b
-    dv = (dk if V_AT else dv) + V_AT + b * dv_b + h * dv_h
-    dk = dk + K_AT + b * dk_b + h * dk_h
+    """Gradients of the keys, the values, and what the keys have for each distance; of one head of keys."""
+    pair = (tl.program_id(0) // tl.cdiv(S, BS)).to(tl.int64)
+    b, g = pair // (H // SHARE), pair % (H // SHARE)
+    k, v, mask = k + K_AT + b * k_b + g * k_h, v + V_AT + b * v_b + g * v_h, mask + b * mask_b
+    dv = (dk if V_AT else dv) + V_AT + b * dv_b + g * dv_h
+    dk = dk + K_AT + b * dk_b + g * dk_h
     s0 = tl.program_id(0) % tl.cdiv(S, BS) * BS
     s = s0 + tl.arange(0, BS)
     s2 = s[:, None]
@@ -245,44 +246,47 @@ def reading_kernel(
     dk_Sd, dv_Sd = tl.zeros([BS, D], tl.float32), tl.zeros([BS, D], tl.float32)
     blocks = tl.cdiv(S, BS)
     first = seeing + b * blocks + s0 // BS
-    for part in tl.static_range(PARTS):
-        begin, end = s0 + part * BS if CAUSAL else 0, tl.minimum(s0 + BS, T) if part + 1 < PARTS else T
-        for t0 in range(tl.load(first) if SPANS else begin, tl.load(first + B * blocks) if SPANS else end, BT):
-            t = t0 + tl.arange(0, BT)
-            at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
-            t2, at2 = t[None, :], at[None, :]
-            inside = tl.full([BS, BT], True, tl.int1) if EVEN else (s2 < S) & (t2 < T)
-            low = tl.load(reach + b * T + t, mask=t < T, other=0)[None, :] if REACH else 0
-            size = tl.load(reach + (B + b) * T + t, mask=t < T, other=0).to(tl.uint32)[None, :] if REACH else 0
-            row = tl.load(drop_t + head * T + t, mask=t < T, other=0).to(tl.uint32)[None, :] if LIMIT else 0
-            q_Td, dy_Td = rows(q, t, d, T, q_t, D, FULL), rows(dy, t, d, T, dy_t, D, FULL)
-            x = scores(
-                k_Sd, q_Td,
-                numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
-                numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
-                mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, size, key_of_s, inside, scale,
-                ASK, READ, MASK, BIAS, CAUSAL and part == 0, REACH, EVEN, PRECISION,
-            )  # fmt: skip
-            p = tl.exp2(x * post - tl.load(lse + head * T + t, mask=t < T, other=0.0)[None, :])
-            dp = tl.dot(v_Sd, tl.trans(dy_Td), input_precision=PRECISION)
-            dropped = p
-            if LIMIT:
-                stays = tl.where(row * column >= LIMIT, 1.0, 0.0)
-                dropped = p * stays
-                dp = dp * stays
-            dv_Sd += tl.dot(dropped.to(dy_Td.dtype), dy_Td, input_precision=PRECISION)
-            dx = p * (dp - tl.load(delta + head * T + t, mask=t < T, other=0.0)[None, :])
-            dk_Sd += tl.dot(dx.to(q_Td.dtype), q_Td, input_precision=PRECISION)
-            if READ:
-                to = numbers_at(dread, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS)
-                if PLACE:  # unused slots may all stand at one place
-                    tl.atomic_add(to, dx * factor, mask=inside)
-                else:
-                    tl.store(to, (dx * factor).to(dread.dtype.element_ty), mask=inside)
+    for i in range(SHARE):  # of the queries' heads that share these keys
+        h = g * SHARE + i
+        head, q_at, dy_at = b * H + h, b * q_b + h * q_h, b * dy_b + h * dy_h
+        for part in tl.static_range(PARTS):
+            begin, end = s0 + part * BS if CAUSAL else 0, tl.minimum(s0 + BS, T) if part + 1 < PARTS else T
+            for t0 in range(tl.load(first) if SPANS else begin, tl.load(first + B * blocks) if SPANS else end, BT):
+                t = t0 + tl.arange(0, BT)
+                at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
+                t2, at2 = t[None, :], at[None, :]
+                inside = tl.full([BS, BT], True, tl.int1) if EVEN else (s2 < S) & (t2 < T)
+                low = tl.load(reach + b * T + t, mask=t < T, other=0)[None, :] if REACH else 0
+                size = tl.load(reach + (B + b) * T + t, mask=t < T, other=0).to(tl.uint32)[None, :] if REACH else 0
+                row = tl.load(drop_t + head * T + t, mask=t < T, other=0).to(tl.uint32)[None, :] if LIMIT else 0
+                q_Td, dy_Td = rows(q + q_at, t, d, T, q_t, D, FULL), rows(dy + dy_at, t, d, T, dy_t, D, FULL)
+                x = scores(
+                    k_Sd, q_Td,
+                    numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
+                    numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
+                    mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, size, key_of_s, inside, scale,
+                    ASK, READ, MASK, BIAS, CAUSAL and part == 0, REACH, EVEN, PRECISION,
+                )  # fmt: skip
+                p = tl.exp2(x * post - tl.load(lse + head * T + t, mask=t < T, other=0.0)[None, :])
+                dp = tl.dot(v_Sd, tl.trans(dy_Td), input_precision=PRECISION)
+                dropped = p
+                if LIMIT:
+                    stays = tl.where(row * column >= LIMIT, 1.0, 0.0)
+                    dropped = p * stays
+                    dp = dp * stays
+                dv_Sd += tl.dot(dropped.to(dy_Td.dtype), dy_Td, input_precision=PRECISION)
+                dx = p * (dp - tl.load(delta + head * T + t, mask=t < T, other=0.0)[None, :])
+                dk_Sd += tl.dot(dx.to(q_Td.dtype), q_Td, input_precision=PRECISION)
+                if READ:
+                    to = numbers_at(dread, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS)
+                    if PLACE:  # unused slots may all stand at one place
+                        tl.atomic_add(to, dx * factor, mask=inside)
+                    else:
+                        tl.store(to, (dx * factor).to(dread.dtype.element_ty), mask=inside)
     put_rows(dk, dk_Sd * factor, s, d, S, dk_t, D)
     put_rows(dv, dv_Sd / (1.0 - rate), s, d, S, dv_t, D)
     if READ and EVEN and not PLACE:
-        band = dread + ((h * tl.cdiv(S, BS) + s0 // BS) * B + b) * BS * W_READ
+        band = dread + ((g * tl.cdiv(S, BS) + s0 // BS) * B + b) * BS * W_READ
         put_edges(band, T, W_READ, BS)
 
 
@@ -336,6 +340,7 @@ def make_call(
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "K_AT": H * d if heads else 0,
         "V_AT": 2 * H * d if heads else 0,
+        "SHARE": 1 if heads else H // k.shape[1],  # heads that read the same keys
         "BT": BLOCK,
         "BS": BLOCK,
         "num_warps": 4,
@@ -425,7 +430,7 @@ def backward(
             *call.mask_strides, *dy_strides, *room.strides[0], factor=scale / (1 - dropout),
             DBIAS=dbias.numel() > 0, **call.made_for,
         )  # fmt: skip
-        reading_kernel[(triton.cdiv(S, BLOCK) * B * H,)](
+        reading_kernel[(triton.cdiv(S, BLOCK) * B * (H // call.made_for["SHARE"]),)](
             q, k, v, *call.tables, lse, dy, delta, dq if heads else dk, dv, dread, *call.sizes, *call.strides,
             *call.mask_strides, *dy_strides, *room.strides[1], *room.strides[2], factor=scale / (1 - dropout),
             **call.made_for,
