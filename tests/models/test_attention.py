@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from firth.models import attention, tiles
+from firth.models import attention, fused, tiles
 from firth.models.attention import Attention, Near, Sight, attend, see
 from firth.models.fused import seen_by
 from firth.models.mask_decoder import at_places
@@ -60,6 +60,11 @@ SIGHTS = {
     "earlier": lambda doc, rank, asked: see_earlier(doc, rank, asked),
     "earlier without documents": lambda doc, rank, asked: see_earlier(None, rank, asked),
     "at places": lambda doc, rank, asked: at_places(see(False, doc, rank), asked),
+    "a window": lambda doc, rank, asked: see(False, None, near=Near(torch.arange(30), 4)),
+    "a causal window": lambda doc, rank, asked: see(True, None, near=Near(torch.arange(30), 4)),
+    "a window in documents": lambda doc, rank, asked: see(False, doc, near=Near(torch.arange(30), 4)),
+    "a causal window in documents": lambda doc, rank, asked: see(True, doc, near=Near(torch.arange(30), 4)),
+    "a window wider than the row": lambda doc, rank, asked: see(False, doc, near=Near(torch.arange(30), 99)),
 }
 
 
@@ -70,8 +75,8 @@ def test_few_numbers_say_what_a_mask_says(name: str) -> None:
     sight = SIGHTS[name](doc, rank, asked)
     assert sight.reach is not None
     assert sight.mask is not None
-    key, low, size = sight.reach
-    assert {x.dtype for x in sight.reach} == {torch.int32}
+    key, low, size = sight.reach[:3]
+    assert {key.dtype, low.dtype, size.dtype} == {torch.int32}
     above = key[:, None] - low[:, :, None]
     assert torch.equal((above >= 0) & (above < size[:, :, None]), sight.mask[:, 0])
 
@@ -89,6 +94,27 @@ def test_few_numbers_where_they_suffice() -> None:
     assert reach.low.min() > 0
     assert (reach.size == attention.MANY_PLACES).all()
     assert (reach.key - reach.low == attention.MANY_PLACES - 1).all()
+
+
+@pytest.mark.parametrize("name", SIGHTS)
+def test_all_that_is_seen_is_in_the_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tiles of 4 places, the last one cut: each goes at least through what it sees."""
+    monkeypatch.setattr(fused, "BLOCK", 4)
+    doc = torch.randint(-1, 9, (2, 30)).sort(1).values
+    sight = SIGHTS[name](doc, torch.randint(0, 30, (2, 30)), torch.randint(0, 30, (2, 7)))
+    assert sight.mask is not None
+    T, S = sight.mask.shape[2:]
+    who = seen_by(None, sight.reach, 2)
+    for mask_BTS, found in ((sight.mask[:, 0], who.seen), (sight.mask[:, 0].mT, who.seeing)):
+        assert found is not None
+        for b, mask_TS in enumerate(mask_BTS.expand(2, -1, -1)):
+            for n, tile in enumerate(mask_TS.split(4)):
+                sees = tile.any(0).nonzero()
+                first, end = found[:, b, n].tolist()
+                assert not len(sees) or (first <= sees.min() and sees.max() < end)
+    if name in ("documents", "a window"):
+        assert who.seen is not None
+        assert (who.seen[1] - who.seen[0]).sum() < 2 * T * S / 4, "less than all"
 
 
 def test_tiles_that_nobody_sees_are_left_out() -> None:

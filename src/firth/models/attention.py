@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from firth.models.config import Disentangled, FanIn, ModelConfig, Shaw, TransformerXL
 from firth.models.dropout import drop
-from firth.models.fused import Reach, attend_at_once, attend_by_distance, attend_packed, has_no_order
+from firth.models.fused import Reach, attend_at_once, attend_by_distance, attend_packed, has_no_order, in_tiles
 from firth.models.lora import Adapted
 from firth.models.position import Turn
 from firth.models.relative import DisentangledScore, Distances, ShawScore, TransformerXLScore, split
@@ -90,6 +90,8 @@ def see(
         if score is not None:
             score = score.masked_fill(~mask, float("-inf"))
     reach = make_reach(causal, doc, rank, read_doc, near=near)
+    if reach is not None and reach.key.is_cuda:
+        reach = in_tiles(reach)  # once for all layers
     return Sight(causal and rank is None and mask is None, mask, score, bias, reach=reach)
 
 

@@ -31,16 +31,18 @@ class Reach(NamedTuple):
     key: Tensor  # (B or 1, S), all of 32 bits
     low: Tensor  # (B or 1, T)
     size: Tensor
+    seen: Tensor | None = None  # (2, B or 1, T / BLOCK): between which places each tile that asks sees anything
+    seeing: Tensor | None = None  # (2, B or 1, S / BLOCK): between which places some see anything of each tile read
 
 
 class Who(NamedTuple):
-    """What the kernels take of this: a mask, or a reach with the tiles that are worth a look."""
+    """What the kernels take of this, for B rows: a mask, or a reach with the tiles that are worth a look."""
 
     mask: Tensor | None = None
     keys: Tensor | None = None  # (B, S)
     reach: Tensor | None = None  # (2, B, T): the lowest key that is seen, and how many from there on
-    seen: Tensor | None = None  # (2, B, T / BLOCK): between which places each tile of those who ask sees anything
-    seeing: Tensor | None = None  # (2, B, S / BLOCK): between which places some see anything of each tile that is read
+    seen: Tensor | None = None
+    seeing: Tensor | None = None
 
 
 def attend_at_once(
@@ -91,14 +93,26 @@ def seen_by(mask: Tensor | None, reach: Reach | None, B: int, tables: bool = Fal
     """`tables` need all tiles, as each of them has a gradient there."""
     if reach is None:
         return Who(mask)
-    key_BS, low_BT, size_BT = (x.expand(B, -1).contiguous() for x in reach)
-    numbers = torch.stack([low_BT, size_BT])
+    keys_BS = reach.key.expand(B, -1).contiguous()
+    numbers = torch.stack([reach.low, reach.size]).expand(-1, B, -1).contiguous()
     if tables:
-        return Who(None, key_BS, numbers)
-    least_BN, most_BN = edges(low_BT, low_BT + size_BT - 1)
-    first_BM, last_BM = edges(key_BS, key_BS)
+        return Who(None, keys_BS, numbers)
+    reach = in_tiles(reach)
+    assert reach.seen is not None
+    assert reach.seeing is not None
+    seen, seeing = (x.expand(-1, B, -1).contiguous() for x in (reach.seen, reach.seeing))
+    return Who(None, keys_BS, numbers, seen, seeing)
+
+
+def in_tiles(reach: Reach) -> Reach:
+    """The same, and what it means for tiles: those whose keys and what others see of them are apart do not meet."""
+    if reach.seen is not None:
+        return reach
+    least_BN, most_BN = edges(reach.low, reach.low + reach.size - 1)
+    first_BM, last_BM = edges(reach.key, reach.key)
     meet_BNM = (first_BM[:, None] <= most_BN[:, :, None]) & (least_BN[:, :, None] <= last_BM[:, None])
-    return Who(None, key_BS, numbers, between(meet_BNM, key_BS.shape[1]), between(meet_BNM.mT, low_BT.shape[1]))
+    seen, seeing = between(meet_BNM, reach.key.shape[1]), between(meet_BNM.mT, reach.low.shape[1])
+    return reach._replace(seen=seen, seeing=seeing)
 
 
 def edges(low_BT: Tensor, high_BT: Tensor) -> tuple[Tensor, Tensor]:
