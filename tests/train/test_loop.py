@@ -18,6 +18,7 @@ import torch
 
 from firth.errors import UserError
 from firth.models import Model, load_model, make_model, with_extras
+from firth.models.attention import Attention
 from firth.models.config import Boundary, Pair
 from firth.models.presets import bert
 from firth.objectives import Batch, Draw
@@ -494,6 +495,9 @@ def test_a_student_learns_from_a_checkpoint_and_resumes(
     assert weights(tmp_path / "stopped") == weights(tmp_path / "straight")
     pretrain(recipe_of(output_dir=str(tmp_path / "alone"), dropout=0.2))
     assert lines(tmp_path / "alone") != lines(tmp_path / "straight")
+    taught = pretraining.load_teacher(recipe_of(fused_attention=False, **fields), CPU)
+    assert taught is not None
+    assert [m.own for m in taught.modules() if isinstance(m, Attention)] == [False, False]
 
 
 def test_a_student_that_cannot_learn_from_this_teacher_is_told(recipe_of: Recipes, tmp_path: Path) -> None:

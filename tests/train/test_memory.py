@@ -16,7 +16,7 @@ from torch import Tensor
 
 from firth.errors import UserError
 from firth.models import Model, load_model
-from firth.models.config import TransformerXL
+from firth.models.config import TransformerXL, Window
 from firth.models.presets import gpt2, xlnet
 from firth.objectives import NAMED
 from firth.recipes import complete, pretraining
@@ -232,6 +232,9 @@ def test_what_cannot_go_together_is_said(changes: dict[str, Any], says: str, str
 def test_memory_is_for_places_that_are_distances(streaming: Recipes, recipe_of: Recipes) -> None:
     with pytest.raises(UserError, match="TransformerXL"):
         recipe_of("gpt2", order="stream", memory=4).check()
+    with pytest.raises(UserError, match="window"):
+        narrow = gpt2(2, 32, 2, 100, position=TransformerXL(), window=Window(4, 2))
+        pretraining(narrow, order="stream", memory=4).check()
     with pytest.raises(UserError, match="one stack"):
         recipe_of("t5", order="stream").check()
     recipe_of("gpt2", order="stream").check()

@@ -115,12 +115,13 @@ def make_reach(
     if read_doc_BS is not None:
         return Reach(read_doc_BS.int() * APART, base_BT, torch.ones_like(base_BT))
     if rank_BT is None and near is None and not causal:
-        return Reach(base_BT, base_BT, torch.ones_like(base_BT))
+        return Reach(base_BT, base_BT.clone(), torch.ones_like(base_BT))  # programs want to know that inputs are apart
     place_T = torch.arange(like.shape[1], dtype=torch.int32, device=like.device)
     order_BT = place_T.expand_as(like) if rank_BT is None else rank_BT.int()
     if near is not None:
-        size = 1 + near.upto * (1 if causal else 2)
-        return Reach(base_BT + order_BT, base_BT + order_BT - near.upto, torch.full_like(base_BT, size))
+        upto = min(near.upto, like.shape[1])  # more would be keys of other documents
+        size_BT = torch.full_like(base_BT, 1 + upto * (1 if causal else 2))
+        return Reach(base_BT + order_BT, base_BT + order_BT - upto, size_BT)
     return Reach(base_BT + order_BT, base_BT, order_BT if strict else order_BT + 1)
 
 

@@ -313,6 +313,8 @@ def make_call(
     else:
         (B, H, T, d), S = q.shape, k.shape[2]
         layout = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    if keys is not None and reach is not None:
+        assert (keys.shape, reach.shape) == ((B, S), (2, B, T)), "who sees whom is said of another sequence"
     bits, strides = q, (0, 0)
     if mask is not None:
         bits = mask.to(torch.uint8, memory_format=torch.contiguous_format).expand(B, 1, T, S)

@@ -97,6 +97,7 @@ class Stack(nn.Module):
         wide = wide._replace(turn=make_turn(self.config, position, x))
         if window is None:
             return wide, wide
+        assert self.memory is None, "a window does not know how far back its memory is"
         near = Near(torch.arange(T, device=x.device), window.size // 2)
         narrow = see(self.causal, doc, rank, score=score, near=near)
         return wide, narrow._replace(turn=make_turn(self.config, position, x, local=True), seen=seen, places=places)

@@ -62,6 +62,7 @@ from firth.train.step import (
     prepared,
     reading_on,
     sum_of_means,
+    switch,
     train_step,
 )
 from firth.train.unfreeze import Pace
@@ -247,7 +248,9 @@ def load_teacher(recipe: Recipe, machine: Machine) -> Model | None:
         return None
     if not isinstance(recipe.objective, MLM) or recipe.objective.extras:
         raise UserError("Distillation is with mlm or whole-word: teacher and model answer the same blanks.")
-    return load_model(recipe.teacher).to(machine.device).requires_grad_(False)
+    teacher = load_model(recipe.teacher).to(machine.device).requires_grad_(False)
+    switch(teacher, recipe)
+    return teacher
 
 
 def learn_from(teacher: Model | None, model: Model, recipe: Recipe) -> Losses | None:

@@ -300,6 +300,8 @@ class Recipe(Training):
             raise UserError(f"memory is for the position TransformerXL (xlnet), not {type(model.position).__name__}.")
         if self.memory and (isinstance(self.objective, BiLM) or model.extra("decoder") or self.teacher):
             raise UserError("memory goes with neither a biLM nor a MaskDecoder nor a teacher.")
+        if self.memory and model.window is not None:
+            raise UserError("memory is read by all layers, and those with a window see none of it: leave one out.")
         if self.order == "stream" and (self.objective.layout != "packed" or model.shape == "encoder-decoder"):
             raise UserError(f"order=stream is for one stack that reads one text; {name} with {model.family} is not.")
         if self.order == "stream" and self.sources:

@@ -58,13 +58,10 @@ class Run:
 
 def prepared(run: Run) -> Losses:
     """What a step computes the losses with: compiled, and with blocks that are computed twice, where that is asked."""
+    switch(run.model, run.training)
     for module in run.model.modules():
         if isinstance(module, Stack):
             module.checkpointing = run.training.gradient_checkpointing
-        if isinstance(module, Attention):
-            module.own = run.training.fused_attention
-        if isinstance(module, Vocabulary):
-            module.fused, module.padded = run.training.fused_loss, run.training.pad_vocabulary
     if run.training.fp8:
         use_eight_bits(run.model, run.machine.device)
 
@@ -83,6 +80,15 @@ def prepared(run: Run) -> Losses:
     losses = program(run.losses or run.model.losses)
     captures = run.machine.graphs and (run.machine.parts or not run.machine.compile)
     return Captured(run.model, losses, run.machine) if captures else losses
+
+
+def switch(model: Model, training: Training) -> None:
+    """Let a model compute by the kernels that a recipe asks for."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.own = training.fused_attention
+        if isinstance(module, Vocabulary):
+            module.fused, module.padded = training.fused_loss, training.pad_vocabulary
 
 
 def train_step(
