@@ -87,6 +87,7 @@ ON_CPU: dict[str, Workload] = {
 ON_GPU: dict[str, Workload] = {
     "bert-base-128": Workload(preset("bert-base"), MLM(), rows=256, length=128, wanted=1.55),
     "bert-base-512": Workload(preset("bert-base"), MLM(), rows=64, length=512, wanted=1.7),
+    "modernbert-base": Workload(preset("modernbert-base"), MLM(), rows=256, length=128),
     "gpt2": Workload(preset("gpt2"), CLM(), rows=32, length=1024, wanted=1.47),
     "gpt2-no-dropout": Workload(
         replace(preset("gpt2"), dropout=0.0, attention_dropout=0.0), CLM(), rows=32, length=1024, wanted=1.47
