@@ -82,6 +82,15 @@ def put_rows(x, values, place, d, length, stride, D: tl.constexpr):
 
 
 @triton.jit
+def between(spans, b, B, first, length, begin, end, SPANS: tl.constexpr, BLOCK: tl.constexpr):
+    """Which places the tile that begins at `first` has to go through: `begin` to `end`, or less where spans say so."""
+    if SPANS:
+        at = spans + b * tl.cdiv(length, BLOCK) + first // BLOCK
+        begin, end = tl.load(at), tl.load(at + B * tl.cdiv(length, BLOCK))
+    return begin, end
+
+
+@triton.jit
 def forward_kernel(
     q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, seen, seeing, y, lse, B, H, T, S, d, zero,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, y_b, y_h, y_t, mask_b, mask_t,
@@ -108,11 +117,10 @@ def forward_kernel(
     row = tl.load(drop_t + head * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if LIMIT else 0
     low = tl.load(reach + b * T + t, mask=t < T, other=0)[:, None] if REACH else 0
     size = tl.load(reach + (B + b) * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if REACH else 0
-    blocks = tl.cdiv(T, BT)
-    first = seen + b * blocks + t0 // BT
     for part in tl.static_range(PARTS):
         end = (t0 if part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S
-        for s0 in range(tl.load(first) if SPANS else part * t0, tl.load(first + B * blocks) if SPANS else end, BS):
+        begin, end = between(seen, b, B, t0, T, part * t0, end, SPANS, BT)
+        for s0 in range(begin, end, BS):
             s = s0 + tl.arange(0, BS)
             s2 = s[None, :]
             inside = tl.full([BT, BS], True, tl.int1) if EVEN else (t2 < T) & (s2 < S)
@@ -135,10 +143,10 @@ def forward_kernel(
             v_Sd = rows(v, s, d, S, v_t, D, FULL)
             found = found * shrink[:, None] + tl.dot(p.to(v_Sd.dtype), v_Sd, input_precision=PRECISION)
             highest = higher
-    seen = total > 0
-    found = found / (tl.where(seen, total, 1.0) * (1.0 - rate))[:, None]
+    some = total > 0
+    found = found / (tl.where(some, total, 1.0) * (1.0 - rate))[:, None]
     put_rows(y, found, t, d, T, y_t, D)
-    tl.store(lse + head * T + t, tl.where(seen, highest + tl.log2(total), 0.0), mask=t < T)
+    tl.store(lse + head * T + t, tl.where(some, highest + tl.log2(total), 0.0), mask=t < T)
 
 
 @triton.jit
@@ -175,11 +183,10 @@ def asking_kernel(
     row = tl.load(drop_t + head * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if LIMIT else 0
     low = tl.load(reach + b * T + t, mask=t < T, other=0)[:, None] if REACH else 0
     size = tl.load(reach + (B + b) * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if REACH else 0
-    blocks = tl.cdiv(T, BT)
-    first = seen + b * blocks + t0 // BT
     for part in tl.static_range(PARTS):
         end = (t0 if part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S
-        for s0 in range(tl.load(first) if SPANS else part * t0, tl.load(first + B * blocks) if SPANS else end, BS):
+        begin, end = between(seen, b, B, t0, T, part * t0, end, SPANS, BT)
+        for s0 in range(begin, end, BS):
             s = s0 + tl.arange(0, BS)
             s2 = s[None, :]
             inside = tl.full([BT, BS], True, tl.int1) if EVEN else (t2 < T) & (s2 < S)
@@ -244,14 +251,13 @@ def reading_kernel(
     column = tl.load(drop_s + s, mask=s < S, other=0).to(tl.uint32)[:, None] if LIMIT else 0
     k_Sd, v_Sd = rows(k, s, d, S, k_t, D, FULL), rows(v, s, d, S, v_t, D, FULL)
     dk_Sd, dv_Sd = tl.zeros([BS, D], tl.float32), tl.zeros([BS, D], tl.float32)
-    blocks = tl.cdiv(S, BS)
-    first = seeing + b * blocks + s0 // BS
     for i in range(SHARE):  # of the queries' heads that share these keys
         h = g * SHARE + i
         head, q_at, dy_at = b * H + h, b * q_b + h * q_h, b * dy_b + h * dy_h
         for part in tl.static_range(PARTS):
             begin, end = s0 + part * BS if CAUSAL else 0, tl.minimum(s0 + BS, T) if part + 1 < PARTS else T
-            for t0 in range(tl.load(first) if SPANS else begin, tl.load(first + B * blocks) if SPANS else end, BT):
+            begin, end = between(seeing, b, B, s0, S, begin, end, SPANS, BS)
+            for t0 in range(begin, end, BT):
                 t = t0 + tl.arange(0, BT)
                 at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
                 t2, at2 = t[None, :], at[None, :]
