@@ -59,13 +59,14 @@ def test_slopes_by_hand() -> None:
 
 def test_a_turn_by_hand() -> None:
     """Two numbers make one pair: place 3 at one radian a place is a turn by three radians."""
-    x = torch.tensor([1.0, 0.0]).expand(1, 1, 4, 2)
-    y = Turn(torch.arange(4)[None], torch.tensor([1.0]))(x)
-    assert_close(y[0, 0, 3], torch.tensor([math.cos(3), math.sin(3)]))
+    x, turn = torch.tensor([1.0, 0.0]).repeat(1, 4, 2), Turn(torch.arange(4)[None], torch.tensor([1.0]))
+    there = [math.cos(3), math.sin(3)]
+    assert_close(turn(x)[0, 3], torch.tensor([*there, *there]))
+    assert_close(turn(x, upto=2)[0, 3], torch.tensor([*there, 1.0, 0.0]))
 
 
 def test_only_the_distance_counts_between_turned_vectors() -> None:
-    q, k = torch.randn(2, 1, 2, 6, 8).unbind()
+    q, k = torch.randn(2, 1, 6, 8).unbind()
     turns = frequencies(10000.0, 8, None, torch.device("cpu"))
     near, far = Turn(torch.arange(6)[None], turns), Turn(torch.arange(100, 106)[None], turns)
     assert_close(near(q) @ near(k).mT, far(q) @ far(k).mT, atol=1e-4, rtol=1e-4)
@@ -73,7 +74,7 @@ def test_only_the_distance_counts_between_turned_vectors() -> None:
 
 def test_a_program_computes_its_cosines_once() -> None:
     """Layers share the table: were it no operation of its own, each of them would compute it again."""
-    x, turns, calls = torch.randn(2, 2, 6, 8), frequencies(10000.0, 8, None, torch.device("cpu")), []
+    x, turns, calls = torch.randn(2, 6, 16), frequencies(10000.0, 8, None, torch.device("cpu")), []
 
     def layers(x: Tensor) -> Tensor:
         turn = Turn(torch.arange(6)[None], turns)

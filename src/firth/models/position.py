@@ -31,18 +31,21 @@ def frequencies(base: float, size: int, stretch: Stretch | None, device: torch.d
 
 
 class Turn:
-    """Cosines and sines of places, (B or 1, 1, T, d): what turns queries and keys."""
+    """Cosines and sines of places, which turn queries and keys: each number with the one half a head further."""
 
     def __init__(self, position_BT: Tensor, turns: Tensor) -> None:
-        angle = position_BT[:, None, :, None].float() * torch.cat([turns, turns])
+        angle = position_BT[:, :, None, None, None].float() * turns
         as_table = torch.compiler.is_compiling()
-        found: tuple[Tensor, Tensor] = cos_and_sin(angle) if as_table else (angle.cos(), angle.sin())
-        self.cos, self.sin = found
+        cos, sin = cos_and_sin(angle) if as_table else (angle.cos(), angle.sin())
+        self.cos, self.sin = cos, torch.cat([-sin, sin], 3)  # (B or 1, T, 1, 1 or 2, d / 2)
 
-    def __call__(self, x_BHTd: Tensor) -> Tensor:
-        """Each number is turned together with the one half a head further."""
-        a, b = x_BHTd.chunk(2, -1)
-        return x_BHTd * self.cos.to(x_BHTd.dtype) + torch.cat([-b, a], -1) * self.sin.to(x_BHTd.dtype)
+    def __call__(self, x_BTI: Tensor, upto: int | None = None) -> Tensor:
+        """Heads side by side, turned: all of them, or `upto` a number."""
+        if upto is not None:
+            turned, rest = x_BTI.tensor_split([upto], -1)
+            return torch.cat([self(turned), rest], -1)
+        halves = x_BTI.unflatten(-1, (-1, 2, self.cos.shape[-1]))
+        return (halves * self.cos.to(x_BTI.dtype) + halves.flip(-2) * self.sin.to(x_BTI.dtype)).flatten(2)
 
 
 @torch.library.custom_op("firth::cos_and_sin", mutates_args=())

@@ -1,6 +1,6 @@
 """Muon: steps of equal length in every direction, for the matrices inside the blocks (Jordan et al. 2024).
 
-N matrices, A rows, B columns, A at most B.
+N matrices, A rows, B columns.
 """
 
 from __future__ import annotations
@@ -70,39 +70,44 @@ class Muon(torch.optim.AdamW):
 
     def turn(self, group: dict[str, Any]) -> None:
         """Muon's update of one group; matrices of one shape are made orthogonal together."""
+        ps = [p for p in group["params"] if p.grad is not None]
+        if not ps:
+            return
         bad = getattr(self, "found_inf", None)  # as AdamW reads it: 1 where this step is to change nothing
+        shrunk = 1 - group["lr"] * group["weight_decay"]
+        torch._foreach_mul_(ps, shrunk if bad is None else torch.where(bad > 0, 1.0, shrunk))
         alike: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            shrunk = 1 - group["lr"] * group["weight_decay"]
-            p.mul_(shrunk if bad is None else torch.where(bad > 0, 1.0, shrunk))
+        for p, update in zip(ps, self.headings(ps, bad), strict=True):
             sizes = self.sizes.get(p, (len(p),))
-            for part, update in zip(p.split(sizes), self.heading(p).split(sizes), strict=True):
-                wide = (part, update) if part.shape[0] <= part.shape[1] else (part.mT, update.mT)
-                alike[wide[0].shape].append(wide)
+            for pair in zip(p.split(sizes), update.split(sizes), strict=True):
+                alike[pair[0].shape].append(pair)
         for shape, pairs in alike.items():
-            size = ADAMS_SIZE * math.sqrt(max(shape))
-            dtype = self.dtype or (torch.bfloat16 if pairs[0][0].is_cuda else torch.float32)
-            turned_NAB = orthogonal(torch.stack([update.to(dtype) for _, update in pairs]))
+            parts, updates = zip(*pairs, strict=True)
+            dtype = self.dtype or (torch.bfloat16 if parts[0].is_cuda else torch.float32)
+            update_NAB = parts[0].new_empty((len(parts), *shape), dtype=dtype)
+            torch._foreach_copy_(update_NAB.unbind(), updates)
+            tall = shape[0] > shape[1]
+            turned_NAB = orthogonal(update_NAB.mT).mT if tall else orthogonal(update_NAB)
+            turned_NAB = turned_NAB.to(parts[0].dtype, memory_format=torch.contiguous_format)
             turned_NAB = turned_NAB if bad is None else torch.where(bad > 0, 0.0, turned_NAB)
-            for (part, _), step_AB in zip(pairs, turned_NAB, strict=True):
-                part.add_(step_AB, alpha=-group["lr"] * size)
+            size = ADAMS_SIZE * math.sqrt(max(shape))
+            torch._foreach_add_(parts, turned_NAB.unbind(), alpha=-group["lr"] * size)
 
-    def heading(self, p: nn.Parameter) -> Tensor:
-        """Where a parameter is going: its gradients' running mean, a step ahead (Nesterov)."""
-        assert p.grad is not None
-        state = self.state[p]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        mean, bad = state["momentum_buffer"], getattr(self, "found_inf", None)
-        grad = p.grad if bad is None else torch.where(bad > 0, mean, p.grad)
-        mean.lerp_(grad, 1 - self.momentum)
-        return grad.lerp(mean, self.momentum)
+    def headings(self, ps: list[nn.Parameter], bad: Tensor | None) -> tuple[Tensor, ...]:
+        """Where parameters are going: their gradients' running means, a step ahead (Nesterov)."""
+        grads = [p.grad for p in ps if p.grad is not None]
+        for p in ps:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        means = [self.state[p]["momentum_buffer"] for p in ps]
+        if bad is not None:
+            grads = [torch.where(bad > 0, mean, grad) for mean, grad in zip(means, grads, strict=True)]
+        torch._foreach_lerp_(means, grads, 1 - self.momentum)
+        return torch._foreach_lerp(grads, means, self.momentum)
 
 
 def orthogonal(x_NAB: Tensor) -> Tensor:
-    """Matrices with the same singular vectors, and singular values near 1 (Newton and Schulz)."""
+    """Matrices with the same singular vectors, and singular values near 1 (Newton and Schulz); A is at most B."""
     a, b, c = COEFFICIENTS
     x_NAB = x_NAB / x_NAB.norm(dim=(1, 2), keepdim=True).clamp(min=EPSILON)
     for _ in range(ROUNDS):
