@@ -63,7 +63,9 @@ WITHOUT = {  # what can be switched off, as changes of our recipe
     "graphs": {"cuda_graphs": False},
     "fused_attention": {"fused_attention": False},
     "fused_loss": {"fused_loss": False},
+    "lean": {"lean": False},
     "padding": {"pad_vocabulary": False},
+    "stream": {"stream": "float32"},
 }
 
 

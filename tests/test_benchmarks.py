@@ -277,12 +277,20 @@ def test_the_clock_stands_still_while_others_are_asked(race: Any, monkeypatch: p
         return 1.0
 
     clock = race.Clock(course, steps=4, evaluate=evaluate)
-    clock.every = 2
+    monkeypatch.setattr(clock, "every", lambda done: 2)
     for step, seconds in ((1, 50.0), (2, 1.0), (3, 1.0), (4, 1.0)):  # the first one compiles
         now[0] += seconds
         clock.step(step)
     assert course.seconds == [2, 4]
     assert course.losses == [1, 1]
+
+
+def test_held_out_losses_are_closer_at_the_beginning(race: Any) -> None:
+    course = race.Course("a")
+    clock = race.Clock(course, steps=1000, evaluate=lambda: 1.0)
+    for step in range(1, 1001):
+        clock.step(step)
+    assert len(course.losses) == 10 + 18, "ten in the first tenth, and eighteen after that"
 
 
 @pytest.fixture(scope="module")

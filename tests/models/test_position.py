@@ -62,7 +62,7 @@ def test_a_turn_by_hand() -> None:
     x, turn = torch.tensor([1.0, 0.0]).repeat(1, 4, 2), Turn(torch.arange(4)[None], torch.tensor([1.0]))
     there = [math.cos(3), math.sin(3)]
     assert_close(turn(x)[0, 3], torch.tensor([*there, *there]))
-    assert_close(turn(x, upto=2)[0, 3], torch.tensor([*there, 1.0, 0.0]))
+    assert_close(turn(x, heads=1)[0, 3], torch.tensor([*there, 1.0, 0.0]))
 
 
 def test_only_the_distance_counts_between_turned_vectors() -> None:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from firth.errors import UserError
-from firth.models import Model, load_model, make_model, preset
+from firth.models import Model, Stack, load_model, make_model, preset
 from firth.models.attention import Attention
 from firth.models.config import Classes, Score, Span
 from firth.objectives import Batch, Draw
@@ -378,11 +378,17 @@ def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_switches_reach_every_head_and_layer(recipe_of: Recipes, shards_of: Make) -> None:
-    recipe = recipe_of(fused_loss=False, pad_vocabulary=True, fused_attention=False)
+    recipe = recipe_of(fused_loss=False, pad_vocabulary=True, fused_attention=False, stream="float32")
+    assert recipe_of().stream == "bf16"
     model = first_model(recipe, shards_of("bert").tokenizer)
     prepared(Run(recipe, CPU, model, lambda step: []))
     assert (model.head.fused, model.head.padded) == (False, True)
     assert [m.own for m in model.modules() if isinstance(m, Attention)] == [False] * recipe.model.num_layers
+    streams = []
+    for wanted in (recipe, recipe_of()):
+        prepared(Run(wanted, CPU, model, lambda step: []))
+        streams += [m.stream for m in model.modules() if isinstance(m, Stack)]
+    assert streams == [torch.float32, torch.bfloat16]
 
 
 def test_a_vocabulary_that_is_not_padded_is_said(

@@ -15,7 +15,7 @@ from firth.models import Model, make_model, preset, programs
 from firth.objectives import Batch
 from firth.train import Machine, Run, Training, choose_machine
 from firth.train.optim import make_optimizer
-from firth.train.step import prepared, train_step
+from firth.train.step import gradients, kept_for_backward, prepared, train_step
 
 CPU = Machine(torch.device("cpu"), bf16=False, compile=False)
 PARTS = replace(CPU, compile=True, parts=True)
@@ -98,6 +98,46 @@ def test_blocks_that_are_computed_twice_and_weights_in_half_the_bits(monkeypatch
     torch._dynamo.reset()
     assert found["twice"] == pytest.approx(found["parts"], rel=1e-5)
     assert found["half"] == pytest.approx(found["parts"], rel=5e-2)
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_lean_step_keeps_less_for_the_same_gradients(parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's own choice of what is kept, which is made for the step as a whole or for each part."""
+    backend = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+    monkeypatch.setattr(torch, "compile", backend)
+    config = replace(preset("llama-tiny"), vocab_size=300)
+    batch, kept, grads = batch_for("decoder", 0), [], []
+    for lean in (False, True):
+        monkeypatch.setattr(programs, "_programs", {})
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, found = make_model(config), dict[int, int]()
+
+        def keep(x: torch.Tensor, found: dict[int, int] = found) -> torch.Tensor:
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        run = Run(Training(lean=lean), replace(PARTS, parts=parts), model, lambda step: [])
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            gradients(run, prepared(run), [batch], 0, {})
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        kept.append(sum(size for at, size in found.items() if at not in weights))
+        grads.append([p.grad for p in model.parameters() if p.grad is not None])
+    torch._dynamo.reset()
+    assert kept[1] < 0.8 * kept[0], kept
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_large_models_are_lean_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._functorch import config
+
+    model, ways = make_model(replace(preset("llama-tiny"), vocab_size=300)), []
+    for many, lean, machine in ((7, None, PARTS), (10**9, None, PARTS), (10**9, False, PARTS), (10**9, None, CPU)):
+        monkeypatch.setattr(Model, "num_parameters", many)
+        with kept_for_backward(Run(Training(lean=lean), machine, model, lambda step: [])):
+            ways.append(not config.ban_recompute_materialized_backward)
+    assert ways == [False, True, False, False]
+    assert config.ban_recompute_materialized_backward
 
 
 def test_what_cannot_be_compiled_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -272,7 +272,7 @@ class Attention(nn.Module):
         if read_BSD is None:
             together = self.rows(x_BTD)
             if sight.turn is not None:
-                together = sight.turn(together, upto=sum(self.sizes[:2]))
+                together = sight.turn(together, self.num_heads + self.kv_heads)
             q, k, v = (self.split(part) for part in together.split(self.sizes, -1))
             plain_rows = self.score is None and self.kv_heads == self.num_heads
             if plain_rows and way_of(q, k, sight, dropout) == "fused":

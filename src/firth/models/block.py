@@ -16,8 +16,13 @@ from firth.models.programs import part
 def make_norm(config: c.ModelConfig, dim: int | None = None) -> nn.Module:
     """A norm over `dim` numbers, the model's width unless said."""
     if isinstance(config.norm, c.RMSNorm):
-        return nn.RMSNorm(dim or config.dim, eps=config.norm.eps)
+        return RMSNorm(dim or config.dim, eps=config.norm.eps)
     return nn.LayerNorm(dim or config.dim, eps=config.norm.eps, bias=config.norm.bias)
+
+
+class RMSNorm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))  # as autocast has it for the other norm
 
 
 class MLP(nn.Module):
@@ -77,4 +82,7 @@ class Block(nn.Module):
         return self.attention.keys_of(self.attention_norm(content) if self.norm_first else content)
 
     def around(self, x: Tensor, norm: nn.Module, part: Callable[[Tensor], Tensor]) -> Tensor:
-        return x + self.drop(part(norm(x))) if self.norm_first else norm(x + self.drop(part(x)))
+        if self.norm_first:
+            return x + self.drop(part(norm(x)))
+        y: Tensor = norm(x + self.drop(part(x)))
+        return y.to(x.dtype)

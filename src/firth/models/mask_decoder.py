@@ -40,7 +40,7 @@ class LatePlaces(nn.Module):
         sight, _ = stack.sights(content_BTD, batch.doc, batch.rank, segment=batch.segment)
         some = at_places(sight, asked_BK)
         place_BK = asked_BK if batch.position is None else pick(batch.position, asked_BK)
-        query_BKD = pick(content_BTD, asked_BK) + self.places(place_BK)
+        query_BKD = stack.enter(pick(content_BTD, asked_BK) + self.places(place_BK))
         keys = last.keys_of(content_BTD)
         for _ in range(self.num_layers):
             query_BKD = last(query_BKD, some, content=keys)

@@ -39,13 +39,14 @@ class Turn:
         cos, sin = cos_and_sin(angle) if as_table else (angle.cos(), angle.sin())
         self.cos, self.sin = cos, torch.cat([-sin, sin], 3)  # (B or 1, T, 1, 1 or 2, d / 2)
 
-    def __call__(self, x_BTI: Tensor, upto: int | None = None) -> Tensor:
-        """Heads side by side, turned: all of them, or `upto` a number."""
-        if upto is not None:
-            turned, rest = x_BTI.tensor_split([upto], -1)
-            return torch.cat([self(turned), rest], -1)
+    def __call__(self, x_BTI: Tensor, heads: int | None = None) -> Tensor:
+        """Heads side by side, turned: all of them, or the first ones."""
         halves = x_BTI.unflatten(-1, (-1, 2, self.cos.shape[-1]))
-        return (halves * self.cos.to(x_BTI.dtype) + halves.flip(-2) * self.sin.to(x_BTI.dtype)).flatten(2)
+        turned = halves * self.cos.to(x_BTI.dtype) + halves.flip(-2) * self.sin.to(x_BTI.dtype)
+        if heads is not None:
+            first = torch.arange(halves.shape[2], device=x_BTI.device) < heads
+            turned = torch.where(first[:, None, None], turned, halves)
+        return turned.flatten(2)
 
 
 @torch.library.custom_op("firth::cos_and_sin", mutates_args=())

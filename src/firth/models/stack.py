@@ -24,6 +24,7 @@ class Stack(nn.Module):
 
     memory: Memory | None = None  # of the text before, where there is one
     checkpointing = False  # compute the blocks again in the backward pass, and keep nothing of them until then
+    stream = torch.float32  # what goes from block to block, where autocast computes in that
 
     def __init__(self, config: ModelConfig, num_layers: int, causal: bool, cross: bool = False) -> None:
         super().__init__()
@@ -59,6 +60,7 @@ class Stack(nn.Module):
         `upto` leaves out the layers from there on, and what comes after them. `asking` are the documents of the other
         sequence that each place reads, where they are not those of the same numbers.
         """
+        x = self.enter(x)
         wide, narrow = self.sights(x, doc, rank, position, seen, segment)
         asking = doc if asking is None else asking
         read_sight = see(False, asking, read_doc=read_doc) if read_doc is not None else Sight()
@@ -75,6 +77,13 @@ class Stack(nn.Module):
         if states is not None:
             states.append(x)
         return x
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What the first block takes: float32 under autocast, unless the stream is as narrow as its products."""
+        kind = x.device.type
+        if not torch.is_autocast_enabled(kind):
+            return x
+        return x.to(self.stream if torch.get_autocast_dtype(kind) == self.stream else torch.float32)
 
     def sights(
         self,

@@ -38,13 +38,13 @@ class TwoStream(nn.Module):
         segment_BK = None if batch.segment is None else pick(batch.segment, asked_BK)
         vector_BKE = self.vector.expand(*asked_BK.shape, -1)
 
-        content = embed(batch.tokens, batch.position, batch.segment)
+        content = stack.enter(embed(batch.tokens, batch.position, batch.segment))
         upto, _ = stack.sights(content, batch.doc, rank_BT, segment=batch.segment)
         earlier = see_earlier(batch.doc, rank_BT, asked_BK)._replace(places=places_of(upto.places, asked_BK))
         memory = stack.memory
         if memory is not None:
             earlier = memory.widen(earlier, content.shape[1])
-        query = embed.widen(embed.place(vector_BKE, position_BK, segment_BK))
+        query = stack.enter(embed.widen(embed.place(vector_BKE, position_BK, segment_BK)))
         for i, block in enumerate(stack.layers):
             keys = block.keys_of(content if memory is None else memory.prolong(i, content))
             query = block(query, earlier, content=keys)

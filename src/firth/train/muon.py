@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,9 +73,10 @@ class Muon(torch.optim.AdamW):
         ps = [p for p in group["params"] if p.grad is not None]
         if not ps:
             return
-        bad = getattr(self, "found_inf", None)  # as AdamW reads it: 1 where this step is to change nothing
+        found = getattr(self, "found_inf", None)  # as AdamW reads it: 1 where this step is to change nothing
+        bad = None if found is None else found > 0
         shrunk = 1 - group["lr"] * group["weight_decay"]
-        torch._foreach_mul_(ps, shrunk if bad is None else torch.where(bad > 0, 1.0, shrunk))
+        torch._foreach_mul_(ps, shrunk if bad is None else torch.where(bad, 1.0, shrunk))
         alike: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for p, update in zip(ps, self.headings(ps, bad), strict=True):
             sizes = self.sizes.get(p, (len(p),))
@@ -89,21 +90,23 @@ class Muon(torch.optim.AdamW):
             tall = shape[0] > shape[1]
             turned_NAB = orthogonal(update_NAB.mT).mT if tall else orthogonal(update_NAB)
             turned_NAB = turned_NAB.to(parts[0].dtype, memory_format=torch.contiguous_format)
-            turned_NAB = turned_NAB if bad is None else torch.where(bad > 0, 0.0, turned_NAB)
+            turned_NAB = turned_NAB if bad is None else torch.where(bad, 0.0, turned_NAB)
             size = ADAMS_SIZE * math.sqrt(max(shape))
             torch._foreach_add_(parts, turned_NAB.unbind(), alpha=-group["lr"] * size)
 
-    def headings(self, ps: list[nn.Parameter], bad: Tensor | None) -> tuple[Tensor, ...]:
+    def headings(self, ps: list[nn.Parameter], bad: Tensor | None) -> Sequence[Tensor]:
         """Where parameters are going: their gradients' running means, a step ahead (Nesterov)."""
-        grads = [p.grad for p in ps if p.grad is not None]
         for p in ps:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        means = [self.state[p]["momentum_buffer"] for p in ps]
-        if bad is not None:
-            grads = [torch.where(bad > 0, mean, grad) for mean, grad in zip(means, grads, strict=True)]
+        grads, means = [p.grad for p in ps if p.grad is not None], [self.state[p]["momentum_buffer"] for p in ps]
+        if bad is None:
+            torch._foreach_lerp_(means, grads, 1 - self.momentum)
+            return torch._foreach_lerp(grads, means, self.momentum)
+        grads = [torch.where(bad, mean, grad) for mean, grad in zip(means, grads, strict=True)]
         torch._foreach_lerp_(means, grads, 1 - self.momentum)
-        return torch._foreach_lerp(grads, means, self.momentum)
+        torch._foreach_lerp_(grads, means, self.momentum)
+        return grads
 
 
 def orthogonal(x_NAB: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from firth.train.recipe import Training
 from firth.train.unfreeze import Pace
 
 RECOMPILATIONS = 64  # packed rows come in few shapes, and each is worth a program of its own
+LEAN_FROM = 500_000_000  # parameters from which on memory is worth more than a hundredth of the time
 
 Carry = dict[str, torch.Tensor]  # what rows leave for those that go on from them, by name: a row each
 Losses = Callable[[Any], dict[str, torch.Tensor]]
@@ -87,6 +88,8 @@ def switch(model: Model, training: Training) -> None:
     for module in model.modules():
         if isinstance(module, Attention):
             module.own = training.fused_attention
+        if isinstance(module, Stack):
+            module.stream = torch.bfloat16 if training.stream == "bf16" else torch.float32
         if isinstance(module, Vocabulary):
             module.fused, module.padded = training.fused_loss, training.pad_vocabulary
 
@@ -146,7 +149,7 @@ def gradients(
     while found is None:
         try:
             # backward too: a block that is computed again is the same program then
-            with compiled_parts() if run.machine.parts else nullcontext():
+            with compiled_parts() if run.machine.parts else nullcontext(), kept_for_backward(run):
                 found = backward(run, losses_of, halve(micro, run.halvings), counts, step, carry, scale)
         except RuntimeError as e:
             if type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
@@ -164,6 +167,19 @@ def gradients(
     world.add_gradients(run.model)
     world.add([found[0]])
     return found
+
+
+@contextmanager
+def kept_for_backward(run: Run) -> Iterator[None]:
+    """What programs that are made in here keep; torch keeps all that is read by a product, unless it is told not to."""
+    lean = run.model.num_parameters >= LEAN_FROM if run.training.lean is None else run.training.lean
+    if not (lean and run.machine.compile):
+        yield
+        return
+    from torch._functorch import config  # only now, as few commands need the compiler
+
+    with config.patch(ban_recompute_materialized_backward=False):
+        yield
 
 
 def backward(
