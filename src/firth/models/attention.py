@@ -271,18 +271,18 @@ class Attention(nn.Module):
         dropout, sight = self.dropout if self.training else 0.0, sight._replace(own=self.own)
         if read_BSD is None:
             together = self.rows(x_BTD)
-            if sight.turn is not None:
-                together = sight.turn(together, self.num_heads + self.kv_heads)
-            q, k, v = (self.split(part) for part in together.split(self.sizes, -1))
+            q, k, v = together.split(self.sizes, -1)
             plain_rows = self.score is None and self.kv_heads == self.num_heads
-            if plain_rows and way_of(q, k, sight, dropout) == "fused":
+            if plain_rows and way_of(self.split(q), self.split(k), sight, dropout) == "fused":
+                if sight.turn is not None:
+                    together = sight.turn(together, 2 * self.num_heads)
                 bias, rest = learned_bias(sight, q.dtype), (sight.causal, dropout, self.scale)
                 return self.out(attend_packed(together, self.num_heads, sight.mask, sight.reach, bias, *rest))
         else:
             q, k, v = self.project(x_BTD, read_BSD)
-            if sight.turn is not None:
-                q, k = sight.turn(q), sight.turn(k)
-            q, k, v = (self.split(part) for part in (q, k, v))
+        if sight.turn is not None:
+            q, k = sight.turn(q), sight.turn(k)
+        q, k, v = (self.split(part) for part in (q, k, v))
         if sight.keep is not None:
             k, v = sight.keep(k, v)
         if self.score is None:
