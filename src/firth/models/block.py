@@ -10,6 +10,7 @@ from firth.models import config as c
 from firth.models.activation import ACTIVATIONS
 from firth.models.attention import Attention, Keys, Sight
 from firth.models.dropout import Dropout
+from firth.models.gated import gated
 from firth.models.programs import part
 
 
@@ -29,17 +30,15 @@ class MLP(nn.Module):
     def __init__(self, config: c.ModelConfig) -> None:
         super().__init__()
         spec = config.mlp
-        self.gated, self.activation = spec.gated, ACTIVATIONS[spec.activation]
+        self.gated, self.activation = spec.gated, spec.activation
         self.up = nn.Linear(config.dim, (2 if spec.gated else 1) * spec.dim, bias=config.bias)
         self.down = nn.Linear(spec.dim, config.dim, bias=config.bias)
         self.drop = Dropout(config.mlp_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
-        if self.gated:
-            gate, h = h.chunk(2, dim=-1)
-            return self.down(self.drop(self.activation(gate) * h))
-        return self.down(self.drop(self.activation(h)))
+        h = gated(h, self.activation) if self.gated else ACTIVATIONS[self.activation](h)
+        return self.down(self.drop(h))
 
 
 class Block(nn.Module):
