@@ -65,7 +65,7 @@ WITHOUT = {  # what can be switched off, as changes of our recipe
     "fused_loss": {"fused_loss": False},
     "lean": {"lean": False},
     "padding": {"pad_vocabulary": False},
-    "stream": {"stream": "float32"},
+    "residual": {"residual": "float32"},
 }
 
 

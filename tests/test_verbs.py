@@ -114,6 +114,20 @@ def test_who_learns_with_what(home: Path, tmp_path: Path) -> None:
     assert used("bert-tiny", "old", overwrite=True) == ("muon", 4e-3)
 
 
+def test_a_run_of_an_older_version_goes_on_as_it_was_computed(home: Path, tmp_path: Path) -> None:
+    """Its recipe says nothing of fields that came later, and other things were usual then."""
+    run, stored = {"overrides": TINY, **SIZES}, tmp_path / "run" / "recipe.yaml"
+    firth.pretrain("bert-tiny", home / "shards", tmp_path / "run", weight_decay=0.01, **run)
+    assert "residual: bf16\n" in stored.read_text()
+    stored.write_text(stored.read_text().replace("residual: bf16\n", ""))
+    for more in ({}, {"residual": "float32"}):
+        firth.pretrain("bert-tiny", home / "shards", tmp_path / "run", resume=True, **run, **more)
+    with pytest.raises(UserError, match=r"residual: float32 -> bf16"):
+        firth.pretrain("bert-tiny", home / "shards", tmp_path / "run", resume=True, residual="bf16", **run)
+    recipe = load_recipe(stored, Recipe)
+    assert (recipe.residual, recipe.weight_decay) == ("float32", 0.01)
+
+
 # --- which setting wins
 
 

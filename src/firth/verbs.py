@@ -73,12 +73,15 @@ from firth.train import Recipe, override, pretrain_in, read_yaml, run_folder
 from firth.train.clock import Clock
 from firth.train.folder import shared_folder
 from firth.train.parallel import join, quiet_but_one, refuse_several
+from firth.train.recipe import BEFORE
 
 AT_ONCE = 16  # texts that are written at once
 # What learns by counting: the kind of tokenizer that it is given, and its size unless said (0: by the text's size).
 COUNTED = {"word2vec": ("word", 2**20), "glove": ("word", 2**20), "ngram": ("byte-bpe", 0)}
 SAME_FIELDS = {"num_train_epochs": "epochs", "learning_rate": "alpha"}  # gensim's names for what all runs have
 
+# What a run that goes on keeps, whatever has become usual since.
+CHOICES = ("optim", "learning_rate", "weight_decay", "warm_start", "seed", "residual")
 HOW_LONG = ("minutes", "max_steps", "num_train_epochs", "epochs")
 
 # These have as many numbers as the text has words: what each is good for, and how many numbers.
@@ -539,8 +542,8 @@ class Order:
 def earlier_choices(folder: Path) -> dict[str, Any]:
     """How a run learns that was begun in this folder, perhaps by a version with other defaults."""
     file = folder / "recipe.yaml"
-    stored = read_yaml(file) if file.is_file() else {}
-    return {name: stored[name] for name in ("optim", "learning_rate", "warm_start", "seed") if name in stored}
+    stored = BEFORE | read_yaml(file) if file.is_file() else {}
+    return {name: stored[name] for name in CHOICES if name in stored}
 
 
 def take_order(

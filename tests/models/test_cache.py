@@ -43,6 +43,15 @@ def test_states_are_those_of_the_whole_row(name: str, lengths: list[int], fixed:
 
 
 @torch.no_grad()
+def test_states_are_in_the_precision_of_the_whole_row() -> None:
+    model = make_model(gpt2(2, 16, 2, V)).eval()
+    model.stack.residual, ids = torch.bfloat16, torch.randint(0, V, (2, 6))
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = model.stack(model.embed(ids), None)
+        assert torch.equal(Cache(model.stack, 8).begin(model.embed(ids), [6, 6]), whole)
+
+
+@torch.no_grad()
 def test_tensors_stay_where_they_are() -> None:
     """So that a recorded step reads them: also when rows change places."""
     torch.manual_seed(0)

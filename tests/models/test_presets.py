@@ -102,7 +102,7 @@ def test_every_family_has_a_tiny_preset_as_wide_as_berts() -> None:
 @pytest.mark.parametrize(
     "name", [name for name in TINY if PRESETS[name].recurrent is None and PRESETS[name].num_layers]
 )
-def test_a_stream_in_16_bits_says_nearly_the_same(name: str) -> None:
+def test_residuals_in_16_bits_say_nearly_the_same(name: str) -> None:
     """Beside one in float32, both under autocast: losses within 1%, gradients within 5%."""
     config = replace(PRESETS[name], vocab_size=40, dropout=0.0, attention_dropout=0.0, layer_drop=0.0)
     config = with_extras(config, NEEDS.get(config.family, ()))
@@ -111,9 +111,9 @@ def test_a_stream_in_16_bits_says_nearly_the_same(name: str) -> None:
     stacks = [m for m in model.modules() if isinstance(m, Stack)]
     for block in (block for stack in stacks for block in stack.blocks):
         block.register_forward_hook(lambda block, given, x: kinds.add(x.dtype))
-    for stream in (torch.float32, torch.bfloat16):
+    for residual in (torch.float32, torch.bfloat16):
         for stack in stacks:
-            stack.stream = stream
+            stack.residual = residual
         kinds.clear()
         model.zero_grad()
         torch.manual_seed(1)  # what a generator draws
@@ -121,7 +121,7 @@ def test_a_stream_in_16_bits_says_nearly_the_same(name: str) -> None:
             losses = model.losses(batch)
         loss = torch.stack([part / batch.counts[key] for key, part in losses.items()]).sum()
         loss.backward()
-        assert kinds == {stream}
+        assert kinds == {residual}
         found.append((loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
     (wide, wide_grad), (narrow, narrow_grad) = found
     assert abs(narrow - wide) < 0.01 * wide

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch.testing import assert_close
 
+from firth.models.config import Convolution
 from firth.models.presets import bert, gpt2
 from firth.models.stack import Stack
 
@@ -36,3 +38,29 @@ def test_a_layer_is_left_out_as_often_as_said_and_only_in_training() -> None:
     assert abs(left_out - 0.3) < 0.04
     stack.eval()
     assert not any(torch.equal(stack(x, None), x) for _ in range(20))
+
+
+def test_what_goes_from_block_to_block_keeps_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a norm gives float32, as under autocast on a GPU, and where a convolution has one."""
+    plain = torch.nn.functional.layer_norm
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "layer_norm",
+        lambda x, shape, weight, bias, eps: plain(x.float(), shape, weight.float(), bias.float(), eps),
+    )
+    stack, kinds = Stack(replace(CONFIG, convolution=Convolution()), 3, causal=False), list[torch.dtype]()
+    for block in stack.blocks:
+        block.register_forward_hook(lambda block, given, x: kinds.append(x.dtype))
+    for residual in (torch.float32, torch.bfloat16):
+        stack.residual = residual
+        with torch.autocast("cpu", torch.bfloat16):
+            stack(torch.randn(2, 5, 16), None)
+    assert kinds == [torch.float32] * 3 + [torch.bfloat16] * 3
+
+
+def test_weights_in_16_bits_and_no_numbers_at_all() -> None:
+    """What a model is asked outside of training, which `residual` has no say in."""
+    stack, x = Stack(CONFIG, 2, causal=False).bfloat16(), torch.randn(1, 3, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert stack(x.bfloat16(), None).dtype == torch.bfloat16
+    assert Stack(CONFIG, 2, causal=False).to("meta")(x.to("meta"), None).shape == x.shape

@@ -240,7 +240,7 @@ def test_heads_of_tasks_compute_in_bfloat16(head: Any) -> None:
 # --- ramps
 
 
-def test_rows_of_a_ramp_come_from_streams_of_their_own(recipe_of: Recipes, shards_of: Make) -> None:
+def test_rows_of_a_ramp_come_from_residuals_of_their_own(recipe_of: Recipes, shards_of: Make) -> None:
     shards = shards_of("bert")
     recipe = recipe_of(max_steps=10, length_ramp=0.5, length_doublings=1, batch_ramp=0.2, batch_doublings=1)
     rows = row_source(recipe, shards, held_out=False)
@@ -378,17 +378,17 @@ def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_switches_reach_every_head_and_layer(recipe_of: Recipes, shards_of: Make) -> None:
-    recipe = recipe_of(fused_loss=False, pad_vocabulary=True, fused_attention=False, stream="float32")
-    assert recipe_of().stream == "bf16"
+    recipe = recipe_of(fused_loss=False, pad_vocabulary=True, fused_attention=False, residual="float32")
+    assert recipe_of().residual == "bf16"
     model = first_model(recipe, shards_of("bert").tokenizer)
     prepared(Run(recipe, CPU, model, lambda step: []))
     assert (model.head.fused, model.head.padded) == (False, True)
     assert [m.own for m in model.modules() if isinstance(m, Attention)] == [False] * recipe.model.num_layers
-    streams = []
+    residuals = []
     for wanted in (recipe, recipe_of()):
         prepared(Run(wanted, CPU, model, lambda step: []))
-        streams += [m.stream for m in model.modules() if isinstance(m, Stack)]
-    assert streams == [torch.float32, torch.bfloat16]
+        residuals += [m.residual for m in model.modules() if isinstance(m, Stack)]
+    assert residuals == [torch.float32, torch.bfloat16]
 
 
 def test_a_vocabulary_that_is_not_padded_is_said(

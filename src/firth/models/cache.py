@@ -120,6 +120,7 @@ class Cache:
             self.across_sight = self.across_sight._replace(mask=taken(self.across_sight.mask, row_B))
 
     def run(self, x: Tensor, sights: tuple[Sight, Sight], keeps: Sequence[Keep]) -> Tensor:
+        x = self.stack.enter(x)
         for i, (block, keep) in enumerate(zip(self.stack.layers, keeps, strict=True)):
             sight = sights[self.stack.is_narrow(i)]
             x = block(x, sight._replace(keep=keep), self.across[i], self.across_sight)

@@ -29,7 +29,8 @@ class Neighbours(nn.Module):
 
     def forward(self, embedded_BTD: Tensor, x_BTD: Tensor, doc_BT: Tensor | None) -> Tensor:
         y_BTD = self.conv(embedded_BTD.mT).mT if doc_BT is None else self.within(embedded_BTD, doc_BT)
-        return self.norm(x_BTD + self.activation(self.drop(y_BTD)))
+        found: Tensor = self.norm(x_BTD + self.activation(self.drop(y_BTD)))
+        return found.to(x_BTD.dtype)
 
     def within(self, x_BTD: Tensor, doc_BT: Tensor) -> Tensor:
         """The same convolution, in which a document of the row does not hear its neighbours: they are 0 to it."""

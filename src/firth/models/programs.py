@@ -31,6 +31,12 @@ def compiled_parts() -> Iterator[None]:
         _compiled = before
 
 
+def forget_programs() -> None:
+    """Let all be compiled again, as what is compiled does not know what it was told to keep."""
+    _programs.clear()
+    torch._dynamo.reset()
+
+
 def part(method: Method) -> Method:
     """A method that is such a part. Objects that are alike share its program: what they are is looked at, not who."""
 

@@ -24,7 +24,7 @@ class Stack(nn.Module):
 
     memory: Memory | None = None  # of the text before, where there is one
     checkpointing = False  # compute the blocks again in the backward pass, and keep nothing of them until then
-    stream = torch.float32  # what goes from block to block, where autocast computes in that
+    residual = torch.float32  # what goes from block to block, where autocast computes in that
 
     def __init__(self, config: ModelConfig, num_layers: int, causal: bool, cross: bool = False) -> None:
         super().__init__()
@@ -79,11 +79,12 @@ class Stack(nn.Module):
         return x
 
     def enter(self, x: Tensor) -> Tensor:
-        """What the first block takes: float32 under autocast, unless the stream is as narrow as its products."""
+        """What the first block takes: under autocast float32, or what its products are in where `residual` says so."""
         kind = x.device.type
-        if not torch.is_autocast_enabled(kind):
+        exact = self.layers[0].mlp.down.weight.dtype == torch.float32
+        if not exact or kind == "meta" or not torch.is_autocast_enabled(kind):
             return x
-        return x.to(self.stream if torch.get_autocast_dtype(kind) == self.stream else torch.float32)
+        return x.to(self.residual if torch.get_autocast_dtype(kind) == self.residual else torch.float32)
 
     def sights(
         self,

@@ -21,6 +21,7 @@ from firth.tokens import Mix
 R = TypeVar("R")  # a recipe: a dataclass of plain values
 LONGEST_ROW = 2**16  # places in a row are sorted as numbers of 16 bits
 LARGEST_STEP = 2**31  # tokens: whoever asks for more has mistyped, and no memory holds them
+BEFORE = {"residual": "float32"}  # how runs were computed that began before there was such a field
 LONGEST_RUN = 10**9  # minutes, or times through the text: whoever asks for more has mistyped
 
 
@@ -106,10 +107,10 @@ class Training:
         "bf16 computes with weights that are rounded to bfloat16, and all between them; the exact ones stay with the "
         "optimizer. Meant for a GPU; takes half a copy of the weights more in memory.",
     )
-    stream: Literal["float32", "bf16"] = option(
+    residual: Literal["float32", "bf16"] = option(
         "bf16",
         "What goes from layer to layer where products are in bfloat16: bf16 is half as much to read and write (3% of "
-        "a step of GPT-2), float32 more exact.",
+        "a step of GPT-2), float32 more exact. (With --parallel fsdp blocks are in bfloat16 throughout.)",
     )
     fp8: bool = option(
         False,
@@ -399,7 +400,8 @@ def save_recipe(recipe: Training, path: Path) -> None:
 
 
 def load_recipe(path: Path, kind: type[R]) -> R:
-    return from_plain(read_yaml(path), kind, str(path))
+    """The recipe of a run. What an older run could not say is as it was then."""
+    return from_plain(BEFORE | read_yaml(path), kind, str(path))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

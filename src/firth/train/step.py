@@ -16,7 +16,7 @@ from firth.errors import UserError
 from firth.models import Model, Stack
 from firth.models.attention import Attention
 from firth.models.heads import Vocabulary
-from firth.models.programs import compiled_parts
+from firth.models.programs import compiled_parts, forget_programs
 from firth.models.tiles import before_compiling
 from firth.objectives import Batch
 from firth.tokens.rows import mix
@@ -31,7 +31,9 @@ from firth.train.recipe import Training
 from firth.train.unfreeze import Pace
 
 RECOMPILATIONS = 64  # packed rows come in few shapes, and each is worth a program of its own
-LEAN_FROM = 500_000_000  # parameters from which on memory is worth more than a hundredth of the time
+LEAN_FROM = 500_000_000  # parameters: memory is short before time is
+
+_lean = False  # whether what was compiled last is
 
 Carry = dict[str, torch.Tensor]  # what rows leave for those that go on from them, by name: a row each
 Losses = Callable[[Any], dict[str, torch.Tensor]]
@@ -70,6 +72,7 @@ def prepared(run: Run) -> Losses:
         if not run.machine.compile:
             return losses
         before_compiling()
+        keep_as_asked(is_lean(run))
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS)
         if run.machine.parts:  # see `gradients`
             return losses
@@ -89,7 +92,7 @@ def switch(model: Model, training: Training) -> None:
         if isinstance(module, Attention):
             module.own = training.fused_attention
         if isinstance(module, Stack):
-            module.stream = torch.bfloat16 if training.stream == "bf16" else torch.float32
+            module.residual = torch.bfloat16 if training.residual == "bf16" else torch.float32
         if isinstance(module, Vocabulary):
             module.fused, module.padded = training.fused_loss, training.pad_vocabulary
 
@@ -169,11 +172,22 @@ def gradients(
     return found
 
 
+def is_lean(run: Run) -> bool:
+    return run.model.num_parameters >= LEAN_FROM if run.training.lean is None else run.training.lean
+
+
+def keep_as_asked(lean: bool) -> None:
+    """Programs of an earlier run in this process that keep more or less than is asked now are not taken."""
+    global _lean
+    if lean != _lean:
+        forget_programs()
+    _lean = lean
+
+
 @contextmanager
 def kept_for_backward(run: Run) -> Iterator[None]:
     """What programs that are made in here keep; torch keeps all that is read by a product, unless it is told not to."""
-    lean = run.model.num_parameters >= LEAN_FROM if run.training.lean is None else run.training.lean
-    if not (lean and run.machine.compile):
+    if not (run.machine.compile and is_lean(run)):
         yield
         return
     from torch._functorch import config  # only now, as few commands need the compiler
