@@ -81,7 +81,7 @@ class Stack(nn.Module):
     def enter(self, x: Tensor) -> Tensor:
         """What the first block takes: under autocast float32, or what its products are in where `residual` says so."""
         kind = x.device.type
-        exact = self.layers[0].mlp.down.weight.dtype == torch.float32
+        exact = self.num_layers and self.layers[0].mlp.down.weight.dtype == torch.float32
         if not exact or kind == "meta" or not torch.is_autocast_enabled(kind):
             return x
         return x.to(self.residual if torch.get_autocast_dtype(kind) == self.residual else torch.float32)
