@@ -261,13 +261,14 @@ def test_damaged_shards_are_made_again(quiet: Path, corpus_file: Path, tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["bert-tiny", "gpt2-tiny", "t5-tiny"])
 def test_killed_at_any_moment(model: str, corpus_file: Path, tmp_path: Path) -> None:
+    began = time.monotonic()
     run(*pretraining(corpus_file, tmp_path / "straight", model))
-    folder = tmp_path / "killed"
+    took, folder = time.monotonic() - began, tmp_path / "killed"
     words = [*pretraining(corpus_file, folder, model), "--resume"]
     killed = 0
     for _ in range(8):
         process = start(*words)
-        time.sleep(random.uniform(2, 12))
+        time.sleep(random.uniform(0.3, 0.9) * took)
         killed += process.poll() is None  # a run that had ended by itself was not killed
         process.kill()
         process.communicate()
