@@ -128,6 +128,17 @@ def test_a_run_of_an_older_version_goes_on_as_it_was_computed(home: Path, tmp_pa
     assert (recipe.residual, recipe.weight_decay) == ("float32", 0.01)
 
 
+def test_so_does_a_fine_tuning_of_an_older_version(home: Path, tmp_path: Path) -> None:
+    data, stored = tmp_path / "data.jsonl", tmp_path / "tuned" / "recipe.yaml"
+    data.write_text("".join(f'{{"text": "word {i}", "label": "{i % 2}"}}\n' for i in range(8)))
+    given = (home / "run" / "final", "classify", data, data, tmp_path / "tuned")
+    firth.finetune(*given, max_steps=1, seeds=1)
+    stored.write_text(stored.read_text().replace("residual: bf16\n", ""))
+    firth.finetune(*given, max_steps=1, seeds=1, resume=True)
+    with pytest.raises(UserError, match=r"residual: float32 -> bf16"):
+        firth.finetune(*given, max_steps=1, seeds=1, resume=True, residual="bf16")
+
+
 # --- which setting wins
 
 

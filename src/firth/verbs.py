@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -80,7 +80,7 @@ AT_ONCE = 16  # texts that are written at once
 COUNTED = {"word2vec": ("word", 2**20), "glove": ("word", 2**20), "ngram": ("byte-bpe", 0)}
 SAME_FIELDS = {"num_train_epochs": "epochs", "learning_rate": "alpha"}  # gensim's names for what all runs have
 
-# What a run that goes on keeps, whatever has become usual since.
+# What a pretraining that goes on keeps, whatever has become usual since.
 CHOICES = ("optim", "learning_rate", "weight_decay", "warm_start", "seed", "residual")
 HOW_LONG = ("minutes", "max_steps", "num_train_epochs", "epochs")
 
@@ -309,7 +309,7 @@ def pretrain(
             raise UserError(f"{model} has no --objective: it is one itself.")
         changes = all_changes(config, options, overrides, {"output_dir": str(output_dir), "data": "", "tokenizer": ""})
         return pretrain_counted(str(model), data, tokenizer, making, changes, resume, overwrite, began)
-    earlier = {} if overwrite else earlier_choices(Path(output_dir))
+    earlier = {} if overwrite else earlier_choices(Path(output_dir), CHOICES)
     order = take_order(model, data, output_dir, tokenizer, objective, making, config, overrides, options, earlier)
     world, place = join(order.recipe), Path(output_dir)
     if world.goes_on(str(output_dir)):
@@ -539,11 +539,11 @@ class Order:
         return recipe
 
 
-def earlier_choices(folder: Path) -> dict[str, Any]:
+def earlier_choices(folder: Path, names: Iterable[str]) -> dict[str, Any]:
     """How a run learns that was begun in this folder, perhaps by a version with other defaults."""
     file = folder / "recipe.yaml"
     stored = BEFORE | read_yaml(file) if file.is_file() else {}
-    return {name: stored[name] for name in CHOICES if name in stored}
+    return {name: stored[name] for name in names if name in stored}
 
 
 def take_order(
@@ -723,6 +723,7 @@ def finetune(
         raise UserError(f"{checkpoint} is not a checkpoint folder. `firth pretrain` makes one: RUN/final.{also}")
     usual = read_config(checkpoint)
     fields = finetuning(usual) if recipe is None else named_recipe(recipe, usual)
+    fields |= {} if overwrite else earlier_choices(Path(output_dir), BEFORE)
     named: dict[str, Any] = {
         "checkpoint": str(checkpoint),
         "task": task,
