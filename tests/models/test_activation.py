@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing import assert_close
 
 from firth.models.activation import ACTIVATIONS, Gelu
 
@@ -40,3 +41,17 @@ def test_a_cpu_takes_pytorchs() -> None:
     x = torch.randn(100)
     assert torch.equal(ACTIVATIONS["gelu"](x), F.gelu(x))
     assert torch.equal(ACTIVATIONS["gelu-tanh"](x), F.gelu(x, approximate="tanh"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tanh", [False, True])
+def test_a_program_learns_in_every_precision(tanh: bool, dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    x = torch.linspace(-5, 5, 201).to(dtype)
+    program = torch.compile(lambda x: Gelu.apply(x, tanh), backend="aot_eager", fullgraph=True)
+    one, other = x.clone().requires_grad_(), x.float().requires_grad_()
+    program(one).sum().backward()
+    F.gelu(other, approximate="tanh" if tanh else "none").sum().backward()
+    assert one.grad is not None
+    assert other.grad is not None
+    assert_close(one.grad.float(), other.grad, atol=3e-6 if dtype == torch.float32 else 5e-3, rtol=0)

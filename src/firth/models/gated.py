@@ -14,7 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from firth.models.activation import ACTIVATIONS, COEFFICIENTS, CUBE, DENSITY, RATE, ROOT_HALF, STEEP, is_quick, share
+from firth.models.activation import (
+    ACTIVATIONS,
+    COEFFICIENTS,
+    CUBE,
+    DENSITY,
+    RATE,
+    ROOT_HALF,
+    STEEP,
+    is_quick,
+    rounded,
+    share,
+)  # fmt: skip
 from firth.models.tiles import triton
 
 if triton is not None:
@@ -41,7 +52,7 @@ class Gated(torch.autograd.Function):
         ctx.kind = kind
         gate, h = x.chunk(2, -1)
         y = F.silu(gate) if kind == KINDS["silu"] else gate * share(gate.float(), kind == KINDS["gelu-tanh"])[0]
-        return (y * h).to(x.dtype)
+        return rounded(y * h, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
