@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from firth.models import config as c
-from firth.models.activation import ACTIVATIONS
 from firth.models.attention import Attention, Keys, Sight
+from firth.models.biased import activated
 from firth.models.dropout import Dropout
 from firth.models.gated import gated
 from firth.models.programs import part
@@ -36,8 +36,7 @@ class MLP(nn.Module):
         self.drop = Dropout(config.mlp_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
-        h = gated(h, self.activation) if self.gated else ACTIVATIONS[self.activation](h)
+        h = gated(self.up(x), self.activation) if self.gated else activated(self.up, x, self.activation)
         return self.down(self.drop(h))
 
 

@@ -72,11 +72,19 @@ def linear_cross_entropy(
             scores_NP = F.linear(piece_NE, weight_PE, bias_P)
             loss += to_errors(scores_NP, labels[start : start + rows], V)
             torch.mm(scores_NP, weight_PE, out=dx[start : start + rows])
-            dweight_PE += scores_NP.t() @ piece_NE
+            add_product(dweight_PE, scores_NP.t(), piece_NE)
             if bias is not None:
                 dbias_P += scores_NP.sum(0, dtype=torch.float32)
         dbias = dbias_P[:V] if bias is not None else dbias_P
         return loss, dx, dweight_PE[:V].to(weight.dtype), dbias if bias is None else dbias.to(bias.dtype)
+
+
+def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to float32 numbers. A GPU adds as it multiplies, where that is in half as many bits."""
+    if a.is_cuda and a.dtype != torch.float32:
+        torch.addmm(into, a, b, out_dtype=torch.float32, out=into)
+    else:
+        into += a @ b
 
 
 @linear_cross_entropy.register_fake

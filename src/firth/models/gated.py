@@ -79,13 +79,9 @@ if triton is not None:
     SLOW, BELL, TWICE, THIRD = (tl.constexpr(c) for c in (RATE * ROOT_HALF, DENSITY, STEEP, CUBE))
 
     @triton.jit
-    def gated_kernel(dy, x, dx, many, N: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
-        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        inside, at = i < many, i + i // N * N
-        g = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        h = tl.load(x + at + N, mask=inside, other=0.0).to(tl.float32)
-        error = tl.load(dy + i, mask=inside, other=0.0).to(tl.float32)
-        if KIND == 0:  # as `share` has it
+    def share_in_kernel(g, KIND: tl.constexpr):
+        """What `share` finds, and for SiLU what takes its place."""
+        if KIND == 0:
             t = 1.0 / (1.0 + SLOW * tl.abs(g))
             bell = tl.exp(-0.5 * g * g)
             tail = 0.5 * ((((A5 * t + A4) * t + A3) * t + A2) * t + A1) * t * bell
@@ -96,5 +92,15 @@ if triton is not None:
             slope = below * (1.0 - below)
             if KIND == 1:
                 slope *= TWICE * (1.0 + 3.0 * THIRD * g * g)
+        return below, slope
+
+    @triton.jit
+    def gated_kernel(dy, x, dx, many, N: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside, at = i < many, i + i // N * N
+        g = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        h = tl.load(x + at + N, mask=inside, other=0.0).to(tl.float32)
+        error = tl.load(dy + i, mask=inside, other=0.0).to(tl.float32)
+        below, slope = share_in_kernel(g, KIND)
         tl.store(dx + at, (error * h * (below + g * slope)).to(dx.dtype.element_ty), mask=inside)
         tl.store(dx + at + N, (error * g * below).to(dx.dtype.element_ty), mask=inside)

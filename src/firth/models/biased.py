@@ -1,0 +1,92 @@
+"""A bias and an activation whose gradients are made in one pass.
+
+Torch's compiler computes the gradient of the activation twice: to write it, and again to add it up for the bias. Here
+each tile of it is added up as it is written.
+
+M rows of N numbers, C tiles of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from firth.models.activation import ACTIVATIONS, is_quick, rounded, share
+from firth.models.gated import FEW, KINDS
+from firth.models.tiles import triton
+
+if triton is not None:
+    import triton.language as tl
+
+    from firth.models.gated import share_in_kernel
+
+ROWS, STEP, COLUMNS = 256, 8, 256  # of a tile, of them at once, and how wide it is
+
+
+def activated(linear: nn.Module, x: Tensor, activation: str) -> Tensor:
+    """An activation of what a linear map finds."""
+    if not (triton is not None and is_quick(x) and activation in KINDS and type(linear) is nn.Linear):
+        return ACTIVATIONS[activation](linear(x))
+    if linear.bias is None or x.shape[:-1].numel() * linear.out_features > FEW:
+        return ACTIVATIONS[activation](linear(x))
+    found: Tensor = Biased.apply(F.linear(x, linear.weight), linear.bias, KINDS[activation])
+    return found
+
+
+class Biased(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias_N: Tensor, kind: int) -> Tensor:
+        ctx.save_for_backward(x, bias_N)
+        ctx.kind = kind
+        h = x.float() + bias_N.float()
+        return rounded(F.silu(h) if kind == KINDS["silu"] else h * share(h, kind == KINDS["gelu-tanh"])[0], x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, bias_N = ctx.saved_tensors
+        dx, sums_CN = biased_backward(dy, x, bias_N, ctx.kind)
+        return dx, rounded(sums_CN.sum(0), bias_N.dtype), None
+
+
+@torch.library.custom_op("firth::biased_backward", mutates_args=())
+def biased_backward(dy: Tensor, x: Tensor, bias: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+    """The gradient of what the bias is added to, and its sums over the rows of each tile."""
+    dy, x = dy.contiguous(), x.contiguous()
+    N, M = len(bias), x.numel() // len(bias)
+    dx, sums_CN = torch.empty_like(x), x.new_empty(triton.cdiv(M, ROWS), N, dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        biased_kernel[(len(sums_CN), triton.cdiv(N, COLUMNS))](
+            dy, x, bias, dx, sums_CN, M, N, KIND=kind, ROWS=ROWS, STEP=STEP, COLUMNS=COLUMNS
+        )
+    return dx, sums_CN
+
+
+@biased_backward.register_fake
+def _(dy: Tensor, x: Tensor, bias: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+    chunks = -(-(x.numel() // len(bias)) // ROWS)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return dx, x.new_empty(chunks, len(bias), dtype=torch.float32)
+
+
+if triton is not None:
+
+    @triton.jit
+    def biased_kernel(
+        dy, x, bias, dx, sums, M, N,
+        KIND: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr,
+    ):  # fmt: skip
+        n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        b = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        total = tl.zeros([STEP, COLUMNS], tl.float32)
+        for first in range(0, ROWS, STEP):
+            m = tl.program_id(0) * ROWS + first + tl.arange(0, STEP)
+            at, inside = m[:, None] * N + n[None, :], (m < M)[:, None] & (n < N)[None, :]
+            h = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + b
+            below, slope = share_in_kernel(h, KIND)
+            error = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32) * (below + h * slope)
+            tl.store(dx + at, error.to(dx.dtype.element_ty), mask=inside)
+            total += error
+        tl.store(sums + tl.program_id(0) * N + n, tl.sum(total, 0), mask=n < N)

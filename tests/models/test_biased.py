@@ -1,0 +1,81 @@
+"""A bias and an activation by our kernel, against single operations: on a GPU, or in the interpreter of Triton."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models.test_gated import DEVICE, INTERPRETED, on_a_gpu
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from firth.models import biased as module
+from firth.models.activation import ACTIVATIONS
+from firth.models.biased import Biased, activated
+from firth.models.gated import KINDS
+
+
+def gradients(y: Tensor, *leaves: Tensor) -> list[Tensor]:
+    """What is found, and the gradients of what it was found from."""
+    return [y.detach(), *torch.autograd.grad((y.float() * weights(y)).sum(), leaves)]
+
+
+def weights(y: Tensor) -> Tensor:
+    return torch.linspace(-1, 2, y.numel(), device=y.device).view_as(y)
+
+
+def numbers(rows: int, n: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    x, bias = 3 * torch.randn(3, rows, n, device=DEVICE), torch.randn(n, device=DEVICE)
+    x[0, 0, :4] = torch.tensor([0.0, -30.0, 30.0, 1e-4])
+    return x, bias
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize(("rows", "n"), [(5, 48), (100, 264)])  # fewer and more than a tile has, both ways
+@pytest.mark.parametrize("activation", KINDS)
+def test_values_and_gradients_by_the_kernel(activation: str, rows: int, n: int) -> None:
+    x, bias = (a.requires_grad_() for a in numbers(rows, n))
+    wanted = gradients(ACTIVATIONS[activation](x + bias), x, bias)
+    for a, b in zip(gradients(Biased.apply(x, bias, KINDS[activation]), x, bias), wanted, strict=True):
+        assert_close(a, b, atol=2e-4, rtol=2e-5)
+    half = x.detach().bfloat16().requires_grad_()
+    exact = half.detach().float().requires_grad_()
+    wanted = gradients(ACTIVATIONS[activation](exact + bias), exact, bias)
+    found = gradients(Biased.apply(half, bias, KINDS[activation]), half, bias)
+    assert [a.dtype for a in found] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    for a, b in zip(found, wanted, strict=True):
+        assert (a.float() - b).norm() < 2**-8 * b.norm()
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize("activation", KINDS)
+def test_in_a_program(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_quick", lambda x: True)
+    torch._dynamo.reset()
+    x, linear = numbers(5, 16)[0].requires_grad_(), nn.Linear(16, 64).to(DEVICE)
+    program = torch.compile(activated, backend="aot_eager" if INTERPRETED else "inductor", fullgraph=True)
+    leaves = (x, linear.weight, linear.bias)
+    wanted = gradients(ACTIVATIONS[activation](linear(x)), *leaves)
+    for a, b in zip(gradients(program(linear, x, activation), *leaves), wanted, strict=True):
+        assert_close(a, b, atol=2e-4, rtol=2e-5)
+    linear.bfloat16()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = gradients(program(linear, x, activation), *leaves)
+        assert [a.dtype for a in found] == [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ["relu", *KINDS])
+def test_a_cpu_takes_single_operations(activation: str, bias: bool) -> None:
+    x, linear = torch.randn(3, 5, 8), nn.Linear(8, 16, bias=bias)
+    assert torch.equal(activated(linear, x, activation), ACTIVATIONS[activation](linear(x)))
+
+
+def test_what_is_no_plain_linear_map_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_quick", lambda x: True)
+    x, odd = torch.randn(3, 8), nn.Sequential(nn.Linear(8, 16))
+    assert torch.equal(activated(odd, x, "gelu"), ACTIVATIONS["gelu"](odd(x)))
+    without = nn.Linear(8, 16, bias=False)
+    assert torch.equal(activated(without, x, "gelu"), ACTIVATIONS["gelu"](without(x)))
