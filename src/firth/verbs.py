@@ -81,7 +81,7 @@ COUNTED = {"word2vec": ("word", 2**20), "glove": ("word", 2**20), "ngram": ("byt
 SAME_FIELDS = {"num_train_epochs": "epochs", "learning_rate": "alpha"}  # gensim's names for what all runs have
 
 # What a pretraining that goes on keeps, whatever has become usual since.
-CHOICES = ("optim", "learning_rate", "weight_decay", "warm_start", "seed", "residual")
+CHOICES = ("optim", "learning_rate", "weight_decay", "warm_start", "seed", *BEFORE)
 HOW_LONG = ("minutes", "max_steps", "num_train_epochs", "epochs")
 
 # These have as many numbers as the text has words: what each is good for, and how many numbers.

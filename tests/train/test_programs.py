@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from firth.errors import UserError
 from firth.models import Model, make_model, preset, programs
 from firth.objectives import Batch
-from firth.train import Machine, Run, Training, choose_machine
+from firth.train import Machine, Run, Training, choose_machine, device
 from firth.train.optim import make_optimizer
 from firth.train.step import gradients, kept_for_backward, prepared, train_step
 
@@ -158,3 +159,20 @@ def test_who_compiles_parts() -> None:
     assert choose_machine(Training(compile_parts=True)).parts
     assert not choose_machine(Training(compile=False, compile_parts=True)).parts
     assert "compiled in parts" in str(choose_machine(Training(compile=True, compile_parts=True)))
+    assert not choose_machine(Training(compile=True, minutes=3)).parts, "it gains nothing on a CPU"
+
+
+def test_a_short_run_on_a_gpu_compiles_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "device_of", lambda world: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+
+    def parts(**fields: Any) -> bool:
+        return choose_machine(Training(**fields)).parts
+
+    assert parts(minutes=3)
+    assert parts(minutes=15)
+    assert not parts(minutes=16)
+    assert not parts()
+    assert not parts(minutes=3, compile_parts=False)
+    assert not parts(minutes=3, compile=False)
+    assert not parts(minutes=3, cuda_graphs=True)

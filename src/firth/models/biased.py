@@ -23,7 +23,7 @@ if triton is not None:
 
     from firth.models.gated import share_in_kernel
 
-ROWS, STEP, COLUMNS = 256, 8, 256  # of a tile, of them at once, and how wide it is
+ROWS, STEP, COLUMNS, AHEAD = 256, 8, 256, 4  # of a tile, of them at once, how wide it is, and how many come meanwhile
 
 
 def activated(linear: nn.Module, x: Tensor, activation: str) -> Tensor:
@@ -59,7 +59,7 @@ def biased_backward(dy: Tensor, x: Tensor, bias: Tensor, kind: int) -> tuple[Ten
     dx, sums_CN = torch.empty_like(x), x.new_empty(triton.cdiv(M, ROWS), N, dtype=torch.float32)
     with torch.cuda.device_of(x):
         biased_kernel[(len(sums_CN), triton.cdiv(N, COLUMNS))](
-            dy, x, bias, dx, sums_CN, M, N, KIND=kind, ROWS=ROWS, STEP=STEP, COLUMNS=COLUMNS
+            dy, x, bias, dx, sums_CN, M, N, KIND=kind, ROWS=ROWS, STEP=STEP, COLUMNS=COLUMNS, AHEAD=AHEAD
         )
     return dx, sums_CN
 
@@ -77,11 +77,12 @@ if triton is not None:
     def biased_kernel(
         dy, x, bias, dx, sums, M, N,
         KIND: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr,
+        AHEAD: tl.constexpr,
     ):  # fmt: skip
         n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         b = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
         total = tl.zeros([STEP, COLUMNS], tl.float32)
-        for first in range(0, ROWS, STEP):
+        for first in tl.range(0, ROWS, STEP, num_stages=AHEAD):
             m = tl.program_id(0) * ROWS + first + tl.arange(0, STEP)
             at, inside = m[:, None] * N + n[None, :], (m < M)[:, None] & (n < N)[None, :]
             h = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + b

@@ -5,11 +5,12 @@ B rows, T places, U places of the decoder, K asked places, D model width, V voca
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -190,6 +191,10 @@ class Model(nn.Module):
     @property
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters())
+
+    def twin(self) -> Self:
+        """A copy with weights of its own, and the same tokenizer."""
+        return copy.deepcopy(self, {id(self.tokenizer): self.tokenizer})
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
         """Write a Hugging Face folder; the tokenizer goes along when the model has one."""

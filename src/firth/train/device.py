@@ -14,6 +14,8 @@ from firth.text.pydocs import cache_folder
 from firth.train.parallel import ALONE, World, device_of
 from firth.train.recipe import Training
 
+SOON = 15  # minutes, up to which a step that is ready sooner is worth more than one that is faster
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -62,11 +64,12 @@ def choose_machine(training: Training, world: World = ALONE) -> Machine:
         torch.set_float32_matmul_precision("high")
     model = getattr(training, "model", None)
     gains = device.type == "cuda" and getattr(model, "recurrent", None) is None  # cuDNN's LSTMs are programs already
-    compiles = gains or training.compile_parts if training.compile is None else training.compile
+    compiles = gains or bool(training.compile_parts) if training.compile is None else training.compile
     if compiles:
         keep_compiled()
+    soon = device.type == "cuda" and 0 < training.minutes <= SOON and not training.cuda_graphs
     # fsdp gathers the weights of a block before it is computed
-    parts = compiles and (training.compile_parts or world.kind == "fsdp")
+    parts = compiles and (world.kind == "fsdp" or (soon if training.compile_parts is None else training.compile_parts))
     # what is in a graph's memory does not outlive the next replay: neither gradients nor what a model remembers
     one = training.gradient_accumulation_steps == 1 and not getattr(training, "memory", 0)
     why = no_graphs(training, device, compiles and not parts, world)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ class Halved:
 
     def __init__(self, model: Model, program: Callable[[Losses], Losses]) -> None:
         self.model = model
-        self.twin = copy.deepcopy(model, {id(model.tokenizer): model.tokenizer}).bfloat16()
+        self.twin = model.twin().bfloat16()
         self.losses = program(self.twin.losses)
 
     def __call__(self, batch: Any) -> dict[str, torch.Tensor]:

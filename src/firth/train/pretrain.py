@@ -152,7 +152,7 @@ def run_in(
 
         def try_out() -> tuple[float, float]:
             def one(plain: Recipe, judged: bool) -> tuple[float, float]:
-                twin, source = first_model(plain, tokenizer, teacher), shorter.get(plain.max_seq_length, rows)
+                twin, source = model.twin(), shorter.get(plain.max_seq_length, rows)
                 batches, judge = batch_function(plain, source, tokenizer, world=world), evaluate if judged else None
                 return trial(plain, machine, twin, batches, judge, learn_from(teacher, twin, plain))
 

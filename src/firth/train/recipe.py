@@ -21,7 +21,7 @@ from firth.tokens import Mix
 R = TypeVar("R")  # a recipe: a dataclass of plain values
 LONGEST_ROW = 2**16  # places in a row are sorted as numbers of 16 bits
 LARGEST_STEP = 2**31  # tokens: whoever asks for more has mistyped, and no memory holds them
-BEFORE = {"residual": "float32"}  # how runs were computed that began before there was such a field
+BEFORE = {"residual": "float32", "compile_parts": False}  # how runs were computed before there were such fields
 LONGEST_RUN = 10**9  # minutes, or times through the text: whoever asks for more has mistyped
 
 
@@ -120,10 +120,10 @@ class Training:
     compile: bool | None = option(
         None, "Compile the step (torch.compile); by itself on a GPU. What was compiled is kept in ~/.cache/firth."
     )
-    compile_parts: bool = option(
-        False,
-        "Compile each kind of block once, not the step as a whole: the first step comes 40 s sooner, and each is 3 or "
-        "4% slower (BERT-base, H200). It pays in runs of less than a quarter of an hour.",
+    compile_parts: bool | None = option(
+        None,
+        "Compile each kind of block once, not the step as a whole: the first step comes up to 40 s sooner, and each is "
+        "up to 4% slower (H200). By itself where --minutes are at most 15.",
     )
     cuda_graphs: bool | None = option(
         None,

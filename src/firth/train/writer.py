@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -88,7 +87,7 @@ class Twin:
     """A copy of a run's tensors in the host's memory, in places that are made once; pinned where there is a GPU."""
 
     def __init__(self, model: Model) -> None:
-        self.model = copy.deepcopy(model, {id(model.tokenizer): model.tokenizer}).to("cpu").requires_grad_(False)
+        self.model = model.twin().to("cpu").requires_grad_(False)
         self.tensors: dict[str, torch.Tensor] = {}
 
     def copy(self, kept: Kept) -> tuple[Kept, Callable[[], None]]:
