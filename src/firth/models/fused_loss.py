@@ -70,11 +70,13 @@ def linear_cross_entropy(
         for start in range(0, len(x), rows):
             piece_NE = x[start : start + rows]
             scores_NP = F.linear(piece_NE, weight_PE, bias_P)
-            loss += to_errors(scores_NP, labels[start : start + rows], V)
-            torch.mm(scores_NP, weight_PE, out=dx[start : start + rows])
-            add_product(dweight_PE, scores_NP.t(), piece_NE)
+            dx_NE = dx[start : start + rows]
+            more_loss, share_N1 = to_errors(scores_NP, labels[start : start + rows], V)
+            loss += more_loss
+            torch.mm(scores_NP, weight_PE, out=dx_NE).mul_(share_N1)
+            add_product(dweight_PE, scores_NP.t(), (piece_NE * share_N1).to(x.dtype))
             if bias is not None:
-                dbias_P += scores_NP.sum(0, dtype=torch.float32)
+                add_product(dbias_P[:, None], scores_NP.t(), share_N1.to(x.dtype))
         dbias = dbias_P[:V] if bias is not None else dbias_P
         return loss, dx, dweight_PE[:V].to(weight.dtype), dbias if bias is None else dbias.to(bias.dtype)
 
@@ -110,18 +112,27 @@ def differentiate(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]
 linear_cross_entropy.register_autograd(differentiate, setup_context=keep)
 
 
-def to_errors(scores_NP: Tensor, labels_N: Tensor, V: int) -> Tensor:
-    """The summed loss of some scores, which become their own gradients; those beyond V are of no tokens."""
+def to_errors(scores_NP: Tensor, labels_N: Tensor, V: int) -> tuple[Tensor, Tensor]:
+    """The summed loss of some scores, and what each row of them has to be multiplied by to be their gradients.
+
+    They are written over; those beyond V are of no tokens.
+    """
     if triton is None or not scores_NP.is_cuda:
         return to_errors_plainly(scores_NP, labels_N, V)
+    return to_errors_at_once(scores_NP, labels_N, V)
+
+
+def to_errors_at_once(scores_NP: Tensor, labels_N: Tensor, V: int) -> tuple[Tensor, Tensor]:
+    """The same by a kernel; by one that reads everything once, where numbers may be as large as in float32."""
     N, P = scores_NP.shape
-    losses_N = scores_NP.new_empty(N, dtype=torch.float32)
+    losses_N, share_N1 = (scores_NP.new_ones(shape, dtype=torch.float32) for shape in ((N,), (N, 1)))
+    kernel = errors_kernel if scores_NP.dtype == torch.float16 else unscaled_errors_kernel
     with torch.cuda.device_of(scores_NP):
-        errors_kernel[(N,)](scores_NP, labels_N, losses_N, V, P, scores_NP.stride(0), BLOCK=BLOCK, num_warps=4)
-    return losses_N.sum()
+        kernel[(N,)](scores_NP, labels_N, losses_N, share_N1, V, P, scores_NP.stride(0), BLOCK=BLOCK, num_warps=4)
+    return losses_N.sum(), share_N1
 
 
-def to_errors_plainly(scores_NP: Tensor, labels_N: Tensor, V: int) -> Tensor:
+def to_errors_plainly(scores_NP: Tensor, labels_N: Tensor, V: int) -> tuple[Tensor, Tensor]:
     """The same in single operations."""
     log_NV = scores_NP[:, :V].float().log_softmax(1)
     loss = F.nll_loss(log_NV, labels_N, ignore_index=IGNORED, reduction="sum")
@@ -129,16 +140,52 @@ def to_errors_plainly(scores_NP: Tensor, labels_N: Tensor, V: int) -> Tensor:
     error_NV.scatter_add_(1, labels_N.clamp(min=0)[:, None], error_NV.new_full((len(labels_N), 1), -1.0))
     scores_NP[:, :V] = error_NV * (labels_N != IGNORED)[:, None]
     scores_NP[:, V:] = 0
-    return loss
+    return loss, torch.ones_like(scores_NP[:, :1], dtype=torch.float32)
 
 
 if triton is not None:
     BLOCK = 2048  # scores of a row that are read together
     LOG_2 = tl.constexpr(math.log(2))  # powers of 2 are what the GPU has
+    FAR = tl.constexpr(80.0)  # a score may be above what others are compared with by so many: 2 to that is a number
 
     @triton.jit
-    def errors_kernel(scores, labels, losses, V, P, stride, BLOCK: tl.constexpr):
-        """One row: its loss, and in place of its scores their gradients."""
+    def unscaled_errors_kernel(scores, labels, losses, shares, V, P, stride, BLOCK: tl.constexpr):
+        """One row: its loss, and in place of its scores their gradients times a sum that is known only at the end.
+
+        Exponentials are of how far scores are above the highest of those that were read first. Where a later one is
+        too far above that, those before it are written anew.
+        """
+        n = tl.program_id(0).to(tl.int64)
+        row, label = scores + n * stride, tl.load(labels + n)
+        asked, column = label >= 0, tl.arange(0, BLOCK)
+        answer = row + tl.where(asked, label, 0)
+        own = tl.load(answer).to(tl.float32) / LOG_2
+        tl.debug_barrier()  # all have read before any writes
+        base = float("-inf")
+        total = 0.0
+        for first in range(0, P, BLOCK):
+            v = first + column
+            x = tl.load(row + v, mask=v < P, other=0.0).to(tl.float32) / LOG_2  # a mask by V would split wide reads
+            x = tl.where(v < V, x, float("-inf"))
+            highest = tl.max(x, 0)
+            if highest > base + FAR:
+                less = tl.exp2(base - highest)
+                for before in range(0, first, BLOCK):
+                    w = row + before + column  # all of them within the row
+                    tl.store(w, (tl.load(w).to(tl.float32) * less).to(scores.dtype.element_ty))
+                total *= less
+                base = highest
+            error = tl.exp2(x - base)
+            total += tl.sum(error, 0)
+            tl.store(row + v, error.to(scores.dtype.element_ty), mask=v < P)
+        tl.store(losses + n, tl.where(asked, (base + tl.log2(total) - own) * LOG_2, 0.0))
+        tl.store(shares + n, tl.where(asked, 1.0 / total, 0.0))
+        tl.debug_barrier()
+        tl.store(answer, (tl.exp2(own - base) - total).to(scores.dtype.element_ty), mask=asked)
+
+    @triton.jit
+    def errors_kernel(scores, labels, losses, shares, V, P, stride, BLOCK: tl.constexpr):
+        """One row: its loss, and in place of its scores their gradients. (`shares` stay 1.)"""
         n = tl.program_id(0).to(tl.int64)
         row, label = scores + n * stride, tl.load(labels + n)
         asked, column = label >= 0, tl.arange(0, BLOCK)
