@@ -95,8 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             words = command(given.model, shards, folder, given.save, given.overrides)
             found["python"].append(loading())
             found["fresh"].append(until_a_step(words, folder, 0, given.save))
+            say(f"{WAYS['python']} {found['python'][-1]:.1f} s, {WAYS['fresh']} {found['fresh'][-1]:.1f} s")
             found["resume"].append(until_a_step(words, folder, given.save, given.save))
-            say(", ".join(f"{WAYS[name]} {times[-1]:.1f} s" for name, times in found.items()))
+            say(f"{WAYS['resume']} {found['resume'][-1]:.1f} s")
         checkpoint = Path(place) / "run-0" / f"checkpoint-{given.save}"
         size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
     machine = choose_machine(Training())
