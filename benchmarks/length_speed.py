@@ -86,20 +86,21 @@ def main(words: Sequence[str] | None = None) -> None:
     machine, config = choose_machine(settings), preset(options.model)
     versions = f"firth {__version__}, torch {torch.__version__}"
     say(f"{versions}; {machine}; {options.model}, {options.tokens:,} tokens a step {' '.join(options.changes)}")
-    found = {}
+    found: dict[int, list[Speed]] = {}
     for length in map(int, options.lengths.split(",")):
         workload = workload_of(config, length, options.tokens)
-        found[length] = measured(
-            f"{options.model} {workload.rows}x{length}", workload, machine, options.steps, settings
-        )
+        name = f"{options.model} {workload.rows}x{length}"
+        found[length] = measured(name, workload, machine, options.steps, settings)
+        for s in found[length]:
+            say(f"{name}: {s.side} {s.tokens_per_second:,.0f} tokens/s {gigabytes(s.memory)}")
+        if options.plot and any(found.values()):  # each time, so that what is measured is not lost
+            draw(f"{options.model} on {machine}", found, options.plot)
     rows = [
         (f"{max(options.tokens // length, 1)}x{length}", s.side, f"{s.tokens_per_second:,.0f}", gigabytes(s.memory))
         for length, speeds in found.items()
         for s in speeds
     ]
     show_table(f"{options.model} by length", ("rows", "side", "tokens/s", "memory"), rows)
-    if options.plot and any(found.values()):
-        draw(f"{options.model} on {machine}", found, options.plot)
     if options.json:
         speeds = [{"length": n, **asdict(s)} for n, some in found.items() for s in some]
         print(json.dumps({"versions": versions, "machine": str(machine), "speeds": speeds}))
