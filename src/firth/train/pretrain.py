@@ -41,7 +41,7 @@ from firth.tokens import (
 from firth.train.checkpoint import disk_errors, last_checkpoint, last_writes
 from firth.train.clock import Clock
 from firth.train.deterministic import deterministic
-from firth.train.device import Machine, choose_machine
+from firth.train.device import Machine, choose_machine, loading_compiler
 from firth.train.diagnose import spoilt_layers
 from firth.train.feed import alone, batch_function, held_out_rows, make_batch, open_data, row_source, shorter_rows
 from firth.train.folder import shared_folder
@@ -147,7 +147,8 @@ def run_in(
     if recipe.warm_start == "ppmi" and world.first and not (resume and last_checkpoint(folder)):
         assert isinstance(shards, Prepared), "a recipe with a mix has no warm start"
         say("counting which tokens keep company, for the first embeddings")
-        warm_start(model, shards.train, recipe.seed)
+        with loading_compiler(machine):
+            warm_start(model, shards.train, recipe.seed)
     if begins:
 
         def try_out() -> tuple[float, float]:
