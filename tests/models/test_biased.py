@@ -60,10 +60,11 @@ def test_in_a_program(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = gradients(ACTIVATIONS[activation](linear(x)), *leaves)
     for a, b in zip(gradients(program(linear, x, activation), *leaves), wanted, strict=True):
         assert_close(a, b, atol=2e-4, rtol=2e-5)
-    linear.bfloat16()
     with torch.autocast(DEVICE, torch.bfloat16):
         found = gradients(program(linear, x, activation), *leaves)
-        assert [a.dtype for a in found] == [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]
+    assert [a.dtype for a in found] == [torch.bfloat16, torch.float32, torch.float32, torch.float32]
+    for a, b in zip(found, wanted, strict=True):
+        assert (a.float() - b).norm() < 0.02 * b.norm()
 
 
 @pytest.mark.parametrize("bias", [False, True])

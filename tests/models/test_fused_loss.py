@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models.test_gated import DEVICE, on_a_gpu
+from torch import Tensor
 from torch.testing import assert_close
 
+from firth.models import fused_loss
 from firth.models.fused_loss import to_errors_at_once, to_errors_plainly
 
 N, V = 12, 5003
@@ -34,6 +37,27 @@ def test_losses_and_gradients(far: str, dtype: torch.dtype) -> None:
     assert_close(mine * share_N1, other, rtol=2e-4 if dtype == torch.float32 else 1e-2, atol=1e-6)
     assert mine[:, V:].abs().max() == 0
     assert mine.isfinite().all()
+
+
+@pytest.mark.parametrize("piece", [4, 12])
+def test_gradients_that_are_scaled_at_the_end(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernel leaves them, which a CPU does not have."""
+
+    def scaled(scores_NP: Tensor, labels_N: Tensor, V: int) -> tuple[Tensor, Tensor]:
+        loss, share_N1 = to_errors_plainly(scores_NP, labels_N, V)
+        sum_N1 = torch.linspace(1, 1e6, len(scores_NP))[:, None]
+        scores_NP *= sum_N1
+        return loss, share_N1 / sum_N1
+
+    monkeypatch.setattr(fused_loss, "to_errors", scaled)
+    monkeypatch.setattr(fused_loss, "piece_rows", lambda N, P: piece)
+    x, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((N, 8), (40, 8), (40,)))
+    labels = torch.arange(N)
+    labels[::5] = -100
+    found = torch.autograd.grad(fused_loss.linear_cross_entropy(x, weight, bias, labels, 3)[0], (x, weight, bias))
+    plain = F.cross_entropy(F.linear(x, weight, bias), labels, reduction="sum")
+    for mine, other in zip(found, torch.autograd.grad(plain, (x, weight, bias)), strict=True):
+        assert_close(mine, other)
 
 
 def test_rows_that_ask_nothing_learn_nothing() -> None:

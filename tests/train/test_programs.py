@@ -166,6 +166,7 @@ def test_who_compiles_parts() -> None:
 
 def test_a_short_run_on_a_gpu_compiles_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "device_of", lambda world: torch.device("cuda"))
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
 
     def parts(**fields: Any) -> bool:
@@ -178,6 +179,8 @@ def test_a_short_run_on_a_gpu_compiles_parts(monkeypatch: pytest.MonkeyPatch) ->
     assert not parts(minutes=3, compile_parts=False)
     assert not parts(minutes=3, compile=False)
     assert not parts(minutes=3, cuda_graphs=True)
+    assert not parts(minutes=3, weights="bf16"), "it would lose its graphs"
+    assert parts(minutes=3, weights="bf16", gradient_accumulation_steps=2), "it has none"
 
 
 @pytest.mark.parametrize("compiles", [False, True])

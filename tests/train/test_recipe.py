@@ -198,6 +198,14 @@ def test_a_resumed_run_takes_what_was_settled() -> None:
     assert same_recipe(first, Training(output_dir="run", num_train_epochs=2)) == first
 
 
+@pytest.mark.parametrize("then", [None, False, True])
+def test_a_resumed_run_compiles_as_it_did(then: bool | None) -> None:
+    first = Training(max_steps=5, compile_parts=then)
+    assert same_recipe(first, Training(max_steps=5)) == first
+    with pytest.raises(UserError, match=f"compile_parts: {then} -> {not then}"):
+        same_recipe(first, replace(first, compile_parts=not then))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -83,7 +83,7 @@ def linear_cross_entropy(
 
 def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to float32 numbers. A GPU adds as it multiplies, where that is in half as many bits."""
-    if a.is_cuda and a.dtype != torch.float32:
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         torch.addmm(into, a, b, out_dtype=torch.float32, out=into)
     else:
         into += a @ b

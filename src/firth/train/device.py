@@ -70,12 +70,14 @@ def choose_machine(training: Training, world: World = ALONE) -> Machine:
     compiles = gains or bool(training.compile_parts) if training.compile is None else training.compile
     if compiles:
         keep_compiled()
-    soon = device.type == "cuda" and 0 < training.minutes <= SOON and not training.cuda_graphs
-    # fsdp gathers the weights of a block before it is computed
-    parts = compiles and (world.kind == "fsdp" or (soon if training.compile_parts is None else training.compile_parts))
     # what is in a graph's memory does not outlive the next replay: neither gradients nor what a model remembers
     one = training.gradient_accumulation_steps == 1 and not getattr(training, "memory", 0)
-    why = no_graphs(training, device, compiles and not parts, world)
+    whole, apart = (no_graphs(training, device, program, world) for program in (compiles, False))
+    soon = device.type == "cuda" and 0 < training.minutes <= SOON and not training.cuda_graphs
+    soon = soon and not (one and apart and not whole)  # parts would cost it its graphs
+    # fsdp gathers the weights of a block before it is computed
+    parts = compiles and (world.kind == "fsdp" or (soon if training.compile_parts is None else training.compile_parts))
+    why = apart if parts else whole
     if training.cuda_graphs and why:
         say(f"no CUDA graphs: {why}")
     graphs = (one and compiles if training.cuda_graphs is None else training.cuda_graphs) and not why

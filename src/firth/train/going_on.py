@@ -19,7 +19,10 @@ from firth.train.recipe import Recipe, Training, differences, save_recipe
 
 R = TypeVar("R", bound=Training)
 # Fields that a run may leave open, and then fixes, or notes of itself.
-SETTLED = ("max_steps", "warmup_steps", "eval_steps", "shards_checksum", "train_checksum", "dev_checksum", "skips")
+SETTLED = (
+    *("max_steps", "warmup_steps", "eval_steps", "shards_checksum", "train_checksum", "dev_checksum", "skips"),
+    "compile_parts",
+)
 FIXED = ("model", "optim", "ema_decay", "order", "memory", "tokenizer")  # what a checkpoint's tensors depend on
 WAYS = ("parallel", "cpu_offload")  # how a step is computed, not what: any of them can go on with any checkpoint
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "processes")  # whose product a run keeps
@@ -156,9 +159,11 @@ def pass_over(folder: Path, start: int, last: int) -> None:
 
 
 def left_open(recipe: Training, name: str) -> bool:
-    """Whether a field that `settle` can fix is left to it."""
+    """Whether a field says nothing, and is found when a run begins."""
     if name == "max_steps":
         return bool(recipe.minutes) or not recipe.max_steps
+    if name == "compile_parts":
+        return recipe.compile_parts is None
     return getattr(recipe, name) < 0 if name == "warmup_steps" else not getattr(recipe, name)
 
 

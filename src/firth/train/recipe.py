@@ -123,7 +123,7 @@ class Training:
     compile_parts: bool | None = option(
         None,
         "Compile each kind of block once, not the step as a whole: the first step comes up to 40 s sooner, and each is "
-        "up to 4% slower (H200). By itself where --minutes are at most 15.",
+        "up to 4% slower (H200). By itself on a GPU where --minutes are at most 15.",
     )
     cuda_graphs: bool | None = option(
         None,
