@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from firth.models.activation import ACTIVATIONS, is_quick, rounded, share
-from firth.models.gated import FEW, KINDS
+from firth.models.activation import ACTIVATIONS, is_quick, rounded
+from firth.models.gated import FEW, KINDS, by_kind
 from firth.models.tiles import triton
 
 if triton is not None:
@@ -41,8 +41,7 @@ class Biased(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias_N: Tensor, kind: int) -> Tensor:
         ctx.save_for_backward(x, bias_N)
         ctx.kind = kind
-        h = x.float() + bias_N.float()
-        return rounded(F.silu(h) if kind == KINDS["silu"] else h * share(h, kind == KINDS["gelu-tanh"])[0], x.dtype)
+        return rounded(by_kind(x.float() + bias_N.float(), kind), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:

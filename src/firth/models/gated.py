@@ -45,14 +45,18 @@ def gated(x: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation](gate) * h
 
 
+def by_kind(x: Tensor, kind: int) -> Tensor:
+    """The activation of a kind that the kernel knows."""
+    return F.silu(x) if kind == KINDS["silu"] else x * share(x.float(), kind == KINDS["gelu-tanh"])[0]
+
+
 class Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: int) -> Tensor:
         ctx.save_for_backward(x)
         ctx.kind = kind
         gate, h = x.chunk(2, -1)
-        y = F.silu(gate) if kind == KINDS["silu"] else gate * share(gate.float(), kind == KINDS["gelu-tanh"])[0]
-        return rounded(y * h, x.dtype)
+        return rounded(by_kind(gate, kind) * h, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
