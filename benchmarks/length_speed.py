@@ -57,7 +57,7 @@ def measured(name: str, workload: Workload, machine: Machine, steps: int, settin
 
 
 def draw(title: str, found: dict[int, list[Speed]], path: str) -> None:
-    page = Page(title)
+    page, found = Page(title), dict(sorted(found.items()))
     memory = any(s.memory is not None for speeds in found.values() for s in speeds)
     for label, of in (("tokens/s", "tokens_per_second"), *([("GiB", "memory")] if memory else [])):
         figure, axes = axes_of("tokens in a row", label)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from firth.models import PRESETS, attention, make_model, with_extras
-from firth.models.attention import Sight, see
+from firth.models.attention import Sight, make_reach, see
 from firth.models.fused import Reach, attend_at_once, attend_packed, to_drop
 from firth.models.tiles import triton
 from firth.models.two_stream import see_earlier
@@ -143,6 +143,38 @@ def test_in_a_program(name: str, packed: bool) -> None:
     for a, b in zip(*found, strict=True):
         assert_close(a, b, rtol=1e-4, atol=1e-5)
         assert a.stride() == b.stride()
+
+
+FAR_CASES = {
+    "both ways": Case(320, 320, 32),
+    "parts of tiles": Case(250, 330, 32, mask=True),
+    "causal": Case(300, 300, 32, causal=True, dropout=0.2),
+    "documents": Case(320, 320, 32),
+    "causal documents": Case(320, 320, 32, causal=True),
+}
+
+
+@pytest.mark.parametrize("name", FAR_CASES)
+def test_all_that_is_far_has_one_number(name: str) -> None:
+    """Said or not: the same values and gradients, also of the numbers that a bias is made of."""
+    case, far, generator = FAR_CASES[name], 70, torch.Generator(DEVICE).manual_seed(3)
+    T, S, d = case.T, case.S, case.d
+    distance = torch.arange(S, device=DEVICE) - torch.arange(T, device=DEVICE)[:, None]
+    q, k, v = (torch.randn(B, H, n, d, device=DEVICE, generator=generator) for n in (T, S, S))
+    table = torch.randn(H, 2 * far + 1, device=DEVICE, generator=generator)
+    mask = torch.rand(B, 1, T, S, device=DEVICE, generator=generator) < 0.6 if case.mask else None
+    doc = torch.arange(T, device=DEVICE).expand(B, T) // 150 if "documents" in name else None
+    reach = make_reach(case.causal, doc, None) if doc is not None else None
+    found = []
+    for known in (0, far):
+        given = [x.clone().requires_grad_() for x in (q, k, v, table)]
+        bias = given[3][:, distance.clamp(-far, far) + far][None]
+        torch.manual_seed(4)
+        causal = case.causal and reach is None
+        y = attend_at_once(*given[:3], mask, reach, bias, causal, case.dropout, 0.125, known)
+        found.append([y, *torch.autograd.grad(y.square().sum(), given)])
+    for a, b in zip(*found, strict=True):
+        assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def heads_of(case: Case) -> int:

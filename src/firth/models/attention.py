@@ -32,8 +32,10 @@ class Sight(NamedTuple):
 
     causal: bool = False
     mask: Tensor | None = None
+    ordered: bool = False  # the mask says no more than `causal` would, which fits no score
     score: Tensor | None = None  # (B or 1, H, T, S) added to the scores, -inf where the mask forbids
     bias: Tensor | None = None  # (1, H, T, S) the same before the mask, where it is the same for all rows
+    far: int = 0  # from so many places on, to either side, all of a head have the same bias; 0 if that is never so
     turn: Turn | None = None  # turns queries and keys by their places
     places: Any = None  # what the scores of a layer need to know of the row
     some_see_nobody: bool = False
@@ -41,6 +43,12 @@ class Sight(NamedTuple):
     reach: Reach | None = None  # what the mask says, where that can be said by a number for each place
     own: bool = True  # whether our own kernel may compute it
     keep: Keep | None = None  # takes the keys and values (B, G, T, d) of new places, gives all that are read
+
+    def for_kernel(self, dtype: torch.dtype, dropout: float, scale: float) -> tuple[Any, ...]:
+        """What our own kernel takes after queries, keys and values."""
+        bias = None if self.bias is None else self.bias.to(dtype)
+        mask = None if self.ordered else self.mask
+        return mask, self.reach, bias, self.causal or self.ordered, dropout, scale, self.far
 
 
 class Keys(NamedTuple):
@@ -64,11 +72,12 @@ def see(
     read_doc: Tensor | None = None,
     score: Tensor | None = None,
     near: Near | None = None,
+    far: int = 0,
 ) -> Sight:
     """Sight from the fields of a batch: the same document, and `rank[j] <= rank[i]`.
 
     Without `rank` a causal stack reads in order of place. `read_doc` are the documents of another sequence
-    (cross-attention); without documents everything is one. `near` narrows what is seen.
+    (cross-attention); without documents everything is one. `near` narrows what is seen. `far` is of the score.
     """
     mask = None
     if doc is not None:
@@ -92,7 +101,8 @@ def see(
     reach = make_reach(causal, doc, rank, read_doc, near=near)
     if reach is not None and reach.key.is_cuda:
         reach = in_tiles(reach)  # once for all layers
-    return Sight(causal and rank is None and mask is None, mask, score, bias, reach=reach)
+    ordered = causal and doc is None and rank is None and near is None
+    return Sight(ordered and mask is None, mask, ordered and mask is not None, score, bias, far, reach=reach)
 
 
 def make_reach(
@@ -158,8 +168,7 @@ def attend(q_BHTd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, sight: Sight, dropout
     if way == "plain":
         return plain(q_BHTd, k_BGSd, v_BGSd, sight, dropout, scale)
     if way == "fused":
-        bias = learned_bias(sight, q_BHTd.dtype)
-        return attend_at_once(q_BHTd, k_BGSd, v_BGSd, sight.mask, sight.reach, bias, sight.causal, dropout, scale)
+        return attend_at_once(q_BHTd, k_BGSd, v_BGSd, *sight.for_kernel(q_BHTd.dtype, dropout, scale))
     bias = sight.mask if sight.score is None else sight.score.to(q_BHTd.dtype)
     grouped = q_BHTd.shape[1] != k_BGSd.shape[1]
     if grouped and bias is not None:  # the fused kernels that take a bias do not share heads
@@ -180,10 +189,6 @@ def attend(q_BHTd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, sight: Sight, dropout
 def way_of(q_BHTd: Tensor, k_BGSd: Tensor, sight: Sight, dropout: float) -> Literal["plain", "sdpa", "fused"]:
     own = can_do(q_BHTd, k_BGSd, sight)
     return kernel(q_BHTd.device.type, sight, dropout, torch.compiler.is_compiling(), own=own)
-
-
-def learned_bias(sight: Sight, dtype: torch.dtype) -> Tensor | None:
-    return None if sight.bias is None else sight.bias.to(dtype)
 
 
 def can_do(q_BHTd: Tensor, k_BGSd: Tensor, sight: Sight) -> bool:
@@ -276,8 +281,8 @@ class Attention(nn.Module):
             if plain_rows and way_of(self.split(q), self.split(k), sight, dropout) == "fused":
                 if sight.turn is not None:
                     together = sight.turn(together, 2 * self.num_heads)
-                bias, rest = learned_bias(sight, q.dtype), (sight.causal, dropout, self.scale)
-                return self.out(attend_packed(together, self.num_heads, sight.mask, sight.reach, bias, *rest))
+                rest = sight.for_kernel(q.dtype, dropout, self.scale)
+                return self.out(attend_packed(together, self.num_heads, *rest))
         else:
             q, k, v = self.project(x_BTD, read_BSD)
         if sight.turn is not None:

@@ -55,19 +55,22 @@ def attend_at_once(
     causal: bool,
     dropout: float,
     scale: float,
+    far: int = 0,
 ) -> Tensor:
     """Softmax attention (B, H, T, d), and 0 for those who see nobody. Several heads may share keys and values.
 
     `mask` is (B or 1, 1, T, S), true for seeing; `reach` says the same by few numbers, and is taken where it is given.
-    `bias` (1, H, T, S) is added to the scores, and its gradient is added up as it comes. `causal` is for as many places
-    that ask as are read.
+    `bias` (1, H, T, S) is added to the scores, and its gradient is added up as it comes. If it is a number of each head
+    for all that is at least `far` places before, and another for all that is so far after, that saves most of the work;
+    each number then gets its whole gradient, though not each place its own. `causal` is for as many places that ask as
+    are read.
     """
     dtype = q_BHTd.dtype
     drop = to_drop(q_BHTd.shape[:3].numel(), k_BGSd.shape[2], dropout, q_BHTd.device)
     k_BGSd, v_BGSd = k_BGSd.to(dtype), v_BGSd.to(dtype)
     bias = None if bias is None else bias.contiguous()
     who = seen_by(mask, reach, len(q_BHTd))
-    numbers = (0, 0, causal, dropout, scale)
+    numbers = (0, 0, far, causal, dropout, scale)
     return forward(q_BHTd, k_BGSd, v_BGSd, None, None, who[0], None, *drop, bias, *who[1:], *numbers)[0]
 
 
@@ -80,12 +83,13 @@ def attend_packed(
     causal: bool,
     dropout: float,
     scale: float,
+    far: int = 0,
 ) -> Tensor:
     """The same, of queries, keys and values in one tensor, whose gradient is made in one piece: (B, T, I / 3)."""
     B, T, _ = x_BTI.shape
     who, drop = seen_by(mask, reach, B), to_drop(B * heads * T, T, dropout, x_BTI.device)
     bias = None if bias is None else bias.contiguous()
-    numbers = (heads, 0, causal, dropout, scale)
+    numbers = (heads, 0, far, causal, dropout, scale)
     return forward(x_BTI, x_BTI, x_BTI, None, None, who[0], None, *drop, bias, *who[1:], *numbers)[0]
 
 
@@ -161,7 +165,7 @@ def attend_by_distance(
     ask, read = (None if x is None else x.to(dtype).contiguous() for x in (ask, read))
     k_BHSd, v_BHSd = k_BHSd.to(dtype), v_BHSd.to(dtype)
     who = seen_by(mask, reach, len(q_BHTd), tables=True)
-    numbers = (0, scores.zero, False, dropout, scale)
+    numbers = (0, scores.zero, 0, False, dropout, scale)
     return forward(q_BHTd, k_BHSd, v_BHSd, ask, read, who[0], asked, *drop, None, *who[1:], *numbers)[0]
 
 

@@ -20,26 +20,29 @@ from torch import Tensor
 from firth.models.tiles import BLOCK, padded
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+STAGES = tl.constexpr(2)  # tiles of a bias that are on their way at once
+REGISTERS = 168  # of a thread that asks with a bias and nothing else: three blocks have room where two had
 
 
 @triton.jit
 def scores(
-    a, b, ask, read, mask, bias, t, s, low, size, key, inside, scale,
+    a, b, ask, read, mask, bias, t, s, low, size, key, inside, unscale: tl.constexpr,
     ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     REACH: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of scores, -inf where nothing is seen; scaled only where there is a bias.
+    """A tile of scores that are yet to be scaled, -inf where nothing is seen.
 
     `ask` to `bias` point at what belongs to it.
     """
-    x = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    if BIAS:
+        more = tl.load(bias) if EVEN else tl.load(bias, mask=inside, other=0.0)
+        x = tl.dot(a, tl.trans(b), acc=more.to(tl.float32) * unscale, input_precision=PRECISION)
+    else:
+        x = tl.dot(a, tl.trans(b), input_precision=PRECISION)
     if ASK:
         x += tl.load(ask) if EVEN else tl.load(ask, mask=inside, other=0.0)
     if READ:
         x += tl.load(read) if EVEN else tl.load(read, mask=inside, other=0.0)
-    if BIAS:
-        more = tl.load(bias) if EVEN else tl.load(bias, mask=inside, other=0.0)
-        x = x * scale + more.to(tl.float32) * LOG2_E
     if MASK:
         inside = inside & (tl.load(mask, mask=inside, other=0) != 0)
     if CAUSAL:
@@ -90,14 +93,31 @@ def between(spans, b, B, first, length, begin, end, SPANS: tl.constexpr, BLOCK: 
     return begin, end
 
 
+@triton.constexpr_function
+def near(part, FAR):
+    """Whether a part of the tiles has numbers of its own for each distance, or all have the same."""
+    return FAR == 0 or part == 1
+
+
+@triton.jit
+def part_of(begin, end, first, part: tl.constexpr, FAR: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the places from `begin` to `end`: those so far before the tile that begins at `first`, those near it, or those
+    so far after it, in whole tiles."""
+    if FAR:
+        before, after = (first - FAR + 1) // BLOCK * BLOCK, (first + FAR + 2 * BLOCK - 2) // BLOCK * BLOCK
+        begin = begin if part == 0 else tl.maximum(begin, before if part == 1 else after)
+        end = end if part == 2 else tl.minimum(end, after if part == 1 else before)
+    return begin, end
+
+
 @triton.jit
 def forward_kernel(
     q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, seen, seeing, y, lse, B, H, T, S, d, zero,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, y_b, y_h, y_t, mask_b, mask_t,
-    scale: tl.constexpr, post: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr,
+    unscale: tl.constexpr, post: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr,
     W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
     PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
-    SPANS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
+    SPANS: tl.constexpr, FAR: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
     BS: tl.constexpr, PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     head = (tl.program_id(0) // tl.cdiv(T, BT)).to(tl.int64)
@@ -118,9 +138,11 @@ def forward_kernel(
     low = tl.load(reach + b * T + t, mask=t < T, other=0)[:, None] if REACH else 0
     size = tl.load(reach + (B + b) * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if REACH else 0
     for part in tl.static_range(PARTS):
-        end = (t0 if part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S
-        begin, end = between(seen, b, B, t0, T, part * t0, end, SPANS, BT)
-        for s0 in range(begin, end, BS):
+        end = (t0 if not FAR and part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S
+        begin, end = between(seen, b, B, t0, T, 0 if FAR else part * t0, end, SPANS, BT)
+        begin, end = part_of(begin, end, t0, part, FAR, BT)
+        shift = 0.0 if near(part, FAR) else tl.load(bias + (h * T + t0) * S + begin, mask=begin < end) * LOG2_E
+        for s0 in tl.range(begin, end, BS, num_stages=STAGES if BIAS and near(part, FAR) else None):
             s = s0 + tl.arange(0, BS)
             s2 = s[None, :]
             inside = tl.full([BT, BS], True, tl.int1) if EVEN else (t2 < T) & (s2 < S)
@@ -130,12 +152,14 @@ def forward_kernel(
                 q_Td, rows(k, s, d, S, k_t, D, FULL),
                 numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
                 numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
-                mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, size, key_of_s, inside, scale,
-                ASK, READ, MASK, BIAS, CAUSAL and part + 1 == PARTS, REACH, EVEN, PRECISION,
+                mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, size, key_of_s, inside, unscale,
+                ASK, READ, MASK, BIAS and near(part, FAR), CAUSAL and part == (1 if FAR else PARTS - 1), REACH, EVEN,
+                PRECISION,
             )  # fmt: skip
-            higher = tl.maximum(highest, tl.max(x, 1) * post)
+            most = tl.max(x, 1) * post
+            higher = tl.maximum(highest, most if near(part, FAR) else most + shift)
             top = tl.where(higher == float("-inf"), 0.0, higher)
-            p = tl.exp2(x * post - top[:, None])
+            p = tl.exp2(x * post - (top if near(part, FAR) else top - shift)[:, None])
             shrink = tl.exp2(highest - top)
             total = total * shrink + tl.sum(p, 1)
             if LIMIT:
@@ -154,11 +178,11 @@ def asking_kernel(
     q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, seen, seeing, y, lse, dy, delta, dq, dask,
     dbias, B, H, T, S, d, zero,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, y_b, y_h, y_t, mask_b, mask_t, dy_b, dy_h, dy_t, dq_b, dq_h, dq_t,
-    scale: tl.constexpr, post: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr, factor: tl.constexpr,
+    unscale: tl.constexpr, post: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr, factor: tl.constexpr,
     DBIAS: tl.constexpr,
     W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
     PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
-    SPANS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
+    SPANS: tl.constexpr, FAR: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
     BS: tl.constexpr, PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the queries, of what they have for each distance, and of the bias.
@@ -184,9 +208,13 @@ def asking_kernel(
     low = tl.load(reach + b * T + t, mask=t < T, other=0)[:, None] if REACH else 0
     size = tl.load(reach + (B + b) * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if REACH else 0
     for part in tl.static_range(PARTS):
-        end = (t0 if part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S
-        begin, end = between(seen, b, B, t0, T, part * t0, end, SPANS, BT)
-        for s0 in range(begin, end, BS):
+        end = (t0 if not FAR and part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S
+        begin, end = between(seen, b, B, t0, T, 0 if FAR else part * t0, end, SPANS, BT)
+        begin, end = part_of(begin, end, t0, part, FAR, BT)
+        shift = 0.0 if near(part, FAR) else tl.load(bias + (h * T + t0) * S + begin, mask=begin < end) * LOG2_E
+        less_T = lse_T if near(part, FAR) else lse_T - shift
+        far_T = tl.zeros([BT], tl.float32)
+        for s0 in tl.range(begin, end, BS, num_stages=STAGES if BIAS and near(part, FAR) else None):
             s = s0 + tl.arange(0, BS)
             s2 = s[None, :]
             inside = tl.full([BT, BS], True, tl.int1) if EVEN else (t2 < T) & (s2 < S)
@@ -197,20 +225,25 @@ def asking_kernel(
                 q_Td, k_Sd,
                 numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
                 numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
-                mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, size, key_of_s, inside, scale,
-                ASK, READ, MASK, BIAS, CAUSAL and part + 1 == PARTS, REACH, EVEN, PRECISION,
+                mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, size, key_of_s, inside, unscale,
+                ASK, READ, MASK, BIAS and near(part, FAR), CAUSAL and part == (1 if FAR else PARTS - 1), REACH, EVEN,
+                PRECISION,
             )  # fmt: skip
-            p = tl.exp2(x * post - lse_T[:, None])
+            p = tl.exp2(x * post - less_T[:, None])
             dp = tl.dot(dy_Td, tl.trans(rows(v, s, d, S, v_t, D, FULL)), input_precision=PRECISION)
             if LIMIT:
                 dp = tl.where(row * column >= LIMIT, dp, 0.0)
             dx = p * (dp - delta_T[:, None])
-            if DBIAS:
-                tl.atomic_add(dbias + (h * T + t2) * S + s2, dx / (1.0 - rate), mask=inside, sem="relaxed")
+            if DBIAS and near(part, FAR):
+                tl.atomic_add(dbias + (h * T + t2) * S + s2, dx, mask=inside, sem="relaxed")
+            if DBIAS and not near(part, FAR):
+                far_T += tl.sum(dx, 1)
             dq_Td += tl.dot(dx.to(k_Sd.dtype), k_Sd, input_precision=PRECISION)
             if ASK:
                 to = numbers_at(dask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT)
                 tl.store(to, (dx * factor).to(dask.dtype.element_ty), mask=inside)
+        if DBIAS and not near(part, FAR):  # all that have the same number learn together, at one of their places
+            tl.atomic_add(dbias + (h * T + t0) * S + begin, tl.sum(far_T, 0), mask=begin < end, sem="relaxed")
     put_rows(dq, dq_Td * factor, t, d, T, dq_t, D)
     if ASK and EVEN and not PLACE:
         band = dask + ((h * tl.cdiv(T, BT) + t0 // BT) * B + b) * BT * W_ASK
@@ -232,13 +265,16 @@ def reading_kernel(
     B, H, T, S, d, zero,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, mask_b, mask_t, dy_b, dy_h, dy_t, dk_b, dk_h, dk_t,
     dv_b, dv_h, dv_t,
-    scale: tl.constexpr, post: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr, factor: tl.constexpr,
+    unscale: tl.constexpr, post: tl.constexpr, rate: tl.constexpr, LIMIT: tl.constexpr, factor: tl.constexpr,
     W_ASK: tl.constexpr, W_READ: tl.constexpr, ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr,
     PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
-    SPANS: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
+    SPANS: tl.constexpr, FAR: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
     BS: tl.constexpr, PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the keys, the values, and what the keys have for each distance; of one head of keys."""
+    """Gradients of the keys, the values, and what the keys have for each distance; of one head of keys.
+
+    `bias` is turned: (H, S, T).
+    """
     pair = (tl.program_id(0) // tl.cdiv(S, BS)).to(tl.int64)
     b, g = pair // (H // SHARE), pair % (H // SHARE)
     k, v, mask = k + K_AT + b * k_b + g * k_h, v + V_AT + b * v_b + g * v_h, mask + b * mask_b
@@ -255,9 +291,12 @@ def reading_kernel(
         h = g * SHARE + i
         head, q_at, dy_at = b * H + h, b * q_b + h * q_h, b * dy_b + h * dy_h
         for part in tl.static_range(PARTS):
-            begin, end = s0 + part * BS if CAUSAL else 0, tl.minimum(s0 + BS, T) if part + 1 < PARTS else T
+            begin = (s0 if FAR else s0 + part * BS) if CAUSAL else 0
+            end = tl.minimum(s0 + BS, T) if not FAR and part + 1 < PARTS else T
             begin, end = between(seeing, b, B, s0, S, begin, end, SPANS, BS)
-            for t0 in range(begin, end, BT):
+            begin, end = part_of(begin, end, s0, part, FAR, BS)
+            shift = 0.0 if near(part, FAR) else tl.load(bias + (h * S + s0) * T + begin, mask=begin < end) * LOG2_E
+            for t0 in tl.range(begin, end, BT, num_stages=STAGES if BIAS and near(part, FAR) else None):
                 t = t0 + tl.arange(0, BT)
                 at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
                 t2, at2 = t[None, :], at[None, :]
@@ -270,10 +309,12 @@ def reading_kernel(
                     k_Sd, q_Td,
                     numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
                     numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
-                    mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, size, key_of_s, inside, scale,
-                    ASK, READ, MASK, BIAS, CAUSAL and part == 0, REACH, EVEN, PRECISION,
+                    mask + t2 * mask_t + s2, bias + (h * S + s2) * T + t2, t2, s2, low, size, key_of_s, inside, unscale,
+                    ASK, READ, MASK, BIAS and near(part, FAR), CAUSAL and part == (1 if FAR else 0), REACH, EVEN,
+                    PRECISION,
                 )  # fmt: skip
-                p = tl.exp2(x * post - tl.load(lse + head * T + t, mask=t < T, other=0.0)[None, :])
+                lse_T = tl.load(lse + head * T + t, mask=t < T, other=0.0)
+                p = tl.exp2(x * post - (lse_T if near(part, FAR) else lse_T - shift)[None, :])
                 dp = tl.dot(v_Sd, tl.trans(dy_Td), input_precision=PRECISION)
                 dropped = p
                 if LIMIT:
@@ -309,7 +350,7 @@ class Call(NamedTuple):
 def make_call(
     q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
     place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None,
-    reach: Tensor | None, seen: Tensor | None, seeing: Tensor | None, heads: int, zero: int, causal: bool,
+    reach: Tensor | None, seen: Tensor | None, seeing: Tensor | None, heads: int, zero: int, far: int, causal: bool,
     dropout: float, scale: float,
 ) -> Call:  # fmt: skip
     if heads:  # all in one tensor (B, T, 3 x H x d), given three times
@@ -326,9 +367,10 @@ def make_call(
         bits = mask.to(torch.uint8, memory_format=torch.contiguous_format).expand(B, 1, T, S)
         strides = (bits.stride(0), bits.stride(2))
     D, even = padded(d), is_even(T, S)
+    far = far if bias is not None and max(T, S) > far + BLOCK else 0  # or no tile is far from another
     made_for = {
-        "scale": scale * LOG2_E.value,
-        "post": 1.0 if bias is not None else scale * LOG2_E.value,
+        "unscale": 1 / scale,
+        "post": scale * LOG2_E.value,
         "rate": dropout,
         "LIMIT": round(dropout * 2**32),
         "W_ASK": 1 if ask is None else ask.shape[-1],
@@ -339,9 +381,10 @@ def make_call(
         "PLACE": place is not None,
         "BIAS": bias is not None,
         "CAUSAL": causal,
-        "PARTS": 2 if causal and seen is None else 1,  # tiles that are seen whole, and those on the edge
+        "PARTS": 3 if far else 2 if causal and seen is None and T > 2 * BLOCK else 1,
         "REACH": reach is not None,
         "SPANS": seen is not None,
+        "FAR": far,
         "EVEN": even,
         "FULL": even and d == D,
         "D": D,
@@ -378,7 +421,7 @@ def like_rows(x: Tensor, heads: int, parts: int = 1) -> tuple[Tensor, tuple[int,
 def forward(
     q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
     place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None,
-    reach: Tensor | None, seen: Tensor | None, seeing: Tensor | None, heads: int, zero: int, causal: bool,
+    reach: Tensor | None, seen: Tensor | None, seeing: Tensor | None, heads: int, zero: int, far: int, causal: bool,
     dropout: float, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What attention finds, and the logarithms of the sums of exponentials (base 2).
@@ -389,7 +432,7 @@ def forward(
     """
     call = make_call(
         q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, seen, seeing, heads, zero,
-        causal, dropout, scale,
+        far, causal, dropout, scale,
     )  # fmt: skip
     B, H, T, *_ = call.sizes
     y, lse, strides = room_to_find(q, heads)
@@ -415,31 +458,36 @@ def _(q: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
 def backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
     place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None,
-    reach: Tensor | None, seen: Tensor | None, seeing: Tensor | None, y: Tensor, lse: Tensor, heads: int,
-    zero: int, causal: bool, dropout: float, scale: float, learns: bool,
+    reach: Tensor | None, seen: Tensor | None, seeing: Tensor | None, y: Tensor, lse: Tensor, turned: Tensor | None,
+    heads: int, zero: int, far: int, causal: bool, dropout: float, scale: float, learns: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of queries, keys, values, both tables, and the bias where that `learns`.
 
-    Those of what is not there are empty; with `heads` the first one is of all three.
+    Those of what is not there are empty; with `heads` the first one is of all three. That of the bias lacks the factor
+    1 / (1 - dropout). `turned` is the bias with keys first.
     """
     call = make_call(
         q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, seen, seeing, heads, zero,
-        causal, dropout, scale,
+        far, causal, dropout, scale,
     )  # fmt: skip
     B, H, T, S, d, _ = call.sizes
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     y_strides, dy_strides = ((x.stride(0), d, x.stride(1)) if heads else x.stride()[:3] for x in (y, dy))
     room = room_to_learn(q, k, v, ask, read, place, bias, heads, learns)
     dq, dk, dv, dask, dread, dbias = room.tensors
-    delta = torch.empty_like(lse)
+    delta, tables = torch.empty_like(lse), call.tables
+    bare = bias is not None and mask is None and reach is None and not dropout and call.made_for["FULL"]
+    fewer = {"maxnreg": REGISTERS} if bare and d <= 64 else {}
+    if turned is not None:
+        tables = (*tables[:6], turned, *tables[7:])
     with torch.cuda.device_of(q):
         asking_kernel[(triton.cdiv(T, BLOCK) * B * H,)](
             q, k, v, *call.tables, y, lse, dy, delta, dq, dask, dbias, *call.sizes, *call.strides, *y_strides,
             *call.mask_strides, *dy_strides, *room.strides[0], factor=scale / (1 - dropout),
-            DBIAS=dbias.numel() > 0, **call.made_for,
+            DBIAS=dbias.numel() > 0, **call.made_for, **fewer,
         )  # fmt: skip
         reading_kernel[(triton.cdiv(S, BLOCK) * B * (H // call.made_for["SHARE"]),)](
-            q, k, v, *call.tables, lse, dy, delta, dq if heads else dk, dv, dread, *call.sizes, *call.strides,
+            q, k, v, *tables, lse, dy, delta, dq if heads else dk, dv, dread, *call.sizes, *call.strides,
             *call.mask_strides, *dy_strides, *room.strides[1], *room.strides[2], factor=scale / (1 - dropout),
             **call.made_for,
         )  # fmt: skip
@@ -474,26 +522,27 @@ def _(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
     place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    room = room_to_learn(q, k, v, ask, read, place, bias, heads=rest[6], learns=rest[-1])
+    room = room_to_learn(q, k, v, ask, read, place, bias, heads=rest[7], learns=rest[-1])
     dq, dk, dv, dask, dread, dbias = room.tensors
     return dq, dk, dv, dask, dread.to(q.dtype), dbias
 
 
 def keep(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, heads, zero, causal, dropout, scale = inputs
+    *tensors, heads, zero, far, causal, dropout, scale = inputs
     ctx.save_for_backward(*tensors, *output)
-    ctx.numbers = heads, zero, causal, dropout, scale
+    ctx.numbers = heads, zero, far, causal, dropout, scale
 
 
 def differentiate(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, y, lse = ctx.saved_tensors
     ask, read, bias, heads = tensors[3], tensors[4], tensors[9], ctx.numbers[0]
     learns = bias is not None and ctx.needs_input_grad[9]
-    dq, dk, dv, dask, dread, dbias = backward(dy, *tensors, y, lse, *ctx.numbers, learns)
-    found = [dq, None if heads else dk, None if heads else dv, *[None] * 16]
+    turned = None if bias is None else bias.mT.contiguous()
+    dq, dk, dv, dask, dread, dbias = backward(dy, *tensors, y, lse, turned, *ctx.numbers, learns)
+    found = [dq, None if heads else dk, None if heads else dv, *[None] * 17]
     found[3], found[4] = None if ask is None else dask, None if read is None else dread
     if bias is not None and learns:
-        found[9] = dbias.to(bias.dtype)
+        found[9] = (dbias / (1 - ctx.numbers[4])).to(bias.dtype)
     return tuple(found)
 
 

@@ -102,7 +102,7 @@ class BucketScore(nn.Module):
 
     def __init__(self, spec: Buckets, num_heads: int, both_ways: bool) -> None:
         super().__init__()
-        self.spec, self.both_ways = spec, both_ways
+        self.spec, self.both_ways, self.far = spec, both_ways, spec.far
         self.table = nn.Embedding(spec.num, num_heads)
 
     def forward(self, T: int, S: int) -> Tensor:
@@ -116,6 +116,7 @@ class SlopeScore(nn.Module):
     """Less for what is further away, with slopes that fall geometrically from head to head (ALiBi, section 3)."""
 
     slopes: Tensor
+    far = 0  # no two distances have the same
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
@@ -142,7 +143,7 @@ def geometric(num_heads: int) -> list[float]:
     return first + (geometric(2 * power)[0::2][: num_heads - power] if power < num_heads else [])
 
 
-def make_stack_score(config: ModelConfig, causal: bool) -> nn.Module | None:
+def make_stack_score(config: ModelConfig, causal: bool) -> BucketScore | SlopeScore | None:
     """What a stack adds to the scores of all its layers."""
     if isinstance(config.position, Buckets):
         return BucketScore(config.position, config.num_heads, both_ways=not causal)

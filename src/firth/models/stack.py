@@ -97,10 +97,10 @@ class Stack(nn.Module):
     ) -> tuple[Sight, Sight]:
         """Who sees whom: in most layers, and in those with a window."""
         T, window = x.shape[1], self.config.window
-        score = self.score(T, T) if self.score is not None else None
+        score, far = (None, 0) if self.score is None else (self.score(T, T), self.score.far)
         remembered = self.memory.size if self.memory is not None else 0
         places = self.shared(x, T + remembered, segment) if self.shared is not None else None
-        wide = see(self.causal, doc, rank, score=score)._replace(seen=seen, places=places)
+        wide = see(self.causal, doc, rank, score=score, far=far)._replace(seen=seen, places=places)
         if self.memory is not None:
             assert places is not None, "only a stack that counts distances can tell how far back its memory is"
             wide = self.memory.widen(wide, T)
@@ -109,7 +109,7 @@ class Stack(nn.Module):
             return wide, wide
         assert self.memory is None, "a window does not know how far back its memory is"
         near = Near(torch.arange(T, device=x.device), window.size // 2)
-        narrow = see(self.causal, doc, rank, score=score, near=near)
+        narrow = see(self.causal, doc, rank, score=score, near=near, far=far)
         return wide, narrow._replace(turn=make_turn(self.config, position, x, local=True), seen=seen, places=places)
 
     def is_narrow(self, layer: int) -> bool:
