@@ -552,6 +552,23 @@ def test_speed_by_length_prints_a_table_and_a_page(
     assert page.read_text().count("<svg") == 1, "memory is known on a GPU only"
 
 
+def test_how_fast_batches_are_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tokenizer that an objective cannot use leaves it out, and the others are measured."""
+    from firth.text import Document
+    from firth.tokens import prepare, train_tokenizer
+
+    texts = ["the cat sat on the mat and the dog ran to the door " * 20] * 60
+    tokenizer = train_tokenizer(texts, "wordpiece", 60)
+    prepare([Document(f"{i} {text}", str(i)) for i, text in enumerate(texts)], tokenizer, tmp_path / "shards")
+    words = [str(tmp_path / "shards"), "--steps", "1", "--json", "--gpu", "bert-base-128=10"]
+    script("loader_speed").main([*words, "--workload", "bert-base-128", "--workload", "gpt2"])
+    out = capsys.readouterr()
+    found = json.loads(out.out.splitlines()[-1])["tokens_per_second"]
+    assert list(found) == ["bert-base-128"]
+    assert all(speed > 0 for speed in found["bert-base-128"])
+    assert "gpt2: left out" in out.out + out.err
+
+
 def test_how_much_of_a_batch_is_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from firth.tokens import train_tokenizer
 

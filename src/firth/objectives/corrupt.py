@@ -253,14 +253,21 @@ def infill(text: Text, law: np.ndarray, share: float, draw: Draw, vocab: Vocabul
     after_BL = shifted(text.real, False) & (text.doc >= 0)  # what follows the last word of a document
     put_BL = put_SX[document_BL, place_BL] & (text.real | after_BL)
     put_BL &= np.cumsum(put_BL, 1) <= L - keep_BL.sum(1, keepdims=True)  # never longer than before
-    tokens_BX = np.stack([np.full_like(text.tokens, vocab.mask), np.where(hidden_BL, vocab.mask, text.tokens)], 2)
-    both = Text(tokens_BX.reshape(B, -1), np.repeat(text.doc, 2, 1), np.repeat(text.real, 2, 1))
-    return _keep(both, np.stack([put_BL, keep_BL], 2).reshape(B, -1), vocab.pad, L)
+    # Each place adds a mask where one is put before it, and itself where it is kept.
+    added_BX = np.stack([put_BL, keep_BL], 2).reshape(B, -1)
+    at_N = np.flatnonzero(added_BX)
+    place_N, itself_N = at_N >> 1, (at_N & 1).astype(bool)
+    tokens_N = np.where(itself_N & ~hidden_BL.ravel()[place_N], text.tokens.ravel()[place_N], vocab.mask)
+    filled_BL = np.arange(L) < added_BX.sum(1, keepdims=True)
+    closed = Text(np.full_like(text.tokens, vocab.pad), np.full_like(text.doc, -1), np.zeros_like(text.real))
+    closed.tokens[filled_BL] = tokens_N
+    closed.doc[filled_BL], closed.real[filled_BL] = text.doc.ravel()[place_N], text.real.ravel()[place_N]
+    return closed
 
 
-def _keep(text: Text, keep_BX: np.ndarray, pad: int, width: int | None = None) -> Text:
-    width = keep_BX.shape[1] if width is None else width
-    return Text(*(_close_up(x, keep_BX, width, empty) for x, empty in zip(text, (pad, -1, 0), strict=True)))
+def _keep(text: Text, keep_BL: np.ndarray, pad: int) -> Text:
+    width = keep_BL.shape[1]
+    return Text(*(_close_up(x, keep_BL, width, empty) for x, empty in zip(text, (pad, -1, 0), strict=True)))
 
 
 # --- small things -------------------------------------------------------------------------------------------------

@@ -307,10 +307,13 @@ def mix(*numbers: int | np.integer | np.ndarray) -> np.ndarray:
 def scramble(x: np.ndarray) -> np.ndarray:
     """One step of splitmix64 (Steele, Lea, Flood 2014): every bit of the answer depends on every bit of x."""
     with np.errstate(over="ignore"):
-        x = x + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
+        x = x + np.uint64(0x9E3779B97F4A7C15)  # a new one, which is changed in place from here on
+        x ^= x >> np.uint64(30)
+        x *= np.uint64(0xBF58476D1CE4E5B9)
+        x ^= x >> np.uint64(27)
+        x *= np.uint64(0x94D049BB133111EB)
+        x ^= x >> np.uint64(31)
+        return x
 
 
 def permute(i: np.ndarray, n: int, seed: int | np.integer | np.ndarray) -> np.ndarray:

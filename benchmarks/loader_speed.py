@@ -1,0 +1,97 @@
+"""How fast a run's batches are made, with nobody to learn from them: rows, noise, and the hash of what was read.
+
+    firth prepare TEXT... --tokenizer TOKENIZER --output-dir shards
+    python benchmarks/loader_speed.py shards [--steps N] [--gpu NAME=TOKENS_PER_SECOND ...]
+
+These are the batches of the real loop, made by the one thread that makes them there while a step is computed; tokens
+are counted as they are there, of encoder and decoder. A GPU never waits where it reads fewer of them than are made:
+`--gpu bert-base-128=767375` says how many times as fast as that this is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from firth.console import say, show_table
+from firth.errors import UserError
+from firth.models import preset
+from firth.objectives import NAMED
+from firth.recipes import pretraining
+from firth.tokens import Prepared, open_shards
+from firth.train.feed import batch_function, row_source
+from firth.train.loop import prefetch
+
+SHAPES = {  # model, objective, rows, tokens in a row
+    "bert-base-128": ("bert-base", "mlm", 256, 128),
+    "bert-base-512": ("bert-base", "mlm", 64, 512),
+    "modernbert-base": ("modernbert-base", "mlm", 256, 128),
+    "gpt2": ("gpt2", "clm", 32, 1024),
+    "llama-3.2-1b": ("llama-3.2-1b", "clm", 8, 2048),
+    "t5.1.1-base": ("t5.1.1-base", "span-corruption", 48, 512),
+    "bart-base": ("bart-base", "bart", 48, 512),
+    "xlnet-base": ("xlnet-base", "permutation-lm", 16, 512),
+}
+TURNS = 5
+
+
+def measure(shards: Prepared, name: str, steps: int) -> list[float]:
+    """Tokens a second in some turns, after a first one that is not counted."""
+    model, objective, rows, length = SHAPES[name]
+    recipe = pretraining(preset(model), warm_start="none")
+    recipe = replace(
+        recipe, objective=NAMED[objective], per_device_train_batch_size=rows, max_seq_length=length,
+        gradient_accumulation_steps=1, batch_ramp=0.0, length_ramp=0.0,
+    )  # fmt: skip
+    batches = batch_function(recipe, row_source(recipe, shards, held_out=False), shards.tokenizer)
+    found = []
+    for turn in range(TURNS + 1):
+        tokens, start = 0, time.perf_counter()
+        for _, micro, _, _ in prefetch(batches, turn * steps, (turn + 1) * steps):
+            tokens += sum(batch.num_tokens for batch in micro)
+        found.append(tokens / (time.perf_counter() - start))
+    return found[1:]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("shards", help="folder of prepared text")
+    parser.add_argument("--workload", action="append", choices=SHAPES, help="may be given more than once")
+    parser.add_argument("--steps", type=int, default=20, help=f"of each of {TURNS} turns (20)")
+    parser.add_argument("--gpu", action="append", default=[], metavar="NAME=TOKENS_PER_SECOND", help="what a GPU reads")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    options = parser.parse_args(words)
+    read = {name: float(speed) for name, _, speed in (word.partition("=") for word in options.gpu)}
+    if odd := [name for name in read if name not in SHAPES]:
+        parser.error(f"--gpu {odd[0]}: one of {', '.join(SHAPES)}")
+    shards = open_shards(options.shards)
+    say(f"numpy {np.__version__}; one thread; a vocabulary of {shards.tokenizer.vocab.size:,} tokens")
+    found = {}
+    for name in options.workload or SHAPES:
+        try:
+            found[name] = measure(shards, name, options.steps)
+        except UserError as e:  # a tokenizer does not suit every objective
+            say(f"{name}: left out. {e}")
+        else:
+            say(f"{name}: {statistics.median(found[name]):,.0f} tokens/s")
+    lines = []
+    for name, speeds in found.items():
+        _, objective, rows, length = SHAPES[name]
+        middle = statistics.median(speeds)
+        times = f"{middle / read[name]:.1f}" if name in read else ""
+        span = f"{min(speeds):,.0f} to {max(speeds):,.0f}"
+        lines.append((name, objective, f"{rows}x{length}", f"{middle:,.0f}", span, times))
+    columns = ("workload", "objective", "rows", "tokens/s", "of all turns", "times the GPU")
+    show_table("The loader alone", columns, lines)
+    if options.json:
+        print(json.dumps({"steps": options.steps, "tokens_per_second": found, "gpu": read}))
+
+
+if __name__ == "__main__":
+    main()
