@@ -15,9 +15,10 @@ all that a step needs, beside the weights.
 
 The workload `documents` has texts of the lengths in a file (--lengths, one number of tokens a line): `transformers`
 reads one in each row, padded to the longest of its batch (to a multiple of 64, so that shapes are few), Firth packs
-them; tokens are those of the texts. `--without` switches off what makes our side fast, KEY=VALUE sets a field of its
-recipe that a step reads (weights=bf16), and `--alone` leaves the peer out. `--each` is for ablations: our side as it
-is, then with each of these changes by itself, in one process; the ratio is to the first.
+them; tokens are those of the texts. `--without` switches off what makes our side fast (`asked`: its head reads every
+place, not those alone that are asked; `packing`: its documents are padded too), KEY=VALUE sets a field of its recipe
+that a step reads (weights=bf16), and `--alone` leaves the peer out. `--each` is for ablations: our side as it is, then
+with each of these changes by itself, in one process; the ratio is to the first.
 
 B rows, L tokens before the noise, T after it, U of the decoder, K asked.
 """
@@ -58,7 +59,7 @@ from firth.train.step import prepared, train_step
 DOCUMENTS = 4  # in a packed row
 SETTINGS = Training(learning_rate=1e-4, max_grad_norm=1.0, weight_decay=0.01)
 OURS, THEIRS, PACKED = "firth", "transformers", "firth, packed"
-WITHOUT = {  # what can be switched off, as changes of our recipe
+WITHOUT: dict[str, dict[str, Any]] = {  # what can be switched off, as changes of our recipe
     "compile": {"compile": False},
     "graphs": {"cuda_graphs": False},
     "fused_attention": {"fused_attention": False},
@@ -66,6 +67,8 @@ WITHOUT = {  # what can be switched off, as changes of our recipe
     "lean": {"lean": False},
     "padding": {"pad_vocabulary": False},
     "residual": {"residual": "float32"},
+    "asked": {},  # what these two change is what our side reads (`our_batch`)
+    "packing": {},
 }
 
 
@@ -204,6 +207,29 @@ def document_batch(workload: Workload, step: int, packed: bool) -> Batch:
     return objective(rows, Draw(0, rows.index), vocab)
 
 
+def our_batch(workload: Workload, step: int, without: Sequence[str] = ()) -> Batch:
+    """What our side reads: packed documents, asked where the objective asks; or not."""
+    if "packing" in without and not workload.lengths:
+        raise SystemExit("--without packing is for the workload documents: the rows of the others are full")
+    batch = document_batch(workload, step, "packing" not in without) if workload.lengths else make_batch(workload, step)
+    if "asked" not in without:
+        return batch
+    if batch.asked is None:
+        raise SystemExit("--without asked is for objectives that ask at some places: this one asks everywhere")
+    asked_BT = np.broadcast_to(np.arange(batch.tokens.shape[1]), batch.tokens.shape)
+    return batch._replace(asked=asked_BT.copy(), labels=everywhere(batch))
+
+
+def everywhere(batch: Batch) -> np.ndarray:
+    """A label for every place, IGNORED where none is asked."""
+    assert batch.asked is not None
+    labels_BT = np.full_like(batch.tokens, IGNORED)
+    row_BK = np.broadcast_to(np.arange(len(labels_BT))[:, None], batch.asked.shape)
+    used_BK = batch.labels != IGNORED
+    labels_BT[row_BK[used_BK], batch.asked[used_BK]] = batch.labels[used_BK]
+    return labels_BT
+
+
 # The same for both sides
 
 
@@ -224,12 +250,8 @@ def their_inputs(batch: Batch, mask: bool = False) -> dict[str, np.ndarray]:
         asked_BKT = batch.asked[:, :, None] == np.arange(rank_BT.shape[1])
         masks = {"perm_mask": hidden_BTT.astype(np.float32), "target_mapping": asked_BKT.astype(np.float32)}
         return {"input_ids": batch.tokens, **masks, "labels": batch.labels}
-    labels_BT = np.full_like(batch.tokens, IGNORED)
-    row_BK = np.broadcast_to(np.arange(len(labels_BT))[:, None], batch.asked.shape)
-    used_BK = batch.labels != IGNORED
-    labels_BT[row_BK[used_BK], batch.asked[used_BK]] = batch.labels[used_BK]
-    mask = {} if batch.doc is None else {"attention_mask": (batch.doc >= 0).astype(np.int64)}
-    return {"input_ids": batch.tokens, "labels": labels_BT, **mask}
+    seen = {} if batch.doc is None else {"attention_mask": (batch.doc >= 0).astype(np.int64)}
+    return {"input_ids": batch.tokens, "labels": everywhere(batch), **seen}
 
 
 # The two sides
@@ -367,6 +389,7 @@ def make_sides(
     alone: bool,
     packed: bool,
     their_mask: bool = False,
+    without: Sequence[str] = (),
 ) -> dict[str, Side]:
     """Both sides with the same weights, which agree on the loss; or our own alone."""
     torch.manual_seed(0)
@@ -377,10 +400,7 @@ def make_sides(
         mine, others = losses(workload, machine, model, theirs)
         assert abs(mine - others) < 1e-3 * others, f"{name}: a loss of {mine} here and {others} there"
     step, memory = our_step(ours, model, settings), Memory(machine.device)
-    if workload.lengths:
-        sides = {OURS: Side(step, lambda i: document_batch(workload, i, packed=True), memory)}
-    else:
-        sides = {OURS: Side(step, lambda i: make_batch(workload, i), memory)}
+    sides = {OURS: Side(step, lambda i: our_batch(workload, i, without), memory)}
     if theirs is not None:
         padded = lambda i: document_batch(workload, i, packed=False) if workload.lengths else make_batch(workload, i)  # noqa: E731
         memory_of_theirs = Memory(machine.device)
@@ -404,12 +424,13 @@ def measure(
     alone: bool = False,
     packed: bool = True,
     their_mask: bool = False,
+    without: Sequence[str] = (),
 ) -> list[Speed]:
     """Let the sides take turns of `turn` steps each, `steps` in all after the warm-up; their inputs are made before.
 
-    `ours` and `settings` are what our side runs with where that is not what both do.
+    `ours` and `settings` are what our side runs with where that is not what both do; `without` changes what it reads.
     """
-    sides = make_sides(name, workload, machine, ours or machine, settings, alone, packed, their_mask)
+    sides = make_sides(name, workload, machine, ours or machine, settings, alone, packed, their_mask, without)
     speeds: dict[str, list[float]] = {side: [] for side in sides}
     with progress(name, "turns", (warmup + steps) // turn) as shown:
         for first in range(0, warmup + steps, turn):
@@ -491,17 +512,17 @@ def one_by_one(
     changes: Sequence[str],
 ) -> None:
     """Our side as it is, and with each change by itself."""
-    ways = {"as it is": changed([], [])}
-    ways |= {f"without {name}": changed([name], []) for name in without}
-    ways |= {change: changed([], change.split(",")) for change in changes}
+    ways: dict[str, tuple[Training, Sequence[str]]] = {"as it is": (changed([], []), ())}
+    ways |= {f"without {name}": (changed([name], []), (name,)) for name in without}
+    ways |= {change: (changed([], change.split(",")), ()) for change in changes}
     rows = []
     for name in names:
         base = None
-        for way, settings in ways.items():
+        for way, (settings, left_out) in ways.items():
             start = time.perf_counter()
-            ours = choose_machine(settings)
+            sizes, sides = (steps, turn, warmup), (choose_machine(settings), settings)
             (found,) = measure(
-                name, WORKLOADS[name], machine, steps, turn, warmup, ours, settings, alone=True, packed=False
+                name, WORKLOADS[name], machine, *sizes, *sides, alone=True, packed=False, without=left_out
             )
             base = base or found.tokens_per_second
             ratio, seconds = found.tokens_per_second / base, time.perf_counter() - start
@@ -551,11 +572,12 @@ def main(words: Sequence[str] | None = None) -> None:
         return
     settings = changed(options.without, options.changes)
     ours = choose_machine(settings)
-    if settings != SETTINGS:
+    if settings != SETTINGS or options.without:
         say(f"our side: {', '.join([*(f'without {name}' for name in options.without), *options.changes])}")
 
     speeds: dict[str, list[Speed]] = {}
     ways = {"alone": options.alone, "packed": not options.no_packed, "their_mask": options.their_mask}
+    ways["without"] = options.without
     for name in names:
         found = measure(name, WORKLOADS[name], machine, steps, turn, warmup, ours, settings, **ways)
         say(f"{name}: " + ", ".join(f"{s.side} {s.tokens_per_second:,.0f} ({s.ratio:.2f})" for s in found))

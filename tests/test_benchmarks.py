@@ -146,6 +146,24 @@ def test_ablations_change_our_side_alone(
     assert asked[0] == bench.SETTINGS
 
 
+def test_what_our_side_reads_without_its_ways(bench: Any) -> None:
+    """The same questions at every place; the same documents, one in each row."""
+    workload = toy(bench, "bert")
+    usual, everywhere = (bench.our_batch(workload, 2, without) for without in ((), ["asked"]))
+    assert everywhere.asked.tolist() == [list(range(32))] * len(usual.tokens)
+    assert everywhere.num_answers == usual.num_answers
+    model = bench.make_model(workload.model).eval()
+    losses = [model.loss(batch.to(CPU.device)).item() for batch in (usual, everywhere)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    documents = replace(workload, rows=3, lengths=(3, 90, 10, 8, 20, 5, 30, 12))
+    assert bench.our_batch(documents, 0).doc.max() > 0
+    assert bench.our_batch(documents, 0, ["packing"]).doc.max() == 0
+    with pytest.raises(SystemExit, match="documents"):
+        bench.our_batch(workload, 0, ["packing"])
+    with pytest.raises(SystemExit, match="everywhere"):
+        bench.our_batch(toy(bench, "gpt2"), 0, ["asked"])
+
+
 # The speed of objectives
 
 
