@@ -207,11 +207,14 @@ def document_batch(workload: Workload, step: int, packed: bool) -> Batch:
     return objective(rows, Draw(0, rows.index), vocab)
 
 
-def our_batch(workload: Workload, step: int, without: Sequence[str] = ()) -> Batch:
+def our_batch(workload: Workload, step: int, without: Sequence[str] = (), documents: int = 1) -> Batch:
     """What our side reads: packed documents, asked where the objective asks; or not."""
     if "packing" in without and not workload.lengths:
         raise SystemExit("--without packing is for the workload documents: the rows of the others are full")
-    batch = document_batch(workload, step, "packing" not in without) if workload.lengths else make_batch(workload, step)
+    if workload.lengths:
+        batch = document_batch(workload, step, "packing" not in without)
+    else:
+        batch = make_batch(workload, step, documents)
     if "asked" not in without:
         return batch
     if batch.asked is None:
@@ -408,7 +411,7 @@ def make_sides(
             their = their_step(machine, theirs, padded(0), their_mask)
         sides[THEIRS] = Side(their, padded, memory_of_theirs)
     if packed and not workload.lengths:
-        sides[PACKED] = Side(step, lambda i: make_batch(workload, i, DOCUMENTS), memory)
+        sides[PACKED] = Side(step, lambda i: our_batch(workload, i, without, DOCUMENTS), memory)
     return sides
 
 

@@ -31,6 +31,22 @@ def test_nothing_said() -> None:
     assert see(True, None) == Sight(causal=True)
 
 
+def test_order_needs_no_mask_where_nothing_else_is_said() -> None:
+    """A score has to be masked in single operations; our own kernel compares places."""
+    score, place = torch.randn(1, 2, 4, 4), torch.arange(4)[None]
+    sight = see(True, None, score=score, far=3)
+    assert sight.ordered
+    assert sight.mask is not None
+    mask, reach, bias, causal, *rest = sight.for_kernel(torch.float32, 0.1, 1.0)
+    assert (mask, reach, causal, rest) == (None, None, True, [0.1, 1.0, 3])
+    assert bias is score
+    for more in ({"doc": place * 0}, {"rank": place}, {"near": Near(place[0], 1)}):
+        other = see(True, **{"doc": None, "score": score} | more)
+        assert not other.ordered
+        assert other.for_kernel(torch.float32, 0.0, 1.0)[0] is other.mask
+        assert not other.for_kernel(torch.float32, 0.0, 1.0)[3]
+
+
 def test_documents() -> None:
     doc = torch.tensor([[0, 0, 1, -1]])
     assert rows(see(False, doc).mask) == ["xx..", "xx..", "..x.", "...x"]

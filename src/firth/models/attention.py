@@ -45,8 +45,11 @@ class Sight(NamedTuple):
     keep: Keep | None = None  # takes the keys and values (B, G, T, d) of new places, gives all that are read
 
     def for_kernel(self, dtype: torch.dtype, dropout: float, scale: float) -> tuple[Any, ...]:
-        """What our own kernel takes after queries, keys and values."""
-        bias = None if self.bias is None else self.bias.to(dtype)
+        """What our own kernel takes after queries, keys and values.
+
+        A bias in float16 would have no room for a gradient that is added up in one place.
+        """
+        bias = self.bias.to(dtype) if self.bias is not None and dtype == torch.bfloat16 else self.bias
         mask = None if self.ordered else self.mask
         return mask, self.reach, bias, self.causal or self.ordered, dropout, scale, self.far
 
@@ -198,7 +201,7 @@ def can_do(q_BHTd: Tensor, k_BGSd: Tensor, sight: Sight) -> bool:
     """
     if not sight.own or sight.keep is not None or not can_fuse(q_BHTd):
         return False
-    square = not sight.causal or q_BHTd.shape[2] == k_BGSd.shape[2]
+    square = not (sight.causal or sight.ordered) or q_BHTd.shape[2] == k_BGSd.shape[2]
     short = q_BHTd.dtype in (torch.bfloat16, torch.float16)
     in_order = torch.are_deterministic_algorithms_enabled() and sight.bias is not None and sight.bias.requires_grad
     biased = sight.bias is not None and not in_order

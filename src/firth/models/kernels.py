@@ -100,6 +100,12 @@ def near(part, FAR):
 
 
 @triton.jit
+def one_number(bias, there):
+    """What all scores of some tiles get, times log2(e); in 32 bits, or the factor would be rounded to 16."""
+    return tl.load(bias, mask=there, other=0.0).to(tl.float32) * LOG2_E
+
+
+@triton.jit
 def part_of(begin, end, first, part: tl.constexpr, FAR: tl.constexpr, BLOCK: tl.constexpr):
     """Of the places from `begin` to `end`: those so far before the tile that begins at `first`, those near it, or those
     so far after it, in whole tiles."""
@@ -141,7 +147,7 @@ def forward_kernel(
         end = (t0 if not FAR and part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S
         begin, end = between(seen, b, B, t0, T, 0 if FAR else part * t0, end, SPANS, BT)
         begin, end = part_of(begin, end, t0, part, FAR, BT)
-        shift = 0.0 if near(part, FAR) else tl.load(bias + (h * T + t0) * S + begin, mask=begin < end) * LOG2_E
+        shift = 0.0 if near(part, FAR) else one_number(bias + (h * T + t0) * S + begin, begin < end)
         for s0 in tl.range(begin, end, BS, num_stages=STAGES if BIAS and near(part, FAR) else None):
             s = s0 + tl.arange(0, BS)
             s2 = s[None, :]
@@ -211,7 +217,7 @@ def asking_kernel(
         end = (t0 if not FAR and part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S
         begin, end = between(seen, b, B, t0, T, 0 if FAR else part * t0, end, SPANS, BT)
         begin, end = part_of(begin, end, t0, part, FAR, BT)
-        shift = 0.0 if near(part, FAR) else tl.load(bias + (h * T + t0) * S + begin, mask=begin < end) * LOG2_E
+        shift = 0.0 if near(part, FAR) else one_number(bias + (h * T + t0) * S + begin, begin < end)
         less_T = lse_T if near(part, FAR) else lse_T - shift
         far_T = tl.zeros([BT], tl.float32)
         for s0 in tl.range(begin, end, BS, num_stages=STAGES if BIAS and near(part, FAR) else None):
@@ -295,7 +301,7 @@ def reading_kernel(
             end = tl.minimum(s0 + BS, T) if not FAR and part + 1 < PARTS else T
             begin, end = between(seeing, b, B, s0, S, begin, end, SPANS, BS)
             begin, end = part_of(begin, end, s0, part, FAR, BS)
-            shift = 0.0 if near(part, FAR) else tl.load(bias + (h * S + s0) * T + begin, mask=begin < end) * LOG2_E
+            shift = 0.0 if near(part, FAR) else one_number(bias + (h * S + s0) * T + begin, begin < end)
             for t0 in tl.range(begin, end, BT, num_stages=STAGES if BIAS and near(part, FAR) else None):
                 t = t0 + tl.arange(0, BT)
                 at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
@@ -381,6 +387,7 @@ def make_call(
         "PLACE": place is not None,
         "BIAS": bias is not None,
         "CAUSAL": causal,
+        # far before, near and far after; or tiles that are seen whole and those on the edge; or all in one
         "PARTS": 3 if far else 2 if causal and seen is None and T > 2 * BLOCK else 1,
         "REACH": reach is not None,
         "SPANS": seen is not None,
