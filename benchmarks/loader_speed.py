@@ -18,35 +18,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from train_speed import ON_GPU as WORKLOADS
 
 from firth.console import say, show_table
 from firth.errors import UserError
-from firth.models import preset
-from firth.objectives import NAMED
 from firth.recipes import pretraining
 from firth.tokens import Prepared, open_shards
 from firth.train.feed import batch_function, row_source
 from firth.train.loop import prefetch
 
-SHAPES = {  # model, objective, rows, tokens in a row
-    "bert-base-128": ("bert-base", "mlm", 256, 128),
-    "bert-base-512": ("bert-base", "mlm", 64, 512),
-    "modernbert-base": ("modernbert-base", "mlm", 256, 128),
-    "gpt2": ("gpt2", "clm", 32, 1024),
-    "llama-3.2-1b": ("llama-3.2-1b", "clm", 8, 2048),
-    "t5.1.1-base": ("t5.1.1-base", "span-corruption", 48, 512),
-    "bart-base": ("bart-base", "bart", 48, 512),
-    "xlnet-base": ("xlnet-base", "permutation-lm", 16, 512),
-}
 TURNS = 5
 
 
 def measure(shards: Prepared, name: str, steps: int) -> list[float]:
     """Tokens a second in some turns, after a first one that is not counted."""
-    model, objective, rows, length = SHAPES[name]
-    recipe = pretraining(preset(model), warm_start="none")
+    workload = WORKLOADS[name]
+    recipe = pretraining(workload.model, warm_start="none", objective=workload.objective)
     recipe = replace(
-        recipe, objective=NAMED[objective], per_device_train_batch_size=rows, max_seq_length=length,
+        recipe, per_device_train_batch_size=workload.rows, max_seq_length=workload.length,
         gradient_accumulation_steps=1, batch_ramp=0.0, length_ramp=0.0,
     )  # fmt: skip
     batches = batch_function(recipe, row_source(recipe, shards, held_out=False), shards.tokenizer)
@@ -62,18 +51,21 @@ def measure(shards: Prepared, name: str, steps: int) -> list[float]:
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("shards", help="folder of prepared text")
-    parser.add_argument("--workload", action="append", choices=SHAPES, help="may be given more than once")
+    parser.add_argument("--workload", action="append", choices=WORKLOADS, help="may be given more than once")
     parser.add_argument("--steps", type=int, default=20, help=f"of each of {TURNS} turns (20)")
     parser.add_argument("--gpu", action="append", default=[], metavar="NAME=TOKENS_PER_SECOND", help="what a GPU reads")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args(words)
-    read = {name: float(speed) for name, _, speed in (word.partition("=") for word in options.gpu)}
-    if odd := [name for name in read if name not in SHAPES]:
-        parser.error(f"--gpu {odd[0]}: one of {', '.join(SHAPES)}")
+    try:
+        read = {name: float(speed) for name, _, speed in (word.partition("=") for word in options.gpu)}
+    except ValueError:
+        parser.error("--gpu is NAME=TOKENS_PER_SECOND, as bert-base-128=767375")
+    if odd := [name for name in read if name not in WORKLOADS]:
+        parser.error(f"--gpu {odd[0]}: one of {', '.join(WORKLOADS)}")
     shards = open_shards(options.shards)
     say(f"numpy {np.__version__}; one thread; a vocabulary of {shards.tokenizer.vocab.size:,} tokens")
     found = {}
-    for name in options.workload or SHAPES:
+    for name in options.workload or WORKLOADS:
         try:
             found[name] = measure(shards, name, options.steps)
         except UserError as e:  # a tokenizer does not suit every objective
@@ -82,12 +74,11 @@ def main(words: Sequence[str] | None = None) -> None:
             say(f"{name}: {statistics.median(found[name]):,.0f} tokens/s")
     lines = []
     for name, speeds in found.items():
-        _, objective, rows, length = SHAPES[name]
-        middle = statistics.median(speeds)
+        workload, middle = WORKLOADS[name], statistics.median(speeds)
         times = f"{middle / read[name]:.1f}" if name in read else ""
         span = f"{min(speeds):,.0f} to {max(speeds):,.0f}"
-        lines.append((name, objective, f"{rows}x{length}", f"{middle:,.0f}", span, times))
-    columns = ("workload", "objective", "rows", "tokens/s", "of all turns", "times the GPU")
+        lines.append((name, f"{workload.rows}x{workload.length}", f"{middle:,.0f}", span, times))
+    columns = ("workload", "rows", "tokens/s", "of all turns", "times the GPU")
     show_table("The loader alone", columns, lines)
     if options.json:
         print(json.dumps({"steps": options.steps, "tokens_per_second": found, "gpu": read}))

@@ -32,7 +32,7 @@ class Sight(NamedTuple):
 
     causal: bool = False
     mask: Tensor | None = None
-    ordered: bool = False  # the mask says no more than `causal` would, which fits no score
+    ordered: bool = False  # all that the mask says is order: it is there because a score had to be masked
     score: Tensor | None = None  # (B or 1, H, T, S) added to the scores, -inf where the mask forbids
     bias: Tensor | None = None  # (1, H, T, S) the same before the mask, where it is the same for all rows
     far: int = 0  # from so many places on, to either side, all of a head have the same bias; 0 if that is never so

@@ -61,7 +61,7 @@ def attend_at_once(
 
     `mask` is (B or 1, 1, T, S), true for seeing; `reach` says the same by few numbers, and is taken where it is given.
     `bias` (1, H, T, S) is added to the scores, and its gradient is added up as it comes. If it is a number of each head
-    for all that is at least `far` places before, and another for all that is so far after, that saves most of the work;
+    for all that is at least `far` places before, and another for all that is so far after, that saves work;
     each number then gets its whole gradient, though not each place its own. `causal` is for as many places that ask as
     are read.
     """
