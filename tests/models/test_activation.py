@@ -1,4 +1,4 @@
-"""GELU by fewer operations, against that of PyTorch."""
+"""Activations by fewer operations, against those of PyTorch."""
 
 from __future__ import annotations
 
@@ -7,34 +7,38 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from firth.models.activation import ACTIVATIONS, Gelu
+from firth.models.activation import ACTIVATIONS, ODD, Quick
 
 
-@pytest.mark.parametrize("tanh", [False, True])
-def test_values_and_gradients(tanh: bool) -> None:
-    """As near to the truth as PyTorch's own in float32."""
+@pytest.mark.parametrize("name", ODD)
+def test_values_and_gradients(name: str) -> None:
+    """About as near to the truth as float32 is to numbers of this size."""
     exact = torch.linspace(-12, 12, 20001, dtype=torch.float64, requires_grad=True)
     single = exact.detach().float().requires_grad_()
-    wanted, found = F.gelu(exact, approximate="tanh" if tanh else "none"), Gelu.apply(single, tanh)
+    wanted, found = ACTIVATIONS[name](exact), Quick.apply(single, name)
     wanted.sum().backward()
     found.sum().backward()
     assert exact.grad is not None
     assert single.grad is not None
-    assert (found - wanted).abs().max() < 1e-6
-    assert (single.grad - exact.grad).abs().max() < 3e-6
+    assert (found - wanted).abs().max() < 1.6e-6
+    assert (single.grad - exact.grad).abs().max() < 4e-6
 
 
-@pytest.mark.parametrize("tanh", [False, True])
-def test_in_bfloat16(tanh: bool) -> None:
+@pytest.mark.parametrize("name", ODD)
+def test_in_bfloat16(name: str) -> None:
     """Rounded once, at the end: within one step of the nearest number."""
     x = torch.linspace(-5, 5, 2001).bfloat16()
-    wanted = F.gelu(x.double(), approximate="tanh" if tanh else "none")
-    assert ((Gelu.apply(x, tanh) - wanted).abs() <= 2**-8 * wanted.abs() + 1e-6).all()
+    wanted = ACTIVATIONS[name](x.double())
+    assert ((Quick.apply(x, name) - wanted).abs() <= 2**-8 * wanted.abs() + 1.6e-6).all()
 
 
-def test_far_away() -> None:
-    x = torch.tensor([-float("inf"), -1e30, -100.0, 100.0, 1e30])
-    assert Gelu.apply(x[1:], False).tolist() == [0.0, 0.0, 100.0, x[-1].item()]
+@pytest.mark.parametrize("name", ODD)
+def test_far_away(name: str) -> None:
+    x = torch.tensor([-1e30, -100.0, 100.0, 1e30], requires_grad=True)
+    found = Quick.apply(x, name)
+    found.sum().backward()
+    assert_close(found, torch.tensor([0.0, 0.0, 100.0, 1e30]))
+    assert_close(x.grad, torch.tensor([0.0, 0.0, 1.0, 1.0]))
 
 
 def test_a_cpu_takes_pytorchs() -> None:
@@ -44,14 +48,14 @@ def test_a_cpu_takes_pytorchs() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tanh", [False, True])
-def test_a_program_learns_in_every_precision(tanh: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ODD)
+def test_a_program_learns_in_every_precision(name: str, dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     x = torch.linspace(-5, 5, 201).to(dtype)
-    program = torch.compile(lambda x: Gelu.apply(x, tanh), backend="aot_eager", fullgraph=True)
+    program = torch.compile(lambda x: Quick.apply(x, name), backend="aot_eager", fullgraph=True)
     one, other = x.clone().requires_grad_(), x.float().requires_grad_()
     program(one).sum().backward()
-    F.gelu(other, approximate="tanh" if tanh else "none").sum().backward()
+    ACTIVATIONS[name](other).sum().backward()
     assert one.grad is not None
     assert other.grad is not None
-    assert_close(one.grad.float(), other.grad, atol=3e-6 if dtype == torch.float32 else 5e-3, rtol=0)
+    assert_close(one.grad.float(), other.grad, atol=4e-6 if dtype == torch.float32 else 5e-3, rtol=0)

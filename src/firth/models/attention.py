@@ -126,9 +126,9 @@ def make_reach(
         return None
     base_BT = torch.zeros_like(like, dtype=torch.int32) if doc_BT is None else doc_BT.int() * APART
     if read_doc_BS is not None:
-        return Reach(read_doc_BS.int() * APART, base_BT, torch.ones_like(base_BT))
+        return Reach(read_doc_BS.int() * APART, base_BT)
     if rank_BT is None and near is None and not causal:
-        return Reach(base_BT, base_BT.clone(), torch.ones_like(base_BT))  # programs want to know that inputs are apart
+        return Reach(base_BT, base_BT.clone())  # programs want to know that inputs are apart
     place_T = torch.arange(like.shape[1], dtype=torch.int32, device=like.device)
     order_BT = place_T.expand_as(like) if rank_BT is None else rank_BT.int()
     if near is not None:

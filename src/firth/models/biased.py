@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from firth.models.activation import ACTIVATIONS, is_quick, rounded
-from firth.models.gated import FEW, KINDS, by_kind
+from firth.models.activation import ACTIVATIONS, is_quick, rounded, share
+from firth.models.gated import FEW, KINDS
 from firth.models.tiles import triton
 
 if triton is not None:
@@ -32,21 +32,22 @@ def activated(linear: nn.Module, x: Tensor, activation: str) -> Tensor:
         return ACTIVATIONS[activation](linear(x))
     if linear.bias is None or x.shape[:-1].numel() * linear.out_features > FEW:
         return ACTIVATIONS[activation](linear(x))
-    found: Tensor = Biased.apply(F.linear(x, linear.weight), linear.bias, KINDS[activation])
+    found: Tensor = Biased.apply(F.linear(x, linear.weight), linear.bias, activation)
     return found
 
 
 class Biased(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias_N: Tensor, kind: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias_N: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(x, bias_N)
-        ctx.kind = kind
-        return rounded(by_kind(x.float() + bias_N.float(), kind), x.dtype)
+        ctx.activation = activation
+        h = x.float() + bias_N.float()
+        return rounded(h * share(h, activation)[0], x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, bias_N = ctx.saved_tensors
-        dx, sums_CN = biased_backward(dy, x, bias_N, ctx.kind)
+        dx, sums_CN = biased_backward(dy, x, bias_N, KINDS.index(ctx.activation))
         return dx, rounded(sums_CN.sum(0), bias_N.dtype), None
 
 

@@ -30,7 +30,7 @@ class Reach(NamedTuple):
 
     key: Tensor  # (B or 1, S), all of 32 bits
     low: Tensor  # (B or 1, T)
-    size: Tensor
+    size: Tensor | None = None  # the one number alone, where it is not said
     seen: Tensor | None = None  # (2, B or 1, T / BLOCK): between which places each tile that asks sees anything
     seeing: Tensor | None = None  # (2, B or 1, S / BLOCK): between which places some see anything of each tile read
 
@@ -40,7 +40,7 @@ class Who(NamedTuple):
 
     mask: Tensor | None = None
     keys: Tensor | None = None  # (B, S)
-    reach: Tensor | None = None  # (2, B, T): the lowest key that is seen, and how many from there on
+    reach: Tensor | None = None  # (2, B, T): the lowest key that is seen, and how many from there on; or (1, B, T)
     seen: Tensor | None = None
     seeing: Tensor | None = None
 
@@ -98,7 +98,8 @@ def seen_by(mask: Tensor | None, reach: Reach | None, B: int, tables: bool = Fal
     if reach is None:
         return Who(mask)
     keys_BS = reach.key.expand(B, -1).contiguous()
-    numbers = torch.stack([reach.low, reach.size]).expand(-1, B, -1).contiguous()
+    said = [reach.low] if reach.size is None else [reach.low, reach.size]
+    numbers = torch.stack(said).expand(-1, B, -1).contiguous()
     if tables:
         return Who(None, keys_BS, numbers)
     reach = in_tiles(reach)
@@ -112,7 +113,7 @@ def in_tiles(reach: Reach) -> Reach:
     """The same, and what it means for tiles: those whose keys and what others see of them are apart do not meet."""
     if reach.seen is not None:
         return reach
-    least_BN, most_BN = edges(reach.low, reach.low + reach.size - 1)
+    least_BN, most_BN = edges(reach.low, reach.low if reach.size is None else reach.low + reach.size - 1)
     first_BM, last_BM = edges(reach.key, reach.key)
     meet_BNM = (first_BM[:, None] <= most_BN[:, :, None]) & (least_BN[:, :, None] <= last_BM[:, None])
     seen, seeing = between(meet_BNM, reach.key.shape[1]), between(meet_BNM.mT, reach.low.shape[1])

@@ -11,27 +11,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from firth.models.activation import (
-    ACTIVATIONS,
-    COEFFICIENTS,
-    CUBE,
-    DENSITY,
-    RATE,
-    ROOT_HALF,
-    STEEP,
-    is_quick,
-    rounded,
-    share,
-)  # fmt: skip
+from firth.models.activation import ACTIVATIONS, ODD, SQUARE, is_quick, powers, rounded, share, slopes
 from firth.models.tiles import triton
 
 if triton is not None:
     import triton.language as tl
 
-KINDS = {"gelu": 0, "gelu-tanh": 1, "silu": 2}  # that the kernel knows
+KINDS = list(ODD)  # that the kernel knows
 BLOCK = 1024
 FEW = 2**30  # numbers up to which 32 bits say where they are
 
@@ -39,29 +27,24 @@ FEW = 2**30  # numbers up to which 32 bits say where they are
 def gated(x: Tensor, activation: str) -> Tensor:
     """(..., N) from (..., 2 x N): the first half, by its activation, times the second."""
     if triton is not None and is_quick(x) and activation in KINDS and x.numel() <= FEW:
-        found: Tensor = Gated.apply(x, KINDS[activation])
+        found: Tensor = Gated.apply(x, activation)
         return found
     gate, h = x.chunk(2, -1)
     return ACTIVATIONS[activation](gate) * h
 
 
-def by_kind(x: Tensor, kind: int) -> Tensor:
-    """The activation of a kind that the kernel knows."""
-    return F.silu(x) if kind == KINDS["silu"] else x * share(x.float(), kind == KINDS["gelu-tanh"])[0]
-
-
 class Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.kind = kind
+        ctx.activation = activation
         gate, h = x.chunk(2, -1)
-        return rounded(by_kind(gate, kind) * h, x.dtype)
+        return rounded(gate * share(gate.float(), activation)[0] * h, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        return gated_backward(dy, x, ctx.kind), None
+        return gated_backward(dy, x, KINDS.index(ctx.activation)), None
 
 
 @torch.library.custom_op("firth::gated_backward", mutates_args=())
@@ -79,24 +62,25 @@ def _(dy: Tensor, x: Tensor, kind: int) -> Tensor:
 
 
 if triton is not None:
-    A1, A2, A3, A4, A5 = (tl.constexpr(c) for c in COEFFICIENTS)
-    SLOW, BELL, TWICE, THIRD = (tl.constexpr(c) for c in (RATE * ROOT_HALF, DENSITY, STEEP, CUBE))
+    A0, A1, A2, A3, A4, A5 = (tl.constexpr(c) for c in powers("gelu"))
+    B0, B1, B2, B3, B4, B5 = (tl.constexpr(c) for c in slopes("gelu"))
+    C0, C1, D0, D1 = (tl.constexpr(c) for c in (*powers("gelu-tanh"), *slopes("gelu-tanh")))
+    E0, F0 = (tl.constexpr(c) for c in (*powers("silu"), *slopes("silu")))
+    FAR = tl.constexpr(SQUARE)
 
     @triton.jit
     def share_in_kernel(g, KIND: tl.constexpr):
-        """What `share` finds, and for SiLU what takes its place."""
+        """What `share` finds."""
+        s = tl.minimum(g * g, FAR)
         if KIND == 0:
-            t = 1.0 / (1.0 + SLOW * tl.abs(g))
-            bell = tl.exp(-0.5 * g * g)
-            tail = 0.5 * ((((A5 * t + A4) * t + A3) * t + A2) * t + A1) * t * bell
-            below = tl.where(g >= 0, 1.0 - tail, tail)
-            slope = BELL * bell
+            power = ((((A5 * s + A4) * s + A3) * s + A2) * s + A1) * s + A0
+            slope = ((((B5 * s + B4) * s + B3) * s + B2) * s + B1) * s + B0
+        elif KIND == 1:
+            power, slope = C1 * s + C0, D1 * s + D0
         else:
-            below = tl.sigmoid(TWICE * (g + THIRD * g * g * g) if KIND == 1 else g)
-            slope = below * (1.0 - below)
-            if KIND == 1:
-                slope *= TWICE * (1.0 + 3.0 * THIRD * g * g)
-        return below, slope
+            power, slope = E0, F0
+        below = 1.0 / (1.0 + tl.exp2(g * power))
+        return below, below * (1.0 - below) * slope
 
     @triton.jit
     def gated_kernel(dy, x, dx, many, N: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):

@@ -30,7 +30,7 @@ def scores(
     ASK: tl.constexpr, READ: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     REACH: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of scores that are yet to be scaled, -inf where nothing is seen.
+    """A tile of scores that are yet to be scaled, and where something is seen.
 
     `ask` to `bias` point at what belongs to it.
     """
@@ -47,9 +47,17 @@ def scores(
         inside = inside & (tl.load(mask, mask=inside, other=0) != 0)
     if CAUSAL:
         inside = inside & (s <= t)
-    if REACH:
+    if REACH == 1:
+        inside = inside & (key == low)
+    if REACH == 2:
         inside = inside & ((key - low).to(tl.uint32) < size)  # without a sign: less than low is very much
-    return x if EVEN and not (MASK or CAUSAL or REACH) else tl.where(inside, x, float("-inf"))
+    return x, inside
+
+
+@triton.constexpr_function
+def holes(*narrow):
+    """Whether some places of a tile may not be seen."""
+    return any(narrow)
 
 
 @triton.jit
@@ -78,6 +86,12 @@ def rows(x, place, d, length, stride, D: tl.constexpr, FULL: tl.constexpr):
 
 
 @triton.jit
+def numbers(x, place, length, EVEN: tl.constexpr):
+    """A number of each of some places, 0 beyond the last."""
+    return tl.load(x + place) if EVEN else tl.load(x + place, mask=place < length, other=0)
+
+
+@triton.jit
 def put_rows(x, values, place, d, length, stride, D: tl.constexpr):
     at = tl.arange(0, D)
     inside = (place[:, None] < length) & (at[None, :] < d)
@@ -89,7 +103,7 @@ def between(spans, b, B, first, length, begin, end, SPANS: tl.constexpr, BLOCK: 
     """Which places the tile that begins at `first` has to go through: `begin` to `end`, or less where spans say so."""
     if SPANS:
         at = spans + b * tl.cdiv(length, BLOCK) + first // BLOCK
-        begin, end = tl.load(at), tl.load(at + B * tl.cdiv(length, BLOCK))
+        begin, end = tl.multiple_of(tl.load(at), BLOCK), tl.load(at + B * tl.cdiv(length, BLOCK))
     return begin, end
 
 
@@ -134,15 +148,15 @@ def forward_kernel(
     mask = mask + b * mask_b
     t0 = tl.program_id(0) % tl.cdiv(T, BT) * BT
     t = t0 + tl.arange(0, BT)
-    at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
+    at = numbers(place + b * T, t, T, EVEN).to(tl.int32) if PLACE else t
     q_Td = rows(q, t, d, T, q_t, D, FULL)
     highest = tl.full([BT], float("-inf"), tl.float32)
     total = tl.zeros([BT], tl.float32)
     found = tl.zeros([BT, D], tl.float32)
     t2, at2 = t[:, None], at[:, None]
-    row = tl.load(drop_t + head * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if LIMIT else 0
-    low = tl.load(reach + b * T + t, mask=t < T, other=0)[:, None] if REACH else 0
-    size = tl.load(reach + (B + b) * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if REACH else 0
+    row = numbers(drop_t + head * T, t, T, EVEN).to(tl.uint32)[:, None] if LIMIT else 0
+    low = numbers(reach + b * T, t, T, EVEN)[:, None] if REACH else 0
+    size = numbers(reach + (B + b) * T, t, T, EVEN).to(tl.uint32)[:, None] if REACH == 2 else 0
     for part in tl.static_range(PARTS):
         end = (t0 if not FAR and part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S
         begin, end = between(seen, b, B, t0, T, 0 if FAR else part * t0, end, SPANS, BT)
@@ -152,9 +166,9 @@ def forward_kernel(
             s = s0 + tl.arange(0, BS)
             s2 = s[None, :]
             inside = tl.full([BT, BS], True, tl.int1) if EVEN else (t2 < T) & (s2 < S)
-            key_of_s = tl.load(keys + b * S + s, mask=s < S, other=0)[None, :] if REACH else 0
-            column = tl.load(drop_s + s, mask=s < S, other=0).to(tl.uint32)[None, :] if LIMIT else 0
-            x = scores(
+            key_of_s = numbers(keys + b * S, s, S, EVEN)[None, :] if REACH else 0
+            column = numbers(drop_s, s, S, EVEN).to(tl.uint32)[None, :] if LIMIT else 0
+            x, inside = scores(
                 q_Td, rows(k, s, d, S, k_t, D, FULL),
                 numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
                 numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
@@ -162,6 +176,8 @@ def forward_kernel(
                 ASK, READ, MASK, BIAS and near(part, FAR), CAUSAL and part == (1 if FAR else PARTS - 1), REACH, EVEN,
                 PRECISION,
             )  # fmt: skip
+            if holes(not EVEN, MASK, CAUSAL and part == (1 if FAR else PARTS - 1), REACH):
+                x = tl.where(inside, x, float("-inf"))
             most = tl.max(x, 1) * post
             higher = tl.maximum(highest, most if near(part, FAR) else most + shift)
             top = tl.where(higher == float("-inf"), 0.0, higher)
@@ -203,16 +219,16 @@ def asking_kernel(
     dy, dq, mask = dy + b * dy_b + h * dy_h, dq + b * dq_b + h * dq_h, mask + b * mask_b
     t0 = tl.program_id(0) % tl.cdiv(T, BT) * BT
     t = t0 + tl.arange(0, BT)
-    at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
+    at = numbers(place + b * T, t, T, EVEN).to(tl.int32) if PLACE else t
     q_Td, dy_Td = rows(q, t, d, T, q_t, D, FULL), rows(dy, t, d, T, dy_t, D, FULL)
     delta_T = tl.sum(rows(y, t, d, T, y_t, D, FULL).to(tl.float32) * dy_Td.to(tl.float32), 1) * (1.0 - rate)
     tl.store(delta + head * T + t, delta_T, mask=t < T)
-    lse_T = tl.load(lse + head * T + t, mask=t < T, other=0.0)
+    lse_T = numbers(lse + head * T, t, T, EVEN)
     dq_Td = tl.zeros([BT, D], tl.float32)
     t2, at2 = t[:, None], at[:, None]
-    row = tl.load(drop_t + head * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if LIMIT else 0
-    low = tl.load(reach + b * T + t, mask=t < T, other=0)[:, None] if REACH else 0
-    size = tl.load(reach + (B + b) * T + t, mask=t < T, other=0).to(tl.uint32)[:, None] if REACH else 0
+    row = numbers(drop_t + head * T, t, T, EVEN).to(tl.uint32)[:, None] if LIMIT else 0
+    low = numbers(reach + b * T, t, T, EVEN)[:, None] if REACH else 0
+    size = numbers(reach + (B + b) * T, t, T, EVEN).to(tl.uint32)[:, None] if REACH == 2 else 0
     for part in tl.static_range(PARTS):
         end = (t0 if not FAR and part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S
         begin, end = between(seen, b, B, t0, T, 0 if FAR else part * t0, end, SPANS, BT)
@@ -224,10 +240,10 @@ def asking_kernel(
             s = s0 + tl.arange(0, BS)
             s2 = s[None, :]
             inside = tl.full([BT, BS], True, tl.int1) if EVEN else (t2 < T) & (s2 < S)
-            key_of_s = tl.load(keys + b * S + s, mask=s < S, other=0)[None, :] if REACH else 0
-            column = tl.load(drop_s + s, mask=s < S, other=0).to(tl.uint32)[None, :] if LIMIT else 0
+            key_of_s = numbers(keys + b * S, s, S, EVEN)[None, :] if REACH else 0
+            column = numbers(drop_s, s, S, EVEN).to(tl.uint32)[None, :] if LIMIT else 0
             k_Sd = rows(k, s, d, S, k_t, D, FULL)
-            x = scores(
+            x, inside = scores(
                 q_Td, k_Sd,
                 numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
                 numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
@@ -235,7 +251,10 @@ def asking_kernel(
                 ASK, READ, MASK, BIAS and near(part, FAR), CAUSAL and part == (1 if FAR else PARTS - 1), REACH, EVEN,
                 PRECISION,
             )  # fmt: skip
-            p = tl.exp2(x * post - less_T[:, None])
+            x = x * post - less_T[:, None]
+            if holes(not EVEN, MASK, CAUSAL and part == (1 if FAR else PARTS - 1), REACH):
+                x = tl.where(inside, x, float("-inf"))
+            p = tl.exp2(x)
             dp = tl.dot(dy_Td, tl.trans(rows(v, s, d, S, v_t, D, FULL)), input_precision=PRECISION)
             if LIMIT:
                 dp = tl.where(row * column >= LIMIT, dp, 0.0)
@@ -289,8 +308,8 @@ def reading_kernel(
     s0 = tl.program_id(0) % tl.cdiv(S, BS) * BS
     s = s0 + tl.arange(0, BS)
     s2 = s[:, None]
-    key_of_s = tl.load(keys + b * S + s, mask=s < S, other=0)[:, None] if REACH else 0
-    column = tl.load(drop_s + s, mask=s < S, other=0).to(tl.uint32)[:, None] if LIMIT else 0
+    key_of_s = numbers(keys + b * S, s, S, EVEN)[:, None] if REACH else 0
+    column = numbers(drop_s, s, S, EVEN).to(tl.uint32)[:, None] if LIMIT else 0
     k_Sd, v_Sd = rows(k, s, d, S, k_t, D, FULL), rows(v, s, d, S, v_t, D, FULL)
     dk_Sd, dv_Sd = tl.zeros([BS, D], tl.float32), tl.zeros([BS, D], tl.float32)
     for i in range(SHARE):  # of the queries' heads that share these keys
@@ -304,14 +323,14 @@ def reading_kernel(
             shift = 0.0 if near(part, FAR) else one_number(bias + (h * S + s0) * T + begin, begin < end)
             for t0 in tl.range(begin, end, BT, num_stages=STAGES if BIAS and near(part, FAR) else None):
                 t = t0 + tl.arange(0, BT)
-                at = tl.load(place + b * T + t, mask=t < T, other=0).to(tl.int32) if PLACE else t
+                at = numbers(place + b * T, t, T, EVEN).to(tl.int32) if PLACE else t
                 t2, at2 = t[None, :], at[None, :]
                 inside = tl.full([BS, BT], True, tl.int1) if EVEN else (s2 < S) & (t2 < T)
-                low = tl.load(reach + b * T + t, mask=t < T, other=0)[None, :] if REACH else 0
-                size = tl.load(reach + (B + b) * T + t, mask=t < T, other=0).to(tl.uint32)[None, :] if REACH else 0
-                row = tl.load(drop_t + head * T + t, mask=t < T, other=0).to(tl.uint32)[None, :] if LIMIT else 0
+                low = numbers(reach + b * T, t, T, EVEN)[None, :] if REACH else 0
+                size = numbers(reach + (B + b) * T, t, T, EVEN).to(tl.uint32)[None, :] if REACH == 2 else 0
+                row = numbers(drop_t + head * T, t, T, EVEN).to(tl.uint32)[None, :] if LIMIT else 0
                 q_Td, dy_Td = rows(q + q_at, t, d, T, q_t, D, FULL), rows(dy + dy_at, t, d, T, dy_t, D, FULL)
-                x = scores(
+                x, inside = scores(
                     k_Sd, q_Td,
                     numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
                     numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
@@ -319,8 +338,11 @@ def reading_kernel(
                     ASK, READ, MASK, BIAS and near(part, FAR), CAUSAL and part == (1 if FAR else 0), REACH, EVEN,
                     PRECISION,
                 )  # fmt: skip
-                lse_T = tl.load(lse + head * T + t, mask=t < T, other=0.0)
-                p = tl.exp2(x * post - (lse_T if near(part, FAR) else lse_T - shift)[None, :])
+                lse_T = numbers(lse + head * T, t, T, EVEN)
+                x = x * post - (lse_T if near(part, FAR) else lse_T - shift)[None, :]
+                if holes(not EVEN, MASK, CAUSAL and part == (1 if FAR else 0), REACH):
+                    x = tl.where(inside, x, float("-inf"))
+                p = tl.exp2(x)
                 dp = tl.dot(v_Sd, tl.trans(dy_Td), input_precision=PRECISION)
                 dropped = p
                 if LIMIT:
@@ -328,7 +350,7 @@ def reading_kernel(
                     dropped = p * stays
                     dp = dp * stays
                 dv_Sd += tl.dot(dropped.to(dy_Td.dtype), dy_Td, input_precision=PRECISION)
-                dx = p * (dp - tl.load(delta + head * T + t, mask=t < T, other=0.0)[None, :])
+                dx = p * (dp - numbers(delta + head * T, t, T, EVEN)[None, :])
                 dk_Sd += tl.dot(dx.to(q_Td.dtype), q_Td, input_precision=PRECISION)
                 if READ:
                     to = numbers_at(dread, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS)
@@ -367,7 +389,7 @@ def make_call(
         (B, H, T, d), S = q.shape, k.shape[2]
         layout = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     if keys is not None and reach is not None:
-        assert (keys.shape, reach.shape) == ((B, S), (2, B, T)), "who sees whom is said of another sequence"
+        assert (keys.shape, reach.shape[1:]) == ((B, S), (B, T)), "who sees whom is said of another sequence"
     bits, strides = q, (0, 0)
     if mask is not None:
         bits = mask.to(torch.uint8, memory_format=torch.contiguous_format).expand(B, 1, T, S)
@@ -389,7 +411,7 @@ def make_call(
         "CAUSAL": causal,
         # far before, near and far after; or tiles that are seen whole and those on the edge; or all in one
         "PARTS": 3 if far else 2 if causal and seen is None and T > 2 * BLOCK else 1,
-        "REACH": reach is not None,
+        "REACH": 0 if reach is None else len(reach),
         "SPANS": seen is not None,
         "FAR": far,
         "EVEN": even,

@@ -69,7 +69,10 @@ def see_earlier(doc_BT: Tensor | None, rank_BT: Tensor, asked_BK: Tensor) -> Sig
 
 def reach_of(reach: Reach | None, asked_BK: Tensor) -> Reach | None:
     """The same for those who ask at some places only."""
-    return None if reach is None else Reach(reach.key, pick(reach.low, asked_BK), pick(reach.size, asked_BK))
+    if reach is None:
+        return None
+    size = None if reach.size is None else pick(reach.size, asked_BK)
+    return Reach(reach.key, pick(reach.low, asked_BK), size)
 
 
 def places_of(places: Places | None, asked_BK: Tensor) -> Places | None:
