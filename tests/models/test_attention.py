@@ -91,11 +91,12 @@ def test_few_numbers_say_what_a_mask_says(name: str) -> None:
     sight = SIGHTS[name](doc, rank, asked)
     assert sight.reach is not None
     assert sight.mask is not None
+    said = [x for x in sight.reach[:3] if x is not None]
+    assert len({x.data_ptr() for x in said}) == len(said), "inputs of a program are apart"
+    assert {x.dtype for x in said} == {torch.int32}
     key, low, size = sight.reach[:3]
-    assert len({x.data_ptr() for x in (key, low, size)}) == 3, "inputs of a program are apart"
-    assert {key.dtype, low.dtype, size.dtype} == {torch.int32}
     above = key[:, None] - low[:, :, None]
-    assert torch.equal((above >= 0) & (above < size[:, :, None]), sight.mask[:, 0])
+    assert torch.equal((above >= 0) & (above < (1 if size is None else size[:, :, None])), sight.mask[:, 0])
 
 
 def test_few_numbers_where_they_suffice() -> None:
@@ -109,6 +110,7 @@ def test_few_numbers_where_they_suffice() -> None:
     reach = attention.make_reach(False, most, most)
     assert reach is not None
     assert reach.low.min() > 0
+    assert reach.size is not None
     assert (reach.size == attention.MANY_PLACES).all()
     assert (reach.key - reach.low == attention.MANY_PLACES - 1).all()
 
@@ -151,7 +153,7 @@ def test_tiles_that_nobody_sees_are_left_out() -> None:
 
 
 def test_which_kernel() -> None:
-    """Our own where it can: for dropout, a bias that learns, packed rows. Otherwise SDPA, or single operations."""
+    """Our own where it can: for dropout, a bias that learns, packed rows, another sequence. Else SDPA, or plainly."""
     packed = see(False, torch.zeros(1, 2, dtype=torch.long))
     biased = see(False, None, score=torch.zeros(1, 1, 2, 2))
     own_scores = see(False, None)._replace(score=torch.zeros(2, 1, 2, 2))
@@ -164,6 +166,9 @@ def test_which_kernel() -> None:
         (("cuda", packed, 0.0, True, False, True), "fused"),
         (("cuda", packed, 0.0, False, False, True), "sdpa"),
         (("cuda", packed._replace(reach=None), 0.0, True, False, True), "sdpa"),
+        (("cuda", see(False, None), 0.0, True, False, True), "sdpa"),
+        (("cuda", see(False, None), 0.0, True, False, True, True), "fused"),
+        (("cuda", see(False, None), 0.0, False, False, True, True), "sdpa"),
         (("cuda", biased, 0.0, True, False, False), "sdpa"),
         (("cuda", own_scores, 0.0, True, False, False), "plain"),
         (("cuda", own_scores, 0.0, False, False, False), "sdpa"),

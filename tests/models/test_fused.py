@@ -110,7 +110,7 @@ def test_in_one_tensor(name: str) -> None:
         torch.manual_seed(5)
         x.grad = None
         if answers is found:
-            y = attend_packed(x, H, None, None, bias, *rest)
+            y = attend_packed(x, x, H, None, None, bias, *rest)
         else:
             q, k, v = (part.unflatten(-1, (H, case.d)).transpose(1, 2) for part in x.chunk(3, -1))
             y = attend_at_once(q, k, v, None, None, bias, *rest).transpose(1, 2).flatten(2)
@@ -118,6 +118,35 @@ def test_in_one_tensor(name: str) -> None:
         answers.extend([y, *torch.autograd.grad(y, given, dy)])
     for a, b in zip(found, wanted, strict=True):
         assert_close(a, b)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["full tiles", "bias and mask, parts of tiles", "bias and dropout"])
+def test_keys_and_values_of_another_sequence_in_one_tensor(name: str, compiled: bool) -> None:
+    case = CASES[name]
+    torch.manual_seed(6)
+    q = torch.randn(B, case.T, H * case.d, device=DEVICE, requires_grad=True)
+    both = torch.randn(B, case.S, 2 * H * case.d, device=DEVICE, requires_grad=True)
+    bias = torch.randn(1, H, case.T, case.S, device=DEVICE) if case.bias else None
+    mask = torch.rand(B, 1, case.T, case.S, device=DEVICE) < 0.6 if case.mask else None
+    rest = (mask, None, bias, False, case.dropout, 0.125)
+
+    def packed(q: Tensor, both: Tensor) -> Tensor:
+        return attend_packed(q, both, H, *rest).sin()
+
+    def apart(q: Tensor, both: Tensor) -> Tensor:
+        heads = (x.unflatten(-1, (H, case.d)).transpose(1, 2) for x in (q, *both.chunk(2, -1)))
+        return attend_at_once(*heads, *rest).transpose(1, 2).flatten(2).sin()
+
+    if compiled:
+        packed = torch.compile(packed, backend="aot_eager" if INTERPRETED else "inductor")
+    found = []
+    for way in (packed, apart):
+        torch.manual_seed(7)
+        y = way(q, both)
+        found.append([y, *torch.autograd.grad(y.square().sum(), [q, both])])
+    for a, b in zip(*found, strict=True):
+        assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["full tiles", "bias and mask, parts of tiles", "causal, parts of tiles"])
@@ -134,7 +163,7 @@ def test_in_a_program(name: str, packed: bool) -> None:
     def attention(x: Tensor, bias: Tensor | None) -> Tensor:
         x, rest = x * 2, (mask, None, bias, case.causal, case.dropout, 0.125)
         if packed:
-            return attend_packed(x, H, *rest).sin()
+            return attend_packed(x, x, H, *rest).sin()
         q, k, v = (part.unflatten(-1, (H, case.d)).transpose(1, 2) for part in x.chunk(3, -1))
         return attend_at_once(q[:, :, :T], k, v, *rest).sin()
 
@@ -293,7 +322,13 @@ def test_models_by_our_kernel_and_by_single_operations(
 
     def answers(ours: bool) -> dict[str, Tensor]:
         def kernel(
-            device: str, sight: Sight, dropout: float, compiled: bool, by_distance: bool = False, own: bool = False
+            device: str,
+            sight: Sight,
+            dropout: float,
+            compiled: bool,
+            by_distance: bool = False,
+            own: bool = False,
+            across: bool = False,
         ) -> str:
             ways.append("fused" if ours and (own or (by_distance and sight.score is None)) else "plain")
             return ways[-1]

@@ -139,14 +139,20 @@ def make_reach(
 
 
 def kernel(
-    device: str, sight: Sight, dropout: float, compiled: bool, by_distance: bool = False, own: bool = False
+    device: str,
+    sight: Sight,
+    dropout: float,
+    compiled: bool,
+    by_distance: bool = False,
+    own: bool = False,
+    across: bool = False,
 ) -> Literal["plain", "sdpa", "fused"]:
     """Which way to compute attention: the fastest that was measured (docs/results.md).
 
     Our own kernel, where the device can run it: if each row has numbers of its own for each distance and nothing else
-    on its scores (`by_distance`), or (`own`) in a compiled step if there is dropout, a bias that all rows share, or a
-    sight in few numbers, by which it leaves out what is not seen. Other steps would wait longer for it to be compiled
-    than it saves them.
+    on its scores (`by_distance`), or (`own`) in a compiled step if there is dropout, a bias that all rows share, a
+    sight in few numbers, by which it leaves out what is not seen, or keys and values of another sequence (`across`),
+    whose gradient it makes in one piece. Other steps would wait longer for it to be compiled than it saves them.
 
     SDPA takes a fused kernel for all, causal and masked sight, and computes what a mask forbids too.
     Single operations win on a CPU with dropout, for which SDPA has no fused kernel there, and in a compiled GPU step
@@ -157,7 +163,7 @@ def kernel(
         return "plain"
     if by_distance and sight.score is None:
         return "fused"
-    if own and compiled and (dropout or sight.bias is not None or sight.reach is not None):
+    if own and compiled and (dropout or sight.bias is not None or sight.reach is not None or across):
         return "fused"
     if device == "cpu":
         return "plain" if dropout and not compiled else "sdpa"
@@ -189,9 +195,11 @@ def attend(q_BHTd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, sight: Sight, dropout
     return blind(y_BHTd, sight) if sight.some_see_nobody and sight.score is not None else y_BHTd
 
 
-def way_of(q_BHTd: Tensor, k_BGSd: Tensor, sight: Sight, dropout: float) -> Literal["plain", "sdpa", "fused"]:
+def way_of(
+    q_BHTd: Tensor, k_BGSd: Tensor, sight: Sight, dropout: float, across: bool = False
+) -> Literal["plain", "sdpa", "fused"]:
     own = can_do(q_BHTd, k_BGSd, sight)
-    return kernel(q_BHTd.device.type, sight, dropout, torch.compiler.is_compiling(), own=own)
+    return kernel(q_BHTd.device.type, sight, dropout, torch.compiler.is_compiling(), own=own, across=across)
 
 
 def can_do(q_BHTd: Tensor, k_BGSd: Tensor, sight: Sight) -> bool:
@@ -277,17 +285,23 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, sight: Sight, read_BSD: Tensor | Keys | None = None) -> Tensor:
         dropout, sight = self.dropout if self.training else 0.0, sight._replace(own=self.own)
+        plain_rows = self.score is None and self.kv_heads == self.num_heads
         if read_BSD is None:
             together = self.rows(x_BTD)
             q, k, v = together.split(self.sizes, -1)
-            plain_rows = self.score is None and self.kv_heads == self.num_heads
             if plain_rows and way_of(self.split(q), self.split(k), sight, dropout) == "fused":
                 if sight.turn is not None:
                     together = sight.turn(together, 2 * self.num_heads)
                 rest = sight.for_kernel(q.dtype, dropout, self.scale)
-                return self.out(attend_packed(together, self.num_heads, *rest))
+                return self.out(attend_packed(together, together, self.num_heads, *rest))
+        elif isinstance(read_BSD, Keys):
+            q, k, v = self.rows(x_BTD, 0, self.sizes[0]), *read_BSD
         else:
-            q, k, v = self.project(x_BTD, read_BSD)
+            q, both = self.rows(x_BTD, 0, self.sizes[0]), self.rows(read_BSD, self.sizes[0])
+            k, v = both.split(self.sizes[1:], -1)
+            if plain_rows and way_of(self.split(q), self.split(k), sight, dropout, across=True) == "fused":
+                rest = sight.for_kernel(q.dtype, dropout, self.scale)
+                return self.out(attend_packed(q, both, self.num_heads, *rest))
         if sight.turn is not None:
             q, k = sight.turn(q), sight.turn(k)
         q, k, v = (self.split(part) for part in (q, k, v))
@@ -299,11 +313,6 @@ class Attention(nn.Module):
             k, v = repeat_heads(k, q), repeat_heads(v, q)
             y = attend_far(self.score(q, k, sight, self.ask_and_read), k, v, sight, dropout, self.scale)
         return self.out(y.transpose(1, 2).flatten(2))
-
-    def project(self, x_BTD: Tensor, read_BSD: Tensor | Keys) -> tuple[Tensor, ...]:
-        """Queries, and the keys and values of another sequence."""
-        keys = read_BSD if isinstance(read_BSD, Keys) else self.keys_of(read_BSD)
-        return self.rows(x_BTD, 0, self.sizes[0]), *keys
 
     def keys_of(self, read_BSD: Tensor) -> Keys:
         """The keys and values of another sequence."""

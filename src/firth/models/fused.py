@@ -76,6 +76,7 @@ def attend_at_once(
 
 def attend_packed(
     x_BTI: Tensor,
+    read_BSI: Tensor,
     heads: int,
     mask: Tensor | None,
     reach: Reach | None,
@@ -85,12 +86,14 @@ def attend_packed(
     scale: float,
     far: int = 0,
 ) -> Tensor:
-    """The same, of queries, keys and values in one tensor, whose gradient is made in one piece: (B, T, I / 3)."""
+    """The same, of what has one gradient: queries, keys and values in one tensor, given twice; or queries, and keys and
+    values of another sequence side by side. (B, T, H x d)
+    """
     B, T, _ = x_BTI.shape
-    who, drop = seen_by(mask, reach, B), to_drop(B * heads * T, T, dropout, x_BTI.device)
+    who, drop = seen_by(mask, reach, B), to_drop(B * heads * T, read_BSI.shape[1], dropout, x_BTI.device)
     bias = None if bias is None else bias.contiguous()
     numbers = (heads, 0, far, causal, dropout, scale)
-    return forward(x_BTI, x_BTI, x_BTI, None, None, who[0], None, *drop, bias, *who[1:], *numbers)[0]
+    return forward(x_BTI, read_BSI, read_BSI, None, None, who[0], None, *drop, bias, *who[1:], *numbers)[0]
 
 
 def seen_by(mask: Tensor | None, reach: Reach | None, B: int, tables: bool = False) -> Who:

@@ -23,7 +23,7 @@ except ImportError:  # a machine without a GPU needs none
 
 IGNORED = -100
 PIECE = 2**29  # scores in a piece on a GPU: a gigabyte of bfloat16
-MANY = 2**28  # scores from which on pieces pay by themselves: so many are half a gigabyte
+MANY = 2**26  # scores from which on this pays by itself
 ROUND = 128  # tokens and rows come in multiples of this, which suits matrix products
 
 
@@ -61,11 +61,10 @@ def linear_cross_entropy(
     """The loss, and its gradients for `x`, `weight` and `bias` (empty without one)."""
     with torch.autocast(x.device.type, enabled=False):
         V, P = len(weight), len(weight) + more
-        weight_PE = F.pad(weight.to(x.dtype), (0, 0, 0, more))
+        weight_PE = rounded_up(weight, more, x.dtype)
         bias_P = None if bias is None else F.pad(bias.to(x.dtype), (0, more))
         loss, dx = x.new_zeros((), dtype=torch.float32), torch.empty_like(x)
-        dweight_PE = x.new_zeros(weight_PE.shape, dtype=torch.float32)
-        dbias_P = x.new_zeros(0 if bias is None else P, dtype=torch.float32)
+        dweight_PE = dbias_P1 = None
         rows = piece_rows(len(x), P)
         for start in range(0, len(x), rows):
             piece_NE = x[start : start + rows]
@@ -74,19 +73,33 @@ def linear_cross_entropy(
             more_loss, share_N1 = to_errors(scores_NP, labels[start : start + rows], V)
             loss += more_loss
             torch.mm(scores_NP, weight_PE, out=dx_NE).mul_(share_N1)
-            add_product(dweight_PE, scores_NP.t(), (piece_NE * share_N1).to(x.dtype))
+            dweight_PE = add_product(dweight_PE, scores_NP.t(), (piece_NE * share_N1).to(x.dtype))
             if bias is not None:
-                add_product(dbias_P[:, None], scores_NP.t(), share_N1.to(x.dtype))
-        dbias = dbias_P[:V] if bias is not None else dbias_P
-        return loss, dx, dweight_PE[:V].to(weight.dtype), dbias if bias is None else dbias.to(bias.dtype)
+                dbias_P1 = add_product(dbias_P1, scores_NP.t(), share_N1.to(x.dtype))
+        dweight = torch.zeros_like(weight) if dweight_PE is None else dweight_PE[:V].to(weight.dtype)
+        if bias is None:
+            return loss, dx, dweight, x.new_empty(0, dtype=torch.float32)
+        return loss, dx, dweight, torch.zeros_like(bias) if dbias_P1 is None else dbias_P1[:V, 0].to(bias.dtype)
 
 
-def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to float32 numbers. A GPU adds as it multiplies, where that is in half as many bits."""
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
-        torch.addmm(into, a, b, out_dtype=torch.float32, out=into)
-    else:
-        into += a @ b
+def rounded_up(weight_VE: Tensor, more: int, dtype: torch.dtype) -> Tensor:
+    """With so many rows of zeros more, in another precision."""
+    if not more:
+        return weight_VE.to(dtype)
+    V, E = weight_VE.shape
+    weight_PE = weight_VE.new_empty(V + more, E, dtype=dtype)
+    weight_PE[:V], weight_PE[V:] = weight_VE, 0
+    return weight_PE
+
+
+def add_product(into: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32, added to what there is. A GPU adds as it multiplies, where that is in half as many bits."""
+    short = a.is_cuda and a.dtype in (torch.bfloat16, torch.float16)
+    if into is None:
+        return torch.mm(a, b, out_dtype=torch.float32) if short else (a @ b).float()
+    if short:
+        return torch.addmm(into, a, b, out_dtype=torch.float32, out=into)
+    return into.add_(a @ b)
 
 
 @linear_cross_entropy.register_fake

@@ -22,6 +22,8 @@ from firth.models.tiles import BLOCK, padded
 LOG2_E = tl.constexpr(1.4426950408889634)
 STAGES = tl.constexpr(2)  # tiles of a bias that are on their way at once
 REGISTERS = 168  # of a thread that asks with a bias and nothing else: three blocks have room where two had
+FEWER = 128  # of one that goes forward with dropout or a bias: four blocks have room where three had
+HALF = BLOCK // 2  # places of a tile that backward kernels go through, where there are no tables by distance
 
 
 @triton.jit
@@ -381,10 +383,9 @@ def make_call(
     reach: Tensor | None, seen: Tensor | None, seeing: Tensor | None, heads: int, zero: int, far: int, causal: bool,
     dropout: float, scale: float,
 ) -> Call:  # fmt: skip
-    if heads:  # all in one tensor (B, T, 3 x H x d), given three times
-        (B, T, width), H = q.shape, heads
-        S, d = T, width // (3 * H)
-        layout: tuple[int, ...] = (q.stride(0), d, q.stride(1)) * 3
+    if heads:  # side by side
+        (B, T, _), S, H, d = q.shape, k.shape[1], heads, width(q, k) // heads
+        layout = tuple(step for x in (q, k, v) for step in (x.stride(0), d, x.stride(1)))
     else:
         (B, H, T, d), S = q.shape, k.shape[2]
         layout = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
@@ -418,11 +419,9 @@ def make_call(
         "FULL": even and d == D,
         "D": D,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-        "K_AT": H * d if heads else 0,
-        "V_AT": 2 * H * d if heads else 0,
+        "K_AT": H * d if heads and k.shape == q.shape else 0,
+        "V_AT": k.shape[2] - H * d if heads else 0,
         "SHARE": 1 if heads else H // k.shape[1],  # heads that read the same keys
-        "BT": BLOCK,
-        "BS": BLOCK,
         "num_warps": 4,
     }
     tables = tuple(
@@ -436,14 +435,22 @@ def is_even(T: int, S: int) -> bool:
     return T % BLOCK == 0 and S % BLOCK == 0
 
 
-def like_rows(x: Tensor, heads: int, parts: int = 1) -> tuple[Tensor, tuple[int, ...]]:
-    """Room for as many numbers as queries are, or for more `parts`, heads of a place side by side; its strides."""
-    if heads:
-        (B, T, _), inner = x.shape, x.shape[2] // 3
-        return x.new_empty(B, T, parts * inner), (T * parts * inner, inner // heads, parts * inner)
+def width(q: Tensor, k: Tensor) -> int:
+    """Numbers of all heads: a third of what stands side by side in one tensor, or half of keys and values."""
+    return k.shape[2] // (3 if k.shape == q.shape else 2)
+
+
+def like_rows(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Room for as many numbers, heads of a place side by side; and its strides."""
     B, H, T, d = x.shape
     room = x.new_empty(B, T, H, d).transpose(1, 2)
     return room, room.stride()[:3]
+
+
+def side_by_side(x: Tensor, total: int, d: int) -> tuple[Tensor, tuple[int, ...]]:
+    """The same for heads of d numbers, of which a place has so many in total."""
+    B, T, _ = x.shape
+    return x.new_empty(B, T, total), (T * total, d, total)
 
 
 @torch.library.custom_op("firth::attend", mutates_args=())
@@ -455,32 +462,38 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What attention finds, and the logarithms of the sums of exponentials (base 2).
 
-    With `heads`, queries, keys and values are one tensor (B, T, 3 x H x d), given three times, and what is found is
-    (B, T, H x d). (No operation that torch's compiler looks into: it would trace the kernels for every layer, which
-    takes it longer than all the rest.)
+    With `heads`, queries, keys and values are one tensor (B, T, 3 x H x d), given three times; or queries are
+    (B, T, H x d), and keys and values one tensor (B, S, 2 x H x d), given twice. What is found is then (B, T, H x d).
+    (No operation that torch's compiler looks into: it would trace the kernels for every layer, which takes it longer
+    than all the rest.)
     """
     call = make_call(
         q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, seen, seeing, heads, zero,
         far, causal, dropout, scale,
     )  # fmt: skip
-    B, H, T, *_ = call.sizes
-    y, lse, strides = room_to_find(q, heads)
+    B, H, T, _, d, _ = call.sizes
+    y, lse, strides = room_to_find(q, k, heads)
+    tight = {"maxnreg": FEWER} if (dropout or bias is not None) and call.made_for["FULL"] and d <= 64 else {}
+    if tight and dropout:
+        tight["num_stages"] = 2
     with torch.cuda.device_of(q):
         forward_kernel[(triton.cdiv(T, BLOCK) * B * H,)](
-            q, k, v, *call.tables, y, lse, *call.sizes, *call.strides, *strides, *call.mask_strides, **call.made_for,
+            q, k, v, *call.tables, y, lse, *call.sizes, *call.strides, *strides, *call.mask_strides, BT=BLOCK, BS=BLOCK,
+            **call.made_for, **tight,
         )  # fmt: skip
     return y, lse
 
 
-def room_to_find(q: Tensor, heads: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    (y, strides), B = like_rows(q, heads), len(q)
+def room_to_find(q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    inner = width(q, k) if heads else 0
+    y, strides = side_by_side(q, inner, inner // heads) if heads else like_rows(q)
     H, T = (heads, q.shape[1]) if heads else q.shape[1:3]
-    return y, q.new_empty(B, H, T, dtype=torch.float32), strides
+    return y, q.new_empty(len(q), H, T, dtype=torch.float32), strides
 
 
 @forward.register_fake
-def _(q: Tensor, *tensors: Any) -> tuple[Tensor, Tensor]:
-    return room_to_find(q, heads=tensors[13])[:2]
+def _(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return room_to_find(q, k, heads=rest[12])[:2]
 
 
 @torch.library.custom_op("firth::attend_backward", mutates_args=())
@@ -492,8 +505,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of queries, keys, values, both tables, and the bias where that `learns`.
 
-    Those of what is not there are empty; with `heads` the first one is of all three. That of the bias lacks the factor
-    1 / (1 - dropout). `turned` is the bias with keys first.
+    Those of what is not there are empty; what is given in one tensor has one gradient, the first of them. That of the
+    bias lacks the factor 1 / (1 - dropout). `turned` is the bias with keys first.
     """
     call = make_call(
         q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, seen, seeing, heads, zero,
@@ -509,16 +522,18 @@ def backward(
     fewer = {"maxnreg": REGISTERS} if bare and d <= 64 else {}
     if turned is not None:
         tables = (*tables[:6], turned, *tables[7:])
+    by_distance, one = ask is not None or read is not None, dk.numel() == 0
     with torch.cuda.device_of(q):
         asking_kernel[(triton.cdiv(T, BLOCK) * B * H,)](
             q, k, v, *call.tables, y, lse, dy, delta, dq, dask, dbias, *call.sizes, *call.strides, *y_strides,
             *call.mask_strides, *dy_strides, *room.strides[0], factor=scale / (1 - dropout),
-            DBIAS=dbias.numel() > 0, **call.made_for, **fewer,
+            DBIAS=dbias.numel() > 0, BT=BLOCK, BS=BLOCK if by_distance or bias is not None else HALF, **call.made_for,
+            **fewer,
         )  # fmt: skip
         reading_kernel[(triton.cdiv(S, BLOCK) * B * (H // call.made_for["SHARE"]),)](
-            q, k, v, *tables, lse, dy, delta, dq if heads else dk, dv, dread, *call.sizes, *call.strides,
+            q, k, v, *tables, lse, dy, delta, dq if one else dk, dv, dread, *call.sizes, *call.strides,
             *call.mask_strides, *dy_strides, *room.strides[1], *room.strides[2], factor=scale / (1 - dropout),
-            **call.made_for,
+            BT=BLOCK if by_distance else HALF, BS=BLOCK, **call.made_for,
         )  # fmt: skip
     return dq, dk, dv, dask, dread.to(q.dtype), dbias
 
@@ -534,10 +549,14 @@ def room_to_learn(
     q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, place: Tensor | None,
     bias: Tensor | None, heads: int, learns: bool,
 ) -> Room:  # fmt: skip
-    dq, dq_strides = like_rows(q, heads, parts=3)
-    dk, dk_strides = (q.new_empty(0), dq_strides) if heads else like_rows(k, 0)
-    dv, dv_strides = (q.new_empty(0), dq_strides) if heads else like_rows(v, 0)
-    T, S = (q.shape[1], q.shape[1]) if heads else (q.shape[2], k.shape[2])
+    if heads:
+        d = width(q, k) // heads
+        dq, dq_strides = side_by_side(q, q.shape[2], d)
+        dk, dk_strides = (q.new_empty(0), dq_strides) if k.shape == q.shape else side_by_side(k, k.shape[2], d)
+        dv, dv_strides = q.new_empty(0), dk_strides
+    else:
+        (dq, dq_strides), (dk, dk_strides), (dv, dv_strides) = like_rows(q), like_rows(k), like_rows(v)
+    T, S = (q.shape[1], k.shape[1]) if heads else (q.shape[2], k.shape[2])
     room = torch.empty_like if place is None and is_even(T, S) else torch.zeros_like  # all written, or not
     exact = torch.float32 if place is not None else q.dtype  # of what is added up in place
     dask = q.new_empty(0) if ask is None else room(ask)
@@ -564,11 +583,11 @@ def keep(ctx: Any, inputs: Any, output: Any) -> None:
 
 def differentiate(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, y, lse = ctx.saved_tensors
-    ask, read, bias, heads = tensors[3], tensors[4], tensors[9], ctx.numbers[0]
+    ask, read, bias = tensors[3], tensors[4], tensors[9]
     learns = bias is not None and ctx.needs_input_grad[9]
     turned = None if bias is None else bias.mT.contiguous()
     dq, dk, dv, dask, dread, dbias = backward(dy, *tensors, y, lse, turned, *ctx.numbers, learns)
-    found = [dq, None if heads else dk, None if heads else dv, *[None] * 17]
+    found = [dq, *(x if x.numel() else None for x in (dk, dv)), *[None] * 17]
     found[3], found[4] = None if ask is None else dask, None if read is None else dread
     if bias is not None and learns:
         found[9] = (dbias / (1 - ctx.numbers[4])).to(bias.dtype)
