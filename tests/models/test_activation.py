@@ -20,7 +20,7 @@ def test_values_and_gradients(name: str) -> None:
     found.sum().backward()
     assert exact.grad is not None
     assert single.grad is not None
-    assert (found - wanted).abs().max() < 1.6e-6
+    assert (found - wanted).abs().max() < 2e-6
     assert (single.grad - exact.grad).abs().max() < 4e-6
 
 
@@ -29,7 +29,7 @@ def test_in_bfloat16(name: str) -> None:
     """Rounded once, at the end: within one step of the nearest number."""
     x = torch.linspace(-5, 5, 2001).bfloat16()
     wanted = ACTIVATIONS[name](x.double())
-    assert ((Quick.apply(x, name) - wanted).abs() <= 2**-8 * wanted.abs() + 1.6e-6).all()
+    assert ((Quick.apply(x, name) - wanted).abs() <= 2**-8 * wanted.abs() + 2e-6).all()
 
 
 @pytest.mark.parametrize("name", ODD)

@@ -6,6 +6,7 @@ Run them with `pytest -m gpu`; without a GPU, where triton is installed, with TR
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,7 +18,8 @@ from torch.testing import assert_close
 
 from firth.models import PRESETS, attention, make_model, with_extras
 from firth.models.attention import Sight, make_reach, see
-from firth.models.fused import Reach, attend_at_once, attend_packed, to_drop
+from firth.models.fused import Reach, attend_at_once, attend_by_distance, attend_packed, to_drop
+from firth.models.relative import Distances
 from firth.models.tiles import triton
 from firth.models.two_stream import see_earlier
 from firth.objectives.batch import Batch
@@ -121,15 +123,19 @@ def test_in_one_tensor(name: str) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", ["full tiles", "bias and mask, parts of tiles", "bias and dropout"])
+@pytest.mark.parametrize("name", ["full tiles", "bias and mask, parts of tiles", "bias and dropout", "mask"])
 def test_keys_and_values_of_another_sequence_in_one_tensor(name: str, compiled: bool) -> None:
+    """Side by side or apart, they are the same, and so is their gradient; with documents in place of a mask too."""
     case = CASES[name]
     torch.manual_seed(6)
     q = torch.randn(B, case.T, H * case.d, device=DEVICE, requires_grad=True)
     both = torch.randn(B, case.S, 2 * H * case.d, device=DEVICE, requires_grad=True)
-    bias = torch.randn(1, H, case.T, case.S, device=DEVICE) if case.bias else None
-    mask = torch.rand(B, 1, case.T, case.S, device=DEVICE) < 0.6 if case.mask else None
-    rest = (mask, None, bias, False, case.dropout, 0.125)
+    bias = torch.randn(1, H, case.T, case.S, device=DEVICE, requires_grad=True) if case.bias else None
+    mask, reach = torch.rand(B, 1, case.T, case.S, device=DEVICE) < 0.6 if case.mask else None, None
+    if name == "mask":
+        doc, read_doc = (torch.randint(0, 3, (B, n), device=DEVICE).sort(1).values for n in (case.T, case.S))
+        mask, reach = None, see(False, doc, read_doc=read_doc).reach
+    rest = (mask, reach, bias, False, case.dropout, 0.125)
 
     def packed(q: Tensor, both: Tensor) -> Tensor:
         return attend_packed(q, both, H, *rest).sin()
@@ -144,9 +150,42 @@ def test_keys_and_values_of_another_sequence_in_one_tensor(name: str, compiled: 
     for way in (packed, apart):
         torch.manual_seed(7)
         y = way(q, both)
-        found.append([y, *torch.autograd.grad(y.square().sum(), [q, both])])
+        found.append([y, *torch.autograd.grad(y.square().sum(), [q, both] if bias is None else [q, both, bias])])
     for a, b in zip(*found, strict=True):
         assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert a.stride() == b.stride()
+
+
+@pytest.fixture
+def nothing_unwritten() -> Iterator[None]:
+    """Room that nobody writes to holds no numbers."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nothing_unwritten")
+@pytest.mark.parametrize("T", [128, 100])
+@pytest.mark.parametrize("name", ["all", "documents", "mask", "ranks"])
+def test_numbers_by_distance(name: str, T: int) -> None:
+    """What queries and keys have for each distance: values and all gradients, in full tiles and in parts of them."""
+    doc, rank = (torch.arange(T, device=DEVICE) // 50).expand(B, T), torch.randperm(T, device=DEVICE).expand(B, T)
+    sight = see(False, doc if name in ("documents", "mask") else None, rank if name == "ranks" else None)
+    reach, found = None if name == "mask" else sight.reach, []
+    for ours in (True, False):
+        torch.manual_seed(9)
+        given = [torch.randn(B, H, T, 32, device=DEVICE, requires_grad=True) for _ in range(3)]
+        vectors = [torch.randn(H, 2 * T - 1, 32, device=DEVICE, requires_grad=True) for _ in range(2)]
+        q, k, v = given
+        scores = Distances(q, T - 1, (q, vectors[0]), (k, vectors[1]))
+        if ours:
+            y = attend_by_distance(scores, k, v, sight.mask, reach, 0.0, 0.1)
+        else:
+            x = (q @ k.mT + scores.spread(T)) * 0.1
+            y = (x if sight.mask is None else x.masked_fill(~sight.mask, float("-inf"))).softmax(-1) @ v
+        found.append([y, *torch.autograd.grad(y.square().sum(), [*given, *vectors])])
+    for a, b in zip(*found, strict=True):
+        assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["full tiles", "bias and mask, parts of tiles", "causal, parts of tiles"])

@@ -299,6 +299,7 @@ class Attention(nn.Module):
         else:
             q, both = self.rows(x_BTD, 0, self.sizes[0]), self.rows(read_BSD, self.sizes[0])
             k, v = both.split(self.sizes[1:], -1)
+            assert sight.turn is None, "places of another sequence are not turned"
             if plain_rows and way_of(self.split(q), self.split(k), sight, dropout, across=True) == "fused":
                 rest = sight.for_kernel(q.dtype, dropout, self.scale)
                 return self.out(attend_packed(q, both, self.num_heads, *rest))

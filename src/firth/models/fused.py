@@ -34,6 +34,10 @@ class Reach(NamedTuple):
     seen: Tensor | None = None  # (2, B or 1, T / BLOCK): between which places each tile that asks sees anything
     seeing: Tensor | None = None  # (2, B or 1, S / BLOCK): between which places some see anything of each tile read
 
+    def as_interval(self) -> Reach:
+        """The same with a size, as windows have one: layers of both kinds can share a program then."""
+        return self if self.size is not None else self._replace(size=torch.ones_like(self.low))
+
 
 class Who(NamedTuple):
     """What the kernels take of this, for B rows: a mask, or a reach with the tiles that are worth a look."""

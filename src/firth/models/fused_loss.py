@@ -28,7 +28,7 @@ ROUND = 128  # tokens and rows come in multiples of this, which suits matrix pro
 
 
 def pays(x_NE: Tensor, weight_VE: Tensor) -> bool:
-    """Whether there are so many scores that they should not be held at once."""
+    """Whether there are so many scores that our own kernel, and pieces of them, are worth it."""
     return x_NE.is_cuda and len(x_NE) * len(weight_VE) > MANY
 
 

@@ -118,9 +118,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Projection and cross-entropy, summed over what is asked.
 
-    On a CPU in pieces that stay in its cache. On a GPU in one product, or (`fused`) in pieces where there would be too
-    many scores; `padded` computes them for a multiple of 128 tokens, which suits its products. Where nothing learns
-    from it, in pieces everywhere.
+    On a CPU in pieces that stay in its cache. On a GPU (`fused`) by a kernel of our own where there are many scores, in
+    pieces where there would be too many; `padded` computes them for a multiple of 128 tokens, which suits its products.
+    Where nothing learns from it, in pieces everywhere.
     """
     device, V = x.device.type, len(weight)
     rows = max(1, (PiecewiseCrossEntropy.PIECE if device == "cpu" else PIECE) // V)

@@ -23,7 +23,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 STAGES = tl.constexpr(2)  # tiles of a bias that are on their way at once
 REGISTERS = 168  # of a thread that asks with a bias and nothing else: three blocks have room where two had
 FEWER = 128  # of one that goes forward with dropout or a bias: four blocks have room where three had
-HALF = BLOCK // 2  # places of a tile that backward kernels go through, where there are no tables by distance
+HALF = BLOCK // 2  # places of a tile that backward kernels go through, where neither tables nor a bias are in the way
 
 
 @triton.jit
@@ -54,6 +54,12 @@ def scores(
     if REACH == 2:
         inside = inside & ((key - low).to(tl.uint32) < size)  # without a sign: less than low is very much
     return x, inside
+
+
+@triton.constexpr_function
+def on_edge(CAUSAL, part, FAR, last):
+    """Whether a part of the tiles may hold the diagonal: the near ones, or else this one."""
+    return CAUSAL and part == (1 if FAR else last)
 
 
 @triton.constexpr_function
@@ -170,16 +176,16 @@ def forward_kernel(
             inside = tl.full([BT, BS], True, tl.int1) if EVEN else (t2 < T) & (s2 < S)
             key_of_s = numbers(keys + b * S, s, S, EVEN)[None, :] if REACH else 0
             column = numbers(drop_s, s, S, EVEN).to(tl.uint32)[None, :] if LIMIT else 0
-            x, inside = scores(
+            x, sees = scores(
                 q_Td, rows(k, s, d, S, k_t, D, FULL),
                 numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
                 numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
                 mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, size, key_of_s, inside, unscale,
-                ASK, READ, MASK, BIAS and near(part, FAR), CAUSAL and part == (1 if FAR else PARTS - 1), REACH, EVEN,
+                ASK, READ, MASK, BIAS and near(part, FAR), on_edge(CAUSAL, part, FAR, PARTS - 1), REACH, EVEN,
                 PRECISION,
             )  # fmt: skip
-            if holes(not EVEN, MASK, CAUSAL and part == (1 if FAR else PARTS - 1), REACH):
-                x = tl.where(inside, x, float("-inf"))
+            if holes(not EVEN, MASK, on_edge(CAUSAL, part, FAR, PARTS - 1), REACH):
+                x = tl.where(sees, x, float("-inf"))
             most = tl.max(x, 1) * post
             higher = tl.maximum(highest, most if near(part, FAR) else most + shift)
             top = tl.where(higher == float("-inf"), 0.0, higher)
@@ -245,17 +251,17 @@ def asking_kernel(
             key_of_s = numbers(keys + b * S, s, S, EVEN)[None, :] if REACH else 0
             column = numbers(drop_s, s, S, EVEN).to(tl.uint32)[None, :] if LIMIT else 0
             k_Sd = rows(k, s, d, S, k_t, D, FULL)
-            x, inside = scores(
+            x, sees = scores(
                 q_Td, k_Sd,
                 numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
                 numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
                 mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, size, key_of_s, inside, unscale,
-                ASK, READ, MASK, BIAS and near(part, FAR), CAUSAL and part == (1 if FAR else PARTS - 1), REACH, EVEN,
+                ASK, READ, MASK, BIAS and near(part, FAR), on_edge(CAUSAL, part, FAR, PARTS - 1), REACH, EVEN,
                 PRECISION,
             )  # fmt: skip
             x = x * post - less_T[:, None]
-            if holes(not EVEN, MASK, CAUSAL and part == (1 if FAR else PARTS - 1), REACH):
-                x = tl.where(inside, x, float("-inf"))
+            if holes(not EVEN, MASK, on_edge(CAUSAL, part, FAR, PARTS - 1), REACH):
+                x = tl.where(sees, x, float("-inf"))
             p = tl.exp2(x)
             dp = tl.dot(dy_Td, tl.trans(rows(v, s, d, S, v_t, D, FULL)), input_precision=PRECISION)
             if LIMIT:
@@ -332,18 +338,18 @@ def reading_kernel(
                 size = numbers(reach + (B + b) * T, t, T, EVEN).to(tl.uint32)[None, :] if REACH == 2 else 0
                 row = numbers(drop_t + head * T, t, T, EVEN).to(tl.uint32)[None, :] if LIMIT else 0
                 q_Td, dy_Td = rows(q + q_at, t, d, T, q_t, D, FULL), rows(dy + dy_at, t, d, T, dy_t, D, FULL)
-                x, inside = scores(
+                x, sees = scores(
                     k_Sd, q_Td,
                     numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
                     numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
                     mask + t2 * mask_t + s2, bias + (h * S + s2) * T + t2, t2, s2, low, size, key_of_s, inside, unscale,
-                    ASK, READ, MASK, BIAS and near(part, FAR), CAUSAL and part == (1 if FAR else 0), REACH, EVEN,
+                    ASK, READ, MASK, BIAS and near(part, FAR), on_edge(CAUSAL, part, FAR, 0), REACH, EVEN,
                     PRECISION,
                 )  # fmt: skip
                 lse_T = numbers(lse + head * T, t, T, EVEN)
                 x = x * post - (lse_T if near(part, FAR) else lse_T - shift)[None, :]
-                if holes(not EVEN, MASK, CAUSAL and part == (1 if FAR else 0), REACH):
-                    x = tl.where(inside, x, float("-inf"))
+                if holes(not EVEN, MASK, on_edge(CAUSAL, part, FAR, 0), REACH):
+                    x = tl.where(sees, x, float("-inf"))
                 p = tl.exp2(x)
                 dp = tl.dot(v_Sd, tl.trans(dy_Td), input_precision=PRECISION)
                 dropped = p
@@ -390,6 +396,7 @@ def make_call(
         (B, H, T, d), S = q.shape, k.shape[2]
         layout = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     if keys is not None and reach is not None:
+        assert not causal, "a reach says what order there is"
         assert (keys.shape, reach.shape[1:]) == ((B, S), (B, T)), "who sees whom is said of another sequence"
     bits, strides = q, (0, 0)
     if mask is not None:
@@ -419,7 +426,7 @@ def make_call(
         "FULL": even and d == D,
         "D": D,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-        "K_AT": H * d if heads and k.shape == q.shape else 0,
+        "K_AT": H * d if heads and in_one(q, k) else 0,
         "V_AT": k.shape[2] - H * d if heads else 0,
         "SHARE": 1 if heads else H // k.shape[1],  # heads that read the same keys
         "num_warps": 4,
@@ -437,7 +444,12 @@ def is_even(T: int, S: int) -> bool:
 
 def width(q: Tensor, k: Tensor) -> int:
     """Numbers of all heads: a third of what stands side by side in one tensor, or half of keys and values."""
-    return k.shape[2] // (3 if k.shape == q.shape else 2)
+    return k.shape[2] // (3 if in_one(q, k) else 2)
+
+
+def in_one(q: Tensor, k: Tensor) -> bool:
+    """Whether queries stand in one tensor with keys and values; otherwise they are half as wide."""
+    return q.shape[2] == k.shape[2]
 
 
 def like_rows(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -522,7 +534,7 @@ def backward(
     fewer = {"maxnreg": REGISTERS} if bare and d <= 64 else {}
     if turned is not None:
         tables = (*tables[:6], turned, *tables[7:])
-    by_distance, one = ask is not None or read is not None, dk.numel() == 0
+    by_distance, one = ask is not None or read is not None, bool(heads) and in_one(q, k)
     with torch.cuda.device_of(q):
         asking_kernel[(triton.cdiv(T, BLOCK) * B * H,)](
             q, k, v, *call.tables, y, lse, dy, delta, dq, dask, dbias, *call.sizes, *call.strides, *y_strides,
@@ -552,7 +564,7 @@ def room_to_learn(
     if heads:
         d = width(q, k) // heads
         dq, dq_strides = side_by_side(q, q.shape[2], d)
-        dk, dk_strides = (q.new_empty(0), dq_strides) if k.shape == q.shape else side_by_side(k, k.shape[2], d)
+        dk, dk_strides = (q.new_empty(0), dq_strides) if in_one(q, k) else side_by_side(k, k.shape[2], d)
         dv, dv_strides = q.new_empty(0), dk_strides
     else:
         (dq, dq_strides), (dk, dk_strides), (dv, dv_strides) = like_rows(q), like_rows(k), like_rows(v)

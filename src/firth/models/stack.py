@@ -108,6 +108,7 @@ class Stack(nn.Module):
         if window is None:
             return wide, wide
         assert self.memory is None, "a window does not know how far back its memory is"
+        wide = wide if wide.reach is None else wide._replace(reach=wide.reach.as_interval())
         near = Near(torch.arange(T, device=x.device), window.size // 2)
         narrow = see(self.causal, doc, rank, score=score, near=near, far=far)
         return wide, narrow._replace(turn=make_turn(self.config, position, x, local=True), seen=seen, places=places)

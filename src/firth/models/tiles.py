@@ -10,7 +10,7 @@ try:
 except ImportError:  # a machine without a GPU needs none
     triton = None
 
-BLOCK = 64  # places in a tile, both ways
+BLOCK = 64  # places of a tile; those who ask, and what is read, are taken in so many or half as many
 VECTORS, BESIDE = 512, 34 * 2**10  # vectors of a head, and bytes beside them, that the largest variant has room for
 
 

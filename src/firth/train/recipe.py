@@ -131,12 +131,14 @@ class Training:
         "compiled and has one micro-batch, and in short fine-tunings, which are not compiled.",
     )
     fused_loss: bool | None = option(
-        None, "Never hold the scores of all answers at once; by itself on a CPU, and on a GPU where they are many."
+        None,
+        "Compute the loss by a kernel of our own, and never hold more than a gigabyte of scores; by itself on a GPU "
+        "where there are many, and on a CPU, in pieces that stay in its cache.",
     )
     fused_attention: bool = option(
         True,
         "Attention by our own kernel where that is faster: in a compiled step on a GPU with dropout, packed rows, "
-        "windows or a bias, and for scores by distance. --no-fused-attention leaves it to torch.",
+        "windows, a bias or another sequence, and for scores by distance. --no-fused-attention leaves it to torch.",
     )
     pad_vocabulary: bool | None = option(
         None, "Compute scores for a multiple of 128 tokens, and cut off the rest again; by itself on a GPU."
