@@ -15,26 +15,43 @@ Losses = Callable[[Any], dict[str, torch.Tensor]]
 class Halved:
     """The losses of a model, computed by a twin whose weights are its own, rounded to bfloat16.
 
-    The model keeps the exact weights, which the optimizer moves, and gets the twin's gradients, added up in float32.
+    The model keeps the exact weights, which the optimizer moves, and gets the twin's gradients, added up in float32;
+    unless the optimizer takes them as they are, and moves the twin's weights too.
     """
 
     def __init__(self, model: Model, program: Callable[[Losses], Losses]) -> None:
         self.model = model
         self.twin = model.twin().bfloat16()
         self.losses = program(self.twin.losses)
+        self.kept: list[tuple[int, int]] = []  # the weights that the twin has, where the optimizer gave them to it too
 
     def __call__(self, batch: Any) -> dict[str, torch.Tensor]:
         with torch.autocast(next(self.model.parameters()).device.type, enabled=False):
             return self.losses(batch)
 
     def begin(self) -> None:
-        """Take over the weights before a step, and what of them learns."""
+        """Take over the weights before a step, where it has others, and what of them learns."""
         pairs = list(zip(self.twin.parameters(), self.model.parameters(), strict=True))
         for mine, exact in pairs:
             mine.requires_grad_(exact.requires_grad)
-        with torch.no_grad():
-            torch._foreach_copy_([mine for mine, _ in pairs], [exact for _, exact in pairs])
+        if self.weights() != self.kept:
+            with torch.no_grad():
+                torch._foreach_copy_([mine for mine, _ in pairs], [exact for _, exact in pairs])
         self.twin.train(self.model.training)
+
+    def weights(self) -> list[tuple[int, int]]:
+        """Where the exact weights are, and how often others have changed them. (An optimizer in one kernel goes
+        uncounted.)"""
+        return [(exact.data_ptr(), exact._version) for exact in self.model.parameters()]
+
+    def moved(self, both: bool) -> None:
+        """An optimizer has moved the exact weights, or both theirs and the twin's."""
+        self.kept = self.weights() if both else []
+
+    def held(self) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
+        """The exact weights whose gradients the twin still has, and its own."""
+        pairs = zip(self.model.parameters(), self.twin.parameters(), strict=True)
+        return {exact: mine for exact, mine in pairs if mine.grad is not None}
 
     @torch.no_grad()
     def hand_over(self) -> None:

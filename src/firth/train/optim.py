@@ -11,6 +11,7 @@ from torch import nn
 
 from firth.errors import UserError
 from firth.train.adafactor import Adafactor
+from firth.train.adamw import AdamW
 from firth.train.muon import Muon, matrices
 from firth.train.recipe import Training
 from firth.train.unfreeze import Pace, depths, learners
@@ -33,7 +34,7 @@ def make_optimizer(model: nn.Module, training: Training, pace: Pace | None = Non
     )
     if training.optim == "muon":
         return Muon(groups, matrices(model), training.muon_momentum, **adam)
-    return torch.optim.AdamW(groups, **adam)
+    return AdamW(groups, **adam)
 
 
 def unfreeze(optimizer: torch.optim.Optimizer, model: nn.Module, training: Training, pace: Pace, step: int) -> None:

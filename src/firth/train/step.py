@@ -20,6 +20,7 @@ from firth.models.programs import compiled_parts, forget_programs
 from firth.models.tiles import before_compiling
 from firth.objectives import Batch
 from firth.tokens.rows import mix
+from firth.train.adamw import AdamW, can_take
 from firth.train.capture import Captured
 from firth.train.device import Machine
 from firth.train.eight import use_eight_bits
@@ -114,8 +115,9 @@ def train_step(
     are of all processes. `carry` is what the last step has left for this one, and becomes what this one leaves for the
     next. A step that `guard` finds bad changes nothing.
     """
-    total, left = gradients(run, losses_of, micro, step, carry or {}, guard.scale if guard else None, counts)
-    norm = cut_gradients(run)
+    scale, alone = guard.scale if guard else None, isinstance(optimizer, AdamW) and run.machine.world.size == 1
+    total, left = gradients(run, losses_of, micro, step, carry or {}, scale, counts, alone)
+    norm = cut_gradients(run, losses_of, optimizer)
     bad = guard.judge(total, norm, step) if guard else None
     if carry is not None:
         hand_over(carry, joined(left), bad)
@@ -123,6 +125,7 @@ def train_step(
         group["lr"] = lr * group.get("scale", 1.0)
     if bad is not None:
         bad = bad.to(next(run.model.parameters()).device)  # which may be the host's
+    both = isinstance(optimizer, AdamW) and bool(optimizer.twins)
     optimizer.found_inf = bad  # type: ignore[attr-defined]  # torch's own name: a fused step then leaves all as it is
     try:
         optimizer.step()
@@ -133,6 +136,8 @@ def train_step(
             "Out of memory for what the optimizer remembers of each weight: --optim adafactor remembers little, "
             "--parallel fsdp --cpu-offload keeps it in the host's memory, and a smaller model has fewer weights."
         ) from e
+    if isinstance(losses_of, Halved):
+        losses_of.moved(both)
     optimizer.zero_grad(set_to_none=not isinstance(losses_of, Captured))  # whose gradients stay where they are
     return total
 
@@ -145,15 +150,19 @@ def gradients(
     carry: Carry,
     scale: torch.Tensor | None = None,
     counts: Mapping[str, int] | None = None,
+    stay: bool = False,
 ) -> tuple[torch.Tensor, list[Carry]]:
-    """The loss of a step, its gradients, and what its rows leave; in smaller micro-batches where memory is short."""
+    """The loss of a step, its gradients, and what its rows leave; in smaller micro-batches where memory is short.
+
+    Gradients of a twin may `stay` with it, if they are of one micro-batch.
+    """
     world, found = run.machine.world, None
     counts = counts or all_counts(micro, world)
     while found is None:
         try:
             # backward too: a block that is computed again is the same program then
             with compiled_parts() if run.machine.parts else nullcontext(), kept_for_backward(run):
-                found = backward(run, losses_of, halve(micro, run.halvings), counts, step, carry, scale)
+                found = backward(run, losses_of, halve(micro, run.halvings), counts, step, carry, scale, stay)
         except RuntimeError as e:
             if type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 reason = " ".join(str(e).split("\n")[:2])
@@ -204,6 +213,7 @@ def backward(
     step: int,
     carry: Carry,
     scale: torch.Tensor | None,
+    stay: bool,
 ) -> tuple[torch.Tensor, list[Carry]]:
     """Add up loss and gradients of the micro-batches. A loss in float16 is scaled up on the way, and back again."""
     total = torch.zeros((), device=run.machine.device)
@@ -222,7 +232,7 @@ def backward(
         with run.machine.precision(), reading_on(run.model, batch, carry, sum(map(num_rows, micro[:i])), left):
             loss = sum_of_means(losses_of(batch.to(run.machine.device)), counts)
         (loss if scale is None else loss * scale).backward()
-        if halved:
+        if halved and not (stay and len(micro) == 1):
             halved.hand_over()
         elif run.machine.graphs and i == 0 and len(micro) > 1:
             keep_gradients(run.model)
@@ -240,10 +250,19 @@ def keep_gradients(model: Model) -> None:
             p.grad = p.grad.clone()
 
 
-def cut_gradients(run: Run) -> torch.Tensor:
-    """The length of the gradient, which is cut where it is too long."""
-    if run.training.max_grad_norm:
-        norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.training.max_grad_norm)
+def cut_gradients(run: Run, losses_of: Losses, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """The length of the gradient, which is cut where it is too long; by the optimizer, where it takes a twin's."""
+    held, most = losses_of.held() if isinstance(losses_of, Halved) else {}, run.training.max_grad_norm
+    if held and isinstance(optimizer, AdamW) and can_take(held):
+        found = [twin.grad for twin in held.values() if twin.grad is not None]
+        norms = torch._foreach_norm(found, 2, torch.float32)
+        norm = torch.stack(norms).norm()
+        optimizer.take(held, (most / (norm + 1e-6)).clamp(max=1.0) if most else torch.ones_like(norm))
+        return norm
+    if isinstance(losses_of, Halved):
+        losses_of.hand_over()
+    if most:
+        norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), most)
     else:
         norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters() if p.grad is not None])
     return whole(norm).to(run.machine.device)

@@ -1,0 +1,139 @@
+"""AdamW by one kernel, from a twin's gradients, against torch's: on a GPU, or in the interpreter of Triton."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from models.test_gated import DEVICE, INTERPRETED, on_a_gpu
+from models.test_presets import some_batch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from firth.models import PRESETS, make_model
+from firth.objectives import Batch
+from firth.train import Machine, Run, Training
+from firth.train import adamw as module
+from firth.train.adamw import AdamW, can_take
+from firth.train.halved import Halved
+from firth.train.optim import make_optimizer
+from firth.train.step import prepared, train_step
+
+SHAPES = [(1,), (7,), (64, 64), (5000,), (3, 4096), (130, 131)]
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6}
+
+
+def groups(ps: list[nn.Parameter]) -> list[dict[str, Any]]:
+    decayed, others = [p for p in ps if p.ndim > 1], [p for p in ps if p.ndim < 2]
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+
+def parameters() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in SHAPES]
+
+
+def equal(ours: AdamW, mine: list[nn.Parameter], theirs: torch.optim.AdamW, other: list[nn.Parameter]) -> None:
+    for p, q in zip(mine, other, strict=True):
+        assert_close(p, q, rtol=1e-5, atol=1e-6)
+        for name, value in ours.state[p].items():
+            assert_close(value.cpu(), theirs.state[q][name].cpu(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a gradient that is cut, a step that changes nothing, and a weight without a gradient."""
+    monkeypatch.setattr(module, "suits", lambda device: True)
+    mine, other = parameters(), parameters()
+    ours, theirs = AdamW(groups(mine), **SETTINGS), torch.optim.AdamW(groups(other), **SETTINGS)
+    twins = [nn.Parameter(p.detach().bfloat16()) for p in mine]
+    for step in range(5):
+        share, bad = 0.5 if step % 2 else 1.0, step == 3
+        used = range(len(mine) - (step == 2))
+        for i in used:
+            twins[i].grad = torch.randn_like(twins[i]) * (step + 1)
+            other[i].grad = twins[i].grad.float() * share
+        pairs = {mine[i]: twins[i] for i in used}
+        assert can_take(pairs)
+        ours.found_inf = torch.tensor(float(bad), device=DEVICE)  # type: ignore[attr-defined]
+        ours.take(pairs, torch.tensor(share, device=DEVICE))
+        ours.step()
+        if not bad:
+            theirs.step()
+        theirs.zero_grad()
+        assert all(twin.grad is None for twin in twins)
+        equal(ours, mine, theirs, other)
+        for p, twin in zip(mine, twins, strict=True):  # the interpreter does not round to the nearest
+            assert_close(twin, p.bfloat16(), rtol=2**-7 if INTERPRETED else 0, atol=0)
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_goes_on_from_torchs_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state is the same whoever made it: with gradients of its own it is torch's step."""
+    mine, other = parameters(), parameters()
+    ours, theirs = AdamW(groups(mine), **SETTINGS), torch.optim.AdamW(groups(other), **SETTINGS)
+    twins = [nn.Parameter(p.detach().bfloat16()) for p in mine]
+    for step in range(4):
+        for p, q, twin in zip(mine, other, twins, strict=True):
+            grad = torch.randn_like(q).bfloat16()
+            q.grad = grad.float()
+            twin.grad, p.grad = (grad, None) if step % 2 else (None, grad.float())
+        if step % 2:
+            ours.take(dict(zip(mine, twins, strict=True)), torch.ones((), device=DEVICE))
+        ours.step()
+        theirs.step()
+        equal(ours, mine, theirs, other)
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_steps_of_a_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same after some steps, but for what rounding to bfloat16 makes of the last bits, whether gradients stay with
+    the twin or are handed over. The third step is of two micro-batches, and someone else moves weights after it."""
+    config = replace(PRESETS["bert-tiny"], vocab_size=40, dropout=0.0, attention_dropout=0.0)
+    batch = Batch(*(None if a is None else a.numpy() for a in some_batch(config)))
+    training = Training(weights="bf16", optim="adamw", max_grad_norm=0.5)
+    machine, found, taken = Machine(torch.device(DEVICE), bf16=True, compile=False), [], list[bool]()
+    take = AdamW.take
+    for stays in (False, True):
+        monkeypatch.setattr(module, "suits", lambda device, stays=stays: stays)
+        monkeypatch.setattr(AdamW, "take", lambda *given: (taken.append(True), take(*given)))
+        torch.manual_seed(1)
+        model = make_model(config).to(machine.device)
+        run = Run(training, machine, model, lambda step: [batch])
+        losses_of, optimizer = prepared(run), make_optimizer(model, training)
+        assert isinstance(losses_of, Halved)
+        losses = []
+        for step in range(5):
+            losses.append(train_step(run, losses_of, optimizer, [batch] * (1 + (step == 2)), step, 1e-3).item())
+            if step == 2:
+                with torch.no_grad():
+                    next(model.parameters()).mul_(0.5)
+            if INTERPRETED:
+                losses_of.moved(False)  # it does not round to the nearest
+        found.append((losses, torch.cat([p.detach().flatten() for p in model.parameters()])))
+    assert len(taken) == 4
+    (losses, weights), (others, other_weights) = found
+    assert losses == pytest.approx(others, rel=1e-3)
+    assert abs(losses[-1] - losses[1]) > 0.1
+    assert (weights - other_weights).norm() < 1e-3 * weights.norm()
+
+
+def test_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = nn.Parameter(torch.zeros(8, 8))
+    twin = nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
+    twin.grad = torch.zeros_like(twin)
+    assert not can_take({p: twin}), "on a CPU"
+    monkeypatch.setattr(module, "suits", lambda device: True)
+    monkeypatch.setattr(module, "triton", object())
+    assert can_take({p: twin})
+    assert not can_take({})
+    wrong: list[Tensor | None] = [None, torch.zeros(8, 16, dtype=torch.bfloat16)[:, ::2]]
+    wrong.append(torch.zeros(65, dtype=torch.bfloat16)[1:].view(8, 8))
+    for grad in wrong:
+        twin.grad = grad
+        assert not can_take({p: twin})
