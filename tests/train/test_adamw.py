@@ -22,7 +22,7 @@ from firth.train.optim import make_optimizer
 from firth.train.step import prepared, train_step
 
 SHAPES = [(1,), (7,), (64, 64), (5000,), (3, 4096), (130, 131)]
-SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6}
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "fused": True}
 
 
 def groups(ps: list[nn.Parameter]) -> list[dict[str, Any]]:
@@ -38,8 +38,9 @@ def parameters() -> list[nn.Parameter]:
 def equal(ours: AdamW, mine: list[nn.Parameter], theirs: torch.optim.AdamW, other: list[nn.Parameter]) -> None:
     for p, q in zip(mine, other, strict=True):
         assert_close(p, q, rtol=1e-5, atol=1e-6)
+        assert ours.state[p].keys() == theirs.state[q].keys()
         for name, value in ours.state[p].items():
-            assert_close(value.cpu(), theirs.state[q][name].cpu(), rtol=1e-5, atol=1e-7)
+            assert_close(value, theirs.state[q][name], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.gpu
@@ -72,7 +73,7 @@ def test_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @on_a_gpu
-def test_goes_on_from_torchs_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_goes_on_from_torchs_state() -> None:
     """A state is the same whoever made it: with gradients of its own it is torch's step."""
     mine, other = parameters(), parameters()
     ours, theirs = AdamW(groups(mine), **SETTINGS), torch.optim.AdamW(groups(other), **SETTINGS)
@@ -92,8 +93,10 @@ def test_goes_on_from_torchs_state(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @on_a_gpu
 def test_steps_of_a_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same after some steps, but for what rounding to bfloat16 makes of the last bits, whether gradients stay with
-    the twin or are handed over. The third step is of two micro-batches, and someone else moves weights after it."""
+    """Gradients that stay with the twin, and that are handed over: the same but for what rounding makes of last bits.
+
+    The third step is of two micro-batches, and someone else moves weights after the fourth.
+    """
     config = replace(PRESETS["bert-tiny"], vocab_size=40, dropout=0.0, attention_dropout=0.0)
     batch = Batch(*(None if a is None else a.numpy() for a in some_batch(config)))
     training = Training(weights="bf16", optim="adamw", max_grad_norm=0.5)
@@ -110,17 +113,36 @@ def test_steps_of_a_twin(monkeypatch: pytest.MonkeyPatch) -> None:
         losses = []
         for step in range(5):
             losses.append(train_step(run, losses_of, optimizer, [batch] * (1 + (step == 2)), step, 1e-3).item())
-            if step == 2:
-                with torch.no_grad():
+            with torch.no_grad():
+                if INTERPRETED:  # which does not round to the nearest
+                    for twin, p in zip(losses_of.twin.parameters(), model.parameters(), strict=True):
+                        twin.copy_(p)
+                if step == 3:
                     next(model.parameters()).mul_(0.5)
-            if INTERPRETED:
-                losses_of.moved(False)  # it does not round to the nearest
         found.append((losses, torch.cat([p.detach().flatten() for p in model.parameters()])))
     assert len(taken) == 4
     (losses, weights), (others, other_weights) = found
     assert losses == pytest.approx(others, rel=1e-3)
     assert abs(losses[-1] - losses[1]) > 0.1
     assert (weights - other_weights).norm() < 1e-3 * weights.norm()
+
+
+def test_a_twin_takes_over_what_it_has_not() -> None:
+    """Only where the optimizer has moved both, and nobody else the exact weights since, it has them already."""
+    model = make_model(replace(PRESETS["bert-tiny"], vocab_size=40))
+    halved = Halved(model, lambda losses: losses)
+    mine, exact = next(halved.twin.parameters()), next(model.parameters())
+    for both, moved_since, has_them in ((True, False, True), (True, True, False), (False, False, False)):
+        halved.begin()
+        assert torch.equal(mine, exact.bfloat16())
+        halved.moved(both)
+        with torch.no_grad():
+            mine.zero_()
+            if moved_since:
+                exact.mul_(0.5)
+        halved.begin()
+        assert bool(mine.any()) is not has_them
+        halved.moved(False)
 
 
 def test_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "length ramp": {"length_ramp": 0.7, "length_doublings": 1},
     "both ramps, micro-batches": {"length_ramp": 0.5, "batch_ramp": 0.9, "gradient_accumulation_steps": 2},
     "bf16 weights": {"weights": "bf16"},
+    "bf16 weights, adamw": {"weights": "bf16", "optim": "adamw"},
     "products in 8 bits": {"fp8": True},
     "wsd": {"lr_scheduler_type": "wsd", "wsd_decay": 0.4},
     "all": {"optim": "muon", "ema_decay": 0.9, "batch_ramp": 0.5, "length_ramp": 0.8, "weights": "bf16"},

@@ -25,13 +25,16 @@ ALIGNED = 16  # bytes: where tensors begin, so that several numbers are read at 
 class AdamW(torch.optim.AdamW):
     """Torch's own; after `take`, one step from the gradients of twins."""
 
-    twins: Mapping[nn.Parameter, nn.Parameter] = {}
-    share: Tensor  # of the gradients that counts: less than 1 where they are too long
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.twins: Mapping[nn.Parameter, nn.Parameter] = {}
+        self.share = torch.ones(())  # of the gradients that counts: less than 1 where they are too long
+        self.tables: dict[tuple[int, ...], Table] = {}
 
     def take(self, twins: Mapping[nn.Parameter, nn.Parameter], share: Tensor) -> None:
         """Let the next step learn from what these have for gradients."""
+        assert all(p.grad is None for p in twins), "a weight learns from one gradient"
         self.twins, self.share = twins, share
-        self.tables: dict[tuple[int, ...], Table] = getattr(self, "tables", {})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -53,10 +56,10 @@ class AdamW(torch.optim.AdamW):
                 begin = {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p)}
                 self.state[p] = {**begin, "exp_avg_sq": torch.zeros_like(p)}
         states, bad = [self.state[p] for p in ps], getattr(self, "found_inf", None)
+        bad = torch.zeros_like(self.share) if bad is None else bad
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
-        if bad is not None:
-            torch._foreach_sub_(steps, [bad] * len(steps))
+        torch._foreach_sub_(steps, [bad] * len(steps))
         beta1, beta2 = group["betas"]
         count_N = torch.stack(steps).double()
         less_N2 = torch.stack([1 - beta1**count_N, (1 - beta2**count_N).sqrt()], 1).float()
@@ -67,18 +70,19 @@ class AdamW(torch.optim.AdamW):
         table = self.table(tensors)
         with torch.cuda.device_of(ps[0]):
             adamw_kernel[(len(table.owner),)](
-                table.addresses, table.sizes, table.owner, table.first, less_N2, self.share,
-                self.share if bad is None else bad, group["lr"], 1 - group["lr"] * group["weight_decay"],
-                beta1, 1 - beta1, beta2, 1 - beta2, group["eps"], BAD=bad is not None, BLOCK=BLOCK, num_warps=8,
+                table.addresses, table.sizes, table.owner, table.first, less_N2, self.share, bad, group["lr"],
+                group["lr"] * group["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2, group["eps"], BLOCK=BLOCK,
+                num_warps=8,
             )  # fmt: skip
 
     def table(self, tensors: Sequence[Sequence[Any]]) -> Table:
         """Where everything is; a new one only where something has moved."""
         addresses = np.array([[x.data_ptr() for x in some] for some in tensors], np.int64)
         sizes = tuple(p.numel() for p, *_ in tensors)
-        known = self.tables.get(sizes)
+        of = (int(addresses[0, 0]), *sizes)  # groups of several layers may be of one size
+        known = self.tables.get(of)
         if known is None or not np.array_equal(known.known, addresses):
-            self.tables[sizes] = known = Table(addresses, sizes, tensors[0][0].device, known)
+            self.tables[of] = known = Table(addresses, sizes, tensors[0][0].device, known)
         return known
 
 
@@ -131,11 +135,11 @@ if triton is not None:
 
     @triton.jit
     def adamw_kernel(
-        addresses, sizes, owner, first, corrections, share, bad, lr, kept, beta1, less1, beta2, less2, eps,
-        BAD: tl.constexpr, BLOCK: tl.constexpr,
+        addresses, sizes, owner, first, corrections, share, bad, lr, decay, beta1, less1, beta2, less2, eps,
+        BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Loshchilov and Hutter 2019, algorithm 2, as torch computes it."""
-        if BAD and tl.load(bad) > 0:
+        """Loshchilov and Hutter 2019, algorithm 2; nothing where a step is bad."""
+        if tl.load(bad) > 0:
             return
         i = tl.load(owner + tl.program_id(0))
         begin = tl.multiple_of(tl.load(first + tl.program_id(0)), BLOCK)
@@ -147,20 +151,21 @@ if triton is not None:
         twin = tl.multiple_of(tl.load(where + 4).to(tl.pointer_type(tl.bfloat16)), 8) + begin
         size, root, much = lr / tl.load(corrections + 2 * i), tl.load(corrections + 2 * i + 1), tl.load(share)
         if left >= BLOCK:  # a mask would split wide reads
-            move(p, g, mean, square, twin, left, size, root, much, kept, beta1, less1, beta2, less2, eps, True, BLOCK)
+            move(p, g, mean, square, twin, left, size, root, much, decay, beta1, less1, beta2, less2, eps, True, BLOCK)
         else:
-            move(p, g, mean, square, twin, left, size, root, much, kept, beta1, less1, beta2, less2, eps, False, BLOCK)
+            move(p, g, mean, square, twin, left, size, root, much, decay, beta1, less1, beta2, less2, eps, False, BLOCK)
 
     @triton.jit
     def move(
-        p, g, mean, square, twin, left, size, root, much, kept, beta1, less1, beta2, less2, eps, FULL: tl.constexpr,
+        p, g, mean, square, twin, left, size, root, much, decay, beta1, less1, beta2, less2, eps, FULL: tl.constexpr,
         BLOCK: tl.constexpr,
     ):  # fmt: skip
         at = tl.arange(0, BLOCK)
         grad = some(g, at, left, FULL).to(tl.float32) * much
         m = beta1 * some(mean, at, left, FULL) + less1 * grad
         v = beta2 * some(square, at, left, FULL) + less2 * grad * grad
-        found = some(p, at, left, FULL) * kept - size * m / (tl.sqrt(v) / root + eps)
+        x = some(p, at, left, FULL)
+        found = x - decay * x - size * m / (tl.sqrt(v) / root + eps)
         put(mean, at, m, left, FULL)
         put(square, at, v, left, FULL)
         put(p, at, found, left, FULL)

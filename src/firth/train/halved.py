@@ -40,8 +40,9 @@ class Halved:
         self.twin.train(self.model.training)
 
     def weights(self) -> list[tuple[int, int]]:
-        """Where the exact weights are, and how often others have changed them. (An optimizer in one kernel goes
-        uncounted.)"""
+        """Where the exact weights are, and how often others have changed them. (Optimizers in one kernel go uncounted,
+        and so does whoever writes to their `.data`.)
+        """
         return [(exact.data_ptr(), exact._version) for exact in self.model.parameters()]
 
     def moved(self, both: bool) -> None:

@@ -154,7 +154,7 @@ def gradients(
 ) -> tuple[torch.Tensor, list[Carry]]:
     """The loss of a step, its gradients, and what its rows leave; in smaller micro-batches where memory is short.
 
-    Gradients of a twin may `stay` with it, if they are of one micro-batch.
+    Gradients of a twin may `stay` with it, if they are of one micro-batch and an optimizer can take them from there.
     """
     world, found = run.machine.world, None
     counts = counts or all_counts(micro, world)
@@ -232,7 +232,7 @@ def backward(
         with run.machine.precision(), reading_on(run.model, batch, carry, sum(map(num_rows, micro[:i])), left):
             loss = sum_of_means(losses_of(batch.to(run.machine.device)), counts)
         (loss if scale is None else loss * scale).backward()
-        if halved and not (stay and len(micro) == 1):
+        if halved and not (stay and len(micro) == 1 and can_take(halved.held())):
             halved.hand_over()
         elif run.machine.graphs and i == 0 and len(micro) > 1:
             keep_gradients(run.model)
@@ -253,14 +253,12 @@ def keep_gradients(model: Model) -> None:
 def cut_gradients(run: Run, losses_of: Losses, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     """The length of the gradient, which is cut where it is too long; by the optimizer, where it takes a twin's."""
     held, most = losses_of.held() if isinstance(losses_of, Halved) else {}, run.training.max_grad_norm
-    if held and isinstance(optimizer, AdamW) and can_take(held):
+    if held and isinstance(optimizer, AdamW):
         found = [twin.grad for twin in held.values() if twin.grad is not None]
         norms = torch._foreach_norm(found, 2, torch.float32)
         norm = torch.stack(norms).norm()
         optimizer.take(held, (most / (norm + 1e-6)).clamp(max=1.0) if most else torch.ones_like(norm))
         return norm
-    if isinstance(losses_of, Halved):
-        losses_of.hand_over()
     if most:
         norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), most)
     else:
