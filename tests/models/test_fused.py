@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -367,7 +367,7 @@ def test_models_by_our_kernel_and_by_single_operations(
             compiled: bool,
             by_distance: bool = False,
             own: bool = False,
-            across: bool = False,
+            **_: Any,
         ) -> str:
             ways.append("fused" if ours and (own or (by_distance and sight.score is None)) else "plain")
             return ways[-1]

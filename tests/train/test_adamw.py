@@ -35,7 +35,7 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in SHAPES]
 
 
-def equal(ours: AdamW, mine: list[nn.Parameter], theirs: torch.optim.AdamW, other: list[nn.Parameter]) -> None:
+def assert_same(ours: AdamW, mine: list[nn.Parameter], theirs: torch.optim.AdamW, other: list[nn.Parameter]) -> None:
     for p, q in zip(mine, other, strict=True):
         assert_close(p, q, rtol=1e-5, atol=1e-6)
         assert ours.state[p].keys() == theirs.state[q].keys()
@@ -66,7 +66,7 @@ def test_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
             theirs.step()
         theirs.zero_grad()
         assert all(twin.grad is None for twin in twins)
-        equal(ours, mine, theirs, other)
+        assert_same(ours, mine, theirs, other)
         for p, twin in zip(mine, twins, strict=True):  # the interpreter does not round to the nearest
             assert_close(twin, p.bfloat16(), rtol=2**-7 if INTERPRETED else 0, atol=0)
 
@@ -87,7 +87,7 @@ def test_goes_on_from_torchs_state() -> None:
             ours.take(dict(zip(mine, twins, strict=True)), torch.ones((), device=DEVICE))
         ours.step()
         theirs.step()
-        equal(ours, mine, theirs, other)
+        assert_same(ours, mine, theirs, other)
 
 
 @pytest.mark.gpu

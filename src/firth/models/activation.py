@@ -1,6 +1,5 @@
-"""Activations. GELU in a compiled step on a GPU takes fewer operations, and is as exact as float32 is.
-
-All of ours are x times the logistic function of an odd polynomial of x.
+"""Activations. In a compiled step on a GPU some take fewer operations: x times the logistic function of an odd
+polynomial of x, which for GELU is within 1.3e-6 of it.
 """
 
 from __future__ import annotations

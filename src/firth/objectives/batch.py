@@ -97,4 +97,9 @@ def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
         t = t.long()
     elif t.dtype == torch.float64:
         t = t.float()
+    return sent(t, device)
+
+
+def sent(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same on a device, without waiting until it is there."""
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t

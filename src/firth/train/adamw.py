@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from firth.models.tiles import triton
+from firth.objectives.batch import sent
 
 if triton is not None:
     import triton.language as tl
 
 BLOCK = 2048  # weights that are moved together
+DTYPES = (torch.float32, torch.bfloat16, torch.bfloat16)  # of weights, of their twins, and of the twins' gradients
 ALIGNED = 16  # bytes: where tensors begin, so that several numbers are read at once
 
 
@@ -94,7 +96,7 @@ class Table:
     first: Tensor
 
     def __init__(self, addresses: np.ndarray, sizes: Sequence[int], device: torch.device, before: Table | None) -> None:
-        self.known, self.addresses = addresses, moved(addresses, device)
+        self.known, self.addresses = addresses, sent(torch.from_numpy(addresses), device)
         if before is not None:
             self.sizes, self.owner, self.first = before.sizes, before.owner, before.first
             return
@@ -102,13 +104,8 @@ class Table:
         owner = np.repeat(np.arange(len(sizes), dtype=np.int32), blocks)
         first = (np.arange(len(owner)) - np.repeat(blocks.cumsum() - blocks, blocks)) * BLOCK
         self.sizes, self.owner, self.first = (
-            moved(x, device) for x in (np.array(sizes, np.int64), owner, first.astype(np.int64))
+            sent(torch.from_numpy(x), device) for x in (np.array(sizes, np.int64), owner, first.astype(np.int64))
         )
-
-
-def moved(x: np.ndarray, device: torch.device) -> Tensor:
-    t = torch.from_numpy(x)
-    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
 
 
 def can_take(pairs: Mapping[nn.Parameter, nn.Parameter]) -> bool:
@@ -126,9 +123,6 @@ def can_take(pairs: Mapping[nn.Parameter, nn.Parameter]) -> bool:
 
 def suits(device: torch.device) -> bool:
     return device.type == "cuda"
-
-
-DTYPES = (torch.float32, torch.bfloat16, torch.bfloat16)
 
 
 if triton is not None:
