@@ -145,7 +145,8 @@ def test_keys_and_values_of_another_sequence_in_one_tensor(name: str, compiled: 
         return attend_at_once(*heads, *rest).transpose(1, 2).flatten(2).sin()
 
     if compiled:
-        packed = torch.compile(packed, backend="aot_eager" if INTERPRETED else "inductor")
+        same = None if INTERPRETED else {"fallback_random": True}  # what is dropped is drawn as without a compiler
+        packed = torch.compile(packed, backend="aot_eager" if INTERPRETED else "inductor", options=same)
     found = []
     for way in (packed, apart):
         torch.manual_seed(7)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from firth.models.config import Disentangled, FanIn, ModelConfig, Shaw, TransformerXL
 from firth.models.dropout import drop
+from firth.models.eight import Linear8
 from firth.models.fused import Reach, attend_at_once, attend_by_distance, attend_packed, has_no_order, in_tiles
 from firth.models.lora import Adapted
 from firth.models.position import Turn
@@ -322,7 +323,8 @@ class Attention(nn.Module):
     def rows(self, x: Tensor, start: int = 0, end: int | None = None) -> Tensor:
         """Queries, keys, values, or several of them: what these rows of `qkv` make of a sequence."""
         bias = self.bias
-        y = F.linear(x, self.qkv.weight[start:end], None if bias is None else bias[start:end])
+        linear = self.qkv.part if isinstance(self.qkv, Linear8) else F.linear
+        y = linear(x, self.qkv.weight[start:end], None if bias is None else bias[start:end])
         return y + self.qkv.beside(x, start, end) if isinstance(self.qkv, Adapted) else y
 
     @property

@@ -10,6 +10,7 @@ from firth.models import config as c
 from firth.models.attention import Attention, Keys, Sight
 from firth.models.biased import activated
 from firth.models.dropout import Dropout
+from firth.models.eight import two_maps
 from firth.models.gated import gated
 from firth.models.programs import part
 
@@ -36,6 +37,10 @@ class MLP(nn.Module):
         self.drop = Dropout(config.mlp_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not (self.training and self.drop.p):
+            y = two_maps(self.up, self.down, x, self.activation, self.gated)
+            if y is not None:
+                return y
         h = gated(self.up(x), self.activation) if self.gated else activated(self.up, x, self.activation)
         return self.down(self.drop(h))
 

@@ -1,0 +1,150 @@
+"""Linear maps that learn by products in 8 bits, each row with a scale of its own, for GPUs that have instructions.
+
+What is multiplied by weights is in 8 bits, forward and backward; the gradients of weights are products in bfloat16, as
+they add up over all places. Two maps with an activation between them are one function, so that what lies between is
+written in 8 bits by the kernel that makes it.
+
+N places, I numbers that are read, O that are written, F between two maps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from firth.models.activation import rounded
+from firth.models.eight_rows import EIGHT, activated_rows, activated_rows_backward, rows
+from firth.models.gated import KINDS
+
+STEP = 16  # what the instructions take is a multiple of this, both ways
+HALF = torch.bfloat16
+
+
+class Linear8(nn.Linear):
+    """The same layer, which learns in 8 bits; when it is only asked, it is exact."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x, self.weight, self.bias)
+
+    def part(self, x: Tensor, w_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """What some of its rows make of `x`."""
+        if not self.learns(x) or len(w_OI) % STEP:
+            return F.linear(x, w_OI, bias_O)
+        y: Tensor = Product8.apply(flat(x), w_OI, bias_O)
+        return y.view(*x.shape[:-1], -1)
+
+    def learns(self, x: Tensor) -> bool:
+        return self.training and x.shape[:-1].numel() % STEP == 0
+
+
+def two_maps(up: nn.Module, down: nn.Module, x: Tensor, activation: str, gated: bool) -> Tensor | None:
+    """`down` of an activation of `up`, if both learn in 8 bits."""
+    if not (isinstance(up, Linear8) and isinstance(down, Linear8) and up.learns(x) and activation in KINDS):
+        return None
+    if gated and up.bias is not None:
+        return None
+    kind = KINDS.index(activation)
+    y: Tensor = TwoMaps8.apply(flat(x), up.weight, up.bias, down.weight, down.bias, kind, gated)
+    return y.view(*x.shape[:-1], -1)
+
+
+def flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+class Product8(torch.autograd.Function):
+    """A linear map, and the gradients of what it is made of.
+
+    Weights are rounded by rows. The scales of these are multiplied into what comes back before that is rounded, so that
+    it meets the same weights.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, w_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        x = rounded(x_NI, HALF)
+        ctx.save_for_backward(x, w_OI, bias_O)
+        ctx.dtype = x_NI.dtype
+        return product(*rows(x)[:2], *rows(w_OI)[:2], bias_O)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *asked: Tensor) -> tuple[Tensor | None, ...]:
+        x, w_OI, bias_O = ctx.saved_tensors
+        dy_NO = asked[0]
+        w8, of_w = rows(w_OI)[:2]
+        dy8, of_dy, sums_O = rows(dy_NO, of_w, sums=bias_O is not None)
+        dw_OI = dy_NO.t() @ x
+        return rounded(back(dy8, of_dy, w8), ctx.dtype), rounded(dw_OI, w_OI.dtype), like(sums_O, bias_O)
+
+
+class TwoMaps8(torch.autograd.Function):
+    """Up, an activation of that, and down again.
+
+    What the activation gives is kept in no precision: the pass that makes its gradient makes it again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_NI: Tensor,
+        up_OI: Tensor,
+        up_bias_O: Tensor | None,
+        down_IF: Tensor,
+        down_bias_I: Tensor | None,
+        kind: int,
+        gated: bool,
+    ) -> Tensor:
+        x = rounded(x_NI, HALF)
+        between_NO = product(*rows(x)[:2], *rows(up_OI)[:2], None)
+        h8, of_h = activated_rows(between_NO, up_bias_O, kind, gated)
+        ctx.save_for_backward(x, between_NO, up_OI, up_bias_O, down_IF, down_bias_I)
+        ctx.rest = x_NI.dtype, kind, gated
+        return product(h8, of_h, *rows(down_IF)[:2], down_bias_I)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *asked: Tensor) -> tuple[Tensor | None, ...]:
+        x, between_NO, up_OI, up_bias_O, down_IF, down_bias_I = ctx.saved_tensors
+        dtype, kind, gated = ctx.rest
+        dy_NI = asked[0]
+        (up8, of_up), (down8, of_down) = rows(up_OI)[:2], rows(down_IF)[:2]
+        dy8, of_dy, sums_I = rows(dy_NI, of_down, sums=down_bias_I is not None)
+        dh_NF = back(dy8, of_dy, down8)
+        h_NF, error_NO, error8, of_error, sums_O = activated_rows_backward(
+            dh_NF, between_NO, up_bias_O, of_up, kind, gated
+        )
+        d_down, d_up = dy_NI.t() @ h_NF, error_NO.t() @ x
+        return (
+            rounded(back(error8, of_error, up8), dtype),
+            rounded(d_up, up_OI.dtype),
+            like(sums_O.sum(0), up_bias_O),
+            rounded(d_down, down_IF.dtype),
+            like(sums_I, down_bias_I),
+            None,
+            None,
+        )
+
+
+def like(sums: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    return None if sums is None or bias is None else rounded(sums, bias.dtype)
+
+
+def back(dy8_NO: Tensor, of_dy_N: Tensor, w8_OI: Tensor) -> Tensor:
+    """What comes back through weights whose scales are in it already."""
+    return product(dy8_NO, of_dy_N, w8_OI.t().contiguous(), of_dy_N.new_ones(w8_OI.shape[1]), None)
+
+
+def product(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, bias: Tensor | None) -> Tensor:
+    """Rows of `a` by rows of `b`, and a bias for each of the latter."""
+    if a.device.type == "cpu":  # it has no such instructions, and is asked for trying out alone
+        y = (a.float() @ b.float().t()) * of_a[:, None] * of_b
+        return (y if bias is None else y + bias).to(HALF)
+    assert a.dtype == b.dtype == EIGHT
+    half = None if bias is None else rounded(bias, HALF)
+    return torch._scaled_mm(
+        a, b.t(), scale_a=of_a[:, None], scale_b=of_b[None], bias=half, out_dtype=HALF, use_fast_accum=True
+    )

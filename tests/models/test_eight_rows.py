@@ -1,0 +1,86 @@
+"""Rows in 8 bits by our kernels, against single operations: on a GPU, or in the interpreter of Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from models.test_gated import DEVICE, INTERPRETED, on_a_gpu
+from torch import Tensor
+
+from firth.models import eight_rows as module
+from firth.models.eight_rows import EIGHT, activated_rows, activated_rows_backward, pieces, rows
+from firth.models.gated import KINDS
+
+WIDTHS = [16, 48, 272, 1072]  # in two pieces exactly, and (1,072) with some of the second left over
+
+
+def both_ways(monkeypatch: pytest.MonkeyPatch, f: Callable[[], Sequence[Any]]) -> list[Sequence[Any]]:
+    """By single operations, and by the kernel."""
+    found = []
+    for way in (False, True):
+        monkeypatch.setattr(module, "by_kernel", lambda x, way=way: way)
+        found.append(f())
+    return found
+
+
+def assert_same_rows(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
+    """Scales, and numbers: the order of operations may decide to which side a few of them are rounded."""
+    (a8, a), (b8, b) = found, wanted
+    assert (a8.dtype, a8.shape, a8.stride()) == (EIGHT, b8.shape, b8.stride())
+    torch.testing.assert_close(a, b, rtol=2e-5, atol=0)
+    off = (a8.float() != b8.float()).float().mean()
+    if INTERPRETED:  # where what is rounded up to a power of two becomes half of it
+        assert off < 0.06
+        return
+    assert off < 0.005
+    torch.testing.assert_close(a8.float(), b8.float(), rtol=0.13, atol=2**-9)
+
+
+def numbers(M: int, N: int, seed: int = 0) -> Tensor:
+    torch.manual_seed(seed)
+    x = torch.randn(M, N, device=DEVICE) * torch.logspace(-6, 3, M, device=DEVICE)[:, None]
+    x[M // 2] = 0
+    return x.bfloat16()
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize("N", WIDTHS)
+@pytest.mark.parametrize("factor", [False, True])
+def test_rows(N: int, factor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, times = numbers(48, N), torch.rand(N, device=DEVICE) + 0.5 if factor else None  # one group and a half
+    wanted, found = both_ways(monkeypatch, lambda: rows(x, times, sums=True))
+    assert_same_rows(found[:2], wanted[:2])
+    torch.testing.assert_close(found[2], wanted[2], rtol=1e-5, atol=1e-2)
+    assert rows(x, times)[2] is None
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize("N", WIDTHS)
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+@pytest.mark.parametrize(("gated", "biased"), [(False, True), (False, False), (True, False)])
+def test_activations(N: int, kind: int, gated: bool, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    width = (1 + gated) * N
+    x, dy = numbers(48, width).clamp(-40, 40), numbers(48, N, 1)
+    bias, factor = torch.randn(N, device=DEVICE) if biased else None, torch.rand(width, device=DEVICE) + 0.5
+    wanted, found = both_ways(monkeypatch, lambda: activated_rows(x, bias, kind, gated))
+    assert_same_rows(found, wanted)
+    wanted, found = both_ways(monkeypatch, lambda: activated_rows_backward(dy, x, bias, factor, kind, gated))
+    assert_same_rows(found[2:4], wanted[2:4])
+    for a, b in ((found[0], wanted[0]), (found[1], wanted[1])):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape) == (torch.bfloat16, b.shape)
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-30)
+    assert len(found[4]) == (2 if biased else 0)
+    torch.testing.assert_close(found[4].sum(0), wanted[4].sum(0), rtol=1e-4, atol=1e-2)
+
+
+def test_two_powers_cover_a_row() -> None:
+    for N in range(16, 20000, 16):
+        a, b = pieces(N)
+        assert a + b >= N > a
+        assert a.bit_count() == b.bit_count() == 1
+        assert a + b == N or N.bit_count() > 2
