@@ -91,7 +91,7 @@ def test_two_maps_are_one_after_the_other(
         assert far(a, b) < 0.08
     one_by_one = found_with(down(gated_or_not(up(x), activation, gated)), leaves)
     for a, b in zip(found, one_by_one, strict=True):
-        assert far(a, b) < 0.02
+        assert far(a, b) < 0.04  # a compiler rounds to bfloat16 less often, which may decide on which side 8 bits are
 
 
 def gated_or_not(x: Tensor, activation: str, gated: bool) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from firth.models.activation import rounded
-from firth.models.eight_rows import EIGHT, activated_rows, activated_rows_backward, rows
+from firth.models.eight_rows import EIGHT, activated_rows, activated_rows_backward, rows, weights_in_eight
 from firth.models.gated import KINDS
 
 STEP = 16  # what the instructions take is a multiple of this, both ways
@@ -66,19 +66,19 @@ class Product8(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, w_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         x = rounded(x_NI, HALF)
-        ctx.save_for_backward(x, w_OI, bias_O)
-        ctx.dtype = x_NI.dtype
-        return product(*rows(x)[:2], *rows(w_OI)[:2], bias_O)
+        w8, of_w, turned8 = weights_in_eight(w_OI)
+        ctx.save_for_backward(x, of_w, turned8)
+        ctx.dtypes = x_NI.dtype, w_OI.dtype, None if bias_O is None else bias_O.dtype
+        return product(*rows(x)[:2], w8, of_w, bias_O)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *asked: Tensor) -> tuple[Tensor | None, ...]:
-        x, w_OI, bias_O = ctx.saved_tensors
+        (x, of_w, turned8), (of_x, dtype, of_bias) = ctx.saved_tensors, ctx.dtypes
         dy_NO = asked[0]
-        w8, of_w = rows(w_OI)[:2]
-        dy8, of_dy, sums_O = rows(dy_NO, of_w, sums=bias_O is not None)
+        dy8, of_dy, sums_O = rows(dy_NO, of_w, sums=of_bias is not None)
         dw_OI = dy_NO.t() @ x
-        return rounded(back(dy8, of_dy, w8), ctx.dtype), rounded(dw_OI, w_OI.dtype), like(sums_O, bias_O)
+        return rounded(back(dy8, of_dy, turned8), of_x), rounded(dw_OI, dtype), like(sums_O, of_bias)
 
 
 class TwoMaps8(torch.autograd.Function):
@@ -99,43 +99,44 @@ class TwoMaps8(torch.autograd.Function):
         gated: bool,
     ) -> Tensor:
         x = rounded(x_NI, HALF)
-        between_NO = product(*rows(x)[:2], *rows(up_OI)[:2], None)
+        (up8, of_up, up_turned), (down8, of_down, down_turned) = weights_in_eight(up_OI), weights_in_eight(down_IF)
+        between_NO = product(*rows(x)[:2], up8, of_up, None)
         h8, of_h = activated_rows(between_NO, up_bias_O, kind, gated)
-        ctx.save_for_backward(x, between_NO, up_OI, up_bias_O, down_IF, down_bias_I)
-        ctx.rest = x_NI.dtype, kind, gated
-        return product(h8, of_h, *rows(down_IF)[:2], down_bias_I)
+        ctx.save_for_backward(x, between_NO, up_bias_O, of_up, up_turned, of_down, down_turned)
+        biases = (None if bias is None else bias.dtype for bias in (up_bias_O, down_bias_I))
+        ctx.rest = x_NI.dtype, up_OI.dtype, *biases, kind, gated
+        return product(h8, of_h, down8, of_down, down_bias_I)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *asked: Tensor) -> tuple[Tensor | None, ...]:
-        x, between_NO, up_OI, up_bias_O, down_IF, down_bias_I = ctx.saved_tensors
-        dtype, kind, gated = ctx.rest
+        x, between_NO, up_bias_O, of_up, up_turned, of_down, down_turned = ctx.saved_tensors
+        of_x, dtype, of_up_bias, of_down_bias, kind, gated = ctx.rest
         dy_NI = asked[0]
-        (up8, of_up), (down8, of_down) = rows(up_OI)[:2], rows(down_IF)[:2]
-        dy8, of_dy, sums_I = rows(dy_NI, of_down, sums=down_bias_I is not None)
-        dh_NF = back(dy8, of_dy, down8)
-        h_NF, error_NO, error8, of_error, sums_O = activated_rows_backward(
+        dy8, of_dy, sums_I = rows(dy_NI, of_down, sums=of_down_bias is not None)
+        dh_NF = back(dy8, of_dy, down_turned)
+        h_NF, error_NO, error8, of_error, sums_CO = activated_rows_backward(
             dh_NF, between_NO, up_bias_O, of_up, kind, gated
         )
         d_down, d_up = dy_NI.t() @ h_NF, error_NO.t() @ x
         return (
-            rounded(back(error8, of_error, up8), dtype),
-            rounded(d_up, up_OI.dtype),
-            like(sums_O.sum(0), up_bias_O),
-            rounded(d_down, down_IF.dtype),
-            like(sums_I, down_bias_I),
+            rounded(back(error8, of_error, up_turned), of_x),
+            rounded(d_up, dtype),
+            like(sums_CO.sum(0), of_up_bias),
+            rounded(d_down, dtype),
+            like(sums_I, of_down_bias),
             None,
             None,
         )
 
 
-def like(sums: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    return None if sums is None or bias is None else rounded(sums, bias.dtype)
+def like(sums: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return None if sums is None or dtype is None else rounded(sums, dtype)
 
 
-def back(dy8_NO: Tensor, of_dy_N: Tensor, w8_OI: Tensor) -> Tensor:
+def back(dy8_NO: Tensor, of_dy_N: Tensor, turned8_IO: Tensor) -> Tensor:
     """What comes back through weights whose scales are in it already."""
-    return product(dy8_NO, of_dy_N, w8_OI.t().contiguous(), of_dy_N.new_ones(w8_OI.shape[1]), None)
+    return product(dy8_NO, of_dy_N, turned8_IO, of_dy_N.new_ones(len(turned8_IO)), None)
 
 
 def product(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, bias: Tensor | None) -> Tensor:

@@ -6,6 +6,8 @@ M rows of N numbers, C groups of rows.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,23 @@ EIGHT = torch.float8_e4m3fn
 MOST = 448.0  # the largest of its numbers
 LEAST = 1e-30  # rows of 0 stay so
 SHORT = 1024  # numbers of a row up to which torch's compiler reads it once
-GROUP, AHEAD, WARPS = 32, 2, 4  # rows of a program, how many come meanwhile, and how many threads it has, by 32
+TILE = 64  # of what is turned
+MANY = 2048  # groups that keep a GPU busy
+
+
+class Shape(NamedTuple):
+    """How a kernel goes through rows: so many in a program, the next of them read meanwhile, by so many warps."""
+
+    group: int
+    ahead: int
+    warps: int
+
+    def rows(self, M: int) -> int:
+        """Fewer of few."""
+        return max(1, min(self.group, M // MANY))
+
+
+ROWS, ACTIVATED, BACKWARD = Shape(16, 1, 1), Shape(8, 1, 1), Shape(32, 3, 8)
 
 
 def rows(x: Tensor, factor_N: Tensor | None = None, sums: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -32,6 +50,26 @@ def rows(x: Tensor, factor_N: Tensor | None = None, sums: bool = False) -> tuple
         return x8, scale_M, sums_CN.sum(0) if sums else None
     y = x.float() if factor_N is None else x.float() * factor_N
     return *in_eight(y), x.float().sum(0) if sums else None
+
+
+@torch.library.custom_op("firth::weights_in_eight", mutates_args=())
+def weights_in_eight(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights in 8 bits, the scales of their rows, and the same with columns for rows."""
+    if not by_kernel(w):
+        w8, scale_M = in_eight(w.float())
+        return w8, scale_M, w8.t().contiguous()
+    w8, scale_M, _ = rows_in_eight(w, None, False)
+    M, N = w.shape
+    turned_NM = w8.new_empty(N, M)
+    with torch.cuda.device_of(w):
+        turn_kernel[(triton.cdiv(M, TILE), triton.cdiv(N, TILE))](w8, turned_NM, M, N, TILE=TILE)
+    return w8, scale_M, turned_NM
+
+
+@weights_in_eight.register_fake
+def _(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    w8, scale_M, _ = empty_rows(w, w.shape[1])
+    return w8, scale_M, w8.new_empty(*reversed(w.shape))
 
 
 def in_eight(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,20 +84,20 @@ def by_kernel(x: Tensor) -> bool:
 @torch.library.custom_op("firth::rows_in_eight", mutates_args=())
 def rows_in_eight(x: Tensor, factor_N: Tensor | None, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
-    M, N = x.shape
-    x8, scale_M, sums_CN = empty_rows(x, N, sums)
+    (M, N), group = x.shape, ROWS.rows(len(x))
+    x8, scale_M, sums_CN = empty_rows(x, N, group if sums else None)
     A, B = pieces(N)
     with torch.cuda.device_of(x):
-        rows_kernel[(triton.cdiv(M, GROUP),)](
-            x, x if factor_N is None else factor_N, x8, scale_M, sums_CN, M, N=N, A=A, B=B, GROUP=GROUP,
-            FACTOR=factor_N is not None, SUMS=sums, AHEAD=AHEAD, num_warps=WARPS,
+        rows_kernel[(triton.cdiv(M, group),)](
+            x, x if factor_N is None else factor_N, x8, scale_M, sums_CN, M, N=N, A=A, B=B, GROUP=group,
+            FACTOR=factor_N is not None, SUMS=sums, AHEAD=ROWS.ahead, num_warps=ROWS.warps,
         )  # fmt: skip
     return x8, scale_M, sums_CN
 
 
 @rows_in_eight.register_fake
 def _(x: Tensor, factor_N: Tensor | None, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_rows(x, x.shape[1], sums)
+    return empty_rows(x, x.shape[1], ROWS.rows(len(x)) if sums else None)
 
 
 @torch.library.custom_op("firth::activated_rows", mutates_args=())
@@ -68,13 +106,13 @@ def activated_rows(x: Tensor, bias: Tensor | None, kind: int, gated: bool) -> tu
     if not by_kernel(x):
         return in_eight(activation_of(x, bias, kind, gated)[0])
     x = x.contiguous()
-    M, N = x.shape[0], x.shape[1] // (1 + gated)
+    M, N, group = len(x), x.shape[1] // (1 + gated), ACTIVATED.rows(len(x))
     y8, scale_M, _ = empty_rows(x, N)
     A, B = pieces(N)
     with torch.cuda.device_of(x):
-        activated_kernel[(triton.cdiv(M, GROUP),)](
-            x, x if bias is None else bias, y8, scale_M, M, N=N, A=A, B=B, GROUP=GROUP, KIND=kind,
-            GATED=gated, BIAS=bias is not None, AHEAD=AHEAD, num_warps=WARPS,
+        activated_kernel[(triton.cdiv(M, group),)](
+            x, x if bias is None else bias, y8, scale_M, M, N=N, A=A, B=B, GROUP=group, KIND=kind,
+            GATED=gated, BIAS=bias is not None, AHEAD=ACTIVATED.ahead, num_warps=ACTIVATED.warps,
         )  # fmt: skip
     return y8, scale_M
 
@@ -99,14 +137,14 @@ def activated_rows_backward(
         sums = error.sum(0, keepdim=True) if bias is not None else x.new_empty(0, x.shape[1], dtype=torch.float32)
         return y.to(dy.dtype), error.to(x.dtype), *in_eight(error * factor), sums
     dy, x = dy.contiguous(), x.contiguous()
-    M, N = dy.shape
+    (M, N), group = dy.shape, BACKWARD.rows(len(dy))
     y, dx = torch.empty_like(dy), torch.empty_like(x)
-    dx8, scale_M, sums_CN = empty_rows(x, x.shape[1], bias is not None)
+    dx8, scale_M, sums_CN = empty_rows(x, x.shape[1], None if bias is None else group)
     A, B = pieces(N)
     with torch.cuda.device_of(x):
-        activated_backward_kernel[(triton.cdiv(M, GROUP),)](
-            dy, x, x if bias is None else bias, factor, y, dx, dx8, scale_M, sums_CN, M, N=N, A=A, B=B, GROUP=GROUP,
-            KIND=kind, GATED=gated, BIAS=bias is not None, AHEAD=AHEAD, num_warps=WARPS,
+        activated_backward_kernel[(triton.cdiv(M, group),)](
+            dy, x, x if bias is None else bias, factor, y, dx, dx8, scale_M, sums_CN, M, N=N, A=A, B=B, GROUP=group,
+            KIND=kind, GATED=gated, BIAS=bias is not None, AHEAD=BACKWARD.ahead, num_warps=BACKWARD.warps,
         )  # fmt: skip
     return y, dx, dx8, scale_M, sums_CN
 
@@ -117,7 +155,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     whole = torch.contiguous_format
     y, dx = torch.empty_like(dy, memory_format=whole), torch.empty_like(x, memory_format=whole)
-    return y, dx, *empty_rows(x, x.shape[1], bias is not None)
+    return y, dx, *empty_rows(x, x.shape[1], None if bias is None else BACKWARD.rows(len(x)))
 
 
 def activation_of(
@@ -131,10 +169,10 @@ def activation_of(
     return y if value is None else y * value, found, gate, value
 
 
-def empty_rows(x: Tensor, width: int, sums: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for rows in 8 bits, for their scales, and for the sums of each group of them."""
-    M = x.shape[0]
-    room = x.new_empty(-(-M // GROUP) if sums else 0, width, dtype=torch.float32)
+def empty_rows(x: Tensor, width: int, group: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for rows in 8 bits, for their scales, and for the sums of each group of them, if there are any."""
+    M = len(x)
+    room = x.new_empty(0 if group is None else -(-M // group), width, dtype=torch.float32)
     return x.new_empty(M, width, dtype=EIGHT), x.new_empty(M, dtype=torch.float32), room
 
 
@@ -170,6 +208,13 @@ if triton is not None:
         if SUMS:
             put(sums, tl.program_id(0), a, total_a, N, N)
             put(sums, tl.program_id(0), b, total_b, N, N)
+
+    @triton.jit
+    def turn_kernel(x, turned, M, N, TILE: tl.constexpr):
+        m, n = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.program_id(1) * TILE + tl.arange(0, TILE)
+        inside = (m < M)[:, None] & (n < N)[None, :]
+        values = tl.load(x + m[:, None] * N + n[None, :], mask=inside)
+        tl.store(turned + n[:, None] * M + m[None, :], tl.trans(values), mask=tl.trans(inside))
 
     @triton.jit
     def activated_kernel(
