@@ -11,7 +11,7 @@ from models.test_gated import on_a_gpu
 from torch import Tensor, nn
 
 from firth.models.activation import ACTIVATIONS
-from firth.models.eight import Linear8, Product8, two_maps
+from firth.models.eight import Linear8, two_maps
 from firth.models.eight_rows import rows
 from firth.models.gated import KINDS
 
@@ -37,7 +37,10 @@ def test_products_are_those_of_the_rounded_numbers(size: float, device: str) -> 
     w[5] /= 100
     dy = (torch.randn(32, 64) * 1e-8).bfloat16().to(device)
     x, w, b = (a.to(device).requires_grad_() for a in (x, w, b))
-    y = Product8.apply(x, w, b)
+    layer = Linear8(48, 64).to(device)
+    layer.weight, layer.bias = nn.Parameter(w.detach()), nn.Parameter(b.detach())
+    w, b = layer.weight, layer.bias
+    y = layer(x)
     dx, dw, db = torch.autograd.grad(y, (x, w, b), dy)
     x8, w8, scale = in_eight(x.bfloat16()), in_eight(w), rows(w.detach())[1]
     dy8 = in_eight(dy.float() * scale) / scale  # in 8 bits it has the scales of the weights that it meets

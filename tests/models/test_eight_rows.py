@@ -11,7 +11,7 @@ from models.test_gated import DEVICE, INTERPRETED, on_a_gpu
 from torch import Tensor
 
 from firth.models import eight_rows as module
-from firth.models.eight_rows import EIGHT, activated_rows, activated_rows_backward, pieces, rows, weights_in_eight
+from firth.models.eight_rows import EIGHT, activated_rows, activated_rows_backward, pieces, rows
 from firth.models.gated import KINDS
 
 WIDTHS = [16, 48, 272, 1072]  # in two pieces exactly, and (1,072) with some of the second left over
@@ -66,17 +66,6 @@ def test_rows(N: int, factor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same_rows(found[:2], wanted[:2])
     torch.testing.assert_close(found[2], wanted[2], rtol=1e-5, atol=1e-2)
     assert rows(x, times)[2] is None
-
-
-@pytest.mark.gpu
-@on_a_gpu
-@pytest.mark.parametrize(("M", "N"), [(48, 272), (144, 80)])
-def test_weights(M: int, N: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    w = numbers(M, N).float()
-    wanted, found = both_ways(monkeypatch, lambda: weights_in_eight(w))
-    assert_same_rows(found[:2], wanted[:2])
-    assert torch.equal(found[2].float(), found[0].float().t())
-    assert found[2].is_contiguous()
 
 
 @pytest.mark.gpu

@@ -17,24 +17,26 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from firth.models.activation import rounded
-from firth.models.eight_rows import EIGHT, activated_rows, activated_rows_backward, rows, weights_in_eight
+from firth.models.eight_rows import EIGHT, activated_rows, activated_rows_backward, rows
+from firth.models.eight_weights import Holds8
 from firth.models.gated import KINDS
 
 STEP = 16  # what the instructions take is a multiple of this, both ways
 HALF = torch.bfloat16
 
 
-class Linear8(nn.Linear):
+class Linear8(Holds8):
     """The same layer, which learns in 8 bits; when it is only asked, it is exact."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.part(x, self.weight, self.bias)
+        return self.part(x, self.bias)
 
-    def part(self, x: Tensor, w_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """What some of its rows make of `x`."""
+    def part(self, x: Tensor, bias_O: Tensor | None, start: int = 0, end: int | None = None) -> Tensor:
+        """What its rows from `start` to `end` make of `x`, with a bias for each."""
+        w_OI = self.weight[start:end]
         if not self.learns(x) or len(w_OI) % STEP:
             return F.linear(x, w_OI, bias_O)
-        y: Tensor = Product8.apply(flat(x), w_OI, bias_O)
+        y: Tensor = Product8.apply(flat(x), w_OI, bias_O, *self.weights(start, end))
         return y.view(*x.shape[:-1], -1)
 
     def learns(self, x: Tensor) -> bool:
@@ -47,8 +49,8 @@ def two_maps(up: nn.Module, down: nn.Module, x: Tensor, activation: str, gated: 
         return None
     if gated and up.bias is not None:
         return None
-    kind = KINDS.index(activation)
-    y: Tensor = TwoMaps8.apply(flat(x), up.weight, up.bias, down.weight, down.bias, kind, gated)
+    maps = up.weight, up.bias, *up.weights(), down.weight, down.bias, *down.weights()
+    y: Tensor = TwoMaps8.apply(flat(x), *maps, KINDS.index(activation), gated)
     return y.view(*x.shape[:-1], -1)
 
 
@@ -64,21 +66,22 @@ class Product8(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, w_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x_NI: Tensor, w_OI: Tensor, bias_O: Tensor | None, w8_OI: Tensor, of_w_O: Tensor, w8_IO: Tensor
+    ) -> Tensor:
         x = rounded(x_NI, HALF)
-        w8, of_w, turned8 = weights_in_eight(w_OI)
-        ctx.save_for_backward(x, of_w, turned8)
+        ctx.save_for_backward(x, of_w_O, w8_IO)
         ctx.dtypes = x_NI.dtype, w_OI.dtype, None if bias_O is None else bias_O.dtype
-        return product(*rows(x)[:2], w8, of_w, bias_O)
+        return product(*rows(x)[:2], w8_OI, of_w_O, bias_O)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *asked: Tensor) -> tuple[Tensor | None, ...]:
-        (x, of_w, turned8), (of_x, dtype, of_bias) = ctx.saved_tensors, ctx.dtypes
+        (x, of_w_O, w8_IO), (of_x, dtype, of_bias) = ctx.saved_tensors, ctx.dtypes
         dy_NO = asked[0]
-        dy8, of_dy, sums_O = rows(dy_NO, of_w, sums=of_bias is not None)
-        dw_OI = dy_NO.t() @ x
-        return rounded(back(dy8, of_dy, turned8), of_x), rounded(dw_OI, dtype), like(sums_O, of_bias)
+        dy8, of_dy, sums_O = rows(dy_NO, of_w_O, sums=of_bias is not None)
+        dx_NI, dw_OI = back(dy8, of_dy, w8_IO), dy_NO.t() @ x
+        return rounded(dx_NI, of_x), rounded(dw_OI, dtype), like(sums_O, of_bias), None, None, None
 
 
 class TwoMaps8(torch.autograd.Function):
@@ -93,50 +96,50 @@ class TwoMaps8(torch.autograd.Function):
         x_NI: Tensor,
         up_OI: Tensor,
         up_bias_O: Tensor | None,
+        up8_OI: Tensor,
+        of_up_O: Tensor,
+        up8_IO: Tensor,
         down_IF: Tensor,
         down_bias_I: Tensor | None,
+        down8_IF: Tensor,
+        of_down_I: Tensor,
+        down8_FI: Tensor,
         kind: int,
         gated: bool,
     ) -> Tensor:
         x = rounded(x_NI, HALF)
-        (up8, of_up, up_turned), (down8, of_down, down_turned) = weights_in_eight(up_OI), weights_in_eight(down_IF)
-        between_NO = product(*rows(x)[:2], up8, of_up, None)
+        between_NO = product(*rows(x)[:2], up8_OI, of_up_O, None)
         h8, of_h = activated_rows(between_NO, up_bias_O, kind, gated)
-        ctx.save_for_backward(x, between_NO, up_bias_O, of_up, up_turned, of_down, down_turned)
+        ctx.save_for_backward(x, between_NO, up_bias_O, of_up_O, up8_IO, of_down_I, down8_FI)
         biases = (None if bias is None else bias.dtype for bias in (up_bias_O, down_bias_I))
         ctx.rest = x_NI.dtype, up_OI.dtype, *biases, kind, gated
-        return product(h8, of_h, down8, of_down, down_bias_I)
+        return product(h8, of_h, down8_IF, of_down_I, down_bias_I)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *asked: Tensor) -> tuple[Tensor | None, ...]:
-        x, between_NO, up_bias_O, of_up, up_turned, of_down, down_turned = ctx.saved_tensors
+        x, between_NO, up_bias_O, of_up_O, up8_IO, of_down_I, down8_FI = ctx.saved_tensors
         of_x, dtype, of_up_bias, of_down_bias, kind, gated = ctx.rest
         dy_NI = asked[0]
-        dy8, of_dy, sums_I = rows(dy_NI, of_down, sums=of_down_bias is not None)
-        dh_NF = back(dy8, of_dy, down_turned)
+        dy8, of_dy, sums_I = rows(dy_NI, of_down_I, sums=of_down_bias is not None)
+        dh_NF = back(dy8, of_dy, down8_FI)
         h_NF, error_NO, error8, of_error, sums_CO = activated_rows_backward(
-            dh_NF, between_NO, up_bias_O, of_up, kind, gated
+            dh_NF, between_NO, up_bias_O, of_up_O, kind, gated
         )
-        d_down, d_up = dy_NI.t() @ h_NF, error_NO.t() @ x
-        return (
-            rounded(back(error8, of_error, up_turned), of_x),
-            rounded(d_up, dtype),
-            like(sums_CO.sum(0), of_up_bias),
-            rounded(d_down, dtype),
-            like(sums_I, of_down_bias),
-            None,
-            None,
+        of_maps = (
+            (rounded(error_NO.t() @ x, dtype), like(sums_CO.sum(0), of_up_bias), None, None, None),
+            (rounded(dy_NI.t() @ h_NF, dtype), like(sums_I, of_down_bias), None, None, None),
         )
+        return rounded(back(error8, of_error, up8_IO), of_x), *of_maps[0], *of_maps[1], None, None
 
 
 def like(sums: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     return None if sums is None or dtype is None else rounded(sums, dtype)
 
 
-def back(dy8_NO: Tensor, of_dy_N: Tensor, turned8_IO: Tensor) -> Tensor:
+def back(dy8_NO: Tensor, of_dy_N: Tensor, w8_IO: Tensor) -> Tensor:
     """What comes back through weights whose scales are in it already."""
-    return product(dy8_NO, of_dy_N, turned8_IO, of_dy_N.new_ones(len(turned8_IO)), None)
+    return product(dy8_NO, of_dy_N, w8_IO, of_dy_N.new_ones(len(w8_IO)), None)
 
 
 def product(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, bias: Tensor | None) -> Tensor:

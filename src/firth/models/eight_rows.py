@@ -24,7 +24,6 @@ EIGHT = torch.float8_e4m3fn
 MOST = 448.0  # the largest of its numbers
 LEAST = 1e-30  # rows of 0 stay so
 SHORT = 1024  # numbers of a row up to which torch's compiler reads it once
-TILE = 64  # of what is turned
 MANY = 2048  # groups that keep a GPU busy
 
 
@@ -50,26 +49,6 @@ def rows(x: Tensor, factor_N: Tensor | None = None, sums: bool = False) -> tuple
         return x8, scale_M, sums_CN.sum(0) if sums else None
     y = x.float() if factor_N is None else x.float() * factor_N
     return *in_eight(y), x.float().sum(0) if sums else None
-
-
-@torch.library.custom_op("firth::weights_in_eight", mutates_args=())
-def weights_in_eight(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights in 8 bits, the scales of their rows, and the same with columns for rows."""
-    if not by_kernel(w):
-        w8, scale_M = in_eight(w.float())
-        return w8, scale_M, w8.t().contiguous()
-    w8, scale_M, _ = rows_in_eight(w, None, False)
-    M, N = w.shape
-    turned_NM = w8.new_empty(N, M)
-    with torch.cuda.device_of(w):
-        turn_kernel[(triton.cdiv(M, TILE), triton.cdiv(N, TILE))](w8, turned_NM, M, N, TILE=TILE)
-    return w8, scale_M, turned_NM
-
-
-@weights_in_eight.register_fake
-def _(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    w8, scale_M, _ = empty_rows(w, w.shape[1])
-    return w8, scale_M, w8.new_empty(*reversed(w.shape))
 
 
 def in_eight(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,13 +187,6 @@ if triton is not None:
         if SUMS:
             put(sums, tl.program_id(0), a, total_a, N, N)
             put(sums, tl.program_id(0), b, total_b, N, N)
-
-    @triton.jit
-    def turn_kernel(x, turned, M, N, TILE: tl.constexpr):
-        m, n = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.program_id(1) * TILE + tl.arange(0, TILE)
-        inside = (m < M)[:, None] & (n < N)[None, :]
-        values = tl.load(x + m[:, None] * N + n[None, :], mask=inside)
-        tl.store(turned + n[:, None] * M + m[None, :], tl.trans(values), mask=tl.trans(inside))
 
     @triton.jit
     def activated_kernel(

@@ -15,6 +15,7 @@ from firth.console import warn
 from firth.errors import UserError
 from firth.models import Model, Stack
 from firth.models.attention import Attention
+from firth.models.eight_weights import weights_held
 from firth.models.heads import Vocabulary
 from firth.models.programs import compiled_parts, forget_programs
 from firth.models.tiles import before_compiling
@@ -158,10 +159,18 @@ def gradients(
     """
     world, found = run.machine.world, None
     counts = counts or all_counts(micro, world)
+    run.model.train()
+    if isinstance(losses_of, Halved):
+        losses_of.begin()
+    computes = losses_of.twin if isinstance(losses_of, Halved) else run.model
     while found is None:
         try:
             # backward too: a block that is computed again is the same program then
-            with compiled_parts() if run.machine.parts else nullcontext(), kept_for_backward(run):
+            with (
+                compiled_parts() if run.machine.parts else nullcontext(),
+                kept_for_backward(run),
+                weights_held(computes),
+            ):
                 found = backward(run, losses_of, halve(micro, run.halvings), counts, step, carry, scale, stay)
         except RuntimeError as e:
             if type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
@@ -218,10 +227,7 @@ def backward(
     """Add up loss and gradients of the micro-batches. A loss in float16 is scaled up on the way, and back again."""
     total = torch.zeros((), device=run.machine.device)
     left: list[Carry] = []
-    run.model.train()
     halved = losses_of if isinstance(losses_of, Halved) else None
-    if halved:
-        halved.begin()
     for i, batch in enumerate(micro):
         torch.manual_seed(dropout_seed(run.training.seed, step, run.machine.world.rank * len(micro) + i))
         if isinstance(losses_of, Captured):

@@ -1,0 +1,77 @@
+"""The weights of many layers in 8 bits at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models.test_eight_rows import assert_same_rows
+from models.test_gated import DEVICE, on_a_gpu
+from torch import nn
+
+from firth.models import eight_weights as module
+from firth.models.eight import Linear8
+from firth.models.eight_rows import in_eight
+from firth.models.eight_weights import weights_held
+
+
+def some_layers(device: str) -> nn.ModuleList:
+    torch.manual_seed(0)
+    layers = nn.ModuleList([Linear8(80, 144), Linear8(16, 48), Linear8(208, 32).bfloat16(), nn.Linear(7, 7)]).to(device)
+    with torch.no_grad():
+        layers[0].weight[3] *= 100
+        layers[0].weight[5] = 0
+    return layers
+
+
+def check(layers: nn.ModuleList) -> None:
+    for layer in layers:
+        if isinstance(layer, Linear8):
+            assert layer.held is not None
+            rows_OI, scale_O, columns_IO = layer.held
+            assert_same_rows((rows_OI, scale_O), in_eight(layer.weight.detach().float()))
+            assert torch.equal(columns_IO.float(), rows_OI.float().t())
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "by_kernel", lambda x: True)
+    layers = some_layers(DEVICE)
+    for _ in range(2):
+        with weights_held(layers):
+            check(layers)
+        with torch.no_grad():
+            layers[1].weight.mul_(-3)  # the next time others are held
+
+
+def test_what_is_held_is_of_now_and_only_for_a_while() -> None:
+    layers = some_layers("cpu")
+    first: Linear8 = layers[0]  # type: ignore[assignment]
+    with weights_held(layers):
+        check(layers)
+        room = first.held
+    assert first.held is None
+    with torch.no_grad():
+        first.weight.mul_(-3)
+    with pytest.raises(ValueError, match="stop"), weights_held(layers):
+        check(layers)
+        assert first.held is room
+        raise ValueError("stop")
+    assert first.held is None
+
+
+def test_a_layer_is_the_same_whether_it_holds_its_weights_or_not() -> None:
+    layer, x = some_layers("cpu")[0].train(), torch.randn(16, 80, requires_grad=True)
+    found = []
+    for holds in (False, True):
+        with weights_held(layer if holds else nn.Identity()):
+            for start, end in ((0, None), (48, None), (0, 48)):
+                y = layer.part(x, None, start, end)
+                found.append([y, *torch.autograd.grad(y.float().square().sum(), (x, layer.weight))])
+    for a, b in zip(found[:3], found[3:], strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+def test_others_have_nothing_to_hold() -> None:
+    with weights_held(nn.Linear(3, 3)):
+        pass
