@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models.test_eight import far
+from models.test_eight import DEVICES, far
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from firth.errors import UserError
 from firth.models import eight, make_model
 from firth.models.config import MLP
+from firth.models.eight_weights import weights_held
 from firth.models.presets import bart, bert, gpt2, llama, t5, t5_v1_1
 from firth.objectives.batch import Batch
 from firth.train import Recipe, Training, pretrain, read_log
@@ -52,25 +53,29 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_layer_of_the_blocks_is_multiplied_in_eight_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_layer_of_the_blocks_is_multiplied_in_eight_bits(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Forward and backward; and gradients are those of the exact model, but for what 8 bits cannot keep."""
     config = replace(MODELS[name], dropout=0.0, attention_dropout=0.0)
     torch.manual_seed(3)
-    model = make_model(config).train()
+    model = make_model(config).train().to(device)
     twin = copy.deepcopy(model)
-    tokens = torch.randint(5, 50, (4, 16))
+    tokens = torch.randint(5, 50, (4, 16), device=device)
     batch = Batch(tokens, labels=tokens.roll(-1, 1))
     if config.shape == "encoder":
-        batch = Batch(tokens, asked=torch.arange(16).expand(4, 16), labels=tokens)
+        batch = Batch(tokens, asked=torch.arange(16, device=device).expand(4, 16), labels=tokens)
     if config.shape == "encoder-decoder":
         batch = batch._replace(decoder_tokens=tokens)
-    use_eight_bits(model, CPU)
+    use_eight_bits(model, torch.device(device))
     calls, product = [], eight.product
     monkeypatch.setattr(eight, "product", lambda *given: calls.append(given) or product(*given))
 
     def gradients(model: nn.Module) -> dict[str, Tensor]:
-        sum(model.losses(batch).values()).backward()  # type: ignore[operator]
+        with weights_held(model):
+            sum(model.losses(batch).values()).backward()  # type: ignore[operator]
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     found, wanted = gradients(model), gradients(twin)

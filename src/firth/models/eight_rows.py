@@ -39,7 +39,7 @@ class Shape(NamedTuple):
         return max(1, min(self.group, M // MANY))
 
 
-ROWS, ACTIVATED, BACKWARD = Shape(16, 1, 1), Shape(8, 1, 1), Shape(32, 3, 8)
+ROWS, ACTIVATED, BACKWARD = Shape(32, 1, 2), Shape(32, 2, 1), Shape(32, 3, 4)
 
 
 def rows(x: Tensor, factor_N: Tensor | None = None, sums: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:

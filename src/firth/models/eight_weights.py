@@ -128,7 +128,9 @@ if triton is not None:
         for begin in range(0, N, TILE):
             x8 = (tile(w, m, begin, M, N, TILE) * inverse[:, None]).to(tl.float8e4nv)
             n = begin + tl.arange(0, TILE)
-            tl.store(rows + m[:, None] * N + n[None, :], x8, mask=(m < M)[:, None] & (n < N)[None, :])
+            at, inside = rows + m[:, None] * N + n[None, :], (m < M)[:, None] & (n < N)[None, :]
+            tl.store(at, x8, mask=inside)
+            x8 = tl.load(at, mask=inside)  # turned as they were rounded, two to a register, some would come out wrong
             tl.store(columns + n[:, None] * M + m[None, :], tl.trans(x8), mask=(n < N)[:, None] & (m < M)[None, :])
 
     @triton.jit
