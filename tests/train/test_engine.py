@@ -46,6 +46,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "bf16 weights": {"weights": "bf16"},
     "bf16 weights, adamw": {"weights": "bf16", "optim": "adamw"},
     "products in 8 bits": {"fp8": True},
+    "products in 8 bits, bf16 weights": {"fp8": True, "weights": "bf16"},
     "wsd": {"lr_scheduler_type": "wsd", "wsd_decay": 0.4},
     "all": {"optim": "muon", "ema_decay": 0.9, "batch_ramp": 0.5, "length_ramp": 0.8, "weights": "bf16"},
 }
