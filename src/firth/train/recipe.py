@@ -114,8 +114,9 @@ class Training:
     )
     fp8: bool = option(
         False,
-        "Multiply by the weights of the layers in 8 bits, with a scale for each tensor. Meant for wide models and a "
-        "GPU that has instructions for it (Hopper, Ada). Less exact: compare the loss.",
+        "Multiply by the weights of the layers in 8 bits, forward and backward, with a scale for each row; the "
+        "gradients of weights are in bfloat16. Meant for a GPU that has instructions for it (Hopper, Ada), and goes "
+        "well with --weights bf16. Less exact: compare the loss.",
     )
     compile: bool | None = option(
         None, "Compile the step (torch.compile); by itself on a GPU. What was compiled is kept in ~/.cache/firth."
