@@ -41,7 +41,7 @@ def test_products_are_those_of_the_rounded_numbers(size: float, device: str) -> 
     layer.weight, layer.bias = nn.Parameter(w.detach()), nn.Parameter(b.detach())
     w, b = layer.weight, layer.bias
     y = layer(x)
-    dx, dw, db = torch.autograd.grad(y, (x, w, b), dy)
+    dx, dw, db = torch.autograd.grad(y, (x, w, b), dy.float())
     x8, w8, scale = in_eight(x.bfloat16()), in_eight(w), rows(w.detach())[1]
     dy8 = in_eight(dy.float() * scale) / scale  # in 8 bits it has the scales of the weights that it meets
     whole = F.linear(x, w, b), *torch.autograd.grad(F.linear(x, w, b), (x, w, b), dy.float())
@@ -49,7 +49,9 @@ def test_products_are_those_of_the_rounded_numbers(size: float, device: str) -> 
     for mine, rounded, true in zip((y, dx, dw, db), exact, whole, strict=True):
         assert far(mine, rounded) < 5e-3  # bfloat16
         assert far(mine, true) < 0.05  # 8 bits
-    assert (y.dtype, dx.dtype, dw.dtype, db.dtype) == (torch.bfloat16, torch.float32, torch.float32, torch.float32)
+    assert {a.dtype for a in (y, dx, dw, db)} == {torch.float32}
+    with torch.autocast(device, torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
 
 
 def layers(gated: bool, bias: bool, device: str) -> tuple[Tensor, Linear8, Linear8]:
@@ -89,7 +91,7 @@ def test_two_maps_are_one_after_the_other(
         program = torch.compile(program, backend="aot_eager" if device == "cpu" else "inductor", fullgraph=True)
     found = found_with(program(x), leaves)
     assert [a.shape for a in found] == [a.shape for a in wanted]
-    assert [a.dtype for a in found] == [torch.bfloat16] + [torch.float32] * len(leaves)
+    assert {a.dtype for a in found} == {torch.float32}, "as of linear maps, where nobody asks for less"
     for a, b in zip(found, wanted, strict=True):
         assert far(a, b) < 0.08
     one_by_one = found_with(down(gated_or_not(up(x), activation, gated)), leaves)
@@ -113,6 +115,35 @@ def test_what_does_not_suit_is_left_to_single_maps() -> None:
     assert two_maps(up.eval(), down.eval(), x, "gelu", False) is None
     x, up, down = layers(True, True, "cpu")
     assert two_maps(up, down, x, "gelu", True) is None
+
+
+def test_rows_that_are_no_multiple_are_exact() -> None:
+    layer, x = Linear8(48, 64), torch.randn(16, 48)
+    assert torch.equal(layer.part(x, None, 0, 24), F.linear(x, layer.weight[:24]))
+    assert not torch.equal(layer.part(x, None, 0, 32), F.linear(x, layer.weight[:32]))
+
+
+def test_what_comes_back_may_be_small() -> None:
+    layer, x = Linear8(48, 64), torch.randn(16, 48, requires_grad=True)
+    (exact,) = torch.autograd.grad(F.linear(x, layer.weight), x, torch.ones(16, 64))
+    (found,) = torch.autograd.grad(layer(x), x, torch.full((16, 64), 1e-16))
+    assert far(found * 1e16, exact) < 0.05
+
+
+def test_frozen_weights_have_no_gradient() -> None:
+    x, up, down = layers(False, True, "cpu")
+    up.weight.requires_grad_(False)
+    down.weight.requires_grad_(False)
+    y = two_maps(up, down, x, "gelu", False)
+    assert y is not None
+    (up(x).sum() + y.sum()).backward()
+    assert [p.grad is None for p in (up.weight, down.weight, up.bias, down.bias, x)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_rows_of_0_stay_0_and_what_is_no_number_stays_none() -> None:

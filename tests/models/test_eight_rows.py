@@ -11,7 +11,16 @@ from models.test_gated import DEVICE, INTERPRETED, on_a_gpu
 from torch import Tensor
 
 from firth.models import eight_rows as module
-from firth.models.eight_rows import EIGHT, activated_rows, activated_rows_backward, pieces, rows
+from firth.models.eight_rows import (
+    ACTIVATED,
+    BACKWARD,
+    EIGHT,
+    ROWS,
+    activated_rows,
+    activated_rows_backward,
+    pieces,
+    rows,
+)
 from firth.models.gated import KINDS
 
 WIDTHS = [16, 48, 272, 1072]  # in two pieces exactly, and (1,072) with some of the second left over
@@ -86,6 +95,41 @@ def test_activations(N: int, kind: int, gated: bool, biased: bool, group: int, m
         torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-30)
     assert len(found[4]) == (-(-48 // group) if biased else 0)
     torch.testing.assert_close(found[4].sum(0), wanted[4].sum(0), rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_what_is_no_number_stays_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = numbers(16, 48)
+    x[3, 4], x[5, 6] = torch.inf, torch.nan
+    for eight, scale, _ in both_ways(monkeypatch, lambda: rows(x)):
+        y = eight.float() * scale[:, None]
+        assert not y[3, 4].isfinite()
+        assert y[5, 6].isnan()
+        assert y[[0, 1, 2, 4, *range(6, 16)]].isfinite().all()
+
+
+@pytest.mark.parametrize(("gated", "biased"), [(False, True), (False, False), (True, False)])
+def test_a_compiler_knows_what_comes_out(gated: bool, biased: bool) -> None:
+    """By single operations, as on a CPU: shapes and precisions are those that were promised."""
+    x, dy = torch.randn(32, 16 * (1 + gated)).bfloat16(), torch.randn(32, 16).bfloat16()
+    bias, factor = torch.randn(16) if biased else None, torch.rand(16 * (1 + gated))
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(activated_rows, (x, bias, 0, gated), test_utils=checks)
+    torch.library.opcheck(activated_rows_backward, (dy, x, bias, factor, 0, gated), test_utils=checks)
+
+
+@pytest.mark.parametrize("room", [100_352, 232_448])  # bytes of shared memory: Ada, Hopper
+def test_rows_of_every_width_have_room(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "shared_memory", lambda device: room)
+    for row in (1_000, 30_000, 114_688, 229_376, 10**6):
+        stages = [shape.stages(row, torch.device("cuda")) for shape in (ROWS, ACTIVATED, BACKWARD)]
+        assert all(n >= 1 and ((n - 1) * row <= room - 8192) for n in stages)
+    assert BACKWARD.stages(1_000, torch.device("cuda")) == BACKWARD.ahead
+    for shape in (ROWS, ACTIVATED, BACKWARD):
+        for N in range(16, 40_000, 16):
+            assert shape.width * shape.warps(N) >= N or shape.warps(N) == 32
+            assert shape.warps(N).bit_count() == 1
 
 
 def test_two_powers_cover_a_row() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from models.test_eight_rows import assert_same_rows
@@ -70,6 +72,14 @@ def test_a_layer_is_the_same_whether_it_holds_its_weights_or_not() -> None:
                 found.append([y, *torch.autograd.grad(y.float().square().sum(), (x, layer.weight))])
     for a, b in zip(found[:3], found[3:], strict=True):
         assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+def test_copies_hold_nothing_of_others() -> None:
+    layers = some_layers("cpu")
+    with weights_held(layers):
+        twin = copy.deepcopy(layers)
+    assert all(layer.held is None and layer.room is None for layer in twin[:3])  # type: ignore[union-attr]
+    assert torch.equal(twin[0].weight, layers[0].weight)
 
 
 def test_others_have_nothing_to_hold() -> None:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +19,12 @@ from firth.errors import UserError
 from firth.models import eight, make_model
 from firth.models.config import MLP
 from firth.models.eight_weights import weights_held
-from firth.models.presets import bart, bert, gpt2, llama, t5, t5_v1_1
+from firth.models.presets import bart, bert, deberta, gpt2, llama, t5, t5_v1_1
 from firth.objectives.batch import Batch
-from firth.train import Recipe, Training, pretrain, read_log
+from firth.train import Machine, Recipe, Run, Training, pretrain, read_log
 from firth.train.eight import Linear8, use_eight_bits
+from firth.train.optim import make_optimizer
+from firth.train.step import prepared, train_step
 
 CPU = torch.device("cpu")
 
@@ -85,6 +88,61 @@ def test_every_layer_of_the_blocks_is_multiplied_in_eight_bits(
     assert found.keys() == wanted.keys()
     limit = 0.3 if name in ("t5", "relu") else 0.1  # before T5 has learned, its scores are large
     assert far(*(torch.cat([grads[key].flatten() for key in wanted]) for grads in (found, wanted))) < limit
+
+
+@pytest.mark.parametrize("fields", [{}, {"weights": "bf16"}])
+def test_a_step_holds_its_weights(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever computes: the model, or its twin after it has taken over the weights."""
+    torch.manual_seed(0)
+    model, settings = make_model(MODELS["bert"]), Training(fp8=True, learning_rate=0.1, **fields)
+    run = Run(settings, Machine(CPU, bf16=False, compile=False), model, lambda step: [])
+    losses_of, optimizer, seen = prepared(run), make_optimizer(model, settings), list[Tensor]()
+    tokens = np.random.default_rng(0).integers(5, 50, (4, 16))
+    batch = Batch(tokens, asked=np.tile(np.arange(4), (4, 1)), labels=tokens[:, :4])
+    part = Linear8.part
+
+    def watched(layer: Linear8, *given: Any, **more: Any) -> Tensor:
+        assert layer.held is not None
+        w = layer.weight.detach().float().clone()
+        assert far(layer.held.rows.float() * layer.held.scale[:, None], w) < 0.05
+        seen.append(w)
+        return part(layer, *given, **more)
+
+    monkeypatch.setattr(Linear8, "part", watched)
+    for step in range(2):
+        train_step(run, losses_of, optimizer, [batch], step, 0.1)
+    assert not torch.equal(seen[0], seen[len(seen) // 2]), "the second step has other weights"
+
+
+def test_what_an_mlp_drops_is_dropped() -> None:
+    mlp = make_model(replace(MODELS["t5"], dropout=0.5)).encoder.blocks[0].mlp
+    mlp.up.__class__ = mlp.down.__class__ = Linear8
+    x = torch.randn(16, 32)
+    assert not torch.equal(mlp.train()(x), mlp(x))
+    mlp.drop.p = 0.0
+    assert torch.equal(mlp(x), mlp(x))
+
+
+@pytest.mark.parametrize(("name", "places"), [("deberta", (4, 16)), ("t5", (1, 24)), ("bart", (2, 24))])
+def test_in_float32_too(name: str, places: tuple[int, int]) -> None:
+    """Where some products are exact, as their places are no multiple, they go together with others."""
+    config = deberta(2, 32, 2, vocab_size=50) if name == "deberta" else MODELS[name]
+    torch.manual_seed(0)
+    model = make_model(replace(config, dropout=0.0, attention_dropout=0.0)).train()
+    use_eight_bits(model, CPU)
+    tokens = torch.randint(5, 50, places)
+    batch = Batch(tokens, asked=torch.arange(4).expand(len(tokens), 4), labels=tokens[:, :4])
+    if name != "deberta":
+        batch = Batch(tokens, decoder_tokens=tokens[:, :16], labels=tokens[:, :16])
+    sum(model.losses(batch).values()).backward()  # type: ignore[operator]
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_second_run_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model(MODELS["bert"])
+    use_eight_bits(model, CPU)
+    use_eight_bits(model, CPU)
+    assert sum(isinstance(layer, Linear8) for layer in model.modules()) == 8
 
 
 def test_a_run_learns_by_it(recipe_of: Callable[..., Recipe]) -> None:

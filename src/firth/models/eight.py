@@ -36,8 +36,7 @@ class Linear8(Holds8):
         w_OI = self.weight[start:end]
         if not self.learns(x) or len(w_OI) % STEP:
             return F.linear(x, w_OI, bias_O)
-        y: Tensor = Product8.apply(flat(x), w_OI, bias_O, *self.weights(start, end))
-        return y.view(*x.shape[:-1], -1)
+        return like_linear(Product8.apply(flat(x), w_OI, bias_O, *self.weights(start, end)), x)
 
     def learns(self, x: Tensor) -> bool:
         return self.training and x.shape[:-1].numel() % STEP == 0
@@ -50,8 +49,13 @@ def two_maps(up: nn.Module, down: nn.Module, x: Tensor, activation: str, gated: 
     if gated and up.bias is not None:
         return None
     maps = up.weight, up.bias, *up.weights(), down.weight, down.bias, *down.weights()
-    y: Tensor = TwoMaps8.apply(flat(x), *maps, KINDS.index(activation), gated)
-    return y.view(*x.shape[:-1], -1)
+    return like_linear(TwoMaps8.apply(flat(x), *maps, KINDS.index(activation), gated), x)
+
+
+def like_linear(y: Tensor, x: Tensor) -> Tensor:
+    """In the shape and precision that a linear map of `x` has."""
+    half = torch.is_autocast_enabled(x.device.type)
+    return rounded(y.view(*x.shape[:-1], -1), HALF if half else x.dtype)
 
 
 def flat(x: Tensor) -> Tensor:
@@ -77,11 +81,11 @@ class Product8(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *asked: Tensor) -> tuple[Tensor | None, ...]:
-        (x, of_w_O, w8_IO), (of_x, dtype, of_bias) = ctx.saved_tensors, ctx.dtypes
+        (x, of_w_O, w8_IO), (x_dtype, dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes
         dy_NO = asked[0]
-        dy8, of_dy, sums_O = rows(dy_NO, of_w_O, sums=of_bias is not None)
-        dx_NI, dw_OI = back(dy8, of_dy, w8_IO), dy_NO.t() @ x
-        return rounded(dx_NI, of_x), rounded(dw_OI, dtype), like(sums_O, of_bias), None, None, None
+        dy8, of_dy, sums_O = rows(dy_NO, of_w_O, sums=bias_dtype is not None)
+        dw_OI = rounded(dy_NO.t() @ x, dtype) if ctx.needs_input_grad[1] else None
+        return rounded(back(dy8, of_dy, w8_IO), x_dtype), dw_OI, sums_as(bias_dtype, sums_O), None, None, None
 
 
 class TwoMaps8(torch.autograd.Function):
@@ -119,21 +123,22 @@ class TwoMaps8(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *asked: Tensor) -> tuple[Tensor | None, ...]:
         x, between_NO, up_bias_O, of_up_O, up8_IO, of_down_I, down8_FI = ctx.saved_tensors
-        of_x, dtype, of_up_bias, of_down_bias, kind, gated = ctx.rest
+        x_dtype, dtype, up_bias_dtype, down_bias_dtype, kind, gated = ctx.rest
         dy_NI = asked[0]
-        dy8, of_dy, sums_I = rows(dy_NI, of_down_I, sums=of_down_bias is not None)
+        dy8, of_dy, sums_I = rows(dy_NI, of_down_I, sums=down_bias_dtype is not None)
         dh_NF = back(dy8, of_dy, down8_FI)
         h_NF, error_NO, error8, of_error, sums_CO = activated_rows_backward(
             dh_NF, between_NO, up_bias_O, of_up_O, kind, gated
         )
-        of_maps = (
-            (rounded(error_NO.t() @ x, dtype), like(sums_CO.sum(0), of_up_bias), None, None, None),
-            (rounded(dy_NI.t() @ h_NF, dtype), like(sums_I, of_down_bias), None, None, None),
-        )
-        return rounded(back(error8, of_error, up8_IO), of_x), *of_maps[0], *of_maps[1], None, None
+        d_up = rounded(error_NO.t() @ x, dtype) if ctx.needs_input_grad[1] else None
+        d_down = rounded(dy_NI.t() @ h_NF, dtype) if ctx.needs_input_grad[6] else None
+        of_up = d_up, sums_as(up_bias_dtype, sums_CO.sum(0)), None, None, None
+        of_down = d_down, sums_as(down_bias_dtype, sums_I), None, None, None
+        return rounded(back(error8, of_error, up8_IO), x_dtype), *of_up, *of_down, None, None
 
 
-def like(sums: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+def sums_as(dtype: torch.dtype | None, sums: Tensor | None) -> Tensor | None:
+    """What a bias of this precision learns from; nothing where there is none."""
     return None if sums is None or dtype is None else rounded(sums, dtype)
 
 
@@ -143,7 +148,10 @@ def back(dy8_NO: Tensor, of_dy_N: Tensor, w8_IO: Tensor) -> Tensor:
 
 
 def product(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, bias: Tensor | None) -> Tensor:
-    """Rows of `a` by rows of `b`, and a bias for each of the latter."""
+    """Rows of `a` by rows of `b`, and a bias for each of the latter.
+
+    They are added up fast, with fewer bits than float32 has: far more than numbers in 8 bits have.
+    """
     if a.device.type == "cpu":  # it has no such instructions, and is asked for trying out alone
         y = (a.float() @ b.float().t()) * of_a[:, None] * of_b
         return (y if bias is None else y + bias).to(HALF)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from firth.models.activation import share
 from firth.models.gated import KINDS
-from firth.models.tiles import triton
+from firth.models.tiles import shared_memory, triton
 
 if triton is not None:
     import triton.language as tl
@@ -25,21 +25,32 @@ MOST = 448.0  # the largest of its numbers
 LEAST = 1e-30  # rows of 0 stay so
 SHORT = 1024  # numbers of a row up to which torch's compiler reads it once
 MANY = 2048  # groups that keep a GPU busy
+BESIDE = 8192  # bytes of shared memory that are for other things than rows
 
 
 class Shape(NamedTuple):
-    """How a kernel goes through rows: so many in a program, the next of them read meanwhile, by so many warps."""
+    """How a kernel goes through rows: so many in a program, the next of them read meanwhile, a warp for so many numbers
+    of each.
+    """
 
     group: int
     ahead: int
-    warps: int
+    width: int
 
     def rows(self, M: int) -> int:
-        """Fewer of few."""
+        """Of a program: fewer where there are few, so that there are programs for all of a GPU."""
         return max(1, min(self.group, M // MANY))
 
+    def warps(self, N: int) -> int:
+        return min(32, 1 << (-(-N // self.width) - 1).bit_length())
 
-ROWS, ACTIVATED, BACKWARD = Shape(32, 1, 2), Shape(32, 2, 1), Shape(32, 3, 4)
+    def stages(self, num_bytes: int, device: torch.device) -> int:
+        """How many rows are on their way, if there is room for those that are read ahead."""
+        room = shared_memory(device.index or 0) - BESIDE if device.type == "cuda" else num_bytes
+        return max(1, min(self.ahead, room // num_bytes + 1))
+
+
+ROWS, ACTIVATED, BACKWARD = Shape(32, 1, 1152), Shape(32, 2, 3072), Shape(32, 3, 768)
 
 
 def rows(x: Tensor, factor_N: Tensor | None = None, sums: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -69,7 +80,7 @@ def rows_in_eight(x: Tensor, factor_N: Tensor | None, sums: bool) -> tuple[Tenso
     with torch.cuda.device_of(x):
         rows_kernel[(triton.cdiv(M, group),)](
             x, x if factor_N is None else factor_N, x8, scale_M, sums_CN, M, N=N, A=A, B=B, GROUP=group,
-            FACTOR=factor_N is not None, SUMS=sums, AHEAD=ROWS.ahead, num_warps=ROWS.warps,
+            FACTOR=factor_N is not None, SUMS=sums, AHEAD=ROWS.stages(8 * N, x.device), num_warps=ROWS.warps(N),
         )  # fmt: skip
     return x8, scale_M, sums_CN
 
@@ -91,7 +102,8 @@ def activated_rows(x: Tensor, bias: Tensor | None, kind: int, gated: bool) -> tu
     with torch.cuda.device_of(x):
         activated_kernel[(triton.cdiv(M, group),)](
             x, x if bias is None else bias, y8, scale_M, M, N=N, A=A, B=B, GROUP=group, KIND=kind,
-            GATED=gated, BIAS=bias is not None, AHEAD=ACTIVATED.ahead, num_warps=ACTIVATED.warps,
+            GATED=gated, BIAS=bias is not None, AHEAD=ACTIVATED.stages(8 * N, x.device),
+            num_warps=ACTIVATED.warps(N),
         )  # fmt: skip
     return y8, scale_M
 
@@ -120,10 +132,12 @@ def activated_rows_backward(
     y, dx = torch.empty_like(dy), torch.empty_like(x)
     dx8, scale_M, sums_CN = empty_rows(x, x.shape[1], None if bias is None else group)
     A, B = pieces(N)
+    row = N * dy.element_size() + x.shape[1] * (x.element_size() + 4) + (0 if bias is None else N * 4)
     with torch.cuda.device_of(x):
         activated_backward_kernel[(triton.cdiv(M, group),)](
             dy, x, x if bias is None else bias, factor, y, dx, dx8, scale_M, sums_CN, M, N=N, A=A, B=B, GROUP=group,
-            KIND=kind, GATED=gated, BIAS=bias is not None, AHEAD=BACKWARD.ahead, num_warps=BACKWARD.warps,
+            KIND=kind, GATED=gated, BIAS=bias is not None, AHEAD=BACKWARD.stages(row, x.device),
+            num_warps=BACKWARD.warps(N),
         )  # fmt: skip
     return y, dx, dx8, scale_M, sums_CN
 
@@ -134,7 +148,8 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     whole = torch.contiguous_format
     y, dx = torch.empty_like(dy, memory_format=whole), torch.empty_like(x, memory_format=whole)
-    return y, dx, *empty_rows(x, x.shape[1], None if bias is None else BACKWARD.rows(len(x)))
+    group = BACKWARD.rows(len(x)) if by_kernel(x) else len(x)  # single operations add up all
+    return y, dx, *empty_rows(x, x.shape[1], None if bias is None else group)
 
 
 def activation_of(

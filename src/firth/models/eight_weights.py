@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,10 +46,14 @@ class Holds8(nn.Linear):
     room: Weights8 | None = None
     held: Weights8 | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies have weights of their own."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("room", "held")}
+
     def weights(self, start: int = 0, end: int | None = None) -> Weights8:
         if self.held is not None:
             return self.held.part(start, end)
-        w8, scale_O = in_eight(self.weight[start:end].float())
+        w8, scale_O = in_eight(self.weight[start:end].detach().float())
         return Weights8(w8, scale_O, w8.t().contiguous())
 
 
@@ -59,7 +63,7 @@ def weights_held(model: nn.Module) -> Iterator[None]:
     layers = [m for m in model.modules() if isinstance(m, Holds8)]
     for layer in layers:
         w = layer.weight
-        if layer.room is None or (layer.room.rows.shape, layer.room.rows.device) != (w.shape, w.device):
+        if layer.room is None or layer.room.rows.device != w.device:
             columns = w.new_empty(*reversed(w.shape), dtype=EIGHT)
             layer.room = Weights8(torch.empty_like(w, dtype=EIGHT), w.new_empty(len(w), dtype=torch.float32), columns)
     write(layers)

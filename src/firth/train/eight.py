@@ -20,7 +20,7 @@ def use_eight_bits(model: Model, device: torch.device) -> None:
     if device.type == "cpu":
         say("fp8 on a CPU was asked for: expect it to be slow, and to be of use for trying it out alone.")
     found = [m for stack in model.modules() if isinstance(stack, Stack) for m in stack.blocks.modules()]
-    layers = [m for m in found if type(m) is nn.Linear]
+    layers = [m for m in found if isinstance(m, nn.Linear) and type(m) in (nn.Linear, Linear8)]  # LoRA's are others
     odd = [m for m in layers if m.in_features % STEP or m.out_features % STEP]
     if len(odd) == len(layers):
         raise UserError(f"This model has no layers whose widths are multiples of {STEP}, as fp8 needs: leave it out.")
