@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from firth.models.eight_rows import EIGHT, by_kernel, in_eight
 from firth.models.tiles import triton
-from firth.objectives.batch import sent
 
 if triton is not None:
     import triton.language as tl
@@ -108,7 +107,7 @@ def make_table(
     owner = np.repeat(np.arange(len(shapes), dtype=np.int32), programs)
     first = np.concatenate([np.arange(n, dtype=np.int32) * TILE for n in programs])
     found = np.array(where, np.int64), np.array(shapes, np.int32), first, owner
-    return tuple(sent(torch.from_numpy(x), device) for x in found)
+    return tuple(torch.from_numpy(x).to(device) for x in found)
 
 
 if triton is not None:
