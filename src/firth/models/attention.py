@@ -322,7 +322,8 @@ class Attention(nn.Module):
 
     def rows(self, x: Tensor, start: int = 0, end: int | None = None) -> Tensor:
         """Queries, keys, values, or several of them: what these rows of `qkv` make of a sequence."""
-        bias = None if self.bias is None else self.bias[start:end]
+        bias = self.bias
+        bias = None if bias is None else bias[start:end]
         if isinstance(self.qkv, Linear8):
             return self.qkv.part(x, bias, start, end)
         y = F.linear(x, self.qkv.weight[start:end], bias)

@@ -169,7 +169,7 @@ def gradients(
             with (
                 compiled_parts() if run.machine.parts else nullcontext(),
                 kept_for_backward(run),
-                weights_held(computes),
+                weights_held(computes) if run.training.fp8 else nullcontext(),
             ):
                 found = backward(run, losses_of, halve(micro, run.halvings), counts, step, carry, scale, stay)
         except RuntimeError as e:
