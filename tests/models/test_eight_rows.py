@@ -55,18 +55,18 @@ def numbers(M: int, N: int, seed: int = 0) -> Tensor:
     return x.bfloat16()
 
 
-@pytest.fixture(params=[1, 32])
-def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Rows of a group: one, as where there are few, or one group and a half."""
-    monkeypatch.setattr(module, "MANY", 1 if request.param > 1 else 2048)
+@pytest.fixture(params=[1, 7, 64])
+def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """That share 48 rows: one has all, seven some, or each has one."""
+    monkeypatch.setattr(module, "processors", lambda device: 1)
     for name in ("ROWS", "ACTIVATED", "BACKWARD"):
-        monkeypatch.setattr(module, name, getattr(module, name)._replace(group=request.param))
-    return int(request.param)
+        monkeypatch.setattr(module, name, getattr(module, name)._replace(each=request.param))
+    return min(48, int(request.param))
 
 
 @pytest.mark.gpu
 @on_a_gpu
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("N", WIDTHS)
 @pytest.mark.parametrize("factor", [False, True])
 def test_rows(N: int, factor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,9 @@ def test_rows(N: int, factor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("N", WIDTHS)
 @pytest.mark.parametrize("kind", range(len(KINDS)))
 @pytest.mark.parametrize(("gated", "biased"), [(False, True), (False, False), (True, False)])
-def test_activations(N: int, kind: int, gated: bool, biased: bool, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations(
+    N: int, kind: int, gated: bool, biased: bool, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     width = (1 + gated) * N
     x, dy = numbers(48, width).clamp(-40, 40), numbers(48, N, 1)
     bias, factor = torch.randn(N, device=DEVICE) if biased else None, torch.rand(width, device=DEVICE) + 0.5
@@ -93,7 +95,7 @@ def test_activations(N: int, kind: int, gated: bool, biased: bool, group: int, m
     for a, b in ((found[0], wanted[0]), (found[1], wanted[1])):
         assert (a.dtype, a.shape) == (b.dtype, b.shape) == (torch.bfloat16, b.shape)
         torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-30)
-    assert len(found[4]) == (-(-48 // group) if biased else 0)
+    assert len(found[4]) == (programs if biased else 0)
     torch.testing.assert_close(found[4].sum(0), wanted[4].sum(0), rtol=1e-4, atol=1e-2)
 
 

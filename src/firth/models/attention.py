@@ -6,6 +6,7 @@ B rows, T places that ask, S places that are read, H heads, G heads of keys and 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from firth.models.config import Disentangled, FanIn, ModelConfig, Shaw, TransformerXL
 from firth.models.dropout import drop
 from firth.models.eight import Linear8
+from firth.models.eight_norm import Ending
 from firth.models.fused import Reach, attend_at_once, attend_by_distance, attend_packed, has_no_order, in_tiles
 from firth.models.lora import Adapted
 from firth.models.position import Turn
@@ -284,7 +286,11 @@ class Attention(nn.Module):
         read = config.kv_heads * config.head_size
         return config.num_heads * config.head_size, read, read
 
-    def forward(self, x_BTD: Tensor, sight: Sight, read_BSD: Tensor | Keys | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, sight: Sight, read_BSD: Tensor | Keys | None = None, end: Ending | None = None
+    ) -> Any:
+        """With an `end`, what that gives."""
+        out = self.out if end is None else partial(self.out, end=end)
         dropout, sight = self.dropout if self.training else 0.0, sight._replace(own=self.own)
         plain_rows = self.score is None and self.kv_heads == self.num_heads
         if read_BSD is None:
@@ -294,7 +300,7 @@ class Attention(nn.Module):
                 if sight.turn is not None:
                     together = sight.turn(together, 2 * self.num_heads)
                 rest = sight.for_kernel(q.dtype, dropout, self.scale)
-                return self.out(attend_packed(together, together, self.num_heads, *rest))
+                return out(attend_packed(together, together, self.num_heads, *rest))
         elif isinstance(read_BSD, Keys):
             q, k, v = self.rows(x_BTD, 0, self.sizes[0]), *read_BSD
         else:
@@ -303,7 +309,7 @@ class Attention(nn.Module):
             assert sight.turn is None, "places of another sequence are not turned"
             if plain_rows and way_of(self.split(q), self.split(k), sight, dropout, across=True) == "fused":
                 rest = sight.for_kernel(q.dtype, dropout, self.scale)
-                return self.out(attend_packed(q, both, self.num_heads, *rest))
+                return out(attend_packed(q, both, self.num_heads, *rest))
         if sight.turn is not None:
             q, k = sight.turn(q), sight.turn(k)
         q, k, v = (self.split(part) for part in (q, k, v))
@@ -314,7 +320,7 @@ class Attention(nn.Module):
         else:
             k, v = repeat_heads(k, q), repeat_heads(v, q)
             y = attend_far(self.score(q, k, sight, self.ask_and_read), k, v, sight, dropout, self.scale)
-        return self.out(y.transpose(1, 2).flatten(2))
+        return out(y.transpose(1, 2).flatten(2))
 
     def keys_of(self, read_BSD: Tensor) -> Keys:
         """The keys and values of another sequence."""

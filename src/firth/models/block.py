@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -10,7 +11,8 @@ from firth.models import config as c
 from firth.models.attention import Attention, Keys, Sight
 from firth.models.biased import activated
 from firth.models.dropout import Dropout
-from firth.models.eight import two_maps
+from firth.models.eight import Linear8, two_maps
+from firth.models.eight_norm import Ending, ending
 from firth.models.gated import gated
 from firth.models.programs import part
 
@@ -36,13 +38,14 @@ class MLP(nn.Module):
         self.down = nn.Linear(spec.dim, config.dim, bias=config.bias)
         self.drop = Dropout(config.mlp_dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, end: Ending | None = None) -> Any:
+        """With an `end`, what that gives."""
         if not (self.training and self.drop.p):
-            y = two_maps(self.up, self.down, x, self.activation, self.gated)
+            y = two_maps(self.up, self.down, x, self.activation, self.gated, end)
             if y is not None:
                 return y
         h = gated(self.up(x), self.activation) if self.gated else activated(self.up, x, self.activation)
-        return self.down(self.drop(h))
+        return self.down(self.drop(h)) if end is None else self.down(self.drop(h), end)
 
 
 class Block(nn.Module):
@@ -75,17 +78,31 @@ class Block(nn.Module):
         """
         if isinstance(content, Tensor):
             content = self.keys_of(content)
-        x = self.around(x, self.attention_norm, lambda h: self.attention(h, sight, content))
+        attend = lambda h, *end: self.attention(h, sight, content, *end)  # noqa: E731
+        x, before = self.around(x, x, self.attention_norm, self.attention.out, attend)
         if read is not None:
-            x = self.around(x, self.cross_norm, lambda h: self.cross(h, read_sight, read))
-        return self.around(x, self.mlp_norm, self.mlp)
+            across = lambda h, *end: self.cross(h, read_sight, read, *end)  # noqa: E731
+            x, before = self.around(x, before, self.cross_norm, self.cross.out, across)
+        return self.around(x, before, self.mlp_norm, self.mlp.down, self.mlp, times=1)[0]
 
     def keys_of(self, content: Tensor) -> Keys:
         """The keys and values of what attention reads."""
         return self.attention.keys_of(self.attention_norm(content) if self.norm_first else content)
 
-    def around(self, x: Tensor, norm: nn.Module, part: Callable[[Tensor], Tensor]) -> Tensor:
+    def around(
+        self, x: Tensor, before: Tensor, norm: nn.Module, last: nn.Module, part: Callable[..., Any], times: int = 2
+    ) -> tuple[Tensor, ...]:
+        """What a part, whose `last` map is this, makes of `x`, inside its residual.
+
+        `before` is `x` again, for the residual; what comes out is given so too, for `times` readers.
+        """
         if self.norm_first:
-            return x + self.drop(part(norm(x)))
-        y: Tensor = norm(x + self.drop(part(x)))
-        return y.to(x.dtype)
+            y: Tensor = before + self.drop(part(norm(x)))
+            return y, y
+        end = ending(before, norm, self.drop, times) if isinstance(last, Linear8) and last.learns(x) else None
+        if end is not None:
+            found: tuple[Tensor, ...] = part(x, end)
+            return found
+        y = norm(before + self.drop(part(x)))
+        y = y.to(x.dtype)
+        return y, y

@@ -42,8 +42,12 @@ def kept(shape: torch.Size, rate: float, device: torch.device) -> Tensor:
     again there.
     """
     row, column = odd_numbers(shape[:-1].numel(), device), odd_numbers(shape[-1], device)
-    stays = row[:, None] * column >= round(rate * 2**32) - 2**31
-    return stays.float().view(shape) * (1 / (1 - rate))
+    return stays(row, column, rate).view(shape)
+
+
+def stays(row: Tensor, column: Tensor, rate: float) -> Tensor:
+    """What each place of these rows and columns is multiplied by."""
+    return (row[:, None] * column >= round(rate * 2**32) - 2**31).float() * (1 / (1 - rate))
 
 
 def odd_numbers(size: int, device: torch.device) -> Tensor:

@@ -2,13 +2,14 @@
 
 What is multiplied by weights is in 8 bits, forward and backward; the gradients of weights are products in bfloat16, as
 they add up over all places. Two maps with an activation between them are one function, so that what lies between is
-written in 8 bits by the kernel that makes it.
+written in 8 bits by the kernel that makes it; and so is a map with the norm of a sum after it.
 
 N places, I numbers that are read, O that are written, F between two maps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,39 +18,52 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from firth.models.activation import rounded
+from firth.models.eight_norm import HALF, Ended, Ending, come_back, ended
 from firth.models.eight_rows import EIGHT, activated_rows, activated_rows_backward, rows
 from firth.models.eight_weights import Holds8
 from firth.models.gated import KINDS
 
 STEP = 16  # what the instructions take is a multiple of this, both ways
-HALF = torch.bfloat16
 
 
 class Linear8(Holds8):
     """The same layer, which learns in 8 bits; when it is only asked, it is exact."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.part(x, self.bias)
+    def forward(self, x: Tensor, end: Ending | None = None) -> Any:
+        """With an `end`, what that gives."""
+        return self.part(x, self.bias) if end is None else self.part(x, self.bias, end=end)
 
-    def part(self, x: Tensor, bias_O: Tensor | None, start: int = 0, end: int | None = None) -> Tensor:
-        """What its rows from `start` to `end` make of `x`, with a bias for each."""
-        w_OI = self.weight[start:end]
+    def part(
+        self, x: Tensor, bias_O: Tensor | None, start: int = 0, stop: int | None = None, end: Ending | None = None
+    ) -> Any:
+        """What its rows from `start` to `stop` make of `x`, with a bias for each."""
+        w_OI = self.weight[start:stop]
         if not self.learns(x) or len(w_OI) % STEP:
+            assert end is None, "an end is for a map that learns"
             return F.linear(x, w_OI, bias_O)
-        return like_linear(Product8.apply(flat(x), w_OI, bias_O, *self.weights(start, end)), x)
+        return given(Product8.apply(flat(x), w_OI, bias_O, *self.weights(start, stop), *(end or ())), x, end)
 
     def learns(self, x: Tensor) -> bool:
         return self.training and x.shape[:-1].numel() % STEP == 0
 
 
-def two_maps(up: nn.Module, down: nn.Module, x: Tensor, activation: str, gated: bool) -> Tensor | None:
-    """`down` of an activation of `up`, if both learn in 8 bits."""
+def two_maps(
+    up: nn.Module, down: nn.Module, x: Tensor, activation: str, gated: bool, end: Ending | None = None
+) -> Any | None:
+    """`down` of an activation of `up`, if both learn in 8 bits; with an `end`, what that gives."""
     if not (isinstance(up, Linear8) and isinstance(down, Linear8) and up.learns(x) and activation in KINDS):
         return None
     if gated and up.bias is not None:
         return None
     maps = up.weight, up.bias, *up.weights(), down.weight, down.bias, *down.weights()
-    return like_linear(TwoMaps8.apply(flat(x), *maps, KINDS.index(activation), gated), x)
+    return given(TwoMaps8.apply(flat(x), *maps, KINDS.index(activation), gated, *(end or ())), x, end)
+
+
+def given(found: Any, x: Tensor, end: Ending | None) -> Any:
+    """In the shape of `x`; and, where nothing ends it, in the precision of a linear map of that."""
+    if end is None:
+        return like_linear(found, x)
+    return tuple(y.view(*x.shape[:-1], -1) for y in found)
 
 
 def like_linear(y: Tensor, x: Tensor) -> Tensor:
@@ -63,7 +77,7 @@ def flat(x: Tensor) -> Tensor:
 
 
 class Product8(torch.autograd.Function):
-    """A linear map, and the gradients of what it is made of.
+    """A linear map, with or without an end, and the gradients of what it is made of.
 
     Weights are rounded by rows. The scales of these are multiplied into what comes back before that is rounded, so that
     it meets the same weights.
@@ -71,25 +85,32 @@ class Product8(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_NI: Tensor, w_OI: Tensor, bias_O: Tensor | None, w8_OI: Tensor, of_w_O: Tensor, w8_IO: Tensor
-    ) -> Tensor:
+        ctx: Any,
+        x_NI: Tensor,
+        w_OI: Tensor,
+        bias_O: Tensor | None,
+        w8_OI: Tensor,
+        of_w_O: Tensor,
+        w8_IO: Tensor,
+        *end: Any,
+    ) -> Any:
         x = rounded(x_NI, HALF)
-        ctx.save_for_backward(x, of_w_O, w8_IO)
         ctx.dtypes = x_NI.dtype, w_OI.dtype, None if bias_O is None else bias_O.dtype
-        return product(*rows(x)[:2], w8_OI, of_w_O, bias_O)
+        y = product(*rows(x)[:2], w8_OI, of_w_O, bias_O)
+        return keep(ctx, y, end, x, of_w_O, w8_IO)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *asked: Tensor) -> tuple[Tensor | None, ...]:
-        (x, of_w_O, w8_IO), (x_dtype, dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes
-        dy_NO = asked[0]
-        dy8, of_dy, sums_O = rows(dy_NO, of_w_O, sums=bias_dtype is not None)
+        (x, of_w_O, w8_IO, *kept), (x_dtype, dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes
+        dy_NO, dy8, of_dy, sums_O, of_end = come(ctx, asked, kept, of_w_O, bias_dtype is not None)
         dw_OI = rounded(dy_NO.t() @ x, dtype) if ctx.needs_input_grad[1] else None
-        return rounded(back(dy8, of_dy, w8_IO), x_dtype), dw_OI, sums_as(bias_dtype, sums_O), None, None, None
+        of_map = rounded(back(dy8, of_dy, w8_IO), x_dtype), dw_OI, sums_as(bias_dtype, sums_O), None, None, None
+        return *of_map, *of_end
 
 
 class TwoMaps8(torch.autograd.Function):
-    """Up, an activation of that, and down again.
+    """Up, an activation of that, and down again, with or without an end.
 
     What the activation gives is kept in no precision: the pass that makes its gradient makes it again.
     """
@@ -110,22 +131,22 @@ class TwoMaps8(torch.autograd.Function):
         down8_FI: Tensor,
         kind: int,
         gated: bool,
-    ) -> Tensor:
+        *end: Any,
+    ) -> Any:
         x = rounded(x_NI, HALF)
         between_NO = product(*rows(x)[:2], up8_OI, of_up_O, None)
         h8, of_h = activated_rows(between_NO, up_bias_O, kind, gated)
-        ctx.save_for_backward(x, between_NO, up_bias_O, of_up_O, up8_IO, of_down_I, down8_FI)
         biases = (None if bias is None else bias.dtype for bias in (up_bias_O, down_bias_I))
         ctx.rest = x_NI.dtype, up_OI.dtype, *biases, kind, gated
-        return product(h8, of_h, down8_IF, of_down_I, down_bias_I)
+        y = product(h8, of_h, down8_IF, of_down_I, down_bias_I)
+        return keep(ctx, y, end, x, between_NO, up_bias_O, of_up_O, up8_IO, of_down_I, down8_FI)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *asked: Tensor) -> tuple[Tensor | None, ...]:
-        x, between_NO, up_bias_O, of_up_O, up8_IO, of_down_I, down8_FI = ctx.saved_tensors
+        x, between_NO, up_bias_O, of_up_O, up8_IO, of_down_I, down8_FI, *kept = ctx.saved_tensors
         x_dtype, dtype, up_bias_dtype, down_bias_dtype, kind, gated = ctx.rest
-        dy_NI = asked[0]
-        dy8, of_dy, sums_I = rows(dy_NI, of_down_I, sums=down_bias_dtype is not None)
+        dy_NI, dy8, of_dy, sums_I, of_end = come(ctx, asked, kept, of_down_I, down_bias_dtype is not None)
         dh_NF = back(dy8, of_dy, down8_FI)
         h_NF, error_NO, error8, of_error, sums_CO = activated_rows_backward(
             dh_NF, between_NO, up_bias_O, of_up_O, kind, gated
@@ -134,7 +155,27 @@ class TwoMaps8(torch.autograd.Function):
         d_down = rounded(dy_NI.t() @ h_NF, dtype) if ctx.needs_input_grad[6] else None
         of_up = d_up, sums_as(up_bias_dtype, sums_CO.sum(0)), None, None, None
         of_down = d_down, sums_as(down_bias_dtype, sums_I), None, None, None
-        return rounded(back(error8, of_error, up8_IO), x_dtype), *of_up, *of_down, None, None
+        return rounded(back(error8, of_error, up8_IO), x_dtype), *of_up, *of_down, None, None, *of_end
+
+
+def keep(ctx: Any, y: Tensor, end: tuple[Any, ...], *mine: Tensor | None) -> Any:
+    """What a function gives, and keeps for its backward pass."""
+    ctx.rate = Ending(*end).rate if end else None
+    if not end:
+        ctx.save_for_backward(*mine)
+        return y
+    found, kept = ended(y, Ending(*end))
+    ctx.save_for_backward(*mine, *kept)
+    return found
+
+
+def come(
+    ctx: Any, asked: tuple[Tensor, ...], kept: Sequence[Tensor], factor: Tensor, sums: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor | None, ...]]:
+    """What comes back to a map, as it is and in 8 bits with its scales; what it adds up to; the gradients of an end."""
+    if ctx.rate is None:
+        return asked[0], *rows(asked[0], factor, sums), ()
+    return come_back(asked, Ended(*kept), ctx.rate, factor)
 
 
 def sums_as(dtype: torch.dtype | None, sums: Tensor | None) -> Tensor | None:

@@ -1,7 +1,7 @@
 """Numbers in 8 bits, each row with a scale of its own: by torch's compiler where it makes the numbers in one pass, and
 by kernels where rows are long, or come out of kernels.
 
-M rows of N numbers, C groups of rows.
+M rows of N numbers, C programs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from firth.models.activation import share
 from firth.models.gated import KINDS
-from firth.models.tiles import shared_memory, triton
+from firth.models.tiles import processors, shared_memory, triton
 
 if triton is not None:
     import triton.language as tl
@@ -24,22 +24,20 @@ EIGHT = torch.float8_e4m3fn
 MOST = 448.0  # the largest of its numbers
 LEAST = 1e-30  # rows of 0 stay so
 SHORT = 1024  # numbers of a row up to which torch's compiler reads it once
-MANY = 2048  # groups that keep a GPU busy
 BESIDE = 8192  # bytes of shared memory that are for other things than rows
 
 
 class Shape(NamedTuple):
-    """How a kernel goes through rows: so many in a program, the next of them read meanwhile, a warp for so many numbers
-    of each.
+    """How a kernel goes through rows: so many programs at once on a processor, which share the rows evenly, the next of
+    theirs read meanwhile, and a warp for so many numbers of each.
     """
 
-    group: int
+    each: int
     ahead: int
     width: int
 
-    def rows(self, M: int) -> int:
-        """Of a program: fewer where there are few, so that there are programs for all of a GPU."""
-        return max(1, min(self.group, M // MANY))
+    def programs(self, M: int, device: torch.device) -> int:
+        return min(M, self.each * processors(device))
 
     def warps(self, N: int) -> int:
         return min(32, 1 << (-(-N // self.width) - 1).bit_length())
@@ -50,7 +48,7 @@ class Shape(NamedTuple):
         return max(1, min(self.ahead, room // num_bytes + 1))
 
 
-ROWS, ACTIVATED, BACKWARD = Shape(32, 1, 1152), Shape(32, 2, 3072), Shape(32, 3, 768)
+ROWS, ACTIVATED, BACKWARD = Shape(10, 1, 2304), Shape(16, 3, 768), Shape(8, 3, 384)
 
 
 def rows(x: Tensor, factor_N: Tensor | None = None, sums: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -74,12 +72,12 @@ def by_kernel(x: Tensor) -> bool:
 @torch.library.custom_op("firth::rows_in_eight", mutates_args=())
 def rows_in_eight(x: Tensor, factor_N: Tensor | None, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
-    (M, N), group = x.shape, ROWS.rows(len(x))
-    x8, scale_M, sums_CN = empty_rows(x, N, group if sums else None)
+    (M, N), C = x.shape, ROWS.programs(len(x), x.device)
+    x8, scale_M, sums_CN = empty_rows(x, N, C if sums else 0)
     A, B = pieces(N)
     with torch.cuda.device_of(x):
-        rows_kernel[(triton.cdiv(M, group),)](
-            x, x if factor_N is None else factor_N, x8, scale_M, sums_CN, M, N=N, A=A, B=B, GROUP=group,
+        rows_kernel[(C,)](
+            x, x if factor_N is None else factor_N, x8, scale_M, sums_CN, M, N=N, A=A, B=B,
             FACTOR=factor_N is not None, SUMS=sums, AHEAD=ROWS.stages(8 * N, x.device), num_warps=ROWS.warps(N),
         )  # fmt: skip
     return x8, scale_M, sums_CN
@@ -87,7 +85,7 @@ def rows_in_eight(x: Tensor, factor_N: Tensor | None, sums: bool) -> tuple[Tenso
 
 @rows_in_eight.register_fake
 def _(x: Tensor, factor_N: Tensor | None, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_rows(x, x.shape[1], ROWS.rows(len(x)) if sums else None)
+    return empty_rows(x, x.shape[1], ROWS.programs(len(x), x.device) if sums else 0)
 
 
 @torch.library.custom_op("firth::activated_rows", mutates_args=())
@@ -96,12 +94,12 @@ def activated_rows(x: Tensor, bias: Tensor | None, kind: int, gated: bool) -> tu
     if not by_kernel(x):
         return in_eight(activation_of(x, bias, kind, gated)[0])
     x = x.contiguous()
-    M, N, group = len(x), x.shape[1] // (1 + gated), ACTIVATED.rows(len(x))
+    M, N = len(x), x.shape[1] // (1 + gated)
     y8, scale_M, _ = empty_rows(x, N)
     A, B = pieces(N)
     with torch.cuda.device_of(x):
-        activated_kernel[(triton.cdiv(M, group),)](
-            x, x if bias is None else bias, y8, scale_M, M, N=N, A=A, B=B, GROUP=group, KIND=kind,
+        activated_kernel[(ACTIVATED.programs(M, x.device),)](
+            x, x if bias is None else bias, y8, scale_M, M, N=N, A=A, B=B, KIND=kind,
             GATED=gated, BIAS=bias is not None, AHEAD=ACTIVATED.stages(8 * N, x.device),
             num_warps=ACTIVATED.warps(N),
         )  # fmt: skip
@@ -118,7 +116,7 @@ def activated_rows_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, factor: Tensor, kind: int, gated: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The activation again; the gradient of `x`, as it is and (times a factor for each column) in 8 bits with its
-    scales; and, with a bias, what it adds up to in each group of rows.
+    scales; and, with a bias, what it adds up to in each program.
     """
     if not by_kernel(x):
         y, (below, slope), gate, value = activation_of(x, bias, kind, gated)
@@ -128,14 +126,14 @@ def activated_rows_backward(
         sums = error.sum(0, keepdim=True) if bias is not None else x.new_empty(0, x.shape[1], dtype=torch.float32)
         return y.to(dy.dtype), error.to(x.dtype), *in_eight(error * factor), sums
     dy, x = dy.contiguous(), x.contiguous()
-    (M, N), group = dy.shape, BACKWARD.rows(len(dy))
+    (M, N), C = dy.shape, BACKWARD.programs(len(dy), dy.device)
     y, dx = torch.empty_like(dy), torch.empty_like(x)
-    dx8, scale_M, sums_CN = empty_rows(x, x.shape[1], None if bias is None else group)
+    dx8, scale_M, sums_CN = empty_rows(x, x.shape[1], 0 if bias is None else C)
     A, B = pieces(N)
     row = N * dy.element_size() + x.shape[1] * (x.element_size() + 4) + (0 if bias is None else N * 4)
     with torch.cuda.device_of(x):
-        activated_backward_kernel[(triton.cdiv(M, group),)](
-            dy, x, x if bias is None else bias, factor, y, dx, dx8, scale_M, sums_CN, M, N=N, A=A, B=B, GROUP=group,
+        activated_backward_kernel[(C,)](
+            dy, x, x if bias is None else bias, factor, y, dx, dx8, scale_M, sums_CN, M, N=N, A=A, B=B,
             KIND=kind, GATED=gated, BIAS=bias is not None, AHEAD=BACKWARD.stages(row, x.device),
             num_warps=BACKWARD.warps(N),
         )  # fmt: skip
@@ -148,8 +146,8 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     whole = torch.contiguous_format
     y, dx = torch.empty_like(dy, memory_format=whole), torch.empty_like(x, memory_format=whole)
-    group = BACKWARD.rows(len(x)) if by_kernel(x) else len(x)  # single operations add up all
-    return y, dx, *empty_rows(x, x.shape[1], None if bias is None else group)
+    C = BACKWARD.programs(len(x), x.device) if by_kernel(x) else 1  # single operations add up all
+    return y, dx, *empty_rows(x, x.shape[1], 0 if bias is None else C)
 
 
 def activation_of(
@@ -163,11 +161,10 @@ def activation_of(
     return y if value is None else y * value, found, gate, value
 
 
-def empty_rows(x: Tensor, width: int, group: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for rows in 8 bits, for their scales, and for the sums of each group of them, if there are any."""
-    M = len(x)
-    room = x.new_empty(0 if group is None else -(-M // group), width, dtype=torch.float32)
-    return x.new_empty(M, width, dtype=EIGHT), x.new_empty(M, dtype=torch.float32), room
+def empty_rows(x: Tensor, width: int, C: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for rows in 8 bits, for their scales, and for the sums of so many programs."""
+    sums_CN = x.new_empty(C, width, dtype=torch.float32)
+    return x.new_empty(len(x), width, dtype=EIGHT), x.new_empty(len(x), dtype=torch.float32), sums_CN
 
 
 def pieces(N: int) -> tuple[int, int]:
@@ -182,13 +179,12 @@ if triton is not None:
     @triton.jit
     def rows_kernel(
         x, factor, x8, scales, sums, M,
-        N: tl.constexpr, A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, FACTOR: tl.constexpr,
+        N: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FACTOR: tl.constexpr,
         SUMS: tl.constexpr, AHEAD: tl.constexpr,
     ):  # fmt: skip
         a, b = by_eights(A), A + by_eights(B)
         total_a, total_b = tl.zeros([A], tl.float32), tl.zeros([B], tl.float32)
-        begin = tl.program_id(0) * GROUP
-        for m in tl.range(begin, tl.minimum(begin + GROUP, M), num_stages=AHEAD):
+        for m in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=AHEAD):
             one, two = some(x, m, a, N, N), some(x, m, b, N, N)
             if SUMS:
                 total_a += one
@@ -206,12 +202,11 @@ if triton is not None:
     @triton.jit
     def activated_kernel(
         x, bias, y8, scales, M,
-        N: tl.constexpr, A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+        N: tl.constexpr, A: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr,
         GATED: tl.constexpr, BIAS: tl.constexpr, AHEAD: tl.constexpr,
     ):  # fmt: skip
         a, b = by_eights(A), A + by_eights(B)
-        begin = tl.program_id(0) * GROUP
-        for m in tl.range(begin, tl.minimum(begin + GROUP, M), num_stages=AHEAD):
+        for m in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=AHEAD):
             one = activated(x, bias, m, a, N, KIND, GATED, BIAS)
             two = activated(x, bias, m, b, N, KIND, GATED, BIAS)
             inverse = scale(scales, m, largest(one, two))
@@ -221,14 +216,13 @@ if triton is not None:
     @triton.jit
     def activated_backward_kernel(
         dy, x, bias, factor, y, dx, dx8, scales, sums, M,
-        N: tl.constexpr, A: tl.constexpr, B: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+        N: tl.constexpr, A: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr,
         GATED: tl.constexpr, BIAS: tl.constexpr, AHEAD: tl.constexpr,
     ):  # fmt: skip
         W: tl.constexpr = 2 * N if GATED else N
         a, b = by_eights(A), A + by_eights(B)
         total_a, total_b = tl.zeros([A], tl.float32), tl.zeros([B], tl.float32)
-        begin = tl.program_id(0) * GROUP
-        for m in tl.range(begin, tl.minimum(begin + GROUP, M), num_stages=AHEAD):
+        for m in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=AHEAD):
             one, one_value = errors(dy, x, bias, y, dx, m, a, N, KIND, GATED, BIAS)
             two, two_value = errors(dy, x, bias, y, dx, m, b, N, KIND, GATED, BIAS)
             if BIAS:

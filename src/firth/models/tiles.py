@@ -33,6 +33,11 @@ def shared_memory(device: int) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - 1024
 
 
+def processors(device: torch.device) -> int:
+    """How many a GPU has, each of which runs some programs at once."""
+    return torch.cuda.get_device_properties(device.index or 0).multi_processor_count if device.type == "cuda" else 1
+
+
 def before_compiling() -> None:
     """Let a program take what a GPU has for a constant. (A decorator would load the compiler with every command.)"""
     torch.compiler.assume_constant_result(shared_memory)

@@ -1,0 +1,142 @@
+"""A map in 8 bits with the norm of a sum after it, against the same by single operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models.test_eight import DEVICES, far
+from models.test_eight_rows import WIDTHS, assert_same_rows
+from models.test_gated import DEVICE, on_a_gpu
+from torch import Tensor, nn
+
+from firth.models import eight_norm as module
+from firth.models.dropout import Dropout, odd_numbers, stays
+from firth.models.eight import Linear8, two_maps
+from firth.models.eight_norm import Ending, ending, normed_backward
+
+
+def what_comes_back(N: int, more: bool, rate: float, dtype: torch.dtype, device: str) -> tuple[list[Any], Tensor]:
+    """Arguments of the gradient of a norm, and the gradient of a sum by autograd."""
+    torch.manual_seed(0)
+    M = 48
+    sizes = torch.logspace(-6, 3, M)[:, None]
+    dy, second, sums = ((torch.randn(M, N) * size).to(device, torch.bfloat16) for size in (sizes, sizes, 3.0))
+    sums = (sums.to(dtype) + 1).requires_grad_()
+    second = second if more else None
+    weight, bias, factor = ((torch.rand(N) + 0.5).to(device) for _ in range(3))
+    y, mean, spread = torch.native_layer_norm(sums.float(), [N], weight, bias, 1e-5)
+    error = dy.float() if second is None else dy.float() + second.float()
+    (wanted,) = torch.autograd.grad(y, sums, error)
+    row, column = (odd_numbers(n, torch.device(device)) if rate else None for n in (M, N))
+    facts = mean.detach().flatten(), spread.detach().flatten(), weight, row, column, factor, rate
+    return [dy, second, sums.detach(), *facts], wanted
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize("N", [*WIDTHS, 768])
+@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("each", [1, 7, 64])
+def test_by_the_kernel(
+    N: int, more: bool, rate: float, dtype: torch.dtype, each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "NORMED", module.NORMED._replace(each=each))
+    monkeypatch.setattr("firth.models.eight_rows.processors", lambda device: 1)
+    asked, exact = what_comes_back(N, more, rate, dtype, DEVICE)
+    found = []
+    for way in (False, True):
+        monkeypatch.setattr(module, "by_kernel", lambda x, way=way: way)
+        found.append(normed_backward(*asked))
+    one, two = found
+    assert [a.dtype for a in one] == [a.dtype for a in two]
+    assert [a.shape for a in one[:4]] == [a.shape for a in two[:4]]
+    for a, b in zip(one[:2], two[:2], strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-4 * float(b.abs().max()) if len(b) else 0)
+    assert far(two[0], exact) < 6e-3
+    assert_same_rows(two[2:4], one[2:4])
+    assert len(two[4]) == min(48, each)
+    torch.testing.assert_close(two[4].sum(0), one[4].sum(0), rtol=1e-4, atol=1e-3 * float(one[4].abs().max()))
+
+
+@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_compiler_knows_what_comes_out(more: bool, rate: float, dtype: torch.dtype) -> None:
+    asked, exact = what_comes_back(48, more, rate, dtype, "cpu")
+    torch.library.opcheck(normed_backward, tuple(asked), test_utils=("test_schema", "test_faketensor"))
+    assert far(normed_backward(*asked)[0], exact) < 4e-3
+
+
+MAPS = ["one", "two"]
+
+
+def some_maps(name: str, device: str) -> tuple[list[nn.Module], Callable[..., Tensor], Callable[[Tensor], Tensor]]:
+    """Modules; what they make of `x` in 8 bits, with an end or not; and the same, exactly."""
+    if name == "one":
+        only = Linear8(48, 64).to(device)
+        return [only], only, lambda x: F.linear(x, only.weight, only.bias)
+    up, down = Linear8(48, 96).to(device), Linear8(96, 64).to(device)
+
+    def exact(x: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, up.weight, up.bias)), down.weight, down.bias)
+
+    return [up, down], lambda x, *end: two_maps(up, down, x, "gelu", False, *end), exact
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("name", MAPS)
+def test_with_an_end(name: str, times: int, rate: float, compiled: bool, device: str) -> None:
+    """Values and all gradients are those of the map, what is dropped, the sum and the norm, one after the other."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    modules, by_eight, exact = some_maps(name, device)
+    norm = nn.LayerNorm(64, device=device)
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 2)
+        norm.bias.uniform_(-1, 1)
+    x, before = (torch.randn(4, 16, n, device=device, requires_grad=True) for n in (48, 64))
+    row, column = (odd_numbers(n, torch.device(device)) if rate else None for n in (64, 64))
+    kept = stays(row, column, rate).view(4, 16, 64) if row is not None and column is not None else 1.0
+    leaves = x, before, *(p for m in (*modules, norm) for p in m.parameters())
+    readers = [torch.randn(4, 16, 64, device=device) for _ in range(times)]
+
+    def with_end(x: Tensor, before: Tensor) -> Tensor:
+        end = Ending(before.reshape(-1, 64), norm.weight, norm.bias, row, column, rate, norm.eps, times)
+        found = by_eight(x, end)
+        assert len(found) == times
+        return sum(((y * reader).square().sum() for y, reader in zip(found, readers, strict=True)), torch.zeros(()))
+
+    def one_by_one(maps: Callable[[Tensor], Tensor]) -> Tensor:
+        y = norm(before + kept * maps(x))
+        return sum(((y * reader).square().sum() for reader in readers), torch.zeros(()))
+
+    if compiled:
+        with_end = torch.compile(with_end, backend="aot_eager" if device == "cpu" else "inductor", fullgraph=True)
+    found = torch.autograd.grad(with_end(x, before), leaves)
+    for maps, tolerance in ((by_eight, 0.05), (exact, 0.08)):  # on which side 8 bits are may differ
+        wanted = torch.autograd.grad(one_by_one(maps), leaves)
+        for a, b in zip(found, wanted, strict=True):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape)
+            assert far(a, b) < tolerance
+
+
+def test_what_has_an_end() -> None:
+    before, drop = torch.randn(2, 16, 64), Dropout(0.1)
+    end = ending(before, nn.LayerNorm(64), drop, 2)
+    assert end is not None
+    assert (end.before.shape, end.rate, end.times) == ((32, 64), 0.1, 2)
+    assert end.row is not None
+    assert len(end.row) == 32
+    assert ending(before, nn.LayerNorm(64), Dropout(0.0), 1).row is None  # type: ignore[union-attr]
+    assert ending(before, nn.LayerNorm(64, bias=False), drop, 1) is None
+    assert ending(before, nn.RMSNorm(64), drop, 1) is None
+    assert ending(before, nn.Identity(), drop, 1) is None
