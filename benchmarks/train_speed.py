@@ -67,6 +67,7 @@ WITHOUT: dict[str, dict[str, Any]] = {  # what can be switched off, as changes o
     "lean": {"lean": False},
     "padding": {"pad_vocabulary": False},
     "residual": {"residual": "float32"},
+    "last_layer": {"last_layer": "all"},
     "asked": {},  # what these two change is what our side reads (`our_batch`)
     "packing": {},
 }

@@ -119,13 +119,15 @@ def test_a_run_of_an_older_version_goes_on_as_it_was_computed(home: Path, tmp_pa
     run, stored = {"overrides": TINY, **SIZES}, tmp_path / "run" / "recipe.yaml"
     firth.pretrain("bert-tiny", home / "shards", tmp_path / "run", weight_decay=0.01, **run)
     assert "residual: bf16\n" in stored.read_text()
-    stored.write_text(stored.read_text().replace("residual: bf16\n", ""))
+    assert "last_layer: asked\n" in stored.read_text()
+    for line in ("residual: bf16\n", "last_layer: asked\n"):
+        stored.write_text(stored.read_text().replace(line, ""))
     for more in ({}, {"residual": "float32"}):
         firth.pretrain("bert-tiny", home / "shards", tmp_path / "run", resume=True, **run, **more)
     with pytest.raises(UserError, match=r"residual: float32 -> bf16"):
         firth.pretrain("bert-tiny", home / "shards", tmp_path / "run", resume=True, residual="bf16", **run)
     recipe = load_recipe(stored, Recipe)
-    assert (recipe.residual, recipe.weight_decay) == ("float32", 0.01)
+    assert (recipe.residual, recipe.last_layer, recipe.weight_decay) == ("float32", "all", 0.01)
 
 
 def test_so_does_a_fine_tuning_of_an_older_version(home: Path, tmp_path: Path) -> None:
@@ -133,7 +135,8 @@ def test_so_does_a_fine_tuning_of_an_older_version(home: Path, tmp_path: Path) -
     data.write_text("".join(f'{{"text": "word {i}", "label": "{i % 2}"}}\n' for i in range(8)))
     given = (home / "run" / "final", "classify", data, data, tmp_path / "tuned")
     firth.finetune(*given, max_steps=1, seeds=1)
-    stored.write_text(stored.read_text().replace("residual: bf16\n", ""))
+    for line in ("residual: bf16\n", "last_layer: asked\n"):
+        stored.write_text(stored.read_text().replace(line, ""))
     firth.finetune(*given, max_steps=1, seeds=1, resume=True)
     with pytest.raises(UserError, match=r"residual: float32 -> bf16"):
         firth.finetune(*given, max_steps=1, seeds=1, resume=True, residual="bf16")

@@ -14,7 +14,6 @@ from torch.testing import assert_close
 from firth.models import attention, fused, tiles
 from firth.models.attention import Attention, Near, Sight, attend, see
 from firth.models.fused import seen_by
-from firth.models.mask_decoder import at_places
 from firth.models.presets import bert, t5
 from firth.models.two_stream import see_earlier
 from firth.train.deterministic import deterministic
@@ -75,7 +74,7 @@ SIGHTS = {
     "across": lambda doc, rank, asked: see(False, doc[:, 3:9], read_doc=doc),
     "earlier": lambda doc, rank, asked: see_earlier(doc, rank, asked),
     "earlier without documents": lambda doc, rank, asked: see_earlier(None, rank, asked),
-    "at places": lambda doc, rank, asked: at_places(see(False, doc, rank), asked),
+    "at places": lambda doc, rank, asked: see(False, doc, rank).at(asked),
     "a window": lambda doc, rank, asked: see(False, None, near=Near(torch.arange(30), 4)),
     "a causal window": lambda doc, rank, asked: see(True, None, near=Near(torch.arange(30), 4)),
     "a window in documents": lambda doc, rank, asked: see(False, doc, near=Near(torch.arange(30), 4)),

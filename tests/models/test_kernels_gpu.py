@@ -27,7 +27,7 @@ from firth.models.config import (
 from firth.models.memory import Memory
 from firth.models.presets import bert
 from firth.models.stack import Stack
-from firth.models.two_stream import places_of, see_earlier
+from firth.models.two_stream import see_earlier
 
 DEVICE = "cuda"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
@@ -135,7 +135,7 @@ def what_is_seen(
         return sight, x, None
     assert rank is not None
     asked = torch.tensor([[3, 149, 64, 0, 0], [9, 10, 11, 100, 63], [0, 1, 148, 65, 2]], device=DEVICE)
-    earlier = see_earlier(doc, rank, asked)._replace(places=places_of(wide.places, asked), seen=seen)
+    earlier = see_earlier(doc, rank, asked)._replace(places=wide.places.at(asked), seen=seen)
     return earlier, x[torch.arange(B, device=DEVICE)[:, None], asked], x
 
 

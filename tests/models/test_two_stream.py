@@ -13,7 +13,7 @@ from firth.errors import UserError
 from firth.models import Encoder, Model, ModelConfig, make_model
 from firth.models.config import Convolution, Disentangled, Learned, Pair, Position, Query, Rotary, TransformerXL, Window
 from firth.models.presets import t5, xlnet
-from firth.models.two_stream import asked_last, places_of, see_earlier
+from firth.models.two_stream import asked_last, see_earlier
 from firth.objectives.batch import Batch
 
 V, T = 30, 6
@@ -92,7 +92,7 @@ def test_both_streams_are_the_same_blocks(norm_first: bool) -> None:
     vector = model.extras["query"].vector
     content, query = model.embed(TOKENS), model.embed.place(vector.expand(1, 3, -1), ASKED)
     upto, _ = model.stack.sights(content, None, RANK)
-    earlier = see_earlier(None, RANK, ASKED)._replace(places=places_of(upto.places, ASKED))
+    earlier = see_earlier(None, RANK, ASKED)._replace(places=upto.places.at(ASKED))
     for block in model.stack.blocks:
         norm = block.attention_norm
         if norm_first:

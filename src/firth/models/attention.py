@@ -40,12 +40,23 @@ class Sight(NamedTuple):
     bias: Tensor | None = None  # (1, H, T, S) the same before the mask, where it is the same for all rows
     far: int = 0  # from so many places on, to either side, all of a head have the same bias; 0 if that is never so
     turn: Turn | None = None  # turns queries and keys by their places
+    turn_asking: Turn | None = None  # the same for queries, where only some places ask
     places: Any = None  # what the scores of a layer need to know of the row
     some_see_nobody: bool = False
     seen: list[Tensor] | None = None  # where the weights of attention are kept for someone who wants to see them
     reach: Reach | None = None  # what the mask says, where that can be said by a number for each place
     own: bool = True  # whether our own kernel may compute it
     keep: Keep | None = None  # takes the keys and values (B, G, T, d) of new places, gives all that are read
+
+    def at(self, place_BK: Tensor, turn: Turn | None = None) -> Sight:
+        """The same where only some places of each row ask, with their turn."""
+        assert self.score is None
+        assert not self.causal
+        mask, places = self.mask, None if self.places is None else self.places.at(place_BK)
+        if mask is not None:
+            mask = mask.expand(len(place_BK), -1, -1, -1).take_along_dim(place_BK[:, None, :, None], 2)
+        reach = None if self.reach is None else self.reach.at(place_BK)
+        return self._replace(mask=mask, reach=reach, places=places, turn_asking=turn)
 
     def for_kernel(self, dtype: torch.dtype, dropout: float, scale: float) -> tuple[Any, ...]:
         """What our own kernel takes after queries, keys and values.
@@ -306,12 +317,15 @@ class Attention(nn.Module):
         else:
             q, both = self.rows(x_BTD, 0, self.sizes[0]), self.rows(read_BSD, self.sizes[0])
             k, v = both.split(self.sizes[1:], -1)
-            assert sight.turn is None, "places of another sequence are not turned"
-            if plain_rows and way_of(self.split(q), self.split(k), sight, dropout, across=True) == "fused":
+            if (
+                sight.turn is None
+                and plain_rows
+                and way_of(self.split(q), self.split(k), sight, dropout, across=True) == "fused"
+            ):
                 rest = sight.for_kernel(q.dtype, dropout, self.scale)
                 return out(attend_packed(q, both, self.num_heads, *rest))
         if sight.turn is not None:
-            q, k = sight.turn(q), sight.turn(k)
+            q, k = (sight.turn_asking or sight.turn)(q), sight.turn(k)
         q, k, v = (self.split(part) for part in (q, k, v))
         if sight.keep is not None:
             k, v = sight.keep(k, v)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -76,8 +76,8 @@ class Block(nn.Module):
 
         Both may be given as their keys, made before.
         """
-        if isinstance(content, Tensor):
-            content = self.keys_of(content)
+        if isinstance(content, Tensor) and self.norm_first:
+            content = cast(Tensor, self.attention_norm(content))
         attend = lambda h, *end: self.attention(h, sight, content, *end)  # noqa: E731
         x, before = self.around(x, x, self.attention_norm, self.attention.out, attend)
         if read is not None:

@@ -34,6 +34,12 @@ class Reach(NamedTuple):
     seen: Tensor | None = None  # (2, B or 1, T / BLOCK): between which places each tile that asks sees anything
     seeing: Tensor | None = None  # (2, B or 1, S / BLOCK): between which places some see anything of each tile read
 
+    def at(self, place_BK: Tensor) -> Reach:
+        """The same for those who ask at some places only."""
+        low, size = (None if x is None else x.expand(len(place_BK), -1).gather(1, place_BK) for x in self[1:3])
+        assert low is not None
+        return Reach(self.key, low, size)
+
     def as_interval(self) -> Reach:
         """The same with a size, as windows have one: layers of both kinds can share a program then."""
         return self if self.size is not None else self._replace(size=torch.ones_like(self.low))

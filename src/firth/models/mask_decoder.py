@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from firth.models.attention import Sight
 from firth.models.config import MaskDecoder, ModelConfig
 from firth.models.heads import pick
 from firth.models.stack import Stack
-from firth.models.two_stream import places_of, reach_of
 
 
 class LatePlaces(nn.Module):
@@ -38,19 +35,10 @@ class LatePlaces(nn.Module):
         asked_BK, (*_, last) = batch.asked, stack.layers
         content_BTD = stack(x_BTD, batch.doc, batch.rank, segment=batch.segment, upto=-1)
         sight, _ = stack.sights(content_BTD, batch.doc, batch.rank, segment=batch.segment)
-        some = at_places(sight, asked_BK)
+        some = sight.at(asked_BK)
         place_BK = asked_BK if batch.position is None else pick(batch.position, asked_BK)
         query_BKD = stack.enter(pick(content_BTD, asked_BK) + self.places(place_BK))
         keys = last.keys_of(content_BTD)
         for _ in range(self.num_layers):
             query_BKD = last(query_BKD, some, content=keys)
         return stack.finish(query_BKD)
-
-
-def at_places(sight: Sight, asked_BK: Tensor) -> Sight:
-    """The same sight for those who ask at some places."""
-    mask = sight.mask
-    if mask is not None:
-        mask = pick(torch.broadcast_to(mask[:, 0], (len(asked_BK), *mask.shape[2:])), asked_BK)[:, None]
-    places, reach = places_of(sight.places, asked_BK), reach_of(sight.reach, asked_BK)
-    return Sight(mask=mask, places=places, reach=reach)

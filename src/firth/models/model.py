@@ -253,8 +253,11 @@ class Encoder(Model):
         assert found is None or isinstance(found, Replaced)
         return found
 
-    def body(self, batch: Reads, states: list[Tensor] | None = None) -> Tensor:
-        """The last states (B, T, D), or (B, 2, T, D) where each row is read in two directions."""
+    def body(self, batch: Reads, states: list[Tensor] | None = None, asked: Tensor | None = None) -> Tensor:
+        """The last states (B, T, D), or (B, 2, T, D) where each row is read in two directions.
+
+        With `asked` (B, K), those of these places, which a stack must be able to compute alone.
+        """
         doc, rank = batch.doc, batch.rank
         if isinstance(self.embed, Spelling) and batch.characters is not None:
             vectors_BTE = self.embed.spelled(batch.characters)
@@ -264,7 +267,7 @@ class Encoder(Model):
         if isinstance(self.stack, BothWays) and rank is not None:
             return self.stack.apart(self.stack(x_BTD, doc))
         if rank is None or rank.ndim == 2:
-            return self.stack(x_BTD, doc, rank, states=states, segment=batch.segment)
+            return self.stack(x_BTD, doc, rank, states=states, segment=batch.segment, asked=asked)
         doc, segment = (None if a is None else a.repeat_interleave(2, 0) for a in (doc, batch.segment))
         y = self.stack(x_BTD.repeat_interleave(2, 0), doc, rank.flatten(0, 1), segment=segment)
         return y.unflatten(0, (-1, 2))
@@ -295,6 +298,10 @@ class Encoder(Model):
         if "decoder" in self.extras and batch.asked is not None:
             x_BTD = self.embed(batch.tokens, batch.position, batch.segment)
             return self.extras["decoder"](x_BTD, self.stack, batch)
+        plain = self.generator is None and "features" not in self.extras and batch.rank is None
+        if plain and batch.asked is not None and type(self.stack) is Stack:
+            narrow = self.stack.can_narrow(batch.asked, batch.tokens.shape[1])
+            return self.body(batch, asked=batch.asked) if narrow else super().asked_states(batch)
         return super().asked_states(batch)
 
     def losses(self, batch: Reads) -> dict[str, Tensor]:

@@ -32,6 +32,11 @@ class Places(NamedTuple):
     asked: Tensor | None = None  # (B, T) where those that ask stand, if not one at each place
     other: Tensor | None = None  # (B, T, S) true where what is read is in another segment
 
+    def at(self, place_BK: Tensor) -> Places:
+        """The same for those who ask at some places only."""
+        other = None if self.other is None else self.other.take_along_dim(place_BK[:, :, None], 1)
+        return self._replace(asked=place_BK, other=other)
+
 
 Products = tuple[Tensor, Tensor]  # (B, H, X, d) with (H, R, d): for each place a number for each distance
 

@@ -13,6 +13,7 @@ from firth.models.block import Block, make_norm
 from firth.models.config import Buckets, ModelConfig, TransformerXL
 from firth.models.convolution import Neighbours
 from firth.models.dropout import Dropout
+from firth.models.heads import pick
 from firth.models.memory import Memory
 from firth.models.position import make_stack_score, make_turn
 from firth.models.programs import part
@@ -24,6 +25,7 @@ class Stack(nn.Module):
 
     memory: Memory | None = None  # of the text before, where there is one
     checkpointing = False  # compute the blocks again in the backward pass, and keep nothing of them until then
+    narrows = False  # whether the last layer may compute what is asked alone
     residual = torch.float32  # what goes from block to block, where autocast computes in that
 
     def __init__(self, config: ModelConfig, num_layers: int, causal: bool, cross: bool = False) -> None:
@@ -53,12 +55,14 @@ class Stack(nn.Module):
         upto: int | None = None,
         seen_across: list[Tensor] | None = None,
         asking: Tensor | None = None,
+        asked: Tensor | None = None,
     ) -> Tensor:
         """The last states. Those of every layer are added to `states`, where that is given.
 
         The weights of attention are added to `seen`, those of attention to the other sequence to `seen_across`.
         `upto` leaves out the layers from there on, and what comes after them. `asking` are the documents of the other
-        sequence that each place reads, where they are not those of the same numbers.
+        sequence that each place reads, where they are not those of the same numbers. The last states of `asked` places
+        (B, K) alone are computed where these are given, which `can_narrow` allows.
         """
         x = self.enter(x)
         wide, narrow = self.sights(x, doc, rank, position, seen, segment)
@@ -70,13 +74,27 @@ class Stack(nn.Module):
             if states is not None:
                 states.append(x)
             content = self.memory.prolong(i, x) if self.memory is not None else None
-            x = self.run(block, x, narrow if self.is_narrow(i) else wide, read, read_sight, content)
+            sight = narrow if self.is_narrow(i) else wide
+            if asked is not None and i == self.num_layers - 1:
+                place = asked if position is None else position.expand_as(x[..., 0]).gather(1, asked)
+                turn = make_turn(self.config, place, x, local=self.is_narrow(i))
+                x, sight, content = pick(x, asked), sight.at(asked, turn), x
+            x = self.run(block, x, sight, read, read_sight, content)
             if i == 0 and self.convolution is not None:
                 x = self.convolution(embedded, x, doc)
         x = x if upto is not None else self.finish(x)
         if states is not None:
             states.append(x)
         return x
+
+    def can_narrow(self, asked: Tensor, T: int) -> bool:
+        """Whether the last layer can be computed for these places alone, and may be: they still read all T.
+
+        Not where its scores depend on who stands where in a row; and for most of them it would not pay.
+        """
+        scores = self.score is not None or self.shared is not None or self.layers[-1].attention.score is not None
+        other = self.memory is not None or self.convolution is not None or self.config.layer_drop > 0
+        return self.narrows and 2 * asked.shape[1] <= T and not (self.causal or scores or other)
 
     def enter(self, x: Tensor) -> Tensor:
         """What the first block takes: under autocast float32, or what its products are in where `residual` says so."""

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from firth.models.attention import Sight, make_reach
 from firth.models.config import ModelConfig
 from firth.models.embed import Embedding
-from firth.models.fused import Reach
 from firth.models.heads import pick
-from firth.models.relative import Places
 from firth.models.stack import Stack
 
 
@@ -40,7 +38,9 @@ class TwoStream(nn.Module):
 
         content = stack.enter(embed(batch.tokens, batch.position, batch.segment))
         upto, _ = stack.sights(content, batch.doc, rank_BT, segment=batch.segment)
-        earlier = see_earlier(batch.doc, rank_BT, asked_BK)._replace(places=places_of(upto.places, asked_BK))
+        earlier = see_earlier(batch.doc, rank_BT, asked_BK)
+        if upto.places is not None:
+            earlier = earlier._replace(places=upto.places.at(asked_BK))
         memory = stack.memory
         if memory is not None:
             earlier = memory.widen(earlier, content.shape[1])
@@ -64,20 +64,4 @@ def see_earlier(doc_BT: Tensor | None, rank_BT: Tensor, asked_BK: Tensor) -> Sig
     if doc_BT is not None:
         mask_BKT = mask_BKT & (doc_BT[:, None, :] == pick(doc_BT, asked_BK)[:, :, None])
     reach = make_reach(False, doc_BT, rank_BT, strict=True)
-    return Sight(mask=mask_BKT[:, None], some_see_nobody=True, reach=reach_of(reach, asked_BK))
-
-
-def reach_of(reach: Reach | None, asked_BK: Tensor) -> Reach | None:
-    """The same for those who ask at some places only."""
-    if reach is None:
-        return None
-    size = None if reach.size is None else pick(reach.size, asked_BK)
-    return Reach(reach.key, pick(reach.low, asked_BK), size)
-
-
-def places_of(places: Places | None, asked_BK: Tensor) -> Places | None:
-    """What the scores need to know, for those who ask at some places only."""
-    if places is None:
-        return None
-    other_BTS = places.other
-    return places._replace(asked=asked_BK, other=None if other_BTS is None else pick(other_BTS, asked_BK))
+    return Sight(mask=mask_BKT[:, None], some_see_nobody=True, reach=None if reach is None else reach.at(asked_BK))

@@ -21,7 +21,11 @@ from firth.tokens import Mix
 R = TypeVar("R")  # a recipe: a dataclass of plain values
 LONGEST_ROW = 2**16  # places in a row are sorted as numbers of 16 bits
 LARGEST_STEP = 2**31  # tokens: whoever asks for more has mistyped, and no memory holds them
-BEFORE = {"residual": "float32", "compile_parts": False}  # how runs were computed before there were such fields
+BEFORE = {
+    "residual": "float32",
+    "compile_parts": False,
+    "last_layer": "all",
+}  # how runs were computed before there were such fields
 LONGEST_RUN = 10**9  # minutes, or times through the text: whoever asks for more has mistyped
 
 
@@ -111,6 +115,11 @@ class Training:
         "bf16",
         "What goes from layer to layer where products are in bfloat16: bf16 is half as much to read and write (3% of "
         "a step of GPT-2), float32 more exact. (With --parallel fsdp blocks are in bfloat16 throughout.)",
+    )
+    last_layer: Literal["asked", "all"] = option(
+        "asked",
+        "Where a loss asks at some places of a row (masked tokens), compute the last layer there alone, reading all "
+        "others: the same loss, and three quarters of a layer less to compute. all computes it everywhere.",
     )
     fp8: bool = option(
         False,

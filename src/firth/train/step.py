@@ -95,6 +95,7 @@ def switch(model: Model, training: Training) -> None:
             module.own = training.fused_attention
         if isinstance(module, Stack):
             module.residual = torch.bfloat16 if training.residual == "bf16" else torch.float32
+            module.narrows = training.last_layer == "asked"
         if isinstance(module, Vocabulary):
             module.fused, module.padded = training.fused_loss, training.pad_vocabulary
 

@@ -1,0 +1,123 @@
+"""The last layer at asked places alone, against the same of all places."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from models.test_presets import NEEDS
+from torch import Tensor
+
+from firth.models import PRESETS, Model, make_model, with_extras
+from firth.models.model import Encoder
+from firth.models.stack import Stack
+from firth.objectives import Batch
+
+NARROW = ("bert", "roberta", "albert", "distilbert", "modernbert", "spanbert", "xlm-roberta", "rembert")
+WIDE = ("deberta", "deberta-v3", "electra", "xlnet", "gpt2", "llama")
+B, T, K = 3, 20, 4
+
+
+def model_of(name: str, **changes: object) -> Encoder:
+    config = replace(PRESETS[f"{name}-tiny"], vocab_size=50, **changes)
+    torch.manual_seed(0)
+    model = make_model(with_extras(config, NEEDS.get(config.family, ())))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.05)  # norms and biases too
+    assert isinstance(model, Encoder)
+    return model
+
+
+def masked(packed: bool) -> Batch:
+    torch.manual_seed(1)
+    asked = torch.rand(B, T).argsort(1)[:, :K].sort(1).values
+    asked[1, 3] = 0  # what is left over
+    labels = torch.randint(7, 50, (B, K))
+    labels[1, 3] = -100
+    cut = torch.arange(T).expand(B, T)
+    doc = torch.where(cut < torch.tensor([[5], [12], [20]]), 0, 1)
+    doc[0, 18:] = -1
+    if packed:
+        place = torch.where(doc == 0, cut, cut - (doc == 0).sum(1, keepdim=True)).clamp(min=0)
+        return Batch(torch.randint(7, 50, (B, T)), doc, place, asked=asked, labels=labels)
+    return Batch(torch.randint(7, 50, (B, T)), asked=asked, labels=labels)
+
+
+def narrowed(model: Model, narrows: bool) -> None:
+    for module in model.modules():
+        if isinstance(module, Stack):
+            module.narrows = narrows
+
+
+def found(model: Encoder, batch: Batch) -> tuple[Tensor, list[Tensor], int]:
+    """The loss, all gradients, and for how many places the last MLP has computed."""
+    places: list[int] = []
+    last = model.stack.layers[-1].mlp
+    hook = last.register_forward_hook(lambda module, inputs, y: places.append(inputs[0].shape[1]))
+    loss = model.loss(batch)
+    hook.remove()
+    ps = [p for p in model.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(loss, ps, allow_unused=True)
+    return loss.detach(), [torch.zeros(()) if g is None else g for g in grads], places[-1]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", NARROW)
+def test_it_is_the_same(name: str, packed: bool) -> None:
+    model, batch = model_of(name, dropout=0.0, attention_dropout=0.0).train(), masked(packed)
+    narrowed(model, False)
+    loss, grads, places = found(model, batch)
+    narrowed(model, True)
+    again, others, fewer = found(model, batch)
+    assert (places, fewer) == (T, K)
+    torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
+    for a, b in zip(others, grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.logits(batch), model.head(model.read(batch), model.embed.tokens.weight)[
+        torch.arange(B)[:, None], batch.asked
+    ], rtol=1e-4, atol=1e-4)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_one_layer_and_a_compiler(name: str) -> None:
+    torch._dynamo.reset()
+    model, batch = model_of(name, num_layers=1, dropout=0.0, attention_dropout=0.0).train(), masked(True)
+    wanted = found(model, batch)
+    narrowed(model, True)
+    loss = torch.compile(model.loss, backend="aot_eager")(batch)
+    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    torch.testing.assert_close(loss.detach(), wanted[0], rtol=1e-5, atol=0)
+    for a, b in zip(grads, wanted[1], strict=True):
+        torch.testing.assert_close(torch.zeros(()) if a is None else a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_who_computes_it_everywhere(name: str) -> None:
+    model = model_of(name)
+    narrowed(model, True)
+    assert not model.stack.can_narrow(torch.zeros(1, 1, dtype=torch.long), T) or model.generator is not None
+
+
+def test_where_it_would_not_pay_or_is_not_wanted() -> None:
+    stack = model_of("bert").stack
+    few, most = torch.zeros(1, T // 2, dtype=torch.long), torch.zeros(1, T // 2 + 1, dtype=torch.long)
+    assert not stack.can_narrow(few, T)
+    stack.narrows = True
+    assert stack.can_narrow(few, T)
+    assert not stack.can_narrow(most, T)
+    assert not model_of("bert", layer_drop=0.1).stack.can_narrow(few, T)
+
+
+def test_other_readers_still_see_all_places() -> None:
+    """Whether two texts follow each other is told from the first place."""
+    config = replace(PRESETS["bert-tiny"], vocab_size=50)
+    model = make_model(with_extras(config, ("pair",))).eval()
+    batch = masked(False)._replace(pair=torch.tensor([0, 1, 1]))
+    wanted = model.losses(batch)
+    narrowed(model, True)
+    again = model.losses(batch)
+    assert set(again) == {"answers", "pairs"}
+    for name, loss in wanted.items():
+        torch.testing.assert_close(again[name], loss)
