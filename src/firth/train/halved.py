@@ -23,27 +23,28 @@ class Halved:
         self.model = model
         self.twin = model.twin().bfloat16()
         self.losses = program(self.twin.losses)
+        self.pairs = list(zip(model.parameters(), self.twin.parameters(), strict=True))  # found once: they stay
         self.kept: list[tuple[int, int]] = []  # the weights that the twin has, where the optimizer gave them to it too
 
     def __call__(self, batch: Any) -> dict[str, torch.Tensor]:
-        with torch.autocast(next(self.model.parameters()).device.type, enabled=False):
+        with torch.autocast(self.pairs[0][0].device.type, enabled=False):
             return self.losses(batch)
 
     def begin(self) -> None:
         """Take over the weights before a step, where it has others, and what of them learns."""
-        pairs = list(zip(self.twin.parameters(), self.model.parameters(), strict=True))
-        for mine, exact in pairs:
+        for exact, mine in self.pairs:
             mine.requires_grad_(exact.requires_grad)
         if self.weights() != self.kept:
             with torch.no_grad():
-                torch._foreach_copy_([mine for mine, _ in pairs], [exact for _, exact in pairs])
-        self.twin.train(self.model.training)
+                torch._foreach_copy_([mine for _, mine in self.pairs], [exact for exact, _ in self.pairs])
+        if self.twin.training != self.model.training:
+            self.twin.train(self.model.training)
 
     def weights(self) -> list[tuple[int, int]]:
         """Where the exact weights are, and how often others have changed them. (Optimizers in one kernel go uncounted,
         and so does whoever writes to their `.data`.)
         """
-        return [(exact.data_ptr(), exact._version) for exact in self.model.parameters()]
+        return [(exact.data_ptr(), exact._version) for exact, _ in self.pairs]
 
     def moved(self, both: bool) -> None:
         """An optimizer has moved the exact weights, or both theirs and the twin's."""
@@ -51,15 +52,13 @@ class Halved:
 
     def held(self) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
         """The exact weights whose gradients the twin still has, and its own."""
-        pairs = zip(self.model.parameters(), self.twin.parameters(), strict=True)
-        return {exact: mine for exact, mine in pairs if mine.grad is not None}
+        return {exact: mine for exact, mine in self.pairs if mine.grad is not None}
 
     @torch.no_grad()
     def hand_over(self) -> None:
         """Add the gradients of a micro-batch to those of the model."""
-        pairs = zip(self.twin.parameters(), self.model.parameters(), strict=True)
         first, more = list[tuple[torch.Tensor, torch.Tensor]](), list[tuple[torch.Tensor, torch.Tensor]]()
-        for mine, exact in pairs:
+        for exact, mine in self.pairs:
             if mine.grad is None:
                 continue
             if exact.grad is None:

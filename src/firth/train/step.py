@@ -160,7 +160,8 @@ def gradients(
     """
     world, found = run.machine.world, None
     counts = counts or all_counts(micro, world)
-    run.model.train()
+    if not run.model.training:  # all of its modules are asked otherwise, which takes a while
+        run.model.train()
     if isinstance(losses_of, Halved):
         losses_of.begin()
     computes = losses_of.twin if isinstance(losses_of, Halved) else run.model
