@@ -288,6 +288,7 @@ def in_single_operations(case: Case, given: list[Tensor], mask: Tensor | None, s
 
 SIGHTS = (
     "documents",
+    "documents with holes",
     "causal documents",
     "ranks",
     "documents and ranks",
@@ -301,17 +302,21 @@ SIGHTS = (
 )
 
 
+@pytest.mark.parametrize("T", [300, 320])  # in full tiles, those that see whole ones have no mask
 @pytest.mark.parametrize("name", SIGHTS)
-def test_few_numbers_say_the_same_as_a_mask(name: str) -> None:
-    T, K, d = 300, 20, 32
+def test_few_numbers_say_the_same_as_a_mask(name: str, T: int) -> None:
+    K, d = 20, 32
     torch.manual_seed(3)
     doc = torch.zeros(B, T, dtype=torch.long)
     doc[0, 61:], doc[0, 140:], doc[0, 270:], doc[1, 1:], doc[1, 64:], doc[1, 192:] = 1, 2, -1, 1, 2, 3
+    if name == "documents with holes":  # as the mask of a user may have them
+        doc[0], doc[0, 130], doc[0, 70] = 0, -1, -1
     rank, asked = torch.randint(0, 6, (B, T)), torch.randint(0, T, (B, K))
     doc, rank, asked = (x.to(DEVICE) for x in (doc, rank, asked))
     near = attention.Near(torch.arange(T, device=DEVICE), 20)
     sights = {
         "documents": lambda: see(False, doc),
+        "documents with holes": lambda: see(False, doc),
         "causal documents": lambda: see(True, doc),
         "ranks": lambda: see(False, None, rank),
         "documents and ranks": lambda: see(False, doc, rank),

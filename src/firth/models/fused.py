@@ -31,8 +31,9 @@ class Reach(NamedTuple):
     key: Tensor  # (B or 1, S), all of 32 bits
     low: Tensor  # (B or 1, T)
     size: Tensor | None = None  # the one number alone, where it is not said
-    seen: Tensor | None = None  # (2, B or 1, T / BLOCK): between which places each tile that asks sees anything
-    seeing: Tensor | None = None  # (2, B or 1, S / BLOCK): between which places some see anything of each tile read
+    # of each tile that asks, between which places it sees anything, and 1 if it sees all of that
+    seen: Tensor | None = None  # (3, B or 1, T / BLOCK)
+    seeing: Tensor | None = None  # (3, B or 1, S / BLOCK): the same of those who see each tile that is read
 
     def at(self, place_BK: Tensor) -> Reach:
         """The same for those who ask at some places only."""
@@ -126,26 +127,31 @@ def in_tiles(reach: Reach) -> Reach:
     """The same, and what it means for tiles: those whose keys and what others see of them are apart do not meet."""
     if reach.seen is not None:
         return reach
-    least_BN, most_BN = edges(reach.low, reach.low if reach.size is None else reach.low + reach.size - 1)
-    first_BM, last_BM = edges(reach.key, reach.key)
+    low_BT, high_BT = reach.low, reach.low if reach.size is None else reach.low + reach.size - 1
+    (least_BN, lowest_BN), (highest_BN, most_BN) = edges(low_BT), edges(high_BT)
+    first_BM, last_BM = edges(reach.key)
     meet_BNM = (first_BM[:, None] <= most_BN[:, :, None]) & (least_BN[:, :, None] <= last_BM[:, None])
-    seen, seeing = between(meet_BNM, reach.key.shape[1]), between(meet_BNM.mT, reach.low.shape[1])
-    return reach._replace(seen=seen, seeing=seeing)
+    all_BNM = (first_BM[:, None] >= lowest_BN[:, :, None]) & (last_BM[:, None] <= highest_BN[:, :, None])
+    whole_BNM = all_BNM | ~meet_BNM
+    seen = between(meet_BNM, whole_BNM, reach.key.shape[1])
+    return reach._replace(seen=seen, seeing=between(meet_BNM.mT, whole_BNM.mT, reach.low.shape[1]))
 
 
-def edges(low_BT: Tensor, high_BT: Tensor) -> tuple[Tensor, Tensor]:
+def edges(x_BT: Tensor) -> tuple[Tensor, Tensor]:
     """The least and the most of each block of places; the last one is filled up with its last place."""
-    more = -low_BT.shape[1] % BLOCK
-    low_BT, high_BT = (torch.cat([x, x[:, -1:].expand(-1, more)], 1) for x in (low_BT, high_BT))
-    return low_BT.unflatten(1, (-1, BLOCK)).amin(2), high_BT.unflatten(1, (-1, BLOCK)).amax(2)
+    more = -x_BT.shape[1] % BLOCK
+    x_BNI = torch.cat([x_BT, x_BT[:, -1:].expand(-1, more)], 1).unflatten(1, (-1, BLOCK))
+    return x_BNI.amin(2), x_BNI.amax(2)
 
 
-def between(meet_BNM: Tensor, length: int) -> Tensor:
-    """(2, B, N): where the first block begins that each meets, and where the last one ends; nowhere without any."""
+def between(meet_BNM: Tensor, whole_BNM: Tensor, length: int) -> Tensor:
+    """(3, B, N): where the first block begins that each meets, where the last one ends (nowhere without any), and
+    whether it meets whole blocks alone.
+    """
     at_M = torch.arange(meet_BNM.shape[2], dtype=torch.int32, device=meet_BNM.device) * BLOCK
     first_BN = torch.where(meet_BNM, at_M, length).amin(2)
     last_BN = torch.where(meet_BNM, at_M + BLOCK, 0).amax(2)
-    return torch.stack([first_BN, last_BN.clamp(max=length)]).int()
+    return torch.stack([first_BN, last_BN.clamp(max=length), whole_BNM.all(2)]).int()
 
 
 def to_drop(asking: int, S: int, dropout: float, device: torch.device) -> tuple[Tensor | None, Tensor | None]:

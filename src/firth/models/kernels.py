@@ -21,8 +21,8 @@ from firth.models.tiles import BLOCK, padded
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 STAGES = tl.constexpr(2)  # tiles of a bias that are on their way at once
-REGISTERS = 168  # of a thread that asks with a bias and nothing else: three blocks have room where two had
-FEWER = 128  # of one that goes forward with dropout or a bias: four blocks have room where three had
+REGISTERS = 168  # of a thread that asks with a bias and nothing else, or reads documents: three blocks have room
+FEWER = 128  # of one that goes forward with dropout or a bias, or asks of documents: four blocks have room
 HALF = BLOCK // 2  # places of a tile that backward kernels go through, where neither tables nor a bias are in the way
 
 
@@ -107,12 +107,28 @@ def put_rows(x, values, place, d, length, stride, D: tl.constexpr):
 
 
 @triton.jit
-def between(spans, b, B, first, length, begin, end, SPANS: tl.constexpr, BLOCK: tl.constexpr):
-    """Which places the tile that begins at `first` has to go through: `begin` to `end`, or less where spans say so."""
+def between(
+    spans, b, B, first, length, begin, end, part: tl.constexpr, SPANS: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Which places the tile that begins at `first` has to go through: `begin` to `end`, or less where spans say so.
+
+    With WHOLE, the first part has all of them if there is nothing that is not seen, and otherwise the second.
+    """
     if SPANS:
-        at = spans + b * tl.cdiv(length, BLOCK) + first // BLOCK
-        begin, end = tl.multiple_of(tl.load(at), BLOCK), tl.load(at + B * tl.cdiv(length, BLOCK))
+        tiles = tl.cdiv(length, BLOCK)
+        at = spans + b * tiles + first // BLOCK
+        begin, end = tl.multiple_of(tl.load(at), BLOCK), tl.load(at + B * tiles)
+        if WHOLE:
+            mine = tl.load(at + 2 * B * tiles) == (1 if part == 0 else 0)
+            end = tl.where(mine, end, begin)
     return begin, end
+
+
+@triton.constexpr_function
+def said(REACH, part, WHOLE):
+    """What a reach has to say of a part of the tiles: nothing where all is seen."""
+    return 0 if WHOLE and part == 0 else REACH
 
 
 @triton.constexpr_function
@@ -147,6 +163,7 @@ def forward_kernel(
     PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
     SPANS: tl.constexpr, FAR: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
     BS: tl.constexpr, PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, SHARE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     head = (tl.program_id(0) // tl.cdiv(T, BT)).to(tl.int64)
     b, h = head // H, head % H
@@ -167,24 +184,24 @@ def forward_kernel(
     size = numbers(reach + (B + b) * T, t, T, EVEN).to(tl.uint32)[:, None] if REACH == 2 else 0
     for part in tl.static_range(PARTS):
         end = (t0 if not FAR and part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S
-        begin, end = between(seen, b, B, t0, T, 0 if FAR else part * t0, end, SPANS, BT)
+        begin, end = between(seen, b, B, t0, T, 0 if FAR else part * t0, end, part, SPANS, WHOLE, BT)
         begin, end = part_of(begin, end, t0, part, FAR, BT)
         shift = 0.0 if near(part, FAR) else one_number(bias + (h * T + t0) * S + begin, begin < end)
         for s0 in tl.range(begin, end, BS, num_stages=STAGES if BIAS and near(part, FAR) else None):
             s = s0 + tl.arange(0, BS)
             s2 = s[None, :]
             inside = tl.full([BT, BS], True, tl.int1) if EVEN else (t2 < T) & (s2 < S)
-            key_of_s = numbers(keys + b * S, s, S, EVEN)[None, :] if REACH else 0
+            key_of_s = numbers(keys + b * S, s, S, EVEN)[None, :] if said(REACH, part, WHOLE) else 0
             column = numbers(drop_s, s, S, EVEN).to(tl.uint32)[None, :] if LIMIT else 0
             x, sees = scores(
                 q_Td, rows(k, s, d, S, k_t, D, FULL),
                 numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
                 numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
                 mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, size, key_of_s, inside, unscale,
-                ASK, READ, MASK, BIAS and near(part, FAR), on_edge(CAUSAL, part, FAR, PARTS - 1), REACH, EVEN,
-                PRECISION,
+                ASK, READ, MASK, BIAS and near(part, FAR), on_edge(CAUSAL, part, FAR, PARTS - 1),
+                said(REACH, part, WHOLE), EVEN, PRECISION,
             )  # fmt: skip
-            if holes(not EVEN, MASK, on_edge(CAUSAL, part, FAR, PARTS - 1), REACH):
+            if holes(not EVEN, MASK, on_edge(CAUSAL, part, FAR, PARTS - 1), said(REACH, part, WHOLE)):
                 x = tl.where(sees, x, float("-inf"))
             most = tl.max(x, 1) * post
             higher = tl.maximum(highest, most if near(part, FAR) else most + shift)
@@ -214,6 +231,7 @@ def asking_kernel(
     PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
     SPANS: tl.constexpr, FAR: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
     BS: tl.constexpr, PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, SHARE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the queries, of what they have for each distance, and of the bias.
 
@@ -239,7 +257,7 @@ def asking_kernel(
     size = numbers(reach + (B + b) * T, t, T, EVEN).to(tl.uint32)[:, None] if REACH == 2 else 0
     for part in tl.static_range(PARTS):
         end = (t0 if not FAR and part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S
-        begin, end = between(seen, b, B, t0, T, 0 if FAR else part * t0, end, SPANS, BT)
+        begin, end = between(seen, b, B, t0, T, 0 if FAR else part * t0, end, part, SPANS, WHOLE, BT)
         begin, end = part_of(begin, end, t0, part, FAR, BT)
         shift = 0.0 if near(part, FAR) else one_number(bias + (h * T + t0) * S + begin, begin < end)
         less_T = lse_T if near(part, FAR) else lse_T - shift
@@ -248,7 +266,7 @@ def asking_kernel(
             s = s0 + tl.arange(0, BS)
             s2 = s[None, :]
             inside = tl.full([BT, BS], True, tl.int1) if EVEN else (t2 < T) & (s2 < S)
-            key_of_s = numbers(keys + b * S, s, S, EVEN)[None, :] if REACH else 0
+            key_of_s = numbers(keys + b * S, s, S, EVEN)[None, :] if said(REACH, part, WHOLE) else 0
             column = numbers(drop_s, s, S, EVEN).to(tl.uint32)[None, :] if LIMIT else 0
             k_Sd = rows(k, s, d, S, k_t, D, FULL)
             x, sees = scores(
@@ -256,11 +274,11 @@ def asking_kernel(
                 numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
                 numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
                 mask + t2 * mask_t + s2, bias + (h * T + t2) * S + s2, t2, s2, low, size, key_of_s, inside, unscale,
-                ASK, READ, MASK, BIAS and near(part, FAR), on_edge(CAUSAL, part, FAR, PARTS - 1), REACH, EVEN,
-                PRECISION,
+                ASK, READ, MASK, BIAS and near(part, FAR), on_edge(CAUSAL, part, FAR, PARTS - 1),
+                said(REACH, part, WHOLE), EVEN, PRECISION,
             )  # fmt: skip
             x = x * post - less_T[:, None]
-            if holes(not EVEN, MASK, on_edge(CAUSAL, part, FAR, PARTS - 1), REACH):
+            if holes(not EVEN, MASK, on_edge(CAUSAL, part, FAR, PARTS - 1), said(REACH, part, WHOLE)):
                 x = tl.where(sees, x, float("-inf"))
             p = tl.exp2(x)
             dp = tl.dot(dy_Td, tl.trans(rows(v, s, d, S, v_t, D, FULL)), input_precision=PRECISION)
@@ -303,6 +321,7 @@ def reading_kernel(
     PLACE: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, REACH: tl.constexpr,
     SPANS: tl.constexpr, FAR: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, D: tl.constexpr, BT: tl.constexpr,
     BS: tl.constexpr, PRECISION: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, SHARE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the keys, the values, and what the keys have for each distance; of one head of keys.
 
@@ -326,7 +345,7 @@ def reading_kernel(
         for part in tl.static_range(PARTS):
             begin = (s0 if FAR else s0 + part * BS) if CAUSAL else 0
             end = tl.minimum(s0 + BS, T) if not FAR and part + 1 < PARTS else T
-            begin, end = between(seeing, b, B, s0, S, begin, end, SPANS, BS)
+            begin, end = between(seeing, b, B, s0, S, begin, end, part, SPANS, WHOLE, BS)
             begin, end = part_of(begin, end, s0, part, FAR, BS)
             shift = 0.0 if near(part, FAR) else one_number(bias + (h * S + s0) * T + begin, begin < end)
             for t0 in tl.range(begin, end, BT, num_stages=STAGES if BIAS and near(part, FAR) else None):
@@ -334,7 +353,7 @@ def reading_kernel(
                 at = numbers(place + b * T, t, T, EVEN).to(tl.int32) if PLACE else t
                 t2, at2 = t[None, :], at[None, :]
                 inside = tl.full([BS, BT], True, tl.int1) if EVEN else (s2 < S) & (t2 < T)
-                low = numbers(reach + b * T, t, T, EVEN)[None, :] if REACH else 0
+                low = numbers(reach + b * T, t, T, EVEN)[None, :] if said(REACH, part, WHOLE) else 0
                 size = numbers(reach + (B + b) * T, t, T, EVEN).to(tl.uint32)[None, :] if REACH == 2 else 0
                 row = numbers(drop_t + head * T, t, T, EVEN).to(tl.uint32)[None, :] if LIMIT else 0
                 q_Td, dy_Td = rows(q + q_at, t, d, T, q_t, D, FULL), rows(dy + dy_at, t, d, T, dy_t, D, FULL)
@@ -343,12 +362,12 @@ def reading_kernel(
                     numbers_at(ask, b, h, B, H, t2, t0, s2, at2, T, zero, W_ASK, PLACE, BT),
                     numbers_at(read, b, h, B, H, s2, s0, at2, s2, S, S - 1, W_READ, PLACE, BS),
                     mask + t2 * mask_t + s2, bias + (h * S + s2) * T + t2, t2, s2, low, size, key_of_s, inside, unscale,
-                    ASK, READ, MASK, BIAS and near(part, FAR), on_edge(CAUSAL, part, FAR, 0), REACH, EVEN,
-                    PRECISION,
+                    ASK, READ, MASK, BIAS and near(part, FAR), on_edge(CAUSAL, part, FAR, 0),
+                    said(REACH, part, WHOLE), EVEN, PRECISION,
                 )  # fmt: skip
                 lse_T = numbers(lse + head * T, t, T, EVEN)
                 x = x * post - (lse_T if near(part, FAR) else lse_T - shift)[None, :]
-                if holes(not EVEN, MASK, on_edge(CAUSAL, part, FAR, 0), REACH):
+                if holes(not EVEN, MASK, on_edge(CAUSAL, part, FAR, 0), said(REACH, part, WHOLE)):
                     x = tl.where(sees, x, float("-inf"))
                 p = tl.exp2(x)
                 dp = tl.dot(v_Sd, tl.trans(dy_Td), input_precision=PRECISION)
@@ -403,6 +422,7 @@ def make_call(
         bits = mask.to(torch.uint8, memory_format=torch.contiguous_format).expand(B, 1, T, S)
         strides = (bits.stride(0), bits.stride(2))
     D, even = padded(d), is_even(T, S)
+    whole = even and reach is not None and len(reach) == 1 and seen is not None  # documents, which fill many rows alone
     far = far if bias is not None and max(T, S) > far + BLOCK else 0  # or no tile is far from another
     made_for = {
         "unscale": 1 / scale,
@@ -418,7 +438,8 @@ def make_call(
         "BIAS": bias is not None,
         "CAUSAL": causal,
         # far before, near and far after; or tiles that are seen whole and those on the edge; or all in one
-        "PARTS": 3 if far else 2 if causal and seen is None and T > 2 * BLOCK else 1,
+        "PARTS": 3 if far else 2 if whole or (causal and seen is None and T > 2 * BLOCK) else 1,
+        "WHOLE": whole and not far,
         "REACH": 0 if reach is None else len(reach),
         "SPANS": seen is not None,
         "FAR": far,
@@ -532,6 +553,9 @@ def backward(
     delta, tables = torch.empty_like(lse), call.tables
     bare = bias is not None and mask is None and reach is None and not dropout and call.made_for["FULL"]
     fewer = {"maxnreg": REGISTERS} if bare and d <= 64 else {}
+    fewest = {}
+    if call.made_for["WHOLE"] and call.made_for["FULL"] and d <= 64:
+        fewer, fewest = {"maxnreg": FEWER}, {"maxnreg": REGISTERS}
     if turned is not None:
         tables = (*tables[:6], turned, *tables[7:])
     by_distance, one = ask is not None or read is not None, bool(heads) and in_one(q, k)
@@ -545,7 +569,7 @@ def backward(
         reading_kernel[(triton.cdiv(S, BLOCK) * B * (H // call.made_for["SHARE"]),)](
             q, k, v, *tables, lse, dy, delta, dq if one else dk, dv, dread, *call.sizes, *call.strides,
             *call.mask_strides, *dy_strides, *room.strides[1], *room.strides[2], factor=scale / (1 - dropout),
-            BT=BLOCK if by_distance else HALF, BS=BLOCK, **call.made_for,
+            BT=BLOCK if by_distance else HALF, BS=BLOCK, **call.made_for, **fewest,
         )  # fmt: skip
     return dq, dk, dv, dask, dread.to(q.dtype), dbias
 
