@@ -123,6 +123,27 @@ def test_rows_that_are_no_multiple_are_exact() -> None:
     assert not torch.equal(layer.part(x, None, 0, 32), F.linear(x, layer.weight[:32]))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_some_rows_with_their_biases_in_a_program(device: str) -> None:
+    """As keys and values have them; in bfloat16, where nothing has to be rounded before."""
+    torch._dynamo.reset()
+    layer = Linear8(48, 64).to(device, torch.bfloat16)
+    x = torch.randn(16, 48, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    def some_rows(x: Tensor) -> Tensor:
+        return layer.part(x, layer.bias[16:48], 16, 48)
+
+    backend = "aot_eager" if device == "cpu" else "inductor"
+    y = torch.compile(some_rows, backend=backend, fullgraph=True)(x)
+    leaves = x, layer.weight, layer.bias
+    wanted = F.linear(x, layer.weight, layer.bias)[:, 16:48]
+    ones = torch.ones_like(y)
+    for a, b in zip(
+        (y, *torch.autograd.grad(y, leaves, ones)), (wanted, *torch.autograd.grad(wanted, leaves, ones)), strict=True
+    ):
+        assert far(a, b) < 0.05
+
+
 def test_what_comes_back_may_be_small() -> None:
     layer, x = Linear8(48, 64), torch.randn(16, 48, requires_grad=True)
     (exact,) = torch.autograd.grad(F.linear(x, layer.weight), x, torch.ones(16, 64))

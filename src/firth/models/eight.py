@@ -41,6 +41,8 @@ class Linear8(Holds8):
         if not self.learns(x) or len(w_OI) % STEP:
             assert end is None, "an end is for a map that learns"
             return F.linear(x, w_OI, bias_O)
+        if bias_O is not None and len(w_OI) < len(self.weight):  # torch 2.11's compiler takes a view for all of a bias
+            bias_O = bias_O[torch.arange(len(bias_O), device=bias_O.device)]
         return given(Product8.apply(flat(x), w_OI, bias_O, *self.weights(start, stop), *(end or ())), x, end)
 
     def learns(self, x: Tensor) -> bool:
