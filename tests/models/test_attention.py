@@ -128,9 +128,10 @@ def test_all_that_is_seen_is_in_the_tiles(name: str, monkeypatch: pytest.MonkeyP
         for b, mask_TS in enumerate(mask_BTS.expand(2, -1, -1)):
             for n, tile in enumerate(mask_TS.split(4)):
                 sees = tile.any(0).nonzero()
-                first, end, whole = found[:, b, n].tolist()
+                first, end, begin, stop = found[:, b, n].tolist()
                 assert not len(sees) or (first <= sees.min() and sees.max() < end)
-                assert not whole or tile[:, first:end].all(), "there is something that it does not see"
+                assert begin == stop == 0 or first <= begin < stop <= end
+                assert tile[:, begin:stop].all(), "there is something that it does not see"
     if name in ("documents", "a window"):
         assert who.seen is not None
         assert (who.seen[1] - who.seen[0]).sum() < 2 * T * S / 4, "less than all"
@@ -141,7 +142,12 @@ def test_tiles_that_nobody_sees_are_left_out() -> None:
     doc = torch.tensor([[0] * 100 + [1] * 92 + [2] * 108])
     seen = seen_by(None, see(False, doc).reach, 1).seen
     assert seen is not None
-    assert seen[:, 0].tolist() == [[0, 0, 64, 192, 192], [128, 192, 192, 300, 300], [0, 0, 0, 1, 1]]
+    assert seen[:, 0].tolist() == [
+        [0, 0, 64, 192, 192],
+        [128, 192, 192, 300, 300],
+        [0, 0, 128, 192, 192],
+        [64, 0, 192, 300, 300],
+    ]
     causal = seen_by(None, see(True, doc).reach, 1)
     assert causal.seen is not None
     assert causal.seeing is not None
@@ -329,35 +335,28 @@ def test_scores_of_a_layer_are_added_under_any_sight() -> None:
         assert_close(found, wanted.softmax(-1) @ v, msg=name)
 
 
-def test_tiles_that_see_all_of_what_they_meet() -> None:
+def test_tiles_that_see_all() -> None:
     """What kernels are told of tiles of 64 places, against a mask of all places."""
     torch.manual_seed(0)
     T, N = 320, 5
     doc = torch.zeros(6, T, dtype=torch.long)
     doc[1, 64:], doc[2, 100:], doc[2, 256:], doc[3, 7], doc[4, 300:], doc[5] = 1, 1, 2, -1, -1, torch.arange(T)
-    rank = torch.randint(0, 3, (6, T))
-    near = Near(torch.arange(T), 40)
-    for sight in (
-        see(False, doc),
-        see(True, doc),
-        see(False, doc, near=near),
-        see(False, doc, rank),
-        see(False, None, rank),
-    ):
+    rank, near = torch.randint(0, 3, (6, T)), Near(torch.arange(T), 40)
+    sights = see(False, doc), see(True, doc), see(False, doc, near=near), see(False, doc, rank), see(False, None, rank)
+    for sight in sights:
         assert sight.reach is not None
         assert sight.mask is not None
         reach, mask = in_tiles(sight.reach), sight.mask[:, 0].expand(6, T, T).view(6, N, 64, N, 64)
-        for found, meets, whole in (
-            (reach.seen, mask.any(4).any(2), mask.all(4).all(2)),
-            (reach.seeing, mask.any(4).any(2).mT, mask.all(4).all(2).mT),
-        ):
+        whole = mask.all(4).all(2)
+        for found, sees in ((reach.seen, whole), (reach.seeing, whole.mT)):
             assert found is not None
-            at = torch.arange(N)
-            inside = (at * 64 >= found[0][:, :, None]) & (at * 64 < found[1][:, :, None])
-            assert not (meets & ~inside).any(), "something that is seen is left out"
-            told = found[2].bool()
-            assert not (told[:, :, None] & inside & ~whole).any(), "something that is not seen is taken for seen"
-        if sight.reach.size is None:
-            assert told.tolist() == (whole | ~meets).all(2).tolist()
-            assert told[0].all()
-            assert not told[3].any()
+            at = torch.arange(N) * 64
+            told = (at >= found[2][:, :, None]) & (at < found[3][:, :, None])
+            assert not (told & ~sees).any(), "something that is not seen is taken for seen"
+            if sight.reach.size is None:
+                assert told[[0, 1, 2, 4]].equal(sees[[0, 1, 2, 4]]), "documents that stand together have all"
+    documents = in_tiles(sights[0].reach) if sights[0].reach is not None else None
+    assert documents is not None
+    assert documents.seen is not None
+    assert documents.seen[2:, 0].tolist() == [[0] * N, [T] * N]
+    assert documents.seen[2:, 3].tolist() == [[0, *[64] * 4], [0, *[T] * 4]], "a hole in the first tile"

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from models.test_eight import DEVICES, far
 from models.test_eight_rows import WIDTHS, assert_same_rows
 from models.test_gated import DEVICE, on_a_gpu
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
+from firth.models import PRESETS, make_model
 from firth.models import eight_norm as module
 from firth.models.dropout import Dropout, odd_numbers, stays
 from firth.models.eight import Linear8, two_maps
 from firth.models.eight_norm import Ending, ending, normed_backward
+from firth.objectives import Batch
 
 
 def what_comes_back(N: int, more: bool, rate: float, dtype: torch.dtype, device: str) -> tuple[list[Any], Tensor]:
@@ -127,6 +132,32 @@ def test_with_an_end(name: str, times: int, rate: float, compiled: bool, device:
         for a, b in zip(found, wanted, strict=True):
             assert (a.dtype, a.shape) == (b.dtype, b.shape)
             assert far(a, b) < tolerance
+
+
+def test_gradients_of_two_readers_come_apart() -> None:
+    """Between the parts of a block, and from block to block of a step that is one program: no sum is written before."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = make_model(replace(PRESETS["bert-tiny"], num_layers=3, vocab_size=64, dropout=0.0, attention_dropout=0.0))
+    for layer in model.stack.blocks.modules():  # type: ignore[union-attr]
+        if type(layer) is nn.Linear:
+            layer.__class__ = Linear8
+    tokens = torch.randint(5, 64, (2, 16))
+    batch = Batch(tokens, asked=torch.tensor([[1, 2, 3], [5, 7, 9]]), labels=tokens[:, :3])
+    calls: list[bool] = []
+
+    def look(graph: Any, inputs: Any) -> Any:
+        found = [node for node in graph.graph.nodes if "normed_backward" in str(node.target)]
+        calls.extend(node.args[1] is not None for node in found)
+        return make_boxed_func(graph)
+
+    program = torch.compile(model.loss, backend=aot_autograd(fw_compiler=look, bw_compiler=look))
+    ps, found = list(model.parameters()), []
+    for call in (model.train().loss, program):
+        found.append(torch.autograd.grad(call(batch), ps))
+    assert calls == [False, True, True, True, True, True], "from the last norm, which one reads, to the first"
+    for a, b in zip(*found, strict=True):
+        assert far(a, b) < 0.02 or b.norm() < 1e-5
 
 
 def test_what_has_an_end() -> None:

@@ -71,30 +71,40 @@ class Block(nn.Module):
         read: Tensor | Keys | None = None,
         read_sight: Sight | None = None,
         content: Tensor | Keys | None = None,
-    ) -> Tensor:
+        before: Tensor | None = None,
+        times: int = 1,
+    ) -> Any:
         """`read` is another sequence, for cross-attention. `content` is what attention reads where that is not `x`.
 
-        Both may be given as their keys, made before.
+        Both may be given as their keys, made before. `before` is `x` again for the residual, and what comes out is
+        given twice for the next block where `times` is 2: see `around`.
         """
         if isinstance(content, Tensor) and self.norm_first:
             content = cast(Tensor, self.attention_norm(content))
         attend = lambda h, *end: self.attention(h, sight, content, *end)  # noqa: E731
-        x, before = self.around(x, x, self.attention_norm, self.attention.out, attend)
+        before = x if before is None else before
+        x, before = self.around(x, before, self.attention_norm, self.attention.out, attend)
         if read is not None:
             across = lambda h, *end: self.cross(h, read_sight, read, *end)  # noqa: E731
             x, before = self.around(x, before, self.cross_norm, self.cross.out, across)
-        return self.around(x, before, self.mlp_norm, self.mlp.down, self.mlp, times=1)[0]
+        found = self.around(x, before, self.mlp_norm, self.mlp.down, self.mlp, times)
+        return found[0] if times == 1 else found
 
     def keys_of(self, content: Tensor) -> Keys:
         """The keys and values of what attention reads."""
         return self.attention.keys_of(self.attention_norm(content) if self.norm_first else content)
+
+    def in_pairs(self, x: Tensor) -> bool:
+        """Whether the next block gains by having its input twice."""
+        return not self.norm_first and isinstance(self.mlp.down, Linear8) and self.mlp.down.learns(x)
 
     def around(
         self, x: Tensor, before: Tensor, norm: nn.Module, last: nn.Module, part: Callable[..., Any], times: int = 2
     ) -> tuple[Tensor, ...]:
         """What a part, whose `last` map is this, makes of `x`, inside its residual.
 
-        `before` is `x` again, for the residual; what comes out is given so too, for `times` readers.
+        `before` is `x` again, for the residual; what comes out is given so too, for `times` readers. (Their gradients
+        then come back apart, to a kernel that adds them up itself.)
         """
         if self.norm_first:
             y: Tensor = before + self.drop(part(norm(x)))

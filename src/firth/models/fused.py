@@ -31,9 +31,9 @@ class Reach(NamedTuple):
     key: Tensor  # (B or 1, S), all of 32 bits
     low: Tensor  # (B or 1, T)
     size: Tensor | None = None  # the one number alone, where it is not said
-    # of each tile that asks, between which places it sees anything, and 1 if it sees all of that
-    seen: Tensor | None = None  # (3, B or 1, T / BLOCK)
-    seeing: Tensor | None = None  # (3, B or 1, S / BLOCK): the same of those who see each tile that is read
+    # of each tile that asks, between which places it sees anything, and between which tiles it sees all
+    seen: Tensor | None = None  # (4, B or 1, T / BLOCK)
+    seeing: Tensor | None = None  # (4, B or 1, S / BLOCK): the same of those who see each tile that is read
 
     def at(self, place_BK: Tensor) -> Reach:
         """The same for those who ask at some places only."""
@@ -132,9 +132,8 @@ def in_tiles(reach: Reach) -> Reach:
     first_BM, last_BM = edges(reach.key)
     meet_BNM = (first_BM[:, None] <= most_BN[:, :, None]) & (least_BN[:, :, None] <= last_BM[:, None])
     all_BNM = (first_BM[:, None] >= lowest_BN[:, :, None]) & (last_BM[:, None] <= highest_BN[:, :, None])
-    whole_BNM = all_BNM | ~meet_BNM
-    seen = between(meet_BNM, whole_BNM, reach.key.shape[1])
-    return reach._replace(seen=seen, seeing=between(meet_BNM.mT, whole_BNM.mT, reach.low.shape[1]))
+    seen = between(meet_BNM, all_BNM, reach.key.shape[1])
+    return reach._replace(seen=seen, seeing=between(meet_BNM.mT, all_BNM.mT, reach.low.shape[1]))
 
 
 def edges(x_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,14 +143,17 @@ def edges(x_BT: Tensor) -> tuple[Tensor, Tensor]:
     return x_BNI.amin(2), x_BNI.amax(2)
 
 
-def between(meet_BNM: Tensor, whole_BNM: Tensor, length: int) -> Tensor:
-    """(3, B, N): where the first block begins that each meets, where the last one ends (nowhere without any), and
-    whether it meets whole blocks alone.
+def between(meet_BNM: Tensor, all_BNM: Tensor, length: int) -> Tensor:
+    """(4, B, N): where the first block begins that each meets, and where the last one ends (nowhere without any); the
+    same of those of which it meets all, where nothing else is between them.
     """
     at_M = torch.arange(meet_BNM.shape[2], dtype=torch.int32, device=meet_BNM.device) * BLOCK
-    first_BN = torch.where(meet_BNM, at_M, length).amin(2)
-    last_BN = torch.where(meet_BNM, at_M + BLOCK, 0).amax(2)
-    return torch.stack([first_BN, last_BN.clamp(max=length), whole_BNM.all(2)]).int()
+    (first_BN, end_BN), (begin_BN, stop_BN) = (
+        (torch.where(x, at_M, length).amin(2), torch.where(x, at_M + BLOCK, 0).amax(2)) for x in (meet_BNM, all_BNM)
+    )
+    one_BN = stop_BN - begin_BN == BLOCK * all_BNM.sum(2)
+    begin_BN, stop_BN = (torch.where(one_BN, x, 0) for x in (begin_BN, stop_BN))
+    return torch.stack([first_BN, end_BN.clamp(max=length), begin_BN, stop_BN.clamp(max=length)]).int()
 
 
 def to_drop(asking: int, S: int, dropout: float, device: torch.device) -> tuple[Tensor | None, Tensor | None]:

@@ -113,16 +113,25 @@ def between(
 ):  # fmt: skip
     """Which places the tile that begins at `first` has to go through: `begin` to `end`, or less where spans say so.
 
-    With WHOLE, the first part has all of them if there is nothing that is not seen, and otherwise the second.
+    With WHOLE, the first part has the tiles of which all is seen, and the second the others: from some place on, so
+    many are left out. Both are given too.
     """
+    jump, leap = 0, 0
     if SPANS:
         tiles = tl.cdiv(length, BLOCK)
         at = spans + b * tiles + first // BLOCK
         begin, end = tl.multiple_of(tl.load(at), BLOCK), tl.load(at + B * tiles)
         if WHOLE:
-            mine = tl.load(at + 2 * B * tiles) == (1 if part == 0 else 0)
-            end = tl.where(mine, end, begin)
-    return begin, end
+            jump = tl.multiple_of(tl.load(at + 2 * B * tiles), BLOCK)
+            leap = tl.multiple_of(tl.load(at + 3 * B * tiles), BLOCK) - jump
+            begin, end = (jump, jump + leap) if part == 0 else (begin, end - leap)
+    return begin, end, jump, leap
+
+
+@triton.jit
+def leapt(place, jump, leap, part: tl.constexpr, WHOLE: tl.constexpr):
+    """Where a tile begins, if some are left out."""
+    return place + tl.where(place >= jump, leap, 0) if WHOLE and part == 1 else place
 
 
 @triton.constexpr_function
@@ -184,10 +193,11 @@ def forward_kernel(
     size = numbers(reach + (B + b) * T, t, T, EVEN).to(tl.uint32)[:, None] if REACH == 2 else 0
     for part in tl.static_range(PARTS):
         end = (t0 if not FAR and part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S
-        begin, end = between(seen, b, B, t0, T, 0 if FAR else part * t0, end, part, SPANS, WHOLE, BT)
+        begin, end, jump, leap = between(seen, b, B, t0, T, 0 if FAR else part * t0, end, part, SPANS, WHOLE, BT)
         begin, end = part_of(begin, end, t0, part, FAR, BT)
         shift = 0.0 if near(part, FAR) else one_number(bias + (h * T + t0) * S + begin, begin < end)
-        for s0 in tl.range(begin, end, BS, num_stages=STAGES if BIAS and near(part, FAR) else None):
+        for place_s in tl.range(begin, end, BS, num_stages=STAGES if BIAS and near(part, FAR) else None):
+            s0 = leapt(place_s, jump, leap, part, WHOLE)
             s = s0 + tl.arange(0, BS)
             s2 = s[None, :]
             inside = tl.full([BT, BS], True, tl.int1) if EVEN else (t2 < T) & (s2 < S)
@@ -257,12 +267,13 @@ def asking_kernel(
     size = numbers(reach + (B + b) * T, t, T, EVEN).to(tl.uint32)[:, None] if REACH == 2 else 0
     for part in tl.static_range(PARTS):
         end = (t0 if not FAR and part + 1 < PARTS else tl.minimum(t0 + BT, S)) if CAUSAL else S
-        begin, end = between(seen, b, B, t0, T, 0 if FAR else part * t0, end, part, SPANS, WHOLE, BT)
+        begin, end, jump, leap = between(seen, b, B, t0, T, 0 if FAR else part * t0, end, part, SPANS, WHOLE, BT)
         begin, end = part_of(begin, end, t0, part, FAR, BT)
         shift = 0.0 if near(part, FAR) else one_number(bias + (h * T + t0) * S + begin, begin < end)
         less_T = lse_T if near(part, FAR) else lse_T - shift
         far_T = tl.zeros([BT], tl.float32)
-        for s0 in tl.range(begin, end, BS, num_stages=STAGES if BIAS and near(part, FAR) else None):
+        for place_s in tl.range(begin, end, BS, num_stages=STAGES if BIAS and near(part, FAR) else None):
+            s0 = leapt(place_s, jump, leap, part, WHOLE)
             s = s0 + tl.arange(0, BS)
             s2 = s[None, :]
             inside = tl.full([BT, BS], True, tl.int1) if EVEN else (t2 < T) & (s2 < S)
@@ -345,10 +356,11 @@ def reading_kernel(
         for part in tl.static_range(PARTS):
             begin = (s0 if FAR else s0 + part * BS) if CAUSAL else 0
             end = tl.minimum(s0 + BS, T) if not FAR and part + 1 < PARTS else T
-            begin, end = between(seeing, b, B, s0, S, begin, end, part, SPANS, WHOLE, BS)
+            begin, end, jump, leap = between(seeing, b, B, s0, S, begin, end, part, SPANS, WHOLE, BS)
             begin, end = part_of(begin, end, s0, part, FAR, BS)
             shift = 0.0 if near(part, FAR) else one_number(bias + (h * S + s0) * T + begin, begin < end)
-            for t0 in tl.range(begin, end, BT, num_stages=STAGES if BIAS and near(part, FAR) else None):
+            for place_t in tl.range(begin, end, BT, num_stages=STAGES if BIAS and near(part, FAR) else None):
+                t0 = leapt(place_t, jump, leap, part, WHOLE)
                 t = t0 + tl.arange(0, BT)
                 at = numbers(place + b * T, t, T, EVEN).to(tl.int32) if PLACE else t
                 t2, at2 = t[None, :], at[None, :]

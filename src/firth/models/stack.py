@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -69,8 +69,9 @@ class Stack(nn.Module):
         asking = doc if asking is None else asking
         read_sight = see(False, asking, read_doc=read_doc) if read_doc is not None else Sight()
         read_sight = read_sight._replace(seen=seen_across)
-        embedded = x
-        for i, block in enumerate(self.layers[:upto]):
+        embedded = before = x
+        layers = self.layers[:upto]
+        for i, block in enumerate(layers):
             if states is not None:
                 states.append(x)
             content = self.memory.prolong(i, x) if self.memory is not None else None
@@ -78,10 +79,13 @@ class Stack(nn.Module):
             if asked is not None and i == self.num_layers - 1:
                 place = asked if position is None else position.expand_as(x[..., 0]).gather(1, asked)
                 turn = make_turn(self.config, place, x, local=self.is_narrow(i))
-                x, sight, content = pick(x, asked), sight.at(asked, turn), x
-            x = self.run(block, x, sight, read, read_sight, content)
+                x, sight, content = pick(before, asked), sight.at(asked, turn), x
+                before = x
+            times = 2 if i + 1 < len(layers) and states is None and self.in_pairs(block, x) else 1
+            found = self.run(block, x, sight, read, read_sight, content, None if before is x else before, times)
+            x, before = found if times == 2 else (found, found)
             if i == 0 and self.convolution is not None:
-                x = self.convolution(embedded, x, doc)
+                x = before = self.convolution(embedded, x, doc)
         x = x if upto is not None else self.finish(x)
         if states is not None:
             states.append(x)
@@ -142,15 +146,22 @@ class Stack(nn.Module):
         read: Tensor | None,
         read_sight: Sight,
         content: Tensor | None = None,
-    ) -> Tensor:
+        before: Tensor | None = None,
+        times: int = 1,
+    ) -> Any:
         """One block; in training it may be left out at random, or computed again later."""
         if self.checkpointing and self.training:
-            y = checkpoint(block, x, sight, read, read_sight, content, use_reentrant=False)
+            y = checkpoint(block, x, sight, read, read_sight, content, before, times, use_reentrant=False)
         else:
-            y = block(x, sight, read, read_sight, content)
+            y = block(x, sight, read, read_sight, content, before, times)
         if not (self.training and self.config.layer_drop):
             return y
         return torch.where(torch.rand((), device=x.device) < self.config.layer_drop, x, y)
+
+    def in_pairs(self, block: Block, x: Tensor) -> bool:
+        """Whether a block gives its states twice; not where anybody but the next block reads them."""
+        alone = self.memory is None and self.convolution is None and not self.config.layer_drop
+        return alone and torch.compiler.is_compiling() and block.in_pairs(x)
 
     @property
     def layers(self) -> list[Block]:
