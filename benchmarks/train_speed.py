@@ -16,8 +16,10 @@ all that a step needs, beside the weights.
 The workload `documents` has texts of the lengths in a file (--lengths, one number of tokens a line): `transformers`
 reads one in each row, padded to the longest of its batch (to a multiple of 64, so that shapes are few), Firth packs
 them; tokens are those of the texts. `--without` switches off what makes our side fast (`asked`: its head reads every
-place, not those alone that are asked; `packing`: its documents are padded too), KEY=VALUE sets a field of its recipe
-that a step reads (weights=bf16), and `--alone` leaves the peer out. `--each` is for ablations: our side as it is, then
+place, not those alone that are asked; `packing`: its documents are padded too; `prefetch`: a step makes its own batch,
+where all others are made beforehand; `pinned`: it is sent from ordinary memory; `qkv`: queries, keys and values are
+three products), KEY=VALUE sets a field of its recipe that a step reads (weights=bf16), and `--alone` leaves the peer
+out. `--each` is for ablations: our side as it is, then
 with each of these changes by itself, in one process; the ratio is to the first.
 
 B rows, L tokens before the noise, T after it, U of the decoder, K asked.
@@ -32,21 +34,26 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
 from firth import __version__
 from firth.console import progress, say, show_table
 from firth.models import LMHead, Model, ModelConfig, make_model, preset, to_hf_config, with_extras
+from firth.models.attention import Attention
+from firth.models.eight import Linear8
 from firth.models.presets import bert, gpt2, t5
 from firth.models.weights import to_hf
 from firth.objectives import CLM, IGNORED, MLM, NAMED, Batch, Draw, Objective, PermutationLM, SpanCorruption
@@ -70,6 +77,9 @@ WITHOUT: dict[str, dict[str, Any]] = {  # what can be switched off, as changes o
     "last_layer": {"last_layer": "all"},
     "asked": {},  # what these two change is what our side reads (`our_batch`)
     "packing": {},
+    "prefetch": {},  # and these how it does: batches are made beforehand, sent from pinned memory,
+    "pinned": {},
+    "qkv": {},  # and queries, keys and values are one product (`plainly`)
 }
 
 
@@ -224,6 +234,27 @@ def our_batch(workload: Workload, step: int, without: Sequence[str] = (), docume
     return batch._replace(asked=asked_BT.copy(), labels=everywhere(batch))
 
 
+@contextmanager
+def plainly(without: Sequence[str]) -> Iterator[None]:
+    """Our side by plainer ways than its own, where these have no switch: no run has a reason to."""
+    with ExitStack() as stack:
+        if "pinned" in without:
+            stack.enter_context(patch("firth.objectives.batch.sent", lambda t, device: t.to(device)))
+        if "qkv" in without:
+            stack.enter_context(patch.object(Attention, "rows", three_products))
+        yield
+
+
+def three_products(self: Attention, x: Tensor, start: int = 0, end: int | None = None) -> Tensor:
+    """What `Attention.rows` gives, each of queries, keys and values by itself."""
+    if isinstance(self.qkv, Linear8):
+        raise SystemExit("--without qkv is for products in bfloat16 or float32: leave fp8 out")
+    edges = np.cumsum((0, *self.sizes)).tolist()
+    bias, end = self.bias, edges[-1] if end is None else end
+    parts = [(a, b) for a, b in pairwise(edges) if start <= a and b <= end]
+    return torch.cat([F.linear(x, self.qkv.weight[a:b], None if bias is None else bias[a:b]) for a, b in parts], -1)
+
+
 def everywhere(batch: Batch) -> np.ndarray:
     """A label for every place, IGNORED where none is asked."""
     assert batch.asked is not None
@@ -342,13 +373,15 @@ def losses(workload: Workload, machine: Machine, model: Model, theirs: Any) -> t
 # Measuring
 
 
-def timed(step: Callable[[Batch], Tensor], batches: Sequence[Batch]) -> float:
-    """Seconds for these steps; reading the loss at the end waits for the device."""
-    start = time.perf_counter()
+def timed(step: Callable[[Batch], Tensor], batches: Iterable[Batch]) -> tuple[float, int]:
+    """Seconds for these steps, and their tokens; reading the loss at the end waits for the device."""
+    start, read = time.perf_counter(), []
     for batch in batches:
         loss = step(batch)
+        read.append(batch)
     loss.item()
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    return seconds, sum(batch.num_tokens for batch in read)
 
 
 @dataclass
@@ -432,17 +465,20 @@ def measure(
 ) -> list[Speed]:
     """Let the sides take turns of `turn` steps each, `steps` in all after the warm-up; their inputs are made before.
 
-    `ours` and `settings` are what our side runs with where that is not what both do; `without` changes what it reads.
+    `ours` and `settings` are what our side runs with where that is not what both do; `without` changes what it reads,
+    and how (`prefetch` for both sides).
     """
     sides = make_sides(name, workload, machine, ours or machine, settings, alone, packed, their_mask, without)
     speeds: dict[str, list[float]] = {side: [] for side in sides}
-    with progress(name, "turns", (warmup + steps) // turn) as shown:
+    with progress(name, "turns", (warmup + steps) // turn) as shown, plainly(without):
         for first in range(0, warmup + steps, turn):
             for name_of_side, side in sides.items():
-                batches = [side.batch(i) for i in range(first, first + turn)]
+                batches: Iterable[Batch] = map(side.batch, range(first, first + turn))
+                if "prefetch" not in without:
+                    batches = list(batches)
                 with side.memory.watch(name_of_side):
-                    seconds = timed(side.step, batches)
-                speeds[name_of_side].append(sum(batch.num_tokens for batch in batches) / seconds)
+                    seconds, tokens = timed(side.step, batches)
+                speeds[name_of_side].append(tokens / seconds)
             shown.advance()
     kept = {side: found[warmup // turn :] for side, found in speeds.items()}
     base = kept[OURS if alone else THEIRS]

@@ -146,6 +146,21 @@ def test_ablations_change_our_side_alone(
     assert asked[0] == bench.SETTINGS
 
 
+def test_plainer_ways_compute_the_same(bench: Any) -> None:
+    """Three products in place of one, in a stack that reads itself and in one that reads another."""
+    for name in ("bert", "gpt2", "t5"):
+        workload = toy(bench, name)
+        model, batch = bench.make_model(workload.model).eval(), bench.make_batch(workload, 0).to(CPU.device)
+        usual = model.loss(batch)
+        with bench.plainly(["qkv", "pinned"]):
+            assert model.loss(batch).item() == pytest.approx(usual.item(), rel=1e-5)
+        assert bench.Attention.rows is not bench.three_products
+    speeds = bench.measure(
+        "toy", toy(bench, "bert"), CPU, 2, 1, 0, alone=True, packed=False, without=["prefetch", "qkv"]
+    )
+    assert [s.side for s in speeds] == [bench.OURS]
+
+
 def test_what_our_side_reads_without_its_ways(bench: Any) -> None:
     """The same questions at every place; the same documents, one in each row."""
     workload = toy(bench, "bert")
