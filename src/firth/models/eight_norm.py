@@ -7,7 +7,7 @@ M rows of N numbers, C programs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -113,19 +113,9 @@ def normed_backward(
 
 
 @normed_backward.register_fake
-def _(
-    dy: Tensor,
-    more: Tensor | None,
-    sums: Tensor,
-    mean: Tensor,
-    spread: Tensor,
-    weight: Tensor,
-    row: Tensor | None,
-    column: Tensor | None,
-    factor: Tensor,
-    rate: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return empty_normed(sums, row, NORMED.programs(len(sums), sums.device) if by_kernel(dy) else 1)
+def _(dy: Tensor, more: Tensor | None, sums: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    C = NORMED.programs(len(sums), sums.device) if by_kernel(dy) else 1  # single operations add up all
+    return empty_normed(sums, rest[3], C)
 
 
 def is_apart(sums: Tensor, row: Tensor | None) -> bool:
