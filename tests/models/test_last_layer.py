@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from models.test_presets import NEEDS
-from torch import Tensor
+from torch import Tensor, nn
 
 from firth.models import PRESETS, Model, make_model, with_extras
+from firth.models.eight import Linear8
 from firth.models.model import Encoder
+from firth.models.presets import bag
 from firth.models.stack import Stack
 from firth.objectives import Batch
 
@@ -108,6 +110,31 @@ def test_where_it_would_not_pay_or_is_not_wanted() -> None:
     assert stack.can_narrow(few, T)
     assert not stack.can_narrow(most, T)
     assert not model_of("bert", layer_drop=0.1).stack.can_narrow(few, T)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_in_8_bits_no_product_is_left_out(dtype: torch.dtype) -> None:
+    """3 rows of 4 places are no multiple of 16: some are asked once more, and not answered."""
+    model, batch = model_of("bert", dropout=0.0, attention_dropout=0.0).train(), masked(True)
+    assert batch.asked is not None
+    batch = batch._replace(asked=batch.asked.to(dtype), tokens=batch.tokens[:, :16], doc=batch.doc[:, :16])  # type: ignore[index]
+    batch = batch._replace(asked=batch.asked.clamp(max=15), position=batch.position[:, :16])  # type: ignore[union-attr, index]
+    for layer in model.stack.blocks.modules():
+        if type(layer) is nn.Linear:
+            layer.__class__ = Linear8
+    exact = found(model.eval(), batch)
+    narrowed(model.train(), True)
+    loss, grads, places = found(model, batch)
+    assert places == 16
+    assert float(loss) == pytest.approx(float(exact[0]), rel=0.02)
+    for a, b in zip(grads, exact[1], strict=True):
+        assert (a - b).norm() < 0.15 * b.norm() + 1e-3
+
+
+def test_a_model_without_layers_is_asked_as_before() -> None:
+    model, tokens = make_model(bag(50, 8)), torch.randint(5, 50, (2, 8))
+    narrowed(model, True)
+    assert model.logits(Batch(tokens, asked=torch.tensor([[1], [2]]))).shape == (2, 1, 50)
 
 
 def test_other_readers_still_see_all_places() -> None:

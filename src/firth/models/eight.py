@@ -9,6 +9,7 @@ N places, I numbers that are read, O that are written, F between two maps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +47,12 @@ class Linear8(Holds8):
         return given(Product8.apply(flat(x), w_OI, bias_O, *self.weights(start, stop), *(end or ())), x, end)
 
     def learns(self, x: Tensor) -> bool:
-        return self.training and x.shape[:-1].numel() % STEP == 0
+        return self.training and x.numel() > 0 and x.shape[:-1].numel() % STEP == 0
+
+
+def more_places(rows: int, places: int) -> int:
+    """How many more of each row it takes for all of them to suit the instructions."""
+    return -places % (STEP // math.gcd(rows, STEP))
 
 
 def two_maps(
@@ -196,7 +202,8 @@ def product(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, bias: Tensor | Non
     They are added up fast, with fewer bits than float32 has: far more than numbers in 8 bits have.
     """
     if a.device.type == "cpu":  # it has no such instructions, and is asked for trying out alone
-        y = (a.float() @ b.float().t()) * of_a[:, None] * of_b
+        with torch.autocast("cpu", enabled=False):  # float16 would have no room
+            y = (a.float() @ b.float().t()) * of_a[:, None] * of_b
         return (y if bias is None else y + bias).to(HALF)
     assert a.dtype == b.dtype == EIGHT
     half = None if bias is None else rounded(bias, HALF)

@@ -41,9 +41,9 @@ def ending(before: Tensor, norm: nn.Module, drop: Dropout, times: int) -> Ending
     """Of a norm that it is made for."""
     if type(norm) is not nn.LayerNorm or norm.bias is None:
         return None
-    before = before.reshape(-1, before.shape[-1])
-    row, column = (odd_numbers(n, before.device) if drop.p else None for n in before.shape)
-    return Ending(before, norm.weight, norm.bias, row, column, drop.p, norm.eps, times)
+    before, rate = before.reshape(-1, before.shape[-1]), drop.p if drop.training else 0.0
+    row, column = (odd_numbers(n, before.device) if rate else None for n in before.shape)
+    return Ending(before, norm.weight, norm.bias, row, column, rate, norm.eps, times)
 
 
 class Ended(NamedTuple):
@@ -60,7 +60,7 @@ class Ended(NamedTuple):
 def ended(y: Tensor, end: Ending) -> tuple[tuple[Tensor, ...], Ended]:
     """The norm of a sum, in the precision of what was there before."""
     if end.row is not None and end.column is not None:
-        y = y * stays(end.row, end.column, end.rate).to(y.dtype)
+        y = (y * stays(end.row, end.column, end.rate)).to(y.dtype)
     sums = end.before + y
     weight, bias = end.weight.float(), end.bias.float()
     found, mean_M1, spread_M1 = torch.native_layer_norm(sums.float(), [len(weight)], weight, bias, end.eps)
@@ -85,6 +85,7 @@ def normed_backward(
     """The gradient of a sum; that of the map in it (nothing, where it is the same), the same times a factor for each
     column in 8 bits, with the scales of its rows; and what the rows of each program add up to.
     """
+    dy, sums, more = dy.contiguous(), sums.contiguous(), None if more is None else more.contiguous()
     if not by_kernel(dy):
         error = dy.float() if more is None else dy.float() + more.float()
         x = (sums.float() - mean[:, None]) * spread[:, None]
@@ -95,8 +96,6 @@ def normed_backward(
         added = torch.stack([(error * x).sum(0), error.sum(0), to_map.sum(0)])[None]
         apart = to_map.to(HALF) if is_apart(sums, row) else sums.new_empty(0, sums.shape[1], dtype=HALF)
         return back.to(sums.dtype), apart, *in_eight(to_map * factor), added
-    dy, sums = dy.contiguous(), sums.contiguous()
-    more = None if more is None else more.contiguous()
     (M, N), C = sums.shape, NORMED.programs(len(sums), sums.device)
     back, apart, back8, scale_M, sums_C3N = empty_normed(sums, row, C)
     A, B = pieces(N)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,6 +14,7 @@ from firth.models.block import Block, make_norm
 from firth.models.config import Buckets, ModelConfig, TransformerXL
 from firth.models.convolution import Neighbours
 from firth.models.dropout import Dropout
+from firth.models.eight import Linear8, more_places
 from firth.models.heads import pick
 from firth.models.memory import Memory
 from firth.models.position import make_stack_score, make_turn
@@ -77,15 +79,17 @@ class Stack(nn.Module):
             content = self.memory.prolong(i, x) if self.memory is not None else None
             sight = narrow if self.is_narrow(i) else wide
             if asked is not None and i == self.num_layers - 1:
-                place = asked if position is None else position.expand_as(x[..., 0]).gather(1, asked)
+                at = self.asking_places(block, asked)
+                place = at if position is None else position.expand_as(x[..., 0]).gather(1, at)
                 turn = make_turn(self.config, place, x, local=self.is_narrow(i))
-                x, sight, content = pick(before, asked), sight.at(asked, turn), x
+                x, sight, content = pick(before, at), sight.at(at, turn), x
                 before = x
             times = 2 if i + 1 < len(layers) and states is None and self.in_pairs(block, x) else 1
             found = self.run(block, x, sight, read, read_sight, content, None if before is x else before, times)
             x, before = found if times == 2 else (found, found)
             if i == 0 and self.convolution is not None:
                 x = before = self.convolution(embedded, x, doc)
+        x = x if asked is None else x[:, : asked.shape[1]]
         x = x if upto is not None else self.finish(x)
         if states is not None:
             states.append(x)
@@ -96,9 +100,18 @@ class Stack(nn.Module):
 
         Not where its scores depend on who stands where in a row; and for most of them it would not pay.
         """
+        if not (self.narrows and self.num_layers and 0 < 2 * asked.shape[1] <= T):
+            return False
         scores = self.score is not None or self.shared is not None or self.layers[-1].attention.score is not None
         other = self.memory is not None or self.convolution is not None or self.config.layer_drop > 0
-        return self.narrows and 2 * asked.shape[1] <= T and not (self.causal or scores or other)
+        return not (self.causal or scores or other)
+
+    def asking_places(self, block: Block, asked_BK: Tensor) -> Tensor:
+        """Those that are asked, and the first one again as often as products in 8 bits need it."""
+        asked_BK = asked_BK.long()
+        if not isinstance(block.mlp.down, Linear8):
+            return asked_BK
+        return F.pad(asked_BK, (0, more_places(*asked_BK.shape)))
 
     def enter(self, x: Tensor) -> Tensor:
         """What the first block takes: under autocast float32, or what its products are in where `residual` says so."""
