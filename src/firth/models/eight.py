@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from firth.models.activation import rounded
-from firth.models.eight_norm import HALF, Ended, Ending, come_back, ended
-from firth.models.eight_rows import EIGHT, activated_rows, activated_rows_backward, rows
+from firth.models.eight_norm import Ended, Ending, come_back, ended
+from firth.models.eight_rows import EIGHT, HALF, activated_rows, activated_rows_backward, rows
 from firth.models.eight_weights import Holds8
 from firth.models.gated import KINDS
 
@@ -32,7 +32,7 @@ class Linear8(Holds8):
 
     def forward(self, x: Tensor, end: Ending | None = None) -> Any:
         """With an `end`, what that gives."""
-        return self.part(x, self.bias) if end is None else self.part(x, self.bias, end=end)
+        return self.part(x, self.bias, end=end)
 
     def part(
         self, x: Tensor, bias_O: Tensor | None, start: int = 0, stop: int | None = None, end: Ending | None = None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from firth.models.activation import rounded
 from firth.models.dropout import Dropout, odd_numbers, stays
-from firth.models.eight_rows import Shape, by_kernel, empty_rows, in_eight, pieces
+from firth.models.eight_rows import HALF, Shape, by_kernel, empty_rows, in_eight, pieces
 from firth.models.tiles import triton
 
 if triton is not None:
@@ -22,11 +22,12 @@ if triton is not None:
 
     from firth.models.eight_rows import by_eights, largest, put, scale, some
 
-HALF = torch.bfloat16
 NORMED = Shape(8, 1, 384)
 
 
 class Ending(NamedTuple):
+    """What a map ends with."""
+
     before: Tensor  # (M, N), what was there
     weight: Tensor
     bias: Tensor
@@ -150,16 +151,9 @@ if triton is not None:
         DROPS: tl.constexpr, APART: tl.constexpr, AHEAD: tl.constexpr,
     ):  # fmt: skip
         a, b = by_eights(A), A + by_eights(B)
-        of_weight_a, of_bias_a, of_map_a = (
-            tl.zeros([A], tl.float32),
-            tl.zeros([A], tl.float32),
-            tl.zeros([A], tl.float32),
-        )
-        of_weight_b, of_bias_b, of_map_b = (
-            tl.zeros([B], tl.float32),
-            tl.zeros([B], tl.float32),
-            tl.zeros([B], tl.float32),
-        )
+        of_weight_a, of_weight_b = tl.zeros([A], tl.float32), tl.zeros([B], tl.float32)
+        of_bias_a, of_bias_b = tl.zeros([A], tl.float32), tl.zeros([B], tl.float32)
+        of_map_a, of_map_b = tl.zeros([A], tl.float32), tl.zeros([B], tl.float32)
         for m in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=AHEAD):
             one, one_x = error_of(dy, more, sums, mean, spread, m, a, N, MORE)
             two, two_x = error_of(dy, more, sums, mean, spread, m, b, N, MORE)

@@ -20,7 +20,7 @@ if triton is not None:
 
     from firth.models.gated import share_in_kernel
 
-EIGHT = torch.float8_e4m3fn
+EIGHT, HALF = torch.float8_e4m3fn, torch.bfloat16
 MOST = 448.0  # the largest of its numbers
 LEAST = 1e-30  # rows of 0 stay so
 SHORT = 1024  # numbers of a row up to which torch's compiler reads it once

@@ -565,9 +565,9 @@ def backward(
     delta, tables = torch.empty_like(lse), call.tables
     bare = bias is not None and mask is None and reach is None and not dropout and call.made_for["FULL"]
     fewer = {"maxnreg": REGISTERS} if bare and d <= 64 else {}
-    fewest = {}
+    reads = {}
     if call.made_for["WHOLE"] and call.made_for["FULL"] and d <= 64:
-        fewer, fewest = {"maxnreg": FEWER}, {"maxnreg": REGISTERS}
+        fewer, reads = {"maxnreg": FEWER}, {"maxnreg": REGISTERS}
     if turned is not None:
         tables = (*tables[:6], turned, *tables[7:])
     by_distance, one = ask is not None or read is not None, bool(heads) and in_one(q, k)
@@ -581,7 +581,7 @@ def backward(
         reading_kernel[(triton.cdiv(S, BLOCK) * B * (H // call.made_for["SHARE"]),)](
             q, k, v, *tables, lse, dy, delta, dq if one else dk, dv, dread, *call.sizes, *call.strides,
             *call.mask_strides, *dy_strides, *room.strides[1], *room.strides[2], factor=scale / (1 - dropout),
-            BT=BLOCK if by_distance else HALF, BS=BLOCK, **call.made_for, **fewest,
+            BT=BLOCK if by_distance else HALF, BS=BLOCK, **call.made_for, **reads,
         )  # fmt: skip
     return dq, dk, dv, dask, dread.to(q.dtype), dbias
 

@@ -21,11 +21,8 @@ from firth.tokens import Mix
 R = TypeVar("R")  # a recipe: a dataclass of plain values
 LONGEST_ROW = 2**16  # places in a row are sorted as numbers of 16 bits
 LARGEST_STEP = 2**31  # tokens: whoever asks for more has mistyped, and no memory holds them
-BEFORE = {
-    "residual": "float32",
-    "compile_parts": False,
-    "last_layer": "all",
-}  # how runs were computed before there were such fields
+# how runs were computed before there were such fields
+BEFORE = {"residual": "float32", "compile_parts": False, "last_layer": "all"}
 LONGEST_RUN = 10**9  # minutes, or times through the text: whoever asks for more has mistyped
 
 
