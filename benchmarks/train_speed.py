@@ -249,9 +249,9 @@ def three_products(self: Attention, x: Tensor, start: int = 0, end: int | None =
     """What `Attention.rows` gives, each of queries, keys and values by itself."""
     if isinstance(self.qkv, Linear8):
         raise SystemExit("--without qkv is for products in bfloat16 or float32: leave fp8 out")
-    edges = np.cumsum((0, *self.sizes)).tolist()
-    bias, end = self.bias, edges[-1] if end is None else end
-    parts = [(a, b) for a, b in pairwise(edges) if start <= a and b <= end]
+    asks, reads, found = self.sizes
+    edges, bias = (0, asks, asks + reads, asks + reads + found), self.bias
+    parts = [(a, b) for a, b in pairwise(edges) if start <= a and b <= (edges[-1] if end is None else end)]
     return torch.cat([F.linear(x, self.qkv.weight[a:b], None if bias is None else bias[a:b]) for a, b in parts], -1)
 
 

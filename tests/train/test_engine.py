@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -295,7 +296,7 @@ def test_a_rewind_leaves_the_ramp_and_no_row_comes_twice(recipe_of: Recipes, sha
 def test_minutes_know_that_early_steps_are_shorter(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[tuple[int, int]] = []
 
-    def trial(training: Recipe, machine: Machine, model: Model, batches: Any, *rest: Any) -> tuple[float, float]:
+    def trial(training: Recipe, machine: Machine, model: Model, batches: Any, *_: Any, **more: Any) -> Any:
         rows = training.per_device_train_batch_size * training.gradient_accumulation_steps
         assert batches(0)[0].tokens.shape == (training.per_device_train_batch_size, training.max_seq_length)
         timed.append((rows, training.max_seq_length))
@@ -317,6 +318,51 @@ def test_epochs_count_the_rows_of_smaller_batches(recipe_of: Recipes, shards_of:
     rows = row_source(recipe, shards_of("bert"), held_out=False).num_rows
     steps = pretrain(recipe)["steps"]
     assert steps == int(np.ceil(0.3 * rows / (2 + 1e-9)))
+
+
+# --- the first step comes soon
+
+
+@pytest.mark.parametrize("more", [{"ema_decay": 0.9}, {"weights": "bf16", "gradient_accumulation_steps": 2}])
+def test_a_step_is_compiled_while_its_first_weights_are_made(
+    recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    """By a rehearsal that leaves nothing behind: the same run, to the bit, as if all had waited."""
+    monkeypatch.setattr(pretraining, "choose_machine", lambda *_: replace(CPU, compile=True))
+    monkeypatch.setattr(torch, "compile", lambda losses, **_: losses)
+    first, rehearsed = pretraining.first_vectors, Event()
+    made = []
+
+    def slowly(*given: Any) -> np.ndarray:
+        assert rehearsed.wait(20), "nobody goes on without them"
+        made.append(first(*given))
+        return made[-1]
+
+    def rehearse(*given: Any) -> None:
+        usual(*given)
+        assert not made
+        rehearsed.set()
+
+    usual = loops.rehearse
+    monkeypatch.setattr(pretraining, "first_vectors", slowly)
+    monkeypatch.setattr(loops, "rehearse", rehearse)
+    recipe = recipe_of(warm_start="ppmi", dropout=0.2, **more)
+    pretrain(replace(recipe, output_dir=str(tmp_path / "beside")))
+    assert len(made) == 1
+    assert made[0].any()
+
+    monkeypatch.setattr(loops, "rehearse", lambda *_: pytest.fail("nothing to wait for"))
+
+    def after_all(run: Run, resume: bool) -> Any:
+        assert run.awaited is not None
+        run.awaited()
+        run.awaited = None
+        return fit(run, resume)
+
+    monkeypatch.setattr(pretraining, "fit", after_all)
+    pretrain(replace(recipe, output_dir=str(tmp_path / "before")))
+    assert lines(tmp_path / "beside") == lines(tmp_path / "before")
+    assert weights(tmp_path / "beside") == weights(tmp_path / "before")
 
 
 # --- the device never waits

@@ -460,7 +460,7 @@ def test_a_loss_that_is_no_number_stops_the_run(recipe_of: Recipes) -> None:
 
 
 def test_minutes_fix_the_steps(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretraining.trial, "__defaults__", (None, 0.05, None))
+    monkeypatch.setattr(pretraining.trial, "__defaults__", (None, 0.05, None, None))
     recipe = recipe_of("bert", max_steps=0, minutes=0.02, save_steps=1000)
     result = pretrain(recipe)
     stored = load_recipe(Path(recipe.output_dir) / "recipe.yaml", Recipe)

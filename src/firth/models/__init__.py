@@ -35,7 +35,7 @@ from firth.models.model import (
 from firth.models.presets import GOOD_FOR, PRESETS, is_preset, preset
 from firth.models.sizes import flops_per_token
 from firth.models.stack import Stack
-from firth.models.static import warm_start
+from firth.models.static import begin_with, first_vectors, warm_start
 from firth.models.task_heads import head_for, with_classes
 from firth.models.weights import (
     OWN,
@@ -77,11 +77,13 @@ __all__ = [
     "Tags",
     "TaskHead",
     "Verdict",
+    "begin_with",
     "check_pair",
     "count_parameters",
     "distilled",
     "ends_of",
     "family_of",
+    "first_vectors",
     "flops_per_token",
     "forced_of",
     "framing",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from firth.models.activation import ACTIVATIONS, is_quick, rounded, share
 from firth.models.gated import FEW, KINDS
+from firth.models.launch import launch, operation
 from firth.models.tiles import triton
 
 if triton is not None:
@@ -51,24 +52,17 @@ class Biased(torch.autograd.Function):
         return dx, rounded(sums_CN.sum(0), bias_N.dtype), None
 
 
-@torch.library.custom_op("firth::biased_backward", mutates_args=())
+@operation("firth::biased_backward")
 def biased_backward(dy: Tensor, x: Tensor, bias: Tensor, kind: int) -> tuple[Tensor, Tensor]:
     """The gradient of what the bias is added to, and its sums over the rows of each tile."""
     dy, x = dy.contiguous(), x.contiguous()
     N, M = len(bias), x.numel() // len(bias)
     dx, sums_CN = torch.empty_like(x), x.new_empty(triton.cdiv(M, ROWS), N, dtype=torch.float32)
-    with torch.cuda.device_of(x):
-        biased_kernel[(len(sums_CN), triton.cdiv(N, COLUMNS))](
-            dy, x, bias, dx, sums_CN, M, N, KIND=kind, ROWS=ROWS, STEP=STEP, COLUMNS=COLUMNS, AHEAD=AHEAD
-        )
+    launch(
+        biased_kernel, (len(sums_CN), triton.cdiv(N, COLUMNS)), dy, x, bias, dx, sums_CN, M, N, KIND=kind, ROWS=ROWS,
+        STEP=STEP, COLUMNS=COLUMNS, AHEAD=AHEAD,
+    )  # fmt: skip
     return dx, sums_CN
-
-
-@biased_backward.register_fake
-def _(dy: Tensor, x: Tensor, bias: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-    chunks = -(-(x.numel() // len(bias)) // ROWS)
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return dx, x.new_empty(chunks, len(bias), dtype=torch.float32)
 
 
 if triton is not None:

@@ -7,7 +7,7 @@ M rows of N numbers, C programs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from firth.models.activation import rounded
 from firth.models.dropout import Dropout, odd_numbers, stays
 from firth.models.eight_rows import HALF, Shape, by_kernel, empty_rows, in_eight, pieces
+from firth.models.launch import launch, operation
 from firth.models.tiles import triton
 
 if triton is not None:
@@ -70,7 +71,7 @@ def ended(y: Tensor, end: Ending) -> tuple[tuple[Tensor, ...], Ended]:
     return (found, *(found.view_as(found) for _ in range(1, end.times))), kept
 
 
-@torch.library.custom_op("firth::normed_backward", mutates_args=())
+@operation("firth::normed_backward")
 def normed_backward(
     dy: Tensor,
     more: Tensor | None,
@@ -101,21 +102,13 @@ def normed_backward(
     back, apart, back8, scale_M, sums_C3N = empty_normed(sums, row, C)
     A, B = pieces(N)
     num_bytes = N * (dy.element_size() * (1 if more is None else 2) + sums.element_size())
-    with torch.cuda.device_of(dy):
-        normed_backward_kernel[(C,)](
-            dy, dy if more is None else more, sums, mean, spread, weight, mean if row is None else row,
-            mean if column is None else column, factor, back, apart, back8, scale_M, sums_C3N, M,
-            round(rate * 2**32) - 2**31, 1 / (1 - rate), N=N, A=A, B=B, MORE=more is not None,
-            DROPS=row is not None, APART=len(apart) > 0, AHEAD=NORMED.stages(num_bytes, dy.device),
-            num_warps=NORMED.warps(N),
-        )  # fmt: skip
+    launch(
+        normed_backward_kernel, (C,), dy, dy if more is None else more, sums, mean, spread, weight,
+        mean if row is None else row, mean if column is None else column, factor, back, apart, back8, scale_M, sums_C3N,
+        M, round(rate * 2**32) - 2**31, 1 / (1 - rate), N=N, A=A, B=B, MORE=more is not None, DROPS=row is not None,
+        APART=len(apart) > 0, AHEAD=NORMED.stages(num_bytes, dy.device), num_warps=NORMED.warps(N),
+    )  # fmt: skip
     return back, apart, back8, scale_M, sums_C3N
-
-
-@normed_backward.register_fake
-def _(dy: Tensor, more: Tensor | None, sums: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    C = NORMED.programs(len(sums), sums.device) if by_kernel(dy) else 1  # single operations add up all
-    return empty_normed(sums, rest[3], C)
 
 
 def is_apart(sums: Tensor, row: Tensor | None) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from firth.models.activation import share
 from firth.models.gated import KINDS
+from firth.models.launch import launch, operation
 from firth.models.tiles import processors, shared_memory, triton
 
 if triton is not None:
@@ -69,26 +70,20 @@ def by_kernel(x: Tensor) -> bool:
     return triton is not None and x.device.type == "cuda"
 
 
-@torch.library.custom_op("firth::rows_in_eight", mutates_args=())
+@operation("firth::rows_in_eight")
 def rows_in_eight(x: Tensor, factor_N: Tensor | None, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
     (M, N), C = x.shape, ROWS.programs(len(x), x.device)
     x8, scale_M, sums_CN = empty_rows(x, N, C if sums else 0)
     A, B = pieces(N)
-    with torch.cuda.device_of(x):
-        rows_kernel[(C,)](
-            x, x if factor_N is None else factor_N, x8, scale_M, sums_CN, M, N=N, A=A, B=B,
-            FACTOR=factor_N is not None, SUMS=sums, AHEAD=ROWS.stages(8 * N, x.device), num_warps=ROWS.warps(N),
-        )  # fmt: skip
+    launch(
+        rows_kernel, (C,), x, x if factor_N is None else factor_N, x8, scale_M, sums_CN, M, N=N, A=A, B=B,
+        FACTOR=factor_N is not None, SUMS=sums, AHEAD=ROWS.stages(8 * N, x.device), num_warps=ROWS.warps(N),
+    )  # fmt: skip
     return x8, scale_M, sums_CN
 
 
-@rows_in_eight.register_fake
-def _(x: Tensor, factor_N: Tensor | None, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_rows(x, x.shape[1], ROWS.programs(len(x), x.device) if sums else 0)
-
-
-@torch.library.custom_op("firth::activated_rows", mutates_args=())
+@operation("firth::activated_rows")
 def activated_rows(x: Tensor, bias: Tensor | None, kind: int, gated: bool) -> tuple[Tensor, Tensor]:
     """An activation of `x` with its bias, in 8 bits; with a gate, of its first half, times the second."""
     if not by_kernel(x):
@@ -97,21 +92,15 @@ def activated_rows(x: Tensor, bias: Tensor | None, kind: int, gated: bool) -> tu
     M, N = len(x), x.shape[1] // (1 + gated)
     y8, scale_M, _ = empty_rows(x, N)
     A, B = pieces(N)
-    with torch.cuda.device_of(x):
-        activated_kernel[(ACTIVATED.programs(M, x.device),)](
-            x, x if bias is None else bias, y8, scale_M, M, N=N, A=A, B=B, KIND=kind,
-            GATED=gated, BIAS=bias is not None, AHEAD=ACTIVATED.stages(8 * N, x.device),
-            num_warps=ACTIVATED.warps(N),
-        )  # fmt: skip
+    launch(
+        activated_kernel, (ACTIVATED.programs(M, x.device),), x, x if bias is None else bias, y8, scale_M, M, N=N, A=A,
+        B=B, KIND=kind, GATED=gated, BIAS=bias is not None, AHEAD=ACTIVATED.stages(8 * N, x.device),
+        num_warps=ACTIVATED.warps(N),
+    )  # fmt: skip
     return y8, scale_M
 
 
-@activated_rows.register_fake
-def _(x: Tensor, bias: Tensor | None, kind: int, gated: bool) -> tuple[Tensor, Tensor]:
-    return empty_rows(x, x.shape[1] // (1 + gated))[:2]
-
-
-@torch.library.custom_op("firth::activated_rows_backward", mutates_args=())
+@operation("firth::activated_rows_backward")
 def activated_rows_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, factor: Tensor, kind: int, gated: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -131,23 +120,12 @@ def activated_rows_backward(
     dx8, scale_M, sums_CN = empty_rows(x, x.shape[1], 0 if bias is None else C)
     A, B = pieces(N)
     row = N * dy.element_size() + x.shape[1] * (x.element_size() + 4) + (0 if bias is None else N * 4)
-    with torch.cuda.device_of(x):
-        activated_backward_kernel[(C,)](
-            dy, x, x if bias is None else bias, factor, y, dx, dx8, scale_M, sums_CN, M, N=N, A=A, B=B,
-            KIND=kind, GATED=gated, BIAS=bias is not None, AHEAD=BACKWARD.stages(row, x.device),
-            num_warps=BACKWARD.warps(N),
-        )  # fmt: skip
+    launch(
+        activated_backward_kernel, (C,), dy, x, x if bias is None else bias, factor, y, dx, dx8, scale_M, sums_CN, M,
+        N=N, A=A, B=B, KIND=kind, GATED=gated, BIAS=bias is not None, AHEAD=BACKWARD.stages(row, x.device),
+        num_warps=BACKWARD.warps(N),
+    )  # fmt: skip
     return y, dx, dx8, scale_M, sums_CN
-
-
-@activated_rows_backward.register_fake
-def _(
-    dy: Tensor, x: Tensor, bias: Tensor | None, factor: Tensor, kind: int, gated: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    whole = torch.contiguous_format
-    y, dx = torch.empty_like(dy, memory_format=whole), torch.empty_like(x, memory_format=whole)
-    C = BACKWARD.programs(len(x), x.device) if by_kernel(x) else 1  # single operations add up all
-    return y, dx, *empty_rows(x, x.shape[1], 0 if bias is None else C)
 
 
 def activation_of(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from firth.models.eight_rows import EIGHT, by_kernel, in_eight
+from firth.models.launch import launch
 from firth.models.tiles import triton
 
 if triton is not None:
@@ -94,8 +95,7 @@ def write_at_once(layers: Sequence[Holds8]) -> None:
     first = layers[0].weight
     assert all(x.weight.is_contiguous() for x in layers)
     table = make_table(where, tuple(tuple(x.weight.shape) for x in layers), first.device)
-    with torch.cuda.device_of(first):
-        weights_kernel[(len(table[-1]),)](*table, HALF=first.dtype == torch.bfloat16, TILE=TILE)
+    launch(weights_kernel, (len(table[-1]),), *table, HALF=first.dtype == torch.bfloat16, TILE=TILE)
 
 
 @lru_cache(maxsize=8)  # a model is where it is, step after step

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-try:
-    import triton
+from firth.models.launch import launch
+from firth.models.tiles import triton
+
+if triton is not None:
     import triton.language as tl
-except ImportError:  # a machine without a GPU needs none
-    triton = None
 
 IGNORED = -100
 PIECE = 2**29  # scores in a piece on a GPU: a gigabyte of bfloat16
@@ -106,6 +106,9 @@ def add_product(into: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 def _(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, more: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    P = len(weight) + more
+    if triton is not None and x.is_cuda:
+        to_errors_at_once(x.new_empty(min(len(x), piece_rows(len(x), P)), P), labels, len(weight))
     dbias = x.new_empty(0, dtype=torch.float32) if bias is None else torch.empty_like(bias)
     return x.new_empty((), dtype=torch.float32), torch.empty_like(x), torch.empty_like(weight), dbias
 
@@ -140,8 +143,7 @@ def to_errors_at_once(scores_NP: Tensor, labels_N: Tensor, V: int) -> tuple[Tens
     N, P = scores_NP.shape
     losses_N, share_N1 = (scores_NP.new_ones(shape, dtype=torch.float32) for shape in ((N,), (N, 1)))
     kernel = errors_kernel if scores_NP.dtype == torch.float16 else unscaled_errors_kernel
-    with torch.cuda.device_of(scores_NP):
-        kernel[(N,)](scores_NP, labels_N, losses_N, share_N1, V, P, scores_NP.stride(0), BLOCK=BLOCK, num_warps=4)
+    launch(kernel, (N,), scores_NP, labels_N, losses_N, share_N1, V, P, scores_NP.stride(0), BLOCK=BLOCK, num_warps=4)
     return losses_N.sum(), share_N1
 
 

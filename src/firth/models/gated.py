@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from firth.models.activation import ACTIVATIONS, ODD, SQUARE, is_quick, powers, rounded, share, slopes
+from firth.models.launch import launch, operation
 from firth.models.tiles import triton
 
 if triton is not None:
@@ -47,18 +48,13 @@ class Gated(torch.autograd.Function):
         return gated_backward(dy, x, KINDS.index(ctx.activation)), None
 
 
-@torch.library.custom_op("firth::gated_backward", mutates_args=())
+@operation("firth::gated_backward")
 def gated_backward(dy: Tensor, x: Tensor, kind: int) -> Tensor:
     dy, x = dy.contiguous(), x.contiguous()
     dx = torch.empty_like(x)
-    with torch.cuda.device_of(x):
-        gated_kernel[(triton.cdiv(dy.numel(), BLOCK),)](dy, x, dx, dy.numel(), N=dy.shape[-1], KIND=kind, BLOCK=BLOCK)
+    num = dy.numel()
+    launch(gated_kernel, (triton.cdiv(num, BLOCK),), dy, x, dx, num, N=dy.shape[-1], KIND=kind, BLOCK=BLOCK)
     return dx
-
-
-@gated_backward.register_fake
-def _(dy: Tensor, x: Tensor, kind: int) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 if triton is not None:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from firth.models.launch import launch, operation
 from firth.models.tiles import BLOCK, padded
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -498,7 +499,7 @@ def side_by_side(x: Tensor, total: int, d: int) -> tuple[Tensor, tuple[int, ...]
     return x.new_empty(B, T, total), (T * total, d, total)
 
 
-@torch.library.custom_op("firth::attend", mutates_args=())
+@operation("firth::attend")
 def forward(
     q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
     place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None,
@@ -509,8 +510,6 @@ def forward(
 
     With `heads`, queries, keys and values are one tensor (B, T, 3 x H x d), given three times; or queries are
     (B, T, H x d), and keys and values one tensor (B, S, 2 x H x d), given twice. What is found is then (B, T, H x d).
-    (No operation that torch's compiler looks into: it would trace the kernels for every layer, which takes it longer
-    than all the rest.)
     """
     call = make_call(
         q, k, v, ask, read, mask, place, drop_t, drop_s, bias, keys, reach, seen, seeing, heads, zero,
@@ -521,11 +520,10 @@ def forward(
     tight = {"maxnreg": FEWER} if (dropout or bias is not None) and call.made_for["FULL"] and d <= 64 else {}
     if tight and dropout:
         tight["num_stages"] = 2
-    with torch.cuda.device_of(q):
-        forward_kernel[(triton.cdiv(T, BLOCK) * B * H,)](
-            q, k, v, *call.tables, y, lse, *call.sizes, *call.strides, *strides, *call.mask_strides, BT=BLOCK, BS=BLOCK,
-            **call.made_for, **tight,
-        )  # fmt: skip
+    launch(
+        forward_kernel, (triton.cdiv(T, BLOCK) * B * H,), q, k, v, *call.tables, y, lse, *call.sizes, *call.strides,
+        *strides, *call.mask_strides, BT=BLOCK, BS=BLOCK, **call.made_for, **tight,
+    )  # fmt: skip
     return y, lse
 
 
@@ -536,12 +534,7 @@ def room_to_find(q: Tensor, k: Tensor, heads: int) -> tuple[Tensor, Tensor, tupl
     return y, q.new_empty(len(q), H, T, dtype=torch.float32), strides
 
 
-@forward.register_fake
-def _(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return room_to_find(q, k, heads=rest[12])[:2]
-
-
-@torch.library.custom_op("firth::attend_backward", mutates_args=())
+@operation("firth::attend_backward")
 def backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
     place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, keys: Tensor | None,
@@ -571,18 +564,18 @@ def backward(
     if turned is not None:
         tables = (*tables[:6], turned, *tables[7:])
     by_distance, one = ask is not None or read is not None, bool(heads) and in_one(q, k)
-    with torch.cuda.device_of(q):
-        asking_kernel[(triton.cdiv(T, BLOCK) * B * H,)](
-            q, k, v, *call.tables, y, lse, dy, delta, dq, dask, dbias, *call.sizes, *call.strides, *y_strides,
-            *call.mask_strides, *dy_strides, *room.strides[0], factor=scale / (1 - dropout),
-            DBIAS=dbias.numel() > 0, BT=BLOCK, BS=BLOCK if by_distance or bias is not None else HALF, **call.made_for,
-            **fewer,
-        )  # fmt: skip
-        reading_kernel[(triton.cdiv(S, BLOCK) * B * (H // call.made_for["SHARE"]),)](
-            q, k, v, *tables, lse, dy, delta, dq if one else dk, dv, dread, *call.sizes, *call.strides,
-            *call.mask_strides, *dy_strides, *room.strides[1], *room.strides[2], factor=scale / (1 - dropout),
-            BT=BLOCK if by_distance else HALF, BS=BLOCK, **call.made_for, **reads,
-        )  # fmt: skip
+    launch(
+        asking_kernel, (triton.cdiv(T, BLOCK) * B * H,), q, k, v, *call.tables, y, lse, dy, delta, dq, dask, dbias,
+        *call.sizes, *call.strides, *y_strides, *call.mask_strides, *dy_strides, *room.strides[0],
+        factor=scale / (1 - dropout), DBIAS=dbias.numel() > 0, BT=BLOCK,
+        BS=BLOCK if by_distance or bias is not None else HALF, **call.made_for, **fewer,
+    )  # fmt: skip
+    launch(
+        reading_kernel, (triton.cdiv(S, BLOCK) * B * (H // call.made_for["SHARE"]),), q, k, v, *tables, lse, dy, delta,
+        dq if one else dk, dv, dread, *call.sizes, *call.strides, *call.mask_strides, *dy_strides, *room.strides[1],
+        *room.strides[2], factor=scale / (1 - dropout), BT=BLOCK if by_distance else HALF, BS=BLOCK, **call.made_for,
+        **reads,
+    )  # fmt: skip
     return dq, dk, dv, dask, dread.to(q.dtype), dbias
 
 
@@ -611,16 +604,6 @@ def room_to_learn(
     dread = q.new_empty(0) if read is None else room(read, dtype=exact)
     dbias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and learns else q.new_empty(0)
     return Room((dq, dk, dv, dask, dread, dbias), (dq_strides, dk_strides, dv_strides))
-
-
-@backward.register_fake
-def _(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, ask: Tensor | None, read: Tensor | None, mask: Tensor | None,
-    place: Tensor | None, drop_t: Tensor | None, drop_s: Tensor | None, bias: Tensor | None, *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    room = room_to_learn(q, k, v, ask, read, place, bias, heads=rest[7], learns=rest[-1])
-    dq, dk, dv, dask, dread, dbias = room.tensors
-    return dq, dk, dv, dask, dread.to(q.dtype), dbias
 
 
 def keep(ctx: Any, inputs: Any, output: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 
-from firth.models.config import FanIn, Normal, Uniform
+from firth.models.config import FanIn, ModelConfig, Normal, Uniform
 from firth.models.model import Model
 from firth.tokens import Shards
 
@@ -103,14 +103,21 @@ def orthonormal(x: np.ndarray) -> np.ndarray:
     return torch.linalg.qr(torch.from_numpy(x))[0].numpy()
 
 
-@torch.no_grad()
 def warm_start(model: Model, shards: Shards, seed: int = 0) -> None:
     """Begin with embeddings that know which tokens keep company, instead of random ones."""
-    width = model.config.embed_width
-    vectors = ppmi_vectors(shards, model.config.vocab_size, width, seed=seed)
-    if not vectors.any() or not np.isfinite(vectors).all():  # no two tokens stand together
-        return
-    model.embed.tokens.weight.copy_(torch.from_numpy(spread(model.config.init, width) * vectors))
+    begin_with(model, first_vectors(model.config, shards, seed))
+
+
+def first_vectors(config: ModelConfig, shards: Shards, seed: int) -> np.ndarray:
+    """Such embeddings, as far apart as suits a model."""
+    width = config.embed_width
+    return spread(config.init, width) * ppmi_vectors(shards, config.vocab_size, width, seed=seed)
+
+
+@torch.no_grad()
+def begin_with(model: Model, vectors: np.ndarray) -> None:
+    if vectors.any() and np.isfinite(vectors).all():  # or no two tokens stand together
+        model.embed.tokens.weight.copy_(torch.from_numpy(vectors))
 
 
 def spread(init: FanIn | Normal | Uniform, width: int) -> float:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from firth.models.launch import launch
 from firth.models.tiles import triton
 from firth.objectives.batch import sent
 
@@ -70,12 +71,11 @@ class AdamW(torch.optim.AdamW):
             for p, state in zip(ps, states, strict=True)
         ]
         table = self.table(tensors)
-        with torch.cuda.device_of(ps[0]):
-            adamw_kernel[(len(table.owner),)](
-                table.addresses, table.sizes, table.owner, table.first, less_N2, self.share, bad, group["lr"],
-                group["lr"] * group["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2, group["eps"], BLOCK=BLOCK,
-                num_warps=8,
-            )  # fmt: skip
+        launch(
+            adamw_kernel, (len(table.owner),), table.addresses, table.sizes, table.owner, table.first, less_N2,
+            self.share, bad, group["lr"], group["lr"] * group["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2,
+            group["eps"], BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
 
     def table(self, tensors: Sequence[Sequence[Any]]) -> Table:
         """Where everything is; a new one only where something has moved."""

@@ -42,7 +42,7 @@ from firth.train.guard import Found, Guard
 from firth.train.log import Log, NoLog, last_loss
 from firth.train.optim import make_optimizer, rate, unfreeze
 from firth.train.parallel import ALONE, World
-from firth.train.step import Carry, Run, add_counts, prepared, train_step
+from firth.train.step import Carry, Run, add_counts, prepared, rehearse, train_step
 from firth.train.writer import Writer
 
 SETTLING = 3  # steps that say nothing of a run's speed
@@ -85,15 +85,19 @@ def fit(run: Run, resume: bool = False) -> Outcome:
     world.place(model, training, run.machine)
     optimizer = make_optimizer(model, training, run.pace)
     state, carry = State(), Carry()
-    average = Average(learned(model), training.ema_decay) if training.ema_decay else None
     if found is not None:
         state, writer.saved = load_optimizer(found, model, optimizer), found.name
         carry, run.halvings = world.my_rows(load_carry(found, run.machine.device)), state.halvings
         guard.load(load_guard(found, run.machine.device))
-        if average:
-            average.load(load_average(found))
         say(f"going on from {found}")
     losses_of = prepared(run)
+    if run.awaited is not None:
+        unfreeze(optimizer, model, training, run.pace, state.step)
+        rehearse(run, losses_of, optimizer, state.step)
+        run.awaited()
+    average = Average(learned(model), training.ema_decay) if training.ema_decay else None
+    if average and found is not None:
+        average.load(load_average(found))
     line, loss, scores, speed = Line(), math.nan, {}, Speed(state.step, state.tokens)
     untold: list[Told] = []
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,15 +20,16 @@ from firth.errors import UserError
 from firth.files import damage, read_json, whole_folder, write_results
 from firth.models import (
     Model,
+    begin_with,
     check_pair,
     distilled,
+    first_vectors,
     inherit,
     load_model,
     load_weights,
     make_model,
     read_tensors,
     take_endings,
-    warm_start,
     write_model,
 )
 from firth.objectives import MLM, NAMED, Batch, Objective
@@ -41,7 +43,7 @@ from firth.tokens import (
 from firth.train.checkpoint import disk_errors, last_checkpoint, last_writes
 from firth.train.clock import Clock
 from firth.train.deterministic import deterministic
-from firth.train.device import Machine, choose_machine, loading_compiler
+from firth.train.device import Machine, choose_machine
 from firth.train.diagnose import spoilt_layers
 from firth.train.feed import alone, batch_function, held_out_rows, make_batch, open_data, row_source, shorter_rows
 from firth.train.folder import shared_folder
@@ -68,6 +70,7 @@ from firth.train.step import (
 from firth.train.unfreeze import Pace
 
 R = TypeVar("R", bound=Training)
+T = TypeVar("T")
 EVALUATIONS = 10  # per run, when --eval-steps does not say
 
 
@@ -143,19 +146,21 @@ def run_in(
         evaluate = held_out_loss(recipe, aside, tokenizer, machine)
     teacher = load_teacher(recipe, machine)
     model = first_model(recipe, tokenizer, teacher)
-    losses = learn_from(teacher, model, recipe)
+    losses, vectors = learn_from(teacher, model, recipe), None
     if recipe.warm_start == "ppmi" and world.first and not (resume and last_checkpoint(folder)):
         assert isinstance(shards, Prepared), "a recipe with a mix has no warm start"
         say("counting which tokens keep company, for the first embeddings")
-        with loading_compiler(machine):
-            warm_start(model, shards.train, recipe.seed)
+        vectors = begun(partial(first_vectors, model.config, shards.train, recipe.seed))
+        if not machine.compile or world.size > 1:
+            begin_with(model, vectors())
+            vectors = None
     if begins:
 
         def try_out() -> tuple[float, float]:
             def one(plain: Recipe, judged: bool) -> tuple[float, float]:
                 twin, source = model.twin(), shorter.get(plain.max_seq_length, rows)
                 batches, judge = batch_function(plain, source, tokenizer, world=world), evaluate if judged else None
-                return trial(plain, machine, twin, batches, judge, learn_from(teacher, twin, plain))
+                return trial(plain, machine, twin, batches, judge, learn_from(teacher, twin, plain), ready=vectors)
 
             planned = stage_shares(recipe)
             found = [(share, one(alone(recipe, stage), i == 0)) for i, (stage, share) in enumerate(planned)]
@@ -180,6 +185,8 @@ def run_in(
     say(f"{recipe.model.family}, {recipe.model.shape}: {model.num_parameters:,} parameters")
     pace = Pace(recipe.layer_decay)
     run = Run(recipe, machine, model, batches, evaluate, folder, "pretraining", losses=losses, pace=pace)
+    if vectors is not None:
+        run.awaited = lambda: begin_with(model, vectors())
     with last_writes(folder):
         outcome = fit(run, resume)
         finish(model, folder, world)
@@ -199,6 +206,14 @@ def run_in(
         with last_writes(folder):
             write_results(folder / "results.json", results)
     return world.share(results)
+
+
+def begun(make: Callable[[], T]) -> Callable[[], T]:
+    """Let another thread make something; where it is asked for, it is waited for."""
+    pool = ThreadPoolExecutor(1)
+    found = pool.submit(make)
+    pool.shutdown(wait=False)
+    return found.result
 
 
 def agreed(world: World, make: Callable[[], Recipe]) -> Recipe:
@@ -394,8 +409,9 @@ def trial(
     losses: Losses | None = None,
     seconds: float = 4.0,
     pace: Pace | None = None,
+    ready: Callable[[], object] | None = None,
 ) -> tuple[float, float]:
-    """Seconds that a step and an evaluation take, on a model that is thrown away."""
+    """Seconds that a step and an evaluation take, on a model that is thrown away; once other work is `ready`."""
     world = machine.world
     world.place(model, training, machine)
     run = Run(training, machine, model, batches, losses=losses)
@@ -410,6 +426,8 @@ def trial(
         return world.share(time.monotonic() - start)
 
     timed(range(3))
+    if ready is not None:
+        ready()
     one = timed(range(3, 6)) / 3
     count = max(3, min(200, int(seconds / one)))
     step_seconds = timed(range(6, 6 + count)) / count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -59,6 +60,7 @@ class Run:
     halvings: int = 0  # how often micro-batches were halved, as memory was short
     patience: int = 0  # stop after so many evaluations that were no better than the best; 0: never
     keeps_last: bool = True  # a checkpoint of the last step, from which a longer run could go on
+    awaited: Callable[[], None] | None = None  # gives the model its first weights; steps are compiled meanwhile
 
 
 def prepared(run: Run) -> Losses:
@@ -140,8 +142,27 @@ def train_step(
         ) from e
     if isinstance(losses_of, Halved):
         losses_of.moved(both)
-    optimizer.zero_grad(set_to_none=not isinstance(losses_of, Captured))  # whose gradients stay where they are
+    forget(losses_of, optimizer)
     return total
+
+
+def rehearse(run: Run, losses_of: Losses, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Have a step compiled, by gradients that are thrown away. (The compiler leaves little to collect, and is done
+    sooner if nobody looks for it.)
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        gradients(run, losses_of, run.batches(step)[:1], step, Carry())
+    finally:
+        if collects:
+            gc.enable()
+    forget(losses_of, optimizer)
+
+
+def forget(losses_of: Losses, optimizer: torch.optim.Optimizer) -> None:
+    """Let the next gradients be the first."""
+    optimizer.zero_grad(set_to_none=not isinstance(losses_of, Captured))  # whose gradients stay where they are
 
 
 def gradients(
