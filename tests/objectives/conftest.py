@@ -159,6 +159,9 @@ class Written(Draw):
     def uniform(self, purpose: str, width: int) -> np.ndarray:
         return self.table(purpose, width, 0.99).astype(np.float32)
 
+    def at(self, purpose: str, row_N: np.ndarray, place_N: np.ndarray) -> np.ndarray:
+        return self.uniform(purpose, place_N.max() + 1)[row_N, place_N]
+
     def integers(self, purpose: str, width: int, below: int) -> np.ndarray:
         numbers = self.table(purpose, width, 0).astype(np.int64)
         assert (numbers < below).all()

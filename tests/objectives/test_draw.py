@@ -67,6 +67,11 @@ def test_a_wider_draw_begins_with_the_narrower_one() -> None:
     assert (draw().uniform("a", 20)[:, :7] == draw().uniform("a", 7)).all()
 
 
+def test_some_places_alone_are_as_among_all() -> None:
+    row, place = np.array([7, 0, 7, 399]), np.array([0, 5, 299, 12])
+    assert draw().at("tokens", row, place).tolist() == draw().uniform("tokens", WIDTH)[row, place].tolist()
+
+
 def test_drawing_again_changes_nothing() -> None:
     d = draw()
     first = d.uniform("a", WIDTH)

@@ -14,6 +14,7 @@ from firth.objectives.choose import Documents, count_in_document, first_of_docum
 from firth.objectives.draw import Draw
 from firth.objectives.sight import document_lengths, per_document
 from firth.tokens import Rows, Vocabulary
+from firth.tokens.rows import ragged_arange
 
 # --- masks --------------------------------------------------------------------------------------------------------
 
@@ -203,10 +204,26 @@ class Text(NamedTuple):
 
 def permute_sentences(text: Text, sentence_end_BL: np.ndarray, share: float, draw: Draw) -> Text:
     """The sentences of a share of the documents in random order; frames stay where they are."""
+    L = text.doc.shape[1]
     begins_BL = text.real & (~shifted(text.real, False) | shifted(sentence_end_BL, False))
-    sentence_BL = np.maximum.accumulate(np.where(begins_BL, np.arange(text.doc.shape[1]), 0), 1)
-    key_BL = np.take_along_axis(draw.uniform("sentences", text.doc.shape[1]), sentence_BL, 1)
-    return _reorder(text, key_BL, share, "permuted", draw)
+    goes_on_BL = text.real & ~begins_BL
+    ends_BL = text.real & ~np.append(goes_on_BL[:, 1:], np.zeros((len(begins_BL), 1), bool), 1)
+    first_N, last_N = np.flatnonzero(begins_BL), np.flatnonzero(ends_BL)
+    first_S = np.flatnonzero(first_of_document(text.doc))
+    chosen_S = draw.at("permuted", *np.divmod(first_S, L)) < share
+    document_N = np.searchsorted(first_S, first_N, side="right") - 1
+    moves_N = chosen_S[document_N]
+    first_N, length_N, document_N = first_N[moves_N], (last_N - first_N + 1)[moves_N], document_N[moves_N]
+    order_N = np.lexsort((draw.at("sentences", *np.divmod(first_N, L)), document_N))  # equal ones as they stood
+    tokens_BL = text.tokens.copy()
+    to, of = places(first_N, length_N), places(first_N[order_N], length_N[order_N])
+    tokens_BL.reshape(-1)[to] = text.tokens.reshape(-1)[of]
+    return text._replace(tokens=tokens_BL)
+
+
+def places(first_N: np.ndarray, length_N: np.ndarray) -> np.ndarray:
+    """Those of some stretches, one stretch after the other."""
+    return np.repeat(first_N, length_N) + ragged_arange(length_N)
 
 
 def rotate(text: Text, share: float, draw: Draw) -> Text:
@@ -215,12 +232,7 @@ def rotate(text: Text, share: float, draw: Draw) -> Text:
     length_BL = np.maximum(document_lengths(text.doc, text.real), 1)
     u_BL = per_document(draw.uniform("rotation", text.doc.shape[1]), text.doc)
     key_BL = (place_BL - (u_BL * length_BL).astype(np.int64)) % length_BL / length_BL
-    return _reorder(text, key_BL, share, "rotated", draw)
-
-
-def _reorder(text: Text, key_BL: np.ndarray, share: float, purpose: str, draw: Draw) -> Text:
-    """The text of each document by rising keys in [0, 1), equal ones as they stood; a share of the documents."""
-    chosen_BL = per_document(draw.uniform(purpose, text.doc.shape[1]), text.doc) < share
+    chosen_BL = per_document(draw.uniform("rotated", text.doc.shape[1]), text.doc) < share
     moved_BL = text.real & chosen_BL
     # Places that move are ordered among themselves, so that everything else stays where it is.
     order_BL = order(key_BL, np.where(moved_BL, text.doc, 2**15))

@@ -24,8 +24,11 @@ class Draw:
 
     def uniform(self, purpose: str, width: int) -> np.ndarray:
         """(B, width) float32 numbers in [0, 1), independent for every purpose."""
-        bits = self._bits(purpose, width)
-        return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+        return share_of_one(self._bits(purpose, width))
+
+    def at(self, purpose: str, row_N: np.ndarray, place_N: np.ndarray) -> np.ndarray:
+        """What `uniform` has at these places, without the others."""
+        return share_of_one(mix(self.seed, zlib.crc32(purpose.encode()), self.index[row_N], place_N))
 
     def integers(self, purpose: str, width: int, below: int) -> np.ndarray:
         """(B, width) whole numbers in [0, below)."""
@@ -33,3 +36,7 @@ class Draw:
 
     def _bits(self, purpose: str, width: int) -> np.ndarray:
         return mix(self.seed, zlib.crc32(purpose.encode()), self.index[:, None], np.arange(width))
+
+
+def share_of_one(bits: np.ndarray) -> np.ndarray:
+    return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)

@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -326,16 +326,16 @@ def permute(i: np.ndarray, n: int, seed: int | np.integer | np.ndarray) -> np.nd
     assert ((i >= 0) & (i < n)).all(), "not in range(n)"
     bits = max((n - 1).bit_length(), 4)
     key = np.broadcast_to(mix(seed, n), i.shape).ravel()
-    keys = [mix(key, k) for k in range(ROUNDS)]
+    keys = mix(key, np.arange(ROUNDS)[:, None])  # ROUNDS for each
     out = i.astype(np.uint64).ravel()
     todo = np.arange(len(out))
     while len(todo):
-        out[todo] = feistel(out[todo], [key[todo] for key in keys], bits)
+        out[todo] = feistel(out[todo], keys[:, todo], bits)
         todo = todo[out[todo] >= n]
     return out.astype(np.int64).reshape(i.shape)
 
 
-def feistel(x: np.ndarray, keys: list[np.ndarray], bits: int) -> np.ndarray:
+def feistel(x: np.ndarray, keys: Iterable[np.ndarray], bits: int) -> np.ndarray:
     """A permutation of the numbers of `bits` bits, another one for other keys; their count must be even."""
     many, few = np.uint64(bits - bits // 2), np.uint64(bits // 2)
     left, right = x >> few, x & low_bits(few)
