@@ -20,13 +20,19 @@ class Kernel:
 
     def __init__(self, error: Exception | None = None) -> None:
         self.told: list[Any] = []
-        self.go, self.error = Event(), error
+        self.go, self.error, self.ready = Event(), error, 0
 
-    def warmup(self, *kinds: Any, grid: tuple[int, ...], **made_for: Any) -> None:
+    def warmup(self, *kinds: Any, grid: tuple[int, ...], **made_for: Any) -> Kernel:
         self.go.wait(20)
         self.told.append((kinds, made_for))
         if self.error:
             raise self.error
+        return self
+
+    @property
+    def run(self) -> None:
+        """Triton makes what starts a kernel when it is asked for it."""
+        self.ready += 1
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return lambda *given, **made_for: self.told.append((grid, made_for))
@@ -61,6 +67,7 @@ def test_a_kernel_is_compiled_once_and_then_started(error: Exception | None) -> 
     compiled = [((torch.bfloat16, number, torch.float32), made_for) for number in (6, 7)]
     assert sorted(kernel.told[:2], key=lambda told: told[0][1]) == compiled
     assert kernel.told[2:] == [((4,), made_for)], "only now, and although it could not be compiled beforehand"
+    assert kernel.ready == (0 if error else 2)
 
 
 def test_nothing_is_compiled_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

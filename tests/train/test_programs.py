@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -183,3 +185,17 @@ def test_a_short_run_on_a_gpu_compiles_parts(monkeypatch: pytest.MonkeyPatch) ->
     assert not parts(minutes=3, cuda_graphs=True)
     assert not parts(minutes=3, weights="bf16"), "it would lose its graphs"
     assert parts(minutes=3, weights="bf16", gradient_accumulation_steps=2), "it has none"
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_compiler_is_loaded_beside_other_work(compiles: bool) -> None:
+    """In a process of its own, as others of this one have compiled."""
+    code = f"""
+import sys, torch
+from firth.train.device import Machine, loading_compiler
+assert "torch._inductor.compile_fx" not in sys.modules
+with loading_compiler(Machine(torch.device("cpu"), bf16=False, compile={compiles})):
+    pass
+assert ("torch._inductor.compile_fx" in sys.modules) == {compiles}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -62,6 +62,8 @@ def begin(kernel: Any, device: torch.device, given: tuple[Any, ...], made_for: d
 
     def compile_it() -> None:
         with torch.cuda.device(device):
-            kernel.warmup(*kinds, grid=(1,), **made_for)
+            _ = kernel.warmup(
+                *kinds, grid=(1,), **made_for
+            ).run  # what starts it is compiled too, where it is asked for
 
     _coming.append(_pool.submit(compile_it))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from importlib import import_module
+from threading import Thread
 
 import torch
 
@@ -99,3 +102,21 @@ def no_graphs(training: Training, device: torch.device, program: bool, world: Wo
 def keep_compiled() -> None:
     """Let torch keep what it compiles between runs, in the user's cache folder unless TORCHINDUCTOR_CACHE_DIR says."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+
+
+@contextmanager
+def loading_compiler(machine: Machine) -> Iterator[None]:
+    """Load torch's compiler, which takes seconds, beside other work, where it will be needed after that."""
+
+    def load() -> None:
+        with suppress(Exception):  # whoever compiles meets it again, and says so
+            import_module("torch._inductor.compile_fx")
+
+    thread = Thread(target=load, daemon=True)
+    if machine.compile:
+        thread.start()
+    try:
+        yield
+    finally:
+        if machine.compile:
+            thread.join()

@@ -43,7 +43,7 @@ from firth.tokens import (
 from firth.train.checkpoint import disk_errors, last_checkpoint, last_writes
 from firth.train.clock import Clock
 from firth.train.deterministic import deterministic
-from firth.train.device import Machine, choose_machine
+from firth.train.device import Machine, choose_machine, loading_compiler
 from firth.train.diagnose import spoilt_layers
 from firth.train.feed import alone, batch_function, held_out_rows, make_batch, open_data, row_source, shorter_rows
 from firth.train.folder import shared_folder
@@ -139,13 +139,14 @@ def run_in(
     recipe = agreed(world, on_these_shards)
     machine = choose_machine(recipe, world)
 
-    rows = world.in_turn(lambda: row_source(recipe, shards, held_out=False))
-    shorter = world.in_turn(lambda: shorter_rows(recipe, shards))
-    evaluate = None
-    if (aside := world.in_turn(lambda: held_out_rows(recipe, shards))) is not None:
-        evaluate = held_out_loss(recipe, aside, tokenizer, machine)
-    teacher = load_teacher(recipe, machine)
-    model = first_model(recipe, tokenizer, teacher)
+    with loading_compiler(machine):
+        rows = world.in_turn(lambda: row_source(recipe, shards, held_out=False))
+        shorter = world.in_turn(lambda: shorter_rows(recipe, shards))
+        evaluate = None
+        if (aside := world.in_turn(lambda: held_out_rows(recipe, shards))) is not None:
+            evaluate = held_out_loss(recipe, aside, tokenizer, machine)
+        teacher = load_teacher(recipe, machine)
+        model = first_model(recipe, tokenizer, teacher)
     losses, vectors = learn_from(teacher, model, recipe), None
     if recipe.warm_start == "ppmi" and world.first and not (resume and last_checkpoint(folder)):
         assert isinstance(shards, Prepared), "a recipe with a mix has no warm start"
