@@ -62,8 +62,7 @@ def begin(kernel: Any, device: torch.device, given: tuple[Any, ...], made_for: d
 
     def compile_it() -> None:
         with torch.cuda.device(device):
-            _ = kernel.warmup(
-                *kinds, grid=(1,), **made_for
-            ).run  # what starts it is compiled too, where it is asked for
+            found = kernel.warmup(*kinds, grid=(1,), **made_for)
+            _ = found.run  # which is made when it is asked for: a module in C that starts the kernel
 
     _coming.append(_pool.submit(compile_it))

@@ -92,6 +92,7 @@ def fit(run: Run, resume: bool = False) -> Outcome:
         say(f"going on from {found}")
     losses_of = prepared(run)
     if run.awaited is not None:
+        say("compiling a step meanwhile, which takes less long the next time")
         unfreeze(optimizer, model, training, run.pace, state.step)
         rehearse(run, losses_of, optimizer, state.step)
         run.awaited()
