@@ -72,6 +72,7 @@ def test_a_kernel_is_compiled_once_and_then_started(error: Exception | None) -> 
 
 def test_nothing_is_compiled_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(launching, "_begun", set())
     launch(Kernel(), (1,), fake(2))
     assert not launching._begun
     assert not launching._coming

@@ -287,6 +287,18 @@ def test_sentences_with_equal_keys_stay_whole_and_in_order(picture: Picture, wri
     assert text.tokens.tolist() == [[CLS, 14, 10, 11, 12, 13, SEP]]
 
 
+def test_no_sentence_goes_on_in_the_next_document() -> None:
+    """Although nothing stands between the two, and no sentence ends there."""
+    doc = np.array([[0, 0, 0, 0, 1, 1, 1, 1]])
+    ends = np.isin(np.arange(8), [1, 5, 7])[None]
+    text = Text(np.arange(10, 18)[None], doc, doc >= 0)
+    found = {
+        tuple(corrupt.permute_sentences(text, ends, 1.0, Draw(seed, np.array([0]))).tokens[0]) for seed in range(20)
+    }
+    firsts, seconds = [(10, 11, 12, 13), (12, 13, 10, 11)], [(14, 15, 16, 17), (16, 17, 14, 15)]
+    assert found == {first + second for first in firsts for second in seconds}
+
+
 def test_documents_rotate_between_their_frames(picture: Picture, written: Writer) -> None:
     rows = picture("C 10 11 12 13 S | C 20 21 S | C 30 31 S")
     # The first begins at its place 0.5 * 4 = 2, the second at 0.9 * 2, that is 1, and the third is not chosen.

@@ -28,6 +28,7 @@ from firth.train import loop as loops
 from firth.train.feed import alone, batch_function, row_source, shorter_rows
 from firth.train.going_on import longer_skips
 from firth.train.halved import Halved
+from firth.train.parallel import ALONE, World
 from firth.train.pretrain import first_model
 from firth.train.ramp import stages
 from firth.train.step import prepared, train_step
@@ -363,6 +364,36 @@ def test_a_step_is_compiled_while_its_first_weights_are_made(
     pretrain(replace(recipe, output_dir=str(tmp_path / "before")))
     assert lines(tmp_path / "beside") == lines(tmp_path / "before")
     assert weights(tmp_path / "beside") == weights(tmp_path / "before")
+
+
+def test_who_has_company_waits_for_its_first_weights(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there is one process: parts of a model are no place to put vectors."""
+    monkeypatch.setattr(pretraining, "choose_machine", lambda *_: replace(CPU, compile=True))
+    found: list[bool] = []
+
+    def look(run: Run, resume: bool) -> Any:
+        found.append(run.awaited is None)
+        raise Stop
+
+    monkeypatch.setattr(pretraining, "fit", look)
+    for world in (ALONE, World()):
+        monkeypatch.setattr(pretraining, "join", lambda recipe, world=world: world)
+        with pytest.raises(Stop):
+            pretrain(recipe_of(warm_start="ppmi"), overwrite=True)
+    assert found == [False, True]
+
+
+def test_a_step_is_timed_once_other_work_is_ready(recipe_of: Recipes, shards_of: Make) -> None:
+    recipe, steps = recipe_of(), list[object]()
+    model = first_model(recipe, shards_of("bert").tokenizer)
+    batches = batch_function(recipe, row_source(recipe, shards_of("bert"), held_out=False), shards_of("bert").tokenizer)
+
+    def read(step: int) -> Any:
+        steps.append(step)
+        return batches(step)
+
+    pretraining.trial(recipe, CPU, model, read, None, seconds=0.0, ready=lambda: steps.append("ready"))
+    assert steps == [0, 1, 2, "ready", *range(3, 9)]
 
 
 # --- the device never waits

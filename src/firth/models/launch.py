@@ -52,7 +52,7 @@ def begin(kernel: Any, device: torch.device, given: tuple[Any, ...], made_for: d
     """Let a thread compile a kernel for such things, if none has done so."""
     global _pool
     kinds = tuple(x.dtype if isinstance(x, Tensor) else x for x in given)
-    if not torch.cuda.is_available() or any(isinstance(x, torch.SymInt) for x in kinds):
+    if not torch.cuda.is_available() or any(isinstance(x, torch.SymInt) for x in (*kinds, *made_for.values())):
         return
     key = (kernel, device, kinds, tuple(made_for.items()))
     if key in _begun:

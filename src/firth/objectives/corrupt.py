@@ -205,11 +205,12 @@ class Text(NamedTuple):
 def permute_sentences(text: Text, sentence_end_BL: np.ndarray, share: float, draw: Draw) -> Text:
     """The sentences of a share of the documents in random order; frames stay where they are."""
     L = text.doc.shape[1]
-    begins_BL = text.real & (~shifted(text.real, False) | shifted(sentence_end_BL, False))
+    opens_BL = first_of_document(text.doc)
+    begins_BL = text.real & (~shifted(text.real, False) | shifted(sentence_end_BL, False) | opens_BL)
     goes_on_BL = text.real & ~begins_BL
     ends_BL = text.real & ~np.append(goes_on_BL[:, 1:], np.zeros((len(begins_BL), 1), bool), 1)
     first_N, last_N = np.flatnonzero(begins_BL), np.flatnonzero(ends_BL)
-    first_S = np.flatnonzero(first_of_document(text.doc))
+    first_S = np.flatnonzero(opens_BL)
     chosen_S = draw.at("permuted", *np.divmod(first_S, L)) < share
     document_N = np.searchsorted(first_S, first_N, side="right") - 1
     moves_N = chosen_S[document_N]

@@ -85,20 +85,15 @@ def fit(run: Run, resume: bool = False) -> Outcome:
     world.place(model, training, run.machine)
     optimizer = make_optimizer(model, training, run.pace)
     state, carry = State(), Carry()
+    average = Average(learned(model), training.ema_decay) if training.ema_decay else None
     if found is not None:
         state, writer.saved = load_optimizer(found, model, optimizer), found.name
         carry, run.halvings = world.my_rows(load_carry(found, run.machine.device)), state.halvings
         guard.load(load_guard(found, run.machine.device))
+        if average:
+            average.load(load_average(found))
         say(f"going on from {found}")
     losses_of = prepared(run)
-    if run.awaited is not None:
-        say("compiling a step meanwhile, which takes less long the next time")
-        unfreeze(optimizer, model, training, run.pace, state.step)
-        rehearse(run, losses_of, optimizer, state.step)
-        run.awaited()
-    average = Average(learned(model), training.ema_decay) if training.ema_decay else None
-    if average and found is not None:
-        average.load(load_average(found))
     line, loss, scores, speed = Line(), math.nan, {}, Speed(state.step, state.tokens)
     untold: list[Told] = []
 
@@ -133,6 +128,12 @@ def fit(run: Run, resume: bool = False) -> Outcome:
             # one training step
             lr = rate(step, training)
             unfreeze(optimizer, model, training, run.pace, step)
+            if run.awaited is not None:
+                rehearse(run, losses_of, optimizer, micro, step)
+                run.awaited()
+                run.awaited = None
+                if average:
+                    average.load(learned(model))
             train_step(run, losses_of, optimizer, micro, step, lr, carry, guard, counts)
             state.step, state.tokens, state.data = step + 1, state.tokens + counts["tokens"], data
             if average:

@@ -152,7 +152,7 @@ def run_in(
         assert isinstance(shards, Prepared), "a recipe with a mix has no warm start"
         say("counting which tokens keep company, for the first embeddings")
         vectors = begun(partial(first_vectors, model.config, shards.train, recipe.seed))
-        if not machine.compile or world.size > 1:
+        if not machine.compile or world is not ALONE:
             begin_with(model, vectors())
             vectors = None
     if begins:
@@ -187,7 +187,7 @@ def run_in(
     pace = Pace(recipe.layer_decay)
     run = Run(recipe, machine, model, batches, evaluate, folder, "pretraining", losses=losses, pace=pace)
     if vectors is not None:
-        run.awaited = lambda: begin_with(model, vectors())
+        run.awaited, vectors = partial(begin_late, model, vectors), None  # which has them alone, and lets them go
     with last_writes(folder):
         outcome = fit(run, resume)
         finish(model, folder, world)
@@ -215,6 +215,10 @@ def begun(make: Callable[[], T]) -> Callable[[], T]:
     found = pool.submit(make)
     pool.shutdown(wait=False)
     return found.result
+
+
+def begin_late(model: Model, vectors: Callable[[], np.ndarray]) -> None:
+    begin_with(model, vectors())
 
 
 def agreed(world: World, make: Callable[[], Recipe]) -> Recipe:

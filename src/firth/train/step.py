@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from firth.console import warn
+from firth.console import say, warn
 from firth.errors import UserError
 from firth.models import Model, Stack
 from firth.models.attention import Attention
@@ -146,14 +146,15 @@ def train_step(
     return total
 
 
-def rehearse(run: Run, losses_of: Losses, optimizer: torch.optim.Optimizer, step: int) -> None:
+def rehearse(run: Run, losses_of: Losses, optimizer: torch.optim.Optimizer, micro: Sequence[Batch], step: int) -> None:
     """Have a step compiled, by gradients that are thrown away. (The compiler leaves little to collect, and is done
     sooner if nobody looks for it.)
     """
+    say("compiling a step meanwhile, which takes less long the next time")
     collects = gc.isenabled()
     gc.disable()
     try:
-        gradients(run, losses_of, run.batches(step)[:1], step, Carry())
+        gradients(run, losses_of, micro[:1], step, Carry())
     finally:
         if collects:
             gc.enable()
