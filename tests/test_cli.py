@@ -313,6 +313,7 @@ def test_generate_fill_models(firth: Firth, house: dict[str, Path]) -> None:
     assert "guess" in firth("fill", house["bert"], "The ___ slept.").out
     done = firth("models", "--json")
     assert done.code == 0
+    assert len(done.out.splitlines()) == 1, "JSON is all of stdout"
     assert all({"name", "family", "parameters", "objective"} <= m.keys() for m in done.json["models"])
     counted = {m["name"]: m for m in done.json["models"] if m["parameters"] is None}
     assert {name: m["size"] for name, m in counted.items()} == {
@@ -321,10 +322,6 @@ def test_generate_fill_models(firth: Firth, house: dict[str, Path]) -> None:
         "ngram": "2 for each n-gram",
     }
     assert all(name in firth("models").out for name in ("bert-tiny", "word2vec", "2 for each n-gram"))
-
-
-def test_json_is_all_of_stdout(firth: Firth, house: dict[str, Path]) -> None:
-    assert len(firth("models", "--json").out.splitlines()) == 1
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -608,6 +608,8 @@ def initialise(model: Model) -> None:
     """Starting weights as published for the family: the spread by `config.init`, biases 0, norms 1."""
     config, init = model.config, model.config.init
     for name, p in model.named_parameters():
+        if p.is_meta:  # weights that are only counted
+            continue
         if p.ndim < 2:
             if name.endswith("bias") and not isinstance(init, Uniform):
                 p.zero_()
