@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "firth"
 FILES = sorted(SOURCE.rglob("*.py"))
 NAMES = [file.relative_to(SOURCE).as_posix() for file in FILES]
-LOADED = "import sys, firth.cli, firth.verbs; print({0!r} in sys.modules)"
+LOADED = "import sys, firth.cli, firth.verbs; print(*sys.modules)"
 
 # Top to bottom. Rooms on the same line do not know each other, except on the ground floor.
 ORDER: list[set[str]] = [
@@ -185,7 +185,8 @@ def normal(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-@pytest.mark.parametrize("slow", ["matplotlib", "torch._dynamo", "transformers", "numba"])
-def test_a_command_does_not_load_what_few_of_them_need(slow: str) -> None:
-    found = subprocess.run([sys.executable, "-c", LOADED.format(slow)], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["False"]
+def test_a_command_does_not_load_what_few_of_them_need() -> None:
+    found = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
+    loaded = set(found.stdout.split())
+    assert {"firth.verbs", "torch"} < loaded
+    assert not loaded & {"matplotlib", "torch._dynamo", "transformers", "numba"}
