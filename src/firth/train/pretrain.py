@@ -30,6 +30,7 @@ from firth.models import (
     make_model,
     read_tensors,
     take_endings,
+    warm_start,
     write_model,
 )
 from firth.objectives import MLM, NAMED, Batch, Objective
@@ -151,10 +152,10 @@ def run_in(
     if recipe.warm_start == "ppmi" and world.first and not (resume and last_checkpoint(folder)):
         assert isinstance(shards, Prepared), "a recipe with a mix has no warm start"
         say("counting which tokens keep company, for the first embeddings")
-        vectors = begun(partial(first_vectors, model.config, shards.train, recipe.seed))
-        if not machine.compile or world is not ALONE:
-            begin_with(model, vectors())
-            vectors = None
+        if machine.compile and world is ALONE:
+            vectors = begun(partial(first_vectors, model.config, shards.train, recipe.seed))
+        else:
+            warm_start(model, shards.train, recipe.seed)
     if begins:
 
         def try_out() -> tuple[float, float]:
