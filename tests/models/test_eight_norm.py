@@ -36,7 +36,7 @@ def what_comes_back(N: int, more: bool, rate: float, dtype: torch.dtype, device:
     y, mean, spread = torch.native_layer_norm(sums.float(), [N], weight, bias, 1e-5)
     error = dy.float() if second is None else dy.float() + second.float()
     (wanted,) = torch.autograd.grad(y, sums, error)
-    row, column = (odd_numbers(n, torch.device(device)) if rate else None for n in (M, N))
+    row, column = (odd_numbers((n,), torch.device(device)) if rate else None for n in (M, N))
     facts = mean.detach().flatten(), spread.detach().flatten(), weight, row, column, factor, rate
     return [dy, second, sums.detach(), *facts], wanted
 
@@ -110,8 +110,8 @@ def test_with_an_end(name: str, times: int, rate: float, compiled: bool, device:
         norm.weight.uniform_(0.5, 2)
         norm.bias.uniform_(-1, 1)
     x, before = (torch.randn(4, 16, n, device=device, requires_grad=True) for n in (48, 64))
-    row, column = (odd_numbers(n, torch.device(device)) if rate else None for n in (64, 64))
-    kept = stays(row, column, rate).view(4, 16, 64) if row is not None and column is not None else 1.0
+    row, column = (odd_numbers((n,), torch.device(device)) if rate else None for n in (64, 64))
+    kept = stays(row[:, None], column, rate).view(4, 16, 64) if row is not None and column is not None else 1.0
     leaves = x, before, *(p for m in (*modules, norm) for p in m.parameters())
     readers = [torch.randn(4, 16, 64, device=device) for _ in range(times)]
 

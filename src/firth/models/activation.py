@@ -41,13 +41,13 @@ class Quick(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         ctx.save_for_backward(x)
         ctx.name = name
-        return rounded(x * share(x.float(), name)[0], x.dtype)
+        return rounded(x * below(x.float(), name), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        below, slope = share(x.float(), ctx.name)
-        return (dy * (below + x * slope)).to(x.dtype), None
+        part, slope = share(x.float(), ctx.name)
+        return (dy * (part + x * slope)).to(x.dtype), None
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -55,11 +55,19 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
+def below(x: Tensor, name: str) -> Tensor:
+    """How much of x an activation lets through: its share."""
+    return 1 / (1 + torch.exp2(x * polynomial(powers(name), squares(x))))
+
+
 def share(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """How much of x an activation lets through, and how fast that grows."""
-    square = (x * x).clamp(max=SQUARE)
-    below = 1 / (1 + torch.exp2(x * polynomial(powers(name), square)))
-    return below, below * (1 - below) * polynomial(slopes(name), square)
+    """The same, and how fast that grows."""
+    part = below(x, name)
+    return part, part * (1 - part) * polynomial(slopes(name), squares(x))
+
+
+def squares(x: Tensor) -> Tensor:
+    return (x * x).clamp(max=SQUARE)
 
 
 def powers(name: str) -> tuple[float, ...]:

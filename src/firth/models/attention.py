@@ -306,24 +306,25 @@ class Attention(nn.Module):
         plain_rows = self.score is None and self.kv_heads == self.num_heads
         if read_BSD is None:
             together = self.rows(x_BTD)
-            q, k, v = together.split(self.sizes, -1)
-            if plain_rows and way_of(self.split(q), self.split(k), sight, dropout) == "fused":
+            heads = self.split(together)
+            if plain_rows and way_of(heads, heads, sight, dropout) == "fused":
                 if sight.turn is not None:
                     together = sight.turn(together, 2 * self.num_heads)
-                rest = sight.for_kernel(q.dtype, dropout, self.scale)
+                rest = sight.for_kernel(together.dtype, dropout, self.scale)
                 return out(attend_packed(together, together, self.num_heads, *rest))
+            q, k, v = together.split(self.sizes, -1)
         elif isinstance(read_BSD, Keys):
             q, k, v = self.rows(x_BTD, 0, self.sizes[0]), *read_BSD
         else:
             q, both = self.rows(x_BTD, 0, self.sizes[0]), self.rows(read_BSD, self.sizes[0])
-            k, v = both.split(self.sizes[1:], -1)
             if (
                 sight.turn is None
                 and plain_rows
-                and way_of(self.split(q), self.split(k), sight, dropout, across=True) == "fused"
+                and way_of(self.split(q), self.split(both), sight, dropout, across=True) == "fused"
             ):
                 rest = sight.for_kernel(q.dtype, dropout, self.scale)
                 return out(attend_packed(q, both, self.num_heads, *rest))
+            k, v = both.split(self.sizes[1:], -1)
         if sight.turn is not None:
             q, k = (sight.turn_asking or sight.turn)(q), sight.turn(k)
         q, k, v = (self.split(part) for part in (q, k, v))

@@ -40,11 +40,12 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, end: Ending | None = None) -> Any:
         """With an `end`, what that gives."""
-        if not (self.training and self.drop.p):
+        drops = bool(self.training and self.drop.p)
+        if not drops:
             y = two_maps(self.up, self.down, x, self.activation, self.gated, end)
             if y is not None:
                 return y
-        h = gated(self.up(x), self.activation) if self.gated else activated(self.up, x, self.activation)
+        h = gated(self.up(x), self.activation) if self.gated else activated(self.up, x, self.activation, drops)
         return self.down(self.drop(h)) if end is None else self.down(self.drop(h), end)
 
 

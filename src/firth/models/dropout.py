@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -41,18 +43,17 @@ def kept(shape: torch.Size, rate: float, device: torch.device) -> Tensor:
     shared by the parts of a model that drop: what is shared would be kept for the backward pass, and the rest is made
     again there.
     """
-    row, column = odd_numbers(shape[:-1].numel(), device), odd_numbers(shape[-1], device)
-    return stays(row, column, rate).view(shape)
+    return stays(odd_numbers((*shape[:-1], 1), device), odd_numbers(shape[-1:], device), rate)
 
 
 def stays(row: Tensor, column: Tensor, rate: float) -> Tensor:
-    """What each place of these rows and columns is multiplied by."""
-    return (row[:, None] * column >= round(rate * 2**32) - 2**31).float() * (1 / (1 - rate))
+    """What each place of these rows (..., 1) and columns is multiplied by."""
+    return (row * column >= round(rate * 2**32) - 2**31).float() * (1 / (1 - rate))
 
 
-def odd_numbers(size: int, device: torch.device) -> Tensor:
+def odd_numbers(shape: Sequence[int], device: torch.device) -> Tensor:
     """Random odd numbers of 32 bits, 24 of which are drawn."""
-    return (torch.rand(size, device=device) * 2**24).int() * GOLDEN | 1
+    return (torch.rand(shape, device=device) * 2**24).int() * GOLDEN | 1
 
 
 GOLDEN = 0x9E3779B1 - 2**32  # the golden ratio as 32 bits, the first of which is a sign

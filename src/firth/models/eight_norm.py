@@ -44,7 +44,7 @@ def ending(before: Tensor, norm: nn.Module, drop: Dropout, times: int) -> Ending
     if type(norm) is not nn.LayerNorm or norm.bias is None:
         return None
     before, rate = before.reshape(-1, before.shape[-1]), drop.p if drop.training else 0.0
-    row, column = (odd_numbers(n, before.device) if rate else None for n in before.shape)
+    row, column = (odd_numbers((n,), before.device) if rate else None for n in before.shape)
     return Ending(before, norm.weight, norm.bias, row, column, rate, norm.eps, times)
 
 
@@ -62,7 +62,7 @@ class Ended(NamedTuple):
 def ended(y: Tensor, end: Ending) -> tuple[tuple[Tensor, ...], Ended]:
     """The norm of a sum, in the precision of what was there before."""
     if end.row is not None and end.column is not None:
-        y = (y * stays(end.row, end.column, end.rate)).to(y.dtype)
+        y = (y * stays(end.row[:, None], end.column, end.rate)).to(y.dtype)
     sums = end.before + y
     weight, bias = end.weight.float(), end.bias.float()
     found, mean_M1, spread_M1 = torch.native_layer_norm(sums.float(), [len(weight)], weight, bias, end.eps)
@@ -94,7 +94,7 @@ def normed_backward(
         by_weight = error * weight.float()
         back = by_weight - by_weight.mean(1, keepdim=True) - x * (by_weight * x).mean(1, keepdim=True)
         back = back * spread[:, None]
-        to_map = back if row is None or column is None else back * stays(row, column, rate)
+        to_map = back if row is None or column is None else back * stays(row[:, None], column, rate)
         added = torch.stack([(error * x).sum(0), error.sum(0), to_map.sum(0)])[None]
         apart = to_map.to(HALF) if is_apart(sums, row) else sums.new_empty(0, sums.shape[1], dtype=HALF)
         return back.to(sums.dtype), apart, *in_eight(to_map * factor), added

@@ -158,7 +158,7 @@ def between(meet_BNM: Tensor, all_BNM: Tensor, length: int) -> Tensor:
 
 def to_drop(asking: int, S: int, dropout: float, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
     """Numbers of those who ask (B x H x T) and of what is read (S), whose products say what is dropped."""
-    return (odd_numbers(asking, device), odd_numbers(S, device)) if dropout else (None, None)
+    return (odd_numbers((asking,), device), odd_numbers((S,), device)) if dropout else (None, None)
 
 
 def has_no_order(scores: Distances) -> bool:

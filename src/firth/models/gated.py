@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from firth.models.activation import ACTIVATIONS, ODD, SQUARE, is_quick, powers, rounded, share, slopes
+from firth.models.activation import ACTIVATIONS, ODD, SQUARE, below, is_quick, powers, rounded, slopes
 from firth.models.launch import launch, operation
 from firth.models.tiles import triton
 
@@ -40,7 +40,7 @@ class Gated(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.activation = activation
         gate, h = x.chunk(2, -1)
-        return rounded(gate * share(gate.float(), activation)[0] * h, x.dtype)
+        return rounded(gate * below(gate.float(), activation) * h, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
