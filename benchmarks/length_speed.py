@@ -66,7 +66,8 @@ def draw(title: str, found: dict[int, list[Speed]], path: str) -> None:
             axes.plot(*zip(*points, strict=True), marker="o", label=side)
         axes.set_xscale("log", base=2)
         axes.set_xticks(list(found), [str(length) for length in found])
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # room for all of the highest point
+        axes.yaxis.set_major_formatter("{x:,.12g}")
         legend(axes)
         page.figure(figure, f"{label} by the length of a row")
     page.save(path)
