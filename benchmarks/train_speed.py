@@ -17,10 +17,10 @@ The workload `documents` has texts of the lengths in a file (--lengths, one numb
 reads one in each row, padded to the longest of its batch (to a multiple of 64, so that shapes are few), Firth packs
 them; tokens are those of the texts. `--without` switches off what makes our side fast (`asked`: its head reads every
 place, not those alone that are asked; `packing`: its documents are padded too; `prefetch`: a step makes its own batch,
-where all others are made beforehand; `pinned`: it is sent from ordinary memory; `qkv`: queries, keys and values are
-three products), KEY=VALUE sets a field of its recipe that a step reads (weights=bf16), and `--alone` leaves the peer
-out. `--each` is for ablations: our side as it is, then
-with each of these changes by itself, in one process; the ratio is to the first.
+where all others are made beforehand; `pinned`: it is sent from ordinary memory; `ahead`: each step is waited for
+before the next begins; `qkv`: queries, keys and values are three products), KEY=VALUE sets a field of its recipe that a
+step reads (weights=bf16), and `--alone` leaves the peer out. `--each` is for ablations: our side as it is, then with
+each of these changes by itself, in one process; the ratio is to the first.
 
 B rows, L tokens before the noise, T after it, U of the decoder, K asked.
 """
@@ -79,6 +79,7 @@ WITHOUT: dict[str, dict[str, Any]] = {  # what can be switched off, as changes o
     "packing": {},
     "prefetch": {},  # and these how it does: batches are made beforehand, sent from pinned memory,
     "pinned": {},
+    "ahead": {},  # steps are begun before the last one is done (`waited_for`),
     "qkv": {},  # and queries, keys and values are one product (`plainly`)
 }
 
@@ -317,6 +318,17 @@ def our_step(machine: Machine, model: Model, settings: Training = SETTINGS) -> C
     return lambda batch: train_step(run, losses_of, optimizer, [batch], 0, settings.learning_rate)
 
 
+def waited_for(step: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+    """The same step, of which the loss is read, as loops do that print it."""
+
+    def wait(batch: Batch) -> Tensor:
+        loss = step(batch)
+        loss.item()
+        return loss
+
+    return wait
+
+
 def their_step(machine: Machine, theirs: Any, example: Batch, mask: bool = False) -> Callable[[Batch], Tensor]:
     """The same step as one writes it with a model of `transformers`, in the first of some ways that works.
 
@@ -437,6 +449,7 @@ def make_sides(
         mine, others = losses(workload, machine, model, theirs)
         assert abs(mine - others) < 1e-3 * others, f"{name}: a loss of {mine} here and {others} there"
     step, memory = our_step(ours, model, settings), Memory(machine.device)
+    step = waited_for(step) if "ahead" in without else step
     sides = {OURS: Side(step, lambda i: our_batch(workload, i, without), memory)}
     if theirs is not None:
         padded = lambda i: document_batch(workload, i, packed=False) if workload.lengths else make_batch(workload, i)  # noqa: E731

@@ -161,6 +161,25 @@ def test_plainer_ways_compute_the_same(bench: Any) -> None:
     assert [s.side for s in speeds] == [bench.OURS]
 
 
+@pytest.mark.parametrize(
+    ("without", "wanted"),
+    [([], ["step", "step", "read"]), (["ahead"], ["step", "read", "step", "read", "read"])],
+)
+def test_a_step_that_is_waited_for(
+    bench: Any, without: list[str], wanted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each loss is read before the next step begins; else only that of a turn's last step."""
+    happened: list[str] = []
+
+    class Loss:
+        def item(self) -> None:
+            happened.append("read")
+
+    monkeypatch.setattr(bench, "our_step", lambda *_: lambda batch: happened.append("step") or Loss())
+    bench.measure("toy", toy(bench, "bert"), CPU, 2, 2, 0, alone=True, packed=False, without=without)
+    assert happened == wanted
+
+
 def test_what_our_side_reads_without_its_ways(bench: Any) -> None:
     """The same questions at every place; the same documents, one in each row."""
     workload = toy(bench, "bert")
