@@ -34,16 +34,16 @@ def numbers(rows: int, n: int) -> tuple[Tensor, Tensor]:
 @on_a_gpu
 @pytest.mark.parametrize(("rows", "n"), [(5, 48), (100, 264)])  # fewer and more than a tile has, both ways
 @pytest.mark.parametrize("activation", KINDS)
-@pytest.mark.parametrize("more", [False, True])
-def test_values_and_gradients_by_the_kernel(more: bool, activation: str, rows: int, n: int) -> None:
+@pytest.mark.parametrize("single", [False, True])
+def test_values_and_gradients_by_the_kernel(single: bool, activation: str, rows: int, n: int) -> None:
     x, bias = (a.requires_grad_() for a in numbers(rows, n))
     wanted = gradients(ACTIVATIONS[activation](x + bias), x, bias)
-    for a, b in zip(gradients(Biased.apply(x, bias, activation, more), x, bias), wanted, strict=True):
+    for a, b in zip(gradients(Biased.apply(x, bias, activation, single), x, bias), wanted, strict=True):
         assert_close(a, b, atol=2e-4, rtol=2e-5)
     half = x.detach().bfloat16().requires_grad_()
     exact = half.detach().float().requires_grad_()
     wanted = gradients(ACTIVATIONS[activation](exact + bias), exact, bias)
-    found = gradients(Biased.apply(half, bias, activation, more), half, bias)
+    found = gradients(Biased.apply(half, bias, activation, single), half, bias)
     assert [a.dtype for a in found] == [torch.bfloat16, torch.bfloat16, torch.float32]
     for a, b in zip(found, wanted, strict=True):
         assert (a.float() - b).norm() < 2**-8 * b.norm()

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from firth.errors import UserError
-from firth.models import Model, make_model, preset, programs
+from firth.models import Model, block, make_model, preset, programs
+from firth.models.activation import ACTIVATIONS
 from firth.objectives import Batch
 from firth.train import Machine, Run, Training, choose_machine, device
 from firth.train.optim import make_optimizer
@@ -134,6 +136,22 @@ def test_a_lean_step_keeps_less_for_the_same_gradients(parts: bool, monkeypatch:
     torch._dynamo.reset()
     assert kept[1] < 0.8 * kept[0], "the second one compiles anew"
     torch.testing.assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("lean", [False, True])
+def test_activations_of_a_lean_step_can_be_computed_again(lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single operations can; a kernel of ours would be kept."""
+    ways: list[bool] = []
+
+    def activated(linear: nn.Module, x: torch.Tensor, activation: str, single: bool = False) -> torch.Tensor:
+        ways.append(single)
+        return ACTIVATIONS[activation](linear(x))
+
+    monkeypatch.setattr(block, "activated", activated)
+    model = make_model(replace(preset("gpt2-tiny"), vocab_size=300))
+    run = Run(Training(lean=lean), CPU, model, lambda step: [])
+    gradients(run, prepared(run), [batch_for("decoder", 0)], 0, {})
+    assert ways == [lean] * model.config.num_layers
 
 
 def test_large_models_are_lean_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,24 +29,24 @@ ROWS, STEP, COLUMNS, AHEAD = 256, 8, 256, 4  # of a tile, of them at once, how w
 FEW_ROWS = 16  # of a tile in the forward pass
 
 
-def activated(linear: nn.Module, x: Tensor, activation: str, more: bool = False) -> Tensor:
-    """An activation of what a linear map finds. If `more` follows for each number, it is left in single operations,
-    which the compiler joins with that.
+def activated(linear: nn.Module, x: Tensor, activation: str, single: bool = False) -> Tensor:
+    """An activation of what a linear map finds; forward by `single` operations, where the compiler is to join them with
+    what follows, or to do them again in the backward pass.
     """
     if not (triton is not None and is_quick(x) and activation in KINDS and type(linear) is nn.Linear):
         return ACTIVATIONS[activation](linear(x))
     if linear.bias is None or x.shape[:-1].numel() * linear.out_features > FEW:
         return ACTIVATIONS[activation](linear(x))
-    found: Tensor = Biased.apply(F.linear(x, linear.weight), linear.bias, activation, more)
+    found: Tensor = Biased.apply(F.linear(x, linear.weight), linear.bias, activation, single)
     return found
 
 
 class Biased(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias_N: Tensor, activation: str, more: bool = False) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias_N: Tensor, activation: str, single: bool = False) -> Tensor:
         ctx.save_for_backward(x, bias_N)
         ctx.activation = activation
-        if not more:
+        if not single:
             return biased_forward(x, bias_N, KINDS.index(activation))
         h = x.float() + bias_N.float()
         return rounded(h * below(h, activation), x.dtype)

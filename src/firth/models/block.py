@@ -30,6 +30,8 @@ class RMSNorm(nn.RMSNorm):
 
 
 class MLP(nn.Module):
+    lean = False  # whether activations are to be computed again in the backward pass, where a compiler can
+
     def __init__(self, config: c.ModelConfig) -> None:
         super().__init__()
         spec = config.mlp
@@ -45,7 +47,10 @@ class MLP(nn.Module):
             y = two_maps(self.up, self.down, x, self.activation, self.gated, end)
             if y is not None:
                 return y
-        h = gated(self.up(x), self.activation) if self.gated else activated(self.up, x, self.activation, drops)
+        if self.gated:
+            h = gated(self.up(x), self.activation)
+        else:
+            h = activated(self.up, x, self.activation, single=drops or self.lean)
         return self.down(self.drop(h)) if end is None else self.down(self.drop(h), end)
 
 

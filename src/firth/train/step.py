@@ -16,6 +16,7 @@ from firth.console import say, warn
 from firth.errors import UserError
 from firth.models import Model, Stack
 from firth.models.attention import Attention
+from firth.models.block import MLP
 from firth.models.eight_weights import weights_held
 from firth.models.heads import Vocabulary
 from firth.models.programs import compiled_parts, forget_programs
@@ -76,7 +77,7 @@ def prepared(run: Run) -> Losses:
         if not run.machine.compile:
             return losses
         before_compiling()
-        keep_as_asked(is_lean(run))
+        keep_as_asked(is_lean(run.model, run.training))
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILATIONS)
         if run.machine.parts:  # see `gradients`
             return losses
@@ -92,9 +93,12 @@ def prepared(run: Run) -> Losses:
 
 def switch(model: Model, training: Training) -> None:
     """Let a model compute by the kernels that a recipe asks for."""
+    lean = is_lean(model, training)
     for module in model.modules():
         if isinstance(module, Attention):
             module.own = training.fused_attention
+        if isinstance(module, MLP):
+            module.lean = lean
         if isinstance(module, Stack):
             module.residual = torch.bfloat16 if training.residual == "bf16" else torch.float32
             module.narrows = training.last_layer == "asked"
@@ -214,8 +218,8 @@ def gradients(
     return found
 
 
-def is_lean(run: Run) -> bool:
-    return run.model.num_parameters >= LEAN_FROM if run.training.lean is None else run.training.lean
+def is_lean(model: Model, training: Training) -> bool:
+    return model.num_parameters >= LEAN_FROM if training.lean is None else training.lean
 
 
 def keep_as_asked(lean: bool) -> None:
@@ -229,7 +233,7 @@ def keep_as_asked(lean: bool) -> None:
 @contextmanager
 def kept_for_backward(run: Run) -> Iterator[None]:
     """What programs that are made in here keep; torch keeps all that is read by a product, unless it is told not to."""
-    if not (run.machine.compile and is_lean(run)):
+    if not (run.machine.compile and is_lean(run.model, run.training)):
         yield
         return
     from torch._functorch import config  # only now, as few commands need the compiler
