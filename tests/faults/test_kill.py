@@ -269,9 +269,13 @@ def test_killed_at_any_moment(model: str, corpus_file: Path, tmp_path: Path) -> 
     for _ in range(8):
         process = start(*words)
         time.sleep(random.uniform(0.3, 0.9) * took)
-        killed += process.poll() is None  # a run that had ended by itself was not killed
+        alive = process.poll() is None  # a run that had ended by itself was not killed
         process.kill()
         process.communicate()
+        killed += alive
+        if not killed:  # the machine was slower when it was timed
+            shutil.rmtree(folder)
+            took /= 2
     print(f"{model}: {killed} of 8 found the run alive")
     assert killed
     run(*words)
