@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from models.test_gated import DEVICE, INTERPRETED, on_a_gpu
 from torch import Tensor, nn
 from torch.testing import assert_close
+from train.test_programs import FAMILIES, batch_for
 
 from firth.models import biased as module
+from firth.models import gated, make_model, preset
 from firth.models.activation import ACTIVATIONS
 from firth.models.biased import Biased, activated
 from firth.models.gated import KINDS
@@ -66,6 +70,36 @@ def test_in_a_program(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [a.dtype for a in found] == [torch.bfloat16, torch.float32, torch.float32, torch.float32]
     for a, b in zip(found, wanted, strict=True):
         assert (a.float() - b).norm() < 0.02 * b.norm()
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_whole_model_learns_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and gradients by the kernels, those of gated activations too."""
+    config = replace(preset(f"{family}-tiny"), vocab_size=300, num_layers=2, dropout=0.0, attention_dropout=0.0)
+    torch.manual_seed(0)
+    model, batch = make_model(config).to(DEVICE), batch_for(config.shape, 0).to(torch.device(DEVICE))
+
+    def learned() -> list[Tensor]:
+        loss = model.loss(batch)
+        return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)]
+
+    wanted, calls = learned(), 0
+
+    def is_quick(x: Tensor) -> bool:
+        nonlocal calls
+        calls += 1
+        return True
+
+    for kind in (module, gated):
+        monkeypatch.setattr(kind, "is_quick", is_quick)
+    found = learned()
+    assert calls >= config.num_layers
+    for a, b in zip(found, wanted, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("bias", [False, True])
