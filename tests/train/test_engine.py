@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +27,9 @@ from firth.tokens import Prepared, Rows, Vocabulary
 from firth.train import Machine, Recipe, Run, Training, choose_machine, fit, load_recipe, pretrain, read_log
 from firth.train import loop as loops
 from firth.train.feed import alone, batch_function, row_source, shorter_rows
-from firth.train.going_on import longer_skips
+from firth.train.going_on import longer_skips, same_recipe
 from firth.train.halved import Halved
-from firth.train.parallel import ALONE, World
+from firth.train.parallel import ALONE, World, check_device
 from firth.train.pretrain import first_model
 from firth.train.ramp import stages
 from firth.train.step import prepared, train_step
@@ -473,10 +474,40 @@ def test_switches_reach_every_head_and_layer(recipe_of: Recipes, shards_of: Make
 def test_a_vocabulary_that_is_not_padded_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(importlib.import_module("firth.train.device"), "device_of", lambda world: torch.device("cpu"))
+    monkeypatch.setattr(importlib.import_module("firth.train.device"), "device_of", lambda *_: torch.device("cpu"))
     for fused_loss, said in ((None, True), (True, True), (False, False)):
         choose_machine(Training(pad_vocabulary=True, fused_loss=fused_loss))
         assert ("pad_vocabulary changes nothing" in capsys.readouterr().err) == said
+
+
+def test_a_device_that_is_not_there(
+    recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused before there is a folder if it was asked for; said if it was meant; and nothing where none was."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for chosen, said in (("", ""), ("-1", ""), ("7", " (CUDA_VISIBLE_DEVICES is 7)")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        with pytest.raises(UserError, match=re.escape(f"--device cuda: torch finds no GPU here{said}. ")):
+            pretrain(recipe_of(device="cuda", output_dir=str(tmp_path / "run")))
+        assert not (tmp_path / "run").exists()
+        capsys.readouterr()
+        assert choose_machine(Training()).device.type == "cpu"
+        assert capsys.readouterr().err == (f"note: torch finds no GPU here{said}: the CPU computes.\n" if said else "")
+        choose_machine(Training(device="cpu"))
+        assert not capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    machine = choose_machine(Training(device="cpu"))
+    assert (machine.device.type, machine.bf16, machine.compile) == ("cpu", False, False)
+    check_device(Training(device="cpu"))
+    with pytest.raises(UserError, match="for one process where there are GPUs"):
+        check_device(Training(device="cpu", parallel="ddp"))
+
+
+def test_a_run_goes_on_elsewhere(recipe_of: Recipes) -> None:
+    assert same_recipe(recipe_of(device="cuda"), recipe_of(device="cpu")).device == "cpu"
 
 
 def test_who_replays_steps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -484,7 +515,7 @@ def test_who_replays_steps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     devices = importlib.import_module("firth.train.device")
     assert not choose_machine(Training(compile=False, cuda_graphs=True)).graphs
     assert "no CUDA graphs: there is no CUDA device" in capsys.readouterr().err
-    monkeypatch.setattr(devices, "device_of", lambda world: torch.device("cuda"))
+    monkeypatch.setattr(devices, "device_of", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
     assert choose_machine(Training()).graphs

@@ -188,7 +188,7 @@ def test_who_compiles_parts() -> None:
 
 
 def test_a_short_run_on_a_gpu_compiles_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "device_of", lambda world: torch.device("cuda"))
+    monkeypatch.setattr(device, "device_of", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
 

@@ -64,6 +64,7 @@ from firth.train.clock import Clock
 from firth.train.deterministic import deterministic
 from firth.train.folder import NOTES
 from firth.train.going_on import longer_skips, pass_over, same_recipe, turn_back
+from firth.train.parallel import ALONE, check_device, device_of
 from firth.train.pretrain import settle, trial
 from firth.train.recipe import differences
 
@@ -101,6 +102,7 @@ def run_seeds(
 ) -> dict[str, Any]:
     """The run itself, from its examples to its results."""
     began = time.monotonic()
+    check_device(recipe)
     check_task(recipe)
     config = read_config(recipe.checkpoint)
     stored = Path(recipe.output_dir) / "recipe.yaml"
@@ -278,7 +280,7 @@ def compiling(recipe: FinetuneRecipe, config: ModelConfig, num_train: int) -> Fi
     in_turn = config.recurrent is not None or recipe.crf or recipe.bilstm
     if recipe.compile is None and not recipe.compile_parts and (in_turn or not long):
         recipe = replace(recipe, compile=False)
-    if recipe.cuda_graphs is None and recipe.compile is False and torch.cuda.is_available():
+    if recipe.cuda_graphs is None and recipe.compile is False and device_of(ALONE, recipe).type == "cuda":
         changes = in_turn or recipe.unfreeze_every or recipe.weights == "bf16" or recipe.gradient_checkpointing
         recipe = replace(recipe, cuda_graphs=not changes)
     return recipe

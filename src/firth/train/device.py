@@ -11,10 +11,10 @@ from threading import Thread
 
 import torch
 
-from firth.console import say
+from firth.console import say, warn
 from firth.errors import UserError
 from firth.text.pydocs import cache_folder
-from firth.train.parallel import ALONE, World, device_of
+from firth.train.parallel import ALONE, World, device_of, meant
 from firth.train.recipe import Training
 
 SOON = 15  # minutes, up to which a step that is ready sooner is worth more than one that is faster
@@ -50,7 +50,9 @@ class Machine:
 
 def choose_machine(training: Training, world: World = ALONE) -> Machine:
     """A GPU where there is one. On a CPU bfloat16 is emulated on many machines and slower by orders of magnitude."""
-    device = device_of(world)
+    device = device_of(world, training)
+    if device.type == "cpu" and training.device == "auto" and meant():
+        warn(f"torch finds no GPU here{meant()}: the CPU computes.")
     can = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if (training.bf16 or training.weights == "bf16") and device.type == "cuda" and not can:
         raise UserError("This GPU has no bfloat16: leave --bf16 and --weights out.")

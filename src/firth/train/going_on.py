@@ -24,7 +24,7 @@ SETTLED = (
     "compile_parts",
 )
 FIXED = ("model", "optim", "ema_decay", "order", "memory", "tokenizer")  # what a checkpoint's tensors depend on
-WAYS = ("parallel", "cpu_offload")  # how a step is computed, not what: any of them can go on with any checkpoint
+WAYS = ("parallel", "cpu_offload", "device")  # how a step is computed, not what: each can go on from any checkpoint
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "processes")  # whose product a run keeps
 # Fields that name files and folders.
 PLACES = ("output_dir", "data", "checkpoint", "teacher", "train", "dev", "baseline")

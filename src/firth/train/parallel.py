@@ -305,6 +305,7 @@ _met: tuple[Launch, Store, dict[str, Any]] | None = None  # processes come toget
 def join(training: Training) -> World:
     """All processes that train together. What cannot be is refused before they are connected."""
     launch, kind = launched(), training.parallel
+    check_device(training)
     if kind == "none":
         refuse_several("Pass --parallel ddp (each has the whole model) or --parallel fsdp (each has a part of it).")
         return ALONE
@@ -343,9 +344,24 @@ def quiet_but_one() -> None:
         hush()
 
 
-def device_of(world: World) -> torch.device:
+def check_device(training: Training) -> None:
+    """Refuse a device that is not there."""
+    there = torch.cuda.is_available()
+    if training.device == "cuda" and not there:
+        raise UserError(f"--device cuda: torch finds no GPU here{meant()}. Leave it out to compute on the CPU.")
+    if training.device == "cpu" and training.parallel != "none" and there:
+        raise UserError("--device cpu is for one process where there are GPUs; CUDA_VISIBLE_DEVICES= hides them.")
+
+
+def meant() -> str:
+    """Which GPUs were chosen, in brackets, if any were."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return "" if chosen in ("", "-1") else f" (CUDA_VISIBLE_DEVICES is {chosen})"
+
+
+def device_of(world: World, training: Training) -> torch.device:
     """The GPU of this process, where there are GPUs."""
-    if not torch.cuda.is_available():
+    if training.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", world.launch.local_rank) if isinstance(world, Processes) else torch.device("cuda")
 

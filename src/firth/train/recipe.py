@@ -99,6 +99,9 @@ class Training:
         "In a compiled step, compute norms and activations again in the backward pass, in place of keeping them: a "
         "third less to keep (Llama). By itself from half a billion parameters on.",
     )
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "Where to compute: auto takes a GPU where there is one. Of several, CUDA_VISIBLE_DEVICES=1 chooses."
+    )
     bf16: bool | None = option(None, "Compute in bfloat16; by itself on a GPU that can, never by itself on a CPU.")
     fp16: bool | None = option(
         None, "Compute in float16, with a loss that is scaled up; by itself on a GPU that has no bfloat16."
