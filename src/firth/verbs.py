@@ -738,7 +738,8 @@ def finetune(
     if target_text:
         check_task(plan)  # before the first stage takes its time
         goes_on = {"resume": resume or rewind is not None, "overwrite": overwrite, "allow_change": allow_change}
-        plan = replace(plan, checkpoint=str(learn_target(checkpoint, target_text, output_dir, **goes_on)))
+        found = learn_target(checkpoint, target_text, output_dir, **goes_on, device=plan.device)
+        plan = replace(plan, checkpoint=str(found))
     result = run_finetune(plan, resume, overwrite, allow_change, rewind)
     with quiet():  # the run has said all about this file
         examples = read_labelled(plan.dev, plan.task, plan.columns, "dev", plan.encoding)

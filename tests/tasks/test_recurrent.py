@@ -27,7 +27,7 @@ from firth.recipes import finetuning, named, pretraining
 from firth.tasks.make import make_task
 from firth.text import Example
 from firth.tokens import load_tokenizer, train_tokenizer
-from firth.train import Training
+from firth.train import Recipe, Training, load_recipe
 from firth.train.optim import rate
 from firth.train.unfreeze import Pace, learners
 
@@ -205,6 +205,7 @@ def test_three_stages_forward_and_backward_and_both_together(
         "unfreeze_every": 2,
         "layer_decay": 1.0,
         "per_device_train_batch_size": 16,
+        "device": "cpu",
     }
     tuned = {}
     for way in ("forward", "backward"):
@@ -222,6 +223,7 @@ def test_three_stages_forward_and_backward_and_both_together(
         )  # fmt: skip
         assert scores(found)["accuracy"] > 0.6
         assert (tmp_path / f"{way}-target" / "final").is_dir()
+        assert load_recipe(tmp_path / f"{way}-target" / "recipe.yaml", Recipe).device == "cpu", "all stages are there"
         tuned[way] = out / "final"
     assert (
         load_tokenizer(tuned["backward"]).encode("the cat") == load_tokenizer(tuned["backward"]).encode("cat the")[::-1]
