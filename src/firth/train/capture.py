@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,14 +90,15 @@ class Captured:
             self.places = places
         if len(self.graphs) == MOST:
             return
-        pool = next((graph.pool() for graph, _, _ in self.graphs.values()), None)
-        graph = torch.cuda.CUDAGraph()
+        pool = next((graph.pool() for graph, _, _ in self.graphs.values()), None) or torch.cuda.graph_pool_handle()
+        graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.machine.device)
         torch.cuda.empty_cache()  # a graph has memory of its own, and what the first batch took is free again
         try:
-            with torch.cuda.graph(graph, pool=pool, stream=self.stream):
+            with torch.cuda.stream(now), torch.cuda.graph(graph, pool=pool, stream=self.stream):
                 loss = self.compute(held)
         except RuntimeError as e:
             self.stop(str(e).partition("\n")[0])
+            self.mend(pool)
             return
         self.graphs[shape] = graph, held, loss
 
@@ -105,6 +107,17 @@ class Captured:
         self.works = False
         self.graphs.clear()
         warn(f"the steps are not replayed as CUDA graphs from here on: {why}")
+
+    def mend(self, pool: Any) -> None:
+        """Undo what a recording that broke off has left: memory that is its own, and a generator that takes all that
+        is drawn for part of it.
+        """
+        device = torch.cuda.current_device()
+        with suppress(RuntimeError):  # nothing is left where it broke off for want of memory
+            torch._C._cuda_endAllocateToPool(device, pool)
+            torch._C._cuda_releasePool(device, pool)
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream):  # one that does not break off
+                torch.zeros((), device=self.machine.device)
 
     def where(self) -> list[Any]:
         """Where weights and gradients lie, and what learns."""
