@@ -155,7 +155,14 @@ def size(x: Tensor, others: list[Tensor]) -> Tensor:
 
 def compiled_too(names: list[str]) -> list[Any]:
     """All cases, and some of them compiled as well, which takes a while."""
-    some = ("documents", "buckets", "disentangled", "transformer-xl", "transformer-xl, asked")
+    some = (
+        "documents",
+        "buckets",
+        "disentangled",
+        "transformer-xl",
+        "transformer-xl, asked",
+        "transformer-xl, segments",
+    )
     return [*((name, False) for name in names), *((name, True) for name in some)]
 
 

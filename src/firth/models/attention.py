@@ -249,6 +249,7 @@ def plain(q_BHTd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, sight: Sight, dropout:
     k_BHSd, v_BHSd = repeat_heads(k_BGSd, q_BHTd), repeat_heads(v_BGSd, q_BHTd)
     scores = (q_BHTd * scale) @ k_BHSd.transpose(-1, -2)
     if sight.score is not None:
+        scores = scores.to(torch.promote_types(scores.dtype, sight.score.dtype))
         scores += sight.score
     elif sight.causal or sight.mask is not None:
         # added, not filled in: so that nothing is done backward

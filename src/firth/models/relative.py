@@ -56,7 +56,11 @@ class Distances(NamedTuple):
     more: Tensor | None = None  # (B, H, T, S)
 
     def spread(self, S: int) -> Tensor:
-        """All of it as one number for each pair of places, (B, H, T, S)."""
+        """All of it as one number for each pair of places, (B, H, T, S).
+
+        In 32 bits where a program is compiled: it would not round where it goes on with a number, but where it keeps
+        it for the backward pass, and weights of attention would not be the same in both.
+        """
         parts = [] if self.more is None else [self.more]
         if self.ask is not None:
             x_BHTd, vectors_HRd = self.ask
@@ -64,6 +68,8 @@ class Distances(NamedTuple):
         if self.read is not None:
             x_BHSd, vectors_HRd = self.read
             parts.append(by_reading(x_BHSd @ vectors_HRd.mT, self.query.shape[2], self.asked))
+        if torch.compiler.is_compiling():
+            parts = [part.float() for part in parts]
         return sum(parts[1:], start=parts[0])
 
 
