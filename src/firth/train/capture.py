@@ -94,6 +94,7 @@ class Captured:
         graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.machine.device)
         torch.cuda.empty_cache()  # a graph has memory of its own, and what the first batch took is free again
         try:
+            # `now` again, where it breaks off: torch leaves the other one on
             with torch.cuda.stream(now), torch.cuda.graph(graph, pool=pool, stream=self.stream):
                 loss = self.compute(held)
         except RuntimeError as e:
