@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from firth.models import make_model, preset
+from firth.models import get_preset, make_model
 from firth.objectives import Batch
-from firth.train import Machine, Run, Training, choose_machine, fit
+from firth.train import ComputeConfig, TrainingConfig, TrainingRun, choose_compute, fit
 
 WAYS = ("none", "waiting", "beside")
 
@@ -36,13 +36,15 @@ class Took(NamedTuple):
     end: float
 
 
-def timed(training: Training, machine: Machine, name: str, rows: int, every: int, saves: bool, beside: bool) -> Took:
+def timed(
+    training: TrainingConfig, machine: ComputeConfig, name: str, rows: int, every: int, saves: bool, beside: bool
+) -> Took:
     torch.manual_seed(0)
-    model, rng, times = make_model(preset(name)), np.random.default_rng(0), []
+    model, rng, times = make_model(get_preset(name)), np.random.default_rng(0), []
     tokens = rng.integers(10, model.config.vocab_size, (rows, training.max_seq_length))
     asked = np.tile(np.arange(0, training.max_seq_length, 7), (rows, 1))
-    batch = Batch(tokens, asked=asked, labels=np.take_along_axis(tokens, asked, 1))
-    if model.config.shape != "encoder":
+    batch = Batch(tokens, target_positions=asked, labels=np.take_along_axis(tokens, asked, 1))
+    if model.config.architecture != "encoder":
         batch = Batch(tokens, labels=np.roll(tokens, -1, 1))
     training = replace(training, async_save=beside, save_steps=every if saves else 10**9)
 
@@ -53,7 +55,7 @@ def timed(training: Training, machine: Machine, name: str, rows: int, every: int
 
     with TemporaryDirectory(dir=".") as folder:
         place = Path(folder) if saves else None
-        fit(Run(training, machine, model, lambda step: [batch], folder=place, hooks=[(every, note)]))
+        fit(TrainingRun(training, machine, model, lambda step: [batch], folder=place, hooks=[(every, note)]))
         note()
     first, *others, end = np.diff(times)
     return Took(first, statistics.median(others), end)
@@ -71,8 +73,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.steps % given.every or given.steps < 3 * given.every:
         parser.error(f"--steps {given.steps} must be three times --every {given.every}, or a higher multiple")
-    training = Training(max_steps=given.steps, max_seq_length=given.length, warmup_steps=0, eval_steps=10**9)
-    machine = choose_machine(training)
+    training = TrainingConfig(max_steps=given.steps, max_seq_length=given.length, warmup_steps=0, eval_steps=10**9)
+    machine = choose_compute(training)
     found: dict[str, list[Took]] = {name: [] for name in given.ways}
     for _ in range(given.turns):
         for name in given.ways:

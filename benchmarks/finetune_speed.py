@@ -30,11 +30,11 @@ import transformers
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer, Trainer
 
 from firth import __version__
-from firth.console import count, say, show_table
-from firth.metrics import score, summarise
+from firth.core.console import format_count, say, show_table
+from firth.metrics import compute_metrics, mean_and_std
 from firth.tasks import FinetuneRecipe, finetune
 from firth.text import Example, read_labelled
-from firth.train import choose_machine, override, parse_overrides
+from firth.train import apply_overrides, choose_compute, parse_overrides
 
 OURS, THEIRS = "firth", "transformers"
 STRIDE, N_BEST, LONGEST_ANSWER = 128, 20, 30  # of SQuAD, on both sides
@@ -96,7 +96,7 @@ def ours(work: Work) -> Side:
             logging_steps=max(1, work.steps // 10),
         )
         began = time.perf_counter()
-        found = finetune(override(recipe, work.overrides))
+        found = finetune(apply_overrides(recipe, work.overrides))
         whole = time.perf_counter() - began
         runs = [json.loads((Path(folder) / f"run/seed-{i}/results.json").read_text()) for i in range(work.seeds)]
     trained = work.steps * work.batch
@@ -170,7 +170,7 @@ def theirs(work: Work) -> Side:
         after = work.steps - max(1, work.steps // 10)
         steady.append(after * work.batch / (clock.end - clock.tenth))
     metric, trained = METRICS[work.task], work.steps * work.batch
-    mean, std = summarise([v[metric] for v in values])
+    mean, std = mean_and_std([v[metric] for v in values])
     speed = work.seeds * trained / sum(seconds)
     return Side(THEIRS, work.task, speed, statistics.median(steady), metric, mean, std, seconds, work.compiled)
 
@@ -216,7 +216,7 @@ def their_classes(work: Work, tokenizer: Any, train: list[Example], dev: list[Ex
 
     def predict(trainer: Trainer) -> dict[str, float]:
         logits = trainer.predict(Rows(encode(dev))).predictions
-        return score(work.task, [labels[i] for i in logits.argmax(-1)], [e.target for e in dev])
+        return compute_metrics(work.task, [labels[i] for i in logits.argmax(-1)], [e.target for e in dev])
 
     model = AutoModelForSequenceClassification.from_pretrained(work.checkpoint, num_labels=len(labels))
     return model, encode(train), predict
@@ -270,7 +270,7 @@ def their_spans(work: Work, tokenizer: Any, train: list[Example], dev: list[Exam
                         best[which] = value, context[offsets[a][0] : offsets[b][1]]
         answerable = all(e.target for e in dev)
         texts = [t if answerable or v > n else "" for (v, t), n in zip(best, nothing, strict=True)]
-        return score(work.task, texts, [e.target for e in dev])
+        return compute_metrics(work.task, texts, [e.target for e in dev])
 
     return AutoModelForQuestionAnswering.from_pretrained(work.checkpoint), encode(train), predict
 
@@ -301,7 +301,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_intermixed_args(words)
     overrides = parse_overrides(options.overrides)
-    machine = choose_machine(FinetuneRecipe())
+    machine = choose_compute(FinetuneRecipe())
     gpu = machine.device.type == "cuda"
     ways = [options.compile] if options.compile is not None else [True, False] if gpu else [False]
     say(f"firth {__version__}, transformers {transformers.__version__}, torch {torch.__version__}; {machine}")
@@ -321,7 +321,7 @@ def main(words: Sequence[str] | None = None) -> None:
     for found in sides.values():
         best = max(side.examples_per_second for side in found if side.side == THEIRS)
         rows += [(side.task, *told(side), f"{side.examples_per_second / best:.2f}") for side in found]
-    title = f"Fine-tuning, {count(options.seeds, 'seed')} of {count(options.steps, 'step')}"
+    title = f"Fine-tuning, {format_count(options.seeds, 'seed')} of {format_count(options.steps, 'step')}"
     show_table(title, ("task", "side", "examples/s", "steady", "score", "ratio"), rows)
     if options.json:
         facts = [asdict(side) for found in sides.values() for side in found]

@@ -28,11 +28,11 @@ import torch
 import transformers
 
 from firth import __version__
-from firth.console import count, progress, say, show_table
+from firth.core.console import format_count, progress, say, show_table
 from firth.generate import generate_ids
-from firth.models import Model, ModelConfig, make_model, preset, to_hf_config
+from firth.models import Model, ModelConfig, get_preset, make_model, to_hf_config
+from firth.models.hf.checkpoint import to_hf_tensors
 from firth.models.presets import gpt2, llama
-from firth.models.weights import to_hf
 from firth.tokens import Vocabulary
 
 OURS, THEIRS = "firth", "transformers"
@@ -53,8 +53,8 @@ ON_CPU: dict[str, Workload] = {
     "gpt2-4x256, 64 rows": Workload(gpt2(4, 256, 4), rows=64),
 }
 ON_GPU: dict[str, Workload] = {
-    "gpt2, 1 row": Workload(preset("gpt2"), rows=1, length=128),
-    "gpt2, 64 rows": Workload(preset("gpt2"), rows=64, length=128),
+    "gpt2, 1 row": Workload(get_preset("gpt2"), rows=1, length=128),
+    "gpt2, 64 rows": Workload(get_preset("gpt2"), rows=64, length=128),
     "llama-12x768, 1 row": Workload(llama(12, 768, 12, 2048, num_kv_heads=4), rows=1, length=128),
     "llama-12x768, 64 rows": Workload(llama(12, 768, 12, 2048, num_kv_heads=4), rows=64, length=128),
 }
@@ -81,7 +81,7 @@ class Endless:
 
 
 def endless(size: int) -> Any:
-    return Endless(Vocabulary(size, 0, None, None, size, None, None, None, (), special=(0,)))
+    return Endless(Vocabulary(size, 0, None, None, size, None, None, None, (), special_ids=(0,)))
 
 
 def random_prompts(workload: Workload, turn: int) -> np.ndarray:
@@ -99,7 +99,7 @@ def make_sides(workload: Workload, device: torch.device) -> tuple[Model, Any]:
     facts = to_hf_config(workload.model, None)
     config = transformers.AutoConfig.for_model(**facts)
     theirs = getattr(transformers, facts["architectures"][0])._from_config(config, attn_implementation="sdpa")
-    theirs.load_state_dict(to_hf(model), strict=False)
+    theirs.load_state_dict(to_hf_tensors(model), strict=False)
     model.tokenizer = endless(workload.model.vocab_size)
     return model.to(device), theirs.eval().to(device)
 
@@ -174,7 +174,7 @@ def main(words: Sequence[str] | None = None) -> None:
     device = torch.device("cuda" if on_gpu else "cpu")
     names, tokens = options.workload or list(ON_GPU if on_gpu else ON_CPU), options.tokens or (256 if on_gpu else 64)
     versions = f"firth {__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
-    machine = torch.cuda.get_device_name() if on_gpu else count(torch.get_num_threads(), "CPU thread")
+    machine = torch.cuda.get_device_name() if on_gpu else format_count(torch.get_num_threads(), "CPU thread")
     say(f"{versions}, Python {sys.version.split()[0]}; {machine}, {os.cpu_count()} CPUs")
     say(f"both sides: {tokens} tokens a row, the likeliest each time; transformers with sdpa")
 

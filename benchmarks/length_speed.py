@@ -20,12 +20,12 @@ import torch
 from train_speed import OURS, PACKED, Speed, Workload, changed, forget, measure
 
 from firth import __version__
-from firth.console import say, show_table
-from firth.models import ModelConfig, preset
-from firth.models.config import Learned, Sinusoid
+from firth.core.console import say, show_table
+from firth.core.html import HtmlPage, add_plot_legend, make_axes
+from firth.models import ModelConfig, get_preset
+from firth.models.config import LearnedPosition, SinusoidalPosition
 from firth.objectives import CLM, MLM
-from firth.page import Page, axes_of, legend
-from firth.train import Machine, Training, choose_machine
+from firth.train import ComputeConfig, TrainingConfig, choose_compute
 
 LENGTHS = "128,256,512,1024,2048,4096,8192"
 
@@ -35,16 +35,18 @@ def with_length(config: ModelConfig, length: int) -> ModelConfig:
     limit = config.max_length
     if limit is None or limit >= length:
         return config
-    assert isinstance(config.position, Learned | Sinusoid)
+    assert isinstance(config.position, LearnedPosition | SinusoidalPosition)
     return replace(config, position=replace(config.position, length=config.position.length + length - limit))
 
 
 def workload_of(config: ModelConfig, length: int, tokens: int) -> Workload:
-    objective = CLM() if config.shape == "decoder" else MLM()
+    objective = CLM() if config.architecture == "decoder" else MLM()
     return Workload(with_length(config, length), objective, max(tokens // length, 1), length)
 
 
-def measured(name: str, workload: Workload, machine: Machine, steps: int, settings: Training) -> list[Speed]:
+def measured(
+    name: str, workload: Workload, machine: ComputeConfig, steps: int, settings: TrainingConfig
+) -> list[Speed]:
     """Both kinds of rows; nothing where memory is too small."""
     turn = max(steps // 2, 1)
     try:
@@ -57,10 +59,10 @@ def measured(name: str, workload: Workload, machine: Machine, steps: int, settin
 
 
 def draw(title: str, found: dict[int, list[Speed]], path: str) -> None:
-    page, found = Page(title), dict(sorted(found.items()))
+    page, found = HtmlPage(title), dict(sorted(found.items()))
     memory = any(s.memory is not None for speeds in found.values() for s in speeds)
     for label, of in (("tokens/s", "tokens_per_second"), *([("GiB", "memory")] if memory else [])):
-        figure, axes = axes_of("tokens in a row", label)
+        figure, axes = make_axes("tokens in a row", label)
         for side in (OURS, PACKED):
             points = [(n, getattr(s, of)) for n, speeds in found.items() for s in speeds if s.side == side]
             axes.plot(*zip(*points, strict=True), marker="o", label=side)
@@ -68,8 +70,8 @@ def draw(title: str, found: dict[int, list[Speed]], path: str) -> None:
         axes.set_xticks(list(found), [str(length) for length in found])
         axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # room for all of the highest point
         axes.yaxis.set_major_formatter("{x:,.12g}")
-        legend(axes)
-        page.figure(figure, f"{label} by the length of a row")
+        add_plot_legend(axes)
+        page.add_figure(figure, f"{label} by the length of a row")
     page.save(path)
 
 
@@ -84,7 +86,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="fields of the recipe: compile_parts=true")
     options = parser.parse_args(words)
     settings = changed([], options.changes)
-    machine, config = choose_machine(settings), preset(options.model)
+    machine, config = choose_compute(settings), get_preset(options.model)
     versions = f"firth {__version__}, torch {torch.__version__}"
     say(f"{versions}; {machine}; {options.model}, {options.tokens:,} tokens a step {' '.join(options.changes)}")
     found: dict[int, list[Speed]] = {}

@@ -20,29 +20,29 @@ from dataclasses import replace
 import numpy as np
 from train_speed import ON_GPU as WORKLOADS
 
-from firth.console import say, show_table
-from firth.errors import UserError
-from firth.recipes import pretraining
-from firth.tokens import Prepared, open_shards
-from firth.train.feed import batch_function, row_source
-from firth.train.loop import prefetch
+from firth.core.console import say, show_table
+from firth.core.errors import UserError
+from firth.recipes import pretraining_recipe
+from firth.tokens import ShardSet, open_shards
+from firth.train.dataloader import make_pretrain_batch_fn, make_row_dataset
+from firth.train.loop import prefetch_batches
 
 TURNS = 5
 
 
-def measure(shards: Prepared, name: str, steps: int) -> list[float]:
+def measure(shards: ShardSet, name: str, steps: int) -> list[float]:
     """Tokens a second in some turns, after a first one that is not counted."""
     workload = WORKLOADS[name]
-    recipe = pretraining(workload.model, warm_start="none", objective=workload.objective)
+    recipe = pretraining_recipe(workload.model, warm_start="none", objective=workload.objective)
     recipe = replace(
         recipe, per_device_train_batch_size=workload.rows, max_seq_length=workload.length,
         gradient_accumulation_steps=1, batch_ramp=0.0, length_ramp=0.0,
     )  # fmt: skip
-    batches = batch_function(recipe, row_source(recipe, shards, held_out=False), shards.tokenizer)
+    batches = make_pretrain_batch_fn(recipe, make_row_dataset(recipe, shards, held_out=False), shards.tokenizer)
     found = []
     for turn in range(TURNS + 1):
         tokens, start = 0, time.perf_counter()
-        for _, micro, _, _ in prefetch(batches, turn * steps, (turn + 1) * steps):
+        for _, micro, _, _ in prefetch_batches(batches, turn * steps, (turn + 1) * steps):
             tokens += sum(batch.num_tokens for batch in micro)
         found.append(tokens / (time.perf_counter() - start))
     return found[1:]

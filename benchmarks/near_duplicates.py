@@ -100,14 +100,14 @@ def main() -> None:
     parser.add_argument("--originals", type=int, default=5000)
     parser.add_argument("--words", type=int, default=200)
     args = parser.parse_args()
-    from firth.text.near import NearDuplicates
+    from firth.text.minhash import MinHashIndex
 
     for clear in (True, False):
         planted = plant(args.originals, args.words, clear=clear)
         print(
             f"{len(planted.texts):,} texts, " + ("copies plainly like or unlike" if clear else "copies of any likeness")
         )
-        for name, seen in {"firth": NearDuplicates().seen, "datasketch": datasketch_seen()}.items():
+        for name, seen in {"firth": MinHashIndex().check_and_add, "datasketch": datasketch_seen()}.items():
             print(f"  {name:11}", "  ".join(f"{key} {value:,.4g}" for key, value in measure(seen, planted).items()))
 
 

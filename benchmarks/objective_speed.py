@@ -35,13 +35,13 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
 from firth import __version__
-from firth.console import progress, say, show_table
-from firth.objectives import NAMED, Draw, Objective
+from firth.core.console import progress, say, show_table
+from firth.objectives import OBJECTIVES, CounterRNG, Objective
 from firth.text import Corpus
-from firth.tokens import Rows, RowSource, Vocabulary, open_shards, prepare, train_tokenizer
+from firth.tokens import PackedDataset, Rows, Vocabulary, open_shards, prepare, train_tokenizer
 
 OURS = "firth"
-PACKED = [name for name, objective in NAMED.items() if objective.layout == "packed"]
+PACKED = [name for name, objective in OBJECTIVES.items() if objective.row_layout == "packed"]
 BITS = ("word_start", "sentence_end", "salient")
 VOCAB_SIZE = 30522
 DOCUMENTS = 2  # in a row of random tokens
@@ -72,16 +72,19 @@ class Speed:
 def vocabulary(size: int = VOCAB_SIZE) -> Vocabulary:
     """Special ids first, sentinels last, the rest is text."""
     sentinels = tuple(range(size - 1, size - 101, -1))
-    return Vocabulary(size, 0, 1, 2, 3, 4, 5, 6, sentinels, special=(*range(7), *reversed(sentinels)))
+    return Vocabulary(size, 0, 1, 2, 3, 4, 5, 6, sentinels, special_ids=(*range(7), *reversed(sentinels)))
 
 
 def random_rows(objective: Objective, vocab: Vocabulary, rows: int, length: int, seed: int) -> Rows:
     """Full rows of random text, where it may be of two documents of equal length in their frames, with all bits."""
-    L, frame, rng = objective.source_length(length), objective.frame(vocab), np.random.default_rng(seed)
+    L, frame, rng = objective.source_length(length), objective.build_template(vocab), np.random.default_rng(seed)
     documents = min(DOCUMENTS, objective.max_documents(L) or DOCUMENTS)
     doc_L = np.arange(L, dtype=np.int32) * documents // L
     begins_L, ends_L = np.diff(doc_L, prepend=-1) > 0, np.diff(doc_L, append=documents) > 0
-    tokens_BL, real_L = vocab.ordinary[rng.integers(len(vocab.ordinary), size=(rows, L))], np.ones(L, bool)
+    tokens_BL, real_L = (
+        vocab.non_special_ids[rng.integers(len(vocab.non_special_ids), size=(rows, L))],
+        np.ones(L, bool),
+    )
     for edge_L, special in ((begins_L, frame.before), (ends_L, frame.after)):
         if special:
             tokens_BL[:, edge_L], real_L[edge_L] = special[0], False
@@ -92,7 +95,7 @@ def random_rows(objective: Objective, vocab: Vocabulary, rows: int, length: int,
     starts_BL, ends_BL, salient_BL = (real_BL & (rng.random((rows, L)) < share) for share in (0.75, 0.05, 0.05))
     index = np.arange(seed * rows, (seed + 1) * rows)
     return Rows(
-        tokens_BL, doc_BL, position_BL, real_BL, index, row=index, epoch=0 * index,
+        tokens_BL, doc_BL, position_BL, real_BL, index, row_index=index, epoch=0 * index,
         word_start=starts_BL | first_BL, sentence_end=ends_BL | last_BL, salient=salient_BL,
     )  # fmt: skip
 
@@ -115,14 +118,14 @@ def rows_of_text(paths: Sequence[str], folder: Path) -> tuple[Vocabulary, RowMak
     train, own = open_shards(folder / "shards").train, tokenizer.vocab
     # One text for all objectives: the ids that WordPiece does not have are put behind its own.
     sentinels = tuple(range(own.size + 100, own.size, -1))
-    special = (*own.special, own.size, *reversed(sentinels))
-    vocab = replace(own, size=own.size + 101, eos=own.size, sentinels=sentinels, special=tuple(sorted(special)))
+    special = (*own.special_ids, own.size, *reversed(sentinels))
+    vocab = replace(own, size=own.size + 101, eos=own.size, sentinel_ids=sentinels, special_ids=tuple(sorted(special)))
 
     def make(objective: Objective, rows: int, length: int, seed: int) -> Rows:
         L = objective.source_length(length)
-        most, frame = objective.max_documents(L), objective.frame(vocab)
-        source = RowSource(train, L, frame, vocab.pad, 0, max_documents=most, bits=BITS)
-        return source.rows(np.arange(seed * rows, (seed + 1) * rows))
+        most, frame = objective.max_documents(L), objective.build_template(vocab)
+        source = PackedDataset(train, L, frame, vocab.pad, 0, max_documents_per_row=most, token_bits=BITS)
+        return source.get_rows(np.arange(seed * rows, (seed + 1) * rows))
 
     return vocab, make
 
@@ -133,8 +136,8 @@ def rows_of_text(paths: Sequence[str], folder: Path) -> tuple[Vocabulary, RowMak
 def our_step(objective: Objective, batches: Sequence[Rows], vocab: Vocabulary) -> Step:
     def step(turn: int) -> object:
         rows = batches[turn % len(batches)]
-        index = rows.index + turn * len(rows.index)
-        return objective(rows, Draw(0, index, index // len(index)), vocab)
+        index = rows.stream_index + turn * len(rows.stream_index)
+        return objective(rows, CounterRNG(0, index, index // len(index)), vocab)
 
     return step
 
@@ -178,8 +181,8 @@ def collate(collator: Any, examples: Sequence[list[Any]]) -> Step:
 
 def noise_alone(collator: Any, batches: Sequence[Rows]) -> Step:
     """Masking, without what comes before it."""
-    tokens = [torch.from_numpy(rows.tokens) for rows in batches]
-    special = [torch.from_numpy(~rows.real) for rows in batches]
+    tokens = [torch.from_numpy(rows.input_ids) for rows in batches]
+    special = [torch.from_numpy(~rows.maskable) for rows in batches]
 
     def step(turn: int) -> object:
         i = turn % len(batches)
@@ -190,27 +193,27 @@ def noise_alone(collator: Any, batches: Sequence[Rows]) -> Step:
 
 def their_arrays(rows: Rows, kind: str) -> list[Any]:
     """The same rows as bare arrays or tensors."""
-    return list(rows.tokens.copy() if kind == "np" else torch.from_numpy(rows.tokens.copy()))
+    return list(rows.input_ids.copy() if kind == "np" else torch.from_numpy(rows.input_ids.copy()))
 
 
 def their_examples(rows: Rows, words: bool) -> list[dict[str, Any]]:
     """The same rows as dictionaries of lists."""
     fields = {
-        "input_ids": rows.tokens,
-        "attention_mask": (rows.doc >= 0).astype(np.int64),
-        "special_tokens_mask": (~rows.real).astype(np.int64),
+        "input_ids": rows.input_ids,
+        "attention_mask": (rows.document_ids >= 0).astype(np.int64),
+        "special_tokens_mask": (~rows.maskable).astype(np.int64),
     }
     if words:
         fields["offset_mapping"] = offset_mapping(rows)
     lists = {name: array.tolist() for name, array in fields.items()}
-    return [{name: values[b] for name, values in lists.items()} for b in range(len(rows.tokens))]
+    return [{name: values[b] for name, values in lists.items()} for b in range(len(rows.input_ids))]
 
 
 def offset_mapping(rows: Rows) -> np.ndarray:
     """Where tokens would lie in a text: each is a letter long, and a space comes before every word."""
     assert rows.word_start is not None
-    start = np.cumsum(np.where(rows.word_start, 2, 1) * rows.real, 1)
-    return np.stack([np.where(rows.real, start, 0), np.where(rows.real, start + 1, 0)], 2)
+    start = np.cumsum(np.where(rows.word_start, 2, 1) * rows.maskable, 1)
+    return np.stack([np.where(rows.maskable, start, 0), np.where(rows.maskable, start + 1, 0)], 2)
 
 
 # Measuring
@@ -228,7 +231,7 @@ def measure(
     name: str, make: RowMaker, vocab: Vocabulary, tokenizer: Any, rows: int, length: int, turns: int, calls: int
 ) -> list[Speed]:
     """Let the sides take turns of some calls each; the first turn, which is not counted, warms them up."""
-    objective = NAMED[name]
+    objective = OBJECTIVES[name]
     batches = [make(objective, rows, length, seed) for seed in range(BATCHES)]
     sides = {OURS: our_step(objective, batches, vocab), **their_steps(name, batches, tokenizer)}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
@@ -236,7 +239,7 @@ def measure(
         for side, step in sides.items():
             seconds[side].append(timed(step, turn, calls if side in (OURS, "noise alone") else 1))
     kept = {side: taken[1:] for side, taken in seconds.items()}
-    tokens = batches[0].tokens.size
+    tokens = batches[0].input_ids.size
     return [speed(name, side, rows, length, tokens, taken, kept[OURS]) for side, taken in kept.items()]
 
 

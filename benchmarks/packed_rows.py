@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from firth.console import show_table
-from firth.models.config import Learned
+from firth.core.console import show_table
+from firth.models.config import LearnedPosition
 from firth.models.presets import bert
 from firth.tasks import FinetuneRecipe, make_task
-from firth.tasks.finetune import batch_function, trial_shapes
-from firth.tasks.shapes import size_of
+from firth.tasks.finetune import make_finetune_batch_fn, sample_shape_buckets
+from firth.tasks.shape_buckets import batch_shape
 from firth.text import read_labelled
 from firth.tokens import Tokenizer, load_tokenizer
 
@@ -43,13 +43,15 @@ def measure(tokenizer: Tokenizer, task: str, file: str, length: int, batch: int,
     """The second epoch of a run, in the shapes that were found in the first."""
     examples = read_labelled(file, task)[:most]
     recipe = FinetuneRecipe(task=task, max_seq_length=length, per_device_train_batch_size=batch)
-    work = make_task(task, examples, tokenizer, bert(1, 32, 2, tokenizer.vocab.size, position=Learned(512)), recipe)
+    work = make_task(
+        task, examples, tokenizer, bert(1, 32, 2, tokenizer.vocab.size, position=LearnedPosition(512)), recipe
+    )
     items: Sequence[Any] = work.encode(examples)
-    shapes, batches = trial_shapes(recipe, work, items), batch_function(recipe, work, items)
+    shapes, batches = sample_shape_buckets(recipe, work, items), make_finetune_batch_fn(recipe, work, items)
     steps = len(items) // batch
     made = [one for step in range(steps, 2 * steps) for one in batches(step)]
-    tokens, few = sum(one.num_tokens for one in made), [shapes.fit(size_of(one)) for one in made]
-    sheets = [sheet.size for item in items for sheet in item.sheets]
+    tokens, few = sum(one.num_tokens for one in made), [shapes.bucket_for(batch_shape(one)) for one in made]
+    sheets = [sheet.num_tokens for item in items for sheet in item.sequences]
     groups = np.array_split(np.random.default_rng(0).permutation(sheets), max(1, len(sheets) // batch))
     return Share(
         task,
@@ -57,8 +59,8 @@ def measure(tokenizer: Tokenizer, task: str, file: str, length: int, batch: int,
         length,
         tokens / (steps * batch),
         sum(sheets) / sum(len(group) * int(group.max()) for group in groups),
-        tokens / sum(one.tokens.size for one in made),
-        len({size_of(one) for one in made}),
+        tokens / sum(one.input_ids.size for one in made),
+        len({batch_shape(one) for one in made}),
         tokens / sum(size.rows * size.width for size in few),
         len(set(few)),
     )

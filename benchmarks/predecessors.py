@@ -32,22 +32,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from at_once import at_once
 
-from firth import __version__, verbs
-from firth.console import duration, say
-from firth.errors import UserError
+from firth import __version__, api
+from firth.core.console import format_duration, say
+from firth.core.errors import UserError
+from firth.core.files import read_json, write_json
 from firth.evaluate import evaluate
-from firth.files import read_json, write_json
-from firth.metrics import summarise
-from firth.models import Classes, LMHead, ModelConfig, flops_per_token, read_config
-from firth.models.config import ELMo
-from firth.objectives import NAMED
-from firth.recipes import finetuning
+from firth.metrics import mean_and_std
+from firth.models import ClassificationHead, LMHead, ModelConfig, flops_per_token, read_config
+from firth.models.config import ELMoConfig
+from firth.objectives import OBJECTIVES
+from firth.recipes import finetuning_defaults
+from firth.static.learners import CHUNKS_PER_STEP
+from firth.static.vocabulary import WORD_CHUNK_TOKENS
 from firth.tasks import FinetuneRecipe, finetune
 from firth.text import Corpus, read_labelled
-from firth.tokens import is_shards, open_shards
-from firth.train import choose_machine
-from firth.train.learners import STRETCHES
-from firth.train.words import STRETCH
+from firth.tokens import is_shards_folder, open_shards
+from firth.train import choose_compute
 
 RESULTS = "results.json"
 LENGTH = 128  # of rows
@@ -209,11 +209,11 @@ class Work:
     def shards(self, kind: str) -> Path:
         """The text in tokens of a kind, made once."""
         place = self.folder / f"shards-{kind}"
-        if not is_shards(place):
+        if not is_shards_folder(place):
             tokenizer = self.folder / f"tokenizer-{kind}"
             if not tokenizer.is_dir():
-                verbs.tokenizer(self.text(), tokenizer, kind, self.size.vocabulary[kind])
-            verbs.prepare(self.text(), tokenizer, place, resume=True, workers=self.options.workers)
+                api.tokenizer(self.text(), tokenizer, kind, self.size.vocabulary[kind])
+            api.prepare(self.text(), tokenizer, place, resume=True, workers=self.options.workers)
         return place
 
     # --- pretraining
@@ -245,11 +245,11 @@ class Work:
 
     def words(self) -> dict[str, Any]:
         shards = self.shards("word")
-        turns = -(-open_shards(shards).train.num_tokens // STRETCH) * self.size.epochs
-        how_long = {"max_steps": -(-turns // STRETCHES), **self.how_long()}
+        turns = -(-open_shards(shards).train.num_tokens // WORD_CHUNK_TOKENS) * self.size.epochs
+        how_long = {"max_steps": -(-turns // CHUNKS_PER_STEP), **self.how_long()}
         workers = {"workers": self.options.workers}
-        facts = verbs.pretrain("word2vec", shards, self.folder / "words", overwrite=True, overrides=workers, **how_long)
-        recipe = verbs.read_yaml(self.folder / "words" / "recipe.yaml")
+        facts = api.pretrain("word2vec", shards, self.folder / "words", overwrite=True, overrides=workers, **how_long)
+        recipe = api.read_yaml_mapping(self.folder / "words" / "recipe.yaml")
         # Each word is guessed by about window + 1 others (a window's size is drawn), against the noise words.
         each = 2 * recipe["vector_size"] * (recipe["negative"] + 1) * (recipe["window"] + 1)
         return summary(facts, "word2vec", each * BACKWARD * facts["tokens"])
@@ -257,7 +257,7 @@ class Work:
     def bag(self) -> dict[str, Any]:
         """A model of words and pairs of words, for the sake of its twin: nothing of its vectors is used."""
         more = {"workers": 1, "max_steps": 1, "bigrams": self.size.bigrams}
-        facts = verbs.pretrain("word2vec", self.shards("word"), self.folder / "bag", overwrite=True, overrides=more)
+        facts = api.pretrain("word2vec", self.shards("word"), self.folder / "bag", overwrite=True, overrides=more)
         return summary(facts, "word2vec", 0.0)
 
     def elmo(self) -> dict[str, Any]:
@@ -273,7 +273,7 @@ class Work:
         """As many steps as another body has operations for."""
         wanted = self.results["pretraining"][like]["flops"]
         shards, model = self.shards("wordpiece"), self.size.models["bert"]
-        config, _ = verbs.find_model(model)
+        config, _ = api.resolve_model(model)
         config = replace(config, vocab_size=open_shards(shards).tokenizer.vocab.size)
         a_step = BACKWARD * flops_of(config, 1.0) * self.size.rows["bert"] * LENGTH
         steps = max(1, round(wanted / a_step))
@@ -285,7 +285,7 @@ class Work:
         self, side: str, kind: str, options: dict[str, Any], model: str = ""
     ) -> tuple[dict[str, Any], ModelConfig]:
         model = model or side
-        facts = verbs.pretrain(
+        facts = api.pretrain(
             self.size.models[model],
             self.shards(kind),
             self.folder / side,
@@ -323,7 +323,7 @@ class Work:
         examples = read_labelled(self.files(task)[0], TASKS[task].task, None, "train")
         text.write_text("".join(json.dumps({"text": " ".join(e.texts)}) + "\n" for e in examples), encoding="utf-8")
         rows = {"per_device_train_batch_size": self.size.rows["ulmfit"], "save_steps": 10**6, "eval_rows": EVAL_ROWS}
-        return verbs.learn_target(final, [text], place, overwrite=True, **self.how_long(self.size.target), **rows)
+        return api.adapt_to_target_text(final, [text], place, overwrite=True, **self.how_long(self.size.target), **rows)
 
     def cell(self, side: str, task: str, labels: str, seed: int) -> FinetuneRecipe | None:
         """How one seed learns; None where no time is left."""
@@ -332,7 +332,7 @@ class Work:
             return None
         steps = self.size.steps.get(labels, self.size.steps["more"]) * (TAG_STEPS if TASKS[task].task == "tag" else 1)
         train, dev = self.files(task)
-        fields = finetuning(read_config(checkpoint))
+        fields = finetuning_defaults(read_config(checkpoint))
         if side == "ulmfit":  # all layers learn from the middle of the run on
             fields |= {"unfreeze_every": max(1, steps // 10), "num_train_epochs": 0.0}
         fields |= SIDES[side].fields | ((SIDES[side].tags or {}) if TASKS[task].task == "tag" else {})
@@ -391,7 +391,7 @@ class Work:
         return self.complete
 
     def time_left(self) -> str:
-        return f"{duration(max(self.budget.left(), 0))} left" if self.options.budget else "no end set"
+        return f"{format_duration(max(self.budget.left(), 0))} left" if self.options.budget else "no end set"
 
 
 def score(recipe: FinetuneRecipe) -> dict[str, Any]:
@@ -418,15 +418,15 @@ def summary(facts: Mapping[str, Any], model: str, flops: float) -> dict[str, Any
 
 def flops_of(config: ModelConfig, spelled: float) -> float:
     """Operations to read one token in pretraining, as they are computed; `spelled` is the share of words spelled."""
-    body = flops_per_token(replace(config, head=Classes(())), LENGTH)
+    body = flops_per_token(replace(config, head=ClassificationHead(())), LENGTH)
     head = config.head
     assert isinstance(head, LMHead)
-    if isinstance(config.recurrent, ELMo):
-        words = flops_per_token(replace(config, head=Classes(()), num_layers=0), LENGTH)
-        ways, sampled = 2, min(head.sampled or config.vocab_size, config.vocab_size)
-        return body - words + spelled * words + ways * 2 * config.recurrent.projection * sampled
+    if isinstance(config.recurrent, ELMoConfig):
+        words = flops_per_token(replace(config, head=ClassificationHead(()), num_layers=0), LENGTH)
+        ways, sampled = 2, min(head.num_sampled or config.vocab_size, config.vocab_size)
+        return body - words + spelled * words + ways * 2 * config.recurrent.proj_size * sampled
     vocabulary = flops_per_token(config, LENGTH) - body
-    asked = NAMED["mlm"].promises()["asked"] if config.shape == "encoder" else 1.0
+    asked = OBJECTIVES["mlm"].expected_rates()["asked"] if config.architecture == "encoder" else 1.0
     return body + asked * vocabulary
 
 
@@ -462,7 +462,7 @@ def cells_of(results: Mapping[str, Any]) -> dict[tuple[str, str, str], Cell]:
         side, task, labels, _ = key.split("/")
         found[side, task, labels].append(cell)
     return {
-        key: Cell(*summarise([100 * c["score"] for c in some]), len(some), sum(c["failed"] for c in some))
+        key: Cell(*mean_and_std([100 * c["score"] for c in some]), len(some), sum(c["failed"] for c in some))
         for key, some in found.items()
     }
 
@@ -597,7 +597,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 def main(words: Sequence[str] | None = None) -> None:
     options = arguments(words)
-    began, machine = time.monotonic(), choose_machine(FinetuneRecipe())
+    began, machine = time.monotonic(), choose_compute(FinetuneRecipe())
     say(f"firth {__version__}; {machine}")
     work = Work(options)
     complete = work.run()
@@ -610,7 +610,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if again:
         print(f"pretrained more than once, as the folder was gone: {', '.join(again)}; cells are of any of these.")
     state = "complete" if complete else "not complete: the budget is used up; the same command goes on"
-    say(f"{state}; {duration(time.monotonic() - began)}")
+    say(f"{state}; {format_duration(time.monotonic() - began)}")
     if options.json:
         facts = {**work.results, "complete": complete, "labels_needed": answers, "machine": str(machine)}
         print(json.dumps(facts))

@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from firth.console import show_table
-from firth.models import Model, ModelConfig, make_model, preset
-from firth.models.config import AWDLSTM, ELMo
+from firth.core.console import show_table
+from firth.models import Model, ModelConfig, get_preset, make_model
+from firth.models.config import AWDLSTMConfig, ELMoConfig
 from firth.objectives import Batch
 
 VOCABULARY = 30_000
@@ -39,13 +39,13 @@ class PlainDecoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         spec = config.recurrent
-        assert isinstance(spec, AWDLSTM)
-        widths = [config.dim, *[spec.hidden] * (config.num_layers - 1), config.dim]
+        assert isinstance(spec, AWDLSTMConfig)
+        widths = [config.dim, *[spec.hidden_size] * (config.num_layers - 1), config.dim]
         self.tokens = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(nn.LSTM(a, b, batch_first=True) for a, b in pairwise(widths))
 
     def forward(self, batch: Batch) -> Tensor:
-        x = self.tokens(batch.tokens)
+        x = self.tokens(batch.input_ids)
         for lstm in self.layers:
             x, _ = lstm(x)
         return F.cross_entropy((x @ self.tokens.weight.T).flatten(0, 1).float(), batch.labels.flatten())
@@ -57,13 +57,13 @@ class PlainBiLM(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         spec = config.recurrent
-        assert isinstance(spec, ELMo)
-        P, H = spec.projection, spec.hidden
+        assert isinstance(spec, ELMoConfig)
+        P, H = spec.proj_size, spec.hidden_size
         self.tokens, self.out = nn.Embedding(config.vocab_size, P), nn.Linear(P, config.vocab_size)
         self.ways = nn.ModuleList(nn.LSTM(P, H, config.num_layers, proj_size=P, batch_first=True) for _ in range(2))
 
     def forward(self, batch: Batch) -> Tensor:
-        x = self.tokens(batch.tokens)
+        x = self.tokens(batch.input_ids)
         there, back = self.ways[0](x)[0], self.ways[1](x.flip(1))[0].flip(1)
         logits = self.out(torch.stack([there, back], 1))
         return F.cross_entropy(logits.flatten(0, 2).float(), batch.labels.flatten())
@@ -71,7 +71,7 @@ class PlainBiLM(nn.Module):
 
 def ours(name: str, config: ModelConfig) -> nn.Module:
     if name.endswith("no bounds"):
-        assert isinstance(config.recurrent, ELMo)
+        assert isinstance(config.recurrent, ELMoConfig)
         config = replace(config, recurrent=replace(config.recurrent, clip=0.0))
     return make_model(config)
 
@@ -79,16 +79,16 @@ def ours(name: str, config: ModelConfig) -> nn.Module:
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     if not isinstance(model, Model):
         return model(batch)
-    return sum((part / batch.counts[name] for name, part in model.losses(batch).items()), torch.zeros(()))
+    return sum((part / batch.loss_counts[name] for name, part in model.losses(batch).items()), torch.zeros(()))
 
 
 def some_batch(config: ModelConfig, rows: int, length: int, device: torch.device) -> Batch:
     tokens = torch.randint(5, config.vocab_size, (rows, length), device=device)
-    if not isinstance(config.recurrent, ELMo):
+    if not isinstance(config.recurrent, ELMoConfig):
         return Batch(tokens, labels=tokens.roll(-1, 1))
     both = torch.stack([tokens.roll(-1, 1), tokens.roll(1, 1)], 1)
     spelled = torch.randint(0, 256, (rows, length, 50), device=device)
-    return Batch(tokens, rank=both, labels=both, characters=spelled)
+    return Batch(tokens, attention_rank=both, labels=both, char_ids=spelled)
 
 
 def stepper(model: nn.Module, batch: Batch, device: torch.device) -> Callable[[], None]:
@@ -119,7 +119,7 @@ def measure(name: str, config: ModelConfig, rows: int, length: int, steps: int, 
     """Tokens a second of both sides, and their ratio."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = some_batch(config, rows, length, device)
-    plain = PlainBiLM(config) if isinstance(config.recurrent, ELMo) else PlainDecoder(config)
+    plain = PlainBiLM(config) if isinstance(config.recurrent, ELMoConfig) else PlainDecoder(config)
     sides = [stepper(model, batch, device) for model in (ours(name, config), plain)]
     for step in sides:
         timed(step, 2, device)
@@ -140,7 +140,7 @@ def main() -> None:
     args = parser.parse_args()
     found = []
     for name in args.model or SIDES:
-        config = replace(preset(SIDES[name]), vocab_size=VOCABULARY)
+        config = replace(get_preset(SIDES[name]), vocab_size=VOCABULARY)
         found.append(measure(name, config, args.rows, args.length, args.steps))
     if args.json:
         print(json.dumps(found))

@@ -24,11 +24,11 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from firth import verbs
-from firth.console import say, show_table
-from firth.lab.prove_resume import identity, last_step, wait
-from firth.tokens import is_shards
-from firth.train import Training, choose_machine, parse_overrides
+from firth import api
+from firth.core.console import say, show_table
+from firth.lab.prove_resume import file_identity, last_logged_step, wait_until
+from firth.tokens import is_shards_folder
+from firth.train import TrainingConfig, choose_compute, parse_overrides
 
 WAYS = {"python": "Python and its libraries", "fresh": "a fresh start", "resume": "a resume"}
 MANY = 10**6  # steps: more than will be taken
@@ -50,11 +50,11 @@ def command(model: str, data: Path, folder: Path, save: int, overrides: Sequence
 
 def until_a_step(words: Sequence[object], folder: Path, after: int, save: int) -> float:
     """Seconds until the log has a step after this one; then the run is killed, once its next checkpoint is whole."""
-    log, began = identity(folder / "log.jsonl"), time.monotonic()
+    log, began = file_identity(folder / "log.jsonl"), time.monotonic()
     process = start(words)
-    wait(lambda: identity(folder / "log.jsonl") != log and last_step(folder) > after, process)
+    wait_until(lambda: file_identity(folder / "log.jsonl") != log and last_logged_step(folder) > after, process)
     seconds = time.monotonic() - began
-    wait(lambda: (folder / f"checkpoint-{after + save}").is_dir(), process)
+    wait_until(lambda: (folder / f"checkpoint-{after + save}").is_dir(), process)
     process.kill()
     _, said = process.communicate()
     if process.returncode >= 0:
@@ -65,16 +65,16 @@ def until_a_step(words: Sequence[object], folder: Path, after: int, save: int) -
 def loading() -> float:
     """Seconds until Python has loaded what the verb needs."""
     began = time.monotonic()
-    start(["-c", "import firth.verbs"]).communicate()
+    start(["-c", "import firth.api"]).communicate()
     return time.monotonic() - began
 
 
 def shards_of(model: str, data: str, folder: Path, overrides: Sequence[str]) -> Path:
     """The shards: those that were named, or those of a run of one step on the text."""
-    if is_shards(Path(data)):
+    if is_shards_folder(Path(data)):
         return Path(data)
     say(f"making shards of {data}")
-    verbs.pretrain(model, data, folder, max_steps=1, overrides=parse_overrides(overrides))
+    api.pretrain(model, data, folder, max_steps=1, overrides=parse_overrides(overrides))
     return folder / "data"
 
 
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             say(f"{WAYS['resume']} {found['resume'][-1]:.1f} s")
         checkpoint = Path(place) / "run-0" / f"checkpoint-{given.save}"
         size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
-    machine = choose_machine(Training())
+    machine = choose_compute(TrainingConfig())
     took = {name: statistics.median(times) for name, times in found.items()}
     rows = [
         (WAYS[name], f"{took[name]:.2f}", f"{min(times):.2f}", f"{max(times):.2f}") for name, times in found.items()

@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 
 from firth import __version__
-from firth.cli import parse_bytes
-from firth.console import say, show_table
+from firth.cli.main import parse_bytes
+from firth.core.console import say, show_table
 from firth.text import Corpus
-from firth.tokens import Frame, RowSource, load_tokenizer, open_shards, prepare, train_tokenizer
+from firth.tokens import PackedDataset, RowTemplate, load_tokenizer, open_shards, prepare, train_tokenizer
 
 SIDES = ("firth prepare", "encode_batch", "datasets.map")
 LENGTH = 512
@@ -44,7 +44,7 @@ LEARNED_FROM = 6000  # documents
 def firth_prepare(text: str, tokenizer: str, folder: str, workers: int) -> dict[str, Any]:
     corpus = Corpus([text])
     facts = prepare(
-        corpus, load_tokenizer(tokenizer), folder, 0.0, dedup="none", total_bytes=corpus.bytes, workers=workers
+        corpus, load_tokenizer(tokenizer), folder, 0.0, dedup="none", total_bytes=corpus.total_bytes, workers=workers
     )
     return {"tokens": facts["tokens"]}
 
@@ -189,14 +189,16 @@ def rows_of(shards: Path) -> list[dict[str, Any]]:
     """How full rows are, and how fast they are made on one core."""
     prepared = open_shards(shards)
     vocab, found = prepared.tokenizer.vocab, []
-    framed = Frame((vocab.cls,), (vocab.sep,)) if vocab.cls is not None and vocab.sep is not None else Frame()
+    framed = (
+        RowTemplate((vocab.cls,), (vocab.sep,)) if vocab.cls is not None and vocab.sep is not None else RowTemplate()
+    )
     for length in (128, 512):
         for split in ("token", "sentence"):
-            source = RowSource(prepared.train, length, framed, vocab.pad, seed=0, split=split)
+            source = PackedDataset(prepared.train, length, framed, vocab.pad, seed=0, split_at=split)
             size, best = 64 * 512 // length, float("inf")
             for turn in range(20):
                 start = time.process_time()
-                source.rows(np.arange(size) + turn * size)
+                source.get_rows(np.arange(size) + turn * size)
                 best = min(best, time.process_time() - start)
             tokens = int(source.packing.piece_length.sum())
             found.append(
@@ -204,7 +206,7 @@ def rows_of(shards: Path) -> list[dict[str, Any]]:
                     "length": length,
                     "split": split,
                     "used": tokens / prepared.train.num_tokens,
-                    "padding": 1 - source.tokens_used,
+                    "padding": 1 - source.fill_ratio,
                     "tokens_per_second": size * length / best,
                 }
             )

@@ -32,16 +32,16 @@ import transformers
 from torch import Tensor
 
 from firth import __version__
-from firth.console import say, show_table
-from firth.models import Model, preset, warm_start
-from firth.objectives import IGNORED, MLM, Batch, Draw
-from firth.recipes import changed, pretraining
+from firth.core.console import say, show_table
+from firth.models import Model, get_preset, warm_start_embeddings
+from firth.objectives import IGNORE_INDEX, MLM, Batch, CounterRNG
+from firth.recipes import pretraining_recipe, update_recipe
 from firth.tasks import FinetuneRecipe, finetune
 from firth.text import read_labelled
-from firth.tokens import Prepared, RowSource, open_shards
-from firth.train import Machine, Recipe, Run, choose_machine, fit, parse_overrides, read_log
-from firth.train.feed import alone, batch_function, row_source, shorter_rows
-from firth.train.pretrain import finish, first_model, settle, trial
+from firth.tokens import PackedDataset, ShardSet, open_shards
+from firth.train import ComputeConfig, Recipe, TrainingRun, choose_compute, fit, parse_overrides, read_log
+from firth.train.dataloader import make_pretrain_batch_fn, make_ramp_datasets, make_row_dataset, single_stage_recipe
+from firth.train.pretrain import build_pretrain_model, resolve_schedule, time_steps, write_final_model
 from firth.train.ramp import stage_shares
 
 OURS, THEIRS = "firth", "transformers"
@@ -117,34 +117,46 @@ def wait() -> None:
 # The questions for both
 
 
-def questions(shards: Prepared, length: int, rows: int) -> list[Batch]:
+def questions(shards: ShardSet, length: int, rows: int) -> list[Batch]:
     """Masked held-out documents, one in a row, always the same."""
     assert shards.held_out is not None, "prepare the text with some of it held out"
     vocab, objective = shards.tokenizer.vocab, MLM()
-    source = RowSource(
-        shards.held_out, length, objective.frame(vocab), vocab.pad, 0, max_documents=1, shuffle=False, allow_short=True
+    source = PackedDataset(
+        shards.held_out,
+        length,
+        objective.build_template(vocab),
+        vocab.pad,
+        0,
+        max_documents_per_row=1,
+        shuffle=False,
+        allow_short=True,
     )
     index = np.arange(min(rows, source.num_rows))
-    return [objective(source.rows(some), Draw(0, some), vocab) for some in np.array_split(index, -(-len(index) // 64))]
+    return [
+        objective(source.get_rows(some), CounterRNG(0, some), vocab)
+        for some in np.array_split(index, -(-len(index) // 64))
+    ]
 
 
-def held_out_loss(ask: Callable[[Batch], Tensor], asked: Sequence[Batch], machine: Machine) -> float:
+def held_out_loss(ask: Callable[[Batch], Tensor], asked: Sequence[Batch], machine: ComputeConfig) -> float:
     """The mean loss over all answers, from a function that gives the logits (B, K, V) of a batch."""
     total, count = 0.0, 0
-    with torch.no_grad(), machine.precision():
+    with torch.no_grad(), machine.autocast():
         for batch in asked:
             on_device = batch.to(machine.device)
             logits = ask(on_device).float().flatten(0, 1)
-            total += F.cross_entropy(logits, on_device.labels.flatten(), ignore_index=IGNORED, reduction="sum").item()
-            count += batch.num_answers
+            total += F.cross_entropy(
+                logits, on_device.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+            ).item()
+            count += batch.num_targets
     return total / count
 
 
 def their_answers(model: Any) -> Callable[[Batch], Tensor]:
     def ask(batch: Batch) -> Tensor:
-        states = model.bert(batch.tokens, attention_mask=(batch.doc >= 0).long()).last_hidden_state
-        row = torch.arange(len(batch.tokens), device=states.device)[:, None]
-        return model.cls(states[row, batch.asked])
+        states = model.bert(batch.input_ids, attention_mask=(batch.document_ids >= 0).long()).last_hidden_state
+        row = torch.arange(len(batch.input_ids), device=states.device)[:, None]
+        return model.cls(states[row, batch.target_positions])
 
     return ask
 
@@ -152,26 +164,26 @@ def their_answers(model: Any) -> Callable[[Batch], Tensor]:
 # Our side
 
 
-def train_ours(options: argparse.Namespace, shards: Prepared, asked: Sequence[Batch], folder: Path) -> Course:
+def train_ours(options: argparse.Namespace, shards: ShardSet, asked: Sequence[Batch], folder: Path) -> Course:
     """The default recipe, planned to last so many seconds."""
     recipe = our_recipe(options, shards, folder)
-    machine = choose_machine(recipe)
-    rows, shorter = row_source(recipe, shards, held_out=False), shorter_rows(recipe, shards)
-    model, began = first_model(recipe, shards.tokenizer), time.perf_counter()
+    machine = choose_compute(recipe)
+    rows, shorter = make_row_dataset(recipe, shards, held_out=False), make_ramp_datasets(recipe, shards)
+    model, began = build_pretrain_model(recipe, shards.tokenizer), time.perf_counter()
     if recipe.warm_start == "ppmi":
-        warm_start(model, shards.train, recipe.seed)
+        warm_start_embeddings(model, shards.train, recipe.seed)
     before = time.perf_counter() - began
     say(f"{OURS}: {before:.1f} s for the first embeddings")
     if not recipe.max_steps:
 
         def seconds_of(plain: Recipe) -> float:
-            source, twin = shorter.get(plain.max_seq_length, rows), first_model(plain, shards.tokenizer)
-            batches = batch_function(plain, source, shards.tokenizer)
-            return trial(plain, machine, twin, batches, None, seconds=options.trial)[0]
+            source, twin = shorter.get(plain.max_seq_length, rows), build_pretrain_model(plain, shards.tokenizer)
+            batches = make_pretrain_batch_fn(plain, source, shards.tokenizer)
+            return time_steps(plain, machine, twin, batches, None, seconds=options.trial)[0]
 
-        seconds = sum(share * seconds_of(alone(recipe, stage)) for stage, share in stage_shares(recipe))
+        seconds = sum(share * seconds_of(single_stage_recipe(recipe, stage)) for stage, share in stage_shares(recipe))
         recipe = replace(recipe, max_steps=max(2, int((options.seconds - before) / seconds)))
-    recipe = settle(recipe, rows.num_rows, lambda: (0.0, 0.0), 0.0)
+    recipe = resolve_schedule(recipe, rows.num_rows, lambda: (0.0, 0.0), 0.0)
     course = Course(OURS)
 
     def evaluate() -> float:
@@ -188,18 +200,18 @@ def train_ours(options: argparse.Namespace, shards: Prepared, asked: Sequence[Ba
     say(f"{OURS}: {recipe.optim}, rate {recipe.learning_rate:g}, decay {recipe.weight_decay:g}")
     say(f"{OURS}: {recipe.max_steps:,} steps on {machine}")
     folder.mkdir(parents=True)
-    batches = batch_function(recipe, rows, shards.tokenizer, shorter)
-    fit(Run(recipe, machine, model, batches, folder=folder, name=OURS, hooks=[(1, hook)]))
+    batches = make_pretrain_batch_fn(recipe, rows, shards.tokenizer, shorter)
+    fit(TrainingRun(recipe, machine, model, batches, folder=folder, name=OURS, hooks=[(1, hook)]))
     if recipe.ema_decay:  # the mean of the weights is what is kept
         course.losses[-1] = evaluate()
-    finish(model, folder)
+    write_final_model(model, folder)
     say(f"{OURS}: training loss {read_log(folder / 'log.jsonl')[-1]['loss']:.3f} at the end")
     return course
 
 
-def our_recipe(options: argparse.Namespace, shards: Prepared, folder: Path) -> Recipe:
-    config = replace(preset(options.model), vocab_size=shards.tokenizer.vocab.size)
-    recipe = pretraining(
+def our_recipe(options: argparse.Namespace, shards: ShardSet, folder: Path) -> Recipe:
+    config = replace(get_preset(options.model), vocab_size=shards.tokenizer.vocab.size)
+    recipe = pretraining_recipe(
         config,
         output_dir=str(folder),
         data=str(shards.folder),
@@ -209,7 +221,7 @@ def our_recipe(options: argparse.Namespace, shards: Prepared, folder: Path) -> R
         save_steps=10**9,
         max_steps=options.steps,
     )
-    recipe = changed(recipe, parse_overrides(options.changes))
+    recipe = update_recipe(recipe, parse_overrides(options.changes))
     recipe.check()
     return recipe
 
@@ -220,7 +232,7 @@ def our_recipe(options: argparse.Namespace, shards: Prepared, folder: Path) -> R
 class Blocks(torch.utils.data.Dataset):
     """Texts in their frames, joined and cut into full rows, as `transformers`' own example does."""
 
-    def __init__(self, shards: Prepared, length: int) -> None:
+    def __init__(self, shards: ShardSet, length: int) -> None:
         vocab, part = shards.tokenizer.vocab, shards.train
         tokens, offsets = np.asarray(part.tokens), np.asarray(part.offsets)
         size = np.diff(offsets) + 2
@@ -249,9 +261,9 @@ class Watch(transformers.TrainerCallback):
         self.told(state.global_step)
 
 
-def train_theirs(options: argparse.Namespace, shards: Prepared, asked: Sequence[Batch], folder: Path) -> Course:
+def train_theirs(options: argparse.Namespace, shards: ShardSet, asked: Sequence[Batch], folder: Path) -> Course:
     """Trainer as it is, with BERT's published settings."""
-    machine, course = choose_machine(our_recipe(options, shards, folder)), Course(THEIRS)
+    machine, course = choose_compute(our_recipe(options, shards, folder)), Course(THEIRS)
     tokenizer = transformers.AutoTokenizer.from_pretrained(shards.folder / "tokenizer")
     rows = Blocks(shards, options.length)
 
@@ -291,7 +303,7 @@ def train_theirs(options: argparse.Namespace, shards: Prepared, asked: Sequence[
     return course
 
 
-def their_config(options: argparse.Namespace, shards: Prepared) -> Any:
+def their_config(options: argparse.Namespace, shards: ShardSet) -> Any:
     return transformers.BertConfig(
         vocab_size=shards.tokenizer.vocab.size,
         hidden_size=options.peer_dim,
@@ -302,7 +314,7 @@ def their_config(options: argparse.Namespace, shards: Prepared) -> Any:
     )
 
 
-def their_arguments(options: argparse.Namespace, machine: Machine, folder: Path, steps: int) -> Any:
+def their_arguments(options: argparse.Namespace, machine: ComputeConfig, folder: Path, steps: int) -> Any:
     return transformers.TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
@@ -365,7 +377,7 @@ def finetune_theirs(options: argparse.Namespace, checkpoint: Path, folder: Path)
         ids = tokenizer([e.texts[0] for e in examples], truncation=True, max_length=options.length)["input_ids"]
         return [{"input_ids": x, "labels": names.index(e.target)} for x, e in zip(ids, examples, strict=True)]
 
-    machine = choose_machine(FinetuneRecipe())
+    machine = choose_compute(FinetuneRecipe())
     trainer = transformers.Trainer(
         model,
         transformers.TrainingArguments(

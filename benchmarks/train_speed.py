@@ -50,28 +50,38 @@ import transformers
 from torch import Tensor, nn
 
 from firth import __version__
-from firth.console import progress, say, show_table
-from firth.models import LMHead, Model, ModelConfig, make_model, preset, to_hf_config, with_extras
+from firth.core.console import progress, say, show_table
+from firth.models import LMHead, Model, ModelConfig, get_preset, make_model, to_hf_config, with_extras
 from firth.models.attention import Attention
-from firth.models.eight import Linear8
+from firth.models.fp8.linear import Float8Linear
+from firth.models.hf.checkpoint import to_hf_tensors
 from firth.models.presets import bert, gpt2, t5
-from firth.models.weights import to_hf
-from firth.objectives import CLM, IGNORED, MLM, NAMED, Batch, Draw, Objective, PermutationLM, SpanCorruption
+from firth.objectives import (
+    CLM,
+    IGNORE_INDEX,
+    MLM,
+    OBJECTIVES,
+    Batch,
+    CounterRNG,
+    Objective,
+    PermutationLM,
+    SpanCorruption,
+)
 from firth.tokens import Rows, Vocabulary
-from firth.tokens.rows import cut, pack
-from firth.train import Machine, Run, Training, choose_machine, override, parse_overrides
+from firth.tokens.dataset import pack_documents, split_documents
+from firth.train import ComputeConfig, TrainingConfig, TrainingRun, apply_overrides, choose_compute, parse_overrides
 from firth.train.optim import make_optimizer
-from firth.train.step import prepared, train_step
+from firth.train.step import build_loss_fn, train_step
 
 DOCUMENTS = 4  # in a packed row
-SETTINGS = Training(learning_rate=1e-4, max_grad_norm=1.0, weight_decay=0.01)
+SETTINGS = TrainingConfig(learning_rate=1e-4, max_grad_norm=1.0, weight_decay=0.01)
 OURS, THEIRS, PACKED = "firth", "transformers", "firth, packed"
 WITHOUT: dict[str, dict[str, Any]] = {  # what can be switched off, as changes of our recipe
     "compile": {"compile": False},
     "graphs": {"cuda_graphs": False},
     "fused_attention": {"fused_attention": False},
     "fused_loss": {"fused_loss": False},
-    "lean": {"lean": False},
+    "recompute": {"recompute": False},
     "padding": {"pad_vocabulary": False},
     "residual": {"residual": "float32"},
     "last_layer": {"last_layer": "all"},
@@ -102,22 +112,22 @@ ON_CPU: dict[str, Workload] = {
     "t5-4x256": Workload(t5(4, 256, 4, 1024), SpanCorruption(), rows=16, length=128),
 }
 ON_GPU: dict[str, Workload] = {
-    "bert-base-128": Workload(preset("bert-base"), MLM(), rows=256, length=128, wanted=1.55),
-    "bert-base-512": Workload(preset("bert-base"), MLM(), rows=64, length=512, wanted=1.7),
-    "modernbert-base": Workload(preset("modernbert-base"), MLM(), rows=256, length=128),
-    "gpt2": Workload(preset("gpt2"), CLM(), rows=32, length=1024, wanted=1.47),
+    "bert-base-128": Workload(get_preset("bert-base"), MLM(), rows=256, length=128, wanted=1.55),
+    "bert-base-512": Workload(get_preset("bert-base"), MLM(), rows=64, length=512, wanted=1.7),
+    "modernbert-base": Workload(get_preset("modernbert-base"), MLM(), rows=256, length=128),
+    "gpt2": Workload(get_preset("gpt2"), CLM(), rows=32, length=1024, wanted=1.47),
     "gpt2-no-dropout": Workload(
-        replace(preset("gpt2"), dropout=0.0, attention_dropout=0.0), CLM(), rows=32, length=1024, wanted=1.47
+        replace(get_preset("gpt2"), dropout=0.0, attention_dropout=0.0), CLM(), rows=32, length=1024, wanted=1.47
     ),
-    "llama-3.2-1b": Workload(preset("llama-3.2-1b"), CLM(), rows=8, length=2048, wanted=1.15),
-    "t5.1.1-base": Workload(preset("t5.1.1-base"), SpanCorruption(), rows=48, length=512, wanted=1.8),
-    "bart-base": Workload(preset("bart-base"), NAMED["bart"], rows=48, length=512, wanted=1.25),
-    "deberta-base": Workload(preset("deberta-base"), MLM(), rows=16, length=512, wanted=2.5),
-    "deberta-v3-base": Workload(preset("deberta-v3-base"), MLM(), rows=16, length=512, wanted=2.5),
-    "xlnet-base": Workload(preset("xlnet-base"), PermutationLM(), rows=16, length=512, wanted=2.5),
-    "albert-base": Workload(preset("albert-base"), MLM(), rows=16, length=512, wanted=1.3),
+    "llama-3.2-1b": Workload(get_preset("llama-3.2-1b"), CLM(), rows=8, length=2048, wanted=1.15),
+    "t5.1.1-base": Workload(get_preset("t5.1.1-base"), SpanCorruption(), rows=48, length=512, wanted=1.8),
+    "bart-base": Workload(get_preset("bart-base"), OBJECTIVES["bart"], rows=48, length=512, wanted=1.25),
+    "deberta-base": Workload(get_preset("deberta-base"), MLM(), rows=16, length=512, wanted=2.5),
+    "deberta-v3-base": Workload(get_preset("deberta-v3-base"), MLM(), rows=16, length=512, wanted=2.5),
+    "xlnet-base": Workload(get_preset("xlnet-base"), PermutationLM(), rows=16, length=512, wanted=2.5),
+    "albert-base": Workload(get_preset("albert-base"), MLM(), rows=16, length=512, wanted=1.3),
 }
-DOCUMENTS_OF = Workload(preset("bert-base"), MLM(), rows=64, length=512, wanted=2.5)  # the lengths are in a file
+DOCUMENTS_OF = Workload(get_preset("bert-base"), MLM(), rows=64, length=512, wanted=2.5)  # the lengths are in a file
 WORKLOADS = ON_CPU | ON_GPU
 
 
@@ -140,16 +150,16 @@ class Speed:
 def vocabulary(size: int) -> Vocabulary:
     """Special ids first, sentinels last, the rest is text."""
     sentinels = tuple(range(size - 1, size - 101, -1))
-    return Vocabulary(size, 0, 1, 2, 3, 4, 5, 6, sentinels, special=(*range(7), *reversed(sentinels)))
+    return Vocabulary(size, 0, 1, 2, 3, 4, 5, 6, sentinels, special_ids=(*range(7), *reversed(sentinels)))
 
 
 def random_rows(workload: Workload, vocab: Vocabulary, step: int, documents: int) -> Rows:
     """Full rows of random text, each with so many documents of equal length in their frames."""
     B, L = workload.rows, workload.objective.source_length(workload.length)
-    frame, rng = workload.objective.frame(vocab), np.random.default_rng(step)
+    frame, rng = workload.objective.build_template(vocab), np.random.default_rng(step)
     doc_L = np.arange(L, dtype=np.int32) * documents // L
     begins_L, ends_L = np.diff(doc_L, prepend=-1) > 0, np.diff(doc_L, append=documents) > 0
-    tokens_BL, real_L = vocab.ordinary[rng.integers(len(vocab.ordinary), size=(B, L))], np.ones(L, bool)
+    tokens_BL, real_L = vocab.non_special_ids[rng.integers(len(vocab.non_special_ids), size=(B, L))], np.ones(L, bool)
     for edge_L, special in ((begins_L, frame.before), (ends_L, frame.after)):
         if special:
             tokens_BL[:, edge_L], real_L[edge_L] = special[0], False
@@ -164,10 +174,10 @@ def make_batch(workload: Workload, step: int, documents: int = 1) -> Batch:
     """What the objective makes of fresh rows. A row of one document needs nothing that tells documents apart."""
     vocab = vocabulary(workload.model.vocab_size)
     rows = random_rows(workload, vocab, step, documents)
-    batch = workload.objective(rows, Draw(0, rows.index), vocab)
+    batch = workload.objective(rows, CounterRNG(0, rows.stream_index), vocab)
     if documents > 1:
         return batch
-    return batch._replace(doc=None, position=None, decoder_doc=None, decoder_position=None)
+    return batch._replace(document_ids=None, position_ids=None, decoder_document_ids=None, decoder_position_ids=None)
 
 
 # Documents of different lengths
@@ -175,13 +185,13 @@ def make_batch(workload: Workload, step: int, documents: int = 1) -> Batch:
 
 def rows_of(pieces: Sequence[Sequence[int]], length: int, objective: Objective, vocab: Vocabulary, seed: int) -> Rows:
     """Rows of random texts of these lengths, one row for each list, in their frames; what is left is padding."""
-    frame, rng, B = objective.frame(vocab), np.random.default_rng(seed), len(pieces)
+    frame, rng, B = objective.build_template(vocab), np.random.default_rng(seed), len(pieces)
     tokens_BL, real_BL = np.full((B, length), vocab.pad, dtype=np.int64), np.zeros((B, length), dtype=bool)
     doc_BL, position_BL = np.full((B, length), -1, dtype=np.int32), np.zeros((B, length), dtype=np.int32)
     for b, some in enumerate(pieces):
         at = 0
         for d, n in enumerate(some):
-            text = vocab.ordinary[rng.integers(len(vocab.ordinary), size=n)]
+            text = vocab.non_special_ids[rng.integers(len(vocab.non_special_ids), size=n)]
             whole = np.concatenate([frame.before, text, frame.after]).astype(np.int64)
             place = slice(at, at + len(whole))
             tokens_BL[b, place], doc_BL[b, place] = whole, d
@@ -194,7 +204,7 @@ def rows_of(pieces: Sequence[Sequence[int]], length: int, objective: Objective, 
 @lru_cache
 def packed_pieces(lengths: tuple[int, ...], length: int, frame: int) -> list[list[int]]:
     """Which documents, or pieces of long ones, share each of our rows; the rows in a random order."""
-    packing = pack(np.array(lengths), length, frame)
+    packing = pack_documents(np.array(lengths), length, frame)
     rows = np.split(packing.piece_length, packing.row_first[1:-1])
     return [rows[i].tolist() for i in np.random.default_rng(0).permutation(len(rows))]
 
@@ -202,21 +212,21 @@ def packed_pieces(lengths: tuple[int, ...], length: int, frame: int) -> list[lis
 @lru_cache
 def single_pieces(lengths: tuple[int, ...], length: int, frame: int) -> list[list[int]]:
     """One document, or a piece of a long one, in each row; in a random order."""
-    _, length_P = cut(np.random.default_rng(0).permutation(np.array(lengths)), length - frame)
+    _, length_P = split_documents(np.random.default_rng(0).permutation(np.array(lengths)), length - frame)
     return [[n] for n in length_P.tolist()]
 
 
 def document_batch(workload: Workload, step: int, packed: bool) -> Batch:
     """The documents of a step: as many as fill our rows, or one in each row, padded to the longest."""
     vocab, objective, B = vocabulary(workload.model.vocab_size), workload.objective, workload.rows
-    frame, length = objective.frame(vocab).size, workload.length
+    frame, length = objective.build_template(vocab).num_edge_tokens, workload.length
     found = (packed_pieces if packed else single_pieces)(workload.lengths, length, frame)
     pieces = [found[i % len(found)] for i in range(step * B, (step + 1) * B)]
     if not packed:
         longest = max(n for (n,) in pieces) + frame
         length = min(length, -(-longest // 64) * 64)
     rows = rows_of(pieces, length, objective, vocab, step)
-    return objective(rows, Draw(0, rows.index), vocab)
+    return objective(rows, CounterRNG(0, rows.stream_index), vocab)
 
 
 def our_batch(workload: Workload, step: int, without: Sequence[str] = (), documents: int = 1) -> Batch:
@@ -229,10 +239,10 @@ def our_batch(workload: Workload, step: int, without: Sequence[str] = (), docume
         batch = make_batch(workload, step, documents)
     if "asked" not in without:
         return batch
-    if batch.asked is None:
+    if batch.target_positions is None:
         raise SystemExit("--without asked is for objectives that ask at some places: this one asks everywhere")
-    asked_BT = np.broadcast_to(np.arange(batch.tokens.shape[1]), batch.tokens.shape)
-    return batch._replace(asked=asked_BT.copy(), labels=everywhere(batch))
+    asked_BT = np.broadcast_to(np.arange(batch.input_ids.shape[1]), batch.input_ids.shape)
+    return batch._replace(target_positions=asked_BT.copy(), labels=everywhere(batch))
 
 
 @contextmanager
@@ -240,29 +250,29 @@ def plainly(without: Sequence[str]) -> Iterator[None]:
     """Our side by plainer ways than its own, where these have no switch: no run has a reason to."""
     with ExitStack() as stack:
         if "pinned" in without:
-            stack.enter_context(patch("firth.objectives.batch.sent", lambda t, device: t.to(device)))
+            stack.enter_context(patch("firth.objectives.batch.to_device_async", lambda t, device: t.to(device)))
         if "qkv" in without:
-            stack.enter_context(patch.object(Attention, "rows", three_products))
+            stack.enter_context(patch.object(Attention, "project_rows", three_products))
         yield
 
 
-def three_products(self: Attention, x: Tensor, start: int = 0, end: int | None = None) -> Tensor:
-    """What `Attention.rows` gives, each of queries, keys and values by itself."""
-    if isinstance(self.qkv, Linear8):
+def three_products(self: Attention, x: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+    """What `Attention.project_rows` gives, each of queries, keys and values by itself."""
+    if isinstance(self.qkv, Float8Linear):
         raise SystemExit("--without qkv is for products in bfloat16 or float32: leave fp8 out")
-    asks, reads, found = self.sizes
-    edges, bias = (0, asks, asks + reads, asks + reads + found), self.bias
-    parts = [(a, b) for a, b in pairwise(edges) if start <= a and b <= (edges[-1] if end is None else end)]
+    asks, reads, found = self.qkv_sizes
+    edges, bias = (0, asks, asks + reads, asks + reads + found), self.qkv_bias
+    parts = [(a, b) for a, b in pairwise(edges) if start <= a and b <= (edges[-1] if stop is None else stop)]
     return torch.cat([F.linear(x, self.qkv.weight[a:b], None if bias is None else bias[a:b]) for a, b in parts], -1)
 
 
 def everywhere(batch: Batch) -> np.ndarray:
     """A label for every place, IGNORED where none is asked."""
-    assert batch.asked is not None
-    labels_BT = np.full_like(batch.tokens, IGNORED)
-    row_BK = np.broadcast_to(np.arange(len(labels_BT))[:, None], batch.asked.shape)
-    used_BK = batch.labels != IGNORED
-    labels_BT[row_BK[used_BK], batch.asked[used_BK]] = batch.labels[used_BK]
+    assert batch.target_positions is not None
+    labels_BT = np.full_like(batch.input_ids, IGNORE_INDEX)
+    row_BK = np.broadcast_to(np.arange(len(labels_BT))[:, None], batch.target_positions.shape)
+    used_BK = batch.labels != IGNORE_INDEX
+    labels_BT[row_BK[used_BK], batch.target_positions[used_BK]] = batch.labels[used_BK]
     return labels_BT
 
 
@@ -274,20 +284,20 @@ def their_inputs(batch: Batch, mask: bool = False) -> dict[str, np.ndarray]:
 
     `mask` adds one that forbids nothing where no token is padding.
     """
-    if mask and batch.doc is None:
-        return {**their_inputs(batch), "attention_mask": np.ones_like(batch.tokens)}
-    if batch.decoder_tokens is not None:
-        return {"input_ids": batch.tokens, "decoder_input_ids": batch.decoder_tokens, "labels": batch.labels}
-    if batch.asked is None:
-        return {"input_ids": batch.tokens, "labels": batch.tokens}  # the model shifts them itself
-    if batch.rank is not None:  # permutation LM: whom each may not see, and which places are asked
-        rank_BT = batch.rank
+    if mask and batch.document_ids is None:
+        return {**their_inputs(batch), "attention_mask": np.ones_like(batch.input_ids)}
+    if batch.decoder_input_ids is not None:
+        return {"input_ids": batch.input_ids, "decoder_input_ids": batch.decoder_input_ids, "labels": batch.labels}
+    if batch.target_positions is None:
+        return {"input_ids": batch.input_ids, "labels": batch.input_ids}  # the model shifts them itself
+    if batch.attention_rank is not None:  # permutation LM: whom each may not see, and which places are asked
+        rank_BT = batch.attention_rank
         hidden_BTT = (rank_BT[:, None, :] >= rank_BT[:, :, None]) & (rank_BT[:, None, :] > 0)
-        asked_BKT = batch.asked[:, :, None] == np.arange(rank_BT.shape[1])
+        asked_BKT = batch.target_positions[:, :, None] == np.arange(rank_BT.shape[1])
         masks = {"perm_mask": hidden_BTT.astype(np.float32), "target_mapping": asked_BKT.astype(np.float32)}
-        return {"input_ids": batch.tokens, **masks, "labels": batch.labels}
-    seen = {} if batch.doc is None else {"attention_mask": (batch.doc >= 0).astype(np.int64)}
-    return {"input_ids": batch.tokens, "labels": everywhere(batch), **seen}
+        return {"input_ids": batch.input_ids, **masks, "labels": batch.labels}
+    seen = {} if batch.document_ids is None else {"attention_mask": (batch.document_ids >= 0).astype(np.int64)}
+    return {"input_ids": batch.input_ids, "labels": everywhere(batch), **seen}
 
 
 # The two sides
@@ -304,16 +314,16 @@ def their_model(model: Model) -> Any:
         theirs = kind._from_config(config, attn_implementation="eager")
     if isinstance(model.config.head, LMHead) and not model.config.head.tied:
         theirs.lm_head.weight = nn.Parameter(theirs.lm_head.weight.detach().clone())  # it ties every head of T5
-    missing = theirs.load_state_dict(to_hf(model), strict=False).missing_keys
+    missing = theirs.load_state_dict(to_hf_tensors(model), strict=False).missing_keys
     sizes = [sum(p.numel() for p in m.parameters()) for m in (model, theirs)]
     assert sizes[0] == sizes[1], f"{sizes} parameters; not filled: {missing}"
     return theirs
 
 
-def our_step(machine: Machine, model: Model, settings: Training = SETTINGS) -> Callable[[Batch], Tensor]:
+def our_step(machine: ComputeConfig, model: Model, settings: TrainingConfig = SETTINGS) -> Callable[[Batch], Tensor]:
     """The step of the real loop."""
-    run = Run(settings, machine, model, batches=lambda step: [])
-    losses_of = prepared(run)
+    run = TrainingRun(settings, machine, model, batch_fn=lambda step: [])
+    losses_of = build_loss_fn(run)
     optimizer = make_optimizer(model, settings)
     return lambda batch: train_step(run, losses_of, optimizer, [batch], 0, settings.learning_rate)
 
@@ -329,7 +339,7 @@ def waited_for(step: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
     return wait
 
 
-def their_step(machine: Machine, theirs: Any, example: Batch, mask: bool = False) -> Callable[[Batch], Tensor]:
+def their_step(machine: ComputeConfig, theirs: Any, example: Batch, mask: bool = False) -> Callable[[Batch], Tensor]:
     """The same step as one writes it with a model of `transformers`, in the first of some ways that works.
 
     Compiled under autocast; with weights in bfloat16 (its DeBERTa cannot do autocast); the same, not compiled.
@@ -350,14 +360,14 @@ def their_step(machine: Machine, theirs: Any, example: Batch, mask: bool = False
     raise RuntimeError("no way to run the model of transformers")
 
 
-def a_step_of_theirs(machine: Machine, theirs: Any, compiled: bool, mask: bool) -> Callable[[Batch], Tensor]:
+def a_step_of_theirs(machine: ComputeConfig, theirs: Any, compiled: bool, mask: bool) -> Callable[[Batch], Tensor]:
     call = torch.compile(theirs) if compiled else theirs
     optimizer = make_optimizer(theirs, SETTINGS)
 
     def step(batch: Batch) -> Tensor:
         inputs = {name: on_device(array, machine.device) for name, array in their_inputs(batch, mask).items()}
         theirs.train()
-        with machine.precision():
+        with machine.autocast():
             loss = call(**inputs).loss
         loss.backward()
         nn.utils.clip_grad_norm_(theirs.parameters(), SETTINGS.max_grad_norm)
@@ -374,11 +384,11 @@ def on_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def losses(workload: Workload, machine: Machine, model: Model, theirs: Any) -> tuple[float, float]:
+def losses(workload: Workload, machine: ComputeConfig, model: Model, theirs: Any) -> tuple[float, float]:
     """What both sides say to one batch, without dropout and in float32: speed means nothing unless they agree."""
     batch = document_batch(workload, 0, packed=False) if workload.lengths else make_batch(workload, step=0)
     inputs = {name: on_device(array, machine.device) for name, array in their_inputs(batch).items()}
-    ours = model.eval().loss(batch.to(machine.device)) / batch.num_answers
+    ours = model.eval().loss(batch.to(machine.device)) / batch.num_targets
     return ours.item(), theirs.eval()(**inputs).loss.item()
 
 
@@ -432,9 +442,9 @@ class Side:
 def make_sides(
     name: str,
     workload: Workload,
-    machine: Machine,
-    ours: Machine,
-    settings: Training,
+    machine: ComputeConfig,
+    ours: ComputeConfig,
+    settings: TrainingConfig,
     alone: bool,
     packed: bool,
     their_mask: bool = False,
@@ -465,12 +475,12 @@ def make_sides(
 def measure(
     name: str,
     workload: Workload,
-    machine: Machine,
+    machine: ComputeConfig,
     steps: int,
     turn: int,
     warmup: int,
-    ours: Machine | None = None,
-    settings: Training = SETTINGS,
+    ours: ComputeConfig | None = None,
+    settings: TrainingConfig = SETTINGS,
     alone: bool = False,
     packed: bool = True,
     their_mask: bool = False,
@@ -534,8 +544,8 @@ def shape(workload: Workload) -> str:
     if workload.lengths:
         return f"{workload.rows} rows up to {workload.length}"
     batch = make_batch(workload, step=0)
-    B, T = batch.tokens.shape
-    return f"{B}x{T}" if batch.decoder_tokens is None else f"{B}x({T}+{batch.decoder_tokens.shape[1]})"
+    B, T = batch.input_ids.shape
+    return f"{B}x{T}" if batch.decoder_input_ids is None else f"{B}x({T}+{batch.decoder_input_ids.shape[1]})"
 
 
 UNREAD = (  # fields of a run, of which a step by itself reads nothing
@@ -544,12 +554,12 @@ UNREAD = (  # fields of a run, of which a step by itself reads nothing
 )
 
 
-def changed(without: Sequence[str], changes: Sequence[str]) -> Training:
+def changed(without: Sequence[str], changes: Sequence[str]) -> TrainingConfig:
     """Our recipe with these changes."""
     found = parse_overrides(changes)
     if odd := [name for name in found if name in UNREAD]:
         raise SystemExit(f"{odd[0]} changes nothing here: a workload has its own rows, and each step stands by itself")
-    settings = override(SETTINGS, found)
+    settings = apply_overrides(SETTINGS, found)
     settings = replace(settings, **{k: v for name in without for k, v in WITHOUT[name].items()})
     settings.check()
     return settings
@@ -557,7 +567,7 @@ def changed(without: Sequence[str], changes: Sequence[str]) -> Training:
 
 def one_by_one(
     names: Sequence[str],
-    machine: Machine,
+    machine: ComputeConfig,
     steps: int,
     turn: int,
     warmup: int,
@@ -565,7 +575,7 @@ def one_by_one(
     changes: Sequence[str],
 ) -> None:
     """Our side as it is, and with each change by itself."""
-    ways: dict[str, tuple[Training, Sequence[str]]] = {"as it is": (changed([], []), ())}
+    ways: dict[str, tuple[TrainingConfig, Sequence[str]]] = {"as it is": (changed([], []), ())}
     ways |= {f"without {name}": (changed([name], []), (name,)) for name in without}
     ways |= {change: (changed([], change.split(",")), ()) for change in changes}
     rows = []
@@ -573,7 +583,7 @@ def one_by_one(
         base = None
         for way, (settings, left_out) in ways.items():
             start = time.perf_counter()
-            sizes, sides = (steps, turn, warmup), (choose_machine(settings), settings)
+            sizes, sides = (steps, turn, warmup), (choose_compute(settings), settings)
             (found,) = measure(
                 name, WORKLOADS[name], machine, *sizes, *sides, alone=True, packed=False, without=left_out
             )
@@ -610,7 +620,7 @@ def main(words: Sequence[str] | None = None) -> None:
         WORKLOADS["documents"] = replace(WORKLOADS.get("documents", DOCUMENTS_OF), lengths=lengths)
     if "documents" in (options.workload or []) and "documents" not in WORKLOADS:
         parser.error("--workload documents needs --lengths FILE")
-    machine = choose_machine(SETTINGS)
+    machine = choose_compute(SETTINGS)
     on_gpu = machine.device.type == "cuda"
     names = options.workload or list(ON_GPU if on_gpu else ON_CPU)
     steps, turn, warmup = options.steps or (60 if on_gpu else 20), 10 if on_gpu else 1, 10 if on_gpu else 2
@@ -624,7 +634,7 @@ def main(words: Sequence[str] | None = None) -> None:
         one_by_one(names, machine, steps, turn, warmup, options.without, options.changes)
         return
     settings = changed(options.without, options.changes)
-    ours = choose_machine(settings)
+    ours = choose_compute(settings)
     if settings != SETTINGS or options.without:
         say(f"our side: {', '.join([*(f'without {name}' for name in options.without), *options.changes])}")
 

@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 from at_once import at_once
 
 from firth import __version__
-from firth.console import say, show_table
+from firth.api import pretrain
+from firth.core.console import say, show_table
 from firth.evaluate import evaluate
 from firth.models import flops_per_token, read_config
-from firth.recipes import finetuning
+from firth.recipes import finetuning_defaults
 from firth.tasks import FinetuneRecipe, finetune
-from firth.tokens import is_shards
-from firth.train import choose_machine, override, parse_overrides
-from firth.verbs import pretrain
+from firth.tokens import is_shards_folder
+from firth.train import apply_overrides, choose_compute, parse_overrides
 
 MODELS = {"encoder": "bert-tiny", "decoder": "gpt2-tiny", "encoder-decoder": "t5-tiny"}
 
@@ -64,7 +64,7 @@ BLIMP = "minimal_pairs/blimp_sample.dev.jsonl.xz"
 def recipe_of(checkpoint: Path, name: str, way: str, rate: float, options: argparse.Namespace) -> FinetuneRecipe:
     """How a task is learned, over the seeds; rate 0 is the default of the model."""
     task = TASKS[name]
-    usual = finetuning(read_config(checkpoint)) | ({"learning_rate": rate} if rate else {})
+    usual = finetuning_defaults(read_config(checkpoint)) | ({"learning_rate": rate} if rate else {})
     recipe = FinetuneRecipe(
         checkpoint=str(checkpoint),
         task=task.task,
@@ -81,8 +81,8 @@ def recipe_of(checkpoint: Path, name: str, way: str, rate: float, options: argpa
         save_steps=10**6,
         **usual,
     )
-    whole = task.task in WHOLE and read_config(checkpoint).shape == "encoder"
-    return override(recipe, {"pool": options.pool} if whole else {})
+    whole = task.task in WHOLE and read_config(checkpoint).architecture == "encoder"
+    return apply_overrides(recipe, {"pool": options.pool} if whole else {})
 
 
 def written(found: Mapping[str, Any]) -> str:
@@ -116,10 +116,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="all scores as JSON")
     options = parser.parse_intermixed_args(words)
     began = time.monotonic()
-    say(f"firth {__version__}; {choose_machine(FinetuneRecipe())}")
+    say(f"firth {__version__}; {choose_compute(FinetuneRecipe())}")
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        made = {} if is_shards(options.text[0]) else {"vocab_size": options.vocab_size}
+        made = {} if is_shards_folder(options.text[0]) else {"vocab_size": options.vocab_size}
         made |= {"lowercase": True} if made and options.shape == "encoder" else {}
         pretrained = pretrain(
             options.model or MODELS[options.shape],

@@ -32,15 +32,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from gensim.models import Word2Vec as Theirs
 
-from firth.console import count, progress, show_table
-from firth.evaluate import WordVectors, word_similarity
-from firth.evaluate.vectors import analogy
-from firth.metrics import summarise
+from firth.core.console import format_count, progress, show_table
+from firth.evaluate import WordVectors, evaluate_word_similarity
+from firth.evaluate.vectors import evaluate_analogies
+from firth.metrics import mean_and_std
+from firth.static.learners import Word2VecTrainer
+from firth.static.recipe import Word2VecRecipe
+from firth.static.vocabulary import WordVocabulary, build_word_vocabulary
 from firth.text import Corpus, read_labelled
 from firth.tokens import Shards, Tokenizer, open_shards, prepare, train_tokenizer
-from firth.train.counted import Word2Vec
-from firth.train.learners import SkipGramOrCBOW
-from firth.train.words import Lexicon, read_lexicon
 
 WANTED = 1.2
 SETTINGS: dict[str, Any] = {
@@ -68,7 +68,7 @@ def main() -> None:
     SETTINGS["epochs"] = args.epochs
     with tempfile.TemporaryDirectory(prefix="firth-vectors-") as folder:
         shards, tokenizer = read(args.texts, int(args.megabytes * 1e6), Path(folder))
-        lexicon = read_lexicon(shards, tokenizer, SETTINGS["min_count"])
+        lexicon = build_word_vocabulary(shards, tokenizer, SETTINGS["min_count"])
         file = Path(folder) / "words.txt"
         write_lines(shards, lexicon, file)
         words = int(lexicon.counts.sum()) * SETTINGS["epochs"]
@@ -85,7 +85,9 @@ def main() -> None:
         print(json.dumps(result))
         return
     rows = [[name, *(f"{value:,.4g}" for value in side.values())] for name, side in result["sides"].items()]
-    show_table(f"Skip-gram, {words:,} words, {count(args.workers, 'worker')}", ["", *result["sides"]["firth"]], rows)
+    show_table(
+        f"Skip-gram, {words:,} words, {format_count(args.workers, 'worker')}", ["", *result["sides"]["firth"]], rows
+    )
     print(f"ratio {result['ratio']:.2f}, by processor time {result['processor_ratio']:.2f} (wanted: {WANTED})")
 
 
@@ -118,26 +120,26 @@ def read(texts: Sequence[str], size: int, folder: Path) -> tuple[Shards, Tokeniz
     return open_shards(folder / "shards").train, tokenizer
 
 
-def write_lines(shards: Shards, lexicon: Lexicon, file: Path) -> None:
+def write_lines(shards: Shards, lexicon: WordVocabulary, file: Path) -> None:
     """The same words for gensim: a document on each line."""
     with open(file, "w", encoding="utf-8") as out:
         for begin, end in zip(shards.offsets[:-1], shards.offsets[1:], strict=True):
-            words = lexicon.word_of[shards.tokens[begin:end]]
+            words = lexicon.word_ids[shards.tokens[begin:end]]
             out.write(" ".join(map(str, words[words >= 0].tolist())) + "\n")
 
 
-def ours(shards: Shards, lexicon: Lexicon, workers: int, seed: int, min_alpha: float, **changes: Any) -> Turn:
+def ours(shards: Shards, lexicon: WordVocabulary, workers: int, seed: int, min_alpha: float, **changes: Any) -> Turn:
     settings = SETTINGS | {"workers": workers, "seed": seed, "min_alpha": min_alpha} | changes
-    learner = SkipGramOrCBOW(shards, lexicon, Word2Vec(**settings | {"epochs": max(settings["epochs"], 1)}))
+    learner = Word2VecTrainer(shards, lexicon, Word2VecRecipe(**settings | {"epochs": max(settings["epochs"], 1)}))
     began, used = time.perf_counter(), time.process_time()
     with ThreadPoolExecutor(workers) as pool:
-        for number in range(learner.steps if settings["epochs"] else 1):
+        for number in range(learner.num_steps if settings["epochs"] else 1):
             learner.step(number, pool)
     seconds, processor = time.perf_counter() - began, time.process_time() - used
     return Turn(seconds, processor, named(range(len(lexicon.counts)), learner.inputs_ND, lexicon))
 
 
-def theirs(file: Path, lexicon: Lexicon, workers: int, seed: int) -> Turn:
+def theirs(file: Path, lexicon: WordVocabulary, workers: int, seed: int) -> Turn:
     model = Theirs(**SETTINGS, workers=workers, seed=seed)
     model.build_vocab(corpus_file=str(file))
     began, used = time.perf_counter(), time.process_time()
@@ -148,15 +150,15 @@ def theirs(file: Path, lexicon: Lexicon, workers: int, seed: int) -> Turn:
     return Turn(seconds, processor, named(list(ids), model.wv.vectors, lexicon))
 
 
-def named(ids: Sequence[int], vectors_ND: np.ndarray, lexicon: Lexicon) -> WordVectors:
+def named(ids: Sequence[int], vectors_ND: np.ndarray, lexicon: WordVocabulary) -> WordVectors:
     """Vectors under their words; gensim has read the ids."""
     return WordVectors([str(lexicon.tokenizer.backend.id_to_token(i)) for i in ids], vectors_ND)
 
 
 def summary(turns: dict[str, list[Turn]], words: int, pairs: Sequence[str], analogies: str) -> dict[str, Any]:
     sides: dict[str, dict[str, float]] = {}
-    tests = [(file, "word-similarity", word_similarity, "spearman") for file in pairs]
-    tests += [(analogies, "analogy", analogy, "accuracy")] if analogies else []
+    tests = [(file, "word-similarity", evaluate_word_similarity, "spearman") for file in pairs]
+    tests += [(analogies, "analogy", evaluate_analogies, "accuracy")] if analogies else []
     for name, some in turns.items():
         sides[name] = {
             "words/s": statistics.median(words / turn.seconds for turn in some),
@@ -164,7 +166,7 @@ def summary(turns: dict[str, list[Turn]], words: int, pairs: Sequence[str], anal
         }
         for file, task, test, metric in tests:
             examples, short = read_labelled(file, task, None, "dev"), Path(file).name.split(".")[0]
-            mean, deviation = summarise([test(turn.vectors, examples).metrics[metric] for turn in some])
+            mean, deviation = mean_and_std([test(turn.vectors, examples).metrics[metric] for turn in some])
             sides[name] |= {short: mean, f"{short} ±": deviation}
     both = list(zip(turns["firth"], turns["gensim"], strict=True))
     return {

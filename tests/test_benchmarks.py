@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from firth.models.config import Learned
+from firth.models.config import LearnedPosition
 from firth.models.presets import bert, gpt2, llama, t5, t5_v1_1
 from firth.objectives import CLM, MLM, SpanCorruption
-from firth.train import Machine
+from firth.train import ComputeConfig
 
 pytest.importorskip("transformers")
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-CPU = Machine(torch.device("cpu"), bf16=False, compile=False)
+CPU = ComputeConfig(torch.device("cpu"), bf16=False, compile=False)
 
 
 def script(name: str) -> Any:
@@ -47,7 +47,7 @@ def toy(bench: Any, name: str) -> Any:
         "t5": bench.Workload(t5(1, 16, 2, 32, 200), SpanCorruption(), rows=2, length=96),
         "t5.1.1": bench.Workload(t5_v1_1(1, 16, 2, 32, 200), SpanCorruption(), rows=2, length=96),
         "llama": bench.Workload(llama(1, 16, 4, 32, 200, num_kv_heads=2), CLM(), rows=2, length=32),
-        "bart": bench.Workload(replace(bench.preset("bart-tiny"), vocab_size=200), bench.NAMED["bart"], 2, 32),
+        "bart": bench.Workload(replace(bench.get_preset("bart-tiny"), vocab_size=200), bench.OBJECTIVES["bart"], 2, 32),
     }[name]
 
 
@@ -67,7 +67,7 @@ def test_one_step_moves_both_sides_alike(bench: Any) -> None:
     for step in (bench.our_step(CPU, model), bench.their_step(CPU, theirs, None)):
         step(bench.make_batch(workload, step=1))
     after = theirs.state_dict()
-    for name, mine in bench.to_hf(model).items():
+    for name, mine in bench.to_hf_tensors(model).items():
         torch.testing.assert_close(mine, after[name], atol=1e-6, rtol=0)
 
 
@@ -75,16 +75,18 @@ def test_packed_rows_hold_four_documents_in_their_frames(bench: Any) -> None:
     workload = toy(bench, "bert")
     vocab = bench.vocabulary(200)
     rows = bench.random_rows(workload, vocab, step=3, documents=4)
-    assert rows.doc[0].tolist() == [d for d in range(4) for _ in range(8)]
-    assert rows.position[1].tolist() == list(range(8)) * 4
-    assert np.flatnonzero(rows.tokens[0] == vocab.cls).tolist() == [0, 8, 16, 24]
-    assert np.flatnonzero(rows.tokens[0] == vocab.sep).tolist() == [7, 15, 23, 31]
-    assert rows.real.sum() == 2 * 24
+    assert rows.document_ids[0].tolist() == [d for d in range(4) for _ in range(8)]
+    assert rows.position_ids[1].tolist() == list(range(8)) * 4
+    assert np.flatnonzero(rows.input_ids[0] == vocab.cls).tolist() == [0, 8, 16, 24]
+    assert np.flatnonzero(rows.input_ids[0] == vocab.sep).tolist() == [7, 15, 23, 31]
+    assert rows.maskable.sum() == 2 * 24
 
 
 def test_labels_as_a_collator_gives_them(bench: Any) -> None:
     batch = bench.Batch(
-        tokens=np.array([[7, 8, 9], [7, 8, 9]]), asked=np.array([[0, 2], [1, 0]]), labels=np.array([[5, 6], [4, -100]])
+        input_ids=np.array([[7, 8, 9], [7, 8, 9]]),
+        target_positions=np.array([[0, 2], [1, 0]]),
+        labels=np.array([[5, 6], [4, -100]]),
     )
     assert bench.their_inputs(batch)["labels"].tolist() == [[5, -100, 6], [-100, 4, -100]]
     assert "attention_mask" not in bench.their_inputs(batch)
@@ -95,7 +97,7 @@ def test_main_prints_a_table_and_json(
     bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(bench.WORKLOADS, "toy", toy(bench, "gpt2"))
-    monkeypatch.setattr(bench, "choose_machine", lambda settings: CPU)
+    monkeypatch.setattr(bench, "choose_compute", lambda settings: CPU)
     bench.main(["--workload", "toy", "--steps", "1", "--json", "--their-mask"])
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert facts["steps"] == 1
@@ -105,7 +107,7 @@ def test_main_prints_a_table_and_json(
 def test_each_change_by_itself(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(bench.WORKLOADS, "toy", toy(bench, "gpt2"))
     seen = []
-    monkeypatch.setattr(bench, "choose_machine", lambda settings: seen.append(settings) or CPU)
+    monkeypatch.setattr(bench, "choose_compute", lambda settings: seen.append(settings) or CPU)
     bench.main(["--workload", "toy", "--steps", "1", "--each", "--without", "padding", "optim=muon,max_grad_norm=0"])
     assert "toy, without padding: " in capsys.readouterr().err
     tried = [(s.pad_vocabulary, s.optim, s.max_grad_norm) for s in seen[1:]]
@@ -121,7 +123,7 @@ def test_documents_are_padded_there_and_packed_here(bench: Any) -> None:
     assert all(sum(n + 2 for n in row) <= 32 for row in packed)
     assert sorted(bench.single_pieces(lengths, 32, 2)) == sorted([n] for row in packed for n in row)
     theirs, ours = (bench.document_batch(workload, 0, packed=p) for p in (False, True))
-    assert (theirs.doc.max(), ours.doc.max()) == (0, max(map(len, packed[:3])) - 1)
+    assert (theirs.document_ids.max(), ours.document_ids.max()) == (0, max(map(len, packed[:3])) - 1)
     mask = bench.their_inputs(theirs)["attention_mask"]
     assert mask.sum() == theirs.num_tokens == sum(n + 2 for (n,) in bench.single_pieces(lengths, 32, 2)[:3])
     assert ours.num_tokens == sum(n + 2 for row in packed[:3] for n in row)
@@ -136,7 +138,7 @@ def test_ablations_change_our_side_alone(
     monkeypatch.setitem(bench.WORKLOADS, "documents", toy(bench, "bert"))
     (tmp_path / "lengths.txt").write_text("7\n12\n25\n")
     asked = []
-    monkeypatch.setattr(bench, "choose_machine", lambda settings: asked.append(settings) or CPU)
+    monkeypatch.setattr(bench, "choose_compute", lambda settings: asked.append(settings) or CPU)
     words = ["--workload", "documents", "--lengths", str(tmp_path / "lengths.txt"), "--steps", "1", "--alone", "--json"]
     bench.main([*words, "--without", "padding", "--without", "fused_loss", "weights=bf16"])
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -154,7 +156,7 @@ def test_plainer_ways_compute_the_same(bench: Any) -> None:
         usual = model.loss(batch)
         with bench.plainly(["qkv", "pinned"]):
             assert model.loss(batch).item() == pytest.approx(usual.item(), rel=1e-5)
-        assert bench.Attention.rows is not bench.three_products
+        assert bench.Attention.project_rows is not bench.three_products
     speeds = bench.measure(
         "toy", toy(bench, "bert"), CPU, 2, 1, 0, alone=True, packed=False, without=["prefetch", "qkv"]
     )
@@ -184,14 +186,14 @@ def test_what_our_side_reads_without_its_ways(bench: Any) -> None:
     """The same questions at every place; the same documents, one in each row."""
     workload = toy(bench, "bert")
     usual, everywhere = (bench.our_batch(workload, 2, without) for without in ((), ["asked"]))
-    assert everywhere.asked.tolist() == [list(range(32))] * len(usual.tokens)
-    assert everywhere.num_answers == usual.num_answers
+    assert everywhere.target_positions.tolist() == [list(range(32))] * len(usual.input_ids)
+    assert everywhere.num_targets == usual.num_targets
     model = bench.make_model(workload.model).eval()
     losses = [model.loss(batch.to(CPU.device)).item() for batch in (usual, everywhere)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     documents = replace(workload, rows=3, lengths=(3, 90, 10, 8, 20, 5, 30, 12))
-    assert bench.our_batch(documents, 0).doc.max() > 0
-    assert bench.our_batch(documents, 0, ["packing"]).doc.max() == 0
+    assert bench.our_batch(documents, 0).document_ids.max() > 0
+    assert bench.our_batch(documents, 0, ["packing"]).document_ids.max() == 0
     with pytest.raises(SystemExit, match="documents"):
         bench.our_batch(workload, 0, ["packing"])
     with pytest.raises(SystemExit, match="everywhere"):
@@ -230,29 +232,29 @@ def test_every_objective_that_reads_packed_documents_is_measured(speed: Any) -> 
 
 def test_random_rows_have_documents_in_their_frames_and_all_bits(speed: Any) -> None:
     vocab = speed.vocabulary(500)
-    rows = speed.random_rows(speed.NAMED["mlm"], vocab, 2, 16, seed=3)
-    assert rows.doc[0].tolist() == [0] * 8 + [1] * 8
-    assert rows.real[0].tolist() == [False, *[True] * 6, False] * 2
-    assert rows.tokens[1, [0, 7, 8, 15]].tolist() == [vocab.cls, vocab.sep] * 2
+    rows = speed.random_rows(speed.OBJECTIVES["mlm"], vocab, 2, 16, seed=3)
+    assert rows.document_ids[0].tolist() == [0] * 8 + [1] * 8
+    assert rows.maskable[0].tolist() == [False, *[True] * 6, False] * 2
+    assert rows.input_ids[1, [0, 7, 8, 15]].tolist() == [vocab.cls, vocab.sep] * 2
     assert rows.word_start[:, [1, 9]].all()
     assert rows.sentence_end[:, [6, 14]].all()
     for bit in (rows.word_start, rows.sentence_end, rows.salient):
-        assert not bit[~rows.real].any()
-    assert rows.index.tolist() == [6, 7]
+        assert not bit[~rows.maskable].any()
+    assert rows.stream_index.tolist() == [6, 7]
 
 
 def test_a_collator_gets_the_same_rows_and_words(speed: Any) -> None:
     vocab = speed.vocabulary(500)
-    rows = speed.random_rows(speed.NAMED["whole-word"], vocab, 8, 64, seed=0)
+    rows = speed.random_rows(speed.OBJECTIVES["whole-word"], vocab, 8, 64, seed=0)
     examples = speed.their_examples(rows, words=True)
-    assert [example["input_ids"] for example in examples] == rows.tokens.tolist()
+    assert [example["input_ids"] for example in examples] == rows.input_ids.tolist()
     collator = speed.transformers.DataCollatorForLanguageModeling(
         speed.their_tokenizer(vocab), whole_word_mask=True, mask_replace_prob=1.0, random_replace_prob=0.0, seed=0,
         return_tensors="np",
     )  # fmt: skip
     asked = collator(examples)["labels"] != -100
     word = np.cumsum(rows.word_start, 1) + 100 * np.arange(8)[:, None]
-    sizes, hidden = (np.bincount(word[mask], minlength=900) for mask in (rows.real, asked))
+    sizes, hidden = (np.bincount(word[mask], minlength=900) for mask in (rows.maskable, asked))
     assert asked.any()
     assert ((hidden == 0) | (hidden == sizes)).all()
 
@@ -368,15 +370,16 @@ def test_both_sides_are_asked_the_same(race: Any, prepared_text: Path) -> None:
     """A model of theirs with our weights has our loss: same rows, same masks, padding out of sight."""
     import transformers
 
-    from firth.models.weights import to_hf, to_hf_config
+    from firth.models.hf.checkpoint import to_hf_config, to_hf_tensors
 
     shards = race.open_shards(prepared_text)
     asked = race.questions(shards, 32, 5)
-    assert sum(len(batch.tokens) for batch in asked) == 5
+    assert sum(len(batch.input_ids) for batch in asked) == 5
     torch.manual_seed(0)
-    ours = race.first_model(race.pretraining(bert(1, 16, 2, shards.tokenizer.vocab.size)), shards.tokenizer).eval()
+    recipe = race.pretraining_recipe(bert(1, 16, 2, shards.tokenizer.vocab.size))
+    ours = race.build_pretrain_model(recipe, shards.tokenizer).eval()
     theirs = transformers.BertForMaskedLM(transformers.BertConfig(**to_hf_config(ours.config, None))).eval()
-    theirs.load_state_dict(to_hf(ours), strict=False)
+    theirs.load_state_dict(to_hf_tensors(ours), strict=False)
     mine = race.held_out_loss(ours.logits, asked, CPU)
     assert race.held_out_loss(race.their_answers(theirs), asked, CPU) == pytest.approx(mine, rel=1e-5)
 
@@ -384,7 +387,7 @@ def test_both_sides_are_asked_the_same(race: Any, prepared_text: Path) -> None:
 def test_a_small_race(
     race: Any, prepared_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(race, "choose_machine", lambda settings: CPU)
+    monkeypatch.setattr(race, "choose_compute", lambda settings: CPU)
     lines = ["text,label", *(f"the {a} by the river,{a}" for a in ("cat", "dog") for _ in range(8))]
     (tmp_path / "task.csv").write_text("\n".join(lines) + "\n")
     task = ["--train", str(tmp_path / "task.csv"), "--dev", str(tmp_path / "task.csv"), "--epochs", "1"]
@@ -429,7 +432,7 @@ def test_both_sides_learn_vectors_of_the_same_words(
     pairs.write_text("cat\tdog\t9\nsaw\tnear\t2\na\tdog\t1\nthe\tcat\t3\n")
     questions.write_text(": animals\ncat dog dog cat\n")
     shards, tokenizer = bench.read([str(text)], 10**6, tmp_path)
-    lexicon = bench.read_lexicon(shards, tokenizer, 5)
+    lexicon = bench.build_word_vocabulary(shards, tokenizer, 5)
     bench.write_lines(shards, lexicon, tmp_path / "words.txt")
     ours, theirs = bench.ours(shards, lexicon, 1, 1, 0.0001), bench.theirs(tmp_path / "words.txt", lexicon, 1, 1)
     assert sorted(theirs.vectors.words) == ["a", "cat", "dog", "near", "saw", "the"]
@@ -593,8 +596,8 @@ def test_speed_by_length_prints_a_table_and_a_page(
     bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lengths = script("length_speed")
-    monkeypatch.setattr(lengths, "preset", lambda name: bert(1, 16, 2, 200, position=Learned(32)))
-    monkeypatch.setattr(lengths, "choose_machine", lambda settings: CPU)
+    monkeypatch.setattr(lengths, "get_preset", lambda name: bert(1, 16, 2, 200, position=LearnedPosition(32)))
+    monkeypatch.setattr(lengths, "choose_compute", lambda settings: CPU)
     page = tmp_path / "page.html"
     lengths.main(["--lengths", "32,64", "--tokens", "128", "--steps", "1", "--plot", str(page), "--json"])
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -651,7 +654,7 @@ def test_fine_tuning_side_by_side(
     file = tmp_path / "train.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = train_tokenizer([row["text"] for row in rows], "wordpiece", 60)
-    model = make_model(bert(1, 16, 2, tokenizer.vocab.size, position=Learned(128)))
+    model = make_model(bert(1, 16, 2, tokenizer.vocab.size, position=LearnedPosition(128)))
     model.tokenizer = tokenizer
     model.save(tmp_path / "bert")
     words = ["--checkpoint", str(tmp_path / "bert"), "--sst2", str(file), str(file), "--steps", "2", "--batch", "4"]

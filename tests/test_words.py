@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from firth import verbs
-from firth.cli import app
-from firth.errors import UserError
-from firth.evaluate import read_vectors, word_vectors
+from firth import api
+from firth.cli.main import app
+from firth.core.errors import UserError
+from firth.evaluate import load_word_vectors, read_vectors
 
 WORDS = {"vector_size": 16, "epochs": 20, "min_count": 2, "workers": 1, "sample": 0.0, "bigrams": 50}
 
@@ -21,14 +21,14 @@ WORDS = {"vector_size": 16, "epochs": 20, "min_count": 2, "workers": 1, "sample"
 @pytest.fixture(scope="module")
 def run(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "words"
-    verbs.pretrain("word2vec", corpus_file, folder, lowercase=True, overrides=WORDS)
+    api.pretrain("word2vec", corpus_file, folder, lowercase=True, overrides=WORDS)
     return folder
 
 
 @pytest.fixture(scope="module")
 def ngrams(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "ngrams"
-    verbs.pretrain("ngram", corpus_file, folder, vocab_size=400, overrides={"order": 4})
+    api.pretrain("ngram", corpus_file, folder, vocab_size=400, overrides={"order": 4})
     return folder
 
 
@@ -49,9 +49,9 @@ def test_a_run_has_the_files_of_every_run(run: Path) -> None:
 
 def test_a_finished_run_is_not_done_again(run: Path, corpus_file: Path) -> None:
     before = json.loads((run / "results.json").read_text())
-    assert verbs.pretrain("word2vec", corpus_file, run, lowercase=True, overrides=WORDS, resume=True) == before
+    assert api.pretrain("word2vec", corpus_file, run, lowercase=True, overrides=WORDS, resume=True) == before
     with pytest.raises(UserError, match="exists already"):
-        verbs.pretrain("word2vec", corpus_file, run, lowercase=True, overrides=WORDS)
+        api.pretrain("word2vec", corpus_file, run, lowercase=True, overrides=WORDS)
 
 
 def test_similar_words_and_analogies(run: Path) -> None:
@@ -67,12 +67,12 @@ def test_similar_words_and_analogies(run: Path) -> None:
 
 def test_exported_vectors_score_as_the_checkpoint_does(run: Path, tmp_path: Path) -> None:
     files = said("export", run / "final", "--format", "word2vec", "--output-dir", tmp_path / "out")["files"]
-    checkpoint = word_vectors(run / "final")
+    checkpoint = load_word_vectors(run / "final")
     pairs = tmp_path / "pairs.tsv"
     pairs.write_text("word1\tword2\tscore\ncat\tdog\t9\ncat\triver\t3\nfox\tgarden\t1\ncat\tzebra\t5\n")
     scores = []
     for place in (run / "final", *files):
-        result = verbs.evaluate(place, "word-similarity", pairs, tmp_path / "scores", overwrite=True)
+        result = api.evaluate(place, "word-similarity", pairs, tmp_path / "scores", overwrite=True)
         assert result["unknown"] == 1
         scores.append(result["metrics"])
     assert scores[0] == scores[1] == scores[2]
@@ -83,7 +83,7 @@ def test_exported_vectors_score_as_the_checkpoint_does(run: Path, tmp_path: Path
 def test_questions_with_unknown_words_are_counted(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "analogies.tsv"
     file.write_text("a\tb\tc\td\ncat\tdog\thorse\tfox\ncat\tdog\tking\tqueen\n")
-    result = verbs.evaluate(run / "final", "analogy", file, tmp_path / "scores")
+    result = api.evaluate(run / "final", "analogy", file, tmp_path / "scores")
     assert (result["examples"], result["unknown"]) == (2, 1)
 
 
@@ -91,33 +91,33 @@ def test_the_mean_of_words_and_pairs_of_words_learn_a_task(run: Path, tmp_path: 
     texts = [("the cat slept by the river", "cat"), ("the dog slept by the river", "dog")] * 8
     file = tmp_path / "t.jsonl"
     file.write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in texts))
-    result = verbs.finetune(run / "final", "classify", file, file, tmp_path / "tuned", seeds=1, max_steps=60)
+    result = api.finetune(run / "final", "classify", file, file, tmp_path / "tuned", seeds=1, max_steps=60)
     assert result["accuracy"] == 1.0
-    assert verbs.evaluate(tmp_path / "tuned" / "final", data=file)["metrics"]["accuracy"] == 1.0
+    assert api.evaluate(tmp_path / "tuned" / "final", data=file)["metrics"]["accuracy"] == 1.0
 
 
 def test_an_ngram_model_writes_and_is_scored(ngrams: Path, corpus_file: Path, tmp_path: Path) -> None:
-    text = verbs.generate(ngrams / "final", "Nobody knew", max_new_tokens=8)
+    text = api.generate(ngrams / "final", "Nobody knew", max_new_tokens=8)
     assert isinstance(text, str)
     assert text.startswith("Nobody knew why the")
     drawn = said("generate", ngrams / "final", "The", "--temperature", 1, "--num-return-sequences", 4)["results"]
     assert len({one["text"] for one in drawn}) > 1
-    scores = verbs.evaluate(ngrams / "final", "perplexity", corpus_file, tmp_path / "scores")["metrics"]
+    scores = api.evaluate(ngrams / "final", "perplexity", corpus_file, tmp_path / "scores")["metrics"]
     assert 1 < scores["perplexity"] < 20
     assert 0 < scores["bits_per_byte"] < 2
-    assert verbs.generate(ngrams / "final", "Nobody knew", max_new_tokens=8, stop=[" the"]) == "Nobody knew why"
+    assert api.generate(ngrams / "final", "Nobody knew", max_new_tokens=8, stop=[" the"]) == "Nobody knew why"
     with pytest.raises(UserError, match="no beam search"):
-        verbs.generate(ngrams / "final", "The", num_beams=2)
+        api.generate(ngrams / "final", "The", num_beams=2)
 
 
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda final, file, out: verbs.embed(final, ["the cat"]),
-        lambda final, file, out: verbs.similar(final, "cat"),
-        lambda final, file, out: verbs.export(final, out),
-        lambda final, file, out: verbs.export(final, out, format="word2vec"),
-        lambda final, file, out: verbs.finetune(final, "classify", file, file, out),
+        lambda final, file, out: api.embed(final, ["the cat"]),
+        lambda final, file, out: api.similar(final, "cat"),
+        lambda final, file, out: api.export(final, out),
+        lambda final, file, out: api.export(final, out, format="word2vec"),
+        lambda final, file, out: api.finetune(final, "classify", file, file, out),
     ],
     ids=["embed", "similar", "export", "export vectors", "finetune"],
 )
@@ -134,7 +134,7 @@ def test_glove_by_the_same_verb(corpus_file: Path, tmp_path: Path) -> None:
         *("vector_size=8", "epochs=2", "min_count=1", "workers=1"),
     )
     assert found["loss"] > 0
-    assert len(verbs.similar(tmp_path / "run" / "final", "cat", top=2)) == 2
+    assert len(api.similar(tmp_path / "run" / "final", "cat", top=2)) == 2
 
 
 def test_a_run_may_have_the_name_of_its_model(
@@ -142,8 +142,8 @@ def test_a_run_may_have_the_name_of_its_model(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     options: dict[str, Any] = {"overrides": {"vector_size": 4, "epochs": 1, "min_count": 1, "workers": 1}}
-    first = verbs.pretrain("glove", corpus_file, "glove", **options)
-    assert verbs.pretrain("glove", corpus_file, "glove", resume=True, **options) == first
+    first = api.pretrain("glove", corpus_file, "glove", **options)
+    assert api.pretrain("glove", corpus_file, "glove", resume=True, **options) == first
 
 
 @pytest.mark.parametrize(
@@ -162,4 +162,4 @@ def test_a_run_may_have_the_name_of_its_model(
 )
 def test_mistakes(model: str, options: dict[str, Any], message: str, corpus_file: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
-        verbs.pretrain(model, corpus_file, tmp_path / "run", **options)
+        api.pretrain(model, corpus_file, tmp_path / "run", **options)

@@ -30,28 +30,28 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Load the verbs when the first one is used: `import firth` alone stays quick."""
     if name in __all__:
-        from firth import verbs
+        from firth import api
 
-        return getattr(verbs, name)
+        return getattr(api, name)
     raise AttributeError(f"module 'firth' has no attribute {name!r}")
 
 
-class _Folder(ModuleType):
+class _CallableModule(ModuleType):
     """A folder of the package that is called like a verb, and does what the verb does when it is called."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        from firth import verbs
+        from firth import api
 
-        return getattr(verbs, self.__name__.rpartition(".")[2])(*args, **options)
+        return getattr(api, self.__name__.rpartition(".")[2])(*args, **options)
 
 
-class _Package(ModuleType):
+class _ApiPackage(ModuleType):
     """`firth.evaluate(...)` is the verb and `firth.evaluate` the folder, in whichever order they are loaded."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in __all__ and isinstance(value, ModuleType):
-            value.__class__ = _Folder
+            value.__class__ = _CallableModule
         super().__setattr__(name, value)
 
 
-sys.modules[__name__].__class__ = _Package
+sys.modules[__name__].__class__ = _ApiPackage

@@ -1,7 +1,7 @@
 """`import firth.hf` makes `transformers` open the checkpoints that none of its own families describe.
 
 Such a checkpoint has the `model_type` firth. Afterwards `AutoModel...from_pretrained(folder)` opens it with the same
-numbers, under the `AutoModelFor...` that fits its shape and its head (`auto_class`); what it saves, `firth.load` opens.
+numbers, under the `AutoModelFor...` that fits its shape and its head (`auto_class_for_config`); what it saves, `firth.load` opens.
 """
 
 from __future__ import annotations
@@ -12,81 +12,92 @@ from typing import Any
 import transformers
 from torch import Tensor, nn
 
-from firth.errors import UserError
-from firth.models import OWN, Classes, LMHead, Model, ModelConfig, Output, from_hf_config, make_model
-from firth.models.embed import Embedding
-from firth.models.heads import IGNORED
-from firth.models.position import SlopeScore
-from firth.models.recurrent import Spelling
-from firth.models.weights import own_state
+from firth.core.errors import UserError
+from firth.models import (
+    FIRTH_MODEL_TYPE,
+    ClassificationHead,
+    LMHead,
+    Model,
+    ModelConfig,
+    ModelOutput,
+    from_hf_config,
+    make_model,
+)
+from firth.models.embeddings import InputEmbedding
+from firth.models.heads import LABEL_IGNORE_INDEX
+from firth.models.hf.checkpoint import unique_state_dict
+from firth.models.position.rope import AlibiBias
+from firth.models.recurrent import CharCNNEmbedding
 from firth.tokens import load_tokenizer
 
-outputs: Any = transformers.modeling_outputs
+modeling_outputs: Any = transformers.modeling_outputs
 
 
 class FirthConfig(transformers.PreTrainedConfig):
     """A config.json of our own: under `firth` it has all that the model is."""
 
-    model_type = OWN
+    model_type = FIRTH_MODEL_TYPE
     firth: dict[str, Any] | None = None
     use_cache: bool = False
 
-    def __post_init__(self, **more: Any) -> None:
+    def __post_init__(self, **kwargs: Any) -> None:
         if self.firth is not None:
-            model = self.model
+            model = self.model_config
             self.vocab_size, self.hidden_size = model.vocab_size, model.dim
             self.num_hidden_layers, self.num_attention_heads = model.num_layers, model.num_heads
-            self.is_encoder_decoder = model.shape == "encoder-decoder"
-            if isinstance(model.head, Classes):
-                more["id2label"] = dict(enumerate(model.head.names))
-                more["label2id"] = {name: i for i, name in enumerate(model.head.names)}
-        super().__post_init__(**more)
+            self.is_encoder_decoder = model.architecture == "encoder-decoder"
+            if isinstance(model.head, ClassificationHead):
+                kwargs["id2label"] = dict(enumerate(model.head.names))
+                kwargs["label2id"] = {name: i for i, name in enumerate(model.head.names)}
+        super().__post_init__(**kwargs)
 
     @property
-    def model(self) -> ModelConfig:
-        return from_hf_config({"model_type": OWN, OWN: self.firth})
+    def model_config(self) -> ModelConfig:
+        return from_hf_config({"model_type": FIRTH_MODEL_TYPE, FIRTH_MODEL_TYPE: self.firth})
 
 
-class FirthPreTrained(transformers.PreTrainedModel):
+class FirthPreTrainedModel(transformers.PreTrainedModel):
     """The parts of one of our models, under its own names, as `transformers` wants a model to be.
 
-    `auto` is the class of `transformers` that it is opened by, `fits` says for which models.
+    `auto_class_name` is the class of `transformers` that it is opened by, `supports` says for which models.
     """
 
     config_class = FirthConfig
     base_model_prefix = ""
-    auto = "AutoModel"
-    whole: Model  # who knows how the parts work together; not a part itself
-    embed: Embedding
+    auto_class_name = "AutoModel"
+    firth_model: Model  # who knows how the parts work together; not a part itself
+    embed: InputEmbedding
 
     def __init__(self, config: FirthConfig) -> None:
         super().__init__(config)
-        if not self.fits(config.model):
-            raise UserError(f"This checkpoint is opened by {auto_class(config.model)}, not by {self.auto}.")
-        model = make_model(config.model)
+        if not self.supports(config.model_config):
+            raise UserError(
+                f"This checkpoint is opened by {auto_class_for_config(config.model_config)}, not by {self.auto_class_name}."
+            )
+        model = make_model(config.model_config)
         for name, part in model.named_children():
             self.add_module(name, part)
-        self.__dict__["whole"] = model
+        self.__dict__["firth_model"] = model
         if self.device.type != "meta":
             for module in self.modules():
                 module.__dict__["_is_hf_initialized"] = True  # as published for the family, and not again
         self.post_init()
 
     @classmethod
-    def fits(cls, config: ModelConfig) -> bool:
+    def supports(cls, config: ModelConfig) -> bool:
         return True
 
     def _init_weights(self, module: nn.Module) -> None:
         """Numbers that no file has: those that are not learned, and parts that a file lacks."""
-        if isinstance(module, SlopeScore):
-            module.fill()
+        if isinstance(module, AlibiBias):
+            module.reset_slopes()
         else:
             super()._init_weights(module)
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **more: Any) -> None:
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Each tensor once, also where two parts share it."""
-        more.setdefault("state_dict", own_state(self.whole))
-        super().save_pretrained(save_directory, *args, **more)
+        kwargs.setdefault("state_dict", unique_state_dict(self.firth_model))
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed.tokens
@@ -106,110 +117,120 @@ class FirthPreTrained(transformers.PreTrainedModel):
         states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         seen = config.output_attentions if output_attentions is None else output_attentions
         place = str(self.name_or_path or "")
-        if isinstance(self.embed, Spelling) and self.embed.lexicon is None and place and Path(place).is_dir():
-            self.embed.read_with(load_tokenizer(place))
+        if isinstance(self.embed, CharCNNEmbedding) and self.embed.lexicon is None and place and Path(place).is_dir():
+            self.embed.set_tokenizer(load_tokenizer(place))
         if config.is_encoder_decoder and inputs.get("decoder_input_ids") is None and labels is not None:
-            inputs["decoder_input_ids"] = self.begun(labels)
-        found = self.whole(
+            inputs["decoder_input_ids"] = self.shift_labels_right(labels)
+        found = self.firth_model(
             input_ids,
             attention_mask,
             labels=labels,
-            output_hidden_states=bool(states) or self.auto == "AutoModel",
+            output_hidden_states=bool(states) or self.auto_class_name == "AutoModel",
             output_attentions=bool(seen),
             **{name: value for name, value in inputs.items() if value is not None},
         )
-        answer = self.answer(found, bool(states))
+        answer = self.to_hf_output(found, bool(states))
         return answer if return_dict or (return_dict is None and config.return_dict) else answer.to_tuple()
 
-    def begun(self, labels: Tensor) -> Tensor:
+    def shift_labels_right(self, labels: Tensor) -> Tensor:
         """What a decoder reads when it is to answer this."""
         pad, start = self.config.pad_token_id or 0, self.config.decoder_start_token_id or 0
-        return nn.functional.pad(labels.masked_fill(labels == IGNORED, pad), (1, -1), value=start)
+        return nn.functional.pad(labels.masked_fill(labels == LABEL_IGNORE_INDEX, pad), (1, -1), value=start)
 
-    def answer(self, found: Output, states: bool) -> Any:
+    def to_hf_output(self, output: ModelOutput, with_hidden_states: bool) -> Any:
         """What our model says, in the words of `transformers`."""
         raise NotImplementedError
 
 
-class FirthModel(FirthPreTrained):
+class FirthModel(FirthPreTrainedModel):
     """The body of any checkpoint; its head comes along, so that nothing is lost on saving."""
 
-    def answer(self, found: Output, states: bool) -> Any:
-        assert found.hidden_states is not None
-        last, kept = found.hidden_states[-1], found.hidden_states if states else None
+    def to_hf_output(self, output: ModelOutput, with_hidden_states: bool) -> Any:
+        assert output.hidden_states is not None
+        last, kept = output.hidden_states[-1], output.hidden_states if with_hidden_states else None
         if not self.config.is_encoder_decoder:
-            return outputs.BaseModelOutput(last_hidden_state=last, hidden_states=kept, attentions=found.attentions)
-        return outputs.Seq2SeqModelOutput(last_hidden_state=last, decoder_hidden_states=kept, **of_both(found))
+            return modeling_outputs.BaseModelOutput(
+                last_hidden_state=last, hidden_states=kept, attentions=output.attentions
+            )
+        return modeling_outputs.Seq2SeqModelOutput(
+            last_hidden_state=last, decoder_hidden_states=kept, **seq2seq_output_fields(output)
+        )
 
 
-class FirthForMaskedLM(FirthPreTrained):
-    auto = "AutoModelForMaskedLM"
+class FirthForMaskedLM(FirthPreTrainedModel):
+    auto_class_name = "AutoModelForMaskedLM"
 
     @classmethod
-    def fits(cls, config: ModelConfig) -> bool:
-        return config.shape == "encoder" and isinstance(config.head, LMHead)
+    def supports(cls, config: ModelConfig) -> bool:
+        return config.architecture == "encoder" and isinstance(config.head, LMHead)
 
-    def answer(self, found: Output, states: bool) -> Any:
-        return outputs.MaskedLMOutput(found.loss, found.logits, found.hidden_states, found.attentions)
+    def to_hf_output(self, output: ModelOutput, with_hidden_states: bool) -> Any:
+        return modeling_outputs.MaskedLMOutput(output.loss, output.logits, output.hidden_states, output.attentions)
 
 
-class FirthForCausalLM(FirthPreTrained, transformers.GenerationMixin):
+class FirthForCausalLM(FirthPreTrainedModel, transformers.GenerationMixin):
     """Writing reads the whole text again for each token: what was read is not kept."""
 
-    auto = "AutoModelForCausalLM"
+    auto_class_name = "AutoModelForCausalLM"
 
     @classmethod
-    def fits(cls, config: ModelConfig) -> bool:
-        return config.shape == "decoder" and isinstance(config.head, LMHead)
+    def supports(cls, config: ModelConfig) -> bool:
+        return config.architecture == "decoder" and isinstance(config.head, LMHead)
 
-    def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, **more: Any) -> dict[str, Any]:
-        return {"input_ids": input_ids, "attention_mask": more.get("attention_mask")}
+    def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {"input_ids": input_ids, "attention_mask": kwargs.get("attention_mask")}
 
-    def answer(self, found: Output, states: bool) -> Any:
-        return outputs.CausalLMOutput(found.loss, found.logits, found.hidden_states, found.attentions)
-
-
-class FirthForSeq2SeqLM(FirthPreTrained):
-    auto = "AutoModelForSeq2SeqLM"
-
-    @classmethod
-    def fits(cls, config: ModelConfig) -> bool:
-        return config.shape == "encoder-decoder" and isinstance(config.head, LMHead)
-
-    def answer(self, found: Output, states: bool) -> Any:
-        kept = found.hidden_states
-        return outputs.Seq2SeqLMOutput(found.loss, found.logits, decoder_hidden_states=kept, **of_both(found))
+    def to_hf_output(self, output: ModelOutput, with_hidden_states: bool) -> Any:
+        return modeling_outputs.CausalLMOutput(output.loss, output.logits, output.hidden_states, output.attentions)
 
 
-class FirthForSequenceClassification(FirthPreTrained):
-    auto = "AutoModelForSequenceClassification"
+class FirthForSeq2SeqLM(FirthPreTrainedModel):
+    auto_class_name = "AutoModelForSeq2SeqLM"
 
     @classmethod
-    def fits(cls, config: ModelConfig) -> bool:
-        return isinstance(config.head, Classes)
+    def supports(cls, config: ModelConfig) -> bool:
+        return config.architecture == "encoder-decoder" and isinstance(config.head, LMHead)
 
-    def answer(self, found: Output, states: bool) -> Any:
-        return outputs.SequenceClassifierOutput(found.loss, found.logits, found.hidden_states, found.attentions)
+    def to_hf_output(self, output: ModelOutput, with_hidden_states: bool) -> Any:
+        kept = output.hidden_states
+        return modeling_outputs.Seq2SeqLMOutput(
+            output.loss, output.logits, decoder_hidden_states=kept, **seq2seq_output_fields(output)
+        )
 
 
-def of_both(found: Output) -> dict[str, Any]:
+class FirthForSequenceClassification(FirthPreTrainedModel):
+    auto_class_name = "AutoModelForSequenceClassification"
+
+    @classmethod
+    def supports(cls, config: ModelConfig) -> bool:
+        return isinstance(config.head, ClassificationHead)
+
+    def to_hf_output(self, output: ModelOutput, with_hidden_states: bool) -> Any:
+        return modeling_outputs.SequenceClassifierOutput(
+            output.loss, output.logits, output.hidden_states, output.attentions
+        )
+
+
+def seq2seq_output_fields(output: ModelOutput) -> dict[str, Any]:
     """What two stacks leave, by the names of `transformers`."""
     return {
-        "decoder_attentions": found.attentions,
-        "cross_attentions": found.cross_attentions,
-        "encoder_last_hidden_state": found.encoder_last_hidden_state,
-        "encoder_attentions": found.encoder_attentions,
+        "decoder_attentions": output.attentions,
+        "cross_attentions": output.cross_attentions,
+        "encoder_last_hidden_state": output.encoder_last_hidden_state,
+        "encoder_attentions": output.encoder_attentions,
     }
 
 
-HEADED = (FirthForMaskedLM, FirthForCausalLM, FirthForSeq2SeqLM, FirthForSequenceClassification)
+FIRTH_HEAD_MODELS = (FirthForMaskedLM, FirthForCausalLM, FirthForSeq2SeqLM, FirthForSequenceClassification)
 
 
-def auto_class(config: ModelConfig) -> str:
+def auto_class_for_config(config: ModelConfig) -> str:
     """The class of `transformers` that opens a checkpoint of this model; `AutoModel` (the body) where no other does."""
-    return next((kind.auto for kind in HEADED if kind.fits(config)), FirthModel.auto)
+    return next(
+        (kind.auto_class_name for kind in FIRTH_HEAD_MODELS if kind.supports(config)), FirthModel.auto_class_name
+    )
 
 
-transformers.AutoConfig.register(OWN, FirthConfig, exist_ok=True)
-for kind in (FirthModel, *HEADED):
-    getattr(transformers, kind.auto).register(FirthConfig, kind, exist_ok=True)
+transformers.AutoConfig.register(FIRTH_MODEL_TYPE, FirthConfig, exist_ok=True)
+for kind in (FirthModel, *FIRTH_HEAD_MODELS):
+    getattr(transformers, kind.auto_class_name).register(FirthConfig, kind, exist_ok=True)

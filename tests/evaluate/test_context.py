@@ -11,13 +11,21 @@ import pytest
 from typer.testing import CliRunner
 
 import firth
-from firth.cli import app
-from firth.errors import UserError
-from firth.evaluate import WordVectors, evaluate, word_in_context
-from firth.evaluate.context import MOST, Occurrence, compare_contexts, mean_cosine, nearest_to, occurrences_of, words_of
-from firth.evaluate.embed import words_in_texts
+from firth.cli.main import app
+from firth.core.errors import UserError
+from firth.evaluate import WordVectors, evaluate, evaluate_word_in_context
+from firth.evaluate.context import (
+    MAX_CANDIDATE_WORDS,
+    Occurrence,
+    collect_words,
+    compare_contexts,
+    find_occurrences,
+    mean_cosine,
+    nearest_occurrences,
+)
+from firth.evaluate.embed import embed_words_in_texts
 from firth.models import Model
-from firth.models.recurrent_presets import ulmfit
+from firth.models.recurrent.presets import ulmfit
 from firth.text import Example, read_labelled
 
 CAVE, BALL = "The cat slept near the old mill.", "Anna saw the cat."
@@ -32,22 +40,22 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_every_place_of_a_word_is_found() -> None:
-    found = occurrences_of("bat", ["The bat hit the Bat.", "Two bats flew."])
+    found = find_occurrences("bat", ["The bat hit the Bat.", "Two bats flew."])
     assert [(at.word, at.begin) for at in found] == [("bat", 4), ("Bat", 16), ("bats", 4)]
-    assert [at.word for at in occurrences_of("go", ["They went home."])] == ["went"]
+    assert [at.word for at in find_occurrences("go", ["They went home."])] == ["went"]
     with pytest.raises(UserError, match=r"'bat' is not in text 2, 'A combat\.'\. Did you mean 'combat'"):
-        occurrences_of("bat", ["The bat.", "A combat."])
+        find_occurrences("bat", ["The bat.", "A combat."])
     with pytest.raises(UserError, match="It is empty"):
-        occurrences_of(" ", ["The bat."])
+        find_occurrences(" ", ["The bat."])
 
 
 def test_words_stand_in_their_sentences() -> None:
-    found = words_of(["Mr. Grey came in 1905. He left.", "", "A dog."], most=6)
+    found = collect_words(["Mr. Grey came in 1905. He left.", "", "A dog."], max_words=6)
     assert [(at.word, at.text.strip()) for at in found] == [
         *((word, "Mr. Grey came in 1905.") for word in ("Mr", "Grey", "came", "in")),
         *((word, "He left.") for word in ("He", "left")),
     ]
-    (long,) = {at.text for at in words_of(["word " * 70])[:60]}
+    (long,) = {at.text for at in collect_words(["word " * 70])[:60]}
     assert len(long.split()) == 60
 
 
@@ -62,7 +70,7 @@ def test_vectors_are_those_of_the_places(untrained: Any, file: Path) -> None:
     assert [near["word"] for near in static["neighbours"][0]] == ["dog", "slept"]
     assert static["neighbours"][0] == static["neighbours"][1]
     for model, one in ((bert, both_sides), (gpt, before)):
-        a, b = _unit(words_in_texts(model, [CAVE, BALL], spans, 1))
+        a, b = _unit(embed_words_in_texts(model, [CAVE, BALL], spans, 1))
         assert one["similarity"][0][1] == pytest.approx(float(a @ b), abs=1e-5)
         assert one["similarity"][0][1] < 0.999
         assert all(len(some) == 2 for some in one["neighbours"])
@@ -71,9 +79,9 @@ def test_vectors_are_those_of_the_places(untrained: Any, file: Path) -> None:
 
 def test_one_reading_of_a_sentence_gives_each_word_as_alone(untrained: Any) -> None:
     for model in (untrained("bert"), untrained("t5")):
-        places = words_of([BALL])
-        together = firth.evaluate.context.vectors_of(model, places, -1)
-        alone = words_in_texts(model, [at.text for at in places], [(at.begin, at.end) for at in places])
+        places = collect_words([BALL])
+        together = firth.evaluate.context.occurrence_vectors(model, places, -1)
+        alone = embed_words_in_texts(model, [at.text for at in places], [(at.begin, at.end) for at in places])
         np.testing.assert_allclose(together, alone, atol=1e-4)
 
 
@@ -82,17 +90,17 @@ def test_a_layer_may_be_wider_than_the_model(tokenizers: Any) -> None:
     model = firth.models.make_model(ulmfit(2, 16, 24, tokenizers["byte-bpe"].vocab.size))
     model.tokenizer = tokenizers["byte-bpe"]
     for layer, width in ((1, 24), (2, 16)):
-        places = [*words_of([BALL]), *occurrences_of("cat", [CAVE])]
-        assert firth.evaluate.context.vectors_of(model, places, layer).shape == (5, width)
+        places = [*collect_words([BALL]), *find_occurrences("cat", [CAVE])]
+        assert firth.evaluate.context.occurrence_vectors(model, places, layer).shape == (5, width)
     assert compare_contexts("cat", [CAVE, BALL], [model], layer=1)["checkpoints"][0]["similarity"][0][1] < 1
 
 
 def test_nearest_words_are_others_and_each_once() -> None:
     places = [Occurrence(word, 0, len(word)) for word in ("bat", "owl", "Owl", "ball", "went")]
     x_ND = _unit([[1, 0], [1, 0.5], [1, 0.1], [0, 1], [1, 0]])
-    found = nearest_to(np.array([1.0, 0.0], np.float32), places, x_ND, "bat", top=5)
-    assert [near.at.word for near in found] == ["went", "Owl", "ball"]
-    assert [near.at.word for near in nearest_to(x_ND[3], places, x_ND, "go", top=1)] == ["ball"]
+    found = nearest_occurrences(np.array([1.0, 0.0], np.float32), places, x_ND, "bat", top=5)
+    assert [near.occurrence.word for near in found] == ["went", "Owl", "ball"]
+    assert [near.occurrence.word for near in nearest_occurrences(x_ND[3], places, x_ND, "go", top=1)] == ["ball"]
 
 
 def _unit(rows: Any) -> np.ndarray:
@@ -120,9 +128,9 @@ def test_a_long_text_is_said_to_be_read_in_part(file: Path, capsys: pytest.Captu
         return [near["word"] for near in one["neighbours"][0]], capsys.readouterr().err
 
     assert looked_at("The dog slept near the mill. " * 10) == (["dog", "slept", "mill"], "")
-    words, said = looked_at("dog " * MOST + "mill")
+    words, said = looked_at("dog " * MAX_CANDIDATE_WORDS + "mill")
     assert words == ["dog"]
-    assert f"among the first {MOST:,} words of that text" in said
+    assert f"among the first {MAX_CANDIDATE_WORDS:,} words of that text" in said
 
 
 def ask(*words: object) -> None:
@@ -181,16 +189,16 @@ def test_the_same_vector_has_the_same_cosine_whatever_rounding_does() -> None:
     words = [f"w{i}" for i in range(200)]
     vectors = WordVectors(words, draw.normal(size=(200, 100)))
     pairs = [Example(w, (w, w), str(i % 2 == 0).lower(), ((0, len(w)),) * 2) for i, w in enumerate(words)]
-    assert {(p.scores or {})["cosine"] for p in word_in_context(vectors, pairs, pairs).predictions} == {1.0}
+    assert {(p.scores or {})["cosine"] for p in evaluate_word_in_context(vectors, pairs, pairs).predictions} == {1.0}
 
 
 def test_a_model_of_words_is_asked_in_the_same_way(senses: Path, corpus_file: Path, tmp_path: Path) -> None:
     settings = {"vector_size": 8, "min_count": 1, "workers": 1, "epochs": 1}
     firth.pretrain("word2vec", corpus_file, tmp_path / "run", lowercase=True, overrides=settings)
     examples = read_labelled(senses, "word-in-context", None, "dev")
-    outcome = word_in_context(tmp_path / "run" / "final", examples, examples)
+    outcome = evaluate_word_in_context(tmp_path / "run" / "final", examples, examples)
     assert [(p.scores or {})["cosine"] for p in outcome.predictions] == [1, 0, 1, 1, 0]
-    assert "2 of 5 examples have a word without a vector" in outcome.said[0]
+    assert "2 of 5 examples have a word without a vector" in outcome.notices[0]
     model = firth.load(tmp_path / "run" / "final")
     assert isinstance(model, Model)
     assert compare_contexts("cat", [CAVE, BALL], [model])["checkpoints"][0]["similarity"][0][1] == 1

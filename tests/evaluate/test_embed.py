@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers
 
-from firth.errors import UserError
-from firth.evaluate.embed import embed_texts, similar_texts, word_in_context, words_in_texts
+from firth.core.errors import UserError
+from firth.evaluate.embed import embed_texts, embed_words_in_texts, evaluate_text_similarity, evaluate_word_in_context
 from firth.models import make_model
-from firth.models.presets import bag
+from firth.models.presets import bag_of_words
 from firth.text import Example
 
 TEXTS = ["The cat slept.", "A dog saw the old mill near the river.", "Anna"]
@@ -47,11 +47,11 @@ def test_every_shape_has_vectors(family: str, untrained: Any) -> None:
 
 
 def test_a_text_without_known_words_is_said(untrained: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    model = make_model(bag(300, 8))
+    model = make_model(bag_of_words(300, 8))
     model.tokenizer = untrained("bert").tokenizer
     with torch.no_grad():
         model.embed.tokens.weight.fill_(1.0)
-        model.embed.tokens.weight[[*model.tokenizer.vocab.special, *model.tokenizer.encode("Anna")]] = 0.0
+        model.embed.tokens.weight[[*model.tokenizer.vocab.special_ids, *model.tokenizer.encode("Anna")]] = 0.0
     found = embed_texts(model, ["The cat", "Anna", "slept"])
     assert not found[1].any()
     assert found[[0, 2]].all()
@@ -61,20 +61,20 @@ def test_a_text_without_known_words_is_said(untrained: Any, capsys: pytest.Captu
 def test_a_word_is_the_mean_of_its_tokens(untrained: Any, saved: Any) -> None:
     model, text = untrained("bert"), "The hedgehogs slept."
     vocab = model.tokenizer.vocab
-    (encoding,) = model.tokenizer.encodings([text])
+    (encoding,) = model.tokenizer.encode_with_offsets([text])
     inside = [i for i, (begin, _) in enumerate(encoding.offsets) if 4 <= begin < 13]
     assert len(inside) > 1
     states = their_states(saved("bert"), [vocab.cls, *encoding.ids, vocab.sep])
     wanted = states[-1][[i + 1 for i in inside]].mean(0)
-    assert words_in_texts(model, [text], [(4, 13)])[0] == pytest.approx(wanted, abs=1e-4)
+    assert embed_words_in_texts(model, [text], [(4, 13)])[0] == pytest.approx(wanted, abs=1e-4)
     averaged = np.mean(states, 0)[[i + 1 for i in inside]].mean(0)
-    assert words_in_texts(model, [text], [(4, 13)], layer="mean")[0] == pytest.approx(averaged, abs=1e-4)
+    assert embed_words_in_texts(model, [text], [(4, 13)], layer="mean")[0] == pytest.approx(averaged, abs=1e-4)
 
 
 def test_a_word_late_in_a_long_text_is_found(untrained: Any) -> None:
     text = "The cat slept by the river. " * 8 + "Anna saw the crow"
     begin = text.index("crow")
-    assert np.isfinite(words_in_texts(untrained("bert"), [text], [(begin, begin + 4)])).all()
+    assert np.isfinite(embed_words_in_texts(untrained("bert"), [text], [(begin, begin + 4)])).all()
 
 
 def senses(label: str, text_a: str, text_b: str, word: str) -> Example:
@@ -87,23 +87,23 @@ def test_senses_by_a_threshold_from_train(untrained: Any) -> None:
         senses("true", "The cat slept.", "The cat slept.", "cat"),
         senses("false", "The cat slept.", "Before the rain, Anna saw a cat", "cat"),
     ]
-    outcome = word_in_context(untrained("bert"), train, train)
+    outcome = evaluate_word_in_context(untrained("bert"), train, train)
     assert outcome.metrics["accuracy"] == 1.0
     assert [p.prediction for p in outcome.predictions] == ["true", "false"]
     assert (outcome.predictions[0].scores or {})["cosine"] == pytest.approx(1)
-    assert (outcome.predictions[1].scores or {})["cosine"] < outcome.facts["threshold"] < 1
-    given = word_in_context(untrained("bert"), train, threshold=-2)
+    assert (outcome.predictions[1].scores or {})["cosine"] < outcome.details["threshold"] < 1
+    given = evaluate_word_in_context(untrained("bert"), train, threshold=-2)
     assert [p.prediction for p in given.predictions] == ["true", "true"]
     with pytest.raises(UserError, match="Name a train file to learn that from"):
-        word_in_context(untrained("bert"), train)
+        evaluate_word_in_context(untrained("bert"), train)
 
 
 def test_pairs_of_texts(untrained: Any) -> None:
     pairs = [("The cat slept.", "The cat slept."), ("Anna saw it.", "Anna saw it.")]
-    found = similar_texts(untrained("bert"), [Example(i, pair) for i, pair in enumerate(pairs)])
+    found = evaluate_text_similarity(untrained("bert"), [Example(i, pair) for i, pair in enumerate(pairs)])
     assert found.metrics["precision_at_1"] == 1.0
     scored = [Example(1, pairs[0], 5.0), Example(2, (pairs[0][0], pairs[1][0]), 1.0)]
-    assert similar_texts(untrained("bert"), scored).metrics["spearman"] == pytest.approx(1.0)
+    assert evaluate_text_similarity(untrained("bert"), scored).metrics["spearman"] == pytest.approx(1.0)
 
 
 def test_mistakes_are_named(untrained: Any) -> None:

@@ -14,19 +14,19 @@ import pytest
 import torch
 import yaml
 
-from firth import verbs
-from firth.errors import UserError
-from firth.evaluate import evaluate, perplexity, write_card, write_run_report
-from firth.evaluate.card import about_training, unusual
+from firth import api
+from firth.core.errors import UserError
+from firth.core.files import atomic_folder, find_corruption
+from firth.core.html import format_cell
+from firth.core.serialization import to_dict
+from firth.evaluate import evaluate, evaluate_perplexity, write_model_card, write_run_report
+from firth.evaluate.card import non_default_fields, training_section
 from firth.evaluate.export import write_export
-from firth.evaluate.report import is_mistake, sureness
-from firth.files import damage, whole_folder
-from firth.metrics import summarise
+from firth.evaluate.report import confidence_margin, is_mistake
+from firth.metrics import mean_and_std
 from firth.models import Distillation, Model, load_model
 from firth.models.presets import bert
-from firth.objectives import MLM, NAMED
-from firth.page import cell
-from firth.plain import to_plain
+from firth.objectives import MLM, OBJECTIVES
 from firth.tasks import FinetuneRecipe, Prediction, finetune
 from firth.text import Example, read_labelled
 from firth.train import Recipe
@@ -106,8 +106,8 @@ def test_every_example_that_a_note_is_about_is_in_the_results(tuned: Path, tmp_p
 def test_the_surest_mistakes_come_first() -> None:
     example = Example(1, ("good one", "bad one"))
     close, far = (Prediction("bad", {"good": -9.0, "bad": bad}) for bad in (-8.5, -2.0))
-    assert sureness("minimal-pairs", example, close) == 0.5
-    assert sureness("minimal-pairs", example, far) == 7.0
+    assert confidence_margin("minimal-pairs", example, close) == 0.5
+    assert confidence_margin("minimal-pairs", example, far) == 7.0
     assert is_mistake("minimal-pairs", example, far)
     assert not is_mistake("minimal-pairs", example, Prediction("good"))
     assert not is_mistake("classify", Example(1, ("text",)), Prediction("a"))
@@ -117,7 +117,7 @@ def test_perplexity_of_files(saved: Any, untrained: Any, corpus_file: Path, tmp_
     texts = corpus_file.read_text(encoding="utf-8").split("\n\n")[:4]
     (tmp_path / "some.txt").write_text("\n\n".join(texts), encoding="utf-8")
     result = evaluate(saved("gpt2"), "perplexity", tmp_path / "some.txt", tmp_path / "out", stride=8)
-    wanted = perplexity(untrained("gpt2"), texts, stride=8)
+    wanted = evaluate_perplexity(untrained("gpt2"), texts, stride=8)
     assert result["metrics"]["perplexity"] == pytest.approx(wanted["perplexity"], rel=1e-4)
     assert result["metrics"]["bits_per_byte"] == pytest.approx(wanted["bits_per_byte"], rel=1e-4)
     lines = [json.loads(line) for line in (tmp_path / "out/predictions.jsonl").read_text().splitlines()]
@@ -188,7 +188,7 @@ def test_what_cannot_work_is_refused_at_once(tuned: Path, saved: Any, tmp_path: 
 
 def test_a_card_says_what_is_known_and_no_more(tuned: Path, tmp_path: Path) -> None:
     evaluate(tuned / "final", "classify", write_jsonl(tmp_path / "x.jsonl", ROWS), tuned / "evaluate-x.jsonl")
-    path = write_card(tuned / "final")
+    path = write_model_card(tuned / "final")
     card = path.read_text(encoding="utf-8")
     assert card.startswith("---\nlicense: unknown\nlibrary_name: transformers\npipeline_tag: text-classification\n")
     assert "| labels | animal, place |" in card
@@ -196,10 +196,10 @@ def test_a_card_says_what_is_known_and_no_more(tuned: Path, tmp_path: Path) -> N
     assert "| dev.jsonl | accuracy |" in card
     assert "| learning_rate |" in card
     assert card.count("*Fill in.*") == 4
-    assert damage(tuned / "final") is None
+    assert find_corruption(tuned / "final") is None
     with pytest.raises(UserError, match="exists already, and may have been edited"):
-        write_card(tuned / "final")
-    with whole_folder(tuned / "final") as temporary:  # as when a run goes on
+        write_model_card(tuned / "final")
+    with atomic_folder(tuned / "final") as temporary:  # as when a run goes on
         (temporary / "config.json").write_text("{}")
     assert path.read_text(encoding="utf-8") == card
 
@@ -212,21 +212,23 @@ def test_every_number_of_a_card_and_a_report_is_that_of_the_results(tuned: Path,
     other = {name: value / 2 for name, value in results["scores"][0].items()}
     results |= {"scores": [other, *results["scores"][:1]], "best_seed": 1, "steps": [3, 3], "seeds": [0.1, 0.2]}
     (tmp_path / "run" / "results.json").write_text(json.dumps(results))
-    write_card(tmp_path / "run" / "final", overwrite=True)
+    write_model_card(tmp_path / "run" / "final", overwrite=True)
     card = (tmp_path / "run" / "final" / "README.md").read_text(encoding="utf-8")
     front = yaml.safe_load(card.split("---")[1])
     metrics = {m["type"]: m["value"] for m in front["model-index"][0]["results"][0]["metrics"]}
     assert metrics == results["scores"][1]
     for name, value in results["scores"][1].items():
-        mean, deviation = summarise([value / 2, value])
-        assert f"| dev.jsonl | {name} | {cell(value)} | {cell(mean)} | {cell(deviation)} |" in card
+        mean, deviation = mean_and_std([value / 2, value])
+        assert f"| dev.jsonl | {name} | {format_cell(value)} | {format_cell(mean)} | {format_cell(deviation)} |" in card
     assert "shots" not in card
     page = write_run_report(
         tmp_path / "run", results | {"failed": []}, read_labelled(tuned.parent / "dev.jsonl", "classify")
     )
     html = page.read_text(encoding="utf-8")
     for name, value in results["scores"][1].items():
-        cells = "".join(rf"\s*<td[^>]*>{re.escape(cell(x))}</td>" for x in (*summarise([value / 2, value]), value / 2))
+        cells = "".join(
+            rf"\s*<td[^>]*>{re.escape(format_cell(x))}</td>" for x in (*mean_and_std([value / 2, value]), value / 2)
+        )
         assert re.search(rf"<td[^>]*>{name}</td>{cells}", html)
 
 
@@ -249,7 +251,7 @@ def test_a_card_lists_what_is_not_as_usual() -> None:
     recipe = FinetuneRecipe(
         train="t", output_dir="o", layer_decay=0.8, freeze="embeddings", early_stopping=3, load_best=False
     )
-    assert unusual(to_plain(recipe)) == {
+    assert non_default_fields(to_dict(recipe)) == {
         "layer_decay": 0.8,
         "freeze": "embeddings",
         "early_stopping": 3,
@@ -257,18 +259,18 @@ def test_a_card_lists_what_is_not_as_usual() -> None:
     }
     tiny, teach = bert(1, 8, 1, 9), Distillation(soft=1.0)
     learned = Recipe(model=tiny, objective=MLM(rate=0.3), optim="muon", distillation=teach)
-    assert unusual(to_plain(learned)) == {"optim": "muon", "objective.rate": 0.3, "distillation.soft": 1.0}
-    table = about_training(to_plain(learned), {})
+    assert non_default_fields(to_dict(learned)) == {"optim": "muon", "objective.rate": 0.3, "distillation.soft": 1.0}
+    table = training_section(to_dict(learned), {})
     assert "| objective | MLM |" in table
     assert "| objective.rate | 0.3 |" in table
-    for objective in NAMED.values():
-        assert "objective" not in unusual(to_plain(Recipe(model=tiny, objective=objective)))
+    for objective in OBJECTIVES.values():
+        assert "objective" not in non_default_fields(to_dict(Recipe(model=tiny, objective=objective)))
 
 
 def test_a_card_of_a_checkpoint_without_a_run(untrained: Callable[[str], Model], tmp_path: Path) -> None:
     model = untrained("gpt2")
     model.save(tmp_path / "mine" / "gpt2")
-    card = write_card(tmp_path / "mine" / "gpt2").read_text(encoding="utf-8")
+    card = write_model_card(tmp_path / "mine" / "gpt2").read_text(encoding="utf-8")
     assert "# gpt2" in card
     assert "Not evaluated yet" in card
     assert "pipeline_tag: text-generation" in card
@@ -280,9 +282,9 @@ def test_a_card_of_a_checkpoint_without_a_run(untrained: Callable[[str], Model],
 def test_an_exported_checkpoint_still_knows_its_task(tuned: Path, tmp_path: Path) -> None:
     final = tuned / "seed-0" / "final"
     shutil.copytree(final, tmp_path / "final")
-    write_card(tmp_path / "final", overwrite=True)
+    write_model_card(tmp_path / "final", overwrite=True)
     write_export(tmp_path / "final", tmp_path / "out")
-    assert damage(tmp_path / "out") is None
+    assert find_corruption(tmp_path / "out") is None
     assert (tmp_path / "out" / "task.json").read_text() == (final / "task.json").read_text()
     assert (tmp_path / "out" / "README.md").is_file()
     data = write_jsonl(tmp_path / "dev.jsonl", ROWS)
@@ -296,7 +298,7 @@ def test_a_score_that_is_no_number_is_null_in_what_others_read(saved: Callable[[
     rows = [json.dumps({"text": f"the cat sat {i}", "score": i}) for i in range(4)]
     train.write_text("\n".join(rows))
     dev.write_text(rows[1])
-    verbs.finetune(saved("bert"), "regress", train, dev, tmp_path / "run", seeds=2, max_steps=1)
+    api.finetune(saved("bert"), "regress", train, dev, tmp_path / "run", seeds=2, max_steps=1)
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")

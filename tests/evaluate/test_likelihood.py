@@ -11,9 +11,16 @@ import pytest
 import torch
 import transformers
 
-from firth.errors import UserError
-from firth.evaluate.likelihood import Window, likelihoods, make_scorer, perplexity, windows, word_ends
-from firth.models import framing
+from firth.core.errors import UserError
+from firth.evaluate.likelihood import (
+    ScoringWindow,
+    evaluate_perplexity,
+    make_scorer,
+    sliding_windows,
+    text_likelihoods,
+    word_ends,
+)
+from firth.models import make_text_template
 
 CLASSES = {
     "gpt2": "AutoModelForCausalLM",
@@ -44,7 +51,7 @@ def short(sentences: list[str], tokenizer: Any, room: int) -> list[str]:
 def test_a_decoder_equals_a_plain_loop(untrained: Any, saved: Any, sentences: list[str]) -> None:
     model, reference = untrained("gpt2"), theirs(saved("gpt2"), "gpt2")
     texts = short(sentences, model.tokenizer, 23)
-    for text, found in zip(texts, likelihoods(model, texts, batch_tokens=40), strict=True):
+    for text, found in zip(texts, text_likelihoods(model, texts, batch_tokens=40), strict=True):
         ids = [model.tokenizer.vocab.bos, *model.tokenizer.encode(text)]
         wanted = [logp(reference, i - 1, ids[i], input_ids=ids) for i in range(1, len(ids))]
         assert found.logp == pytest.approx(sum(wanted), abs=1e-4)
@@ -62,7 +69,7 @@ def test_a_long_text_is_read_with_context(untrained: Any, saved: Any, sentences:
         end = 24 if i <= 24 else min(24 + stride * (late + 1), len(ids) - 1)
         begin = max(0, end - 24)
         wanted += logp(reference, i - 1 - begin, ids[i], input_ids=ids[begin:end])
-    (found,) = likelihoods(model, [text], stride=stride)
+    (found,) = text_likelihoods(model, [text], stride=stride)
     assert found.tokens == len(ids) - 1
     assert found.logp == pytest.approx(wanted, abs=1e-3)
 
@@ -71,7 +78,7 @@ def test_an_encoder_equals_hiding_one_token_at_a_time(untrained: Any, saved: Any
     model, reference = untrained("bert"), theirs(saved("bert"), "bert")
     vocab = model.tokenizer.vocab
     texts = short(sentences, model.tokenizer, 22)
-    for text, found in zip(texts, likelihoods(model, texts, method="pseudo"), strict=True):
+    for text, found in zip(texts, text_likelihoods(model, texts, method="pseudo"), strict=True):
         ids = [vocab.cls, *model.tokenizer.encode(text), vocab.sep]
         wanted = 0.0
         for i in range(1, len(ids) - 1):
@@ -82,20 +89,20 @@ def test_an_encoder_equals_hiding_one_token_at_a_time(untrained: Any, saved: Any
 def test_within_a_word_the_later_tokens_are_hidden_too(untrained: Any, saved: Any) -> None:
     model, reference = untrained("bert"), theirs(saved("bert"), "bert")
     vocab, text = model.tokenizer.vocab, "The hedgehogs slept."
-    (encoding,) = model.tokenizer.encodings([text])
+    (encoding,) = model.tokenizer.encode_with_offsets([text])
     ids, words = [vocab.cls, *encoding.ids, vocab.sep], [None, *encoding.word_ids, None]
     assert max(words.count(word) for word in words) > 1
     wanted = 0.0
     for i in range(1, len(ids) - 1):
         read = [vocab.mask if j >= i and words[j] == words[i] else ids[j] for j in range(len(ids))]
         wanted += logp(reference, i, ids[i], input_ids=read)
-    (found,) = likelihoods(model, [text], method="within-word-l2r")
+    (found,) = text_likelihoods(model, [text], method="within-word-l2r")
     assert found.logp == pytest.approx(wanted, abs=1e-4)
-    assert found.logp != likelihoods(model, [text])[0].logp
+    assert found.logp != text_likelihoods(model, [text])[0].logp
 
 
 def words_of(tokenizer: Any, text: str) -> list[list[int]]:
-    (encoding,) = tokenizer.encodings([text])
+    (encoding,) = tokenizer.encode_with_offsets([text])
     words: list[list[int]] = []
     for start, token in zip(tokenizer.word_starts(encoding), encoding.ids, strict=True):
         if start:
@@ -107,21 +114,21 @@ def words_of(tokenizer: Any, text: str) -> list[list[int]]:
 def test_t5_restores_one_word_at_a_time(untrained: Any, saved: Any, sentences: list[str]) -> None:
     model, reference = untrained("t5"), theirs(saved("t5"), "t5")
     vocab, text = model.tokenizer.vocab, " ".join(sentences[0].split()[:6])
-    words, hole = words_of(model.tokenizer, text), vocab.sentinels[0]
+    words, hole = words_of(model.tokenizer, text), vocab.sentinel_ids[0]
     wanted = 0.0
     for w, word in enumerate(words):
         before, after = list(chain(*words[:w])), list(chain(*words[w + 1 :]))
         read, written = [*before, hole, *after, vocab.eos], [vocab.pad, hole, *word]
         for k, token in enumerate(word):
             wanted += logp(reference, 1 + k, token, input_ids=read, decoder_input_ids=written)
-    (found,) = likelihoods(model, [text])
+    (found,) = text_likelihoods(model, [text])
     assert found.logp == pytest.approx(wanted, abs=1e-4)
 
 
 def test_bart_restores_one_word_at_a_time(untrained: Any, saved: Any, sentences: list[str]) -> None:
     model, reference = untrained("bart"), theirs(saved("bart"), "bart")
     vocab, text = model.tokenizer.vocab, " ".join(sentences[0].split()[:6])
-    words, start = words_of(model.tokenizer, text), framing(model.config, vocab).start
+    words, start = words_of(model.tokenizer, text), make_text_template(model.config, vocab).decoder_start_id
     wanted = 0.0
     for w, word in enumerate(words):
         before, after = list(chain(*words[:w])), list(chain(*words[w + 1 :]))
@@ -129,7 +136,7 @@ def test_bart_restores_one_word_at_a_time(untrained: Any, saved: Any, sentences:
         for k, token in enumerate(word):
             place = len(written) - 1 - len(word) + k
             wanted += logp(reference, place, token, input_ids=read, decoder_input_ids=written)
-    (found,) = likelihoods(model, [text])
+    (found,) = text_likelihoods(model, [text])
     assert found.logp == pytest.approx(wanted, abs=1e-4)
 
 
@@ -142,7 +149,7 @@ def test_the_second_half_after_the_first(untrained: Any, saved: Any, sentences: 
         logp(reference, k, token, input_ids=[*ids[:half], vocab.eos], decoder_input_ids=[vocab.pad, *ids[half:]])
         for k, token in enumerate(ids[half:])
     )
-    (found,) = likelihoods(model, [text], method="continuation")
+    (found,) = text_likelihoods(model, [text], method="continuation")
     assert found.logp == pytest.approx(wanted, abs=1e-4)
     assert found.tokens == len(ids) - half
     assert 0 < found.bytes < len(text.encode())
@@ -158,14 +165,14 @@ def test_xlnet_hides_by_order(tokenizers: Any) -> None:
     model = make_model(xlnet(2, 32, 2, tokenizer.vocab.size)).eval()
     model.tokenizer = tokenizer
     scorer = make_scorer(model)
-    assert scorer.model.config.extra("query") is not None
+    assert scorer.model.config.get_extra("query") is not None
     ids = tokenizer.encode("The cat slept by the river.")
 
     def asked(ids: list[int], last: int) -> float:
-        from firth.evaluate.asking import answer
+        from firth.evaluate.logprobs import score_query_batch
 
-        query = scorer.hiding(ids, 2, last, asked=1)._replace(labels=[9])  # type: ignore[attr-defined]
-        return float(answer(model, [query])[0].logp[0])
+        query = scorer.masked_query(ids, 2, last, num_targets=1)._replace(labels=[9])  # type: ignore[attr-defined]
+        return float(score_query_batch(model, [query])[0].logprobs[0])
 
     other = [*ids[:2], 7, *ids[3:]]
     assert asked(ids, 3) == asked(other, 3)
@@ -175,7 +182,7 @@ def test_xlnet_hides_by_order(tokenizers: Any) -> None:
 
 def test_perplexity_adds_up(untrained: Any, sentences: list[str]) -> None:
     model = untrained("gpt2")
-    parts, result = likelihoods(model, sentences), perplexity(model, iter(sentences))
+    parts, result = text_likelihoods(model, sentences), evaluate_perplexity(model, iter(sentences))
     nats = -sum(part.logp for part in parts)
     assert result["nats"] == pytest.approx(nats)
     assert result["perplexity"] == pytest.approx(math.exp(nats / sum(part.tokens for part in parts)))
@@ -186,25 +193,25 @@ def test_perplexity_adds_up(untrained: Any, sentences: list[str]) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "bart"])
 def test_batches_do_not_matter(family: str, untrained: Any, sentences: list[str]) -> None:
-    one = likelihoods(untrained(family), sentences[:2], batch_tokens=1)
-    many = likelihoods(untrained(family), sentences[:2])
+    one = text_likelihoods(untrained(family), sentences[:2], batch_tokens=1)
+    many = text_likelihoods(untrained(family), sentences[:2])
     assert [x.logp for x in one] == pytest.approx([x.logp for x in many], abs=1e-3)
 
 
 def test_a_text_without_tokens_counts_nothing(untrained: Any) -> None:
-    found = likelihoods(untrained("bert"), ["", "The cat", " "])
+    found = text_likelihoods(untrained("bert"), ["", "The cat", " "])
     assert [one.tokens for one in found] == [0, 2, 0]
     assert found[0].logp == found[2].logp == 0
 
 
 def test_windows_score_each_token_once_with_both_sides() -> None:
-    assert list(windows(3, 4, 2)) == [Window(0, 3, 0, 3)]
-    assert list(windows(10, 6, 2)) == [
-        Window(0, 6, 0, 2),
-        Window(0, 6, 2, 4),
-        Window(2, 8, 4, 6),
-        Window(4, 10, 6, 8),
-        Window(4, 10, 8, 10),
+    assert list(sliding_windows(3, 4, 2)) == [ScoringWindow(0, 3, 0, 3)]
+    assert list(sliding_windows(10, 6, 2)) == [
+        ScoringWindow(0, 6, 0, 2),
+        ScoringWindow(0, 6, 2, 4),
+        ScoringWindow(2, 8, 4, 6),
+        ScoringWindow(4, 10, 6, 8),
+        ScoringWindow(4, 10, 8, 10),
     ]
     assert word_ends(torch.tensor([True, False, True]).numpy()) == [2, 2, 3]
 

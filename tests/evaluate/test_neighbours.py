@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from firth import verbs
-from firth.errors import UserError
-from firth.evaluate import WordVectors, read_vectors, word_vectors
-from firth.evaluate.neighbours import most_similar, samples, similarity, write_vectors
+from firth import api
+from firth.core.errors import UserError
+from firth.evaluate import WordVectors, load_word_vectors, read_vectors
+from firth.evaluate.neighbours import most_similar, sample_neighbours, word_cosine, write_vectors
 from firth.models import load_model
 
 WORDS = ["king", "queen", "man", "woman", "apple"]
@@ -24,7 +24,7 @@ def test_the_nearest_words(vectors: WordVectors) -> None:
     first, second = most_similar(vectors, ["king"], top=2)
     assert (first.word, second.word) == ("man", "queen")
     assert first.similarity == pytest.approx(1.1 / np.sqrt(2 * 1.01))
-    assert similarity(vectors, "king", "queen") == pytest.approx(0.5)
+    assert word_cosine(vectors, "king", "queen") == pytest.approx(0.5)
     assert len(most_similar(vectors, ["king"], top=99)) == 4  # not the word itself
 
 
@@ -76,28 +76,28 @@ def test_vectors_of_a_file_become_a_checkpoint(tmp_path: Path) -> None:
     file, labelled = tmp_path / "v.txt", tmp_path / "t.jsonl"
     labelled.write_text('{"text": "good", "label": "a"}\n{"text": "bad", "label": "b"}\n')
     file.write_text("good 1 2\nbad -1 3\n<unk> 7 7\ngood 9 9\n")
-    verbs.export(file, tmp_path / "words", format="firth")
+    api.export(file, tmp_path / "words", format="firth")
     model = load_model(tmp_path / "words")
     assert model.tokenizer is not None
     ids = model.tokenizer.encode("GOOD bad ugly")
     assert model.embed.tokens.weight[ids].tolist() == [[1, 2], [-1, 3], [7, 7]]
-    again = word_vectors(tmp_path / "words")
+    again = load_word_vectors(tmp_path / "words")
     assert again.words == ["good", "bad"]
-    assert word_vectors(tmp_path / "words", limit=1).words == ["good"]
+    assert load_word_vectors(tmp_path / "words", limit=1).words == ["good"]
     with pytest.raises(UserError, match="Word vectors alone do not say which word comes next, or is missing"):
-        verbs.fill(tmp_path / "words", "a good ___")
+        api.fill(tmp_path / "words", "a good ___")
     with pytest.raises(UserError, match=r"LoRA stands beside .* and word vectors have none"):
-        verbs.finetune(tmp_path / "words", "classify", labelled, labelled, tmp_path / "no", lora_rank=2)
+        api.finetune(tmp_path / "words", "classify", labelled, labelled, tmp_path / "no", lora_rank=2)
     with pytest.raises(UserError, match="is the checkpoint itself"):
-        verbs.export(tmp_path / "words", tmp_path / "words", overwrite=True, format="word2vec")
+        api.export(tmp_path / "words", tmp_path / "words", overwrite=True, format="word2vec")
     file.write_text("Good 1 2\nbad -1 3\n")
-    verbs.export(file, tmp_path / "cased", format="firth")
+    api.export(file, tmp_path / "cased", format="firth")
     cased = load_model(tmp_path / "cased")
     assert cased.tokenizer is not None
     assert cased.embed.tokens.weight[cased.tokenizer.encode("Good good")].tolist() == [[1, 2], [0, 0]]
     with pytest.raises(UserError, match="`firth export FILE --format firth` makes one of a file of word vectors"):
-        verbs.finetune(file, "classify", labelled, labelled, tmp_path / "run")
-    found = verbs.finetune(tmp_path / "words", "classify", labelled, labelled, tmp_path / "run", max_steps=40, seeds=1)
+        api.finetune(file, "classify", labelled, labelled, tmp_path / "run")
+    found = api.finetune(tmp_path / "words", "classify", labelled, labelled, tmp_path / "run", max_steps=40, seeds=1)
     assert found["mean"] == 1.0
 
 
@@ -109,8 +109,8 @@ def test_wrong_formats_and_words(vectors: WordVectors, tmp_path: Path) -> None:
 
 
 def test_samples_are_of_words_that_are_known(vectors: WordVectors) -> None:
-    assert samples(vectors) == {}  # too few to show the neighbours of those in the middle
+    assert sample_neighbours(vectors) == {}  # too few to show the neighbours of those in the middle
     many = WordVectors([f"w{chr(97 + i // 26)}{chr(97 + i % 26)}x" for i in range(400)], np.eye(400, dtype=np.float32))
-    found = samples(many)
+    found = sample_neighbours(many)
     assert 3 < len(found) <= 12
     assert all(len(near) == 8 and word not in near for word, near in found.items())

@@ -9,9 +9,17 @@ from typing import Any
 
 import pytest
 
-from firth.errors import UserError
+from firth.core.errors import UserError
 from firth.evaluate import suite as suite_module
-from firth.evaluate.suite import conclude, evaluate_suite, official, summary, table, task_recipe, was_tuned_on
+from firth.evaluate.suite import (
+    build_task_recipe,
+    evaluate_suite,
+    is_finetuned_on,
+    suite_table,
+    summarize_suite,
+    summarize_task,
+    superglue_extra_scores,
+)
 from firth.tasks import Prediction
 from firth.text import Example, SuiteTask
 
@@ -56,7 +64,7 @@ def test_a_suite_is_fine_tuned_scored_averaged_and_resumed(
     assert result["average"] == pytest.approx((result["tasks"]["sst-2"]["score"] + mnli["score"]) / 2)
     assert not result["complete"]
     assert {"cola", "wnli"} <= set(result["missing"])
-    assert "incomplete: without cola" in table(result)[-1][1]
+    assert "incomplete: without cola" in suite_table(result)[-1][1]
     assert "incomplete" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
 
     for task in result["tasks"]:
@@ -76,9 +84,9 @@ def test_a_suite_is_fine_tuned_scored_averaged_and_resumed(
 
     tuned = tmp_path / "out/sst-2/run/final"
     sst = SuiteTask("sst-2", "classify", glue / "SST-2/train.tsv", {"dev": glue / "SST-2/dev.tsv"}, {}, ("accuracy",))
-    assert was_tuned_on(tuned, sst)
-    assert not was_tuned_on(saved("bert"), sst)
-    assert not was_tuned_on(tuned, SuiteTask("cola", "classify", glue / "SST-2/dev.tsv"))
+    assert is_finetuned_on(tuned, sst)
+    assert not is_finetuned_on(saved("bert"), sst)
+    assert not is_finetuned_on(tuned, SuiteTask("cola", "classify", glue / "SST-2/dev.tsv"))
     direct = evaluate_suite(tuned, "glue", tmp_path / "direct", glue, tasks=["SST-2"])
     assert direct["tasks"]["sst-2"]["how"] == "fine-tuned already"
     best = max(result["tasks"]["sst-2"]["seeds"])
@@ -198,7 +206,7 @@ def test_the_first_metric_of_a_task_decides_how_it_is_learned(saved: Any, tmp_pa
     evaluate_suite(saved("bert"), suite, tmp_path / "out", seeds=1, options=FEW)
     assert json.loads((tmp_path / "out/words/run/results.json").read_text())["metric"] == "mcc"
     record = SuiteTask("record", "choice", None, {"dev": tmp_path / "dev.tsv"}, {}, ("f1", "exact_match"))
-    assert task_recipe(saved("bert"), record, tmp_path, 1, {}).metric == ""
+    assert build_task_recipe(saved("bert"), record, tmp_path, 1, {}).metric == ""
     with pytest.raises(UserError, match="has no score 'pearson' here"):
         evaluate_suite(saved("bert"), suite, tmp_path / "other", seeds=1, options={"metric": "pearson"})
     assert not (tmp_path / "other").exists()
@@ -206,37 +214,39 @@ def test_the_first_metric_of_a_task_decides_how_it_is_learned(saved: Any, tmp_pa
 
 def test_the_score_of_a_task_is_the_mean_of_its_metrics_for_each_seed() -> None:
     task = SuiteTask("mrpc", "pair", None, {}, {}, ("accuracy", "f1"))
-    found = summary(task, {"dev": [{"accuracy": 0.5, "f1": 0.7, "mcc": 0.1}, {"accuracy": 0.7, "f1": 0.9, "mcc": 0.1}]})
+    found = summarize_task(
+        task, {"dev": [{"accuracy": 0.5, "f1": 0.7, "mcc": 0.1}, {"accuracy": 0.7, "f1": 0.9, "mcc": 0.1}]}
+    )
     assert found["seeds"] == pytest.approx([0.6, 0.8])
     assert found["score"] == pytest.approx(0.7)
     assert found["metrics"] == {"dev": {"accuracy": pytest.approx(0.6), "f1": pytest.approx(0.8)}}
     with pytest.raises(UserError, match="mrpc: the task pair has no metric 'f1'"):
-        summary(task, {"dev": [{"accuracy": 0.5}]})
+        summarize_task(task, {"dev": [{"accuracy": 0.5}]})
     with pytest.raises(UserError, match="mrpc: the task pair has no metric 'f1' on hard"):
-        summary(task, {"dev": [{"accuracy": 0.5, "f1": 0.5}], "hard": [{"accuracy": 0.5}]})
+        summarize_task(task, {"dev": [{"accuracy": 0.5, "f1": 0.5}], "hard": [{"accuracy": 0.5}]})
 
 
 def test_the_average_counts_every_task_once() -> None:
     done = {"cola": {"score": 0.2}, "wnli": {"score": 0.6}}
-    assert conclude({}, done, ("cola", "wnli"), Path("x"))["average"] == pytest.approx(0.4)
-    assert conclude({}, done, ("cola", "wnli"), Path("x"))["complete"]
-    assert conclude({}, {}, ("cola",), Path("x"))["average"] is None
+    assert summarize_suite({}, done, ("cola", "wnli"), Path("x"))["average"] == pytest.approx(0.4)
+    assert summarize_suite({}, done, ("cola", "wnli"), Path("x"))["complete"]
+    assert summarize_suite({}, {}, ("cola",), Path("x"))["average"] is None
 
 
 def test_the_average_is_of_scores_on_one_scale() -> None:
     write, text = SuiteTask("write", "text-to-text", None, {}, {}, ("chrf", "exact_match")), SuiteTask("text", "lm")
     done = {
-        "write": summary(write, {"dev": [{"chrf": 60.0, "exact_match": 0.2}]}),
-        "text": summary(text, {"dev": [{"perplexity": 30.0, "bits_per_byte": 2.0}]}),
+        "write": summarize_task(write, {"dev": [{"chrf": 60.0, "exact_match": 0.2}]}),
+        "text": summarize_task(text, {"dev": [{"perplexity": 30.0, "bits_per_byte": 2.0}]}),
         "words": {"score": 0.6, "metrics": {"dev": {"accuracy": 0.6}}, "seeds": [0.6], "std": 0.0},
     }
     assert done["write"]["metrics"] == {"dev": {"chrf": 60.0, "exact_match": 0.2}}
     assert done["write"]["score"] == pytest.approx(0.4)
     assert done["text"]["score"] == 30.0
-    result = conclude({}, {name: {**task, "how": ""} for name, task in done.items()}, tuple(done), Path("x"))
+    result = summarize_suite({}, {name: {**task, "how": ""} for name, task in done.items()}, tuple(done), Path("x"))
     assert result["average"] == pytest.approx(0.5)
     assert (result["left_out"], result["off_scale"]) == ([], ["text"])
-    assert table(result)[-1][1:4] == ("left out, as on no scale up to 1: text", "", pytest.approx(0.5))
+    assert suite_table(result)[-1][1:4] == ("left out, as on no scale up to 1: text", "", pytest.approx(0.5))
 
 
 def test_a_task_without_a_number_is_left_out_of_the_average_and_named(
@@ -251,25 +261,27 @@ def test_a_task_without_a_number_is_left_out_of_the_average_and_named(
         place.mkdir(parents=True)
         return {"accuracy": scores[task.name]}
 
-    monkeypatch.setattr(suite_module, "measured", measured)
+    monkeypatch.setattr(suite_module, "score_zero_shot", measured)
     result = evaluate_suite(saved("gpt2"), tmp_path / "mine.yaml", tmp_path / "out")
     assert (result["average"], result["left_out"], result["complete"]) == (0.5, ["two"], True)
     assert "two: the score is not a number, and left out of the average" in capsys.readouterr().err
-    assert table(result)[-1] == ("average", "left out, as no number: two", "", 0.5, 0.0)
+    assert suite_table(result)[-1] == ("average", "left out, as no number: two", "", 0.5, 0.0)
     assert "is not a number: two" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
-    none = conclude({}, {"two": {"score": math.nan, "std": math.nan, "metrics": {}, "how": ""}}, ("two",), Path("x"))
+    none = summarize_suite(
+        {}, {"two": {"score": math.nan, "std": math.nan, "metrics": {}, "how": ""}}, ("two",), Path("x")
+    )
     assert none["average"] is None
-    assert math.isnan(table(none)[-1][3])
+    assert math.isnan(suite_table(none)[-1][3])
 
 
 def test_multirc_and_record_have_scores_of_their_own() -> None:
     answers = [("1-1-1", "1", "1"), ("1-1-2", "0", "0"), ("1-2-1", "1", "0"), ("1-2-2", "0", "0")]
     examples = [Example(i, ("p", "a"), true) for i, true, _ in answers]
-    found = official("multirc", examples, [Prediction(said) for *_, said in answers])
+    found = superglue_extra_scores("multirc", examples, [Prediction(said) for *_, said in answers])
     assert found == pytest.approx({"exact_match": 0.5, "f1": 2 / 3})
     choices = ("passage", "Old Mill is here", "Anna Grey is here")
     example = Example(1, choices, 0, ((0, 8), (0, 9)), ("Old Mill",))
-    wrong = official("record", [example, example], [Prediction(0), Prediction(1)])
+    wrong = superglue_extra_scores("record", [example, example], [Prediction(0), Prediction(1)])
     assert wrong == pytest.approx({"exact_match": 0.5, "f1": 0.5})
 
 

@@ -10,8 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from firth.errors import UserError
-from firth.evaluate.vectors import WordVectors, analogy, read_vectors, word_similarity, word_vectors
+from firth.core.errors import UserError
+from firth.evaluate.vectors import (
+    WordVectors,
+    evaluate_analogies,
+    evaluate_word_similarity,
+    load_word_vectors,
+    read_vectors,
+)
 from firth.text import Example
 
 KINGS: dict[str, list[Any]] = {
@@ -35,7 +41,7 @@ def test_text_formats(tmp_path: Path) -> None:
     first, second = read_vectors(glove), read_vectors(word2vec)
     assert first.words == [*KINGS, ". . ."]
     assert second.words == list(KINGS)
-    assert second.unit_ND == pytest.approx(VECTORS.unit_ND)
+    assert second.normalized_ND == pytest.approx(VECTORS.normalized_ND)
     assert read_vectors(word2vec, limit=2).words == ["king", "queen"]
 
 
@@ -48,7 +54,7 @@ def test_binary_format(tmp_path: Path) -> None:
     path = tmp_path / "vectors.bin"
     path.write_bytes(binary(KINGS, "5 3\n"))
     assert read_vectors(path).words == list(KINGS)
-    assert read_vectors(path).unit_ND == pytest.approx(VECTORS.unit_ND)
+    assert read_vectors(path).normalized_ND == pytest.approx(VECTORS.normalized_ND)
 
 
 @pytest.mark.parametrize(
@@ -125,12 +131,12 @@ def test_words_with_spaces_after_a_header(tmp_path: Path) -> None:
 
 def test_similar_words_and_unknown_ones() -> None:
     pairs = [("king", "queen", 9.0), ("king", "apple", 0.0), ("man", "woman", 5.0), ("king", "zebra", 3.0)]
-    outcome = word_similarity(VECTORS, [Example(i, (a, b), s) for i, (a, b, s) in enumerate(pairs)])
+    outcome = evaluate_word_similarity(VECTORS, [Example(i, (a, b), s) for i, (a, b, s) in enumerate(pairs)])
     assert outcome.metrics == pytest.approx({"spearman": 1.0, "known": 0.75})
-    assert outcome.facts["unknown"] == 1
+    assert outcome.details["unknown"] == 1
     assert outcome.predictions[0].prediction == pytest.approx(0.5)
     assert outcome.predictions[3].prediction is None
-    assert outcome.said == ["1 of 4 pairs have a word that is not known, and are left out."]
+    assert outcome.notices == ["1 of 4 pairs have a word that is not known, and are left out."]
 
 
 def test_analogies() -> None:
@@ -140,19 +146,19 @@ def test_analogies() -> None:
         Example(3, ("man", "king", "woman"), "apple", references=("odd",)),
         Example(4, ("man", "king", "zebra"), "queen", references=("odd",)),
     ]
-    outcome = analogy(VECTORS, questions)
+    outcome = evaluate_analogies(VECTORS, questions)
     assert [p.prediction for p in outcome.predictions] == ["queen", "queen", "queen", None]
     assert outcome.metrics["accuracy"] == pytest.approx(2 / 3)
-    assert outcome.facts["by_group"] == {"royal": 1.0, "odd": 0.0}
-    assert outcome.facts["unknown"] == 1
+    assert outcome.details["by_group"] == {"royal": 1.0, "odd": 0.0}
+    assert outcome.details["unknown"] == 1
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5"])
 def test_token_vectors_are_those_of_whole_words(family: str, untrained: Any) -> None:
     model = untrained(family)
-    vectors = word_vectors(model)
+    vectors = load_word_vectors(model)
     assert vectors.find("hedgehogs") is None
     place = vectors.find("the")
     (token,) = model.tokenizer.encode(" the")
     row = model.embed.tokens.weight[token].detach().numpy()
-    assert vectors.unit_ND[place] == pytest.approx(row / np.linalg.norm(row), abs=1e-5)
+    assert vectors.normalized_ND[place] == pytest.approx(row / np.linalg.norm(row), abs=1e-5)

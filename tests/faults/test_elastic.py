@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from firth.files import damage
+from firth.core.files import find_corruption
 
 SOURCE = Path(__file__).parents[2] / "src"
 STEPS = 60
@@ -130,7 +130,7 @@ def test_a_signal_to_torchrun_saves_and_stops_all(number: signal.Signals, corpus
     assert process.returncode != 0
     assert said.count("the same command with --resume goes on") == 1, said
     newest = max(folder.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
-    assert damage(newest) is None
+    assert find_corruption(newest) is None
     assert f"stopped at {newest.name.replace('checkpoint-', 'step ')} of {STEPS}" in said
     said = end(start(corpus_file, folder, "--parallel=fsdp", "--resume"))
     assert f"going on from {newest}" in said

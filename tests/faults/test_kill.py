@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from firth import verbs
-from firth.cli import main
-from firth.files import damage
+from firth import api
+from firth.cli.main import main
+from firth.core.files import find_corruption
 
 SOURCE = Path(__file__).parents[2] / "src"
 STEPS = 150
@@ -134,7 +134,7 @@ def stop_when(
     assert "--resume" in said
     assert "Traceback" not in said
     newest = max(folder.glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
-    assert damage(newest) is None
+    assert find_corruption(newest) is None
     last = json.loads((folder / "log.jsonl").read_text().splitlines()[-1])
     assert newest.name == f"checkpoint-{last['step']}"
     assert f"step {last['step']} of {STEPS}" in said
@@ -183,7 +183,7 @@ def quiet(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def go(text: Path, folder: Path, resume: bool = False) -> None:
     small = {"model.num_layers": 1, "model.dim": 32, "model.mlp.dim": 64}
     sizes = {"max_steps": 12, "save_steps": 4, "max_seq_length": 32, "per_device_train_batch_size": 4}
-    verbs.pretrain("gpt2-tiny", text, folder, vocab_size=400, overrides=small, resume=resume, **sizes)
+    api.pretrain("gpt2-tiny", text, folder, vocab_size=400, overrides=small, resume=resume, **sizes)
 
 
 def cut_short(file: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert "going on from" in said
     assert "checkpoint-8" in said
     assert_same_run(folder, quiet)
-    assert damage(folder / "checkpoint-12") is None
+    assert find_corruption(folder / "checkpoint-12") is None
 
 
 def test_without_a_whole_checkpoint_it_begins_anew(quiet: Path, corpus_file: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from firth.files import damage
+from firth.core.files import find_corruption
 from firth.text import Corpus
 from firth.tokens import load_tokenizer, prepare, train_tokenizer
 
@@ -24,7 +24,7 @@ from importlib import import_module
 from firth.text import Corpus
 from firth.tokens import load_tokenizer
 module = import_module("firth.tokens.prepare")
-module.CHUNK_DOCUMENTS, module.SMALL = 20, 0
+module.CHUNK_DOCUMENTS, module.MIN_PARALLEL_BYTES = 20, 0
 text, tokenizer, folder, workers, dedup = sys.argv[1:]
 corpus = Corpus([text])
 print("begun", flush=True)
@@ -95,7 +95,7 @@ def test_killed_at_any_moment(text: Path, whole: Path, tmp_path: Path, workers: 
         while children(process.pid):  # workers end by themselves when their pipe does
             assert time.monotonic() < end, "a worker outlives the process that it works for"
             time.sleep(0.05)
-        assert damage(tmp_path / "s") is None or not (tmp_path / "s").exists()
+        assert find_corruption(tmp_path / "s") is None or not (tmp_path / "s").exists()
     process = start(text, whole, tmp_path / "s", workers, dedup)
     process.communicate(timeout=120)
     assert process.returncode == 0

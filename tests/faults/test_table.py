@@ -30,15 +30,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from firth import files
-from firth.files import damage
-from firth.lab.prove_resume import compare
+from firth.core import files
+from firth.core.files import find_corruption
+from firth.lab.prove_resume import compare_runs
 from firth.models import Model, ModelConfig
 from firth.models.presets import bert, gpt2, t5
-from firth.recipes import TOKENIZERS, pretraining
+from firth.recipes import DEFAULT_TOKENIZERS, pretraining_recipe
 from firth.text import Corpus
 from firth.tokens import prepare, train_tokenizer
-from firth.train import Recipe, Run, pretrain, read_log, save_recipe
+from firth.train import Recipe, TrainingRun, pretrain, read_log, save_recipe
 from firth.train.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.slow
@@ -71,9 +71,9 @@ class Stopped(Exception):  # noqa: N818, no error
     """As if the process ended here."""
 
 
-def hook_at(case: Case, do: Callable[[], None], at: int) -> Callable[..., Run]:
-    def make(*given: Any, **named: Any) -> Run:
-        return Run(*given, **named, hooks=[(1, lambda step, model: do() if step == at else None)])
+def hook_at(case: Case, do: Callable[[], None], at: int) -> Callable[..., TrainingRun]:
+    def make(*given: Any, **named: Any) -> TrainingRun:
+        return TrainingRun(*given, **named, hooks=[(1, lambda step, model: do() if step == at else None)])
 
     return make
 
@@ -82,7 +82,7 @@ def go(case: Case, do: Callable[[], None] | None = None, at: int | None = None, 
     """A run in this process, in which something happens after a step."""
     with case.patch.context() as patch:
         if do is not None:
-            patch.setattr(runs, "Run", hook_at(case, do, at or case.step))
+            patch.setattr(runs, "TrainingRun", hook_at(case, do, at or case.step))
         pretrain(case.recipe, resume=resume)
 
 
@@ -191,29 +191,29 @@ def flipped(case: Case) -> None:
 def with_losses(case: Case, change: Callable[[Model, int, Any], Any]) -> None:
     """Let the losses of both runs be changed in the same way: by the model, the step and the batch."""
 
-    def make(*given: Any, hooks: Any = (), **named: Any) -> Run:
-        run = Run(*given, **named, hooks=list(hooks))
-        tokens = {run.batches(step)[0].tokens.tobytes(): step + 1 for step in range(STEPS)}
+    def make(*given: Any, hooks: Any = (), **named: Any) -> TrainingRun:
+        run = TrainingRun(*given, **named, hooks=list(hooks))
+        tokens = {run.batch_fn(step)[0].input_ids.tobytes(): step + 1 for step in range(STEPS)}
         now = [0]
 
         def losses(batch: Any) -> Any:
-            now[0] = tokens.get(batch.tokens.numpy().tobytes(), now[0])
+            now[0] = tokens.get(batch.input_ids.numpy().tobytes(), now[0])
             return change(run.model, now[0], batch)
 
-        run.losses = losses
+        run.loss_fn = losses
         return run
 
     with case.patch.context() as patch:
-        patch.setattr(runs, "Run", make)
+        patch.setattr(runs, "TrainingRun", make)
         pretrain(case.straight)
 
-        def stopping(*given: Any, **named: Any) -> Run:
+        def stopping(*given: Any, **named: Any) -> TrainingRun:
             return make(*given, **named, hooks=[(1, lambda step, model: stop() if step == case.step else None)])
 
-        patch.setattr(runs, "Run", stopping)
+        patch.setattr(runs, "TrainingRun", stopping)
         with pytest.raises(Stopped):
             pretrain(case.recipe)
-        patch.setattr(runs, "Run", make)
+        patch.setattr(runs, "TrainingRun", make)
         pretrain(case.recipe, resume=True)
 
 
@@ -221,7 +221,7 @@ def out_of_memory(case: Case) -> None:
     """There is room for 2 of 4 rows, from the step before the fault on; a resumed run finds as little."""
 
     def change(model: Model, step: int, batch: Any) -> Any:
-        if len(batch.tokens) > 2 and step >= case.step - 1:
+        if len(batch.input_ids) > 2 and step >= case.step - 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return model.losses(batch)
 
@@ -266,9 +266,11 @@ def recipes(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     plain: dict[str, Any] = dict(compile=False, bf16=False, ema_decay=0.9, eval_steps=10, eval_rows=8)
     for family in FAMILIES:
         corpus = Corpus([corpus_file])
-        tokenizer = train_tokenizer((d.text for d in corpus), TOKENIZERS[model_of(family, 400).shape], 400)
+        tokenizer = train_tokenizer(
+            (d.text for d in corpus), DEFAULT_TOKENIZERS[model_of(family, 400).architecture], 400
+        )
         prepare(corpus, tokenizer, place / family)
-        found[family] = pretraining(
+        found[family] = pretraining_recipe(
             model_of(family, tokenizer.vocab.size),
             data=str(place / family),
             tokenizer=tokenizer.fingerprint,
@@ -284,16 +286,16 @@ def outcome(name: str, case: Case) -> Counter[str]:
     """Let a fault come, look at what is left, go on, and compare."""
     FAULTS[name](case)
     if name not in COMPARED_WITH_ITSELF:
-        whole = [int(p.name.split("-")[1]) for p in list_checkpoints(case.folder) if damage(p) is None]
+        whole = [int(p.name.split("-")[1]) for p in list_checkpoints(case.folder) if find_corruption(p) is None]
         harmed = len(list_checkpoints(case.folder)) - len(whole)
         does_harm = name in ("truncated file", "flipped bit")
         expected = (case.step - 1) // SAVE * SAVE - SAVE if does_harm else case.before()
         intact = harmed <= does_harm and max(whole, default=0) >= max(expected, 0)
         go(case, resume=True)
     else:
-        intact = all(damage(p) is None for p in list_checkpoints(case.folder))
+        intact = all(find_corruption(p) is None for p in list_checkpoints(case.folder))
     lines = [line for line in read_log(case.folder / "log.jsonl") if "data" in line]
-    same = compare(case.folder, Path(case.straight.output_dir))
+    same = compare_runs(case.folder, Path(case.straight.output_dir))
     once = [line["step"] for line in lines] == list(range(1, STEPS + 1))
     return Counter({"lost": once and same["same_data"], "intact": intact, "equal": all(same.values())})
 

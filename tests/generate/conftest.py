@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from firth.models import Model, ModelConfig, ends_of, framing, make_model, write_model
-from firth.models.config import Learned
+from firth.models import Model, ModelConfig, get_eos_token_ids, make_model, make_text_template, write_model
+from firth.models.config import LearnedPosition
 from firth.models.presets import bart, bert, gpt2, llama, t5_v1_1
 from firth.tokens import Tokenizer, train_tokenizer
 
 FAMILIES: dict[str, tuple[str, Callable[[int], ModelConfig]]] = {
-    "bert": ("wordpiece", lambda size: bert(2, 32, 2, size, position=Learned(24))),
-    "gpt2": ("byte-bpe", lambda size: gpt2(2, 32, 2, size, position=Learned(24))),
+    "bert": ("wordpiece", lambda size: bert(2, 32, 2, size, position=LearnedPosition(24))),
+    "gpt2": ("byte-bpe", lambda size: gpt2(2, 32, 2, size, position=LearnedPosition(24))),
     "llama": ("byte-bpe", lambda size: llama(2, 32, 4, 48, size, num_kv_heads=2)),
     "bart": ("byte-bpe", lambda size: bart(2, 32, 2, size)),
     "t5": ("unigram", lambda size: t5_v1_1(2, 32, 2, 48, size)),  # an untrained tied head repeats itself
@@ -57,10 +57,14 @@ def by_transformers(tmp_path: Path) -> Any:
 
     def generate(model: Model, prompts: list[list[int]], **settings: Any) -> tuple[list[list[int]], list[float] | None]:
         write_model(model, tmp_path)
-        decoder, vocab = model.config.shape == "decoder", model.tokenizer.vocab
+        decoder, vocab = model.config.architecture == "decoder", model.tokenizer.vocab
         kind = transformers.AutoModelForCausalLM if decoder else transformers.AutoModelForSeq2SeqLM
         theirs = kind.from_pretrained(tmp_path)
-        ends, frame, width = ends_of(model, vocab), framing(model.config, vocab), max(map(len, prompts))
+        ends, frame, width = (
+            get_eos_token_ids(model, vocab),
+            make_text_template(model.config, vocab),
+            max(map(len, prompts)),
+        )
         blank = [[vocab.pad] * (width - len(ids)) for ids in prompts]
         rows = [pad + ids if decoder else ids + pad for pad, ids in zip(blank, prompts, strict=True)]
         ones = [[1] * len(ids) for ids in prompts]
@@ -69,7 +73,7 @@ def by_transformers(tmp_path: Path) -> Any:
             torch.tensor(rows),
             attention_mask=torch.tensor(seen),
             **dict(do_sample=False, eos_token_id=list(ends), pad_token_id=vocab.pad, bos_token_id=None)
-            | ({} if decoder else dict(decoder_start_token_id=frame.start))
+            | ({} if decoder else dict(decoder_start_token_id=frame.decoder_start_id))
             | dict(return_dict_in_generate=True, output_scores=True)
             | settings,
         )

@@ -21,7 +21,7 @@ class Ends:
 
 def ending_with(model: Any, token: int) -> Any:
     """The same model, whose end token is another."""
-    model.tokenizer = Ends(replace(model.tokenizer.vocab, **{"sep" if model.config.framed else "eos": token}))
+    model.tokenizer = Ends(replace(model.tokenizer.vocab, **{"sep" if model.config.adds_bos else "eos": token}))
     return model
 
 

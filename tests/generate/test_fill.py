@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from firth.errors import UserError
+from firth.core.errors import UserError
 from firth.generate import Blank, Guess, fill
-from firth.models import make_model, with_classes
+from firth.models import make_model, with_classification_head
 
 
 def test_an_encoders_guesses_are_its_probabilities(untrained: Any) -> None:
@@ -22,7 +22,7 @@ def test_an_encoders_guesses_are_its_probabilities(untrained: Any) -> None:
     assert len(found) == 2
     p = model(torch.tensor([ids])).logits[0].softmax(-1).detach()
     for place, blank in zip(places, found, strict=True):
-        words = [i for i in p[place].argsort(descending=True).tolist() if i not in vocab.special]
+        words = [i for i in p[place].argsort(descending=True).tolist() if i not in vocab.special_ids]
         assert [g.text for g in blank.guesses] == [tokenizer.decode([i]) for i in words[:3]]
         assert [g.probability for g in blank.guesses] == pytest.approx(p[place, words[:3]].tolist(), rel=1e-4)
 
@@ -39,7 +39,7 @@ def test_blanks_do_not_fix_each_other(untrained: Any) -> None:
     model = untrained("bert")
     found = fill(model, "___ ___ ___", top=10_000)
     vocab = model.tokenizer.vocab
-    assert [len(blank.guesses) for blank in found] == [vocab.size - len(vocab.special)] * 3
+    assert [len(blank.guesses) for blank in found] == [vocab.size - len(vocab.special_ids)] * 3
     for blank in found:
         assert 0.9 < sum(g.probability for g in blank.guesses) <= 1.001
         assert [g.probability for g in blank.guesses] == sorted((g.probability for g in blank.guesses), reverse=True)
@@ -50,20 +50,20 @@ def scripted(model: Any, script: dict[tuple[int, ...], dict[int, float]]) -> Non
     size = model.tokenizer.vocab.size
 
     def read(batch: Any, encoded: Any = None) -> torch.Tensor:
-        assert len(batch.decoder_tokens) == 1
+        assert len(batch.decoder_input_ids) == 1
         logits = torch.full((size,), -100.0)
-        for token, p in script[tuple(batch.decoder_tokens[0, 1:].tolist())].items():
+        for token, p in script[tuple(batch.decoder_input_ids[0, 1:].tolist())].items():
             logits[token] = torch.tensor(p).log()
         return logits[None, None]
 
-    model.read = read
+    model.hidden_states = read
     model.head.forward = lambda x, embedding: x
 
 
 def test_an_encoder_decoder_writes_a_span_for_each_blank(untrained: Any) -> None:
     model = untrained("t5")
     tokenizer, vocab = model.tokenizer, model.tokenizer.vocab
-    first, second, third = vocab.sentinels[:3]
+    first, second, third = vocab.sentinel_ids[:3]
     fox, the = tokenizer.encode("fox")[0], tokenizer.encode("the")[0]
     script = {
         (first,): {fox: 0.5, the: 0.3, second: 0.2},
@@ -82,7 +82,7 @@ def test_an_encoder_decoder_writes_a_span_for_each_blank(untrained: Any) -> None
 
 def test_an_empty_span_and_one_that_does_not_end(untrained: Any) -> None:
     model = untrained("t5")
-    first, second = model.tokenizer.vocab.sentinels[:2]
+    first, second = model.tokenizer.vocab.sentinel_ids[:2]
     fox = model.tokenizer.encode("fox")[0]
     scripted(model, {(first,): {second: 0.6, fox: 0.4}})
     assert fill(model, "The ___ slept.") == [Blank((Guess("", pytest.approx(0.6)),))]
@@ -96,11 +96,11 @@ def test_the_encoder_reads_sentinels(untrained: Any, monkeypatch: pytest.MonkeyP
     model = untrained("t5")
     vocab, encode = model.tokenizer.vocab, model.encode
     seen = []
-    monkeypatch.setattr(model, "encode", lambda batch: seen.append(batch.tokens[0].tolist()) or encode(batch))
+    monkeypatch.setattr(model, "encode", lambda batch: seen.append(batch.input_ids[0].tolist()) or encode(batch))
     fill(model, "The ___ slept by the ___.")
     parts = [model.tokenizer.encode(text) for text in ("The", "slept by the")]
     assert seen == [
-        [*parts[0], vocab.sentinels[0], *parts[1], vocab.sentinels[1], *model.tokenizer.encode("x.")[-1:], vocab.eos]
+        [*parts[0], vocab.sentinel_ids[0], *parts[1], vocab.sentinel_ids[1], *model.tokenizer.encode("x.")[-1:], vocab.eos]
     ]
 
 
@@ -115,7 +115,7 @@ def test_a_text_that_is_written_out_whole_has_its_blanks_filled(
     before = (vocab.cls, *the)
     after = (*before, fox, owl, *slept)
     seen = []
-    monkeypatch.setattr(model, "encode", lambda batch: seen.append(batch.tokens[0].tolist()) or encode(batch))
+    monkeypatch.setattr(model, "encode", lambda batch: seen.append(batch.input_ids[0].tolist()) or encode(batch))
     script = {
         before: {fox: 0.6, slept[0]: 0.4},
         (*before, fox): {owl: 0.7, slept[0]: 0.3},
@@ -144,7 +144,7 @@ def test_what_cannot_be_filled(untrained: Any) -> None:
         fill(t5, "The ___ slept.")
     with pytest.raises(UserError, match="longer than the 24 places"):
         fill(bert, "___ fox " * 20)
-    classes = make_model(with_classes(bert.config, ("a", "b")))
+    classes = make_model(with_classification_head(bert.config, ("a", "b")))
     classes.tokenizer = bert.tokenizer
     with pytest.raises(UserError, match="has no words"):
         fill(classes, "The ___ slept.")

@@ -9,26 +9,26 @@ from typing import Any
 
 import pytest
 
-from firth.errors import UserError
+from firth.core.errors import UserError
 from firth.lab.check import (
-    Check,
-    best_size,
-    choose,
-    compare,
-    examine,
-    largest_fitting,
-    read_for_leaks,
-    sizes_for,
-    suggest,
-    verdict,
+    CorpusCheck,
+    candidate_vocab_sizes,
+    check_corpus,
+    choose_tokenizer,
+    choose_vocab_size,
+    compare_with_trained,
+    largest_fitting_models,
+    read_leak_examples,
+    suggest_models,
+    tokenizer_decision,
 )
-from firth.lab.check_page import make_page, save_page
+from firth.lab.check_page import make_check_page, save_check_page
 from firth.lab.check_text import print_check
 from firth.text import Corpus
 from firth.tokens import train_tokenizer
-from firth.tokens.fertility import Fit
+from firth.tokens.fertility import TokenizerFit
 
-FIT = Fit(
+FIT = TokenizerFit(
     name="byte-bpe 4,096",
     kind="byte-bpe",
     vocab_size=4096,
@@ -55,15 +55,15 @@ FIT = Fit(
 )
 
 
-def fit(kind: str = "byte-bpe", size: int = 4096, bytes_per_token: float = 4.0, **changes: Any) -> Fit:
+def fit(kind: str = "byte-bpe", size: int = 4096, bytes_per_token: float = 4.0, **changes: Any) -> TokenizerFit:
     named = f"{kind} {size:,}"
     return replace(FIT, name=named, kind=kind, vocab_size=size, bytes_per_token=bytes_per_token, **changes)
 
 
 @pytest.fixture(scope="module")
-def check(corpus_file: Path) -> Check:
+def check(corpus_file: Path) -> CorpusCheck:
     given = train_tokenizer(["zebras quickly jump over lazy dogs and vex"] * 5, "byte-bpe", 280)
-    return examine(Corpus([corpus_file]), given, "other", ["byte-bpe", "wordpiece"], [20, 200, 300, 400])
+    return check_corpus(Corpus([corpus_file]), given, "other", ["byte-bpe", "wordpiece"], [20, 200, 300, 400])
 
 
 # Rules
@@ -71,26 +71,28 @@ def check(corpus_file: Path) -> Check:
 
 def test_a_larger_vocabulary_must_be_seen_and_save_tokens() -> None:
     small = fit(size=4096)
-    assert best_size([small, fit(size=8192, bytes_per_token=4.5, times_seen=20)]).vocab_size == 8192
-    assert best_size([fit(size=8192, bytes_per_token=4.5, times_seen=3), small]) is small
-    assert best_size([small, fit(size=8192, bytes_per_token=4.01, times_seen=20)]) is small
+    assert choose_vocab_size([small, fit(size=8192, bytes_per_token=4.5, times_seen=20)]).vocab_size == 8192
+    assert choose_vocab_size([fit(size=8192, bytes_per_token=4.5, times_seen=3), small]) is small
+    assert choose_vocab_size([small, fit(size=8192, bytes_per_token=4.01, times_seen=20)]) is small
 
 
 def test_the_kind_with_the_fewest_tokens_that_loses_nothing() -> None:
     bytes_, pieces = fit("byte-bpe"), fit("wordpiece", bytes_per_token=4.6)
-    assert choose([bytes_, pieces]) is pieces
-    assert choose([bytes_, replace(pieces, unknown=0.01)]) is bytes_
-    assert choose([bytes_, replace(pieces, lost=0.01)]) is bytes_
-    assert choose([fit("unigram", bytes_per_token=4.05), bytes_]) is bytes_  # about equal: the one without unknowns
-    assert choose([]) is None
+    assert choose_tokenizer([bytes_, pieces]) is pieces
+    assert choose_tokenizer([bytes_, replace(pieces, unknown=0.01)]) is bytes_
+    assert choose_tokenizer([bytes_, replace(pieces, lost=0.01)]) is bytes_
+    assert (
+        choose_tokenizer([fit("unigram", bytes_per_token=4.05), bytes_]) is bytes_
+    )  # about equal: the one without unknowns
+    assert choose_tokenizer([]) is None
 
 
 def test_a_tokenizer_is_compared_with_one_that_is_no_larger() -> None:
     given = fit(size=5000, bytes_per_token=2.0)
     small, large = fit(size=4096, bytes_per_token=3.0), fit(size=8192, bytes_per_token=4.0)
-    assert compare(given, [small, large]) == (small, 1.5)
-    assert compare(replace(given, vocab_size=100), [small, large]) == (small, 1.5)
-    assert compare(given, []) is None
+    assert compare_with_trained(given, [small, large]) == (small, 1.5)
+    assert compare_with_trained(replace(given, vocab_size=100), [small, large]) == (small, 1.5)
+    assert compare_with_trained(given, []) is None
 
 
 @pytest.mark.parametrize(
@@ -98,24 +100,24 @@ def test_a_tokenizer_is_compared_with_one_that_is_no_larger() -> None:
     [(1.15, 0.001, "keep"), (1.16, 0, "extend"), (1, 0.002, "extend"), (1.51, 0, "retrain"), (1, 0.011, "retrain")],
 )
 def test_keep_extend_or_retrain(ratio: float, unknown: float, said: str) -> None:
-    assert verdict(ratio, unknown) == said
+    assert tokenizer_decision(ratio, unknown) == said
 
 
 def test_sizes_by_the_amount_of_text() -> None:
-    assert sizes_for(10**6) == (2048, 4096, 8192)
-    assert sizes_for(10**9) == (16384, 32768, 65536)
+    assert candidate_vocab_sizes(10**6) == (2048, 4096, 8192)
+    assert candidate_vocab_sizes(10**9) == (16384, 32768, 65536)
 
 
 def test_the_largest_model_that_need_not_read_too_often() -> None:
     epochs = {"a": 0.1, "b": 3.9, "c": 4.1}
     models = [{"name": name, "shape": "decoder", "epochs": n} for name, n in epochs.items()]
-    assert largest_fitting(models) == ["b"]
-    assert largest_fitting(models[2:]) == ["c"]
+    assert largest_fitting_models(models) == ["b"]
+    assert largest_fitting_models(models[2:]) == ["c"]
 
 
 def test_model_sizes_count_the_vocabulary() -> None:
     text = {"characters": 4 * 10**8, "duplicate_share": 0.5}
-    models = {m["name"]: m for m in suggest(text, FIT)}
+    models = {m["name"]: m for m in suggest_models(text, FIT)}
     tiny = models["gpt2-tiny"]
     assert tiny["epochs"] == pytest.approx(20 * tiny["parameters"] / (0.95 * 0.5 * 10**8))
     assert {m["name"] for m in models.values() if m["fits"]} == {"bert-mini", "gpt2-mini", "t5-mini"}
@@ -124,7 +126,7 @@ def test_model_sizes_count_the_vocabulary() -> None:
 # The whole
 
 
-def test_what_is_found(check: Check) -> None:
+def test_what_is_found(check: CorpusCheck) -> None:
     assert check.text["documents"] == 300
     assert [f.name for f in check.fits] == ["other", "byte-bpe 300", "byte-bpe 400", "wordpiece 200", "wordpiece 276"]
     assert len(check.left_out) == 3
@@ -136,7 +138,7 @@ def test_what_is_found(check: Check) -> None:
     assert all(f.lost == 0 for f in (given, small, large))
 
 
-def test_the_advice_says_why(check: Check) -> None:
+def test_the_advice_says_why(check: CorpusCheck) -> None:
     advice = {a.about: a for a in check.advice}
     assert advice["other: retrain"].do.startswith("Train a new one")
     assert "Rule: keep up to 1.15" in advice["other: retrain"].why
@@ -150,7 +152,7 @@ def test_dirt_is_named(tmp_path: Path) -> None:
     for i in range(6):
         (tmp_path / f"{i}.txt").write_text(f"CafÃ© number {i} is open\nAll rights reserved.")
     (tmp_path / "copy.txt").write_text("CafÃ© number 0 is open\nAll rights reserved.")
-    advice = {a.about: a for a in examine(Corpus([tmp_path]), kinds=[]).advice}
+    advice = {a.about: a for a in check_corpus(Corpus([tmp_path]), kinds=[]).advice}
     assert list(advice) == ["duplicates", "dirt", "repeated lines"]
     assert "mojibake" in advice["dirt"].do
     assert "100.0%" in advice["dirt"].why
@@ -158,32 +160,32 @@ def test_dirt_is_named(tmp_path: Path) -> None:
 
 
 def test_text_alone(tmp_path: Path, corpus_file: Path) -> None:
-    only = examine(Corpus([corpus_file]), kinds=[])
+    only = check_corpus(Corpus([corpus_file]), kinds=[])
     assert (only.fits, only.chosen, only.models) == ([], None, [])
-    assert "Tokenizers" not in make_page(only).html()
+    assert "Tokenizers" not in make_check_page(only).to_html()
 
 
 def test_a_tokenizer_alone(corpus_file: Path) -> None:
     given = train_tokenizer(["the cat and the dog"] * 5, "byte-bpe", 280)
-    only = examine(Corpus([corpus_file]), given, "mine", kinds=[])
+    only = check_corpus(Corpus([corpus_file]), given, "mine", kinds=[])
     assert only.chosen == "mine"
     assert not any(a.about.startswith(("mine", "a new")) for a in only.advice)
-    assert "Words that mine splits worst" in make_page(only).html()
+    assert "Words that mine splits worst" in make_check_page(only).to_html()
 
 
 def test_a_single_short_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("<b>$1 & one</b> word")
-    found = examine(Corpus([tmp_path]), None, "", ["byte-bpe"], [270])
+    found = check_corpus(Corpus([tmp_path]), None, "", ["byte-bpe"], [270])
     assert not found.sample["measured_apart"]
-    page = make_page(found).html()
+    page = make_check_page(found).to_html()
     assert "<b>$1" not in page
     assert "&lt;b&gt;$1 &amp; one" in page
     print_check(found)
     assert "<b>$1 & one</b> word" in capsys.readouterr().out
 
 
-def test_page_and_terminal_say_the_same(check: Check, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_page(check, tmp_path / "new" / "check.html")
+def test_page_and_terminal_say_the_same(check: CorpusCheck, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_check_page(check, tmp_path / "new" / "check.html")
     page = (tmp_path / "new" / "check.html").read_text(encoding="utf-8")
     assert page.count("<svg") == 5
     assert "http://" not in page.replace("http://www.w3.org", "")
@@ -195,8 +197,8 @@ def test_page_and_terminal_say_the_same(check: Check, tmp_path: Path, capsys: py
         assert words in out
 
 
-def test_every_number_is_plain(check: Check) -> None:
-    plain = json.loads(json.dumps(check.plain(), allow_nan=False))
+def test_every_number_is_plain(check: CorpusCheck) -> None:
+    plain = json.loads(json.dumps(check.to_dict(), allow_nan=False))
     assert {
         "reading",
         "text",
@@ -231,8 +233,8 @@ def test_planted_leaks_are_counted_and_shown(
     text, rows = planted
     file = tmp_path / "test.jsonl"
     file.write_text("".join(json.dumps({"id": f"e{i}", "text": row}) + "\n" for i, row in enumerate(rows)))
-    check = examine(Corpus([text]), kinds=[], labelled=read_for_leaks(str(file)))
-    leaks = check.plain()["leaks"]
+    check = check_corpus(Corpus([text]), kinds=[], labelled=read_leak_examples(str(file)))
+    leaks = check.to_dict()["leaks"]
     assert leaks["task"] == "classify", "told by its columns, without labels"
     assert (leaks["examples"], leaks["compared"], leaks["exact"], leaks["near"]) == (10, 9, 3, 2)
     assert [(leak["id"], leak["share"] == 1) for leak in leaks["found"]] == [
@@ -249,7 +251,7 @@ def test_planted_leaks_are_counted_and_shown(
     shown = capsys.readouterr().out
     assert "word for word" in shown
     assert "W0X5 W0X6" in shown
-    save_page(check, tmp_path / "check.html")
+    save_check_page(check, tmp_path / "check.html")
     assert "Labelled examples in the text" in (tmp_path / "check.html").read_text()
 
 
@@ -257,8 +259,8 @@ def test_a_text_without_leaks_says_so(planted: tuple[Path, list[str]], tmp_path:
     text, rows = planted
     file = tmp_path / "test.csv"
     file.write_text("sentence,label\n" + "".join(f"{row},a\n" for row in rows[:4]))
-    labelled = read_for_leaks(str(file), columns={"text": "sentence"})
-    check = examine(Corpus([text]), kinds=[], labelled=labelled)
+    labelled = read_leak_examples(str(file), columns={"text": "sentence"})
+    check = check_corpus(Corpus([text]), kinds=[], labelled=labelled)
     assert check.leaks is not None
     assert (check.leaks["exact"], check.leaks["near"], check.leaks["found"]) == (0, 0, [])
     assert not any(advice.about == "leakage" for advice in check.advice)
@@ -268,7 +270,7 @@ def test_words_with_tags_are_looked_for_as_sentences(planted: tuple[Path, list[s
     text, rows = planted
     file = tmp_path / "test.conll"
     file.write_text("".join(f"{word} O\n" for word in rows[6].rstrip("!").split()) + "\nNew O\nYork O\n")
-    check = examine(Corpus([text]), kinds=[], labelled=read_for_leaks(str(file)))
+    check = check_corpus(Corpus([text]), kinds=[], labelled=read_leak_examples(str(file)))
     assert check.leaks is not None
     assert (check.leaks["task"], check.leaks["examples"], check.leaks["exact"]) == ("tag", 2, 1)
 
@@ -291,12 +293,12 @@ def test_words_with_tags_are_looked_for_as_sentences(planted: tuple[Path, list[s
 def test_the_task_is_told_by_the_columns(record: dict[str, Any], task: str, tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps(record) + "\n")
-    assert read_for_leaks(str(file)).task == task
+    assert read_leak_examples(str(file)).task == task
 
 
 def test_columns_of_no_task(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"body": "a", "class": "b"}\n')
     with pytest.raises(UserError, match=r"its columns \(body, class\) are those of no task. Name it with --task"):
-        read_for_leaks(str(file))
-    assert read_for_leaks(str(file), columns={"text": "body"}).task == "classify"
+        read_leak_examples(str(file))
+    assert read_leak_examples(str(file), columns={"text": "body"}).task == "classify"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from firth import verbs
-from firth.errors import UserError
-from firth.lab.prove_resume import compare, last_step, unfinished
+from firth import api
+from firth.core.errors import UserError
+from firth.lab.prove_resume import compare_runs, last_logged_step, unfinished_checkpoints
 
 SMALL = {"model.num_layers": 1, "model.dim": 32, "model.mlp.dim": 64}
 SIZES = {"max_seq_length": 32, "per_device_train_batch_size": 4, "vocab_size": 400}
@@ -21,7 +21,7 @@ ALL = ("same_log", "same_data", "same_weights", "same_optimizer")
 @pytest.fixture(scope="module")
 def run(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prove") / "straight"
-    verbs.pretrain("bert-tiny", corpus_file, folder, overrides=SMALL, max_steps=4, **SIZES)
+    api.pretrain("bert-tiny", corpus_file, folder, overrides=SMALL, max_steps=4, **SIZES)
     return folder
 
 
@@ -64,31 +64,31 @@ def test_what_is_compared(
 ) -> None:
     shutil.copytree(run, tmp_path / "killed")
     change(tmp_path / "killed")
-    assert compare(run, tmp_path / "killed") == {name: name not in different for name in ALL}
+    assert compare_runs(run, tmp_path / "killed") == {name: name not in different for name in ALL}
 
 
 def test_where_a_run_is(run: Path, tmp_path: Path) -> None:
-    assert last_step(run) == 4
-    assert last_step(tmp_path) == 0
-    assert unfinished(run) == set()
+    assert last_logged_step(run) == 4
+    assert last_logged_step(tmp_path) == 0
+    assert unfinished_checkpoints(run) == set()
     (tmp_path / ".checkpoint-3.tmp").mkdir()
-    before = unfinished(tmp_path)
+    before = unfinished_checkpoints(tmp_path)
     assert len(before) == 1
     (tmp_path / ".checkpoint-3.tmp").rename(tmp_path / ".checkpoint-3.old")
     (tmp_path / ".checkpoint-3.tmp").mkdir()
-    assert unfinished(tmp_path) - before, "another folder under the same name"
+    assert unfinished_checkpoints(tmp_path) - before, "another folder under the same name"
 
 
 def test_bad_numbers_are_refused(corpus_file: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--kills is 0"):
-        verbs.prove_resume("bert-tiny", corpus_file, tmp_path / "run", kills=0)
+        api.prove_resume("bert-tiny", corpus_file, tmp_path / "run", kills=0)
     with pytest.raises(UserError, match="--max-steps"):
-        verbs.prove_resume("bert-tiny", corpus_file, tmp_path / "run", kills=3, max_steps=4, vocab_size=400)
+        api.prove_resume("bert-tiny", corpus_file, tmp_path / "run", kills=3, max_steps=4, vocab_size=400)
 
 
 @pytest.mark.slow
 def test_a_killed_run_is_the_undisturbed_one(corpus_file: Path, tmp_path: Path) -> None:
-    result = verbs.prove_resume(
+    result = api.prove_resume(
         "bert-tiny", corpus_file, tmp_path / "run", kills=2, max_steps=600, overrides=SMALL, **SIZES
     )
     assert result["kills"] == 2
@@ -96,4 +96,4 @@ def test_a_killed_run_is_the_undisturbed_one(corpus_file: Path, tmp_path: Path) 
     assert all(result[name] for name in ALL)
     assert json.loads((tmp_path / "run" / "results.json").read_text()) == result
     with pytest.raises(UserError, match="exists already"):
-        verbs.prove_resume("bert-tiny", corpus_file, tmp_path / "run", kills=2)
+        api.prove_resume("bert-tiny", corpus_file, tmp_path / "run", kills=2)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import firth.lab.quickstart as lab
-from firth.errors import UserError
-from firth.files import damage
+from firth.core.errors import UserError
+from firth.core.files import find_corruption
 from firth.models import load_model
-from firth.text import pydocs
+from firth.text import python_docs
 
 
 @pytest.fixture(autouse=True)
@@ -22,14 +22,21 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "kitchen": (["pan", "oven", "spoon", "baker", "recipe"], ["warm", "sweet", "fresh", "spicy"]),
     }
     records = [
-        pydocs.Record(package, f"{package}.f{i}", f"Return the {a} {x} that is near the {b} {y} of number {n}.", ())
+        python_docs.DocstringRecord(
+            package, f"{package}.f{i}", f"Return the {a} {x} that is near the {b} {y} of number {n}.", ()
+        )
         for package, (nouns, adjectives) in things.items()
         for i, (x, y, a, b, n) in enumerate(
             itertools.islice(itertools.product(nouns, nouns, adjectives, adjectives, range(3)), 700)
         )
     ]
-    monkeypatch.setattr(pydocs, "everything", lambda: records)
-    for name, value in {"VOCABULARY": 420, "LABELS": (8, 16), "SEEDS": 2, "STEPS": 3}.items():
+    monkeypatch.setattr(python_docs, "load_pydocs", lambda: records)
+    for name, value in {
+        "QUICKSTART_VOCAB_SIZE": 420,
+        "LABEL_COUNTS": (8, 16),
+        "QUICKSTART_SEEDS": 2,
+        "FINETUNE_STEPS": 3,
+    }.items():
         monkeypatch.setattr(lab, name, value)
     monkeypatch.chdir(tmp_path)
 
@@ -45,7 +52,7 @@ def test_three_architectures_side_by_side() -> None:
     for words in ("word frequencies only", "Pretraining: decoder", "from scratch", "kind: SpanCorruption", "<svg"):
         assert words in page
     assert json.loads(Path("quickstart/results.json").read_text()) == result
-    assert load_model("quickstart/decoder/pretraining/final").config.shape == "decoder"
+    assert load_model("quickstart/decoder/pretraining/final").config.architecture == "decoder"
 
 
 def test_a_second_run_gets_a_folder_of_its_own_and_resume_repeats_nothing() -> None:
@@ -59,7 +66,7 @@ def test_a_second_run_gets_a_folder_of_its_own_and_resume_repeats_nothing() -> N
     with pytest.raises(UserError, match="exists already"):
         lab.quickstart("quickstart", minutes=0.02)
     lab.quickstart("quickstart", minutes=0.02, overwrite=True)
-    assert damage(Path("quickstart/encoder/pretraining/final")) is None
+    assert find_corruption(Path("quickstart/encoder/pretraining/final")) is None
 
 
 def test_no_time_is_a_mistake() -> None:

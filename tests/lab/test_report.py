@@ -10,8 +10,8 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from firth.lab.report import Transfer, transfer_plot
-from firth.page import INK, MAX_POINTS, Page, Sample, loss_curve
+from firth.core.html import INK_SENTINEL_COLOUR, MAX_PLOT_POINTS, ClozeSample, HtmlPage, plot_loss_curve
+from firth.lab.report import TransferPoint, transfer_plot
 
 EVIL = "<script>alert(\"x\")</script> & 'y'"
 TRAIN = [(1, 9.0), (2, 7.0), (3, 6.0)]
@@ -50,21 +50,23 @@ class Reader(HTMLParser):
         return [text for name, text in self.texts if name == tag]
 
 
-def full_page(words: str) -> Page:
+def full_page(words: str) -> HtmlPage:
     """A page with one of everything, with the same words everywhere."""
-    page = Page(words)
-    page.heading(words)
-    page.text(words)
-    page.table([words, "n"], [[words, 1]], words)
-    page.figure(loss_curve({words: TRAIN}, {words: EVALS}, 6.5), words)
-    page.figure(transfer_plot([Transfer(words, True, 8, 0.5, 0.1), Transfer("b", True, 8, 0.5, 0.1)]), words)
-    page.samples([Sample(words, words, words, [(words, 0.5)])], words)
-    page.code(words, words)
+    page = HtmlPage(words)
+    page.add_heading(words)
+    page.add_paragraph(words)
+    page.add_table([words, "n"], [[words, 1]], words)
+    page.add_figure(plot_loss_curve({words: TRAIN}, {words: EVALS}, 6.5), words)
+    page.add_figure(
+        transfer_plot([TransferPoint(words, True, 8, 0.5, 0.1), TransferPoint("b", True, 8, 0.5, 0.1)]), words
+    )
+    page.add_cloze_samples([ClozeSample(words, words, words, [(words, 0.5)])], words)
+    page.add_code(words, words)
     return page
 
 
 def test_everything_is_escaped() -> None:
-    html = full_page(EVIL).html()
+    html = full_page(EVIL).to_html()
     assert "<script" not in html
     page = Reader(html)
     assert page.open == []
@@ -74,7 +76,7 @@ def test_everything_is_escaped() -> None:
 
 
 def test_the_page_needs_nothing_from_outside() -> None:
-    html = full_page("words").html()
+    html = full_page("words").to_html()
     tags = Reader(html).tags
     assert {"script", "link", "img", "iframe", "object"}.isdisjoint(tag for tag, _ in tags)
     links = [value for _, attributes in tags for key, value in attributes.items() if key.endswith(("href", "src"))]
@@ -85,10 +87,10 @@ def test_the_page_needs_nothing_from_outside() -> None:
 
 
 def test_names_inside_figures_are_used_once() -> None:
-    page = Page("twice the same figure")
-    page.figure(loss_curve(TRAIN, EVALS))
-    page.figure(loss_curve(TRAIN, EVALS))
-    ids = [attributes["id"] for _, attributes in Reader(page.html()).tags if "id" in attributes]
+    page = HtmlPage("twice the same figure")
+    page.add_figure(plot_loss_curve(TRAIN, EVALS))
+    page.add_figure(plot_loss_curve(TRAIN, EVALS))
+    ids = [attributes["id"] for _, attributes in Reader(page.to_html()).tags if "id" in attributes]
     assert ids
     assert len(ids) == len(set(ids))
 
@@ -96,11 +98,11 @@ def test_names_inside_figures_are_used_once() -> None:
 def test_figures_take_the_colour_of_the_page() -> None:
     figure = Figure()
     figure.add_subplot().set_title("any figure at all")
-    page = Page("colours")
-    page.figure(figure, "a caption")
-    html = page.html()
+    page = HtmlPage("colours")
+    page.add_figure(figure, "a caption")
+    html = page.to_html()
     assert "currentColor" in html
-    assert INK not in html
+    assert INK_SENTINEL_COLOUR not in html
     svg = html[html.index("<svg") : html.index("</svg>")]
     assert re.search(r"fill: currentColor[^>]*>any figure at all<", svg)
     assert "#ffffff" not in svg
@@ -115,19 +117,19 @@ def test_the_same_page_gives_the_same_file(tmp_path: Path) -> None:
 
 
 def test_half_a_character_does_not_spoil_the_page(tmp_path: Path) -> None:
-    page = Page("half \ud83d")
+    page = HtmlPage("half \ud83d")
     page.save(tmp_path / "page.html")
     assert "<title>half ?</title>" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def test_table_cells_and_sides() -> None:
-    page = Page("table")
-    page.table(
+    page = HtmlPage("table")
+    page.add_table(
         ["model", "tokens", "accuracy", "note"],
         [["tiny", 1234567, "0.81 ± 0.02", None], ["2-layer", 20412.25, "−0.10", "new"], ["base", 0.123456, None, True]],
         "caption",
     )
-    reader = Reader(page.html())
+    reader = Reader(page.to_html())
     assert reader.of("td") == [
         *("tiny", "1,234,567", "0.81 ± 0.02", "–"),
         *("2-layer", "20,412", "−0.10", "new"),
@@ -139,18 +141,18 @@ def test_table_cells_and_sides() -> None:
 
 def test_a_row_of_another_length_is_our_mistake() -> None:
     with pytest.raises(AssertionError):
-        Page("table").table(["a", "b"], [[1]])
+        HtmlPage("table").add_table(["a", "b"], [[1]])
 
 
 def test_samples_mark_the_blank_and_the_right_guess() -> None:
-    page = Page("samples")
-    page.samples(
+    page = HtmlPage("samples")
+    page.add_cloze_samples(
         [
-            Sample("The ", " sat.", "cat", [("dog", 0.5), ("cat", 0.25)]),
-            Sample("It ", ".", None, [("rains", 1.0)]),
+            ClozeSample("The ", " sat.", "cat", [("dog", 0.5), ("cat", 0.25)]),
+            ClozeSample("It ", ".", None, [("rains", 1.0)]),
         ]
     )
-    reader = Reader(page.html())
+    reader = Reader(page.to_html())
     assert reader.of("mark") == ["cat", "?"]
     assert reader.of("p") == ["The ", " sat.", "It ", "."]
     assert reader.of("span") == ["dog", "50.0%", "cat", "25.0%", "rains", "100.0%"]
@@ -158,11 +160,11 @@ def test_samples_mark_the_blank_and_the_right_guess() -> None:
         attributes["class"] for tag, attributes in reader.tags if str(attributes.get("class")).startswith("guess ")
     ]
     assert guesses == ["guess right"]
-    assert 'style="width: 25.0%"' in page.html()
+    assert 'style="width: 25.0%"' in page.to_html()
 
 
 def test_loss_curve_of_one_run() -> None:
-    (axes,) = loss_curve(TRAIN, EVALS, 6.523).axes
+    (axes,) = plot_loss_curve(TRAIN, EVALS, 6.523).axes
     train, held_out, unigram = axes.get_lines()
     assert train.get_xydata().tolist() == [[1, 9], [2, 7], [3, 6]]  # type: ignore[union-attr]
     assert held_out.get_xydata().tolist() == [[2, 7.5], [3, 6.5]]  # type: ignore[union-attr]
@@ -172,7 +174,7 @@ def test_loss_curve_of_one_run() -> None:
 
 
 def test_loss_curve_of_several_runs() -> None:
-    (axes,) = loss_curve({"a": TRAIN, "$b$": TRAIN}, {"a": EVALS, "c": EVALS}).axes
+    (axes,) = plot_loss_curve({"a": TRAIN, "$b$": TRAIN}, {"a": EVALS, "c": EVALS}).axes
     colours = {line.get_label(): line.get_color() for line in axes.get_lines()}
     assert list(colours) == ["a: training", "a: held out", r"\$b\$: training", "c: held out"]
     assert colours["a: training"] == colours["a: held out"]
@@ -181,26 +183,26 @@ def test_loss_curve_of_several_runs() -> None:
 
 
 def test_a_long_run_is_thinned_by_means() -> None:
-    (axes,) = loss_curve([(step, step % 2) for step in range(2 * MAX_POINTS)], []).axes
+    (axes,) = plot_loss_curve([(step, step % 2) for step in range(2 * MAX_PLOT_POINTS)], []).axes
     (line,) = axes.get_lines()
-    assert len(line.get_xdata()) == MAX_POINTS  # type: ignore[arg-type]
+    assert len(line.get_xdata()) == MAX_PLOT_POINTS  # type: ignore[arg-type]
     assert set(line.get_ydata()) == {0.5}  # type: ignore[arg-type]
     assert list(line.get_xdata())[:2] == [0.5, 2.5]  # type: ignore[arg-type]
 
 
 def test_nothing_to_plot_is_an_empty_plot() -> None:
-    page = Page("empty")
-    page.figure(loss_curve([], []))
-    page.figure(transfer_plot([]))
-    assert page.html().count("<svg") == 2
+    page = HtmlPage("empty")
+    page.add_figure(plot_loss_curve([], []))
+    page.add_figure(transfer_plot([]))
+    assert page.to_html().count("<svg") == 2
 
 
 def test_transfer_plot_has_a_line_for_each_beginning() -> None:
     rows = [
-        Transfer("tiny", True, 512, 0.9, 0.01),
-        Transfer("tiny", True, 32, 0.7, 0.05),
-        Transfer("tiny", False, 32, 0.5, 0.1),
-        Transfer("tiny", False, 512, 0.6, 0.02),
+        TransferPoint("tiny", True, 512, 0.9, 0.01),
+        TransferPoint("tiny", True, 32, 0.7, 0.05),
+        TransferPoint("tiny", False, 32, 0.5, 0.1),
+        TransferPoint("tiny", False, 512, 0.6, 0.02),
     ]
     (axes,) = transfer_plot(rows).axes
     bars = [c for c in axes.containers if isinstance(c, ErrorbarContainer)]
@@ -214,7 +216,7 @@ def test_transfer_plot_has_a_line_for_each_beginning() -> None:
 
 
 def test_transfer_plot_names_several_models() -> None:
-    rows = [Transfer(model, start, 32, 0.5, 0.1) for model in ("a", "b") for start in (True, False)]
+    rows = [TransferPoint(model, start, 32, 0.5, 0.1) for model in ("a", "b") for start in (True, False)]
     (axes,) = transfer_plot(rows).axes
     labels = axes.get_legend_handles_labels()[1]
     assert labels == ["a, pretrained", "a, from scratch", "b, pretrained", "b, from scratch"]

@@ -15,38 +15,38 @@ import torch
 from rich.console import Console
 
 import firth
-from firth.errors import UserError
-from firth.files import write_text
+from firth.core.errors import UserError
+from firth.core.files import write_text
 from firth.lab import show_text
-from firth.lab.show import Shown, counts, look, said
-from firth.lab.show_page import MARK, direction, free_page, make_page, outline
+from firth.lab.show import BatchPreview, build_batch_preview, format_objective, measure_rates
+from firth.lab.show_page import SHOW_PAGE_GENERATOR, find_free_show_page, make_show_page, mask_svg_path, text_direction
 from firth.lab.show_row import (
-    Picture,
-    Piece,
-    Strip,
-    View,
-    align,
-    behind_masks,
-    late,
-    one_row,
-    pictures,
-    restores,
-    shrink,
-    sight,
-    surface,
-    view,
-    visible,
+    AttentionMaskView,
+    RowView,
+    SequenceView,
+    TokenView,
+    align_with_labels,
+    build_attention_mask,
+    build_attention_masks,
+    build_row_view,
+    downsample_mask,
+    escape_character,
+    find_decoder_start_token,
+    is_full_reconstruction,
+    make_token_formatter,
+    positions_behind_masks,
+    select_row,
 )
-from firth.lab.show_text import blocks, print_shown
+from firth.lab.show_text import half_block_lines, print_preview
 from firth.models import PRESETS
-from firth.models.attention import Sight, see
-from firth.models.two_stream import see_earlier
-from firth.objectives import CLM, IGNORED, MLM, NAMED, Batch, PermutationLM
-from firth.recipes import pretraining
-from firth.text import Corpus, load_salient
+from firth.models.attention import AttentionSpec, make_attention_spec
+from firth.models.two_stream import make_query_stream_spec
+from firth.objectives import CLM, IGNORE_INDEX, MLM, OBJECTIVES, Batch, PermutationLM
+from firth.recipes import pretraining_recipe
+from firth.text import Corpus, load_salient_finder
 from firth.tokens import Rows, Vocabulary, open_shards, prepare, train_tokenizer
-from firth.train import override
-from firth.train.feed import batch_function, row_source
+from firth.train import apply_overrides
+from firth.train.dataloader import make_pretrain_batch_fn, make_row_dataset
 
 # ids 0 to 9 are special, 10 and up are text
 PAD, UNK, END, CLS, SEP, MASK, S0, S1, S2 = range(9)
@@ -59,8 +59,8 @@ VOCAB = Vocabulary(
     cls=CLS,
     sep=SEP,
     mask=MASK,
-    sentinels=(S0, S1, S2),
-    special=tuple(range(10)),
+    sentinel_ids=(S0, S1, S2),
+    special_ids=tuple(range(10)),
 )
 
 
@@ -93,30 +93,30 @@ def rows_of(*texts: str, doc: list[list[int]] | None = None, **bits: Any) -> Row
     return Rows(tokens, docs, np.zeros_like(tokens), real, np.arange(len(tokens)), **bits)
 
 
-def seen_by_model(found: Sight, shape: tuple[int, int]) -> np.ndarray:
+def seen_by_model(found: AttentionSpec, shape: tuple[int, int]) -> np.ndarray:
     """The mask that attention works with, written out."""
     if found.mask is not None:
         return found.mask[:, 0].expand(-1, *shape).numpy()
-    return np.broadcast_to(np.tril(np.ones(shape, bool)) if found.causal else np.ones(shape, bool), (1, *shape))
+    return np.broadcast_to(np.tril(np.ones(shape, bool)) if found.is_causal else np.ones(shape, bool), (1, *shape))
 
 
-def shown_pieces(strip: Strip) -> list[tuple[str, str, str]]:
-    return [(piece.text.strip(), piece.kind, piece.under) for piece in strip.pieces if piece.kind != "text"]
+def shown_pieces(strip: SequenceView) -> list[tuple[str, str, str]]:
+    return [(piece.text.strip(), piece.kind, piece.original_text) for piece in strip.tokens if piece.kind != "text"]
 
 
 # --- masks --------------------------------------------------------------------------------------------------------
 
 SOURCE = rows_of("<cls> a b c d e <sep> <pad>", "<cls> f g h <unk> j k <sep>")
 MASKED = Batch(
-    tokens=np.array([ids("<cls> <mask> b z d e <sep> <pad>"), ids("<cls> f g h <mask> <mask> k <sep>")]),
-    doc=SOURCE.doc,
-    asked=np.array([[1, 3, 4], [4, 5, 0]]),
-    labels=np.array([ids("a c d"), [*ids("<unk> j"), IGNORED]]),
+    input_ids=np.array([ids("<cls> <mask> b z d e <sep> <pad>"), ids("<cls> f g h <mask> <mask> k <sep>")]),
+    document_ids=SOURCE.document_ids,
+    target_positions=np.array([[1, 3, 4], [4, 5, 0]]),
+    labels=np.array([ids("a c d"), [*ids("<unk> j"), IGNORE_INDEX]]),
 )
 
 
 def test_counts_of_masks() -> None:
-    found = counts(SOURCE, MASKED, VOCAB)
+    found = measure_rates(SOURCE, MASKED, VOCAB)
     assert found == {
         "rows": 2,
         "asked": 5 / 11,  # a word that the tokenizer does not know is text
@@ -131,28 +131,28 @@ def test_counts_of_masks() -> None:
 
 def test_spans_are_counted_in_words_where_words_are_known() -> None:
     starts = np.array([[0, 1, 1, 1, 0, 1, 0, 0], [0, 1, 1, 1, 1, 0, 1, 0]], bool)  # c d and <unk> j are words
-    assert counts(SOURCE._replace(word_start=starts), MASKED, VOCAB)["mean_span"] == 3 / 3
+    assert measure_rates(SOURCE._replace(word_start=starts), MASKED, VOCAB)["mean_span"] == 3 / 3
 
 
 def test_marks_of_masks() -> None:
-    seen = view(SOURCE, MASKED, 0, LETTERS, MLM(), causal=False)
-    assert shown_pieces(seen.strips[0]) == [
+    seen = build_row_view(SOURCE, MASKED, 0, LETTERS, MLM(), is_causal=False)
+    assert shown_pieces(seen.sequences[0]) == [
         ("<cls>", "special", ""),
         ("<mask>", "masked", "a"),
         ("z", "random", "c"),
         ("d", "kept", ""),
         ("<sep>", "special", ""),
     ]
-    assert seen.strips[0].padding == 1
-    assert [piece.place for piece in seen.strips[0].pieces] == list(range(7))
-    assert seen.strips[0].pieces[1].title == "id 5, place 1, document 0"
+    assert seen.sequences[0].num_padding == 1
+    assert [piece.position for piece in seen.sequences[0].tokens] == list(range(7))
+    assert seen.sequences[0].tokens[1].title == "id 5, place 1, document 0"
 
 
 def test_what_is_asked_of_a_query_is_not_hidden() -> None:
-    batch = MASKED._replace(tokens=SOURCE.tokens, rank=np.array([[0, 3, 0, 1, 2, 0, 0, 0]] * 2))
-    seen = view(SOURCE, batch, 0, LETTERS, PermutationLM(), causal=False)
-    assert [p[1:] for p in shown_pieces(seen.strips[0])[1:4]] == [("asked", "3"), ("asked", "1"), ("asked", "2")]
-    assert {"masked", "random", "kept"}.isdisjoint(counts(SOURCE, batch, VOCAB))
+    batch = MASKED._replace(input_ids=SOURCE.input_ids, attention_rank=np.array([[0, 3, 0, 1, 2, 0, 0, 0]] * 2))
+    seen = build_row_view(SOURCE, batch, 0, LETTERS, PermutationLM(), is_causal=False)
+    assert [p[1:] for p in shown_pieces(seen.sequences[0])[1:4]] == [("asked", "3"), ("asked", "1"), ("asked", "2")]
+    assert {"masked", "random", "kept"}.isdisjoint(measure_rates(SOURCE, batch, VOCAB))
 
 
 # --- what is written in order -------------------------------------------------------------------------------------
@@ -160,67 +160,74 @@ def test_what_is_asked_of_a_query_is_not_hidden() -> None:
 
 def test_a_language_model_is_asked_everything_and_a_prefix_nothing() -> None:
     rows = rows_of("a b c d")
-    labels = np.array([[11, 12, 13, IGNORED]])
-    every = Batch(rows.tokens, doc=rows.doc, labels=labels)
-    assert shown_pieces(view(rows, every, 0, LETTERS, CLM(), True).strips[0]) == []
-    assert counts(rows, every, VOCAB) == {"rows": 1, "asked": 3 / 4, "tokens_used": 1}
-    labels = np.array([[IGNORED, 12, 13, IGNORED]])
-    rest = view(rows, Batch(rows.tokens, doc=rows.doc, labels=labels), 0, LETTERS, CLM(), True).strips[0]
+    labels = np.array([[11, 12, 13, IGNORE_INDEX]])
+    every = Batch(rows.input_ids, document_ids=rows.document_ids, labels=labels)
+    assert shown_pieces(build_row_view(rows, every, 0, LETTERS, CLM(), True).sequences[0]) == []
+    assert measure_rates(rows, every, VOCAB) == {"rows": 1, "asked": 3 / 4, "tokens_used": 1}
+    labels = np.array([[IGNORE_INDEX, 12, 13, IGNORE_INDEX]])
+    rest = build_row_view(
+        rows, Batch(rows.input_ids, document_ids=rows.document_ids, labels=labels), 0, LETTERS, CLM(), True
+    ).sequences[0]
     assert shown_pieces(rest) == [("c", "answer", ""), ("d", "answer", "")]
-    assert [piece.written for piece in rest.pieces] == [False, False, True, True]
+    assert [piece.is_target for piece in rest.tokens] == [False, False, True, True]
 
 
 SPANS = rows_of("a b c d e </s> f g h </s>", doc=[[0] * 6 + [1] * 4])
 TEXT_TO_TEXT = Batch(
-    tokens=np.array([ids("<0> c <1> </s> f <0> </s> <pad>")]),
-    doc=np.array([[0, 0, 0, 0, 1, 1, 1, -1]]),
-    labels=np.array([[*ids("<0> a b <1> d e </s> <0> g h </s>"), IGNORED]]),
-    decoder_tokens=np.array([ids("<pad> <0> a b <1> d e <pad> <0> g h <pad>")]),
-    decoder_doc=np.array([[0] * 7 + [1] * 5]),
+    input_ids=np.array([ids("<0> c <1> </s> f <0> </s> <pad>")]),
+    document_ids=np.array([[0, 0, 0, 0, 1, 1, 1, -1]]),
+    labels=np.array([[*ids("<0> a b <1> d e </s> <0> g h </s>"), IGNORE_INDEX]]),
+    decoder_input_ids=np.array([ids("<pad> <0> a b <1> d e <pad> <0> g h <pad>")]),
+    decoder_document_ids=np.array([[0] * 7 + [1] * 5]),
 )
 
 
 def test_sentinels_stand_for_the_spans_of_their_own_document() -> None:
-    seen = view(SPANS, TEXT_TO_TEXT, 0, LETTERS, NAMED["span-corruption"], causal=False)
-    reads, writes = seen.strips
+    seen = build_row_view(SPANS, TEXT_TO_TEXT, 0, LETTERS, OBJECTIVES["span-corruption"], is_causal=False)
+    reads, writes = seen.sequences
     assert [p for p in shown_pieces(reads) if p[1] == "sentinel"] == [
         ("<0>", "sentinel", "a b"),
         ("<1>", "sentinel", "d e"),
         ("<0>", "sentinel", "g h"),
     ]
-    assert (reads.padding, writes.padding) == (1, 1)
+    assert (reads.num_padding, writes.num_padding) == (1, 1)
     assert [p[:2] for p in shown_pieces(writes)][:4] == [
         ("<0>", "sentinel"),
         ("a", "answer"),
         ("b", "answer"),
         ("<1>", "sentinel"),
     ]
-    assert "after <pad>" in seen.facts[0]
-    found = counts(SPANS, TEXT_TO_TEXT, VOCAB)
+    assert "after <pad>" in seen.notes[0]
+    found = measure_rates(SPANS, TEXT_TO_TEXT, VOCAB)
     assert (found["asked"], found["spans"], found["mean_span"]) == (6 / 8, 3, 2)
     assert (found["tokens_used"], found["decoder_used"]) == (7 / 8, 11 / 12)
 
 
 def test_a_decoder_that_reads_something_else_is_shown_apart() -> None:
-    other = TEXT_TO_TEXT._replace(decoder_tokens=TEXT_TO_TEXT.decoder_tokens[:, ::-1])
-    seen = view(SPANS, other, 0, LETTERS, NAMED["span-corruption"], causal=False)
-    assert [strip.name for strip in seen.strips] == ["encoder reads", "decoder reads", "decoder writes"]
-    assert late(Batch(*(None if x is None else x[0] for x in other)), np.array([0] * 7 + [1] * 4 + [-1])) is None
+    other = TEXT_TO_TEXT._replace(decoder_input_ids=TEXT_TO_TEXT.decoder_input_ids[:, ::-1])
+    seen = build_row_view(SPANS, other, 0, LETTERS, OBJECTIVES["span-corruption"], is_causal=False)
+    assert [strip.name for strip in seen.sequences] == ["encoder reads", "decoder reads", "decoder writes"]
+    assert (
+        find_decoder_start_token(
+            Batch(*(None if x is None else x[0] for x in other)), np.array([0] * 7 + [1] * 4 + [-1])
+        )
+        is None
+    )
 
 
 def test_answers_after_the_text_in_one_stack() -> None:
     rows = rows_of("a b c d </s>")
     batch = Batch(
-        tokens=np.array([ids("<0> c d </s> <0> a b </s>")]),
-        doc=np.zeros((1, 8), int),
-        asked=np.array([[3, 4, 5, 6, 0]]),
-        labels=np.array([[*ids("<0> a b </s>"), IGNORED]]),
+        input_ids=np.array([ids("<0> c d </s> <0> a b </s>")]),
+        document_ids=np.zeros((1, 8), int),
+        target_positions=np.array([[3, 4, 5, 6, 0]]),
+        labels=np.array([[*ids("<0> a b </s>"), IGNORE_INDEX]]),
     )
-    pieces = view(rows, batch, 0, LETTERS, CLM(), True).strips[0].pieces
-    assert [piece.written for piece in pieces] == [False] * 4 + [True] * 4
-    assert (pieces[0].kind, pieces[0].under) == ("sentinel", "a b")
-    assert (pieces[4].kind, pieces[4].under) == ("sentinel", "")
-    assert counts(rows, batch, VOCAB)["mean_span"] == 2
+    pieces = build_row_view(rows, batch, 0, LETTERS, CLM(), True).sequences[0].tokens
+    assert [piece.is_target for piece in pieces] == [False] * 4 + [True] * 4
+    assert (pieces[0].kind, pieces[0].original_text) == ("sentinel", "a b")
+    assert (pieces[4].kind, pieces[4].original_text) == ("sentinel", "")
+    assert measure_rates(rows, batch, VOCAB)["mean_span"] == 2
 
 
 # --- a text to restore --------------------------------------------------------------------------------------------
@@ -228,11 +235,11 @@ def test_answers_after_the_text_in_one_stack() -> None:
 # a b c. d e f g. -> [MASK] f g  a [MASK] c, with a mask put in where nothing was
 WHOLE = rows_of("<cls> a b c d e f g <sep>", sentence_end=np.array([[0, 0, 0, 1, 0, 0, 0, 1, 0]], bool))
 CORRUPTED = Batch(
-    tokens=np.array([ids("<cls> <mask> f g a <mask> c <mask> <sep>")]),
-    doc=np.zeros((1, 9), int),
-    labels=WHOLE.tokens,
-    decoder_tokens=np.array([ids("<sep> <cls> a b c d e f g")]),
-    decoder_doc=np.zeros((1, 9), int),
+    input_ids=np.array([ids("<cls> <mask> f g a <mask> c <mask> <sep>")]),
+    document_ids=np.zeros((1, 9), int),
+    labels=WHOLE.input_ids,
+    decoder_input_ids=np.array([ids("<sep> <cls> a b c d e f g")]),
+    decoder_document_ids=np.zeros((1, 9), int),
 )
 
 
@@ -242,10 +249,10 @@ def row(batch: Batch) -> Batch:
 
 def test_a_corrupted_text_is_laid_beside_the_whole_one() -> None:
     one = row(CORRUPTED)
-    match = align(one_row(WHOLE, 0), one, VOCAB)
+    match = align_with_labels(select_row(WHOLE, 0), one, VOCAB)
     assert match.tolist() == [-1, -1, 6, 7, 1, -1, 3, -1, -1]
-    assert behind_masks(one, match, VOCAB) == {1: [4, 5], 5: [2], 7: []}
-    reads, writes = view(WHOLE, CORRUPTED, 0, LETTERS, NAMED["bart"], False).strips
+    assert positions_behind_masks(one, match, VOCAB) == {1: [4, 5], 5: [2], 7: []}
+    reads, writes = build_row_view(WHOLE, CORRUPTED, 0, LETTERS, OBJECTIVES["bart"], False).sequences
     assert [p for p in shown_pieces(reads) if p[1] in ("masked", "number")] == [
         ("<mask>", "masked", "d e"),
         ("2", "number", ""),
@@ -264,54 +271,60 @@ def test_a_corrupted_text_is_laid_beside_the_whole_one() -> None:
         ("f", "answer"),
         ("g", "answer"),
     ]
-    found = counts(WHOLE, CORRUPTED, VOCAB)
+    found = measure_rates(WHOLE, CORRUPTED, VOCAB)
     assert (found["infilled"], found["mean_span"], found["permuted"]) == (3 / 7, 1, 1)
     assert "deleted" not in found
 
 
 def test_tokens_that_are_deleted() -> None:
-    batch = CORRUPTED._replace(tokens=np.array([ids("<cls> a c d g <sep> <pad> <pad> <pad>")]))
-    found = counts(WHOLE, batch, VOCAB)
+    batch = CORRUPTED._replace(input_ids=np.array([ids("<cls> a c d g <sep> <pad> <pad> <pad>")]))
+    found = measure_rates(WHOLE, batch, VOCAB)
     assert (found["deleted"], found["permuted"]) == (3 / 7, 0)
     assert {"infilled", "masked"}.isdisjoint(found)
-    writes = view(WHOLE, batch, 0, LETTERS, NAMED["bart"], False).strips[1]
+    writes = build_row_view(WHOLE, batch, 0, LETTERS, OBJECTIVES["bart"], False).sequences[1]
     assert [p[0] for p in shown_pieces(writes) if p[1] == "deleted"] == ["b", "e", "f"]
 
 
 def test_a_rest_is_no_restored_text() -> None:
-    one = row(CORRUPTED)._replace(labels=np.array([*ids("c d e f g <sep>"), *[IGNORED] * 3]))
-    assert not restores(one_row(WHOLE, 0), one, VOCAB)
-    assert restores(one_row(WHOLE, 0), row(CORRUPTED), VOCAB)
+    one = row(CORRUPTED)._replace(labels=np.array([*ids("c d e f g <sep>"), *[IGNORE_INDEX] * 3]))
+    assert not is_full_reconstruction(select_row(WHOLE, 0), one, VOCAB)
+    assert is_full_reconstruction(select_row(WHOLE, 0), row(CORRUPTED), VOCAB)
 
 
 def restoring(whole: str, read: str, **bits: Any) -> tuple[Rows, Batch]:
     rows, tokens = rows_of(whole, **bits), np.array([ids(read)])
     doc = np.where(tokens == PAD, -1, 0)
-    return rows, Batch(tokens, doc=doc, labels=rows.tokens, decoder_tokens=rows.tokens, decoder_doc=0 * rows.tokens)
+    return rows, Batch(
+        tokens,
+        document_ids=doc,
+        labels=rows.input_ids,
+        decoder_input_ids=rows.input_ids,
+        decoder_document_ids=0 * rows.input_ids,
+    )
 
 
 def test_what_ends_a_sentence_stays_with_it() -> None:
     """a b x. c d x. e f g h. -> a b x. e f g h. c d x.: the first x is not that which stood before e f g h."""
     ends = np.array([[0, 0, 0, 1, 0, 0, 1, 0, 0, 0, 1, 0]], bool)
     rows, batch = restoring("<cls> a b x c d x e f g h <sep>", "<cls> a b x e f g h c d x <sep>", sentence_end=ends)
-    match = align(one_row(rows, 0), one_row(batch, 0), VOCAB)
+    match = align_with_labels(select_row(rows, 0), select_row(batch, 0), VOCAB)
     assert match.tolist() == [-1, 1, 2, 3, 7, 8, 9, 10, 4, 5, 6, -1]
 
 
 def test_masks_side_by_side_hide_one_token_each() -> None:
     rows, batch = restoring("<cls> a b c d e f <sep>", "<cls> a <mask> <mask> d <mask> f <sep>")
-    match = align(one_row(rows, 0), one_row(batch, 0), VOCAB)
-    assert behind_masks(one_row(batch, 0), match, VOCAB) == {2: [2], 3: [3], 5: [5]}
-    found = counts(rows, batch, VOCAB)
+    match = align_with_labels(select_row(rows, 0), select_row(batch, 0), VOCAB)
+    assert positions_behind_masks(select_row(batch, 0), match, VOCAB) == {2: [2], 3: [3], 5: [5]}
+    found = measure_rates(rows, batch, VOCAB)
     assert found["masked"] == 1 / 2
     assert {"infilled", "mean_span", "rotated"}.isdisjoint(found)
 
 
 def test_a_text_that_begins_in_its_middle() -> None:
     rows, batch = restoring("<cls> a b c d e f <sep>", "<cls> e f a b c d <sep>")
-    assert counts(rows, batch, VOCAB)["rotated"] == 1
+    assert measure_rates(rows, batch, VOCAB)["rotated"] == 1
     rows, batch = restoring("<cls> a b c d e f <sep>", "<cls> a b e f c d <sep>")
-    assert "rotated" not in counts(rows, batch, VOCAB)
+    assert "rotated" not in measure_rates(rows, batch, VOCAB)
 
 
 # --- sight --------------------------------------------------------------------------------------------------------
@@ -326,59 +339,63 @@ RANK = RNG.integers(0, 4, (2, 8))
 @pytest.mark.parametrize("rank", [None, RANK])
 def test_pictures_show_what_attention_sees(causal: bool, doc: np.ndarray | None, rank: np.ndarray | None) -> None:
     tensors = [None if x is None else torch.from_numpy(x) for x in (doc, rank)]
-    wanted = seen_by_model(see(causal, *tensors), (8, 8))
+    wanted = seen_by_model(make_attention_spec(causal, *tensors), (8, 8))
     for b in range(2):
         one = row(Batch(np.zeros((1, 8), int), *(None if x is None else x[b : b + 1] for x in (doc,))))
-        one = one._replace(rank=None if rank is None else rank[b])
-        assert (sight(one, causal) == wanted[min(b, len(wanted) - 1)]).all()
+        one = one._replace(attention_rank=None if rank is None else rank[b])
+        assert (build_attention_mask(one, causal) == wanted[min(b, len(wanted) - 1)]).all()
         text = np.arange(8) if doc is None else np.flatnonzero(doc[b] >= 0)
-        (picture,) = pictures(one, causal, query=False)
-        assert (picture.seen == wanted[min(b, len(wanted) - 1)][text[:, None], text]).all()
+        (picture,) = build_attention_masks(one, causal, has_query_stream=False)
+        assert (picture.mask == wanted[min(b, len(wanted) - 1)][text[:, None], text]).all()
 
 
 def test_a_query_sees_what_comes_before_it_in_the_order() -> None:
     asked = np.array([[1, 4, 2], [7, 3, 0]])
-    labels = np.array([[10, 10, IGNORED], [10, 10, 10]])
-    wanted = see_earlier(*map(torch.from_numpy, (DOC, RANK, asked))).mask
+    labels = np.array([[10, 10, IGNORE_INDEX], [10, 10, 10]])
+    wanted = make_query_stream_spec(*map(torch.from_numpy, (DOC, RANK, asked))).mask
     assert wanted is not None
     for b in range(2):
-        one = Batch(np.zeros(8, int), doc=DOC[b], rank=RANK[b], asked=asked[b], labels=labels[b])
-        content, query = pictures(one, causal=False, query=True)
+        one = Batch(
+            np.zeros(8, int), document_ids=DOC[b], attention_rank=RANK[b], target_positions=asked[b], labels=labels[b]
+        )
+        content, query = build_attention_masks(one, is_causal=False, has_query_stream=True)
         text = np.flatnonzero(DOC[b] >= 0)
-        used = np.flatnonzero(labels[b] != IGNORED)
-        assert (query.seen == wanted[b, 0].numpy()[used[:, None], text]).all()
-        assert (content.seen == sight(one, False)[text[:, None], text]).all()
+        used = np.flatnonzero(labels[b] != IGNORE_INDEX)
+        assert (query.mask == wanted[b, 0].numpy()[used[:, None], text]).all()
+        assert (content.mask == build_attention_mask(one, False)[text[:, None], text]).all()
 
 
 def test_an_encoder_decoder_has_three_sights() -> None:
-    encoder, decoder, across = pictures(row(TEXT_TO_TEXT), causal=False, query=False)
-    doc, decoder_doc = (torch.from_numpy(x) for x in (TEXT_TO_TEXT.doc, TEXT_TO_TEXT.decoder_doc))
-    assert (encoder.seen == seen_by_model(see(False, doc), (8, 8))[0][:7, :7]).all()
-    assert (decoder.seen == seen_by_model(see(True, decoder_doc), (12, 12))[0][:11, :11]).all()
-    assert (across.seen == seen_by_model(see(False, decoder_doc, read_doc=doc), (12, 8))[0][:11, :7]).all()
+    encoder, decoder, across = build_attention_masks(row(TEXT_TO_TEXT), is_causal=False, has_query_stream=False)
+    doc, decoder_doc = (torch.from_numpy(x) for x in (TEXT_TO_TEXT.document_ids, TEXT_TO_TEXT.decoder_document_ids))
+    assert (encoder.mask == seen_by_model(make_attention_spec(False, doc), (8, 8))[0][:7, :7]).all()
+    assert (decoder.mask == seen_by_model(make_attention_spec(True, decoder_doc), (12, 12))[0][:11, :11]).all()
+    assert (
+        across.mask == seen_by_model(make_attention_spec(False, decoder_doc, key_document_ids=doc), (12, 8))[0][:11, :7]
+    ).all()
 
 
 def test_a_row_that_is_read_both_ways_has_two() -> None:
     place = np.arange(4)
-    one = Batch(np.zeros(4, int), rank=np.stack([place, place[::-1]]), labels=np.zeros((2, 4), int))
-    forward, backward = pictures(one, causal=False, query=False)
-    assert (forward.seen == np.tril(np.ones((4, 4), bool))).all()
-    assert (backward.seen == np.triu(np.ones((4, 4), bool))).all()
+    one = Batch(np.zeros(4, int), attention_rank=np.stack([place, place[::-1]]), labels=np.zeros((2, 4), int))
+    forward, backward = build_attention_masks(one, is_causal=False, has_query_stream=False)
+    assert (forward.mask == np.tril(np.ones((4, 4), bool))).all()
+    assert (backward.mask == np.triu(np.ones((4, 4), bool))).all()
 
 
 def test_small_pictures() -> None:
-    assert (shrink(np.eye(4, dtype=bool), 4) == np.eye(4)).all()
-    assert (shrink(np.eye(4, dtype=bool), 2) == np.eye(2)).all(), "half of a cell is enough"
-    assert shrink(np.ones((5, 3), bool), 2).tolist() == [[True], [True]]
-    assert Picture("x", np.ones((2, 2), bool)).title == "x: all see all"
-    assert blocks(np.tril(np.ones((3, 3), bool))) == ["▕█▄ ▏", "▕▀▀▀▏"]
+    assert (downsample_mask(np.eye(4, dtype=bool), 4) == np.eye(4)).all()
+    assert (downsample_mask(np.eye(4, dtype=bool), 2) == np.eye(2)).all(), "half of a cell is enough"
+    assert downsample_mask(np.ones((5, 3), bool), 2).tolist() == [[True], [True]]
+    assert AttentionMaskView("x", np.ones((2, 2), bool)).title == "x: all see all"
+    assert half_block_lines(np.tril(np.ones((3, 3), bool))) == ["▕█▄ ▏", "▕▀▀▀▏"]
 
 
 def test_a_drawn_picture_covers_the_cells_that_are_seen() -> None:
     seen = RNG.random((9, 7)) < 0.5
     seen[3] = seen[2]
     drawn = np.zeros_like(seen, int)
-    for x, y, w, h in re.findall(r"M(\d+) (\d+)h(\d+)v(\d+)h-\d+z", outline(seen)):
+    for x, y, w, h in re.findall(r"M(\d+) (\d+)h(\d+)v(\d+)h-\d+z", mask_svg_path(seen)):
         drawn[int(y) : int(y) + int(h), int(x) : int(x) + int(w)] += 1
     assert (drawn == seen).all()
 
@@ -387,52 +404,59 @@ def test_a_drawn_picture_covers_the_cells_that_are_seen() -> None:
 
 
 def test_nothing_that_a_terminal_would_obey_is_printed() -> None:
-    assert [visible(c) for c in " \n\t\x1bü"] == ["␣", "⏎", "⇥", "\\x1b", "ü"]
+    assert [escape_character(c) for c in " \n\t\x1bü"] == ["␣", "⏎", "⇥", "\\x1b", "ü"]
     tokenizer = train_tokenizer(["Grüße, die Brücke! \x1b[31m"] * 3, "byte-bpe", 300)
-    text = surface(tokenizer)
+    text = make_token_formatter(tokenizer)
     assert all(text(i).isprintable() for i in range(tokenizer.vocab.size))
     assert text(*tokenizer.encode(" die Brücke!\n")) == " die Brücke!⏎"
 
 
 def test_an_objective_in_words() -> None:
-    assert said({"kind": "MLM", "rate": 0.15, "choose": {"kind": "Tokens"}}) == "MLM(rate 0.15, choose Tokens)"
-    assert said({"kind": "M", "parts": [{"objective": {"kind": "A"}, "weight": 1.0}]}) == "M(parts [A, weight 1])"
+    assert (
+        format_objective({"kind": "MLM", "rate": 0.15, "choose": {"kind": "Tokens"}}) == "MLM(rate 0.15, choose Tokens)"
+    )
+    assert (
+        format_objective({"kind": "M", "parts": [{"objective": {"kind": "A"}, "weight": 1.0}]})
+        == "M(parts [A, weight 1])"
+    )
 
 
 EVIL = "<script>alert(\"x\")</script> & 'y'"
 
 
-def evil_shown() -> Shown:
-    pieces = [Piece(f" {EVIL}", kind, EVIL, 1, 2, 0, 0) for kind in ("text", "masked", "number")]
-    seen = View(0, [EVIL], [Strip(EVIL, pieces, 3)], [Picture(EVIL, np.eye(2, dtype=bool))])
+def evil_shown() -> BatchPreview:
+    pieces = [TokenView(f" {EVIL}", kind, EVIL, 1, 2, 0, 0) for kind in ("text", "masked", "number")]
+    seen = RowView(0, [EVIL], [SequenceView(EVIL, pieces, 3)], [AttentionMaskView(EVIL, np.eye(2, dtype=bool))])
     numbers = {"rows": 1.0, EVIL: 0.5}
-    return Shown({EVIL: EVIL}, [seen], [], {}, {"shown": numbers, "sample": numbers}, {EVIL: 0.5}, {})
+    return BatchPreview({EVIL: EVIL}, [seen], [], {}, {"shown": numbers, "sample": numbers}, {EVIL: 0.5}, {})
 
 
 def test_the_page_is_escaped_and_asks_for_nothing() -> None:
-    html = make_page(evil_shown()).html()
+    html = make_show_page(evil_shown()).to_html()
     assert "<script" not in html
     assert "alert(&quot;x&quot;)" in html
     assert "http" not in html.replace("http-equiv", "")
-    assert MARK in html.split("<body>")[0]
+    assert SHOW_PAGE_GENERATOR in html.split("<body>")[0]
     assert "3 places of padding" in html
 
 
 def test_text_goes_the_way_it_is_written() -> None:
     for word, way in (("word", "ltr"), ("كلمة", "rtl"), ("12", "ltr")):
-        pieces = [Piece(" [MASK]", "masked", word, 1, 0, 0, 0), Piece(f" {word}", "text", "", 12, 1, 0, 0)]
-        assert direction(Strip("reads", pieces, 0)) == way
+        pieces = [TokenView(" [MASK]", "masked", word, 1, 0, 0, 0), TokenView(f" {word}", "text", "", 12, 1, 0, 0)]
+        assert text_direction(SequenceView("reads", pieces, 0)) == way
 
 
 @pytest.mark.parametrize("colour", [False, True])
 def test_the_terminal_has_colours_only_where_it_can(colour: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=colour, width=70, color_system="standard" if colour else None)
-    for module in (show_text, firth.console):
-        monkeypatch.setattr(module, "out", console)
-    strip = Strip("reads", [Piece(" a", "text", "", 10, 0, 0, 0), Piece("b", "masked", "cd", 5, 1, 1, 0)], 2)
-    pictures = [Picture("left", np.eye(40, dtype=bool)), Picture("right", np.ones((2, 2), bool))]
-    print_shown(Shown({"model": "m"}, [View(7, ["so."], [strip], pictures)], [], {}, **numbers()))
+    for module in (show_text, firth.core.console):
+        monkeypatch.setattr(module, "stdout_console", console)
+    strip = SequenceView(
+        "reads", [TokenView(" a", "text", "", 10, 0, 0, 0), TokenView("b", "masked", "cd", 5, 1, 1, 0)], 2
+    )
+    pictures = [AttentionMaskView("left", np.eye(40, dtype=bool)), AttentionMaskView("right", np.ones((2, 2), bool))]
+    print_preview(BatchPreview({"model": "m"}, [RowView(7, ["so."], [strip], pictures)], [], {}, **numbers()))
     text = out.getvalue()
     assert ("\x1b[" in text) is colour
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
@@ -444,23 +468,23 @@ def test_the_terminal_has_colours_only_where_it_can(colour: bool, monkeypatch: p
 
 def numbers() -> dict[str, Any]:
     some = {"rows": 1.0, "asked": 0.25}
-    return {"counts": {"shown": some, "sample": some}, "promises": {"asked": 0.2}, "shapes": {}}
+    return {"counts": {"shown": some, "sample": some}, "expected_rates": {"asked": 0.2}, "shapes": {}}
 
 
 def test_a_page_of_someone_else_is_left_alone(tmp_path: Path) -> None:
-    page = free_page(tmp_path / "new", overwrite=False)
+    page = find_free_show_page(tmp_path / "new", overwrite=False)
     assert page == tmp_path / "new" / "show.html"
     assert not page.parent.exists(), "nothing is made before there is something to write"
     mine = tmp_path / "show.html"
     mine.write_text("<p>my own</p>")
     with pytest.raises(UserError, match=r"was not written by `firth show`.*--overwrite"):
-        free_page(tmp_path, overwrite=False)
-    assert free_page(tmp_path, overwrite=True) == mine
-    make_page(evil_shown()).save(mine)
-    assert free_page(tmp_path, overwrite=False) == mine
+        find_free_show_page(tmp_path, overwrite=False)
+    assert find_free_show_page(tmp_path, overwrite=True) == mine
+    make_show_page(evil_shown()).save(mine)
+    assert find_free_show_page(tmp_path, overwrite=False) == mine
     (tmp_path / "f").write_text("x")
     with pytest.raises(UserError, match="is a file"):
-        free_page(tmp_path / "f", overwrite=False)
+        find_free_show_page(tmp_path / "f", overwrite=False)
 
 
 # --- every objective ----------------------------------------------------------------------------------------------
@@ -474,13 +498,15 @@ def shards(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     for kind in ("wordpiece", "byte-bpe", "unigram"):
         tokenizer = train_tokenizer((d.text for d in corpus), kind, 400)
         places[kind] = folder / kind
-        prepare(corpus, tokenizer, folder / kind, salient=load_salient("default"))
+        prepare(corpus, tokenizer, folder / kind, salient=load_salient_finder("default"))
         if kind == "wordpiece":
             texts = [d.text for d in corpus]
             lines = [json.dumps({"text_a": a, "text_b": b}) for a, b in pairwise(texts)]
             write_text(folder / "sides.jsonl", "\n".join(lines))
             places["sides"] = folder / "sides"
-            prepare(Corpus([folder / "sides.jsonl"]), tokenizer, folder / "sides", salient=load_salient("default"))
+            prepare(
+                Corpus([folder / "sides.jsonl"]), tokenizer, folder / "sides", salient=load_salient_finder("default")
+            )
     return places
 
 
@@ -500,9 +526,9 @@ FITS_BETTER = {
 }
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_is_shown_as_training_makes_it(name: str, shards: dict[str, Path], tmp_path: Path) -> None:
-    model, kind = FITS_BETTER.get(name) or FITS[NAMED[name].shapes[0]]
+    model, kind = FITS_BETTER.get(name) or FITS[OBJECTIVES[name].architectures[0]]
     result = firth.show(
         model,
         shards[kind],
@@ -515,10 +541,10 @@ def test_every_objective_is_shown_as_training_makes_it(name: str, shards: dict[s
         seed=5,
     )
     changes = {"max_seq_length": 64, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "seed": 5}
-    recipe = override(pretraining(PRESETS[model], objective=NAMED[name]), changes)
+    recipe = apply_overrides(pretraining_recipe(PRESETS[model], objective=OBJECTIVES[name]), changes)
     prepared = open_shards(shards[kind])
-    source = row_source(recipe, prepared, held_out=False)
-    step = batch_function(recipe, source, prepared.tokenizer)
+    source = make_row_dataset(recipe, prepared, held_out=False)
+    step = make_pretrain_batch_fn(recipe, source, prepared.tokenizer)
     micro = [batch for number in range(2) for batch in step(number)]
     assert len(result["rows"]) == 6
     for b, found in enumerate(result["rows"]):
@@ -526,9 +552,9 @@ def test_every_objective_is_shown_as_training_makes_it(name: str, shards: dict[s
         for field in Batch._fields:
             x = getattr(batch, field)
             assert found[field] == (None if x is None else x[b % 2].tolist()), field
-        assert found["source"] == source.rows(np.array([b])).tokens[0].tolist()
+        assert found["source"] == source.get_rows(np.array([b])).input_ids[0].tolist()
         assert found["index"] == b
-    assert result["shapes"]["tokens"] == [len(result["rows"][0]["tokens"])]
+    assert result["shapes"]["input_ids"] == [len(result["rows"][0]["input_ids"])]
     assert json.loads(json.dumps(result)) == result
     page = Path(result["page"]).read_text(encoding="utf-8")
     assert page.count("<svg") >= 6
@@ -540,15 +566,17 @@ CLOSE = {"asked": 0.02, "masked": 0.06, "random": 0.04, "kept": 0.04, "mean_span
 
 @pytest.mark.parametrize("name", ["mlm", "whole-word", "span", "rtd", "nsp", "sop", "permutation-lm", "bart"])
 def test_promises_are_kept(name: str, shards: dict[str, Path]) -> None:
-    model, kind = FITS_BETTER.get(name) or FITS[NAMED[name].shapes[0]]
-    recipe = pretraining(PRESETS[model], objective=NAMED[name], data=str(shards[kind]), max_seq_length=96)
+    model, kind = FITS_BETTER.get(name) or FITS[OBJECTIVES[name].architectures[0]]
+    recipe = pretraining_recipe(PRESETS[model], objective=OBJECTIVES[name], data=str(shards[kind]), max_seq_length=96)
     vocab_size = open_shards(shards[kind]).tokenizer.vocab.size
-    shown = look(override(recipe, {"model.vocab_size": vocab_size}), 2, model, "here")
+    shown = build_batch_preview(apply_overrides(recipe, {"model.vocab_size": vocab_size}), 2, model, "here")
     found = shown.counts["sample"]
     assert found["rows"] == 256
-    for key in shown.promises.keys() & CLOSE.keys():
-        assert abs(found[key] - shown.promises[key]) < CLOSE[key], (key, found[key], shown.promises[key])
-    assert [row[0] for row in shown.table()][: len(shown.promises)] == [k.replace("_", " ") for k in shown.promises]
+    for key in shown.expected_rates.keys() & CLOSE.keys():
+        assert abs(found[key] - shown.expected_rates[key]) < CLOSE[key], (key, found[key], shown.expected_rates[key])
+    assert [row[0] for row in shown.rate_table()][: len(shown.expected_rates)] == [
+        k.replace("_", " ") for k in shown.expected_rates
+    ]
 
 
 def test_an_objective_that_does_not_fit_the_rows_is_refused(shards: dict[str, Path], tmp_path: Path) -> None:
@@ -558,10 +586,10 @@ def test_an_objective_that_does_not_fit_the_rows_is_refused(shards: dict[str, Pa
 
 
 def test_the_parts_of_a_mixture_are_counted_and_named(shards: dict[str, Path]) -> None:
-    recipe = pretraining(PRESETS["unilm-tiny"], data=str(shards["wordpiece"]), max_seq_length=32)
-    recipe = override(recipe, {"model.vocab_size": open_shards(shards["wordpiece"]).tokenizer.vocab.size})
-    shown = look(recipe, 8, "unilm-tiny", "here")
-    for name, share in shown.promises.items():
+    recipe = pretraining_recipe(PRESETS["unilm-tiny"], data=str(shards["wordpiece"]), max_seq_length=32)
+    recipe = apply_overrides(recipe, {"model.vocab_size": open_shards(shards["wordpiece"]).tokenizer.vocab.size})
+    shown = build_batch_preview(recipe, 8, "unilm-tiny", "here")
+    for name, share in shown.expected_rates.items():
         assert abs(shown.counts["sample"][name] - share) < 0.12
-    assert sum(shown.counts["shown"][name] for name in shown.promises) == pytest.approx(1)
-    assert all(seen.facts[0].startswith("part ") for seen in shown.views)
+    assert sum(shown.counts["shown"][name] for name in shown.expected_rates) == pytest.approx(1)
+    assert all(seen.notes[0].startswith("part ") for seen in shown.views)

@@ -8,24 +8,24 @@ from functools import partial
 import numpy as np
 import pytest
 
-from firth.errors import UserError
-from firth.metrics import accuracy, bleu, failed, paired_bootstrap, summarise, sums
+from firth.core.errors import UserError
+from firth.metrics import accuracy, bleu, failed_runs, make_additive_score, mean_and_std, paired_bootstrap
 
 
 def test_summarise_divides_by_n_minus_one() -> None:
-    mean, std = summarise([0.8, 0.9, 0.85, 0.95])
+    mean, std = mean_and_std([0.8, 0.9, 0.85, 0.95])
     assert mean == pytest.approx(0.875)
     # distances .075, .025, .025, .075: squares sum to .0125, over 3
     assert std == pytest.approx(math.sqrt(0.0125 / 3))
-    assert summarise([0.7]) == (0.7, 0.0)
-    assert np.isnan(summarise([0.7, math.nan])).all()
-    assert summarise(np.array([1.0, 3.0]).tolist()) == (2.0, pytest.approx(math.sqrt(2)))
+    assert mean_and_std([0.7]) == (0.7, 0.0)
+    assert np.isnan(mean_and_std([0.7, math.nan])).all()
+    assert mean_and_std(np.array([1.0, 3.0]).tolist()) == (2.0, pytest.approx(math.sqrt(2)))
     with pytest.raises(UserError, match="no values"):
-        summarise([])
+        mean_and_std([])
 
 
 def test_a_run_at_chance_failed() -> None:
-    assert failed([0.5, 0.501, 0.49, math.nan, 0.9], chance=0.5) == [0, 2, 3]
+    assert failed_runs([0.5, 0.501, 0.49, math.nan, 0.9], chance=0.5) == [0, 2, 3]
 
 
 def example(num: int, right_a: float, right_b: float) -> tuple[list[int], list[int], list[int]]:
@@ -36,17 +36,17 @@ def example(num: int, right_a: float, right_b: float) -> tuple[list[int], list[i
     return a.tolist(), b.tolist(), true.tolist()
 
 
-by_sums = partial(sums, "classify", "accuracy")
+by_sums = partial(make_additive_score, "classify", "accuracy")
 
 
 def test_both_ways_give_the_same() -> None:
     a, b, true = example(60, 0.8, 0.7)
-    slow = paired_bootstrap(accuracy, a, b, true, samples=200)
-    fast = paired_bootstrap(by_sums, a, b, true, samples=200)
+    slow = paired_bootstrap(accuracy, a, b, true, num_samples=200)
+    fast = paired_bootstrap(by_sums, a, b, true, num_samples=200)
     assert slow == pytest.approx(fast, abs=1e-12)
-    assert slow == paired_bootstrap(accuracy, np.array(a), np.array(b), np.array(true), samples=200)
+    assert slow == paired_bootstrap(accuracy, np.array(a), np.array(b), np.array(true), num_samples=200)
     assert fast.difference == pytest.approx(accuracy(a, true) - accuracy(b, true))
-    assert fast != paired_bootstrap(by_sums, a, b, true, samples=200, seed=1)
+    assert fast != paired_bootstrap(by_sums, a, b, true, num_samples=200, seed=1)
 
 
 def test_a_clear_difference_and_none() -> None:
@@ -64,7 +64,7 @@ def test_p_value_by_hand() -> None:
 
     Drawn 0, 1 or 2 times (1/4, 1/2, 1/4) the difference is 0, 1/2 or 1; the true one is 1/2, so half stray by 1/2.
     """
-    result = paired_bootstrap(by_sums, [1, 1], [1, 0], [1, 1], samples=4000)
+    result = paired_bootstrap(by_sums, [1, 1], [1, 0], [1, 1], num_samples=4000)
     assert result[:3] == (0.5, 0, 1)
     assert result.p_value == pytest.approx(0.5, abs=0.03)
 
@@ -73,7 +73,7 @@ def test_as_the_normal_law() -> None:
     """Of many examples the mean is nearly normal: interval and p-value are those of a z-test."""
     rng = np.random.default_rng(0)
     a, b = rng.normal(0.1, 1, 500), rng.normal(0, 1, 500)
-    result = paired_bootstrap(lambda predictions, _: float(np.mean(predictions)), a, b, a, samples=4000)
+    result = paired_bootstrap(lambda predictions, _: float(np.mean(predictions)), a, b, a, num_samples=4000)
     error = np.std(a - b) / math.sqrt(500)
     assert (result.high - result.low) / 2 == pytest.approx(1.96 * error, rel=0.05)
     assert result.p_value == pytest.approx(math.erfc(abs(result.difference) / error / math.sqrt(2)), abs=0.03)
@@ -81,7 +81,7 @@ def test_as_the_normal_law() -> None:
 
 def test_scores_of_the_whole_corpus() -> None:
     true = ["the cat sat on the mat today", "a dog barked at night very loudly", "it rains in the old town again"]
-    result = paired_bootstrap(bleu, true, ["the cat sat on a mat", "a dog", "rain in town"], true, samples=10)
+    result = paired_bootstrap(bleu, true, ["the cat sat on a mat", "a dog", "rain in town"], true, num_samples=10)
     assert result.difference == pytest.approx(100 - bleu(["the cat sat on a mat", "a dog", "rain in town"], true))
     assert 0 < result.low <= result.high
 
@@ -92,7 +92,7 @@ def test_samples_without_a_number_are_left_out() -> None:
     def only_with_the_first(predictions: list[int], references: list[int]) -> float:
         return accuracy(predictions, references) if 0 in references else math.nan
 
-    found = paired_bootstrap(only_with_the_first, [0, 1, 2], [0, 1, 0], [0, 1, 2], samples=2000)
+    found = paired_bootstrap(only_with_the_first, [0, 1, 2], [0, 1, 0], [0, 1, 2], num_samples=2000)
     assert found.samples == pytest.approx(2000 * 19 / 27, rel=0.05)
     assert found.difference == pytest.approx(1 / 3)
     assert np.isfinite(found).all()
@@ -101,11 +101,11 @@ def test_samples_without_a_number_are_left_out() -> None:
 @pytest.mark.parametrize("unknown", [math.nan, math.inf])
 def test_what_is_no_number_cannot_be_compared(unknown: float) -> None:
     a, b, true = [1.0, 2.0, 3.0], [1.0, 1.0, 1.0], [1.0, 2.0, 3.0]
-    found = paired_bootstrap(lambda predictions, _: unknown if predictions[0] == 1 else 1.0, a, b, true, samples=50)
+    found = paired_bootstrap(lambda predictions, _: unknown if predictions[0] == 1 else 1.0, a, b, true, num_samples=50)
     assert np.isnan(found[1:4]).all()
     assert not math.isfinite(found.difference)
     rare = paired_bootstrap(
-        lambda _, references: 1.0 if references == true else math.nan, a, b, true, samples=50
+        lambda _, references: 1.0 if references == true else math.nan, a, b, true, num_samples=50
     )  # drawn in this order: 1 of 27
     assert rare.difference == 0
     assert rare.samples < 25
@@ -113,7 +113,7 @@ def test_what_is_no_number_cannot_be_compared(unknown: float) -> None:
 
 
 def test_a_slow_score_has_fewer_samples_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    found = paired_bootstrap(accuracy, [1, 0], [1, 1], [1, 1], seconds=0.0)
+    found = paired_bootstrap(accuracy, [1, 0], [1, 1], [1, 1], max_seconds=0.0)
     assert found.samples == 1
     assert "it is from 1 sample, not from 1,000" in capsys.readouterr().err
 

@@ -10,18 +10,18 @@ import sklearn.metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firth.errors import UserError
+from firth.core.errors import UserError
 from firth.metrics import (
-    Row,
+    ClassMetrics,
     accuracy,
-    by_class,
-    confusion,
+    confusion_matrix,
+    correct_mask,
     f1,
-    hits,
     macro_f1,
-    majority,
+    majority_accuracy,
     mcc,
     micro_f1,
+    per_class_metrics,
     weighted_f1,
 )
 
@@ -33,11 +33,15 @@ def test_by_hand() -> None:
     assert accuracy(PREDICTED, TRUE) == pytest.approx(4 / 6)
     # cat: 2 of 3 found, 2 of 3 right -> 2/3; dog: 1 of 2 both ways -> 1/2; fox: 1.
     assert macro_f1(PREDICTED, TRUE) == pytest.approx((2 / 3 + 1 / 2 + 1) / 3)
-    assert confusion(PREDICTED, TRUE).tolist() == [[2, 1, 0], [1, 1, 0], [0, 0, 1]]
+    assert confusion_matrix(PREDICTED, TRUE).tolist() == [[2, 1, 0], [1, 1, 0], [0, 0, 1]]
 
 
 def test_rows_are_the_truth_and_columns_the_guess() -> None:
-    assert confusion(["b", "b"], ["a", "b"], labels=["b", "a", "c"]).tolist() == [[1, 0, 0], [1, 0, 0], [0, 0, 0]]
+    assert confusion_matrix(["b", "b"], ["a", "b"], labels=["b", "a", "c"]).tolist() == [
+        [1, 0, 0],
+        [1, 0, 0],
+        [0, 0, 0],
+    ]
 
 
 def test_mcc_by_hand() -> None:
@@ -57,37 +61,37 @@ def test_always_the_same_answer_is_worth_nothing() -> None:
 
 def test_predictions_come_first() -> None:
     """A label that only the predictions have is a row of zeros, not a column."""
-    assert confusion([0, 2], [0, 1]).tolist() == [[1, 0, 0], [0, 0, 1], [0, 0, 0]]
+    assert confusion_matrix([0, 2], [0, 1]).tolist() == [[1, 0, 0], [0, 0, 1], [0, 0, 0]]
 
 
 def test_f1_of_the_positive_class() -> None:
     true, predicted = ["1", "1", "1", "0", "0"], ["1", "0", "1", "1", "0"]
     assert f1(predicted, true) == pytest.approx(2 / 3)  # two of three, both ways
-    assert f1(predicted, true, positive="0") == pytest.approx(1 / 2)
-    assert f1([0, 0], [0, 0], positive=1) == 0.0
+    assert f1(predicted, true, positive_label="0") == pytest.approx(1 / 2)
+    assert f1([0, 0], [0, 0], positive_label=1) == 0.0
 
 
 def test_micro_f1_without_the_class_that_means_nothing() -> None:
     true = ["born", "no_relation", "no_relation", "works"]
     predicted = ["born", "no_relation", "works", "born"]
     # 3 relations were guessed, 2 are true, 1 is right: 2 * 1 / (3 + 2).
-    assert micro_f1(predicted, true, without={"no_relation"}) == pytest.approx(2 / 5)
+    assert micro_f1(predicted, true, exclude={"no_relation"}) == pytest.approx(2 / 5)
     assert micro_f1(predicted, true) == accuracy(predicted, true)
-    assert micro_f1(["no_relation"], ["no_relation"], without={"no_relation"}) == 0.0
+    assert micro_f1(["no_relation"], ["no_relation"], exclude={"no_relation"}) == 0.0
 
 
 def test_table_by_hand() -> None:
-    assert by_class(PREDICTED, TRUE) == {
-        "cat": pytest.approx(Row(2 / 3, 2 / 3, 2 / 3, 3)),
-        "dog": Row(0.5, 0.5, 0.5, 2),
-        "fox": Row(1.0, 1.0, 1.0, 1),
+    assert per_class_metrics(PREDICTED, TRUE) == {
+        "cat": pytest.approx(ClassMetrics(2 / 3, 2 / 3, 2 / 3, 3)),
+        "dog": ClassMetrics(0.5, 0.5, 0.5, 2),
+        "fox": ClassMetrics(1.0, 1.0, 1.0, 1),
     }
-    assert by_class(["b"], ["a"]) == {"a": Row(0.0, 0.0, 0.0, 1), "b": Row(0.0, 0.0, 0.0, 0)}
+    assert per_class_metrics(["b"], ["a"]) == {"a": ClassMetrics(0.0, 0.0, 0.0, 1), "b": ClassMetrics(0.0, 0.0, 0.0, 0)}
 
 
 def test_hits_and_majority() -> None:
-    assert hits(PREDICTED, TRUE).tolist() == [True, True, False, True, False, True]
-    assert majority(TRUE) == 0.5
+    assert correct_mask(PREDICTED, TRUE).tolist() == [True, True, False, True, False, True]
+    assert majority_accuracy(TRUE) == 0.5
 
 
 @settings(max_examples=50, deadline=None)
@@ -104,20 +108,22 @@ def test_as_scikit_learn(pairs: list[tuple[str, str]]) -> None:
         warnings.simplefilter("ignore")  # scikit-learn warns where there is one label; we do not
         matthews, table_CC = learn.matthews_corrcoef(true, predicted), learn.confusion_matrix(true, predicted)
     assert mcc(predicted, true) == same(matthews)
-    assert np.array_equal(confusion(predicted, true), table_CC)
+    assert np.array_equal(confusion_matrix(predicted, true), table_CC)
     if "b" in true:  # scikit-learn wants one of the labels among the references
         some_CC = learn.confusion_matrix(true, predicted, labels=["c", "b"])
-        assert np.array_equal(confusion(predicted, true, labels=["c", "b"]), some_CC)
+        assert np.array_equal(confusion_matrix(predicted, true, labels=["c", "b"]), some_CC)
     binary = [label == "a" for label in true], [label == "a" for label in predicted]
-    assert f1(predicted, true, positive="a") == same(learn.f1_score(*binary, zero_division=0))
+    assert f1(predicted, true, positive_label="a") == same(learn.f1_score(*binary, zero_division=0))
     some = learn.f1_score(true, predicted, labels=["b", "c", "d", "e"], average="micro", zero_division=0)
-    assert micro_f1(predicted, true, without={"a"}) == same(some)
+    assert micro_f1(predicted, true, exclude={"a"}) == same(some)
     table = learn.classification_report(true, predicted, output_dict=True, zero_division=0)
-    for label, row in by_class(predicted, true).items():
+    for label, row in per_class_metrics(predicted, true).items():
         assert row == pytest.approx(tuple(table[label].values()), abs=1e-9)
 
 
-@pytest.mark.parametrize("metric", [accuracy, f1, macro_f1, weighted_f1, micro_f1, mcc, confusion, by_class])
+@pytest.mark.parametrize(
+    "metric", [accuracy, f1, macro_f1, weighted_f1, micro_f1, mcc, confusion_matrix, per_class_metrics]
+)
 def test_mistakes_are_named(metric) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UserError, match="2 predictions for 3 references"):
         metric([0, 1], [0, 1, 1])

@@ -10,8 +10,8 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firth.errors import UserError
-from firth.metrics import pearson, spearman, word_similarity
+from firth.core.errors import UserError
+from firth.metrics import pearson, spearman, word_similarity_correlation
 
 
 def test_by_hand() -> None:
@@ -44,13 +44,13 @@ def test_as_scipy(pairs: list[tuple[int, float]]) -> None:
 
 
 def test_unknown_words_are_left_out_and_counted() -> None:
-    assert word_similarity([0.1, None, 0.5, 0.3], [1, 9, 3, 2]) == (pytest.approx(1), 0.75)
-    correlation, known = word_similarity([None, None], [1, 2])
+    assert word_similarity_correlation([0.1, None, 0.5, 0.3], [1, 9, 3, 2]) == (pytest.approx(1), 0.75)
+    correlation, known = word_similarity_correlation([None, None], [1, 2])
     assert math.isnan(correlation)
     assert known == 0
 
 
-@pytest.mark.parametrize("metric", [pearson, spearman, word_similarity])
+@pytest.mark.parametrize("metric", [pearson, spearman, word_similarity_correlation])
 def test_mistakes_are_named(metric) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UserError, match="2 predictions for 3 references"):
         metric([0, 1], [0, 1, 1])

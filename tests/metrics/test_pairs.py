@@ -10,28 +10,36 @@ from hypothesis import strategies as st
 from sklearn.metrics import label_ranking_average_precision_score
 from torchmetrics.functional.retrieval import retrieval_reciprocal_rank
 
-from firth.errors import UserError
-from firth.metrics import analogy_hits, best_threshold, by_group, pair_hits, pairs, retrieval, threshold_accuracy
+from firth.core.errors import UserError
+from firth.metrics import (
+    accuracy_by_group,
+    analogy_correct,
+    best_threshold,
+    minimal_pair_correct,
+    pairs,
+    retrieval_scores,
+    threshold_accuracy,
+)
 
 
 def test_a_tie_is_wrong() -> None:
-    hits = pair_hits([(-1.0, -2.0), (-3.0, -3.0), (-5.0, -4.0), (float("nan"), -1.0)])
+    hits = minimal_pair_correct([(-1.0, -2.0), (-3.0, -3.0), (-5.0, -4.0), (float("nan"), -1.0)])
     assert hits.tolist() == [True, False, False, False]
 
 
 def test_by_group() -> None:
-    assert by_group([True, True, False, None], ["b", "a", "b", "c"]) == {"b": 0.5, "a": 1.0}
+    assert accuracy_by_group([True, True, False, None], ["b", "a", "b", "c"]) == {"b": 0.5, "a": 1.0}
     with pytest.raises(UserError, match="1 predictions for 2 references"):
-        by_group([True], ["a", "b"])
+        accuracy_by_group([True], ["a", "b"])
 
 
 def test_analogies_of_unknown_words_are_not_asked() -> None:
-    assert analogy_hits(["queen", None, "Rome"], ["queen", "x", "Paris"]) == [True, None, False]
+    assert analogy_correct(["queen", None, "Rome"], ["queen", "x", "Paris"]) == [True, None, False]
 
 
 def test_retrieval_by_hand() -> None:
     # A's second vector is nearer to B's first than to its own; B's vectors both find theirs.
-    scores = retrieval([[1, 0], [3, 2.9]], [[1, 0.2], [0, 7]])
+    scores = retrieval_scores([[1, 0], [3, 2.9]], [[1, 0.2], [0, 7]])
     assert scores == pytest.approx(
         {
             "precision_at_1": 3 / 4,
@@ -45,19 +53,19 @@ def test_retrieval_by_hand() -> None:
 
 
 def test_vectors_that_are_all_alike_find_nothing() -> None:
-    scores = retrieval(np.ones((4, 3)), np.ones((4, 3)))
+    scores = retrieval_scores(np.ones((4, 3)), np.ones((4, 3)))
     assert scores["precision_at_1"] == 0
     assert scores["mrr"] == 1 / 4
-    assert retrieval(np.zeros((4, 3)), np.ones((4, 3)))["mrr"] == 1 / 4
+    assert retrieval_scores(np.zeros((4, 3)), np.ones((4, 3)))["mrr"] == 1 / 4
 
 
 def test_retrieval_as_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     a_ND = rng.normal(size=(25, 6))
     b_ND = a_ND + rng.normal(size=(25, 6))
-    whole = retrieval(a_ND, b_ND)
-    monkeypatch.setattr(pairs, "BLOCK", 7)
-    assert retrieval(a_ND, b_ND) == pytest.approx(whole, abs=1e-12)
+    whole = retrieval_scores(a_ND, b_ND)
+    monkeypatch.setattr(pairs, "RANK_BLOCK_ROWS", 7)
+    assert retrieval_scores(a_ND, b_ND) == pytest.approx(whole, abs=1e-12)
 
     near_NN = (a_ND @ b_ND.T) / np.linalg.norm(a_ND, axis=1)[:, None] / np.linalg.norm(b_ND, axis=1)
     same_NN = np.eye(25)

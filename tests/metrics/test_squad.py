@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torchmetrics.functional.text import squad as official
 
-from firth.errors import UserError
-from firth.metrics import best_no_answer_threshold, squad_each, squad_exact_match, squad_f1, squad_scores
+from firth.core.errors import UserError
+from firth.metrics import best_no_answer_threshold, squad_exact_match, squad_f1, squad_per_question, squad_scores
 
 
 class Answer(NamedTuple):
@@ -43,17 +43,17 @@ def test_a_word_said_twice_is_shared_twice_only_if_both_say_it() -> None:
 
 def test_no_answer() -> None:
     # Right silence, wrong silence, an answer where there is none.
-    exact, f1 = squad_each(["", "", "x"], [[], ["x"], []])
+    exact, f1 = squad_per_question(["", "", "x"], [[], ["x"], []])
     assert exact.tolist() == f1.tolist() == [1, 0, 0]
 
 
 def test_where_both_scripts_differ() -> None:
     """Nothing is left of the answer "A": equal texts, but no word to share, which only 2.0 forgives."""
-    assert [each.tolist() for each in squad_each(["the"], [["A"]], version=1)] == [[1], [0]]
-    assert [each.tolist() for each in squad_each(["the"], [["A"]], version=2)] == [[1], [1]]
+    assert [each.tolist() for each in squad_per_question(["the"], [["A"]], version=1)] == [[1], [0]]
+    assert [each.tolist() for each in squad_per_question(["the"], [["A"]], version=2)] == [[1], [1]]
     # 2.0 forgets that answer if there is another one.
-    assert [each.tolist() for each in squad_each(["the"], [["A", "letter A"]], version=1)] == [[1], [0]]
-    assert [each.tolist() for each in squad_each(["the"], [["A", "letter A"]], version=2)] == [[0], [0]]
+    assert [each.tolist() for each in squad_per_question(["the"], [["A", "letter A"]], version=1)] == [[1], [0]]
+    assert [each.tolist() for each in squad_per_question(["the"], [["A", "letter A"]], version=2)] == [[0], [0]]
     # Without a word on it: 2 only where a question has no answer.
     assert squad_f1(["the"], [["A"]]) == 0
     assert squad_f1(["the", ""], [["A"], []]) == 1
@@ -93,7 +93,7 @@ def test_scores_of_answerable_and_unanswerable_by_hand() -> None:
     )
     # The fox is the least sure. Exact match: silence on all gives 1; the cat (0.1) adds 0, the dog (0.3) adds 1, the
     # fox takes 1 away. F1: the cat adds 2/3, the dog 1.
-    scores = squad_scores(predictions, references, no_answer=[0.1, 0.3, 0.9], threshold=0.3)
+    scores = squad_scores(predictions, references, no_answer_probability=[0.1, 0.3, 0.9], threshold=0.3)
     assert scores["exact_match"] == scores["best_exact_match"] == pytest.approx(2 / 3)
     assert scores["f1"] == scores["best_f1"] == pytest.approx((2 / 3 + 1 + 1) / 3)
     assert scores["best_exact_match_threshold"] == scores["best_f1_threshold"] == 0.3

@@ -10,8 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from seqeval.metrics.sequence_labeling import get_entities
 
-from firth.errors import UserError
-from firth.metrics import Row, by_type, chunks, entity_f1, entity_precision, entity_recall, tag_accuracy
+from firth.core.errors import UserError
+from firth.metrics import (
+    ClassMetrics,
+    entity_f1,
+    entity_precision,
+    entity_recall,
+    extract_entity_spans,
+    per_type_metrics,
+    tag_accuracy,
+)
 
 TRUE = [["B-PER", "I-PER", "O", "B-LOC"], ["B-LOC", "I-LOC", "O"]]
 PREDICTED = [["B-PER", "I-PER", "O", "B-PER"], ["B-LOC", "O", "O"]]
@@ -23,8 +31,11 @@ def test_by_hand() -> None:
     assert entity_recall(PREDICTED, TRUE) == pytest.approx(1 / 3)
     assert entity_f1(PREDICTED, TRUE) == pytest.approx(1 / 3)
     assert tag_accuracy(PREDICTED, TRUE) == pytest.approx(5 / 7)
-    assert by_type(PREDICTED, TRUE) == {"LOC": Row(0.0, 0.0, 0.0, 2), "PER": pytest.approx(Row(0.5, 1, 2 / 3, 1))}
-    assert entity_f1(PREDICTED, TRUE, without={"LOC"}) == pytest.approx(2 / 3)
+    assert per_type_metrics(PREDICTED, TRUE) == {
+        "LOC": ClassMetrics(0.0, 0.0, 0.0, 2),
+        "PER": pytest.approx(ClassMetrics(0.5, 1, 2 / 3, 1)),
+    }
+    assert entity_f1(PREDICTED, TRUE, exclude={"LOC"}) == pytest.approx(2 / 3)
 
 
 def test_every_scheme_gives_the_same_stretches() -> None:
@@ -34,7 +45,7 @@ def test_every_scheme_gives_the_same_stretches() -> None:
     bioes = ["B-A", "E-A", "S-A", "O", "B-B", "I-B", "E-B"]
     bilou = ["B-A", "L-A", "U-A", "O", "B-B", "I-B", "L-B"]
     for tags in (iob1, iob2, bioes, bilou):
-        assert chunks(tags) == expected
+        assert extract_entity_spans(tags) == expected
 
 
 def test_a_stretch_does_not_reach_into_the_next_sentence() -> None:
@@ -42,8 +53,8 @@ def test_a_stretch_does_not_reach_into_the_next_sentence() -> None:
 
 
 def test_types_may_have_hyphens_and_may_be_missing() -> None:
-    assert chunks(["B-C-ARG1", "I-C-ARG1", "I-ARG1"]) == [("C-ARG1", 0, 2), ("ARG1", 2, 3)]
-    assert chunks(["B", "I", "O"]) == [("_", 0, 2)]
+    assert extract_entity_spans(["B-C-ARG1", "I-C-ARG1", "I-ARG1"]) == [("C-ARG1", 0, 2), ("ARG1", 2, 3)]
+    assert extract_entity_spans(["B", "I", "O"]) == [("_", 0, 2)]
 
 
 def test_nothing_found_is_zero_not_an_error() -> None:
@@ -61,7 +72,7 @@ def test_any_tags_as_seqeval(sentences: list[list[tuple[str, str]]]) -> None:
     predicted = [[p for p, _ in sentence] for sentence in sentences]
     true = [[t for _, t in sentence] for sentence in sentences]
     for tags in true:
-        assert [(c.type, c.start, c.end - 1) for c in chunks(tags)] == get_entities(tags)
+        assert [(c.type, c.start, c.end - 1) for c in extract_entity_spans(tags)] == get_entities(tags)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         official = seqeval.metrics
@@ -69,7 +80,7 @@ def test_any_tags_as_seqeval(sentences: list[list[tuple[str, str]]]) -> None:
         assert entity_precision(predicted, true) == pytest.approx(official.precision_score(true, predicted), abs=1e-9)
         assert entity_recall(predicted, true) == pytest.approx(official.recall_score(true, predicted), abs=1e-9)
         assert tag_accuracy(predicted, true) == pytest.approx(official.accuracy_score(true, predicted), abs=1e-9)
-        rows = by_type(predicted, true)
+        rows = per_type_metrics(predicted, true)
         if rows:  # seqeval's report needs one entity
             table = official.classification_report(true, predicted, output_dict=True)
             assert {*rows} == {*table} - {"micro avg", "macro avg", "weighted avg"}

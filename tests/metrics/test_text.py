@@ -10,17 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
-from firth.errors import UserError
-from firth.metrics import (
-    bits_per_byte,
-    bleu,
-    chrf,
-    exact_match,
-    normalise_squad,
-    normalise_trivia,
-    perplexity,
-    rouge,
-)
+from firth.core.errors import UserError
+from firth.metrics import bits_per_byte, bleu, chrf, exact_match, normalise_squad, normalise_trivia, perplexity, rouge
 
 PREDICTED = ["the cat sat on the mat", "a dog barked at night, loudly", "it rains"]
 TRUE = ["the cat sat on a mat", "the dog barked loudly at night", "it is raining"]

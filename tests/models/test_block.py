@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 from firth.models.block import MLP
 from firth.models.config import ModelConfig
+from firth.models.hf.checkpoint import from_hf_config, hf_model_type, to_hf_config
 from firth.models.presets import PRESETS, bart, bert, gpt2, t5, t5_v1_1, xlnet
-from firth.models.weights import family_of, from_hf_config, to_hf_config
 
 
 def opened(config: ModelConfig) -> MLP:
@@ -47,11 +47,11 @@ def test_t5_and_xlnet_drop_there_as_elsewhere(make: object) -> None:
     assert MLP(config).drop.p == config.dropout == 0.1
     still = make(dropout=0.0, attention_dropout=0.0)  # type: ignore[operator]
     assert MLP(still).drop.p == 0
-    assert family_of(still) == config.family
+    assert hf_model_type(still) == config.family
     read = from_hf_config(to_hf_config(config, None))
     assert read.mlp_dropout == 0.1
-    assert family_of(replace(config, mlp=replace(config.mlp, dropout=0.1))) == config.family
-    assert family_of(replace(config, mlp=replace(config.mlp, dropout=0.3))) == "firth"
+    assert hf_model_type(replace(config, mlp=replace(config.mlp, dropout=0.1))) == config.family
+    assert hf_model_type(replace(config, mlp=replace(config.mlp, dropout=0.3))) == "firth"
 
 
 @pytest.mark.parametrize("name", [n for n in PRESETS if n.endswith("-tiny") and not n.startswith(("t5", "xlnet"))])

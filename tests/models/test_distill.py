@@ -9,8 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from firth.errors import UserError
-from firth.models import Distillation, Model, check_pair, distilled, inherit, make_model
+from firth.core.errors import UserError
+from firth.models import (
+    Distillation,
+    Model,
+    check_distillation_pair,
+    distillation_losses,
+    init_from_teacher,
+    make_model,
+)
 from firth.models.presets import bert, gpt2
 from firth.objectives import Batch
 
@@ -26,8 +33,8 @@ def pair() -> tuple[Model, Model]:
 def batch() -> Batch:
     return Batch(
         torch.randint(0, 30, (2, 7)),
-        doc=torch.tensor([[0] * 7, [0] * 5 + [-1] * 2]),
-        asked=torch.tensor([[1, 4, 0], [2, 0, 0]]),
+        document_ids=torch.tensor([[0] * 7, [0] * 5 + [-1] * 2]),
+        target_positions=torch.tensor([[1, 4, 0], [2, 0, 0]]),
         labels=torch.tensor([[5, 6, -100], [7, -100, -100]]),
     )
 
@@ -35,8 +42,8 @@ def batch() -> Batch:
 def test_the_loss_by_hand() -> None:
     student, teacher = pair()
     given, spec = batch(), Distillation(temperature=3.0, soft=0.7, hard=0.2, cosine=0.4)
-    found = distilled(student, teacher, given, spec)  # type: ignore[arg-type]
-    s, t = (m(given.tokens, given.doc + 1, output_hidden_states=True) for m in (student, teacher))
+    found = distillation_losses(student, teacher, given, spec)  # type: ignore[arg-type]
+    s, t = (m(given.input_ids, given.document_ids + 1, output_hidden_states=True) for m in (student, teacher))
     answers = 0.0
     for row, place, label in ((0, 1, 5), (0, 4, 6), (1, 2, 7)):
         mine, theirs = s.logits[row, place], t.logits[row, place]
@@ -44,20 +51,20 @@ def test_the_loss_by_hand() -> None:
         soft = (wanted * (wanted.log() - (mine / 3).log_softmax(-1))).sum()
         answers += 0.2 * F.cross_entropy(mine, torch.tensor(label)) + 0.7 * 9 * soft
     assert_close(found["answers"], answers)
-    x, y = s.hidden_states[-1][given.doc >= 0], t.hidden_states[-1][given.doc >= 0]
+    x, y = s.hidden_states[-1][given.document_ids >= 0], t.hidden_states[-1][given.document_ids >= 0]
     assert_close(found["tokens"], 0.4 * (1 - (x * y).sum(-1) / x.norm(dim=-1) / y.norm(dim=-1)).sum())
 
 
 def test_a_twin_has_nothing_to_learn() -> None:
     teacher = make_model(TEACHER).eval()
-    found = distilled(teacher, teacher, batch(), Distillation(hard=0.0))  # type: ignore[arg-type]
+    found = distillation_losses(teacher, teacher, batch(), Distillation(hard=0.0))  # type: ignore[arg-type]
     assert found["answers"].item() == pytest.approx(0, abs=1e-5)
     assert found["tokens"].item() == pytest.approx(0, abs=1e-5)
 
 
 def test_layers_are_inherited_evenly() -> None:
     student, teacher = pair()
-    assert inherit(student, teacher) == len(student.state_dict())
+    assert init_from_teacher(student, teacher) == len(student.state_dict())
     theirs = teacher.state_dict()
     for mine, layer in enumerate((0, 2, 4, 7, 9, 11)):
         name = "attention.qkv.weight"
@@ -67,7 +74,7 @@ def test_layers_are_inherited_evenly() -> None:
 
 def test_only_the_student_learns() -> None:
     student, teacher = pair()
-    sum(distilled(student, teacher, batch(), Distillation()).values()).backward()  # type: ignore[union-attr, arg-type]
+    sum(distillation_losses(student, teacher, batch(), Distillation()).values()).backward()  # type: ignore[union-attr, arg-type]
     assert all(p.grad is None for p in teacher.parameters())
     assert all(p.grad is not None for n, p in student.named_parameters() if "segments" not in n)
 
@@ -75,12 +82,12 @@ def test_only_the_student_learns() -> None:
 def test_teachers_that_do_not_fit() -> None:
     student, teacher = pair()
     with pytest.raises(UserError, match="encoder to an encoder"):
-        check_pair(make_model(gpt2(1, 16, 2, 30)), teacher, Distillation())
+        check_distillation_pair(make_model(gpt2(1, 16, 2, 30)), teacher, Distillation())
     with pytest.raises(UserError, match="vocabulary"):
-        check_pair(student, make_model(replace(TEACHER, vocab_size=31)), Distillation())
+        check_distillation_pair(student, make_model(replace(TEACHER, vocab_size=31)), Distillation())
     wide = make_model(bert(1, 32, 2, 30))
     with pytest.raises(UserError, match=r"distillation.cosine=0"):
-        check_pair(student, wide, Distillation())
-    check_pair(student, wide, Distillation(cosine=0.0))
+        check_distillation_pair(student, wide, Distillation())
+    check_distillation_pair(student, wide, Distillation(cosine=0.0))
     with pytest.raises(UserError, match="temperature"):
         Distillation(temperature=0.0)

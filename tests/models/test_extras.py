@@ -10,15 +10,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from firth.errors import UserError
-from firth.models import Classes, Encoder, LMHead, ModelConfig, count_parameters, make_model, with_classes, with_extras
-from firth.models.config import Boundary, Generator, Pair, Query
+from firth.core.errors import UserError
+from firth.models import (
+    ClassificationHead,
+    Encoder,
+    LMHead,
+    ModelConfig,
+    count_parameters,
+    make_model,
+    with_classification_head,
+    with_extras,
+)
+from firth.models.config import GeneratorConfig, QueryStream, SentencePairHead, SpanBoundaryHead
 from firth.models.presets import albert, bart, bert, gpt2, roberta
 from firth.objectives.batch import Batch
 
 V, T = 30, 6
 TOKENS = torch.tensor([[2, 7, 4, 4, 10, 3], [2, 4, 8, 9, 4, 3]])
-BATCH = Batch(TOKENS, asked=torch.tensor([[2, 3], [1, 4]]), labels=torch.tensor([[11, 12], [13, -100]]))
+BATCH = Batch(TOKENS, target_positions=torch.tensor([[2, 3], [1, 4]]), labels=torch.tensor([[11, 12], [13, -100]]))
 BOUNDARY = torch.tensor([[[1, 4, 0], [1, 4, 1]], [[0, 2, 0], [0, 0, 0]]])
 
 
@@ -36,29 +45,29 @@ def lively(config: ModelConfig) -> Encoder:
 
 
 def test_a_pair_is_judged_from_its_first_state() -> None:
-    model = lively(bert(2, 16, 2, V, extras=(Pair(),)))
-    batch = BATCH._replace(pair=torch.tensor([0, 1]))
+    model = lively(bert(2, 16, 2, V, extras=(SentencePairHead(),)))
+    batch = BATCH._replace(pair_labels=torch.tensor([0, 1]))
     parts = model.losses(batch)
     head = model.extras["pair"]
-    first = model.body(batch)[:, 0]
+    first = model.backbone(batch)[:, 0]
     logits = torch.tanh(first @ head.pooler.weight.T + head.pooler.bias) @ head.out.weight.T + head.out.bias
     assert logits.shape == (2, 2)
     by_hand = -logits[0].log_softmax(-1)[0] - logits[1].log_softmax(-1)[1]
     assert_close(parts["pairs"], by_hand)
     assert_close(parts["answers"], model.loss(batch))
-    assert batch.counts == {"answers": 3, "tokens": 12, "pairs": 2}
+    assert batch.loss_counts == {"answers": 3, "tokens": 12, "pairs": 2}
 
 
 def test_without_pairs_there_is_one_part() -> None:
-    assert list(lively(bert(1, 16, 2, V, extras=(Pair(),))).losses(BATCH)) == ["answers"]
+    assert list(lively(bert(1, 16, 2, V, extras=(SentencePairHead(),))).losses(BATCH)) == ["answers"]
 
 
 def test_a_batch_that_the_model_has_no_part_for_is_our_mistake() -> None:
     model = lively(bert(1, 16, 2, V))
     with pytest.raises(AssertionError):
-        model.losses(BATCH._replace(pair=torch.tensor([0, 1])))
+        model.losses(BATCH._replace(pair_labels=torch.tensor([0, 1])))
     with pytest.raises(AssertionError):
-        model.losses(BATCH._replace(boundary=BOUNDARY))
+        model.losses(BATCH._replace(span_boundaries=BOUNDARY))
 
 
 # --- boundaries ---------------------------------------------------------------------------------------------------
@@ -66,14 +75,14 @@ def test_a_batch_that_the_model_has_no_part_for_is_our_mistake() -> None:
 
 def test_boundary_by_hand() -> None:
     """Three parts side by side, two layers of dense, GELU and norm, then the projection that MLM has, bias and all."""
-    model = lively(bert(2, 16, 2, V, extras=(Boundary(longest=2),)))
-    head, batch = model.extras["boundary"], BATCH._replace(boundary=BOUNDARY)
-    x = model.body(batch)
+    model = lively(bert(2, 16, 2, V, extras=(SpanBoundaryHead(max_span_length=2),)))
+    head, batch = model.extras["boundary"], BATCH._replace(span_boundaries=BOUNDARY)
+    x = model.backbone(batch)
     h = torch.stack(
         [
-            torch.cat([x[0, 1], x[0, 4], head.places.weight[0]]),
-            torch.cat([x[0, 1], x[0, 4], head.places.weight[1]]),
-            torch.cat([x[1, 0], x[1, 2], head.places.weight[0]]),
+            torch.cat([x[0, 1], x[0, 4], head.positions.weight[0]]),
+            torch.cat([x[0, 1], x[0, 4], head.positions.weight[1]]),
+            torch.cat([x[1, 0], x[1, 2], head.positions.weight[0]]),
         ]
     )
     for dense, norm in ((head.dense1, head.norm1), (head.dense2, head.norm2)):
@@ -84,7 +93,7 @@ def test_boundary_by_hand() -> None:
 
 
 def test_boundary_reads_the_two_states_around_a_span_and_no_others() -> None:
-    model = lively(bert(2, 16, 2, V, extras=(Boundary(),)))
+    model = lively(bert(2, 16, 2, V, extras=(SpanBoundaryHead(),)))
     x = torch.randn(2, T, 16, requires_grad=True)
     y = model.extras["boundary"](x, BOUNDARY)
     for row, slot, around in ((0, 0, [1, 4]), (0, 1, [1, 4]), (1, 0, [0, 2])):
@@ -94,7 +103,7 @@ def test_boundary_reads_the_two_states_around_a_span_and_no_others() -> None:
 
 
 def test_places_beyond_the_longest_share_the_last_vector() -> None:
-    model = lively(bert(1, 16, 2, V, extras=(Boundary(longest=3),)))
+    model = lively(bert(1, 16, 2, V, extras=(SpanBoundaryHead(max_span_length=3),)))
     x = torch.randn(1, T, 16)
     y = model.extras["boundary"](x, torch.tensor([[[0, 5, which] for which in (1, 2, 3, 100)]]))[0]
     assert torch.equal(y[1], y[2])
@@ -111,7 +120,7 @@ def both_ways(tokens: Tensor) -> Batch:
     place = torch.arange(length)
     none = torch.full((rows, 1), -100)
     labels = torch.stack([torch.cat([tokens[:, 1:], none], 1), torch.cat([none, tokens[:, :-1]], 1)], 1)
-    return Batch(tokens, rank=torch.stack([place, place.flip(0)]).expand(rows, 2, length), labels=labels)
+    return Batch(tokens, attention_rank=torch.stack([place, place.flip(0)]).expand(rows, 2, length), labels=labels)
 
 
 @pytest.mark.parametrize("make", [bert, gpt2], ids=["encoder", "decoder"])
@@ -121,9 +130,9 @@ def test_neither_direction_sees_what_it_is_asked(make: Any) -> None:
     before = model.logits(batch)
     assert before.shape == (1, 2, T, V)
     for j in range(T):
-        tokens = batch.tokens.clone()
+        tokens = batch.input_ids.clone()
         tokens[0, j] += 10
-        moved = (model.logits(batch._replace(tokens=tokens)) != before).any(-1)[0]
+        moved = (model.logits(batch._replace(input_ids=tokens)) != before).any(-1)[0]
         place = torch.arange(T)
         assert torch.equal(moved[0], place >= j), "forward, who comes after"
         assert torch.equal(moved[1], place <= j), "backward, who comes before"
@@ -134,22 +143,22 @@ def test_forward_is_causal_and_backward_its_mirror() -> None:
     model = lively(bert(2, 16, 2, V))
     both = model.logits(both_ways(TOKENS))
     place = torch.arange(T).expand(2, T)
-    assert_close(both[:, 0], model.logits(Batch(TOKENS, rank=place)))
-    mirrored = model.logits(Batch(TOKENS.flip(1), position=place.flip(1), rank=place)).flip(1)
+    assert_close(both[:, 0], model.logits(Batch(TOKENS, attention_rank=place)))
+    mirrored = model.logits(Batch(TOKENS.flip(1), position_ids=place.flip(1), attention_rank=place)).flip(1)
     assert_close(both[:, 1], mirrored)
 
 
 def test_the_loss_of_both_directions_and_documents() -> None:
     model = lively(bert(2, 16, 2, V))
     doc = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, -1]])
-    batch = both_ways(TOKENS)._replace(doc=doc)
+    batch = both_ways(TOKENS)._replace(document_ids=doc)
     logits = model.logits(batch)
     by_hand = F.cross_entropy(logits.flatten(0, 2), batch.labels.flatten(), reduction="sum", ignore_index=-100)
-    assert batch.num_answers == 20
+    assert batch.num_targets == 20
     assert_close(model.losses(batch)["answers"], by_hand)
     tokens = TOKENS.clone()
     tokens[0, 4] = 20
-    after = model.logits(batch._replace(tokens=tokens))
+    after = model.logits(batch._replace(input_ids=tokens))
     assert torch.equal(after[0, :, :3], logits[0, :, :3])
 
 
@@ -170,9 +179,9 @@ def test_shared_blocks_are_one_set_of_parameters() -> None:
 
 
 def model_sight() -> Any:
-    from firth.models.attention import Sight
+    from firth.models.attention import AttentionSpec
 
-    return Sight()
+    return AttentionSpec()
 
 
 def test_layers_share_in_groups() -> None:
@@ -185,10 +194,10 @@ def test_narrow_vectors_by_hand() -> None:
     model = lively(albert(2, 16, 2, 8, V))
     assert model.embed.tokens.weight.shape == (V, 8)
     e = model.embed
-    x = e.tokens.weight[TOKENS] + e.places.weight[:T] + e.segments.weight[0]
+    x = e.tokens.weight[TOKENS] + e.position_embeddings.weight[:T] + e.segments.weight[0]
     x = F.layer_norm(x, (8,), e.norm.weight, e.norm.bias, 1e-12) @ e.widen.weight.T + e.widen.bias
     assert_close(model.embed(TOKENS), x)
-    states, head = model.body(Batch(TOKENS)), model.head
+    states, head = model.backbone(Batch(TOKENS)), model.head
     h = F.gelu(states @ head.dense.weight.T + head.dense.bias, approximate="tanh")
     h = F.layer_norm(h, (8,), head.norm.weight, head.norm.bias, 1e-12)
     assert_close(model.logits(Batch(TOKENS)), h @ e.tokens.weight.T + head.bias)
@@ -198,29 +207,35 @@ def test_one_segment_is_for_all() -> None:
     """RoBERTa learns one, whatever a pair of texts says."""
     model = lively(roberta(1, 16, 2, V))
     second = torch.ones_like(TOKENS)
-    assert torch.equal(model.logits(Batch(TOKENS, segment=second)), model.logits(Batch(TOKENS)))
+    assert torch.equal(model.logits(Batch(TOKENS, token_type_ids=second)), model.logits(Batch(TOKENS)))
 
 
 # --- which go together --------------------------------------------------------------------------------------------
 
 
 def test_with_extras_adds_what_is_missing() -> None:
-    config = bert(1, 16, 2, V, extras=(Boundary(longest=7),))
+    config = bert(1, 16, 2, V, extras=(SpanBoundaryHead(max_span_length=7),))
     assert with_extras(config, ("boundary",)) == config
-    assert with_extras(config, ("boundary", "pair")).extras == (Pair(), Boundary(longest=7))
+    assert with_extras(config, ("boundary", "pair")).extras == (SentencePairHead(), SpanBoundaryHead(max_span_length=7))
     assert with_extras(config, ()).extras == config.extras
-    assert with_extras(bert(1, 16, 2, V), ("generator",)).extras == (Generator(0.25, 50.0),)
+    assert with_extras(bert(1, 16, 2, V), ("generator",)).extras == (GeneratorConfig(0.25, 50.0),)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (gpt2(1, 16, 2, V, extras=(Pair(),)), "extras are for the shape encoder"),
-        (bart(1, 16, 2, V, extras=(Pair(),)), "extras are for the shape encoder"),
-        (bert(1, 16, 2, V, head=Classes(("a", "b")), extras=(Pair(),)), "a language model's head"),
-        (bert(1, 16, 2, V, extras=(Pair(), Pair())), "Pair, Pair: one of each"),
-        (bert(1, 16, 2, V, extras=(Pair(), Generator())), "Generator only by itself"),
-        (bert(1, 16, 2, V, extras=(Boundary(0),)), "Boundary.longest in model.extras is 0"),
+        (gpt2(1, 16, 2, V, extras=(SentencePairHead(),)), "extras are for the architecture encoder"),
+        (bart(1, 16, 2, V, extras=(SentencePairHead(),)), "extras are for the architecture encoder"),
+        (
+            bert(1, 16, 2, V, head=ClassificationHead(("a", "b")), extras=(SentencePairHead(),)),
+            "a language model's head",
+        ),
+        (
+            bert(1, 16, 2, V, extras=(SentencePairHead(), SentencePairHead())),
+            "SentencePairHead, SentencePairHead: one of each",
+        ),
+        (bert(1, 16, 2, V, extras=(SentencePairHead(), GeneratorConfig())), "GeneratorConfig only by itself"),
+        (bert(1, 16, 2, V, extras=(SpanBoundaryHead(0),)), "SpanBoundaryHead.max_span_length in model.extras is 0"),
         (bert(1, 16, 2, V, embed_dim=8, head=LMHead()), "model.embed_dim needs model.head.transform"),
         (bert(1, 16, 2, V, embed_dim=0), "model.embed_dim is 0"),
         (bert(1, 16, 2, V, num_shared=0), "model.num_shared is 0"),
@@ -232,15 +247,15 @@ def test_mixtures_that_make_no_sense(config: ModelConfig, message: str) -> None:
 
 
 def test_classes_take_the_extras_away() -> None:
-    for extra in (Pair(), Query(), Generator()):
-        config = with_classes(bert(1, 16, 2, V, extras=(extra,)), ("a", "b"))
+    for extra in (SentencePairHead(), QueryStream(), GeneratorConfig()):
+        config = with_classification_head(bert(1, 16, 2, V, extras=(extra,)), ("a", "b"))
         assert config.extras == ()
         assert make_model(config)(TOKENS).logits.shape == (2, 2)
 
 
 def test_extras_start_like_the_rest() -> None:
     torch.manual_seed(0)
-    for extras in ((Pair(), Boundary()), (Generator(),), (Query(),)):
+    for extras in ((SentencePairHead(), SpanBoundaryHead()), (GeneratorConfig(),), (QueryStream(),)):
         model = make_model(bert(2, 128, 2, 100, extras=extras))
         for name, p in model.named_parameters():
             if name.startswith("extras.") and p.ndim > 1 and p.numel() > 1000:

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from firth.models import LMHead, fused_loss, make_model
-from firth.models.heads import PiecewiseCrossEntropy, Vocabulary, linear_cross_entropy
+from firth.models import LMHead, make_model
+from firth.models.heads import ChunkedCrossEntropy, LMHeadModule, lm_head_cross_entropy
+from firth.models.kernels import cross_entropy
 from firth.models.presets import bert, gpt2, t5
 from firth.objectives.batch import Batch
 
@@ -17,7 +18,7 @@ from firth.objectives.batch import Batch
 @pytest.mark.parametrize("piece", [1, 26, 40, 10_000], ids=lambda n: f"{n}-logits")
 def test_in_pieces_equals_at_once(piece: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """7 rows of 13 logits, in pieces of 1, 2, 3 and all 7 rows; two rows ask nothing."""
-    monkeypatch.setattr(PiecewiseCrossEntropy, "PIECE", piece)
+    monkeypatch.setattr(ChunkedCrossEntropy, "CHUNK_LOGITS", piece)
     labels = torch.tensor([3, -100, 0, 12, 12, -100, 5])
     x, weight, bias = torch.randn(7, 4), torch.randn(13, 4), torch.randn(13) if with_bias else None
 
@@ -30,7 +31,7 @@ def test_in_pieces_equals_at_once(piece: int, with_bias: bool, monkeypatch: pyte
     def plain(x, weight, bias):  # type: ignore[no-untyped-def]
         return F.cross_entropy(F.linear(x, weight, bias), labels, ignore_index=-100, reduction="sum")
 
-    value, gradients = loss_and_gradients(lambda *given: PiecewiseCrossEntropy.apply(*given, labels))
+    value, gradients = loss_and_gradients(lambda *given: ChunkedCrossEntropy.apply(*given, labels))
     wanted, wanted_gradients = loss_and_gradients(plain)
     assert_close(value, wanted)
     assert len(gradients) == (3 if with_bias else 2)
@@ -42,17 +43,17 @@ def test_in_pieces_equals_at_once(piece: int, with_bias: bool, monkeypatch: pyte
 def test_large_logits_do_not_overflow() -> None:
     x = torch.tensor([[1000.0, 0.0]], requires_grad=True)
     weight = torch.eye(2, requires_grad=True)
-    assert PiecewiseCrossEntropy.apply(x, weight, None, torch.tensor([1])).item() == 1000
+    assert ChunkedCrossEntropy.apply(x, weight, None, torch.tensor([1])).item() == 1000
 
 
 def test_without_gradients_and_in_bfloat16_the_value_is_the_same() -> None:
     x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
     labels = torch.tensor([1, 2, 3, -100, 5, 19])
-    wanted = linear_cross_entropy(x, weight, None, labels)
+    wanted = lm_head_cross_entropy(x, weight, None, labels)
     with torch.no_grad():
-        assert_close(linear_cross_entropy(x, weight, None, labels), wanted)
+        assert_close(lm_head_cross_entropy(x, weight, None, labels), wanted)
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = linear_cross_entropy(x, weight, None, labels)
+        mixed = lm_head_cross_entropy(x, weight, None, labels)
     assert_close(mixed, wanted, rtol=0.02, atol=0)
     mixed.backward()
     assert x.grad is not None
@@ -62,12 +63,12 @@ def test_without_gradients_and_in_bfloat16_the_value_is_the_same() -> None:
 def test_what_learns_nothing_never_holds_all_scores(fused: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, labels = torch.randn(50, 8), torch.randn(20, 8), torch.randint(20, (50,))
     labels[3] = -100
-    wanted = linear_cross_entropy(x, weight, None, labels)
-    monkeypatch.setattr(PiecewiseCrossEntropy, "PIECE", 7 * 20)
+    wanted = lm_head_cross_entropy(x, weight, None, labels)
+    monkeypatch.setattr(ChunkedCrossEntropy, "CHUNK_LOGITS", 7 * 20)
     linear, seen = F.linear, list[int]()
     monkeypatch.setattr(F, "linear", lambda a, *more: seen.append(len(a)) or linear(a, *more))
     with torch.no_grad():
-        assert_close(linear_cross_entropy(x, weight, None, labels, fused), wanted)
+        assert_close(lm_head_cross_entropy(x, weight, None, labels, fused), wanted)
     assert (max(seen), sum(seen)) == (7, 50)
 
 
@@ -77,19 +78,19 @@ def test_asked_places_only(config) -> None:  # type: ignore[no-untyped-def]
     tokens = torch.randint(0, 30, (2, 6))
     asked = torch.tensor([[4, 0, 0], [1, 2, 5]])
     everywhere = model.logits(Batch(tokens))
-    there = model.logits(Batch(tokens, asked=asked))
+    there = model.logits(Batch(tokens, target_positions=asked))
     assert_close(there, torch.stack([everywhere[0, asked[0]], everywhere[1, asked[1]]]))
     labels = torch.tensor([[7, 8, -100], [9, 10, 11]])
     wanted = F.cross_entropy(there.flatten(0, 1), labels.flatten(), reduction="sum")
-    assert_close(model.loss(Batch(tokens, asked=asked, labels=labels)), wanted)
+    assert_close(model.loss(Batch(tokens, target_positions=asked, labels=labels)), wanted)
 
 
 def test_untied_and_scaled_heads_by_hand() -> None:
     states, embedding = torch.randn(2, 3, 16), torch.randn(30, 16)
-    untied = Vocabulary(t5(1, 16, 2, 32, 30), LMHead(tied=False))
+    untied = LMHeadModule(t5(1, 16, 2, 32, 30), LMHead(tied=False))
     own = torch.nn.init.normal_(untied.weight)
     assert_close(untied(states, embedding), states @ own.T)
-    scaled = Vocabulary(t5(1, 16, 2, 32, 30), LMHead(scaled=True))
+    scaled = LMHeadModule(t5(1, 16, 2, 32, 30), LMHead(scale_hidden_states=True))
     assert scaled.weight is None
     assert_close(scaled(states, embedding), states @ embedding.T / 4)
 
@@ -97,7 +98,7 @@ def test_untied_and_scaled_heads_by_hand() -> None:
 def test_berts_transform_by_hand() -> None:
     config = bert(1, 16, 2, 30)
     head = make_model(config).head
-    assert isinstance(head, Vocabulary)
+    assert isinstance(head, LMHeadModule)
     assert head.dense is not None
     states, embedding = torch.randn(5, 16), torch.randn(30, 16)
     torch.nn.init.normal_(head.bias)
@@ -125,14 +126,14 @@ def test_pieces_of_any_size_equal_cross_entropy(
     rows: int, with_bias: bool, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """7 rows of 13 tokens; padding to 128 tokens changes nothing."""
-    monkeypatch.setattr(fused_loss, "piece_rows", lambda N, P: rows)
+    monkeypatch.setattr(cross_entropy, "loss_chunk_rows", lambda N, P: rows)
     x, weight, bias = torch.randn(7, 4), torch.randn(13, 4), torch.randn(13) if with_bias else None
 
     def plain(x, weight, bias=None):  # type: ignore[no-untyped-def]
         return F.cross_entropy(F.linear(x, weight, bias), LABELS, ignore_index=-100, reduction="sum")
 
     def pieces(x, weight, bias=None):  # type: ignore[no-untyped-def]
-        return fused_loss.fused_cross_entropy(x, weight, bias, LABELS, padded)
+        return cross_entropy.fused_cross_entropy(x, weight, bias, LABELS, padded)
 
     value, gradients = loss_and_gradients(pieces, x, weight, bias)
     wanted, wanted_gradients = loss_and_gradients(plain, x, weight, bias)
@@ -153,7 +154,7 @@ def test_pieces_in_bfloat16_add_up_in_float32() -> None:
 
     def pieces(x, weight):  # type: ignore[no-untyped-def]
         with torch.autocast("cpu", torch.bfloat16):
-            return linear_cross_entropy(x, weight, None, labels, fused=True)
+            return lm_head_cross_entropy(x, weight, None, labels, use_fused_loss=True)
 
     value, (found_dx, found_dw) = loss_and_gradients(pieces, x, weight)
     assert found_dw.dtype == found_dx.dtype == torch.float32
@@ -166,21 +167,21 @@ def test_pieces_are_traced_as_one_operation() -> None:
     """The compiled step has it as one operation, whose gradients are those that it has made itself."""
     x, weight, bias = torch.randn(7, 4), torch.randn(13, 4), torch.randn(13)
     torch.library.opcheck(
-        fused_loss.linear_cross_entropy,
+        cross_entropy.linear_cross_entropy_op,
         (x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), LABELS, 115),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static"),
     )
 
 
 def test_pieces_are_equally_large_and_round() -> None:
-    assert fused_loss.piece_rows(5120, 30592) == 5120, "one piece"
-    assert fused_loss.piece_rows(0, 30592) == 1, "nothing is asked"
-    assert fused_loss.piece_rows(32768, 50304) == 8192
-    rows = fused_loss.piece_rows(16384, 128256)
+    assert cross_entropy.loss_chunk_rows(5120, 30592) == 5120, "one piece"
+    assert cross_entropy.loss_chunk_rows(0, 30592) == 1, "nothing is asked"
+    assert cross_entropy.loss_chunk_rows(32768, 50304) == 8192
+    rows = cross_entropy.loss_chunk_rows(16384, 128256)
     assert rows % 128 == 0
-    assert rows * 128256 <= fused_loss.PIECE
-    assert fused_loss.more_tokens(30522) == 70
-    assert fused_loss.more_tokens(16384) == 0
+    assert rows * 128256 <= cross_entropy.MAX_CHUNK_LOGITS
+    assert cross_entropy.vocab_padding(30522) == 70
+    assert cross_entropy.vocab_padding(16384) == 0
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -188,8 +189,8 @@ def test_padding_of_the_vocabulary_changes_nothing(with_bias: bool) -> None:
     x, weight, bias = torch.randn(7, 4), torch.randn(13, 4), torch.randn(13) if with_bias else None
 
     def at_once(padded):  # type: ignore[no-untyped-def]
-        return lambda *given: linear_cross_entropy(
-            *given[:2], given[2] if with_bias else None, LABELS, fused=False, padded=padded
+        return lambda *given: lm_head_cross_entropy(
+            *given[:2], given[2] if with_bias else None, LABELS, use_fused_loss=False, pad_vocab=padded
         )
 
     value, gradients = loss_and_gradients(at_once(True), x, weight, bias)
@@ -208,10 +209,10 @@ def test_a_model_learns_the_same_with_every_switch(config) -> None:  # type: ign
     model = make_model(config).eval()
     tokens = torch.randint(0, 30, (2, 6))
     labels = torch.tensor([[7, 8, -100, 1, 2, 3], [9, 10, 11, -100, -100, 0]])
-    sides = {"decoder_tokens": tokens} if config.shape == "encoder-decoder" else {}
+    sides = {"decoder_input_ids": tokens} if config.architecture == "encoder-decoder" else {}
     found = []
     for fused, padded in ((None, None), (False, False), (False, True), (True, True)):
-        model.head.fused, model.head.padded = fused, padded
+        model.head.use_fused_loss, model.head.pad_vocab = fused, padded
         model.zero_grad()
         loss = model.loss(Batch(tokens, labels=labels, **sides))
         loss.backward()

@@ -15,9 +15,17 @@ import torch
 import transformers
 from torch import Tensor
 
-from firth.errors import UserError
-from firth.models import ModelConfig, make_model, with_classes
-from firth.models.config import FanIn, Generator, Normal, Pair, Sinusoid, Verdict
+from firth.core.errors import UserError
+from firth.models import ModelConfig, make_model, with_classification_head
+from firth.models.config import (
+    DiscriminatorHead,
+    FanInInit,
+    GeneratorConfig,
+    NormalInit,
+    SentencePairHead,
+    SinusoidalPosition,
+)
+from firth.models.hf.checkpoint import from_hf_config, hf_model_type, to_hf_config, to_hf_tensors
 from firth.models.presets import (
     albert,
     bart,
@@ -37,20 +45,19 @@ from firth.models.presets import (
     xlm,
     xlnet,
 )
-from firth.models.weights import family_of, from_hf_config, to_hf, to_hf_config
 
 V = 500
 CONFIGS: dict[str, ModelConfig] = {
     "bert": bert(2, 128, 2, V),
-    "bert-pair": bert(2, 128, 2, V, extras=(Pair(),)),
+    "bert-pair": bert(2, 128, 2, V, extras=(SentencePairHead(),)),
     "roberta": roberta(2, 128, 2, V),
     "albert": albert(2, 128, 2, 64, V),
-    "electra": electra(2, 128, 2, 64, V, head=Verdict()),
+    "electra": electra(2, 128, 2, 64, V, head=DiscriminatorHead()),
     "electra-generator": electra(2, 128, 2, 64, V),
     "distilbert": distilbert(2, 128, 2, V),
     "rembert": rembert(2, 128, 2, 64, 192, V),
     "xlm": xlm(2, 128, 2, V, num_languages=40),
-    "xlm-sinusoid": xlm(2, 128, 2, V, position=Sinusoid(64)),
+    "xlm-sinusoid": xlm(2, 128, 2, V, position=SinusoidalPosition(64)),
     "deberta": deberta(2, 128, 2, V),
     "deberta-v2": deberta_v2(2, 128, 2, V),
     "xlnet": xlnet(2, 128, 2, V),
@@ -63,7 +70,9 @@ CONFIGS: dict[str, ModelConfig] = {
     "t5.1.1": t5_v1_1(2, 128, 4, 320, V),
 }
 CLASSED = ("bert", "roberta", "albert", "electra", "distilbert", "rembert", "xlm", "deberta", "deberta-v2", "xlnet")
-CONFIGS |= {f"{name}-classes": with_classes(CONFIGS[name], ("good", "bad")) for name in (*CLASSED, "gpt", "gpt2")}
+CONFIGS |= {
+    f"{name}-classes": with_classification_head(CONFIGS[name], ("good", "bad")) for name in (*CLASSED, "gpt", "gpt2")
+}
 
 # Where `transformers` is not as published, and we are: the tensor, and the spread that was published.
 PUBLISHED = {
@@ -74,7 +83,7 @@ PUBLISHED = {
 
 def fresh(config: ModelConfig) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    return to_hf(make_model(config))
+    return to_hf_tensors(make_model(config))
 
 
 def theirs(config: ModelConfig) -> dict[str, Tensor]:
@@ -141,7 +150,7 @@ def test_modernbert_starts_as_published() -> None:
 def test_unscaled_scores_with_shared_keys() -> None:
     """Only the queries are made small, also where there are fewer heads of keys."""
     torch.manual_seed(0)
-    model = make_model(llama(1, 128, 4, 352, V, num_kv_heads=1, init=FanIn()))
+    model = make_model(llama(1, 128, 4, 352, V, num_kv_heads=1, init=FanInInit()))
     q, k, v = model.state_dict()["stack.blocks.0.attention.qkv.weight"].split((128, 32, 32))
     assert spread(q) == pytest.approx((128 * 32) ** -0.5, rel=0.1)
     assert spread(k) == pytest.approx(128**-0.5, rel=0.1)
@@ -149,7 +158,7 @@ def test_unscaled_scores_with_shared_keys() -> None:
 
 
 def test_a_difference_to_the_generator_starts_at_0() -> None:
-    config = replace(CONFIGS["modernbert"], extras=(Generator(disentangled=True),))
+    config = replace(CONFIGS["modernbert"], extras=(GeneratorConfig(disentangle_embeddings=True),))
     state = make_model(config).state_dict()
     assert not state["extras.generator.delta.weight"].any()
 
@@ -157,24 +166,25 @@ def test_a_difference_to_the_generator_starts_at_0() -> None:
 @pytest.mark.parametrize(
     ("name", "init"),
     [
-        ("xlm", Normal(0.01, embed_std=0.3)),
-        ("xlm", Normal(0.01)),
-        ("modernbert", Normal(0.01, scale_residual=True, cut=3.0)),
+        ("xlm", NormalInit(0.01, embed_std=0.3)),
+        ("xlm", NormalInit(0.01)),
+        ("modernbert", NormalInit(0.01, scale_residual=True, cutoff_factor=3.0)),
     ],
 )
-def test_a_family_keeps_its_spreads(name: str, init: Normal) -> None:
+def test_a_family_keeps_its_spreads(name: str, init: NormalInit) -> None:
     config = replace(CONFIGS[name], init=init)
-    assert family_of(config) == name
+    assert hf_model_type(config) == name
     settings = to_hf_config(config, None)
     assert from_hf_config(settings) == config
     transformers.AutoConfig.for_model(**settings)  # takes these values
 
 
 def test_a_modernbert_without_a_cut_is_our_own() -> None:
-    assert family_of(replace(CONFIGS["modernbert"], init=Normal(scale_residual=True))) == "firth"
+    assert hf_model_type(replace(CONFIGS["modernbert"], init=NormalInit(scale_residual=True))) == "firth"
 
 
-@pytest.mark.parametrize("init", [Normal(0.0), Normal(embed_std=-1.0), Normal(cut=0.0)])
-def test_impossible_spreads_are_named(init: Normal) -> None:
-    with pytest.raises(UserError, match=r"model\.init\.(std|embed_std|cut) is -?[01]\.0, and must be more than 0"):
+@pytest.mark.parametrize("init", [NormalInit(0.0), NormalInit(embed_std=-1.0), NormalInit(cutoff_factor=0.0)])
+def test_impossible_spreads_are_named(init: NormalInit) -> None:
+    fields = "std|embed_std|cutoff_factor"
+    with pytest.raises(UserError, match=rf"model\.init\.({fields}) is -?[01]\.0, and must be more than 0"):
         make_model(bert(1, 16, 2, V, init=init))

@@ -10,10 +10,10 @@ from models.test_presets import NEEDS
 from torch import Tensor, nn
 
 from firth.models import PRESETS, Model, make_model, with_extras
-from firth.models.eight import Linear8
+from firth.models.backbone import Stack
+from firth.models.fp8.linear import Float8Linear
 from firth.models.model import Encoder
-from firth.models.presets import bag
-from firth.models.stack import Stack
+from firth.models.presets import bag_of_words
 from firth.objectives import Batch
 
 NARROW = ("bert", "roberta", "albert", "distilbert", "modernbert", "spanbert", "xlm-roberta", "rembert")
@@ -43,14 +43,14 @@ def masked(packed: bool) -> Batch:
     doc[0, 18:] = -1
     if packed:
         place = torch.where(doc == 0, cut, cut - (doc == 0).sum(1, keepdim=True)).clamp(min=0)
-        return Batch(torch.randint(7, 50, (B, T)), doc, place, asked=asked, labels=labels)
-    return Batch(torch.randint(7, 50, (B, T)), asked=asked, labels=labels)
+        return Batch(torch.randint(7, 50, (B, T)), doc, place, target_positions=asked, labels=labels)
+    return Batch(torch.randint(7, 50, (B, T)), target_positions=asked, labels=labels)
 
 
 def narrowed(model: Model, narrows: bool) -> None:
     for module in model.modules():
         if isinstance(module, Stack):
-            module.narrows = narrows
+            module.last_layer_targets_only = narrows
 
 
 def found(model: Encoder, batch: Batch) -> tuple[Tensor, list[Tensor], int]:
@@ -77,8 +77,8 @@ def test_it_is_the_same(name: str, packed: bool) -> None:
     torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
     for a, b in zip(others, grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(model.logits(batch), model.head(model.read(batch), model.embed.tokens.weight)[
-        torch.arange(B)[:, None], batch.asked
+    torch.testing.assert_close(model.logits(batch), model.head(model.hidden_states(batch), model.embed.tokens.weight)[
+        torch.arange(B)[:, None], batch.target_positions
     ], rtol=1e-4, atol=1e-4)  # fmt: skip
 
 
@@ -99,29 +99,37 @@ def test_one_layer_and_a_compiler(name: str) -> None:
 def test_who_computes_it_everywhere(name: str) -> None:
     model = model_of(name)
     narrowed(model, True)
-    assert not model.stack.can_narrow(torch.zeros(1, 1, dtype=torch.long), T) or model.generator is not None
+    assert (
+        not model.stack.can_compute_targets_only(torch.zeros(1, 1, dtype=torch.long), T) or model.generator is not None
+    )
 
 
 def test_where_it_would_not_pay_or_is_not_wanted() -> None:
     stack = model_of("bert").stack
     few, most = torch.zeros(1, T // 2, dtype=torch.long), torch.zeros(1, T // 2 + 1, dtype=torch.long)
-    assert not stack.can_narrow(few, T)
-    stack.narrows = True
-    assert stack.can_narrow(few, T)
-    assert not stack.can_narrow(most, T)
-    assert not model_of("bert", layer_drop=0.1).stack.can_narrow(few, T)
+    assert not stack.can_compute_targets_only(few, T)
+    stack.last_layer_targets_only = True
+    assert stack.can_compute_targets_only(few, T)
+    assert not stack.can_compute_targets_only(most, T)
+    assert not model_of("bert", layer_drop=0.1).stack.can_compute_targets_only(few, T)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_in_8_bits_no_product_is_left_out(dtype: torch.dtype) -> None:
     """3 rows of 4 places are no multiple of 16: some are asked once more, and not answered."""
     model, batch = model_of("bert", dropout=0.0, attention_dropout=0.0).train(), masked(True)
-    assert batch.asked is not None
-    batch = batch._replace(asked=batch.asked.to(dtype), tokens=batch.tokens[:, :16], doc=batch.doc[:, :16])  # type: ignore[index]
-    batch = batch._replace(asked=batch.asked.clamp(max=15), position=batch.position[:, :16])  # type: ignore[union-attr, index]
+    assert batch.target_positions is not None
+    batch = batch._replace(
+        target_positions=batch.target_positions.to(dtype),
+        input_ids=batch.input_ids[:, :16],
+        document_ids=batch.document_ids[:, :16],
+    )  # type: ignore[index]
+    batch = batch._replace(
+        target_positions=batch.target_positions.clamp(max=15), position_ids=batch.position_ids[:, :16]
+    )  # type: ignore[union-attr, index]
     for layer in model.stack.blocks.modules():
         if type(layer) is nn.Linear:
-            layer.__class__ = Linear8
+            layer.__class__ = Float8Linear
     exact = found(model.eval(), batch)
     narrowed(model.train(), True)
     loss, grads, places = found(model, batch)
@@ -132,16 +140,16 @@ def test_in_8_bits_no_product_is_left_out(dtype: torch.dtype) -> None:
 
 
 def test_a_model_without_layers_is_asked_as_before() -> None:
-    model, tokens = make_model(bag(50, 8)), torch.randint(5, 50, (2, 8))
+    model, tokens = make_model(bag_of_words(50, 8)), torch.randint(5, 50, (2, 8))
     narrowed(model, True)
-    assert model.logits(Batch(tokens, asked=torch.tensor([[1], [2]]))).shape == (2, 1, 50)
+    assert model.logits(Batch(tokens, target_positions=torch.tensor([[1], [2]]))).shape == (2, 1, 50)
 
 
 def test_other_readers_still_see_all_places() -> None:
     """Whether two texts follow each other is told from the first place."""
     config = replace(PRESETS["bert-tiny"], vocab_size=50)
     model = make_model(with_extras(config, ("pair",))).eval()
-    batch = masked(False)._replace(pair=torch.tensor([0, 1, 1]))
+    batch = masked(False)._replace(pair_labels=torch.tensor([0, 1, 1]))
     wanted = model.losses(batch)
     narrowed(model, True)
     again = model.losses(batch)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from firth.errors import UserError
-from firth.models import LMHead, Model, load_model, make_model, with_classes
-from firth.models.adapter import any_layer, write_adapter
-from firth.models.config import Learned, ModelConfig
-from firth.models.lora import Adapted, LoRA, add_lora, has_lora
+from firth.core.errors import UserError
+from firth.models import LMHead, Model, load_model, make_model, with_classification_head
+from firth.models.config import LearnedPosition, ModelConfig
+from firth.models.hf.adapter import layer_name_pattern, write_adapter
+from firth.models.lora import LoRAConfig, LoRALinear, add_lora, has_lora
 from firth.models.presets import PRESETS, bert, gpt2, t5
 
 peft = pytest.importorskip("peft")
@@ -22,8 +22,8 @@ transformers = pytest.importorskip("transformers")
 SURE: dict[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0}
 VOCABULARY = 50
 CONFIGS: dict[str, ModelConfig] = {
-    "bert": with_classes(bert(2, 32, 2, VOCABULARY, position=Learned(32), **SURE), ("a", "b", "c")),
-    "gpt2": gpt2(2, 32, 2, VOCABULARY, position=Learned(32), **SURE),
+    "bert": with_classification_head(bert(2, 32, 2, VOCABULARY, position=LearnedPosition(32), **SURE), ("a", "b", "c")),
+    "gpt2": gpt2(2, 32, 2, VOCABULARY, position=LearnedPosition(32), **SURE),
     "t5": t5(2, 32, 2, 64, VOCABULARY, **SURE),
 }
 
@@ -34,7 +34,7 @@ def shrunk(name: str) -> ModelConfig:
     return replace(config, vocab_size=VOCABULARY, num_layers=2, **SURE)
 
 
-def learned(config: ModelConfig, spec: LoRA, seed: int = 0) -> Model:
+def learned(config: ModelConfig, spec: LoRAConfig, seed: int = 0) -> Model:
     """A model whose LoRA has learned something."""
     torch.manual_seed(seed)
     model = make_model(config).eval()
@@ -49,7 +49,7 @@ def learned(config: ModelConfig, spec: LoRA, seed: int = 0) -> Model:
 def answer(model: Any, config: ModelConfig) -> torch.Tensor:
     ids = torch.arange(5, 45).reshape(2, 20)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if config.shape == "encoder-decoder":
+    if config.architecture == "encoder-decoder":
         inputs["decoder_input_ids"] = ids[:, :7]
     with torch.no_grad():
         return model(**inputs).logits
@@ -58,17 +58,17 @@ def answer(model: Any, config: ModelConfig) -> torch.Tensor:
 def test_a_layer_by_hand() -> None:
     """Two parts of two rows and one row, rank 1, counted 3 times."""
     linear = nn.Linear(2, 3, bias=False)
-    layer = Adapted(linear, (2, 1), LoRA(rank=1, alpha=3.0))
+    layer = LoRALinear(linear, (2, 1), LoRAConfig(rank=1, alpha=3.0))
     with torch.no_grad():
         linear.weight.copy_(torch.tensor([[1.0, 0], [0, 1], [1, 1]]))
         layer.lora_a.copy_(torch.tensor([[[1.0, 2.0]], [[0.0, 1.0]]]))
         layer.lora_b.copy_(torch.tensor([[1.0], [10.0], [100.0]]))
     x = torch.tensor([2.0, 3.0])  # the first part reads 8 of it, the second 3
     assert layer(x).tolist() == [2 + 3 * 8, 3 + 3 * 80, 5 + 3 * 300]
-    assert layer.beside(x, 0, 2).tolist() == [3 * 8, 3 * 80]
-    assert layer.beside(x, 2).tolist() == [3 * 300]
-    assert layer.beside(x, 1).tolist() == [3 * 80, 3 * 300]
-    assert (layer.merged() @ x).tolist() == layer(x).tolist()
+    assert layer.lora_delta(x, 0, 2).tolist() == [3 * 8, 3 * 80]
+    assert layer.lora_delta(x, 2).tolist() == [3 * 300]
+    assert layer.lora_delta(x, 1).tolist() == [3 * 80, 3 * 300]
+    assert (layer.merged_weight() @ x).tolist() == layer(x).tolist()
 
 
 def test_at_first_nothing_is_changed() -> None:
@@ -76,13 +76,13 @@ def test_at_first_nothing_is_changed() -> None:
         torch.manual_seed(0)
         plain = make_model(config).eval()
         before = answer(plain, config)
-        add_lora(plain, LoRA(rank=2, targets="all"))
+        add_lora(plain, LoRAConfig(rank=2, targets="all"))
         assert has_lora(plain)
         assert torch.equal(answer(plain, config), before)
 
 
 def test_dropout_is_for_training_only() -> None:
-    model = learned(CONFIGS["bert"], LoRA(dropout=0.5))
+    model = learned(CONFIGS["bert"], LoRAConfig(dropout=0.5))
     assert torch.equal(answer(model, model.config), answer(model, model.config))
     model.train()
     assert not torch.equal(answer(model, model.config), answer(model, model.config))
@@ -90,8 +90,8 @@ def test_dropout_is_for_training_only() -> None:
 
 @pytest.mark.parametrize(("targets", "matrices"), [("attention", 2), ("all", 4)])
 def test_which_matrices(targets: Any, matrices: int) -> None:
-    model = learned(CONFIGS["gpt2"], LoRA(targets=targets))
-    found = [name for name, m in model.named_modules() if isinstance(m, Adapted)]
+    model = learned(CONFIGS["gpt2"], LoRAConfig(targets=targets))
+    found = [name for name, m in model.named_modules() if isinstance(m, LoRALinear)]
     assert len(found) == 2 * matrices
     assert ("stack.blocks.1.mlp.down" in found) == (targets == "all")
 
@@ -101,7 +101,7 @@ def test_which_matrices(targets: Any, matrices: int) -> None:
 )
 def test_saved_it_is_in_the_matrices(name: str, tmp_path: Path) -> None:
     config = CONFIGS.get(name) or shrunk(name)
-    model = learned(config, LoRA(rank=4, targets="all"))
+    model = learned(config, LoRAConfig(rank=4, targets="all"))
     torch.manual_seed(0)
     assert not torch.allclose(answer(model, config), answer(make_model(config).eval(), config), atol=1e-3)
     model.save(tmp_path / "merged")
@@ -127,8 +127,8 @@ AUTO = {
 def test_peft_opens_the_adapter_with_equal_logits(name: str, targets: Any, tmp_path: Path) -> None:
     config = CONFIGS.get(name) or shrunk(name)
     if "Classification" in AUTO[name] and name != "bert":
-        config = with_classes(config, ("a", "b", "c"))
-    spec = LoRA(rank=3, alpha=5.0, targets=targets)
+        config = with_classification_head(config, ("a", "b", "c"))
+    spec = LoRAConfig(rank=3, alpha=5.0, targets=targets)
     ours = learned(config, spec)
     torch.manual_seed(0)
     base = make_model(config)
@@ -146,11 +146,11 @@ def test_peft_opens_the_adapter_with_equal_logits(name: str, targets: Any, tmp_p
 
 
 def test_what_peft_cannot_open_is_said(tmp_path: Path) -> None:
-    model = learned(shrunk("xlnet"), LoRA())
+    model = learned(shrunk("xlnet"), LoRAConfig())
     with pytest.raises(UserError, match="xlnet has queries and keys that are no layers"):
-        write_adapter(model, LoRA(), str(tmp_path), tmp_path)
+        write_adapter(model, LoRAConfig(), str(tmp_path), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_pattern_for_every_layer() -> None:
-    assert any_layer("h.11.c_attn") == r"h\.\d+\.c_attn"
+    assert layer_name_pattern("h.11.c_attn") == r"h\.\d+\.c_attn"

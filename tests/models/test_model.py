@@ -12,9 +12,18 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from firth.errors import UserError
-from firth.models import PRESETS, Classes, Model, ModelConfig, count_parameters, load_model, make_model, with_classes
-from firth.models.config import MLP, Buckets, Learned, LMHead
+from firth.core.errors import UserError
+from firth.models import (
+    PRESETS,
+    ClassificationHead,
+    Model,
+    ModelConfig,
+    count_parameters,
+    load_model,
+    make_model,
+    with_classification_head,
+)
+from firth.models.config import LearnedPosition, LMHead, MLPConfig, T5Bias
 from firth.models.presets import albert, bart, bert, gpt2, t5
 from firth.objectives.batch import Batch
 
@@ -38,19 +47,19 @@ def counted(*lengths: int, width: int) -> tuple[Tensor, Tensor]:
 def packed(shape: str) -> Batch:
     g = torch.Generator().manual_seed(0)
     doc, position = counted(4, 5, width=10)
-    batch = Batch(torch.randint(0, V, (1, 10), generator=g), doc=doc, position=position)
+    batch = Batch(torch.randint(0, V, (1, 10), generator=g), document_ids=doc, position_ids=position)
     if shape != "encoder-decoder":
         return batch
     doc, position = counted(3, 4, width=8)
     answer = torch.randint(0, V, (1, 8), generator=g)
-    return batch._replace(decoder_tokens=answer, decoder_doc=doc, decoder_position=position)
+    return batch._replace(decoder_input_ids=answer, decoder_document_ids=doc, decoder_position_ids=position)
 
 
 def alone(batch: Batch, part: slice, decoder_part: slice) -> Batch:
     """One document of a packed row as a row of its own, with nothing said about documents."""
-    if batch.decoder_tokens is None:
-        return Batch(batch.tokens[:, part])
-    return Batch(batch.tokens[:, part], decoder_tokens=batch.decoder_tokens[:, decoder_part])
+    if batch.decoder_input_ids is None:
+        return Batch(batch.input_ids[:, part])
+    return Batch(batch.input_ids[:, part], decoder_input_ids=batch.decoder_input_ids[:, decoder_part])
 
 
 def lively(config: ModelConfig) -> Model:
@@ -71,13 +80,17 @@ def changed(batch: Batch, field: str, place: int) -> Batch:
 
 @EACH
 def test_no_document_sees_another(config: ModelConfig) -> None:
-    model, batch = lively(config), packed(config.shape)
+    model, batch = lively(config), packed(config.architecture)
     before = model.logits(batch)
-    two_sided = config.shape == "encoder-decoder"
+    two_sided = config.architecture == "encoder-decoder"
     first, second = (D_FIRST, D_SECOND) if two_sided else (FIRST, SECOND)
-    touched = [("tokens", 1, second, first), ("tokens", 5, first, second), ("tokens", 9, slice(0, second.stop), None)]
+    touched = [
+        ("input_ids", 1, second, first),
+        ("input_ids", 5, first, second),
+        ("input_ids", 9, slice(0, second.stop), None),
+    ]
     if two_sided:
-        touched += [("decoder_tokens", 0, second, first), ("decoder_tokens", 3, first, second)]
+        touched += [("decoder_input_ids", 0, second, first), ("decoder_input_ids", 3, first, second)]
     for field, place, other, own in touched:
         after = model.logits(changed(batch, field, place))
         assert torch.equal(after[0, other], before[0, other]), f"{field} {place} leaks"
@@ -87,10 +100,10 @@ def test_no_document_sees_another(config: ModelConfig) -> None:
 
 @EACH
 def test_a_packed_row_is_its_documents(config: ModelConfig) -> None:
-    model, batch = lively(config), packed(config.shape)
+    model, batch = lively(config), packed(config.architecture)
     whole = model.logits(batch)
     for part, decoder_part in ((FIRST, D_FIRST), (SECOND, D_SECOND)):
-        there = decoder_part if config.shape == "encoder-decoder" else part
+        there = decoder_part if config.architecture == "encoder-decoder" else part
         assert_close(whole[:, there], model.logits(alone(batch, part, decoder_part)))
 
 
@@ -99,34 +112,36 @@ def test_the_future_is_not_seen(shape: str) -> None:
     model = lively(SHAPES[shape])
     batch = alone(packed(shape), SECOND, D_SECOND)
     before = model.logits(batch)
-    after = model.logits(changed(batch, "decoder_tokens" if shape == "encoder-decoder" else "tokens", 2))
+    after = model.logits(changed(batch, "decoder_input_ids" if shape == "encoder-decoder" else "input_ids", 2))
     assert_close(after[0, :2], before[0, :2])
     assert not torch.equal(after[0, 2], before[0, 2])
 
 
 def test_rank_opens_the_prefix() -> None:
     model, batch = lively(SHAPES["decoder"]), alone(packed("decoder"), SECOND, D_SECOND)
-    prefix = batch._replace(rank=torch.tensor([[0, 0, 0, 1, 2]]))
-    before, after = model.logits(prefix), model.logits(changed(prefix, "tokens", 2))
+    prefix = batch._replace(attention_rank=torch.tensor([[0, 0, 0, 1, 2]]))
+    before, after = model.logits(prefix), model.logits(changed(prefix, "input_ids", 2))
     assert not torch.equal(after[0, 0], before[0, 0])
-    before, after = model.logits(prefix), model.logits(changed(prefix, "tokens", 3))
+    before, after = model.logits(prefix), model.logits(changed(prefix, "input_ids", 3))
     assert torch.equal(after[0, :3], before[0, :3])
 
 
 def test_a_call_and_a_batch_agree() -> None:
     for shape, config in SHAPES.items():
         model, batch = lively(config), alone(packed(shape), FIRST, D_FIRST)
-        extra = {} if batch.decoder_tokens is None else {"decoder_input_ids": batch.decoder_tokens}
-        assert_close(model(batch.tokens, **extra).logits, model.logits(batch))
+        extra = {} if batch.decoder_input_ids is None else {"decoder_input_ids": batch.decoder_input_ids}
+        assert_close(model(batch.input_ids, **extra).logits, model.logits(batch))
 
 
 def test_classes_answer_from_the_first_place_or_the_last() -> None:
     names = ("yes", "no")
     tokens, mask = torch.randint(0, V, (2, 5)), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
     for config, ends in ((SHAPES["encoder"], [[0], [0]]), (SHAPES["decoder"], [[2], [4]])):
-        model = lively(with_classes(config, names))
-        batch = Batch(tokens, doc=mask - 1, asked=torch.tensor(ends), target=torch.tensor([[0], [1]]))
-        called = model(tokens, attention_mask=mask, labels=batch.target[:, 0])
+        model = lively(with_classification_head(config, names))
+        batch = Batch(
+            tokens, document_ids=mask - 1, target_positions=torch.tensor(ends), task_labels=torch.tensor([[0], [1]])
+        )
+        called = model(tokens, attention_mask=mask, labels=batch.task_labels[:, 0])
         assert called.logits.shape == (2, 2)
         assert_close(called.logits, model.logits(batch)[:, 0])
         assert_close(called.loss * 2, model.loss(batch))
@@ -134,14 +149,14 @@ def test_classes_answer_from_the_first_place_or_the_last() -> None:
 
 def test_classes_of_an_encoder_decoder_are_refused() -> None:
     with pytest.raises(UserError, match="answers in words"):
-        with_classes(SHAPES["encoder-decoder"], ("a", "b"))
+        with_classification_head(SHAPES["encoder-decoder"], ("a", "b"))
 
 
 def test_a_text_that_is_too_long_is_refused() -> None:
-    model = make_model(bert(1, 16, 2, V, position=Learned(8)))
+    model = make_model(bert(1, 16, 2, V, position=LearnedPosition(8)))
     with pytest.raises(UserError, match="9 tokens is longer than the 8 places"):
         model(torch.zeros(1, 9, dtype=torch.long))
-    model = make_model(bart(1, 16, 2, V, position=Learned(8)))
+    model = make_model(bart(1, 16, 2, V, position=LearnedPosition(8)))
     for read, written in ((9, 2), (2, 9)):
         with pytest.raises(UserError, match="9 tokens is longer than the 8 places"):
             model(torch.zeros(1, read, dtype=torch.long), labels=torch.zeros(1, written, dtype=torch.long))
@@ -169,10 +184,10 @@ def test_labels_or_decoder_input_are_needed() -> None:
         ({"dim": 30, "num_heads": 4}, "model.dim=30 is not a multiple of model.num_heads=4"),
         ({"num_layers": 0}, "model.num_layers is 0"),
         ({"dropout": 1.0}, r"model.dropout is 1.0, and must be in \[0, 1\)"),
-        ({"mlp": MLP(0)}, "model.mlp.dim is 0"),
-        ({"position": Learned(0)}, "model.position.length is 0"),
-        ({"position": Buckets(32, 16)}, "model.position.num"),
-        ({"head": Classes(())}, "model.head has no classes"),
+        ({"mlp": MLPConfig(0)}, "model.mlp.dim is 0"),
+        ({"position": LearnedPosition(0)}, "model.position.length is 0"),
+        ({"position": T5Bias(32, 16)}, "model.position.num_buckets"),
+        ({"head": ClassificationHead(())}, "model.head has no classes"),
     ],
 )
 def test_impossible_numbers_are_named(changes: dict[str, Any], message: str) -> None:
@@ -189,7 +204,7 @@ def spreads(config: ModelConfig) -> dict[str, float]:
 
 
 def test_bert_starts_as_published() -> None:
-    for name, spread in spreads(bert(2, 128, 2, 500, position=Learned(100))).items():
+    for name, spread in spreads(bert(2, 128, 2, 500, position=LearnedPosition(100))).items():
         assert spread == pytest.approx(0.02, rel=0.1), name
 
 

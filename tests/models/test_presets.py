@@ -8,18 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from firth.errors import UserError
-from firth.models import PRESETS, ModelConfig, count_parameters, make_model, preset, with_extras
-from firth.models.config import ELMo
+from firth.core.errors import UserError
+from firth.models import PRESETS, ModelConfig, count_parameters, get_preset, make_model, with_extras
+from firth.models.backbone import Stack
+from firth.models.config import ELMoConfig
 from firth.models.presets import bert, gpt2, t5, t5_v1_1
-from firth.models.stack import Stack
 from firth.objectives.batch import Batch
 
 
 def test_by_name() -> None:
-    assert preset("bert-tiny") == bert(2, 128, 2)
+    assert get_preset("bert-tiny") == bert(2, 128, 2)
     with pytest.raises(UserError, match=r"Unknown model 'bert-tinny'. Did you mean 'bert-tiny'"):
-        preset("bert-tinny")
+        get_preset("bert-tinny")
 
 
 def test_published_sizes() -> None:
@@ -47,24 +47,24 @@ def some_batch(config: ModelConfig) -> Batch:
     g = torch.Generator().manual_seed(0)
     tokens, asked = torch.randint(5, 40, (2, 8), generator=g), torch.tensor([[2, 3, 0], [4, 5, 6]])
     labels = tokens.gather(1, asked)
-    if config.shape == "encoder-decoder":
-        return Batch(tokens, decoder_tokens=tokens[:, :5], labels=tokens[:, 1:6])
-    if config.shape == "decoder":
+    if config.architecture == "encoder-decoder":
+        return Batch(tokens, decoder_input_ids=tokens[:, :5], labels=tokens[:, 1:6])
+    if config.architecture == "decoder":
         return Batch(tokens[:, :-1], labels=tokens[:, 1:])
-    if isinstance(config.recurrent, ELMo):
+    if isinstance(config.recurrent, ELMoConfig):
         spelled, both = torch.randint(0, 256, (2, 8, 50), generator=g), torch.stack([tokens, tokens], 1)
-        return Batch(tokens, rank=both, labels=both, characters=spelled)
+        return Batch(tokens, attention_rank=both, labels=both, char_ids=spelled)
     labels[0, 2] = -100
     around = torch.tensor([[[1, 4, 0], [1, 4, 1], [0, 0, 0]], [[3, 7, 0], [3, 7, 1], [3, 7, 2]]])
     ranks = torch.zeros_like(tokens).scatter(1, asked, torch.tensor([[1, 2, 0], [3, 1, 2]]))
     return Batch(
         tokens,
-        rank=ranks if config.extra("query") else None,
-        segment=torch.tensor([[0] * 4 + [1] * 4] * 2),
-        asked=asked,
+        attention_rank=ranks if config.get_extra("query") else None,
+        token_type_ids=torch.tensor([[0] * 4 + [1] * 4] * 2),
+        target_positions=asked,
         labels=labels,
-        boundary=around if config.extra("boundary") else None,
-        pair=torch.tensor([0, 1]) if config.extra("pair") else None,
+        span_boundaries=around if config.get_extra("boundary") else None,
+        pair_labels=torch.tensor([0, 1]) if config.get_extra("pair") else None,
     )
 
 
@@ -79,7 +79,7 @@ def test_every_family_learns_a_batch_by_heart(name: str) -> None:
     losses = []
     for _ in range(4):
         torch.manual_seed(0)  # the same dropout, and the same draws of a generator
-        loss = sum(part / batch.counts[key] for key, part in model.losses(batch).items())
+        loss = sum(part / batch.loss_counts[key] for key, part in model.losses(batch).items())
         assert isinstance(loss, torch.Tensor)
         loss.backward()
         optimizer.step()
@@ -113,13 +113,13 @@ def test_residuals_in_16_bits_say_nearly_the_same(name: str) -> None:
         block.register_forward_hook(lambda block, given, x: kinds.add(x.dtype))
     for residual in (torch.float32, torch.bfloat16):
         for stack in stacks:
-            stack.residual = residual
+            stack.residual_dtype = residual
         kinds.clear()
         model.zero_grad()
         torch.manual_seed(1)  # what a generator draws
         with torch.autocast("cpu", torch.bfloat16):
             losses = model.losses(batch)
-        loss = torch.stack([part / batch.counts[key] for key, part in losses.items()]).sum()
+        loss = torch.stack([part / batch.loss_counts[key] for key, part in losses.items()]).sum()
         loss.backward()
         assert kinds == {residual}
         found.append((loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))

@@ -25,7 +25,7 @@ CONFIGS: dict[str, ModelConfig] = {
 def test_operations_are_those_that_torch_counts(name: str) -> None:
     config = CONFIGS[name]
     model, ids = make_model(config).eval(), torch.zeros(2, T, dtype=torch.long)
-    extra = {"decoder_input_ids": ids} if config.shape == "encoder-decoder" else {}
+    extra = {"decoder_input_ids": ids} if config.architecture == "encoder-decoder" else {}
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(ids, attention_mask=torch.ones_like(ids), output_attentions=True, **extra)
     tokens = ids.numel() * (2 if extra else 1)

@@ -9,11 +9,21 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from firth.errors import UserError
+from firth.core.errors import UserError
 from firth.models import Encoder, Model, ModelConfig, make_model
-from firth.models.config import Convolution, Disentangled, Learned, Pair, Position, Query, Rotary, TransformerXL, Window
+from firth.models.config import (
+    ConvolutionConfig,
+    Disentangled,
+    LearnedPosition,
+    Position,
+    QueryStream,
+    Rotary,
+    SentencePairHead,
+    SlidingWindow,
+    TransformerXL,
+)
 from firth.models.presets import t5, xlnet
-from firth.models.two_stream import asked_last, see_earlier
+from firth.models.two_stream import make_query_stream_spec, rank_targets_last
 from firth.objectives.batch import Batch
 
 V, T = 30, 6
@@ -21,18 +31,18 @@ NORMS = {"post-norm": False, "pre-norm": True}
 TOKENS = torch.tensor([[7, 8, 9, 10, 11, 12]])
 RANK = torch.tensor([[0, 2, 0, 1, 0, 3]])  # 0, 2 and 4 come free; then 3, then 1, then 5
 ASKED = torch.tensor([[1, 3, 5]])
-BATCH = Batch(TOKENS, rank=RANK, asked=ASKED, labels=torch.tensor([[8, 10, 12]]))
+BATCH = Batch(TOKENS, attention_rank=RANK, target_positions=ASKED, labels=torch.tensor([[8, 10, 12]]))
 POSITIONS: dict[str, Position] = {
-    "transformer-xl": TransformerXL(segments=True),
-    "learned": Learned(16),
-    "disentangled": Disentangled(far=3, buckets=2, shared=True),
+    "transformer-xl": TransformerXL(relative_segments=True),
+    "learned": LearnedPosition(16),
+    "disentangled": Disentangled(max_distance=3, num_buckets=2, share_projections=True),
 }
 SEES = {1: [0, 2, 3, 4], 3: [0, 2, 4], 5: [0, 1, 2, 3, 4]}  # asked place -> whose tokens reach it
 
 
 def lively(**changes: Any) -> Encoder:
     torch.manual_seed(1)
-    model = make_model(xlnet(3, 16, 2, V, extras=(Query(),), **changes)).eval()
+    model = make_model(xlnet(3, 16, 2, V, extras=(QueryStream(),), **changes)).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.2)
@@ -43,12 +53,12 @@ def lively(**changes: Any) -> Encoder:
 def reached(model: Model, batch: Batch) -> dict[int, list[int]]:
     """For each asked place: which tokens change its logits when another one is put there."""
     before = model.logits(batch)[0]
-    moved: dict[int, list[int]] = {int(place): [] for place in batch.asked[0]}
-    for j in range(batch.tokens.shape[1]):
-        tokens = batch.tokens.clone()
+    moved: dict[int, list[int]] = {int(place): [] for place in batch.target_positions[0]}
+    for j in range(batch.input_ids.shape[1]):
+        tokens = batch.input_ids.clone()
         tokens[0, j] += 10
-        after = model.logits(batch._replace(tokens=tokens))[0]
-        for slot, place in enumerate(batch.asked[0].tolist()):
+        after = model.logits(batch._replace(input_ids=tokens))[0]
+        for slot, place in enumerate(batch.target_positions[0].tolist()):
             if not torch.equal(after[slot], before[slot]):
                 moved[place].append(j)
     return moved
@@ -81,7 +91,7 @@ def test_no_gradient_reaches_an_asked_token_from_its_own_answer(norm_first: bool
 @pytest.mark.parametrize("position", POSITIONS.values(), ids=POSITIONS)
 def test_documents_stay_apart(position: Position) -> None:
     doc = torch.tensor([[0, 0, 0, 1, 1, 1]])
-    batch = BATCH._replace(doc=doc, position=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+    batch = BATCH._replace(document_ids=doc, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
     assert reached(lively(position=position), batch) == {1: [0, 2], 3: [4], 5: [3, 4]}
 
 
@@ -90,9 +100,11 @@ def test_both_streams_are_the_same_blocks(norm_first: bool) -> None:
     """One block by hand: queries from the query stream, keys and values from the content, all weights shared."""
     model = lively(norm_first=norm_first)
     vector = model.extras["query"].vector
-    content, query = model.embed(TOKENS), model.embed.place(vector.expand(1, 3, -1), ASKED)
-    upto, _ = model.stack.sights(content, None, RANK)
-    earlier = see_earlier(None, RANK, ASKED)._replace(places=upto.places.at(ASKED))
+    content, query = model.embed(TOKENS), model.embed.add_positions(vector.expand(1, 3, -1), ASKED)
+    upto, _ = model.stack.attention_specs(content, None, RANK)
+    earlier = make_query_stream_spec(None, RANK, ASKED)._replace(
+        relative_positions=upto.relative_positions.at_positions(ASKED)
+    )
     for block in model.stack.blocks:
         norm = block.attention_norm
         if norm_first:
@@ -102,15 +114,15 @@ def test_both_streams_are_the_same_blocks(norm_first: bool) -> None:
             g = norm(query + block.attention(query, earlier, content))
             g = block.mlp_norm(g + block.mlp(g))
         query, content = g, block(content, upto)
-    assert_close(model.asked_states(BATCH), model.stack.finish(query))
+    assert_close(model.target_hidden_states(BATCH), model.stack.apply_final_norm(query))
 
 
 def test_a_query_with_the_content_of_a_masked_token_is_mlm() -> None:
     """Whoever begins like the content and sees all is the content stream itself."""
     model = lively()
     block, x = model.stack.blocks[0], torch.randn(1, T, 16)
-    all_see_all, _ = model.stack.sights(x, None, None)
-    assert_close(block(x, all_see_all, content=x), block(x, all_see_all))
+    all_see_all, _ = model.stack.attention_specs(x, None, None)
+    assert_close(block(x, all_see_all, kv_states=x), block(x, all_see_all))
 
 
 def test_a_query_that_sees_nobody_breaks_nothing() -> None:
@@ -118,9 +130,9 @@ def test_a_query_that_sees_nobody_breaks_nothing() -> None:
     model = lively().train()
     batch = Batch(
         TOKENS,
-        rank=torch.tensor([[1, 2, 3, 4, 5, 6]]),
-        segment=torch.tensor([[0, 0, 0, 1, 1, 1]]),
-        asked=torch.tensor([[0, 1, 2, 3, 4, 5, 0, 0]]),
+        attention_rank=torch.tensor([[1, 2, 3, 4, 5, 6]]),
+        token_type_ids=torch.tensor([[0, 0, 0, 1, 1, 1]]),
+        target_positions=torch.tensor([[0, 1, 2, 3, 4, 5, 0, 0]]),
         labels=torch.tensor([[7, 8, 9, 10, 11, 12, -100, -100]]),
     )
     loss = model.loss(batch)
@@ -132,24 +144,24 @@ def test_a_query_that_sees_nobody_breaks_nothing() -> None:
 
 
 def test_without_ranks_what_is_asked_comes_last() -> None:
-    assert asked_last(TOKENS, torch.tensor([[4, 1]])).tolist() == [[0, 1, 0, 0, 1, 0]]
-    assert reached(lively(), BATCH._replace(rank=None)) == {1: [0, 2, 4], 3: [0, 2, 4], 5: [0, 2, 4]}
+    assert rank_targets_last(TOKENS, torch.tensor([[4, 1]])).tolist() == [[0, 1, 0, 0, 1, 0]]
+    assert reached(lively(), BATCH._replace(attention_rank=None)) == {1: [0, 2, 4], 3: [0, 2, 4], 5: [0, 2, 4]}
 
 
 @pytest.mark.parametrize(
     ("field", "changes"),
     [
-        ("position", {"position": Learned(16)}),
-        ("segment", {"position": Learned(16), "num_segments": 2}),
-        ("segment", {}),  # by being in the same one or not
+        ("position_ids", {"position": LearnedPosition(16)}),
+        ("token_type_ids", {"position": LearnedPosition(16), "num_segments": 2}),
+        ("token_type_ids", {}),  # by being in the same one or not
     ],
 )
 def test_places_and_segments_of_the_asked(field: str, changes: dict[str, Any]) -> None:
     """Another place or another segment of an asked token changes its answer, though not its token does."""
     model = lively(**changes)
-    batch = BATCH._replace(position=torch.arange(T)[None], segment=torch.tensor([[0, 0, 0, 1, 1, 1]]))
+    batch = BATCH._replace(position_ids=torch.arange(T)[None], token_type_ids=torch.tensor([[0, 0, 0, 1, 1, 1]]))
     before = model.logits(batch)[0, 2]
-    assert_close(before, model.logits(batch._replace(position=None))[0, 2])
+    assert_close(before, model.logits(batch._replace(position_ids=None))[0, 2])
     changed = getattr(batch, field).clone()
     changed[0, 5] = 0
     assert not torch.equal(model.logits(batch._replace(**{field: changed}))[0, 2], before)
@@ -167,8 +179,8 @@ def refused(config: ModelConfig, message: str) -> None:
 
 
 def test_what_does_not_go_with_a_query() -> None:
-    refused(xlnet(1, 16, 2, V, extras=(Query(), Pair())), "Query only by itself")
-    refused(xlnet(1, 16, 2, V, position=t5(1, 16, 2, 32).position, extras=(Query(),)), "Buckets yet")
+    refused(xlnet(1, 16, 2, V, extras=(QueryStream(), SentencePairHead())), "QueryStream only by itself")
+    refused(xlnet(1, 16, 2, V, position=t5(1, 16, 2, 32).position, extras=(QueryStream(),)), "T5Bias yet")
     refused(xlnet(1, 16, 2, V, position=Rotary()), "Rotary yet")
-    refused(xlnet(1, 16, 2, V, window=Window(4, 2)), "Window yet")
-    refused(xlnet(1, 16, 2, V, convolution=Convolution()), "Convolution yet")
+    refused(xlnet(1, 16, 2, V, window=SlidingWindow(4, 2)), "SlidingWindow yet")
+    refused(xlnet(1, 16, 2, V, convolution=ConvolutionConfig()), "ConvolutionConfig yet")

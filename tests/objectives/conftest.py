@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from firth.objectives import NAMED, Batch, Draw, Objective
-from firth.tokens import Frame, Rows, Vocabulary
+from firth.objectives import OBJECTIVES, Batch, CounterRNG, Objective
+from firth.tokens import Rows, RowTemplate, Vocabulary
 
 PAD, END, UNK, CLS, SEP, MASK, BOS = range(7)
 SIGNS = {"C": CLS, "S": SEP, "E": END, "B": BOS}
@@ -20,8 +20,10 @@ SENTINELS = tuple(range(999, 899, -1))  # they count down from the end of the vo
 
 def vocabulary(**roles: Any) -> Vocabulary:
     """1000 ids: 0 to 6 are special, 900 to 999 are sentinels, 7 to 899 are text."""
-    known: dict[str, Any] = dict(pad=PAD, unk=UNK, bos=None, eos=END, cls=CLS, sep=SEP, mask=MASK, sentinels=SENTINELS)
-    return Vocabulary(size=1000, special=(*range(7), *sorted(SENTINELS)), **(known | roles))
+    known: dict[str, Any] = dict(
+        pad=PAD, unk=UNK, bos=None, eos=END, cls=CLS, sep=SEP, mask=MASK, sentinel_ids=SENTINELS
+    )
+    return Vocabulary(size=1000, special_ids=(*range(7), *sorted(SENTINELS)), **(known | roles))
 
 
 @pytest.fixture(scope="session", name="vocabulary")
@@ -76,7 +78,7 @@ def divide(total: int, parts: int, rng: np.random.Generator) -> list[int]:
     return [b - a for a, b in pairwise([0, *edges, total])]
 
 
-def random_rows(layout: Sequence[Sequence[int]], width: int, frame: Frame, seed: int = 0) -> Rows:
+def random_rows(layout: Sequence[Sequence[int]], width: int, frame: RowTemplate, seed: int = 0) -> Rows:
     """Rows of documents with so many tokens of random text, three in four of which start a word."""
     rng = np.random.default_rng(seed)
     shape = (len(layout), width)
@@ -88,7 +90,7 @@ def random_rows(layout: Sequence[Sequence[int]], width: int, frame: Frame, seed:
     for b, lengths in enumerate(layout):
         at = 0
         for d, n in enumerate(lengths):
-            first, end = at + len(frame.before), at + n + frame.size
+            first, end = at + len(frame.before), at + n + frame.num_edge_tokens
             inner = slice(first, first + n)
             tokens[b, at:first], tokens[b, inner], tokens[b, first + n : end] = (
                 frame.before, text[b, inner], frame.after,
@@ -127,17 +129,23 @@ def rows_for() -> Callable[..., Rows]:
     def make(
         objective: Objective, count: int, length: int, documents: int = 1, seed: int = 0, missing: int = 0
     ) -> Rows:
-        rng, width, frame = np.random.default_rng(seed), objective.source_length(length), objective.frame(vocabulary())
-        most = min(documents, objective.max_documents(width) or documents, (width - missing) // (frame.size + 1))
+        rng, width, frame = (
+            np.random.default_rng(seed),
+            objective.source_length(length),
+            objective.build_template(vocabulary()),
+        )
+        most = min(
+            documents, objective.max_documents(width) or documents, (width - missing) // (frame.num_edge_tokens + 1)
+        )
         layout = []
         for b in range(count):
             docs = 1 + b % most
-            layout.append(divide(width - b % 2 * missing - docs * frame.size, docs, rng))
+            layout.append(divide(width - b % 2 * missing - docs * frame.num_edge_tokens, docs, rng))
         rows = random_rows(layout, width, frame, seed)
-        if objective.layout == "packed":
+        if objective.row_layout == "packed":
             return rows
-        second = rows.real & (rows.position > width // 2)  # as if a pair had been cut there
-        return rows._replace(segment=second.astype(np.int32), pair=rows.index % 2)
+        second = rows.maskable & (rows.position_ids > width // 2)  # as if a pair had been cut there
+        return rows._replace(token_type_ids=second.astype(np.int32), pair_labels=rows.stream_index % 2)
 
     return make
 
@@ -151,7 +159,7 @@ def slice_rows() -> Callable[[Rows, Any], Rows]:
 
 
 @dataclass(frozen=True)
-class Written(Draw):
+class Written(CounterRNG):
     """A draw whose numbers were written down before; what is not written is 0.99, or 0."""
 
     tables: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
@@ -159,12 +167,12 @@ class Written(Draw):
     def uniform(self, purpose: str, width: int) -> np.ndarray:
         return self.table(purpose, width, 0.99).astype(np.float32)
 
-    def at(self, purpose: str, row_N: np.ndarray, place_N: np.ndarray) -> np.ndarray:
-        return self.uniform(purpose, place_N.max() + 1)[row_N, place_N]
+    def uniform_at(self, purpose: str, row_N: np.ndarray, position_N: np.ndarray) -> np.ndarray:
+        return self.uniform(purpose, position_N.max() + 1)[row_N, position_N]
 
-    def integers(self, purpose: str, width: int, below: int) -> np.ndarray:
+    def integers(self, purpose: str, width: int, high: int) -> np.ndarray:
         numbers = self.table(purpose, width, 0).astype(np.int64)
-        assert (numbers < below).all()
+        assert (numbers < high).all()
         return numbers
 
     def table(self, purpose: str, width: int, rest: float) -> np.ndarray:
@@ -175,11 +183,11 @@ class Written(Draw):
 
 
 @pytest.fixture(scope="session")
-def written() -> Callable[..., Draw]:
+def written() -> Callable[..., CounterRNG]:
     """`written(rows, tokens=[[0.1, 0.9]])`: the numbers of each purpose, row by row; _ stands for a space."""
 
-    def make(rows: Rows, **tables: Sequence[Sequence[float]]) -> Draw:
-        return Written(0, rows.index, None, {name.replace("_", " "): table for name, table in tables.items()})
+    def make(rows: Rows, **tables: Sequence[Sequence[float]]) -> CounterRNG:
+        return Written(0, rows.stream_index, None, {name.replace("_", " "): table for name, table in tables.items()})
 
     return make
 
@@ -189,7 +197,7 @@ def apply() -> Callable[..., Batch]:
     """What an objective makes of rows; two rows are a step."""
 
     def call(objective: Objective | str, rows: Rows, seed: int = 1) -> Batch:
-        objective = NAMED[objective] if isinstance(objective, str) else objective
-        return objective(rows, Draw(seed, rows.index, rows.index // 2), vocabulary())
+        objective = OBJECTIVES[objective] if isinstance(objective, str) else objective
+        return objective(rows, CounterRNG(seed, rows.stream_index, rows.stream_index // 2), vocabulary())
 
     return call

@@ -11,27 +11,27 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from firth.objectives import (
-    BART,
     CLM,
-    IGNORED,
+    IGNORE_INDEX,
     MLM,
-    NAMED,
+    OBJECTIVES,
+    BARTDenoising,
     Batch,
     BiLM,
-    Draw,
+    CounterRNG,
+    DecoderDenoising,
     EncoderDecoderLM,
     Mixture,
     Objective,
-    OneStack,
     PermutationLM,
     PrefixLM,
-    Salient,
-    SalientSpans,
+    SalientSpanCorruption,
+    SalientSpanMasking,
     SpanCorruption,
-    Spans,
-    Tokens,
-    Weighted,
-    Words,
+    SpanMasking,
+    TokenMasking,
+    WeightedObjective,
+    WholeWordMasking,
 )
 from firth.tokens import Rows, Vocabulary
 
@@ -42,7 +42,7 @@ Slicer = Callable[[Rows, Any], Rows]
 
 
 def batch_of(objective: Objective, rows: Rows, vocab: Vocabulary, seed: int = 1, step: int = 8) -> Batch:
-    return objective(rows, Draw(seed, rows.index, rows.index // step), vocab)
+    return objective(rows, CounterRNG(seed, rows.stream_index, rows.stream_index // step), vocab)
 
 
 def same_rows(part: Batch, whole: Batch, some: Any) -> bool:
@@ -55,25 +55,25 @@ def same_rows(part: Batch, whole: Batch, some: Any) -> bool:
 # --- any split of the rows ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("processes", [2, 8])
 def test_any_number_of_processes_makes_the_same_batch(
     name: str, processes: int, rows_for: Maker, slice_rows: Slicer, vocab: Vocabulary
 ) -> None:
-    objective = NAMED[name]
-    rows = rows_for(objective, 32, 64, documents=3 if objective.layout == "packed" else 1, missing=20)
+    objective = OBJECTIVES[name]
+    rows = rows_for(objective, 32, 64, documents=3 if objective.row_layout == "packed" else 1, missing=20)
     whole = batch_of(objective, rows, vocab)
     for process in range(processes):
         for some in (slice(process, None, processes), np.arange(32) // (32 // processes) == process):
             assert same_rows(batch_of(objective, slice_rows(rows, some), vocab), whole, some)
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_resumed_run_makes_the_same_batches(
     name: str, rows_for: Maker, slice_rows: Slicer, vocab: Vocabulary
 ) -> None:
-    objective = NAMED[name]
-    rows = rows_for(objective, 32, 64, documents=3 if objective.layout == "packed" else 1, missing=20)
+    objective = OBJECTIVES[name]
+    rows = rows_for(objective, 32, 64, documents=3 if objective.row_layout == "packed" else 1, missing=20)
     straight = [batch_of(objective, slice_rows(rows, slice(i, i + 8)), vocab) for i in range(0, 32, 8)]
     for start in (3, 1, 2):  # whatever was made before
         again = batch_of(objective, slice_rows(rows, slice(8 * start, 8 * start + 8)), vocab)
@@ -83,17 +83,17 @@ def test_a_resumed_run_makes_the_same_batches(
         assert same_rows(alone, straight[0], [i])
 
 
-@pytest.mark.parametrize("name", [name for name in NAMED if name not in ("clm", "bilm")])
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in ("clm", "bilm")])
 def test_another_seed_and_another_place_in_the_stream_are_other_noise(
     name: str, rows_for: Maker, vocab: Vocabulary
 ) -> None:
-    objective = NAMED[name]
+    objective = OBJECTIVES[name]
     rows = rows_for(objective, 16, 64)
     first = batch_of(objective, rows, vocab)
-    moved = rows._replace(index=rows.index + 16, row=rows.index + 16)
+    moved = rows._replace(stream_index=rows.stream_index + 16, row_index=rows.stream_index + 16)
     for other in (batch_of(objective, rows, vocab, seed=2), batch_of(objective, moved, vocab)):
-        assert first.tokens.shape == other.tokens.shape
-        assert (first.labels != other.labels).any() or (first.tokens != other.tokens).any()
+        assert first.input_ids.shape == other.input_ids.shape
+        assert (first.labels != other.labels).any() or (first.input_ids != other.input_ids).any()
 
 
 # --- any rows, rates and seeds ------------------------------------------------------------------------------------
@@ -101,21 +101,24 @@ def test_another_seed_and_another_place_in_the_stream_are_other_noise(
 rates = st.one_of(st.just(0.15), st.floats(0.02, 0.9))
 shares = st.one_of(st.just(0.0), st.just(1.0), st.floats(0, 1))
 choosers = st.one_of(
-    st.just(Tokens()), st.just(Words()), st.just(Salient()), st.builds(Spans, st.floats(0.05, 0.9), st.integers(1, 12))
+    st.just(TokenMasking()),
+    st.just(WholeWordMasking()),
+    st.just(SalientSpanMasking()),
+    st.builds(SpanMasking, st.floats(0.05, 0.9), st.integers(1, 12)),
 )
 masked = st.builds(
     MLM,
     rate=rates,
     mask=st.sampled_from([0.0, 0.8, 1.0]),
     random=st.just(0.0),
-    choose=choosers,
-    ask=st.sampled_from(["tokens", "boundary", "replaced"]),
-    sees=st.sampled_from(["all", "forward", "backward", "prefix"]),
-    copies=st.sampled_from([0, 1, 10]),
+    masking=choosers,
+    targets=st.sampled_from(["tokens", "boundary", "replaced"]),
+    visibility=st.sampled_from(["all", "forward", "backward", "prefix"]),
+    num_static_masks=st.sampled_from([0, 1, 10]),
 )
 corrupted = st.builds(SpanCorruption, rates, st.floats(1, 20))
 barts = st.builds(
-    BART,
+    BARTDenoising,
     permute=shares,
     rotate=shares,
     delete=st.floats(0, 0.9),
@@ -133,18 +136,18 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
     ),
     "mlm": masked,
     "corruption": corrupted,
-    "one-stack": st.builds(OneStack, rates, st.floats(1, 20), st.booleans()),
-    "salient": st.builds(SalientSpans, rates),
+    "one-stack": st.builds(DecoderDenoising, rates, st.floats(1, 20), st.booleans()),
+    "salient": st.builds(SalientSpanCorruption, rates),
     "bart": barts,
     "masks": st.builds(
-        lambda objectives, per: Mixture(tuple(map(Weighted, objectives)), per),
+        lambda objectives, per: Mixture(tuple(map(WeightedObjective, objectives)), per),
         st.lists(
-            st.builds(MLM, rate=rates, sees=st.sampled_from(["all", "forward", "prefix"])), min_size=1, max_size=3
+            st.builds(MLM, rate=rates, visibility=st.sampled_from(["all", "forward", "prefix"])), min_size=1, max_size=3
         ),
         st.sampled_from(["row", "batch"]),
     ),
     "mixed": st.builds(
-        lambda first, rest: Mixture((Weighted(first), *(Weighted(r, 2.0) for r in rest))),
+        lambda first, rest: Mixture((WeightedObjective(first), *(WeightedObjective(r, 2.0) for r in rest))),
         st.builds(EncoderDecoderLM),
         st.lists(corrupted, min_size=1, max_size=3),
     ),
@@ -175,17 +178,17 @@ def test_what_holds_for_any_rows(
 ) -> None:
     objective = data.draw(KINDS[kind], "objective")
     sentinels = tuple(range(999, 699, -1))
-    vocab = vocabulary(sentinels=sentinels)
-    vocab = Vocabulary(**(vars(vocab) | {"special": (*range(7), *sorted(sentinels))}))
-    frame = objective.frame(vocab)
+    vocab = vocabulary(sentinel_ids=sentinels)
+    vocab = Vocabulary(**(vars(vocab) | {"special_ids": (*range(7), *sorted(sentinels))}))
+    frame = objective.build_template(vocab)
     width = max(objective.source_length(data.draw(st.one_of(st.just(64), st.integers(6, 100)), "length")), 6)
-    layout = data.draw(layouts(width, frame.size, objective.max_documents(width)), "layout")
+    layout = data.draw(layouts(width, frame.num_edge_tokens, objective.max_documents(width)), "layout")
     seed = data.draw(st.integers(0, 2**32), "seed")
     rows = random_rows(layout, width, frame, seed % 1000)
-    rows = rows._replace(tokens=np.where(rows.real, rows.tokens % 600 + 7, rows.tokens))
+    rows = rows._replace(input_ids=np.where(rows.maskable, rows.input_ids % 600 + 7, rows.input_ids))
     batch = batch_of(objective, rows, vocab, seed, step=2)
 
-    full = random_rows([[width - frame.size]], width, frame)
+    full = random_rows([[width - frame.num_edge_tokens]], width, frame)
     for a, b in zip(batch, batch_of(objective, full, vocab, seed, step=2), strict=True):
         assert (a is None) == (b is None)
         assert a is None or a.shape[1:] == b.shape[1:], "shapes do not depend on the rows"
@@ -196,30 +199,32 @@ def test_what_holds_for_any_rows(
 
 def check(batch: Batch, rows: Rows, vocab: Vocabulary) -> None:
     """What holds for every batch of every objective."""
-    B, T = batch.tokens.shape
-    assert batch.doc.shape == batch.position.shape == (B, T)
-    read = batch.doc >= 0
+    B, T = batch.input_ids.shape
+    assert batch.document_ids.shape == batch.position_ids.shape == (B, T)
+    read = batch.document_ids >= 0
     assert (np.diff(read.astype(int), axis=1) <= 0).all(), "padding comes last"
-    assert (batch.tokens[~read] == PAD).all()
-    assert (batch.position[~read] == 0).all()
-    labels = batch.labels[batch.labels != IGNORED]
+    assert (batch.input_ids[~read] == PAD).all()
+    assert (batch.position_ids[~read] == 0).all()
+    labels = batch.labels[batch.labels != IGNORE_INDEX]
     assert ((labels > 0) & (labels < vocab.size)).all()
     assert (batch.labels != MASK).all()
-    assert (batch.tokens >= 0).all()
-    assert (batch.tokens < vocab.size).all()
+    assert (batch.input_ids >= 0).all()
+    assert (batch.input_ids < vocab.size).all()
     for b in range(B):
-        for d in range(batch.doc[b].max() + 1):
-            mine = batch.doc[b] == d
-            if (batch.doc[b].max() == rows.doc[b].max()) or mine.any():
-                assert batch.position[b][mine].tolist() == list(range(mine.sum()))
-    if batch.asked is not None:
-        used = batch.labels != IGNORED
+        for d in range(batch.document_ids[b].max() + 1):
+            mine = batch.document_ids[b] == d
+            if (batch.document_ids[b].max() == rows.document_ids[b].max()) or mine.any():
+                assert batch.position_ids[b][mine].tolist() == list(range(mine.sum()))
+    if batch.target_positions is not None:
+        used = batch.labels != IGNORE_INDEX
         assert (np.diff(used.astype(int), axis=-1) <= 0).all(), "unused slots come last"
-        assert np.take_along_axis(batch.doc, batch.asked, 1)[used].min(initial=0) >= 0
-        places = batch.asked + T * np.arange(B)[:, None]
+        assert np.take_along_axis(batch.document_ids, batch.target_positions, 1)[used].min(initial=0) >= 0
+        places = batch.target_positions + T * np.arange(B)[:, None]
         assert len(set(places[used].tolist())) == used.sum(), "no place is asked twice"
-    if batch.decoder_tokens is not None:
-        assert batch.decoder_tokens.shape == batch.decoder_doc.shape == batch.labels.shape
-        assert (batch.decoder_doc[batch.labels != IGNORED] >= 0).all()
+    if batch.decoder_input_ids is not None:
+        assert batch.decoder_input_ids.shape == batch.decoder_document_ids.shape == batch.labels.shape
+        assert (batch.decoder_document_ids[batch.labels != IGNORE_INDEX] >= 0).all()
         for b in range(B):
-            assert np.isin(batch.decoder_doc[b], batch.doc[b]).all(), "whatever the decoder reads sees some text"
+            assert np.isin(batch.decoder_document_ids[b], batch.document_ids[b]).all(), (
+                "whatever the decoder reads sees some text"
+            )

@@ -11,8 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firth.objectives import IGNORED, Batch, Draw, Objective, OneStack, SalientSpans, SpanCorruption
-from firth.tokens import Frame, Rows, Vocabulary
+from firth.objectives import (
+    IGNORE_INDEX,
+    Batch,
+    CounterRNG,
+    DecoderDenoising,
+    Objective,
+    SalientSpanCorruption,
+    SpanCorruption,
+)
+from firth.tokens import Rows, RowTemplate, Vocabulary
 
 PAD, END, UNK, CLS, SEP, MASK, BOS = range(7)
 TEXT = 500  # ids from here on are text, 40,000 of them
@@ -23,7 +31,7 @@ SPECIAL = (PAD, END, UNK, CLS, SEP, MASK, BOS, *sorted(SENTINELS))
 VOCAB = Vocabulary(len(SENTINEL), PAD, UNK, None, END, CLS, SEP, MASK, SENTINELS, SPECIAL)
 
 
-def make_rows(layout: list[list[int]], width: int, frame: Frame) -> Rows:
+def make_rows(layout: list[list[int]], width: int, frame: RowTemplate) -> Rows:
     """Rows of documents with so many tokens of text; each token of a batch is another one."""
     shape = (len(layout), width)
     tokens, doc, position = np.full(shape, PAD), np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
@@ -32,7 +40,7 @@ def make_rows(layout: list[list[int]], width: int, frame: Frame) -> Rows:
     for b, lengths in enumerate(layout):
         at = 0
         for d, n in enumerate(lengths):
-            end = at + n + frame.size
+            end = at + n + frame.num_edge_tokens
             tokens[b, at:end] = [*frame.before, *range(word, word + n), *frame.after]
             doc[b, at:end], position[b, at:end] = d, np.arange(end - at)
             real[b, at + before : at + before + n] = True
@@ -49,39 +57,39 @@ def divide(total: int, parts: int, rng: np.random.Generator) -> list[int]:
 
 
 def apply(objective: Objective, rows: Rows, seed: int = 1) -> Batch:
-    return objective(rows, Draw(seed, rows.index), VOCAB)
+    return objective(rows, CounterRNG(seed, rows.stream_index), VOCAB)
 
 
 # --- span corruption: the figures ---------------------------------------------------------------------------------
 
-T5 = Frame((), (END,))
+T5 = RowTemplate((), (END,))
 
 
 def test_the_published_lengths() -> None:
     # 568 tokens of text and the end: 85 are noise in 28 spans, 483 + 28 + 1 are read, 85 + 28 + 1 are written.
     objective = SpanCorruption()
-    assert objective.frame(VOCAB) == T5
+    assert objective.build_template(VOCAB) == T5
     assert objective.source_length(512) == 569
-    assert objective.lengths(569) == (512, 114)
+    assert objective.encoder_decoder_lengths(569) == (512, 114)
     batch = apply(objective, make_rows([[568]] * 3, 569, T5))
-    assert batch.tokens.shape == (3, 512)
-    assert batch.labels.shape == batch.decoder_tokens.shape == (3, 114)
-    assert SENTINEL[batch.tokens].sum(1).tolist() == [28] * 3
+    assert batch.input_ids.shape == (3, 512)
+    assert batch.labels.shape == batch.decoder_input_ids.shape == (3, 114)
+    assert SENTINEL[batch.input_ids].sum(1).tolist() == [28] * 3
 
 
 def test_counts_by_hand() -> None:
-    noise, spans = SpanCorruption().counts(np.array([-1, 0, 1, 2, 10, 100, 568]))
+    noise, spans = SpanCorruption().noise_counts(np.array([-1, 0, 1, 2, 10, 100, 568]))
     assert noise.tolist() == [0, 0, 0, 1, 2, 15, 85]  # 1.5 is rounded up
     assert spans.tolist() == [0, 0, 0, 1, 1, 5, 28]
     # Some text must remain, and each span has text before it.
-    noise, spans = SpanCorruption(rate=0.9, mean_span=3).counts(np.array([2, 4, 100]))
+    noise, spans = SpanCorruption(rate=0.9, mean_span=3).noise_counts(np.array([2, 4, 100]))
     assert noise.tolist() == [1, 3, 90]
     assert spans.tolist() == [1, 1, 10]
 
 
 def test_further_documents_cost_noise_and_spans_where_the_answer_is_full() -> None:
     filled, docs = np.array([569, 569, 569, 569, 560, 2]), np.array([1, 2, 3, 28, 2, 1])
-    noise, spans = SpanCorruption().shares(filled, docs, 114)
+    noise, spans = SpanCorruption().row_noise_counts(filled, docs, 114)
     assert noise.tolist() == [85, 84, 84, 71, 84, 0]
     assert spans.tolist() == [28, 27, 27, 14, 28, 0]
 
@@ -91,7 +99,7 @@ def test_a_source_row_is_as_long_as_the_encoder_allows(rate: float, mean_span: f
     objective = SpanCorruption(rate, mean_span)
     for length in (3, 16, 128, 513):
         source = objective.source_length(length)
-        assert objective.lengths(source)[0] <= length < objective.lengths(source + 1)[0]
+        assert objective.encoder_decoder_lengths(source)[0] <= length < objective.encoder_decoder_lengths(source + 1)[0]
         assert source >= length
 
 
@@ -107,9 +115,9 @@ def test_a_row_takes_many_documents_by_default_and_always_one() -> None:
 def rebuild(batch: Batch, b: int) -> list[list[int]]:
     """The documents of a row, put together from what is read and what is answered."""
     documents = []
-    for d in range(batch.doc[b].max() + 1):
-        read = batch.tokens[b][batch.doc[b] == d].tolist()
-        answer = batch.labels[b][(batch.decoder_doc[b] == d) & (batch.labels[b] != IGNORED)].tolist()
+    for d in range(batch.document_ids[b].max() + 1):
+        read = batch.input_ids[b][batch.document_ids[b] == d].tolist()
+        answer = batch.labels[b][(batch.decoder_document_ids[b] == d) & (batch.labels[b] != IGNORE_INDEX)].tolist()
         documents.append(join(read, answer))
     return documents
 
@@ -132,34 +140,40 @@ def check(objective: SpanCorruption, layout: list[list[int]], width: int, seed: 
     """What must hold for every batch."""
     rows = make_rows(layout, width, T5)
     batch = apply(objective, rows, seed)
-    encoder, decoder = objective.lengths(width)
-    assert batch.tokens.shape == batch.doc.shape == batch.position.shape == (len(layout), encoder)
-    assert batch.labels.shape == batch.decoder_tokens.shape == (len(layout), decoder)
-    assert batch.decoder_doc.shape == batch.decoder_position.shape == (len(layout), decoder)
+    encoder, decoder = objective.encoder_decoder_lengths(width)
+    assert batch.input_ids.shape == batch.document_ids.shape == batch.position_ids.shape == (len(layout), encoder)
+    assert batch.labels.shape == batch.decoder_input_ids.shape == (len(layout), decoder)
+    assert batch.decoder_document_ids.shape == batch.decoder_position_ids.shape == (len(layout), decoder)
     for b, lengths in enumerate(layout):
-        source = [rows.tokens[b][rows.doc[b] == d].tolist() for d in range(len(lengths))]
+        source = [rows.input_ids[b][rows.document_ids[b] == d].tolist() for d in range(len(lengths))]
         assert rebuild(batch, b) == source
 
-        asked = batch.labels[b] != IGNORED
+        asked = batch.labels[b] != IGNORE_INDEX
         for tokens, doc, position in (
-            (batch.tokens[b][batch.doc[b] >= 0], batch.doc[b][batch.doc[b] >= 0], batch.position[b]),
-            (batch.labels[b][asked], batch.decoder_doc[b][asked], batch.decoder_position[b]),
+            (
+                batch.input_ids[b][batch.document_ids[b] >= 0],
+                batch.document_ids[b][batch.document_ids[b] >= 0],
+                batch.position_ids[b],
+            ),
+            (batch.labels[b][asked], batch.decoder_document_ids[b][asked], batch.decoder_position_ids[b]),
         ):
             sizes = np.bincount(doc, minlength=len(lengths))
             assert (np.diff(doc) >= 0).all(), "documents stay in order"
             assert position[: len(doc)].tolist() == [p for n in sizes for p in range(n)]
             assert (tokens[np.cumsum(sizes) - 1] == END).all()
-        used = int((batch.doc[b] >= 0).sum())
-        assert (batch.doc[b][:used] >= 0).all(), "padding comes last"
-        assert (batch.tokens[b][used:] == PAD).all()
-        assert (batch.position[b][used:] == 0).all()
+        used = int((batch.document_ids[b] >= 0).sum())
+        assert (batch.document_ids[b][:used] >= 0).all(), "padding comes last"
+        assert (batch.input_ids[b][used:] == PAD).all()
+        assert (batch.position_ids[b][used:] == 0).all()
 
         # The decoder reads its own answer one place later, and each document begins anew.
         assert asked[: asked.sum()].all(), "padding comes last"
         for d in range(len(lengths)):
-            mine = asked & (batch.decoder_doc[b] == d)
-            assert batch.decoder_tokens[b][mine].tolist() == [PAD, *batch.labels[b][mine][:-1].tolist()]
-        assert np.isin(batch.decoder_doc[b], batch.doc[b][:used]).all(), "whatever the decoder reads sees some text"
+            mine = asked & (batch.decoder_document_ids[b] == d)
+            assert batch.decoder_input_ids[b][mine].tolist() == [PAD, *batch.labels[b][mine][:-1].tolist()]
+        assert np.isin(batch.decoder_document_ids[b], batch.document_ids[b][:used]).all(), (
+            "whatever the decoder reads sees some text"
+        )
     return batch
 
 
@@ -174,13 +188,13 @@ def test_one_document_to_a_row() -> None:
     objective = SpanCorruption()
     for first in range(0, 250, 50):
         batch = check(objective, [[568]] * 50, 569, seed=first)
-        assert (batch.doc == 0).all()
-        assert batch.num_answers == 50 * 114
-        assert (SENTINEL[batch.tokens].sum(1) == 28).all()
+        assert (batch.document_ids == 0).all()
+        assert batch.num_targets == 50 * 114
+        assert (SENTINEL[batch.input_ids].sum(1) == 28).all()
         written = (batch.labels >= TEXT).sum(1)
         assert (written == 85).all()  # 15% of 568, in spans of 85 / 28 = 3.04 tokens
-        assert (batch.tokens[:, 0] >= TEXT).all(), "text comes first"
-        assert SENTINEL[batch.tokens[:, -2]].all(), "noise comes last"
+        assert (batch.input_ids[:, 0] >= TEXT).all(), "text comes first"
+        assert SENTINEL[batch.input_ids[:, -2]].all(), "noise comes last"
 
 
 @pytest.mark.parametrize(("rate", "mean_span"), [(0.15, 3.0), (0.15, 8.0), (0.3, 3.0)])
@@ -190,20 +204,20 @@ def test_full_rows_have_no_padding_however_many_documents_they_hold(rate: float,
     width = objective.source_length(length)
     most = objective.max_documents(width)
     batch = check(objective, full_rows(56, width, most), width)
-    assert batch.tokens.shape[1] == length
-    assert (batch.doc >= 0).all()
-    docs = batch.doc.max(1) + 1
-    unused = (batch.labels == IGNORED).sum(1)
+    assert batch.input_ids.shape[1] == length
+    assert (batch.document_ids >= 0).all()
+    docs = batch.document_ids.max(1) + 1
+    unused = (batch.labels == IGNORE_INDEX).sum(1)
     assert (unused == (docs - 1) % 2).all()
     # Two further documents cost one token of noise and one span.
-    noise, spans = objective.counts(np.asarray(width - 1))
+    noise, spans = objective.noise_counts(np.asarray(width - 1))
     assert ((batch.labels >= TEXT).sum(1) == noise - docs // 2).all()
     assert (SENTINEL[batch.labels].sum(1) == spans - docs // 2).all()
 
 
 def test_text_comes_first_and_noise_last_in_each_document() -> None:
     batch = check(SpanCorruption(), full_rows(70, 142, 7), 142)
-    for tokens, doc in zip(batch.tokens, batch.doc, strict=True):
+    for tokens, doc in zip(batch.input_ids, batch.document_ids, strict=True):
         for d in range(doc.max() + 1):
             *read, end = tokens[doc == d]
             assert end == END
@@ -219,7 +233,7 @@ def test_the_share_of_noise_over_packed_rows() -> None:
         batch = check(SpanCorruption(), layout, 569, seed)
         text += sum(map(sum, layout))
         noise += int((batch.labels >= TEXT).sum())
-        spans += int(SENTINEL[batch.tokens].sum())
+        spans += int(SENTINEL[batch.input_ids].sum())
     assert text > 130_000
     assert noise == 60 * (85 + 84 + 84 + 83)
     assert spans == 60 * (28 + 27 + 27 + 26)
@@ -257,7 +271,7 @@ def test_nothing_overflows_and_nothing_is_lost(data: st.DataObject) -> None:
 def test_rows_with_hardly_any_text() -> None:
     # One token cannot be hidden and still have text before it: only the end is asked.
     batch = check(SpanCorruption(), [[1], [1, 1, 1], [2], [1, 2, 1]], 142)
-    assert batch.num_answers == 1 + 3 + 3 + 5
+    assert batch.num_targets == 1 + 3 + 3 + 5
 
 
 # --- in one row ---------------------------------------------------------------------------------------------------
@@ -266,27 +280,34 @@ def test_rows_with_hardly_any_text() -> None:
 def rebuild_row(batch: Batch, b: int) -> list[list[int]]:
     """The documents of a row that has their answers after them."""
     documents = []
-    for d in range(batch.doc[b].max() + 1):
-        row = batch.tokens[b][batch.doc[b] == d].tolist()
+    for d in range(batch.document_ids[b].max() + 1):
+        row = batch.input_ids[b][batch.document_ids[b] == d].tolist()
         text = row.index(END) + 1
         documents.append(join(row[:text], row[text:]))
     return documents
 
 
-def check_row(objective: OneStack, layout: list[list[int]], width: int, seed: int = 1) -> Batch:
+def check_row(objective: DecoderDenoising, layout: list[list[int]], width: int, seed: int = 1) -> Batch:
     """What must hold for every batch."""
     rows = make_rows(layout, width, T5)
     batch = apply(objective, rows, seed)
-    encoder, decoder = objective.lengths(width)
-    assert batch.tokens.shape == (len(layout), encoder + decoder)
-    assert batch.asked.shape == batch.labels.shape == (len(layout), decoder)
+    encoder, decoder = objective.encoder_decoder_lengths(width)
+    assert batch.input_ids.shape == (len(layout), encoder + decoder)
+    assert batch.target_positions.shape == batch.labels.shape == (len(layout), decoder)
     for b, lengths in enumerate(layout):
-        assert rebuild_row(batch, b) == [rows.tokens[b][rows.doc[b] == d].tolist() for d in range(len(lengths))]
-        used = batch.labels[b] != IGNORED
-        assert (batch.tokens[b][batch.asked[b][used] + 1] == batch.labels[b][used]).all(), "the next token is asked"
-        assert (batch.doc[b][batch.asked[b][used] + 1] == batch.doc[b][batch.asked[b][used]]).all()
-        answers = sum(batch.doc[b] >= 0) - sum(
-            batch.tokens[b][batch.doc[b] == d].tolist().index(END) + 1 for d in range(len(lengths))
+        assert rebuild_row(batch, b) == [
+            rows.input_ids[b][rows.document_ids[b] == d].tolist() for d in range(len(lengths))
+        ]
+        used = batch.labels[b] != IGNORE_INDEX
+        assert (batch.input_ids[b][batch.target_positions[b][used] + 1] == batch.labels[b][used]).all(), (
+            "the next token is asked"
+        )
+        assert (
+            batch.document_ids[b][batch.target_positions[b][used] + 1]
+            == batch.document_ids[b][batch.target_positions[b][used]]
+        ).all()
+        answers = sum(batch.document_ids[b] >= 0) - sum(
+            batch.input_ids[b][batch.document_ids[b] == d].tolist().index(END) + 1 for d in range(len(lengths))
         )
         assert used.sum() == answers, "all of the answers, and nothing else"
     return batch
@@ -294,26 +315,26 @@ def check_row(objective: OneStack, layout: list[list[int]], width: int, seed: in
 
 def test_one_row_has_the_published_lengths_of_both_sides() -> None:
     # 568 tokens of text: 512 for the text with its sentinels, 114 for the answers.
-    assert OneStack().source_length(626) == 569
-    batch = check_row(OneStack(), [[568]] * 3, 569)
-    assert batch.tokens.shape == (3, 626)
-    assert batch.num_answers == 3 * 114
-    assert (batch.doc == 0).all(), "no padding"
+    assert DecoderDenoising().source_length(626) == 569
+    batch = check_row(DecoderDenoising(), [[568]] * 3, 569)
+    assert batch.input_ids.shape == (3, 626)
+    assert batch.num_targets == 3 * 114
+    assert (batch.document_ids == 0).all(), "no padding"
 
 
 @pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize("length", [64, 256])
 def test_one_row_of_many_documents(prefix: bool, length: int) -> None:
-    objective = OneStack(prefix=prefix)
+    objective = DecoderDenoising(prefix=prefix)
     width = objective.source_length(length)
-    assert sum(objective.lengths(width)) <= length < sum(objective.lengths(width + 1))
+    assert sum(objective.encoder_decoder_lengths(width)) <= length < sum(objective.encoder_decoder_lengths(width + 1))
     check_row(objective, full_rows(40, width, objective.max_documents(width) or 1), width)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_nothing_overflows_in_one_row(data: st.DataObject) -> None:
-    objective, layout, width = data.draw(corrupted(OneStack))
+    objective, layout, width = data.draw(corrupted(DecoderDenoising))
     check_row(objective, layout, width, seed=data.draw(st.integers(0, 2**32), "seed"))
 
 
@@ -324,14 +345,14 @@ def test_salient_spans_rebuild_the_text_too(random_rows: Callable[..., Rows]) ->
     layout = [[127], [60, 66], [40, 41, 20], [1, 2, 3, 4], [1]] * 8
     bits = random_rows(layout, 128, T5)
     rows = make_rows(layout, 128, T5)._replace(word_start=bits.word_start, salient=bits.salient)
-    objective = SalientSpans()
+    objective = SalientSpanCorruption()
     assert objective.source_length(128) == 128
     batch = apply(objective, rows)
-    assert batch.tokens.shape == (40, 128)
+    assert batch.input_ids.shape == (40, 128)
     assert batch.labels.shape == (40, 2 * 19 + 4)
     hidden = (batch.labels >= TEXT).sum(1)
     for b, lengths in enumerate(layout):
-        assert rebuild(batch, b) == [rows.tokens[b][rows.doc[b] == d].tolist() for d in range(len(lengths))]
+        assert rebuild(batch, b) == [rows.input_ids[b][rows.document_ids[b] == d].tolist() for d in range(len(lengths))]
         assert hidden[b] <= max(1, int(0.15 * sum(lengths) + 0.5))
-    names = rows.tokens[rows.salient]  # 6% of the text, and 15% is asked
+    names = rows.input_ids[rows.salient]  # 6% of the text, and 15% is asked
     assert np.isin(names, batch.labels).mean() > 0.95, "names come first"

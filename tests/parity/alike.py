@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from firth.models import Model
-from firth.models.weights import to_hf
+from firth.models.hf.checkpoint import to_hf_tensors
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -34,7 +34,7 @@ def gradients_in_their_names(model: Model) -> dict[str, Tensor]:
     mirror = copy.deepcopy(model)
     for p, q in zip(mirror.parameters(), model.parameters(), strict=True):
         p.data = torch.zeros_like(q) if q.grad is None else q.grad
-    return to_hf(mirror)
+    return to_hf_tensors(mirror)
 
 
 def same_gradients(ours: Model, theirs: Any) -> None:

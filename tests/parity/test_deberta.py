@@ -13,20 +13,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from firth.errors import UserError
+from firth.core.errors import UserError
 from firth.models import (
     PRESETS,
     Encoder,
     ModelConfig,
     count_parameters,
-    family_of,
+    hf_model_type,
     load_model,
     make_model,
-    with_classes,
+    with_classification_head,
 )
-from firth.models.config import Convolution, Disentangled, Learned
+from firth.models.config import ConvolutionConfig, Disentangled, LearnedPosition
+from firth.models.hf.checkpoint import from_hf_config, to_hf_config, write_model
 from firth.models.presets import deberta, deberta_v2, deberta_v3
-from firth.models.weights import from_hf_config, to_hf_config, write_model
 from firth.objectives.batch import Batch
 
 transformers = pytest.importorskip("transformers")
@@ -107,25 +107,31 @@ def test_packed_documents_are_read_as_if_alone(name: str, tmp_path: Path) -> Non
     assert isinstance(ours, Encoder)
     segment = SEGMENT[:1] if "segments" in name else None
     doc, position = torch.tensor([[0] * 5 + [1] * 8]), torch.tensor([[*range(5), *range(8)]])
-    packed = ours.logits(Batch(TOKENS[:1], doc=doc, position=position, segment=segment))
+    packed = ours.logits(Batch(TOKENS[:1], document_ids=doc, position_ids=position, token_type_ids=segment))
     for part in (slice(0, 5), slice(5, T)):
         alone = None if segment is None else segment[:, part]
         assert_close(packed[:, part], theirs(TOKENS[:1, part], token_type_ids=alone).logits, **CLOSE)
 
 
 OURS: dict[str, ModelConfig] = {
-    "v1": deberta(2, 32, 4, V, position=Disentangled(far=8, length=20)),
-    "v1, absolute places": deberta(2, 32, 4, V, position=Disentangled(16, 16, absolute=True), num_segments=2),
-    "v2": deberta_v2(2, 32, 4, V, position=Disentangled(16, 16, buckets=4, shared=True, normed=True)),
-    "v2, tanh": deberta_v2(2, 32, 4, V, convolution=Convolution(5, "tanh"), position=Disentangled(16, 16)),
-    "v3": deberta_v3(2, 32, 4, V, position=Disentangled(16, 16, buckets=4, shared=True, normed=True)),
+    "v1": deberta(2, 32, 4, V, position=Disentangled(max_distance=8, length=20)),
+    "v1, absolute places": deberta(
+        2, 32, 4, V, position=Disentangled(16, 16, absolute_embeddings=True), num_segments=2
+    ),
+    "v2": deberta_v2(
+        2, 32, 4, V, position=Disentangled(16, 16, num_buckets=4, share_projections=True, norm_embeddings=True)
+    ),
+    "v2, tanh": deberta_v2(2, 32, 4, V, convolution=ConvolutionConfig(5, "tanh"), position=Disentangled(16, 16)),
+    "v3": deberta_v3(
+        2, 32, 4, V, position=Disentangled(16, 16, num_buckets=4, share_projections=True, norm_embeddings=True)
+    ),
 }
 
 
 @pytest.mark.parametrize("classes", [False, True], ids=["lm", "classes"])
 @pytest.mark.parametrize("name", OURS)
 def test_to_transformers(name: str, classes: bool, tmp_path: Path) -> None:
-    config = with_classes(OURS[name], ("no", "yes", "maybe")) if classes else OURS[name]
+    config = with_classification_head(OURS[name], ("no", "yes", "maybe")) if classes else OURS[name]
     ours = stir(make_model(config))
     write_model(ours, tmp_path)
     auto = transformers.AutoModelForSequenceClassification if classes else transformers.AutoModelForMaskedLM
@@ -202,7 +208,7 @@ def test_what_is_not_deberta_is_said_or_kept_under_our_name() -> None:
         from_hf_config(hf | {"talking_head": True})
     with pytest.raises(UserError, match="embedding_size"):
         from_hf_config(hf | {"embedding_size": 8})
-    assert [family_of(config) for config in OURS.values()] == ["deberta"] * 2 + ["deberta-v2"] * 3
-    assert family_of(replace(OURS["v1"], attention_bias="all")) == "firth"
-    assert family_of(replace(OURS["v3"], norm_first=True)) == "firth"
-    assert family_of(replace(OURS["v3"], position=Learned())) == "firth"
+    assert [hf_model_type(config) for config in OURS.values()] == ["deberta"] * 2 + ["deberta-v2"] * 3
+    assert hf_model_type(replace(OURS["v1"], attention_bias="all")) == "firth"
+    assert hf_model_type(replace(OURS["v3"], norm_first=True)) == "firth"
+    assert hf_model_type(replace(OURS["v3"], position=LearnedPosition())) == "firth"

@@ -11,11 +11,11 @@ from parity.alike import CLOSE, mixture, same_gradients, stir
 from torch import Tensor
 from torch.testing import assert_close
 
-from firth.errors import UserError
-from firth.models import Classes, LMHead, ModelConfig, family_of, from_hf_config, load_model, make_model
-from firth.models.config import LayerNorm, Rotary, Stretch, Window
+from firth.core.errors import UserError
+from firth.models import ClassificationHead, LMHead, ModelConfig, from_hf_config, hf_model_type, load_model, make_model
+from firth.models.config import LayerNormConfig, RopeScaling, Rotary, SlidingWindow
+from firth.models.hf.checkpoint import write_model
 from firth.models.presets import llama, llama3, modernbert
-from firth.models.weights import write_model
 from firth.tokens import Vocabulary
 
 transformers = pytest.importorskip("transformers")
@@ -92,16 +92,16 @@ def test_from_transformers(name: str, padded: bool, tmp_path: Path, capsys: pyte
     same_gradients(ours, theirs)
 
 
-SMALL = dict(position=Rotary(500.0, 64, Stretch(4.0, length=16)))
+SMALL = dict(position=Rotary(500.0, 64, RopeScaling(4.0, original_length=16)))
 OURS: dict[str, tuple[ModelConfig, str]] = {
     "llama": (llama(2, 32, 4, 48, V), "AutoModelForCausalLM"),
     "llama 3": (llama3(2, 32, 4, 48, num_kv_heads=2, head=LMHead(), **SMALL), "AutoModelForCausalLM"),
     "classes": (
-        llama(2, 32, 4, 48, V, head=Classes(("a", "b", "c"), pool="last")),
+        llama(2, 32, 4, 48, V, head=ClassificationHead(("a", "b", "c"), pool="last")),
         "AutoModelForSequenceClassification",
     ),
-    "modernbert": (modernbert(4, 32, 4, 48, V, window=Window(6, 3)), "AutoModelForMaskedLM"),
-    "norms with biases": (modernbert(4, 32, 4, 48, V, norm=LayerNorm(1e-5)), "AutoModelForMaskedLM"),
+    "modernbert": (modernbert(4, 32, 4, 48, V, window=SlidingWindow(6, 3)), "AutoModelForMaskedLM"),
+    "norms with biases": (modernbert(4, 32, 4, 48, V, norm=LayerNormConfig(1e-5)), "AutoModelForMaskedLM"),
 }
 
 
@@ -118,8 +118,8 @@ def test_to_transformers(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         assert_close(ours(**inputs).logits, theirs.eval()(**inputs).logits, **CLOSE)
     assert load_model(tmp_path).config == config
-    vocab = Vocabulary(V, 0, 1, 2, 2, 2, 3, 4, (), special=(0, 1, 2, 3, 4))
-    assert family_of(config, vocab) == config.family, "also with a tokenizer"
+    vocab = Vocabulary(V, 0, 1, 2, 2, 2, 3, 4, (), special_ids=(0, 1, 2, 3, 4))
+    assert hf_model_type(config, vocab) == config.family, "also with a tokenizer"
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,18 @@ from scipy import stats
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
-from firth.objectives import IGNORED, MLM, Batch, Draw, OneStack, PermutationLM, SpanCorruption, Words, sight
-from firth.tokens import Frame, Rows, Vocabulary
+from firth.objectives import (
+    IGNORE_INDEX,
+    MLM,
+    Batch,
+    CounterRNG,
+    DecoderDenoising,
+    PermutationLM,
+    SpanCorruption,
+    WholeWordMasking,
+    visibility,
+)
+from firth.tokens import Rows, RowTemplate, Vocabulary
 
 transformers = pytest.importorskip("transformers")
 
@@ -38,7 +48,7 @@ def tokenizer() -> Any:
     return made
 
 
-def make_rows(count: int, length: int, frame: Frame, seed: int = 0) -> Rows:
+def make_rows(count: int, length: int, frame: RowTemplate, seed: int = 0) -> Rows:
     """Full rows of one document of random text in its frame; some end in padding, up to a quarter of the row."""
     rng = np.random.default_rng(seed)
     place, before, after = np.arange(length), len(frame.before), len(frame.after)
@@ -58,11 +68,14 @@ def make_rows(count: int, length: int, frame: Frame, seed: int = 0) -> Rows:
 def collate(collator: Any, rows: Rows) -> dict[str, np.ndarray]:
     """What a collator of theirs makes of the same rows, told what it wants to be told."""
     if isinstance(collator, transformers.DataCollatorForPermutationLanguageModeling):
-        return collator([{"input_ids": row} for row in rows.tokens.tolist()])
+        return collator([{"input_ids": row} for row in rows.input_ids.tolist()])
     examples = [
         {"input_ids": ids, "special_tokens_mask": special, "attention_mask": seen}
         for ids, special, seen in zip(
-            rows.tokens.tolist(), (~rows.real).astype(int).tolist(), (rows.doc >= 0).astype(int).tolist(), strict=True
+            rows.input_ids.tolist(),
+            (~rows.maskable).astype(int).tolist(),
+            (rows.document_ids >= 0).astype(int).tolist(),
+            strict=True,
         )
     ]
     if collator.whole_word_mask:
@@ -74,14 +87,14 @@ def collate(collator: Any, rows: Rows) -> dict[str, np.ndarray]:
 def offset_mapping(rows: Rows) -> np.ndarray:
     """Where in the text each token would lie: tokens are a letter long, and a space comes before every word."""
     assert rows.word_start is not None
-    start = np.cumsum(np.where(rows.word_start, 2, 1) * rows.real, 1)
-    return np.stack([np.where(rows.real, start, 0), np.where(rows.real, start + 1, 0)], 2)
+    start = np.cumsum(np.where(rows.word_start, 2, 1) * rows.maskable, 1)
+    return np.stack([np.where(rows.maskable, start, 0), np.where(rows.maskable, start + 1, 0)], 2)
 
 
 def asked_mask(batch: Batch) -> np.ndarray:
-    mask = np.zeros(batch.tokens.shape, bool)
-    row, slot = np.nonzero(batch.labels != IGNORED)
-    mask[row, batch.asked[row, slot]] = True
+    mask = np.zeros(batch.input_ids.shape, bool)
+    row, slot = np.nonzero(batch.labels != IGNORE_INDEX)
+    mask[row, batch.target_positions[row, slot]] = True
     return mask
 
 
@@ -104,47 +117,47 @@ def run_lengths(mask: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("tensors", ["np", "pt"])
 def test_masks_follow_the_laws_of_the_published_collator(tokenizer: Any, tensors: str) -> None:
-    rows = make_rows(4000, 128, MLM().frame(VOCAB))
-    assert rows.real.sum() > 400_000
+    rows = make_rows(4000, 128, MLM().build_template(VOCAB))
+    assert rows.maskable.sum() > 400_000
     collator = transformers.DataCollatorForLanguageModeling(tokenizer, seed=1, return_tensors=tensors)
     theirs = {name: np.asarray(array) for name, array in collate(collator, rows).items()}
-    batch = MLM()(rows, Draw(1, rows.index), VOCAB)
+    batch = MLM()(rows, CounterRNG(1, rows.stream_index), VOCAB)
     sides = {
-        "ours": (asked_mask(batch), batch.tokens),
-        "theirs": (theirs["labels"] != IGNORED, theirs["input_ids"]),
+        "ours": (asked_mask(batch), batch.input_ids),
+        "theirs": (theirs["labels"] != IGNORE_INDEX, theirs["input_ids"]),
     }
     facts, places = {}, {}
     for side, (asked, read) in sides.items():
-        assert not asked[~rows.real].any()
-        assert (read[~asked] == rows.tokens[~asked]).all()
-        masked, kept = read[asked] == MASK, read[asked] == rows.tokens[asked]
-        facts[side] = [asked.sum() / rows.real.sum(), masked.mean(), kept.mean(), (~masked & ~kept).mean()]
+        assert not asked[~rows.maskable].any()
+        assert (read[~asked] == rows.input_ids[~asked]).all()
+        masked, kept = read[asked] == MASK, read[asked] == rows.input_ids[asked]
+        facts[side] = [asked.sum() / rows.maskable.sum(), masked.mean(), kept.mean(), (~masked & ~kept).mean()]
         places[side] = np.nonzero(asked)[1]
     assert facts["ours"][0] == pytest.approx(facts["theirs"][0], abs=0.005)
     assert facts["ours"][1:] == pytest.approx(facts["theirs"][1:], abs=0.01)
-    assert (theirs["labels"][sides["theirs"][0]] == rows.tokens[sides["theirs"][0]]).all()
+    assert (theirs["labels"][sides["theirs"][0]] == rows.input_ids[sides["theirs"][0]]).all()
     assert alike(places["ours"] // 8, places["theirs"] // 8) > UNLIKELY, "each part of the row as often"
 
 
 def test_whole_words_beside_the_published_collator(tokenizer: Any) -> None:
-    rows = make_rows(600, 128, MLM().frame(VOCAB))
+    rows = make_rows(600, 128, MLM().build_template(VOCAB))
     assert rows.word_start is not None
     collator = transformers.DataCollatorForLanguageModeling(
         tokenizer, whole_word_mask=True, mask_replace_prob=1.0, random_replace_prob=0.0, seed=1, return_tensors="np"
     )
     theirs = collate(collator, rows)
-    batch = MLM(choose=Words(), mask=1.0, random=0.0)(rows, Draw(1, rows.index), VOCAB)
-    word = np.cumsum(rows.word_start, 1) + 200 * rows.index[:, None]
-    size = np.bincount(word[rows.real], minlength=word.max() + 1)
+    batch = MLM(masking=WholeWordMasking(), mask=1.0, random=0.0)(rows, CounterRNG(1, rows.stream_index), VOCAB)
+    word = np.cumsum(rows.word_start, 1) + 200 * rows.stream_index[:, None]
+    size = np.bincount(word[rows.maskable], minlength=word.max() + 1)
     sizes = {}
     for side, asked, read in (
-        ("ours", asked_mask(batch), batch.tokens),
-        ("theirs", theirs["labels"] != IGNORED, theirs["input_ids"]),
+        ("ours", asked_mask(batch), batch.input_ids),
+        ("theirs", theirs["labels"] != IGNORE_INDEX, theirs["input_ids"]),
     ):
         hidden = np.bincount(word[asked], minlength=len(size))
         assert ((hidden == 0) | (hidden == size)).all(), "words are whole"
         assert (read[asked] == MASK).all()
-        assert asked.sum() / rows.real.sum() == pytest.approx(0.15, abs=0.01)
+        assert asked.sum() / rows.maskable.sum() == pytest.approx(0.15, abs=0.01)
         sizes[side] = np.bincount(hidden[hidden > 0], minlength=12)[1:5] / (hidden > 0).sum()
     # Theirs tosses a coin for each word. Ours, like BERT's published preprocessing, fills the slots of a row and
     # passes over words that no longer fit, so that single tokens are a little more frequent.
@@ -157,15 +170,19 @@ def test_whole_words_beside_the_published_collator(tokenizer: Any) -> None:
 
 def test_permutation_lm_beside_the_published_collator(tokenizer: Any) -> None:
     """Beside the one that returns tensors: the one that returns arrays draws spans of up to six tokens."""
-    rows = make_rows(900, 128, Frame())
-    rows = rows._replace(tokens=np.where(rows.real, rows.tokens, 50), real=np.ones_like(rows.real), doc=0 * rows.doc)
+    rows = make_rows(900, 128, RowTemplate())
+    rows = rows._replace(
+        input_ids=np.where(rows.maskable, rows.input_ids, 50),
+        maskable=np.ones_like(rows.maskable),
+        document_ids=0 * rows.document_ids,
+    )
     collator = transformers.DataCollatorForPermutationLanguageModeling(tokenizer, return_tensors="pt")
     transformers.set_seed(1)  # it draws from the global generator
     parts = [
         collate(collator, Rows(*(None if f is None else f[i : i + 100] for f in rows))) for i in range(0, 900, 100)
     ]  # type: ignore[arg-type]
-    target = np.concatenate([np.asarray(part["labels"]) != IGNORED for part in parts])
-    batch = PermutationLM()(rows, Draw(1, rows.index), VOCAB)
+    target = np.concatenate([np.asarray(part["labels"]) != IGNORE_INDEX for part in parts])
+    batch = PermutationLM()(rows, CounterRNG(1, rows.stream_index), VOCAB)
     ours = asked_mask(batch)
     assert ours.mean() == pytest.approx(target.mean(), abs=0.005)
     assert ours.mean() == pytest.approx(1 / 6, abs=0.005)
@@ -177,18 +194,18 @@ def test_permutation_lm_beside_the_published_collator(tokenizer: Any) -> None:
         turn = (~mask[:, hidden]).sum(1)  # how many targets each place sees: for a target, those before it
         rank = np.where(hidden, turn + 1, 0)
         assert sorted(rank[hidden]) == list(range(1, hidden.sum() + 1))
-        content, query = sight.matrix(None, rank), sight.matrix(None, rank, strict=True)
+        content, query = visibility.visibility_matrix(None, rank), visibility.visibility_matrix(None, rank, strict=True)
         assert ((~mask | np.eye(len(mask), dtype=bool)) == content).all(), "the content stream also sees itself"
         assert (~mask[hidden] == query[hidden]).all(), "the query stream does not"
 
 
 def test_our_ranks_give_a_mask_like_theirs() -> None:
-    rows = make_rows(50, 64, PermutationLM().frame(VOCAB))
-    batch = PermutationLM()(rows, Draw(1, rows.index), VOCAB)
-    for target, rank in zip(asked_mask(batch), batch.rank, strict=True):
+    rows = make_rows(50, 64, PermutationLM().build_template(VOCAB))
+    batch = PermutationLM()(rows, CounterRNG(1, rows.stream_index), VOCAB)
+    for target, rank in zip(asked_mask(batch), batch.attention_rank, strict=True):
         perm = np.where(target, rank, -1)
         mask = (perm[:, None] <= perm[None, :]) & target[None, :]  # as the collator writes it
-        assert ((~mask | np.eye(64, dtype=bool)) == sight.matrix(None, rank)).all()
+        assert ((~mask | np.eye(64, dtype=bool)) == visibility.visibility_matrix(None, rank)).all()
 
 
 # --- span corruption ----------------------------------------------------------------------------------------------
@@ -212,15 +229,15 @@ def test_lengths_are_the_published_ones(density: float, mean: float) -> None:
     objective = SpanCorruption(density, mean)
     for text in range(8, 1200):
         if not tie(text, density, mean):
-            assert objective.lengths(text + 1) == published_lengths(text, density, mean)
+            assert objective.encoder_decoder_lengths(text + 1) == published_lengths(text, density, mean)
 
 
 def test_a_row_of_512_is_made_of_568_tokens() -> None:
     assert published_lengths(568, 0.15, 3.0) == (512, 114)
     assert published_lengths(569, 0.15, 3.0)[0] > 512
     assert SpanCorruption().source_length(512) == 568 + 1
-    assert SpanCorruption().lengths(569) == (512, 114)
-    assert sum(OneStack().lengths(569)) == 512 + 114
+    assert SpanCorruption().encoder_decoder_lengths(569) == (512, 114)
+    assert sum(DecoderDenoising().encoder_decoder_lengths(569)) == 512 + 114
 
 
 def published_mask(length: int, density: float, mean: float, rng: np.random.Generator) -> np.ndarray:
@@ -239,9 +256,11 @@ def published_mask(length: int, density: float, mean: float, rng: np.random.Gene
 @pytest.mark.parametrize(("density", "mean"), [(0.15, 3.0), (0.5, 3.0)])
 def test_noise_follows_the_published_law(density: float, mean: float) -> None:
     objective, count, text = SpanCorruption(density, mean), 250, 568
-    rows = make_rows(count, text + 1, objective.frame(VOCAB))
-    rows = rows._replace(real=np.tile(np.arange(text + 1) < text, (count, 1)), doc=np.zeros_like(rows.doc))
-    ours = objective.noise(rows, Draw(2, rows.index))[:, :-1]
+    rows = make_rows(count, text + 1, objective.build_template(VOCAB))
+    rows = rows._replace(
+        maskable=np.tile(np.arange(text + 1) < text, (count, 1)), document_ids=np.zeros_like(rows.document_ids)
+    )
+    ours = objective.build_noise_mask(rows, CounterRNG(2, rows.stream_index))[:, :-1]
     rng = np.random.default_rng(0)
     theirs = np.stack([published_mask(text, density, mean, rng) for _ in range(count)])
     assert (ours.sum(1) == theirs.sum(1)).all()

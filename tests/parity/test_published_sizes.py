@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from firth.models import OWN, PRESETS, LMHead, ModelConfig, Verdict, count_parameters, to_hf_config, with_extras
+from firth.models import (
+    FIRTH_MODEL_TYPE,
+    PRESETS,
+    DiscriminatorHead,
+    LMHead,
+    ModelConfig,
+    count_parameters,
+    to_hf_config,
+    with_extras,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -69,7 +78,7 @@ def pretrained(config: ModelConfig) -> ModelConfig:
     """With the heads that the published figure counts: ALBERT's for pairs, ELECTRA's verdict and no generator."""
     if config.family == "albert":
         return with_extras(config, ("pair",))
-    return replace(config, head=Verdict(), extras=()) if config.family == "electra" else config
+    return replace(config, head=DiscriminatorHead(), extras=()) if config.family == "electra" else config
 
 
 def theirs(config: ModelConfig) -> int:
@@ -85,7 +94,7 @@ THERE = [n for n in PRESETS if not n.endswith(("-tiny", "-mini")) and PRESETS[n]
 @pytest.mark.parametrize("name", THERE)
 def test_as_many_as_in_transformers(name: str) -> None:
     config = pretrained(PRESETS[name])
-    assert to_hf_config(config, None)["model_type"] != OWN
+    assert to_hf_config(config, None)["model_type"] != FIRTH_MODEL_TYPE
     head = config.head
     tied_there = config.family == "t5" and isinstance(head, LMHead) and not head.tied  # always, in `transformers` 5
     assert count_parameters(config) == theirs(config) + (config.vocab_size * config.dim if tied_there else 0)

@@ -11,8 +11,8 @@ from parity.alike import CLOSE, stir
 from torch.testing import assert_close
 
 from firth.models import PRESETS, ScalarMix, load_model, make_model
+from firth.models.hf.checkpoint import write_model
 from firth.models.presets import bart, bert, deberta, gpt2, llama, modernbert, roberta, t5
-from firth.models.weights import write_model
 
 transformers = pytest.importorskip("transformers")
 V, T, U = 61, 12, 5
@@ -61,7 +61,7 @@ def test_weights_are_theirs(name: str, tmp_path: Path) -> None:
 def test_every_family_shows_its_layers(name: str) -> None:
     model = make_model(PRESETS[name]).eval()
     ids = torch.randint(3, 100, (1, 9))
-    extra = {"decoder_input_ids": ids} if model.config.shape == "encoder-decoder" else {}
+    extra = {"decoder_input_ids": ids} if model.config.architecture == "encoder-decoder" else {}
     with torch.no_grad():
         out = model(ids, output_attentions=True, output_hidden_states=True, **extra)
     layers = model.config.decoder_layers if extra else model.config.num_layers

@@ -13,22 +13,22 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from firth.models import (
-    OWN,
-    Choices,
-    Classes,
-    Embedding,
+    FIRTH_MODEL_TYPE,
+    ClassificationHead,
+    EmbeddingHead,
     Model,
     ModelConfig,
-    Score,
-    Span,
-    Tags,
-    family_of,
-    head_for,
+    MultipleChoiceHead,
+    RegressionHead,
+    SpanHead,
+    TokenClassificationHead,
+    head_for_task,
+    hf_model_type,
     load_model,
     make_model,
     write_model,
 )
-from firth.models.config import Learned, Rotary, Window
+from firth.models.config import LearnedPosition, Rotary, SlidingWindow
 from firth.models.presets import (
     albert,
     bart,
@@ -55,7 +55,7 @@ transformers = pytest.importorskip("transformers")
 V, T, CHOICES = 61, 9, 3
 NAMES = ("good", "bad", "so-so")
 BODIES: dict[str, ModelConfig] = {
-    "bert": bert(1, 16, 2, V, position=Learned(24)),
+    "bert": bert(1, 16, 2, V, position=LearnedPosition(24)),
     "roberta": roberta(1, 16, 2, V),
     "xlm-roberta": xlm_roberta(1, 16, 2, V),
     "albert": albert(2, 16, 2, 8, V),
@@ -66,7 +66,9 @@ BODIES: dict[str, ModelConfig] = {
     "xlnet": xlnet(1, 16, 2, V),
     "deberta": deberta(1, 16, 2, V),
     "deberta-v2": deberta_v2(1, 16, 2, V),
-    "modernbert": modernbert(3, 16, 2, 24, V, position=Rotary(160000.0, 24, local=10000.0), window=Window(6, 3)),
+    "modernbert": modernbert(
+        3, 16, 2, 24, V, position=Rotary(160000.0, 24, local_theta=10000.0), window=SlidingWindow(6, 3)
+    ),
     "gpt": gpt(1, 16, 2, V),
     "gpt2": gpt2(1, 16, 2, V),
     "llama": llama(1, 16, 2, 24, V),
@@ -74,7 +76,13 @@ BODIES: dict[str, ModelConfig] = {
     "t5": t5(2, 16, 2, 24, V),
     "t5.1.1": t5_v1_1(2, 16, 2, 24, V),
 }
-TASKS = {"classify": Classes, "regress": Score, "choice": Choices, "tag": Tags, "span-qa": Span}
+TASKS = {
+    "classify": ClassificationHead,
+    "regress": RegressionHead,
+    "choice": MultipleChoiceHead,
+    "tag": TokenClassificationHead,
+    "span-qa": SpanHead,
+}
 AUTO = {
     "classify": "SequenceClassification",
     "regress": "SequenceClassification",
@@ -99,7 +107,7 @@ BOTH = [(name, task) for name in BODIES for task in TASKS if (name, task) not in
 
 def config_of(name: str, task: str) -> ModelConfig:
     body = BODIES[name]
-    return replace(body, head=head_for(body, task, NAMES), extras=())
+    return replace(body, head=head_for_task(body, task, NAMES), extras=())
 
 
 def inputs(name: str, task: str) -> dict[str, Tensor]:
@@ -171,7 +179,7 @@ def test_both_ways(name: str, task: str, tmp_path: Path) -> None:
 def test_a_head_that_transformers_does_not_have_is_our_own(name: str, task: str, tmp_path: Path) -> None:
     config = config_of(name, task)
     ours = stir(make_model(config))
-    assert family_of(config) == OWN
+    assert hf_model_type(config) == FIRTH_MODEL_TYPE
     write_model(ours, tmp_path)
     again = load_model(tmp_path)
     assert again.config == config
@@ -180,7 +188,7 @@ def test_a_head_that_transformers_does_not_have_is_our_own(name: str, task: str,
 
 @pytest.mark.parametrize("pool", ["first", "mean"])
 def test_modernberts_mean(pool: str, tmp_path: Path) -> None:
-    config = replace(BODIES["modernbert"], head=head_for(BODIES["modernbert"], "classify", NAMES, pool=pool))
+    config = replace(BODIES["modernbert"], head=head_for_task(BODIES["modernbert"], "classify", NAMES, pool=pool))
     ours = stir(make_model(config))
     write_model(ours, tmp_path)
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
@@ -191,7 +199,7 @@ def test_modernberts_mean(pool: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("task", "pool"), [("classify", "mean"), ("regress", "mean"), ("relation", "first")])
 def test_modernbert_reads_the_mean_unless_places_are_marked(task: str, pool: str) -> None:
-    assert head_for(BODIES["modernbert"], task).pool == pool  # type: ignore[union-attr]
+    assert head_for_task(BODIES["modernbert"], task).pool == pool  # type: ignore[union-attr]
 
 
 def test_a_regression_by_default_is_a_score(tmp_path: Path) -> None:
@@ -200,14 +208,14 @@ def test_a_regression_by_default_is_a_score(tmp_path: Path) -> None:
     theirs = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=V, **sizes, num_labels=1))
     stir(theirs).save_pretrained(tmp_path)
     ours = load_model(tmp_path)
-    assert ours.config.head == Score(pooled=True)
+    assert ours.config.head == RegressionHead(has_pooler=True)
     same(ours, theirs, "bert", "regress")
 
 
 @pytest.mark.parametrize("name", ["labse", "deberta", "gpt2"])
 def test_vectors_open_as_the_body(name: str, tmp_path: Path) -> None:
     body = labse(1, 16, 2, V) if name == "labse" else BODIES[name]
-    config = replace(body, head=head_for(body, "embed"))
+    config = replace(body, head=head_for_task(body, "embed"))
     ours = stir(make_model(config))
     write_model(ours, tmp_path)
     theirs = transformers.AutoModel.from_pretrained(tmp_path).eval()
@@ -223,14 +231,14 @@ def test_vectors_open_as_the_body(name: str, tmp_path: Path) -> None:
     assert load_model(tmp_path).config == config
     theirs.save_pretrained(tmp_path / "theirs")
     again = load_model(tmp_path / "theirs")
-    assert isinstance(again.config.head, Embedding)
+    assert isinstance(again.config.head, EmbeddingHead)
     assert_close(again(**given).logits, ours(**given).logits, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["t5", "t5.1.1", "bart"])
 def test_vectors_of_an_encoder_decoder_are_those_of_its_encoder(name: str, tmp_path: Path) -> None:
     """`T5EncoderModel` opens ours, and we open what it saves; of BART all is kept, and the decoder takes no part."""
-    config = replace(BODIES[name], head=head_for(BODIES[name], "embed"))
+    config = replace(BODIES[name], head=head_for_task(BODIES[name], "embed"))
     whole = stir(make_model(BODIES[name]))
     whole.save(tmp_path / "whole")
     ours = load_model(tmp_path / "whole", head=config.head)
@@ -268,7 +276,7 @@ def test_every_head_goes_on_the_body_of_a_published_model(task: str, tmp_path: P
     """The weights of the body come along, whether or not `transformers` has such a head."""
     ours = stir(make_model(BODIES["bert"]))
     write_model(ours, tmp_path)
-    tuned = load_model(tmp_path, head=head_for(BODIES["bert"], task, NAMES))
+    tuned = load_model(tmp_path, head=head_for_task(BODIES["bert"], task, NAMES))
     for name, value in ours.state_dict().items():
         if not name.startswith("head."):
             assert torch.equal(tuned.state_dict()[name], value)

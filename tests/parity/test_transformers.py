@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from firth.models import (
-    Classes,
+    ClassificationHead,
     Extra,
     LMHead,
     Model,
@@ -22,11 +22,21 @@ from firth.models import (
     load_weights,
     make_model,
     read_tensors,
-    with_classes,
+    with_classification_head,
 )
-from firth.models.config import MLP, Boundary, Generator, Learned, Pair, Query, Sinusoid, Verdict
-from firth.models.layouts import FAMILIES
-from firth.models.position import bucket
+from firth.models.config import (
+    DiscriminatorHead,
+    GeneratorConfig,
+    LearnedPosition,
+    MLPConfig,
+    QueryStream,
+    SentencePairHead,
+    SinusoidalPosition,
+    SpanBoundaryHead,
+)
+from firth.models.hf import FAMILY_LAYOUTS
+from firth.models.hf.checkpoint import to_hf_tensors, write_model
+from firth.models.position.rope import t5_bucket
 from firth.models.presets import (
     afriberta,
     albert,
@@ -47,7 +57,6 @@ from firth.models.presets import (
     xlm,
     xlm_roberta,
 )
-from firth.models.weights import to_hf, write_model
 from firth.objectives.batch import Batch
 
 transformers = pytest.importorskip("transformers")
@@ -255,7 +264,7 @@ def gradients_in_their_names(model: Model) -> dict[str, Tensor]:
     for p, q in zip(mirror.parameters(), model.parameters(), strict=True):
         assert q.grad is not None
         p.data = q.grad
-    return to_hf(mirror)
+    return to_hf_tensors(mirror)
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
@@ -273,7 +282,7 @@ def test_from_transformers(name: str, padded: bool, tmp_path: Path) -> None:
     for mine, other in zip(states, their_states, strict=True):
         assert_close(mine, other, **CLOSE)
     gradients = gradients_in_their_names(ours)
-    first = {twin: n for n, twins in FAMILIES[ours.config.family].twins.items() for twin in twins}
+    first = {twin: n for n, twins in FAMILY_LAYOUTS[ours.config.family].aliases.items() for twin in twins}
     wanted = {first.get(n, n): p.grad for n, p in theirs.named_parameters() if p.grad is not None}
     assert gradients.keys() == wanted.keys()
     for key, g in wanted.items():
@@ -313,16 +322,16 @@ def test_packed_documents_are_read_as_apart(name: str, tmp_path: Path) -> None:
         part = {k: v[:, write if k.startswith("decoder") else read] for k, v in given.items()}
         apart.append(theirs(**part).logits)
     doc, position = torch.tensor([[0] * 6 + [1] * 5]), torch.tensor([[*range(6), *range(5)]])
-    batch = Batch(given["input_ids"], doc, position, segment=given.get("token_type_ids", given.get("langs")))
+    batch = Batch(given["input_ids"], doc, position, token_type_ids=given.get("token_type_ids", given.get("langs")))
     if name.startswith(ANSWER):
         doc, position = torch.tensor([[0] * 4 + [1] * 3]), torch.tensor([[*range(4), *range(3)]])
         tokens = given["decoder_input_ids"]
-        batch = batch._replace(decoder_tokens=tokens, decoder_doc=doc, decoder_position=position)
+        batch = batch._replace(decoder_input_ids=tokens, decoder_document_ids=doc, decoder_position_ids=position)
     assert_close(ours.logits(batch), torch.cat(apart, 1), **CLOSE)
 
 
 NAMES = ("good", "bad", "so-so")
-SHORT = {"position": Learned(24)}
+SHORT = {"position": LearnedPosition(24)}
 AUTO = {
     "encoder": "AutoModelForMaskedLM",
     "decoder": "AutoModelForCausalLM",
@@ -335,7 +344,7 @@ OURS: dict[str, ModelConfig] = {
     "spanbert": spanbert(2, 32, 4, V),
     "unilm": unilm(2, 32, 4, V),
     "labse": labse(2, 32, 4, V),
-    "gpt2": gpt2(2, 32, 4, V, **SHORT, mlp=MLP(48, "gelu-tanh")),
+    "gpt2": gpt2(2, 32, 4, V, **SHORT, mlp=MLPConfig(48, "gelu-tanh")),
     "gpt3": gpt3(2, 32, 4, V),
     "gpt": gpt(2, 32, 4, V),
     "t5": t5(2, 32, 4, 48, V),
@@ -346,20 +355,20 @@ OURS: dict[str, ModelConfig] = {
     "xlm-roberta": xlm_roberta(2, 32, 4, V),
     "afriberta": afriberta(2, 32, 4, V),
     "bart": bart(2, 32, 4, V),
-    "bart-uneven": bart(1, 32, 4, V, num_decoder_layers=2, embed_scaled=True, position=Learned(26, 2)),
+    "bart-uneven": bart(1, 32, 4, V, num_decoder_layers=2, scale_embedding=True, position=LearnedPosition(26, 2)),
     "bart-biased": bart(1, 32, 4, V, head=LMHead(bias=True)),
     "albert": albert(4, 32, 4, 16, V),
     "albert-groups": albert(4, 32, 4, 16, V, num_shared=2),
-    "electra": electra(2, 32, 4, 16, V, head=Verdict()),
+    "electra": electra(2, 32, 4, 16, V, head=DiscriminatorHead()),
     "electra-generator": electra(2, 32, 4, 16, V),
     "distilbert": distilbert(2, 32, 4, V),
     "rembert": rembert(2, 32, 4, 16, 40, V),
     "xlm": xlm(2, 32, 4, V, num_languages=3),
-    "xlm-sinusoid": xlm(2, 32, 4, V, position=Sinusoid(24)),
+    "xlm-sinusoid": xlm(2, 32, 4, V, position=SinusoidalPosition(24)),
 }
 CLASSED = ("bert", "gpt2", "gpt", "roberta", "xlm-roberta", "albert", "electra", "distilbert", "rembert", "xlm")
-OURS |= {f"{name}-classes": with_classes(OURS[name], NAMES) for name in CLASSED}
-OURS["bart-classes"] = with_classes(bart(2, 32, 4, V), NAMES)
+OURS |= {f"{name}-classes": with_classification_head(OURS[name], NAMES) for name in CLASSED}
+OURS["bart-classes"] = with_classification_head(bart(2, 32, 4, V), NAMES)
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -367,7 +376,7 @@ def test_to_transformers(name: str, tmp_path: Path) -> None:
     config = OURS[name]
     ours = stir(make_model(config))
     write_model(ours, tmp_path)
-    kind = {Classes: "classes", Verdict: "verdict"}.get(type(config.head), config.shape)
+    kind = {ClassificationHead: "classes", DiscriminatorHead: "verdict"}.get(type(config.head), config.architecture)
     theirs, info = getattr(transformers, AUTO[kind]).from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -377,7 +386,7 @@ def test_to_transformers(name: str, tmp_path: Path) -> None:
     if config.family == "xlm":  # it takes its padding token for padding wherever no mask is given
         given["attention_mask"] = torch.ones_like(given["input_ids"])
     assert_close(run(ours, given)[0], run(theirs.eval(), given)[0], **CLOSE)
-    if isinstance(config.head, Classes):
+    if isinstance(config.head, ClassificationHead):
         assert tuple(theirs.config.id2label[i] for i in range(3)) == NAMES
     again = load_model(tmp_path)
     assert again.config == replace(config, head_dim=None) if name == "t5-uneven" else again.config == config
@@ -390,7 +399,9 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("extras", [(Pair(),), (Pair(), Boundary())], ids=["pair", "pair and boundary"])
+@pytest.mark.parametrize(
+    "extras", [(SentencePairHead(),), (SentencePairHead(), SpanBoundaryHead())], ids=["pair", "pair and boundary"]
+)
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_pair_head_is_theirs(name: str, extras: tuple[Extra, ...], tmp_path: Path) -> None:
     """Both directions; what `transformers` does not know beside that is passed over."""
@@ -408,13 +419,13 @@ def test_a_pair_head_is_theirs(name: str, extras: tuple[Extra, ...], tmp_path: P
     assert_close(at_text(masked(**given).logits, given), at_text(x.logits, given), **CLOSE)
     theirs.save_pretrained(tmp_path / "theirs")
     again = load_model(tmp_path / "theirs")
-    assert again.config.extras[:1] == (Pair(),)
+    assert again.config.extras[:1] == (SentencePairHead(),)
     assert torch.equal(again.extras["pair"].out.weight, ours.extras["pair"].out.weight)
 
 
 def test_an_electra_and_its_generator(tmp_path: Path) -> None:
     """In `transformers` it is a body with a verdict; that goes on with a new generator here, or is fine-tuned."""
-    config = electra(2, 32, 4, 16, V, extras=(Generator(0.5),))
+    config = electra(2, 32, 4, 16, V, extras=(GeneratorConfig(0.5),))
     ours = stir(make_model(config))
     write_model(ours, tmp_path)
     theirs, info = transformers.AutoModelForPreTraining.from_pretrained(tmp_path, output_loading_info=True)
@@ -424,25 +435,25 @@ def test_an_electra_and_its_generator(tmp_path: Path) -> None:
     given = inputs("electra", padded=True)
     states = ours(**given, output_hidden_states=True).hidden_states
     verdict = at_text(theirs.eval()(**given).logits, given)
-    assert_close(at_text(ours.generator.verdict(states[-1]), given), verdict, **CLOSE)
+    assert_close(at_text(ours.generator.discriminator_head(states[-1]), given), verdict, **CLOSE)
     again = load_model(tmp_path)
     assert again.config == config
     assert all(torch.equal(p, again.state_dict()[n]) for n, p in ours.state_dict().items())
 
     theirs.save_pretrained(tmp_path / "theirs")
-    assert load_model(tmp_path / "theirs").config.head == Verdict()
+    assert load_model(tmp_path / "theirs").config.head == DiscriminatorHead()
     on = make_model(config)
     load_weights(on, read_tensors(tmp_path / "theirs"), "theirs")
     mine, other = on.state_dict(), ours.state_dict()
     fresh = {n for n, p in other.items() if not torch.equal(p, mine[n])}
-    assert all(n.startswith(("head.", "extras.generator.")) and "verdict" not in n for n in fresh)
-    tuned = load_model(tmp_path / "theirs", head=with_classes(config, NAMES).head)
+    assert all(n.startswith(("head.", "extras.generator.")) and "discriminator_head" not in n for n in fresh)
+    tuned = load_model(tmp_path / "theirs", head=with_classification_head(config, NAMES).head)
     assert torch.equal(tuned.state_dict()["stack.blocks.1.mlp.up.weight"], other["stack.blocks.1.mlp.up.weight"])
 
 
-@pytest.mark.parametrize("extra", [Boundary(), Query()], ids=["boundary", "query"])
+@pytest.mark.parametrize("extra", [SpanBoundaryHead(), QueryStream()], ids=["boundary", "query"])
 def test_other_extras_do_not_keep_transformers_from_opening_it(extra: Extra, tmp_path: Path) -> None:
-    ours = stir(make_model(bert(2, 32, 4, V, position=Learned(24), extras=(extra,))))
+    ours = stir(make_model(bert(2, 32, 4, V, position=LearnedPosition(24), extras=(extra,))))
     write_model(ours, tmp_path)
     theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
     given = inputs("bert", padded=True)
@@ -481,4 +492,4 @@ def test_buckets_are_theirs() -> None:
     for num, far in ((32, 128), (8, 10), (16, 1000)):
         for both_ways in (True, False):
             theirs = T5Attention._relative_position_bucket(distance, both_ways, num, far)
-            assert torch.equal(bucket(distance, num, far, both_ways), theirs)
+            assert torch.equal(t5_bucket(distance, num, far, both_ways), theirs)

@@ -12,12 +12,21 @@ from parity.alike import CLOSE, mixture, same_gradients, stir
 from torch import Tensor
 from torch.testing import assert_close
 
-from firth.errors import UserError
-from firth.models import PRESETS, Classes, Encoder, count_parameters, family_of, load_model, make_model, with_classes
+from firth.core.errors import UserError
+from firth.models import (
+    PRESETS,
+    ClassificationHead,
+    Encoder,
+    count_parameters,
+    hf_model_type,
+    load_model,
+    make_model,
+    with_classification_head,
+)
 from firth.models.config import TransformerXL
-from firth.models.memory import Memory
+from firth.models.hf.checkpoint import from_hf_config, to_hf_config, write_model
+from firth.models.position.xl_memory import XLMemory
 from firth.models.presets import xlnet
-from firth.models.weights import from_hf_config, to_hf_config, write_model
 from firth.objectives.batch import Batch
 from firth.tokens import train_tokenizer
 
@@ -68,7 +77,9 @@ def as_they_ask(rank: Tensor, asked: Tensor) -> dict[str, Tensor]:
 def test_both_streams(segments: bool, tmp_path: Path) -> None:
     theirs, ours = pair_of(tmp_path, transformers.XLNetLMHeadModel(tiny()))
     segment = SEGMENT if segments else None
-    batch = Batch(TOKENS, rank=RANK, asked=ASKED, segment=segment, labels=TOKENS.gather(1, ASKED))
+    batch = Batch(
+        TOKENS, attention_rank=RANK, target_positions=ASKED, token_type_ids=segment, labels=TOKENS.gather(1, ASKED)
+    )
     used = torch.ones_like(ASKED).bool()
     used[1, 3] = False
     given = as_they_ask(RANK, ASKED)
@@ -85,7 +96,7 @@ def test_both_streams(segments: bool, tmp_path: Path) -> None:
 def test_packed_documents_are_read_as_if_alone(tmp_path: Path) -> None:
     theirs, ours = pair_of(tmp_path, transformers.XLNetLMHeadModel(tiny()))
     doc = torch.tensor([[0] * 4 + [1] * 5])
-    batch = Batch(TOKENS[:1], doc=doc, rank=RANK[:1], asked=ASKED[:1])
+    batch = Batch(TOKENS[:1], document_ids=doc, attention_rank=RANK[:1], target_positions=ASKED[:1])
     first = as_they_ask(RANK[:1, :4], ASKED[:1, :2])
     second = as_they_ask(RANK[:1, 4:], ASKED[:1, 2:] - 4)
     for part, given, slots in ((slice(0, 4), first, slice(0, 2)), (slice(4, 9), second, slice(2, 4))):
@@ -98,7 +109,7 @@ def test_packed_documents_are_read_as_if_alone(tmp_path: Path) -> None:
 def test_memory(segments: bool, tmp_path: Path) -> None:
     """Four pieces of a text, of which five states are remembered: content alone, both streams, then content again."""
     theirs, ours = pair_of(tmp_path, transformers.XLNetLMHeadModel(tiny(mem_len=5)))
-    ours.stack.memory = Memory(5)
+    ours.stack.memory = XLMemory(5)
     text, mems = torch.randint(2, V, (2, 3 * T), generator=torch.Generator().manual_seed(5)), None
     segment = SEGMENT if segments else None
     for i, piece in enumerate(text.split([3, 6, T, T], 1)):
@@ -107,14 +118,14 @@ def test_memory(segments: bool, tmp_path: Path) -> None:
         theirs.zero_grad()
         if i == 2:
             asked = ASKED[:, :3]
-            batch = Batch(piece, rank=RANK, asked=asked, segment=seg)
+            batch = Batch(piece, attention_rank=RANK, target_positions=asked, token_type_ids=seg)
             out = theirs(piece, token_type_ids=seg, mems=mems, use_mems=True, **as_they_ask(RANK, asked))
             logits = ours.logits(batch)
         else:
             out = theirs(piece, token_type_ids=seg, mems=mems, use_mems=True)
             logits = ours(piece, token_type_ids=seg).logits
         mems = out.mems
-        assert ours.stack.memory.size == (3 if i == 0 else 5)
+        assert ours.stack.memory.num_cached == (3 if i == 0 else 5)
         assert_close(logits, out.logits, **CLOSE)
         for layer, mine in ours.stack.memory.states.items():
             assert_close(mine, mems[layer].transpose(0, 1), **CLOSE)
@@ -125,7 +136,7 @@ def test_memory(segments: bool, tmp_path: Path) -> None:
 
 def test_classes_come_from_the_last_token(tmp_path: Path) -> None:
     theirs, ours = pair_of(tmp_path, transformers.XLNetForSequenceClassification(tiny(num_labels=3)))
-    assert ours.config.head == Classes(("LABEL_0", "LABEL_1", "LABEL_2"), pooled=True, pool="last")
+    assert ours.config.head == ClassificationHead(("LABEL_0", "LABEL_1", "LABEL_2"), has_pooler=True, pool="last")
     left = MASK.flip(1)  # they are padded on the left
     a, b = ours(TOKENS, attention_mask=left), theirs(TOKENS, attention_mask=left)
     assert_close(a.logits, b.logits, **CLOSE)
@@ -140,7 +151,7 @@ def test_classes_come_from_the_last_token(tmp_path: Path) -> None:
 def test_to_transformers(classes: bool, tmp_path: Path) -> None:
     config = xlnet(2, 32, 4, V)
     if classes:
-        config = replace(config, head=Classes(("no", "yes"), pooled=True, pool="last"), extras=())
+        config = replace(config, head=ClassificationHead(("no", "yes"), has_pooler=True, pool="last"), extras=())
     ours = stir(make_model(config))
     write_model(ours, tmp_path)
     auto = transformers.AutoModelForSequenceClassification if classes else transformers.AutoModelForCausalLM
@@ -149,7 +160,7 @@ def test_to_transformers(classes: bool, tmp_path: Path) -> None:
     assert_close(ours(TOKENS).logits, theirs(TOKENS).logits, **CLOSE)
     assert load_model(tmp_path).config == config
     if not classes:
-        batch = Batch(TOKENS[:1], rank=RANK[:1], asked=ASKED[:1])
+        batch = Batch(TOKENS[:1], attention_rank=RANK[:1], target_positions=ASKED[:1])
         wanted = theirs(TOKENS[:1], **as_they_ask(RANK[:1], ASKED[:1])).logits
         assert_close(ours.logits(batch), wanted, **CLOSE)
 
@@ -157,7 +168,7 @@ def test_to_transformers(classes: bool, tmp_path: Path) -> None:
 def test_its_tokenizer_pads_on_the_left(tmp_path: Path) -> None:
     """They take a class from the last place of a row, whatever stands there."""
     tokenizer = train_tokenizer(["a cat and a dog", "the dog and the cat"], "wordpiece", 40)
-    ours = stir(make_model(with_classes(xlnet(2, 32, 4, tokenizer.vocab.size), ("no", "yes"))))
+    ours = stir(make_model(with_classification_head(xlnet(2, 32, 4, tokenizer.vocab.size), ("no", "yes"))))
     ours.tokenizer = tokenizer
     write_model(ours, tmp_path)
     given = transformers.AutoTokenizer.from_pretrained(tmp_path)(["a cat", "the dog and the cat"], padding=True)
@@ -185,10 +196,10 @@ def test_sizes_of_the_paper() -> None:
 
 def test_what_is_not_xlnet_is_said_or_kept_under_our_name() -> None:
     hf = tiny().to_dict() | {"architectures": ["XLNetLMHeadModel"]}
-    assert from_hf_config(hf).position == TransformerXL(segments=True)
+    assert from_hf_config(hf).position == TransformerXL(relative_segments=True)
     for setting, value in (("clamp_len", 5), ("attn_type", "uni"), ("same_length", True)):
         with pytest.raises(UserError, match=setting):
             from_hf_config(hf | {setting: value})
-    assert family_of(xlnet(2, 32, 4, V)) == "xlnet"
-    assert family_of(xlnet(2, 32, 4, V, position=TransformerXL())) == "firth"
-    assert family_of(xlnet(2, 32, 4, V, attention_dropout=0.0)) == "firth"
+    assert hf_model_type(xlnet(2, 32, 4, V)) == "xlnet"
+    assert hf_model_type(xlnet(2, 32, 4, V, position=TransformerXL())) == "firth"
+    assert hf_model_type(xlnet(2, 32, 4, V, attention_dropout=0.0)) == "firth"

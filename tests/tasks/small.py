@@ -8,26 +8,26 @@ from typing import Any
 import torch
 
 from firth.models import Model, ModelConfig, make_model
-from firth.models.config import Learned
+from firth.models.config import LearnedPosition
 from firth.models.presets import bart, bert, gpt2, llama, roberta, t5, xlnet
 from firth.tasks import Task
 from firth.tokens import Tokenizer, train_tokenizer
-from firth.train import Machine
+from firth.train import ComputeConfig
 
 SURE: dict[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0}  # so small a model learns quicker without
 FAMILIES = {
-    "bert": ("wordpiece", lambda size: bert(1, 32, 2, size, position=Learned(32), **SURE)),
-    "gpt2": ("byte-bpe", lambda size: gpt2(1, 32, 2, size, position=Learned(32), **SURE)),
+    "bert": ("wordpiece", lambda size: bert(1, 32, 2, size, position=LearnedPosition(32), **SURE)),
+    "gpt2": ("byte-bpe", lambda size: gpt2(1, 32, 2, size, position=LearnedPosition(32), **SURE)),
     "t5": ("unigram", lambda size: t5(1, 32, 2, 64, size, **SURE)),
-    "roberta": ("byte-bpe", lambda size: roberta(1, 32, 2, size, position=Learned(66, offset=2), **SURE)),
-    "bart": ("byte-bpe", lambda size: bart(1, 32, 2, size, position=Learned(66, offset=2), **SURE)),
+    "roberta": ("byte-bpe", lambda size: roberta(1, 32, 2, size, position=LearnedPosition(66, offset=2), **SURE)),
+    "bart": ("byte-bpe", lambda size: bart(1, 32, 2, size, position=LearnedPosition(66, offset=2), **SURE)),
     "xlnet": ("unigram", lambda size: xlnet(1, 32, 2, size, **SURE)),
     "llama": ("byte-bpe", lambda size: llama(1, 32, 2, 64, size)),
 }
 ANIMALS = ["cat", "dog", "horse", "fox"]
 PLACES = ["river", "garden", "harbour", "forest"]
 WORDS = ["a", "big", "small", "red", "blue", "lives", "near", "the", "is", "not", "and", *ANIMALS, *PLACES, "@", "#"]
-CPU = Machine(torch.device("cpu"), False, False)
+CPU = ComputeConfig(torch.device("cpu"), False, False)
 TOKENIZERS: dict[tuple[str, bool], Tokenizer] = {}
 
 
@@ -49,7 +49,7 @@ def parts(family: str) -> tuple[ModelConfig, Tokenizer]:
 def model_for(task: Task, config: ModelConfig) -> Model:
     """A model that has learned nothing yet."""
     torch.manual_seed(0)
-    return make_model(task.head(replace(config, vocab_size=task.tokenizer.vocab.size)))
+    return make_model(task.configure_model(replace(config, vocab_size=task.tokenizer.vocab.size)))
 
 
 def learn(task: Task, config: ModelConfig, items: list[Any], steps: int, rate: float = 3e-3, size: int = 32) -> Model:
@@ -59,8 +59,8 @@ def learn(task: Task, config: ModelConfig, items: list[Any], steps: int, rate: f
     optimizer = torch.optim.AdamW(model.parameters(), rate)
     for step in range(steps):
         some = [items[i % len(items)] for i in range(step * size, (step + 1) * size)]
-        batch = task.batch(some)
-        losses, counts = model.losses(batch.to(CPU.device)), batch.counts
+        batch = task.collate(some)
+        losses, counts = model.losses(batch.to(CPU.device)), batch.loss_counts
         optimizer.zero_grad()
         sum(value / counts[name] for name, value in losses.items()).backward()  # type: ignore[union-attr]
         optimizer.step()

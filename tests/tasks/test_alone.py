@@ -12,7 +12,7 @@ import torch
 from tasks.small import CPU, WORDS, model_for, parts
 
 from firth.tasks import FinetuneRecipe, Task, make_task
-from firth.text import Answer, Example
+from firth.text import AnswerSpan, Example
 
 RECIPE = FinetuneRecipe(max_target_length=8)
 
@@ -38,7 +38,7 @@ def examples(name: str, number: int = 11, seed: int = 0) -> list[Example]:
             "tag": Example(i, words, tuple(rng.choice(("O", "B-X", "I-X")) for _ in words)),
             "relation": Example(i, (a,), label, ((0, len(word_a)), (a.rindex(" ") + 1, len(a)))),
             "word-in-context": Example(i, (a, b), label, ((0, len(word_a)), (0, len(word_b)))),
-            "span-qa": Example(i, (word_b, a), (Answer(word_a, 0),) if i % 3 else ()),
+            "span-qa": Example(i, (word_b, a), (AnswerSpan(word_a, 0),) if i % 3 else ()),
         }
         found.append(made[name])
     return found
@@ -64,15 +64,15 @@ def test_packed_is_as_good_as_alone(name: str, family: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-        packed = task.batch(items)
-        assert packed.tokens.shape[0] < sum(len(item.sheets) for item in items)
+        packed = task.collate(items)
+        assert packed.input_ids.shape[0] < sum(len(item.sequences) for item in items)
         together = model.losses(packed.to(CPU.device))
-        alone = [model.losses(task.batch([item]).to(CPU.device)) for item in items]
+        alone = [model.losses(task.collate([item]).to(CPU.device)) for item in items]
         for part, value in together.items():
             assert value.item() == pytest.approx(sum(a[part].item() for a in alone), rel=1e-4)
-            assert part in packed.counts
-        counts = [task.batch([item]).counts for item in items]
-        assert packed.counts == {k: sum(c[k] for c in counts) for k in packed.counts}
+            assert part in packed.loss_counts
+        counts = [task.collate([item]).loss_counts for item in items]
+        assert packed.loss_counts == {k: sum(c[k] for c in counts) for k in packed.loss_counts}
     many = task.predict(model, items, CPU, 100)
     single = task.predict(model, items, CPU, 1)
     assert [p.prediction for p in many] == (
@@ -91,13 +91,13 @@ def test_packed_logits_are_those_of_a_padded_call(family: str) -> None:
     items = task.encode(examples("pair"))
     model = model_for(task, config).eval()
     model.tokenizer = task.tokenizer
-    width = max(item.size for item in items)
+    width = max(item.num_tokens for item in items)
     pad = task.tokenizer.vocab.pad
-    ids = torch.tensor([item.sheets[0].ids + [pad] * (width - item.size) for item in items])
-    mask = torch.tensor([[1] * item.size + [0] * (width - item.size) for item in items])
+    ids = torch.tensor([item.sequences[0].ids + [pad] * (width - item.num_tokens) for item in items])
+    mask = torch.tensor([[1] * item.num_tokens + [0] * (width - item.num_tokens) for item in items])
     extra = {}
     if family == "bert":
-        segments = [item.sheets[0].segment + [0] * (width - item.size) for item in items]
+        segments = [item.sequences[0].token_type_ids + [0] * (width - item.num_tokens) for item in items]
         extra["token_type_ids"] = torch.tensor(segments)
     with torch.no_grad():
         expected = model(ids, attention_mask=mask, **extra).logits.softmax(-1).numpy()
@@ -110,30 +110,30 @@ def test_the_same_items_give_the_same_batch() -> None:
     for name in TASKS:
         task, _ = task_of(name, "bert")
         items = task.encode(examples(name))
-        for a, b in zip(task.batch(items), task.batch(items), strict=True):
+        for a, b in zip(task.collate(items), task.collate(items), strict=True):
             np.testing.assert_array_equal(a, b)
 
 
 def test_both_orders_lie_side_by_side() -> None:
     task, _ = task_of("regress", "gpt2")
     items = task.encode(examples("regress"))
-    batch = task.batch(items)
-    assert batch.asked.shape[1] == 2 * batch.target.shape[1]
-    for row in range(len(batch.tokens)):
-        for k, value in enumerate(batch.target[row]):
+    batch = task.collate(items)
+    assert batch.target_positions.shape[1] == 2 * batch.task_labels.shape[1]
+    for row in range(len(batch.input_ids)):
+        for k, value in enumerate(batch.task_labels[row]):
             if not np.isnan(value):
-                first, second = batch.asked[row, 2 * k : 2 * k + 2]
+                first, second = batch.target_positions[row, 2 * k : 2 * k + 2]
                 item = items[int(value)]
-                for place, sheet in ((first, item.sheets[0]), (second, item.sheets[1])):
-                    assert batch.tokens[row, place - sheet.size + 1 : place + 1].tolist() == sheet.ids
+                for place, sheet in ((first, item.sequences[0]), (second, item.sequences[1])):
+                    assert batch.input_ids[row, place - sheet.num_tokens + 1 : place + 1].tolist() == sheet.ids
 
 
 def test_a_decoder_learns_the_language_too() -> None:
     task, config = task_of("classify", "gpt2")
     items = task.encode(examples("classify"))
-    batch = task.batch(items)
-    assert batch.counts["words"] == sum(item.size - 1 for item in items)
-    row = batch.tokens[0]
+    batch = task.collate(items)
+    assert batch.loss_counts["words"] == sum(item.num_tokens - 1 for item in items)
+    row = batch.input_ids[0]
     inside = batch.labels[0] >= 0
     assert (batch.labels[0][inside] == row[1:][inside[:-1]]).all()
     assert set(model_for(task, config).losses(batch.to(CPU.device))) == {"answers", "words"}

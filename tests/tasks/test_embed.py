@@ -12,13 +12,13 @@ import pytest
 import torch
 from tasks.small import ANIMALS, CPU, PLACES, WORDS, learn, model_for, parts
 
-from firth.errors import UserError
-from firth.evaluate import evaluate, largest_difference
+from firth.core.errors import UserError
+from firth.evaluate import evaluate, max_logit_difference
 from firth.evaluate.embed import embed_texts
-from firth.metrics import score
-from firth.models import Embedding, make_model
+from firth.metrics import compute_metrics
+from firth.models import EmbeddingHead, make_model
 from firth.tasks import FinetuneRecipe, finetune, make_task
-from firth.tasks.embed import positives
+from firth.tasks.embed import select_positive_pairs
 from firth.text import Example
 
 
@@ -44,11 +44,11 @@ def test_the_loss_and_the_vectors(family: str, pool: str) -> None:
     items = task.encode(known)
     model = model_for(task, config).eval()
     model.tokenizer = task.tokenizer
-    assert isinstance(model.config.head, Embedding)
+    assert isinstance(model.config.head, EmbeddingHead)
     assert model.config.head.pool == pool
-    batch = task.batch(items)
-    assert len(batch.tokens) < 2 * len(items)
-    assert batch.num_answers == len(items)
+    batch = task.collate(items)
+    assert len(batch.input_ids) < 2 * len(items)
+    assert batch.num_targets == len(items)
     a, b = (torch.tensor(embed_texts(model, [e.texts[side] for e in known], normalise=True)) for side in (0, 1))
     with torch.no_grad():
         loss = model.losses(batch.to(CPU.device))["answers"]
@@ -61,7 +61,7 @@ def test_the_loss_and_the_vectors(family: str, pool: str) -> None:
     cosines = (a * b).sum(1).tolist()
     assert [p.prediction["cosine"] for p in many] == pytest.approx(cosines, abs=1e-5)
     assert [p.prediction["cosine"] for p in single] == pytest.approx(cosines, abs=1e-5)
-    found = score("embed", list(zip(a.numpy(), b.numpy(), strict=True)), [None] * len(known))
+    found = compute_metrics("embed", list(zip(a.numpy(), b.numpy(), strict=True)), [None] * len(known))
     assert task.score(known, many) == pytest.approx(found)
     assert task.metric == "mrr"
 
@@ -70,11 +70,13 @@ def test_a_pair_with_a_text_that_was_there_is_left_out() -> None:
     texts = [("a cat", "a dog"), ("a fox", "a dog"), ("red", "blue"), ("blue", "big"), ("near", "near")]
     known = [Example(i, pair) for i, pair in enumerate(texts)]
     task, _ = made("bert", known)
-    batch = task.batch(task.encode(known))
-    assert batch.num_answers == 3
+    batch = task.collate(task.encode(known))
+    assert batch.num_targets == 3
     places = {}
-    for row, slot in zip(*np.nonzero(batch.group >= 0), strict=True):
-        places[batch.group[row, slot], batch.target[row, slot]] = batch.tokens[row, batch.asked[row, slot] + 1]
+    for row, slot in zip(*np.nonzero(batch.group_ids >= 0), strict=True):
+        places[batch.group_ids[row, slot], batch.task_labels[row, slot]] = batch.input_ids[
+            row, batch.target_positions[row, slot] + 1
+        ]
     words = {key: task.tokenizer.backend.id_to_token(int(i)) for key, i in places.items()}
     assert words == {(0, 0): "a", (0, 1): "a", (1, 0): "red", (1, 1): "blue", (2, 0): "near", (2, 1): "near"}
 
@@ -100,18 +102,18 @@ def test_a_tiny_model_learns_which_texts_belong_together(family: str) -> None:
     assert task.metric == "spearman"
     assert found[0].prediction > found[1].prediction
     assert task.score(scored, found)["spearman"] == pytest.approx(1.0)
-    again = make_task("embed", task.facts(), task.tokenizer, model.config)
-    assert again.facts() == task.facts()
+    again = make_task("embed", task.metadata(), task.tokenizer, model.config)
+    assert again.metadata() == task.metadata()
     assert again.predict(model, again.encode(scored), CPU, 3) == found
 
 
 def test_only_what_means_the_same_is_learned(capsys: pytest.CaptureFixture[str]) -> None:
     scored = [Example(i, ("a", "b"), value) for i, value in enumerate([5.0, 3.9, 4.0, 0.0])]
-    assert [e.target for e in positives(scored, "x.jsonl")] == [5.0, 4.0]
+    assert [e.target for e in select_positive_pairs(scored, "x.jsonl")] == [5.0, 4.0]
     assert "2 of 4 pairs have a score of at least 4; the others are not learned." in capsys.readouterr().err
-    assert positives(pairs(), "x.jsonl") == pairs()
+    assert select_positive_pairs(pairs(), "x.jsonl") == pairs()
     with pytest.raises(UserError, match=r"x.jsonl: fewer than 2 pairs have a score near the highest, 5: nothing"):
-        positives(scored[:2], "x.jsonl")
+        select_positive_pairs(scored[:2], "x.jsonl")
 
 
 @pytest.mark.parametrize("family", ["bert", "xlnet", "t5", "bart"])
@@ -134,7 +136,7 @@ def test_from_a_file_to_scores(family: str, tmp_path: Path) -> None:
     final = tmp_path / "run" / "final"
     again = evaluate(final, "embed", file, tmp_path / "scores")
     assert again["metrics"]["mrr"] == pytest.approx(max(result["seeds"]), rel=1e-4)
-    assert largest_difference(final) < 1e-5
+    assert max_logit_difference(final) < 1e-5
 
     if family == "bart":  # of which sentence-transformers would take the decoder's
         assert not (final / "modules.json").exists()

@@ -18,14 +18,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from firth.errors import UserError
+from firth.core.errors import UserError
+from firth.core.files import find_corruption
 from firth.evaluate import evaluate
-from firth.files import damage
-from firth.metrics import score
-from firth.models import Classes, Model, load_model, make_model, read_config
+from firth.metrics import compute_metrics
+from firth.models import ClassificationHead, Model, load_model, make_model, read_config
 from firth.models.presets import t5_v1_1
 from firth.tasks import (
-    TASKS,
+    FINETUNE_TASKS,
     FinetuneRecipe,
     Prediction,
     check_task,
@@ -35,24 +35,30 @@ from firth.tasks import (
     read_predictions,
     write_predictions,
 )
-from firth.tasks.finetune import Data, choose, encode, few, first_model
-from firth.tasks.results import (
-    against_baseline,
-    best_of,
-    chance,
-    check_baseline,
-    checksum,
-    judge,
-    seeds_of,
-    without_failed,
+from firth.tasks.finetune import (
+    FinetuneData,
+    build_seed_model,
+    encode_finetune_data,
+    sample_stratified,
+    select_train_examples,
 )
-from firth.text import Answer, Example
+from firth.tasks.results import (
+    chance_score,
+    check_baseline,
+    checksum_examples,
+    compare_with_baseline,
+    exclude_failed_seeds,
+    index_of_best,
+    load_seed_predictions,
+    orient_score,
+)
+from firth.text import AnswerSpan, Example
 from firth.tokens import load_tokenizer
-from firth.train import Interrupted, Machine, load_recipe, read_log
+from firth.train import ComputeConfig, Interrupted, load_recipe, read_log
 
 Checkpoints = Callable[[str], Path]
 Toy = dict[str, Path]
-CPU = Machine(torch.device("cpu"), bf16=False, compile=False)
+CPU = ComputeConfig(torch.device("cpu"), bf16=False, compile=False)
 RATES = {"bert": 3e-3, "gpt2": 3e-3, "t5": 1e-2}
 
 
@@ -77,7 +83,7 @@ def first(r: FinetuneRecipe) -> Model:
     lines = [json.loads(line) for line in Path(r.train).read_text().splitlines()]
     train = [Example(i, (x.get("text") or x["source"],), x.get("label") or x["target"]) for i, x in enumerate(lines)]
     task = make_task(r.task, train, load_tokenizer(r.checkpoint), read_config(r.checkpoint), r)
-    return first_model(encode(r, task, Data(train, train[:2]), CPU, Path(r.output_dir)), 0)
+    return build_seed_model(encode_finetune_data(r, task, FinetuneData(train, train[:2]), CPU, Path(r.output_dir)), 0)
 
 
 def seed_results(run: Path, seed: int) -> dict[str, Any]:
@@ -123,7 +129,7 @@ def test_three_shapes_learn_to_classify(family: str, checkpoint_of: Checkpoints,
     again = evaluate(run / "final", "classify", toy["dev"], tmp_path / "scores")
     assert again["metrics"]["accuracy"] == result["accuracy"]
     assert [p["prediction"] for p in predictions(tmp_path / "scores")] == [p["prediction"] for p in found]
-    assert damage(run / "final") is None
+    assert find_corruption(run / "final") is None
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
@@ -138,8 +144,8 @@ def test_transformers_opens_a_classifier_with_equal_logits(
     task = make_task("classify", json.loads((folder / "task.json").read_text()), tokenizer, ours.config)
     for text in ("I saw the cat", "We like the old garden again"):
         (item,) = task.encode([Example(0, (text,), "animal")])
-        batch = task.batch([item]).to(torch.device("cpu"))
-        ids = batch.tokens[:, : item.size]
+        batch = task.collate([item]).to(torch.device("cpu"))
+        ids = batch.input_ids[:, : item.num_tokens]
         with torch.no_grad():
             expected = theirs(input_ids=ids).logits
             torch.testing.assert_close(ours.logits(batch)[:, 0], expected, rtol=1e-4, atol=1e-5)
@@ -290,7 +296,7 @@ def test_a_list_of_ends_ends_answers(listed: bool, checkpoint_of: Checkpoints, t
     run = tmp_path / "run"
     result = finetune(recipe(base, toy, run, **pairs, max_steps=60, learning_rate=1e-2, max_target_length=8))
     wanted = ends if listed else [*ends, end]
-    assert load_model(run / "final").ends == tuple(wanted)
+    assert load_model(run / "final").eos_token_ids == tuple(wanted)
     assert transformers.AutoModelForCausalLM.from_pretrained(run / "final").generation_config.eos_token_id == wanted
     assert result["exact_match"] > 0.3  # an answer without its end goes on and on
     again = evaluate(run / "final", "text-to-text", toy["dev_pairs"], tmp_path / "scores")
@@ -306,29 +312,29 @@ def examples(labels: str) -> list[Example]:
 
 def test_few_are_even_over_the_labels() -> None:
     data = "a" * 50 + "b" * 10 + "c" * 2
-    chosen = [data[i] for i in few(data, 12, seed=0)]
+    chosen = [data[i] for i in sample_stratified(data, 12, seed=0)]
     assert {label: chosen.count(label) for label in "abc"} == {"a": 5, "b": 5, "c": 2}
 
 
 def test_few_depend_on_the_seed_alone() -> None:
     data = "ab" * 30
-    assert few(data, 6, 1) == few(data, 6, 1)
-    assert set(few(data, 6, 1)) != set(few(data, 6, 2))
-    assert sorted(few(data, 100, 1)) == list(range(60))
-    assert len(set(few(data, 40, 3))) == 40
+    assert sample_stratified(data, 6, 1) == sample_stratified(data, 6, 1)
+    assert set(sample_stratified(data, 6, 1)) != set(sample_stratified(data, 6, 2))
+    assert sorted(sample_stratified(data, 100, 1)) == list(range(60))
+    assert len(set(sample_stratified(data, 40, 3))) == 40
 
 
 def test_few_of_many_targets_are_not_the_first_of_the_alphabet() -> None:
     data = "abcdefghijklmnopqrstuvwxyz"
-    drawn = [frozenset(few(data, 5, seed)) for seed in range(5)]
+    drawn = [frozenset(sample_stratified(data, 5, seed)) for seed in range(5)]
     assert len(set(drawn)) == 5
     assert all(len(d) == 5 for d in drawn)
 
 
 def test_few_questions_are_as_often_without_an_answer() -> None:
     """No two answers are the same, and all questions without one are."""
-    data = [Example(i, ("q", "c"), (Answer(f"a{i}", 0),) if i % 2 else ()) for i in range(400)]
-    chosen = choose(data, FinetuneRecipe(task="span-qa", shots=100), 0)
+    data = [Example(i, ("q", "c"), (AnswerSpan(f"a{i}", 0),) if i % 2 else ()) for i in range(400)]
+    chosen = select_train_examples(data, FinetuneRecipe(task="span-qa", shots=100), 0)
     assert sum(not data[i].target for i in chosen) == 50
 
 
@@ -336,7 +342,7 @@ def test_few_questions_are_as_often_without_an_answer() -> None:
 def test_few_are_drawn_plainly_where_there_are_no_classes(task: str) -> None:
     """Half of the targets are the same, and so about half of those that are drawn."""
     data = [Example(i, ("t",), ("O", i) if i % 2 else ("O",)) for i in range(1000)]
-    chosen = choose(data, FinetuneRecipe(task=task, shots=100), 0)
+    chosen = select_train_examples(data, FinetuneRecipe(task=task, shots=100), 0)
     assert 35 < sum(data[i].target == ("O",) for i in chosen) < 65
 
 
@@ -345,12 +351,12 @@ def test_shots_reach_the_run(
 ) -> None:
     module = sys.modules["firth.tasks.finetune"]
     seen = []
-    monkeypatch.setattr(module, "one_seed", lambda job, seed, resume: seen.append((job, seed)))
-    monkeypatch.setattr(module, "conclude", lambda *a: {})
+    monkeypatch.setattr(module, "train_seed", lambda job, seed, resume: seen.append((job, seed)))
+    monkeypatch.setattr(module, "summarize_seeds", lambda *a: {})
     finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", shots=8, seeds=2))
-    drawn = [job.chosen[seed] for job, seed in seen]
+    drawn = [job.train_indices[seed] for job, seed in seen]
     for (job, _), places in zip(seen, drawn, strict=True):
-        assert sorted(job.train_items[i].answer for i in places) == [0] * 4 + [1] * 4
+        assert sorted(job.train_items[i].label for i in places) == [0] * 4 + [1] * 4
     assert drawn[0] != drawn[1], "each seed draws its own"
 
 
@@ -373,8 +379,8 @@ def test_how_many_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = sys.modules["firth.tasks.finetune"]
-    monkeypatch.setattr(module, "one_seed", lambda *a: {})
-    monkeypatch.setattr(module, "conclude", lambda *a: {})
+    monkeypatch.setattr(module, "train_seed", lambda *a: {})
+    monkeypatch.setattr(module, "summarize_seeds", lambda *a: {})
     r = recipe(checkpoint_of("bert"), toy, tmp_path / "run", **{"max_steps": 0} | fields)
     finetune(r)
     stored = load_recipe(tmp_path / "run" / "recipe.yaml", FinetuneRecipe)
@@ -441,7 +447,7 @@ def test_what_a_model_cannot_do_is_told_before_its_examples_are_read(
 
 
 @pytest.mark.parametrize("family", RATES)
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", FINETUNE_TASKS)
 def test_what_a_model_can_do_is_asked_of_its_examples(task: str, family: str, checkpoint_of: Checkpoints) -> None:
     if family == "bert" and task in ("lm", "text-to-text"):
         return
@@ -598,14 +604,14 @@ def test_the_best_evaluation_is_the_result(
     """Scores are made up: 0.5, 0.9, 0.9, 0.7 ... The first of the best counts, and two worse ones end the run."""
     made_up = {2: 0.5, 4: 0.9, 6: 0.9, 8: 0.7, 10: 1.0}
     loop = sys.modules["firth.train.loop"]
-    real = loop.compare
+    real = loop.update_best
     seen: dict[str, list[torch.Tensor]] = {}
 
     def compare(run: Any, state: Any, scores: Any, model: Model) -> None:
         seen.setdefault(str(run.folder), []).append(model.head.out.weight.detach().clone())
         real(run, state, {"accuracy": made_up[state.step]}, model)
 
-    monkeypatch.setattr(loop, "compare", compare)
+    monkeypatch.setattr(loop, "update_best", compare)
     fields = dict(max_steps=10, eval_steps=2, early_stopping=2)
     straight = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "straight", **fields))
     assert (straight["steps"], straight["best_steps"]) == ([8], [4])
@@ -627,18 +633,18 @@ def test_the_score_that_is_asked_for_decides(
     """Scores are made up: accuracy is best at step 2, mcc at step 4."""
     made_up = {2: (0.9, 0.1), 4: (0.8, 0.3), 6: (0.7, 0.2)}
     loop = sys.modules["firth.train.loop"]
-    real = loop.compare
+    real = loop.update_best
 
     def compare(run: Any, state: Any, scores: Any, model: Model) -> None:
         real(run, state, dict(zip(("accuracy", "mcc"), made_up[state.step], strict=True)), model)
 
-    monkeypatch.setattr(loop, "compare", compare)
+    monkeypatch.setattr(loop, "update_best", compare)
     for metric, step in {"": 2, "mcc": 4}.items():
         fields = dict(max_steps=6, eval_steps=2, seeds=2, metric=metric)
         found = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / f"by-{metric}", **fields))
         assert (found["metric"], found["best_steps"]) == (metric or "accuracy", [step, step])
         assert found["seeds"] == [scores[metric or "accuracy"] for scores in found["scores"]]
-        assert found["best_seed"] == best_of(found["seeds"])
+        assert found["best_seed"] == index_of_best(found["seeds"])
         assert (found["chance"] == 0) == bool(metric)
 
 
@@ -670,7 +676,7 @@ def test_a_run_that_stopped_early_and_was_killed_then(
     assert straight["steps"][0] < 40
     r = recipe(checkpoint_of("bert"), toy, tmp_path / "stopped", **fields)
     with monkeypatch.context() as m:
-        m.setattr(module, "save_seed", lambda *a: (_ for _ in ()).throw(Interrupted("stopped")))
+        m.setattr(module, "save_seed_model", lambda *a: (_ for _ in ()).throw(Interrupted("stopped")))
         with pytest.raises(Interrupted):
             finetune(r)
     assert_same(finetune(r, resume=True), straight)
@@ -700,8 +706,8 @@ def test_rare_classes_count_more(checkpoint_of: Checkpoints, toy: Toy, tmp_path:
     uneven.write_text("".join(json.dumps(r) + "\n" for r in kept))
     r = recipe(checkpoint_of("bert"), toy, tmp_path / "run", train=str(uneven), class_weights="balanced")
     head = first(r).config.head
-    assert isinstance(head, Classes)
-    assert head.weights == (8 / (2 * 6), 8 / (2 * 2))
+    assert isinstance(head, ClassificationHead)
+    assert head.class_weights == (8 / (2 * 6), 8 / (2 * 2))
     with pytest.raises(UserError, match="for a head over classes"):
         first(replace(r, checkpoint=str(checkpoint_of("t5"))))
 
@@ -749,7 +755,7 @@ class Scored:
         self.name, self.metric = name, metric
 
     def score(self, examples: Any, found: Any) -> dict[str, float]:
-        return score(self.name, [p.prediction for p in found], [e.target for e in examples])
+        return compute_metrics(self.name, [p.prediction for p in found], [e.target for e in examples])
 
 
 @pytest.mark.parametrize(
@@ -768,7 +774,7 @@ class Scored:
 )
 def test_the_scores_of_a_task_have_these_names(task: str, target: Any) -> None:
     answer = target[0] if task == "span-qa" else target
-    assert metric_names(task, [Example(0, ("t",), target)]) == tuple(score(task, [answer], [target]))
+    assert metric_names(task, [Example(0, ("t",), target)]) == tuple(compute_metrics(task, [answer], [target]))
 
 
 def test_the_names_depend_on_the_examples() -> None:
@@ -780,35 +786,35 @@ def test_the_names_depend_on_the_examples() -> None:
 
 def test_chance() -> None:
     dev = examples("aabb" + "b" * 6)
-    assert chance(Scored("classify", "accuracy"), "accuracy", examples("aaab"), dev) == 0.8  # type: ignore[arg-type]
-    assert chance(Scored("classify", "mcc"), "mcc", examples("aaab"), dev) == 0.0  # type: ignore[arg-type]
+    assert chance_score(Scored("classify", "accuracy"), "accuracy", examples("aaab"), dev) == 0.8  # type: ignore[arg-type]
+    assert chance_score(Scored("classify", "mcc"), "mcc", examples("aaab"), dev) == 0.0  # type: ignore[arg-type]
     numbers = [Example(i, ("t",), float(i)) for i in range(4)]
-    assert chance(Scored("regress", "pearson"), "pearson", numbers, numbers) == 0.0  # type: ignore[arg-type]
+    assert chance_score(Scored("regress", "pearson"), "pearson", numbers, numbers) == 0.0  # type: ignore[arg-type]
     tags = [Example(0, ("a", "b", "c"), ("O", "O", "B-X"))]
-    assert chance(Scored("tag", "entity_f1"), "entity_f1", tags, tags) == 0.0  # type: ignore[arg-type]
-    assert chance(Scored("embed", "spearman"), "spearman", numbers, numbers) == 0.0  # type: ignore[arg-type]
+    assert chance_score(Scored("tag", "entity_f1"), "entity_f1", tags, tags) == 0.0  # type: ignore[arg-type]
+    assert chance_score(Scored("embed", "spearman"), "spearman", numbers, numbers) == 0.0  # type: ignore[arg-type]
     pairs = [Example(i, ("a", "b")) for i in range(4)]
-    assert chance(Scored("embed", "mrr"), "precision_at_1", pairs, pairs) == 1 / 4  # type: ignore[arg-type]
+    assert chance_score(Scored("embed", "mrr"), "precision_at_1", pairs, pairs) == 1 / 4  # type: ignore[arg-type]
     expected = (1 + 1 / 2 + 1 / 3 + 1 / 4) / 4
-    assert chance(Scored("embed", "mrr"), "mrr", pairs, pairs) == pytest.approx(expected)  # type: ignore[arg-type]
+    assert chance_score(Scored("embed", "mrr"), "mrr", pairs, pairs) == pytest.approx(expected)  # type: ignore[arg-type]
     for metric in ("perplexity", "token_accuracy"):
-        assert chance(Scored("lm", "perplexity"), metric, [], []) is None  # type: ignore[arg-type]
+        assert chance_score(Scored("lm", "perplexity"), metric, [], []) is None  # type: ignore[arg-type]
 
 
 def test_seeds_that_learned_nothing_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    found = without_failed([0.8, 0.5, 0.9, float("nan")], 0.5, "accuracy")
+    found = exclude_failed_seeds([0.8, 0.5, 0.9, float("nan")], 0.5, "accuracy")
     assert found["failed"] == [1, 3]
     assert found["mean_without_failed"] == pytest.approx(0.85)
     assert "2 of 4 seeds did not beat chance (accuracy 0.5); the mean of the others is 0.85" in capsys.readouterr().err
-    assert without_failed([0.5], 0.5, "accuracy")["mean_without_failed"] is None
-    assert without_failed([0.6], 0.5, "accuracy")["failed"] == []
+    assert exclude_failed_seeds([0.5], 0.5, "accuracy")["mean_without_failed"] is None
+    assert exclude_failed_seeds([0.6], 0.5, "accuracy")["failed"] == []
 
 
 def test_less_perplexity_is_better_and_the_first_of_equals_wins() -> None:
-    assert judge("perplexity", {"perplexity": 3.0}) > judge("perplexity", {"perplexity": 4.0})
-    assert judge("accuracy", {"accuracy": 0.4}) > judge("accuracy", {"accuracy": 0.3})
-    assert best_of([0.1, 0.3, 0.3]) == 1
-    assert best_of([float("nan"), 0.1]) == 1
+    assert orient_score("perplexity", {"perplexity": 3.0}) > orient_score("perplexity", {"perplexity": 4.0})
+    assert orient_score("accuracy", {"accuracy": 0.4}) > orient_score("accuracy", {"accuracy": 0.3})
+    assert index_of_best([0.1, 0.3, 0.3]) == 1
+    assert index_of_best([float("nan"), 0.1]) == 1
 
 
 def test_predictions_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -818,7 +824,7 @@ def test_predictions_are_read_as_they_were_written(tmp_path: Path) -> None:
     read = read_predictions(tmp_path / "predictions.jsonl")
     assert [line["prediction"] for line in read] == [odd, ""]
     assert read[1] == {"id": 2, "prediction": "", "reference": odd, "scores": {odd: 0.5}}
-    assert list(seeds_of(tmp_path)[0].values()) == [odd, ""]
+    assert list(load_seed_predictions(tmp_path)[0].values()) == [odd, ""]
 
 
 def test_all_right_answers_are_written_so_that_scores_can_be_computed_again(tmp_path: Path) -> None:
@@ -828,7 +834,7 @@ def test_all_right_answers_are_written_so_that_scores_can_be_computed_again(tmp_
     assert lines[0] == {"id": 1, "prediction": "b", "reference": "a", "references": ["a", "b"]}
     assert "references" not in lines[1]
     right = [line.get("references", line["reference"]) for line in lines]
-    assert score("text-to-text", [line["prediction"] for line in lines], right)["exact_match"] == 1.0
+    assert compute_metrics("text-to-text", [line["prediction"] for line in lines], right)["exact_match"] == 1.0
 
 
 def test_against_a_baseline(
@@ -856,7 +862,7 @@ def compared(folder: Path, task: Any, dev: list[Example], ours: list[Any], their
         write_predictions(folder / name / "predictions.jsonl", dev, [Prediction(answer) for answer in answers])
     r = FinetuneRecipe(task=task.name, dev="dev.jsonl", baseline=str(folder / "theirs"), seeds=1)
     check_baseline(r, dev)
-    return against_baseline(r, task, dev, folder / "ours")
+    return compare_with_baseline(r, task, dev, folder / "ours")
 
 
 def test_a_baseline_on_other_examples_is_refused(tmp_path: Path) -> None:
@@ -890,7 +896,7 @@ def test_a_baseline_on_other_texts_is_said(tmp_path: Path, capsys: pytest.Captur
     theirs, ours = ([Example(1, ("Ann met Bo",), "a", ((0, 3), span))] for span in ((8, 10), (4, 7)))
     r = FinetuneRecipe(task="relation", dev="dev.jsonl", baseline=str(tmp_path), seeds=1)
     write_predictions(tmp_path / "predictions.jsonl", theirs, [Prediction("a")])
-    (tmp_path / "recipe.yaml").write_text(f"dev_checksum: '{checksum(theirs)}'\n")
+    (tmp_path / "recipe.yaml").write_text(f"dev_checksum: '{checksum_examples(theirs)}'\n")
     check_baseline(r, theirs)
     assert capsys.readouterr().err == ""
     check_baseline(r, ours)
@@ -909,7 +915,7 @@ def test_a_difference_that_seeds_differ_by_may_be_chance(tmp_path: Path, capsys:
         (tmp_path / name).mkdir(parents=True)
         write_predictions(tmp_path / name / "predictions.jsonl", dev, [Prediction(answer) for answer in answers])
     r = FinetuneRecipe(task="classify", dev="dev.jsonl", baseline=str(tmp_path / "theirs"), seeds=2)
-    found = against_baseline(r, Scored("classify", "accuracy"), dev, tmp_path / "ours")  # type: ignore[arg-type]
+    found = compare_with_baseline(r, Scored("classify", "accuracy"), dev, tmp_path / "ours")  # type: ignore[arg-type]
     assert found["difference"] == 0.25
     assert found["between_seeds"] == pytest.approx(0.25)  # a deviation of 0.354 over the root of 2
     assert found["p_value"] < 0.01
@@ -1042,8 +1048,8 @@ def test_what_contradicts_itself_is_refused(fields: dict[str, Any], message: str
 
 def test_epochs_of_unfreezing() -> None:
     r = FinetuneRecipe(unfreeze_every=-2, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    assert r.pace(20).unfreeze_every == 5  # two passes over 20 examples, 8 at a time
-    assert replace(r, unfreeze_every=7).pace(20).unfreeze_every == 7
+    assert r.freeze_schedule(20).unfreeze_every == 5  # two passes over 20 examples, 8 at a time
+    assert replace(r, unfreeze_every=7).freeze_schedule(20).unfreeze_every == 7
 
 
 def test_a_file_of_another_task_is_recognised(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
@@ -1060,7 +1066,7 @@ def test_a_text_is_read_from_its_first_state_or_from_all(checkpoint_of: Checkpoi
     for pool, kept in (("auto", "first"), ("cls", "first"), ("mean", "mean")):
         found = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / pool, pool=pool))
         model = load_model(tmp_path / pool / "final")
-        assert isinstance(model.config.head, Classes)
+        assert isinstance(model.config.head, ClassificationHead)
         assert model.config.head.pool == kept
         assert found["mean"] > 0.9
         again = evaluate(tmp_path / pool / "final", "classify", toy["dev"], tmp_path / f"{pool}-again")

@@ -10,7 +10,7 @@ import pytest
 from tasks.small import ANIMALS, CPU, PLACES, learn, parts
 
 from firth.tasks import FinetuneRecipe, make_task
-from firth.text import Answer, Example
+from firth.text import AnswerSpan, Example
 
 SIZES, COLOURS = ["big", "small"], ["red", "blue"]
 
@@ -52,8 +52,8 @@ def examples(name: str, number: int = 96) -> list[Example]:
     return found
 
 
-def answers(context: str, text: str) -> tuple[Answer, ...]:
-    return (Answer(text, context.index(text)),)
+def answers(context: str, text: str) -> tuple[AnswerSpan, ...]:
+    return (AnswerSpan(text, context.index(text)),)
 
 
 STEPS = {"span-qa": 80, "pair": 60, "word-in-context": 60}
@@ -79,12 +79,12 @@ def test_a_tiny_model_learns(name: str, family: str, answer: Any) -> None:
     assert scores[task.metric] > 0.9
 
     # made again from its facts, it predicts the same
-    again = make_task(name, task.facts(), task.tokenizer, model.config)
+    again = make_task(name, task.metadata(), task.tokenizer, model.config)
     assert again.tokenizer is task.tokenizer
     same = again.predict(model, again.encode(known[:48]), CPU, 48)
     for p, q in zip(found, same, strict=True):
         assert p.prediction == pytest.approx(q.prediction) if name == "regress" else p.prediction == q.prediction
-    assert again.facts() == task.facts()
+    assert again.metadata() == task.metadata()
 
 
 def test_examples_without_answers_can_be_predicted() -> None:
@@ -101,4 +101,4 @@ def test_examples_without_answers_can_be_predicted() -> None:
         elif name == "choice":
             for p, e in zip(found, known, strict=True):
                 assert set(p.scores or ()) == {str(i) for i in range(len(e.texts) - 1)}
-        assert np.isfinite(task.batch(task.encode(blank)).tokens).all()
+        assert np.isfinite(task.collate(task.encode(blank)).input_ids).all()

@@ -14,10 +14,10 @@ import pytest
 import torch
 from tasks.small import ANIMALS, CPU, PLACES, WORDS, learn, model_for, parts
 
-from firth.errors import UserError
+from firth.core.errors import UserError
 from firth.evaluate import evaluate
 from firth.tasks import FinetuneRecipe, Prediction, finetune, make_task
-from firth.tasks.chat import Chat
+from firth.tasks.chat import ChatTemplate
 from firth.text import Example
 from firth.tokens import Tokenizer, load_tokenizer
 
@@ -54,22 +54,22 @@ def made(family: str, known: list[Example], tokenizer: Tokenizer | None = None, 
 
 def with_chat(template: str, *names: str) -> Tokenizer:
     _, tokenizer = parts("llama")
-    more = tokenizer.with_tokens(names)
-    return Tokenizer(more.backend, more.roles, more.config | {"chat_template": template})
+    more = tokenizer.with_special_tokens(names)
+    return Tokenizer(more.backend, more.special_tokens, more.config | {"chat_template": template})
 
 
 def learned(task: Any, example: Example) -> str:
     """The text of the tokens that are asked, one stretch after the other."""
     (item,) = task.encode([example])
     (line,) = item.parts
-    return str(task.tokenizer.decode([line.ids[place + 1] for place in line.asked], skip_special=False))
+    return str(task.tokenizer.decode([line.ids[place + 1] for place in line.target_positions], skip_special=False))
 
 
 def test_answers_are_learned_and_nothing_else() -> None:
     task, _ = made("llama", [DIALOGUE], max_seq_length=64)
     assert learned(task, DIALOGUE) == " near the river<|endoftext|> near the fox<|endoftext|>"
     (item,) = task.encode([DIALOGUE])
-    assert item.bytes == len("near the river") + len("near the fox")
+    assert item.num_bytes == len("near the river") + len("near the fox")
     assert task.tokenizer.decode(item.parts[0].ids, skip_special=False) == (
         "<|endoftext|><|system|> big cat<|user|> the cat lives<|assistant|> near the river<|endoftext|>"
         "<|user|> and the dog<|assistant|> near the fox<|endoftext|>"
@@ -82,10 +82,10 @@ def test_all_of_a_plain_text_is_learned_in_pieces() -> None:
     assert task.tokenizer is parts("gpt2")[1]  # nobody speaks, so there is no template
     (item,) = task.encode([text])
     ids, end = task.tokenizer.encode(text.texts[1]), task.tokenizer.vocab.eos
-    assert [line.ids[place + 1] for line in item.parts for place in line.asked] == [*ids, end]
+    assert [line.ids[place + 1] for line in item.parts for place in line.target_positions] == [*ids, end]
     assert max(len(line.ids) for line in item.parts) == 8
-    assert item.bytes == len(text.texts[1])
-    assert item.scored.tolist() == [True] * len(ids) + [False]
+    assert item.num_bytes == len(text.texts[1])
+    assert item.scored_mask.tolist() == [True] * len(ids) + [False]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bart"])
@@ -102,12 +102,12 @@ def test_transformers_gives_the_same_ids(family: str, tmp_path: Path) -> None:
             theirs.apply_chat_template(messages[:i], add_generation_prompt=True, return_dict=False) for i in (2, 4)
         ]
         assert found == [turn.ids for turn in item.parts]
-        assert task.tokenizer.decode(item.parts[1].answer).strip() == "near the fox"
+        assert task.tokenizer.decode(item.parts[1].answer_ids).strip() == "near the fox"
     else:
         assert theirs.apply_chat_template(messages, return_dict=False) == item.parts[0].ids
         start = theirs.apply_chat_template(messages[:2], add_generation_prompt=True, return_dict=False)
         assert item.parts[0].ids[: len(start)] == start
-        assert item.parts[0].asked[0] == len(start) - 1
+        assert item.parts[0].target_positions[0] == len(start) - 1
     again = load_tokenizer(tmp_path)
     assert again.config["chat_template"] == task.tokenizer.config["chat_template"]
 
@@ -137,7 +137,7 @@ def test_a_template_beside_the_tokenizer_is_read(tmp_path: Path) -> None:
 def test_answers_that_a_template_changes_are_not_learned() -> None:
     task, _ = made("llama", [DIALOGUE], with_chat(THINKS), max_seq_length=100)
     assert learned(task, DIALOGUE) == "near the fox<|endoftext|>\n"
-    assert task.said == ["1 answer is changed by the chat template later on, and not learned."]
+    assert task.notices == ["1 answer is changed by the chat template later on, and not learned."]
 
 
 def test_long_dialogues_lose_their_beginning() -> None:
@@ -147,10 +147,10 @@ def test_long_dialogues_lose_their_beginning() -> None:
     (item,) = task.encode([DIALOGUE])
     assert item.parts[0].ids == [ids[0], *ids[-15:]]
     assert learned(task, DIALOGUE).endswith(" near the fox<|endoftext|>")
-    assert task.said == ["2 dialogues were longer than 16 tokens, and lost the beginning."]
+    assert task.notices == ["2 dialogues were longer than 16 tokens, and lost the beginning."]
     short, _ = made("llama", [DIALOGUE], max_seq_length=4)
     assert learned(short, DIALOGUE) == " fox<|endoftext|>"  # asked only where what comes before is still there
-    assert short.encode([DIALOGUE])[0].bytes == len("fox") + 1
+    assert short.encode([DIALOGUE])[0].num_bytes == len("fox") + 1
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bart"])
@@ -159,19 +159,19 @@ def test_packed_is_as_good_as_alone(family: str) -> None:
     task, config = made(family, known)
     items = task.encode(known)
     model = model_for(task, config).eval()
-    packed = task.batch(items)
-    assert len(packed.tokens) < sum(len(item.parts) for item in items)
+    packed = task.collate(items)
+    assert len(packed.input_ids) < sum(len(item.parts) for item in items)
     with torch.no_grad():
         together = model.losses(packed.to(CPU.device))["answers"].item()
-        alone = [model.losses(task.batch([item]).to(CPU.device))["answers"].item() for item in items]
+        alone = [model.losses(task.collate([item]).to(CPU.device))["answers"].item() for item in items]
     assert together == pytest.approx(sum(alone), rel=1e-5)
     found = [p.prediction for p in task.predict(model, items, CPU, 5)]
     single = [task.predict(model, [item], CPU, 1)[0].prediction for item in items]
     assert [p["nats"] for p in found] == pytest.approx([p["nats"] for p in single], rel=1e-4)
-    everything = [replace(item, scored=np.ones_like(item.scored)) for item in items]
+    everything = [replace(item, scored_mask=np.ones_like(item.scored_mask)) for item in items]
     whole = [p.prediction for p in task.predict(model, everything, CPU, 5)]
     assert [p["nats"] for p in whole] == pytest.approx(alone, rel=1e-4)
-    assert sum(p["tokens"] for p in whole) == packed.num_answers
+    assert sum(p["tokens"] for p in whole) == packed.num_targets
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bart"])
@@ -181,11 +181,15 @@ def test_what_ends_an_answer_is_learned_and_not_scored(family: str) -> None:
     asked = [
         i
         for part in item.parts
-        for i in (part.answer if family in ("t5", "bart") else [part.ids[place + 1] for place in part.asked])
+        for i in (
+            part.answer_ids
+            if family in ("t5", "bart")
+            else [part.ids[place + 1] for place in part.target_positions]
+        )
     ]
-    scored = [i for i, of_the_text in zip(asked, item.scored, strict=True) if of_the_text]
-    assert task.frame.end in asked
-    assert not set(scored) & set(task.tokenizer.vocab.special)
+    scored = [i for i, of_the_text in zip(asked, item.scored_mask, strict=True) if of_the_text]
+    assert task.template.eos_id in asked
+    assert not set(scored) & set(task.tokenizer.vocab.special_ids)
     assert "".join(task.tokenizer.decode(scored).split()) == "neartherivernearthefox"
 
 
@@ -207,9 +211,9 @@ def test_a_tiny_model_learns_to_answer(family: str) -> None:
     scores = task.score(known, task.predict(model, items, CPU, 10))
     assert scores["perplexity"] < 1.5
     assert scores["token_accuracy"] > 0.9
-    again = make_task("lm", task.facts(), task.tokenizer, model.config)
-    assert again.facts() == task.facts()
-    np.testing.assert_array_equal(again.batch(again.encode(known)).tokens, task.batch(items).tokens)
+    again = make_task("lm", task.metadata(), task.tokenizer, model.config)
+    assert again.metadata() == task.metadata()
+    np.testing.assert_array_equal(again.collate(again.encode(known)).input_ids, task.collate(items).input_ids)
 
 
 def test_from_a_file_to_scores(checkpoint_of: Any, tmp_path: Path) -> None:
@@ -250,7 +254,7 @@ def test_what_looks_special_is_said() -> None:
     example = Example(0, ("user", "a <|assistant|> cat", "assistant", "dog"))
     task, _ = made("llama", [example])
     task.encode([example])
-    assert task.said == ["1 message holds what looks like a special token, and is read as one."]
+    assert task.notices == ["1 message holds what looks like a special token, and is read as one."]
 
 
 def test_what_cannot_work_is_refused() -> None:
@@ -267,6 +271,6 @@ def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(UserError, match="has no chat template"):
         make_task("lm", {"roles": []}, parts("llama")[1], config).encode([DIALOGUE])
     with pytest.raises(UserError, match="chat template of this checkpoint cannot be read"):
-        Chat(with_chat("{% for %}"))
+        ChatTemplate(with_chat("{% for %}"))
     with pytest.raises(UserError, match="cannot be told which part is the answer"):
-        Chat(with_chat("{{ messages | length }}")).answers(TURNS)
+        ChatTemplate(with_chat("{{ messages | length }}")).render_with_answers(TURNS)

@@ -4,51 +4,51 @@ from __future__ import annotations
 
 import numpy as np
 
-from firth.tasks.packing import few, pack
+from firth.tasks.packing import pack_texts, round_row_count
 
 
 def test_texts_share_rows_the_longest_first() -> None:
-    packing = pack([5, 3, 8, 2, 6], 8)
+    packing = pack_texts([5, 3, 8, 2, 6], 8)
     assert packing.num_rows == 3
-    assert packing.padding == 0
-    whose = packing.lay(np.repeat([10, 11, 12, 13, 14], [5, 3, 8, 2, 6]), 0)
+    assert packing.padding_share == 0
+    whose = packing.scatter(np.repeat([10, 11, 12, 13, 14], [5, 3, 8, 2, 6]), 0)
     assert sorted(map(sorted, whose.tolist())) == [[10] * 5 + [11] * 3, [12] * 8, [13] * 2 + [14] * 6]
-    doc, position = packing.documents()
+    doc, position = packing.document_ids_and_positions()
     for n, size in enumerate([5, 3, 8, 2, 6]):
-        row, first = packing.row[n], packing.first[n]
+        row, first = packing.row_index[n], packing.start[n]
         assert whose[row, first : first + size].tolist() == [10 + n] * size
-        assert doc[row, first : first + size].tolist() == [packing.doc[n]] * size
+        assert doc[row, first : first + size].tolist() == [packing.document_index[n]] * size
         assert position[row, first : first + size].tolist() == list(range(size))
 
 
 def test_what_is_left_over_is_padding() -> None:
-    packing = pack([6, 5], 8)
-    doc, position = packing.documents()
+    packing = pack_texts([6, 5], 8)
+    doc, position = packing.document_ids_and_positions()
     assert doc.tolist() == [[0] * 6 + [-1] * 2, [0] * 5 + [-1] * 3]
     assert position.tolist() == [[0, 1, 2, 3, 4, 5, 0, 0], [0, 1, 2, 3, 4, 0, 0, 0]]
-    assert packing.padding == 5 / 16
+    assert packing.padding_share == 5 / 16
 
 
 def test_a_single_row_is_narrow() -> None:
-    assert pack([10, 10], 512).width == 32
-    assert pack([3], 512).width == 16
-    assert pack([3], 8).width == 8
-    assert pack([300, 300], 512).width == 512
+    assert pack_texts([10, 10], 512).width == 32
+    assert pack_texts([3], 512).width == 16
+    assert pack_texts([3], 8).width == 8
+    assert pack_texts([300, 300], 512).width == 512
 
 
 def test_what_belongs_together_stays_together() -> None:
-    packing = pack([3, 2, 5, 5, 8, 8], 8, together=2)
+    packing = pack_texts([3, 2, 5, 5, 8, 8], 8, texts_per_group=2)
     assert packing.width == 16
-    assert packing.row.tolist() == [1, 1, 1, 1, 0, 0]
-    assert (np.diff(packing.doc.reshape(-1, 2), axis=1) == 1).all()
+    assert packing.row_index.tolist() == [1, 1, 1, 1, 0, 0]
+    assert (np.diff(packing.document_index.reshape(-1, 2), axis=1) == 1).all()
 
 
 def test_slots_are_those_of_the_documents_in_order() -> None:
-    packing = pack([4, 3, 8], 8)  # the third has a row of its own, then come the first and the second
-    width, slot = packing.slots(np.array([2, 1, 1]))
+    packing = pack_texts([4, 3, 8], 8)  # the third has a row of its own, then come the first and the second
+    width, slot = packing.allocate_slots(np.array([2, 1, 1]))
     assert width == 4  # three, rounded up
     assert slot.tolist() == [4, 5, 6, 0]
-    width, slot = packing.slots(np.array([2, 2, 2]), each=2)
+    width, slot = packing.allocate_slots(np.array([2, 2, 2]), slots_per_answer=2)
     assert (width, slot.tolist()) == (4, [4, 5, 6, 7, 0, 1])
 
 
@@ -56,16 +56,16 @@ def test_few_shapes_and_little_padding() -> None:
     rng = np.random.default_rng(0)
     shapes, padding = set(), []
     for _ in range(200):
-        packing = pack(rng.integers(5, 60, 256), 128)
+        packing = pack_texts(rng.integers(5, 60, 256), 128)
         shapes.add(packing.num_rows)
-        padding.append(packing.padding)
-        assert np.bincount(packing.row, weights=packing.size).max() <= 128
+        padding.append(packing.padding_share)
+        assert np.bincount(packing.row_index, weights=packing.lengths).max() <= 128
     assert len(shapes) <= 4
     assert np.mean(padding) < 0.08
-    assert all(rows <= few(rows) <= rows * 1.125 for rows in range(1, 2000))
+    assert all(rows <= round_row_count(rows) <= rows * 1.125 for rows in range(1, 2000))
 
 
 def test_the_same_sizes_give_the_same_rows() -> None:
     sizes = np.random.default_rng(1).integers(1, 64, 500)
-    first, second = pack(sizes, 64), pack(sizes.copy(), 64)
+    first, second = pack_texts(sizes, 64), pack_texts(sizes.copy(), 64)
     assert str(first) == str(second)

@@ -15,26 +15,31 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from firth import verbs
-from firth.errors import UserError
-from firth.evaluate import read_vectors, word_vectors
+from firth import api
+from firth.core.errors import UserError
+from firth.evaluate import load_word_vectors, read_vectors
 from firth.generate import generate_ids
-from firth.generate.decoding import Decoding
-from firth.models import load_model, make_model, preset, read_config
-from firth.models.config import Classes, Features
-from firth.models.presets import bag
-from firth.recipes import finetuning, named, pretraining
-from firth.tasks.make import make_task
+from firth.generate.config import GenerationConfig
+from firth.models import get_preset, load_model, make_model, read_config
+from firth.models.config import ClassificationHead, FeatureEncoderConfig
+from firth.models.presets import bag_of_words
+from firth.recipes import finetuning_defaults, named_finetuning_defaults, pretraining_recipe
+from firth.tasks.registry import make_task
 from firth.text import Example
 from firth.tokens import load_tokenizer, train_tokenizer
-from firth.train import Recipe, Training, load_recipe
-from firth.train.optim import rate
-from firth.train.unfreeze import Pace, learners
+from firth.train import Recipe, TrainingConfig, load_recipe
+from firth.train.optim import learning_rate_at
+from firth.train.unfreeze import FreezeSchedule, trainable_parameters
 
 SMALL: dict[str, Any] = {"per_device_train_batch_size": 4, "max_seq_length": 16, "eval_steps": 4, "save_steps": 4}
 NARROW = {
-    "ulmfit-tiny": {"model.dim": 32, "model.recurrent.hidden": 48},
-    "elmo-tiny": {"model.dim": 16, "model.head.dim": 8, "model.recurrent.projection": 8, "model.recurrent.hidden": 12},
+    "ulmfit-tiny": {"model.dim": 32, "model.recurrent.hidden_size": 48},
+    "elmo-tiny": {
+        "model.dim": 16,
+        "model.head.dim": 8,
+        "model.recurrent.proj_size": 8,
+        "model.recurrent.hidden_size": 12,
+    },
 }
 
 
@@ -77,7 +82,7 @@ def run_of(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
         if name not in made:
             made[name] = tmp_path_factory.mktemp("run") / name
             options = {**SMALL, "max_steps": 8, "save_total_limit": 0, "overrides": NARROW[name]}
-            verbs.pretrain(name, text, made[name], **options)
+            api.pretrain(name, text, made[name], **options)
         return made[name]
 
     return get
@@ -107,7 +112,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     (again / "results.json").unlink()
     carry = load_file(again / "checkpoint-4" / "training" / "carry.safetensors")
     assert len(carry) == read_config(whole / "final").num_layers
-    verbs.pretrain(name, text, again, resume=True, **SMALL, max_steps=8, save_total_limit=0, overrides=NARROW[name])
+    api.pretrain(name, text, again, resume=True, **SMALL, max_steps=8, save_total_limit=0, overrides=NARROW[name])
     theirs, ours = (load_file(folder / "final" / "model.safetensors") for folder in (whole, again))
     assert theirs.keys() == ours.keys()
     assert all(theirs[key].equal(ours[key]) for key in theirs)
@@ -115,10 +120,10 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
 
 
 def test_rows_that_go_on_are_the_default() -> None:
-    assert pretraining(preset("ulmfit-base")).order == "stream"
-    assert pretraining(preset("ulmfit-base")).max_seq_length == 70
-    assert type(pretraining(preset("elmo-base")).objective).__name__ == "BiLM"
-    assert pretraining(preset("bilstm-tiny")).order == "packed"
+    assert pretraining_recipe(get_preset("ulmfit-base")).order == "stream"
+    assert pretraining_recipe(get_preset("ulmfit-base")).max_seq_length == 70
+    assert type(pretraining_recipe(get_preset("elmo-base")).objective).__name__ == "BiLM"
+    assert pretraining_recipe(get_preset("bilstm-tiny")).order == "packed"
 
 
 @pytest.mark.parametrize(
@@ -132,15 +137,15 @@ def test_rows_that_go_on_are_the_default() -> None:
 )
 def test_what_lstms_cannot_see_is_refused(name: str, objective: str, said: str, text: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=said):
-        verbs.pretrain(name, text, tmp_path / "run", objective=objective, max_steps=1)
+        api.pretrain(name, text, tmp_path / "run", objective=objective, max_steps=1)
 
 
 @pytest.mark.parametrize("name", NARROW)
 def test_evaluated_and_embedded(name: str, run_of: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
     final = run_of(name) / "final"
-    found = verbs.evaluate(final, "perplexity", text, tmp_path / "perplexity")
+    found = api.evaluate(final, "perplexity", text, tmp_path / "perplexity")
     assert 5 < found["metrics"]["perplexity"] < 30
-    vectors = verbs.embed(final, ["the cat ran", "the zebra ran", "the gnu ran"])
+    vectors = api.embed(final, ["the cat ran", "the zebra ran", "the gnu ran"])
     assert vectors.shape == (3, read_config(final).dim)
     assert np.allclose(vectors[1], vectors[2]) == (name == "ulmfit-tiny"), "only ELMo reads words it has never met"
 
@@ -148,28 +153,33 @@ def test_evaluated_and_embedded(name: str, run_of: Callable[[str], Path], text: 
 def test_the_words_of_elmo_have_the_vectors_of_their_characters(
     run_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("firth.evaluate.vectors.SPELLED", 5)
+    monkeypatch.setattr("firth.evaluate.vectors.CHAR_ENCODER_BATCH_WORDS", 5)
     final = run_of("elmo-tiny") / "final"
     model = load_model(final)
     assert model.tokenizer is not None
-    found = word_vectors(model)
+    found = load_word_vectors(model)
     with torch.no_grad():
-        right = model.embed.vectors(torch.tensor([model.tokenizer.encode("cat river")]))[0]
-    assert_close(torch.from_numpy(found.vectors_ND[[found.place["cat"], found.place["river"]]]), right)
-    assert len(verbs.similar(final, "cat", top=3)) == 3
-    for file in verbs.export(final, tmp_path / "out", format="word2vec")["files"]:
+        right = model.embed.embed_unprojected(torch.tensor([model.tokenizer.encode("cat river")]))[0]
+    assert_close(torch.from_numpy(found.vectors_ND[[found.index_of_word["cat"], found.index_of_word["river"]]]), right)
+    assert len(api.similar(final, "cat", top=3)) == 3
+    for file in api.export(final, tmp_path / "out", format="word2vec")["files"]:
         assert read_vectors(file).words == found.words
     pairs = tmp_path / "pairs.tsv"
     pairs.write_text("word1\tword2\tscore\ncat\tdog\t9\ncat\triver\t3\nfox\tgarden\t1\n")
-    assert verbs.evaluate(final, "word-similarity", pairs, tmp_path / "scores")["unknown"] == 0
+    assert api.evaluate(final, "word-similarity", pairs, tmp_path / "scores")["unknown"] == 0
 
 
 def test_writing_from_a_state_is_reading_all_again(run_of: Callable[[str], Path]) -> None:
     model = load_model(run_of("ulmfit-tiny") / "final")
     assert model.tokenizer is not None
     prompts = [model.tokenizer.encode(prompt) for prompt in ("the cat", "a big red fox ran", "near")]
-    for decoding in (Decoding(max_new_tokens=6, temperature=0.0), Decoding(max_new_tokens=6, num_beams=3)):
-        once, again = (generate_ids(model, prompts, decoding=decoding, cache=cache) for cache in (True, False))
+    for decoding in (
+        GenerationConfig(max_new_tokens=6, temperature=0.0),
+        GenerationConfig(max_new_tokens=6, num_beams=3),
+    ):
+        once, again = (
+            generate_ids(model, prompts, generation_config=decoding, use_cache=cache) for cache in (True, False)
+        )
         assert once == again
 
 
@@ -179,19 +189,24 @@ def test_writing_from_a_state_is_reading_all_again(run_of: Callable[[str], Path]
 def test_the_slanted_triangle_is_the_papers() -> None:
     """Equation 3: cut = T * cut_frac; p rises to 1 at the cut, falls to 0; the rate is max * (1 + p * 31) / 32."""
     steps, cut, highest = 200, 20, 0.01
-    training = Training(max_steps=steps, warmup_steps=cut, learning_rate=highest, lr_scheduler_type="slanted-triangle")
+    training = TrainingConfig(
+        max_steps=steps, warmup_steps=cut, learning_rate=highest, lr_scheduler_type="slanted-triangle"
+    )
     for t in (0, 1, 10, 19, 20, 21, 100, 199):
         p = t / cut if t < cut else 1 - (t - cut) / (cut * (1 / (cut / steps) - 1))
-        assert rate(t, training) == pytest.approx(highest * (1 + p * 31) / 32)
+        assert learning_rate_at(t, training) == pytest.approx(highest * (1 + p * 31) / 32)
 
 
 def test_one_more_layer_learns_with_every_epoch() -> None:
     """Gradual unfreezing, and rates that fall by 2.6 from layer to layer (sections 3.2 and 3.3)."""
-    recipe = finetuning(preset("ulmfit-base"))
+    recipe = finetuning_defaults(get_preset("ulmfit-base"))
     assert recipe["unfreeze_every"] == -1
     assert 1 / recipe["layer_decay"] == pytest.approx(2.6)
-    model = make_model(replace(preset("ulmfit-tiny"), head=Classes(("good", "bad"), pool="last")))
-    depth = [set(learners(model, Pace(1 / 2.6, "none", 10), step).values()) for step in (0, 10, 20, 30, 40)]
+    model = make_model(replace(get_preset("ulmfit-tiny"), head=ClassificationHead(("good", "bad"), pool="last")))
+    depth = [
+        set(trainable_parameters(model, FreezeSchedule(1 / 2.6, "none", 10), step).values())
+        for step in (0, 10, 20, 30, 40)
+    ]
     assert depth == [{4}, {3, 4}, {2, 3, 4}, {1, 2, 3, 4}, {0, 1, 2, 3, 4}]
 
 
@@ -211,13 +226,13 @@ def test_three_stages_forward_and_backward_and_both_together(
     for way in ("forward", "backward"):
         general = run_of("ulmfit-tiny")
         if way == "backward":
-            verbs.tokenizer([text], tmp_path / "back", kind="word", vocab_size=100, backward=True)
+            api.tokenizer([text], tmp_path / "back", kind="word", vocab_size=100, reverse=True)
             general = tmp_path / "general"
             options = {**SMALL, "max_steps": 8, "overrides": NARROW["ulmfit-tiny"]}
-            verbs.pretrain("ulmfit-tiny", text, general, tokenizer=tmp_path / "back", **options)
+            api.pretrain("ulmfit-tiny", text, general, tokenizer=tmp_path / "back", **options)
         out = tmp_path / way
         own = write_jsonl(tmp_path / "own.jsonl", [{"text": f"I saw the cat {i} today " * 12} for i in range(30)])
-        found = verbs.finetune(
+        found = api.finetune(
             general / "final", "classify", toy["train"], toy["dev"], out,
             recipe="ulmfit", target_text=[own, text], **quick,
         )  # fmt: skip
@@ -228,15 +243,15 @@ def test_three_stages_forward_and_backward_and_both_together(
     assert (
         load_tokenizer(tuned["backward"]).encode("the cat") == load_tokenizer(tuned["backward"]).encode("cat the")[::-1]
     )
-    assert load_tokenizer(tuned["backward"]).backward
+    assert load_tokenizer(tuned["backward"]).is_reversed
     alone = [
-        verbs.evaluate(folder, data=toy["dev"], output_dir=tmp_path / f"alone-{way}") for way, folder in tuned.items()
+        api.evaluate(folder, data=toy["dev"], output_dir=tmp_path / f"alone-{way}") for way, folder in tuned.items()
     ]
-    both = verbs.evaluate(tuned["forward"], data=toy["dev"], together=[tuned["backward"]])
-    assert both["together"] == [str(tuned["backward"])]
-    single = verbs.evaluate(tuned["forward"], data=toy["dev"])
+    both = api.evaluate(tuned["forward"], data=toy["dev"], ensemble=[tuned["backward"]])
+    assert both["ensemble"] == [str(tuned["backward"])]
+    single = api.evaluate(tuned["forward"], data=toy["dev"])
     assert Path(single["report"]).parent != Path(both["report"]).parent, "neither replaces the other"
-    assert "together" not in single
+    assert "ensemble" not in single
     rows = [
         [json.loads(line)["scores"] for line in Path(r["predictions"]).read_text().splitlines()] for r in (*alone, both)
     ]
@@ -246,12 +261,12 @@ def test_three_stages_forward_and_backward_and_both_together(
 
 def test_a_backward_tokenizer_reads_from_the_end() -> None:
     plain = train_tokenizer(["the cat sat"] * 2, "word", 20)
-    back = plain.backwards()
+    back = plain.to_reversed()
     assert back.encode("the cat sat") == plain.encode("sat cat the")
     assert back.decode(back.encode("the cat sat")) == "the cat sat"
     assert back.fingerprint != plain.fingerprint
     with pytest.raises(UserError, match="reads backward"):
-        make_task("tag", [Example(0, ("the",), ("O",))], back, preset("bilstm-tiny"), finetune_defaults())  # type: ignore[arg-type]
+        make_task("tag", [Example(0, ("the",), ("O",))], back, get_preset("bilstm-tiny"), finetune_defaults())  # type: ignore[arg-type]
 
 
 def finetune_defaults() -> Any:
@@ -263,21 +278,21 @@ def finetune_defaults() -> Any:
 def test_shards_of_a_backward_model_are_reversed(text: Path, tmp_path: Path) -> None:
     from firth.tokens import open_shards
 
-    verbs.tokenizer([text], tmp_path / "there", kind="word", vocab_size=100)
-    verbs.tokenizer([text], tmp_path / "back", kind="word", vocab_size=100, backward=True)
+    api.tokenizer([text], tmp_path / "there", kind="word", vocab_size=100)
+    api.tokenizer([text], tmp_path / "back", kind="word", vocab_size=100, reverse=True)
     tokens = []
     for way in ("there", "back"):
-        verbs.prepare([text], tmp_path / way, tmp_path / f"{way}-shards", held_out=0.0, workers=1)
+        api.prepare([text], tmp_path / way, tmp_path / f"{way}-shards", held_out=0.0, workers=1)
         shards = open_shards(tmp_path / f"{way}-shards").train
         tokens.append([shards.tokens[a:b].tolist() for a, b in zip(shards.offsets, shards.offsets[1:], strict=False)])
     assert tokens[1] == [document[::-1] for document in tokens[0]]
 
 
 def test_dai_and_le_train_all_at_once() -> None:
-    recipe = named("dai-le", preset("ulmfit-base"))
+    recipe = named_finetuning_defaults("dai-le", get_preset("ulmfit-base"))
     assert (recipe["layer_decay"], recipe["unfreeze_every"], recipe["lr_scheduler_type"]) == (1.0, 0, "linear")
     with pytest.raises(UserError, match="ulmfit"):
-        named("ulmfitt", preset("ulmfit-base"))
+        named_finetuning_defaults("ulmfitt", get_preset("ulmfit-base"))
 
 
 # --- ELMo and biLSTMs -----------------------------------------------------------------------------------------------
@@ -289,28 +304,28 @@ def test_lora_has_nothing_to_stand_beside(
 ) -> None:
     final = run_of(name) / "final"
     with pytest.raises(UserError, match="LoRA stands beside the matrices of attention and MLP, and LSTMs have none"):
-        verbs.finetune(final, "classify", toy["train"], toy["dev"], tmp_path / "run", lora_rank=2)
+        api.finetune(final, "classify", toy["train"], toy["dev"], tmp_path / "run", lora_rank=2)
 
 
 def test_elmo_opens_in_transformers(run_of: Callable[[str], Path], tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    assert verbs.export(run_of("elmo-tiny") / "final", tmp_path / "out", check=True)["max_difference"] < 1e-5
+    assert api.export(run_of("elmo-tiny") / "final", tmp_path / "out", check=True)["max_difference"] < 1e-5
 
 
 def test_elmo_stays_as_it_is_under_a_task(run_of: Callable[[str], Path], toy: dict[str, Path], tmp_path: Path) -> None:
     """Only the mixture, the LSTM on top and the head learn."""
     final = run_of("elmo-tiny") / "final"
-    recipe = finetuning(read_config(final))
+    recipe = finetuning_defaults(read_config(final))
     assert (recipe["freeze"], recipe["layers"]) == ("body", "mix")
     options: dict[str, Any] = {"seeds": 1, "max_steps": 10, "bilstm": 16}
-    found = verbs.finetune(final, "classify", toy["train"], toy["dev"], tmp_path / "topics", **options)
+    found = api.finetune(final, "classify", toy["train"], toy["dev"], tmp_path / "topics", **options)
     tuned, before = load_model(tmp_path / "topics" / "final"), load_model(final)
     body = {name: p for name, p in tuned.named_parameters() if not name.startswith(("head.", "extras."))}
     old = dict(before.named_parameters())
     assert body
     assert all(p.equal(old[name]) for name, p in body.items())
-    assert tuned.config.extras == (Features(mix=True, bilstm=16),)
-    again = verbs.evaluate(tmp_path / "topics" / "final", data=toy["dev"], output_dir=tmp_path / "again")
+    assert tuned.config.extras == (FeatureEncoderConfig(mix_layers=True, bilstm_hidden_size=16),)
+    again = api.evaluate(tmp_path / "topics" / "final", data=toy["dev"], output_dir=tmp_path / "again")
     assert again["metrics"] == pytest.approx(scores(found))
 
 
@@ -324,15 +339,15 @@ def test_senses_by_fine_tuning_and_by_a_threshold(
     file = write_jsonl(tmp_path / "wic.jsonl", rows)
     if name == "word2vec":
         words = {"vector_size": 8, "min_count": 1, "workers": 1, "max_steps": 1}
-        verbs.pretrain(name, text, tmp_path / "words", overrides=words)
+        api.pretrain(name, text, tmp_path / "words", overrides=words)
     final = (tmp_path / "words" if name == "word2vec" else run_of(name)) / "final"
-    by_threshold = verbs.evaluate(final, "word-in-context", file, tmp_path / "as-it-is", train=str(file))
+    by_threshold = api.evaluate(final, "word-in-context", file, tmp_path / "as-it-is", train=str(file))
     lines = (tmp_path / "as-it-is" / "predictions.jsonl").read_text().splitlines()
     assert len({json.loads(line)["scores"]["cosine"] for line in lines}) == (1 if name == "word2vec" else 2)
     assert by_threshold["metrics"]["accuracy"] >= 0.5
     options: dict[str, Any] = {"seeds": 1, "max_steps": 3, "max_seq_length": 32}
-    tuned = verbs.finetune(final, "word-in-context", file, file, tmp_path / "tuned", **options)
-    again = verbs.evaluate(tmp_path / "tuned" / "final", data=file, output_dir=tmp_path / "again")
+    tuned = api.finetune(final, "word-in-context", file, file, tmp_path / "tuned", **options)
+    again = api.evaluate(tmp_path / "tuned" / "final", data=file, output_dir=tmp_path / "again")
     assert again["metrics"]["accuracy"] == pytest.approx(tuned["accuracy"])
 
 
@@ -347,15 +362,15 @@ def test_tags_by_a_bilstm_and_a_chain_on_word_vectors(tmp_path: Path) -> None:
     train, dev = write_jsonl(tmp_path / "train.jsonl", rows[:45]), write_jsonl(tmp_path / "dev.jsonl", rows[45:])
     tokenizer = train_tokenizer([" ".join(words)] * 2, "word", 20)
     torch.manual_seed(0)
-    model = make_model(bag(tokenizer.vocab.size, 16))
+    model = make_model(bag_of_words(tokenizer.vocab.size, 16))
     torch.nn.init.normal_(model.embed.tokens.weight)
     model.tokenizer = tokenizer
     model.save(tmp_path / "words")
     options: dict[str, Any] = {"seeds": 1, "max_steps": 80, "learning_rate": 2e-2, "crf": True, "bilstm": 32}
-    found = verbs.finetune(tmp_path / "words", "tag", train, dev, tmp_path / "tags", **options)
+    found = api.finetune(tmp_path / "words", "tag", train, dev, tmp_path / "tags", **options)
     assert scores(found)["entity_f1"] > 0.8
     with pytest.raises(UserError, match="crf is for the task tag"):
-        verbs.finetune(tmp_path / "words", "classify", train, dev, tmp_path / "no", crf=True)
+        api.finetune(tmp_path / "words", "classify", train, dev, tmp_path / "no", crf=True)
 
 
 def test_a_head_reads_the_top_layer_unless_told(run_of: Callable[[str], Path]) -> None:
@@ -365,8 +380,10 @@ def test_a_head_reads_the_top_layer_unless_told(run_of: Callable[[str], Path]) -
     task = make_task(
         "classify", [Example(0, ("a",), "x"), Example(1, ("b",), "y")], tokenizer_in(run_of), config, recipe
     )
-    assert recipe.on_top(task.head(config)).extras == ()
-    assert recipe.__class__(layers="mix").on_top(task.head(config)).extras == (Features(mix=True),)
+    assert recipe.apply_head_options(task.configure_model(config)).extras == ()
+    assert recipe.__class__(layers="mix").apply_head_options(task.configure_model(config)).extras == (
+        FeatureEncoderConfig(mix_layers=True),
+    )
 
 
 def tokenizer_in(run_of: Callable[[str], Path]) -> Any:
@@ -378,7 +395,7 @@ def test_gradients_do_not_depend_on_how_a_batch_is_split() -> None:
     from firth.objectives import Batch
 
     torch.manual_seed(0)
-    model = make_model(preset("bilstm-tiny")).eval()
+    model = make_model(get_preset("bilstm-tiny")).eval()
     tokens = torch.randint(5, 40, (4, 6))
     whole = Batch(tokens, labels=tokens)
     parts = [model.loss(Batch(tokens[i : i + 2], labels=tokens[i : i + 2])) for i in (0, 2)]

@@ -6,7 +6,7 @@ import pytest
 from tasks.small import parts
 
 from firth.tasks import FinetuneRecipe, make_task
-from firth.tasks.relation import mark
+from firth.tasks.relation import insert_entity_markers
 from firth.text import Example
 
 TEXT = "the cat lives near the river"
@@ -19,13 +19,13 @@ def made(name: str, family: str, example: Example, length: int = 32):  # type: i
 
 
 def test_marks() -> None:
-    text, spans = mark(TEXT, [CAT, RIVER])
+    text, spans = insert_entity_markers(TEXT, [CAT, RIVER])
     assert text == "the @ cat @ lives near the # river #"
     assert [text[a:b] for a, b in spans] == ["@ cat @", "# river #"]
-    text, spans = mark(TEXT, [RIVER, CAT])
+    text, spans = insert_entity_markers(TEXT, [RIVER, CAT])
     assert text == "the # cat # lives near the @ river @"
     assert [text[a:b] for a, b in spans] == ["@ river @", "# cat #"]
-    text, spans = mark("red fox", [(0, 7), (4, 7)])  # one in the other
+    text, spans = insert_entity_markers("red fox", [(0, 7), (4, 7)])  # one in the other
     assert text == "@ red # fox # @"
     assert [text[a:b] for a, b in spans] == ["@ red # fox # @", "# fox #"]
 
@@ -34,19 +34,19 @@ def test_marks() -> None:
 def test_an_encoder_is_asked_at_both_first_marks(family: str) -> None:
     example = Example(0, (TEXT,), "home", (CAT, RIVER))
     task = made("relation", family, example, 60 if family == "xlnet" else 32)
-    ((sheet,),) = [item.sheets for item in task.encode([example])]
-    signs = [task.tokenizer.decode([sheet.ids[place]]).strip() for place in sheet.asked]
+    ((sheet,),) = [item.sequences for item in task.encode([example])]
+    signs = [task.tokenizer.decode([sheet.ids[place]]).strip() for place in sheet.target_positions]
     assert signs == ["@", "#"]
-    assert sheet.asked[0] < sheet.asked[1]
-    assert task.head(parts(family)[0]).head.marks == 2
+    assert sheet.target_positions[0] < sheet.target_positions[1]
+    assert task.configure_model(parts(family)[0]).head.num_marked == 2
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bart"])
 def test_what_reads_forward_is_asked_at_the_end(family: str) -> None:
     example = Example(0, (TEXT,), "home", (CAT, RIVER))
     task = made("relation", family, example)
-    ((sheet,),) = [item.sheets for item in task.encode([example])]
-    assert sheet.asked == (sheet.size - 1,)
+    ((sheet,),) = [item.sequences for item in task.encode([example])]
+    assert sheet.target_positions == (sheet.num_tokens - 1,)
     assert "@ cat @" in task.tokenizer.decode(sheet.ids)
 
 
@@ -59,25 +59,25 @@ def test_a_long_text_is_cut_around_its_marks(before: int, between: int, after: i
     tail = start + 4 + 4 * between
     example = Example(0, (text,), "home", ((start, start + 3), (tail, tail + 5)))
     task = made("relation", "bert", example, 24)
-    ((sheet,),) = [item.sheets for item in task.encode([example])]
-    assert sheet.size <= 24
+    ((sheet,),) = [item.sequences for item in task.encode([example])]
+    assert sheet.num_tokens <= 24
     text = task.tokenizer.decode(sheet.ids)
     assert "@ cat @" in text
     assert "# river #" in text
-    assert [task.tokenizer.decode([sheet.ids[place]]) for place in sheet.asked] == ["@", "#"]
+    assert [task.tokenizer.decode([sheet.ids[place]]) for place in sheet.target_positions] == ["@", "#"]
     long = before + between + after > 20
-    assert task.said == (["1 text was longer than 24 tokens, and cut."] if long else [])
-    assert not long or sheet.size == 24
+    assert task.notices == (["1 text was longer than 24 tokens, and cut."] if long else [])
+    assert not long or sheet.num_tokens == 24
 
 
 def test_word_in_context_asks_at_the_words() -> None:
     example = Example(0, ("red " * 30 + "cat", "the cat is big"), "yes", ((120, 123), (4, 7)))
     task = made("word-in-context", "bert", example)
-    ((sheet,),) = [item.sheets for item in task.encode([example])]
+    ((sheet,),) = [item.sequences for item in task.encode([example])]
     cat = task.tokenizer.encode("cat")
-    assert [sheet.ids[place] for place in sheet.asked] == cat * 2
-    assert [sheet.segment[place] for place in sheet.asked] == [0, 1]
-    assert sheet.size == 32
+    assert [sheet.ids[place] for place in sheet.target_positions] == cat * 2
+    assert [sheet.token_type_ids[place] for place in sheet.target_positions] == [0, 1]
+    assert sheet.num_tokens == 32
     task = made("word-in-context", "gpt2", example)
-    ((sheet,),) = [item.sheets for item in task.encode([example])]
+    ((sheet,),) = [item.sequences for item in task.encode([example])]
     assert task.tokenizer.decode(sheet.ids).count("@ cat @") == 2

@@ -11,9 +11,18 @@ from tasks.small import CPU, FAMILIES, model_for, parts, tokenizer_of
 
 from firth.models.presets import bert
 from firth.tasks import FinetuneRecipe, Prediction, make_task
-from firth.tasks.headed import Laid
-from firth.tasks.span_qa import Part, SpanQA, find, fullest, spans, stretches, target_of, trimmed
-from firth.text import Answer, Example
+from firth.tasks.head_task import PackedBatch
+from firth.tasks.span_qa import (
+    ContextWindow,
+    SpanQATask,
+    best_answer_spans,
+    find_answer_start,
+    max_context_window,
+    span_labels,
+    split_context_windows,
+    trim_whitespace,
+)
+from firth.text import AnswerSpan, Example
 
 CONTEXTS = [
     "The BIG Red fox — naïve, Ünïcode; «blue» 狐狸 lives near the river.",
@@ -22,7 +31,7 @@ CONTEXTS = [
 ]
 
 
-def task_of(kind: str, lowercase: bool, length: int = 64) -> SpanQA:
+def task_of(kind: str, lowercase: bool, length: int = 64) -> SpanQATask:
     tokenizer = tokenizer_of(kind, lowercase)
     family = {"wordpiece": "bert", "byte-bpe": "gpt2", "unigram": "xlnet"}[kind]
     config = FAMILIES[family][1](tokenizer.vocab.size)
@@ -30,14 +39,14 @@ def task_of(kind: str, lowercase: bool, length: int = 64) -> SpanQA:
         config = bert(1, 32, 2, tokenizer.vocab.size)
     if family == "gpt2":
         config = FAMILIES["roberta"][1](tokenizer.vocab.size)
-    return SpanQA(tokenizer, config, length, unanswerable=False)
+    return SpanQATask(tokenizer, config, length, allows_no_answer=False)
 
 
-def perfect(task: SpanQA, items: list[Any]) -> list[Prediction]:
+def perfect(task: SpanQATask, items: list[Any]) -> list[Prediction]:
     """What is predicted when the logits point at the right answers."""
-    batch, laid = task.batch(items), task.lay(items)
-    assert isinstance(laid, Laid)
-    return task.read(items, 10 * np.maximum(batch.target, 0), laid)
+    batch, laid = task.collate(items), task.pack_items(items)
+    assert isinstance(laid, PackedBatch)
+    return task.decode_logits(items, 10 * np.maximum(batch.task_labels, 0), laid)
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "byte-bpe", "unigram"])
@@ -47,9 +56,9 @@ def test_whole_words_come_back_to_the_letter(kind: str, lowercase: bool) -> None
     for context in CONTEXTS:
         for word in context.split():
             whole = word.strip(".,;«»") or word
-            examples.append(Example(len(examples), ("a fox", context), (Answer(whole, context.index(whole)),)))
+            examples.append(Example(len(examples), ("a fox", context), (AnswerSpan(whole, context.index(whole)),)))
     items = task.encode(examples)
-    assert task.not_found == 0
+    assert task.num_answers_not_found == 0
     for e, p in zip(examples, perfect(task, items), strict=True):
         best = (p.extra or {})["nbest"][0]
         assert e.texts[1][best["start"] : best["start"] + len(best["text"])] == best["text"] == p.prediction
@@ -61,7 +70,7 @@ def test_whole_words_come_back_to_the_letter(kind: str, lowercase: bool) -> None
 
 def test_every_prediction_is_a_stretch_of_its_context() -> None:
     config, tokenizer = parts("bert")
-    examples = [Example(i, ("red fox", c), (Answer(c[4:9], 4),)) for i, c in enumerate(CONTEXTS)]
+    examples = [Example(i, ("red fox", c), (AnswerSpan(c[4:9], 4),)) for i, c in enumerate(CONTEXTS)]
     task = make_task("span-qa", examples, tokenizer, config, FinetuneRecipe(max_seq_length=20))
     items = task.encode(examples)
     model = model_for(task, config)
@@ -80,105 +89,108 @@ def test_every_prediction_is_a_stretch_of_its_context() -> None:
 
 
 def test_long_contexts_are_read_in_stretches() -> None:
-    assert stretches(5, 8) == [(0, 5)]
-    assert stretches(9, 8) == [(0, 8), (4, 5)]
-    assert stretches(20, 8) == [(0, 8), (4, 8), (8, 8), (12, 8)]
-    assert stretches(600, 400) == [(0, 400), (128, 400), (256, 344)]
-    assert stretches(0, 8) == [(0, 0)]
+    assert split_context_windows(5, 8) == [(0, 5)]
+    assert split_context_windows(9, 8) == [(0, 8), (4, 5)]
+    assert split_context_windows(20, 8) == [(0, 8), (4, 8), (8, 8), (12, 8)]
+    assert split_context_windows(600, 400) == [(0, 400), (128, 400), (256, 344)]
+    assert split_context_windows(0, 8) == [(0, 0)]
     for size in range(1, 60):
-        seen = {i for first, many in stretches(size, 8) for i in range(first, first + many)}
+        seen = {i for first, many in split_context_windows(size, 8) for i in range(first, first + many)}
         assert seen == set(range(size))
 
 
 def test_an_answer_is_learned_where_it_is_seen_and_elsewhere_there_is_none() -> None:
     config, tokenizer = parts("bert")
     context = " ".join(["red"] * 20 + ["fox"] + ["blue"] * 20)
-    example = Example(0, ("fox", context), (Answer("fox", context.index("fox")),))
+    example = Example(0, ("fox", context), (AnswerSpan("fox", context.index("fox")),))
     task = make_task("span-qa", [example], tokenizer, config, FinetuneRecipe(max_seq_length=20))
-    assert isinstance(task, SpanQA)
+    assert isinstance(task, SpanQATask)
     (item,) = task.encode([example])
-    assert len(item.parts) > 3
-    assert task.said == ["1 context was longer than 20 tokens, and read in stretches."]
+    assert len(item.windows) > 3
+    assert task.notices == ["1 context was longer than 20 tokens, and read in stretches."]
     fox = tokenizer.encode("fox")[0]
-    for sheet, part in zip(item.sheets, item.parts, strict=True):
-        assert sheet.size <= 20
-        target = target_of(sheet, part, item.answer)
+    for sheet, part in zip(item.sequences, item.windows, strict=True):
+        assert sheet.num_tokens <= 20
+        target = span_labels(sheet, part, item.label)
         assert target.sum(0, where=target > 0).tolist() == [1, 1]
         (start,), (end,) = np.flatnonzero(target[:, 0] == 1), np.flatnonzero(target[:, 1] == 1)
-        inside = fox in sheet.ids[part.begins :]
+        inside = fox in sheet.ids[part.sequence_start :]
         assert (sheet.ids[start] == fox) == inside
-        assert start == end == (sheet.ids.index(fox, part.begins) if inside else 0)
-        assert (target[1 : part.begins] == -1).all(), "the question is no answer"
-        assert (target[part.begins + part.size :] == -1).all()
-    assert task.batch([item]).num_answers == len(item.parts)
+        assert start == end == (sheet.ids.index(fox, part.sequence_start) if inside else 0)
+        assert (target[1 : part.sequence_start] == -1).all(), "the question is no answer"
+        assert (target[part.sequence_start + part.num_tokens :] == -1).all()
+    assert task.collate([item]).num_targets == len(item.windows)
     assert perfect(task, [item])[0].prediction == "fox"
 
 
 def test_each_token_counts_where_most_is_around_it() -> None:
-    assert fullest([Part(0, 8, 3), Part(4, 8, 3)]).tolist() == [0] * 6 + [1] * 6
-    assert fullest([Part(0, 5, 3)]).tolist() == [0] * 5
+    assert max_context_window([ContextWindow(0, 8, 3), ContextWindow(4, 8, 3)]).tolist() == [0] * 6 + [1] * 6
+    assert max_context_window([ContextWindow(0, 5, 3)]).tolist() == [0] * 5
 
 
 def test_spans_are_ordered_and_short_enough() -> None:
     logits = np.zeros((40, 2))
     logits[5, 0] = logits[3, 1] = 9.0  # ends before it starts
     logits[2, 0] = 5.0
-    found = spans(logits, np.ones(40, bool))
+    found = best_answer_spans(logits, np.ones(40, bool))
     assert max(found)[1:] == (2, 3)
     assert all(0 <= end - start < 30 for _, start, end in found)
     usable = np.ones(40, bool)
     usable[2] = False
-    assert all(start != 2 for _, start, _ in spans(logits, usable))
+    assert all(start != 2 for _, start, _ in best_answer_spans(logits, usable))
 
 
 def test_answers_are_found_or_counted() -> None:
-    assert find("a cat and a cat", "cat", 2) == 2
-    assert find("a cat and a cat", "cat", 11) == 12
-    assert find("a cat and a cat", "cat", 3) == 2
-    assert find("a cat", "dog", 0) is None
-    assert trimmed("a  cat ", 1, 7) == (3, 6)
+    assert find_answer_start("a cat and a cat", "cat", 2) == 2
+    assert find_answer_start("a cat and a cat", "cat", 11) == 12
+    assert find_answer_start("a cat and a cat", "cat", 3) == 2
+    assert find_answer_start("a cat", "dog", 0) is None
+    assert trim_whitespace("a  cat ", 1, 7) == (3, 6)
     config, tokenizer = parts("bert")
-    examples = [Example(0, ("a", "the cat"), (Answer("dog", 4),)), Example(1, ("a", "the cat"), (Answer("cat", 4),))]
+    examples = [
+        Example(0, ("a", "the cat"), (AnswerSpan("dog", 4),)),
+        Example(1, ("a", "the cat"), (AnswerSpan("cat", 4),)),
+    ]
     task = make_task("span-qa", examples, tokenizer, config, FinetuneRecipe(max_seq_length=20))
     items = task.encode(examples)
-    assert task.said == ["1 answer was not found in the context."]
-    assert task.batch(items).num_answers == 1
+    assert task.notices == ["1 answer was not found in the context."]
+    assert task.collate(items).num_targets == 1
     with torch.no_grad():
-        assert np.isfinite(model_for(task, config).losses(task.batch(items).to(CPU.device))["answers"].item())
+        assert np.isfinite(model_for(task, config).losses(task.collate(items).to(CPU.device))["answers"].item())
 
 
 def test_the_threshold_is_chosen_on_held_out_examples_and_kept() -> None:
     config, tokenizer = parts("bert")
     examples = [
-        Example(0, ("a", "the cat"), (Answer("cat", 4),)),
-        Example(1, ("a", "the dog"), (Answer("dog", 4),)),
+        Example(0, ("a", "the cat"), (AnswerSpan("cat", 4),)),
+        Example(1, ("a", "the dog"), (AnswerSpan("dog", 4),)),
         Example(2, ("a", "the fox"), ()),
     ]
     task = make_task("span-qa", examples, tokenizer, config, FinetuneRecipe(max_seq_length=20))
-    assert isinstance(task, SpanQA)
-    assert task.unanswerable
+    assert isinstance(task, SpanQATask)
+    assert task.allows_no_answer
     assert task.threshold == 0.5
 
     def say(text: str, no_answer: float) -> Prediction:
-        return task.chosen(Prediction("", extra={"nbest": [{"text": text}], "no_answer": no_answer}))
+        return task.apply_threshold(Prediction("", extra={"nbest": [{"text": text}], "no_answer": no_answer}))
 
     predictions = [say("cat", 0.1), say("dog", 0.7), say("fox", 0.9)]
     assert [p.prediction for p in predictions] == ["cat", "", ""]
-    settled = task.settle(examples, predictions)
+    settled = task.calibrate(examples, predictions)
     assert [p.prediction for p in settled] == ["cat", "dog", ""]
     assert task.threshold == pytest.approx(0.7)
     assert task.score(examples, settled)["f1"] == 1
-    again = make_task("span-qa", task.facts(), tokenizer, config)
-    assert isinstance(again, SpanQA)
+    again = make_task("span-qa", task.metadata(), tokenizer, config)
+    assert isinstance(again, SpanQATask)
     assert again.threshold == task.threshold
-    assert again.unanswerable
+    assert again.allows_no_answer
 
 
 def test_no_answer_is_told_from_the_first_place() -> None:
     config, tokenizer = parts("bert")
-    examples = [Example(0, ("a", "the cat"), ()), Example(1, ("a", "the dog"), (Answer("dog", 4),))]
+    examples = [Example(0, ("a", "the cat"), ()), Example(1, ("a", "the dog"), (AnswerSpan("dog", 4),))]
     task = make_task("span-qa", examples, tokenizer, config, FinetuneRecipe(max_seq_length=20))
-    assert isinstance(task, SpanQA)
+    assert isinstance(task, SpanQATask)
     found = perfect(task, task.encode(examples))
     assert [p.prediction for p in found] == ["", "dog"]
     assert found[0].extra is not None

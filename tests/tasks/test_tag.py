@@ -10,30 +10,32 @@ import numpy as np
 import pytest
 from tasks.small import ANIMALS, PLACES, parts
 
-from firth.evaluate import evaluate, largest_difference
+from firth.evaluate import evaluate, max_logit_difference
 from firth.models import load_model, make_model
 from firth.tasks import FinetuneRecipe, Prediction, finetune, make_task
-from firth.tasks.tag import Tag, Window, windows
+from firth.tasks.tag import TaggingTask, WordWindow, split_word_windows
 from firth.text import Example
 
 WORDS = ("the", "elephants", "near", "Ω", "river")
 TAGS = ("O", "B-A", "O", "O", "B-P")
 
 
-def tagger(family: str, example: Example, length: int = 32) -> Tag:
+def tagger(family: str, example: Example, length: int = 32) -> TaggingTask:
     config, tokenizer = parts(family)
     task = make_task("tag", [example], tokenizer, config, FinetuneRecipe(max_seq_length=length))
-    assert isinstance(task, Tag)
+    assert isinstance(task, TaggingTask)
     return task
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "xlnet"])
 def test_the_first_piece_of_each_word_is_asked(family: str) -> None:
     task = tagger(family, Example(0, WORDS, TAGS))
-    ((sheet,),) = [item.sheets for item in task.encode([Example(0, WORDS, TAGS)])]
-    assert len(sheet.asked) == 5
-    for word, place, after in zip(WORDS, sheet.asked, [*sheet.asked[1:], sheet.size], strict=True):
-        pieces = [i for i in sheet.ids[place:after] if i not in (task.form.after + task.form.before)]
+    ((sheet,),) = [item.sequences for item in task.encode([Example(0, WORDS, TAGS)])]
+    assert len(sheet.target_positions) == 5
+    for word, place, after in zip(
+        WORDS, sheet.target_positions, [*sheet.target_positions[1:], sheet.num_tokens], strict=True
+    ):
+        pieces = [i for i in sheet.ids[place:after] if i not in (task.template.suffix_ids + task.template.prefix_ids)]
         if task.tokenizer.vocab.unk in pieces:
             assert word in ("Ω", "elephants")
         else:
@@ -42,8 +44,8 @@ def test_the_first_piece_of_each_word_is_asked(family: str) -> None:
 
 def test_a_decoder_is_asked_at_the_last_piece() -> None:
     task = tagger("gpt2", Example(0, WORDS, TAGS))
-    ((sheet,),) = [item.sheets for item in task.encode([Example(0, WORDS, TAGS)])]
-    text = [task.tokenizer.decode(sheet.ids[1 : place + 1]) for place in sheet.asked]
+    ((sheet,),) = [item.sequences for item in task.encode([Example(0, WORDS, TAGS)])]
+    text = [task.tokenizer.decode(sheet.ids[1 : place + 1]) for place in sheet.target_positions]
     assert text == ["the", "the elephants", "the elephants near", "the elephants near Ω", "the elephants near Ω river"]
 
 
@@ -51,24 +53,24 @@ def test_words_without_tokens_are_unknown() -> None:
     words = ("the", "\u200b", "", "cat")
     task = tagger("bert", Example(0, words, ("O",) * 4))
     (item,) = task.encode([Example(0, words, ("O",) * 4)])
-    (sheet,) = item.sheets
+    (sheet,) = item.sequences
     unk = task.tokenizer.vocab.unk
-    assert [sheet.ids[place] == unk for place in sheet.asked] == [False, True, True, False]
-    assert "2 words were without a token, and read as unknown." in task.said
+    assert [sheet.ids[place] == unk for place in sheet.target_positions] == [False, True, True, False]
+    assert "2 words were without a token, and read as unknown." in task.notices
 
 
 def test_windows_ask_every_word_once() -> None:
-    assert windows([1] * 6, 8) == [Window(0, 6, 0, 6)]
-    assert windows([1] * 12, 8) == [Window(0, 8, 0, 7), Window(6, 12, 7, 12)]
-    assert windows([], 8) == [Window(0, 0, 0, 0)]
+    assert split_word_windows([1] * 6, 8) == [WordWindow(0, 6, 0, 6)]
+    assert split_word_windows([1] * 12, 8) == [WordWindow(0, 8, 0, 7), WordWindow(6, 12, 7, 12)]
+    assert split_word_windows([], 8) == [WordWindow(0, 0, 0, 0)]
     rng = np.random.default_rng(0)
     for _ in range(50):
         sizes = rng.integers(1, 5, rng.integers(1, 60)).tolist()
-        found = windows(sizes, 9)
-        assert [w for window in found for w in range(window.asks, window.stops)] == list(range(len(sizes)))
+        found = split_word_windows(sizes, 9)
+        assert [w for window in found for w in range(window.target_start, window.target_end)] == list(range(len(sizes)))
         for window in found:
-            assert window.first <= window.asks <= window.stops <= window.end
-            assert sum(sizes[window.first : window.end]) <= 9
+            assert window.start <= window.target_start <= window.target_end <= window.end
+            assert sum(sizes[window.start : window.end]) <= 9
 
 
 def test_long_sentences_are_read_in_windows() -> None:
@@ -76,35 +78,35 @@ def test_long_sentences_are_read_in_windows() -> None:
     example = Example(0, words, tuple("B-A" if w == "cat" else "O" for w in words))
     task = tagger("bert", example, length=14)
     (item,) = task.encode([example])
-    assert len(item.sheets) > 3
-    assert max(sheet.size for sheet in item.sheets) <= 14
-    read = [task.tokenizer.decode([sheet.ids[place]]) for sheet in item.sheets for place in sheet.asked]
+    assert len(item.sequences) > 3
+    assert max(sheet.num_tokens for sheet in item.sequences) <= 14
+    read = [task.tokenizer.decode([sheet.ids[place]]) for sheet in item.sequences for place in sheet.target_positions]
     assert read == list(words)
-    assert task.said == ["1 sentence was longer than 14 tokens, and read in windows that overlap."]
-    batch = task.batch([item])
-    assert batch.num_answers == 40
+    assert task.notices == ["1 sentence was longer than 14 tokens, and read in windows that overlap."]
+    batch = task.collate([item])
+    assert batch.num_targets == 40
     cat = task.tokenizer.encode("cat")[0]
-    asked = np.take_along_axis(batch.tokens, batch.asked, 1)
-    assert ((asked == cat) == (batch.target == task.labels.index("B-A")))[batch.target >= 0].all()
+    asked = np.take_along_axis(batch.input_ids, batch.target_positions, 1)
+    assert ((asked == cat) == (batch.task_labels == task.labels.index("B-A")))[batch.task_labels >= 0].all()
 
 
 def test_a_word_that_is_too_long_is_cut() -> None:
     words = ("q" * 40, "cat")
     task = tagger("gpt2", Example(0, words, ("O", "B-A")), length=16)
     (item,) = task.encode([Example(0, words, ("O", "B-A"))])
-    assert sum(len(sheet.asked) for sheet in item.sheets) == 2
-    assert "1 word was longer than half a row, and cut." in task.said
+    assert sum(len(sheet.target_positions) for sheet in item.sequences) == 2
+    assert "1 word was longer than half a row, and cut." in task.notices
 
 
 def test_the_predicate_is_marked() -> None:
     words, tags = ("the", "cat", "lives", "near"), ("B-A0", "I-A0", "B-V", "O")
     example = Example(0, words, tags, spans=((2, 3),))
-    ((with_segments,),) = [item.sheets for item in tagger("bert", example).encode([example])]
-    assert [with_segments.segment[place] for place in with_segments.asked] == [0, 0, 1, 0]
+    ((with_segments,),) = [item.sequences for item in tagger("bert", example).encode([example])]
+    assert [with_segments.token_type_ids[place] for place in with_segments.target_positions] == [0, 0, 1, 0]
     task = tagger("roberta", example)
-    ((with_marks,),) = [item.sheets for item in task.encode([example])]
+    ((with_marks,),) = [item.sequences for item in task.encode([example])]
     assert task.tokenizer.decode(with_marks.ids).strip() == "the cat @ lives @ near"
-    lives = with_marks.asked[2]
+    lives = with_marks.target_positions[2]
     assert task.tokenizer.decode([with_marks.ids[lives - 1]]).strip() == "@"
 
 
@@ -124,8 +126,8 @@ def test_the_verb_of_a_role_is_not_counted() -> None:
 def test_tags_that_are_new_are_not_learned() -> None:
     task = tagger("bert", Example(0, ("a", "cat"), ("O", "B-A")))
     (item,) = task.encode([Example(1, ("a", "dog"), ("O", "B-Z"))])
-    assert task.batch([item]).num_answers == 1
-    assert task.said == ["1 word was of a tag that the training file lacks, and counted as wrong."]
+    assert task.collate([item]).num_targets == 1
+    assert task.notices == ["1 word was of a tag that the training file lacks, and counted as wrong."]
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
@@ -148,5 +150,5 @@ def test_an_encoder_decoder_learns_tags(family: str, tmp_path: Path) -> None:
     final = tmp_path / "run" / "final"
     again = evaluate(final, "tag", file, tmp_path / "scores")
     assert again["metrics"]["entity_f1"] == pytest.approx(result["entity_f1"])
-    assert largest_difference(final) < 1e-5
+    assert max_logit_difference(final) < 1e-5
     assert hasattr(load_model(final), "decoder") == (family == "bart")

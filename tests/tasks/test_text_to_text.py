@@ -10,14 +10,14 @@ import pytest
 import torch
 from tasks.small import ANIMALS, CPU, PLACES, WORDS, learn, model_for, parts
 
-from firth.errors import UserError
-from firth.generate import Decoding, generate_ids
-from firth.metrics import score
-from firth.objectives import IGNORED
+from firth.core.errors import UserError
+from firth.generate import GenerationConfig, generate_ids
+from firth.metrics import compute_metrics
+from firth.objectives import IGNORE_INDEX
 from firth.tasks import FinetuneRecipe, Prediction, make_task
-from firth.tasks.packing import pack
-from firth.tasks.text_to_text import LabelWords, Writing
-from firth.tasks.writing import Line, beside, lay_lines, lay_pairs
+from firth.tasks.packing import pack_texts
+from firth.tasks.seq2seq_batch import DecoderExample, pack_alongside, pack_decoder_examples, pack_seq2seq_examples
+from firth.tasks.text_to_text import AnswerConfig, LabelRankingTask
 from firth.text import Example
 
 FAMILIES = ["t5", "bart", "gpt2", "llama"]
@@ -41,51 +41,57 @@ def made(family: str, known: list[Example], **fields: Any) -> Any:
 
 
 def test_rows_of_pairs_by_hand() -> None:
-    laid = lay_pairs([[5, 6, 7], [8], [9, 9]], [[[1]], [[2, 3]], [[4, 4, 4, 4]]], length=6, pad=0, start=90)
+    laid = pack_seq2seq_examples(
+        [[5, 6, 7], [8], [9, 9]], [[[1]], [[2, 3]], [[4, 4, 4, 4]]], row_tokens=6, pad_id=0, decoder_start_id=90
+    )
     batch = laid.batch
-    assert batch.tokens[0, :5].tolist() == [8, 9, 9, 0, 0]  # of 2 and of 4 places on the wider side
-    assert batch.doc[0, :4].tolist() == [0, 1, 1, -1]
-    assert batch.decoder_tokens[0, :7].tolist() == [90, 2, 90, 4, 4, 4, 0]
-    assert batch.labels[0, :7].tolist() == [2, 3, 4, 4, 4, 4, IGNORED]
-    assert batch.decoder_doc[0].tolist() == [0] * 2 + [1] * 14
-    assert batch.decoder_position[0, :7].tolist() == [0, 1, 0, 1, 2, 3, 0]
-    assert batch.tokens[1, :3].tolist() == [5, 6, 7]
-    assert batch.labels[1, :2].tolist() == [1, IGNORED]
-    assert laid.sums(batch.labels.reshape(-1)[laid.slot]).tolist() == [1, 5, 16]
+    assert batch.input_ids[0, :5].tolist() == [8, 9, 9, 0, 0]  # of 2 and of 4 places on the wider side
+    assert batch.document_ids[0, :4].tolist() == [0, 1, 1, -1]
+    assert batch.decoder_input_ids[0, :7].tolist() == [90, 2, 90, 4, 4, 4, 0]
+    assert batch.labels[0, :7].tolist() == [2, 3, 4, 4, 4, 4, IGNORE_INDEX]
+    assert batch.decoder_document_ids[0].tolist() == [0] * 2 + [1] * 14
+    assert batch.decoder_position_ids[0, :7].tolist() == [0, 1, 0, 1, 2, 3, 0]
+    assert batch.input_ids[1, :3].tolist() == [5, 6, 7]
+    assert batch.labels[1, :2].tolist() == [1, IGNORE_INDEX]
+    assert laid.sum_by_answer(batch.labels.reshape(-1)[laid.label_slots]).tolist() == [1, 5, 16]
 
 
 def test_rows_of_several_answers_by_hand() -> None:
-    laid = lay_pairs([[5, 6, 7], [8]], [[[1, 2], [1, 3, 4]], [[2]]], length=8, pad=0, start=90)
+    laid = pack_seq2seq_examples(
+        [[5, 6, 7], [8]], [[[1, 2], [1, 3, 4]], [[2]]], row_tokens=8, pad_id=0, decoder_start_id=90
+    )
     batch, used = laid.batch, slice(6)
-    assert batch.tokens[0, :4].tolist() == [5, 6, 7, 8]
-    assert batch.decoder_tokens[0, used].tolist() == [90, 1, 90, 1, 3, 90]
+    assert batch.input_ids[0, :4].tolist() == [5, 6, 7, 8]
+    assert batch.decoder_input_ids[0, used].tolist() == [90, 1, 90, 1, 3, 90]
     assert batch.labels[0, used].tolist() == [1, 2, 1, 3, 4, 2]
-    assert batch.decoder_position[0, used].tolist() == [0, 1, 0, 1, 2, 0]
-    assert batch.decoder_doc[0, used].tolist() == [0, 0, 1, 1, 1, 2]
-    assert laid.asking is not None
-    assert laid.same is not None
-    assert laid.asking[0].tolist() == [0] * 5 + [1] * 11
-    assert laid.same.tolist() == [0, 1, 0, 1, 4, 5]
-    assert laid.asked.tolist() == [2, 3, 1]
+    assert batch.decoder_position_ids[0, used].tolist() == [0, 1, 0, 1, 2, 0]
+    assert batch.decoder_document_ids[0, used].tolist() == [0, 0, 1, 1, 1, 2]
+    assert laid.source_index is not None
+    assert laid.shared_prefix is not None
+    assert laid.source_index[0].tolist() == [0] * 5 + [1] * 11
+    assert laid.shared_prefix.tolist() == [0, 1, 0, 1, 4, 5]
+    assert laid.answer_lengths.tolist() == [2, 3, 1]
 
 
 def test_rows_of_lines_by_hand() -> None:
-    laid = lay_lines([Line([5, 6, 7], [1]), Line([8, 9, 4, 3], [0, 2])], length=8, pad=0)
+    laid = pack_decoder_examples(
+        [DecoderExample([5, 6, 7], [1]), DecoderExample([8, 9, 4, 3], [0, 2])], row_tokens=8, pad_id=0
+    )
     batch = laid.batch
-    assert batch.tokens[0, :7].tolist() == [5, 6, 7, 8, 9, 4, 3]
-    assert batch.labels.reshape(-1)[laid.slot].tolist() == [7, 9, 3]
-    assert batch.tokens[0][batch.asked.reshape(-1)[laid.slot]].tolist() == [6, 8, 4]
+    assert batch.input_ids[0, :7].tolist() == [5, 6, 7, 8, 9, 4, 3]
+    assert batch.labels.reshape(-1)[laid.label_slots].tolist() == [7, 9, 3]
+    assert batch.input_ids[0][batch.target_positions.reshape(-1)[laid.label_slots]].tolist() == [6, 8, 4]
 
 
 def test_texts_beside_others_stay_in_their_rows() -> None:
     rng = np.random.default_rng(0)
-    packing = pack(rng.integers(3, 20, 40), 32)
-    other = beside(packing, rng.integers(1, 9, 40))
-    doc, position = other.documents()
+    packing = pack_texts(rng.integers(3, 20, 40), 32)
+    other = pack_alongside(packing, rng.integers(1, 9, 40))
+    doc, position = other.document_ids_and_positions()
     for i in range(40):
-        places = np.flatnonzero(doc[packing.row[i]] == packing.doc[i])
-        assert places.tolist() == list(range(other.first[i], other.first[i] + other.size[i]))
-        assert position[packing.row[i], places].tolist() == list(range(other.size[i]))
+        places = np.flatnonzero(doc[packing.row_index[i]] == packing.document_index[i])
+        assert places.tolist() == list(range(other.start[i], other.start[i] + other.lengths[i]))
+        assert position[packing.row_index[i], places].tolist() == list(range(other.lengths[i]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -97,12 +103,12 @@ def test_packed_is_as_good_as_alone(family: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-        packed = task.batch(items)
-        assert len(packed.tokens) < len(items)
+        packed = task.collate(items)
+        assert len(packed.input_ids) < len(items)
         together = model.losses(packed.to(CPU.device))["answers"].item()
-        alone = sum(model.losses(task.batch([item]).to(CPU.device))["answers"].item() for item in items)
+        alone = sum(model.losses(task.collate([item]).to(CPU.device))["answers"].item() for item in items)
     assert together == pytest.approx(alone, rel=1e-5)
-    assert packed.num_answers == sum(len(item.answer) for item in items)
+    assert packed.num_targets == sum(len(item.answer_ids) for item in items)
     many, single = task.predict(model, items, CPU, 100), task.predict(model, items, CPU, 1)
     assert many == single
 
@@ -111,13 +117,15 @@ def test_packed_is_as_good_as_alone(family: str) -> None:
 def test_labels_are_as_likely_in_packed_rows(family: str) -> None:
     config, tokenizer = parts(family)
     labels = ("red", "red and small", "blue and small", "the big cat", "the big cat and the red cat", "the big")
-    task = LabelWords(labels, tokenizer, config, Writing(24, 8))  # more than fit into a row, some begin alike
+    task = LabelRankingTask(
+        labels, tokenizer, config, AnswerConfig(24, 8)
+    )  # more than fit into a row, some begin alike
     known = [e._replace(target=labels[i % 6]) for i, e in enumerate(examples())]
     items = task.encode(known)
     model = model_for(task, config).eval()
     found = task.probabilities(model, items, CPU, 5)
     for item, p_C in zip(items, found, strict=True):
-        batches = [task.batch([item._replace(answer=answer)]).to(CPU.device) for answer in task.answers]
+        batches = [task.collate([item._replace(answer_ids=answer)]).to(CPU.device) for answer in task.label_token_ids]
         with torch.no_grad():
             costs = np.array([model.losses(batch)["answers"].item() for batch in batches])
         np.testing.assert_allclose(p_C, np.exp(-costs) / np.exp(-costs).sum(), atol=1e-5)
@@ -126,8 +134,10 @@ def test_labels_are_as_likely_in_packed_rows(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_choices_of_an_example_are_as_likely_beside_those_of_others(family: str) -> None:
     config, tokenizer = parts(family)
-    task = LabelWords((), tokenizer, config, Writing(24, 8))
-    answers = task.writer.read(["red", "blue and small", "the big cat", "the", "the red cat near the big cat"])
+    task = LabelRankingTask((), tokenizer, config, AnswerConfig(24, 8))
+    answers = task.answer_tokenizer.encode_texts(
+        ["red", "blue and small", "the big cat", "the", "the red cat near the big cat"]
+    )
     items = [item._replace(candidates=tuple(answers[: 2 + i % 4])) for i, item in enumerate(task.encode(examples()))]
     model = model_for(task, config).eval()
     together = task.probabilities(model, items, CPU, 12)
@@ -150,8 +160,8 @@ def test_a_tiny_model_learns_to_write(family: str) -> None:
     model = learn(task, config, items, 150, rate=1e-2 if family == "t5" else 3e-3)
     scores = task.score(known, task.predict(model, items, CPU, 20))
     assert scores["exact_match"] > 0.9
-    again = make_task("text-to-text", task.facts(), task.tokenizer, model.config)
-    assert again.facts() == task.facts()
+    again = make_task("text-to-text", task.metadata(), task.tokenizer, model.config)
+    assert again.metadata() == task.metadata()
     assert again.predict(model, again.encode(known[:5]), CPU, 20) == task.predict(model, items[:5], CPU, 20)
 
 
@@ -161,8 +171,8 @@ def test_a_prefix_is_read_first_and_kept() -> None:
     plain, _ = made("t5", [])
     (item,) = task.encode(known)
     assert task.tokenizer.decode(item.ids) == "big red: the cat"
-    assert task.facts()["prefix"] == "big red: "
-    again = make_task("text-to-text", task.facts(), task.tokenizer, parts("t5")[0])
+    assert task.metadata()["prefix"] == "big red: "
+    again = make_task("text-to-text", task.metadata(), task.tokenizer, parts("t5")[0])
     assert again.encode(known) == [item] != plain.encode(known)
 
 
@@ -172,8 +182,8 @@ def test_recipes_say_how_answers_are_searched() -> None:
     model.tokenizer = task.tokenizer
     items = task.encode(examples(4))
     found = [p.prediction for p in task.predict(model, items, CPU, 4)]
-    beams = Decoding(max_new_tokens=5, num_beams=3, length_penalty=2.0)
-    ids = [generate_ids(model, [item.ids], decoding=beams)[0] for item in items]
+    beams = GenerationConfig(max_new_tokens=5, num_beams=3, length_penalty=2.0)
+    ids = [generate_ids(model, [item.ids], generation_config=beams)[0] for item in items]
     assert found == [task.tokenizer.decode(row).strip() for row in ids]
     assert all(len(row) <= 5 for row in ids)
 
@@ -185,13 +195,13 @@ def test_every_reference_is_right() -> None:
     scores = task.score([two, one], [Prediction("a dog"), Prediction("a fox")])
     assert scores["exact_match"] == 1.0
     assert scores["rouge_l"] == pytest.approx(100)
-    assert scores == score("text-to-text", ["a dog", "a fox"], [["the cat", "a dog"], "a fox"])
+    assert scores == compute_metrics("text-to-text", ["a dog", "a fox"], [["the cat", "a dog"], "a fox"])
 
 
 def test_what_is_cut_is_counted() -> None:
     task, _ = made("gpt2", examples(), max_seq_length=10, max_target_length=4)
     task.encode([Example(0, ("cat " * 30,), "dog " * 9), Example(1, ("cat",), "dog")])
-    assert task.said == [
+    assert task.notices == [
         "1 text was longer than 10 tokens, and cut.",
         "1 answer was longer than 4 tokens, and cut.",
     ]

@@ -20,12 +20,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from firth.errors import UserError
+from firth.core.errors import UserError
 from firth.text import corpus as module
-from firth.text import lines as lines_module
-from firth.text import pydocs, records
-from firth.text.corpus import Block, Corpus, Document, blocks, cut_at_space
-from firth.text.lines import lines
+from firth.text import open_text as lines_module
+from firth.text import python_docs, records
+from firth.text.corpus import Corpus, Document, TextBlock, iter_text_blocks, split_at_last_space
+from firth.text.open_text import read_lines
 
 
 def write(path: Path, text: str | bytes) -> Path:
@@ -89,7 +89,7 @@ def test_a_folder_is_read_in_order_without_hidden_files(tmp_path: Path) -> None:
 
 
 def test_a_large_file_in_a_folder_is_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WHOLE", 10)
+    monkeypatch.setattr(module, "MAX_WHOLE_FILE_CHARS", 10)
     write(tmp_path / "just.txt", "1234\n\n789\n")
     write(tmp_path / "over.txt", "1234\n\n7890\n")
     corpus = Corpus([tmp_path])
@@ -134,16 +134,16 @@ def test_a_corpus_can_be_read_again(tmp_path: Path) -> None:
     assert corpus.describe() == "0 documents: nothing read yet"
     assert texts(corpus) == texts(corpus) == ["one", "two"]
     assert corpus.describe() == "2 documents: a.txt split on blank lines"
-    assert corpus.bytes == 8
+    assert corpus.total_bytes == 8
 
 
 def test_the_built_in_corpus_is_a_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    record = pydocs.Record("p", "p.f", "Some text.", ())
-    monkeypatch.setattr(pydocs, "everything", lambda: [record])
+    record = python_docs.DocstringRecord("p", "p.f", "Some text.", ())
+    monkeypatch.setattr(python_docs, "load_pydocs", lambda: [record])
     corpus = Corpus(["pydocs", write(tmp_path / "a.txt", "mine")])
     assert list(corpus) == [Document("Some text.", "pydocs:p.f"), Document("mine", f"{tmp_path / 'a.txt'}:1")]
     assert corpus.describe() == "2 documents: a.txt split on blank lines, the built-in pydocs"
-    assert corpus.bytes == 10 + 4
+    assert corpus.total_bytes == 10 + 4
 
 
 # Tables
@@ -194,7 +194,7 @@ def test_damaged_parquet(tmp_path: Path) -> None:
 
 
 def test_large_parquet_does_not_enter_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "BATCH_BYTES", 2**20)
+    monkeypatch.setattr(records, "PARQUET_BATCH_BYTES", 2**20)
     path = tmp_path / "large.parquet"
     text = pa.array([f"{i} " + "many words " * 300 for i in range(2000)])
     with pq.ParquetWriter(path, pa.schema([("text", pa.string())])) as writer:
@@ -231,7 +231,7 @@ def test_standard_input_can_be_read_twice(monkeypatch: pytest.MonkeyPatch) -> No
     corpus = Corpus(["-"])
     assert list(corpus) == list(corpus) == [Document("one", "stdin:1"), Document("two", "stdin:3")]
     assert corpus.describe() == "2 documents: stdin split on blank lines"
-    assert corpus.bytes == 8
+    assert corpus.total_bytes == 8
 
 
 def test_standard_input_may_be_jsonl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +329,7 @@ def test_a_document_may_have_two_sides(tmp_path: Path) -> None:
     )
     corpus = Corpus([path])
     assert list(corpus) == [
-        Document("the heron", f"{path}:1", second="der Reiher"),
+        Document("the heron", f"{path}:1", text_pair="der Reiher"),
         Document("alone", f"{path}:2"),
     ]
     assert list(corpus.texts()) == ["the heron", "der Reiher", "alone"]
@@ -340,7 +340,7 @@ def test_columns_name_the_sides(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", '{"text": "no", "en": "heron", "de": "Rei\\ud800her"}\n')
     columns = {"text_a": "en", "text_b": "de"}
     corpus = Corpus([path], columns=columns)
-    assert [document.sides for document in corpus] == [("heron", "Rei\ufffdher")]
+    assert [document.texts for document in corpus] == [("heron", "Rei\ufffdher")]
     assert "with two sides (en and de)" in corpus.describe()
     assert "1 with half characters" in corpus.describe()
     assert "no column 'de'" in refusal(write(tmp_path / "b.jsonl", '{"en": "heron"}'), columns=columns)
@@ -382,14 +382,14 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
 
 
 def test_text_without_blank_lines_is_cut_between_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LONGEST", 8)
+    monkeypatch.setattr(module, "MAX_DOCUMENT_CHARS", 8)
     corpus = Corpus([write(tmp_path / "a.txt", "aa bb cc dd ee ff\n\ngg")])
     assert texts(corpus) == ["aa bb ", "cc dd ee ", "ff", "gg"]
     assert corpus.describe().endswith("; 2 cut because they are over 8 characters")
 
 
 def test_long_records_are_cut_between_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LONGEST", 8)
+    monkeypatch.setattr(module, "MAX_DOCUMENT_CHARS", 8)
     corpus = Corpus([write(tmp_path / "a.jsonl", '{"text": "aa bb cc dd ee ff"}\n{"text": "gg"}\n')])
     assert [(d.text, d.source[-1]) for d in corpus] == [("aa bb ", "1"), ("cc dd ee ", "1"), ("ff", "1"), ("gg", "2")]
     assert corpus.describe().endswith("; 2 cut because they are over 8 characters")
@@ -397,20 +397,20 @@ def test_long_records_are_cut_between_words(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.tsv"])
 def test_a_line_that_is_too_long_to_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(records, "LONGEST_LINE", 100)
+    monkeypatch.setattr(records, "MAX_LINE_CHARS", 100)
     first = '{"text": "x"}\n' if name == "a.jsonl" else "text\n"
     path = write(tmp_path / name, first + "x" * 1000 + "\n")
     assert refusal(path).startswith(f"{path}:2: a line of more than 100 characters.")
 
 
 def test_a_cell_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "LONGEST_LINE", 100)
+    monkeypatch.setattr(records, "MAX_LINE_CHARS", 100)
     path = write(tmp_path / "a.csv", 'text\n"' + "x\n" * 1000)
     assert refusal(path) == f"{path}:2: not a row of a .csv file (field larger than field limit (100))."
 
 
 def test_a_single_line_does_not_enter_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LONGEST", 2**16)
+    monkeypatch.setattr(module, "MAX_DOCUMENT_CHARS", 2**16)
     path = write(tmp_path / "a.txt", "no line ends here, " * 1_000_000)
     tracemalloc.start()
     total = sum(len(document.text) for document in Corpus([path]))
@@ -422,11 +422,19 @@ def test_a_single_line_does_not_enter_memory(tmp_path: Path, monkeypatch: pytest
 
 def test_blocks_by_hand() -> None:
     stream = ["a\n", "b\n", "\n", "c\n", " \n", "d"]
-    assert list(blocks(stream, True, 100)) == [Block(1, "a\nb\n", False), Block(4, "c\n", False), Block(6, "d", False)]
-    assert list(blocks(stream, False, 100)) == [Block(1, "a\nb\n\nc\n \nd", False)]
-    assert list(blocks(stream, True, 4)) == [Block(1, "a\nb\n", True), Block(4, "c\n", False), Block(6, "d", False)]
-    assert cut_at_space("word") == ("word", "")
-    assert cut_at_space("two words\n") == ("two words\n", "")
+    assert list(iter_text_blocks(stream, True, 100)) == [
+        TextBlock(1, "a\nb\n", False),
+        TextBlock(4, "c\n", False),
+        TextBlock(6, "d", False),
+    ]
+    assert list(iter_text_blocks(stream, False, 100)) == [TextBlock(1, "a\nb\n\nc\n \nd", False)]
+    assert list(iter_text_blocks(stream, True, 4)) == [
+        TextBlock(1, "a\nb\n", True),
+        TextBlock(4, "c\n", False),
+        TextBlock(6, "d", False),
+    ]
+    assert split_at_last_space("word") == ("word", "")
+    assert split_at_last_space("two words\n") == ("two words\n", "")
 
 
 # Mistakes
@@ -435,7 +443,7 @@ def test_blocks_by_hand() -> None:
 def test_missing_file(tmp_path: Path) -> None:
     assert refusal(tmp_path / "no.txt") == f"{tmp_path / 'no.txt'}: no such file or folder."
     with pytest.raises(UserError, match="no such file"):
-        list(lines(tmp_path / "no.txt"))
+        list(read_lines(tmp_path / "no.txt"))
 
 
 def test_unknown_extension(tmp_path: Path) -> None:
@@ -571,7 +579,7 @@ def test_a_column_that_stands_twice(tmp_path: Path, name: str) -> None:
 
 
 def test_one_is_not_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LONGEST", 8)
+    monkeypatch.setattr(module, "MAX_DOCUMENT_CHARS", 8)
     corpus = Corpus([write(tmp_path / "a.txt", "one two three")])
     texts(corpus)
     assert corpus.describe().endswith("; 1 cut because it is over 8 characters")
@@ -588,18 +596,18 @@ def test_one_is_not_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_position_is_that_in_the_file_on_the_disk(tmp_path: Path, name: str) -> None:
     words = [f"heron {i} {i * 7919 % 100_003}" for i in range(60_000)]
     forms = {".txt": "{}\n\n", ".jsonl": '{{"text": "{}"}}\n', ".csv": "{}\n"}
-    form = forms[records.extension(Path(name))]
+    form = forms[records.data_extension(Path(name))]
     path = write(tmp_path / name, ("text\n" if ".csv" in name else "") + "".join(map(form.format, words)))
     corpus = Corpus([path])
     places = []
     for i, _ in enumerate(corpus):
         if i % 10_000 == 9_999:
-            assert corpus.position is not None
-            places.append(corpus.position / corpus.bytes)
+            assert corpus.bytes_read is not None
+            places.append(corpus.bytes_read / corpus.total_bytes)
     assert places == sorted(places)
     ahead = 0.2 if Path(name).suffix in (".txt", ".csv") else 0.5  # others are read in larger blocks
     assert places[2] == pytest.approx(0.5, abs=ahead), "half of the documents are about half of the file"
-    assert corpus.position == corpus.bytes
+    assert corpus.bytes_read == corpus.total_bytes
 
 
 def test_the_position_in_several_files_and_in_parquet(tmp_path: Path) -> None:
@@ -608,19 +616,19 @@ def test_the_position_in_several_files_and_in_parquet(tmp_path: Path) -> None:
     write(tmp_path / "t" / "c.txt.gz", "y" * 500)
     corpus = Corpus([tmp_path / "t"])
     sizes = [(tmp_path / "t" / name).stat().st_size for name in ("a.txt", "b.parquet", "c.txt.gz")]
-    places = [corpus.position for _ in corpus]
+    places = [corpus.bytes_read for _ in corpus]
     assert places[0] == sizes[0]
     assert places[50] == sizes[0] + sizes[1] * 50 // 100
-    assert corpus.position == sum(sizes) == corpus.bytes
+    assert corpus.bytes_read == sum(sizes) == corpus.total_bytes
     next(iter(corpus))
-    assert corpus.position == sizes[0], "every iteration counts anew"
+    assert corpus.bytes_read == sizes[0], "every iteration counts anew"
 
 
 def test_the_built_in_corpus_knows_its_position_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = Corpus("pydocs")
     for _ in corpus:
         pass
-    assert corpus.position == corpus.bytes
+    assert corpus.bytes_read == corpus.total_bytes
     corpus.datasets = [object()]  # type: ignore[list-item]
-    assert corpus.position is None
-    assert module.position_of([]) is None
+    assert corpus.bytes_read is None
+    assert module.corpus_bytes_read([]) is None

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from firth.errors import UserError
+from firth.core.errors import UserError
 from firth.text.corpus import Corpus, Document
-from firth.text.hub import Address, parse
+from firth.text.hub import HubAddress, parse_hub_address
 
 datasets = pytest.importorskip("datasets")
 
@@ -32,11 +32,11 @@ def refusal(path: str) -> str:
 
 
 def test_addresses() -> None:
-    assert parse("hf:a/b") == Address("a/b", (), None)
-    assert parse("hf:b:train#body") == Address("b", ("train",), "body")
+    assert parse_hub_address("hf:a/b") == HubAddress("a/b", (), None)
+    assert parse_hub_address("hf:b:train#body") == HubAddress("b", ("train",), "body")
     for wrong in ("hf:", "hf:a:b:c:d", "hf:a::b", "hf:#text"):
         with pytest.raises(UserError, match="not the address of a dataset"):
-            parse(wrong)
+            parse_hub_address(wrong)
 
 
 def test_a_split_is_read_row_by_row(folder: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_split_is_read_row_by_row(folder: Path) -> None:
     corpus = Corpus([path])
     assert list(corpus) == list(corpus) == [Document("one", f"{path}:row 1"), Document("tw\u2028o", f"{path}:row 2")]
     assert corpus.describe() == f"2 documents: {path} (train) with one document per row; 1 empty and skipped"
-    assert corpus.bytes >= 0
+    assert corpus.total_bytes >= 0
 
 
 def test_split_config_and_column_are_named(folder: Path) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from firth.errors import UserError
-from firth.text import pydocs
-from firth.text.kinds import Answer, Example
+from firth.core.errors import UserError
+from firth.text import python_docs
+from firth.text.documents import AnswerSpan, Example
 from firth.text.labelled import read_labelled
 
 
@@ -68,7 +68,7 @@ ROWS: list[tuple[str, dict[str, Any], Example]] = [
     (
         "span-qa",
         {"id": "q", "question": "who?", "context": "Bo ran", "answers": [{"text": "Bo", "start": 0}]},
-        Example("q", ("who?", "Bo ran"), (Answer("Bo", 0),)),
+        Example("q", ("who?", "Bo ran"), (AnswerSpan("Bo", 0),)),
     ),
     ("span-qa", {"question": "who?", "context": "Bo ran", "answers": []}, Example(1, ("who?", "Bo ran"), ())),
     (
@@ -134,13 +134,13 @@ def test_every_task_from_a_table(tmp_path: Path, task: str, row: dict[str, Any],
 )
 def test_a_test_set_may_lack_its_answers(tmp_path: Path, task: str, row: dict[str, Any]) -> None:
     path = write(tmp_path / "a.jsonl", json.dumps(row))
-    assert read_labelled(path, task, answers=False)[0].target is None
+    assert read_labelled(path, task, require_labels=False)[0].target is None
     assert f"{path}:1" in refusal(path, task)
 
 
 def test_answers_that_are_there_are_read_all_the_same(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", '{"text": "x", "label": "y"}')
-    assert read_labelled(path, "classify", answers=False)[0].target == "y"
+    assert read_labelled(path, "classify", require_labels=False)[0].target == "y"
 
 
 def test_a_table_may_spell_words_with_spaces(tmp_path: Path) -> None:
@@ -237,8 +237,10 @@ def test_half_characters_are_replaced_and_said(tmp_path: Path, capsys: pytest.Ca
 
 def test_pydocs_is_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
     made = [Example("p.f", ("some text",), "p")]
-    monkeypatch.setattr(pydocs, "examples", lambda task, part: made if (task, part) == ("pair", "dev") else [])
-    assert read_labelled("pydocs", "pair", part="dev") == made
+    monkeypatch.setattr(
+        python_docs, "make_pydocs_examples", lambda task, part: made if (task, part) == ("pair", "dev") else []
+    )
+    assert read_labelled("pydocs", "pair", split="dev") == made
 
 
 # Mistakes
@@ -417,6 +419,6 @@ def test_a_row_that_is_scored_on_stays_without_its_word(tmp_path: Path, capsys: 
     """Or else the score would be that of the easier rows."""
     rows = [{"word": "milk", "text_a": "some milk", "text_b": "no tea", "label": "x"}]
     path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
-    assert [e.spans for e in read_labelled(path, "word-in-context", part="dev")] == [((5, 9), (0, 6))]
+    assert [e.spans for e in read_labelled(path, "word-in-context", split="dev")] == [((5, 9), (0, 6))]
     said = " ".join(capsys.readouterr().err.split())
     assert "1 example scored on, but without the word in both texts (line 1)." in said

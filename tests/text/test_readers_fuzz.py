@@ -16,9 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from firth.errors import UserError
-from firth.text.clean import repair
+from firth.core.errors import UserError
 from firth.text.corpus import Corpus
+from firth.text.filters import replace_lone_surrogates
 
 EXAMPLES = 300  # for each of eight tests
 quick = settings(max_examples=EXAMPLES, deadline=5000, suppress_health_check=list(HealthCheck), database=None)
@@ -51,7 +51,7 @@ def read(path: Path, data: bytes, **options: str) -> list[str] | None:
     """The texts of a file, or None where it is refused with a message of a few lines that names it."""
     path.write_bytes(data)
     try:
-        return [text for document in Corpus([path], **options) for text in document.sides]
+        return [text for document in Corpus([path], **options) for text in document.texts]
     except UserError as e:
         message = str(e)
     assert str(path) in message
@@ -81,7 +81,7 @@ values = st.none() | st.booleans() | st.floats() | st.text(max_size=9)
 def test_jsonl_of_any_value(folder: Path, value: object) -> None:
     texts = read(folder / "b.jsonl", json.dumps(value).encode())
     if isinstance(value, dict) and set(value) == {"text"} and isinstance(value["text"], str):
-        assert (texts or []) == [repair(value["text"])] * bool(value["text"].strip())
+        assert (texts or []) == [replace_lone_surrogates(value["text"])] * bool(value["text"].strip())
 
 
 @given(data=anything, encoding=encodings, kind=st.sampled_from([".csv", ".tsv"]))

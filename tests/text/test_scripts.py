@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from firth.text import Document
-from firth.text.scripts import script_of, word_pattern, word_spans, words_of
+from firth.text.scripts import compile_word_pattern, detect_script, find_word_spans, get_document_words
 
 
 @pytest.mark.parametrize(
@@ -31,12 +31,12 @@ from firth.text.scripts import script_of, word_pattern, word_spans, words_of
     ],
 )
 def test_scripts(character: str, script: str) -> None:
-    assert script_of(character) == script
+    assert detect_script(character) == script
 
 
 @pytest.mark.parametrize("character", ["7", " ", ".", "€", "\u0301", "ª", "\x00", "😀", "\ue000"])
 def test_what_all_scripts_share_is_of_none(character: str) -> None:
-    assert script_of(character) is None
+    assert detect_script(character) is None
 
 
 @pytest.mark.parametrize(
@@ -51,15 +51,15 @@ def test_what_all_scripts_share_is_of_none(character: str) -> None:
     ],
 )
 def test_words(text: str, words: list[str]) -> None:
-    assert word_pattern().findall(text) == words
-    assert words_of(Document(text, "a")) == words
-    assert [text[start:end] for start, end in word_spans(Document(text, "a"))] == words
+    assert compile_word_pattern().findall(text) == words
+    assert get_document_words(Document(text, "a")) == words
+    assert [text[start:end] for start, end in find_word_spans(Document(text, "a"))] == words
 
 
 def test_a_document_that_says_its_words() -> None:
     document = Document("我喜欢 你", "a", word_starts=(0, 1, 4))
-    assert words_of(document) == ["我", "喜欢", "你"]
+    assert get_document_words(document) == ["我", "喜欢", "你"]
 
 
 def test_both_sides_of_a_document() -> None:
-    assert words_of(Document("the cat", "a", second="die Katze")) == ["the", "cat", "die", "Katze"]
+    assert get_document_words(Document("the cat", "a", text_pair="die Katze")) == ["the", "cat", "die", "Katze"]

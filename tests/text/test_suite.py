@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from firth.errors import UserError
+from firth.core.errors import UserError
 from firth.text import SuiteTask, read_suite
 
 GOOD = """

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from firth.files import whole_folder
+from firth.core.files import atomic_folder
 from firth.tokens.shards import Shards
 
 
@@ -33,7 +33,7 @@ def make_shards(tmp_path: Path) -> Callable[..., Shards]:
         lengths = [sum(sentences) for sentences in documents]
         size = sum(lengths)
         ends = np.cumsum([length for sentences in documents for length in sentences]) - 1
-        with whole_folder(tmp_path / f"shards-{made}", kind="shards", facts={"tokenizer_kind": kind}) as folder:
+        with atomic_folder(tmp_path / f"shards-{made}", kind="shards", metadata={"tokenizer_kind": kind}) as folder:
             (folder / part).mkdir()
             np.arange(100, 100 + size, dtype=np.uint16).tofile(folder / part / "tokens.bin")
             np.save(folder / part / "offsets.npy", np.cumsum([0, *lengths]))

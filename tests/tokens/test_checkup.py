@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from firth.text import Document, fingerprint
+from firth.text import Document, text_fingerprint
 from firth.tokens import checkup as room
-from firth.tokens.checkup import Lengths, Sample, checkup, entropy, heaps, zipf
+from firth.tokens.checkup import DocumentSample, LengthHistogram, check_documents, entropy_bits, fit_heaps, fit_zipf
 
 
 def facts(*texts: str) -> dict[str, Any]:
-    return checkup([Document(text, f"{i}.txt") for i, text in enumerate(texts)]).facts()
+    return check_documents([Document(text, f"{i}.txt") for i, text in enumerate(texts)]).facts()
 
 
 def found(name: str, *texts: str) -> dict[str, Any] | None:
@@ -116,28 +116,28 @@ def test_boilerplate_is_found_and_documents_of_one_line_are_not_it() -> None:
 
 
 def test_entropy() -> None:
-    assert entropy(np.array([1, 1, 1, 1])) == 2.0
-    assert entropy(np.array([5])) == 0.0
-    assert entropy(np.array([1]), np.array([8])) == 3.0
+    assert entropy_bits(np.array([1, 1, 1, 1])) == 2.0
+    assert entropy_bits(np.array([5])) == 0.0
+    assert entropy_bits(np.array([1]), np.array([8])) == 3.0
 
 
 def test_zipf_finds_the_exponent() -> None:
     counts = np.array([int(1e6 / rank**0.9) for rank in range(1, 5001)])
-    fitted = zipf(counts, np.ones_like(counts))
+    fitted = fit_zipf(counts, np.ones_like(counts))
     assert fitted["exponent"] == pytest.approx(0.9, abs=0.01)
     assert fitted["from_rank"] >= 10
     assert fitted["points"][0] == [1, 1_000_000]
 
 
 def test_heaps_finds_the_exponent() -> None:
-    fitted = heaps([(n, round(5 * n**0.6)) for n in (10, 1000, 2000, 4000, 8000, 16000, 10**6)])
+    fitted = fit_heaps([(n, round(5 * n**0.6)) for n in (10, 1000, 2000, 4000, 8000, 16000, 10**6)])
     assert fitted["exponent"] == pytest.approx(0.6, abs=0.01)
     assert fitted["factor"] == pytest.approx(5, rel=0.05)
-    assert heaps([(10, 5)])["exponent"] is None
+    assert fit_heaps([(10, 5)])["exponent"] is None
 
 
 def test_lengths() -> None:
-    lengths = Lengths()
+    lengths = LengthHistogram()
     lengths.add(list(range(1, 101)))
     assert (lengths.quantile(0.05), lengths.quantile(0.5), lengths.quantile(0.95)) == (5, 50, 95)
     lengths.add([])
@@ -150,9 +150,9 @@ def test_the_sample_is_all_or_a_part_and_does_not_depend_on_order() -> None:
     documents = [Document(f"document {i:04}", str(i)) for i in range(200)]
 
     def sampled(order: list[Document], budget: int) -> set[str]:
-        sample = Sample(budget)
+        sample = DocumentSample(budget)
         for document in order:
-            sample.add(fingerprint(document.text), document)
+            sample.add(text_fingerprint(document.text), document)
             assert sample.characters <= budget
         return {d.document.source for d in sample.documents.values()}
 
@@ -163,21 +163,21 @@ def test_the_sample_is_all_or_a_part_and_does_not_depend_on_order() -> None:
 
 
 def test_long_documents_are_cut_in_the_sample_and_keep_their_length() -> None:
-    sample = Sample(10**6)
+    sample = DocumentSample(10**6)
     sample.add(b"x", Document("word " * 50_000, "a", word_starts=(0, 5, 249_990)))
     only = sample.documents[b"x"]
-    assert (len(only.document.text), only.characters) == (room.SAMPLE_DOCUMENT, 250_000)
+    assert (len(only.document.text), only.characters) == (room.SAMPLE_DOCUMENT_CHARS, 250_000)
     assert only.document.word_starts == (0, 5)
 
 
 def test_memory_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "MAX_WORDS", 1000)
-    monkeypatch.setattr(room, "MAX_DOCUMENTS", 400)
-    monkeypatch.setattr(room, "BATCH", 1000)
+    monkeypatch.setattr(room, "MAX_DISTINCT_WORDS", 1000)
+    monkeypatch.setattr(room, "MAX_DISTINCT_DOCUMENTS", 400)
+    monkeypatch.setattr(room, "BATCH_CHARS", 1000)
     documents = [Document(f"the number {i} is {i * i}", str(i)) for i in range(3000)]
-    read = checkup(documents + documents[:1000])
-    assert len(read.words.counts) <= 1010
-    assert len(read.documents.counts) <= 401
+    read = check_documents(documents + documents[:1000])
+    assert len(read.word_counts.counts) <= 1010
+    assert len(read.document_counts.counts) <= 401
     text = read.facts()
     assert (text["documents"], text["words"]) == (4000, 20_000)
     assert not text["words_are_exact"]
@@ -189,5 +189,5 @@ def test_memory_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_batches_do_not_change_what_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"text {i} about {i % 7}\n\nand more\x07" for i in range(50)]
     whole = facts(*texts)
-    monkeypatch.setattr(room, "BATCH", 10)
+    monkeypatch.setattr(room, "BATCH_CHARS", 10)
     assert facts(*texts) == whole

@@ -9,27 +9,36 @@ from tokenizers import models
 
 from firth.text import Document
 from firth.tokens import Tokenizer, train_tokenizer
-from firth.tokens.checkup import Sampled
-from firth.tokens.fertility import Fit, Parts, clusters, divide, measure, times_seen, tokens_of, train_several
-from firth.tokens.kinds import wordpiece
+from firth.tokens.builders import build_wordpiece
+from firth.tokens.checkup import SampledDocument
+from firth.tokens.fertility import (
+    SampleSplit,
+    TokenizerFit,
+    measure_fit,
+    min_frequent_count,
+    piece_strings,
+    split_sample,
+    train_candidate_tokenizers,
+    word_token_ranges,
+)
 
 
 def by_hand(*pieces: str, lowercase: bool = False) -> Tokenizer:
     """A WordPiece tokenizer of these pieces."""
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces]
-    backend = wordpiece({token: i for i, token in enumerate(tokens)}, lowercase, strip_accents=False)
+    backend = build_wordpiece({token: i for i, token in enumerate(tokens)}, lowercase, strip_accents=False)
     backend.add_special_tokens(tokens[:5])
     roles = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
     return Tokenizer(backend, roles)
 
 
-def parts(*texts: str) -> Parts:
+def parts(*texts: str) -> SampleSplit:
     documents = [Document(text, str(i)) for i, text in enumerate(texts)]
-    return Parts(documents, documents, [Sampled(d, len(d.text)) for d in documents], apart=False)
+    return SampleSplit(documents, documents, [SampledDocument(d, len(d.text)) for d in documents], is_disjoint=False)
 
 
-def fit(tokenizer: Tokenizer, *texts: str, scale: float = 1.0) -> Fit:
-    return measure(tokenizer, parts(*texts), scale, "it")
+def fit(tokenizer: Tokenizer, *texts: str, scale: float = 1.0) -> TokenizerFit:
+    return measure_fit(tokenizer, parts(*texts), scale, "it")
 
 
 def test_pieces_per_word() -> None:
@@ -81,8 +90,8 @@ def test_times_seen_leaves_out_characters_and_what_is_never_used() -> None:
     tokenizer = by_hand("a", "ab", "##bc", "abc", "unused")
     used = np.zeros(tokenizer.vocab.size, dtype=np.int64)
     used[5:] = [1, 40, 30, 20, 0]
-    assert times_seen(tokenizer, used) == 20
-    assert times_seen(tokenizer, 0 * used) == 0
+    assert min_frequent_count(tokenizer, used) == 20
+    assert min_frequent_count(tokenizer, 0 * used) == 0
     assert fit(tokenizer, "abc abc ab ab ab", scale=10).times_seen == 20
 
 
@@ -97,14 +106,14 @@ def test_documents_that_fit_in_a_row() -> None:
 
 def test_a_document_that_was_cut_counts_whole() -> None:
     document = Document("a " * 10, "x")
-    only = Parts([document], [document], [Sampled(document, 2000)], apart=False)
-    assert measure(by_hand("a"), only, 1.0, "it").document_tokens["largest"] == 1000
+    only = SampleSplit([document], [document], [SampledDocument(document, 2000)], is_disjoint=False)
+    assert measure_fit(by_hand("a"), only, 1.0, "it").document_tokens["largest"] == 1000
 
 
 def test_words_of_the_user_are_the_words() -> None:
     document = Document("我喜欢你", "x", word_starts=(0, 1, 3))
-    only = Parts([document], [document], [Sampled(document, 4)], apart=False)
-    found = measure(by_hand("我", "喜", "欢", "你"), only, 1.0, "it")
+    only = SampleSplit([document], [document], [SampledDocument(document, 4)], is_disjoint=False)
+    found = measure_fit(by_hand("我", "喜", "欢", "你"), only, 1.0, "it")
     assert (found.words, found.pieces_per_word) == (3, 4 / 3)
 
 
@@ -115,32 +124,32 @@ def test_nothing_to_measure_on() -> None:
 
 def test_tokens_that_reach_over_words() -> None:
     words, tokens = np.array([[0, 2], [3, 5]]), np.array([[0, 5]])
-    assert [array.tolist() for array in tokens_of(words, tokens)] == [[0, 0], [1, 1]]
+    assert [array.tolist() for array in word_token_ranges(words, tokens)] == [[0, 0], [1, 1]]
 
 
 def test_clusters() -> None:
-    assert clusters("ab", np.array([[0, 1], [1, 2]])) == ["a", "b"]
+    assert piece_strings("ab", np.array([[0, 1], [1, 2]])) == ["a", "b"]
 
 
 def test_measured_text_was_not_trained_on() -> None:
-    sample = [Sampled(Document(f"text {i}", str(i)), 10) for i in range(200)]
-    both = divide(sample)
-    assert both.apart
+    sample = [SampledDocument(Document(f"text {i}", str(i)), 10) for i in range(200)]
+    both = split_sample(sample)
+    assert both.is_disjoint
     assert 15 <= len(both.measured) <= 70
     assert not {d.source for d in both.measured} & {d.source for d in both.train}
-    one = divide(sample[:1])
-    assert not one.apart
+    one = split_sample(sample[:1])
+    assert not one.is_disjoint
     assert one.measured == one.train
 
 
 def test_what_cannot_be_trained_is_said(corpus_texts: list[str]) -> None:
-    made = list(train_several(parts(*corpus_texts), ["byte-bpe"], [100, 270, 280]))
+    made = list(train_candidate_tokenizers(parts(*corpus_texts), ["byte-bpe"], [100, 270, 280]))
     assert "byte-bpe with 100" in str(made[0])
     assert [t.vocab.size for t in made[1:] if isinstance(t, Tokenizer)] == [270, 280]
 
 
 def test_sizes_that_the_text_cannot_teach_are_left_out(corpus_texts: list[str]) -> None:
-    made = list(train_several(parts(*corpus_texts[:5]), ["byte-bpe"], [5000, 9000]))
+    made = list(train_candidate_tokenizers(parts(*corpus_texts[:5]), ["byte-bpe"], [5000, 9000]))
     assert len(made) == 1
 
 

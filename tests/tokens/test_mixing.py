@@ -7,21 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from firth.errors import UserError
+from firth.core.errors import UserError
 from firth.text import Document
 from firth.tokens import (
-    Frame,
-    Mix,
+    MixConfig,
+    MixedDataset,
     MixedShards,
-    MixedSource,
-    Prepared,
-    RowSource,
+    PackedDataset,
+    RowTemplate,
+    ShardSet,
     Tokenizer,
     open_shards,
     prepare,
     train_tokenizer,
 )
-from firth.tokens.mixing import WINDOW, slots
+from firth.tokens.mixing import MIX_WINDOW_ROWS, rows_per_window
 
 TEXTS = {"a": 400, "b": 100, "c": 25}
 
@@ -32,7 +32,7 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def shards(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Prepared]:
+def shards(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ShardSet]:
     folder = tmp_path_factory.mktemp("mix")
     for name, size in TEXTS.items():
         documents = [Document(f"{name} heron {i} of {size} waits at the river", "x") for i in range(size)]
@@ -40,111 +40,112 @@ def shards(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> di
     return {name: open_shards(folder / name) for name in TEXTS}
 
 
-def mixed(shards: dict[str, Prepared], spec: Mix, bits: tuple[str, ...] = ("word_start",)) -> MixedSource:
+def mixed(shards: dict[str, ShardSet], spec: MixConfig, bits: tuple[str, ...] = ("word_start",)) -> MixedDataset:
     sources = {
-        name: RowSource(part.train, 32, Frame((1,), (2,)), 0, seed=7, bits=bits) for name, part in shards.items()
+        name: PackedDataset(part.train, 32, RowTemplate((1,), (2,)), 0, seed=7, token_bits=bits)
+        for name, part in shards.items()
     }
-    return MixedSource(sources, spec, seed=3)
+    return MixedDataset(sources, spec, seed=3)
 
 
 @pytest.mark.parametrize(
     ("spec", "shares"),
     [
-        (Mix(shares={"a": 5, "b": 3, "c": 2}), [0.5, 0.3, 0.2]),
-        (Mix(temperature=0.0), [0.334, 0.333, 0.333]),
+        (MixConfig(shares={"a": 5, "b": 3, "c": 2}), [0.5, 0.3, 0.2]),
+        (MixConfig(temperature=0.0), [0.334, 0.333, 0.333]),
     ],
 )
-def test_every_window_has_the_shares(shards: dict[str, Prepared], spec: Mix, shares: list[float]) -> None:
+def test_every_window_has_the_shares(shards: dict[str, ShardSet], spec: MixConfig, shares: list[float]) -> None:
     source = mixed(shards, spec)
     for window in (0, 1, 50):
-        found, _ = source.find(np.arange(WINDOW) + window * WINDOW)
-        assert (np.bincount(found) / WINDOW).tolist() == pytest.approx(shares)
+        found, _ = source.locate_rows(np.arange(MIX_WINDOW_ROWS) + window * MIX_WINDOW_ROWS)
+        assert (np.bincount(found) / MIX_WINDOW_ROWS).tolist() == pytest.approx(shares)
         assert not np.array_equal(found, np.sort(found))
-    assert [share.share for share in source.table(1000)] == pytest.approx(shares)
+    assert [share.share for share in source.share_table(1000)] == pytest.approx(shares)
 
 
-def test_temperature_and_epochs(shards: dict[str, Prepared]) -> None:
+def test_temperature_and_epochs(shards: dict[str, ShardSet]) -> None:
     tokens = {name: part.num_tokens for name, part in shards.items()}
     rows = {"a": 80, "b": 20, "c": 5}
-    weights = Mix(temperature=0.3).weights(tokens, rows)
+    weights = MixConfig(temperature=0.3).row_weights(tokens, rows)
     assert weights["a"] / weights["c"] == pytest.approx((tokens["a"] / tokens["c"]) ** 0.3)
-    assert Mix().weights(tokens, rows) == pytest.approx({"a": 80 / 105, "b": 20 / 105, "c": 5 / 105})
-    assert Mix(epochs={"a": 1, "b": 2, "c": 8}).weights(tokens, rows) == {"a": 0.5, "b": 0.25, "c": 0.25}
-    source = mixed(shards, Mix(epochs={"a": 1, "b": 2, "c": 8}))
-    assert [round(share.epochs) for share in source.table(source.num_rows)] == [1, 2, 8]
+    assert MixConfig().row_weights(tokens, rows) == pytest.approx({"a": 80 / 105, "b": 20 / 105, "c": 5 / 105})
+    assert MixConfig(epochs={"a": 1, "b": 2, "c": 8}).row_weights(tokens, rows) == {"a": 0.5, "b": 0.25, "c": 0.25}
+    source = mixed(shards, MixConfig(epochs={"a": 1, "b": 2, "c": 8}))
+    assert [round(share.epochs) for share in source.share_table(source.num_rows)] == [1, 2, 8]
 
 
-def test_each_source_goes_through_its_own_rows_in_order(shards: dict[str, Prepared]) -> None:
-    source = mixed(shards, Mix(temperature=0.5))
-    which, place = source.find(np.arange(5 * WINDOW))
+def test_each_source_goes_through_its_own_rows_in_order(shards: dict[str, ShardSet]) -> None:
+    source = mixed(shards, MixConfig(temperature=0.5))
+    which, place = source.locate_rows(np.arange(5 * MIX_WINDOW_ROWS))
     for s in range(3):
         assert sorted(place[which == s].tolist()) == list(range(int((which == s).sum())))
 
 
-def test_any_row_at_once_and_in_any_company(shards: dict[str, Prepared]) -> None:
-    source = mixed(shards, Mix(shares={"a": 5, "b": 3, "c": 2}))
-    together = source.rows(np.arange(2000, 2100))
-    again = mixed(shards, Mix(shares={"a": 5, "b": 3, "c": 2}))
+def test_any_row_at_once_and_in_any_company(shards: dict[str, ShardSet]) -> None:
+    source = mixed(shards, MixConfig(shares={"a": 5, "b": 3, "c": 2}))
+    together = source.get_rows(np.arange(2000, 2100))
+    again = mixed(shards, MixConfig(shares={"a": 5, "b": 3, "c": 2}))
     for g in (2000, 2017, 2099):
-        alone = again.rows(np.array([g]))
+        alone = again.get_rows(np.array([g]))
         for name, field in alone._asdict().items():
             expected = getattr(together, name)
             assert (field is None) == (expected is None), name
             if field is not None:
                 assert np.array_equal(field[0], expected[g - 2000]), name
-    which, place = source.find(np.array([2017]))
-    own = source.sources[which[0]].rows(place)
-    assert np.array_equal(own.tokens[0], together.tokens[17])
-    assert together.index.tolist() == list(range(2000, 2100))
+    which, place = source.locate_rows(np.array([2017]))
+    own = source.datasets[which[0]].get_rows(place)
+    assert np.array_equal(own.input_ids[0], together.input_ids[17])
+    assert together.stream_index.tolist() == list(range(2000, 2100))
 
 
-def test_rows_of_different_sources_have_different_numbers(shards: dict[str, Prepared]) -> None:
-    source = mixed(shards, Mix())
-    rows = source.rows(np.arange(20 * WINDOW))
-    assert rows.row is not None
+def test_rows_of_different_sources_have_different_numbers(shards: dict[str, ShardSet]) -> None:
+    source = mixed(shards, MixConfig())
+    rows = source.get_rows(np.arange(20 * MIX_WINDOW_ROWS))
+    assert rows.row_index is not None
     texts: dict[int, bytes] = {}
-    for number, tokens in zip(rows.row.tolist(), rows.tokens, strict=True):
+    for number, tokens in zip(rows.row_index.tolist(), rows.input_ids, strict=True):
         assert texts.setdefault(number, tokens.tobytes()) == tokens.tobytes()
-    assert sorted(texts) == list(range(sum(s.num_rows for s in source.sources)))
+    assert sorted(texts) == list(range(sum(s.num_rows for s in source.datasets)))
     assert source.num_rows == len(texts)
 
 
 def test_tiny_shares_are_not_lost() -> None:
-    assert slots([0.9999, 0.0001]).tolist() == [999, 1]
-    assert slots([0.5, 0.4996, 0.0004]).sum() == WINDOW
-    assert slots([1.0]).tolist() == [WINDOW]
+    assert rows_per_window([0.9999, 0.0001]).tolist() == [999, 1]
+    assert rows_per_window([0.5, 0.4996, 0.0004]).sum() == MIX_WINDOW_ROWS
+    assert rows_per_window([1.0]).tolist() == [MIX_WINDOW_ROWS]
 
 
-def test_mistakes(shards: dict[str, Prepared], tmp_path: Path) -> None:
+def test_mistakes(shards: dict[str, ShardSet], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"speaks of 'd', which is no source. There are: a, b, c"):
-        mixed(shards, Mix(shares={"a": 1, "b": 1, "c": 1, "d": 1}))
+        mixed(shards, MixConfig(shares={"a": 1, "b": 1, "c": 1, "d": 1}))
     with pytest.raises(UserError, match="does not say how much of 'c' is read"):
-        mixed(shards, Mix(shares={"a": 1, "b": 1}))
+        mixed(shards, MixConfig(shares={"a": 1, "b": 1}))
     with pytest.raises(UserError, match=r"mix.shares and mix.temperature are both given"):
-        Mix(shares={"a": 1}, temperature=0.3).check()
+        MixConfig(shares={"a": 1}, temperature=0.3).check()
     with pytest.raises(UserError, match=r"mix.temperature is 1.5"):
-        Mix(temperature=1.5).check()
+        MixConfig(temperature=1.5).check()
     with pytest.raises(UserError, match=r"a=0 must be more than 0"):
-        Mix(shares={"a": 0}).check()
+        MixConfig(shares={"a": 0}).check()
     other = train_tokenizer(["an otter swims"] * 3, "byte-bpe", 270)
     prepare([Document("an otter swims", "x")], other, tmp_path / "d", held_out_share=0)
     with pytest.raises(UserError, match=r"d \(d\) was made with another tokenizer than .*a \(a\)"):
         MixedShards({**shards, "d": open_shards(tmp_path / "d")})
 
 
-@pytest.mark.parametrize("spec", [Mix(), Mix(epochs={"a": 1, "b": 2, "c": 8})])
-def test_an_epoch_of_the_mix_has_every_row_as_often_as_asked(shards: dict[str, Prepared], spec: Mix) -> None:
+@pytest.mark.parametrize("spec", [MixConfig(), MixConfig(epochs={"a": 1, "b": 2, "c": 8})])
+def test_an_epoch_of_the_mix_has_every_row_as_often_as_asked(shards: dict[str, ShardSet], spec: MixConfig) -> None:
     source = mixed(shards, spec)
     for epoch in (0, 3):
-        rows = source.rows(np.arange(source.num_rows) + epoch * source.num_rows)
-        assert rows.row is not None
-        times = np.bincount(rows.row)
+        rows = source.get_rows(np.arange(source.num_rows) + epoch * source.num_rows)
+        assert rows.row_index is not None
+        times = np.bincount(rows.row_index)
         asked = [spec.epochs.get(name, 1) for name in "abc"]
-        assert times.tolist() == np.repeat(asked, [s.num_rows for s in source.sources]).tolist()
+        assert times.tolist() == np.repeat(asked, [s.num_rows for s in source.datasets]).tolist()
 
 
-def test_a_small_source_is_read_to_its_end_before_it_is_read_again(shards: dict[str, Prepared]) -> None:
-    source = mixed(shards, Mix(shares={"a": 1, "b": 1, "c": 8}))
-    which, place = source.find(np.arange(300))
+def test_a_small_source_is_read_to_its_end_before_it_is_read_again(shards: dict[str, ShardSet]) -> None:
+    source = mixed(shards, MixConfig(shares={"a": 1, "b": 1, "c": 8}))
+    which, place = source.locate_rows(np.arange(300))
     for s in range(3):
         assert place[which == s].tolist() == list(range(int((which == s).sum())))

@@ -18,26 +18,26 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from firth.console import Progress
-from firth.errors import UserError
-from firth.files import damage
-from firth.text import Corpus, Document, NearDuplicates
-from firth.text.salient import salient
-from firth.text.seen import Seen
+from firth.core.console import Progress
+from firth.core.errors import UserError
+from firth.core.files import find_corruption
+from firth.text import Corpus, Document, MinHashIndex
+from firth.text.exact_dedup import DiskFingerprintSet
+from firth.text.salient_spans import find_salient_spans
 from firth.tokens import Tokenizer, train_tokenizer
-from firth.tokens.edges import last_tokens, last_tokens_of_all, sentence_edges
-from firth.tokens.growing import Grown, npy_header
-from firth.tokens.prepare import choose_scale, prepare
+from firth.tokens.boundaries import find_last_tokens, find_last_tokens_by_offset, sentence_end_offsets
+from firth.tokens.encode import DocumentEncoder
+from firth.tokens.prepare import plan_resources, prepare
+from firth.tokens.shard_writer import AppendOnlyFile, npy_header
 from firth.tokens.shards import open_shards
-from firth.tokens.tokenise import Way
-from firth.tokens.workers import Worker
+from firth.tokens.workers import EncodeWorker
 
 preparing = import_module("firth.tokens.prepare")  # the name in the package is the function
 
 TEXTS = [f"The heron number {i} waits. Mr. Grey saw it {i % 7} times!\nÉtude — the river's heron." for i in range(60)]
 MIXED = [
     *(Document(text, f"a.txt:{i}") for i, text in enumerate(TEXTS)),
-    *(Document(text, "b.txt", second=text[::-1]) for text in TEXTS[:20]),
+    *(Document(text, "b.txt", text_pair=text[::-1]) for text in TEXTS[:20]),
     *(Document("的河" * i, "c.jsonl", word_starts=(0, 1)) for i in range(1, 9)),
     *(Document(text, "d.txt") for text in TEXTS[:10]),
 ]
@@ -54,7 +54,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(tokenizer: Tokenizer, folder: Path, documents: Any = None, **options: Any) -> dict[str, Any]:
-    options = {"held_out_share": 0.3, "salient": salient, **options}
+    options = {"held_out_share": 0.3, "salient": find_salient_spans, **options}
     return prepare(MIXED if documents is None else documents, tokenizer, folder, **options)
 
 
@@ -84,9 +84,9 @@ def test_any_number_of_workers_writes_the_same_bytes(tokenizer: Tokenizer, whole
 
 
 def test_a_mistake_that_a_worker_finds_is_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    way = Way(tokenizer, 0.0, "en", salient=elsewhere)
+    way = DocumentEncoder(tokenizer, 0.0, "en", find_salient=elsewhere)
     tokenizer.save(tmp_path)
-    worker = Worker(way, tmp_path)
+    worker = EncodeWorker(way, tmp_path)
     try:
         with pytest.raises(UserError, match=r"a.txt:1: the salient span \(5, 9\) is empty or outside"):
             worker([Document("abc", "a.txt:1")])
@@ -104,7 +104,7 @@ def elsewhere(text: str) -> list[tuple[int, int]]:
 
 def test_a_worker_that_dies_is_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
-    worker = Worker(Way(tokenizer, 0.0, "en"), tmp_path)
+    worker = EncodeWorker(DocumentEncoder(tokenizer, 0.0, "en"), tmp_path)
     worker.process.kill()
     worker.process.wait()
     with pytest.raises(UserError, match=r"ended by itself \(exit code -9\).*--resume"):
@@ -121,18 +121,18 @@ def test_a_function_without_a_name_stays_in_this_process(
 
 
 def test_memory_and_small_texts_speak_for_fewer_workers(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "own_memory", lambda: 100_000_000)
-    way = Way(tokenizer, 0.0, "en")
-    assert choose_scale(4, None, None, way).workers == 4
-    assert choose_scale(4, None, 1000, way).workers == 1
-    few = choose_scale(4, 280_000_000, None, way)
-    assert few.workers == 2
-    assert few.characters < preparing.CHUNK_CHARACTERS
-    assert choose_scale(4, 2_000_000_000, None, way).characters == preparing.CHUNK_CHARACTERS
+    monkeypatch.setattr(preparing, "process_memory_bytes", lambda: 100_000_000)
+    way = DocumentEncoder(tokenizer, 0.0, "en")
+    assert plan_resources(4, None, None, way).num_workers == 4
+    assert plan_resources(4, None, 1000, way).num_workers == 1
+    few = plan_resources(4, 280_000_000, None, way)
+    assert few.num_workers == 2
+    assert few.chunk_characters < preparing.CHUNK_CHARACTERS
+    assert plan_resources(4, 2_000_000_000, None, way).chunk_characters == preparing.CHUNK_CHARACTERS
     with pytest.raises(UserError, match=r"--max-memory is too little: 120MB are needed"):
-        choose_scale(4, 100_000_000, None, way)
+        plan_resources(4, 100_000_000, None, way)
     with pytest.raises(UserError, match="--workers is -1"):
-        choose_scale(-1, None, None, way)
+        plan_resources(-1, None, None, way)
 
 
 # --- stopped and resumed ------------------------------------------------------------------------------------------
@@ -180,11 +180,11 @@ def test_stopped_while_it_finishes(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("firth.files.put_in_place", fail)
+        patch.setattr("firth.core.files.swap_folder", fail)
         make(tokenizer, tmp_path / "s")
     assert (tmp_path / ".s.part" / "manifest.json").is_file()
     read: list[int] = []
-    monkeypatch.setattr(Way, "__call__", lambda *_: read.append(1))
+    monkeypatch.setattr(DocumentEncoder, "__call__", lambda *_: read.append(1))
     make(tokenizer, tmp_path / "s", resume=True)
     assert not read, "nothing is tokenised twice"
     assert contents(tmp_path / "s") == contents(whole)
@@ -204,7 +204,7 @@ def test_other_text_and_other_options_are_refused(tokenizer: Tokenizer, tmp_path
 def test_a_full_disk(tokenizer: Tokenizer, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     room = 6000
 
-    def write(grown: Grown, data: bytes) -> None:
+    def write(grown: AppendOnlyFile, data: bytes) -> None:
         nonlocal room
         grown.file.write(data[:room])
         room -= len(data)
@@ -213,16 +213,16 @@ def test_a_full_disk(tokenizer: Tokenizer, whole: Path, tmp_path: Path, monkeypa
         real_write(grown, data[len(data) :])
         grown.size, grown.crc = grown.size + len(data), crc32(data, grown.crc)
 
-    real_write = Grown.write
+    real_write = AppendOnlyFile.write
     with monkeypatch.context() as patch:
-        patch.setattr(Grown, "write", write)
+        patch.setattr(AppendOnlyFile, "write", write)
         with pytest.raises(UserError, match=r"no room is left on the disk. What is done is kept: make room.*--resume"):
             make(tokenizer, tmp_path / "s")
     assert not (tmp_path / "s").exists()
     assert len((tmp_path / ".s.journal").read_text().splitlines()) > 2
     make(tokenizer, tmp_path / "s", resume=True)
     assert contents(tmp_path / "s") == contents(whole)
-    assert damage(tmp_path / "s") is None
+    assert find_corruption(tmp_path / "s") is None
 
 
 def test_one_broken_file_among_good_ones(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -258,23 +258,23 @@ def test_progress_is_the_share_of_the_source(
     text = "\n\n".join(f"Heron {i} waits {i * 7919 % 10007}." for i in range(8000)).encode()
     file, shown = tmp_path / f"a.txt{packing}", list[str]()
     file.write_bytes(gzip.compress(text) if packing else text)
-    monkeypatch.setattr("firth.console.Line.show", lambda line, text, force=False: shown.append(text))
+    monkeypatch.setattr("firth.core.console.StatusLine.show", lambda line, text, force=False: shown.append(text))
     monkeypatch.setattr(preparing, "CHUNK_DOCUMENTS", 800)
-    monkeypatch.setattr("firth.text.lines.PIECE", 4096)
+    monkeypatch.setattr("firth.text.open_text.READ_CHUNK_BYTES", 4096)
 
     def shares(what: str) -> list[int]:
         return [int(line.partition("(")[2].partition("%")[0]) for line in shown if line.startswith(what)]
 
     corpus = Corpus([file])
     size = len(file.read_bytes())
-    prepare(corpus, tokenizer, tmp_path / "s", total_bytes=corpus.bytes)
+    prepare(corpus, tokenizer, tmp_path / "s", total_bytes=corpus.total_bytes)
     assert all(f"/{size:,} bytes (" in line and "MB/s" in line for line in shown if line.startswith("tokenising"))
     whole = shares("tokenising")
     assert whole == sorted(whole)
     assert whole[-1] == 100
     assert packing or 20 < whole[4] < 80, "half of the chunks"  # a small .gz is read at once
     shown.clear()
-    added, real = [], preparing.Growing.add
+    added, real = [], preparing.ShardWriter.append_chunk
 
     def add(*parts: Any, **facts: Any) -> None:
         if len(added) == 5:
@@ -282,20 +282,20 @@ def test_progress_is_the_share_of_the_source(
         added.append(real(*parts, **facts))
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(preparing.Growing, "add", add)
-        prepare(corpus, tokenizer, tmp_path / "t", total_bytes=corpus.bytes)
+        patch.setattr(preparing.ShardWriter, "append_chunk", add)
+        prepare(corpus, tokenizer, tmp_path / "t", total_bytes=corpus.total_bytes)
     shown.clear()
-    prepare(corpus, tokenizer, tmp_path / "t", total_bytes=corpus.bytes, resume=True)
+    prepare(corpus, tokenizer, tmp_path / "t", total_bytes=corpus.total_bytes, resume=True)
     assert shares("finding the place")[-1] == 100
     assert shares("tokenising") == whole[5:], "what was done before counts"
 
 
 def test_the_time_left_is_by_what_this_run_has_done(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 0.0, 10.0, 10.0, 10.0])
-    monkeypatch.setattr("firth.console.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("firth.core.console.time.monotonic", lambda: next(clock))
     shown: list[str] = []
-    monkeypatch.setattr("firth.console.Line.show", lambda line, text, force=False: shown.append(text))
-    p = Progress("reading", "bytes", 1000, done=500)
+    monkeypatch.setattr("firth.core.console.StatusLine.show", lambda line, text, force=False: shown.append(text))
+    p = Progress("reading", "bytes", 1000, initial=500)
     p.advance(100)
     assert shown == ["reading: 600/1,000 bytes (60%), 40s left"]
 
@@ -309,10 +309,10 @@ def test_a_text_that_was_read_before_has_no_other_time_left(
     corpus = Corpus([file])
     assert len(list(corpus)) == 200
     began: list[float] = []
-    monkeypatch.setattr("firth.console.Line.show", lambda line, text, force=False: None)
+    monkeypatch.setattr("firth.core.console.StatusLine.show", lambda line, text, force=False: None)
     real = Progress.__init__
     monkeypatch.setattr(Progress, "__init__", lambda p, *given: began.append(given[-1]) or real(p, *given))
-    prepare(corpus, tokenizer, tmp_path / "s", total_bytes=corpus.bytes)
+    prepare(corpus, tokenizer, tmp_path / "s", total_bytes=corpus.total_bytes)
     assert began
     assert not any(began)
 
@@ -321,7 +321,7 @@ def test_a_source_that_cannot_tell_counts_documents(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[str] = []
-    monkeypatch.setattr("firth.console.Line.show", lambda line, text, force=False: shown.append(text))
+    monkeypatch.setattr("firth.core.console.StatusLine.show", lambda line, text, force=False: shown.append(text))
     make(tokenizer, tmp_path / "s", total_bytes=10**6)
     assert all(line.startswith("tokenising: ") and " documents, " in line and "left" not in line for line in shown)
 
@@ -355,10 +355,10 @@ PLANTED = plant(150)
 @pytest.fixture(scope="module")
 def near(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one process makes of planted near duplicates, each looked up where it stands."""
-    folder, told, kept = tmp_path_factory.mktemp("near") / "s", NearDuplicates(), list[Document]()
+    folder, told, kept = tmp_path_factory.mktemp("near") / "s", MinHashIndex(), list[Document]()
     exact: set[str] = set()
     for document in PLANTED:
-        if document.text not in exact and not told.seen(document.text):
+        if document.text not in exact and not told.check_and_add(document.text):
             kept.append(document)
         exact.add(document.text)
     make(tokenizer, folder, kept, dedup="none")
@@ -400,8 +400,8 @@ def test_what_memory_decides_stays_as_it_was_begun_with(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An early text comes again at the end: told in much memory, forgotten in little, whatever memory a resume has."""
-    monkeypatch.setattr("firth.text.near.SMALL", 16)
-    for name, value in {"own_memory": int, "give_memory_back": int, "LEAST_CHARACTERS": 10}.items():
+    monkeypatch.setattr("firth.text.minhash.INITIAL_CAPACITY_TEXTS", 16)
+    for name, value in {"process_memory_bytes": int, "release_freed_memory": int, "MIN_CHUNK_CHARACTERS": 10}.items():
         monkeypatch.setattr(preparing, name, value)
     again = Document(" ".join([*PLANTED[0].text.split()[:-1], "again"]), "b.txt")
     documents = [*PLANTED, again]
@@ -429,14 +429,14 @@ def test_a_worker_that_dies_while_others_wait_for_their_turn(
     def fail(self: Any, signatures: Any) -> list[int]:
         raise UserError("no turn today")
 
-    monkeypatch.setattr("firth.tokens.duplicates.Duplicates.stay", fail)
+    monkeypatch.setattr("firth.tokens.dedup.DuplicateFilter.select_new", fail)
     with pytest.raises(UserError, match="no turn today"):
         make(tokenizer, tmp_path / "s", PLANTED, dedup="near", workers=3)
 
 
 def test_seen_texts_in_little_memory(tmp_path: Path) -> None:
     marks = [int(i).to_bytes(8, "little") for i in np.random.default_rng(0).integers(2**63, size=5000)]
-    seen = Seen(tmp_path / "seen", max_memory=2**16)
+    seen = DiskFingerprintSet(tmp_path / "seen", max_cache_bytes=2**16)
     assert all(seen.is_new(mark) for mark in marks)
     assert (tmp_path / "seen").stat().st_size > 2**16
     assert not any(seen.is_new(mark) for mark in marks)
@@ -454,7 +454,7 @@ from firth.tokens import load_tokenizer
 module = import_module("firth.tokens.prepare")
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, 2**18))
 module.CHUNK_DOCUMENTS = 100_000  # nothing is written but what was seen
-module.choose_scale = lambda *_: module.Scale(1, 10**9, 2**12)
+module.plan_resources = lambda *_: module.ResourcePlan(1, 10**9, 2**12)
 try:
     documents = (Document(str(i), "a.txt") for i in range(50_000))
     module.prepare(documents, load_tokenizer(sys.argv[1]), sys.argv[2], 0.0)
@@ -486,9 +486,9 @@ def test_the_header_is_that_of_numpy(tmp_path: Path) -> None:
 def test_the_last_token_of_a_sentence_both_ways(kind: str) -> None:
     tokenizer = train_tokenizer([*TEXTS, "。 我喜欢 你\u0300"], kind, 500)
     for text in [*TEXTS[:5], "我喜欢。你\u0300。我。", "A\u00a0.\u200b B\u0000. C. ", "a\n\n\nb.\tc"]:
-        encoding = tokenizer.encodings([text])[0]
-        edges = sentence_edges(text, "en")
-        assert last_tokens(encoding, edges) == last_tokens_of_all(encoding, edges)
+        encoding = tokenizer.encode_with_offsets([text])[0]
+        edges = sentence_end_offsets(text, "en")
+        assert find_last_tokens(encoding, edges) == find_last_tokens_by_offset(encoding, edges)
 
 
 def test_sentences_of_a_long_text_with_blank_lines() -> None:
@@ -496,17 +496,17 @@ def test_sentences_of_a_long_text_with_blank_lines() -> None:
     text = "\n\n".join([paragraph] * 60)
     ends = [i + 1 for i, c in enumerate(text) if c == "."]
     assert len(text) > 20_000
-    assert sentence_edges(text, "en") == ends
+    assert sentence_end_offsets(text, "en") == ends
 
 
 @pytest.mark.parametrize(("kind", "pattern"), [("byte-bpe", "gpt2"), ("byte-bpe", "llama3"), ("unigram", "gpt2")])
 def test_a_long_text_in_parts_is_the_same(kind: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "\n".join(f"In 19{i:02} heron {i} waits at the river. It sleeps. Who knows it?" for i in range(80))
     documents = [Document("A heron.", "x"), Document(text, "y"), Document("It sleeps.", "z")]
-    way = Way(train_tokenizer([text], kind, 500, pattern=pattern), 0.0, "en")
+    way = DocumentEncoder(train_tokenizer([text], kind, 500, pattern=pattern), 0.0, "en")
     whole, _ = way(documents)
-    monkeypatch.setattr(import_module("firth.tokens.tokenise"), "LONG", 500)
+    monkeypatch.setattr(import_module("firth.tokens.encode"), "ENCODE_CHUNK_CHARS", 500)
     parts, _ = way(documents)
-    assert len(way._parts(documents[1], text)) > 5
+    assert len(way._split_long_text(documents[1], text)) > 5
     for field, other in zip(whole, parts, strict=True):
         assert np.array_equal(field, other)

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from firth.errors import UserError
-from firth.files import read_json
-from firth.text import Document, Salient, held_out
-from firth.text.salient import salient
-from firth.tokens import edges
-from firth.tokens.edges import sentence_edges
-from firth.tokens.kinds import KINDS
+from firth.core.errors import UserError
+from firth.core.files import read_json
+from firth.text import Document, SalientSpanFinder, is_held_out
+from firth.text.salient_spans import find_salient_spans
+from firth.tokens import boundaries
+from firth.tokens.boundaries import sentence_end_offsets
+from firth.tokens.builders import TOKENIZER_KINDS
 from firth.tokens.prepare import prepare
-from firth.tokens.shards import Shards, is_shards, open_shards
+from firth.tokens.shards import Shards, is_shards_folder, open_shards
 from firth.tokens.tokenizer import Tokenizer, load_tokenizer
 from firth.tokens.train import train_tokenizer
 
@@ -48,8 +48,8 @@ def test_shards_hold_what_the_tokenizer_gives(tokenizer: Tokenizer, tmp_path: Pa
     facts = prepare(documents(TEXTS), tokenizer, tmp_path / "s", held_out_share=0.3)
     opened = open_shards(tmp_path / "s")
     assert opened.held_out is not None
-    train = [t for t in TEXTS if not held_out(t, 0.3)]
-    aside = [t for t in TEXTS if held_out(t, 0.3)]
+    train = [t for t in TEXTS if not is_held_out(t, 0.3)]
+    aside = [t for t in TEXTS if is_held_out(t, 0.3)]
     assert split(opened.train) == [tokenizer.encode(t) for t in train]
     assert split(opened.held_out) == [tokenizer.encode(t) for t in aside]
     assert opened.train.tokens.dtype == np.uint16
@@ -63,8 +63,8 @@ def test_shards_hold_what_the_tokenizer_gives(tokenizer: Tokenizer, tmp_path: Pa
     assert facts["held_out"]["text_bytes"] == sum(len(t.encode()) for t in aside)
     assert facts["tokenizer"] == tokenizer.fingerprint
     assert facts["salient"] is None
-    assert opened.train.splits is None
-    assert not opened.train.has("salient")
+    assert opened.train.first_side_lengths is None
+    assert not opened.train.has_bit("salient")
     counts = np.bincount(opened.train.tokens)
     p = counts[counts > 0] / counts.sum()
     assert facts["unigram_entropy"] == pytest.approx(-(p * np.log(p)).sum())
@@ -73,7 +73,7 @@ def test_shards_hold_what_the_tokenizer_gives(tokenizer: Tokenizer, tmp_path: Pa
 def test_words_and_sentences(tokenizer: Tokenizer, tmp_path: Path) -> None:
     prepare(documents(TEXTS), tokenizer, tmp_path / "s", held_out_share=0)
     train = open_shards(tmp_path / "s").train
-    encodings = tokenizer.encodings(TEXTS)
+    encodings = tokenizer.encode_with_offsets(TEXTS)
     assert train.word_starts(0, train.num_tokens).tolist() == tokenizer.word_starts(*encodings).tolist()
     ends = train.sentence_ends(0, train.num_tokens)
     for text, start, stop in zip(TEXTS, train.offsets[:-1], train.offsets[1:], strict=True):
@@ -97,8 +97,8 @@ def test_bits_at_any_places(tokenizer: Tokenizer, tmp_path: Path) -> None:
     train = open_shards(tmp_path / "s").train
     places = np.random.default_rng(0).integers(train.num_tokens, size=(5, 200))
     for bit, read in (("word_start", train.word_starts), ("sentence_end", train.sentence_ends)):
-        assert train.has(bit)
-        assert np.array_equal(train.bits(bit, places), read(0, train.num_tokens)[places])
+        assert train.has_bit(bit)
+        assert np.array_equal(train.gather_bits(bit, places), read(0, train.num_tokens)[places])
 
 
 def test_words_and_sentences_are_counted(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_words_and_sentences_are_counted(tokenizer: Tokenizer, tmp_path: Path) -
     assert sentences == 3 * train.num_documents
     manifest = read_json(tmp_path / "s" / "manifest.json")
     for name in ("words", "sentences"):
-        del manifest["facts"]["train"][name]
+        del manifest["metadata"]["train"][name]
     (tmp_path / "s" / "manifest.json").write_text(json.dumps(manifest))
     older = open_shards(tmp_path / "s").train
     assert (older.num_words, older.num_sentences) == (words, sentences), "counted where the manifest does not say"
@@ -125,11 +125,11 @@ def test_the_last_sentence_ends_with_its_document(tokenizer: Tokenizer, tmp_path
 
 
 def test_batches_leave_no_trace(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mixed = documents(TEXTS[:40]) + [Document(t, "b", second=t[::-1]) for t in TEXTS[40:]]
+    mixed = documents(TEXTS[:40]) + [Document(t, "b", text_pair=t[::-1]) for t in TEXTS[40:]]
     mixed += [Document("的河" * i, "c", word_starts=(0, 1)) for i in range(1, 9)]
 
     def write(name: str) -> None:
-        prepare(mixed, tokenizer, tmp_path / name, held_out_share=0.3, salient=salient)
+        prepare(mixed, tokenizer, tmp_path / name, held_out_share=0.3, salient=find_salient_spans)
 
     write("one")
     monkeypatch.setattr(preparing, "CHUNK_DOCUMENTS", 7)
@@ -173,7 +173,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
 
 
 def sentences(text: str) -> list[str]:
-    places = [0, *sentence_edges(text, "en")]
+    places = [0, *sentence_end_offsets(text, "en")]
     return [text[a:b].strip() for a, b in pairwise(places)]
 
 
@@ -184,7 +184,7 @@ def test_sentence_edges() -> None:
         "A title",
         "Why?",
     ]
-    assert sentence_edges("", "en") == sentence_edges(" \n", "en") == []
+    assert sentence_end_offsets("", "en") == sentence_end_offsets(" \n", "en") == []
 
 
 def test_wide_spaces_are_spaces() -> None:
@@ -193,10 +193,10 @@ def test_wide_spaces_are_spaces() -> None:
 
 def test_long_paragraphs_are_read_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     text = " ".join(f"This is sentence {i}." for i in range(200))
-    whole = sentence_edges(text, "en")
+    whole = sentence_end_offsets(text, "en")
     assert len(whole) == 200
-    monkeypatch.setattr(edges, "SENTENCE_WINDOW", 100)
-    assert sentence_edges(text, "en") == whole
+    monkeypatch.setattr(boundaries, "SENTENCE_WINDOW_CHARS", 100)
+    assert sentence_end_offsets(text, "en") == whole
 
 
 # --- words that the user names ------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def test_named_words_are_taken_for_words(kind: str, tmp_path: Path) -> None:
     assert words_of(Document(spaced, "a", starts), kind, tmp_path / "c") == list(CHINESE_WORDS)
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(TOKENIZER_KINDS))
 def test_words_of_every_kind_of_tokenizer(kind: str, tmp_path: Path) -> None:
     prepare([Document("The heron waits. It saw it", "a")], learn(kind), tmp_path / "s", held_out_share=0)
     train = open_shards(tmp_path / "s").train
@@ -269,7 +269,7 @@ def test_the_first_token_starts_a_word_whatever_is_named(tokenizer: Tokenizer, t
     assert starts.sum() == 2
     assert starts[0]
     rest = train.word_starts(stop, train.num_tokens)
-    assert rest.tolist() == tokenizer.word_starts(*tokenizer.encodings(TEXTS)).tolist()
+    assert rest.tolist() == tokenizer.word_starts(*tokenizer.encode_with_offsets(TEXTS)).tolist()
 
 
 def test_lines_without_spaces_are_no_words(tmp_path: Path) -> None:
@@ -279,13 +279,13 @@ def test_lines_without_spaces_are_no_words(tmp_path: Path) -> None:
     train = open_shards(tmp_path / "s").train
     assert 1 < train.num_words < train.num_tokens / 20
     with pytest.raises(UserError, match=r"a word has \d\d tokens on average.*`words` column"):
-        train.demand(("word_start",))
+        train.require_bits(("word_start",))
 
 
 def test_without_spaces_unigram_shows_no_words(tmp_path: Path) -> None:
     prepare([Document(CHINESE, "a"), Document(CHINESE[:5], "b")], learn("unigram"), tmp_path / "s", held_out_share=0)
     with pytest.raises(UserError, match="every document is one word"):
-        open_shards(tmp_path / "s").train.demand(["word_start"])
+        open_shards(tmp_path / "s").train.require_bits(["word_start"])
 
 
 # --- two sides ----------------------------------------------------------------------------------------------------
@@ -293,44 +293,47 @@ def test_without_spaces_unigram_shows_no_words(tmp_path: Path) -> None:
 
 def test_two_sides_lie_one_after_the_other(tokenizer: Tokenizer, tmp_path: Path) -> None:
     mixed = [
-        Document("the heron", "a", second="der Reiher."),
+        Document("the heron", "a", text_pair="der Reiher."),
         Document("a river", "b"),
-        Document("x", "c", second="y z"),
+        Document("x", "c", text_pair="y z"),
     ]
     facts = prepare(mixed, tokenizer, tmp_path / "s", held_out_share=0)
     train = open_shards(tmp_path / "s").train
-    sides = [[tokenizer.encode(side) for side in d.sides] for d in mixed]
+    sides = [[tokenizer.encode(side) for side in d.texts] for d in mixed]
     assert split(train) == [list(chain.from_iterable(both)) for both in sides]
-    assert train.splits is not None
-    assert train.splits.tolist() == [len(sides[0][0]), -1, len(sides[2][0])]
-    assert train.splits.dtype == np.int64
+    assert train.first_side_lengths is not None
+    assert train.first_side_lengths.tolist() == [len(sides[0][0]), -1, len(sides[2][0])]
+    assert train.first_side_lengths.dtype == np.int64
     assert (facts["documents"], facts["text_bytes"]) == (3, len("the heron" + "der Reiher." + "a river" + "xy z"))
     ends = train.sentence_ends(0, train.num_tokens)
-    assert ends[train.splits[0] - 1], "a side ends a sentence"
-    assert train.word_starts(0, train.num_tokens)[train.splits[0]], "and begins a word"
+    assert ends[train.first_side_lengths[0] - 1], "a side ends a sentence"
+    assert train.word_starts(0, train.num_tokens)[train.first_side_lengths[0]], "and begins a word"
 
 
 def test_two_sides_are_compared_and_held_out_together(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    pairs = [Document(text, "a", second=f"{i % 2}") for text in TEXTS for i in range(4)]
+    pairs = [Document(text, "a", text_pair=f"{i % 2}") for text in TEXTS for i in range(4)]
     facts = prepare(pairs, tokenizer, tmp_path / "s", held_out_share=0.3)
     assert (facts["documents"], facts["duplicates"]) == (120, 120)
     opened = open_shards(tmp_path / "s")
     assert opened.held_out is not None
-    assert opened.held_out.num_documents == sum(held_out(f"{text}\0{i}", 0.3) for text in TEXTS for i in range(2))
+    assert opened.held_out.num_documents == sum(is_held_out(f"{text}\0{i}", 0.3) for text in TEXTS for i in range(2))
 
 
 def test_a_document_with_an_empty_side_is_skipped(tokenizer: Tokenizer, tmp_path: Path) -> None:
     facts = prepare(
-        [Document("the heron", "a", second=""), Document("a river", "b")], tokenizer, tmp_path / "s", held_out_share=0
+        [Document("the heron", "a", text_pair=""), Document("a river", "b")],
+        tokenizer,
+        tmp_path / "s",
+        held_out_share=0,
     )
     assert facts["documents"] == 1
-    assert open_shards(tmp_path / "s").train.splits is None
+    assert open_shards(tmp_path / "s").train.first_side_lengths is None
 
 
 # --- salient spans ------------------------------------------------------------------------------------------------
 
 
-def marked(text: str, kind: str, folder: Path, find: Salient = salient) -> list[str]:
+def marked(text: str, kind: str, folder: Path, find: SalientSpanFinder = find_salient_spans) -> list[str]:
     """The tokens of a text that are marked as salient, those that follow each other joined."""
     tokenizer = learn(kind)
     prepare(
@@ -338,12 +341,12 @@ def marked(text: str, kind: str, folder: Path, find: Salient = salient) -> list[
     )
     train = open_shards(folder).train
     start, stop = train.offsets[1:].tolist()
-    bits = train.bits("salient", np.arange(start, stop))
+    bits = train.gather_bits("salient", np.arange(start, stop))
     runs = np.split(np.arange(start, stop), 1 + np.flatnonzero(np.diff(bits)))
     return [tokenizer.decode(train.tokens[run]).strip() for run in runs if bits[run[0] - start]]
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(TOKENIZER_KINDS))
 def test_tokens_in_salient_spans_are_marked(kind: str, tmp_path: Path) -> None:
     found = marked(NAMES, kind, tmp_path / "s")
     assert [word.replace(" ", "") for word in found] == ["AnnaGrey", "7", "12"]
@@ -420,7 +423,7 @@ def test_damage_is_found(tokenizer: Tokenizer, tmp_path: Path) -> None:
 def test_other_folders_are_no_shards(tmp_path: Path) -> None:
     for content in ("[]", '{"kind": "rows"}'):
         (tmp_path / "manifest.json").write_text(content)
-        assert not is_shards(tmp_path)
+        assert not is_shards_folder(tmp_path)
         with pytest.raises(UserError, match="no shards folder"):
             open_shards(tmp_path)
 

@@ -7,32 +7,35 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from firth.errors import UserError
-from firth.tokens.rows import Frame, Rows
+from firth.core.errors import UserError
+from firth.tokens.dataset import Rows, RowTemplate
 from firth.tokens.shards import Shards
-from firth.tokens.stream import StreamSource
+from firth.tokens.stream import StreamDataset
 
 PAD, BEGIN, END = 0, 1, 2
-PLAIN, FRAMED = Frame(), Frame((BEGIN,), (END,))
+PLAIN, FRAMED = RowTemplate(), RowTemplate((BEGIN,), (END,))
 Make = Callable[..., Shards]
 
 
-def epoch(source: StreamSource, number: int = 0) -> Rows:
-    return source.rows(np.arange(source.num_rows) + number * source.num_rows)
+def epoch(source: StreamDataset, number: int = 0) -> Rows:
+    return source.get_rows(np.arange(source.num_rows) + number * source.num_rows)
 
 
-def lanes(source: StreamSource, number: int = 0) -> list[list[int]]:
+def lanes(source: StreamDataset, number: int = 0) -> list[list[int]]:
     """What each lane reads in an epoch, padding left out."""
-    tokens, doc = epoch(source, number).tokens, epoch(source, number).doc
-    return [tokens[lane :: source.lanes][doc[lane :: source.lanes] >= 0].tolist() for lane in range(source.lanes)]
+    tokens, doc = epoch(source, number).input_ids, epoch(source, number).document_ids
+    return [
+        tokens[lane :: source.num_streams][doc[lane :: source.num_streams] >= 0].tolist()
+        for lane in range(source.num_streams)
+    ]
 
 
 def test_by_hand(make_shards: Make) -> None:
     """Documents of 3 and 4 tokens between two marks: eleven places, five of them for one lane and six for the other."""
-    source = StreamSource(make_shards([[3], [4]]), 3, FRAMED, PAD, seed=0, lanes=2, shuffle=False)
+    source = StreamDataset(make_shards([[3], [4]]), 3, FRAMED, PAD, seed=0, num_streams=2, shuffle=False)
     assert source.num_rows == 4
-    rows = source.rows(np.arange(6))
-    assert rows.tokens.tolist() == [
+    rows = source.get_rows(np.arange(6))
+    assert rows.input_ids.tolist() == [
         [BEGIN, 100, 101],  # step 0
         [BEGIN, 103, 104],
         [102, END, PAD],  # step 1
@@ -40,33 +43,33 @@ def test_by_hand(make_shards: Make) -> None:
         [BEGIN, 100, 101],  # the next epoch
         [BEGIN, 103, 104],
     ]
-    assert rows.doc.tolist() == [[0] * 3, [0] * 3, [0, 0, -1], [0] * 3, [0] * 3, [0] * 3]
-    assert rows.position.tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, 0], [0, 1, 2], [0, 1, 2], [0, 1, 2]]
-    assert rows.real[:4].tolist() == [
+    assert rows.document_ids.tolist() == [[0] * 3, [0] * 3, [0, 0, -1], [0] * 3, [0] * 3, [0] * 3]
+    assert rows.position_ids.tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, 0], [0, 1, 2], [0, 1, 2], [0, 1, 2]]
+    assert rows.maskable[:4].tolist() == [
         [False, True, True],
         [False, True, True],
         [True, False, False],
         [True, True, False],
     ]
-    assert rows.fresh is not None
-    assert rows.row is not None
+    assert rows.reset_state is not None
+    assert rows.row_index is not None
     assert rows.epoch is not None
-    assert rows.fresh.tolist() == [True, True, False, False, True, True]
-    assert rows.row.tolist() == [0, 1, 2, 3, 0, 1]
+    assert rows.reset_state.tolist() == [True, True, False, False, True, True]
+    assert rows.row_index.tolist() == [0, 1, 2, 3, 0, 1]
     assert rows.epoch.tolist() == [0, 0, 0, 0, 1, 1]
-    assert source.tokens_used == 11 / 12
+    assert source.fill_ratio == 11 / 12
 
 
 @pytest.mark.parametrize("frame", [PLAIN, FRAMED])
 @pytest.mark.parametrize("num_lanes", [1, 3, 7])
-def test_every_token_once_an_epoch(num_lanes: int, frame: Frame, make_shards: Make) -> None:
+def test_every_token_once_an_epoch(num_lanes: int, frame: RowTemplate, make_shards: Make) -> None:
     shards = make_shards([[n] for n in (5, 40, 1, 13, 2, 2, 31, 8)])
-    source = StreamSource(shards, 4, frame, PAD, seed=3, lanes=num_lanes)
+    source = StreamDataset(shards, 4, frame, PAD, seed=3, num_streams=num_lanes)
     for number in range(3):
         read = np.concatenate(lanes(source, number))
         text = read[read >= 100]
         assert np.sort(text).tolist() == list(range(100, 100 + shards.num_tokens))
-        assert len(read) - len(text) == 8 * frame.size
+        assert len(read) - len(text) == 8 * frame.num_edge_tokens
         sizes = [len(lane) for lane in lanes(source, number)]
         assert max(sizes) - min(sizes) <= 1, "all lanes read as much"
 
@@ -74,7 +77,7 @@ def test_every_token_once_an_epoch(num_lanes: int, frame: Frame, make_shards: Ma
 def test_lanes_go_on_and_documents_are_whole(make_shards: Make) -> None:
     """All lanes of an epoch, one after the other, are the documents in some order, each from its start to its end."""
     shards = make_shards([[n] for n in (5, 40, 1, 13, 2, 2, 31, 8)])
-    source = StreamSource(shards, 4, FRAMED, PAD, seed=3, lanes=5)
+    source = StreamDataset(shards, 4, FRAMED, PAD, seed=3, num_streams=5)
     orders = []
     for number in range(3):
         line = [token for lane in lanes(source, number) for token in lane]
@@ -90,31 +93,35 @@ def test_lanes_go_on_and_documents_are_whole(make_shards: Make) -> None:
 def test_any_row_at_once(make_shards: Make) -> None:
     """Rows of any epoch in any order are the rows of the stream; another seed is another order."""
     shards = make_shards([[n] for n in (5, 9, 7, 13, 2, 11)])
-    source = StreamSource(shards, 4, FRAMED, PAD, seed=1, lanes=3, bits=("word_start", "sentence_end"))
+    source = StreamDataset(shards, 4, FRAMED, PAD, seed=1, num_streams=3, token_bits=("word_start", "sentence_end"))
     index = np.random.default_rng(0).permutation(3 * source.num_rows)
-    whole, some = source.rows(np.sort(index)), source.rows(index)
+    whole, some = source.get_rows(np.sort(index)), source.get_rows(index)
     for name, value in whole._asdict().items():
         if value is not None:
             assert np.array_equal(value[index], getattr(some, name)), name
-    other = StreamSource(shards, 4, FRAMED, PAD, seed=2, lanes=3)
-    assert not np.array_equal(epoch(other).tokens, epoch(source).tokens)
+    other = StreamDataset(shards, 4, FRAMED, PAD, seed=2, num_streams=3)
+    assert not np.array_equal(epoch(other).input_ids, epoch(source).input_ids)
 
 
 def test_bits_are_those_of_the_text_and_a_cut_is_an_edge(make_shards: Make) -> None:
     shards = make_shards([[3, 3], [2]], words=[0, 2, 3, 6])
-    source = StreamSource(shards, 4, FRAMED, PAD, 0, lanes=1, shuffle=False, bits=("word_start", "sentence_end"))
+    source = StreamDataset(
+        shards, 4, FRAMED, PAD, 0, num_streams=1, shuffle=False, token_bits=("word_start", "sentence_end")
+    )
     rows = epoch(source)
-    assert rows.tokens.tolist() == [[1, 100, 101, 102], [103, 104, 105, 2], [1, 106, 107, 2]]
+    assert rows.input_ids.tolist() == [[1, 100, 101, 102], [103, 104, 105, 2], [1, 106, 107, 2]]
     assert rows.word_start is not None
     assert rows.sentence_end is not None
     assert rows.word_start.astype(int).tolist() == [[0, 1, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]]
     assert rows.sentence_end.astype(int).tolist() == [[0, 0, 0, 1], [0, 0, 1, 0], [0, 0, 1, 0]]
-    cut = StreamSource(make_shards([[6]], words=[0, 1]), 4, PLAIN, PAD, 0, lanes=1, bits=("word_start",))
+    cut = StreamDataset(make_shards([[6]], words=[0, 1]), 4, PLAIN, PAD, 0, num_streams=1, token_bits=("word_start",))
     assert epoch(cut).word_start.astype(int).tolist() == [[1, 1, 0, 0], [1, 0, 0, 0]]  # type: ignore[union-attr]
 
 
 def test_too_little_text_for_so_many_lanes(make_shards: Make) -> None:
     with pytest.raises(UserError, match=r"20 tokens, too few for 8 rows of 3 .*--per-device-train-batch-size"):
-        StreamSource(make_shards([[20]]), 3, PLAIN, PAD, seed=0, lanes=8)
-    rows = StreamSource(make_shards([[2]]), 3, PLAIN, PAD, seed=0, lanes=3, allow_short=True).rows(np.arange(3))
-    assert rows.tokens.tolist() == [[PAD] * 3, [100, PAD, PAD], [101, PAD, PAD]]
+        StreamDataset(make_shards([[20]]), 3, PLAIN, PAD, seed=0, num_streams=8)
+    rows = StreamDataset(make_shards([[2]]), 3, PLAIN, PAD, seed=0, num_streams=3, allow_short=True).get_rows(
+        np.arange(3)
+    )
+    assert rows.input_ids.tolist() == [[PAD] * 3, [100, PAD, PAD], [101, PAD, PAD]]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import transformers
 
-from firth.errors import UserError
-from firth.tokens.kinds import KINDS
+from firth.core.errors import UserError
+from firth.tokens.builders import TOKENIZER_KINDS
 from firth.tokens.tokenizer import Tokenizer, load_tokenizer
 from firth.tokens.train import train_tokenizer
 
@@ -31,7 +31,7 @@ MODEL_TYPES = {
 }
 
 
-@pytest.fixture(scope="module", params=sorted(KINDS))
+@pytest.fixture(scope="module", params=sorted(TOKENIZER_KINDS))
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return learn(request.param)
 
@@ -44,8 +44,8 @@ def learn(kind: str) -> Tokenizer:
 def test_special_tokens_of_wordpiece() -> None:
     vocab = learn("wordpiece").vocab
     assert (vocab.pad, vocab.unk, vocab.cls, vocab.sep, vocab.mask) == (0, 1, 2, 3, 4)
-    assert (vocab.bos, vocab.eos, vocab.sentinels) == (None, None, ())
-    assert vocab.special == (0, 1, 2, 3, 4)
+    assert (vocab.bos, vocab.eos, vocab.sentinel_ids) == (None, None, ())
+    assert vocab.special_ids == (0, 1, 2, 3, 4)
 
 
 def test_special_tokens_of_byte_bpe() -> None:
@@ -61,10 +61,10 @@ def test_special_tokens_of_unigram() -> None:
     assert (vocab.pad, vocab.eos, vocab.unk) == (0, 1, 2)
     assert (vocab.cls, vocab.sep, vocab.mask, vocab.bos) == (3, 1, 4, None)
     assert [tokenizer.backend.id_to_token(i) for i in (3, 4)] == ["<s>", "<mask>"]
-    assert vocab.sentinels == tuple(range(vocab.size - 1, vocab.size - 101, -1))
+    assert vocab.sentinel_ids == tuple(range(vocab.size - 1, vocab.size - 101, -1))
     assert tokenizer.backend.id_to_token(vocab.size - 1) == "<extra_id_0>"
     assert tokenizer.backend.id_to_token(vocab.size - 100) == "<extra_id_99>"
-    assert set(vocab.special) == {0, 1, 2, 3, 4, *vocab.sentinels}
+    assert set(vocab.special_ids) == {0, 1, 2, 3, 4, *vocab.sentinel_ids}
 
 
 def test_the_same_text_gives_the_same_tokenizer(tokenizer: Tokenizer) -> None:
@@ -83,7 +83,7 @@ def test_transformers_opens_it_with_the_same_ids(tokenizer: Tokenizer, tmp_path:
     tokenizer.save(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": MODEL_TYPES[tokenizer.kind]}))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert theirs(text, add_special_tokens=False)["input_ids"] == tokenizer.encode(text, specials=True)
+    assert theirs(text, add_special_tokens=False)["input_ids"] == tokenizer.encode(text, parse_special=True)
     assert theirs(text)["input_ids"] == tokenizer.backend.encode(text).ids
     assert theirs(text, text)["input_ids"] == tokenizer.backend.encode(text, text).ids
     assert theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == tokenizer.encode(text)
@@ -128,7 +128,7 @@ def test_unigram_loses_nothing_that_it_has_characters_for(text: str) -> None:
 def test_accents_stay_and_case_goes_only_on_request() -> None:
     plain = learn("wordpiece")
     assert plain.decode(plain.encode("Zoë Ọjọ́")) == "Zoë Ọjọ́"
-    for kind in KINDS:
+    for kind in TOKENIZER_KINDS:
         lower = train_tokenizer(TEXTS, kind, 420, lowercase=True)
         assert lower.decode(lower.encode("CAFÉ")) == "café"
 
@@ -136,24 +136,26 @@ def test_accents_stay_and_case_goes_only_on_request() -> None:
 def test_text_that_looks_like_a_special_token_stays_text(tokenizer: Tokenizer) -> None:
     text = " ".join(["[PAD] [MASK] [SEP] <pad> <s> </s> <unk> <mask> <|endoftext|> <extra_id_0>"] * 2)
     read = (
-        set(tokenizer.encode(text)) | set(tokenizer.encode_batch([text])[0]) | set(tokenizer.encodings([text])[0].ids)
+        set(tokenizer.encode(text))
+        | set(tokenizer.encode_batch([text])[0])
+        | set(tokenizer.encode_with_offsets([text])[0].ids)
     )
-    assert read & set(tokenizer.vocab.special) <= {tokenizer.vocab.unk}
+    assert read & set(tokenizer.vocab.special_ids) <= {tokenizer.vocab.unk}
 
 
 def test_special_tokens_in_a_text_are_read_on_request() -> None:
     tokenizer = learn("unigram")
-    ids = tokenizer.encode("the <extra_id_0> waits", specials=True)
-    assert [tokenizer.backend.id_to_token(i) for i in ids if i in tokenizer.vocab.sentinels] == ["<extra_id_0>"]
+    ids = tokenizer.encode("the <extra_id_0> waits", parse_special=True)
+    assert [tokenizer.backend.id_to_token(i) for i in ids if i in tokenizer.vocab.sentinel_ids] == ["<extra_id_0>"]
     for kind in ("byte-bpe", "unigram"):
         masked = learn(kind)
         ids = [*masked.encode("the"), masked.vocab.mask, *masked.encode(" river" if kind == "byte-bpe" else "river")]
-        assert masked.encode("the <mask> river", specials=True) == ids
+        assert masked.encode("the <mask> river", parse_special=True) == ids
 
 
 def starts(tokenizer: Tokenizer, text: str) -> list[str]:
     """The tokens of a text, joined into words by `word_starts`."""
-    encoding = tokenizer.encodings([text])[0]
+    encoding = tokenizer.encode_with_offsets([text])[0]
     words: list[str] = []
     for token, is_start in zip(encoding.tokens, tokenizer.word_starts(encoding), strict=True):
         if is_start:
@@ -171,7 +173,7 @@ def test_word_starts() -> None:
 
 def test_word_starts_of_several_texts() -> None:
     tokenizer = learn("byte-bpe")
-    a, b = tokenizer.encodings(["herons", "rivers wait"])
+    a, b = tokenizer.encode_with_offsets(["herons", "rivers wait"])
     assert tokenizer.word_starts(a, b).tolist() == [*tokenizer.word_starts(a), *tokenizer.word_starts(b)]
     assert tokenizer.word_starts().tolist() == []
 
@@ -195,7 +197,7 @@ def test_specials_may_be_dicts(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     vocab = load_tokenizer(tmp_path).vocab
     assert (vocab.pad, vocab.eos, vocab.unk) == (0, 1, None)
-    assert len(vocab.sentinels) == 100
+    assert len(vocab.sentinel_ids) == 100
 
 
 def test_specials_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
@@ -229,7 +231,7 @@ def test_a_published_t5_has_neither_cls_nor_mask(tmp_path: Path) -> None:
     theirs = transformers.T5Tokenizer(vocab=pieces, extra_ids=100)
     theirs.save_pretrained(tmp_path)
     vocab = load_tokenizer(tmp_path).vocab
-    assert (vocab.pad, vocab.eos, vocab.unk, len(vocab.sentinels)) == (0, 1, 2, 100)
+    assert (vocab.pad, vocab.eos, vocab.unk, len(vocab.sentinel_ids)) == (0, 1, 2, 100)
     assert (vocab.cls, vocab.sep, vocab.mask, vocab.bos) == (None, None, None, None)
     assert load_tokenizer(tmp_path).encode("the a") == theirs("the a", add_special_tokens=False)["input_ids"]
 
@@ -256,7 +258,7 @@ def test_merges_read_as_in_transformers(tmp_path: Path) -> None:
     ours = load_tokenizer(tmp_path)
     theirs = transformers.GPT2Tokenizer.from_pretrained(tmp_path)
     text = "the heron's river<|endoftext|> 😀"
-    assert ours.encode(text, specials=True) == theirs(text)["input_ids"]
+    assert ours.encode(text, parse_special=True) == theirs(text)["input_ids"]
     assert ours.vocab.eos == ours.vocab.bos == ours.vocab.pad == 4
 
 
@@ -280,7 +282,7 @@ def test_unknown_kind() -> None:
         train_tokenizer(TEXTS, "wordpieces", 420)
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(TOKENIZER_KINDS))
 def test_no_text(kind: str) -> None:
     with pytest.raises(UserError, match="no text"):
         train_tokenizer(["", " \n"], kind, 420)

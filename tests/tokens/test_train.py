@@ -15,11 +15,11 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firth.errors import UserError
+from firth.core.errors import UserError
 from firth.tokens import train
-from firth.tokens.kinds import KINDS
+from firth.tokens.builders import TOKENIZER_KINDS
 from firth.tokens.tokenizer import Tokenizer, load_tokenizer
-from firth.tokens.train import passages, retrain_tokenizer, sample, train_tokenizer
+from firth.tokens.train import retrain_tokenizer, sample_passages, split_passages, train_tokenizer
 
 TEXTS = [
     "The heron stands in the river, and the heron waits.\nNobody asks why it's waiting; the river doesn't care.",
@@ -70,7 +70,7 @@ def test_any_text_has_the_same_ids_in_transformers(name: str, text: str, other: 
     ours = learn(name)
     for model_type in MODEL_TYPES[name]:
         theirs = in_transformers(name, model_type)
-        assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text, specials=True)
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text, parse_special=True)
         assert theirs(text)["input_ids"] == ours.backend.encode(text).ids
         assert theirs(text, other)["input_ids"] == ours.backend.encode(text, other).ids
         assert theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ours.encode(text)
@@ -92,20 +92,20 @@ def test_special_tokens_of_the_plain_kinds() -> None:
 
 def test_bpe_marks_the_end_of_words() -> None:
     tokenizer = train_tokenizer(["low lower lowest newest newest"] * 9, "bpe", 60)
-    tokens = tokenizer.encodings(["lowest low"])[0].tokens
+    tokens = tokenizer.encode_with_offsets(["lowest low"])[0].tokens
     assert tokens[-1] == "low</w>"
     assert "".join(tokens) == "lowest</w>low</w>"
     assert tokenizer.decode(tokenizer.encode("newest low")) == "newest low"
 
 
 def test_llama_cuts_numbers_in_threes() -> None:
-    assert learn("byte-bpe-llama3").words("in 12345") == ["in", "Ġ", "123", "45"]
-    assert learn("byte-bpe").words("in 12345") == ["in", "Ġ12345"]
+    assert learn("byte-bpe-llama3").pre_tokenize("in 12345") == ["in", "Ġ", "123", "45"]
+    assert learn("byte-bpe").pre_tokenize("in 12345") == ["in", "Ġ12345"]
 
 
 def test_words_of_the_word_kinds() -> None:
     tokenizer = learn("word")
-    words = tokenizer.words("The heron's wait: 3.5, ẹ̀ kú!")
+    words = tokenizer.pre_tokenize("The heron's wait: 3.5, ẹ̀ kú!")
     assert words == ["The", "heron's", "wait", ":", "3", ".", "5", ",", "ẹ̀", "kú", "!"]
     assert tokenizer.decode(tokenizer.encode("The heron waits.")) == "The heron waits."
     assert tokenizer.encode("heron zebra")[1] == tokenizer.vocab.unk
@@ -124,7 +124,7 @@ def test_a_char_tokenizer_is_known_again(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path / "word").kind == "word"
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(TOKENIZER_KINDS))
 def test_another_process_learns_the_same(kind: str) -> None:
     code = f"from tests.tokens.test_train import learn; print(learn({kind!r}).fingerprint)"
     root = Path(__file__).parents[2]
@@ -135,7 +135,7 @@ def test_another_process_learns_the_same(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
 def test_long_texts_are_learned_like_short_ones(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "SHORT", 100)
+    monkeypatch.setattr(train, "SHORT_TEXT_CHARS", 100)
     assert train_tokenizer(TEXTS, kind, 700).fingerprint == learn(kind).fingerprint
 
 
@@ -144,20 +144,20 @@ def test_long_texts_are_learned_like_short_ones(kind: str, monkeypatch: pytest.M
 
 def test_a_sample_is_random_bounded_and_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     texts = [f"{i:04}" for i in range(1000)]
-    one, same, other = (list(sample(texts, 400, seed)) for seed in (1, 1, 2))
+    one, same, other = (list(sample_passages(texts, 400, seed)) for seed in (1, 1, 2))
     assert one == same == sorted(one)
     assert len(one) == 100
     assert one != other
     assert "0.0 of 0.0 MB of text (10.0%)" in capsys.readouterr().err
-    assert list(sample(texts, 4000, 1)) == texts
+    assert list(sample_passages(texts, 4000, 1)) == texts
     assert capsys.readouterr().err == ""
 
 
 def test_long_texts_are_sampled_in_parts() -> None:
     text = "a line of text\n" * 20_000
-    parts = list(passages([text]))
+    parts = list(split_passages([text]))
     assert "".join(parts) == text
-    assert max(map(len, parts)) <= train.PASSAGE
+    assert max(map(len, parts)) <= train.PASSAGE_CHARS
     assert all(part.endswith("\n") for part in parts)
 
 
@@ -208,14 +208,14 @@ def test_retraining_a_published_tokenizer(make, tmp_path: Path) -> None:  # type
     theirs.save_pretrained(tmp_path / "old")
     old = load_tokenizer(tmp_path / "old")
     new = retrain_tokenizer(old, OTHER, 450)
-    assert (new.kind, new.roles) == (old.kind, old.roles)
-    assert len(new.vocab.sentinels) == len(old.vocab.sentinels)
+    assert (new.kind, new.special_tokens) == (old.kind, old.special_tokens)
+    assert len(new.vocab.sentinel_ids) == len(old.vocab.sentinel_ids)
     state, before = json.loads(new.backend.to_str()), json.loads(old.backend.to_str())
     assert (state["normalizer"], state["pre_tokenizer"]) == (before["normalizer"], before["pre_tokenizer"])
     assert "wolf" in {new.decode([i]).strip() for i in range(new.vocab.size)}
     before_pair, after_pair = old.backend.encode("", "").tokens, new.backend.encode("", "").tokens
     assert before_pair == after_pair, "special tokens are put around a pair as before"
-    assert set(new.backend.encode("", "").ids) <= set(new.vocab.special)
+    assert set(new.backend.encode("", "").ids) <= set(new.vocab.special_ids)
     new.save(tmp_path / "new")
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "new")
     for text in ("The WOLF walks.", "wood <mask> [MASK] wölf"):
@@ -235,7 +235,7 @@ def test_choices_that_a_kind_does_not_have() -> None:
         train_tokenizer(TEXTS, "bpe", 420, byte_fallback=True)
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(TOKENIZER_KINDS))
 def test_a_vocabulary_without_room(kind: str) -> None:
     with pytest.raises(UserError, match="A vocabulary of 5 tokens is too small"):
         train_tokenizer(TEXTS, kind, 5)

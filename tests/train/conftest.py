@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from firth.models.config import Learned, ModelConfig
+from firth.models.config import LearnedPosition, ModelConfig
 from firth.models.presets import bert, gpt2, t5
-from firth.recipes import TOKENIZERS, pretraining
+from firth.recipes import DEFAULT_TOKENIZERS, pretraining_recipe
 from firth.text import Corpus
-from firth.tokens import Prepared, open_shards, prepare, train_tokenizer
+from firth.tokens import ShardSet, open_shards, prepare, train_tokenizer
 from firth.train import Recipe
 
 FAMILIES = ("bert", "gpt2", "t5")
@@ -24,18 +24,18 @@ def small_model(family: str, vocab_size: int, dropout: float = 0.0) -> ModelConf
     if family == "t5":
         return t5(1, 32, 2, 64, vocab_size, **changes)
     make = {"bert": bert, "gpt2": gpt2}[family]
-    return replace(make(1, 32, 2, vocab_size, **changes), position=Learned(32))
+    return replace(make(1, 32, 2, vocab_size, **changes), position=LearnedPosition(32))
 
 
 @pytest.fixture(scope="session")
-def shards_of(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Prepared]:
+def shards_of(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ShardSet]:
     """The corpus as shards with the tokenizer that a family uses; made once."""
-    made: dict[str, Prepared] = {}
+    made: dict[str, ShardSet] = {}
 
-    def get(family: str) -> Prepared:
+    def get(family: str) -> ShardSet:
         if family not in made:
             corpus = Corpus([corpus_file])
-            kind = TOKENIZERS[small_model(family, 100).shape]
+            kind = DEFAULT_TOKENIZERS[small_model(family, 100).architecture]
             tokenizer = train_tokenizer((d.text for d in corpus), kind, 400)
             folder = tmp_path_factory.mktemp("shards") / family
             prepare(corpus, tokenizer, folder)
@@ -46,7 +46,7 @@ def shards_of(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 
 @pytest.fixture
-def recipe_of(shards_of: Callable[[str], Prepared], tmp_path: Path) -> Callable[..., Recipe]:
+def recipe_of(shards_of: Callable[[str], ShardSet], tmp_path: Path) -> Callable[..., Recipe]:
     """A recipe of a few steps for a family; any field can be set."""
 
     def get(family: str = "bert", dropout: float = 0.0, **fields: Any) -> Recipe:
@@ -62,6 +62,6 @@ def recipe_of(shards_of: Callable[[str], Prepared], tmp_path: Path) -> Callable[
             compile=False,
             bf16=False,
         )
-        return pretraining(small_model(family, shards.tokenizer.vocab.size, dropout), **small | fields)
+        return pretraining_recipe(small_model(family, shards.tokenizer.vocab.size, dropout), **small | fields)
 
     return get

@@ -68,14 +68,14 @@ def work(jobs: Sequence[dict[str, Any]]) -> None:
     """What one process does."""
     import warnings
 
-    from firth.errors import UserError
+    from firth.core.errors import UserError
     from firth.train import Interrupted, Recipe, load_recipe, pretrain
 
     warnings.simplefilter("ignore")
     for job in jobs:
         with harmed(**job.pop("harm", {"kind": ""})):
             if "words" in job:
-                from firth.cli import main
+                from firth.cli.main import main
 
                 sys.argv = ["firth", *job["words"]]
                 main()
@@ -100,8 +100,8 @@ def harmed(kind: str, rank: int | None = None, step: int = -1, rows: int = 0) ->
     """
     import torch
 
-    from firth.errors import UserError
-    from firth.train import Run
+    from firth.core.errors import UserError
+    from firth.train import TrainingRun
 
     steps, runs = importlib.import_module("firth.train.step"), importlib.import_module("firth.train.pretrain")
     backward, here = steps.backward, rank is None or rank == int(os.environ["RANK"])
@@ -122,12 +122,12 @@ def harmed(kind: str, rank: int | None = None, step: int = -1, rows: int = 0) ->
             raise Stopped
 
     steps.backward = broken
-    runs.Run = lambda *a, **k: Run(*a, **k, hooks=[(1, hook)])
+    runs.Run = lambda *a, **k: TrainingRun(*a, **k, hooks=[(1, hook)])
     try:
         with contextlib.suppress(Stopped):
             yield
     finally:
-        steps.backward, runs.Run = backward, Run
+        steps.backward, runs.Run = backward, TrainingRun
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from transformers.optimization import Adafactor as Theirs
 
 from firth.models import make_model
 from firth.models.presets import t5
-from firth.train import Training
+from firth.train import TrainingConfig
 from firth.train.adafactor import Adafactor
 from firth.train.optim import make_optimizer
 
@@ -50,7 +50,7 @@ def test_query_key_and_value_have_scales_of_their_own() -> None:
 
 def test_it_keeps_rows_and_columns_only() -> None:
     model = make_model(t5(1, 32, 2, 64, 100))
-    optimizer = make_optimizer(model, Training(optim="adafactor"))
+    optimizer = make_optimizer(model, TrainingConfig(optim="adafactor"))
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from models.test_gated import DEVICE, INTERPRETED, on_a_gpu
+from models.kernels.test_glu import DEVICE, INTERPRETED, on_a_gpu
 from models.test_presets import some_batch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from firth.models import PRESETS, make_model
 from firth.objectives import Batch
-from firth.train import Machine, Run, Training
+from firth.train import ComputeConfig, TrainingConfig, TrainingRun
 from firth.train import adamw as module
-from firth.train.adamw import AdamW, can_take
-from firth.train.halved import Halved
+from firth.train.adamw import AdamW, can_step_from_replica
+from firth.train.bf16_replica import BF16Replica
 from firth.train.optim import make_optimizer
-from firth.train.step import prepared, train_step
+from firth.train.step import build_loss_fn, train_step
 
 SHAPES = [(1,), (7,), (64, 64), (5000,), (3, 4096), (130, 131)]
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "fused": True}
@@ -47,7 +47,7 @@ def assert_same(ours: AdamW, mine: list[nn.Parameter], theirs: torch.optim.AdamW
 @on_a_gpu
 def test_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a gradient that is cut, a step that changes nothing, and a weight without a gradient."""
-    monkeypatch.setattr(module, "suits", lambda device: True)
+    monkeypatch.setattr(module, "is_fused_step_device", lambda device: True)
     mine, other = parameters(), parameters()
     ours, theirs = AdamW(groups(mine), **SETTINGS), torch.optim.AdamW(groups(other), **SETTINGS)
     twins = [nn.Parameter(p.detach().bfloat16()) for p in mine]
@@ -58,9 +58,9 @@ def test_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
             twins[i].grad = torch.randn_like(twins[i]) * (step + 1)
             other[i].grad = twins[i].grad.float() * share
         pairs = {mine[i]: twins[i] for i in used}
-        assert can_take(pairs)
+        assert can_step_from_replica(pairs)
         ours.found_inf = torch.tensor(float(bad), device=DEVICE)  # type: ignore[attr-defined]
-        ours.take(pairs, torch.tensor(share, device=DEVICE))
+        ours.use_replica_gradients(pairs, torch.tensor(share, device=DEVICE))
         ours.step()
         if not bad:
             theirs.step()
@@ -84,7 +84,7 @@ def test_goes_on_from_torchs_state() -> None:
             q.grad = grad.float()
             twin.grad, p.grad = (grad, None) if step % 2 else (None, grad.float())
         if step % 2:
-            ours.take(dict(zip(mine, twins, strict=True)), torch.ones((), device=DEVICE))
+            ours.use_replica_gradients(dict(zip(mine, twins, strict=True)), torch.ones((), device=DEVICE))
         ours.step()
         theirs.step()
         assert_same(ours, mine, theirs, other)
@@ -99,23 +99,23 @@ def test_steps_of_a_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     config = replace(PRESETS["bert-tiny"], vocab_size=40, dropout=0.0, attention_dropout=0.0)
     batch = Batch(*(None if a is None else a.numpy() for a in some_batch(config)))
-    training = Training(weights="bf16", optim="adamw", max_grad_norm=0.5)
-    machine, found, taken = Machine(torch.device(DEVICE), bf16=True, compile=False), [], list[bool]()
-    take = AdamW.take
+    training = TrainingConfig(weights="bf16", optim="adamw", max_grad_norm=0.5)
+    machine, found, taken = ComputeConfig(torch.device(DEVICE), bf16=True, compile=False), [], list[bool]()
+    take = AdamW.use_replica_gradients
     for stays in (False, True):
-        monkeypatch.setattr(module, "suits", lambda device, stays=stays: stays)
-        monkeypatch.setattr(AdamW, "take", lambda *given: (taken.append(True), take(*given)))
+        monkeypatch.setattr(module, "is_fused_step_device", lambda device, stays=stays: stays)
+        monkeypatch.setattr(AdamW, "use_replica_gradients", lambda *given: (taken.append(True), take(*given)))
         torch.manual_seed(1)
         model = make_model(config).to(machine.device)
-        run = Run(training, machine, model, lambda step: [batch])
-        losses_of, optimizer = prepared(run), make_optimizer(model, training)
-        assert isinstance(losses_of, Halved)
+        run = TrainingRun(training, machine, model, lambda step: [batch])
+        losses_of, optimizer = build_loss_fn(run), make_optimizer(model, training)
+        assert isinstance(losses_of, BF16Replica)
         losses = []
         for step in range(5):
             losses.append(train_step(run, losses_of, optimizer, [batch] * (1 + (step == 2)), step, 1e-3).item())
             with torch.no_grad():
                 if INTERPRETED:  # which does not round to the nearest
-                    for twin, p in zip(losses_of.twin.parameters(), model.parameters(), strict=True):
+                    for twin, p in zip(losses_of.replica.parameters(), model.parameters(), strict=True):
                         twin.copy_(p)
                 if step == 3:
                     next(model.parameters()).mul_(0.5)
@@ -130,32 +130,32 @@ def test_steps_of_a_twin(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_twin_takes_over_what_it_has_not() -> None:
     """Only where the optimizer has moved both, and nobody else the exact weights since, it has them already."""
     model = make_model(replace(PRESETS["bert-tiny"], vocab_size=40))
-    halved = Halved(model, lambda losses: losses)
-    mine, exact = next(halved.twin.parameters()), next(model.parameters())
+    halved = BF16Replica(model, lambda losses: losses)
+    mine, exact = next(halved.replica.parameters()), next(model.parameters())
     for both, moved_since, has_them in ((True, False, True), (True, True, False), (False, False, False)):
-        halved.begin()
+        halved.sync_weights()
         assert torch.equal(mine, exact.bfloat16())
-        halved.moved(both)
+        halved.mark_updated(both)
         with torch.no_grad():
             mine.zero_()
             if moved_since:
                 exact.mul_(0.5)
-        halved.begin()
+        halved.sync_weights()
         assert bool(mine.any()) is not has_them
-        halved.moved(False)
+        halved.mark_updated(False)
 
 
 def test_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
     p = nn.Parameter(torch.zeros(8, 8))
     twin = nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
     twin.grad = torch.zeros_like(twin)
-    assert not can_take({p: twin}), "on a CPU"
-    monkeypatch.setattr(module, "suits", lambda device: True)
+    assert not can_step_from_replica({p: twin}), "on a CPU"
+    monkeypatch.setattr(module, "is_fused_step_device", lambda device: True)
     monkeypatch.setattr(module, "triton", object())
-    assert can_take({p: twin})
-    assert not can_take({})
+    assert can_step_from_replica({p: twin})
+    assert not can_step_from_replica({})
     wrong: list[Tensor | None] = [None, torch.zeros(8, 16, dtype=torch.bfloat16)[:, ::2]]
     wrong.append(torch.zeros(65, dtype=torch.bfloat16)[1:].view(8, 8))
     for grad in wrong:
         twin.grad = grad
-        assert not can_take({p: twin})
+        assert not can_step_from_replica({p: twin})

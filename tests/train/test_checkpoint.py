@@ -10,8 +10,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from firth.errors import UserError
-from firth.files import MANIFEST, damage
+from firth.core.errors import UserError
+from firth.core.files import MANIFEST_FILE, find_corruption
 from firth.models import load_model
 from firth.train import Recipe, last_checkpoint, pretrain
 from firth.train.checkpoint import list_checkpoints, load_model_weights, load_optimizer
@@ -66,7 +66,7 @@ def test_damaged_ones_are_said_and_passed_over(run: Path, capsys: pytest.Capture
 
 def test_none_is_whole(run: Path) -> None:
     for folder in list_checkpoints(run):
-        (folder / MANIFEST).unlink()
+        (folder / MANIFEST_FILE).unlink()
     assert last_checkpoint(run) is None
 
 
@@ -97,7 +97,7 @@ def test_transformers_opens_it_with_equal_logits(family: str, kind: str, recipe_
     recipe = recipe_of(family, dropout=0.1, max_steps=2)
     pretrain(recipe)
     for folder in (Path(recipe.output_dir) / "checkpoint-2", Path(recipe.output_dir) / "final"):
-        assert damage(folder) is None
+        assert find_corruption(folder) is None
         ours, theirs = load_model(folder), getattr(transformers, kind).from_pretrained(folder).eval()
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         inputs = dict(tokenizer("The cat slept by the river.", return_tensors="pt").items())

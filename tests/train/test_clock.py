@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from firth import verbs
-from firth.errors import UserError
-from firth.lab.prove_resume import compare
+from firth import api
+from firth.core.errors import UserError
+from firth.lab.prove_resume import compare_runs
 from firth.train import Recipe, load_recipe, pretrain
-from firth.train.clock import CLOCK, Clock
+from firth.train.clock import CLOCK_FILE, RunClock
 
 clocks = importlib.import_module("firth.train.clock")
 pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
@@ -32,7 +32,7 @@ class Hand:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        for module in (clocks, pretraining, verbs):
+        for module in (clocks, pretraining, api):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
 
@@ -42,52 +42,52 @@ def hand(monkeypatch: pytest.MonkeyPatch) -> Hand:
 
 
 def test_it_counts_all_the_times_and_nothing_between(tmp_path: Path, hand: Hand) -> None:
-    with pytest.raises(KeyboardInterrupt), Clock(tmp_path) as clock:
+    with pytest.raises(KeyboardInterrupt), RunClock(tmp_path) as clock:
         hand.now += 5
-        assert clock.seconds == 5
-        clock.note()
+        assert clock.elapsed_seconds == 5
+        clock.save()
         hand.now += 2
         raise KeyboardInterrupt
     hand.now = 3.0  # the machine was started anew, a year later
-    with pytest.raises(KeyboardInterrupt), Clock(tmp_path, resume=True) as clock:
+    with pytest.raises(KeyboardInterrupt), RunClock(tmp_path, resume=True) as clock:
         hand.now += 10
-        assert clock.seconds == 17
+        assert clock.elapsed_seconds == 17
         raise KeyboardInterrupt
-    assert Clock(tmp_path, resume=True).seconds == 17
-    assert Clock(tmp_path, resume=True, began=hand.now - 4).seconds == 21
-    assert Clock(tmp_path).seconds == 0, "a run that begins anew begins at 0"
+    assert RunClock(tmp_path, resume=True).elapsed_seconds == 17
+    assert RunClock(tmp_path, resume=True, start_time=hand.now - 4).elapsed_seconds == 21
+    assert RunClock(tmp_path).elapsed_seconds == 0, "a run that begins anew begins at 0"
     for nonsense in ("", "{}", '{"seconds": null}', '{"seconds": -3}', "[]"):
-        (tmp_path / CLOCK).write_text(nonsense)
-        assert Clock(tmp_path, resume=True).seconds == 0
-    with Clock(tmp_path) as clock:
-        clock.note()
-    assert not (tmp_path / CLOCK).exists(), "a run that is done needs none"
-    with pytest.raises(UserError), Clock(tmp_path) as clock:
-        clock.note()
+        (tmp_path / CLOCK_FILE).write_text(nonsense)
+        assert RunClock(tmp_path, resume=True).elapsed_seconds == 0
+    with RunClock(tmp_path) as clock:
+        clock.save()
+    assert not (tmp_path / CLOCK_FILE).exists(), "a run that is done needs none"
+    with pytest.raises(UserError), RunClock(tmp_path) as clock:
+        clock.save()
         raise UserError("a wrong option")
-    assert not (tmp_path / CLOCK).exists()
+    assert not (tmp_path / CLOCK_FILE).exists()
 
 
 def test_an_error_of_a_run_that_has_begun_forgets_nothing(tmp_path: Path, hand: Hand) -> None:
-    with pytest.raises(KeyboardInterrupt), Clock(tmp_path):
+    with pytest.raises(KeyboardInterrupt), RunClock(tmp_path):
         hand.now += 5
         raise KeyboardInterrupt
-    with pytest.raises(UserError), Clock(tmp_path, resume=True):
+    with pytest.raises(UserError), RunClock(tmp_path, resume=True):
         raise UserError("a wrong option of a run that goes on")
-    assert Clock(tmp_path, resume=True).seconds == 5
-    (tmp_path / CLOCK).unlink()
+    assert RunClock(tmp_path, resume=True).elapsed_seconds == 5
+    (tmp_path / CLOCK_FILE).unlink()
     (tmp_path / "recipe.yaml").touch()
-    with pytest.raises(UserError), Clock(tmp_path):
+    with pytest.raises(UserError), RunClock(tmp_path):
         hand.now += 7
         raise UserError("3 steps in a row were skipped")
-    assert Clock(tmp_path, resume=True).seconds == 7
+    assert RunClock(tmp_path, resume=True).elapsed_seconds == 7
 
 
 def test_a_disk_that_does_not_take_it_stops_nothing(tmp_path: Path, hand: Hand) -> None:
-    with Clock(tmp_path / "nowhere") as clock:
+    with RunClock(tmp_path / "nowhere") as clock:
         hand.now += 5
-        clock.note()
-        assert clock.seconds == 5
+        clock.save()
+        assert clock.elapsed_seconds == 5
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -110,7 +110,7 @@ def test_a_clock_that_jumps_changes_nothing(recipe_of: Recipes, tmp_path: Path, 
     pretrain(recipe_of("bert", output_dir=str(tmp_path / "straight"), **fields))
     request.getfixturevalue("jumping")
     result = pretrain(recipe_of("bert", output_dir=str(tmp_path / "jumped"), **fields))
-    assert all(compare(tmp_path / "straight", tmp_path / "jumped").values())
+    assert all(compare_runs(tmp_path / "straight", tmp_path / "jumped").values())
     assert 0 < result["seconds"] < 600
 
 
@@ -122,7 +122,7 @@ def test_minutes_are_counted_by_a_clock_that_nobody_sets(
     recipe_of: Recipes, tmp_path: Path, hand: Hand, jumping: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2 seconds a step and 1 an evaluation: a minute, less 10 evaluations, is 25 steps. A resume plans no others."""
-    monkeypatch.setattr(pretraining, "trial", lambda *given, **named: (2.0, 1.0))
+    monkeypatch.setattr(pretraining, "time_steps", lambda *given, **named: (2.0, 1.0))
     recipe = recipe_of("bert", minutes=1.0, max_steps=0, eval_rows=4, save_steps=10)
 
     def stop(step: int, model: Any) -> None:
@@ -130,11 +130,11 @@ def test_minutes_are_counted_by_a_clock_that_nobody_sets(
             raise KeyboardInterrupt
 
     plain = pretraining.Run
-    monkeypatch.setattr(pretraining, "Run", lambda *a, **k: plain(*a, **k, hooks=[(1, stop)]))
+    monkeypatch.setattr(pretraining, "TrainingRun", lambda *a, **k: plain(*a, **k, hooks=[(1, stop)]))
     with pytest.raises(KeyboardInterrupt):
         pretrain(recipe)
     assert planned(recipe) == 25
-    monkeypatch.setattr(pretraining, "Run", plain)
+    monkeypatch.setattr(pretraining, "TrainingRun", plain)
     hand.now += 1e6
     assert pretrain(recipe, resume=True)["steps"] == planned(recipe) == 25
 
@@ -143,8 +143,8 @@ def test_a_resume_counts_the_time_that_was_used_before(
     corpus_file: Path, tmp_path: Path, hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """40 of 60 seconds went into the tokenizer before the run was stopped: 10 are left for 5 steps of 2."""
-    monkeypatch.setattr(pretraining, "trial", lambda *given, **named: (2.0, 1.0))
-    plain = verbs.run_tokenizer
+    monkeypatch.setattr(pretraining, "time_steps", lambda *given, **named: (2.0, 1.0))
+    plain = api.train_run_tokenizer
 
     def slowly(*given: Any) -> Any:
         found = plain(*given)
@@ -156,15 +156,15 @@ def test_a_resume_counts_the_time_that_was_used_before(
 
     words: dict[str, Any] = {"overrides": SMALL, "minutes": 1.0, "eval_rows": 4, **SIZES}
     with monkeypatch.context() as patch:
-        patch.setattr(verbs, "run_tokenizer", slowly)
-        patch.setattr(verbs, "prepare_shards", stopped)
+        patch.setattr(api, "train_run_tokenizer", slowly)
+        patch.setattr(api, "prepare_shards", stopped)
         with pytest.raises(KeyboardInterrupt):
-            verbs.pretrain("bert-tiny", corpus_file, tmp_path / "run", **words)
+            api.pretrain("bert-tiny", corpus_file, tmp_path / "run", **words)
     hand.now += 1e6
-    result = verbs.pretrain("bert-tiny", corpus_file, tmp_path / "run", resume=True, **words)
+    result = api.pretrain("bert-tiny", corpus_file, tmp_path / "run", resume=True, **words)
     assert result["steps"] == 5
     assert result["seconds"] == 40
-    again = verbs.pretrain("bert-tiny", corpus_file, tmp_path / "anew", **words)
+    again = api.pretrain("bert-tiny", corpus_file, tmp_path / "anew", **words)
     assert again["steps"] == 25
 
 

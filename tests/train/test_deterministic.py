@@ -15,15 +15,15 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 
-from firth import verbs
-from firth.errors import UserError
-from firth.lab.prove_resume import compare, last_step
+from firth import api
+from firth.core.errors import UserError
+from firth.lab.prove_resume import compare_runs, last_logged_step
 from firth.models import attention
-from firth.models.attention import Sight, attend_far
-from firth.models.fused import has_no_order
-from firth.models.relative import Distances
+from firth.models.attention import AttentionSpec, relative_attention
+from firth.models.kernels.attention import has_nondeterministic_grads
+from firth.models.position.relative_attention import RelativeScores
 from firth.train import Recipe, load_recipe, pretrain
-from firth.train.deterministic import IN_ORDER, WORKSPACE, deterministic
+from firth.train.deterministic import CUBLAS_WORKSPACE_ENV, DETERMINISTIC_WORKSPACES, deterministic_mode
 
 Recipes = Callable[..., Recipe]
 
@@ -48,60 +48,62 @@ def switches() -> Switches:
         torch.backends.cudnn.benchmark,
         torch.backends.cuda.cudnn_sdp_enabled(),
         inductor.deterministic,
-        os.environ.get(WORKSPACE),
+        os.environ.get(CUBLAS_WORKSPACE_ENV),
     )
 
 
-ON = Switches(True, False, True, False, False, True, IN_ORDER[0])
+ON = Switches(True, False, True, False, False, True, DETERMINISTIC_WORKSPACES[0])
 
 
 def test_all_is_switched_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(WORKSPACE, raising=False)
+    monkeypatch.delenv(CUBLAS_WORKSPACE_ENV, raising=False)
     before = switches()
     assert before != ON
-    with deterministic(True):
+    with deterministic_mode(True):
         assert switches() == ON
     assert switches() == before
-    with pytest.raises(ZeroDivisionError), deterministic(True):
+    with pytest.raises(ZeroDivisionError), deterministic_mode(True):
         raise ZeroDivisionError
     assert switches() == before
-    with deterministic(False):
+    with deterministic_mode(False):
         assert switches() == before
 
 
 def test_what_a_person_has_set_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(WORKSPACE, ":0:0")
+    monkeypatch.setenv(CUBLAS_WORKSPACE_ENV, ":0:0")
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         before = switches()
-        with deterministic(True):
+        with deterministic_mode(True):
             assert switches() == ON
         assert switches() == before
         with monkeypatch.context() as patch:
-            patch.setenv(WORKSPACE, IN_ORDER[1])
-            with deterministic(True):
-                assert os.environ[WORKSPACE] == IN_ORDER[1], "the other right setting is right too"
+            patch.setenv(CUBLAS_WORKSPACE_ENV, DETERMINISTIC_WORKSPACES[1])
+            with deterministic_mode(True):
+                assert os.environ[CUBLAS_WORKSPACE_ENV] == DETERMINISTIC_WORKSPACES[1], (
+                    "the other right setting is right too"
+                )
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_it_must_come_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(WORKSPACE, raising=False)
+    monkeypatch.delenv(CUBLAS_WORKSPACE_ENV, raising=False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     before = switches()
-    with pytest.raises(UserError, match="before CUDA starts"), deterministic(True):
+    with pytest.raises(UserError, match="before CUDA starts"), deterministic_mode(True):
         pass
     assert switches() == before
-    monkeypatch.setenv(WORKSPACE, IN_ORDER[0])
-    with deterministic(True):
+    monkeypatch.setenv(CUBLAS_WORKSPACE_ENV, DETERMINISTIC_WORKSPACES[0])
+    with deterministic_mode(True):
         assert switches() == ON
 
 
 def test_what_has_no_order_at_all_is_refused() -> None:
-    with pytest.raises(UserError, match="put_ has no fixed order"), deterministic(True):
+    with pytest.raises(UserError, match="put_ has no fixed order"), deterministic_mode(True):
         torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
-    with pytest.raises(RuntimeError, match="something else"), deterministic(True):
+    with pytest.raises(RuntimeError, match="something else"), deterministic_mode(True):
         raise RuntimeError("something else")
 
 
@@ -109,7 +111,7 @@ def test_a_run_switches_and_the_next_one_knows_nothing_of_it(
     recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the run that asks for it has it; on a CPU, where all has an order, it changes nothing."""
-    monkeypatch.delenv(WORKSPACE, raising=False)
+    monkeypatch.delenv(CUBLAS_WORKSPACE_ENV, raising=False)
     during: list[Switches] = []
     plain = torch.optim.AdamW.step
 
@@ -124,17 +126,17 @@ def test_a_run_switches_and_the_next_one_knows_nothing_of_it(
         assert set(during) == ({ON} if wanted else {before})
         during.clear()
     assert load_recipe(tmp_path / "with" / "recipe.yaml", Recipe).deterministic
-    assert all(compare(tmp_path / "with", tmp_path / "without").values())
+    assert all(compare_runs(tmp_path / "with", tmp_path / "without").values())
 
 
 # --- kernels that are left out
 
 
-def scores(ask: bool, read: bool, asked: bool) -> Distances:
+def scores(ask: bool, read: bool, asked: bool) -> RelativeScores:
     H, T, S, d = 2, 4, 6, 16
     q, k, vectors = torch.randn(1, H, T, d), torch.randn(1, H, S, d), torch.randn(H, T + S - 1, d)
     places = torch.tensor([[0, 2, 3, 3]]) if asked else None
-    return Distances(q, T - 1, (q, vectors) if ask else None, (k, vectors) if read else None, places)
+    return RelativeScores(q, T - 1, (q, vectors) if ask else None, (k, vectors) if read else None, places)
 
 
 @pytest.mark.parametrize(
@@ -152,19 +154,19 @@ def test_our_kernel_is_left_out_where_it_adds_as_it_comes(
     """It is taken always otherwise, and gives way to single operations, which have an order."""
     taken: list[str] = []
 
-    def fused(found: Distances, k: Any, v: Any, *rest: Any) -> torch.Tensor:
+    def fused(found: RelativeScores, k: Any, v: Any, *rest: Any) -> torch.Tensor:
         taken.append("fused")
         return torch.zeros_like(found.query)
 
-    monkeypatch.setattr(attention, "can_fuse", lambda q: True)
-    monkeypatch.setattr(attention, "attend_by_distance", fused)
+    monkeypatch.setattr(attention, "has_fused_attention", lambda q: True)
+    monkeypatch.setattr(attention, "fused_relative_attention", fused)
     found = scores(ask, read, asked)
     k = v = torch.randn(1, 2, 6, 16)
-    assert has_no_order(found) is left_out
-    attend_far(found, k, v, Sight(), 0.0, 1.0)
+    assert has_nondeterministic_grads(found) is left_out
+    relative_attention(found, k, v, AttentionSpec(), 0.0, 1.0)
     assert taken == ["fused"]
-    with deterministic(True):
-        attend_far(found, k, v, Sight(), 0.0, 1.0)
+    with deterministic_mode(True):
+        relative_attention(found, k, v, AttentionSpec(), 0.0, 1.0)
     assert taken == ["fused"] * (1 if left_out else 2)
 
 
@@ -198,7 +200,7 @@ def test_a_killed_run_on_a_gpu_is_the_undisturbed_one(
     for step in (15, 37):
         process = start(tmp_path / "killed")
         end = time.monotonic() + 600
-        while last_step(tmp_path / "killed") < step:
+        while last_logged_step(tmp_path / "killed") < step:
             assert process.poll() is None, process.stderr.read() if process.stderr else ""
             assert time.monotonic() < end
             time.sleep(0.001)
@@ -206,7 +208,7 @@ def test_a_killed_run_on_a_gpu_is_the_undisturbed_one(
         process.communicate()
         assert process.returncode == -signal.SIGKILL
     finish(tmp_path / "killed")
-    found = compare(tmp_path / "straight", tmp_path / "killed")
+    found = compare_runs(tmp_path / "straight", tmp_path / "killed")
     assert all(found.values()), found
 
 
@@ -218,7 +220,7 @@ def test_it_goes_with_what_proves_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
         given.append(recipe)
         return {"equal": True}
 
-    monkeypatch.setattr(verbs, "prove", note)
+    monkeypatch.setattr(api, "run_resume_proof", note)
     data = Path(recipe_of("bert").data)
-    verbs.prove_resume("bert-tiny", data, tmp_path / "proof", kills=1, deterministic=True)
+    api.prove_resume("bert-tiny", data, tmp_path / "proof", kills=1, deterministic=True)
     assert given[0].deterministic

@@ -17,27 +17,37 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from firth.errors import UserError
-from firth.models import Model, Stack, load_model, make_model, preset
+from firth.core.errors import UserError
+from firth.models import Model, Stack, get_preset, load_model, make_model
 from firth.models.attention import Attention
-from firth.models.config import Classes, Score, Span
-from firth.objectives import Batch, Draw
-from firth.recipes import pretraining as recipe_for
-from firth.tokens import Prepared, Rows, Vocabulary
-from firth.train import Machine, Recipe, Run, Training, choose_machine, fit, load_recipe, pretrain, read_log
+from firth.models.config import ClassificationHead, RegressionHead, SpanHead
+from firth.objectives import Batch, CounterRNG
+from firth.recipes import pretraining_recipe as recipe_for
+from firth.tokens import Rows, ShardSet, Vocabulary
+from firth.train import (
+    ComputeConfig,
+    Recipe,
+    TrainingConfig,
+    TrainingRun,
+    choose_compute,
+    fit,
+    load_recipe,
+    pretrain,
+    read_log,
+)
 from firth.train import loop as loops
-from firth.train.feed import alone, batch_function, row_source, shorter_rows
-from firth.train.going_on import longer_skips, same_recipe
-from firth.train.halved import Halved
-from firth.train.parallel import ALONE, World, check_device
-from firth.train.pretrain import first_model
-from firth.train.ramp import stages
-from firth.train.step import prepared, train_step
+from firth.train.bf16_replica import BF16Replica
+from firth.train.dataloader import make_pretrain_batch_fn, make_ramp_datasets, make_row_dataset, single_stage_recipe
+from firth.train.distributed import SINGLE_PROCESS, DistContext, check_device
+from firth.train.pretrain import build_pretrain_model
+from firth.train.ramp import ramp_stages
+from firth.train.resume import extend_skips, merge_recipe
+from firth.train.step import build_loss_fn, train_step
 
 pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
-CPU = Machine(torch.device("cpu"), bf16=False, compile=False)
+CPU = ComputeConfig(torch.device("cpu"), bf16=False, compile=False)
 Recipes = Callable[..., Recipe]
-Make = Callable[[str], Prepared]
+Make = Callable[[str], ShardSet]
 
 WAYS: dict[str, dict[str, Any]] = {
     "muon": {"optim": "muon", "muon_learning_rate": 0.02},
@@ -84,7 +94,7 @@ def test_a_resumed_run_is_the_same_run(
     pretrain(recipe_of(family, output_dir=str(tmp_path / "straight"), **fields))
     stopped = recipe_of(family, output_dir=str(tmp_path / "stopped"), **fields)
     for step in (3, 6):  # one step after a checkpoint, on a checkpoint
-        monkeypatch.setattr(pretraining, "Run", lambda *a, at=step, **k: Run(*a, **k, hooks=[(1, stop_at(at))]))
+        monkeypatch.setattr(pretraining, "TrainingRun", lambda *a, at=step, **k: TrainingRun(*a, **k, hooks=[(1, stop_at(at))]))
         with pytest.raises(Stop):
             pretrain(stopped, resume=True)
     monkeypatch.undo()
@@ -130,14 +140,14 @@ def test_the_mean_of_the_best_evaluation_is_taken(recipe_of: Recipes, shards_of:
     """What was judged best is what is kept: the mean as it was then, neither the weights nor a later mean."""
     shards = shards_of("bert")
     recipe = recipe_of(ema_decay=0.8, max_steps=4, eval_steps=1, warmup_steps=0, learning_rate=1e-2, save_steps=1)
-    batches = batch_function(recipe, row_source(recipe, shards, held_out=False), shards.tokenizer)
-    model, judged = first_model(recipe, shards.tokenizer), []
+    batches = make_pretrain_batch_fn(recipe, make_row_dataset(recipe, shards, held_out=False), shards.tokenizer)
+    model, judged = build_pretrain_model(recipe, shards.tokenizer), []
 
     def evaluate(now: Model) -> dict[str, float]:
         judged.append(now.embed.tokens.weight.detach().clone())
         return {"score": [1.0, 3.0, 2.0, 0.0][len(judged) - 1] if len(judged) < 5 else 3.0}
 
-    run = Run(recipe, CPU, model, batches, evaluate, tmp_path, judge=lambda scores: scores["score"])
+    run = TrainingRun(recipe, CPU, model, batches, evaluate, tmp_path, score_fn=lambda scores: scores["score"])
     assert fit(run).best_step == 2
     assert torch.equal(model.embed.tokens.weight, judged[1])
     kept = load_file(tmp_path / "checkpoint-4" / "training" / "average.safetensors")
@@ -150,13 +160,13 @@ def test_the_mean_of_the_best_evaluation_is_taken(recipe_of: Recipes, shards_of:
 def test_the_exact_weights_are_kept_and_get_the_twins_gradients(recipe_of: Recipes, shards_of: Make) -> None:
     shards = shards_of("bert")
     recipe = recipe_of(weights="bf16", gradient_accumulation_steps=2)
-    model = first_model(recipe, shards.tokenizer)
+    model = build_pretrain_model(recipe, shards.tokenizer)
     exact = copy.deepcopy(model)
-    micro = batch_function(recipe, row_source(recipe, shards, held_out=False), shards.tokenizer)(0)
-    run = Run(recipe, CPU, model, lambda step: micro)
-    losses_of = prepared(run)
-    assert isinstance(losses_of, Halved)
-    assert {p.dtype for p in losses_of.twin.parameters()} == {torch.bfloat16}
+    micro = make_pretrain_batch_fn(recipe, make_row_dataset(recipe, shards, held_out=False), shards.tokenizer)(0)
+    run = TrainingRun(recipe, CPU, model, lambda step: micro)
+    losses_of = build_loss_fn(run)
+    assert isinstance(losses_of, BF16Replica)
+    assert {p.dtype for p in losses_of.replica.parameters()} == {torch.bfloat16}
     seen: list[torch.Tensor] = []
 
     class Watch(torch.optim.SGD):
@@ -164,7 +174,7 @@ def test_the_exact_weights_are_kept_and_get_the_twins_gradients(recipe_of: Recip
             seen.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
 
     total = train_step(run, losses_of, Watch(model.parameters(), lr=0.0), micro, 0, 0.0)
-    plain = Run(replace(recipe, weights="float32", max_grad_norm=0.0), CPU, exact, lambda step: micro)
+    plain = TrainingRun(replace(recipe, weights="float32", max_grad_norm=0.0), CPU, exact, lambda step: micro)
     wanted: list[torch.Tensor] = []
 
     class See(torch.optim.SGD):
@@ -189,56 +199,63 @@ FAMILIES = (
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_computes_in_bfloat16(name: str) -> None:
     """No part of a model insists on float32; the loss is that of float32 to 2%, and there are gradients."""
-    recipe = recipe_for(replace(preset(name), vocab_size=200))
+    recipe = recipe_for(replace(get_preset(name), vocab_size=200))
     sentinels = tuple(range(199, 99, -1))
-    vocab = Vocabulary(200, 0, 1, 2, 3, 4, 5, 6, sentinels, special=(*range(7), *reversed(sentinels)))
+    vocab = Vocabulary(200, 0, 1, 2, 3, 4, 5, 6, sentinels, special_ids=(*range(7), *reversed(sentinels)))
     rng, B, L = np.random.default_rng(0), 2, recipe.objective.source_length(32)
-    tokens = vocab.ordinary[rng.integers(len(vocab.ordinary), size=(B, L))]
+    tokens = vocab.non_special_ids[rng.integers(len(vocab.non_special_ids), size=(B, L))]
     doc = np.tile(np.arange(L, dtype=np.int32) * 2 // L, (B, 1))
     position = np.tile(np.arange(L, dtype=np.int32) % -(-L // 2), (B, 1))
     edge = np.tile(np.arange(L) % 4 == 0, (B, 1))
-    optional: dict[str, Any] = dict.fromkeys(recipe.objective.bits, edge)
-    if recipe.objective.layout != "packed":
+    optional: dict[str, Any] = dict.fromkeys(recipe.objective.token_flags, edge)
+    if recipe.objective.row_layout != "packed":
         optional |= {"segment": doc, "pair": np.array([0, 1])}
     rows = Rows(tokens, doc, position, np.ones((B, L), bool), np.arange(B), np.arange(B), np.zeros(B, int), **optional)
-    batch = recipe.objective(rows, Draw(0, np.arange(B), np.zeros(B, int)), vocab).to(torch.device("cpu"))
+    batch = recipe.objective(rows, CounterRNG(0, np.arange(B), np.zeros(B, int)), vocab).to(torch.device("cpu"))
     torch.manual_seed(0)
     model = make_model(recipe.model).eval()
-    losses = Halved(model, lambda losses: losses)
-    losses.begin()
-    assert not losses.twin.training
+    losses = BF16Replica(model, lambda losses: losses)
+    losses.sync_weights()
+    assert not losses.replica.training
     torch.manual_seed(1)
     found = sum(losses(batch).values())
     torch.manual_seed(1)
     wanted = sum(model.losses(batch).values())
     assert found.item() == pytest.approx(wanted.item(), rel=0.02)
     found.backward()
-    losses.hand_over()
+    losses.accumulate_gradients()
     assert sum(p.grad is not None for p in model.parameters()) > 5
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
     model.train()
-    losses.begin()
+    losses.sync_weights()
     sum(losses(batch).values()).backward()  # with dropout
 
 
-@pytest.mark.parametrize("head", [Classes(("a", "b")), Score(), Span()], ids=lambda head: type(head).__name__)
+@pytest.mark.parametrize(
+    "head", [ClassificationHead(("a", "b")), RegressionHead(), SpanHead()], ids=lambda head: type(head).__name__
+)
 def test_heads_of_tasks_compute_in_bfloat16(head: Any) -> None:
     torch.manual_seed(0)
-    model = make_model(replace(preset("bert-tiny"), vocab_size=50, head=head)).eval()
+    model = make_model(replace(get_preset("bert-tiny"), vocab_size=50, head=head)).eval()
     tokens, asked = torch.randint(5, 50, (2, 16)), torch.tensor([[0, 8], [0, 8]])
     target = torch.tensor([[0, 1], [1, -100]])
-    if isinstance(head, Score):
+    if isinstance(head, RegressionHead):
         target = torch.tensor([[0.5, 1.0], [0.2, float("nan")]])
-    if isinstance(head, Span):
+    if isinstance(head, SpanHead):
         target = torch.zeros(2, 16, 2, dtype=torch.long)
         target[:, 3, 0] = target[:, 5, 1] = 1
-    batch = Batch(tokens, torch.zeros_like(tokens), asked=None if isinstance(head, Span) else asked, target=target)
-    losses = Halved(model, lambda losses: losses)
-    losses.begin()
+    batch = Batch(
+        tokens,
+        torch.zeros_like(tokens),
+        target_positions=None if isinstance(head, SpanHead) else asked,
+        task_labels=target,
+    )
+    losses = BF16Replica(model, lambda losses: losses)
+    losses.sync_weights()
     found, wanted = (sum(loss(batch).values()) for loss in (losses, model.losses))
     assert found.item() == pytest.approx(wanted.item(), rel=0.03)
     found.backward()
-    losses.hand_over()
+    losses.accumulate_gradients()
     assert model.head.out.weight.grad.abs().max() > 0
 
 
@@ -248,18 +265,18 @@ def test_heads_of_tasks_compute_in_bfloat16(head: Any) -> None:
 def test_rows_of_a_ramp_come_from_residuals_of_their_own(recipe_of: Recipes, shards_of: Make) -> None:
     shards = shards_of("bert")
     recipe = recipe_of(max_steps=10, length_ramp=0.5, length_doublings=1, batch_ramp=0.2, batch_doublings=1)
-    rows = row_source(recipe, shards, held_out=False)
-    batches = batch_function(recipe, rows, shards.tokenizer, shorter_rows(recipe, shards))
-    shapes = [[b.tokens.shape for b in batches(step)] for step in range(10)]
+    rows = make_row_dataset(recipe, shards, held_out=False)
+    batches = make_pretrain_batch_fn(recipe, rows, shards.tokenizer, make_ramp_datasets(recipe, shards))
+    shapes = [[b.input_ids.shape for b in batches(step)] for step in range(10)]
     assert shapes == [[(4, 16)]] * 2 + [[(8, 16)]] * 3 + [[(4, 32)]] * 5
-    full = batch_function(replace(recipe, length_ramp=0.0, batch_ramp=0.0), rows, shards.tokenizer)
+    full = make_pretrain_batch_fn(replace(recipe, length_ramp=0.0, batch_ramp=0.0), rows, shards.tokenizer)
     for mine, other in zip(batches(5)[0], full(0)[0], strict=True):
         assert mine is None or mine.shape == other.shape
     (first,), (again,) = batches(5), full(0)
-    text = np.where(first.tokens == again.tokens, 1, 0).mean()
+    text = np.where(first.input_ids == again.input_ids, 1, 0).mean()
     assert text > 0.6, "the first row of full length is the first row of the stream; noise differs at most"
-    begun = alone(recipe, stages(recipe)[0])
-    early = batch_function(begun, row_source(begun, shards, held_out=False), shards.tokenizer)
+    begun = single_stage_recipe(recipe, ramp_stages(recipe)[0])
+    early = make_pretrain_batch_fn(begun, make_row_dataset(begun, shards, held_out=False), shards.tokenizer)
     assert all(np.array_equal(a, b) for a, b in zip(early(1)[0], batches(1)[0], strict=True) if a is not None)
 
 
@@ -279,14 +296,14 @@ def test_a_rewind_leaves_the_ramp_and_no_row_comes_twice(recipe_of: Recipes, sha
                 found.append((self.source.length, index.tolist()))
                 return self.source.rows(index)
 
-        full = Noting(row_source(ramp, shards, held_out=False))
-        shorter: Any = {length: Noting(source) for length, source in shorter_rows(ramp, shards).items()}
-        batches = batch_function(replace(ramp, skips=skips), full, shards.tokenizer, shorter)  # type: ignore[arg-type]
+        full = Noting(make_row_dataset(ramp, shards, held_out=False))
+        shorter: Any = {length: Noting(source) for length, source in make_ramp_datasets(ramp, shards).items()}
+        batches = make_pretrain_batch_fn(replace(ramp, skips=skips), full, shards.tokenizer, shorter)  # type: ignore[arg-type]
         for step in steps:
             batches(step)
         return found
 
-    once, twice = longer_skips((), 4, 10), longer_skips(longer_skips((), 4, 10), 2, 8)
+    once, twice = extend_skips((), 4, 10), extend_skips(extend_skips((), 4, 10), 2, 8)
     parts = [read((), range(10)), read(once, range(4, 8)), read(twice, range(2, 16))]
     rows = [(length, row) for part in parts for length, index in part for row in index]
     assert len(rows) == len(set(rows))
@@ -298,13 +315,13 @@ def test_a_rewind_leaves_the_ramp_and_no_row_comes_twice(recipe_of: Recipes, sha
 def test_minutes_know_that_early_steps_are_shorter(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[tuple[int, int]] = []
 
-    def trial(training: Recipe, machine: Machine, model: Model, batches: Any, *_: Any, **more: Any) -> Any:
+    def trial(training: Recipe, machine: ComputeConfig, model: Model, batches: Any, *_: Any, **more: Any) -> Any:
         rows = training.per_device_train_batch_size * training.gradient_accumulation_steps
-        assert batches(0)[0].tokens.shape == (training.per_device_train_batch_size, training.max_seq_length)
+        assert batches(0)[0].input_ids.shape == (training.per_device_train_batch_size, training.max_seq_length)
         timed.append((rows, training.max_seq_length))
         return 0.1 * rows, 0.0
 
-    monkeypatch.setattr(pretraining, "trial", trial)
+    monkeypatch.setattr(pretraining, "time_steps", trial)
     recipe = recipe_of(max_steps=0, minutes=0.5, batch_ramp=0.5, batch_doublings=2, save_steps=1000, eval_steps=1000)
     monkeypatch.setattr(pretraining, "fit", lambda *a, **k: (_ for _ in ()).throw(Stop))
     with pytest.raises(Stop):
@@ -317,7 +334,7 @@ def test_minutes_know_that_early_steps_are_shorter(recipe_of: Recipes, monkeypat
 
 def test_epochs_count_the_rows_of_smaller_batches(recipe_of: Recipes, shards_of: Make) -> None:
     recipe = recipe_of(max_steps=0, num_train_epochs=0.3, batch_ramp=1.0, batch_doublings=1, save_steps=1000)
-    rows = row_source(recipe, shards_of("bert"), held_out=False).num_rows
+    rows = make_row_dataset(recipe, shards_of("bert"), held_out=False).num_rows
     steps = pretrain(recipe)["steps"]
     assert steps == int(np.ceil(0.3 * rows / (2 + 1e-9)))
 
@@ -330,9 +347,9 @@ def test_a_step_is_compiled_while_its_first_weights_are_made(
     recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
     """By a rehearsal that leaves nothing behind: the same run, to the bit, as if all had waited."""
-    monkeypatch.setattr(pretraining, "choose_machine", lambda *_: replace(CPU, compile=True))
+    monkeypatch.setattr(pretraining, "choose_compute", lambda *_: replace(CPU, compile=True))
     monkeypatch.setattr(torch, "compile", lambda losses, **_: losses)
-    first, rehearsed = pretraining.first_vectors, Event()
+    first, rehearsed = pretraining.ppmi_embeddings, Event()
     made = []
 
     def slowly(*given: Any) -> np.ndarray:
@@ -345,20 +362,20 @@ def test_a_step_is_compiled_while_its_first_weights_are_made(
         assert not made
         rehearsed.set()
 
-    usual = loops.rehearse
-    monkeypatch.setattr(pretraining, "first_vectors", slowly)
-    monkeypatch.setattr(loops, "rehearse", rehearse)
+    usual = loops.compile_ahead
+    monkeypatch.setattr(pretraining, "ppmi_embeddings", slowly)
+    monkeypatch.setattr(loops, "compile_ahead", rehearse)
     recipe = recipe_of(warm_start="ppmi", dropout=0.2, **more)
     pretrain(replace(recipe, output_dir=str(tmp_path / "beside")))
     assert len(made) == 1
     assert made[0].any()
 
-    monkeypatch.setattr(loops, "rehearse", lambda *_: pytest.fail("nothing to wait for"))
+    monkeypatch.setattr(loops, "compile_ahead", lambda *_: pytest.fail("nothing to wait for"))
 
-    def after_all(run: Run, resume: bool) -> Any:
-        assert run.awaited is not None
-        run.awaited()
-        run.awaited = None
+    def after_all(run: TrainingRun, resume: bool) -> Any:
+        assert run.deferred_init is not None
+        run.deferred_init()
+        run.deferred_init = None
         return fit(run, resume)
 
     monkeypatch.setattr(pretraining, "fit", after_all)
@@ -369,16 +386,16 @@ def test_a_step_is_compiled_while_its_first_weights_are_made(
 
 def test_who_has_company_waits_for_its_first_weights(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where there is one process: parts of a model are no place to put vectors."""
-    monkeypatch.setattr(pretraining, "choose_machine", lambda *_: replace(CPU, compile=True))
+    monkeypatch.setattr(pretraining, "choose_compute", lambda *_: replace(CPU, compile=True))
     found: list[bool] = []
 
-    def look(run: Run, resume: bool) -> Any:
-        found.append(run.awaited is None)
+    def look(run: TrainingRun, resume: bool) -> Any:
+        found.append(run.deferred_init is None)
         raise Stop
 
     monkeypatch.setattr(pretraining, "fit", look)
-    for world in (ALONE, World()):
-        monkeypatch.setattr(pretraining, "join", lambda recipe, world=world: world)
+    for world in (SINGLE_PROCESS, DistContext()):
+        monkeypatch.setattr(pretraining, "init_distributed", lambda recipe, world=world: world)
         with pytest.raises(Stop):
             pretrain(recipe_of(warm_start="ppmi"), overwrite=True)
     assert found == [False, True]
@@ -386,14 +403,16 @@ def test_who_has_company_waits_for_its_first_weights(recipe_of: Recipes, monkeyp
 
 def test_a_step_is_timed_once_other_work_is_ready(recipe_of: Recipes, shards_of: Make) -> None:
     recipe, steps = recipe_of(), list[object]()
-    model = first_model(recipe, shards_of("bert").tokenizer)
-    batches = batch_function(recipe, row_source(recipe, shards_of("bert"), held_out=False), shards_of("bert").tokenizer)
+    model = build_pretrain_model(recipe, shards_of("bert").tokenizer)
+    batches = make_pretrain_batch_fn(
+        recipe, make_row_dataset(recipe, shards_of("bert"), held_out=False), shards_of("bert").tokenizer
+    )
 
     def read(step: int) -> Any:
         steps.append(step)
         return batches(step)
 
-    pretraining.trial(recipe, CPU, model, read, None, seconds=0.0, ready=lambda: steps.append("ready"))
+    pretraining.time_steps(recipe, CPU, model, read, None, seconds=0.0, ready=lambda: steps.append("ready"))
     assert steps == [0, 1, 2, "ready", *range(3, 9)]
 
 
@@ -405,14 +424,16 @@ def test_losses_that_are_read_late_are_the_same_losses(
 ) -> None:
     fields = dict(max_steps=7, eval_steps=3, save_steps=4, logging_steps=1)
     pretrain(recipe_of("gpt2", output_dir=str(tmp_path / "at-once"), **fields))
-    monkeypatch.setattr(loops, "reads_late", lambda machine: True)
+    monkeypatch.setattr(loops, "defers_loss_reads", lambda machine: True)
     ahead: list[int] = []
     written: list[int] = []
     before = loops.train_step
     monkeypatch.setattr(loops, "train_step", lambda *a: ahead.append(a[4]) or before(*a))
-    write = loops.Log.write
+    write = loops.RunLog.write
     monkeypatch.setattr(
-        loops.Log, "write", lambda self, **facts: (written.append((facts["step"], ahead[-1] + 1)), write(self, **facts))
+        loops.RunLog,
+        "write",
+        lambda self, **facts: (written.append((facts["step"], ahead[-1] + 1)), write(self, **facts)),
     )
     pretrain(recipe_of("gpt2", output_dir=str(tmp_path / "late"), **fields))
     assert lines(tmp_path / "late") == lines(tmp_path / "at-once")
@@ -424,7 +445,7 @@ def test_losses_that_are_read_late_are_the_same_losses(
 def test_a_late_loss_that_is_no_number_is_told_with_its_step(
     recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loops, "reads_late", lambda machine: True)
+    monkeypatch.setattr(loops, "defers_loss_reads", lambda machine: True)
     recipe = recipe_of("gpt2", max_steps=9, save_steps=100, learning_rate=1e30, warmup_steps=0)
     with pytest.raises(UserError, match=r"loss is (nan|inf) at step \d"):
         pretrain(recipe)
@@ -434,7 +455,7 @@ def test_a_late_loss_that_is_no_number_is_told_with_its_step(
 
 
 def test_a_late_loss_that_is_no_number_is_never_saved(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "reads_late", lambda machine: True)
+    monkeypatch.setattr(loops, "defers_loss_reads", lambda machine: True)
     recipe = recipe_of("gpt2", max_steps=6, save_steps=1, logging_steps=100, learning_rate=1e30, warmup_steps=0)
     with pytest.raises(UserError, match=r"loss is (nan|inf) at step (\d)") as e:
         pretrain(recipe)
@@ -448,35 +469,35 @@ def test_a_late_loss_that_is_no_number_is_never_saved(recipe_of: Recipes, monkey
 def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FIRTH_CACHE", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    choose_machine(Training(compile=False))
+    choose_compute(TrainingConfig(compile=False))
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
-    choose_machine(Training(compile=True))
+    choose_compute(TrainingConfig(compile=True))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
-    choose_machine(Training(compile=True))
+    choose_compute(TrainingConfig(compile=True))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
 
 
 def test_switches_reach_every_head_and_layer(recipe_of: Recipes, shards_of: Make) -> None:
     recipe = recipe_of(fused_loss=False, pad_vocabulary=True, fused_attention=False, residual="float32")
     assert recipe_of().residual == "bf16"
-    model = first_model(recipe, shards_of("bert").tokenizer)
-    prepared(Run(recipe, CPU, model, lambda step: []))
-    assert (model.head.fused, model.head.padded) == (False, True)
-    assert [m.own for m in model.modules() if isinstance(m, Attention)] == [False] * recipe.model.num_layers
+    model = build_pretrain_model(recipe, shards_of("bert").tokenizer)
+    build_loss_fn(TrainingRun(recipe, CPU, model, lambda step: []))
+    assert (model.head.use_fused_loss, model.head.pad_vocab) == (False, True)
+    assert [m.allow_fused for m in model.modules() if isinstance(m, Attention)] == [False] * recipe.model.num_layers
     residuals = []
     for wanted in (recipe, recipe_of()):
-        prepared(Run(wanted, CPU, model, lambda step: []))
-        residuals += [m.residual for m in model.modules() if isinstance(m, Stack)]
+        build_loss_fn(TrainingRun(wanted, CPU, model, lambda step: []))
+        residuals += [m.residual_dtype for m in model.modules() if isinstance(m, Stack)]
     assert residuals == [torch.float32, torch.bfloat16]
 
 
 def test_a_vocabulary_that_is_not_padded_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(importlib.import_module("firth.train.device"), "device_of", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(importlib.import_module("firth.train.compute"), "select_device", lambda *_: torch.device("cpu"))
     for fused_loss, said in ((None, True), (True, True), (False, False)):
-        choose_machine(Training(pad_vocabulary=True, fused_loss=fused_loss))
+        choose_compute(TrainingConfig(pad_vocabulary=True, fused_loss=fused_loss))
         assert ("pad_vocabulary changes nothing" in capsys.readouterr().err) == said
 
 
@@ -491,39 +512,43 @@ def test_a_device_that_is_not_there(
             pretrain(recipe_of(device="cuda", output_dir=str(tmp_path / "run")))
         assert not (tmp_path / "run").exists()
         capsys.readouterr()
-        assert choose_machine(Training()).device.type == "cpu"
+        assert choose_compute(TrainingConfig()).device.type == "cpu"
         assert capsys.readouterr().err == (f"note: torch finds no GPU here{said}: the CPU computes.\n" if said else "")
-        choose_machine(Training(device="cpu"))
+        choose_compute(TrainingConfig(device="cpu"))
         assert not capsys.readouterr().err
 
 
 def test_a_gpu_that_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    machine = choose_machine(Training(device="cpu"))
+    machine = choose_compute(TrainingConfig(device="cpu"))
     assert (machine.device.type, machine.bf16, machine.compile) == ("cpu", False, False)
-    check_device(Training(device="cpu"))
+    check_device(TrainingConfig(device="cpu"))
     with pytest.raises(UserError, match="for one process where there are GPUs"):
-        check_device(Training(device="cpu", parallel="ddp"))
+        check_device(TrainingConfig(device="cpu", parallel="ddp"))
 
 
 def test_a_run_goes_on_elsewhere(recipe_of: Recipes) -> None:
-    assert same_recipe(recipe_of(device="cuda"), recipe_of(device="cpu")).device == "cpu"
+    assert merge_recipe(recipe_of(device="cuda"), recipe_of(device="cpu")).device == "cpu"
 
 
 def test_who_replays_steps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a GPU: compiled steps of one micro-batch by themselves, others where it is asked and can be done."""
-    devices = importlib.import_module("firth.train.device")
-    assert not choose_machine(Training(compile=False, cuda_graphs=True)).graphs
+    devices = importlib.import_module("firth.train.compute")
+    assert not choose_compute(TrainingConfig(compile=False, cuda_graphs=True)).cuda_graphs
     assert "no CUDA graphs: there is no CUDA device" in capsys.readouterr().err
-    monkeypatch.setattr(devices, "device_of", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(devices, "select_device", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
-    assert choose_machine(Training()).graphs
-    assert not choose_machine(Training(gradient_accumulation_steps=2)).graphs
-    assert not choose_machine(Training(cuda_graphs=False)).graphs
-    assert not choose_machine(Training(compile=False)).graphs
-    assert choose_machine(Training(compile=False, cuda_graphs=True)).graphs
+    assert choose_compute(TrainingConfig()).cuda_graphs
+    assert not choose_compute(TrainingConfig(gradient_accumulation_steps=2)).cuda_graphs
+    assert not choose_compute(TrainingConfig(cuda_graphs=False)).cuda_graphs
+    assert not choose_compute(TrainingConfig(compile=False)).cuda_graphs
+    assert choose_compute(TrainingConfig(compile=False, cuda_graphs=True)).cuda_graphs
     assert not capsys.readouterr().err
-    for cannot in (Training(weights="bf16"), Training(gradient_checkpointing=True), recipe_for(preset("ulmfit-tiny"))):
-        assert not choose_machine(replace(cannot, compile=False, cuda_graphs=True)).graphs
+    for cannot in (
+        TrainingConfig(weights="bf16"),
+        TrainingConfig(gradient_checkpointing=True),
+        recipe_for(get_preset("ulmfit-tiny")),
+    ):
+        assert not choose_compute(replace(cannot, compile=False, cuda_graphs=True)).cuda_graphs
         assert "no CUDA graphs: " in capsys.readouterr().err

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from firth.errors import UserError
-from firth.files import whole_folder
+from firth.core.errors import UserError
+from firth.core.files import atomic_folder
 from firth.train import run_folder
-from firth.train.log import Log, read_log
+from firth.train.log import RunLog, read_log
 
 
 def leave_a_run(folder: Path) -> None:
@@ -17,7 +17,7 @@ def leave_a_run(folder: Path) -> None:
     for name in ("recipe.yaml", "log.jsonl", "results.json", ".recipe.yaml.tmp"):
         (folder / name).write_text("x")
     for name in ("final", "checkpoint-2", "data", "seed-0/final", "seed-0/checkpoint-1"):
-        with whole_folder(folder / name) as new:
+        with atomic_folder(folder / name) as new:
             (new / "file").write_text("x")
     (folder / "seed-0" / "log.jsonl").touch()
     (folder / "evaluate-dev.jsonl").mkdir()
@@ -52,7 +52,7 @@ def test_an_existing_run_needs_a_word(tmp_path: Path) -> None:
 def test_prepared_text_of_a_run_that_never_began_is_taken(tmp_path: Path) -> None:
     """A run that was refused after its text was prepared does not stand in the way of the next try."""
     for name in ("data", "tokenizer"):
-        with whole_folder(tmp_path / name) as new:
+        with atomic_folder(tmp_path / name) as new:
             (new / "file").write_text("x")
     with pytest.raises(UserError, match="exists already"), run_folder(tmp_path):
         pass  # without source.json a person may have made these
@@ -135,13 +135,13 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 
 def test_the_log_is_cut_back(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    with Log(path, 0) as log:
+    with RunLog(path, 0) as log:
         for step in (1, 2, 3):
             log.write(step=step, loss=0.1 + step / 3)
             log.write(step=step, eval_loss=1e-300)
     whole = path.read_text().splitlines()
     path.write_text("\n".join(whole) + '\n{"step": 4, "lo')  # cut short by a crash
     assert [line["step"] for line in read_log(path)] == [1, 1, 2, 2, 3, 3]
-    with Log(path, 2) as log:
+    with RunLog(path, 2) as log:
         log.write(step=3, loss=5.0)
     assert path.read_text().splitlines() == [*whole[:4], '{"step": 3, "loss": 5.0}']

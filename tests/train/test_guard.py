@@ -17,34 +17,34 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from firth.errors import UserError
+from firth.core.errors import UserError
 from firth.models import Model
 from firth.objectives import Batch
-from firth.tokens import Prepared
-from firth.train import Machine, Recipe, Run, Training, fit, load_recipe, pretrain, read_log
+from firth.tokens import ShardSet
+from firth.train import ComputeConfig, Recipe, TrainingConfig, TrainingRun, fit, load_recipe, pretrain, read_log
 from firth.train import guard as guards
-from firth.train.feed import batch_function, row_source
-from firth.train.guard import ENOUGH, Found, Guard, medians
-from firth.train.loop import chained, hash_rows
+from firth.train.dataloader import make_pretrain_batch_fn, make_row_dataset
+from firth.train.guard import MIN_HISTORY_STEPS, Guard, StepOutcome, nan_row_medians
+from firth.train.loop import chain_hash, hash_rows
 from firth.train.optim import make_optimizer
-from firth.train.pretrain import first_model, held_out_loss
-from firth.train.step import Carry, halve, hand_over, prepared, train_step
+from firth.train.pretrain import build_pretrain_model, make_held_out_loss_fn
+from firth.train.step import RecurrentStateDict, build_loss_fn, split_micro_batches, train_step, update_recurrent_state
 
 pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
-CPU = Machine(torch.device("cpu"), bf16=False, compile=False)
+CPU = ComputeConfig(torch.device("cpu"), bf16=False, compile=False)
 HALF = replace(CPU, fp16=True)
-GPU = Machine(torch.device("cuda"), bf16=False, compile=False)
-GRAPHS = replace(GPU, compile=True, graphs=True)
+GPU = ComputeConfig(torch.device("cuda"), bf16=False, compile=False)
+GRAPHS = replace(GPU, compile=True, cuda_graphs=True)
 Recipes = Callable[..., Recipe]
-Make = Callable[[str], Prepared]
+Make = Callable[[str], ShardSet]
 
 
 def judged(guard: Guard, numbers: Sequence[tuple[float, float]]) -> list[float]:
-    return [guard.judge(torch.tensor(a), torch.tensor(b), i).item() for i, (a, b) in enumerate(numbers)]
+    return [guard.should_skip(torch.tensor(a), torch.tensor(b), i).item() for i, (a, b) in enumerate(numbers)]
 
 
-def batches_of(recipe: Recipe, shards: Prepared) -> Callable[[int], list[Batch]]:
-    return batch_function(recipe, row_source(recipe, shards, held_out=False), shards.tokenizer)
+def batches_of(recipe: Recipe, shards: ShardSet) -> Callable[[int], list[Batch]]:
+    return make_pretrain_batch_fn(recipe, make_row_dataset(recipe, shards, held_out=False), shards.tokenizer)
 
 
 def lines(folder: str | Path) -> list[str]:
@@ -57,23 +57,25 @@ def weights(folder: str | Path) -> bytes:
 
 def hashed(micro: Sequence[Batch], before: int) -> int:
     """What the log of one process says of a step."""
-    return chained(sum(map(hash_rows, micro)), before)
+    return chain_hash(sum(map(hash_rows, micro)), before)
 
 
 # --- which steps are bad
 
 
 def test_what_is_no_number_is_bad() -> None:
-    found = judged(Guard(Training(), CPU), [(1.0, 1.0), (math.nan, 1.0), (1.0, math.inf), (1e9, 1e9)])
+    found = judged(Guard(TrainingConfig(), CPU), [(1.0, 1.0), (math.nan, 1.0), (1.0, math.inf), (1e9, 1e9)])
     assert found == [0, 1, 1, 0]
 
 
 def test_a_spike_is_so_many_times_the_median() -> None:
     """The median of 1 to 16 is 8 as torch counts it: 32 is four times that, 33 is more."""
-    usual = [(float(i), 1.0) for i in range(1, ENOUGH + 1)]
-    assert judged(Guard(Training(spike_factor=4.0), CPU), [*usual, (32.0, 1.0), (1.0, 4.1)]) == [0] * 17 + [1]
-    assert judged(Guard(Training(spike_factor=4.0), CPU), [*usual, (33.0, 1.0), (33.0, 1.0)]) == [0] * 16 + [1, 1]
-    assert judged(Guard(Training(spike_factor=4.0), CPU), [*usual[1:], (1e6, 1.0)]) == [0] * 16, "too few were seen"
+    usual = [(float(i), 1.0) for i in range(1, MIN_HISTORY_STEPS + 1)]
+    assert judged(Guard(TrainingConfig(spike_factor=4.0), CPU), [*usual, (32.0, 1.0), (1.0, 4.1)]) == [0] * 17 + [1]
+    assert judged(Guard(TrainingConfig(spike_factor=4.0), CPU), [*usual, (33.0, 1.0), (33.0, 1.0)]) == [0] * 16 + [1, 1]
+    assert judged(Guard(TrainingConfig(spike_factor=4.0), CPU), [*usual[1:], (1e6, 1.0)]) == [0] * 16, (
+        "too few were seen"
+    )
 
 
 def test_medians_leave_out_what_is_no_number() -> None:
@@ -81,25 +83,25 @@ def test_medians_leave_out_what_is_no_number() -> None:
     for i in range(8):
         rows[i, torch.randperm(16)[: 2 * i + 1]] = math.nan
     rows[0, :] = math.nan
-    assert torch.equal(medians(rows).nan_to_num(-9.0), rows.nanmedian(1).values.nan_to_num(-9.0))
+    assert torch.equal(nan_row_medians(rows).nan_to_num(-9.0), rows.nanmedian(1).values.nan_to_num(-9.0))
 
 
 def test_what_is_known_of_earlier_steps_is_kept() -> None:
-    one, other = Guard(Training(spike_factor=4.0), CPU), Guard(Training(spike_factor=4.0), CPU)
-    judged(one, [(1.0, 1.0)] * ENOUGH)
-    other.load(one.state())
-    assert other.judge(torch.tensor(5.0), torch.tensor(1.0), ENOUGH) == 1
-    assert Guard(Training(), CPU).state() == {}
+    one, other = Guard(TrainingConfig(spike_factor=4.0), CPU), Guard(TrainingConfig(spike_factor=4.0), CPU)
+    judged(one, [(1.0, 1.0)] * MIN_HISTORY_STEPS)
+    other.load_state_dict(one.state_dict())
+    assert other.should_skip(torch.tensor(5.0), torch.tensor(1.0), MIN_HISTORY_STEPS) == 1
+    assert Guard(TrainingConfig(), CPU).state_dict() == {}
 
 
 def test_why_a_step_was_skipped() -> None:
-    assert Found(1.0, 1.0, 0.0, 1.0).reason is None
-    assert Found(math.nan, 1.0, 1.0, 1.0).reason == "the loss is nan"
-    assert Found(1.0, math.inf, 1.0, 1.0).reason == "the gradient is inf"
-    assert "spike" in str(Found(9.0, 1.0, 1.0, 1.0).reason)
-    assert Found(1.0, math.inf, 1.0, 2.0**16).expected
-    assert not Found(1.0, math.inf, 1.0, 1.0).expected
-    assert not Found(math.nan, math.inf, 1.0, 2.0**16).expected
+    assert StepOutcome(1.0, 1.0, 0.0, 1.0).skip_reason is None
+    assert StepOutcome(math.nan, 1.0, 1.0, 1.0).skip_reason == "the loss is nan"
+    assert StepOutcome(1.0, math.inf, 1.0, 1.0).skip_reason == "the gradient is inf"
+    assert "spike" in str(StepOutcome(9.0, 1.0, 1.0, 1.0).skip_reason)
+    assert StepOutcome(1.0, math.inf, 1.0, 2.0**16).is_fp16_overflow
+    assert not StepOutcome(1.0, math.inf, 1.0, 1.0).is_fp16_overflow
+    assert not StepOutcome(math.nan, math.inf, 1.0, 2.0**16).is_fp16_overflow
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon", "adafactor"])
@@ -107,11 +109,11 @@ def test_a_bad_step_changes_nothing(optim: str, recipe_of: Recipes, shards_of: M
     """Good, bad, good is as good, good: weights and optimizer, bit for bit. Also where the bad one is the first."""
     recipe = recipe_of("bert", optim=optim, weight_decay=0.1)
     shards = shards_of("bert")
-    batches, start = batches_of(recipe, shards), first_model(recipe, shards.tokenizer)
+    batches, start = batches_of(recipe, shards), build_pretrain_model(recipe, shards.tokenizer)
 
     def after(steps: Sequence[int], bad: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         model = copy.deepcopy(start)
-        run, optimizer = Run(recipe, CPU, model, batches), make_optimizer(model, recipe)
+        run, optimizer = TrainingRun(recipe, CPU, model, batches), make_optimizer(model, recipe)
         guard = Guard(recipe, CPU)
         for step in steps:
             factor = math.nan if step in bad else 1.0
@@ -120,7 +122,7 @@ def test_a_bad_step_changes_nothing(optim: str, recipe_of: Recipes, shards_of: M
                 return {name: factor * value for name, value in model.losses(batch).items()}
 
             train_step(run, losses, optimizer, batches(step), step, 1e-2, None, guard)
-            assert guard.found[2] == (step in bad)
+            assert guard.last_outcome[2] == (step in bad)
         states = [v for p in model.parameters() for v in optimizer.state[p].values()]
         return [p.detach() for p in model.parameters()], states
 
@@ -132,15 +134,15 @@ def test_a_bad_step_changes_nothing(optim: str, recipe_of: Recipes, shards_of: M
 
 def test_what_rows_carry_on_is_not_spoilt() -> None:
     old, new = {"a": torch.ones(2, 3)}, {"a": torch.full((2, 3), math.nan), "b": torch.full((2, 1), math.nan)}
-    carry: Carry = dict(old)
-    hand_over(carry, dict(new), torch.tensor(1.0))
+    carry: RecurrentStateDict = dict(old)
+    update_recurrent_state(carry, dict(new), torch.tensor(1.0))
     assert torch.equal(carry["a"], old["a"])
     assert torch.equal(carry["b"], torch.zeros(2, 1))
-    hand_over(carry, {"a": torch.full((2, 3), 7.0)}, torch.tensor(0.0))
+    update_recurrent_state(carry, {"a": torch.full((2, 3), 7.0)}, torch.tensor(0.0))
     assert list(carry) == ["a"]
     assert (carry["a"] == 7).all()
     kept = torch.ones(2, 3)
-    hand_over(carry, {"a": kept}, None)
+    update_recurrent_state(carry, {"a": kept}, None)
     kept.fill_(8)  # as a graph does with what the last step left
     assert (carry["a"] == 1).all()
 
@@ -154,20 +156,20 @@ def poison(monkeypatch: pytest.MonkeyPatch, recipe_of: Recipes, shards_of: Make)
 
     def spoil(steps: Sequence[int]) -> None:
         batches = batches_of(recipe_of("gpt2"), shards_of("gpt2"))
-        wrong = [torch.from_numpy(batches(step)[0].tokens).long() for step in steps]
+        wrong = [torch.from_numpy(batches(step)[0].input_ids).long() for step in steps]
 
-        def make(*given: Any, **named: Any) -> Run:
-            run = Run(*given, **named)
+        def make(*given: Any, **named: Any) -> TrainingRun:
+            run = TrainingRun(*given, **named)
             model = run.model
 
             def losses(batch: Any) -> dict[str, torch.Tensor]:
-                factor = math.nan if any(torch.equal(batch.tokens, w) for w in wrong) else 1.0
+                factor = math.nan if any(torch.equal(batch.input_ids, w) for w in wrong) else 1.0
                 return {name: factor * value for name, value in model.losses(batch).items()}
 
-            run.losses = losses
+            run.loss_fn = losses
             return run
 
-        monkeypatch.setattr(pretraining, "Run", make)
+        monkeypatch.setattr(pretraining, "TrainingRun", make)
 
     return spoil
 
@@ -267,13 +269,15 @@ def test_rewinding_a_run_without_steps_is_refused(recipe_of: Recipes) -> None:
 def test_the_hash_is_of_the_rows_and_not_of_their_split(recipe_of: Recipes, shards_of: Make) -> None:
     batches = batches_of(recipe_of("bert", per_device_train_batch_size=8), shards_of("bert"))
     whole = batches(0)
-    assert hashed(whole, 0) == hashed(halve(whole, 1), 0) == hashed(halve(whole, 3), 0)
+    assert hashed(whole, 0) == hashed(split_micro_batches(whole, 1), 0) == hashed(split_micro_batches(whole, 3), 0)
     assert hashed(whole, 0) != hashed(whole, 1)
     assert hashed(whole, 0) != hashed(batches(1), 0)
     labels = whole[0].labels.copy()
     labels[-1, -1] += 1
     assert hashed([whole[0]._replace(labels=labels)], 0) != hashed(whole, 0)
-    hashed([whole[0]._replace(asked=whole[0].asked[:, :0])], 0)  # nothing is asked: that is no mistake
+    hashed(
+        [whole[0]._replace(target_positions=whole[0].target_positions[:, :0])], 0
+    )  # nothing is asked: that is no mistake
 
 
 # --- memory
@@ -283,7 +287,7 @@ def short_of_memory(model: Model, rows: int) -> Callable[[Any], dict[str, torch.
     """A device that has room for so many rows."""
 
     def losses(batch: Any) -> dict[str, torch.Tensor]:
-        if len(batch.tokens) > rows:
+        if len(batch.input_ids) > rows:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return model.losses(batch)
 
@@ -296,14 +300,14 @@ def test_smaller_micro_batches_give_the_same_gradient(
 ) -> None:
     recipe = recipe_of("bert", per_device_train_batch_size=6, gradient_accumulation_steps=2)
     shards = shards_of("bert")
-    model, batches = first_model(recipe, shards.tokenizer), batches_of(recipe, shards)
+    model, batches = build_pretrain_model(recipe, shards.tokenizer), batches_of(recipe, shards)
     seen: list[list[torch.Tensor]] = []
 
     class Watch(torch.optim.SGD):
         def step(self, closure: object = None) -> None:  # type: ignore[override]
             seen.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
 
-    run, optimizer = Run(recipe, CPU, model, batches), Watch(model.parameters(), lr=0.0)
+    run, optimizer = TrainingRun(recipe, CPU, model, batches), Watch(model.parameters(), lr=0.0)
     expected = [train_step(run, model.losses, optimizer, batches(i), i, 0.0).item() for i in range(2)]
     found = [train_step(run, short_of_memory(model, rows), optimizer, batches(i), i, 0.0).item() for i in range(2)]
     assert found == pytest.approx(expected, rel=1e-6)
@@ -324,11 +328,11 @@ def test_an_evaluation_takes_fewer_rows_where_memory_is_short(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     recipe, shards = recipe_of(family, per_device_train_batch_size=6), shards_of(family)
-    model = first_model(recipe, shards.tokenizer)
-    rows = row_source(recipe, shards, held_out=True)
-    wanted = held_out_loss(recipe, rows, shards.tokenizer, CPU)(model)["eval_loss"]
-    evaluate, whole = held_out_loss(recipe, rows, shards.tokenizer, CPU), model.losses
-    model.losses = lambda batch: whole(batch) if len(batch.tokens) <= 2 else no_room()  # type: ignore[method-assign]
+    model = build_pretrain_model(recipe, shards.tokenizer)
+    rows = make_row_dataset(recipe, shards, held_out=True)
+    wanted = make_held_out_loss_fn(recipe, rows, shards.tokenizer, CPU)(model)["eval_loss"]
+    evaluate, whole = make_held_out_loss_fn(recipe, rows, shards.tokenizer, CPU), model.losses
+    model.losses = lambda batch: whole(batch) if len(batch.input_ids) <= 2 else no_room()  # type: ignore[method-assign]
     assert evaluate(model)["eval_loss"] == pytest.approx(wanted, rel=1e-6)
     assert "evaluations take 2 rows at once" in capsys.readouterr().err
     model.losses = lambda batch: no_room()  # type: ignore[method-assign]
@@ -342,7 +346,7 @@ def no_room() -> Any:
 
 def test_an_optimizer_that_finds_no_room_says_what_takes_less(recipe_of: Recipes, shards_of: Make) -> None:
     recipe, shards = recipe_of("bert"), shards_of("bert")
-    model, batches = first_model(recipe, shards.tokenizer), batches_of(recipe, shards)
+    model, batches = build_pretrain_model(recipe, shards.tokenizer), batches_of(recipe, shards)
 
     class Large(torch.optim.SGD):
         def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -350,7 +354,12 @@ def test_an_optimizer_that_finds_no_room_says_what_takes_less(recipe_of: Recipes
 
     with pytest.raises(UserError, match="--optim adafactor remembers little"):
         train_step(
-            Run(recipe, CPU, model, batches), model.losses, Large(model.parameters(), lr=0.1), batches(0), 0, 0.1
+            TrainingRun(recipe, CPU, model, batches),
+            model.losses,
+            Large(model.parameters(), lr=0.1),
+            batches(0),
+            0,
+            0.1,
         )
 
 
@@ -362,10 +371,10 @@ def test_smaller_micro_batches_of_a_graph_give_the_same_gradient(recipe_of: Reci
     batches = batches_of(recipe, shards)
     found: list[list[torch.Tensor]] = []
     for machine, halvings in ((GPU, 0), (GRAPHS, 2)):
-        model = first_model(recipe, shards.tokenizer).to("cuda")
-        run, optimizer = Run(recipe, machine, model, batches), torch.optim.SGD(model.parameters(), lr=0.1)
+        model = build_pretrain_model(recipe, shards.tokenizer).to("cuda")
+        run, optimizer = TrainingRun(recipe, machine, model, batches), torch.optim.SGD(model.parameters(), lr=0.1)
         run.halvings = halvings
-        losses_of = prepared(run)
+        losses_of = build_loss_fn(run)
         for i in range(4):
             train_step(run, losses_of, optimizer, batches(i), i, 0.1)
         found.append([p.detach().clone() for p in model.parameters()])
@@ -375,11 +384,11 @@ def test_smaller_micro_batches_of_a_graph_give_the_same_gradient(recipe_of: Reci
 
 def test_a_row_that_does_not_fit_is_said(recipe_of: Recipes, shards_of: Make) -> None:
     recipe, shards = recipe_of("bert"), shards_of("bert")
-    model, batches = first_model(recipe, shards.tokenizer), batches_of(recipe, shards)
-    run, optimizer = Run(recipe, CPU, model, batches), make_optimizer(model, recipe)
+    model, batches = build_pretrain_model(recipe, shards.tokenizer), batches_of(recipe, shards)
+    run, optimizer = TrainingRun(recipe, CPU, model, batches), make_optimizer(model, recipe)
     with pytest.raises(UserError, match=r"one row at a time.*--max-seq-length"):
         train_step(run, short_of_memory(model, 0), optimizer, batches(0), 0, 0.0)
-    together = [b._replace(group=np.zeros((4, 1), int)) for b in batches(0)]
+    together = [b._replace(group_ids=np.zeros((4, 1), int)) for b in batches(0)]
     run.halvings = 0
     with pytest.raises(UserError, match="compared with each other"):
         train_step(run, short_of_memory(model, 2), optimizer, together, 0, 0.0)
@@ -396,22 +405,22 @@ def test_a_resumed_run_keeps_its_smaller_micro_batches(
 ) -> None:
     """Dropout falls by micro-batches, so a run that forgot them would differ."""
 
-    def make(*given: Any, hooks: Any = (), **named: Any) -> Run:
-        run = Run(*given, **named, hooks=list(hooks))
-        run.losses = short_of_memory(run.model, 2 if not run.halvings else 4)
+    def make(*given: Any, hooks: Any = (), **named: Any) -> TrainingRun:
+        run = TrainingRun(*given, **named, hooks=list(hooks))
+        run.loss_fn = short_of_memory(run.model, 2 if not run.halvings else 4)
         return run
 
     def stop(step: int, model: Model) -> None:
         if step == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(pretraining, "Run", make)
+    monkeypatch.setattr(pretraining, "TrainingRun", make)
     pretrain(recipe_of("bert", dropout=0.2, output_dir=str(tmp_path / "straight")))
     stopped = recipe_of("bert", dropout=0.2, output_dir=str(tmp_path / "stopped"))
-    monkeypatch.setattr(pretraining, "Run", lambda *a, **k: make(*a, **k, hooks=[(1, stop)]))
+    monkeypatch.setattr(pretraining, "TrainingRun", lambda *a, **k: make(*a, **k, hooks=[(1, stop)]))
     with pytest.raises(KeyboardInterrupt):
         pretrain(stopped)
-    monkeypatch.setattr(pretraining, "Run", Run)  # now there is room, and the split stays all the same
+    monkeypatch.setattr(pretraining, "TrainingRun", TrainingRun)  # now there is room, and the split stays all the same
     pretrain(stopped, resume=True)
     assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")
     assert weights(tmp_path / "stopped") == weights(tmp_path / "straight")
@@ -422,8 +431,8 @@ def test_a_resumed_run_keeps_its_smaller_micro_batches(
 
 def test_float16_learns_what_float32_does(recipe_of: Recipes, shards_of: Make) -> None:
     recipe, shards = recipe_of("gpt2", max_steps=8, warmup_steps=1, learning_rate=1e-2), shards_of("gpt2")
-    start, batches = first_model(recipe, shards.tokenizer), batches_of(recipe, shards)
-    losses = [fit(Run(recipe, machine, copy.deepcopy(start), batches)).loss for machine in (CPU, HALF)]
+    start, batches = build_pretrain_model(recipe, shards.tokenizer), batches_of(recipe, shards)
+    losses = [fit(TrainingRun(recipe, machine, copy.deepcopy(start), batches)).loss for machine in (CPU, HALF)]
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
     assert losses[1] != losses[0]
 
@@ -432,7 +441,7 @@ def test_the_scale_of_float16_is_found_and_resumed(
     recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A scale that is too large by far is halved until it fits, which is no reason to stop."""
-    monkeypatch.setattr(guards, "FIRST_SCALE", 2.0**40)
+    monkeypatch.setattr(guards, "INIT_LOSS_SCALE", 2.0**40)
     fields = dict(fp16=True, bf16=None, max_steps=40, max_bad_steps=2, save_steps=10, eval_steps=100, dropout=0.1)
     pretrain(recipe_of("gpt2", output_dir=str(tmp_path / "straight"), **fields))
     found = read_log(tmp_path / "straight" / "log.jsonl")
@@ -446,22 +455,22 @@ def test_the_scale_of_float16_is_found_and_resumed(
             raise KeyboardInterrupt
 
     recipe = recipe_of("gpt2", output_dir=str(tmp_path / "stopped"), **fields)
-    monkeypatch.setattr(pretraining, "Run", lambda *a, **k: Run(*a, **k, hooks=[(1, stop)]))
+    monkeypatch.setattr(pretraining, "TrainingRun", lambda *a, **k: TrainingRun(*a, **k, hooks=[(1, stop)]))
     with pytest.raises(KeyboardInterrupt):
         pretrain(recipe)
-    monkeypatch.setattr(pretraining, "Run", Run)
+    monkeypatch.setattr(pretraining, "TrainingRun", TrainingRun)
     pretrain(recipe, resume=True)
     assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")
     assert weights(tmp_path / "stopped") == weights(tmp_path / "straight")
 
 
 def test_the_scale_grows_again_after_a_long_calm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "CALM", 3)
-    guard, scales = Guard(Training(), HALF), []
+    monkeypatch.setattr(guards, "SCALE_GROWTH_STEPS", 3)
+    guard, scales = Guard(TrainingConfig(), HALF), []
     for norm in (math.inf, 1.0, 1.0, 1.0, 1.0, math.inf):
-        guard.judge(torch.tensor(1.0), torch.tensor(norm), 0)
-        assert guard.scale is not None
-        scales.append(math.log2(guard.scale.item()))
+        guard.should_skip(torch.tensor(1.0), torch.tensor(norm), 0)
+        assert guard.loss_scale is not None
+        scales.append(math.log2(guard.loss_scale.item()))
     assert scales == [15, 15, 15, 16, 16, 15]
 
 

@@ -16,27 +16,37 @@ import numpy as np
 import pytest
 import torch
 
-from firth.errors import UserError
+from firth.core.errors import UserError
 from firth.models import Model, load_model, make_model, with_extras
 from firth.models.attention import Attention
-from firth.models.config import Boundary, Pair
+from firth.models.config import SentencePairHead, SpanBoundaryHead
 from firth.models.presets import bert
-from firth.objectives import Batch, Draw
+from firth.objectives import Batch, CounterRNG
 from firth.text import Corpus
-from firth.tokens import Prepared, load_tokenizer, open_shards, prepare
-from firth.train import Interrupted, Machine, Recipe, Run, Training, fit, load_recipe, pretrain, read_log
-from firth.train.feed import batch_function, draw, row_source
-from firth.train.loop import Speed, prefetch
-from firth.train.optim import rate
-from firth.train.parallel import World
-from firth.train.pretrain import first_model, held_out_loss
+from firth.tokens import ShardSet, load_tokenizer, open_shards, prepare
+from firth.train import (
+    ComputeConfig,
+    Interrupted,
+    Recipe,
+    TrainingConfig,
+    TrainingRun,
+    fit,
+    load_recipe,
+    pretrain,
+    read_log,
+)
+from firth.train.dataloader import make_batch_rng, make_pretrain_batch_fn, make_row_dataset
+from firth.train.distributed import DistContext
+from firth.train.loop import SpeedMeter, prefetch_batches
+from firth.train.optim import learning_rate_at
+from firth.train.pretrain import build_pretrain_model, make_held_out_loss_fn
 from firth.train.step import dropout_seed, train_step
 
 FAMILIES = ("bert", "gpt2", "t5")
 pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
-CPU = Machine(torch.device("cpu"), bf16=False, compile=False)
+CPU = ComputeConfig(torch.device("cpu"), bf16=False, compile=False)
 Recipes = Callable[..., Recipe]
-Make = Callable[[str], Prepared]
+Make = Callable[[str], ShardSet]
 
 
 def lines(run: str | Path) -> list[str]:
@@ -47,8 +57,8 @@ def weights(run: str | Path) -> bytes:
     return (Path(run) / "final" / "model.safetensors").read_bytes()
 
 
-def batches_of(recipe: Recipe, shards: Prepared) -> Callable[[int], list[Batch]]:
-    return batch_function(recipe, row_source(recipe, shards, held_out=False), shards.tokenizer)
+def batches_of(recipe: Recipe, shards: ShardSet) -> Callable[[int], list[Batch]]:
+    return make_pretrain_batch_fn(recipe, make_row_dataset(recipe, shards, held_out=False), shards.tokenizer)
 
 
 def gradient(model: Model, micro: Sequence[Batch], limit: float = 0.0) -> tuple[float, list[torch.Tensor]]:
@@ -59,7 +69,7 @@ def gradient(model: Model, micro: Sequence[Batch], limit: float = 0.0) -> tuple[
         def step(self, closure: object = None) -> None:  # type: ignore[override]
             seen.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
 
-    run = Run(Training(max_grad_norm=limit), CPU, model, lambda step: micro)
+    run = TrainingRun(TrainingConfig(max_grad_norm=limit), CPU, model, lambda step: micro)
     total = train_step(run, model.losses, Watch(model.parameters(), lr=0.0), micro, 0, 0.0)
     return total.item(), seen
 
@@ -77,9 +87,9 @@ def test_our_loop_is_adamw_written_by_hand(recipe_of: Recipes, shards_of: Make) 
     fields = dict(max_steps=4, warmup_steps=2, eval_steps=4)
     recipe = recipe_of("bert", optim="adamw", learning_rate=1e-2, weight_decay=0.1, **fields)
     shards = shards_of("bert")
-    batches, theirs = batches_of(recipe, shards), first_model(recipe, shards.tokenizer)
+    batches, theirs = batches_of(recipe, shards), build_pretrain_model(recipe, shards.tokenizer)
     ours = copy.deepcopy(theirs)
-    outcome = fit(Run(recipe, CPU, ours, batches))
+    outcome = fit(TrainingRun(recipe, CPU, ours, batches))
 
     groups = [
         {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": 0.1},
@@ -106,7 +116,7 @@ def test_our_loop_is_adamw_written_by_hand(recipe_of: Recipes, shards_of: Make) 
 def test_any_split_of_the_batch_gives_the_same_gradient(family: str, recipe_of: Recipes, shards_of: Make) -> None:
     recipe = recipe_of(family, per_device_train_batch_size=8)
     shards = shards_of(family)
-    model = first_model(recipe, shards.tokenizer)
+    model = build_pretrain_model(recipe, shards.tokenizer)
     whole = batches_of(recipe, shards)(0)
     loss, expected = gradient(model, whole)
     for size in (1, 2, 4):
@@ -125,9 +135,9 @@ def test_micro_batches_weigh_by_their_answers() -> None:
     tokens = np.arange(12).reshape(2, 6) + 5
     asked = np.tile(np.arange(6), (2, 1))
     labels = np.array([[5, 6, 7, 8, 9, -100], [-100, -100, -100, 11, -100, -100]])
-    whole = Batch(tokens, asked=asked, labels=labels)
-    halves = [Batch(tokens[i : i + 1], asked=asked[i : i + 1], labels=labels[i : i + 1]) for i in (0, 1)]
-    assert [b.num_answers for b in halves] == [5, 1]
+    whole = Batch(tokens, target_positions=asked, labels=labels)
+    halves = [Batch(tokens[i : i + 1], target_positions=asked[i : i + 1], labels=labels[i : i + 1]) for i in (0, 1)]
+    assert [b.num_targets for b in halves] == [5, 1]
     logits = model.logits(whole.to(CPU.device)).flatten(0, 1)
     mean = torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels).flatten(), ignore_index=-100).item()
     loss, expected = gradient(model, [whole])
@@ -140,12 +150,16 @@ def test_micro_batches_weigh_by_their_answers() -> None:
 
 def test_each_part_of_the_loss_has_its_own_count() -> None:
     """Four rows with 3, 1, 0 and 2 answers, one pair each: in one piece, in two, and in four."""
-    model = make_model(bert(1, 32, 2, 20, dropout=0.0, attention_dropout=0.0, extras=(Pair(), Boundary())))
+    model = make_model(
+        bert(1, 32, 2, 20, dropout=0.0, attention_dropout=0.0, extras=(SentencePairHead(), SpanBoundaryHead()))
+    )
     tokens = np.arange(24).reshape(4, 6) % 13 + 5
     labels = np.array([[5, 6, 7], [9, -100, -100], [-100, -100, -100], [-100, 11, 12]])
     around = np.tile(np.array([[0, 4, 0], [0, 4, 1], [0, 4, 2]]), (4, 1, 1))
     asked = np.tile(np.arange(1, 4), (4, 1))
-    whole = Batch(tokens, asked=asked, labels=labels, boundary=around, pair=np.array([0, 1, 1, 0]))
+    whole = Batch(
+        tokens, target_positions=asked, labels=labels, span_boundaries=around, pair_labels=np.array([0, 1, 1, 0])
+    )
 
     def split(size: int) -> list[Batch]:
         return [Batch(*(None if a is None else a[i : i + size] for a in whole)) for i in range(0, 4, size)]
@@ -163,15 +177,17 @@ def test_each_part_of_the_loss_has_its_own_count() -> None:
 
 def test_a_part_that_nothing_asks_for_is_0() -> None:
     """A step without an answer still learns from its pairs."""
-    model = make_model(bert(1, 32, 2, 20, dropout=0.0, attention_dropout=0.0, extras=(Pair(),)))
-    batch = Batch(np.array([[5, 6]]), asked=np.array([[0]]), labels=np.array([[-100]]), pair=np.array([1]))
+    model = make_model(bert(1, 32, 2, 20, dropout=0.0, attention_dropout=0.0, extras=(SentencePairHead(),)))
+    batch = Batch(
+        np.array([[5, 6]]), target_positions=np.array([[0]]), labels=np.array([[-100]]), pair_labels=np.array([1])
+    )
     loss, _ = gradient(model, [batch])
     assert loss == pytest.approx(model.losses(batch.to(CPU.device))["pairs"].item(), rel=1e-6)
 
 
 def test_gradients_are_cut(recipe_of: Recipes, shards_of: Make) -> None:
     shards = shards_of("bert")
-    model = first_model(recipe_of("bert"), shards.tokenizer)
+    model = build_pretrain_model(recipe_of("bert"), shards.tokenizer)
     micro = batches_of(recipe_of("bert"), shards)(0)
 
     def norm(limit: float) -> float:
@@ -200,7 +216,7 @@ def test_the_log(recipe_of: Recipes) -> None:
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
     assert all(list(line) == ["step", "loss", "learning_rate", "tokens", "grad_norm", "data"] for line in steps)
     training = replace(recipe, max_steps=5)
-    assert [line["learning_rate"] for line in steps] == [rate(i, training) for i in range(5)]
+    assert [line["learning_rate"] for line in steps] == [learning_rate_at(i, training) for i in range(5)]
     tokens = [line["tokens"] for line in steps]
     assert tokens == sorted(tokens)
     assert 0 < tokens[0] <= 4 * 32
@@ -221,13 +237,15 @@ def test_logging_steps(recipe_of: Recipes) -> None:
 def test_the_eval_loss_is_the_mean_over_all_answers(recipe_of: Recipes, shards_of: Make) -> None:
     recipe = recipe_of("bert", per_device_train_batch_size=3, eval_rows=7)
     shards = shards_of("bert")
-    model = first_model(recipe, shards.tokenizer)
-    rows = row_source(recipe, shards, held_out=True)
+    model = build_pretrain_model(recipe, shards.tokenizer)
+    rows = make_row_dataset(recipe, shards, held_out=True)
     assert rows.num_rows > 3, "more than one batch, or the test shows nothing"
-    found = held_out_loss(recipe, rows, shards.tokenizer, CPU)(model)["eval_loss"]
+    found = make_held_out_loss_fn(recipe, rows, shards.tokenizer, CPU)(model)["eval_loss"]
 
     index = np.arange(min(7, rows.num_rows))
-    batch = recipe.objective(rows.rows(index), Draw(recipe.seed, index), shards.tokenizer.vocab).to(CPU.device)
+    batch = recipe.objective(rows.get_rows(index), CounterRNG(recipe.seed, index), shards.tokenizer.vocab).to(
+        CPU.device
+    )
     with torch.no_grad():
         logits = model.eval().logits(batch).flatten(0, 1)
     labels = batch.labels.flatten()
@@ -240,9 +258,9 @@ def test_an_evaluation_that_draws_tokens_draws_the_same_every_time(recipe_of: Re
     shards = shards_of("bert")
     recipe = recipe_of("bert", per_device_train_batch_size=3, eval_rows=7)
     recipe = replace(recipe, model=with_extras(recipe.model, ("generator",)))
-    rows = row_source(recipe, shards, held_out=True)
-    model = first_model(recipe, shards.tokenizer)
-    evaluate = held_out_loss(recipe, rows, shards.tokenizer, CPU)
+    rows = make_row_dataset(recipe, shards, held_out=True)
+    model = build_pretrain_model(recipe, shards.tokenizer)
+    evaluate = make_held_out_loss_fn(recipe, rows, shards.tokenizer, CPU)
     torch.manual_seed(1)
     found = evaluate(model)["eval_loss"]
     torch.manual_seed(2)
@@ -251,18 +269,18 @@ def test_an_evaluation_that_draws_tokens_draws_the_same_every_time(recipe_of: Re
     answers, tokens, asked, read = 0.0, 0.0, 0, 0
     for first in range(0, min(7, rows.num_rows), 3):
         index = np.arange(first, min(first + 3, 7, rows.num_rows))
-        batch = recipe.objective(rows.rows(index), draw(recipe, index), shards.tokenizer.vocab)
+        batch = recipe.objective(rows.get_rows(index), make_batch_rng(recipe, index), shards.tokenizer.vocab)
         torch.manual_seed(dropout_seed(recipe.seed, first, 0))
         with torch.no_grad():
             parts = model.losses(batch.to(CPU.device))
         answers, tokens = answers + parts["answers"].item(), tokens + parts["tokens"].item()
-        asked, read = asked + batch.num_answers, read + batch.num_tokens
+        asked, read = asked + batch.num_targets, read + batch.num_tokens
     assert found == pytest.approx(answers / asked + tokens / read, rel=1e-6)
 
 
 def test_draws_know_their_step(recipe_of: Recipes) -> None:
     recipe = recipe_of("bert", per_device_train_batch_size=2, gradient_accumulation_steps=2, seed=5)
-    found = draw(recipe, np.arange(2, 9))
+    found = make_batch_rng(recipe, np.arange(2, 9))
     assert found.seed == 5
     assert found.step is not None
     assert found.step.tolist() == [0, 0, 1, 1, 1, 1, 2]
@@ -277,18 +295,20 @@ def test_a_checkpoint_says_what_trained_it(recipe_of: Recipes, tmp_path: Path) -
         assert (note["name"], note["kind"], note["rate"]) == ("mlm", "MLM", 0.15)
     load_model(run / "final").save(tmp_path / "again")
     assert (tmp_path / "again" / "config.json").read_text() == (run / "final" / "config.json").read_text()
-    changed = first_model(replace(recipe, objective=replace(recipe.objective, rate=0.3)), load_tokenizer(run / "final"))
+    changed = build_pretrain_model(
+        replace(recipe, objective=replace(recipe.objective, rate=0.3)), load_tokenizer(run / "final")
+    )
     assert changed.objective is not None
     assert (changed.objective["name"], changed.objective["rate"]) == (None, 0.3)
 
 
 def test_texts_end_as_in_the_checkpoint_that_a_run_begins_with(recipe_of: Recipes, tmp_path: Path) -> None:
     recipe = recipe_of("gpt2", max_steps=1)
-    model = first_model(recipe, open_shards(Path(recipe.data)).tokenizer)
-    model.ends = (3, 7)
+    model = build_pretrain_model(recipe, open_shards(Path(recipe.data)).tokenizer)
+    model.eos_token_ids = (3, 7)
     model.save(tmp_path / "taught")
     pretrain(replace(recipe, checkpoint=str(tmp_path / "taught"), output_dir=str(tmp_path / "more")))
-    assert load_model(tmp_path / "more" / "final").ends == (3, 7)
+    assert load_model(tmp_path / "more" / "final").eos_token_ids == (3, 7)
 
 
 # --- stopping and going on
@@ -315,7 +335,7 @@ def test_a_resumed_run_is_the_same_run(
     pretrain(straight)
     stopped = recipe_of(family, output_dir=str(tmp_path / "stopped"), **fields)
     for step in (1, 3, 6):  # before the first checkpoint, one step after a checkpoint, on a checkpoint
-        monkeypatch.setattr(pretraining, "Run", lambda *a, at=step, **k: Run(*a, **k, hooks=[(1, stop_at(at))]))
+        monkeypatch.setattr(pretraining, "TrainingRun", lambda *a, at=step, **k: TrainingRun(*a, **k, hooks=[(1, stop_at(at))]))
         with pytest.raises(Stop):
             pretrain(stopped, resume=True)
     monkeypatch.undo()
@@ -379,7 +399,7 @@ def test_a_change_that_is_allowed_is_said_and_kept(recipe_of: Recipes, capsys: p
     said = capsys.readouterr().err
     assert "the recipe differs: learning_rate: 0.004 -> 0.5; max_steps: 4 -> 6" in said
     assert lines(run)[: len(before)] == before
-    assert json.loads(lines(run)[-2])["learning_rate"] == rate(5, longer)
+    assert json.loads(lines(run)[-2])["learning_rate"] == learning_rate_at(5, longer)
     stored = load_recipe(run / "recipe.yaml", Recipe)
     assert (stored.max_steps, stored.learning_rate) == (6, 0.5)
     pretrain(longer, resume=True)  # from now on this is the recipe
@@ -421,7 +441,7 @@ def test_ctrl_c_saves_and_says_so(
         if step == 3:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(pretraining, "Run", lambda *a, **k: Run(*a, **k, hooks=[(1, press)]))
+    monkeypatch.setattr(pretraining, "TrainingRun", lambda *a, **k: TrainingRun(*a, **k, hooks=[(1, press)]))
     with pytest.raises(Interrupted, match="step 3 of 6") as stopped:
         pretrain(recipe)
     assert stopped.value.code == code
@@ -436,7 +456,7 @@ def test_a_signal_that_comes_while_all_agree_is_not_lost(recipe_of: Recipes, sha
     recipe = recipe_of("gpt2", max_steps=6, save_steps=100, eval_steps=100, warmup_steps=0)
     agreed: list[int] = []
 
-    class Late(World):
+    class Late(DistContext):
         def highest(self, number: int) -> int:
             agreed.append(number)
             if len(agreed) == 2:
@@ -444,9 +464,9 @@ def test_a_signal_that_comes_while_all_agree_is_not_lost(recipe_of: Recipes, sha
             return number
 
     shards = shards_of("gpt2")
-    model, machine = first_model(recipe, shards.tokenizer), replace(CPU, world=Late())
+    model, machine = build_pretrain_model(recipe, shards.tokenizer), replace(CPU, dist_context=Late())
     with pytest.raises(Interrupted, match="stopped at step 3 of 6") as stopped:
-        fit(Run(recipe, machine, model, batches_of(recipe, shards), folder=tmp_path))
+        fit(TrainingRun(recipe, machine, model, batches_of(recipe, shards), folder=tmp_path))
     assert stopped.value.code == 128 + signal.SIGTERM
     assert agreed == [0, 0, signal.SIGTERM]
     assert (tmp_path / "checkpoint-3").is_dir()
@@ -460,7 +480,7 @@ def test_a_loss_that_is_no_number_stops_the_run(recipe_of: Recipes) -> None:
 
 
 def test_minutes_fix_the_steps(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pretraining.trial, "__defaults__", (None, 0.05, None, None))
+    monkeypatch.setattr(pretraining.time_steps, "__defaults__", (None, 0.05, None, None))
     recipe = recipe_of("bert", max_steps=0, minutes=0.02, save_steps=1000)
     result = pretrain(recipe)
     stored = load_recipe(Path(recipe.output_dir) / "recipe.yaml", Recipe)
@@ -486,7 +506,7 @@ def test_a_student_learns_from_a_checkpoint_and_resumes(
     fields = dict(teacher=str(tmp_path / "teacher" / "final"), dropout=0.2)
     pretrain(recipe_of(output_dir=str(tmp_path / "straight"), **fields))
     stopped = recipe_of(output_dir=str(tmp_path / "stopped"), **fields)
-    monkeypatch.setattr(pretraining, "Run", lambda *a, **k: Run(*a, **k, hooks=[(1, stop_at(3))]))
+    monkeypatch.setattr(pretraining, "TrainingRun", lambda *a, **k: TrainingRun(*a, **k, hooks=[(1, stop_at(3))]))
     with pytest.raises(Stop):
         pretrain(stopped)
     monkeypatch.undo()
@@ -497,7 +517,7 @@ def test_a_student_learns_from_a_checkpoint_and_resumes(
     assert lines(tmp_path / "alone") != lines(tmp_path / "straight")
     taught = pretraining.load_teacher(recipe_of(fused_attention=False, **fields), CPU)
     assert taught is not None
-    assert [m.own for m in taught.modules() if isinstance(m, Attention)] == [False, False]
+    assert [m.allow_fused for m in taught.modules() if isinstance(m, Attention)] == [False, False]
 
 
 def test_a_student_that_cannot_learn_from_this_teacher_is_told(recipe_of: Recipes, tmp_path: Path) -> None:
@@ -516,16 +536,16 @@ def test_the_first_steps_say_nothing_of_the_speed(monkeypatch: pytest.MonkeyPatc
     """Ten tokens a step: a minute for the first three, which compile, then two steps a second."""
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    speed = Speed(step=40, tokens=400)
+    speed = SpeedMeter(step=40, tokens=400)
     for step, passed in ((41, 50.0), (42, 59.0), (43, 60.0)):
         now = 100.0 + passed
-        assert not speed.settled
-        assert speed.until(step, 10 * step) == ((10 * step - 400) / passed, passed / (step - 40))
-        speed.settle(step, 10 * step)
-    assert speed.settled
-    assert speed.until(43, 430) == (0.5, 20.0)  # a run that ends here
+        assert not speed.is_warmed_up
+        assert speed.measure(step, 10 * step) == ((10 * step - 400) / passed, passed / (step - 40))
+        speed.end_warmup(step, 10 * step)
+    assert speed.is_warmed_up
+    assert speed.measure(43, 430) == (0.5, 20.0)  # a run that ends here
     now += 5
-    assert speed.until(53, 530) == (20.0, 0.5)
+    assert speed.measure(53, 530) == (20.0, 0.5)
 
 
 def test_memory_that_is_too_short_for_a_batch_is_told() -> None:
@@ -533,4 +553,4 @@ def test_memory_that_is_too_short_for_a_batch_is_told() -> None:
         raise MemoryError
 
     with pytest.raises(UserError, match="lower --per-device-train-batch-size"):
-        next(prefetch(batches, 0, 2))
+        next(prefetch_batches(batches, 0, 2))

@@ -14,26 +14,26 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from firth.errors import UserError
+from firth.core.errors import UserError
 from firth.models import Model, load_model
-from firth.models.config import TransformerXL, Window
+from firth.models.config import SlidingWindow, TransformerXL
 from firth.models.presets import gpt2, xlnet
-from firth.objectives import NAMED
-from firth.recipes import complete, pretraining
-from firth.tokens import Prepared, StreamSource, open_shards
-from firth.train import Machine, Recipe, Run, fit, pretrain, read_log
-from firth.train.feed import batch_function, row_source
+from firth.objectives import OBJECTIVES
+from firth.recipes import complete_recipe, pretraining_recipe
+from firth.tokens import ShardSet, StreamDataset, open_shards
+from firth.train import ComputeConfig, Recipe, TrainingRun, fit, pretrain, read_log
+from firth.train.dataloader import make_pretrain_batch_fn, make_row_dataset
 from firth.train.optim import make_optimizer
-from firth.train.pretrain import first_model, held_out_loss
+from firth.train.pretrain import build_pretrain_model, make_held_out_loss_fn
 from firth.train.step import train_step
 
 module = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
-CPU = Machine(torch.device("cpu"), bf16=False, compile=False)
+CPU = ComputeConfig(torch.device("cpu"), bf16=False, compile=False)
 Recipes = Callable[..., Recipe]
 
 
 @pytest.fixture
-def streaming(recipe_of: Recipes, shards_of: Callable[[str], Prepared]) -> Recipes:
+def streaming(recipe_of: Recipes, shards_of: Callable[[str], ShardSet]) -> Recipes:
     """A recipe of a small XLNet, or of a small decoder with the same places, that reads on from step to step."""
 
     def get(family: str = "xlnet", dropout: float = 0.0, **fields: Any) -> Recipe:
@@ -41,16 +41,23 @@ def streaming(recipe_of: Recipes, shards_of: Callable[[str], Prepared]) -> Recip
         like = recipe_of(shape, **{"order": "stream", "memory": 16, **fields})
         vocab = shards_of(shape).tokenizer.vocab
         model = make(2, 32, 2, vocab.size, dropout=dropout, attention_dropout=dropout)
-        return complete(replace(like, model=replace(model, position=TransformerXL()), objective=NAMED[objective]))
+        return complete_recipe(
+            replace(like, model=replace(model, position=TransformerXL()), objective=OBJECTIVES[objective])
+        )
 
     return get
 
 
-def made(recipe: Recipe) -> tuple[Model, Callable[[int], Any], StreamSource, Prepared]:
+def made(recipe: Recipe) -> tuple[Model, Callable[[int], Any], StreamDataset, ShardSet]:
     shards = open_shards(Path(recipe.data))
-    source = row_source(recipe, shards, held_out=False)
-    assert isinstance(source, StreamSource)
-    return first_model(recipe, shards.tokenizer), batch_function(recipe, source, shards.tokenizer), source, shards
+    source = make_row_dataset(recipe, shards, held_out=False)
+    assert isinstance(source, StreamDataset)
+    return (
+        build_pretrain_model(recipe, shards.tokenizer),
+        make_pretrain_batch_fn(recipe, source, shards.tokenizer),
+        source,
+        shards,
+    )
 
 
 def losses(run: str | Path) -> list[float]:
@@ -60,7 +67,7 @@ def losses(run: str | Path) -> list[float]:
 def first_losses(recipe: Recipe, steps: int) -> list[float]:
     """The losses of the first steps, at a rate of 0: nothing is learned."""
     model, batches, _, _ = made(recipe)
-    run, optimizer, carry = Run(recipe, CPU, model, batches), make_optimizer(model, recipe), {}
+    run, optimizer, carry = TrainingRun(recipe, CPU, model, batches), make_optimizer(model, recipe), {}
     return [train_step(run, model.losses, optimizer, batches(step), step, 0.0, carry).item() for step in range(steps)]
 
 
@@ -84,10 +91,10 @@ def test_without_memory_it_is_what_it_is_without_one(streaming: Recipes, tmp_pat
     recipe = streaming(memory=0, dropout=0.2)
     found = first_losses(recipe, 3)
     model, batches, _, _ = made(recipe)
-    assert model.memories() == {}
-    assert model.hand_on() == {}
+    assert model.stack_memories() == {}
+    assert model.pop_state() == {}
     stripped = lambda step: [batch._replace(fresh=None) for batch in batches(step)]  # noqa: E731
-    run, optimizer = Run(recipe, CPU, model, stripped), make_optimizer(model, recipe)
+    run, optimizer = TrainingRun(recipe, CPU, model, stripped), make_optimizer(model, recipe)
     assert found == [train_step(run, model.losses, optimizer, stripped(i), i, 0.0).item() for i in range(3)]
 
 
@@ -97,7 +104,7 @@ def test_any_split_of_the_batch_carries_the_same(streaming: Recipes) -> None:
     for size in (4, 2, 1):
         recipe = replace(whole, per_device_train_batch_size=size, gradient_accumulation_steps=4 // size)
         model, batches, _, _ = made(recipe)
-        run, optimizer, carry = Run(recipe, CPU, model, batches), make_optimizer(model, recipe), {}
+        run, optimizer, carry = TrainingRun(recipe, CPU, model, batches), make_optimizer(model, recipe), {}
         total = [train_step(run, model.losses, optimizer, batches(i), i, 0.0, carry).item() for i in range(3)]
         assert {name: tuple(value.shape) for name, value in carry.items()} == {
             "stack.0": (4, 16, 32),
@@ -112,12 +119,12 @@ def test_any_split_of_the_batch_carries_the_same(streaming: Recipes) -> None:
 def test_a_new_pass_begins_with_nothing(streaming: Recipes) -> None:
     recipe = streaming()
     model, batches, source, _ = made(recipe)
-    run, optimizer = Run(recipe, CPU, model, batches), make_optimizer(model, recipe)
-    late = batches(source.steps)
+    run, optimizer = TrainingRun(recipe, CPU, model, batches), make_optimizer(model, recipe)
+    late = batches(source.steps_per_epoch)
     assert late[0].fresh.all()
     junk = {"stack.0": torch.full((4, 16, 32), torch.nan), "stack.1": torch.full((4, 16, 32), torch.nan)}
-    found = train_step(run, model.losses, optimizer, late, source.steps, 0.0, junk)
-    assert found == train_step(run, model.losses, optimizer, late, source.steps, 0.0, {})
+    found = train_step(run, model.losses, optimizer, late, source.steps_per_epoch, 0.0, junk)
+    assert found == train_step(run, model.losses, optimizer, late, source.steps_per_epoch, 0.0, {})
     assert not any(value.isnan().any() for value in junk.values()), "and leaves what it has read itself"
 
 
@@ -139,7 +146,7 @@ def test_a_resumed_run_is_the_same_run(
             if now == at:
                 raise Stop
 
-        monkeypatch.setattr(module, "Run", lambda *a, stop=stop, **k: Run(*a, **k, hooks=[(1, stop)]))
+        monkeypatch.setattr(module, "TrainingRun", lambda *a, stop=stop, **k: TrainingRun(*a, **k, hooks=[(1, stop)]))
         with pytest.raises(Stop):
             pretrain(stopped, resume=True)
     monkeypatch.undo()
@@ -150,7 +157,7 @@ def test_a_resumed_run_is_the_same_run(
 
     # a run that forgets what was carried is another one
     (tmp_path / "stopped" / "results.json").unlink()
-    monkeypatch.setattr("firth.train.loop.load_carry", lambda folder, device: {})
+    monkeypatch.setattr("firth.train.loop.load_recurrent_state", lambda folder, device: {})
     for name in ("final", "checkpoint-7"):
         (tmp_path / "stopped" / name).rename(tmp_path / name)
     pretrain(stopped, resume=True)
@@ -161,7 +168,7 @@ def test_the_model_that_is_written_remembers_nothing(streaming: Recipes) -> None
     recipe = streaming(max_steps=2)
     pretrain(recipe)
     model = load_model(Path(recipe.output_dir) / "final")
-    assert model.memories() == {}
+    assert model.stack_memories() == {}
     tokens = torch.arange(5, 25).view(2, 10)
     assert torch.equal(model(tokens).logits, model(tokens).logits)
 
@@ -169,17 +176,17 @@ def test_the_model_that_is_written_remembers_nothing(streaming: Recipes) -> None
 def test_an_evaluation_reads_on_too_and_leaves_the_training_alone(streaming: Recipes) -> None:
     recipe = streaming(per_device_train_batch_size=2, eval_rows=5)
     model, _, _, shards = made(recipe)
-    rows = row_source(recipe, shards, held_out=True)
-    evaluate = held_out_loss(recipe, rows, shards.tokenizer, CPU)
+    rows = make_row_dataset(recipe, shards, held_out=True)
+    evaluate = make_held_out_loss_fn(recipe, rows, shards.tokenizer, CPU)
     found = evaluate(model)["eval_loss"]
     assert evaluate(model)["eval_loss"] == found
-    assert model.hand_on() == {}
+    assert model.pop_state() == {}
     total, count = 0.0, 0
     for first in (0, 2, 4):
         index = np.arange(first, min(first + 2, 5))
         batch = module.make_batch(recipe, rows, index, shards.tokenizer.vocab)
         if first == 4:
-            model.take_up({name: value[:1] for name, value in model.hand_on().items()})
+            model.load_state({name: value[:1] for name, value in model.pop_state().items()})
         with torch.no_grad():
             total += model.losses(batch.to(CPU.device))["answers"].item()
         count += batch.num_answers
@@ -191,7 +198,7 @@ def test_a_step_that_is_compiled_is_the_same_step(streaming: Recipes) -> None:
     found = []
     for wrap in (lambda f: f, lambda f: torch.compile(f, backend="eager")):
         model, batches, _, _ = made(recipe)
-        run, optimizer, carry = Run(recipe, CPU, model, batches), make_optimizer(model, recipe), {}
+        run, optimizer, carry = TrainingRun(recipe, CPU, model, batches), make_optimizer(model, recipe), {}
         of = wrap(model.losses)
         found.append([train_step(run, of, optimizer, batches(i), i, 0.0, carry).item() for i in range(3)])
     assert found[0] == pytest.approx(found[1], rel=1e-6)
@@ -206,11 +213,11 @@ def test_any_model_may_carry_something(streaming: Recipes) -> None:
     def take_up(carry: dict[str, Tensor]) -> None:
         seen.append(carry["steps"].tolist() if carry else [])
 
-    model.take_up = take_up  # type: ignore[method-assign,assignment]
-    model.hand_on = lambda: {"steps": torch.full((4,), len(seen))}  # type: ignore[method-assign]
-    fit(Run(replace(recipe, max_steps=2, eval_steps=2, warmup_steps=0), CPU, model, batches))
+    model.load_state = take_up  # type: ignore[method-assign,assignment]
+    model.pop_state = lambda: {"steps": torch.full((4,), len(seen))}  # type: ignore[method-assign]
+    fit(TrainingRun(replace(recipe, max_steps=2, eval_steps=2, warmup_steps=0), CPU, model, batches))
     assert seen == [[], [], [1] * 4, [2] * 4]
-    assert source.lanes == 8
+    assert source.num_streams == 8
 
 
 @pytest.mark.parametrize(
@@ -218,24 +225,24 @@ def test_any_model_may_carry_something(streaming: Recipes) -> None:
     [
         ({"memory": -1}, "at least 0"),
         ({"order": "packed"}, "--order stream"),
-        ({"objective": NAMED["bilm"]}, "biLM"),
-        ({"objective": NAMED["nsp"], "memory": 0}, "one text"),
-        ({"objective": NAMED["static"], "memory": 0}, "copies"),
+        ({"objective": OBJECTIVES["bilm"]}, "biLM"),
+        ({"objective": OBJECTIVES["nsp"], "memory": 0}, "one text"),
+        ({"objective": OBJECTIVES["static"], "memory": 0}, "copies"),
         ({"teacher": "somewhere"}, "teacher"),
     ],
 )
 def test_what_cannot_go_together_is_said(changes: dict[str, Any], says: str, streaming: Recipes) -> None:
     with pytest.raises(UserError, match=says):
-        complete(replace(streaming(), **changes)).check()
+        complete_recipe(replace(streaming(), **changes)).check()
 
 
 def test_memory_is_for_places_that_are_distances(streaming: Recipes, recipe_of: Recipes) -> None:
     with pytest.raises(UserError, match="TransformerXL"):
         recipe_of("gpt2", order="stream", memory=4).check()
     with pytest.raises(UserError, match="window"):
-        narrow = gpt2(2, 32, 2, 100, position=TransformerXL(), window=Window(4, 2))
-        pretraining(narrow, order="stream", memory=4).check()
+        narrow = gpt2(2, 32, 2, 100, position=TransformerXL(), window=SlidingWindow(4, 2))
+        pretraining_recipe(narrow, order="stream", memory=4).check()
     with pytest.raises(UserError, match="one stack"):
         recipe_of("t5", order="stream").check()
     recipe_of("gpt2", order="stream").check()
-    pretraining(xlnet(1, 32, 2, 100), order="stream", memory=4).check()
+    pretraining_recipe(xlnet(1, 32, 2, 100), order="stream", memory=4).check()

@@ -11,19 +11,19 @@ import pytest
 import torch
 from torch import nn
 
-from firth.errors import UserError
-from firth.models import Model, make_model, with_classes
-from firth.models.lora import LoRA, add_lora
+from firth.core.errors import UserError
+from firth.models import Model, make_model, with_classification_head
+from firth.models.lora import LoRAConfig, add_lora
 from firth.models.presets import bert, gpt2, t5, t5_v1_1
 from firth.objectives import Batch
-from firth.train import Machine, Run, Training, fit
-from firth.train.optim import make_optimizer, rate, unfreeze
-from firth.train.unfreeze import Pace, depths, ever_learning, learners
+from firth.train import ComputeConfig, TrainingConfig, TrainingRun, fit
+from firth.train.optim import add_unfrozen_groups, learning_rate_at, make_optimizer
+from firth.train.unfreeze import FreezeSchedule, ever_trainable, parameter_depths, trainable_parameters
 
 
 def rates(**fields: Any) -> list[float]:
-    training = Training(**{"learning_rate": 1.0, "max_steps": 10} | fields)
-    return [rate(step, training) for step in range(training.max_steps)]
+    training = TrainingConfig(**{"learning_rate": 1.0, "max_steps": 10} | fields)
+    return [learning_rate_at(step, training) for step in range(training.max_steps)]
 
 
 def test_linear() -> None:
@@ -81,7 +81,9 @@ def test_wsd_falls_in_the_last_tenth() -> None:
 
 def test_matrices_are_decayed_and_vectors_are_not() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "linear": nn.Linear(3, 2), "norm": nn.LayerNorm(3)})
-    optimizer = make_optimizer(model, Training(weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-7))
+    optimizer = make_optimizer(
+        model, TrainingConfig(weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-7)
+    )
     decayed, others = optimizer.param_groups
     assert decayed["weight_decay"] == 0.1
     assert [tuple(p.shape) for p in decayed["params"]] == [(5, 3), (2, 3)]
@@ -95,7 +97,7 @@ def test_matrices_are_decayed_and_vectors_are_not() -> None:
 
 
 def classifier() -> Model:
-    return make_model(with_classes(bert(3, 16, 2, 20, dropout=0.0, attention_dropout=0.0), ("a", "b")))
+    return make_model(with_classification_head(bert(3, 16, 2, 20, dropout=0.0, attention_dropout=0.0), ("a", "b")))
 
 
 def learning(optimizer: torch.optim.Optimizer, model: nn.Module) -> set[str]:
@@ -109,25 +111,25 @@ def scales(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, floa
 
 
 def test_depths() -> None:
-    found = depths(classifier())
+    found = parameter_depths(classifier())
     assert found["embed.tokens.weight"] == found["embed.norm.weight"] == 0
     assert [found[f"stack.blocks.{i}.mlp.up.weight"] for i in range(3)] == [1, 2, 3]
     assert found["head.out.weight"] == found["head.pooler.weight"] == 4
-    found = depths(make_model(gpt2(2, 16, 2, 20)))
+    found = parameter_depths(make_model(gpt2(2, 16, 2, 20)))
     assert found["stack.final_norm.weight"] == found["stack.blocks.1.mlp.up.weight"] == 2
 
 
 def test_a_matrix_of_both_ends_is_at_the_upper_one() -> None:
     """As fastai splits a language model for discriminative rates."""
     model = make_model(gpt2(2, 16, 2, 20))
-    assert depths(model)["embed.tokens.weight"] == 3
-    assert depths(model)["embed.places.weight"] == 0
-    assert "embed.tokens.weight" not in ever_learning(model, Pace(freeze="embeddings"))
-    assert depths(make_model(t5_v1_1(2, 16, 2, 32, 20)))["embed.tokens.weight"] == 0
+    assert parameter_depths(model)["embed.tokens.weight"] == 3
+    assert parameter_depths(model)["embed.position_embeddings.weight"] == 0
+    assert "embed.tokens.weight" not in ever_trainable(model, FreezeSchedule(freeze="embeddings"))
+    assert parameter_depths(make_model(t5_v1_1(2, 16, 2, 32, 20)))["embed.tokens.weight"] == 0
 
 
 def test_a_decoder_is_above_the_encoder_that_it_reads() -> None:
-    found = depths(make_model(t5(2, 16, 2, 32, 20)))
+    found = parameter_depths(make_model(t5(2, 16, 2, 32, 20)))
     assert [found[f"{side}.blocks.{i}.mlp.up.weight"] for side in ("encoder", "decoder") for i in (0, 1)] == [
         1,
         2,
@@ -142,7 +144,7 @@ def test_a_decoder_is_above_the_encoder_that_it_reads() -> None:
 def test_each_layer_is_slower_than_the_one_above() -> None:
     """ULMFiT's 2.6: a third of the rate, and less, with each layer down."""
     model = classifier()
-    found = scales(make_optimizer(model, Training(), Pace(layer_decay=1 / 2.6)), model)
+    found = scales(make_optimizer(model, TrainingConfig(), FreezeSchedule(layer_decay=1 / 2.6)), model)
     assert len(found) == len(list(model.parameters()))
     assert found["head.out.bias"] == 1
     assert found["stack.blocks.2.mlp.up.weight"] == pytest.approx(1 / 2.6)
@@ -152,51 +154,51 @@ def test_each_layer_is_slower_than_the_one_above() -> None:
 
 def test_what_is_frozen_is_in_no_group_and_has_no_gradient() -> None:
     model = classifier()
-    found = learning(make_optimizer(model, Training(), Pace(freeze="embeddings")), model)
+    found = learning(make_optimizer(model, TrainingConfig(), FreezeSchedule(freeze="embeddings")), model)
     assert not any(name.startswith("embed.") for name in found)
     assert "stack.blocks.0.mlp.up.weight" in found
-    found = learning(make_optimizer(model, Training(), Pace(freeze="body")), model)
+    found = learning(make_optimizer(model, TrainingConfig(), FreezeSchedule(freeze="body")), model)
     assert found == {name for name, _ in model.named_parameters() if name.startswith("head.")}
     assert {name for name, p in model.named_parameters() if p.requires_grad} == found
-    make_optimizer(model, Training())
+    make_optimizer(model, TrainingConfig())
     assert all(p.requires_grad for p in model.parameters())
 
 
 def test_a_body_whose_head_is_its_embedding_cannot_be_frozen() -> None:
     with pytest.raises(UserError, match="Nothing is left to learn"):
-        make_optimizer(make_model(gpt2(1, 16, 2, 20)), Training(), Pace(freeze="body"))
+        make_optimizer(make_model(gpt2(1, 16, 2, 20)), TrainingConfig(), FreezeSchedule(freeze="body"))
 
 
 def test_layers_join_from_the_top_down() -> None:
-    model, pace = classifier(), Pace(unfreeze_every=10, layer_decay=0.5)
-    optimizer = make_optimizer(model, Training(), pace)
+    model, pace = classifier(), FreezeSchedule(unfreeze_every=10, layer_decay=0.5)
+    optimizer = make_optimizer(model, TrainingConfig(), pace)
     joined = []
     for step in (0, 9, 10, 20, 30, 40, 1000):
-        unfreeze(optimizer, model, Training(), pace, step)
-        joined.append(sorted({depths(model)[name] for name in learning(optimizer, model)}))
+        add_unfrozen_groups(optimizer, model, TrainingConfig(), pace, step)
+        joined.append(sorted({parameter_depths(model)[name] for name in learning(optimizer, model)}))
         assert {n for n, p in model.named_parameters() if p.requires_grad} == learning(optimizer, model)
     assert joined == [[4], [4], [3, 4], [2, 3, 4], [1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
     assert scales(optimizer, model)["embed.tokens.weight"] == 0.5**4
-    late = make_optimizer(model, Training(), pace)  # after a resume all that was free is free at once
-    unfreeze(late, model, Training(), pace, 25)
-    assert sorted({depths(model)[name] for name in learning(late, model)}) == [2, 3, 4]
+    late = make_optimizer(model, TrainingConfig(), pace)  # after a resume all that was free is free at once
+    add_unfrozen_groups(late, model, TrainingConfig(), pace, 25)
+    assert sorted({parameter_depths(model)[name] for name in learning(late, model)}) == [2, 3, 4]
 
 
 def test_a_model_whose_head_is_its_words_begins_with_them() -> None:
-    found = learners(make_model(gpt2(2, 16, 2, 20)), Pace(unfreeze_every=5), 0)
+    found = trainable_parameters(make_model(gpt2(2, 16, 2, 20)), FreezeSchedule(unfreeze_every=5), 0)
     assert found == {"embed.tokens.weight": 3}
 
 
 def test_beside_lora_only_the_head_learns() -> None:
     model = classifier()
-    add_lora(model, LoRA(rank=2))
-    found = learning(make_optimizer(model, Training()), model)
+    add_lora(model, LoRAConfig(rank=2))
+    found = learning(make_optimizer(model, TrainingConfig()), model)
     assert "head.out.weight" in found
     assert "stack.blocks.0.attention.qkv.lora_a" in found
     assert "stack.blocks.0.attention.qkv.weight" not in found
     model = make_model(t5(1, 16, 2, 32, 20))
-    add_lora(model, LoRA(rank=2, targets="all"))
-    assert all("lora_" in name for name in learning(make_optimizer(model, Training()), model))
+    add_lora(model, LoRAConfig(rank=2, targets="all"))
+    assert all("lora_" in name for name in learning(make_optimizer(model, TrainingConfig()), model))
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.9])
@@ -204,8 +206,8 @@ def test_layers_of_lora_that_begin_later_are_kept_too(mean: float, tmp_path: Pat
     """The best weights are those of one step, and a mean is of all that learns."""
     torch.manual_seed(0)
     model = make_model(bert(2, 16, 2, 20))
-    add_lora(model, LoRA(rank=2))
-    batch = Batch(np.full((2, 8), 9), asked=np.array([[1], [2]]), labels=np.array([[7], [8]]))
+    add_lora(model, LoRAConfig(rank=2))
+    batch = Batch(np.full((2, 8), 9), target_positions=np.array([[1], [2]]), labels=np.array([[7], [8]]))
     judged: list[dict[str, torch.Tensor]] = []
     raw: dict[str, torch.Tensor] = {}
 
@@ -216,15 +218,25 @@ def test_layers_of_lora_that_begin_later_are_kept_too(mean: float, tmp_path: Pat
         judged.append(weights(model))
         return {"score": 1.0 if len(judged) == (4 if mean else 1) else 0.5}
 
-    training = Training(
+    training = TrainingConfig(
         output_dir=str(tmp_path), max_steps=8, eval_steps=2, warmup_steps=0, save_steps=100, learning_rate=1e-2,
         compile=False, bf16=False, ema_decay=mean,
     )  # fmt: skip
-    machine = Machine(torch.device("cpu"), bf16=False, compile=False)
+    machine = ComputeConfig(torch.device("cpu"), bf16=False, compile=False)
     hooks = [(8, lambda step, model: raw.update(weights(model)))]
     judge = lambda scores: scores["score"]  # noqa: E731
-    pace = Pace(unfreeze_every=3)
-    run = Run(training, machine, model, lambda step: [batch], evaluate, tmp_path, hooks=hooks, pace=pace, judge=judge)
+    pace = FreezeSchedule(unfreeze_every=3)
+    run = TrainingRun(
+        training,
+        machine,
+        model,
+        lambda step: [batch],
+        evaluate,
+        tmp_path,
+        hooks=hooks,
+        freeze_schedule=pace,
+        score_fn=judge,
+    )
     best = fit(run).best_step
     assert best == (8 if mean else 2)
     for name, value in weights(model).items():

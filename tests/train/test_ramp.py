@@ -6,56 +6,61 @@ from typing import Any
 
 import pytest
 
-from firth.errors import UserError
-from firth.models import preset
-from firth.recipes import pretraining
+from firth.core.errors import UserError
+from firth.models import get_preset
+from firth.recipes import pretraining_recipe
 from firth.train import Recipe
-from firth.train.ramp import Stage, first_row, mean_batch, stage_at, stage_shares, stages
+from firth.train.ramp import Stage, first_row_of_step, mean_batch_rows, ramp_stages, stage_at, stage_shares
 
 
 def recipe(**fields: Any) -> Recipe:
     small = dict(max_steps=100, max_seq_length=64, per_device_train_batch_size=16)
-    return pretraining(preset("bert-tiny"), **small | fields)
+    return pretraining_recipe(get_preset("bert-tiny"), **small | fields)
 
 
 def test_nothing_grows_unless_asked() -> None:
-    assert stages(recipe(gradient_accumulation_steps=3)) == [Stage(0, 64, 16, 3, 0)]
-    assert mean_batch(recipe(gradient_accumulation_steps=3)) == 48
+    assert ramp_stages(recipe(gradient_accumulation_steps=3)) == [Stage(0, 64, 16, 3, 0)]
+    assert mean_batch_rows(recipe(gradient_accumulation_steps=3)) == 48
 
 
 def test_a_batch_that_doubles_twice() -> None:
-    found = stages(recipe(batch_ramp=0.4))
+    found = ramp_stages(recipe(batch_ramp=0.4))
     assert found == [Stage(0, 64, 4, 1, 0), Stage(20, 64, 8, 1, 80), Stage(40, 64, 16, 1, 240)]
-    assert mean_batch(recipe(batch_ramp=0.4)) == pytest.approx(0.2 * 4 + 0.2 * 8 + 0.6 * 16)
+    assert mean_batch_rows(recipe(batch_ramp=0.4)) == pytest.approx(0.2 * 4 + 0.2 * 8 + 0.6 * 16)
 
 
 def test_micro_batches_grow_in_number_before_they_grow() -> None:
-    found = stages(recipe(batch_ramp=0.3, batch_doublings=3, gradient_accumulation_steps=4))
-    assert [(s.first, s.rows, s.micro) for s in found] == [(0, 8, 1), (10, 16, 1), (20, 16, 2), (30, 16, 4)]
-    assert {s.rows for s in found[1:]} == {16}, "one shape"
+    found = ramp_stages(recipe(batch_ramp=0.3, batch_doublings=3, gradient_accumulation_steps=4))
+    assert [(s.first_step, s.micro_batch_rows, s.num_micro_batches) for s in found] == [
+        (0, 8, 1),
+        (10, 16, 1),
+        (20, 16, 2),
+        (30, 16, 4),
+    ]
+    assert {s.micro_batch_rows for s in found[1:]} == {16}, "one shape"
 
 
 def test_short_rows_come_in_greater_numbers() -> None:
-    found = stages(recipe(length_ramp=0.5, length_doublings=1))
+    found = ramp_stages(recipe(length_ramp=0.5, length_doublings=1))
     assert found == [Stage(0, 32, 32, 1, 0), Stage(50, 64, 16, 1, 0)]
-    assert mean_batch(recipe(length_ramp=0.5, length_doublings=1)) == 16
+    assert mean_batch_rows(recipe(length_ramp=0.5, length_doublings=1)) == 16
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_each_row_is_read_once_and_in_order(accumulation: int) -> None:
     r = recipe(batch_ramp=0.37, length_ramp=0.61, gradient_accumulation_steps=accumulation)
-    found = stages(r)
+    found = ramp_stages(r)
     following: dict[int, int] = {}
     sizes = []
     for step in range(r.max_steps):
         stage = stage_at(found, step)
-        assert first_row(stage, step) == following.get(stage.length, 0)
-        following[stage.length] = first_row(stage, step) + stage.step_rows
-        sizes.append(stage.step_rows * stage.length)
+        assert first_row_of_step(stage, step) == following.get(stage.seq_length, 0)
+        following[stage.seq_length] = first_row_of_step(stage, step) + stage.step_rows
+        sizes.append(stage.step_rows * stage.seq_length)
     assert sorted(following) == [16, 32, 64]
     assert sizes == sorted(sizes), "a step never reads less than the one before"
     assert sum(share for _, share in stage_shares(r)) == pytest.approx(1)
-    assert mean_batch(r) == pytest.approx(sum(sizes) / 64 / 100)
+    assert mean_batch_rows(r) == pytest.approx(sum(sizes) / 64 / 100)
 
 
 def test_a_run_that_is_not_planned_yet_has_the_same_shares() -> None:

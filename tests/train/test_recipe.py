@@ -7,16 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from firth.errors import UserError
-from firth.models import preset
-from firth.recipes import pretraining
+from firth.core.errors import UserError
+from firth.models import get_preset
+from firth.recipes import pretraining_recipe
 from firth.tasks import FinetuneRecipe
-from firth.train import Recipe, Training, load_recipe, override, parse_overrides, read_yaml, save_recipe, settle
-from firth.train.going_on import same_recipe
+from firth.train import (
+    Recipe,
+    TrainingConfig,
+    apply_overrides,
+    load_recipe,
+    parse_overrides,
+    read_yaml_mapping,
+    resolve_schedule,
+    save_recipe,
+)
+from firth.train.resume import merge_recipe
 
 
 def recipe(**fields: object) -> Recipe:
-    return pretraining(preset("bert-tiny"), **fields)
+    return pretraining_recipe(get_preset("bert-tiny"), **fields)
 
 
 def never() -> tuple[float, float]:
@@ -25,7 +34,7 @@ def never() -> tuple[float, float]:
 
 def test_overrides_reach_any_depth() -> None:
     words = ["model.num_layers=6", "learning_rate=1e-4", "objective.rate=0.3", "model.position.length=64", "bf16=true"]
-    new = override(recipe(), parse_overrides(words))
+    new = apply_overrides(recipe(), parse_overrides(words))
     assert new.model.num_layers == 6
     assert new.learning_rate == 1e-4
     assert new.objective.rate == 0.3  # type: ignore[union-attr]
@@ -50,7 +59,7 @@ def test_overrides_reach_any_depth() -> None:
 )
 def test_wrong_overrides_are_named(word: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        override(recipe(), parse_overrides([word]))
+        apply_overrides(recipe(), parse_overrides([word]))
 
 
 @pytest.mark.parametrize("word", ["lonely", "=3", "a=[1", "a={"])
@@ -66,7 +75,7 @@ def test_a_second_text_after_the_options_gets_a_hint(tmp_path: Path) -> None:
 
 
 def test_columns_are_the_users_own_keys() -> None:
-    assert override(FinetuneRecipe(), {"columns.text": "body"}).columns == {"text": "body"}
+    assert apply_overrides(FinetuneRecipe(), {"columns.text": "body"}).columns == {"text": "body"}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +103,7 @@ def test_numbers_that_make_no_sense(fields: dict[str, float]) -> None:
 
 def test_an_objective_of_another_shape() -> None:
     with pytest.raises(UserError, match="CLM is for the shape decoder; bert has the shape encoder"):
-        override(recipe(), {"objective": "CLM"}).check()
+        apply_overrides(recipe(), {"objective": "CLM"}).check()
 
 
 def test_a_recipe_survives_its_file(tmp_path: Path) -> None:
@@ -108,52 +117,64 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
     for text in ("a: [1", "- 1", "just words"):
         file.write_text(text)
         with pytest.raises(UserError, match=r"r\.yaml"):
-            read_yaml(file)
+            read_yaml_mapping(file)
     file.write_text("max_steps: 3\nsteps: 4\n")
     with pytest.raises(UserError, match=r"unknown key 'steps'"):
-        load_recipe(file, Training)
+        load_recipe(file, TrainingConfig)
     with pytest.raises(UserError, match="no such file"):
-        read_yaml(tmp_path / "nowhere.yaml")
+        read_yaml_mapping(tmp_path / "nowhere.yaml")
 
 
 # --- what is left open
 
 
 def test_epochs_give_the_steps() -> None:
-    r = settle(Training(num_train_epochs=2, per_device_train_batch_size=4), 50, never, 0.0)
+    r = resolve_schedule(TrainingConfig(num_train_epochs=2, per_device_train_batch_size=4), 50, never, 0.0)
     assert (r.max_steps, r.warmup_steps, r.eval_steps) == (25, 2, 3)
-    r = settle(Training(num_train_epochs=2, per_device_train_batch_size=4, gradient_accumulation_steps=2), 50, never, 0)
+    r = resolve_schedule(
+        TrainingConfig(num_train_epochs=2, per_device_train_batch_size=4, gradient_accumulation_steps=2), 50, never, 0
+    )
     assert r.max_steps == 13  # half a batch more than the two epochs need
 
 
 def test_what_was_said_is_kept() -> None:
-    r = settle(Training(max_steps=7, warmup_steps=0, eval_steps=5), 50, never, 0.0)
+    r = resolve_schedule(TrainingConfig(max_steps=7, warmup_steps=0, eval_steps=5), 50, never, 0.0)
     assert (r.max_steps, r.warmup_steps, r.eval_steps) == (7, 0, 5)
 
 
 def test_too_few_steps_are_raised_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    r = settle(Training(num_train_epochs=1, per_device_train_batch_size=10), 50, never, 0.0, least=200)
+    r = resolve_schedule(
+        TrainingConfig(num_train_epochs=1, per_device_train_batch_size=10), 50, never, 0.0, min_steps=200
+    )
     assert r.max_steps == 200
     assert "num_train_epochs=1 makes 5 steps" in capsys.readouterr().err
-    assert settle(Training(max_steps=3), 50, never, 0.0, least=200).max_steps == 3
+    assert resolve_schedule(TrainingConfig(max_steps=3), 50, never, 0.0, min_steps=200).max_steps == 3
 
 
 def test_minutes_are_divided_by_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.monotonic", lambda: 110.0)
     # 60 seconds, 10 of which are gone and 10 x 1 go to evaluations: 40 steps of one second
-    r = settle(Training(minutes=1.0), 50, lambda: (1.0, 1.0), began=100.0)
+    r = resolve_schedule(TrainingConfig(minutes=1.0), 50, lambda: (1.0, 1.0), start_time=100.0)
     assert r.max_steps == 40
-    assert settle(Training(minutes=1.0, max_steps=9), 50, lambda: (1.0, 1.0), began=100.0).max_steps == 9
+    assert (
+        resolve_schedule(TrainingConfig(minutes=1.0, max_steps=9), 50, lambda: (1.0, 1.0), start_time=100.0).max_steps
+        == 9
+    )
     # 50 seconds, one for the evaluation at the end: 24 steps with one each, 40 with one after every fourth
     for every, steps in ((1, 24), (4, 39)):
-        assert settle(Training(minutes=1.0, eval_steps=every), 50, lambda: (1.0, 1.0), began=100.0).max_steps == steps
+        assert (
+            resolve_schedule(
+                TrainingConfig(minutes=1.0, eval_steps=every), 50, lambda: (1.0, 1.0), start_time=100.0
+            ).max_steps
+            == steps
+        )
 
 
 def test_minutes_that_are_over_before_the_first_step_are_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("time.monotonic", lambda: 110.0)
-    assert settle(Training(minutes=0.1), 50, lambda: (1.0, 1.0), began=100.0).max_steps == 1
+    assert resolve_schedule(TrainingConfig(minutes=0.1), 50, lambda: (1.0, 1.0), start_time=100.0).max_steps == 1
     assert "0.1 minutes are over before a first step" in capsys.readouterr().err
 
 
@@ -174,9 +195,9 @@ def test_numbers_that_would_break_a_run(fields: dict[str, object], message: str)
 
 
 def test_a_warm_up_longer_than_the_run_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    settle(Training(max_steps=7, warmup_steps=7), 50, never, 0.0)
+    resolve_schedule(TrainingConfig(max_steps=7, warmup_steps=7), 50, never, 0.0)
     assert "warmup_steps is 7 of 7 steps" in capsys.readouterr().err
-    settle(Training(max_steps=7, warmup_steps=6), 50, never, 0.0)
+    resolve_schedule(TrainingConfig(max_steps=7, warmup_steps=6), 50, never, 0.0)
     assert not capsys.readouterr().err
 
 
@@ -186,24 +207,24 @@ def test_a_warm_up_longer_than_the_run_is_told(capsys: pytest.CaptureFixture[str
 def test_a_run_that_minutes_planned_says_how_it_is_lengthened(capsys: pytest.CaptureFixture[str]) -> None:
     before = recipe(minutes=1.0, max_steps=162)
     for fields in ({"minutes": 2.0}, {"minutes": 1.0, "max_steps": 400}):
-        assert same_recipe(before, recipe(**fields), allow_change=True).max_steps == 162
+        assert merge_recipe(before, recipe(**fields), allow_change=True).max_steps == 162
         assert "planned as 162 steps; --max-steps N without --minutes" in capsys.readouterr().err
-    assert same_recipe(before, recipe(minutes=1.0), allow_change=True).max_steps == 162
+    assert merge_recipe(before, recipe(minutes=1.0), allow_change=True).max_steps == 162
     assert not capsys.readouterr().err
-    assert same_recipe(before, recipe(max_steps=400), allow_change=True).max_steps == 400
+    assert merge_recipe(before, recipe(max_steps=400), allow_change=True).max_steps == 400
 
 
 def test_a_resumed_run_takes_what_was_settled() -> None:
-    first = settle(Training(output_dir="run", num_train_epochs=2), 100, never, 0.0)
-    assert same_recipe(first, Training(output_dir="run", num_train_epochs=2)) == first
+    first = resolve_schedule(TrainingConfig(output_dir="run", num_train_epochs=2), 100, never, 0.0)
+    assert merge_recipe(first, TrainingConfig(output_dir="run", num_train_epochs=2)) == first
 
 
 @pytest.mark.parametrize("then", [None, False, True])
 def test_a_resumed_run_compiles_as_it_did(then: bool | None) -> None:
-    first = Training(max_steps=5, compile_parts=then)
-    assert same_recipe(first, Training(max_steps=5)) == first
-    with pytest.raises(UserError, match=f"compile_parts: {then} -> {not then}"):
-        same_recipe(first, replace(first, compile_parts=not then))
+    first = TrainingConfig(max_steps=5, compile_regions=then)
+    assert merge_recipe(first, TrainingConfig(max_steps=5)) == first
+    with pytest.raises(UserError, match=f"compile_regions: {then} -> {not then}"):
+        merge_recipe(first, replace(first, compile_regions=not then))
 
 
 @pytest.mark.parametrize(
@@ -217,19 +238,19 @@ def test_a_resumed_run_compiles_as_it_did(then: bool | None) -> None:
     ],
 )
 def test_a_resumed_run_changes_nothing(fields: dict[str, float], message: str) -> None:
-    first = settle(Training(max_steps=10), 100, never, 0.0)
+    first = resolve_schedule(TrainingConfig(max_steps=10), 100, never, 0.0)
     with pytest.raises(UserError, match=message):
-        same_recipe(first, Training(**fields))  # type: ignore[arg-type]
+        merge_recipe(first, TrainingConfig(**fields))  # type: ignore[arg-type]
 
 
 def test_a_run_may_be_moved_and_named_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     first = recipe(output_dir="run", data="run/data", max_steps=5)
     now = replace(first, output_dir=str(tmp_path / "moved"), data=str(tmp_path / "moved" / "data"))
-    assert same_recipe(first, now) == now
+    assert merge_recipe(first, now) == now
     with pytest.raises(UserError, match=r"data: run/data -> elsewhere"):
-        same_recipe(first, replace(first, data="elsewhere"))
+        merge_recipe(first, replace(first, data="elsewhere"))
     other = replace(first, data="shards")
-    assert same_recipe(other, replace(other, data="./shards")).data == "./shards"
+    assert merge_recipe(other, replace(other, data="./shards")).data == "./shards"
     with pytest.raises(UserError, match="checkpoint"):
-        same_recipe(first, replace(first, checkpoint="."))
+        merge_recipe(first, replace(first, checkpoint="."))

@@ -13,34 +13,34 @@ from typing import Any
 import pytest
 import torch
 
-from firth.cli import explain
-from firth.files import damage, write_text
+from firth.cli.main import report_error
+from firth.core.files import find_corruption, write_text
 from firth.models import Model
-from firth.tokens import Prepared
-from firth.train import Machine, Recipe, Run, fit, pretrain
+from firth.tokens import ShardSet
+from firth.train import ComputeConfig, Recipe, TrainingRun, fit, pretrain
 from firth.train.checkpoint import list_checkpoints
-from firth.train.feed import batch_function, row_source
-from firth.train.loop import Outcome
-from firth.train.pretrain import first_model
+from firth.train.dataloader import make_pretrain_batch_fn, make_row_dataset
+from firth.train.loop import FitResult
+from firth.train.pretrain import build_pretrain_model
 
 pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
-CPU = Machine(torch.device("cpu"), bf16=False, compile=False)
+CPU = ComputeConfig(torch.device("cpu"), bf16=False, compile=False)
 Recipes = Callable[..., Recipe]
-Make = Callable[[str], Prepared]
+Make = Callable[[str], ShardSet]
 Quota = Callable[[int | None], None]
 
 
 class Judged:
     """A run whose evaluations give these scores, one after each step; its weights are noted."""
 
-    def __init__(self, recipe: Recipe, shards: Prepared) -> None:
+    def __init__(self, recipe: Recipe, shards: ShardSet) -> None:
         self.recipe, self.shards = recipe, shards
         self.weights: dict[int, torch.Tensor] = {}
         self.before: Callable[[int], None] = lambda step: None
 
-    def fit(self, scores: list[float], resume: bool = False, first: int = 1, patience: int = 0) -> Outcome:
+    def fit(self, scores: list[float], resume: bool = False, first: int = 1, patience: int = 0) -> FitResult:
         recipe, step = self.recipe, iter(range(first, 100))
-        model = first_model(recipe, self.shards.tokenizer)
+        model = build_pretrain_model(recipe, self.shards.tokenizer)
 
         def evaluate(model: Model) -> dict[str, float]:
             now = next(step)
@@ -48,8 +48,8 @@ class Judged:
             self.before(now)
             return {"score": scores[now - 1]} if now <= len(scores) else {"score": math.nan}
 
-        batches = batch_function(recipe, row_source(recipe, self.shards, False), self.shards.tokenizer)
-        run = Run(recipe, CPU, model, batches, evaluate, Path(recipe.output_dir), judge=lambda s: s["score"])
+        batches = make_pretrain_batch_fn(recipe, make_row_dataset(recipe, self.shards, False), self.shards.tokenizer)
+        run = TrainingRun(recipe, CPU, model, batches, evaluate, Path(recipe.output_dir), score_fn=lambda s: s["score"])
         run.patience = patience
         outcome = fit(run, resume)
         self.kept = next(model.parameters()).detach()
@@ -95,7 +95,7 @@ def test_the_best_that_was_kept_is_taken(
     assert told.count("the best weights so far could not be kept (File too large)") == len(refused)
     assert said in told
     folder = Path(run.recipe.output_dir)
-    assert all(damage(kept) is None for kept in folder.glob("best-*"))
+    assert all(find_corruption(kept) is None for kept in folder.glob("best-*"))
     assert not list(folder.glob(".*.tmp"))
 
 
@@ -185,7 +185,7 @@ def test_what_a_run_ends_with_is_written_by_the_next(
     assert (run / "final").exists() == (last == "write_results")
     assert not [p for p in run.glob(".*") if p.name not in (".lock", ".clock")]
     capsys.readouterr()
-    assert explain(refused.value) == 1
+    assert report_error(refused.value) == 1
     said = " ".join(capsys.readouterr().err.split())
     assert "File too large" in said
     assert f"{run / 'checkpoint-6'} is whole: " in said

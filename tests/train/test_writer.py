@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from firth.files import damage
+from firth.core.files import find_corruption
 from firth.models import Model
-from firth.train import Recipe, Run, pretrain, read_log
+from firth.train import Recipe, TrainingRun, pretrain, read_log
 from firth.train import writer as writers
-from firth.train.checkpoint import Kept, State, list_checkpoints, save_checkpoint
-from firth.train.log import Log
+from firth.train.checkpoint import CheckpointPayload, TrainState, list_checkpoints, save_checkpoint
+from firth.train.log import RunLog
 
 pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
 Recipes = Callable[..., Recipe]
@@ -34,24 +34,24 @@ def names(run: str | Path) -> list[str]:
 
 
 def hooked(monkeypatch: pytest.MonkeyPatch, hook: Callable[[int, Model], None]) -> None:
-    monkeypatch.setattr(pretraining, "Run", lambda *a, **k: Run(*a, **k, hooks=[(1, hook)]))
+    monkeypatch.setattr(pretraining, "TrainingRun", lambda *a, **k: TrainingRun(*a, **k, hooks=[(1, hook)]))
 
 
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Wait until no checkpoint is being written, in a thread of its own or not."""
-    known: list[writers.Writer] = []
-    plain = writers.Writer.save
+    known: list[writers.CheckpointWriter] = []
+    plain = writers.CheckpointWriter.save
 
-    def save(self: writers.Writer, *given: Any, **named: Any) -> None:
+    def save(self: writers.CheckpointWriter, *given: Any, **named: Any) -> None:
         known[:] = [self]
         plain(self, *given, **named)
 
-    monkeypatch.setattr(writers.Writer, "save", save)
+    monkeypatch.setattr(writers.CheckpointWriter, "save", save)
 
     def wait() -> None:
-        if known and known[0].writing is not None:
-            futures.wait([known[0].writing])
+        if known and known[0].pending is not None:
+            futures.wait([known[0].pending])
 
     return wait
 
@@ -75,7 +75,7 @@ def test_what_is_written_is_of_its_step(recipe_of: Recipes, tmp_path: Path, monk
     assert sum(during) > 0, "nothing was computed meanwhile, or the test shows nothing"
     assert names(tmp_path / "beside") == names(tmp_path / "waits") == ["checkpoint-8", "checkpoint-6", "checkpoint-3"]
     for name in names(tmp_path / "waits"):
-        assert damage(tmp_path / "beside" / name) is None
+        assert find_corruption(tmp_path / "beside" / name) is None
         found = files(tmp_path / "beside" / name)
         assert "training/average.safetensors" in found
         assert found == files(tmp_path / "waits" / name)
@@ -146,7 +146,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     pretrain(recipe)
     assert between == [["checkpoint-2"]], "4 and 6 were refused, and the one before stayed"
     assert names(tmp_path / "run") == ["checkpoint-8", "checkpoint-2"]
-    assert all(damage(p) is None for p in list_checkpoints(tmp_path / "run"))
+    assert all(find_corruption(p) is None for p in list_checkpoints(tmp_path / "run"))
     assert not list((tmp_path / "run").glob(".*.tmp"))
     said = capsys.readouterr().err
     assert "checkpoint-2 is whole still, and the run goes on" in said or "log.jsonl cannot be written" in said
@@ -175,10 +175,10 @@ def test_a_disk_that_stays_full_ends_cleanly(
     with pytest.raises(OSError, match="File too large"):
         pretrain(recipe)
     quota(None)
-    monkeypatch.setattr(pretraining, "Run", Run)
+    monkeypatch.setattr(pretraining, "TrainingRun", TrainingRun)
     run = tmp_path / "run"
     assert names(run) == ["checkpoint-4", "checkpoint-2"]
-    assert damage(run / "checkpoint-4") is None
+    assert find_corruption(run / "checkpoint-4") is None
     assert not (run / "final").exists()
     pretrain(recipe, resume=True)
     for name in ("log.jsonl", "final/model.safetensors"):
@@ -188,7 +188,7 @@ def test_a_disk_that_stays_full_ends_cleanly(
 def test_a_folder_that_became_read_only(
     recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refused(run: Path, kept: Kept, state: State, *rest: Any) -> Path:
+    def refused(run: Path, kept: CheckpointPayload, state: TrainState, *rest: Any) -> Path:
         if state.step == 4:
             raise OSError(errno.EROFS, "Read-only file system", str(run))
         return save_checkpoint(run, kept, state, *rest)
@@ -218,21 +218,21 @@ class Stubborn:
 
 
 def test_lines_that_a_full_disk_refuses_come_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Log(tmp_path / "log.jsonl", 0) as log:
+    with RunLog(tmp_path / "log.jsonl", 0) as log:
         file = Stubborn(tmp_path / "log.jsonl")
         log.file = file  # type: ignore[assignment]
         for step in (1, 2):
             log.write(step=step)
-            assert not log.is_written()
+            assert not log.flush()
         file.room = 10**6
         log.write(step=3)
-        assert log.is_written()
+        assert log.flush()
     assert [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [1, 2, 3]
     assert capsys.readouterr().err.count("its lines are kept for later") == 1
 
 
 def test_a_log_that_is_never_written_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="No space left"), Log(tmp_path / "log.jsonl", 0) as log:
+    with pytest.raises(OSError, match="No space left"), RunLog(tmp_path / "log.jsonl", 0) as log:
         log.file = Stubborn(tmp_path / "log.jsonl")  # type: ignore[assignment]
         log.write(step=1)
     assert read_log(tmp_path / "log.jsonl") == []

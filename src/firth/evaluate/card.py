@@ -9,21 +9,21 @@ from typing import Any, NamedTuple, get_args
 
 import yaml
 
-from firth.errors import UserError
-from firth.evaluate.export import auto_class
-from firth.files import CARD, read_json, write_text
-from firth.metrics import summarise
-from firth.models import OWN, LMHead, ModelConfig, count_parameters, family_of, read_config
+from firth.core.errors import UserError
+from firth.core.files import MODEL_CARD_FILE, read_json, write_text
+from firth.core.html import format_cell
+from firth.core.serialization import to_dict
+from firth.evaluate.export import hf_auto_class
+from firth.metrics import mean_and_std
+from firth.models import FIRTH_MODEL_TYPE, LMHead, ModelConfig, count_parameters, hf_model_type, read_config
 from firth.objectives import Mixture, Objective
-from firth.page import cell
-from firth.plain import to_plain
 from firth.tasks import TASK_FILE, FinetuneRecipe
 from firth.tokens import Tokenizer, load_tokenizer
 from firth.train import Recipe
-from firth.train.recipe import flat
+from firth.train.recipe import flatten_mapping
 
-FILL_IN = "*Fill in.*"
-PIPELINES = {  # the names under which the Hugging Face hub lists models
+FILL_IN_PLACEHOLDER = "*Fill in.*"
+PIPELINE_TAGS = {  # the names under which the Hugging Face hub lists models
     "classify": "text-classification",
     "pair": "text-classification",
     "regress": "text-classification",
@@ -37,12 +37,12 @@ PIPELINES = {  # the names under which the Hugging Face hub lists models
     "decoder": "text-generation",
     "encoder-decoder": "text2text-generation",
 }
-USES = {
+INTENDED_USES = {
     "encoder": "filling in masked words, and as a start for fine-tuning on tasks that read text",
     "decoder": "continuing text, and as a start for fine-tuning",
     "encoder-decoder": "restoring hidden spans, and as a start for fine-tuning on tasks that read and write text",
 }
-RECIPE = (  # what a reader of a card asks first; what is not as usual comes after it
+MAIN_RECIPE_FIELDS = (  # what a reader of a card asks first; what is not as usual comes after it
     "objective",
     "checkpoint",
     "from_scratch",
@@ -58,16 +58,16 @@ RECIPE = (  # what a reader of a card asks first; what is not as usual comes aft
     "lora_rank",
     "seed",
 )
-LEFT_OUT = ("shots", "lora_rank")  # where they are 0: all examples, all weights
-ELSEWHERE = (  # in other parts of a card, or nothing that the model depends on
+OMITTED_IF_ZERO_FIELDS = ("shots", "lora_rank")  # where they are 0: all examples, all weights
+OMITTED_RECIPE_FIELDS = (  # in other parts of a card, or nothing that the model depends on
     *("output_dir", "task", "train", "dev", "data", "sources", "tokenizer", "model", "baseline"),
     *("logging_steps", "save_steps", "save_total_limit", "async_save"),
     *("train_checksum", "dev_checksum", "shards_checksum"),
 )
-EMPTY: tuple[Any, ...] = (None, "", {}, [])
+EMPTY_VALUES: tuple[Any, ...] = (None, "", {}, [])
 
 
-class Scores(NamedTuple):
+class CardScores(NamedTuple):
     """What a model scores on some data; of a run with several seeds also their means and deviations."""
 
     data: str
@@ -75,36 +75,36 @@ class Scores(NamedTuple):
     means: dict[str, tuple[float, float]]
 
 
-def write_card(checkpoint: str | Path, overwrite: bool = False) -> Path:
+def write_model_card(checkpoint: str | Path, overwrite: bool = False) -> Path:
     """Write the model card of a checkpoint into its folder; one that is there is left alone unless `overwrite`.
 
     It is filled from the checkpoint and from the run folder around it (recipe.yaml, source.json, results.json, and
     the results of evaluations). What no file says is left for a person to fill in.
     """
     folder = Path(checkpoint)
-    path = folder / CARD
+    path = folder / MODEL_CARD_FILE
     if path.exists() and not overwrite:
         raise UserError(f"{path} exists already, and may have been edited. Pass --overwrite to write it anew.")
-    write_text(path, make_card(folder))
+    write_text(path, render_model_card(folder))
     return path
 
 
-def make_card(folder: Path) -> str:
+def render_model_card(folder: Path) -> str:
     """The card as text."""
     config, run = read_config(folder), folder.absolute().parent
     tokenizer = load_tokenizer(folder)
-    facts = found(folder / TASK_FILE)
-    recipe = read_recipe(run / "recipe.yaml")
-    scores = list(all_scores(folder, recipe))
+    facts = read_json_if_present(folder / TASK_FILE)
+    recipe = read_recipe_yaml(run / "recipe.yaml")
+    scores = list(collect_scores(folder, recipe))
     sections = {
-        "Model": about_model(config, tokenizer, facts),
-        "Intended use": about_use(config, facts),
-        "Data": about_data(recipe, found(run / "source.json")),
-        "Training": about_training(recipe, found(run / "results.json")),
-        "Scores": about_scores(scores),
-        "Limitations": FILL_IN,
-        "Licence": f"{FILL_IN} Say it in `license` at the top of this file too.",
-        "How to load": loading(config, tokenizer),
+        "Model": model_section(config, tokenizer, facts),
+        "Intended use": intended_use_section(config, facts),
+        "Data": data_section(recipe, read_json_if_present(run / "source.json")),
+        "Training": training_section(recipe, read_json_if_present(run / "results.json")),
+        "Scores": scores_section(scores),
+        "Limitations": FILL_IN_PLACEHOLDER,
+        "Licence": f"{FILL_IN_PLACEHOLDER} Say it in `license` at the top of this file too.",
+        "How to load": loading_section(config, tokenizer),
     }
     name = f"{run.name}" if folder.name in ("final", "best") else folder.name
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items())
@@ -112,22 +112,22 @@ def make_card(folder: Path) -> str:
     return f"---\n{front_matter(config, tokenizer, facts, name, found_here)}---\n\n# {name}\n\n{body}\n"
 
 
-def found(path: Path) -> dict[str, Any]:
+def read_json_if_present(path: Path) -> dict[str, Any]:
     """A JSON file, or nothing where there is none."""
     return dict(read_json(path)) if path.is_file() else {}
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
+def read_recipe_yaml(path: Path) -> dict[str, Any]:
     return dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.is_file() else {}
 
 
 def front_matter(
-    config: ModelConfig, tokenizer: Tokenizer, facts: Mapping[str, Any], name: str, scores: Mapping[str, Any]
+    config: ModelConfig, tokenizer: Tokenizer, task_metadata: Mapping[str, Any], name: str, scores: Mapping[str, Any]
 ) -> str:
     """What the Hugging Face hub reads. `license` is 'unknown' until somebody says it."""
-    own = family_of(config, tokenizer.vocab) == OWN
-    task = facts.get("task")
-    kind = PIPELINES.get(task or config.shape)
+    own = hf_model_type(config, tokenizer.vocab) == FIRTH_MODEL_TYPE
+    task = task_metadata.get("task")
+    kind = PIPELINE_TAGS.get(task or config.architecture)
     matter: dict[str, Any] = {
         "license": "unknown",
         "library_name": "firth" if own else "transformers",
@@ -147,93 +147,99 @@ def front_matter(
     return yaml.safe_dump(matter, sort_keys=False, allow_unicode=True)
 
 
-def about_model(config: ModelConfig, tokenizer: Tokenizer, facts: Mapping[str, Any]) -> str:
+def model_section(config: ModelConfig, tokenizer: Tokenizer, task_metadata: Mapping[str, Any]) -> str:
     rows = {
-        "architecture": f"{config.family} ({config.shape})",
+        "architecture": f"{config.family} ({config.architecture})",
         "parameters": count_parameters(config),
         "layers": config.num_layers,
         "width": config.dim,
         "attention heads": config.num_heads,
         "longest text": "no fixed limit" if config.max_length is None else f"{config.max_length:,} tokens",
         "tokenizer": f"{tokenizer.kind}, {tokenizer.vocab.size:,} tokens",
-        **({"task": facts["task"]} if "task" in facts else {}),
-        **({"labels": ", ".join(facts["labels"])} if facts.get("labels") else {}),
+        **({"task": task_metadata["task"]} if "task" in task_metadata else {}),
+        **({"labels": ", ".join(task_metadata["labels"])} if task_metadata.get("labels") else {}),
     }
-    return as_table(["", ""], rows)
+    return markdown_table(["", ""], rows)
 
 
-def about_use(config: ModelConfig, facts: Mapping[str, Any]) -> str:
-    if "task" in facts:
-        return f"The model was fine-tuned for one task, {facts['task']}, on the data below. {FILL_IN}"
-    return f"A model of this shape is meant for {USES[config.shape]}. {FILL_IN}"
+def intended_use_section(config: ModelConfig, task_metadata: Mapping[str, Any]) -> str:
+    if "task" in task_metadata:
+        return (
+            f"The model was fine-tuned for one task, {task_metadata['task']}, on the data below. {FILL_IN_PLACEHOLDER}"
+        )
+    return f"A model of this shape is meant for {INTENDED_USES[config.architecture]}. {FILL_IN_PLACEHOLDER}"
 
 
-def about_data(recipe: Mapping[str, Any], source: Mapping[str, Any]) -> str:
+def data_section(recipe: Mapping[str, Any], source: Mapping[str, Any]) -> str:
     """Which files, as they were named; what is in them only a person knows."""
     rows = {name: recipe[name] for name in ("data", "train", "dev") if recipe.get(name)}
     if source.get("data"):
         rows |= {"text": ", ".join(map(str, source["data"])), "bytes": source.get("bytes")}
-    table = as_table(["", ""], {name: value for name, value in rows.items() if value is not None})
-    return f"{table}\n\nWhat the data are, in which languages, and under which licence: {FILL_IN}" if rows else FILL_IN
+    table = markdown_table(["", ""], {name: value for name, value in rows.items() if value is not None})
+    return (
+        f"{table}\n\nWhat the data are, in which languages, and under which licence: {FILL_IN_PLACEHOLDER}"
+        if rows
+        else FILL_IN_PLACEHOLDER
+    )
 
 
-def about_training(recipe: Mapping[str, Any], results: Mapping[str, Any]) -> str:
-    rows = {name: recipe[name] for name in RECIPE if recipe.get(name) not in EMPTY}
-    rows = {name: value for name, value in rows.items() if value or name not in LEFT_OUT}
-    rows |= {name: value for name, value in unusual(recipe).items() if name not in rows}
+def training_section(recipe: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+    rows = {name: recipe[name] for name in MAIN_RECIPE_FIELDS if recipe.get(name) not in EMPTY_VALUES}
+    rows = {name: value for name, value in rows.items() if value or name not in OMITTED_IF_ZERO_FIELDS}
+    rows |= {name: value for name, value in non_default_fields(recipe).items() if name not in rows}
     if isinstance(rows.get("objective"), Mapping):
         rows["objective"] = rows["objective"].get("kind", "")
     if isinstance(rows.get("max_steps"), int) and rows["max_steps"] < 1:
         del rows["max_steps"]
     rows |= {name: results[name] for name in ("steps", "tokens", "seconds") if results.get(name)}
-    return as_table(["", ""], rows) if rows else FILL_IN
+    return markdown_table(["", ""], rows) if rows else FILL_IN_PLACEHOLDER
 
 
-def unusual(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def non_default_fields(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """What a recipe says and its defaults do not."""
     usual: dict[str, Any] = {}
     for field in fields(FinetuneRecipe if "task" in recipe else Recipe):
-        if field.name in recipe and field.name not in (*ELSEWHERE, *RECIPE[1:]):
-            usual[field.name] = to_plain(field.default if field.default_factory is MISSING else field.default_factory())
+        if field.name in recipe and field.name not in (*OMITTED_RECIPE_FIELDS, *MAIN_RECIPE_FIELDS[1:]):
+            usual[field.name] = to_dict(field.default if field.default_factory is MISSING else field.default_factory())
     if "objective" in usual:
-        usual["objective"] = usual_objective(recipe["objective"])
-    before, here = flat(usual), flat({name: recipe[name] for name in usual})
-    return {name: value for name, value in here.items() if value != before.get(name) and value not in EMPTY}
+        usual["objective"] = objective_with_defaults(recipe["objective"])
+    before, here = flatten_mapping(usual), flatten_mapping({name: recipe[name] for name in usual})
+    return {name: value for name, value in here.items() if value != before.get(name) and value not in EMPTY_VALUES}
 
 
-def usual_objective(plain: Any) -> Any:
+def objective_with_defaults(objective_dict: Any) -> Any:
     """The objective of the same kind as nobody has changed it; as it is where there is no such thing."""
     kinds = {kind.__name__: kind for kind in get_args(Objective) if kind is not Mixture}  # which has parts of one's own
-    name = plain.get("kind") if isinstance(plain, Mapping) else None
-    return {"kind": name, **to_plain(kinds[name]())} if name in kinds else plain
+    name = objective_dict.get("kind") if isinstance(objective_dict, Mapping) else None
+    return {"kind": name, **to_dict(kinds[name]())} if name in kinds else objective_dict
 
 
-def all_scores(folder: Path, recipe: Mapping[str, Any]) -> Iterator[Scores]:
+def collect_scores(folder: Path, recipe: Mapping[str, Any]) -> Iterator[CardScores]:
     """The scores of a model in its run, and in every evaluation of it there, by the name of the data."""
     run, seen = folder.absolute().parent, set[str]()
-    results = found(run / "results.json")
+    results = read_json_if_present(run / "results.json")
     if "metric" in results:
         own, broken = results["scores"][results["best_seed"]], results.get("diverged", ())
         each = [scores for i, scores in enumerate(results["scores"]) if i not in broken]
         names = dict.fromkeys([results["metric"], *own])
         known = [n for n in names if all(s.get(n) is not None for s in each)]  # which some seed may have no number for
-        means = {n: summarise([s[n] for s in each]) for n in known if len(each) > 1}
+        means = {n: mean_and_std([s[n] for s in each]) for n in known if len(each) > 1}
         here = {n: own[n] for n in names if own.get(n) is not None}
-        yield Scores(Path(str(recipe.get("dev", "dev"))).name, here, means)
+        yield CardScores(Path(str(recipe.get("dev", "dev"))).name, here, means)
     elif results.get("eval_loss") is not None:
-        yield Scores("held-out documents", {"eval_loss": results["eval_loss"]}, {})
+        yield CardScores("held-out documents", {"eval_loss": results["eval_loss"]}, {})
     for path in sorted(run.glob("evaluate-*/results.json")):
-        other = found(path)
+        other = read_json_if_present(path)
         if other.get("metrics") and Path(other.get("checkpoint", folder)).name == folder.name:
             here = {name: x for name, x in other["metrics"].items() if x is not None}
             data = Path(str(other.get("data", path.parent.name))).name
-            yield Scores(f"{data} ({path.parent.name})" if data in seen else data, here, {})
+            yield CardScores(f"{data} ({path.parent.name})" if data in seen else data, here, {})
             seen.add(data)
 
 
-def about_scores(scores: Sequence[Scores]) -> str:
+def scores_section(scores: Sequence[CardScores]) -> str:
     if not scores:
-        return f"Not evaluated yet. {FILL_IN}"
+        return f"Not evaluated yet. {FILL_IN_PLACEHOLDER}"
     several = any(one.means for one in scores)
     columns = ["data", "metric", "score", *(["mean of the seeds", "deviation"] if several else [])]
     rows = [
@@ -242,27 +248,31 @@ def about_scores(scores: Sequence[Scores]) -> str:
         for name, x in one.metrics.items()
         if x is not None
     ]
-    table = "\n".join([line(columns), "| --- | --- |" + " ---: |" * (len(columns) - 2), *(line(row) for row in rows)])
+    table = "\n".join(
+        [markdown_row(columns), "| --- | --- |" + " ---: |" * (len(columns) - 2), *(markdown_row(row) for row in rows)]
+    )
     note = "This is the model of the seed that was best on dev: what to expect of another is the mean.\n\n"
     return (note if several else "") + table
 
 
-def loading(config: ModelConfig, tokenizer: Tokenizer) -> str:
+def loading_section(config: ModelConfig, tokenizer: Tokenizer) -> str:
     ours = "import firth\n\nmodel = firth.load(FOLDER)"
-    kind = auto_class(config)
+    kind = hf_auto_class(config)
     theirs = f"from transformers import {kind}, AutoTokenizer\n\nmodel = {kind}.from_pretrained(FOLDER)"
-    own = family_of(config, tokenizer.vocab) == OWN
+    own = hf_model_type(config, tokenizer.vocab) == FIRTH_MODEL_TYPE
     blocks = [ours] if own else [ours, f"{theirs}\ntokenizer = AutoTokenizer.from_pretrained(FOLDER)"]
     return "\n\n".join(f"```python\n{block}\n```" for block in blocks)
 
 
-def as_table(columns: list[str], rows: Mapping[str, Any]) -> str:
-    return "\n".join([line(columns), "| --- " * len(columns) + "|", *(line(pair) for pair in rows.items())])
+def markdown_table(columns: list[str], rows: Mapping[str, Any]) -> str:
+    return "\n".join(
+        [markdown_row(columns), "| --- " * len(columns) + "|", *(markdown_row(pair) for pair in rows.items())]
+    )
 
 
-def line(cells: Any) -> str:
+def markdown_row(cells: Any) -> str:
     """
     >>> line(["a|b", 1234])
     '| a\\\\|b | 1,234 |'
     """
-    return "| " + " | ".join(cell(value).replace("|", "\\|").replace("\n", " ") for value in cells) + " |"
+    return "| " + " | ".join(format_cell(value).replace("|", "\\|").replace("\n", " ") for value in cells) + " |"

@@ -10,20 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from firth.console import count
-from firth.errors import UserError
-from firth.evaluate.asking import Answer, Query
-from firth.evaluate.likelihood import LeftToRight, Parts, Scorer, about_unknown, make_scorer
-from firth.evaluate.outcome import Outcome
+from firth.core.console import format_count
+from firth.core.errors import UserError
+from firth.evaluate.evaluation import Evaluation
+from firth.evaluate.likelihood import CausalScorer, Scorer, SplitText, make_scorer, unknown_token_messages
+from firth.evaluate.logprobs import LogprobQuery, TokenLogprobs
 from firth.metrics import accuracy
 from firth.models import Model
 from firth.tasks import Prediction
 from firth.text import Example
 
-BLANK = re.compile(r"\[MASK\]|<mask>|___+")
+BLANK_PATTERN = re.compile(r"\[MASK\]|<mask>|___+")
 
 
-def cloze(checkpoint: Model | str | Path, examples: Sequence[Example], **settings: Any) -> Outcome:
+def evaluate_cloze(checkpoint: Model | str | Path, examples: Sequence[Example], **settings: Any) -> Evaluation:
     """How often the model, left to itself, would write just the answer; and the answer's mean log-probability.
 
     The answer stands where the context has a blank (___ or [MASK]), or else at its end, after a space. A decoder
@@ -32,55 +32,57 @@ def cloze(checkpoint: Model | str | Path, examples: Sequence[Example], **setting
     spell is wrong, and has no log-probability; `known` is the share of the others. `settings`: those of `make_scorer`.
     """
     scorer = make_scorer(checkpoint, **settings)
-    parts = [answer_in(scorer, example) for example in examples]
+    parts = [split_cloze(scorer, example) for example in examples]
     hits, logp, predictions = [], [], []  # log-probabilities only of answers that can be spelled
-    for ((query, answer),) in scorer.stretches(parts, together=True):
-        hits.append(scorer.guessed(query, answer))
-        spelled = scorer.spelled(query)
+    for ((query, answer),) in scorer.score_spans(parts, jointly=True):
+        hits.append(scorer.is_exact_match(query, answer))
+        spelled = scorer.is_in_vocabulary(query)
         logp += [scorer.answer_logp(answer)] if spelled else []
-        predictions.append(Prediction(written(scorer, query, answer), {"logp": logp[-1]} if spelled else None))
+        predictions.append(Prediction(predicted_text(scorer, query, answer), {"logp": logp[-1]} if spelled else None))
     mean_logp, unknown = float(np.mean(logp)) if logp else math.nan, len(hits) - len(logp)
     metrics = {"accuracy": float(np.mean(hits)), "answer_logp": mean_logp, "known": len(logp) / len(hits)}
     said = [f"{unknown:,} of {len(hits):,} answers have a word that the tokenizer does not know, and count as wrong."]
     facts = {"method": scorer.method, "unknown": unknown}
-    return Outcome(metrics, predictions, facts, [*said * bool(unknown), *unseen(scorer, parts), *scorer.said])
+    return Evaluation(
+        metrics, predictions, facts, [*said * bool(unknown), *unseen_context_message(scorer, parts), *scorer.notices]
+    )
 
 
-def answer_in(scorer: Scorer, example: Example) -> Parts:
+def split_cloze(scorer: Scorer, example: Example) -> SplitText:
     """The context with its answer, cut around the answer. A space before it belongs to it, as tokenizers have it."""
     if example.target is None:
         raise UserError(f"Example {example.id} has no answer, and a cloze asks how likely that is.")
     before, after = example.texts[0], ""
-    if blanks := list(BLANK.finditer(before)):
+    if blanks := list(BLANK_PATTERN.finditer(before)):
         if len(blanks) > 1:
             raise UserError(f"Example {example.id} has {len(blanks)} blanks, and one answer. Write one blank.")
         before, after = before[: blanks[0].start()], before[blanks[0].end() :]
     elif before and not before[-1].isspace():
         before += " "
-    return scorer.split(
+    return scorer.split_at_span(
         before + example.target + after, len(before.rstrip()), len(before + example.target), f"Example {example.id}"
     )
 
 
-def written(scorer: Scorer, query: Query, answer: Answer) -> str:
+def predicted_text(scorer: Scorer, query: LogprobQuery, logprobs: TokenLogprobs) -> str:
     """What the model would write, up to the first token at which it leaves the answer; an encoder fills all masks."""
-    best, labels = answer.best.tolist(), query.labels
-    if query.written is None and not isinstance(scorer, LeftToRight):
+    best, labels = logprobs.top_ids.tolist(), query.labels
+    if query.decoder_input_ids is None and not isinstance(scorer, CausalScorer):
         return scorer.tokenizer.decode(best).strip()
     wrong = next((i for i, token in enumerate(best) if token != labels[i]), len(best) - 1)
     return scorer.tokenizer.decode(best[: wrong + 1]).strip()
 
 
-def unseen(scorer: Scorer, parts: Sequence[Parts]) -> list[str]:
+def unseen_context_message(scorer: Scorer, splits: Sequence[SplitText]) -> list[str]:
     """A decoder does not see what comes after a blank."""
-    num = sum(bool(part.after) for part in parts) if scorer.exact else 0
-    some = count(num, "text goes on after its blank", "texts go on after their blank")
+    num = sum(bool(part.after) for part in splits) if scorer.is_exact else 0
+    some = format_count(num, "text goes on after its blank", "texts go on after their blank")
     return [f"{some}, which this model does not see."] if num else []
 
 
-def choice(
+def evaluate_choice(
     checkpoint: Model | str | Path, examples: Sequence[Example], delimiter: str = " ", **settings: Any
-) -> Outcome:
+) -> Evaluation:
     """How often the right one of several endings is the likeliest after the context, for a model as it is.
 
     `accuracy` compares sums of log-probabilities, `accuracy_norm` divides them by the ending's bytes, so that a long
@@ -89,28 +91,28 @@ def choice(
     """
     scorer = make_scorer(checkpoint, **settings)
     parts = [
-        ending(scorer, example.texts[0] + delimiter, text, example.id)
+        split_choice(scorer, example.texts[0] + delimiter, text, example.id)
         for example in examples
         for text in example.texts[1:]
     ]
-    found = list(scorer.stretches(parts, together=False))
-    sums = iter([sum(float(answer.logp.sum()) for _, answer in answers) for answers in found])
-    unknown = sum(scorer.unknown(query.labels) for answers in found for query, _ in answers)
+    found = list(scorer.score_spans(parts, jointly=False))
+    sums = iter([sum(float(answer.logprobs.sum()) for _, answer in answers) for answers in found])
+    unknown = sum(scorer.count_unknown(query.labels) for answers in found for query, _ in answers)
     predictions = []
     for example in examples:
         choices = example.texts[1:]
         logp = np.array([next(sums) for _ in choices])
         per_byte = logp / [len(text.encode()) for text in choices]
         scores = {str(i): value for i, value in enumerate(logp.tolist())}
-        predictions.append(Prediction(likeliest(logp), scores, {"normalised": likeliest(per_byte)}))
+        predictions.append(Prediction(unique_argmax(logp), scores, {"normalised": unique_argmax(per_byte)}))
     facts = {"method": scorer.method, "unknown": unknown}
     ties = sum(prediction.prediction is None for prediction in predictions)
-    some = count(ties, "example has several likeliest choices", "examples have several likeliest choices")
-    said = [*([f"{some}, and count as wrong."] if ties else []), *about_unknown(unknown), *scorer.said]
-    return Outcome(choice_metrics(examples, predictions), predictions, facts, said)
+    some = format_count(ties, "example has several likeliest choices", "examples have several likeliest choices")
+    said = [*([f"{some}, and count as wrong."] if ties else []), *unknown_token_messages(unknown), *scorer.notices]
+    return Evaluation(choice_metrics(examples, predictions), predictions, facts, said)
 
 
-def likeliest(logp: np.ndarray) -> int | None:
+def unique_argmax(logp: np.ndarray) -> int | None:
     """The place of the highest; None where several are.
 
     >>> likeliest(np.array([-2.0, -1.0, -3.0])), likeliest(np.array([-1.0, -1.0, -3.0]))
@@ -120,8 +122,10 @@ def likeliest(logp: np.ndarray) -> int | None:
     return int(best[0]) if len(best) == 1 else None
 
 
-def ending(scorer: Scorer, before: str, text: str, name: str | int) -> Parts:
-    return scorer.split(before + text, len(before.rstrip()), len(before + text), f"Example {name}")
+def split_choice(scorer: Scorer, context: str, choice_text: str, example_id: str | int) -> SplitText:
+    return scorer.split_at_span(
+        context + choice_text, len(context.rstrip()), len(context + choice_text), f"Example {example_id}"
+    )
 
 
 def choice_metrics(examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:

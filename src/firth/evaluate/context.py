@@ -13,22 +13,30 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from firth.console import progress, say
-from firth.errors import UserError, nearest
-from firth.evaluate.asking import BATCH_TOKENS, padding
-from firth.evaluate.embed import Layer, Reading, by_length, check_layer, layer_states, unit, words_in_texts
-from firth.evaluate.likelihood import open_model, reading_length
-from firth.evaluate.vectors import WordVectors, token_vectors, word_vectors
-from firth.generate.reading import evaluating, pad_right, tokenizer_of
-from firth.models import Model, framing, load_model
-from firth.models.config import BAG
-from firth.models.ngram import is_ngram
+from firth.core.console import progress, say
+from firth.core.errors import UserError, did_you_mean
+from firth.evaluate.embed import (
+    EmbedInput,
+    LayerChoice,
+    batch_texts_by_length,
+    check_layer,
+    embed_words_in_texts,
+    layer_hidden_states,
+    normalize_rows,
+)
+from firth.evaluate.likelihood import open_model, resolve_max_length
+from firth.evaluate.logprobs import EVAL_BATCH_TOKENS, get_pad_token_id
+from firth.evaluate.vectors import WordVectors, load_word_vectors, whole_word_vectors
+from firth.generate.decode_state import eval_mode, pad_right, require_tokenizer
+from firth.models import Model, load_model, make_text_template
+from firth.models.config import BAG_OF_WORDS_FAMILY
 from firth.objectives import Batch
-from firth.text.words import WORD, find_word, forms_of
-from firth.tokens.edges import sentence_edges
+from firth.static.ngram import is_ngram
+from firth.text.inflection import ENGLISH_WORD, find_inflected_word, get_irregular_forms
+from firth.tokens.boundaries import sentence_end_offsets
 
-MOST = 20_000  # words of a text among which the nearest are looked for
-LONGEST = 60  # words of a sentence that are read at once
+MAX_CANDIDATE_WORDS = 20_000  # words of a text among which the nearest are looked for
+MAX_SENTENCE_WORDS = 60  # words of a sentence that are read at once
 
 
 class Occurrence(NamedTuple):
@@ -42,21 +50,21 @@ class Occurrence(NamedTuple):
     def word(self) -> str:
         return self.text[self.begin : self.end]
 
-    def shown(self, around: int = 28) -> str:
+    def excerpt(self, context_chars: int = 28) -> str:
         """
         >>> Occurrence("He swung the bat at the ball.", 13, 16).shown(12)
         '...swung the [bat] at the ball...'
         """
         before, after = self.text[: self.begin], self.text[self.end :]
-        left = before if len(before) <= around else "..." + before[-around:].lstrip()
-        right = after if len(after) <= around else after[:around].rstrip() + "..."
+        left = before if len(before) <= context_chars else "..." + before[-context_chars:].lstrip()
+        right = after if len(after) <= context_chars else after[:context_chars].rstrip() + "..."
         return f"{left}[{self.word}]{right}".replace("\n", " ")
 
 
-class Near(NamedTuple):
+class NearWord(NamedTuple):
     """A word in a text that has a vector near to another's."""
 
-    at: Occurrence
+    occurrence: Occurrence
     similarity: float
 
 
@@ -74,84 +82,92 @@ def compare_contexts(
     texts among whose words the nearest ones are looked for. Cosines of different models cannot be compared as they are:
     `any_two_words` is what any two words of the texts have on average.
     """
-    places = occurrences_of(word, texts)
+    places = find_occurrences(word, texts)
     if len(places) < 2:
         raise UserError(f"{word!r} stands in one place only. Give two or more texts that have the word.")
-    candidates = words_of(among)
-    if len(candidates) == MOST:
-        say(f"the nearest are looked for among the first {MOST:,} words of that text")
+    candidates = collect_words(among)
+    if len(candidates) == MAX_CANDIDATE_WORDS:
+        say(f"the nearest are looked for among the first {MAX_CANDIDATE_WORDS:,} words of that text")
     return {
         "word": word,
         "texts": list(texts),
         "occurrences": [{"text": list(texts).index(at.text), "begin": at.begin, "end": at.end} for at in places],
-        "checkpoints": [by_one(checkpoint, word, places, candidates, layer, top) for checkpoint in checkpoints],
+        "checkpoints": [
+            compare_in_checkpoint(checkpoint, word, places, candidates, layer, top) for checkpoint in checkpoints
+        ],
     }
 
 
-def by_one(
+def compare_in_checkpoint(
     checkpoint: str | Path | Model,
     word: str,
-    places: Sequence[Occurrence],
+    occurrences: Sequence[Occurrence],
     candidates: Sequence[Occurrence],
     layer: int,
     top: int,
 ) -> dict[str, Any]:
     """What one checkpoint says."""
-    source, name = open_source(checkpoint), "" if isinstance(checkpoint, Model) else str(checkpoint)
+    source, name = open_vector_source(checkpoint), "" if isinstance(checkpoint, Model) else str(checkpoint)
     if isinstance(source, WordVectors):
-        refuse_unknown(source, places, name)
+        check_words_known(source, occurrences, name)
     layer = 0 if isinstance(source, WordVectors) else layer
-    x_ND = unit(vectors_of(source, places, layer))
-    others = candidates or words_of([at.text for at in places])
-    others, other_ND = known(others, unit(vectors_of(source, others, layer)))
-    found = [nearest_to(x_D, others, other_ND, word, top) for x_D in x_ND] if candidates else []
+    x_ND = normalize_rows(occurrence_vectors(source, occurrences, layer))
+    others = candidates or collect_words([at.text for at in occurrences])
+    others, other_ND = drop_zero_vectors(others, normalize_rows(occurrence_vectors(source, others, layer)))
+    found = [nearest_occurrences(x_D, others, other_ND, word, top) for x_D in x_ND] if candidates else []
     return {
         "checkpoint": name,
-        "kind": kind_of(source),
+        "kind": vector_kind(source),
         "layer": layer,
         "similarity": np.round(x_ND @ x_ND.T, 6).tolist(),
         "any_two_words": mean_cosine(other_ND),
-        "neighbours": [[plain(near) for near in some] for some in found],
+        "neighbours": [[near_word_to_dict(near) for near in some] for some in found],
     }
 
 
-def plain(near: Near) -> dict[str, Any]:
-    return {"word": near.at.word, "similarity": near.similarity, "where": near.at.shown()}
+def near_word_to_dict(near_word: NearWord) -> dict[str, Any]:
+    return {
+        "word": near_word.occurrence.word,
+        "similarity": near_word.similarity,
+        "where": near_word.occurrence.excerpt(),
+    }
 
 
 # --- words in texts -------------------------------------------------------------------------------------------------
 
 
-def occurrences_of(word: str, texts: Sequence[str]) -> list[Occurrence]:
+def find_occurrences(word: str, texts: Sequence[str]) -> list[Occurrence]:
     """Every place of a word: as it is, or else in another form (bats, records). A text without it is an error."""
     if not word.strip():
         raise UserError("Which word is to be compared? It is empty.")
     found = []
     for number, text in enumerate(texts, 1):
         exact = re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE)
-        spans = [match.span() for match in exact] or [span for span in [find_word(word, text)] if span is not None]
+        spans = [match.span() for match in exact] or [
+            span for span in [find_inflected_word(word, text)] if span is not None
+        ]
         if not spans:
-            near = nearest(word, {match.group() for match in WORD.finditer(text)})
+            near = did_you_mean(word, {match.group() for match in ENGLISH_WORD.finditer(text)})
             raise UserError(f"{word!r} is not in text {number}, {text!r}. {near}")
         found += [Occurrence(text, *span) for span in spans]
     return found
 
 
-def words_of(texts: Iterable[str], most: int = MOST) -> list[Occurrence]:
+def collect_words(texts: Iterable[str], max_words: int = MAX_CANDIDATE_WORDS) -> list[Occurrence]:
     """The words of some texts, sentence by sentence, up to so many."""
     found: list[Occurrence] = []
     for text in texts:
         begin = 0
-        for end in sentence_edges(text, "en"):
-            spans = [match.span() for match in WORD.finditer(text[begin:end]) if has_letter(match.group())]
-            for first in range(0, len(spans), LONGEST):
-                some = spans[first : first + LONGEST]
-                start, stop = some[0][0], some[-1][1] if first + LONGEST < len(spans) else end - begin
+        for end in sentence_end_offsets(text, "en"):
+            spans = [match.span() for match in ENGLISH_WORD.finditer(text[begin:end]) if has_letter(match.group())]
+            for first in range(0, len(spans), MAX_SENTENCE_WORDS):
+                some = spans[first : first + MAX_SENTENCE_WORDS]
+                start, stop = some[0][0], some[-1][1] if first + MAX_SENTENCE_WORDS < len(spans) else end - begin
                 sentence = text[begin + start : begin + stop]
                 found += [Occurrence(sentence, a - start, b - start) for a, b in some]
             begin = end
-            if len(found) >= most:
-                return found[:most]
+            if len(found) >= max_words:
+                return found[:max_words]
     return found
 
 
@@ -162,80 +178,82 @@ def has_letter(word: str) -> bool:
 # --- vectors --------------------------------------------------------------------------------------------------------
 
 
-def open_source(checkpoint: str | Path | Model) -> Model | WordVectors:
+def open_vector_source(checkpoint: str | Path | Model) -> Model | WordVectors:
     """A model, or the vectors that words have whatever stands around them."""
     if not isinstance(checkpoint, Model) and is_ngram(checkpoint):
         raise UserError(f"{checkpoint} is an n-gram model: it counts words, and has no vectors of them.")
     if not isinstance(checkpoint, Model) and not Path(checkpoint).exists():
         raise UserError(f"{checkpoint}: no such checkpoint folder or file of word vectors.")
     if not isinstance(checkpoint, Model) and Path(checkpoint).is_file():
-        return word_vectors(checkpoint)
+        return load_word_vectors(checkpoint)
     model = checkpoint if isinstance(checkpoint, Model) else load_model(checkpoint)
-    return token_vectors(model) if model.config.family == BAG else open_model(model)
+    return whole_word_vectors(model) if model.config.family == BAG_OF_WORDS_FAMILY else open_model(model)
 
 
-def kind_of(source: Model | WordVectors) -> str:
+def vector_kind(source: Model | WordVectors) -> str:
     """What a word's vector depends on."""
     if isinstance(source, WordVectors):
         return "static"
-    return "in context, of what came before" if source.config.shape == "decoder" else "in context"
+    return "in context, of what came before" if source.config.architecture == "decoder" else "in context"
 
 
-def refuse_unknown(vectors: WordVectors, places: Sequence[Occurrence], name: str) -> None:
-    for at in places:
+def check_words_known(vectors: WordVectors, occurrences: Sequence[Occurrence], name: str) -> None:
+    for at in occurrences:
         if vectors.find(at.word) is None:
-            raise UserError(f"{name}: {at.word!r} has no vector. {nearest(at.word, vectors.words[:20_000])}")
+            raise UserError(f"{name}: {at.word!r} has no vector. {did_you_mean(at.word, vectors.words[:20_000])}")
 
 
-def vectors_of(source: Model | WordVectors, places: Sequence[Occurrence], layer: Layer) -> np.ndarray:
+def occurrence_vectors(
+    source: Model | WordVectors, occurrences: Sequence[Occurrence], layer: LayerChoice
+) -> np.ndarray:
     """(N, D): each word where it stands; zeros where it has no vector."""
     if isinstance(source, WordVectors):
-        return words_in_texts(source, [at.text for at in places], [(at.begin, at.end) for at in places])
+        return embed_words_in_texts(source, [at.text for at in occurrences], [(at.begin, at.end) for at in occurrences])
     by_text: dict[str, list[int]] = {}
-    for number, at in enumerate(places):
+    for number, at in enumerate(occurrences):
         by_text.setdefault(at.text, []).append(number)
     alone = [numbers[0] for numbers in by_text.values() if len(numbers) == 1]
     found: dict[int, np.ndarray] = {}
     if alone:  # a long text is cut around its word
-        texts, spans = [places[i].text for i in alone], [(places[i].begin, places[i].end) for i in alone]
-        found = dict(zip(alone, words_in_texts(source, texts, spans, layer), strict=True))
+        texts, spans = [occurrences[i].text for i in alone], [(occurrences[i].begin, occurrences[i].end) for i in alone]
+        found = dict(zip(alone, embed_words_in_texts(source, texts, spans, layer), strict=True))
     if len(alone) < len(by_text):
         together = {text: numbers for text, numbers in by_text.items() if len(numbers) > 1}
-        found |= read_once(source, places, together, layer)
+        found |= encode_texts_once(source, occurrences, together, layer)
     nothing_D = np.zeros_like(next(iter(found.values())))  # a layer may be wider than the model
-    return np.stack([found.get(i, nothing_D) for i in range(len(places))])
+    return np.stack([found.get(i, nothing_D) for i in range(len(occurrences))])
 
 
 @torch.no_grad()
-def read_once(
-    model: Model, places: Sequence[Occurrence], by_text: dict[str, list[int]], layer: Layer
+def encode_texts_once(
+    model: Model, occurrences: Sequence[Occurrence], by_text: dict[str, list[int]], layer: LayerChoice
 ) -> dict[int, np.ndarray]:
     """Several words of each text, whose states come from one reading, but for words beyond what can be read."""
     check_layer(model, layer)
-    tokenizer = tokenizer_of(model)
-    frame, texts = framing(model.config, tokenizer.vocab), list(by_text)
-    room, encodings = reading_length(model, 0) - len(frame.before) - 1, tokenizer.encodings(texts)
-    readings = [Reading([*frame.before, *encoding.ids[:room], frame.end], 0, 0) for encoding in encodings]
+    tokenizer = require_tokenizer(model)
+    frame, texts = make_text_template(model.config, tokenizer.vocab), list(by_text)
+    room, encodings = resolve_max_length(model, 0) - len(frame.prefix_ids) - 1, tokenizer.encode_with_offsets(texts)
+    readings = [EmbedInput([*frame.prefix_ids, *encoding.ids[:room], frame.eos_id], 0, 0) for encoding in encodings]
     found: dict[int, np.ndarray] = {}
-    with evaluating(model), progress("reading", "texts", len(texts)) as shown:
-        for rows in by_length(readings, BATCH_TOKENS):
-            tokens, doc = pad_right([readings[i].ids for i in rows], padding(model))
-            batch = Batch(tokens, doc=doc).to(model.embed.tokens.weight.device)
-            x_BTD = layer_states(model, batch, layer).float().cpu().numpy()
+    with eval_mode(model), progress("reading", "texts", len(texts)) as shown:
+        for rows in batch_texts_by_length(readings, EVAL_BATCH_TOKENS):
+            tokens, doc = pad_right([readings[i].input_ids for i in rows], get_pad_token_id(model))
+            batch = Batch(tokens, document_ids=doc).to(model.embed.tokens.weight.device)
+            x_BTD = layer_hidden_states(model, batch, layer).float().cpu().numpy()
             for x_TD, i in zip(x_BTD, rows, strict=True):
-                offsets = list(enumerate(encodings[i].offsets[:room], len(frame.before)))
+                offsets = list(enumerate(encodings[i].offsets[:room], len(frame.prefix_ids)))
                 for number in by_text[texts[i]]:
-                    at = places[number]
+                    at = occurrences[number]
                     if inside := [t for t, (begin, end) in offsets if begin < at.end and end > at.begin]:
                         found[number] = x_TD[inside].mean(0)
             shown.advance(len(rows))
     return found
 
 
-def known(places: Sequence[Occurrence], x_ND: np.ndarray) -> tuple[list[Occurrence], np.ndarray]:
+def drop_zero_vectors(occurrences: Sequence[Occurrence], x_ND: np.ndarray) -> tuple[list[Occurrence], np.ndarray]:
     """Those that have a vector."""
     has = np.flatnonzero(np.abs(x_ND).sum(1))
-    return [places[i] for i in has.tolist()], x_ND[has]
+    return [occurrences[i] for i in has.tolist()], x_ND[has]
 
 
 def mean_cosine(x_ND: np.ndarray) -> float | None:
@@ -248,14 +266,16 @@ def mean_cosine(x_ND: np.ndarray) -> float | None:
     return float((np.square(x_ND.sum(0, dtype=np.float64)).sum() - n) / (n * (n - 1))) if n > 1 else None
 
 
-def nearest_to(x_D: np.ndarray, others: Sequence[Occurrence], x_ND: np.ndarray, word: str, top: int) -> list[Near]:
+def nearest_occurrences(
+    x_D: np.ndarray, others: Sequence[Occurrence], x_ND: np.ndarray, word: str, top: int
+) -> list[NearWord]:
     """The nearest other words, each once, where it is nearest."""
-    cosine_N, seen, found = x_ND @ x_D, set(forms_of(word.casefold())), list[Near]()
+    cosine_N, seen, found = x_ND @ x_D, set(get_irregular_forms(word.casefold())), list[NearWord]()
     for i in np.argsort(-cosine_N, kind="stable").tolist():
         form = others[i].word.casefold()
         if form not in seen:
             seen.add(form)
-            found.append(Near(others[i], float(cosine_N[i])))
+            found.append(NearWord(others[i], float(cosine_N[i])))
         if len(found) == top:
             break
     return found

@@ -7,44 +7,55 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from firth.console import count, say
-from firth.errors import UserError, nearest
-from firth.evaluate.cloze import choice, cloze
-from firth.evaluate.embed import similar_texts, word_in_context
-from firth.evaluate.likelihood import about_unknown, make_scorer, summed, way_to_ask
-from firth.evaluate.minimal_pairs import minimal_pairs
+from firth.core.console import format_count, say
+from firth.core.errors import UserError, did_you_mean
+from firth.core.files import (
+    check_output_folder,
+    check_writable,
+    is_missing_or_empty,
+    read_json,
+    replace_nonfinite,
+    write_results,
+    write_text,
+)
+from firth.evaluate.cloze import evaluate_choice, evaluate_cloze
+from firth.evaluate.embed import evaluate_text_similarity, evaluate_word_in_context
+from firth.evaluate.evaluation import Evaluation
+from firth.evaluate.likelihood import aggregate_likelihoods, choose_scoring_method, make_scorer, unknown_token_messages
+from firth.evaluate.minimal_pairs import evaluate_minimal_pairs
 from firth.evaluate.ngram import NgramScorer
-from firth.evaluate.outcome import Outcome
-from firth.evaluate.report import write_report
-from firth.evaluate.vectors import analogy, word_similarity, word_vectors
-from firth.files import fresh_folder, is_free, read_json, refuse_unwritable, without_nan, write_results, write_text
-from firth.metrics import score
+from firth.evaluate.report import write_evaluation_report
+from firth.evaluate.vectors import evaluate_analogies, evaluate_word_similarity, load_word_vectors
+from firth.metrics import compute_metrics
 from firth.models import load_model, read_config
-from firth.models.ngram import is_ngram
-from firth.tasks import TASK_FILE, TASKS, Prediction, lines_of, make_task, without_examples
-from firth.text import Corpus, Example, Notes, read_labelled
-from firth.text.row import LISTED
-from firth.text.suite import OF_TEXT
+from firth.static.ngram import is_ngram
+from firth.tasks import FINETUNE_TASKS, TASK_FILE, Prediction, format_predictions, make_task, make_task_without_examples
+from firth.text import Corpus, Example, RowNotes, read_labelled
+from firth.text.labelled_row import MAX_LISTED_ROWS
+from firth.text.suite import PLAIN_TEXT_TASKS
 from firth.tokens import load_tokenizer
-from firth.train import Training, choose_machine
+from firth.train import TrainingConfig, choose_compute
 
-LIKELIHOOD = ("method", "max_seq_length", "stride", "batch_tokens")
-READING = ("max_seq_length", "batch_tokens")
+LIKELIHOOD_OPTIONS = ("method", "max_seq_length", "stride", "batch_tokens")
+BATCHING_OPTIONS = ("max_seq_length", "batch_tokens")
 # What a checkpoint can be asked without having been fine-tuned for it, and what each of these may be told.
-ZERO_SHOT: dict[str, tuple[Callable[..., Outcome], tuple[str, ...]]] = {
-    "minimal-pairs": (minimal_pairs, LIKELIHOOD),
-    "cloze": (cloze, LIKELIHOOD),
-    "choice": (choice, ("delimiter", *LIKELIHOOD)),
-    "word-in-context": (word_in_context, ("train", "threshold", "layer", "batch_tokens")),
-    "embed": (similar_texts, ("pool", "layer", *READING)),
-    "word-similarity": (word_similarity, ("limit",)),
-    "analogy": (analogy, ("limit",)),
+ZERO_SHOT_TASKS: dict[str, tuple[Callable[..., Evaluation], tuple[str, ...]]] = {
+    "minimal-pairs": (evaluate_minimal_pairs, LIKELIHOOD_OPTIONS),
+    "cloze": (evaluate_cloze, LIKELIHOOD_OPTIONS),
+    "choice": (evaluate_choice, ("delimiter", *LIKELIHOOD_OPTIONS)),
+    "word-in-context": (evaluate_word_in_context, ("train", "threshold", "layer", "batch_tokens")),
+    "embed": (evaluate_text_similarity, ("pool", "layer", *BATCHING_OPTIONS)),
+    "word-similarity": (evaluate_word_similarity, ("limit",)),
+    "analogy": (evaluate_analogies, ("limit",)),
 }
-STATIC = ("word-similarity", "analogy")  # ask word vectors
-FROM_FILES = (*STATIC, "word-in-context")  # take a file of word vectors too
-NAMES = ("checkpoint", "data", "together")  # of files, in the results
-IN_THE_TEXTS = ("lm", "embed")  # are scored without further answers: on what is said, on which texts belong together
-EVALUATIONS = tuple(sorted({*TASKS, *ZERO_SHOT, *OF_TEXT}))
+WORD_VECTOR_TASKS = ("word-similarity", "analogy")  # ask word vectors
+VECTOR_FILE_TASKS = (*WORD_VECTOR_TASKS, "word-in-context")  # take a file of word vectors too
+PATH_RESULT_KEYS = ("checkpoint", "data", "ensemble")  # of files, in the results
+SELF_LABELLED_TASKS = (
+    "lm",
+    "embed",
+)  # are scored without further answers: on what is said, on which texts belong together
+EVALUATION_TASKS = tuple(sorted({*FINETUNE_TASKS, *ZERO_SHOT_TASKS, *PLAIN_TEXT_TASKS}))
 
 
 def evaluate(
@@ -69,94 +80,102 @@ def evaluate(
     """
     checkpoint, folder = Path(checkpoint), Path(output_dir)
     settings = {name: value for name, value in settings.items() if value is not None}
-    facts = task_facts(checkpoint)
-    check_order(checkpoint, task, facts, settings)
+    facts = read_task_metadata(checkpoint)
+    check_evaluation(checkpoint, task, facts, settings)
     if not overwrite and not numbered:
-        fresh_folder(folder, "--output-dir")
-    refuse_unwritable(folder)
-    if task in OF_TEXT:
-        examples, outcome = of_text(checkpoint, Corpus(data, documents, columns, encoding), settings)
+        check_output_folder(folder, "--output-dir")
+    check_writable(folder)
+    if task in PLAIN_TEXT_TASKS:
+        examples, outcome = evaluate_text(checkpoint, Corpus(data, documents, columns, encoding), settings)
     else:
         if not isinstance(data, str | Path):
             raise UserError(f"The task {task} is scored on one file; {len(data)} were given.")
-        notes = Notes(str(data))
-        examples = read_labelled(data, task, columns, "dev", encoding, answers=False, notes=notes)
-        refuse_half_answered(data, examples)
-        if is_tuned(task, facts):
+        notes = RowNotes(str(data))
+        examples = read_labelled(data, task, columns, "dev", encoding, require_labels=False, notes=notes)
+        check_all_or_no_labels(data, examples)
+        if is_finetuned_for(task, facts):
             try:
-                outcome = by_task(checkpoint, task, facts, examples, batch_size)
-                if "together" in settings:
-                    outcome = joined(outcome, task, settings["together"], examples, batch_size)
+                outcome = evaluate_finetuned(checkpoint, task, facts, examples, batch_size)
+                if "ensemble" in settings:
+                    outcome = ensemble_predictions(outcome, task, settings["ensemble"], examples, batch_size)
             except UserError as e:
                 raise UserError(f"{data}: {e}") from None
         else:
             if "train" in settings:
                 settings["train"] = read_labelled(settings["train"], task, columns, "train", encoding)
-            outcome = zero_shot(checkpoint, task, examples, settings)
-        if found := notes.whole():
-            outcome = outcome._replace(facts={**outcome.facts, "notes": found})
-    for sentence in outcome.said:
+            outcome = evaluate_zero_shot(checkpoint, task, examples, settings)
+        if found := notes.to_records():
+            outcome = outcome._replace(details={**outcome.details, "notes": found})
+    for sentence in outcome.notices:
         say(sentence)
     if not outcome.metrics:
         say("The file has no answers: there are predictions, and no scores.")
-    return save(folder, checkpoint, task, data, examples, outcome, numbered and not overwrite)
+    return save_evaluation(folder, checkpoint, task, data, examples, outcome, numbered and not overwrite)
 
 
-def refuse_half_answered(data: str | Path, examples: Sequence[Example]) -> None:
+def check_all_or_no_labels(data: str | Path, examples: Sequence[Example]) -> None:
     """A file has all its answers, and is scored, or none."""
     lacking = [str(example.id) for example in examples if example.target is None]
     if 0 < len(lacking) < len(examples):
-        which = ", ".join(lacking[:LISTED]) + (", ..." if len(lacking) > LISTED else "")
+        which = ", ".join(lacking[:MAX_LISTED_ROWS]) + (", ..." if len(lacking) > MAX_LISTED_ROWS else "")
         raise UserError(
-            f"{data}: {count(len(lacking), 'example has', 'examples have')} no answer (id or line {which}), and "
+            f"{data}: {format_count(len(lacking), 'example has', 'examples have')} no answer (id or line {which}), and "
             f"{len(examples) - len(lacking):,} have one. Fill in what is missing, or take it out; a file without any "
             "answers gives predictions alone."
         )
 
 
-def task_facts(checkpoint: Path) -> dict[str, Any]:
+def read_task_metadata(checkpoint: Path) -> dict[str, Any]:
     """What a fine-tuned checkpoint was tuned for; nothing for any other."""
     return dict(read_json(checkpoint / TASK_FILE)) if (checkpoint / TASK_FILE).is_file() else {}
 
 
-def is_tuned(task: str, facts: Mapping[str, Any]) -> bool:
+def is_finetuned_for(task: str, task_metadata: Mapping[str, Any]) -> bool:
     """Whether the checkpoint answers itself; text to text needs no tuning to be written."""
-    return facts.get("task") == task or (task in TASKS and task not in ZERO_SHOT)
+    return task_metadata.get("task") == task or (task in FINETUNE_TASKS and task not in ZERO_SHOT_TASKS)
 
 
-def check_order(checkpoint: Path, task: str, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def check_evaluation(
+    checkpoint: Path, task: str, task_metadata: Mapping[str, Any], settings: Mapping[str, Any]
+) -> None:
     """Refuse what cannot be done before anything is read."""
-    if task not in EVALUATIONS:
-        raise UserError(f"Unknown task {task!r}. {nearest(task, EVALUATIONS)}")
-    if not checkpoint.is_dir() and not (task in FROM_FILES and checkpoint.is_file()):
-        also = ", nor a file of word vectors" if task in FROM_FILES else ""
+    if task not in EVALUATION_TASKS:
+        raise UserError(f"Unknown task {task!r}. {did_you_mean(task, EVALUATION_TASKS)}")
+    if not checkpoint.is_dir() and not (task in VECTOR_FILE_TASKS and checkpoint.is_file()):
+        also = ", nor a file of word vectors" if task in VECTOR_FILE_TASKS else ""
         raise UserError(f"{checkpoint} is not a checkpoint folder{also}. `firth pretrain` makes one: RUN/final.")
-    tuned = facts.get("task")
-    if tuned not in (None, task) and task in TASKS:
+    tuned = task_metadata.get("task")
+    if tuned not in (None, task) and task in FINETUNE_TASKS:
         raise UserError(f"{checkpoint} was fine-tuned for {tuned}, not for {task}.")
     if checkpoint.is_dir() and tuned != task:
-        check_model(checkpoint, task, settings)
-    if tuned is None and task in TASKS and task not in (*ZERO_SHOT, "text-to-text"):
+        check_zero_shot_model(checkpoint, task, settings)
+    if tuned is None and task in FINETUNE_TASKS and task not in (*ZERO_SHOT_TASKS, "text-to-text"):
         how = f"fine-tune it first (`firth finetune {checkpoint} --task {task} ...`)"
         raise UserError(f"{checkpoint} has not learned the task {task}: {how}.")
-    known = LIKELIHOOD if task in OF_TEXT else ("together",) if is_tuned(task, facts) else ZERO_SHOT[task][1]
+    known = (
+        LIKELIHOOD_OPTIONS
+        if task in PLAIN_TEXT_TASKS
+        else ("ensemble",)
+        if is_finetuned_for(task, task_metadata)
+        else ZERO_SHOT_TASKS[task][1]
+    )
     if wrong := [name for name in settings if name not in known]:
         takes = f"It takes {', '.join(known)}." if known else "It takes none: they are the checkpoint's own."
         raise UserError(f"{wrong[0]} is no setting of the task {task}. {takes}")
 
 
-def check_model(checkpoint: Path, task: str, settings: Mapping[str, Any]) -> None:
+def check_zero_shot_model(checkpoint: Path, task: str, settings: Mapping[str, Any]) -> None:
     """Refuse what a model that was not tuned for a task cannot do, whatever the data are."""
-    if is_ngram(checkpoint) and task in OF_TEXT:
+    if is_ngram(checkpoint) and task in PLAIN_TEXT_TASKS:
         return
     config = read_config(checkpoint)
-    if task in OF_TEXT or "method" in ZERO_SHOT.get(task, (None, ()))[1]:
-        way_to_ask(config, settings.get("method", "auto"))
-    elif task not in ZERO_SHOT:
-        without_examples(task, load_tokenizer(checkpoint), config)
+    if task in PLAIN_TEXT_TASKS or "method" in ZERO_SHOT_TASKS.get(task, (None, ()))[1]:
+        choose_scoring_method(config, settings.get("method", "auto"))
+    elif task not in ZERO_SHOT_TASKS:
+        make_task_without_examples(task, load_tokenizer(checkpoint), config)
 
 
-def of_text(checkpoint: Path, corpus: Corpus, settings: Mapping[str, Any]) -> tuple[list[Example], Outcome]:
+def evaluate_text(checkpoint: Path, corpus: Corpus, settings: Mapping[str, Any]) -> tuple[list[Example], Evaluation]:
     """How likely each document is, and all of them together."""
     scorer = NgramScorer(checkpoint, **settings) if is_ngram(checkpoint) else make_scorer(checkpoint, **settings)
     examples: list[Example] = []
@@ -166,47 +185,49 @@ def of_text(checkpoint: Path, corpus: Corpus, settings: Mapping[str, Any]) -> tu
             examples.append(Example(document.source, (document.text[:1000],)))  # enough to show which one it is
             yield document.text
 
-    found = list(scorer.texts(texts()))
-    metrics, facts = summed(scorer, found)
-    said = [corpus.describe(), *scorer.said, *about_unknown(facts["unknown"])]
+    found = list(scorer.score_texts(texts()))
+    metrics, facts = aggregate_likelihoods(scorer, found)
+    said = [corpus.describe(), *scorer.notices, *unknown_token_messages(facts["unknown"])]
     predictions = [Prediction(one.logp, extra={"tokens": one.tokens, "bytes": one.bytes}) for one in found]
-    return examples, Outcome(metrics, predictions, facts, said)
+    return examples, Evaluation(metrics, predictions, facts, said)
 
 
-def zero_shot(checkpoint: Path, task: str, examples: Sequence[Example], settings: Mapping[str, Any]) -> Outcome:
+def evaluate_zero_shot(
+    checkpoint: Path, task: str, examples: Sequence[Example], settings: Mapping[str, Any]
+) -> Evaluation:
     """Ask a checkpoint as it is."""
-    measure, _ = ZERO_SHOT[task]
-    if task in STATIC:
-        return measure(word_vectors(checkpoint, **settings), examples)
-    return measure(word_vectors(checkpoint) if checkpoint.is_file() else checkpoint, examples, **settings)
+    measure, _ = ZERO_SHOT_TASKS[task]
+    if task in WORD_VECTOR_TASKS:
+        return measure(load_word_vectors(checkpoint, **settings), examples)
+    return measure(load_word_vectors(checkpoint) if checkpoint.is_file() else checkpoint, examples, **settings)
 
 
-def by_task(
-    checkpoint: Path, task: str, facts: Mapping[str, Any], examples: Sequence[Example], batch_size: int = 32
-) -> Outcome:
+def evaluate_finetuned(
+    checkpoint: Path, task: str, task_metadata: Mapping[str, Any], examples: Sequence[Example], batch_size: int = 32
+) -> Evaluation:
     """Let a fine-tuned checkpoint answer; scored where every example has its answer."""
     model = load_model(checkpoint)
     if model.tokenizer is None:
         raise UserError(f"{checkpoint} has no tokenizer.")
-    work = make_task(task, facts, model.tokenizer, model.config)
-    machine = choose_machine(Training())
+    work = make_task(task, task_metadata, model.tokenizer, model.config)
+    machine = choose_compute(TrainingConfig())
     items = work.encode(examples)
     predictions = work.predict(model.to(machine.device), items, machine, batch_size)
-    answered = task in IN_THE_TEXTS or all(example.target is not None for example in examples)
+    answered = task in SELF_LABELLED_TASKS or all(example.target is not None for example in examples)
     labels = {"labels": list(work.labels)} if work.labels else {}
-    return Outcome(work.score(examples, predictions) if answered else {}, predictions, labels, work.said)
+    return Evaluation(work.score(examples, predictions) if answered else {}, predictions, labels, work.notices)
 
 
-def joined(
-    outcome: Outcome, task: str, others: Sequence[str | Path], examples: Sequence[Example], batch_size: int
-) -> Outcome:
+def ensemble_predictions(
+    evaluation: Evaluation, task: str, others: Sequence[str | Path], examples: Sequence[Example], batch_size: int
+) -> Evaluation:
     """The mean of the probabilities of several checkpoints that were tuned for the same labels (ULMFiT, section 5)."""
-    all_scores = [[p.scores for p in outcome.predictions]]
+    all_scores = [[p.scores for p in evaluation.predictions]]
     for other in map(Path, others):
-        facts = task_facts(other)
-        check_order(other, task, facts, {})
-        found = by_task(other, task, facts, examples, batch_size)
-        if found.facts != outcome.facts:
+        facts = read_task_metadata(other)
+        check_evaluation(other, task, facts, {})
+        found = evaluate_finetuned(other, task, facts, examples, batch_size)
+        if found.details != evaluation.details:
             raise UserError(f"{other} knows other labels than the first checkpoint: their answers cannot be joined.")
         all_scores.append([p.scores for p in found.predictions])
     predictions = []
@@ -216,43 +237,43 @@ def joined(
         mean = {name: sum(scores[name] for scores in several) / len(several) for name in several[0]}
         predictions.append(Prediction(max(mean, key=mean.__getitem__), mean))
     true = [example.target for example in examples]
-    metrics = score(task, [p.prediction for p in predictions], true) if None not in true else {}
-    facts = {**outcome.facts, "together": [str(other) for other in others]}
-    return outcome._replace(metrics=metrics, predictions=predictions, facts=facts)
+    metrics = compute_metrics(task, [p.prediction for p in predictions], true) if None not in true else {}
+    facts = {**evaluation.details, "ensemble": [str(other) for other in others]}
+    return evaluation._replace(metrics=metrics, predictions=predictions, details=facts)
 
 
-def save(
+def save_evaluation(
     folder: Path,
     checkpoint: Path,
     task: str,
     data: Any,
     examples: Sequence[Example],
-    outcome: Outcome,
+    evaluation: Evaluation,
     numbered: bool = False,
 ) -> dict[str, Any]:
     """Write what was found; the result of the verb."""
-    lines = lines_of(examples, outcome.predictions)
+    lines = format_predictions(examples, evaluation.predictions)
     result = {
         "task": task,
         "checkpoint": str(checkpoint),
         "data": str(data) if isinstance(data, str | Path) else list(map(str, data)),
         "examples": len(examples),
-        "metrics": dict(outcome.metrics),
-        **outcome.facts,
+        "metrics": dict(evaluation.metrics),
+        **evaluation.details,
     }
-    folder = free_folder(folder, result, lines) if numbered else folder
+    folder = next_free_results_folder(folder, result, lines) if numbered else folder
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "predictions.jsonl", lines)
     result |= {"predictions": str(folder / "predictions.jsonl"), "report": str(folder / "report.html")}
-    write_report(folder / "report.html", result, examples, outcome.predictions)
+    write_evaluation_report(folder / "report.html", result, examples, evaluation.predictions)
     write_results(folder / "results.json", result)
     return result
 
 
-def free_folder(folder: Path, result: Mapping[str, Any], lines: str) -> Path:
+def next_free_results_folder(folder: Path, result: Mapping[str, Any], predictions_jsonl: str) -> Path:
     """The first of NAME, NAME-2, NAME-3 ... in which nothing is, or just these results. Another than NAME is said."""
     place, number = folder, 1
-    while not is_free(place) and not same_results(place, result, lines):
+    while not is_missing_or_empty(place) and not has_same_results(place, result, predictions_jsonl):
         number += 1
         place = folder.with_name(f"{folder.name}-{number}")
     if place != folder:
@@ -260,18 +281,18 @@ def free_folder(folder: Path, result: Mapping[str, Any], lines: str) -> Path:
     return place
 
 
-def same_results(place: Path, result: Mapping[str, Any], lines: str) -> bool:
+def has_same_results(folder: Path, result: Mapping[str, Any], predictions_jsonl: str) -> bool:
     """Whether a folder has just these results, of the same files."""
-    results, predictions = place / "results.json", place / "predictions.jsonl"
+    results, predictions = folder / "results.json", folder / "predictions.jsonl"
     if not results.is_file() or not predictions.is_file():
         return False
-    before, now = read_json(results), json.loads(json.dumps(without_nan(result)))
-    same_names = all(same_files(before.pop(name, None), now.pop(name, None)) for name in NAMES)
+    before, now = read_json(results), json.loads(json.dumps(replace_nonfinite(result)))
+    same_names = all(are_same_files(before.pop(name, None), now.pop(name, None)) for name in PATH_RESULT_KEYS)
     same_scores = all(before.get(name) == value for name, value in now.items())
-    return same_names and same_scores and predictions.read_text(encoding="utf-8") == lines
+    return same_names and same_scores and predictions.read_text(encoding="utf-8") == predictions_jsonl
 
 
-def same_files(a: Any, b: Any) -> bool:
+def are_same_files(a: Any, b: Any) -> bool:
     """Whether two names, or two lists of names, mean the same files."""
     first, second = ([x] if isinstance(x, str) else list(x or ()) for x in (a, b))
     return [Path(x).absolute() for x in first] == [Path(x).absolute() for x in second]

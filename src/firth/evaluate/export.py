@@ -8,62 +8,68 @@ from typing import Any
 
 import torch
 
-from firth.console import say
-from firth.errors import UserError
-from firth.files import CARD, whole_folder
+from firth.core.console import say
+from firth.core.errors import UserError
+from firth.core.files import MODEL_CARD_FILE, atomic_folder
 from firth.models import (
-    OWN,
-    Choices,
-    Classes,
-    Embedding,
+    FIRTH_MODEL_TYPE,
+    ClassificationHead,
+    DiscriminatorHead,
+    EmbeddingHead,
     Encoder,
     Model,
     ModelConfig,
-    Score,
-    Span,
-    Tags,
+    MultipleChoiceHead,
+    RegressionHead,
+    SpanHead,
     TaskHead,
-    Verdict,
-    family_of,
+    TokenClassificationHead,
+    hf_model_type,
     load_model,
     write_model,
 )
 from firth.tasks import TASK_FILE
 
-TASK_CLASSES = {
-    Classes: "AutoModelForSequenceClassification",
-    Score: "AutoModelForSequenceClassification",
-    Choices: "AutoModelForMultipleChoice",
-    Tags: "AutoModelForTokenClassification",
-    Span: "AutoModelForQuestionAnswering",
-    Embedding: "AutoModel",
+HF_TASK_CLASSES = {
+    ClassificationHead: "AutoModelForSequenceClassification",
+    RegressionHead: "AutoModelForSequenceClassification",
+    MultipleChoiceHead: "AutoModelForMultipleChoice",
+    TokenClassificationHead: "AutoModelForTokenClassification",
+    SpanHead: "AutoModelForQuestionAnswering",
+    EmbeddingHead: "AutoModel",
 }
 
 
-BESIDE = (TASK_FILE, CARD, "modules.json", "sentence_bert_config.json", "1_Pooling")  # what else makes a model usable
+EXPORTED_EXTRA_FILES = (
+    TASK_FILE,
+    MODEL_CARD_FILE,
+    "modules.json",
+    "sentence_bert_config.json",
+    "1_Pooling",
+)  # what else makes a model usable
 
 
 def write_export(checkpoint: Path, folder: Path) -> None:
     """Write a checkpoint anew, without what only its training needs; what it was tuned for and its card come along."""
     model = load_model(checkpoint)
-    with whole_folder(folder) as temporary:
+    with atomic_folder(folder) as temporary:
         write_model(model, temporary)
-        for name in BESIDE:
+        for name in EXPORTED_EXTRA_FILES:
             if (checkpoint / name).is_dir():
                 shutil.copytree(checkpoint / name, temporary / name)
             elif (checkpoint / name).is_file():
                 shutil.copyfile(checkpoint / name, temporary / name)
 
 
-def largest_difference(folder: Path) -> float:
+def max_logit_difference(folder: Path) -> float:
     """The largest difference between our logits and those of `transformers` on the same folder, over random ids."""
     try:
         import transformers
     except ImportError:
         raise UserError("--check needs transformers: pip install 'firth[hf]'.") from None
     ours = load_model(folder)
-    own = family_of(ours.config, ours.tokenizer.vocab if ours.tokenizer is not None else None) == OWN
-    kind = _own_class(ours) if own else auto_class(ours.config)
+    own = hf_model_type(ours.config, ours.tokenizer.vocab if ours.tokenizer is not None else None) == FIRTH_MODEL_TYPE
+    kind = _registered_auto_class(ours) if own else hf_auto_class(ours.config)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     theirs = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32).eval()
@@ -71,12 +77,14 @@ def largest_difference(folder: Path) -> float:
     length = min(64, ours.config.max_length or 64)
     inputs = {"input_ids": torch.randint(5, ours.config.vocab_size, (4, length))}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    left = ours.config.shape == "encoder" and ours.config.answers_last  # XLNet's class is told at the very end
+    left = (
+        ours.config.architecture == "encoder" and ours.config.pools_last_token
+    )  # XLNet's class is told at the very end
     inputs["attention_mask"][1, slice(0, length // 2) if left else slice(length // 2, None)] = 0
     head = ours.config.head
-    if isinstance(head, Classes | Score) and ours.config.shape == "decoder" and not own:
+    if isinstance(head, ClassificationHead | RegressionHead) and ours.config.architecture == "decoder" and not own:
         inputs["input_ids"][1, length // 2 :] = theirs.config.pad_token_id
-    two = ours.config.shape == "encoder-decoder" and not ours.config.reads_encoder
+    two = ours.config.architecture == "encoder-decoder" and not ours.config.head_reads_encoder
     if ours.config.has_decoder and not two and not own:
         theirs = theirs.get_encoder()
     if two:
@@ -86,52 +94,52 @@ def largest_difference(folder: Path) -> float:
         inputs["input_ids"][inputs["input_ids"] == theirs.config.eos_token_id] -= 1
         inputs["input_ids"][:, -1] = theirs.config.eos_token_id
         inputs["decoder_input_ids"] = inputs["input_ids"].roll(1, 1)
-    if isinstance(head, Choices) and not own:
+    if isinstance(head, MultipleChoiceHead) and not own:
         inputs = {name: value.unflatten(0, (2, 2)) for name, value in inputs.items()}
     with torch.no_grad():
         if own:
             answer = ours(**inputs, output_hidden_states=True)
             mine, other = answer.hidden_states[-1] if kind == "AutoModel" else answer.logits, theirs(**inputs)[0]
         else:
-            mine, other = _logits(ours, inputs), _theirs(theirs(**inputs))
+            mine, other = _our_logits(ours, inputs), _hf_logits(theirs(**inputs))
         difference = (mine - other).abs()
-    if not isinstance(head, Classes | Score | Choices) and not two:
+    if not isinstance(head, ClassificationHead | RegressionHead | MultipleChoiceHead) and not two:
         difference = difference[inputs["attention_mask"].bool()]  # what stands at padding means nothing
     return float(difference.max())
 
 
-def _logits(model: Model, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+def _our_logits(model: Model, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """What `transformers` answers with too; of a model that was trained beside a generator it has the verdict."""
-    if isinstance(model.config.head, Embedding):  # there it is the body alone
+    if isinstance(model.config.head, EmbeddingHead):  # there it is the body alone
         return model(**inputs, output_hidden_states=True).hidden_states[-1]
     if not isinstance(model, Encoder) or model.generator is None:
         return model(**inputs).logits
     states = model(**inputs, output_hidden_states=True).hidden_states
-    return model.generator.verdict(states[-1])
+    return model.generator.discriminator_head(states[-1])
 
 
-def _theirs(answer: Any) -> torch.Tensor:
-    if "start_logits" in answer:
-        return torch.stack([answer.start_logits, answer.end_logits], -1)
-    return answer.logits if "logits" in answer else answer.last_hidden_state
+def _hf_logits(outputs: Any) -> torch.Tensor:
+    if "start_logits" in outputs:
+        return torch.stack([outputs.start_logits, outputs.end_logits], -1)
+    return outputs.logits if "logits" in outputs else outputs.last_hidden_state
 
 
-def _own_class(model: Model) -> str:
+def _registered_auto_class(model: Model) -> str:
     """The class that opens a model of no family of `transformers`, once it knows ours."""
     from firth import hf
 
-    kind = hf.auto_class(model.config)
+    kind = hf.auto_class_for_config(model.config)
     say(f"transformers has no such architecture by itself: after `import firth.hf` it opens with {kind}.")
     return kind
 
 
-def auto_class(config: ModelConfig) -> str:
+def hf_auto_class(config: ModelConfig) -> str:
     """The class of `transformers` that opens a model of one of its families."""
-    if isinstance(config.head, Embedding) and config.shape == "encoder-decoder" and not config.has_decoder:
+    if isinstance(config.head, EmbeddingHead) and config.architecture == "encoder-decoder" and not config.has_decoder:
         return "T5EncoderModel"
     if isinstance(config.head, TaskHead):
-        return TASK_CLASSES[type(config.head)]
-    if isinstance(config.head, Verdict) or config.extra("generator") is not None:
+        return HF_TASK_CLASSES[type(config.head)]
+    if isinstance(config.head, DiscriminatorHead) or config.get_extra("generator") is not None:
         return "AutoModelForPreTraining"
     if config.family == "xlnet":
         return "AutoModelForCausalLM"
@@ -139,4 +147,4 @@ def auto_class(config: ModelConfig) -> str:
         "encoder": "AutoModelForMaskedLM",
         "decoder": "AutoModelForCausalLM",
         "encoder-decoder": "AutoModelForSeq2SeqLM",
-    }[config.shape]
+    }[config.architecture]

@@ -6,36 +6,43 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from firth.console import count
-from firth.evaluate.likelihood import about_unknown, make_scorer
-from firth.evaluate.outcome import Outcome
-from firth.metrics import by_group, pair_hits, score
+from firth.core.console import format_count
+from firth.evaluate.evaluation import Evaluation
+from firth.evaluate.likelihood import make_scorer, unknown_token_messages
+from firth.metrics import accuracy_by_group, compute_metrics, minimal_pair_correct
 from firth.models import Model
 from firth.tasks import Prediction
 from firth.text import Example
 
-NO_GROUP = "all"
+DEFAULT_GROUP = "all"
 
 
-def minimal_pairs(checkpoint: Model | str | Path, examples: Sequence[Example], **settings: Any) -> Outcome:
+def evaluate_minimal_pairs(checkpoint: Model | str | Path, examples: Sequence[Example], **settings: Any) -> Evaluation:
     """The share of pairs whose good sentence is likelier, over all and in each group; a tie is wrong.
 
     The likelihood of a sentence is the sum over its tokens, not their mean, and both sentences stand in the same
     frame. `settings` are those of `make_scorer`.
     """
     scorer = make_scorer(checkpoint, **settings)
-    found = list(scorer.texts([text for example in examples for text in example.texts]))
+    found = list(scorer.score_texts([text for example in examples for text in example.texts]))
     scores = [(good.logp, bad.logp) for good, bad in zip(found[::2], found[1::2], strict=True)]
-    groups = [example.references[0] if example.references else NO_GROUP for example in examples]
-    hits = pair_hits(scores)
-    unknown = sum(one.unknown for one in found)
-    facts = {"method": scorer.method, "unknown": unknown, "by_group": by_group(hits, groups)}
+    groups = [example.references[0] if example.references else DEFAULT_GROUP for example in examples]
+    hits = minimal_pair_correct(scores)
+    unknown = sum(one.unknown_tokens for one in found)
+    facts = {"method": scorer.method, "unknown": unknown, "by_group": accuracy_by_group(hits, groups)}
     predictions = [
         Prediction("good" if hit else "bad", {"good": good, "bad": bad})
         for hit, (good, bad) in zip(hits, scores, strict=True)
     ]
     ties = sum(good == bad for good, bad in scores)
-    said = [f"{count(ties, 'pair is', 'pairs are')} equally likely to the model, and counted as wrong."] if ties else []
-    return Outcome(
-        score("minimal-pairs", scores, groups), predictions, facts, [*said, *about_unknown(unknown), *scorer.said]
+    said = (
+        [f"{format_count(ties, 'pair is', 'pairs are')} equally likely to the model, and counted as wrong."]
+        if ties
+        else []
+    )
+    return Evaluation(
+        compute_metrics("minimal-pairs", scores, groups),
+        predictions,
+        facts,
+        [*said, *unknown_token_messages(unknown), *scorer.notices],
     )

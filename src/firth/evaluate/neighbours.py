@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from firth.console import track
-from firth.errors import UserError, nearest
-from firth.evaluate.report import points
-from firth.evaluate.vectors import WordVectors, model_of
-from firth.files import whole_folder
+from firth.core.console import track
+from firth.core.errors import UserError, did_you_mean
+from firth.core.files import atomic_folder
+from firth.core.html import HtmlPage, plot_loss_curve
+from firth.evaluate.report import log_points
+from firth.evaluate.vectors import WordVectors, vectors_to_model
 from firth.models import write_model
-from firth.page import Page, loss_curve
 from firth.train import read_log
 
-FORMATS = ("word2vec", "glove", "firth")
-SHOWN = 12  # words that a page shows the neighbours of
+VECTOR_FORMATS = ("word2vec", "glove", "firth")
+MAX_SAMPLE_WORDS = 12  # words that a page shows the neighbours of
 
 
 class Neighbour(NamedTuple):
@@ -26,17 +26,17 @@ class Neighbour(NamedTuple):
     similarity: float
 
 
-def place_of(vectors: WordVectors, word: str) -> int:
+def word_index(vectors: WordVectors, word: str) -> int:
     """Where a word is; one that is not known is an error."""
     place = vectors.find(word)
     if place is None:
-        raise UserError(f"{word!r} has no vector. {nearest(word, vectors.words[:20_000])}")
+        raise UserError(f"{word!r} has no vector. {did_you_mean(word, vectors.words[:20_000])}")
     return place
 
 
-def similarity(vectors: WordVectors, a: str, b: str) -> float:
+def word_cosine(vectors: WordVectors, a: str, b: str) -> float:
     """The cosine of two words."""
-    return float(vectors.unit_ND[place_of(vectors, a)] @ vectors.unit_ND[place_of(vectors, b)])
+    return float(vectors.normalized_ND[word_index(vectors, a)] @ vectors.normalized_ND[word_index(vectors, b)])
 
 
 def most_similar(
@@ -49,36 +49,38 @@ def most_similar(
     signs = [(word, 1.0) for word in positive] + [(word, -1.0) for word in negative]
     if not signs:
         raise UserError("Name a word to find similar ones to.")
-    places = [place_of(vectors, word) for word, _ in signs]
-    wanted_D = sum(sign * vectors.unit_ND[place] for place, (_, sign) in zip(places, signs, strict=True))
-    near_N = vectors.unit_ND @ (wanted_D / max(float(np.linalg.norm(wanted_D)), 1e-12))
+    places = [word_index(vectors, word) for word, _ in signs]
+    wanted_D = sum(sign * vectors.normalized_ND[place] for place, (_, sign) in zip(places, signs, strict=True))
+    near_N = vectors.normalized_ND @ (wanted_D / max(float(np.linalg.norm(wanted_D)), 1e-12))
     near_N[places] = -np.inf
     best = np.argsort(-near_N, kind="stable")[:top]
     return [Neighbour(vectors.words[i], float(near_N[i])) for i in best if np.isfinite(near_N[i])]
 
 
-def write_vectors(vectors: WordVectors, folder: Path, form: str) -> list[Path]:
+def write_vectors(vectors: WordVectors, folder: Path, file_format: str) -> list[Path]:
     """Word vectors as files that others read: vectors.txt, for word2vec with its header, and there vectors.bin too.
 
     Our own form is a checkpoint, for `finetune`.
     """
-    if form not in FORMATS:
-        raise UserError(f"There is no format {form!r}. {nearest(form, ('huggingface', *FORMATS))}")
-    if form == "firth":
-        with whole_folder(folder) as temporary:
-            write_model(model_of(vectors), temporary)
+    if file_format not in VECTOR_FORMATS:
+        raise UserError(
+            f"There is no format {file_format!r}. {did_you_mean(file_format, ('huggingface', *VECTOR_FORMATS))}"
+        )
+    if file_format == "firth":
+        with atomic_folder(folder) as temporary:
+            write_model(vectors_to_model(vectors), temporary)
         return [folder / "model.safetensors"]
     if spaced := next((word for word in vectors.words if any(c.isspace() for c in word)), None):
         raise UserError(f"{spaced!r} has a space in it, and a word of such a file ends with one.")
-    names = ["vectors.txt", "vectors.bin"] if form == "word2vec" else ["vectors.txt"]
+    names = ["vectors.txt", "vectors.bin"] if file_format == "word2vec" else ["vectors.txt"]
     header = f"{len(vectors.words)} {vectors.vectors_ND.shape[1]}\n"
     rows = zip(vectors.words, vectors.vectors_ND, strict=True)
-    with whole_folder(folder) as temporary:
+    with atomic_folder(folder) as temporary:
         with open(temporary / "vectors.txt", "w", encoding="utf-8", newline="\n") as file:
-            file.write(header if form == "word2vec" else "")
+            file.write(header if file_format == "word2vec" else "")
             for word, vector_D in track(rows, "writing vectors", "words", len(vectors.words)):
                 file.write(f"{word} " + " ".join(f"{x:.9g}" for x in vector_D.tolist()) + "\n")
-        if form == "word2vec":
+        if file_format == "word2vec":
             with open(temporary / "vectors.bin", "wb") as file_b:
                 file_b.write(header.encode())
                 for word, vector_D in zip(vectors.words, vectors.vectors_ND, strict=True):
@@ -86,24 +88,24 @@ def write_vectors(vectors: WordVectors, folder: Path, form: str) -> list[Path]:
     return [folder / name for name in names]
 
 
-def samples(vectors: WordVectors) -> dict[str, list[str]]:
+def sample_neighbours(vectors: WordVectors) -> dict[str, list[str]]:
     """The neighbours of some words that are neither the most frequent nor rare, each twice as rare as the last."""
     words = [word for word in vectors.words if len(word) > 3 and word.isalpha()]
-    places = np.unique(np.geomspace(20, max(len(words) // 2, 21), SHOWN).astype(int))
+    places = np.unique(np.geomspace(20, max(len(words) // 2, 21), MAX_SAMPLE_WORDS).astype(int))
     chosen = [words[i] for i in places if i < len(words)]
     return {word: [found.word for found in most_similar(vectors, [word], top=8)] for word in chosen}
 
 
 def write_vector_report(folder: Path, name: str, results: dict[str, Any]) -> Path:
     """report.html of a run: its loss, and what its words are similar to."""
-    page = Page(f"{name}: {results['words']:,} words")
-    page.text("A word is known by the company it keeps: these are the words whose vectors point the same way.")
-    page.table(["word", "nearest words"], [(word, ", ".join(near)) for word, near in results["similar"].items()])
-    losses = points(read_log(folder / "log.jsonl"), "loss")
+    page = HtmlPage(f"{name}: {results['words']:,} words")
+    page.add_paragraph("A word is known by the company it keeps: these are the words whose vectors point the same way.")
+    page.add_table(["word", "nearest words"], [(word, ", ".join(near)) for word, near in results["similar"].items()])
+    losses = log_points(read_log(folder / "log.jsonl"), "loss")
     if len(losses) > 1:
-        page.figure(loss_curve(losses, []), "The loss of each step.")
+        page.add_figure(plot_loss_curve(losses, []), "The loss of each step.")
     facts = [(key, value) for key, value in results.items() if not isinstance(value, dict | list)]
-    page.table(["", ""], facts, "The run.")
+    page.add_table(["", ""], facts, "The run.")
     place = folder / "report.html"
     page.save(place)
     return place

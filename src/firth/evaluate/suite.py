@@ -12,38 +12,64 @@ from typing import Any
 
 import yaml
 
-from firth.console import count, quiet, say, warn
-from firth.errors import UserError, nearest
-from firth.evaluate.evaluate import ZERO_SHOT, by_task, check_order, evaluate, task_facts
-from firth.evaluate.likelihood import scores_of_texts, way_to_ask
-from firth.evaluate.report import describe_run
-from firth.files import fresh_folder, read_json, write_json, write_results
-from firth.metrics import f1, squad_each, summarise
+from firth.core.console import format_count, quiet, say, warn
+from firth.core.errors import UserError, did_you_mean
+from firth.core.files import check_output_folder, read_json, write_json, write_results
+from firth.core.html import HtmlPage
+from firth.evaluate.evaluate import ZERO_SHOT_TASKS, check_evaluation, evaluate, evaluate_finetuned, read_task_metadata
+from firth.evaluate.likelihood import choose_scoring_method, text_metric_names
+from firth.evaluate.report import write_run_report_and_card
+from firth.metrics import f1, mean_and_std, squad_per_question
 from firth.models import read_config
-from firth.models.ngram import is_ngram
-from firth.page import Page
-from firth.recipes import finetuning
-from firth.tasks import TASKS, FinetuneRecipe, Prediction, finetune, metric_names, read_predictions, write_predictions
+from firth.recipes import finetuning_defaults
+from firth.static.ngram import is_ngram
+from firth.tasks import (
+    FINETUNE_TASKS,
+    FinetuneRecipe,
+    Prediction,
+    finetune,
+    metric_names,
+    read_predictions,
+    write_predictions,
+)
 from firth.tasks.finetune import check_labels
-from firth.tasks.make import OF_LABELS
+from firth.tasks.registry import LABEL_TASKS
 from firth.tasks.results import check_metric
-from firth.text import Example, SuiteTask, glue_suite, read_labelled, read_suite, superglue_suite
-from firth.text.glue import GLUE
-from firth.text.suite import OF_TEXT
-from firth.text.superglue import SUPERGLUE
-from firth.train import override, run_folder
-from firth.train.folder import check_folder
+from firth.text import Example, SuiteTask, find_glue_suite, find_superglue_suite, read_labelled, read_suite
+from firth.text.formats.glue import GLUE_TASKS
+from firth.text.formats.superglue import SUPERGLUE_TASKS
+from firth.text.suite import PLAIN_TEXT_TASKS
+from firth.train import apply_overrides, run_folder
+from firth.train.folder import check_run_folder
 
-KNOWN = {"glue": (glue_suite, tuple(GLUE)), "superglue": (superglue_suite, tuple(SUPERGLUE))}
-RESULTS, SETTINGS, TASK_RESULTS = "results.json", "suite.json", "suite_task.json"
-SEEDS = 3
-OWN = ("checkpoint", "task", "train", "dev", "columns", "output_dir", "seeds")  # fields of a recipe that a suite sets
-AS_IT_IS, ALREADY, LEARN = "as it is", "fine-tuned already", "fine-tuned"
-OFFICIAL = {"multirc": ("exact_match",), "record": ("exact_match", "f1")}  # what `official` adds to a kind of task
-SCORE = "A score is the mean of its metrics; those from 0 to 100 (BLEU, chrF, ROUGE) count from 0 to 1."
-PERCENT = ("chrf", "bleu", "rouge_1", "rouge_2", "rouge_l")  # go from 0 to 100, as they are always printed
-OFF_SCALE = (*scores_of_texts(True), *scores_of_texts(False), "answer_logp")  # less is better, or they have no end
-MEASURED = {  # the scores of a checkpoint as it is, where they are others than after fine-tuning
+KNOWN_SUITES = {
+    "glue": (find_glue_suite, tuple(GLUE_TASKS)),
+    "superglue": (find_superglue_suite, tuple(SUPERGLUE_TASKS)),
+}
+SUITE_RESULTS_FILE, SUITE_SETTINGS_FILE, SUITE_TASK_RESULTS_FILE = "results.json", "suite.json", "suite_task.json"
+DEFAULT_SUITE_SEEDS = 3
+SUITE_RECIPE_FIELDS = (
+    "checkpoint",
+    "task",
+    "train",
+    "dev",
+    "columns",
+    "output_dir",
+    "seeds",
+)  # fields of a recipe that a suite sets
+MODE_ZERO_SHOT, MODE_ALREADY_FINETUNED, MODE_FINETUNE = "as it is", "fine-tuned already", "fine-tuned"
+SUPERGLUE_EXTRA_METRICS = {
+    "multirc": ("exact_match",),
+    "record": ("exact_match", "f1"),
+}  # what `superglue_extra_scores` adds to a kind of task
+SCORE_CAPTION = "A score is the mean of its metrics; those from 0 to 100 (BLEU, chrF, ROUGE) count from 0 to 1."
+PERCENT_METRICS = ("chrf", "bleu", "rouge_1", "rouge_2", "rouge_l")  # go from 0 to 100, as they are always printed
+UNBOUNDED_METRICS = (
+    *text_metric_names(True),
+    *text_metric_names(False),
+    "answer_logp",
+)  # less is better, or they have no end
+ZERO_SHOT_METRICS = {  # the scores of a checkpoint as it is, where they are others than after fine-tuning
     "minimal-pairs": ("accuracy", "group_accuracy"),
     "cloze": ("accuracy", "answer_logp", "known"),
     "choice": ("accuracy", "accuracy_norm"),
@@ -56,7 +82,7 @@ def evaluate_suite(
     suite: str | Path,
     output_dir: str | Path,
     data: str | Path | None = None,
-    seeds: int = SEEDS,
+    seeds: int = DEFAULT_SUITE_SEEDS,
     tasks: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
     resume: bool = False,
@@ -73,26 +99,26 @@ def evaluate_suite(
     checkpoint, folder = Path(checkpoint), Path(output_dir)
     if not checkpoint.is_dir():
         raise UserError(f"{checkpoint} is not a checkpoint folder. `firth pretrain` makes one: RUN/final.")
-    found, whole = find_tasks(suite, data)
-    chosen = choose_tasks(found, tasks)
-    check_tasks(checkpoint, chosen, folder, seeds, options or {})
+    found, whole = find_suite_tasks(suite, data)
+    chosen = select_suite_tasks(found, tasks)
+    check_suite_tasks(checkpoint, chosen, folder, seeds, options or {})
     settings = {"checkpoint": str(checkpoint), "suite": str(suite), "seeds": seeds, "options": dict(options or {})}
-    take_folder(folder, settings, resume, overwrite)
-    check_done(folder, chosen.values())
+    open_suite_folder(folder, settings, resume, overwrite)
+    check_finished_tasks(folder, chosen.values())
     done: dict[str, dict[str, Any]] = {}
     for number, task in enumerate(chosen.values(), 1):
         place = folder / task.name
-        if (place / TASK_RESULTS).is_file():
+        if (place / SUITE_TASK_RESULTS_FILE).is_file():
             say(f"{task.name} ({number} of {len(chosen)}) is done already.")
         else:
             say(f"{task.name} ({number} of {len(chosen)})")
-            result = one_task(checkpoint, task, place, seeds, dict(options or {}))
-            write_json(place / TASK_RESULTS, result | {"files": files_of(task)})
-        done[task.name] = dict(read_json(place / TASK_RESULTS))
-        write_results(folder / RESULTS, conclude(settings, done, whole, folder))
-    result = conclude(settings, done, whole, folder)
-    write_page(folder / "report.html", result)
-    write_results(folder / RESULTS, result)
+            result = run_suite_task(checkpoint, task, place, seeds, dict(options or {}))
+            write_json(place / SUITE_TASK_RESULTS_FILE, result | {"files": task_inputs(task)})
+        done[task.name] = dict(read_json(place / SUITE_TASK_RESULTS_FILE))
+        write_results(folder / SUITE_RESULTS_FILE, summarize_suite(settings, done, whole, folder))
+    result = summarize_suite(settings, done, whole, folder)
+    write_suite_page(folder / "report.html", result)
+    write_results(folder / SUITE_RESULTS_FILE, result)
     if not result["complete"]:
         warn(f"the average is over {len(done)} of {len(whole)} tasks; missing: {', '.join(result['missing'])}.")
     if result["left_out"]:
@@ -105,62 +131,62 @@ def evaluate_suite(
 # --- which tasks ----------------------------------------------------------------------------------------------------
 
 
-def find_tasks(suite: str | Path, data: str | Path | None) -> tuple[dict[str, SuiteTask], tuple[str, ...]]:
+def find_suite_tasks(suite: str | Path, data: str | Path | None) -> tuple[dict[str, SuiteTask], tuple[str, ...]]:
     """The tasks that are there, and the names of all that the suite has."""
-    if str(suite) in KNOWN:
+    if str(suite) in KNOWN_SUITES:
         if data is None:
             raise UserError(f"Where are the files of {suite}? Name the folder that has one for each task (--data).")
-        read, names = KNOWN[str(suite)]
+        read, names = KNOWN_SUITES[str(suite)]
         return read(data), names
     if Path(suite).suffix not in (".yaml", ".yml"):
-        raise UserError(f"Unknown suite {str(suite)!r}. {nearest(str(suite), KNOWN)} Or name a .yaml file.")
+        raise UserError(f"Unknown suite {str(suite)!r}. {did_you_mean(str(suite), KNOWN_SUITES)} Or name a .yaml file.")
     found = read_suite(suite)
     return found, tuple(found)
 
 
-def choose_tasks(found: Mapping[str, SuiteTask], tasks: Sequence[str]) -> dict[str, SuiteTask]:
+def select_suite_tasks(available: Mapping[str, SuiteTask], tasks: Sequence[str]) -> dict[str, SuiteTask]:
     """Those asked for, all unless some are, that have a dev file to be scored on. GLUE's names may have capitals."""
-    tasks = [name if name in found else name.lower() for name in tasks]
+    tasks = [name if name in available else name.lower() for name in tasks]
     for name in tasks:
-        if name not in found:
-            raise UserError(f"The suite has no task {name!r} here. {nearest(name, found)}")
-    chosen = {name: task for name, task in found.items() if not tasks or name in tasks}
+        if name not in available:
+            raise UserError(f"The suite has no task {name!r} here. {did_you_mean(name, available)}")
+    chosen = {name: task for name, task in available.items() if not tasks or name in tasks}
     for name, task in chosen.items():
         if not task.dev:
             warn(f"{name} has no dev file, and is left out.")
     return {name: task for name, task in chosen.items() if task.dev}
 
 
-def check_tasks(
+def check_suite_tasks(
     checkpoint: Path, tasks: Mapping[str, SuiteTask], folder: Path, seeds: int, options: Mapping[str, Any]
 ) -> None:
     """Refuse what cannot come to an end before anything is learned: unknown fields or labels, other tasks' metrics."""
-    if own := [name for name in options if name in OWN]:
+    if own := [name for name in options if name in SUITE_RECIPE_FIELDS]:
         raise UserError(f"{own[0]} is the suite's own to set." + (" Say --seeds N." if own[0] == "seeds" else ""))
-    override(FinetuneRecipe(), options)
+    apply_overrides(FinetuneRecipe(), options)
     for task in tasks.values():
-        way = way_of(checkpoint, task)
-        if way == AS_IT_IS:
-            check_as_it_is(checkpoint, task)
-        elif way == LEARN and task.settings:
+        way = choose_task_mode(checkpoint, task)
+        if way == MODE_ZERO_SHOT:
+            check_zero_shot_task(checkpoint, task)
+        elif way == MODE_FINETUNE and task.settings:
             name = next(iter(task.settings))
             raise UserError(f"{task.name}: {name} is a setting of a checkpoint as it is, and train fine-tunes it.")
-        dev = check_metrics(checkpoint, task, way, options.get("encoding", "utf-8"))
-        if way == LEARN:
-            recipe = task_recipe(checkpoint, task, folder / task.name, seeds, options)
+        dev = check_task_metrics(checkpoint, task, way, options.get("encoding", "utf-8"))
+        if way == MODE_FINETUNE:
+            recipe = build_task_recipe(checkpoint, task, folder / task.name, seeds, options)
             recipe.check()
             check_metric(recipe, dev[0])
-            if task.task in OF_LABELS:
+            if task.task in LABEL_TASKS:
                 with quiet():
                     train = read_labelled(recipe.train, task.task, task.columns, "train", recipe.encoding)
                     for file, examples in zip(task.dev.values(), dev, strict=True):
                         check_labels(train, examples, replace(recipe, dev=str(file)))
 
 
-def check_as_it_is(checkpoint: Path, task: SuiteTask) -> None:
+def check_zero_shot_task(checkpoint: Path, task: SuiteTask) -> None:
     """Refuse what cannot be asked of a checkpoint as it is, or not without being told more."""
     try:
-        check_order(checkpoint, task.task, task_facts(checkpoint), task.settings)
+        check_evaluation(checkpoint, task.task, read_task_metadata(checkpoint), task.settings)
         if "train" in task.settings:
             with quiet():
                 read_labelled(task.settings["train"], task.task, task.columns, "train")
@@ -173,15 +199,19 @@ def check_as_it_is(checkpoint: Path, task: SuiteTask) -> None:
         )
 
 
-def check_metrics(checkpoint: Path, task: SuiteTask, way: str, encoding: str) -> list[list[Example]]:
+def check_task_metrics(checkpoint: Path, task: SuiteTask, mode: str, encoding: str) -> list[list[Example]]:
     """That every dev file has the metrics of its task; the examples of each."""
     wanted, found = task.metrics, []
     for file in task.dev.values():
         with quiet():  # what is to be said about the file, is said when it is used
-            examples = read_labelled(file, task.task, task.columns, "dev", encoding) if task.task not in OF_TEXT else []
+            examples = (
+                read_labelled(file, task.task, task.columns, "dev", encoding)
+                if task.task not in PLAIN_TEXT_TASKS
+                else []
+            )
         found.append(examples)
-        own = measured_names(checkpoint, task) if way == AS_IT_IS else ()
-        known = own or (*metric_names(task.task, examples), *OFFICIAL.get(task.name, ()))
+        own = zero_shot_metric_names(checkpoint, task) if mode == MODE_ZERO_SHOT else ()
+        known = own or (*metric_names(task.task, examples), *SUPERGLUE_EXTRA_METRICS.get(task.name, ()))
         wanted = wanted or known[:1]
         if missing := [name for name in wanted if name not in known]:
             two = " f1 is for files with two classes." if missing == ["f1"] and "accuracy" in known else ""
@@ -189,55 +219,58 @@ def check_metrics(checkpoint: Path, task: SuiteTask, way: str, encoding: str) ->
                 f"{task.name}: {file}: the task {task.task} has no metric {missing[0]!r} here, but "
                 f"{', '.join(dict.fromkeys(known))}.{two}"
             )
-        if len(wanted) > 1 and (odd := [name for name in wanted if name in OFF_SCALE]):
+        if len(wanted) > 1 and (odd := [name for name in wanted if name in UNBOUNDED_METRICS]):
             raise UserError(f"{task.name}: {odd[0]} is on no scale up to 1, and makes no mean with others: name one.")
     return found
 
 
-def measured_names(checkpoint: Path, task: SuiteTask) -> tuple[str, ...]:
+def zero_shot_metric_names(checkpoint: Path, task: SuiteTask) -> tuple[str, ...]:
     """The scores of a checkpoint as it is; none where they are those that it has after fine-tuning."""
-    if task.task not in OF_TEXT:
-        return MEASURED.get(task.task, ())
-    exact = is_ngram(checkpoint) or way_to_ask(read_config(checkpoint), task.settings.get("method", "auto"))[1].exact
-    return scores_of_texts(exact)
+    if task.task not in PLAIN_TEXT_TASKS:
+        return ZERO_SHOT_METRICS.get(task.task, ())
+    exact = (
+        is_ngram(checkpoint)
+        or choose_scoring_method(read_config(checkpoint), task.settings.get("method", "auto"))[1].is_exact
+    )
+    return text_metric_names(exact)
 
 
-def take_folder(folder: Path, settings: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
+def open_suite_folder(folder: Path, settings: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
     """Make the suite's folder, or go on in one with the same settings."""
-    if resume and (folder / SETTINGS).is_file():
-        before = read_json(folder / SETTINGS)
+    if resume and (folder / SUITE_SETTINGS_FILE).is_file():
+        before = read_json(folder / SUITE_SETTINGS_FILE)
         if changed := [name for name in settings if before.get(name) != settings[name]]:
             name = changed[0]
             raise UserError(f"{folder} was begun with {name}={before.get(name)}, not {settings[name]}: start anew.")
         return
-    if overwrite and (folder / SETTINGS).is_file():
+    if overwrite and (folder / SUITE_SETTINGS_FILE).is_file():
         runs, inputs = list(folder.glob("*/run")), [settings["checkpoint"]]
         for run in runs:
-            check_folder(run, resume=False, overwrite=True, inputs=inputs)
-        for done in folder.glob(f"*/{TASK_RESULTS}"):
+            check_run_folder(run, resume=False, overwrite=True, inputs=inputs)
+        for done in folder.glob(f"*/{SUITE_TASK_RESULTS_FILE}"):
             done.unlink()
         for run in runs:
             with run_folder(run, overwrite=True, inputs=inputs):  # which removes what an earlier one wrote
                 pass
-    elif not resume and (folder / SETTINGS).is_file():
+    elif not resume and (folder / SUITE_SETTINGS_FILE).is_file():
         raise UserError(f"{folder} exists already. --resume goes on with the suite in it, --overwrite starts it anew.")
     elif not resume:
-        fresh_folder(folder, "--output-dir")
+        check_output_folder(folder, "--output-dir")
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / SETTINGS, dict(settings))
+    write_json(folder / SUITE_SETTINGS_FILE, dict(settings))
 
 
-def check_done(folder: Path, tasks: Iterable[SuiteTask]) -> None:
+def check_finished_tasks(folder: Path, tasks: Iterable[SuiteTask]) -> None:
     """Refuse to go on with tasks that were scored on other files."""
     for task in tasks:
-        done = folder / task.name / TASK_RESULTS
-        if done.is_file() and read_json(done).get("files", files_of(task)) != files_of(task):
+        done = folder / task.name / SUITE_TASK_RESULTS_FILE
+        if done.is_file() and read_json(done).get("files", task_inputs(task)) != task_inputs(task):
             raise UserError(
                 f"{task.name} in {folder} was scored on other files or settings than it has now: start anew."
             )
 
 
-def files_of(task: SuiteTask) -> dict[str, Any]:
+def task_inputs(task: SuiteTask) -> dict[str, Any]:
     """What the scores of a task depend on beside the checkpoint."""
     files = {"train": task.train, **{f"dev {name}": file for name, file in task.dev.items()}}
     places = {name: None if file is None else str(file.resolve()) for name, file in files.items()}
@@ -248,32 +281,34 @@ def files_of(task: SuiteTask) -> dict[str, Any]:
 # --- one task -------------------------------------------------------------------------------------------------------
 
 
-def one_task(checkpoint: Path, task: SuiteTask, place: Path, seeds: int, options: Mapping[str, Any]) -> dict[str, Any]:
+def run_suite_task(
+    checkpoint: Path, task: SuiteTask, task_folder: Path, seeds: int, options: Mapping[str, Any]
+) -> dict[str, Any]:
     """The scores of each dev file, mean and deviation over the seeds."""
-    how = way_of(checkpoint, task)
-    if how == LEARN:
-        parts = tuned_scores(checkpoint, task, place, seeds, options)
-        how = f"{LEARN}, {count(seeds, 'seed')}"
+    how = choose_task_mode(checkpoint, task)
+    if how == MODE_FINETUNE:
+        parts = finetune_and_score(checkpoint, task, task_folder, seeds, options)
+        how = f"{MODE_FINETUNE}, {format_count(seeds, 'seed')}"
     else:
-        score = measured if how == AS_IT_IS else predicted
-        parts = {name: [score(checkpoint, task, file, place / name)] for name, file in task.dev.items()}
-    return summary(task, parts) | {"task": task.task, "how": how, "run": str(place)}
+        score = score_zero_shot if how == MODE_ZERO_SHOT else score_finetuned
+        parts = {name: [score(checkpoint, task, file, task_folder / name)] for name, file in task.dev.items()}
+    return summarize_task(task, parts) | {"task": task.task, "how": how, "run": str(task_folder)}
 
 
-def way_of(checkpoint: Path, task: SuiteTask) -> str:
+def choose_task_mode(checkpoint: Path, task: SuiteTask) -> str:
     """How a checkpoint comes to its answers."""
-    tuned = was_tuned_on(checkpoint, task)
-    if task.task not in TASKS or (task.train is None and task.task in ZERO_SHOT and not tuned):
-        return AS_IT_IS
+    tuned = is_finetuned_on(checkpoint, task)
+    if task.task not in FINETUNE_TASKS or (task.train is None and task.task in ZERO_SHOT_TASKS and not tuned):
+        return MODE_ZERO_SHOT
     if not tuned and task.train is None:
         raise UserError(f"{task.name} has no training file, and {checkpoint} has not learned it.")
-    return ALREADY if tuned else LEARN
+    return MODE_ALREADY_FINETUNED if tuned else MODE_FINETUNE
 
 
-def was_tuned_on(checkpoint: Path, task: SuiteTask) -> bool:
+def is_finetuned_on(checkpoint: Path, task: SuiteTask) -> bool:
     """Whether the run that made a checkpoint learned the task from the suite's own training file."""
     recipe = checkpoint.absolute().parent / "recipe.yaml"
-    if task_facts(checkpoint).get("task") != task.task:
+    if read_task_metadata(checkpoint).get("task") != task.task:
         return False
     if task.train is None:
         return True
@@ -283,55 +318,57 @@ def was_tuned_on(checkpoint: Path, task: SuiteTask) -> bool:
     return train is not None and Path(train).resolve() == task.train.resolve()
 
 
-def measured(checkpoint: Path, task: SuiteTask, file: Path, place: Path) -> dict[str, float]:
+def score_zero_shot(checkpoint: Path, task: SuiteTask, file: Path, task_folder: Path) -> dict[str, float]:
     """The scores of a checkpoint as it is, on a task without training."""
-    result = evaluate(checkpoint, task.task, file, place, task.columns, overwrite=True, **task.settings)
+    result = evaluate(checkpoint, task.task, file, task_folder, task.columns, overwrite=True, **task.settings)
     return dict(result["metrics"])
 
 
-def predicted(checkpoint: Path, task: SuiteTask, file: Path, place: Path, encoding: str = "utf-8") -> dict[str, float]:
+def score_finetuned(
+    checkpoint: Path, task: SuiteTask, file: Path, task_folder: Path, encoding: str = "utf-8"
+) -> dict[str, float]:
     """The scores of a fine-tuned checkpoint on a dev file, with the official ones."""
     examples = read_labelled(file, task.task, task.columns, "dev", encoding)
-    outcome = by_task(checkpoint, task.task, task_facts(checkpoint), examples)
-    place.mkdir(parents=True, exist_ok=True)
-    write_predictions(place / "predictions.jsonl", examples, outcome.predictions)
-    return {**outcome.metrics, **official(task.name, examples, outcome.predictions)}
+    outcome = evaluate_finetuned(checkpoint, task.task, read_task_metadata(checkpoint), examples)
+    task_folder.mkdir(parents=True, exist_ok=True)
+    write_predictions(task_folder / "predictions.jsonl", examples, outcome.predictions)
+    return {**outcome.metrics, **superglue_extra_scores(task.name, examples, outcome.predictions)}
 
 
-def tuned_scores(
-    checkpoint: Path, task: SuiteTask, place: Path, seeds: int, options: Mapping[str, Any]
+def finetune_and_score(
+    checkpoint: Path, task: SuiteTask, task_folder: Path, seeds: int, options: Mapping[str, Any]
 ) -> dict[str, list[dict[str, float]]]:
     """Fine-tune, and score each seed on each dev file; the first of these is what the run itself scores on."""
     (first, file), *others = task.dev.items()
-    recipe = task_recipe(checkpoint, task, place, seeds, options)
+    recipe = build_task_recipe(checkpoint, task, task_folder, seeds, options)
     results = finetune(recipe, resume=True)
     with quiet():  # the run has said all about this file
         examples = read_labelled(file, task.task, task.columns, "dev", recipe.encoding)
-    describe_run(place / "run", results, examples)
+    write_run_report_and_card(task_folder / "run", results, examples)
     whole = [seed for seed in range(seeds) if seed not in results["diverged"]]
-    runs = [place / "run" / f"seed-{seed}" for seed in whole]
+    runs = [task_folder / "run" / f"seed-{seed}" for seed in whole]
     parts = {
         first: [
-            {**results["scores"][seed], **official(task.name, examples, saved_predictions(run))}
+            {**results["scores"][seed], **superglue_extra_scores(task.name, examples, load_run_predictions(run))}
             for seed, run in zip(whole, runs, strict=True)
         ]
     }
     for name, other in others:
-        places = [place / f"{name}-{run.name}" for run in runs]
+        places = [task_folder / f"{name}-{run.name}" for run in runs]
         parts[name] = [
-            predicted(run / "final", task, other, saved, recipe.encoding)
+            score_finetuned(run / "final", task, other, saved, recipe.encoding)
             for run, saved in zip(runs, places, strict=True)
         ]
     return parts
 
 
-def task_recipe(
-    checkpoint: Path, task: SuiteTask, place: Path, seeds: int, options: Mapping[str, Any]
+def build_task_recipe(
+    checkpoint: Path, task: SuiteTask, task_folder: Path, seeds: int, options: Mapping[str, Any]
 ) -> FinetuneRecipe:
     """How a task is learned: as suits the model, but for the options. Its first official metric decides."""
-    first = next((name for name in task.metrics if name not in OFFICIAL.get(task.name, ())), "")
-    return override(
-        FinetuneRecipe(**finetuning(read_config(checkpoint))),
+    first = next((name for name in task.metrics if name not in SUPERGLUE_EXTRA_METRICS.get(task.name, ())), "")
+    return apply_overrides(
+        FinetuneRecipe(**finetuning_defaults(read_config(checkpoint))),
         {
             "metric": first,
             **options,
@@ -340,17 +377,19 @@ def task_recipe(
             "train": str(task.train),
             "dev": str(next(iter(task.dev.values()))),
             "columns": dict(task.columns),
-            "output_dir": str(place / "run"),
+            "output_dir": str(task_folder / "run"),
             "seeds": seeds,
         },
     )
 
 
-def saved_predictions(run: Path) -> list[Prediction]:
+def load_run_predictions(run: Path) -> list[Prediction]:
     return [Prediction(line["prediction"]) for line in read_predictions(run / "predictions.jsonl")]
 
 
-def official(name: str, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
+def superglue_extra_scores(
+    name: str, examples: Sequence[Example], predictions: Sequence[Prediction]
+) -> dict[str, float]:
     """The scores that two tasks of SuperGLUE have and no other: all answers of a question right, the entity's words."""
     answers = [prediction.prediction for prediction in predictions]
     if name == "multirc":
@@ -363,19 +402,19 @@ def official(name: str, examples: Sequence[Example], predictions: Sequence[Predi
             "f1": f1(answers, true, max(true)),
         }
     if name == "record":
-        words = [entity(example, answer) for example, answer in zip(examples, answers, strict=True)]
-        exact, f1_each = squad_each(words, [example.references for example in examples])
+        words = [record_entity(example, answer) for example, answer in zip(examples, answers, strict=True)]
+        exact, f1_each = squad_per_question(words, [example.references for example in examples])
         return {"exact_match": float(exact.mean()), "f1": float(f1_each.mean())}
     return {}
 
 
-def entity(example: Example, choice: int) -> str:
+def record_entity(example: Example, choice: int) -> str:
     """What ReCoRD's choice has in its gap."""
     begin, end = example.spans[choice]
     return example.texts[1 + choice][begin:end]
 
 
-def summary(task: SuiteTask, parts: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
+def summarize_task(task: SuiteTask, parts: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
     """The official metrics of each dev file, and the task's score: the mean of them all, for each seed.
 
     Metrics that go to 100 count from 0 to 1 in the score.
@@ -384,42 +423,42 @@ def summary(task: SuiteTask, parts: Mapping[str, Sequence[Mapping[str, float]]])
     names = task.metrics or (next(iter(first)),)
     for part, (scores, *_) in parts.items():
         if missing := [name for name in names if name not in scores]:
-            near = nearest(missing[0], scores)
+            near = did_you_mean(missing[0], scores)
             raise UserError(f"{task.name}: the task {task.task} has no metric {missing[0]!r} on {part}. {near}")
     num_seeds = len(next(iter(parts.values())))
     each = [
         statistics.fmean(
-            statistics.fmean(up_to_1(name, scores[seed][name]) for name in names) for scores in parts.values()
+            statistics.fmean(to_unit_scale(name, scores[seed][name]) for name in names) for scores in parts.values()
         )
         for seed in range(num_seeds)
     ]
-    mean, std = summarise(each)
+    mean, std = mean_and_std(each)
     metrics = {
-        part: {name: summarise([scores[name] for scores in seeds])[0] for name in names}
+        part: {name: mean_and_std([scores[name] for scores in seeds])[0] for name in names}
         for part, seeds in parts.items()
     }
     return {"metrics": metrics, "score": mean, "std": std, "seeds": each}
 
 
-def up_to_1(metric: str, value: float) -> float:
-    return value / 100 if metric in PERCENT else value
+def to_unit_scale(metric: str, value: float) -> float:
+    return value / 100 if metric in PERCENT_METRICS else value
 
 
 # --- the table ------------------------------------------------------------------------------------------------------
 
 
-def conclude(
-    settings: Mapping[str, Any], done: Mapping[str, Mapping[str, Any]], whole: Sequence[str], folder: Path
+def summarize_suite(
+    settings: Mapping[str, Any], finished: Mapping[str, Mapping[str, Any]], all_names: Sequence[str], folder: Path
 ) -> dict[str, Any]:
     """What is done so far. Metrics are as they are always printed, scores from 0 to 1, or -1 to 1 (mcc, correlations).
 
     The average is over the tasks whose score is a number; the others are `left_out`. So are those that are `off_scale`:
     perplexities and bits per byte, of which less is better, and log-probabilities.
     """
-    missing = [name for name in whole if name not in done]
-    left_out = [name for name, task in done.items() if not math.isfinite(task["score"])]
-    off_scale = [name for name, task in done.items() if is_off_scale(task)]
-    scores = [task["score"] for name, task in done.items() if name not in (*left_out, *off_scale)]
+    missing = [name for name in all_names if name not in finished]
+    left_out = [name for name, task in finished.items() if not math.isfinite(task["score"])]
+    off_scale = [name for name, task in finished.items() if has_unbounded_metric(task)]
+    scores = [task["score"] for name, task in finished.items() if name not in (*left_out, *off_scale)]
     return {
         **settings,
         "output_dir": str(folder),
@@ -428,18 +467,18 @@ def conclude(
         "missing": missing,
         "left_out": left_out,
         "off_scale": off_scale,
-        "tasks": dict(done),
+        "tasks": dict(finished),
     }
 
 
-def is_off_scale(task: Mapping[str, Any]) -> bool:
-    return any(name in OFF_SCALE for scores in task.get("metrics", {}).values() for name in scores)
+def has_unbounded_metric(task: Mapping[str, Any]) -> bool:
+    return any(name in UNBOUNDED_METRICS for scores in task.get("metrics", {}).values() for name in scores)
 
 
-def table(result: Mapping[str, Any]) -> list[tuple[str, str, str, float, float]]:
+def suite_table(result: Mapping[str, Any]) -> list[tuple[str, str, str, float, float]]:
     """A row for each task and the average: task, metrics, how, score, deviation."""
     rows = [
-        (name, spelled(task["metrics"]), task["how"], task["score"], task["std"])
+        (name, format_metrics(task["metrics"]), task["how"], task["score"], task["std"])
         for name, task in result["tasks"].items()
     ]
     incomplete = f"incomplete: without {', '.join(result['missing'])}" if result["missing"] else ""
@@ -447,11 +486,11 @@ def table(result: Mapping[str, Any]) -> list[tuple[str, str, str, float, float]]
     no_scale = f"left out, as on no scale up to 1: {', '.join(result['off_scale'])}" if result["off_scale"] else ""
     without = (*result["left_out"], *result["off_scale"])
     found = [task for name, task in result["tasks"].items() if name not in without]
-    average, std = (result["average"], deviation(found)) if found else (math.nan, math.nan)
+    average, std = (result["average"], average_std(found)) if found else (math.nan, math.nan)
     return [*rows, ("average", "; ".join(filter(None, (incomplete, no_number, no_scale))), "", average, std)]
 
 
-def deviation(tasks: Sequence[Mapping[str, Any]]) -> float:
+def average_std(tasks: Sequence[Mapping[str, Any]]) -> float:
     """Of the average, from seed to seed; a task without seeds has one score for all of them.
 
     >>> deviation([{"seeds": [0.5, 0.75], "score": 0.625}, {"seeds": [0.75, 0.5], "score": 0.625}])
@@ -462,10 +501,10 @@ def deviation(tasks: Sequence[Mapping[str, Any]]) -> float:
         statistics.fmean(task["seeds"][i] if len(task["seeds"]) == most else task["score"] for task in tasks)
         for i in range(most)
     ]
-    return summarise(each)[1]
+    return mean_and_std(each)[1]
 
 
-def spelled(metrics: Mapping[str, Mapping[str, float]]) -> str:
+def format_metrics(metrics: Mapping[str, Mapping[str, float]]) -> str:
     """
     >>> spelled({"matched": {"accuracy": 0.5}, "mismatched": {"accuracy": 0.25}})
     'matched accuracy 0.5000, mismatched accuracy 0.2500'
@@ -475,13 +514,15 @@ def spelled(metrics: Mapping[str, Mapping[str, float]]) -> str:
     return ", ".join(f"{part}{name} {x:.4f}" for part, name, x in parts)
 
 
-def write_page(path: Path, result: Mapping[str, Any]) -> None:
-    page = Page(f"{result['suite']}: {result['checkpoint']}")
-    page.table(["task", "metrics", "how", "score", "deviation"], table(result), SCORE)
+def write_suite_page(path: Path, result: Mapping[str, Any]) -> None:
+    page = HtmlPage(f"{result['suite']}: {result['checkpoint']}")
+    page.add_table(["task", "metrics", "how", "score", "deviation"], suite_table(result), SCORE_CAPTION)
     if not result["complete"]:
-        page.text(f"The average is incomplete: {', '.join(result['missing'])} were not scored.")
+        page.add_paragraph(f"The average is incomplete: {', '.join(result['missing'])} were not scored.")
     if result["left_out"]:
-        page.text(f"Left out of the average, as their score is not a number: {', '.join(result['left_out'])}.")
+        page.add_paragraph(f"Left out of the average, as their score is not a number: {', '.join(result['left_out'])}.")
     if result["off_scale"]:
-        page.text(f"Left out of the average, as their score is on no scale up to 1: {', '.join(result['off_scale'])}.")
+        page.add_paragraph(
+            f"Left out of the average, as their score is on no scale up to 1: {', '.join(result['off_scale'])}."
+        )
     page.save(path)

@@ -1,19 +1,19 @@
 """A model to text."""
 
-from firth.generate.decoding import Decoding
+from firth.generate.config import GenerationConfig
 from firth.generate.fill import Blank, Guess, fill
-from firth.generate.texts import generate, generate_results, stream
-from firth.generate.write import Written, generate_ids, write
+from firth.generate.loop import GeneratedSequence, generate_ids, generate_sequences
+from firth.generate.text import generate, generate_results, stream_text
 
 __all__ = [
     "Blank",
-    "Decoding",
+    "GeneratedSequence",
+    "GenerationConfig",
     "Guess",
-    "Written",
     "fill",
     "generate",
     "generate_ids",
     "generate_results",
-    "stream",
-    "write",
+    "generate_sequences",
+    "stream_text",
 ]

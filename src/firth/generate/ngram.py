@@ -8,45 +8,51 @@ from typing import Any
 import numpy as np
 import torch
 
-from firth.errors import UserError
-from firth.generate.choose import Chooser, Past
-from firth.generate.decoding import Decoding
-from firth.models.ngram import Ngram, frame_of
+from firth.core.errors import UserError
+from firth.generate.config import GenerationConfig
+from firth.generate.sampling import LogitsProcessor, TokenSampler
+from firth.static.ngram import NgramModel, boundary_tokens
 
 
-def write_ngrams(model: Ngram, prompts: Sequence[str], decoding: Decoding) -> list[dict[str, Any]]:
+def generate_ngram_results(
+    model: NgramModel, prompts: Sequence[str], generation_config: GenerationConfig
+) -> list[dict[str, Any]]:
     """Texts that begin with the prompts, as `generate_results` gives them."""
-    if decoding.num_beams > 1:
+    if generation_config.num_beams > 1:
         raise UserError("An n-gram model has no beam search: leave num_beams out.")
-    several = range(decoding.num_return_sequences)
+    several = range(generation_config.num_return_sequences)
     return [
-        {"prompt": i, **write_on(model, prompt, decoding, i * len(several) + k)}
+        {"prompt": i, **continue_ngram_prompt(model, prompt, generation_config, i * len(several) + k)}
         for i, prompt in enumerate(prompts)
         for k in several
     ]
 
 
-def write_on(model: Ngram, prompt: str, decoding: Decoding, row: int) -> dict[str, Any]:
+def continue_ngram_prompt(
+    model: NgramModel, prompt: str, generation_config: GenerationConfig, row: int
+) -> dict[str, Any]:
     """One text; `row` makes its draws differ from those of others."""
     assert model.tokenizer is not None
-    before, end = frame_of(model.tokenizer.vocab)
+    before, end = boundary_tokens(model.tokenizer.vocab)
     given = model.tokenizer.encode(prompt)
-    past = Past([[before, *given]], decoding, [end], model.vocab_size, torch.device("cpu"))
-    chooser, ids, logprobs = Chooser(past, [row]), list[int](), list[float]()
+    past = LogitsProcessor([[before, *given]], generation_config, [end], model.vocab_size, torch.device("cpu"))
+    chooser, ids, logprobs = TokenSampler(past, [row]), list[int](), list[float]()
     text, stop = prompt, None
-    for place in range(decoding.max_new_tokens):
+    for place in range(generation_config.max_new_tokens):
         logp_V = np.log(
-            np.maximum(model.next([before, *given, *ids][-model.order + 1 :] if model.order > 1 else []), 1e-300)
+            np.maximum(
+                model.next_token_probs([before, *given, *ids][-model.order + 1 :] if model.order > 1 else []), 1e-300
+            )
         )
         token_B = chooser(torch.from_numpy(logp_V)[None], place)
-        past.add(token_B)
+        past.append(token_B)
         token = int(token_B[0])
         logprobs.append(float(logp_V[token]))
         if token == end:
             break
         ids.append(token)
         text = model.tokenizer.decode([*given, *ids])
-        stop = next((text.find(s, len(prompt)) for s in decoding.stop if s in text[len(prompt) :]), None)
+        stop = next((text.find(s, len(prompt)) for s in generation_config.stop if s in text[len(prompt) :]), None)
         if stop is not None:
             break
     text = text[:stop]

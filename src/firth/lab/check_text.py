@@ -7,11 +7,11 @@ from typing import Any
 from rich.padding import Padding
 from rich.text import Text
 
-from firth.console import out, show_table
-from firth.lab.check import Check
-from firth.tokens.fertility import Fit
+from firth.core.console import show_table, stdout_console
+from firth.lab.check import CorpusCheck
+from firth.tokens.fertility import TokenizerFit
 
-SHOWN = 5  # of a list
+MAX_TABLE_ROWS = 5  # of a list
 
 FIT_COLUMNS = [
     "tokenizer",
@@ -29,82 +29,102 @@ FIT_COLUMNS = [
 LEAK_COLUMNS = ["example", "of it", "stands in", "text"]
 
 
-def print_check(check: Check) -> None:
+def print_check(check: CorpusCheck) -> None:
     """Text, suspicious things, tokenizers, advice on stdout."""
-    show_table("The text", ["", ""], text_rows(check.text))
-    if rows := finding_rows(check.text, SHOWN):
+    show_table("The text", ["", ""], corpus_stat_rows(check.text))
+    if rows := finding_rows(check.text, MAX_TABLE_ROWS):
         show_table("To look at", ["", "times", "documents", "for example"], rows)
     if check.fits:
         columns = [name.replace(" ", "\n", 1) for name in FIT_COLUMNS]
         show_table("Tokenizers", columns, [fit_row(fit, fit.name == check.chosen) for fit in check.fits])
         fit = next((fit for fit in check.fits if fit.given), None) or chosen_fit(check)
-        show_table(f"Words that {fit.name} splits worst", ["word", "times", "pieces", "as"], worst_rows(fit)[:SHOWN])
+        show_table(
+            f"Words that {fit.name} splits worst",
+            ["word", "times", "pieces", "as"],
+            worst_split_rows(fit)[:MAX_TABLE_ROWS],
+        )
     if check.leaks:
         show_table("Labelled examples in the text", ["", ""], leak_rows(check.leaks))
     if check.leaks and check.leaks["found"]:
-        show_table("Some of them", LEAK_COLUMNS, found_rows(some_of(check.leaks["found"])))
+        show_table("Some of them", LEAK_COLUMNS, leak_example_rows(select_leaks_to_print(check.leaks["found"])))
     for sentence in check.left_out:
-        out.print(Text(f"Left out: {sentence}", "dim"))
+        stdout_console.print(Text(f"Left out: {sentence}", "dim"))
     for advice in check.advice:
-        out.print(Text.assemble((advice.about, "bold"), ": ", advice.do))
-        out.print(Padding(Text(advice.why, "dim"), (0, 0, 0, 2)))
+        stdout_console.print(Text.assemble((advice.about, "bold"), ": ", advice.do))
+        stdout_console.print(Padding(Text(advice.why, "dim"), (0, 0, 0, 2)))
 
 
-def chosen_fit(check: Check) -> Fit:
+def chosen_fit(check: CorpusCheck) -> TokenizerFit:
     return next(fit for fit in check.fits if fit.name == check.chosen)
 
 
-def text_rows(text: dict[str, Any]) -> list[tuple[str, str]]:
+def corpus_stat_rows(corpus_stats: dict[str, Any]) -> list[tuple[str, str]]:
     """The main numbers of a text, as a person reads them."""
-    words, lines, near = text["document_words"], text["line_characters"], text["near_duplicates"]
-    scripts = list(text["scripts"].items())
-    about = "" if text["words_are_exact"] else "about "
+    words, lines, near = (
+        corpus_stats["document_words"],
+        corpus_stats["line_characters"],
+        corpus_stats["near_duplicates"],
+    )
+    scripts = list(corpus_stats["scripts"].items())
+    about = "" if corpus_stats["words_are_exact"] else "about "
     return [
-        ("documents", f"{text['documents']:,}"),
-        ("words", f"{text['words']:,}"),
-        ("characters, bytes", f"{text['characters']:,}, {text['bytes']:,}"),
-        ("scripts", ", ".join(f"{name} {share:.1%}" for name, share in scripts[:SHOWN] if share >= 0.0005) or "none"),
+        ("documents", f"{corpus_stats['documents']:,}"),
+        ("words", f"{corpus_stats['words']:,}"),
+        ("characters, bytes", f"{corpus_stats['characters']:,}, {corpus_stats['bytes']:,}"),
+        (
+            "scripts",
+            ", ".join(f"{name} {share:.1%}" for name, share in scripts[:MAX_TABLE_ROWS] if share >= 0.0005) or "none",
+        ),
         ("words of a document", f"median {words['median']:,}, mean {words['mean']:,.0f}, longest {words['largest']:,}"),
-        ("paragraphs, lines", f"{text['paragraphs']:,}, {text['lines']:,}"),
+        ("paragraphs, lines", f"{corpus_stats['paragraphs']:,}, {corpus_stats['lines']:,}"),
         ("characters of a line", f"median {lines['median']:,}, longest {lines['largest']:,}"),
-        ("different words", f"{about}{text['types']:,}, {text['once']:,} of them once"),
-        ("type/token ratio", f"{text['type_token_ratio']:.3f}, in 1,000 words {number(text['type_token_ratio_1000'])}"),
-        ("entropy", f"{text['entropy']:.2f} bits per word, {text['character_entropy']:.2f} per character"),
-        ("Zipf, Heaps exponents", f"{number(text['zipf']['exponent'])}, {number(text['heaps']['exponent'])}"),
-        ("most frequent words", " ".join(item["word"] for item in text["frequent"][:10])),
-        ("duplicates", f"{text['duplicates']:,} ({text['duplicate_share']:.1%})"),
+        ("different words", f"{about}{corpus_stats['types']:,}, {corpus_stats['once']:,} of them once"),
+        (
+            "type/token ratio",
+            f"{corpus_stats['type_token_ratio']:.3f}, in 1,000 words {format_decimal(corpus_stats['type_token_ratio_1000'])}",
+        ),
+        (
+            "entropy",
+            f"{corpus_stats['entropy']:.2f} bits per word, {corpus_stats['character_entropy']:.2f} per character",
+        ),
+        (
+            "Zipf, Heaps exponents",
+            f"{format_decimal(corpus_stats['zipf']['exponent'])}, {format_decimal(corpus_stats['heaps']['exponent'])}",
+        ),
+        ("most frequent words", " ".join(item["word"] for item in corpus_stats["frequent"][:10])),
+        ("duplicates", f"{corpus_stats['duplicates']:,} ({corpus_stats['duplicate_share']:.1%})"),
         ("near duplicates", f"{near['documents']:,} of {near['of']:,} different documents ({near['share']:.1%})"),
     ]
 
 
-def number(value: float | None) -> str:
+def format_decimal(value: float | None) -> str:
     """
-    >>> number(0.98765), number(None)
+    >>> format_decimal(0.98765), format_decimal(None)
     ('0.988', '–')
     """
     return "–" if value is None else f"{value:.3f}"
 
 
-def finding_rows(text: dict[str, Any], shown: int) -> list[tuple[str, str, str, str]]:
+def finding_rows(corpus_stats: dict[str, Any], max_lines: int) -> list[tuple[str, str, str, str]]:
     """Suspicious things and repeated lines."""
     found: list[tuple[str, str, str, str]] = [
-        (item["name"], f"{item['count']:,}", f"{item['documents']:,}", visible(item["examples"][0]["text"]))
-        for item in text["suspicious"]
+        (item["name"], f"{item['count']:,}", f"{item['documents']:,}", escape_and_truncate(item["examples"][0]["text"]))
+        for item in corpus_stats["suspicious"]
     ]
     return found + [
-        ("repeated line", "–", f"{line['documents']:,}", visible(line["line"]))
-        for line in text["repeated_lines"][:shown]
+        ("repeated line", "–", f"{line['documents']:,}", escape_and_truncate(line["line"]))
+        for line in corpus_stats["repeated_lines"][:max_lines]
     ]
 
 
-def visible(text: str, longest: int = 48) -> str:
+def escape_and_truncate(text: str, max_chars: int = 48) -> str:
     r"""A text of one line in which what cannot be seen is spelled.
 
-    >>> visible("a\x07b\u200bc")
+    >>> escape_and_truncate("a\x07b\u200bc")
     'a\\x07b\\u200bc'
     """
     spelled = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return spelled if len(spelled) <= longest else spelled[: longest - 1] + "…"
+    return spelled if len(spelled) <= max_chars else spelled[: max_chars - 1] + "…"
 
 
 def leak_rows(leaks: dict[str, Any]) -> list[tuple[str, str]]:
@@ -118,22 +138,32 @@ def leak_rows(leaks: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def some_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def select_leaks_to_print(leaks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The worst of some leaks, and where there are any, two that are not word for word."""
-    near = [leak for leak in found if leak["share"] < 1][:2]
-    return found[: SHOWN - len(near)] + near if near and near[0] not in found[:SHOWN] else found[:SHOWN]
+    near = [leak for leak in leaks if leak["share"] < 1][:2]
+    return (
+        leaks[: MAX_TABLE_ROWS - len(near)] + near
+        if near and near[0] not in leaks[:MAX_TABLE_ROWS]
+        else leaks[:MAX_TABLE_ROWS]
+    )
 
 
-def found_rows(found: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
+def leak_example_rows(leaks: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
     return [
-        (visible(str(leak["id"]), 24), f"{leak['share']:.0%}", leak["source"], visible(leak["text"])) for leak in found
+        (
+            escape_and_truncate(str(leak["id"]), 24),
+            f"{leak['share']:.0%}",
+            leak["source"],
+            escape_and_truncate(leak["text"]),
+        )
+        for leak in leaks
     ]
 
 
-def fit_row(fit: Fit, chosen: bool) -> tuple[str, ...]:
+def fit_row(fit: TokenizerFit, is_chosen: bool) -> tuple[str, ...]:
     """A line of the table that compares tokenizers."""
     return (
-        fit.name + (f" ({fit.kind}, {fit.vocab_size:,})" if fit.given else "") + (" *" if chosen else ""),
+        fit.name + (f" ({fit.kind}, {fit.vocab_size:,})" if fit.given else "") + (" *" if is_chosen else ""),
         f"{fit.pieces_per_word:.2f}",
         f"{fit.words_split:.1%}",
         f"{fit.bytes_per_token:.2f}",
@@ -145,5 +175,8 @@ def fit_row(fit: Fit, chosen: bool) -> tuple[str, ...]:
     )
 
 
-def worst_rows(fit: Fit) -> list[tuple[str, str, str, str]]:
-    return [(visible(w["word"]), f"{w['count']:,}", f"{w['pieces']:.1f}", visible(w["split"])) for w in fit.worst]
+def worst_split_rows(fit: TokenizerFit) -> list[tuple[str, str, str, str]]:
+    return [
+        (escape_and_truncate(w["word"]), f"{w['count']:,}", f"{w['pieces']:.1f}", escape_and_truncate(w["split"]))
+        for w in fit.worst
+    ]

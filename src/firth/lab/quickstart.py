@@ -16,59 +16,72 @@ from typing import Any
 import torch
 import yaml
 
-from firth.console import duration, say, show_table
-from firth.errors import UserError
-from firth.files import damage, whole_folder, write_json
+from firth.core.console import format_duration, say, show_table
+from firth.core.errors import UserError
+from firth.core.files import atomic_folder, find_corruption, write_json
+from firth.core.html import ClozeSample, HtmlPage, plot_loss_curve
+from firth.core.serialization import to_dict
 from firth.generate import fill, generate
-from firth.lab.report import Transfer, transfer_plot
-from firth.models import Model, ModelConfig, load_model, make_model, preset, with_vocabulary, write_model
+from firth.lab.report import TransferPoint, transfer_plot
+from firth.models import Model, ModelConfig, get_preset, load_model, make_model, with_vocabulary, write_model
 from firth.objectives import MLM
-from firth.page import Page, Sample, loss_curve
-from firth.plain import to_plain
-from firth.recipes import TOKENIZERS, finetuning, pretraining
+from firth.recipes import DEFAULT_TOKENIZERS, finetuning_defaults, pretraining_recipe
 from firth.tasks import FinetuneRecipe, finetune
-from firth.text import HELD_OUT, Corpus, held_out, read_labelled
-from firth.tokens import Prepared, open_shards, prepare, train_tokenizer
+from firth.text import HELD_OUT_FRACTION, Corpus, is_held_out, read_labelled
+from firth.tokens import ShardSet, open_shards, prepare, train_tokenizer
 from firth.train import Recipe, load_recipe, pretrain, read_log, run_folder
-from firth.train.clock import Clock
+from firth.train.clock import RunClock
 
-VOCABULARY = 8192
-LABELS = (64, 256)
-SEEDS = 3
-STEPS = 200  # of each fine-tuning: fewer would leave the twins from scratch unfinished
-LENGTH = 128
-LEAST = 0.4  # of the time goes to pretraining, even if it ends late
-WRITING = 6.0  # seconds for blanks and report
+QUICKSTART_VOCAB_SIZE = 8192
+LABEL_COUNTS = (64, 256)
+QUICKSTART_SEEDS = 3
+FINETUNE_STEPS = 200  # of each fine-tuning: fewer would leave the twins from scratch unfinished
+QUICKSTART_LENGTH_TOKENS = 128
+MIN_PRETRAIN_TIME_SHARE = 0.4  # of the time goes to pretraining, even if it ends late
+REPORT_SECONDS = 6.0  # seconds for blanks and report
 
 
 @dataclass(frozen=True)
-class Arm:
+class ArchitectureSetup:
     """One architecture of the comparison: a model for this machine, and how it is trained."""
 
     model: ModelConfig
-    recipe: dict[str, Any]
-    tuning: dict[str, Any]
+    recipe_fields: dict[str, Any]
+    finetune_fields: dict[str, Any]
 
 
-def arms(all: bool) -> dict[str, Arm]:
+def architecture_setups(include_all: bool) -> dict[str, ArchitectureSetup]:
     """The models by shape: small ones for a CPU, bigger ones where there is a GPU. Settings found by experiment
     (docs/results.md)."""
     gpu = torch.cuda.is_available()
     size = "small" if gpu else "tiny"
     batch = 256 if gpu else 32
-    common = {"max_seq_length": LENGTH, "per_device_train_batch_size": batch, "warm_start": "ppmi", "save_steps": 500}
+    common = {
+        "max_seq_length": QUICKSTART_LENGTH_TOKENS,
+        "per_device_train_batch_size": batch,
+        "warm_start": "ppmi",
+        "save_steps": 500,
+    }
     rate = 1e-3 if gpu else 2e-3
     adamw = {"optim": "adamw", "learning_rate": rate}
     chosen = {
-        "encoder": Arm(
-            replace(preset(f"bert-{size}"), dropout=0.0, attention_dropout=0.0),
+        "encoder": ArchitectureSetup(
+            replace(get_preset(f"bert-{size}"), dropout=0.0, attention_dropout=0.0),
             {"objective": MLM(rate=0.4), "optim": "muon", "learning_rate": rate},
             {},
         ),
-        "decoder": Arm(replace(preset(f"gpt2-{size}"), dropout=0.0, attention_dropout=0.0), adamw, {}),
-        "encoder-decoder": Arm(replace(preset(f"t5-{size}"), dropout=0.0, attention_dropout=0.0), adamw, {}),
+        "decoder": ArchitectureSetup(
+            replace(get_preset(f"gpt2-{size}"), dropout=0.0, attention_dropout=0.0), adamw, {}
+        ),
+        "encoder-decoder": ArchitectureSetup(
+            replace(get_preset(f"t5-{size}"), dropout=0.0, attention_dropout=0.0), adamw, {}
+        ),
     }
-    return {name: replace(arm, recipe=common | arm.recipe) for name, arm in chosen.items() if all or name == "encoder"}
+    return {
+        name: replace(arm, recipe_fields=common | arm.recipe_fields)
+        for name, arm in chosen.items()
+        if include_all or name == "encoder"
+    }
 
 
 def quickstart(
@@ -82,136 +95,143 @@ def quickstart(
     """Everything once, on text that every machine has; `minutes` are for each architecture. Returns the table."""
     if minutes <= 0:
         raise UserError(f"minutes is {minutes}, and must be more than 0.")
-    folder = Path(output_dir) if output_dir else next_free("quickstart")
-    with run_folder(folder, resume, overwrite), Clock(folder, resume) as clock:
+    folder = Path(output_dir) if output_dir else next_free_folder("quickstart")
+    with run_folder(folder, resume, overwrite), RunClock(folder, resume) as clock:
         corpus = Corpus(["pydocs"])
         runs = {
-            shape: Track(folder / shape, shape, arm, seed, resume).run(corpus, minutes)
-            for shape, arm in arms(all).items()
+            shape: ArchitectureRun(folder / shape, shape, arm, seed, resume).run(corpus, minutes)
+            for shape, arm in architecture_setups(all).items()
         }
         rows = [row for run in runs.values() for row in run["table"]]
         columns = ["model", "labels", "from scratch", "pretrained", "gain"]
         show_table(
             f"Which package does a docstring come from? ({runs['encoder']['classes']} classes, accuracy in %, "
-            f"{SEEDS} seeds)",
+            f"{QUICKSTART_SEEDS} seeds)",
             columns,
-            [table_row(row) for row in rows],
+            [format_result_row(row) for row in rows],
         )
         for run in runs.values():
-            show_samples(run)
-        write_report(folder / "report.html", runs, columns)
+            print_samples(run)
+        write_quickstart_report(folder / "report.html", runs, columns)
         result: dict[str, Any] = {
             "output_dir": str(folder),
             "report": str(folder / "report.html"),
             "table": rows,
             "pretraining": {shape: run["pretraining"] for shape, run in runs.items()},
-            "seconds": clock.seconds,
+            "seconds": clock.elapsed_seconds,
         }
         write_json(folder / "results.json", result)
-        say(f"done in {duration(result['seconds'])}: {folder / 'report.html'} has the whole story.")
+        say(f"done in {format_duration(result['seconds'])}: {folder / 'report.html'} has the whole story.")
         return result
 
 
-class Track:
+class ArchitectureRun:
     """The way of one architecture through the house, each stage in a folder of its own."""
 
-    def __init__(self, folder: Path, shape: str, arm: Arm, seed: int, resume: bool) -> None:
-        self.folder, self.shape, self.arm, self.seed, self.resume = folder, shape, arm, seed, resume
+    def __init__(self, folder: Path, architecture: str, setup: ArchitectureSetup, seed: int, resume: bool) -> None:
+        self.folder, self.architecture, self.setup, self.seed, self.resume = folder, architecture, setup, seed, resume
         folder.mkdir(exist_ok=True)
 
     def run(self, corpus: Corpus, minutes: float) -> dict[str, Any]:
         """All stages; what the table and the report need of them."""
-        with Clock(self.folder, self.resume) as clock:
+        with RunClock(self.folder, self.resume) as clock:
             shards = self.prepare(corpus)
-            clock.note()
-            untrained = self.untrained(shards)
-            say(f"{self.shape}: the twins from scratch")
+            clock.save()
+            untrained = self.write_untrained(shards)
+            say(f"{self.architecture}: the twins from scratch")
             start = time.monotonic()
-            scratch = {labels: self.tune(untrained, labels, from_scratch=True) for labels in LABELS}
+            scratch = {labels: self.finetune(untrained, labels, from_scratch=True) for labels in LABEL_COUNTS}
             tuning = max(time.monotonic() - start, sum(one["seconds"] for one in scratch.values()))  # or done before
-            clock.note()
-            seconds = max(60 * minutes - clock.seconds - 1.1 * tuning - WRITING, LEAST * 60 * minutes)
-            say(f"{self.shape}: pretraining for {duration(seconds)}")
+            clock.save()
+            seconds = max(
+                60 * minutes - clock.elapsed_seconds - 1.1 * tuning - REPORT_SECONDS,
+                MIN_PRETRAIN_TIME_SHARE * 60 * minutes,
+            )
+            say(f"{self.architecture}: pretraining for {format_duration(seconds)}")
             trained = self.pretrain(shards, seconds)
-        say(f"{self.shape}: the pretrained ones")
+        say(f"{self.architecture}: the pretrained ones")
         final = self.folder / "pretraining" / "final"
-        tuned = {labels: self.tune(final, labels, from_scratch=False) for labels in LABELS}
+        tuned = {labels: self.finetune(final, labels, from_scratch=False) for labels in LABEL_COUNTS}
         return {
-            "shape": self.shape,
-            "table": [self.row(labels, scratch[labels], tuned[labels]) for labels in LABELS],
-            "classes": len({e.target for e in read_labelled("pydocs", "classify", part="dev")}),
+            "shape": self.architecture,
+            "table": [self.result_row(labels, scratch[labels], tuned[labels]) for labels in LABEL_COUNTS],
+            "classes": len({e.target for e in read_labelled("pydocs", "classify", split="dev")}),
             "pretraining": trained,
             "recipe": load_recipe(self.folder / "pretraining" / "recipe.yaml", Recipe),
             "log": read_log(self.folder / "pretraining" / "log.jsonl"),
-            "samples": samples(load_model(final), shards),
+            "samples": sample_predictions(load_model(final), shards),
         }
 
-    def prepare(self, corpus: Corpus) -> Prepared:
+    def prepare(self, corpus: Corpus) -> ShardSet:
         """Tokenizer and shards. Unigram is slow to learn: it gets every eighth document."""
         place = self.folder / "data"
-        if damage(place) is not None:
-            kind = TOKENIZERS[self.arm.model.shape]
+        if find_corruption(place) is not None:
+            kind = DEFAULT_TOKENIZERS[self.setup.model.architecture]
             texts = (d.text for d in islice(corpus, 0, None, 8 if kind == "unigram" else 1))
-            tokenizer = train_tokenizer(texts, kind, VOCABULARY, lowercase=kind == "wordpiece")
-            prepare(corpus, tokenizer, place, total_bytes=corpus.bytes)
+            tokenizer = train_tokenizer(texts, kind, QUICKSTART_VOCAB_SIZE, lowercase=kind == "wordpiece")
+            prepare(corpus, tokenizer, place, total_bytes=corpus.total_bytes)
             say(corpus.describe())
         return open_shards(place)
 
-    def untrained(self, shards: Prepared) -> Path:
+    def write_untrained(self, shards: ShardSet) -> Path:
         """A checkpoint of step 0, for the twins."""
         place = self.folder / "untrained"
-        if damage(place) is not None:
+        if find_corruption(place) is not None:
             torch.manual_seed(self.seed)
-            model = make_model(with_vocabulary(self.arm.model, shards.tokenizer.vocab))
+            model = make_model(with_vocabulary(self.setup.model, shards.tokenizer.vocab))
             model.tokenizer = shards.tokenizer
-            with whole_folder(place) as temporary:
+            with atomic_folder(place) as temporary:
                 write_model(model, temporary)
         return place
 
-    def pretrain(self, shards: Prepared, seconds: float) -> dict[str, Any]:
+    def pretrain(self, shards: ShardSet, seconds: float) -> dict[str, Any]:
         place = self.folder / "pretraining"
         if self.resume and (place / "recipe.yaml").is_file():
             return pretrain(load_recipe(place / "recipe.yaml", Recipe), resume=True)
-        model = with_vocabulary(self.arm.model, shards.tokenizer.vocab)
+        model = with_vocabulary(self.setup.model, shards.tokenizer.vocab)
         facts = {"data": str(shards.folder), "tokenizer": shards.tokenizer.fingerprint, "minutes": seconds / 60}
-        recipe = pretraining(model, output_dir=str(place), seed=self.seed, **facts, **self.arm.recipe)
+        recipe = pretraining_recipe(model, output_dir=str(place), seed=self.seed, **facts, **self.setup.recipe_fields)
         return pretrain(recipe, resume=self.resume)
 
-    def tune(self, checkpoint: Path, labels: int, from_scratch: bool) -> dict[str, Any]:
+    def finetune(self, checkpoint: Path, num_labels: int, from_scratch: bool) -> dict[str, Any]:
         """Learn the packages from so many labels, with several seeds."""
-        fields = finetuning(self.arm.model) | {"max_steps": STEPS, "max_seq_length": LENGTH} | self.arm.tuning
+        fields = (
+            finetuning_defaults(self.setup.model)
+            | {"max_steps": FINETUNE_STEPS, "max_seq_length": QUICKSTART_LENGTH_TOKENS}
+            | self.setup.finetune_fields
+        )
         recipe = FinetuneRecipe(
             checkpoint=str(checkpoint),
             task="classify",
             train="pydocs",
             dev="pydocs",
-            output_dir=str(self.folder / f"{'scratch' if from_scratch else 'pretrained'}-{labels}"),
+            output_dir=str(self.folder / f"{'scratch' if from_scratch else 'pretrained'}-{num_labels}"),
             seed=self.seed,
-            seeds=SEEDS,
-            shots=labels,
+            seeds=QUICKSTART_SEEDS,
+            shots=num_labels,
             from_scratch=from_scratch,
             compile=False,
             **fields,
         )
         return finetune(recipe, resume=self.resume)
 
-    def row(self, labels: int, scratch: dict[str, Any], tuned: dict[str, Any]) -> dict[str, Any]:
+    def result_row(self, num_labels: int, scratch: dict[str, Any], tuned: dict[str, Any]) -> dict[str, Any]:
         return {
-            "model": self.shape,
-            "labels": labels,
+            "model": self.architecture,
+            "labels": num_labels,
             "scratch": {"mean": scratch["mean"], "std": scratch["std"]},
             "pretrained": {"mean": tuned["mean"], "std": tuned["std"]},
             "gain": tuned["mean"] - scratch["mean"],
         }
 
 
-def next_free(name: str) -> Path:
+def next_free_folder(name: str) -> Path:
     """`quickstart`, then `quickstart-2` and so on: nothing is overwritten unasked."""
     names = [name, *(f"{name}-{i}" for i in range(2, 1000))]
     return next(Path(n) for n in names if not Path(n).exists())
 
 
-def table_row(row: dict[str, Any]) -> list[str]:
+def format_result_row(row: dict[str, Any]) -> list[str]:
     def percent(score: dict[str, float]) -> str:
         return f"{100 * score['mean']:.1f} ± {100 * score['std']:.1f}"
 
@@ -228,36 +248,43 @@ def held_out_sentences() -> Iterator[str]:
     """First sentences of documents that no model has seen, short enough to show."""
     for document in Corpus(["pydocs"]):
         sentence = " ".join(document.text.partition("\n\n")[0].split())
-        if held_out(document.text, HELD_OUT) and 9 <= len(sentence.split()) <= 16 and sentence.endswith("."):
+        if (
+            is_held_out(document.text, HELD_OUT_FRACTION)
+            and 9 <= len(sentence.split()) <= 16
+            and sentence.endswith(".")
+        ):
             yield sentence
 
 
-def samples(model: Model, shards: Prepared, count: int = 6) -> list[Sample]:
+def sample_predictions(model: Model, shards: ShardSet, num_samples: int = 6) -> list[ClozeSample]:
     """Blanks that the model fills in sentences it has not seen; a decoder continues them instead."""
     tokenizer, found = shards.tokenizer, []
-    for place, sentence in enumerate(islice(held_out_sentences(), 0, 40 * count, 40)):
+    for place, sentence in enumerate(islice(held_out_sentences(), 0, 40 * num_samples, 40)):
         words = sentence.split()
-        if model.config.shape == "decoder":
+        if model.config.architecture == "decoder":
             start = " ".join(words[:5])
             text = generate(model, [start], max_new_tokens=24, temperature=0.8, top_p=0.9, seed=place)[0]
-            found.append(Sample(f"{start} ", "", one_line(text.removeprefix(start)), []))
+            found.append(ClozeSample(f"{start} ", "", collapse_whitespace(text.removeprefix(start)), []))
             continue
         single = [i for i in range(2, len(words) - 1) if words[i].isalpha() and len(tokenizer.encode(words[i])) == 1]
         if not single:
             continue
         blank = single[place % len(single)]
         before, after = " ".join(words[:blank]) + " ", " " + " ".join(words[blank + 1 :])
-        guesses = [(one_line(g.text), g.probability) for g in fill(model, f"{before}[MASK]{after}", top=4)[0].guesses]
+        guesses = [
+            (collapse_whitespace(g.text), g.probability)
+            for g in fill(model, f"{before}[MASK]{after}", top=4)[0].guesses
+        ]
         answer = words[blank].lower() if shards.manifest["tokenizer_kind"] == "wordpiece" else words[blank]
-        found.append(Sample(before, after, answer, guesses))
+        found.append(ClozeSample(before, after, answer, guesses))
     return found
 
 
-def one_line(text: str) -> str:
+def collapse_whitespace(text: str) -> str:
     return " ".join(text.split()) or "(nothing)"
 
 
-def show_samples(run: dict[str, Any]) -> None:
+def print_samples(run: dict[str, Any]) -> None:
     """The blanks on the terminal."""
     if run["shape"] == "decoder":
         going_on = [(s.before, s.answer) for s in run["samples"]]
@@ -270,55 +297,61 @@ def show_samples(run: dict[str, Any]) -> None:
     show_table(f"Blanks in sentences that the {run['shape']} has not seen", ["sentence", "was", "guesses"], rows)
 
 
-def write_report(path: Path, runs: dict[str, dict[str, Any]], columns: list[str]) -> None:
+def write_quickstart_report(path: Path, runs: dict[str, dict[str, Any]], columns: list[str]) -> None:
     """One page with the whole story; every number comes from this run."""
-    page = Page("Pretrain once, fine-tune many times")
+    page = HtmlPage("Pretrain once, fine-tune many times")
     rows = [row for run in runs.values() for row in run["table"]]
-    page.text(
+    page.add_paragraph(
         "A language model was trained on the documentation of the Python packages on this machine, then fine-tuned "
         "to tell from which package a docstring comes. Its twin has the same shape and learns from the same labels, "
         "but starts from random weights; steps and rates are the same. The docstrings that are scored were seen by "
         "neither. The pretrained model began with word vectors counted in its training text, which is part of the gain."
     )
-    page.table(columns, [table_row(row) for row in rows], f"Accuracy in %, mean and deviation over {SEEDS} seeds.")
+    page.add_table(
+        columns,
+        [format_result_row(row) for row in rows],
+        f"Accuracy in %, mean and deviation over {QUICKSTART_SEEDS} seeds.",
+    )
     points = [
-        Transfer(row["model"], kind == "pretrained", row["labels"], row[kind]["mean"], row[kind]["std"])
+        TransferPoint(row["model"], kind == "pretrained", row["labels"], row[kind]["mean"], row[kind]["std"])
         for row in rows
         for kind in ("scratch", "pretrained")
     ]
-    page.figure(transfer_plot(points), "What pretraining is worth, by the number of labels.")
+    page.add_figure(transfer_plot(points), "What pretraining is worth, by the number of labels.")
     for shape, run in runs.items():
-        write_section(page, shape, run)
+        add_pretraining_section(page, shape, run)
     page.save(path)
 
 
-def write_section(page: Page, shape: str, run: dict[str, Any]) -> None:
+def add_pretraining_section(page: HtmlPage, architecture: str, run: dict[str, Any]) -> None:
     trained, recipe = run["pretraining"], run["recipe"]
-    page.heading(f"Pretraining: {shape}")
-    page.text(plateau(trained, shape))
+    page.add_heading(f"Pretraining: {architecture}")
+    page.add_paragraph(describe_final_loss(trained, architecture))
     train = [(line["step"], line["loss"]) for line in run["log"] if line.get("loss") is not None]
     held = [(line["step"], line["eval_loss"]) for line in run["log"] if line.get("eval_loss") is not None]
-    entropy = trained["unigram_entropy"] if shape != "encoder-decoder" else None
-    page.figure(
-        loss_curve(train, held, entropy),
+    entropy = trained["unigram_entropy"] if architecture != "encoder-decoder" else None
+    page.add_figure(
+        plot_loss_curve(train, held, entropy),
         f"{trained['parameters']:,} parameters, {trained['tokens']:,} tokens at {trained['tokens_per_second']:,.0f} "
         "a second." + (" A model that knows only how frequent each token is stands at the line." if entropy else ""),
     )
     caption = (
-        "What it writes after the first words." if shape == "decoder" else "Blanks, and what it would write there."
+        "What it writes after the first words."
+        if architecture == "decoder"
+        else "Blanks, and what it would write there."
     )
-    page.samples(run["samples"], caption + " The sentences were held out.")
-    page.code(
-        yaml.safe_dump(to_plain(recipe), sort_keys=False), "The recipe, with every field that the run depends on."
+    page.add_cloze_samples(run["samples"], caption + " The sentences were held out.")
+    page.add_code(
+        yaml.safe_dump(to_dict(recipe), sort_keys=False), "The recipe, with every field that the run depends on."
     )
 
 
-def plateau(trained: dict[str, Any], shape: str) -> str:
+def describe_final_loss(results: dict[str, Any], architecture: str) -> str:
     """What the final loss says, in a sentence."""
-    loss, entropy = trained["eval_loss"], trained["unigram_entropy"]
+    loss, entropy = results["eval_loss"], results["unigram_entropy"]
     if loss is None:
         return "No document was held out, so there is no held-out loss."
-    if shape == "encoder-decoder":
+    if architecture == "encoder-decoder":
         return (
             f"The held-out loss is {loss:.2f}. A part of it is sentinels, which are easy: it has no line to get under."
         )

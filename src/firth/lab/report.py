@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, NamedTuple
 
-from firth.page import COLOURS, axes_of, legend, plain
+from firth.core.html import PLOT_COLOURS, add_plot_legend, escape_mathtext, make_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-class Transfer(NamedTuple):
+class TransferPoint(NamedTuple):
     """How well a model does after fine-tuning on so many labels, over several seeds."""
 
     model: str
@@ -23,16 +23,16 @@ class Transfer(NamedTuple):
     std: float
 
 
-def transfer_plot(rows: Iterable[Transfer], ylabel: str = "accuracy") -> Figure:
+def transfer_plot(rows: Iterable[TransferPoint], ylabel: str = "accuracy") -> Figure:
     """What pretraining is worth: the score against the number of labels, mean and deviation over seeds.
 
     One colour for each model; the solid line began from the pretrained weights, the dashed one from scratch.
     """
     rows = list(rows)
-    figure, axes = axes_of("labelled examples", ylabel)
+    figure, axes = make_axes("labelled examples", ylabel)
     models = list(dict.fromkeys(row.model for row in rows))
-    for model, colour in zip(models, cycle(COLOURS)):
-        prefix = f"{plain(model)}, " if len(models) > 1 else ""
+    for model, colour in zip(models, cycle(PLOT_COLOURS)):
+        prefix = f"{escape_mathtext(model)}, " if len(models) > 1 else ""
         for pretrained in (True, False):
             points = sorted(
                 (r for r in rows if r.model == model and r.pretrained is pretrained), key=lambda r: r.num_labels
@@ -54,7 +54,7 @@ def transfer_plot(rows: Iterable[Transfer], ylabel: str = "accuracy") -> Figure:
                 label=prefix + ("pretrained" if pretrained else "from scratch"),
             )
     _log_ticks(axes, sorted({row.num_labels for row in rows}))
-    legend(axes)
+    add_plot_legend(axes)
     return figure
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from firth.lab.show import Shown
-from firth.lab.show_row import KINDS, Picture, Piece, Strip, View, shrink
-from firth.page import Page, free_place, generator, html
+from firth.core.html import HtmlPage, escape_html, generator_meta_tag, resolve_page_path
+from firth.lab.show import BatchPreview
+from firth.lab.show_row import TOKEN_KINDS, AttentionMaskView, RowView, SequenceView, TokenView, downsample_mask
 
-MARK = generator("show")
-SIDE = 96  # cells of a picture, across and down
+SHOW_PAGE_GENERATOR = generator_meta_tag("show")
+PAGE_MASK_CELLS = 96  # cells of a picture, across and down
 
-STYLE = """
+SHOW_PAGE_CSS = """
 :root { --masked: #ffe08a; --random: #ffc9c4; --kept: #c6ecc9; --asked: #bfe6ee; --sentinel: #cfdcff;
   --answer: #2f7ed8; --b: #f1e2f5; }
 @media (prefers-color-scheme: dark) { :root { --masked: #6b5310; --random: #7a2c28; --kept: #245c33; --asked: #1d5461;
@@ -51,107 +51,117 @@ dt { color: var(--quiet); } dd { margin: 0; overflow-wrap: anywhere; }
 """
 
 
-def free_page(folder: Path, overwrite: bool) -> Path:
+def find_free_show_page(folder: Path, overwrite: bool) -> Path:
     """Where the page goes; a file there that no earlier look wrote is left alone unless `overwrite`."""
-    return free_place(folder, "show", overwrite)
+    return resolve_page_path(folder, "show", overwrite)
 
 
-def save_page(shown: Shown, path: Path) -> None:
+def save_show_page(preview: BatchPreview, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    make_page(shown).save(path)
+    make_show_page(preview).save(path)
 
 
-def make_page(shown: Shown) -> Page:
+def make_show_page(preview: BatchPreview) -> HtmlPage:
     """Header, legend, rows, counts."""
-    page = Page("What the model will see", STYLE, MARK)
-    lines = (f"<dt>{html(name)}</dt><dd>{html(value)}</dd>" for name, value in shown.header.items())
-    page.markup("<dl>" + "".join(lines) + "</dl>")
-    page.text(
+    page = HtmlPage("What the model will see", SHOW_PAGE_CSS, SHOW_PAGE_GENERATOR)
+    lines = (f"<dt>{escape_html(name)}</dt><dd>{escape_html(value)}</dd>" for name, value in preview.header.items())
+    page.add_html("<dl>" + "".join(lines) + "</dl>")
+    page.add_paragraph(
         "The first rows of the first step, as training will read them. Point at a token for its id and place. "
         "In the small pictures the token of a row sees the tokens whose columns are dark there."
     )
-    page.markup(legend(shown.views))
-    for view in shown.views:
-        add_view(page, view)
-    page.heading("What the recipe promises, and what is there")
-    sample = f"in {shown.counts['sample']['rows']:.0f} rows"
-    page.table(["", "promised", sample, "in those above"], shown.table())
+    page.add_html(legend_html(preview.views))
+    for view in preview.views:
+        add_row_section(page, view)
+    page.add_heading("What the recipe promises, and what is there")
+    sample = f"in {preview.counts['sample']['rows']:.0f} rows"
+    page.add_table(["", "promised", sample, "in those above"], preview.rate_table())
     return page
 
 
-def add_view(page: Page, view: View) -> None:
-    page.heading(f"Row {view.row}")
-    for strip in view.strips:
-        page.markup(sequence(strip))
-    for fact in view.facts:
-        page.text(fact)
-    page.markup('<div class="pictures">' + "\n".join(map(picture, view.pictures)) + "</div>")
+def add_row_section(page: HtmlPage, view: RowView) -> None:
+    page.add_heading(f"Row {view.row_index}")
+    for strip in view.sequences:
+        page.add_html(sequence_html(strip))
+    for fact in view.notes:
+        page.add_paragraph(fact)
+    page.add_html('<div class="pictures">' + "\n".join(map(mask_figure_html, view.attention_masks)) + "</div>")
 
 
-def legend(views: list[View]) -> str:
+def legend_html(views: list[RowView]) -> str:
     """What the marks mean, of those that occur."""
-    kinds = {piece.kind for view in views for strip in view.strips for piece in strip.pieces}
-    items = [f'<span><span class="t {kind}">{kind}</span>{html(KINDS[kind])}</span>' for kind in KINDS if kind in kinds]
-    segments = {piece.segment for view in views for strip in view.strips for piece in strip.pieces}
+    kinds = {piece.kind for view in views for strip in view.sequences for piece in strip.tokens}
+    items = [
+        f'<span><span class="t {kind}">{kind}</span>{escape_html(TOKEN_KINDS[kind])}</span>'
+        for kind in TOKEN_KINDS
+        if kind in kinds
+    ]
+    segments = {piece.token_type for view in views for strip in view.sequences for piece in strip.tokens}
     if len(segments) > 1:
         items.append('<span><span class="t b">second</span>of the second text (segment B)</span>')
     items.append('<span><span class="edge" style="margin: 0 0.5rem 0 0"></span>edge of a document</span>')
     return '<div class="legend">' + "\n".join(items) + "</div>"
 
 
-def sequence(strip: Strip) -> str:
+def sequence_html(sequence: SequenceView) -> str:
     """The tokens of a sequence as boxes, with what they hide under them."""
     parts: list[str] = []
-    before: Piece | None = None
-    for piece in strip.pieces:
-        if before is not None and before.doc != piece.doc:
-            parts.append(f' <span class="edge" role="separator" aria-label="document {piece.doc}"></span>')
+    before: TokenView | None = None
+    for piece in sequence.tokens:
+        if before is not None and before.document != piece.document:
+            parts.append(f' <span class="edge" role="separator" aria-label="document {piece.document}"></span>')
         if piece.text.startswith(" "):
             parts.append("\n")
-        parts.append(token(piece))
+        parts.append(token_html(piece))
         before = piece
-    padding = f'\n<span class="quiet" dir="ltr">+ {strip.padding:,} places of padding</span>' if strip.padding else ""
-    inner = f'<div class="tokens" dir="{direction(strip)}">{"".join(parts)}{padding}</div>'
-    return f'<div class="strip"><h3>{html(strip.name)}</h3>{inner}</div>'
+    padding = (
+        f'\n<span class="quiet" dir="ltr">+ {sequence.num_padding:,} places of padding</span>'
+        if sequence.num_padding
+        else ""
+    )
+    inner = f'<div class="tokens" dir="{text_direction(sequence)}">{"".join(parts)}{padding}</div>'
+    return f'<div class="strip"><h3>{escape_html(sequence.name)}</h3>{inner}</div>'
 
 
-def direction(strip: Strip) -> str:
+def text_direction(sequence: SequenceView) -> str:
     """Which way the tokens go: right to left where most letters of the text are written so."""
     special = ("special", "sentinel", "masked", "number")
-    letters = [unicodedata.bidirectional(c) for piece in strip.pieces if piece.kind not in special for c in piece.text]
+    letters = [
+        unicodedata.bidirectional(c) for piece in sequence.tokens if piece.kind not in special for c in piece.text
+    ]
     return "rtl" if letters.count("R") + letters.count("AL") > letters.count("L") else "ltr"
 
 
-def token(piece: Piece) -> str:
+def token_html(token: TokenView) -> str:
     """A box with a token."""
-    if piece.kind == "number":
-        return f'<span class="t number" title="{KINDS["number"]}">({html(piece.text.strip())})</span>\n'
-    under = piece.under
-    if piece.kind == "masked" and not under:
+    if token.kind == "number":
+        return f'<span class="t number" title="{TOKEN_KINDS["number"]}">({escape_html(token.text.strip())})</span>\n'
+    under = token.original_text
+    if token.kind == "masked" and not under:
         under = "nothing"
-    about = piece.title if piece.kind == "text" else f"{piece.kind}: {piece.title}"
-    small = f"<small>{html(under)}</small>" if under else ""
-    kinds = f"t {piece.kind}" + (" b" if piece.segment else "") + (" written" if piece.written else "")
-    return f'<span class="{kinds}" title="{html(about)}">{html(piece.text.lstrip(" "))}{small}</span>'
+    about = token.title if token.kind == "text" else f"{token.kind}: {token.title}"
+    small = f"<small>{escape_html(under)}</small>" if under else ""
+    kinds = f"t {token.kind}" + (" b" if token.token_type else "") + (" written" if token.is_target else "")
+    return f'<span class="{kinds}" title="{escape_html(about)}">{escape_html(token.text.lstrip(" "))}{small}</span>'
 
 
-def picture(picture: Picture) -> str:
+def mask_figure_html(mask_view: AttentionMaskView) -> str:
     """Who sees whom: a dark cell at (i, j) where i, counted downward, sees j."""
-    seen = shrink(picture.seen, SIDE)
+    seen = downsample_mask(mask_view.mask, PAGE_MASK_CELLS)
     rows, columns = seen.shape
-    label = html(f"{picture.title}. The token of a row sees that of a column where it is dark.")
+    label = escape_html(f"{mask_view.title}. The token of a row sees that of a column where it is dark.")
     box = f'viewBox="0 0 {columns} {rows}" shape-rendering="crispEdges"'
-    svg = f'<svg role="img" aria-label="{label}" {box}><path fill="currentColor" d="{outline(seen)}"/></svg>'
-    shape = ' class="all"' if picture.seen.all() else ""
-    return f"<figure{shape}>{svg}<figcaption>{html(picture.title)}</figcaption></figure>"
+    svg = f'<svg role="img" aria-label="{label}" {box}><path fill="currentColor" d="{mask_svg_path(seen)}"/></svg>'
+    shape = ' class="all"' if mask_view.mask.all() else ""
+    return f"<figure{shape}>{svg}<figcaption>{escape_html(mask_view.title)}</figcaption></figure>"
 
 
-def outline(seen: np.ndarray) -> str:
+def mask_svg_path(mask: np.ndarray) -> str:
     """The dark cells as an SVG path of rectangles: runs of a row, joined downward where the next row has the same."""
     done: list[tuple[int, int, int, int]] = []
     growing: dict[tuple[int, int], int] = {}
-    for y in range(len(seen) + 1):
-        edges = np.flatnonzero(np.diff(seen[y].astype(int), prepend=0, append=0)) if y < len(seen) else np.zeros(0, int)
+    for y in range(len(mask) + 1):
+        edges = np.flatnonzero(np.diff(mask[y].astype(int), prepend=0, append=0)) if y < len(mask) else np.zeros(0, int)
         runs = set(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
         done += [(x, top, end - x, y - top) for (x, end), top in growing.items() if (x, end) not in runs]
         growing = {run: growing.get(run, y) for run in sorted(runs)}

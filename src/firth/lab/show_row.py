@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from firth.objectives import IGNORED, Batch
-from firth.objectives.sight import matrix
+from firth.objectives import IGNORE_INDEX, Batch
+from firth.objectives.visibility import visibility_matrix
 from firth.tokens import Rows, Tokenizer, Vocabulary
 
-R = TypeVar("R", Rows, Batch)
-Text = Callable[..., str]  # ids of tokens, one after the other -> how they look
-KINDS = {
+RowsOrBatch = TypeVar("RowsOrBatch", Rows, Batch)
+TokenFormatter = Callable[..., str]  # ids of tokens, one after the other -> how they look
+TOKEN_KINDS = {
     "masked": "hidden; what stood there is given with it",
     "random": "replaced by a random token, and asked",
     "kept": "left as it was, and asked",
@@ -31,267 +31,328 @@ KINDS = {
     "number": "where this sentence stood before the order was changed",
     "special": "special token",
 }
-PAIRS = {  # by the rows that an objective reads: what the two labels of a pair mean
+PAIR_LABEL_MEANINGS = {  # by the rows that an objective reads: what the two labels of a pair mean
     "next": ("the second text follows the first", "random next: the second text is from elsewhere"),
     "order": ("in order", "swapped: the second text stood before the first"),
 }
 
 
-class Piece(NamedTuple):
+class TokenView(NamedTuple):
     """One token as a person sees it. `under` is what stood there before, or what it stands for."""
 
     text: str  # begins with a space where the token does
     kind: str  # one of KINDS, or "text"
-    under: str
+    original_text: str
     id: int
-    place: int
-    doc: int
-    segment: int
-    written: bool = False  # it is asked of the tokens before it, in one stack
+    position: int
+    document: int
+    token_type: int
+    is_target: bool = False  # it is asked of the tokens before it, in one stack
 
     @property
     def title(self) -> str:
-        return f"id {self.id}, place {self.place}, document {self.doc}"
+        return f"id {self.id}, place {self.position}, document {self.document}"
 
 
-class Strip(NamedTuple):
+class SequenceView(NamedTuple):
     """One sequence of a row: what is read, or what is asked."""
 
     name: str
-    pieces: list[Piece]
-    padding: int
+    tokens: list[TokenView]
+    num_padding: int
 
 
-class Picture(NamedTuple):
+class AttentionMaskView(NamedTuple):
     """Who sees whom: `seen[i, j]` is whether i sees j. Padding is left out."""
 
     name: str
-    seen: np.ndarray
+    mask: np.ndarray
 
     @property
     def title(self) -> str:
-        return f"{self.name}: all see all" if self.seen.all() else self.name
+        return f"{self.name}: all see all" if self.mask.all() else self.name
 
 
-class View(NamedTuple):
+class RowView(NamedTuple):
     """All that is shown of a row."""
 
-    row: int  # its place in the stream of all rows
-    facts: list[str]
-    strips: list[Strip]
-    pictures: list[Picture]
+    row_index: int  # its place in the stream of all rows
+    notes: list[str]
+    sequences: list[SequenceView]
+    attention_masks: list[AttentionMaskView]
 
 
-class Mark(NamedTuple):
+class TokenMark(NamedTuple):
     """What is to be said of one place: its kind, the ids to write with it, its turn among those asked."""
 
     kind: str
-    under: Sequence[int] = ()
-    written: bool = False
-    turn: int = 0
+    original_ids: Sequence[int] = ()
+    is_target: bool = False
+    prediction_order: int = 0
 
 
-def view(rows: Rows, batch: Batch, b: int, tokenizer: Tokenizer, objective: Any, causal: bool) -> View:
+def build_row_view(rows: Rows, batch: Batch, b: int, tokenizer: Tokenizer, objective: Any, is_causal: bool) -> RowView:
     """All that there is to see in row `b`."""
-    row, one = one_row(rows, b), one_row(batch, b)
-    text = surface(tokenizer)
+    row, one = select_row(rows, b), select_row(batch, b)
+    text = make_token_formatter(tokenizer)
     query = "query" in getattr(objective, "extras", ())
-    return View(
-        row=int(rows.index[b]),
-        facts=facts(one, objective, text),
-        strips=strips(row, one, tokenizer.vocab, text, bool(of_their_places(rows.tokens, batch)[b]), query),
-        pictures=pictures(one, causal, query),
+    return RowView(
+        row_index=int(rows.stream_index[b]),
+        notes=describe_row(one, objective, text),
+        sequences=build_sequences(
+            row, one, tokenizer.vocab, text, bool(rows_predicted_in_place(rows.input_ids, batch)[b]), query
+        ),
+        attention_masks=build_attention_masks(one, is_causal, query),
     )
 
 
-def one_row(rows: R, b: int) -> R:
+def select_row(rows: RowsOrBatch, b: int) -> RowsOrBatch:
     """Row `b` of Rows or of a Batch, its arrays without the B."""
     return type(rows)(*(None if x is None else x[b] for x in rows))  # type: ignore[arg-type]
 
 
-def in_place(source_BL: np.ndarray, batch: Batch) -> np.ndarray:
+def rows_read_in_place(source_BL: np.ndarray, batch: Batch) -> np.ndarray:
     """Of which rows (B,) every token is read where it stood before noise; only those that are asked may be changed."""
     B, L = source_BL.shape
-    if batch.decoder_tokens is not None or batch.tokens.shape != (B, L):
+    if batch.decoder_input_ids is not None or batch.input_ids.shape != (B, L):
         return np.zeros(B, bool)
     may_BL = np.zeros((B, L), bool)
-    if batch.asked is not None:
-        row, slot = np.nonzero(batch.labels != IGNORED)
-        may_BL[row, batch.asked[row, slot]] = True
-    return ((batch.tokens == source_BL) | may_BL).all(1)
+    if batch.target_positions is not None:
+        row, slot = np.nonzero(batch.labels != IGNORE_INDEX)
+        may_BL[row, batch.target_positions[row, slot]] = True
+    return ((batch.input_ids == source_BL) | may_BL).all(1)
 
 
-def of_their_places(source_BL: np.ndarray, batch: Batch) -> np.ndarray:
+def rows_predicted_in_place(source_BL: np.ndarray, batch: Batch) -> np.ndarray:
     """Of which rows (B,) what is asked is what stood at the place itself, not the next token."""
-    if batch.asked is None:
+    if batch.target_positions is None:
         return np.zeros(len(source_BL), bool)
-    own_BK = np.take_along_axis(source_BL, np.minimum(batch.asked, source_BL.shape[1] - 1), 1) == batch.labels
-    return in_place(source_BL, batch) & (own_BK | (batch.labels == IGNORED)).all(1)
+    own_BK = (
+        np.take_along_axis(source_BL, np.minimum(batch.target_positions, source_BL.shape[1] - 1), 1) == batch.labels
+    )
+    return rows_read_in_place(source_BL, batch) & (own_BK | (batch.labels == IGNORE_INDEX)).all(1)
 
 
-def is_text(tokens: np.ndarray, vocab: Vocabulary) -> np.ndarray:
+def is_text_token(token_ids: np.ndarray, vocab: Vocabulary) -> np.ndarray:
     """Which ids are text; a word that the tokenizer does not know is."""
-    return ~np.isin(tokens, [i for i in vocab.special if i != vocab.unk]) & (tokens >= 0)
+    return ~np.isin(token_ids, [i for i in vocab.special_ids if i != vocab.unk]) & (token_ids >= 0)
 
 
 # --- sequences ----------------------------------------------------------------------------------------------------
 
 
-def strips(row: Rows, one: Batch, vocab: Vocabulary, text: Text, own: bool, query: bool) -> list[Strip]:
+def build_sequences(
+    source_row: Rows,
+    batch_row: Batch,
+    vocab: Vocabulary,
+    format_tokens: TokenFormatter,
+    predicts_in_place: bool,
+    has_query_stream: bool,
+) -> list[SequenceView]:
     """The sequences of a row: what is read and, where a decoder writes, what it has to write.
 
-    `own`: tokens are asked in their own places, as in MLM. `query`: by a second stream, which does not see them.
+    `predicts_in_place`: tokens are asked in their own places, as in MLM. `has_query_stream`: by a second stream, which does not see them.
     """
-    doc = np.zeros(len(one.tokens), int) if one.doc is None else one.doc
-    found = plain_marks(one.tokens, vocab)
-    if one.decoder_tokens is not None:
-        return two_stacks(row, one, doc, found, vocab, text)
-    if own:
-        found |= changed(row, one, vocab, query)
+    doc = np.zeros(len(batch_row.input_ids), int) if batch_row.document_ids is None else batch_row.document_ids
+    found = default_marks(batch_row.input_ids, vocab)
+    if batch_row.decoder_input_ids is not None:
+        return build_encoder_decoder_sequences(source_row, batch_row, doc, found, vocab, format_tokens)
+    if predicts_in_place:
+        found |= mark_mlm_noise(source_row, batch_row, vocab, has_query_stream)
     else:
-        found |= written(one, doc)
-        found |= at_sentinels(one, doc, vocab, found)
-    return [strip("reads", one.tokens, doc, found, text, one.segment)]
+        found |= mark_next_token_targets(batch_row, doc)
+        found |= mark_sentinels(batch_row, doc, vocab, found)
+    return [build_sequence("reads", batch_row.input_ids, doc, found, format_tokens, batch_row.token_type_ids)]
 
 
-def two_stacks(
-    row: Rows, one: Batch, doc: np.ndarray, found: dict[int, Mark], vocab: Vocabulary, text: Text
-) -> list[Strip]:
+def build_encoder_decoder_sequences(
+    source_row: Rows,
+    batch_row: Batch,
+    document_ids: np.ndarray,
+    marks: dict[int, TokenMark],
+    vocab: Vocabulary,
+    format_tokens: TokenFormatter,
+) -> list[SequenceView]:
     """What an encoder reads and a decoder has to write; what the decoder reads too, unless it is just that, later."""
-    said_doc = np.where(one.labels == IGNORED, -1, one.decoder_doc)
-    said = plain_marks(one.labels, vocab, "answer")
-    said |= {i: Mark("sentinel") for i, label in enumerate(one.labels) if label in vocab.sentinels}
+    said_doc = np.where(batch_row.labels == IGNORE_INDEX, -1, batch_row.decoder_document_ids)
+    said = default_marks(batch_row.labels, vocab, "answer")
+    said |= {i: TokenMark("sentinel") for i, label in enumerate(batch_row.labels) if label in vocab.sentinel_ids}
     read_numbers: dict[int, int] = {}
     said_numbers: dict[int, int] = {}
-    if restores(row, one, vocab):
-        match = align(row, one, vocab)
-        hidden = behind_masks(one, match, vocab)
-        found |= {i: Mark("masked", one.labels[places]) for i, places in hidden.items()}
-        lost = np.setdiff1d(np.flatnonzero(is_text(one.labels, vocab)), match).tolist()
-        said |= dict.fromkeys(lost, Mark("deleted"))
-        said |= {j: Mark("hidden") for places in hidden.values() for j in places}
-        read_numbers, said_numbers = sentence_numbers(row, one, match, vocab)
+    if is_full_reconstruction(source_row, batch_row, vocab):
+        match = align_with_labels(source_row, batch_row, vocab)
+        hidden = positions_behind_masks(batch_row, match, vocab)
+        marks |= {i: TokenMark("masked", batch_row.labels[places]) for i, places in hidden.items()}
+        lost = np.setdiff1d(np.flatnonzero(is_text_token(batch_row.labels, vocab)), match).tolist()
+        said |= dict.fromkeys(lost, TokenMark("deleted"))
+        said |= {j: TokenMark("hidden") for places in hidden.values() for j in places}
+        read_numbers, said_numbers = number_moved_sentences(source_row, batch_row, match, vocab)
     else:
-        found |= at_sentinels(one, doc, vocab, found)
-    reads = strip("encoder reads", one.tokens, doc, found, text, one.segment, read_numbers)
-    writes = strip("decoder writes", one.labels, said_doc, said, text, numbers=said_numbers)
-    if late(one, said_doc) is not None:
+        marks |= mark_sentinels(batch_row, document_ids, vocab, marks)
+    reads = build_sequence(
+        "encoder reads", batch_row.input_ids, document_ids, marks, format_tokens, batch_row.token_type_ids, read_numbers
+    )
+    writes = build_sequence(
+        "decoder writes", batch_row.labels, said_doc, said, format_tokens, number_by_position=said_numbers
+    )
+    if find_decoder_start_token(batch_row, said_doc) is not None:
         return [reads, writes]
-    decoder = strip("decoder reads", one.decoder_tokens, said_doc, plain_marks(one.decoder_tokens, vocab), text)
+    decoder = build_sequence(
+        "decoder reads",
+        batch_row.decoder_input_ids,
+        said_doc,
+        default_marks(batch_row.decoder_input_ids, vocab),
+        format_tokens,
+    )
     return [reads, decoder, writes]
 
 
-def plain_marks(tokens: np.ndarray, vocab: Vocabulary, kind: str = "text") -> dict[int, Mark]:
-    return {i: Mark(kind if known else "special") for i, known in enumerate(is_text(tokens, vocab))}
+def default_marks(token_ids: np.ndarray, vocab: Vocabulary, kind: str = "text") -> dict[int, TokenMark]:
+    return {i: TokenMark(kind if known else "special") for i, known in enumerate(is_text_token(token_ids, vocab))}
 
 
-def strip(
+def build_sequence(
     name: str,
-    tokens: np.ndarray,
-    doc: np.ndarray,
-    found: dict[int, Mark],
-    text: Text,
-    segment: np.ndarray | None = None,
-    numbers: dict[int, int] | None = None,
-) -> Strip:
+    token_ids: np.ndarray,
+    document_ids: np.ndarray,
+    marks: dict[int, TokenMark],
+    format_tokens: TokenFormatter,
+    token_type_ids: np.ndarray | None = None,
+    number_by_position: dict[int, int] | None = None,
+) -> SequenceView:
     pieces = []
-    for i in np.flatnonzero(doc >= 0).tolist():
-        mark, part = found[i], 0 if segment is None else int(segment[i])
-        if numbers and i in numbers:
-            pieces.append(Piece(f" {numbers[i]}", "number", "", -1, i, int(doc[i]), part))
-        now, under = text(int(tokens[i])), text(*map(int, mark.under)) if len(mark.under) else str(mark.turn or "")
+    for i in np.flatnonzero(document_ids >= 0).tolist():
+        mark, part = marks[i], 0 if token_type_ids is None else int(token_type_ids[i])
+        if number_by_position and i in number_by_position:
+            pieces.append(TokenView(f" {number_by_position[i]}", "number", "", -1, i, int(document_ids[i]), part))
+        now, under = (
+            format_tokens(int(token_ids[i])),
+            format_tokens(*map(int, mark.original_ids)) if len(mark.original_ids) else str(mark.prediction_order or ""),
+        )
         if mark.kind in ("masked", "sentinel") and under and not under.startswith(" "):
             now = now.lstrip(" ")  # hides the rest of a word
-        pieces.append(Piece(now, mark.kind, under.strip(), int(tokens[i]), i, int(doc[i]), part, mark.written))
-    return Strip(name, pieces, int((doc < 0).sum()))
+        pieces.append(
+            TokenView(now, mark.kind, under.strip(), int(token_ids[i]), i, int(document_ids[i]), part, mark.is_target)
+        )
+    return SequenceView(name, pieces, int((document_ids < 0).sum()))
 
 
-def answers(one: Batch) -> dict[int, int]:
+def labels_by_position(batch_row: Batch) -> dict[int, int]:
     """What is asked at each place of one stack. (A bidirectional model is asked everything: its forward half.)"""
-    labels = one.labels if one.labels.ndim == 1 else one.labels[0]
-    places = np.arange(len(labels)) if one.asked is None else one.asked
-    return {int(i): int(label) for i, label in zip(places, labels, strict=True) if label != IGNORED}
+    labels = batch_row.labels if batch_row.labels.ndim == 1 else batch_row.labels[0]
+    places = np.arange(len(labels)) if batch_row.target_positions is None else batch_row.target_positions
+    return {int(i): int(label) for i, label in zip(places, labels, strict=True) if label != IGNORE_INDEX}
 
 
-def written(one: Batch, doc: np.ndarray) -> dict[int, Mark]:
+def mark_next_token_targets(batch_row: Batch, document_ids: np.ndarray) -> dict[int, TokenMark]:
     """The tokens of one stack that are asked of what stands before them, where these are not simply all tokens."""
-    asked = answers(one)
-    next_ = {i + 1 for i, label in asked.items() if i + 1 < len(one.tokens) and one.tokens[i + 1] == label}
-    inner = set(np.flatnonzero((doc[1:] == doc[:-1]) & (doc[1:] >= 0)) + 1)
-    return {} if len(next_) < len(asked) or inner <= next_ else {i: Mark("answer", written=True) for i in next_}
+    asked = labels_by_position(batch_row)
+    next_ = {
+        i + 1 for i, label in asked.items() if i + 1 < len(batch_row.input_ids) and batch_row.input_ids[i + 1] == label
+    }
+    inner = set(np.flatnonzero((document_ids[1:] == document_ids[:-1]) & (document_ids[1:] >= 0)) + 1)
+    return {} if len(next_) < len(asked) or inner <= next_ else {i: TokenMark("answer", is_target=True) for i in next_}
 
 
-def changed(row: Rows, one: Batch, vocab: Vocabulary, query: bool) -> dict[int, Mark]:
+def mark_mlm_noise(
+    source_row: Rows, batch_row: Batch, vocab: Vocabulary, has_query_stream: bool
+) -> dict[int, TokenMark]:
     """What was masked, replaced, or left as it was although it is asked."""
-    asked, found = answers(one), {}
-    for i, (now, before) in enumerate(zip(one.tokens.tolist(), row.tokens.tolist(), strict=True)):
+    asked, found = labels_by_position(batch_row), {}
+    for i, (now, before) in enumerate(zip(batch_row.input_ids.tolist(), source_row.input_ids.tolist(), strict=True)):
         if now != before:
-            found[i] = Mark("masked" if now == vocab.mask else "random", [before])
-        elif i in asked and not query:
-            found[i] = Mark("kept")
+            found[i] = TokenMark("masked" if now == vocab.mask else "random", [before])
+        elif i in asked and not has_query_stream:
+            found[i] = TokenMark("kept")
         elif i in asked:
-            earlier = 0 if one.rank is None else sum(one.rank[j] < one.rank[i] for j in asked)
-            found[i] = Mark("asked", turn=int(earlier) + 1)
+            earlier = (
+                0
+                if batch_row.attention_rank is None
+                else sum(batch_row.attention_rank[j] < batch_row.attention_rank[i] for j in asked)
+            )
+            found[i] = TokenMark("asked", prediction_order=int(earlier) + 1)
     return found
 
 
-def at_sentinels(one: Batch, doc: np.ndarray, vocab: Vocabulary, found: dict[int, Mark]) -> dict[int, Mark]:
+def mark_sentinels(
+    batch_row: Batch, document_ids: np.ndarray, vocab: Vocabulary, marks: dict[int, TokenMark]
+) -> dict[int, TokenMark]:
     """The spans that sentinels stand for, as the answers give them, document by document."""
-    if one.labels.ndim == 2:
+    if batch_row.labels.ndim == 2:
         return {}
-    said_doc = one.decoder_doc if one.decoder_tokens is not None else doc if one.asked is None else doc[one.asked]
+    said_doc = (
+        batch_row.decoder_document_ids
+        if batch_row.decoder_input_ids is not None
+        else document_ids
+        if batch_row.target_positions is None
+        else document_ids[batch_row.target_positions]
+    )
     spans: dict[tuple[int, int], list[int]] = {}
     current: list[int] = []
-    for label, d, known in zip(one.labels.tolist(), said_doc.tolist(), is_text(one.labels, vocab), strict=True):
-        if label in vocab.sentinels:
+    for label, d, known in zip(
+        batch_row.labels.tolist(), said_doc.tolist(), is_text_token(batch_row.labels, vocab), strict=True
+    ):
+        if label in vocab.sentinel_ids:
             current = spans.setdefault((d, label), [])
         elif known:
             current.append(label)
-    places = [i for i, t in enumerate(one.tokens.tolist()) if t in vocab.sentinels]
+    places = [i for i, t in enumerate(batch_row.input_ids.tolist()) if t in vocab.sentinel_ids]
     return {
-        i: Mark("sentinel", written=True)
-        if found[i].written
-        else Mark("sentinel", spans.get((int(doc[i]), int(one.tokens[i])), ()))
+        i: TokenMark("sentinel", is_target=True)
+        if marks[i].is_target
+        else TokenMark("sentinel", spans.get((int(document_ids[i]), int(batch_row.input_ids[i])), ()))
         for i in places
     }
 
 
-def late(one: Batch, said_doc: np.ndarray) -> int | None:
+def find_decoder_start_token(batch_row: Batch, label_document_ids: np.ndarray) -> int | None:
     """The token that starts the decoder, when it reads what it has to write one place later; None when it does not."""
-    used = np.flatnonzero(said_doc >= 0)
-    first = used[np.diff(said_doc[used], prepend=-1) != 0]
+    used = np.flatnonzero(label_document_ids >= 0)
+    first = used[np.diff(label_document_ids[used], prepend=-1) != 0]
     rest = np.setdiff1d(used, first)
-    starts = set(one.decoder_tokens[first].tolist())
-    same = np.array_equal(one.decoder_tokens[rest], one.labels[rest - 1])
+    starts = set(batch_row.decoder_input_ids[first].tolist())
+    same = np.array_equal(batch_row.decoder_input_ids[rest], batch_row.labels[rest - 1])
     return starts.pop() if same and len(starts) == 1 else None
 
 
 # --- a text that is to be restored --------------------------------------------------------------------------------
 
 
-def restores(row: Rows, one: Batch, vocab: Vocabulary) -> bool:
+def is_full_reconstruction(source_row: Rows, batch_row: Batch, vocab: Vocabulary) -> bool:
     """Whether the decoder has to write the whole text of the row, in its own order."""
-    return np.array_equal(one.labels[is_text(one.labels, vocab)], row.tokens[row.real])
+    return np.array_equal(
+        batch_row.labels[is_text_token(batch_row.labels, vocab)], source_row.input_ids[source_row.maskable]
+    )
 
 
-def sentence_ends(row: Rows, one: Batch, vocab: Vocabulary) -> np.ndarray:
+def label_sentence_ends(source_row: Rows, batch_row: Batch, vocab: Vocabulary) -> np.ndarray:
     """Which places of what is to be written end a sentence (U,); none where the row does not say."""
-    ends_U = np.zeros(len(one.labels), bool)
-    if row.sentence_end is not None:
-        ends_U[is_text(one.labels, vocab)] = row.sentence_end[row.real]
+    ends_U = np.zeros(len(batch_row.labels), bool)
+    if source_row.sentence_end is not None:
+        ends_U[is_text_token(batch_row.labels, vocab)] = source_row.sentence_end[source_row.maskable]
     return ends_U
 
 
-def align(row: Rows, one: Batch, vocab: Vocabulary) -> np.ndarray:
+def align_with_labels(source_row: Rows, batch_row: Batch, vocab: Vocabulary) -> np.ndarray:
     """For each token that the encoder reads the place it has in what is to be written, -1 for none.
 
     Long stretches that occur once are found first, wherever they stand, then shorter ones in what is left, each as far
     as its sentence goes: so sentences are found that changed places. Single tokens go to the nearest place.
     """
-    ends = sentence_ends(row, one, vocab).tolist()
-    read = list(zip(np.where(is_text(one.tokens, vocab), one.tokens, -1).tolist(), one.doc.tolist(), strict=True))
+    ends = label_sentence_ends(source_row, batch_row, vocab).tolist()
+    read = list(
+        zip(
+            np.where(is_text_token(batch_row.input_ids, vocab), batch_row.input_ids, -1).tolist(),
+            batch_row.document_ids.tolist(),
+            strict=True,
+        )
+    )
     said = list(
-        zip(np.where(is_text(one.labels, vocab), one.labels, -2).tolist(), one.decoder_doc.tolist(), strict=True)
+        zip(
+            np.where(is_text_token(batch_row.labels, vocab), batch_row.labels, -2).tolist(),
+            batch_row.decoder_document_ids.tolist(),
+            strict=True,
+        )
     )
     match, taken = [-1] * len(read), [False] * len(said)
 
@@ -322,21 +383,21 @@ def align(row: Rows, one: Batch, vocab: Vocabulary) -> np.ndarray:
     return np.array(match)
 
 
-def behind_masks(one: Batch, match: np.ndarray, vocab: Vocabulary) -> dict[int, list[int]]:
+def positions_behind_masks(batch_row: Batch, alignment: np.ndarray, vocab: Vocabulary) -> dict[int, list[int]]:
     """For each mask the places of what it hides: what is missing right after its left neighbour, and before its right.
 
     These are two stretches where the mask joins two sentences that stood apart. Of masks side by side each hides one
     token where that comes out even, else the first hides all.
     """
-    missing = is_text(one.labels, vocab)
-    missing[match[match >= 0]] = False
-    masks = np.flatnonzero(one.tokens == vocab.mask)
+    missing = is_text_token(batch_row.labels, vocab)
+    missing[alignment[alignment >= 0]] = False
+    masks = np.flatnonzero(batch_row.input_ids == vocab.mask)
     found: dict[int, list[int]] = {i: [] for i in masks.tolist()}
     for side_by_side in np.split(masks, np.flatnonzero(np.diff(masks) > 1) + 1) if len(masks) else []:
         first, last = int(side_by_side[0]), int(side_by_side[-1])
-        left, right = (match[k] if 0 <= k < len(match) else -1 for k in (first - 1, last + 1))
-        after = missing_from(missing, left + 1, 1) if left >= 0 else []
-        before = missing_from(missing, right - 1, -1) if right >= 0 else []
+        left, right = (alignment[k] if 0 <= k < len(alignment) else -1 for k in (first - 1, last + 1))
+        after = take_missing_run(missing, left + 1, 1) if left >= 0 else []
+        before = take_missing_run(missing, right - 1, -1) if right >= 0 else []
         hidden = after + before[::-1]
         if len(hidden) == len(side_by_side):
             found |= {first + k: [place] for k, place in enumerate(hidden)}
@@ -345,69 +406,83 @@ def behind_masks(one: Batch, match: np.ndarray, vocab: Vocabulary) -> dict[int, 
     return found
 
 
-def missing_from(missing: np.ndarray, place: int, step: int) -> list[int]:
+def take_missing_run(is_missing: np.ndarray, position: int, step: int) -> list[int]:
     """The places from here on that are missing; each is found once."""
     found: list[int] = []
-    while 0 <= place < len(missing) and missing[place]:
-        found.append(place)
-        missing[place] = False
-        place += step
+    while 0 <= position < len(is_missing) and is_missing[position]:
+        found.append(position)
+        is_missing[position] = False
+        position += step
     return found
 
 
-def sentence_numbers(
-    row: Rows, one: Batch, match: np.ndarray, vocab: Vocabulary
+def number_moved_sentences(
+    source_row: Rows, batch_row: Batch, alignment: np.ndarray, vocab: Vocabulary
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Numbers for the sentences of a text whose order was changed: where each begins, as it is read and as it was."""
-    kept = np.flatnonzero(match >= 0)
-    if row.sentence_end is None or (np.diff(match[kept]) > 0).all():
+    kept = np.flatnonzero(alignment >= 0)
+    if source_row.sentence_end is None or (np.diff(alignment[kept]) > 0).all():
         return {}, {}
-    ends_U = sentence_ends(row, one, vocab)
-    number_U = np.where(is_text(one.labels, vocab), np.cumsum(ends_U) - ends_U + 1, 0)
-    return first_of_each(kept, number_U[match]), first_of_each(np.flatnonzero(number_U), number_U)
+    ends_U = label_sentence_ends(source_row, batch_row, vocab)
+    number_U = np.where(is_text_token(batch_row.labels, vocab), np.cumsum(ends_U) - ends_U + 1, 0)
+    return first_position_of_runs(kept, number_U[alignment]), first_position_of_runs(np.flatnonzero(number_U), number_U)
 
 
-def first_of_each(places: np.ndarray, number: np.ndarray) -> dict[int, int]:
+def first_position_of_runs(positions: np.ndarray, run_ids: np.ndarray) -> dict[int, int]:
     """The first of each stretch of places that have the same number."""
-    return {next(i for i in group): n for n, group in groupby(places.tolist(), lambda i: int(number[i]))}
+    return {next(i for i in group): n for n, group in groupby(positions.tolist(), lambda i: int(run_ids[i]))}
 
 
 # --- in words -----------------------------------------------------------------------------------------------------
 
 
-def facts(one: Batch, objective: Any, text: Text) -> list[str]:
+def describe_row(batch_row: Batch, objective: Any, format_tokens: TokenFormatter) -> list[str]:
     """What else there is to say of a row."""
     found = []
-    if one.pair is not None:
-        meaning = PAIRS.get(getattr(objective, "layout", ""), ("it follows", "it does not follow"))[int(one.pair)]
-        found.append(f"pair: {int(one.pair)}, {meaning}")
-    if one.decoder_tokens is not None:
-        said_doc = np.where(one.labels == IGNORED, -1, one.decoder_doc)
-        if (start := late(one, said_doc)) is not None:
-            found.append(f"The decoder reads what it has to write one place later, after {text(start).strip()}.")
-    elif one.labels is not None and one.labels.ndim == 2:
+    if batch_row.pair_labels is not None:
+        meaning = PAIR_LABEL_MEANINGS.get(getattr(objective, "row_layout", ""), ("it follows", "it does not follow"))[
+            int(batch_row.pair_labels)
+        ]
+        found.append(f"pair: {int(batch_row.pair_labels)}, {meaning}")
+    if batch_row.decoder_input_ids is not None:
+        said_doc = np.where(batch_row.labels == IGNORE_INDEX, -1, batch_row.decoder_document_ids)
+        if (start := find_decoder_start_token(batch_row, said_doc)) is not None:
+            found.append(
+                f"The decoder reads what it has to write one place later, after {format_tokens(start).strip()}."
+            )
+    elif batch_row.labels is not None and batch_row.labels.ndim == 2:
         found.append("Every token is asked twice: of all that stand before it, and of all that stand after it.")
-    elif one.asked is None:
-        found.append("Each token is asked of those before it." if one.rank is None else "Only what is marked is asked.")
+    elif batch_row.target_positions is None:
+        found.append(
+            "Each token is asked of those before it."
+            if batch_row.attention_rank is None
+            else "Only what is marked is asked."
+        )
     if "generator" in getattr(objective, "extras", ()):
         found.append("A small generator fills the masks; the model then says of every token whether it was replaced.")
-    if one.boundary is not None and (one.labels != IGNORED).any():
-        found.append("Each span is asked of its edges too: " + "; ".join(edges(one, text)) + ".")
+    if batch_row.span_boundaries is not None and (batch_row.labels != IGNORE_INDEX).any():
+        found.append(
+            "Each span is asked of its edges too: "
+            + "; ".join(describe_span_boundaries(batch_row, format_tokens))
+            + "."
+        )
     return found
 
 
-def edges(one: Batch, text: Text) -> Iterable[str]:
+def describe_span_boundaries(batch_row: Batch, format_tokens: TokenFormatter) -> Iterable[str]:
     """Each span that is asked, between the two tokens that stand around it."""
-    used = one.labels != IGNORED
-    for (left, right), places in groupby(np.flatnonzero(used), lambda k: tuple(one.boundary[k, :2].tolist())):
-        span = text(*(int(one.labels[k]) for k in places))
-        around = [text(int(one.tokens[i])).strip() for i in (left, right)]
+    used = batch_row.labels != IGNORE_INDEX
+    for (left, right), places in groupby(
+        np.flatnonzero(used), lambda k: tuple(batch_row.span_boundaries[k, :2].tolist())
+    ):
+        span = format_tokens(*(int(batch_row.labels[k]) for k in places))
+        around = [format_tokens(int(batch_row.input_ids[i])).strip() for i in (left, right)]
         yield f"{around[0]} ‹{span.strip()}› {around[1]}"
 
 
-def surface(tokenizer: Tokenizer) -> Text:
+def make_token_formatter(tokenizer: Tokenizer) -> TokenFormatter:
     """How tokens look together: a space first where a word begins, and nothing that a terminal would obey."""
-    special = set(tokenizer.vocab.special)
+    special = set(tokenizer.vocab.special_ids)
 
     def piece(i: int) -> str:
         token = tokenizer.backend.id_to_token(i) or f"<{i}>"
@@ -427,14 +502,14 @@ def surface(tokenizer: Tokenizer) -> Text:
             whole = "".join(map(piece, ids))
         start = " " if whole.startswith(" ") and whole.strip(" ") else ""
         inner = whole[len(start) :]
-        return start + "".join(c if c == " " and len(ids) > 1 else visible(c) for c in inner)
+        return start + "".join(c if c == " " and len(ids) > 1 else escape_character(c) for c in inner)
 
     return text
 
 
-def visible(c: str) -> str:
+def escape_character(c: str) -> str:
     """
-    >>> visible("a"), visible(" "), visible("\\n"), visible("\\x1b")
+    >>> escape_character("a"), escape_character(" "), escape_character("\\n"), escape_character("\\x1b")
     ('a', '␣', '⏎', '\\\\x1b')
     """
     named = {" ": "␣", "\n": "⏎", "\t": "⇥"}
@@ -444,42 +519,52 @@ def visible(c: str) -> str:
 # --- who sees whom ------------------------------------------------------------------------------------------------
 
 
-def sight(one: Batch, causal: bool, strict: bool = False) -> np.ndarray:
+def build_attention_mask(batch_row: Batch, is_causal: bool, is_strict: bool = False) -> np.ndarray:
     """Who sees whom in one stack, (T, T), or (2, T, T) where a row is read both ways; by the rule of `models.see`."""
-    T = len(one.tokens)
-    rank = one.rank if one.rank is not None else np.arange(T) if causal else np.zeros(T, int)
+    T = len(batch_row.input_ids)
+    rank = (
+        batch_row.attention_rank
+        if batch_row.attention_rank is not None
+        else np.arange(T)
+        if is_causal
+        else np.zeros(T, int)
+    )
     ranks = rank if rank.ndim == 2 else rank[None]
-    seen = np.stack([matrix(one.doc, r, strict) for r in ranks])
+    seen = np.stack([visibility_matrix(batch_row.document_ids, r, is_strict) for r in ranks])
     return seen if rank.ndim == 2 else seen[0]
 
 
-def pictures(one: Batch, causal: bool, query: bool) -> list[Picture]:
+def build_attention_masks(batch_row: Batch, is_causal: bool, has_query_stream: bool) -> list[AttentionMaskView]:
     """Every sight that the model has, without padding."""
-    T = len(one.tokens)
-    text = np.arange(T) if one.doc is None else np.flatnonzero(one.doc >= 0)
-    seen = sight(one, causal and one.decoder_tokens is None)[..., text[:, None], text]
-    if one.decoder_tokens is not None:
-        said = np.flatnonzero(one.labels != IGNORED)
-        later = Batch(one.decoder_tokens, doc=one.decoder_doc)
-        across = np.ones((len(one.labels), T), bool) if one.doc is None else one.decoder_doc[:, None] == one.doc
+    T = len(batch_row.input_ids)
+    text = np.arange(T) if batch_row.document_ids is None else np.flatnonzero(batch_row.document_ids >= 0)
+    seen = build_attention_mask(batch_row, is_causal and batch_row.decoder_input_ids is None)[..., text[:, None], text]
+    if batch_row.decoder_input_ids is not None:
+        said = np.flatnonzero(batch_row.labels != IGNORE_INDEX)
+        later = Batch(batch_row.decoder_input_ids, document_ids=batch_row.decoder_document_ids)
+        across = (
+            np.ones((len(batch_row.labels), T), bool)
+            if batch_row.document_ids is None
+            else batch_row.decoder_document_ids[:, None] == batch_row.document_ids
+        )
         return [
-            Picture("encoder", seen),
-            Picture("decoder", sight(later, causal=True)[said[:, None], said]),
-            Picture("decoder sees encoder", across[said[:, None], text]),
+            AttentionMaskView("encoder", seen),
+            AttentionMaskView("decoder", build_attention_mask(later, is_causal=True)[said[:, None], said]),
+            AttentionMaskView("decoder sees encoder", across[said[:, None], text]),
         ]
     if seen.ndim == 3:
-        return [Picture("forward", seen[0]), Picture("backward", seen[1])]
-    if query:
-        asking = one.asked[one.labels != IGNORED]
-        before = sight(one, causal, strict=True)[asking[:, None], text]
-        return [Picture("content", seen), Picture("query (of the asked places)", before)]
-    return [Picture("who sees whom", seen)]
+        return [AttentionMaskView("forward", seen[0]), AttentionMaskView("backward", seen[1])]
+    if has_query_stream:
+        asking = batch_row.target_positions[batch_row.labels != IGNORE_INDEX]
+        before = build_attention_mask(batch_row, is_causal, is_strict=True)[asking[:, None], text]
+        return [AttentionMaskView("content", seen), AttentionMaskView("query (of the asked places)", before)]
+    return [AttentionMaskView("who sees whom", seen)]
 
 
-def shrink(seen: np.ndarray, most: int) -> np.ndarray:
+def downsample_mask(mask: np.ndarray, max_cells: int) -> np.ndarray:
     """The same picture in at most so many cells a side; a cell is dark when half of it is."""
-    size = -(-max(seen.shape) // most)
-    rows, columns = (-(-n // size) for n in seen.shape)
+    size = -(-max(mask.shape) // max_cells)
+    rows, columns = (-(-n // size) for n in mask.shape)
     share = np.full((rows * size, columns * size), np.nan)
-    share[: seen.shape[0], : seen.shape[1]] = seen
+    share[: mask.shape[0], : mask.shape[1]] = mask
     return np.nanmean(share.reshape(rows, size, columns, size), axis=(1, 3)) >= 0.5

@@ -6,12 +6,12 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from firth.console import out, show_table
-from firth.lab.show import Shown
-from firth.lab.show_row import KINDS, Picture, Piece, Strip, View, shrink
-from firth.page import cell
+from firth.core.console import show_table, stdout_console
+from firth.core.html import format_cell
+from firth.lab.show import BatchPreview
+from firth.lab.show_row import TOKEN_KINDS, AttentionMaskView, RowView, SequenceView, TokenView, downsample_mask
 
-STYLES = {
+TOKEN_STYLES = {
     "masked": "black on yellow",
     "random": "white on red",
     "kept": "black on green",
@@ -23,51 +23,51 @@ STYLES = {
     "number": "bold magenta",
     "special": "dim",
 }
-SIDE = 32  # cells of a picture, across and down
-BLOCKS = {(False, False): " ", (True, False): "▀", (False, True): "▄", (True, True): "█"}
+TERMINAL_MASK_CELLS = 32  # cells of a picture, across and down
+HALF_BLOCKS = {(False, False): " ", (True, False): "▀", (False, True): "▄", (True, True): "█"}
 
 
-def print_shown(shown: Shown) -> None:
+def print_preview(preview: BatchPreview) -> None:
     """Header, legend, rows and counts on stdout."""
     about = Table.grid(padding=(0, 2))
-    for name, value in shown.header.items():
+    for name, value in preview.header.items():
         about.add_row(Text(name, "bold"), Text(value))
-    out.print(about)
-    out.print()
-    out.print(legend(shown.views))
-    for view in shown.views:
-        print_view(view)
-    rows = [(name, *map(cell, values)) for name, *values in shown.table()]
-    columns = ["", "promised", f"{shown.counts['sample']['rows']:.0f} rows", "shown"]
-    out.print()
+    stdout_console.print(about)
+    stdout_console.print()
+    stdout_console.print(legend_text(preview.views))
+    for view in preview.views:
+        print_row_view(view)
+    rows = [(name, *map(format_cell, values)) for name, *values in preview.rate_table()]
+    columns = ["", "promised", f"{preview.counts['sample']['rows']:.0f} rows", "shown"]
+    stdout_console.print()
     show_table("What the recipe promises, and what is there", columns, rows)
 
 
-def print_view(view: View) -> None:
-    out.print()
-    out.rule(Text(f"row {view.row}", "bold"), align="left")
-    for strip in view.strips:
-        out.print(Text(strip.name, "bold"))
-        out.print(line(strip))
-    for fact in view.facts:
-        out.print(Text(fact, "italic"))
-    for picture in view.pictures:
-        if picture.seen.all():
-            out.print(Text(picture.title, "italic"))
-    if pictures := [picture for picture in view.pictures if not picture.seen.all()]:
-        out.print(side_by_side(pictures))
+def print_row_view(view: RowView) -> None:
+    stdout_console.print()
+    stdout_console.rule(Text(f"row {view.row_index}", "bold"), align="left")
+    for strip in view.sequences:
+        stdout_console.print(Text(strip.name, "bold"))
+        stdout_console.print(sequence_text(strip))
+    for fact in view.notes:
+        stdout_console.print(Text(fact, "italic"))
+    for picture in view.attention_masks:
+        if picture.mask.all():
+            stdout_console.print(Text(picture.title, "italic"))
+    if pictures := [picture for picture in view.attention_masks if not picture.mask.all()]:
+        stdout_console.print(masks_side_by_side(pictures))
 
 
-def legend(views: list[View]) -> Text:
+def legend_text(views: list[RowView]) -> Text:
     """What the marks mean, of those that occur."""
-    kinds = {piece.kind for view in views for strip in view.strips for piece in strip.pieces}
+    kinds = {piece.kind for view in views for strip in view.sequences for piece in strip.tokens}
     text = Text()
-    for kind, meaning in KINDS.items():
+    for kind, meaning in TOKEN_KINDS.items():
         if kind in kinds:
             under = {"masked": "…", "random": "…", "sentinel": "…", "asked": "1"}.get(kind, "")
-            text.append_text(marked(Piece(kind, kind, under, 0, 0, 0, 0)))
+            text.append_text(token_text(TokenView(kind, kind, under, 0, 0, 0, 0)))
             text.append(f" {meaning}; ")
-    if any(piece.written for view in views for strip in view.strips for piece in strip.pieces):
+    if any(piece.is_target for view in views for strip in view.sequences for piece in strip.tokens):
         text.append("→", "bold")
         text.append(" what is asked begins; ")
     text.append("┃", "bold")
@@ -76,54 +76,58 @@ def legend(views: list[View]) -> Text:
     return text.append(" edge of a token inside a word")
 
 
-def line(strip: Strip) -> Text:
+def sequence_text(sequence: SequenceView) -> Text:
     """The tokens of a sequence one after the other, to be wrapped."""
     text, before = Text(), None
-    several = len({piece.segment for piece in strip.pieces}) > 1
-    for piece in strip.pieces:
-        new = before is None or before.doc != piece.doc
+    several = len({piece.token_type for piece in sequence.tokens}) > 1
+    for piece in sequence.tokens:
+        new = before is None or before.document != piece.document
         if new and before is not None:
             text.append(" ┃", "bold")
-        if several and (new or before is None or before.segment != piece.segment):
-            text.append(f" {'AB'[piece.segment]}:" if piece.segment < 2 else f" {piece.segment}:", "bold magenta")
-        if piece.written and not (before and before.written):
+        if several and (new or before is None or before.token_type != piece.token_type):
+            text.append(
+                f" {'AB'[piece.token_type]}:" if piece.token_type < 2 else f" {piece.token_type}:", "bold magenta"
+            )
+        if piece.is_target and not (before and before.is_target):
             text.append(" →", "bold")
         if piece.text.startswith(" "):
             text.append(" ")
         elif before is not None:
             text.append("·", "dim")
-        text.append_text(marked(piece))
+        text.append_text(token_text(piece))
         before = piece
-    if strip.padding:
-        text.append(f"  + {strip.padding:,} places of padding", "dim")
+    if sequence.num_padding:
+        text.append(f"  + {sequence.num_padding:,} places of padding", "dim")
     return text
 
 
-def marked(piece: Piece) -> Text:
+def token_text(token: TokenView) -> Text:
     """A token and, between ‹ and ›, what it hides or stands for; ‹=› where it hides nothing."""
-    text = Text(piece.text.lstrip(" "), STYLES.get(piece.kind, ""))
-    if piece.kind == "number":
-        text = Text(f"({piece.text.strip()})", STYLES["number"])
-    elif piece.kind == "kept":
+    text = Text(token.text.lstrip(" "), TOKEN_STYLES.get(token.kind, ""))
+    if token.kind == "number":
+        text = Text(f"({token.text.strip()})", TOKEN_STYLES["number"])
+    elif token.kind == "kept":
         text.append("‹=›", "dim")
-    elif piece.under or piece.kind == "masked":
-        text.append(f"‹{piece.under}›", "italic")
+    elif token.original_text or token.kind == "masked":
+        text.append(f"‹{token.original_text}›", "italic")
     return text
 
 
-def side_by_side(pictures: list[Picture]) -> Table:
-    side = min(SIDE, (out.width - 3 * len(pictures)) // len(pictures))
+def masks_side_by_side(mask_views: list[AttentionMaskView]) -> Table:
+    side = min(TERMINAL_MASK_CELLS, (stdout_console.width - 3 * len(mask_views)) // len(mask_views))
     grid = Table.grid(padding=(0, 3))
-    grid.add_row(*(Text("\n".join([f"{p.name}:", *blocks(shrink(p.seen, max(side, 4)))])) for p in pictures))
+    grid.add_row(
+        *(Text("\n".join([f"{p.name}:", *half_block_lines(downsample_mask(p.mask, max(side, 4)))])) for p in mask_views)
+    )
     return grid
 
 
-def blocks(seen: np.ndarray) -> list[str]:
+def half_block_lines(mask: np.ndarray) -> list[str]:
     """A picture in half blocks, two rows to a line, between two edges.
 
-    >>> blocks(np.tril(np.ones((3, 3), bool)))
+    >>> half_block_lines(np.tril(np.ones((3, 3), bool)))
     ['▕█▄ ▏', '▕▀▀▀▏']
     """
-    padded = np.pad(seen, ((0, len(seen) % 2), (0, 0)))
+    padded = np.pad(mask, ((0, len(mask) % 2), (0, 0)))
     pairs = zip(padded[::2].tolist(), padded[1::2].tolist(), strict=True)
-    return ["▕" + "".join(BLOCKS[cells] for cells in zip(*two, strict=True)) + "▏" for two in pairs]
+    return ["▕" + "".join(HALF_BLOCKS[cells] for cells in zip(*two, strict=True)) + "▏" for two in pairs]

@@ -8,44 +8,46 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from firth.metrics.classification import check_paired
+from firth.metrics.classification import check_same_length
 
 
 def pearson(predictions: ArrayLike, references: ArrayLike) -> float:
     """How near the points lie to a rising line."""
     from scipy.stats import pearsonr
 
-    predicted, true = _numbers(predictions, references)
-    return float(pearsonr(predicted, true).statistic) if _vary(predicted, true) else math.nan
+    predicted, true = _as_float_arrays(predictions, references)
+    return float(pearsonr(predicted, true).statistic) if _all_vary(predicted, true) else math.nan
 
 
 def spearman(predictions: ArrayLike, references: ArrayLike) -> float:
     """How alike both orders are: Pearson's correlation of the ranks, equal numbers sharing theirs."""
     from scipy.stats import spearmanr
 
-    predicted, true = _numbers(predictions, references)
-    return float(spearmanr(predicted, true).statistic) if _vary(predicted, true) else math.nan
+    predicted, true = _as_float_arrays(predictions, references)
+    return float(spearmanr(predicted, true).statistic) if _all_vary(predicted, true) else math.nan
 
 
-def word_similarity(predictions: Sequence[float | None], references: Sequence[float]) -> tuple[float, float]:
+def word_similarity_correlation(
+    predictions: Sequence[float | None], references: Sequence[float]
+) -> tuple[float, float]:
     """Spearman's correlation over the pairs of words that the model knows, and the share of pairs that it knows.
 
     The prediction for a pair with an unknown word is None.
     """
-    check_paired(predictions, references)
+    check_same_length(predictions, references)
     known = [(p, r) for p, r in zip(predictions, references, strict=True) if p is not None]
     share = len(known) / len(predictions)
     return (spearman(*zip(*known, strict=True)) if known else math.nan), share
 
 
-def _numbers(predictions: ArrayLike, references: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _as_float_arrays(predictions: ArrayLike, references: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Both as flat arrays of numbers, checked."""
     predicted, true = np.asarray(predictions, dtype=np.float64), np.asarray(references, dtype=np.float64)
     assert predicted.ndim == true.ndim == 1, "numbers come as flat lists"
-    check_paired(predicted, true)
+    check_same_length(predicted, true)
     return predicted, true
 
 
-def _vary(*lists: NDArray[np.float64]) -> bool:
+def _all_vary(*lists: NDArray[np.float64]) -> bool:
     """Every list has two different numbers, and only numbers."""
     return all(bool(np.isfinite(numbers).all()) and numbers.min() < numbers.max() for numbers in lists)

@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from firth.errors import UserError
-from firth.metrics.classification import check_paired
+from firth.core.errors import UserError
+from firth.metrics.classification import check_same_length
 
 Reference = str | Sequence[str]
 
 
-def right_texts(predictions: Sequence[str], references: Sequence[Reference]) -> list[list[str]]:
+def as_reference_lists(predictions: Sequence[str], references: Sequence[Reference]) -> list[list[str]]:
     """For each prediction, the texts that are right; checked."""
-    check_paired(predictions, references)
+    check_same_length(predictions, references)
     choices = [[reference] if isinstance(reference, str) else list(reference) for reference in references]
     for i, texts in enumerate(choices):
         if not texts:
@@ -28,25 +28,25 @@ def right_texts(predictions: Sequence[str], references: Sequence[Reference]) -> 
     return choices
 
 
-def _streams(choices: Sequence[Sequence[str]]) -> list[list[str | None]]:
+def _transpose_references(reference_lists: Sequence[Sequence[str]]) -> list[list[str | None]]:
     """The first reference of every example, then the second ... as sacrebleu wants them; None where there is none.
 
     >>> _streams([["a", "b"], ["c"]])
     [['a', 'c'], ['b', None]]
     """
-    return [list(stream) for stream in zip_longest(*choices)]
+    return [list(stream) for stream in zip_longest(*reference_lists)]
 
 
 def exact_match(
-    predictions: Sequence[str], references: Sequence[Reference], normalise: Callable[[str], str] = str.strip
+    predictions: Sequence[str], references: Sequence[Reference], normalize_fn: Callable[[str], str] = str.strip
 ) -> float:
     """The share of predictions that equal a reference, once both are normalised: here, without white space at the ends.
 
     `normalise_squad` and `normalise_trivia` are what those two benchmarks do.
     """
-    choices = right_texts(predictions, references)
+    choices = as_reference_lists(predictions, references)
     pairs = zip(predictions, choices, strict=True)
-    hits = [normalise(prediction) in {normalise(text) for text in texts} for prediction, texts in pairs]
+    hits = [normalize_fn(prediction) in {normalize_fn(text) for text in texts} for prediction, texts in pairs]
     return sum(hits) / len(hits)
 
 
@@ -54,7 +54,7 @@ def bleu(predictions: Sequence[str], references: Sequence[Reference]) -> float:
     """BLEU of the whole corpus by sacrebleu, with its default tokenisation (13a) and smoothing."""
     from sacrebleu import corpus_bleu
 
-    streams: Any = _streams(right_texts(predictions, references))
+    streams: Any = _transpose_references(as_reference_lists(predictions, references))
     return float(corpus_bleu(predictions, streams).score)
 
 
@@ -62,7 +62,7 @@ def chrf(predictions: Sequence[str], references: Sequence[Reference]) -> float:
     """chrF2 of the whole corpus by sacrebleu: shared character n-grams, so it needs no words and suits any language."""
     from sacrebleu import corpus_chrf
 
-    streams: Any = _streams(right_texts(predictions, references))
+    streams: Any = _transpose_references(as_reference_lists(predictions, references))
     return float(corpus_chrf(predictions, streams).score)
 
 
@@ -76,7 +76,7 @@ def rouge(predictions: Sequence[str], references: Sequence[Reference]) -> dict[s
 
     names = {"rouge1": "rouge_1", "rouge2": "rouge_2", "rougeL": "rouge_l"}
     scorer = RougeScorer([*names])
-    pairs = zip(predictions, right_texts(predictions, references), strict=True)
+    pairs = zip(predictions, as_reference_lists(predictions, references), strict=True)
     scores = [scorer.score_multi(texts, prediction) for prediction, texts in pairs]
     return {ours: 100 * sum(s[theirs].fmeasure for s in scores) / len(scores) for theirs, ours in names.items()}
 

@@ -11,32 +11,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from firth.models.config import Convolution, ModelConfig
-from firth.models.dropout import Dropout
+from firth.models.config import ConvolutionConfig, ModelConfig
+from firth.models.kernels.dropout import Dropout
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "gelu": F.gelu}
+CONV_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "gelu": F.gelu}
 
 
-class Neighbours(nn.Module):
+class ConvolutionLayer(nn.Module):
     """What the tokens around each say together, added to what the first block made of it."""
 
-    def __init__(self, config: ModelConfig, spec: Convolution) -> None:
+    def __init__(self, config: ModelConfig, spec: ConvolutionConfig) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(config.dim, config.dim, spec.size, padding=spec.size // 2)
+        self.conv = nn.Conv1d(config.dim, config.dim, spec.kernel_size, padding=spec.kernel_size // 2)
         self.norm = nn.LayerNorm(config.dim, eps=config.norm.eps)
-        self.activation = ACTIVATIONS[spec.activation]
+        self.activation = CONV_ACTIVATIONS[spec.activation]
         self.drop = Dropout(config.dropout)
 
-    def forward(self, embedded_BTD: Tensor, x_BTD: Tensor, doc_BT: Tensor | None) -> Tensor:
-        y_BTD = self.conv(embedded_BTD.mT).mT if doc_BT is None else self.within(embedded_BTD, doc_BT)
+    def forward(self, embeddings_BTD: Tensor, x_BTD: Tensor, document_ids_BT: Tensor | None) -> Tensor:
+        y_BTD = (
+            self.conv(embeddings_BTD.mT).mT
+            if document_ids_BT is None
+            else self.conv_within_documents(embeddings_BTD, document_ids_BT)
+        )
         found: Tensor = self.norm(x_BTD + self.activation(self.drop(y_BTD)))
         return found.to(x_BTD.dtype)
 
-    def within(self, x_BTD: Tensor, doc_BT: Tensor) -> Tensor:
+    def conv_within_documents(self, x_BTD: Tensor, document_ids_BT: Tensor) -> Tensor:
         """The same convolution, in which a document of the row does not hear its neighbours: they are 0 to it."""
         half, T = self.conv.padding[0], x_BTD.shape[1]
         assert isinstance(half, int)
-        near, of = F.pad(x_BTD, (0, 0, half, half)), F.pad(doc_BT, (half, half), value=-2)
-        parts = [near[:, i : i + T] * (of[:, i : i + T] == doc_BT)[:, :, None] for i in range(self.conv.kernel_size[0])]
+        near, of = F.pad(x_BTD, (0, 0, half, half)), F.pad(document_ids_BT, (half, half), value=-2)
+        parts = [
+            near[:, i : i + T] * (of[:, i : i + T] == document_ids_BT)[:, :, None]
+            for i in range(self.conv.kernel_size[0])
+        ]
         weight = self.conv.weight.transpose(1, 2).flatten(1)  # (D, N x D)
         return F.linear(torch.cat(parts, -1), weight, self.conv.bias)

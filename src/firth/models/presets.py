@@ -4,43 +4,43 @@ from __future__ import annotations
 
 from typing import Any
 
-from firth.errors import UserError, nearest
+from firth.core.errors import UserError, did_you_mean
 from firth.models.config import (
-    BAG,
-    MLP,
-    Buckets,
-    Convolution,
+    BAG_OF_WORDS_FAMILY,
+    ConvolutionConfig,
     Disentangled,
-    FanIn,
-    Generator,
-    LayerNorm,
-    Learned,
+    FanInInit,
+    GeneratorConfig,
+    LayerNormConfig,
+    LearnedPosition,
     LMHead,
+    MLPConfig,
     ModelConfig,
-    NoPlaces,
-    Normal,
-    Query,
-    RMSNorm,
+    NoPosition,
+    NormalInit,
+    QueryStream,
+    RMSNormConfig,
+    RopeScaling,
     Rotary,
-    Stretch,
+    SlidingWindow,
+    T5Bias,
     TransformerXL,
-    Window,
 )
-from firth.models.recurrent_presets import RECURRENT_GOOD_FOR, RECURRENT_PRESETS
+from firth.models.recurrent.presets import RECURRENT_FAMILY_DESCRIPTIONS, RECURRENT_PRESETS
 
 
 def bert(num_layers: int, dim: int, num_heads: int, vocab_size: int = 30522, **changes: Any) -> ModelConfig:
     """Devlin et al. 2019: post-norm, learned places, two segments."""
     fields: dict[str, Any] = dict(
         family="bert",
-        shape="encoder",
+        architecture="encoder",
         vocab_size=vocab_size,
         dim=dim,
         num_layers=num_layers,
         num_heads=num_heads,
-        mlp=MLP(4 * dim, "gelu"),
-        position=Learned(512),
-        norm=LayerNorm(1e-12),
+        mlp=MLPConfig(4 * dim, "gelu"),
+        position=LearnedPosition(512),
+        norm=LayerNormConfig(1e-12),
         head=LMHead(transform=True, bias=True),
         embed_norm=True,
         num_segments=2,
@@ -52,14 +52,14 @@ def gpt(num_layers: int, dim: int, num_heads: int, vocab_size: int = 40478, **ch
     """Radford et al. 2018: post-norm, causal, learned places."""
     fields: dict[str, Any] = dict(
         family="gpt",
-        shape="decoder",
+        architecture="decoder",
         vocab_size=vocab_size,
         dim=dim,
         num_layers=num_layers,
         num_heads=num_heads,
-        mlp=MLP(4 * dim, "gelu-tanh"),
-        position=Learned(512),
-        norm=LayerNorm(1e-5),
+        mlp=MLPConfig(4 * dim, "gelu-tanh"),
+        position=LearnedPosition(512),
+        norm=LayerNormConfig(1e-5),
         head=LMHead(),
     )
     return ModelConfig(**fields | changes)
@@ -68,7 +68,7 @@ def gpt(num_layers: int, dim: int, num_heads: int, vocab_size: int = 40478, **ch
 def gpt2(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50257, **changes: Any) -> ModelConfig:
     """Radford et al. 2019: GPT with the norm first, and residual weights scaled by depth."""
     fields: dict[str, Any] = dict(
-        family="gpt2", position=Learned(1024), init=Normal(scale_residual=True), norm_first=True
+        family="gpt2", position=LearnedPosition(1024), init=NormalInit(scale_residual=True), norm_first=True
     )
     return gpt(num_layers, dim, num_heads, vocab_size, **fields | changes)
 
@@ -78,23 +78,23 @@ def gpt3(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50257, **c
 
     Where table 2.1 has heads that do not fit the width (XL, 13B), heads of 128 numbers.
     """
-    return gpt2(num_layers, dim, num_heads, vocab_size, **dict(family="gpt3", position=Learned(2048)) | changes)
+    return gpt2(num_layers, dim, num_heads, vocab_size, **dict(family="gpt3", position=LearnedPosition(2048)) | changes)
 
 
 def t5(num_layers: int, dim: int, num_heads: int, mlp_dim: int, vocab_size: int = 32128, **changes: Any) -> ModelConfig:
     """Raffel et al. 2020: encoder-decoder, relative buckets, RMS norm, no biases, tied and scaled head."""
     fields: dict[str, Any] = dict(
         family="t5",
-        shape="encoder-decoder",
+        architecture="encoder-decoder",
         vocab_size=vocab_size,
         dim=dim,
         num_layers=num_layers,
         num_heads=num_heads,
-        mlp=MLP(mlp_dim, "relu", dropout=None),
-        position=Buckets(),
-        norm=RMSNorm(),
-        head=LMHead(scaled=True),
-        init=FanIn(),
+        mlp=MLPConfig(mlp_dim, "relu", dropout=None),
+        position=T5Bias(),
+        norm=RMSNormConfig(),
+        head=LMHead(scale_hidden_states=True),
+        init=FanInInit(),
         norm_first=True,
         bias=False,
     )
@@ -106,7 +106,7 @@ def t5_v1_1(
 ) -> ModelConfig:
     """T5 1.1: gated GELU, a head of its own, pretrained without dropout."""
     fields: dict[str, Any] = dict(
-        mlp=MLP(mlp_dim, "gelu-tanh", gated=True, dropout=None),
+        mlp=MLPConfig(mlp_dim, "gelu-tanh", gated=True, dropout=None),
         head=LMHead(tied=False),
         dropout=0.0,
         attention_dropout=0.0,
@@ -117,7 +117,7 @@ def t5_v1_1(
 def roberta(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50265, **changes: Any) -> ModelConfig:
     """Liu et al. 2019: BERT without segments, over bytes; its places are counted from 2."""
     fields: dict[str, Any] = dict(
-        family="roberta", position=Learned(514, offset=2), norm=LayerNorm(1e-5), num_segments=1
+        family="roberta", position=LearnedPosition(514, offset=2), norm=LayerNormConfig(1e-5), num_segments=1
     )
     return bert(num_layers, dim, num_heads, vocab_size, **fields | changes)
 
@@ -158,7 +158,7 @@ def rembert(
     dim: int,
     num_heads: int,
     embed_dim: int = 256,
-    out_dim: int = 1664,
+    output_embed_dim: int = 1664,
     vocab_size: int = 250300,
     **changes: Any,
 ) -> ModelConfig:
@@ -166,7 +166,7 @@ def rembert(
     fields: dict[str, Any] = dict(
         family="rembert",
         embed_dim=embed_dim,
-        head=LMHead(tied=False, transform=True, bias=True, dim=out_dim),
+        head=LMHead(tied=False, transform=True, bias=True, dim=output_embed_dim),
         dropout=0.0,
         attention_dropout=0.0,
     )
@@ -176,7 +176,7 @@ def rembert(
 def xlm(num_layers: int, dim: int, num_heads: int, vocab_size: int = 95000, **changes: Any) -> ModelConfig:
     """Conneau & Lample 2019: the blocks of BERT, a vector for each language, no transform before the words."""
     fields: dict[str, Any] = dict(
-        family="xlm", num_segments=0, head=LMHead(bias=True), init=Normal(embed_std=dim**-0.5)
+        family="xlm", num_segments=0, head=LMHead(bias=True), init=NormalInit(embed_std=dim**-0.5)
     )
     return bert(num_layers, dim, num_heads, vocab_size, **fields | changes)
 
@@ -187,7 +187,7 @@ def albert(
     """Lan et al. 2020: one block for all layers, narrow token vectors, no dropout (section 4.8)."""
     fields: dict[str, Any] = dict(
         family="albert",
-        mlp=MLP(4 * dim, "gelu-tanh"),
+        mlp=MLPConfig(4 * dim, "gelu-tanh"),
         embed_dim=embed_dim,
         num_shared=num_layers,
         dropout=0.0,
@@ -207,13 +207,13 @@ def xlnet(num_layers: int, dim: int, num_heads: int, vocab_size: int = 32000, **
     """Yang et al. 2019: post-norm, scores of Transformer-XL, segments by being the same or not, two streams."""
     fields: dict[str, Any] = dict(
         family="xlnet",
-        mlp=MLP(4 * dim, "gelu", dropout=None),
-        position=TransformerXL(segments=True),
+        mlp=MLPConfig(4 * dim, "gelu", dropout=None),
+        position=TransformerXL(relative_segments=True),
         head=LMHead(bias=True),
         embed_norm=False,
         attention_bias="none",
         num_segments=0,
-        extras=(Query(),),
+        extras=(QueryStream(),),
     )
     return bert(num_layers, dim, num_heads, vocab_size, **fields | changes)
 
@@ -223,7 +223,7 @@ def deberta(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50265, 
     fields: dict[str, Any] = dict(
         family="deberta",
         position=Disentangled(),
-        norm=LayerNorm(1e-7),
+        norm=LayerNormConfig(1e-7),
         attention_bias="no-key",
         num_segments=0,
     )
@@ -234,9 +234,9 @@ def deberta_v2(num_layers: int, dim: int, num_heads: int, vocab_size: int = 1281
     """Version 2: distances in buckets, projected like content, and a convolution beside the first block."""
     fields: dict[str, Any] = dict(
         family="deberta-v2",
-        position=Disentangled(buckets=256, shared=True, normed=True),
+        position=Disentangled(num_buckets=256, share_projections=True, norm_embeddings=True),
         attention_bias="all",
-        convolution=Convolution(3),
+        convolution=ConvolutionConfig(3),
     )
     return deberta(num_layers, dim, num_heads, vocab_size, **fields | changes)
 
@@ -251,17 +251,17 @@ def bart(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50265, **c
     """Lewis et al. 2020: encoder-decoder, post-norm, learned places that are counted from 2."""
     fields: dict[str, Any] = dict(
         family="bart",
-        shape="encoder-decoder",
+        architecture="encoder-decoder",
         vocab_size=vocab_size,
         dim=dim,
         num_layers=num_layers,
         num_heads=num_heads,
-        mlp=MLP(4 * dim, "gelu"),
-        position=Learned(1026, offset=2),
-        norm=LayerNorm(1e-5),
+        mlp=MLPConfig(4 * dim, "gelu"),
+        position=LearnedPosition(1026, offset=2),
+        norm=LayerNormConfig(1e-5),
         head=LMHead(),
         embed_norm=True,
-        framed=True,
+        adds_bos=True,
     )
     return ModelConfig(**fields | changes)
 
@@ -272,14 +272,14 @@ def llama(
     """Touvron et al. 2023: pre-norm by RMS, rotary places, gated MLP, no biases, no dropout."""
     fields: dict[str, Any] = dict(
         family="llama",
-        shape="decoder",
+        architecture="decoder",
         vocab_size=vocab_size,
         dim=dim,
         num_layers=num_layers,
         num_heads=num_heads,
-        mlp=MLP(mlp_dim, "silu", gated=True),
+        mlp=MLPConfig(mlp_dim, "silu", gated=True),
         position=Rotary(),
-        norm=RMSNorm(1e-6),
+        norm=RMSNormConfig(1e-6),
         head=LMHead(tied=False),
         norm_first=True,
         bias=False,
@@ -291,16 +291,20 @@ def llama(
 
 def llama2(num_layers: int, dim: int, num_heads: int, mlp_dim: int, **changes: Any) -> ModelConfig:
     """Touvron et al. 2023b: twice as many places; keys are shared in the largest."""
-    fields: dict[str, Any] = dict(position=Rotary(length=4096), norm=RMSNorm(1e-5))
+    fields: dict[str, Any] = dict(position=Rotary(length=4096), norm=RMSNormConfig(1e-5))
     return llama(num_layers, dim, num_heads, mlp_dim, **fields | changes)
 
 
 def llama3(
-    num_layers: int, dim: int, num_heads: int, mlp_dim: int, stretch: float | None = None, **changes: Any
+    num_layers: int, dim: int, num_heads: int, mlp_dim: int, rope_scaling_factor: float | None = None, **changes: Any
 ) -> ModelConfig:
     """Grattafiori et al. 2024: eight heads of keys, 128,256 tokens; from 3.1 on places are stretched."""
-    rotary = Rotary(500000.0, 8192) if stretch is None else Rotary(500000.0, 131072, Stretch(stretch))
-    fields: dict[str, Any] = dict(position=rotary, norm=RMSNorm(1e-5), num_kv_heads=8)
+    rotary = (
+        Rotary(500000.0, 8192)
+        if rope_scaling_factor is None
+        else Rotary(500000.0, 131072, RopeScaling(rope_scaling_factor))
+    )
+    fields: dict[str, Any] = dict(position=rotary, norm=RMSNormConfig(1e-5), num_kv_heads=8)
     return llama(num_layers, dim, num_heads, mlp_dim, 128256, **fields | changes)
 
 
@@ -310,43 +314,43 @@ def modernbert(
     """Warner et al. 2024: BERT with rotary places, windows in two of three layers, gated MLP, no biases, norm first."""
     fields: dict[str, Any] = dict(
         family="modernbert",
-        shape="encoder",
+        architecture="encoder",
         vocab_size=vocab_size,
         dim=dim,
         num_layers=num_layers,
         num_heads=num_heads,
-        mlp=MLP(mlp_dim, "gelu", gated=True),
-        position=Rotary(160000.0, 8192, local=10000.0),
-        norm=LayerNorm(1e-5, bias=False),
+        mlp=MLPConfig(mlp_dim, "gelu", gated=True),
+        position=Rotary(160000.0, 8192, local_theta=10000.0),
+        norm=LayerNormConfig(1e-5, bias=False),
         head=LMHead(transform=True, bias=True),
-        init=Normal(scale_residual=True, cut=2.0),
+        init=NormalInit(scale_residual=True, cutoff_factor=2.0),
         norm_first=True,
         embed_norm=True,
         skip_first_norm=True,
         bias=False,
-        window=Window(128, 3),
+        window=SlidingWindow(128, 3),
         dropout=0.0,
         attention_dropout=0.0,
     )
     return ModelConfig(**fields | changes)
 
 
-def bag(vocab_size: int, dim: int, tied: bool = False, bigrams: int = 0) -> ModelConfig:
+def bag_of_words(vocab_size: int, dim: int, tied: bool = False, num_bigram_buckets: int = 0) -> ModelConfig:
     """No layers at all: words are their vectors (word2vec, GloVe), a text is their mean (fastText)."""
     return ModelConfig(
-        family=BAG,
-        shape="encoder",
+        family=BAG_OF_WORDS_FAMILY,
+        architecture="encoder",
         vocab_size=vocab_size,
         dim=dim,
         num_layers=0,
         num_heads=1,
-        mlp=MLP(1),
-        position=NoPlaces(),
-        norm=LayerNorm(),
+        mlp=MLPConfig(1),
+        position=NoPosition(),
+        norm=LayerNormConfig(),
         head=LMHead(tied=tied),
         dropout=0.0,
         attention_dropout=0.0,
-        bigrams=bigrams,
+        num_bigram_buckets=num_bigram_buckets,
     )
 
 
@@ -389,7 +393,7 @@ PRESETS: dict[str, ModelConfig] = {
     "electra-tiny": electra(2, 128, 2, embed_dim=64),
     "electra-mini": electra(4, 256, 4),
     "electra-small": electra(12, 256, 4),
-    "electra-base": electra(12, 768, 12, embed_dim=None, extras=(Generator(size=1 / 3),)),
+    "electra-base": electra(12, 768, 12, embed_dim=None, extras=(GeneratorConfig(width_ratio=1 / 3),)),
     "electra-large": electra(24, 1024, 16, embed_dim=None),
     "xlnet-tiny": xlnet(2, 128, 2),
     "xlnet-base": xlnet(12, 768, 12),
@@ -476,7 +480,7 @@ PRESETS: dict[str, ModelConfig] = {
 }
 
 
-GOOD_FOR: dict[str, str] = {
+FAMILY_DESCRIPTIONS: dict[str, str] = {
     "bert": "labels for texts, pairs and words; the one to learn with",
     "roberta": "the same, over bytes: no unknown words",
     "xlm-roberta": "labels in a hundred languages, or in one of them",
@@ -500,19 +504,19 @@ GOOD_FOR: dict[str, str] = {
     "llama": "writing on: a decoder of today",
     "t5": "text to text: translate, summarise, answer",
     "bart": "text to text: summarise, correct, restore",
-    **RECURRENT_GOOD_FOR,
+    **RECURRENT_FAMILY_DESCRIPTIONS,
 }
 
 
-MEANT = {"ulmfit": "ulmfit-base", "elmo": "elmo-base"}  # models by the name of their paper: the published size
+PRESET_ALIASES = {"ulmfit": "ulmfit-base", "elmo": "elmo-base"}  # models by the name of their paper: the published size
 
 
 def is_preset(name: str) -> bool:
-    return name in PRESETS or name in MEANT
+    return name in PRESETS or name in PRESET_ALIASES
 
 
-def preset(name: str) -> ModelConfig:
-    name = MEANT.get(name, name)
+def get_preset(name: str) -> ModelConfig:
+    name = PRESET_ALIASES.get(name, name)
     if name not in PRESETS:
-        raise UserError(f"Unknown model {name!r}. {nearest(name, PRESETS)} `firth models` lists them all.")
+        raise UserError(f"Unknown model {name!r}. {did_you_mean(name, PRESETS)} `firth models` lists them all.")
     return PRESETS[name]

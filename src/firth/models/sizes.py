@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from firth.models.config import AWDLSTM, BiLSTM, ELMo, LMHead, ModelConfig, Seq2Seq
+from firth.models.config import AWDLSTMConfig, BiLSTMConfig, ELMoConfig, LMHead, ModelConfig, Seq2SeqConfig
 
 
 def flops_per_token(config: ModelConfig, length: int) -> float:
@@ -14,25 +14,25 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
     tokens are the encoder's.
     """
     if config.recurrent is not None:
-        return _recurrent(config) + _words(config)
+        return _recurrent_flops(config) + _lm_head_flops(config)
     widen = 2 * config.embed_dim * config.dim if config.embed_dim is not None else 0
-    encoder = widen + _layer(config, length) * config.num_layers
-    words = _words(config)
-    if config.shape != "encoder-decoder":
+    encoder = widen + _layer_flops(config, length) * config.num_layers
+    words = _lm_head_flops(config)
+    if config.architecture != "encoder-decoder":
         return encoder + words
     inner, read = config.num_heads * config.head_size, config.kv_heads * config.head_size
     cross = 2 * config.dim * (inner + 2 * read) + 2 * inner * config.dim + 4 * length * inner
-    decoder = widen + (_layer(config, length) + cross) * config.decoder_layers
+    decoder = widen + (_layer_flops(config, length) + cross) * config.decoder_layers
     return (encoder + decoder + words) / 2
 
 
-def _layer(config: ModelConfig, length: int) -> float:
+def _layer_flops(config: ModelConfig, length: int) -> float:
     inner, read = config.num_heads * config.head_size, config.kv_heads * config.head_size
     attention = 2 * config.dim * (inner + 2 * read) + 2 * inner * config.dim + 4 * length * inner
     return attention + 2 * config.dim * config.mlp.dim * (3 if config.mlp.gated else 2)
 
 
-def _recurrent(config: ModelConfig) -> float:
+def _recurrent_flops(config: ModelConfig) -> float:
     """All layers of LSTMs, both ways where there are two, and ELMo's spelling, as if every word were new."""
     spec, n, dim = config.recurrent, config.num_layers, config.dim
 
@@ -40,24 +40,24 @@ def _recurrent(config: ModelConfig) -> float:
         state = hands_on or units
         return 8 * units * (reads + state) + (2 * units * state if hands_on else 0)
 
-    if isinstance(spec, AWDLSTM):
-        widths = [dim, *[spec.hidden] * (n - 1), dim]
+    if isinstance(spec, AWDLSTMConfig):
+        widths = [dim, *[spec.hidden_size] * (n - 1), dim]
         return sum(lstm(a, b) for a, b in pairwise(widths))
-    if isinstance(spec, BiLSTM):
-        return 2 * n * lstm(dim, spec.hidden)
-    if isinstance(spec, ELMo):
+    if isinstance(spec, BiLSTMConfig):
+        return 2 * n * lstm(dim, spec.hidden_size)
+    if isinstance(spec, ELMoConfig):
         found = sum(num for _, num in spec.filters)
-        spelled = sum(2 * spec.characters * width * num * (50 - width + 1) for width, num in spec.filters)
-        word = spelled + 4 * spec.highways * found**2 + 2 * found * spec.projection
-        return word + 2 * n * lstm(spec.projection, spec.hidden, spec.projection)
-    assert isinstance(spec, Seq2Seq)
-    both = 2 * spec.hidden
-    reader = 2 * (lstm(dim, spec.hidden) + (n - 1) * lstm(both, spec.hidden))
+        spelled = sum(2 * spec.char_dim * width * num * (50 - width + 1) for width, num in spec.filters)
+        word = spelled + 4 * spec.num_highways * found**2 + 2 * found * spec.proj_size
+        return word + 2 * n * lstm(spec.proj_size, spec.hidden_size, spec.proj_size)
+    assert isinstance(spec, Seq2SeqConfig)
+    both = 2 * spec.hidden_size
+    reader = 2 * (lstm(dim, spec.hidden_size) + (n - 1) * lstm(both, spec.hidden_size))
     writer = lstm(dim + both * spec.attention, dim) + (config.decoder_layers - 1) * lstm(dim, dim)
     return (reader + writer) / 2
 
 
-def _words(config: ModelConfig) -> float:
+def _lm_head_flops(config: ModelConfig) -> float:
     if not isinstance(config.head, LMHead):
         return 0.0
     transform = 2 * config.dim * config.embed_width if config.head.transform else 0

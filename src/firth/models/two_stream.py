@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from firth.models.attention import Sight, make_reach
+from firth.models.attention import AttentionSpec, make_key_range
+from firth.models.backbone import Stack
 from firth.models.config import ModelConfig
-from firth.models.embed import Embedding
-from firth.models.heads import pick
-from firth.models.stack import Stack
+from firth.models.embeddings import InputEmbedding
+from firth.models.heads import gather_positions
 
 
 class TwoStream(nn.Module):
@@ -28,40 +28,48 @@ class TwoStream(nn.Module):
         super().__init__()
         self.vector = nn.Parameter(torch.empty(1, 1, config.embed_width))
 
-    def forward(self, embed: Embedding, stack: Stack, batch: Any) -> Tensor:
+    def forward(self, embed: InputEmbedding, stack: Stack, batch: Any) -> Tensor:
         """The query stream's last states (B, K, D)."""
-        asked_BK = batch.asked
-        rank_BT = asked_last(batch.tokens, asked_BK) if batch.rank is None else batch.rank
-        position_BK = asked_BK if batch.position is None else pick(batch.position, asked_BK)
-        segment_BK = None if batch.segment is None else pick(batch.segment, asked_BK)
+        asked_BK = batch.target_positions
+        rank_BT = rank_targets_last(batch.input_ids, asked_BK) if batch.attention_rank is None else batch.attention_rank
+        position_BK = asked_BK if batch.position_ids is None else gather_positions(batch.position_ids, asked_BK)
+        segment_BK = None if batch.token_type_ids is None else gather_positions(batch.token_type_ids, asked_BK)
         vector_BKE = self.vector.expand(*asked_BK.shape, -1)
 
-        content = stack.enter(embed(batch.tokens, batch.position, batch.segment))
-        upto, _ = stack.sights(content, batch.doc, rank_BT, segment=batch.segment)
-        earlier = see_earlier(batch.doc, rank_BT, asked_BK)
-        if upto.places is not None:
-            earlier = earlier._replace(places=upto.places.at(asked_BK))
+        content = stack.cast_input(embed(batch.input_ids, batch.position_ids, batch.token_type_ids))
+        upto, _ = stack.attention_specs(content, batch.document_ids, rank_BT, token_type_ids=batch.token_type_ids)
+        earlier = make_query_stream_spec(batch.document_ids, rank_BT, asked_BK)
+        if upto.relative_positions is not None:
+            earlier = earlier._replace(relative_positions=upto.relative_positions.at_positions(asked_BK))
         memory = stack.memory
         if memory is not None:
-            earlier = memory.widen(earlier, content.shape[1])
-        query = stack.enter(embed.widen(embed.place(vector_BKE, position_BK, segment_BK)))
+            earlier = memory.extend_spec(earlier, content.shape[1])
+        query = stack.cast_input(embed.widen(embed.add_positions(vector_BKE, position_BK, segment_BK)))
         for i, block in enumerate(stack.layers):
-            keys = block.keys_of(content if memory is None else memory.prolong(i, content))
-            query = block(query, earlier, content=keys)
+            keys = block.project_kv(content if memory is None else memory.extend_states(i, content))
+            query = block(query, earlier, kv_states=keys)
             if i < stack.num_layers - 1:
-                content = block(content, upto, content=keys)
-        return stack.finish(query)
+                content = block(content, upto, kv_states=keys)
+        return stack.apply_final_norm(query)
 
 
-def asked_last(tokens_BT: Tensor, asked_BK: Tensor) -> Tensor:
+def rank_targets_last(input_ids_BT: Tensor, target_positions_BK: Tensor) -> Tensor:
     """The order where none is given: all that is asked comes after all that is not, so each is guessed by itself."""
-    return torch.zeros_like(tokens_BT).scatter(1, asked_BK, 1)
+    return torch.zeros_like(input_ids_BT).scatter(1, target_positions_BK, 1)
 
 
-def see_earlier(doc_BT: Tensor | None, rank_BT: Tensor, asked_BK: Tensor) -> Sight:
+def make_query_stream_spec(
+    document_ids_BT: Tensor | None, attention_rank_BT: Tensor, target_positions_BK: Tensor
+) -> AttentionSpec:
     """Who asks at some places sees those of its document with a lower rank, and so never its own token."""
-    mask_BKT = rank_BT[:, None, :] < pick(rank_BT, asked_BK)[:, :, None]
-    if doc_BT is not None:
-        mask_BKT = mask_BKT & (doc_BT[:, None, :] == pick(doc_BT, asked_BK)[:, :, None])
-    reach = make_reach(False, doc_BT, rank_BT, strict=True)
-    return Sight(mask=mask_BKT[:, None], some_see_nobody=True, reach=None if reach is None else reach.at(asked_BK))
+    mask_BKT = attention_rank_BT[:, None, :] < gather_positions(attention_rank_BT, target_positions_BK)[:, :, None]
+    if document_ids_BT is not None:
+        mask_BKT = mask_BKT & (
+            document_ids_BT[:, None, :] == gather_positions(document_ids_BT, target_positions_BK)[:, :, None]
+        )
+    reach = make_key_range(False, document_ids_BT, attention_rank_BT, is_strict=True)
+    return AttentionSpec(
+        mask=mask_BKT[:, None],
+        has_empty_rows=True,
+        key_range=None if reach is None else reach.at_positions(target_positions_BK),
+    )

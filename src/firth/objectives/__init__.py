@@ -1,45 +1,45 @@
 """Rows to what is read and what is asked."""
 
-from firth.objectives.batch import IGNORED, Batch
-from firth.objectives.choose import Salient, Spans, Tokens, Words
-from firth.objectives.draw import Draw
+from firth.objectives.batch import IGNORE_INDEX, Batch
+from firth.objectives.counter_rng import CounterRNG
+from firth.objectives.noise_mask import SalientSpanMasking, SpanMasking, TokenMasking, WholeWordMasking
 from firth.objectives.objectives import (
-    BART,
     CLM,
     MLM,
-    NAMED,
+    OBJECTIVES,
+    BARTDenoising,
     BiLM,
+    DecoderDenoising,
     EncoderDecoderLM,
     Mixture,
     Objective,
-    OneStack,
     PermutationLM,
     PrefixLM,
-    SalientSpans,
+    SalientSpanCorruption,
     SpanCorruption,
-    Weighted,
+    WeightedObjective,
 )
 
 __all__ = [
-    "BART",
     "CLM",
-    "IGNORED",
+    "IGNORE_INDEX",
     "MLM",
-    "NAMED",
+    "OBJECTIVES",
+    "BARTDenoising",
     "Batch",
     "BiLM",
-    "Draw",
+    "CounterRNG",
+    "DecoderDenoising",
     "EncoderDecoderLM",
     "Mixture",
     "Objective",
-    "OneStack",
     "PermutationLM",
     "PrefixLM",
-    "Salient",
-    "SalientSpans",
+    "SalientSpanCorruption",
+    "SalientSpanMasking",
     "SpanCorruption",
-    "Spans",
-    "Tokens",
-    "Weighted",
-    "Words",
+    "SpanMasking",
+    "TokenMasking",
+    "WeightedObjective",
+    "WholeWordMasking",
 ]

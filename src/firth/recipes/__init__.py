@@ -1,26 +1,26 @@
 """Functions that return a recipe."""
 
-from firth.recipes.finetuning import finetuning, named
+from firth.recipes.finetuning import finetuning_defaults, named_finetuning_defaults
 from firth.recipes.pretraining import (
-    TOKENIZERS,
-    changed,
-    complete,
+    DEFAULT_TOKENIZERS,
+    complete_recipe,
+    continued_defaults,
     default_objective,
-    gentle,
-    pretraining,
+    default_vocab_size,
+    pretraining_recipe,
     tokenizer_kind,
-    vocabulary_size,
+    update_recipe,
 )
 
 __all__ = [
-    "TOKENIZERS",
-    "changed",
-    "complete",
+    "DEFAULT_TOKENIZERS",
+    "complete_recipe",
+    "continued_defaults",
     "default_objective",
-    "finetuning",
-    "gentle",
-    "named",
-    "pretraining",
+    "default_vocab_size",
+    "finetuning_defaults",
+    "named_finetuning_defaults",
+    "pretraining_recipe",
     "tokenizer_kind",
-    "vocabulary_size",
+    "update_recipe",
 ]

@@ -1,26 +1,26 @@
 """Labelled examples to a fine-tuned model."""
 
 from firth.tasks.finetune import check_task, finetune
-from firth.tasks.make import TASK_FILE, TASKS, make_task, without_examples
-from firth.tasks.prompts import prompts_for, usual_settings
+from firth.tasks.prompts import encode_task_prompts, finetuned_generation_settings
 from firth.tasks.recipe import FinetuneRecipe
-from firth.tasks.results import lines_of, metric_names, read_predictions, write_predictions
+from firth.tasks.registry import FINETUNE_TASKS, TASK_FILE, make_task, make_task_without_examples
+from firth.tasks.results import format_predictions, metric_names, read_predictions, write_predictions
 from firth.tasks.task import Prediction, Task
 
 __all__ = [
-    "TASKS",
+    "FINETUNE_TASKS",
     "TASK_FILE",
     "FinetuneRecipe",
     "Prediction",
     "Task",
     "check_task",
+    "encode_task_prompts",
     "finetune",
-    "lines_of",
+    "finetuned_generation_settings",
+    "format_predictions",
     "make_task",
+    "make_task_without_examples",
     "metric_names",
-    "prompts_for",
     "read_predictions",
-    "usual_settings",
-    "without_examples",
     "write_predictions",
 ]

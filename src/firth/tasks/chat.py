@@ -7,114 +7,125 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from firth.errors import UserError
-from firth.models import ModelConfig, framing
+from firth.core.errors import UserError
+from firth.models import ModelConfig, make_text_template
 from firth.tokens import Tokenizer
 
-TEMPLATE = "chat_template"  # in tokenizer_config.json
-ASSISTANT = "assistant"
-ROLES = ("system", "user", ASSISTANT)
-TURN = "{{ '<|' + message['role'] + '|> ' + message['content'] }}"  # of our own template
-Messages = Sequence[tuple[str, str]]  # role and text of each
+CHAT_TEMPLATE_KEY = "chat_template"  # in tokenizer_config.json
+ASSISTANT_ROLE = "assistant"
+CHAT_ROLES = ("system", "user", ASSISTANT_ROLE)
+MESSAGE_TEMPLATE = "{{ '<|' + message['role'] + '|> ' + message['content'] }}"  # of our own template
+ChatMessages = Sequence[tuple[str, str]]  # role and text of each
 
 
-def with_template(tokenizer: Tokenizer, config: ModelConfig, roles: Sequence[str]) -> Tokenizer:
+def add_chat_template(tokenizer: Tokenizer, config: ModelConfig, roles: Sequence[str]) -> Tokenizer:
     """The same tokenizer where it has a template; otherwise one with a token for each role, and a template of ours."""
-    if tokenizer.config.get(TEMPLATE):
+    if tokenizer.config.get(CHAT_TEMPLATE_KEY):
         return tokenizer
-    more = tokenizer.with_tokens([mark(role) for role in dict.fromkeys((*ROLES, *roles))])
-    return Tokenizer(more.backend, more.roles, more.config | {TEMPLATE: own_template(tokenizer, config)})
+    more = tokenizer.with_special_tokens([role_token(role) for role in dict.fromkeys((*CHAT_ROLES, *roles))])
+    return Tokenizer(
+        more.backend, more.special_tokens, more.config | {CHAT_TEMPLATE_KEY: build_chat_template(tokenizer, config)}
+    )
 
 
-def mark(role: str) -> str:
+def role_token(role: str) -> str:
     return f"<|{role}|>"
 
 
-def own_template(tokenizer: Tokenizer, config: ModelConfig) -> str:
+def build_chat_template(tokenizer: Tokenizer, config: ModelConfig) -> str:
     """Each message behind the token of its role, all in the model's own frame.
 
     A decoder ends every answer. An encoder-decoder reads the turns as one text, and its answer is the decoder's.
     """
-    frame = framing(config, tokenizer.vocab)
-    *before_it, end = (str(tokenizer.backend.id_to_token(i)) for i in (*frame.before, frame.end))
+    frame = make_text_template(config, tokenizer.vocab)
+    *before_it, end = (str(tokenizer.backend.id_to_token(i)) for i in (*frame.prefix_ids, frame.eos_id))
     before = "".join(before_it)
-    if config.shape == "encoder-decoder":
-        return f"{before}{{% for message in messages %}}{TURN}{{% endfor %}}{end}"
-    ended = f"{{% if message['role'] == '{ASSISTANT}' %}}{end}{{% endif %}}"
-    prompt = f"{{% if add_generation_prompt %}}{mark(ASSISTANT)}{{% endif %}}"
-    return f"{before}{{% for message in messages %}}{TURN}{ended}{{% endfor %}}{prompt}"
+    if config.architecture == "encoder-decoder":
+        return f"{before}{{% for message in messages %}}{MESSAGE_TEMPLATE}{{% endfor %}}{end}"
+    ended = f"{{% if message['role'] == '{ASSISTANT_ROLE}' %}}{end}{{% endif %}}"
+    prompt = f"{{% if add_generation_prompt %}}{role_token(ASSISTANT_ROLE)}{{% endif %}}"
+    return f"{before}{{% for message in messages %}}{MESSAGE_TEMPLATE}{ended}{{% endfor %}}{prompt}"
 
 
-class Stretch(NamedTuple):
+class AssistantSpan(NamedTuple):
     """An answer in a rendered dialogue: its characters [start, end), and those of its content alone, if found."""
 
     start: int
     end: int
-    content: tuple[int, int]
+    content_span: tuple[int, int]
 
 
-class Chat:
+class ChatTemplate:
     """The template of a tokenizer, rendered as `transformers` renders it; on some `day`, or today."""
 
     def __init__(self, tokenizer: Tokenizer, day: str = "") -> None:
-        self.tokenizer, self.source = tokenizer, template_of(tokenizer)
-        self.names = {f"{role}_token": token for role, token in tokenizer.roles.items()}
-        self.template = compiled(self.source, day)
+        self.tokenizer, self.source = tokenizer, get_chat_template(tokenizer)
+        self.special_tokens = {f"{role}_token": token for role, token in tokenizer.special_tokens.items()}
+        self.template = compile_chat_template(self.source, day)
 
-    def render(self, messages: Messages, prompt: bool = False, where: Any = "") -> str:
-        """The text; with `prompt` it goes on to where an answer begins."""
+    def render(self, messages: ChatMessages, add_generation_prompt: bool = False, example_id: Any = "") -> str:
+        """The text; with `add_generation_prompt` it goes on to where an answer begins."""
         import jinja2
 
         given = [{"role": role, "content": content} for role, content in messages]
-        known = {"messages": given, "add_generation_prompt": prompt, "tools": None, "documents": None}
+        known = {"messages": given, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
         try:
-            return str(self.template.render(**known, **self.names))
+            return str(self.template.render(**known, **self.special_tokens))
         except (jinja2.TemplateError, TypeError) as e:
-            raise UserError(f"Example {where}: this checkpoint's chat template refuses the messages ({e}).") from None
+            raise UserError(
+                f"Example {example_id}: this checkpoint's chat template refuses the messages ({e})."
+            ) from None
 
-    def check(self, messages: Messages, where: Any) -> None:
+    def validate_messages(self, messages: ChatMessages, example_id: Any) -> None:
         """Refuse what has no answer, and roles that our own template has no token for."""
         roles = [role for role, _ in messages]
-        if ASSISTANT not in roles:
+        if ASSISTANT_ROLE not in roles:
             raise UserError(
-                f"Example {where}: no message has the role {ASSISTANT}, so there is nothing to learn; its roles are "
+                f"Example {example_id}: no message has the role {ASSISTANT_ROLE}, so there is nothing to learn; its roles are "
                 f"{', '.join(dict.fromkeys(roles))}."
             )
         for role in roles:
-            if TURN in self.source and self.tokenizer.backend.token_to_id(mark(role)) is None:
-                raise UserError(f"Example {where}: the role {role!r} did not occur in what this model was tuned on.")
+            if MESSAGE_TEMPLATE in self.source and self.tokenizer.backend.token_to_id(role_token(role)) is None:
+                raise UserError(
+                    f"Example {example_id}: the role {role!r} did not occur in what this model was tuned on."
+                )
 
-    def answers(self, messages: Messages, where: Any = "") -> tuple[str, list[Stretch]]:
+    def render_with_answers(self, messages: ChatMessages, example_id: Any = "") -> tuple[str, list[AssistantSpan]]:
         """A dialogue up to its last answer, and where its answers stand.
 
         An answer is what comes after that with which a template asks for it. Of those that a template changes once the
         dialogue goes on (it may leave out what was thought before an answer), only the last is found.
         """
-        last = max(i for i, (role, _) in enumerate(messages) if role == ASSISTANT)
-        text, found = self.render(messages[: last + 1], where=where), []
+        last = max(i for i, (role, _) in enumerate(messages) if role == ASSISTANT_ROLE)
+        text, found = self.render(messages[: last + 1], example_id=example_id), []
         for i, (role, content) in enumerate(messages[: last + 1]):
-            if role != ASSISTANT:
+            if role != ASSISTANT_ROLE:
                 continue
-            before, after = self.render(messages[:i], True, where), self.render(messages[: i + 1], where=where)
+            before, after = (
+                self.render(messages[:i], True, example_id),
+                self.render(messages[: i + 1], example_id=example_id),
+            )
             if after.startswith(before) and text.startswith(after):
-                found.append(Stretch(len(before), len(after), inside(text, content, len(before), len(after))))
+                found.append(
+                    AssistantSpan(len(before), len(after), locate_content(text, content, len(before), len(after)))
+                )
         if not found or found[-1].end != len(text):
             raise UserError(
-                f"Example {where}: the chat template of this checkpoint does not begin its last answer with what it "
+                f"Example {example_id}: the chat template of this checkpoint does not begin its last answer with what it "
                 "asks for answers with (add_generation_prompt), so it cannot be told which part is the answer."
             )
         return text, found
 
 
-def inside(text: str, content: str, start: int, end: int) -> tuple[int, int]:
+def locate_content(text: str, content: str, start: int, end: int) -> tuple[int, int]:
     """Where the content of an answer stands; all of the answer where a template has changed it."""
     at = text.find(content.strip(), start, end)
     return (start, end) if at < 0 else (at, at + len(content.strip()))
 
 
-def template_of(tokenizer: Tokenizer) -> str:
+def get_chat_template(tokenizer: Tokenizer) -> str:
     """The template; of several with names the one called default."""
-    found = tokenizer.config.get(TEMPLATE)
+    found = tokenizer.config.get(CHAT_TEMPLATE_KEY)
     if isinstance(found, list):
         found = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}.get("default")
     if not isinstance(found, str):
@@ -122,12 +133,12 @@ def template_of(tokenizer: Tokenizer) -> str:
     return found
 
 
-def asks_for_the_day(tokenizer: Tokenizer) -> bool:
+def template_uses_date(tokenizer: Tokenizer) -> bool:
     """Whether what dialogues become depends on when that is."""
-    return "strftime_now" in str(tokenizer.config.get(TEMPLATE))
+    return "strftime_now" in str(tokenizer.config.get(CHAT_TEMPLATE_KEY))
 
 
-def compiled(source: str, day: str = "") -> Any:
+def compile_chat_template(source: str, day: str = "") -> Any:
     """A Jinja template in a sandbox, with what templates on Hugging Face count on."""
     try:
         from jinja2 import TemplateError, nodes

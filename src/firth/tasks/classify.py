@@ -6,44 +6,46 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from firth.models import Head, ModelConfig, head_for
-from firth.objectives import IGNORED, Batch
-from firth.tasks.headed import Array, Headed, Item, Laid, at_slots, softmax
+from firth.models import Head, ModelConfig, head_for_task
+from firth.objectives import IGNORE_INDEX, Batch
+from firth.tasks.head_task import Array, EncodedExample, HeadTask, PackedBatch, gather_answer_logits, softmax
 from firth.tasks.task import Prediction
 from firth.text import Example
 
 
-class Classify(Headed):
+class ClassificationTask(HeadTask):
     """One text, a class."""
 
     name = "classify"
     metric = "accuracy"
 
-    def answers(self, config: ModelConfig) -> Head:
-        return head_for(config, "classify", self.labels)
+    def head_config(self, config: ModelConfig) -> Head:
+        return head_for_task(config, "classify", self.labels)
 
-    def encode(self, examples: Sequence[Example]) -> list[Item]:
-        sheets = self.form.read([e.texts for e in examples])
-        return [Item((sheet,), self.answer_of(e)) for sheet, e in zip(sheets, examples, strict=True)]
+    def encode(self, examples: Sequence[Example]) -> list[EncodedExample]:
+        sheets = self.template.encode_texts([e.texts for e in examples])
+        return [EncodedExample((sheet,), self.encode_label(e)) for sheet, e in zip(sheets, examples, strict=True)]
 
-    def answer_of(self, example: Example) -> int:
-        return IGNORED if example.target is None else self.class_of(example.target, example)
+    def encode_label(self, example: Example) -> int:
+        return IGNORE_INDEX if example.target is None else self.label_id(example.target, example)
 
-    def batch(self, items: Sequence[Item]) -> Batch:
-        laid = self.lay(items)
-        return laid.batch._replace(target=self.targets(laid, [item.answer for item in items], IGNORED))
+    def collate(self, items: Sequence[EncodedExample]) -> Batch:
+        laid = self.pack_items(items)
+        return laid.batch._replace(task_labels=self.scatter_labels(laid, [item.label for item in items], IGNORE_INDEX))
 
-    def read(self, items: Sequence[Item], logits: Array, laid: Laid) -> list[Prediction]:
-        return [by_label(self.labels, p_C) for p_C in softmax(at_slots(logits, laid))]
+    def decode_logits(self, items: Sequence[EncodedExample], logits: Array, packed: PackedBatch) -> list[Prediction]:
+        return [
+            prediction_from_probabilities(self.labels, p_C) for p_C in softmax(gather_answer_logits(logits, packed))
+        ]
 
 
-class Pair(Classify):
+class PairClassificationTask(ClassificationTask):
     """Two texts, a class."""
 
     name = "pair"
 
 
-def by_label(labels: Sequence[str], probability_C: Array) -> Prediction:
+def prediction_from_probabilities(labels: Sequence[str], probability_C: Array) -> Prediction:
     """The likeliest label, and the probability of each."""
     best = labels[int(np.argmax(probability_C))]
     return Prediction(best, dict(zip(labels, probability_C.tolist(), strict=True)))

@@ -10,27 +10,30 @@ from pathlib import Path
 
 import numpy as np
 
-from firth.console import say
-from firth.errors import UserError
-from firth.files import write_json
-from firth.metrics import score
-from firth.metrics.pairs import rank_scores, retrieval_ranks
-from firth.models import Embedding, Head, Model, ModelConfig, family_of, head_for
-from firth.models.model import surroundings
+from firth.core.console import say
+from firth.core.errors import UserError
+from firth.core.files import write_json
+from firth.metrics import compute_metrics
+from firth.metrics.pairs import retrieval_ranks, scores_from_ranks
+from firth.models import EmbeddingHead, Head, Model, ModelConfig, head_for_task, hf_model_type
+from firth.models.model import make_pair_template
 from firth.objectives import Batch
-from firth.tasks.form import Sheet
-from firth.tasks.headed import Array, Headed, Item, Laid, at_slots
+from firth.tasks.head_task import Array, EncodedExample, HeadTask, PackedBatch, gather_answer_logits
 from firth.tasks.task import Prediction
+from firth.tasks.template import EncodedSequence
 from firth.text import Example
 from firth.tokens import Tokenizer
-from firth.tokens.frame import A, framed
-from firth.train import Machine
+from firth.tokens.template import TEXT_A, with_sequence_template
+from firth.train import ComputeConfig
 
-POSITIVE = 0.8  # a pair with a score means the same from this share of the highest score on: 4 of STS-B's 5
-POOLS = {"mean": "pooling_mode_mean_tokens", "first": "pooling_mode_cls_token"}  # as sentence-transformers says it
+POSITIVE_SCORE_SHARE = 0.8  # a pair with a score means the same from this share of the highest score on: 4 of STS-B's 5
+SENTENCE_TRANSFORMERS_POOLING = {
+    "mean": "pooling_mode_mean_tokens",
+    "first": "pooling_mode_cls_token",
+}  # as sentence-transformers says it
 
 
-class Embed(Headed):
+class EmbeddingTask(HeadTask):
     """Each text of a pair is to find the other one among those of the batch, from both sides (LaBSE).
 
     A pair that shares a text with an earlier one of the batch is left out there: it would make a right answer wrong.
@@ -40,51 +43,58 @@ class Embed(Headed):
     name = "embed"
     metric = "spearman"
 
-    def __init__(self, tokenizer: Tokenizer, config: ModelConfig, length: int) -> None:
-        super().__init__(tokenizer, config, length, learns=False)  # texts stand in their own frame: no token is added
-        self.before, _, self.after = surroundings(config, tokenizer.vocab)
-        self.pool = self.answers(config).pool
+    def __init__(self, tokenizer: Tokenizer, config: ModelConfig, max_length: int) -> None:
+        super().__init__(
+            tokenizer, config, max_length, is_training=False
+        )  # texts stand in their own frame: no token is added
+        self.prefix_ids, _, self.suffix_ids = make_pair_template(config, tokenizer.vocab)
+        self.pool = self.head_config(config).pool
 
-    def answers(self, config: ModelConfig) -> Embedding:
+    def head_config(self, config: ModelConfig) -> EmbeddingHead:
         """The checkpoint's own way to a vector, where it has one already."""
-        head: Head = config.head if isinstance(config.head, Embedding) else head_for(config, "embed")
-        assert isinstance(head, Embedding)
+        head: Head = config.head if isinstance(config.head, EmbeddingHead) else head_for_task(config, "embed")
+        assert isinstance(head, EmbeddingHead)
         return head
 
-    def encode(self, examples: Sequence[Example]) -> list[Item]:
-        self.metric = "spearman" if are_scored(examples) else "mrr"
+    def encode(self, examples: Sequence[Example]) -> list[EncodedExample]:
+        self.metric = "spearman" if all_have_scores(examples) else "mrr"
         rows = iter(self.tokenizer.encode_batch([text for e in examples for text in e.texts]))
-        return [Item(tuple(self.sheet(next(rows)) for _ in e.texts), e.target) for e in examples]
+        return [EncodedExample(tuple(self.build_inputs(next(rows)) for _ in e.texts), e.target) for e in examples]
 
-    def sheet(self, ids: list[int]) -> Sheet:
+    def build_inputs(self, ids: list[int]) -> EncodedSequence:
         """A text in its frame, cut where it is too long."""
-        room = self.form.length - len(self.before) - len(self.after)
-        self.form.cut += len(ids) > room
-        read = [*self.before, *ids[:room], *self.after]
+        room = self.template.max_length - len(self.prefix_ids) - len(self.suffix_ids)
+        self.template.num_truncated += len(ids) > room
+        read = [*self.prefix_ids, *ids[:room], *self.suffix_ids]
         segment = [0] * len(read)
-        if self.form.own_segment:
+        if self.template.has_cls_token_type:
             segment[-1] = 2
-        return Sheet(read, segment, (len(read) - 1 if self.pool == "last" else 0,))
+        return EncodedSequence(read, segment, (len(read) - 1 if self.pool == "last" else 0,))
 
-    def framed(self) -> Tokenizer:
-        return framed(self.tokenizer, [self.sheet([A])], self.form.own_segment)
+    def templated_tokenizer(self) -> Tokenizer:
+        return with_sequence_template(self.tokenizer, [self.build_inputs([TEXT_A])], self.template.has_cls_token_type)
 
-    def batch(self, items: Sequence[Item]) -> Batch:
-        laid = self.lay(items)
+    def collate(self, items: Sequence[EncodedExample]) -> Batch:
+        laid = self.pack_items(items)
         side_A = np.tile([0, 1], len(items))
-        group, side = self.targets(laid, np.repeat(without_doubles(items), 2), -1), self.targets(laid, side_A, 0)
-        return laid.batch._replace(group=group, target=side, labels=None)
+        group, side = (
+            self.scatter_labels(laid, np.repeat(number_distinct_pairs(items), 2), -1),
+            self.scatter_labels(laid, side_A, 0),
+        )
+        return laid.batch._replace(group_ids=group, task_labels=side, labels=None)
 
-    def read(self, items: Sequence[Item], logits: Array, laid: Laid) -> list[Prediction]:
-        vectors_ND = at_slots(logits, laid)
+    def decode_logits(self, items: Sequence[EncodedExample], logits: Array, packed: PackedBatch) -> list[Prediction]:
+        vectors_ND = gather_answer_logits(logits, packed)
         return [Prediction(pair) for pair in zip(vectors_ND[::2], vectors_ND[1::2], strict=True)]
 
-    def predict(self, model: Model, items: Sequence[Item], machine: Machine, size: int) -> list[Prediction]:
+    def predict(
+        self, model: Model, items: Sequence[EncodedExample], compute: ComputeConfig, batch_size: int
+    ) -> list[Prediction]:
         """The cosine of each pair; where there are no scores, also at which ranks its texts find each other."""
-        pairs = [p.prediction for p in super().predict(model, items, machine, size)]
+        pairs = [p.prediction for p in super().predict(model, items, compute, batch_size)]
         a_PD, b_PD = (np.stack([pair[side] for pair in pairs]) for side in (0, 1))
         cosines = (a_PD * b_PD).sum(1).tolist()
-        if all(item.answer is not None for item in items):
+        if all(item.label is not None for item in items):
             return [Prediction(cosine) for cosine in cosines]
         ranks = zip(*(rank_P.tolist() for rank_P in retrieval_ranks(a_PD, b_PD)), strict=True)
         return [
@@ -94,16 +104,16 @@ class Embed(Headed):
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
         found = [p.prediction for p in predictions]
-        if are_scored(examples):
-            return score(self.name, found, [e.target for e in examples])
-        return rank_scores(*(np.array([p[f"rank_{way}"] for p in found]) for way in ("forward", "backward")))
+        if all_have_scores(examples):
+            return compute_metrics(self.name, found, [e.target for e in examples])
+        return scores_from_ranks(*(np.array([p[f"rank_{way}"] for p in found]) for way in ("forward", "backward")))
 
 
-def are_scored(examples: Sequence[Example]) -> bool:
+def all_have_scores(examples: Sequence[Example]) -> bool:
     return all(e.target is not None for e in examples)
 
 
-def without_doubles(items: Sequence[Item]) -> list[int]:
+def number_distinct_pairs(items: Sequence[EncodedExample]) -> list[int]:
     """A number for each pair that shares no text with an earlier one, -1 for the others.
 
     >>> a, b, c, d = (Sheet([i], [0], (0,)) for i in range(4))
@@ -113,7 +123,7 @@ def without_doubles(items: Sequence[Item]) -> list[int]:
     seen: set[tuple[int, ...]] = set()
     numbers, used = [], 0
     for item in items:
-        texts = {tuple(sheet.ids) for sheet in item.sheets}
+        texts = {tuple(sheet.ids) for sheet in item.sequences}
         new = not texts & seen
         if new:
             seen |= texts
@@ -122,15 +132,15 @@ def without_doubles(items: Sequence[Item]) -> list[int]:
     return numbers
 
 
-def positives(examples: Sequence[Example], where: str) -> list[Example]:
+def select_positive_pairs(examples: Sequence[Example], path: str) -> list[Example]:
     """The pairs to learn from: all, or where the file has scores, those that say that both mean the same."""
     known = [e.target for e in examples if e.target is not None]
     if not known:
         return list(examples)
-    least = POSITIVE * max(known)
+    least = POSITIVE_SCORE_SHARE * max(known)
     found = [e for e in examples if e.target is None or e.target >= least]
     if len(found) < 2 or max(known) <= 0:
-        raise UserError(f"{where}: fewer than 2 pairs have a score near the highest, {max(known):g}: nothing to learn.")
+        raise UserError(f"{path}: fewer than 2 pairs have a score near the highest, {max(known):g}: nothing to learn.")
     if len(found) < len(examples):
         say(
             f"{len(found):,} of {len(examples):,} pairs have a score of at least {least:g}; the others are not learned."
@@ -138,17 +148,22 @@ def positives(examples: Sequence[Example], where: str) -> list[Example]:
     return found
 
 
-def write_sentence_transformer(model: Model, length: int, folder: Path) -> bool:
+def write_sentence_transformers_files(model: Model, max_length: int, folder: Path) -> bool:
     """What sentence-transformers opens a folder with, where it would get the same vectors; whether it would.
 
     Of BART it would take the decoder's.
     """
     head, tokenizer = model.config.head, model.tokenizer
-    if not isinstance(head, Embedding) or tokenizer is None or head.dense or head.pool not in POOLS:
+    if (
+        not isinstance(head, EmbeddingHead)
+        or tokenizer is None
+        or head.has_pooler
+        or head.pool not in SENTENCE_TRANSFORMERS_POOLING
+    ):
         return False
     found = tokenizer.backend.encode("a", add_special_tokens=True).ids
-    ours = Embed(tokenizer, model.config, length).sheet(tokenizer.encode("a")).ids
-    if found != ours or family_of(model.config, tokenizer.vocab) == "firth" or model.config.has_decoder:
+    ours = EmbeddingTask(tokenizer, model.config, max_length).build_inputs(tokenizer.encode("a")).ids
+    if found != ours or hf_model_type(model.config, tokenizer.vocab) == "firth" or model.config.has_decoder:
         return False
     kinds = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
     modules = [
@@ -156,8 +171,8 @@ def write_sentence_transformer(model: Model, length: int, folder: Path) -> bool:
         for i, (kind, path) in enumerate(kinds)
     ]
     write_json(folder / "modules.json", modules)
-    write_json(folder / "sentence_bert_config.json", {"max_seq_length": length, "do_lower_case": False})
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False})
     (folder / "1_Pooling").mkdir()
-    pooling = {name: pool == head.pool for pool, name in POOLS.items()}
+    pooling = {name: pool == head.pool for pool, name in SENTENCE_TRANSFORMERS_POOLING.items()}
     write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": model.config.dim, **pooling})
     return True

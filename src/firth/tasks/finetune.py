@@ -17,68 +17,81 @@ from typing import Any
 import numpy as np
 import torch
 
-from firth.console import count, quiet, say, warn
-from firth.errors import UserError
-from firth.files import damage, read_json, whole_folder, write_json, write_results
-from firth.metrics import are_chunks, strays
+from firth.core.console import format_count, quiet, say, warn
+from firth.core.errors import UserError
+from firth.core.files import atomic_folder, find_corruption, read_json, write_json, write_results
+from firth.metrics import are_span_tags, find_stray_tags
 from firth.models import (
-    Classes,
+    ClassificationHead,
     LMHead,
     Model,
     ModelConfig,
     TaskHead,
-    framing,
     grow_vocabulary,
     load_model,
     make_model,
+    make_text_template,
     read_config,
     write_model,
 )
-from firth.models.adapter import write_adapter
-from firth.models.lora import add_lora, refuse_lora
-from firth.models.weights import check_weights
+from firth.models.hf.adapter import write_adapter
+from firth.models.hf.checkpoint import find_weight_files
+from firth.models.lora import add_lora, check_lora_support
 from firth.objectives import Batch
-from firth.tasks.chat import asks_for_the_day
-from firth.tasks.embed import Embed, positives, write_sentence_transformer
-from firth.tasks.make import OF_LABELS, TASK_FILE, make_task, without_examples
+from firth.tasks.chat import template_uses_date
+from firth.tasks.embed import EmbeddingTask, select_positive_pairs, write_sentence_transformers_files
 from firth.tasks.recipe import FinetuneRecipe
+from firth.tasks.registry import LABEL_TASKS, TASK_FILE, make_task, make_task_without_examples
 from firth.tasks.results import (
-    DIVERGED,
-    PREDICTIONS,
+    DIVERGED_KEY,
+    PREDICTIONS_FILE,
     check_baseline,
     check_metric,
-    checksum,
-    conclude,
-    deciding,
-    judge,
+    checksum_examples,
+    deciding_metric,
+    orient_score,
+    summarize_seeds,
     write_predictions,
 )
-from firth.tasks.shapes import TRIED, Counting, Shapes, find_shapes
+from firth.tasks.shape_buckets import MAX_TRIAL_BATCHES, ShapeBuckets, ShapeCountingBatches, fit_shape_buckets
 from firth.tasks.task import Prediction, Task
-from firth.text import Example, Notes, read_labelled
+from firth.text import Example, RowNotes, read_labelled
 from firth.tokens import load_tokenizer
-from firth.tokens.rows import mix, permute
-from firth.train import Diverged, Machine, Outcome, Run, choose_machine, fit, load_recipe, run_folder, save_recipe
-from firth.train.checkpoint import forget_best, last_writes, list_checkpoints
-from firth.train.clock import Clock
-from firth.train.deterministic import deterministic
-from firth.train.folder import NOTES
-from firth.train.going_on import longer_skips, pass_over, same_recipe, turn_back
-from firth.train.parallel import ALONE, check_device, device_of
-from firth.train.pretrain import settle, trial
-from firth.train.recipe import differences
+from firth.tokens.dataset import hash_uint64, permute_indices
+from firth.train import (
+    ComputeConfig,
+    Diverged,
+    FitResult,
+    TrainingRun,
+    choose_compute,
+    fit,
+    load_recipe,
+    run_folder,
+    save_recipe,
+)
+from firth.train.checkpoint import explain_disk_errors, list_checkpoints, remove_best
+from firth.train.clock import RunClock
+from firth.train.deterministic import deterministic_mode
+from firth.train.distributed import SINGLE_PROCESS, check_device, select_device
+from firth.train.folder import DATA_NOTES_FILE
+from firth.train.pretrain import resolve_schedule, time_steps
+from firth.train.recipe import recipe_differences
+from firth.train.resume import extend_skips, merge_recipe, rewind_checkpoints, truncate_log
 
-EPOCHS, FEW_STEPS = 3.0, 200  # where nothing is said: so many passes, but at least so many steps, as small data need
+DEFAULT_FINETUNE_EPOCHS, MIN_DEFAULT_STEPS = (
+    3.0,
+    200,
+)  # where nothing is said: so many passes, but at least so many steps, as small data need
 # What the tensors of a checkpoint depend on, what its answers mean, and what was best so far.
-FIXED = (
+FIXED_FINETUNE_FIELDS = (
     *("task", "answer", "from_scratch", "optim", "ema_decay", "layers", "pool", "bilstm", "crf"),
     *("lora_rank", "lora_targets", "metric"),
 )
-WRITING = ("prefix", "max_target_length", "num_beams", "length_penalty")  # options of answers in words
-EVALUATIONS = 10  # per seed, where a run may stop early and --eval-steps does not say
+TEXT_ANSWER_FIELDS = ("prefix", "max_target_length", "num_beams", "length_penalty")  # options of answers in words
+EARLY_STOPPING_EVALUATIONS = 10  # per seed, where a run may stop early and --eval-steps does not say
 # Steps of a seed from which on a GPU compiles them by itself. An estimate: three or four shapes take a minute or two
 # the first time, and a step of BERT-base that is replayed without takes some 10 ms longer than one that is compiled.
-WORTH_COMPILING = 10_000
+MIN_STEPS_TO_COMPILE = 10_000
 
 
 def finetune(
@@ -93,7 +106,7 @@ def finetune(
     A resumed run keeps its recipe and its examples unless `allow_change`. `rewind` lets the seed that was under way go
     back to a checkpoint so many steps or more before steps that did harm, and pass over the examples up to them.
     """
-    with deterministic(recipe.deterministic):
+    with deterministic_mode(recipe.deterministic):
         return run_seeds(recipe, resume or rewind is not None, overwrite, allow_change, rewind)
 
 
@@ -107,81 +120,83 @@ def run_seeds(
     config = read_config(recipe.checkpoint)
     stored = Path(recipe.output_dir) / "recipe.yaml"
     earlier = load_recipe(stored, FinetuneRecipe) if resume and stored.is_file() else None
-    data = read_data(recipe)
+    data = read_finetune_data(recipe)
     tokenizer = load_tokenizer(recipe.checkpoint)
-    if asks_for_the_day(tokenizer) and not recipe.day:
+    if template_uses_date(tokenizer) and not recipe.day:
         recipe = replace(recipe, day=(earlier.day if earlier else "") or date.today().isoformat())
     task = make_task(recipe.task, data.train, tokenizer, config, recipe)
     check_metric(recipe, data.dev)
     check_baseline(recipe, data.dev)
     # what is refused, is refused before anything is written
     if recipe.class_weights == "balanced":
-        balanced(task.head(config), [e.target for e in data.train])
+        balance_class_weights(task.configure_model(config), [e.target for e in data.train])
     if not recipe.from_scratch:
-        check_weights(Path(recipe.checkpoint))
+        find_weight_files(Path(recipe.checkpoint))
 
     inputs = [recipe.checkpoint, recipe.train, recipe.dev, recipe.baseline]
     folder = stored.parent
-    with run_folder(folder, resume, overwrite, inputs), Clock(folder, resume, began) as clock:
-        job = encode(recipe, task, data, choose_machine(compiling(recipe, config, len(data.train))), folder)
+    with run_folder(folder, resume, overwrite, inputs), RunClock(folder, resume, began) as clock:
+        job = encode_finetune_data(
+            recipe, task, data, choose_compute(resolve_compile_options(recipe, config, len(data.train))), folder
+        )
         if earlier is not None:
-            recipe = same_recipe(earlier, recipe, allow_change, FIXED)
-            recipe = same_examples(recipe, data, allow_change)
-            changed = bool(differences(replace(earlier, output_dir=recipe.output_dir), recipe))
-            say_done(folder, recipe, changed)
+            recipe = merge_recipe(earlier, recipe, allow_change, FIXED_FINETUNE_FIELDS)
+            recipe = check_example_checksums(recipe, data, allow_change)
+            changed = bool(recipe_differences(replace(earlier, output_dir=recipe.output_dir), recipe))
+            report_finished_seeds(folder, recipe, changed)
             if changed:
-                try_again(folder.glob("seed-*"))
+                clear_diverged_seeds(folder.glob("seed-*"))
             if rewind is not None:
-                recipe = go_back(folder, recipe, rewind)
+                recipe = rewind_seed(folder, recipe, rewind)
         else:
             changed = False
-            recipe = same_examples(settle_seeds(recipe, job, clock.began), data, allow_change)
+            recipe = check_example_checksums(resolve_seed_schedule(recipe, job, clock.start_time), data, allow_change)
         save_recipe(recipe, stored)
-        write_notes(folder, data.notes)
-        job = replace(job, recipe=recipe, changed=changed)
+        write_data_notes(folder, data.notes)
+        job = replace(job, recipe=recipe, recipe_changed=changed)
         for sentence in [
-            *about_length(config, recipe),
-            *about_shots(recipe, data),
-            *task.said,
-            *about_head(config, task, recipe),
-            *about_writing(config, task, recipe),
-            *([f"the step is {job.way} for {job.shapes}"] if job.shapes is not None else []),
+            *describe_length_limit(config, recipe),
+            *describe_missing_shots(recipe, data),
+            *task.notices,
+            *describe_head(config, task, recipe),
+            *describe_unused_answer_options(config, task, recipe),
+            *([f"the step is {job.execution_mode} for {job.shape_buckets}"] if job.shape_buckets is not None else []),
         ]:
             say(sentence)
-        runs = [one_seed(job, seed, resume) for seed in range(recipe.seeds)]
-        with last_writes(folder):
-            return conclude(recipe, task, data.train, data.dev, runs, folder)
+        runs = [train_seed(job, seed, resume) for seed in range(recipe.seeds)]
+        with explain_disk_errors(folder):
+            return summarize_seeds(recipe, task, data.train, data.dev, runs, folder)
 
 
 @dataclass(frozen=True)
-class Data:
+class FinetuneData:
     train: list[Example]
     dev: list[Example]
-    notes: tuple[Notes, ...] = ()  # of each file, on what happened to its rows
+    notes: tuple[RowNotes, ...] = ()  # of each file, on what happened to its rows
 
 
 @dataclass(frozen=True)
-class Job:
+class FinetuneJob:
     """What all seeds share."""
 
     recipe: FinetuneRecipe
     task: Task
-    data: Data
-    chosen: list[Sequence[int]]  # by seed: which examples it learns from
+    data: FinetuneData
+    train_indices: list[Sequence[int]]  # by seed: which examples it learns from
     train_items: Mapping[int, Any]
     dev_items: Sequence[Any]
-    machine: Machine
+    compute: ComputeConfig
     folder: Path
-    shapes: Shapes | None = None  # that batches are padded to, where a step is compiled or replayed
-    changed: bool = False  # it goes on with another recipe, or other examples, than before
+    shape_buckets: ShapeBuckets | None = None  # that batches are padded to, where a step is compiled or replayed
+    recipe_changed: bool = False  # it goes on with another recipe, or other examples, than before
 
     @property
-    def way(self) -> str:
-        return "compiled" if self.machine.compile else "replayed as CUDA graphs"
+    def execution_mode(self) -> str:
+        return "compiled" if self.compute.compile else "replayed as CUDA graphs"
 
-    def predict(self, model: Model) -> list[Prediction]:
+    def predict_dev(self, model: Model) -> list[Prediction]:
         size = 2 * self.recipe.per_device_train_batch_size
-        return self.task.settle(self.data.dev, self.task.predict(model, self.dev_items, self.machine, size))
+        return self.task.calibrate(self.data.dev, self.task.predict(model, self.dev_items, self.compute, size))
 
 
 # --- before the first step ------------------------------------------------------------------------------------------
@@ -191,42 +206,42 @@ def check_task(recipe: FinetuneRecipe) -> None:
     """Refuse what the checkpoint cannot learn, whatever the examples are, before these are read."""
     config = read_config(recipe.checkpoint)
     if recipe.lora_rank:
-        refuse_lora(config)
+        check_lora_support(config)
     recipe.check()
-    task = without_examples(recipe.task, load_tokenizer(recipe.checkpoint), config, recipe)
-    recipe.on_top(task.head(config))
+    task = make_task_without_examples(recipe.task, load_tokenizer(recipe.checkpoint), config, recipe)
+    recipe.apply_head_options(task.configure_model(config))
 
 
-def read_data(recipe: FinetuneRecipe) -> Data:
-    notes = Notes(recipe.train), Notes(recipe.dev)
+def read_finetune_data(recipe: FinetuneRecipe) -> FinetuneData:
+    notes = RowNotes(recipe.train), RowNotes(recipe.dev)
     train = read_labelled(recipe.train, recipe.task, recipe.columns, "train", recipe.encoding, notes=notes[0])
     dev = read_labelled(recipe.dev, recipe.task, recipe.columns, "dev", recipe.encoding, notes=notes[1])
-    if recipe.task in OF_LABELS:
+    if recipe.task in LABEL_TASKS:
         check_labels(train, dev, recipe)
-    if recipe.task == "tag" and are_chunks([e.target for e in train]) != are_chunks([e.target for e in dev]):
+    if recipe.task == "tag" and are_span_tags([e.target for e in train]) != are_span_tags([e.target for e in dev]):
         raise UserError(
             f"{recipe.train} and {recipe.dev} have tags of two kinds: one marks stretches (O, B-PER, I-PER), the other "
             "single words (NOUN). Take files with the same tags."
         )
-    if recipe.task == "tag" and (odd := strays([e.target for e in (*train, *dev)])):
+    if recipe.task == "tag" and (odd := find_stray_tags([e.target for e in (*train, *dev)])):
         warn(
             f"{', '.join(odd[:5])}: no mark of a stretch, as the other tags are (O, B-PER, I-PER). So single words are "
             "scored, and no stretches."
         )
-    if same_file(recipe.train, recipe.dev):
+    if is_same_file(recipe.train, recipe.dev):
         warn(f"{recipe.dev} is what the model learns from: its score says nothing about other examples.")
-    return Data(positives(train, recipe.train) if recipe.task == "embed" else train, dev, notes)
+    return FinetuneData(select_positive_pairs(train, recipe.train) if recipe.task == "embed" else train, dev, notes)
 
 
-def write_notes(folder: Path, notes: Sequence[Notes]) -> None:
+def write_data_notes(folder: Path, notes: Sequence[RowNotes]) -> None:
     """All examples that the notes on the files are about, of which the screen has named the first."""
-    if found := [note for some in notes for note in some.whole()]:
-        write_json(folder / NOTES, found)
-    if any(some.shortened for some in notes):
-        say(f"all examples that these notes are about: {folder / NOTES}")
+    if found := [note for some in notes for note in some.to_records()]:
+        write_json(folder / DATA_NOTES_FILE, found)
+    if any(some.is_abridged for some in notes):
+        say(f"all examples that these notes are about: {folder / DATA_NOTES_FILE}")
 
 
-def same_file(a: str, b: str) -> bool:
+def is_same_file(a: str, b: str) -> bool:
     return Path(a).is_file() and Path(b).is_file() and Path(a).samefile(b)
 
 
@@ -259,88 +274,99 @@ def is_fraction(label: str) -> bool:
         return False
 
 
-def encode(recipe: FinetuneRecipe, task: Task, data: Data, machine: Machine, folder: Path) -> Job:
+def encode_finetune_data(
+    recipe: FinetuneRecipe, task: Task, data: FinetuneData, compute: ComputeConfig, folder: Path
+) -> FinetuneJob:
     """The examples as the model reads them: those that some seed learns from, and all that are scored."""
-    chosen = [choose(data.train, recipe, seed) for seed in range(recipe.seeds)]
+    chosen = [select_train_examples(data.train, recipe, seed) for seed in range(recipe.seeds)]
     used = sorted({i for places in chosen for i in places})
     items = dict(zip(used, task.encode([data.train[i] for i in used]), strict=True))
-    shapes = trial_shapes(recipe, task, [items[i] for i in chosen[0]]) if machine.compile or machine.graphs else None
-    return Job(recipe, task, data, chosen, items, task.encode(data.dev), machine, folder, shapes)
+    shapes = (
+        sample_shape_buckets(recipe, task, [items[i] for i in chosen[0]])
+        if compute.compile or compute.cuda_graphs
+        else None
+    )
+    return FinetuneJob(recipe, task, data, chosen, items, task.encode(data.dev), compute, folder, shapes)
 
 
-def compiling(recipe: FinetuneRecipe, config: ModelConfig, num_train: int) -> FinetuneRecipe:
+def resolve_compile_options(recipe: FinetuneRecipe, config: ModelConfig, num_train_examples: int) -> FinetuneRecipe:
     """The recipe, which leaves compiling to the machine only where the run is known to be long enough for it.
 
     What goes from place to place is not compiled: a program of a chain of tags has a copy of its step for each place.
     Any other step that is not compiled is replayed as CUDA graphs on a GPU, unless layers begin to learn on the way.
     """
-    examples = min(recipe.shots or num_train, num_train)
-    planned = math.ceil((recipe.num_train_epochs or EPOCHS) * examples / recipe.global_batch)
-    long = (recipe.max_steps or planned) >= WORTH_COMPILING and not recipe.minutes
+    examples = min(recipe.shots or num_train_examples, num_train_examples)
+    planned = math.ceil((recipe.num_train_epochs or DEFAULT_FINETUNE_EPOCHS) * examples / recipe.global_batch_size)
+    long = (recipe.max_steps or planned) >= MIN_STEPS_TO_COMPILE and not recipe.minutes
     in_turn = config.recurrent is not None or recipe.crf or recipe.bilstm
-    if recipe.compile is None and not recipe.compile_parts and (in_turn or not long):
+    if recipe.compile is None and not recipe.compile_regions and (in_turn or not long):
         recipe = replace(recipe, compile=False)
-    if recipe.cuda_graphs is None and recipe.compile is False and device_of(ALONE, recipe).type == "cuda":
+    if recipe.cuda_graphs is None and recipe.compile is False and select_device(SINGLE_PROCESS, recipe).type == "cuda":
         changes = in_turn or recipe.unfreeze_every or recipe.weights == "bf16" or recipe.gradient_checkpointing
         recipe = replace(recipe, cuda_graphs=not changes)
     return recipe
 
 
-def trial_shapes(recipe: FinetuneRecipe, task: Task, items: Sequence[Any]) -> Shapes:
+def sample_shape_buckets(recipe: FinetuneRecipe, task: Task, items: Sequence[Any]) -> ShapeBuckets:
     """The shapes of a run's batches, from those of its first epoch, or of the beginning of it."""
-    batches, accumulated = batch_function(recipe, task, items), recipe.gradient_accumulation_steps
-    steps = min(-(-len(items) // recipe.global_batch), -(-TRIED // accumulated))
-    return find_shapes((batch for step in range(steps) for batch in batches(step)), task.tokenizer.vocab.pad)
+    batches, accumulated = make_finetune_batch_fn(recipe, task, items), recipe.gradient_accumulation_steps
+    steps = min(-(-len(items) // recipe.global_batch_size), -(-MAX_TRIAL_BATCHES // accumulated))
+    return fit_shape_buckets((batch for step in range(steps) for batch in batches(step)), task.tokenizer.vocab.pad)
 
 
-def choose(train: Sequence[Example], recipe: FinetuneRecipe, seed: int) -> Sequence[int]:
+def select_train_examples(train: Sequence[Example], recipe: FinetuneRecipe, seed: int) -> Sequence[int]:
     """Which examples a seed learns from: all, or its own few."""
     if not recipe.shots:
         return range(len(train))
-    return few([kind_of(recipe.task, e) for e in train], recipe.shots, recipe.seed + seed)
+    return sample_stratified([sampling_stratum(recipe.task, e) for e in train], recipe.shots, recipe.seed + seed)
 
 
-def kind_of(task: str, example: Example) -> Any:
+def sampling_stratum(task: str, example: Example) -> Any:
     """Of what few examples are to have as many as of any other: a label, whether there is an answer, or nothing."""
     if task == "span-qa":
         return len(example.target) > 0
-    return example.target if task in OF_LABELS else None
+    return example.target if task in LABEL_TASKS else None
 
 
-def few(kinds: Sequence[Any], shots: int, seed: int) -> list[int]:
+def sample_stratified(strata: Sequence[Any], shots: int, seed: int) -> list[int]:
     """The places of so many examples, as evenly over their kinds as there are enough of each; drawn by the seed.
 
     Where there are more kinds than `shots`, which of them come is drawn too.
     """
     by_kind: dict[Any, list[int]] = defaultdict(list)
-    for i in permute(np.arange(len(kinds)), len(kinds), seed).tolist():
-        by_kind[kinds[i]].append(i)
+    for i in permute_indices(np.arange(len(strata)), len(strata), seed).tolist():
+        by_kind[strata[i]].append(i)
     rounds = zip_longest(*by_kind.values())  # one of each kind, then another one of each ...
     return [i for round in rounds for i in round if i is not None][:shots]
 
 
-def settle_seeds(recipe: FinetuneRecipe, job: Job, began: float) -> FinetuneRecipe:
+def resolve_seed_schedule(recipe: FinetuneRecipe, job: FinetuneJob, start_time: float) -> FinetuneRecipe:
     """Fix the steps of each seed, and the evaluation (once, at the end, unless asked). `minutes` are for all seeds."""
-    items = [job.train_items[i] for i in job.chosen[0]]
+    items = [job.train_items[i] for i in job.train_indices[0]]
 
     def try_out() -> tuple[float, float]:
         def evaluate(model: Model) -> dict[str, float]:
-            job.predict(model)
+            job.predict_dev(model)
             return {}
 
         with quiet():
-            model, pace = first_model(job, 0), replace(recipe.pace(len(items)), unfreeze_every=0)
-        batches = Counting(batch_function(recipe, job.task, items), job.shapes)
-        step, evaluation = trial(recipe, job.machine, model, batches, evaluate, pace=pace)
+            model, pace = build_seed_model(job, 0), replace(recipe.freeze_schedule(len(items)), unfreeze_every=0)
+        batches = ShapeCountingBatches(make_finetune_batch_fn(recipe, job.task, items), job.shape_buckets)
+        step, evaluation = time_steps(recipe, job.compute, model, batches, evaluate, freeze_schedule=pace)
         return step * recipe.seeds, evaluation * recipe.seeds
 
-    epochs, least = recipe.num_train_epochs or EPOCHS, 1 if recipe.num_train_epochs else FEW_STEPS
-    evaluations = EVALUATIONS if recipe.early_stopping else 1
-    settled = settle(replace(recipe, num_train_epochs=epochs), len(items), try_out, began, evaluations, least)
+    epochs, least = (
+        recipe.num_train_epochs or DEFAULT_FINETUNE_EPOCHS,
+        1 if recipe.num_train_epochs else MIN_DEFAULT_STEPS,
+    )
+    evaluations = EARLY_STOPPING_EVALUATIONS if recipe.early_stopping else 1
+    settled = resolve_schedule(
+        replace(recipe, num_train_epochs=epochs), len(items), try_out, start_time, evaluations, least
+    )
     return replace(settled, num_train_epochs=recipe.num_train_epochs)
 
 
-def about_length(config: ModelConfig, recipe: FinetuneRecipe) -> list[str]:
+def describe_length_limit(config: ModelConfig, recipe: FinetuneRecipe) -> list[str]:
     """That the model cannot read as much as it was told to."""
     limit = config.max_length
     if limit is None or recipe.max_seq_length <= limit:
@@ -348,43 +374,45 @@ def about_length(config: ModelConfig, recipe: FinetuneRecipe) -> list[str]:
     return [f"max_seq_length is {recipe.max_seq_length:,}, and this model has {limit:,} places: {limit:,} are read."]
 
 
-def about_shots(recipe: FinetuneRecipe, data: Data) -> list[str]:
+def describe_missing_shots(recipe: FinetuneRecipe, data: FinetuneData) -> list[str]:
     """That there are fewer examples than asked for."""
     if recipe.shots <= len(data.train):
         return []
-    return [f"shots is {recipe.shots:,}, and {recipe.train} has {count(len(data.train), 'example')}: all are taken."]
+    return [
+        f"shots is {recipe.shots:,}, and {recipe.train} has {format_count(len(data.train), 'example')}: all are taken."
+    ]
 
 
-def about_writing(config: ModelConfig, task: Task, recipe: FinetuneRecipe) -> list[str]:
+def describe_unused_answer_options(config: ModelConfig, task: Task, recipe: FinetuneRecipe) -> list[str]:
     """That options are of no use where a head answers."""
-    if isinstance(task.head(config).head, LMHead):
+    if isinstance(task.configure_model(config).head, LMHead):
         return []
-    given = [name for name in WRITING if getattr(recipe, name) != getattr(FinetuneRecipe, name)]
+    given = [name for name in TEXT_ANSWER_FIELDS if getattr(recipe, name) != getattr(FinetuneRecipe, name)]
     return [f"{', '.join(given)}: of answers in words, and here a head answers"] if given else []
 
 
-def about_head(config: ModelConfig, task: Task, recipe: FinetuneRecipe) -> list[str]:
+def describe_head(config: ModelConfig, task: Task, recipe: FinetuneRecipe) -> list[str]:
     """What is new on the model."""
-    wanted = task.head(config).head
+    wanted = task.configure_model(config).head
     if isinstance(wanted, LMHead):
         return []
-    if same_answers(config, wanted) and not recipe.from_scratch:
+    if has_same_labels(config, wanted) and not recipe.from_scratch:
         return [f"the checkpoint's head for {task.name} goes on learning"]
     return [f"a new head for {task.name}" + (f", over {len(task.labels)} classes" if task.labels else "")]
 
 
-def same_answers(config: ModelConfig, wanted: Any) -> bool:
+def has_same_labels(config: ModelConfig, head: Any) -> bool:
     """Whether a checkpoint's head answers the same already."""
-    return type(config.head) is type(wanted) and getattr(config.head, "names", ()) == getattr(wanted, "names", ())
+    return type(config.head) is type(head) and getattr(config.head, "names", ()) == getattr(head, "names", ())
 
 
 # --- a run that goes on -----------------------------------------------------------------------------------------------
 
 
-def same_examples(recipe: FinetuneRecipe, data: Data, allow_change: bool) -> FinetuneRecipe:
+def check_example_checksums(recipe: FinetuneRecipe, data: FinetuneData, allow_change: bool) -> FinetuneRecipe:
     """Note the checksums of the examples when a run begins; when it goes on, compare them."""
-    train = compared(recipe.train, data.train, recipe.train_checksum)
-    dev = compared(recipe.dev, data.dev, recipe.dev_checksum)
+    train = matching_checksum(recipe.train, data.train, recipe.train_checksum)
+    dev = matching_checksum(recipe.dev, data.dev, recipe.dev_checksum)
     if recipe.dev_checksum not in ("", dev):
         raise UserError(
             f"{recipe.dev} is not what it was when this run began, and scores of one run are of the same examples. Put "
@@ -400,59 +428,59 @@ def same_examples(recipe: FinetuneRecipe, data: Data, allow_change: bool) -> Fin
     return replace(recipe, train_checksum=train, dev_checksum=dev)
 
 
-def compared(file: str, examples: Sequence[Example], noted: str) -> str:
+def matching_checksum(path: str, examples: Sequence[Example], saved_checksum: str) -> str:
     """The checksum of some examples, of as much of them as the run has noted."""
-    part, whole = checksum(examples, marks=False), checksum(examples)
-    if noted != part:
+    part, whole = checksum_examples(examples, include_spans=False), checksum_examples(examples)
+    if saved_checksum != part:
         return whole
     if part != whole:
-        say(f"{file}: this run did not note marked stretches and further references, so changes in them are not seen.")
+        say(f"{path}: this run did not note marked stretches and further references, so changes in them are not seen.")
     return part
 
 
-def is_done(place: Path) -> bool:
+def is_seed_finished(seed_folder: Path) -> bool:
     """Whether a seed has come to its end."""
-    return (place / "results.json").is_file() and damage(place / "final") is None
+    return (seed_folder / "results.json").is_file() and find_corruption(seed_folder / "final") is None
 
 
-def has_diverged(place: Path) -> bool:
+def has_seed_diverged(seed_folder: Path) -> bool:
     """Whether a seed has broken on its loss."""
-    results = place / "results.json"
-    return results.is_file() and DIVERGED in read_json(results)
+    results = seed_folder / "results.json"
+    return results.is_file() and DIVERGED_KEY in read_json(results)
 
 
-def try_again(places: Iterable[Path]) -> None:
+def clear_diverged_seeds(seed_folders: Iterable[Path]) -> None:
     """Forget which seeds have broken, so that they go on from their last checkpoints."""
-    for place in filter(has_diverged, places):
+    for place in filter(has_seed_diverged, seed_folders):
         (place / "results.json").unlink()
 
 
-def say_done(folder: Path, recipe: FinetuneRecipe, changed: bool) -> None:
+def report_finished_seeds(folder: Path, recipe: FinetuneRecipe, changed: bool) -> None:
     """That a change comes too late for the seeds that are done."""
-    done = [f"seed-{seed}" for seed in range(recipe.seeds) if is_done(folder / f"seed-{seed}")]
+    done = [f"seed-{seed}" for seed in range(recipe.seeds) if is_seed_finished(folder / f"seed-{seed}")]
     if changed and done:
         say(f"{', '.join(done)}: done already, and left as before the change.")
 
 
-def go_back(folder: Path, recipe: FinetuneRecipe, steps: int) -> FinetuneRecipe:
+def rewind_seed(folder: Path, recipe: FinetuneRecipe, steps: int) -> FinetuneRecipe:
     """Let the seed that was under way go back, and pass over the examples of its trouble, which the recipe notes."""
-    name = next((f"seed-{seed}" for seed in range(recipe.seeds) if not is_done(folder / f"seed-{seed}")), None)
+    name = next((f"seed-{seed}" for seed in range(recipe.seeds) if not is_seed_finished(folder / f"seed-{seed}")), None)
     if name is None:
         raise UserError(f"{folder} is finished: there is nothing to rewind.")
-    start, last = turn_back(folder / name, steps)
-    try_again([folder / name])
-    recipe = replace(recipe, skips={**recipe.skips, name: longer_skips(recipe.skips.get(name, ()), start, last)})
+    start, last = rewind_checkpoints(folder / name, steps)
+    clear_diverged_seeds([folder / name])
+    recipe = replace(recipe, skips={**recipe.skips, name: extend_skips(recipe.skips.get(name, ()), start, last)})
     save_recipe(recipe, folder / "recipe.yaml")
-    pass_over(folder / name, start, last)
+    truncate_log(folder / name, start, last)
     return recipe
 
 
-def check_goes_on(place: Path, model: Model) -> None:
+def check_seed_resumable(seed_folder: Path, model: Model) -> None:
     """Refuse to go on with a checkpoint whose answers, or whose tokens, mean something else by now."""
-    found = next((folder for folder in list_checkpoints(place) if damage(folder) is None), None)
+    found = next((folder for folder in list_checkpoints(seed_folder) if find_corruption(folder) is None), None)
     if found is None:
         return
-    if not same_answers(read_config(found), model.config.head):
+    if not has_same_labels(read_config(found), model.config.head):
         raise UserError(f"{found} has learned other labels than there are now: start a new run.")
     if model.tokenizer and load_tokenizer(found).fingerprint != model.tokenizer.fingerprint:
         raise UserError(f"{found} has learned other tokens than the checkpoint has now: start a new run.")
@@ -461,42 +489,44 @@ def check_goes_on(place: Path, model: Model) -> None:
 # --- one seed -------------------------------------------------------------------------------------------------------
 
 
-def one_seed(job: Job, seed: int, resume: bool) -> dict[str, Any]:
+def train_seed(job: FinetuneJob, seed: int, resume: bool) -> dict[str, Any]:
     """One training; its scores and numbers, or, of one among several, that it broke. On resume that is not repeated."""
     place = job.folder / f"seed-{seed}"
-    if resume and has_diverged(place):
+    if resume and has_seed_diverged(place):
         return dict(read_json(place / "results.json"))
-    if resume and is_done(place):
+    if resume and is_seed_finished(place):
         found = dict(read_json(place / "results.json"))
         scores = {name: math.nan if score is None else score for name, score in found["scores"].items()}
         return found | {"scores": scores}
     place.mkdir(exist_ok=True)
     recipe = replace(job.recipe, seed=job.recipe.seed + seed)
-    items = [job.train_items[i] for i in job.chosen[seed]]
+    items = [job.train_items[i] for i in job.train_indices[seed]]
     with quiet() if seed else nullcontext():  # what the checkpoint lacks is said once
-        model, predictions = first_model(job, seed), list[Prediction]()
-    if resume and job.changed:
-        check_goes_on(place, model)
+        model, predictions = build_seed_model(job, seed), list[Prediction]()
+    if resume and job.recipe_changed:
+        check_seed_resumable(place, model)
 
     def evaluate(model: Model) -> dict[str, float]:
-        predictions[:] = job.predict(model)
+        predictions[:] = job.predict_dev(model)
         return job.task.score(job.data.dev, predictions)
 
-    batches = Counting(batch_function(recipe, job.task, items, recipe.skips.get(place.name, ())), job.shapes)
-    run = Run(
+    batches = ShapeCountingBatches(
+        make_finetune_batch_fn(recipe, job.task, items, recipe.skips.get(place.name, ())), job.shape_buckets
+    )
+    run = TrainingRun(
         recipe,
-        job.machine,
+        job.compute,
         model,
         batches,
         evaluate,
         place,
         f"seed {seed + 1} of {recipe.seeds}",
-        pace=recipe.pace(len(items)),
-        judge=partial(judge, deciding(recipe, job.task)) if recipe.load_best else None,
+        freeze_schedule=recipe.freeze_schedule(len(items)),
+        score_fn=partial(orient_score, deciding_metric(recipe, job.task)) if recipe.load_best else None,
         patience=recipe.early_stopping,
-        keeps_last=False,  # the result is written at once, and a seed that is done is never taken up again
+        save_last=False,  # the result is written at once, and a seed that is done is never taken up again
     )
-    with last_writes(place):
+    with explain_disk_errors(place):
         began = time.monotonic()
         try:
             outcome = fit(run, resume)
@@ -504,43 +534,43 @@ def one_seed(job: Job, seed: int, resume: bool) -> dict[str, Any]:
             if recipe.seeds == 1:
                 raise
             warn(f"{place.name} ends here, without a score, and the other seeds go on. {e}")
-            results = {DIVERGED: str(e), "steps": e.steps, "seconds": time.monotonic() - began}
+            results = {DIVERGED_KEY: str(e), "steps": e.steps, "seconds": time.monotonic() - began}
             write_results(place / "results.json", results)
             return results
-        write_predictions(place / PREDICTIONS, job.data.dev, predictions)
-        save_seed(recipe, job.task, model, place)
-        shapes = {"train": len(batches.seen), "evaluate": getattr(job.task, "num_shapes", None)}
-        results = seed_results(outcome, recipe) | {"compiled": job.machine.compile, "shapes": shapes}
+        write_predictions(place / PREDICTIONS_FILE, job.data.dev, predictions)
+        save_seed_model(recipe, job.task, model, place)
+        shapes = {"train": len(batches.seen_shapes), "evaluate": getattr(job.task, "num_shapes", None)}
+        results = summarize_seed(outcome, recipe) | {"compiled": job.compute.compile, "shapes": shapes}
         write_results(place / "results.json", results)
-    forget_best(place)
+    remove_best(place)
     return results
 
 
-def first_model(job: Job, seed: int) -> Model:
+def build_seed_model(job: FinetuneJob, seed: int) -> Model:
     """The checkpoint's body with the task's head, or its twin with random weights; with LoRA where that is asked."""
     recipe, task = job.recipe, job.task
     torch.manual_seed(recipe.seed + seed)
     config = read_config(recipe.checkpoint)
-    wanted = recipe.on_top(task.head(config))
+    wanted = recipe.apply_head_options(task.configure_model(config))
     if recipe.class_weights == "balanced":
-        wanted = balanced(wanted, [job.data.train[i].target for i in job.chosen[seed]])
+        wanted = balance_class_weights(wanted, [job.data.train[i].target for i in job.train_indices[seed]])
     if recipe.from_scratch:
         model = make_model(wanted)
     else:
         model = load_model(recipe.checkpoint, head=wanted.head, extras=wanted.extras)
-        if isinstance(config.head, TaskHead) and not same_answers(config, wanted.head):
-            start_anew(model)
+        if isinstance(config.head, TaskHead) and not has_same_labels(config, wanted.head):
+            reset_head(model)
     model.tokenizer = task.tokenizer
-    if model.ends is not None and isinstance(wanted.head, LMHead):
-        learned = framing(wanted, task.tokenizer.vocab).end
-        model.ends += () if learned in model.ends else (learned,)
+    if model.eos_token_ids is not None and isinstance(wanted.head, LMHead):
+        learned = make_text_template(wanted, task.tokenizer.vocab).eos_id
+        model.eos_token_ids += () if learned in model.eos_token_ids else (learned,)
     grow_vocabulary(model, max(config.vocab_size, task.tokenizer.vocab.size))
     if recipe.lora is not None:
         add_lora(model, recipe.lora)
     return model
 
 
-def start_anew(model: Model) -> None:
+def reset_head(model: Model) -> None:
     """Forget the answers of another task, which may have had as many."""
     out = getattr(model.head, "out", None)
     if isinstance(out, torch.nn.Linear):
@@ -549,16 +579,16 @@ def start_anew(model: Model) -> None:
             torch.nn.init.zeros_(out.bias)
 
 
-def balanced(config: ModelConfig, targets: Sequence[str]) -> ModelConfig:
+def balance_class_weights(config: ModelConfig, labels: Sequence[str]) -> ModelConfig:
     """Classes that count n / (k * n_c) each, so that rare ones weigh as much as common ones."""
-    if not isinstance(config.head, Classes):
+    if not isinstance(config.head, ClassificationHead):
         raise UserError("class_weights=balanced is for a head over classes, and this model answers otherwise.")
-    count, names = Counter(targets), config.head.names
-    weights = tuple(len(targets) / (len(names) * max(count[name], 1)) for name in names)
-    return replace(config, head=replace(config.head, weights=weights))
+    count, names = Counter(labels), config.head.names
+    weights = tuple(len(labels) / (len(names) * max(count[name], 1)) for name in names)
+    return replace(config, head=replace(config.head, class_weights=weights))
 
 
-def batch_function(
+def make_finetune_batch_fn(
     recipe: FinetuneRecipe, task: Task, items: Sequence[Any], skips: Sequence[tuple[int, int]] = ()
 ) -> Callable[[int], list[Batch]]:
     """The micro-batches of a step: the examples in a new order every epoch, as a pure function of the step.
@@ -569,34 +599,34 @@ def batch_function(
 
     def pick(index: np.ndarray) -> list[Any]:
         epoch, place = np.divmod(index, n)
-        return [items[i] for i in permute(place, n, mix(recipe.seed, epoch))]
+        return [items[i] for i in permute_indices(place, n, hash_uint64(recipe.seed, epoch))]
 
     def batches(step: int) -> list[Batch]:
-        first = (step + sum(count for start, count in skips if step >= start)) * recipe.global_batch
-        starts = range(first, first + recipe.global_batch, size)
-        return [task.batch(pick(np.arange(start, start + size))) for start in starts]
+        first = (step + sum(count for start, count in skips if step >= start)) * recipe.global_batch_size
+        starts = range(first, first + recipe.global_batch_size, size)
+        return [task.collate(pick(np.arange(start, start + size))) for start in starts]
 
     return batches
 
 
-def save_seed(recipe: FinetuneRecipe, task: Task, model: Model, place: Path) -> None:
+def save_seed_model(recipe: FinetuneRecipe, task: Task, model: Model, seed_folder: Path) -> None:
     """`final/`, and where LoRA has learned, `adapter/` for peft."""
     if recipe.lora is not None:
         try:
-            with whole_folder(place / "adapter") as temporary:
+            with atomic_folder(seed_folder / "adapter") as temporary:
                 write_adapter(model, recipe.lora, recipe.checkpoint, temporary)
         except UserError as e:
             say(f"no adapter/: {e}")
-    model.tokenizer = task.framed()
-    with whole_folder(place / "final") as temporary:
+    model.tokenizer = task.templated_tokenizer()
+    with atomic_folder(seed_folder / "final") as temporary:
         write_model(model, temporary)
-        write_json(temporary / TASK_FILE, task.facts())
-        if isinstance(task, Embed):
-            write_sentence_transformer(model, task.form.length, temporary)
+        write_json(temporary / TASK_FILE, task.metadata())
+        if isinstance(task, EmbeddingTask):
+            write_sentence_transformers_files(model, task.template.max_length, temporary)
 
 
-def seed_results(outcome: Outcome, recipe: FinetuneRecipe) -> dict[str, Any]:
-    per_token = outcome.steps * recipe.global_batch / max(outcome.tokens, 1)
+def summarize_seed(outcome: FitResult, recipe: FinetuneRecipe) -> dict[str, Any]:
+    per_token = outcome.steps * recipe.global_batch_size / max(outcome.tokens, 1)
     return {
         "scores": outcome.scores,
         "steps": outcome.steps,

@@ -5,51 +5,55 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from firth.generate.reading import tokenizer_of
-from firth.models import Model, ModelConfig, framing
-from firth.tasks.chat import Chat
-from firth.tasks.make import make_task, way
-from firth.tasks.text_to_text import TextToText
-from firth.tasks.words import SOURCES
+from firth.generate.decode_state import require_tokenizer
+from firth.models import Model, ModelConfig, make_text_template
+from firth.tasks.chat import ChatTemplate
+from firth.tasks.registry import make_task, resolve_answer_mode
+from firth.tasks.text_labels import TASK_PROMPTS
+from firth.tasks.text_to_text import TextToTextTask
 from firth.text import Example
 
 
-def prompts_for(
-    model: Model, facts: Mapping[str, Any], texts: Sequence[str], chat: bool | None = None
+def encode_task_prompts(
+    model: Model, metadata: Mapping[str, Any], texts: Sequence[str], chat: bool | None = None
 ) -> list[str | list[int]]:
     """What `firth.generate` is to be given for these texts: ids in their frame, or the texts as they are.
 
-    `facts` are those of task.json. After a task that is answered in words a text stands behind its prefix and before
+    `metadata` are those of task.json. After a task that is answered in words a text stands behind its prefix and before
     its delimiter. After dialogues it is what a user says (`chat`, which can be asked of any checkpoint with a chat
     template).
     """
-    chat = bool(facts.get("task") == "lm" and facts.get("roles")) if chat is None else chat
+    chat = bool(metadata.get("task") == "lm" and metadata.get("roles")) if chat is None else chat
     if chat:
-        return [asked(model, text) for text in texts]
-    if writes(model.config, facts):
-        task = make_task("text-to-text", facts, tokenizer_of(model), model.config)
+        return [encode_chat_prompt(model, text) for text in texts]
+    if answers_in_text(model.config, metadata):
+        task = make_task("text-to-text", metadata, require_tokenizer(model), model.config)
         return [item.ids for item in task.encode([Example(i, (text,)) for i, text in enumerate(texts)])]
     return list(texts)
 
 
-def usual_settings(model: Model, facts: Mapping[str, Any]) -> dict[str, Any]:
+def finetuned_generation_settings(model: Model, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """How a checkpoint was scored when it was tuned to answer in words: fields of a Decoding."""
-    if not writes(model.config, facts):
+    if not answers_in_text(model.config, metadata):
         return {}
-    task = make_task("text-to-text", facts, tokenizer_of(model), model.config)
-    assert isinstance(task, TextToText)
-    return {name: getattr(task.decoding, name) for name in ("max_new_tokens", "num_beams", "length_penalty")}
+    task = make_task("text-to-text", metadata, require_tokenizer(model), model.config)
+    assert isinstance(task, TextToTextTask)
+    return {name: getattr(task.generation_config, name) for name in ("max_new_tokens", "num_beams", "length_penalty")}
 
 
-def writes(config: ModelConfig, facts: Mapping[str, Any]) -> bool:
+def answers_in_text(config: ModelConfig, metadata: Mapping[str, Any]) -> bool:
     """Whether a checkpoint was tuned to answer in words."""
-    name = facts.get("task")
-    return name == "text-to-text" or (name in SOURCES and way(name, config, facts.get("answer", "head")) == "words")
+    name = metadata.get("task")
+    return name == "text-to-text" or (
+        name in TASK_PROMPTS and resolve_answer_mode(name, config, metadata.get("answer", "head")) == "words"
+    )
 
 
-def asked(model: Model, text: str) -> list[int]:
+def encode_chat_prompt(model: Model, text: str) -> list[int]:
     """What a user says, up to where the answer begins."""
-    tokenizer = tokenizer_of(model)
-    ids = tokenizer.encode(Chat(tokenizer).render([("user", text)], prompt=True), specials=True)
-    end = framing(model.config, tokenizer.vocab).end
-    return [*ids, end] if model.config.shape == "encoder-decoder" and ids[-1:] != [end] else ids
+    tokenizer = require_tokenizer(model)
+    ids = tokenizer.encode(
+        ChatTemplate(tokenizer).render([("user", text)], add_generation_prompt=True), parse_special=True
+    )
+    end = make_text_template(model.config, tokenizer.vocab).eos_id
+    return [*ids, end] if model.config.architecture == "encoder-decoder" and ids[-1:] != [end] else ids

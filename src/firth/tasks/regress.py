@@ -8,44 +8,51 @@ from typing import Any
 
 import numpy as np
 
-from firth.models import Head, ModelConfig, head_for
+from firth.models import Head, ModelConfig, head_for_task
 from firth.objectives import Batch
-from firth.tasks.headed import Array, Headed, Item, Laid, at_slots
+from firth.tasks.head_task import Array, EncodedExample, HeadTask, PackedBatch, gather_answer_logits
 from firth.tasks.task import Prediction
 from firth.text import Example
 from firth.tokens import Tokenizer
 
 
-class Regress(Headed):
+class RegressionTask(HeadTask):
     """One number. A decoder reads two texts in both orders, as neither comes first (Radford et al. 2018, 3.3)."""
 
     name = "regress"
     metric = "pearson"
 
-    def __init__(self, tokenizer: Tokenizer, config: ModelConfig, length: int, texts: int, learns: bool = True) -> None:
-        super().__init__(tokenizer, config, length, learns=learns)
-        self.texts, self.together = texts, 2 if texts == 2 and config.shape == "decoder" else 1
+    def __init__(
+        self, tokenizer: Tokenizer, config: ModelConfig, max_length: int, num_texts: int, is_training: bool = True
+    ) -> None:
+        super().__init__(tokenizer, config, max_length, is_training=is_training)
+        self.num_texts, self.sequences_per_label = (
+            num_texts,
+            2 if num_texts == 2 and config.architecture == "decoder" else 1,
+        )
 
-    def answers(self, config: ModelConfig) -> Head:
-        return head_for(config, "regress", orders=self.together)
+    def head_config(self, config: ModelConfig) -> Head:
+        return head_for_task(config, "regress", num_orders=self.sequences_per_label)
 
-    def facts(self) -> dict[str, Any]:
-        return super().facts() | {"texts": self.texts}
+    def metadata(self) -> dict[str, Any]:
+        return super().metadata() | {"texts": self.num_texts}
 
-    def encode(self, examples: Sequence[Example]) -> list[Item]:
-        sheets = iter(self.form.read([texts for e in examples for texts in self.orders(e)]))
+    def encode(self, examples: Sequence[Example]) -> list[EncodedExample]:
+        sheets = iter(self.template.encode_texts([texts for e in examples for texts in self.text_orders(e)]))
         items = []
         for e in examples:
             answer = math.nan if e.target is None else float(e.target)
-            items.append(Item(tuple(next(sheets) for _ in self.orders(e)), answer))
+            items.append(EncodedExample(tuple(next(sheets) for _ in self.text_orders(e)), answer))
         return items
 
-    def orders(self, example: Example) -> list[tuple[str, ...]]:
-        return [example.texts, example.texts[::-1]][: self.together]
+    def text_orders(self, example: Example) -> list[tuple[str, ...]]:
+        return [example.texts, example.texts[::-1]][: self.sequences_per_label]
 
-    def batch(self, items: Sequence[Item]) -> Batch:
-        laid = self.lay(items)
-        return laid.batch._replace(target=self.targets(laid, [i.answer for i in items], math.nan, np.float32))
+    def collate(self, items: Sequence[EncodedExample]) -> Batch:
+        laid = self.pack_items(items)
+        return laid.batch._replace(
+            task_labels=self.scatter_labels(laid, [i.label for i in items], math.nan, np.float32)
+        )
 
-    def read(self, items: Sequence[Item], logits: Array, laid: Laid) -> list[Prediction]:
-        return [Prediction(float(value)) for value in at_slots(logits, laid).reshape(len(items))]
+    def decode_logits(self, items: Sequence[EncodedExample], logits: Array, packed: PackedBatch) -> list[Prediction]:
+        return [Prediction(float(value)) for value in gather_answer_logits(logits, packed).reshape(len(items))]

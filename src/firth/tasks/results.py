@@ -13,55 +13,55 @@ from zlib import crc32
 
 import numpy as np
 
-from firth.console import count, say, warn
-from firth.errors import UserError
-from firth.files import MANIFEST, read_json, whole_folder, write_results, write_text
+from firth.core.console import format_count, say, warn
+from firth.core.errors import UserError
+from firth.core.files import MANIFEST_FILE, atomic_folder, read_json, write_results, write_text
 from firth.metrics import (
+    AdditiveScore,
     Comparison,
-    Sums,
-    entity_sums,
-    failed,
-    has_sums,
-    mean_of,
+    additive_entity_score,
+    compute_metrics,
+    failed_runs,
+    is_additive_metric,
+    make_additive_score,
+    mean_additive_score,
+    mean_and_std,
     paired_bootstrap,
-    score,
-    summarise,
-    sums,
 )
-from firth.metrics.pairs import rank_scores
-from firth.tasks.embed import are_scored
+from firth.metrics.pairs import scores_from_ranks
+from firth.tasks.embed import all_have_scores
 from firth.tasks.recipe import FinetuneRecipe
-from firth.tasks.tag import given_away
+from firth.tasks.tag import excluded_entity_types
 from firth.tasks.task import Prediction, Task
 from firth.text import Example
-from firth.text.records import short
-from firth.train.recipe import read_yaml
+from firth.text.records import preview_value
+from firth.train.recipe import read_yaml_mapping
 
-PREDICTIONS = "predictions.jsonl"
-DIVERGED = "diverged"  # in the results of a seed: what it broke on; in those of a run: which seeds have
-LESS_IS_BETTER = ("perplexity", "bits_per_byte")
-COMMON = 20  # classes that are tried as the answer to everything
-CONSTANT_IS_0 = ("regress", "embed")  # one answer for all has no correlation with anything
-SAMPLES, SECONDS = 1000, 120  # of a bootstrap: at most so many
+PREDICTIONS_FILE = "predictions.jsonl"
+DIVERGED_KEY = "diverged"  # in the results of a seed: what it broke on; in those of a run: which seeds have
+LOWER_IS_BETTER_METRICS = ("perplexity", "bits_per_byte")
+MAX_CONSTANT_GUESSES = 20  # classes that are tried as the answer to everything
+ZERO_CHANCE_TASKS = ("regress", "embed")  # one answer for all has no correlation with anything
+BOOTSTRAP_SAMPLES, BOOTSTRAP_MAX_SECONDS = 1000, 120  # of a bootstrap: at most so many
 
 
-NAMES = {  # of the scores of a task, whatever its examples are
+FIXED_TASK_METRICS = {  # of the scores of a task, whatever its examples are
     "regress": ("pearson", "spearman"),
     "choice": ("accuracy",),
     "span-qa": ("f1", "exact_match"),
     "text-to-text": ("chrf", "bleu", "rouge_1", "rouge_2", "rouge_l", "exact_match", "answer_match"),
-    "lm": (*LESS_IS_BETTER, "token_accuracy"),
+    "lm": (*LOWER_IS_BETTER_METRICS, "token_accuracy"),
 }
 
 
 def metric_names(task: str, examples: Sequence[Example]) -> tuple[str, ...]:
     """The scores that a task has on these examples: F1 where there are two classes, entities where tags mark some."""
-    if task in NAMES:
-        return NAMES[task]
+    if task in FIXED_TASK_METRICS:
+        return FIXED_TASK_METRICS[task]
     true = [e.target for e in examples]
     if task == "embed" and None in true:
-        return tuple(rank_scores(np.ones(1, np.int64), np.ones(1, np.int64)))
-    return tuple(score(task, true, true))
+        return tuple(scores_from_ranks(np.ones(1, np.int64), np.ones(1, np.int64)))
+    return tuple(compute_metrics(task, true, true))
 
 
 def check_metric(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
@@ -74,17 +74,17 @@ def check_metric(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
         )
 
 
-def deciding(recipe: FinetuneRecipe, task: Task) -> str:
+def deciding_metric(recipe: FinetuneRecipe, task: Task) -> str:
     """The name of the score that decides."""
     return recipe.metric or task.metric
 
 
-def judge(metric: str, scores: Mapping[str, float]) -> float:
+def orient_score(metric: str, scores: Mapping[str, float]) -> float:
     """The score that decides, turned so that more is better."""
-    return -scores[metric] if metric in LESS_IS_BETTER else scores[metric]
+    return -scores[metric] if metric in LOWER_IS_BETTER_METRICS else scores[metric]
 
 
-def conclude(
+def summarize_seeds(
     recipe: FinetuneRecipe,
     task: Task,
     train: Sequence[Example],
@@ -96,19 +96,19 @@ def conclude(
 
     A seed that broke on its loss has no score: it is counted as failed, and left out of the means.
     """
-    broken = [i for i, run in enumerate(runs) if DIVERGED in run]
+    broken = [i for i, run in enumerate(runs) if DIVERGED_KEY in run]
     whole = [i for i in range(len(runs)) if i not in broken]
     if not whole:
-        raise UserError(f"Each of the {len(runs)} seeds broke on its loss. The first: {runs[0][DIVERGED]}")
+        raise UserError(f"Each of the {len(runs)} seeds broke on its loss. The first: {runs[0][DIVERGED_KEY]}")
     names = runs[whole[0]]["scores"]
-    metric, scores = deciding(recipe, task), [run.get("scores", dict.fromkeys(names, math.nan)) for run in runs]
+    metric, scores = deciding_metric(recipe, task), [run.get("scores", dict.fromkeys(names, math.nan)) for run in runs]
     values, known = [s[metric] for s in scores], [scores[i] for i in whole]
-    best = whole[best_of([judge(metric, s) for s in known])]
+    best = whole[index_of_best([orient_score(metric, s) for s in known])]
     for name in ("final", "adapter"):
         if (folder / f"seed-{best}" / name).is_dir():
             copy_folder(folder / f"seed-{best}" / name, folder / name)
-    write_text(folder / PREDICTIONS, (folder / f"seed-{best}" / PREDICTIONS).read_text(encoding="utf-8"))
-    mean, std = summarise([s[metric] for s in known])
+    write_text(folder / PREDICTIONS_FILE, (folder / f"seed-{best}" / PREDICTIONS_FILE).read_text(encoding="utf-8"))
+    mean, std = mean_and_std([s[metric] for s in known])
     if broken:
         some = ", ".join(f"seed-{i}" for i in broken)
         warn(f"{some} broke on the loss: {metric} is the mean of {len(known)} of {len(runs)} seeds.")
@@ -123,9 +123,9 @@ def conclude(
         "mean": mean,
         "std": std,
         "seeds": values,
-        **{name: summarise([s[name] for s in known])[0] for name in names if all(name in s for s in known)},
-        **without_failed(values, chance(task, metric, train, dev), metric, broken),
-        DIVERGED: broken,
+        **{name: mean_and_std([s[name] for s in known])[0] for name in names if all(name in s for s in known)},
+        **exclude_failed_seeds(values, chance_score(task, metric, train, dev), metric, broken),
+        DIVERGED_KEY: broken,
         "scores": scores,
         "bootstrap": None,
         "from_scratch": recipe.from_scratch,
@@ -133,73 +133,76 @@ def conclude(
         "steps": [run["steps"] for run in runs],
         "best_steps": [run.get("best_step") for run in runs],
         "seconds": sum(run["seconds"] for run in runs),
-        "examples_per_second": summarise([runs[i]["examples_per_second"] for i in whole])[0],
-        "predictions": str(folder / PREDICTIONS),
+        "examples_per_second": mean_and_std([runs[i]["examples_per_second"] for i in whole])[0],
+        "predictions": str(folder / PREDICTIONS_FILE),
     }
     write_results(folder / "results.json", results)
     if recipe.baseline:
-        results["bootstrap"] = against_baseline(recipe, task, dev, folder)
+        results["bootstrap"] = compare_with_baseline(recipe, task, dev, folder)
         write_results(folder / "results.json", results)
     return results
 
 
-def best_of(values: Sequence[float]) -> int:
+def index_of_best(values: Sequence[float]) -> int:
     """The place of the highest, the first of equals; what is no number comes last."""
     return max(range(len(values)), key=lambda i: -math.inf if math.isnan(values[i]) else values[i])
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    with whole_folder(target) as temporary:
+    with atomic_folder(target) as temporary:
         for path in sorted(source.rglob("*")):
             place = temporary / path.relative_to(source)
             if path.is_dir():
                 place.mkdir()
-            elif path.relative_to(source) != Path(MANIFEST):
+            elif path.relative_to(source) != Path(MANIFEST_FILE):
                 shutil.copyfile(path, place)
 
 
 # --- seeds that learned nothing -------------------------------------------------------------------------------------
 
 
-def without_failed(
-    values: Sequence[float], chance: float | None, metric: str, broken: Sequence[int] = ()
+def exclude_failed_seeds(
+    values: Sequence[float], chance: float | None, metric: str, diverged: Sequence[int] = ()
 ) -> dict[str, Any]:
     """Which seeds are no better than someone who never reads, and what the others come to; the broken are no better."""
     if chance is None:
-        return {"failed": list(broken)} if broken else {}
-    bad = failed(values, chance)
+        return {"failed": list(diverged)} if diverged else {}
+    bad = failed_runs(values, chance)
     good = [v for i, v in enumerate(values) if i not in bad]
-    mean, std = summarise(good) if good else (None, None)
+    mean, std = mean_and_std(good) if good else (None, None)
     if bad:
         learned = f"; the mean of the others is {mean:.4g}" if good else ""
         warn(f"{len(bad)} of {len(values)} seeds did not beat chance ({metric} {chance:.4g}){learned}.")
     return {"chance": chance, "failed": bad, "mean_without_failed": mean, "std_without_failed": std}
 
 
-def chance(task: Task, metric: str, train: Sequence[Example], dev: Sequence[Example]) -> float | None:
+def chance_score(task: Task, metric: str, train: Sequence[Example], dev: Sequence[Example]) -> float | None:
     """The best score of giving one of the common answers of train to everything; None where that means nothing.
 
     Where texts are to find each other, what is expected of vectors that mean nothing: every rank is as likely.
     """
     if task.name == "lm":
         return None
-    if task.name == "embed" and not are_scored(dev):
+    if task.name == "embed" and not all_have_scores(dev):
         ranks = np.arange(1, len(dev) + 1)
-        return rank_scores(ranks, ranks)[metric]
-    if task.name in CONSTANT_IS_0:
+        return scores_from_ranks(ranks, ranks)[metric]
+    if task.name in ZERO_CHANCE_TASKS:
         return 0.0
-    values = [task.score(dev, [Prediction(guess) for guess in some])[metric] for some in guesses(task.name, train, dev)]
+    values = [
+        task.score(dev, [Prediction(guess) for guess in some])[metric]
+        for some in constant_guesses(task.name, train, dev)
+    ]
     return max(0.0 if math.isnan(value) else value for value in values)
 
 
-def guesses(name: str, train: Sequence[Example], dev: Sequence[Example]) -> list[list[Any]]:
+def constant_guesses(name: str, train: Sequence[Example], dev: Sequence[Example]) -> list[list[Any]]:
     """Each of the commonest answers of train, once for each of dev: what is common in dev may be another one."""
     if name == "tag":
         commonest = Counter(tag for e in train for tag in e.target).most_common(1)[0][0]
         return [[(commonest,) * len(e.target) for e in dev]]
     if name == "span-qa":
         return [[""] * len(dev)]  # that there is no answer
-    common = Counter(e.target for e in train).most_common(1 if name == "text-to-text" else COMMON)
+    common = Counter(e.target for e in train).most_common(1 if name == "text-to-text" else MAX_CONSTANT_GUESSES)
     return [[answer] * len(dev) for answer, _ in common]
 
 
@@ -207,10 +210,10 @@ def guesses(name: str, train: Sequence[Example], dev: Sequence[Example]) -> list
 
 
 def write_predictions(path: Path, examples: Sequence[Example], predictions: Sequence[Prediction]) -> None:
-    write_text(path, lines_of(examples, predictions))
+    write_text(path, format_predictions(examples, predictions))
 
 
-def lines_of(examples: Sequence[Example], predictions: Sequence[Prediction]) -> str:
+def format_predictions(examples: Sequence[Example], predictions: Sequence[Prediction]) -> str:
     """One object per example, in order; where several answers are right, with all of them."""
     lines = []
     for e, p in zip(examples, predictions, strict=True):
@@ -226,7 +229,7 @@ def read_predictions(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
-def numbered(ids: Iterable[Any]) -> list[tuple[Any, int]]:
+def disambiguate_ids(ids: Iterable[Any]) -> list[tuple[Any, int]]:
     """Each id with how often it came before, so that examples with equal ids stay apart.
 
     >>> numbered(["a", "b", "a"])
@@ -240,19 +243,19 @@ def numbered(ids: Iterable[Any]) -> list[tuple[Any, int]]:
     return found
 
 
-def seeds_of(folder: Path, *what: str) -> list[dict[tuple[Any, int], Any]]:
-    """The predictions of each seed of a run by the `numbered` ids; of its best one where there is no more.
+def load_seed_predictions(folder: Path, *fields: str) -> list[dict[tuple[Any, int], Any]]:
+    """The predictions of each seed of a run by the `disambiguate_ids` ids; of its best one where there is no more.
 
-    `what` may be "references" and "reference" too: what would have been right, the first of these that there is.
+    `fields` may be "references" and "reference" too: what would have been right, the first of these that there is.
     """
-    files = [file for place in sorted(folder.glob("seed-*")) if (file := place / PREDICTIONS).is_file()]
-    if not files and not (folder / PREDICTIONS).is_file():
-        raise UserError(f"{folder} has no {PREDICTIONS}: name the folder of a finished run as the baseline.")
-    found, names = [], what or ("prediction",)
-    for file in files or [folder / PREDICTIONS]:
+    files = [file for place in sorted(folder.glob("seed-*")) if (file := place / PREDICTIONS_FILE).is_file()]
+    if not files and not (folder / PREDICTIONS_FILE).is_file():
+        raise UserError(f"{folder} has no {PREDICTIONS_FILE}: name the folder of a finished run as the baseline.")
+    found, names = [], fields or ("prediction",)
+    for file in files or [folder / PREDICTIONS_FILE]:
         try:
             lines = read_predictions(file)
-            keys = numbered(line["id"] for line in lines)
+            keys = disambiguate_ids(line["id"] for line in lines)
             values = [line[next((name for name in names if name in line), names[-1])] for line in lines]
             found.append(dict(zip(keys, values, strict=True)))
         except (json.JSONDecodeError, KeyError, TypeError):
@@ -260,11 +263,11 @@ def seeds_of(folder: Path, *what: str) -> list[dict[tuple[Any, int], Any]]:
     return found
 
 
-def checksum(examples: Sequence[Example], marks: bool = True) -> str:
-    """Of all that a task can see of some examples; without `marks` not of their spans and references, as once."""
+def checksum_examples(examples: Sequence[Example], include_spans: bool = True) -> str:
+    """Of all that a task can see of some examples; without `include_spans` not of their spans and references, as once."""
     found = 0
     for e in examples:
-        found = crc32(repr(e[:] if marks and any(e[3:]) else e[:3]).encode(), found)
+        found = crc32(repr(e[:] if include_spans and any(e[3:]) else e[:3]).encode(), found)
     return f"{found:08x}"
 
 
@@ -272,9 +275,9 @@ def check_baseline(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
     """Refuse a baseline that cannot be compared with, before any work is done."""
     if not recipe.baseline:
         return
-    right = seeds_of(Path(recipe.baseline), "references", "reference")
+    right = load_seed_predictions(Path(recipe.baseline), "references", "reference")
     theirs = set.intersection(*map(set, right))
-    examples = dict(zip(numbered(e.id for e in dev), dev, strict=True))
+    examples = dict(zip(disambiguate_ids(e.id for e in dev), dev, strict=True))
     ours = set(examples)
     if not ours & theirs:
         raise UserError(f"{recipe.baseline} and {recipe.dev} have no example in common: no id is in both.")
@@ -284,15 +287,15 @@ def check_baseline(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
         if key in theirs and right[0][key] not in known:
             raise UserError(
                 f"{recipe.baseline} is a run on another dev file: the answer to example {key[0]} was "
-                f"{short(right[0][key])} there, and is {short(known[-1])} in {recipe.dev}."
+                f"{preview_value(right[0][key])} there, and is {preview_value(known[-1])} in {recipe.dev}."
             )
     if ours != theirs:
         warn(
             f"{recipe.baseline} and {recipe.dev} have other examples: "
-            f"{count(len(ours - theirs), 'id is', 'ids are')} in dev alone, "
+            f"{format_count(len(ours - theirs), 'id is', 'ids are')} in dev alone, "
             f"{len(theirs - ours):,} in the baseline alone. The {len(ours & theirs):,} in both are compared."
         )
-    elif other_texts(Path(recipe.baseline), dev):
+    elif has_other_examples(Path(recipe.baseline), dev):
         warn(
             f"{recipe.baseline} is of the same ids and answers as {recipe.dev}, but of other texts, or in other order."
         )
@@ -301,18 +304,20 @@ def check_baseline(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
         raise UserError(f"{recipe.baseline} is a run of the task {other}, and this one is of {recipe.task}.")
 
 
-def other_texts(run: Path, dev: Sequence[Example]) -> bool:
+def has_other_examples(run: Path, dev: Sequence[Example]) -> bool:
     """Whether a run has noted that what it was scored on is not this."""
-    noted = read_yaml(run / "recipe.yaml").get("dev_checksum") if (run / "recipe.yaml").is_file() else None
-    return bool(noted) and noted not in (checksum(dev), checksum(dev, marks=False))
+    noted = read_yaml_mapping(run / "recipe.yaml").get("dev_checksum") if (run / "recipe.yaml").is_file() else None
+    return bool(noted) and noted not in (checksum_examples(dev), checksum_examples(dev, include_spans=False))
 
 
-def against_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Example], folder: Path) -> dict[str, Any]:
+def compare_with_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Example], folder: Path) -> dict[str, Any]:
     """By how much the mean over the seeds is above that of the baseline, and whether other examples would say so."""
     places = [folder / f"seed-{i}" for i in range(recipe.seeds)]
-    ours = [seeds_of(place)[0] for place in places if (place / PREDICTIONS).is_file()]  # which a broken one has not
-    metric, theirs = deciding(recipe, task), seeds_of(Path(recipe.baseline))
-    keys = numbered(e.id for e in dev)
+    ours = [
+        load_seed_predictions(place)[0] for place in places if (place / PREDICTIONS_FILE).is_file()
+    ]  # which a broken one has not
+    metric, theirs = deciding_metric(recipe, task), load_seed_predictions(Path(recipe.baseline))
+    keys = disambiguate_ids(e.id for e in dev)
     shared = [i for i, key in enumerate(keys) if all(key in seed for seed in (*ours, *theirs))]
     both, keys = [dev[i] for i in shared], [keys[i] for i in shared]
 
@@ -322,49 +327,55 @@ def against_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Example],
         scores = [task.score(examples, [Prediction(a) for a in seed]) for seed in seeds]
         return np.mean([found.get(metric, math.nan) for found in scores])  # one class alone has no F1
 
-    def mean_sums(answers: Sequence[tuple[Any, ...]], examples: Sequence[Example]) -> Sums:
+    def mean_sums(answers: Sequence[tuple[Any, ...]], examples: Sequence[Example]) -> AdditiveScore:
         """The same as sums over the examples, which is quick."""
-        return mean_of([quick(task.name, metric, seed, examples) for seed in zip(*answers, strict=True)])
+        return mean_additive_score(
+            [additive_task_score(task.name, metric, seed, examples) for seed in zip(*answers, strict=True)]
+        )
 
-    score_fn = mean_sums if has_sums(task.name, metric, [e.target for e in both]) else mean_score
-    answers = by_example(ours, keys), by_example(theirs, keys)
-    found = paired_bootstrap(score_fn, *answers, both, SAMPLES, seconds=SECONDS)
+    score_fn = mean_sums if is_additive_metric(task.name, metric, [e.target for e in both]) else mean_score
+    answers = answers_by_example(ours, keys), answers_by_example(theirs, keys)
+    found = paired_bootstrap(score_fn, *answers, both, BOOTSTRAP_SAMPLES, max_seconds=BOOTSTRAP_MAX_SECONDS)
     of_seeds = [[mean_score([(a,) for a in seed], both) for seed in zip(*part, strict=True)] for part in answers]
-    noise = math.hypot(*(summarise(scores)[1] / math.sqrt(len(scores)) for scores in of_seeds))
-    say(verdict(found, metric, recipe.baseline, noise))
+    noise = math.hypot(*(mean_and_std(scores)[1] / math.sqrt(len(scores)) for scores in of_seeds))
+    say(describe_comparison(found, metric, recipe.baseline, noise))
     return {**found._asdict(), "between_seeds": noise, "baseline": recipe.baseline, "examples": len(both)}
 
 
-def quick(name: str, metric: str, answers: Sequence[Any], examples: Sequence[Example]) -> Sums:
+def additive_task_score(
+    name: str, metric: str, predictions: Sequence[Any], examples: Sequence[Example]
+) -> AdditiveScore:
     """A task's score as sums over its examples."""
     true = [e.target for e in examples]
     if name == "tag" and metric != "accuracy":
-        return entity_sums(metric.removeprefix("entity_"), answers, true, given_away(examples))
+        return additive_entity_score(metric.removeprefix("entity_"), predictions, true, excluded_entity_types(examples))
     if name == "text-to-text":
-        return sums(name, metric, answers, [list(e.references) or e.target for e in examples])
+        return make_additive_score(name, metric, predictions, [list(e.references) or e.target for e in examples])
     if name == "lm":
-        return sums(name, metric, [a["nats"] for a in answers], [(a["tokens"], a["bytes"]) for a in answers])
-    return sums(name, metric, answers, true)
+        return make_additive_score(
+            name, metric, [a["nats"] for a in predictions], [(a["tokens"], a["bytes"]) for a in predictions]
+        )
+    return make_additive_score(name, metric, predictions, true)
 
 
-def verdict(found: Comparison, metric: str, baseline: str, noise: float) -> str:
+def describe_comparison(comparison: Comparison, metric: str, baseline: str, seed_noise: float) -> str:
     """Whether a difference is more than chance, or why that cannot be said.
 
-    Other examples must say the same, and it must be more than twice what the means over the seeds vary by (`noise`).
+    Other examples must say the same, and it must be more than twice what the means over the seeds vary by (`seed_noise`).
     """
-    if math.isnan(found.p_value):
-        known = math.isfinite(found.difference)
+    if math.isnan(comparison.p_value):
+        known = math.isfinite(comparison.difference)
         where = "in most samples of dev" if known else "in one of both runs, or in both"
         return f"{metric} cannot be compared with {baseline}: it is not a number {where}."
-    sure = "that is more than chance" if found.p_value < 0.05 else "that may be chance"
-    if found.p_value < 0.05 and not abs(found.difference) > 2 * noise:
-        sure = f"other examples would say so too, but other seeds may not (±{noise:.2g})"
+    sure = "that is more than chance" if comparison.p_value < 0.05 else "that may be chance"
+    if comparison.p_value < 0.05 and not abs(comparison.difference) > 2 * seed_noise:
+        sure = f"other examples would say so too, but other seeds may not (±{seed_noise:.2g})"
     return (
-        f"{metric} is {found.difference:+.4g} against {baseline} (95%: {found.low:+.4g} to {found.high:+.4g}, "
-        f"p = {found.p_value:.3g}): {sure}."
+        f"{metric} is {comparison.difference:+.4g} against {baseline} (95%: {comparison.low:+.4g} to {comparison.high:+.4g}, "
+        f"p = {comparison.p_value:.3g}): {sure}."
     )
 
 
-def by_example(seeds: Sequence[Mapping[Any, Any]], keys: Sequence[Any]) -> list[tuple[Any, ...]]:
+def answers_by_example(seeds: Sequence[Mapping[Any, Any]], keys: Sequence[Any]) -> list[tuple[Any, ...]]:
     """What each seed has answered, example by example."""
     return [tuple(seed[key] for seed in seeds) for key in keys]

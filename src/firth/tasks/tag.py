@@ -12,39 +12,39 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from firth.console import count
+from firth.core.console import format_count
 from firth.metrics import entity_f1, entity_precision, entity_recall
-from firth.metrics.tagging import are_chunks
-from firth.models import Head, ModelConfig, head_for
-from firth.objectives import IGNORED, Batch
-from firth.tasks.form import Ids, Sheet
-from firth.tasks.headed import Array, Headed, Item, Laid, at_slots, softmax
+from firth.metrics.tagging import are_span_tags
+from firth.models import Head, ModelConfig, head_for_task
+from firth.objectives import IGNORE_INDEX, Batch
+from firth.tasks.head_task import Array, EncodedExample, HeadTask, PackedBatch, gather_answer_logits, softmax
 from firth.tasks.task import Prediction
+from firth.tasks.template import EncodedSequence, TokenIdList
 from firth.text import Example
 from firth.tokens import Tokenizer
 
-MARK = " @"  # stands around a predicate where the model has no segments to show it
+PREDICATE_MARKER = " @"  # stands around a predicate where the model has no segments to show it
 
 
 @dataclass(frozen=True)
-class Word:
+class TokenizedWord:
     """The pieces of a word, which of them is asked, and the segment they are in."""
 
-    pieces: Ids
-    asked: int
-    segment: int = 0
+    token_ids: TokenIdList
+    target_index: int
+    token_type_id: int = 0
 
 
-class Window(NamedTuple):
-    """The words `first` up to `end` are read, and `asks` up to `stops` of them asked."""
+class WordWindow(NamedTuple):
+    """The words `start` up to `end` are read, and `target_start` up to `target_end` of them asked."""
 
-    first: int
+    start: int
     end: int
-    asks: int
-    stops: int
+    target_start: int
+    target_end: int
 
 
-class Tag(Headed):
+class TaggingTask(HeadTask):
     """The tag of a word is told from its first piece; in a decoder, which has not read the rest then, from its last.
 
     A sentence that is longer than a row is read in windows that overlap; each word is asked once.
@@ -56,131 +56,137 @@ class Tag(Headed):
         self,
         tokenizer: Tokenizer,
         config: ModelConfig,
-        length: int,
+        max_length: int,
         labels: Sequence[str],
-        learns: bool = True,
+        is_training: bool = True,
     ) -> None:
-        super().__init__(tokenizer, config, length, labels, learns)
-        self.metric = "entity_f1" if are_chunks([self.labels]) else "accuracy"
-        self.mark = tokenizer.encode(MARK)
-        self.windowed = self.shortened = self.empty = self.unseen = 0
+        super().__init__(tokenizer, config, max_length, labels, is_training)
+        self.metric = "entity_f1" if are_span_tags([self.labels]) else "accuracy"
+        self.marker_ids = tokenizer.encode(PREDICATE_MARKER)
+        self.num_windowed_sentences = self.num_truncated_words = self.num_empty_words = self.num_unseen_tags = 0
 
-    def answers(self, config: ModelConfig) -> Head:
-        return head_for(config, "tag", self.labels)
+    def head_config(self, config: ModelConfig) -> Head:
+        return head_for_task(config, "tag", self.labels)
 
     @property
-    def said(self) -> list[str]:
+    def notices(self) -> list[str]:
         kinds = (
-            (self.windowed, "sentence", f"longer than {self.form.length} tokens, and read in windows that overlap"),
-            (self.shortened, "word", "longer than half a row, and cut"),
-            (self.empty, "word", "without a token, and read as unknown"),
-            (self.unseen, "word", "of a tag that the training file lacks, and counted as wrong"),
+            (
+                self.num_windowed_sentences,
+                "sentence",
+                f"longer than {self.template.max_length} tokens, and read in windows that overlap",
+            ),
+            (self.num_truncated_words, "word", "longer than half a row, and cut"),
+            (self.num_empty_words, "word", "without a token, and read as unknown"),
+            (self.num_unseen_tags, "word", "of a tag that the training file lacks, and counted as wrong"),
         )
-        return [f"{count(n, f'{noun} was', f'{noun}s were')} {what}." for n, noun, what in kinds if n]
+        return [f"{format_count(n, f'{noun} was', f'{noun}s were')} {what}." for n, noun, what in kinds if n]
 
-    def encode(self, examples: Sequence[Example]) -> list[Item]:
-        encodings = self.tokenizer.encodings([" ".join(e.texts) for e in examples])
+    def encode(self, examples: Sequence[Example]) -> list[EncodedExample]:
+        encodings = self.tokenizer.encode_with_offsets([" ".join(e.texts) for e in examples])
         items = []
         for e, encoding in zip(examples, encodings, strict=True):
-            pieces = pieces_of_words(e.texts, encoding.ids, encoding.offsets)
-            words = self.marked([self.word(ids) for ids in pieces], e.spans)
-            items.append(Item(self.sheets(words), self.answer_of(e)))
+            pieces = tokens_by_word(e.texts, encoding.ids, encoding.offsets)
+            words = self.mark_predicate([self.truncate_word(ids) for ids in pieces], e.spans)
+            items.append(EncodedExample(self.build_sequences(words), self.encode_labels(e)))
         return items
 
-    def answer_of(self, example: Example) -> tuple[int, ...]:
+    def encode_labels(self, example: Example) -> tuple[int, ...]:
         if example.target is None:
-            return (IGNORED,) * len(example.texts)
-        answer = tuple(self.number.get(tag, IGNORED) for tag in example.target)
-        self.unseen += answer.count(IGNORED)
+            return (IGNORE_INDEX,) * len(example.texts)
+        answer = tuple(self.label_to_id.get(tag, IGNORE_INDEX) for tag in example.target)
+        self.num_unseen_tags += answer.count(IGNORE_INDEX)
         return answer
 
-    def word(self, pieces: Ids) -> Word:
-        limit = max(1, self.form.room(1) // 2 - 2 * len(self.mark))
-        self.shortened += len(pieces) > limit
-        self.empty += not pieces
-        kept = pieces[:limit] or [self.form.unknown]
-        return Word(kept, len(kept) - 1 if self.shape == "decoder" else 0)
+    def truncate_word(self, token_ids: TokenIdList) -> TokenizedWord:
+        limit = max(1, self.template.max_text_tokens(1) // 2 - 2 * len(self.marker_ids))
+        self.num_truncated_words += len(token_ids) > limit
+        self.num_empty_words += not token_ids
+        kept = token_ids[:limit] or [self.template.unk_id]
+        return TokenizedWord(kept, len(kept) - 1 if self.architecture == "decoder" else 0)
 
-    def marked(self, words: list[Word], spans: Sequence[tuple[int, int]]) -> list[Word]:
+    def mark_predicate(self, words: list[TokenizedWord], spans: Sequence[tuple[int, int]]) -> list[TokenizedWord]:
         """The predicate in the second segment, or with marks around it."""
         for first, end in spans:
             for i in range(first, end):
                 word = words[i]
-                before = self.mark if i == first and not self.form.segments else []
-                after = self.mark if i == end - 1 and not self.form.segments else []
-                words[i] = Word([*before, *word.pieces, *after], word.asked + len(before), 1)
+                before = self.marker_ids if i == first and not self.template.has_token_types else []
+                after = self.marker_ids if i == end - 1 and not self.template.has_token_types else []
+                words[i] = TokenizedWord([*before, *word.token_ids, *after], word.target_index + len(before), 1)
         return words
 
-    def sheets(self, words: Sequence[Word]) -> tuple[Sheet, ...]:
-        found = windows([len(word.pieces) for word in words], self.form.room(1))
-        self.windowed += len(found) > 1
-        return tuple(self.sheet(words[w.first : w.end], w.asks - w.first, w.stops - w.first) for w in found)
+    def build_sequences(self, words: Sequence[TokenizedWord]) -> tuple[EncodedSequence, ...]:
+        found = split_word_windows([len(word.token_ids) for word in words], self.template.max_text_tokens(1))
+        self.num_windowed_sentences += len(found) > 1
+        return tuple(
+            self.build_sequence(words[w.start : w.end], w.target_start - w.start, w.target_end - w.start) for w in found
+        )
 
-    def sheet(self, words: Sequence[Word], asks: int, stops: int) -> Sheet:
-        framed = self.form.frame([piece for word in words for piece in word.pieces])
-        begins = list(accumulate((len(word.pieces) for word in words), initial=self.form.begins))
-        segment = framed.segment
+    def build_sequence(self, words: Sequence[TokenizedWord], target_start: int, target_end: int) -> EncodedSequence:
+        framed = self.template.build_inputs([piece for word in words for piece in word.token_ids])
+        begins = list(accumulate((len(word.token_ids) for word in words), initial=self.template.text_start))
+        segment = framed.token_type_ids
         for begin, word in zip(begins, words, strict=False):
-            segment[begin : begin + len(word.pieces)] = [word.segment] * len(word.pieces)
-        asked = [begin + word.asked for begin, word in zip(begins, words, strict=False)]
-        return Sheet(framed.ids, segment, tuple(asked[asks:stops]))
+            segment[begin : begin + len(word.token_ids)] = [word.token_type_id] * len(word.token_ids)
+        asked = [begin + word.target_index for begin, word in zip(begins, words, strict=False)]
+        return EncodedSequence(framed.ids, segment, tuple(asked[target_start:target_end]))
 
-    def batch(self, items: Sequence[Item]) -> Batch:
-        laid = self.lay(items)
-        target_BK = self.targets(laid, [tag for item in items for tag in item.answer], IGNORED)
-        return laid.batch._replace(target=target_BK, labels=None)
+    def collate(self, items: Sequence[EncodedExample]) -> Batch:
+        laid = self.pack_items(items)
+        target_BK = self.scatter_labels(laid, [tag for item in items for tag in item.label], IGNORE_INDEX)
+        return laid.batch._replace(task_labels=target_BK, labels=None)
 
-    def read(self, items: Sequence[Item], logits: Array, laid: Laid) -> list[Prediction]:
-        probability_AC = softmax(at_slots(logits, laid))
-        ends = np.cumsum([len(item.answer) for item in items])
-        return [self.tags(p_WC) for p_WC in np.split(probability_AC, ends[:-1])]
+    def decode_logits(self, items: Sequence[EncodedExample], logits: Array, packed: PackedBatch) -> list[Prediction]:
+        probability_AC = softmax(gather_answer_logits(logits, packed))
+        ends = np.cumsum([len(item.label) for item in items])
+        return [self.tags_from_probabilities(p_WC) for p_WC in np.split(probability_AC, ends[:-1])]
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
         """Where a predicate is marked, its own tag is given away and not counted (CoNLL-2005)."""
         scores = super().score(examples, predictions)
-        if self.metric == "entity_f1" and (without := given_away(examples)):
+        if self.metric == "entity_f1" and (without := excluded_entity_types(examples)):
             tags, true = [p.prediction for p in predictions], [e.target for e in examples]
             kinds = {"entity_f1": entity_f1, "entity_precision": entity_precision, "entity_recall": entity_recall}
             scores |= {name: kind(tags, true, without) for name, kind in kinds.items()}
         return scores
 
-    def tags(self, probability_WC: Array) -> Prediction:
+    def tags_from_probabilities(self, probability_WC: Array) -> Prediction:
         tags = tuple(self.labels[i] for i in probability_WC.argmax(-1)) if len(probability_WC) else ()
         extra: dict[str, Any] = {"probabilities": probability_WC.max(-1).tolist() if tags else []}
         return Prediction(tags, extra=extra)
 
 
-def given_away(examples: Sequence[Example]) -> tuple[str, ...]:
+def excluded_entity_types(examples: Sequence[Example]) -> tuple[str, ...]:
     """The type that is not counted: the predicate's own, where one is marked."""
     return ("V",) if any(e.spans for e in examples) else ()
 
 
-def pieces_of_words(words: Sequence[str], ids: Ids, offsets: Sequence[tuple[int, int]]) -> list[Ids]:
+def tokens_by_word(words: Sequence[str], ids: TokenIdList, offsets: Sequence[tuple[int, int]]) -> list[TokenIdList]:
     """The tokens of each word, when they are those of the words joined by spaces; a space belongs to what follows."""
     begins = np.array([*accumulate((len(word) + 1 for word in words), initial=0)][:-1]) - 1
     word_of = np.searchsorted(begins, [end - 1 for _, end in offsets], side="right") - 1
-    pieces: list[Ids] = [[] for _ in words]
+    pieces: list[TokenIdList] = [[] for _ in words]
     for token, word in zip(ids, word_of, strict=True):
         pieces[word].append(token)
     return pieces
 
 
-def windows(sizes: Sequence[int], room: int) -> list[Window]:
-    """Words of these sizes in windows of `room` that share a quarter of it; the middle of what they share divides them.
+def split_word_windows(word_lengths: Sequence[int], max_tokens: int) -> list[WordWindow]:
+    """Words of these sizes in windows of `max_tokens` that share a quarter of it; the middle of what they share divides them.
 
     >>> windows([1] * 6, 8)
     [Window(first=0, end=6, asks=0, stops=6)]
     >>> windows([1] * 12, 8)
     [Window(first=0, end=8, asks=0, stops=7), Window(first=6, end=12, asks=7, stops=12)]
     """
-    upto = np.array([0, *accumulate(sizes)])
-    found: list[Window] = []
+    upto = np.array([0, *accumulate(word_lengths)])
+    found: list[WordWindow] = []
     first = asks = end = 0
     while True:
-        end = int(np.searchsorted(upto, upto[first] + room, side="right")) - 1
-        if end >= len(sizes):
-            return [*found, Window(first, len(sizes), asks, len(sizes))]
-        following = max(first + 1, int(np.searchsorted(upto, upto[end] - room // 4)))
+        end = int(np.searchsorted(upto, upto[first] + max_tokens, side="right")) - 1
+        if end >= len(word_lengths):
+            return [*found, WordWindow(first, len(word_lengths), asks, len(word_lengths))]
+        following = max(first + 1, int(np.searchsorted(upto, upto[end] - max_tokens // 4)))
         stops = (following + end) // 2
-        found.append(Window(first, end, asks, stops))
+        found.append(WordWindow(first, end, asks, stops))
         first, asks = following, stops

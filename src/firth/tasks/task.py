@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from firth.console import too_long
-from firth.models import Model, ModelConfig, framing
+from firth.core.console import truncation_messages
+from firth.models import Model, ModelConfig, make_text_template
 from firth.objectives import Batch
 from firth.text import Example
 from firth.tokens import Tokenizer
-from firth.train import Machine
+from firth.train import ComputeConfig
 
 
 class Prediction(NamedTuple):
@@ -22,7 +22,7 @@ class Prediction(NamedTuple):
 class Task(Protocol):
     """A task that is ready for one model: it knows the tokenizer, the lengths and, where there are some, the labels.
 
-    An item is an example as the model reads it. It has a `size`, the tokens that it takes.
+    An item is an example as the model reads it. It has a `batch_size`, the tokens that it takes.
     """
 
     name: str
@@ -31,65 +31,68 @@ class Task(Protocol):
     tokenizer: Tokenizer  # that of the checkpoint, or one with more tokens: the model must grow as far
 
     @property
-    def said(self) -> list[str]:
+    def notices(self) -> list[str]:
         """Sentences for the user: what was cut, what was not found, after `encode`."""
 
     def encode(self, examples: Sequence[Example]) -> Sequence[Any]: ...
 
-    def batch(self, items: Sequence[Any]) -> Batch:
+    def collate(self, items: Sequence[Any]) -> Batch:
         """The items, packed into rows; the same items give the same batch."""
 
-    def predict(self, model: Model, items: Sequence[Any], machine: Machine, size: int) -> list[Prediction]:
-        """An answer for each item, in their order; `size` items are computed at once."""
+    def predict(self, model: Model, items: Sequence[Any], compute: ComputeConfig, batch_size: int) -> list[Prediction]:
+        """An answer for each item, in their order; `batch_size` items are computed at once."""
 
-    def settle(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> list[Prediction]:
+    def calibrate(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> list[Prediction]:
         """Choose on these examples what a task has to choose on held-out ones (a threshold), and answer again."""
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]: ...
 
-    def head(self, config: ModelConfig) -> ModelConfig:
+    def configure_model(self, config: ModelConfig) -> ModelConfig:
         """The model that the task needs: its head, and what stands beside it."""
 
-    def framed(self) -> Tokenizer:
+    def templated_tokenizer(self) -> Tokenizer:
         """The tokenizer, which frames raw texts as this task reads them: `transformers` then does so too."""
 
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """What is kept in task.json: enough to make the task again."""
 
 
-class Reader:
+class TruncatingTokenizer:
     """Texts to ids as the checkpoint was trained to read them, cut to a length; counts what it cut.
 
-    `before` and `end` stand around a text in place of the checkpoint's own frame.
+    `prefix_ids` and `end_id` stand around a text in place of the checkpoint's own frame.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         config: ModelConfig,
-        length: int,
-        before: tuple[int, ...] | None = None,
-        end: int | None = None,
+        max_length: int,
+        prefix_ids: tuple[int, ...] | None = None,
+        end_id: int | None = None,
     ) -> None:
-        self.tokenizer, self.cut = tokenizer, 0
-        self.length = min(length, config.max_length or length)
-        frame = framing(config, tokenizer.vocab)
-        self.before, self.end = frame.before if before is None else before, frame.end if end is None else end
+        self.tokenizer, self.num_truncated = tokenizer, 0
+        self.max_length = min(max_length, config.max_length or max_length)
+        frame = make_text_template(config, tokenizer.vocab)
+        self.prefix_ids, self.end_id = (
+            frame.prefix_ids if prefix_ids is None else prefix_ids,
+            frame.eos_id if end_id is None else end_id,
+        )
 
-    def read(self, texts: Iterable[str]) -> list[list[int]]:
-        room = self.length - len(self.before) - 1
+    def encode_texts(self, texts: Iterable[str]) -> list[list[int]]:
+        room = self.max_length - len(self.prefix_ids) - 1
         rows = []
         for ids in self.tokenizer.encode_batch(list(texts)):
-            self.cut += len(ids) > room
-            rows.append([*self.before, *ids[:room], self.end])
+            self.num_truncated += len(ids) > room
+            rows.append([*self.prefix_ids, *ids[:room], self.end_id])
         return rows
 
-    def say_cut(self, noun: str) -> list[str]:
-        return too_long(self.cut, noun, self.length)
+    def truncation_notices(self, noun: str) -> list[str]:
+        return truncation_messages(self.num_truncated, noun, self.max_length)
 
 
-def by_length(items: Sequence[Any], size: int, length: Any) -> Iterator[list[int]]:
+def batch_indices_by_length(items: Sequence[Any], batch_size: int, length_fn: Any) -> Iterator[list[int]]:
     """Batches of places in `items`, those of like length together, so that little is padded."""
-    order = sorted(range(len(items)), key=lambda i: length(items[i]))
-    for first in range(0, len(order), size):
-        yield order[first : first + size]
+    order = sorted(range(len(items)), key=lambda i: length_fn(items[i]))
+    for first in range(0, len(order), batch_size):
+        yield order[first : first + batch_size]

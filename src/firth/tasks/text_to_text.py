@@ -9,64 +9,70 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from firth.console import progress
-from firth.errors import UserError
-from firth.generate import Decoding, generate_ids
-from firth.metrics import score
-from firth.models import Model, ModelConfig, framing, head_for
+from firth.core.console import progress
+from firth.core.errors import UserError
+from firth.generate import GenerationConfig, generate_ids
+from firth.metrics import compute_metrics
+from firth.models import Model, ModelConfig, head_for_task, make_text_template
 from firth.objectives import Batch
-from firth.tasks.form import DELIMITER, Sheet
-from firth.tasks.task import Prediction, Reader, by_length
-from firth.tasks.writing import Laid, Line, foresee, lay_lines, lay_pairs
+from firth.tasks.seq2seq_batch import (
+    DecoderExample,
+    PackedAnswers,
+    pack_decoder_examples,
+    pack_seq2seq_examples,
+    score_answers,
+)
+from firth.tasks.task import Prediction, TruncatingTokenizer, batch_indices_by_length
+from firth.tasks.template import DELIMITER_TOKEN, EncodedSequence
 from firth.text import Example
 from firth.tokens import Tokenizer
-from firth.tokens.frame import A, framed
-from firth.train import Machine
+from firth.tokens.template import TEXT_A, with_sequence_template
+from firth.train import ComputeConfig
 
-LENGTH, TARGET_LENGTH = 512, 32  # tokens, where nothing is said
+DEFAULT_SOURCE_TOKENS, DEFAULT_TARGET_TOKENS = 512, 32  # tokens, where nothing is said
 
-Answers = Sequence[list[int]]
+CandidateIds = Sequence[list[int]]
 
 
 @dataclass(frozen=True)
-class Writing:
+class AnswerConfig:
     """How texts are read and answers written: lengths in tokens, what stands before, how beams search, which day."""
 
-    max_seq_length: int = LENGTH
-    max_target_length: int = TARGET_LENGTH
+    max_seq_length: int = DEFAULT_SOURCE_TOKENS
+    max_target_length: int = DEFAULT_TARGET_TOKENS
     prefix: str = ""
     num_beams: int = 1
     length_penalty: float = 1.0
     day: str = ""  # that a chat template is told; today unless said
 
 
-def writing_of(facts: Mapping[str, Any], config: ModelConfig) -> Writing:
+def make_answer_config(metadata: Mapping[str, Any], config: ModelConfig) -> AnswerConfig:
     """As task.json, or a recipe, says; the length is the model's own where it is left open."""
-    known = {name: facts[name] for name in Writing.__dataclass_fields__ if facts.get(name) is not None}
-    length = known.pop("max_seq_length", 0) or config.max_length or LENGTH
-    target = known.pop("max_target_length", 0) or min(TARGET_LENGTH, (config.max_length or length) // 2)
-    return Writing(length, target, **known)
+    known = {name: metadata[name] for name in AnswerConfig.__dataclass_fields__ if metadata.get(name) is not None}
+    length = known.pop("max_seq_length", 0) or config.max_length or DEFAULT_SOURCE_TOKENS
+    target = known.pop("max_target_length", 0) or min(DEFAULT_TARGET_TOKENS, (config.max_length or length) // 2)
+    return AnswerConfig(length, target, **known)
 
 
-class Item(NamedTuple):
+class Seq2SeqExample(NamedTuple):
     ids: list[int]
-    answer: list[int]
+    answer_ids: list[int]
     candidates: tuple[list[int], ...] = ()  # answers of its own to choose from
 
     @property
-    def size(self) -> int:
-        return len(self.ids) + len(self.answer)
+    def num_tokens(self) -> int:
+        return len(self.ids) + len(self.answer_ids)
 
 
-def check_writes(task: str, config: ModelConfig) -> None:
-    if config.shape == "encoder":
+def check_task_can_generate(task: str, config: ModelConfig) -> None:
+    if config.architecture == "encoder":
         raise UserError(
             f"{task} needs a model that writes: a decoder or an encoder-decoder. This {config.family} is an encoder, "
             "which can learn every task but text-to-text and lm."
         )
 
 
-class TextToText:
+class TextToTextTask:
     """The answer is generated, word by word. A decoder reads the text and a delimiter, and goes on with the answer.
 
     A decoder that was never tuned has no delimiter, and just goes on.
@@ -76,148 +82,191 @@ class TextToText:
     metric = "chrf"
     labels: tuple[str, ...] = ()
 
-    def __init__(self, tokenizer: Tokenizer, config: ModelConfig, writing: Writing, learns: bool = True) -> None:
-        check_writes(self.name, config)
-        self.decoder, self.start = config.shape == "decoder", framing(config, tokenizer.vocab).start
-        if self.decoder and learns:
-            tokenizer = tokenizer.with_tokens((DELIMITER,))
-        self.tokenizer, self.writing, self.pad = tokenizer, writing, tokenizer.vocab.pad
-        self.writer = Reader(tokenizer, config, writing.max_target_length, before=() if self.decoder else None)
-        length, delimiter = writing.max_seq_length, None
-        if self.decoder:  # the text and its answer share a row
-            length = min(length, (config.max_length or length + self.writer.length) - self.writer.length)
-            delimiter = tokenizer.backend.token_to_id(DELIMITER)
-        self.reader = Reader(tokenizer, config, length, end=delimiter)
-        self.row = max(self.reader.length, self.writer.length)
-        self.side_by_side = not self.decoder and config.recurrent is None  # answers to one text
-        self.delimited = not self.decoder or delimiter is not None
-        self.check_room(config)
-        self.decoding = Decoding(
-            max_new_tokens=self.writer.length, num_beams=writing.num_beams, length_penalty=writing.length_penalty
+    def __init__(
+        self, tokenizer: Tokenizer, config: ModelConfig, answer_config: AnswerConfig, is_training: bool = True
+    ) -> None:
+        check_task_can_generate(self.name, config)
+        self.is_decoder, self.decoder_start_id = (
+            config.architecture == "decoder",
+            make_text_template(config, tokenizer.vocab).decoder_start_id,
+        )
+        if self.is_decoder and is_training:
+            tokenizer = tokenizer.with_special_tokens((DELIMITER_TOKEN,))
+        self.tokenizer, self.answer_config, self.pad_id = tokenizer, answer_config, tokenizer.vocab.pad
+        self.answer_tokenizer = TruncatingTokenizer(
+            tokenizer, config, answer_config.max_target_length, prefix_ids=() if self.is_decoder else None
+        )
+        length, delimiter = answer_config.max_seq_length, None
+        if self.is_decoder:  # the text and its answer share a row
+            length = min(
+                length,
+                (config.max_length or length + self.answer_tokenizer.max_length) - self.answer_tokenizer.max_length,
+            )
+            delimiter = tokenizer.backend.token_to_id(DELIMITER_TOKEN)
+        self.source_tokenizer = TruncatingTokenizer(tokenizer, config, length, end_id=delimiter)
+        self.row_tokens = max(self.source_tokenizer.max_length, self.answer_tokenizer.max_length)
+        self.packs_several_answers = not self.is_decoder and config.recurrent is None  # answers to one text
+        self.has_delimiter = not self.is_decoder or delimiter is not None
+        self.check_length_budget(config)
+        self.generation_config = GenerationConfig(
+            max_new_tokens=self.answer_tokenizer.max_length,
+            num_beams=answer_config.num_beams,
+            length_penalty=answer_config.length_penalty,
         )
 
-    def check_room(self, config: ModelConfig) -> None:
+    def check_length_budget(self, config: ModelConfig) -> None:
         """Refuse lengths that leave no room for a text, and a prefix that takes all of it."""
-        room = self.reader.length - len(self.reader.before) - 1 - len(self.tokenizer.encode(self.writing.prefix))
+        room = (
+            self.source_tokenizer.max_length
+            - len(self.source_tokenizer.prefix_ids)
+            - 1
+            - len(self.tokenizer.encode(self.answer_config.prefix))
+        )
         if room >= 1:
             return
-        if self.decoder and config.max_length and self.writer.length >= config.max_length // 2:
+        if self.is_decoder and config.max_length and self.answer_tokenizer.max_length >= config.max_length // 2:
             raise UserError(
-                f"A row of this decoder has {config.max_length} places, and answers take {self.writer.length} of them: "
+                f"A row of this decoder has {config.max_length} places, and answers take {self.answer_tokenizer.max_length} of them: "
                 "no room is left for a text. Lower max_target_length."
             )
         raise UserError(
-            f"max_seq_length={self.reader.length} has no room for a text behind the prefix {self.writing.prefix!r}."
+            f"max_seq_length={self.source_tokenizer.max_length} has no room for a text behind the prefix {self.answer_config.prefix!r}."
         )
 
     @property
-    def said(self) -> list[str]:
-        return [*self.reader.say_cut("text"), *self.writer.say_cut("answer")]
+    def notices(self) -> list[str]:
+        return [*self.source_tokenizer.truncation_notices("text"), *self.answer_tokenizer.truncation_notices("answer")]
 
-    def head(self, config: ModelConfig) -> ModelConfig:
-        return replace(config, head=head_for(config, "text-to-text"))
+    def configure_model(self, config: ModelConfig) -> ModelConfig:
+        return replace(config, head=head_for_task(config, "text-to-text"))
 
-    def framed(self) -> Tokenizer:
-        ids = [*self.reader.before, A, *([self.reader.end] if self.delimited else [])]
-        return framed(self.tokenizer, [Sheet(ids, [0] * len(ids), ())], False)
+    def templated_tokenizer(self) -> Tokenizer:
+        ids = [
+            *self.source_tokenizer.prefix_ids,
+            TEXT_A,
+            *([self.source_tokenizer.end_id] if self.has_delimiter else []),
+        ]
+        return with_sequence_template(self.tokenizer, [EncodedSequence(ids, [0] * len(ids), ())], False)
 
-    def facts(self) -> dict[str, Any]:
-        return {"task": self.name, "answer": "words", **vars(self.writing)}
+    def metadata(self) -> dict[str, Any]:
+        return {"task": self.name, "answer": "words", **vars(self.answer_config)}
 
-    def encode(self, examples: Sequence[Example]) -> list[Item]:
-        read = self.reader.read(self.writing.prefix + e.texts[0] for e in examples)
-        write = self.writer.read(e.target or "" for e in examples)
-        return [Item(r if self.delimited else r[:-1], w) for r, w in zip(read, write, strict=True)]
+    def encode(self, examples: Sequence[Example]) -> list[Seq2SeqExample]:
+        read = self.source_tokenizer.encode_texts(self.answer_config.prefix + e.texts[0] for e in examples)
+        write = self.answer_tokenizer.encode_texts(e.target or "" for e in examples)
+        return [Seq2SeqExample(r if self.has_delimiter else r[:-1], w) for r, w in zip(read, write, strict=True)]
 
-    def batch(self, items: Sequence[Item]) -> Batch:
-        return self.lay(items, [[item.answer] for item in items]).batch
+    def collate(self, items: Sequence[Seq2SeqExample]) -> Batch:
+        return self.pack_answers(items, [[item.answer_ids] for item in items]).batch
 
-    def lay(self, items: Sequence[Item], answers: Sequence[Answers], room: Sequence[int] | None = None) -> Laid:
-        """The texts of the items with these answers in rows; `room` is what other answers may take there."""
-        if self.decoder:
+    def pack_answers(
+        self,
+        items: Sequence[Seq2SeqExample],
+        answers: Sequence[CandidateIds],
+        reserved_tokens: Sequence[int] | None = None,
+    ) -> PackedAnswers:
+        """The texts of the items with these answers in rows; `reserved_tokens` is what other answers may take there."""
+        if self.is_decoder:
             both = [
-                Line([*i.ids, *a], range(len(i.ids) - 1, len(i.ids) + len(a) - 1))
+                DecoderExample([*i.ids, *a], range(len(i.ids) - 1, len(i.ids) + len(a) - 1))
                 for i, some in zip(items, answers, strict=True)
                 for a in some
             ]
-            return lay_lines(both, self.reader.length + self.writer.length, self.pad)
-        return lay_pairs([item.ids for item in items], answers, self.row, self.pad, self.start, room)
+            return pack_decoder_examples(
+                both, self.source_tokenizer.max_length + self.answer_tokenizer.max_length, self.pad_id
+            )
+        return pack_seq2seq_examples(
+            [item.ids for item in items], answers, self.row_tokens, self.pad_id, self.decoder_start_id, reserved_tokens
+        )
 
-    def predict(self, model: Model, items: Sequence[Item], machine: Machine, size: int) -> list[Prediction]:
+    def predict(
+        self, model: Model, items: Sequence[Seq2SeqExample], compute: ComputeConfig, batch_size: int
+    ) -> list[Prediction]:
         found: list[Prediction | None] = [None] * len(items)
         with progress("writing", "answers", len(items)) as shown:
-            for places in by_length(items, size, lambda item: len(item.ids)):
-                with machine.precision():
-                    written = generate_ids(model, [items[i].ids for i in places], decoding=self.decoding)
+            for places in batch_indices_by_length(items, batch_size, lambda item: len(item.ids)):
+                with compute.autocast():
+                    written = generate_ids(
+                        model, [items[i].ids for i in places], generation_config=self.generation_config
+                    )
                 for i, ids in zip(places, written, strict=True):
                     found[i] = Prediction(self.tokenizer.decode(ids).strip())
                 shown.advance(len(places))
         return [p for p in found if p is not None]
 
-    def settle(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> list[Prediction]:
+    def calibrate(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> list[Prediction]:
         return list(predictions)
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
         references = [list(e.references) or e.target for e in examples]
-        return score(self.name, [p.prediction for p in predictions], references)
+        return compute_metrics(self.name, [p.prediction for p in predictions], references)
 
 
-class LabelWords(TextToText):
+class LabelRankingTask(TextToTextTask):
     """One of several answers: the one whose words are the likeliest. Those of all examples, or those of an item."""
 
     name = "classify"
     metric = "accuracy"
 
     def __init__(
-        self, labels: Sequence[str], tokenizer: Tokenizer, config: ModelConfig, writing: Writing, learns: bool = True
+        self,
+        labels: Sequence[str],
+        tokenizer: Tokenizer,
+        config: ModelConfig,
+        answer_config: AnswerConfig,
+        is_training: bool = True,
     ) -> None:
-        super().__init__(tokenizer, config, writing, learns)
+        super().__init__(tokenizer, config, answer_config, is_training)
         self.labels = tuple(labels)
-        self.answers = tuple(self.writer.read(self.labels))
-        if len(set(map(tuple, self.answers))) < len(self.labels):
+        self.label_token_ids = tuple(self.answer_tokenizer.encode_texts(self.labels))
+        if len(set(map(tuple, self.label_token_ids))) < len(self.labels):
             raise UserError(
-                f"Some labels have the same first {self.writer.length} tokens: raise max_target_length or shorten them."
+                f"Some labels have the same first {self.answer_tokenizer.max_length} tokens: raise max_target_length or shorten them."
             )
 
-    def facts(self) -> dict[str, Any]:
-        return super().facts() | {"labels": list(self.labels)}
+    def metadata(self) -> dict[str, Any]:
+        return super().metadata() | {"labels": list(self.labels)}
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
-        return score(self.name, [p.prediction for p in predictions], [e.target for e in examples])
+        return compute_metrics(self.name, [p.prediction for p in predictions], [e.target for e in examples])
 
-    def predict(self, model: Model, items: Sequence[Item], machine: Machine, size: int) -> list[Prediction]:
+    def predict(
+        self, model: Model, items: Sequence[Seq2SeqExample], compute: ComputeConfig, batch_size: int
+    ) -> list[Prediction]:
         found = []
-        for p_C in self.probabilities(model, items, machine, size):
+        for p_C in self.probabilities(model, items, compute, batch_size):
             names = self.labels or [str(i) for i in range(len(p_C))]
             found.append(Prediction(names[int(p_C.argmax())], dict(zip(names, p_C.tolist(), strict=True))))
         return found
 
-    def probabilities(self, model: Model, items: Sequence[Item], machine: Machine, size: int) -> list[np.ndarray]:
+    def probabilities(
+        self, model: Model, items: Sequence[Seq2SeqExample], compute: ComputeConfig, batch_size: int
+    ) -> list[np.ndarray]:
         """(C,) for each item: how likely each of its answers is, among these."""
         model.eval()
         found: list[np.ndarray] = [np.zeros(0)] * len(items)
         with progress("choosing", "answers", len(items)) as shown:
-            for places in by_length(items, size, lambda item: len(item.ids)):
+            for places in batch_indices_by_length(items, batch_size, lambda item: len(item.ids)):
                 some = [items[i] for i in places]
-                choices = [item.candidates or self.answers for item in some]
-                for i, score_C in zip(places, self.log_likelihoods(model, some, choices, machine), strict=True):
+                choices = [item.candidates or self.label_token_ids for item in some]
+                for i, score_C in zip(places, self.log_likelihoods(model, some, choices, compute), strict=True):
                     found[i] = np.exp(score_C - np.logaddexp.reduce(score_C))
                 shown.advance(len(places))
         return found
 
     def log_likelihoods(
-        self, model: Model, items: Sequence[Item], choices: Sequence[Answers], machine: Machine
+        self, model: Model, items: Sequence[Seq2SeqExample], choices: Sequence[CandidateIds], compute: ComputeConfig
     ) -> list[np.ndarray]:
         """(C,) for each item; an encoder reads each text once, its decoder as many answers as a row has room for."""
         longest, encoded = max(len(ids) for some in choices for ids in some), None
-        most = max(1, self.row // longest) if self.side_by_side else 1
+        most = max(1, self.row_tokens // longest) if self.packs_several_answers else 1
         turns = [[some[c : c + most] or some[:1] for some in choices] for c in range(0, max(map(len, choices)), most)]
         room = [max(sum(map(len, some)) for some in of_item) for of_item in zip(*turns, strict=True)]
         found: list[list[float]] = [[] for _ in items]
         for answers in turns:
-            laid = self.lay(items, answers, room)
-            logp_A, _, encoded = foresee(model, laid, machine, encoded)
-            scores = iter(laid.sums(logp_A).tolist())
+            laid = self.pack_answers(items, answers, room)
+            logp_A, _, encoded = score_answers(model, laid, compute, encoded)
+            scores = iter(laid.sum_by_answer(logp_A).tolist())
             for of_item, some in zip(found, answers, strict=True):
                 of_item += islice(scores, len(some))
         return [np.array(of_item[: len(some)]) for of_item, some in zip(found, choices, strict=True)]

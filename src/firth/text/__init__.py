@@ -1,42 +1,42 @@
 """What a person has: documents and labelled examples."""
 
-from firth.text.clean import HELD_OUT, Cleaning, Unique, fingerprint, held_out
-from firth.text.corpus import READING, Corpus
-from firth.text.glue import GlueTask, glue_suite, glue_task
-from firth.text.kinds import Answer, Document, Example
+from firth.text.corpus import CORPUS_OPTIONS, Corpus
+from firth.text.documents import AnswerSpan, Document, Example
+from firth.text.filters import HELD_OUT_FRACTION, ExactDedup, TextCleaner, is_held_out, text_fingerprint
+from firth.text.formats.glue import GlueTask, detect_glue_task, find_glue_suite
+from firth.text.formats.superglue import SuperGlueTask, detect_superglue_task, find_superglue_suite
 from firth.text.labelled import read_labelled
-from firth.text.leaks import Leak, leaks
-from firth.text.near import NearDuplicates
-from firth.text.row import Notes
-from firth.text.salient import Salient, load_salient, salient_name
+from firth.text.labelled_row import RowNotes
+from firth.text.leak_detection import Leak, find_leaks
+from firth.text.minhash import MinHashIndex
+from firth.text.salient_spans import SalientSpanFinder, load_salient_finder, salient_finder_name
 from firth.text.suite import SuiteTask, read_suite
-from firth.text.superglue import SuperGlueTask, superglue_suite, superglue_task
 
 __all__ = [
-    "HELD_OUT",
-    "READING",
-    "Answer",
-    "Cleaning",
+    "CORPUS_OPTIONS",
+    "HELD_OUT_FRACTION",
+    "AnswerSpan",
     "Corpus",
     "Document",
+    "ExactDedup",
     "Example",
     "GlueTask",
     "Leak",
-    "NearDuplicates",
-    "Notes",
-    "Salient",
+    "MinHashIndex",
+    "RowNotes",
+    "SalientSpanFinder",
     "SuiteTask",
     "SuperGlueTask",
-    "Unique",
-    "fingerprint",
-    "glue_suite",
-    "glue_task",
-    "held_out",
-    "leaks",
-    "load_salient",
+    "TextCleaner",
+    "detect_glue_task",
+    "detect_superglue_task",
+    "find_glue_suite",
+    "find_leaks",
+    "find_superglue_suite",
+    "is_held_out",
+    "load_salient_finder",
     "read_labelled",
     "read_suite",
-    "salient_name",
-    "superglue_suite",
-    "superglue_task",
+    "salient_finder_name",
+    "text_fingerprint",
 ]

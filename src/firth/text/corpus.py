@@ -13,32 +13,48 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any, NamedTuple
 
-from firth.console import count, progress, warn
-from firth.errors import UserError, nearest
-from firth.text import pydocs
-from firth.text.clean import Cleaning, repair
-from firth.text.hub import PREFIX, HubDataset
-from firth.text.kinds import Document as Document
-from firth.text.lines import PACKINGS, Meter, known_encoding, lines, refuse
-from firth.text.normalise import normalise
-from firth.text.records import READERS, Records, extension, parquet_records, rename, short, text_in, value_in
+from firth.core.console import format_count, progress, warn
+from firth.core.errors import UserError, did_you_mean
+from firth.text import python_docs
+from firth.text.documents import Document as Document
+from firth.text.filters import TextCleaner, replace_lone_surrogates
+from firth.text.hub import HUB_PREFIX, HubDataset
+from firth.text.normalize import apply_normal_forms
+from firth.text.open_text import COMPRESSED_EXTENSIONS_TEXT, ReadProgress, check_encoding, raise_os_error, read_lines
+from firth.text.records import (
+    RECORD_READERS,
+    NumberedRecords,
+    data_extension,
+    get_column_text,
+    get_column_value,
+    preview_value,
+    read_parquet_records,
+    resolve_columns,
+)
 
-READABLE = (".txt", *READERS, ".parquet")
-KINDS = ", ".join(READABLE)
-DOCUMENTS = ("auto", "blank-line", "file")
-STDIN = "-"
-READING = ("documents", "columns", "encoding", *(f.name for f in fields(Cleaning) if f.init))  # arguments of Corpus
-SIDES = ("text_a", "text_b")
-WHOLE = 2**20  # characters: a file in a folder up to this long is one document
-LONGEST = WHOLE  # characters, two novels: a longer document is cut, as what its tokens take must fit in memory
+READABLE_EXTENSIONS = (".txt", *RECORD_READERS, ".parquet")
+READABLE_EXTENSIONS_TEXT = ", ".join(READABLE_EXTENSIONS)
+DOCUMENT_SPLIT_MODES = ("auto", "blank-line", "file")
+STDIN_PATH = "-"
+CORPUS_OPTIONS = (
+    "documents",
+    "columns",
+    "encoding",
+    *(f.name for f in fields(TextCleaner) if f.init),
+)  # arguments of Corpus
+TEXT_PAIR_COLUMNS = ("text_a", "text_b")
+MAX_WHOLE_FILE_CHARS = 2**20  # characters: a file in a folder up to this long is one document
+MAX_DOCUMENT_CHARS = (
+    MAX_WHOLE_FILE_CHARS  # characters, two novels: a longer document is cut, as what its tokens take must fit in memory
+)
 
 
-class Source(NamedTuple):
+class CorpusFile(NamedTuple):
     """One file, whether the user named it or it was found in a folder, and what it is called."""
 
     path: Path
-    named: bool
-    name: str
+    is_user_named: bool
+    display_name: str
 
 
 class Corpus:
@@ -52,7 +68,7 @@ class Corpus:
     `text` or where `columns` names them, are the two sides of a document. A document over 1 Mi characters is cut.
 
     The text is kept as it is, but for the byte order mark, Windows line ends, and the line ends after a document.
-    What `Cleaning` may change or leave out, on request, are the further arguments: `normalize`, `min_words` and so on.
+    What `TextCleaner` may change or leave out, on request, are the further arguments: `normalize`, `min_words` and so on.
 
     The path "-" is standard input, kept in a temporary file while it is needed: .jsonl if it begins with "{", or else
     plain text. "hf:owner/name[:config][:split][#column]" is a dataset. "pydocs" is the built-in corpus (write
@@ -67,75 +83,81 @@ class Corpus:
         encoding: str = "utf-8",
         **cleaning: Any,
     ) -> None:
-        if documents not in DOCUMENTS:
-            raise UserError(f"documents: no way called {documents!r}. {nearest(documents, DOCUMENTS)}")
+        if documents not in DOCUMENT_SPLIT_MODES:
+            raise UserError(f"documents: no way called {documents!r}. {did_you_mean(documents, DOCUMENT_SPLIT_MODES)}")
         self.paths = [paths] if isinstance(paths, str | Path) else list(paths)
         self.documents = documents
-        self.columns = rename(columns, ["text", "words", *SIDES])
-        self.named = frozenset(columns or {})  # what the user named must be there
-        if "text" in self.named and self.named.intersection(SIDES):
+        self.columns = resolve_columns(columns, ["text", "words", *TEXT_PAIR_COLUMNS])
+        self.user_columns = frozenset(columns or {})  # what the user named must be there
+        if "text" in self.user_columns and self.user_columns.intersection(TEXT_PAIR_COLUMNS):
             raise UserError("--columns names both text and text_a or text_b. Name the text, or its two sides.")
-        self.encoding = known_encoding(encoding)
-        self.cleaning = Cleaning(**cleaning)
-        self.built_in = pydocs.NAME in self.paths
-        self.datasets = [HubDataset(path) for path in self.paths if isinstance(path, str) and path.startswith(PREFIX)]
-        others = {pydocs.NAME, *(dataset.path for dataset in self.datasets)}
-        self.files = [source for path in self.paths if path not in others for source in self._find(path)]
-        self.tally: Counter[str] = Counter()
-        self.meter = Meter()
+        self.encoding = check_encoding(encoding)
+        self.cleaner = TextCleaner(**cleaning)
+        self.has_pydocs = python_docs.PYDOCS_NAME in self.paths
+        self.datasets = [
+            HubDataset(path) for path in self.paths if isinstance(path, str) and path.startswith(HUB_PREFIX)
+        ]
+        others = {python_docs.PYDOCS_NAME, *(dataset.path for dataset in self.datasets)}
+        self.files = [source for path in self.paths if path not in others for source in self._find_files(path)]
+        self.counts: Counter[str] = Counter()
+        self.read_progress = ReadProgress()
 
-    def _find(self, path: str | Path) -> list[Source]:
-        if path != STDIN:
-            return find(Path(path))
-        if self.paths.count(STDIN) > 1:
+    def _find_files(self, path: str | Path) -> list[CorpusFile]:
+        if path != STDIN_PATH:
+            return find_corpus_files(Path(path))
+        if self.paths.count(STDIN_PATH) > 1:
             raise UserError("Standard input (-) can be read once, and is named twice.")
-        self.spool = TemporaryDirectory(prefix="firth-stdin-")  # removed with this corpus
-        return [Source(spooled(sys.stdin.buffer, Path(self.spool.name)), named=True, name="stdin")]
+        self.stdin_folder = TemporaryDirectory(prefix="firth-stdin-")  # removed with this corpus
+        return [
+            CorpusFile(
+                spool_stream(sys.stdin.buffer, Path(self.stdin_folder.name)), is_user_named=True, display_name="stdin"
+            )
+        ]
 
     @cached_property
-    def bytes(self) -> int:
+    def total_bytes(self) -> int:
         """Size on disk (of the built-in corpus, its text), to tell how far reading has come."""
-        built_in = sum(len(record.text.encode()) for record in pydocs.everything()) if self.built_in else 0
-        datasets = sum(dataset.bytes for dataset in self.datasets)
+        built_in = sum(len(record.text.encode()) for record in python_docs.load_pydocs()) if self.has_pydocs else 0
+        datasets = sum(dataset.size_bytes for dataset in self.datasets)
         return built_in + datasets + sum(source.path.stat().st_size for source in self.files)
 
     @property
-    def position(self) -> int | None:
-        """How many of `bytes` have been read so far; None where a dataset does not tell."""
-        return None if self.datasets else self.meter.bytes
+    def bytes_read(self) -> int | None:
+        """How many of `total_bytes` have been read so far; None where a dataset does not tell."""
+        return None if self.datasets else self.read_progress.bytes_read
 
     def __iter__(self) -> Iterator[Document]:
         tally: Counter[str] = Counter()
-        self.tally, self.meter = tally, Meter()
-        self.cleaning.forget()
-        files = (self._read(source, tally) for source in self.files)
+        self.counts, self.read_progress = tally, ReadProgress()
+        self.cleaner.reset_counts()
+        files = (self._read_file(source, tally) for source in self.files)
         datasets = (self._read_dataset(dataset, tally) for dataset in self.datasets)
-        for document in chain(self._built_in(tally), chain.from_iterable(files), chain.from_iterable(datasets)):
-            if not all(text.strip() for text in document.sides):
+        for document in chain(self._read_pydocs(tally), chain.from_iterable(files), chain.from_iterable(datasets)):
+            if not all(text.strip() for text in document.texts):
                 tally["empty"] += 1
-            elif self.cleaning.stays(document.sides):
+            elif self.cleaner.should_keep(document.texts):
                 tally["documents"] += 1
                 yield document
         if not tally["documents"]:
             named = ", ".join(map(str, self.paths)) or "no path given"
-            dropped = "; ".join(self.cleaning.notes()) or "nothing but empty text"
+            dropped = "; ".join(self.cleaner.summary_lines()) or "nothing but empty text"
             raise UserError(f"{named}: no documents, {dropped}. Name files that have some.")
 
     def texts(self) -> Iterator[str]:
         """Every text: those of the documents, and of their second sides."""
-        return chain.from_iterable(document.sides for document in self)
+        return chain.from_iterable(document.texts for document in self)
 
     def describe(self) -> str:
         """How many documents have been read so far, how the files became documents, and what was left out."""
-        tally = self.tally
-        single = Path(self.files[0].name).name if len(self.files) == 1 else None
+        tally = self.counts
+        single = Path(self.files[0].display_name).name if len(self.files) == 1 else None
         ways = {
             "split": "split on blank lines",
             "whole": "whole",
             "lines": "with one document per line",
             "rows": "with one document per row",
         }
-        parts = [f"{single or count(tally[way], 'file')} {phrase}" for way, phrase in ways.items() if tally[way]]
+        parts = [f"{single or format_count(tally[way], 'file')} {phrase}" for way, phrase in ways.items() if tally[way]]
         if tally["built-in"]:
             parts.append("the built-in pydocs")
         parts += [dataset.describe() for dataset in self.datasets if tally[dataset.path]]
@@ -144,109 +166,123 @@ class Corpus:
             "words": "with words of their own" if tally["words"] > 1 else "with words of its own",
             "not words": f"with {self.columns['words']!r} that is no list of words and is not read",
             "empty": "empty and skipped",
-            "cut": f"cut because {'they are' if tally['cut'] > 1 else 'it is'} over {LONGEST:,} characters",
+            "cut": f"cut because {'they are' if tally['cut'] > 1 else 'it is'} over {MAX_DOCUMENT_CHARS:,} characters",
             "repaired": "with half characters (lone surrogates) replaced by U+FFFD",
         }
-        sentence = f"{count(tally['documents'], 'document')}: " + (", ".join(parts) or "nothing read yet")
+        sentence = f"{format_count(tally['documents'], 'document')}: " + (", ".join(parts) or "nothing read yet")
         said = [f"{tally[key]:,} {note}" for key, note in notes.items() if tally[key]]
-        return "; ".join([sentence, *said, *self.cleaning.notes()])
+        return "; ".join([sentence, *said, *self.cleaner.summary_lines()])
 
-    def _built_in(self, tally: Counter[str]) -> Iterator[Document]:
-        if self.built_in:
-            tally["built-in"] += 1
-            for record in pydocs.everything():
-                self.meter.through += len(record.text.encode())
-                yield Document(self.cleaning.normal(record.text), f"{pydocs.NAME}:{record.name}")
+    def _read_pydocs(self, counts: Counter[str]) -> Iterator[Document]:
+        if self.has_pydocs:
+            counts["built-in"] += 1
+            for record in python_docs.load_pydocs():
+                self.read_progress.finished_bytes += len(record.text.encode())
+                yield Document(self.cleaner.normalize_text(record.text), f"{python_docs.PYDOCS_NAME}:{record.name}")
 
-    def _read(self, source: Source, tally: Counter[str]) -> Iterator[Document]:
-        kind = extension(source.path)
+    def _read_file(self, source: CorpusFile, counts: Counter[str]) -> Iterator[Document]:
+        kind = data_extension(source.path)
         if kind == ".txt":
-            return self._read_text(source, tally)
-        tally["lines" if kind == ".jsonl" else "rows"] += 1
+            return self._read_text_file(source, counts)
+        counts["lines" if kind == ".jsonl" else "rows"] += 1
         if kind == ".parquet":
-            records = parquet_records(source.path, self.columns.values(), self.meter)
-            return self._read_records(records, f"{source.name}:row ", self.columns, tally)
+            records = read_parquet_records(source.path, self.columns.values(), self.read_progress)
+            return self._read_records(records, f"{source.display_name}:row ", self.columns, counts)
         return self._read_records(
-            READERS[kind](source.path, self.encoding, source.name, self.meter), f"{source.name}:", self.columns, tally
+            RECORD_READERS[kind](source.path, self.encoding, source.display_name, self.read_progress),
+            f"{source.display_name}:",
+            self.columns,
+            counts,
         )
 
-    def _read_dataset(self, dataset: HubDataset, tally: Counter[str]) -> Iterator[Document]:
-        tally[dataset.path] += 1
+    def _read_dataset(self, dataset: HubDataset, counts: Counter[str]) -> Iterator[Document]:
+        counts[dataset.path] += 1
         columns = self.columns if dataset.column is None else {**self.columns, "text": dataset.column}
-        return self._read_records(dataset.records(), f"{dataset.path}:row ", columns, tally)
+        return self._read_records(dataset.records(), f"{dataset.path}:row ", columns, counts)
 
-    def _read_text(self, source: Source, tally: Counter[str]) -> Iterator[Document]:
-        stream = lines(source.path, self.encoding, LONGEST, source.name, self.meter)
-        split = self.documents == "blank-line" or (self.documents == "auto" and source.named)
-        if self.documents == "auto" and not source.named:
-            head = take(stream, WHOLE)
-            split = sum(map(len, head)) > WHOLE
+    def _read_text_file(self, source: CorpusFile, counts: Counter[str]) -> Iterator[Document]:
+        stream = read_lines(source.path, self.encoding, MAX_DOCUMENT_CHARS, source.display_name, self.read_progress)
+        split = self.documents == "blank-line" or (self.documents == "auto" and source.is_user_named)
+        if self.documents == "auto" and not source.is_user_named:
+            head = take_lines(stream, MAX_WHOLE_FILE_CHARS)
+            split = sum(map(len, head)) > MAX_WHOLE_FILE_CHARS
             stream = chain(head, stream)
-        tally["split" if split else "whole"] += 1
-        for block in blocks(stream, split, LONGEST):
-            tally["cut"] += block.cut
-            where = f"{source.name}:{block.line}" if split else source.name
-            yield Document(self.cleaning.normal(block.text.rstrip("\n")), where)
+        counts["split" if split else "whole"] += 1
+        for block in iter_text_blocks(stream, split, MAX_DOCUMENT_CHARS):
+            counts["cut"] += block.is_truncated
+            where = f"{source.display_name}:{block.first_line}" if split else source.display_name
+            yield Document(self.cleaner.normalize_text(block.text.rstrip("\n")), where)
 
     def _read_records(
-        self, records: Records, place: str, columns: Mapping[str, str], tally: Counter[str]
+        self, records: NumberedRecords, source_prefix: str, columns: Mapping[str, str], counts: Counter[str]
     ) -> Iterator[Document]:
         for number, record in records:
-            document = self._document(record, columns, f"{place}{number}", tally)
-            tally["sides"] += document.second is not None
-            tally["words"] += document.word_starts is not None
-            yield from self._cut(document, tally)
+            document = self._make_document(record, columns, f"{source_prefix}{number}", counts)
+            counts["sides"] += document.text_pair is not None
+            counts["words"] += document.word_starts is not None
+            yield from self._split_long_document(document, counts)
 
-    def _cut(self, document: Document, tally: Counter[str]) -> Iterator[Document]:
+    def _split_long_document(self, document: Document, counts: Counter[str]) -> Iterator[Document]:
         """A document in pieces if it is too long; one that has words or sides to keep together stays whole."""
-        if len(document.text) <= LONGEST or document.word_starts is not None or document.second is not None:
+        if (
+            len(document.text) <= MAX_DOCUMENT_CHARS
+            or document.word_starts is not None
+            or document.text_pair is not None
+        ):
             yield document
             return
-        pieces = (document.text[start : start + LONGEST] for start in range(0, len(document.text), LONGEST))
-        for block in blocks(pieces, False, LONGEST):
-            tally["cut"] += block.cut
+        pieces = (
+            document.text[start : start + MAX_DOCUMENT_CHARS]
+            for start in range(0, len(document.text), MAX_DOCUMENT_CHARS)
+        )
+        for block in iter_text_blocks(pieces, False, MAX_DOCUMENT_CHARS):
+            counts["cut"] += block.is_truncated
             yield Document(block.text, document.source)
 
-    def _document(
-        self, record: Mapping[str, Any], columns: Mapping[str, str], where: str, tally: Counter[str]
+    def _make_document(
+        self, record: Mapping[str, Any], columns: Mapping[str, str], where: str, counts: Counter[str]
     ) -> Document:
         """A record: a text, with or without its words, or two sides."""
 
         def whole(text: str) -> str:
-            repaired = repair(text)
-            tally["repaired"] += repaired != text
-            return self.cleaning.normal(repaired)
+            repaired = replace_lone_surrogates(text)
+            counts["repaired"] += repaired != text
+            return self.cleaner.normalize_text(repaired)
 
         def read(role: str) -> str:
-            return whole(text_in(record, role, columns[role], where))
+            return whole(get_column_text(record, role, columns[role], where))
 
         def has(role: str) -> bool:
-            return role in self.named or columns[role] in record
+            return role in self.user_columns or columns[role] in record
 
-        words = self._words(record, where, tally)
-        if self.named.intersection(SIDES) or (any(map(has, SIDES)) and not has("text") and "words" not in self.named):
+        words = self._get_listed_words(record, where, counts)
+        if self.user_columns.intersection(TEXT_PAIR_COLUMNS) or (
+            any(map(has, TEXT_PAIR_COLUMNS)) and not has("text") and "words" not in self.user_columns
+        ):
             if words is not None:
                 raise UserError(f"{where}: words and two sides. Words are read beside a single text only.")
-            return Document(read("text_a"), where, second=read("text_b"))
+            return Document(read("text_a"), where, text_pair=read("text_b"))
         if words is None:
             return Document(read("text"), where)
         text = read("text") if has("text") else whole(" ".join(words))
-        starts = find_words([normalise(repair(word), self.cleaning.forms) for word in words], text, where)
+        starts = locate_words(
+            [apply_normal_forms(replace_lone_surrogates(word), self.cleaner.forms) for word in words], text, where
+        )
         return Document(text, where, starts)
 
-    def _words(self, record: Mapping[str, Any], where: str, tally: Counter[str]) -> list[str] | None:
+    def _get_listed_words(self, record: Mapping[str, Any], where: str, counts: Counter[str]) -> list[str] | None:
         """The words that a record lists. What is no list, a count perhaps, is an error only if the user named it."""
-        column, is_named = self.columns["words"], "words" in self.named
-        value = value_in(record, "words", column, where) if is_named else record.get(column)
+        column, is_named = self.columns["words"], "words" in self.user_columns
+        value = get_column_value(record, "words", column, where) if is_named else record.get(column)
         if not isinstance(value, list) and not is_named:
-            tally["not words"] += value is not None
+            counts["not words"] += value is not None
             return None
         if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-            raise UserError(f"{where}: column {column!r} holds {short(value)}, which is no list of words.")
+            raise UserError(f"{where}: column {column!r} holds {preview_value(value)}, which is no list of words.")
         return value
 
 
-def find_words(words: Sequence[str], text: str, where: str) -> tuple[int, ...]:
+def locate_words(words: Sequence[str], text: str, where: str) -> tuple[int, ...]:
     """Where the words of a text begin; they must occur in it in order.
 
     >>> find_words(["我", "喜欢", "你"], "我喜欢你", "a.jsonl:1")
@@ -262,51 +298,57 @@ def find_words(words: Sequence[str], text: str, where: str) -> tuple[int, ...]:
     return tuple(starts)
 
 
-def position_of(documents: Iterable[Document]) -> int | None:
+def corpus_bytes_read(documents: Iterable[Document]) -> int | None:
     """How many bytes of their source were read for the documents so far, where they are a corpus that can tell."""
-    return documents.position if isinstance(documents, Corpus) else None
+    return documents.bytes_read if isinstance(documents, Corpus) else None
 
 
 # Which files
 
 
-def find(path: Path) -> list[Source]:
+def find_corpus_files(path: Path) -> list[CorpusFile]:
     """The files that a path stands for: itself, or every readable file under it, in order of name."""
     try:
         there, folder = path.exists(), path.is_dir()
     except OSError as e:
-        refuse(e)
+        raise_os_error(e)
     if not there:
         raise UserError(f"{path}: no such file or folder.")
     if folder:
-        return [Source(file, named=False, name=str(file)) for file in find_in(path)]
-    if extension(path) not in READABLE:
-        raise UserError(f"{path}: not a kind of file that is read. Give {KINDS}, plain or as {PACKINGS}.")
-    return [Source(path, named=True, name=str(path))]
+        return [CorpusFile(file, is_user_named=False, display_name=str(file)) for file in find_readable_files(path)]
+    if data_extension(path) not in READABLE_EXTENSIONS:
+        raise UserError(
+            f"{path}: not a kind of file that is read. Give {READABLE_EXTENSIONS_TEXT}, plain or as {COMPRESSED_EXTENSIONS_TEXT}."
+        )
+    return [CorpusFile(path, is_user_named=True, display_name=str(path))]
 
 
-def find_in(folder: Path) -> list[Path]:
+def find_readable_files(folder: Path) -> list[Path]:
     """The readable files under a folder; hidden ones are passed over, others are counted and said."""
     files: list[Path] = []
     others: Counter[str] = Counter()
-    for parent, folders, names in os.walk(folder, onerror=refuse):
+    for parent, folders, names in os.walk(folder, onerror=raise_os_error):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for file in (Path(parent, name) for name in names if not name.startswith(".")):
-            if extension(file) in READABLE:
+            if data_extension(file) in READABLE_EXTENSIONS:
                 files.append(file)
             else:
-                others[extension(file) or "no extension"] += 1
+                others[data_extension(file) or "no extension"] += 1
         others["linked folder"] += sum(Path(parent, name).is_symlink() for name in folders)
     others += Counter()  # drops what was counted zero times
     if others:
         kinds = ", ".join(sorted(others))
-        warn(f"{folder}: {count(others.total(), 'left out that is', 'left out that are')} not {KINDS} ({kinds}).")
+        warn(
+            f"{folder}: {format_count(others.total(), 'left out that is', 'left out that are')} not {READABLE_EXTENSIONS_TEXT} ({kinds})."
+        )
     if not files:
-        raise UserError(f"{folder}: nothing to read in this folder. Put {KINDS} files there, or {PACKINGS} of them.")
+        raise UserError(
+            f"{folder}: nothing to read in this folder. Put {READABLE_EXTENSIONS_TEXT} files there, or {COMPRESSED_EXTENSIONS_TEXT} of them."
+        )
     return sorted(files)
 
 
-def spooled(stream: IO[bytes], folder: Path) -> Path:
+def spool_stream(stream: IO[bytes], folder: Path) -> Path:
     """Keep what a stream gives in a file, so that it can be read twice; its name says how to read it."""
     start = stream.read(2**16)
     kind = ".jsonl" if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{") else ".txt"
@@ -328,37 +370,37 @@ def spooled(stream: IO[bytes], folder: Path) -> Path:
 # Lines to documents
 
 
-class Block(NamedTuple):
+class TextBlock(NamedTuple):
     """Some lines that belong together, where the first one stands, and whether length alone ended it."""
 
-    line: int
+    first_line: int
     text: str
-    cut: bool
+    is_truncated: bool
 
 
-def blocks(stream: Iterable[str], split: bool, longest: int) -> Iterator[Block]:
-    """Join lines to documents: all of them, or with `split` those between blank lines; `longest` bounds memory."""
+def iter_text_blocks(stream: Iterable[str], split_on_blank_lines: bool, max_chars: int) -> Iterator[TextBlock]:
+    """Join lines to documents: all of them, or with `split_on_blank_lines` those between blank lines; `max_chars` bounds memory."""
     held: list[str] = []
     size, line, start = 0, 1, 1
     for piece in stream:
-        if split and piece.isspace():
+        if split_on_blank_lines and piece.isspace():
             if held:
-                yield Block(start, "".join(held), cut=False)
+                yield TextBlock(start, "".join(held), is_truncated=False)
             held, size = [], 0
         else:
             start = start if held else line
             held.append(piece)
             size += len(piece)
-        if size >= longest:
-            text, rest = cut_at_space("".join(held))
-            yield Block(start, text, cut=True)
+        if size >= max_chars:
+            text, rest = split_at_last_space("".join(held))
+            yield TextBlock(start, text, is_truncated=True)
             held, size, start = [rest] if rest else [], len(rest), line
         line += piece.endswith("\n")
     if held:
-        yield Block(start, "".join(held), cut=False)
+        yield TextBlock(start, "".join(held), is_truncated=False)
 
 
-def cut_at_space(text: str) -> tuple[str, str]:
+def split_at_last_space(text: str) -> tuple[str, str]:
     """Cut after the last space, so that no word is broken unless the text is a single one.
 
     >>> cut_at_space("one two thr")
@@ -369,10 +411,10 @@ def cut_at_space(text: str) -> tuple[str, str]:
     return text[:end], text[end:]
 
 
-def take(stream: Iterator[str], size: int) -> list[str]:
-    """The first lines of a stream, until they are over `size` characters together."""
+def take_lines(stream: Iterator[str], max_chars: int) -> list[str]:
+    """The first lines of a stream, until they are over `max_chars` characters together."""
     taken: list[str] = []
-    while size >= 0 and (line := next(stream, None)) is not None:
+    while max_chars >= 0 and (line := next(stream, None)) is not None:
         taken.append(line)
-        size -= len(line)
+        max_chars -= len(line)
     return taken

@@ -8,17 +8,29 @@ import unicodedata
 from functools import cache
 from itertools import pairwise
 
-from firth.text.kinds import Document
+from firth.text.documents import Document
 
 # A character's Unicode name begins with its script; these begin otherwise.
-OTHER_NAMES = {"Cjk": "Han", "Ideographic": "Han", "Fullwidth": "Latin", "Halfwidth": "Katakana"}
-TWO_WORDS = ("Old", "New", "Tai", "Linear", "Canadian", "Meetei", "Syloti", "Pahawh", "Psalter", "Zanabazar", "Ol")
-NO_SCRIPT = ("Mathematical", "Modifier", "Combining", "Feminine", "Masculine", "Micro", "Double", "Variation")
-HAN = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-JOINERS = "'\u2019\u2010\u2011\u200c\u200d-"  # stand inside a word, not at its ends
+SCRIPT_BY_NAME_PREFIX = {"Cjk": "Han", "Ideographic": "Han", "Fullwidth": "Latin", "Halfwidth": "Katakana"}
+TWO_WORD_SCRIPT_PREFIXES = (
+    "Old",
+    "New",
+    "Tai",
+    "Linear",
+    "Canadian",
+    "Meetei",
+    "Syloti",
+    "Pahawh",
+    "Psalter",
+    "Zanabazar",
+    "Ol",
+)
+NON_SCRIPT_PREFIXES = ("Mathematical", "Modifier", "Combining", "Feminine", "Masculine", "Micro", "Double", "Variation")
+HAN_RANGES = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+WORD_JOINERS = "'\u2019\u2010\u2011\u200c\u200d-"  # stand inside a word, not at its ends
 
 
-def script_of(character: str) -> str | None:
+def detect_script(character: str) -> str | None:
     """The script of a letter or of a mark on one; None for digits, punctuation, spaces and signs of all scripts.
 
     >>> script_of("a"), script_of("ж"), script_of("語"), script_of("7")
@@ -27,27 +39,27 @@ def script_of(character: str) -> str | None:
     if unicodedata.category(character)[0] not in "LM":
         return None
     first, *rest = unicodedata.name(character, "Combining").title().replace("-", " ").split()
-    if first in NO_SCRIPT:
+    if first in NON_SCRIPT_PREFIXES:
         return None
-    if first in TWO_WORDS:
+    if first in TWO_WORD_SCRIPT_PREFIXES:
         return f"{first} {rest[0]}"
-    return OTHER_NAMES.get(first, first)
+    return SCRIPT_BY_NAME_PREFIX.get(first, first)
 
 
 @cache
-def word_pattern() -> re.Pattern[str]:
+def compile_word_pattern() -> re.Pattern[str]:
     r"""Finds words: letters with their marks and digits, with apostrophes and hyphens inside.
 
     A Chinese character is a word of its own, as nothing says where words end there. Python's `\w` alone would break
     the words of Hindi or Tamil at every vowel sign.
     """
-    letters = character_class("LMN")
-    return re.compile(f"[{HAN}]|[_{letters}]+(?:[{JOINERS}][_{letters}]+)*")
+    letters = unicode_character_class("LMN")
+    return re.compile(f"[{HAN_RANGES}]|[_{letters}]+(?:[{WORD_JOINERS}][_{letters}]+)*")
 
 
-def character_class(categories: str) -> str:
+def unicode_character_class(categories: str) -> str:
     """All characters of some Unicode categories but Chinese ones, as ranges for the inside of [...]."""
-    is_han = re.compile(f"[{HAN}]").match
+    is_han = re.compile(f"[{HAN_RANGES}]").match
     inside = (
         unicodedata.category(c)[0] in categories and not is_han(c)
         for c in map(chr, range(min(sys.maxunicode, 0x20000)))
@@ -56,17 +68,17 @@ def character_class(categories: str) -> str:
     return "".join(f"\\U{start:08x}-\\U{end - 1:08x}" for start, end in zip(edges[::2], edges[1::2], strict=True))
 
 
-def word_spans(document: Document) -> list[tuple[int, int]]:
+def find_word_spans(document: Document) -> list[tuple[int, int]]:
     """Where the words of a document begin and end: as it says itself, else found in its text."""
     text = document.text
     if document.word_starts is None:
-        return [match.span() for match in word_pattern().finditer(text)]
+        return [match.span() for match in compile_word_pattern().finditer(text)]
     edges = pairwise([*document.word_starts, len(text)])
     return [(start, start + len(text[start:end].rstrip())) for start, end in edges if text[start:end].strip()]
 
 
-def words_of(document: Document) -> list[str]:
+def get_document_words(document: Document) -> list[str]:
     """The words of a document, those of its second side too."""
     if document.word_starts is None:
-        return [word for text in document.sides for word in word_pattern().findall(text)]
-    return [document.text[start:end] for start, end in word_spans(document)]
+        return [word for text in document.texts for word in compile_word_pattern().findall(text)]
+    return [document.text[start:end] for start, end in find_word_spans(document)]

@@ -13,51 +13,62 @@ from unicodedata import category
 
 import numpy as np
 
-NO_WORD, IN_WORD, ALONE = 0, 1, 2
+NOT_IN_WORD, IN_WORD, SINGLE_CHAR_WORD = 0, 1, 2
 # Thai, Lao, Tibetan, Burmese; Khmer; kana and ideographs; half-width kana
-UNSPACED = ((0x0E00, 0x10A0), (0x1780, 0x1800), (0x3040, 0x3100), (0x3400, 0xA000), (0xF900, 0xFB00), (0xFF66, 0xFFA0))
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio: spreads bits (Knuth's Fibonacci hashing)
-LONG = 64  # characters after which a word repeats its multipliers
+UNSPACED_SCRIPT_RANGES = (
+    (0x0E00, 0x10A0),
+    (0x1780, 0x1800),
+    (0x3040, 0x3100),
+    (0x3400, 0xA000),
+    (0xF900, 0xFB00),
+    (0xFF66, 0xFFA0),
+)
+FIBONACCI_HASH_MULTIPLIER = np.uint64(
+    0x9E3779B97F4A7C15
+)  # 2^64 over the golden ratio: spreads bits (Knuth's Fibonacci hashing)
+MULTIPLIER_PERIOD_CHARS = 64  # characters after which a word repeats its multipliers
 
 
 @cache
-def constants(purpose: str, n: int) -> np.ndarray:
+def hash_multipliers(purpose: str, n: int) -> np.ndarray:
     """Some odd 64-bit numbers that look random and never change."""
     return np.frombuffer(shake_128(purpose.encode()).digest(8 * n), "<u8").astype(np.uint64) | np.uint64(1)
 
 
 @cache
-def kinds() -> np.ndarray:
+def character_word_classes() -> np.ndarray:
     """For each character below U+10000: no part of a word, a part of one, or a word alone; as the last, all above."""
     table = np.array([category(chr(i))[0] in "LNM" for i in range(0x10000)], dtype=np.uint8)
-    for start, end in UNSPACED:
-        table[start:end] *= ALONE
-    table[-1] = ALONE
+    for start, end in UNSPACED_SCRIPT_RANGES:
+        table[start:end] *= SINGLE_CHAR_WORD
+    table[-1] = SINGLE_CHAR_WORD
     return table
 
 
-def word_numbers(text: str) -> np.ndarray:
+def hash_words(text: str) -> np.ndarray:
     """(W,) a number below 2^32 for each word of a text: the same for the same word, whatever its case."""
     raw = text.lower().encode("utf-32-le" if sys.byteorder == "little" else "utf-32-be", "surrogatepass")
     character = np.frombuffer(raw, np.uint32)
-    kind = kinds()[np.minimum(character, 0xFFFF)]
-    starts = kind != NO_WORD
-    starts[1:] &= (kind[1:] == ALONE) | (kind[:-1] != IN_WORD)
+    kind = character_word_classes()[np.minimum(character, 0xFFFF)]
+    starts = kind != NOT_IN_WORD
+    starts[1:] &= (kind[1:] == SINGLE_CHAR_WORD) | (kind[:-1] != IN_WORD)
     first_W = np.flatnonzero(starts)
     if not len(first_W):
         return np.zeros(0, np.uint64)
     word = np.cumsum(starts, dtype=np.int32) - 1
     place = np.arange(len(kind), dtype=np.int32) - first_W.astype(np.int32)[word]  # counts the spaces after it as well
-    part = character * constants("place in a word", LONG)[place & (LONG - 1)]
-    part[kind == NO_WORD] = 0
+    part = (
+        character * hash_multipliers("place in a word", MULTIPLIER_PERIOD_CHARS)[place & (MULTIPLIER_PERIOD_CHARS - 1)]
+    )
+    part[kind == NOT_IN_WORD] = 0
     return np.add.reduceat(part, first_W) >> np.uint64(32)
 
 
-def runs(words_W: np.ndarray, n: int) -> np.ndarray:
+def hash_word_ngrams(word_hashes_W: np.ndarray, n: int) -> np.ndarray:
     """(S,) a 64-bit number for each run of n words. Fewer words than n are one run, and no words none."""
-    n = min(n, len(words_W))
-    size = len(words_W) - n + 1 if n else 0
+    n = min(n, len(word_hashes_W))
+    size = len(word_hashes_W) - n + 1 if n else 0
     total = np.zeros(size, np.uint64)
-    for place, factor in enumerate(constants(f"place in a run of {n}", n)):
-        total += words_W[place : place + size] * factor
-    return (total ^ (total >> np.uint64(29))) * GOLDEN
+    for place, factor in enumerate(hash_multipliers(f"place in a run of {n}", n)):
+        total += word_hashes_W[place : place + size] * factor
+    return (total ^ (total >> np.uint64(29))) * FIBONACCI_HASH_MULTIPLIER

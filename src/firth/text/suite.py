@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from firth.errors import UserError, nearest
-from firth.plain import from_plain
-from firth.text.examples import TASKS
+from firth.core.errors import UserError, did_you_mean
+from firth.core.serialization import from_dict
+from firth.text.examples import TASK_FORMATS
 
-OF_TEXT = ("perplexity", "pseudo-likelihood")  # are asked of plain text, not of labelled examples
+PLAIN_TEXT_TASKS = ("perplexity", "pseudo-likelihood")  # are asked of plain text, not of labelled examples
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class SuiteTask:
     """A task of a suite. `dev` and `test` may be several files, by name ("dev", or "matched" and "mismatched").
 
     `metrics` are the official ones, the mean of which is the task's score; none means the task kind's own. `columns`
-    rename for `read_labelled`, `settings` are what a checkpoint is told that answers as it is (`Settings`).
+    rename for `read_labelled`, `settings` are what a checkpoint is told that answers as it is (`ZeroShotSettings`).
     """
 
     name: str
@@ -36,7 +36,7 @@ class SuiteTask:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ZeroShotSettings:
     """What an evaluation without fine-tuning may be told; each task takes some of these."""
 
     method: str | None = None
@@ -61,7 +61,7 @@ class SuiteEntry:
     test: dict[str, str] = field(default_factory=dict)
     metric: tuple[str, ...] = ()
     columns: dict[str, str] = field(default_factory=dict)
-    settings: Settings = field(default_factory=Settings)
+    settings: ZeroShotSettings = field(default_factory=ZeroShotSettings)
 
 
 def read_suite(path: str | Path) -> dict[str, SuiteTask]:
@@ -80,7 +80,7 @@ def read_suite(path: str | Path) -> dict[str, SuiteTask]:
         settings: {threshold: 0.6}        # of a checkpoint as it is; or {train: wic/train.jsonl}, to find it
     """
     path = Path(path)
-    content = read_yaml(path)
+    content = read_suite_yaml(path)
     if unknown := set(content) - {"tasks"}:
         raise UserError(f"{path}: unknown key {min(unknown)!r}. A suite file has `tasks`.")
     entries = content.get("tasks")
@@ -88,19 +88,21 @@ def read_suite(path: str | Path) -> dict[str, SuiteTask]:
         raise UserError(f"{path}: no tasks. Write `tasks:` and, for each, its name, task and dev file.")
     suite: dict[str, SuiteTask] = {}
     for i, entry in enumerate(entries, 1):
-        task = one_task(entry, path, i)
+        task = parse_suite_entry(entry, path, i)
         if task.name in suite:
             raise UserError(f"{path}: two tasks are called {task.name!r}. Give one another name.")
         suite[task.name] = task
     return suite
 
 
-def one_task(entry: Any, path: Path, number: int) -> SuiteTask:
+def parse_suite_entry(entry: Any, path: Path, number: int) -> SuiteTask:
     named = entry.get("name") if isinstance(entry, dict) else None
     where = f"{path}: task {named or number}"
-    read = from_plain(spelled_out(entry), SuiteEntry, where)
-    if read.task not in (*TASKS, *OF_TEXT):
-        raise UserError(f"{where}: task {read.task!r} is not known. {nearest(read.task, (*TASKS, *OF_TEXT))}")
+    read = from_dict(expand_suite_entry(entry), SuiteEntry, where)
+    if read.task not in (*TASK_FORMATS, *PLAIN_TEXT_TASKS):
+        raise UserError(
+            f"{where}: task {read.task!r} is not known. {did_you_mean(read.task, (*TASK_FORMATS, *PLAIN_TEXT_TASKS))}"
+        )
     if not read.dev and not read.train:
         raise UserError(f"{where}: neither train nor dev file is named.")
     for name in (read.name, *read.dev):
@@ -109,7 +111,7 @@ def one_task(entry: Any, path: Path, number: int) -> SuiteTask:
 
     def place(name: str) -> Path:
         file = path.parent / name
-        if not file.is_file() and not (read.task in OF_TEXT and file.is_dir()):
+        if not file.is_file() and not (read.task in PLAIN_TEXT_TASKS and file.is_dir()):
             raise UserError(f"{where}: {file}: no such file.")
         return file
 
@@ -121,7 +123,7 @@ def one_task(entry: Any, path: Path, number: int) -> SuiteTask:
     return SuiteTask(read.name, read.task, train, dev, test, read.metric, read.columns, settings)
 
 
-def spelled_out(entry: Any) -> Any:
+def expand_suite_entry(entry: Any) -> Any:
     """One file or one metric is short for a group of one."""
     if not isinstance(entry, dict):
         return entry
@@ -130,7 +132,7 @@ def spelled_out(entry: Any) -> Any:
     return {**entry, **files, **metric}
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_suite_yaml(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -144,7 +146,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def simple(name: str) -> str:
+def normalize_task_name(name: str) -> str:
     """A name without what people spell differently.
 
     >>> simple("SST-2"), simple("sst2")
@@ -153,13 +155,13 @@ def simple(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def folder_of(folder: str | Path, suite: str, names: Iterable[str]) -> dict[str, Path]:
+def find_task_folders(folder: str | Path, suite: str, names: Iterable[str]) -> dict[str, Path]:
     """The folders of a suite's tasks, however they are spelled, in the suite's own order."""
     folder, names = Path(folder), list(names)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder.")
-    there = {simple(place.name): place for place in sorted(folder.iterdir()) if place.is_dir()}
-    found = {name: there[simple(name)] for name in names if simple(name) in there}
+    there = {normalize_task_name(place.name): place for place in sorted(folder.iterdir()) if place.is_dir()}
+    found = {name: there[normalize_task_name(name)] for name in names if normalize_task_name(name) in there}
     if not found:
         raise UserError(f"{folder}: none of {suite}'s tasks is here. It should have folders {', '.join(names)}.")
     return found

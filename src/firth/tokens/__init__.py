@@ -1,38 +1,38 @@
 """Documents to rows of token ids."""
 
-from firth.tokens.characters import Characters, characters
-from firth.tokens.kinds import KINDS
-from firth.tokens.mixing import Mix, MixedShards, MixedSource
-from firth.tokens.pairs import PairSource
+from firth.tokens.builders import TOKENIZER_KINDS
+from firth.tokens.characters import WordCharIds, encode_word_chars
+from firth.tokens.dataset import PackedDataset, RowDataset, Rows, RowTemplate
+from firth.tokens.mixing import MixConfig, MixedDataset, MixedShards
 from firth.tokens.prepare import prepare
-from firth.tokens.rows import Frame, Rows, RowSource, Source
-from firth.tokens.shards import Prepared, Shards, is_shards, open_shards
-from firth.tokens.stream import StreamSource
+from firth.tokens.sentence_pairs import SentencePairDataset
+from firth.tokens.shards import Shards, ShardSet, is_shards_folder, open_shards
+from firth.tokens.stream import StreamDataset
 from firth.tokens.tokenizer import Tokenizer, Vocabulary, load_tokenizer
-from firth.tokens.train import retrain_tokenizer, train_tokenizer, word_tokenizer
+from firth.tokens.train import retrain_tokenizer, tokenizer_from_words, train_tokenizer
 
 __all__ = [
-    "KINDS",
-    "Characters",
-    "Frame",
-    "Mix",
+    "TOKENIZER_KINDS",
+    "MixConfig",
+    "MixedDataset",
     "MixedShards",
-    "MixedSource",
-    "PairSource",
-    "Prepared",
-    "RowSource",
+    "PackedDataset",
+    "RowDataset",
+    "RowTemplate",
     "Rows",
+    "SentencePairDataset",
+    "ShardSet",
     "Shards",
-    "Source",
-    "StreamSource",
+    "StreamDataset",
     "Tokenizer",
     "Vocabulary",
-    "characters",
-    "is_shards",
+    "WordCharIds",
+    "encode_word_chars",
+    "is_shards_folder",
     "load_tokenizer",
     "open_shards",
     "prepare",
     "retrain_tokenizer",
+    "tokenizer_from_words",
     "train_tokenizer",
-    "word_tokenizer",
 ]

@@ -10,34 +10,34 @@ from typing import NamedTuple
 
 import numpy as np
 
-from firth.tokens.kinds import MAX_WORD_LENGTH
+from firth.tokens.builders import MAX_ELMO_WORD_CHARS
 
-BEGIN_SENTENCE, END_SENTENCE, BEGIN_WORD, END_WORD, PADDING = range(256, 261)
-NUM_CHARACTERS = 261
-ROOM = MAX_WORD_LENGTH - 2  # bytes, between the begin and the end of the word
+BOS_CHAR, EOS_CHAR, BOW_CHAR, EOW_CHAR, PAD_CHAR = range(256, 261)
+NUM_CHAR_IDS = 261
+MAX_ELMO_WORD_BYTES = MAX_ELMO_WORD_CHARS - 2  # bytes, between the begin and the end of the word
 
 
-class Characters(NamedTuple):
+class WordCharIds(NamedTuple):
     """The characters of N words, and how many of the words were too long and lost their end."""
 
-    ids: np.ndarray  # (N, 50) int16
-    cut: int
+    char_ids: np.ndarray  # (N, 50) int16
+    num_truncated: int
 
 
-def characters(words: Iterable[str]) -> Characters:
+def encode_word_chars(words: Iterable[str]) -> WordCharIds:
     """Each word between the marks of its begin and its end, and padding behind. A word has room for 48 bytes."""
     spelled = [word.encode() for word in words]
-    length_N = np.array([min(len(word), ROOM) for word in spelled], dtype=np.int64)
-    flat = np.frombuffer(b"".join(word[:ROOM] for word in spelled), np.uint8)
-    ids = np.full((len(spelled), MAX_WORD_LENGTH), PADDING, dtype=np.int16)
-    ids[:, 0] = BEGIN_WORD
-    ids[:, 1:-1][np.arange(ROOM) < length_N[:, None]] = flat
-    ids[np.arange(len(spelled)), length_N + 1] = END_WORD
-    return Characters(ids, sum(len(word) > ROOM for word in spelled))
+    length_N = np.array([min(len(word), MAX_ELMO_WORD_BYTES) for word in spelled], dtype=np.int64)
+    flat = np.frombuffer(b"".join(word[:MAX_ELMO_WORD_BYTES] for word in spelled), np.uint8)
+    ids = np.full((len(spelled), MAX_ELMO_WORD_CHARS), PAD_CHAR, dtype=np.int16)
+    ids[:, 0] = BOW_CHAR
+    ids[:, 1:-1][np.arange(MAX_ELMO_WORD_BYTES) < length_N[:, None]] = flat
+    ids[np.arange(len(spelled)), length_N + 1] = EOW_CHAR
+    return WordCharIds(ids, sum(len(word) > MAX_ELMO_WORD_BYTES for word in spelled))
 
 
-def edge(mark: int) -> np.ndarray:
+def sentence_boundary_chars(boundary_char: int) -> np.ndarray:
     """(50,): the begin or the end of a sentence (BEGIN_SENTENCE, END_SENTENCE), as if it were a word."""
-    ids = np.full(MAX_WORD_LENGTH, PADDING, dtype=np.int16)
-    ids[:3] = BEGIN_WORD, mark, END_WORD
+    ids = np.full(MAX_ELMO_WORD_CHARS, PAD_CHAR, dtype=np.int16)
+    ids[:3] = BOW_CHAR, boundary_char, EOW_CHAR
     return ids

@@ -13,30 +13,34 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from firth.console import progress
-from firth.text import Document, fingerprint
-from firth.text.bounded import BoundedCounts
-from firth.text.corpus import position_of
-from firth.text.near import NearDuplicates
-from firth.text.scripts import script_of, words_of
+from firth.core.console import progress
+from firth.text import Document, text_fingerprint
+from firth.text.bounded_counts import BoundedCounts
+from firth.text.corpus import corpus_bytes_read
+from firth.text.minhash import MinHashIndex
+from firth.text.scripts import detect_script, get_document_words
 
-MAX_WORDS, MAX_DOCUMENTS, MAX_LINES = 1_000_000, 500_000, 300_000  # different ones that are kept
-NEAR_DOCUMENTS = 200_000  # different ones, the first, among which near duplicates are looked for
-NEAR_MEMORY = 2**27  # bytes
-SAMPLE = 2_000_000  # characters that tokenizers are compared on
-SAMPLE_DOCUMENT = 100_000  # characters of a document that go to the sample
-BATCH = 1 << 20  # characters
-LONG_WORD = 40
-KEPT = 100  # characters of a word, or of a line, that are kept
-SHOWN = 10  # of a list
-WINDOW = 1000  # words over which the standardised type/token ratio is taken
-COMMON_LINE = 5  # documents from which on a line is taken for boilerplate
-LETTERS = 0.5  # a document with a smaller share of letters is hardly text
-QUANTILES = {"p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
-CODE_POINTS = 0x110000
+MAX_DISTINCT_WORDS, MAX_DISTINCT_DOCUMENTS, MAX_DISTINCT_LINES = (
+    1_000_000,
+    500_000,
+    300_000,
+)  # different ones that are kept
+MAX_NEAR_DOCUMENTS = 200_000  # different ones, the first, among which near duplicates are looked for
+NEAR_DEDUP_BYTES = 2**27  # bytes
+SAMPLE_CHARS = 2_000_000  # characters that tokenizers are compared on
+SAMPLE_DOCUMENT_CHARS = 100_000  # characters of a document that go to the sample
+BATCH_CHARS = 1 << 20  # characters
+LONG_WORD_CHARS = 40
+EXCERPT_CHARS = 100  # characters of a word, or of a line, that are kept
+MAX_LISTED_DOCUMENTS = 10  # of a list
+TYPE_TOKEN_WINDOW_WORDS = 1000  # words over which the standardised type/token ratio is taken
+MIN_BOILERPLATE_DOCUMENTS = 5  # documents from which on a line is taken for boilerplate
+MIN_LETTER_SHARE = 0.5  # a document with a smaller share of letters is hardly text
+LENGTH_QUANTILES = {"p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
+NUM_CODE_POINTS = 0x110000
 
 
-class Suspicion(NamedTuple):
+class SuspiciousPattern(NamedTuple):
     """A pattern that clean text has not, and what it usually comes from."""
 
     name: str
@@ -46,29 +50,33 @@ class Suspicion(NamedTuple):
 
 # All begin with what is rare, so that clean text is passed over quickly.
 # UTF-8 that was read as Latin-1 or Windows-1252: the first byte of a character of two to four, then the others.
-REST = "[\u0080-\u00bf€ƒˆ†‡•…‰‹›™ŒœŠšŽž˜]"
-SUSPICIONS = [
-    Suspicion(
+MOJIBAKE_CONTINUATION = "[\u0080-\u00bf€ƒˆ†‡•…‰‹›™ŒœŠšŽž˜]"
+SUSPICIOUS_PATTERNS = [
+    SuspiciousPattern(
         "control characters",
         re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f]"),
         "bytes that are no text: binary data, or a wrong encoding",
     ),
-    Suspicion("replacement characters", re.compile("\ufffd"), "something was decoded wrongly before, and is lost"),
-    Suspicion(
+    SuspiciousPattern(
+        "replacement characters", re.compile("\ufffd"), "something was decoded wrongly before, and is lost"
+    ),
+    SuspiciousPattern(
         "mojibake",
         re.compile(
             "[ÂÃÐÑâàáãïð](?:(?<=[ÂÃÐÑ])[\u0080-\u00bf]|"
-            f"(?<=[ÃÐÑ]){REST}|(?<=[âàáã]){REST}[{REST[1:-1]}“”]|(?<=ï)»¿|(?<=ð)Ÿ{REST})"
+            f"(?<=[ÃÐÑ]){MOJIBAKE_CONTINUATION}|(?<=[âàáã]){MOJIBAKE_CONTINUATION}[{MOJIBAKE_CONTINUATION[1:-1]}“”]|(?<=ï)»¿|(?<=ð)Ÿ{MOJIBAKE_CONTINUATION})"
         ),
         "UTF-8 that was read as Latin-1 (é became Ã©): read the original again with the right --encoding",
     ),
-    Suspicion(
+    SuspiciousPattern(
         "invisible characters",
         re.compile("[\u00ad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff]"),
         "soft hyphens, zero-width spaces, marks of direction: they split words in ways that nobody sees",
     ),
-    Suspicion("private characters", re.compile("[\ue000-\uf8ff]"), "mean something in one font only, as in PDFs"),
-    Suspicion(
+    SuspiciousPattern(
+        "private characters", re.compile("[\ue000-\uf8ff]"), "mean something in one font only, as in PDFs"
+    ),
+    SuspiciousPattern(
         "HTML",
         re.compile(
             r"[&<](?:(?<=&)(?:amp|lt|gt|quot|nbsp|#\d+);|"
@@ -76,20 +84,26 @@ SUSPICIONS = [
         ),
         "tags and entities of web pages: take the text out of them first",
     ),
-    Suspicion("web addresses", re.compile(r"(?:https?://|www\.)[^\s<>\"]+"), "long, rare strings that teach little"),
-    Suspicion(
+    SuspiciousPattern(
+        "web addresses", re.compile(r"(?:https?://|www\.)[^\s<>\"]+"), "long, rare strings that teach little"
+    ),
+    SuspiciousPattern(
         "e-mail addresses",
         re.compile(r"@(?<=[\w.+-]@)[\w-]{1,63}(?:\.[\w-]{2,63}){1,4}"),
         "personal data: a model can learn them by heart",
     ),
-    Suspicion(
+    SuspiciousPattern(
         "words cut at a line end", re.compile(r"-\n(?<=[^\W\d_]-\n)[^\W\d_]"), "as in scanned pages: join them first"
     ),
-    Suspicion("very long words", re.compile(rf"\b\w{{{LONG_WORD + 1},}}"), f"over {LONG_WORD} letters: keys, codes"),
+    SuspiciousPattern(
+        "very long words",
+        re.compile(rf"\b\w{{{LONG_WORD_CHARS + 1},}}"),
+        f"over {LONG_WORD_CHARS} letters: keys, codes",
+    ),
 ]
 
 
-class Seen(NamedTuple):
+class ListedDocument(NamedTuple):
     """A document in a list of the longest or the emptiest."""
 
     words: int
@@ -97,18 +111,18 @@ class Seen(NamedTuple):
     source: str
     text: str
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return self._asdict()
 
 
-class Sampled(NamedTuple):
+class SampledDocument(NamedTuple):
     """A document of the sample: its beginning, and how many characters all of it has."""
 
     document: Document
     characters: int
 
 
-class Lengths:
+class LengthHistogram:
     """How long things are, in bounded memory: lengths over a thousand are kept to three digits.
 
     >>> lengths = Lengths()
@@ -119,32 +133,36 @@ class Lengths:
 
     def __init__(self) -> None:
         self.counts: Counter[int] = Counter()
-        self.number = self.sum = self.largest = 0
+        self.count = self.total = self.largest = 0
 
     def add(self, lengths: Sequence[int]) -> None:
-        self.counts.update(map(three_digits, lengths))
-        self.number += len(lengths)
-        self.sum += sum(lengths)
+        self.counts.update(map(truncate_to_three_digits, lengths))
+        self.count += len(lengths)
+        self.total += sum(lengths)
         self.largest = max(self.largest, *lengths, 0)
 
     @property
     def mean(self) -> float:
-        return self.sum / max(self.number, 1)
+        return self.total / max(self.count, 1)
 
     def quantile(self, share: float) -> int:
         """The smallest length that this share of all things does not exceed."""
-        left = share * self.number
+        left = share * self.count
         for length in sorted(self.counts):
             left -= self.counts[length]
             if left <= 0:
                 return length
         return 0
 
-    def plain(self) -> dict[str, float]:
-        return {"mean": self.mean, **{n: self.quantile(q) for n, q in QUANTILES.items()}, "largest": self.largest}
+    def to_dict(self) -> dict[str, float]:
+        return {
+            "mean": self.mean,
+            **{n: self.quantile(q) for n, q in LENGTH_QUANTILES.items()},
+            "largest": self.largest,
+        }
 
 
-def three_digits(n: int) -> int:
+def truncate_to_three_digits(n: int) -> int:
     """
     >>> three_digits(987), three_digits(12345)
     (987, 12300)
@@ -170,191 +188,203 @@ class Finding:
             self.examples.append({"text": text, "source": source})
 
 
-class Sample:
-    """Different documents of at most `budget` characters together: those with the smallest fingerprints.
+class DocumentSample:
+    """Different documents of at most `max_characters` characters together: those with the smallest fingerprints.
 
     So it is everything while everything fits, and then as fair a choice as a lottery, the same in every run.
     """
 
-    def __init__(self, budget: int) -> None:
-        self.budget, self.characters = budget, 0
-        self.documents: dict[bytes, Sampled] = {}
-        self.largest: list[tuple[int, bytes]] = []  # a heap, the largest fingerprint first
-        self.bound = -(1 << 128)  # a larger fingerprint was dropped already
+    def __init__(self, max_characters: int) -> None:
+        self.max_characters, self.characters = max_characters, 0
+        self.documents: dict[bytes, SampledDocument] = {}
+        self.fingerprint_heap: list[tuple[int, bytes]] = []  # a heap, the largest fingerprint first
+        self.cutoff = -(1 << 128)  # a larger fingerprint was dropped already
 
-    def add(self, mark: bytes, document: Document) -> None:
-        place = -int.from_bytes(mark, "big")
-        if mark in self.documents or place < self.bound:
+    def add(self, text_fingerprint: bytes, document: Document) -> None:
+        place = -int.from_bytes(text_fingerprint, "big")
+        if text_fingerprint in self.documents or place < self.cutoff:
             return
-        self.documents[mark] = Sampled(beginning(document), sum(map(len, document.sides)))
-        self.characters += len(self.documents[mark].document.text)
-        heappush(self.largest, (place, mark))
-        while self.characters > self.budget and len(self.documents) > 1:
-            self.bound, last = heappop(self.largest)
+        self.documents[text_fingerprint] = SampledDocument(truncate_document(document), sum(map(len, document.texts)))
+        self.characters += len(self.documents[text_fingerprint].document.text)
+        heappush(self.fingerprint_heap, (place, text_fingerprint))
+        while self.characters > self.max_characters and len(self.documents) > 1:
+            self.cutoff, last = heappop(self.fingerprint_heap)
             self.characters -= len(self.documents.pop(last).document.text)
 
 
-def beginning(document: Document) -> Document:
+def truncate_document(document: Document) -> Document:
     """A document as one text, cut if it is long."""
-    text = "\n".join(document.sides)[:SAMPLE_DOCUMENT]
+    text = "\n".join(document.texts)[:SAMPLE_DOCUMENT_CHARS]
     starts = document.word_starts
     return Document(text, document.source, starts and tuple(s for s in starts if s < len(text)))
 
 
-class Checkup:
-    """Reads documents and counts. `facts` is what was found; `sample` is for the comparison of tokenizers."""
+class CorpusCheckup:
+    """Reads documents and counts. `facts` is what was found; `sample_characters` is for the comparison of tokenizers."""
 
-    def __init__(self, sample: int = SAMPLE) -> None:
-        self.words: BoundedCounts[str] = BoundedCounts(MAX_WORDS)
-        self.documents: BoundedCounts[bytes] = BoundedCounts(MAX_DOCUMENTS)
-        self.lines: BoundedCounts[str] = BoundedCounts(MAX_LINES)
-        self.code_points = np.zeros(CODE_POINTS, dtype=np.int64)
-        self.document_words, self.line_characters = Lengths(), Lengths()
-        self.characters = self.bytes = self.blank_lines = self.paragraphs = 0
-        self.longest: list[Seen] = []
-        self.emptiest: list[Seen] = []
+    def __init__(self, sample_characters: int = SAMPLE_CHARS) -> None:
+        self.word_counts: BoundedCounts[str] = BoundedCounts(MAX_DISTINCT_WORDS)
+        self.document_counts: BoundedCounts[bytes] = BoundedCounts(MAX_DISTINCT_DOCUMENTS)
+        self.line_counts: BoundedCounts[str] = BoundedCounts(MAX_DISTINCT_LINES)
+        self.code_point_counts = np.zeros(NUM_CODE_POINTS, dtype=np.int64)
+        self.document_words, self.line_characters = LengthHistogram(), LengthHistogram()
+        self.num_characters = self.num_bytes = self.num_blank_lines = self.num_paragraphs = 0
+        self.longest_documents: list[ListedDocument] = []
+        self.emptiest_documents: list[ListedDocument] = []
         self.long_words: dict[str, str] = {}
-        self.findings = {suspicion.name: Finding() for suspicion in SUSPICIONS}
+        self.findings = {suspicion.name: Finding() for suspicion in SUSPICIOUS_PATTERNS}
         self.findings |= {"not normalised": Finding(), "hardly text": Finding()}
-        self.windows, self.window_types = 0, 0  # how many windows of words were full, and their types together
-        self.window: deque[str] = deque()
-        self.growth: list[tuple[int, int]] = []
-        self.near, self.near_documents = NearDuplicates(max_memory=NEAR_MEMORY), 0
+        self.num_windows, self.window_types = 0, 0  # how many windows of words were full, and their types together
+        self.window_words: deque[str] = deque()
+        self.vocabulary_growth: list[tuple[int, int]] = []
+        self.near_dedup, self.num_near_documents = MinHashIndex(max_bytes=NEAR_DEDUP_BYTES), 0
         self.near_examples: list[dict[str, str]] = []
-        self.sample = Sample(sample)
+        self.sample = DocumentSample(sample_characters)
 
-    def read(self, batch: Sequence[Document]) -> None:
+    def add_documents(self, batch: Sequence[Document]) -> None:
         """Count a group of documents; what concerns characters alone is done for all of them at once."""
-        texts = ["\n".join(document.sides) for document in batch]
+        texts = ["\n".join(document.texts) for document in batch]
         together = "".join(texts)
-        self.characters += len(together)
-        self.bytes += len(together.encode("utf-8", "surrogatepass"))
+        self.num_characters += len(together)
+        self.num_bytes += len(together.encode("utf-8", "surrogatepass"))
         points = np.frombuffer(together.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
         found = np.bincount(points)
-        self.code_points[: len(found)] += found
+        self.code_point_counts[: len(found)] += found
         for document, text in zip(batch, texts, strict=True):
-            self._read_words(document, text)
-            self._read_lines(text)
-        self._suspect(batch, texts)
+            self._count_words(document, text)
+            self._count_lines(text)
+        self._find_suspicious(batch, texts)
 
-    def _read_words(self, document: Document, text: str) -> None:
-        words = words_of(document)
+    def _count_words(self, document: Document, text: str) -> None:
+        words = get_document_words(document)
         self.document_words.add([len(words)])
-        seen = Seen(len(words), len(text), document.source, short(text))
-        self.longest = nlargest(SHOWN, [*self.longest, seen], key=lambda s: (s.characters, s.words))
-        self.emptiest = nlargest(SHOWN, [*self.emptiest, seen], key=lambda s: (-s.words, -s.characters))
+        seen = ListedDocument(len(words), len(text), document.source, make_excerpt(text))
+        self.longest_documents = nlargest(
+            MAX_LISTED_DOCUMENTS, [*self.longest_documents, seen], key=lambda s: (s.characters, s.words)
+        )
+        self.emptiest_documents = nlargest(
+            MAX_LISTED_DOCUMENTS, [*self.emptiest_documents, seen], key=lambda s: (-s.words, -s.characters)
+        )
         for word in words:
-            if len(word) > LONG_WORD:
-                self.long_words.setdefault(short(word), document.source)
-        if len(self.long_words) > SHOWN:
-            kept = sorted(self.long_words, key=len, reverse=True)[:SHOWN]
+            if len(word) > LONG_WORD_CHARS:
+                self.long_words.setdefault(make_excerpt(word), document.source)
+        if len(self.long_words) > MAX_LISTED_DOCUMENTS:
+            kept = sorted(self.long_words, key=len, reverse=True)[:MAX_LISTED_DOCUMENTS]
             self.long_words = {word: self.long_words[word] for word in kept}
-        words = [word if len(word) <= KEPT else short(word) for word in words]
-        self.words.add(words)
-        self._standard_ratio(words)
-        if not self.growth or self.words.total >= 1.15 * self.growth[-1][0]:
-            self._grow()
-        mark = fingerprint(text)
-        self.documents.add([mark])
+        words = [word if len(word) <= EXCERPT_CHARS else make_excerpt(word) for word in words]
+        self.word_counts.add(words)
+        self._update_type_token_ratio(words)
+        if not self.vocabulary_growth or self.word_counts.total >= 1.15 * self.vocabulary_growth[-1][0]:
+            self._record_growth()
+        mark = text_fingerprint(text)
+        self.document_counts.add([mark])
         self.sample.add(mark, document)
-        if self.documents.counts[mark] == 1 and self.near_documents < NEAR_DOCUMENTS:
-            self.near_documents += 1
-            if self.near.seen(text):
-                self.near_examples.append({"text": short(text), "source": document.source})
-                del self.near_examples[SHOWN:]
+        if self.document_counts.counts[mark] == 1 and self.num_near_documents < MAX_NEAR_DOCUMENTS:
+            self.num_near_documents += 1
+            if self.near_dedup.check_and_add(text):
+                self.near_examples.append({"text": make_excerpt(text), "source": document.source})
+                del self.near_examples[MAX_LISTED_DOCUMENTS:]
 
-    def _grow(self) -> None:
-        if self.words.total and (not self.growth or self.growth[-1][0] < self.words.total):
-            self.growth.append((self.words.total, self.words.distinct()))
+    def _record_growth(self) -> None:
+        if self.word_counts.total and (
+            not self.vocabulary_growth or self.vocabulary_growth[-1][0] < self.word_counts.total
+        ):
+            self.vocabulary_growth.append((self.word_counts.total, self.word_counts.num_distinct()))
 
-    def _standard_ratio(self, words: list[str]) -> None:
-        self.window.extend(words)
-        while len(self.window) >= WINDOW:
-            self.windows += 1
-            self.window_types += len({self.window.popleft() for _ in range(WINDOW)})
+    def _update_type_token_ratio(self, words: list[str]) -> None:
+        self.window_words.extend(words)
+        while len(self.window_words) >= TYPE_TOKEN_WINDOW_WORDS:
+            self.num_windows += 1
+            self.window_types += len({self.window_words.popleft() for _ in range(TYPE_TOKEN_WINDOW_WORDS)})
 
-    def _read_lines(self, text: str) -> None:
+    def _count_lines(self, text: str) -> None:
         lines = text.split("\n")
         self.line_characters.add([len(line) for line in lines])
         filled = [line.strip() for line in lines]
-        self.blank_lines += filled.count("")
-        self.paragraphs += sum(bool(line) and not before for before, line in zip(["", *filled], filled, strict=False))
+        self.num_blank_lines += filled.count("")
+        self.num_paragraphs += sum(
+            bool(line) and not before for before, line in zip(["", *filled], filled, strict=False)
+        )
         if len(lines) > 1:  # a line that is a document is a duplicate, not boilerplate
-            self.lines.add({line for line in filled if 10 <= len(line) <= KEPT})
+            self.line_counts.add({line for line in filled if 10 <= len(line) <= EXCERPT_CHARS})
 
-    def _suspect(self, batch: Sequence[Document], texts: Sequence[str]) -> None:
+    def _find_suspicious(self, batch: Sequence[Document], texts: Sequence[str]) -> None:
         """Look for suspicious things in all texts at once, and only where one is found in each of them."""
         together = "\n\n".join(texts)
-        there = [suspicion for suspicion in SUSPICIONS if suspicion.pattern.search(together)]
+        there = [suspicion for suspicion in SUSPICIOUS_PATTERNS if suspicion.pattern.search(together)]
         normal = unicodedata.is_normalized("NFC", together)
         for document, text in zip(batch, texts, strict=True):
             for name, pattern, _ in there:
                 if matches := [match.span() for match in pattern.finditer(text)]:
-                    self.findings[name].add(len(matches), around(text, *matches[0]), document.source)
+                    self.findings[name].add(len(matches), excerpt_around(text, *matches[0]), document.source)
             if not normal and not unicodedata.is_normalized("NFC", text):
-                self.findings["not normalised"].add(1, short(text), document.source)
-            if sum(map(str.isalpha, text[:KEPT])) < LETTERS * len(text[:KEPT]) and mostly_other(text):
-                self.findings["hardly text"].add(1, short(text), document.source)
+                self.findings["not normalised"].add(1, make_excerpt(text), document.source)
+            if sum(map(str.isalpha, text[:EXCERPT_CHARS])) < MIN_LETTER_SHARE * len(
+                text[:EXCERPT_CHARS]
+            ) and is_mostly_non_letters(text):
+                self.findings["hardly text"].add(1, make_excerpt(text), document.source)
 
     # What was found
 
     def facts(self) -> dict[str, Any]:
         """Every number, under names that scripts can rely on."""
-        self._grow()
-        counts, weights = self.words.spectrum()
-        types, documents = self.words.distinct(), self.documents
-        duplicates, times = repeats(documents), self.document_words.number
+        self._record_growth()
+        counts, weights = self.word_counts.frequency_spectrum()
+        types, documents = self.word_counts.num_distinct(), self.document_counts
+        duplicates, times = count_repeats(documents), self.document_words.count
         return {
             "documents": times,
-            "words": self.words.total,
-            "characters": self.characters,
-            "bytes": self.bytes,
-            "lines": self.line_characters.number,
-            "blank_lines": self.blank_lines,
-            "paragraphs": self.paragraphs,
-            "document_words": self.document_words.plain(),
-            "line_characters": self.line_characters.plain(),
+            "words": self.word_counts.total,
+            "characters": self.num_characters,
+            "bytes": self.num_bytes,
+            "lines": self.line_characters.count,
+            "blank_lines": self.num_blank_lines,
+            "paragraphs": self.num_paragraphs,
+            "document_words": self.document_words.to_dict(),
+            "line_characters": self.line_characters.to_dict(),
             "scripts": self.scripts(),
-            "different_characters": int((self.code_points > 0).sum()),
+            "different_characters": int((self.code_point_counts > 0).sum()),
             "types": types,
             "once": int(weights[counts == 1].sum()),
-            "type_token_ratio": types / max(self.words.total, 1),
-            "type_token_ratio_1000": self.window_types / (WINDOW * self.windows) if self.windows else None,
-            "entropy": entropy(counts, weights),
-            "character_entropy": entropy(self.code_points[self.code_points > 0]),
-            "frequent": [{"word": w, "count": n} for w, n in self.words.most_common(30)],
-            "zipf": zipf(counts, weights),
-            "heaps": heaps(self.growth),
+            "type_token_ratio": types / max(self.word_counts.total, 1),
+            "type_token_ratio_1000": self.window_types / (TYPE_TOKEN_WINDOW_WORDS * self.num_windows)
+            if self.num_windows
+            else None,
+            "entropy": entropy_bits(counts, weights),
+            "character_entropy": entropy_bits(self.code_point_counts[self.code_point_counts > 0]),
+            "frequent": [{"word": w, "count": n} for w, n in self.word_counts.most_common(30)],
+            "zipf": fit_zipf(counts, weights),
+            "heaps": fit_heaps(self.vocabulary_growth),
             "duplicates": duplicates,
             "duplicate_share": duplicates / max(times, 1),
             "near_duplicates": {
-                "documents": self.near.duplicates,
-                "share": self.near.duplicates / max(self.near_documents, 1),
-                "of": self.near_documents,
+                "documents": self.near_dedup.num_duplicates,
+                "share": self.near_dedup.num_duplicates / max(self.num_near_documents, 1),
+                "of": self.num_near_documents,
                 "examples": self.near_examples,
             },
-            "longest": [seen.plain() for seen in self.longest],
-            "emptiest": [seen.plain() for seen in self.emptiest],
+            "longest": [seen.to_dict() for seen in self.longest_documents],
+            "emptiest": [seen.to_dict() for seen in self.emptiest_documents],
             "suspicious": self.suspicious(),
             "long_words": [{"word": word, "source": source} for word, source in self.long_words.items()],
             "repeated_lines": self.repeated_lines(),
-            "words_are_exact": self.words.is_exact,
+            "words_are_exact": self.word_counts.is_exact,
             "duplicates_are_exact": documents.is_exact,
         }
 
     def scripts(self) -> dict[str, float]:
         """Of the letters, the share of each script."""
         found: Counter[str] = Counter()
-        for point in np.flatnonzero(self.code_points):
-            if script := script_of(chr(point)):
-                found[script] += int(self.code_points[point])
+        for point in np.flatnonzero(self.code_point_counts):
+            if script := detect_script(chr(point)):
+                found[script] += int(self.code_point_counts[point])
         return {script: n / found.total() for script, n in found.most_common()}
 
     def suspicious(self) -> list[dict[str, Any]]:
         """Those of the suspicious things that are there."""
-        meanings = {s.name: s.meaning for s in SUSPICIONS} | {
+        meanings = {s.name: s.meaning for s in SUSPICIOUS_PATTERNS} | {
             "not normalised": "letters and accents apart (not NFC): the same word in two spellings",
-            "hardly text": f"documents in which fewer than {LETTERS:.0%} of the characters are letters",
+            "hardly text": f"documents in which fewer than {MIN_LETTER_SHARE:.0%} of the characters are letters",
         }
         return [
             {"name": name, "meaning": meanings[name], **vars(finding)}
@@ -363,72 +393,76 @@ class Checkup:
         ]
 
     def repeated_lines(self) -> list[dict[str, Any]]:
-        least = max(COMMON_LINE, self.document_words.number // 1000)
-        return [{"line": line, "documents": n} for line, n in self.lines.most_common(SHOWN) if n >= least]
+        least = max(MIN_BOILERPLATE_DOCUMENTS, self.document_words.count // 1000)
+        return [
+            {"line": line, "documents": n}
+            for line, n in self.line_counts.most_common(MAX_LISTED_DOCUMENTS)
+            if n >= least
+        ]
 
 
-def checkup(
+def check_documents(
     documents: Iterable[Document],
     total_bytes: int | None = None,
-    sample: int = SAMPLE,
-    look: Callable[[Document], None] | None = None,
-) -> Checkup:
-    """Read all documents, with a progress line; `look` sees each of them as well."""
-    found = Checkup(sample)
-    for batch in batches(documents, total_bytes):
-        found.read(batch)
-        if look is not None:
+    sample_characters: int = SAMPLE_CHARS,
+    on_document: Callable[[Document], None] | None = None,
+) -> CorpusCheckup:
+    """Read all documents, with a progress line; `on_document` sees each of them as well."""
+    found = CorpusCheckup(sample_characters)
+    for batch in batch_documents(documents, total_bytes):
+        found.add_documents(batch)
+        if on_document is not None:
             for document in batch:
-                look(document)
+                on_document(document)
     return found
 
 
-def batches(documents: Iterable[Document], total_bytes: int | None) -> Iterator[list[Document]]:
+def batch_documents(documents: Iterable[Document], total_bytes: int | None) -> Iterator[list[Document]]:
     """Documents in groups of about a million characters, with a progress line."""
-    known = total_bytes is not None and position_of(documents) is not None
+    known = total_bytes is not None and corpus_bytes_read(documents) is not None
     with progress("reading", "bytes" if known else "documents", total_bytes if known else None) as p:
         batch: list[Document] = []
         characters = 0
         for document in documents:
             batch.append(document)
-            characters += sum(map(len, document.sides))
-            if characters >= BATCH:
+            characters += sum(map(len, document.texts))
+            if characters >= BATCH_CHARS:
                 yield batch
-                p.advance((position_of(documents) or 0) - p.done if known else len(batch))
+                p.advance((corpus_bytes_read(documents) or 0) - p.done if known else len(batch))
                 batch, characters = [], 0
         if batch:
             yield batch
 
 
-def short(text: str) -> str:
+def make_excerpt(text: str) -> str:
     """The beginning of a text on one line.
 
     >>> short("one\\n  two"), len(short("x" * 1000))
     ('one two', 100)
     """
-    line = " ".join(text[: 2 * KEPT].split())
-    return line if len(line) <= KEPT and len(text) <= 2 * KEPT else line[: KEPT - 1] + "…"
+    line = " ".join(text[: 2 * EXCERPT_CHARS].split())
+    return line if len(line) <= EXCERPT_CHARS and len(text) <= 2 * EXCERPT_CHARS else line[: EXCERPT_CHARS - 1] + "…"
 
 
-def around(text: str, start: int, end: int) -> str:
+def excerpt_around(text: str, start: int, end: int) -> str:
     """A place in a text with its neighbourhood."""
-    return short(text[max(start - 20, 0) : min(end, start + 60) + 20])
+    return make_excerpt(text[max(start - 20, 0) : min(end, start + 60) + 20])
 
 
-def mostly_other(text: str) -> bool:
+def is_mostly_non_letters(text: str) -> bool:
     """Whether letters and their marks are the smaller part of what is not space."""
     visible = "".join(text.split())
     letters = sum(unicodedata.category(c)[0] in "LM" for c in visible)
-    return letters < LETTERS * len(visible)
+    return letters < MIN_LETTER_SHARE * len(visible)
 
 
-def repeats(counts: BoundedCounts[bytes]) -> int:
+def count_repeats(counts: BoundedCounts[bytes]) -> int:
     """How many came that had been there before."""
-    numbers, weights = counts.spectrum()
+    numbers, weights = counts.frequency_spectrum()
     return int(((numbers - 1) * weights).sum())
 
 
-def entropy(counts: np.ndarray, weights: np.ndarray | None = None) -> float:
+def entropy_bits(counts: np.ndarray, weights: np.ndarray | None = None) -> float:
     """In bits: how much one of these things, drawn as often as it was counted, tells.
 
     >>> entropy(np.array([2, 1, 1]))
@@ -442,7 +476,7 @@ def entropy(counts: np.ndarray, weights: np.ndarray | None = None) -> float:
     return max(float(-(weights * share * np.log2(share)).sum()), 0.0)
 
 
-def zipf(counts: np.ndarray, weights: np.ndarray) -> dict[str, Any]:
+def fit_zipf(counts: np.ndarray, weights: np.ndarray) -> dict[str, Any]:
     """How fast counts fall with rank: count ~ rank ** -exponent, fitted where the law is known to hold.
 
     The most frequent ten words are left out, and those seen fewer than five times, which stand in steps. Points are
@@ -454,7 +488,7 @@ def zipf(counts: np.ndarray, weights: np.ndarray) -> dict[str, Any]:
     ranks = np.unique(np.geomspace(1, last[-1], 120).astype(np.int64))
     heights = counts[np.searchsorted(last, ranks)]
     used = (ranks >= 10) & (heights >= 5)
-    line = fit(ranks[used], heights[used])
+    line = fit_power_law(ranks[used], heights[used])
     return {
         "exponent": -line[0] if line else None,
         "factor": line[1] if line else None,
@@ -464,10 +498,10 @@ def zipf(counts: np.ndarray, weights: np.ndarray) -> dict[str, Any]:
     }
 
 
-def heaps(growth: Sequence[tuple[int, int]]) -> dict[str, Any]:
+def fit_heaps(growth: Sequence[tuple[int, int]]) -> dict[str, Any]:
     """How the number of different words grows with the text: types ~ factor * words ** exponent."""
     points = np.array([(n, types) for n, types in growth if n >= 1000], dtype=np.int64).reshape(-1, 2)
-    line = fit(points[:, 0], points[:, 1])
+    line = fit_power_law(points[:, 0], points[:, 1])
     return {
         "exponent": line[0] if line else None,
         "factor": line[1] if line else None,
@@ -475,7 +509,7 @@ def heaps(growth: Sequence[tuple[int, int]]) -> dict[str, Any]:
     }
 
 
-def fit(x: np.ndarray, y: np.ndarray) -> tuple[float, float] | None:
+def fit_power_law(x: np.ndarray, y: np.ndarray) -> tuple[float, float] | None:
     """A power law through some points: exponent and factor. None where there are too few."""
     if len(x) < 5:
         return None

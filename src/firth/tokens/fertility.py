@@ -12,26 +12,26 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Encoding
 
-from firth.console import progress
-from firth.errors import UserError
-from firth.text import Document, held_out
-from firth.text.scripts import word_spans
-from firth.tokens.checkup import Sampled
+from firth.core.console import progress
+from firth.core.errors import UserError
+from firth.text import Document, is_held_out
+from firth.text.scripts import find_word_spans
+from firth.tokens.checkup import SampledDocument
 from firth.tokens.tokenizer import Tokenizer
 from firth.tokens.train import train_tokenizer
 
-MEASURED = 0.2  # of the sample: what no tokenizer was trained on
-LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # of rows
-FRAME = 2  # tokens of a row that are not of the document
-SHOWN = 20  # of a list
-ADDED = 1000  # words that a vocabulary might be extended by
-MARKS = "Ġ▁"  # for a space, at the beginning of a token
-BATCH = 256  # documents
-COMMON = 0.95  # of the vocabulary that should be seen often (Gowda & May 2020)
+MEASURED_SAMPLE_SHARE = 0.2  # of the sample: what no tokenizer was trained on
+ROW_LENGTHS_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # of rows
+TEMPLATE_TOKENS = 2  # tokens of a row that are not of the document
+MAX_LISTED_SPLITS = 20  # of a list
+MAX_ADDED_WORDS = 1000  # words that a vocabulary might be extended by
+SPACE_PREFIX_CHARS = "Ġ▁"  # for a space, at the beginning of a token
+BATCH_DOCUMENTS = 256  # documents
+COMMON_VOCAB_SHARE = 0.95  # of the vocabulary that should be seen often (Gowda & May 2020)
 
 
 @dataclass(frozen=True)
-class Fit:
+class TokenizerFit:
     """How well a tokenizer fits a text. Shares are of words, tokens, characters or documents, as their names say."""
 
     name: str
@@ -58,39 +58,39 @@ class Fit:
     rows: dict[int, float]  # share of the documents that fit in a row of this length
     worst: list[dict[str, Any]]
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-class Parts(NamedTuple):
+class SampleSplit(NamedTuple):
     """A sample in two: what tokenizers are trained on, and what they are measured on."""
 
     train: list[Document]
     measured: list[Document]
-    whole: list[Sampled]
-    apart: bool  # the parts have nothing in common
+    all_documents: list[SampledDocument]
+    is_disjoint: bool  # the parts have nothing in common
 
 
-def divide(sample: Iterable[Sampled]) -> Parts:
+def split_sample(sample: Iterable[SampledDocument]) -> SampleSplit:
     """Measure on a fifth of the documents that is not trained on; on all where that would leave one part empty."""
     whole = list(sample)
-    measured = [d.document for d in whole if held_out(d.document.text, MEASURED)]
-    train = [d.document for d in whole if not held_out(d.document.text, MEASURED)]
+    measured = [d.document for d in whole if is_held_out(d.document.text, MEASURED_SAMPLE_SHARE)]
+    train = [d.document for d in whole if not is_held_out(d.document.text, MEASURED_SAMPLE_SHARE)]
     if measured and train:
-        return Parts(train, measured, whole, apart=True)
+        return SampleSplit(train, measured, whole, is_disjoint=True)
     everything = [d.document for d in whole]
-    return Parts(everything, everything, whole, apart=False)
+    return SampleSplit(everything, everything, whole, is_disjoint=False)
 
 
-def train_several(
-    parts: Parts, kinds: Sequence[str], sizes: Sequence[int], lowercase: bool = False
+def train_candidate_tokenizers(
+    sample_split: SampleSplit, kinds: Sequence[str], sizes: Sequence[int], lowercase: bool = False
 ) -> Iterator[Tokenizer | str]:
     """Tokenizers of every kind and size that the text can teach; a sentence for each that it cannot."""
     for kind in kinds:
         largest = 0
         for size in sorted(sizes):
             try:
-                trained = train_tokenizer((d.text for d in parts.train), kind, size, lowercase)
+                trained = train_tokenizer((d.text for d in sample_split.train), kind, size, lowercase)
             except UserError as e:
                 yield f"{kind} with {size:,} tokens: {e}"
                 continue
@@ -99,51 +99,55 @@ def train_several(
                 yield trained
 
 
-def measure(tokenizer: Tokenizer, parts: Parts, scale: float, name: str, given: bool = False) -> Fit:
-    """Count what a tokenizer makes of a sample; the text is `scale` times as large as that."""
-    used_V, lengths = read_all(tokenizer, parts.whole, name)
-    split = Split(tokenizer)
-    with progress(f"measuring {name}", "documents", len(parts.measured)) as p:
-        for start in range(0, len(parts.measured), BATCH):
-            batch = parts.measured[start : start + BATCH]
-            split.read(batch)
+def measure_fit(
+    tokenizer: Tokenizer, sample_split: SampleSplit, text_to_sample_ratio: float, name: str, given: bool = False
+) -> TokenizerFit:
+    """Count what a tokenizer makes of a sample; the text is `text_to_sample_ratio` times as large as that."""
+    used_V, lengths = count_sample_tokens(tokenizer, sample_split.all_documents, name)
+    split = SplitCounter(tokenizer)
+    with progress(f"measuring {name}", "documents", len(sample_split.measured)) as p:
+        for start in range(0, len(sample_split.measured), BATCH_DOCUMENTS):
+            batch = sample_split.measured[start : start + BATCH_DOCUMENTS]
+            split.add_documents(batch)
             p.advance(len(batch))
-    words, tokens = max(split.words.total(), 1), max(split.tokens, 1)
-    return Fit(
+    words, tokens = max(split.word_counts.total(), 1), max(split.num_tokens, 1)
+    return TokenizerFit(
         name=name,
         kind=tokenizer.kind,
         vocab_size=tokenizer.vocab.size,
         given=given,
-        words=split.words.total(),
-        tokens=split.tokens,
-        characters=split.characters,
-        bytes=split.bytes,
-        pieces_per_word=split.pieces.total() / words,
+        words=split.word_counts.total(),
+        tokens=split.num_tokens,
+        characters=split.num_characters,
+        bytes=split.num_bytes,
+        pieces_per_word=split.piece_counts.total() / words,
         words_split=split.num_split / words,
-        bytes_per_token=split.bytes / tokens,
-        characters_per_token=split.characters / tokens,
-        unknown=split.unknown.total() / tokens,
-        unknown_texts=split.unknown.most_common(SHOWN),
-        lost=split.lost.total() / max(split.visible, 1),
-        lost_characters=split.lost.most_common(SHOWN),
-        exact=split.num_exact / max(len(parts.measured), 1),
-        unused=float((used_V[tokenizer.vocab.ordinary] == 0).mean()),
-        times_seen=times_seen(tokenizer, used_V) * scale,
-        saved=sum(sorted(split.costs().values(), reverse=True)[:ADDED]) / tokens,
+        bytes_per_token=split.num_bytes / tokens,
+        characters_per_token=split.num_characters / tokens,
+        unknown=split.unknown_texts.total() / tokens,
+        unknown_texts=split.unknown_texts.most_common(MAX_LISTED_SPLITS),
+        lost=split.lost_characters.total() / max(split.num_visible_characters, 1),
+        lost_characters=split.lost_characters.most_common(MAX_LISTED_SPLITS),
+        exact=split.num_exact / max(len(sample_split.measured), 1),
+        unused=float((used_V[tokenizer.vocab.non_special_ids] == 0).mean()),
+        times_seen=min_frequent_count(tokenizer, used_V) * text_to_sample_ratio,
+        saved=sum(sorted(split.extra_tokens().values(), reverse=True)[:MAX_ADDED_WORDS]) / tokens,
         document_tokens={q: float(np.quantile(lengths, s)) for q, s in (("median", 0.5), ("p90", 0.9), ("p99", 0.99))}
         | {"mean": float(lengths.mean()), "largest": float(lengths.max())},
-        rows={length: float((lengths + FRAME <= length).mean()) for length in LENGTHS},
-        worst=split.worst(),
+        rows={length: float((lengths + TEMPLATE_TOKENS <= length).mean()) for length in ROW_LENGTHS_TOKENS},
+        worst=split.worst_words(),
     )
 
 
-def read_all(tokenizer: Tokenizer, sample: Sequence[Sampled], name: str) -> tuple[np.ndarray, np.ndarray]:
+def count_sample_tokens(
+    tokenizer: Tokenizer, sample: Sequence[SampledDocument], name: str
+) -> tuple[np.ndarray, np.ndarray]:
     """How often each id is used in a sample, and how many tokens its documents have."""
     used_V = np.zeros(tokenizer.vocab.size, dtype=np.int64)
     lengths: list[float] = []
     with progress(f"reading with {name}", "documents", len(sample)) as p:
-        for start in range(0, len(sample), BATCH):
-            batch = sample[start : start + BATCH]
+        for start in range(0, len(sample), BATCH_DOCUMENTS):
+            batch = sample[start : start + BATCH_DOCUMENTS]
             for ids, one in zip(tokenizer.encode_batch([d.document.text for d in batch]), batch, strict=True):
                 used_V += np.bincount(ids, minlength=len(used_V))
                 lengths.append(len(ids) * one.characters / max(len(one.document.text), 1))
@@ -151,101 +155,107 @@ def read_all(tokenizer: Tokenizer, sample: Sequence[Sampled], name: str) -> tupl
     return used_V, np.array(lengths)
 
 
-def times_seen(tokenizer: Tokenizer, used_V: np.ndarray) -> float:
+def min_frequent_count(tokenizer: Tokenizer, count_V: np.ndarray) -> float:
     """How often the rarest piece is used when the rarest 5% are left out, of those that are used at all.
 
     Single characters and bytes are left out too: they are there so that everything can be spelled, however rare.
     """
-    ordinary = set(tokenizer.vocab.ordinary.tolist())
+    ordinary = set(tokenizer.vocab.non_special_ids.tolist())
     tokens = tokenizer.backend.get_vocab().items()
-    learned = [i for token, i in tokens if i in ordinary and len(token.removeprefix("##").lstrip(MARKS)) > 1]
-    used = used_V[learned][used_V[learned] > 0]
-    return float(np.quantile(used, 1 - COMMON, method="lower")) if len(used) else 0.0
+    learned = [
+        i for token, i in tokens if i in ordinary and len(token.removeprefix("##").lstrip(SPACE_PREFIX_CHARS)) > 1
+    ]
+    used = count_V[learned][count_V[learned] > 0]
+    return float(np.quantile(used, 1 - COMMON_VOCAB_SHARE, method="lower")) if len(used) else 0.0
 
 
-class Split:
+class SplitCounter:
     """What becomes of words and characters when a tokenizer reads them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.words: Counter[str] = Counter()
-        self.pieces: Counter[str] = Counter()
-        self.ways: dict[str, str] = {}
-        self.unknown: Counter[str] = Counter()
-        self.lost: Counter[str] = Counter()
-        self.tokens = self.characters = self.bytes = self.visible = self.num_split = self.num_exact = 0
+        self.word_counts: Counter[str] = Counter()
+        self.piece_counts: Counter[str] = Counter()
+        self.split_spellings: dict[str, str] = {}
+        self.unknown_texts: Counter[str] = Counter()
+        self.lost_characters: Counter[str] = Counter()
+        self.num_tokens = self.num_characters = self.num_bytes = self.num_visible_characters = self.num_split = (
+            self.num_exact
+        ) = 0
 
-    def read(self, batch: Sequence[Document]) -> None:
-        encodings = self.tokenizer.encodings([d.text for d in batch])
+    def add_documents(self, batch: Sequence[Document]) -> None:
+        encodings = self.tokenizer.encode_with_offsets([d.text for d in batch])
         for document, encoding in zip(batch, encodings, strict=True):
             text, spans_N2 = document.text, np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-            self.tokens += len(spans_N2)
-            self.characters += len(text)
-            self.bytes += len(text.encode())
-            self._read_words(document, spans_N2)
-            self._read_unknown(text, encoding)
-            self._read_back(text, encoding.ids)
+            self.num_tokens += len(spans_N2)
+            self.num_characters += len(text)
+            self.num_bytes += len(text.encode())
+            self._count_words(document, spans_N2)
+            self._count_unknown(text, encoding)
+            self._check_round_trip(text, encoding.ids)
 
-    def _read_words(self, document: Document, spans_N2: np.ndarray) -> None:
-        spans_W = word_spans(document)
+    def _count_words(self, document: Document, spans_N2: np.ndarray) -> None:
+        spans_W = find_word_spans(document)
         if not spans_W:
             return
-        first_W, last_W = tokens_of(np.array(spans_W), spans_N2)
+        first_W, last_W = word_token_ranges(np.array(spans_W), spans_N2)
         for (start, end), first, last in zip(spans_W, first_W.tolist(), last_W.tolist(), strict=True):
             word = document.text[start:end]
             pieces = max(last - first, 1)
-            self.words[word] += 1
-            self.pieces[word] += pieces
+            self.word_counts[word] += 1
+            self.piece_counts[word] += pieces
             if pieces > 1:
                 self.num_split += 1
-                if word not in self.ways:
+                if word not in self.split_spellings:
                     inside = np.clip(spans_N2[first:last], start, end) - start
-                    self.ways[word] = "·".join(clusters(word, inside))
+                    self.split_spellings[word] = "·".join(piece_strings(word, inside))
 
-    def _read_unknown(self, text: str, encoding: Encoding) -> None:
+    def _count_unknown(self, text: str, encoding: Encoding) -> None:
         unk = self.tokenizer.vocab.unk
         if unk is not None and unk in encoding.ids:
-            self.unknown.update(
+            self.unknown_texts.update(
                 text[start:end] for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True) if i == unk
             )
 
-    def _read_back(self, text: str, ids: Sequence[int]) -> None:
+    def _check_round_trip(self, text: str, ids: Sequence[int]) -> None:
         """What does not come back. Spaces are not counted: they may be kept elsewhere than in the tokens."""
         back = self.tokenizer.decode(ids)
-        self.visible += len("".join(text.split()))
+        self.num_visible_characters += len("".join(text.split()))
         if back == text:
             self.num_exact += 1
         else:
             missing = Counter("".join(text.split()))
             missing.subtract("".join(back.split()))
-            self.lost.update(+missing)
+            self.lost_characters.update(+missing)
 
-    def costs(self) -> dict[str, int]:
+    def extra_tokens(self) -> dict[str, int]:
         """For each word how many tokens would be saved if it were one."""
-        return {word: self.pieces[word] - n for word, n in self.words.items()}
+        return {word: self.piece_counts[word] - n for word, n in self.word_counts.items()}
 
-    def worst(self) -> list[dict[str, Any]]:
+    def worst_words(self) -> list[dict[str, Any]]:
         """The words whose splitting costs most tokens, of those that become three or more, or else two or more.
 
         A word that occurs once tells nothing.
         """
-        costs = self.costs()
+        costs = self.extra_tokens()
         for least in (3, 2):
-            if found := [word for word, n in self.words.items() if n > 1 and self.pieces[word] >= least * n]:
+            if found := [
+                word for word, n in self.word_counts.items() if n > 1 and self.piece_counts[word] >= least * n
+            ]:
                 found.sort(key=lambda word: (-costs[word], word))
                 return [
                     {
                         "word": word,
-                        "count": self.words[word],
-                        "pieces": self.pieces[word] / self.words[word],
-                        "split": self.ways[word],
+                        "count": self.word_counts[word],
+                        "pieces": self.piece_counts[word] / self.word_counts[word],
+                        "split": self.split_spellings[word],
                     }
-                    for word in found[:SHOWN]
+                    for word in found[:MAX_LISTED_SPLITS]
                 ]
         return []
 
 
-def tokens_of(spans_W2: np.ndarray, spans_N2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def word_token_ranges(spans_W2: np.ndarray, spans_N2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """For each word the first token that reaches into it, and the one after the last.
 
     >>> words, tokens = np.array([[0, 3], [4, 9]]), np.array([[0, 3], [3, 6], [6, 9], [9, 10]])
@@ -257,7 +267,7 @@ def tokens_of(spans_W2: np.ndarray, spans_N2: np.ndarray) -> tuple[np.ndarray, n
     return first_W, np.maximum(np.searchsorted(starts_N, spans_W2[:, 1], "left"), first_W)
 
 
-def clusters(word: str, spans: np.ndarray) -> list[str]:
+def piece_strings(word: str, spans: np.ndarray) -> list[str]:
     """The pieces of a word; further bytes of a character that is split itself are shown as a dot.
 
     >>> clusters("aéb", np.array([[0, 1], [1, 2], [1, 2], [2, 3]]))

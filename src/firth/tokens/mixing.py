@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from firth.errors import UserError, nearest
-from firth.tokens.rows import Rows, Source, mix, permute
-from firth.tokens.shards import Prepared, Shards
+from firth.core.errors import UserError, did_you_mean
+from firth.tokens.dataset import RowDataset, Rows, hash_uint64, permute_indices
+from firth.tokens.shards import Shards, ShardSet
 from firth.tokens.tokenizer import Tokenizer
 
-WINDOW = 1000  # rows in which every source has exactly the share that was asked for
+MIX_WINDOW_ROWS = 1000  # rows in which every source has exactly the share that was asked for
 
 
 @dataclass(frozen=True)
-class Mix:
+class MixConfig:
     """How much of each source is read: at most one of these is given. Without, all rows of all sources, once each.
 
     `shares`: what part of the rows is of each source, {"a": 0.7, "b": 0.3}; any weights will do. `temperature`: as
@@ -45,43 +45,43 @@ class Mix:
                         f"mix.{name}: {source}={value:g} must be more than 0. To leave it out, leave it out."
                     )
 
-    def only(self, names: Collection[str]) -> Mix:
+    def restrict_to(self, source_names: Collection[str]) -> MixConfig:
         """The same for some of the sources."""
-        shares, epochs = ({k: v for k, v in given.items() if k in names} for given in (self.shares, self.epochs))
+        shares, epochs = ({k: v for k, v in given.items() if k in source_names} for given in (self.shares, self.epochs))
         return replace(self, shares=shares, epochs=epochs)
 
-    def weights(self, tokens: Mapping[str, int], rows: Mapping[str, int]) -> dict[str, float]:
+    def row_weights(self, num_tokens: Mapping[str, int], num_rows: Mapping[str, int]) -> dict[str, float]:
         """What part of the rows each source has, from the sizes of all."""
         named = self.shares or self.epochs
         for name in named:
-            if name not in tokens:
-                raise UserError(f"The mix speaks of {name!r}, which is no source. {nearest(name, tokens)}")
-        if missing := [name for name in tokens if named and name not in named]:
+            if name not in num_tokens:
+                raise UserError(f"The mix speaks of {name!r}, which is no source. {did_you_mean(name, num_tokens)}")
+        if missing := [name for name in num_tokens if named and name not in named]:
             raise UserError(f"The mix does not say how much of {missing[0]!r} is read.")
         if self.shares:
             weight = dict(self.shares)
         elif self.temperature is not None:
-            weight = {name: size**self.temperature for name, size in tokens.items()}
+            weight = {name: size**self.temperature for name, size in num_tokens.items()}
         else:
-            weight = {name: rows[name] * self.epochs.get(name, 1.0) for name in rows}
+            weight = {name: num_rows[name] * self.epochs.get(name, 1.0) for name in num_rows}
         total = sum(weight.values())
-        return {name: weight[name] / total for name in tokens}
+        return {name: weight[name] / total for name in num_tokens}
 
 
-def slots(weights: Sequence[float], window: int = WINDOW) -> np.ndarray:
+def rows_per_window(weights: Sequence[float], window_rows: int = MIX_WINDOW_ROWS) -> np.ndarray:
     """How many rows of a window are of each source: the shares, rounded so that they add up, and at least one.
 
     >>> slots([0.7, 0.3]).tolist(), slots([1 / 3, 1 / 3, 1 / 3]).tolist(), slots([1.0, 1e-6]).tolist()
     ([700, 300], [334, 333, 333], [999, 1])
     """
-    wanted_S = np.asarray(weights) * window
+    wanted_S = np.asarray(weights) * window_rows
     count_S = np.maximum(np.floor(wanted_S), 1).astype(np.int64)
-    while (left := window - int(count_S.sum())) != 0:
+    while (left := window_rows - int(count_S.sum())) != 0:
         count_S[np.argmax((wanted_S - count_S) * np.sign(left))] += np.sign(left)
     return count_S
 
 
-class Share(NamedTuple):
+class SourceShare(NamedTuple):
     """What a mix has of a source, for the table."""
 
     source: str
@@ -96,77 +96,89 @@ class Share(NamedTuple):
         )
 
 
-class MixedSource(Source):
+class MixedDataset(RowDataset):
     """Rows of several sources. In each window every source has its share of the rows exactly, in random order.
 
-    A window is one epoch of the mix, so that every source is read exactly as often as `Mix.epochs` says; where shares
+    A window is one epoch of the mix, so that every source is read exactly as often as `MixConfig.epochs` says; where shares
     are asked for it is 1,000 rows. Which source row g is of, and which of its rows, is a pure function of the seed and
     g; each source goes through its own epochs in its own order.
     """
 
-    def __init__(self, sources: Mapping[str, Source], spec: Mix, seed: int, shuffle: bool = True) -> None:
-        first = next(iter(sources.values()))
-        self.names, self.sources = list(sources), list(sources.values())
-        self.length, self.frame, self.pad, self.bits = first.length, first.frame, first.pad, first.bits
+    def __init__(
+        self, datasets: Mapping[str, RowDataset], mix_config: MixConfig, seed: int, shuffle: bool = True
+    ) -> None:
+        first = next(iter(datasets.values()))
+        self.source_names, self.datasets = list(datasets), list(datasets.values())
+        self.row_length, self.template, self.pad_id, self.token_bits = (
+            first.row_length,
+            first.template,
+            first.pad_id,
+            first.token_bits,
+        )
         self.seed, self.shuffle = seed, shuffle
-        tokens = {name: source.shards.num_tokens for name, source in sources.items()}
-        rows = {name: source.num_rows for name, source in sources.items()}
-        self.num_rows = round(sum(rows[name] * spec.epochs.get(name, 1.0) for name in rows))
-        self.by_shares = bool(spec.shares) or spec.temperature is not None
-        self.window = WINDOW if self.by_shares else max(self.num_rows, len(rows))
-        self.count_S = slots(list(spec.weights(tokens, rows).values()), self.window)
-        self.edge_S = np.concatenate([[0], np.cumsum(self.count_S)])
+        tokens = {name: source.shards.num_tokens for name, source in datasets.items()}
+        rows = {name: source.num_rows for name, source in datasets.items()}
+        self.num_rows = round(sum(rows[name] * mix_config.epochs.get(name, 1.0) for name in rows))
+        self.is_weighted = bool(mix_config.shares) or mix_config.temperature is not None
+        self.window_rows = MIX_WINDOW_ROWS if self.is_weighted else max(self.num_rows, len(rows))
+        self.rows_per_window_S = rows_per_window(list(mix_config.row_weights(tokens, rows).values()), self.window_rows)
+        self.slot_bounds_S = np.concatenate([[0], np.cumsum(self.rows_per_window_S)])
         self.first_row_S = np.cumsum([0, *rows.values()])
-        filled_S = np.array([source.tokens_used for source in self.sources])
-        self.tokens_used = float((filled_S * self.count_S).sum() / self.window)
+        filled_S = np.array([source.fill_ratio for source in self.datasets])
+        self.fill_ratio = float((filled_S * self.rows_per_window_S).sum() / self.window_rows)
 
-    def rows(self, indices: np.ndarray) -> Rows:
+    def get_rows(self, indices: np.ndarray) -> Rows:
         """The rows at these places of the stream."""
         index_B = np.asarray(indices, dtype=np.int64)
-        source_B, place_B = self.find(index_B)
-        parts = {s: self.sources[s].rows(place_B[source_B == s]) for s in np.unique(source_B).tolist()}
-        found = {name: gather(source_B, {s: getattr(p, name) for s, p in parts.items()}) for name in Rows._fields}
-        assert found["row"] is not None
-        return Rows(**{**found, "index": index_B, "row": found["row"] + self.first_row_S[source_B]})
+        source_B, place_B = self.locate_rows(index_B)
+        parts = {s: self.datasets[s].get_rows(place_B[source_B == s]) for s in np.unique(source_B).tolist()}
+        found = {
+            name: merge_source_arrays(source_B, {s: getattr(p, name) for s, p in parts.items()})
+            for name in Rows._fields
+        }
+        assert found["row_index"] is not None
+        return Rows(**{**found, "stream_index": index_B, "row_index": found["row_index"] + self.first_row_S[source_B]})
 
-    def find(self, index_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate_rows(self, index_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The source that each row of the stream is of, and its place in the stream of that source."""
-        window_B, place_B = np.divmod(index_B, self.window)
-        if self.by_shares:
+        window_B, place_B = np.divmod(index_B, self.window_rows)
+        if self.is_weighted:
             slot_B = np.empty_like(place_B)
             for window in np.unique(window_B).tolist():
                 mine = window_B == window
-                slot_B[mine] = self._slots_in_order(window)[place_B[mine]]
+                slot_B[mine] = self._sequential_slots(window)[place_B[mine]]
         else:
-            slot_B = permute(place_B, self.window, mix(self.seed, window_B))
-        source_B = np.searchsorted(self.edge_S, slot_B, side="right") - 1
-        return source_B, window_B * self.count_S[source_B] + slot_B - self.edge_S[source_B]
+            slot_B = permute_indices(place_B, self.window_rows, hash_uint64(self.seed, window_B))
+        source_B = np.searchsorted(self.slot_bounds_S, slot_B, side="right") - 1
+        return source_B, window_B * self.rows_per_window_S[source_B] + slot_B - self.slot_bounds_S[source_B]
 
-    def _slots_in_order(self, window: int) -> np.ndarray:
+    def _sequential_slots(self, window_index: int) -> np.ndarray:
         """The slot of each place of a short window: sources in random order, but the slots of each one after another.
 
         So a source that has fewer rows than slots is read to its end before any of its rows comes again.
         """
-        slot_W = permute(np.arange(self.window), self.window, mix(self.seed, window))
-        by_source = np.argsort(np.searchsorted(self.edge_S, slot_W, side="right"), kind="stable")
-        slot_W[by_source] = np.arange(self.window)
+        slot_W = permute_indices(np.arange(self.window_rows), self.window_rows, hash_uint64(self.seed, window_index))
+        by_source = np.argsort(np.searchsorted(self.slot_bounds_S, slot_W, side="right"), kind="stable")
+        slot_W[by_source] = np.arange(self.window_rows)
         return slot_W
 
-    def table(self, num_rows: int) -> list[Share]:
+    def share_table(self, num_rows: int) -> list[SourceShare]:
         """What a run that reads so many rows reads of each source."""
         return [
-            Share(name, source.shards.num_tokens, source.num_rows, share, share * num_rows / source.num_rows)
-            for name, source, share in zip(self.names, self.sources, (self.count_S / self.window).tolist(), strict=True)
+            SourceShare(name, source.shards.num_tokens, source.num_rows, share, share * num_rows / source.num_rows)
+            for name, source, share in zip(
+                self.source_names, self.datasets, (self.rows_per_window_S / self.window_rows).tolist(), strict=True
+            )
         ]
 
 
-def gather(source_B: np.ndarray, parts: Mapping[int, np.ndarray | None]) -> np.ndarray | None:
+def merge_source_arrays(source_B: np.ndarray, arrays_by_source: Mapping[int, np.ndarray | None]) -> np.ndarray | None:
     """One array for all rows, from one for the rows of each source."""
-    known = [part for part in parts.values() if part is not None]
+    known = [part for part in arrays_by_source.values() if part is not None]
     if not known:
         return None
     out = np.empty((len(source_B), *known[0].shape[1:]), dtype=known[0].dtype)
-    for s, part in parts.items():
+    for s, part in arrays_by_source.items():
         assert part is not None, "all sources have the same fields"
         out[source_B == s] = part
     return out
@@ -176,10 +188,10 @@ def gather(source_B: np.ndarray, parts: Mapping[int, np.ndarray | None]) -> np.n
 class MixedShards:
     """Several shards of one tokenizer, under the names that a mix calls them by."""
 
-    parts: dict[str, Prepared]
+    sources: dict[str, ShardSet]
 
     def __post_init__(self) -> None:
-        (name, first), *others = self.parts.items()
+        (name, first), *others = self.sources.items()
         for other, shards in others:
             if shards.tokenizer.fingerprint != first.tokenizer.fingerprint:
                 raise UserError(
@@ -189,20 +201,20 @@ class MixedShards:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return next(iter(self.parts.values())).tokenizer
+        return next(iter(self.sources.values())).tokenizer
 
     @property
     def num_documents(self) -> int:
-        return sum(shards.num_documents for shards in self.parts.values())
+        return sum(shards.num_documents for shards in self.sources.values())
 
     @property
     def num_tokens(self) -> int:
-        return sum(shards.num_tokens for shards in self.parts.values())
+        return sum(shards.num_tokens for shards in self.sources.values())
 
     @property
     def held_out(self) -> list[Shards] | None:
         """The held-out parts; None when there are none."""
-        return [shards.held_out for shards in self.parts.values() if shards.held_out is not None] or None
+        return [shards.held_out for shards in self.sources.values() if shards.held_out is not None] or None
 
     @property
     def unigram_entropy(self) -> None:

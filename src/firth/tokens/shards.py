@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from firth.console import count, say
-from firth.errors import UserError
-from firth.files import MANIFEST, damage, read_json
+from firth.core.console import format_count, say
+from firth.core.errors import UserError
+from firth.core.files import MANIFEST_FILE, find_corruption, read_json
 from firth.tokens.tokenizer import Tokenizer, load_tokenizer
 
-KNOW_WORDS = (
+WORD_AWARE_KINDS = (
     "wordpiece",
     "bpe",
     "byte-bpe",
@@ -24,9 +24,15 @@ KNOW_WORDS = (
     "char",
     "word",
 )  # kinds of tokenizers that split text at the edges of words
-LONG_WORD = 20  # tokens: words are never so long on average, unless the tokenizer does not see where they begin
-BLOCK = 2**24  # tokens whose sentence ends are read at once
-BITS = {"word_start": "words", "sentence_end": "sentences", "salient": "salient"}  # what is marked, and in which file
+MAX_MEAN_WORD_TOKENS = (
+    20  # tokens: words are never so long on average, unless the tokenizer does not see where they begin
+)
+SENTENCE_BLOCK_TOKENS = 2**24  # tokens whose sentence ends are read at once
+TOKEN_BIT_FILES = {
+    "word_start": "words",
+    "sentence_end": "sentences",
+    "salient": "salient",
+}  # what is marked, and in which file
 
 
 class Shards:
@@ -38,8 +44,8 @@ class Shards:
         size = (self.folder / "tokens.bin").stat().st_size
         dtype = np.uint16 if size == 2 * self.num_tokens else np.uint32
         self.tokens = np.memmap(self.folder / "tokens.bin", dtype=dtype, mode="r", shape=(self.num_tokens,))
-        files = {bit: self.folder / f"{name}.bin" for bit, name in BITS.items()}
-        self._bits = {bit: np.memmap(f, dtype=np.uint8, mode="r") for bit, f in files.items() if f.is_file()}
+        files = {bit: self.folder / f"{name}.bin" for bit, name in TOKEN_BIT_FILES.items()}
+        self._packed_bits = {bit: np.memmap(f, dtype=np.uint8, mode="r") for bit, f in files.items() if f.is_file()}
 
     @property
     def num_documents(self) -> int:
@@ -51,61 +57,61 @@ class Shards:
 
     @cached_property
     def num_words(self) -> int:
-        return self._count("word_start")
+        return self._count_bit("word_start")
 
     @cached_property
     def num_sentences(self) -> int:
-        return self._count("sentence_end")
+        return self._count_bit("sentence_end")
 
     @cached_property
-    def splits(self) -> np.ndarray | None:
+    def first_side_lengths(self) -> np.ndarray | None:
         """(D,) how many tokens the first side of each document has, -1 for one side only; None if all are such."""
         file = self.folder / "splits.npy"
         return np.load(file, mmap_mode="r") if file.is_file() else None
 
-    def has(self, bit: str) -> bool:
+    def has_bit(self, bit: str) -> bool:
         """Whether the tokens are marked with this bit."""
-        return bit in self._bits
+        return bit in self._packed_bits
 
-    def bits(self, bit: str, places: np.ndarray) -> np.ndarray:
+    def gather_bits(self, bit: str, token_indices: np.ndarray) -> np.ndarray:
         """A bit of the tokens at these places; beyond the first and the last token nothing is promised."""
-        byte = np.take(self._bits[bit], places >> 3, mode="clip")
-        return (byte >> (7 - (places & 7)).astype(np.uint8) & 1).astype(bool)
+        byte = np.take(self._packed_bits[bit], token_indices >> 3, mode="clip")
+        return (byte >> (7 - (token_indices & 7)).astype(np.uint8) & 1).astype(bool)
 
     def word_starts(self, start: int, stop: int) -> np.ndarray:
         """For the tokens from `start` to `stop`: does it start a word?"""
-        return read_bits(self._bits["word_start"], start, stop)
+        return unpack_bits(self._packed_bits["word_start"], start, stop)
 
     def sentence_ends(self, start: int, stop: int) -> np.ndarray:
         """For the tokens from `start` to `stop`: is it the last of a sentence?"""
-        return read_bits(self._bits["sentence_end"], start, stop)
+        return unpack_bits(self._packed_bits["sentence_end"], start, stop)
 
     def sentence_bounds(self) -> np.ndarray:
         """Where sentences begin and end, in tokens; the end of a document ends a sentence too."""
-        starts = range(0, self.num_tokens, BLOCK)
-        blocks = [self.sentence_ends(start, min(start + BLOCK, self.num_tokens)) for start in starts]
+        starts = range(0, self.num_tokens, SENTENCE_BLOCK_TOKENS)
+        blocks = [self.sentence_ends(start, min(start + SENTENCE_BLOCK_TOKENS, self.num_tokens)) for start in starts]
         ends = [start + 1 + np.flatnonzero(block) for start, block in zip(starts, blocks, strict=True)]
         return np.union1d(np.concatenate(ends), self.offsets)
 
-    def demand(self, bits: Collection[str]) -> None:
+    def require_bits(self, token_bits: Collection[str]) -> None:
         """Refuse bits that say nothing here."""
-        assert BITS.keys() >= set(bits), bits
-        if "salient" in bits and not self.has("salient"):
+        assert TOKEN_BIT_FILES.keys() >= set(token_bits), token_bits
+        if "salient" in token_bits and not self.has_bit("salient"):
             raise UserError(
                 f"{self.folder.parent} does not say which tokens are salient. "
                 "Prepare the text again with `firth prepare --salient default`."
             )
-        if "word_start" in bits:
-            self._demand_words()
+        if "word_start" in token_bits:
+            self._require_words()
 
-    def _demand_words(self) -> None:
+    def _require_words(self) -> None:
         """Refuse words that are whole documents, lines or single tokens because the tokenizer does not know better."""
         wrong = ""
         if self.num_words == self.num_documents < self.num_tokens:
             wrong = "every document is one word"
-        elif self.num_tokens > LONG_WORD * self.num_words:
+        elif self.num_tokens > MAX_MEAN_WORD_TOKENS * self.num_words:
             wrong = f"a word has {self.num_tokens / self.num_words:.0f} tokens on average"
-        elif self.num_words == self.num_tokens and self._facts.get("tokenizer_kind") not in KNOW_WORDS:
+        elif self.num_words == self.num_tokens and self._manifest_facts.get("tokenizer_kind") not in WORD_AWARE_KINDS:
             wrong = "every token is one word"
         if wrong:
             raise UserError(
@@ -117,30 +123,30 @@ class Shards:
             say(f"In {self.folder.parent} every token is a word, so whole words are no more than single tokens.")
 
     @property
-    def _facts(self) -> dict[str, Any]:
-        return read_json(self.folder.parent / MANIFEST).get("facts", {})
+    def _manifest_facts(self) -> dict[str, Any]:
+        return read_json(self.folder.parent / MANIFEST_FILE).get("metadata", {})
 
-    def _count(self, bit: str) -> int:
+    def _count_bit(self, bit: str) -> int:
         """How many tokens have a bit: as the manifest says, or counted where it was written before it said so."""
-        known = self._facts.get(self.folder.name, {}).get(BITS[bit])
-        return int(np.bitwise_count(self._bits[bit]).sum()) if known is None else known
+        known = self._manifest_facts.get(self.folder.name, {}).get(TOKEN_BIT_FILES[bit])
+        return int(np.bitwise_count(self._packed_bits[bit]).sum()) if known is None else known
 
     @cached_property
     def fingerprint(self) -> str:
         """Stands for the documents of this part as they are tokenised here."""
-        files = read_json(self.folder.parent / MANIFEST)["files"]
+        files = read_json(self.folder.parent / MANIFEST_FILE)["files"]
         sums = [files[f"{self.folder.name}/{name}"]["sha256"] for name in ("tokens.bin", "offsets.npy")]
         return hashlib.sha256("".join(sums).encode()).hexdigest()[:16]
 
 
-def read_bits(packed: np.ndarray, start: int, stop: int) -> np.ndarray:
+def unpack_bits(packed: np.ndarray, start: int, stop: int) -> np.ndarray:
     first = start // 8
     bits = np.unpackbits(packed[first : -(-stop // 8)])
     return bits[start - 8 * first : stop - 8 * first].astype(bool)
 
 
 @dataclass(frozen=True)
-class Prepared:
+class ShardSet:
     """A shards folder: its parts, its tokenizer, and the facts that `prepare` returned."""
 
     folder: Path
@@ -165,27 +171,27 @@ class Prepared:
 
     def verify(self) -> None:
         """Read everything and compare it with the checksums."""
-        wrong = damage(self.folder)
+        wrong = find_corruption(self.folder)
         if wrong:
             raise UserError(f"{self.folder} is damaged: {wrong}. Prepare it again.")
 
 
-def is_shards(folder: str | Path) -> bool:
+def is_shards_folder(folder: str | Path) -> bool:
     """Whether `prepare` wrote this folder."""
-    manifest = Path(folder) / MANIFEST
+    manifest = Path(folder) / MANIFEST_FILE
     facts = read_json(manifest) if manifest.is_file() else None
     return isinstance(facts, dict) and facts.get("kind") == "shards"
 
 
-def open_shards(folder: str | Path) -> Prepared:
+def open_shards(folder: str | Path) -> ShardSet:
     """Open a folder that `prepare` wrote. Sizes are checked at once, contents by `verify`."""
     folder = Path(folder)
-    if not is_shards(folder):
-        raise UserError(f"{folder} is no shards folder: no {MANIFEST} says so. Make one with `firth prepare`.")
-    manifest = read_json(folder / MANIFEST)
-    check_sizes(folder, manifest["files"])
-    facts = manifest["facts"]
-    return Prepared(
+    if not is_shards_folder(folder):
+        raise UserError(f"{folder} is no shards folder: no {MANIFEST_FILE} says so. Make one with `firth prepare`.")
+    manifest = read_json(folder / MANIFEST_FILE)
+    check_file_sizes(folder, manifest["files"])
+    facts = manifest["metadata"]
+    return ShardSet(
         folder=folder,
         train=Shards(folder / "train"),
         held_out=Shards(folder / "held_out") if facts["held_out"]["documents"] else None,
@@ -194,10 +200,10 @@ def open_shards(folder: str | Path) -> Prepared:
     )
 
 
-def check_sizes(folder: Path, files: dict[str, dict[str, Any]]) -> None:
+def check_file_sizes(folder: Path, files: dict[str, dict[str, Any]]) -> None:
     for name, fact in files.items():
         file = folder / name
         size = file.stat().st_size if file.is_file() else None
         if size != fact["bytes"]:
-            state = "is missing" if size is None else f"has {count(size, 'byte')}, not {fact['bytes']:,}"
+            state = "is missing" if size is None else f"has {format_count(size, 'byte')}, not {fact['bytes']:,}"
             raise UserError(f"{folder} is damaged: {name} {state}. Prepare it again.")

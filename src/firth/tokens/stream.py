@@ -8,34 +8,34 @@ from typing import NamedTuple
 
 import numpy as np
 
-from firth.console import count
-from firth.errors import UserError
-from firth.tokens.rows import Frame, Rows, Source, mix, permute
+from firth.core.console import format_count
+from firth.core.errors import UserError
+from firth.tokens.dataset import RowDataset, Rows, RowTemplate, hash_uint64, permute_indices
 from firth.tokens.shards import Shards
 
 
-class Pass(NamedTuple):
+class EpochLayout(NamedTuple):
     """The documents in the order of one epoch, laid end to end with what is put around each, (D,) each."""
 
-    start: np.ndarray  # where the text of each begins in the shards
-    size: np.ndarray  # how much text it has
+    text_start: np.ndarray  # where the text of each begins in the shards
+    text_length: np.ndarray  # how much text it has
     end: np.ndarray  # where it ends on the line, its frame included
 
 
-class Places(NamedTuple):
+class StreamPositions(NamedTuple):
     """Where some places of the line are, each (B, T)."""
 
-    source: np.ndarray  # in the tokens of the shards; any number outside of text
-    within: np.ndarray  # in the text of its document: below 0 in what is put before it
-    size: np.ndarray  # how much text its document has
-    filled: np.ndarray  # false after the end of a lane
+    token_index: np.ndarray  # in the tokens of the shards; any number outside of text
+    text_position: np.ndarray  # in the text of its document: below 0 in what is put before it
+    text_length: np.ndarray  # how much text its document has
+    is_filled: np.ndarray  # false after the end of a lane
 
     @property
-    def real(self) -> np.ndarray:
-        return self.filled & (self.within >= 0) & (self.within < self.size)
+    def maskable(self) -> np.ndarray:
+        return self.is_filled & (self.text_position >= 0) & (self.text_position < self.text_length)
 
 
-class StreamSource(Source):
+class StreamDataset(RowDataset):
     """Rows for a model that remembers: row g is the next one of lane g % lanes, read at step g // lanes.
 
     All documents make one long text, in another order in each epoch (`shuffle=False`: as they lie in the shards), and
@@ -47,87 +47,91 @@ class StreamSource(Source):
     def __init__(
         self,
         shards: Shards,
-        length: int,
-        frame: Frame,
-        pad: int,
+        row_length: int,
+        template: RowTemplate,
+        pad_id: int,
         seed: int,
-        lanes: int,
+        num_streams: int,
         shuffle: bool = True,
         allow_short: bool = False,
-        bits: tuple[str, ...] = (),
+        token_bits: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(shards, length, frame, pad, seed, shuffle, allow_short, bits)
-        self.lanes = lanes
-        self.total = shards.num_tokens + shards.num_documents * frame.size
-        if self.total < lanes * length and not allow_short:
+        super().__init__(shards, row_length, template, pad_id, seed, shuffle, allow_short, token_bits)
+        self.num_streams = num_streams
+        self.total_tokens = shards.num_tokens + shards.num_documents * template.num_edge_tokens
+        if self.total_tokens < num_streams * row_length and not allow_short:
             raise UserError(
-                f"The text has {count(self.total, 'token')}, too few for {count(lanes, 'row')} of {length:,} side by "
+                f"The text has {format_count(self.total_tokens, 'token')}, too few for {format_count(num_streams, 'row')} of {row_length:,} side by "
                 "side. Choose a smaller --per-device-train-batch-size or a shorter --max-seq-length, or give more text."
             )
-        self.edge_L = self.total * np.arange(lanes + 1) // lanes
-        self.steps = -(-int(np.diff(self.edge_L).max()) // length)
-        self.num_rows = self.steps * lanes
-        self.tokens_used = self.total / (self.num_rows * length)
-        self._passes: dict[int, Pass] = {}
+        self.stream_bounds_L = self.total_tokens * np.arange(num_streams + 1) // num_streams
+        self.steps_per_epoch = -(-int(np.diff(self.stream_bounds_L).max()) // row_length)
+        self.num_rows = self.steps_per_epoch * num_streams
+        self.fill_ratio = self.total_tokens / (self.num_rows * row_length)
+        self._epoch_layouts: dict[int, EpochLayout] = {}
 
-    def rows(self, indices: np.ndarray) -> Rows:
+    def get_rows(self, indices: np.ndarray) -> Rows:
         """The rows at these places of the stream."""
         index_B = np.asarray(indices, dtype=np.int64)
-        step_B, lane_B = np.divmod(index_B, self.lanes)
-        epoch_B, turn_B = np.divmod(step_B, self.steps)
-        place_BT = (self.edge_L[lane_B] + turn_B * self.length)[:, None] + np.arange(self.length)
-        places = self._find(epoch_B, place_BT, place_BT < self.edge_L[lane_B + 1][:, None])
+        step_B, lane_B = np.divmod(index_B, self.num_streams)
+        epoch_B, turn_B = np.divmod(step_B, self.steps_per_epoch)
+        place_BT = (self.stream_bounds_L[lane_B] + turn_B * self.row_length)[:, None] + np.arange(self.row_length)
+        places = self._locate_positions(epoch_B, place_BT, place_BT < self.stream_bounds_L[lane_B + 1][:, None])
         return Rows(
-            tokens=self._tokens(places),
-            doc=np.where(places.filled, 0, -1).astype(np.int32),
-            position=np.where(places.filled, np.arange(self.length), 0).astype(np.int32),
-            real=places.real,
-            index=index_B,
-            row=index_B % self.num_rows,
+            input_ids=self._gather_input_ids(places),
+            document_ids=np.where(places.is_filled, 0, -1).astype(np.int32),
+            position_ids=np.where(places.is_filled, np.arange(self.row_length), 0).astype(np.int32),
+            maskable=places.maskable,
+            stream_index=index_B,
+            row_index=index_B % self.num_rows,
             epoch=epoch_B,
-            fresh=turn_B == 0,
-            **{name: self._bit(name, places) for name in self.bits},
+            reset_state=turn_B == 0,
+            **{name: self._gather_bit(name, places) for name in self.token_bits},
         )
 
-    def _find(self, epoch_B: np.ndarray, place_BT: np.ndarray, filled_BT: np.ndarray) -> Places:
+    def _locate_positions(self, epoch_B: np.ndarray, position_BT: np.ndarray, filled_BT: np.ndarray) -> StreamPositions:
         """The documents at places of the line."""
-        source, within, size = (np.zeros_like(place_BT) for _ in range(3))
+        source, within, size = (np.zeros_like(position_BT) for _ in range(3))
         for epoch in np.unique(epoch_B).tolist():
-            mine, now = epoch_B == epoch, self._pass(epoch)
-            place = np.minimum(place_BT[mine], self.total - 1)
+            mine, now = epoch_B == epoch, self._epoch_layout(epoch)
+            place = np.minimum(position_BT[mine], self.total_tokens - 1)
             document = np.searchsorted(now.end, place, side="right")
-            size[mine] = now.size[document]
-            first = now.end[document] - len(self.frame.after) - size[mine]  # of its text
+            size[mine] = now.text_length[document]
+            first = now.end[document] - len(self.template.after) - size[mine]  # of its text
             within[mine] = place - first
-            source[mine] = now.start[document] + within[mine]
-        return Places(source, within, size, filled_BT)
+            source[mine] = now.text_start[document] + within[mine]
+        return StreamPositions(source, within, size, filled_BT)
 
-    def _pass(self, epoch: int) -> Pass:
+    def _epoch_layout(self, epoch: int) -> EpochLayout:
         """The line of an epoch; that of the last one asked for is kept, as rows are mostly asked for in order."""
-        if epoch not in self._passes:
+        if epoch not in self._epoch_layouts:
             order_D = np.arange(self.shards.num_documents)
             if self.shuffle:
-                order_D = permute(order_D, len(order_D), mix(self.seed, epoch))
+                order_D = permute_indices(order_D, len(order_D), hash_uint64(self.seed, epoch))
             size_D = np.diff(self.shards.offsets)[order_D]
-            self._passes = {epoch: Pass(self.shards.offsets[order_D], size_D, np.cumsum(size_D + self.frame.size))}
-        return self._passes[epoch]
+            self._epoch_layouts = {
+                epoch: EpochLayout(
+                    self.shards.offsets[order_D], size_D, np.cumsum(size_D + self.template.num_edge_tokens)
+                )
+            }
+        return self._epoch_layouts[epoch]
 
-    def _tokens(self, places: Places) -> np.ndarray:
-        tokens_BT = np.take(np.asarray(self.shards.tokens), places.source, mode="clip").astype(np.int64)
-        for k, token in enumerate(self.frame.before, -len(self.frame.before)):
-            tokens_BT[places.within == k] = token
-        for k, token in enumerate(self.frame.after):
-            tokens_BT[places.within == places.size + k] = token
-        return np.where(places.filled, tokens_BT, self.pad)
+    def _gather_input_ids(self, positions: StreamPositions) -> np.ndarray:
+        tokens_BT = np.take(np.asarray(self.shards.tokens), positions.token_index, mode="clip").astype(np.int64)
+        for k, token in enumerate(self.template.before, -len(self.template.before)):
+            tokens_BT[positions.text_position == k] = token
+        for k, token in enumerate(self.template.after):
+            tokens_BT[positions.text_position == positions.text_length + k] = token
+        return np.where(positions.is_filled, tokens_BT, self.pad_id)
 
-    def _bit(self, name: str, places: Places) -> np.ndarray:
+    def _gather_bit(self, bit: str, positions: StreamPositions) -> np.ndarray:
         """A bit of the shards; where a text is cut, a word starts and a sentence ends."""
-        real = places.real
-        bit_BT = self.shards.bits(name, places.source) & real
-        if name == "word_start":
+        real = positions.maskable
+        bit_BT = self.shards.gather_bits(bit, positions.token_index) & real
+        if bit == "word_start":
             before = np.pad(real, ((0, 0), (1, 0)))[:, :-1]
             bit_BT |= real & ~before
-        if name == "sentence_end":
+        if bit == "sentence_end":
             after = np.pad(real, ((0, 0), (0, 1)))[:, 1:]
             bit_BT |= real & ~after
         return bit_BT

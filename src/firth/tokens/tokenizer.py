@@ -16,24 +16,24 @@ import numpy as np
 from tokenizers import AddedToken, Encoding, models, processors
 from tokenizers import Tokenizer as Backend
 
-from firth.console import warn
-from firth.errors import UserError
-from firth.files import read_json, write_json, write_text
-from firth.tokens.kinds import (
-    BERT_ROLES,
-    GPT2_ROLES,
-    GPT_ROLES,
-    ROBERTA_ROLES,
-    SPACE_MARK,
-    T5_ROLES,
-    WORD_END,
-    bpe,
-    byte_bpe,
-    own_config,
-    wordpiece,
+from firth.core.console import warn
+from firth.core.errors import UserError
+from firth.core.files import read_json, write_json, write_text
+from firth.tokens.builders import (
+    BERT_SPECIAL_TOKENS,
+    END_OF_WORD_SUFFIX,
+    GPT2_SPECIAL_TOKENS,
+    GPT_SPECIAL_TOKENS,
+    METASPACE,
+    ROBERTA_SPECIAL_TOKENS,
+    T5_SPECIAL_TOKENS,
+    build_bpe,
+    build_byte_bpe,
+    build_wordpiece,
+    default_tokenizer_config,
 )
 
-ROLES = ("pad", "unk", "bos", "eos", "cls", "sep", "mask")
+SPECIAL_TOKEN_ROLES = ("pad", "unk", "bos", "eos", "cls", "sep", "mask")
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Vocabulary:
     cls: int | None
     sep: int | None
     mask: int | None
-    sentinels: tuple[int, ...]  # <extra_id_0>, <extra_id_1>, ...
-    special: tuple[int, ...]  # every special id, sorted
+    sentinel_ids: tuple[int, ...]  # <extra_id_0>, <extra_id_1>, ...
+    special_ids: tuple[int, ...]  # every special id, sorted
 
     @cached_property
-    def ordinary(self) -> np.ndarray:
+    def non_special_ids(self) -> np.ndarray:
         """The ids that are not special: those of text."""
-        return np.setdiff1d(np.arange(self.size), self.special)
+        return np.setdiff1d(np.arange(self.size), self.special_ids)
 
 
 class Tokenizer:
@@ -63,46 +63,48 @@ class Tokenizer:
     `backend` is the tokenizer of the `tokenizers` library, for whatever else it can do.
     """
 
-    def __init__(self, backend: Backend, roles: Mapping[str, str], config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, backend: Backend, special_tokens: Mapping[str, str], config: Mapping[str, Any] | None = None
+    ) -> None:
         backend.no_padding()
         backend.no_truncation()
         state = json.loads(backend.to_str())
         self.backend = backend
-        self.roles = dict(roles)
-        self.kind = kind_of(state, config or {})
-        self.backward = bool((config or {}).get("backward"))
-        state |= {"backward": True} if self.backward else {}
+        self.special_tokens = dict(special_tokens)
+        self.kind = detect_tokenizer_kind(state, config or {})
+        self.is_reversed = bool((config or {}).get("backward"))
+        state |= {"backward": True} if self.is_reversed else {}
         del state["post_processor"]  # what stands around a text is the model's affair, and changes no id of it
         self.fingerprint = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
-        self.vocab = read_vocabulary(backend, roles)
-        self.config = dict(config) if config is not None else own_config(self.kind)
+        self.vocab = read_vocabulary(backend, special_tokens)
+        self.config = dict(config) if config is not None else default_tokenizer_config(self.kind)
 
-    def encode(self, text: str, specials: bool = False) -> list[int]:
+    def encode(self, text: str, parse_special: bool = False) -> list[int]:
         """The ids of a text. No special token is added.
 
-        Text that happens to look like a special token ("[MASK]" in a page about BERT) stays text, unless `specials`
+        Text that happens to look like a special token ("[MASK]" in a page about BERT) stays text, unless `parse_special`
         asks to read it as the token.
         """
-        reader = self.backend if specials else self._plain
-        return self._in_order(reader.encode(text, add_special_tokens=False).ids)
+        reader = self.backend if parse_special else self._text_only_backend
+        return self._apply_direction(reader.encode(text, add_special_tokens=False).ids)
 
-    def encode_batch(self, texts: Sequence[str], specials: bool = False) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str], parse_special: bool = False) -> list[list[int]]:
         """`encode` for many texts at once, on all cores."""
-        reader = self.backend if specials else self._plain
-        return [self._in_order(e.ids) for e in reader.encode_batch_fast(list(texts), add_special_tokens=False)]
+        reader = self.backend if parse_special else self._text_only_backend
+        return [self._apply_direction(e.ids) for e in reader.encode_batch_fast(list(texts), add_special_tokens=False)]
 
-    def _in_order(self, ids: Sequence[int]) -> list[int]:
+    def _apply_direction(self, ids: Sequence[int]) -> list[int]:
         """As the text is read: from its end where it is read backward."""
-        return list(ids[::-1] if self.backward else ids)
+        return list(ids[::-1] if self.is_reversed else ids)
 
-    def encodings(self, texts: Sequence[str]) -> list[Encoding]:
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Encoding]:
         """Like `encode_batch`, with the words and the character offsets of the tokens; always from left to right."""
-        return self._plain.encode_batch(list(texts), add_special_tokens=False)
+        return self._text_only_backend.encode_batch(list(texts), add_special_tokens=False)
 
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        return self.backend.decode(self._in_order(ids), skip_special_tokens=skip_special)
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self.backend.decode(self._apply_direction(ids), skip_special_tokens=skip_special_tokens)
 
-    def words(self, text: str) -> list[str]:
+    def pre_tokenize(self, text: str) -> list[str]:
         """The words of a text as the pre-tokenizer cuts it; `characters` spells those of ELMo."""
         normal = self.backend.normalizer.normalize_str(text) if self.backend.normalizer is not None else text
         return [word for word, _ in self.backend.pre_tokenizer.pre_tokenize_str(normal)]
@@ -123,8 +125,10 @@ class Tokenizer:
         starts[1:] = words_N[1:] != words_N[:-1]
         first = np.cumsum([0] + [len(e) for e in encodings[:-1]])
         starts[first[first < len(starts)]] = True
-        if self._space_first.any():
-            starts |= self._space_first[np.fromiter(chain.from_iterable(e.ids for e in encodings), np.int64, size)]
+        if self._begins_with_space.any():
+            starts |= self._begins_with_space[
+                np.fromiter(chain.from_iterable(e.ids for e in encodings), np.int64, size)
+            ]
         return starts
 
     def save(self, folder: str | Path) -> None:
@@ -132,55 +136,60 @@ class Tokenizer:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / "tokenizer.json", self.backend.to_str(pretty=True))
-        names = {f"{role}_token": token for role, token in self.roles.items()}
-        sentinels = [self.backend.id_to_token(i) for i in self.vocab.sentinels]
+        names = {f"{role}_token": token for role, token in self.special_tokens.items()}
+        sentinels = [self.backend.id_to_token(i) for i in self.vocab.sentinel_ids]
         extra = {"additional_special_tokens": sentinels} if sentinels else {}
         write_json(folder / "tokenizer_config.json", {**extra, **self.config, **names})
 
-    def with_tokens(self, names: Sequence[str]) -> Tokenizer:
+    def with_special_tokens(self, new_tokens: Sequence[str]) -> Tokenizer:
         """The same tokenizer with more special tokens, after the others; those that it has keep their ids."""
         backend = Backend.from_str(self.backend.to_str())
-        backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+        backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in new_tokens])
         key = "additional_special_tokens"
-        known = self.config.get(key) or [self.backend.id_to_token(i) for i in self.vocab.sentinels]
-        return Tokenizer(backend, self.roles, self.config | {key: [*known, *(n for n in names if n not in known)]})
+        known = self.config.get(key) or [self.backend.id_to_token(i) for i in self.vocab.sentinel_ids]
+        return Tokenizer(
+            backend, self.special_tokens, self.config | {key: [*known, *(n for n in new_tokens if n not in known)]}
+        )
 
-    def backwards(self) -> Tokenizer:
+    def to_reversed(self) -> Tokenizer:
         """The same tokenizer, for a model that reads every text from its end to its begin."""
-        return Tokenizer(self.backend, self.roles, self.config | {"backward": True})
+        return Tokenizer(self.backend, self.special_tokens, self.config | {"backward": True})
 
     @cached_property
-    def _plain(self) -> Backend:
+    def _text_only_backend(self) -> Backend:
         """A copy of the backend that reads special tokens in a text as plain text."""
         plain = Backend.from_str(self.backend.to_str())
         plain.encode_special_tokens = True
         return plain
 
     @cached_property
-    def _space_first(self) -> np.ndarray:
+    def _begins_with_space(self) -> np.ndarray:
         """Which ids begin with the mark for a space: word starts where the pre-tokenizer does not split words."""
         first = np.zeros(self.vocab.size, dtype=bool)
-        first[[i for token, i in self.backend.get_vocab().items() if token.startswith(SPACE_MARK)]] = True
+        first[[i for token, i in self.backend.get_vocab().items() if token.startswith(METASPACE)]] = True
         return first
 
 
-def kind_of(state: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+def detect_tokenizer_kind(tokenizer_json: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """The kind of a tokenizer from its tokenizer.json, and whether its words are read as characters."""
-    model = state["model"]["type"]
+    model = tokenizer_json["model"]["type"]
     if model == "BPE":
-        return "byte-bpe" if is_byte_level(state) else "bpe"
+        return "byte-bpe" if is_byte_level(tokenizer_json) else "bpe"
     if model == "WordLevel":
         return "char" if "max_word_length" in config else "word"
     return {"WordPiece": "wordpiece", "Unigram": "unigram"}[model]
 
 
-def is_byte_level(state: Mapping[str, Any]) -> bool:
+def is_byte_level(tokenizer_json: Mapping[str, Any]) -> bool:
     """Whether it turns text into bytes before anything else."""
-    return '"ByteLevel"' in json.dumps([state["normalizer"], state["pre_tokenizer"]])
+    return '"ByteLevel"' in json.dumps([tokenizer_json["normalizer"], tokenizer_json["pre_tokenizer"]])
 
 
-def read_vocabulary(backend: Backend, roles: Mapping[str, str]) -> Vocabulary:
-    ids = {role: backend.token_to_id(roles[role]) if role in roles else None for role in ROLES}
+def read_vocabulary(backend: Backend, special_tokens: Mapping[str, str]) -> Vocabulary:
+    ids = {
+        role: backend.token_to_id(special_tokens[role]) if role in special_tokens else None
+        for role in SPECIAL_TOKEN_ROLES
+    }
     # GPT-2 has no padding token, and GPT no token for the end either.
     pad = next((i for i in (ids.pop("pad"), ids["eos"], ids["unk"]) if i is not None), None)
     if pad is None:
@@ -191,7 +200,7 @@ def read_vocabulary(backend: Backend, roles: Mapping[str, str]) -> Vocabulary:
     added = [i for i, token in backend.get_added_tokens_decoder().items() if token.special]
     special = {pad, *sentinels, *added, *(i for i in ids.values() if i is not None)}
     return Vocabulary(
-        size=max(tokens.values()) + 1, pad=pad, **ids, sentinels=tuple(sentinels), special=tuple(sorted(special))
+        size=max(tokens.values()) + 1, pad=pad, **ids, sentinel_ids=tuple(sentinels), special_ids=tuple(sorted(special))
     )
 
 
@@ -205,20 +214,20 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     if (folder / "chat_template.jinja").is_file():
         config["chat_template"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     if (folder / "tokenizer.json").is_file():
-        backend = read_backend(folder / "tokenizer.json")
-        return Tokenizer(backend, find_roles(folder, config, backend), config)
+        backend = read_tokenizer_json(folder / "tokenizer.json")
+        return Tokenizer(backend, find_special_tokens(folder, config, backend), config)
     if (folder / "vocab.txt").is_file():
         backend = read_vocab_txt(folder / "vocab.txt", config)
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         backend = read_merges(folder, config)
     else:
-        raise no_tokenizer(folder)
-    roles = find_roles(folder, config, backend)
+        raise missing_tokenizer_error(folder)
+    roles = find_special_tokens(folder, config, backend)
     backend.add_special_tokens(sorted(set(roles.values())))
     return Tokenizer(backend, roles)
 
 
-def no_tokenizer(folder: Path) -> UserError:
+def missing_tokenizer_error(folder: Path) -> UserError:
     if not folder.is_dir():
         return UserError(f"{folder}: no such folder.")
     models = sorted(path.name for path in folder.glob("*.model"))
@@ -230,7 +239,7 @@ def no_tokenizer(folder: Path) -> UserError:
     return UserError(f"{folder} holds no tokenizer: no tokenizer.json, no vocab.txt, no vocab.json with merges.txt.")
 
 
-def read_backend(file: Path) -> Backend:
+def read_tokenizer_json(file: Path) -> Backend:
     try:
         return Backend.from_file(str(file))
     except Exception as e:  # the library has no narrower type
@@ -243,11 +252,11 @@ def read_vocab_txt(file: Path, config: Mapping[str, Any]) -> Backend:
     vocab = {token.rstrip("\r"): i for i, token in enumerate(tokens) if token}
     if "[UNK]" not in vocab:
         raise UserError(f"{file}: not a WordPiece vocabulary, it has no [UNK].")
-    return wordpiece(
+    return build_wordpiece(
         vocab,
         lowercase=config.get("do_lower_case", True),
         strip_accents=config.get("strip_accents"),
-        chinese=config.get("tokenize_chinese_chars", True),
+        handle_chinese_chars=config.get("tokenize_chinese_chars", True),
     )
 
 
@@ -260,9 +269,9 @@ def read_merges(folder: Path, config: Mapping[str, Any]) -> Backend:
         vocab, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
     except Exception as e:  # the library has no narrower type
         raise UserError(f"{folder}: vocab.json and merges.txt cannot be read ({e}).") from None
-    if any(token.endswith(WORD_END) for token in vocab):
-        return bpe(vocab, merges, lowercase=config.get("do_lower_case", True))
-    backend = byte_bpe(vocab, merges, config.get("add_prefix_space", False))
+    if any(token.endswith(END_OF_WORD_SUFFIX) for token in vocab):
+        return build_bpe(vocab, merges, lowercase=config.get("do_lower_case", True))
+    backend = build_byte_bpe(vocab, merges, config.get("add_prefix_space", False))
     if {"<s>", "</s>", "<mask>"} <= vocab.keys():
         backend.post_processor = processors.TemplateProcessing(
             single="<s> $A </s>",
@@ -272,12 +281,12 @@ def read_merges(folder: Path, config: Mapping[str, Any]) -> Backend:
     return backend
 
 
-def find_roles(folder: Path, config: Mapping[str, Any], backend: Backend) -> dict[str, str]:
+def find_special_tokens(folder: Path, config: Mapping[str, Any], backend: Backend) -> dict[str, str]:
     """Which special token plays which role: as the folder's files say, else by the custom of a known family."""
     other = folder / "special_tokens_map.json"
     named = {**(read_json(other) if other.is_file() else {}), **config}
     roles = {}
-    for role in ROLES:
+    for role in SPECIAL_TOKEN_ROLES:
         token = named.get(f"{role}_token")
         token = token["content"] if isinstance(token, dict) else token
         if token and backend.token_to_id(token) is None:
@@ -286,7 +295,13 @@ def find_roles(folder: Path, config: Mapping[str, Any], backend: Backend) -> dic
             roles[role] = token
     if roles:
         return roles
-    for family in (BERT_ROLES, ROBERTA_ROLES, T5_ROLES, GPT2_ROLES, GPT_ROLES):
+    for family in (
+        BERT_SPECIAL_TOKENS,
+        ROBERTA_SPECIAL_TOKENS,
+        T5_SPECIAL_TOKENS,
+        GPT2_SPECIAL_TOKENS,
+        GPT_SPECIAL_TOKENS,
+    ):
         if all(backend.token_to_id(token) is not None for token in family.values()):
             return family
     raise UserError(

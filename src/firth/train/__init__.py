@@ -1,35 +1,43 @@
 """A recipe to a run folder."""
 
-from firth.train.checkpoint import State, last_checkpoint
-from firth.train.device import Machine, choose_machine
+from firth.train.checkpoint import TrainState, last_checkpoint
+from firth.train.compute import ComputeConfig, choose_compute
 from firth.train.folder import run_folder
 from firth.train.log import read_log
-from firth.train.loop import Diverged, Interrupted, Outcome, fit
-from firth.train.pretrain import finish, pretrain, pretrain_in, settle
-from firth.train.recipe import Recipe, Training, load_recipe, override, parse_overrides, read_yaml, save_recipe
-from firth.train.step import Run
+from firth.train.loop import Diverged, FitResult, Interrupted, fit
+from firth.train.pretrain import pretrain, pretrain_in_folder, resolve_schedule, write_final_model
+from firth.train.recipe import (
+    Recipe,
+    TrainingConfig,
+    apply_overrides,
+    load_recipe,
+    parse_overrides,
+    read_yaml_mapping,
+    save_recipe,
+)
+from firth.train.step import TrainingRun
 
 __all__ = [
+    "ComputeConfig",
     "Diverged",
+    "FitResult",
     "Interrupted",
-    "Machine",
-    "Outcome",
     "Recipe",
-    "Run",
-    "State",
-    "Training",
-    "choose_machine",
-    "finish",
+    "TrainState",
+    "TrainingConfig",
+    "TrainingRun",
+    "apply_overrides",
+    "choose_compute",
     "fit",
     "last_checkpoint",
     "load_recipe",
-    "override",
     "parse_overrides",
     "pretrain",
-    "pretrain_in",
+    "pretrain_in_folder",
     "read_log",
-    "read_yaml",
+    "read_yaml_mapping",
+    "resolve_schedule",
     "run_folder",
     "save_recipe",
-    "settle",
+    "write_final_model",
 ]

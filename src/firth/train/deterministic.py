@@ -8,24 +8,24 @@ from contextlib import contextmanager
 
 import torch
 
-from firth.console import say
-from firth.errors import UserError
+from firth.core.console import say
+from firth.core.errors import UserError
 
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-IN_ORDER = (":4096:8", ":16:8")  # the settings with which cuBLAS promises one order
+CUBLAS_WORKSPACE_ENV = "CUBLAS_WORKSPACE_CONFIG"
+DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # the settings with which cuBLAS promises one order
 
 
 @contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
+def deterministic_mode(enabled: bool) -> Iterator[None]:
     """Compute in one order only, where that is wanted, and afterwards as before.
 
     What torch can do in several orders it then does in one, or refuses: `attention.py` asks it, and so leaves out our
     own kernel where that adds up as it comes. Attention by cuDNN, which has no order, is left out.
     """
-    if not wanted:
+    if not enabled:
         yield
         return
-    with cublas_in_order(), torch_in_order():
+    with deterministic_cublas(), deterministic_torch():
         if torch.cuda.is_available():
             say(
                 "deterministic: every sum has one order, which is slower. Attention by cuDNN is left out, and our own "
@@ -41,7 +41,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 
 @contextmanager
-def torch_in_order() -> Iterator[None]:
+def deterministic_torch() -> Iterator[None]:
     """The switches of torch itself."""
     import torch._inductor.config as inductor  # torch loads it with the first switch
 
@@ -61,21 +61,21 @@ def torch_in_order() -> Iterator[None]:
 
 
 @contextmanager
-def cublas_in_order() -> Iterator[None]:
+def deterministic_cublas() -> Iterator[None]:
     """The setting that cuBLAS reads when CUDA starts. It holds as long as the process then, so it stays written."""
-    before = os.environ.get(WORKSPACE)
-    if before not in IN_ORDER:
+    before = os.environ.get(CUBLAS_WORKSPACE_ENV)
+    if before not in DETERMINISTIC_WORKSPACES:
         if torch.cuda.is_initialized():
             raise UserError(
-                f"deterministic needs {WORKSPACE}={IN_ORDER[0]} before CUDA starts, and in this process it has started "
+                f"deterministic needs {CUBLAS_WORKSPACE_ENV}={DETERMINISTIC_WORKSPACES[0]} before CUDA starts, and in this process it has started "
                 "already: set it in the environment, or begin a process of its own for this run."
             )
-        os.environ[WORKSPACE] = IN_ORDER[0]
+        os.environ[CUBLAS_WORKSPACE_ENV] = DETERMINISTIC_WORKSPACES[0]
     try:
         yield
     finally:
         if not torch.cuda.is_initialized():
             if before is None:
-                os.environ.pop(WORKSPACE, None)
+                os.environ.pop(CUBLAS_WORKSPACE_ENV, None)
             else:
-                os.environ[WORKSPACE] = before
+                os.environ[CUBLAS_WORKSPACE_ENV] = before

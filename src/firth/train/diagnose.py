@@ -6,67 +6,75 @@ from collections.abc import Iterable
 
 import torch
 
-from firth.console import count
+from firth.core.console import format_count
 from firth.models import Model
 from firth.objectives import Batch
-from firth.train.guard import Found
-from firth.train.step import Carry, Losses, Run, gradients
+from firth.train.guard import StepOutcome
+from firth.train.step import LossFn, RecurrentStateDict, TrainingRun, compute_gradients
 
-SHOWN = 300  # characters of a text
-MOST = 4  # layers that are named
+BATCH_PREVIEW_CHARS = 300  # characters of a text
+MAX_NAMED_LAYERS = 4  # layers that are named
 
 
-def diagnose(
-    run: Run, losses_of: Losses, step: int, in_a_row: int, found: Found, carry: Carry, saved: str | None
+def diagnose_divergence(
+    run: TrainingRun,
+    loss_fn: LossFn,
+    step: int,
+    num_skipped: int,
+    outcome: StepOutcome,
+    recurrent_state: RecurrentStateDict,
+    last_saved: str | None,
 ) -> str:
     """Why a run stops after so many bad steps, the last of which is this one; steps are counted from 1.
 
     The first of them is computed again: the weights have not moved since.
     """
-    first = step - in_a_row + 1
-    micro = run.batches(first - 1)
+    first = step - num_skipped + 1
+    micro = run.batch_fn(first - 1)
     run.model.zero_grad(set_to_none=True)
-    gradients(run, losses_of, micro, first - 1, dict(carry))
-    wrong = layers(name for name, p in run.model.named_parameters() if p.grad is not None and broken(p.grad))
-    spoilt = spoilt_layers(run.model)
+    compute_gradients(run, loss_fn, micro, first - 1, dict(recurrent_state))
+    wrong = format_layers(
+        name for name, p in run.model.named_parameters() if p.grad is not None and has_nonfinite(p.grad)
+    )
+    spoilt = nonfinite_layers(run.model)
     run.model.zero_grad(set_to_none=True)
-    some = count(in_a_row, "step was", "steps in a row were")
+    some = format_count(num_skipped, "step was", "steps in a row were")
     sentences = [
-        f"{some} skipped, from step {first} on: {found.reason} at step {step}.",
+        f"{some} skipped, from step {first} on: {outcome.skip_reason} at step {step}.",
         f"The gradient of step {first} is no number in {wrong}." if wrong else f"Step {first} has finite gradients.",
         *([f"Weights that are no numbers: {spoilt}."] if spoilt else []),
-        f"Its batch begins: {shown(run.model, micro[0])!r}.",
-        f"{saved} is whole: --resume --rewind 0 goes back to before step {first} and passes over this text."
-        if saved
+        f"Its batch begins: {preview_first_row(run.model, micro[0])!r}.",
+        f"{last_saved} is whole: --resume --rewind 0 goes back to before step {first} and passes over this text."
+        if last_saved
         else "There is no checkpoint yet.",
-        f"{'If that does not help, lower' if saved else 'Lower'} --learning-rate or lengthen --warmup-steps.",
+        f"{'If that does not help, lower' if last_saved else 'Lower'} --learning-rate or lengthen --warmup-steps.",
     ]
     return " ".join(sentences)
 
 
-def spoilt_layers(model: Model) -> str:
+def nonfinite_layers(model: Model) -> str:
     """The parts of a model with weights that are no numbers; nothing where all are."""
-    return layers(name for name, p in model.named_parameters() if broken(p))
+    return format_layers(name for name, p in model.named_parameters() if has_nonfinite(p))
 
 
-def broken(tensor: torch.Tensor) -> bool:
+def has_nonfinite(tensor: torch.Tensor) -> bool:
     return not bool(tensor.isfinite().all())
 
 
-def layers(names: Iterable[str]) -> str:
+def format_layers(names: Iterable[str]) -> str:
     """The parts of a model that some parameters belong to, named up to the number of the block."""
     found: dict[str, None] = {}
     for name in names:
         parts = name.split(".")
         place = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 2)
         found[".".join(parts[: place + 1])] = None
-    more = f" and {len(found) - MOST} more" if len(found) > MOST else ""
-    return ", ".join(list(found)[:MOST]) + more
+    more = f" and {len(found) - MAX_NAMED_LAYERS} more" if len(found) > MAX_NAMED_LAYERS else ""
+    return ", ".join(list(found)[:MAX_NAMED_LAYERS]) + more
 
 
-def shown(model: Model, batch: Batch) -> str:
+def preview_first_row(model: Model, batch: Batch) -> str:
     """The first row as the model reads it, in one line."""
-    ids = batch.tokens[0] if batch.doc is None else batch.tokens[0][batch.doc[0] >= 0]
+    ids = batch.input_ids[0] if batch.document_ids is None else batch.input_ids[0][batch.document_ids[0] >= 0]
     if model.tokenizer is None:
-        return " ".join(map(str, ids.tolist()))[:SHOWN]
-    return " ".join(model.tokenizer.decode(ids.tolist(), skip_special=False).split())[:SHOWN]
+        return " ".join(map(str, ids.tolist()))[:BATCH_PREVIEW_CHARS]
+    return " ".join(model.tokenizer.decode(ids.tolist(), skip_special_tokens=False).split())[:BATCH_PREVIEW_CHARS]

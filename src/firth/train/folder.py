@@ -8,21 +8,30 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from firth.errors import UserError
-from firth.files import MANIFEST, refuse_unwritable
+from firth.core.errors import UserError
+from firth.core.files import MANIFEST_FILE, check_writable
 from firth.train.checkpoint import remove_folder
-from firth.train.clock import CLOCK
-from firth.train.parallel import World
+from firth.train.clock import CLOCK_FILE
+from firth.train.distributed import DistContext
 
-LOCK = ".lock"
-PROOF = ("straight.yaml", "killed.yaml")  # the recipes of a proof (prove-resume)
-NOTES = "notes.json"  # what happened to the rows of labelled files
-OURS = (
-    *("recipe.yaml", "source.json", "log.jsonl", "results.json", "predictions.jsonl", "report.html", LOCK, CLOCK),
-    *PROOF,
-    NOTES,
+LOCK_FILE = ".lock"
+PROVE_RESUME_FILES = ("straight.yaml", "killed.yaml")  # the recipes of a proof (prove-resume)
+DATA_NOTES_FILE = "notes.json"  # what happened to the rows of labelled files
+RUN_FILES = (
+    *(
+        "recipe.yaml",
+        "source.json",
+        "log.jsonl",
+        "results.json",
+        "predictions.jsonl",
+        "report.html",
+        LOCK_FILE,
+        CLOCK_FILE,
+    ),
+    *PROVE_RESUME_FILES,
+    DATA_NOTES_FILE,
 )
-OUR_FOLDERS = (
+RUN_FOLDERS = (
     "final",
     "adapter",
     "best-*",
@@ -37,10 +46,10 @@ OUR_FOLDERS = (
     "encoder-decoder",
 )
 # In the folder of one architecture (quickstart), and of a proof (prove-resume).
-STAGES = ("untrained", "pretraining", "pretrained-*", "scratch-*", "straight", "killed")
-LEFTOVERS = (".*.tmp", ".*.old")  # of a writer that was killed
-UNFINISHED = (".*.part", ".*.journal", ".*.seen")  # shards that a resumed run goes on with
-PREPARED = ("source.json", "tokenizer", "data", CLOCK)  # what is made of text before a run begins
+STAGE_FOLDERS = ("untrained", "pretraining", "pretrained-*", "scratch-*", "straight", "killed")
+LEFTOVER_PATTERNS = (".*.tmp", ".*.old")  # of a writer that was killed
+UNFINISHED_PATTERNS = (".*.part", ".*.journal", ".*.seen")  # shards that a resumed run goes on with
+PREPARED_FILES = ("source.json", "tokenizer", "data", CLOCK_FILE)  # what is made of text before a run begins
 
 
 @contextmanager
@@ -52,11 +61,11 @@ def run_folder(
     `inputs` are what the run reads: they must not lie in a folder that is overwritten. A folder in which nothing
     came to be is removed again, and one in which text was prepared and no run began is taken without a word.
     """
-    check_folder(path, resume, overwrite, inputs)
+    check_run_folder(path, resume, overwrite, inputs)
     new = not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = open(path / LOCK, "w")  # noqa: SIM115
+        lock = open(path / LOCK_FILE, "w")  # noqa: SIM115
     except OSError as e:
         raise UserError(f"{path} cannot be written: {e.strerror}.") from None
     with lock:
@@ -65,40 +74,44 @@ def run_folder(
         except OSError:
             raise UserError(f"{path} is in use by another run.") from None
         if overwrite and not resume:
-            clear(path)
-        for leftover in (p for pattern in LEFTOVERS for p in path.glob(pattern) if p.is_dir()):
+            clear_run_folder(path)
+        for leftover in (p for pattern in LEFTOVER_PATTERNS for p in path.glob(pattern) if p.is_dir()):
             shutil.rmtree(leftover, ignore_errors=True)
         try:
             yield path
         except BaseException:
-            if new and {p.name for p in path.iterdir()} <= {LOCK, CLOCK, "source.json"}:
+            if new and {p.name for p in path.iterdir()} <= {LOCK_FILE, CLOCK_FILE, "source.json"}:
                 shutil.rmtree(path, ignore_errors=True)
             raise
 
 
 @contextmanager
-def shared_folder(
-    world: World, path: Path, resume: bool = False, overwrite: bool = False, inputs: Sequence[str | Path] = ()
+def shared_run_folder(
+    dist_context: DistContext,
+    path: Path,
+    resume: bool = False,
+    overwrite: bool = False,
+    inputs: Sequence[str | Path] = (),
 ) -> Iterator[Path]:
     """The same for all processes of a run: the first one holds the folder, and the others begin when it does."""
-    with world.only_first(run_folder(path, resume, overwrite, inputs)):
-        world.begins(str(path))
-        world.wait()
+    with dist_context.enter_on_main(run_folder(path, resume, overwrite, inputs)):
+        dist_context.mark_started(str(path))
+        dist_context.barrier()
         yield path
 
 
-def check_folder(path: Path, resume: bool, overwrite: bool, inputs: Sequence[str | Path]) -> None:
+def check_run_folder(path: Path, resume: bool, overwrite: bool, inputs: Sequence[str | Path]) -> None:
     """Refuse a folder that a run must not touch."""
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file; --output-dir needs a folder.")
-    refuse_unwritable(path)
-    if not path.is_dir() or not [p for p in path.iterdir() if p.name not in (LOCK, CLOCK)]:
+    check_writable(path)
+    if not path.is_dir() or not [p for p in path.iterdir() if p.name not in (LOCK_FILE, CLOCK_FILE)]:
         return
-    if only_prepared(path) and not overwrite:
+    if has_only_prepared_data(path) and not overwrite:
         return
     if not (resume or overwrite):
         raise UserError(f"{path} exists already. --resume goes on with the run in it, --overwrite starts it anew.")
-    foreign = sorted(p.name for p in path.iterdir() if not is_ours(p))
+    foreign = sorted(p.name for p in path.iterdir() if not is_run_output(p))
     if foreign and not (resume and (path / "recipe.yaml").is_file()):
         raise UserError(
             f"{path} holds files that no run of Firth wrote ({', '.join(foreign[:3])}): "
@@ -109,38 +122,38 @@ def check_folder(path: Path, resume: bool, overwrite: bool, inputs: Sequence[str
             raise UserError(f"{needed} lies in {path}, which --overwrite would remove. Name another --output-dir.")
 
 
-def only_prepared(path: Path) -> bool:
+def has_only_prepared_data(path: Path) -> bool:
     """Whether a run was refused or stopped in this folder while it prepared its text, before it began."""
-    others = [p for p in path.iterdir() if p.name not in (*PREPARED, LOCK) and not is_leftover(p)]
+    others = [p for p in path.iterdir() if p.name not in (*PREPARED_FILES, LOCK_FILE) and not is_leftover(p)]
     others = [p for p in others if not is_unfinished(p)]
-    return (path / "source.json").is_file() and not others and all(map(is_ours, path.iterdir()))
+    return (path / "source.json").is_file() and not others and all(map(is_run_output, path.iterdir()))
 
 
 def is_unfinished(p: Path) -> bool:
-    return any(p.match(pattern) for pattern in UNFINISHED)
+    return any(p.match(pattern) for pattern in UNFINISHED_PATTERNS)
 
 
 def is_leftover(p: Path) -> bool:
-    return any(p.match(pattern) for pattern in LEFTOVERS)
+    return any(p.match(pattern) for pattern in LEFTOVER_PATTERNS)
 
 
-def is_ours(p: Path) -> bool:
+def is_run_output(p: Path) -> bool:
     """Whether a run wrote this: known by its name and, as a person may have used that name too, by what is in it."""
     if is_leftover(p) or is_unfinished(p):
         return True
     if not p.is_dir():
-        return p.name in OURS
+        return p.name in RUN_FILES
     if p.name.startswith("checkpoint-") and p.name.removeprefix("checkpoint-").isdecimal():
         return True
-    if not any(p.match(pattern) for pattern in (*OUR_FOLDERS, *STAGES)):
+    if not any(p.match(pattern) for pattern in (*RUN_FOLDERS, *STAGE_FOLDERS)):
         return False
-    return (p / MANIFEST).is_file() or all(map(is_ours, p.iterdir()))
+    return (p / MANIFEST_FILE).is_file() or all(map(is_run_output, p.iterdir()))
 
 
-def clear(path: Path) -> None:
-    """Remove what a run wrote; `check_folder` has made sure that there is nothing else."""
+def clear_run_folder(path: Path) -> None:
+    """Remove what a run wrote; `check_run_folder` has made sure that there is nothing else."""
     for p in list(path.iterdir()):
         if p.is_dir():
             remove_folder(p)
-        elif p.name != LOCK:
+        elif p.name != LOCK_FILE:
             p.unlink()

@@ -9,11 +9,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from firth.console import warn
-from firth.files import without_nan, write_text
+from firth.core.console import warn
+from firth.core.files import replace_nonfinite, write_text
 
 
-class Log:
+class RunLog:
     """The log of a run that goes on after `step`: lines of later steps belong to work that was lost, and are cut.
 
     Lines that a full disk does not take are kept, and tried again with the next ones.
@@ -24,57 +24,57 @@ class Log:
             kept = [line for line in read_log(path) if line["step"] <= step]
             write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self.file = open(path, "ab", buffering=0)  # noqa: SIM115
-        self.path, self.waiting = path, b""
-        self.failed: OSError | None = None
+        self.path, self.pending = path, b""
+        self.last_error: OSError | None = None
 
     def write(self, **facts: Any) -> None:
-        self.waiting += json.dumps(without_nan(facts), allow_nan=False).encode() + b"\n"
-        self.is_written()
+        self.pending += json.dumps(replace_nonfinite(facts), allow_nan=False).encode() + b"\n"
+        self.flush()
 
-    def is_written(self) -> bool:
+    def flush(self) -> bool:
         """Whether all lines are in the file, after one more try where they were not."""
         try:
-            while self.waiting:
-                self.waiting = self.waiting[self.file.write(self.waiting) :]
-            self.failed = None
+            while self.pending:
+                self.pending = self.pending[self.file.write(self.pending) :]
+            self.last_error = None
         except OSError as e:
-            if self.failed is None:
+            if self.last_error is None:
                 warn(f"log.jsonl cannot be written ({e.strerror}): its lines are kept for later, and the run goes on.")
-            self.failed, e.filename = e, str(self.path)
-        return not self.waiting
+            self.last_error, e.filename = e, str(self.path)
+        return not self.pending
 
-    def sync(self) -> None:
+    def fsync(self) -> None:
         """Make what is written last, whatever happens to the machine."""
         os.fsync(self.file.fileno())
 
-    def __enter__(self) -> Log:
+    def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        written = self.is_written()
+        written = self.flush()
         self.file.close()
         if not written and e is None:
-            assert self.failed is not None
-            raise self.failed
+            assert self.last_error is not None
+            raise self.last_error
 
 
-class NoLog:
+class NullLog:
     """A trial leaves no trace."""
 
     def write(self, **facts: Any) -> None: ...
 
-    def is_written(self) -> bool:
+    def flush(self) -> bool:
         return True
 
-    def sync(self) -> None: ...
+    def fsync(self) -> None: ...
 
-    def __enter__(self) -> NoLog:
+    def __enter__(self) -> NullLog:
         return self
 
     def __exit__(self, *error: object) -> None: ...
 
 
-def last_loss(path: Path) -> float:
+def read_last_loss(path: Path) -> float:
     """The training loss that was logged last."""
     return next((line["loss"] for line in reversed(read_log(path)) if line.get("loss") is not None), math.nan)
 

@@ -9,23 +9,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from firth.errors import UserError
+from firth.core.errors import UserError
 from firth.train.adafactor import Adafactor
 from firth.train.adamw import AdamW
-from firth.train.muon import Muon, matrices
-from firth.train.recipe import Training
-from firth.train.unfreeze import Pace, depths, learners
+from firth.train.muon import Muon, hidden_matrices
+from firth.train.recipe import TrainingConfig
+from firth.train.unfreeze import FreezeSchedule, parameter_depths, trainable_parameters
 
-SLANT = 32  # a slanted triangle begins and ends at this part of the highest rate (ULMFiT's ratio)
+SLANTED_TRIANGLE_RATIO = 32  # a slanted triangle begins and ends at this part of the highest rate (ULMFiT's ratio)
 
 
-def make_optimizer(model: nn.Module, training: Training, pace: Pace | None = None) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, training: TrainingConfig, freeze_schedule: FreezeSchedule | None = None
+) -> torch.optim.Optimizer:
     """The optimizer of a recipe, for what learns from the first step on."""
-    groups = new_groups(model, training, pace or Pace(), 0, set())
+    groups = make_param_groups(model, training, freeze_schedule or FreezeSchedule(), 0, set())
     if not groups:
         raise UserError("Nothing is left to learn: this model has no head of its own. Freeze less.")
     if training.optim == "adafactor":
-        return Adafactor(groups, matrices(model))
+        return Adafactor(groups, hidden_matrices(model))
     adam: dict[str, Any] = dict(
         lr=training.learning_rate,
         betas=(training.adam_beta1, training.adam_beta2),
@@ -33,55 +35,61 @@ def make_optimizer(model: nn.Module, training: Training, pace: Pace | None = Non
         fused=True,
     )
     if training.optim == "muon":
-        return Muon(groups, matrices(model), training.muon_momentum, **adam)
+        return Muon(groups, hidden_matrices(model), training.muon_momentum, **adam)
     return AdamW(groups, **adam)
 
 
-def unfreeze(optimizer: torch.optim.Optimizer, model: nn.Module, training: Training, pace: Pace, step: int) -> None:
+def add_unfrozen_groups(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    training: TrainingConfig,
+    freeze_schedule: FreezeSchedule,
+    step: int,
+) -> None:
     """Take in what learns from this step on; after a resume, from any step before it."""
-    if not pace.unfreeze_every:
+    if not freeze_schedule.unfreeze_every:
         return
     known = {p for group in optimizer.param_groups for p in group["params"]}
-    for group in new_groups(model, training, pace, step, known):
+    for group in make_param_groups(model, training, freeze_schedule, step, known):
         optimizer.add_param_group(group)
 
 
-def new_groups(
-    model: nn.Module, training: Training, pace: Pace, step: int, known: set[nn.Parameter]
+def make_param_groups(
+    model: nn.Module, training: TrainingConfig, freeze_schedule: FreezeSchedule, step: int, assigned: set[nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """What learns at a step beside what is `known`, grouped by its rate: matrices and embeddings are decayed, biases
+    """What learns at a step beside what is `assigned`, grouped by its rate: matrices and embeddings are decayed, biases
     and norms left alone; Muon's matrices stand by themselves. What does not learn needs no gradient from here on.
     """
-    learning, top = learners(model, pace, step), max(depths(model).values())
-    hidden = matrices(model) if training.optim == "muon" else {}
+    learning, top = trainable_parameters(model, freeze_schedule, step), max(parameter_depths(model).values())
+    hidden = hidden_matrices(model) if training.optim == "muon" else {}
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = defaultdict(list)
     for name, p in model.named_parameters():
         p.requires_grad_(name in learning)
-        if name in learning and p not in known:
-            scale = pace.layer_decay ** (top - learning[name])
+        if name in learning and p not in assigned:
+            scale = freeze_schedule.layer_decay ** (top - learning[name])
             groups[scale, training.weight_decay if p.ndim >= 2 else 0.0, p in hidden].append(p)
     ordered = sorted(groups.items(), key=lambda item: (item[0][2], -item[0][0], item[1][0].ndim < 2))
-    faster = muon_scale(training)
+    faster = muon_lr_scale(training)
     return [
         {"params": ps, "weight_decay": decay, "scale": scale * (faster if muon else 1.0), "muon": muon}
         for (scale, decay, muon), ps in ordered
     ]
 
 
-def muon_scale(training: Training) -> float:
+def muon_lr_scale(training: TrainingConfig) -> float:
     """How many times as fast as AdamW Muon goes."""
     if not training.muon_learning_rate or not training.learning_rate:
         return 1.0
     return training.muon_learning_rate / training.learning_rate
 
 
-def rate(step: int, training: Training) -> float:
+def learning_rate_at(step: int, training: TrainingConfig) -> float:
     """The learning rate of step 0, 1, 2 ...: up during the warm-up, then down."""
     warmup, last, kind = training.warmup_steps, training.max_steps, training.lr_scheduler_type
     highest, done = training.learning_rate, min((step - warmup) / max(last - warmup, 1), 1.0)
     if kind == "slanted-triangle":  # Howard and Ruder 2018, equation 3, with a cut after the warm-up
         share = step / warmup if step < warmup else 1 - done
-        return highest * (1 + share * (SLANT - 1)) / SLANT
+        return highest * (1 + share * (SLANTED_TRIANGLE_RATIO - 1)) / SLANTED_TRIANGLE_RATIO
     if step < warmup:
         return highest * (step + 1) / (warmup + 1)
     if kind == "linear":

@@ -10,161 +10,175 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
-from firth.errors import UserError, nearest
-from firth.files import write_text
+from firth.core.errors import UserError, did_you_mean
+from firth.core.files import write_text
+from firth.core.serialization import from_dict, to_dict
 from firth.models import Distillation, LMHead, ModelConfig
-from firth.models.config import AWDLSTM, BiLSTM, ELMo, TransformerXL
-from firth.objectives import CLM, MLM, NAMED, BiLM, Objective
-from firth.plain import from_plain, to_plain
-from firth.tokens import Mix
+from firth.models.config import AWDLSTMConfig, BiLSTMConfig, ELMoConfig, TransformerXL
+from firth.objectives import CLM, MLM, OBJECTIVES, BiLM, Objective
+from firth.tokens import MixConfig
 
-R = TypeVar("R")  # a recipe: a dataclass of plain values
-LONGEST_ROW = 2**16  # places in a row are sorted as numbers of 16 bits
-LARGEST_STEP = 2**31  # tokens: whoever asks for more has mistyped, and no memory holds them
+RecipeT = TypeVar("RecipeT")  # a recipe: a dataclass of plain values
+MAX_ROW_TOKENS = 2**16  # places in a row are sorted as numbers of 16 bits
+MAX_STEP_TOKENS = 2**31  # tokens: whoever asks for more has mistyped, and no memory holds them
 # how runs were computed before there were such fields
-BEFORE = {"residual": "float32", "compile_parts": False, "last_layer": "all"}
-LONGEST_RUN = 10**9  # minutes, or times through the text: whoever asks for more has mistyped
+LEGACY_DEFAULTS = {"residual": "float32", "compile_regions": False, "last_layer": "all"}
+MAX_RUN_MINUTES_OR_EPOCHS = 10**9  # minutes, or times through the text: whoever asks for more has mistyped
 
 
-def option(default: Any, help: str, shown: str | None = None) -> Any:
+def recipe_field(default: Any, help: str, shown_default: str | None = None) -> Any:
     """A field that every run has, with the words that `--help` shows for it and, where they differ, its default."""
-    return field(default=default, metadata={"help": help, "default": str(default) if shown is None else shown})
+    return field(
+        default=default, metadata={"help": help, "default": str(default) if shown_default is None else shown_default}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class TrainingConfig:
     """What pretraining and fine-tuning have in common, under the names that Hugging Face uses."""
 
-    output_dir: str = option("", "Folder of the run. An existing one is refused unless --resume or --overwrite.")
-    max_steps: int = option(0, "Optimizer steps; 0 counts them from --num-train-epochs.")
-    num_train_epochs: float = option(3.0, "How often the text is read, when --max-steps is not given.")
-    minutes: float = option(
+    output_dir: str = recipe_field("", "Folder of the run. An existing one is refused unless --resume or --overwrite.")
+    max_steps: int = recipe_field(0, "Optimizer steps; 0 counts them from --num-train-epochs.")
+    num_train_epochs: float = recipe_field(3.0, "How often the text is read, when --max-steps is not given.")
+    minutes: float = recipe_field(
         0.0, "Plan the run to end after so many minutes: some steps are timed, then max_steps is fixed."
     )
-    max_seq_length: int = option(128, "Tokens in a row.")
-    per_device_train_batch_size: int = option(32, "Rows that are computed at once.")
-    gradient_accumulation_steps: int = option(1, "How many of these make one optimizer step.")
-    learning_rate: float = option(1e-3, "The highest rate, reached after the warm-up.", shown="by the model's width")
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "inverse-sqrt", "wsd", "slanted-triangle"] = option(
-        "linear",
-        "How the rate falls after the warm-up: linear and cosine to 0 at the end, constant not at all, inverse-sqrt "
-        "with the root of the steps (no end is in sight), wsd only at the end (see --wsd-decay), slanted-triangle in a "
-        "line to a 32nd, from which it also rose (ULMFiT).",
+    max_seq_length: int = recipe_field(128, "Tokens in a row.")
+    per_device_train_batch_size: int = recipe_field(32, "Rows that are computed at once.")
+    gradient_accumulation_steps: int = recipe_field(1, "How many of these make one optimizer step.")
+    learning_rate: float = recipe_field(
+        1e-3, "The highest rate, reached after the warm-up.", shown_default="by the model's width"
     )
-    wsd_decay: float = option(0.1, "With the schedule wsd: the last share of the run, in which the rate falls to 0.")
-    warmup_steps: int = option(-1, "Steps over which the rate rises; -1 takes a tenth of the run.")
-    optim: Literal["adamw", "muon", "adafactor"] = option(
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "inverse-sqrt", "wsd", "slanted-triangle"] = (
+        recipe_field(
+            "linear",
+            "How the rate falls after the warm-up: linear and cosine to 0 at the end, constant not at all, inverse-sqrt "
+            "with the root of the steps (no end is in sight), wsd only at the end (see --wsd-decay), slanted-triangle in a "
+            "line to a 32nd, from which it also rose (ULMFiT).",
+        )
+    )
+    wsd_decay: float = recipe_field(
+        0.1, "With the schedule wsd: the last share of the run, in which the rate falls to 0."
+    )
+    warmup_steps: int = recipe_field(-1, "Steps over which the rate rises; -1 takes a tenth of the run.")
+    optim: Literal["adamw", "muon", "adafactor"] = recipe_field(
         "adamw",
         "adamw; muon turns the matrices inside the blocks by steps of equal length in every direction, and leaves the "
         "rest to AdamW; adafactor is T5's, with a rate in proportion to the weights (T5 took 1e-2) and little memory. "
         "Transformers that begin from nothing take muon by themselves, T5 adafactor; all else is learned with adamw.",
     )
-    muon_learning_rate: float = option(
+    muon_learning_rate: float = recipe_field(
         0.0, "Muon's highest rate, for the matrices inside the blocks; 0 takes --learning-rate, AdamW's for the rest."
     )
-    muon_momentum: float = option(0.95, "How much of its direction Muon keeps from step to step.")
-    weight_decay: float = option(
-        0.01, "The optimizer's weight decay, on matrices only.", shown="0.01; 0.2 where a model is pretrained with muon"
+    muon_momentum: float = recipe_field(0.95, "How much of its direction Muon keeps from step to step.")
+    weight_decay: float = recipe_field(
+        0.01,
+        "The optimizer's weight decay, on matrices only.",
+        shown_default="0.01; 0.2 where a model is pretrained with muon",
     )
-    adam_beta1: float = option(0.9, "AdamW's first decay rate.")
-    adam_beta2: float = option(0.98, "AdamW's second decay rate.")
-    adam_epsilon: float = option(1e-6, "AdamW's epsilon.")
-    max_grad_norm: float = option(1.0, "Gradients longer than this are cut; 0 leaves them.")
-    spike_factor: float = option(
+    adam_beta1: float = recipe_field(0.9, "AdamW's first decay rate.")
+    adam_beta2: float = recipe_field(0.98, "AdamW's second decay rate.")
+    adam_epsilon: float = recipe_field(1e-6, "AdamW's epsilon.")
+    max_grad_norm: float = recipe_field(1.0, "Gradients longer than this are cut; 0 leaves them.")
+    spike_factor: float = recipe_field(
         0.0,
         "Skip a step whose loss or gradient is so many times the usual (the median of the last 128 steps); 0: never. "
         "A step whose loss or gradient is no number is skipped always.",
     )
-    max_bad_steps: int = option(5, "Stop, and say why, after so many skipped steps in a row.")
-    ema_decay: float = option(
+    max_bad_steps: int = recipe_field(5, "Stop, and say why, after so many skipped steps in a row.")
+    ema_decay: float = recipe_field(
         0.0,
         "Keep a running mean of the weights, this much of it at every step (0.999), to evaluate and to keep; 0: no.",
     )
-    eval_steps: int = option(
+    eval_steps: int = recipe_field(
         0, "Evaluate every so many steps; 0 takes a tenth of the run (pretraining). Always at the end."
     )
-    save_steps: int = option(500, "Write a checkpoint every so many steps.")
-    save_total_limit: int = option(2, "Keep so many checkpoints; 0 keeps all.")
-    async_save: bool = option(True, "Write checkpoints while the training goes on, from a copy in the host's memory.")
-    logging_steps: int = option(1, "Write a line to log.jsonl every so many steps.")
-    seed: int = option(0, "Decides the order of the text, the noise, the first weights and the dropout.")
-    deterministic: bool = option(
+    save_steps: int = recipe_field(500, "Write a checkpoint every so many steps.")
+    save_total_limit: int = recipe_field(2, "Keep so many checkpoints; 0 keeps all.")
+    async_save: bool = recipe_field(
+        True, "Write checkpoints while the training goes on, from a copy in the host's memory."
+    )
+    logging_steps: int = recipe_field(1, "Write a line to log.jsonl every so many steps.")
+    seed: int = recipe_field(0, "Decides the order of the text, the noise, the first weights and the dropout.")
+    deterministic: bool = recipe_field(
         False, "Every sum in one order, so that a resumed run is the same bit for bit on a GPU too; slower there."
     )
-    gradient_checkpointing: bool = option(
+    gradient_checkpointing: bool = recipe_field(
         False, "Compute each layer again in the backward pass: a third slower, and room for much longer rows."
     )
-    lean: bool | None = option(
+    recompute: bool | None = recipe_field(
         None,
         "In a compiled step, compute norms and activations again in the backward pass, in place of keeping them: a "
         "third less to keep (Llama). By itself from half a billion parameters on.",
     )
-    device: Literal["auto", "cpu", "cuda"] = option(
+    device: Literal["auto", "cpu", "cuda"] = recipe_field(
         "auto", "Where to compute: auto takes a GPU where there is one. Of several, CUDA_VISIBLE_DEVICES=1 chooses."
     )
-    bf16: bool | None = option(None, "Compute in bfloat16; by itself on a GPU that can, never by itself on a CPU.")
-    fp16: bool | None = option(
+    bf16: bool | None = recipe_field(
+        None, "Compute in bfloat16; by itself on a GPU that can, never by itself on a CPU."
+    )
+    fp16: bool | None = recipe_field(
         None, "Compute in float16, with a loss that is scaled up; by itself on a GPU that has no bfloat16."
     )
-    weights: Literal["float32", "bf16"] = option(
+    weights: Literal["float32", "bf16"] = recipe_field(
         "float32",
         "bf16 computes with weights that are rounded to bfloat16, and all between them; the exact ones stay with the "
         "optimizer. Meant for a GPU; takes half a copy of the weights more in memory.",
     )
-    residual: Literal["float32", "bf16"] = option(
+    residual: Literal["float32", "bf16"] = recipe_field(
         "bf16",
         "What goes from layer to layer where products are in bfloat16: bf16 is half as much to read and write (3% of "
         "a step of GPT-2), float32 more exact. (With --parallel fsdp blocks are in bfloat16 throughout.)",
     )
-    last_layer: Literal["asked", "all"] = option(
-        "asked",
+    last_layer: Literal["targets", "all"] = recipe_field(
+        "targets",
         "Where a loss asks at some places of a row (masked tokens), compute the last layer there alone, reading all "
         "others: the same loss, and three quarters of a layer less to compute. all computes it everywhere.",
     )
-    fp8: bool = option(
+    fp8: bool = recipe_field(
         False,
         "Multiply by the weights of the layers in 8 bits, forward and backward, with a scale for each row; the "
         "gradients of weights are in bfloat16. Meant for a GPU that has instructions for it (Hopper, Ada), and goes "
         "well with --weights bf16. Less exact: compare the loss.",
     )
-    compile: bool | None = option(
+    compile: bool | None = recipe_field(
         None, "Compile the step (torch.compile); by itself on a GPU. What was compiled is kept in ~/.cache/firth."
     )
-    compile_parts: bool | None = option(
+    compile_regions: bool | None = recipe_field(
         None,
         "Compile each kind of block once, not the step as a whole: the first step comes up to 40 s sooner, and each is "
         "up to 4% slower (H200). By itself on a GPU where --minutes are at most 15.",
     )
-    cuda_graphs: bool | None = option(
+    cuda_graphs: bool | None = recipe_field(
         None,
         "Replay a step as one CUDA graph, in which the GPU does not wait for Python; by itself where a step is "
         "compiled and has one micro-batch, and in short fine-tunings, which are not compiled.",
     )
-    fused_loss: bool | None = option(
+    fused_loss: bool | None = recipe_field(
         None,
         "Compute the loss by a kernel of our own, and never hold more than a gigabyte of scores; by itself on a GPU "
         "where there are many, and on a CPU, in pieces that stay in its cache.",
     )
-    fused_attention: bool = option(
+    fused_attention: bool = recipe_field(
         True,
         "Attention by our own kernel where that is faster: in a compiled step on a GPU with dropout, packed rows, "
         "windows, a bias or another sequence, and for scores by distance. --no-fused-attention leaves it to torch.",
     )
-    pad_vocabulary: bool | None = option(
+    pad_vocabulary: bool | None = recipe_field(
         None, "Compute scores for a multiple of 128 tokens, and cut off the rest again; by itself on a GPU."
     )
 
-    parallel: Literal["none", "ddp", "fsdp"] = option(
+    parallel: Literal["none", "ddp", "fsdp"] = recipe_field(
         "none",
         "Learn in several processes, which torchrun starts: ddp gives each the whole model, fsdp a part of it.",
     )
-    cpu_offload: bool = option(
+    cpu_offload: bool = recipe_field(
         False, "With --parallel fsdp: weights and optimizer stay in the host's memory, and layers come when needed."
     )
     processes: int = 1  # what a run notes of itself: how many it began with, which its batch depends on
 
     @property
-    def global_batch(self) -> int:
+    def global_batch_size(self) -> int:
         """Rows that a step learns from, in all processes together."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.processes
 
@@ -216,8 +230,10 @@ class Training:
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}, and must be at least {least}.")
         for name in ("minutes", "num_train_epochs"):
-            if getattr(self, name) > LONGEST_RUN:
-                raise UserError(f"{name} is {getattr(self, name):g}, and must be at most {LONGEST_RUN:,}.")
+            if getattr(self, name) > MAX_RUN_MINUTES_OR_EPOCHS:
+                raise UserError(
+                    f"{name} is {getattr(self, name):g}, and must be at most {MAX_RUN_MINUTES_OR_EPOCHS:,}."
+                )
         if self.adam_epsilon <= 0:
             raise UserError(f"adam_epsilon is {self.adam_epsilon}, and must be more than 0: it keeps 0 / 0 away.")
         if self.warmup_steps < -1:
@@ -239,12 +255,14 @@ class Training:
             raise UserError(f"muon_learning_rate is for --optim muon, and this run has {self.optim}.")
         if self.muon_learning_rate and not self.learning_rate:
             raise UserError("muon_learning_rate goes up and down with learning_rate, which is 0: give it a value too.")
-        if self.max_seq_length > LONGEST_ROW:
-            raise UserError(f"max_seq_length is {self.max_seq_length:,}, and rows have at most {LONGEST_ROW:,} tokens.")
-        tokens = self.per_device_train_batch_size * self.gradient_accumulation_steps * self.max_seq_length
-        if tokens > LARGEST_STEP:
+        if self.max_seq_length > MAX_ROW_TOKENS:
             raise UserError(
-                f"A step would read {tokens:,} tokens at once, and {LARGEST_STEP:,} are the most: lower "
+                f"max_seq_length is {self.max_seq_length:,}, and rows have at most {MAX_ROW_TOKENS:,} tokens."
+            )
+        tokens = self.per_device_train_batch_size * self.gradient_accumulation_steps * self.max_seq_length
+        if tokens > MAX_STEP_TOKENS:
+            raise UserError(
+                f"A step would read {tokens:,} tokens at once, and {MAX_STEP_TOKENS:,} are the most: lower "
                 "--per-device-train-batch-size."
             )
         if self.cuda_graphs and self.gradient_accumulation_steps > 1 and self.compile is not False:
@@ -259,58 +277,60 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(Training):
+class Recipe(TrainingConfig):
     """A pretraining run. `model` and `objective` are complete: nothing is looked up elsewhere."""
 
     model: ModelConfig
     objective: Objective
-    data: str = option("", "Folder of token shards.")
-    tokenizer: str = option("", "Fingerprint of the tokenizer that the shards were made with.")
-    checkpoint: str = option("", "Checkpoint whose weights the run starts from; empty starts fresh.")
-    teacher: str = option("", "Checkpoint to learn from, whose layers the model also begins with (distillation).")
+    data: str = recipe_field("", "Folder of token shards.")
+    tokenizer: str = recipe_field("", "Fingerprint of the tokenizer that the shards were made with.")
+    checkpoint: str = recipe_field("", "Checkpoint whose weights the run starts from; empty starts fresh.")
+    teacher: str = recipe_field("", "Checkpoint to learn from, whose layers the model also begins with (distillation).")
     distillation: Distillation = field(default_factory=Distillation)
-    warm_start: Literal["none", "ppmi"] = option(
+    warm_start: Literal["none", "ppmi"] = recipe_field(
         "none",
         "ppmi begins with embeddings that know which tokens keep company, counted in the text; none with random ones.",
-        shown="ppmi for a Transformer that begins from nothing",
+        shown_default="ppmi for a Transformer that begins from nothing",
     )
-    order: Literal["packed", "stream"] = option(
+    order: Literal["packed", "stream"] = recipe_field(
         "packed", "packed shuffles rows of whole documents; stream lets each row go on where it stopped a step before."
     )
-    split: Literal["token", "sentence"] = option(
+    split: Literal["token", "sentence"] = recipe_field(
         "token", "Where a document longer than a row is cut: where the row is full, or at the end of a sentence."
     )
     sources: dict[str, str] = field(default_factory=dict)  # in place of `data`: folders of shards that are mixed
     mix: dict[str, float] = field(default_factory=dict)  # the share of each
-    mix_temperature: float | None = option(
+    mix_temperature: float | None = recipe_field(
         None,
         "Mix several --data by their tokens to the power of this: 0.7 in multilingual BERT, 0.3 in XLM-R; at 1 every "
         "text is read equally often, at 0 all sources are read equally.",
     )
     mix_epochs: dict[str, float] = field(default_factory=dict)  # or how often each is read in one epoch
-    layer_decay: float = option(
+    layer_decay: float = recipe_field(
         1.0,
         "Each layer learns so many times as fast as the one above it, where a checkpoint goes on learning (ULMFiT).",
     )
-    memory: int = option(0, "Tokens before a row that XLNet or a Transformer-XL reads again, with --order stream.")
-    eval_rows: int = option(256, "At most so many held-out rows are read at an evaluation.")
-    batch_ramp: float = option(
+    memory: int = recipe_field(
+        0, "Tokens before a row that XLNet or a Transformer-XL reads again, with --order stream."
+    )
+    eval_rows: int = recipe_field(256, "At most so many held-out rows are read at an evaluation.")
+    batch_ramp: float = recipe_field(
         0.0, "Over this share of the run the batch grows to its full size: small ones learn sooner. 0: at once."
     )
-    batch_doublings: int = option(2, "With --batch-ramp: how often the batch doubles; 2 begins with a quarter.")
-    length_ramp: float = option(
+    batch_doublings: int = recipe_field(2, "With --batch-ramp: how often the batch doubles; 2 begins with a quarter.")
+    length_ramp: float = recipe_field(
         0.0, "Over this share of the run rows grow to their full length: short ones first, and more. 0: at once."
     )
-    length_doublings: int = option(2, "With --length-ramp: how often the rows double; 2 begins with a quarter.")
+    length_doublings: int = recipe_field(2, "With --length-ramp: how often the rows double; 2 begins with a quarter.")
     # What a run notes of itself: the shards that it began with, and data that it left out after a rewind, as
     # (step, how many steps of data are passed over from there on).
     shards_checksum: str = ""
     skips: tuple[tuple[int, int], ...] = ()
 
     @property
-    def mixing(self) -> Mix:
+    def mixing(self) -> MixConfig:
         """How much of each source is read."""
-        return Mix(self.mix, self.mix_temperature, self.mix_epochs)
+        return MixConfig(self.mix, self.mix_temperature, self.mix_epochs)
 
     def check_order(self) -> None:
         """Whether model and objective can read on from step to step, and with a memory."""
@@ -321,27 +341,33 @@ class Recipe(Training):
             raise UserError("memory is of the rows of the step before: it needs --order stream.")
         if self.memory and not isinstance(model.position, TransformerXL):
             raise UserError(f"memory is for the position TransformerXL (xlnet), not {type(model.position).__name__}.")
-        if self.memory and (isinstance(self.objective, BiLM) or model.extra("decoder") or self.teacher):
+        if self.memory and (isinstance(self.objective, BiLM) or model.get_extra("decoder") or self.teacher):
             raise UserError("memory goes with neither a biLM nor a MaskDecoder nor a teacher.")
         if self.memory and model.window is not None:
             raise UserError("memory is read by all layers, and those with a window see none of it: leave one out.")
-        if self.order == "stream" and (self.objective.layout != "packed" or model.shape == "encoder-decoder"):
+        if self.order == "stream" and (
+            self.objective.row_layout != "packed" or model.architecture == "encoder-decoder"
+        ):
             raise UserError(f"order=stream is for one stack that reads one text; {name} with {model.family} is not.")
         if self.order == "stream" and self.sources:
             raise UserError("order=stream reads one text from beginning to end, not a mix of several.")
-        if self.order == "stream" and isinstance(self.objective, MLM) and self.objective.copies:
-            raise UserError("objective.copies keeps masks for rows that come again, and those of order=stream do not.")
+        if self.order == "stream" and isinstance(self.objective, MLM) and self.objective.num_static_masks:
+            raise UserError(
+                "objective.num_static_masks keeps masks for rows that come again, and those of order=stream do not."
+            )
 
     def check_recurrent(self) -> None:
         """Whether LSTMs can do the objective: they read one way, or both, and see nothing else."""
         spec, objective, family = self.model.recurrent, self.objective, self.model.family
-        if spec is not None and isinstance(spec, ELMo) != isinstance(objective, BiLM):
+        if spec is not None and isinstance(spec, ELMoConfig) != isinstance(objective, BiLM):
             raise UserError("Of all LSTMs the objective bilm is ELMo's, which has no other.")
-        if isinstance(spec, AWDLSTM) and objective != CLM(across=getattr(objective, "across", False)):
+        if isinstance(spec, AWDLSTMConfig) and objective != CLM(
+            across_documents=getattr(objective, "across_documents", False)
+        ):
             raise UserError(f"{family} reads from left to right: its objective is clm.")
-        if isinstance(spec, BiLSTM) and (not isinstance(objective, MLM) or objective.sees != "all"):
+        if isinstance(spec, BiLSTMConfig) and (not isinstance(objective, MLM) or objective.visibility != "all"):
             raise UserError(f"{family} sees all of a text: its objective is mlm, or another that hides tokens.")
-        if isinstance(spec, ELMo) and self.warm_start != "none":
+        if isinstance(spec, ELMoConfig) and self.warm_start != "none":
             raise UserError("ELMo has no vectors of words that could begin warm: leave warm_start out.")
         if spec is not None and self.teacher:
             raise UserError(f"{family} has no layers like its teacher's: leave --teacher out.")
@@ -358,7 +384,7 @@ class Recipe(Training):
 
     def check_ramps(self) -> None:
         """Whether batches and rows can begin as small as that."""
-        for name, full, what in (("batch", self.global_batch, "rows"), ("length", self.max_seq_length, "tokens")):
+        for name, full, what in (("batch", self.global_batch_size, "rows"), ("length", self.max_seq_length, "tokens")):
             share, doublings = getattr(self, f"{name}_ramp"), getattr(self, f"{name}_doublings")
             least = 1 if name == "batch" else 8
             if not 0 <= share <= 1:
@@ -390,11 +416,11 @@ class Recipe(Training):
             raise UserError(f"eval_rows is {self.eval_rows}, and must be at least 1.")
         if wrong := model.problems():
             raise UserError("; ".join(wrong) + ".")
-        if model.shape not in objective.shapes:
-            name, wanted = type(objective).__name__, " or ".join(objective.shapes)
-            others = ", ".join(n for n, o in NAMED.items() if model.shape in o.shapes)
+        if model.architecture not in objective.architectures:
+            name, wanted = type(objective).__name__, " or ".join(objective.architectures)
+            others = ", ".join(n for n, o in OBJECTIVES.items() if model.architecture in o.architectures)
             raise UserError(
-                f"{name} is for the shape {wanted}; {model.family} has the shape {model.shape}. "
+                f"{name} is for the shape {wanted}; {model.family} has the shape {model.architecture}. "
                 f"Take such a model, or one of these objectives: {others}."
             )
         self.check_recurrent()
@@ -407,16 +433,16 @@ class Recipe(Training):
             )
 
 
-def save_recipe(recipe: Training, path: Path) -> None:
-    write_text(path, yaml.safe_dump(to_plain(recipe), sort_keys=False, allow_unicode=True))
+def save_recipe(recipe: TrainingConfig, path: Path) -> None:
+    write_text(path, yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True))
 
 
-def load_recipe(path: Path, kind: type[R]) -> R:
+def load_recipe(path: Path, recipe_type: type[RecipeT]) -> RecipeT:
     """The recipe of a run. What an older run could not say is as it was then."""
-    return from_plain(BEFORE | read_yaml(path), kind, str(path))
+    return from_dict(LEGACY_DEFAULTS | read_yaml_mapping(path), recipe_type, str(path))
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml_mapping(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{path}: no such file.")
     try:
@@ -428,14 +454,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return value
 
 
-def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
     """`model.num_layers=6` after the options, as {"model.num_layers": 6}.
 
     >>> parse_overrides(["model.num_layers=6", "learning_rate=1e-3"])
     {'model.num_layers': 6, 'learning_rate': '1e-3'}
     """
     found = {}
-    for word in words:
+    for word in args:
         key, equals, value = word.partition("=")
         if not equals or not key:
             hint = f" Name each file with its own option: --data {word}." if Path(word).exists() else ""
@@ -447,9 +473,9 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def override(recipe: R, changes: Mapping[str, Any]) -> R:
+def apply_overrides(recipe: RecipeT, changes: Mapping[str, Any]) -> RecipeT:
     """The recipe with some fields set, by dotted names; an unknown name is an error that names the nearest."""
-    plain = to_plain(recipe)
+    plain = to_dict(recipe)
     for key, value in changes.items():
         *path, last = key.split(".")
         place = plain
@@ -458,21 +484,23 @@ def override(recipe: R, changes: Mapping[str, Any]) -> R:
             if not isinstance(place, dict) or (name not in place and not (free and depth == 1)):
                 known = place if isinstance(place, dict) else {}
                 above = ".".join(key.split(".")[:depth])
-                raise UserError(f"Unknown key {key!r}. " + nearest(name, known) + (f" (in {above})" if above else ""))
+                raise UserError(
+                    f"Unknown key {key!r}. " + did_you_mean(name, known) + (f" (in {above})" if above else "")
+                )
             if depth < len(path):
                 place = place[name]
         place[last] = value
-    return from_plain(plain, type(recipe), "recipe")
+    return from_dict(plain, type(recipe), "recipe")
 
 
-def differences(old: Any, new: Any) -> list[str]:
+def recipe_differences(old: Any, new: Any) -> list[str]:
     """What is not the same in two recipes, as `key: old -> new`."""
-    a, b = flat(to_plain(old)), flat(to_plain(new))
+    a, b = flatten_mapping(to_dict(old)), flatten_mapping(to_dict(new))
     return [f"{k}: {a.get(k)} -> {b.get(k)}" for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
 
 
-def flat(plain: Any, prefix: str = "") -> dict[str, Any]:
-    """What is in mappings in mappings, by `outer.inner`."""
-    if not isinstance(plain, dict):
-        return {prefix.rstrip("."): plain}
-    return {k: v for key, value in plain.items() for k, v in flat(value, f"{prefix}{key}.").items()}
+def flatten_mapping(mapping: Any, prefix: str = "") -> dict[str, Any]:
+    """What is in mappings in mappings, by `outer.base_task`."""
+    if not isinstance(mapping, dict):
+        return {prefix.rstrip("."): mapping}
+    return {k: v for key, value in mapping.items() for k, v in flatten_mapping(value, f"{prefix}{key}.").items()}

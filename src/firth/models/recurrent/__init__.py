@@ -1,10 +1,20 @@
 """LSTMs in place of blocks: AWD-LSTM, ELMo, the biLSTM, and an encoder-decoder of before the Transformer."""
 
-from firth.models.recurrent.awd import AWDStack
+from firth.models.recurrent.awd import AWDLSTMStack
 from firth.models.recurrent.crf import CRF
-from firth.models.recurrent.elmo import BothWays, Spelling
-from firth.models.recurrent.features import FeatureReader
-from firth.models.recurrent.lstm import Recurrence, TwoWays
-from firth.models.recurrent.seq2seq import Reader, Writer
+from firth.models.recurrent.elmo import CharCNNEmbedding, ELMoStack
+from firth.models.recurrent.features import FeatureEncoder
+from firth.models.recurrent.lstm import BiLSTMStack, RecurrentStack
+from firth.models.recurrent.seq2seq import Seq2SeqDecoder, Seq2SeqEncoder
 
-__all__ = ["CRF", "AWDStack", "BothWays", "FeatureReader", "Reader", "Recurrence", "Spelling", "TwoWays", "Writer"]
+__all__ = [
+    "CRF",
+    "AWDLSTMStack",
+    "BiLSTMStack",
+    "CharCNNEmbedding",
+    "ELMoStack",
+    "FeatureEncoder",
+    "RecurrentStack",
+    "Seq2SeqDecoder",
+    "Seq2SeqEncoder",
+]

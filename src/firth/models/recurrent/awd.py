@@ -10,52 +10,54 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from firth.models.config import AWDLSTM, ModelConfig
-from firth.models.dropout import drop
-from firth.models.recurrent.lstm import Recurrence, Texts, locked, read_on
+from firth.models.config import AWDLSTMConfig, ModelConfig
+from firth.models.kernels.dropout import fast_dropout
+from firth.models.recurrent.lstm import RecurrentStack, UnpackedDocuments, locked_dropout, run_lstm
 
 
-class AWDStack(Recurrence):
+class AWDLSTMStack(RecurrentStack):
     """LSTM layers, the last as wide as the token vectors. In training all kinds of dropout, and what states cost."""
 
-    cost: Tensor | None = None  # of the states of the last call in training: a sum over tokens
+    regularization: Tensor | None = None  # of the states of the last call in training: a sum over tokens
 
     def __init__(self, config: ModelConfig) -> None:
         spec = config.recurrent
-        assert isinstance(spec, AWDLSTM)
-        widths = [config.dim, *[spec.hidden] * (config.num_layers - 1), config.dim]
+        assert isinstance(spec, AWDLSTMConfig)
+        widths = [config.dim, *[spec.hidden_size] * (config.num_layers - 1), config.dim]
         super().__init__(config, [nn.LSTM(a, b, batch_first=True) for a, b in pairwise(widths)])
         self.spec = spec
 
-    def read_texts(self, x: Tensor, texts: Texts, found: list[Tensor]) -> Tensor:
+    def run_documents(self, x: Tensor, documents: UnpackedDocuments, all_hidden_states: list[Tensor]) -> Tensor:
         spec, last = self.spec, self.num_layers - 1
-        found.append(x)
-        y = self.locked(texts.apart(x), spec.input_drop)
+        all_hidden_states.append(x)
+        y = self.apply_locked_dropout(documents.unpack(x), spec.input_drop)
         for i, lstm in enumerate(cast(list[nn.LSTM], list(self.blocks))):
-            weight = drop(cast(Tensor, lstm.weight_hh_l0), spec.weight_drop) if self.training else None
-            begin = self.carried.state(i, lstm.hidden_size)
-            read, end = read_on(lstm, y, begin, weight, spec.bptt if self.training else 0)
-            self.carried.leave(i, end)
-            y = self.locked(read, spec.output_drop if i == last else spec.hidden_drop)
-            found.append(texts.together(y if i == last else read))
-        self.cost = self.cost_of(read, y, texts) if self.training else None
-        return found[-1]
+            weight = fast_dropout(cast(Tensor, lstm.weight_hh_l0), spec.weight_drop) if self.training else None
+            begin = self.recurrent_state.layer_state(i, lstm.hidden_size)
+            read, end = run_lstm(lstm, y, begin, weight, spec.bptt if self.training else 0)
+            self.recurrent_state.store_layer_state(i, end)
+            y = self.apply_locked_dropout(read, spec.output_drop if i == last else spec.hidden_drop)
+            all_hidden_states.append(documents.repack(y if i == last else read))
+        self.regularization = self.regularization_loss(read, y, documents) if self.training else None
+        return all_hidden_states[-1]
 
-    def locked(self, x_NLD: Tensor, rate: float) -> Tensor:
-        return locked(x_NLD, rate) if self.training else x_NLD
+    def apply_locked_dropout(self, x_NLD: Tensor, rate: float) -> Tensor:
+        return locked_dropout(x_NLD, rate) if self.training else x_NLD
 
-    def cost_of(self, read_NLD: Tensor, dropped_NLD: Tensor, texts: Texts) -> Tensor | None:
+    def regularization_loss(
+        self, hidden_NLD: Tensor, dropped_NLD: Tensor, documents: UnpackedDocuments
+    ) -> Tensor | None:
         """What large states, after dropout, and large steps from place to place, before it, cost: mean over D, sum."""
-        if not self.spec.activity and not self.spec.slowness:
+        if not self.spec.activation_reg and not self.spec.temporal_activation_reg:
             return None
-        large = (dropped_NLD.float().square().mean(-1) * texts.real).sum()
-        step_NLD = (read_NLD[:, 1:] - read_NLD[:, :-1]).float()
-        steep = (step_NLD.square().mean(-1) * texts.real[:, 1:]).sum()
-        return self.spec.activity * large + self.spec.slowness * steep
+        large = (dropped_NLD.float().square().mean(-1) * documents.mask).sum()
+        step_NLD = (hidden_NLD[:, 1:] - hidden_NLD[:, :-1]).float()
+        steep = (step_NLD.square().mean(-1) * documents.mask[:, 1:]).sum()
+        return self.spec.activation_reg * large + self.spec.temporal_activation_reg * steep
 
-    def with_cost(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def add_regularization(self, losses: dict[str, Tensor]) -> dict[str, Tensor]:
         """The parts of a loss with what the states cost, which is a mean over tokens."""
-        if self.cost is None:
-            return parts
-        cost, self.cost = self.cost, None
-        return {**parts, "tokens": parts["tokens"] + cost if "tokens" in parts else cost}
+        if self.regularization is None:
+            return losses
+        cost, self.regularization = self.regularization, None
+        return {**losses, "tokens": losses["tokens"] + cost if "tokens" in losses else cost}

@@ -18,7 +18,7 @@ try:
 except ImportError:  # a machine without a GPU needs none
     triton = None
 
-BLOCK = 512  # units in a tile
+BLOCK_UNITS = 512  # units in a tile
 
 
 def clipped_lstm(
@@ -33,21 +33,21 @@ def clipped_lstm(
     from_x = torch.baddbmm((b_ih + b_hh)[:, None], x_WNLD.flatten(1, 2), w_ih.mT).view(W, N, L, -1)
     h_WNP, w_hh, w_hr = (a.to(from_x.dtype) for a in (h_WNP, w_hh, w_hr))
     c_WNH = c_WNH.to(torch.promote_types(from_x.dtype, torch.float32))
-    y_WLNP, h_WNP, c_WNH = Clipped.apply(from_x.transpose(1, 2), h_WNP, c_WNH, w_hh, w_hr, clip)
+    y_WLNP, h_WNP, c_WNH = ClippedLSTMFunction.apply(from_x.transpose(1, 2), h_WNP, c_WNH, w_hh, w_hr, clip)
     return y_WLNP.transpose(1, 2), h_WNP, c_WNH
 
 
-class Clipped(torch.autograd.Function):
+class ClippedLSTMFunction(torch.autograd.Function):
     """All places in turn. The gradients of the weights are found at the end, by one product for all places."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        from_x_WLNG, h_WNP, c_WNH, w_hh_WGP, w_hr_WPH, clip = given
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        from_x_WLNG, h_WNP, c_WNH, w_hh_WGP, w_hr_WPH, clip = inputs
         gates, cells, projections = [], [c_WNH.contiguous()], [h_WNP]
         with torch.autocast(h_WNP.device.type, enabled=False):
             for from_one_WNG in from_x_WLNG.unbind(1):
                 gates.append(torch.baddbmm(from_one_WNG, projections[-1], w_hh_WGP.mT))
-                cell, shown_WNH = next_cell(gates[-1], cells[-1], clip)
+                cell, shown_WNH = lstm_cell_forward(gates[-1], cells[-1], clip)
                 cells.append(cell)
                 projections.append(torch.bmm(shown_WNH, w_hr_WPH.mT).clamp_(-clip, clip))
         ctx.clip = clip
@@ -56,8 +56,8 @@ class Clipped(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *asked: Tensor) -> tuple[Tensor | None, ...]:
-        dy_WLNP, dh_WNP, dc_WNH = asked
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dy_WLNP, dh_WNP, dc_WNH = grads
         w_hh_WGP, w_hr_WPH, *rest = ctx.saved_tensors
         L = dy_WLNP.shape[1]
         gates, cells, projections = rest[:L], rest[L : 2 * L + 1], rest[2 * L + 1 :]
@@ -70,7 +70,7 @@ class Clipped(torch.autograd.Function):
             dprojected = torch.mul(dh_WNP + dy_WLNP[:, i], inside, out=dprojected_WLNP[:, i])
             dshown_WNH = torch.bmm(dprojected, w_hr_WPH)
             state = gates[i], cells[i + 1], cells[i]
-            dc_WNH = last_cell(*state, dshown_WNH, dc_WNH, dgates_WLNG[:, i], shown_WLNH[:, i], ctx.clip)
+            dc_WNH = lstm_cell_backward(*state, dshown_WNH, dc_WNH, dgates_WLNG[:, i], shown_WLNH[:, i], ctx.clip)
             dh_WNP = torch.bmm(dgates_WLNG[:, i], w_hh_WGP)
         read_WLNP = torch.stack(projections[:-1], 1)
         dw_hh = torch.bmm(dgates_WLNG.flatten(1, 2).mT, read_WLNP.flatten(1, 2))
@@ -78,10 +78,10 @@ class Clipped(torch.autograd.Function):
         return dgates_WLNG, dh_WNP, dc_WNH, dw_hh, dw_hr, None
 
 
-def next_cell(gates_WNG: Tensor, c_WNH: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+def lstm_cell_forward(gates_WNG: Tensor, c_WNH: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """The next cells, and what they show. What the gates let through takes the place of their scores."""
     if triton is not None and gates_WNG.is_cuda:
-        return next_cell_at_once(gates_WNG, c_WNH, clip)
+        return fused_lstm_cell_forward(gates_WNG, c_WNH, clip)
     enter, keep, new, show = gates_WNG.chunk(4, -1)
     for gate in (enter, keep, show):
         gate.sigmoid_()
@@ -90,45 +90,47 @@ def next_cell(gates_WNG: Tensor, c_WNH: Tensor, clip: float) -> tuple[Tensor, Te
     return c_WNH, (show * c_WNH.tanh()).to(gates_WNG.dtype)
 
 
-def last_cell(
+def lstm_cell_backward(
     gates_WNG: Tensor,
     c_WNH: Tensor,
-    before_WNH: Tensor,
-    dshown_WNH: Tensor,
+    c_prev_WNH: Tensor,
+    dhidden_WNH: Tensor,
     dc_WNH: Tensor,
     dgates_WNG: Tensor,
-    shown_WNH: Tensor,
+    hidden_WNH: Tensor,
     clip: float,
 ) -> Tensor:
     """The way back: the gradient of the cells before. Those of the gates, and what was shown, are written down."""
     if triton is not None and gates_WNG.is_cuda:
-        given = gates_WNG, c_WNH, before_WNH, dshown_WNH, dc_WNH
-        return last_cell_at_once(given, dgates_WNG, shown_WNH, clip)
+        given = gates_WNG, c_WNH, c_prev_WNH, dhidden_WNH, dc_WNH
+        return fused_lstm_cell_backward(given, dgates_WNG, hidden_WNH, clip)
     enter, keep, new, show = gates_WNG.chunk(4, -1)
     seen_WNH = c_WNH.tanh()
-    shown_WNH.copy_(show * seen_WNH)
-    dc_WNH = (dc_WNH + dshown_WNH * show * (1 - seen_WNH**2)) * (c_WNH.abs() < clip)
+    hidden_WNH.copy_(show * seen_WNH)
+    dc_WNH = (dc_WNH + dhidden_WNH * show * (1 - seen_WNH**2)) * (c_WNH.abs() < clip)
     denter, dkeep, dnew, dshow = dgates_WNG.chunk(4, -1)
     denter.copy_(dc_WNH * new * enter * (1 - enter))
-    dkeep.copy_(dc_WNH * before_WNH * keep * (1 - keep))
+    dkeep.copy_(dc_WNH * c_prev_WNH * keep * (1 - keep))
     dnew.copy_(dc_WNH * enter * (1 - new**2))
-    dshow.copy_(dshown_WNH * seen_WNH * show * (1 - show))
+    dshow.copy_(dhidden_WNH * seen_WNH * show * (1 - show))
     return dc_WNH * keep
 
 
-def next_cell_at_once(gates_WNG: Tensor, c_WNH: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+def fused_lstm_cell_forward(gates_WNG: Tensor, c_WNH: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     new_WNH, shown_WNH = torch.empty_like(c_WNH), torch.empty_like(c_WNH, dtype=gates_WNG.dtype)
     num, H = c_WNH.numel(), c_WNH.shape[-1]
-    forward_kernel[(triton.cdiv(num, BLOCK),)](gates_WNG, c_WNH, new_WNH, shown_WNH, num, H, clip, BLOCK=BLOCK)
+    clipped_lstm_fwd_kernel[(triton.cdiv(num, BLOCK_UNITS),)](
+        gates_WNG, c_WNH, new_WNH, shown_WNH, num, H, clip, BLOCK=BLOCK_UNITS
+    )
     return new_WNH, shown_WNH
 
 
-def last_cell_at_once(given: tuple[Tensor, ...], dgates_WNG: Tensor, shown_WNH: Tensor, clip: float) -> Tensor:
-    dbefore_WNH, (_, N, H) = torch.empty_like(given[1]), given[1].shape
-    backward_kernel[(triton.cdiv(dbefore_WNH.numel(), BLOCK),)](
-        *(*given, dgates_WNG, shown_WNH, dbefore_WNH),
-        *(dbefore_WNH.numel(), N, H, dgates_WNG.stride(0), shown_WNH.stride(0), clip),
-        BLOCK=BLOCK,
+def fused_lstm_cell_backward(saved: tuple[Tensor, ...], dgates_WNG: Tensor, hidden_WNH: Tensor, clip: float) -> Tensor:
+    dbefore_WNH, (_, N, H) = torch.empty_like(saved[1]), saved[1].shape
+    clipped_lstm_bwd_kernel[(triton.cdiv(dbefore_WNH.numel(), BLOCK_UNITS),)](
+        *(*saved, dgates_WNG, hidden_WNH, dbefore_WNH),
+        *(dbefore_WNH.numel(), N, H, dgates_WNG.stride(0), hidden_WNH.stride(0), clip),
+        BLOCK=BLOCK_UNITS,
     )
     return dbefore_WNH
 
@@ -136,7 +138,7 @@ def last_cell_at_once(given: tuple[Tensor, ...], dgates_WNG: Tensor, shown_WNH: 
 if triton is not None:
 
     @triton.jit
-    def forward_kernel(gates, c, c_new, shown, num, H, clip, BLOCK: tl.constexpr):
+    def clipped_lstm_fwd_kernel(gates, c, c_new, hidden, num, H, clip, BLOCK: tl.constexpr):
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         real, at = i < num, gates + i // H * 4 * H + i % H
         enter = tl.sigmoid(tl.load(at, mask=real, other=0.0).to(tl.float32))
@@ -150,11 +152,25 @@ if triton is not None:
         tl.store(at + 2 * H, new, mask=real)
         tl.store(at + 3 * H, show, mask=real)
         tl.store(c_new + i, cell, mask=real)
-        tl.store(shown + i, show * (2 * tl.sigmoid(2 * cell) - 1), mask=real)
+        tl.store(hidden + i, show * (2 * tl.sigmoid(2 * cell) - 1), mask=real)
 
     @triton.jit
-    def backward_kernel(
-        gates, c, before, dshown, dc, dgates, shown, dbefore, num, N, H, dgates_w, shown_w, clip, BLOCK: tl.constexpr
+    def clipped_lstm_bwd_kernel(
+        gates,
+        c,
+        c_prev,
+        dhidden,
+        dc,
+        dgates,
+        hidden,
+        dc_prev,
+        num,
+        N,
+        H,
+        dgates_stride,
+        hidden_stride,
+        clip,
+        BLOCK: tl.constexpr,
     ):
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         real, row, unit = i < num, i // H, i % H
@@ -164,14 +180,14 @@ if triton is not None:
         new = tl.load(at + 2 * H, mask=real, other=0.0).to(tl.float32)
         show = tl.load(at + 3 * H, mask=real, other=0.0).to(tl.float32)
         cell = tl.load(c + i, mask=real, other=0.0)
-        from_shown = tl.load(dshown + i, mask=real, other=0.0).to(tl.float32)
+        from_shown = tl.load(dhidden + i, mask=real, other=0.0).to(tl.float32)
         seen = 2 * tl.sigmoid(2 * cell) - 1
-        tl.store(shown + w * shown_w + n * H + unit, show * seen, mask=real)
+        tl.store(hidden + w * hidden_stride + n * H + unit, show * seen, mask=real)
         dcell = tl.load(dc + i, mask=real, other=0.0) + from_shown * show * (1 - seen * seen)
         dcell = tl.where(tl.abs(cell) < clip, dcell, 0.0)
-        to = dgates + w * dgates_w + n * 4 * H + unit
+        to = dgates + w * dgates_stride + n * 4 * H + unit
         tl.store(to, dcell * new * enter * (1 - enter), mask=real)
-        tl.store(to + H, dcell * tl.load(before + i, mask=real, other=0.0) * keep * (1 - keep), mask=real)
+        tl.store(to + H, dcell * tl.load(c_prev + i, mask=real, other=0.0) * keep * (1 - keep), mask=real)
         tl.store(to + 2 * H, dcell * enter * (1 - new * new), mask=real)
         tl.store(to + 3 * H, from_shown * seen * show * (1 - show), mask=real)
-        tl.store(dbefore + i, dcell * keep, mask=real)
+        tl.store(dc_prev + i, dcell * keep, mask=real)

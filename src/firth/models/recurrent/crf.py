@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-NEVER = -1e4  # the score of what cannot be
+IMPOSSIBLE_SCORE = -1e4  # the score of what cannot be
 
 
 class CRF(nn.Module):
@@ -23,60 +23,64 @@ class CRF(nn.Module):
 
     def __init__(self, num_tags: int) -> None:
         super().__init__()
-        self.follow = nn.Parameter(torch.zeros(num_tags, num_tags))  # from tag, to tag
-        self.begin = nn.Parameter(torch.zeros(num_tags))
-        self.end = nn.Parameter(torch.zeros(num_tags))
+        self.transitions = nn.Parameter(torch.zeros(num_tags, num_tags))  # from tag, to tag
+        self.start_transitions = nn.Parameter(torch.zeros(num_tags))
+        self.end_transitions = nn.Parameter(torch.zeros(num_tags))
 
-    def loss(self, score_BKC: Tensor, target_BK: Tensor, link_BK: Tensor, used_BK: Tensor) -> Tensor:
+    def loss(self, emissions_BKC: Tensor, tags_BK: Tensor, link_BK: Tensor, mask_BK: Tensor) -> Tensor:
         """How unlikely the right tags are among all chains, summed. Words of no known tag (below 0) may have any."""
-        tags = torch.arange(score_BKC.shape[-1], device=score_BKC.device)
-        wrong_BKC = (target_BK[..., None] >= 0) & (target_BK[..., None] != tags)
-        right_BKC = score_BKC.masked_fill(wrong_BKC, NEVER)
-        return self.total(score_BKC, link_BK, used_BK) - self.total(right_BKC, link_BK, used_BK)
+        tags = torch.arange(emissions_BKC.shape[-1], device=emissions_BKC.device)
+        wrong_BKC = (tags_BK[..., None] >= 0) & (tags_BK[..., None] != tags)
+        right_BKC = emissions_BKC.masked_fill(wrong_BKC, IMPOSSIBLE_SCORE)
+        return self.log_partition(emissions_BKC, link_BK, mask_BK) - self.log_partition(right_BKC, link_BK, mask_BK)
 
-    def total(self, score_BKC: Tensor, link_BK: Tensor, used_BK: Tensor) -> Tensor:
+    def log_partition(self, emissions_BKC: Tensor, link_BK: Tensor, mask_BK: Tensor) -> Tensor:
         """The log of the summed exponentials of all chains, added up over sentences (the forward algorithm)."""
-        upto_BKC = self.forward_scores(score_BKC, link_BK, torch.logsumexp)
-        last_BK = used_BK & ~F.pad(link_BK[:, 1:], (0, 1), value=False)
-        return torch.where(last_BK, torch.logsumexp(upto_BKC + self.end, -1), 0.0).sum()
+        upto_BKC = self.forward_scores(emissions_BKC, link_BK, torch.logsumexp)
+        last_BK = mask_BK & ~F.pad(link_BK[:, 1:], (0, 1), value=False)
+        return torch.where(last_BK, torch.logsumexp(upto_BKC + self.end_transitions, -1), 0.0).sum()
 
-    def forward_scores(self, score_BKC: Tensor, link_BK: Tensor, join: Callable[[Tensor, int], Tensor]) -> Tensor:
+    def forward_scores(
+        self, emissions_BKC: Tensor, link_BK: Tensor, reduce_fn: Callable[[Tensor, int], Tensor]
+    ) -> Tensor:
         """(B, K, C): of the chains that reach a tag, joined into one number, the word itself included."""
         found: list[Tensor] = []
-        for k in range(score_BKC.shape[1]):
-            before_BC = self.begin.expand(len(score_BKC), -1)
+        for k in range(emissions_BKC.shape[1]):
+            before_BC = self.start_transitions.expand(len(emissions_BKC), -1)
             if found:
-                reached_BC = join(found[-1][:, :, None] + self.follow, 1)
+                reached_BC = reduce_fn(found[-1][:, :, None] + self.transitions, 1)
                 before_BC = torch.where(link_BK[:, k, None], reached_BC, before_BC)
-            found.append(before_BC + score_BKC[:, k])
+            found.append(before_BC + emissions_BKC[:, k])
         return torch.stack(found, 1)
 
-    def backward_scores(self, score_BKC: Tensor, link_BK: Tensor, join: Callable[[Tensor, int], Tensor]) -> Tensor:
+    def backward_scores(
+        self, emissions_BKC: Tensor, link_BK: Tensor, reduce_fn: Callable[[Tensor, int], Tensor]
+    ) -> Tensor:
         """(B, K, C): of the chains that go on from a tag, without the word itself."""
         found: list[Tensor] = []
-        for k in reversed(range(score_BKC.shape[1])):
-            after_BC = self.end.expand(len(score_BKC), -1)
+        for k in reversed(range(emissions_BKC.shape[1])):
+            after_BC = self.end_transitions.expand(len(emissions_BKC), -1)
             if found:
-                reached_BC = join(self.follow + (found[-1] + score_BKC[:, k + 1])[:, None, :], 2)
+                reached_BC = reduce_fn(self.transitions + (found[-1] + emissions_BKC[:, k + 1])[:, None, :], 2)
                 after_BC = torch.where(link_BK[:, k + 1, None], reached_BC, after_BC)
             found.append(after_BC)
         return torch.stack(found[::-1], 1)
 
-    def best(self, score_BKC: Tensor, link_BK: Tensor) -> Tensor:
+    def max_marginals(self, emissions_BKC: Tensor, link_BK: Tensor) -> Tensor:
         """(B, K, C): the score of the best chain through each tag. The highest ones are Viterbi's chain."""
-        upto_BKC = self.forward_scores(score_BKC, link_BK, torch.amax)
-        return upto_BKC + self.backward_scores(score_BKC, link_BK, torch.amax)
+        upto_BKC = self.forward_scores(emissions_BKC, link_BK, torch.amax)
+        return upto_BKC + self.backward_scores(emissions_BKC, link_BK, torch.amax)
 
 
-def links(asked_BK: Tensor, doc_BT: Tensor | None) -> tuple[Tensor, Tensor]:
+def tag_chain_masks(target_positions_BK: Tensor, document_ids_BT: Tensor | None) -> tuple[Tensor, Tensor]:
     """Which slots follow the one before them in their sentence, and which are used: places rise in those."""
-    used_BK = torch.ones_like(asked_BK, dtype=torch.bool)
-    used_BK[:, 1:] = asked_BK[:, 1:] > asked_BK[:, :-1]
+    used_BK = torch.ones_like(target_positions_BK, dtype=torch.bool)
+    used_BK[:, 1:] = target_positions_BK[:, 1:] > target_positions_BK[:, :-1]
     used_BK = used_BK.long().cummin(1).values.bool()
     same_BK = used_BK.clone()
     same_BK[:, 0] = False
-    if doc_BT is not None:
-        doc_BK = doc_BT.gather(1, asked_BK)
+    if document_ids_BT is not None:
+        doc_BK = document_ids_BT.gather(1, target_positions_BK)
         used_BK = used_BK & (doc_BK >= 0)
         same_BK[:, 1:] &= doc_BK[:, 1:] == doc_BK[:, :-1]
     return same_BK & used_BK, used_BK

@@ -12,56 +12,56 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from firth.models.config import BiLSTM, ModelConfig
-from firth.models.dropout import Dropout, drop
-from firth.models.memory import Memory
-from firth.models.stack import Stack
+from firth.models.backbone import Stack
+from firth.models.config import BiLSTMConfig, ModelConfig
+from firth.models.kernels.dropout import Dropout, fast_dropout
+from firth.models.position.xl_memory import XLMemory
 
-State = tuple[Tensor, Tensor]  # h (N, P) and c (N, H)
+LSTMState = tuple[Tensor, Tensor]  # h (N, P) and c (N, H)
 # Weights with some of them dropped are new in every step, and lie where they lie; oneDNN has no projections.
 for about in ("RNN module weights are not part of single contiguous chunk", "LSTM with projections is not supported"):
     warnings.filterwarnings("ignore", message=about)
 
 
-class Texts(NamedTuple):
+class UnpackedDocuments(NamedTuple):
     """The texts of some rows, each from its own first place on: an LSTM knows no sight that could keep them apart."""
 
-    size: Tensor  # (N,)
-    real: Tensor  # (N, L) where there is text
-    places: Tensor | None = None  # (N, L) those in the rows laid end to end; None where each row is one text
-    back: Tensor | None = None  # (B, T) and the way back
-    kept: Tensor | None = None  # (B, T) padding has no text
+    lengths: Tensor  # (N,)
+    mask: Tensor  # (N, L) where there is text
+    row_index: Tensor | None = None  # (N, L) those in the rows laid end to end; None where each row is one text
+    document_index: Tensor | None = None  # (B, T) and the way back
+    row_mask: Tensor | None = None  # (B, T) padding has no text
 
-    def apart(self, x_BTD: Tensor) -> Tensor:
+    def unpack(self, x_BTD: Tensor) -> Tensor:
         """(N, L, D): text by text."""
-        return x_BTD if self.places is None else x_BTD.flatten(0, 1)[self.places]
+        return x_BTD if self.row_index is None else x_BTD.flatten(0, 1)[self.row_index]
 
-    def together(self, x_NLD: Tensor) -> Tensor:
+    def repack(self, x_NLD: Tensor) -> Tensor:
         """(B, T, D): in rows again, zeros where there is no text."""
-        if self.back is None or self.kept is None:
+        if self.document_index is None or self.row_mask is None:
             return x_NLD
-        return x_NLD.flatten(0, 1)[self.back] * self.kept[..., None]
+        return x_NLD.flatten(0, 1)[self.document_index] * self.row_mask[..., None]
 
-    def flip(self, x_NLD: Tensor) -> Tensor:
+    def reverse(self, x_NLD: Tensor) -> Tensor:
         """Each text from its end to its begin; twice, and it is as it was."""
-        if self.places is None:
+        if self.row_index is None:
             return x_NLD.flip(1)
         place_L = torch.arange(x_NLD.shape[1], device=x_NLD.device)
-        from_NL = torch.where(self.real, self.size[:, None] - 1 - place_L, place_L)
+        from_NL = torch.where(self.mask, self.lengths[:, None] - 1 - place_L, place_L)
         return x_NLD.gather(1, from_NL[..., None].expand_as(x_NLD))
 
 
-def texts_of(x_BTD: Tensor, doc_BT: Tensor | None, whole: bool = False) -> Texts:
-    """The texts of rows; `whole` says that each row is one, whatever `doc` says."""
+def unpack_documents(x_BTD: Tensor, document_ids_BT: Tensor | None, one_per_row: bool = False) -> UnpackedDocuments:
+    """The texts of rows; `one_per_row` says that each row is one, whatever `document_ids` says."""
     B, T, _ = x_BTD.shape
-    if whole or doc_BT is None:
-        real_BT = x_BTD.new_ones((B, T), dtype=torch.bool) if doc_BT is None else doc_BT >= 0
-        return Texts(torch.full((B,), T, device=x_BTD.device), real_BT)
-    new_BT = torch.ones_like(doc_BT, dtype=torch.bool)
-    new_BT[:, 1:] = doc_BT[:, 1:] != doc_BT[:, :-1]
+    if one_per_row or document_ids_BT is None:
+        real_BT = x_BTD.new_ones((B, T), dtype=torch.bool) if document_ids_BT is None else document_ids_BT >= 0
+        return UnpackedDocuments(torch.full((B,), T, device=x_BTD.device), real_BT)
+    new_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
+    new_BT[:, 1:] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
     first_R = new_BT.flatten().nonzero()[:, 0]
     size_R = torch.diff(first_R, append=first_R.new_tensor([B * T]))
-    kept_R = doc_BT.flatten()[first_R] >= 0
+    kept_R = document_ids_BT.flatten()[first_R] >= 0
     if not bool(kept_R.any()):
         kept_R[0] = True  # rows of nothing but padding: something must be read
     run_BT = new_BT.flatten().cumsum(0).view(B, T) - 1
@@ -70,7 +70,7 @@ def texts_of(x_BTD: Tensor, doc_BT: Tensor | None, whole: bool = False) -> Texts
     place_BT = torch.arange(B * T, device=x_BTD.device).view(B, T) - first_R[run_BT]
     kept_BT = kept_R[run_BT]
     number_R = kept_R.long().cumsum(0) - 1
-    return Texts(
+    return UnpackedDocuments(
         size_N,
         place_L < size_N[:, None],
         first_N[:, None] + torch.minimum(place_L, size_N[:, None] - 1),
@@ -79,14 +79,14 @@ def texts_of(x_BTD: Tensor, doc_BT: Tensor | None, whole: bool = False) -> Texts
     )
 
 
-def locked(x_NLD: Tensor, rate: float) -> Tensor:
+def locked_dropout(x_NLD: Tensor, rate: float) -> Tensor:
     """Dropout that takes the same numbers away at all places of a text (Gal & Ghahramani 2016)."""
-    return x_NLD if rate == 0 else x_NLD * drop(x_NLD.new_ones((len(x_NLD), 1, x_NLD.shape[2])), rate)
+    return x_NLD if rate == 0 else x_NLD * fast_dropout(x_NLD.new_ones((len(x_NLD), 1, x_NLD.shape[2])), rate)
 
 
-def read_on(
-    lstm: nn.LSTM, x_NLD: Tensor, state: State | None = None, weight_hh: Tensor | None = None, bptt: int = 0
-) -> tuple[Tensor, State]:
+def run_lstm(
+    lstm: nn.LSTM, x_NLD: Tensor, state: LSTMState | None = None, weight_hh: Tensor | None = None, bptt: int = 0
+) -> tuple[Tensor, LSTMState]:
     """Run one LSTM layer from a state, with another matrix from state to state where that is given.
 
     States of earlier than `bptt` places before count, and are not learned from; 0 learns from all.
@@ -107,94 +107,96 @@ def read_on(
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1), (h, c)
 
 
-class Carried(Memory):
+class RecurrentState(XLMemory):
     """The states in which a stack ends its rows: those of each layer, h and c side by side.
 
-    They are kept only between `take_up` and `hand_on`, while rows go on from step to step; each row is one text then.
+    They are kept only between `load_state` and `pop_state`, while rows go on from step to step; each row is one text then.
     """
 
-    carrying = False
+    is_carrying = False
 
     def __init__(self) -> None:
         super().__init__(1)
 
-    def take_up(self, states: dict[int, Tensor]) -> None:
-        self.states, self.carrying = states, True
+    def load_state(self, states: dict[int, Tensor]) -> None:
+        self.states, self.is_carrying = states, True
 
-    def hand_on(self) -> dict[int, Tensor]:
-        states, self.states, self.carrying = self.states, {}, False
+    def pop_state(self) -> dict[int, Tensor]:
+        states, self.states, self.is_carrying = self.states, {}, False
         return states
 
-    def state(self, layer: int, units: int) -> State | None:
+    def layer_state(self, layer: int, hidden_size: int) -> LSTMState | None:
         """In which a layer begins."""
         if layer not in self.states:
             return None
         both = self.states[layer]
-        return both[:, :-units].contiguous(), both[:, -units:].contiguous()
+        return both[:, :-hidden_size].contiguous(), both[:, -hidden_size:].contiguous()
 
-    def leave(self, layer: int, state: State) -> None:
-        if self.carrying:
+    def store_layer_state(self, layer: int, state: LSTMState) -> None:
+        if self.is_carrying:
             self.states[layer] = torch.cat(state, -1).detach()
 
 
-class Recurrence(Stack):
+class RecurrentStack(Stack):
     """A stack whose blocks are LSTMs. It knows the texts of a row, and no other sight."""
 
     def __init__(self, config: ModelConfig, blocks: Sequence[nn.Module]) -> None:
         nn.Module.__init__(self)
         self.config, self.num_layers = config, len(blocks)
         self.blocks = nn.ModuleList(blocks)
-        self.carried = self.memory = Carried()
+        self.recurrent_state = self.memory = RecurrentState()
 
-    def texts(self, x_BTD: Tensor, doc: Tensor | None) -> Texts:
-        return texts_of(x_BTD, doc, whole=self.carried.carrying)
+    def unpack_documents(self, x_BTD: Tensor, document_ids: Tensor | None) -> UnpackedDocuments:
+        return unpack_documents(x_BTD, document_ids, one_per_row=self.recurrent_state.is_carrying)
 
     def forward(  # type: ignore[override]
         self,
         x: Tensor,
-        doc: Tensor | None,
-        rank: Tensor | None = None,
-        states: list[Tensor] | None = None,
+        document_ids: Tensor | None,
+        attention_rank: Tensor | None = None,
+        all_hidden_states: list[Tensor] | None = None,
         **others: Tensor | None,
     ) -> Tensor:
-        assert rank is None, "a recipe refuses what an LSTM cannot see"
-        return self.read_texts(x, self.texts(x, doc), states if states is not None else [])
+        assert attention_rank is None, "a recipe refuses what an LSTM cannot see"
+        return self.run_documents(
+            x, self.unpack_documents(x, document_ids), all_hidden_states if all_hidden_states is not None else []
+        )
 
-    def read_texts(self, x: Tensor, texts: Texts, found: list[Tensor]) -> Tensor:
-        """The last states. What is read, and then the states of every layer, are added to `found`."""
+    def run_documents(self, x: Tensor, documents: UnpackedDocuments, all_hidden_states: list[Tensor]) -> Tensor:
+        """The last states. What is read, and then the states of every layer, are added to `all_hidden_states`."""
         raise NotImplementedError
 
 
-class TwoWays(Recurrence):
+class BiLSTMStack(RecurrentStack):
     """biLSTM layers: each reads its text both ways, and hands both on side by side."""
 
-    def __init__(self, config: ModelConfig, num_layers: int, dim: int, hidden: int, dropout: float) -> None:
-        widths = [dim] + [2 * hidden] * (num_layers - 1)
-        super().__init__(config, [EachWay(width, hidden) for width in widths])
+    def __init__(self, config: ModelConfig, num_layers: int, dim: int, hidden_size: int, dropout: float) -> None:
+        widths = [dim] + [2 * hidden_size] * (num_layers - 1)
+        super().__init__(config, [BiLSTMLayer(width, hidden_size) for width in widths])
         self.drop = Dropout(dropout)
 
-    def read_texts(self, x: Tensor, texts: Texts, found: list[Tensor]) -> Tensor:
-        found.append(x)
+    def run_documents(self, x: Tensor, documents: UnpackedDocuments, all_hidden_states: list[Tensor]) -> Tensor:
+        all_hidden_states.append(x)
         for block in self.blocks:
-            x = texts.together(block(self.drop(texts.apart(x)), texts))
-            found.append(x)
+            x = documents.repack(block(self.drop(documents.unpack(x)), documents))
+            all_hidden_states.append(x)
         return x
 
 
-class EachWay(nn.Module):
+class BiLSTMLayer(nn.Module):
     """One layer of two LSTMs."""
 
-    def __init__(self, dim: int, hidden: int) -> None:
+    def __init__(self, dim: int, hidden_size: int) -> None:
         super().__init__()
-        self.there, self.back = (nn.LSTM(dim, hidden, batch_first=True) for _ in range(2))
+        self.forward_lstm, self.backward_lstm = (nn.LSTM(dim, hidden_size, batch_first=True) for _ in range(2))
 
-    def forward(self, x_NLD: Tensor, texts: Texts) -> Tensor:
-        there_NLH, _ = read_on(self.there, x_NLD)
-        back_NLH, _ = read_on(self.back, texts.flip(x_NLD))
-        return torch.cat([there_NLH, texts.flip(back_NLH)], -1)
+    def forward(self, x_NLD: Tensor, documents: UnpackedDocuments) -> Tensor:
+        there_NLH, _ = run_lstm(self.forward_lstm, x_NLD)
+        back_NLH, _ = run_lstm(self.backward_lstm, documents.reverse(x_NLD))
+        return torch.cat([there_NLH, documents.reverse(back_NLH)], -1)
 
 
-def bilstm(config: ModelConfig) -> TwoWays:
+def make_bilstm_stack(config: ModelConfig) -> BiLSTMStack:
     """The body of a biLSTM."""
-    assert isinstance(config.recurrent, BiLSTM)
-    return TwoWays(config, config.num_layers, config.dim, config.recurrent.hidden, config.dropout)
+    assert isinstance(config.recurrent, BiLSTMConfig)
+    return BiLSTMStack(config, config.num_layers, config.dim, config.recurrent.hidden_size, config.dropout)

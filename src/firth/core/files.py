@@ -1,0 +1,206 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from firth.core.errors import UserError
+
+MANIFEST_FILE = "manifest.json"
+MODEL_CARD_FILE = (
+    "README.md"  # of a model: a person may have written in it, so it is no part of the manifest, and stays
+)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, not only the contents of its files."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace a file so that a reader sees the old one or the new one, also after a crash or on a full disk."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except OSError as e:
+        with suppress(OSError):
+            temporary.unlink()
+        if e.errno is not None:  # a full disk does not say which file it refuses
+            e.filename, e.filename2 = str(path), None
+        raise
+    fsync_folder(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_results(path: Path, value: Any) -> None:
+    """JSON for others to read: what it has no number for is null."""
+    write_json(path, replace_nonfinite(value))
+
+
+def replace_nonfinite(value: Any) -> Any:
+    """
+    >>> without_nan({"f1": float("nan"), "seeds": (0.5, float("inf"))})
+    {'f1': None, 'seeds': [0.5, None]}
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: replace_nonfinite(part) for name, part in value.items()}
+    return [replace_nonfinite(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise UserError(f"{path}: not valid JSON ({e}).") from None
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+@contextmanager
+def atomic_folder(path: Path, partial_folder: Path | None = None, **metadata: Any) -> Iterator[Path]:
+    """Write a folder under a temporary name; on success fsync it, add a manifest with checksums, and rename.
+
+    `metadata` are stored in the manifest beside `files`. After a crash only a `.NAME.tmp` remains, which the next
+    writer removes; a folder with a manifest was finished. A folder that is there already is replaced, unless it
+    holds what nobody here wrote. `partial_folder` is a folder under another name that is to be finished: it stays when that
+    goes wrong.
+    """
+    check_no_foreign_files(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = partial_folder or path.with_name(f".{path.name}.tmp")
+    if partial_folder is None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+    (temporary / MANIFEST_FILE).unlink(missing_ok=True)
+    try:
+        yield temporary
+        files = {}
+        for file in sorted(p for p in temporary.rglob("*") if p.is_file()):
+            fd = os.open(file, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            files[file.relative_to(temporary).as_posix()] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
+        write_json(temporary / MANIFEST_FILE, {**metadata, "files": files})
+        if (path / MODEL_CARD_FILE).is_file() and MODEL_CARD_FILE not in files:
+            shutil.copyfile(path / MODEL_CARD_FILE, temporary / MODEL_CARD_FILE)
+        for folder in [p for p in temporary.rglob("*") if p.is_dir()]:
+            fsync_folder(folder)
+        swap_folder(temporary, path)
+    except BaseException:
+        if partial_folder is None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def swap_folder(temporary: Path, path: Path) -> None:
+    """Rename a finished folder; one that stood there before is put back should that fail."""
+    old = path.with_name(f".{path.name}.old")
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(path, old)
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        if old.exists():
+            os.replace(old, path)
+        raise
+    fsync_folder(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def find_corruption(folder: Path) -> str | None:
+    """What is wrong with a folder that `atomic_folder` wrote, or None when every file is as it was written."""
+    manifest = folder / MANIFEST_FILE
+    if not manifest.is_file():
+        return f"{manifest.name} is missing"
+    try:
+        files = read_json(manifest)["files"]
+    except (UserError, KeyError, TypeError):
+        return f"{manifest.name} cannot be read"
+    for name, fact in files.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != fact["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes, not {fact['bytes']}"
+        if file_sha256(file) != fact["sha256"]:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def check_output_folder(path: Path, noun: str, overwrite: bool = False) -> None:
+    """Refuse, before any work is done, to write where something is, or where nothing can be written.
+
+    With `overwrite` a folder of ours may be there; one that holds anything else is refused still.
+    """
+    if overwrite:
+        check_no_foreign_files(path)
+    elif not is_missing_or_empty(path):
+        raise UserError(f"{path} exists already. Name another {noun}, or pass --overwrite.")
+    check_writable(path)
+
+
+def is_missing_or_empty(path: Path) -> bool:
+    """Whether there is nothing, or an empty folder."""
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
+
+
+def check_no_foreign_files(path: Path) -> None:
+    """Refuse to replace what `atomic_folder` did not write: nobody's files are lost to a slip in a name."""
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise UserError(f"{path} is a file; a folder is needed. Name another one.")
+    try:
+        known = {name.split("/")[0] for name in read_json(path / MANIFEST_FILE)["files"]} | {
+            MANIFEST_FILE,
+            MODEL_CARD_FILE,
+        }
+    except (UserError, KeyError, TypeError):
+        known = set()
+    if foreign := sorted(p.name for p in path.iterdir() if p.name not in known):
+        raise UserError(
+            f"{path} holds files that Firth did not write ({', '.join(foreign[:3])}): it is not replaced. "
+            "Name another folder, or move them away."
+        )
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a folder that cannot be made or written, as far as that can be told without trying."""
+    there = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise UserError(f"{path} cannot be made: {there} is a file.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{path} cannot be written: no permission in {there}.")

@@ -1,0 +1,126 @@
+"""How a text is written: every choice in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from firth.core.errors import UserError, did_you_mean
+
+MIN_GENERATION_VALUES: dict[str, float] = {
+    "max_new_tokens": 1,
+    "min_new_tokens": 0,
+    "temperature": 0,
+    "top_k": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+}
+INTEGER_GENERATION_FIELDS = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "top_k",
+    "no_repeat_ngram_size",
+    "num_beams",
+    "num_return_sequences",
+    "seed",
+)
+NUMERIC_GENERATION_FIELDS = (
+    *INTEGER_GENERATION_FIELDS,
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "length_penalty",
+)
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """How the next token is chosen, and when a text ends.
+
+    Which token: the likeliest (`temperature` 0), or a draw among the likeliest, which depends on the seed, the row and
+    the place in it alone. `top_k` keeps so many tokens (0: all), `top_p` the likeliest that together have this share,
+    `min_p` those that have at least this share of the likeliest one's probability.
+
+    Against loops: `repetition_penalty` above 1 makes tokens that were read or written less likely (CTRL, section 4.1),
+    `no_repeat_ngram_size` forbids to write so many tokens in a row a second time (0: does not).
+
+    Beams: with `num_beams` above 1 the likeliest whole texts are searched for. A text's score is the sum of its
+    log-probabilities over length ** `length_penalty`. A search ends when no open text can come out better than
+    the finished ones, with `early_stopping` as soon as there are `num_beams` of these.
+
+    The end: after `max_new_tokens`, or where the model ends the text (not before `min_new_tokens`), or before the first
+    of the strings `stop`. `num_return_sequences` texts are given for each prompt.
+    """
+
+    max_new_tokens: int = 50
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+    num_return_sequences: int = 1
+    stop: Sequence[str] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for name in NUMERIC_GENERATION_FIELDS:
+            check_generation_number(name, getattr(self, name))
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p is {self.top_p}, and must be above 0 and at most 1.")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"min_p is {self.min_p}, and must be between 0 and 1.")
+        if self.repetition_penalty <= 0:
+            raise UserError(f"repetition_penalty is {self.repetition_penalty}, and must be above 0; 1 changes nothing.")
+        if not isinstance(self.early_stopping, bool):
+            raise UserError(f"early_stopping is {self.early_stopping!r}, and must be true or false.")
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise UserError("stop must be a list of strings, none of them empty.")
+        self.check_combinations()
+
+    def check_combinations(self) -> None:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise UserError(
+                f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens, which is {self.max_new_tokens}."
+            )
+        if self.num_beams > 1 and self.temperature > 0:
+            raise UserError("num_beams searches and temperature draws: set num_beams=1 or temperature=0.")
+        if self.num_return_sequences > self.num_beams and self.temperature == 0:
+            raise UserError(
+                f"num_return_sequences is {self.num_return_sequences}: so many different texts need a temperature "
+                f"above 0, or num_beams of at least {self.num_return_sequences}."
+            )
+        unread = [
+            name for name in ("top_k", "top_p", "min_p") if getattr(self, name) != getattr(GenerationConfig, name)
+        ]
+        if unread and self.temperature == 0:
+            raise UserError(f"{' and '.join(unread)} narrow what is drawn from: set a temperature above 0 as well.")
+
+
+def check_generation_number(name: str, value: Any) -> None:
+    whole = name in INTEGER_GENERATION_FIELDS
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or value != value:
+        raise UserError(f"{name} is {value!r}, and must be a {'whole ' if whole else ''}number.")
+    if name in MIN_GENERATION_VALUES and value < MIN_GENERATION_VALUES[name]:
+        zero = "; 0 means all" if name == "top_k" else ""
+        least = f"at least {MIN_GENERATION_VALUES[name]}" if MIN_GENERATION_VALUES[name] else "at least 0"
+        raise UserError(f"{name} is {value}, and must be {least}{zero}.")
+
+
+def make_generation_config(generation_config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
+    """A decoding, or one made of options by their names."""
+    if generation_config is not None and options:
+        raise UserError(f"Give a Decoding or single options ({', '.join(options)}), not both.")
+    names = [field.name for field in fields(GenerationConfig)]
+    for name in options:
+        if name not in names:
+            raise UserError(f"There is no option {name!r} of writing. {did_you_mean(name, names)}")
+    return generation_config or GenerationConfig(**options)

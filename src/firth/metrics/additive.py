@@ -1,0 +1,189 @@
+"""Scores that come from sums over the examples, so that thousands of samples of them take no time.
+
+N examples, K numbers of each, whose sums over a sample give its score. Each score is the same that `score_fn` gives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from firth.metrics.classification import ClassMetrics, check_same_length, correct_mask, mcc_from_confusion
+from firth.metrics.squad import normalise_squad, squad_per_question
+from firth.metrics.tagging import count_entities
+from firth.metrics.text import as_reference_lists, bits_per_byte, exact_match, perplexity, rouge
+
+CONFUSION_METRICS = ("mcc", "macro_f1")
+MAX_CONFUSION_CLASSES = 10  # whose confusions are counted example by example
+FloatArray = NDArray[np.float64]
+
+
+class AdditiveScore(NamedTuple):
+    """The numbers of each example, and the score that their sums come to."""
+
+    per_example: FloatArray  # (N, K)
+    score_fn: Callable[[FloatArray], float]
+
+    def score_sample(self, count_N: FloatArray) -> float:
+        """The score of a sample in which each example is so many times."""
+        return self.score_fn(count_N @ self.per_example)
+
+
+def mean_additive_score(additive_scores: Sequence[AdditiveScore]) -> AdditiveScore:
+    """The mean of several scores, as of several seeds."""
+    ends = np.cumsum([some.per_example.shape[1] for some in additive_scores])[:-1]
+
+    def score(sums: FloatArray) -> float:
+        parts = zip(additive_scores, np.split(sums, ends), strict=True)
+        return float(np.mean([some.score_fn(part) for some, part in parts]))
+
+    return AdditiveScore(np.hstack([some.per_example for some in additive_scores]), score)
+
+
+def is_additive_metric(task: str, metric: str, references: Sequence[Any]) -> bool:
+    """Whether a metric of a task is a matter of sums, and of few enough of them."""
+    few = metric not in CONFUSION_METRICS or len(set(references)) <= MAX_CONFUSION_CLASSES
+    return (task, metric) in ADDITIVE_METRICS and few
+
+
+def make_additive_score(task: str, metric: str, predictions: Sequence[Any], references: Sequence[Any]) -> AdditiveScore:
+    """A metric of a task, from what `score_fn` takes."""
+    check_same_length(predictions, references)
+    return ADDITIVE_METRICS[task, metric](predictions, references)
+
+
+def additive_entity_score(
+    metric: str, predictions: Sequence[Any], references: Sequence[Any], exclude: Collection[str] = ()
+) -> AdditiveScore:
+    """Of stretches: `metric` is a field of `Row`, and `exclude` leaves out types."""
+    each = [count_entities([p], [r], exclude) for p, r in zip(predictions, references, strict=True)]
+    return AdditiveScore(
+        _to_float_array(each), lambda counts: float(getattr(_class_metrics_from_counts(counts), metric))
+    )
+
+
+def _additive_mean(values: Iterable[float]) -> AdditiveScore:
+    """A score that is the mean of a number of each example."""
+    return AdditiveScore(_to_float_array([(float(x), 1.0) for x in values]), lambda sums: float(sums[0] / sums[1]))
+
+
+def _additive_accuracy(predictions: Sequence[Any], references: Sequence[Any]) -> AdditiveScore:
+    return _additive_mean(correct_mask(predictions, references))
+
+
+def _additive_f1(predictions: Sequence[str], references: Sequence[str]) -> AdditiveScore:
+    """Of the label that is last in sorted order; a sample that has one label alone has none."""
+    positive = max(references)
+    each = [
+        (p == r == positive, p == positive, r == positive, 1.0) for p, r in zip(predictions, references, strict=True)
+    ]
+    return AdditiveScore(
+        _to_float_array(each),
+        lambda counts: _class_metrics_from_counts(counts).f1 if 0 < counts[2] < counts[3] else math.nan,
+    )
+
+
+def _additive_from_confusion(
+    score_fn: Callable[[FloatArray], float], predictions: Sequence[str], references: Sequence[str]
+) -> AdditiveScore:
+    """A score of which class is taken for which."""
+    place = {name: i for i, name in enumerate(sorted({*predictions, *references}))}
+    each = np.zeros((len(references), len(place), len(place)))
+    each[range(len(references)), [place[r] for r in references], [place[p] for p in predictions]] = 1
+    return AdditiveScore(each.reshape(len(references), -1), lambda counts: score_fn(counts.reshape(len(place), -1)))
+
+
+def _macro_f1_from_confusion(count_CC: FloatArray) -> float:
+    """Over the classes that occur."""
+    right_C, both_C = np.diag(count_CC), count_CC.sum(0) + count_CC.sum(1)
+    return float(np.mean(2 * right_C[both_C > 0] / both_C[both_C > 0]))
+
+
+def _additive_relation_f1(predictions: Sequence[str], references: Sequence[str]) -> AdditiveScore:
+    none = "no_relation"
+    each = [(p == r != none, p != none, r != none) for p, r in zip(predictions, references, strict=True)]
+    return AdditiveScore(_to_float_array(each), lambda counts: _class_metrics_from_counts(counts).f1)
+
+
+def _additive_tag_accuracy(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> AdditiveScore:
+    pairs = zip(predictions, references, strict=True)
+    each = [(sum(p == r for p, r in zip(tags, true, strict=True)), len(true)) for tags, true in pairs]
+    return AdditiveScore(_to_float_array(each), lambda counts: float(counts[0] / counts[1]) if counts[1] else math.nan)
+
+
+def _additive_squad(score_index: int, predictions: Sequence[str], references: Sequence[Sequence[Any]]) -> AdditiveScore:
+    return _additive_mean(squad_per_question(predictions, references)[score_index])
+
+
+def _additive_sacrebleu(
+    name: str, predictions: Sequence[str], references: Sequence[str | Sequence[str]]
+) -> AdditiveScore:
+    """BLEU or chrF, from the counts that sacrebleu itself keeps of each text for tests such as this one."""
+    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.chrf import CHRF
+
+    metric: Any = {"bleu": BLEU, "chrf": CHRF}[name]()
+    pairs = zip(predictions, as_reference_lists(predictions, references), strict=True)
+    each = [metric._extract_corpus_statistics([text], [[right] for right in several])[0] for text, several in pairs]
+    return AdditiveScore(
+        _to_float_array(each), lambda counts: float(metric._compute_score_from_stats(counts.astype(int).tolist()).score)
+    )
+
+
+def _additive_text_mean(
+    score_fn: Callable[[Sequence[str], Sequence[Any]], float], predictions: Sequence[str], references: Sequence[Any]
+) -> AdditiveScore:
+    """A mean over texts, from the score of each alone."""
+    return _additive_mean([score_fn([p], [r]) for p, r in zip(predictions, references, strict=True)])
+
+
+def _additive_rouge(name: str, predictions: Sequence[str], references: Sequence[Any]) -> AdditiveScore:
+    return _additive_text_mean(lambda p, r: rouge(p, r)[name], predictions, references)
+
+
+def _additive_likelihood(
+    score_fn: Callable[[float, int], float],
+    count_index: int,
+    nats: Sequence[float],
+    references: Sequence[tuple[int, int]],
+) -> AdditiveScore:
+    each = [(x, reference[count_index]) for x, reference in zip(nats, references, strict=True)]
+    return AdditiveScore(_to_float_array(each), lambda sums: score_fn(float(sums[0]), int(sums[1])))
+
+
+def _to_float_array(rows: Sequence[Sequence[float]]) -> FloatArray:
+    return np.array(rows, dtype=np.float64)
+
+
+def _class_metrics_from_counts(counts: FloatArray) -> ClassMetrics:
+    """From how many are right, guessed and true."""
+    right, guessed, true = counts[:3].astype(int).tolist()
+    return ClassMetrics.from_counts(right, guessed, true)
+
+
+LABEL_METRIC_TASKS = ("classify", "pair", "word-in-context")
+ADDITIVE_METRICS: Mapping[tuple[str, str], Callable[[Any, Any], AdditiveScore]] = {
+    **{(task, "accuracy"): _additive_accuracy for task in (*LABEL_METRIC_TASKS, "relation", "choice")},
+    **{(task, "f1"): _additive_f1 for task in LABEL_METRIC_TASKS},
+    **{(task, "mcc"): partial(_additive_from_confusion, mcc_from_confusion) for task in LABEL_METRIC_TASKS},
+    **{
+        (task, "macro_f1"): partial(_additive_from_confusion, _macro_f1_from_confusion)
+        for task in (*LABEL_METRIC_TASKS, "relation")
+    },
+    ("relation", "f1"): _additive_relation_f1,
+    **{("tag", f"entity_{metric}"): partial(additive_entity_score, metric) for metric in ("f1", "precision", "recall")},
+    ("tag", "accuracy"): _additive_tag_accuracy,
+    ("span-qa", "exact_match"): partial(_additive_squad, 0),
+    ("span-qa", "f1"): partial(_additive_squad, 1),
+    **{("text-to-text", name): partial(_additive_sacrebleu, name) for name in ("chrf", "bleu")},
+    **{("text-to-text", name): partial(_additive_rouge, name) for name in ("rouge_1", "rouge_2", "rouge_l")},
+    ("text-to-text", "exact_match"): partial(_additive_text_mean, exact_match),
+    ("text-to-text", "answer_match"): partial(_additive_text_mean, partial(exact_match, normalize_fn=normalise_squad)),
+    ("lm", "perplexity"): partial(_additive_likelihood, perplexity, 0),
+    ("lm", "bits_per_byte"): partial(_additive_likelihood, bits_per_byte, 1),
+}

@@ -1,0 +1,170 @@
+"""Every metric of a task by its name.
+
+All go from 0 to 1, correlations and `mcc` from -1 to 1, but BLEU, chrF and ROUGE, which go from 0 to 100 as they are
+always printed, and `perplexity` and `bits_per_byte`, of which less is better. nan means that nothing can be said.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from firth.core.errors import UserError, did_you_mean
+from firth.metrics.classification import accuracy, check_same_length, f1, macro_f1, mcc, micro_f1
+from firth.metrics.correlation import pearson, spearman, word_similarity_correlation
+from firth.metrics.pairs import accuracy_by_group, analogy_correct, minimal_pair_correct, retrieval_scores
+from firth.metrics.squad import normalise_squad, squad_per_question
+from firth.metrics.tagging import are_span_tags, entity_f1, entity_precision, entity_recall, tag_accuracy
+from firth.metrics.text import bits_per_byte, bleu, chrf, exact_match, perplexity, rouge
+
+MetricScores = dict[str, float]
+
+
+def compute_metrics(task: str, predictions: Sequence[Any], references: Sequence[Any]) -> MetricScores:
+    """Every metric of a task by its name; the first stands for the rest. `TASK_METRIC_FNS` says what each task takes."""
+    if task not in TASK_METRIC_FNS:
+        raise UserError(f"Unknown task {task!r}. {did_you_mean(task, TASK_METRIC_FNS)}")
+    return TASK_METRIC_FNS[task](predictions, references)
+
+
+def _classification_metrics(predictions: Sequence[str], references: Sequence[str]) -> MetricScores:
+    """Labels. If there are two, also the F1 of the one that is last in sorted order: "1" of "0" and "1"."""
+    scores = {
+        "accuracy": accuracy(predictions, references),
+        "macro_f1": macro_f1(predictions, references),
+        "mcc": mcc(predictions, references),
+    }
+    two = len(set(references)) == 2
+    return scores | ({"f1": f1(predictions, references, positive_label=max(references))} if two else {})
+
+
+def _relation_metrics(predictions: Sequence[str], references: Sequence[str]) -> MetricScores:
+    """Labels, of which "no_relation" is not counted as found (TACRED)."""
+    return {
+        "f1": micro_f1(predictions, references, exclude={"no_relation"}),
+        "accuracy": accuracy(predictions, references),
+        "macro_f1": macro_f1(predictions, references),
+    }
+
+
+def _regression_metrics(predictions: Sequence[float], references: Sequence[float]) -> MetricScores:
+    """Numbers."""
+    return {"pearson": pearson(predictions, references), "spearman": spearman(predictions, references)}
+
+
+def _choice_metrics(predictions: Sequence[int], references: Sequence[int]) -> MetricScores:
+    """The number of the choice."""
+    return {"accuracy": accuracy(predictions, references)}
+
+
+def _tagging_metrics(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> MetricScores:
+    """The tags of each sentence. Parts of speech and the like, which mark no stretches, have accuracy only."""
+    right = {"accuracy": tag_accuracy(predictions, references)}
+    if not are_span_tags(references):
+        return right
+    return {
+        "entity_f1": entity_f1(predictions, references),
+        "entity_precision": entity_precision(predictions, references),
+        "entity_recall": entity_recall(predictions, references),
+    } | right
+
+
+def _qa_metrics(predictions: Sequence[str], references: Sequence[Sequence[Any]]) -> MetricScores:
+    """An answer, "" for none; the right answers, none at all for a question without one."""
+    exact, f1_each = squad_per_question(predictions, references)
+    return {"f1": float(f1_each.mean()), "exact_match": float(exact.mean())}
+
+
+def _text_metrics(predictions: Sequence[str], references: Sequence[str | Sequence[str]]) -> MetricScores:
+    """A text; the right text, or several. Answers to questions are matched as SQuAD and closed-book tests do it."""
+    return {
+        "chrf": chrf(predictions, references),
+        "bleu": bleu(predictions, references),
+        **rouge(predictions, references),
+        "exact_match": exact_match(predictions, references),
+        "answer_match": exact_match(predictions, references, normalise_squad),
+    }
+
+
+def _likelihood_metrics(predictions: Sequence[float], references: Sequence[tuple[int, int]]) -> MetricScores:
+    """The sum of -ln p of each text; its (tokens scored, bytes)."""
+    nats, tokens, num_bytes = _sum_likelihoods(predictions, references)
+    return {"perplexity": perplexity(nats, tokens), "bits_per_byte": bits_per_byte(nats, num_bytes)}
+
+
+def _pseudo_likelihood_metrics(predictions: Sequence[float], references: Sequence[tuple[int, int]]) -> MetricScores:
+    """As `_likelihood_metrics`, of tokens that saw both sides: no code could be so short, so there are no bits."""
+    nats, tokens, _ = _sum_likelihoods(predictions, references)
+    return {"pseudo_perplexity": perplexity(nats, tokens)}
+
+
+def _sum_likelihoods(predictions: Sequence[float], references: Sequence[tuple[int, int]]) -> tuple[float, int, int]:
+    check_same_length(predictions, references)
+    return math.fsum(predictions), sum(tokens for tokens, _ in references), sum(size for _, size in references)
+
+
+def _embedding_metrics(predictions: Sequence[Any], references: Sequence[float | None]) -> MetricScores:
+    """The similarity of each pair of texts and the true one; or, without a truth (None), a vector for each text."""
+    check_same_length(predictions, references)
+    known = [true for true in references if true is not None]
+    if len(known) == len(references):
+        return {"spearman": spearman(predictions, known), "pearson": pearson(predictions, known)}
+    vectors_a, vectors_b = zip(*predictions, strict=True)
+    return retrieval_scores(np.stack(vectors_a), np.stack(vectors_b))
+
+
+def _minimal_pair_metrics(predictions: Sequence[tuple[float, float]], references: Sequence[str]) -> MetricScores:
+    """The scores of the good and of the bad sentence; the group of the pair."""
+    hits = minimal_pair_correct(predictions)
+    groups = accuracy_by_group(hits, references)
+    return {"accuracy": float(hits.mean()), "group_accuracy": statistics.fmean(groups.values())}
+
+
+def _cloze_metrics(predictions: Sequence[str], references: Sequence[str | Sequence[str]]) -> MetricScores:
+    """The word that fills the gap."""
+    return {"accuracy": exact_match(predictions, references)}
+
+
+def _word_similarity_metrics(predictions: Sequence[float | None], references: Sequence[float]) -> MetricScores:
+    """The similarity of two words, None if one is not known; what people said."""
+    correlation, known = word_similarity_correlation(predictions, references)
+    return {"spearman": correlation, "known": known}
+
+
+def _analogy_metrics(predictions: Sequence[str | None], references: Sequence[tuple[str, str]]) -> MetricScores:
+    """The fourth word, None if a word is not known; the right one and its section. Accuracy is over those known."""
+    check_same_length(predictions, references)
+    words, sections = zip(*references, strict=True)
+    hits = analogy_correct(predictions, words)
+    known = [hit for hit in hits if hit is not None]
+    by_section = accuracy_by_group(hits, sections)
+    return {
+        "accuracy": statistics.fmean(known) if known else math.nan,
+        "section_accuracy": statistics.fmean(by_section.values()) if by_section else math.nan,
+        "known": len(known) / len(hits),
+    }
+
+
+TASK_METRIC_FNS: Mapping[str, Callable[[Any, Any], MetricScores]] = {
+    "classify": _classification_metrics,
+    "pair": _classification_metrics,
+    "word-in-context": _classification_metrics,
+    "relation": _relation_metrics,
+    "regress": _regression_metrics,
+    "choice": _choice_metrics,
+    "tag": _tagging_metrics,
+    "span-qa": _qa_metrics,
+    "text-to-text": _text_metrics,
+    "lm": _likelihood_metrics,
+    "perplexity": _likelihood_metrics,
+    "pseudo-likelihood": _pseudo_likelihood_metrics,
+    "embed": _embedding_metrics,
+    "minimal-pairs": _minimal_pair_metrics,
+    "cloze": _cloze_metrics,
+    "word-similarity": _word_similarity_metrics,
+    "analogy": _analogy_metrics,
+}

@@ -1,0 +1,103 @@
+"""What LoRA has learned, as `peft` reads it: small, and put on top of the model that it began with."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from firth.core.console import say
+from firth.core.errors import UserError
+from firth.core.files import write_json
+from firth.models.config import LMHead
+from firth.models.hf import FAMILY_LAYOUTS, TensorRule
+from firth.models.hf.checkpoint import FIRTH_MODEL_TYPE, hf_model_type, read_config, unique_state_dict
+from firth.models.lora import LoRAConfig, LoRALinear
+from firth.models.model import Model
+
+PEFT_PREFIX = "base_model.model."
+
+
+def write_adapter(model: Model, spec: LoRAConfig, base: str, folder: Path) -> None:
+    """adapter_config.json and adapter_model.safetensors, into a folder that is there.
+
+    `base` is the checkpoint that it belongs on. A head that was learned with it goes along, and all that has a row for
+    each token where there are more of them than in the base: it needs `resize_token_embeddings` then, which is said.
+    """
+    rules = {rule.firth_name: rule for rule in adapter_rules(model)}
+    modules = {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
+    tensors: dict[str, Tensor] = {}
+    for name, module in modules.items():
+        tensors |= lora_tensors(module, rules[f"{name}.weight"])
+    head = {} if isinstance(model.config.head, LMHead) else adapter_head_tensors(model, list(rules.values()))
+    named = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in tensors}
+    if model.config.vocab_size > read_config(base).vocab_size:
+        state, size = unique_state_dict(model), model.config.vocab_size
+        grown = [
+            name for name in ("embed.tokens.weight", "head.weight", "head.bias") if name in state and name in rules
+        ]
+        tensors |= {PEFT_PREFIX + rules[name].hf_names[0]: state[name] for name in grown}
+        say(
+            f"adapter/ has new tokens: call resize_token_embeddings({size}) on its base first. Their vectors stay as "
+            "they began, near the mean of all: LoRA learns layers."
+        )
+    save_file({k: v.detach().contiguous() for k, v in (tensors | head).items()}, folder / "adapter_model.safetensors")
+    write_json(
+        folder / "adapter_config.json",
+        {
+            "peft_type": "LORA",
+            "task_type": None,
+            "base_model_name_or_path": str(Path(base).absolute()),
+            "inference_mode": True,
+            "r": spec.rank,
+            "lora_alpha": spec.alpha,
+            "lora_dropout": spec.dropout,
+            "bias": "none",
+            "fan_in_fan_out": any(rules[f"{name}.weight"].transposed for name in modules),
+            "target_modules": "|".join(sorted({layer_name_pattern(name) for name in named})),
+            "modules_to_save": sorted({k.removeprefix(PEFT_PREFIX).rpartition(".")[0] for k in head}) or None,
+        },
+    )
+
+
+def adapter_rules(model: Model) -> list[TensorRule]:
+    """How `transformers` names the tensors of a model, where `peft` can put LoRA beside them."""
+    vocab = model.tokenizer.vocab if model.tokenizer is not None else None
+    if hf_model_type(model.config, vocab) == FIRTH_MODEL_TYPE:
+        raise UserError(f"transformers has no name for this {model.config.family}, so peft cannot open its adapter.")
+    rules = list(FAMILY_LAYOUTS[model.config.family].rules(model.config))
+    if any(rule.split_heads for rule in rules):
+        raise UserError(f"{model.config.family} has queries and keys that are no layers, and peft adapts layers only.")
+    return rules
+
+
+def lora_tensors(module: LoRALinear, rule: TensorRule) -> dict[str, Tensor]:
+    """The two matrices for each of the layers that are one of ours."""
+    rows = TensorRule(
+        rule.firth_name, rule.hf_names, split_sizes=rule.split_sizes, interleaved_heads=rule.interleaved_heads
+    ).to_hf(module.lora_b.detach())
+    found: dict[str, Tensor] = {}
+    for name, a_RI, b_SR in zip(rule.hf_names, module.lora_a.detach(), rows, strict=True):
+        layer = PEFT_PREFIX + name.removesuffix(".weight")
+        found |= {f"{layer}.lora_A.weight": a_RI, f"{layer}.lora_B.weight": b_SR}
+    return found
+
+
+def adapter_head_tensors(model: Model, rules: list[TensorRule]) -> dict[str, Tensor]:
+    state, found = unique_state_dict(model), dict[str, Tensor]()
+    for rule in rules:
+        if rule.firth_name.startswith("head."):
+            named = zip(rule.hf_names, rule.to_hf(state[rule.firth_name]), strict=True)
+            found |= {PEFT_PREFIX + name: value for name, value in named}
+    return found
+
+
+def layer_name_pattern(name: str) -> str:
+    r"""A pattern for a layer's name with whatever number.
+
+    >>> any_layer("h.11.attn.c_attn")
+    'h\\.\\d+\\.attn\\.c_attn'
+    """
+    return r"\.".join(r"\d+" if part.isdecimal() else re.escape(part) for part in name.split("."))

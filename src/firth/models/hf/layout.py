@@ -1,0 +1,189 @@
+"""What a layout is: how one family of `transformers` names its tensors and its settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from firth.core.errors import UserError, did_you_mean
+from firth.models.config import (
+    ClassificationHead,
+    EmbeddingHead,
+    LayerNormConfig,
+    ModelConfig,
+    RegressionHead,
+    TaskHead,
+    TaskHeadBase,
+)
+
+HFConfigDict = dict[str, Any]  # the contents of a config.json
+Tensors = dict[str, Tensor]
+HEAD_KEY = "firth_head"  # in config.json: a head that the name of the architecture does not tell
+EXTRAS_KEY = "firth_extras"  # in config.json: what a model has beside what its family knows
+
+
+class TensorRule(NamedTuple):
+    """`ours` is the tensors `hf_names`, joined along the first axis; `transposed` where they keep (in, out).
+
+    Without `split_sizes` they are equally long. `as_row` is for a vector that they keep as a matrix of one row, `split_heads` for a
+    matrix whose second axis they keep as two (XLNet), `interleaved_heads` for one in which each of so many heads has its query, key
+    and value side by side (DeBERTa).
+    """
+
+    firth_name: str
+    hf_names: tuple[str, ...]
+    transposed: bool = False
+    split_sizes: tuple[int, ...] = ()
+    as_row: bool = False
+    split_heads: int = 0
+    interleaved_heads: int = 0
+
+    def to_firth(self, hf_tensors: list[Tensor]) -> Tensor:
+        """Their tensors as ours."""
+        if self.split_heads:
+            hf_tensors = [piece.flatten(1) for piece in hf_tensors]
+        if self.interleaved_heads:
+            hf_tensors = [
+                piece.unflatten(0, (self.interleaved_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+                for piece in hf_tensors
+            ]
+        ours = [piece.flatten() if self.as_row else piece.t() if self.transposed else piece for piece in hf_tensors]
+        return ours[0] if len(ours) == 1 else torch.cat(ours)
+
+    def to_hf(self, tensor: Tensor) -> list[Tensor]:
+        """Ours as their tensors."""
+        pieces = list(tensor.split(self.split_sizes) if self.split_sizes else tensor.chunk(len(self.hf_names)))
+        pieces = [p[None] if self.as_row else p.t() if self.transposed else p for p in pieces]
+        if self.interleaved_heads:
+            pieces = [p.unflatten(0, (3, self.interleaved_heads, -1)).transpose(0, 1).flatten(0, 2) for p in pieces]
+        if self.split_heads:
+            pieces = [p.unflatten(1, (self.split_heads, -1)) for p in pieces]
+        return [p.contiguous() for p in pieces]
+
+
+def linear_rules(firth_name: str, *hf_names: str, bias: bool = True, transposed: bool = False) -> Iterator[TensorRule]:
+    """A weight, and its bias where there is one; norms have the same two names."""
+    yield TensorRule(f"{firth_name}.weight", tuple(f"{t}.weight" for t in hf_names), transposed)
+    if bias:
+        yield TensorRule(f"{firth_name}.bias", tuple(f"{t}.bias" for t in hf_names))
+
+
+def qkv_rules(config: ModelConfig, firth_name: str, *hf_names: str, bias: bool = True) -> Iterator[TensorRule]:
+    """Query, key and value, which are one product here and three there."""
+    width = config.kv_heads * config.head_size
+    for rule in linear_rules(firth_name, *hf_names, bias=bias):
+        yield rule._replace(split_sizes=(config.num_heads * config.head_size, width, width))
+
+
+class TaskArchitecture(NamedTuple):
+    """One architecture with a head for a task: its name, what the head is like (names aside), where its layers are.
+
+    `settings` are the fields of the head that config.json has too, with their names there.
+    """
+
+    architecture: str
+    head: TaskHead
+    out: str
+    pooler: str = ""
+    norm: str = ""
+    settings: dict[str, str] = {}  # noqa: RUF012, never changed
+    prefix: str = ""  # of the body's tensors, where it is not the layout's
+
+    def rules(self, config: ModelConfig) -> Iterator[TensorRule]:
+        head = config.head
+        assert isinstance(head, TaskHeadBase)
+        if head.has_pooler and self.pooler:
+            yield from linear_rules("head.pooler", self.pooler, bias=config.bias or not head.has_norm)
+        if head.has_norm and self.norm:
+            yield from linear_rules(
+                "head.norm", self.norm, bias=isinstance(config.norm, LayerNormConfig) and config.norm.bias
+            )
+        yield from linear_rules("head.out", self.out, bias=head.has_pooler or head.bias)
+
+
+@dataclass(frozen=True)
+class HFLayout:
+    """How one family of `transformers` names things."""
+
+    model_type: str
+    backbone_rules: Callable[[ModelConfig], Iterator[TensorRule]]  # of the body, and of a head that answers in words
+    read_config: Callable[[HFConfigDict], ModelConfig]
+    write_config: Callable[[ModelConfig], HFConfigDict]
+    lm_architecture: str  # the architecture with a language model's head
+    encoder_architecture: str | None = None  # that of an encoder alone, where there is one beside a decoder
+    task_architectures: tuple[TaskArchitecture, ...] = ()  # those with a head for a task
+    pooler: str = "head.pooler"  # the dense layer with tanh over the first state, where the body has one of its own
+    pair_architecture: str | None = None  # the architecture that has a pair head too
+    discriminator_architecture: str | None = None  # the one that says which tokens were replaced
+    prefix: str = ""  # of the body's tensors; missing in checkpoints of the bare body
+    fixed_settings: HFConfigDict = field(default_factory=dict)  # settings that `transformers` can change and we not
+    aliases: dict[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # tensors that a file may hold under other names too
+    unused_patterns: tuple[str, ...] = ()  # patterns of what a file may hold and this model not need
+    positions_follow_pad: bool = False  # places are counted from the id after that of the padding token
+    refine_config: Callable[[ModelConfig, Callable[..., Tensors]], ModelConfig] | None = (
+        None  # what only the tensors tell
+    )
+
+    @property
+    def base_architecture(self) -> str:
+        """The architecture without a head."""
+        return self.encoder_architecture or re.sub(
+            r"(ForMaskedLM|ForCausalLM|ForConditionalGeneration|(With)?LMHeadModel)$", "Model", self.lm_architecture
+        )
+
+    def find_task_architecture(self, head: object) -> TaskArchitecture | None:
+        """The architecture with a head of this kind; a score is written as classes are."""
+        kind = ClassificationHead if isinstance(head, RegressionHead) else type(head)
+        return next((answers for answers in self.task_architectures if type(answers.head) is kind), None)
+
+    def rules(self, config: ModelConfig) -> Iterator[TensorRule]:
+        """All rules, those of a task's head too."""
+        yield from self.backbone_rules(config)
+        if isinstance(config.head, EmbeddingHead):
+            if config.head.has_pooler:
+                yield from linear_rules("head.pooler", self.pooler)
+        elif (found := self.find_task_architecture(config.head)) is not None:
+            yield from found.rules(config)
+
+
+# --- settings that are read alike -----------------------------------------------------------------------------------
+
+ACTIVATION_FROM_HF = {
+    "gelu": "gelu",
+    "relu": "relu",
+    "gelu_new": "gelu-tanh",
+    "gelu_pytorch_tanh": "gelu-tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+ACTIVATION_TO_HF = {"gelu": "gelu", "relu": "relu", "gelu-tanh": "gelu_new", "silu": "silu"}
+
+
+def activation_from_hf(name: str) -> Any:
+    """Our name of an activation; `Any`, because each `MLPConfig` takes only some words."""
+    if name not in ACTIVATION_FROM_HF:
+        raise UserError(
+            f"config.json: the activation {name!r} is not known here. {did_you_mean(name, ACTIVATION_FROM_HF)}"
+        )
+    return ACTIVATION_FROM_HF[name]
+
+
+def activation_to_hf(config: ModelConfig) -> str:
+    return ACTIVATION_TO_HF[config.mlp.activation]
+
+
+def has_architecture(hf_config: HFConfigDict, suffix: str) -> bool:
+    """Whether one of the architectures ends in this, such as ForSequenceClassification."""
+    return any(name.endswith(suffix) for name in hf_config.get("architectures") or [])
+
+
+def label_names(hf_config: HFConfigDict) -> tuple[str, ...]:
+    names = hf_config.get("id2label") or {str(i): f"LABEL_{i}" for i in range(2)}
+    return tuple(names[k] for k in sorted(names, key=int))

@@ -1,0 +1,274 @@
+"""What learns word vectors: skip-gram or CBOW on a CPU and on a GPU, and GloVe's factors.
+
+W words of a stretch of text, V ids of the shards, N words of the model, D numbers of a vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from firth.core.console import progress
+from firth.core.errors import UserError
+from firth.core.files import atomic_folder, find_corruption
+from firth.models import Model, make_model
+from firth.models.presets import bag_of_words
+from firth.static import glove, word2vec
+from firth.static.recipe import GloVeRecipe, Word2VecRecipe, WordVectorRecipe
+from firth.static.vocabulary import WORD_CHUNK_TOKENS, WordVocabulary, count_chunks, read_chunk
+from firth.static.word2vec_triton import WindowBatch, WindowConfig, max_stable_programs, train_windows
+from firth.tokens import Shards, Tokenizer
+from firth.tokens.dataset import hash_uint64, permute_indices
+
+CHUNKS_PER_STEP = 32  # in a step, after which all workers have done what they began
+PREFETCH_STEPS = 4  # steps whose text is read early for a GPU
+RECORDS_PER_CHUNK = 2**16  # pairs of words that a worker of GloVe reads at once
+MIN_EPOCHS = 5  # epochs, unless said
+MAX_EVAL_CHUNKS = 50  # stretches of held-out text that are scored at the end
+
+
+class WordVectorTrainer(Protocol):
+    """What learns in steps that are a pure function of their number, but for workers that pass each other."""
+
+    num_steps: int
+    tokens_per_step: int
+    total_tokens: int  # that all steps read together
+
+    @property
+    def recipe(self) -> WordVectorRecipe: ...
+
+    def step(self, step: int, pool: ThreadPoolExecutor) -> tuple[float, int]:
+        """Learn; the sum of the losses, and of how many guesses."""
+
+    def learning_rate(self, step: int) -> float: ...
+
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        """The arrays that a resumed run needs, which steps change in place."""
+
+    def to_model(self) -> Model: ...
+
+
+class Word2VecTrainer:
+    """word2vec on the stretches of a text, in another order in each epoch."""
+
+    def __init__(self, shards: Shards, word_vocab: WordVocabulary, recipe: Word2VecRecipe) -> None:
+        self.shards, self.word_vocab, self.recipe = shards, word_vocab, recipe
+        num = len(word_vocab.counts)
+        self.inputs_ND = word2vec.init_word_vectors(num, recipe.vector_size, recipe.seed)
+        self.inputs_ND[word_vocab.counts == 0] = 0
+        self.outputs_ND = np.zeros_like(self.inputs_ND)
+        self.noise_table = word2vec.build_alias_table(word_vocab.counts, recipe.ns_exponent)
+        self.keep_prob_N = word2vec.keep_probabilities(word_vocab.counts, recipe.sample)
+        self.num_chunks = count_chunks(shards)
+        self.total_chunks = count_total_chunks(recipe, self.num_chunks)
+        self.num_steps = -(-self.total_chunks // CHUNKS_PER_STEP)
+        epochs, rest = divmod(self.total_chunks, self.num_chunks)
+        self.tokens_per_step, self.total_tokens = (
+            WORD_CHUNK_TOKENS * CHUNKS_PER_STEP,
+            shards.num_tokens * epochs + rest * WORD_CHUNK_TOKENS,
+        )
+
+    def learning_rate(self, step: int) -> float:
+        return self._learning_rate_at(step * CHUNKS_PER_STEP)
+
+    def _learning_rate_at(self, chunk: int) -> float:
+        return self.recipe.alpha - (self.recipe.alpha - self.recipe.min_alpha) * chunk / self.total_chunks
+
+    def read_chunks(self, chunks: range) -> list[tuple[np.ndarray, np.ndarray]]:
+        """What is to be read at some turns, in another order in each epoch."""
+        epochs, numbers = np.divmod(np.array(chunks), self.num_chunks)
+        places = permute_indices(numbers, self.num_chunks, hash_uint64(self.recipe.seed, epochs))
+        return [read_chunk(self.shards, self.word_vocab.word_ids, place) for place in places.tolist()]
+
+    def read_subsampled(self, chunk: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """What is read at one turn, frequent words left out at random; and the seed of the rest."""
+        [(words_W, doc_W)] = self.read_chunks(range(chunk, chunk + 1))
+        seed = int(hash_uint64(self.recipe.seed, 1, chunk))
+        read = np.random.default_rng(seed).random(len(words_W), np.float32) < self.keep_prob_N[words_W]
+        read &= words_W >= 0
+        return words_W[read], doc_W[read], seed
+
+    def train_chunk(self, chunk: int) -> tuple[float, int]:
+        words_W, doc_W, seed = self.read_subsampled(chunk)
+        return self.train_words(words_W, doc_W, self._learning_rate_at(chunk), seed)
+
+    def train_words(self, words_W: np.ndarray, doc_W: np.ndarray, learning_rate: float, seed: int) -> tuple[float, int]:
+        r = self.recipe
+        how = (r.window, bool(r.sg), r.negative, np.float32(learning_rate), *self.noise_table, np.uint64(seed))
+        return word2vec.train_word2vec(words_W, doc_W, self.inputs_ND, self.outputs_ND, *how)
+
+    def step(self, step: int, pool: ThreadPoolExecutor) -> tuple[float, int]:
+        turns = range(step * CHUNKS_PER_STEP, min((step + 1) * CHUNKS_PER_STEP, self.total_chunks))
+        if self.recipe.workers == 1:
+            return sum_losses(map(self.train_chunk, turns))
+        return sum_losses(pool.map(self.train_chunk, turns))
+
+    def held_out_loss(self, shards: Shards) -> float | None:
+        """The mean loss on text that was not read: a step at rate 0."""
+        parts = []
+        for number in range(min(MAX_EVAL_CHUNKS, count_chunks(shards))):
+            words_W, doc_W = read_chunk(shards, self.word_vocab.word_ids, number)
+            parts.append(self.train_words(words_W[words_W >= 0], doc_W[words_W >= 0], 0.0, number))
+        total, guesses = sum_losses(parts)
+        return total / guesses if guesses else None
+
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        return {"inputs": self.inputs_ND, "outputs": self.outputs_ND}
+
+    def to_model(self) -> Model:
+        return make_bag_model(self.word_vocab.tokenizer, self.inputs_ND, self.outputs_ND, self.recipe.bigrams)
+
+
+class Word2VecCudaTrainer(Word2VecTrainer):
+    """The same with many windows at once. The text of the next steps is read while one learns."""
+
+    def __init__(
+        self, shards: Shards, word_vocab: WordVocabulary, recipe: Word2VecRecipe, device: str = "cuda"
+    ) -> None:
+        super().__init__(shards, word_vocab, recipe)
+        self.device = torch.device(device)
+        self.inputs, self.outputs = (torch.from_numpy(a).to(self.device) for a in (self.inputs_ND, self.outputs_ND))
+        of_words = *self.noise_table, self.keep_prob_N
+        self.accept_prob_N, self.alias_N, self.keep_prob = (torch.from_numpy(a).to(self.device) for a in of_words)
+        read_N, noise_N = (
+            word_vocab.counts * self.keep_prob_N,
+            word2vec.noise_distribution(word_vocab.counts, recipe.ns_exponent),
+        )
+        how = recipe.window, bool(recipe.sg), recipe.negative, recipe.alpha
+        self.num_programs = max_stable_programs(read_N / read_N.sum(), noise_N, *how)
+        self.prefetched: dict[int, Future[tuple[np.ndarray, np.ndarray]]] = {}
+
+    def read_step(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """(W,) the words of a step, and which document of which stretch each is of. What is no word is -1."""
+        turns = range(step * CHUNKS_PER_STEP, min((step + 1) * CHUNKS_PER_STEP, self.total_chunks))
+        words, docs = zip(*self.read_chunks(turns), strict=True)
+        doc_W = np.concatenate(docs)
+        begins_W = np.diff(doc_W, prepend=-1) != 0
+        begins_W[np.cumsum([len(doc) for doc in docs])[:-1]] = True
+        return np.concatenate(words), np.cumsum(begins_W, dtype=np.int32)
+
+    def step(self, step: int, pool: ThreadPoolExecutor) -> tuple[float, int]:
+        for soon in range(step, min(step + PREFETCH_STEPS, self.num_steps)):
+            if soon not in self.prefetched:
+                self.prefetched[soon] = pool.submit(self.read_step, soon)
+        words_W, doc_W = (torch.from_numpy(a).to(self.device) for a in self.prefetched.pop(step).result())
+        r = self.recipe
+        draw = torch.Generator(self.device).manual_seed(int(hash_uint64(r.seed, 2, step)) >> 1)
+        how: dict[str, Any] = {"generator": draw, "device": self.device}
+        read_W = (words_W >= 0) & (torch.rand(len(words_W), **how) < self.keep_prob[words_W.clamp(min=0)])
+        words_W, doc_W = words_W[read_W], doc_W[read_W]
+        num = len(words_W)
+        size_W = torch.randint(1, r.window + 1, (num,), dtype=torch.int32, **how)
+        place_WK = torch.randint(len(self.accept_prob_N), (num, r.negative), **how)
+        own_WK = torch.rand((num, r.negative), **how) < self.accept_prob_N[place_WK]
+        noise_WK = torch.where(own_WK, place_WK.int(), self.alias_N[place_WK])
+        learned = WindowConfig(r.window, bool(r.sg), self.learning_rate(step), self.num_programs)
+        text = WindowBatch(words_W, doc_W, size_W, noise_WK)
+        total, guesses = train_windows(text, self.inputs, self.outputs, learned)
+        return float(total), int(guesses)
+
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        for ours, theirs in ((self.inputs_ND, self.inputs), (self.outputs_ND, self.outputs)):
+            ours[:] = theirs.cpu().numpy()
+        return super().state_arrays()
+
+    def to_model(self) -> Model:
+        self.state_arrays()
+        return super().to_model()
+
+
+class GloVeTrainer:
+    """GloVe on the counted pairs of words, in another order in each epoch."""
+
+    def __init__(self, records: np.ndarray, word_vocab: WordVocabulary, recipe: GloVeRecipe) -> None:
+        self.records, self.word_vocab, self.recipe = records, word_vocab, recipe
+        self.arrays = glove.init_glove_state(len(word_vocab.counts), recipe.vector_size, recipe.seed)
+        self.num_chunks = -(-len(records) // RECORDS_PER_CHUNK)
+        self.total_chunks = count_total_chunks(recipe, self.num_chunks)
+        self.num_steps = -(-self.total_chunks // CHUNKS_PER_STEP)
+        epochs, rest = divmod(self.total_chunks, self.num_chunks)
+        self.tokens_per_step, self.total_tokens = (
+            RECORDS_PER_CHUNK * CHUNKS_PER_STEP,
+            len(records) * epochs + rest * RECORDS_PER_CHUNK,
+        )
+
+    def learning_rate(self, step: int) -> float:
+        return self.recipe.eta
+
+    def train_chunk(self, chunk: int) -> tuple[float, int]:
+        epoch, number = divmod(chunk, self.num_chunks)
+        number = int(permute_indices(np.array([number]), self.num_chunks, hash_uint64(self.recipe.seed, epoch))[0])
+        some = np.array(self.records[number * RECORDS_PER_CHUNK : (number + 1) * RECORDS_PER_CHUNK])
+        first_R, second_R = glove.decode_keys(some["key"], len(self.word_vocab.counts))
+        how = tuple(map(np.float32, (self.recipe.eta, self.recipe.x_max, self.recipe.alpha)))
+        return glove.train_glove(first_R, second_R, np.ascontiguousarray(some["value"]), *self.arrays.values(), *how)
+
+    def step(self, step: int, pool: ThreadPoolExecutor) -> tuple[float, int]:
+        turns = range(step * CHUNKS_PER_STEP, min((step + 1) * CHUNKS_PER_STEP, self.total_chunks))
+        return sum_losses(
+            map(self.train_chunk, turns) if self.recipe.workers == 1 else pool.map(self.train_chunk, turns)
+        )
+
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        return self.arrays
+
+    def to_model(self) -> Model:
+        """A word's vector is the sum of its two (section 4.2)."""
+        sum_ND = self.arrays["words"] + self.arrays["contexts"]
+        sum_ND[self.word_vocab.counts == 0] = 0
+        return make_bag_model(self.word_vocab.tokenizer, sum_ND, None, self.recipe.bigrams)
+
+
+def count_total_chunks(recipe: WordVectorRecipe, chunks_per_epoch: int) -> int:
+    """How often a worker takes something to read, where an epoch has so many such turns."""
+    return recipe.max_steps * CHUNKS_PER_STEP if recipe.max_steps else chunks_per_epoch * (recipe.epochs or MIN_EPOCHS)
+
+
+def sum_losses(parts: Any) -> tuple[float, int]:
+    """Sums of losses and numbers of guesses, added up in order."""
+    found = list(parts)
+    return sum(total for total, _ in found), sum(num for _, num in found)
+
+
+def make_bag_model(tokenizer: Tokenizer, vectors_ND: np.ndarray, outputs_ND: np.ndarray | None, bigrams: int) -> Model:
+    """Word vectors as a model without layers: a text is what its words are. Outputs are its head, where it has any."""
+    size, dim = vectors_ND.shape
+    model = make_model(bag_of_words(size, dim, tied=outputs_ND is None, num_bigram_buckets=bigrams))
+    with torch.no_grad():
+        model.embed.tokens.weight.copy_(torch.from_numpy(vectors_ND))
+        if outputs_ND is not None:
+            model.get_parameter("head.weight").copy_(torch.from_numpy(outputs_ND))
+        if model.embed.bigrams is not None:
+            model.embed.bigrams.weight.zero_()
+    model.tokenizer = tokenizer
+    return model
+
+
+def count_cooccurrences(shards: Shards, word_vocab: WordVocabulary, recipe: GloVeRecipe, folder: Path) -> np.ndarray:
+    """How often words meet, counted once for a run: the records stay on disk."""
+    place, num = folder / "records.bin", len(word_vocab.counts)
+
+    def found() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        with progress("counting which words meet", "tokens", shards.num_tokens) as shown:
+            for number in range(count_chunks(shards)):
+                words_W, doc_W = read_chunk(shards, word_vocab.word_ids, number)
+                key = np.empty(len(words_W) * recipe.window, np.uint64)
+                value, known = np.empty(len(key), np.float32), words_W >= 0
+                n = glove.emit_cooccurrences(words_W[known], doc_W[known], recipe.window, num, key, value)
+                yield key[:n].copy(), value[:n].copy()
+                shown.advance(len(words_W))
+
+    if find_corruption(folder) is not None:
+        room = max(int(recipe.memory * 2**30 / 64), 2**16)  # sorting holds a record about five times
+        with atomic_folder(folder) as temporary:
+            glove.count_records(found(), temporary, "records", room)
+    if not place.stat().st_size:
+        raise UserError(
+            "No two words of this text stand in one document: there is nothing that GloVe could learn from."
+        )
+    return glove.open_records(place)

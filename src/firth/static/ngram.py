@@ -1,0 +1,222 @@
+"""An n-gram language model: how likely a token is after the few before it, by counting (Kneser & Ney 1995).
+
+T places of a text, G distinct n-grams of one order, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from firth.core.errors import UserError
+from firth.core.files import read_json, write_json
+from firth.tokens import Tokenizer, Vocabulary, load_tokenizer
+
+NGRAM_MODEL_TYPE = "firth-ngram"
+NGRAM_WEIGHTS_FILE = "model.safetensors"
+FALLBACK_DISCOUNTS = (0.5, 1.0, 1.5)  # discounts where too few n-grams occur once to four times to tell
+
+
+@dataclass(frozen=True)
+class NgramLevel:
+    """The n-grams of one order, sorted by key: place of all but the last token in the order below, times V, plus it."""
+
+    key: np.ndarray  # (G,) int64
+    discounted_prob: (
+        np.ndarray
+    )  # (G,) float32, what is left of its own count after the discount, over that of its context
+    backoff_weight: np.ndarray  # (G,) float32, as a context: the weight of what the order below says
+
+    def find(self, key_T: np.ndarray) -> np.ndarray:
+        """The place of each key, -1 for those that never occurred."""
+        place_T = np.minimum(np.searchsorted(self.key, key_T), len(self.key) - 1)
+        return np.where(self.key[place_T] == key_T, place_T, -1) if len(self.key) else np.full(len(key_T), -1)
+
+
+@dataclass(frozen=True)
+class NgramModel:
+    """Interpolated Kneser-Ney: p(w | h) = share(hw) + back(h) p(w | h without its first token), down to `uniform_prob`."""
+
+    levels: tuple[NgramLevel, ...]
+    vocab_size: int
+    uniform_prob: np.ndarray  # (V,) what every token has without any count: the same for all that a text can have
+    backoff_weight: float  # the weight of that under single tokens
+    tokenizer: Tokenizer | None = None
+
+    @property
+    def order(self) -> int:
+        return len(self.levels)
+
+    def log_probs(self, ids_T: np.ndarray) -> np.ndarray:
+        """(T - 1,) log-probabilities, in nats, of all tokens after the first, which is the frame's."""
+        ids_T = np.asarray(ids_T, np.int64)
+        p = self.backoff_weight * self.uniform_prob[ids_T[1:]]
+        context = np.zeros(len(ids_T) - 1, np.int64)  # place of the context of no token, of one, two, ...; -1: unknown
+        for n, level in enumerate(self.levels):
+            known = context >= 0
+            if n:
+                p = np.where(known, self.levels[n - 1].backoff_weight[context] * p, p)
+            found = np.where(known, level.find(context * self.vocab_size + ids_T[1:]), -1)
+            p = p + np.where(found >= 0, level.discounted_prob[found], 0)
+            before = np.concatenate([[-1 if n else 0], context[:-1]])
+            context = np.where(before >= 0, level.find(before * self.vocab_size + ids_T[:-1]), -1)
+        return np.log(p)
+
+    def find_context(self, ids: list[int]) -> int:
+        """The place of the n-gram that these tokens are, -1 where it never occurred."""
+        place = 0
+        for level, token in zip(self.levels, ids, strict=False):
+            place = int(level.find(np.array([place * self.vocab_size + token]))[0])
+            if place < 0:
+                break
+        return place
+
+    def next_token_probs(self, ids: list[int]) -> np.ndarray:
+        """(V,) the probability of each token after these."""
+        p_V = self.backoff_weight * self.uniform_prob
+        for n, level in enumerate(self.levels[: len(ids) + 1]):
+            place = self.find_context(ids[len(ids) - n :])
+            if place < 0:
+                break
+            if n:
+                p_V *= self.levels[n - 1].backoff_weight[place]
+            first, last = np.searchsorted(level.key, [place * self.vocab_size, (place + 1) * self.vocab_size])
+            p_V[level.key[first:last] % self.vocab_size] += level.discounted_prob[first:last]
+        return p_V
+
+    def save(self, folder: Path) -> None:
+        """The files of a checkpoint, into a folder that is there."""
+        facts = {
+            "model_type": NGRAM_MODEL_TYPE,
+            "order": self.order,
+            "vocab_size": self.vocab_size,
+            "back": self.backoff_weight,
+        }
+        write_json(folder / "config.json", facts)
+        tensors = {"floor": self.uniform_prob}
+        for n, level in enumerate(self.levels, 1):
+            tensors |= {f"{n}.key": level.key, f"{n}.share": level.discounted_prob, f"{n}.back": level.backoff_weight}
+        save_file(tensors, folder / NGRAM_WEIGHTS_FILE)
+        if self.tokenizer is not None:
+            self.tokenizer.save(folder)
+
+
+def is_ngram(folder: str | Path) -> bool:
+    """Whether a checkpoint folder holds an n-gram model."""
+    config = Path(folder) / "config.json"
+    facts: Any = read_json(config) if config.is_file() else None
+    return isinstance(facts, dict) and facts.get("model_type") == NGRAM_MODEL_TYPE
+
+
+def load_ngram(folder: str | Path) -> NgramModel:
+    folder = Path(folder)
+    facts, tensors = read_json(folder / "config.json"), load_file(folder / NGRAM_WEIGHTS_FILE)
+    levels = tuple(
+        NgramLevel(tensors[f"{n}.key"], tensors[f"{n}.share"], tensors[f"{n}.back"])
+        for n in range(1, facts["order"] + 1)
+    )
+    return NgramModel(levels, facts["vocab_size"], tensors["floor"], facts["back"], load_tokenizer(folder))
+
+
+def boundary_tokens(vocab: Vocabulary) -> tuple[int, int]:
+    """What stands before and after each document."""
+    end = vocab.sep if vocab.eos is None else vocab.eos
+    first = next((i for i in (vocab.bos, vocab.cls, end) if i is not None), None)
+    if end is None or first is None:
+        raise UserError("The tokenizer has no token for the end of a text, which an n-gram model needs.")
+    return first, end
+
+
+def predictable_tokens(vocab: Vocabulary) -> np.ndarray:
+    """The tokens that may follow: those of text, the unknown one, the end."""
+    extra = [i for i in (vocab.unk, boundary_tokens(vocab)[1]) if i is not None]
+    return np.union1d(vocab.non_special_ids, extra)
+
+
+# --- counting -------------------------------------------------------------------------------------------------------
+
+
+def count_ngrams(
+    ids_T: np.ndarray,
+    is_start_T: np.ndarray,
+    vocab_size: int,
+    predictable: np.ndarray,
+    order: int,
+    discount: float = 0.0,
+) -> NgramModel:
+    """The model of a text: documents laid end to end, each with its frame. `starts` marks what comes before a document:
+    it is read, and never guessed. `predictable_tokens` are the tokens that a text can have.
+
+    The highest order counts n-grams; below, an n-gram counts as often as different tokens come before it, except where
+    it begins a document. Each order has three discounts, for n-grams that count once, twice and more often (Chen &
+    Goodman 1999, equation 26), or the one `discount` for all. The order is lower where no document is so long.
+    """
+    floor_V = np.zeros(vocab_size)
+    floor_V[predictable] = 1 / len(predictable)
+    keys: list[np.ndarray] = []
+    counts: list[np.ndarray] = []
+    place_T = np.zeros(len(ids_T), np.int64)  # of the n-gram that ends at each token; -1: it would begin too early
+    for n in range(1, order + 1):
+        shorter_T = place_T if n == 1 else np.where(is_start_T, -1, np.roll(place_T, 1))  # of all but its last token
+        at = np.flatnonzero(shorter_T >= 0)
+        if not len(at):
+            break
+        key = shorter_T[at] * vocab_size + ids_T[at]
+        key_G, first, inverse, count_G = np.unique(key, return_index=True, return_inverse=True, return_counts=True)
+        if n == 1:
+            count_G = np.bincount(inverse[~is_start_T[at]], minlength=len(key_G))
+        else:  # the order below counts by the tokens before, but for what begins a document
+            tail = np.bincount(place_T[at[first]], minlength=len(keys[-1]))
+            counts[-1] = np.where(tail > 0, tail, counts[-1] if n > 2 else 0)
+        keys.append(key_G)
+        counts.append(count_G)
+        place_T = np.full(len(ids_T), -1, np.int64)
+        place_T[at] = inverse
+    return smooth_counts(list(zip(keys, counts, strict=True)), vocab_size, floor_V, discount)
+
+
+def smooth_counts(
+    counts: list[tuple[np.ndarray, np.ndarray]], vocab_size: int, uniform_prob_V: np.ndarray, discount: float = 0.0
+) -> NgramModel:
+    """Counts of each order to probabilities. A count of 0 is of what is read and never guessed."""
+    made: list[NgramLevel] = []
+    back_of_nothing = 1.0
+    for n, (key_G, count_G) in enumerate(counts):
+        size = len(counts[n - 1][0]) if n else 1
+        context_G = key_G // vocab_size
+        off_G = np.array([0.0, *estimate_discounts(count_G, discount)])[np.minimum(count_G, 3)]
+        total = np.bincount(context_G, count_G, size)
+        taken = np.bincount(context_G, off_G, size)
+        share_G = (count_G - off_G) / np.maximum(total, 1)[context_G]
+        back = np.where(total > 0, taken / np.maximum(total, 1), 1.0)
+        if n:
+            made[-1] = NgramLevel(made[-1].key, made[-1].discounted_prob, back.astype(np.float32))
+        else:
+            back_of_nothing = float(back[0])
+        made.append(NgramLevel(key_G.astype(np.int64), share_G.astype(np.float32), np.ones(len(key_G), np.float32)))
+    return NgramModel(tuple(made), vocab_size, uniform_prob_V, back_of_nothing)
+
+
+def estimate_discounts(count_G: np.ndarray, fixed: float = 0.0) -> tuple[float, float, float]:
+    """What is taken from n-grams that count 1, 2, and 3 or more; from how many there are that count 1, 2, 3, 4."""
+    if fixed:
+        return fixed, fixed, fixed
+    n1, n2, n3, n4 = (int((count_G == k).sum()) for k in (1, 2, 3, 4))
+    if not (n1 and n2 and n3):
+        return FALLBACK_DISCOUNTS
+    y = n1 / (n1 + 2 * n2)
+    found = tuple(k - (k + 1) * y * more / less for k, more, less in ((1, n2, n1), (2, n3, n2), (3, n4, n3)))
+    sound = all(0 < d < k for k, d in enumerate(found, 1))
+    return (found[0], found[1], found[2]) if sound else FALLBACK_DISCOUNTS
+
+
+def check_ngram_order(order: int, discount: float) -> None:
+    if not 1 <= order <= 5:
+        raise UserError(f"order is {order}, and must be from 1 to 5.")
+    if not (math.isfinite(discount) and 0 <= discount < 1):
+        raise UserError(f"discount is {discount:g}, and must be in [0, 1); 0 estimates three for each order.")

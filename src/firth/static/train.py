@@ -1,0 +1,312 @@
+"""Text to word vectors and n-gram models: what learns by counting and guessing neighbours.
+
+W words of a stretch of text, V ids of the shards, N words of the model, D numbers of a vector.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file, save_file
+
+from firth.core.console import StatusLine, format_count, format_duration, say, warn
+from firth.core.errors import UserError
+from firth.core.files import atomic_folder, find_corruption, read_json, write_json
+from firth.core.serialization import to_dict
+from firth.models import write_model
+from firth.static.learners import (
+    MIN_EPOCHS,
+    GloVeTrainer,
+    Word2VecCudaTrainer,
+    Word2VecTrainer,
+    WordVectorTrainer,
+    count_cooccurrences,
+)
+from firth.static.ngram import NgramModel, boundary_tokens, count_ngrams, predictable_tokens
+from firth.static.recipe import (
+    GloVeRecipe,
+    NgramRecipe,
+    StaticRecipe,
+    Word2VecRecipe,
+    WordVectorRecipe,
+    WordVectorRecipeT,
+    merge_static_recipe,
+    save_static_recipe,
+)
+from firth.static.vocabulary import build_word_vocabulary, join_phrases
+from firth.tokens import Shards, Vocabulary, open_shards
+from firth.train.checkpoint import (
+    explain_disk_errors,
+    last_checkpoint,
+    list_checkpoints,
+    remove_folder,
+    translate_disk_errors,
+)
+from firth.train.log import RunLog, read_last_loss
+from firth.train.loop import Interrupted, SpeedMeter, handle_stop_signals
+
+MIN_WORD2VEC_TOKENS, MAX_EPOCHS = 20_000_000, 50  # tokens of word2vec in all, and the most epochs, unless said
+MAX_TIMING_SECONDS = 4.0  # seconds at most that steps are timed for, where a run is to end on time
+VECTOR_STATE_FILE = "state.safetensors"
+
+
+def run_static_recipe(
+    folder: Path, recipe: StaticRecipe, resume: bool = False, start_time: float | None = None
+) -> dict[str, Any]:
+    """Run a recipe of word2vec, GloVe or n-grams in a folder that is held already.
+
+    `start_time` is when the clock of `minutes` started (time.monotonic).
+    """
+    start_time = time.monotonic() if start_time is None else start_time
+    recipe.check()
+    recipe = merge_static_recipe(folder, recipe, resume)
+    if resume and (folder / "results.json").is_file() and find_corruption(folder / "final") is None:
+        say(f"{folder} is finished already.")
+        return dict(read_json(folder / "results.json"))
+    with explain_disk_errors(folder):
+        if isinstance(recipe, NgramRecipe):
+            results = train_ngram(folder, recipe)
+        else:
+            assert isinstance(recipe, WordVectorRecipe)
+            results = train_word_vectors(folder, recipe, resume, start_time)
+        results["seconds"] = time.monotonic() - start_time
+        write_json(folder / "results.json", results)
+    return results
+
+
+def train_word_vectors(folder: Path, recipe: WordVectorRecipe, resume: bool, start_time: float) -> dict[str, Any]:
+    shards = open_shards(recipe.data)
+    text = shards.train
+    lexicon = build_word_vocabulary(text, shards.tokenizer, recipe.min_count)
+    held_out = shards.held_out
+    if isinstance(recipe, Word2VecRecipe):
+        if recipe.phrases and shards.tokenizer.kind != "word":
+            raise UserError("phrases joins whole words: give text, or shards of a tokenizer of kind word.")
+        for number in range(recipe.phrases):
+            text, lexicon = join_phrases(text, lexicon, recipe, folder / f"phrases-{number + 1}")
+            held_out = None  # its phrases are not joined
+        if recipe.phrases:
+            say("phrases are words to --similar, --analogy and files of vectors; texts that are read are not joined")
+    warn_single_word_documents(text)
+    num = len(lexicon.counts) - len(lexicon.tokenizer.vocab.special_ids)
+    recipe = replace(recipe, epochs=recipe.epochs or default_epochs(text.num_tokens))
+    say(f"{num:,} words with {recipe.vector_size} numbers each, {format_count(recipe.workers, 'worker')}")
+    if isinstance(recipe, Word2VecRecipe) and recipe.device == "cpu" and recipe.negative and torch.cuda.is_available():
+        say("this machine has a GPU: device=cuda learns there, which is faster on a long text")
+    if not (recipe.max_steps or recipe.minutes):
+        say(f"{text.num_tokens:,} tokens, read {format_count(recipe.epochs, 'time')}")
+    make: Callable[[Any], WordVectorTrainer] = partial(
+        Word2VecCudaTrainer if is_on_gpu(recipe) else Word2VecTrainer, text, lexicon
+    )
+    if isinstance(recipe, GloVeRecipe):
+        make = partial(GloVeTrainer, count_cooccurrences(text, lexicon, recipe, folder / "counts"), lexicon)
+    if not (folder / "log.jsonl").is_file():  # no step was taken yet
+        recipe = resolve_vector_steps(recipe, make, held_out, start_time) if recipe.minutes else recipe
+        save_static_recipe(recipe, folder / "recipe.yaml")
+    learner = make(recipe)
+    loss, speed = fit_word_vectors(learner, folder, resume)
+    model = learner.to_model()
+    if find_corruption(folder / "final") is not None:
+        with atomic_folder(folder / "final") as temporary:
+            write_model(model, temporary)
+    eval_loss = None
+    if isinstance(learner, Word2VecTrainer) and held_out is not None:
+        learner.state_arrays()
+        eval_loss = learner.held_out_loss(held_out)
+    return {
+        "output_dir": str(folder),
+        "steps": learner.num_steps,
+        "loss": loss,
+        "eval_loss": eval_loss,
+        "words": num,
+        "tokens": learner.total_tokens,
+        "tokens_per_second": speed,
+        "parameters": model.num_parameters,
+    }
+
+
+def default_epochs(tokens: int) -> int:
+    """How often a text is read unless said: 5 times, and a small one oftener.
+
+    >>> epochs_for(10**9), epochs_for(10**6), epochs_for(10**4)
+    (5, 20, 50)
+    """
+    return min(max(MIN_EPOCHS, -(-MIN_WORD2VEC_TOKENS // max(tokens, 1))), MAX_EPOCHS)
+
+
+def is_on_gpu(recipe: WordVectorRecipe) -> bool:
+    return isinstance(recipe, Word2VecRecipe) and recipe.device == "cuda"
+
+
+def resolve_vector_steps(
+    recipe: WordVectorRecipeT,
+    make_trainer: Callable[[WordVectorRecipeT], WordVectorTrainer],
+    held_out: Shards | None,
+    start_time: float,
+) -> WordVectorRecipeT:
+    """Fix the steps that end with the minutes: some are timed, of a learner that is thrown away.
+
+    The rate of word2vec falls over just these, so that it ends where it should; `max_steps` says how many at most.
+    """
+    with ThreadPoolExecutor(max(recipe.workers, 1)) as pool:
+        learner = make_trainer(replace(recipe, max_steps=2**30))
+        learner.step(0, pool)  # compiles
+        start, done = time.monotonic(), 0
+        while not done or time.monotonic() - start < min(
+            MAX_TIMING_SECONDS, 6 * recipe.minutes
+        ):  # a tenth of the run at most
+            done += 1
+            learner.step(done, pool)
+        seconds = (time.monotonic() - start) / done
+        start = time.monotonic()
+        if isinstance(learner, Word2VecTrainer) and held_out is not None:
+            learner.held_out_loss(held_out)
+        left = 60 * recipe.minutes - (time.monotonic() - start_time) - (time.monotonic() - start)
+    steps = min(max(1, int(left / seconds)), recipe.max_steps or 2**30)
+    say(f"{seconds:.3f}s a step: {format_count(steps, 'step takes', 'steps take')} {format_duration(steps * seconds)}")
+    return replace(recipe, max_steps=steps)
+
+
+def warn_single_word_documents(text: Shards) -> None:
+    """Say how many documents have one word only: nothing stands beside it."""
+    lonely = int((np.diff(text.offsets) < 2).sum())
+    if lonely == text.num_documents:
+        raise UserError("Every document has one word: words are learned from those beside them. Give whole texts.")
+    if lonely:
+        warn(f"{lonely:,} of {text.num_documents:,} documents have one word or none, from which nothing is learned.")
+
+
+def fit_word_vectors(trainer: WordVectorTrainer, folder: Path, resume: bool) -> tuple[float, float]:
+    """All steps, from the last whole checkpoint on when `resume`; the last loss, and tokens per second."""
+    recipe, first = trainer.recipe, 0
+    if resume and (found := last_checkpoint(folder)):
+        first = int(read_json(found / "training" / "state.json")["step"])
+        saved = load_file(found / "training" / VECTOR_STATE_FILE)
+        for name, array in trainer.state_arrays().items():
+            array[:] = saved[name]
+        upload_state(trainer)
+        say(f"going on from {found}")
+    line, loss, per_second = StatusLine(), math.nan, 0.0
+    speed = SpeedMeter(first, first * trainer.tokens_per_step)
+    with (
+        RunLog(folder / "log.jsonl", first) as log,
+        handle_stop_signals() as stop,
+        ThreadPoolExecutor(max(recipe.workers, 1), thread_name_prefix="words") as pool,
+    ):
+        for number in range(first, trainer.num_steps):
+            total, guesses = trainer.step(number, pool)
+            loss, step = total / max(guesses, 1), number + 1
+            if not math.isfinite(loss):
+                raise UserError(f"The loss is {loss} at step {step}. Lower the rate (alpha of word2vec, eta of GloVe).")
+            tokens = min(step * trainer.tokens_per_step, trainer.total_tokens)
+            log.write(step=step, loss=loss, learning_rate=trainer.learning_rate(number), tokens=tokens)
+            per_second, a_step = speed.measure(step, tokens)
+            left = format_duration(a_step * (trainer.num_steps - step))
+            line.show(f"step {step:,}/{trainer.num_steps:,}  loss {loss:.3f}  {per_second:,.0f} tokens/s  {left} left")
+            speed.end_warmup(step, tokens)
+            if step % recipe.save_steps == 0 or stop.is_set():
+                try_save_vectors(trainer, folder, step)
+            if stop.is_set():
+                line.close()
+                raise Interrupted(f"stopped at step {step} of {trainer.num_steps}")
+    line.close()
+    if first == trainer.num_steps:
+        loss = read_last_loss(folder / "log.jsonl")
+    return loss, per_second
+
+
+def upload_state(trainer: WordVectorTrainer) -> None:
+    if isinstance(trainer, Word2VecCudaTrainer):
+        trainer.inputs.copy_(torch.from_numpy(trainer.inputs_ND))
+        trainer.outputs.copy_(torch.from_numpy(trainer.outputs_ND))
+
+
+def try_save_vectors(trainer: WordVectorTrainer, folder: Path, step: int) -> None:
+    """Write a checkpoint; a disk that is full costs that, which is said, and not the run."""
+    try:
+        with translate_disk_errors(folder):
+            save_vectors(trainer, folder, step)
+    except OSError as e:
+        warn(f"a checkpoint could not be written ({e.strerror or e}): those before it stay, and the run goes on.")
+
+
+def save_vectors(trainer: WordVectorTrainer, folder: Path, step: int) -> None:
+    """Write `checkpoint-<step>`, a model with what a resumed run needs beside it, and remove older ones."""
+    with atomic_folder(folder / f"checkpoint-{step}", step=step) as temporary:
+        write_model(trainer.to_model(), temporary)
+        training = temporary / "training"
+        training.mkdir()
+        save_file(trainer.state_arrays(), training / VECTOR_STATE_FILE)
+        write_json(training / "state.json", {"step": step, "recipe": to_dict(trainer.recipe)})
+    if trainer.recipe.save_total_limit:
+        for old in list_checkpoints(folder)[trainer.recipe.save_total_limit :]:
+            remove_folder(old)
+
+
+# --- n-grams --------------------------------------------------------------------------------------------------------
+
+
+def train_ngram(folder: Path, recipe: NgramRecipe) -> dict[str, Any]:
+    """An n-gram model of the shards, into `final/`."""
+    shards = open_shards(recipe.data)
+    vocab = shards.tokenizer.vocab
+    say(f"counting n-grams up to order {recipe.order}")
+    ids_T, starts_T = concat_documents(shards.train, vocab)
+    model = count_ngrams(ids_T, starts_T, vocab.size, predictable_tokens(vocab), recipe.order, recipe.discount)
+    if model.order < recipe.order:
+        warn(f"no document is long enough for order {recipe.order}: the model has order {model.order}.")
+    model = replace(model, tokenizer=shards.tokenizer)
+    if find_corruption(folder / "final") is not None:
+        with atomic_folder(folder / "final") as temporary:
+            model.save(temporary)
+    parts = {"loss": shards.train, "eval_loss": shards.held_out}
+    losses = {name: ngram_mean_loss(model, part, vocab) if part is not None else None for name, part in parts.items()}
+    with RunLog(folder / "log.jsonl", 0) as log:
+        log.write(step=1, learning_rate=0.0, tokens=shards.train.num_tokens, **losses)
+    return {
+        "output_dir": str(folder),
+        "steps": 1,
+        **losses,
+        "unigram_entropy": shards.manifest.get("unigram_entropy"),
+        "tokens": shards.train.num_tokens,
+        "ngrams": [len(level.key) for level in model.levels],
+        "parameters": sum(2 * len(level.key) for level in model.levels),
+    }
+
+
+def concat_documents(shards: Shards, vocab: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
+    """All documents end to end, each in its frame, and where each begins."""
+    first, end = boundary_tokens(vocab)
+    size_D = np.diff(shards.offsets)
+    begin_D = np.asarray(shards.offsets[:-1]) + 2 * np.arange(len(size_D))
+    ids_T = np.full(shards.num_tokens + 2 * len(size_D), first, np.int64)
+    ids_T[begin_D + size_D + 1] = end
+    starts_T = np.zeros(len(ids_T), bool)
+    starts_T[begin_D] = True
+    text = np.ones(len(ids_T), bool)
+    text[begin_D] = text[begin_D + size_D + 1] = False
+    ids_T[text] = shards.tokens
+    return ids_T, starts_T
+
+
+def ngram_mean_loss(model: NgramModel, shards: Shards, vocab: Vocabulary) -> float:
+    """Nats per token, ends included, over at most a million tokens."""
+    ids_T, starts_T = concat_documents(shards, vocab)
+    edges = [*np.flatnonzero(starts_T).tolist(), len(ids_T)]
+    total, num = 0.0, 0
+    for a, b in pairwise(edges):
+        total -= float(model.log_probs(ids_T[a:b]).sum())
+        num += b - a - 1
+        if num > 1_000_000:
+            break
+    return total / num

@@ -1,0 +1,146 @@
+"""The words of shards, and phrases that are joined to one word.
+
+W words of a stretch of text, V ids of the shards, N words of the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer as Backend
+
+from firth.core.console import format_count, progress, say
+from firth.core.errors import UserError
+from firth.core.files import atomic_folder
+from firth.static import glove, word2vec
+from firth.static.recipe import Word2VecRecipe
+from firth.tokens import Shards, Tokenizer
+
+WORD_CHUNK_TOKENS = 10_000  # tokens that a worker reads at once; windows end where a stretch does
+
+
+class WordVocabulary(NamedTuple):
+    """The words that have vectors: their tokenizer, how often each occurs, and which one an id of the shards is."""
+
+    tokenizer: Tokenizer
+    counts: np.ndarray  # (N,)
+    word_ids: np.ndarray  # (V,) -1: none, it is special or too rare
+    is_word: np.ndarray  # (V,) whether an id is a word of the text, however rare
+
+
+def build_word_vocabulary(shards: Shards, tokenizer: Tokenizer, min_count: int) -> WordVocabulary:
+    """The ids that occur often enough. A tokenizer of whole words is cut down to these, the frequent first."""
+    size = tokenizer.vocab.size
+    count_V = np.zeros(size, np.int64)
+    for start in range(0, shards.num_tokens, 2**24):
+        count_V += np.bincount(shards.tokens[start : start + 2**24], minlength=size)
+    count_V[list(tokenizer.vocab.special_ids)] = 0
+    kept = np.flatnonzero((count_V >= min_count) & (count_V > 0))
+    if len(kept) < 2:
+        raise UserError(
+            f"min_count={min_count} leaves {format_count(len(kept), 'word')} of {np.count_nonzero(count_V):,}: the most "
+            f"frequent occurs {format_count(count_V.max(initial=0), 'time')}. Give more text, or a smaller min_count."
+        )
+    if tokenizer.kind != "word":
+        count_N = np.where(count_V >= min_count, count_V, 0)
+        return WordVocabulary(
+            tokenizer, count_N, np.where(count_N > 0, np.arange(size), -1).astype(np.int32), count_V > 0
+        )
+    kept = kept[np.argsort(-count_V[kept], kind="stable")]
+    names = [str(tokenizer.backend.id_to_token(i)) for i in kept.tolist()]
+    return make_word_vocabulary(tokenizer, names, count_V, kept)
+
+
+def make_word_vocabulary(
+    tokenizer: Tokenizer, words: list[str], count_V: np.ndarray, ids: np.ndarray
+) -> WordVocabulary:
+    """A tokenizer of these words alone, after its special tokens; `ids` are those of the shards."""
+    state = json.loads(tokenizer.backend.to_str())
+    specials = [str(tokenizer.backend.id_to_token(i)) for i in tokenizer.vocab.special_ids]
+    state["model"]["vocab"] = {name: i for i, name in enumerate([*specials, *words])}
+    for i, name in enumerate(specials):
+        next(token for token in state["added_tokens"] if token["content"] == name)["id"] = i
+    made = Tokenizer(Backend.from_str(json.dumps(state)), tokenizer.special_tokens, tokenizer.config)
+    word_V = np.full(len(count_V), -1, np.int32)
+    word_V[ids] = len(specials) + np.arange(len(words))
+    return WordVocabulary(made, np.concatenate([np.zeros(len(specials), np.int64), count_V[ids]]), word_V, count_V > 0)
+
+
+def read_chunk(shards: Shards, word_id_V: np.ndarray, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+    """(W,) the words of one stretch of the text, and which document each is of. What is no word is -1."""
+    start, stop = chunk * WORD_CHUNK_TOKENS, min((chunk + 1) * WORD_CHUNK_TOKENS, shards.num_tokens)
+    first, last = np.searchsorted(shards.offsets, [start, stop - 1], "right")
+    edges = np.concatenate([[start], shards.offsets[first:last], [stop]])
+    doc_W = np.repeat(np.arange(first, last + 1, dtype=np.int32), np.diff(edges))
+    return word_id_V[shards.tokens[start:stop]], doc_W
+
+
+def count_chunks(shards: Shards) -> int:
+    return -(-shards.num_tokens // WORD_CHUNK_TOKENS)
+
+
+# --- phrases --------------------------------------------------------------------------------------------------------
+
+
+def join_phrases(
+    shards: Shards, word_vocab: WordVocabulary, recipe: Word2VecRecipe, folder: Path
+) -> tuple[Shards, WordVocabulary]:
+    """The text with each two words joined that follow each other far more often than chance, and its words.
+
+    The same words are joined as by gensim's Phrases with this min_count and threshold.
+    """
+    num, size = len(word_vocab.counts), len(word_vocab.is_word)
+    id_V = np.where(word_vocab.is_word, np.arange(size), -1).astype(np.int32)
+
+    def found() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        with progress("counting pairs", "tokens", shards.num_tokens) as shown:
+            for number in range(count_chunks(shards)):
+                words_W, doc_W = read_chunk(shards, id_V, number)
+                key, value = np.empty(len(words_W), np.uint64), np.empty(len(words_W), np.float32)
+                n = glove.emit_bigrams(words_W, doc_W, size, key, value)
+                yield key[:n].copy(), value[:n].copy()
+                shown.advance(len(words_W))
+
+    with atomic_folder(folder) as temporary:
+        records = np.array(glove.open_records(glove.count_records(found(), temporary, "pairs", 2**25)))
+        (temporary / "pairs.bin").unlink()
+        scale = len(records) + int(word_vocab.is_word.sum())
+        records = records[records["value"] >= max(recipe.min_count, 1)]
+        first, second = (word_vocab.word_ids[ids].astype(np.int64) for ids in glove.decode_keys(records["key"], size))
+        count_N, count = word_vocab.counts, records["value"].astype(np.int64)
+        scores = word2vec.phrase_scores(count, count_N[first], count_N[second], recipe.min_count, scale)
+        chosen = np.flatnonzero(scores > recipe.threshold)
+        key = first[chosen] * num + second[chosen]
+        chosen, key = chosen[np.argsort(key)], np.sort(key)
+        phrase = num + np.arange(len(key))
+        names = [str(word_vocab.tokenizer.backend.id_to_token(i)) for i in range(num)]
+        joined = [f"{names[a]}_{names[b]}" for a, b in zip(first[chosen], second[chosen], strict=True)]
+        say(f"{len(joined):,} phrases" + (f", such as {', '.join(joined[:5])}" if joined else ""))
+        write_phrase_shards(shards, word_vocab.word_ids, key, phrase, num, temporary)
+    new = Shards(folder)
+    count_N = np.bincount(new.tokens, minlength=num + len(joined))
+    special = len(word_vocab.tokenizer.vocab.special_ids)
+    all_names, ids = np.array([*names, *joined], dtype=object), np.arange(num + len(joined))
+    order = np.array([i for i in ids if i >= special and count_N[i] >= max(recipe.min_count, 1)], np.int64)
+    order = order[np.argsort(-count_N[order], kind="stable")]
+    return new, make_word_vocabulary(word_vocab.tokenizer, all_names[order].tolist(), count_N, order)
+
+
+def write_phrase_shards(
+    shards: Shards, word_id_V: np.ndarray, key: np.ndarray, phrase: np.ndarray, num: int, folder: Path
+) -> None:
+    """The same documents with their phrases joined, as shards."""
+    size_D = np.zeros(shards.num_documents, np.int64)
+    with open(folder / "tokens.bin", "wb") as file:
+        for number in range(count_chunks(shards)):
+            words_W, doc_W = read_chunk(shards, word_id_V, number)
+            out_W = np.empty(len(words_W), np.int64)
+            n, place_W = word2vec.merge_phrases(words_W, doc_W, key, phrase, num, out_W)
+            kept = out_W[:n] >= 0
+            out_W[:n][kept].astype(np.uint32).tofile(file)
+            np.add.at(size_D, doc_W[place_W[:n][kept]] - 1, 1)
+    np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(size_D)]))

@@ -1,0 +1,119 @@
+"""The one place that picks the way to do a task by the architecture of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from firth.core.errors import UserError, did_you_mean
+from firth.models import ModelConfig
+from firth.tasks.choice import ChoiceTask
+from firth.tasks.classify import ClassificationTask, PairClassificationTask
+from firth.tasks.embed import EmbeddingTask
+from firth.tasks.lm import LanguageModelingTask, collect_roles
+from firth.tasks.regress import RegressionTask
+from firth.tasks.relation import RelationTask, WordInContextTask
+from firth.tasks.span_qa import DEFAULT_NO_ANSWER_THRESHOLD, SpanQATask
+from firth.tasks.tag import TaggingTask
+from firth.tasks.task import Task
+from firth.tasks.text_labels import TASK_PROMPTS, make_verbalized_task, round_regression_labels
+from firth.tasks.text_to_text import AnswerConfig, TextToTextTask, make_answer_config
+from firth.text import Example
+from firth.tokens import Tokenizer
+
+TASK_FILE = "task.json"
+LABEL_TASKS: dict[str, type[ClassificationTask]] = {
+    "classify": ClassificationTask,
+    "pair": PairClassificationTask,
+    "relation": RelationTask,
+    "word-in-context": WordInContextTask,
+}
+FINETUNE_TASKS = (*LABEL_TASKS, "regress", "choice", "tag", "span-qa", "text-to-text", "lm", "embed")
+BART_HEAD_TASKS = ("classify", "pair", "regress", "relation", "word-in-context", "span-qa")
+
+
+def make_task(
+    name: str,
+    examples_or_metadata: Sequence[Example] | Mapping[str, Any],
+    tokenizer: Tokenizer,
+    config: ModelConfig,
+    recipe: Any = None,
+) -> Task:
+    """A task from the examples that it is to be learned from, or again from its facts in task.json.
+
+    The recipe says how texts are read and written (`AnswerConfig`) and, as `answer_mode`, whether by a "head" or by "words".
+    Facts say that themselves.
+    """
+    if name not in FINETUNE_TASKS:
+        raise UserError(f"Unknown task {name!r}. {did_you_mean(name, FINETUNE_TASKS)}")
+    learns = not isinstance(examples_or_metadata, Mapping)
+    facts = (
+        infer_task_metadata(name, examples_or_metadata, config, recipe)
+        if not isinstance(examples_or_metadata, Mapping)
+        else examples_or_metadata
+    )
+    writing = make_answer_config(facts, config)
+    length = writing.max_seq_length
+    if name == "text-to-text":
+        return TextToTextTask(tokenizer, config, writing, learns)
+    if name == "lm":
+        return LanguageModelingTask(tokenizer, config, writing, facts.get("roles", ()))
+    if name == "embed":
+        return EmbeddingTask(tokenizer, config, length)
+    labels = tuple(facts.get("labels", ()))
+    if resolve_answer_mode(name, config, facts.get("answer", "head")) == "words":
+        return make_verbalized_task(name, labels, tokenizer, config, writing, learns)
+    if name in LABEL_TASKS:
+        return LABEL_TASKS[name](tokenizer, config, length, labels, learns)
+    if name == "tag":
+        return TaggingTask(tokenizer, config, length, labels, learns)
+    if name == "regress":
+        return RegressionTask(tokenizer, config, length, facts.get("texts", 1), learns)
+    if name == "choice":
+        return ChoiceTask(tokenizer, config, length, is_training=learns)
+    unanswerable, threshold = facts.get("unanswerable", False), facts.get("threshold", DEFAULT_NO_ANSWER_THRESHOLD)
+    return SpanQATask(tokenizer, config, length, unanswerable, threshold, learns)
+
+
+def make_task_without_examples(name: str, tokenizer: Tokenizer, config: ModelConfig, recipe: Any = None) -> Task:
+    """A task before its examples are read: what a model cannot do, whatever they are, is refused here already."""
+    known = (
+        {field: getattr(recipe, field) for field in ("answer", *AnswerConfig.__dataclass_fields__)} if recipe else {}
+    )
+    return make_task(name, known, tokenizer, config)
+
+
+def infer_task_metadata(name: str, examples: Sequence[Example], config: ModelConfig, recipe: Any) -> dict[str, Any]:
+    """What the examples to learn from say about a task."""
+    answer = getattr(recipe, "answer", "head")
+    facts: dict[str, Any] = {"answer": answer}
+    facts |= {name: getattr(recipe, name) for name in AnswerConfig.__dataclass_fields__}
+    if name in LABEL_TASKS:
+        facts["labels"] = sorted({e.target for e in examples})
+    if name == "tag":
+        facts["labels"] = sorted({tag for e in examples for tag in e.target})
+    if name == "regress":
+        facts["texts"] = max(len(e.texts) for e in examples)
+        if resolve_answer_mode(name, config, answer) == "words":
+            facts["labels"] = round_regression_labels([float(e.target) for e in examples])
+    if name == "lm":
+        facts["roles"] = collect_roles(examples)
+    if name == "span-qa":
+        facts["unanswerable"] = any(len(e.target) == 0 for e in examples)
+    return facts
+
+
+def resolve_answer_mode(name: str, config: ModelConfig, answer_mode: str) -> str:
+    """Whether a model does a task by a head or by words; what it cannot do is refused."""
+    if answer_mode not in ("head", "words"):
+        raise UserError(f"answer is {answer_mode!r}, and must be head or words.")
+    if config.architecture == "encoder" and answer_mode == "words":
+        raise UserError("An encoder does not write, so it cannot answer in words. Take answer=head, or a decoder.")
+    has_head = (
+        config.architecture != "encoder-decoder" or name == "tag" or (config.adds_bos and name in BART_HEAD_TASKS)
+    )
+    if answer_mode == "head" and has_head:
+        return "head"
+    if name not in TASK_PROMPTS:
+        raise UserError(f"The task {name} asks about every word, and is not answered in words: take answer=head.")
+    return "words"

@@ -1,0 +1,52 @@
+"""Other spellings of the same characters, when a person asks for them."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+from firth.core.errors import UserError, did_you_mean
+
+# NFC joins a letter and its accent, NFKC also makes ligatures, wide letters and the like plain (and ² to 2).
+NORMALIZERS: dict[str, Callable[[str], str]] = {
+    "nfc": partial(unicodedata.normalize, "NFC"),
+    "nfkc": partial(unicodedata.normalize, "NFKC"),
+    "lower": str.lower,
+}
+ASCII_CAPITALS = bytes(range(ord("A"), ord("Z") + 1))
+
+
+def parse_normal_forms(names: str | None) -> list[str]:
+    """The forms that are asked for: "nfkc,lower" asks for two, in this order.
+
+    >>> known_forms("nfkc,lower"), known_forms(None)
+    (['nfkc', 'lower'], [])
+    """
+    forms = [name.strip().lower() for name in (names or "").split(",") if name.strip()]
+    for name in forms:
+        if name not in NORMALIZERS:
+            raise UserError(f"--normalize {name}: no such form. {did_you_mean(name, NORMALIZERS)}")
+    return forms
+
+
+def apply_normal_forms(text: str, forms: list[str]) -> str:
+    """
+    >>> normalise("E\N{COMBINING ACUTE ACCENT}tude", ["nfc", "lower"])
+    'étude'
+    """
+    for name in forms:
+        text = NORMALIZERS[name](text)
+    return text
+
+
+def count_replaced_chars(before: str, after: str) -> int:
+    """How many characters of a text are no longer there after it was changed.
+
+    >>> count_replaced_chars("Aa Bb", "aa bb")
+    2
+    """
+    if before.isascii():  # where nothing but capitals ever changes
+        return len(before) - len(before.encode().translate(None, ASCII_CAPITALS))
+    return (Counter(before) - Counter(after)).total()

@@ -1,0 +1,442 @@
+"""The built-in corpus: the documentation inside the Python packages that Firth stands on."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import json
+import os
+import platform
+import re
+import signal
+import sys
+import sysconfig
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import cache, partial
+from hashlib import blake2b
+from importlib import metadata
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from firth.core.console import format_count, progress, say, warn
+from firth.core.errors import UserError, did_you_mean
+from firth.core.files import write_text
+from firth.text import filters
+from firth.text.documents import Example
+
+PYDOCS_NAME = "pydocs"
+STDLIB_PACKAGE = "python"  # the standard library, as a package among the others
+DIRECT_DEPENDENCIES = [
+    *("torch", "numpy", "tokenizers", "safetensors", "typer", "rich", "PyYAML", "cattrs", "scikit-learn", "scipy"),
+    *("sacrebleu", "rouge-score", "matplotlib", "sentencex"),
+]
+CACHE_FORMAT_VERSION = 1  # of the cache; a new one whenever other records come out of the same packages
+
+TEST_FOLDERS = {"test", "tests", "testing", "idle_test"}
+THIRD_PARTY_FOLDERS = {"site-packages", "dist-packages"}  # inside the folder of the standard library
+MAX_PARSE_WORKERS = 8
+MIN_DOCSTRING_WORDS = 8  # words: below it a docstring says little more than the name ("Return the size.")
+
+PYDOCS_TASKS = ("classify", "pair", "text-to-text")
+PYDOCS_SPLITS = ("train", "dev")
+MAX_PACKAGE_CLASSES = 10
+MIN_DOCS_PER_CLASS = 200  # documents that make a package a class
+MAX_CLASSIFY_WORDS, MAX_BODY_WORDS, MAX_TAGGED_WORDS = 60, 100, 100
+SUMMARY_WORDS_RANGE = range(3, 31)
+
+DefinitionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+# A heading with nothing under it before the text ends or the next heading of the same level comes.
+EMPTY_HEADING = re.compile(r"^[^\n]+\n([-=~^])\1{2,}\n*(?=\Z|[^\n]+\n\1{3,}$)", re.MULTILINE)
+HEADING_RULE = re.compile(r"[-=~^*_]{3,}")
+SIGNATURE_LINE = re.compile(r"[\w.]+\(.*\)")
+TAGGING_TOKEN = re.compile(r"\w+|[^\w\s]")
+
+
+class DocstringRecord(NamedTuple):
+    """One docstring: its top-level package, the name of what it documents, and that one's parameters."""
+
+    package: str
+    name: str
+    text: str
+    parameters: tuple[str, ...]
+
+
+class SourceModule(NamedTuple):
+    """A file to read, the name it would be imported by, and its package."""
+
+    package: str
+    name: str
+    path: str
+
+
+# The corpus
+
+
+@cache
+def load_pydocs() -> list[DocstringRecord]:
+    """The whole built-in corpus, read once per process."""
+    return read_docstrings([STDLIB_PACKAGE, *find_dependencies()])
+
+
+def read_docstrings(packages: Sequence[str], workers: int | None = None) -> list[DocstringRecord]:
+    """The docstrings of some installed packages, from the cache if these versions were read before.
+
+    One document is one docstring of at least 8 words, dedented, without its doctests: they are code and its
+    output, not language, and their imports would give the package away. Signature lines, parameter lists and
+    markup stay, as what people write. Exact duplicates go. The order is that of the packages, then of the files:
+    the number of processes does not change it. The fingerprint tells two corpora apart.
+    """
+    path = pydocs_cache_path(packages)
+    records = read_pydocs_cache(path)
+    if records is None:
+        records = drop_duplicate_docstrings(parse_modules(find_source_modules(packages), workers))
+        write_pydocs_cache(path, records)
+    names, megabytes = {r.package for r in records}, sum(len(r.text.encode()) for r in records) / 1e6
+    say(
+        f"{PYDOCS_NAME}: {format_count(len(records), 'document')} ({megabytes:.1f} MB of text) from {format_count(len(names), 'package')} "
+        f"with Python {platform.python_version()}, fingerprint {pydocs_fingerprint(records)}"
+    )
+    return records
+
+
+def pydocs_fingerprint(records: Iterable[DocstringRecord]) -> str:
+    """Twelve digits that differ when any text or their order does."""
+    digest = blake2b(digest_size=6)
+    for record in records:
+        digest.update(filters.text_fingerprint(record.text))
+    return digest.hexdigest()
+
+
+def drop_duplicate_docstrings(records: Iterable[DocstringRecord]) -> list[DocstringRecord]:
+    unique = filters.ExactDedup()
+    return [record for record in records if unique.is_new(record.text)]
+
+
+# Which packages and files
+
+
+def find_dependencies() -> list[str]:
+    """The packages that Firth needs and those that they need, installed ones only; extras are not followed.
+
+    So the corpus is the same whether or not the optional packages are there.
+    """
+    found: set[str] = set()
+    waiting = find_requirements("firth") or list(DIRECT_DEPENDENCIES)
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name not in found and installed_version(name) is not None:
+            found.add(name)
+            waiting += find_requirements(name)
+    return sorted(found)
+
+
+def find_requirements(package: str) -> list[str]:
+    """What an installed package requires on this machine; of one that is not installed, nothing."""
+    try:
+        requirements = [Requirement(line) for line in metadata.requires(package) or []]
+    except metadata.PackageNotFoundError:
+        return []
+    return [r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
+
+
+def installed_version(package: str) -> str | None:
+    if package == STDLIB_PACKAGE:
+        return platform.python_version()
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def find_source_modules(packages: Iterable[str]) -> list[SourceModule]:
+    """The source files of packages, without tests, in a fixed order."""
+    return [
+        m
+        for package in packages
+        for m in (find_stdlib_modules() if package == STDLIB_PACKAGE else find_package_modules(package))
+    ]
+
+
+def find_package_modules(package: str) -> list[SourceModule]:
+    """The files that a distribution lists as its own, outside test folders."""
+    distribution = metadata.distribution(package)
+    if distribution.files is None:
+        warn(f"{PYDOCS_NAME}: {package} is left out, as it does not list its files.")
+    files = (f for f in distribution.files or [] if f.suffix == ".py" and ".." not in f.parts)
+    kept = sorted((f for f in files if not TEST_FOLDERS.intersection(f.parts)), key=str)
+    return [SourceModule(f.parts[0].removesuffix(".py"), dotted_module_name(f.parts), str(f.locate())) for f in kept]
+
+
+def find_stdlib_modules() -> list[SourceModule]:
+    """The files of the standard library, outside test folders and installed packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = []
+    for parent, folders, names in os.walk(root):
+        folders[:] = [folder for folder in folders if folder not in TEST_FOLDERS | THIRD_PARTY_FOLDERS]
+        found += [Path(parent, name).relative_to(root) for name in names if name.endswith(".py")]
+    return [SourceModule(STDLIB_PACKAGE, dotted_module_name(f.parts), str(root / f)) for f in sorted(found)]
+
+
+def dotted_module_name(parts: Sequence[str]) -> str:
+    """
+    >>> dotted(("numpy", "linalg", "__init__.py"))
+    'numpy.linalg'
+    """
+    return ".".join(parts).removesuffix(".py").removesuffix(".__init__")
+
+
+# Files to records
+
+
+def parse_modules(files: Sequence[SourceModule], workers: int | None = None) -> Iterator[DocstringRecord]:
+    """The docstrings of all files in order, read in several processes where that can be done safely.
+
+    A forked process needs nothing from the caller's script; other ways of starting one would run that script
+    again. Only Linux forks safely, so elsewhere one process reads everything.
+    """
+    workers = workers or (min(len(os.sched_getaffinity(0)), MAX_PARSE_WORKERS) if sys.platform == "linux" else 1)
+    broken = 0
+    with (
+        progress("reading the documentation of installed packages", "files", len(files)) as p,
+        process_map(workers) as run,
+    ):
+        for records in run(parse_docstrings, files):
+            broken += records is None
+            yield from records or []
+            p.advance()
+    if broken:
+        say(f"{PYDOCS_NAME}: {format_count(broken, 'file')} left out that this Python does not parse")
+
+
+@contextmanager
+def process_map(workers: int) -> Iterator[Any]:
+    """`map`, over several processes or in this one. Syntax trees have no cycles: without the collector it is faster."""
+    if workers == 1:
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            yield map
+        finally:
+            if collecting:
+                gc.enable()
+    else:
+        with warnings.catch_warnings():
+            # Python warns of forks beside threads; ours only parse, and take no lock that a thread may hold.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            with ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=init_parse_worker) as pool:
+                yield partial(pool.map, chunksize=16)
+
+
+def init_parse_worker() -> None:
+    gc.disable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits
+
+
+def parse_docstrings(module: SourceModule) -> list[DocstringRecord] | None:
+    """The docstrings of one file, by its syntax alone: nothing is imported or run. None if it does not parse."""
+    source = Path(module.path).read_bytes()
+    if b'"""' not in source and b"'''" not in source:
+        return []  # saves the parsing of a fifth of the files
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of other people's escape sequences
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+    nodes = [(module.name, tree), *iter_definitions(tree, module.name)]
+    texts = [(name, node, strip_doctests(ast.get_docstring(node) or "")) for name, node in nodes]
+    return [
+        DocstringRecord(module.package, name, text, get_parameter_names(node))
+        for name, node, text in texts
+        if len(text.split()) >= MIN_DOCSTRING_WORDS
+    ]
+
+
+def iter_definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, DefinitionNode]]:
+    """Every class and function under a node, with its qualified name."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, DefinitionNode):
+            name = f"{prefix}.{child.name}"
+            yield name, child
+            yield from iter_definitions(child, name)
+        elif isinstance(child, ast.stmt | ast.ExceptHandler):
+            yield from iter_definitions(child, prefix)
+
+
+def get_parameter_names(node: ast.AST) -> tuple[str, ...]:
+    """The names of a function's parameters, or for a class those of its `__init__`, without self and cls."""
+    if isinstance(node, ast.ClassDef):
+        made_by = [f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"]
+        return get_parameter_names(made_by[0]) if made_by else ()
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return ()
+    a = node.args
+    every = [*a.posonlyargs, *a.args, a.vararg, *a.kwonlyargs, a.kwarg]
+    return tuple(arg.arg for arg in every if arg is not None and arg.arg not in ("self", "cls"))
+
+
+def strip_doctests(docstring: str) -> str:
+    """A docstring without its doctests, and without the headings that are left with nothing under them.
+
+    >>> prose("Add.\\n\\nExamples\\n--------\\n>>> add(1, 2)\\n3")
+    'Add.'
+    """
+    kept, inside = [], False
+    for line in docstring.split("\n"):
+        inside = line.lstrip().startswith(">>>") or (inside and bool(line.strip()))
+        if not inside:
+            kept.append(line.rstrip())
+    text = EMPTY_HEADING.sub("", "\n".join(kept))
+    return filters.replace_lone_surrogates(re.sub(r"\n{3,}", "\n\n", text)).strip()
+
+
+# The cache
+
+
+def cache_folder() -> Path:
+    """Where things are kept that can be made again: $FIRTH_CACHE, or the user's cache folder."""
+    if own := os.environ.get("FIRTH_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "firth"
+
+
+def pydocs_cache_path(packages: Iterable[str]) -> Path:
+    """A name of its own for every set of packages, versions and format."""
+    facts = json.dumps(
+        [CACHE_FORMAT_VERSION, platform.python_version(), [(name, installed_version(name)) for name in packages]]
+    )
+    return cache_folder() / f"{PYDOCS_NAME}-{blake2b(facts.encode(), digest_size=8).hexdigest()}.jsonl"
+
+
+def write_pydocs_cache(path: Path, records: Sequence[DocstringRecord]) -> None:
+    """A line with the fingerprint, then a line per record. A cache that cannot be written is said, and done without."""
+    rows = [{"fingerprint": pydocs_fingerprint(records)}, *records]
+    own = path.with_name(f"{path.name}.{os.getpid()}")  # two processes may come here at once
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(own, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        os.replace(own, path)
+    except OSError as e:
+        warn(f"{PYDOCS_NAME}: not kept for the next time, as {path.parent} cannot be written ({e.strerror}).")
+
+
+def read_pydocs_cache(path: Path) -> list[DocstringRecord] | None:
+    """What `write_pydocs_cache` wrote, or None if there is nothing or not that."""
+    if not path.is_file():
+        return None
+    try:
+        head, *rows = (json.loads(line) for line in path.read_bytes().splitlines())
+        records = [DocstringRecord(package, name, text, tuple(names)) for package, name, text, names in rows]
+        if head["fingerprint"] == pydocs_fingerprint(records):
+            return records
+    except (ValueError, TypeError, KeyError):
+        pass
+    warn(f"{path}: damaged, so the documentation is read again.")
+    return None
+
+
+# Natural labels
+
+
+def make_pydocs_examples(task: str, split: str, records: Sequence[DocstringRecord] | None = None) -> list[Example]:
+    """Examples whose labels came with the text; `split` "dev" has the documents that pretraining holds out.
+
+    "classify": which package is this from (the first 60 words)? "pair": does this summary line belong to this
+    body? "text-to-text": the body to its summary line. The order is a fixed shuffle, so that the first k examples
+    of a class are a fair sample.
+    """
+    if task not in PYDOCS_TASKS:
+        raise UserError(f"{PYDOCS_NAME} has no task {task!r}. {did_you_mean(task, PYDOCS_TASKS)}")
+    records = load_pydocs() if records is None else records
+    chosen = select_split(records, split)
+    if task == "classify":
+        return make_classify_examples(chosen, select_package_classes(records))
+    return make_pair_examples(chosen) if task == "pair" else make_summary_examples(chosen)
+
+
+def select_split(records: Iterable[DocstringRecord], split: str) -> list[DocstringRecord]:
+    """The records of a part, shuffled by what they say."""
+    if split not in PYDOCS_SPLITS:
+        raise UserError(f"{PYDOCS_NAME} has no part {split!r}. {did_you_mean(split, PYDOCS_SPLITS)}")
+    chosen = [r for r in records if filters.is_held_out(r.text, filters.HELD_OUT_FRACTION) == (split == "dev")]
+    return sorted(chosen, key=lambda record: filters.text_fingerprint(record.text))
+
+
+def select_package_classes(records: Iterable[DocstringRecord]) -> list[str]:
+    """The packages with most documents, at most ten of those that have enough."""
+    sizes = Counter(record.package for record in records)
+    largest = sorted(sizes, key=lambda name: (-sizes[name], name))[:MAX_PACKAGE_CLASSES]
+    return sorted(name for name in largest if sizes[name] >= MIN_DOCS_PER_CLASS)
+
+
+def make_classify_examples(records: Sequence[DocstringRecord], labels: Sequence[str]) -> list[Example]:
+    """Which package: no class has more than twice the examples of the smallest, so that none is a good guess."""
+    sizes = Counter(record.package for record in records)
+    room = dict.fromkeys(labels, 2 * min((sizes[label] for label in labels), default=0))
+    made = []
+    for record in records:
+        if room.get(record.package):
+            room[record.package] -= 1
+            made.append(
+                Example(record.name, (first_words_on_one_line(record.text, MAX_CLASSIFY_WORDS),), record.package)
+            )
+    return made
+
+
+def make_pair_examples(records: Sequence[DocstringRecord]) -> list[Example]:
+    """Summary and body: every second example has the body of the one before it, from the same package.
+
+    So each body that is used is used twice, once rightly and once wrongly, and alone gives nothing away. Of
+    docstrings with the same body one is taken, so that a wrong body is wrong.
+    """
+    by_package: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
+    for record in records:
+        if parts := split_summary_and_body(record):
+            summary, body = parts
+            by_package[record.package].setdefault(body, (record.name, summary))
+    made = []
+    for by_body in by_package.values():
+        rows = [(name, summary, body) for body, (name, summary) in by_body.items()]
+        for (name, summary, body), (other_name, other_summary, _) in zip(rows[::2], rows[1::2], strict=False):
+            made.append(Example(name, (summary, body), "yes"))
+            made.append(Example(other_name, (other_summary, body), "no"))
+    return sorted(made, key=lambda example: filters.text_fingerprint("\n".join(example.texts)))
+
+
+def make_summary_examples(records: Sequence[DocstringRecord]) -> list[Example]:
+    parts = [(record.name, split_summary_and_body(record)) for record in records]
+    return [Example(name, (found[1],), found[0]) for name, found in parts if found]
+
+
+def make_tagging_examples(
+    split: str, records: Sequence[DocstringRecord] | None = None
+) -> list[tuple[list[str], list[str]]]:
+    """Words of docstrings, with B-PARAM for those that are parameters of what is documented and O for the rest."""
+    made = []
+    for record in select_split(load_pydocs() if records is None else records, split):
+        tokens = TAGGING_TOKEN.findall(first_words_on_one_line(record.text, MAX_TAGGED_WORDS))
+        tags = ["B-PARAM" if token in record.parameters else "O" for token in tokens]
+        if "B-PARAM" in tags:
+            made.append((tokens, tags))
+    return made
+
+
+def split_summary_and_body(record: DocstringRecord) -> tuple[str, str] | None:
+    """The first paragraph and the rest, if the former is a line of prose and the latter says something."""
+    first, _, rest = record.text.partition("\n\n")
+    summary, body = first_words_on_one_line(first, len(first)), first_words_on_one_line(rest, MAX_BODY_WORDS)
+    usable = len(summary.split()) in SUMMARY_WORDS_RANGE and len(body.split()) >= MIN_DOCSTRING_WORDS
+    return (summary, body) if usable and not SIGNATURE_LINE.match(summary) else None
+
+
+def first_words_on_one_line(text: str, max_words: int) -> str:
+    """The first words on one line, without the rules under headings."""
+    return " ".join([word for word in text.split() if not HEADING_RULE.fullmatch(word)][:max_words])

@@ -1,0 +1,218 @@
+"""The kinds of tokenizers: how each cuts a text into words, which special tokens it has, and what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
+
+from firth.core.errors import UserError, did_you_mean
+
+METASPACE = "▁"
+END_OF_WORD_SUFFIX = "</w>"
+NUM_SENTINELS = 100
+MAX_ELMO_WORD_CHARS = 50  # of ELMo: the characters of a word, with the marks of its begin and its end
+
+SPLIT_PATTERNS = {  # where byte-level BPE may not merge across
+    "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+WORD_LEVEL_REGEX = r"[\w\p{M}]+(?:['’][\w\p{M}]+)*|[^\w\p{M}\s]"
+NON_SPACE_WHITESPACE_REGEX = r"[^\S ]"  # what ends a line, or parts its columns
+
+
+class SplitOptions(NamedTuple):
+    """How a new tokenizer treats text, where its kind leaves a choice."""
+
+    lowercase: bool = False
+    pattern: str = "gpt2"
+    byte_fallback: bool = False
+
+
+class TokenizerKind(NamedTuple):
+    """A kind of tokenizer: how to make an empty one, its special tokens, and which of them plays which role.
+
+    The tokens `first_tokens` have the first ids, those in `last_tokens` the last.
+    """
+
+    build: Callable[[dict[str, int], SplitOptions], Backend]
+    first_tokens: tuple[str, ...]
+    special_tokens: dict[str, str]
+    last_tokens: tuple[str, ...] = ()
+
+
+def build_untrained(kind: str, options: SplitOptions) -> Backend:
+    """A tokenizer that has its special tokens and nothing else."""
+    if kind not in TOKENIZER_KINDS:
+        raise UserError(f"There is no tokenizer of kind {kind!r}. {did_you_mean(kind, TOKENIZER_KINDS)}")
+    if options.pattern not in SPLIT_PATTERNS:
+        raise UserError(
+            f"There is no pattern {options.pattern!r} (--pattern). {did_you_mean(options.pattern, SPLIT_PATTERNS)}"
+        )
+    if options.pattern != "gpt2" and kind != "byte-bpe":
+        raise UserError(f"--pattern is for --kind byte-bpe: {kind} cuts text in its own way.")
+    if options.byte_fallback and kind != "unigram":
+        raise UserError(f"--byte-fallback is for --kind unigram, not for {kind}.")
+    make, first, _, last = TOKENIZER_KINDS[kind]
+    backend = make({token: i for i, token in enumerate(first)}, options)
+    backend.add_special_tokens([make_special_token(name) for name in (*first, *last)])
+    return backend
+
+
+def make_special_token(name: str) -> AddedToken:
+    """A special token. A mask or a sentinel stands for a word, so the space before it belongs to it."""
+    return AddedToken(name, special=True, normalized=False, lstrip=name == "<mask>" or name.startswith("<extra_id_"))
+
+
+# --- how they cut ---------------------------------------------------------------------------------------------------
+
+
+def build_wordpiece(
+    vocab: dict[str, int], lowercase: bool, strip_accents: bool | None, handle_chinese_chars: bool = True
+) -> Backend:
+    """BERT's tokenizer around a vocabulary. `strip_accents=None` strips them where it lowercases, as BERT does."""
+    backend = Backend(models.WordPiece(vocab, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase, strip_accents=strip_accents, handle_chinese_chars=handle_chinese_chars
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    if "[CLS]" in vocab and "[SEP]" in vocab:
+        frame = [("[CLS]", vocab["[CLS]"]), ("[SEP]", vocab["[SEP]"])]
+        backend.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=frame
+        )
+    return backend
+
+
+def build_bpe(
+    vocab: dict[str, int], merges: list[tuple[str, str]], lowercase: bool, strip_accents: bool | None = None
+) -> Backend:
+    """GPT's tokenizer around a vocabulary: BERT's words, and the last piece of each ends in </w>."""
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", end_of_word_suffix=END_OF_WORD_SUFFIX))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.BPEDecoder(suffix=END_OF_WORD_SUFFIX)
+    return backend
+
+
+def build_byte_bpe(
+    vocab: dict[str, int], merges: list[tuple[str, str]], add_prefix_space: bool = False, pattern: str = "gpt2"
+) -> Backend:
+    """GPT-2's tokenizer around a vocabulary: any text is a string of bytes, so nothing is unknown."""
+    backend = Backend(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    if pattern != "gpt2":  # the library knows GPT-2's itself, and is faster at it
+        bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)
+        split = pre_tokenizers.Split(Regex(SPLIT_PATTERNS[pattern]), behavior="isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    return backend
+
+
+# With byte fallback a text that holds the mark of a space keeps it: it is written as two characters that no text
+# should hold (Unicode's noncharacters), and one of these in a text as two others, so that nothing is confused.
+METASPACE_ESCAPES = (("\ufdd0", "\ufdd0\ufdd1"), (METASPACE, "\ufdd0\ufdd2"))
+
+
+def build_unigram(vocab: dict[str, int], options: SplitOptions) -> Backend:
+    """T5's tokenizer, but lines stay apart: a newline or a tab is a token, not a space.
+
+    With byte fallback a character without a piece is spelled in bytes, and no space is put before the first word:
+    what is decoded is what was read, to the last character.
+    """
+    pieces = [(token, 0.0) for token in vocab]
+    backend = Backend(models.Unigram(pieces, unk_id=vocab["<unk>"], byte_fallback=options.byte_fallback))
+    scheme = "never" if options.byte_fallback else "first"
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(NON_SPACE_WHITESPACE_REGEX), behavior="isolated"),
+            pre_tokenizers.Metaspace(replacement=METASPACE, prepend_scheme=scheme),
+        ]
+    )
+    backend.decoder = decoders.Metaspace(replacement=METASPACE, prepend_scheme=scheme)
+    lower = [normalizers.Lowercase()] if options.lowercase else []
+    backend.normalizer = lower[0] if lower else None
+    if options.byte_fallback:
+        backend.normalizer = normalizers.Sequence(lower + [normalizers.Replace(a, b) for a, b in METASPACE_ESCAPES])
+        back = [decoders.Replace(b, a) for a, b in reversed(METASPACE_ESCAPES)]
+        backend.decoder = decoders.Sequence([backend.decoder, decoders.ByteFallback(), decoders.Fuse(), *back])
+    backend.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", vocab["</s>"])]
+    )
+    return backend
+
+
+def build_word_level(vocab: dict[str, int], options: SplitOptions) -> Backend:
+    """Whole words, as word2vec, ELMo and AWD-LSTM read them: letters and digits together, punctuation one by one."""
+    backend = Backend(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.normalizer = normalizers.Lowercase() if options.lowercase else None
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(WORD_LEVEL_REGEX), behavior="removed", invert=True)
+    backend.decoder = decoders.WordPiece(
+        prefix="##", cleanup=True
+    )  # no word begins with ##: spaces, but not before ","
+    return backend
+
+
+# --- which there are ------------------------------------------------------------------------------------------------
+
+BERT_SPECIAL_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+GPT2_SPECIAL_TOKENS = {"bos": "<|endoftext|>", "eos": "<|endoftext|>"}
+T5_SPECIAL_TOKENS = {"pad": "<pad>", "eos": "</s>", "unk": "<unk>"}
+ROBERTA_SPECIAL_TOKENS = {**T5_SPECIAL_TOKENS, "bos": "<s>", "cls": "<s>", "sep": "</s>", "mask": "<mask>"}
+GPT_SPECIAL_TOKENS = {"unk": "<unk>"}
+
+COMMON_SPECIAL_TOKENS = ("<pad>", "<unk>", "<s>", "</s>", "<mask>")
+SENTINEL_TOKENS = tuple(f"<extra_id_{i}>" for i in reversed(range(NUM_SENTINELS)))
+
+TOKENIZER_KINDS = {
+    "wordpiece": TokenizerKind(
+        lambda vocab, cut: build_wordpiece(vocab, cut.lowercase, strip_accents=False),
+        tuple(BERT_SPECIAL_TOKENS.values()),
+        BERT_SPECIAL_TOKENS,
+    ),
+    "bpe": TokenizerKind(
+        lambda vocab, cut: build_bpe(vocab, [], cut.lowercase, strip_accents=False),
+        COMMON_SPECIAL_TOKENS,
+        ROBERTA_SPECIAL_TOKENS,
+    ),
+    "byte-bpe": TokenizerKind(
+        lambda vocab, cut: with_lowercase(build_byte_bpe(vocab, [], pattern=cut.pattern), cut.lowercase),
+        ("<pad>", "<s>", "</s>", "<mask>", "<|endoftext|>"),
+        {**GPT2_SPECIAL_TOKENS, "pad": "<pad>", "cls": "<s>", "sep": "</s>", "mask": "<mask>"},
+    ),
+    "unigram": TokenizerKind(
+        build_unigram,
+        ("<pad>", "</s>", "<unk>", "<s>", "<mask>"),
+        {**T5_SPECIAL_TOKENS, "cls": "<s>", "sep": "</s>", "mask": "<mask>"},
+        SENTINEL_TOKENS,
+    ),
+    "char": TokenizerKind(build_word_level, COMMON_SPECIAL_TOKENS, ROBERTA_SPECIAL_TOKENS),
+    "word": TokenizerKind(build_word_level, COMMON_SPECIAL_TOKENS, ROBERTA_SPECIAL_TOKENS),
+}
+
+
+def with_lowercase(backend: Backend, lowercase: bool) -> Backend:
+    backend.normalizer = normalizers.Lowercase() if lowercase else None
+    return backend
+
+
+def default_tokenizer_config(kind: str) -> dict[str, Any]:
+    """What tokenizer_config.json says beside the special tokens.
+
+    The class is the plain one: those named after a model rebuild parts of the tokenizer in their own way. Segment ids
+    are for BERT only; GPT-2 would add them to its embeddings. Words that are read as characters have a length.
+    """
+    segments = ["token_type_ids"] if kind == "wordpiece" else []
+    characters = {"max_word_length": MAX_ELMO_WORD_CHARS} if kind == "char" else {}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", *segments, "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+        **characters,
+    }

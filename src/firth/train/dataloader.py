@@ -1,0 +1,146 @@
+"""What a run reads at each step: rows of the shards, and the batches that its objective makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+
+from firth.core.console import say
+from firth.core.errors import UserError
+from firth.objectives import Batch, CounterRNG
+from firth.tokens import (
+    MixedDataset,
+    MixedShards,
+    PackedDataset,
+    RowDataset,
+    SentencePairDataset,
+    ShardSet,
+    StreamDataset,
+    Tokenizer,
+    Vocabulary,
+    open_shards,
+)
+from firth.train.distributed import SINGLE_PROCESS, DistContext
+from firth.train.ramp import Stage, first_row_of_step, micro_batches_per_process, ramp_stages, stage_at
+from firth.train.recipe import Recipe
+
+
+def open_recipe_shards(recipe: Recipe) -> ShardSet | MixedShards:
+    """The shards that a recipe names: one folder, or several that are mixed."""
+    if not recipe.sources:
+        return open_shards(Path(recipe.data))
+    return MixedShards({name: open_shards(Path(folder)) for name, folder in recipe.sources.items()})
+
+
+def make_mixed_dataset(recipe: Recipe, shards: MixedShards, held_out: bool) -> RowDataset:
+    """The rows of several shards; of those held out, of the shards that have some."""
+    parts = {name: part for name, part in shards.sources.items() if not held_out or part.held_out is not None}
+    seeds = {name: (recipe.seed + crc32(name.encode())) % 2**63 for name in parts}
+    sources = {
+        name: make_row_dataset(replace(recipe, seed=seeds[name]), part, held_out) for name, part in parts.items()
+    }
+    return MixedDataset(sources, recipe.mixing.restrict_to(parts) if held_out else recipe.mixing, recipe.seed)
+
+
+def make_row_dataset(recipe: Recipe, shards: ShardSet | MixedShards, held_out: bool) -> RowDataset:
+    """The rows that an objective reads: packed documents or pairs, their length, and what stands around each text."""
+    if isinstance(shards, MixedShards):
+        return make_mixed_dataset(recipe, shards, held_out)
+    vocab, objective = shards.tokenizer.vocab, recipe.objective
+    length = objective.source_length(recipe.max_seq_length)
+    part = shards.held_out if held_out else shards.train
+    assert part is not None
+    rows = (part, length, objective.build_template(vocab), vocab.pad, recipe.seed)
+    if recipe.order == "stream":
+        lanes = recipe.per_device_train_batch_size if held_out else recipe.global_batch_size
+        return StreamDataset(*rows, lanes, shuffle=not held_out, allow_short=held_out, token_bits=objective.token_flags)
+    if objective.row_layout == "packed":
+        most = objective.max_documents(length)
+        return PackedDataset(*rows, most, not held_out, held_out, objective.token_flags, recipe.split)
+    return SentencePairDataset(
+        *rows, objective.row_layout, shuffle=not held_out, allow_short=held_out, token_bits=objective.token_flags
+    )
+
+
+def make_held_out_dataset(recipe: Recipe, shards: ShardSet | MixedShards) -> RowDataset | None:
+    """The rows of the held-out documents; None where there are no such rows, which is said."""
+    if shards.held_out is None:
+        return None
+    try:
+        return make_row_dataset(recipe, shards, held_out=True)
+    except UserError as e:  # a few documents may well hold no pairs of sentences
+        say(f"no evaluation on held-out documents: {e}")
+        return None
+
+
+def make_ramp_datasets(recipe: Recipe, shards: ShardSet | MixedShards) -> dict[int, RowDataset]:
+    """The rows that a run begins with where they grow, by their length."""
+    lengths = {stage.seq_length for stage in ramp_stages(recipe)} - {recipe.max_seq_length}
+    for length in lengths:
+        recipe.objective.check(shards.tokenizer.vocab, recipe.objective.source_length(length))
+    return {n: make_row_dataset(replace(recipe, max_seq_length=n), shards, held_out=False) for n in sorted(lengths)}
+
+
+def single_stage_recipe(recipe: Recipe, stage: Stage) -> Recipe:
+    """A run that is as one stage of this one from its first step to its last."""
+    return replace(
+        recipe,
+        max_seq_length=stage.seq_length,
+        per_device_train_batch_size=stage.micro_batch_rows,
+        gradient_accumulation_steps=stage.num_micro_batches,
+        processes=1,
+        batch_ramp=0.0,
+        length_ramp=0.0,
+    )
+
+
+def make_pretrain_batch_fn(
+    recipe: Recipe,
+    dataset: RowDataset,
+    tokenizer: Tokenizer,
+    ramp_datasets: Mapping[int, RowDataset] | None = None,
+    dist_context: DistContext = SINGLE_PROCESS,
+) -> Callable[[int], list[Batch]]:
+    """The micro-batches of a step, as a pure function of the step. `ramp_datasets` are rows of earlier stages, by length.
+
+    Each process of a `dist_context` reads its part of the rows, which are those of one process. After a rewind as many
+    rows are passed over as the steps between can have read; how many there are in a step, and how long, is as planned.
+    """
+    found, by_length = ramp_stages(recipe), {**(ramp_datasets or {}), recipe.max_seq_length: dataset}
+
+    def batches(step: int) -> list[Batch]:
+        stage, passed = stage_at(found, step), sum(count for first, count in recipe.skips if step >= first)
+        first = first_row_of_step(stage, step) + passed * max(
+            s.step_rows for s in found if s.seq_length == stage.seq_length
+        )
+        index = np.arange(first, first + stage.step_rows)[dist_context.local_rows(stage.step_rows)]
+        micro, source = (
+            np.split(index, micro_batches_per_process(stage, dist_context.world_size)),
+            by_length[stage.seq_length],
+        )
+        return [make_batch(recipe, source, some, tokenizer.vocab, step + passed) for some in micro]
+
+    return batches
+
+
+def make_batch(
+    recipe: Recipe, dataset: RowDataset, row_indices: np.ndarray, vocab: Vocabulary, step: int | None = None
+) -> Batch:
+    """What the objective makes of some rows of the stream."""
+    rows = dataset.get_rows(row_indices)
+    return recipe.objective(rows, make_batch_rng(recipe, row_indices, step), vocab)._replace(
+        reset_state=rows.reset_state
+    )
+
+
+def make_batch_rng(recipe: Recipe, row_indices: np.ndarray, step: int | None = None) -> CounterRNG:
+    """The random numbers of rows, by their places in the stream; of one step, or as if all steps had full batches."""
+    return CounterRNG(
+        recipe.seed,
+        row_indices,
+        row_indices // recipe.global_batch_size if step is None else np.full_like(row_indices, step),
+    )

@@ -1,0 +1,277 @@
+"""A model in parts, one for each process (FSDP2): its layers are gathered when their turn comes, and given back."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from firth.core.errors import UserError
+from firth.core.files import atomic_folder, find_corruption, write_json
+from firth.models import Model, Stack, make_model
+from firth.models.hf.checkpoint import WEIGHTS_FILE, to_hf_tensors, unique_state_dict, write_config_files
+from firth.train.checkpoint import (
+    GUARD_FILE,
+    RECURRENT_STATE_FILE,
+    CheckpointPayload,
+    TrainState,
+    prune_checkpoints,
+    remove_folder,
+    translate_disk_errors,
+    write_train_state,
+)
+from firth.train.compute import ComputeConfig
+from firth.train.distributed import DDPContext, DistContext
+from firth.train.dtensor import to_full_tensor
+from firth.train.recipe import TrainingConfig
+from firth.train.writer import CheckpointWriter
+
+REPLICATED_FILES = (
+    RECURRENT_STATE_FILE,
+    GUARD_FILE,
+)  # files that are the same in all processes, and which the first one writes
+
+
+class FSDPContext(DDPContext):
+    """Several, each with a part of every weight, of its gradient and of what the optimizer knows of it."""
+
+    strategy = "fsdp"
+
+    def prepare_model(self, model: Model, training: TrainingConfig, compute: ComputeConfig) -> None:
+        """Blocks are gathered one by one, in 16 bits where the machine computes so; all else with the whole model."""
+        half = torch.bfloat16 if compute.bf16 else torch.float16 if compute.fp16 else None
+        exact = MixedPrecisionPolicy(cast_forward_inputs=False)
+        blocks = exact if half is None else MixedPrecisionPolicy(half, torch.float32, torch.float32)
+        offload = CPUOffloadPolicy(compute.device.type == "cuda") if training.cpu_offload else OffloadPolicy()
+        how: dict[str, Any] = {
+            "mesh": init_device_mesh(compute.device.type, (self.world_size,)),
+            "offload_policy": offload,
+        }
+        for block in transformer_blocks(model):
+            fully_shard(block, mp_policy=blocks, **how)
+            register_fsdp_forward_method(block, "keys_of")
+        fully_shard(model, mp_policy=exact, **how)
+        register_fsdp_forward_method(model, "losses")
+        for part in model.modules():
+            if isinstance(part, FSDPModule):  # sums, as a loss here is divided by what all processes are asked
+                part.set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)
+
+    def reshard(self, model: Model) -> None:
+        """What a pass without a way back has gathered would be taken for the weights of the next one."""
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+    def gather_model(self, model: Model) -> Model | None:
+        tensors = {name: self.gather_to_rank(0, value) for name, value in unique_state_dict(model).items()}
+        if not self.is_main_process:
+            return None
+        complete = make_model(model.config)
+        for name in ("tokenizer", "objective", "forced", "ends"):
+            setattr(complete, name, getattr(model, name))
+        for name, value in unique_state_dict(complete).items():
+            found = tensors[name]
+            assert found is not None
+            value.copy_(found)
+        return complete
+
+    def any_out_of_memory(self, failed: bool) -> bool:
+        """Who waits for the part of another cannot be told to try again."""
+        if failed:
+            raise UserError(
+                "Out of memory, and with --parallel fsdp micro-batches are not halved by themselves. Halve "
+                "--per-device-train-batch-size and double --gradient-accumulation-steps (with --resume --allow-change "
+                "a run goes on so), pass --gradient-checkpointing or --cpu-offload, or take more processes."
+            )
+        return False
+
+    def all_reduce_gradients(self, model: Model) -> None:
+        """They are, by now."""
+
+    def gather_to_rank(self, rank: int, tensor: Tensor) -> Tensor | None:
+        """All of a tensor in the host's memory of one process; every process must ask."""
+        found = to_full_tensor(tensor)
+        return found.detach().to("cpu", copy=True).contiguous() if self.rank == rank else None
+
+
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+    return [block for stack in model.modules() if isinstance(stack, Stack) for block in stack.blocks]
+
+
+# --- checkpoints that all write -------------------------------------------------------------------------------------
+
+
+class ShardedCheckpointWriter(CheckpointWriter):
+    """Writes checkpoints in which each process has a file of its own, with some of the tensors, whole.
+
+    So any number of processes can go on from one, and `transformers` opens it. Tensors are gathered while the training
+    waits; they are written beside it.
+    """
+
+    def __init__(
+        self,
+        dist_context: DistContext,
+        run_dir: Path | None,
+        recipe: dict[str, Any],
+        save_total_limit: int,
+        model: Model,
+        is_async: bool,
+    ):
+        assert isinstance(dist_context, FSDPContext)
+        super().__init__(None, recipe, save_total_limit, model, is_async)
+        self.dist_context, self.writer_context, self.run_dir, self.is_async = (
+            dist_context,
+            dist_context.for_thread("files"),
+            run_dir,
+            is_async,
+        )
+
+    def save(
+        self, payload: CheckpointPayload, state: TrainState, before_write: Callable[[], None] = lambda: None
+    ) -> None:
+        self.wait()
+        if self.run_dir is None:
+            return
+        mine, now = local_payload(payload, self.dist_context), replace(state)
+
+        def work() -> Path:
+            return self.write(mine, now, before_write)
+
+        if self.is_async:
+            self.pending = self.pool.submit(work)
+        else:
+            self.record_result(work)
+
+    def write(self, payload: CheckpointPayload, state: TrainState, before_write: Callable[[], None]) -> Path:
+        assert self.run_dir is not None
+        folder = self.run_dir / f"checkpoint-{state.step}"
+
+        def make_room() -> None:
+            before_write()
+            if folder.exists() and find_corruption(folder) is not None:
+                remove_folder(folder)
+
+        run_on_all_ranks(self.writer_context, make_room if self.writer_context.is_main_process else None)
+        if self.writer_context.run_on_main(lambda: not folder.exists()):
+            write_sharded_checkpoint(folder, payload, state, self.recipe, self.writer_context)
+        if self.writer_context.is_main_process:
+            prune_checkpoints(self.run_dir, state, self.save_total_limit)
+        return folder
+
+
+def local_payload(payload: CheckpointPayload, dist_context: FSDPContext) -> CheckpointPayload:
+    """What this process writes of a run. Each tensor has one owner, so that all write about as much."""
+    state = unique_state_dict(payload.model)
+    owner = assign_owners(state, dist_context.world_size)
+
+    def mine(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = {
+            name: dist_context.gather_to_rank(owner[name.rpartition("/")[0] or name], t) for name, t in tensors.items()
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    others = {file: mine(tensors) for file, tensors in payload.training_tensors.items() if file not in REPLICATED_FILES}
+    same = {
+        file: {k: v.cpu() for k, v in payload.training_tensors[file].items()}
+        for file in REPLICATED_FILES
+        if file in payload.training_tensors
+    }
+    return CheckpointPayload(
+        payload.model, {WEIGHTS_FILE: mine(state), **others, **(same if dist_context.is_main_process else {})}
+    )
+
+
+def assign_owners(tensors: Mapping[str, Tensor], world_size: int) -> dict[str, int]:
+    """Which process writes each tensor: the largest first, each to whom has least so far."""
+    loads, found = [0] * world_size, {}
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].numel(), item[0])):
+        found[name] = loads.index(min(loads))
+        loads[found[name]] += tensor.numel()
+    return found
+
+
+def write_sharded_checkpoint(
+    folder: Path, payload: CheckpointPayload, state: TrainState, recipe: dict[str, Any], dist_context: DistContext
+) -> None:
+    """Each process its files into one folder, which then becomes whole, or is removed where one could not write."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    with ExitStack() as half_finished:
+
+        def begin() -> None:
+            half_finished.enter_context(atomic_folder(folder, step=state.step))
+            (temporary / "training").mkdir()
+
+        def finish() -> None:
+            write_config_files(payload.model, temporary)
+            write_safetensors_index(temporary)
+            write_train_state(temporary / "training", state, recipe)
+            half_finished.close()
+
+        run_on_all_ranks(dist_context, begin if dist_context.is_main_process else None)
+        run_on_all_ranks(dist_context, lambda: write_rank_files(temporary, payload, dist_context))
+        run_on_all_ranks(dist_context, finish if dist_context.is_main_process else None)
+
+
+def run_on_all_ranks(dist_context: DistContext, work: Callable[[], None] | None) -> None:
+    """Let each process do its work on the disk; where one fails, all do."""
+    error: OSError | None = None
+    try:
+        if work is not None:
+            work()
+    except OSError as e:
+        error = e
+    if dist_context.any_process(error is not None):
+        raise error or OSError(errno.EIO, "another process could not write its part")
+
+
+def write_rank_files(folder: Path, payload: CheckpointPayload, dist_context: DistContext) -> None:
+    """The files of this process; none where it has nothing to write in one."""
+    for file, tensors in payload.training_tensors.items():
+        if file == WEIGHTS_FILE:
+            write_tensors(to_hf_tensors(payload.model, tensors), folder / shard_file_name(file, dist_context))
+        else:
+            write_tensors(
+                tensors,
+                folder / "training" / (file if file in REPLICATED_FILES else shard_file_name(file, dist_context)),
+            )
+
+
+def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    if tensors:
+        with translate_disk_errors(file):
+            save_file({name: value.contiguous() for name, value in tensors.items()}, file, metadata={"format": "pt"})
+
+
+def shard_file_name(file: str, dist_context: DistContext) -> str:
+    """The name of a part of a file, as `transformers` counts them."""
+    stem, suffix = file.rsplit(".", 1)
+    return f"{stem}-{dist_context.rank + 1:05d}-of-{dist_context.world_size:05d}.{suffix}"
+
+
+def write_safetensors_index(folder: Path) -> None:
+    """Which file each weight is in."""
+    places: dict[str, str] = {}
+    size = 0
+    for file in sorted(folder.glob(WEIGHTS_FILE.replace(".", "-*."))):
+        with safe_open(file, framework="pt") as f:
+            places |= dict.fromkeys(f.keys(), file.name)
+        size += file.stat().st_size
+    write_json(folder / f"{WEIGHTS_FILE}.index.json", {"metadata": {"total_size": size}, "weight_map": places})

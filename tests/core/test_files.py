@@ -1,0 +1,159 @@
+"""Files are there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from firth.core import files
+from firth.core.errors import UserError
+from firth.core.files import atomic_folder, check_output_folder, file_sha256, find_corruption, read_json, write_bytes
+
+
+def make(folder: Path, text: str = "one") -> None:
+    with atomic_folder(folder, step=7) as new:
+        (new / "training").mkdir()
+        (new / "model.bin").write_text(text)
+        (new / "training" / "state.json").write_text("{}")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_a_whole_folder_has_a_manifest_of_every_file(tmp_path: Path) -> None:
+    make(tmp_path / "deep" / "run")
+    manifest = json.loads((tmp_path / "deep" / "run" / "manifest.json").read_text())
+    assert manifest["step"] == 7
+    assert sorted(manifest["files"]) == ["model.bin", "training/state.json"]
+    # sha256 of the three letters "one"
+    assert manifest["files"]["model.bin"] == {
+        "bytes": 3,
+        "sha256": "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed",
+    }
+    assert find_corruption(tmp_path / "deep" / "run") is None
+    assert names(tmp_path / "deep") == ["run"]
+
+
+def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    make(tmp_path / "run", "one")
+    with atomic_folder(tmp_path / "run") as new:
+        (new / "other.bin").write_text("two")
+        assert (tmp_path / "run" / "model.bin").read_text() == "one"
+    assert names(tmp_path / "run") == ["manifest.json", "other.bin"]
+    assert names(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_inside_leaves_the_old_folder_and_nothing_else(tmp_path: Path, error: type[BaseException]) -> None:
+    make(tmp_path / "run", "one")
+    with pytest.raises(error), atomic_folder(tmp_path / "run") as new:
+        (new / "model.bin").write_text("half")
+        raise error
+    assert (tmp_path / "run" / "model.bin").read_text() == "one"
+    assert find_corruption(tmp_path / "run") is None
+    assert names(tmp_path) == ["run"]
+
+
+def test_an_error_inside_makes_no_first_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError), atomic_folder(tmp_path / "run"):  # noqa: PT011
+        raise ValueError
+    assert names(tmp_path) == []
+
+
+def test_what_a_killed_writer_left_is_not_taken_over(tmp_path: Path) -> None:
+    leftover = tmp_path / ".run.tmp"
+    leftover.mkdir()
+    (leftover / "half.bin").write_text("half")
+    make(tmp_path / "run")
+    assert names(tmp_path / "run") == ["manifest.json", "model.bin", "training"]
+    assert names(tmp_path) == ["run"]
+
+
+def test_damage_names_what_is_wrong(tmp_path: Path) -> None:
+    run, model = tmp_path / "run", tmp_path / "run" / "model.bin"
+    make(run, "hello")
+
+    model.write_text("hell")
+    assert find_corruption(run) == "model.bin has 4 bytes, not 5"
+
+    model.write_bytes(bytes([ord("h") ^ 1]) + b"ello")
+    assert find_corruption(run) == "model.bin does not match its checksum"
+
+    model.unlink()
+    assert find_corruption(run) == "model.bin is missing"
+
+    model.write_text("hello")
+    assert find_corruption(run) is None
+
+    (run / "training" / "state.json").write_text("[]")
+    assert find_corruption(run) == "training/state.json does not match its checksum"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 7}', "\xff"])
+def test_damage_of_the_manifest_itself(tmp_path: Path, text: str) -> None:
+    make(tmp_path / "run")
+    (tmp_path / "run" / "manifest.json").write_bytes(text.encode("latin-1"))
+    assert find_corruption(tmp_path / "run") == "manifest.json cannot be read"
+    (tmp_path / "run" / "manifest.json").unlink()
+    assert find_corruption(tmp_path / "run") == "manifest.json is missing"
+
+
+def test_write_bytes_replaces_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "log.json"
+    write_bytes(path, b"old")
+
+    def power_cut(source: object, target: object) -> None:
+        # The last moment before the rename: everything new is on disk under another name, the old file is whole.
+        assert path.read_bytes() == b"old"
+        assert Path(str(source)).read_bytes() == b"new and longer"
+        raise OSError("power cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "replace", power_cut)
+        with pytest.raises(OSError, match="power cut"):
+            write_bytes(path, b"new and longer")
+    assert path.read_bytes() == b"old"
+
+    write_bytes(path, b"new and longer")
+    assert path.read_bytes() == b"new and longer"
+    assert names(tmp_path) == ["log.json"]
+
+
+def test_a_broken_disk_while_writing_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "log.json"
+    write_bytes(path, b"old")
+
+    def full_disk(fd: int) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(files.os, "fsync", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        write_bytes(path, b"new")
+    assert path.read_bytes() == b"old"
+
+
+def test_read_json_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.json: no such file"):
+        read_json(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text('{"a": ')
+    with pytest.raises(UserError, match=r"bad\.json: not valid JSON"):
+        read_json(tmp_path / "bad.json")
+
+
+def test_fresh_folder_refuses_what_holds_something(tmp_path: Path) -> None:
+    check_output_folder(tmp_path / "new", "output folder")
+    (tmp_path / "empty").mkdir()
+    check_output_folder(tmp_path / "empty", "output folder")
+    (tmp_path / "empty" / "a").write_text("")
+    with pytest.raises(UserError, match="--overwrite"):
+        check_output_folder(tmp_path / "empty", "output folder")
+    with pytest.raises(UserError, match="exists already"):
+        check_output_folder(tmp_path / "empty" / "a", "output folder")
+
+
+def test_checksum_is_sha256(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_bytes(b"")
+    assert file_sha256(tmp_path / "empty") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"

@@ -1,0 +1,179 @@
+"""The choice of a token: the filters of `transformers`, and the law of the draws."""
+
+from __future__ import annotations
+
+import collections
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from firth.core.errors import UserError
+from firth.generate import GenerationConfig
+from firth.generate.config import make_generation_config
+from firth.generate.sampling import LogitsProcessor, TokenSampler, ngram_continuations, warp_logits
+
+CPU = torch.device("cpu")
+
+
+def chooser(decoding: GenerationConfig, given: list[list[int]], vocab_size: int, end: int = 0) -> TokenSampler:
+    return TokenSampler(LogitsProcessor(given, decoding, [end], vocab_size, CPU), range(len(given)))
+
+
+def shares(logits: list[float], decoding: GenerationConfig, n: int = 20_000) -> dict[int, float]:
+    """How often each token is drawn in n rows."""
+    drawn = chooser(decoding, [[]] * n, len(logits))(torch.tensor([logits]).expand(n, -1), 0).tolist()
+    return {token: count / n for token, count in collections.Counter(drawn).items()}
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_the_law_of_temperature(temperature: float) -> None:
+    """Two tokens with odds of 3 to 1: at temperature t the odds are 3 ** (1 / t) to 1."""
+    odds = 3 ** (1 / temperature)
+    found = shares([0.0, math.log(3)], GenerationConfig(temperature=temperature))
+    assert found[1] == pytest.approx(odds / (1 + odds), abs=0.01)
+
+
+def test_every_place_is_a_draw_of_its_own() -> None:
+    logits, choose = torch.tensor([[0.0, math.log(3)]]), chooser(GenerationConfig(temperature=1.0), [[]], 2)
+    drawn = [int(choose(logits, place)) for place in range(2000)]
+    assert sum(drawn) / len(drawn) == pytest.approx(0.75, abs=0.03)
+
+
+def test_a_row_keeps_its_draws_when_others_are_dropped() -> None:
+    logits, choose = torch.randn(5, 50), chooser(GenerationConfig(temperature=1.0), [[]] * 5, 50)
+    whole, some = choose(logits, 3), torch.tensor([1, 4])
+    choose.select_rows(some)
+    assert choose(logits[some], 3).tolist() == whole[some].tolist()
+
+
+def test_without_temperature_the_likeliest() -> None:
+    assert shares([0.0, 2.0, 1.0], GenerationConfig(), n=3) == {1: 1.0}
+
+
+SHARES = [math.log(p) for p in (0.1, 0.4, 0.2, 0.3)]
+
+
+def test_top_k_draws_among_the_likeliest() -> None:
+    found = shares(SHARES, GenerationConfig(temperature=1.0, top_k=2))
+    assert found == pytest.approx({1: 4 / 7, 3: 3 / 7}, abs=0.01)
+    assert shares(SHARES, GenerationConfig(temperature=1.0, top_k=9)) == shares(
+        SHARES, GenerationConfig(temperature=1.0)
+    )
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.3, {1}), (0.5, {1, 3}), (0.75, {1, 2, 3}), (1.0, {0, 1, 2, 3})])
+def test_top_p_draws_among_those_that_reach_the_share(top_p: float, kept: set[int]) -> None:
+    found = shares(SHARES, GenerationConfig(temperature=1.0, top_p=top_p))
+    total = sum(math.exp(SHARES[i]) for i in kept)
+    assert found == pytest.approx({i: math.exp(SHARES[i]) / total for i in kept}, abs=0.01)
+
+
+def test_min_p_draws_among_those_near_the_likeliest() -> None:
+    """Half of 0.4 is 0.2: only 0.1 is less."""
+    assert set(shares(SHARES, GenerationConfig(temperature=1.0, min_p=0.49))) == {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(temperature=0.7),
+        dict(temperature=1.3, top_k=7),
+        dict(temperature=1.0, top_p=0.6),
+        dict(temperature=1.0, min_p=0.1),
+        dict(temperature=1.5, top_k=20, top_p=0.8, min_p=0.05),
+    ],
+    ids=str,
+)
+def test_what_is_drawn_from_is_theirs(settings: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    makers = [
+        ("temperature", transformers.TemperatureLogitsWarper),
+        ("top_k", transformers.TopKLogitsWarper),
+        ("top_p", transformers.TopPLogitsWarper),
+        ("min_p", transformers.MinPLogitsWarper),
+    ]
+    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)) * 2
+    theirs = logits
+    for name, make in makers:
+        theirs = make(settings[name])(None, theirs) if name in settings else theirs
+    torch.testing.assert_close(warp_logits(logits, GenerationConfig(**settings)), theirs)
+
+
+@pytest.mark.parametrize("settings", [dict(repetition_penalty=1.7), dict(no_repeat_ngram_size=3)], ids=str)
+def test_what_is_forbidden_is_theirs(settings: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    ids = [[1, 2, 3, 4, 1, 2, 3, 1, 2], [5, 6, 5, 6, 5, 6, 7, 5, 6]]
+    if "repetition_penalty" in settings:
+        theirs = transformers.RepetitionPenaltyLogitsProcessor(1.7)
+    else:
+        theirs = transformers.NoRepeatNGramLogitsProcessor(3)
+    logits = torch.randn(2, 9)
+    past = LogitsProcessor([row[:-1] for row in ids], GenerationConfig(**settings), [0], 9, CPU)
+    past.append(torch.tensor([row[-1] for row in ids]))
+    wanted = theirs(torch.tensor(ids), logits.clone())
+    assert (wanted != logits).any()
+    torch.testing.assert_close(past.process(logits, 0), wanted)
+    past.select_rows(torch.tensor([1, 1]))
+    swapped = theirs(torch.tensor([ids[1]] * 2), logits.clone())
+    torch.testing.assert_close(past.process(logits, 0), swapped)
+
+
+def test_followers_of_what_was_said() -> None:
+    assert ngram_continuations([1, 2, 3, 1, 2, 4, 1, 2], 3) == [3, 4]
+    assert ngram_continuations([1, 2], 3) == []
+    assert ngram_continuations([7, 8], 1) == [7, 8]
+    assert ngram_continuations([7], 5) == []
+
+
+def test_no_end_before_its_time() -> None:
+    past = LogitsProcessor([[]], GenerationConfig(min_new_tokens=2), [1, 3, 9], 4, CPU)
+    logits = torch.zeros(1, 4)
+    found = [past.process(logits, place)[0].tolist() for place in range(3)]
+    never = [0.0, -math.inf, 0.0, -math.inf]
+    assert found == [never, never, [0.0] * 4]
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    (dict(temperature=-1), "temperature is -1"),
+    (dict(temperature=float("nan")), "temperature is nan"),
+    (dict(temperature="hot"), "temperature is 'hot'"),
+    (dict(top_k=-1), "top_k is -1.*0 means all"),
+    (dict(top_k=2.5), "top_k is 2.5.*whole"),
+    (dict(top_p=0), "top_p is 0"),
+    (dict(top_p=1.5), "top_p is 1.5"),
+    (dict(min_p=2), "min_p is 2"),
+    (dict(repetition_penalty=0), "repetition_penalty is 0"),
+    (dict(no_repeat_ngram_size=-1), "no_repeat_ngram_size is -1"),
+    (dict(num_beams=0), "num_beams is 0"),
+    (dict(length_penalty=None), "length_penalty is None"),
+    (dict(early_stopping="never"), "early_stopping is 'never'"),
+    (dict(max_new_tokens=0), "max_new_tokens is 0"),
+    (dict(min_new_tokens=60), "min_new_tokens is 60, more than max_new_tokens"),
+    (dict(num_return_sequences=0), "num_return_sequences is 0"),
+    (dict(num_return_sequences=3), "different texts"),
+    (dict(num_return_sequences=3, num_beams=2), "num_beams of at least 3"),
+    (dict(num_beams=2, temperature=1.0), "num_beams=1 or temperature=0"),
+    (dict(top_p=0.9, top_k=5), "top_k and top_p.*temperature"),
+    (dict(stop=["a", ""]), "stop must be"),
+    (dict(seed="x"), "seed is 'x'"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "said"), WRONG, ids=[str(wrong) for wrong, _ in WRONG])
+def test_impossible_settings_are_named(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        GenerationConfig(**wrong)
+
+
+def test_one_string_to_stop_at_is_a_list_of_one() -> None:
+    assert GenerationConfig(stop="end").stop == ("end",)
+
+
+def test_options_by_their_names() -> None:
+    assert make_generation_config(None, dict(top_k=3, temperature=1.0)) == GenerationConfig(top_k=3, temperature=1.0)
+    with pytest.raises(UserError, match=r"'temprature'.*Did you mean 'temperature'"):
+        make_generation_config(None, dict(temprature=1.0))
+    with pytest.raises(UserError, match=r"not both"):
+        make_generation_config(GenerationConfig(), dict(top_k=3))

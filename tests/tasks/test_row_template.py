@@ -1,0 +1,54 @@
+"""The frame of a task in a tokenizer: the ids that the task reads, from raw texts, in `transformers`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tasks.small import FAMILIES, parts
+
+from firth.tasks import FinetuneRecipe, make_task
+from firth.text import Example
+
+transformers = pytest.importorskip("transformers")
+TWO = ("the big cat", "a red river is near")
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "t5"])
+def test_a_text_and_two_texts(family: str, tmp_path: Path) -> None:
+    config, tokenizer = parts(family)
+    examples = [Example(0, TWO, "x"), Example(1, TWO[::-1], "y")]
+    task = make_task("pair", examples, tokenizer, config, FinetuneRecipe())
+    saved = task.templated_tokenizer()
+    saved.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    (sheet,) = task.encode(examples)[0].sequences
+    found = theirs(*TWO)
+    assert found["input_ids"] == sheet.ids
+    if task.template.segments:
+        assert found["token_type_ids"] == sheet.token_type_ids
+    one = make_task(
+        "classify", [Example(0, TWO[:1], "x"), Example(1, TWO[1:], "y")], tokenizer, config, FinetuneRecipe()
+    )
+    assert theirs(TWO[0])["input_ids"] == one.encode([Example(0, TWO[:1], "x")])[0].sequences[0].ids
+    assert saved.encode(TWO[0]) == task.tokenizer.encode(TWO[0])  # what we read ourselves has no frame
+    offsets = [e.offsets for e in saved.encode_with_offsets(list(TWO))]
+    assert offsets == [e.offsets for e in task.tokenizer.encode_with_offsets(list(TWO))]
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "gpt2", "llama"])
+def test_a_text_that_is_answered_in_words(family: str, tmp_path: Path) -> None:
+    config, tokenizer = parts(family)
+    examples = [Example(0, TWO[:1], TWO[1])]
+    task = make_task(
+        "text-to-text", examples, tokenizer, config, FinetuneRecipe(max_target_length=8, max_seq_length=16)
+    )
+    task.templated_tokenizer().save(tmp_path)
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path)(TWO[0])
+    assert found["input_ids"] == task.encode(examples)[0].ids
+
+
+def test_a_tokenizer_that_frames_so_already_is_left_alone() -> None:
+    config, tokenizer = parts("bert")
+    examples = [Example(0, TWO, "x"), Example(1, TWO, "y")]
+    assert make_task("pair", examples, tokenizer, config, FinetuneRecipe()).templated_tokenizer() is tokenizer

@@ -1,0 +1,463 @@
+"""The verbs as functions: which setting wins, what a model may be named by, what comes back."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import firth
+from firth.api import check_same_source, flatten_keys, load_for_generation, merge_recipe_changes, resolve_model
+from firth.core.errors import UserError
+from firth.core.files import read_json, write_json
+from firth.core.serialization import to_dict
+from firth.evaluate import write_model_card
+from firth.models import PRESETS, load_model
+from firth.models.config import T5Bias
+from firth.objectives import OBJECTIVES
+from firth.train import Recipe, load_recipe, read_log
+from firth.train.pretrain import build_pretrain_model
+
+TINY = {"model.num_layers": 1, "model.dim": 32, "model.mlp.dim": 64}
+SIZES: dict[str, Any] = {"max_steps": 2, "max_seq_length": 32, "per_device_train_batch_size": 4}
+
+
+@pytest.fixture(scope="module")
+def home(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer, shards and a run."""
+    folder = tmp_path_factory.mktemp("home")
+    firth.tokenizer([corpus_file], folder / "tokenizer", "wordpiece", 300)
+    firth.prepare([corpus_file], folder / "tokenizer", folder / "shards")
+    firth.pretrain("bert-tiny", folder / "shards", folder / "run", overrides=TINY, **SIZES)
+    return folder
+
+
+def test_every_name_is_there_and_no_other() -> None:
+    for _ in range(2):  # `firth.evaluate` is a folder too: the verb stays in front of it
+        for name in firth.__all__:
+            assert callable(getattr(firth, name)), name
+    assert firth.models()[0]["name"] == "bert-tiny"
+    with pytest.raises(AttributeError):
+        _ = firth.pretrian
+
+
+def test_a_loaded_model_is_called_as_hugging_face_models_are(home: Path) -> None:
+    model = firth.load(home / "run" / "final")
+    out = model(input_ids=torch.tensor([[2, 7, 8, 3]]), attention_mask=torch.ones(1, 4), output_hidden_states=True)
+    assert out.logits.shape == (1, 4, model.config.vocab_size)
+    assert [tuple(h.shape) for h in out.hidden_states] == [(1, 4, 32)] * 2
+
+
+# --- MODEL
+
+
+def test_a_preset_a_config_and_a_checkpoint(home: Path) -> None:
+    assert resolve_model("bert-tiny") == (PRESETS["bert-tiny"], None)
+    final = home / "run" / "final"
+    config, place = resolve_model(final)
+    assert (config.dim, place) == (32, final)
+    assert resolve_model(final / "config.json") == (config, None)
+
+
+def test_a_preset_is_not_hidden_by_the_folder_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2-tiny").mkdir()
+    assert resolve_model("gpt2-tiny") == (PRESETS["gpt2-tiny"], None)
+
+
+@pytest.mark.parametrize("name", ["elmo", "ulmfit"])
+def test_a_model_by_the_name_of_its_paper(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model(name) == (PRESETS[f"{name}-base"], None)
+    (tmp_path / name).mkdir()
+    assert resolve_model(name) == (PRESETS[f"{name}-base"], None)
+    assert name not in {model["name"] for model in firth.models()}
+
+
+def test_settings_reach_a_model_that_starts_from_a_checkpoint(home: Path, tmp_path: Path) -> None:
+    changes = {"model.dropout": 0.5, "model.attention_dropout": 0.0}
+    firth.pretrain(home / "run" / "final", home / "shards", tmp_path / "more", overrides=changes, **SIZES)
+    recipe = load_recipe(tmp_path / "more" / "recipe.yaml", Recipe)
+    base = load_model(home / "run" / "final")
+    assert base.tokenizer is not None
+    model = build_pretrain_model(recipe, base.tokenizer)
+    assert model.embed.drop.p == 0.5
+    assert torch.equal(model.embed.tokens.weight, base.embed.tokens.weight)
+    with pytest.raises(UserError, match=r"missing, such as stack.blocks.1"):
+        firth.pretrain(
+            home / "run" / "final", home / "shards", tmp_path / "deep", overrides={"model.num_layers": 2}, **SIZES
+        )
+
+
+def test_who_learns_with_what(home: Path, tmp_path: Path) -> None:
+    """From nothing with Muon, from a checkpoint or a teacher with AdamW; a run that goes on as it began."""
+
+    def used(model: Any, folder: str, **options: Any) -> tuple[str, float]:
+        overrides = TINY if model == "bert-tiny" else {}
+        firth.pretrain(model, home / "shards", tmp_path / folder, overrides=overrides, **SIZES | options)
+        recipe = load_recipe(tmp_path / folder / "recipe.yaml", Recipe)
+        return recipe.optim, recipe.learning_rate
+
+    final = home / "run" / "final"
+    assert used("bert-tiny", "new") == ("muon", 4e-3)
+    assert used(final, "more") == ("adamw", 1e-3)
+    assert used(final, "own", learning_rate=3e-3) == ("adamw", 3e-3)
+    assert used("bert-tiny", "pupil", teacher=str(final)) == ("adamw", 1e-3)
+    assert used("bert-tiny", "old", optim="adamw", learning_rate=2e-3) == ("adamw", 2e-3)
+    assert used("bert-tiny", "old", resume=True) == ("adamw", 2e-3)  # as by a version that took it by itself
+    with pytest.raises(UserError, match=r"optim: adamw -> muon"):
+        used("bert-tiny", "old", resume=True, optim="muon")
+    assert used("bert-tiny", "old", overwrite=True) == ("muon", 4e-3)
+
+
+def test_a_run_of_an_older_version_goes_on_as_it_was_computed(home: Path, tmp_path: Path) -> None:
+    """Its recipe says nothing of fields that came later, and other things were usual then."""
+    run, stored = {"overrides": TINY, **SIZES}, tmp_path / "run" / "recipe.yaml"
+    firth.pretrain("bert-tiny", home / "shards", tmp_path / "run", weight_decay=0.01, **run)
+    assert "residual: bf16\n" in stored.read_text()
+    assert "last_layer: targets\n" in stored.read_text()
+    for line in ("residual: bf16\n", "last_layer: targets\n"):
+        stored.write_text(stored.read_text().replace(line, ""))
+    for more in ({}, {"residual": "float32"}):
+        firth.pretrain("bert-tiny", home / "shards", tmp_path / "run", resume=True, **run, **more)
+    with pytest.raises(UserError, match=r"residual: float32 -> bf16"):
+        firth.pretrain("bert-tiny", home / "shards", tmp_path / "run", resume=True, residual="bf16", **run)
+    recipe = load_recipe(stored, Recipe)
+    assert (recipe.residual, recipe.last_layer, recipe.weight_decay) == ("float32", "all", 0.01)
+
+
+def test_so_does_a_fine_tuning_of_an_older_version(home: Path, tmp_path: Path) -> None:
+    data, stored = tmp_path / "data.jsonl", tmp_path / "tuned" / "recipe.yaml"
+    data.write_text("".join(f'{{"text": "word {i}", "label": "{i % 2}"}}\n' for i in range(8)))
+    given = (home / "run" / "final", "classify", data, data, tmp_path / "tuned")
+    firth.finetune(*given, max_steps=1, seeds=1)
+    for line in ("residual: bf16\n", "last_layer: targets\n"):
+        stored.write_text(stored.read_text().replace(line, ""))
+    firth.finetune(*given, max_steps=1, seeds=1, resume=True)
+    with pytest.raises(UserError, match=r"residual: float32 -> bf16"):
+        firth.finetune(*given, max_steps=1, seeds=1, resume=True, residual="bf16")
+
+
+# --- which setting wins
+
+
+def test_later_words_win(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("seed: 1\nmax_steps: 1\nlearning_rate: 1.0\nmodel:\n  dim: 64\n")
+    found = merge_recipe_changes(file, {"seed": 2, "max_steps": 2, "bf16": None}, {"seed": 3}, {"output_dir": "here"})
+    assert found == {"seed": 3, "max_steps": 2, "learning_rate": 1.0, "model.dim": 64, "output_dir": "here"}
+
+
+def test_a_choice_is_set_whole() -> None:
+    plain = {"model": {"position": {"kind": "T5Bias", "num_buckets": 8}, "dim": 4}}
+    assert flatten_keys(plain) == {"model.position": {"kind": "T5Bias", "num_buckets": 8}, "model.dim": 4}
+
+
+def test_a_config_sets_the_run(home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    position = {"kind": "T5Bias", "num_buckets": 8, "max_distance": 16}
+    model = {"num_layers": 1, "dim": 32, "mlp": {"dim": 64}, "position": position}
+    file.write_text(yaml.safe_dump({"model": model, "objective": {"kind": "MLM", "rate": 0.3}, "seed": 5, **SIZES}))
+    firth.pretrain("bert-tiny", home / "shards", tmp_path / "run", config=file, seed=6)
+    recipe = load_recipe(tmp_path / "run" / "recipe.yaml", Recipe)
+    assert recipe.model.position == T5Bias(8, 16)
+    assert recipe.objective.rate == 0.3  # type: ignore[union-attr]
+    assert (recipe.seed, recipe.max_steps) == (6, 2)
+
+
+def test_the_recipe_of_one_run_makes_another_one(home: Path, tmp_path: Path) -> None:
+    first = home / "run"
+    before = (first / "log.jsonl").read_text()
+    firth.pretrain("bert-tiny", home / "shards", tmp_path / "again", config=first / "recipe.yaml")
+    recipe = load_recipe(tmp_path / "again" / "recipe.yaml", Recipe)
+    assert recipe.output_dir == str(tmp_path / "again"), "not the first one's"
+    assert (tmp_path / "again" / "log.jsonl").read_text() == before
+    weights = [(folder / "final" / "model.safetensors").read_bytes() for folder in (first, tmp_path / "again")]
+    assert weights[0] == weights[1]
+
+
+def test_a_named_objective_wins_over_the_config(home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("objective: {kind: MLM, rate: 0.4}\n")
+    with pytest.raises(UserError, match="CLM is for the shape decoder"):
+        firth.pretrain("bert-tiny", home / "shards", tmp_path / "run", objective="clm", config=file)
+
+
+# --- what a run reads
+
+
+def test_prepare_goes_on_only_with_the_same_tokenizer(home: Path, corpus_file: Path, tmp_path: Path) -> None:
+    facts = firth.prepare([corpus_file], home / "tokenizer", home / "shards", resume=True)
+    assert facts["documents"] == 300
+    firth.tokenizer([corpus_file], tmp_path / "other", "wordpiece", 250)
+    with pytest.raises(UserError, match="made with another tokenizer"):
+        firth.prepare([corpus_file], tmp_path / "other", home / "shards", resume=True)
+
+
+def test_prepare_notices_text_that_has_changed(
+    home: Path, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, shards, text = tmp_path / "a.txt", tmp_path / "s", corpus_file.read_text(encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
+    facts = firth.prepare([file], home / "tokenizer", shards)
+    assert firth.prepare([file], home / "tokenizer", shards, resume=True) == facts
+    assert "is whole already, and the text is the one that it was made of." in capsys.readouterr().err
+    for change, said in (
+        (text + "\n\nOne more document.", "300 documents then, 301 documents now"),
+        (text.replace("e", "a", 1), "300 documents then and now, but not the same"),
+    ):
+        file.write_text(change, encoding="utf-8")
+        with pytest.raises(UserError, match=f"is whole, but the text has changed since it was made: {said}"):
+            firth.prepare([file], home / "tokenizer", shards, resume=True)
+    manifest = read_json(shards / "manifest.json")  # as it was before shards noted their text
+    del manifest["metadata"]["source"]
+    write_json(shards / "manifest.json", manifest)
+    firth.prepare([file], home / "tokenizer", shards, resume=True)
+    assert "It does not say of which text" in capsys.readouterr().err
+
+
+def test_several_shards_are_mixed(home: Path, corpus_file: Path, tmp_path: Path) -> None:
+    lines = corpus_file.read_text(encoding="utf-8").split("\n\n")
+    (tmp_path / "few.txt").write_text("\n\n".join(lines[:60]), encoding="utf-8")
+    firth.prepare([tmp_path / "few.txt"], home / "tokenizer", tmp_path / "few", held_out=0)
+    data = [f"all={home / 'shards'}", f"few={tmp_path / 'few'}"]
+    ran = firth.pretrain("bert-tiny", data, tmp_path / "run", mix={"all": 3, "few": 1}, overrides=TINY, **SIZES)
+    assert [(part["source"], part["share"]) for part in ran["mix"]] == [("all", 0.75), ("few", 0.25)]
+    recipe = load_recipe(tmp_path / "run" / "recipe.yaml", Recipe)
+    assert recipe.sources == {"all": str(home / "shards"), "few": str(tmp_path / "few")}
+    again = firth.pretrain(
+        "bert-tiny", data, tmp_path / "run", mix={"all": 3, "few": 1}, overrides=TINY, resume=True, **SIZES
+    )
+    assert again == ran
+    unnamed = [home / "shards", tmp_path / "few"]
+    shown = firth.show("bert-tiny", unnamed, 2, output_dir=tmp_path, mix_temperature=0.0, overrides=TINY, **SIZES)
+    assert "50.0% of the rows" in Path(shown["page"]).read_text(encoding="utf-8")
+    for wrong, options, said in (
+        ([*data, home / "shards"], {}, "the others have names"),
+        (["all=nowhere"], {}, "no shards folder"),
+        ([data[0], data[0]], {}, "the same name"),
+        (home / "shards", {"mix_temperature": 0.3}, "A mix is of several shards"),
+        (data, {"mix": {"all": 1, "fwe": 1}}, "Did you mean 'few'"),
+        (data, {"mix_temperature": 0.3, "order": "stream"}, "not a mix of several"),
+    ):
+        with pytest.raises(UserError, match=said):
+            firth.pretrain("bert-tiny", wrong, tmp_path / "other", overrides=TINY, **SIZES, **options)
+
+
+def test_prepare_marks_what_is_salient(home: Path, corpus_file: Path, tmp_path: Path) -> None:
+    facts = firth.prepare([corpus_file], home / "tokenizer", tmp_path / "s", salient="default")
+    assert facts["train"]["salient"] > 0
+    assert firth.prepare([corpus_file], home / "tokenizer", tmp_path / "s", resume=True, salient="default") == facts
+    with pytest.raises(UserError, match="made with --salient default, not left out"):
+        firth.prepare([corpus_file], home / "tokenizer", tmp_path / "s", resume=True)
+    with pytest.raises(UserError, match="neither 'default' nor"):
+        firth.prepare([corpus_file], home / "tokenizer", tmp_path / "other", salient="names")
+
+
+def test_resuming_with_other_ways_of_reading_is_refused(corpus_file: Path, tmp_path: Path) -> None:
+    run: dict[str, Any] = {"overrides": TINY, "vocab_size": 300, **SIZES}
+    firth.pretrain("bert-tiny", corpus_file, tmp_path / "run", **run)
+    changed = ({"documents": "file"}, {"normalize": "nfkc"}, {"min_words": 3})
+    for changes in ({"held_out": 0.2}, {"vocab_size": 200}, {"lowercase": True}, *changed):
+        with pytest.raises(UserError, match="reads the text that it began with"):
+            firth.pretrain("bert-tiny", corpus_file, tmp_path / "run", resume=True, **run | changes)
+    with pytest.raises(UserError, match="reads the text that it began with"):
+        firth.pretrain("bert-tiny", [corpus_file, corpus_file], tmp_path / "run", resume=True, **run)
+    firth.pretrain("bert-tiny", corpus_file, tmp_path / "run", resume=True, **run, encoding="utf-8", max_words=0)
+
+
+def test_a_run_with_cleaned_text_goes_on_only_with_the_same(tmp_path: Path) -> None:
+    source = {"data": ["a"], "normalize": "nfc"}
+    check_same_source(tmp_path / "source.json", source)
+    check_same_source(tmp_path / "source.json", source)
+    with pytest.raises(UserError, match="normalize: nfc -> None"):
+        check_same_source(tmp_path / "source.json", {"data": ["a"]})
+
+
+def test_a_refused_run_does_not_stand_in_the_way_of_the_next(corpus_file: Path, tmp_path: Path) -> None:
+    run: dict[str, Any] = {"overrides": TINY, "vocab_size": 300, **SIZES}
+    wrong = {**TINY, "objective.mean_span": 30.0}
+    with pytest.raises(UserError, match="fewer than one span of 30"):
+        firth.pretrain("t5-tiny", corpus_file, tmp_path / "run", **run | {"overrides": wrong})
+    assert not (tmp_path / "run" / "data").exists(), "it is refused before the text is tokenised"
+    with pytest.raises(
+        UserError, match=r"began with, and this one differs: tokenizer: .*unigram.*wordpiece.*--overwrite"
+    ):
+        firth.pretrain("bert-tiny", corpus_file, tmp_path / "run", **run)
+    made = (tmp_path / "run" / "tokenizer" / "tokenizer.json").stat().st_mtime_ns
+    firth.pretrain("t5-tiny", corpus_file, tmp_path / "run", **run)
+    assert (tmp_path / "run" / "tokenizer" / "tokenizer.json").stat().st_mtime_ns == made
+    with pytest.raises(UserError, match="exists already"):
+        firth.pretrain("t5-tiny", corpus_file, tmp_path / "run", **run)
+
+
+def test_an_exported_folder_may_be_replaced_only_by_another(home: Path, tmp_path: Path) -> None:
+    firth.export(home / "run" / "final", tmp_path / "out")
+    with pytest.raises(UserError, match="exists already"):
+        firth.export(home / "run" / "final", tmp_path / "out")
+    firth.export(home / "run" / "final", tmp_path / "out", overwrite=True)
+    (tmp_path / "out" / "README.md").write_text("mine")  # a model card, which stays
+    firth.export(home / "run" / "final", tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "README.md").read_text() == "mine"
+    (tmp_path / "out" / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"thesis.txt"):
+        firth.export(home / "run" / "final", tmp_path / "out", overwrite=True)
+
+
+def test_evaluations_lie_beside_the_checkpoint(home: Path, tmp_path: Path) -> None:
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"text": "the cat", "label": "a"}\n{"text": "the dog", "label": "b"}\n')
+    firth.finetune(home / "run" / "final", "classify", data, data, tmp_path / "tuned", max_steps=1, seeds=1)
+    found = firth.evaluate(tmp_path / "tuned" / "final", "classify", data)
+    assert Path(found["predictions"]) == tmp_path / "tuned" / "evaluate-classify-d.jsonl" / "predictions.jsonl"
+    assert firth.evaluate(tmp_path / "tuned" / "final", data=data) == found, "and again, its own task"
+    other = tmp_path / "other" / "d.jsonl"
+    other.parent.mkdir()
+    other.write_text(data.read_text())
+    again = firth.evaluate(tmp_path / "tuned" / "final", data=other)
+    assert Path(again["report"]).parent == tmp_path / "tuned" / "evaluate-classify-d.jsonl-2", "another file's"
+    # which does not stand in the way of going on with the run
+    again = firth.finetune(
+        home / "run" / "final", "classify", data, data, tmp_path / "tuned", max_steps=1, seeds=1, resume=True
+    )
+    assert again["mean"] == pytest.approx(found["metrics"]["accuracy"])
+
+
+def test_no_evaluation_replaces_another(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(home / "run" / "final", tmp_path / "run" / "final")
+    data = tmp_path / "pairs.jsonl"
+    data.write_text('{"good": "the cat sat", "bad": "cat the sat"}\n')
+
+    def scores(**settings: Any) -> str:
+        found = firth.evaluate(tmp_path / "run" / "final", "minimal-pairs", data, **settings)
+        return Path(found["predictions"]).parent.name
+
+    name = "evaluate-minimal-pairs-pairs.jsonl"
+    assert [scores(), scores()] == [name, name], "the same again"
+    assert "stays" not in capsys.readouterr().err
+    first = (tmp_path / "run" / name / "results.json").read_text()
+    assert scores(method="within-word-l2r") == f"{name}-2"
+    assert f"{name} has other results, and stays: these are in" in capsys.readouterr().err
+    data.write_text('{"good": "the dog sat", "bad": "dog the sat"}\n')
+    assert [scores(), scores()] == [f"{name}-3"] * 2
+    assert (tmp_path / "run" / name / "results.json").read_text() == first
+    card = write_model_card(tmp_path / "run" / "final", overwrite=True).read_text()
+    assert all(f"| {row} | accuracy |" in card for row in ("pairs.jsonl", f"pairs.jsonl ({name}-2)"))
+    assert scores(overwrite=True) == name
+    assert read_json(tmp_path / "run" / name / "results.json")["data"] == str(data)
+    assert "dog" in (tmp_path / "run" / name / "report.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def decoder(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("decoder") / "run"
+    firth.pretrain("gpt2-tiny", corpus_file, run, overrides=TINY, vocab_size=300, **SIZES)
+    return run / "final"
+
+
+def test_generate_and_embed_take_one_or_several(home: Path, decoder: Path) -> None:
+    model = firth.load(decoder)
+    alone, both = firth.generate(model, "the cat", max_new_tokens=3), firth.generate(model, ["the cat", "a dog"])
+    assert isinstance(alone, str)
+    assert isinstance(both, list)
+    assert both[0].startswith(alone)
+    assert len(firth.generate(model, "the cat", num_return_sequences=3, temperature=1.0)) == 3
+    vectors = firth.embed(home / "run" / "final", ["the cat", "a dog"], normalize=True)
+    assert vectors.shape == (2, 32)
+    assert firth.embed(home / "run" / "final", "the cat", normalize=True) == pytest.approx(vectors[0], abs=1e-5)
+    with pytest.raises(UserError, match="no text"):
+        firth.embed(model, [])
+
+
+def test_equal_prompts_are_drawn_for_differently(decoder: Path) -> None:
+    texts = firth.generate(decoder, ["the"] * 20, temperature=1.0, max_new_tokens=8)
+    assert len(set(texts)) > 15
+    assert texts == firth.generate(decoder, ["the"] * 20, temperature=1.0, max_new_tokens=8)
+
+
+def test_a_tuned_model_reads_prompts_as_it_learned_to(decoder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"source": "the cat", "target": "a"}\n{"source": "the dog", "target": "b"}\n')
+    tune: dict[str, Any] = {"max_steps": 1, "seeds": 1, "max_seq_length": 32, "max_target_length": 4}
+    firth.finetune(decoder, "text-to-text", data, data, tmp_path / "t", prefix="say: ", **tune)
+    model, (ids,), usual = load_for_generation(tmp_path / "t" / "final", ["the cat"])
+    assert usual == {"max_new_tokens": 4, "num_beams": 1, "length_penalty": 1.0}
+    assert isinstance(ids, list)
+    assert model.tokenizer is not None
+    assert model.tokenizer.decode(ids, skip_special_tokens=False).endswith("say: the cat<delimiter>")
+    found = firth.generate(tmp_path / "t" / "final", "the cat")
+    assert found == firth.generate(tmp_path / "t" / "final", "the cat", max_new_tokens=4)
+    assert "the cat" not in found, "the answer alone"
+    assert load_for_generation(model, ["the cat"])[1] == ["the cat"], "a loaded model goes on with a text"
+    data.write_text('{"prompt": "the cat", "response": "a"}\n')
+    firth.finetune(decoder, "lm", data, data, tmp_path / "c", **tune)
+    model, (ids,), usual = load_for_generation(tmp_path / "c" / "final", ["the cat"])
+    assert usual == {}
+    assert isinstance(ids, list)
+    assert model.tokenizer is not None
+    assert model.tokenizer.decode(ids, skip_special_tokens=False).endswith("<|user|> the cat<|assistant|>")
+    assert load_for_generation(tmp_path / "c" / "final", ["the cat"], chat=False)[1] == ["the cat"]
+
+
+# --- what a model will see
+
+
+def test_show_reads_from_text_what_pretrain_will(
+    corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    run: dict[str, Any] = {"overrides": {**TINY, "objective.rate": 0.3}, "vocab_size": 300, "objective": "mlm", **SIZES}
+    shown = firth.show("bert-tiny", corpus_file, rows=5, output_dir=tmp_path / "out", **run)
+    assert list((tmp_path / "temporary").iterdir()) == [], "tokenizer and shards are removed"
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["show.html"]
+    firth.pretrain("bert-tiny", corpus_file, tmp_path / "run", **run)
+    again = firth.show("bert-tiny", tmp_path / "run" / "data", rows=5, output_dir=tmp_path / "out", **run)
+    assert shown["rows"] == again["rows"]
+    assert shown["objective"]["rate"] == shown["promises"]["asked"] == 0.3
+    assert shown["counts"]["sample"]["asked"] == pytest.approx(0.3, abs=0.03)
+    recipe = load_recipe(tmp_path / "run" / "recipe.yaml", Recipe)
+    assert to_dict(recipe)["objective"] == shown["objective"]
+
+
+def test_a_look_that_is_stopped_leaves_nothing(
+    corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def press(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("firth.api.build_batch_preview", press)
+    with pytest.raises(KeyboardInterrupt):
+        firth.show("bert-tiny", corpus_file, vocab_size=300, output_dir=tmp_path / "out", **SIZES)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_named_objective_brings_what_it_needs(home: Path, tmp_path: Path) -> None:
+    firth.pretrain("bert-tiny", home / "shards", tmp_path / "run", objective="span", overrides=TINY, **SIZES)
+    recipe = load_recipe(tmp_path / "run" / "recipe.yaml", Recipe)
+    assert recipe.objective == OBJECTIVES["span"]
+    assert recipe.model.get_extra("boundary") is not None
+    with pytest.raises(UserError, match=r"Unknown objective 'spann'. Did you mean 'span'\?"):
+        firth.pretrain("bert-tiny", home / "shards", tmp_path / "other", objective="spann", **SIZES)
+    assert {m["name"]: m["objective"] for m in firth.models()}["t5-tiny"] == "span-corruption"
+
+
+def test_a_model_that_goes_on_reads_other_rows_first(home: Path, tmp_path: Path) -> None:
+    """With the seed of the run before it would read the same once more; one that is named stands."""
+    runs = [home / "run"]
+    for name in ("again", "more"):
+        firth.pretrain(runs[-1] / "final", home / "shards", tmp_path / name, **SIZES)
+        runs.append(tmp_path / name)
+    firth.pretrain(runs[0] / "final", home / "shards", tmp_path / "named", seed=0, **SIZES)
+    runs.append(tmp_path / "named")
+    assert [load_recipe(run / "recipe.yaml", Recipe).seed for run in runs] == [0, 1, 2, 0]
+    data = [read_log(run / "log.jsonl")[0]["data"] for run in runs]
+    assert len(set(data[:3])) == 3
+    assert data[3] == data[0]
+    firth.pretrain(runs[0] / "final", home / "shards", tmp_path / "again", resume=True, **SIZES)

@@ -1,0 +1,168 @@
+r"""Lines end at \n alone, come in pieces where they are long, and bytes that are no text are told for what they are."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from firth.core.errors import UserError
+from firth.text import open_text as module
+from firth.text.open_text import check_encoding, guess_encoding, import_optional, read_lines, split_long_line
+
+
+def write(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+def refusal(path: Path, encoding: str = "utf-8") -> str:
+    with pytest.raises(UserError) as e:
+        list(read_lines(path, encoding))
+    return str(e.value)
+
+
+def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
+    text = "a\u2028b\x0bc\x0cd\x85e\u2029f\rg\nh\r\ni"
+    assert list(read_lines(write(tmp_path / "a.txt", text.encode()))) == [
+        "a\u2028b\x0bc\x0cd\x85e\u2029f\rg\n",
+        "h\n",
+        "i",
+    ]
+
+
+@given(
+    st.lists(st.sampled_from(["a", "é", "\n", "\r", "\r\n", "\u2028", "longer words"]), max_size=60),
+    st.integers(1, 12),
+    st.integers(1, 7),
+)
+@settings(max_examples=300, deadline=None)
+def test_lines_by_law(tmp_path_factory: pytest.TempPathFactory, parts: list[str], piece: int, longest: int) -> None:
+    """Whatever the size of the pieces that are read, the lines are those that \\n ends, and long ones are cut."""
+    text = "".join(parts)
+    path = write(tmp_path_factory.getbasetemp() / "law.txt", text.encode())
+    expected = [line.removesuffix("\r") + "\n" for line in text.split("\n")]
+    expected[-1] = text.split("\n")[-1]
+    before, module.READ_CHUNK_BYTES = module.READ_CHUNK_BYTES, piece
+    try:
+        found, cut = list(read_lines(path)), list(read_lines(path, max_chars=longest))
+    finally:
+        module.READ_CHUNK_BYTES = before
+    assert found == [line for line in expected if line]
+    assert "".join(cut) == "".join(found)
+    assert all(len(part.rstrip("\n")) <= longest for part in cut)
+    assert [part for part in cut if part == "\n"] == [line for line in found if line == "\n"]
+
+
+def test_a_byte_order_mark_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "READ_CHUNK_BYTES", 1)
+    assert list(read_lines(write(tmp_path / "a.txt", b"\xef\xbb\xbfone\n\xef\xbb\xbftwo"))) == ["one\n", "\ufefftwo"]
+
+
+def test_a_line_feed_stays_with_its_piece() -> None:
+    assert list(split_long_line("12345678\n", 4)) == ["1234", "5678\n"]
+    assert list(split_long_line("123456789\n", 4)) == ["1234", "5678", "9\n"]
+    assert list(split_long_line("\n", 4)) == ["\n"]
+
+
+SENTENCES = {
+    "cp1252": "Le café est situé à côté de l'école où j'étais élève.",
+    "cp1250": "Příliš žluťoučký kůň úpěl ďábelské ódy.",
+    "cp1251": "Это простой русский текст, который нужно прочитать.",
+    "koi8_r": "Это простой русский текст, который нужно прочитать.",
+    "cp1253": "Αυτό είναι ένα απλό ελληνικό κείμενο.",
+    "cp1256": "هذا نص عربي بسيط للاختبار",
+    "shift_jis": "これは日本語の文章です。とても短いです。",
+    "euc_jp": "これは日本語の文章です。とても短いです。",
+    "euc_kr": "이것은 간단한 한국어 문장입니다.",
+    "gb18030": "这是一个简单的中文句子，我们在这里测试编码。",
+    "big5": "這是一個簡單的中文句子，我們在這裡測試編碼。",
+    "utf-16": "plain",
+    "utf-32": "plain",
+    "utf-16-le": "plain words",
+    "utf-16-be": "plain words",
+}
+
+
+@pytest.mark.parametrize("encoding", SENTENCES)
+def test_the_likely_encoding(tmp_path: Path, encoding: str) -> None:
+    data = SENTENCES[encoding].encode(encoding)
+    assert guess_encoding(data) == encoding
+    path = write(tmp_path / "a.txt", data)
+    assert f"It looks like {encoding}: --encoding {encoding} reads every file so." in refusal(path)
+    assert "".join(read_lines(path, encoding)) == SENTENCES[encoding]
+
+
+@pytest.mark.parametrize("text", ["été à la plage, où déjà", "naïve", "Zoë – „Straße“", "smørrebrød på øen"])
+def test_letters_that_mix_with_ascii_are_latin(text: str) -> None:
+    assert guess_encoding(text.encode("cp1252")) == "cp1252"
+
+
+@pytest.mark.parametrize("text", ["<b>Привет</b>, Hello <i>мир</i> и люди", "Это тест (test)"])
+def test_letters_of_their_own_are_not(text: str) -> None:
+    assert guess_encoding(text.encode("cp1251")) == "cp1251"
+
+
+def test_a_text_that_ends_in_the_middle_of_a_character(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "one\ndéjà vu €".encode()[:-1])
+    where = "ends in the middle of a character of UTF-8, see byte"
+    assert refusal(path) == f"{path}:2: {where} 14 of its text. It was cut short: fetch it again."
+    path = write(tmp_path / "b.txt", b"caf\xe9")
+    assert refusal(path).endswith("It was cut short: fetch it again, or name its --encoding.")
+
+
+def test_damage_that_decompression_lets_through(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt.gz", gzip.compress(b"caf\xe9 au lait"))
+    assert refusal(path).endswith("Or the compressed file is damaged: fetch it again.")
+
+
+def test_no_likely_encoding() -> None:
+    assert guess_encoding(bytes(range(128, 256))) is None
+    assert guess_encoding(b"") is None
+
+
+def test_where_the_text_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.txt", b"one\ntwo\nthr\xe9e\n")
+    for piece in (1, 4, 2**16):
+        monkeypatch.setattr(module, "READ_CHUNK_BYTES", piece)
+        assert refusal(path).startswith(f"{path}:3: not UTF-8, see byte 11 of its text.")
+
+
+def test_utf16_without_its_mark(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "plain words".encode("utf-16-le"))
+    assert "It looks like utf-16-le" in refusal(path, "utf-16")
+    assert "It looks like utf-16-le" in refusal(path)  # it decodes, as letters and zeros
+
+
+def test_binary_is_not_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", bytes(range(256)) * 10)
+    assert "not text: control characters are more than 10% of its start" in refusal(path, "latin-1")
+    assert refusal(path) == (
+        f"{path}:2: not UTF-8, see byte 128 of its text. It does not look like text at all: leave it out."
+    )
+    assert "It looks like a .zip file" in refusal(write(tmp_path / "b.txt", b"PK\x03\x04\x14\xff\xff" * 9))
+    assert list(read_lines(write(tmp_path / "c.txt", b"\x1b[31mred\x1b[0m, and one \x00 in plenty of text"))) != []
+
+
+@pytest.mark.parametrize("name", ["utf9", "hex", "rot13", "zlib", "nul\x00"])
+def test_what_is_no_encoding_of_text(name: str) -> None:
+    with pytest.raises(UserError, match="no such encoding"):
+        check_encoding(name)
+
+
+def test_a_missing_library_is_named() -> None:
+    with pytest.raises(
+        UserError, match=r"needs the package pyarrow, which is not installed: pip install 'firth\[data\]'"
+    ):
+        import_optional("pyarrow.nothing_of_the_kind", "x")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", b"x")
+    path.chmod(0)
+    assert refusal(path) == f"{path}: cannot be read (Permission denied)."

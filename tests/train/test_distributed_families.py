@@ -1,0 +1,66 @@
+"""Every kind of model in several processes: what it computes, and what its rows carry on, is what one process has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from train import processes
+from train.test_distributed import Runs
+
+from firth.models import ModelConfig, get_preset, with_vocabulary
+from firth.models.config import AWDLSTMConfig
+from firth.tokens import ShardSet
+
+Make = Callable[[str], ShardSet]
+pytestmark = pytest.mark.slow
+
+# Name of the preset, shards, ways, and what else its recipe says.
+CASES: dict[str, tuple[str, str, tuple[str, ...], dict[str, Any]]] = {
+    "gpt2": ("gpt2-tiny", "gpt2", ("ddp", "fsdp"), {}),
+    "llama": ("llama-tiny", "gpt2", ("ddp", "fsdp"), {}),
+    "t5": ("t5-tiny", "t5", ("ddp", "fsdp"), {}),
+    "bart": ("bart-tiny", "bert", ("ddp", "fsdp"), {}),
+    "modernbert": ("modernbert-tiny", "bert", ("ddp", "fsdp"), {}),
+    "spanbert": ("spanbert-tiny", "bert", ("ddp", "fsdp"), {}),
+    "electra": ("electra-tiny", "bert", ("ddp", "fsdp"), {}),
+    "deberta": ("deberta-tiny", "bert", ("ddp", "fsdp"), {}),
+    "xlnet": ("xlnet-tiny", "bert", ("ddp", "fsdp"), {}),
+    "albert": ("albert-tiny", "bert", ("ddp",), {}),
+    "memory": ("xlnet-tiny", "bert", ("ddp",), {"order": "stream", "memory": 16}),
+    "ulmfit": ("ulmfit-tiny", "gpt2", ("ddp",), {}),
+    "halved weights": ("bert-tiny", "bert", ("ddp",), {"weights": "bf16"}),
+    "longer rows": ("bert-tiny", "bert", ("ddp", "fsdp"), {"length_ramp": 0.5, "length_doublings": 1}),
+}
+
+
+def without_dropout(config: ModelConfig) -> ModelConfig:
+    changes: dict[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0}
+    if isinstance(config.recurrent, AWDLSTMConfig):
+        drops = [name for name in vars(config.recurrent) if "drop" in name]
+        changes["recurrent"] = replace(config.recurrent, **dict.fromkeys(drops, 0.0))
+    return replace(config, **changes)
+
+
+@pytest.fixture(scope="module")
+def done(shards_of: Make, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """All of them, in one launch of two processes, each stopped and gone on with once."""
+    place, jobs = tmp_path_factory.mktemp("families"), []
+    for case, (name, data, ways, more) in CASES.items():
+        runs = Runs(place, shards_of(data))
+        model = without_dropout(with_vocabulary(get_preset(name), runs.shards.tokenizer.vocab))
+        common = {"model": model, "max_steps": 4, "learning_rate": 1e-3, **more}
+        runs.alone(f"{case} alone", per_device_train_batch_size=4, gradient_accumulation_steps=2, **common)
+        for way in ways:
+            how = {"parallel": way, "per_device_train_batch_size": 4, **common}
+            jobs.append(runs.job(f"{case} {way}", {"harm": {"kind": "stop", "step": 3}}, **how))
+            jobs.append(runs.job(f"{case} {way}", {"resume": True}, **how))
+    processes.run(2, jobs, place)
+    return Runs(place, shards_of("bert"))
+
+
+@pytest.mark.parametrize(("case", "way"), [(case, way) for case, (_, _, ways, _) in CASES.items() for way in ways])
+def test_two_processes_are_one(case: str, way: str, done: Runs) -> None:
+    done.close(f"{case} alone", f"{case} {way}", but="key.bias")

@@ -1,0 +1,42 @@
+"""On a GPU: steps in parts that are replayed, as short runs have them, against steps without any program, by family.
+
+Run them with `pytest -m gpu`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from models.test_presets import NEEDS, TINY, some_batch
+
+from firth.models import PRESETS, make_model, with_extras
+from firth.objectives import Batch
+from firth.train import ComputeConfig, TrainingConfig, TrainingRun
+from firth.train.cuda_graphs import CudaGraphStep
+from firth.train.optim import make_optimizer
+from firth.train.step import build_loss_fn, train_step
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+FAMILIES = [name for name in TINY if PRESETS[name].recurrent is None and PRESETS[name].num_layers]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_five_steps_lose_the_same(name: str) -> None:
+    """In float32, to a thousandth; what a generator draws is the same, too."""
+    config = replace(PRESETS[name], vocab_size=40, dropout=0.0, attention_dropout=0.0, layer_drop=0.0)
+    config = with_extras(config, NEEDS.get(config.family, ()))
+    batch = Batch(*(None if a is None else a.numpy() for a in some_batch(config)))
+    plain = ComputeConfig(torch.device("cuda"), bf16=False, compile=False)
+    training, found = TrainingConfig(learning_rate=1e-3, residual="float32"), []
+    for machine in (plain, replace(plain, compile=True, compile_regions=True, cuda_graphs=True)):
+        torch.manual_seed(1)
+        model = make_model(config).to(machine.device)
+        run = TrainingRun(training, machine, model, lambda step: [batch])
+        losses_of, optimizer = build_loss_fn(run), make_optimizer(model, training)
+        found.append([train_step(run, losses_of, optimizer, [batch], i, 1e-3).item() for i in range(5)])
+    assert isinstance(losses_of, CudaGraphStep)
+    assert losses_of.graphs, "nothing was recorded"
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+    assert found[1][-1] < found[1][0]
