@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from firth.cli import main as cli
 from firth.cli.main import app, main
 from firth.core.files import find_corruption
 from firth.tasks import FinetuneRecipe
@@ -163,10 +164,10 @@ def test_show(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
     done = firth(*words, "--json", "objective.rate=0.3")
     assert done.code == 0, done.err
     assert len(done.out.splitlines()) == 1
-    assert {"rows", "objective", "counts", "promises", "shapes", "page"} == done.json.keys()
-    assert done.json["promises"]["asked"] == 0.3
-    fields = {"source", "index", "tokens", "labels", "decoder_tokens", "pair"}
-    assert all(fields <= row.keys() and row["pair"] is None for row in done.json["rows"])
+    assert {"rows", "objective", "counts", "expected_rates", "shapes", "page"} == done.json.keys()
+    assert done.json["expected_rates"]["asked"] == 0.3
+    fields = {"source", "index", "input_ids", "labels", "decoder_input_ids", "pair_labels"}
+    assert all(fields <= row.keys() and row["pair_labels"] is None for row in done.json["rows"])
     assert Path(done.json["page"]) == tmp_path / "show.html"
     table = firth(*words)
     assert table.code == 0
@@ -336,7 +337,7 @@ def test_help(verb: str, firth: Firth) -> None:
         order = [done.out.index(part) for part in ("Data:", "This run:", "What learns:", "Training:", "Examples:")]
         assert order == sorted(order)
         assert "\n    firth finetune t5/final --task text-to-text" in done.out, "a command stays on its line"
-        hidden = ("checkpoint", *main.DISTRIBUTED_FIELDS)
+        hidden = ("checkpoint", *cli.DISTRIBUTED_FIELDS)
         names = [f.name for f in fields(FinetuneRecipe) if "help" in f.metadata and f.name not in hidden]
         options = [f"--{name.replace('_', '-')}" for name in names]
         assert all(option in done.out for option in options)
@@ -577,7 +578,7 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
     "a stream of two": (lambda h, t: ["generate", h["gpt2"], "The", "A", "--stream"], ["2 prompts"]),
     "drawing without a temperature": (lambda h, t: ["generate", h["gpt2"], "The", "--top-k=3"], ["temperature"]),
     "an unknown pool": (lambda h, t: ["embed", h["bert"], "The", "--pool=avg"], ["'avg'", "mean"]),
-    "LoRA and freezing": (lambda h, t: finetune(h, t, "--lora-rank=2", "--freeze=backbone"), ["LoRA", "freeze"]),
+    "LoRA and freezing": (lambda h, t: finetune(h, t, "--lora-rank=2", "--freeze=body"), ["LoRA", "freeze"]),
 }
 
 
@@ -809,11 +810,11 @@ def test_interrupted_twice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     def app(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(main, "app", app)
+    monkeypatch.setattr(cli, "app", app)
     usual = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(SystemExit) as e:
-            main.main()
+            cli.main()
         assert e.value.code == 130
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN, "a third one does not disturb the end"
         assert capsys.readouterr().err == "stopped\n"

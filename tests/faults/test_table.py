@@ -97,7 +97,7 @@ def stop() -> None:
 PROGRAM = """
 import importlib, sys, time
 from pathlib import Path
-from firth.train import Recipe, Run, load_recipe
+from firth.train import Recipe, TrainingRun, load_recipe
 runs = importlib.import_module("firth.train.pretrain")
 place, step = Path(sys.argv[1]), int(sys.argv[2])
 
@@ -107,7 +107,7 @@ def hold(now, model):
         while not place.with_suffix(".done").exists():
             time.sleep(0.001)
 
-runs.Run = lambda *given, **named: Run(*given, **named, hooks=[(1, hold)])
+runs.TrainingRun = lambda *given, **named: TrainingRun(*given, **named, hooks=[(1, hold)])
 runs.pretrain(load_recipe(place, Recipe), resume=True)
 """
 

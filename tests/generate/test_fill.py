@@ -100,7 +100,14 @@ def test_the_encoder_reads_sentinels(untrained: Any, monkeypatch: pytest.MonkeyP
     fill(model, "The ___ slept by the ___.")
     parts = [model.tokenizer.encode(text) for text in ("The", "slept by the")]
     assert seen == [
-        [*parts[0], vocab.sentinel_ids[0], *parts[1], vocab.sentinel_ids[1], *model.tokenizer.encode("x.")[-1:], vocab.eos]
+        [
+            *parts[0],
+            vocab.sentinel_ids[0],
+            *parts[1],
+            vocab.sentinel_ids[1],
+            *model.tokenizer.encode("x.")[-1:],
+            vocab.eos,
+        ]
     ]
 
 

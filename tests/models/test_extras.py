@@ -235,7 +235,7 @@ def test_with_extras_adds_what_is_missing() -> None:
             "SentencePairHead, SentencePairHead: one of each",
         ),
         (bert(1, 16, 2, V, extras=(SentencePairHead(), GeneratorConfig())), "GeneratorConfig only by itself"),
-        (bert(1, 16, 2, V, extras=(SpanBoundaryHead(0),)), "SpanBoundaryHead.max_span_length in model.extras is 0"),
+        (bert(1, 16, 2, V, extras=(SpanBoundaryHead(0),)), "SpanBoundaryHead.max_span_length is 0"),
         (bert(1, 16, 2, V, embed_dim=8, head=LMHead()), "model.embed_dim needs model.head.transform"),
         (bert(1, 16, 2, V, embed_dim=0), "model.embed_dim is 0"),
         (bert(1, 16, 2, V, num_shared=0), "model.num_shared is 0"),

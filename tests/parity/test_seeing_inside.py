@@ -32,7 +32,7 @@ OURS: dict[str, Any] = {
 def test_weights_are_theirs(name: str, tmp_path: Path) -> None:
     ours = stir(make_model(OURS[name]()))
     write_model(ours, tmp_path)
-    two = ours.config.shape == "encoder-decoder"
+    two = ours.config.architecture == "encoder-decoder"
     auto = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="eager")
     ids = torch.randint(3, V, (2, T))
     mask = (torch.arange(T) < torch.tensor([T, 8])[:, None]).long()

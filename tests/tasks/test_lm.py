@@ -62,7 +62,7 @@ def learned(task: Any, example: Example) -> str:
     """The text of the tokens that are asked, one stretch after the other."""
     (item,) = task.encode([example])
     (line,) = item.parts
-    return str(task.tokenizer.decode([line.ids[place + 1] for place in line.target_positions], skip_special=False))
+    return str(task.tokenizer.decode([line.ids[place + 1] for place in line.target_positions], skip_special_tokens=False))
 
 
 def test_answers_are_learned_and_nothing_else() -> None:
@@ -70,7 +70,7 @@ def test_answers_are_learned_and_nothing_else() -> None:
     assert learned(task, DIALOGUE) == " near the river<|endoftext|> near the fox<|endoftext|>"
     (item,) = task.encode([DIALOGUE])
     assert item.num_bytes == len("near the river") + len("near the fox")
-    assert task.tokenizer.decode(item.parts[0].ids, skip_special=False) == (
+    assert task.tokenizer.decode(item.parts[0].ids, skip_special_tokens=False) == (
         "<|endoftext|><|system|> big cat<|user|> the cat lives<|assistant|> near the river<|endoftext|>"
         "<|user|> and the dog<|assistant|> near the fox<|endoftext|>"
     )
@@ -182,9 +182,7 @@ def test_what_ends_an_answer_is_learned_and_not_scored(family: str) -> None:
         i
         for part in item.parts
         for i in (
-            part.answer_ids
-            if family in ("t5", "bart")
-            else [part.ids[place + 1] for place in part.target_positions]
+            part.answer_ids if family in ("t5", "bart") else [part.ids[place + 1] for place in part.target_positions]
         )
     ]
     scored = [i for i, of_the_text in zip(asked, item.scored_mask, strict=True) if of_the_text]

@@ -386,7 +386,7 @@ def test_a_resume_on_another_day_reads_the_same_text(
 # --- a disk that is full at the end
 
 
-@pytest.mark.parametrize("last", ["write_predictions", "save_seed", "write_results", "conclude"])
+@pytest.mark.parametrize("last", ["write_predictions", "save_seed_model", "write_results", "summarize_seeds"])
 def test_what_a_full_disk_refuses_at_the_end_comes_with_the_next(
     last: str, quota: Callable[[int | None], None], plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

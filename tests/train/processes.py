@@ -104,10 +104,10 @@ def harmed(kind: str, rank: int | None = None, step: int = -1, rows: int = 0) ->
     from firth.train import TrainingRun
 
     steps, runs = importlib.import_module("firth.train.step"), importlib.import_module("firth.train.pretrain")
-    backward, here = steps.backward, rank is None or rank == int(os.environ["RANK"])
+    backward, here = steps.run_micro_batches, rank is None or rank == int(os.environ["RANK"])
 
     def broken(run: Any, losses_of: Any, micro: Any, counts: Any, now: int, *rest: Any) -> Any:
-        if here and kind == "memory" and len(micro[0].tokens) > rows:
+        if here and kind == "memory" and len(micro[0].input_ids) > rows:
             raise torch.OutOfMemoryError("none left")
         total, left = backward(run, losses_of, micro, counts, now, *rest)
         if here and now == step:
@@ -121,13 +121,13 @@ def harmed(kind: str, rank: int | None = None, step: int = -1, rows: int = 0) ->
         if kind == "stop" and now == step:
             raise Stopped
 
-    steps.backward = broken
-    runs.Run = lambda *a, **k: TrainingRun(*a, **k, hooks=[(1, hook)])
+    steps.run_micro_batches = broken
+    runs.TrainingRun = lambda *a, **k: TrainingRun(*a, **k, hooks=[(1, hook)])
     try:
         with contextlib.suppress(Stopped):
             yield
     finally:
-        steps.backward, runs.Run = backward, TrainingRun
+        steps.run_micro_batches, runs.TrainingRun = backward, TrainingRun
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def test_minutes_are_counted_by_a_clock_that_nobody_sets(
         if step == 12:
             raise KeyboardInterrupt
 
-    plain = pretraining.Run
+    plain = pretraining.TrainingRun
     monkeypatch.setattr(pretraining, "TrainingRun", lambda *a, **k: plain(*a, **k, hooks=[(1, stop)]))
     with pytest.raises(KeyboardInterrupt):
         pretrain(recipe)

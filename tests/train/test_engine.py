@@ -209,7 +209,7 @@ def test_every_family_computes_in_bfloat16(name: str) -> None:
     edge = np.tile(np.arange(L) % 4 == 0, (B, 1))
     optional: dict[str, Any] = dict.fromkeys(recipe.objective.token_flags, edge)
     if recipe.objective.row_layout != "packed":
-        optional |= {"segment": doc, "pair": np.array([0, 1])}
+        optional |= {"token_type_ids": doc, "pair_labels": np.array([0, 1])}
     rows = Rows(tokens, doc, position, np.ones((B, L), bool), np.arange(B), np.arange(B), np.zeros(B, int), **optional)
     batch = recipe.objective(rows, CounterRNG(0, np.arange(B), np.zeros(B, int)), vocab).to(torch.device("cpu"))
     torch.manual_seed(0)
@@ -292,9 +292,9 @@ def test_a_rewind_leaves_the_ramp_and_no_row_comes_twice(recipe_of: Recipes, sha
             def __init__(self, source: Any) -> None:
                 self.source = source
 
-            def rows(self, index: np.ndarray) -> Any:
-                found.append((self.source.length, index.tolist()))
-                return self.source.rows(index)
+            def get_rows(self, indices: np.ndarray) -> Any:
+                found.append((self.source.row_length, indices.tolist()))
+                return self.source.get_rows(indices)
 
         full = Noting(make_row_dataset(ramp, shards, held_out=False))
         shorter: Any = {length: Noting(source) for length, source in make_ramp_datasets(ramp, shards).items()}
@@ -412,7 +412,7 @@ def test_a_step_is_timed_once_other_work_is_ready(recipe_of: Recipes, shards_of:
         steps.append(step)
         return batches(step)
 
-    pretraining.time_steps(recipe, CPU, model, read, None, seconds=0.0, ready=lambda: steps.append("ready"))
+    pretraining.time_steps(recipe, CPU, model, read, None, seconds=0.0, wait_ready=lambda: steps.append("ready"))
     assert steps == [0, 1, 2, "ready", *range(3, 9)]
 
 

@@ -239,18 +239,18 @@ def test_a_run_that_breaks_says_on_what_and_rewinds(recipe_of: Recipes, poison: 
     assert [line["step"] for line in found if "loss" in line] == list(range(1, 10))
 
     # a further resume passes over the same text
-    broken, make = tmp_path / "stopped", pretraining.Run
+    broken, make = tmp_path / "stopped", pretraining.TrainingRun
 
     def stop(step: int, model: Model) -> None:
         if step == 5:
             raise KeyboardInterrupt
 
-    pretraining.Run = lambda *a, **k: make(*a, **k, hooks=[(1, stop)])
+    pretraining.TrainingRun = lambda *a, **k: make(*a, **k, hooks=[(1, stop)])
     try:
         with pytest.raises(KeyboardInterrupt):
             pretrain(recipe, resume=True, rewind=1)
     finally:
-        pretraining.Run = make
+        pretraining.TrainingRun = make
     pretrain(recipe, resume=True)
     assert lines(broken) == lines(tmp_path / "straight")
     assert weights(broken) == weights(tmp_path / "straight")

@@ -79,7 +79,7 @@ def test_steps_go_on_where_the_last_one_stopped(family: str, streaming: Recipes)
     model, batches, _, _ = made(recipe)
     for step in range(3):
         (batch,) = batches(step)
-        wanted = model.losses(batch.to(CPU.device))["answers"].item() / batch.num_answers
+        wanted = model.losses(batch.to(CPU.device))["answers"].item() / batch.num_targets
         assert found[step] == pytest.approx(wanted, rel=1e-6)
     alone = first_losses(replace(recipe, memory=0), 3)
     assert alone[0] == found[0], "there is nothing before the first step"
@@ -93,7 +93,7 @@ def test_without_memory_it_is_what_it_is_without_one(streaming: Recipes, tmp_pat
     model, batches, _, _ = made(recipe)
     assert model.stack_memories() == {}
     assert model.pop_state() == {}
-    stripped = lambda step: [batch._replace(fresh=None) for batch in batches(step)]  # noqa: E731
+    stripped = lambda step: [batch._replace(reset_state=None) for batch in batches(step)]  # noqa: E731
     run, optimizer = TrainingRun(recipe, CPU, model, stripped), make_optimizer(model, recipe)
     assert found == [train_step(run, model.losses, optimizer, stripped(i), i, 0.0).item() for i in range(3)]
 
@@ -121,7 +121,7 @@ def test_a_new_pass_begins_with_nothing(streaming: Recipes) -> None:
     model, batches, source, _ = made(recipe)
     run, optimizer = TrainingRun(recipe, CPU, model, batches), make_optimizer(model, recipe)
     late = batches(source.steps_per_epoch)
-    assert late[0].fresh.all()
+    assert late[0].reset_state.all()
     junk = {"stack.0": torch.full((4, 16, 32), torch.nan), "stack.1": torch.full((4, 16, 32), torch.nan)}
     found = train_step(run, model.losses, optimizer, late, source.steps_per_epoch, 0.0, junk)
     assert found == train_step(run, model.losses, optimizer, late, source.steps_per_epoch, 0.0, {})
@@ -189,7 +189,7 @@ def test_an_evaluation_reads_on_too_and_leaves_the_training_alone(streaming: Rec
             model.load_state({name: value[:1] for name, value in model.pop_state().items()})
         with torch.no_grad():
             total += model.losses(batch.to(CPU.device))["answers"].item()
-        count += batch.num_answers
+        count += batch.num_targets
     assert found == pytest.approx(total / count, rel=1e-6)
 
 
@@ -205,7 +205,7 @@ def test_a_step_that_is_compiled_is_the_same_step(streaming: Recipes) -> None:
 
 
 def test_any_model_may_carry_something(streaming: Recipes) -> None:
-    """The loop knows only `take_up` and `hand_on`: a model that counts its rows' steps."""
+    """The loop knows only `load_state` and `pop_state`: a model that counts its rows' steps."""
     recipe = streaming(memory=0, gradient_accumulation_steps=2)
     model, batches, source, _ = made(recipe)
     seen: list[list[int]] = []
@@ -227,7 +227,7 @@ def test_any_model_may_carry_something(streaming: Recipes) -> None:
         ({"order": "packed"}, "--order stream"),
         ({"objective": OBJECTIVES["bilm"]}, "biLM"),
         ({"objective": OBJECTIVES["nsp"], "memory": 0}, "one text"),
-        ({"objective": OBJECTIVES["static"], "memory": 0}, "copies"),
+        ({"objective": OBJECTIVES["static"], "memory": 0}, "num_static_masks"),
         ({"teacher": "somewhere"}, "teacher"),
     ],
 )

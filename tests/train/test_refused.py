@@ -155,7 +155,7 @@ def test_a_file_that_does_not_fit_leaves_the_old_one_and_nothing_else(quota: Quo
     assert (tmp_path / "results.json").read_text() == "old"
 
 
-@pytest.mark.parametrize("last", ["finish", "write_results"])
+@pytest.mark.parametrize("last", ["write_final_model", "write_results"])
 def test_what_a_run_ends_with_is_written_by_the_next(
     last: str,
     quota: Quota,
@@ -190,7 +190,7 @@ def test_what_a_run_ends_with_is_written_by_the_next(
     assert "File too large" in said
     assert f"{run / 'checkpoint-6'} is whole: " in said
     assert "--resume goes on" in said
-    assert ("final" if last == "finish" else "results.json") in said
+    assert ("final" if last == "write_final_model" else "results.json") in said
     result = pretrain(recipe, resume=True)
     assert result["loss"] == json.loads((tmp_path / "straight" / "results.json").read_text())["loss"]
     for name in ("log.jsonl", "final/model.safetensors"):

@@ -153,8 +153,8 @@ def test_activations_of_a_lean_step_can_be_computed_again(lean: bool, monkeypatc
     """Single operations can; a kernel of ours would be kept."""
     ways: list[bool] = []
 
-    def activated(linear: nn.Module, x: torch.Tensor, activation: str, single: bool = False) -> torch.Tensor:
-        ways.append(single)
+    def activated(linear: nn.Module, x: torch.Tensor, activation: str, is_eager: bool = False) -> torch.Tensor:
+        ways.append(is_eager)
         return ACTIVATIONS[activation](linear(x))
 
     monkeypatch.setattr(block, "linear_activation", activated)
@@ -221,9 +221,9 @@ def test_the_compiler_is_loaded_beside_other_work(compiles: bool) -> None:
     """In a process of its own, as others of this one have compiled."""
     code = f"""
 import sys, torch
-from firth.train.compute import Machine, loading_compiler
+from firth.train.compute import ComputeConfig, preload_compiler
 assert "torch._inductor.compile_fx" not in sys.modules
-with loading_compiler(Machine(torch.device("cpu"), bf16=False, compile={compiles})):
+with preload_compiler(ComputeConfig(torch.device("cpu"), bf16=False, compile={compiles})):
     pass
 assert ("torch._inductor.compile_fx" in sys.modules) == {compiles}
 """

@@ -472,7 +472,7 @@ def tokenizer(
     ] = "",
     seed: Annotated[int, typer.Option(help="Chooses the sample.")] = 0,
     reverse: Annotated[
-        bool, typer.Option("--backward", help="For a model that reads every text from its end to its begin (ULMFiT).")
+        bool, typer.Option("--reverse", help="For a model that reads every text from its end to its begin (ULMFiT).")
     ] = False,
     overwrite: OverwriteOption = False,
     json: JsonOption = False,
@@ -483,7 +483,7 @@ def tokenizer(
     if from_ is not None and (kind is not None or lowercase or byte_fallback or pattern != "gpt2"):
         raise UserError("--from takes everything but the size from that tokenizer: leave out --kind, --lowercase, ...")
     made: dict[str, Any] = {"like": from_, "pattern": pattern, "byte_fallback": byte_fallback, "seed": seed}
-    made["backward"] = reverse
+    made["reverse"] = reverse
     memory = parse_bytes(max_memory, "--max-memory")
     result = api.tokenizer(
         texts, output_dir, kind or "wordpiece", vocab_size, lowercase, overwrite, max_memory=memory, **made, **reading
@@ -1383,7 +1383,7 @@ def print_word_comparison(result: Mapping[str, Any], as_json: bool) -> None:
 
 def short_checkpoint_name(name: str) -> str:
     """
-    >>> short_checkpoint("runs/elmo/final"), short_checkpoint("vectors.txt")
+    >>> short_checkpoint_name("runs/elmo/final"), short_checkpoint_name("vectors.txt")
     ('elmo', 'vectors.txt')
     """
     path = Path(name)
@@ -1450,7 +1450,7 @@ def models(json: JsonOption = False) -> None:
 
 def format_magnitude(number: float) -> str:
     """
-    >>> short(124_439_808), short(1.5e12)
+    >>> format_magnitude(124_439_808), format_magnitude(1.5e12)
     ('124M', '1.5T')
     """
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):

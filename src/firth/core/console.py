@@ -44,7 +44,7 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
 def format_count(n: int, noun: str, plural: str = "") -> str:
     """How many of something there are, in words; `plural` is the plural where an s does not make it.
 
-    >>> count(1, "file"), count(1203, "document"), count(2, "text was", "texts were")
+    >>> format_count(1, "file"), format_count(1203, "document"), format_count(2, "text was", "texts were")
     ('1 file', '1,203 documents', '2 texts were')
     """
     return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
@@ -53,7 +53,7 @@ def format_count(n: int, noun: str, plural: str = "") -> str:
 def truncation_messages(n: int, noun: str, max_length_tokens: int) -> list[str]:
     """What to say of so many texts that were cut, if of any.
 
-    >>> too_long(2, "text", 16), too_long(0, "text", 16)
+    >>> truncation_messages(2, "text", 16), truncation_messages(0, "text", 16)
     (['2 texts were longer than 16 tokens, and cut.'], [])
     """
     return (
@@ -65,7 +65,7 @@ def truncation_messages(n: int, noun: str, max_length_tokens: int) -> list[str]:
 
 def format_duration(seconds: float) -> str:
     """
-    >>> duration(42), duration(200), duration(7500)
+    >>> format_duration(42), format_duration(200), format_duration(7500)
     ('42s', '3m20s', '2h05m')
     """
     s = round(seconds)

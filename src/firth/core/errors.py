@@ -15,7 +15,7 @@ class UserError(Exception):
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """A sentence that names the nearest right choice, or lists them all; of very many, some.
 
-    >>> nearest("bert-tinny", ["bert-tiny", "gpt2-tiny"])
+    >>> did_you_mean("bert-tinny", ["bert-tiny", "gpt2-tiny"])
     "Did you mean 'bert-tiny'?"
     """
     choices = sorted(choices)

@@ -62,7 +62,7 @@ def write_results(path: Path, value: Any) -> None:
 
 def replace_nonfinite(value: Any) -> Any:
     """
-    >>> without_nan({"f1": float("nan"), "seeds": (0.5, float("inf"))})
+    >>> replace_nonfinite({"f1": float("nan"), "seeds": (0.5, float("inf"))})
     {'f1': None, 'seeds': [0.5, None]}
     """
     if isinstance(value, float):

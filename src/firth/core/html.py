@@ -176,7 +176,7 @@ def _figure_html(content: str, caption: str) -> str:
 def format_cell(value: object) -> str:
     """A value as a person reads it.
 
-    >>> cell(12345), cell(0.123456), cell(20412.2), cell(None), cell("bert-tiny")
+    >>> format_cell(12345), format_cell(0.123456), format_cell(20412.2), format_cell(None), format_cell("bert-tiny")
     ('12,345', '0.1235', '20,412', '–', 'bert-tiny')
     """
     if value is None:

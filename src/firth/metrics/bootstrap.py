@@ -37,7 +37,7 @@ def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
 
     Where a value is not a finite number, as the correlation of answers that are all the same, there is no deviation.
 
-    >>> summarise([1.0, 2.0, 3.0])
+    >>> mean_and_std([1.0, 2.0, 3.0])
     (2.0, 1.0)
     """
     if not values:
@@ -53,7 +53,7 @@ def failed_runs(values: Sequence[float], chance: float) -> list[int]:
 
     For accuracy, chance is `majority`; for a correlation or mcc, 0.
 
-    >>> failed([0.91, 0.53, 0.9], chance=0.53)
+    >>> failed_runs([0.91, 0.53, 0.9], chance=0.53)
     [1]
     """
     return [i for i, value in enumerate(values) if not value > chance]

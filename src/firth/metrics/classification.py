@@ -27,8 +27,8 @@ class ClassMetrics(NamedTuple):
     def from_counts(cls, num_correct: int, num_predicted: int, num_true: int) -> ClassMetrics:
         """From counts.
 
-        >>> Row.of(right=1, guessed=4, true=2)
-        Row(precision=0.25, recall=0.5, f1=0.3333333333333333, support=2)
+        >>> ClassMetrics.from_counts(num_correct=1, num_predicted=4, num_true=2)
+        ClassMetrics(precision=0.25, recall=0.5, f1=0.3333333333333333, support=2)
         """
         f1 = 2 * num_correct / (num_predicted + num_true) if num_predicted + num_true else 0.0
         return cls(

@@ -35,7 +35,7 @@ def analogy_correct(predictions: Sequence[str | None], references: Sequence[str]
 def accuracy_by_group(correct: Sequence[bool | None] | NDArray[np.bool_], groups: Sequence[str]) -> dict[str, float]:
     """The accuracy of each group, in the order in which they come; None counts as not asked.
 
-    >>> by_group([True, False, True, None], ["verbs", "verbs", "nouns", "nouns"])
+    >>> accuracy_by_group([True, False, True, None], ["verbs", "verbs", "nouns", "nouns"])
     {'verbs': 0.5, 'nouns': 1.0}
     """
     check_same_length(correct, groups)

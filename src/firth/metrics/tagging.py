@@ -74,8 +74,10 @@ def are_span_tags(references: Sequence[TagSequence]) -> bool:
 def find_stray_tags(references: Sequence[TagSequence]) -> list[str]:
     """The few tags that mark no stretches, where most others do: a slip, for which no stretch would be scored.
 
-    >>> strays([["B-PER", "I-PER", "O", "X"]]), strays([["B-PER", "O"]]), strays([["NOUN", "VERB", "X"]])
-    (['X'], [], [])
+    >>> find_stray_tags([["B-PER", "I-PER", "O", "X"]]), find_stray_tags([["B-PER", "O"]])
+    (['X'], [])
+    >>> find_stray_tags([["NOUN", "VERB", "X"]])
+    []
     """
     tags = {tag for tags in references for tag in tags}
     odd = sorted(tag for tag in tags if not CHUNK_TAG_PATTERN.fullmatch(tag))
@@ -87,8 +89,8 @@ def extract_entity_spans(tags: TagSequence) -> list[EntitySpan]:
 
     A stretch starts at B and S, at a new type, and at any tag after O, E or S; it lasts until O or the next start.
 
-    >>> chunks(["B-PER", "I-PER", "O", "I-LOC", "B-LOC"])
-    [Chunk(type='PER', start=0, end=2), Chunk(type='LOC', start=3, end=4), Chunk(type='LOC', start=4, end=5)]
+    >>> [tuple(span) for span in extract_entity_spans(["B-PER", "I-PER", "O", "I-LOC", "B-LOC"])]
+    [('PER', 0, 2), ('LOC', 3, 4), ('LOC', 4, 5)]
     """
     found: list[EntitySpan] = []
     before, open_type = "O", ""

@@ -31,7 +31,7 @@ def as_reference_lists(predictions: Sequence[str], references: Sequence[Referenc
 def _transpose_references(reference_lists: Sequence[Sequence[str]]) -> list[list[str | None]]:
     """The first reference of every example, then the second ... as sacrebleu wants them; None where there is none.
 
-    >>> _streams([["a", "b"], ["c"]])
+    >>> _transpose_references([["a", "b"], ["c"]])
     [['a', 'c'], ['b', None]]
     """
     return [list(stream) for stream in zip_longest(*reference_lists)]

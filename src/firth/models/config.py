@@ -728,9 +728,8 @@ class ModelConfig:
                 f"model.extras are {', '.join(names)}: one of each, and {alone or 'QueryStream'} only by itself"
             )
         if isinstance(boundary, SpanBoundaryHead) and boundary.max_span_length < 1:
-            wrong.append(
-                f"SpanBoundaryHead.max_span_length in model.extras is {boundary.max_span_length}, and must be at least 1"
-            )
+            length = boundary.max_span_length
+            wrong.append(f"in model.extras SpanBoundaryHead.max_span_length is {length}, and must be at least 1")
         if isinstance(generator, GeneratorConfig) and not (
             0 < generator.width_ratio <= 1 and generator.discriminator_weight > 0
         ):

@@ -23,7 +23,7 @@ _compiled_regions: dict[Any, Any] = {}  # of those that were called so, by their
 @contextmanager
 def compile_regions() -> Iterator[None]:
     """Let the parts of models be programs of their own in here."""
-    global _compiled
+    global _regions_enabled
     before, _regions_enabled = _regions_enabled, True
     try:
         yield

@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 from firth.core.errors import UserError
 from firth.core.files import read_json, write_json
+from firth.models.hf.checkpoint import NGRAM_MODEL_TYPE
 from firth.tokens import Tokenizer, Vocabulary, load_tokenizer
 
-NGRAM_MODEL_TYPE = "firth-ngram"
 NGRAM_WEIGHTS_FILE = "model.safetensors"
 FALLBACK_DISCOUNTS = (0.5, 1.0, 1.5)  # discounts where too few n-grams occur once to four times to tell
 

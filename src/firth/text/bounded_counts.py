@@ -19,9 +19,9 @@ class BoundedCounts(Generic[CountKeyT]):
     a half of all keys, then a quarter and so on. A key of the sample was never forgotten, so its count is exact and
     it stands for `2**level` keys. Frequent keys stay as well; a count of theirs is short by at most `max_undercount`.
 
-    >>> counts = BoundedCounts(limit=100)
+    >>> counts = BoundedCounts(max_keys=100)
     >>> counts.add(["a", "b", "a"])
-    >>> counts.total, counts.distinct(), counts.most_common(1), counts.is_exact
+    >>> counts.total, counts.num_distinct(), counts.most_common(1), counts.is_exact
     (3, 2, [('a', 2)], True)
     """
 

@@ -285,7 +285,7 @@ class Corpus:
 def locate_words(words: Sequence[str], text: str, where: str) -> tuple[int, ...]:
     """Where the words of a text begin; they must occur in it in order.
 
-    >>> find_words(["我", "喜欢", "你"], "我喜欢你", "a.jsonl:1")
+    >>> locate_words(["我", "喜欢", "你"], "我喜欢你", "a.jsonl:1")
     (0, 1, 3)
     """
     starts, end = [], 0
@@ -403,7 +403,7 @@ def iter_text_blocks(stream: Iterable[str], split_on_blank_lines: bool, max_char
 def split_at_last_space(text: str) -> tuple[str, str]:
     """Cut after the last space, so that no word is broken unless the text is a single one.
 
-    >>> cut_at_space("one two thr")
+    >>> split_at_last_space("one two thr")
     ('one two ', 'thr')
     """
     last = "" if text[-1].isspace() else text.rsplit(maxsplit=1)[-1]

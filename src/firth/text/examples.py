@@ -122,7 +122,7 @@ def parse_relation_row(row: LabelledRow) -> Example:
 def word_to_char_span(words: tuple[str, ...], start: int, end: int) -> tuple[int, int]:
     """Where words [start, end) stand in the words joined by spaces.
 
-    >>> in_characters(("a", "bcd", "ef"), 1, 3)
+    >>> word_to_char_span(("a", "bcd", "ef"), 1, 3)
     (2, 8)
     """
     before = sum(len(word) + 1 for word in words[:start])

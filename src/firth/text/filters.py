@@ -40,8 +40,8 @@ def replace_lone_surrogates(text: str) -> str:
 class ExactDedup:
     """Tells a new text from one that was there before, and counts the latter; keeps 16 bytes per text.
 
-    >>> unique = Unique()
-    >>> [unique.is_new(text) for text in ("a", "b", "a")], unique.duplicates
+    >>> unique = ExactDedup()
+    >>> [unique.is_new(text) for text in ("a", "b", "a")], unique.num_duplicates
     ([True, True, False], 1)
     """
 

@@ -26,8 +26,8 @@ class HubAddress(NamedTuple):
 
 def parse_hub_address(path: str) -> HubAddress:
     """
-    >>> parse("hf:Salesforce/wikitext:wikitext-2-v1:test#text")
-    Address(name='Salesforce/wikitext', parts=('wikitext-2-v1', 'test'), column='text')
+    >>> parse_hub_address("hf:Salesforce/wikitext:wikitext-2-v1:test#text")
+    HubAddress(name='Salesforce/wikitext', parts=('wikitext-2-v1', 'test'), column='text')
     """
     place, _, column = path.removeprefix(HUB_PREFIX).partition("#")
     name, *parts = place.split(":")

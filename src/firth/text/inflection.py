@@ -39,7 +39,7 @@ good better best, bad worse worst, far farther further
 def get_irregular_forms(word: str) -> frozenset[str]:
     """A word and its irregular forms.
 
-    >>> sorted(forms_of("fall"))
+    >>> sorted(get_irregular_forms("fall"))
     ['fall', 'fallen', 'fell']
     """
     groups = (group.split() for group in IRREGULAR_FORMS.split(","))
@@ -49,8 +49,10 @@ def get_irregular_forms(word: str) -> frozenset[str]:
 def find_inflected_word(word: str, text: str) -> tuple[int, int] | None:
     """Where a word first stands in a text: as it is, in an irregular form, or with another ending.
 
-    >>> find_word("carry", "She carried on."), find_word("come", "He came."), find_word("tea", "He came.")
-    ((4, 11), (3, 7), None)
+    >>> find_inflected_word("carry", "She carried on."), find_inflected_word("come", "He came.")
+    ((4, 11), (3, 7))
+    >>> find_inflected_word("tea", "He came.") is None
+    True
     """
     word = word.casefold()
     if exact := re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE):
@@ -68,8 +70,10 @@ def find_inflected_word(word: str, text: str) -> tuple[int, int] | None:
 def is_regular_inflection(word: str, form: str) -> bool:
     """Whether a form only adds an ending to a word, whose last letter may change: carry, carried.
 
-    >>> is_ending("carry", "carrying"), is_ending("carry", "carried"), is_ending("car", "cartridge")
-    (True, True, False)
+    >>> [is_regular_inflection("carry", form) for form in ("carrying", "carried")]
+    [True, True]
+    >>> is_regular_inflection("car", "cartridge")
+    False
     """
     stem = word[:-1] if len(word) > 2 else word
     return form.startswith(stem) and len(form) <= len(word) + MAX_ENDING_CHARS

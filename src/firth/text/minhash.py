@@ -55,10 +55,11 @@ class MinHashIndex:
     `max_bytes` bounds the bytes that are kept, 256 per text that stays (and a quarter more for the moment in which the
     tables grow); when it is full the oldest are forgotten, and `num_evicted` counts them.
 
-    >>> near = NearDuplicates()
-    >>> near.seen("the heron stands in the shallow water all day long"), near.seen("a cat sleeps all day in the sun")
-    (False, False)
-    >>> near.seen("The heron stands in the shallow water, all day long!"), near.duplicates
+    >>> near = MinHashIndex()
+    >>> texts = ("the heron stands in the shallow water all day long", "a cat sleeps all day in the sun")
+    >>> [near.check_and_add(text) for text in texts]
+    [False, False]
+    >>> near.check_and_add("The heron stands in the shallow water, all day long!"), near.num_duplicates
     (True, 1)
     """
 

@@ -21,7 +21,7 @@ ASCII_CAPITALS = bytes(range(ord("A"), ord("Z") + 1))
 def parse_normal_forms(names: str | None) -> list[str]:
     """The forms that are asked for: "nfkc,lower" asks for two, in this order.
 
-    >>> known_forms("nfkc,lower"), known_forms(None)
+    >>> parse_normal_forms("nfkc,lower"), parse_normal_forms(None)
     (['nfkc', 'lower'], [])
     """
     forms = [name.strip().lower() for name in (names or "").split(",") if name.strip()]
@@ -33,7 +33,7 @@ def parse_normal_forms(names: str | None) -> list[str]:
 
 def apply_normal_forms(text: str, forms: list[str]) -> str:
     """
-    >>> normalise("E\N{COMBINING ACUTE ACCENT}tude", ["nfc", "lower"])
+    >>> apply_normal_forms("E\N{COMBINING ACUTE ACCENT}tude", ["nfc", "lower"])
     'étude'
     """
     for name in forms:

@@ -203,7 +203,7 @@ def read_lines(
 def split_long_line(line: str, max_chars: int) -> Iterator[str]:
     r"""A line, cut where it is too long. Its \n stays with the last piece: alone it would be a blank line.
 
-    >>> list(in_pieces("12345678\n", 4))
+    >>> list(split_long_line("12345678\n", 4))
     ['1234', '5678\n']
     """
     if max_chars < 0 or len(line) <= max_chars:
@@ -297,7 +297,7 @@ def encoding_hint(sample: bytes) -> str:
 def guess_encoding(sample: bytes) -> str | None:
     """The encoding that some bytes are most likely in, or None where they look like none of those known here.
 
-    >>> likely_encoding("déjà vu".encode("cp1252")), likely_encoding("Это пример".encode("koi8_r"))
+    >>> guess_encoding("déjà vu".encode("cp1252")), guess_encoding("Это пример".encode("koi8_r"))
     ('cp1252', 'koi8_r')
     """
     if marked := next((encoding for mark, encoding in ENCODING_BY_BOM.items() if sample.startswith(mark)), None):

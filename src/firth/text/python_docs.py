@@ -187,7 +187,7 @@ def find_stdlib_modules() -> list[SourceModule]:
 
 def dotted_module_name(parts: Sequence[str]) -> str:
     """
-    >>> dotted(("numpy", "linalg", "__init__.py"))
+    >>> dotted_module_name(("numpy", "linalg", "__init__.py"))
     'numpy.linalg'
     """
     return ".".join(parts).removesuffix(".py").removesuffix(".__init__")
@@ -286,7 +286,7 @@ def get_parameter_names(node: ast.AST) -> tuple[str, ...]:
 def strip_doctests(docstring: str) -> str:
     """A docstring without its doctests, and without the headings that are left with nothing under them.
 
-    >>> prose("Add.\\n\\nExamples\\n--------\\n>>> add(1, 2)\\n3")
+    >>> strip_doctests("Add.\\n\\nExamples\\n--------\\n>>> add(1, 2)\\n3")
     'Add.'
     """
     kept, inside = [], False

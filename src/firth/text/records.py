@@ -22,7 +22,7 @@ PARQUET_BATCH_BYTES = 2**24  # of a .parquet file, about so much is in memory at
 def data_extension(path: Path) -> str:
     """What says how to read a file, whether or not it is compressed.
 
-    >>> extension(Path("a.jsonl.xz")), extension(Path("B.TXT"))
+    >>> data_extension(Path("a.jsonl.xz")), data_extension(Path("B.TXT"))
     ('.jsonl', '.txt')
     """
     inner = Path(path.stem) if path.suffix.lower() in DECOMPRESSORS else path

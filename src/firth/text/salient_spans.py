@@ -22,7 +22,7 @@ def find_salient_spans(text: str) -> list[tuple[int, int]]:
     words are none. Scripts without capitals have no names here, and languages that capitalise every noun too many.
 
     >>> text = "Yesterday Anna Grey paid $5 in York. Nobody saw it."
-    >>> [text[start:end] for start, end in salient(text)]
+    >>> [text[start:end] for start, end in find_salient_spans(text)]
     ['Yesterday Anna Grey', '$5', 'York']
     """
     return [match.span(match.lastindex) for match in compile_salient_pattern().finditer(text) if match.lastindex]

@@ -33,7 +33,7 @@ WORD_JOINERS = "'\u2019\u2010\u2011\u200c\u200d-"  # stand inside a word, not at
 def detect_script(character: str) -> str | None:
     """The script of a letter or of a mark on one; None for digits, punctuation, spaces and signs of all scripts.
 
-    >>> script_of("a"), script_of("ж"), script_of("語"), script_of("7")
+    >>> detect_script("a"), detect_script("ж"), detect_script("語"), detect_script("7")
     ('Latin', 'Cyrillic', 'Han', None)
     """
     if unicodedata.category(character)[0] not in "LM":

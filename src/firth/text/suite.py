@@ -149,7 +149,7 @@ def read_suite_yaml(path: Path) -> dict[str, Any]:
 def normalize_task_name(name: str) -> str:
     """A name without what people spell differently.
 
-    >>> simple("SST-2"), simple("sst2")
+    >>> normalize_task_name("SST-2"), normalize_task_name("sst2")
     ('sst2', 'sst2')
     """
     return re.sub(r"[^a-z0-9]", "", name.lower())

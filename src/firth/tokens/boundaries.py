@@ -146,7 +146,7 @@ def concatenate_offsets(encoded_texts: Sequence[EncodedText]) -> tuple[np.ndarra
 def sentence_end_offsets(text: str, language: str) -> list[int]:
     """The character positions at which sentences end, spaces after them not counted.
 
-    >>> sentence_edges("Mr. Grey came. He left.", "en")
+    >>> sentence_end_offsets("Mr. Grey came. He left.", "en")
     [14, 23]
     """
     text = NON_ASCII_SPACE_REGEX.sub(" ", text)

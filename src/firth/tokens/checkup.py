@@ -125,7 +125,7 @@ class SampledDocument(NamedTuple):
 class LengthHistogram:
     """How long things are, in bounded memory: lengths over a thousand are kept to three digits.
 
-    >>> lengths = Lengths()
+    >>> lengths = LengthHistogram()
     >>> lengths.add([1, 2, 3, 12345])
     >>> lengths.quantile(0.5), lengths.largest, lengths.mean
     (2, 12345, 3087.75)
@@ -164,7 +164,7 @@ class LengthHistogram:
 
 def truncate_to_three_digits(n: int) -> int:
     """
-    >>> three_digits(987), three_digits(12345)
+    >>> truncate_to_three_digits(987), truncate_to_three_digits(12345)
     (987, 12300)
     """
     if n < 1000:
@@ -437,7 +437,7 @@ def batch_documents(documents: Iterable[Document], total_bytes: int | None) -> I
 def make_excerpt(text: str) -> str:
     """The beginning of a text on one line.
 
-    >>> short("one\\n  two"), len(short("x" * 1000))
+    >>> make_excerpt("one\\n  two"), len(make_excerpt("x" * 1000))
     ('one two', 100)
     """
     line = " ".join(text[: 2 * EXCERPT_CHARS].split())
@@ -465,7 +465,7 @@ def count_repeats(counts: BoundedCounts[bytes]) -> int:
 def entropy_bits(counts: np.ndarray, weights: np.ndarray | None = None) -> float:
     """In bits: how much one of these things, drawn as often as it was counted, tells.
 
-    >>> entropy(np.array([2, 1, 1]))
+    >>> entropy_bits(np.array([2, 1, 1]))
     1.5
     """
     weights = np.ones_like(counts) if weights is None else weights

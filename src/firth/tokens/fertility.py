@@ -259,7 +259,7 @@ def word_token_ranges(spans_W2: np.ndarray, spans_N2: np.ndarray) -> tuple[np.nd
     """For each word the first token that reaches into it, and the one after the last.
 
     >>> words, tokens = np.array([[0, 3], [4, 9]]), np.array([[0, 3], [3, 6], [6, 9], [9, 10]])
-    >>> [array.tolist() for array in tokens_of(words, tokens)]
+    >>> [array.tolist() for array in word_token_ranges(words, tokens)]
     [[0, 1], [1, 3]]
     """
     starts_N, ends_N = np.maximum.accumulate(spans_N2[:, 0]), np.maximum.accumulate(spans_N2[:, 1])
@@ -270,7 +270,7 @@ def word_token_ranges(spans_W2: np.ndarray, spans_N2: np.ndarray) -> tuple[np.nd
 def piece_strings(word: str, spans: np.ndarray) -> list[str]:
     """The pieces of a word; further bytes of a character that is split itself are shown as a dot.
 
-    >>> clusters("aéb", np.array([[0, 1], [1, 2], [1, 2], [2, 3]]))
+    >>> piece_strings("aéb", np.array([[0, 1], [1, 2], [1, 2], [2, 3]]))
     ['a', 'é', '.', 'b']
     """
     pieces, reached = [], 0

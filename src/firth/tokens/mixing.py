@@ -71,8 +71,10 @@ class MixConfig:
 def rows_per_window(weights: Sequence[float], window_rows: int = MIX_WINDOW_ROWS) -> np.ndarray:
     """How many rows of a window are of each source: the shares, rounded so that they add up, and at least one.
 
-    >>> slots([0.7, 0.3]).tolist(), slots([1 / 3, 1 / 3, 1 / 3]).tolist(), slots([1.0, 1e-6]).tolist()
-    ([700, 300], [334, 333, 333], [999, 1])
+    >>> rows_per_window([0.7, 0.3]).tolist(), rows_per_window([1 / 3, 1 / 3, 1 / 3]).tolist()
+    ([700, 300], [334, 333, 333])
+    >>> rows_per_window([1.0, 1e-6]).tolist()
+    [999, 1]
     """
     wanted_S = np.asarray(weights) * window_rows
     count_S = np.maximum(np.floor(wanted_S), 1).astype(np.int64)

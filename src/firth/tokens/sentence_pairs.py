@@ -76,7 +76,7 @@ def cached_sentence_chunks(shards: Shards, max_text_tokens: int) -> SentenceChun
 def tokens_to_truncate(length_B2: np.ndarray, max_text_tokens: int) -> np.ndarray:
     """How many tokens each of two texts loses so that both fit: one at a time, from the longer, of equals the second.
 
-    >>> surplus(np.array([[9, 4], [5, 5], [3, 4]]), 8)
+    >>> tokens_to_truncate(np.array([[9, 4], [5, 5], [3, 4]]), 8)
     array([[5, 0],
            [1, 1],
            [0, 0]])

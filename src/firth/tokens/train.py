@@ -289,7 +289,7 @@ def select_merges(
 def affixed_forms(character: str, prefix: str, suffix: str) -> list[str]:
     """How a character is written at the begin, inside and at the end of a word.
 
-    >>> forms("a", "##", ""), forms("a", "", "</w>")
+    >>> affixed_forms("a", "##", ""), affixed_forms("a", "", "</w>")
     (['a', '##a'], ['a', 'a</w>'])
     """
     return sorted({a + character + b for a in ("", prefix) for b in ("", suffix)}, key=lambda form: (len(form), form))

@@ -66,7 +66,7 @@ class FSDPContext(DDPContext):
         }
         for block in transformer_blocks(model):
             fully_shard(block, mp_policy=blocks, **how)
-            register_fsdp_forward_method(block, "keys_of")
+            register_fsdp_forward_method(block, "project_kv")
         fully_shard(model, mp_policy=exact, **how)
         register_fsdp_forward_method(model, "losses")
         for part in model.modules():
@@ -85,7 +85,7 @@ class FSDPContext(DDPContext):
         if not self.is_main_process:
             return None
         complete = make_model(model.config)
-        for name in ("tokenizer", "objective", "forced", "ends"):
+        for name in ("tokenizer", "objective", "forced_tokens", "eos_token_ids"):
             setattr(complete, name, getattr(model, name))
         for name, value in unique_state_dict(complete).items():
             found = tensors[name]

@@ -506,7 +506,7 @@ def test_a_frame_that_is_not_the_familys_is_kept() -> None:
     """BART with T5's objective reads texts without <s>, and so does its checkpoint."""
     config = replace(CONFIGS["bart"], adds_bos=False)
     facts = to_hf_config(config, None)
-    assert (facts["model_type"], facts["firth_framed"]) == ("bart", False)
+    assert (facts["model_type"], facts["firth_adds_bos"]) == ("bart", False)
     assert from_hf_config(facts) == config
 
 

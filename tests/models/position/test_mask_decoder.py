@@ -40,7 +40,7 @@ def lively(config: Any) -> Encoder:
 def disentangled_attention(model: Encoder, layer: int, asks: Tensor, reads: Tensor, doc: Tensor) -> Tensor:
     """Equations (2) to (4) of He et al. 2021 for one row, one head and one pair of places after the other."""
     attention = model.stack.blocks[layer].attention
-    weight, bias, d = attention.qkv.weight, attention.bias, D // H
+    weight, bias, d = attention.qkv.weight, attention.qkv_bias, D // H
     wq, wk, wv = weight.split(D)
     bq, bk, bv = bias.split(D)
     q, k, v = asks @ wq.T + bq, reads @ wk.T + bk, reads @ wv.T + bv

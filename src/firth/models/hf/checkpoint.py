@@ -48,12 +48,12 @@ from firth.models.model import (
     make_text_template,
 )
 from firth.models.task_heads import convert_head_type, inherit_dropout
-from firth.static.ngram import NGRAM_MODEL_TYPE as NGRAM
 from firth.tokens import Tokenizer, Vocabulary, load_tokenizer
 from firth.tokens.template import TEXT_A, TEXT_B, with_sequence_template
 
 WEIGHTS_FILE = "model.safetensors"
 FIRTH_MODEL_TYPE = "firth"
+NGRAM_MODEL_TYPE = "firth-ngram"
 FAMILY_KEY = "firth_family"  # in config.json: which of the families that share a layout
 ADDS_BOS_KEY = "firth_adds_bos"  # how a text is framed, where that is not as the layout's own family has it
 OBJECTIVE_KEY = "firth_objective"  # what the model was pretrained with: its name, and all that it is
@@ -241,7 +241,7 @@ def from_hf_config(hf_config: Any, source: str = "config.json") -> ModelConfig:
     kind = hf_config.get("model_type") if isinstance(hf_config, dict) else None
     if kind == FIRTH_MODEL_TYPE:
         return from_dict(hf_config.get(FIRTH_MODEL_TYPE), ModelConfig, source)
-    if kind == NGRAM:
+    if kind == NGRAM_MODEL_TYPE:
         raise UserError(
             f"{source}: a model of n-grams only counts, and has neither layers nor vectors. It can be scored "
             "(`firth evaluate --task perplexity`) and can write (`firth generate`)."

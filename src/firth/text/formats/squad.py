@@ -62,7 +62,7 @@ def locate_answer(row: LabelledRow, context: str, text: str, start: int | None) 
 def find_nearest_occurrence(context: str, text: str, start: int) -> int | None:
     """The occurrence of a text that begins nearest to a place.
 
-    >>> nearest_place("to be or not to be", "be", 12), nearest_place("to be", "bee", 0)
+    >>> find_nearest_occurrence("to be or not to be", "be", 12), find_nearest_occurrence("to be", "bee", 0)
     (16, None)
     """
     before, after = context.rfind(text, 0, max(start, 0) + len(text)), context.find(text, max(start, 0))

@@ -131,7 +131,7 @@ def convert_wsc(record: JsonRecord) -> Iterator[JsonRecord]:
 def find_marked_span(text: str, word_index: int, words: str) -> list[int]:
     """The characters of some words: their occurrence nearest to word `word_index`, or, spelled otherwise, what stands there.
 
-    >>> marked_words("Mark told Pete lies about Mark.", 5, "mark"), marked_words("He saw her.", 2, "she")
+    >>> find_marked_span("Mark told Pete lies about Mark.", 5, "mark"), find_marked_span("He saw her.", 2, "she")
     ([26, 30], [7, 11])
     """
     places = [word.span() for word in re.finditer(r"\S+", text)][word_index:]
