@@ -85,7 +85,7 @@ def random_rows(objective: Objective, vocab: Vocabulary, rows: int, length: int,
         vocab.non_special_ids[rng.integers(len(vocab.non_special_ids), size=(rows, L))],
         np.ones(L, bool),
     )
-    for edge_L, special in ((begins_L, frame.before), (ends_L, frame.after)):
+    for edge_L, special in ((begins_L, frame.prefix_ids), (ends_L, frame.suffix_ids)):
         if special:
             tokens_BL[:, edge_L], real_L[edge_L] = special[0], False
     position_L = np.arange(L, dtype=np.int32) - np.flatnonzero(begins_L)[doc_L]

@@ -30,7 +30,7 @@ from firth import __version__
 from firth.cli.main import parse_bytes
 from firth.core.console import say, show_table
 from firth.text import Corpus
-from firth.tokens import PackedDataset, RowTemplate, load_tokenizer, open_shards, prepare, train_tokenizer
+from firth.tokens import PackedDataset, SequenceTemplate, load_tokenizer, open_shards, prepare, train_tokenizer
 
 SIDES = ("firth prepare", "encode_batch", "datasets.map")
 LENGTH = 512
@@ -190,7 +190,9 @@ def rows_of(shards: Path) -> list[dict[str, Any]]:
     prepared = open_shards(shards)
     vocab, found = prepared.tokenizer.vocab, []
     framed = (
-        RowTemplate((vocab.cls,), (vocab.sep,)) if vocab.cls is not None and vocab.sep is not None else RowTemplate()
+        SequenceTemplate((vocab.cls,), (vocab.sep,))
+        if vocab.cls is not None and vocab.sep is not None
+        else SequenceTemplate()
     )
     for length in (128, 512):
         for split in ("token", "sentence"):

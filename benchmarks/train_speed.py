@@ -160,7 +160,7 @@ def random_rows(workload: Workload, vocab: Vocabulary, step: int, documents: int
     doc_L = np.arange(L, dtype=np.int32) * documents // L
     begins_L, ends_L = np.diff(doc_L, prepend=-1) > 0, np.diff(doc_L, append=documents) > 0
     tokens_BL, real_L = vocab.non_special_ids[rng.integers(len(vocab.non_special_ids), size=(B, L))], np.ones(L, bool)
-    for edge_L, special in ((begins_L, frame.before), (ends_L, frame.after)):
+    for edge_L, special in ((begins_L, frame.prefix_ids), (ends_L, frame.suffix_ids)):
         if special:
             tokens_BL[:, edge_L], real_L[edge_L] = special[0], False
     position_L = np.arange(L, dtype=np.int32) - np.flatnonzero(begins_L)[doc_L]
@@ -192,11 +192,11 @@ def rows_of(pieces: Sequence[Sequence[int]], length: int, objective: Objective, 
         at = 0
         for d, n in enumerate(some):
             text = vocab.non_special_ids[rng.integers(len(vocab.non_special_ids), size=n)]
-            whole = np.concatenate([frame.before, text, frame.after]).astype(np.int64)
+            whole = np.concatenate([frame.prefix_ids, text, frame.suffix_ids]).astype(np.int64)
             place = slice(at, at + len(whole))
             tokens_BL[b, place], doc_BL[b, place] = whole, d
             position_BL[b, place] = np.arange(len(whole))
-            real_BL[b, at + len(frame.before) : at + len(frame.before) + n] = True
+            real_BL[b, at + len(frame.prefix_ids) : at + len(frame.prefix_ids) + n] = True
             at += len(whole)
     return Rows(tokens_BL, doc_BL, position_BL, real_BL, np.arange(seed * B, (seed + 1) * B))
 
@@ -219,7 +219,7 @@ def single_pieces(lengths: tuple[int, ...], length: int, frame: int) -> list[lis
 def document_batch(workload: Workload, step: int, packed: bool) -> Batch:
     """The documents of a step: as many as fill our rows, or one in each row, padded to the longest."""
     vocab, objective, B = vocabulary(workload.model.vocab_size), workload.objective, workload.rows
-    frame, length = objective.build_template(vocab).num_edge_tokens, workload.length
+    frame, length = objective.build_template(vocab).num_special_tokens(), workload.length
     found = (packed_pieces if packed else single_pieces)(workload.lengths, length, frame)
     pieces = [found[i % len(found)] for i in range(step * B, (step + 1) * B)]
     if not packed:

@@ -20,7 +20,7 @@ from firth.evaluate.likelihood import (
     text_likelihoods,
     word_ends,
 )
-from firth.models import make_text_template
+from firth.models import make_sequence_template
 
 CLASSES = {
     "gpt2": "AutoModelForCausalLM",
@@ -128,7 +128,7 @@ def test_t5_restores_one_word_at_a_time(untrained: Any, saved: Any, sentences: l
 def test_bart_restores_one_word_at_a_time(untrained: Any, saved: Any, sentences: list[str]) -> None:
     model, reference = untrained("bart"), theirs(saved("bart"), "bart")
     vocab, text = model.tokenizer.vocab, " ".join(sentences[0].split()[:6])
-    words, start = words_of(model.tokenizer, text), make_text_template(model.config, vocab).decoder_start_id
+    words, start = words_of(model.tokenizer, text), make_sequence_template(model.config, vocab).decoder_start_id
     wanted = 0.0
     for w, word in enumerate(words):
         before, after = list(chain(*words[:w])), list(chain(*words[w + 1 :]))

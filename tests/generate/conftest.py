@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from firth.models import Model, ModelConfig, get_eos_token_ids, make_model, make_text_template, write_model
+from firth.models import Model, ModelConfig, get_eos_token_ids, make_model, make_sequence_template, write_model
 from firth.models.config import LearnedPosition
 from firth.models.presets import bart, bert, gpt2, llama, t5_v1_1
 from firth.tokens import Tokenizer, train_tokenizer
@@ -62,7 +62,7 @@ def by_transformers(tmp_path: Path) -> Any:
         theirs = kind.from_pretrained(tmp_path)
         ends, frame, width = (
             get_eos_token_ids(model, vocab),
-            make_text_template(model.config, vocab),
+            make_sequence_template(model.config, vocab),
             max(map(len, prompts)),
         )
         blank = [[vocab.pad] * (width - len(ids)) for ids in prompts]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from firth.objectives import OBJECTIVES, Batch, CounterRNG, Objective
-from firth.tokens import Rows, RowTemplate, Vocabulary
+from firth.tokens import Rows, SequenceTemplate, Vocabulary
 
 PAD, END, UNK, CLS, SEP, MASK, BOS = range(7)
 SIGNS = {"C": CLS, "S": SEP, "E": END, "B": BOS}
@@ -78,7 +78,7 @@ def divide(total: int, parts: int, rng: np.random.Generator) -> list[int]:
     return [b - a for a, b in pairwise([0, *edges, total])]
 
 
-def random_rows(layout: Sequence[Sequence[int]], width: int, frame: RowTemplate, seed: int = 0) -> Rows:
+def random_rows(layout: Sequence[Sequence[int]], width: int, frame: SequenceTemplate, seed: int = 0) -> Rows:
     """Rows of documents with so many tokens of random text, three in four of which start a word."""
     rng = np.random.default_rng(seed)
     shape = (len(layout), width)
@@ -90,10 +90,10 @@ def random_rows(layout: Sequence[Sequence[int]], width: int, frame: RowTemplate,
     for b, lengths in enumerate(layout):
         at = 0
         for d, n in enumerate(lengths):
-            first, end = at + len(frame.before), at + n + frame.num_edge_tokens
+            first, end = at + len(frame.prefix_ids), at + n + frame.num_special_tokens()
             inner = slice(first, first + n)
             tokens[b, at:first], tokens[b, inner], tokens[b, first + n : end] = (
-                frame.before, text[b, inner], frame.after,
+                frame.prefix_ids, text[b, inner], frame.suffix_ids,
             )  # fmt: skip
             doc[b, at:end], position[b, at:end], real[b, inner] = d, np.arange(end - at), True
             starts[b, first], ends[b, first + n - 1] = True, True
@@ -135,12 +135,14 @@ def rows_for() -> Callable[..., Rows]:
             objective.build_template(vocabulary()),
         )
         most = min(
-            documents, objective.max_documents(width) or documents, (width - missing) // (frame.num_edge_tokens + 1)
+            documents,
+            objective.max_documents(width) or documents,
+            (width - missing) // (frame.num_special_tokens() + 1),
         )
         layout = []
         for b in range(count):
             docs = 1 + b % most
-            layout.append(divide(width - b % 2 * missing - docs * frame.num_edge_tokens, docs, rng))
+            layout.append(divide(width - b % 2 * missing - docs * frame.num_special_tokens(), docs, rng))
         rows = random_rows(layout, width, frame, seed)
         if objective.row_layout == "packed":
             return rows

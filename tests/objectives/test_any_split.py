@@ -182,13 +182,13 @@ def test_what_holds_for_any_rows(
     vocab = Vocabulary(**(vars(vocab) | {"special_ids": (*range(7), *sorted(sentinels))}))
     frame = objective.build_template(vocab)
     width = max(objective.source_length(data.draw(st.one_of(st.just(64), st.integers(6, 100)), "length")), 6)
-    layout = data.draw(layouts(width, frame.num_edge_tokens, objective.max_documents(width)), "layout")
+    layout = data.draw(layouts(width, frame.num_special_tokens(), objective.max_documents(width)), "layout")
     seed = data.draw(st.integers(0, 2**32), "seed")
     rows = random_rows(layout, width, frame, seed % 1000)
     rows = rows._replace(input_ids=np.where(rows.maskable, rows.input_ids % 600 + 7, rows.input_ids))
     batch = batch_of(objective, rows, vocab, seed, step=2)
 
-    full = random_rows([[width - frame.num_edge_tokens]], width, frame)
+    full = random_rows([[width - frame.num_special_tokens()]], width, frame)
     for a, b in zip(batch, batch_of(objective, full, vocab, seed, step=2), strict=True):
         assert (a is None) == (b is None)
         assert a is None or a.shape[1:] == b.shape[1:], "shapes do not depend on the rows"

@@ -11,10 +11,10 @@ from scipy import stats
 
 from firth.core.errors import UserError
 from firth.objectives import CounterRNG, SalientSpanMasking, SpanMasking, TokenMasking, WholeWordMasking, noise_mask
-from firth.tokens import Rows, RowTemplate
+from firth.tokens import Rows, SequenceTemplate
 
 UNLIKELY = 1e-3  # seeds are fixed: what passes once passes always
-BERT = RowTemplate((3,), (4,))
+BERT = SequenceTemplate((3,), (4,))
 
 
 def draw(rows: int, seed: int = 1) -> CounterRNG:

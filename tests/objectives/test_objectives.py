@@ -35,7 +35,7 @@ from firth.objectives import (
     WholeWordMasking,
     noise_mask,
 )
-from firth.tokens import PackedDataset, Rows, RowTemplate, Shards, Vocabulary
+from firth.tokens import PackedDataset, Rows, SequenceTemplate, Shards, Vocabulary
 
 PAD, END, UNK, CLS, SEP, MASK, BOS = range(7)
 S0, S1 = 999, 998
@@ -76,8 +76,8 @@ def test_clm_across_the_edges_of_documents(picture: Picture, apply: Applier) -> 
 
 
 def test_clm_begins_and_ends_a_document_with_what_the_tokenizer_has(vocabulary: Words_) -> None:
-    assert CLM().build_template(vocabulary(bos=None)) == RowTemplate((END,), (END,), document_edges_only=True)
-    assert CLM().build_template(vocabulary(bos=BOS)) == RowTemplate((BOS,), (END,), document_edges_only=True)
+    assert CLM().build_template(vocabulary(bos=None)) == SequenceTemplate((END,), (END,), document_edges_only=True)
+    assert CLM().build_template(vocabulary(bos=BOS)) == SequenceTemplate((BOS,), (END,), document_edges_only=True)
 
 
 def test_prefix_lm_by_hand(picture: Picture, written: Writer, vocab: Vocabulary) -> None:

@@ -20,7 +20,7 @@ from firth.objectives import (
     SalientSpanCorruption,
     SpanCorruption,
 )
-from firth.tokens import Rows, RowTemplate, Vocabulary
+from firth.tokens import Rows, SequenceTemplate, Vocabulary
 
 PAD, END, UNK, CLS, SEP, MASK, BOS = range(7)
 TEXT = 500  # ids from here on are text, 40,000 of them
@@ -31,17 +31,17 @@ SPECIAL = (PAD, END, UNK, CLS, SEP, MASK, BOS, *sorted(SENTINELS))
 VOCAB = Vocabulary(len(SENTINEL), PAD, UNK, None, END, CLS, SEP, MASK, SENTINELS, SPECIAL)
 
 
-def make_rows(layout: list[list[int]], width: int, frame: RowTemplate) -> Rows:
+def make_rows(layout: list[list[int]], width: int, frame: SequenceTemplate) -> Rows:
     """Rows of documents with so many tokens of text; each token of a batch is another one."""
     shape = (len(layout), width)
     tokens, doc, position = np.full(shape, PAD), np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
     real, word = np.zeros(shape, bool), TEXT
-    before = len(frame.before)
+    before = len(frame.prefix_ids)
     for b, lengths in enumerate(layout):
         at = 0
         for d, n in enumerate(lengths):
-            end = at + n + frame.num_edge_tokens
-            tokens[b, at:end] = [*frame.before, *range(word, word + n), *frame.after]
+            end = at + n + frame.num_special_tokens()
+            tokens[b, at:end] = [*frame.prefix_ids, *range(word, word + n), *frame.suffix_ids]
             doc[b, at:end], position[b, at:end] = d, np.arange(end - at)
             real[b, at + before : at + before + n] = True
             at, word = end, word + n
@@ -62,7 +62,7 @@ def apply(objective: Objective, rows: Rows, seed: int = 1) -> Batch:
 
 # --- span corruption: the figures ---------------------------------------------------------------------------------
 
-T5 = RowTemplate((), (END,))
+T5 = SequenceTemplate((), (END,))
 
 
 def test_the_published_lengths() -> None:

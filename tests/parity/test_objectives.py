@@ -23,7 +23,7 @@ from firth.objectives import (
     WholeWordMasking,
     visibility,
 )
-from firth.tokens import Rows, RowTemplate, Vocabulary
+from firth.tokens import Rows, SequenceTemplate, Vocabulary
 
 transformers = pytest.importorskip("transformers")
 
@@ -48,17 +48,17 @@ def tokenizer() -> Any:
     return made
 
 
-def make_rows(count: int, length: int, frame: RowTemplate, seed: int = 0) -> Rows:
+def make_rows(count: int, length: int, frame: SequenceTemplate, seed: int = 0) -> Rows:
     """Full rows of one document of random text in its frame; some end in padding, up to a quarter of the row."""
     rng = np.random.default_rng(seed)
-    place, before, after = np.arange(length), len(frame.before), len(frame.after)
+    place, before, after = np.arange(length), len(frame.prefix_ids), len(frame.suffix_ids)
     filled = np.where(np.arange(count) % 2, length - rng.integers(0, length // 4, count), length)[:, None]
     real = (place >= before) & (place < filled - after)
     tokens = np.where(real, rng.integers(6, 900, (count, length)), PAD)
     if before:
-        tokens[:, :before] = frame.before
+        tokens[:, :before] = frame.prefix_ids
     if after:
-        tokens[(place >= filled - after) & (place < filled)] = frame.after[0]
+        tokens[(place >= filled - after) & (place < filled)] = frame.suffix_ids[0]
     doc = np.where(place < filled, 0, -1).astype(np.int32)
     starts = real & ((rng.random((count, length)) < 0.6) | (place == before))
     index = np.arange(count)
@@ -170,7 +170,7 @@ def test_whole_words_beside_the_published_collator(tokenizer: Any) -> None:
 
 def test_permutation_lm_beside_the_published_collator(tokenizer: Any) -> None:
     """Beside the one that returns tensors: the one that returns arrays draws spans of up to six tokens."""
-    rows = make_rows(900, 128, RowTemplate())
+    rows = make_rows(900, 128, SequenceTemplate())
     rows = rows._replace(
         input_ids=np.where(rows.maskable, rows.input_ids, 50),
         maskable=np.ones_like(rows.maskable),

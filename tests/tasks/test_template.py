@@ -27,7 +27,7 @@ def test_bert_has_segments() -> None:
     assert sheet.token_type_ids == [0] * 4 + [1] * 4
     assert sheet.target_positions == (0,)
     assert form.build_inputs(A).ids == [ids["cls"], *A, ids["sep"]]
-    assert form.has_token_types
+    assert form.sequence_template.has_token_types
 
 
 def test_roberta_and_bart_have_two_separators_and_no_segments() -> None:
@@ -36,7 +36,7 @@ def test_roberta_and_bart_have_two_separators_and_no_segments() -> None:
         sheet = form.build_inputs(A, B)
         assert sheet.ids == [ids["cls"], *A, ids["sep"], ids["sep"], *B, ids["sep"]]
         assert sheet.target_positions == (asked,)
-        assert not form.has_token_types
+        assert not form.sequence_template.has_token_types
 
 
 def test_xlnet_has_its_class_token_at_the_end() -> None:

@@ -16,7 +16,7 @@ from firth.tokens.dataset import (
     PackedDataset,
     RowPacking,
     Rows,
-    RowTemplate,
+    SequenceTemplate,
     fill_row_gaps,
     hash_uint64,
     pack_documents,
@@ -26,7 +26,7 @@ from firth.tokens.dataset import (
 from firth.tokens.shards import Shards
 
 PAD, CLS, SEP = 0, 1, 2
-BERT = RowTemplate((CLS,), (SEP,))
+BERT = SequenceTemplate((CLS,), (SEP,))
 
 
 class FakeShards(Shards):
@@ -143,7 +143,7 @@ def test_packing_is_kept_beside_the_shards(shards: FakeShards, monkeypatch: pyte
 
 def test_another_packing_is_kept_apart(shards: FakeShards) -> None:
     PackedDataset(shards, 32, BERT, PAD, seed=0)
-    PackedDataset(shards, 32, RowTemplate((), (SEP,)), PAD, seed=0)
+    PackedDataset(shards, 32, SequenceTemplate((), (SEP,)), PAD, seed=0)
     PackedDataset(shards, 32, BERT, PAD, seed=0, max_documents_per_row=2)
     PackedDataset(shards, 64, BERT, PAD, seed=0)
     assert len(list(shards.folder.iterdir())) == 4
@@ -282,12 +282,12 @@ def test_rows_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_frame_at_the_end_only(tmp_path: Path) -> None:
-    source = PackedDataset(FakeShards(tmp_path, [3, 2]), 5, RowTemplate((), (SEP,)), PAD, seed=0, shuffle=False)
+    source = PackedDataset(FakeShards(tmp_path, [3, 2]), 5, SequenceTemplate((), (SEP,)), PAD, seed=0, shuffle=False)
     assert source.get_rows(np.arange(2)).input_ids.tolist() == [[100, 101, 102, SEP, PAD], [103, 104, SEP, PAD, PAD]]
 
 
 def test_a_frame_at_the_edges_of_documents_only(tmp_path: Path) -> None:
-    frame = RowTemplate((CLS,), (SEP,), document_edges_only=True)
+    frame = SequenceTemplate((CLS,), (SEP,), document_edges_only=True)
     source = PackedDataset(FakeShards(tmp_path, [11]), 6, frame, PAD, seed=0, shuffle=False)
     assert source.get_rows(np.arange(3)).input_ids.tolist() == [
         [CLS, 100, 101, 102, 103, PAD],
@@ -297,8 +297,10 @@ def test_a_frame_at_the_edges_of_documents_only(tmp_path: Path) -> None:
     assert source.fill_ratio == pytest.approx(13 / 18)
 
 
-@pytest.mark.parametrize("frame", [RowTemplate(), BERT, RowTemplate((CLS,), (SEP,), document_edges_only=True)])
-def test_every_token_is_read_once_an_epoch(shards: FakeShards, frame: RowTemplate) -> None:
+@pytest.mark.parametrize(
+    "frame", [SequenceTemplate(), BERT, SequenceTemplate((CLS,), (SEP,), document_edges_only=True)]
+)
+def test_every_token_is_read_once_an_epoch(shards: FakeShards, frame: SequenceTemplate) -> None:
     source = PackedDataset(shards, 32, frame, PAD, seed=3)
     for epoch in range(2):
         rows = source.get_rows(epoch * source.num_rows + np.arange(source.num_rows))
@@ -385,8 +387,10 @@ def test_bits_by_hand(make_shards: Make) -> None:
     assert rows.salient.tolist() == [[F, F, T, T, F, F, F, F], [F, F, T, T, F, F, F, F], [F] * 8]
 
 
-@pytest.mark.parametrize("frame", [RowTemplate(), BERT, RowTemplate((CLS,), (SEP,), document_edges_only=True)])
-def test_bits_are_those_of_the_shards(make_shards: Make, frame: RowTemplate) -> None:
+@pytest.mark.parametrize(
+    "frame", [SequenceTemplate(), BERT, SequenceTemplate((CLS,), (SEP,), document_edges_only=True)]
+)
+def test_bits_are_those_of_the_shards(make_shards: Make, frame: SequenceTemplate) -> None:
     random = np.random.default_rng(0)
     documents = [random.integers(1, 15, size=random.integers(1, 9)).tolist() for _ in range(100)]
     size = sum(map(sum, documents))

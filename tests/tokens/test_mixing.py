@@ -14,7 +14,7 @@ from firth.tokens import (
     MixedDataset,
     MixedShards,
     PackedDataset,
-    RowTemplate,
+    SequenceTemplate,
     ShardSet,
     Tokenizer,
     open_shards,
@@ -42,7 +42,7 @@ def shards(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> di
 
 def mixed(shards: dict[str, ShardSet], spec: MixConfig, bits: tuple[str, ...] = ("word_start",)) -> MixedDataset:
     sources = {
-        name: PackedDataset(part.train, 32, RowTemplate((1,), (2,)), 0, seed=7, token_bits=bits)
+        name: PackedDataset(part.train, 32, SequenceTemplate((1,), (2,)), 0, seed=7, token_bits=bits)
         for name, part in shards.items()
     }
     return MixedDataset(sources, spec, seed=3)

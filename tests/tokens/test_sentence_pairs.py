@@ -11,15 +11,16 @@ import pytest
 from firth.core.errors import UserError
 from firth.tokens import sentence_pairs as module
 from firth.tokens import shards as shards_module
-from firth.tokens.dataset import Rows, RowTemplate
+from firth.tokens.dataset import Rows
 from firth.tokens.sentence_pairs import SentencePairDataset, chunk_sentences, count_coin_heads, tokens_to_truncate
 from firth.tokens.shards import Shards
+from firth.tokens.template import SequenceTemplate
 
 Make = Callable[..., Shards]
 FIRST = 100  # the first token of shards made by hand; the others follow
 PAD, CLS, SEP = 0, 1, 2
-BERT = RowTemplate((CLS,), (SEP,), between=(SEP,))
-XLM = RowTemplate((SEP,), (SEP,), between=(SEP, SEP))
+BERT = SequenceTemplate((CLS,), (SEP,), separator_ids=(SEP,))
+XLM = SequenceTemplate((SEP,), (SEP,), separator_ids=(SEP, SEP))
 MANY = 20_000
 
 

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from firth.core.errors import UserError
-from firth.tokens.dataset import Rows, RowTemplate
+from firth.tokens.dataset import Rows
 from firth.tokens.shards import Shards
 from firth.tokens.stream import StreamDataset
+from firth.tokens.template import SequenceTemplate
 
 PAD, BEGIN, END = 0, 1, 2
-PLAIN, FRAMED = RowTemplate(), RowTemplate((BEGIN,), (END,))
+PLAIN, FRAMED = SequenceTemplate(), SequenceTemplate((BEGIN,), (END,))
 Make = Callable[..., Shards]
 
 
@@ -62,14 +63,14 @@ def test_by_hand(make_shards: Make) -> None:
 
 @pytest.mark.parametrize("frame", [PLAIN, FRAMED])
 @pytest.mark.parametrize("num_lanes", [1, 3, 7])
-def test_every_token_once_an_epoch(num_lanes: int, frame: RowTemplate, make_shards: Make) -> None:
+def test_every_token_once_an_epoch(num_lanes: int, frame: SequenceTemplate, make_shards: Make) -> None:
     shards = make_shards([[n] for n in (5, 40, 1, 13, 2, 2, 31, 8)])
     source = StreamDataset(shards, 4, frame, PAD, seed=3, num_streams=num_lanes)
     for number in range(3):
         read = np.concatenate(lanes(source, number))
         text = read[read >= 100]
         assert np.sort(text).tolist() == list(range(100, 100 + shards.num_tokens))
-        assert len(read) - len(text) == 8 * frame.num_edge_tokens
+        assert len(read) - len(text) == 8 * frame.num_special_tokens()
         sizes = [len(lane) for lane in lanes(source, number)]
         assert max(sizes) - min(sizes) <= 1, "all lanes read as much"
 

@@ -28,7 +28,7 @@ from firth.evaluate.likelihood import open_model, resolve_max_length
 from firth.evaluate.logprobs import EVAL_BATCH_TOKENS, get_pad_token_id
 from firth.evaluate.vectors import WordVectors, load_word_vectors, whole_word_vectors
 from firth.generate.decode_state import eval_mode, pad_right, require_tokenizer
-from firth.models import Model, load_model, make_text_template
+from firth.models import Model, load_model, make_sequence_template
 from firth.models.config import BAG_OF_WORDS_FAMILY
 from firth.objectives import Batch
 from firth.static.ngram import is_ngram
@@ -231,7 +231,7 @@ def encode_texts_once(
     """Several words of each text, whose states come from one reading, but for words beyond what can be read."""
     check_layer(model, layer)
     tokenizer = require_tokenizer(model)
-    frame, texts = make_text_template(model.config, tokenizer.vocab), list(by_text)
+    frame, texts = make_sequence_template(model.config, tokenizer.vocab, cls_last=False), list(by_text)
     room, encodings = resolve_max_length(model, 0) - len(frame.prefix_ids) - 1, tokenizer.encode_with_offsets(texts)
     readings = [EmbedInput([*frame.prefix_ids, *encoding.ids[:room], frame.eos_id], 0, 0) for encoding in encodings]
     found: dict[int, np.ndarray] = {}

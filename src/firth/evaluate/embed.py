@@ -20,12 +20,12 @@ from firth.evaluate.likelihood import open_model, resolve_max_length
 from firth.evaluate.logprobs import EVAL_BATCH_TOKENS, get_pad_token_id
 from firth.generate.decode_state import eval_mode, pad_right, require_tokenizer
 from firth.metrics import best_threshold, compute_metrics
-from firth.models import Encoder, EncoderDecoder, Model
+from firth.models import Encoder, EncoderDecoder, Model, make_sequence_template
 from firth.models.config import EmbeddingHead
-from firth.models.model import CLS_LAST_FAMILY, make_pair_template
 from firth.objectives import Batch
 from firth.tasks import Prediction
 from firth.text import Example
+from firth.tokens import SequenceTemplate
 
 Pooling = Literal["auto", "first", "mean", "last"]
 POOLING_MODES = ("auto", "first", "mean", "last")
@@ -53,22 +53,10 @@ class EmbedInput(NamedTuple):
     token_type_ids: list[int] | None = None
 
 
-class EmbedTemplate:
-    """What stands around a text of a model, as its tokenizer in `transformers` has it."""
-
-    def __init__(self, model: Model) -> None:
-        self.before, _, self.after = make_pair_template(model.config, require_tokenizer(model).vocab)
-        self.num_special_tokens, self.has_cls_segment = (
-            len(self.before) + len(self.after),
-            model.config.family == CLS_LAST_FAMILY,
-        )
-
-    def wrap(self, ids: list[int]) -> list[int]:
-        return [*self.before, *ids, *self.after]
-
-    def token_type_ids(self, input_ids: list[int]) -> list[int] | None:
-        """XLNet's [CLS] is of no text; others need not be told."""
-        return [*[0] * (len(input_ids) - 1), 2] if self.has_cls_segment else None
+def apply_template(template: SequenceTemplate, ids: Sequence[int]) -> tuple[list[int], list[int] | None]:
+    """Return a text with its special tokens, and its token types where they are not all 0 (XLNet)."""
+    input_ids, token_type_ids = template.apply(ids)
+    return input_ids, None if template.last_token_type is None else token_type_ids
 
 
 def embed_texts(
@@ -92,14 +80,15 @@ def embed_texts(
     head, tuned = model.config.head, pool == "auto" and layer == -1 and isinstance(model.config.head, EmbeddingHead)
     if pool == "auto":
         pool = head.pool if isinstance(head, EmbeddingHead) else "mean"
-    frame, length = EmbedTemplate(model), resolve_max_length(model, max_seq_length)
-    room = length - frame.num_special_tokens
-    tokenised = require_tokenizer(model).encode_batch(list(texts))
+    tokenizer, length = require_tokenizer(model), resolve_max_length(model, max_seq_length)
+    template = make_sequence_template(model.config, tokenizer.vocab)
+    room = length - template.num_special_tokens()
+    tokenised = tokenizer.encode_batch(list(texts))
     readings = []
     for ids in tokenised:
-        read = frame.wrap(ids[:room])
+        read, token_type_ids = apply_template(template, ids[:room])
         first = {"first": 0, "last": len(read) - 1, "mean": 0}[pool]
-        readings.append(EmbedInput(read, first, len(read) if pool == "mean" else first + 1, frame.token_type_ids(read)))
+        readings.append(EmbedInput(read, first, len(read) if pool == "mean" else first + 1, token_type_ids))
     for said in truncation_messages(sum(len(ids) > room for ids in tokenised), "text", length):
         say(said)
     vectors_ND = mean_hidden_states(model, readings, "head" if tuned else layer, batch_tokens)
@@ -131,18 +120,18 @@ def embed_words_in_texts(
         )
     model = open_model(checkpoint)
     tokenizer = require_tokenizer(model)
-    frame, length = EmbedTemplate(model), resolve_max_length(model, 0)
+    template = make_sequence_template(model.config, tokenizer.vocab)
+    room = resolve_max_length(model, 0) - template.num_special_tokens()
     readings = []
     for text, (begin, end), encoding in zip(texts, spans, tokenizer.encode_with_offsets(texts), strict=True):
         inside = [i for i, (b, e) in enumerate(encoding.offsets) if b < end and e > begin]
         if not inside:
             raise UserError(f"{text[begin:end]!r} in {text[:40]!r} ...: the tokenizer makes no token of this.")
-        room = length - frame.num_special_tokens
         start = max(0, min(inside[0] - room // 2, len(encoding.ids) - room))  # a long text is cut around the word
-        shift = len(frame.before) - start
-        read = frame.wrap(encoding.ids[start : start + room])
-        last = min(inside[-1] + 1 + shift, len(read) - len(frame.after))
-        readings.append(EmbedInput(read, inside[0] + shift, last, frame.token_type_ids(read)))
+        shift = len(template.prefix_ids) - start
+        read, token_type_ids = apply_template(template, encoding.ids[start : start + room])
+        last = min(inside[-1] + 1 + shift, len(read) - len(template.suffix_ids))
+        readings.append(EmbedInput(read, inside[0] + shift, last, token_type_ids))
     return mean_hidden_states(model, readings, layer, batch_tokens)
 
 

@@ -17,7 +17,7 @@ from firth.evaluate.logprobs import EVAL_BATCH_TOKENS, LogprobQuery, TokenLogpro
 from firth.generate.decode_state import check_has_lm_head, require_tokenizer
 from firth.metrics import bits_per_byte
 from firth.metrics import perplexity as as_perplexity
-from firth.models import Model, ModelConfig, load_model, make_text_template
+from firth.models import Model, ModelConfig, load_model, make_sequence_template
 from firth.models.config import ELMoConfig
 from firth.tokens.lexicon import OpenVocabTokenizer
 from firth.train import TrainingConfig, choose_compute
@@ -107,7 +107,7 @@ class Scorer(ABC):
         self.model, self.method, self.batch_tokens = model, method, batch_tokens
         self.tokenizer = require_tokenizer(model)
         self.vocab = self.tokenizer.vocab
-        self.template = make_text_template(model.config, self.vocab)
+        self.template = make_sequence_template(model.config, self.vocab, cls_last=False)
         self.max_length = resolve_max_length(model, max_seq_length)
         self.stride = stride or max(1, self.max_text_tokens // 2)
         if self.max_text_tokens < 1 or not 1 <= self.stride <= self.max_text_tokens:

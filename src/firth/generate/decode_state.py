@@ -25,7 +25,7 @@ from firth.models import (
     ModelConfig,
     Stack,
     get_eos_token_ids,
-    make_text_template,
+    make_sequence_template,
 )
 from firth.models.config import BAG_OF_WORDS_FAMILY, AWDLSTMConfig, ELMoConfig
 from firth.models.kv_cache import KVCache, can_cache
@@ -124,7 +124,7 @@ def decoder_next_logits_fn(model: Model, prompts: Sequence[TokenIds]) -> NextLog
 def encoder_decoder_next_logits_fn(model: EncoderDecoder, prompts: Sequence[TokenIds]) -> NextLogitsFn:
     """An encoder reads the prompt once; the decoder, after its start token, what it has written."""
     start, device = (
-        make_text_template(model.config, require_tokenizer(model).vocab).decoder_start_id,
+        make_sequence_template(model.config, require_tokenizer(model).vocab).decoder_start_id,
         embedding_device(model),
     )
     source, encoded = encode_prompt_batch(model, prompts)
@@ -195,7 +195,7 @@ class CachedDecode:
         self.model, self.prompts = model, prompts
         self.device, self.max_length = embedding_device(model), model.config.max_length
         self.on_gpu = self.device.type == "cuda"
-        start = make_text_template(model.config, require_tokenizer(model).vocab).decoder_start_id
+        start = make_sequence_template(model.config, require_tokenizer(model).vocab).decoder_start_id
         self.decoder_prompts: Sequence[TokenIds] = (
             [[start] for _ in prompts] if isinstance(model, EncoderDecoder) else prompts
         )

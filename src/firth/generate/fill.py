@@ -17,7 +17,7 @@ from firth.generate.decode_state import (
     make_next_logits_fn,
     require_tokenizer,
 )
-from firth.models import EncoderDecoder, Model, make_text_template
+from firth.models import EncoderDecoder, Model, make_sequence_template
 from firth.models.config import ELMoConfig
 from firth.objectives import Batch
 
@@ -110,7 +110,7 @@ def fill_by_reconstruction(model: EncoderDecoder, parts: list[str]) -> list[Blan
     tokenizer, vocab = require_tokenizer(model), require_tokenizer(model).vocab
     if vocab.mask is None:
         raise UserError("The tokenizer lacks a mask token, which filling blanks needs.")
-    frame = make_text_template(model.config, vocab)
+    frame = make_sequence_template(model.config, vocab)
     ids = [
         *frame.prefix_ids,
         *tokenizer.encode(tokenizer.special_tokens["mask"].join(parts), parse_special=True),

@@ -19,7 +19,7 @@ from firth.generate.config import GenerationConfig
 from firth.generate.decode_state import TokenIds, check_can_generate, eval_mode, make_decode_state, require_tokenizer
 from firth.generate.length_budget import INITIAL_NEW_TOKENS, LengthBudget, make_length_budget
 from firth.generate.sampling import LogitsProcessor, TokenSampler
-from firth.models import EncoderDecoder, ForcedTokens, Model, get_forced_tokens, make_text_template
+from firth.models import EncoderDecoder, ForcedTokens, Model, get_forced_tokens, make_sequence_template
 
 NOT_STOPPED = 2**62  # tokens: no text has as many
 DECODE_CHECK_EVERY_STEPS = 16  # places: how often a GPU is asked whether all rows have ended
@@ -200,7 +200,7 @@ def make_logits_processor(
     vocab, prompts = require_tokenizer(model).vocab, budget.prompts
     forced = get_forced_tokens(model, vocab)
     if isinstance(model, EncoderDecoder):
-        prompts = [[make_text_template(model.config, vocab).decoder_start_id]] * len(prompts)
+        prompts = [[make_sequence_template(model.config, vocab).decoder_start_id]] * len(prompts)
     else:
         forced = ForcedTokens(eos=forced.eos)  # a text begins with its prompt
     return LogitsProcessor(

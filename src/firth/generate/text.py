@@ -9,7 +9,7 @@ from firth.core.errors import UserError
 from firth.generate.config import GenerationConfig, make_generation_config
 from firth.generate.decode_state import TokenIds, check_can_generate, require_tokenizer
 from firth.generate.loop import GeneratedSequence, generate_sequences, iterate_decode_steps
-from firth.models import EncoderDecoder, Model, make_text_template
+from firth.models import EncoderDecoder, Model, make_sequence_template
 
 Prompt = str | TokenIds  # a text, or ids in their frame
 REPLACEMENT_CHAR = "\ufffd"  # what the first bytes of a character are shown as
@@ -113,7 +113,7 @@ class PromptText:
 
     def __init__(self, model: Model, ids: TokenIds, stop: Sequence[str], has_special_tokens: bool = False) -> None:
         self.tokenizer, self.stop = require_tokenizer(model), stop
-        frame, answers = make_text_template(model.config, self.tokenizer.vocab), isinstance(model, EncoderDecoder)
+        frame, answers = make_sequence_template(model.config, self.tokenizer.vocab), isinstance(model, EncoderDecoder)
         self.input_ids = (
             ids if has_special_tokens else [*frame.prefix_ids, *ids, *([frame.eos_id] if answers else [])]
         )  # as in pretraining

@@ -42,7 +42,6 @@ from firth.models.model import (
     get_eos_token_ids,
     get_forced_tokens,
     make_model,
-    make_text_template,
 )
 from firth.models.ppmi import ppmi_embeddings, set_token_embeddings, warm_start_embeddings
 from firth.models.presets import FAMILY_DESCRIPTIONS, PRESETS, get_preset, is_preset
@@ -50,6 +49,7 @@ from firth.models.resize_vocab import grow_vocabulary
 from firth.models.scalar_mix import ScalarMix
 from firth.models.sizes import flops_per_token
 from firth.models.task_heads import head_for_task, with_classification_head
+from firth.models.template import make_sequence_template
 
 __all__ = [
     "FAMILY_DESCRIPTIONS",
@@ -94,7 +94,7 @@ __all__ = [
     "load_model",
     "load_weights",
     "make_model",
-    "make_text_template",
+    "make_sequence_template",
     "ppmi_embeddings",
     "read_config",
     "read_tensors",

@@ -47,6 +47,7 @@ from firth.models.recurrent import Seq2SeqDecoder as RecurrentWriter
 from firth.models.recurrent import Seq2SeqEncoder as RecurrentReader
 from firth.models.recurrent.lstm import make_bilstm_stack
 from firth.models.task_heads import TASK_HEAD_MODULES, AuxiliaryLMHeadModule, MultipleChoiceHeadModule, TaskHeadModule
+from firth.models.template import make_sequence_template
 from firth.models.two_stream import TwoStream
 from firth.tokens.lexicon import to_open_vocab
 
@@ -88,7 +89,7 @@ class Model(nn.Module):
     objective: dict[str, Any] | None = None  # a note on what it was pretrained with, which its checkpoints keep
     forced_tokens: ForcedTokens | None = None  # as its checkpoint says; None: as its family has it
     eos_token_ids: tuple[int, ...] | None = (
-        None  # what ends its texts, where its checkpoint lists that; None: see `make_text_template`
+        None  # what ends its texts, where its checkpoint lists that; None: see `make_sequence_template`
     )
 
     def __init__(self, config: ModelConfig) -> None:
@@ -566,7 +567,9 @@ class EncoderDecoder(Model):
         vocab = self.tokenizer.vocab if self.tokenizer is not None else None
         if vocab is None and self.config.adds_bos:
             raise UserError("Without its tokenizer this model does not know how an answer begins: load one.")
-        pad, start = (0, 0) if vocab is None else (vocab.pad, make_text_template(self.config, vocab).decoder_start_id)
+        pad, start = (
+            (0, 0) if vocab is None else (vocab.pad, make_sequence_template(self.config, vocab).decoder_start_id)
+        )
         return F.pad(labels.masked_fill(labels == LABEL_IGNORE_INDEX, pad), (1, -1), value=start)
 
 
@@ -596,43 +599,12 @@ def get_forced_tokens(model: Model, vocab: Ids) -> ForcedTokens:
     if model.forced_tokens is not None:
         return model.forced_tokens
     framed = model.config.adds_bos and model.config.architecture == "encoder-decoder"
-    return ForcedTokens(eos=make_text_template(model.config, vocab).eos_id) if framed else ForcedTokens()
+    return ForcedTokens(eos=make_sequence_template(model.config, vocab).eos_id) if framed else ForcedTokens()
 
 
 def get_eos_token_ids(model: Model, vocab: Ids) -> tuple[int, ...]:
     """The tokens each of which ends a text that this model writes: those that its checkpoint lists, or its frame's."""
-    return model.eos_token_ids or (make_text_template(model.config, vocab).eos_id,)
-
-
-class TextTemplate(NamedTuple):
-    """What stands around a text as a model reads it; `end` is also what ends a text that it learns to write."""
-
-    prefix_ids: tuple[int, ...]
-    eos_id: int
-    decoder_start_id: int  # what a decoder that reads an encoder begins with
-
-
-def make_text_template(config: ModelConfig, vocab: Ids) -> TextTemplate:
-    """The frame of a text for this model: that of the objectives that its shape is trained with."""
-    framed = config.adds_bos or config.architecture == "encoder"
-    end = vocab.sep if framed else vocab.eos
-    first = {"encoder": vocab.cls, "decoder": vocab.eos if vocab.bos is None else vocab.bos}
-    before = vocab.cls if framed else first.get(config.architecture)
-    if end is None or (framed and before is None):
-        wanted = "[CLS] and [SEP]" if framed else "end"
-        raise UserError(f"The tokenizer of this model has no {wanted} token.")
-    return TextTemplate(() if before is None else (before,), end, end if framed else vocab.pad)
-
-
-DOUBLE_SEP_FAMILIES = ("roberta", "xlm-roberta", "afriberta", "bart")  # two separators stand between two texts of these
-CLS_LAST_FAMILY = "xlnet"  # has its [CLS] at the end
-
-
-def make_pair_template(config: ModelConfig, vocab: Ids) -> tuple[tuple[int, ...], ...]:
-    """What stands before, between and after one text or two, as a model reads them."""
-    before, end, _ = make_text_template(config, vocab)
-    between = (end,) * (2 if config.family in DOUBLE_SEP_FAMILIES else 1)
-    return ((), between, (end, *before)) if config.family == CLS_LAST_FAMILY else (before, between, (end,))
+    return model.eos_token_ids or (make_sequence_template(model.config, vocab).eos_id,)
 
 
 def last_token_index(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ from firth.objectives import corruption, noise_mask, visibility
 from firth.objectives.batch import IGNORE_INDEX, Batch
 from firth.objectives.counter_rng import CounterRNG
 from firth.objectives.noise_mask import SalientSpanMasking, SpanMasking, TokenMasking, WholeWordMasking
-from firth.tokens import Rows, RowTemplate, Vocabulary
+from firth.tokens import Rows, SequenceTemplate, Vocabulary
 
 RowLayout = Literal["packed", "next", "order", "sides"]
 MaskingScheme = TokenMasking | WholeWordMasking | SpanMasking | SalientSpanMasking
@@ -46,7 +46,7 @@ class ObjectiveBase:
         """Refuse a tokenizer, or rows of a length, that it cannot work with."""
         self.build_template(vocab)
 
-    def build_template(self, vocab: Vocabulary) -> RowTemplate:
+    def build_template(self, vocab: Vocabulary) -> SequenceTemplate:
         raise NotImplementedError
 
     def expected_rates(self) -> dict[str, float]:
@@ -65,20 +65,20 @@ def causal_labels(tokens_BL: np.ndarray, doc_BL: np.ndarray) -> np.ndarray:
     return labels
 
 
-def build_text_template(vocab: Vocabulary, objective: str) -> RowTemplate:
+def build_text_template(vocab: Vocabulary, objective: str) -> SequenceTemplate:
     end = require_special_token(vocab.eos, "an end-of-text token", objective)
-    return RowTemplate((end if vocab.bos is None else vocab.bos,), (end,), document_edges_only=True)
+    return SequenceTemplate((end if vocab.bos is None else vocab.bos,), (end,), document_edges_only=True)
 
 
-def build_pair_template(vocab: Vocabulary, objective: str) -> RowTemplate:
+def build_pair_template(vocab: Vocabulary, objective: str) -> SequenceTemplate:
     sep = require_special_token(vocab.sep, "[SEP]", objective)
-    return RowTemplate((require_special_token(vocab.cls, "[CLS]", objective),), (sep,), between=(sep,))
+    return SequenceTemplate((require_special_token(vocab.cls, "[CLS]", objective),), (sep,), separator_ids=(sep,))
 
 
-def build_sentinel_template(vocab: Vocabulary) -> RowTemplate:
+def build_sentinel_template(vocab: Vocabulary) -> SequenceTemplate:
     if not vocab.sentinel_ids:
         raise UserError("Span corruption needs sentinel tokens (<extra_id_0> ...): take a unigram tokenizer.")
-    return RowTemplate((), (require_special_token(vocab.eos, "an end token", "span corruption"),))
+    return SequenceTemplate((), (require_special_token(vocab.eos, "an end token", "span corruption"),))
 
 
 def require_special_token(token_id: int | None, token_name: str, objective: str) -> int:
@@ -127,7 +127,7 @@ class CLM(ObjectiveBase):
     across_documents: bool = False
     architectures = ("decoder",)
 
-    def build_template(self, vocab: Vocabulary) -> RowTemplate:
+    def build_template(self, vocab: Vocabulary) -> SequenceTemplate:
         return build_text_template(vocab, "CLM")
 
     def __call__(self, rows: Rows, rng: CounterRNG, vocab: Vocabulary) -> Batch:
@@ -144,7 +144,7 @@ class PrefixLM(ObjectiveBase):
 
     architectures = ("decoder",)
 
-    def build_template(self, vocab: Vocabulary) -> RowTemplate:
+    def build_template(self, vocab: Vocabulary) -> SequenceTemplate:
         return build_text_template(vocab, "the prefix LM")
 
     def __call__(self, rows: Rows, rng: CounterRNG, vocab: Vocabulary) -> Batch:
@@ -164,7 +164,7 @@ class PrefixLM(ObjectiveBase):
 class BiLM(ObjectiveBase):
     """Each token is asked of those before it, and again of those after it (ELMo, section 3.1)."""
 
-    def build_template(self, vocab: Vocabulary) -> RowTemplate:
+    def build_template(self, vocab: Vocabulary) -> SequenceTemplate:
         return build_pair_template(vocab, "biLM")
 
     def __call__(self, rows: Rows, rng: CounterRNG, vocab: Vocabulary) -> Batch:
@@ -187,8 +187,8 @@ class EncoderDecoderLM(ObjectiveBase):
 
     architectures = ("encoder-decoder",)
 
-    def build_template(self, vocab: Vocabulary) -> RowTemplate:
-        return RowTemplate((), (require_special_token(vocab.eos, "an end token", "the encoder-decoder LM"),))
+    def build_template(self, vocab: Vocabulary) -> SequenceTemplate:
+        return SequenceTemplate((), (require_special_token(vocab.eos, "an end token", "the encoder-decoder LM"),))
 
     def __call__(self, rows: Rows, rng: CounterRNG, vocab: Vocabulary) -> Batch:
         return corruption.split_prefix_batch(rows, visibility.sample_prefix_lengths(rows.document_ids, rng), vocab)
@@ -210,7 +210,7 @@ class PermutationLM(ObjectiveBase):
         if self.max_span_length < 1:
             raise UserError(f"objective.max_span_length is {self.max_span_length}, and must be at least 1.")
 
-    def build_template(self, vocab: Vocabulary) -> RowTemplate:
+    def build_template(self, vocab: Vocabulary) -> SequenceTemplate:
         return build_pair_template(vocab, "the permutation LM")
 
     def check(self, vocab: Vocabulary, source_length: int) -> None:
@@ -287,7 +287,7 @@ class MLM(ObjectiveBase):
         parts = {"boundary": ("boundary",), "replaced": ("generator",)}.get(self.targets, ())
         return parts + (("pair",) if self.pair in ("next", "order") else ())
 
-    def build_template(self, vocab: Vocabulary) -> RowTemplate:
+    def build_template(self, vocab: Vocabulary) -> SequenceTemplate:
         require_special_token(vocab.mask, "a mask token", "MLM")
         return build_pair_template(vocab, "MLM")
 
@@ -370,7 +370,7 @@ class SpanCorruption(ObjectiveBase):
         if not self.mean_span >= 1:
             raise UserError(f"objective.mean_span is {self.mean_span}, and must be at least 1.")
 
-    def build_template(self, vocab: Vocabulary) -> RowTemplate:
+    def build_template(self, vocab: Vocabulary) -> SequenceTemplate:
         return build_sentinel_template(vocab)
 
     def check(self, vocab: Vocabulary, source_length: int) -> None:
@@ -463,7 +463,7 @@ class SalientSpanCorruption(ObjectiveBase):
     def __post_init__(self) -> None:
         check_objective_rate("objective.rate", self.rate)
 
-    def build_template(self, vocab: Vocabulary) -> RowTemplate:
+    def build_template(self, vocab: Vocabulary) -> SequenceTemplate:
         return build_sentinel_template(vocab)
 
     def check(self, vocab: Vocabulary, source_length: int) -> None:
@@ -519,7 +519,7 @@ class BARTDenoising(ObjectiveBase):
     def token_flags(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("sentence_end",) if self.permute else ()
 
-    def build_template(self, vocab: Vocabulary) -> RowTemplate:
+    def build_template(self, vocab: Vocabulary) -> SequenceTemplate:
         require_special_token(vocab.mask, "a mask token", "BART")
         return build_pair_template(vocab, "BART")
 
@@ -640,7 +640,7 @@ class Mixture:
             part.objective.check(vocab, source_length)
         self.build_template(vocab)
 
-    def build_template(self, vocab: Vocabulary) -> RowTemplate:
+    def build_template(self, vocab: Vocabulary) -> SequenceTemplate:
         frames = {part.objective.build_template(vocab) for part in self.parts}
         if len(frames) > 1:
             raise UserError(

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from firth.core.errors import UserError
-from firth.models import ModelConfig, make_text_template
+from firth.models import ModelConfig, make_sequence_template
 from firth.tokens import Tokenizer
 
 CHAT_TEMPLATE_KEY = "chat_template"  # in tokenizer_config.json
@@ -37,7 +37,7 @@ def build_chat_template(tokenizer: Tokenizer, config: ModelConfig) -> str:
 
     A decoder ends every answer. An encoder-decoder reads the turns as one text, and its answer is the decoder's.
     """
-    frame = make_text_template(config, tokenizer.vocab)
+    frame = make_sequence_template(config, tokenizer.vocab)
     *before_it, end = (str(tokenizer.backend.id_to_token(i)) for i in (*frame.prefix_ids, frame.eos_id))
     before = "".join(before_it)
     if config.architecture == "encoder-decoder":

@@ -15,15 +15,14 @@ from firth.core.errors import UserError
 from firth.core.files import write_json
 from firth.metrics import compute_metrics
 from firth.metrics.pairs import retrieval_ranks, scores_from_ranks
-from firth.models import EmbeddingHead, Head, Model, ModelConfig, head_for_task, hf_model_type
-from firth.models.model import make_pair_template
+from firth.models import EmbeddingHead, Head, Model, ModelConfig, head_for_task, hf_model_type, make_sequence_template
 from firth.objectives import Batch
 from firth.tasks.head_task import Array, EncodedExample, HeadTask, PackedBatch, gather_answer_logits
 from firth.tasks.task import Prediction
 from firth.tasks.template import EncodedSequence
 from firth.text import Example
 from firth.tokens import Tokenizer
-from firth.tokens.template import TEXT_A, with_sequence_template
+from firth.tokens.template import with_template
 from firth.train import ComputeConfig
 
 POSITIVE_SCORE_SHARE = 0.8  # a pair with a score means the same from this share of the highest score on: 4 of STS-B's 5
@@ -47,7 +46,7 @@ class EmbeddingTask(HeadTask):
         super().__init__(
             tokenizer, config, max_length, is_training=False
         )  # texts stand in their own frame: no token is added
-        self.prefix_ids, _, self.suffix_ids = make_pair_template(config, tokenizer.vocab)
+        self.sequence_template = make_sequence_template(config, tokenizer.vocab)
         self.pool = self.head_config(config).pool
 
     def head_config(self, config: ModelConfig) -> EmbeddingHead:
@@ -63,16 +62,13 @@ class EmbeddingTask(HeadTask):
 
     def build_inputs(self, ids: list[int]) -> EncodedSequence:
         """A text in its frame, cut where it is too long."""
-        room = self.template.max_length - len(self.prefix_ids) - len(self.suffix_ids)
-        self.template.num_truncated += len(ids) > room
-        read = [*self.prefix_ids, *ids[:room], *self.suffix_ids]
-        segment = [0] * len(read)
-        if self.template.has_cls_token_type:
-            segment[-1] = 2
-        return EncodedSequence(read, segment, (len(read) - 1 if self.pool == "last" else 0,))
+        max_text_tokens = self.template.max_length - self.sequence_template.num_special_tokens()
+        self.template.num_truncated += len(ids) > max_text_tokens
+        input_ids, token_type_ids = self.sequence_template.apply(ids[:max_text_tokens])
+        return EncodedSequence(input_ids, token_type_ids, (len(input_ids) - 1 if self.pool == "last" else 0,))
 
     def templated_tokenizer(self) -> Tokenizer:
-        return with_sequence_template(self.tokenizer, [self.build_inputs([TEXT_A])], self.template.has_cls_token_type)
+        return with_template(self.tokenizer, self.sequence_template, pairs=False)
 
     def collate(self, items: Sequence[EncodedExample]) -> Batch:
         laid = self.pack_items(items)

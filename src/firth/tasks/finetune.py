@@ -30,7 +30,7 @@ from firth.models import (
     grow_vocabulary,
     load_model,
     make_model,
-    make_text_template,
+    make_sequence_template,
     read_config,
     write_model,
 )
@@ -562,7 +562,7 @@ def build_seed_model(job: FinetuneJob, seed: int) -> Model:
             reset_head(model)
     model.tokenizer = task.tokenizer
     if model.eos_token_ids is not None and isinstance(wanted.head, LMHead):
-        learned = make_text_template(wanted, task.tokenizer.vocab).eos_id
+        learned = make_sequence_template(wanted, task.tokenizer.vocab).eos_id
         model.eos_token_ids += () if learned in model.eos_token_ids else (learned,)
     grow_vocabulary(model, max(config.vocab_size, task.tokenizer.vocab.size))
     if recipe.lora is not None:

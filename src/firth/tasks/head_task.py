@@ -25,7 +25,7 @@ from firth.tasks.template import DELIMITER_TOKEN, EXTRACT_TOKEN, EncodedSequence
 from firth.text import Example
 from firth.tokens import Tokenizer
 from firth.tokens.lexicon import to_open_vocab
-from firth.tokens.template import TEXT_A, TEXT_B, with_sequence_template
+from firth.tokens.template import with_template
 from firth.train import ComputeConfig
 
 Array = np.ndarray
@@ -118,11 +118,7 @@ class HeadTask:
         return replace(config, head=head, extras=())
 
     def templated_tokenizer(self) -> Tokenizer:
-        return with_sequence_template(
-            self.tokenizer,
-            [self.template.build_inputs([TEXT_A]), self.template.build_inputs([TEXT_A], [TEXT_B])],
-            self.template.has_token_types,
-        )
+        return with_template(self.tokenizer, self.template.sequence_template)
 
     def metadata(self) -> dict[str, Any]:
         labels = {"labels": list(self.labels)} if self.labels else {}
@@ -147,7 +143,7 @@ class HeadTask:
         tokens_BT = packing.scatter(np.concatenate([sheet.ids for sheet in sheets]), self.tokenizer.vocab.pad)
         segment_BT = (
             packing.scatter(np.concatenate([s.token_type_ids for s in sheets]), 0)
-            if self.template.has_token_types
+            if self.template.sequence_template.has_token_types
             else None
         )
         count_N = np.array([len(sheet.target_positions) for sheet in sheets])
@@ -174,7 +170,7 @@ class HeadTask:
     def add_decoder_inputs(self, batch: Batch) -> Batch:
         """The decoder reads the same texts, one place later."""
         later_BT = np.roll(batch.input_ids, 1, 1)
-        later_BT[batch.position_ids == 0] = self.template.decoder_start_id
+        later_BT[batch.position_ids == 0] = self.template.sequence_template.decoder_start_id
         return batch._replace(
             decoder_input_ids=later_BT, decoder_document_ids=batch.document_ids, decoder_position_ids=batch.position_ids
         )

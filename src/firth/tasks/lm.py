@@ -14,7 +14,7 @@ from tokenizers import Encoding
 from firth.core.console import format_count, progress
 from firth.core.errors import UserError
 from firth.metrics import compute_metrics
-from firth.models import Model, ModelConfig, head_for_task, make_text_template
+from firth.models import Model, ModelConfig, head_for_task, make_sequence_template
 from firth.objectives import Batch
 from firth.tasks.chat import ASSISTANT_ROLE, AssistantSpan, ChatMessages, ChatTemplate, add_chat_template
 from firth.tasks.seq2seq_batch import (
@@ -75,7 +75,7 @@ class LanguageModelingTask:
         check_task_can_generate(self.name, config)
         self.tokenizer = add_chat_template(tokenizer, config, roles) if roles else tokenizer
         self.roles, self.is_decoder = tuple(roles), config.architecture == "decoder"
-        self.template, self.pad_id = make_text_template(config, tokenizer.vocab), tokenizer.vocab.pad
+        self.template, self.pad_id = make_sequence_template(config, tokenizer.vocab), tokenizer.vocab.pad
         self.max_length = min(answer_config.max_seq_length, config.max_length or answer_config.max_seq_length)
         self.answer_tokenizer = TruncatingTokenizer(tokenizer, config, answer_config.max_target_length)
         self.answer_config, self.num_truncated, self.num_special_lookalikes, self.num_changed_answers = (

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from firth.generate.decode_state import require_tokenizer
-from firth.models import Model, ModelConfig, make_text_template
+from firth.models import Model, ModelConfig, make_sequence_template
 from firth.tasks.chat import ChatTemplate
 from firth.tasks.registry import make_task, resolve_answer_mode
 from firth.tasks.text_labels import TASK_PROMPTS
@@ -55,5 +55,5 @@ def encode_chat_prompt(model: Model, text: str) -> list[int]:
     ids = tokenizer.encode(
         ChatTemplate(tokenizer).render([("user", text)], add_generation_prompt=True), parse_special=True
     )
-    end = make_text_template(model.config, tokenizer.vocab).eos_id
+    end = make_sequence_template(model.config, tokenizer.vocab).eos_id
     return [*ids, end] if model.config.architecture == "encoder-decoder" and ids[-1:] != [end] else ids

@@ -124,7 +124,7 @@ class WordInContextTask(RelationTask):
             kept.append(ids[begin : len(ids) - less + begin])
             starts.append(place - begin)
         sheet = self.template.build_inputs(*kept)
-        starts[1] += len(kept[0]) + len(self.template.separator_ids)
+        starts[1] += len(kept[0]) + len(self.template.sequence_template.separator_ids)
         return self.with_target_positions(sheet, starts)
 
 

@@ -104,7 +104,7 @@ class SpanQATask(HeadTask):
         longest = min(MAX_QUESTION_TOKENS, room // 2)
         self.num_truncated_questions += len(question_ids) > longest
         question_ids = question_ids[:longest]
-        begins = self.template.text_start + len(question_ids) + len(self.template.separator_ids)
+        begins = self.template.text_start + len(question_ids) + len(self.template.sequence_template.separator_ids)
         parts = tuple(
             ContextWindow(first, size, begins)
             for first, size in split_context_windows(len(encoding.ids), room - len(question_ids))

@@ -110,8 +110,8 @@ class TaggingTask(HeadTask):
         for first, end in spans:
             for i in range(first, end):
                 word = words[i]
-                before = self.marker_ids if i == first and not self.template.has_token_types else []
-                after = self.marker_ids if i == end - 1 and not self.template.has_token_types else []
+                before = self.marker_ids if i == first and not self.template.sequence_template.has_token_types else []
+                after = self.marker_ids if i == end - 1 and not self.template.sequence_template.has_token_types else []
                 words[i] = TokenizedWord([*before, *word.token_ids, *after], word.target_index + len(before), 1)
         return words
 

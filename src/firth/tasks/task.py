@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from firth.core.console import truncation_messages
-from firth.models import Model, ModelConfig, make_text_template
+from firth.models import Model, ModelConfig, make_sequence_template
 from firth.objectives import Batch
 from firth.text import Example
 from firth.tokens import Tokenizer
@@ -73,7 +73,7 @@ class TruncatingTokenizer:
     ) -> None:
         self.tokenizer, self.num_truncated = tokenizer, 0
         self.max_length = min(max_length, config.max_length or max_length)
-        frame = make_text_template(config, tokenizer.vocab)
+        frame = make_sequence_template(config, tokenizer.vocab)
         self.prefix_ids, self.end_id = (
             frame.prefix_ids if prefix_ids is None else prefix_ids,
             frame.eos_id if end_id is None else end_id,

@@ -13,7 +13,7 @@ from firth.core.console import progress
 from firth.core.errors import UserError
 from firth.generate import GenerationConfig, generate_ids
 from firth.metrics import compute_metrics
-from firth.models import Model, ModelConfig, head_for_task, make_text_template
+from firth.models import Model, ModelConfig, head_for_task, make_sequence_template
 from firth.objectives import Batch
 from firth.tasks.seq2seq_batch import (
     DecoderExample,
@@ -23,10 +23,10 @@ from firth.tasks.seq2seq_batch import (
     score_answers,
 )
 from firth.tasks.task import Prediction, TruncatingTokenizer, batch_indices_by_length
-from firth.tasks.template import DELIMITER_TOKEN, EncodedSequence
+from firth.tasks.template import DELIMITER_TOKEN
 from firth.text import Example
 from firth.tokens import Tokenizer
-from firth.tokens.template import TEXT_A, with_sequence_template
+from firth.tokens.template import SequenceTemplate, with_template
 from firth.train import ComputeConfig
 
 DEFAULT_SOURCE_TOKENS, DEFAULT_TARGET_TOKENS = 512, 32  # tokens, where nothing is said
@@ -88,7 +88,7 @@ class TextToTextTask:
         check_task_can_generate(self.name, config)
         self.is_decoder, self.decoder_start_id = (
             config.architecture == "decoder",
-            make_text_template(config, tokenizer.vocab).decoder_start_id,
+            make_sequence_template(config, tokenizer.vocab).decoder_start_id,
         )
         if self.is_decoder and is_training:
             tokenizer = tokenizer.with_special_tokens((DELIMITER_TOKEN,))
@@ -141,12 +141,9 @@ class TextToTextTask:
         return replace(config, head=head_for_task(config, "text-to-text"))
 
     def templated_tokenizer(self) -> Tokenizer:
-        ids = [
-            *self.source_tokenizer.prefix_ids,
-            TEXT_A,
-            *([self.source_tokenizer.end_id] if self.has_delimiter else []),
-        ]
-        return with_sequence_template(self.tokenizer, [EncodedSequence(ids, [0] * len(ids), ())], False)
+        source = self.source_tokenizer
+        template = SequenceTemplate(source.prefix_ids, (source.end_id,) if self.has_delimiter else ())
+        return with_template(self.tokenizer, template, pairs=False)
 
     def metadata(self) -> dict[str, Any]:
         return {"task": self.name, "answer": "words", **vars(self.answer_config)}

@@ -2,12 +2,13 @@
 
 from firth.tokens.builders import TOKENIZER_KINDS
 from firth.tokens.characters import WordCharIds, encode_word_chars
-from firth.tokens.dataset import PackedDataset, RowDataset, Rows, RowTemplate
+from firth.tokens.dataset import PackedDataset, RowDataset, Rows
 from firth.tokens.mixing import MixConfig, MixedDataset, MixedShards
 from firth.tokens.prepare import prepare
 from firth.tokens.sentence_pairs import SentencePairDataset
 from firth.tokens.shards import Shards, ShardSet, is_shards_folder, open_shards
 from firth.tokens.stream import StreamDataset
+from firth.tokens.template import SequenceTemplate
 from firth.tokens.tokenizer import Tokenizer, Vocabulary, load_tokenizer
 from firth.tokens.train import retrain_tokenizer, tokenizer_from_words, train_tokenizer
 
@@ -18,9 +19,9 @@ __all__ = [
     "MixedShards",
     "PackedDataset",
     "RowDataset",
-    "RowTemplate",
     "Rows",
     "SentencePairDataset",
+    "SequenceTemplate",
     "ShardSet",
     "Shards",
     "StreamDataset",

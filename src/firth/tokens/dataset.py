@@ -9,7 +9,6 @@ import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -19,29 +18,12 @@ from firth.core.console import format_count, say
 from firth.core.errors import UserError
 from firth.core.files import atomic_folder, find_corruption
 from firth.tokens.shards import Shards
+from firth.tokens.template import SequenceTemplate
 
 # --- packing ------------------------------------------------------------------------------------------------------
 
 MAX_PADDING_SHARE = 0.01
 MIN_GAP_TOKENS = 32  # tokens of text that are worth cutting a document for
-
-
-@dataclass(frozen=True)
-class RowTemplate:
-    """Special tokens put around each piece of a document: [CLS] and [SEP] for BERT, nothing and </s> for T5.
-
-    `document_edges_only`: only where a document really begins and ends (GPT-2), not where it was cut; a piece that was cut
-    leaves their places free. `between` stands between the two texts of a pair.
-    """
-
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
-    document_edges_only: bool = False
-    between: tuple[int, ...] = ()
-
-    @property
-    def num_edge_tokens(self) -> int:
-        return len(self.before) + len(self.after)
 
 
 class RowPacking(NamedTuple):
@@ -455,7 +437,7 @@ class RowDataset:
         self,
         shards: Shards,
         row_length: int,
-        template: RowTemplate,
+        template: SequenceTemplate,
         pad_id: int,
         seed: int,
         shuffle: bool = True,
@@ -493,7 +475,7 @@ class PackedDataset(RowDataset):
         self,
         shards: Shards,
         row_length: int,
-        template: RowTemplate,
+        template: SequenceTemplate,
         pad_id: int,
         seed: int,
         max_documents_per_row: int | None = None,
@@ -502,15 +484,17 @@ class PackedDataset(RowDataset):
         token_bits: tuple[str, ...] = (),
         split_at: str = "token",
     ) -> None:
-        if row_length <= template.num_edge_tokens:
+        if row_length <= template.num_special_tokens():
             raise UserError(f"A row of {row_length} tokens has no room for text. Choose a longer --max-seq-length.")
         super().__init__(shards, row_length, template, pad_id, seed, shuffle, allow_short, token_bits)
-        self.packing = cached_packing(shards, row_length, template.num_edge_tokens, max_documents_per_row, split_at)
+        self.packing = cached_packing(
+            shards, row_length, template.num_special_tokens(), max_documents_per_row, split_at
+        )
         self.num_rows = self.packing.num_rows
         start_P, end_P = self.packing.piece_start, self.packing.piece_start + self.packing.piece_length
         frames = (
-            len(template.before) * self._has_template_at(start_P).sum()
-            + len(template.after) * self._has_template_at(end_P).sum()
+            len(template.prefix_ids) * self._has_template_at(start_P).sum()
+            + len(template.suffix_ids) * self._has_template_at(end_P).sum()
         )
         self.fill_ratio = (shards.num_tokens + int(frames)) / (self.num_rows * row_length)
 
@@ -529,7 +513,7 @@ class PackedDataset(RowDataset):
         start_P = self.packing.piece_start[piece_P]
         length_P = self.packing.piece_length[piece_P].astype(np.int64)
         opens_P, closes_P = self._has_template_at(start_P), self._has_template_at(start_P + length_P)
-        before, after = self.template.before, self.template.after
+        before, after = self.template.prefix_ids, self.template.suffix_ids
         line = PieceLayout(self.shards, start_P, length_P, len(before) * opens_P, len(after) * closes_P)
         line.write_special_tokens(line.begin_P[opens_P], before)
         line.write_special_tokens(line.text_last_P[closes_P] + 1, after)

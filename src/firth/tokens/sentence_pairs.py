@@ -16,12 +16,12 @@ from firth.tokens.dataset import (
     PieceLayout,
     RowDataset,
     Rows,
-    RowTemplate,
     hash_uint64,
     load_or_compute_arrays,
     ragged_arange,
 )
 from firth.tokens.shards import Shards
+from firth.tokens.template import SequenceTemplate
 
 PAIR_TASKS = {"next": "Next-sentence prediction", "order": "Sentence-order prediction"}
 
@@ -103,7 +103,7 @@ def count_coin_heads(keys: np.ndarray, num_tosses: np.ndarray) -> np.ndarray:
 
 
 class SentencePairDataset(RowDataset):
-    """Rows of two texts A and B: `template.before` A `template.separator_ids` B `template.after`. What is too long is cut.
+    """Rows of two texts A and B: `template.prefix_ids` A `template.separator_ids` B `template.suffix_ids`. What is too long is cut.
 
     - "next" (BERT, section 3.1): the two parts of a chunk, cut at a random end of a sentence; in half of the rows B
       comes from a random sentence of another document instead.
@@ -117,7 +117,7 @@ class SentencePairDataset(RowDataset):
         self,
         shards: Shards,
         row_length: int,
-        template: RowTemplate,
+        template: SequenceTemplate,
         pad_id: int,
         seed: int,
         pair_task: str,
@@ -126,7 +126,7 @@ class SentencePairDataset(RowDataset):
         token_bits: tuple[str, ...] = (),
     ) -> None:
         assert pair_task in (*PAIR_TASKS, "sides"), pair_task
-        around = template.num_edge_tokens + len(template.between)
+        around = template.num_special_tokens(2)
         if row_length < around + 2:
             raise UserError(
                 f"A row of {row_length} tokens has no room for two texts. Choose a longer --max-seq-length."
@@ -260,12 +260,13 @@ class SentencePairDataset(RowDataset):
     ) -> Rows:
         frame, size = self.template, len(index_B)
         before_P, after_P = (
-            np.tile(counts, size) for counts in ((len(frame.before), 0), (len(frame.between), len(frame.after)))
+            np.tile(counts, size)
+            for counts in ((len(frame.prefix_ids), 0), (len(frame.separator_ids), len(frame.suffix_ids)))
         )
         line = PieceLayout(self.shards, start_B2.ravel(), length_B2.ravel(), before_P, after_P)
-        line.write_special_tokens(line.begin_P[::2], frame.before)
-        line.write_special_tokens(line.text_last_P[::2] + 1, frame.between)
-        line.write_special_tokens(line.text_last_P[1::2] + 1, frame.after)
+        line.write_special_tokens(line.begin_P[::2], frame.prefix_ids)
+        line.write_special_tokens(line.text_last_P[::2] + 1, frame.separator_ids)
+        line.write_special_tokens(line.text_last_P[1::2] + 1, frame.suffix_ids)
         restart_P = line.begin_P if self.pair_task == "sides" else np.repeat(line.begin_P[::2], 2)
         fold = line.make_fold_fn(np.full(size, 2), self.row_length)
         return Rows(

@@ -10,8 +10,9 @@ import numpy as np
 
 from firth.core.console import format_count
 from firth.core.errors import UserError
-from firth.tokens.dataset import RowDataset, Rows, RowTemplate, hash_uint64, permute_indices
+from firth.tokens.dataset import RowDataset, Rows, hash_uint64, permute_indices
 from firth.tokens.shards import Shards
+from firth.tokens.template import SequenceTemplate
 
 
 class EpochLayout(NamedTuple):
@@ -48,7 +49,7 @@ class StreamDataset(RowDataset):
         self,
         shards: Shards,
         row_length: int,
-        template: RowTemplate,
+        template: SequenceTemplate,
         pad_id: int,
         seed: int,
         num_streams: int,
@@ -58,7 +59,7 @@ class StreamDataset(RowDataset):
     ) -> None:
         super().__init__(shards, row_length, template, pad_id, seed, shuffle, allow_short, token_bits)
         self.num_streams = num_streams
-        self.total_tokens = shards.num_tokens + shards.num_documents * template.num_edge_tokens
+        self.total_tokens = shards.num_tokens + shards.num_documents * template.num_special_tokens()
         if self.total_tokens < num_streams * row_length and not allow_short:
             raise UserError(
                 f"The text has {format_count(self.total_tokens, 'token')}, too few for {format_count(num_streams, 'row')} of {row_length:,} side by "
@@ -97,7 +98,7 @@ class StreamDataset(RowDataset):
             place = np.minimum(position_BT[mine], self.total_tokens - 1)
             document = np.searchsorted(now.end, place, side="right")
             size[mine] = now.text_length[document]
-            first = now.end[document] - len(self.template.after) - size[mine]  # of its text
+            first = now.end[document] - len(self.template.suffix_ids) - size[mine]  # of its text
             within[mine] = place - first
             source[mine] = now.text_start[document] + within[mine]
         return StreamPositions(source, within, size, filled_BT)
@@ -111,16 +112,16 @@ class StreamDataset(RowDataset):
             size_D = np.diff(self.shards.offsets)[order_D]
             self._epoch_layouts = {
                 epoch: EpochLayout(
-                    self.shards.offsets[order_D], size_D, np.cumsum(size_D + self.template.num_edge_tokens)
+                    self.shards.offsets[order_D], size_D, np.cumsum(size_D + self.template.num_special_tokens())
                 )
             }
         return self._epoch_layouts[epoch]
 
     def _gather_input_ids(self, positions: StreamPositions) -> np.ndarray:
         tokens_BT = np.take(np.asarray(self.shards.tokens), positions.token_index, mode="clip").astype(np.int64)
-        for k, token in enumerate(self.template.before, -len(self.template.before)):
+        for k, token in enumerate(self.template.prefix_ids, -len(self.template.prefix_ids)):
             tokens_BT[positions.text_position == k] = token
-        for k, token in enumerate(self.template.after):
+        for k, token in enumerate(self.template.suffix_ids):
             tokens_BT[positions.text_position == positions.text_length + k] = token
         return np.where(positions.is_filled, tokens_BT, self.pad_id)
 

@@ -24,7 +24,7 @@ from firth.models import (
     load_model,
     load_weights,
     make_model,
-    make_text_template,
+    make_sequence_template,
     read_tensors,
     to_hf_config,
     with_classification_head,
@@ -448,7 +448,7 @@ def test_every_tiny_preset_round_trips_bit_for_bit(name: str, tmp_path: Path) ->
 def test_where_a_decoder_starts() -> None:
     vocab = Vocabulary(V, 0, 1, 2, 3, 4, 5, 6, (), special_ids=tuple(range(7)))
     for config, start in ((PRESETS["bart-tiny"], 5), (PRESETS["t5-tiny"], 0)):
-        assert make_text_template(config, vocab).decoder_start_id == start
+        assert make_sequence_template(config, vocab).decoder_start_id == start
         assert to_hf_config(config, vocab)["decoder_start_token_id"] == start
         assert special_token_ids(config, vocab)["decoder_start_token_id"] == start
 

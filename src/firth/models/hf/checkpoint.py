@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -39,17 +39,15 @@ from firth.models.hf import EXTRAS_KEY, FAMILY_LAYOUTS, HEAD_KEY, MODEL_TYPE_LAY
 from firth.models.hf.layout import ACTIVATION_FROM_HF, ACTIVATION_TO_HF, has_architecture, label_names
 from firth.models.lora import merge_lora
 from firth.models.model import (
-    CLS_LAST_FAMILY,
     ForcedTokens,
     Model,
     get_forced_tokens,
     make_model,
-    make_pair_template,
-    make_text_template,
 )
 from firth.models.task_heads import convert_head_type, inherit_dropout
+from firth.models.template import make_sequence_template
 from firth.tokens import Tokenizer, Vocabulary, load_tokenizer
-from firth.tokens.template import TEXT_A, TEXT_B, with_sequence_template
+from firth.tokens.template import with_template
 
 WEIGHTS_FILE = "model.safetensors"
 FIRTH_MODEL_TYPE = "firth"
@@ -229,7 +227,7 @@ def special_token_ids(config: ModelConfig, vocab: Vocabulary) -> dict[str, int |
     """Which tokens frame a text, under the names that `transformers` has for them."""
     facts = {"pad_token_id": vocab.pad, "bos_token_id": vocab.bos, "eos_token_id": vocab.eos}
     if config.architecture == "encoder-decoder":
-        frame = make_text_template(config, vocab)
+        frame = make_sequence_template(config, vocab)
         facts |= {"eos_token_id": frame.eos_id, "decoder_start_token_id": frame.decoder_start_id}
         if config.adds_bos:
             facts |= {"bos_token_id": frame.prefix_ids[0]}
@@ -590,26 +588,19 @@ def write_config_files(model: Model, folder: Path) -> None:
             write_json(folder / GENERATION_CONFIG_FILE, generation_config_json(model, vocab))
 
 
-class TemplateIds(NamedTuple):
-    """One text or two as a model reads them, with `TEXT_A` and `TEXT_B` in their places."""
-
-    ids: list[int]
-    token_type_ids: list[int]
-
-
 def with_special_token_template(tokenizer: Tokenizer, config: ModelConfig) -> Tokenizer:
-    """A tokenizer that puts raw texts into the frame of an encoder or of BART, as those of their families do."""
-    reads_frames = config.architecture == "encoder" or (config.architecture == "encoder-decoder" and config.adds_bos)
-    if not reads_frames or not config.num_layers or not isinstance(config.head, LMHead) or tokenizer.vocab.sep is None:
+    """Return a tokenizer that adds the special tokens of an encoder or of BART to raw texts, as their families do."""
+    adds_special_tokens = config.architecture == "encoder" or (
+        config.architecture == "encoder-decoder" and config.adds_bos
+    )
+    if (
+        not adds_special_tokens
+        or not config.num_layers
+        or not isinstance(config.head, LMHead)
+        or tokenizer.vocab.sep is None
+    ):
         return tokenizer
-    before, between, after = make_pair_template(config, tokenizer.vocab)
-    one = TemplateIds([*before, TEXT_A, *after], [0] * (len(before) + 1 + len(after)))
-    first = [*before, TEXT_A, *between]
-    two = TemplateIds([*first, TEXT_B, *after], [0] * len(first) + [1] * (1 + len(after)))
-    last = config.family == CLS_LAST_FAMILY
-    if last:
-        one.token_type_ids[-1] = two.token_type_ids[-1] = 2  # its [CLS] is of neither text
-    return with_sequence_template(tokenizer, [one, two], config.num_segments > 1 or last)
+    return with_template(tokenizer, make_sequence_template(config, tokenizer.vocab))
 
 
 def save_model(model: Model, folder: Path, overwrite: bool = False) -> None:
