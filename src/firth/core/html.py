@@ -1,4 +1,8 @@
-"""One self-contained page of results: text, tables, figures and filled blanks in a single HTML file."""
+"""Reports as one self-contained HTML file: text, tables, figures and cloze samples.
+
+The markup is in Jinja templates beside this file, with the CSS in `templates/page.css.j2`. Plots are matplotlib
+figures that become inline SVG. A page makes no request, so it can be mailed, archived and opened without a network.
+"""
 
 from __future__ import annotations
 
@@ -6,66 +10,32 @@ import io
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from html import escape
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from firth.core import files
 from firth.core.errors import UserError
 
-if TYPE_CHECKING:  # it takes half a second to load, and most commands draw nothing
+if TYPE_CHECKING:  # matplotlib takes half a second to import, and most commands write no page
+    from jinja2 import Environment
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 LossSeries = Sequence[tuple[float, float]]  # (step, loss)
 LossSeriesByRun = Mapping[str, LossSeries]
 
-# Six colours that can be told apart on white and on black.
+# Distinguishable on white and on black.
 PLOT_COLOURS = ["#2f7ed8", "#e0703a", "#2fa36b", "#9a63c9", "#c9a227", "#d1495b"]
-# A colour that nothing else uses: in the page it becomes the colour of the text, light or dark.
+# An otherwise unused colour. The SVG's occurrences become `currentColor`: the page's text colour, light or dark.
 INK_SENTINEL_COLOUR = "#010203"
-MAX_PLOT_POINTS = 500
-
-PAGE_CSS = """
-:root { color-scheme: light dark; --paper: #fcfcfa; --ink: #1f2328; --quiet: #656d76; --line: #dfe2e6;
-  --card: #f3f4f2; --accent: #2f7ed8; --blank: #ffe9a8; }
-@media (prefers-color-scheme: dark) { :root { --paper: #16181c; --ink: #e4e6e9; --quiet: #9aa2ac; --line: #343940;
-  --card: #1f2227; --accent: #6cabf0; --blank: #5d4a12; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 3rem 1.25rem 5rem; max-width: 46rem; background: var(--paper); color: var(--ink);
-  font: 16px/1.6 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
-h1 { font-size: 2rem; line-height: 1.2; letter-spacing: -0.02em; margin: 0 0 1.5rem; }
-h2 { font-size: 1.3rem; line-height: 1.3; margin: 3rem 0 0.75rem; }
-p { margin: 0 0 1rem; overflow-wrap: anywhere; white-space: pre-line; }
-figure { margin: 1.75rem 0; }
-figcaption { color: var(--quiet); font-size: 0.875rem; margin-top: 0.6rem; }
-figure svg { display: block; width: 100%; height: auto; }
-figure svg text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif !important; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; min-width: 60%; font-size: 0.9375rem; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.45rem 0.75rem; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { color: var(--quiet); font-weight: 600; font-size: 0.8125rem; }
-th:first-child, td:first-child { padding-left: 0; }
-th:last-child, td:last-child { padding-right: 0; }
-.number { text-align: right; white-space: nowrap; }
-pre { margin: 0; padding: 1rem 1.1rem; overflow-x: auto; background: var(--card); border-radius: 8px;
-  font: 0.8125rem/1.55 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-.sample { padding: 1rem 1.1rem; margin: 0.75rem 0; background: var(--card); border-radius: 8px; }
-.sample p { margin: 0 0 0.6rem; white-space: pre-wrap; }
-mark { background: var(--blank); color: inherit; border-radius: 4px; padding: 0.05em 0.5em; white-space: pre; }
-.guesses { display: grid; grid-template-columns: minmax(9rem, max-content) 1fr 3.5rem; gap: 0.2rem 0.75rem;
-  align-items: center; font-size: 0.875rem; font-variant-numeric: tabular-nums; }
-.guess { white-space: pre; }
-.right { font-weight: 700; }
-.bar { height: 0.5rem; border-radius: 4px; background: var(--accent); min-width: 2px; }
-.share { color: var(--quiet); text-align: right; }
-@media print { body { max-width: none; padding: 0; } figure, .sample { break-inside: avoid; } }
-"""
+MAX_PLOT_POINTS = 500  # points per line; longer series are averaged
 
 
 class ClozeSample(NamedTuple):
-    """A sentence with a blank, the word that stood there, and the model's guesses with their probabilities."""
+    """A sentence with a blank, the right word if it is known, and the model's guesses with their probabilities."""
 
     before: str
     after: str
@@ -74,9 +44,10 @@ class ClozeSample(NamedTuple):
 
 
 class HtmlPage:
-    """A page that is written piece by piece, from top to bottom, and saved as one file.
+    """A page that is built from top to bottom and saved as one file.
 
-    `extra_css` is CSS on top of the common one, `head_html` is markup for the page's head.
+    Each `add_*` method renders one fragment with the macro of the same name in `templates/fragments.html.j2`.
+    Jinja escapes every value. `extra_css` follows the common CSS; `head_html` is markup for the page's head.
     """
 
     def __init__(self, title: str, extra_css: str = "", head_html: str = "") -> None:
@@ -85,75 +56,78 @@ class HtmlPage:
         self.num_figures = 0
 
     def add_heading(self, text: str) -> None:
-        """Begin a section."""
-        self.fragments.append(f"<h2>{escape_html(text)}</h2>")
+        """Start a section."""
+        self.fragments.append(_macros().heading(text))
 
-    def add_paragraph(self, paragraph: str) -> None:
-        """A paragraph of plain text."""
-        self.fragments.append(f"<p>{escape_html(paragraph)}</p>")
+    def add_paragraph(self, text: str) -> None:
+        """Add a paragraph of plain text."""
+        self.fragments.append(_macros().paragraph(text))
 
     def add_table(self, columns: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> None:
-        """A table; columns that hold only numbers stand on the right."""
+        """Add a table; columns that hold only numbers are right-aligned."""
         cells = [[format_cell(value) for value in row] for row in rows]
         assert all(len(row) == len(columns) for row in cells), "a row has one cell for each column"
-        kinds = ["number" if _is_numeric([row[i] for row in cells]) else "words" for i in range(len(columns))]
-        head = _table_row_html("th", columns, kinds)
-        body = "\n".join(_table_row_html("td", row, kinds) for row in cells)
-        table = f"<table>\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table>"
-        self.fragments.append(_figure_html(f'<div class="scroll">{table}</div>', caption))
+        titled = [
+            {"title": title, "css_class": "number" if _is_numeric([row[i] for row in cells]) else "words"}
+            for i, title in enumerate(columns)
+        ]
+        self.fragments.append(_macros().table(titled, cells, caption))
 
     def add_figure(self, figure: Figure, caption: str = "") -> None:
-        """A matplotlib figure as lines and text inside the page, which take the colour of the page's text."""
+        """Add a matplotlib figure as inline SVG; black lines and text take the page's text colour."""
+        from markupsafe import Markup
+
         self.num_figures += 1
-        self.fragments.append(
-            _figure_html(_figure_to_svg(figure, name=f"figure-{self.num_figures}", label=caption), caption)
-        )
+        svg = Markup(_figure_to_svg(figure, salt=f"figure-{self.num_figures}", label=caption))
+        self.fragments.append(_macros().figure(svg, caption))
 
     def add_cloze_samples(self, samples: Iterable[ClozeSample], caption: str = "") -> None:
-        """Filled blanks: each sentence with its blank marked, and under it what the model would write there."""
-        self.fragments.append(_figure_html("\n".join(_cloze_sample_html(sample) for sample in samples), caption))
+        """Add sentences with a marked blank, each above the model's guesses and their probabilities."""
+        self.fragments.append(_macros().cloze_samples(samples, caption))
 
     def add_code(self, text: str, caption: str = "") -> None:
-        """Text as it is, such as a recipe."""
-        self.fragments.append(_figure_html(f"<pre>{escape_html(text)}</pre>", caption))
+        """Add preformatted text, such as a recipe."""
+        self.fragments.append(_macros().code(text, caption))
 
     def add_html(self, fragment: str) -> None:
-        """A piece of HTML as it is."""
+        """Add markup unchanged. The caller escapes the texts in it."""
         self.fragments.append(fragment)
 
     def to_html(self) -> str:
-        """The whole page. It asks for nothing from outside, and the browser is told to fetch nothing."""
-        policy = "default-src 'none'; style-src 'unsafe-inline'"
-        lines = [
-            "<!doctype html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape_html(self.title)}</title>",
-            *([self.head_html] if self.head_html else []),
-            f"<style>{PAGE_CSS}{self.extra_css}</style>",
-            "</head>",
-            "<body>",
-            f"<h1>{escape_html(self.title)}</h1>",
-            *self.fragments,
-            "</body>",
-            "</html>",
-        ]
-        return "\n".join(lines) + "\n"
+        """Return the whole page. Lone surrogates, which UTF-8 cannot encode, become question marks."""
+        html = _environment().get_template("page.html.j2").render(page=self)
+        return html.encode(errors="replace").decode()
 
     def save(self, path: str | Path) -> None:
         files.write_text(Path(path), self.to_html())
 
 
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def _macros() -> Any:
+    """The macros of `fragments.html.j2` as functions that return markup."""
+    return _environment().get_template("fragments.html.j2").module
+
+
 def generator_meta_tag(command: str) -> str:
-    """What tells a page of ours, in its head, from a person's own file."""
+    """Return the meta tag by which `resolve_page_path` recognizes a page that `command` wrote."""
     return f'<meta name="generator" content="firth {command}">'
 
 
 def resolve_page_path(folder: Path, command: str, overwrite: bool) -> Path:
-    """Where the page of a verb goes; a file there that the verb did not write is left alone unless `overwrite`."""
+    """Return the path of a command's page; refuse to replace a file of another origin without `overwrite`."""
     page = folder / f"{command}.html"
     files.check_writable(folder)
     if page.is_dir():
@@ -164,17 +138,12 @@ def resolve_page_path(folder: Path, command: str, overwrite: bool) -> Path:
 
 
 def escape_html(text: str) -> str:
-    """Text that is safe inside HTML; half characters, which no file can hold, become question marks."""
+    """Escape a text for HTML; lone surrogates, which UTF-8 cannot encode, become question marks."""
     return escape(text.encode(errors="replace").decode())
 
 
-def _figure_html(content: str, caption: str) -> str:
-    below = f"\n<figcaption>{escape_html(caption)}</figcaption>" if caption else ""
-    return f"<figure>\n{content}{below}\n</figure>"
-
-
 def format_cell(value: object) -> str:
-    """A value as a person reads it.
+    """Format a value for a table cell.
 
     >>> format_cell(12345), format_cell(0.123456), format_cell(20412.2), format_cell(None), format_cell("bert-tiny")
     ('12,345', '0.1235', '20,412', '–', 'bert-tiny')
@@ -191,41 +160,18 @@ def format_cell(value: object) -> str:
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:
-    """Whether every cell that is filled begins with a number."""
+    """Whether every non-empty cell starts with a number."""
     filled = [cell for cell in cells if cell != "–"]
     return bool(filled) and all(re.match(r"[-+−±]?(\d|\.\d|inf|nan)", cell) for cell in filled)
 
 
-def _table_row_html(tag: str, cells: Sequence[str], css_classes: Sequence[str]) -> str:
-    parts = (
-        f'<{tag} class="{kind}">{escape_html(cell)}</{tag}>' for cell, kind in zip(cells, css_classes, strict=True)
-    )
-    return "<tr>" + "".join(parts) + "</tr>"
-
-
-def _cloze_sample_html(sample: ClozeSample) -> str:
-    blank = "?" if sample.answer is None else sample.answer
-    lines = [
-        f"<p>{escape_html(sample.before)}<mark>{escape_html(blank)}</mark>{escape_html(sample.after)}</p>",
-        '<div class="guesses">',
-    ]
-    for word, probability in sample.guesses:
-        right = " right" if word == sample.answer else ""
-        lines += [
-            f'<span class="guess{right}">{escape_html(word)}</span>',
-            f'<span class="bar" style="width: {100 * probability:.1f}%"></span>',
-            f'<span class="share">{100 * probability:.1f}%</span>',
-        ]
-    return '<div class="sample">\n' + "\n".join([*lines, "</div>"]) + "\n</div>"
-
-
-def _figure_to_svg(figure: Figure, name: str, label: str) -> str:
-    """The figure as SVG for the middle of a page: no background, ink in the colour of the text, names used once."""
+def _figure_to_svg(figure: Figure, salt: str, label: str) -> str:
+    """Return the figure as inline SVG: transparent, in the page's text colour, with ids that are unique by `salt`."""
     import matplotlib
 
     _recolour_figure(figure)
     buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
         figure.savefig(
             buffer, format="svg", transparent=True, metadata=dict.fromkeys(["Creator", "Date", "Format", "Type"])
         )
@@ -236,7 +182,7 @@ def _figure_to_svg(figure: Figure, name: str, label: str) -> str:
 
 
 def _recolour_figure(figure: Figure) -> None:
-    """Everything that is drawn in black by default is drawn in ink."""
+    """Replace matplotlib's default black by the sentinel colour."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
@@ -249,7 +195,7 @@ def _recolour_figure(figure: Figure) -> None:
 
 
 def make_axes(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
-    """An empty plot in the style of the page."""
+    """Return an empty plot in the style of the page."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 3.9), layout="constrained")
@@ -262,12 +208,12 @@ def make_axes(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
 
 
 def escape_mathtext(name: str) -> str:
-    """A name as it is: a dollar sign begins no formula."""
+    """Escape dollar signs, which start a formula in matplotlib."""
     return name.replace("$", r"\$")
 
 
 def _downsample(series: LossSeries) -> LossSeries:
-    """At most `MAX_PLOT_POINTS` points, each the mean of its neighbours, so that a long run stays a small picture."""
+    """Average neighbouring points so that at most `MAX_PLOT_POINTS` remain, which bounds the size of the SVG."""
     size = math.ceil(len(series) / MAX_PLOT_POINTS)
     if size <= 1:
         return series
@@ -282,10 +228,10 @@ def _by_run_name(series: LossSeries | LossSeriesByRun) -> LossSeriesByRun:
 def plot_loss_curve(
     train: LossSeries | LossSeriesByRun, evals: LossSeries | LossSeriesByRun, unigram_entropy: float | None = None
 ) -> Figure:
-    """Loss against steps for one run (two lists) or several (two dictionaries by name).
+    """Plot loss over steps for one run (two lists) or for several (two dictionaries by run name).
 
-    Thin is the training loss, thick with dots the held-out loss. The dashed line is what a model reaches that
-    knows only how frequent each token is: a run that stays above it has learnt nothing about context.
+    The thin line is the training loss; the thick line with dots is the held-out loss. The dashed line is the unigram
+    entropy: the loss of a model that knows only token frequencies. A run above it has learnt nothing from context.
     """
     figure, axes = make_axes("step", "loss (nats per token)")
     runs, held_out = _by_run_name(train), _by_run_name(evals)
@@ -314,7 +260,7 @@ def plot_loss_curve(
 
 
 def add_plot_legend(axes: Axes) -> None:
-    """The names of the lines above the plot, where they cover nothing; each column holds both lines of one name."""
+    """Put the legend above the plot, where it covers no line; a column holds both lines of one run."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         num_columns = 2 if len(handles) <= 2 else min(math.ceil(len(handles) / 2), 3)
