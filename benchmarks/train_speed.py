@@ -68,7 +68,7 @@ from firth.objectives import (
     SpanCorruption,
 )
 from firth.tokens import Rows, Vocabulary
-from firth.tokens.dataset import pack_documents, split_documents
+from firth.tokens.packing import pack_documents, split_documents
 from firth.train import ComputeConfig, TrainingConfig, TrainingRun, apply_overrides, choose_compute, parse_overrides
 from firth.train.optim import make_optimizer
 from firth.train.step import build_loss_fn, train_step

@@ -1,4 +1,4 @@
-"""Shards made by hand, with edges where a test wants them."""
+"""Shards made by hand, with the boundaries that a test wants."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokens.fake_shards import FakeShards
 
 from firth.core.files import atomic_folder
 from firth.tokens.shards import Shards
 
 
 @pytest.fixture
+def shards(tmp_path: Path) -> FakeShards:
+    return FakeShards(tmp_path, np.random.default_rng(0).integers(1, 40, size=200).tolist())
+
+
+@pytest.fixture
 def make_shards(tmp_path: Path) -> Callable[..., Shards]:
     """Shards of documents given as the lengths of their sentences.
 
-    The tokens are 100, 101, 102 ... so that each can be told from the others; words have two unless it is said.
+    The tokens are 100, 101, 102 ... so that each can be told from the others. `words` and `salient` are token indices;
+    by default every word has two tokens.
     """
     made = 0
 
@@ -38,9 +45,9 @@ def make_shards(tmp_path: Path) -> Callable[..., Shards]:
             np.arange(100, 100 + size, dtype=np.uint16).tofile(folder / part / "tokens.bin")
             np.save(folder / part / "offsets.npy", np.cumsum([0, *lengths]))
             marks = {"words": range(0, size, 2) if words is None else words, "sentences": ends, "salient": salient}
-            for name, places in marks.items():
-                if places is not None:
-                    np.packbits(np.isin(np.arange(size), list(places))).tofile(folder / part / f"{name}.bin")
+            for name, indices in marks.items():
+                if indices is not None:
+                    np.packbits(np.isin(np.arange(size), list(indices))).tofile(folder / part / f"{name}.bin")
             if splits is not None:
                 np.save(folder / part / "splits.npy", np.array(splits))
         return Shards(tmp_path / f"shards-{made}" / part)

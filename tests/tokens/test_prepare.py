@@ -107,7 +107,7 @@ def test_a_worker_that_dies_is_told(tokenizer: Tokenizer, tmp_path: Path) -> Non
     worker = EncodeWorker(DocumentEncoder(tokenizer, 0.0, "en"), tmp_path)
     worker.process.kill()
     worker.process.wait()
-    with pytest.raises(UserError, match=r"ended by itself \(exit code -9\).*--resume"):
+    with pytest.raises(UserError, match=r"died \(exit code -9.*--resume"):
         worker([Document("abc", "a.txt:1")])
     worker.close()
 

@@ -21,7 +21,7 @@ from firth.objectives.noise_mask import (
 )
 from firth.objectives.visibility import broadcast_document_start, document_lengths
 from firth.tokens import Rows, Vocabulary
-from firth.tokens.dataset import ragged_arange
+from firth.tokens.packing import ragged_arange
 
 # --- masks --------------------------------------------------------------------------------------------------------
 

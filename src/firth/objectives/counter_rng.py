@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from firth.tokens.dataset import hash_uint64
+from firth.core.hashing import hash_uint64
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from math import exp, lgamma, log
 import numpy as np
 
 from firth.core.errors import UserError
+from firth.core.hashing import hash_uint64
 from firth.objectives.counter_rng import CounterRNG
 from firth.tokens import Rows
-from firth.tokens.dataset import hash_uint64, ragged_arange
+from firth.tokens.packing import ragged_arange
 
 
 def num_target_slots(rate: float, length: int) -> int:

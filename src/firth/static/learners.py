@@ -16,6 +16,7 @@ import torch
 from firth.core.console import progress
 from firth.core.errors import UserError
 from firth.core.files import atomic_folder, find_corruption
+from firth.core.hashing import hash_uint64
 from firth.models import Model, make_model
 from firth.models.presets import bag_of_words
 from firth.static import glove, word2vec
@@ -23,7 +24,7 @@ from firth.static.recipe import GloVeRecipe, Word2VecRecipe, WordVectorRecipe
 from firth.static.vocabulary import WORD_CHUNK_TOKENS, WordVocabulary, count_chunks, read_chunk
 from firth.static.word2vec_triton import WindowBatch, WindowConfig, max_stable_programs, train_windows
 from firth.tokens import Shards, Tokenizer
-from firth.tokens.dataset import hash_uint64, permute_indices
+from firth.tokens.permutation import permute_indices
 
 CHUNKS_PER_STEP = 32  # in a step, after which all workers have done what they began
 PREFETCH_STEPS = 4  # steps whose text is read early for a GPU

@@ -20,6 +20,7 @@ import torch
 from firth.core.console import format_count, quiet, say, warn
 from firth.core.errors import UserError
 from firth.core.files import atomic_folder, find_corruption, read_json, write_json, write_results
+from firth.core.hashing import hash_uint64
 from firth.metrics import are_span_tags, find_stray_tags
 from firth.models import (
     ClassificationHead,
@@ -57,7 +58,7 @@ from firth.tasks.shape_buckets import MAX_TRIAL_BATCHES, ShapeBuckets, ShapeCoun
 from firth.tasks.task import Prediction, Task
 from firth.text import Example, RowNotes, read_labelled
 from firth.tokens import load_tokenizer
-from firth.tokens.dataset import hash_uint64, permute_indices
+from firth.tokens.permutation import permute_indices
 from firth.train import (
     ComputeConfig,
     Diverged,

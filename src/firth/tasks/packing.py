@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from firth.tokens.dataset import best_fit_decreasing, ragged_arange
+from firth.tokens.packing import best_fit_decreasing, ragged_arange
 
 MIN_ROW_TOKENS = 16  # a single row is as narrow as its texts allow, but not narrower than this
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from firth.models import Model
 from firth.objectives import IGNORE_INDEX, Batch
 from firth.tasks.packing import MIN_ROW_TOKENS, TextPacking, next_power_of_two, pack_texts
-from firth.tokens.dataset import ragged_arange
+from firth.tokens.packing import ragged_arange
 from firth.train import ComputeConfig
 
 TokenIds = Sequence[int]

@@ -11,7 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from firth.core.errors import UserError, did_you_mean
-from firth.tokens.dataset import RowDataset, Rows, hash_uint64, permute_indices
+from firth.core.hashing import hash_uint64
+from firth.tokens.dataset import RowDataset, Rows
+from firth.tokens.permutation import permute_indices
 from firth.tokens.shards import Shards, ShardSet
 from firth.tokens.tokenizer import Tokenizer
 

@@ -12,15 +12,10 @@ import numpy as np
 
 from firth.core.console import format_count, say
 from firth.core.errors import UserError
-from firth.tokens.dataset import (
-    PieceLayout,
-    RowDataset,
-    Rows,
-    hash_uint64,
-    load_or_compute_arrays,
-    ragged_arange,
-)
-from firth.tokens.shards import Shards
+from firth.core.hashing import hash_uint64
+from firth.tokens.dataset import PieceLayout, RowDataset, Rows
+from firth.tokens.packing import ragged_arange
+from firth.tokens.shards import Shards, load_or_compute_arrays
 from firth.tokens.template import SequenceTemplate
 
 PAIR_TASKS = {"next": "Next-sentence prediction", "order": "Sentence-order prediction"}

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+import os
+import shutil
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from firth.core.console import format_count, say
 from firth.core.errors import UserError
-from firth.core.files import MANIFEST_FILE, find_corruption, read_json
+from firth.core.files import MANIFEST_FILE, atomic_folder, find_corruption, read_json
 from firth.tokens.tokenizer import Tokenizer, load_tokenizer
 
 WORD_AWARE_KINDS = (
@@ -207,3 +209,38 @@ def check_file_sizes(folder: Path, files: dict[str, dict[str, Any]]) -> None:
         if size != fact["bytes"]:
             state = "is missing" if size is None else f"has {format_count(size, 'byte')}, not {fact['bytes']:,}"
             raise UserError(f"{folder} is damaged: {name} {state}. Prepare it again.")
+
+
+# --- arrays computed from shards, stored beside them ---------------------------------------------------------------
+
+ArraysT = TypeVar("ArraysT", bound=NamedTuple)
+
+
+def load_or_compute_arrays(
+    shards: Shards, name: str, array_type: type[ArraysT], compute: Callable[[], ArraysT]
+) -> ArraysT:
+    """Memory-map the arrays in the folder `name` beside a part of shards; compute and store them if it is not whole."""
+    folder = shards.folder / name
+    if find_corruption(folder) is None:
+        return array_type(*(np.load(folder / f"{field}.npy", mmap_mode="r") for field in array_type._fields))
+    arrays = compute()
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        save_arrays(arrays, folder)
+    except OSError as e:
+        say(f"{shards.folder} cannot be written ({e.strerror}): the next run computes its rows again.")
+    return arrays
+
+
+def save_arrays(arrays: NamedTuple, folder: Path) -> None:
+    """Write arrays. Several processes may do so at once: each writes its own folder, and the first to rename it wins."""
+    own_folder = folder.with_name(f"{folder.name}.{os.getpid()}")
+    with atomic_folder(own_folder) as temporary:
+        for name, array in arrays._asdict().items():
+            np.save(temporary / f"{name}.npy", array)
+    try:
+        own_folder.rename(folder)
+    except OSError:
+        shutil.rmtree(own_folder)
+        if not folder.is_dir():
+            raise

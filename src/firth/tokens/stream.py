@@ -10,7 +10,9 @@ import numpy as np
 
 from firth.core.console import format_count
 from firth.core.errors import UserError
-from firth.tokens.dataset import RowDataset, Rows, hash_uint64, permute_indices
+from firth.core.hashing import hash_uint64
+from firth.tokens.dataset import RowDataset, Rows
+from firth.tokens.permutation import permute_indices
 from firth.tokens.shards import Shards
 from firth.tokens.template import SequenceTemplate
 

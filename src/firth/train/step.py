@@ -14,6 +14,7 @@ import torch
 
 from firth.core.console import say, warn
 from firth.core.errors import UserError
+from firth.core.hashing import hash_uint64
 from firth.models import Model, Stack
 from firth.models.attention import Attention
 from firth.models.block import MLP
@@ -23,7 +24,6 @@ from firth.models.heads import LMHeadModule
 from firth.models.kernels.tiling import mark_compile_constants
 from firth.models.regional_compile import compile_regions, reset_compiled_regions
 from firth.objectives import Batch
-from firth.tokens.dataset import hash_uint64
 from firth.train.adamw import AdamW, can_step_from_replica
 from firth.train.bf16_replica import BF16Replica
 from firth.train.compute import ComputeConfig
