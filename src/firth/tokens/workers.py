@@ -1,11 +1,22 @@
-"""Processes that tokenise: each reads documents from a pipe and writes arrays to another, until the pipe ends."""
+"""A pool of processes that tokenize documents, with the results in the order of the documents.
+
+The parent sends a chunk of documents through a worker's stdin and receives arrays from its stdout, as pickles. At most
+`PREFETCH_CHUNKS_PER_WORKER` chunks per worker are in flight, so a slow disk never lets the corpus pile up in memory.
+
+Why not `concurrent.futures.ProcessPoolExecutor`? Three things it cannot do here:
+
+- It starts processes by `fork`, which is unsafe once a tokenizer has started threads, or by `spawn`, which imports the
+  user's `__main__` again: `firth.prepare(...)` in a script without `if __name__ == "__main__"` would call itself.
+- Its workers outlive a killed parent, because each holds both ends of the queue's pipe. Ours read end-of-file and exit.
+- Near-duplicate removal asks twice about a chunk: the worker computes MinHash signatures, the parent decides in the
+  order of the corpus which documents are new, and the same worker tokenizes them. A pool would send every text twice.
+"""
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import signal
-import struct
 import subprocess
 import sys
 from collections import deque
@@ -24,118 +35,84 @@ from firth.tokens.dedup import minhash_signatures
 from firth.tokens.encode import DocumentEncoder, TokenizedDocuments
 from firth.tokens.tokenizer import load_tokenizer
 
-PREFETCH_CHUNKS_PER_WORKER = 2  # chunks for each worker that are read before they are asked for
-SelectDocumentsFn = Callable[[np.ndarray], list[int]]  # the signatures of some documents -> which of them are wanted
+PREFETCH_CHUNKS_PER_WORKER = 2  # chunks in flight for each worker
+PIPE_ENDED = (EOFError, pickle.UnpicklingError)  # the other side is gone, between two messages or inside one
+SelectDocumentsFn = Callable[[np.ndarray], list[int]]  # MinHash signatures of documents -> indices of those to tokenize
 
 
 class EncodedChunk(NamedTuple):
-    """Some documents as arrays, to train on and held out, without those that were not wanted."""
+    """Tokenized documents, to train on and held out, and the number of documents that `select` dropped."""
 
     parts: tuple[TokenizedDocuments, TokenizedDocuments]
     num_dropped: int
 
 
 class EncodeChunksFn(Protocol):
-    """Tokenises chunks, each a tuple with the field `documents`, and gives them back without these."""
+    """Tokenizes chunks, which are NamedTuples with a field `documents`; yields each chunk, emptied, with its arrays."""
 
     def __call__(
         self, chunks: Iterable[Any], select: SelectDocumentsFn | None = None
     ) -> Iterator[tuple[Any, EncodedChunk]]: ...
 
 
-# A message is a header as JSON, and bytes
+def encode_in_process(encoder: DocumentEncoder) -> EncodeChunksFn:
+    """Return the function of `worker_pool` without workers."""
+
+    def encode(chunks: Iterable[Any], select: SelectDocumentsFn | None = None) -> Iterator[tuple[Any, EncodedChunk]]:
+        for chunk in chunks:
+            documents = chunk.documents
+            if select is not None:
+                documents = [chunk.documents[i] for i in select(minhash_signatures(chunk.documents))]
+            yield chunk._replace(documents=[]), EncodedChunk(encoder(documents), len(chunk.documents) - len(documents))
+
+    return encode
 
 
-def send_message(pipe: IO[bytes], header: Any, *blobs: bytes | memoryview) -> None:
-    head = json.dumps(header, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    pipe.write(struct.pack("<II", len(head), len(blobs)))
-    pipe.write(head)
-    for blob in blobs:
-        pipe.write(struct.pack("<Q", len(blob)))
-        pipe.write(blob)
-    pipe.flush()
+@contextmanager
+def worker_pool(encoder: DocumentEncoder, tokenizer_folder: Path, num_workers: int) -> Iterator[EncodeChunksFn]:
+    """Yield a function that tokenizes chunks with `num_workers` processes, in the order of the chunks.
 
+    One thread per worker waits for its pipe. With `select`, a worker first signs the documents of a chunk; `select` is
+    called for the chunks in their order, and only the documents that it returns are tokenized.
+    """
+    workers = [EncodeWorker(encoder, tokenizer_folder) for _ in range(num_workers)]
+    idle_workers: SimpleQueue[EncodeWorker] = SimpleQueue()
+    for worker in workers:
+        idle_workers.put(worker)
+    threads = ThreadPoolExecutor(num_workers)
 
-def receive_message(pipe: IO[bytes]) -> tuple[Any, list[bytes]]:
-    """The next message; EOFError where there is none."""
-    size, count = struct.unpack("<II", read_exactly(pipe, 8))
-    header = json.loads(read_exactly(pipe, size).decode("utf-8", "surrogatepass"))
-    return header, [read_exactly(pipe, struct.unpack("<Q", read_exactly(pipe, 8))[0]) for _ in range(count)]
-
-
-def read_exactly(pipe: IO[bytes], size: int) -> bytes:
-    data = pipe.read(size)
-    if len(data) < size:
-        raise EOFError
-    return data
-
-
-# The side of the one who has the documents
-
-
-class EncodeWorker:
-    """One process, and the pipes to it. It ends by itself when this process is gone, however that went."""
-
-    def __init__(self, encoder: DocumentEncoder, tokenizer_folder: Path) -> None:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
-            "TOKENIZERS_PARALLELISM": "false",  # a worker is one core
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-        }
-        command = [sys.executable, "-P", "-c", "from firth.tokens.workers import worker_main; worker_main()"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        salient = None if encoder.find_salient is None else salient_finder_name(encoder.find_salient)
-        self._send(
-            [str(tokenizer_folder.absolute()), encoder.held_out_share, encoder.language, salient, encoder.cache_bytes]
-        )
-
-    def __call__(self, documents: Sequence[Document], select: SelectDocumentsFn | None = None) -> EncodedChunk:
-        """Tokenise all documents, or have them signed first and then tokenise those that are wanted."""
-        self._send({"documents": documents, "sign": select is not None})
-        dropped = 0
-        if select is not None:
-            wanted = select(self._receive()[0])
-            dropped = len(documents) - len(wanted)
-            self._send(wanted)
-        arrays = self._receive()
-        half = len(arrays) // 2
-        return EncodedChunk((TokenizedDocuments(*arrays[:half]), TokenizedDocuments(*arrays[half:])), dropped)
-
-    def _receive(self) -> list[np.ndarray]:
+    def encode_chunk(documents: Sequence[Document], turn: SelectionTurn | None) -> EncodedChunk:
+        worker = idle_workers.get()
         try:
-            header, blobs = receive_message(self.process.stdout)  # type: ignore[arg-type]
-        except EOFError:
-            raise self._exit_error() from None
-        if "wrong" in header:
-            raise UserError(header["wrong"])
-        kinds = zip(blobs, header["dtypes"], header["shapes"], strict=True)
-        return [np.frombuffer(blob, dtype).reshape(shape) for blob, dtype, shape in kinds]
+            return worker(documents, turn)
+        finally:
+            idle_workers.put(worker)
+            if turn is not None:
+                turn.release()
 
-    def _send(self, header: Any) -> None:
-        try:
-            send_message(self.process.stdin, header)  # type: ignore[arg-type]
-        except BrokenPipeError:
-            raise self._exit_error() from None
+    def encode(chunks: Iterable[Any], select: SelectDocumentsFn | None = None) -> Iterator[tuple[Any, EncodedChunk]]:
+        pending: deque[tuple[Any, Future[EncodedChunk]]] = deque()
+        turn: SelectionTurn | None = None
+        for chunk in chunks:
+            turn = SelectionTurn(select, turn) if select is not None else None
+            pending.append((chunk._replace(documents=[]), threads.submit(encode_chunk, chunk.documents, turn)))
+            while len(pending) > PREFETCH_CHUNKS_PER_WORKER * num_workers or (pending and pending[0][1].done()):
+                emptied, future = pending.popleft()
+                yield emptied, future.result()
+        while pending:
+            emptied, future = pending.popleft()
+            yield emptied, future.result()
 
-    def _exit_error(self) -> UserError:
-        code = self.process.wait()
-        return UserError(
-            f"A process that tokenises ended by itself (exit code {code}); -9 is often a lack of memory. What is done "
-            "is kept: run it again with --resume, and with fewer --workers or a --max-memory."
-        )
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            with suppress(BrokenPipeError):  # what it had not read yet
-                pipe.close()  # type: ignore[union-attr]
+    try:
+        yield encode
+    finally:
+        for worker in workers:
+            worker.close()
+        threads.shutdown(cancel_futures=True)
 
 
 class SelectionTurn:
-    """A chunk's turn to decide what of it is wanted: after the chunk before it, whoever has signed them first."""
+    """Calls `select` for a chunk after the chunk before it, whichever was signed first."""
 
     def __init__(self, select: SelectDocumentsFn, previous: SelectionTurn | None) -> None:
         self.select = select
@@ -145,115 +122,110 @@ class SelectionTurn:
     def __call__(self, signatures: np.ndarray) -> list[int]:
         if self.previous is not None:
             self.previous.result()
-        wanted = self.select(signatures)
+        selected = self.select(signatures)
         self.finished.set_result(None)
-        return wanted
+        return selected
 
     def release(self) -> None:
-        """Let nobody wait for this turn any more. If it was not taken, those after it cannot be taken either."""
+        """Cancel the turn if its chunk failed before it, so that later chunks fail instead of waiting forever."""
         self.finished.cancel()
 
 
-def encode_in_process(encoder: DocumentEncoder) -> EncodeChunksFn:
-    """As `worker_pool`, in this process."""
+class EncodeWorker:
+    """A process that tokenizes, and the pipes to it. It exits when this process does, even when that is killed."""
 
-    def in_order(chunks: Iterable[Any], select: SelectDocumentsFn | None = None) -> Iterator[tuple[Any, EncodedChunk]]:
-        for chunk in chunks:
-            wanted = (
-                chunk.documents
-                if select is None
-                else [chunk.documents[i] for i in select(minhash_signatures(chunk.documents))]
-            )
-            yield chunk._replace(documents=[]), EncodedChunk(encoder(wanted), len(chunk.documents) - len(wanted))
+    def __init__(self, encoder: DocumentEncoder, tokenizer_folder: Path) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+            "TOKENIZERS_PARALLELISM": "false",  # a worker uses one core
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-P", "-c", "from firth.tokens.workers import worker_main; worker_main()"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        salient = None if encoder.find_salient is None else salient_finder_name(encoder.find_salient)
+        self._send(
+            (tokenizer_folder.absolute(), encoder.held_out_share, encoder.language, salient, encoder.cache_bytes)
+        )
 
-    return in_order
+    def __call__(self, documents: Sequence[Document], select: SelectDocumentsFn | None = None) -> EncodedChunk:
+        """Tokenize all documents, or those that `select` chooses by their signatures."""
+        self._send((documents, select is not None))
+        num_dropped = 0
+        if select is not None:
+            selected = select(self._receive())
+            num_dropped = len(documents) - len(selected)
+            self._send(selected)
+        return EncodedChunk(self._receive(), num_dropped)
 
-
-@contextmanager
-def worker_pool(encoder: DocumentEncoder, tokenizer_folder: Path, num_workers: int) -> Iterator[EncodeChunksFn]:
-    """A function like `map(way, chunks)`, done by so many processes; the results come in the order of the chunks.
-
-    With `select` each document is signed first, and of each chunk, in their order, only what is wanted is tokenised.
-    """
-    free: SimpleQueue[EncodeWorker] = SimpleQueue()
-    everyone = [EncodeWorker(encoder, tokenizer_folder) for _ in range(num_workers)]
-    for worker in everyone:
-        free.put(worker)
-    threads = ThreadPoolExecutor(num_workers)
-
-    def work(documents: Sequence[Document], turn: SelectionTurn | None) -> EncodedChunk:
-        worker = free.get()
+    def _send(self, message: Any) -> None:
         try:
-            return worker(documents, turn)
-        finally:
-            free.put(worker)
-            if turn is not None:
-                turn.release()
+            send_message(self.process.stdin, message)  # type: ignore[arg-type]
+        except BrokenPipeError:
+            raise self._exit_error() from None
 
-    def in_order(chunks: Iterable[Any], select: SelectDocumentsFn | None = None) -> Iterator[tuple[Any, EncodedChunk]]:
-        pending: deque[tuple[Any, Future[EncodedChunk]]] = deque()
-        turn: SelectionTurn | None = None
-        for chunk in chunks:
-            turn = SelectionTurn(select, turn) if select is not None else None
-            pending.append((chunk._replace(documents=[]), threads.submit(work, chunk.documents, turn)))
-            while len(pending) > PREFETCH_CHUNKS_PER_WORKER * num_workers or (pending and pending[0][1].done()):
-                done, future = pending.popleft()
-                yield done, future.result()
-        while pending:
-            done, future = pending.popleft()
-            yield done, future.result()
-
-    try:
-        yield in_order
-    finally:
-        for worker in everyone:
-            worker.close()
-        threads.shutdown(cancel_futures=True)
-
-
-# The side of the worker
-
-
-def serve_requests(requests: IO[bytes], responses: IO[bytes]) -> None:
-    """Answer until the requests end."""
-    (folder, share, language, salient, memory), _ = receive_message(requests)
-    way = DocumentEncoder(
-        load_tokenizer(folder), share, language, load_salient_finder(salient) if salient else None, memory
-    )
-    while True:
+    def _receive(self) -> Any:
         try:
-            order, _ = receive_message(requests)
-            documents = [document_from_json(*fields) for fields in order["documents"]]
-            if order["sign"]:
-                send_arrays(responses, [minhash_signatures(documents)])
-                documents = [documents[place] for place in receive_message(requests)[0]]
-        except EOFError:
-            return
-        try:
-            arrays = [array for part in way(documents) for array in part]
-        except UserError as e:
-            send_message(responses, {"wrong": str(e)})
-        else:
-            send_arrays(responses, arrays)
+            message = receive_message(self.process.stdout)  # type: ignore[arg-type]
+        except PIPE_ENDED:
+            raise self._exit_error() from None
+        if isinstance(message, UserError):
+            raise message
+        return message
+
+    def _exit_error(self) -> UserError:
+        code = self.process.wait()
+        return UserError(
+            f"A tokenizing process died (exit code {code}; -9 often means that memory ran out). The work so far is "
+            "saved: run the command again with --resume, and with fewer --workers or a --max-memory."
+        )
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with suppress(BrokenPipeError):  # bytes that the worker had not read
+                pipe.close()  # type: ignore[union-attr]
 
 
-def send_arrays(responses: IO[bytes], arrays: Sequence[np.ndarray]) -> None:
-    kinds = {"dtypes": [array.dtype.str for array in arrays], "shapes": [array.shape for array in arrays]}
-    send_message(responses, kinds, *(array.tobytes() for array in arrays))
+def send_message(pipe: IO[bytes], message: Any) -> None:
+    pickle.dump(message, pipe, pickle.HIGHEST_PROTOCOL)
+    pipe.flush()
 
 
-def document_from_json(
-    text: str, source: str, word_starts: list[int] | None, second_text: str | None, *rest: Any
-) -> Document:
-    """A document as JSON has it."""
-    return Document(text, source, None if word_starts is None else tuple(word_starts), second_text)
+def receive_message(pipe: IO[bytes]) -> Any:
+    """Return the next message; raises one of `PIPE_ENDED` if the other side is gone."""
+    return pickle.load(pipe)  # noqa: S301, a private pipe to a process of our own
+
+
+# --- in the worker ------------------------------------------------------------------------------------------------
 
 
 def worker_main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who has the documents
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which closes the pipes
+    responses = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # a library that prints must not write into the responses
     try:
-        serve_requests(sys.stdin.buffer, answers)
+        serve_requests(sys.stdin.buffer, responses)
     except BrokenPipeError:
         os._exit(1)
+
+
+def serve_requests(requests: IO[bytes], responses: IO[bytes]) -> None:
+    """Respond to chunks of documents until the pipe ends."""
+    folder, held_out_share, language, salient, cache_bytes = receive_message(requests)
+    find_salient = load_salient_finder(salient) if salient else None
+    encoder = DocumentEncoder(load_tokenizer(folder), held_out_share, language, find_salient, cache_bytes)
+    while True:
+        try:
+            documents, selects = receive_message(requests)
+            if selects:
+                send_message(responses, minhash_signatures(documents))
+                documents = [documents[i] for i in receive_message(requests)]
+        except PIPE_ENDED:
+            return
+        try:
+            send_message(responses, encoder(documents))
+        except UserError as e:
+            send_message(responses, e)
