@@ -117,9 +117,9 @@ def test_tiny_shares_are_not_lost() -> None:
 
 
 def test_mistakes(shards: dict[str, ShardSet], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"speaks of 'd', which is no source. There are: a, b, c"):
+    with pytest.raises(UserError, match=r"names 'd', which is not a source. There are: a, b, c"):
         mixed(shards, MixConfig(shares={"a": 1, "b": 1, "c": 1, "d": 1}))
-    with pytest.raises(UserError, match="does not say how much of 'c' is read"):
+    with pytest.raises(UserError, match="no value for the source 'c'"):
         mixed(shards, MixConfig(shares={"a": 1, "b": 1}))
     with pytest.raises(UserError, match=r"mix.shares and mix.temperature are both given"):
         MixConfig(shares={"a": 1}, temperature=0.3).check()

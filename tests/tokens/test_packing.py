@@ -26,7 +26,7 @@ def layout(packing: RowPacking) -> list[list[tuple[int, int]]]:
 
 
 def test_packing_by_hand() -> None:
-    # Costs with one special token: 6, 4, 3, 8. Longest first: 8 alone; 6; 4 does not fit beside 6; 3 fits beside 4, not 6.
+    # Costs with one special token: 6, 4, 3, 8. Longest first: 8 alone; 6; 4 not beside 6; 3 beside 4, not 6.
     assert layout(pack_documents(np.array([5, 3, 2, 7]), capacity=8, template_size=1)) == [
         [(10, 7)],
         [(0, 5)],

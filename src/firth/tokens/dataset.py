@@ -84,7 +84,7 @@ class PieceLayout:
         return bit_N
 
     def make_fold_fn(self, pieces_B: np.ndarray, row_length: int) -> Callable[[np.ndarray, int, type], np.ndarray]:
-        """Return a function that folds values (N,) into rows (B, T) of `pieces_B` pieces, with padding at their ends."""
+        """Return a function that folds values (N,) into rows (B, T) of `pieces_B` pieces, padded at their ends."""
         end_B = np.concatenate([[0], self.end_P])[np.concatenate([[0], np.cumsum(pieces_B)])]
         is_filled = np.arange(row_length) < np.diff(end_B)[:, None]
 

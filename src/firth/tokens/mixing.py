@@ -1,4 +1,10 @@
-"""Several shards as one stream of rows, each with a share of its own."""
+"""Mixing: several shards as one stream of rows, each source with its own share.
+
+Drawing the source of each row at random gives the right shares only on average, and the draw has to be replayed to
+resume. Here rows come in windows. In each window every source has exactly its number of slots; a seeded permutation
+(`permutation.py`) scatters the slots over the window. Row g therefore finds its source, and its index in the stream of
+that source, from (seed, g) alone: which window, which slot, and how many slots of that source came before.
+"""
 
 # Shapes: S sources, B rows of a batch, T positions of a row.
 
@@ -17,16 +23,17 @@ from firth.tokens.permutation import permute_indices
 from firth.tokens.shards import Shards, ShardSet
 from firth.tokens.tokenizer import Tokenizer
 
-MIX_WINDOW_ROWS = 1000  # rows in which every source has exactly the share that was asked for
+MIX_WINDOW_ROWS = 1000  # rows of a window, in which every source has exactly its share
 
 
 @dataclass(frozen=True)
 class MixConfig:
-    """How much of each source is read: at most one of these is given. Without, all rows of all sources, once each.
+    """How much of each source is read. Set at most one field. Default: every row of every source once per epoch.
 
-    `shares`: what part of the rows is of each source, {"a": 0.7, "b": 0.3}; any weights will do. `temperature`: as
-    many tokens to the power of this as the source has, 0.7 in multilingual BERT and 0.3 in XLM-R (Conneau et al. 2020,
-    section 3.1), so that small sources are read more often. `epochs`: how often each is read in one epoch of the mix.
+    - `shares`: share of the rows of each source, {"a": 0.7, "b": 0.3}; any positive weights.
+    - `temperature`: weight a source by its tokens to this power, so that small sources are read more often: 0.7 in
+      multilingual BERT, 0.3 in XLM-R (Conneau et al. 2020, section 3.1). 1: by size; 0: equal.
+    - `epochs`: how often each source is read in one epoch of the mix.
     """
 
     shares: dict[str, float] = field(default_factory=dict)
@@ -34,7 +41,7 @@ class MixConfig:
     epochs: dict[str, float] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Refuse what contradicts itself, before anything is opened."""
+        """Raise an error for contradictory or invalid fields, before any shards are opened."""
         given = [name for name in ("shares", "temperature", "epochs") if getattr(self, name) not in (None, {})]
         if len(given) > 1:
             raise UserError(f"mix.{given[0]} and mix.{given[1]} are both given. Choose one.")
@@ -44,22 +51,24 @@ class MixConfig:
             for source, value in getattr(self, name).items():
                 if not 0 < value < np.inf:
                     raise UserError(
-                        f"mix.{name}: {source}={value:g} must be more than 0. To leave it out, leave it out."
+                        f"mix.{name}: {source}={value:g} must be more than 0. To exclude a source, do not name it."
                     )
 
     def restrict_to(self, source_names: Collection[str]) -> MixConfig:
-        """The same for some of the sources."""
+        """Return the mix for some of the sources."""
         shares, epochs = ({k: v for k, v in given.items() if k in source_names} for given in (self.shares, self.epochs))
         return replace(self, shares=shares, epochs=epochs)
 
     def row_weights(self, num_tokens: Mapping[str, int], num_rows: Mapping[str, int]) -> dict[str, float]:
-        """What part of the rows each source has, from the sizes of all."""
+        """Return the share of the rows of each source."""
         named = self.shares or self.epochs
         for name in named:
             if name not in num_tokens:
-                raise UserError(f"The mix speaks of {name!r}, which is no source. {did_you_mean(name, num_tokens)}")
+                raise UserError(f"The mix names {name!r}, which is not a source. {did_you_mean(name, num_tokens)}")
         if missing := [name for name in num_tokens if named and name not in named]:
-            raise UserError(f"The mix does not say how much of {missing[0]!r} is read.")
+            raise UserError(
+                f"The mix has no value for the source {missing[0]!r}. Add it to mix.{'shares' if self.shares else 'epochs'}."
+            )
         if self.shares:
             weight = dict(self.shares)
         elif self.temperature is not None:
@@ -71,28 +80,28 @@ class MixConfig:
 
 
 def rows_per_window(weights: Sequence[float], window_rows: int = MIX_WINDOW_ROWS) -> np.ndarray:
-    """How many rows of a window are of each source: the shares, rounded so that they add up, and at least one.
+    """Number of rows of each source in a window: the shares, rounded to add up to the window, at least one each.
 
     >>> rows_per_window([0.7, 0.3]).tolist(), rows_per_window([1 / 3, 1 / 3, 1 / 3]).tolist()
     ([700, 300], [334, 333, 333])
     >>> rows_per_window([1.0, 1e-6]).tolist()
     [999, 1]
     """
-    wanted_S = np.asarray(weights) * window_rows
-    count_S = np.maximum(np.floor(wanted_S), 1).astype(np.int64)
+    exact_S = np.asarray(weights) * window_rows
+    count_S = np.maximum(np.floor(exact_S), 1).astype(np.int64)
     while (left := window_rows - int(count_S.sum())) != 0:
-        count_S[np.argmax((wanted_S - count_S) * np.sign(left))] += np.sign(left)
+        count_S[np.argmax((exact_S - count_S) * np.sign(left))] += np.sign(left)
     return count_S
 
 
 class SourceShare(NamedTuple):
-    """What a mix has of a source, for the table."""
+    """A source's part in a mix, as a line of the table."""
 
     source: str
     tokens: int
     rows: int
     share: float  # of the rows of the mix
-    epochs: float  # how often it is read in so many rows of the mix
+    epochs: float  # how often the run reads it
 
     def __str__(self) -> str:
         return (
@@ -101,11 +110,10 @@ class SourceShare(NamedTuple):
 
 
 class MixedDataset(RowDataset):
-    """Rows of several sources. In each window every source has its share of the rows exactly, in random order.
+    """Rows of several sources; in each window every source has exactly its share, in random order.
 
-    A window is one epoch of the mix, so that every source is read exactly as often as `MixConfig.epochs` says; where shares
-    are asked for it is 1,000 rows. Which source row g is of, and which of its rows, is a pure function of the seed and
-    g; each source goes through its own epochs in its own order.
+    A window is one epoch of the mix, so that every source is read as often as `MixConfig.epochs` says. With `shares`
+    or `temperature` it is `MIX_WINDOW_ROWS` rows. Each source goes through its own epochs in its own order.
     """
 
     def __init__(
@@ -132,34 +140,35 @@ class MixedDataset(RowDataset):
         self.fill_ratio = float((filled_S * self.rows_per_window_S).sum() / self.window_rows)
 
     def get_rows(self, indices: np.ndarray) -> Rows:
-        """The rows at these places of the stream."""
+        """Return the rows at these indices of the stream."""
         index_B = np.asarray(indices, dtype=np.int64)
-        source_B, place_B = self.locate_rows(index_B)
-        parts = {s: self.datasets[s].get_rows(place_B[source_B == s]) for s in np.unique(source_B).tolist()}
-        found = {
+        source_B, source_index_B = self.locate_rows(index_B)
+        parts = {s: self.datasets[s].get_rows(source_index_B[source_B == s]) for s in np.unique(source_B).tolist()}
+        merged = {
             name: merge_source_arrays(source_B, {s: getattr(p, name) for s, p in parts.items()})
             for name in Rows._fields
         }
-        assert found["row_index"] is not None
-        return Rows(**{**found, "stream_index": index_B, "row_index": found["row_index"] + self.first_row_S[source_B]})
+        assert merged["row_index"] is not None
+        row_index = merged["row_index"] + self.first_row_S[source_B]
+        return Rows(**{**merged, "stream_index": index_B, "row_index": row_index})
 
     def locate_rows(self, index_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source that each row of the stream is of, and its place in the stream of that source."""
-        window_B, place_B = np.divmod(index_B, self.window_rows)
+        """Return the source of each row (B,), and the index of the row in the stream of that source (B,)."""
+        window_B, offset_B = np.divmod(index_B, self.window_rows)
         if self.is_weighted:
-            slot_B = np.empty_like(place_B)
+            slot_B = np.empty_like(offset_B)
             for window in np.unique(window_B).tolist():
-                mine = window_B == window
-                slot_B[mine] = self._sequential_slots(window)[place_B[mine]]
+                rows = window_B == window
+                slot_B[rows] = self._sequential_slots(window)[offset_B[rows]]
         else:
-            slot_B = permute_indices(place_B, self.window_rows, hash_uint64(self.seed, window_B))
+            slot_B = permute_indices(offset_B, self.window_rows, hash_uint64(self.seed, window_B))
         source_B = np.searchsorted(self.slot_bounds_S, slot_B, side="right") - 1
         return source_B, window_B * self.rows_per_window_S[source_B] + slot_B - self.slot_bounds_S[source_B]
 
     def _sequential_slots(self, window_index: int) -> np.ndarray:
-        """The slot of each place of a short window: sources in random order, but the slots of each one after another.
+        """Return the slot of each row of a window: sources in random order, each source's slots in ascending order.
 
-        So a source that has fewer rows than slots is read to its end before any of its rows comes again.
+        So a source that has fewer rows than slots is read to its end before a row repeats.
         """
         slot_W = permute_indices(np.arange(self.window_rows), self.window_rows, hash_uint64(self.seed, window_index))
         by_source = np.argsort(np.searchsorted(self.slot_bounds_S, slot_W, side="right"), kind="stable")
@@ -167,7 +176,7 @@ class MixedDataset(RowDataset):
         return slot_W
 
     def share_table(self, num_rows: int) -> list[SourceShare]:
-        """What a run that reads so many rows reads of each source."""
+        """Return the part of each source in a run of `num_rows` rows."""
         return [
             SourceShare(name, source.shards.num_tokens, source.num_rows, share, share * num_rows / source.num_rows)
             for name, source, share in zip(
@@ -177,7 +186,7 @@ class MixedDataset(RowDataset):
 
 
 def merge_source_arrays(source_B: np.ndarray, arrays_by_source: Mapping[int, np.ndarray | None]) -> np.ndarray | None:
-    """One array for all rows, from one for the rows of each source."""
+    """Merge an array of each source's rows into one array (B, ...); None if no source has it."""
     known = [part for part in arrays_by_source.values() if part is not None]
     if not known:
         return None
@@ -190,7 +199,7 @@ def merge_source_arrays(source_B: np.ndarray, arrays_by_source: Mapping[int, np.
 
 @dataclass(frozen=True)
 class MixedShards:
-    """Several shards of one tokenizer, under the names that a mix calls them by."""
+    """Several shards of one tokenizer, under the source names of a mix."""
 
     sources: dict[str, ShardSet]
 
@@ -199,8 +208,8 @@ class MixedShards:
         for other, shards in others:
             if shards.tokenizer.fingerprint != first.tokenizer.fingerprint:
                 raise UserError(
-                    f"{shards.folder} ({other}) was made with another tokenizer than {first.folder} ({name}): prepare "
-                    f"its text again with `firth prepare --tokenizer {first.folder / 'tokenizer'}`."
+                    f"{shards.folder} ({other}) was made with another tokenizer than {first.folder} ({name}). "
+                    f"Prepare its text again with `firth prepare --tokenizer {first.folder / 'tokenizer'}`."
                 )
 
     @property
@@ -217,10 +226,10 @@ class MixedShards:
 
     @property
     def held_out(self) -> list[Shards] | None:
-        """The held-out parts; None when there are none."""
+        """The held-out parts; None if no source has one."""
         return [shards.held_out for shards in self.sources.values() if shards.held_out is not None] or None
 
     @property
     def unigram_entropy(self) -> None:
-        """Not known for a mix."""
+        """Not defined for a mix."""
         return None

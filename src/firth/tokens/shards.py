@@ -233,7 +233,7 @@ def load_or_compute_arrays(
 
 
 def save_arrays(arrays: NamedTuple, folder: Path) -> None:
-    """Write arrays. Several processes may do so at once: each writes its own folder, and the first to rename it wins."""
+    """Write arrays. Several processes may do so at once: each writes its own folder, and the first rename wins."""
     own_folder = folder.with_name(f"{folder.name}.{os.getpid()}")
     with atomic_folder(own_folder) as temporary:
         for name, array in arrays._asdict().items():
