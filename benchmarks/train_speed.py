@@ -13,14 +13,15 @@ not see each other) have a line of their own. Memory, on a GPU, is the most that
 allocated at any time since before its first step, warm-up included, less what was allocated then: the optimizer and
 all that a step needs, beside the weights.
 
-The workload `documents` has texts of the lengths in a file (--lengths, one number of tokens a line): `transformers`
-reads one in each row, padded to the longest of its batch (to a multiple of 64, so that shapes are few), Firth packs
-them; tokens are those of the texts. `--without` switches off what makes our side fast (`asked`: its head reads every
-place, not those alone that are asked; `packing`: its documents are padded too; `prefetch`: a step makes its own batch,
-where all others are made beforehand; `pinned`: it is sent from ordinary memory; `ahead`: each step is waited for
-before the next begins; `qkv`: queries, keys and values are three products), KEY=VALUE sets a field of its recipe that a
-step reads (weights=bf16), and `--alone` leaves the peer out. `--each` is for ablations: our side as it is, then with
-each of these changes by itself, in one process; the ratio is to the first.
+The workload `documents` has texts of the lengths in a file (--lengths, one number of tokens per line). `transformers`
+reads one text per row, padded to the longest of its batch (to a multiple of 64, so that there are few shapes); Firth
+packs them. Only text tokens count.
+
+`--without` turns off one optimization of our side: `asked` (the head reads every position, not only targets),
+`packing` (documents are padded too), `prefetch` (a step builds its own batch; all others are built beforehand),
+`pinned` (batches come from pageable memory), `ahead` (each step waits for the one before), `qkv` (queries, keys and
+values are three matmuls). KEY=VALUE sets a recipe field (engine.weights=bf16). `--alone` leaves the peer out. `--each`
+runs ablations in one process: our side as it is, then with each change alone; ratios are to the first.
 
 B rows, L tokens before the noise, T after it, U of the decoder, K asked.
 """
@@ -78,13 +79,13 @@ SETTINGS = TrainingConfig(learning_rate=1e-4, max_grad_norm=1.0, weight_decay=0.
 OURS, THEIRS, PACKED = "firth", "transformers", "firth, packed"
 WITHOUT: dict[str, dict[str, Any]] = {  # what can be switched off, as changes of our recipe
     "compile": {"compile": False},
-    "graphs": {"cuda_graphs": False},
-    "fused_attention": {"fused_attention": False},
-    "fused_loss": {"fused_loss": False},
-    "recompute": {"recompute": False},
-    "padding": {"pad_vocabulary": False},
-    "residual": {"residual": "float32"},
-    "last_layer": {"last_layer": "all"},
+    "graphs": {"engine.cuda_graphs": False},
+    "fused_attention": {"engine.fused_attention": False},
+    "fused_loss": {"engine.fused_loss": False},
+    "recompute": {"engine.recompute": False},
+    "padding": {"engine.pad_vocabulary": False},
+    "residual": {"engine.residual": "float32"},
+    "last_layer": {"engine.last_layer": "all"},
     "asked": {},  # what these two change is what our side reads (`our_batch`)
     "packing": {},
     "prefetch": {},  # and these how it does: batches are made beforehand, sent from pinned memory,
@@ -559,8 +560,7 @@ def changed(without: Sequence[str], changes: Sequence[str]) -> TrainingConfig:
     found = parse_overrides(changes)
     if odd := [name for name in found if name in UNREAD]:
         raise SystemExit(f"{odd[0]} changes nothing here: a workload has its own rows, and each step stands by itself")
-    settings = apply_overrides(SETTINGS, found)
-    settings = replace(settings, **{k: v for name in without for k, v in WITHOUT[name].items()})
+    settings = apply_overrides(SETTINGS, found | {k: v for name in without for k, v in WITHOUT[name].items()})
     settings.check()
     return settings
 
@@ -606,7 +606,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-packed", action="store_true", help="leave out our packed rows, which compile once more")
     parser.add_argument("--their-mask", action="store_true", help="a mask for transformers, which forbids nothing")
     parser.add_argument("--each", action="store_true", help="each change by itself, beside the recipe as it is")
-    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="fields of our recipe: weights=bf16")
+    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="fields of our recipe: engine.weights=bf16")
     parser.add_argument("--steps", type=int, help="timed steps of each side (20 on a CPU, 60 on a GPU)")
     parser.add_argument("--threads", type=int, help="CPU threads of both sides")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")

@@ -114,34 +114,6 @@ def test_who_learns_with_what(home: Path, tmp_path: Path) -> None:
     assert used("bert-tiny", "old", overwrite=True) == ("muon", 4e-3)
 
 
-def test_a_run_of_an_older_version_goes_on_as_it_was_computed(home: Path, tmp_path: Path) -> None:
-    """Its recipe says nothing of fields that came later, and other things were usual then."""
-    run, stored = {"overrides": TINY, **SIZES}, tmp_path / "run" / "recipe.yaml"
-    firth.pretrain("bert-tiny", home / "shards", tmp_path / "run", weight_decay=0.01, **run)
-    assert "residual: bf16\n" in stored.read_text()
-    assert "last_layer: targets\n" in stored.read_text()
-    for line in ("residual: bf16\n", "last_layer: targets\n"):
-        stored.write_text(stored.read_text().replace(line, ""))
-    for more in ({}, {"residual": "float32"}):
-        firth.pretrain("bert-tiny", home / "shards", tmp_path / "run", resume=True, **run, **more)
-    with pytest.raises(UserError, match=r"residual: float32 -> bf16"):
-        firth.pretrain("bert-tiny", home / "shards", tmp_path / "run", resume=True, residual="bf16", **run)
-    recipe = load_recipe(stored, Recipe)
-    assert (recipe.residual, recipe.last_layer, recipe.weight_decay) == ("float32", "all", 0.01)
-
-
-def test_so_does_a_fine_tuning_of_an_older_version(home: Path, tmp_path: Path) -> None:
-    data, stored = tmp_path / "data.jsonl", tmp_path / "tuned" / "recipe.yaml"
-    data.write_text("".join(f'{{"text": "word {i}", "label": "{i % 2}"}}\n' for i in range(8)))
-    given = (home / "run" / "final", "classify", data, data, tmp_path / "tuned")
-    firth.finetune(*given, max_steps=1, seeds=1)
-    for line in ("residual: bf16\n", "last_layer: targets\n"):
-        stored.write_text(stored.read_text().replace(line, ""))
-    firth.finetune(*given, max_steps=1, seeds=1, resume=True)
-    with pytest.raises(UserError, match=r"residual: float32 -> bf16"):
-        firth.finetune(*given, max_steps=1, seeds=1, resume=True, residual="bf16")
-
-
 # --- which setting wins
 
 

@@ -140,7 +140,7 @@ def test_ablations_change_our_side_alone(
     asked = []
     monkeypatch.setattr(bench, "choose_compute", lambda settings: asked.append(settings) or CPU)
     words = ["--workload", "documents", "--lengths", str(tmp_path / "lengths.txt"), "--steps", "1", "--alone", "--json"]
-    bench.main([*words, "--without", "padding", "--without", "fused_loss", "weights=bf16"])
+    bench.main([*words, "--without", "padding", "--without", "fused_loss", "engine.weights=bf16"])
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [s["side"] for s in facts["speeds"]] == [bench.OURS]
     assert facts["without"] == ["padding", "fused_loss"]

@@ -25,7 +25,16 @@ FIRTH = re.compile(r"(?:python3 go\.py|python3? -m firth|-m firth|firth) +(?P<co
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*(?:\(\))?")
 # Options of other programs that the docs show.
-FOREIGN_OPTIONS = {"--nproc-per-node", "--max-restarts", "--shutdown-timeout", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--standalone", "--master-port"}
+FOREIGN_OPTIONS = {
+    "--nproc-per-node",
+    "--max-restarts",
+    "--shutdown-timeout",
+    "--nnodes",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--standalone",
+    "--master-port",
+}
 FOREIGN_NAMES = {"numpy", "pytest", "torchrun"}
 
 

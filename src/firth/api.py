@@ -89,7 +89,6 @@ from firth.train import Recipe, apply_overrides, pretrain_in_folder, read_yaml_m
 from firth.train.clock import RunClock
 from firth.train.distributed import init_distributed, require_single_process, silence_other_ranks
 from firth.train.folder import shared_run_folder
-from firth.train.recipe import LEGACY_DEFAULTS
 
 MAX_CONCURRENT_SEQUENCES = 16  # texts that are written at once
 # What learns by counting: the kind of tokenizer that it is given, and its size unless said (0: by the text's size).
@@ -97,7 +96,7 @@ STATIC_TOKENIZERS = {"word2vec": ("word", 2**20), "glove": ("word", 2**20), "ngr
 STATIC_FIELD_NAMES = {"num_train_epochs": "epochs", "learning_rate": "alpha"}  # gensim's names for what all runs have
 
 # What a pretraining that goes on keeps, whatever has become usual since.
-KEPT_ON_RESUME_FIELDS = ("optim", "learning_rate", "weight_decay", "warm_start", "seed", *LEGACY_DEFAULTS)
+KEPT_ON_RESUME_FIELDS = ("optim", "learning_rate", "weight_decay", "warm_start", "seed")
 DURATION_FIELDS = ("minutes", "max_steps", "num_train_epochs", "epochs")
 
 # These have as many numbers as the text has words: what each is good for, and how many numbers.
@@ -128,7 +127,7 @@ def check(
     """What is in a text, how tokenizers split it, and what follows for vocabulary, rows and model.
 
     `tokenizer` is a folder of one, or a checkpoint; beside it others are trained on a sample of `sample` characters,
-    of each of `kinds` and `vocab_sizes`. Writes `check_tokenizer_fn.to_html` to `output_dir`; `printed` writes to the terminal too.
+    of each of `kinds` and `vocab_sizes`. Writes `check.html` to `output_dir`; `printed` writes to the terminal too.
     `labelled` is a file whose examples are looked for in the text; its `task` is told by its columns unless named.
     """
     page = resolve_page_path(Path(output_dir), "check", overwrite)
@@ -437,7 +436,7 @@ def show(
 ) -> dict[str, Any]:
     """Exactly what a model will read and what it will be asked, before any training.
 
-    Takes what `pretrain` takes, and does what it does up to the first rows of the first step. Writes `show.to_html` to
+    Takes what `pretrain` takes, and does what it does up to the first rows of the first step. Writes `show.html` to
     `output_dir`; `printed` writes the same to the terminal.
     """
     if rows < 1:

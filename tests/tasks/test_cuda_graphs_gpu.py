@@ -16,6 +16,7 @@ from firth.models import Model, load_model, make_model
 from firth.tasks import FinetuneRecipe, finetune
 from firth.train import read_log
 from firth.train.cuda_graphs import CudaGraphStep
+from firth.train.recipe import EngineConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 Checkpoints = Callable[[str], Path]
@@ -94,7 +95,7 @@ def test_a_replayed_run_is_the_same(
         {"freeze": "body"},
         {"optim": "muon"},
         {"pool": "mean", "class_weights": "balanced"},
-        {"unfreeze_every": 8, "cuda_graphs": True},
+        {"unfreeze_every": 8, "engine": EngineConfig(cuda_graphs=True)},
         {"fp16": True},
     ],
     ids=lambda fields: next(iter(fields)),
@@ -102,7 +103,7 @@ def test_a_replayed_run_is_the_same(
 def test_every_way_to_train_is_the_same(
     fields: dict[str, Any], checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, made: list[CudaGraphStep]
 ) -> None:
-    one = losses(checkpoint_of("bert"), toy, tmp_path / "one", **fields | {"cuda_graphs": False})
+    one = losses(checkpoint_of("bert"), toy, tmp_path / "one", **fields | {"engine": EngineConfig(cuda_graphs=False)})
     other = losses(checkpoint_of("bert"), toy, tmp_path / "other", **fields)
     assert made[0].is_enabled
     assert made[0].graphs
@@ -126,7 +127,9 @@ def test_other_tasks_are_the_same(checkpoint_of: Checkpoints, tmp_path: Path, ma
     for task, found in (("tag", rows), ("regress", pairs), ("span-qa", spans)):
         file = write_jsonl(tmp_path / f"{task}.jsonl", found)
         toy = {"train": file, "dev": file}
-        one = losses(checkpoint_of("bert"), toy, tmp_path / task / "one", task=task, cuda_graphs=False)
+        one = losses(
+            checkpoint_of("bert"), toy, tmp_path / task / "one", task=task, engine=EngineConfig(cuda_graphs=False)
+        )
         other = losses(checkpoint_of("bert"), toy, tmp_path / task / "other", task=task)
         assert other == pytest.approx(one, rel=2e-3, abs=1e-6), task
     assert all(some.is_enabled and some.graphs for some in made)
@@ -167,7 +170,7 @@ def test_weights_that_lie_elsewhere_are_recorded_anew(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, made: list[CudaGraphStep], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Someone puts other tensors in the place of weights and gradients after every step."""
-    one = losses(checkpoint_of("bert"), toy, tmp_path / "one", cuda_graphs=False)
+    one = losses(checkpoint_of("bert"), toy, tmp_path / "one", engine=EngineConfig(cuda_graphs=False))
     plain, calls = CudaGraphStep.accumulate_gradients, []
 
     def moved(self: CudaGraphStep, *given: Any) -> torch.Tensor:
@@ -187,7 +190,7 @@ def test_short_memory_takes_the_graphs_first(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, made: list[CudaGraphStep], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They hold as much as a batch: without them the batch may stay as large as it is."""
-    one = losses(checkpoint_of("bert"), toy, tmp_path / "one", cuda_graphs=False)
+    one = losses(checkpoint_of("bert"), toy, tmp_path / "one", engine=EngineConfig(cuda_graphs=False))
     plain, calls = CudaGraphStep.accumulate_gradients, []
 
     def short(self: CudaGraphStep, *given: Any) -> torch.Tensor:

@@ -55,6 +55,7 @@ from firth.tasks.results import (
 from firth.text import AnswerSpan, Example
 from firth.tokens import load_tokenizer
 from firth.train import ComputeConfig, Interrupted, load_recipe, read_log
+from firth.train.recipe import EngineConfig
 
 Checkpoints = Callable[[str], Path]
 Toy = dict[str, Path]
@@ -504,7 +505,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "lora": {"lora_rank": 2, "lora_dropout": 0.1},
     "lora, all": {"lora_rank": 2, "lora_targets": "all", "unfreeze_every": 4, "layer_decay": 0.9},
     "balanced": {"class_weights": "balanced"},
-    "balanced, bf16 weights": {"class_weights": "balanced", "weights": "bf16"},
+    "balanced, bf16 weights": {"class_weights": "balanced", "engine": EngineConfig(weights="bf16")},
     "best": {"eval_steps": 2, "learning_rate": 0.03},
     "best of lora": {"eval_steps": 2, "learning_rate": 0.1, "lora_rank": 2},
 }

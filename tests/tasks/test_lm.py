@@ -62,7 +62,9 @@ def learned(task: Any, example: Example) -> str:
     """The text of the tokens that are asked, one stretch after the other."""
     (item,) = task.encode([example])
     (line,) = item.parts
-    return str(task.tokenizer.decode([line.ids[place + 1] for place in line.target_positions], skip_special_tokens=False))
+    return str(
+        task.tokenizer.decode([line.ids[place + 1] for place in line.target_positions], skip_special_tokens=False)
+    )
 
 
 def test_answers_are_learned_and_nothing_else() -> None:

@@ -27,6 +27,7 @@ from firth.tasks.shape_buckets import (
 )
 from firth.text import Example
 from firth.train import ComputeConfig
+from firth.train.recipe import EngineConfig
 
 FEW = ComputeConfig(torch.device("cpu"), False, compile=True)
 
@@ -149,14 +150,22 @@ def test_who_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for in_turn in (replace(usual, crf=True), replace(usual, bilstm=8)):
         assert resolve_compile_options(in_turn, config, 10 * MIN_STEPS_TO_COMPILE).compile is False
     assert resolve_compile_options(replace(usual, compile=True), config, 9).compile is True
-    assert resolve_compile_options(replace(usual, compile=True), config, 9).cuda_graphs is None
-    assert resolve_compile_options(replace(usual, compile_regions=True), config, 9).compile is None
-    assert resolve_compile_options(usual, config, 9).cuda_graphs is None  # on a CPU
+    assert resolve_compile_options(replace(usual, compile=True), config, 9).engine.cuda_graphs is None
+    assert resolve_compile_options(replace(usual, engine=EngineConfig(compile_regions=True)), config, 9).compile is None
+    assert resolve_compile_options(usual, config, 9).engine.cuda_graphs is None  # on a CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert resolve_compile_options(usual, config, 9).cuda_graphs is True
-    assert resolve_compile_options(replace(usual, cuda_graphs=False), config, 9).cuda_graphs is False
-    for changes in ({"unfreeze_every": 5}, {"bilstm": 8}, {"weights": "bf16"}, {"gradient_checkpointing": True}):
-        assert resolve_compile_options(replace(usual, **changes), config, 9).cuda_graphs is False
+    assert resolve_compile_options(usual, config, 9).engine.cuda_graphs is True
+    assert (
+        resolve_compile_options(replace(usual, engine=EngineConfig(cuda_graphs=False)), config, 9).engine.cuda_graphs
+        is False
+    )
+    for changes in (
+        {"unfreeze_every": 5},
+        {"bilstm": 8},
+        {"engine": EngineConfig(weights="bf16")},
+        {"gradient_checkpointing": True},
+    ):
+        assert resolve_compile_options(replace(usual, **changes), config, 9).engine.cuda_graphs is False
 
 
 def test_a_run_with_few_shapes_learns_the_same(

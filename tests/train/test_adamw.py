@@ -19,6 +19,7 @@ from firth.train import adamw as module
 from firth.train.adamw import AdamW, can_step_from_replica
 from firth.train.bf16_replica import BF16Replica
 from firth.train.optim import make_optimizer
+from firth.train.recipe import EngineConfig
 from firth.train.step import build_loss_fn, train_step
 
 SHAPES = [(1,), (7,), (64, 64), (5000,), (3, 4096), (130, 131)]
@@ -99,7 +100,7 @@ def test_steps_of_a_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     config = replace(PRESETS["bert-tiny"], vocab_size=40, dropout=0.0, attention_dropout=0.0)
     batch = Batch(*(None if a is None else a.numpy() for a in some_batch(config)))
-    training = TrainingConfig(weights="bf16", optim="adamw", max_grad_norm=0.5)
+    training = TrainingConfig(engine=EngineConfig(weights="bf16"), optim="adamw", max_grad_norm=0.5)
     machine, found, taken = ComputeConfig(torch.device(DEVICE), bf16=True, compile=False), [], list[bool]()
     take = AdamW.use_replica_gradients
     for stays in (False, True):

@@ -25,6 +25,7 @@ from firth.train.dataloader import make_pretrain_batch_fn, make_row_dataset
 from firth.train.distributed import SINGLE_PROCESS, DistContext, bucket_tensors, init_distributed, should_report_error
 from firth.train.loop import hash_rows
 from firth.train.ramp import Stage, check_even_split, micro_batches_per_process
+from firth.train.recipe import EngineConfig
 from firth.train.resume import merge_recipe
 
 Make = Callable[[str], ShardSet]
@@ -344,7 +345,7 @@ def test_torchrun_without_parallel(shards_of: Make, tmp_path: Path, monkeypatch:
     [
         ({"optim": "muon"}, "muon needs whole matrices"),
         ({"optim": "adafactor"}, "adafactor needs whole matrices"),
-        ({"weights": "bf16"}, "leave weights=bf16 out"),
+        ({"engine": EngineConfig(weights="bf16")}, "leave engine.weights=bf16 out"),
         ({"model": get_preset("albert-tiny")}, "layers share"),
         ({"model": get_preset("ulmfit-tiny")}, "LSTMs"),
         ({"parallel": "ddp", "cpu_offload": True}, "cpu_offload is for"),

@@ -13,6 +13,7 @@ from train.test_distributed import Runs
 from firth.models import ModelConfig, get_preset, with_vocabulary
 from firth.models.config import AWDLSTMConfig
 from firth.tokens import ShardSet
+from firth.train.recipe import EngineConfig
 
 Make = Callable[[str], ShardSet]
 pytestmark = pytest.mark.slow
@@ -31,7 +32,7 @@ CASES: dict[str, tuple[str, str, tuple[str, ...], dict[str, Any]]] = {
     "albert": ("albert-tiny", "bert", ("ddp",), {}),
     "memory": ("xlnet-tiny", "bert", ("ddp",), {"order": "stream", "memory": 16}),
     "ulmfit": ("ulmfit-tiny", "gpt2", ("ddp",), {}),
-    "halved weights": ("bert-tiny", "bert", ("ddp",), {"weights": "bf16"}),
+    "halved weights": ("bert-tiny", "bert", ("ddp",), {"engine": EngineConfig(weights="bf16")}),
     "longer rows": ("bert-tiny", "bert", ("ddp", "fsdp"), {"length_ramp": 0.5, "length_doublings": 1}),
 }
 

@@ -41,6 +41,7 @@ from firth.train.dataloader import make_pretrain_batch_fn, make_ramp_datasets, m
 from firth.train.distributed import SINGLE_PROCESS, DistContext, check_device
 from firth.train.pretrain import build_pretrain_model
 from firth.train.ramp import ramp_stages
+from firth.train.recipe import EngineConfig
 from firth.train.resume import extend_skips, merge_recipe
 from firth.train.step import build_loss_fn, train_step
 
@@ -56,12 +57,18 @@ WAYS: dict[str, dict[str, Any]] = {
     "batch ramp": {"batch_ramp": 0.7, "batch_doublings": 2},
     "length ramp": {"length_ramp": 0.7, "length_doublings": 1},
     "both ramps, micro-batches": {"length_ramp": 0.5, "batch_ramp": 0.9, "gradient_accumulation_steps": 2},
-    "bf16 weights": {"weights": "bf16"},
-    "bf16 weights, adamw": {"weights": "bf16", "optim": "adamw"},
+    "bf16 weights": {"engine": EngineConfig(weights="bf16")},
+    "bf16 weights, adamw": {"engine": EngineConfig(weights="bf16"), "optim": "adamw"},
     "products in 8 bits": {"fp8": True},
-    "products in 8 bits, bf16 weights": {"fp8": True, "weights": "bf16"},
+    "products in 8 bits, bf16 weights": {"fp8": True, "engine": EngineConfig(weights="bf16")},
     "wsd": {"lr_scheduler_type": "wsd", "wsd_decay": 0.4},
-    "all": {"optim": "muon", "ema_decay": 0.9, "batch_ramp": 0.5, "length_ramp": 0.8, "weights": "bf16"},
+    "all": {
+        "optim": "muon",
+        "ema_decay": 0.9,
+        "batch_ramp": 0.5,
+        "length_ramp": 0.8,
+        "engine": EngineConfig(weights="bf16"),
+    },
 }
 
 
@@ -94,7 +101,9 @@ def test_a_resumed_run_is_the_same_run(
     pretrain(recipe_of(family, output_dir=str(tmp_path / "straight"), **fields))
     stopped = recipe_of(family, output_dir=str(tmp_path / "stopped"), **fields)
     for step in (3, 6):  # one step after a checkpoint, on a checkpoint
-        monkeypatch.setattr(pretraining, "TrainingRun", lambda *a, at=step, **k: TrainingRun(*a, **k, hooks=[(1, stop_at(at))]))
+        monkeypatch.setattr(
+            pretraining, "TrainingRun", lambda *a, at=step, **k: TrainingRun(*a, **k, hooks=[(1, stop_at(at))])
+        )
         with pytest.raises(Stop):
             pretrain(stopped, resume=True)
     monkeypatch.undo()
@@ -159,7 +168,7 @@ def test_the_mean_of_the_best_evaluation_is_taken(recipe_of: Recipes, shards_of:
 
 def test_the_exact_weights_are_kept_and_get_the_twins_gradients(recipe_of: Recipes, shards_of: Make) -> None:
     shards = shards_of("bert")
-    recipe = recipe_of(weights="bf16", gradient_accumulation_steps=2)
+    recipe = recipe_of(engine=EngineConfig(weights="bf16"), gradient_accumulation_steps=2)
     model = build_pretrain_model(recipe, shards.tokenizer)
     exact = copy.deepcopy(model)
     micro = make_pretrain_batch_fn(recipe, make_row_dataset(recipe, shards, held_out=False), shards.tokenizer)(0)
@@ -174,7 +183,9 @@ def test_the_exact_weights_are_kept_and_get_the_twins_gradients(recipe_of: Recip
             seen.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
 
     total = train_step(run, losses_of, Watch(model.parameters(), lr=0.0), micro, 0, 0.0)
-    plain = TrainingRun(replace(recipe, weights="float32", max_grad_norm=0.0), CPU, exact, lambda step: micro)
+    plain = TrainingRun(
+        replace(recipe, engine=EngineConfig(weights="float32"), max_grad_norm=0.0), CPU, exact, lambda step: micro
+    )
     wanted: list[torch.Tensor] = []
 
     class See(torch.optim.SGD):
@@ -342,7 +353,9 @@ def test_epochs_count_the_rows_of_smaller_batches(recipe_of: Recipes, shards_of:
 # --- the first step comes soon
 
 
-@pytest.mark.parametrize("more", [{"ema_decay": 0.9}, {"weights": "bf16", "gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize(
+    "more", [{"ema_decay": 0.9}, {"engine": EngineConfig(weights="bf16"), "gradient_accumulation_steps": 2}]
+)
 def test_a_step_is_compiled_while_its_first_weights_are_made(
     recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
@@ -479,7 +492,9 @@ def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_switches_reach_every_head_and_layer(recipe_of: Recipes, shards_of: Make) -> None:
-    recipe = recipe_of(fused_loss=False, pad_vocabulary=True, fused_attention=False, residual="float32")
+    recipe = recipe_of(
+        engine=EngineConfig(fused_loss=False, pad_vocabulary=True, fused_attention=False, residual="float32")
+    )
     assert recipe_of().residual == "bf16"
     model = build_pretrain_model(recipe, shards_of("bert").tokenizer)
     build_loss_fn(TrainingRun(recipe, CPU, model, lambda step: []))
@@ -497,7 +512,7 @@ def test_a_vocabulary_that_is_not_padded_is_said(
 ) -> None:
     monkeypatch.setattr(importlib.import_module("firth.train.compute"), "select_device", lambda *_: torch.device("cpu"))
     for fused_loss, said in ((None, True), (True, True), (False, False)):
-        choose_compute(TrainingConfig(pad_vocabulary=True, fused_loss=fused_loss))
+        choose_compute(TrainingConfig(engine=EngineConfig(pad_vocabulary=True, fused_loss=fused_loss)))
         assert ("pad_vocabulary changes nothing" in capsys.readouterr().err) == said
 
 
@@ -534,21 +549,21 @@ def test_a_run_goes_on_elsewhere(recipe_of: Recipes) -> None:
 def test_who_replays_steps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a GPU: compiled steps of one micro-batch by themselves, others where it is asked and can be done."""
     devices = importlib.import_module("firth.train.compute")
-    assert not choose_compute(TrainingConfig(compile=False, cuda_graphs=True)).cuda_graphs
+    assert not choose_compute(TrainingConfig(compile=False, engine=EngineConfig(cuda_graphs=True))).cuda_graphs
     assert "no CUDA graphs: there is no CUDA device" in capsys.readouterr().err
     monkeypatch.setattr(devices, "select_device", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
     assert choose_compute(TrainingConfig()).cuda_graphs
     assert not choose_compute(TrainingConfig(gradient_accumulation_steps=2)).cuda_graphs
-    assert not choose_compute(TrainingConfig(cuda_graphs=False)).cuda_graphs
+    assert not choose_compute(TrainingConfig(engine=EngineConfig(cuda_graphs=False))).cuda_graphs
     assert not choose_compute(TrainingConfig(compile=False)).cuda_graphs
-    assert choose_compute(TrainingConfig(compile=False, cuda_graphs=True)).cuda_graphs
+    assert choose_compute(TrainingConfig(compile=False, engine=EngineConfig(cuda_graphs=True))).cuda_graphs
     assert not capsys.readouterr().err
     for cannot in (
-        TrainingConfig(weights="bf16"),
+        TrainingConfig(engine=EngineConfig(weights="bf16")),
         TrainingConfig(gradient_checkpointing=True),
         recipe_for(get_preset("ulmfit-tiny")),
     ):
-        assert not choose_compute(replace(cannot, compile=False, cuda_graphs=True)).cuda_graphs
+        assert not choose_compute(replace(cannot, compile=False, engine=EngineConfig(cuda_graphs=True))).cuda_graphs
         assert "no CUDA graphs: " in capsys.readouterr().err

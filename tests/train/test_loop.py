@@ -40,6 +40,7 @@ from firth.train.distributed import DistContext
 from firth.train.loop import SpeedMeter, prefetch_batches
 from firth.train.optim import learning_rate_at
 from firth.train.pretrain import build_pretrain_model, make_held_out_loss_fn
+from firth.train.recipe import EngineConfig
 from firth.train.step import dropout_seed, train_step
 
 FAMILIES = ("bert", "gpt2", "t5")
@@ -335,7 +336,9 @@ def test_a_resumed_run_is_the_same_run(
     pretrain(straight)
     stopped = recipe_of(family, output_dir=str(tmp_path / "stopped"), **fields)
     for step in (1, 3, 6):  # before the first checkpoint, one step after a checkpoint, on a checkpoint
-        monkeypatch.setattr(pretraining, "TrainingRun", lambda *a, at=step, **k: TrainingRun(*a, **k, hooks=[(1, stop_at(at))]))
+        monkeypatch.setattr(
+            pretraining, "TrainingRun", lambda *a, at=step, **k: TrainingRun(*a, **k, hooks=[(1, stop_at(at))])
+        )
         with pytest.raises(Stop):
             pretrain(stopped, resume=True)
     monkeypatch.undo()
@@ -515,7 +518,7 @@ def test_a_student_learns_from_a_checkpoint_and_resumes(
     assert weights(tmp_path / "stopped") == weights(tmp_path / "straight")
     pretrain(recipe_of(output_dir=str(tmp_path / "alone"), dropout=0.2))
     assert lines(tmp_path / "alone") != lines(tmp_path / "straight")
-    taught = pretraining.load_teacher(recipe_of(fused_attention=False, **fields), CPU)
+    taught = pretraining.load_teacher(recipe_of(engine=EngineConfig(fused_attention=False), **fields), CPU)
     assert taught is not None
     assert [m.allow_fused for m in taught.modules() if isinstance(m, Attention)] == [False, False]
 

@@ -11,6 +11,7 @@ from firth.models import get_preset
 from firth.recipes import pretraining_recipe
 from firth.train import Recipe
 from firth.train.ramp import Stage, first_row_of_step, mean_batch_rows, ramp_stages, stage_at, stage_shares
+from firth.train.recipe import EngineConfig
 
 
 def recipe(**fields: Any) -> Recipe:
@@ -82,7 +83,7 @@ def test_a_run_that_is_not_planned_yet_has_the_same_shares() -> None:
         ({"wsd_decay": 1.2}, "wsd_decay"),
         ({"ema_decay": 1.0}, "ema_decay"),
         ({"muon_momentum": 1.0}, "muon_momentum"),
-        ({"weights": "bf16", "teacher": "x"}, "weights=bf16"),
+        ({"engine": EngineConfig(weights="bf16"), "teacher": "x"}, "weights=bf16"),
     ],
 )
 def test_what_makes_no_sense(fields: dict[str, Any], message: str) -> None:

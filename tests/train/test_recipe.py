@@ -21,6 +21,7 @@ from firth.train import (
     resolve_schedule,
     save_recipe,
 )
+from firth.train.recipe import EngineConfig
 from firth.train.resume import merge_recipe
 
 
@@ -221,10 +222,10 @@ def test_a_resumed_run_takes_what_was_settled() -> None:
 
 @pytest.mark.parametrize("then", [None, False, True])
 def test_a_resumed_run_compiles_as_it_did(then: bool | None) -> None:
-    first = TrainingConfig(max_steps=5, compile_regions=then)
+    first = TrainingConfig(max_steps=5, engine=EngineConfig(compile_regions=then))
     assert merge_recipe(first, TrainingConfig(max_steps=5)) == first
     with pytest.raises(UserError, match=f"compile_regions: {then} -> {not then}"):
-        merge_recipe(first, replace(first, compile_regions=not then))
+        merge_recipe(first, replace(first, engine=EngineConfig(compile_regions=not then)))
 
 
 @pytest.mark.parametrize(

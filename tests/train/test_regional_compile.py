@@ -20,6 +20,7 @@ from firth.models.kernels.activation import ACTIVATIONS
 from firth.objectives import Batch
 from firth.train import ComputeConfig, TrainingConfig, TrainingRun, choose_compute, compute
 from firth.train.optim import make_optimizer
+from firth.train.recipe import EngineConfig
 from firth.train.step import build_loss_fn, compute_gradients, recompute_in_backward, train_step
 
 CPU = ComputeConfig(torch.device("cpu"), bf16=False, compile=False)
@@ -105,7 +106,11 @@ def test_blocks_that_are_computed_twice_and_weights_in_half_the_bits(monkeypatch
     monkeypatch.setattr(regional_compile, "_compiled_regions", {})
     torch._dynamo.reset()
     found = {}
-    for name, fields in {"parts": {}, "twice": {"gradient_checkpointing": True}, "half": {"weights": "bf16"}}.items():
+    for name, fields in {
+        "parts": {},
+        "twice": {"gradient_checkpointing": True},
+        "half": {"engine": EngineConfig(weights="bf16")},
+    }.items():
         rate = 0.0 if name == "half" else 0.1
         config = replace(get_preset("gpt2-tiny"), vocab_size=300, dropout=rate, attention_dropout=rate)
         torch.manual_seed(0)
@@ -137,7 +142,12 @@ def test_a_lean_step_keeps_less_for_the_same_gradients(parts: bool, monkeypatch:
             found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
             return x
 
-        run = TrainingRun(TrainingConfig(recompute=lean), replace(PARTS, compile_regions=parts), model, lambda step: [])
+        run = TrainingRun(
+            TrainingConfig(engine=EngineConfig(recompute=lean)),
+            replace(PARTS, compile_regions=parts),
+            model,
+            lambda step: [],
+        )
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             compute_gradients(run, build_loss_fn(run), [batch], 0, {})
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -159,7 +169,7 @@ def test_activations_of_a_lean_step_can_be_computed_again(lean: bool, monkeypatc
 
     monkeypatch.setattr(block, "linear_activation", activated)
     model = make_model(replace(get_preset("gpt2-tiny"), vocab_size=300))
-    run = TrainingRun(TrainingConfig(recompute=lean), CPU, model, lambda step: [])
+    run = TrainingRun(TrainingConfig(engine=EngineConfig(recompute=lean)), CPU, model, lambda step: [])
     compute_gradients(run, build_loss_fn(run), [batch_for("decoder", 0)], 0, {})
     assert ways == [lean] * model.config.num_layers
 
@@ -170,7 +180,9 @@ def test_large_models_are_lean_by_themselves(monkeypatch: pytest.MonkeyPatch) ->
     model, ways = make_model(replace(get_preset("llama-tiny"), vocab_size=300)), []
     for many, lean, machine in ((7, None, PARTS), (10**9, None, PARTS), (10**9, False, PARTS), (10**9, None, CPU)):
         monkeypatch.setattr(Model, "num_parameters", many)
-        with recompute_in_backward(TrainingRun(TrainingConfig(recompute=lean), machine, model, lambda step: [])):
+        with recompute_in_backward(
+            TrainingRun(TrainingConfig(engine=EngineConfig(recompute=lean)), machine, model, lambda step: [])
+        ):
             ways.append(not config.ban_recompute_materialized_backward)
     assert ways == [False, True, False, False]
     assert config.ban_recompute_materialized_backward
@@ -190,10 +202,12 @@ def test_what_cannot_be_compiled_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_who_compiles_parts() -> None:
     assert not choose_compute(TrainingConfig(compile=True)).compile_regions
-    assert choose_compute(TrainingConfig(compile=True, compile_regions=True)).compile_regions
-    assert choose_compute(TrainingConfig(compile_regions=True)).compile_regions
-    assert not choose_compute(TrainingConfig(compile=False, compile_regions=True)).compile_regions
-    assert "compiled in parts" in str(choose_compute(TrainingConfig(compile=True, compile_regions=True)))
+    assert choose_compute(TrainingConfig(compile=True, engine=EngineConfig(compile_regions=True))).compile_regions
+    assert choose_compute(TrainingConfig(engine=EngineConfig(compile_regions=True))).compile_regions
+    assert not choose_compute(TrainingConfig(compile=False, engine=EngineConfig(compile_regions=True))).compile_regions
+    assert "compiled in parts" in str(
+        choose_compute(TrainingConfig(compile=True, engine=EngineConfig(compile_regions=True)))
+    )
     assert not choose_compute(TrainingConfig(compile=True, minutes=3)).compile_regions, "it gains nothing on a CPU"
 
 
@@ -209,11 +223,11 @@ def test_a_short_run_on_a_gpu_compiles_parts(monkeypatch: pytest.MonkeyPatch) ->
     assert parts(minutes=15)
     assert not parts(minutes=16)
     assert not parts()
-    assert not parts(minutes=3, compile_regions=False)
+    assert not parts(minutes=3, engine=EngineConfig(compile_regions=False))
     assert not parts(minutes=3, compile=False)
-    assert not parts(minutes=3, cuda_graphs=True)
-    assert not parts(minutes=3, weights="bf16"), "it would lose its graphs"
-    assert parts(minutes=3, weights="bf16", gradient_accumulation_steps=2), "it has none"
+    assert not parts(minutes=3, engine=EngineConfig(cuda_graphs=True))
+    assert not parts(minutes=3, engine=EngineConfig(weights="bf16")), "it would lose its graphs"
+    assert parts(minutes=3, engine=EngineConfig(weights="bf16"), gradient_accumulation_steps=2), "it has none"
 
 
 @pytest.mark.parametrize("compiles", [False, True])

@@ -16,6 +16,7 @@ from firth.objectives import Batch
 from firth.train import ComputeConfig, TrainingConfig, TrainingRun
 from firth.train.cuda_graphs import CudaGraphStep
 from firth.train.optim import make_optimizer
+from firth.train.recipe import EngineConfig
 from firth.train.step import build_loss_fn, train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
@@ -29,7 +30,7 @@ def test_five_steps_lose_the_same(name: str) -> None:
     config = with_extras(config, NEEDS.get(config.family, ()))
     batch = Batch(*(None if a is None else a.numpy() for a in some_batch(config)))
     plain = ComputeConfig(torch.device("cuda"), bf16=False, compile=False)
-    training, found = TrainingConfig(learning_rate=1e-3, residual="float32"), []
+    training, found = TrainingConfig(learning_rate=1e-3, engine=EngineConfig(residual="float32")), []
     for machine in (plain, replace(plain, compile=True, compile_regions=True, cuda_graphs=True)):
         torch.manual_seed(1)
         model = make_model(config).to(machine.device)

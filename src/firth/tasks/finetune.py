@@ -300,11 +300,12 @@ def resolve_compile_options(recipe: FinetuneRecipe, config: ModelConfig, num_tra
     planned = math.ceil((recipe.num_train_epochs or DEFAULT_FINETUNE_EPOCHS) * examples / recipe.global_batch_size)
     long = (recipe.max_steps or planned) >= MIN_STEPS_TO_COMPILE and not recipe.minutes
     in_turn = config.recurrent is not None or recipe.crf or recipe.bilstm
-    if recipe.compile is None and not recipe.compile_regions and (in_turn or not long):
+    if recipe.compile is None and not recipe.engine.compile_regions and (in_turn or not long):
         recipe = replace(recipe, compile=False)
-    if recipe.cuda_graphs is None and recipe.compile is False and select_device(SINGLE_PROCESS, recipe).type == "cuda":
-        changes = in_turn or recipe.unfreeze_every or recipe.weights == "bf16" or recipe.gradient_checkpointing
-        recipe = replace(recipe, cuda_graphs=not changes)
+    on_gpu = select_device(SINGLE_PROCESS, recipe).type == "cuda"
+    if recipe.engine.cuda_graphs is None and recipe.compile is False and on_gpu:
+        changes = in_turn or recipe.unfreeze_every or recipe.engine.weights == "bf16" or recipe.gradient_checkpointing
+        recipe = replace(recipe, engine=replace(recipe.engine, cuda_graphs=not changes))
     return recipe
 
 

@@ -50,41 +50,41 @@ class ComputeConfig:
 
 def choose_compute(training: TrainingConfig, dist_context: DistContext = SINGLE_PROCESS) -> ComputeConfig:
     """A GPU where there is one. On a CPU bfloat16 is emulated on many machines and slower by orders of magnitude."""
-    device = select_device(dist_context, training)
+    device, engine = select_device(dist_context, training), training.engine
     if device.type == "cpu" and training.device == "auto" and visible_devices_hint():
         warn(f"torch finds no GPU here{visible_devices_hint()}: the CPU computes.")
     can = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    if (training.bf16 or training.weights == "bf16") and device.type == "cuda" and not can:
-        raise UserError("This GPU has no bfloat16: leave --bf16 and --weights out.")
+    if (training.bf16 or engine.weights == "bf16") and device.type == "cuda" and not can:
+        raise UserError("This GPU has no bfloat16: leave --bf16 and engine.weights out.")
     bf16 = can and not training.fp16 if training.bf16 is None else training.bf16
     lacks = device.type == "cuda" and not can and training.bf16 is None
     fp16 = lacks if training.fp16 is None else training.fp16
     if lacks and training.fp16 is None:
         say("this GPU has no bfloat16: float16 is taken, with a loss that is scaled up")
-    if (bf16 or training.weights == "bf16") and device.type == "cpu":
+    if (bf16 or engine.weights == "bf16") and device.type == "cpu":
         say("bfloat16 on a CPU was asked for: expect it to be slow where the CPU has no such instructions.")
-    if training.pad_vocabulary and device.type == "cpu" and not bf16 and training.fused_loss is not False:
+    if engine.pad_vocabulary and device.type == "cpu" and not bf16 and engine.fused_loss is not False:
         say("pad_vocabulary changes nothing on a CPU, where scores are computed in pieces")
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     model = getattr(training, "model", None)
     gains = device.type == "cuda" and getattr(model, "recurrent", None) is None  # cuDNN's LSTMs are programs already
-    compiles = gains or bool(training.compile_regions) if training.compile is None else training.compile
+    compiles = gains or bool(engine.compile_regions) if training.compile is None else training.compile
     if compiles:
         set_compile_cache_dir()
     # what is in a graph's memory does not outlive the next replay: neither gradients nor what a model remembers
     one = training.gradient_accumulation_steps == 1 and not getattr(training, "memory", 0)
     whole, apart = (cuda_graphs_blocker(training, device, program, dist_context) for program in (compiles, False))
-    soon = device.type == "cuda" and 0 < training.minutes <= SHORT_RUN_MINUTES and not training.cuda_graphs
+    soon = device.type == "cuda" and 0 < training.minutes <= SHORT_RUN_MINUTES and not engine.cuda_graphs
     soon = soon and not (one and apart and not whole)  # parts would cost it its graphs
     # fsdp gathers the weights of a block before it is computed
     parts = compiles and (
-        dist_context.strategy == "fsdp" or (soon if training.compile_regions is None else training.compile_regions)
+        dist_context.strategy == "fsdp" or (soon if engine.compile_regions is None else engine.compile_regions)
     )
     why = apart if parts else whole
-    if training.cuda_graphs and why:
+    if engine.cuda_graphs and why:
         say(f"no CUDA graphs: {why}")
-    graphs = (one and compiles if training.cuda_graphs is None else training.cuda_graphs) and not why
+    graphs = (one and compiles if engine.cuda_graphs is None else engine.cuda_graphs) and not why
     return ComputeConfig(device, bf16, compiles, graphs, fp16, dist_context, parts)
 
 
@@ -98,7 +98,7 @@ def cuda_graphs_blocker(
         return "what several processes say to each other is in none"
     if is_compiled:
         return ""
-    if training.weights == "bf16" or training.gradient_checkpointing:
+    if training.engine.weights == "bf16" or training.gradient_checkpointing:
         return "weights=bf16 and gradient_checkpointing need a step that is compiled as a whole for that"
     model = getattr(training, "model", None)
     in_turn = getattr(training, "memory", 0) or getattr(model, "recurrent", None) is not None

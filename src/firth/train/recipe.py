@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -21,259 +22,258 @@ from firth.tokens import MixConfig
 RecipeT = TypeVar("RecipeT")  # a recipe: a dataclass of plain values
 MAX_ROW_TOKENS = 2**16  # places in a row are sorted as numbers of 16 bits
 MAX_STEP_TOKENS = 2**31  # tokens: whoever asks for more has mistyped, and no memory holds them
-# how runs were computed before there were such fields
-LEGACY_DEFAULTS = {"residual": "float32", "compile_regions": False, "last_layer": "all"}
 MAX_RUN_MINUTES_OR_EPOCHS = 10**9  # minutes, or times through the text: whoever asks for more has mistyped
 
 
-def recipe_field(default: Any, help: str, shown_default: str | None = None) -> Any:
-    """A field that every run has, with the words that `--help` shows for it and, where they differ, its default."""
-    return field(
-        default=default, metadata={"help": help, "default": str(default) if shown_default is None else shown_default}
+def recipe_field(
+    default: Any,
+    help: str,
+    shown_default: str | None = None,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+) -> Any:
+    """Declare a field with its `--help` text, its bounds and, where `--help` should not print it, its default.
+
+    `ge`, `gt`, `le` and `lt` bound the value: at least, more than, at most, less than.
+    """
+    bounds = {name: bound for name, bound in (("ge", ge), ("gt", gt), ("le", le), ("lt", lt)) if bound is not None}
+    shown = str(default) if shown_default is None else shown_default
+    return field(default=default, metadata={"help": help, "default": shown, "bounds": bounds})
+
+
+BOUNDS = {
+    "ge": (operator.ge, "at least"),
+    "gt": (operator.gt, "more than"),
+    "le": (operator.le, "at most"),
+    "lt": (operator.lt, "less than"),
+}
+
+
+def check_bounds(config: Any) -> None:
+    """Raise a UserError for the first field of a dataclass that is not finite or outside of its bounds."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{f.name} is {value}, and must be a finite number.")
+        for name, bound in f.metadata.get("bounds", {}).items():
+            holds, words = BOUNDS[name]
+            if not holds(value, bound):
+                shown = f"{value:g}" if isinstance(value, float) else value
+                raise UserError(f"{f.name} is {shown}, and must be {words} {bound:,}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How a step is executed. The defaults are right for almost every run; all settings train the same model.
+
+    Set a field with `engine.weights=bf16` after the options, or in a config file.
+    """
+
+    weights: Literal["float32", "bf16"] = recipe_field(
+        "float32",
+        "Train on a bf16 copy of the weights; the optimizer keeps fp32 master weights. For GPUs. Costs half a copy of "
+        "the weights in memory.",
+    )
+    residual: Literal["float32", "bf16"] = recipe_field(
+        "bf16",
+        "Dtype of the residual stream under autocast: bf16 halves its memory traffic, float32 is more exact. FSDP "
+        "blocks are bf16 throughout.",
+    )
+    last_layer: Literal["targets", "all"] = recipe_field(
+        "targets", "Compute the last layer only at target positions (masked tokens); all computes it everywhere."
+    )
+    recompute: bool | None = recipe_field(
+        None,
+        "Recompute norms and activations in the backward pass of a compiled step instead of storing them.",
+        shown_default="on from 500M parameters",
+    )
+    compile_regions: bool | None = recipe_field(
+        None,
+        "Compile each kind of block once instead of the whole step: the first step starts sooner, each step is up to "
+        "4% slower.",
+        shown_default="on for GPU runs of at most 15 --minutes",
+    )
+    cuda_graphs: bool | None = recipe_field(
+        None,
+        "Replay a step as one CUDA graph.",
+        shown_default="on for compiled steps of one micro-batch and for short fine-tuning runs",
+    )
+    fused_loss: bool | None = recipe_field(
+        None,
+        "Compute the cross-entropy in chunks, without storing all logits.",
+        shown_default="on where the logits are large, and on CPUs",
+    )
+    fused_attention: bool = recipe_field(
+        True, "Use Firth's attention kernel where it is faster than SDPA; false always uses torch."
+    )
+    pad_vocabulary: bool | None = recipe_field(
+        None, "Pad the logits' matmul to a multiple of 128 tokens.", shown_default="on for GPUs"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """What pretraining and fine-tuning have in common, under the names that Hugging Face uses."""
+    """Settings that pretraining and fine-tuning share, under their Hugging Face names."""
 
-    output_dir: str = recipe_field("", "Folder of the run. An existing one is refused unless --resume or --overwrite.")
-    max_steps: int = recipe_field(0, "Optimizer steps; 0 counts them from --num-train-epochs.")
-    num_train_epochs: float = recipe_field(3.0, "How often the text is read, when --max-steps is not given.")
-    minutes: float = recipe_field(
-        0.0, "Plan the run to end after so many minutes: some steps are timed, then max_steps is fixed."
+    output_dir: str = recipe_field("", "Write the run to this folder. An existing one needs --resume or --overwrite.")
+    max_steps: int = recipe_field(0, "Train for this many optimizer steps; 0 uses --num-train-epochs.", ge=0)
+    num_train_epochs: float = recipe_field(
+        3.0, "Read the text this many times, unless --max-steps or --minutes is given.", le=MAX_RUN_MINUTES_OR_EPOCHS
     )
-    max_seq_length: int = recipe_field(128, "Tokens in a row.")
-    per_device_train_batch_size: int = recipe_field(32, "Rows that are computed at once.")
-    gradient_accumulation_steps: int = recipe_field(1, "How many of these make one optimizer step.")
+    minutes: float = recipe_field(
+        0.0,
+        "Plan the run to end after this many minutes: time some steps, then fix max_steps. 0 turns it off.",
+        ge=0,
+        le=MAX_RUN_MINUTES_OR_EPOCHS,
+    )
+    max_seq_length: int = recipe_field(128, "Set the row length in tokens.", ge=4, le=MAX_ROW_TOKENS)
+    per_device_train_batch_size: int = recipe_field(32, "Set the rows per device and micro-batch.", ge=1)
+    gradient_accumulation_steps: int = recipe_field(1, "Accumulate gradients over this many micro-batches.", ge=1)
     learning_rate: float = recipe_field(
-        1e-3, "The highest rate, reached after the warm-up.", shown_default="by the model's width"
+        1e-3,
+        "Set the peak learning rate.",
+        shown_default="chosen from model width, optimizer and batch size",
+        ge=0,
     )
     lr_scheduler_type: Literal["linear", "cosine", "constant", "inverse-sqrt", "wsd", "slanted-triangle"] = (
         recipe_field(
             "linear",
-            "How the rate falls after the warm-up: linear and cosine to 0 at the end, constant not at all, inverse-sqrt "
-            "with the root of the steps (no end is in sight), wsd only at the end (see --wsd-decay), slanted-triangle in a "
-            "line to a 32nd, from which it also rose (ULMFiT).",
+            "Choose the learning-rate schedule after warmup: linear or cosine decay to 0, constant, inverse-sqrt, wsd "
+            "(decay only at the end, see --wsd-decay), slanted-triangle (ULMFiT).",
         )
     )
     wsd_decay: float = recipe_field(
-        0.1, "With the schedule wsd: the last share of the run, in which the rate falls to 0."
+        0.1, "With the wsd schedule: decay to 0 over this last fraction of the run.", ge=0, le=1
     )
-    warmup_steps: int = recipe_field(-1, "Steps over which the rate rises; -1 takes a tenth of the run.")
+    warmup_steps: int = recipe_field(
+        -1, "Warm up the learning rate over this many steps; -1 uses a tenth of the run, 0 turns warmup off.", ge=-1
+    )
     optim: Literal["adamw", "muon", "adafactor"] = recipe_field(
         "adamw",
-        "adamw; muon turns the matrices inside the blocks by steps of equal length in every direction, and leaves the "
-        "rest to AdamW; adafactor is T5's, with a rate in proportion to the weights (T5 took 1e-2) and little memory. "
-        "Transformers that begin from nothing take muon by themselves, T5 adafactor; all else is learned with adamw.",
+        "Choose the optimizer. Muon orthogonalises each weight matrix's update and uses AdamW for all other "
+        "parameters; Adafactor is T5's, with little memory.",
+        shown_default="muon for new Transformers, adafactor for new T5s, else adamw",
     )
     muon_learning_rate: float = recipe_field(
-        0.0, "Muon's highest rate, for the matrices inside the blocks; 0 takes --learning-rate, AdamW's for the rest."
+        0.0, "Set Muon's peak learning rate for the matrices of the blocks; 0 uses --learning-rate.", ge=0
     )
-    muon_momentum: float = recipe_field(0.95, "How much of its direction Muon keeps from step to step.")
+    muon_momentum: float = recipe_field(0.95, "Set Muon's momentum.", ge=0, lt=1)
     weight_decay: float = recipe_field(
         0.01,
-        "The optimizer's weight decay, on matrices only.",
-        shown_default="0.01; 0.2 where a model is pretrained with muon",
+        "Set the weight decay of matrices; 0 turns it off.",
+        shown_default="0.01; 0.2 for pretraining with muon",
+        ge=0,
     )
-    adam_beta1: float = recipe_field(0.9, "AdamW's first decay rate.")
-    adam_beta2: float = recipe_field(0.98, "AdamW's second decay rate.")
-    adam_epsilon: float = recipe_field(1e-6, "AdamW's epsilon.")
-    max_grad_norm: float = recipe_field(1.0, "Gradients longer than this are cut; 0 leaves them.")
+    adam_beta1: float = recipe_field(0.9, "Set AdamW's beta1.", ge=0, lt=1)
+    adam_beta2: float = recipe_field(0.98, "Set AdamW's beta2.", ge=0, lt=1)
+    adam_epsilon: float = recipe_field(1e-6, "Set AdamW's epsilon.", gt=0)
+    max_grad_norm: float = recipe_field(1.0, "Clip the gradient norm to this value; 0 disables clipping.", ge=0)
     spike_factor: float = recipe_field(
         0.0,
-        "Skip a step whose loss or gradient is so many times the usual (the median of the last 128 steps); 0: never. "
-        "A step whose loss or gradient is no number is skipped always.",
+        "Skip a step whose loss or gradient norm exceeds this multiple of the median of the last 128 steps; 0 turns "
+        "it off. Steps with a NaN or infinite loss or gradient are always skipped.",
+        ge=0,
     )
-    max_bad_steps: int = recipe_field(5, "Stop, and say why, after so many skipped steps in a row.")
+    max_bad_steps: int = recipe_field(5, "Stop with a diagnosis after this many skipped steps in a row.", ge=1)
     ema_decay: float = recipe_field(
-        0.0,
-        "Keep a running mean of the weights, this much of it at every step (0.999), to evaluate and to keep; 0: no.",
+        0.0, "Keep an exponential moving average of the weights, to evaluate and save; 0 turns it off.", ge=0, lt=1
     )
     eval_steps: int = recipe_field(
-        0, "Evaluate every so many steps; 0 takes a tenth of the run (pretraining). Always at the end."
+        0, "Evaluate every N steps, and at the end; 0 uses a tenth of the run (pretraining).", ge=0
     )
-    save_steps: int = recipe_field(500, "Write a checkpoint every so many steps.")
-    save_total_limit: int = recipe_field(2, "Keep so many checkpoints; 0 keeps all.")
+    save_steps: int = recipe_field(500, "Save a checkpoint every N steps.", ge=1)
+    save_total_limit: int = recipe_field(2, "Keep the last N checkpoints; 0 keeps all.", ge=0)
     async_save: bool = recipe_field(
-        True, "Write checkpoints while the training goes on, from a copy in the host's memory."
+        True, "Write checkpoints in the background, from a copy in host memory; --no-async-save waits for them."
     )
-    logging_steps: int = recipe_field(1, "Write a line to log.jsonl every so many steps.")
-    seed: int = recipe_field(0, "Decides the order of the text, the noise, the first weights and the dropout.")
+    logging_steps: int = recipe_field(1, "Write a line to log.jsonl every N steps.", ge=1)
+    seed: int = recipe_field(0, "Seed the data order, the noise, the initial weights and dropout.", ge=0, lt=2**63)
     deterministic: bool = recipe_field(
-        False, "Every sum in one order, so that a resumed run is the same bit for bit on a GPU too; slower there."
+        False, "Use deterministic kernels, so that a resumed run is bit-equal on a GPU too; slower."
     )
     gradient_checkpointing: bool = recipe_field(
-        False, "Compute each layer again in the backward pass: a third slower, and room for much longer rows."
-    )
-    recompute: bool | None = recipe_field(
-        None,
-        "In a compiled step, compute norms and activations again in the backward pass, in place of keeping them: a "
-        "third less to keep (Llama). By itself from half a billion parameters on.",
+        False,
+        "Recompute activations in the backward pass (activation checkpointing): a third slower, far less memory.",
     )
     device: Literal["auto", "cpu", "cuda"] = recipe_field(
-        "auto", "Where to compute: auto takes a GPU where there is one. Of several, CUDA_VISIBLE_DEVICES=1 chooses."
+        "auto", "Choose the device; auto uses a GPU if there is one. CUDA_VISIBLE_DEVICES=1 picks among several."
     )
     bf16: bool | None = recipe_field(
-        None, "Compute in bfloat16; by itself on a GPU that can, never by itself on a CPU."
+        None, "Train in bf16 mixed precision; --no-bf16 turns it off.", shown_default="on for GPUs that support it"
     )
     fp16: bool | None = recipe_field(
-        None, "Compute in float16, with a loss that is scaled up; by itself on a GPU that has no bfloat16."
-    )
-    weights: Literal["float32", "bf16"] = recipe_field(
-        "float32",
-        "bf16 computes with weights that are rounded to bfloat16, and all between them; the exact ones stay with the "
-        "optimizer. Meant for a GPU; takes half a copy of the weights more in memory.",
-    )
-    residual: Literal["float32", "bf16"] = recipe_field(
-        "bf16",
-        "What goes from layer to layer where products are in bfloat16: bf16 is half as much to read and write (3% of "
-        "a step of GPT-2), float32 more exact. (With --parallel fsdp blocks are in bfloat16 throughout.)",
-    )
-    last_layer: Literal["targets", "all"] = recipe_field(
-        "targets",
-        "Where a loss asks at some places of a row (masked tokens), compute the last layer there alone, reading all "
-        "others: the same loss, and three quarters of a layer less to compute. all computes it everywhere.",
+        None,
+        "Train in fp16 mixed precision with loss scaling; --no-fp16 turns it off.",
+        shown_default="on for GPUs without bf16",
     )
     fp8: bool = recipe_field(
         False,
-        "Multiply by the weights of the layers in 8 bits, forward and backward, with a scale for each row; the "
-        "gradients of weights are in bfloat16. Meant for a GPU that has instructions for it (Hopper, Ada), and goes "
-        "well with --weights bf16. Less exact: compare the loss.",
+        "Run the blocks' matmuls in FP8 with row-wise scaling (Hopper, Ada). Weight gradients stay in bf16. Less "
+        "exact: compare the loss. Best with engine.weights=bf16.",
     )
     compile: bool | None = recipe_field(
-        None, "Compile the step (torch.compile); by itself on a GPU. What was compiled is kept in ~/.cache/firth."
-    )
-    compile_regions: bool | None = recipe_field(
         None,
-        "Compile each kind of block once, not the step as a whole: the first step comes up to 40 s sooner, and each is "
-        "up to 4% slower (H200). By itself on a GPU where --minutes are at most 15.",
+        "Compile the step with torch.compile, cached in ~/.cache/firth; --no-compile turns it off.",
+        shown_default="on for GPUs",
     )
-    cuda_graphs: bool | None = recipe_field(
-        None,
-        "Replay a step as one CUDA graph, in which the GPU does not wait for Python; by itself where a step is "
-        "compiled and has one micro-batch, and in short fine-tunings, which are not compiled.",
-    )
-    fused_loss: bool | None = recipe_field(
-        None,
-        "Compute the loss by a kernel of our own, and never hold more than a gigabyte of scores; by itself on a GPU "
-        "where there are many, and on a CPU, in pieces that stay in its cache.",
-    )
-    fused_attention: bool = recipe_field(
-        True,
-        "Attention by our own kernel where that is faster: in a compiled step on a GPU with dropout, packed rows, "
-        "windows, a bias or another sequence, and for scores by distance. --no-fused-attention leaves it to torch.",
-    )
-    pad_vocabulary: bool | None = recipe_field(
-        None, "Compute scores for a multiple of 128 tokens, and cut off the rest again; by itself on a GPU."
-    )
-
     parallel: Literal["none", "ddp", "fsdp"] = recipe_field(
-        "none",
-        "Learn in several processes, which torchrun starts: ddp gives each the whole model, fsdp a part of it.",
+        "none", "Train in the processes that torchrun starts: ddp replicates the model, fsdp shards it."
     )
-    cpu_offload: bool = recipe_field(
-        False, "With --parallel fsdp: weights and optimizer stay in the host's memory, and layers come when needed."
-    )
-    processes: int = 1  # what a run notes of itself: how many it began with, which its batch depends on
+    cpu_offload: bool = recipe_field(False, "With --parallel fsdp: keep weights and optimizer state in host memory.")
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    processes: int = recipe_field(1, "", ge=1)  # recorded: how many processes a run started with, for its batch
 
     @property
     def global_batch_size(self) -> int:
-        """Rows that a step learns from, in all processes together."""
+        """Rows per optimizer step, over all processes."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.processes
 
     def check_parallel(self) -> None:
-        """Whether several processes can do it."""
+        """Refuse settings that several processes cannot train with."""
         if self.cpu_offload and self.parallel != "fsdp":
-            raise UserError("cpu_offload is for --parallel fsdp: leave it out.")
+            raise UserError("--cpu-offload needs --parallel fsdp.")
         if self.parallel != "fsdp":
             return
         if self.optim != "adamw":
             raise UserError(
-                f"--parallel fsdp is for adamw, and {self.optim} needs whole matrices: take --parallel ddp, or adamw."
+                f"--parallel fsdp shards matrices, and {self.optim} needs whole ones: use --parallel ddp or "
+                "--optim adamw."
             )
-        if self.weights == "bf16":
-            raise UserError("--parallel fsdp gathers weights in bfloat16 where --bf16 says so: leave weights=bf16 out.")
+        if self.engine.weights == "bf16":
+            raise UserError("--parallel fsdp has its own bf16 weights (--bf16): leave engine.weights=bf16 out.")
         if self.fp8:
-            raise UserError("--parallel fsdp has parts of matrices, and fp8 needs whole ones: leave it out.")
+            raise UserError("--parallel fsdp shards matrices, and --fp8 needs whole ones: leave one out.")
 
     def check(self) -> None:
-        """Refuse numbers that make no sense before anything is computed."""
-        for f in fields(self):
-            if isinstance(value := getattr(self, f.name), float) and not math.isfinite(value):
-                raise UserError(f"{f.name} is {value}, and must be a finite number.")
-        at_least = {
-            "max_seq_length": 4,
-            "per_device_train_batch_size": 1,
-            "gradient_accumulation_steps": 1,
-            "save_steps": 1,
-            "logging_steps": 1,
-            "max_steps": 0,
-            "eval_steps": 0,
-            "save_total_limit": 0,
-            "seed": 0,
-            "minutes": 0,
-            "learning_rate": 0,
-            "weight_decay": 0,
-            "adam_beta1": 0,
-            "adam_beta2": 0,
-            "max_grad_norm": 0,
-            "muon_learning_rate": 0,
-            "muon_momentum": 0,
-            "wsd_decay": 0,
-            "ema_decay": 0,
-            "spike_factor": 0,
-            "max_bad_steps": 1,
-            "processes": 1,
-        }
-        for name, least in at_least.items():
-            if getattr(self, name) < least:
-                raise UserError(f"{name} is {getattr(self, name)}, and must be at least {least}.")
-        for name in ("minutes", "num_train_epochs"):
-            if getattr(self, name) > MAX_RUN_MINUTES_OR_EPOCHS:
-                raise UserError(
-                    f"{name} is {getattr(self, name):g}, and must be at most {MAX_RUN_MINUTES_OR_EPOCHS:,}."
-                )
-        if self.adam_epsilon <= 0:
-            raise UserError(f"adam_epsilon is {self.adam_epsilon}, and must be more than 0: it keeps 0 / 0 away.")
-        if self.warmup_steps < -1:
-            raise UserError(
-                f"warmup_steps is {self.warmup_steps}: it must be at least 0, or -1 for a tenth of the run."
-            )
-        for name in ("adam_beta1", "adam_beta2", "muon_momentum", "ema_decay"):
-            if getattr(self, name) >= 1:
-                raise UserError(f"{name} is {getattr(self, name)}, and must be less than 1.")
+        """Refuse settings that make no sense, before anything is computed."""
+        check_bounds(self)
         if 0 < self.spike_factor <= 1:
-            raise UserError(f"spike_factor is {self.spike_factor}: it must be more than 1, or 0 for never.")
-        if self.fp16 and (self.bf16 or self.weights == "bf16"):
-            raise UserError("fp16 and bf16 are two ways to compute: choose one.")
+            raise UserError(f"spike_factor is {self.spike_factor}: it must be more than 1, or 0 to turn it off.")
+        if self.fp16 and (self.bf16 or self.engine.weights == "bf16"):
+            raise UserError("fp16 and bf16 exclude each other: choose one.")
         if self.fp8 and self.fp16:
-            raise UserError("fp8 goes with bfloat16, whose gradients need no scaled loss: leave fp16 out.")
-        if self.wsd_decay > 1:
-            raise UserError(f"wsd_decay is {self.wsd_decay}, a share of the run: it must be at most 1.")
+            raise UserError("fp8 needs bf16: leave fp16 out.")
         if self.muon_learning_rate and self.optim != "muon":
-            raise UserError(f"muon_learning_rate is for --optim muon, and this run has {self.optim}.")
+            raise UserError(f"muon_learning_rate needs --optim muon; this run has {self.optim}.")
         if self.muon_learning_rate and not self.learning_rate:
-            raise UserError("muon_learning_rate goes up and down with learning_rate, which is 0: give it a value too.")
-        if self.max_seq_length > MAX_ROW_TOKENS:
-            raise UserError(
-                f"max_seq_length is {self.max_seq_length:,}, and rows have at most {MAX_ROW_TOKENS:,} tokens."
-            )
+            raise UserError("muon_learning_rate follows learning_rate's schedule, which is 0: set learning_rate too.")
         tokens = self.per_device_train_batch_size * self.gradient_accumulation_steps * self.max_seq_length
         if tokens > MAX_STEP_TOKENS:
             raise UserError(
-                f"A step would read {tokens:,} tokens at once, and {MAX_STEP_TOKENS:,} are the most: lower "
+                f"A step would read {tokens:,} tokens; the limit is {MAX_STEP_TOKENS:,}. Lower "
                 "--per-device-train-batch-size."
             )
-        if self.cuda_graphs and self.gradient_accumulation_steps > 1 and self.compile is not False:
+        if self.engine.cuda_graphs and self.gradient_accumulation_steps > 1 and self.compile is not False:
             raise UserError(
-                "cuda_graphs replay compiled steps of one micro-batch: leave it out, or gradient_accumulation_steps."
+                "engine.cuda_graphs replays compiled steps of one micro-batch: leave it or "
+                "gradient_accumulation_steps out."
             )
         self.check_parallel()
-        if self.seed >= 2**63:
-            raise UserError(f"seed is {self.seed}, and must be less than 2 to the power of 63.")
         if not self.max_steps and not self.minutes and self.num_train_epochs <= 0:
-            raise UserError("num_train_epochs must be more than 0 when neither max_steps nor minutes is given.")
+            raise UserError("num_train_epochs must be more than 0 unless max_steps or minutes is given.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,7 +371,7 @@ class Recipe(TrainingConfig):
             raise UserError("ELMo has no vectors of words that could begin warm: leave warm_start out.")
         if spec is not None and self.teacher:
             raise UserError(f"{family} has no layers like its teacher's: leave --teacher out.")
-        if spec is not None and self.weights == "bf16":
+        if spec is not None and self.engine.weights == "bf16":
             raise UserError(f"weights=bf16 is not for {family}: leave it out.")
 
     def check_parallel(self) -> None:
@@ -404,7 +404,7 @@ class Recipe(TrainingConfig):
         super().check()
         self.check_order()
         self.check_ramps()
-        if self.weights == "bf16" and (self.teacher or self.memory):
+        if self.engine.weights == "bf16" and (self.teacher or self.memory):
             raise UserError("weights=bf16 goes with neither a teacher nor a memory yet: leave it out.")
         self.mixing.check()
         if self.sources and self.warm_start != "none":
@@ -438,8 +438,8 @@ def save_recipe(recipe: TrainingConfig, path: Path) -> None:
 
 
 def load_recipe(path: Path, recipe_type: type[RecipeT]) -> RecipeT:
-    """The recipe of a run. What an older run could not say is as it was then."""
-    return from_dict(LEGACY_DEFAULTS | read_yaml_mapping(path), recipe_type, str(path))
+    """Load the recipe of a run folder."""
+    return from_dict(read_yaml_mapping(path), recipe_type, str(path))
 
 
 def read_yaml_mapping(path: Path) -> dict[str, Any]:

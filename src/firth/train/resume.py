@@ -20,8 +20,13 @@ from firth.train.recipe import Recipe, TrainingConfig, recipe_differences, save_
 ResumedRecipeT = TypeVar("ResumedRecipeT", bound=TrainingConfig)
 # Fields that a run may leave open, and then fixes, or notes of itself.
 RESOLVED_FIELDS = (
-    *("max_steps", "warmup_steps", "eval_steps", "shards_checksum", "train_checksum", "dev_checksum", "skips"),
-    "compile_regions",
+    "max_steps",
+    "warmup_steps",
+    "eval_steps",
+    "shards_checksum",
+    "train_checksum",
+    "dev_checksum",
+    "skips",
 )
 IMMUTABLE_FIELDS = (
     "model",
@@ -74,6 +79,8 @@ def merge_recipe(
     settled = {
         name: getattr(saved, name) for name in RESOLVED_FIELDS if hasattr(requested, name) and is_unset(requested, name)
     }
+    if requested.engine.compile_regions is None:
+        settled["engine"] = replace(requested.engine, compile_regions=saved.engine.compile_regions)
     places = {name: getattr(requested, name) for name in PATH_FIELDS if is_same_path(saved, requested, name)}
     ways = {name: getattr(requested, name) for name in COMPUTE_FIELDS}
     saved, requested = (
@@ -193,8 +200,6 @@ def is_unset(recipe: TrainingConfig, name: str) -> bool:
     """Whether a field says nothing, and is found when a run begins."""
     if name == "max_steps":
         return bool(recipe.minutes) or not recipe.max_steps
-    if name == "compile_regions":
-        return recipe.compile_regions is None
     return getattr(recipe, name) < 0 if name == "warmup_steps" else not getattr(recipe, name)
 
 

@@ -85,7 +85,7 @@ def build_loss_fn(run: TrainingRun) -> LossFn:
             return losses
         return torch.compile(losses, dynamic=False, mode="reduce-overhead" if run.compute.cuda_graphs else None)
 
-    if run.training.weights == "bf16":
+    if run.training.engine.weights == "bf16":
         assert run.loss_fn is None, "a recipe refuses it"
         return BF16Replica(run.model, program)
     losses = program(run.loss_fn or run.model.losses)
@@ -98,14 +98,14 @@ def apply_flags(model: Model, training: TrainingConfig) -> None:
     lean = should_recompute(model, training)
     for module in model.modules():
         if isinstance(module, Attention):
-            module.allow_fused = training.fused_attention
+            module.allow_fused = training.engine.fused_attention
         if isinstance(module, MLP):
             module.recompute = lean
         if isinstance(module, Stack):
-            module.residual_dtype = torch.bfloat16 if training.residual == "bf16" else torch.float32
-            module.last_layer_targets_only = training.last_layer == "targets"
+            module.residual_dtype = torch.bfloat16 if training.engine.residual == "bf16" else torch.float32
+            module.last_layer_targets_only = training.engine.last_layer == "targets"
         if isinstance(module, LMHeadModule):
-            module.use_fused_loss, module.pad_vocab = training.fused_loss, training.pad_vocabulary
+            module.use_fused_loss, module.pad_vocab = training.engine.fused_loss, training.engine.pad_vocabulary
 
 
 def train_step(
@@ -235,7 +235,8 @@ def compute_gradients(
 
 
 def should_recompute(model: Model, training: TrainingConfig) -> bool:
-    return model.num_parameters >= RECOMPUTE_MIN_PARAMETERS if training.recompute is None else training.recompute
+    recompute = training.engine.recompute
+    return model.num_parameters >= RECOMPUTE_MIN_PARAMETERS if recompute is None else recompute
 
 
 def reset_compiled_if_changed(recompute: bool) -> None:

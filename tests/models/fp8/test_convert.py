@@ -23,6 +23,7 @@ from firth.models.presets import bart, bert, deberta, gpt2, llama, t5, t5_v1_1
 from firth.objectives.batch import Batch
 from firth.train import ComputeConfig, TrainingConfig, TrainingRun
 from firth.train.optim import make_optimizer
+from firth.train.recipe import EngineConfig
 from firth.train.step import build_loss_fn, train_step
 
 CPU = torch.device("cpu")
@@ -89,7 +90,7 @@ def test_every_layer_of_the_blocks_is_multiplied_in_eight_bits(
     assert far(*(torch.cat([grads[key].flatten() for key in wanted]) for grads in (found, wanted))) < limit
 
 
-@pytest.mark.parametrize("fields", [{}, {"weights": "bf16"}])
+@pytest.mark.parametrize("fields", [{}, {"engine": EngineConfig(weights="bf16")}])
 def test_a_step_holds_its_weights(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever computes: the model, or its twin after it has taken over the weights."""
     torch.manual_seed(0)

@@ -20,6 +20,7 @@ from firth.objectives import Batch
 from firth.train import ComputeConfig, TrainingConfig, TrainingRun
 from firth.train.loop import build_loss_fn, read_async, train_step
 from firth.train.optim import make_optimizer
+from firth.train.recipe import EngineConfig
 
 DEVICE = "cuda"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
@@ -109,16 +110,16 @@ def test_scores_are_never_held_at_once() -> None:
 
 WAYS = {
     "compiled": {},
-    "graphs": {"cuda_graphs": True},
-    "pieces": {"fused_loss": True, "cuda_graphs": True},
-    "padding": {"pad_vocabulary": True, "fused_loss": False},
-    "no padding": {"pad_vocabulary": False, "fused_loss": False},
-    "bf16 weights": {"weights": "bf16", "cuda_graphs": True},
-    "parts": {"compile_regions": True},
-    "parts, graphs": {"compile_regions": True, "cuda_graphs": True},
-    "parts, bf16 weights": {"compile_regions": True, "weights": "bf16"},
-    "muon": {"optim": "muon", "cuda_graphs": True},
-    "adafactor": {"optim": "adafactor", "cuda_graphs": True},
+    "graphs": {"engine": EngineConfig(cuda_graphs=True)},
+    "pieces": {"engine": EngineConfig(fused_loss=True, cuda_graphs=True)},
+    "padding": {"engine": EngineConfig(pad_vocabulary=True, fused_loss=False)},
+    "no padding": {"engine": EngineConfig(pad_vocabulary=False, fused_loss=False)},
+    "bf16 weights": {"engine": EngineConfig(weights="bf16", cuda_graphs=True)},
+    "parts": {"engine": EngineConfig(compile_regions=True)},
+    "parts, graphs": {"engine": EngineConfig(compile_regions=True, cuda_graphs=True)},
+    "parts, bf16 weights": {"engine": EngineConfig(compile_regions=True, weights="bf16")},
+    "muon": {"optim": "muon", "engine": EngineConfig(cuda_graphs=True)},
+    "adafactor": {"optim": "adafactor", "engine": EngineConfig(cuda_graphs=True)},
 }
 
 
@@ -136,7 +137,7 @@ def test_five_steps_lose_what_single_operations_lose(way: str, family: str) -> N
     batch = Batch(tokens, target_positions=None if family == "gpt2" else asked, labels=labels)
     training = TrainingConfig(learning_rate=3e-3, **WAYS[way])  # type: ignore[arg-type]
     cpu = ComputeConfig(torch.device("cpu"), bf16=False, compile=False)
-    graphs, parts = bool(training.cuda_graphs), training.compile_regions
+    graphs, parts = bool(training.engine.cuda_graphs), training.engine.compile_regions
     gpu = ComputeConfig(torch.device(DEVICE), bf16=True, compile=True, cuda_graphs=graphs, compile_regions=parts)
     found = []
     for machine, own in ((cpu, TrainingConfig(learning_rate=3e-3, optim=training.optim)), (gpu, training)):
