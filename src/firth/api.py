@@ -566,9 +566,9 @@ class PretrainPlan:
 
 
 def read_saved_fields(folder: Path, names: Iterable[str]) -> dict[str, Any]:
-    """How a run learns that was begun in this folder, perhaps by a version with other defaults."""
+    """Read fields of the recipe in a run folder; a resumed run keeps them."""
     file = folder / "recipe.yaml"
-    stored = LEGACY_DEFAULTS | read_yaml_mapping(file) if file.is_file() else {}
+    stored = read_yaml_mapping(file) if file.is_file() else {}
     return {name: stored[name] for name in names if name in stored}
 
 
@@ -754,7 +754,6 @@ def finetune(
         raise UserError(f"{checkpoint} is not a checkpoint folder. `firth pretrain` makes one: RUN/final.{also}")
     usual = read_config(checkpoint)
     fields = finetuning_defaults(usual) if recipe is None else named_recipe(recipe, usual)
-    fields |= {} if overwrite else read_saved_fields(Path(output_dir), LEGACY_DEFAULTS)
     named: dict[str, Any] = {
         "checkpoint": str(checkpoint),
         "task": task,
