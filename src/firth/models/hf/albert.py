@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from firth.core.errors import UserError
 from firth.models.config import LMHead, MLPConfig, ModelConfig
-from firth.models.hf import bert
-from firth.models.hf.layout import HFConfigDict, HFLayout, TensorRule, activation_from_hf, linear_rules, qkv_rules
+from firth.models.hf.bert import (
+    ALBERT_DROPOUT_KEYS,
+    BERT_DEFAULT,
+    BERT_SETTINGS,
+    bert_embedding_rules,
+    bert_task_architectures,
+)
+from firth.models.hf.layout import HFLayout, TensorRule, linear_rules, qkv_rules
+from firth.models.hf.settings import HFConfigDict, Setting, SettingsTable
 
 
 def albert_rules(config: ModelConfig) -> Iterator[TensorRule]:
-    yield from bert.bert_embedding_rules(config, "albert.embeddings")
+    yield from bert_embedding_rules(config, "albert.embeddings")
     yield from linear_rules("embed.widen", "albert.encoder.embedding_hidden_mapping_in")
     for i in range(config.num_layers // config.num_shared):
         ours, theirs = f"stack.blocks.{i}", f"albert.encoder.albert_layer_groups.{i}.albert_layers.0"
@@ -31,38 +39,38 @@ def albert_rules(config: ModelConfig) -> Iterator[TensorRule]:
         yield from linear_rules("extras.pair.out", "sop_classifier.classifier")
 
 
-def read_albert_config(hf_config: HFConfigDict) -> ModelConfig:
-    layers, groups = hf_config.get("num_hidden_layers", 12), hf_config.get("num_hidden_groups", 1)
-    if layers % groups:
-        raise UserError(f"config.json: num_hidden_layers={layers} is not a multiple of num_hidden_groups={groups}.")
-    return bert.read_bert_config(
-        {"hidden_size": 4096, "num_attention_heads": 64, "vocab_size": 30000} | hf_config,
-        mlp=MLPConfig(
-            hf_config.get("intermediate_size", 16384), activation_from_hf(hf_config.get("hidden_act", "gelu_new"))
-        ),
-        embed_dim=hf_config.get("embedding_size", 128),
-        num_shared=layers // groups,
-        dropout=hf_config.get("hidden_dropout_prob", 0.0),
-        attention_dropout=hf_config.get("attention_probs_dropout_prob", 0.0),
-    )
+def read_groups(hf_config: HFConfigDict, config: ModelConfig) -> ModelConfig:
+    groups = hf_config.get("num_hidden_groups", 1)
+    if config.num_layers % groups:
+        raise UserError(
+            f"config.json: num_hidden_layers={config.num_layers} is not a multiple of num_hidden_groups={groups}."
+        )
+    return replace(config, num_shared=config.num_layers // groups)
 
 
-def write_albert_config(config: ModelConfig) -> HFConfigDict:
-    if config.embed_dim is None:
-        raise UserError("ALBERT widens its token vectors whatever their width.")
-    return bert.write_bert_config(config) | {
-        "embedding_size": config.embed_dim,
-        "num_hidden_groups": config.num_layers // config.num_shared,
-    }
-
-
+ALBERT_DEFAULT = replace(
+    BERT_DEFAULT,
+    family="albert",
+    vocab_size=30000,
+    dim=4096,
+    num_heads=64,
+    mlp=MLPConfig(16384, "gelu-tanh"),
+    embed_dim=128,
+    dropout=0.0,
+    attention_dropout=0.0,
+)
+ALBERT_SETTINGS = SettingsTable(
+    ALBERT_DEFAULT,
+    (*BERT_SETTINGS, Setting("embed_dim", "embedding_size")),
+    read_groups,
+    lambda config: {"num_hidden_groups": config.num_layers // config.num_shared},
+)
 ALBERT_LAYOUT = HFLayout(
     "albert",
     albert_rules,
-    read_albert_config,
-    write_albert_config,
+    ALBERT_SETTINGS,
     lm_architecture="AlbertForMaskedLM",
-    task_architectures=bert.bert_task_architectures("Albert", "albert.pooler", 0.1, bert.ALBERT_DROPOUT_KEYS),
+    task_architectures=bert_task_architectures("Albert", "albert.pooler", 0.1, ALBERT_DROPOUT_KEYS),
     pooler="albert.pooler",
     pair_architecture="AlbertForPreTraining",
     prefix="albert.",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from firth.core.errors import UserError
 from firth.models.config import (
     ClassificationHead,
     LayerNormConfig,
@@ -13,20 +12,17 @@ from firth.models.config import (
     LMHead,
     MLPConfig,
     ModelConfig,
-    NormalInit,
     SpanHead,
 )
 from firth.models.hf.layout import (
-    HFConfigDict,
     HFLayout,
     TaskArchitecture,
     TensorRule,
     Tensors,
-    activation_from_hf,
-    activation_to_hf,
     linear_rules,
     qkv_rules,
 )
+from firth.models.hf.settings import ACTIVATION, Converter, HFConfigDict, Setting, SettingsTable
 
 BART_TASK_ARCHITECTURES = (
     TaskArchitecture(
@@ -66,65 +62,53 @@ def bart_rules(config: ModelConfig) -> Iterator[TensorRule]:
         yield TensorRule("head.bias", (BART_BIAS_KEY,), as_row=True)
 
 
-def read_bart_config(hf_config: HFConfigDict) -> ModelConfig:
-    layers, decoder_layers = hf_config.get("encoder_layers", 12), hf_config.get("decoder_layers", 12)
-    return ModelConfig(
-        family="bart",
-        architecture="encoder-decoder",
-        vocab_size=hf_config.get("vocab_size", 50265),
-        dim=hf_config.get("d_model", 1024),
-        num_layers=layers,
-        num_heads=read_shared_bart_size(hf_config, "attention_heads", 16),
-        mlp=MLPConfig(
-            read_shared_bart_size(hf_config, "ffn_dim", 4096),
-            activation_from_hf(hf_config.get("activation_function", "gelu")),
-            dropout=hf_config.get("activation_dropout", 0.0),
-        ),
-        position=LearnedPosition(
-            hf_config.get("max_position_embeddings", 1024) + BART_POSITION_OFFSET, BART_POSITION_OFFSET
-        ),
-        norm=LayerNormConfig(1e-5),
+BART_DEFAULT = ModelConfig(
+    family="bart",
+    architecture="encoder-decoder",
+    vocab_size=50265,
+    dim=1024,
+    num_layers=12,
+    num_heads=16,
+    mlp=MLPConfig(4096),
+    position=LearnedPosition(1024 + BART_POSITION_OFFSET, BART_POSITION_OFFSET),
+    norm=LayerNormConfig(1e-5),
+    head=LMHead(),
+    embed_norm=True,
+    adds_bos=True,
+    attention_dropout=0.0,
+)
+BART_LENGTH = Converter(lambda length: length + BART_POSITION_OFFSET, lambda length: length - BART_POSITION_OFFSET)
+
+
+def write_bart_rest(config: ModelConfig) -> HFConfigDict:
+    bias = isinstance(config.head, LMHead) and config.head.bias
+    rest = {"activation_dropout": config.mlp_dropout, "is_encoder_decoder": True}
+    return rest | ({BART_BIAS_KEY: True} if bias else {})
+
+
+BART_SETTINGS = SettingsTable(
+    BART_DEFAULT,
+    (
+        Setting("vocab_size", "vocab_size"),
+        Setting("dim", "d_model"),
+        Setting("num_layers", "encoder_layers"),
+        Setting("decoder_layers", "decoder_layers", default=12),
+        Setting("num_heads", "encoder_attention_heads", equal_keys=("decoder_attention_heads",)),
+        Setting("mlp.dim", "encoder_ffn_dim", equal_keys=("decoder_ffn_dim",)),
+        Setting("mlp.activation", "activation_function", ACTIVATION),
+        Setting("position.length", "max_position_embeddings", BART_LENGTH),
+        Setting("init.std", "init_std"),
+        Setting("scale_embedding", "scale_embedding", Converter(from_hf=bool)),
+        Setting("dropout", "dropout"),
+        Setting("attention_dropout", "attention_dropout"),
+    ),
+    lambda hf_config, config: replace(
+        config,
+        mlp=replace(config.mlp, dropout=hf_config.get("activation_dropout", 0.0)),
         head=LMHead(bias=hf_config.get(BART_BIAS_KEY, False)),
-        init=NormalInit(hf_config.get("init_std", 0.02)),
-        embed_norm=True,
-        scale_embedding=bool(hf_config.get("scale_embedding")),
-        num_decoder_layers=None if decoder_layers == layers else decoder_layers,
-        adds_bos=True,
-        dropout=hf_config.get("dropout", 0.1),
-        attention_dropout=hf_config.get("attention_dropout", 0.0),
-    )
-
-
-def read_shared_bart_size(hf_config: HFConfigDict, suffix: str, default: int) -> int:
-    """A number that encoder and decoder have in common."""
-    numbers = {hf_config.get(f"{side}_{suffix}", default) for side in ("encoder", "decoder")}
-    if len(numbers) > 1:
-        raise UserError(
-            f"config.json: encoder_{suffix} and decoder_{suffix} differ, and Firth knows BART only with one."
-        )
-    return numbers.pop()
-
-
-def write_bart_config(config: ModelConfig) -> HFConfigDict:
-    return {
-        "vocab_size": config.vocab_size,
-        "d_model": config.dim,
-        "encoder_layers": config.num_layers,
-        "decoder_layers": config.decoder_layers,
-        "encoder_attention_heads": config.num_heads,
-        "decoder_attention_heads": config.num_heads,
-        "encoder_ffn_dim": config.mlp.dim,
-        "decoder_ffn_dim": config.mlp.dim,
-        "activation_function": activation_to_hf(config),
-        "max_position_embeddings": config.max_length,
-        "init_std": getattr(config.init, "std", None),
-        "scale_embedding": config.scale_embedding,
-        "dropout": config.dropout,
-        "attention_dropout": config.attention_dropout,
-        "activation_dropout": config.mlp_dropout,
-        "is_encoder_decoder": True,
-        **({BART_BIAS_KEY: True} if isinstance(config.head, LMHead) and config.head.bias else {}),
-    }
+    ),
+    write_bart_rest,
+)
 
 
 def detect_bart_bias(config: ModelConfig, read_tensors: Callable[..., Tensors]) -> ModelConfig:
@@ -138,8 +122,7 @@ def detect_bart_bias(config: ModelConfig, read_tensors: Callable[..., Tensors]) 
 BART_LAYOUT = HFLayout(
     "bart",
     bart_rules,
-    read_bart_config,
-    write_bart_config,
+    BART_SETTINGS,
     lm_architecture="BartForConditionalGeneration",
     task_architectures=BART_TASK_ARCHITECTURES,
     prefix="model.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from firth.models.config import (
     ClassificationHead,
@@ -13,20 +12,17 @@ from firth.models.config import (
     MLPConfig,
     ModelConfig,
     MultipleChoiceHead,
-    NormalInit,
     SpanHead,
     TokenClassificationHead,
 )
 from firth.models.hf.layout import (
-    HFConfigDict,
     HFLayout,
     TaskArchitecture,
     TensorRule,
-    activation_from_hf,
-    activation_to_hf,
     linear_rules,
     qkv_rules,
 )
+from firth.models.hf.settings import ACTIVATION, HIDDEN_SIZES, Converter, HFConfigDict, Setting, SettingsTable
 
 BERT_DROPOUT_KEYS = {"dropout": "classifier_dropout"}
 ALBERT_DROPOUT_KEYS = {"dropout": "classifier_dropout_prob"}  # in ALBERT and RemBERT, whose bodies have none
@@ -94,47 +90,35 @@ def bert_block_rules(config: ModelConfig, hf_prefix: str) -> Iterator[TensorRule
         yield from linear_rules(f"{ours}.mlp_norm", f"{theirs}.output.LayerNorm")
 
 
-def read_bert_config(hf_config: HFConfigDict, **changes: Any) -> ModelConfig:
-    """`changes` are what the relatives of BERT have otherwise."""
-    fields: dict[str, Any] = dict(
-        family="bert",
-        architecture="encoder",
-        vocab_size=hf_config.get("vocab_size", 30522),
-        dim=hf_config.get("hidden_size", 768),
-        num_layers=hf_config.get("num_hidden_layers", 12),
-        num_heads=hf_config.get("num_attention_heads", 12),
-        mlp=MLPConfig(
-            hf_config.get("intermediate_size", 3072), activation_from_hf(hf_config.get("hidden_act", "gelu"))
-        ),
-        position=LearnedPosition(hf_config.get("max_position_embeddings", 512)),
-        norm=LayerNormConfig(hf_config.get("layer_norm_eps", 1e-12)),
-        head=LMHead(transform=True, bias=True),
-        init=NormalInit(hf_config.get("initializer_range", 0.02)),
-        embed_norm=True,
-        num_segments=hf_config.get("type_vocab_size") or 2,  # `transformers` has no BERT without segments
-        dropout=hf_config.get("hidden_dropout_prob", 0.1),
-        attention_dropout=hf_config.get("attention_probs_dropout_prob", 0.1),
-    )
-    return ModelConfig(**fields | changes)
-
-
-def write_bert_config(config: ModelConfig) -> HFConfigDict:
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "intermediate_size": config.mlp.dim,
-        "hidden_act": activation_to_hf(config),
-        "max_position_embeddings": getattr(config.position, "length", None),
-        "layer_norm_eps": config.norm.eps,
-        "initializer_range": getattr(config.init, "std", None),
-        "type_vocab_size": config.num_segments,
-        "hidden_dropout_prob": config.dropout,
-        "attention_probs_dropout_prob": config.attention_dropout,
-    }
-
-
+BERT_DEFAULT = ModelConfig(
+    family="bert",
+    architecture="encoder",
+    vocab_size=30522,
+    dim=768,
+    num_layers=12,
+    num_heads=12,
+    mlp=MLPConfig(3072),
+    position=LearnedPosition(512),
+    norm=LayerNormConfig(1e-12),
+    head=LMHead(transform=True, bias=True),
+    embed_norm=True,
+    num_segments=2,
+)
+BERT_BLOCK_SETTINGS = (
+    *HIDDEN_SIZES,
+    Setting("mlp.dim", "intermediate_size"),
+    Setting("mlp.activation", "hidden_act", ACTIVATION),
+    Setting("norm.eps", "layer_norm_eps"),
+    Setting("init.std", "initializer_range"),
+    Setting("dropout", "hidden_dropout_prob"),
+    Setting("attention_dropout", "attention_probs_dropout_prob"),
+)
+BERT_SETTINGS = (
+    *BERT_BLOCK_SETTINGS,
+    Setting("position.length", "max_position_embeddings"),
+    # `transformers` has no BERT without token types
+    Setting("num_segments", "type_vocab_size", Converter(from_hf=lambda n: n or 2)),
+)
 BERT_FIXED_SETTINGS: HFConfigDict = {
     "is_decoder": False,
     "position_embedding_type": "absolute",
@@ -143,8 +127,7 @@ BERT_FIXED_SETTINGS: HFConfigDict = {
 BERT_LAYOUT = HFLayout(
     "bert",
     bert_rules,
-    read_bert_config,
-    write_bert_config,
+    SettingsTable(BERT_DEFAULT, BERT_SETTINGS),
     lm_architecture="BertForMaskedLM",
     task_architectures=bert_task_architectures("Bert", "bert.pooler.dense"),
     pooler="bert.pooler.dense",

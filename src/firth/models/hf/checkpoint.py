@@ -36,7 +36,8 @@ from firth.models.config import (
     TokenClassificationHead,
 )
 from firth.models.hf import EXTRAS_KEY, FAMILY_LAYOUTS, HEAD_KEY, MODEL_TYPE_LAYOUTS, HFLayout
-from firth.models.hf.layout import ACTIVATION_FROM_HF, ACTIVATION_TO_HF, has_architecture, label_names
+from firth.models.hf.layout import has_architecture, label_names
+from firth.models.hf.settings import ACTIVATION_FROM_HF, ACTIVATION_TO_HF
 from firth.models.lora import merge_lora
 from firth.models.model import (
     ForcedTokens,
@@ -113,7 +114,7 @@ def _backbone_layout(config: ModelConfig) -> HFLayout | None:
     if layout is None:
         return None
     try:
-        plain = layout.read_config({"model_type": layout.model_type, **layout.write_config(config)})
+        plain = layout.settings.read({"model_type": layout.model_type, **layout.settings.write(config)})
     except (KeyError, TypeError, UserError):
         return None
     return _exact_layout(replace(config, head=plain.head))
@@ -124,9 +125,9 @@ def _to_layout_settings(config: ModelConfig, layout: HFLayout) -> dict[str, Any]
     hf = {
         "model_type": layout.model_type,
         "architectures": [_hf_architecture(config, layout)],
-        **layout.write_config(config),
+        **layout.settings.write(config),
     }
-    plain = layout.read_config(hf)
+    plain = layout.settings.read(hf)
     if config.family != MODEL_TYPE_LAYOUTS[layout.model_type][0]:
         hf[FAMILY_KEY] = config.family
     if config.adds_bos != plain.adds_bos:
@@ -256,7 +257,7 @@ def from_hf_config(hf_config: Any, source: str = "config.json") -> ModelConfig:
             else []
         )
         plain["extras"] = [*pair, *hf_config.get(EXTRAS_KEY, plain["extras"])]
-    except (TypeError, ValueError, AttributeError) as e:
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
         raise UserError(f"{source}: a setting has a value of the wrong type ({e}).") from None
     return from_dict(plain, ModelConfig, source)  # every value is what its field says
 
@@ -270,7 +271,7 @@ def _config_from_layout(hf_config: dict[str, Any], source: str) -> ModelConfig:
             raise UserError(
                 f"{source}: {setting} is {hf_config[setting]!r}, and Firth knows {kind} only with {value!r}."
             )
-    config = layout.read_config(hf_config)
+    config = layout.settings.read(hf_config)
     if (head := _head_from_hf(hf_config, layout, config, source)) is not None:
         config = replace(config, head=head, extras=())
     return replace(
@@ -419,7 +420,7 @@ def find_weight_files(folder: Path) -> list[str]:
 
 
 def read_tensors(folder: Path, keep_names: tuple[str, ...] | None = None) -> dict[str, Tensor]:
-    """The tensors of a checkpoint folder, in one file or in several with an index; all, or those named in `keep_names`."""
+    """Return the tensors of a checkpoint folder, sharded or not: all of them, or those in `keep_names`."""
     names = find_weight_files(folder)
     tensors: dict[str, Tensor] = {}
     for name in names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from firth.core.errors import UserError
@@ -11,22 +12,19 @@ from firth.models.config import (
     Disentangled,
     LayerNormConfig,
     LMHead,
-    MLPConfig,
     ModelConfig,
     MultipleChoiceHead,
-    NormalInit,
     SpanHead,
     TokenClassificationHead,
 )
+from firth.models.hf.bert import BERT_BLOCK_SETTINGS, BERT_DEFAULT
 from firth.models.hf.layout import (
-    HFConfigDict,
     HFLayout,
     TaskArchitecture,
     TensorRule,
-    activation_from_hf,
-    activation_to_hf,
     linear_rules,
 )
+from firth.models.hf.settings import HFConfigDict, Setting, SettingsTable, set_field
 
 DEBERTA_POOLER_FIELDS: Any = dict(has_pooler=True, activation="gelu")
 DEBERTA_HEAD_KEYS = {"activation": "pooler_hidden_act", "dropout": "cls_dropout"}
@@ -87,72 +85,48 @@ def deberta_shared_rules(config: ModelConfig) -> Iterator[TensorRule]:
         yield TensorRule("head.bias", ("cls.predictions.bias",))
 
 
-def read_deberta_config(hf_config: HFConfigDict, **changes: Any) -> ModelConfig:
-    """`changes` are what version 2 has otherwise."""
-    check_deberta_attention(hf_config)
-    fields: dict[str, Any] = dict(
-        family="deberta",
-        architecture="encoder",
-        vocab_size=hf_config.get("vocab_size", 50265),
-        dim=hf_config.get("hidden_size", 768),
-        num_layers=hf_config.get("num_hidden_layers", 12),
-        num_heads=hf_config.get("num_attention_heads", 12),
-        mlp=MLPConfig(
-            hf_config.get("intermediate_size", 3072), activation_from_hf(hf_config.get("hidden_act", "gelu"))
-        ),
-        position=read_deberta_position(hf_config),
-        norm=LayerNormConfig(hf_config.get("layer_norm_eps", 1e-7)),
-        head=LMHead(transform=True, bias=True),
-        init=NormalInit(hf_config.get("initializer_range", 0.02)),
-        embed_norm=True,
-        attention_bias="no-key",
-        num_segments=hf_config.get("type_vocab_size", 0),
-        dropout=hf_config.get("hidden_dropout_prob", 0.1),
-        attention_dropout=hf_config.get("attention_probs_dropout_prob", 0.1),
-    )
-    return ModelConfig(**fields | changes)
-
-
-def check_deberta_attention(hf_config: HFConfigDict) -> None:
-    """Refuse what is not disentangled in both ways."""
+def read_deberta_rest(hf_config: HFConfigDict, config: ModelConfig) -> ModelConfig:
+    """Check that attention is disentangled in both directions; let `max_relative_positions` default to the length."""
     kinds = hf_config.get("pos_att_type") or []
     kinds = kinds.lower().split("|") if isinstance(kinds, str) else kinds
     if not hf_config.get("relative_attention") or {kind.strip() for kind in kinds} != {"c2p", "p2c"}:
-        raise UserError("config.json: Firth knows DeBERTa only with relative_attention and pos_att_type c2p and p2c.")
+        raise UserError(
+            "config.json: Firth supports DeBERTa only with relative_attention and with pos_att_type c2p and p2c."
+        )
     if hf_config.get("embedding_size", hf_config.get("hidden_size")) != hf_config.get("hidden_size"):
-        raise UserError("config.json: Firth knows DeBERTa only with an embedding_size that is its hidden_size.")
-
-
-def read_deberta_position(hf_config: HFConfigDict) -> Disentangled:
-    length, far = hf_config.get("max_position_embeddings", 512), hf_config.get("max_relative_positions", -1)
-    return Disentangled(length if far < 1 else far, length, hf_config.get("position_biased_input", True))
-
-
-def write_deberta_config(config: ModelConfig) -> HFConfigDict:
+        raise UserError("config.json: Firth supports DeBERTa only with embedding_size equal to hidden_size.")
     position = config.position
-    if not isinstance(position, Disentangled):
-        raise UserError("transformers has no DeBERTa with other places.")
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "intermediate_size": config.mlp.dim,
-        "hidden_act": activation_to_hf(config),
-        "layer_norm_eps": config.norm.eps,
-        "initializer_range": getattr(config.init, "std", None),
-        "type_vocab_size": config.num_segments,
-        "hidden_dropout_prob": config.dropout,
-        "attention_probs_dropout_prob": config.attention_dropout,
+    assert isinstance(position, Disentangled)
+    return config if position.max_distance > 0 else set_field(config, "position.max_distance", position.length)
+
+
+DEBERTA_DEFAULT = replace(
+    BERT_DEFAULT,
+    family="deberta",
+    vocab_size=50265,
+    position=Disentangled(512, 512, absolute_embeddings=True),
+    norm=LayerNormConfig(1e-7),
+    attention_bias="no-key",
+    num_segments=0,
+)
+DEBERTA_SETTINGS = SettingsTable(
+    DEBERTA_DEFAULT,
+    (
+        *BERT_BLOCK_SETTINGS,
+        Setting("num_segments", "type_vocab_size"),
+        Setting("position.length", "max_position_embeddings"),
+        Setting("position.max_distance", "max_relative_positions", default=-1),
+        Setting("position.absolute_embeddings", "position_biased_input"),
+    ),
+    read_deberta_rest,
+    lambda config: {
         "relative_attention": True,
         "pos_att_type": ["c2p", "p2c"],
-        "max_position_embeddings": position.length,
-        "max_relative_positions": position.max_distance,
-        "position_biased_input": position.absolute_embeddings,
         "pooler_hidden_size": config.dim,
         "pooler_hidden_act": DEBERTA_POOLER_FIELDS["activation"],
         "legacy": True,
-    }
+    },
+)
 
 
 DEBERTA_FIXED_SETTINGS: HFConfigDict = {"talking_head": False, "pooler_dropout": 0, "tie_word_embeddings": True}
@@ -176,8 +150,7 @@ DEBERTA_UNUSED_PATTERNS = (
 DEBERTA_LAYOUT = HFLayout(
     "deberta",
     deberta_rules,
-    read_deberta_config,
-    write_deberta_config,
+    DEBERTA_SETTINGS,
     lm_architecture="DebertaForMaskedLM",
     task_architectures=tuple(
         one for one in deberta_task_architectures("Deberta") if not isinstance(one.head, MultipleChoiceHead)

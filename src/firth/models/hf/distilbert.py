@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from firth.models.config import (
     ClassificationHead,
-    LayerNormConfig,
-    LearnedPosition,
     LMHead,
-    MLPConfig,
     ModelConfig,
     MultipleChoiceHead,
-    NormalInit,
     SpanHead,
     TokenClassificationHead,
 )
-from firth.models.hf import bert
+from firth.models.hf.bert import BERT_DEFAULT, bert_embedding_rules
 from firth.models.hf.layout import (
-    HFConfigDict,
     HFLayout,
     TaskArchitecture,
     TensorRule,
-    activation_from_hf,
-    activation_to_hf,
     linear_rules,
     qkv_rules,
 )
+from firth.models.hf.settings import ACTIVATION, Setting, SettingsTable, sizes
 
 DISTILBERT_DROPOUT_KEYS = {"dropout": "seq_classif_dropout"}
 DISTILBERT_POOLER_FIELDS: Any = dict(has_pooler=True, activation="relu", dropout=0.2)
@@ -54,7 +49,7 @@ DISTILBERT_TASK_ARCHITECTURES = (
 
 
 def distilbert_rules(config: ModelConfig) -> Iterator[TensorRule]:
-    yield from bert.bert_embedding_rules(config, "distilbert.embeddings")
+    yield from bert_embedding_rules(config, "distilbert.embeddings")
     for i in range(config.num_layers):
         ours, theirs = f"stack.blocks.{i}", f"distilbert.transformer.layer.{i}"
         at = f"{theirs}.attention"
@@ -70,46 +65,23 @@ def distilbert_rules(config: ModelConfig) -> Iterator[TensorRule]:
         yield TensorRule("head.bias", ("vocab_projector.bias",))
 
 
-def read_distilbert_config(hf_config: HFConfigDict) -> ModelConfig:
-    """Sinusoids, where a config names them, are only what its table of places began with."""
-    return ModelConfig(
-        family="distilbert",
-        architecture="encoder",
-        vocab_size=hf_config.get("vocab_size", 30522),
-        dim=hf_config.get("dim", 768),
-        num_layers=hf_config.get("n_layers", 6),
-        num_heads=hf_config.get("n_heads", 12),
-        mlp=MLPConfig(hf_config.get("hidden_dim", 3072), activation_from_hf(hf_config.get("activation", "gelu"))),
-        position=LearnedPosition(hf_config.get("max_position_embeddings", 512)),
-        norm=LayerNormConfig(1e-12),
-        head=LMHead(transform=True, bias=True),
-        init=NormalInit(hf_config.get("initializer_range", 0.02)),
-        embed_norm=True,
-        dropout=hf_config.get("dropout", 0.1),
-        attention_dropout=hf_config.get("attention_dropout", 0.1),
-    )
-
-
-def write_distilbert_config(config: ModelConfig) -> HFConfigDict:
-    return {
-        "vocab_size": config.vocab_size,
-        "dim": config.dim,
-        "n_layers": config.num_layers,
-        "n_heads": config.num_heads,
-        "hidden_dim": config.mlp.dim,
-        "activation": activation_to_hf(config),
-        "max_position_embeddings": getattr(config.position, "length", None),
-        "initializer_range": getattr(config.init, "std", None),
-        "dropout": config.dropout,
-        "attention_dropout": config.attention_dropout,
-    }
-
-
+# Sinusoids, where a config names them (`sinusoidal_pos_embds`), are only the first values of a learned table.
+DISTILBERT_SETTINGS = SettingsTable(
+    replace(BERT_DEFAULT, family="distilbert", num_layers=6, num_segments=0),
+    (
+        *sizes("dim", "n_layers", "n_heads"),
+        Setting("mlp.dim", "hidden_dim"),
+        Setting("mlp.activation", "activation", ACTIVATION),
+        Setting("position.length", "max_position_embeddings"),
+        Setting("init.std", "initializer_range"),
+        Setting("dropout", "dropout"),
+        Setting("attention_dropout", "attention_dropout"),
+    ),
+)
 DISTILBERT_LAYOUT = HFLayout(
     "distilbert",
     distilbert_rules,
-    read_distilbert_config,
-    write_distilbert_config,
+    DISTILBERT_SETTINGS,
     lm_architecture="DistilBertForMaskedLM",
     task_architectures=DISTILBERT_TASK_ARCHITECTURES,
     prefix="distilbert.",

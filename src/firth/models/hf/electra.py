@@ -14,13 +14,21 @@ from firth.models.config import (
     DiscriminatorHead,
     GeneratorConfig,
     LMHead,
+    MLPConfig,
     ModelConfig,
     MultipleChoiceHead,
 )
-from firth.models.hf import bert
+from firth.models.hf.bert import (
+    BERT_DEFAULT,
+    BERT_DROPOUT_KEYS,
+    BERT_FIXED_SETTINGS,
+    BERT_SETTINGS,
+    bert_block_rules,
+    bert_embedding_rules,
+    token_task_architectures,
+)
 from firth.models.hf.layout import (
     EXTRAS_KEY,
-    HFConfigDict,
     HFLayout,
     TaskArchitecture,
     TensorRule,
@@ -28,6 +36,7 @@ from firth.models.hf.layout import (
     has_architecture,
     linear_rules,
 )
+from firth.models.hf.settings import HFConfigDict, Setting, SettingsTable
 
 ELECTRA_TASK_ARCHITECTURES = (
     TaskArchitecture(
@@ -35,7 +44,7 @@ ELECTRA_TASK_ARCHITECTURES = (
         ClassificationHead((), has_pooler=True, activation="gelu", dropout_before_pooler=True),
         "classifier.out_proj",
         "classifier.dense",
-        settings=bert.BERT_DROPOUT_KEYS,
+        settings=BERT_DROPOUT_KEYS,
     ),
     TaskArchitecture(
         "ElectraForMultipleChoice",
@@ -44,7 +53,7 @@ ELECTRA_TASK_ARCHITECTURES = (
         "sequence_summary.summary",
         settings={"dropout": "summary_last_dropout"},
     ),
-    *bert.token_task_architectures("Electra"),
+    *token_task_architectures("Electra"),
 )
 ELECTRA_SUMMARY_SETTINGS: HFConfigDict = {
     "summary_type": "first",
@@ -54,10 +63,10 @@ ELECTRA_SUMMARY_SETTINGS: HFConfigDict = {
 
 
 def electra_rules(config: ModelConfig) -> Iterator[TensorRule]:
-    yield from bert.bert_embedding_rules(config, "electra.embeddings")
+    yield from bert_embedding_rules(config, "electra.embeddings")
     if config.embed_dim is not None:
         yield from linear_rules("embed.widen", "electra.embeddings_project")
-    yield from bert.bert_block_rules(config, "electra.encoder.layer")
+    yield from bert_block_rules(config, "electra.encoder.layer")
     if config.get_extra("generator") is not None:
         yield from discriminator_rules("extras.generator.discriminator_head")
         yield from linear_rules("head.dense", "extras.generator.head.dense")
@@ -76,18 +85,18 @@ def discriminator_rules(firth_prefix: str) -> Iterator[TensorRule]:
     yield from linear_rules(f"{firth_prefix}.out", "discriminator_predictions.dense_prediction")
 
 
-def read_electra_config(hf_config: HFConfigDict) -> ModelConfig:
-    width, dim = hf_config.get("embedding_size", 128), hf_config.get("hidden_size", 256)
-    sizes = {"hidden_size": dim, "num_attention_heads": 4, "intermediate_size": 1024}
-    config = bert.read_bert_config(sizes | hf_config, embed_dim=None if width == dim else width)
-    alone = not any(extra.get("kind") == GeneratorConfig.__name__ for extra in hf_config.get(EXTRAS_KEY) or [])
-    return (
-        replace(config, head=DiscriminatorHead()) if alone and has_architecture(hf_config, "ForPreTraining") else config
-    )
+def read_discriminator(hf_config: HFConfigDict, config: ModelConfig) -> ModelConfig:
+    """Return the model with the discriminator's head, where the file names it and has no generator beside it."""
+    has_generator = any(extra.get("kind") == GeneratorConfig.__name__ for extra in hf_config.get(EXTRAS_KEY) or [])
+    if has_generator or not has_architecture(hf_config, "ForPreTraining"):
+        return config
+    return replace(config, head=DiscriminatorHead())
 
 
-def write_electra_config(config: ModelConfig) -> HFConfigDict:
-    return bert.write_bert_config(config) | {"embedding_size": config.embed_width}
+ELECTRA_DEFAULT = replace(BERT_DEFAULT, family="electra", dim=256, num_heads=4, mlp=MLPConfig(1024), embed_dim=128)
+ELECTRA_SETTINGS = SettingsTable(
+    ELECTRA_DEFAULT, (*BERT_SETTINGS, Setting("embed_width", "embedding_size")), read_discriminator
+)
 
 
 def drop_missing_generator(config: ModelConfig, read_tensors: Callable[..., Tensors]) -> ModelConfig:
@@ -100,13 +109,12 @@ def drop_missing_generator(config: ModelConfig, read_tensors: Callable[..., Tens
 ELECTRA_LAYOUT = HFLayout(
     "electra",
     electra_rules,
-    read_electra_config,
-    write_electra_config,
+    ELECTRA_SETTINGS,
     lm_architecture="ElectraForMaskedLM",
     task_architectures=ELECTRA_TASK_ARCHITECTURES,
     discriminator_architecture="ElectraForPreTraining",
     prefix="electra.",
-    fixed_settings=bert.BERT_FIXED_SETTINGS
+    fixed_settings=BERT_FIXED_SETTINGS
     | ELECTRA_SUMMARY_SETTINGS
     | {"hidden_act": "gelu"},  # its heads have GELU whatever the blocks have
     aliases={"electra.embeddings.word_embeddings.weight": ("generator_lm_head.weight",)},

@@ -16,14 +16,12 @@ from firth.models.config import (
     TokenClassificationHead,
 )
 from firth.models.hf.layout import (
-    HFConfigDict,
     HFLayout,
     TaskArchitecture,
     TensorRule,
-    activation_from_hf,
-    activation_to_hf,
     linear_rules,
 )
+from firth.models.hf.settings import ACTIVATION, HFConfigDict, Setting, SettingsTable, set_field, sizes
 
 
 def gpt2_rules(config: ModelConfig) -> Iterator[TensorRule]:
@@ -44,50 +42,48 @@ def gpt2_block_rules(config: ModelConfig) -> Iterator[TensorRule]:
         yield from linear_rules(f"{ours}.mlp.down", f"{theirs}.mlp.c_proj", transposed=True)
 
 
-def read_gpt2_config(hf_config: HFConfigDict) -> ModelConfig:
-    dim = hf_config.get("n_embd", 768)
-    return ModelConfig(
-        family="gpt2",
-        architecture="decoder",
-        vocab_size=hf_config.get("vocab_size", 50257),
-        dim=dim,
-        num_layers=hf_config.get("n_layer", 12),
-        num_heads=hf_config.get("n_head", 12),
-        mlp=MLPConfig(
-            hf_config.get("n_inner") or 4 * dim, activation_from_hf(hf_config.get("activation_function", "gelu_new"))
-        ),
-        position=LearnedPosition(hf_config.get("n_positions", 1024)),
-        norm=LayerNormConfig(hf_config.get("layer_norm_epsilon", 1e-5)),
-        head=LMHead(),
-        init=NormalInit(hf_config.get("initializer_range", 0.02), scale_residual=True),
-        norm_first=True,
-        dropout=hf_config.get("resid_pdrop", 0.1),
-        attention_dropout=hf_config.get("attn_pdrop", 0.1),
-    )
+GPT2_DEFAULT = ModelConfig(
+    family="gpt2",
+    architecture="decoder",
+    vocab_size=50257,
+    dim=768,
+    num_layers=12,
+    num_heads=12,
+    mlp=MLPConfig(3072, "gelu-tanh"),
+    position=LearnedPosition(1024),
+    norm=LayerNormConfig(1e-5),
+    head=LMHead(),
+    init=NormalInit(scale_residual=True),
+    norm_first=True,
+)
+GPT_SHARED_SETTINGS = (
+    *sizes("n_embd", "n_layer", "n_head"),
+    Setting("position.length", "n_positions"),
+    Setting("norm.eps", "layer_norm_epsilon"),
+    Setting("init.std", "initializer_range"),
+    Setting("dropout", "resid_pdrop"),
+    Setting("attention_dropout", "attn_pdrop"),
+)
 
 
-def write_gpt2_config(config: ModelConfig) -> HFConfigDict:
-    return {
-        "vocab_size": config.vocab_size,
-        "n_embd": config.dim,
-        "n_layer": config.num_layers,
-        "n_head": config.num_heads,
-        "n_inner": config.mlp.dim,
-        "activation_function": activation_to_hf(config),
-        "n_positions": getattr(config.position, "length", None),
-        "layer_norm_epsilon": config.norm.eps,
-        "initializer_range": getattr(config.init, "std", None),
-        "embd_pdrop": config.dropout,
-        "resid_pdrop": config.dropout,
-        "attn_pdrop": config.attention_dropout,
-    }
+def write_embedding_dropout(config: ModelConfig) -> HFConfigDict:
+    return {"embd_pdrop": config.dropout}
 
 
+GPT2_SETTINGS = SettingsTable(
+    GPT2_DEFAULT,
+    (
+        *GPT_SHARED_SETTINGS,
+        Setting("mlp.dim", "n_inner", default=None),
+        Setting("mlp.activation", "activation_function", ACTIVATION),
+    ),
+    lambda hf_config, config: set_field(config, "mlp.dim", config.mlp.dim or 4 * config.dim),
+    write_embedding_dropout,
+)
 GPT2_LAYOUT = HFLayout(
     "gpt2",
     gpt2_rules,
-    read_gpt2_config,
-    write_gpt2_config,
+    GPT2_SETTINGS,
     lm_architecture="GPT2LMHeadModel",
     task_architectures=(
         TaskArchitecture("GPT2ForSequenceClassification", ClassificationHead((), pool="last", dropout=0.0), "score"),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from firth.core.errors import UserError, did_you_mean
 from firth.models.config import (
     ClassificationHead,
     EmbeddingHead,
@@ -20,19 +19,21 @@ from firth.models.config import (
     TaskHead,
     TaskHeadBase,
 )
+from firth.models.hf.settings import HFConfigDict, SettingsTable
 
-HFConfigDict = dict[str, Any]  # the contents of a config.json
 Tensors = dict[str, Tensor]
 HEAD_KEY = "firth_head"  # in config.json: a head that the name of the architecture does not tell
 EXTRAS_KEY = "firth_extras"  # in config.json: what a model has beside what its family knows
 
 
 class TensorRule(NamedTuple):
-    """`ours` is the tensors `hf_names`, joined along the first axis; `transposed` where they keep (in, out).
+    """One tensor of ours: the tensors `hf_names`, concatenated along the first axis, in both directions.
 
-    Without `split_sizes` they are equally long. `as_row` is for a vector that they keep as a matrix of one row, `split_heads` for a
-    matrix whose second axis they keep as two (XLNet), `interleaved_heads` for one in which each of so many heads has its query, key
-    and value side by side (DeBERTa).
+    - `transposed`: they store (in, out), as GPT-2's Conv1D does.
+    - `split_sizes`: rows of each of their tensors; without it all have the same number.
+    - `as_row`: they store a vector as a matrix of one row.
+    - `split_heads`: they store the second axis as (heads, head size), as XLNet does.
+    - `interleaved_heads`: they store query, key and value of each head side by side, as DeBERTa does.
     """
 
     firth_name: str
@@ -112,8 +113,7 @@ class HFLayout:
 
     model_type: str
     backbone_rules: Callable[[ModelConfig], Iterator[TensorRule]]  # of the body, and of a head that answers in words
-    read_config: Callable[[HFConfigDict], ModelConfig]
-    write_config: Callable[[ModelConfig], HFConfigDict]
+    settings: SettingsTable
     lm_architecture: str  # the architecture with a language model's head
     encoder_architecture: str | None = None  # that of an encoder alone, where there is one beside a decoder
     task_architectures: tuple[TaskArchitecture, ...] = ()  # those with a head for a task
@@ -151,32 +151,6 @@ class HFLayout:
                 yield from linear_rules("head.pooler", self.pooler)
         elif (found := self.find_task_architecture(config.head)) is not None:
             yield from found.rules(config)
-
-
-# --- settings that are read alike -----------------------------------------------------------------------------------
-
-ACTIVATION_FROM_HF = {
-    "gelu": "gelu",
-    "relu": "relu",
-    "gelu_new": "gelu-tanh",
-    "gelu_pytorch_tanh": "gelu-tanh",
-    "silu": "silu",
-    "swish": "silu",
-}
-ACTIVATION_TO_HF = {"gelu": "gelu", "relu": "relu", "gelu-tanh": "gelu_new", "silu": "silu"}
-
-
-def activation_from_hf(name: str) -> Any:
-    """Our name of an activation; `Any`, because each `MLPConfig` takes only some words."""
-    if name not in ACTIVATION_FROM_HF:
-        raise UserError(
-            f"config.json: the activation {name!r} is not known here. {did_you_mean(name, ACTIVATION_FROM_HF)}"
-        )
-    return ACTIVATION_FROM_HF[name]
-
-
-def activation_to_hf(config: ModelConfig) -> str:
-    return ACTIVATION_TO_HF[config.mlp.activation]
 
 
 def has_architecture(hf_config: HFConfigDict, suffix: str) -> bool:

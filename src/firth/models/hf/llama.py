@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 from firth.core.errors import UserError
 from firth.models.config import (
@@ -11,7 +13,6 @@ from firth.models.config import (
     LMHead,
     MLPConfig,
     ModelConfig,
-    NormalInit,
     RMSNormConfig,
     RopeScaling,
     Rotary,
@@ -19,15 +20,13 @@ from firth.models.config import (
     TokenClassificationHead,
 )
 from firth.models.hf.layout import (
-    HFConfigDict,
     HFLayout,
     TaskArchitecture,
     TensorRule,
-    activation_from_hf,
-    activation_to_hf,
     linear_rules,
     qkv_rules,
 )
+from firth.models.hf.settings import ACTIVATION, HIDDEN_SIZES, Converter, HFConfigDict, Setting, SettingsTable
 
 
 def llama_rules(config: ModelConfig) -> Iterator[TensorRule]:
@@ -51,87 +50,74 @@ def llama_rules(config: ModelConfig) -> Iterator[TensorRule]:
         yield TensorRule("extras.auxiliary.weight", ("lm_head.weight",))
 
 
-def read_llama_config(hf_config: HFConfigDict) -> ModelConfig:
-    dim, heads = hf_config.get("hidden_size", 4096), hf_config.get("num_attention_heads", 32)
-    head_dim, kv_heads = hf_config.get("head_dim") or dim // heads, hf_config.get("num_key_value_heads") or heads
-    if hf_config.get("attention_bias", False) != hf_config.get("mlp_bias", False):
-        raise UserError("config.json: attention_bias and mlp_bias differ; Firth knows llama with both or with none.")
-    return ModelConfig(
-        family="llama",
-        architecture="decoder",
-        vocab_size=hf_config.get("vocab_size", 32000),
-        dim=dim,
-        num_layers=hf_config.get("num_hidden_layers", 32),
-        num_heads=heads,
-        mlp=MLPConfig(
-            hf_config.get("intermediate_size", 11008),
-            activation_from_hf(hf_config.get("hidden_act", "silu")),
-            gated=True,
-        ),
-        position=read_llama_rope(hf_config),
-        norm=RMSNormConfig(hf_config.get("rms_norm_eps", 1e-6)),
-        head=LMHead(tied=hf_config.get("tie_word_embeddings", False)),
-        init=NormalInit(hf_config.get("initializer_range", 0.02)),
-        norm_first=True,
-        bias=hf_config.get("attention_bias", False),
-        head_dim=None if head_dim * heads == dim else head_dim,
-        num_kv_heads=None if kv_heads == heads else kv_heads,
-        dropout=0.0,
-        attention_dropout=hf_config.get("attention_dropout", 0.0),
-    )
-
-
-def read_llama_rope(hf_config: HFConfigDict) -> Rotary:
-    """Places as `transformers` 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`) describes them."""
+def read_rope(hf_config: HFConfigDict, config: ModelConfig) -> ModelConfig:
+    """Return the model with RoPE as `transformers` 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`) has it."""
     rope = {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise UserError(f"config.json: rotary places of the type {kind!r} are not known here; default and llama3 are.")
-    stretch = None
+        raise UserError(f"config.json: rope_type {kind!r} is not supported; default and llama3 are.")
+    theta, scaling = rope.get("rope_theta") or hf_config.get("rope_theta") or 10000.0, None
     if kind == "llama3":
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        stretch = RopeScaling(rope["factor"], low, high, rope["original_max_position_embeddings"])
-    base = rope.get("rope_theta") or hf_config.get("rope_theta") or 10000.0
-    return Rotary(float(base), hf_config.get("max_position_embeddings", 2048), stretch)
+        scaling = RopeScaling(rope["factor"], low, high, rope["original_max_position_embeddings"])
+    position: Any = config.position
+    return replace(config, position=replace(position, theta=float(theta), scaling=scaling))
 
 
-def write_llama_config(config: ModelConfig) -> HFConfigDict:
-    assert isinstance(config.position, Rotary)
+def write_rope(config: ModelConfig) -> HFConfigDict:
+    if not isinstance(config.position, Rotary):
+        raise UserError(f"transformers has no llama with {type(config.position).__name__}: set Rotary as position.")
     rope: HFConfigDict = {"rope_type": "default", "rope_theta": config.position.theta}
-    if config.position.scaling is not None:
-        s = config.position.scaling
+    if (scaling := config.position.scaling) is not None:
         rope |= {
             "rope_type": "llama3",
-            "factor": s.factor,
-            "low_freq_factor": s.low_freq_factor,
-            "high_freq_factor": s.high_freq_factor,
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_length,
         }
-        rope["original_max_position_embeddings"] = s.original_length
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_size,
-        "intermediate_size": config.mlp.dim,
-        "hidden_act": activation_to_hf(config),
-        "max_position_embeddings": config.position.length,
-        "rope_parameters": rope,
-        "rms_norm_eps": config.norm.eps,
-        "initializer_range": getattr(config.init, "std", None),
-        "tie_word_embeddings": getattr(config.head, "tied", False),
-        "attention_bias": config.bias,
-        "mlp_bias": config.bias,
-        "attention_dropout": config.attention_dropout,
-    }
+    return {"rope_parameters": rope, "tie_word_embeddings": getattr(config.head, "tied", False)}
 
 
+LLAMA_DEFAULT = ModelConfig(
+    family="llama",
+    architecture="decoder",
+    vocab_size=32000,
+    dim=4096,
+    num_layers=32,
+    num_heads=32,
+    mlp=MLPConfig(11008, "silu", gated=True),
+    position=Rotary(10000.0, 2048),
+    norm=RMSNormConfig(1e-6),
+    head=LMHead(tied=False),
+    norm_first=True,
+    bias=False,
+    dropout=0.0,
+    attention_dropout=0.0,
+)
+NULL_IS_DEFAULT = Converter(from_hf=lambda value: value or None)
+LLAMA_SETTINGS = SettingsTable(
+    LLAMA_DEFAULT,
+    (
+        *HIDDEN_SIZES,
+        Setting("kv_heads", "num_key_value_heads", NULL_IS_DEFAULT, default=None),
+        Setting("head_size", "head_dim", NULL_IS_DEFAULT, default=None),
+        Setting("mlp.dim", "intermediate_size"),
+        Setting("mlp.activation", "hidden_act", ACTIVATION),
+        Setting("position.length", "max_position_embeddings"),
+        Setting("norm.eps", "rms_norm_eps"),
+        Setting("init.std", "initializer_range"),
+        Setting("head.tied", "tie_word_embeddings"),
+        Setting("bias", "attention_bias", equal_keys=("mlp_bias",)),
+        Setting("attention_dropout", "attention_dropout"),
+    ),
+    read_rope,
+    write_rope,
+)
 LLAMA_LAYOUT = HFLayout(
     "llama",
     llama_rules,
-    read_llama_config,
-    write_llama_config,
+    LLAMA_SETTINGS,
     lm_architecture="LlamaForCausalLM",
     task_architectures=(
         TaskArchitecture("LlamaForSequenceClassification", ClassificationHead((), pool="last", dropout=0.0), "score"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from firth.core.errors import UserError
@@ -21,16 +22,21 @@ from firth.models.config import (
     TokenClassificationHead,
 )
 from firth.models.hf.layout import (
-    HFConfigDict,
     HFLayout,
     TaskArchitecture,
     TensorRule,
-    activation_from_hf,
-    activation_to_hf,
     linear_rules,
 )
+from firth.models.hf.settings import (
+    ACTIVATION,
+    ACTIVATION_TO_HF,
+    HIDDEN_SIZES,
+    Converter,
+    HFConfigDict,
+    Setting,
+    SettingsTable,
+)
 
-MODERNBERT_GLOBAL_THETA, MODERNBERT_LOCAL_THETA = 160000.0, 10000.0
 MODERNBERT_HEAD_FIELDS: Any = dict(
     has_pooler=True, activation="gelu", has_norm=True, dropout=0.0
 )  # that of its language model
@@ -63,96 +69,90 @@ def modernbert_rules(config: ModelConfig) -> Iterator[TensorRule]:
             yield TensorRule("head.bias", ("decoder.bias",))
 
 
-def read_modernbert_config(hf_config: HFConfigDict) -> ModelConfig:
-    biases = {bool(hf_config.get(name, False)) for name in ("attention_bias", "mlp_bias", "classifier_bias")}
-    if len(biases) > 1:
-        raise UserError("config.json: some of ModernBERT's biases are on, some off; Firth knows it with all or none.")
+def read_modernbert_rest(hf_config: HFConfigDict, config: ModelConfig) -> ModelConfig:
+    """Return the model with its two RoPE bases and the layers that attend globally.
+
+    `transformers` 4 has `global_rope_theta` and `global_attn_every_n_layers`, version 5 `rope_parameters` and
+    `layer_types`.
+    """
     rope = hf_config.get("rope_parameters") or {}
-    wide = rope.get("full_attention", {}).get("rope_theta", hf_config.get("global_rope_theta", MODERNBERT_GLOBAL_THETA))
-    near = rope.get("sliding_attention", {}).get(
-        "rope_theta", hf_config.get("local_rope_theta", MODERNBERT_LOCAL_THETA)
-    )
-    layers = hf_config.get("num_hidden_layers", 22)
-    return ModelConfig(
-        family="modernbert",
-        architecture="encoder",
-        vocab_size=hf_config.get("vocab_size", 50368),
-        dim=hf_config.get("hidden_size", 768),
-        num_layers=layers,
-        num_heads=hf_config.get("num_attention_heads", 12),
-        mlp=MLPConfig(
-            hf_config.get("intermediate_size", 1152),
-            activation_from_hf(hf_config.get("hidden_activation", "gelu")),
-            gated=True,
-        ),
-        position=Rotary(float(wide), hf_config.get("max_position_embeddings", 8192), local_theta=float(near)),
-        norm=LayerNormConfig(hf_config.get("norm_eps", 1e-5), bias=hf_config.get("norm_bias", False)),
-        head=LMHead(transform=True, bias=hf_config.get("decoder_bias", True)),
-        init=NormalInit(
-            hf_config.get("initializer_range", 0.02),
-            scale_residual=True,
-            cutoff_factor=hf_config.get("initializer_cutoff_factor", 2.0),
-        ),
-        norm_first=True,
-        embed_norm=True,
-        skip_first_norm=True,
-        bias=biases.pop(),
-        window=SlidingWindow(hf_config.get("local_attention", 128), read_global_every(hf_config, layers)),
-        dropout=hf_config.get("mlp_dropout", 0.0),
-        attention_dropout=hf_config.get("attention_dropout", 0.0),
-    )
+    theta = rope.get("full_attention", {}).get("rope_theta", hf_config.get("global_rope_theta", 160000.0))
+    local_theta = rope.get("sliding_attention", {}).get("rope_theta", hf_config.get("local_rope_theta", 10000.0))
+    length = hf_config.get("max_position_embeddings", 8192)
+    window = SlidingWindow(hf_config.get("local_attention", 128), read_global_every(hf_config, config.num_layers))
+    return replace(config, position=Rotary(float(theta), length, local_theta=float(local_theta)), window=window)
 
 
-def read_global_every(hf_config: HFConfigDict, layers: int) -> int:
-    """In how many layers there is one that sees all."""
-    kinds = hf_config.get("layer_types")
-    every = hf_config.get("global_attn_every_n_layers", 3)
+def read_global_every(hf_config: HFConfigDict, num_layers: int) -> int:
+    """Return n, where every n-th layer from the first attends to the whole text."""
+    every, kinds = hf_config.get("global_attn_every_n_layers", 3), hf_config.get("layer_types")
     if kinds is not None:
-        wide = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
-        every = wide[1] if len(wide) > 1 else max(layers, 1)
-        if wide != list(range(0, layers, every)):
-            raise UserError("config.json: layer_types is not 'all is seen in every n-th layer', as Firth knows it.")
+        full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+        every = full[1] if len(full) > 1 else max(num_layers, 1)
+        if full != list(range(0, num_layers, every)):
+            raise UserError("config.json: Firth supports layer_types only with full_attention in every n-th layer.")
     return int(every)
 
 
-def write_modernbert_config(config: ModelConfig) -> HFConfigDict:
-    assert isinstance(config.position, Rotary)
-    assert config.window is not None
+def write_modernbert_rest(config: ModelConfig) -> HFConfigDict:
+    if not isinstance(config.position, Rotary) or config.window is None:
+        raise UserError("transformers has ModernBERT only with Rotary positions and a sliding window.")
     return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "intermediate_size": config.mlp.dim,
-        "hidden_activation": activation_to_hf(config),
-        "classifier_activation": activation_to_hf(config),
+        "classifier_activation": ACTIVATION_TO_HF[config.mlp.activation],
         "max_position_embeddings": config.position.length,
-        "norm_eps": config.norm.eps,
-        "norm_bias": getattr(config.norm, "bias", None),
-        "initializer_range": getattr(config.init, "std", None),
-        "initializer_cutoff_factor": getattr(config.init, "cutoff_factor", None)
-        or 2.0,  # there is no ModernBERT without
         "global_rope_theta": config.position.theta,
         "local_rope_theta": config.position.local_theta,
         "global_attn_every_n_layers": config.window.global_every,
         "local_attention": config.window.size,
-        "attention_bias": config.bias,
-        "mlp_bias": config.bias,
-        "classifier_bias": config.bias,
         "decoder_bias": config.head.bias if isinstance(config.head, LMHead) else True,
         "embedding_dropout": config.dropout,
-        "mlp_dropout": config.dropout,
-        "attention_dropout": config.attention_dropout,
-        # its defaults are ids of its own tokenizer, which another vocabulary may not have
+        # the defaults are ids of ModernBERT's own tokenizer, which another vocabulary may not have
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")),
     }
 
 
+MODERNBERT_DEFAULT = ModelConfig(
+    family="modernbert",
+    architecture="encoder",
+    vocab_size=50368,
+    dim=768,
+    num_layers=22,
+    num_heads=12,
+    mlp=MLPConfig(1152, gated=True),
+    position=Rotary(160000.0, 8192, local_theta=10000.0),
+    norm=LayerNormConfig(1e-5, bias=False),
+    head=LMHead(transform=True, bias=True),
+    init=NormalInit(scale_residual=True, cutoff_factor=2.0),
+    norm_first=True,
+    embed_norm=True,
+    skip_first_norm=True,
+    bias=False,
+    window=SlidingWindow(128, 3),
+    dropout=0.0,
+    attention_dropout=0.0,
+)
+MODERNBERT_SETTINGS = SettingsTable(
+    MODERNBERT_DEFAULT,
+    (
+        *HIDDEN_SIZES,
+        Setting("mlp.dim", "intermediate_size"),
+        Setting("mlp.activation", "hidden_activation", ACTIVATION),
+        Setting("norm.eps", "norm_eps"),
+        Setting("norm.bias", "norm_bias"),
+        Setting("init.std", "initializer_range"),
+        Setting("init.cutoff_factor", "initializer_cutoff_factor"),
+        Setting("head.bias", "decoder_bias"),
+        Setting("bias", "attention_bias", Converter(from_hf=bool), equal_keys=("mlp_bias", "classifier_bias")),
+        Setting("dropout", "mlp_dropout"),
+        Setting("attention_dropout", "attention_dropout"),
+    ),
+    read_modernbert_rest,
+    write_modernbert_rest,
+)
 MODERNBERT_LAYOUT = HFLayout(
     "modernbert",
     modernbert_rules,
-    read_modernbert_config,
-    write_modernbert_config,
+    MODERNBERT_SETTINGS,
     lm_architecture="ModernBertForMaskedLM",
     task_architectures=(
         modernbert_task_architecture("SequenceClassification", ClassificationHead((), **MODERNBERT_HEAD_FIELDS)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -17,15 +18,21 @@ from firth.models.config import (
     TokenClassificationHead,
 )
 from firth.models.hf.layout import (
-    HFConfigDict,
     HFLayout,
     TaskArchitecture,
     TensorRule,
     Tensors,
-    activation_from_hf,
-    activation_to_hf,
     linear_rules,
     qkv_rules,
+)
+from firth.models.hf.settings import (
+    ACTIVATION_TO_HF,
+    Converter,
+    HFConfigDict,
+    Setting,
+    SettingsTable,
+    activation_from_hf,
+    sizes,
 )
 
 
@@ -54,61 +61,63 @@ def t5_rules(config: ModelConfig) -> Iterator[TensorRule]:
         yield TensorRule("head.weight", ("lm_head.weight",))
 
 
-def read_t5_config(hf_config: HFConfigDict) -> ModelConfig:
-    gate, _, kind = hf_config.get("feed_forward_proj", "relu").rpartition("-")
-    dim, heads = hf_config.get("d_model", 512), hf_config.get("num_heads", 8)
-    head_dim, layers = hf_config.get("d_kv", 64), hf_config.get("num_layers", 6)
-    decoder_layers = hf_config.get("num_decoder_layers") or layers
-    tied = hf_config.get("tie_word_embeddings") is not False
-    return ModelConfig(
-        family="t5",
-        architecture="encoder-decoder",
-        vocab_size=hf_config.get("vocab_size", 32128),
-        dim=dim,
-        num_layers=layers,
-        num_heads=heads,
-        mlp=MLPConfig(
-            hf_config.get("d_ff", 2048),
-            "gelu-tanh" if gate and kind == "gelu" else activation_from_hf(kind),
-            gated=gate == "gated",
-            dropout=None,
-        ),
-        position=T5Bias(
-            hf_config.get("relative_attention_num_buckets", 32), hf_config.get("relative_attention_max_distance", 128)
-        ),
-        norm=RMSNormConfig(hf_config.get("layer_norm_epsilon", 1e-6)),
-        head=LMHead(tied=tied, scale_hidden_states=hf_config.get("scale_decoder_outputs", tied)),
-        init=FanInInit(),
-        norm_first=True,
-        bias=False,
-        head_dim=None if head_dim * heads == dim else head_dim,
-        num_decoder_layers=None if decoder_layers == layers else decoder_layers,
-        dropout=hf_config.get("dropout_rate", 0.1),
-        attention_dropout=hf_config.get("dropout_rate", 0.1),
+T5_DEFAULT = ModelConfig(
+    family="t5",
+    architecture="encoder-decoder",
+    vocab_size=32128,
+    dim=512,
+    num_layers=6,
+    num_heads=8,
+    mlp=MLPConfig(2048, "relu", dropout=None),
+    position=T5Bias(32, 128),
+    norm=RMSNormConfig(1e-6),
+    head=LMHead(scale_hidden_states=True),
+    init=FanInInit(),
+    norm_first=True,
+    bias=False,
+)
+
+
+def read_t5_rest(hf_config: HFConfigDict, config: ModelConfig) -> ModelConfig:
+    """Return the model with `feed_forward_proj` as activation and gate, and with the scale of its head.
+
+    "gated-gelu" is the tanh approximation, "gelu" the exact function. Only a tied head scales the hidden states.
+    """
+    gate, _, name = hf_config.get("feed_forward_proj", "relu").rpartition("-")
+    activation: Any = "gelu-tanh" if gate and name == "gelu" else activation_from_hf(name)
+    assert isinstance(config.head, LMHead)
+    scale = hf_config.get("scale_decoder_outputs", config.head.tied)
+    return replace(
+        config,
+        mlp=replace(config.mlp, activation=activation, gated=gate == "gated"),
+        head=replace(config.head, scale_hidden_states=scale),
     )
 
 
-def write_t5_config(config: ModelConfig) -> HFConfigDict:
-    plain, words = activation_to_hf(config), dict[str, bool]()
-    if isinstance(config.head, LMHead):
-        words = {"tie_word_embeddings": config.head.tied, "scale_decoder_outputs": config.head.scale_hidden_states}
-    gated = "gated-gelu" if config.mlp.activation == "gelu-tanh" else f"gated-{plain}"
-    return {
-        "vocab_size": config.vocab_size,
-        "d_model": config.dim,
-        "d_kv": config.head_size,
-        "d_ff": config.mlp.dim,
-        "num_layers": config.num_layers,
-        "num_decoder_layers": config.decoder_layers,
-        "num_heads": config.num_heads,
-        "feed_forward_proj": gated if config.mlp.gated else plain,
-        "relative_attention_num_buckets": getattr(config.position, "num_buckets", None),
-        "relative_attention_max_distance": getattr(config.position, "max_distance", None),
-        "layer_norm_epsilon": config.norm.eps,
-        "dropout_rate": config.dropout,
-        **words,
-        "is_encoder_decoder": True,
-    }
+def write_t5_rest(config: ModelConfig) -> HFConfigDict:
+    activation = ACTIVATION_TO_HF[config.mlp.activation]
+    gated = "gated-gelu" if config.mlp.activation == "gelu-tanh" else f"gated-{activation}"
+    return {"feed_forward_proj": gated if config.mlp.gated else activation, "is_encoder_decoder": True}
+
+
+T5_SETTINGS = SettingsTable(
+    T5_DEFAULT,
+    (
+        *sizes("d_model", "num_layers", "num_heads"),
+        Setting("decoder_layers", "num_decoder_layers", Converter(from_hf=lambda n: n or None), default=None),
+        Setting("head_size", "d_kv", default=64),
+        Setting("mlp.dim", "d_ff"),
+        Setting("position.num_buckets", "relative_attention_num_buckets"),
+        Setting("position.max_distance", "relative_attention_max_distance"),
+        Setting("norm.eps", "layer_norm_epsilon"),
+        Setting("attention_dropout", "dropout_rate"),
+        Setting("dropout", "dropout_rate"),
+        Setting("head.tied", "tie_word_embeddings", Converter(from_hf=lambda tied: tied is not False)),
+        Setting("head.scale_hidden_states", "scale_decoder_outputs"),
+    ),
+    read_t5_rest,
+    write_t5_rest,
+)
 
 
 def detect_t5_tied_head(config: ModelConfig, read_tensors: Callable[..., Tensors]) -> ModelConfig:
@@ -122,8 +131,7 @@ def detect_t5_tied_head(config: ModelConfig, read_tensors: Callable[..., Tensors
 T5_LAYOUT = HFLayout(
     "t5",
     t5_rules,
-    read_t5_config,
-    write_t5_config,
+    T5_SETTINGS,
     lm_architecture="T5ForConditionalGeneration",
     encoder_architecture="T5EncoderModel",
     task_architectures=(

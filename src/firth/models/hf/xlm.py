@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from firth.core.errors import UserError
 from firth.models.config import (
     ClassificationHead,
     LayerNormConfig,
@@ -17,7 +17,8 @@ from firth.models.config import (
     SpanHead,
     TokenClassificationHead,
 )
-from firth.models.hf.layout import HFConfigDict, HFLayout, TaskArchitecture, TensorRule, linear_rules, qkv_rules
+from firth.models.hf.layout import HFLayout, TaskArchitecture, TensorRule, linear_rules, qkv_rules
+from firth.models.hf.settings import Converter, HFConfigDict, Setting, SettingsTable, sizes
 
 XLM_TASK_ARCHITECTURES = (
     TaskArchitecture(
@@ -52,56 +53,64 @@ def xlm_rules(config: ModelConfig) -> Iterator[TensorRule]:
         yield TensorRule("head.bias", ("pred_layer.proj.bias",))
 
 
-def read_xlm_config(hf_config: HFConfigDict) -> ModelConfig:
-    """Languages have vectors only where there are several."""
-    dim, length = hf_config.get("emb_dim", 2048), hf_config.get("max_position_embeddings", 512)
+def read_xlm_rest(hf_config: HFConfigDict, config: ModelConfig) -> ModelConfig:
+    """Return the model with its positions, languages (embeddings only for several) and spread of the embeddings."""
+    length = hf_config.get("max_position_embeddings", 512)
     languages = hf_config.get("n_langs", 1) if hf_config.get("use_lang_emb", True) else 1
     std, embed_std = hf_config.get("init_std", 0.02), hf_config.get("embed_init_std", 2048**-0.5)
-    return ModelConfig(
-        family="xlm",
-        architecture="encoder",
-        vocab_size=hf_config.get("vocab_size") or hf_config.get("n_words", 30145),  # its old name
-        dim=dim,
-        num_layers=hf_config.get("n_layers", 12),
-        num_heads=hf_config.get("n_heads", 16),
-        mlp=MLPConfig(4 * dim, "gelu" if hf_config.get("gelu_activation", True) else "relu"),
+    return replace(
+        config,
+        vocab_size=hf_config.get("vocab_size") or hf_config.get("n_words", 30145),  # the name in old files
+        mlp=replace(config.mlp, dim=4 * config.dim),
         position=SinusoidalPosition(length) if hf_config.get("sinusoidal_embeddings") else LearnedPosition(length),
-        norm=LayerNormConfig(hf_config.get("layer_norm_eps", 1e-12)),
-        head=LMHead(bias=True),
         init=NormalInit(std, embed_std=None if embed_std == std else embed_std),
-        embed_norm=True,
         num_languages=languages if languages > 1 else 0,
-        dropout=hf_config.get("dropout", 0.1),
-        attention_dropout=hf_config.get("attention_dropout", 0.1),
     )
 
 
-def write_xlm_config(config: ModelConfig) -> HFConfigDict:
-    if config.mlp.activation not in ("gelu", "relu"):
-        raise UserError(f"transformers has no XLM with the activation {config.mlp.activation}.")
+def write_xlm_rest(config: ModelConfig) -> HFConfigDict:
+    std = getattr(config.init, "std", None)
     return {
-        "vocab_size": config.vocab_size,
-        "emb_dim": config.dim,
-        "n_layers": config.num_layers,
-        "n_heads": config.num_heads,
-        "gelu_activation": config.mlp.activation == "gelu",
         "sinusoidal_embeddings": isinstance(config.position, SinusoidalPosition),
         "max_position_embeddings": config.max_length,
-        "layer_norm_eps": config.norm.eps,
-        "init_std": getattr(config.init, "std", None),
-        "embed_init_std": getattr(config.init, "embed_std", None) or getattr(config.init, "std", None),
+        "init_std": std,
+        "embed_init_std": getattr(config.init, "embed_std", None) or std,
         "n_langs": max(config.num_languages, 1),
         "use_lang_emb": config.num_languages > 0,
-        "dropout": config.dropout,
-        "attention_dropout": config.attention_dropout,
     }
 
 
+XLM_DEFAULT = ModelConfig(
+    family="xlm",
+    architecture="encoder",
+    vocab_size=30145,
+    dim=2048,
+    num_layers=12,
+    num_heads=16,
+    mlp=MLPConfig(8192),
+    position=LearnedPosition(512),
+    norm=LayerNormConfig(1e-12),
+    head=LMHead(bias=True),
+    init=NormalInit(embed_std=2048**-0.5),
+    embed_norm=True,
+)
+XLM_ACTIVATION = Converter(lambda gelu: "gelu" if gelu else "relu", {"gelu": True, "relu": False}.__getitem__)
+XLM_SETTINGS = SettingsTable(
+    XLM_DEFAULT,
+    (
+        *sizes("emb_dim", "n_layers", "n_heads"),
+        Setting("mlp.activation", "gelu_activation", XLM_ACTIVATION),
+        Setting("norm.eps", "layer_norm_eps"),
+        Setting("dropout", "dropout"),
+        Setting("attention_dropout", "attention_dropout"),
+    ),
+    read_xlm_rest,
+    write_xlm_rest,
+)
 XLM_LAYOUT = HFLayout(
     "xlm",
     xlm_rules,
-    read_xlm_config,
-    write_xlm_config,
+    XLM_SETTINGS,
     lm_architecture="XLMWithLMHeadModel",
     task_architectures=XLM_TASK_ARCHITECTURES,
     prefix="transformer.",

@@ -12,21 +12,18 @@ from firth.models.config import (
     MLPConfig,
     ModelConfig,
     MultipleChoiceHead,
-    NormalInit,
     QueryStream,
     SpanHead,
     TokenClassificationHead,
     TransformerXL,
 )
 from firth.models.hf.layout import (
-    HFConfigDict,
     HFLayout,
     TaskArchitecture,
     TensorRule,
-    activation_from_hf,
-    activation_to_hf,
     linear_rules,
 )
+from firth.models.hf.settings import ACTIVATION, Setting, SettingsTable, sizes
 
 XLNET_POOLER_FIELDS: Any = dict(has_pooler=True, pool="last", dropout=0.1)
 XLNET_SUMMARY_NAME, XLNET_LOGITS_NAME, XLNET_DROPOUT_KEYS = (
@@ -87,48 +84,37 @@ def xlnet_attention_rules(firth_prefix: str, hf_prefix: str, num_heads: int) -> 
     yield TensorRule(f"{firth_prefix}.score.segments", (f"{hf_prefix}.seg_embed",))
 
 
-def read_xlnet_config(hf_config: HFConfigDict) -> ModelConfig:
-    return ModelConfig(
-        family="xlnet",
-        architecture="encoder",
-        vocab_size=hf_config.get("vocab_size", 32000),
-        dim=hf_config.get("d_model", 1024),
-        num_layers=hf_config.get("n_layer", 24),
-        num_heads=hf_config.get("n_head", 16),
-        mlp=MLPConfig(
-            hf_config.get("d_inner", 4096), activation_from_hf(hf_config.get("ff_activation", "gelu")), dropout=None
-        ),
-        position=TransformerXL(relative_segments=True),
-        norm=LayerNormConfig(hf_config.get("layer_norm_eps", 1e-12)),
-        head=LMHead(bias=True),
-        init=NormalInit(hf_config.get("initializer_range", 0.02)),
-        attention_bias="none",
-        dropout=hf_config.get("dropout", 0.1),
-        attention_dropout=hf_config.get("dropout", 0.1),
-        extras=(QueryStream(),),
-    )
-
-
-def write_xlnet_config(config: ModelConfig) -> HFConfigDict:
-    return {
-        "vocab_size": config.vocab_size,
-        "d_model": config.dim,
-        "n_layer": config.num_layers,
-        "n_head": config.num_heads,
-        "d_inner": config.mlp.dim,
-        "ff_activation": activation_to_hf(config),
-        "layer_norm_eps": config.norm.eps,
-        "initializer_range": getattr(config.init, "std", None),
-        "dropout": config.dropout,
-        "mem_len": None,
-    }
-
-
+XLNET_DEFAULT = ModelConfig(
+    family="xlnet",
+    architecture="encoder",
+    vocab_size=32000,
+    dim=1024,
+    num_layers=24,
+    num_heads=16,
+    mlp=MLPConfig(4096, dropout=None),
+    position=TransformerXL(relative_segments=True),
+    norm=LayerNormConfig(1e-12),
+    head=LMHead(bias=True),
+    attention_bias="none",
+    extras=(QueryStream(),),
+)
+XLNET_SETTINGS = SettingsTable(
+    XLNET_DEFAULT,
+    (
+        *sizes("d_model", "n_layer", "n_head"),
+        Setting("mlp.dim", "d_inner"),
+        Setting("mlp.activation", "ff_activation", ACTIVATION),
+        Setting("norm.eps", "layer_norm_eps"),
+        Setting("init.std", "initializer_range"),
+        Setting("attention_dropout", "dropout"),
+        Setting("dropout", "dropout"),
+    ),
+    write_rest=lambda config: {"mem_len": None},
+)
 XLNET_LAYOUT = HFLayout(
     "xlnet",
     xlnet_rules,
-    read_xlnet_config,
-    write_xlnet_config,
+    XLNET_SETTINGS,
     lm_architecture="XLNetLMHeadModel",
     task_architectures=XLNET_TASK_ARCHITECTURES,
     prefix="transformer.",
