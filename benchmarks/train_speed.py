@@ -54,6 +54,7 @@ from firth import __version__
 from firth.core.console import progress, say, show_table
 from firth.models import LMHead, Model, ModelConfig, get_preset, make_model, to_hf_config, with_extras
 from firth.models.attention import Attention
+from firth.models.fp8.block import Float8Attention
 from firth.models.fp8.linear import Float8Linear
 from firth.models.hf.checkpoint import to_hf_tensors
 from firth.models.presets import bert, gpt2, t5
@@ -253,7 +254,8 @@ def plainly(without: Sequence[str]) -> Iterator[None]:
         if "pinned" in without:
             stack.enter_context(patch("firth.objectives.batch.to_device_async", lambda t, device: t.to(device)))
         if "qkv" in without:
-            stack.enter_context(patch.object(Attention, "project_rows", three_products))
+            for attention in (Attention, Float8Attention):
+                stack.enter_context(patch.object(attention, "project_rows", three_products))
         yield
 
 

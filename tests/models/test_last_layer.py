@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from models.test_presets import NEEDS
-from torch import Tensor, nn
+from torch import Tensor
 
 from firth.models import PRESETS, Model, make_model, with_extras
 from firth.models.backbone import Stack
-from firth.models.fp8.linear import Float8Linear
+from firth.models.fp8.convert import convert_to_fp8
 from firth.models.model import Encoder
 from firth.models.presets import bag_of_words
 from firth.objectives import Batch
@@ -127,9 +127,7 @@ def test_in_8_bits_no_product_is_left_out(dtype: torch.dtype) -> None:
     batch = batch._replace(
         target_positions=batch.target_positions.clamp(max=15), position_ids=batch.position_ids[:, :16]
     )  # type: ignore[union-attr, index]
-    for layer in model.stack.blocks.modules():
-        if type(layer) is nn.Linear:
-            layer.__class__ = Float8Linear
+    convert_to_fp8(model, torch.device("cpu"))
     exact = found(model.eval(), batch)
     narrowed(model.train(), True)
     loss, grads, places = found(model, batch)

@@ -36,7 +36,7 @@ from firth.models.config import (
 )
 from firth.models.hf import FAMILY_LAYOUTS
 from firth.models.hf.checkpoint import to_hf_tensors, write_model
-from firth.models.position.rope import t5_bucket
+from firth.models.position.bias import t5_bucket
 from firth.models.presets import (
     afriberta,
     albert,

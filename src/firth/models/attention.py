@@ -1,12 +1,28 @@
-"""One Attention for all, and the one function that picks the kernel.
+"""Multi-head attention, its masks, and the one function that selects the kernel.
 
-B rows, T places that ask, S places that are read, H heads, G heads of keys and values, d numbers per head, D width.
+Visibility is one integer per token, `attention_rank`. Query i attends to key j if both are in the same document and
+`rank[j] <= rank[i]`. For a document of six tokens this gives
+
+    bidirectional (BERT)            0 0 0 0 0 0    every token sees every token
+    causal (GPT)                    0 1 2 3 4 5    every token sees itself and earlier ones
+    prefix (prefix LM), 3 given     0 0 0 1 2 3    the prefix sees itself, the rest is causal
+    permutation (XLNet)             3 0 4 1 5 2    every token sees those predicted before it
+
+XLNet's query stream predicts a token that it must not see: it uses the strict `rank[j] < rank[i]`. Packed documents
+need no extra rule, and a sliding window only narrows what is visible (`LocalWindow`).
+
+The rule has two forms here. `make_attention_spec` writes it as a boolean mask (B, 1, T, S) for SDPA and eager
+attention. `make_key_range` writes it as integer ranges: a key's id is `document * stride + rank`, and a query sees the
+ids from `start` to `start + length - 1`. The fused kernel (`kernels/attention.py`) compares these ids and skips tiles
+in which nothing is visible, so that no mask of T x S elements exists.
+
+Shapes: B rows, T queries, S keys, H heads, G heads of keys and values (G < H: grouped-query attention), d head size,
+D model width, K target positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,8 +30,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firth.models.config import Disentangled, FanInInit, ModelConfig, Shaw, TransformerXL
-from firth.models.fp8.linear import Float8Linear
-from firth.models.fp8.residual_norm import ResidualNormEpilogue
 from firth.models.kernels.attention import (
     KeyRange,
     fused_attention,
@@ -36,52 +50,46 @@ from firth.models.position.relative_attention import (
 )
 from firth.models.position.rope import Rope
 
-CacheUpdate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+CacheUpdate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # new keys and values -> all that are attended to
+AttentionKernel = Literal["eager", "sdpa", "fused"]
 
-
-MAX_KEY_RANGE_TOKENS = 2**14  # up to which the numbers of documents and ranks fit together into 32 bits
-KEY_ID_DOCUMENT_STRIDE = 2 * MAX_KEY_RANGE_TOKENS
+MAX_KEY_RANGE_TOKENS = 2**14  # tokens per row: document * stride + rank fits into 32 bits up to here
+KEY_ID_DOCUMENT_STRIDE = 2 * MAX_KEY_RANGE_TOKENS  # key ids per document: windows may reach one row length too far
 
 
 class AttentionSpec(NamedTuple):
-    """Who may see whom: `is_causal` alone, or a `mask` (B or 1, 1, T, S) that is true where seeing is allowed."""
+    """Which keys each query sees, and what is added to its scores: `is_causal` alone, or a `mask`."""
 
     is_causal: bool = False
-    mask: Tensor | None = None
-    mask_is_causal: bool = False  # all that the mask says is order: it is there because a score had to be masked
-    masked_bias: Tensor | None = None  # (B or 1, H, T, S) added to the scores, -inf where the mask forbids
-    bias: Tensor | None = None  # (1, H, T, S) the same before the mask, where it is the same for all rows
-    bias_max_distance: int = (
-        0  # from so many places on, to either side, all of a head have the same bias; 0 if that is never so
-    )
-    rope: Rope | None = None  # turns queries and keys by their places
-    query_rope: Rope | None = None  # the same for queries, where only some places ask
-    relative_positions: Any = None  # what the scores of a layer need to know of the row
-    has_empty_rows: bool = False
-    attentions: list[Tensor] | None = None  # where the weights of attention are kept for someone who wants to see them
-    key_range: KeyRange | None = None  # what the mask says, where that can be said by a number for each place
-    allow_fused: bool = True  # whether our own kernel may compute it
-    update_cache: CacheUpdate | None = (
-        None  # takes the keys and values (B, G, T, d) of new places, gives all that are read
-    )
+    mask: Tensor | None = None  # (B or 1, 1, T, S), true where a query sees a key
+    mask_is_causal: bool = False  # the mask is exactly the causal one: it exists because `masked_bias` needs it
+    masked_bias: Tensor | None = None  # (B or 1, H, T, S) added to the scores, -inf where the mask is false
+    bias: Tensor | None = None  # (1, H, T, S) the same before masking, where all rows share it
+    bias_max_distance: int = 0  # a head's bias is constant from this distance on, to either side; 0: nowhere
+    rope: Rope | None = None  # rotates keys, and queries too if `query_rope` is None
+    query_rope: Rope | None = None  # rotates queries that are at target positions only
+    relative_positions: Any = None  # the row's input to the layers' relative scores, see position/
+    has_empty_rows: bool = False  # some queries may see no key: their output is 0
+    attentions: list[Tensor] | None = None  # collects attention weights (B, H, T, S) for inspection
+    key_range: KeyRange | None = None  # the mask as integer ranges, where it has this form
+    allow_fused: bool = True  # whether the fused kernel may be selected
+    update_cache: CacheUpdate | None = None  # stores new keys and values (B, G, T, d), returns all cached ones
 
     def at_positions(self, position_BK: Tensor, query_rope: Rope | None = None) -> AttentionSpec:
-        """The same where only some places of each row ask, with their turn."""
+        """Return the spec for queries at these positions only; they still see all S keys."""
         assert self.masked_bias is None
         assert not self.is_causal
-        mask, places = (
-            self.mask,
-            None if self.relative_positions is None else self.relative_positions.at_positions(position_BK),
-        )
+        mask, relative = self.mask, self.relative_positions
+        relative = None if relative is None else relative.at_positions(position_BK)
         if mask is not None:
             mask = mask.expand(len(position_BK), -1, -1, -1).take_along_dim(position_BK[:, None, :, None], 2)
-        reach = None if self.key_range is None else self.key_range.at_positions(position_BK)
-        return self._replace(mask=mask, key_range=reach, relative_positions=places, query_rope=query_rope)
+        key_range = None if self.key_range is None else self.key_range.at_positions(position_BK)
+        return self._replace(mask=mask, key_range=key_range, relative_positions=relative, query_rope=query_rope)
 
     def kernel_args(self, dtype: torch.dtype, dropout: float, scale: float) -> tuple[Any, ...]:
-        """What our own kernel takes after queries, keys and values.
+        """Return the fused kernel's arguments after queries, keys and values.
 
-        A bias in float16 would have no room for a gradient that is added up in one place.
+        A float16 bias stays in float32: the gradient that is accumulated for it would overflow float16.
         """
         bias = self.bias.to(dtype) if self.bias is not None and dtype == torch.bfloat16 else self.bias
         mask = None if self.mask_is_causal else self.mask
@@ -89,14 +97,14 @@ class AttentionSpec(NamedTuple):
 
 
 class KeyValues(NamedTuple):
-    """Keys and values (B, S, G x d) of another sequence, made before."""
+    """Projected keys and values (B, S, G x d)."""
 
     k: Tensor
     v: Tensor
 
 
 class LocalWindow(NamedTuple):
-    """A window: each place sees those of its row that are at most so far away."""
+    """Sliding-window attention: a query sees keys of its row at most `max_distance` positions away."""
 
     positions: Tensor  # (T,)
     max_distance: int
@@ -111,17 +119,17 @@ def make_attention_spec(
     window: LocalWindow | None = None,
     bias_max_distance: int = 0,
 ) -> AttentionSpec:
-    """Sight from the fields of a batch: the same document, and `rank[j] <= rank[i]`.
+    """Return the spec for a batch: same document, and `rank[j] <= rank[i]`.
 
-    Without `attention_rank` a causal stack reads in order of place. `key_document_ids` are the documents of another sequence
-    (cross-attention); without documents everything is one. `window` narrows what is seen. `bias_max_distance` is of the score.
+    Without `attention_rank`, a causal stack uses positions as ranks and any other stack is bidirectional. Without
+    `document_ids` a row is one document. `key_document_ids` are those of the encoder's sequence (cross-attention).
     """
     mask = None
     if document_ids is not None:
         mask = document_ids[:, :, None] == (document_ids if key_document_ids is None else key_document_ids)[:, None, :]
     if window is not None:
-        close = (window.positions[:, None] - window.positions[None, :]).abs() <= window.max_distance
-        mask = close[None] if mask is None else mask & close
+        near = (window.positions[:, None] - window.positions[None, :]).abs() <= window.max_distance
+        mask = near[None] if mask is None else mask & near
     if attention_rank is not None:
         earlier = attention_rank[:, None, :] <= attention_rank[:, :, None]
         mask = earlier if mask is None else mask & earlier
@@ -135,9 +143,9 @@ def make_attention_spec(
         mask = mask[:, None]
         if score_bias is not None:
             score_bias = score_bias.masked_fill(~mask, float("-inf"))
-    reach = make_key_range(is_causal, document_ids, attention_rank, key_document_ids, window=window)
-    if reach is not None and reach.key_ids.is_cuda:
-        reach = with_tile_bounds(reach)  # once for all layers
+    key_range = make_key_range(is_causal, document_ids, attention_rank, key_document_ids, window=window)
+    if key_range is not None and key_range.key_ids.is_cuda:
+        key_range = with_tile_bounds(key_range)  # once for all layers
     ordered = is_causal and document_ids is None and attention_rank is None and window is None
     return AttentionSpec(
         ordered and mask is None,
@@ -146,7 +154,7 @@ def make_attention_spec(
         score_bias,
         bias,
         bias_max_distance,
-        key_range=reach,
+        key_range=key_range,
     )
 
 
@@ -158,9 +166,9 @@ def make_key_range(
     is_strict: bool = False,
     window: LocalWindow | None = None,
 ) -> KeyRange | None:
-    """The same sight in few numbers: a document's places stand together, those of one rank too, and those of a window.
+    """Return the same visibility as ranges of key ids `document * stride + rank`, or None where it has no such form.
 
-    `is_strict` lets nobody see its own rank.
+    `is_strict` hides a query's own rank (XLNet's query stream). A window over ranks that are not positions is no range.
     """
     like = attention_rank_BT if document_ids_BT is None else document_ids_BT
     like = window.positions[None] if like is None and window is not None else like
@@ -174,14 +182,14 @@ def make_key_range(
     if key_document_ids_BS is not None:
         return KeyRange(key_document_ids_BS.int() * KEY_ID_DOCUMENT_STRIDE, base_BT)
     if attention_rank_BT is None and window is None and not is_causal:
-        return KeyRange(base_BT, base_BT.clone())  # programs want to know that inputs are apart
-    place_T = torch.arange(like.shape[1], dtype=torch.int32, device=like.device)
-    order_BT = place_T.expand_as(like) if attention_rank_BT is None else attention_rank_BT.int()
+        return KeyRange(base_BT, base_BT.clone())  # compiled graphs need inputs that do not alias
+    position_T = torch.arange(like.shape[1], dtype=torch.int32, device=like.device)
+    rank_BT = position_T.expand_as(like) if attention_rank_BT is None else attention_rank_BT.int()
     if window is not None:
-        upto = min(window.max_distance, like.shape[1])  # more would be keys of other documents
-        size_BT = torch.full_like(base_BT, 1 + upto * (1 if is_causal else 2))
-        return KeyRange(base_BT + order_BT, base_BT + order_BT - upto, size_BT)
-    return KeyRange(base_BT + order_BT, base_BT, order_BT if is_strict else order_BT + 1)
+        distance = min(window.max_distance, like.shape[1])  # a larger one would reach the ids of other documents
+        length_BT = torch.full_like(base_BT, 1 + distance * (1 if is_causal else 2))
+        return KeyRange(base_BT + rank_BT, base_BT + rank_BT - distance, length_BT)
+    return KeyRange(base_BT + rank_BT, base_BT, rank_BT if is_strict else rank_BT + 1)
 
 
 def select_attention_kernel(
@@ -192,18 +200,18 @@ def select_attention_kernel(
     is_relative: bool = False,
     can_fuse: bool = False,
     is_cross: bool = False,
-) -> Literal["eager", "sdpa", "fused"]:
-    """Which way to compute attention: the fastest that was measured (docs/results.md).
+) -> AttentionKernel:
+    """Return the kernel that was measured to be fastest (docs/results.md).
 
-    Our own kernel, where the device can run it: if each row has numbers of its own for each distance and nothing else
-    on its scores (`is_relative`), or (`own`) in a compiled step if there is dropout, a bias that all rows share, a
-    sight in few numbers, by which it leaves out what is not seen, or keys and values of another sequence (`is_cross`),
-    whose gradient it makes in one piece. Other steps would wait longer for it to be compiled than it saves them.
+    "fused", our Triton kernel: for relative scores per distance with nothing else added (`is_relative`); and, where
+    it supports the inputs (`can_fuse`), in compiled steps with dropout, a bias shared by all rows, integer key ranges
+    (it skips invisible tiles), or cross-attention (`is_cross`: one gradient tensor for keys and values). An eager run
+    would wait longer for Triton's compiler than the kernel saves.
 
-    SDPA takes a fused kernel for all, causal and masked sight, and computes what a mask forbids too.
-    Single operations win on a CPU with dropout, for which SDPA has no fused kernel there, and in a compiled GPU step
-    where each row has scores of its own, whose gradient SDPA hands back slowly; and only they know the weights that
-    someone wants to see.
+    "sdpa", `F.scaled_dot_product_attention`: for everything else. It computes masked scores too.
+
+    "eager", matmul, softmax, matmul: on a CPU with dropout, where SDPA is not fused; in compiled GPU steps with a bias
+    per row, whose gradient SDPA returns slowly; and to return attention weights, which no other kernel has.
     """
     if spec.attentions is not None:
         return "eager"
@@ -213,20 +221,20 @@ def select_attention_kernel(
         return "fused"
     if device == "cpu":
         return "eager" if dropout and not is_compiling else "sdpa"
-    own_scores = spec.masked_bias is not None and spec.masked_bias.shape[0] > 1
-    return "eager" if own_scores and is_compiling else "sdpa"
+    bias_per_row = spec.masked_bias is not None and spec.masked_bias.shape[0] > 1
+    return "eager" if bias_per_row and is_compiling else "sdpa"
 
 
 def attend(q_BHTd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, spec: AttentionSpec, dropout: float, scale: float) -> Tensor:
-    """Softmax attention, by the kernel that suits."""
-    way = attention_kernel_for(q_BHTd, k_BGSd, spec, dropout)
-    if way == "eager":
+    """Return softmax(q k^T * scale + bias) v, (B, H, T, d), by the selected kernel."""
+    kernel = attention_kernel_for(q_BHTd, k_BGSd, spec, dropout)
+    if kernel == "eager":
         return eager_attention(q_BHTd, k_BGSd, v_BGSd, spec, dropout, scale)
-    if way == "fused":
+    if kernel == "fused":
         return fused_attention(q_BHTd, k_BGSd, v_BGSd, *spec.kernel_args(q_BHTd.dtype, dropout, scale))
     bias = spec.mask if spec.masked_bias is None else spec.masked_bias.to(q_BHTd.dtype)
     grouped = q_BHTd.shape[1] != k_BGSd.shape[1]
-    if grouped and bias is not None:  # the fused kernels that take a bias do not share heads
+    if grouped and bias is not None:  # SDPA's kernels that take a mask have no grouped-query attention
         k_BGSd, v_BGSd = repeat_heads(k_BGSd, q_BHTd), repeat_heads(v_BGSd, q_BHTd)
     y_BHTd = F.scaled_dot_product_attention(
         q_BHTd,
@@ -243,38 +251,47 @@ def attend(q_BHTd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, spec: AttentionSpec, 
 
 def attention_kernel_for(
     q_BHTd: Tensor, k_BGSd: Tensor, spec: AttentionSpec, dropout: float, is_cross: bool = False
-) -> Literal["eager", "sdpa", "fused"]:
-    own = supports_fused_attention(q_BHTd, k_BGSd, spec)
+) -> AttentionKernel:
     return select_attention_kernel(
-        q_BHTd.device.type, spec, dropout, torch.compiler.is_compiling(), can_fuse=own, is_cross=is_cross
+        q_BHTd.device.type,
+        spec,
+        dropout,
+        torch.compiler.is_compiling(),
+        can_fuse=supports_fused_attention(q_BHTd, k_BGSd, spec),
+        is_cross=is_cross,
     )
 
 
 def supports_fused_attention(q_BHTd: Tensor, k_BGSd: Tensor, spec: AttentionSpec) -> bool:
-    """Whether our own kernel can compute it: in 16 bits, and with only a bias on the scores.
+    """Whether the fused kernel computes this: 16-bit inputs, no bias per row, no KV cache.
 
-    The bias learns by sums that have no order, so a run that is to be deterministic leaves it out.
+    The kernel accumulates a bias's gradient atomically, so deterministic runs do not use it for a trained bias.
     """
     if not spec.allow_fused or spec.update_cache is not None or not has_fused_attention(q_BHTd):
         return False
-    square = not (spec.is_causal or spec.mask_is_causal) or q_BHTd.shape[2] == k_BGSd.shape[2]
-    short = q_BHTd.dtype in (torch.bfloat16, torch.float16)
-    in_order = torch.are_deterministic_algorithms_enabled() and spec.bias is not None and spec.bias.requires_grad
-    biased = spec.bias is not None and not in_order
-    return square and short and (spec.masked_bias is None or biased)
+    fits_causal = not (spec.is_causal or spec.mask_is_causal) or q_BHTd.shape[2] == k_BGSd.shape[2]
+    is_16_bit = q_BHTd.dtype in (torch.bfloat16, torch.float16)
+    must_be_ordered = torch.are_deterministic_algorithms_enabled() and spec.bias is not None and spec.bias.requires_grad
+    has_shared_bias = spec.bias is not None and not must_be_ordered
+    return fits_causal and is_16_bit and (spec.masked_bias is None or has_shared_bias)
 
 
 def relative_attention(
     relative_scores: RelativeScores, k_BHSd: Tensor, v_BHSd: Tensor, spec: AttentionSpec, dropout: float, scale: float
 ) -> Tensor:
-    """The same where a layer has scores of its own for each distance: in one kernel where there is one.
+    """`attend` with a layer's relative scores: fused where possible, otherwise with a dense bias (B, H, T, S).
 
-    A run that is to be deterministic leaves it out where it has no order.
+    Deterministic runs do not use the kernel where it accumulates gradients atomically.
     """
     q_BHTd, S = relative_scores.query, k_BHSd.shape[2]
-    left_out = torch.are_deterministic_algorithms_enabled() and has_nondeterministic_grads(relative_scores)
-    alone = spec.allow_fused and relative_scores.extra_scores is None and has_fused_attention(q_BHTd) and not left_out
-    if select_attention_kernel(q_BHTd.device.type, spec, dropout, torch.compiler.is_compiling(), alone) == "fused":
+    must_be_ordered = torch.are_deterministic_algorithms_enabled() and has_nondeterministic_grads(relative_scores)
+    can_fuse = (
+        spec.allow_fused
+        and relative_scores.extra_scores is None
+        and has_fused_attention(q_BHTd)
+        and not must_be_ordered
+    )
+    if select_attention_kernel(q_BHTd.device.type, spec, dropout, torch.compiler.is_compiling(), can_fuse) == "fused":
         mask = causal_mask(q_BHTd.shape[2], S, q_BHTd.device) if spec.is_causal else spec.mask
         return fused_relative_attention(relative_scores, k_BHSd, v_BHSd, mask, spec.key_range, dropout, scale)
     return attend(q_BHTd, k_BHSd, v_BHSd, add_score_bias(spec, relative_scores.to_dense(S) * scale), dropout, scale)
@@ -283,14 +300,14 @@ def relative_attention(
 def eager_attention(
     q_BHTd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, spec: AttentionSpec, dropout: float, scale: float
 ) -> Tensor:
-    """The same in single operations; whoever sees nobody gets 0 here too."""
+    """`attend` by matmul, softmax and matmul; queries that see no key return 0."""
     k_BHSd, v_BHSd = repeat_heads(k_BGSd, q_BHTd), repeat_heads(v_BGSd, q_BHTd)
     scores = (q_BHTd * scale) @ k_BHSd.transpose(-1, -2)
     if spec.masked_bias is not None:
         scores = scores.to(torch.promote_types(scores.dtype, spec.masked_bias.dtype))
         scores += spec.masked_bias
     elif spec.is_causal or spec.mask is not None:
-        # added, not filled in: so that nothing is done backward
+        # added, not filled: the backward pass of an added constant costs nothing
         allowed = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril() if spec.mask is None else spec.mask
         scores += scores.new_zeros(allowed.shape).masked_fill_(~allowed, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1)
@@ -301,79 +318,75 @@ def eager_attention(
 
 
 def zero_empty_rows(y_BHTd: Tensor, spec: AttentionSpec) -> Tensor:
-    """Nothing for those who see nobody."""
+    """Set the output of queries that see no key to 0."""
     assert spec.mask is not None
     return y_BHTd * spec.mask.any(-1, keepdim=True)
 
 
 def repeat_heads(x_BGSd: Tensor, q_BHTd: Tensor) -> Tensor:
-    """Heads of keys or values as often as there are queries that share them."""
-    times = q_BHTd.shape[1] // x_BGSd.shape[1]
-    return x_BGSd if times == 1 else x_BGSd.repeat_interleave(times, 1)
+    """Return (B, H, S, d): each head of keys or values once per query head that shares it."""
+    group_size = q_BHTd.shape[1] // x_BGSd.shape[1]
+    return x_BGSd if group_size == 1 else x_BGSd.repeat_interleave(group_size, 1)
 
 
 class Attention(nn.Module):
-    """Multi-head attention; who asks (`x`) and what is read (`read`) may be two sequences."""
+    """Multi-head attention from `x` to `x`, or from `x` to another sequence `kv_states`."""
 
-    allow_fused = True  # whether our own kernel may compute it
+    allow_fused = True  # whether the fused kernel may be selected
 
     def __init__(self, config: ModelConfig, is_cross: bool = False) -> None:
         super().__init__()
         self.num_heads, self.kv_heads, self.head_size = config.num_heads, config.kv_heads, config.head_size
         inner, self.qkv_sizes = self.num_heads * self.head_size, self.projection_sizes(config)
-        self.qkv = nn.Linear(
-            config.dim, sum(self.qkv_sizes), bias=config.has_key_bias
-        )  # query, key, value in one product
-        only = config.has_query_bias and not config.has_key_bias
-        self.qv_bias = nn.Parameter(torch.zeros(self.qkv_sizes[0] + self.qkv_sizes[2])) if only else None
+        self.qkv = nn.Linear(config.dim, sum(self.qkv_sizes), bias=config.has_key_bias)  # one matmul for all three
+        has_qv_bias = config.has_query_bias and not config.has_key_bias
+        self.qv_bias = nn.Parameter(torch.zeros(self.qkv_sizes[0] + self.qkv_sizes[2])) if has_qv_bias else None
         self.out = nn.Linear(inner, config.dim, bias=config.has_query_bias)
         self.score = None if is_cross else make_relative_score(config)
         self.dropout = config.attention_dropout
-        terms = 3 if isinstance(self.score, DisentangledScore) else 1  # so many are added up (DeBERTa, section 3.1)
-        self.scale = 1.0 if isinstance(config.init, FanInInit) else (terms * self.head_size) ** -0.5
+        num_terms = 3 if isinstance(self.score, DisentangledScore) else 1  # terms of a score (DeBERTa, section 3.1)
+        self.scale = 1.0 if isinstance(config.init, FanInInit) else (num_terms * self.head_size) ** -0.5
 
     @staticmethod
     def projection_sizes(config: ModelConfig) -> tuple[int, int, int]:
-        """How much of `qkv` is queries, keys and values."""
-        read = config.kv_heads * config.head_size
-        return config.num_heads * config.head_size, read, read
+        """Return the rows of `qkv.weight` that are queries, keys and values."""
+        kv_size = config.kv_heads * config.head_size
+        return config.num_heads * config.head_size, kv_size, kv_size
 
-    def forward(
-        self,
-        x_BTD: Tensor,
-        spec: AttentionSpec,
-        kv_states_BSD: Tensor | KeyValues | None = None,
-        epilogue: ResidualNormEpilogue | None = None,
-    ) -> Any:
-        """With an `end`, what that gives."""
-        out = self.out if epilogue is None else partial(self.out, epilogue=epilogue)
+    def forward(self, x_BTD: Tensor, spec: AttentionSpec, kv_states_BSD: Tensor | KeyValues | None = None) -> Tensor:
+        """Return (B, T, D)."""
+        y: Tensor = self.out(self.mix_values(x_BTD, spec, kv_states_BSD))
+        return y
+
+    def mix_values(self, x_BTD: Tensor, spec: AttentionSpec, kv_states_BSD: Tensor | KeyValues | None = None) -> Tensor:
+        """Return the attention-weighted values (B, T, H x d), before the output projection.
+
+        The fused kernel reads queries, keys and values from the one tensor that `qkv` wrote, and writes their
+        gradients into one tensor: neither is split or concatenated.
+        """
         dropout, spec = self.dropout if self.training else 0.0, spec._replace(allow_fused=self.allow_fused)
-        plain_rows = self.score is None and self.kv_heads == self.num_heads
+        can_pack = self.score is None and self.kv_heads == self.num_heads
         if kv_states_BSD is None:
-            together = self.project_rows(x_BTD)
-            heads = self.split_heads(together)
-            if plain_rows and attention_kernel_for(heads, heads, spec, dropout) == "fused":
+            qkv = self.project_rows(x_BTD)
+            heads = self.split_heads(qkv)
+            if can_pack and attention_kernel_for(heads, heads, spec, dropout) == "fused":
                 if spec.rope is not None:
-                    together = spec.rope(together, 2 * self.num_heads)
-                rest = spec.kernel_args(together.dtype, dropout, self.scale)
-                return out(fused_qkv_attention(together, together, self.num_heads, *rest))
-            q, k, v = together.split(self.qkv_sizes, -1)
+                    qkv = spec.rope(qkv, 2 * self.num_heads)
+                return fused_qkv_attention(qkv, qkv, self.num_heads, *spec.kernel_args(qkv.dtype, dropout, self.scale))
+            q, k, v = qkv.split(self.qkv_sizes, -1)
         elif isinstance(kv_states_BSD, KeyValues):
             q, k, v = self.project_rows(x_BTD, 0, self.qkv_sizes[0]), *kv_states_BSD
         else:
-            q, both = (
-                self.project_rows(x_BTD, 0, self.qkv_sizes[0]),
-                self.project_rows(kv_states_BSD, self.qkv_sizes[0]),
-            )
+            q = self.project_rows(x_BTD, 0, self.qkv_sizes[0])
+            kv = self.project_rows(kv_states_BSD, self.qkv_sizes[0])
             if (
                 spec.rope is None
-                and plain_rows
-                and attention_kernel_for(self.split_heads(q), self.split_heads(both), spec, dropout, is_cross=True)
+                and can_pack
+                and attention_kernel_for(self.split_heads(q), self.split_heads(kv), spec, dropout, is_cross=True)
                 == "fused"
             ):
-                rest = spec.kernel_args(q.dtype, dropout, self.scale)
-                return out(fused_qkv_attention(q, both, self.num_heads, *rest))
-            k, v = both.split(self.qkv_sizes[1:], -1)
+                return fused_qkv_attention(q, kv, self.num_heads, *spec.kernel_args(q.dtype, dropout, self.scale))
+            k, v = kv.split(self.qkv_sizes[1:], -1)
         if spec.rope is not None:
             q, k = (spec.query_rope or spec.rope)(q), spec.rope(k)
         q, k, v = (self.split_heads(part) for part in (q, k, v))
@@ -384,41 +397,40 @@ class Attention(nn.Module):
         else:
             k, v = repeat_heads(k, q), repeat_heads(v, q)
             y = relative_attention(self.score(q, k, spec, self.project_qk), k, v, spec, dropout, self.scale)
-        return out(y.transpose(1, 2).flatten(2))
+        return y.transpose(1, 2).flatten(2)
 
     def project_kv(self, kv_states_BSD: Tensor) -> KeyValues:
-        """The keys and values of another sequence."""
+        """Return the keys and values of another sequence."""
         return KeyValues(*self.project_rows(kv_states_BSD, self.qkv_sizes[0]).split(self.qkv_sizes[1:], -1))
 
     def project_rows(self, x: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """Queries, keys, values, or several of them: what these rows of `qkv` make of a sequence."""
+        """Return `qkv(x)[..., start:stop]`, computed by these rows of the weight alone."""
         bias = self.qkv_bias
         bias = None if bias is None else bias[start:stop]
-        if isinstance(self.qkv, Float8Linear):
-            return self.qkv.forward_rows(x, bias, start, stop)
         y = F.linear(x, self.qkv.weight[start:stop], bias)
         return y + self.qkv.lora_delta(x, start, stop) if isinstance(self.qkv, LoRALinear) else y
 
     @property
     def qkv_bias(self) -> Tensor | None:
-        """Of query, key and value; 0 for the key where it has none."""
+        """The bias of `qkv`; with biases for queries and values only, 0 for keys."""
         if self.qv_bias is None:
             return self.qkv.bias
         q, v = self.qv_bias.split(self.qkv_sizes[::2])
         return torch.cat([q, q.new_zeros(self.qkv_sizes[1]), v])
 
     def project_qk(self, x_PD: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys (H, P, d) of vectors that are no tokens, for scores that share these projections."""
+        """Return queries and keys (H, P, d) of position vectors, for scores that share these projections."""
         q, k = self.project_rows(x_PD, 0, sum(self.qkv_sizes[:2])).split(self.qkv_sizes[:2], -1)
         q_HPd, k_GPd = split_position_heads(q, self.num_heads), split_position_heads(k, self.kv_heads)
         return q_HPd, k_GPd.repeat_interleave(self.num_heads // self.kv_heads, 0)
 
     def split_heads(self, x_BTI: Tensor) -> Tensor:
+        """(B, T, H x d) to (B, H, T, d)."""
         return x_BTI.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
 
 def make_relative_score(config: ModelConfig) -> nn.Module | None:
-    """What a layer adds to its scores by itself."""
+    """Return the module with a layer's relative scores, or None where the architecture has none."""
     if isinstance(config.position, TransformerXL):
         return TransformerXLScore(config, config.position)
     if isinstance(config.position, Disentangled):
@@ -427,18 +439,19 @@ def make_relative_score(config: ModelConfig) -> nn.Module | None:
 
 
 def add_score_bias(spec: AttentionSpec, bias_BHTS: Tensor) -> AttentionSpec:
-    """The same sight with more on the scores."""
+    """Return the spec with another bias on the scores."""
     if spec.masked_bias is not None:
         return spec._replace(masked_bias=spec.masked_bias + bias_BHTS, bias=None)
     if spec.is_causal:
         T, S = bias_BHTS.shape[-2:]
         spec = spec._replace(is_causal=False, mask=causal_mask(T, S, bias_BHTS.device))
     if spec.mask is not None:
+        # softmax of a row that is -inf everywhere is NaN
         low = torch.finfo(bias_BHTS.dtype).min if spec.has_empty_rows else float("-inf")
         bias_BHTS = bias_BHTS.masked_fill(~spec.mask, low)
     return spec._replace(masked_bias=bias_BHTS)
 
 
 def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
-    """(1, 1, T, S): each sees itself and what came before."""
+    """(1, 1, T, S), true where the key is at the query's position or before it."""
     return torch.ones(T, S, dtype=torch.bool, device=device).tril()[None, None]

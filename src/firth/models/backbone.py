@@ -1,11 +1,13 @@
-"""Blocks one after the other."""
+"""The stack of blocks: embeddings to hidden states.
+
+Shapes: B rows, T positions, S positions of the encoder's sequence, K target positions, D model width.
+"""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,37 +15,35 @@ from firth.models.attention import AttentionSpec, LocalWindow, make_attention_sp
 from firth.models.block import Block, make_norm
 from firth.models.config import ModelConfig, T5Bias, TransformerXL
 from firth.models.convolution import ConvolutionLayer
-from firth.models.fp8.linear import Float8Linear, alignment_padding
 from firth.models.heads import gather_positions
 from firth.models.kernels.dropout import Dropout
+from firth.models.position.bias import make_position_bias
 from firth.models.position.relative_attention import make_relative_positions
-from firth.models.position.rope import make_position_bias, make_rope
+from firth.models.position.rope import make_rope
 from firth.models.position.xl_memory import XLMemory
 from firth.models.regional_compile import compilable_region
 
 
 class Stack(nn.Module):
-    """Blocks over one sequence, `is_causal` or not, that may read another one (`cross_attention`)."""
+    """Blocks over one sequence, causal or bidirectional, optionally with cross-attention to another sequence."""
 
-    memory: XLMemory | None = None  # of the text before, where there is one
-    activation_checkpointing = (
-        False  # compute the blocks again in the backward pass, and keep nothing of them until then
-    )
-    last_layer_targets_only = False  # whether the last layer may compute what is asked alone
-    residual_dtype = torch.float32  # what goes from block to block, where autocast computes in that
+    memory: XLMemory | None = None  # hidden states of the preceding text (Transformer-XL)
+    activation_checkpointing = False  # recompute each block in the backward pass instead of saving its activations
+    last_layer_targets_only = False  # compute the last layer only at target positions, where that is possible
+    residual_dtype = torch.float32  # precision of the hidden states between blocks, if autocast computes in it
 
     def __init__(self, config: ModelConfig, num_layers: int, is_causal: bool, cross_attention: bool = False) -> None:
         super().__init__()
         self.config, self.is_causal = config, is_causal
         self.num_layers, self.num_shared = num_layers, config.num_shared
-        blocks = -(-num_layers // self.num_shared)
-        self.blocks = nn.ModuleList(Block(config, cross_attention, is_first=i == 0) for i in range(blocks))
+        num_blocks = -(-num_layers // self.num_shared)
+        self.blocks = nn.ModuleList(Block(config, cross_attention, is_first=i == 0) for i in range(num_blocks))
         self.final_norm = make_norm(config) if config.norm_first else None
         self.score = make_position_bias(config, is_causal)
         self.shared = make_relative_positions(config)
         self.convolution = ConvolutionLayer(config, config.convolution) if config.convolution is not None else None
-        last = isinstance(config.position, T5Bias | TransformerXL)  # T5 and XLNet have a last dropout
-        self.drop = Dropout(config.dropout if last else 0.0)
+        has_final_dropout = isinstance(config.position, T5Bias | TransformerXL)  # as T5 and XLNet have it
+        self.drop = Dropout(config.dropout if has_final_dropout else 0.0)
 
     def forward(
         self,
@@ -61,42 +61,41 @@ class Stack(nn.Module):
         cross_document_ids: Tensor | None = None,
         target_positions: Tensor | None = None,
     ) -> Tensor:
-        """The last states. Those of every layer are added to `all_hidden_states`, where that is given.
+        """Return the last hidden states (B, T, D), or (B, K, D) with `target_positions` (B, K).
 
-        The weights of attention are added to `attentions`, those of attention to the other sequence to `cross_attentions`.
-        `stop_layer` leaves out the layers from there on, and what comes after them. `cross_document_ids` are the documents of the other
-        sequence that each place reads, where they are not those of the same numbers. The last states of `target_positions` places
-        (B, K) alone are computed where these are given, which `can_compute_targets_only` allows.
+        The lists `all_hidden_states`, `attentions` and `cross_attentions` collect one tensor per layer. `stop_layer`
+        ends the stack before that layer, without the final norm. `cross_document_ids` (B, T) name the encoder document
+        that each position attends to (default: `document_ids`). `target_positions` need `can_compute_targets_only`.
         """
-        x = self.cast_input(x)
-        wide, narrow = self.attention_specs(x, document_ids, attention_rank, position_ids, attentions, token_type_ids)
+        x = embedded = self.cast_input(x)
+        global_spec, local_spec = self.attention_specs(
+            x, document_ids, attention_rank, position_ids, attentions, token_type_ids
+        )
         cross_document_ids = document_ids if cross_document_ids is None else cross_document_ids
-        read_sight = (
+        cross_spec = (
             make_attention_spec(False, cross_document_ids, key_document_ids=encoder_document_ids)
             if encoder_document_ids is not None
             else AttentionSpec()
         )
-        read_sight = read_sight._replace(attentions=cross_attentions)
-        embedded = before = x
+        cross_spec = cross_spec._replace(attentions=cross_attentions)
         layers = self.layers[:stop_layer]
         for i, block in enumerate(layers):
             if all_hidden_states is not None:
                 all_hidden_states.append(x)
-            content = self.memory.extend_states(i, x) if self.memory is not None else None
-            sight = narrow if self.is_local_layer(i) else wide
+            kv_states = self.memory.extend_states(i, x) if self.memory is not None else None
+            spec = local_spec if self.is_local_layer(i) else global_spec
             if target_positions is not None and i == self.num_layers - 1:
-                at = self.pad_target_positions(block, target_positions)
-                place = at if position_ids is None else position_ids.expand_as(x[..., 0]).gather(1, at)
-                turn = make_rope(self.config, place, x, is_local=self.is_local_layer(i))
-                x, sight, content = gather_positions(before, at), sight.at_positions(at, turn), x
-                before = x
-            times = 2 if i + 1 < len(layers) and all_hidden_states is None and self.returns_pairs(block, x) else 1
-            found = self.run_block(
-                block, x, sight, encoder_hidden_states, read_sight, content, None if before is x else before, times
-            )
-            x, before = found if times == 2 else (found, found)
+                positions = self.pad_target_positions(target_positions)
+                ids = (
+                    positions if position_ids is None else position_ids.expand(len(positions), -1).gather(1, positions)
+                )
+                rope = make_rope(self.config, ids, embedded, is_local=self.is_local_layer(i))
+                x, kv_states = self.gather_targets(x, positions)
+                spec = spec.at_positions(positions, rope)
+            is_read_once = i + 1 < len(layers) and all_hidden_states is None
+            x = self.run_block(block, x, spec, encoder_hidden_states, cross_spec, kv_states, is_read_once)
             if i == 0 and self.convolution is not None:
-                x = before = self.convolution(embedded, x, document_ids)
+                x = self.convolution(embedded, x, document_ids)
         x = x if target_positions is None else x[:, : target_positions.shape[1]]
         x = x if stop_layer is not None else self.apply_final_norm(x)
         if all_hidden_states is not None:
@@ -104,28 +103,30 @@ class Stack(nn.Module):
         return x
 
     def can_compute_targets_only(self, target_positions: Tensor, T: int) -> bool:
-        """Whether the last layer can be computed for these places alone, and may be: they still read all T.
+        """Whether the last layer may compute only these positions; their queries still attend to all T.
 
-        Not where its scores depend on who stands where in a row; and for most of them it would not pay.
+        Not with causal masks, position biases, recurrence or layer drop; and not if more than half are targets, where
+        the gathers cost more than they save.
         """
         if not (self.last_layer_targets_only and self.num_layers and 0 < 2 * target_positions.shape[1] <= T):
             return False
-        scores = self.score is not None or self.shared is not None or self.layers[-1].attention.score is not None
-        other = self.memory is not None or self.convolution is not None or self.config.layer_drop > 0
-        return not (self.is_causal or scores or other)
+        has_bias = self.score is not None or self.shared is not None or self.layers[-1].attention.score is not None
+        needs_all = self.memory is not None or self.convolution is not None or self.config.layer_drop > 0
+        return not (self.is_causal or has_bias or needs_all)
 
-    def pad_target_positions(self, block: Block, target_positions_BK: Tensor) -> Tensor:
-        """Those that are asked, and the first one again as often as products in 8 bits need it."""
-        target_positions_BK = target_positions_BK.long()
-        if not isinstance(block.mlp.down, Float8Linear):
-            return target_positions_BK
-        return F.pad(target_positions_BK, (0, alignment_padding(*target_positions_BK.shape)))
+    def pad_target_positions(self, target_positions_BK: Tensor) -> Tensor:
+        """Return the positions that the last layer computes. FP8 adds some for alignment."""
+        return target_positions_BK.long()
+
+    def gather_targets(self, x: Tensor, positions_BK: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the last block's input at target positions (B, K, D), and the states (B, T, D) it attends to."""
+        return gather_positions(x, positions_BK), x
 
     def cast_input(self, x: Tensor) -> Tensor:
-        """What the first block takes: under autocast float32, or what its products are in where `residual_dtype` says so."""
+        """Cast the first block's input under autocast: to float32, or to autocast's dtype if `residual_dtype` is it."""
         kind = x.device.type
-        exact = self.num_layers and self.layers[0].mlp.down.weight.dtype == torch.float32
-        if not exact or kind == "meta" or not torch.is_autocast_enabled(kind):
+        is_fp32 = self.num_layers and self.layers[0].mlp.down.weight.dtype == torch.float32
+        if not is_fp32 or kind == "meta" or not torch.is_autocast_enabled(kind):
             return x
         return x.to(self.residual_dtype if torch.get_autocast_dtype(kind) == self.residual_dtype else torch.float32)
 
@@ -138,30 +139,31 @@ class Stack(nn.Module):
         attentions: list[Tensor] | None = None,
         token_type_ids: Tensor | None = None,
     ) -> tuple[AttentionSpec, AttentionSpec]:
-        """Who sees whom: in most layers, and in those with a window."""
+        """Return the specs of global layers and of sliding-window layers; without a window both are the same."""
         T, window = x.shape[1], self.config.window
-        score, far = (None, 0) if self.score is None else (self.score(T, T), self.score.max_distance)
-        remembered = self.memory.num_cached if self.memory is not None else 0
-        places = self.shared(x, T + remembered, token_type_ids) if self.shared is not None else None
-        wide = make_attention_spec(
-            self.is_causal, document_ids, attention_rank, score_bias=score, bias_max_distance=far
-        )._replace(attentions=attentions, relative_positions=places)
+        bias, max_distance = (None, 0) if self.score is None else (self.score(T, T), self.score.max_distance)
+        num_cached = self.memory.num_cached if self.memory is not None else 0
+        relative = self.shared(x, T + num_cached, token_type_ids) if self.shared is not None else None
+        global_spec = make_attention_spec(
+            self.is_causal, document_ids, attention_rank, score_bias=bias, bias_max_distance=max_distance
+        )._replace(attentions=attentions, relative_positions=relative)
         if self.memory is not None:
-            assert places is not None, "only a stack that counts distances can tell how far back its memory is"
-            wide = self.memory.extend_spec(wide, T)
-        wide = wide._replace(rope=make_rope(self.config, position_ids, x))
+            assert relative is not None, "memory needs relative positions: absolute ones do not say how far back it is"
+            global_spec = self.memory.extend_spec(global_spec, T)
+        global_spec = global_spec._replace(rope=make_rope(self.config, position_ids, x))
         if window is None:
-            return wide, wide
-        assert self.memory is None, "a window does not know how far back its memory is"
-        wide = wide if wide.key_range is None else wide._replace(key_range=wide.key_range.as_interval())
+            return global_spec, global_spec
+        assert self.memory is None, "memory does not support sliding windows"
+        if global_spec.key_range is not None:
+            global_spec = global_spec._replace(key_range=global_spec.key_range.as_interval())
         near = LocalWindow(torch.arange(T, device=x.device), window.size // 2)
-        narrow = make_attention_spec(
-            self.is_causal, document_ids, attention_rank, score_bias=score, window=near, bias_max_distance=far
+        local_spec = make_attention_spec(
+            self.is_causal, document_ids, attention_rank, score_bias=bias, window=near, bias_max_distance=max_distance
         )
-        return wide, narrow._replace(
+        return global_spec, local_spec._replace(
             rope=make_rope(self.config, position_ids, x, is_local=True),
             attentions=attentions,
-            relative_positions=places,
+            relative_positions=relative,
         )
 
     def is_local_layer(self, layer: int) -> bool:
@@ -174,29 +176,26 @@ class Stack(nn.Module):
         spec: AttentionSpec,
         encoder_hidden_states: Tensor | None,
         cross_spec: AttentionSpec,
-        kv_states: Tensor | None = None,
-        before: Tensor | None = None,
-        times: int = 1,
+        kv_states: Tensor | None,
+        is_read_once: bool,
     ) -> Any:
-        """One block; in training it may be left out at random, or computed again later."""
+        """Return a block's output. `is_read_once`: only the next block reads it (FP8 blocks make use of that)."""
+        return self.drop_layer(x, self.call_block(block, x, spec, encoder_hidden_states, cross_spec, kv_states))
+
+    def call_block(self, block: Block, *inputs: Any) -> Any:
         if self.activation_checkpointing and self.training:
-            y = checkpoint(
-                block, x, spec, encoder_hidden_states, cross_spec, kv_states, before, times, use_reentrant=False
-            )
-        else:
-            y = block(x, spec, encoder_hidden_states, cross_spec, kv_states, before, times)
+            return checkpoint(block, *inputs, use_reentrant=False)
+        return block(*inputs)
+
+    def drop_layer(self, x: Tensor, y: Tensor) -> Tensor:
+        """Skip a block at random in training (LayerDrop, Fan et al. 2020)."""
         if not (self.training and self.config.layer_drop):
             return y
         return torch.where(torch.rand((), device=x.device) < self.config.layer_drop, x, y)
 
-    def returns_pairs(self, block: Block, x: Tensor) -> bool:
-        """Whether a block gives its states twice; not where anybody but the next block reads them."""
-        alone = self.memory is None and self.convolution is None and not self.config.layer_drop
-        return alone and torch.compiler.is_compiling() and block.benefits_from_two_outputs(x)
-
     @property
     def layers(self) -> list[Block]:
-        """The blocks in the order in which they run; layers that share one run it again."""
+        """The blocks in order of execution; with shared layers (ALBERT) a block occurs more than once."""
         return [cast(Block, self.blocks[i // self.num_shared]) for i in range(self.num_layers)]
 
     @compilable_region

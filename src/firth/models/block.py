@@ -1,16 +1,18 @@
-"""One block for all: attention, cross-attention, MLP, each inside its residual."""
+"""The transformer block: attention, cross-attention and MLP, each with its residual.
+
+Pre-norm (GPT-2, Llama, T5) computes `x + sublayer(norm(x))`, post-norm (BERT, and Vaswani et al. 2017) computes
+`norm(x + sublayer(x))`. Everything else that differs between architectures is inside the sublayers. FP8 training
+replaces the classes of this file by those of `fp8/block.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, nn
 
 from firth.models import config as c
 from firth.models.attention import Attention, AttentionSpec, KeyValues
-from firth.models.fp8.linear import Float8Linear, float8_mlp
-from firth.models.fp8.residual_norm import ResidualNormEpilogue, make_residual_norm
 from firth.models.kernels.bias_act import linear_activation
 from firth.models.kernels.dropout import Dropout
 from firth.models.kernels.glu import gated_activation
@@ -18,19 +20,23 @@ from firth.models.regional_compile import compilable_region
 
 
 def make_norm(config: c.ModelConfig, dim: int | None = None) -> nn.Module:
-    """A norm over `dim` numbers, the model's width unless said."""
+    """Return the configured norm over `dim` features (default: the model's width)."""
     if isinstance(config.norm, c.RMSNormConfig):
         return RMSNorm(dim or config.dim, eps=config.norm.eps)
     return nn.LayerNorm(dim or config.dim, eps=config.norm.eps, bias=config.norm.bias)
 
 
 class RMSNorm(nn.RMSNorm):
+    """`nn.RMSNorm` in the precision of its weight: autocast runs LayerNorm in float32, but not RMSNorm."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))  # as autocast has it for the other norm
+        return super().forward(x.to(self.weight.dtype))
 
 
 class MLP(nn.Module):
-    recompute = False  # whether activations are to be computed again in the backward pass, where a compiler can
+    """`down(activation(up(x)))`, or with a gate `down(activation(gate(x)) * up(x))` (GLU, Shazeer 2020)."""
+
+    recompute = False  # let the compiler recompute the activation in the backward pass instead of saving it
 
     def __init__(self, config: c.ModelConfig) -> None:
         super().__init__()
@@ -40,22 +46,20 @@ class MLP(nn.Module):
         self.down = nn.Linear(spec.dim, config.dim, bias=config.bias)
         self.drop = Dropout(config.mlp_dropout)
 
-    def forward(self, x: Tensor, epilogue: ResidualNormEpilogue | None = None) -> Any:
-        """With an `epilogue`, what that gives."""
-        drops = bool(self.training and self.drop.p)
-        if not drops:
-            y = float8_mlp(self.up, self.down, x, self.activation, self.is_gated, epilogue)
-            if y is not None:
-                return y
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.drop(self.expand(x)))
+        return y
+
+    def expand(self, x: Tensor) -> Tensor:
+        """Return the activation of the up projection, (..., `spec.dim`)."""
         if self.is_gated:
-            h = gated_activation(self.up(x), self.activation)
-        else:
-            h = linear_activation(self.up, x, self.activation, is_eager=drops or self.recompute)
-        return self.down(self.drop(h)) if epilogue is None else self.down(self.drop(h), epilogue)
+            return gated_activation(self.up(x), self.activation)
+        is_eager = bool(self.training and self.drop.p) or self.recompute
+        return linear_activation(self.up, x, self.activation, is_eager=is_eager)
 
 
 class Block(nn.Module):
-    """Attention, then (in a decoder that reads an encoder) cross-attention, then MLP."""
+    """Attention, then (in the decoder of an encoder-decoder) cross-attention, then MLP."""
 
     def __init__(self, config: c.ModelConfig, has_cross_attention: bool = False, is_first: bool = False) -> None:
         super().__init__()
@@ -77,58 +81,27 @@ class Block(nn.Module):
         encoder_hidden_states: Tensor | KeyValues | None = None,
         cross_spec: AttentionSpec | None = None,
         kv_states: Tensor | KeyValues | None = None,
-        residual: Tensor | None = None,
-        num_outputs: int = 1,
-    ) -> Any:
-        """`encoder_hidden_states` is another sequence, for cross-attention. `kv_states` is what attention reads where that is not `x`.
+    ) -> Tensor:
+        """Return the hidden states (B, T, D) after this block.
 
-        Both may be given as their keys, made before. `residual` is `x` again for the residual, and what comes out is
-        given twice for the next block where `num_outputs` is 2: see `apply_residual`.
-        """
-        if isinstance(kv_states, Tensor) and self.norm_first:
-            kv_states = cast(Tensor, self.attention_norm(kv_states))
-        attend = lambda h, *end: self.attention(h, spec, kv_states, *end)  # noqa: E731
-        residual = x if residual is None else residual
-        x, residual = self.apply_residual(x, residual, self.attention_norm, self.attention.out, attend)
-        if encoder_hidden_states is not None:
-            across = lambda h, *end: self.cross(h, cross_spec, encoder_hidden_states, *end)  # noqa: E731
-            x, residual = self.apply_residual(x, residual, self.cross_norm, self.cross.out, across)
-        found = self.apply_residual(x, residual, self.mlp_norm, self.mlp.down, self.mlp, num_outputs)
-        return found[0] if num_outputs == 1 else found
-
-    def project_kv(self, kv_states: Tensor) -> KeyValues:
-        """The keys and values of what attention reads."""
-        return self.attention.project_kv(self.attention_norm(kv_states) if self.norm_first else kv_states)
-
-    def benefits_from_two_outputs(self, x: Tensor) -> bool:
-        """Whether the next block gains by having its input twice."""
-        return not self.norm_first and isinstance(self.mlp.down, Float8Linear) and self.mlp.down.trains_in_fp8(x)
-
-    def apply_residual(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        norm: nn.Module,
-        last_linear: nn.Module,
-        sublayer: Callable[..., Any],
-        num_outputs: int = 2,
-    ) -> tuple[Tensor, ...]:
-        """What a part, whose `last_linear` map is this, makes of `x`, inside its residual.
-
-        `residual` is `x` again, for the residual; what comes out is given so too, for `num_outputs` readers. (Their gradients
-        then come back apart, to a kernel that adds them up itself.)
+        Cross-attention reads `encoder_hidden_states`. Self-attention reads `kv_states` (default: `x`). Both may also
+        be given as keys and values that are already projected.
         """
         if self.norm_first:
-            y: Tensor = residual + self.drop(sublayer(norm(x)))
-            return y, y
-        end = (
-            make_residual_norm(residual, norm, self.drop, num_outputs)
-            if isinstance(last_linear, Float8Linear) and last_linear.trains_in_fp8(x)
-            else None
-        )
-        if end is not None:
-            found: tuple[Tensor, ...] = sublayer(x, end)
-            return found
-        y = norm(residual + self.drop(sublayer(x)))
-        y = y.to(x.dtype)
-        return y, y
+            if isinstance(kv_states, Tensor):
+                kv_states = cast(Tensor, self.attention_norm(kv_states))
+            x = x + self.drop(self.attention(self.attention_norm(x), spec, kv_states))
+            if encoder_hidden_states is not None:
+                x = x + self.drop(self.cross(self.cross_norm(x), cross_spec, encoder_hidden_states))
+            return x + self.drop(self.mlp(self.mlp_norm(x)))
+
+        dtype = x.dtype  # autocast runs norms in float32: the residual stream keeps its own precision
+        x = self.attention_norm(x + self.drop(self.attention(x, spec, kv_states))).to(dtype)
+        if encoder_hidden_states is not None:
+            x = self.cross_norm(x + self.drop(self.cross(x, cross_spec, encoder_hidden_states))).to(dtype)
+        y: Tensor = self.mlp_norm(x + self.drop(self.mlp(x))).to(dtype)
+        return y
+
+    def project_kv(self, kv_states: Tensor) -> KeyValues:
+        """Return the keys and values that attention makes of `kv_states` (B, S, D)."""
+        return self.attention.project_kv(self.attention_norm(kv_states) if self.norm_first else kv_states)

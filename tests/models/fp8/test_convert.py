@@ -17,7 +17,8 @@ from firth.core.errors import UserError
 from firth.models import make_model
 from firth.models.config import MLPConfig
 from firth.models.fp8 import linear
-from firth.models.fp8.convert import Float8Linear, convert_to_fp8
+from firth.models.fp8.convert import convert_to_fp8
+from firth.models.fp8.linear import Float8Linear
 from firth.models.fp8.weight_cache import cache_fp8_weights
 from firth.models.presets import bart, bert, deberta, gpt2, llama, t5, t5_v1_1
 from firth.objectives.batch import Batch
@@ -37,7 +38,7 @@ def test_only_learning_is_in_eight_bits(capsys: pytest.CaptureFixture[str]) -> N
     convert_to_fp8(model, CPU)
     kinds = {name: type(layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     assert {name.rpartition(".")[2] for name, kind in kinds.items() if kind is Float8Linear} == {"qkv", "out"}
-    assert "4 layers are not a multiple of 16 wide" in " ".join(capsys.readouterr().err.split())
+    assert "4 layers stay out of FP8" in " ".join(capsys.readouterr().err.split())
     tokens = torch.randint(5, 100, (4, 16))
     assert_close(model(tokens).logits, twin(tokens).logits, rtol=0, atol=0)
     found = model.train()(tokens).logits
@@ -115,8 +116,9 @@ def test_a_step_holds_its_weights(fields: dict[str, Any], monkeypatch: pytest.Mo
 
 
 def test_what_an_mlp_drops_is_dropped() -> None:
-    mlp = make_model(replace(MODELS["t5"], dropout=0.5)).encoder.blocks[0].mlp
-    mlp.up.__class__ = mlp.down.__class__ = Float8Linear
+    model = make_model(replace(MODELS["t5"], dropout=0.5))
+    convert_to_fp8(model, CPU)
+    mlp = model.encoder.blocks[0].mlp
     x = torch.randn(16, 32)
     assert not torch.equal(mlp.train()(x), mlp(x))
     mlp.drop.p = 0.0
@@ -149,9 +151,9 @@ def test_what_it_does_not_go_with_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     for other in ({"fp16": True}, {"parallel": "fsdp"}):
         with pytest.raises(UserError, match="fp8"):
             TrainingConfig(fp8=True, max_steps=1, **other).check()  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="no layers whose widths are multiples of 16"):
+    with pytest.raises(UserError, match="widths are multiples of 16, and this model has none"):
         convert_to_fp8(make_model(gpt2(1, 24, 2, vocab_size=50)), CPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an older GPU")
-    with pytest.raises(UserError, match="an older GPU has no products in 8 bits"):
+    with pytest.raises(UserError, match="an older GPU has no FP8 matmuls"):
         convert_to_fp8(make_model(gpt2(1, 32, 2, vocab_size=50)), torch.device("cuda"))

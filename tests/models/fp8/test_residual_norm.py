@@ -18,6 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from firth.models import PRESETS, make_model
 from firth.models.fp8 import residual_norm as module
+from firth.models.fp8.convert import convert_to_fp8
 from firth.models.fp8.linear import Float8Linear, float8_mlp
 from firth.models.fp8.residual_norm import ResidualNormEpilogue, make_residual_norm, residual_norm_backward
 from firth.models.kernels.dropout import Dropout, mask_from_factors, random_odd_factors
@@ -142,9 +143,7 @@ def test_gradients_of_two_readers_come_apart() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = make_model(replace(PRESETS["bert-tiny"], num_layers=3, vocab_size=64, dropout=0.0, attention_dropout=0.0))
-    for layer in model.stack.blocks.modules():  # type: ignore[union-attr]
-        if type(layer) is nn.Linear:
-            layer.__class__ = Float8Linear
+    convert_to_fp8(model, torch.device("cpu"))
     tokens = torch.randint(5, 64, (2, 16))
     batch = Batch(tokens, target_positions=torch.tensor([[1, 2, 3], [5, 7, 9]]), labels=tokens[:, :3])
     calls: list[bool] = []

@@ -14,16 +14,18 @@ from torch.testing import assert_close
 from firth.models import make_model
 from firth.models.attention import Attention, AttentionSpec, make_attention_spec
 from firth.models.backbone import Stack
-from firth.models.config import Disentangled, ModelConfig, Position, TransformerXL
+from firth.models.config import Disentangled, ModelConfig, Position, Shaw, TransformerXL
 from firth.models.position.relative_attention import (
     DisentangledScore,
     RelativePositionEmbedding,
     RelativePositions,
     RelativeSinusoids,
+    ShawScore,
     TransformerXLScore,
     key_relative_scores,
     log_bucket,
     query_relative_scores,
+    rel_shift,
 )
 from firth.models.position.xl_memory import XLMemory
 from firth.models.presets import PRESETS, bert, deberta_v2
@@ -130,6 +132,23 @@ def test_buckets_are_those_of_transformers(num: int, far: int) -> None:
     distance = torch.arange(-far, far + 1)
     wanted = theirs.make_log_bucket_position(distance, num, far).long()
     assert torch.equal(log_bucket(distance, num, far), wanted)
+
+
+@pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 4), (4, 4), (3, 7), (5, 2)])
+def test_rel_shift(T: int, S: int) -> None:
+    """The score of each distance is the distance itself."""
+    x = torch.arange(1 - T, S).expand(2, 3, T, T + S - 1)
+    assert (rel_shift(x, S) == torch.arange(S)[None, :] - torch.arange(T)[:, None]).all()
+
+
+def test_shaw_by_hand() -> None:
+    score = ShawScore(bert(1, 8, 2, 20, position=Shaw(2)), Shaw(2))
+    q, k = torch.randn(2, 2, 2, 5, 4).unbind()
+    scores = score(q, k, AttentionSpec(), None).to_dense(5)
+    for i in range(5):
+        for j in range(5):
+            vector = score.vectors.weight[max(-2, min(2, j - i)) + 2]
+            assert_close(scores[:, :, i, j], q[:, :, i] @ vector)
 
 
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (4, 4), (3, 7), (5, 2)])

@@ -1,10 +1,28 @@
-"""Linear maps that learn by products in 8 bits, each row with a scale of its own, for GPUs that have instructions.
+"""FP8 linear layers: matmuls of 8-bit floats with one scale per row (Micikevicius et al. 2022).
 
-What is multiplied by weights is in 8 bits, forward and backward; the gradients of weights are products in bfloat16, as
-they add up over all places. Two maps with an activation between them are one function, so that what lies between is
-written in 8 bits by the kernel that makes it; and so is a map with the norm of a sum after it.
+An FP8 matmul runs at twice the speed of bf16 on Ada and Hopper GPUs and reads half the bytes. E4M3 has 4 exponent and
+3 mantissa bits: values up to 448, relative rounding errors up to 1/16. So a tensor is divided by a scale, such that its
+largest element becomes 448, and the result is multiplied by the scales of both factors. One scale per row (of tokens,
+of output features) keeps an outlier from flattening more than its own row; `quantize.py` explains the rounding.
 
-N places, I numbers that are read, O that are written, F between two maps.
+A linear layer y = x W^T has three matmuls. Two are in FP8, one stays in bf16:
+
+    forward          y  = x W^T      FP8: x by rows of tokens, W by rows of outputs
+    input gradient   dx = dy W       FP8: dy by rows of tokens, W as it was rounded in the forward pass
+    weight gradient  dW = dy^T x     bf16: it sums over all tokens, and its rounding errors would go into the weights
+
+In the input gradient the sum runs over the outputs, along which W's scales vary, and a matmul can only scale what it
+does not sum over. So dy is multiplied by W's scales before it is quantized, and W enters with scale 1: both passes use
+the same FP8 weights. Gradients are E4M3 too, where the paper uses E5M2: with a scale per row, precision is worth more
+than range.
+
+`torch._scaled_mm` multiplies, with the scales, bias and cast to bf16 in its epilogue. What remains is the cost of
+quantizing, a pass over each activation that can take longer than the matmul saves. So quantizing is fused with the
+kernel that produces a tensor: `Float8MLPFunction` quantizes the activation between two layers as it computes it, an
+epilogue (`residual_norm.py`) quantizes the gradient of a post-norm residual, and `weight_cache.py` quantizes all
+weights once per step. Embeddings, heads, norms, attention scores and everything in evaluation are not in FP8.
+
+Shapes: N tokens, I input features, O output features, F features between two layers.
 """
 
 from __future__ import annotations
@@ -35,14 +53,14 @@ from firth.models.fp8.weight_cache import CachedFloat8Linear
 from firth.models.kernels.activation import cast_to_dtype
 from firth.models.kernels.glu import KERNEL_ACTIVATIONS
 
-FP8_ALIGNMENT = 16  # what the instructions take is a multiple of this, both ways
+FP8_ALIGNMENT = 16  # elements: `torch._scaled_mm` needs all sizes to be multiples of this
 
 
 class Float8Linear(CachedFloat8Linear):
-    """The same layer, which learns in 8 bits; when it is only asked, it is exact."""
+    """`nn.Linear` that trains in FP8. In evaluation, and for unaligned sizes, it is `nn.Linear`."""
 
     def forward(self, x: Tensor, epilogue: ResidualNormEpilogue | None = None) -> Any:
-        """With an `epilogue`, what that gives."""
+        """Return (..., O), or with an `epilogue` the tuple of its outputs."""
         return self.forward_rows(x, self.bias, epilogue=epilogue)
 
     def forward_rows(
@@ -53,12 +71,14 @@ class Float8Linear(CachedFloat8Linear):
         stop: int | None = None,
         epilogue: ResidualNormEpilogue | None = None,
     ) -> Any:
-        """What its rows from `start` to `stop` make of `x`, with a bias for each."""
+        """Return the outputs of the weight's rows `start` to `stop`, with their biases."""
         w_OI = self.weight[start:stop]
         if not self.trains_in_fp8(x) or len(w_OI) % FP8_ALIGNMENT:
-            assert epilogue is None, "an end is for a map that learns"
+            assert epilogue is None, "an epilogue needs a layer that trains in FP8"
             return F.linear(x, w_OI, bias_O)
-        if bias_O is not None and len(w_OI) < len(self.weight):  # torch 2.11's compiler takes a view for all of a bias
+        if bias_O is not None and len(w_OI) < len(
+            self.weight
+        ):  # torch 2.11's compiler mistakes a view of a bias for the whole
             bias_O = bias_O[torch.arange(len(bias_O), device=bias_O.device)]
         return restore_output_shape(
             Float8Matmul.apply(
@@ -69,11 +89,12 @@ class Float8Linear(CachedFloat8Linear):
         )
 
     def trains_in_fp8(self, x: Tensor) -> bool:
+        """Whether this input is multiplied in FP8: in training, if the number of tokens is aligned."""
         return self.training and x.numel() > 0 and x.shape[:-1].numel() % FP8_ALIGNMENT == 0
 
 
 def alignment_padding(rows: int, positions: int) -> int:
-    """How many more of each row it takes for all of them to suit the instructions."""
+    """Return how many positions to add to each row so that rows x positions is aligned."""
     return -positions % (FP8_ALIGNMENT // math.gcd(rows, FP8_ALIGNMENT))
 
 
@@ -85,7 +106,10 @@ def float8_mlp(
     is_gated: bool,
     epilogue: ResidualNormEpilogue | None = None,
 ) -> Any | None:
-    """`down` of an activation of `up`, if both learn in 8 bits; with an `epilogue`, what that gives."""
+    """Return `down(activation(up(x)))` as one function, or None if not both layers can train in FP8 here.
+
+    With an `epilogue`, return the tuple of its outputs.
+    """
     if not (
         isinstance(up, Float8Linear)
         and isinstance(down, Float8Linear)
@@ -95,25 +119,27 @@ def float8_mlp(
         return None
     if is_gated and up.bias is not None:
         return None
-    maps = up.weight, up.bias, *up.quantized_weight(), down.weight, down.bias, *down.quantized_weight()
+    weights = up.weight, up.bias, *up.quantized_weight(), down.weight, down.bias, *down.quantized_weight()
     return restore_output_shape(
-        Float8MLP.apply(flatten_to_rows(x), *maps, KERNEL_ACTIVATIONS.index(activation), is_gated, *(epilogue or ())),
+        Float8MLPFunction.apply(
+            flatten_to_rows(x), *weights, KERNEL_ACTIVATIONS.index(activation), is_gated, *(epilogue or ())
+        ),
         x,
         epilogue,
     )
 
 
 def restore_output_shape(outputs: Any, x: Tensor, epilogue: ResidualNormEpilogue | None) -> Any:
-    """In the shape of `x`; and, where nothing ends it, in the precision of a linear map of that."""
+    """Restore the leading shape of `x`; without an epilogue, also the dtype that `nn.Linear` returns."""
     if epilogue is None:
         return cast_like_linear(outputs, x)
     return tuple(y.view(*x.shape[:-1], -1) for y in outputs)
 
 
 def cast_like_linear(y: Tensor, x: Tensor) -> Tensor:
-    """In the shape and precision that a linear map of `x` has."""
-    half = torch.is_autocast_enabled(x.device.type)
-    return cast_to_dtype(y.view(*x.shape[:-1], -1), BF16 if half else x.dtype)
+    """Return `y` in the shape and dtype that `nn.Linear` gives for `x`."""
+    dtype = BF16 if torch.is_autocast_enabled(x.device.type) else x.dtype
+    return cast_to_dtype(y.view(*x.shape[:-1], -1), dtype)
 
 
 def flatten_to_rows(x: Tensor) -> Tensor:
@@ -121,11 +147,7 @@ def flatten_to_rows(x: Tensor) -> Tensor:
 
 
 class Float8Matmul(torch.autograd.Function):
-    """A linear map, with or without an end, and the gradients of what it is made of.
-
-    Weights are rounded by rows. The scales of these are multiplied into what comes back before that is rounded, so that
-    it meets the same weights.
-    """
+    """A linear layer, with or without an epilogue. Saves x in bf16 and the transposed FP8 weight."""
 
     @staticmethod
     def forward(
@@ -146,26 +168,19 @@ class Float8Matmul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (x, of_w_O, w8_IO, *kept), (x_dtype, dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes
-        dy_NO, dy8, of_dy, sums_O, of_end = quantize_output_grad(
-            ctx, grad_outputs, kept, of_w_O, bias_dtype is not None
+        (x, w_scale_O, w8_IO, *saved_epilogue), (x_dtype, dtype, bias_dtype) = ctx.saved_tensors, ctx.dtypes
+        dy_NO, dy8, dy_scale, dbias_O, epilogue_grads = quantize_output_grad(
+            ctx, grad_outputs, saved_epilogue, w_scale_O, bias_dtype is not None
         )
         dw_OI = cast_to_dtype(dy_NO.t() @ x, dtype) if ctx.needs_input_grad[1] else None
-        of_map = (
-            cast_to_dtype(matmul_input_grad(dy8, of_dy, w8_IO), x_dtype),
-            dw_OI,
-            cast_bias_grad(bias_dtype, sums_O),
-            None,
-            None,
-            None,
-        )
-        return *of_map, *of_end
+        dx_NI = cast_to_dtype(matmul_input_grad(dy8, dy_scale, w8_IO), x_dtype)
+        return dx_NI, dw_OI, cast_bias_grad(bias_dtype, dbias_O), None, None, None, *epilogue_grads
 
 
-class Float8MLP(torch.autograd.Function):
-    """Up, an activation of that, and down again, with or without an end.
+class Float8MLPFunction(torch.autograd.Function):
+    """`down(activation(up(x)))`, with or without an epilogue.
 
-    What the activation gives is kept in no precision: the pass that makes its gradient makes it again.
+    The activation's output exists in FP8 only and is not saved: the kernel of its backward pass computes it again.
     """
 
     @staticmethod
@@ -187,50 +202,42 @@ class Float8MLP(torch.autograd.Function):
         *epilogue: Any,
     ) -> Any:
         x = cast_to_dtype(x_NI, BF16)
-        between_NO = scaled_matmul(*quantize_scaled_rows(x)[:2], up8_OI, up_scale_O, None)
-        h8, of_h = quantize_activation(between_NO, up_bias_O, activation_index, is_gated)
-        biases = (None if bias is None else bias.dtype for bias in (up_bias_O, down_bias_I))
-        ctx.rest = x_NI.dtype, up_OI.dtype, *biases, activation_index, is_gated
-        y = scaled_matmul(h8, of_h, down8_IF, down_scale_I, down_bias_I)
-        return apply_epilogue_and_save(
-            ctx, y, epilogue, x, between_NO, up_bias_O, up_scale_O, up8_IO, down_scale_I, down8_FI
-        )
+        h_NO = scaled_matmul(*quantize_scaled_rows(x)[:2], up8_OI, up_scale_O, None)
+        y8, y_scale = quantize_activation(h_NO, up_bias_O, activation_index, is_gated)
+        bias_dtypes = (None if bias is None else bias.dtype for bias in (up_bias_O, down_bias_I))
+        ctx.rest = x_NI.dtype, up_OI.dtype, *bias_dtypes, activation_index, is_gated
+        y = scaled_matmul(y8, y_scale, down8_IF, down_scale_I, down_bias_I)
+        return apply_epilogue_and_save(ctx, y, epilogue, x, h_NO, up_bias_O, up_scale_O, up8_IO, down_scale_I, down8_FI)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x, between_NO, up_bias_O, of_up_O, up8_IO, of_down_I, down8_FI, *kept = ctx.saved_tensors
-        x_dtype, dtype, up_bias_dtype, down_bias_dtype, kind, gated = ctx.rest
-        dy_NI, dy8, of_dy, sums_I, of_end = quantize_output_grad(
-            ctx, grad_outputs, kept, of_down_I, down_bias_dtype is not None
+        x, h_NO, up_bias_O, up_scale_O, up8_IO, down_scale_I, down8_FI, *saved_epilogue = ctx.saved_tensors
+        x_dtype, dtype, up_bias_dtype, down_bias_dtype, activation_index, is_gated = ctx.rest
+        dy_NI, dy8, dy_scale, d_down_bias_I, epilogue_grads = quantize_output_grad(
+            ctx, grad_outputs, saved_epilogue, down_scale_I, down_bias_dtype is not None
         )
-        dh_NF = matmul_input_grad(dy8, of_dy, down8_FI)
-        h_NF, error_NO, error8, of_error, sums_CO = quantize_activation_backward(
-            dh_NF, between_NO, up_bias_O, of_up_O, kind, gated
+        d_activation_NF = matmul_input_grad(dy8, dy_scale, down8_FI)
+        activation_NF, dh_NO, dh8, dh_scale, d_up_bias_CO = quantize_activation_backward(
+            d_activation_NF, h_NO, up_bias_O, up_scale_O, activation_index, is_gated
         )
-        d_up = cast_to_dtype(error_NO.t() @ x, dtype) if ctx.needs_input_grad[1] else None
-        d_down = cast_to_dtype(dy_NI.t() @ h_NF, dtype) if ctx.needs_input_grad[6] else None
-        of_up = d_up, cast_bias_grad(up_bias_dtype, sums_CO.sum(0)), None, None, None
-        of_down = d_down, cast_bias_grad(down_bias_dtype, sums_I), None, None, None
-        return (
-            cast_to_dtype(matmul_input_grad(error8, of_error, up8_IO), x_dtype),
-            *of_up,
-            *of_down,
-            None,
-            None,
-            *of_end,
-        )
+        d_up = cast_to_dtype(dh_NO.t() @ x, dtype) if ctx.needs_input_grad[1] else None
+        d_down = cast_to_dtype(dy_NI.t() @ activation_NF, dtype) if ctx.needs_input_grad[6] else None
+        up_grads = d_up, cast_bias_grad(up_bias_dtype, d_up_bias_CO.sum(0)), None, None, None
+        down_grads = d_down, cast_bias_grad(down_bias_dtype, d_down_bias_I), None, None, None
+        dx_NI = cast_to_dtype(matmul_input_grad(dh8, dh_scale, up8_IO), x_dtype)
+        return dx_NI, *up_grads, *down_grads, None, None, *epilogue_grads
 
 
 def apply_epilogue_and_save(ctx: Any, y: Tensor, epilogue: tuple[Any, ...], *saved: Tensor | None) -> Any:
-    """What a function gives, and keeps for its backward pass."""
-    ctx.rate = ResidualNormEpilogue(*epilogue).dropout_p if epilogue else None
+    """Return a function's outputs from its matmul `y`, and save what its backward pass needs."""
+    ctx.dropout_p = ResidualNormEpilogue(*epilogue).dropout_p if epilogue else None
     if not epilogue:
         ctx.save_for_backward(*saved)
         return y
-    found, kept = apply_residual_norm(y, ResidualNormEpilogue(*epilogue))
-    ctx.save_for_backward(*saved, *kept)
-    return found
+    outputs, saved_norm = apply_residual_norm(y, ResidualNormEpilogue(*epilogue))
+    ctx.save_for_backward(*saved, *saved_norm)
+    return outputs
 
 
 def quantize_output_grad(
@@ -240,33 +247,35 @@ def quantize_output_grad(
     column_scale: Tensor,
     needs_bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor | None, ...]]:
-    """What comes back to a map, as it is and in 8 bits with its scales; what it adds up to; the gradients of an end."""
-    if ctx.rate is None:
+    """Return dy of a matmul in bf16; dy times `column_scale` in FP8 and its row scales; the bias gradient; the
+    gradients of the epilogue's inputs.
+    """
+    if ctx.dropout_p is None:
         return grad_outputs[0], *quantize_scaled_rows(grad_outputs[0], column_scale, needs_bias_grad), ()
-    return residual_norm_grads(grad_outputs, SavedResidualNorm(*saved_epilogue), ctx.rate, column_scale)
+    return residual_norm_grads(grad_outputs, SavedResidualNorm(*saved_epilogue), ctx.dropout_p, column_scale)
 
 
 def cast_bias_grad(dtype: torch.dtype | None, sums: Tensor | None) -> Tensor | None:
-    """What a bias of this precision learns from; nothing where there is none."""
+    """Return the bias gradient in the bias's dtype, or None if there is no bias."""
     return None if sums is None or dtype is None else cast_to_dtype(sums, dtype)
 
 
 def matmul_input_grad(dy8_NO: Tensor, dy_scale_N: Tensor, w8_IO: Tensor) -> Tensor:
-    """What comes back through weights whose scales are in it already."""
+    """Return dx (N, I). `dy8` already includes the weight's scales."""
     return scaled_matmul(dy8_NO, dy_scale_N, w8_IO, dy_scale_N.new_ones(len(w8_IO)), None)
 
 
 def scaled_matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Rows of `a` by rows of `b`, and a bias for each of the latter.
+    """Return `a @ b.t() + bias` in bf16, from FP8 rows and their scales.
 
-    They are added up fast, with fewer bits than float32 has: far more than numbers in 8 bits have.
+    Fast accumulation keeps fewer bits than float32, but many more than FP8 inputs have.
     """
-    if a.device.type == "cpu":  # it has no such instructions, and is asked for trying out alone
-        with torch.autocast("cpu", enabled=False):  # float16 would have no room
+    if a.device.type == "cpu":  # emulated, for tests
+        with torch.autocast("cpu", enabled=False):  # float16 would overflow
             y = (a.float() @ b.float().t()) * a_scale[:, None] * b_scale
         return (y if bias is None else y + bias).to(BF16)
     assert a.dtype == b.dtype == FP8_DTYPE
-    half = None if bias is None else cast_to_dtype(bias, BF16)
+    bias = None if bias is None else cast_to_dtype(bias, BF16)
     return torch._scaled_mm(
-        a, b.t(), scale_a=a_scale[:, None], scale_b=b_scale[None], bias=half, out_dtype=BF16, use_fast_accum=True
+        a, b.t(), scale_a=a_scale[:, None], scale_b=b_scale[None], bias=bias, out_dtype=BF16, use_fast_accum=True
     )

@@ -1,10 +1,20 @@
-"""How a model knows where a token stands.
+"""Rotary position embedding (RoPE, Su et al. 2021).
 
-Three doors. `embed` (a vector added to the embedding) is in `embed.py`. `turn` (queries and keys turned by their place)
-and `score` (a number added to the scores of attention) are here; scores that depend on what is read are in
-`relative.py`. Packed documents do not see each other, so where only distances matter, places in the row will do.
+RoPE rotates queries and keys by angles proportional to their positions. The features of a head form pairs, and pair i
+of the token at position m turns by the angle `m * theta_i` with `theta_i = base^(-2i/d)` (section 3.2.2). A rotation
+by m followed by the inverse rotation by n is a rotation by m - n, so the score `q_m . k_n` depends on the contents and
+on the distance m - n alone. Nothing is added to the embeddings, nothing is learned, and values are not rotated.
 
-B rows, T places that ask, S places that are read, H heads, d numbers per head, R distances.
+A pair is feature i and feature i + d/2, as in `transformers` (the paper pairs neighbours; that is a permutation of the
+weights). So the rotation is `x * cos + flip(x) * (-sin, sin)` on the two halves of a head.
+
+Low frequencies turn so slowly that a longer context shows angles that training never did. `RopeScaling` (Llama 3)
+divides the low frequencies by `factor`, keeps the high ones, and blends in between.
+
+Packed documents do not attend to each other and only distances count, so positions in the row do as well as positions
+in the document.
+
+Shapes: B rows, T positions, H heads, d head size.
 """
 
 from __future__ import annotations
@@ -12,28 +22,26 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from firth.models.config import ALiBi, ModelConfig, RopeScaling, Rotary, T5Bias
-
-# --- turn ---------------------------------------------------------------------------------------------------------
+from firth.models.config import ModelConfig, RopeScaling, Rotary
 
 
 def rope_frequencies(base: float, head_size: int, scaling: RopeScaling | None, device: torch.device) -> Tensor:
-    """How far each pair of numbers turns from one place to the next (Su et al. 2021, section 3.2.2)."""
-    turns = base ** (-torch.arange(0, head_size, 2, device=device, dtype=torch.float32) / head_size)
+    """Return theta_i (d / 2,), in radians per position, high frequencies first."""
+    theta = base ** (-torch.arange(0, head_size, 2, device=device, dtype=torch.float32) / head_size)
     if scaling is None:
-        return turns
-    places = 2 * math.pi / turns  # that one turn takes
-    blend = (scaling.original_length / places - scaling.low_freq_factor) / (
+        return theta
+    wavelength = 2 * math.pi / theta  # positions per full turn
+    blend = (scaling.original_length / wavelength - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor
     )
-    blend = blend.clamp(0, 1)
-    return (1 - blend) * turns / scaling.factor + blend * turns
+    blend = blend.clamp(0, 1)  # 1: keep, 0: divide by the factor
+    return (1 - blend) * theta / scaling.factor + blend * theta
 
 
 class Rope:
-    """Cosines and sines of places, which turn queries and keys: each number with the one half a head further."""
+    """Cosines and sines of a batch's positions, computed once and applied in every layer: `rope(q)`, `rope(k)`."""
 
     def __init__(self, position_ids_BT: Tensor, frequencies: Tensor) -> None:
         angle = position_ids_BT[:, :, None, None, None].float() * frequencies
@@ -42,18 +50,18 @@ class Rope:
         self.cos, self.sin = cos, torch.cat([-sin, sin], 3)  # (B or 1, T, 1, 1 or 2, d / 2)
 
     def __call__(self, x_BTI: Tensor, num_heads: int | None = None) -> Tensor:
-        """Heads side by side, turned: all of them, or the first ones."""
+        """Rotate the heads of (B, T, H x d): all of them (default), or the first `num_heads`."""
         halves = x_BTI.unflatten(-1, (-1, 2, self.cos.shape[-1]))
-        turned = halves * self.cos.to(x_BTI.dtype) + halves.flip(-2) * self.sin.to(x_BTI.dtype)
+        rotated = halves * self.cos.to(x_BTI.dtype) + halves.flip(-2) * self.sin.to(x_BTI.dtype)
         if num_heads is not None:
-            first = torch.arange(halves.shape[2], device=x_BTI.device) < num_heads
-            turned = torch.where(first[:, None, None], turned, halves)
-        return turned.flatten(2)
+            is_rotated = torch.arange(halves.shape[2], device=x_BTI.device) < num_heads
+            rotated = torch.where(is_rotated[:, None, None], rotated, halves)
+        return rotated.flatten(2)
 
 
 @torch.library.custom_op("firth::cos_and_sin", mutates_args=())
 def cos_and_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
-    """A table: a compiler that sees into this computes it anew for every number that is turned."""
+    """Opaque to the compiler, which would otherwise recompute sines for every element that is rotated."""
     return angle.cos(), angle.sin()
 
 
@@ -65,7 +73,10 @@ def cos_and_sin_fake(angle: Tensor) -> tuple[Tensor, Tensor]:
 def make_rope(
     config: ModelConfig, position_ids: Tensor | None, hidden_states: Tensor, is_local: bool = False
 ) -> Rope | None:
-    """The turn of a sequence of vectors (B, T, D), in a layer with a window or without."""
+    """Return the rotation for these positions (default: 0 to T - 1), or None if the model has no RoPE.
+
+    `is_local` selects the base of sliding-window layers (ModernBERT has another for them).
+    """
     if not isinstance(config.position, Rotary):
         return None
     spec = config.position
@@ -73,100 +84,3 @@ def make_rope(
     if position_ids is None:
         position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
     return Rope(position_ids, rope_frequencies(base, config.head_size, spec.scaling, hidden_states.device))
-
-
-# --- score, the same for every text -------------------------------------------------------------------------------
-
-
-def distance_matrix(T: int, S: int, device: torch.device) -> Tensor:
-    """(T, S): how far what is read stands after what asks."""
-    return torch.arange(S, device=device)[None, :] - torch.arange(T, device=device)[:, None]
-
-
-def t5_bucket(distance: Tensor, num_buckets: int, max_distance: int, is_bidirectional: bool) -> Tensor:
-    """The bucket of a relative distance (place read minus place that asks).
-
-    Near distances have a bucket each, further ones share logarithmically, all beyond `max_distance` share the last
-    (Raffel et al. 2020, section 2.1). `is_bidirectional` gives half of the buckets to what comes after.
-    """
-    side = torch.zeros_like(distance)
-    if is_bidirectional:
-        num_buckets //= 2
-        side = (distance > 0).long() * num_buckets
-        distance = distance.abs()
-    else:
-        distance = (-distance).clamp(min=0)
-    exact = num_buckets // 2
-    shared = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (num_buckets - exact)
-    return side + torch.where(distance < exact, distance, (exact + shared.long()).clamp(max=num_buckets - 1))
-
-
-class T5BiasTable(nn.Module):
-    """One number per head and bucket, shared by all layers of a stack."""
-
-    def __init__(self, spec: T5Bias, num_heads: int, is_bidirectional: bool) -> None:
-        super().__init__()
-        self.spec, self.is_bidirectional, self.max_distance = spec, is_bidirectional, spec.max_distance
-        self.table = nn.Embedding(spec.num_buckets, num_heads)
-
-    def forward(self, T: int, S: int) -> Tensor:
-        """(1, H, T, S). Each distance is looked up once: its gradient is a sum along the places, made in order."""
-        distance_R = torch.arange(1 - T, S, device=self.table.weight.device)
-        score_RH = self.table(
-            t5_bucket(distance_R, self.spec.num_buckets, self.spec.max_distance, self.is_bidirectional)
-        )
-        return rel_shift(score_RH.t()[None, :, None].expand(-1, -1, T, -1), S)
-
-
-class AlibiBias(nn.Module):
-    """Less for what is further away, with slopes that fall geometrically from head to head (ALiBi, section 3)."""
-
-    slopes: Tensor
-    max_distance = 0  # no two distances have the same
-
-    def __init__(self, num_heads: int) -> None:
-        super().__init__()
-        self.register_buffer("slopes", torch.empty(num_heads), persistent=False)
-        self.reset_slopes()
-
-    def reset_slopes(self) -> None:
-        """The slopes are not learned, and in no file."""
-        self.slopes.copy_(torch.tensor(alibi_slopes(len(self.slopes))))
-
-    def forward(self, T: int, S: int) -> Tensor:
-        """(1, H, T, S)."""
-        return (-distance_matrix(T, S, self.slopes.device).abs() * self.slopes[:, None, None])[None]
-
-
-def alibi_slopes(num_heads: int) -> list[float]:
-    """1/2, 1/4, ... for 8 heads; for a number that is no power of two, those of the next ones in between.
-
-    >>> geometric(4)
-    [0.25, 0.0625, 0.015625, 0.00390625]
-    """
-    power = 2 ** int(math.log2(num_heads))
-    first = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-    return first + (alibi_slopes(2 * power)[0::2][: num_heads - power] if power < num_heads else [])
-
-
-def make_position_bias(config: ModelConfig, is_causal: bool) -> T5BiasTable | AlibiBias | None:
-    """What a stack adds to the scores of all its layers."""
-    if isinstance(config.position, T5Bias):
-        return T5BiasTable(config.position, config.num_heads, is_bidirectional=not is_causal)
-    return AlibiBias(config.num_heads) if isinstance(config.position, ALiBi) else None
-
-
-# --- score, by what asks and what is read -------------------------------------------------------------------------
-
-
-def rel_shift(x_BHTR: Tensor, S: int) -> Tensor:
-    """From one number per distance to one per place: [i, j] is the number of i for the distance j - i.
-
-    The distances are -(T - 1), ..., S - 1, and there may be more of them. Rows of one number less shift each row by
-    one: no gathering.
-    """
-    T, R = x_BHTR.shape[-2:]
-    if T == 1:
-        return x_BHTR[..., :S]
-    flat = x_BHTR.flatten(-2)[..., T - 1 : T - 1 + T * (R - 1)]
-    return flat.unflatten(-1, (T, R - 1))[..., :S]
