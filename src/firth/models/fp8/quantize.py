@@ -1,7 +1,20 @@
-"""Numbers in 8 bits, each row with a scale of its own: by torch's compiler where it makes the numbers in one pass, and
-by kernels where rows are long, or come out of kernels.
+"""Quantize to FP8 with one scale per row, alone or fused with an activation and its backward pass.
 
-M rows of N numbers, C programs.
+E4M3 floats (Micikevicius et al. 2022, section 3) have a sign, 4 exponent bits and 3 mantissa bits: magnitudes from
+2^-9 to 448. Quantizing a row takes its largest magnitude (amax) and two passes:
+
+    scale = amax(|row|) / 448        float32, saved for the matmul that multiplies it back in
+    row8  = round(row / scale)       to the nearest E4M3 number
+
+The scale is computed from the row itself ("dynamic" scaling), so nothing ever overflows and no history of amax values
+is kept. The cost is that a row must be complete before its first element can be written. The kernels therefore hold a
+whole row in registers: one program reads it once, finds amax, and writes it in FP8. Rows of a width that is no power
+of two are held as two parts, A + B >= N, because Triton's tensors have power-of-two sizes.
+
+Torch's compiler fuses amax and rounding with whatever computes the row, but only while it fits one of its blocks; for
+longer rows (`MAX_COMPILED_ROW_SIZE`) it reads the row twice, and these kernels are faster.
+
+Shapes: M rows of N elements, C programs. Programs sum over their own rows; the caller adds up the C partial sums.
 """
 
 from __future__ import annotations
@@ -22,20 +35,18 @@ if triton is not None:
     from firth.models.kernels.glu import sigmoid_gate_in_kernel
 
 FP8_DTYPE, BF16 = torch.float8_e4m3fn, torch.bfloat16
-FP8_MAX = 448.0  # the largest of its numbers
-MIN_ROW_AMAX = 1e-30  # rows of 0 stay so
-MAX_COMPILED_ROW_SIZE = 1024  # numbers of a row up to which torch's compiler reads it once
-RESERVED_SHARED_BYTES = 8192  # bytes of shared memory that are for other things than rows
+FP8_MAX = 448.0  # largest finite E4M3 number
+MIN_ROW_AMAX = 1e-30  # keeps the scale of an all-zero row positive
+MAX_COMPILED_ROW_SIZE = 1024  # elements of a row up to which torch's compiler reads it once
+RESERVED_SHARED_BYTES = 8192  # bytes of shared memory that are not for prefetched rows
 
 
 class RowLaunch(NamedTuple):
-    """How a kernel goes through rows: so many programs at once on a processor, which share the rows evenly, the next of
-    theirs read meanwhile, and a warp for so many numbers of each.
-    """
+    """Launch parameters of a persistent kernel: its programs share the rows evenly and prefetch their next ones."""
 
     programs_per_sm: int
-    max_stages: int
-    elements_per_warp: int
+    max_stages: int  # rows that are loaded ahead, at most
+    elements_per_warp: int  # elements of a row per warp
 
     def num_programs(self, M: int, device: torch.device) -> int:
         return min(M, self.programs_per_sm * num_multiprocessors(device))
@@ -44,22 +55,20 @@ class RowLaunch(NamedTuple):
         return min(32, 1 << (-(-N // self.elements_per_warp) - 1).bit_length())
 
     def num_stages(self, row_bytes: int, device: torch.device) -> int:
-        """How many rows are on their way, if there is room for those that are read ahead."""
-        room = shared_memory_bytes(device.index or 0) - RESERVED_SHARED_BYTES if device.type == "cuda" else row_bytes
-        return max(1, min(self.max_stages, room // row_bytes + 1))
+        """Return how many rows are in flight, limited by the shared memory that prefetched rows take."""
+        free = shared_memory_bytes(device.index or 0) - RESERVED_SHARED_BYTES if device.type == "cuda" else row_bytes
+        return max(1, min(self.max_stages, free // row_bytes + 1))
 
 
-QUANTIZE_LAUNCH, ACTIVATION_LAUNCH, ACTIVATION_BWD_LAUNCH = (
-    RowLaunch(10, 1, 2304),
-    RowLaunch(16, 3, 768),
-    RowLaunch(8, 3, 384),
-)
+QUANTIZE_LAUNCH = RowLaunch(10, 1, 2304)
+ACTIVATION_LAUNCH = RowLaunch(16, 3, 768)
+ACTIVATION_BWD_LAUNCH = RowLaunch(8, 3, 384)
 
 
 def quantize_scaled_rows(
     x: Tensor, column_scale_N: Tensor | None = None, needs_sums: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`x`, each column times a factor, in 8 bits; the scales of its rows; and, where asked for, what `x` adds up to."""
+    """Return `x * column_scale` in FP8, its row scales (M,), and with `needs_sums` the column sums of `x` (N,)."""
     if can_use_triton(x) and (x.shape[1] > MAX_COMPILED_ROW_SIZE or not torch.compiler.is_compiling()):
         x8, scale_M, sums_CN = quantize_rows_triton(x, column_scale_N, needs_sums)
         return x8, scale_M, sums_CN.sum(0) if needs_sums else None
@@ -68,6 +77,7 @@ def quantize_scaled_rows(
 
 
 def quantize_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `x` (M, N) in FP8 and its row scales (M,)."""
     scale_M = x.abs().amax(1).clamp(min=MIN_ROW_AMAX) / FP8_MAX
     return (x * (1 / scale_M)[:, None]).to(FP8_DTYPE), scale_M
 
@@ -83,15 +93,16 @@ def quantize_rows_triton(x: Tensor, column_scale_N: Tensor | None, needs_sums: b
     x8, scale_M, sums_CN = allocate_quantized_rows(x, N, C if needs_sums else 0)
     A, B = split_into_powers_of_two(N)
     launch(
-        quantize_rows_kernel, (C,), x, x if column_scale_N is None else column_scale_N, x8, scale_M, sums_CN, M, N=N, A=A, B=B,
-        HAS_COLUMN_SCALE=column_scale_N is not None, NEEDS_SUMS=needs_sums, NUM_STAGES=QUANTIZE_LAUNCH.num_stages(8 * N, x.device), num_warps=QUANTIZE_LAUNCH.num_warps(N),
+        quantize_rows_kernel, (C,), x, x if column_scale_N is None else column_scale_N, x8, scale_M, sums_CN, M,
+        N=N, A=A, B=B, HAS_COLUMN_SCALE=column_scale_N is not None, NEEDS_SUMS=needs_sums,
+        NUM_STAGES=QUANTIZE_LAUNCH.num_stages(8 * N, x.device), num_warps=QUANTIZE_LAUNCH.num_warps(N),
     )  # fmt: skip
     return x8, scale_M, sums_CN
 
 
 @kernel_op("firth::quantize_activation")
 def quantize_activation(x: Tensor, bias: Tensor | None, activation_index: int, is_gated: bool) -> tuple[Tensor, Tensor]:
-    """An activation of `x` with its bias, in 8 bits; with a gate, of its first half, times the second."""
+    """Return `activation(x + bias)` in FP8 and its row scales; gated: of the first half of x, times the second."""
     if not can_use_triton(x):
         return quantize_rowwise(eager_activation(x, bias, activation_index, is_gated)[0])
     x = x.contiguous()
@@ -99,9 +110,10 @@ def quantize_activation(x: Tensor, bias: Tensor | None, activation_index: int, i
     y8, scale_M, _ = allocate_quantized_rows(x, N)
     A, B = split_into_powers_of_two(N)
     launch(
-        quantize_activation_kernel, (ACTIVATION_LAUNCH.num_programs(M, x.device),), x, x if bias is None else bias, y8, scale_M, M, N=N, A=A,
-        B=B, ACTIVATION=activation_index, IS_GATED=is_gated, HAS_BIAS=bias is not None, NUM_STAGES=ACTIVATION_LAUNCH.num_stages(8 * N, x.device),
-        num_warps=ACTIVATION_LAUNCH.num_warps(N),
+        quantize_activation_kernel, (ACTIVATION_LAUNCH.num_programs(M, x.device),),
+        x, x if bias is None else bias, y8, scale_M, M,
+        N=N, A=A, B=B, ACTIVATION=activation_index, IS_GATED=is_gated, HAS_BIAS=bias is not None,
+        NUM_STAGES=ACTIVATION_LAUNCH.num_stages(8 * N, x.device), num_warps=ACTIVATION_LAUNCH.num_warps(N),
     )  # fmt: skip
     return y8, scale_M
 
@@ -110,26 +122,27 @@ def quantize_activation(x: Tensor, bias: Tensor | None, activation_index: int, i
 def quantize_activation_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, column_scale: Tensor, activation_index: int, is_gated: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The activation again; the gradient of `x`, as it is and (times a factor for each column) in 8 bits with its
-    scales; and, with a bias, what it adds up to in each program.
+    """Return the recomputed activation y; dx; `dx * column_scale` in FP8 and its row scales; and with a bias the
+    partial sums (C, N) of its gradient.
     """
     if not can_use_triton(x):
-        y, (below, slope), gate, value = eager_activation(x, bias, activation_index, is_gated)
-        error = dy.float() * (below + gate * slope)
+        y, (sigmoid, slope), gate, value = eager_activation(x, bias, activation_index, is_gated)
+        dx = dy.float() * (sigmoid + gate * slope)
         if value is not None:
-            error = torch.cat([error * value, dy.float() * gate * below], 1)
-        sums = error.sum(0, keepdim=True) if bias is not None else x.new_empty(0, x.shape[1], dtype=torch.float32)
-        return y.to(dy.dtype), error.to(x.dtype), *quantize_rowwise(error * column_scale), sums
+            dx = torch.cat([dx * value, dy.float() * gate * sigmoid], 1)
+        sums = dx.sum(0, keepdim=True) if bias is not None else x.new_empty(0, x.shape[1], dtype=torch.float32)
+        return y.to(dy.dtype), dx.to(x.dtype), *quantize_rowwise(dx * column_scale), sums
     dy, x = dy.contiguous(), x.contiguous()
     (M, N), C = dy.shape, ACTIVATION_BWD_LAUNCH.num_programs(len(dy), dy.device)
     y, dx = torch.empty_like(dy), torch.empty_like(x)
     dx8, scale_M, sums_CN = allocate_quantized_rows(x, x.shape[1], 0 if bias is None else C)
     A, B = split_into_powers_of_two(N)
-    row = N * dy.element_size() + x.shape[1] * (x.element_size() + 4) + (0 if bias is None else N * 4)
+    row_bytes = N * dy.element_size() + x.shape[1] * (x.element_size() + 4) + (0 if bias is None else N * 4)
     launch(
-        quantize_activation_bwd_kernel, (C,), dy, x, x if bias is None else bias, column_scale, y, dx, dx8, scale_M, sums_CN, M,
-        N=N, A=A, B=B, ACTIVATION=activation_index, IS_GATED=is_gated, HAS_BIAS=bias is not None, NUM_STAGES=ACTIVATION_BWD_LAUNCH.num_stages(row, x.device),
-        num_warps=ACTIVATION_BWD_LAUNCH.num_warps(N),
+        quantize_activation_bwd_kernel, (C,),
+        dy, x, x if bias is None else bias, column_scale, y, dx, dx8, scale_M, sums_CN, M,
+        N=N, A=A, B=B, ACTIVATION=activation_index, IS_GATED=is_gated, HAS_BIAS=bias is not None,
+        NUM_STAGES=ACTIVATION_BWD_LAUNCH.num_stages(row_bytes, x.device), num_warps=ACTIVATION_BWD_LAUNCH.num_warps(N),
     )  # fmt: skip
     return y, dx, dx8, scale_M, sums_CN
 
@@ -137,22 +150,22 @@ def quantize_activation_backward(
 def eager_activation(
     x: Tensor, bias: Tensor | None, activation_index: int, is_gated: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, Tensor | None]:
-    """By single operations: what is found, its share with the slope of that, the gate, and the value that it is for."""
+    """Return the activation, its sigmoid factor and the slope of that, the gate, and the value it gates (or None)."""
     h = x.float() if bias is None else x.float() + bias.float()
     gate, value = h.chunk(2, 1) if is_gated else (h, None)
-    found = sigmoid_gate_and_slope(gate, KERNEL_ACTIVATIONS[activation_index])
-    y = gate * found[0]
-    return y if value is None else y * value, found, gate, value
+    factors = sigmoid_gate_and_slope(gate, KERNEL_ACTIVATIONS[activation_index])
+    y = gate * factors[0]
+    return y if value is None else y * value, factors, gate, value
 
 
 def allocate_quantized_rows(x: Tensor, width: int, C: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for rows in 8 bits, for their scales, and for the sums of so many programs."""
+    """Return empty FP8 rows (M, `width`), row scales (M,) and partial sums (C, `width`)."""
     sums_CN = x.new_empty(C, width, dtype=torch.float32)
     return x.new_empty(len(x), width, dtype=FP8_DTYPE), x.new_empty(len(x), dtype=torch.float32), sums_CN
 
 
 def split_into_powers_of_two(N: int) -> tuple[int, int]:
-    """Two powers of two that cover N, exactly if they can: what a kernel has of a row."""
+    """Return powers of two A and B with A + B >= N, the smallest such: the two parts of a row in a kernel."""
     first = 1 << ((N - 1).bit_length() - 1)
     return first, 1 << (N - first - 1).bit_length()
 
@@ -214,12 +227,12 @@ if triton is not None:
                 total_b += two
             one *= load_columns(column_scale, 0, a, N, N)
             two *= load_columns(column_scale, 0, b, N, N)
-            most = max_abs(one, two)
+            amax = max_abs(one, two)
             if IS_GATED:
                 one_value *= load_columns(column_scale + N, 0, a, N, N)
                 two_value *= load_columns(column_scale + N, 0, b, N, N)
-                most = tl.maximum(most, max_abs(one_value, two_value))
-            inverse = store_row_scale(scales, m, most)
+                amax = tl.maximum(amax, max_abs(one_value, two_value))
+            inverse = store_row_scale(scales, m, amax)
             store_columns(dx8, m, a, one * inverse, N, W)
             store_columns(dx8, m, b, two * inverse, N, W)
             if IS_GATED:
@@ -231,24 +244,25 @@ if triton is not None:
 
     @triton.jit
     def activation_row_grad(
-        dy, x, bias, y, dx, m, n, N: tl.constexpr, ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr, HAS_BIAS: tl.constexpr
+        dy, x, bias, y, dx, m, n,
+        N: tl.constexpr, ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
     ):  # fmt: skip
-        """The gradients of gate and value (without a gate, of `x`, twice), which are written, as is what they make."""
+        """Store y and dx of some columns; return the gradients of gate and value (ungated: of `x`, twice)."""
         W: tl.constexpr = 2 * N if IS_GATED else N
-        gate, error = load_columns(x, m, n, N, W), load_columns(dy, m, n, N, N)
+        gate, dy_n = load_columns(x, m, n, N, W), load_columns(dy, m, n, N, N)
         if HAS_BIAS:
             gate += load_columns(bias, 0, n, N, N)
-        below, slope = sigmoid_gate_in_kernel(gate, ACTIVATION)
-        found, of_gate = gate * below, error * (below + gate * slope)
-        of_value = of_gate
+        sigmoid, slope = sigmoid_gate_in_kernel(gate, ACTIVATION)
+        y_n, dgate = gate * sigmoid, dy_n * (sigmoid + gate * slope)
+        dvalue = dgate
         if IS_GATED:
             value = load_columns(x + N, m, n, N, W)
-            of_gate, of_value = of_gate * value, error * found
-            found *= value
-            store_columns(dx + N, m, n, of_value, N, W)
-        store_columns(y, m, n, found, N, N)
-        store_columns(dx, m, n, of_gate, N, W)
-        return of_gate, of_value
+            dgate, dvalue = dgate * value, dy_n * y_n
+            y_n *= value
+            store_columns(dx + N, m, n, dvalue, N, W)
+        store_columns(y, m, n, y_n, N, N)
+        store_columns(dx, m, n, dgate, N, W)
+        return dgate, dvalue
 
     @triton.jit
     def activation_row(
@@ -258,20 +272,20 @@ if triton is not None:
         gate = load_columns(x, m, n, N, W)
         if HAS_BIAS:
             gate += load_columns(bias, 0, n, N, N)
-        below, _ = sigmoid_gate_in_kernel(gate, ACTIVATION)
-        found = gate * below
+        sigmoid, _ = sigmoid_gate_in_kernel(gate, ACTIVATION)
+        y = gate * sigmoid
         if IS_GATED:
-            found *= load_columns(x + N, m, n, N, W)
-        return found
+            y *= load_columns(x + N, m, n, N, W)
+        return y
 
     @triton.jit
     def contiguous_range(SIZE: tl.constexpr):
-        """Places of which a thread has eight neighbours, whatever their precision: else they would change threads."""
+        """Indices of which each thread owns eight neighbours, whatever the dtype: no exchange between threads."""
         return tl.max_contiguous(tl.multiple_of(tl.arange(0, SIZE), 8), 8)
 
     @triton.jit
     def load_columns(x, m, n, N: tl.constexpr, WIDTH: tl.constexpr):
-        """Of a row of this width, those of the first N columns that are asked for."""
+        """Load columns n < N of row m, in float32; rows are WIDTH apart."""
         return tl.load(x + tl.cast(m, tl.int64) * WIDTH + n, mask=n < N, other=0.0).to(tl.float32)
 
     @triton.jit
@@ -284,7 +298,7 @@ if triton is not None:
 
     @triton.jit
     def store_row_scale(scales, m, amax):
-        """What a row is multiplied by for 8 bits, from the largest of it; what undoes it is written."""
+        """Store a row's scale, and return its inverse."""
         amax = tl.maximum(amax, TL_MIN_ROW_AMAX)
         tl.store(scales + m, amax / TL_FP8_MAX)
         return TL_FP8_MAX / amax

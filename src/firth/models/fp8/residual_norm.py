@@ -1,7 +1,21 @@
-"""What comes after a map in blocks that norm their sums: some places are dropped, what was there before is added, and
-the sum is normed. Its gradient is made in one pass, which also writes what the map takes of it in 8 bits.
+"""The end of a post-norm sublayer, `norm(residual + dropout(linear(h)))`, as the epilogue of an FP8 linear layer.
 
-M rows of N numbers, C programs.
+The forward pass is left to torch's compiler, which fuses it. The backward pass is one kernel. It reads the gradients
+of the norm's output and the norm's input, once, and from each row in registers it writes
+
+    dx          the gradient of the sum, for the residual
+    dx_linear   the same after dropout, for the bf16 weight gradient (not written if it equals dx)
+    dx8         the same times the weight's scales in FP8, for the FP8 input gradient
+    sums        of the gradients of the norm's weight and bias and of the linear layer's bias
+
+As separate operations these are four kernels that each read dx again. The gradient of LayerNorm's input, with x the
+normalized input and g = dy * weight, is `(g - mean(g) - x * mean(g * x)) * rstd`. Dropout stores no mask: whether an
+element is dropped depends on the product of a random number per row and one per column (`kernels/dropout.py`).
+
+An output with two readers is returned twice (`num_outputs`). Their gradients then arrive as two tensors, and the
+kernel adds them as it reads, instead of autograd with a kernel of its own.
+
+Shapes: M rows of N elements, C programs.
 """
 
 from __future__ import annotations
@@ -34,52 +48,52 @@ NORM_BWD_LAUNCH = RowLaunch(8, 1, 384)
 
 
 class ResidualNormEpilogue(NamedTuple):
-    """What a map ends with."""
+    """Inputs of the epilogue, beside the linear layer's output."""
 
-    residual: Tensor  # (M, N), what was there
-    weight: Tensor
-    bias: Tensor
-    drop_rows: Tensor | None  # (M,), odd numbers: what is dropped depends on their products
+    residual: Tensor  # (M, N)
+    weight: Tensor  # (N,), of the norm
+    bias: Tensor  # (N,), of the norm
+    drop_rows: Tensor | None  # (M,) random odd factors of the dropout mask; None: no dropout
     drop_columns: Tensor | None  # (N,)
     dropout_p: float
     eps: float
-    num_outputs: int  # once, or twice: for two readers, whose gradients are then added up by the kernel
+    num_outputs: int  # 1, or 2 for two readers whose gradients the kernel adds
 
 
 def make_residual_norm(
     residual: Tensor, norm: nn.Module, dropout: Dropout, num_outputs: int
 ) -> ResidualNormEpilogue | None:
-    """Of a norm that it is made for."""
+    """Return the epilogue, or None for norms that the kernel does not support (all but LayerNorm with a bias)."""
     if type(norm) is not nn.LayerNorm or norm.bias is None:
         return None
-    residual, rate = residual.reshape(-1, residual.shape[-1]), dropout.p if dropout.training else 0.0
-    row, column = (random_odd_factors((n,), residual.device) if rate else None for n in residual.shape)
-    return ResidualNormEpilogue(residual, norm.weight, norm.bias, row, column, rate, norm.eps, num_outputs)
+    residual, p = residual.reshape(-1, residual.shape[-1]), dropout.p if dropout.training else 0.0
+    rows, columns = (random_odd_factors((n,), residual.device) if p else None for n in residual.shape)
+    return ResidualNormEpilogue(residual, norm.weight, norm.bias, rows, columns, p, norm.eps, num_outputs)
 
 
 class SavedResidualNorm(NamedTuple):
-    """What the backward pass needs of it."""
+    """Tensors saved for the backward pass."""
 
-    norm_input: Tensor  # (M, N), what was normed
+    norm_input: Tensor  # (M, N)
     mean: Tensor  # (M,)
-    rstd: Tensor  # (M,), of which it is 1 over
+    rstd: Tensor  # (M,), 1 / standard deviation
     weight: Tensor
     drop_rows: Tensor | None
     drop_columns: Tensor | None
 
 
 def apply_residual_norm(y: Tensor, epilogue: ResidualNormEpilogue) -> tuple[tuple[Tensor, ...], SavedResidualNorm]:
-    """The norm of a sum, in the precision of what was there before."""
+    """Return `norm(residual + dropout(y))` in the residual's dtype, `num_outputs` times, and what to save."""
     if epilogue.drop_rows is not None and epilogue.drop_columns is not None:
         y = (y * mask_from_factors(epilogue.drop_rows[:, None], epilogue.drop_columns, epilogue.dropout_p)).to(y.dtype)
-    sums = epilogue.residual + y
+    x = epilogue.residual + y
     weight, bias = epilogue.weight.float(), epilogue.bias.float()
-    found, mean_M1, spread_M1 = torch.native_layer_norm(sums.float(), [len(weight)], weight, bias, epilogue.eps)
-    found = cast_to_dtype(found, epilogue.residual.dtype)
-    kept = SavedResidualNorm(
-        sums, mean_M1.flatten(), spread_M1.flatten(), epilogue.weight, epilogue.drop_rows, epilogue.drop_columns
+    normed, mean_M1, rstd_M1 = torch.native_layer_norm(x.float(), [len(weight)], weight, bias, epilogue.eps)
+    normed = cast_to_dtype(normed, epilogue.residual.dtype)
+    saved = SavedResidualNorm(
+        x, mean_M1.flatten(), rstd_M1.flatten(), epilogue.weight, epilogue.drop_rows, epilogue.drop_columns
     )
-    return (found, *(found.view_as(found) for _ in range(1, epilogue.num_outputs))), kept
+    return (normed, *(normed.view_as(normed) for _ in range(1, epilogue.num_outputs))), saved
 
 
 @kernel_op("firth::residual_norm_backward")
@@ -95,47 +109,46 @@ def residual_norm_backward(
     column_scale: Tensor,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradient of a sum; that of the map in it (nothing, where it is the same), the same times a factor for each
-    column in 8 bits, with the scales of its rows; and what the rows of each program add up to.
-    """
+    """Return dx; dx_linear (empty if it equals dx); dx8 and its row scales; and the partial sums (C, 3, N)."""
     dy, norm_input, dy_residual = (
         dy.contiguous(),
         norm_input.contiguous(),
         None if dy_residual is None else dy_residual.contiguous(),
     )
     if not can_use_triton(dy):
-        error = dy.float() if dy_residual is None else dy.float() + dy_residual.float()
+        dy_sum = dy.float() if dy_residual is None else dy.float() + dy_residual.float()
         x = (norm_input.float() - mean[:, None]) * rstd[:, None]
-        by_weight = error * weight.float()
-        back = by_weight - by_weight.mean(1, keepdim=True) - x * (by_weight * x).mean(1, keepdim=True)
-        back = back * rstd[:, None]
-        to_map = (
-            back
+        g = dy_sum * weight.float()
+        dx = g - g.mean(1, keepdim=True) - x * (g * x).mean(1, keepdim=True)
+        dx = dx * rstd[:, None]
+        dx_linear = (
+            dx
             if drop_rows is None or drop_columns is None
-            else back * mask_from_factors(drop_rows[:, None], drop_columns, dropout_p)
+            else dx * mask_from_factors(drop_rows[:, None], drop_columns, dropout_p)
         )
-        added = torch.stack([(error * x).sum(0), error.sum(0), to_map.sum(0)])[None]
-        apart = (
-            to_map.to(BF16)
+        sums_13N = torch.stack([(dy_sum * x).sum(0), dy_sum.sum(0), dx_linear.sum(0)])[None]
+        separate = (
+            dx_linear.to(BF16)
             if needs_separate_grad(norm_input, drop_rows)
             else norm_input.new_empty(0, norm_input.shape[1], dtype=BF16)
         )
-        return back.to(norm_input.dtype), apart, *quantize_rowwise(to_map * column_scale), added
+        return dx.to(norm_input.dtype), separate, *quantize_rowwise(dx_linear * column_scale), sums_13N
     (M, N), C = norm_input.shape, NORM_BWD_LAUNCH.num_programs(len(norm_input), norm_input.device)
-    back, apart, back8, scale_M, sums_C3N = allocate_norm_grads(norm_input, drop_rows, C)
+    dx, dx_linear, dx8, scale_M, sums_C3N = allocate_norm_grads(norm_input, drop_rows, C)
     A, B = split_into_powers_of_two(N)
-    num_bytes = N * (dy.element_size() * (1 if dy_residual is None else 2) + norm_input.element_size())
+    row_bytes = N * (dy.element_size() * (1 if dy_residual is None else 2) + norm_input.element_size())
     launch(
         residual_norm_bwd_kernel, (C,), dy, dy if dy_residual is None else dy_residual, norm_input, mean, rstd, weight,
-        mean if drop_rows is None else drop_rows, mean if drop_columns is None else drop_columns, column_scale, back, apart, back8, scale_M, sums_C3N,
-        M, round(dropout_p * 2**32) - 2**31, 1 / (1 - dropout_p), N=N, A=A, B=B, HAS_DY_RESIDUAL=dy_residual is not None, HAS_DROPOUT=drop_rows is not None,
-        HAS_DX_LINEAR=len(apart) > 0, NUM_STAGES=NORM_BWD_LAUNCH.num_stages(num_bytes, dy.device), num_warps=NORM_BWD_LAUNCH.num_warps(N),
+        mean if drop_rows is None else drop_rows, mean if drop_columns is None else drop_columns, column_scale,
+        dx, dx_linear, dx8, scale_M, sums_C3N, M, round(dropout_p * 2**32) - 2**31, 1 / (1 - dropout_p), N=N, A=A, B=B,
+        HAS_DY_RESIDUAL=dy_residual is not None, HAS_DROPOUT=drop_rows is not None, HAS_DX_LINEAR=len(dx_linear) > 0,
+        NUM_STAGES=NORM_BWD_LAUNCH.num_stages(row_bytes, dy.device), num_warps=NORM_BWD_LAUNCH.num_warps(N),
     )  # fmt: skip
-    return back, apart, back8, scale_M, sums_C3N
+    return dx, dx_linear, dx8, scale_M, sums_C3N
 
 
 def needs_separate_grad(norm_input: Tensor, drop_rows: Tensor | None) -> bool:
-    """Whether what comes back to the map is another tensor than what comes back to the sum."""
+    """Whether dx_linear differs from dx: by dropout, or because dx is not in bf16."""
     return drop_rows is not None or norm_input.dtype != BF16
 
 
@@ -143,50 +156,51 @@ def allocate_norm_grads(
     norm_input: Tensor, drop_rows: Tensor | None, C: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     M, N = norm_input.shape
-    apart = norm_input.new_empty(M if needs_separate_grad(norm_input, drop_rows) else 0, N, dtype=BF16)
-    eight, scale_M, _ = allocate_quantized_rows(norm_input, N)
-    return norm_input.new_empty(M, N), apart, eight, scale_M, norm_input.new_empty(C, 3, N, dtype=torch.float32)
+    dx_linear = norm_input.new_empty(M if needs_separate_grad(norm_input, drop_rows) else 0, N, dtype=BF16)
+    dx8, scale_M, _ = allocate_quantized_rows(norm_input, N)
+    return norm_input.new_empty(M, N), dx_linear, dx8, scale_M, norm_input.new_empty(C, 3, N, dtype=torch.float32)
 
 
 def residual_norm_grads(
     grad_outputs: Sequence[Tensor], saved: SavedResidualNorm, dropout_p: float, column_scale_N: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
-    """What comes back to the map, as it is and in 8 bits with its scales; its sums; and the gradients of the end."""
-    more = grad_outputs[1] if len(grad_outputs) > 1 else None
-    before, apart, eight, scale_M, sums_C3N = residual_norm_backward(
-        grad_outputs[0], more, *saved, column_scale_N, dropout_p
+    """Return dx_linear; dx8 and its row scales; the linear layer's bias gradient; the epilogue's gradients."""
+    dy_residual = grad_outputs[1] if len(grad_outputs) > 1 else None
+    dx, dx_linear, dx8, scale_M, sums_C3N = residual_norm_backward(
+        grad_outputs[0], dy_residual, *saved, column_scale_N, dropout_p
     )
-    of_weight_N, of_bias_N, of_map_N = sums_C3N.sum(0)
-    of_norm = cast_to_dtype(of_weight_N, saved.weight.dtype), cast_to_dtype(of_bias_N, saved.weight.dtype)
-    to_map = apart if needs_separate_grad(saved.norm_input, saved.drop_rows) else before
-    return to_map, eight, scale_M, of_map_N, (before, *of_norm, None, None, None, None, None)
+    dweight_N, dbias_N, dbias_linear_N = sums_C3N.sum(0)
+    norm_grads = cast_to_dtype(dweight_N, saved.weight.dtype), cast_to_dtype(dbias_N, saved.weight.dtype)
+    dx_linear = dx_linear if needs_separate_grad(saved.norm_input, saved.drop_rows) else dx
+    return dx_linear, dx8, scale_M, dbias_linear_N, (dx, *norm_grads, None, None, None, None, None)
 
 
 if triton is not None:
 
     @triton.jit
     def residual_norm_bwd_kernel(
-        dy, dy_residual, norm_input, mean, rstd, weight, drop_rows, drop_columns, column_scale, dx, dx_linear, dx8, scales, partial_sums, M, drop_threshold, keep_scale,
+        dy, dy_residual, norm_input, mean, rstd, weight, drop_rows, drop_columns, column_scale,
+        dx, dx_linear, dx8, scales, partial_sums, M, drop_threshold, keep_scale,
         N: tl.constexpr, A: tl.constexpr, B: tl.constexpr, HAS_DY_RESIDUAL: tl.constexpr,
         HAS_DROPOUT: tl.constexpr, HAS_DX_LINEAR: tl.constexpr, NUM_STAGES: tl.constexpr,
     ):  # fmt: skip
         a, b = contiguous_range(A), A + contiguous_range(B)
-        of_weight_a, of_weight_b = tl.zeros([A], tl.float32), tl.zeros([B], tl.float32)
-        of_bias_a, of_bias_b = tl.zeros([A], tl.float32), tl.zeros([B], tl.float32)
-        of_map_a, of_map_b = tl.zeros([A], tl.float32), tl.zeros([B], tl.float32)
+        dweight_a, dweight_b = tl.zeros([A], tl.float32), tl.zeros([B], tl.float32)
+        dbias_a, dbias_b = tl.zeros([A], tl.float32), tl.zeros([B], tl.float32)
+        dlinear_bias_a, dlinear_bias_b = tl.zeros([A], tl.float32), tl.zeros([B], tl.float32)
         for m in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=NUM_STAGES):
             one, one_x = load_norm_grad(dy, dy_residual, norm_input, mean, rstd, m, a, N, HAS_DY_RESIDUAL)
             two, two_x = load_norm_grad(dy, dy_residual, norm_input, mean, rstd, m, b, N, HAS_DY_RESIDUAL)
-            of_weight_a += one * one_x
-            of_weight_b += two * two_x
-            of_bias_a += one
-            of_bias_b += two
+            dweight_a += one * one_x
+            dweight_b += two * two_x
+            dbias_a += one
+            dbias_b += two
             one *= load_columns(weight, 0, a, N, N)
             two *= load_columns(weight, 0, b, N, N)
-            level = (tl.sum(one, 0) + tl.sum(two, 0)) / N
-            along = (tl.sum(one * one_x, 0) + tl.sum(two * two_x, 0)) / N
-            one = (one - level - one_x * along) * tl.load(rstd + m)
-            two = (two - level - two_x * along) * tl.load(rstd + m)
+            mean_g = (tl.sum(one, 0) + tl.sum(two, 0)) / N
+            mean_gx = (tl.sum(one * one_x, 0) + tl.sum(two * two_x, 0)) / N
+            one = (one - mean_g - one_x * mean_gx) * tl.load(rstd + m)
+            two = (two - mean_g - two_x * mean_gx) * tl.load(rstd + m)
             store_columns(dx, m, a, one, N, N)
             store_columns(dx, m, b, two, N, N)
             if HAS_DROPOUT:
@@ -203,25 +217,25 @@ if triton is not None:
             if HAS_DX_LINEAR:
                 store_columns(dx_linear, m, a, one, N, N)
                 store_columns(dx_linear, m, b, two, N, N)
-            of_map_a += one
-            of_map_b += two
+            dlinear_bias_a += one
+            dlinear_bias_b += two
             one *= load_columns(column_scale, 0, a, N, N)
             two *= load_columns(column_scale, 0, b, N, N)
             inverse = store_row_scale(scales, m, max_abs(one, two))
             store_columns(dx8, m, a, one * inverse, N, N)
             store_columns(dx8, m, b, two * inverse, N, N)
         first = 3 * tl.program_id(0)
-        store_columns(partial_sums, first, a, of_weight_a, N, N)
-        store_columns(partial_sums, first, b, of_weight_b, N, N)
-        store_columns(partial_sums, first + 1, a, of_bias_a, N, N)
-        store_columns(partial_sums, first + 1, b, of_bias_b, N, N)
-        store_columns(partial_sums, first + 2, a, of_map_a, N, N)
-        store_columns(partial_sums, first + 2, b, of_map_b, N, N)
+        store_columns(partial_sums, first, a, dweight_a, N, N)
+        store_columns(partial_sums, first, b, dweight_b, N, N)
+        store_columns(partial_sums, first + 1, a, dbias_a, N, N)
+        store_columns(partial_sums, first + 1, b, dbias_b, N, N)
+        store_columns(partial_sums, first + 2, a, dlinear_bias_a, N, N)
+        store_columns(partial_sums, first + 2, b, dlinear_bias_b, N, N)
 
     @triton.jit
     def load_norm_grad(dy, dy_residual, norm_input, mean, rstd, m, n, N: tl.constexpr, HAS_DY_RESIDUAL: tl.constexpr):
-        """What comes back to some of a row, and what the norm has made of them before its weights."""
-        error = load_columns(dy, m, n, N, N)
+        """Return the output's gradient and the normalized input of some columns of row m."""
+        dy_n = load_columns(dy, m, n, N, N)
         if HAS_DY_RESIDUAL:
-            error += load_columns(dy_residual, m, n, N, N)
-        return error, (load_columns(norm_input, m, n, N, N) - tl.load(mean + m)) * tl.load(rstd + m)
+            dy_n += load_columns(dy_residual, m, n, N, N)
+        return dy_n, (load_columns(norm_input, m, n, N, N) - tl.load(mean + m)) * tl.load(rstd + m)
