@@ -426,7 +426,7 @@ def flops_of(config: ModelConfig, spelled: float) -> float:
         ways, sampled = 2, min(head.num_sampled or config.vocab_size, config.vocab_size)
         return body - words + spelled * words + ways * 2 * config.recurrent.proj_size * sampled
     vocabulary = flops_per_token(config, LENGTH) - body
-    asked = OBJECTIVES["mlm"].expected_rates()["asked"] if config.architecture == "encoder" else 1.0
+    asked = OBJECTIVES["mlm"].expected_rates()["targets"] if config.architecture == "encoder" else 1.0
     return body + asked * vocabulary
 
 

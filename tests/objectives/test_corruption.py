@@ -317,9 +317,9 @@ def test_documents_rotate_between_their_frames(picture: Picture, written: Writer
 def test_tokens_are_masked_or_go_without_a_trace(vocab: Vocabulary, picture: Picture) -> None:
     rows = picture("C 10 11 12 S | C 20 S", width=9)
     mask = np.array([[0, 1, 0, 1, 0, 0, 1, 0, 0]], bool)
-    masked = corruption.mask_or_delete(text_of(rows), mask, False, vocab)
+    masked = corruption.mask_tokens(text_of(rows), mask, vocab)
     assert masked.input_ids.tolist() == [[CLS, MASK, 11, MASK, SEP, CLS, MASK, SEP, PAD]]
-    deleted = corruption.mask_or_delete(text_of(rows), mask, True, vocab)
+    deleted = corruption.delete_tokens(text_of(rows), mask, PAD)
     assert deleted.input_ids.tolist() == [[CLS, 11, SEP, CLS, SEP, PAD, PAD, PAD, PAD]]
     assert deleted.document_ids.tolist() == [[0, 0, 0, 1, 1, -1, -1, -1, -1]]
     assert deleted.maskable.astype(int).tolist() == [[0, 1, 0, 0, 0, 0, 0, 0, 0]]

@@ -85,7 +85,7 @@ def test_masks_keep_their_promises(name: str, rows_for: Maker, apply: Applier, v
     assert (batch.input_ids[~asked] == rows.input_ids[~asked]).all(), "nor is anything else hidden"
     truth, read = rows.input_ids[asked], batch.input_ids[asked]
     assert (batch.labels[batch.labels != IGNORE_INDEX] == truth).all()
-    assert asked.sum() / rows.maskable.sum() == pytest.approx(promised["asked"], abs=0.005)
+    assert asked.sum() / rows.maskable.sum() == pytest.approx(promised["targets"], abs=0.005)
 
     masked, kept = read == MASK, read == truth
     other = read[~masked & ~kept]

@@ -1,23 +1,18 @@
-"""Rows to what is read and what is asked."""
+"""Rows of token ids to batches of inputs and labels: noise mask, corruption, labels."""
 
 from firth.objectives.batch import IGNORE_INDEX, Batch
+from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM
 from firth.objectives.counter_rng import CounterRNG
+from firth.objectives.masked import MLM
+from firth.objectives.mixture import Mixture, Objective, WeightedObjective
 from firth.objectives.noise_mask import SalientSpanMasking, SpanMasking, TokenMasking, WholeWordMasking
-from firth.objectives.objectives import (
-    CLM,
-    MLM,
-    OBJECTIVES,
+from firth.objectives.registry import OBJECTIVES
+from firth.objectives.seq2seq import (
     BARTDenoising,
-    BiLM,
     DecoderDenoising,
     EncoderDecoderLM,
-    Mixture,
-    Objective,
-    PermutationLM,
-    PrefixLM,
     SalientSpanCorruption,
     SpanCorruption,
-    WeightedObjective,
 )
 
 __all__ = [

@@ -1,7 +1,9 @@
-"""Random numbers as a pure function of where they are used: no generator is carried along.
+"""A counter-based random number generator: random numbers are a hash of where they are used.
 
-The noise of a row depends on (seed, place of the row in the stream, purpose) and on nothing else, so it is the same
-whoever computes it, in whatever order, before and after a resume.
+A stateful generator gives numbers that depend on everything drawn before. Here each number is a hash of (seed, purpose,
+row index, column), as in Philox or JAX's threefry (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+So the noise of a row is the same on any process, in any order, and after a resume, and a checkpoint holds no RNG state.
+The purpose is a string, so that two uses in one row are independent; renaming one changes the noise of every run.
 """
 
 from __future__ import annotations
@@ -16,22 +18,22 @@ from firth.core.hashing import hash_uint64
 
 @dataclass(frozen=True)
 class CounterRNG:
-    """Draws for a batch of rows; `index` (B,) are their places in the stream of all rows, `step` (B,) their steps."""
+    """Random numbers for B rows; `index` (B,) is the index of each row in the stream, `step` (B,) its training step."""
 
     seed: int
     index: np.ndarray
     step: np.ndarray | None = None
 
     def uniform(self, purpose: str, width: int) -> np.ndarray:
-        """(B, width) float32 numbers in [0, 1), independent for every purpose."""
+        """Return (B, width) float32 in [0, 1), independent for every purpose."""
         return bits_to_unit_floats(self._random_bits(purpose, width))
 
     def uniform_at(self, purpose: str, row_N: np.ndarray, position_N: np.ndarray) -> np.ndarray:
-        """What `uniform` has at these places, without the others."""
+        """Return `uniform(purpose, ...)[row_N, position_N]` (N,) without computing the rest."""
         return bits_to_unit_floats(hash_uint64(self.seed, zlib.crc32(purpose.encode()), self.index[row_N], position_N))
 
     def integers(self, purpose: str, width: int, high: int) -> np.ndarray:
-        """(B, width) whole numbers in [0, below)."""
+        """Return (B, width) int64 in [0, high)."""
         return ((self._random_bits(purpose, width) >> np.uint64(32)) * np.uint64(high) >> np.uint64(32)).astype(
             np.int64
         )
@@ -41,4 +43,5 @@ class CounterRNG:
 
 
 def bits_to_unit_floats(bits: np.ndarray) -> np.ndarray:
+    """Return float32 in [0, 1) from the upper 24 bits, as many as a float32 can hold."""
     return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)

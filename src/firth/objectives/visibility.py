@@ -1,6 +1,16 @@
-"""Who may see whom: one integer per token.
+"""Attention masks as one integer per token, the attention rank.
 
-`i` sees `j` when both are in the same document and `rank[j] <= rank[i]`. B rows, L places.
+Position i attends to position j where both are in the same document and `rank[j] <= rank[i]`. This one rule covers
+
+    bidirectional   rank 0 everywhere
+    causal          rank = position
+    prefix LM       rank 0 in the prefix, then 1, 2, 3 ...
+    backward        rank = L - 1 - position
+    permutation     rank 0 for the context, then the order in which targets are predicted; a query stream uses `<`
+
+so batches carry (B, L) integers instead of (B, L, L) masks, and attention kernels compare two integers.
+
+Shapes: B rows, L positions.
 """
 
 from __future__ import annotations
@@ -12,7 +22,7 @@ from firth.objectives.noise_mask import is_document_start, stable_argsort
 
 
 def attention_rank(order_BL: np.ndarray, context_BL: np.ndarray | int) -> np.ndarray:
-    """The rank of places that are predicted in some order, when the first `context` of a document come free.
+    """Return the rank of positions that are predicted in `order`, when the first `context` of a document are given.
 
     >>> attention_rank(np.array([0, 1, 2, 3]), 1), attention_rank(np.array([0, 1, 2, 3]), 3)
     (array([0, 1, 2, 3]), array([0, 0, 0, 1]))
@@ -21,7 +31,7 @@ def attention_rank(order_BL: np.ndarray, context_BL: np.ndarray | int) -> np.nda
 
 
 def document_lengths(doc_BL: np.ndarray, counted_BL: np.ndarray | None = None) -> np.ndarray:
-    """How many places the document of each place has; with `of`, how many of these."""
+    """Return for each position the length of its document (B, L); with `counted_BL`, the number of these positions."""
     B, L = doc_BL.shape
     id_BL = (doc_BL + 1) + (L + 1) * np.arange(B)[:, None]
     counted = id_BL.ravel() if counted_BL is None else id_BL[counted_BL]
@@ -29,28 +39,28 @@ def document_lengths(doc_BL: np.ndarray, counted_BL: np.ndarray | None = None) -
 
 
 def broadcast_document_start(u_BL: np.ndarray, doc_BL: np.ndarray) -> np.ndarray:
-    """One draw for each document: the one that falls on its first place."""
+    """Return the value at the start of its document for each position: one random number per document."""
     first_BL = np.maximum.accumulate(np.where(is_document_start(doc_BL), np.arange(doc_BL.shape[1]), 0), 1)
     return np.take_along_axis(u_BL, first_BL, 1)
 
 
 def sample_prefix_lengths(doc_BL: np.ndarray, rng: CounterRNG) -> np.ndarray:
-    """For each place how long the prefix of its document is: any length that leaves something to predict."""
+    """Return for each position a random prefix length of its document, uniform from 1 to its length - 1."""
     u_BL = broadcast_document_start(rng.uniform("prefix", doc_BL.shape[1]), doc_BL)
     return 1 + (u_BL * np.maximum(document_lengths(doc_BL) - 1, 0)).astype(np.int64)
 
 
 def sample_permutation_ranks(target_BL: np.ndarray, rng: CounterRNG) -> np.ndarray:
-    """Ranks for permutation LM: 0 for what is read freely, then the targets of the row in random order."""
+    """Return ranks for the permutation LM: 0 for the context, then 1, 2, ... for the row's targets in random order."""
     B, L = target_BL.shape
     key_BL = np.where(target_BL, rng.uniform("order", L), np.float32(2))
     order_BL = stable_argsort(key_BL)
-    place_BL = np.empty_like(order_BL)
-    np.put_along_axis(place_BL, order_BL, np.broadcast_to(np.arange(1, L + 1), (B, L)), 1)
-    return np.where(target_BL, place_BL, 0)
+    rank_BL = np.empty_like(order_BL)
+    np.put_along_axis(rank_BL, order_BL, np.broadcast_to(np.arange(1, L + 1), (B, L)), 1)
+    return np.where(target_BL, rank_BL, 0)
 
 
 def visibility_matrix(doc_L: np.ndarray | None, rank_L: np.ndarray, strict: bool = False) -> np.ndarray:
-    """Sight written out for one row: [i, j] is whether i sees j; `strict` for a query, which does not see itself."""
-    sees = rank_L[None, :] < rank_L[:, None] if strict else rank_L[None, :] <= rank_L[:, None]
-    return sees if doc_L is None else sees & (doc_L[:, None] == doc_L[None, :])
+    """Return the attention mask of one row (L, L): [i, j] is whether i attends to j; `strict` for a query stream."""
+    mask = rank_L[None, :] < rank_L[:, None] if strict else rank_L[None, :] <= rank_L[:, None]
+    return mask if doc_L is None else mask & (doc_L[:, None] == doc_L[None, :])

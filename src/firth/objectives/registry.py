@@ -1,0 +1,56 @@
+"""The objectives by the names that `--objective` takes."""
+
+from __future__ import annotations
+
+from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM
+from firth.objectives.masked import MLM
+from firth.objectives.mixture import Mixture, Objective, WeightedObjective
+from firth.objectives.noise_mask import SalientSpanMasking, SpanMasking, WholeWordMasking
+from firth.objectives.seq2seq import (
+    BARTDenoising,
+    DecoderDenoising,
+    EncoderDecoderLM,
+    SalientSpanCorruption,
+    SpanCorruption,
+)
+
+UNILM = Mixture(  # Dong et al. 2019, section 2.3
+    (
+        WeightedObjective(MLM(), 1 / 3),
+        WeightedObjective(MLM(visibility="prefix"), 1 / 3),
+        WeightedObjective(MLM(visibility="forward"), 1 / 6),
+        WeightedObjective(MLM(visibility="backward"), 1 / 6),
+    )
+)
+UL2_DENOISERS = Mixture(  # after Tay et al. 2023 (UL2), table 1: regular, extreme and sequential denoising
+    (
+        WeightedObjective(SpanCorruption(0.15, 3.0)),
+        WeightedObjective(SpanCorruption(0.15, 8.0)),
+        WeightedObjective(SpanCorruption(0.5, 3.0)),
+        WeightedObjective(SpanCorruption(0.5, 8.0)),
+        WeightedObjective(EncoderDecoderLM()),
+    )
+)
+OBJECTIVES: dict[str, Objective] = {
+    "clm": CLM(),
+    "mlm": MLM(),
+    "whole-word": MLM(masking=WholeWordMasking()),
+    "span": MLM(masking=SpanMasking(), targets="boundary"),
+    "salient": MLM(masking=SalientSpanMasking()),
+    "static": MLM(num_static_masks=10),
+    "nsp": MLM(pair="next"),
+    "sop": MLM(pair="order"),
+    "tlm": MLM(pair="translation"),
+    "rtd": MLM(mask=0.85, random=0.0, targets="replaced"),
+    "unilm": UNILM,
+    "bilm": BiLM(),
+    "permutation-lm": PermutationLM(),
+    "prefix-lm": PrefixLM(),
+    "encoder-decoder-lm": EncoderDecoderLM(),
+    "span-corruption": SpanCorruption(),
+    "salient-spans": SalientSpanCorruption(),
+    "lm-denoising": DecoderDenoising(),
+    "prefix-lm-denoising": DecoderDenoising(prefix=True),
+    "bart": BARTDenoising(),
+    "denoisers": UL2_DENOISERS,
+}
