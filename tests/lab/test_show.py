@@ -22,26 +22,27 @@ from firth.lab.show import BatchPreview, build_batch_preview, format_objective, 
 from firth.lab.show_page import SHOW_PAGE_GENERATOR, find_free_show_page, make_show_page, mask_svg_path, text_direction
 from firth.lab.show_row import (
     AttentionMaskView,
+    BatchTrace,
     RowView,
     SequenceView,
     TokenView,
-    align_with_labels,
     build_attention_mask,
     build_attention_masks,
     build_row_view,
     downsample_mask,
     escape_character,
-    find_decoder_start_token,
-    is_full_reconstruction,
+    infilled_spans,
     make_token_formatter,
-    positions_behind_masks,
-    select_row,
+    masked_tokens,
+    trace_batch,
 )
 from firth.lab.show_text import half_block_lines, print_preview
 from firth.models import PRESETS
 from firth.models.attention import AttentionSpec, make_attention_spec
 from firth.models.two_stream import make_query_stream_spec
-from firth.objectives import CLM, IGNORE_INDEX, MLM, OBJECTIVES, Batch, PermutationLM
+from firth.objectives import CLM, IGNORE_INDEX, MLM, OBJECTIVES, BARTDenoising, Batch, CounterRNG, PermutationLM
+from firth.objectives.corruption import NoisyText
+from firth.objectives.seq2seq import BARTStages
 from firth.recipes import pretraining_recipe
 from firth.text import Corpus, load_salient_finder
 from firth.tokens import Rows, Vocabulary, open_shards, prepare, train_tokenizer
@@ -100,6 +101,33 @@ def seen_by_model(found: AttentionSpec, shape: tuple[int, int]) -> np.ndarray:
     return np.broadcast_to(np.tril(np.ones(shape, bool)) if found.is_causal else np.ones(shape, bool), (1, *shape))
 
 
+def row(batch: Batch) -> Batch:
+    return Batch(*(None if x is None else x[0] for x in batch))
+
+
+def trace_of(rows: Rows, batch: Batch) -> BatchTrace:
+    """Source indices of a batch whose tokens of text occur once in their row; -1 for all others."""
+
+    def lookup(x: np.ndarray | None) -> np.ndarray | None:
+        if x is None:
+            return None
+        found = np.where(x == IGNORE_INDEX, IGNORE_INDEX, -1)
+        for b, token in np.argwhere(rows.maskable).tolist():
+            found[b][x[b] == rows.input_ids[b, token]] = token
+        return found
+
+    changed = {name: lookup(getattr(batch, name)) for name in ("input_ids", "labels", "decoder_input_ids")}
+    return BatchTrace(batch._replace(**changed), [None] * len(rows.input_ids))
+
+
+def rates_of(rows: Rows, batch: Batch) -> dict[str, float]:
+    return measure_rates(rows, batch, trace_of(rows, batch), VOCAB)
+
+
+def view_of(rows: Rows, batch: Batch, objective: Any, is_causal: bool) -> RowView:
+    return build_row_view(rows, batch, trace_of(rows, batch), 0, LETTERS, objective, is_causal)
+
+
 def shown_pieces(strip: SequenceView) -> list[tuple[str, str, str]]:
     return [(piece.text.strip(), piece.kind, piece.original_text) for piece in strip.tokens if piece.kind != "text"]
 
@@ -116,10 +144,10 @@ MASKED = Batch(
 
 
 def test_counts_of_masks() -> None:
-    found = measure_rates(SOURCE, MASKED, VOCAB)
+    found = rates_of(SOURCE, MASKED)
     assert found == {
         "rows": 2,
-        "asked": 5 / 11,  # a word that the tokenizer does not know is text
+        "targets": 5 / 11,  # a word that the tokenizer does not know is text
         "masked": 3 / 5,
         "random": 1 / 5,
         "kept": 1 / 5,
@@ -131,11 +159,11 @@ def test_counts_of_masks() -> None:
 
 def test_spans_are_counted_in_words_where_words_are_known() -> None:
     starts = np.array([[0, 1, 1, 1, 0, 1, 0, 0], [0, 1, 1, 1, 1, 0, 1, 0]], bool)  # c d and <unk> j are words
-    assert measure_rates(SOURCE._replace(word_start=starts), MASKED, VOCAB)["mean_span"] == 3 / 3
+    assert rates_of(SOURCE._replace(word_start=starts), MASKED)["mean_span"] == 3 / 3
 
 
 def test_marks_of_masks() -> None:
-    seen = build_row_view(SOURCE, MASKED, 0, LETTERS, MLM(), is_causal=False)
+    seen = view_of(SOURCE, MASKED, MLM(), False)
     assert shown_pieces(seen.sequences[0]) == [
         ("<cls>", "special", ""),
         ("<mask>", "masked", "a"),
@@ -145,14 +173,14 @@ def test_marks_of_masks() -> None:
     ]
     assert seen.sequences[0].num_padding == 1
     assert [piece.position for piece in seen.sequences[0].tokens] == list(range(7))
-    assert seen.sequences[0].tokens[1].title == "id 5, place 1, document 0"
+    assert seen.sequences[0].tokens[1].title == "id 5, position 1, document 0"
 
 
 def test_what_is_asked_of_a_query_is_not_hidden() -> None:
     batch = MASKED._replace(input_ids=SOURCE.input_ids, attention_rank=np.array([[0, 3, 0, 1, 2, 0, 0, 0]] * 2))
-    seen = build_row_view(SOURCE, batch, 0, LETTERS, PermutationLM(), is_causal=False)
-    assert [p[1:] for p in shown_pieces(seen.sequences[0])[1:4]] == [("asked", "3"), ("asked", "1"), ("asked", "2")]
-    assert {"masked", "random", "kept"}.isdisjoint(measure_rates(SOURCE, batch, VOCAB))
+    seen = view_of(SOURCE, batch, PermutationLM(), False)
+    assert [p[1:] for p in shown_pieces(seen.sequences[0])[1:4]] == [("target", "3"), ("target", "1"), ("target", "2")]
+    assert {"masked", "random", "kept"}.isdisjoint(rates_of(SOURCE, batch))
 
 
 # --- what is written in order -------------------------------------------------------------------------------------
@@ -162,13 +190,11 @@ def test_a_language_model_is_asked_everything_and_a_prefix_nothing() -> None:
     rows = rows_of("a b c d")
     labels = np.array([[11, 12, 13, IGNORE_INDEX]])
     every = Batch(rows.input_ids, document_ids=rows.document_ids, labels=labels)
-    assert shown_pieces(build_row_view(rows, every, 0, LETTERS, CLM(), True).sequences[0]) == []
-    assert measure_rates(rows, every, VOCAB) == {"rows": 1, "asked": 3 / 4, "tokens_used": 1}
+    assert shown_pieces(view_of(rows, every, CLM(), True).sequences[0]) == []
+    assert rates_of(rows, every) == {"rows": 1, "targets": 3 / 4, "tokens_used": 1}
     labels = np.array([[IGNORE_INDEX, 12, 13, IGNORE_INDEX]])
-    rest = build_row_view(
-        rows, Batch(rows.input_ids, document_ids=rows.document_ids, labels=labels), 0, LETTERS, CLM(), True
-    ).sequences[0]
-    assert shown_pieces(rest) == [("c", "answer", ""), ("d", "answer", "")]
+    rest = view_of(rows, Batch(rows.input_ids, document_ids=rows.document_ids, labels=labels), CLM(), True).sequences[0]
+    assert shown_pieces(rest) == [("c", "label", ""), ("d", "label", "")]
     assert [piece.is_target for piece in rest.tokens] == [False, False, True, True]
 
 
@@ -183,7 +209,7 @@ TEXT_TO_TEXT = Batch(
 
 
 def test_sentinels_stand_for_the_spans_of_their_own_document() -> None:
-    seen = build_row_view(SPANS, TEXT_TO_TEXT, 0, LETTERS, OBJECTIVES["span-corruption"], is_causal=False)
+    seen = view_of(SPANS, TEXT_TO_TEXT, OBJECTIVES["span-corruption"], False)
     reads, writes = seen.sequences
     assert [p for p in shown_pieces(reads) if p[1] == "sentinel"] == [
         ("<0>", "sentinel", "a b"),
@@ -193,26 +219,14 @@ def test_sentinels_stand_for_the_spans_of_their_own_document() -> None:
     assert (reads.num_padding, writes.num_padding) == (1, 1)
     assert [p[:2] for p in shown_pieces(writes)][:4] == [
         ("<0>", "sentinel"),
-        ("a", "answer"),
-        ("b", "answer"),
+        ("a", "label"),
+        ("b", "label"),
         ("<1>", "sentinel"),
     ]
     assert "after <pad>" in seen.notes[0]
-    found = measure_rates(SPANS, TEXT_TO_TEXT, VOCAB)
-    assert (found["asked"], found["spans"], found["mean_span"]) == (6 / 8, 3, 2)
+    found = rates_of(SPANS, TEXT_TO_TEXT)
+    assert (found["targets"], found["spans"], found["mean_span"]) == (6 / 8, 3, 2)
     assert (found["tokens_used"], found["decoder_used"]) == (7 / 8, 11 / 12)
-
-
-def test_a_decoder_that_reads_something_else_is_shown_apart() -> None:
-    other = TEXT_TO_TEXT._replace(decoder_input_ids=TEXT_TO_TEXT.decoder_input_ids[:, ::-1])
-    seen = build_row_view(SPANS, other, 0, LETTERS, OBJECTIVES["span-corruption"], is_causal=False)
-    assert [strip.name for strip in seen.sequences] == ["encoder reads", "decoder reads", "decoder writes"]
-    assert (
-        find_decoder_start_token(
-            Batch(*(None if x is None else x[0] for x in other)), np.array([0] * 7 + [1] * 4 + [-1])
-        )
-        is None
-    )
 
 
 def test_answers_after_the_text_in_one_stack() -> None:
@@ -223,108 +237,126 @@ def test_answers_after_the_text_in_one_stack() -> None:
         target_positions=np.array([[3, 4, 5, 6, 0]]),
         labels=np.array([[*ids("<0> a b </s>"), IGNORE_INDEX]]),
     )
-    pieces = build_row_view(rows, batch, 0, LETTERS, CLM(), True).sequences[0].tokens
+    pieces = view_of(rows, batch, CLM(), True).sequences[0].tokens
     assert [piece.is_target for piece in pieces] == [False] * 4 + [True] * 4
     assert (pieces[0].kind, pieces[0].original_text) == ("sentinel", "a b")
     assert (pieces[4].kind, pieces[4].original_text) == ("sentinel", "")
-    assert measure_rates(rows, batch, VOCAB)["mean_span"] == 2
+    assert rates_of(rows, batch)["mean_span"] == 2
 
 
-# --- a text to restore --------------------------------------------------------------------------------------------
+# --- BART ---------------------------------------------------------------------------------------------------------
 
-# a b c. d e f g. -> [MASK] f g  a [MASK] c, with a mask put in where nothing was
-WHOLE = rows_of("<cls> a b c d e f g <sep>", sentence_end=np.array([[0, 0, 0, 1, 0, 0, 0, 1, 0]], bool))
-CORRUPTED = Batch(
-    input_ids=np.array([ids("<cls> <mask> f g a <mask> c <mask> <sep>")]),
-    document_ids=np.zeros((1, 9), int),
-    labels=WHOLE.input_ids,
-    decoder_input_ids=np.array([ids("<sep> <cls> a b c d e f g")]),
-    decoder_document_ids=np.zeros((1, 9), int),
-)
+# a b c. d e f g. -> d e f g. a b c. -> [MASK] f g  a [MASK] c [MASK]; the last mask replaces nothing
+TEXT = rows_of("<cls> a b c d e f g <sep>", sentence_end=np.array([[0, 0, 0, 1, 0, 0, 0, 1, 0]], bool))
 
 
-def row(batch: Batch) -> Batch:
-    return Batch(*(None if x is None else x[0] for x in batch))
+def denoising(rows: Rows, tokens: str, **stages: list[int]) -> tuple[Batch, BatchTrace]:
+    """A batch of one row that reads `tokens`, and its trace; stages that are not given are the ones before."""
+    input_ids = np.array([ids(tokens)])
+    doc = np.where(input_ids == PAD, -1, 0)
+    batch = Batch(
+        input_ids,
+        document_ids=doc,
+        labels=rows.input_ids,
+        decoder_input_ids=np.roll(rows.input_ids, 1, 1),
+        decoder_document_ids=0 * rows.input_ids,
+    )
+    texts = [np.arange(rows.input_ids.shape[1])]
+    for name in BARTStages._fields[1:]:
+        texts.append(np.array(stages[name]) if name in stages else texts[-1])
+    masked = tokens.split()
+    doc_of = {name: np.where(np.array(masked) == "<pad>", -1, 0) for name in ("deleted", "infilled", "masked")}
+    whole = np.zeros(len(texts[0]), int)
+    noisy = [
+        NoisyText(text, doc_of.get(name, whole) if "deleted" in stages or name != "deleted" else whole, text >= 0)
+        for name, text in zip(BARTStages._fields, texts, strict=True)
+    ]
+    traced = batch._replace(input_ids=texts[-1][None], labels=texts[0][None], decoder_input_ids=texts[0][None])
+    return batch, BatchTrace(traced, [BARTStages(*noisy)])
 
 
-def test_a_corrupted_text_is_laid_beside_the_whole_one() -> None:
-    one = row(CORRUPTED)
-    match = align_with_labels(select_row(WHOLE, 0), one, VOCAB)
-    assert match.tolist() == [-1, -1, 6, 7, 1, -1, 3, -1, -1]
-    assert positions_behind_masks(one, match, VOCAB) == {1: [4, 5], 5: [2], 7: []}
-    reads, writes = build_row_view(WHOLE, CORRUPTED, 0, LETTERS, OBJECTIVES["bart"], False).sequences
-    assert [p for p in shown_pieces(reads) if p[1] in ("masked", "number")] == [
+def test_bart_by_hand() -> None:
+    moved = [0, 4, 5, 6, 7, 1, 2, 3, 8]
+    batch, trace = denoising(
+        TEXT, "<cls> <mask> f g a <mask> c <mask> <sep>", permuted=moved, infilled=[0, -1, 6, 7, 1, -1, 3, -1, 8]
+    )
+    stages = trace.bart[0]
+    assert stages is not None
+    assert infilled_spans(stages) == {1: [4, 5], 5: [2], 7: []}
+    assert masked_tokens(stages) == {}
+    inputs, labels = build_row_view(TEXT, batch, trace, 0, LETTERS, OBJECTIVES["bart"], False).sequences
+    assert [p for p in shown_pieces(inputs) if p[1] in ("masked", "number")] == [
         ("<mask>", "masked", "d e"),
         ("2", "number", ""),
         ("1", "number", ""),
         ("<mask>", "masked", "b"),
         ("<mask>", "masked", ""),
     ]
-    assert [p[:2] for p in shown_pieces(writes) if p[1] != "special"] == [
+    assert [p[:2] for p in shown_pieces(labels) if p[1] != "special"] == [
         ("1", "number"),
-        ("a", "answer"),
+        ("a", "label"),
         ("b", "hidden"),
-        ("c", "answer"),
+        ("c", "label"),
         ("2", "number"),
         ("d", "hidden"),
         ("e", "hidden"),
-        ("f", "answer"),
-        ("g", "answer"),
+        ("f", "label"),
+        ("g", "label"),
     ]
-    found = measure_rates(WHOLE, CORRUPTED, VOCAB)
-    assert (found["infilled"], found["mean_span"], found["permuted"]) == (3 / 7, 1, 1)
-    assert "deleted" not in found
+    rates = measure_rates(TEXT, batch, trace, VOCAB)
+    assert (rates["infilled"], rates["mean_span"], rates["permuted"]) == (3 / 7, 1, 1)
+    assert {"deleted", "masked", "rotated"}.isdisjoint(rates)
 
 
-def test_tokens_that_are_deleted() -> None:
-    batch = CORRUPTED._replace(input_ids=np.array([ids("<cls> a c d g <sep> <pad> <pad> <pad>")]))
-    found = measure_rates(WHOLE, batch, VOCAB)
-    assert (found["deleted"], found["permuted"]) == (3 / 7, 0)
-    assert {"infilled", "masked"}.isdisjoint(found)
-    writes = build_row_view(WHOLE, batch, 0, LETTERS, OBJECTIVES["bart"], False).sequences[1]
-    assert [p[0] for p in shown_pieces(writes) if p[1] == "deleted"] == ["b", "e", "f"]
+def test_deleted_tokens() -> None:
+    kept = [0, 1, 3, 4, 7, 8, -1, -1, -1]
+    batch, trace = denoising(TEXT, "<cls> a c d g <sep> <pad> <pad> <pad>", deleted=kept)
+    rates = measure_rates(TEXT, batch, trace, VOCAB)
+    assert (rates["deleted"], rates["permuted"]) == (3 / 7, 0)
+    assert {"infilled", "masked"}.isdisjoint(rates)
+    labels = build_row_view(TEXT, batch, trace, 0, LETTERS, OBJECTIVES["bart"], False).sequences[1]
+    assert [p[0] for p in shown_pieces(labels) if p[1] == "deleted"] == ["b", "e", "f"]
 
 
-def test_a_rest_is_no_restored_text() -> None:
-    one = row(CORRUPTED)._replace(labels=np.array([*ids("c d e f g <sep>"), *[IGNORE_INDEX] * 3]))
-    assert not is_full_reconstruction(select_row(WHOLE, 0), one, VOCAB)
-    assert is_full_reconstruction(select_row(WHOLE, 0), row(CORRUPTED), VOCAB)
+def test_masks_of_single_tokens_and_of_spans_are_told_apart() -> None:
+    rows = rows_of("<cls> a b c d e f <sep>")
+    tokens = "<cls> a <mask> <mask> f <sep> <pad> <pad>"
+    batch, trace = denoising(rows, tokens, infilled=[0, 1, -1, 5, 6, 7, -1, -1], masked=[0, 1, -1, -1, 6, 7, -1, -1])
+    stages = trace.bart[0]
+    assert stages is not None
+    assert infilled_spans(stages) == {2: [2, 3, 4]}
+    assert masked_tokens(stages) == {3: [5]}
+    rates = measure_rates(rows, batch, trace, VOCAB)
+    assert (rates["infilled"], rates["mean_span"], rates["masked"]) == (1 / 2, 3, 1 / 6)
 
 
-def restoring(whole: str, read: str, **bits: Any) -> tuple[Rows, Batch]:
-    rows, tokens = rows_of(whole, **bits), np.array([ids(read)])
-    doc = np.where(tokens == PAD, -1, 0)
-    return rows, Batch(
-        tokens,
-        document_ids=doc,
-        labels=rows.input_ids,
-        decoder_input_ids=rows.input_ids,
-        decoder_document_ids=0 * rows.input_ids,
-    )
+def test_rotated_documents() -> None:
+    rows = rows_of("<cls> a b c d e f <sep>")
+    rates = measure_rates(rows, *denoising(rows, "<cls> e f a b c d <sep>", rotated=[0, 5, 6, 1, 2, 3, 4, 7]), VOCAB)
+    assert rates["rotated"] == 1
+    rates = measure_rates(rows, *denoising(rows, "<cls> a b c d e f <sep>"), VOCAB)
+    assert "rotated" not in rates
 
 
-def test_what_ends_a_sentence_stays_with_it() -> None:
-    """a b x. c d x. e f g h. -> a b x. e f g h. c d x.: the first x is not that which stood before e f g h."""
-    ends = np.array([[0, 0, 0, 1, 0, 0, 1, 0, 0, 0, 1, 0]], bool)
-    rows, batch = restoring("<cls> a b x c d x e f g h <sep>", "<cls> a b x e f g h c d x <sep>", sentence_end=ends)
-    match = align_with_labels(select_row(rows, 0), select_row(batch, 0), VOCAB)
-    assert match.tolist() == [-1, 1, 2, 3, 7, 8, 9, 10, 4, 5, 6, -1]
-
-
-def test_masks_side_by_side_hide_one_token_each() -> None:
-    rows, batch = restoring("<cls> a b c d e f <sep>", "<cls> a <mask> <mask> d <mask> f <sep>")
-    match = align_with_labels(select_row(rows, 0), select_row(batch, 0), VOCAB)
-    assert positions_behind_masks(select_row(batch, 0), match, VOCAB) == {2: [2], 3: [3], 5: [5]}
-    found = measure_rates(rows, batch, VOCAB)
-    assert found["masked"] == 1 / 2
-    assert {"infilled", "mean_span", "rotated"}.isdisjoint(found)
-
-
-def test_a_text_that_begins_in_its_middle() -> None:
-    rows, batch = restoring("<cls> a b c d e f <sep>", "<cls> e f a b c d <sep>")
-    assert measure_rates(rows, batch, VOCAB)["rotated"] == 1
-    rows, batch = restoring("<cls> a b c d e f <sep>", "<cls> a b e f c d <sep>")
-    assert "rotated" not in measure_rates(rows, batch, VOCAB)
+def test_stages_of_the_objective_have_the_noise_that_the_batch_has() -> None:
+    """Every mask and every missing token of the batch is explained by the trace, with all five noises on."""
+    rng = np.random.default_rng(0)
+    tokens = np.concatenate([np.full((64, 1), CLS), rng.integers(10, 40, (64, 60)), np.full((64, 1), SEP)], 1)
+    text = np.isin(np.arange(62), [0, 61], invert=True)[None].repeat(64, 0)
+    rows = Rows(tokens, 0 * tokens, 0 * tokens, text, np.arange(64), sentence_end=rng.random(text.shape) < 0.2)
+    objective = BARTDenoising(permute=0.5, rotate=0.5, delete=0.1, mask=0.1, infill=0.3)
+    draws = CounterRNG(1, rows.stream_index)
+    batch, trace = objective(rows, draws, VOCAB), trace_batch(objective, rows, draws, VOCAB)
+    for b, stages in enumerate(trace.bart):
+        assert stages is not None
+        spans = infilled_spans(stages) | masked_tokens(stages)
+        assert sorted(spans) == np.flatnonzero(batch.input_ids[b] == MASK).tolist()
+        kept = [i for i in trace.batch.input_ids[b].tolist() if i >= 0]
+        missing = np.setdiff1d(stages.rotated.input_ids, stages.deleted.input_ids).tolist()
+        assert sorted(kept + missing + [i for span in spans.values() for i in span]) == list(range(62))
+    rates = measure_rates(rows, batch, trace, VOCAB)
+    assert abs(rates["infilled"] - 0.27) < 0.05  # 30% of the 90% that are not deleted
+    assert abs(rates["deleted"] - 0.1) < 0.01
 
 
 # --- sight --------------------------------------------------------------------------------------------------------
@@ -387,7 +419,7 @@ def test_small_pictures() -> None:
     assert (downsample_mask(np.eye(4, dtype=bool), 4) == np.eye(4)).all()
     assert (downsample_mask(np.eye(4, dtype=bool), 2) == np.eye(2)).all(), "half of a cell is enough"
     assert downsample_mask(np.ones((5, 3), bool), 2).tolist() == [[True], [True]]
-    assert AttentionMaskView("x", np.ones((2, 2), bool)).title == "x: all see all"
+    assert AttentionMaskView("x", np.ones((2, 2), bool)).title == "x: full"
     assert half_block_lines(np.tril(np.ones((3, 3), bool))) == ["▕█▄ ▏", "▕▀▀▀▏"]
 
 
@@ -437,7 +469,7 @@ def test_the_page_is_escaped_and_asks_for_nothing() -> None:
     assert "alert(&quot;x&quot;)" in html
     assert "http" not in html.replace("http-equiv", "")
     assert SHOW_PAGE_GENERATOR in html.split("<body>")[0]
-    assert "3 places of padding" in html
+    assert "3 padding tokens" in html
 
 
 def test_text_goes_the_way_it_is_written() -> None:
@@ -460,15 +492,15 @@ def test_the_terminal_has_colours_only_where_it_can(colour: bool, monkeypatch: p
     text = out.getvalue()
     assert ("\x1b[" in text) is colour
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    assert "a ┃·b‹cd›  + 2 places of padding" in plain
-    assert "right: all see all" in plain
+    assert "a ┃·b‹cd›  + 2 padding tokens" in plain
+    assert "right: full" in plain
     assert "row 7" in plain
     assert all(len(line) <= 70 for line in plain.splitlines())
 
 
 def numbers() -> dict[str, Any]:
-    some = {"rows": 1.0, "asked": 0.25}
-    return {"counts": {"shown": some, "sample": some}, "expected_rates": {"asked": 0.2}, "shapes": {}}
+    some = {"rows": 1.0, "targets": 0.25}
+    return {"counts": {"shown": some, "sample": some}, "expected_rates": {"targets": 0.2}, "shapes": {}}
 
 
 def test_a_page_of_someone_else_is_left_alone(tmp_path: Path) -> None:
@@ -561,7 +593,15 @@ def test_every_objective_is_shown_as_training_makes_it(name: str, shards: dict[s
     assert page.count('<div class="strip">') >= 6
 
 
-CLOSE = {"asked": 0.02, "masked": 0.06, "random": 0.04, "kept": 0.04, "mean_span": 0.5, "pairs": 0.12, "infilled": 0.04}
+CLOSE = {
+    "targets": 0.02,
+    "masked": 0.06,
+    "random": 0.04,
+    "kept": 0.04,
+    "mean_span": 0.5,
+    "pairs": 0.12,
+    "infilled": 0.04,
+}
 
 
 @pytest.mark.parametrize("name", ["mlm", "whole-word", "span", "rtd", "nsp", "sop", "permutation-lm", "bart"])

@@ -1,4 +1,4 @@
-"""What a model will see, in a terminal: colours where there are any, and signs that do without them."""
+"""The preview of `firth show` in a terminal, readable with and without colours."""
 
 from __future__ import annotations
 
@@ -15,94 +15,95 @@ TOKEN_STYLES = {
     "masked": "black on yellow",
     "random": "white on red",
     "kept": "black on green",
-    "asked": "black on cyan",
+    "target": "black on cyan",
     "sentinel": "white on blue",
-    "answer": "underline",
+    "label": "underline",
     "hidden": "underline yellow",
     "deleted": "strike red",
     "number": "bold magenta",
     "special": "dim",
 }
-TERMINAL_MASK_CELLS = 32  # cells of a picture, across and down
+TERMINAL_MASK_CELLS = 32  # maximum cells of an attention mask, across and down
 HALF_BLOCKS = {(False, False): " ", (True, False): "▀", (False, True): "▄", (True, True): "█"}
 
 
 def print_preview(preview: BatchPreview) -> None:
-    """Header, legend, rows and counts on stdout."""
-    about = Table.grid(padding=(0, 2))
+    """Print header, legend, rows and rates to stdout."""
+    header = Table.grid(padding=(0, 2))
     for name, value in preview.header.items():
-        about.add_row(Text(name, "bold"), Text(value))
-    stdout_console.print(about)
+        header.add_row(Text(name, "bold"), Text(value))
+    stdout_console.print(header)
     stdout_console.print()
     stdout_console.print(legend_text(preview.views))
     for view in preview.views:
         print_row_view(view)
     rows = [(name, *map(format_cell, values)) for name, *values in preview.rate_table()]
-    columns = ["", "promised", f"{preview.counts['sample']['rows']:.0f} rows", "shown"]
+    columns = ["", "expected", f"{preview.counts['sample']['rows']:.0f} rows", "shown"]
     stdout_console.print()
-    show_table("What the recipe promises, and what is there", columns, rows)
+    show_table("Expected and measured rates", columns, rows)
 
 
 def print_row_view(view: RowView) -> None:
     stdout_console.print()
     stdout_console.rule(Text(f"row {view.row_index}", "bold"), align="left")
-    for strip in view.sequences:
-        stdout_console.print(Text(strip.name, "bold"))
-        stdout_console.print(sequence_text(strip))
-    for fact in view.notes:
-        stdout_console.print(Text(fact, "italic"))
-    for picture in view.attention_masks:
-        if picture.mask.all():
-            stdout_console.print(Text(picture.title, "italic"))
-    if pictures := [picture for picture in view.attention_masks if not picture.mask.all()]:
-        stdout_console.print(masks_side_by_side(pictures))
+    for sequence in view.sequences:
+        stdout_console.print(Text(sequence.name, "bold"))
+        stdout_console.print(sequence_text(sequence))
+    for note in view.notes:
+        stdout_console.print(Text(note, "italic"))
+    for mask_view in view.attention_masks:
+        if mask_view.mask.all():
+            stdout_console.print(Text(mask_view.title, "italic"))
+    if mask_views := [mask_view for mask_view in view.attention_masks if not mask_view.mask.all()]:
+        stdout_console.print(masks_side_by_side(mask_views))
 
 
 def legend_text(views: list[RowView]) -> Text:
-    """What the marks mean, of those that occur."""
-    kinds = {piece.kind for view in views for strip in view.sequences for piece in strip.tokens}
+    """Return the meaning of each mark that occurs."""
+    tokens = [token for view in views for sequence in view.sequences for token in sequence.tokens]
+    kinds = {token.kind for token in tokens}
     text = Text()
     for kind, meaning in TOKEN_KINDS.items():
         if kind in kinds:
-            under = {"masked": "…", "random": "…", "sentinel": "…", "asked": "1"}.get(kind, "")
-            text.append_text(token_text(TokenView(kind, kind, under, 0, 0, 0, 0)))
+            original = {"masked": "…", "random": "…", "sentinel": "…", "target": "1"}.get(kind, "")
+            text.append_text(token_text(TokenView(kind, kind, original, 0, 0, 0, 0)))
             text.append(f" {meaning}; ")
-    if any(piece.is_target for view in views for strip in view.sequences for piece in strip.tokens):
+    if any(token.is_target for token in tokens):
         text.append("→", "bold")
-        text.append(" what is asked begins; ")
+        text.append(" predicted from here; ")
     text.append("┃", "bold")
-    text.append(" edge of a document; ")
+    text.append(" document boundary; ")
     text.append("·", "dim")
-    return text.append(" edge of a token inside a word")
+    return text.append(" token boundary inside a word")
 
 
 def sequence_text(sequence: SequenceView) -> Text:
-    """The tokens of a sequence one after the other, to be wrapped."""
-    text, before = Text(), None
-    several = len({piece.token_type for piece in sequence.tokens}) > 1
-    for piece in sequence.tokens:
-        new = before is None or before.document != piece.document
-        if new and before is not None:
+    """Return the tokens of a sequence as one text, to be wrapped."""
+    text, previous = Text(), None
+    is_pair = len({token.token_type for token in sequence.tokens}) > 1
+    for token in sequence.tokens:
+        starts_document = previous is None or previous.document != token.document
+        if starts_document and previous is not None:
             text.append(" ┃", "bold")
-        if several and (new or before is None or before.token_type != piece.token_type):
+        if is_pair and (starts_document or previous is None or previous.token_type != token.token_type):
             text.append(
-                f" {'AB'[piece.token_type]}:" if piece.token_type < 2 else f" {piece.token_type}:", "bold magenta"
+                f" {'AB'[token.token_type]}:" if token.token_type < 2 else f" {token.token_type}:", "bold magenta"
             )
-        if piece.is_target and not (before and before.is_target):
+        if token.is_target and not (previous and previous.is_target):
             text.append(" →", "bold")
-        if piece.text.startswith(" "):
+        if token.text.startswith(" "):
             text.append(" ")
-        elif before is not None:
+        elif previous is not None:
             text.append("·", "dim")
-        text.append_text(token_text(piece))
-        before = piece
+        text.append_text(token_text(token))
+        previous = token
     if sequence.num_padding:
-        text.append(f"  + {sequence.num_padding:,} places of padding", "dim")
+        text.append(f"  + {sequence.num_padding:,} padding tokens", "dim")
     return text
 
 
 def token_text(token: TokenView) -> Text:
-    """A token and, between ‹ and ›, what it hides or stands for; ‹=› where it hides nothing."""
+    """Return a token and, between ‹ and ›, the text that it replaces; ‹=› for a kept target."""
     text = Text(token.text.lstrip(" "), TOKEN_STYLES.get(token.kind, ""))
     if token.kind == "number":
         text = Text(f"({token.text.strip()})", TOKEN_STYLES["number"])
@@ -123,7 +124,7 @@ def masks_side_by_side(mask_views: list[AttentionMaskView]) -> Table:
 
 
 def half_block_lines(mask: np.ndarray) -> list[str]:
-    """A picture in half blocks, two rows to a line, between two edges.
+    """Return a mask in half blocks, two rows to a line, between two borders.
 
     >>> half_block_lines(np.tril(np.ones((3, 3), bool)))
     ['▕█▄ ▏', '▕▀▀▀▏']
