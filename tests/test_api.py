@@ -390,8 +390,8 @@ def test_show_reads_from_text_what_pretrain_will(
     firth.pretrain("bert-tiny", corpus_file, tmp_path / "run", **run)
     again = firth.show("bert-tiny", tmp_path / "run" / "data", rows=5, output_dir=tmp_path / "out", **run)
     assert shown["rows"] == again["rows"]
-    assert shown["objective"]["rate"] == shown["expected_rates"]["asked"] == 0.3
-    assert shown["counts"]["sample"]["asked"] == pytest.approx(0.3, abs=0.03)
+    assert shown["objective"]["rate"] == shown["expected_rates"]["targets"] == 0.3
+    assert shown["counts"]["sample"]["targets"] == pytest.approx(0.3, abs=0.03)
     recipe = load_recipe(tmp_path / "run" / "recipe.yaml", Recipe)
     assert to_dict(recipe)["objective"] == shown["objective"]
 

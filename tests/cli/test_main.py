@@ -165,7 +165,7 @@ def test_show(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert len(done.out.splitlines()) == 1
     assert {"rows", "objective", "counts", "expected_rates", "shapes", "page"} == done.json.keys()
-    assert done.json["expected_rates"]["asked"] == 0.3
+    assert done.json["expected_rates"]["targets"] == 0.3
     fields = {"source", "index", "input_ids", "labels", "decoder_input_ids", "pair_labels"}
     assert all(fields <= row.keys() and row["pair_labels"] is None for row in done.json["rows"])
     assert Path(done.json["page"]) == tmp_path / "show.html"

@@ -110,7 +110,7 @@ def test_sizes_by_the_amount_of_text() -> None:
 
 def test_the_largest_model_that_need_not_read_too_often() -> None:
     epochs = {"a": 0.1, "b": 3.9, "c": 4.1}
-    models = [{"name": name, "shape": "decoder", "epochs": n} for name, n in epochs.items()]
+    models = [{"name": name, "architecture": "decoder", "epochs": n} for name, n in epochs.items()]
     assert largest_fitting_models(models) == ["b"]
     assert largest_fitting_models(models[2:]) == ["c"]
 
@@ -156,7 +156,7 @@ def test_dirt_is_named(tmp_path: Path) -> None:
     assert list(advice) == ["duplicates", "dirt", "repeated lines"]
     assert "mojibake" in advice["dirt"].do
     assert "100.0%" in advice["dirt"].why
-    assert "'All rights reserved.' stands in 7" in advice["repeated lines"].why
+    assert "'All rights reserved.' is in 7" in advice["repeated lines"].why
 
 
 def test_text_alone(tmp_path: Path, corpus_file: Path) -> None:
@@ -191,7 +191,7 @@ def test_page_and_terminal_say_the_same(check: CorpusCheck, tmp_path: Path, caps
     assert "http://" not in page.replace("http://www.w3.org", "")
     print_check(check)
     out = capsys.readouterr().out
-    for words in ("Check-up", "Zipf", "byte-bpe 400", "--max-seq-length 128"):
+    for words in ("Check of a corpus", "Zipf", "byte-bpe 400", "--max-seq-length 128"):
         assert words in page
     for words in ("The text", "documents", "300", "byte-bpe", "--max-seq-length 128", "retrain"):
         assert words in out

@@ -1,4 +1,4 @@
-"""A check-up as one page of HTML that needs nothing else: advice first, then tables and plots."""
+"""The result of `firth check` as one self-contained HTML page: advice first, then tables and plots."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CHECK_COMMAND = "check"
-MAX_FREQUENT_WORDS = 15  # words
-MIN_VISIBLE_SHARE = 0.001  # a smaller share cannot be seen
+MAX_FREQUENT_WORDS = 15  # rows of the table of frequent words
+MIN_VISIBLE_SHARE = 0.001  # smaller shares are merged into "others"
 CHECK_PAGE_CSS = """
 body { max-width: 60rem; }
 .advice { display: grid; gap: 0.75rem; margin: 1.5rem 0; }
@@ -61,8 +61,8 @@ def save_check_page(check: CorpusCheck, path: Path) -> None:
 
 
 def make_check_page(check: CorpusCheck) -> HtmlPage:
-    """Advice, the text, what to look at, tokenizers, models."""
-    page = HtmlPage("Check-up of a text", CHECK_PAGE_CSS, generator_meta_tag(CHECK_COMMAND))
+    """Return a page with advice, the text, findings, tokenizers and models."""
+    page = HtmlPage("Check of a corpus", CHECK_PAGE_CSS, generator_meta_tag(CHECK_COMMAND))
     page.add_paragraph(check.reading)
     page.add_html(advice_html(check))
     add_corpus_section(page, check.text)
@@ -91,12 +91,12 @@ def add_corpus_section(page: HtmlPage, corpus_stats: dict[str, Any]) -> None:
     page.add_figure(
         zipf_plot(corpus_stats["zipf"]),
         "Zipf's law: how often a word occurs, by its rank. Natural text falls with an exponent near 1; a flat or "
-        "broken line tells of lists, codes or text that was copied many times.",
+        "broken line is a sign of lists, codes or text that was copied many times.",
     )
     page.add_figure(
         heaps_plot(corpus_stats["heaps"]),
-        "Heaps' law: different words against all words. The steeper, the more words a vocabulary will not know; a step "
-        "tells of a part in another language or of another kind.",
+        "Heaps' law: different words against all words. The steeper, the more words are missing from a vocabulary; a "
+        "step is a sign of a part in another language or of another kind.",
     )
     page.add_figure(
         quantile_plot(corpus_stats["document_words"]), "Words of a document: the share of documents up to this length."
@@ -114,12 +114,12 @@ def add_findings_section(page: HtmlPage, corpus_stats: dict[str, Any]) -> None:
     if rows := finding_rows(corpus_stats, len(corpus_stats["repeated_lines"])):
         page.add_table(["", "times", "documents", "for example"], rows)
         page.add_table(
-            ["", "what it usually is", "where"],
+            ["", "usual cause", "source"],
             [(item["name"], item["meaning"], item["examples"][0]["source"]) for item in corpus_stats["suspicious"]],
         )
     else:
         page.add_paragraph("Nothing suspicious was found.")
-    columns = ["words", "characters", "where", "begins"]
+    columns = ["words", "characters", "source", "begins"]
     for name, caption in (("longest", "The longest documents."), ("emptiest", "The emptiest documents.")):
         rows = [
             (d["words"], d["characters"], d["source"], escape_and_truncate(d["text"], 60)) for d in corpus_stats[name]
@@ -127,85 +127,87 @@ def add_findings_section(page: HtmlPage, corpus_stats: dict[str, Any]) -> None:
         page.add_table(columns, rows, caption)
     if near := corpus_stats["near_duplicates"]["examples"]:
         copies = [(item["source"], escape_and_truncate(item["text"], 80)) for item in near]
-        page.add_table(["where", "begins"], copies, "Documents that are nearly the same as one before them.")
+        page.add_table(["source", "begins"], copies, "Near duplicates of an earlier document.")
     if words := corpus_stats["long_words"]:
         page.add_table(
-            ["word", "where"], [(escape_and_truncate(w["word"], 80), w["source"]) for w in words], "The longest words."
+            ["word", "source"], [(escape_and_truncate(w["word"], 80), w["source"]) for w in words], "The longest words."
         )
 
 
 def add_leaks_section(page: HtmlPage, leaks: dict[str, Any]) -> None:
     page.add_heading("Labelled examples in the text")
     page.add_paragraph(
-        "A text is word for word in the documents when all of its runs of 13 words are, whatever their case and "
-        "punctuation; one of 5 to 12 words is compared whole, a shorter one not at all."
+        "An example is word for word in the text when all of its 13-grams of words are, ignoring case and punctuation. "
+        "Examples of 5 to 12 words are compared as a whole; shorter ones are not compared."
     )
     page.add_table(["", ""], leak_rows(leaks))
     if rows := leak_example_rows(leaks["found"]):
-        page.add_table(LEAK_COLUMNS, rows, "The worst of them; where they stand is the document that has most of each.")
+        page.add_table(LEAK_COLUMNS, rows, "The worst of them, each with the document that has most of it.")
 
 
 def add_tokenizers_section(page: HtmlPage, check: CorpusCheck) -> None:
     page.add_heading("Tokenizers")
-    sample, on = check.sample, "that none of them was trained on" if check.sample["measured_apart"] else "in all"
+    sample = check.sample
+    documents = format_count(sample["measured_documents"], "document")
+    held_out = " that none of them was trained on" if sample["measured_apart"] else ""
     page.add_paragraph(
         f"Trained on a sample of {sample['characters']:,} characters ({sample['share']:.1%} of the text), measured on "
-        f"{format_count(sample['measured_documents'], 'document')} {on}. Unknown: share of the tokens. Lost: characters that "
-        "do not come back. Unused: share of the vocabulary that the sample never needs. 95% seen: how often, at least, "
-        "95% of the pieces that are used occur in the whole text. The star is the advice above."
+        f"{documents}{held_out}. Unknown: share of the tokens. Lost: characters that decoding does not restore. "
+        "Unused: share of the vocabulary that the sample does not use. 95% seen: 95% of the tokens that are used occur "
+        "at least this often in the whole text. The star marks the advice above."
     )
     page.add_table(FIT_COLUMNS, [fit_row(fit, fit.name == check.chosen) for fit in check.fits])
     for sentence in check.left_out:
         page.add_paragraph(f"Left out: {sentence}")
     page.add_figure(
-        fertility_plot(check.fits), "Pieces per word by size of the vocabulary: the fewer, the longer a row reaches."
+        fertility_plot(check.fits), "Pieces per word by vocabulary size: the fewer, the more text fits into a row."
     )
-    page.add_figure(row_length_plot(check.fits), "Documents that fit whole into a row, by its length in tokens.")
+    page.add_figure(row_length_plot(check.fits), "Documents that fit uncut into a row, by row length in tokens.")
     for fit in [*(fit for fit in check.fits if fit.given and fit.name != check.chosen), chosen_fit(check)]:
         page.add_table(["word", "times", "pieces", "as"], worst_split_rows(fit), f"Words that {fit.name} splits worst.")
-        for name, found in (("unknown to", fit.unknown_texts), ("lost by", fit.lost_characters)):
-            if found:
-                shown = ", ".join(f"{escape_and_truncate(text, 20)} ({n:,})" for text, n in found)
+        for name, counts in (("unknown to", fit.unknown_texts), ("lost by", fit.lost_characters)):
+            if counts:
+                shown = ", ".join(f"{escape_and_truncate(text, 20)} ({n:,})" for text, n in counts)
                 page.add_paragraph(f"Most often {name} {fit.name}: {shown}.")
 
 
 def add_models_section(page: HtmlPage, check: CorpusCheck) -> None:
     page.add_heading("Models")
     rows = [
-        (m["name"], m["shape"], m["parameters"], f"{m['epochs']:.1f}", "fits" if m["fits"] else "")
+        (m["name"], m["architecture"], m["parameters"], f"{m['epochs']:.1f}", "fits" if m["fits"] else "")
         for m in check.models
     ]
     page.add_table(
-        ["preset", "shape", "parameters", "epochs", ""],
+        ["preset", "architecture", "parameters", "epochs", ""],
         rows,
-        f"With the vocabulary of {check.chosen}: how often this text is read for {TOKENS_PER_PARAMETER} tokens per "
-        f"parameter. Up to {MAX_USEFUL_EPOCHS} epochs teach nearly as much as new text.",
+        f"With the vocabulary of {check.chosen}: epochs over this text for {TOKENS_PER_PARAMETER} tokens per "
+        f"parameter. Up to {MAX_USEFUL_EPOCHS} epochs, repeated text is nearly worth new text.",
     )
 
 
-# Plots
+# --- plots --------------------------------------------------------------------------------------------------------
 
 
 def merge_small_shares(shares: dict[str, float]) -> dict[str, float]:
-    """The shares that can be seen; the others together are one.
+    """Return the visible shares, the rest merged into "others".
 
     >>> merge_small_shares({"Latin": 0.75, "Greek": 0.2495, "Thai": 0.0005})
     {'Latin': 0.75, 'Greek': 0.2495}
     """
-    kept = {name: share for name, share in list(shares.items())[:7] if share >= MIN_VISIBLE_SHARE}
-    rest = sum(shares.values()) - sum(kept.values())
-    return {**kept, "others": rest} if rest >= MIN_VISIBLE_SHARE else kept
+    visible = {name: share for name, share in list(shares.items())[:7] if share >= MIN_VISIBLE_SHARE}
+    rest = sum(shares.values()) - sum(visible.values())
+    return {**visible, "others": rest} if rest >= MIN_VISIBLE_SHARE else visible
 
 
 def share_bar_plot(shares: dict[str, float]) -> Figure:
-    """Shares as lying bars, the largest on top."""
+    """Return a horizontal bar plot, the largest share on top."""
     items = list(shares.items())
     figure, axes = make_axes("share of the letters", "")
     figure.set_figheight(1.1 + 0.3 * len(items))
     names = [name for name, _ in items][::-1]
     values = [share for _, share in items][::-1]
-    drawn = axes.barh(names, values, color=PLOT_COLOURS[0], height=0.6)
-    axes.bar_label(drawn, [f" {value:.2%}" for value in values], color=INK_SENTINEL_COLOUR, fontsize=9)
+    bars = axes.barh(names, values, color=PLOT_COLOURS[0], height=0.6)
+    axes.bar_label(bars, [f" {value:.2%}" for value in values], color=INK_SENTINEL_COLOUR, fontsize=9)
     axes.set_xlim(0, 1.12)
     axes.grid(visible=False)
     return figure
@@ -245,7 +247,7 @@ def points_to_columns(points: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.n
 
 
 def quantile_plot(lengths: dict[str, float]) -> Figure:
-    """The lengths that some shares of the documents do not exceed."""
+    """Return the cumulative distribution of document lengths, at a few quantiles."""
     from matplotlib.ticker import NullFormatter
 
     figure, axes = make_axes("words", "share of the documents")

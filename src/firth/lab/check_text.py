@@ -1,4 +1,4 @@
-"""A check-up in a terminal: the numbers that matter as tables, then the advice."""
+"""The result of `firth check` in a terminal: tables, then the advice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from firth.core.console import show_table, stdout_console
 from firth.lab.check import CorpusCheck
 from firth.tokens.fertility import TokenizerFit
 
-MAX_TABLE_ROWS = 5  # of a list
+MAX_TABLE_ROWS = 5  # rows of a list in the terminal
 
 FIT_COLUMNS = [
     "tokenizer",
@@ -26,11 +26,11 @@ FIT_COLUMNS = [
 ]
 
 
-LEAK_COLUMNS = ["example", "of it", "stands in", "text"]
+LEAK_COLUMNS = ["example", "share", "source", "text"]
 
 
 def print_check(check: CorpusCheck) -> None:
-    """Text, suspicious things, tokenizers, advice on stdout."""
+    """Print statistics, findings, tokenizers and advice to stdout."""
     show_table("The text", ["", ""], corpus_stat_rows(check.text))
     if rows := finding_rows(check.text, MAX_TABLE_ROWS):
         show_table("To look at", ["", "times", "documents", "for example"], rows)
@@ -59,14 +59,15 @@ def chosen_fit(check: CorpusCheck) -> TokenizerFit:
 
 
 def corpus_stat_rows(corpus_stats: dict[str, Any]) -> list[tuple[str, str]]:
-    """The main numbers of a text, as a person reads them."""
+    """Return the main statistics of a text, formatted."""
     words, lines, near = (
         corpus_stats["document_words"],
         corpus_stats["line_characters"],
         corpus_stats["near_duplicates"],
     )
     scripts = list(corpus_stats["scripts"].items())
-    about = "" if corpus_stats["words_are_exact"] else "about "
+    approximately = "" if corpus_stats["words_are_exact"] else "about "
+    ratio_1000 = format_decimal(corpus_stats["type_token_ratio_1000"])
     return [
         ("documents", f"{corpus_stats['documents']:,}"),
         ("words", f"{corpus_stats['words']:,}"),
@@ -78,11 +79,8 @@ def corpus_stat_rows(corpus_stats: dict[str, Any]) -> list[tuple[str, str]]:
         ("words of a document", f"median {words['median']:,}, mean {words['mean']:,.0f}, longest {words['largest']:,}"),
         ("paragraphs, lines", f"{corpus_stats['paragraphs']:,}, {corpus_stats['lines']:,}"),
         ("characters of a line", f"median {lines['median']:,}, longest {lines['largest']:,}"),
-        ("different words", f"{about}{corpus_stats['types']:,}, {corpus_stats['once']:,} of them once"),
-        (
-            "type/token ratio",
-            f"{corpus_stats['type_token_ratio']:.3f}, in 1,000 words {format_decimal(corpus_stats['type_token_ratio_1000'])}",
-        ),
+        ("different words", f"{approximately}{corpus_stats['types']:,}, {corpus_stats['once']:,} of them once"),
+        ("type/token ratio", f"{corpus_stats['type_token_ratio']:.3f}, in 1,000 words {ratio_1000}"),
         (
             "entropy",
             f"{corpus_stats['entropy']:.2f} bits per word, {corpus_stats['character_entropy']:.2f} per character",
@@ -98,7 +96,8 @@ def corpus_stat_rows(corpus_stats: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def format_decimal(value: float | None) -> str:
-    """
+    """Return three decimals, or a dash for None.
+
     >>> format_decimal(0.98765), format_decimal(None)
     ('0.988', '–')
     """
@@ -106,40 +105,40 @@ def format_decimal(value: float | None) -> str:
 
 
 def finding_rows(corpus_stats: dict[str, Any], max_lines: int) -> list[tuple[str, str, str, str]]:
-    """Suspicious things and repeated lines."""
-    found: list[tuple[str, str, str, str]] = [
+    """Return table rows for suspicious patterns and repeated lines."""
+    rows: list[tuple[str, str, str, str]] = [
         (item["name"], f"{item['count']:,}", f"{item['documents']:,}", escape_and_truncate(item["examples"][0]["text"]))
         for item in corpus_stats["suspicious"]
     ]
-    return found + [
+    return rows + [
         ("repeated line", "–", f"{line['documents']:,}", escape_and_truncate(line["line"]))
         for line in corpus_stats["repeated_lines"][:max_lines]
     ]
 
 
 def escape_and_truncate(text: str, max_chars: int = 48) -> str:
-    r"""A text of one line in which what cannot be seen is spelled.
+    r"""Return a text on one line, with unprintable characters escaped.
 
     >>> escape_and_truncate("a\x07b\u200bc")
     'a\\x07b\\u200bc'
     """
-    spelled = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return spelled if len(spelled) <= max_chars else spelled[: max_chars - 1] + "…"
+    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return escaped if len(escaped) <= max_chars else escaped[: max_chars - 1] + "…"
 
 
 def leak_rows(leaks: dict[str, Any]) -> list[tuple[str, str]]:
-    """How many examples of a labelled file stand in the text."""
+    """Return table rows for the number of labelled examples that occur in the text."""
     return [
         ("file", f"{leaks['file']} ({leaks['task']})"),
         ("examples", f"{leaks['examples']:,}, of which {leaks['compared']:,} can be compared"),
         ("word for word in the text", f"{leaks['exact']:,}"),
-        ("half or more of their runs of words", f"{leaks['near']:,}"),
-        ("together", f"{leaks['exact'] + leaks['near']:,} ({leaks['share']:.1%})"),
+        ("half or more of their n-grams", f"{leaks['near']:,}"),
+        ("total", f"{leaks['exact'] + leaks['near']:,} ({leaks['share']:.1%})"),
     ]
 
 
 def select_leaks_to_print(leaks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The worst of some leaks, and where there are any, two that are not word for word."""
+    """Return the worst leaks, with two that are not word for word where there are any."""
     near = [leak for leak in leaks if leak["share"] < 1][:2]
     return (
         leaks[: MAX_TABLE_ROWS - len(near)] + near
@@ -161,7 +160,7 @@ def leak_example_rows(leaks: list[dict[str, Any]]) -> list[tuple[str, str, str, 
 
 
 def fit_row(fit: TokenizerFit, is_chosen: bool) -> tuple[str, ...]:
-    """A line of the table that compares tokenizers."""
+    """Return a row of the table that compares tokenizers."""
     return (
         fit.name + (f" ({fit.kind}, {fit.vocab_size:,})" if fit.given else "") + (" *" if is_chosen else ""),
         f"{fit.pieces_per_word:.2f}",

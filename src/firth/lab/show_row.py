@@ -241,7 +241,7 @@ def build_encoder_decoder_sequences(
         marks |= mark_sentinels(batch_row, vocab, marks)
     else:  # BART's label at position i is source token i
         spans = infilled_spans(trace.bart) | masked_tokens(trace.bart)
-        marks |= {i: TokenMark("masked", source_row.input_ids[span]) for i, span in spans.items()}
+        marks |= {i: TokenMark("masked", source_row.input_ids[span].tolist()) for i, span in spans.items()}
         deleted = np.setdiff1d(np.flatnonzero(source_row.maskable), trace.batch.input_ids).tolist()
         label_marks |= dict.fromkeys(deleted, TokenMark("deleted"))
         label_marks |= {i: TokenMark("hidden") for span in spans.values() for i in span}
