@@ -73,7 +73,7 @@ from firth.tokens import Rows, Vocabulary
 from firth.tokens.packing import pack_documents, split_documents
 from firth.train import ComputeConfig, TrainingConfig, TrainingRun, apply_overrides, choose_compute, parse_overrides
 from firth.train.optim import make_optimizer
-from firth.train.step import build_loss_fn, train_step
+from firth.train.step import build_step_runner, train_step
 
 DOCUMENTS = 4  # in a packed row
 SETTINGS = TrainingConfig(learning_rate=1e-4, max_grad_norm=1.0, weight_decay=0.01)
@@ -326,9 +326,9 @@ def their_model(model: Model) -> Any:
 def our_step(machine: ComputeConfig, model: Model, settings: TrainingConfig = SETTINGS) -> Callable[[Batch], Tensor]:
     """The step of the real loop."""
     run = TrainingRun(settings, machine, model, batch_fn=lambda step: [])
-    losses_of = build_loss_fn(run)
+    runner = build_step_runner(run)
     optimizer = make_optimizer(model, settings)
-    return lambda batch: train_step(run, losses_of, optimizer, [batch], 0, settings.learning_rate)
+    return lambda batch: train_step(run, runner, optimizer, [batch], 0, settings.learning_rate)
 
 
 def waited_for(step: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:

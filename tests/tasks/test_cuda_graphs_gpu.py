@@ -76,7 +76,7 @@ def test_a_replayed_run_is_the_same(
     """Batches of several shapes, with dropout that is drawn anew in every step; padded alike, as it depends on that."""
     checkpoint = with_dropout(checkpoint_of(family), tmp_path / "checkpoint")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CudaGraphStep, "record", lambda *_: None)
+        patch.setattr(CudaGraphStep, "capture", lambda *_: None)
         one = losses(checkpoint, toy, tmp_path / "one")
     other = losses(checkpoint, toy, tmp_path / "other")
     assert not made[0].graphs
@@ -148,7 +148,7 @@ def test_what_cannot_be_replayed_goes_on_without(
     checkpoint, plain = with_dropout(checkpoint_of("bert"), tmp_path / "checkpoint"), Model.losses
     stream = torch.cuda.current_stream()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CudaGraphStep, "record", lambda *_: None)
+        patch.setattr(CudaGraphStep, "capture", lambda *_: None)
         one = losses(checkpoint, toy, tmp_path / "one")
     before = pools()
 
@@ -171,7 +171,7 @@ def test_weights_that_lie_elsewhere_are_recorded_anew(
 ) -> None:
     """Someone puts other tensors in the place of weights and gradients after every step."""
     one = losses(checkpoint_of("bert"), toy, tmp_path / "one", engine=EngineConfig(cuda_graphs=False))
-    plain, calls = CudaGraphStep.accumulate_gradients, []
+    plain, calls = CudaGraphStep.forward_backward, []
 
     def moved(self: CudaGraphStep, *given: Any) -> torch.Tensor:
         calls.append(len(self.graphs))
@@ -179,7 +179,7 @@ def test_weights_that_lie_elsewhere_are_recorded_anew(
             p.data, p.grad = p.data.clone(), None
         return plain(self, *given)
 
-    monkeypatch.setattr(CudaGraphStep, "add_gradients", moved)
+    monkeypatch.setattr(CudaGraphStep, "forward_backward", moved)
     other = losses(checkpoint_of("bert"), toy, tmp_path / "other")
     assert calls[8] > 0
     assert made[0].is_enabled
@@ -191,7 +191,7 @@ def test_short_memory_takes_the_graphs_first(
 ) -> None:
     """They hold as much as a batch: without them the batch may stay as large as it is."""
     one = losses(checkpoint_of("bert"), toy, tmp_path / "one", engine=EngineConfig(cuda_graphs=False))
-    plain, calls = CudaGraphStep.accumulate_gradients, []
+    plain, calls = CudaGraphStep.forward_backward, []
 
     def short(self: CudaGraphStep, *given: Any) -> torch.Tensor:
         calls.append(len(self.graphs))
@@ -199,7 +199,7 @@ def test_short_memory_takes_the_graphs_first(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return plain(self, *given)
 
-    monkeypatch.setattr(CudaGraphStep, "add_gradients", short)
+    monkeypatch.setattr(CudaGraphStep, "forward_backward", short)
     other = losses(checkpoint_of("bert"), toy, tmp_path / "other")
     assert calls[8] > 0
     assert len(calls) == 24 + 1

@@ -20,7 +20,7 @@ from firth.train.adamw import AdamW, can_step_from_replica
 from firth.train.bf16_replica import BF16Replica
 from firth.train.optim import make_optimizer
 from firth.train.recipe import EngineConfig
-from firth.train.step import build_loss_fn, train_step
+from firth.train.step import build_step_runner, train_step
 
 SHAPES = [(1,), (7,), (64, 64), (5000,), (3, 4096), (130, 131)]
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "fused": True}
@@ -109,14 +109,14 @@ def test_steps_of_a_twin(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.manual_seed(1)
         model = make_model(config).to(machine.device)
         run = TrainingRun(training, machine, model, lambda step: [batch])
-        losses_of, optimizer = build_loss_fn(run), make_optimizer(model, training)
-        assert isinstance(losses_of, BF16Replica)
+        runner, optimizer = build_step_runner(run), make_optimizer(model, training)
+        assert isinstance(runner, BF16Replica)
         losses = []
         for step in range(5):
-            losses.append(train_step(run, losses_of, optimizer, [batch] * (1 + (step == 2)), step, 1e-3).item())
+            losses.append(train_step(run, runner, optimizer, [batch] * (1 + (step == 2)), step, 1e-3).item())
             with torch.no_grad():
                 if INTERPRETED:  # which does not round to the nearest
-                    for twin, p in zip(losses_of.replica.parameters(), model.parameters(), strict=True):
+                    for twin, p in zip(runner.replica.parameters(), model.parameters(), strict=True):
                         twin.copy_(p)
                 if step == 3:
                     next(model.parameters()).mul_(0.5)
@@ -131,19 +131,19 @@ def test_steps_of_a_twin(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_twin_takes_over_what_it_has_not() -> None:
     """Only where the optimizer has moved both, and nobody else the exact weights since, it has them already."""
     model = make_model(replace(PRESETS["bert-tiny"], vocab_size=40))
-    halved = BF16Replica(model, lambda losses: losses)
+    halved = BF16Replica(model, lambda losses: losses, ComputeConfig(torch.device("cpu"), bf16=False, compile=False))
     mine, exact = next(halved.replica.parameters()), next(model.parameters())
     for both, moved_since, has_them in ((True, False, True), (True, True, False), (False, False, False)):
-        halved.sync_weights()
+        halved.begin_step()
         assert torch.equal(mine, exact.bfloat16())
-        halved.mark_updated(both)
+        halved.end_step(both)
         with torch.no_grad():
             mine.zero_()
             if moved_since:
                 exact.mul_(0.5)
-        halved.sync_weights()
+        halved.begin_step()
         assert bool(mine.any()) is not has_them
-        halved.mark_updated(False)
+        halved.end_step(False)
 
 
 def test_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,8 @@ from firth.train.pretrain import build_pretrain_model
 from firth.train.ramp import ramp_stages
 from firth.train.recipe import EngineConfig
 from firth.train.resume import extend_skips, merge_recipe
-from firth.train.step import build_loss_fn, train_step
+from firth.train.step import build_step_runner, train_step
+from firth.train.step_runner import StepRunner
 
 pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
 CPU = ComputeConfig(torch.device("cpu"), bf16=False, compile=False)
@@ -173,16 +174,16 @@ def test_the_exact_weights_are_kept_and_get_the_twins_gradients(recipe_of: Recip
     exact = copy.deepcopy(model)
     micro = make_pretrain_batch_fn(recipe, make_row_dataset(recipe, shards, held_out=False), shards.tokenizer)(0)
     run = TrainingRun(recipe, CPU, model, lambda step: micro)
-    losses_of = build_loss_fn(run)
-    assert isinstance(losses_of, BF16Replica)
-    assert {p.dtype for p in losses_of.replica.parameters()} == {torch.bfloat16}
+    runner = build_step_runner(run)
+    assert isinstance(runner, BF16Replica)
+    assert {p.dtype for p in runner.replica.parameters()} == {torch.bfloat16}
     seen: list[torch.Tensor] = []
 
     class Watch(torch.optim.SGD):
         def step(self, closure: object = None) -> None:  # type: ignore[override]
             seen.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
 
-    total = train_step(run, losses_of, Watch(model.parameters(), lr=0.0), micro, 0, 0.0)
+    total = train_step(run, runner, Watch(model.parameters(), lr=0.0), micro, 0, 0.0)
     plain = TrainingRun(
         replace(recipe, engine=EngineConfig(weights="float32"), max_grad_norm=0.0), CPU, exact, lambda step: micro
     )
@@ -192,7 +193,7 @@ def test_the_exact_weights_are_kept_and_get_the_twins_gradients(recipe_of: Recip
         def step(self, closure: object = None) -> None:  # type: ignore[override]
             wanted.extend(p.grad.clone() for p in exact.parameters() if p.grad is not None)
 
-    true = train_step(plain, exact.losses, See(exact.parameters(), lr=0.0), micro, 0, 0.0)
+    true = train_step(plain, StepRunner(exact, exact.losses, CPU), See(exact.parameters(), lr=0.0), micro, 0, 0.0)
     assert total.item() == pytest.approx(true.item(), rel=0.01)
     assert len(seen) == len(wanted)
     assert {g.dtype for g in seen} == {torch.float32}
@@ -225,11 +226,11 @@ def test_every_family_computes_in_bfloat16(name: str) -> None:
     batch = recipe.objective(rows, CounterRNG(0, np.arange(B), np.zeros(B, int)), vocab).to(torch.device("cpu"))
     torch.manual_seed(0)
     model = make_model(recipe.model).eval()
-    losses = BF16Replica(model, lambda losses: losses)
-    losses.sync_weights()
+    losses = BF16Replica(model, lambda losses: losses, CPU)
+    losses.begin_step()
     assert not losses.replica.training
     torch.manual_seed(1)
-    found = sum(losses(batch).values())
+    found = sum(losses.loss_fn(batch).values())
     torch.manual_seed(1)
     wanted = sum(model.losses(batch).values())
     assert found.item() == pytest.approx(wanted.item(), rel=0.02)
@@ -238,8 +239,8 @@ def test_every_family_computes_in_bfloat16(name: str) -> None:
     assert sum(p.grad is not None for p in model.parameters()) > 5
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
     model.train()
-    losses.sync_weights()
-    sum(losses(batch).values()).backward()  # with dropout
+    losses.begin_step()
+    sum(losses.loss_fn(batch).values()).backward()  # with dropout
 
 
 @pytest.mark.parametrize(
@@ -261,9 +262,9 @@ def test_heads_of_tasks_compute_in_bfloat16(head: Any) -> None:
         target_positions=None if isinstance(head, SpanHead) else asked,
         task_labels=target,
     )
-    losses = BF16Replica(model, lambda losses: losses)
-    losses.sync_weights()
-    found, wanted = (sum(loss(batch).values()) for loss in (losses, model.losses))
+    losses = BF16Replica(model, lambda losses: losses, CPU)
+    losses.begin_step()
+    found, wanted = (sum(loss(batch).values()) for loss in (losses.loss_fn, model.losses))
     assert found.item() == pytest.approx(wanted.item(), rel=0.03)
     found.backward()
     losses.accumulate_gradients()
@@ -497,12 +498,12 @@ def test_switches_reach_every_head_and_layer(recipe_of: Recipes, shards_of: Make
     )
     assert recipe_of().residual == "bf16"
     model = build_pretrain_model(recipe, shards_of("bert").tokenizer)
-    build_loss_fn(TrainingRun(recipe, CPU, model, lambda step: []))
+    build_step_runner(TrainingRun(recipe, CPU, model, lambda step: []))
     assert (model.head.use_fused_loss, model.head.pad_vocab) == (False, True)
     assert [m.allow_fused for m in model.modules() if isinstance(m, Attention)] == [False] * recipe.model.num_layers
     residuals = []
     for wanted in (recipe, recipe_of()):
-        build_loss_fn(TrainingRun(wanted, CPU, model, lambda step: []))
+        build_step_runner(TrainingRun(wanted, CPU, model, lambda step: []))
         residuals += [m.residual_dtype for m in model.modules() if isinstance(m, Stack)]
     assert residuals == [torch.float32, torch.bfloat16]
 

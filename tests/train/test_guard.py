@@ -28,7 +28,14 @@ from firth.train.guard import MIN_HISTORY_STEPS, Guard, StepOutcome, nan_row_med
 from firth.train.loop import chain_hash, hash_rows
 from firth.train.optim import make_optimizer
 from firth.train.pretrain import build_pretrain_model, make_held_out_loss_fn
-from firth.train.step import RecurrentStateDict, build_loss_fn, split_micro_batches, train_step, update_recurrent_state
+from firth.train.step import (
+    RecurrentStateDict,
+    build_step_runner,
+    split_micro_batches,
+    train_step,
+    update_recurrent_state,
+)
+from firth.train.step_runner import StepRunner
 
 pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
 CPU = ComputeConfig(torch.device("cpu"), bf16=False, compile=False)
@@ -121,7 +128,7 @@ def test_a_bad_step_changes_nothing(optim: str, recipe_of: Recipes, shards_of: M
             def losses(batch: Any, factor: float = factor) -> dict[str, torch.Tensor]:
                 return {name: factor * value for name, value in model.losses(batch).items()}
 
-            train_step(run, losses, optimizer, batches(step), step, 1e-2, None, guard)
+            train_step(run, StepRunner(model, losses, run.compute), optimizer, batches(step), step, 1e-2, None, guard)
             assert guard.last_outcome[2] == (step in bad)
         states = [v for p in model.parameters() for v in optimizer.state[p].values()]
         return [p.detach() for p in model.parameters()], states
@@ -308,8 +315,16 @@ def test_smaller_micro_batches_give_the_same_gradient(
             seen.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
 
     run, optimizer = TrainingRun(recipe, CPU, model, batches), Watch(model.parameters(), lr=0.0)
-    expected = [train_step(run, model.losses, optimizer, batches(i), i, 0.0).item() for i in range(2)]
-    found = [train_step(run, short_of_memory(model, rows), optimizer, batches(i), i, 0.0).item() for i in range(2)]
+    expected = [
+        train_step(run, StepRunner(model, model.losses, run.compute), optimizer, batches(i), i, 0.0).item()
+        for i in range(2)
+    ]
+    found = [
+        train_step(
+            run, StepRunner(model, short_of_memory(model, rows), run.compute), optimizer, batches(i), i, 0.0
+        ).item()
+        for i in range(2)
+    ]
     assert found == pytest.approx(expected, rel=1e-6)
     for i in range(2):
         for a, b in zip(seen[i], seen[i + 2], strict=True):
@@ -374,9 +389,9 @@ def test_smaller_micro_batches_of_a_graph_give_the_same_gradient(recipe_of: Reci
         model = build_pretrain_model(recipe, shards.tokenizer).to("cuda")
         run, optimizer = TrainingRun(recipe, machine, model, batches), torch.optim.SGD(model.parameters(), lr=0.1)
         run.halvings = halvings
-        losses_of = build_loss_fn(run)
+        runner = build_step_runner(run)
         for i in range(4):
-            train_step(run, losses_of, optimizer, batches(i), i, 0.1)
+            train_step(run, runner, optimizer, batches(i), i, 0.1)
         found.append([p.detach().clone() for p in model.parameters()])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -387,17 +402,17 @@ def test_a_row_that_does_not_fit_is_said(recipe_of: Recipes, shards_of: Make) ->
     model, batches = build_pretrain_model(recipe, shards.tokenizer), batches_of(recipe, shards)
     run, optimizer = TrainingRun(recipe, CPU, model, batches), make_optimizer(model, recipe)
     with pytest.raises(UserError, match=r"one row at a time.*--max-seq-length"):
-        train_step(run, short_of_memory(model, 0), optimizer, batches(0), 0, 0.0)
+        train_step(run, StepRunner(model, short_of_memory(model, 0), run.compute), optimizer, batches(0), 0, 0.0)
     together = [b._replace(group_ids=np.zeros((4, 1), int)) for b in batches(0)]
     run.halvings = 0
     with pytest.raises(UserError, match="compared with each other"):
-        train_step(run, short_of_memory(model, 2), optimizer, together, 0, 0.0)
+        train_step(run, StepRunner(model, short_of_memory(model, 2), run.compute), optimizer, together, 0, 0.0)
 
     def other(batch: Any) -> dict[str, torch.Tensor]:
         raise RuntimeError("shapes do not fit")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        train_step(run, other, optimizer, batches(0), 0, 0.0)
+        train_step(run, StepRunner(model, other, run.compute), optimizer, batches(0), 0, 0.0)
 
 
 def test_a_resumed_run_keeps_its_smaller_micro_batches(

@@ -42,6 +42,7 @@ from firth.train.optim import learning_rate_at
 from firth.train.pretrain import build_pretrain_model, make_held_out_loss_fn
 from firth.train.recipe import EngineConfig
 from firth.train.step import dropout_seed, train_step
+from firth.train.step_runner import StepRunner
 
 FAMILIES = ("bert", "gpt2", "t5")
 pretraining = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
@@ -71,7 +72,9 @@ def gradient(model: Model, micro: Sequence[Batch], limit: float = 0.0) -> tuple[
             seen.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
 
     run = TrainingRun(TrainingConfig(max_grad_norm=limit), CPU, model, lambda step: micro)
-    total = train_step(run, model.losses, Watch(model.parameters(), lr=0.0), micro, 0, 0.0)
+    total = train_step(
+        run, StepRunner(model, model.losses, run.compute), Watch(model.parameters(), lr=0.0), micro, 0, 0.0
+    )
     return total.item(), seen
 
 

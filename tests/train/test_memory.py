@@ -26,6 +26,7 @@ from firth.train.dataloader import make_pretrain_batch_fn, make_row_dataset
 from firth.train.optim import make_optimizer
 from firth.train.pretrain import build_pretrain_model, make_held_out_loss_fn
 from firth.train.step import train_step
+from firth.train.step_runner import StepRunner
 
 module = importlib.import_module("firth.train.pretrain")  # the name in firth.train is the function
 CPU = ComputeConfig(torch.device("cpu"), bf16=False, compile=False)
@@ -68,7 +69,10 @@ def first_losses(recipe: Recipe, steps: int) -> list[float]:
     """The losses of the first steps, at a rate of 0: nothing is learned."""
     model, batches, _, _ = made(recipe)
     run, optimizer, carry = TrainingRun(recipe, CPU, model, batches), make_optimizer(model, recipe), {}
-    return [train_step(run, model.losses, optimizer, batches(step), step, 0.0, carry).item() for step in range(steps)]
+    return [
+        train_step(run, StepRunner(model, model.losses, run.compute), optimizer, batches(step), step, 0.0, carry).item()
+        for step in range(steps)
+    ]
 
 
 @pytest.mark.parametrize("family", ["xlnet", "gpt2"])
@@ -95,7 +99,10 @@ def test_without_memory_it_is_what_it_is_without_one(streaming: Recipes, tmp_pat
     assert model.pop_state() == {}
     stripped = lambda step: [batch._replace(reset_state=None) for batch in batches(step)]  # noqa: E731
     run, optimizer = TrainingRun(recipe, CPU, model, stripped), make_optimizer(model, recipe)
-    assert found == [train_step(run, model.losses, optimizer, stripped(i), i, 0.0).item() for i in range(3)]
+    assert found == [
+        train_step(run, StepRunner(model, model.losses, run.compute), optimizer, stripped(i), i, 0.0).item()
+        for i in range(3)
+    ]
 
 
 def test_any_split_of_the_batch_carries_the_same(streaming: Recipes) -> None:
@@ -105,7 +112,10 @@ def test_any_split_of_the_batch_carries_the_same(streaming: Recipes) -> None:
         recipe = replace(whole, per_device_train_batch_size=size, gradient_accumulation_steps=4 // size)
         model, batches, _, _ = made(recipe)
         run, optimizer, carry = TrainingRun(recipe, CPU, model, batches), make_optimizer(model, recipe), {}
-        total = [train_step(run, model.losses, optimizer, batches(i), i, 0.0, carry).item() for i in range(3)]
+        total = [
+            train_step(run, StepRunner(model, model.losses, run.compute), optimizer, batches(i), i, 0.0, carry).item()
+            for i in range(3)
+        ]
         assert {name: tuple(value.shape) for name, value in carry.items()} == {
             "stack.0": (4, 16, 32),
             "stack.1": (4, 16, 32),
@@ -123,8 +133,12 @@ def test_a_new_pass_begins_with_nothing(streaming: Recipes) -> None:
     late = batches(source.steps_per_epoch)
     assert late[0].reset_state.all()
     junk = {"stack.0": torch.full((4, 16, 32), torch.nan), "stack.1": torch.full((4, 16, 32), torch.nan)}
-    found = train_step(run, model.losses, optimizer, late, source.steps_per_epoch, 0.0, junk)
-    assert found == train_step(run, model.losses, optimizer, late, source.steps_per_epoch, 0.0, {})
+    found = train_step(
+        run, StepRunner(model, model.losses, run.compute), optimizer, late, source.steps_per_epoch, 0.0, junk
+    )
+    assert found == train_step(
+        run, StepRunner(model, model.losses, run.compute), optimizer, late, source.steps_per_epoch, 0.0, {}
+    )
     assert not any(value.isnan().any() for value in junk.values()), "and leaves what it has read itself"
 
 
@@ -200,7 +214,12 @@ def test_a_step_that_is_compiled_is_the_same_step(streaming: Recipes) -> None:
         model, batches, _, _ = made(recipe)
         run, optimizer, carry = TrainingRun(recipe, CPU, model, batches), make_optimizer(model, recipe), {}
         of = wrap(model.losses)
-        found.append([train_step(run, of, optimizer, batches(i), i, 0.0, carry).item() for i in range(3)])
+        found.append(
+            [
+                train_step(run, StepRunner(model, of, run.compute), optimizer, batches(i), i, 0.0, carry).item()
+                for i in range(3)
+            ]
+        )
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 

@@ -21,7 +21,7 @@ from firth.objectives import Batch
 from firth.train import ComputeConfig, TrainingConfig, TrainingRun, choose_compute, compute
 from firth.train.optim import make_optimizer
 from firth.train.recipe import EngineConfig
-from firth.train.step import build_loss_fn, compute_gradients, recompute_in_backward, train_step
+from firth.train.step import build_step_runner, compute_gradients, recompute_in_backward, train_step
 
 CPU = ComputeConfig(torch.device("cpu"), bf16=False, compile=False)
 PARTS = replace(CPU, compile=True, compile_regions=True)
@@ -75,9 +75,9 @@ def three_steps(layers: int, family: str, machine: ComputeConfig, fp8: bool = Fa
     torch.manual_seed(0)
     model, settings = make_model(config), TrainingConfig(learning_rate=1e-2, fp8=fp8)
     run = TrainingRun(settings, machine, model, lambda step: [])
-    losses_of, optimizer = build_loss_fn(run), make_optimizer(model, settings)
+    runner, optimizer = build_step_runner(run), make_optimizer(model, settings)
     steps = [batch_for(config.architecture, i) for i in range(3)]
-    return [train_step(run, losses_of, optimizer, [b], i, 1e-2).item() for i, b in enumerate(steps)], model
+    return [train_step(run, runner, optimizer, [b], i, 1e-2).item() for i, b in enumerate(steps)], model
 
 
 FAMILIES = ["bert", "gpt2", "llama", "modernbert", "deberta", "albert", "t5", "bart"]
@@ -117,9 +117,9 @@ def test_blocks_that_are_computed_twice_and_weights_in_half_the_bits(monkeypatch
         model = make_model(config)
         settings = TrainingConfig(learning_rate=1e-2, **fields)  # type: ignore[arg-type]
         run = TrainingRun(settings, PARTS, model, lambda step: [])
-        losses_of, optimizer = build_loss_fn(run), make_optimizer(model, settings)
+        runner, optimizer = build_step_runner(run), make_optimizer(model, settings)
         steps = [batch_for("decoder", i) for i in range(3)]
-        found[name] = [train_step(run, losses_of, optimizer, [b], i, 1e-2).item() for i, b in enumerate(steps)]
+        found[name] = [train_step(run, runner, optimizer, [b], i, 1e-2).item() for i, b in enumerate(steps)]
     torch._dynamo.reset()
     assert found["twice"] == pytest.approx(found["parts"], rel=1e-5)
     assert found["half"] == pytest.approx(found["parts"], rel=5e-2)
@@ -149,7 +149,7 @@ def test_a_lean_step_keeps_less_for_the_same_gradients(parts: bool, monkeypatch:
             lambda step: [],
         )
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            compute_gradients(run, build_loss_fn(run), [batch], 0, {})
+            compute_gradients(run, build_step_runner(run), [batch], 0, {})
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
         kept.append(sum(size for at, size in found.items() if at not in weights))
         grads.append([p.grad for p in model.parameters() if p.grad is not None])
@@ -170,7 +170,7 @@ def test_activations_of_a_lean_step_can_be_computed_again(lean: bool, monkeypatc
     monkeypatch.setattr(block, "linear_activation", activated)
     model = make_model(replace(get_preset("gpt2-tiny"), vocab_size=300))
     run = TrainingRun(TrainingConfig(engine=EngineConfig(recompute=lean)), CPU, model, lambda step: [])
-    compute_gradients(run, build_loss_fn(run), [batch_for("decoder", 0)], 0, {})
+    compute_gradients(run, build_step_runner(run), [batch_for("decoder", 0)], 0, {})
     assert ways == [lean] * model.config.num_layers
 
 

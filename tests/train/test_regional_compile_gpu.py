@@ -17,7 +17,7 @@ from firth.train import ComputeConfig, TrainingConfig, TrainingRun
 from firth.train.cuda_graphs import CudaGraphStep
 from firth.train.optim import make_optimizer
 from firth.train.recipe import EngineConfig
-from firth.train.step import build_loss_fn, train_step
+from firth.train.step import build_step_runner, train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 FAMILIES = [name for name in TINY if PRESETS[name].recurrent is None and PRESETS[name].num_layers]
@@ -35,9 +35,9 @@ def test_five_steps_lose_the_same(name: str) -> None:
         torch.manual_seed(1)
         model = make_model(config).to(machine.device)
         run = TrainingRun(training, machine, model, lambda step: [batch])
-        losses_of, optimizer = build_loss_fn(run), make_optimizer(model, training)
-        found.append([train_step(run, losses_of, optimizer, [batch], i, 1e-3).item() for i in range(5)])
-    assert isinstance(losses_of, CudaGraphStep)
-    assert losses_of.graphs, "nothing was recorded"
+        runner, optimizer = build_step_runner(run), make_optimizer(model, training)
+        found.append([train_step(run, runner, optimizer, [batch], i, 1e-3).item() for i in range(5)])
+    assert isinstance(runner, CudaGraphStep)
+    assert runner.graphs, "nothing was recorded"
     assert found[1] == pytest.approx(found[0], rel=1e-3)
     assert found[1][-1] < found[1][0]

@@ -1,9 +1,19 @@
-"""Steps that are not compiled as a whole, replayed as CUDA graphs: the GPU then never waits for Python."""
+"""Replay forward and backward of a micro-batch as one CUDA graph.
+
+Python launches kernels one by one; a small model's kernels finish sooner than Python launches the next ones. A CUDA graph
+records all kernels of a forward and backward pass once and replays them with a single launch, so the GPU never waits for
+the host. A graph is bound to addresses and shapes, hence the rules here:
+
+- one graph per batch shape, at most `MAX_CUDA_GRAPHS`; batches are copied into tensors at fixed addresses;
+- gradients are zeroed in place, never freed (`frees_gradients`);
+- when a parameter moves, or starts or stops to require a gradient, all graphs are recorded again;
+- dropout draws the same numbers as without a graph: torch seeds each replay from the current generator.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +24,14 @@ from firth.core.console import warn
 from firth.models import Model
 from firth.objectives import Batch
 from firth.train.compute import ComputeConfig
+from firth.train.step_runner import LossFn, StepRunner
 
-LossFn = Callable[[Any], dict[str, Tensor]]
-MAX_CUDA_GRAPHS = 16  # shapes that have a graph; others are computed as ever
+MAX_CUDA_GRAPHS = 16  # batch shapes with a graph; other shapes run without
 
 
 @dataclass
 class StaticInputs:
-    """What a graph reads, at places that stay: a batch on the device, what its losses are divided by, their scale."""
+    """Inputs of a graph at fixed addresses: a batch on the device, the counts that divide its losses, their scale."""
 
     batch: Batch
     loss_names: list[str]
@@ -29,7 +39,7 @@ class StaticInputs:
     loss_scale: Tensor
 
     def copy_from(self, batch: Batch, counts: Mapping[str, int], loss_scale: Tensor | None) -> None:
-        """Put in the next ones, which have the same shape."""
+        """Copy the next batch, which has the same shape."""
         device = self.counts.device
         for held, new in zip(self.batch, batch.to(device), strict=True):
             if held is not None:
@@ -38,26 +48,26 @@ class StaticInputs:
         self.loss_scale.fill_(1) if loss_scale is None else self.loss_scale.copy_(loss_scale)
 
 
-class CudaGraphStep:
-    """The losses of a model, and a graph for each shape of a batch that adds up loss and gradients.
+class CudaGraphStep(StepRunner):
+    """Run the first batch of a shape eagerly, record it, and replay it for the next ones."""
 
-    The first batch of a shape is computed as ever, then its work is recorded. A graph reads and writes weights and
-    gradients where they lay then: where one of them lies elsewhere now, or has begun or ceased to learn, all is
-    recorded anew. Dropout draws what it would without graphs: each replay begins with the seed of its step.
-    """
+    frees_gradients = False
 
     def __init__(self, model: Model, loss_fn: LossFn, compute: ComputeConfig) -> None:
-        self.model, self.loss_fn, self.compute = model, loss_fn, compute
+        super().__init__(model, loss_fn, compute)
         self.stream = torch.cuda.Stream(compute.device)
         self.graphs: dict[Any, tuple[torch.cuda.CUDAGraph, StaticInputs, Tensor]] = {}
         self.captured_addresses: list[Any] = []
         self.is_enabled = True
 
-    def __call__(self, batch: Any) -> dict[str, Tensor]:
-        return self.loss_fn(batch)
-
-    def accumulate_gradients(self, batch: Batch, counts: Mapping[str, int], loss_scale: Tensor | None) -> Tensor:
-        """The loss of a micro-batch, whose gradients are added to those that are there."""
+    def forward_backward(
+        self,
+        batch: Batch,
+        counts: Mapping[str, int],
+        loss_scale: Tensor | None,
+        recurrent_state: AbstractContextManager[None] | None = None,
+    ) -> Tensor:
+        """As in `StepRunner`. Runs with a recurrent state have no graphs (`cuda_graphs_blocker`)."""
         shape = tuple(None if a is None else (a.shape, a.dtype) for a in batch)
         if shape in self.graphs and self.captured_addresses == self.tensor_addresses():
             graph, held, loss = self.graphs[shape]
@@ -70,13 +80,14 @@ class CudaGraphStep:
         now = torch.cuda.current_stream(device)
         self.stream.wait_stream(now)
         with torch.cuda.stream(self.stream):
-            loss = self.forward_backward(held)
+            loss = self.run(held)
         now.wait_stream(self.stream)
         if self.is_enabled:
             self.capture(shape, held)
         return loss
 
-    def forward_backward(self, inputs: StaticInputs) -> Tensor:
+    def run(self, inputs: StaticInputs) -> Tensor:
+        """Forward and backward, by operations that a graph can record."""
         with self.compute.autocast():
             counts = dict(zip(inputs.loss_names, inputs.counts, strict=True))
             loss = torch.stack([part / counts[name] for name, part in self.loss_fn(inputs.batch).items()]).sum()
@@ -84,19 +95,19 @@ class CudaGraphStep:
         return loss.detach()
 
     def capture(self, shape: Any, inputs: StaticInputs) -> None:
-        """Record what the first batch of a shape did. Where that cannot be, all goes on without."""
-        if self.captured_addresses != (places := self.tensor_addresses()):
+        """Record the kernels of a batch shape; if that fails, continue without graphs."""
+        if self.captured_addresses != (addresses := self.tensor_addresses()):
             self.graphs.clear()
-            self.captured_addresses = places
+            self.captured_addresses = addresses
         if len(self.graphs) == MAX_CUDA_GRAPHS:
             return
         pool = next((graph.pool() for graph, _, _ in self.graphs.values()), None) or torch.cuda.graph_pool_handle()
         graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.compute.device)
-        torch.cuda.empty_cache()  # a graph has memory of its own, and what the first batch took is free again
+        torch.cuda.empty_cache()  # a graph has its own memory pool; free what the first batch used
         try:
-            # `now` again, where it breaks off: torch leaves the other one on
+            # set the stream again: after a failed capture torch leaves the capture stream current
             with torch.cuda.stream(now), torch.cuda.graph(graph, pool=pool, stream=self.stream):
-                loss = self.forward_backward(inputs)
+                loss = self.run(inputs)
         except RuntimeError as e:
             self.disable(str(e).partition("\n")[0])
             self.clean_up_failed_capture(pool)
@@ -104,24 +115,31 @@ class CudaGraphStep:
         self.graphs[shape] = graph, inputs, loss
 
     def disable(self, reason: str) -> None:
-        """Go on without graphs, and give back what they hold."""
+        """Continue without graphs, and free their memory."""
         self.is_enabled = False
         self.graphs.clear()
-        warn(f"the steps are not replayed as CUDA graphs from here on: {reason}")
+        warn(f"CUDA graphs disabled from here on: {reason}")
+
+    def end_micro_batch(self, index: int, num_micro_batches: int, keep_in_replica: bool) -> None:
+        """Graphs add to gradients at fixed addresses; nothing to do."""
+
+    def release_memory(self) -> bool:
+        if not self.graphs:  # each holds as much memory as a batch
+            return False
+        self.disable("memory is short")
+        return True
 
     def clean_up_failed_capture(self, pool: Any) -> None:
-        """Undo what a recording that broke off has left: memory that is its own, and a generator that takes all that
-        is drawn for part of it.
-        """
+        """Undo a failed capture: release its memory pool, and reset torch's generator, which thinks that it is captured."""
         device = torch.cuda.current_device()
-        with suppress(RuntimeError):  # nothing is left where it broke off for want of memory
+        with suppress(RuntimeError):  # an out-of-memory error has released the pool already
             torch._C._cuda_endAllocateToPool(device, pool)
             torch._C._cuda_releasePool(device, pool)
-            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream):  # one that does not break off
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream):  # a successful capture
                 torch.zeros((), device=self.compute.device)
 
     def tensor_addresses(self) -> list[Any]:
-        """Where weights and gradients lie, and what learns."""
+        """Addresses of weights and gradients, and which parameters require one."""
         parameters = list(self.model.parameters())
         gradients = [0 if p.grad is None else p.grad.data_ptr() for p in parameters]
         return [*gradients, *((p.data_ptr(), p.requires_grad) for p in parameters)]

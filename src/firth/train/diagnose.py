@@ -10,7 +10,8 @@ from firth.core.console import format_count
 from firth.models import Model
 from firth.objectives import Batch
 from firth.train.guard import StepOutcome
-from firth.train.step import LossFn, RecurrentStateDict, TrainingRun, compute_gradients
+from firth.train.step import RecurrentStateDict, TrainingRun, compute_gradients
+from firth.train.step_runner import StepRunner
 
 BATCH_PREVIEW_CHARS = 300  # characters of a text
 MAX_NAMED_LAYERS = 4  # layers that are named
@@ -18,7 +19,7 @@ MAX_NAMED_LAYERS = 4  # layers that are named
 
 def diagnose_divergence(
     run: TrainingRun,
-    loss_fn: LossFn,
+    runner: StepRunner,
     step: int,
     num_skipped: int,
     outcome: StepOutcome,
@@ -32,7 +33,7 @@ def diagnose_divergence(
     first = step - num_skipped + 1
     micro = run.batch_fn(first - 1)
     run.model.zero_grad(set_to_none=True)
-    compute_gradients(run, loss_fn, micro, first - 1, dict(recurrent_state))
+    compute_gradients(run, runner, micro, first - 1, dict(recurrent_state))
     wrong = format_layers(
         name for name, p in run.model.named_parameters() if p.grad is not None and has_nonfinite(p.grad)
     )

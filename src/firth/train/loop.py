@@ -42,7 +42,7 @@ from firth.train.ema import WeightEMA
 from firth.train.guard import Guard, StepOutcome
 from firth.train.log import NullLog, RunLog, read_last_loss
 from firth.train.optim import add_unfrozen_groups, learning_rate_at, make_optimizer
-from firth.train.step import RecurrentStateDict, TrainingRun, build_loss_fn, compile_ahead, sum_counts, train_step
+from firth.train.step import RecurrentStateDict, TrainingRun, build_step_runner, compile_ahead, sum_counts, train_step
 from firth.train.writer import CheckpointWriter
 
 SPEED_WARMUP_STEPS = 3  # steps that say nothing of a run's speed
@@ -93,7 +93,7 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
         if average:
             average.load_state(load_ema(found))
         say(f"going on from {found}")
-    losses_of = build_loss_fn(run)
+    runner = build_step_runner(run)
     line, loss, scores, speed = StatusLine(), math.nan, {}, SpeedMeter(state.step, state.tokens)
     untold: list[StepRecord] = []
 
@@ -113,7 +113,7 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
                 warn(f"step {told.step} is skipped: {found.skip_reason}")
             if state.bad_steps >= training.max_bad_steps:
                 writer.wait()
-                why = diagnose_divergence(run, losses_of, told.step, state.bad_steps, found, carry, writer.last_saved)
+                why = diagnose_divergence(run, runner, told.step, state.bad_steps, found, carry, writer.last_saved)
                 raise Diverged(world.broadcast(why), told.step)
 
     def save() -> None:
@@ -133,12 +133,12 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
             lr = learning_rate_at(step, training)
             add_unfrozen_groups(optimizer, model, training, run.freeze_schedule, step)
             if run.deferred_init is not None:
-                compile_ahead(run, losses_of, optimizer, micro, step)
+                compile_ahead(run, runner, optimizer, micro, step)
                 run.deferred_init()
                 run.deferred_init = None
                 if average:
                     average.load_state(trainable_state(model))
-            train_step(run, losses_of, optimizer, micro, step, lr, carry, guard, counts)
+            train_step(run, runner, optimizer, micro, step, lr, carry, guard, counts)
             state.step, state.tokens, state.data_hash = step + 1, state.tokens + counts["tokens"], data
             if average:
                 average.update(step, guard.last_skipped)

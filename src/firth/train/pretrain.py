@@ -58,19 +58,18 @@ from firth.train.ramp import check_even_split, mean_batch_rows, ramp_stages, sta
 from firth.train.recipe import Recipe, TrainingConfig, load_recipe, save_recipe
 from firth.train.resume import is_run_finished, merge_recipe, rewind_run, verify_same_shards
 from firth.train.step import (
-    LossFn,
     RecurrentStateDict,
     TrainingRun,
     apply_flags,
-    build_loss_fn,
+    build_step_runner,
     dropout_seed,
     is_out_of_memory,
     num_rows,
     split_micro_batches,
-    sum_of_means,
     train_step,
     with_recurrent_state,
 )
+from firth.train.step_runner import LossFn, sum_of_means
 from firth.train.unfreeze import FreezeSchedule
 
 ScheduledRecipeT = TypeVar("ScheduledRecipeT", bound=TrainingConfig)
@@ -450,13 +449,13 @@ def time_steps(
     world = compute.dist_context
     world.prepare_model(model, training, compute)
     run = TrainingRun(training, compute, model, batch_fn, loss_fn=loss_fn)
-    losses_of = build_loss_fn(run)
+    runner = build_step_runner(run)
     optimizer, carry = make_optimizer(model, training, freeze_schedule), RecurrentStateDict()
 
     def timed(steps: Sequence[int]) -> float:
         start = time.monotonic()
         for step in steps:
-            total = train_step(run, losses_of, optimizer, batch_fn(step), step, 0.0, carry)
+            total = train_step(run, runner, optimizer, batch_fn(step), step, 0.0, carry)
         total.item()
         return world.broadcast(time.monotonic() - start)
 

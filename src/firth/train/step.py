@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ from firth.models.heads import LMHeadModule
 from firth.models.kernels.tiling import mark_compile_constants
 from firth.models.regional_compile import compile_regions, reset_compiled_regions
 from firth.objectives import Batch
-from firth.train.adamw import AdamW, can_step_from_replica
+from firth.train.adamw import AdamW
 from firth.train.bf16_replica import BF16Replica
 from firth.train.compute import ComputeConfig
 from firth.train.cuda_graphs import CudaGraphStep
@@ -32,6 +31,7 @@ from firth.train.distributed import DistContext
 from firth.train.dtensor import to_full_tensor, to_local
 from firth.train.guard import Guard
 from firth.train.recipe import TrainingConfig
+from firth.train.step_runner import LossFn, StepRunner
 from firth.train.unfreeze import FreezeSchedule
 
 RECOMPILE_LIMIT = 64  # packed rows come in few shapes, and each is worth a program of its own
@@ -40,7 +40,6 @@ RECOMPUTE_MIN_PARAMETERS = 500_000_000  # parameters: memory is short before tim
 _compiled_with_recompute = False  # whether what was compiled last is
 
 RecurrentStateDict = dict[str, torch.Tensor]  # what rows leave for those that go on from them, by name: a row each
-LossFn = Callable[[Any], dict[str, torch.Tensor]]
 
 
 @dataclass
@@ -55,7 +54,7 @@ class TrainingRun:
     folder: Path | None = None  # None: nothing is written (a trial)
     name: str = "training"
     hooks: list[tuple[int, Callable[[int, Model], None]]] = field(default_factory=list)  # (every_n_steps, function)
-    loss_fn: Callable[[Any], dict[str, torch.Tensor]] | None = None  # the model's own unless said (distillation)
+    loss_fn: LossFn | None = None  # the model's own unless said (distillation)
     freeze_schedule: FreezeSchedule = field(
         default_factory=FreezeSchedule
     )  # which parts learn, from when on, and how fast
@@ -66,8 +65,8 @@ class TrainingRun:
     deferred_init: Callable[[], None] | None = None  # gives the model its first weights; steps are compiled meanwhile
 
 
-def build_loss_fn(run: TrainingRun) -> LossFn:
-    """What a step computes the losses with: compiled, and with blocks that are computed twice, where that is asked."""
+def build_step_runner(run: TrainingRun) -> StepRunner:
+    """Configure the model's kernels, precision and checkpointing, and choose how micro-batches are executed."""
     apply_flags(run.model, run.training)
     for module in run.model.modules():
         if isinstance(module, Stack):
@@ -87,10 +86,10 @@ def build_loss_fn(run: TrainingRun) -> LossFn:
 
     if run.training.engine.weights == "bf16":
         assert run.loss_fn is None, "a recipe refuses it"
-        return BF16Replica(run.model, program)
+        return BF16Replica(run.model, program, run.compute)
     losses = program(run.loss_fn or run.model.losses)
     captures = run.compute.cuda_graphs and (run.compute.compile_regions or not run.compute.compile)
-    return CudaGraphStep(run.model, losses, run.compute) if captures else losses
+    return (CudaGraphStep if captures else StepRunner)(run.model, losses, run.compute)
 
 
 def apply_flags(model: Model, training: TrainingConfig) -> None:
@@ -110,7 +109,7 @@ def apply_flags(model: Model, training: TrainingConfig) -> None:
 
 def train_step(
     run: TrainingRun,
-    loss_fn: LossFn,
+    runner: StepRunner,
     optimizer: torch.optim.Optimizer,
     micro_batches: Sequence[Batch],
     step: int,
@@ -129,8 +128,8 @@ def train_step(
         guard.loss_scale if guard else None,
         isinstance(optimizer, AdamW) and run.compute.dist_context.world_size == 1,
     )
-    total, left = compute_gradients(run, loss_fn, micro_batches, step, recurrent_state or {}, scale, counts, alone)
-    norm = clip_gradients(run, loss_fn, optimizer)
+    total, left = compute_gradients(run, runner, micro_batches, step, recurrent_state or {}, scale, counts, alone)
+    norm = clip_gradients(run, runner, optimizer)
     bad = guard.should_skip(total, norm, step) if guard else None
     if recurrent_state is not None:
         update_recurrent_state(recurrent_state, concat_states(left), bad)
@@ -149,14 +148,13 @@ def train_step(
             "Out of memory for what the optimizer remembers of each weight: --optim adafactor remembers little, "
             "--parallel fsdp --cpu-offload keeps it in the host's memory, and a smaller model has fewer weights."
         ) from e
-    if isinstance(loss_fn, BF16Replica):
-        loss_fn.mark_updated(both)
-    zero_gradients(loss_fn, optimizer)
+    runner.end_step(both)
+    optimizer.zero_grad(set_to_none=runner.frees_gradients)
     return total
 
 
 def compile_ahead(
-    run: TrainingRun, loss_fn: LossFn, optimizer: torch.optim.Optimizer, micro_batches: Sequence[Batch], step: int
+    run: TrainingRun, runner: StepRunner, optimizer: torch.optim.Optimizer, micro_batches: Sequence[Batch], step: int
 ) -> None:
     """Have a step compiled, by gradients that are thrown away. (The compiler leaves little to collect, and is done
     sooner if nobody looks for it.)
@@ -165,21 +163,16 @@ def compile_ahead(
     collects = gc.isenabled()
     gc.disable()
     try:
-        compute_gradients(run, loss_fn, micro_batches[:1], step, RecurrentStateDict())
+        compute_gradients(run, runner, micro_batches[:1], step, RecurrentStateDict())
     finally:
         if collects:
             gc.enable()
-    zero_gradients(loss_fn, optimizer)
-
-
-def zero_gradients(loss_fn: LossFn, optimizer: torch.optim.Optimizer) -> None:
-    """Let the next gradients be the first."""
-    optimizer.zero_grad(set_to_none=not isinstance(loss_fn, CudaGraphStep))  # whose gradients stay where they are
+    optimizer.zero_grad(set_to_none=runner.frees_gradients)
 
 
 def compute_gradients(
     run: TrainingRun,
-    loss_fn: LossFn,
+    runner: StepRunner,
     micro_batches: Sequence[Batch],
     step: int,
     recurrent_state: RecurrentStateDict,
@@ -195,20 +188,18 @@ def compute_gradients(
     counts = counts or all_reduce_counts(micro_batches, world)
     if not run.model.training:  # all of its modules are asked otherwise, which takes a while
         run.model.train()
-    if isinstance(loss_fn, BF16Replica):
-        loss_fn.sync_weights()
-    computes = loss_fn.replica if isinstance(loss_fn, BF16Replica) else run.model
+    runner.begin_step()
     while found is None:
         try:
             # backward too: a block that is computed again is the same program then
             with (
                 compile_regions() if run.compute.compile_regions else nullcontext(),
                 recompute_in_backward(run),
-                cache_fp8_weights(computes) if run.training.fp8 else nullcontext(),
+                cache_fp8_weights(runner.compute_model) if run.training.fp8 else nullcontext(),
             ):
                 found = run_micro_batches(
                     run,
-                    loss_fn,
+                    runner,
                     split_micro_batches(micro_batches, run.halvings),
                     counts,
                     step,
@@ -224,11 +215,9 @@ def compute_gradients(
                 raise
         if world.any_out_of_memory(found is None):  # only now is nothing of the failed attempt held any more
             found = None
-            if isinstance(loss_fn, CudaGraphStep) and loss_fn.graphs:  # which hold as much as a batch
-                loss_fn.disable("memory is short")
-                free_gradients(run, run.model)
-            else:
-                halve_micro_batches(run, loss_fn, micro_batches)
+            if not runner.release_memory():
+                halve_micro_batches(run, micro_batches)
+            free_gradients(run, runner)
     world.all_reduce_gradients(run.model)
     world.all_reduce_tensors([found[0]])
     return found
@@ -261,7 +250,7 @@ def recompute_in_backward(run: TrainingRun) -> Iterator[None]:
 
 def run_micro_batches(
     run: TrainingRun,
-    loss_fn: LossFn,
+    runner: StepRunner,
     micro_batches: Sequence[Batch],
     counts: Mapping[str, int],
     step: int,
@@ -272,43 +261,21 @@ def run_micro_batches(
     """Add up loss and gradients of the micro-batches. A loss in float16 is scaled up on the way, and back again."""
     total = torch.zeros((), device=run.compute.device)
     left: list[RecurrentStateDict] = []
-    halved = loss_fn if isinstance(loss_fn, BF16Replica) else None
     for i, batch in enumerate(micro_batches):
         torch.manual_seed(dropout_seed(run.training.seed, step, run.compute.dist_context.rank * len(micro_batches) + i))
-        if isinstance(loss_fn, CudaGraphStep):
-            total += loss_fn.accumulate_gradients(batch, counts, loss_scale)
-            continue
-        if run.compute.cuda_graphs:
-            torch.compiler.cudagraph_mark_step_begin()
-        with (
-            run.compute.autocast(),
-            with_recurrent_state(run.model, batch, recurrent_state, sum(map(num_rows, micro_batches[:i])), left),
-        ):
-            loss = sum_of_means(loss_fn(batch.to(run.compute.device)), counts)
-        (loss if loss_scale is None else loss * loss_scale).backward()
-        if halved and not (
-            keep_in_replica and len(micro_batches) == 1 and can_step_from_replica(halved.pending_gradients())
-        ):
-            halved.accumulate_gradients()
-        elif run.compute.cuda_graphs and i == 0 and len(micro_batches) > 1:
-            clone_gradients(run.model)
-        total += loss.detach()
+        first_row = sum(map(num_rows, micro_batches[:i]))
+        state = with_recurrent_state(run.model, batch, recurrent_state, first_row, left)
+        total += runner.forward_backward(batch, counts, loss_scale, state)
+        runner.end_micro_batch(i, len(micro_batches), keep_in_replica)
     if loss_scale is not None:
         found = [to_local(p.grad) for p in run.model.parameters() if p.grad is not None]
         torch._foreach_mul_(found, (1 / loss_scale).to(found[0].device))  # the host's, where weights are kept there
     return total, left
 
 
-def clone_gradients(model: Model) -> None:
-    """Take gradients out of a graph's memory, which the next replay writes over, before others are added to them."""
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad = p.grad.clone()
-
-
-def clip_gradients(run: TrainingRun, loss_fn: LossFn, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+def clip_gradients(run: TrainingRun, runner: StepRunner, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     """The length of the gradient, which is cut where it is too long; by the optimizer, where it takes a twin's."""
-    held, most = loss_fn.pending_gradients() if isinstance(loss_fn, BF16Replica) else {}, run.training.max_grad_norm
+    held, most = runner.pending_gradients(), run.training.max_grad_norm
     if held and isinstance(optimizer, AdamW):
         found = [twin.grad for twin in held.values() if twin.grad is not None]
         norms = torch._foreach_norm(found, 2, torch.float32)
@@ -359,7 +326,7 @@ def split_micro_batches(micro_batches: Sequence[Batch], halvings: int) -> list[B
     return found
 
 
-def halve_micro_batches(run: TrainingRun, loss_fn: LossFn, micro_batches: Sequence[Batch]) -> None:
+def halve_micro_batches(run: TrainingRun, micro_batches: Sequence[Batch]) -> None:
     """Take micro-batches of half the size from here on; the step, and so the gradient, stays what it is."""
     rows = max(map(num_rows, split_micro_batches(micro_batches, run.halvings)))
     if rows == 1 or any(batch.group_ids is not None for batch in micro_batches):
@@ -371,13 +338,11 @@ def halve_micro_batches(run: TrainingRun, loss_fn: LossFn, micro_batches: Sequen
     run.halvings += 1
     rows = max(map(num_rows, split_micro_batches(micro_batches, run.halvings)))
     warn(f"out of memory: {rows} rows are computed at once from here on; a step still learns from as many as before.")
-    free_gradients(run, *((run.model, loss_fn.replica) if isinstance(loss_fn, BF16Replica) else (run.model,)))
 
 
-def free_gradients(run: TrainingRun, *models: Model) -> None:
-    """Give back the memory of a step that did not come to its end."""
-    for model in models:
-        model.zero_grad(set_to_none=True)
+def free_gradients(run: TrainingRun, runner: StepRunner) -> None:
+    """Free the memory of a step that ran out of it."""
+    runner.zero_gradients()
     if run.compute.device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -427,11 +392,6 @@ def sum_counts(batches: Iterable[Batch]) -> Counter[str]:
 def all_reduce_counts(batches: Iterable[Batch], dist_context: DistContext) -> dict[str, int]:
     """The same over all processes."""
     return {name: int(number) for name, number in dist_context.all_reduce_sum(sum_counts(batches)).items()}
-
-
-def sum_of_means(parts: Mapping[str, Any], counts: Mapping[str, int]) -> Any:
-    """The parts of a loss, numbers or tensors, each divided by its own count, added up."""
-    return sum(part / max(counts[name], 1) for name, part in parts.items())
 
 
 def dropout_seed(seed: int, step: int, micro_batch_index: int) -> int:

@@ -25,7 +25,7 @@ from firth.objectives.batch import Batch
 from firth.train import ComputeConfig, TrainingConfig, TrainingRun
 from firth.train.optim import make_optimizer
 from firth.train.recipe import EngineConfig
-from firth.train.step import build_loss_fn, train_step
+from firth.train.step import build_step_runner, train_step
 
 CPU = torch.device("cpu")
 
@@ -97,7 +97,7 @@ def test_a_step_holds_its_weights(fields: dict[str, Any], monkeypatch: pytest.Mo
     torch.manual_seed(0)
     model, settings = make_model(MODELS["bert"]), TrainingConfig(fp8=True, learning_rate=0.1, **fields)
     run = TrainingRun(settings, ComputeConfig(CPU, bf16=False, compile=False), model, lambda step: [])
-    losses_of, optimizer, seen = build_loss_fn(run), make_optimizer(model, settings), list[Tensor]()
+    runner, optimizer, seen = build_step_runner(run), make_optimizer(model, settings), list[Tensor]()
     tokens = np.random.default_rng(0).integers(5, 50, (4, 16))
     batch = Batch(tokens, target_positions=np.tile(np.arange(4), (4, 1)), labels=tokens[:, :4])
     part = Float8Linear.forward_rows
@@ -111,7 +111,7 @@ def test_a_step_holds_its_weights(fields: dict[str, Any], monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Float8Linear, "forward_rows", watched)
     for step in range(2):
-        train_step(run, losses_of, optimizer, [batch], step, 0.1)
+        train_step(run, runner, optimizer, [batch], step, 0.1)
     assert not torch.equal(seen[0], seen[len(seen) // 2]), "the second step has other weights"
 
 

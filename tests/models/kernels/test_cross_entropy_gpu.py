@@ -18,7 +18,7 @@ from firth.models.kernels import cross_entropy
 from firth.models.presets import bert, gpt2
 from firth.objectives import Batch
 from firth.train import ComputeConfig, TrainingConfig, TrainingRun
-from firth.train.loop import build_loss_fn, read_async, train_step
+from firth.train.loop import build_step_runner, read_async, train_step
 from firth.train.optim import make_optimizer
 from firth.train.recipe import EngineConfig
 
@@ -144,8 +144,8 @@ def test_five_steps_lose_what_single_operations_lose(way: str, family: str) -> N
         torch.manual_seed(1)
         model = make_model(config).to(machine.device)
         run = TrainingRun(own, machine, model, lambda step: [batch])
-        losses_of, optimizer = build_loss_fn(run), make_optimizer(model, own)
-        late = [read_async(train_step(run, losses_of, optimizer, [batch], i, 3e-3)) for i in range(5)]
+        runner, optimizer = build_step_runner(run), make_optimizer(model, own)
+        late = [read_async(train_step(run, runner, optimizer, [batch], i, 3e-3)) for i in range(5)]
         found.append([read() for read in late])
     assert found[1] == pytest.approx(found[0], rel=0.02)
     assert found[1][-1] < found[1][0] - 0.1
