@@ -370,7 +370,7 @@ def test_an_optimizer_that_finds_no_room_says_what_takes_less(recipe_of: Recipes
     with pytest.raises(UserError, match="--optim adafactor remembers little"):
         train_step(
             TrainingRun(recipe, CPU, model, batches),
-            model.losses,
+            StepRunner(model, model.losses, CPU),
             Large(model.parameters(), lr=0.1),
             batches(0),
             0,

@@ -463,7 +463,7 @@ def test_a_signal_that_comes_while_all_agree_is_not_lost(recipe_of: Recipes, sha
     agreed: list[int] = []
 
     class Late(DistContext):
-        def highest(self, number: int) -> int:
+        def all_reduce_max(self, number: int) -> int:
             agreed.append(number)
             if len(agreed) == 2:
                 os.kill(os.getpid(), signal.SIGTERM)

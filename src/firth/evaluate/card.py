@@ -272,7 +272,7 @@ def markdown_table(columns: list[str], rows: Mapping[str, Any]) -> str:
 
 def markdown_row(cells: Any) -> str:
     """
-    >>> line(["a|b", 1234])
+    >>> markdown_row(["a|b", 1234])
     '| a\\\\|b | 1,234 |'
     """
     return "| " + " | ".join(format_cell(value).replace("|", "\\|").replace("\n", " ") for value in cells) + " |"

@@ -115,7 +115,7 @@ def evaluate_choice(
 def unique_argmax(logp: np.ndarray) -> int | None:
     """The place of the highest; None where several are.
 
-    >>> likeliest(np.array([-2.0, -1.0, -3.0])), likeliest(np.array([-1.0, -1.0, -3.0]))
+    >>> unique_argmax(np.array([-2.0, -1.0, -3.0])), unique_argmax(np.array([-1.0, -1.0, -3.0]))
     (1, None)
     """
     best = np.flatnonzero(logp == logp.max())

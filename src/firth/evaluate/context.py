@@ -52,7 +52,7 @@ class Occurrence(NamedTuple):
 
     def excerpt(self, context_chars: int = 28) -> str:
         """
-        >>> Occurrence("He swung the bat at the ball.", 13, 16).shown(12)
+        >>> Occurrence("He swung the bat at the ball.", 13, 16).excerpt(12)
         '...swung the [bat] at the ball...'
         """
         before, after = self.text[: self.begin], self.text[self.end :]

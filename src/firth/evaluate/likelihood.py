@@ -433,7 +433,7 @@ class ScoringWindow(NamedTuple):
 def sliding_windows(num_tokens: int, max_tokens: int, stride: int) -> Iterator[ScoringWindow]:
     """Windows over a text in which each token is scored once, with as much text on both sides as there is room for.
 
-    >>> [tuple(window) for window in windows(5, 4, 2)]
+    >>> [tuple(window) for window in sliding_windows(5, 4, 2)]
     [(0, 4, 0, 2), (1, 5, 2, 4), (1, 5, 4, 5)]
     """
     if num_tokens <= max_tokens:

@@ -493,7 +493,7 @@ def suite_table(result: Mapping[str, Any]) -> list[tuple[str, str, str, float, f
 def average_std(tasks: Sequence[Mapping[str, Any]]) -> float:
     """Of the average, from seed to seed; a task without seeds has one score for all of them.
 
-    >>> deviation([{"seeds": [0.5, 0.75], "score": 0.625}, {"seeds": [0.75, 0.5], "score": 0.625}])
+    >>> average_std([{"seeds": [0.5, 0.75], "score": 0.625}, {"seeds": [0.75, 0.5], "score": 0.625}])
     0.0
     """
     most = max(len(task["seeds"]) for task in tasks)
@@ -506,7 +506,7 @@ def average_std(tasks: Sequence[Mapping[str, Any]]) -> float:
 
 def format_metrics(metrics: Mapping[str, Mapping[str, float]]) -> str:
     """
-    >>> spelled({"matched": {"accuracy": 0.5}, "mismatched": {"accuracy": 0.25}})
+    >>> format_metrics({"matched": {"accuracy": 0.5}, "mismatched": {"accuracy": 0.25}})
     'matched accuracy 0.5000, mismatched accuracy 0.2500'
     """
     named = len(metrics) > 1

@@ -122,7 +122,7 @@ def ban_repeated_ngrams(scores_BV: Tensor, rows: Sequence[TokenIds], n: int) -> 
 def ngram_continuations(ids: TokenIds, n: int) -> list[int]:
     """What came after the latest n - 1 tokens, wherever they stood before.
 
-    >>> followers([1, 2, 3, 1, 2], 3)
+    >>> ngram_continuations([1, 2, 3, 1, 2], 3)
     [3]
     """
     last = list(ids[len(ids) - n + 1 :])

@@ -112,8 +112,8 @@ def all_have_scores(examples: Sequence[Example]) -> bool:
 def number_distinct_pairs(items: Sequence[EncodedExample]) -> list[int]:
     """A number for each pair that shares no text with an earlier one, -1 for the others.
 
-    >>> a, b, c, d = (Sheet([i], [0], (0,)) for i in range(4))
-    >>> without_doubles([Item((a, b)), Item((c, b)), Item((c, d))])
+    >>> a, b, c, d = (EncodedSequence([i], [0], (0,)) for i in range(4))
+    >>> number_distinct_pairs([EncodedExample((a, b)), EncodedExample((c, b)), EncodedExample((c, d))])
     [0, -1, 1]
     """
     seen: set[tuple[int, ...]] = set()

@@ -89,7 +89,7 @@ def pack_texts(lengths: Sequence[int] | np.ndarray, row_tokens: int, texts_per_g
 def round_row_count(num_rows: int) -> int:
     """The next number of rows that is allowed: 1 to 16, then by twos to 32, by fours to 64 ...
 
-    >>> [few(n) for n in (3, 16, 17, 31, 33, 100)]
+    >>> [round_row_count(n) for n in (3, 16, 17, 31, 33, 100)]
     [3, 16, 18, 32, 36, 104]
     """
     step = max(1, next_power_of_two(num_rows) // 16)
@@ -99,7 +99,7 @@ def round_row_count(num_rows: int) -> int:
 def next_power_of_two(n: int) -> int:
     """The next one.
 
-    >>> [power_of_two(n) for n in (0, 1, 3, 4, 5)]
+    >>> [next_power_of_two(n) for n in (0, 1, 3, 4, 5)]
     [1, 1, 4, 4, 8]
     """
     return 1 << max(n - 1, 0).bit_length()

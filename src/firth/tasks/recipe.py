@@ -201,7 +201,7 @@ class FinetuneRecipe(TrainingConfig):
 
 def is_iso_date(text: str) -> bool:
     """
-    >>> is_day("2026-01-31"), is_day("31 January")
+    >>> is_iso_date("2026-01-31"), is_iso_date("31 January")
     (True, False)
     """
     try:

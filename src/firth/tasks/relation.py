@@ -131,7 +131,7 @@ class WordInContextTask(RelationTask):
 def insert_entity_markers(text: str, spans: Sequence[SpanBounds]) -> tuple[str, list[SpanBounds]]:
     """The text with marks around each stretch, and where the marked stretches are then.
 
-    >>> mark("Ann met Bo.", [(8, 10), (0, 3)])
+    >>> insert_entity_markers("Ann met Bo.", [(8, 10), (0, 3)])
     ('# Ann # met @ Bo @.', [(12, 18), (0, 7)])
     """
     edges = [

@@ -232,7 +232,7 @@ def read_predictions(path: Path) -> list[dict[str, Any]]:
 def disambiguate_ids(ids: Iterable[Any]) -> list[tuple[Any, int]]:
     """Each id with how often it came before, so that examples with equal ids stay apart.
 
-    >>> numbered(["a", "b", "a"])
+    >>> disambiguate_ids(["a", "b", "a"])
     [('a', 0), ('b', 0), ('a', 1)]
     """
     seen: Counter[Any] = Counter()

@@ -112,7 +112,7 @@ def pack_seq2seq_examples(
 def index_shared_prefixes(answers: Sequence[Sequence[TokenIds]]) -> np.ndarray:
     """(A,) for each token of all answers the first one of the same text that comes after the same words.
 
-    >>> same_beginnings([[[1, 2], [1, 3]], [[1, 2]]]).tolist()
+    >>> index_shared_prefixes([[[1, 2], [1, 3]], [[1, 2]]]).tolist()
     [0, 1, 0, 1, 4, 5]
     """
     found: list[int] = []
@@ -136,7 +136,7 @@ def pack_alongside(packing: TextPacking, length_N: np.ndarray) -> TextPacking:
 def round_row_width(n: int) -> int:
     """The next width that is allowed: four of them up to each power of two, so that few shapes occur.
 
-    >>> [few_wide(n) for n in (3, 17, 33, 41, 100, 300)]
+    >>> [round_row_width(n) for n in (3, 17, 33, 41, 100, 300)]
     [16, 20, 40, 48, 112, 320]
     """
     step = max(1, next_power_of_two(n) // 8)

@@ -49,7 +49,7 @@ class ShapeBuckets:
     """Sizes to which batches are padded: one width, one number of slots, some numbers of rows.
 
     A batch that is larger than all in the trial gets a size of its own, rounded in the same way. `pad_id` is the id of the
-    padding token, `pad_array` the share of all places that held text in the trial.
+    padding token, `fill_share` the share of all places that held text in the trial.
     """
 
     row_buckets: tuple[int, ...]
@@ -80,7 +80,7 @@ class ShapeBuckets:
 def round_beyond_largest(n: int, largest: int, step: int) -> int:
     """The largest that was expected, and for more than that some quarters of it in addition.
 
-    >>> above(5, 12, 1), above(13, 12, 1), above(16, 12, 1)
+    >>> round_beyond_largest(5, 12, 1), round_beyond_largest(13, 12, 1), round_beyond_largest(16, 12, 1)
     (12, 15, 18)
     """
     return largest + round_up_to_multiple(max(n - largest, 0), round_up_to_multiple(max(1, largest // 4), step))
@@ -88,7 +88,7 @@ def round_beyond_largest(n: int, largest: int, step: int) -> int:
 
 def round_up_to_multiple(n: int, step: int) -> int:
     """
-    >>> rounded(5, 8), rounded(16, 8), rounded(0, 8)
+    >>> round_up_to_multiple(5, 8), round_up_to_multiple(16, 8), round_up_to_multiple(0, 8)
     (8, 16, 0)
     """
     return -(-n // step) * step
@@ -117,7 +117,7 @@ def fit_shape_buckets(batches: Iterable[Batch], pad_id: int) -> ShapeBuckets:
 def choose_row_buckets(count: Counter[int], num_buckets: int) -> tuple[int, ...]:
     """So many numbers of rows, the largest among them, that add the fewest when each is rounded up to the next.
 
-    >>> best_levels(Counter({4: 10, 5: 80, 6: 9, 9: 1}), 2)
+    >>> choose_row_buckets(Counter({4: 10, 5: 80, 6: 9, 9: 1}), 2)
     (5, 9)
     """
     *others, largest = sorted(count)

@@ -219,7 +219,7 @@ class SpanQATask(HeadTask):
 def split_context_windows(num_tokens: int, window_tokens: int) -> list[tuple[int, int]]:
     """Where the stretches of a context begin, and how long they are.
 
-    >>> stretches(5, 8), stretches(20, 8)
+    >>> split_context_windows(5, 8), split_context_windows(20, 8)
     ([(0, 5)], [(0, 8), (4, 8), (8, 8), (12, 8)])
     """
     step = min(STRIDE_TOKENS, max(1, window_tokens // 2))

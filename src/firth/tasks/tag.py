@@ -174,10 +174,11 @@ def tokens_by_word(words: Sequence[str], ids: TokenIdList, offsets: Sequence[tup
 def split_word_windows(word_lengths: Sequence[int], max_tokens: int) -> list[WordWindow]:
     """Words of these sizes in windows of `max_tokens` that share a quarter of it; the middle of what they share divides them.
 
-    >>> windows([1] * 6, 8)
-    [Window(first=0, end=6, asks=0, stops=6)]
-    >>> windows([1] * 12, 8)
-    [Window(first=0, end=8, asks=0, stops=7), Window(first=6, end=12, asks=7, stops=12)]
+    >>> split_word_windows([1] * 6, 8)
+    [WordWindow(start=0, end=6, target_start=0, target_end=6)]
+    >>> split_word_windows([1] * 12, 8)  # doctest: +NORMALIZE_WHITESPACE
+    [WordWindow(start=0, end=8, target_start=0, target_end=7),
+     WordWindow(start=6, end=12, target_start=7, target_end=12)]
     """
     upto = np.array([0, *accumulate(word_lengths)])
     found: list[WordWindow] = []

@@ -148,9 +148,9 @@ class VerbalizedQATask(VerbalizedTask):
 def round_regression_labels(targets: Sequence[float]) -> tuple[str, ...]:
     """The numbers that are written for these, rounded to about a 25th of what they span.
 
-    >>> rounded([0.0, 0.31, 5.0, 4.9])
+    >>> round_regression_labels([0.0, 0.31, 5.0, 4.9])
     ('0.0', '0.4', '4.8', '5.0')
-    >>> rounded([0.0, 5e-6])
+    >>> round_regression_labels([0.0, 5e-6])
     ('0.0000000', '0.0000050')
     """
     step = float(f"{(max(targets) - min(targets)) / REGRESSION_LABEL_STEPS or 1:.1g}")
