@@ -1,1 +1,1 @@
-"""A claim to an experiment, a table, a picture."""
+"""A question to an experiment, a table, a page."""

@@ -178,7 +178,7 @@ def candidate_vocab_sizes(text_bytes: int) -> tuple[int, ...]:
 
 
 def choose_tokenizer(fits: Sequence[TokenizerFit]) -> TokenizerFit | None:
-    """Return the kind with the fewest tokens among those that lose nothing, each at its best vocabulary size.
+    """Return the tokenizer with the fewest tokens among kinds that lose nothing, each at its best vocabulary size.
 
     Among about equal kinds, the first of `COMPARED_TOKENIZER_KINDS` wins: byte-BPE has no unknown words.
     """
@@ -296,7 +296,7 @@ def leakage_advice(leaks: dict[str, Any] | None) -> Iterator[Advice]:
     yield Advice(
         "leakage",
         f"Do not score on examples that occur in this text ({num_leaks} of {leaks['file']}), or remove them from it.",
-        f"That is {leaks['share']:.1%} of those that can be compared: {leaks['exact']:,} word for word, "
+        f"That is {leaks['share']:.1%} of the examples that can be compared: {leaks['exact']:,} word for word, "
         f"{leaks['near']:,} for the greater part. Scores on a test that was in the training text measure memory.",
     )
 

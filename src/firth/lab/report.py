@@ -1,4 +1,4 @@
-"""What pretraining is worth, as a plot."""
+"""A plot of transfer: the score of pretrained models and of models from scratch by the number of labels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TransferPoint(NamedTuple):
-    """How well a model does after fine-tuning on so many labels, over several seeds."""
+    """The score of a model after fine-tuning on `num_labels` examples, over several seeds."""
 
     model: str
     pretrained: bool
@@ -24,9 +24,9 @@ class TransferPoint(NamedTuple):
 
 
 def transfer_plot(rows: Iterable[TransferPoint], ylabel: str = "accuracy") -> Figure:
-    """What pretraining is worth: the score against the number of labels, mean and deviation over seeds.
+    """Plot the score against the number of labels, mean and standard deviation over seeds.
 
-    One colour for each model; the solid line began from the pretrained weights, the dashed one from scratch.
+    One colour per model; solid lines are pretrained, dashed ones from scratch.
     """
     rows = list(rows)
     figure, axes = make_axes("labelled examples", ylabel)
@@ -59,7 +59,7 @@ def transfer_plot(rows: Iterable[TransferPoint], ylabel: str = "accuracy") -> Fi
 
 
 def _log_ticks(axes: Axes, values: Sequence[int]) -> None:
-    """A logarithmic axis with a tick where there are points, and whole numbers under them."""
+    """Set a logarithmic x axis with a tick at each value."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     axes.set_xscale("log")

@@ -1,4 +1,4 @@
-"""Language modelling: predict tokens in some order, each from those that come before it in that order.
+"""Language modelling: predict tokens in some order, each from the tokens before it in that order.
 
 CLM (GPT)           left to right. p(x) = prod_t p(x_t | x_<t): every token is a target, so one forward pass trains on
                     all T positions; nothing is corrupted.

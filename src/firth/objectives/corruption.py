@@ -6,7 +6,7 @@
     BART        permute, rotate, delete, infill, mask                     functions from NoisyText to NoisyText
 
 Every function works on whole arrays, without a loop over rows or documents. Sequences that change their length are
-built in one way: stack all candidates for an output position along the row, mark those that are kept, and compact each
+built in one way: stack all candidates for an output position along the row, mark the kept ones, and compact each
 row (`_compact_rows`). Token ids are only moved and replaced, never inspected. `base.trace_sources` uses this: given
 positions in place of ids, each function returns the source index of every output token.
 
