@@ -1,7 +1,8 @@
 """A pool of processes that tokenize documents, with the results in the order of the documents.
 
-The parent sends a chunk of documents through a worker's stdin and receives arrays from its stdout, as pickles. At most
-`PREFETCH_CHUNKS_PER_WORKER` chunks per worker are in flight, so a slow disk never lets the corpus pile up in memory.
+The parent sends a chunk of documents through a worker's stdin and receives arrays from its stdout: JSON for values, raw
+bytes for arrays, no pickle. At most `PREFETCH_CHUNKS_PER_WORKER` chunks per worker are in flight, so a slow disk never
+lets the corpus pile up in memory.
 
 Why not `concurrent.futures.ProcessPoolExecutor`? Three things it cannot do here:
 
@@ -14,9 +15,11 @@ Why not `concurrent.futures.ProcessPoolExecutor`? Three things it cannot do here
 
 from __future__ import annotations
 
+import json
+import math
 import os
-import pickle
 import signal
+import struct
 import subprocess
 import sys
 from collections import deque
@@ -36,7 +39,6 @@ from firth.tokens.encode import DocumentEncoder, TokenizedDocuments
 from firth.tokens.tokenizer import load_tokenizer
 
 PREFETCH_CHUNKS_PER_WORKER = 2  # chunks in flight for each worker
-PIPE_ENDED = (EOFError, pickle.UnpicklingError)  # the other side is gone, between two messages or inside one
 SelectDocumentsFn = Callable[[np.ndarray], list[int]]  # MinHash signatures of documents -> indices of those to tokenize
 
 
@@ -146,7 +148,7 @@ class EncodeWorker:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         salient = None if encoder.find_salient is None else salient_finder_name(encoder.find_salient)
         self._send(
-            (tokenizer_folder.absolute(), encoder.held_out_share, encoder.language, salient, encoder.cache_bytes)
+            (str(tokenizer_folder.absolute()), encoder.held_out_share, encoder.language, salient, encoder.cache_bytes)
         )
 
     def __call__(self, documents: Sequence[Document], select: SelectDocumentsFn | None = None) -> EncodedChunk:
@@ -154,10 +156,12 @@ class EncodeWorker:
         self._send((documents, select is not None))
         num_dropped = 0
         if select is not None:
-            selected = select(self._receive())
+            selected = select(self._receive()[0])
             num_dropped = len(documents) - len(selected)
             self._send(selected)
-        return EncodedChunk(self._receive(), num_dropped)
+        arrays = self._receive()
+        half = len(arrays) // 2
+        return EncodedChunk((TokenizedDocuments(*arrays[:half]), TokenizedDocuments(*arrays[half:])), num_dropped)
 
     def _send(self, message: Any) -> None:
         try:
@@ -165,14 +169,14 @@ class EncodeWorker:
         except BrokenPipeError:
             raise self._exit_error() from None
 
-    def _receive(self) -> Any:
+    def _receive(self) -> list[np.ndarray]:
         try:
-            message = receive_message(self.process.stdout)  # type: ignore[arg-type]
-        except PIPE_ENDED:
+            error, arrays = receive_message(self.process.stdout)  # type: ignore[arg-type]
+        except EOFError:
             raise self._exit_error() from None
-        if isinstance(message, UserError):
-            raise message
-        return message
+        if error is not None:
+            raise UserError(error)
+        return arrays
 
     def _exit_error(self) -> UserError:
         code = self.process.wait()
@@ -189,14 +193,32 @@ class EncodeWorker:
                 pipe.close()  # type: ignore[union-attr]
 
 
-def send_message(pipe: IO[bytes], message: Any) -> None:
-    pickle.dump(message, pipe, pickle.HIGHEST_PROTOCOL)
+def send_message(pipe: IO[bytes], value: Any, arrays: Sequence[np.ndarray] = ()) -> None:
+    """Write a JSON value and arrays: the length of a JSON header, the header, the bytes of each array."""
+    layouts = [(array.dtype.str, array.shape) for array in arrays]
+    header = json.dumps([value, layouts], ensure_ascii=False).encode("utf-8", "surrogatepass")
+    pipe.write(struct.pack("<Q", len(header)) + header)
+    for array in arrays:
+        pipe.write(array.tobytes())
     pipe.flush()
 
 
-def receive_message(pipe: IO[bytes]) -> Any:
-    """Return the next message; raises one of `PIPE_ENDED` if the other side is gone."""
-    return pickle.load(pipe)  # noqa: S301, a private pipe to a process of our own
+def receive_message(pipe: IO[bytes]) -> tuple[Any, list[np.ndarray]]:
+    """Return the next value and its arrays; EOFError if the other side is gone."""
+    header = read_exactly(pipe, *struct.unpack("<Q", read_exactly(pipe, 8)))
+    value, layouts = json.loads(header.decode("utf-8", "surrogatepass"))
+    sizes = [np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in layouts]
+    return value, [
+        np.frombuffer(read_exactly(pipe, size), dtype).reshape(shape)
+        for size, (dtype, shape) in zip(sizes, layouts, strict=True)
+    ]
+
+
+def read_exactly(pipe: IO[bytes], size: int) -> bytes:
+    data = pipe.read(size)
+    if len(data) < size:
+        raise EOFError
+    return data
 
 
 # --- in the worker ------------------------------------------------------------------------------------------------
@@ -214,18 +236,22 @@ def worker_main() -> None:
 
 def serve_requests(requests: IO[bytes], responses: IO[bytes]) -> None:
     """Respond to chunks of documents until the pipe ends."""
-    folder, held_out_share, language, salient, cache_bytes = receive_message(requests)
+    (folder, held_out_share, language, salient, cache_bytes), _ = receive_message(requests)
     find_salient = load_salient_finder(salient) if salient else None
     encoder = DocumentEncoder(load_tokenizer(folder), held_out_share, language, find_salient, cache_bytes)
     while True:
         try:
-            documents, selects = receive_message(requests)
+            (rows, selects), _ = receive_message(requests)
+            documents = [
+                Document(text, source, None if starts is None else tuple(starts), text_pair)
+                for text, source, starts, text_pair in rows
+            ]
             if selects:
-                send_message(responses, minhash_signatures(documents))
-                documents = [documents[i] for i in receive_message(requests)]
-        except PIPE_ENDED:
+                send_message(responses, None, [minhash_signatures(documents)])
+                documents = [documents[i] for i in receive_message(requests)[0]]
+        except EOFError:
             return
         try:
-            send_message(responses, encoder(documents))
+            send_message(responses, None, [array for part in encoder(documents) for array in part])
         except UserError as e:
-            send_message(responses, e)
+            send_message(responses, str(e))
