@@ -1,4 +1,4 @@
-"""The verbs as functions: which setting wins, what a model may be named by, what comes back."""
+"""Commands as functions: which setting wins, how a model is named, and the results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def home(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_name_is_there_and_no_other() -> None:
-    for _ in range(2):  # `firth.evaluate` is a folder too: the verb stays in front of it
+    for _ in range(2):  # `firth.evaluate` is a subpackage too: the command must win
         for name in firth.__all__:
             assert callable(getattr(firth, name)), name
     assert firth.models()[0]["name"] == "bert-tiny"
@@ -58,8 +58,8 @@ def test_a_loaded_model_is_called_as_hugging_face_models_are(home: Path) -> None
 def test_a_preset_a_config_and_a_checkpoint(home: Path) -> None:
     assert resolve_model("bert-tiny") == (PRESETS["bert-tiny"], None)
     final = home / "run" / "final"
-    config, place = resolve_model(final)
-    assert (config.dim, place) == (32, final)
+    config, path = resolve_model(final)
+    assert (config.dim, path) == (32, final)
     assert resolve_model(final / "config.json") == (config, None)
 
 
@@ -93,8 +93,8 @@ def test_settings_reach_a_model_that_starts_from_a_checkpoint(home: Path, tmp_pa
         )
 
 
-def test_who_learns_with_what(home: Path, tmp_path: Path) -> None:
-    """From nothing with Muon, from a checkpoint or a teacher with AdamW; a run that goes on as it began."""
+def test_default_optimizers(home: Path, tmp_path: Path) -> None:
+    """New models use Muon; checkpoints and students use AdamW; a resumed run keeps its optimizer."""
 
     def used(model: Any, folder: str, **options: Any) -> tuple[str, float]:
         overrides = TINY if model == "bert-tiny" else {}
@@ -108,7 +108,7 @@ def test_who_learns_with_what(home: Path, tmp_path: Path) -> None:
     assert used(final, "own", learning_rate=3e-3) == ("adamw", 3e-3)
     assert used("bert-tiny", "pupil", teacher=str(final)) == ("adamw", 1e-3)
     assert used("bert-tiny", "old", optim="adamw", learning_rate=2e-3) == ("adamw", 2e-3)
-    assert used("bert-tiny", "old", resume=True) == ("adamw", 2e-3)  # as by a version that took it by itself
+    assert used("bert-tiny", "old", resume=True) == ("adamw", 2e-3), "kept"
     with pytest.raises(UserError, match=r"optim: adamw -> muon"):
         used("bert-tiny", "old", resume=True, optim="muon")
     assert used("bert-tiny", "old", overwrite=True) == ("muon", 4e-3)
@@ -177,19 +177,19 @@ def test_prepare_notices_text_that_has_changed(
     file.write_text(text, encoding="utf-8")
     facts = firth.prepare([file], home / "tokenizer", shards)
     assert firth.prepare([file], home / "tokenizer", shards, resume=True) == facts
-    assert "is whole already, and the text is the one that it was made of." in capsys.readouterr().err
+    assert "is complete, and the text has not changed." in capsys.readouterr().err
     for change, said in (
         (text + "\n\nOne more document.", "300 documents then, 301 documents now"),
         (text.replace("e", "a", 1), "300 documents then and now, but not the same"),
     ):
         file.write_text(change, encoding="utf-8")
-        with pytest.raises(UserError, match=f"is whole, but the text has changed since it was made: {said}"):
+        with pytest.raises(UserError, match=f"is complete, but the text has changed since it was made: {said}"):
             firth.prepare([file], home / "tokenizer", shards, resume=True)
     manifest = read_json(shards / "manifest.json")  # as it was before shards noted their text
     del manifest["metadata"]["source"]
     write_json(shards / "manifest.json", manifest)
     firth.prepare([file], home / "tokenizer", shards, resume=True)
-    assert "It does not say of which text" in capsys.readouterr().err
+    assert "has no hash of the text" in capsys.readouterr().err
 
 
 def test_several_shards_are_mixed(home: Path, corpus_file: Path, tmp_path: Path) -> None:
@@ -209,10 +209,10 @@ def test_several_shards_are_mixed(home: Path, corpus_file: Path, tmp_path: Path)
     shown = firth.show("bert-tiny", unnamed, 2, output_dir=tmp_path, mix_temperature=0.0, overrides=TINY, **SIZES)
     assert "50.0% of the rows" in Path(shown["page"]).read_text(encoding="utf-8")
     for wrong, options, said in (
-        ([*data, home / "shards"], {}, "the others have names"),
+        ([*data, home / "shards"], {}, "has no name, the others have"),
         (["all=nowhere"], {}, "no shards folder"),
         ([data[0], data[0]], {}, "the same name"),
-        (home / "shards", {"mix_temperature": 0.3}, "A mix is of several shards"),
+        (home / "shards", {"mix_temperature": 0.3}, "A mix needs several named shards"),
         (data, {"mix": {"all": 1, "fwe": 1}}, "Did you mean 'few'"),
         (data, {"mix_temperature": 0.3, "order": "stream"}, "not a mix of several"),
     ):
@@ -235,9 +235,9 @@ def test_resuming_with_other_ways_of_reading_is_refused(corpus_file: Path, tmp_p
     firth.pretrain("bert-tiny", corpus_file, tmp_path / "run", **run)
     changed = ({"documents": "file"}, {"normalize": "nfkc"}, {"min_words": 3})
     for changes in ({"held_out": 0.2}, {"vocab_size": 200}, {"lowercase": True}, *changed):
-        with pytest.raises(UserError, match="reads the text that it began with"):
+        with pytest.raises(UserError, match="text or options differ"):
             firth.pretrain("bert-tiny", corpus_file, tmp_path / "run", resume=True, **run | changes)
-    with pytest.raises(UserError, match="reads the text that it began with"):
+    with pytest.raises(UserError, match="text or options differ"):
         firth.pretrain("bert-tiny", [corpus_file, corpus_file], tmp_path / "run", resume=True, **run)
     firth.pretrain("bert-tiny", corpus_file, tmp_path / "run", resume=True, **run, encoding="utf-8", max_words=0)
 
@@ -256,9 +256,7 @@ def test_a_refused_run_does_not_stand_in_the_way_of_the_next(corpus_file: Path, 
     with pytest.raises(UserError, match="fewer than one span of 30"):
         firth.pretrain("t5-tiny", corpus_file, tmp_path / "run", **run | {"overrides": wrong})
     assert not (tmp_path / "run" / "data").exists(), "it is refused before the text is tokenised"
-    with pytest.raises(
-        UserError, match=r"began with, and this one differs: tokenizer: .*unigram.*wordpiece.*--overwrite"
-    ):
+    with pytest.raises(UserError, match=r"text or options differ: tokenizer: .*unigram.*wordpiece.*--overwrite"):
         firth.pretrain("bert-tiny", corpus_file, tmp_path / "run", **run)
     made = (tmp_path / "run" / "tokenizer" / "tokenizer.json").stat().st_mtime_ns
     firth.pretrain("t5-tiny", corpus_file, tmp_path / "run", **run)
@@ -292,7 +290,7 @@ def test_evaluations_lie_beside_the_checkpoint(home: Path, tmp_path: Path) -> No
     other.write_text(data.read_text())
     again = firth.evaluate(tmp_path / "tuned" / "final", data=other)
     assert Path(again["report"]).parent == tmp_path / "tuned" / "evaluate-classify-d.jsonl-2", "another file's"
-    # which does not stand in the way of going on with the run
+    # the run can still be resumed
     again = firth.finetune(
         home / "run" / "final", "classify", data, data, tmp_path / "tuned", max_steps=1, seeds=1, resume=True
     )
@@ -313,7 +311,7 @@ def test_no_evaluation_replaces_another(home: Path, tmp_path: Path, capsys: pyte
     assert "stays" not in capsys.readouterr().err
     first = (tmp_path / "run" / name / "results.json").read_text()
     assert scores(method="within-word-l2r") == f"{name}-2"
-    assert f"{name} has other results, and stays: these are in" in capsys.readouterr().err
+    assert f"{name} has other results: these are in" in capsys.readouterr().err
     data.write_text('{"good": "the dog sat", "bad": "dog the sat"}\n')
     assert [scores(), scores()] == [f"{name}-3"] * 2
     assert (tmp_path / "run" / name / "results.json").read_text() == first
@@ -364,7 +362,7 @@ def test_a_tuned_model_reads_prompts_as_it_learned_to(decoder: Path, tmp_path: P
     found = firth.generate(tmp_path / "t" / "final", "the cat")
     assert found == firth.generate(tmp_path / "t" / "final", "the cat", max_new_tokens=4)
     assert "the cat" not in found, "the answer alone"
-    assert load_for_generation(model, ["the cat"])[1] == ["the cat"], "a loaded model goes on with a text"
+    assert load_for_generation(model, ["the cat"])[1] == ["the cat"], "a loaded model continues the text"
     data.write_text('{"prompt": "the cat", "response": "a"}\n')
     firth.finetune(decoder, "lm", data, data, tmp_path / "c", **tune)
     model, (ids,), usual = load_for_generation(tmp_path / "c" / "final", ["the cat"])

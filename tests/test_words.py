@@ -150,7 +150,7 @@ def test_a_run_may_have_the_name_of_its_model(
     ("model", "options", "message"),
     [
         ("word2vec", {"overrides": {"vector_sise": 5}}, "Unknown key 'vector_sise'. Did you mean 'vector_size'"),
-        ("word2vec", {"objective": "mlm"}, "word2vec has no --objective"),
+        ("word2vec", {"objective": "mlm"}, "word2vec takes no --objective"),
         ("word2vec", {"overrides": {"min_count": 100_000}}, "min_count=100000 leaves 0 words"),
         ("ngram", {"overrides": {"order": 7}}, "order is 7"),
         ("glove", {"max_seq_length": 64}, "Unknown key 'max_seq_length'"),

@@ -1,9 +1,17 @@
-"""The verbs as plain functions: what the command line does, callable from Python."""
+"""Every command as a Python function.
+
+    import firth
+    firth.pretrain("bert-base", data="books/", output_dir="run")
+    model = firth.load("run/final")
+
+Each function takes the options of its command as keyword arguments and returns the object that --json prints. A user's
+mistake raises `UserError` before anything is written. The command line (`firth.cli`) only parses and prints.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -90,20 +98,20 @@ from firth.train.clock import RunClock
 from firth.train.distributed import init_distributed, require_single_process, silence_other_ranks
 from firth.train.folder import shared_run_folder
 
-MAX_CONCURRENT_SEQUENCES = 16  # texts that are written at once
-# What learns by counting: the kind of tokenizer that it is given, and its size unless said (0: by the text's size).
+MAX_CONCURRENT_SEQUENCES = 16  # sequences of one generation batch, beams included
+# Models that are counted, not trained: kind and default vocabulary size of their tokenizer (0: by the text's size).
 STATIC_TOKENIZERS = {"word2vec": ("word", 2**20), "glove": ("word", 2**20), "ngram": ("byte-bpe", 0)}
-STATIC_FIELD_NAMES = {"num_train_epochs": "epochs", "learning_rate": "alpha"}  # gensim's names for what all runs have
+STATIC_FIELD_NAMES = {"num_train_epochs": "epochs", "learning_rate": "alpha"}  # gensim's names of recipe fields
 
-# What a pretraining that goes on keeps, whatever has become usual since.
+# Fields of a resumed pretraining that keep the saved value unless they are given.
 KEPT_ON_RESUME_FIELDS = ("optim", "learning_rate", "weight_decay", "warm_start", "seed")
 DURATION_FIELDS = ("minutes", "max_steps", "num_train_epochs", "epochs")
 
-# These have as many numbers as the text has words: what each is good for, and how many numbers.
+# Name, objective, number of parameters (which depends on the text) and purpose.
 STATIC_MODELS = (
-    ("word2vec", "skip-gram or CBOW", "2 x 100 for each word", "words by themselves: fast, similar words, analogies"),
-    ("glove", "counts of pairs", "100 for each word", "words by themselves, from the counts of a whole text"),
-    ("ngram", "counts of n-grams", "2 for each n-gram", "writing on by counting; the perplexity to beat"),
+    ("word2vec", "skip-gram or CBOW", "2 x 100 for each word", "single words: fast, similar words, analogies"),
+    ("glove", "counts of pairs", "100 for each word", "single words, from the co-occurrence counts of a whole text"),
+    ("ngram", "counts of n-grams", "2 for each n-gram", "a baseline for perplexity; generation"),
 )
 
 load = load_model
@@ -124,31 +132,31 @@ def check(
     labelled_columns: Mapping[str, str] | None = None,
     **reading: Any,
 ) -> dict[str, Any]:
-    """What is in a text, how tokenizers split it, and what follows for vocabulary, rows and model.
+    """Check a text and how tokenizers split it; recommend vocabulary, row length and model size.
 
-    `tokenizer` is a folder of one, or a checkpoint; beside it others are trained on a sample of `sample` characters,
-    of each of `kinds` and `vocab_sizes`. Writes `check.html` to `output_dir`; `printed` writes to the terminal too.
-    `labelled` is a file whose examples are looked for in the text; its `task` is told by its columns unless named.
+    `tokenizer` is the folder of a tokenizer or checkpoint to judge. It is compared with tokenizers of all `kinds` and
+    `vocab_sizes`, trained on `sample` characters. `labelled` is a file whose examples are searched in the text; its
+    `task` is told by its columns unless given. Writes check.html to `output_dir`, and to the terminal if `printed`.
     """
     page = resolve_page_path(Path(output_dir), "check", overwrite)
     for kind in kinds:
         if kind not in TOKENIZER_KINDS:
-            raise UserError(f"--kinds: there is no tokenizer of kind {kind!r}. {did_you_mean(kind, TOKENIZER_KINDS)}")
+            raise UserError(f"--kinds: unknown kind of tokenizer {kind!r}. {did_you_mean(kind, TOKENIZER_KINDS)}")
     if small := [size for size in vocab_sizes if size < 1]:
-        raise UserError(f"--vocab-sizes: {small[0]} is no size. Name whole numbers, as 4096,8192.")
+        raise UserError(f"--vocab-sizes: {small[0]} is not a size. Write whole numbers, as 4096,8192.")
     if sample < 1000:
         raise UserError(f"--sample is {sample}, and must be at least 1,000 characters.")
-    used = load_tokenizer(Path(tokenizer)) if tokenizer is not None else None
+    judged = load_tokenizer(Path(tokenizer)) if tokenizer is not None else None
     if labelled is None and (task is not None or labelled_columns):
-        raise UserError("--task and --labelled-columns are for --labelled, which is not there. Name the file.")
+        raise UserError("--task and --labelled-columns need --labelled FILE.")
     encoding = reading.get("encoding") or "utf-8"
-    asked = read_leak_examples(str(labelled), task, labelled_columns, encoding) if labelled is not None else None
+    examples = read_leak_examples(str(labelled), task, labelled_columns, encoding) if labelled is not None else None
     corpus = Corpus(texts, **reading)
-    found = check_corpus(corpus, used, str(tokenizer or ""), kinds, vocab_sizes, sample, lowercase, asked)
-    save_check(found, page)
+    result = check_corpus(corpus, judged, str(tokenizer or ""), kinds, vocab_sizes, sample, lowercase, examples)
+    save_check(result, page)
     if printed:
-        print_check(found)
-    return {**found.to_dict(), "page": str(page)}
+        print_check(result)
+    return {**result.to_dict(), "page": str(page)}
 
 
 def tokenizer(
@@ -166,31 +174,27 @@ def tokenizer(
     reverse: bool = False,
     **reading: Any,
 ) -> dict[str, Any]:
-    """Train a tokenizer on text. `corpus_options` is what Corpus takes: `documents`, `columns`, `normalize` and so on.
+    """Train a tokenizer on text.
 
-    `like` is the folder of a tokenizer or a checkpoint: the new one is of the same kind, treats text in the same way
-    and has the same special tokens. Otherwise `kind`, `lowercase`, `pattern` and `byte_fallback` say what it is. With a
-    `reverse` one a model reads every text from its end to its begin.
+    `like` is the folder of a tokenizer or checkpoint, whose kind, normalization and special tokens the new one gets;
+    otherwise `kind`, `lowercase`, `pattern` and `byte_fallback` define it. `reverse` reverses every text, for models
+    that read from its end. `reading` are arguments of Corpus: `documents`, `columns`, `normalize` and so on.
     """
     folder = Path(output_dir)
     check_output_folder(folder, "--output-dir", overwrite)
-    model = None if like is None else load_tokenizer(like)
+    template = None if like is None else load_tokenizer(like)
     corpus = Corpus(texts, **reading)
     size = vocab_size or default_vocab_size(corpus.total_bytes)
-    if model is not None:
-        made = retrain_tokenizer(model, corpus.texts(), size, max_memory, seed)
+    if template is not None:
+        new = retrain_tokenizer(template, corpus.texts(), size, max_memory, seed)
     else:
-        made = train_tokenizer(corpus.texts(), kind, size, lowercase, max_memory, seed, pattern, byte_fallback)
-    made = made.to_reversed() if reverse else made
+        new = train_tokenizer(corpus.texts(), kind, size, lowercase, max_memory, seed, pattern, byte_fallback)
+    new = new.to_reversed() if reverse else new
     say(corpus.describe())
     with atomic_folder(folder) as temporary:
-        made.save(temporary)
-    return {
-        "output_dir": str(folder),
-        "kind": made.kind,
-        "vocab_size": made.vocab.size,
-        "fingerprint": made.fingerprint,
-    }
+        new.save(temporary)
+    facts = {"kind": new.kind, "vocab_size": new.vocab.size, "fingerprint": new.fingerprint}
+    return {"output_dir": str(folder), **facts}
 
 
 def prepare(
@@ -206,15 +210,16 @@ def prepare(
     dedup: str = "exact",
     **reading: Any,
 ) -> dict[str, Any]:
-    """Text to token shards. `marks_salient` marks names, numbers and dates ("default"), or what a function finds.
+    """Tokenize text into shards.
 
-    `workers` processes do the work (0: as many as there are cores) in `max_memory` bytes; the shards are the same
-    whatever these are. `dedup` drops documents that were there before: "none", "exact" or "near".
+    `salient` marks names, numbers and dates ("default"), or the spans that a function finds. `workers` processes (0:
+    one per core) share `max_memory` bytes; the shards do not depend on either. `dedup` drops duplicate documents:
+    "none", "exact" or "near". `reading` are arguments of Corpus.
     """
     folder = Path(output_dir)
     check_held_out_share(held_out)
     find = load_salient_finder(salient) if isinstance(salient, str) else salient
-    corpus, used = Corpus(texts, **reading), load_tokenizer(Path(tokenizer))
+    corpus, loaded = Corpus(texts, **reading), load_tokenizer(Path(tokenizer))
     if resume and is_shards_folder(folder) and find_corruption(folder) is None:
         check_shard_tokenizer(folder, tokenizer)
         check_shard_salient(folder, find)
@@ -223,48 +228,46 @@ def prepare(
         return summarize_shards(folder)
     check_output_folder(folder, "--output-dir", overwrite or resume)
     return _write_shards(
-        corpus, used, folder, held_out, find, workers=workers, max_memory=max_memory, dedup=dedup, resume=resume
+        corpus, loaded, folder, held_out, find, workers=workers, max_memory=max_memory, dedup=dedup, resume=resume
     )
 
 
 def check_shard_salient(shards: Path, find_salient: SalientSpanFinder | None) -> None:
-    """Refuse to take shards for those asked for when they mark other spans."""
-    used, wanted = (
-        open_shards(shards).manifest.get("salient"),
-        salient_finder_name(find_salient) if find_salient else None,
-    )
-    if used != wanted:
+    """Refuse to resume shards that mark other salient spans."""
+    saved = open_shards(shards).manifest.get("salient")
+    given = salient_finder_name(find_salient) if find_salient else None
+    if saved != given:
         raise UserError(
-            f"{shards} was made with --salient {used or 'left out'}, not {wanted or 'left out'}: name another "
-            "--output-dir, or make it again with --overwrite in place of --resume."
+            f"{shards} was made with --salient {saved or 'left out'}, not {given or 'left out'}: name another "
+            "--output-dir, or pass --overwrite instead of --resume."
         )
 
 
 def check_shard_options(shards: Path, expected: Mapping[str, Any]) -> None:
-    """Refuse to take shards for those asked for when they were made in another way."""
-    used = open_shards(shards).manifest
-    if other := [name for name, value in expected.items() if name in used and used[name] != value]:
+    """Refuse to resume shards that were made with other options."""
+    saved = open_shards(shards).manifest
+    if other := [name for name, value in expected.items() if name in saved and saved[name] != value]:
         raise UserError(
-            f"{shards} was made with {other[0]} {used[other[0]]}, not {expected[other[0]]}: name another --output-dir, "
-            "or make it again with --overwrite in place of --resume."
+            f"{shards} was made with {other[0]} {saved[other[0]]}, not {expected[other[0]]}: name another "
+            "--output-dir, or pass --overwrite instead of --resume."
         )
 
 
 def check_shard_source(shards: Path, corpus: Corpus) -> None:
-    """Read the text again, as nothing less proves it, and refuse to take shards of another one for those asked for."""
-    used = open_shards(shards).manifest.get("source")
-    if used is None:
-        say(f"{shards} is whole already. It does not say of which text, so whether that has changed cannot be told.")
+    """Hash the text again, and refuse to resume shards of another text."""
+    saved = open_shards(shards).manifest.get("source")
+    if saved is None:
+        say(f"{shards} is complete. Its manifest has no hash of the text, so changes cannot be detected.")
         return
     now = digest_documents(corpus, corpus.total_bytes)
-    if now != used:
-        before, after = (format_count(source["documents"], "document") for source in (used, now))
+    if now != saved:
+        before, after = (format_count(source["documents"], "document") for source in (saved, now))
         change = f"{before} then, {after} now" if before != after else f"{before} then and now, but not the same"
         raise UserError(
-            f"{shards} is whole, but the text has changed since it was made: {change}. Make it again with --overwrite "
-            "in place of --resume, or name another --output-dir."
+            f"{shards} is complete, but the text has changed since it was made: {change}. Pass --overwrite instead of "
+            "--resume, or name another --output-dir."
         )
-    say(f"{shards} is whole already, and the text is the one that it was made of.")
+    say(f"{shards} is complete, and the text has not changed.")
 
 
 def check_held_out_share(held_out: float) -> None:
@@ -279,12 +282,11 @@ def _write_shards(
     held_out: float,
     salient: SalientSpanFinder | None = None,
     resume: bool = True,
-    **doing: Any,
+    workers: int = 0,
+    **options: Any,
 ) -> dict[str, Any]:
-    doing = {"workers": 0, **doing}
-    prepare_shards(
-        corpus, tokenizer, folder, held_out, total_bytes=corpus.total_bytes, salient=salient, resume=resume, **doing
-    )
+    options |= {"total_bytes": corpus.total_bytes, "salient": salient, "resume": resume, "workers": workers}
+    prepare_shards(corpus, tokenizer, folder, held_out, **options)
     say(corpus.describe())
     return summarize_shards(folder)
 
@@ -314,37 +316,39 @@ def pretrain(
 ) -> dict[str, Any]:
     """Pretrain a model (preset, config or checkpoint) on shards or on text.
 
-    `options` are fields of the recipe, and what Corpus takes: `documents`, `columns`, `normalize` and so on. A resumed
-    run whose recipe or shards have changed is refused unless `allow_change`. `rewind` goes back to a checkpoint so many
-    steps or more before steps that did harm, and passes over the text from there to them.
+    `options` are fields of the recipe, and arguments of Corpus: `documents`, `columns`, `normalize` and so on;
+    `overrides` sets nested fields by their dotted names. A resumed run whose recipe or shards have changed is refused
+    unless `allow_change`. `rewind` resumes at least N steps before the first skipped step, and skips the data between.
     """
-    began = time.monotonic()
+    start_time = time.monotonic()
     silence_other_ranks()
-    making = DataOptions(vocab_size, lowercase, held_out, pop_corpus_options(options))
+    data_options = DataOptions(vocab_size, lowercase, held_out, pop_corpus_options(options))
     if str(model) in STATIC_TOKENIZERS and not (Path(model) / "config.json").is_file():
-        require_single_process(f"{model} counts in one process, with all of its cores.")
+        require_single_process(f"{model} runs in one process, on all cores.")
         if objective is not None:
-            raise UserError(f"{model} has no --objective: it is one itself.")
+            raise UserError(f"{model} takes no --objective: leave it out.")
         changes = merge_recipe_changes(
             config, options, overrides, {"output_dir": str(output_dir), "data": "", "tokenizer": ""}
         )
-        return pretrain_static(str(model), data, tokenizer, making, changes, resume, overwrite, began)
-    earlier = {} if overwrite else read_saved_fields(Path(output_dir), KEPT_ON_RESUME_FIELDS)
-    order = plan_pretraining(model, data, output_dir, tokenizer, objective, making, config, overrides, options, earlier)
-    world, place = init_distributed(order.recipe), Path(output_dir)
-    if world.is_restart(str(output_dir)):
+        return pretrain_static(str(model), data, tokenizer, data_options, changes, resume, overwrite, start_time)
+    saved = {} if overwrite else read_saved_fields(Path(output_dir))
+    plan = plan_pretraining(
+        model, data, output_dir, tokenizer, objective, data_options, config, overrides, options, saved
+    )
+    dist, path = init_distributed(plan.recipe), Path(output_dir)
+    if dist.is_restart(str(output_dir)):
         resume, overwrite, rewind = True, False, None
     resume = resume or rewind is not None
-    with shared_run_folder(world, place, resume, overwrite, order.inputs) as folder:
-        clock = RunClock(place, resume, began)
+    with shared_run_folder(dist, path, resume, overwrite, plan.inputs) as folder:
+        clock = RunClock(path, resume, start_time)
 
-        def shards() -> str:
-            made = order.make_shards(folder)
+        def make_shards() -> str:
+            shards = plan.make_shards(folder)
             clock.save()
-            return str(made)
+            return str(shards)
 
-        with world.enter_on_main(clock):
-            recipe = order.resolve_recipe(Path(world.run_on_main(shards)))
+        with dist.enter_on_main(clock):
+            recipe = plan.resolve_recipe(Path(dist.run_on_main(make_shards)))
             return pretrain_in_folder(folder, recipe, resume, clock.start_time, allow_change, rewind)
 
 
@@ -363,17 +367,17 @@ def prove_resume(
     overwrite: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Kill a real run again and again, go on with it each time, and compare it with one that nobody disturbed.
+    """Kill and resume a run `kills` times, and compare it bit for bit with an undisturbed run.
 
-    Takes what `pretrain` takes. Unless said, the run has 10 steps for each kill and a checkpoint every 5.
+    Takes the arguments of `pretrain`. By default the run has 10 steps for each kill and a checkpoint every 5 steps.
     """
     if kills < 1:
         raise UserError(f"--kills is {kills}, and must be at least 1.")
-    making = DataOptions(vocab_size, lowercase, held_out, pop_corpus_options(options))
+    data_options = DataOptions(vocab_size, lowercase, held_out, pop_corpus_options(options))
     options = {"max_steps": 10 * kills, "save_steps": 5, **options}
-    order = plan_pretraining(model, data, output_dir, tokenizer, objective, making, config, overrides, options)
-    with run_folder(Path(output_dir), overwrite=overwrite, inputs=order.inputs) as folder:
-        return run_resume_proof(order.resolve_recipe(order.make_shards(folder)), folder, kills)
+    plan = plan_pretraining(model, data, output_dir, tokenizer, objective, data_options, config, overrides, options)
+    with run_folder(Path(output_dir), overwrite=overwrite, inputs=plan.inputs) as folder:
+        return run_resume_proof(plan.resolve_recipe(plan.make_shards(folder)), folder, kills)
 
 
 def pretrain_static(
@@ -386,14 +390,14 @@ def pretrain_static(
     overwrite: bool,
     start_time: float,
 ) -> dict[str, Any]:
-    """Pretrain what is no stack of layers: word2vec, GloVe, an n-gram model. Text is read and kept as for others."""
+    """Train word2vec, GloVe or an n-gram model. Text, shards and the run folder are as in `pretrain`."""
     from firth.static.recipe import STATIC_RECIPES
-    from firth.static.train import run_static_recipe  # which loads numba
+    from firth.static.train import run_static_recipe  # loads numba
 
     if name == "ngram" and (length := next((field for field in DURATION_FIELDS if field in changes), None)):
         raise UserError(
-            f"{length}: an n-gram model counts its text once and is done, so there is nothing to plan. Leave it out; "
-            "order=2, or less text, takes less time."
+            f"{length}: an n-gram model reads its text once, so its duration cannot be set. Leave it out; order=2 or "
+            "less text takes less time."
         )
     recipe = apply_overrides(
         STATIC_RECIPES[name](), {STATIC_FIELD_NAMES.get(field, field): value for field, value in changes.items()}
@@ -401,13 +405,12 @@ def pretrain_static(
     recipe.check()
     check_held_out_share(data_options.held_out)
     sources = [data] if isinstance(data, str | Path) else list(data)
-    kind, least = STATIC_TOKENIZERS[name]
-    text = open_data_source(
-        sources, tokenizer, data_options, [kind, data_options.vocab_size or least, data_options.lowercase]
-    )
-    with run_folder(Path(recipe.output_dir), resume, overwrite, text.inputs) as folder:
+    kind, vocab_size = STATIC_TOKENIZERS[name]
+    new_tokenizer_args = [kind, data_options.vocab_size or vocab_size, data_options.lowercase]
+    source = open_data_source(sources, tokenizer, data_options, new_tokenizer_args)
+    with run_folder(Path(recipe.output_dir), resume, overwrite, source.inputs) as folder:
         clock = RunClock(Path(recipe.output_dir), resume, start_time)
-        shards = text.make_shards(folder)
+        shards = source.make_shards(folder)
         recipe = replace(recipe, data=str(shards), tokenizer=open_shards(shards).tokenizer.fingerprint)
         clock.save()
         results = run_static_recipe(folder, recipe, resume, clock.start_time)
@@ -434,29 +437,28 @@ def show(
     printed: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Exactly what a model will read and what it will be asked, before any training.
+    """Show inputs, masks and labels of the first rows of the first step, before any training.
 
-    Takes what `pretrain` takes, and does what it does up to the first rows of the first step. Writes `show.html` to
-    `output_dir`; `printed` writes the same to the terminal.
+    Takes the arguments of `pretrain`. Writes show.html to `output_dir`, and to the terminal if `printed`.
     """
     if rows < 1:
         raise UserError(f"--rows is {rows}, and must be at least 1.")
     page = find_free_show_page(Path(output_dir), overwrite)
-    making = DataOptions(vocab_size, lowercase, held_out, pop_corpus_options(options))
-    order = plan_pretraining(model, data, output_dir, tokenizer, objective, making, config, overrides, options)
+    data_options = DataOptions(vocab_size, lowercase, held_out, pop_corpus_options(options))
+    plan = plan_pretraining(model, data, output_dir, tokenizer, objective, data_options, config, overrides, options)
     with TemporaryDirectory(prefix="firth-show-") as folder:
-        if isinstance(order.data_source.corpus, Corpus):
-            say("Tokenizer and shards are made for this look alone. `firth prepare` once makes every look quick.")
-        recipe = order.resolve_recipe(order.make_shards(Path(folder)))
-        shown = build_batch_preview(recipe, rows, str(model), ", ".join(map(str, order.data_source.sources)))
-    save_show_page(shown, page)
+        if isinstance(plan.data_source.corpus, Corpus):
+            say("Making a tokenizer and shards for this preview alone. After `firth prepare` it starts at once.")
+        recipe = plan.resolve_recipe(plan.make_shards(Path(folder)))
+        preview = build_batch_preview(recipe, rows, str(model), ", ".join(map(str, plan.data_source.sources)))
+    save_show_page(preview, page)
     if printed:
-        print_preview(shown)
-    return {**shown.to_dict(), "page": str(page)}
+        print_preview(preview)
+    return {**preview.to_dict(), "page": str(page)}
 
 
 class DataOptions(NamedTuple):
-    """How text becomes shards: the tokenizer that is trained for it, what is held out, how files are read."""
+    """How text becomes shards: size and case of a new tokenizer, held-out fraction, arguments of Corpus."""
 
     vocab_size: int
     lowercase: bool
@@ -465,29 +467,29 @@ class DataOptions(NamedTuple):
 
 
 def pop_corpus_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Take out of some options those that say how files are read."""
+    """Remove the arguments of Corpus from `options`, and return them with their defaults."""
     reading = {name: options.pop(name) for name in CORPUS_OPTIONS if name in options}
     return {"documents": "auto", "columns": {}, "encoding": "utf-8"} | {k: v for k, v in reading.items() if v}
 
 
 class DataSource(NamedTuple):
-    """Where the text of a run comes from, and how it becomes shards: what is settled before anything is made."""
+    """The text or shards of a run, resolved and checked before anything is written."""
 
     sources: list[str | Path]
-    tokenizer_path: str | Path | None  # the folder of a tokenizer, or the checkpoint that has one
+    tokenizer_path: str | Path | None  # folder of a tokenizer or checkpoint
     data_options: DataOptions
-    new_tokenizer_args: list[Any]  # kind, size and case of the tokenizer that is trained where none is given
-    marks_salient: bool  # whether names, numbers and dates are marked
-    corpus: Corpus | Path  # or the first of the shards that the sources are already
-    tokenizer: Tokenizer | None  # None where one is trained on the text, or lies in the shards
+    new_tokenizer_args: list[Any]  # kind, size and case of a tokenizer to train
+    marks_salient: bool  # mark names, numbers and dates
+    corpus: Corpus | Path  # the text, or the first folder of shards
+    tokenizer: Tokenizer | None  # None: train one, or take that of the shards
 
     @property
     def inputs(self) -> list[str | Path]:
-        """What a run reads, and must not write over."""
+        """Paths that the run reads and must not overwrite."""
         return [*self.sources, *([self.tokenizer_path] if self.tokenizer_path else [])]
 
     def source_record(self, corpus: Corpus) -> dict[str, Any]:
-        """What the shards are made of: the same source makes the same shards."""
+        """Everything that the shards depend on, as written to source.json."""
         return {
             "data": list(map(str, self.sources)),
             "bytes": corpus.total_bytes,
@@ -497,22 +499,22 @@ class DataSource(NamedTuple):
             **({"salient": "default"} if self.marks_salient else {}),
         }
 
-    def make_shards(self, folder: Path, check_tokenizer_fn: Callable[[Tokenizer], None] = lambda used: None) -> Path:
-        """The shards: those that were named, or `data` in this folder, made there unless they are there whole.
+    def make_shards(self, folder: Path, check_tokenizer_fn: Callable[[Tokenizer], None] = lambda _: None) -> Path:
+        """Return the given shards, or make FOLDER/data unless it is complete.
 
-        `check_tokenizer_fn` may refuse the tokenizer: what it lacks is better said now than after all is tokenised.
+        `check_tokenizer_fn` can refuse a tokenizer before the text is tokenized.
         """
         if isinstance(self.corpus, Path):
             return self.corpus
         check_same_source(folder / "source.json", self.source_record(self.corpus))
         shards = folder / "data"
         if not is_shards_folder(shards) or find_corruption(shards) is not None:
-            used = self.tokenizer or train_run_tokenizer(folder, self.corpus, *self.new_tokenizer_args)
-            check_tokenizer_fn(used)
+            tokenizer = self.tokenizer or train_run_tokenizer(folder, self.corpus, *self.new_tokenizer_args)
+            check_tokenizer_fn(tokenizer)
             if self.marks_salient:
-                say("Names, numbers and dates are marked as salient; `firth prepare --salient` can mark other things.")
+                say("Names, numbers and dates are marked as salient; `firth prepare --salient` can mark other spans.")
             salient = load_salient_finder("default") if self.marks_salient else None
-            _write_shards(self.corpus, used, shards, self.data_options.held_out, salient)
+            _write_shards(self.corpus, tokenizer, shards, self.data_options.held_out, salient)
         return shards
 
 
@@ -524,52 +526,53 @@ def open_data_source(
     marks_salient: bool = False,
     mixed_folders: Sequence[str] = (),
 ) -> DataSource:
-    """Text or shards, opened, with the tokenizer that is given; `mixed` are the folders of several shards."""
-    made = mixed_folders or [str(source) for source in sources if len(sources) == 1 and is_shards_folder(Path(source))]
-    for shards in made:
+    """Open text or shards with a given tokenizer; `mixed_folders` are several folders of shards."""
+    shards_folders = mixed_folders or [
+        str(source) for source in sources if len(sources) == 1 and is_shards_folder(Path(source))
+    ]
+    for shards in shards_folders:
         check_shard_tokenizer(Path(shards), tokenizer_path)
-    corpus = Path(made[0]) if made else Corpus(sources, **data_options.corpus_options)
-    used = load_tokenizer(Path(tokenizer_path)) if tokenizer_path is not None and not made else None
-    return DataSource(sources, tokenizer_path, data_options, new_tokenizer_args, marks_salient, corpus, used)
+    corpus = Path(shards_folders[0]) if shards_folders else Corpus(sources, **data_options.corpus_options)
+    tokenizer = load_tokenizer(Path(tokenizer_path)) if tokenizer_path is not None and not shards_folders else None
+    return DataSource(sources, tokenizer_path, data_options, new_tokenizer_args, marks_salient, corpus, tokenizer)
 
 
 @dataclass(frozen=True)
 class PretrainPlan:
-    """A recipe and its text: what is settled before anything is made."""
+    """A recipe and its data, checked before anything is written."""
 
     recipe: Recipe
-    keeps_vocab_size: bool  # the model has as many tokens as it was told, not as many as the tokenizer
+    keeps_vocab_size: bool  # of the model; otherwise it gets that of the tokenizer
     data_source: DataSource
-    shards_by_name: dict[str, str]  # several shards by name; empty where there is one source
+    shards_by_name: dict[str, str]  # mixed shards by name; empty for one source
 
     @property
     def inputs(self) -> list[str | Path]:
-        """What the run reads, and must not write over."""
+        """Paths that the run reads and must not overwrite."""
         return [*self.data_source.inputs, *self.shards_by_name.values(), self.recipe.checkpoint, self.recipe.teacher]
 
     def make_shards(self, folder: Path) -> Path:
-        """The shards of the text, whose tokenizer must have what the objective needs."""
+        """Make the shards; the tokenizer must have the special tokens that the objective needs."""
         objective, length = self.recipe.objective, self.recipe.max_seq_length
         return self.data_source.make_shards(
-            folder, lambda used: objective.check(used.vocab, objective.source_length(length))
+            folder, lambda tokenizer: objective.check(tokenizer.vocab, objective.source_length(length))
         )
 
     def resolve_recipe(self, shards: Path) -> Recipe:
-        """The recipe with what the shards alone can say: the tokenizer, and how many tokens a new model has."""
-        used, recipe = open_shards(shards).tokenizer, self.recipe
+        """The recipe with the fields that depend on the shards: paths, tokenizer and vocabulary size."""
+        tokenizer, recipe = open_shards(shards).tokenizer, self.recipe
         if not self.keeps_vocab_size:
-            recipe = replace(recipe, model=with_vocabulary(recipe.model, used.vocab))
+            recipe = replace(recipe, model=with_vocabulary(recipe.model, tokenizer.vocab))
         data = "" if self.shards_by_name else str(shards)
-        recipe = replace(recipe, data=data, sources=self.shards_by_name, tokenizer=used.fingerprint)
+        recipe = replace(recipe, data=data, sources=self.shards_by_name, tokenizer=tokenizer.fingerprint)
         recipe.check()
         return recipe
 
 
-def read_saved_fields(folder: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Read fields of the recipe in a run folder; a resumed run keeps them."""
-    file = folder / "recipe.yaml"
-    stored = read_yaml_mapping(file) if file.is_file() else {}
-    return {name: stored[name] for name in names if name in stored}
+def read_saved_fields(run: Path) -> dict[str, Any]:
+    """Fields that a resumed run keeps, from the recipe in its folder; empty for a new run."""
+    saved = read_yaml_mapping(run / "recipe.yaml") if (run / "recipe.yaml").is_file() else {}
+    return {name: saved[name] for name in KEPT_ON_RESUME_FIELDS if name in saved}
 
 
 def plan_pretraining(
@@ -584,65 +587,61 @@ def plan_pretraining(
     options: Mapping[str, Any],
     saved_fields: Mapping[str, Any] | None = None,
 ) -> PretrainPlan:
-    """What `pretrain` and `show` are told, as an order; what is wrong with it is found before anything is made.
+    """Resolve the arguments of `pretrain` into a checked recipe and its data.
 
-    Fields that nobody names are the usual ones of the model, or the `saved_fields` ones of a run that goes on.
+    A field that is not given keeps the value of the saved recipe of a resumed run, or the model's default.
     """
     model_config, checkpoint = resolve_model(model)
     named = {"output_dir": str(output_dir), "checkpoint": str(checkpoint or ""), "data": "", "tokenizer": ""}
     changes = merge_recipe_changes(config, {**options, "objective": objective_fields(objective)}, overrides, named)
-    first = {} if checkpoint is None else {**continued_defaults(model_config), **next_run_seed(checkpoint)}
-    recipe = update_recipe(pretraining_recipe(model_config), {**first, **(saved_fields or {}), **changes})
+    defaults = {} if checkpoint is None else {**continued_defaults(model_config), **next_run_seed(checkpoint)}
+    recipe = update_recipe(pretraining_recipe(model_config), {**defaults, **(saved_fields or {}), **changes})
     recipe.check()
     check_held_out_share(data_options.held_out)
     sources = [data] if isinstance(data, str | Path) else list(data)
-    given = tokenizer or checkpoint
+    tokenizer_path = tokenizer or checkpoint
     if tokenizer and checkpoint and load_tokenizer(tokenizer).fingerprint != load_tokenizer(checkpoint).fingerprint:
-        raise UserError(f"{tokenizer} is not the tokenizer that {checkpoint} has learned. Leave --tokenizer out.")
+        raise UserError(f"{tokenizer} is not the tokenizer that {checkpoint} was trained with. Leave out --tokenizer.")
     if checkpoint and (data_options.vocab_size or data_options.lowercase):
-        raise UserError(f"{checkpoint} has a tokenizer, and keeps it. Leave --vocab-size and --lowercase out.")
+        raise UserError(f"{checkpoint} keeps its tokenizer. Leave out --vocab-size and --lowercase.")
     mixed = parse_named_shards(sources)
     if recipe.mixing != MixConfig() and not mixed:
-        raise UserError("A mix is of several shards, each with a name: --data a=shardsA --data b=shardsB.")
+        raise UserError("A mix needs several named shards: --data a=shardsA --data b=shardsB.")
     if mixed and "warm_start" not in changes:
         recipe = replace(recipe, warm_start="none")
     new = [tokenizer_kind(recipe.model, recipe.objective), data_options.vocab_size, data_options.lowercase]
-    text = open_data_source(
-        sources, given, data_options, new, "salient" in recipe.objective.token_flags, list(mixed.values())
-    )
-    own_vocabulary = checkpoint is not None or "model.vocab_size" in changes
-    return PretrainPlan(recipe, own_vocabulary, text, mixed)
+    marks_salient = "salient" in recipe.objective.token_flags
+    source = open_data_source(sources, tokenizer_path, data_options, new, marks_salient, list(mixed.values()))
+    return PretrainPlan(recipe, checkpoint is not None or "model.vocab_size" in changes, source, mixed)
 
 
 def next_run_seed(checkpoint: Path) -> dict[str, int]:
-    """A seed for a model that goes on learning: with that of its own run it would read the same rows once more."""
+    """The next seed for continued pretraining: with the checkpoint's own seed it would read the same rows again."""
     stored = checkpoint.absolute().parent / "recipe.yaml"
     seed = read_yaml_mapping(stored).get("seed") if stored.is_file() else None
     return {"seed": seed + 1} if isinstance(seed, int) else {}
 
 
 def parse_named_shards(sources: Sequence[str | Path]) -> dict[str, str]:
-    """Shards that are given by name, as `NAME=SHARDS`, or several by their folders; empty if they are neither."""
+    """Shards by name, from NAME=SHARDS or from several folders; empty for a single source or text."""
     pairs = [str(source).partition("=") for source in sources]
     named = [bool(equals) and not Path(source).exists() for source, (_, equals, _) in zip(sources, pairs, strict=True)]
     if not any(named):
         several = len(sources) > 1 and all(is_shards_folder(source) for source in sources)
         pairs = [(Path(source).resolve().name, "=", str(source)) for source in sources] if several else []
     elif not all(named):
-        raise UserError(
-            f"--data {sources[named.index(False)]}: the others have names. Write NAME={sources[named.index(False)]}."
-        )
-    found = {name: folder for name, _, folder in pairs}
-    if len(found) < len(pairs):
+        raise UserError(f"--data {sources[named.index(False)]} has no name, the others have. Write NAME=SHARDS.")
+    shards = {name: folder for name, _, folder in pairs}
+    if len(shards) < len(pairs):
         raise UserError("Two --data have the same name. Write --data a=shardsA --data b=shardsB.")
-    for name, folder in found.items():
+    for name, folder in shards.items():
         if not is_shards_folder(folder):
             raise UserError(f"--data {name}={folder}: no shards folder. Make it with `firth prepare`.")
-    return found
+    return shards
 
 
 def objective_fields(name: str | None) -> dict[str, Any] | None:
-    """An objective by its name, written out, so that key=value can change what is in it."""
+    """The fields of a named objective, which KEY=VALUE can then change."""
     if name is None:
         return None
     if name not in OBJECTIVES:
@@ -651,7 +650,7 @@ def objective_fields(name: str | None) -> dict[str, Any] | None:
 
 
 def resolve_model(name: str | Path) -> tuple[ModelConfig, Path | None]:
-    """A preset, a config file or a checkpoint folder: what it describes, and where its weights are."""
+    """Config of a preset, config file or checkpoint folder, and the folder of its weights."""
     path = Path(name)
     if path.is_dir() and ((path / "config.json").is_file() or not is_preset(str(name))):
         return read_config(path), path
@@ -665,35 +664,34 @@ def resolve_model(name: str | Path) -> tuple[ModelConfig, Path | None]:
 
 
 def check_same_source(file: Path, source: dict[str, Any]) -> None:
-    """Keep what text a run reads, and how; one that goes on with what is there and would read another is refused."""
-    earlier = read_json(file) if file.is_file() else source
+    """Write source.json; refuse to resume a run on another text or with other options of reading it."""
+    saved = read_json(file) if file.is_file() else source
     if changed := [
-        f"{name}: {earlier.get(name)} -> {source.get(name)}"
-        for name in {**source, **earlier}
-        if earlier.get(name) != source.get(name)
+        f"{name}: {saved.get(name)} -> {source.get(name)}"
+        for name in {**source, **saved}
+        if saved.get(name) != source.get(name)
     ]:
         raise UserError(
-            "A run reads the text that it began with, and this one differs: " + "; ".join(changed) + ". "
-            "Give the same text and options, start anew with --overwrite, or name another --output-dir."
+            "Cannot resume: text or options differ: " + "; ".join(changed) + ". "
+            "Give the same text and options, start over with --overwrite, or name another --output-dir."
         )
     write_json(file, source)
 
 
 def train_run_tokenizer(folder: Path, corpus: Corpus, kind: str, vocab_size: int, lowercase: bool) -> Tokenizer:
-    """A tokenizer that is trained on the text and kept in the run's folder."""
-    place = folder / "tokenizer"
-    if find_corruption(place) is not None:
+    """Train a tokenizer in the run's folder, unless it is there already."""
+    path = folder / "tokenizer"
+    if find_corruption(path) is not None:
         size = vocab_size or default_vocab_size(corpus.total_bytes, kind)
-        with atomic_folder(place) as temporary:
+        with atomic_folder(path) as temporary:
             train_tokenizer(corpus.texts(), kind, size, lowercase).save(temporary)
-    return load_tokenizer(place)
+    return load_tokenizer(path)
 
 
 def check_shard_tokenizer(shards: Path, tokenizer_path: str | Path | None) -> None:
     if tokenizer_path is None:
         return
-    wanted, used = load_tokenizer(Path(tokenizer_path)).fingerprint, open_shards(shards).tokenizer.fingerprint
-    if wanted != used:
+    if load_tokenizer(Path(tokenizer_path)).fingerprint != open_shards(shards).tokenizer.fingerprint:
         raise UserError(
             f"{shards} was made with another tokenizer than that of {tokenizer_path}: "
             f"prepare the text again with `firth prepare --tokenizer {tokenizer_path}`."
@@ -706,16 +704,18 @@ def merge_recipe_changes(
     overrides: Mapping[str, Any] | None,
     fixed_fields: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What a YAML file, the options and key=value set, the later ones on top; `fixed_fields` are set by the verb alone."""
+    """Merge a YAML file, options and KEY=VALUE, the later ones on top; the command itself sets `fixed_fields`."""
     if wrong := [name for name in overrides or {} if name in fixed_fields]:
-        raise UserError(f"{wrong[0]}={(overrides or {})[wrong[0]]}: the verb names this itself (see --help).")
+        raise UserError(
+            f"{wrong[0]}={(overrides or {})[wrong[0]]}: set this with its own option or argument (see --help)."
+        )
     changes: dict[str, Any] = flatten_keys(read_yaml_mapping(Path(config))) if config else {}
     changes |= {name: value for name, value in options.items() if value is not None}
     return {**changes, **(overrides or {}), **fixed_fields}
 
 
 def flatten_keys(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys as dotted ones; a value with a `kind` is set whole."""
+    """Flatten nested keys to dotted ones; a value with a `kind` is replaced as a whole."""
     flat: dict[str, Any] = {}
     for key, value in plain.items():
         if isinstance(value, Mapping) and "kind" not in value:
@@ -742,18 +742,18 @@ def finetune(
     rewind: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Fine-tune a checkpoint on a task, several times; mean and deviation.
+    """Fine-tune a checkpoint on a task with several seeds; return the mean and standard deviation of the scores.
 
-    `recipe` names a published one ("ulmfit", "dai-le", "elmo"); else it is the family's own. With `target_text` the
-    checkpoint first goes on learning the language of that text, in a folder beside `output_dir` (ULMFiT's stage two).
-    A resumed run whose recipe or examples have changed is refused unless `allow_change`; `rewind` as in `pretrain`.
+    `recipe` names a published one ("ulmfit", "dai-le", "elmo"); the default is the family's own. With `target_text` the
+    checkpoint is first pretrained on that text, in OUTPUT_DIR-target (ULMFiT's second stage). A resumed run whose
+    recipe or examples have changed is refused unless `allow_change`; `rewind` is as in `pretrain`.
     """
-    require_single_process("Fine-tuning has no --parallel; several seeds can be several runs, one for each GPU.")
+    require_single_process("Fine-tuning runs in one process: start one run per GPU for several seeds.")
     if not Path(checkpoint).is_dir():
-        also = " `firth export FILE --format firth` makes one of a file of word vectors." * Path(checkpoint).is_file()
-        raise UserError(f"{checkpoint} is not a checkpoint folder. `firth pretrain` makes one: RUN/final.{also}")
-    usual = read_config(checkpoint)
-    fields = finetuning_defaults(usual) if recipe is None else named_recipe(recipe, usual)
+        export = " `firth export FILE --format firth` makes one of a file of word vectors." * Path(checkpoint).is_file()
+        raise UserError(f"{checkpoint} is not a checkpoint folder. `firth pretrain` makes one: RUN/final.{export}")
+    model_config = read_config(checkpoint)
+    fields = finetuning_defaults(model_config) if recipe is None else named_recipe(recipe, model_config)
     named: dict[str, Any] = {
         "checkpoint": str(checkpoint),
         "task": task,
@@ -764,14 +764,14 @@ def finetune(
     }
     plan = apply_overrides(FinetuneRecipe(**fields), merge_recipe_changes(config, options, overrides, named))
     if plan.parallel != "none":
-        raise UserError(f"parallel={plan.parallel} is for pretraining: fine-tuning is for one process. Leave it out.")
+        raise UserError(f"parallel={plan.parallel} is for pretraining: fine-tuning runs in one process. Leave it out.")
     if target_text:
-        check_task(plan)  # before the first stage takes its time
-        goes_on = {"resume": resume or rewind is not None, "overwrite": overwrite, "allow_change": allow_change}
-        found = adapt_to_target_text(checkpoint, target_text, output_dir, **goes_on, device=plan.device)
-        plan = replace(plan, checkpoint=str(found))
+        check_task(plan)  # before the first stage, which takes long
+        stage = {"resume": resume or rewind is not None, "overwrite": overwrite, "allow_change": allow_change}
+        adapted = adapt_to_target_text(checkpoint, target_text, output_dir, **stage, device=plan.device)
+        plan = replace(plan, checkpoint=str(adapted))
     result = run_finetune(plan, resume, overwrite, allow_change, rewind)
-    with quiet():  # the run has said all about this file
+    with quiet():  # the run has printed all notices on this file
         examples = read_labelled(plan.dev, plan.task, plan.columns, "dev", plan.encoding)
     return {**result, "report": str(write_run_report_and_card(Path(plan.output_dir), result, examples))}
 
@@ -784,14 +784,14 @@ def adapt_to_target_text(
     overwrite: bool = False,
     **options: Any,
 ) -> Path:
-    """The language of the task's own text (Howard & Ruder 2018, section 3.2), and where the model is then.
+    """Pretrain on text of the task's domain (Howard & Ruder 2018, section 3.2); return the new checkpoint.
 
     `options` are fields of the recipe.
     """
     folder = Path(f"{output_dir}-target")
-    slow: dict[str, Any] = {"layer_decay": 1 / 2.6, "lr_scheduler_type": "slanted-triangle"}
-    slow |= {"adam_beta1": 0.7, "adam_beta2": 0.99}
-    pretrain(checkpoint, list(text), folder, resume=resume, overwrite=overwrite, **slow | options)
+    ulmfit: dict[str, Any] = {"layer_decay": 1 / 2.6, "lr_scheduler_type": "slanted-triangle"}
+    ulmfit |= {"adam_beta1": 0.7, "adam_beta2": 0.99}
+    pretrain(checkpoint, list(text), folder, resume=resume, overwrite=overwrite, **ulmfit | options)
     return folder / "final"
 
 
@@ -806,32 +806,30 @@ def evaluate(
     documents: str = "auto",
     **settings: Any,
 ) -> dict[str, Any]:
-    """Score a checkpoint on a file; predictions go to `output_dir`.
+    """Score a checkpoint on a file, and write results, predictions and a report to `output_dir`.
 
-    Unless said that is a folder beside the checkpoint; where one has other results already, it has a number.
-
-    `task` is what the checkpoint was fine-tuned for unless said. `settings` are what the task can be told, such as
-    `stride` for perplexity.
+    The default folder is evaluate-TASK-FILE beside the checkpoint, numbered if it has other results. The default `task`
+    is the one that the checkpoint was fine-tuned for. `settings` are those of the task, as `stride` for perplexity.
     """
     task = task or read_finetuned_task(checkpoint)
     if data is None:
-        raise UserError(f"Which file is the task {task} scored on? Name it with --data.")
+        raise UserError(f"No data to score the task {task} on: give --data FILE.")
     if isinstance(data, Sequence) and not isinstance(data, str) and len(data) == 1:
         data = data[0]
     name = f"{task}-{short_data_name(data)}" + "-ensemble" * bool(settings.get("ensemble"))
-    place = Path(output_dir) if output_dir else default_evaluation_folder(checkpoint, name)
+    path = Path(output_dir) if output_dir else default_evaluation_folder(checkpoint, name)
     settings = {"columns": columns, "overwrite": overwrite, "encoding": encoding, "documents": documents} | settings
-    return evaluate_checkpoint(checkpoint, task, data, place, numbered=output_dir is None, **settings)
+    return evaluate_checkpoint(checkpoint, task, data, path, numbered=output_dir is None, **settings)
 
 
 def read_finetuned_task(checkpoint: str | Path) -> str:
     """The task that a checkpoint was fine-tuned for."""
-    facts = Path(checkpoint) / TASK_FILE
+    file = Path(checkpoint) / TASK_FILE
     if not Path(checkpoint).is_dir():
         raise UserError(f"{checkpoint} is not a checkpoint folder: there is no such folder.")
-    if not facts.is_file():
-        raise UserError(f"{checkpoint} was not fine-tuned: say what it is to do with --task (see --help).")
-    return str(read_json(facts)["task"])
+    if not file.is_file():
+        raise UserError(f"{checkpoint} was not fine-tuned: name a task with --task (see --help).")
+    return str(read_json(file)["task"])
 
 
 def short_data_name(data: str | Path | Sequence[str | Path]) -> str:
@@ -863,48 +861,48 @@ def evaluate_suite(
     """Fine-tune and score a checkpoint on every task of a suite: "glue", "superglue", or a file that lists tasks.
 
     `options` and `overrides` are fields of the fine-tuning recipe. `metrics` has the score of each task and the
-    average. With `resume` tasks that are done are not done again.
+    average. `resume` keeps finished tasks.
     """
-    place = Path(output_dir) if output_dir else default_evaluation_folder(checkpoint, Path(suite).stem)
-    chosen = merge_recipe_changes(config, options, overrides, {})
-    result = run_suite(checkpoint, suite, place, data, seeds, tasks, chosen, resume, overwrite)
+    path = Path(output_dir) if output_dir else default_evaluation_folder(checkpoint, Path(suite).stem)
+    changes = merge_recipe_changes(config, options, overrides, {})
+    result = run_suite(checkpoint, suite, path, data, seeds, tasks, changes, resume, overwrite)
     scores = {name: task["score"] for name, task in result["tasks"].items()}
     metrics = {**scores, "average": result["average"]}
-    return {**result, "metrics": metrics, "predictions": str(place), "report": str(place / "report.html")}
+    return {**result, "metrics": metrics, "predictions": str(path), "report": str(path / "report.html")}
 
 
 def generate(
     checkpoint: str | Path | Model, prompt: str | Sequence[str], chat: bool | None = None, **settings: Any
 ) -> str | list[str]:
-    """Continue a prompt, or several. `settings` are the fields of `firth.generate.Decoding`: temperature=0.8.
+    """Continue a prompt, or several. `settings` are fields of `GenerationConfig`: temperature=0.8.
 
-    One prompt gives a text; several, or num_return_sequences above 1, give a list. A checkpoint folder that was
-    fine-tuned to answer reads the prompt as it has learned to, and gives the answer alone, of the length and with the
-    beams that it was scored with; `chat` says whether as a user's message in the checkpoint's chat template.
+    One prompt gives a text; several, or num_return_sequences above 1, give a list. A checkpoint that was fine-tuned to
+    answer gets the prompt in the format of its training, and returns the answer alone, with the length and the beams
+    that it was scored with. `chat` puts the prompt into the chat template as a user's message.
     """
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(checkpoint, Model) and is_ngram(checkpoint):
-        found = generate_with_ngram(checkpoint, prompts, settings)
+        results = generate_with_ngram(checkpoint, prompts, settings)
     else:
-        model, asked, usual = load_for_generation(checkpoint, prompts, chat)
-        found = generate_in_batches(model, asked, usual | settings)
-    texts = [one["text"] for one in found]
+        model, encoded, defaults = load_for_generation(checkpoint, prompts, chat)
+        results = generate_in_batches(model, encoded, defaults | settings)
+    texts = [result["text"] for result in results]
     return texts[0] if isinstance(prompt, str) and len(texts) == 1 else texts
 
 
 def generate_with_ngram(
     checkpoint: str | Path, prompts: Sequence[str], settings: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """What `generate_in_batches` gives, by an n-gram model."""
+    """Generate with an n-gram model; the same results as `generate_in_batches`."""
     return generate_ngram_results(load_ngram(checkpoint), prompts, make_generation_config(None, dict(settings)))
 
 
 def load_for_generation(
     checkpoint: str | Path | Model, prompts: Sequence[str], chat: bool | None = None
 ) -> tuple[Model, list[str | list[int]], dict[str, Any]]:
-    """A model, prompts as it has learned to read them, and how it has learned to answer.
+    """Return a model, its prompts in the format of its fine-tuning, and its generation defaults.
 
-    A loaded model does not know what it was tuned for.
+    A model that is already loaded has no task file, and gets the prompts unchanged.
     """
     if isinstance(checkpoint, Model):
         return checkpoint, encode_task_prompts(checkpoint, {}, prompts, chat), {}
@@ -916,16 +914,16 @@ def load_for_generation(
 def generate_in_batches(
     model: Model, prompts: Sequence[str | list[int]], settings: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """What `generate_results` gives for each prompt, some prompts at a time."""
-    decoding, found = make_generation_config(None, dict(settings)), []
-    size = max(1, MAX_CONCURRENT_SEQUENCES // (decoding.num_beams * decoding.num_return_sequences))
-    with progress("writing", "texts", len(prompts)) as shown:
+    """Run `generate_results` on all prompts, a batch at a time."""
+    config, results = make_generation_config(None, dict(settings)), []
+    size = max(1, MAX_CONCURRENT_SEQUENCES // (config.num_beams * config.num_return_sequences))
+    with progress("generating", "texts", len(prompts)) as shown:
         for first in range(0, len(prompts), size):
-            now = replace(decoding, seed=decoding.seed + first)  # equal prompts are drawn for differently
-            for one in generate_results(model, prompts[first : first + size], now):
-                found.append({**one, "prompt": one["prompt"] + first})
+            batch_config = replace(config, seed=config.seed + first)  # equal prompts get different samples
+            for result in generate_results(model, prompts[first : first + size], batch_config):
+                results.append({**result, "prompt": result["prompt"] + first})
             shown.advance(len(prompts[first : first + size]))
-    return found
+    return results
 
 
 def embed(
@@ -936,28 +934,28 @@ def embed(
     normalize: bool = False,
     max_seq_length: int = 0,
 ) -> np.ndarray:
-    """A vector for each text, (texts, width) float32; one text alone gives one vector.
+    """Embed texts as (texts, width) float32; a single string gives one vector.
 
-    `pool`: the state of the first or the last token, or the mean of all; "auto" is what the checkpoint was fine-tuned
-    for (`--task embed`), and else the mean. `layer` 0 is the embedding, -1 the last. `normalize` makes vectors 1 long,
-    so that their products are cosines.
+    `pool` takes the hidden state of the first or last token, or the mean over all; "auto" pools as the checkpoint was
+    fine-tuned (`--task embed`), else by the mean. `layer` 0 is the embedding, -1 the last. `normalize` scales vectors
+    to length 1, so that dot products are cosines.
     """
-    some = [texts] if isinstance(texts, str) else list(texts)
-    if not some:
+    batch = [texts] if isinstance(texts, str) else list(texts)
+    if not batch:
         raise UserError("There is no text to embed.")
-    vectors = embed_texts(checkpoint, some, pool, layer, normalize, max_seq_length)
+    vectors = embed_texts(checkpoint, batch, pool, layer, normalize, max_seq_length)
     return vectors[0] if isinstance(texts, str) else vectors
 
 
 def fill(checkpoint: str | Path | Model, text: str, top: int = 5) -> list[Blank]:
-    """The likeliest words for the blanks of a text."""
+    """The most likely words for the blanks of a text."""
     return fill_blanks(checkpoint if isinstance(checkpoint, Model) else load_model(checkpoint), text, top)
 
 
 def similar(
     vectors: str | Path | Model, words: str | Sequence[str], negative: Sequence[str] = (), top: int = 10
 ) -> list[Neighbour]:
-    """The words nearest to a word, or to the mean of several, `negative` from others: those of a checkpoint or a file."""
+    """The words nearest to `words` and far from `negative`, by the vectors of a checkpoint or a file."""
     return most_similar(load_word_vectors(vectors), [words] if isinstance(words, str) else words, negative, top)
 
 
@@ -969,49 +967,54 @@ def compare(
     among: Sequence[str | Path] = (),
     top: int = 5,
 ) -> dict[str, Any]:
-    """The vectors of a word where it stands in some texts, by each of several checkpoints: are they told apart?
+    """Compare the vectors of a word in several texts, by each checkpoint.
 
-    A checkpoint of word2vec or GloVe, or a file of word vectors, has one vector for all texts. `among` names files of
-    text: the words of which the vectors, where they stand there, are nearest.
+    A checkpoint of word2vec or GloVe, or a file of word vectors, has one vector for all texts. The nearest words are
+    searched in the files `among`.
     """
-    several = [checkpoints] if isinstance(checkpoints, str | Path | Model) else list(checkpoints)
-    return compare_contexts(word, list(texts), several, layer, Corpus(among).texts() if among else (), top)
+    sources = [checkpoints] if isinstance(checkpoints, str | Path | Model) else list(checkpoints)
+    return compare_contexts(word, list(texts), sources, layer, Corpus(among).texts() if among else (), top)
 
 
 def export(
     checkpoint: str | Path,
-    output_dir: str | Path,
+    output_dir: str | Path | None = None,
     check: bool = False,
     overwrite: bool = False,
     format: str = "huggingface",
 ) -> dict[str, Any]:
-    """Write a plain Hugging Face folder; `check_tokenizer_fn` opens it in transformers and gives the largest difference.
+    """Write a Hugging Face folder that `AutoModel...from_pretrained` opens.
 
-    The `format` word2vec or glove writes the vectors of single words, as those programs and gensim read them; firth
-    a checkpoint of them, as `finetune` takes it. There a file of vectors may stand for the checkpoint.
+    `check` opens it in transformers and returns the largest difference of a logit as `max_difference`; without
+    `output_dir` in a temporary folder, so that nothing is written. `format` "word2vec" or "glove" writes word vectors
+    as gensim reads them, "firth" a checkpoint of them for `finetune`; the checkpoint can then be a file of vectors.
     """
-    folder = Path(output_dir)
-    check_output_folder(folder, "--output-dir", overwrite)
-    if folder.exists() and Path(checkpoint).exists() and folder.samefile(checkpoint):
-        raise UserError(f"{folder} is the checkpoint itself. Name another --output-dir.")
+    if check and format != "huggingface":
+        raise UserError(f"--check compares logits in transformers, and {format} has none. Leave it out.")
+    if output_dir is None:
+        if not check:
+            raise UserError("--output-dir is missing: name the folder to write, or pass --check to compare only.")
+        with TemporaryDirectory(prefix="firth-export-") as folder:
+            write_export(Path(checkpoint), Path(folder) / "export")
+            return {"max_difference": max_logit_difference(Path(folder) / "export")}
+    path = Path(output_dir)
+    check_output_folder(path, "--output-dir", overwrite)
+    if path.exists() and Path(checkpoint).exists() and path.samefile(checkpoint):
+        raise UserError(f"{path} is the checkpoint itself. Name another --output-dir.")
     if format != "huggingface":
-        files = write_vectors(load_word_vectors(checkpoint), folder, format)
-        return {"output_dir": str(folder), "files": list(map(str, files))}
-    write_export(Path(checkpoint), folder)
-    result: dict[str, Any] = {"output_dir": str(folder)}
-    if check:
-        result["max_difference"] = max_logit_difference(folder)
-    return result
+        files = write_vectors(load_word_vectors(checkpoint), path, format)
+        return {"output_dir": str(path), "files": list(map(str, files))}
+    write_export(Path(checkpoint), path)
+    return {"output_dir": str(path), **({"max_difference": max_logit_difference(path)} if check else {})}
 
 
 def models() -> list[dict[str, Any]]:
-    """The presets: their sizes, what a token costs, what they are trained on and good for.
+    """The presets: parameters, FLOPs per token, objective and purpose.
 
-    `flops_per_token` are those of reading one token forward in a row of 512; training takes three times as many. What
-    learns by counting looks a word up, without any, and has as many parameters as the text has words: they are None,
-    and `size` says how many.
+    `flops_per_token` is the forward pass in a row of 512 tokens; training takes three times as many. word2vec, GloVe
+    and n-gram models look words up. Their parameters depend on the text: they are None, and `size` describes them.
     """
-    counted = [
+    static = [
         {
             "name": name,
             "family": name,
@@ -1035,4 +1038,4 @@ def models() -> list[dict[str, Any]]:
             "good_for": FAMILY_DESCRIPTIONS[config.family],
         }
         for name, config in PRESETS.items()
-    ] + counted
+    ] + static

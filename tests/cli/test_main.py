@@ -1,30 +1,34 @@
-"""The command line: mistakes are told in one message and cost nothing, JSON has the promised names."""
+"""The command line: a mistake costs one message and nothing else; JSON keys are as documented."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pytest
 
 from firth.cli import main as cli
+from firth.cli import options
 from firth.cli.main import app, main
+from firth.core.errors import UserError
 from firth.core.files import find_corruption
 from firth.tasks import FinetuneRecipe
+from firth.train import Recipe
 
 SMALL = ["--max-seq-length=32", "--per-device-train-batch-size=4", "--no-compile", "--no-bf16"]
 TINY = ["model.num_layers=1", "model.dim=32", "model.mlp.dim=64"]
-VERBS = sorted(command.name or command.callback.__name__ for command in app.registered_commands if command.callback)
+COMMANDS = sorted(command.name or command.callback.__name__ for command in app.registered_commands if command.callback)
 
 RUN_OPTIONS = (  # the promised ones
     *("--output-dir", "--max-steps", "--num-train-epochs", "--learning-rate", "--per-device-train-batch-size"),
@@ -49,7 +53,7 @@ Firth = Callable[..., Done]
 
 @pytest.fixture
 def firth(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Firth:
-    """Run a verb in this process; the exit code and what it said."""
+    """Run a command in this process; return its exit code and output."""
 
     def run(*words: object) -> Done:
         monkeypatch.setattr(sys, "argv", ["firth", *map(str, words)])
@@ -65,16 +69,16 @@ def firth(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture(scope="session")
-def house(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tokenizers, shards and small checkpoints, made once by the verbs themselves, and labelled files."""
-    import firth as verbs
+def paths(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tokenizers, shards and small checkpoints, made once by the API, and labelled files."""
+    import firth
 
-    folder = tmp_path_factory.mktemp("house")
-    places = {"text": corpus_file}
+    folder = tmp_path_factory.mktemp("files")
+    paths = {"text": corpus_file}
     for kind, model in (("wordpiece", "bert"), ("byte-bpe", "gpt2"), ("unigram", "t5")):
-        verbs.tokenizer([corpus_file], folder / f"{model}-tokenizer", kind, 400)
-        verbs.prepare([corpus_file], folder / f"{model}-tokenizer", folder / f"{model}-shards")
-        verbs.pretrain(
+        firth.tokenizer([corpus_file], folder / f"{model}-tokenizer", kind, 400)
+        firth.prepare([corpus_file], folder / f"{model}-tokenizer", folder / f"{model}-shards")
+        firth.pretrain(
             f"{model}-tiny",
             folder / f"{model}-shards",
             folder / f"{model}-run",
@@ -84,17 +88,17 @@ def house(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
             per_device_train_batch_size=4,
         )
         for name in ("tokenizer", "shards"):
-            places[f"{model}-{name}"] = folder / f"{model}-{name}"
-        places[model] = folder / f"{model}-run" / "final"
+            paths[f"{model}-{name}"] = folder / f"{model}-{name}"
+        paths[model] = folder / f"{model}-run" / "final"
     rows = [(f"the {w} by the {p}", w) for w in ("cat", "dog") for p in ("river", "mill", "bridge", "garden")]
     for name in ("train", "dev"):
-        places[name] = folder / f"{name}.jsonl"
-        places[name].write_text("".join(json.dumps({"text": t, "label": w}) + "\n" for t, w in rows))
-    places["pairs"] = folder / "pairs.jsonl"
-    places["pairs"].write_text("".join(json.dumps({"source": t, "target": w}) + "\n" for t, w in rows))
-    verbs.finetune(places["bert"], "classify", places["train"], places["dev"], folder / "tuned", max_steps=2, seeds=1)
-    places["tuned"] = folder / "tuned" / "final"
-    return places
+        paths[name] = folder / f"{name}.jsonl"
+        paths[name].write_text("".join(json.dumps({"text": t, "label": w}) + "\n" for t, w in rows))
+    paths["pairs"] = folder / "pairs.jsonl"
+    paths["pairs"].write_text("".join(json.dumps({"source": t, "target": w}) + "\n" for t, w in rows))
+    firth.finetune(paths["bert"], "classify", paths["train"], paths["dev"], folder / "tuned", max_steps=2, seeds=1)
+    paths["tuned"] = folder / "tuned" / "final"
+    return paths
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
@@ -105,21 +109,21 @@ def tree(folder: Path) -> dict[str, bytes | None]:
 # --- what works
 
 
-def test_tokenizer_and_prepare(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
+def test_tokenizer_and_prepare(firth: Firth, paths: dict[str, Path], tmp_path: Path) -> None:
     words = ["--kind", "wordpiece", "--vocab-size", 200, "--output-dir", tmp_path / "t", "--json"]
-    done = firth("tokenizer", house["text"], *words)
+    done = firth("tokenizer", paths["text"], *words)
     assert done.code == 0
     assert done.json["vocab_size"] == 200
-    done = firth("prepare", house["text"], "--tokenizer", tmp_path / "t", "--output-dir", tmp_path / "s", "--json")
+    done = firth("prepare", paths["text"], "--tokenizer", tmp_path / "t", "--output-dir", tmp_path / "s", "--json")
     assert done.code == 0
     assert done.json["documents"] == 300
     assert done.json["tokens"] > 1000
     assert done.json["duplicates"] == 0
     again = firth(
-        "prepare", house["text"], "--tokenizer", tmp_path / "t", "--output-dir", tmp_path / "s", "--json", "--resume"
+        "prepare", paths["text"], "--tokenizer", tmp_path / "t", "--output-dir", tmp_path / "s", "--json", "--resume"
     )
     assert again.json == done.json
-    words = ["prepare", house["text"], house["text"], "--tokenizer", tmp_path / "t", "--output-dir", tmp_path / "u"]
+    words = ["prepare", paths["text"], paths["text"], "--tokenizer", tmp_path / "t", "--output-dir", tmp_path / "u"]
     twice = firth(*words, "--dedup=none", "--workers=2", "--max-memory=8GB", "--json")
     assert twice.json["documents"] == 600
     assert "not a size" in firth(*words, "--max-memory=lots", "--overwrite").err
@@ -140,8 +144,8 @@ def test_how_text_is_read(firth: Firth, tmp_path: Path, monkeypatch: pytest.Monk
     assert '"HERON"' not in words
 
 
-def test_pretrain_from_text(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
-    words = ["--data", house["text"], "--output-dir", tmp_path / "run", "--vocab-size", 400, "--max-steps", 2, *SMALL]
+def test_pretrain_from_text(firth: Firth, paths: dict[str, Path], tmp_path: Path) -> None:
+    words = ["--data", paths["text"], "--output-dir", tmp_path / "run", "--vocab-size", 400, "--max-steps", 2, *SMALL]
     done = firth("pretrain", "bert-tiny", *words, "--json", *TINY)
     assert done.code == 0, done.err
     assert {"output_dir", "steps", "loss", "eval_loss", "tokens_per_second"} <= done.json.keys()
@@ -153,14 +157,14 @@ def test_pretrain_from_text(firth: Firth, house: dict[str, Path], tmp_path: Path
     # the text may not change under a run
     other = tmp_path / "other.txt"
     other.write_text("Something else.\n")
-    changed = [other if word == house["text"] else word for word in words]
+    changed = [other if word == paths["text"] else word for word in words]
     done = firth("pretrain", "bert-tiny", *changed, "--resume", *TINY)
     assert done.code == 2
-    assert "differs: data:" in done.err
+    assert "differ: data:" in done.err
 
 
-def test_show(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
-    words = ["show", "t5-tiny", "--data", house["t5-shards"], "--rows=2", "--output-dir", tmp_path, *SMALL]
+def test_show(firth: Firth, paths: dict[str, Path], tmp_path: Path) -> None:
+    words = ["show", "t5-tiny", "--data", paths["t5-shards"], "--rows=2", "--output-dir", tmp_path, *SMALL]
     done = firth(*words, "--json", "objective.rate=0.3")
     assert done.code == 0, done.err
     assert len(done.out.splitlines()) == 1
@@ -177,26 +181,26 @@ def test_show(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
     assert "show.html" in table.err
 
 
-def test_check(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
-    words = ["check", house["text"], "--kinds=byte-bpe", "--vocab-sizes=300", "--output-dir", tmp_path]
-    done = firth(*words, "--tokenizer", house["bert-tokenizer"], "--json")
+def test_check(firth: Firth, paths: dict[str, Path], tmp_path: Path) -> None:
+    words = ["check", paths["text"], "--kinds=byte-bpe", "--vocab-sizes=300", "--output-dir", tmp_path]
+    done = firth(*words, "--tokenizer", paths["bert-tokenizer"], "--json")
     assert done.code == 0, done.err
     assert len(done.out.splitlines()) == 1
     assert done.json["text"]["documents"] == 300
     assert [t["kind"] for t in done.json["tokenizers"]] == ["wordpiece", "byte-bpe"]
     assert any(a["about"].endswith(": keep") for a in done.json["advice"])
     assert Path(done.json["page"]) == tmp_path / "check.html"
-    table = firth("check", house["text"], "--kinds=none", "--output-dir", tmp_path)
+    table = firth("check", paths["text"], "--kinds=none", "--output-dir", tmp_path)
     assert table.code == 0, table.err
     assert "near duplicates" in table.out
     assert "Tokenizers" not in table.out
     assert "check.html" in table.err
 
 
-def test_finetune_evaluate_export(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
-    files = ["--task", "classify", "--train", house["train"], "--dev", house["dev"]]
+def test_finetune_evaluate_export(firth: Firth, paths: dict[str, Path], tmp_path: Path) -> None:
+    files = ["--task", "classify", "--train", paths["train"], "--dev", paths["dev"]]
     done = firth(
-        "finetune", house["gpt2"], *files, "--output-dir", tmp_path / "run", "--max-steps", 2, "--seeds", 2, "--json"
+        "finetune", paths["gpt2"], *files, "--output-dir", tmp_path / "run", "--max-steps", 2, "--seeds", 2, "--json"
     )
     assert done.code == 0, done.err
     assert {"metric", "mean", "std", "seeds", "accuracy", "macro_f1", "mcc"} <= done.json.keys()
@@ -205,20 +209,23 @@ def test_finetune_evaluate_export(firth: Firth, house: dict[str, Path], tmp_path
     assert Path(done.json["report"]) == tmp_path / "run" / "report.html"
     assert "accuracy" in (tmp_path / "run" / "report.html").read_text()
     assert "text-classification" in (final / "README.md").read_text(), "the model card"
-    done = firth("evaluate", final, "--task", "classify", "--data", house["dev"], "--json")
+    done = firth("evaluate", final, "--task", "classify", "--data", paths["dev"], "--json")
     assert done.code == 0, done.err
     assert "accuracy" in done.json["metrics"]
     assert Path(done.json["predictions"]).is_file()
-    again = firth("evaluate", final, "--data", house["dev"])  # the task is the checkpoint's own
+    again = firth("evaluate", final, "--data", paths["dev"])  # the task is the checkpoint's own
     assert again.code == 0, again.err
     assert "accuracy" in again.out
     done = firth("export", final, "--output-dir", tmp_path / "out", "--check", "--json")
     assert done.code == 0, done.err
     assert done.json["max_difference"] < 1e-4
+    before = tree(tmp_path)
+    done = firth("export", final, "--check", "--json")
+    assert (done.code, [*done.json], tree(tmp_path) == before) == (0, ["max_difference"], True), done.err
 
 
-def test_a_run_goes_on_and_keeps_its_card(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
-    words = finetune(house, tmp_path, "--seeds=2", "--lora-rank=2")
+def test_a_resumed_run_keeps_its_card(firth: Firth, paths: dict[str, Path], tmp_path: Path) -> None:
+    words = finetune(paths, tmp_path, "--seeds=2", "--lora-rank=2")
     table = firth(*words)
     assert table.code == 0, table.err
     assert all(word in table.out for word in ("accuracy", "deviation", "seed 1"))
@@ -230,26 +237,26 @@ def test_a_run_goes_on_and_keeps_its_card(firth: Firth, house: dict[str, Path], 
     assert find_corruption(tmp_path / "run" / "final") is None
 
 
-def test_evaluate_a_model_as_it_is(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
+def test_evaluate_a_model_as_it_is(firth: Firth, paths: dict[str, Path], tmp_path: Path) -> None:
     lines = {"good": "the cat slept", "bad": "the slept cat", "uid": "order"}
     pairs = write(tmp_path / "m.jsonl", json.dumps(lines) + "\n")
-    done = firth("evaluate", house["gpt2"], "--task=minimal-pairs", "--data", pairs, "--output-dir", tmp_path / "m")
+    done = firth("evaluate", paths["gpt2"], "--task=minimal-pairs", "--data", pairs, "--output-dir", tmp_path / "m")
     assert done.code == 0, done.err
     assert "order" in done.out
     texts = [write(tmp_path / f"{name}.txt", "The cat slept.") for name in "ab"]
     words = ["--task=perplexity", "--data", texts[0], "--data", texts[1], "--stride=4", "--output-dir", tmp_path / "p"]
-    done = firth("evaluate", house["gpt2"], *words, "--json")
+    done = firth("evaluate", paths["gpt2"], *words, "--json")
     assert done.code == 0, done.err
     assert {"perplexity", "bits_per_byte"} <= done.json["metrics"].keys()
     assert done.json["stride"] == 4
     assert len(Path(done.json["predictions"]).read_text().splitlines()) == 2
 
 
-def test_evaluate_a_suite(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
+def test_evaluate_a_suite(firth: Firth, paths: dict[str, Path], tmp_path: Path) -> None:
     tasks = "tasks:\n" + "".join(
-        f"  - {{name: {name}, task: classify, train: {house['train']}, dev: {house['dev']}}}\n" for name in "ab"
+        f"  - {{name: {name}, task: classify, train: {paths['train']}, dev: {paths['dev']}}}\n" for name in "ab"
     )
-    words = ["evaluate", house["bert"], "--suite", write(tmp_path / "s.yaml", tasks), "--output-dir", tmp_path / "s"]
+    words = ["evaluate", paths["bert"], "--suite", write(tmp_path / "s.yaml", tasks), "--output-dir", tmp_path / "s"]
     done = firth(*words, "--seeds=1", "--json", "max_steps=1")
     assert done.code == 0, done.err
     assert done.json["metrics"].keys() == {"a", "b", "average"}
@@ -262,10 +269,10 @@ def test_evaluate_a_suite(firth: Firth, house: dict[str, Path], tmp_path: Path) 
 
 
 def test_generate_from_arguments_files_and_stdin(
-    firth: Firth, house: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    firth: Firth, paths: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = ["--max-new-tokens=3", "--json"]
-    done = firth("generate", house["gpt2"], "The cat", "A dog", "--temperature=1", "--num-return-sequences=2", *few)
+    done = firth("generate", paths["gpt2"], "The cat", "A dog", "--temperature=1", "--num-return-sequences=2", *few)
     assert done.code == 0, done.err
     assert [result["prompt"] for result in done.json["results"]] == [0, 0, 1, 1]
     assert done.json["text"] == done.json["results"][0]["text"]
@@ -273,22 +280,22 @@ def test_generate_from_arguments_files_and_stdin(
     rows = write(tmp_path / "p.jsonl", '{"prompt": "The cat"}\n{"prompt": "A dog"}\n')
     wide = write(tmp_path / "wide.txt", "The cat\nA dog\n".encode("utf-16"))
     given = [(lines,), (rows,), (wide, "--encoding=utf-16")]
-    found = [firth("generate", house["gpt2"], "--prompts", *words, *few).json["results"] for words in given]
+    found = [firth("generate", paths["gpt2"], "--prompts", *words, *few).json["results"] for words in given]
     assert found[0] == found[1] == found[2]
     assert [result["text"][:5] for result in found[0]] == ["The c", "A dog"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("The cat\nslept\n"))
-    done = firth("generate", house["gpt2"], *few)
+    done = firth("generate", paths["gpt2"], *few)
     assert done.json["text"].startswith("The cat\nslept"), "all of it is one prompt"
 
 
-def test_a_stream_is_what_is_written(firth: Firth, house: dict[str, Path]) -> None:
+def test_a_stream_is_what_is_written(firth: Firth, paths: dict[str, Path]) -> None:
     for model in ("gpt2", "t5"):
-        words = ["generate", house[model], "The cat", "--max-new-tokens=5"]
+        words = ["generate", paths[model], "The cat", "--max-new-tokens=5"]
         assert firth(*words, "--stream").out == firth(*words).out
 
 
-def test_embed(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
-    words = ["embed", house["bert"], "The cat slept.", "A dog.", "The cat slept."]
+def test_embed(firth: Firth, paths: dict[str, Path], tmp_path: Path) -> None:
+    words = ["embed", paths["bert"], "The cat slept.", "A dog.", "The cat slept."]
     done = firth(*words, "--similar", "--json")
     assert done.code == 0, done.err
     assert np.array(done.json["vectors"]).shape == (3, 32)
@@ -303,14 +310,14 @@ def test_embed(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
     assert "--overwrite" in again.err
 
 
-def test_generate_fill_models(firth: Firth, house: dict[str, Path]) -> None:
-    done = firth("generate", house["gpt2"], "The cat", "--max-new-tokens", 3, "--json")
+def test_generate_fill_models(firth: Firth, paths: dict[str, Path]) -> None:
+    done = firth("generate", paths["gpt2"], "The cat", "--max-new-tokens", 3, "--json")
     assert done.code == 0
     assert done.json["text"].startswith("The cat")
-    done = firth("fill", house["bert"], "The ___ slept.", "--top", 2, "--json")
+    done = firth("fill", paths["bert"], "The ___ slept.", "--top", 2, "--json")
     assert done.code == 0
     assert len(done.json["blanks"][0]["guesses"]) == 2
-    assert "guess" in firth("fill", house["bert"], "The ___ slept.").out
+    assert "guess" in firth("fill", paths["bert"], "The ___ slept.").out
     done = firth("models", "--json")
     assert done.code == 0
     assert len(done.out.splitlines()) == 1, "JSON is all of stdout"
@@ -324,30 +331,71 @@ def test_generate_fill_models(firth: Firth, house: dict[str, Path]) -> None:
     assert all(name in firth("models").out for name in ("bert-tiny", "word2vec", "2 for each n-gram"))
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_help(verb: str, firth: Firth) -> None:
-    done = firth(verb, "--help")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_on_two_screens(command: str, firth: Firth) -> None:
+    done = firth(command, "--help")
     assert done.code == 0
+    lines = done.out.splitlines()
+    assert len(lines) <= 70
+    assert max(map(len, lines)) <= 80
     assert "--json" in done.out
-    if verb in ("pretrain", "finetune"):
-        for option in RUN_OPTIONS:
-            assert option in done.out, option
-        assert "by the model's width" in " ".join(done.out.split())
-    if verb == "finetune":
-        order = [done.out.index(part) for part in ("Data:", "This run:", "What learns:", "Training:", "Examples:")]
-        assert order == sorted(order)
-        assert "\n    firth finetune t5/final --task text-to-text" in done.out, "a command stays on its line"
-        hidden = ("checkpoint", *cli.DISTRIBUTED_FIELDS)
-        names = [f.name for f in fields(FinetuneRecipe) if "help" in f.metadata and f.name not in hidden]
-        options = [f"--{name.replace('_', '-')}" for name in names]
-        assert all(option in done.out for option in options)
-    if verb in ("pretrain", "show"):
-        assert "permutation-lm" in "".join(done.out.split()).replace("│", "")
+    assert "Examples:" in done.out or command == "models"
+    titles = [line for line in lines if re.fullmatch(r"[A-Z].*:", line)]
+    assert titles[1:2] == ["Required:"] or command in ("quickstart", "models")
+    assert firth(command, "--help-all").out.count("--json") >= 1
 
 
-def test_no_verb_and_the_whole_help(firth: Firth) -> None:
+@pytest.mark.parametrize("command", ["pretrain", "finetune"])
+def test_help_all_has_every_option_of_a_run(command: str, firth: Firth) -> None:
+    text = firth(command, "--help-all").out.replace("[no-]", "")
+    assert all(option in text for option in RUN_OPTIONS)
+    recipe, hidden = (Recipe, ()) if command == "pretrain" else (FinetuneRecipe, cli.DISTRIBUTED_FIELDS)
+    names = [f.name for f in fields(recipe) if f.metadata.get("help") and f.name not in ("checkpoint", *hidden)]
+    assert all(f"--{name.replace('_', '-')}" in text for name in names if name != "engine")
+    if command == "pretrain":
+        assert "permutation-lm" in text
+
+
+def test_options_come_from_fields() -> None:
+    """Types, defaults and bounds; a nested dataclass is no option, its fields are set by KEY=VALUE."""
+
+    @dataclass
+    class Engine:
+        weights: str = field(default="float32", metadata={"help": "Keep the weights in this type."})
+
+    @dataclass
+    class Config:
+        rate: float = field(default=0.1, metadata={"help": "Set the rate; 0 stops. Default: by the width."})
+        optim: Literal["adamw", "muon"] = field(default="adamw", metadata={"help": "Optimize."})
+        engine: Engine = field(default_factory=Engine, metadata={"help": "Engine."})
+        steps: int = 3
+
+    globals().update(Engine=Engine)  # where annotations are looked up
+    found = {o.name: o for o in options.list_options(options.FillOptions, Config, "rate")}
+    assert [*found] == ["json", "checkpoint", "text", "top", "rate", "optim"]
+    assert (found["rate"].label, found["rate"].shown_default, found["rate"].common) == (
+        "--rate X",
+        "by the width",
+        True,
+    )
+    assert (found["rate"].convert("1e-3"), found["rate"].resolve(None), found["top"].resolve(None)) == (1e-3, None, 5)
+    assert found["json"].label == "--json"
+    assert options.nested_fields(Config) == [("engine.weights=...", "Keep the weights in this type.")]
+    for name, text, message in (
+        ("rate", "fast", "--rate: 'fast' is not a number."),
+        ("top", "2.5", "--top: '2.5' is not a whole number."),
+        ("top", "0", "--top: 0 is out of bounds, it must be at least 1."),
+        ("optim", "muoon", "--optim: 'muoon' is not one of adamw, muon. "),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            found[name].convert(text)
+
+
+def test_no_command_and_the_list_of_commands(firth: Firth) -> None:
     assert firth("--help").code == 0
-    assert all(verb in firth("--help").out for verb in VERBS)
+    assert all(command in firth("--help").out for command in COMMANDS)
+    assert firth().code == 2
+    assert firth().out == firth("--help").out
 
 
 # --- mistakes
@@ -364,17 +412,17 @@ def pretrain(model: object, data: object, out: Path, *more: object) -> list[obje
     return ["pretrain", model, "--data", data, "--output-dir", out / "run", "--max-steps=1", *SMALL, *more]
 
 
-def show(house: dict[str, Path], out: Path, *more: object) -> list[object]:
-    return ["show", "bert-tiny", "--data", house["bert-shards"], "--output-dir", out, *SMALL, *more]
+def show(paths: dict[str, Path], out: Path, *more: object) -> list[object]:
+    return ["show", "bert-tiny", "--data", paths["bert-shards"], "--output-dir", out, *SMALL, *more]
 
 
 def check(text: object, *more: object) -> list[object]:
     return ["check", text, *more]
 
 
-def finetune(house: dict[str, Path], out: Path, *more: object, **files: object) -> list[object]:
-    named = {"task": "classify", "train": house["train"], "dev": house["dev"], "output-dir": out / "run", **files}
-    checkpoint = named.pop("checkpoint", house["bert"])
+def finetune(paths: dict[str, Path], out: Path, *more: object, **files: object) -> list[object]:
+    named = {"task": "classify", "train": paths["train"], "dev": paths["dev"], "output-dir": out / "run", **files}
+    checkpoint = named.pop("checkpoint", paths["bert"])
     options = [word for name, value in named.items() for word in (f"--{name}", value)]
     return ["finetune", checkpoint, *options, "--max-steps=1", *more]
 
@@ -424,7 +472,20 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
     ),
     "a wrong type of an option": (
         lambda h, t: ["pretrain", "bert-tiny", "--data", h["text"], "--output-dir", t / "run", "--max-steps", "many"],
-        ["--max-steps", "integer"],
+        ["--max-steps: 'many' is not a whole number."],
+    ),
+    "a rate that is not a number": (
+        lambda h, t: pretrain("bert-tiny", h["text"], t, "--learning-rate=fast"),
+        ["--learning-rate: 'fast' is not a number."],
+    ),
+    "an unknown optimizer": (
+        lambda h, t: pretrain("bert-tiny", h["text"], t, "--optim=muoon"),
+        ["--optim: 'muoon' is not one of adamw, muon, adafactor."],
+    ),
+    "export without a folder": (lambda h, t: ["export", h["bert"]], ["--output-dir is missing", "--check"]),
+    "a setting of one file for a suite": (
+        lambda h, t: ["evaluate", h["bert"], "--suite=glue", "--data", t, "--stride=3"],
+        ["--stride is for a single file"],
     ),
     "no such config": (
         lambda h, t: pretrain("bert-tiny", h["text"], t, "--config", t / "no.yaml"),
@@ -446,7 +507,7 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
         lambda h, t: pretrain("t5-tiny", h["bert-shards"], t),
         ["needs sentinel tokens", "unigram tokenizer"],
     ),
-    "rows longer than places": (
+    "rows longer than the model allows": (
         lambda h, t: [*pretrain("bert-tiny", h["bert-shards"], t), "--max-seq-length=600"],
         ["--max-seq-length 600", "512 places"],
     ),
@@ -462,7 +523,7 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
     "showing an objective of another shape": (lambda h, t: show(h, t, "--objective=clm"), ["CLM", "decoder"]),
     "showing an unknown objective": (lambda h, t: show(h, t, "--objective=bartt"), ["'bartt'", "'bart'"]),
     "showing text that is not there": (lambda h, t: show({"bert-shards": t / "no.txt"}, t), ["no.txt: no such file"]),
-    "showing nothing": (lambda h, t: ["show", "bert-tiny", "--output-dir", t], ["--data"]),
+    "showing nothing": (lambda h, t: ["show", "bert-tiny", "--output-dir", t], ["--data is missing", "show --help"]),
     "an unknown objective": (
         lambda h, t: pretrain("bert-tiny", h["bert-shards"], t, "--objective=mlmm"),
         ["'mlmm'", "'mlm'"],
@@ -493,7 +554,7 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
     "checking with no folder": (lambda h, t: check(h["text"], "--tokenizer", t / "no"), ["no such folder"]),
     "checking an unknown kind": (lambda h, t: check(h["text"], "--kinds=wordpeice"), ["'wordpeice'", "'wordpiece'"]),
     "checking no size": (lambda h, t: check(h["text"], "--vocab-sizes=many"), ["'many'", "4096,8192"]),
-    "checking size 0": (lambda h, t: check(h["text"], "--vocab-sizes=0"), ["0 is no size"]),
+    "checking size 0": (lambda h, t: check(h["text"], "--vocab-sizes=0"), ["0 is not a size"]),
     "checking no sample": (lambda h, t: check(h["text"], "--sample=3"), ["--sample is 3"]),
     "a check.html of somebody else": (
         lambda h, t: ["check", h["text"], "--output-dir", write(t / "check.html", "mine").parent],
@@ -504,13 +565,16 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
     "a decoder does not fill": (lambda h, t: ["fill", h["gpt2"], "The ___"], ["firth generate"]),
     "no blank": (lambda h, t: ["fill", h["bert"], "The cat"], ["no blank"]),
     "an unknown option": (lambda h, t: ["models", "--jsn"], ["--jsn"]),
-    "an unknown verb": (lambda h, t: ["pretrian"], ["pretrian"]),
+    "an unknown command": (lambda h, t: ["pretrian"], ["pretrian"]),
     "columns that are no pairs": (lambda h, t: finetune(h, t, "--columns", "text"), ["--columns", "text=sentence"]),
     "two texts after one --data": (
         lambda h, t: pretrain("bert-tiny", h["text"], t, h["text"]),
         ["is not key=value", "--data"],
     ),
-    "a field that the verb names": (lambda h, t: pretrain("bert-tiny", h["text"], t, "output_dir=x"), ["output_dir=x"]),
+    "a field that has its own option": (
+        lambda h, t: pretrain("bert-tiny", h["text"], t, "output_dir=x"),
+        ["output_dir=x"],
+    ),
     "a share that is none": (lambda h, t: pretrain("bert-tiny", h["text"], t, "--held-out=1.5"), ["--held-out is 1.5"]),
     "resume from a path": (
         lambda h, t: pretrain("bert-tiny", h["text"], t, "--resume-from-checkpoint", "x"),
@@ -533,11 +597,11 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
     "evaluating on nothing": (lambda h, t: ["evaluate", h["tuned"]], ["--data"]),
     "evaluating what was not learned": (
         lambda h, t: ["evaluate", h["bert"], "--task=classify", "--data", h["dev"]],
-        ["has not learned the task classify", "firth finetune"],
+        ["was not fine-tuned for the task classify", "firth finetune"],
     ),
     "a setting of another evaluation": (
         lambda h, t: ["evaluate", h["gpt2"], "--task=perplexity", "--data", h["text"], "--pool=mean"],
-        ["pool is no setting of the task perplexity"],
+        ["pool is not a setting of the task perplexity"],
     ),
     "a setting of suites": (
         lambda h, t: ["evaluate", h["tuned"], "--data", h["dev"], "--resume"],
@@ -545,7 +609,7 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
     ),
     "two files after one --data": (
         lambda h, t: ["evaluate", h["gpt2"], "--task=perplexity", "--data", h["text"], h["dev"]],
-        ["repeat --data"],
+        ["is not key=value", "--data"],
     ),
     "a suite and a task": (
         lambda h, t: ["evaluate", h["bert"], "--suite=glue", "--task=pair", "--data", t],
@@ -564,7 +628,7 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
     "a classifier does not write": (lambda h, t: ["generate", h["tuned"], "The"], ["has no words"]),
     "a tokenizer for a checkpoint": (
         lambda h, t: pretrain(h["bert"], h["text"], t, "--vocab-size=300"),
-        ["keeps it", "--vocab-size"],
+        ["keeps its tokenizer", "--vocab-size"],
     ),
     "semicolons": (
         lambda h, t: finetune(h, t, dev=write(t / "c.csv", "text;label\na cat;cat\n")),
@@ -583,9 +647,9 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake(name: str, firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
+def test_a_mistake(name: str, firth: Firth, paths: dict[str, Path], tmp_path: Path) -> None:
     words, expected = MISTAKES[name]
-    arguments = words(house, tmp_path)
+    arguments = words(paths, tmp_path)
     before = tree(tmp_path)
     done = firth(*arguments)
     assert done.code == 2, done.err
@@ -593,7 +657,7 @@ def test_a_mistake(name: str, firth: Firth, house: dict[str, Path], tmp_path: Pa
     for part in expected:
         assert part in said
     assert "Traceback" not in done.err
-    assert done.err.count("error:") + done.err.count("Error:") == 1
+    assert done.err.count("error:") == 1
     assert tree(tmp_path).keys() - before.keys() <= made(name)
     assert {k: v for k, v in tree(tmp_path).items() if k in before} == before
 
@@ -612,32 +676,32 @@ def made(name: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("verb", ["pretrain", "finetune", "tokenizer", "prepare", "export", "evaluate"])
+@pytest.mark.parametrize("command", ["pretrain", "finetune", "tokenizer", "prepare", "export", "evaluate"])
 @pytest.mark.parametrize("more", [[], ["--overwrite"]])
 def test_an_existing_folder_is_refused_and_foreign_files_always(
-    verb: str, more: list[str], firth: Firth, house: dict[str, Path], tmp_path: Path
+    command: str, more: list[str], firth: Firth, paths: dict[str, Path], tmp_path: Path
 ) -> None:
-    mine = tmp_path / "run" / ("predictions.txt" if verb == "evaluate" else "thesis.txt")
+    mine = tmp_path / "run" / ("predictions.txt" if command == "evaluate" else "thesis.txt")
     mine.parent.mkdir()
     mine.write_text("mine")
     words: dict[str, list[object]] = {
-        "pretrain": pretrain("bert-tiny", house["bert-shards"], tmp_path),
-        "finetune": finetune(house, tmp_path),
-        "tokenizer": ["tokenizer", house["text"], "--output-dir", tmp_path / "run", "--vocab-size=300"],
-        "prepare": ["prepare", house["text"], "--tokenizer", house["bert-tokenizer"], "--output-dir", tmp_path / "run"],
-        "export": ["export", house["bert"], "--output-dir", tmp_path / "run"],
+        "pretrain": pretrain("bert-tiny", paths["bert-shards"], tmp_path),
+        "finetune": finetune(paths, tmp_path),
+        "tokenizer": ["tokenizer", paths["text"], "--output-dir", tmp_path / "run", "--vocab-size=300"],
+        "prepare": ["prepare", paths["text"], "--tokenizer", paths["bert-tokenizer"], "--output-dir", tmp_path / "run"],
+        "export": ["export", paths["bert"], "--output-dir", tmp_path / "run"],
         "evaluate": [
             "evaluate",
-            house["tuned"],
+            paths["tuned"],
             "--task=classify",
             "--data",
-            house["dev"],
+            paths["dev"],
             "--output-dir",
             tmp_path / "run",
         ],
     }
-    done = firth(*words[verb], *more)
-    if verb == "evaluate" and more:  # adds two files, removes none
+    done = firth(*words[command], *more)
+    if command == "evaluate" and more:  # adds two files, removes none
         assert done.code == 0, done.err
     else:
         assert done.code == 2
@@ -645,71 +709,71 @@ def test_an_existing_folder_is_refused_and_foreign_files_always(
     assert mine.read_text() == "mine"
 
 
-def test_overwrite_replaces_what_the_verb_wrote(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
+def test_overwrite_replaces_what_the_command_wrote(firth: Firth, paths: dict[str, Path], tmp_path: Path) -> None:
     for name in ("bert", "gpt2"):
-        shutil.copytree(house[f"{name}-tokenizer"], tmp_path / name)
-    words = ["tokenizer", house["text"], "--output-dir", tmp_path / "bert", "--kind=byte-bpe", "--vocab-size=400"]
+        shutil.copytree(paths[f"{name}-tokenizer"], tmp_path / name)
+    words = ["tokenizer", paths["text"], "--output-dir", tmp_path / "bert", "--kind=byte-bpe", "--vocab-size=400"]
     assert firth(*words).code == 2
-    assert tree(tmp_path / "bert") == tree(house["bert-tokenizer"])
+    assert tree(tmp_path / "bert") == tree(paths["bert-tokenizer"])
     assert firth(*words, "--overwrite").code == 0
     assert tree(tmp_path / "bert") == tree(tmp_path / "gpt2")
 
 
-def test_overwrite_does_not_remove_what_is_read(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
-    shutil.copytree(house["bert"].parent, tmp_path / "run")
+def test_overwrite_does_not_remove_what_is_read(firth: Firth, paths: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(paths["bert"].parent, tmp_path / "run")
     before = tree(tmp_path / "run")
-    done = firth(*pretrain(tmp_path / "run" / "final", house["bert-shards"], tmp_path), "--overwrite")
+    done = firth(*pretrain(tmp_path / "run" / "final", paths["bert-shards"], tmp_path), "--overwrite")
     assert done.code == 2
     assert "--overwrite would remove" in done.err
-    done = firth(*finetune(house, tmp_path, "--overwrite", checkpoint=tmp_path / "run" / "final"))
+    done = firth(*finetune(paths, tmp_path, "--overwrite", checkpoint=tmp_path / "run" / "final"))
     assert done.code == 2
     done = firth("export", tmp_path / "run" / "final", "--output-dir", tmp_path / "run" / "final", "--overwrite")
     assert done.code == 2
     assert tree(tmp_path / "run") == before
 
 
-@pytest.mark.parametrize("verb", ["pretrain", "prove-resume"])
+@pytest.mark.parametrize("command", ["pretrain", "prove-resume"])
 def test_overwrite_does_not_remove_what_is_mixed_or_taught(
-    verb: str, firth: Firth, house: dict[str, Path], tmp_path: Path
+    command: str, firth: Firth, paths: dict[str, Path], tmp_path: Path
 ) -> None:
     """Shards with a name, a teacher, and a checkpoint beside its own tokenizer."""
     run = tmp_path / "run"
-    shutil.copytree(house["bert"].parent, run)
-    shutil.copytree(house["bert-shards"], run / "data")
-    before, shards = tree(run), house["bert-shards"]
+    shutil.copytree(paths["bert"].parent, run)
+    shutil.copytree(paths["bert-shards"], run / "data")
+    before, shards = tree(run), paths["bert-shards"]
     for words in (
         ["bert-tiny", "--data", f"a={run / 'data'}", "--data", f"b={shards}", "--mix-temperature=0.5"],
         ["bert-tiny", "--data", shards, "--teacher", run / "final"],
-        [run / "final", "--data", shards, "--tokenizer", house["bert-tokenizer"]],
+        [run / "final", "--data", shards, "--tokenizer", paths["bert-tokenizer"]],
     ):
-        done = firth(verb, *words, "--output-dir", run, "--overwrite", "--max-steps=1")
+        done = firth(command, *words, "--output-dir", run, "--overwrite", "--max-steps=1")
         assert done.code == 2
         assert "--overwrite would remove" in done.err
         assert tree(run) == before
 
 
-def test_a_slip_after_overwrite_costs_no_run(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
-    shutil.copytree(house["bert"].parent, tmp_path / "run")
+def test_a_slip_after_overwrite_costs_no_run(firth: Firth, paths: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(paths["bert"].parent, tmp_path / "run")
     before = tree(tmp_path / "run")
     for words in (
         pretrain("bert-tiny", tmp_path / "no.txt", tmp_path),
-        pretrain("bert-tiny", house["bert-shards"], tmp_path, "--objective=clm"),
-        pretrain("bert-tiny", house["text"], tmp_path, "--tokenizer", tmp_path),
-        pretrain("bert-tiny", house["bert-shards"], tmp_path, "--learning-rate=-1"),
-        finetune(house, tmp_path, dev=tmp_path / "no.jsonl"),
+        pretrain("bert-tiny", paths["bert-shards"], tmp_path, "--objective=clm"),
+        pretrain("bert-tiny", paths["text"], tmp_path, "--tokenizer", tmp_path),
+        pretrain("bert-tiny", paths["bert-shards"], tmp_path, "--learning-rate=-1"),
+        finetune(paths, tmp_path, dev=tmp_path / "no.jsonl"),
     ):
         assert firth(*words, "--overwrite").code == 2
         assert tree(tmp_path / "run") == before
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
-def test_a_folder_that_may_not_be_written(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
+def test_a_folder_that_may_not_be_written(firth: Firth, paths: dict[str, Path], tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     try:
         for words in (
-            pretrain("bert-tiny", house["bert-shards"], tmp_path),
-            ["tokenizer", house["text"], "--output-dir", tmp_path / "run"],
-            ["export", house["bert"], "--output-dir", tmp_path / "run"],
+            pretrain("bert-tiny", paths["bert-shards"], tmp_path),
+            ["tokenizer", paths["text"], "--output-dir", tmp_path / "run"],
+            ["export", paths["bert"], "--output-dir", tmp_path / "run"],
         ):
             done = firth(*words)
             assert done.code == 2
@@ -719,10 +783,10 @@ def test_a_folder_that_may_not_be_written(firth: Firth, house: dict[str, Path], 
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux")
-def test_a_place_where_no_folder_can_be(firth: Firth, house: dict[str, Path]) -> None:
+def test_a_path_where_no_folder_can_be(firth: Firth, paths: dict[str, Path]) -> None:
     for words in (
-        ["pretrain", "bert-tiny", "--data", house["bert-shards"], "--output-dir", "/proc/firth"],
-        ["tokenizer", house["text"], "--output-dir", "/proc/firth", "--vocab-size=300"],
+        ["pretrain", "bert-tiny", "--data", paths["bert-shards"], "--output-dir", "/proc/firth"],
+        ["tokenizer", paths["text"], "--output-dir", "/proc/firth", "--vocab-size=300"],
     ):
         done = firth(*words)
         assert done.code == 2
@@ -737,8 +801,6 @@ def test_a_mistake_of_ours_shows_itself(firth: Firth, monkeypatch: pytest.Monkey
 
 
 def test_debug_shows_the_traceback(firth: Firth) -> None:
-    from firth.core.errors import UserError
-
     with pytest.raises(UserError):
         firth("--debug", "generate", "nowhere", "x")
 
@@ -759,12 +821,12 @@ def test_tokenizers_of_every_kind(firth: Firth, corpus_file: Path, tmp_path: Pat
     assert (done.code, done.json["kind"], done.json["vocab_size"] <= 300) == (0, kind, True)
 
 
-def test_a_tokenizer_like_another(firth: Firth, house: dict[str, Path], corpus_file: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_like_another(firth: Firth, paths: dict[str, Path], corpus_file: Path, tmp_path: Path) -> None:
     like = (
         "tokenizer",
         corpus_file,
         "--from",
-        house["t5-tokenizer"],
+        paths["t5-tokenizer"],
         "--vocab-size=350",
         "--output-dir",
         tmp_path / "t",
@@ -822,10 +884,10 @@ def test_interrupted_twice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         signal.signal(signal.SIGINT, usual)
 
 
-def test_check_looks_for_labelled_examples(firth: Firth, house: dict[str, Path], tmp_path: Path) -> None:
-    document = house["text"].read_text(encoding="utf-8").split("\n\n")[3]
+def test_check_looks_for_labelled_examples(firth: Firth, paths: dict[str, Path], tmp_path: Path) -> None:
+    document = paths["text"].read_text(encoding="utf-8").split("\n\n")[3]
     (tmp_path / "a.csv").write_text('body,label\n"' + document.replace('"', "") + '",x\n"nothing of this is there",y\n')
-    words = ["check", house["text"], "--kinds=none", "--output-dir", tmp_path, "--labelled", tmp_path / "a.csv"]
+    words = ["check", paths["text"], "--kinds=none", "--output-dir", tmp_path, "--labelled", tmp_path / "a.csv"]
     wrong = firth(*words, "--task", "classify")
     assert wrong.code == 2
     assert "Name the right one: --labelled-columns text=" in wrong.err
@@ -833,4 +895,4 @@ def test_check_looks_for_labelled_examples(firth: Firth, house: dict[str, Path],
     assert done.code == 0, done.err
     leaks = done.json["leaks"]
     assert (leaks["examples"], leaks["exact"], leaks["near"], leaks["task"]) == (2, 1, 0, "classify")
-    assert firth("check", house["text"], "--task", "pair").code == 2
+    assert firth("check", paths["text"], "--task", "pair").code == 2

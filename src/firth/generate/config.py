@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from firth.core.errors import UserError, did_you_mean
@@ -36,6 +36,11 @@ NUMERIC_GENERATION_FIELDS = (
 )
 
 
+def setting(default: Any, help: str, shown_default: str | None = None) -> Any:
+    """A field with the text and, where it differs, the default that `firth generate --help` shows."""
+    return field(default=default, metadata={"help": help, "default": shown_default or str(default)})
+
+
 @dataclass(frozen=True)
 class GenerationConfig:
     """How the next token is chosen, and when a text ends.
@@ -55,20 +60,26 @@ class GenerationConfig:
     of the strings `stop`. `num_return_sequences` texts are given for each prompt.
     """
 
-    max_new_tokens: int = 50
-    min_new_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
-    num_beams: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool = False
-    num_return_sequences: int = 1
-    stop: Sequence[str] = ()
-    seed: int = 0
+    max_new_tokens: int = setting(50, "Generate at most this many tokens.", "50, or as fine-tuned")
+    min_new_tokens: int = setting(0, "Do not end a text before this many tokens.")
+    temperature: float = setting(0.0, "Divide the logits by this before sampling; 0 takes the most likely token.")
+    top_k: int = setting(0, "Sample from the K most likely tokens; 0 from all.")
+    top_p: float = setting(1.0, "Sample from the most likely tokens of this total probability; 1 from all.")
+    min_p: float = setting(0.0, "Sample from tokens with this share of the highest probability; 0 from all.")
+    repetition_penalty: float = setting(1.0, "Make repeated tokens less likely if above 1.")
+    no_repeat_ngram_size: int = setting(0, "Never generate an n-gram of this size twice; 0 allows it.")
+    num_beams: int = setting(
+        1, "Search for the most likely text with this many beams; 1 is greedy.", "1, or as fine-tuned"
+    )
+    length_penalty: float = setting(
+        1.0,
+        "Score a beam by its log-probability / length ** this; a higher value favours longer texts.",
+        "1, or as fine-tuned",
+    )
+    early_stopping: bool = setting(False, "End the search as soon as there are --num-beams finished texts.")
+    num_return_sequences: int = setting(1, "Return this many texts for each prompt.")
+    stop: Sequence[str] = setting((), "End before this text. Repeat it for more.")
+    seed: int = setting(0, "Seed the sampling.")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))

@@ -1,0 +1,685 @@
+# ruff: noqa: RUF009 (dataclasses: `option` makes fields)
+"""Command-line options made from dataclass fields.
+
+Each command has a dataclass below that lists its options. A field's name gives the option (`max_steps` is
+`--max-steps`), its type says how the value is converted, and its metadata hold the help text, the topic, the bounds and
+the parser. `Recipe`, `FinetuneRecipe` and `GenerationConfig` become options in the same way, so that a field is
+described once, where it is defined.
+
+A field that is itself a dataclass (`model`, `objective`, `engine`) is not an option: KEY=VALUE after the options sets
+its parts, as in `engine.weights=bf16`.
+
+Typer splits the command line; values are converted here, so that every mistake reads alike:
+"--learning-rate: 'fast' is not a number."
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from firth.cli.render import render_help
+from firth.core.errors import UserError, did_you_mean
+from firth.generate.config import GenerationConfig
+from firth.objectives import OBJECTIVES
+from firth.tasks import FINETUNE_TASKS
+from firth.text.examples import TASK_FORMATS
+from firth.train import parse_overrides
+from firth.train.recipe import BOUNDS
+
+REQUIRED, TEXT, DATA, TRAINING, COMPUTE, RUN, OUTPUT, KEY_VALUE = (
+    *("Required", "Reading text", "Data", "Training", "Compute", "Run", "Output", "KEY=VALUE"),
+)
+# Topic in --help of each option, by the dataclass that has it; required ones are under "Required".
+TOPICS = {
+    TEXT: "documents encoding normalize min_words max_words min_characters max_characters language",
+    RUN: "config resume resume_from_checkpoint allow_change rewind kills minutes all seed",
+    OUTPUT: "output_dir overwrite json rows stream",
+    "Suites": "suite tasks seeds",
+    "Tasks (each takes some of these)": "method max_seq_length stride delimiter train threshold ensemble limit "
+    "batch_size batch_tokens",
+    "Vectors": "layer pool top similar analogy",
+    "One word in several texts": "compare with_ among",
+    KEY_VALUE: "overrides",
+}
+RECIPE_TOPICS = {
+    DATA: "encoding shots max_seq_length prefix day order split memory mix_temperature",
+    "Trained parameters": "from_scratch answer freeze unfreeze_every layer_decay class_weights layers pool bilstm crf "
+    "lora_rank lora_alpha lora_dropout lora_targets",
+    "Seeds and scores": "seeds metric baseline load_best early_stopping",
+    "Generated answers": "max_target_length num_beams length_penalty",
+    COMPUTE: "device bf16 fp16 fp8 compile gradient_checkpointing deterministic parallel cpu_offload",
+    RUN: "eval_steps eval_rows save_steps save_total_limit async_save logging_steps seed",
+}
+GENERATION_TOPICS = {
+    "Sampling": "temperature top_k top_p min_p repetition_penalty no_repeat_ngram_size seed",
+    "Beam search": "num_beams length_penalty early_stopping num_return_sequences",
+    "Length": "max_new_tokens min_new_tokens stop",
+}
+# Options that only --help-all shows.
+RARE_OPTIONS = (
+    f"{TOPICS[TEXT]} mix mix_epochs held_out resume_from_checkpoint allow_change rewind target_text method delimiter "
+    "train threshold limit batch_size batch_tokens"
+)
+VALUE_NAMES = {int: "a whole number", float: "a number"}
+METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+
+class Option(NamedTuple):
+    """One argument or option of a command."""
+
+    name: str
+    kind: type  # of one value: str, int, float or bool
+    many: bool  # can be given several times
+    default: Any  # None: not passed to the command; MISSING: required
+    help: str
+    shown_default: str
+    topic: str
+    common: bool  # listed by --help, not only by --help-all
+    choices: tuple[str, ...]
+    metavar: str
+    flag: str
+    argument: bool  # given by position
+    bounds: Mapping[str, float]  # "ge": at least, "gt": more than, "le": at most, "lt": less than
+    parse: Callable[[str, str], Any] | None  # text and option name to the value
+
+    @property
+    def label(self) -> str:
+        """The option as --help writes it: `--max-steps N`, `--[no-]bf16`."""
+        if self.argument:
+            return self.metavar
+        if self.kind is bool:
+            return self.flag if self.default is False else f"--[no-]{self.flag[2:]}"
+        return f"{self.flag} {self.metavar}"
+
+    def convert(self, text: str) -> Any:
+        """The value that `text` stands for; a UserError that names both if there is none."""
+        name = self.metavar if self.argument else self.flag
+        if self.parse is not None:
+            return self.parse(text, name)
+        if self.choices and text not in self.choices:
+            hint = did_you_mean(text, self.choices)
+            raise UserError(f"{name}: {text!r} is not one of {', '.join(self.choices)}. {hint}")
+        try:
+            value = self.kind(text)
+        except ValueError:
+            raise UserError(f"{name}: {text!r} is not {VALUE_NAMES[self.kind]}.") from None
+        for bound, limit in self.bounds.items():
+            holds, words = BOUNDS[bound]
+            if not holds(value, limit):
+                raise UserError(f"{name}: {text} is out of bounds, it must be {words} {limit:,}.")
+        return value
+
+    def resolve(self, given: Any) -> Any:
+        """The value to pass to the command; None passes nothing."""
+        if given is None or given == []:
+            return self.default
+        if self.kind is bool:
+            return given
+        return list(map(self.convert, given)) if self.many else self.convert(given)
+
+    def parameter(self) -> inspect.Parameter:
+        """What Typer needs to know."""
+        kind: Any = bool if self.kind is bool else list[str] if self.many else str
+        default: Any = None
+        if self.argument:
+            info: Any = typer.Argument(metavar=self.metavar)
+        else:
+            negative = f"/--no-{self.flag[2:]}" if self.kind is bool and self.default is not False else ""
+            info = typer.Option(self.flag + negative)
+        if self.default is MISSING:
+            default = inspect.Parameter.empty
+        else:
+            kind = kind | None
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(self.name, keyword, default=default, annotation=Annotated[kind, info])
+
+
+def option(default: Any, help: str, metavar: str = "", **metadata: Any) -> Any:
+    """A field that is an option; `...` as its default makes it required.
+
+    A default that the value cannot tell is a sentence of the help text: "Default: the family's own." Metadata:
+    `argument=True` gives the value by position, `parse(text, option)` converts it, `bounds` limit it,
+    `flag` names it otherwise, `topic` lists it under another topic, `required=True` among the required options although
+    it has a default, `common=False` only in --help-all.
+    """
+    facts = {"help": help, "metavar": metavar, **metadata}
+    return field(metadata=facts) if default is ... else field(default=default, metadata=facts)
+
+
+def list_options(
+    options_type: type, config_type: type | None = None, common_fields: str = "", hidden_fields: Sequence[str] = ()
+) -> list[Option]:
+    """The options of a command: its own dataclass, then the other fields of a recipe that have a help text.
+
+    A recipe's field has no default here: where the option is not given, it keeps the recipe's value.
+    """
+    rare, hints = RARE_OPTIONS.split(), get_type_hints(options_type)
+    options = [make_option(f, hints[f.name], TOPICS, DATA, f.default, f.name not in rare) for f in fields(options_type)]
+    options.sort(key=lambda o: o.argument and o.default is not MISSING)  # optional arguments follow required ones
+    if config_type is None:
+        return options
+    hints, taken = get_type_hints(config_type), {*hidden_fields, *(o.name for o in options)}
+    topics = GENERATION_TOPICS if config_type is GenerationConfig else RECIPE_TOPICS
+    return options + [
+        make_option(f, hints[f.name], topics, TRAINING, None, f.name in common_fields.split())
+        for f in fields(config_type)
+        if f.metadata.get("help") and f.name not in taken and not is_dataclass(hints[f.name])
+    ]
+
+
+def make_option(
+    f: Field[Any], hint: Any, topics: Mapping[str, str], other_topic: str, default: Any, common: bool
+) -> Option:
+    (kind, many, choices), facts = value_type(hint), f.metadata
+    shown = str(facts.get("default", "" if f.default in (MISSING, False) else f.default)).removesuffix(".0")
+    shown = {"None": "", "()": "", "True": "on", "False": "off"}.get(shown, shown)
+    text, shown = split_default(facts["help"], shown)
+    topic = facts.get("topic") or next((t for t, names in topics.items() if f.name in names.split()), other_topic)
+    argument = facts.get("argument", False)
+    if topic != KEY_VALUE and (argument or default is MISSING or facts.get("required")):
+        topic = REQUIRED
+    metavar = facts.get("metavar") or (f.name.upper() if argument else "NAME" if choices else METAVARS.get(kind, ""))
+    return Option(
+        *(f.name, kind, many and "parse" not in facts, default, text, shown, topic),
+        *(topic == REQUIRED or facts.get("common", common), choices, metavar),
+        *(facts.get("flag") or "--" + f.name.replace("_", "-"), argument),
+        *(facts.get("bounds", {}), facts.get("parse")),
+    )
+
+
+def split_default(text: str, default: str) -> tuple[str, str]:
+    """A help text without the sentence on its default, and that default.
+
+    >>> split_default("Set the task. Default: by its columns. One of tag, lm.", "")
+    ('Set the task. One of tag, lm.', 'by its columns')
+    """
+    before, found, after = text.partition(" Default: ")
+    told, _, rest = after.partition(". ")
+    return (f"{before} {rest}".rstrip(), told.removesuffix(".")) if found else (text, default)
+
+
+def value_type(hint: Any) -> tuple[type, bool, tuple[str, ...]]:
+    """Type of one value, whether there can be several, and the allowed values of a Literal.
+
+    >>> value_type(float | None), value_type(list[str]), value_type(Literal["a", "b"])
+    ((<class 'float'>, False, ()), (<class 'str'>, True, ()), (<class 'str'>, False, ('a', 'b')))
+    """
+    if get_origin(hint) in (UnionType, Union):
+        hint = next(kind for kind in get_args(hint) if kind is not type(None))
+    if get_origin(hint) is Literal:
+        return str, False, get_args(hint)
+    if get_origin(hint) is dict:
+        return str, False, ()
+    return (get_args(hint)[0], True, ()) if get_origin(hint) is not None else (hint, False, ())
+
+
+def nested_fields(config_type: type) -> list[tuple[str, str]]:
+    """Name and help text of each KEY=VALUE that has one: the fields of a recipe's nested dataclasses."""
+    hints = get_type_hints(config_type)
+    return [
+        (f"{outer.name}.{inner.name}=...", inner.metadata["help"])
+        for outer in fields(config_type)
+        if is_dataclass(hints[outer.name])
+        for inner in fields(hints[outer.name])
+        if inner.metadata.get("help")
+    ]
+
+
+def add_command(
+    app: typer.Typer,
+    options_type: type,
+    config_type: type | None = None,
+    common_fields: str = "",
+    hidden_fields: Sequence[str] = (),
+    name: str | None = None,
+    examples: str = "",
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function a command. It gets the options that were given, or have a default, as keyword arguments.
+
+    Of the fields of `config_type`, --help shows `common_fields`, and --help-all all but `hidden_fields`.
+    """
+    options = list_options(options_type, config_type, common_fields, hidden_fields)
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        description = " ".join((function.__doc__ or "").split())
+
+        class Command(TyperCommand):
+            def format_help(self, ctx: Any, formatter: Any) -> None:
+                """--help, or --help-all, in place of Typer's list of all options."""
+                nested = nested_fields(config_type) if config_type is not None else []
+                show_all = ctx.meta.get("help_all", False)
+                formatter.write(render_help(ctx.command_path, description, examples, options, nested, show_all))
+
+        def run(help_all: bool = False, **given: Any) -> None:
+            values = {o.name: o.resolve(given[o.name]) for o in options}
+            if values.get("overrides") is not None:
+                values["overrides"] = parse_overrides(values["overrides"])
+            function(**{name: value for name, value in values.items() if value is not None})
+
+        parameters = [o.parameter() for o in options] + [HELP_ALL]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        app.command(name or function.__name__, cls=Command, help=description)(run)
+        return function
+
+    return decorate
+
+
+def show_help_all(ctx: typer.Context, value: bool) -> None:
+    if value:
+        ctx.meta["help_all"] = True
+        typer.echo(ctx.get_help())
+        raise typer.Exit
+
+
+HELP_ALL = inspect.Parameter(
+    "help_all",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[bool, typer.Option("--help-all", is_eager=True, callback=show_help_all)],
+)
+
+
+# --- parsers of values that are written as one text
+
+
+def parse_columns(text: str, option: str) -> dict[str, str]:
+    """
+    >>> parse_columns("text=body,label=class", "--columns")
+    {'text': 'body', 'label': 'class'}
+    """
+    pairs = [part.partition("=") for part in text.split(",") if part]
+    if bad := [name for name, equals, value in pairs if not (name and equals and value)]:
+        raise UserError(f"{option}: {bad[0]!r} is not name=column. Write {option} text=sentence,label=gold.")
+    return {name: value for name, _, value in pairs}
+
+
+def parse_bytes(text: str, option: str) -> int | None:
+    """
+    >>> parse_bytes("512MB", "--max-memory"), parse_bytes("1.5 g", "--max-memory"), parse_bytes("", "--max-memory")
+    (512000000, 1500000000, None)
+    """
+    if not text:
+        return None
+    units = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*?)b?", text.strip().lower())
+    if match is None or match[2] not in units:
+        raise UserError(f"{option}: {text!r} is not a size. Write it as 512MB or 4GB.")
+    return int(float(match[1]) * units[match[2]])
+
+
+def parse_numbers(text: str, option: str) -> dict[str, float]:
+    """
+    >>> parse_numbers("a=0.7,b=0.3", "--mix")
+    {'a': 0.7, 'b': 0.3}
+    """
+    pairs = [part.partition("=") for part in text.split(",") if part]
+    try:
+        return {name.strip(): float(value) for name, _, value in pairs}
+    except ValueError:
+        raise UserError(f"{option}: {text!r} is not NAME=NUMBER. Write {option} a=0.7,b=0.3.") from None
+
+
+def parse_list(text: str, option: str) -> list[str]:
+    """
+    >>> parse_list("cola, rte", "--tasks"), parse_list("none", "--kinds")
+    (['cola', 'rte'], [])
+    """
+    return [] if text == "none" else [part.strip() for part in text.split(",") if part.strip()]
+
+
+def parse_sizes(text: str, option: str) -> list[int]:
+    try:
+        return list(map(int, parse_list(text, option)))
+    except ValueError:
+        raise UserError(f"{option}: {text!r} is not a list of whole numbers. Write {option} 4096,8192.") from None
+
+
+def parse_escapes(text: str, option: str) -> str:
+    """A text in which the shell's \\n and \\t stand for a line break and a tab."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def parse_resume(text: str, option: str) -> bool:
+    if text.lower() not in ("auto", "true"):
+        raise UserError(f"{option}: {text!r} is not 'auto', the last complete checkpoint of the run.")
+    return True
+
+
+# --- options that several commands share
+
+
+@dataclass(kw_only=True)
+class JsonOptions:
+    json: bool = option(False, "Print one JSON object instead of a table.")
+
+
+@dataclass(kw_only=True)
+class OutputOptions(JsonOptions):
+    overwrite: bool = option(False, "Replace an earlier result in the output folder.")
+
+
+@dataclass(kw_only=True)
+class TextOptions:
+    """How text files are read; arguments of Corpus."""
+
+    documents: str = option(
+        "auto",
+        "Split a .txt file into documents: 'file' keeps it whole, 'blank-line' splits it there, 'auto' keeps small "
+        "files of a folder whole and splits all others.",
+    )
+    columns: dict[str, str] | None = option(
+        None, "Rename columns, as text=body.", "A=B", parse=parse_columns, common=False
+    )
+    encoding: str = option("utf-8", "Set the encoding of the text files.")
+    normalize: str = option("", "Normalize the text: nfc, nfkc, lower, or several as nfkc,lower. Default: unchanged.")
+    min_words: int = option(0, "Drop documents with fewer words; 0 keeps them.", bounds={"ge": 0})
+    max_words: int = option(0, "Drop documents with more words; 0 keeps them.", bounds={"ge": 0})
+    min_characters: int = option(0, "Drop documents with fewer characters; 0 keeps them.", bounds={"ge": 0})
+    max_characters: int = option(0, "Drop documents with more characters; 0 keeps them.", bounds={"ge": 0})
+    language: str = option("", "Keep documents in these languages: en, or de,fr. Needs py3langid. Default: keep all.")
+
+
+@dataclass(kw_only=True)
+class TextArguments(TextOptions):
+    texts: list[str] = option(
+        ...,
+        "Files and folders, - for stdin, pydocs, or hf:owner/name[:config][:split][#column]. Formats: .txt, .jsonl, "
+        ".csv, .tsv, .parquet, also as .gz, .xz, .bz2, .zst.",
+        "TEXT...",
+        argument=True,
+    )
+
+
+@dataclass(kw_only=True)
+class RecipeOptions(OutputOptions):
+    overrides: list[str] | None = option(
+        None, "Set any field of the recipe: model.num_layers=6 engine.weights=bf16.", "[KEY=VALUE]...", argument=True
+    )
+    config: str | None = option(None, "Read options and recipe fields from this YAML file.", "FILE")
+
+
+@dataclass(kw_only=True)
+class PretrainDataOptions(RecipeOptions, TextOptions):
+    """Model and data, as `pretrain`, `prove-resume` and `show` take them."""
+
+    model: str = option(
+        ...,
+        "A preset (`firth models` lists them), a config.json or a checkpoint folder. For pretrain also word2vec, glove "
+        "or ngram.",
+        argument=True,
+    )
+    data: list[str] = option(
+        ..., "Read these shards, or text: it is tokenized first. Repeat it as NAME=SHARDS to mix several.", "PATH"
+    )
+    tokenizer: str | None = option(None, "Use the tokenizer in this folder. Default: train one.", "FOLDER")
+    objective: str | None = option(
+        None, f"Train with this objective. Default: the family's own. One of {', '.join(OBJECTIVES)}.", "NAME"
+    )
+    vocab_size: int = option(0, "Set the size of a trained tokenizer; 0 chooses it by the size of the text.")
+    lowercase: bool = option(False, "Lowercase the text in a trained tokenizer.", common=False)
+    held_out: float = option(0.05, "Hold out this fraction of the documents for evaluation.")
+    mix: dict[str, float] | None = option(
+        None, "Set the share of each --data NAME=SHARDS in the rows, as a=0.7,b=0.3.", "A=X", parse=parse_numbers
+    )
+    mix_epochs: dict[str, float] | None = option(
+        None, "Read each --data NAME=SHARDS this often in one epoch of the mix, as a=1,b=3.", "A=X", parse=parse_numbers
+    )
+
+
+@dataclass(kw_only=True)
+class ResumeOptions:
+    resume: bool = option(False, "Resume from the last complete checkpoint; without one, start.")
+    resume_from_checkpoint: str | None = option(None, "'auto' is the same as --resume.", "auto", parse=parse_resume)
+    allow_change: bool = option(False, "Resume although recipe or data have changed; prints the changes.")
+    rewind: int | None = option(
+        None, "Resume at least N steps before the first skipped step, and skip the data in between.", minimum=0
+    )
+
+
+# --- the options of each command
+
+
+@dataclass(kw_only=True)
+class QuickstartOptions(OutputOptions):
+    output_dir: str | None = option(None, "Write to this folder. Default: the next free quickstart-N.", "FOLDER")
+    minutes: float = option(5.0, "Spend about this many minutes on each architecture.")
+    all: bool = option(False, "Compare encoder, decoder and encoder-decoder. Default: encoder only.")
+    seed: int = option(0, "Seed data order, weights and dropout.", bounds={"ge": 0})
+    resume: bool = option(False, "Resume from the last complete checkpoint; without one, start.")
+
+
+@dataclass(kw_only=True)
+class CheckOptions(TextArguments, JsonOptions):
+    tokenizer: str | None = option(None, "Judge this tokenizer: keep, extend or retrain it?", "FOLDER")
+    kinds: list[str] | None = option(
+        None,
+        "Train tokenizers of these kinds on a sample and compare them; 'none' checks the text alone. Default: "
+        "byte-bpe,wordpiece,unigram.",
+        "A,B",
+        parse=parse_list,
+    )
+    vocab_sizes: list[int] | None = option(
+        None, "Compare these vocabulary sizes. Default: three that suit the text.", "N,N", parse=parse_sizes
+    )
+    sample: int = option(2_000_000, "Compare tokenizers on this many characters of the text.")
+    lowercase: bool = option(False, "Lowercase the text in trained tokenizers.")
+    labelled: str | None = option(None, "Count the examples of this labelled file that occur in the text.", "FILE")
+    task: str | None = option(
+        None, f"Set the task of --labelled. Default: told by its columns. One of {', '.join(TASK_FORMATS)}.", "NAME"
+    )
+    labelled_columns: dict[str, str] | None = option(
+        None, "Rename columns of --labelled, as text=sentence.", "A=B", parse=parse_columns
+    )
+    output_dir: str = option(".", "Write check.html to this folder.", "FOLDER")
+    overwrite: bool = option(False, "Replace a check.html that `firth check` did not write.")
+
+
+@dataclass(kw_only=True)
+class TokenizerOptions(TextArguments, OutputOptions):
+    output_dir: str = option(..., "Write the tokenizer to this folder.", "FOLDER")
+    kind: str | None = option(
+        None,
+        "Train wordpiece (BERT), bpe (GPT), byte-bpe (GPT-2, Llama), unigram (T5, XLNet), char (ELMo) or word "
+        "(word2vec). Default: wordpiece.",
+        "NAME",
+    )
+    like: str | None = option(
+        None, "Take kind, special tokens and normalization from the tokenizer in this folder.", "FOLDER", flag="--from"
+    )
+    vocab_size: int = option(0, "Set the vocabulary size; 0 chooses it by the size of the text.")
+    lowercase: bool = option(False, "Lowercase all text.")
+    pattern: str | None = option(
+        None, "byte-bpe: pre-tokenize like gpt2, or like llama3 (digits in groups of three). Default: gpt2.", "NAME"
+    )
+    byte_fallback: bool = option(False, "unigram: encode characters without a piece as bytes, not as unknown.")
+    reverse: bool = option(False, "Reverse every text, for a model that reads from its end (ULMFiT).")
+    max_memory: int | None = option(
+        None, "Train on a sample that fits into this memory. Default: all of the text.", "4GB", parse=parse_bytes
+    )
+    seed: int = option(0, "Seed the choice of the sample.")
+
+
+@dataclass(kw_only=True)
+class PrepareOptions(TextArguments, OutputOptions):
+    tokenizer: str = option(..., "Tokenize with the tokenizer in this folder or checkpoint.", "FOLDER")
+    output_dir: str = option(..., "Write the shards to this folder.", "FOLDER")
+    held_out: float = option(0.05, "Hold out this fraction of the documents for evaluation.")
+    dedup: str = option("exact", "Drop duplicate documents: exact, near (exact and similar ones) or none.", "NAME")
+    salient: str | None = option(
+        None, "Mark salient spans: default (names, numbers, dates) or package.module:function. Default: none.", "NAME"
+    )
+    workers: int = option(
+        0, "Tokenize in N processes; 0: one per core. The shards do not depend on it.", bounds={"ge": 0}
+    )
+    max_memory: int | None = option(
+        None, "Limit the memory of all processes together. Default: no limit.", "4GB", parse=parse_bytes
+    )
+    resume: bool = option(False, "Resume an interrupted preparation; without one, start.")
+
+
+@dataclass(kw_only=True)
+class PretrainOptions(PretrainDataOptions, ResumeOptions):
+    output_dir: str = option(..., "Write the run to this folder.", "FOLDER")
+
+
+@dataclass(kw_only=True)
+class ProveResumeOptions(PretrainDataOptions):
+    output_dir: str = option(..., "Write both runs to this folder: straight/ and killed/.", "FOLDER")
+    kills: int = option(10, "Kill the second run this often, half of the times during a write.")
+
+
+@dataclass(kw_only=True)
+class ShowOptions(PretrainDataOptions):
+    rows: int = option(4, "Show this many rows.")
+    output_dir: str = option(".", "Write show.html to this folder.", "FOLDER")
+    overwrite: bool = option(False, "Replace a show.html that `firth show` did not write.")
+
+
+@dataclass(kw_only=True)
+class FinetuneOptions(RecipeOptions, ResumeOptions):
+    checkpoint: str = option(..., "A checkpoint folder, ours or a published one.", argument=True)
+    task: str | None = option(None, f"Fine-tune for {', '.join(FINETUNE_TASKS)}.", "NAME", required=True)
+    train: str | None = option(
+        None,
+        "Train on this labelled file, or on pydocs. Formats: .jsonl, .json, .tsv, .csv, .conll, for lm also .txt; also "
+        "compressed.",
+        "FILE",
+        required=True,
+    )
+    dev: str | None = option(None, "Score on this labelled file, or on pydocs.", "FILE", required=True)
+    output_dir: str = option(..., "Write the run to this folder.", "FOLDER")
+    columns: dict[str, str] | None = option(
+        None, "Rename columns, as text=body,label=class.", "A=B", parse=parse_columns
+    )
+    recipe: str | None = option(
+        None,
+        "Use the recipe of ulmfit, dai-le or elmo. Default: the model's own.",
+        "NAME",
+        topic=TRAINING,
+        common=False,
+    )
+    target_text: list[str] | None = option(
+        None, "Pretrain first on this text of the task's domain, in OUTPUT_DIR-target. Default: do not.", "PATH"
+    )
+
+
+@dataclass(kw_only=True)
+class EvaluateOptions(OutputOptions):
+    checkpoint: str = option(..., "A checkpoint folder; for tasks on words also a file of vectors.", argument=True)
+    data: list[str] | None = option(
+        None,
+        "Score on this labelled file, or on pydocs; perplexity: text; --suite: its folder.",
+        "PATH",
+        required=True,
+    )
+    overrides: list[str] | None = option(
+        None, "With --suite: set any field of the fine-tuning recipe.", "[KEY=VALUE]...", argument=True
+    )
+    task: str | None = option(
+        None,
+        "Score this task. Default: what the checkpoint was fine-tuned for. One of "
+        f"{', '.join(TASK_FORMATS)}, perplexity, pseudo-likelihood.",
+        "NAME",
+    )
+    columns: dict[str, str] | None = option(
+        None, "Rename columns, as text=body,label=class.", "A=B", parse=parse_columns
+    )
+    encoding: str | None = option(None, "Set the encoding of the files. Default: utf-8.", "NAME")
+    documents: str | None = option(None, "Split a .txt file: 'file', 'blank-line' or 'auto'. Default: auto.", "NAME")
+    suite: str | None = option(None, "Score every task of glue, superglue, or a .yaml file that lists tasks.", "NAME")
+    tasks: list[str] | None = option(None, "Take these tasks of the suite. Default: all.", "cola,rte", parse=parse_list)
+    seeds: int | None = option(None, "Fine-tune this often for each task of the suite. Default: 3.", bounds={"ge": 1})
+    config: str | None = option(None, "With --suite: read recipe fields from this YAML file.", "FILE")
+    resume: bool = option(False, "With --suite: resume; finished tasks are kept.")
+    method: str | None = option(
+        None,
+        "Compute likelihoods by left-to-right (decoder); pseudo or within-word-l2r (encoder); span or continuation "
+        "(encoder-decoder). Default: the first of these.",
+        "NAME",
+    )
+    max_seq_length: int | None = option(None, "Read at most N tokens at once. Default: the model's maximum.")
+    stride: int | None = option(None, "Likelihood: move the window over a long text by N tokens.")
+    delimiter: str | None = option(
+        None, "choice: put this between context and ending. Default: a space.", parse=parse_escapes
+    )
+    train: str | None = option(None, "word-in-context: choose the threshold on this file.", "FILE")
+    threshold: float | None = option(None, "word-in-context: predict the same sense from this cosine on.")
+    layer: int | None = option(None, "Take vectors from this layer; 0 is the embedding, -1 the last.")
+    pool: str | None = option(None, "embed: pool by first, mean, last or auto.", "NAME")
+    limit: int | None = option(None, "Words: search the N most frequent words. Default: all.")
+    ensemble: list[str] | None = option(
+        None, "Average the probabilities with this checkpoint, fine-tuned for the same labels.", "CHECKPOINT"
+    )
+    batch_size: int | None = option(
+        None, "Fine-tuned models: compute N examples at once. Default: 32.", bounds={"ge": 1}
+    )
+    batch_tokens: int | None = option(None, "Other tasks: compute N tokens at once. Default: 8192.")
+    output_dir: str | None = option(None, "Write to this folder. Default: one beside the checkpoint.", "FOLDER")
+
+
+@dataclass(kw_only=True)
+class GenerateOptions(JsonOptions):
+    checkpoint: str = option(..., "A decoder or an encoder-decoder.", argument=True)
+    prompt: list[str] | None = option(
+        None, "Text to continue, or the encoder's input. Default: stdin.", "[PROMPT]...", argument=True
+    )
+    prompts: str | None = option(
+        None, "Read a prompt from each line of this file; .jsonl: from the column prompt, source or text.", "FILE"
+    )
+    encoding: str = option("utf-8", "Set the encoding of --prompts.")
+    chat: bool | None = option(
+        None, "Read the prompt as a user's message in the chat template. Default: on after fine-tuning on dialogues."
+    )
+    stream: bool | None = option(None, "Print tokens as they come. Default: on for one text on a terminal.")
+
+
+@dataclass(kw_only=True)
+class FillOptions(JsonOptions):
+    checkpoint: str = option(..., "An encoder or an encoder-decoder.", argument=True)
+    text: str = option(..., "A text with blanks, written [MASK] or ___.", argument=True)
+    top: int = option(5, "Show this many guesses for each blank.", bounds={"ge": 1})
+
+
+@dataclass(kw_only=True)
+class EmbedOptions(OutputOptions):
+    checkpoint: str = option(..., "A checkpoint folder.", argument=True)
+    text: list[str] | None = option(None, "Texts to embed. Default: stdin.", "[TEXT]...", argument=True)
+    texts: str | None = option(None, "Read a text from each line of this file; .jsonl: from the column text.", "FILE")
+    encoding: str = option("utf-8", "Set the encoding of --texts.")
+    pool: str = option("auto", "Pool by the first, mean or last token; auto: as fine-tuned, else mean.", "NAME")
+    layer: int = option(-1, "Take the vectors of this layer; 0 is the embedding, -1 the last.")
+    normalize: bool = option(False, "Scale every vector to length 1.", topic="Vectors", common=True)
+    max_seq_length: int = option(0, "Truncate longer texts; 0: at the model's maximum.", topic="Vectors")
+    similar: bool = option(False, "Show the cosine of each two texts; for one word, its nearest words.")
+    analogy: bool = option(False, "For three words a b c: find the word that is to c as b is to a.")
+    top: int = option(10, "Show this many words with --similar, --analogy or --among.", bounds={"ge": 1})
+    compare: str | None = option(None, "Compare the vectors of this word in two or more of the texts.", "WORD")
+    with_: list[str] | None = option(
+        None, "Compare with this checkpoint or file of vectors. Repeat it for more.", "CHECKPOINT", flag="--with"
+    )
+    among: list[str] | None = option(
+        None, "Find the nearest words of this text, each where it occurs. Reads its first 20,000 words.", "FILE"
+    )
+    output_dir: str | None = option(None, "Write float32 (texts, width) to FILE.npy, or FOLDER/vectors.npy.", "PATH")
+
+
+@dataclass(kw_only=True)
+class ExportOptions(OutputOptions):
+    checkpoint: str = option(..., "A checkpoint folder; for word vectors also a file of them.", argument=True)
+    output_dir: str | None = option(None, "Write to this folder; not needed with --check.", "FOLDER", required=True)
+    format: str = option(
+        "huggingface",
+        "Write huggingface, word2vec, glove or firth. word2vec and glove are word vectors as gensim reads them, firth "
+        "is a checkpoint of word vectors for finetune.",
+        "NAME",
+    )
+    check: bool = option(False, "Open the export in transformers and compare the logits.")

@@ -1,0 +1,248 @@
+"""Everything that commands print: --help, tables and JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from firth.core.console import format_count, say, show_table, stdout_console
+from firth.core.files import replace_nonfinite
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from firth.cli.options import Option
+
+HELP_WIDTH, LABEL_WIDTH = 80, 26  # columns of --help, and of its left part with the options
+MAX_TEXT_CHARS = 40  # characters: longer texts are shortened in tables
+MAX_HELP_CHARS = 110  # characters of one option's text in --help, about two lines
+REQUIRED, RUN, OUTPUT, KEY_VALUE = "Required", "Run", "Output", "KEY=VALUE"  # topics: first, the last two, the footer
+
+
+def render_help(
+    path: str,
+    description: str,
+    examples: str,
+    options: Sequence[Option],
+    nested: Sequence[tuple[str, str]],
+    show_all: bool,
+) -> str:
+    """One sentence, usage, examples, and options by topic, the required ones first.
+
+    --help shows the options that most people use, each with the first sentence of its text; --help-all shows all.
+    `nested` are names and texts of the fields that KEY=VALUE sets.
+    """
+
+    def shorten(text: str) -> str:
+        """The first sentence; of a long one the first clause."""
+        first = re.split(r"(?<=[.?]) (?=[A-Z])", text)[0]
+        return (
+            text if show_all else first if len(first) <= MAX_HELP_CHARS else first.partition(";")[0].rstrip(".") + "."
+        )
+
+    needed = [o for o in options if o.argument] + [o for o in options if o.topic == REQUIRED and not o.argument]
+    usage = " ".join(["Usage:", path, *(o.label for o in needed), "[OPTIONS]"])
+    lines = [*textwrap.wrap(shorten(description), HELP_WIDTH), "", *wrap(usage, " " * 7)]
+    if examples:
+        lines += ["", "Examples:", textwrap.indent(examples.strip("\n"), "  ")]
+    shown = [o for o in options if (show_all or o.common) and o.topic != KEY_VALUE]
+    for topic in sorted(dict.fromkeys(o.topic for o in shown), key=topic_order):
+        lines += ["", f"{topic}:"]
+        for o in shown:
+            if o.topic == topic:
+                default = f" [default: {o.shown_default}]" if o.shown_default else ""
+                default = default.replace(" ", "\xa0").replace("\xa0", " ", 1) if len(default) < 24 else default
+                lines += render_row(o.label, shorten(o.help) + default)
+    if show_all and nested:
+        lines += ["", f"{KEY_VALUE}:", *(line for label, text in nested for line in render_row(label, text))]
+    lines += [""] + [line for o in options if o.topic == KEY_VALUE for line in wrap(f"KEY=VALUE: {o.help}", "  ")]
+    if rest := len(options) - len([o for o in options if o.common]):
+        lines += [] if show_all else [f"--help-all shows {rest} more options and the full texts."]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def topic_order(topic: str) -> tuple[bool, bool, bool]:
+    return topic != REQUIRED, topic == OUTPUT, topic == RUN
+
+
+def render_row(label: str, text: str) -> list[str]:
+    """An option and its text, beside it or, under a long option, on the next line."""
+    indent = " " * (LABEL_WIDTH + 2)
+    fits = len(label) + 4 <= len(indent)
+    first = f"  {label}".ljust(len(indent)) if fits else indent
+    return ([] if fits else [f"  {label}"]) + [line.replace("\xa0", " ") for line in wrap(text, indent, first)]
+
+
+def wrap(text: str, indent: str, first: str = "") -> list[str]:
+    return textwrap.wrap(
+        text, HELP_WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(replace_nonfinite(value), ensure_ascii=False, allow_nan=False))
+
+
+def print_result(result: Mapping[str, Any], as_json: bool, title: str) -> None:
+    """The JSON of a command, or a table of names and values. Of several processes only the main one prints."""
+    if stdout_console.quiet:
+        return
+    if as_json:
+        print_json(result)
+        return
+    rows = list[tuple[str, str]]()
+    for name, value in result.items():
+        if isinstance(value, dict) and any(isinstance(part, list) for part in value.values()):
+            rows += [(f"{name}: {key}", format_value(part)) for key, part in value.items()]
+        else:
+            rows.append((name, format_value(value)))
+    show_table(title, ["", ""], rows)
+
+
+def format_value(value: Any) -> str:
+    """
+    >>> format_value(0.123456), format_value(1203), format_value([1.5, None]), format_value({"f1": 0.5})
+    ('0.1235', '1,203', '1.5, ', 'f1 0.5')
+    """
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    if isinstance(value, list):
+        return ", ".join(map(format_value, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {format_value(v)}" for k, v in value.items())
+    return "" if value is None else str(value)
+
+
+def format_magnitude(number: float) -> str:
+    """
+    >>> format_magnitude(124_439_808), format_magnitude(1.5e12)
+    ('124M', '1.5T')
+    """
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.0f}"
+
+
+def print_seeds(result: Mapping[str, Any], task: str, dev: str, output_dir: str) -> None:
+    """The scores of each seed of a fine-tuning, their mean and their standard deviation."""
+    from firth.evaluate import seed_table
+
+    names, rows = seed_table(result)
+    show_table(f"{task} on {dev}", names, [[format_value(value) for value in row] for row in rows])
+    say(f"The model is {output_dir}/final, the report {result['report']}.")
+
+
+def print_evaluation(result: Mapping[str, Any]) -> None:
+    rows = [(name, format_value(value)) for name, value in result["metrics"].items()]
+    groups = [(f"  {name}", format_value(value)) for name, value in result.get("by_group", {}).items()]
+    if rows:
+        name = ", ".join(result["data"]) if isinstance(result["data"], list) else result["data"]
+        title = f"{result['task']} on {name}: {format_count(result['examples'], 'example')}"
+        show_table(title, ["metric", "score"], rows + groups)
+    say(f"The predictions are {result['predictions']}, the report {result['report']}.")
+
+
+def print_suite(result: Mapping[str, Any]) -> None:
+    from firth.evaluate import suite_table
+
+    rows = [[format_value(value) for value in row] for row in suite_table(result)]
+    show_table(f"{result['suite']}: {result['checkpoint']}", ["task", "metrics", "how", "score", "deviation"], rows)
+    say(f"The report is {result['report']}.")
+
+
+def print_generated_texts(results: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print_json({"text": results[0]["text"], "results": results})
+    else:
+        print("\n\n".join(result["text"] for result in results))
+
+
+def print_vectors(texts: Sequence[str], vectors: np.ndarray, similarity: list[list[float]] | None) -> None:
+    """The cosine of each two texts, or else the norm and the first components of each vector."""
+    names = [text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 3] + "..." for text in texts]
+    if similarity is not None:
+        rows = [
+            (f"{i}. {name}", *(f"{c:.3f}" for c in row))
+            for i, (name, row) in enumerate(zip(names, similarity, strict=True), 1)
+        ]
+        show_table("Cosines", ["text", *map(str, range(1, len(names) + 1))], rows)
+        return
+    rows = [
+        (name, f"{(vector**2).sum() ** 0.5:.3f}", " ".join(f"{x:+.3f}" for x in vector[:6]) + " ...")
+        for name, vector in zip(names, vectors, strict=True)
+    ]
+    show_table(f"Vectors of {vectors.shape[1]} numbers", ["text", "length", "first numbers"], rows)
+
+
+def print_similar_words(words: list[str], neighbours: list[Any], as_json: bool) -> None:
+    if as_json:
+        similar = [{"word": one.word, "similarity": one.similarity} for one in neighbours]
+        print_json({"words": words, "similar": similar})
+        return
+    title = f"{words[0]} : {words[1]} = {words[2]} : ..." if len(words) == 3 else f"Nearest to {words[0]}"
+    show_table(title, ["word", "cosine"], [(one.word, f"{one.similarity:.3f}") for one in neighbours])
+
+
+def print_word_comparison(result: Mapping[str, Any]) -> None:
+    """The vectors of a word in several texts: its cosines and its nearest words, by checkpoint."""
+    from firth.evaluate.context import Occurrence
+
+    occurrences = [Occurrence(result["texts"][o["text"]], o["begin"], o["end"]) for o in result["occurrences"]]
+    checkpoints = result["checkpoints"]
+    names = [short_checkpoint_name(one["checkpoint"]) for one in checkpoints]
+    kinds = [(name, one["kind"], one["layer"]) for name, one in zip(names, checkpoints, strict=True)]
+    show_table("Occurrences", ["", "text"], [(i, one.excerpt(60)) for i, one in enumerate(occurrences, 1)])
+    show_table("Vectors", ["", "a word's vector is", "layer"], kinds)
+    rows = [
+        (f"{i + 1} and {j + 1}", *(f"{one['similarity'][i][j]:.3f}" for one in checkpoints))
+        for i in range(len(occurrences))
+        for j in range(i + 1, len(occurrences))
+    ]
+    means = ["" if one["any_two_words"] is None else f"{one['any_two_words']:.3f}" for one in checkpoints]
+    show_table(f"Cosines of {result['word']}", ["", *names], [*rows, ("any two words", *means)])
+    for name, one in zip(names, checkpoints, strict=True):
+        near = [
+            (
+                f"{i}. {occurrences[i - 1].excerpt(16)}" if k == 0 else "",
+                n["word"],
+                f"{n['similarity']:.3f}",
+                n["where"],
+            )
+            for i, neighbours in enumerate(one["neighbours"], 1)
+            for k, n in enumerate(neighbours)
+        ]
+        if near:
+            show_table(f"Nearest by {name}", ["", "word", "cosine", "where"], near)
+
+
+def short_checkpoint_name(name: str) -> str:
+    """
+    >>> short_checkpoint_name("runs/elmo/final"), short_checkpoint_name("vectors.txt")
+    ('elmo', 'vectors.txt')
+    """
+    path = Path(name)
+    return path.parent.name if path.name == "final" and path.parent.name else path.name or name
+
+
+def print_models(models: list[dict[str, Any]]) -> None:
+    """A table for each family."""
+    for family in dict.fromkeys(m["family"] for m in models):
+        sizes = [m for m in models if m["family"] == family]
+        rows = [
+            (
+                m["name"],
+                m.get("size") or format_magnitude(m["parameters"]),
+                format_magnitude(m["flops_per_token"]),
+                m["objective"],
+            )
+            for m in sizes
+        ]
+        title = f"{family}, {sizes[0]['shape']}: {sizes[0]['good_for']}"
+        show_table(title, ["name", "parameters", "FLOPs/token", "objective"], rows)
