@@ -1,13 +1,13 @@
-"""Firth in one command, from a bare checkout: a private environment is made beside this file on the first run.
+"""Run Firth from a bare checkout. The first run makes a virtual environment in .venv.
 
-python3 go.py quickstart      the whole way, from text to a model and a report
-python3 go.py test            format, lint, types and tests (more words are passed to pytest)
-python3 go.py VERB ...        any other verb of firth; `python3 go.py --help` lists them
+python3 go.py quickstart      from text to a model and a report, on the built-in corpus
+python3 go.py test            format, lint, types and tests (further arguments go to pytest)
+python3 go.py COMMAND ...     any other command of firth; `python3 go.py --help` lists them
 """
 
 import sys
 
-# This file must parse on old Pythons, so that they can be told what is wrong.
+# This file must parse on old Pythons, so that they reach this message.
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit("Firth needs Python 3.11 or newer; this is %d.%d (%s)." % (sys.version_info[:2] + (sys.executable,)))  # noqa: UP031, RUF005
 
@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / "python"
-STAMP = VENV / "firth-installed"  # written last: without the right words in it, the install is done again
+STAMP = VENV / "firth-installed"  # written last: without the right digest in it, the install is repeated
 UNFINISHED = "unfinished"
-INTERRUPTED = 130  # the exit code after Ctrl-C
+INTERRUPTED = 130  # exit code after Ctrl-C
 
 
 def say(message: str) -> None:
@@ -32,9 +32,9 @@ def say(message: str) -> None:
 
 
 def run(*command: object, cwd: "Path | None" = None) -> int:
-    """Run a command to its end and give its exit code as a shell would.
+    """Run a command and return its exit code as a shell would.
 
-    Ctrl-C reaches the command too: it may tidy up before it ends, and the code is then 130.
+    Ctrl-C reaches the command too: it can clean up, and the code is then 130.
     """
     process = subprocess.Popen([str(word) for word in command], cwd=cwd)
     interrupted = False
@@ -47,28 +47,28 @@ def run(*command: object, cwd: "Path | None" = None) -> int:
 
 
 def run_or_exit(what: str, *command: object) -> None:
-    """Run a step that the rest depends on."""
+    """Run a command; exit with its code if it fails."""
     code = run(*command)
     if code:
-        say(f"{what} failed (exit code {code}); what went wrong is written above.")
+        say(f"{what} failed (exit code {code}); see the messages above.")
         sys.exit(code)
 
 
 def digest(extras: str) -> str:
-    """Everything an install depends on, in one word."""
+    """Hash of everything that the install depends on."""
     parts = [f"{sys.version_info[0]}.{sys.version_info[1]}", str(ROOT), extras]
     parts += [(ROOT / name).read_text(encoding="utf-8") for name in ("pyproject.toml", "constraints.txt")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def installed(extras: str) -> bool:
-    """Whether the environment holds what is asked for; one with the tools of developers also serves those without."""
+    """Whether the environment has these extras; [dev] includes all others."""
     stamp = STAMP.read_text(encoding="utf-8").strip() if STAMP.is_file() else ""
     return stamp in {digest(extras), digest("[dev]")}
 
 
 def usable() -> bool:
-    """Whether there is an environment of this version of Python, with pip."""
+    """Whether .venv has this version of Python, and pip."""
     version = sys.version_info[:2]
     check = f"import sys, pip; sys.exit(sys.version_info[:2] != {version!r})"
     try:
@@ -78,7 +78,7 @@ def usable() -> bool:
 
 
 def make_venv() -> None:
-    """A new environment; an old one is thrown away only if this program made it."""
+    """Make a new environment; an existing one is removed only if go.py made it."""
     if any(importlib.util.find_spec(module) is None for module in ("venv", "ensurepip")):
         package = f"python{sys.version_info[0]}.{sys.version_info[1]}-venv"
         say(f"{sys.executable} has no venv or no ensurepip. On Debian or Ubuntu: sudo apt install {package}")
@@ -94,7 +94,7 @@ def make_venv() -> None:
 
 
 def install(extras: str) -> None:
-    """Bring the environment to what `extras` asks for; does nothing when it is there already."""
+    """Install firth with `extras` into the environment, unless it is installed."""
     if installed(extras):
         return
     say(f"installing firth{extras} into {VENV} (once; some minutes, PyTorch is large)")
@@ -107,7 +107,7 @@ def install(extras: str) -> None:
 
 
 def test(pytest_args: "list[str]") -> int:
-    """Every check, each by its name; the code of the first that failed."""
+    """Run all checks; return the exit code of the first that failed."""
     install("[dev]")
     steps = [
         ["ruff", "check", "."],
@@ -128,11 +128,11 @@ def test(pytest_args: "list[str]") -> int:
     return next(iter(failed.values()), 0)
 
 
-def verb(args: "list[str]") -> int:
-    """Any verb of firth, in the folder where the person is."""
+def run_command(args: "list[str]") -> int:
+    """Run a command of firth in the current folder."""
     install("")
     command = [str(BIN / "firth"), *args]
-    # Where the system can, the verb takes the place of this process, so signals and exit codes are its own.
+    # Except on Windows the command replaces this process, so that signals and exit codes are its own.
     return run(*command) if os.name == "nt" else os.execv(command[0], command)
 
 
@@ -140,7 +140,7 @@ def main(args: "list[str]") -> int:
     if not args:
         print(__doc__.strip())
         return 2
-    return test(args[1:]) if args[0] == "test" else verb(args)
+    return test(args[1:]) if args[0] == "test" else run_command(args)
 
 
 if __name__ == "__main__":

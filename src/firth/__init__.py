@@ -1,4 +1,4 @@
-"""Firth: from a person's own text to a language model. The verbs are functions: `firth.pretrain(...)`."""
+"""Firth: from your own text to a language model. Every command is a function: `firth.pretrain(...)`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load the verbs when the first one is used: `import firth` alone stays quick."""
+    """Import `firth.api` at its first use, so that `import firth` stays fast."""
     if name in __all__:
         from firth import api
 
@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _CallableModule(ModuleType):
-    """A folder of the package that is called like a verb, and does what the verb does when it is called."""
+    """A subpackage with the name of a command: calling it calls the command."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         from firth import api
@@ -46,7 +46,7 @@ class _CallableModule(ModuleType):
 
 
 class _ApiPackage(ModuleType):
-    """`firth.evaluate(...)` is the verb and `firth.evaluate` the folder, in whichever order they are loaded."""
+    """Makes `firth.evaluate` both the subpackage and the command, in whichever order they are imported."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in __all__ and isinstance(value, ModuleType):

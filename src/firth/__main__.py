@@ -1,4 +1,4 @@
-"""The command `firth`, which is also `python -m firth`."""
+"""Entry point of the command `firth` and of `python -m firth`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import gc
 import os
 import signal
 
-SIGINT_EXIT_CODE = 130  # the exit code after Ctrl-C
+SIGINT_EXIT_CODE = 130  # after Ctrl-C
 
 
 def main() -> None:
-    """Run a verb. While the libraries load, which takes a second or two, Ctrl-C ends the process without a word."""
-    usual = signal.signal(signal.SIGINT, lambda *_: os._exit(SIGINT_EXIT_CODE))
-    gc.disable()  # libraries stay: nobody needs to look among them for what can go, now or later
+    """Run a command. While libraries load, for a second or two, Ctrl-C ends the process silently."""
+    handler = signal.signal(signal.SIGINT, lambda *_: os._exit(SIGINT_EXIT_CODE))
+    gc.disable()  # objects of libraries live forever: collecting them costs time at start and later
     from firth.cli.main import main as run
 
     gc.freeze()
     gc.enable()
-    signal.signal(signal.SIGINT, usual)
+    signal.signal(signal.SIGINT, handler)
     run()
 
 

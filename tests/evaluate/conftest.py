@@ -37,7 +37,7 @@ def sentences(corpus_file: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def untrained(tokenizers: dict[str, Tokenizer]) -> Callable[[str], Model]:
-    """`untrained("gpt2")`: a random model whose choices differ from place to place."""
+    """`untrained("gpt2")`: a random model whose predictions differ between positions."""
     made: dict[str, Model] = {}
 
     def make(family: str) -> Model:

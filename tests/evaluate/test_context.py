@@ -34,18 +34,18 @@ CAVE, BALL = "The cat slept near the old mill.", "Anna saw the cat."
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """Five words with two numbers each."""
-    place = tmp_path / "vectors.txt"
-    place.write_text("cat 1 0\ndog 1 0.1\nmill 0 1\nslept 0 1\ncats 1 1\n")
-    return place
+    path = tmp_path / "vectors.txt"
+    path.write_text("cat 1 0\ndog 1 0.1\nmill 0 1\nslept 0 1\ncats 1 1\n")
+    return path
 
 
-def test_every_place_of_a_word_is_found() -> None:
+def test_every_occurrence_of_a_word_is_found() -> None:
     found = find_occurrences("bat", ["The bat hit the Bat.", "Two bats flew."])
     assert [(at.word, at.begin) for at in found] == [("bat", 4), ("Bat", 16), ("bats", 4)]
     assert [at.word for at in find_occurrences("go", ["They went home."])] == ["went"]
     with pytest.raises(UserError, match=r"'bat' is not in text 2, 'A combat\.'\. Did you mean 'combat'"):
         find_occurrences("bat", ["The bat.", "A combat."])
-    with pytest.raises(UserError, match="It is empty"):
+    with pytest.raises(UserError, match="word to compare is empty"):
         find_occurrences(" ", ["The bat."])
 
 
@@ -79,9 +79,9 @@ def test_vectors_are_those_of_the_places(untrained: Any, file: Path) -> None:
 
 def test_one_reading_of_a_sentence_gives_each_word_as_alone(untrained: Any) -> None:
     for model in (untrained("bert"), untrained("t5")):
-        places = collect_words([BALL])
-        together = firth.evaluate.context.occurrence_vectors(model, places, -1)
-        alone = embed_words_in_texts(model, [at.text for at in places], [(at.begin, at.end) for at in places])
+        occurrences = collect_words([BALL])
+        together = firth.evaluate.context.occurrence_vectors(model, occurrences, -1)
+        alone = embed_words_in_texts(model, [at.text for at in occurrences], [(at.begin, at.end) for at in occurrences])
         np.testing.assert_allclose(together, alone, atol=1e-4)
 
 
@@ -90,17 +90,17 @@ def test_a_layer_may_be_wider_than_the_model(tokenizers: Any) -> None:
     model = firth.models.make_model(ulmfit(2, 16, 24, tokenizers["byte-bpe"].vocab.size))
     model.tokenizer = tokenizers["byte-bpe"]
     for layer, width in ((1, 24), (2, 16)):
-        places = [*collect_words([BALL]), *find_occurrences("cat", [CAVE])]
-        assert firth.evaluate.context.occurrence_vectors(model, places, layer).shape == (5, width)
+        occurrences = [*collect_words([BALL]), *find_occurrences("cat", [CAVE])]
+        assert firth.evaluate.context.occurrence_vectors(model, occurrences, layer).shape == (5, width)
     assert compare_contexts("cat", [CAVE, BALL], [model], layer=1)["checkpoints"][0]["similarity"][0][1] < 1
 
 
 def test_nearest_words_are_others_and_each_once() -> None:
-    places = [Occurrence(word, 0, len(word)) for word in ("bat", "owl", "Owl", "ball", "went")]
+    occurrences = [Occurrence(word, 0, len(word)) for word in ("bat", "owl", "Owl", "ball", "went")]
     x_ND = _unit([[1, 0], [1, 0.5], [1, 0.1], [0, 1], [1, 0]])
-    found = nearest_occurrences(np.array([1.0, 0.0], np.float32), places, x_ND, "bat", top=5)
+    found = nearest_occurrences(np.array([1.0, 0.0], np.float32), occurrences, x_ND, "bat", top=5)
     assert [near.occurrence.word for near in found] == ["went", "Owl", "ball"]
-    assert [near.occurrence.word for near in nearest_occurrences(x_ND[3], places, x_ND, "go", top=1)] == ["ball"]
+    assert [near.occurrence.word for near in nearest_occurrences(x_ND[3], occurrences, x_ND, "go", top=1)] == ["ball"]
 
 
 def _unit(rows: Any) -> np.ndarray:
@@ -130,7 +130,7 @@ def test_a_long_text_is_said_to_be_read_in_part(file: Path, capsys: pytest.Captu
     assert looked_at("The dog slept near the mill. " * 10) == (["dog", "slept", "mill"], "")
     words, said = looked_at("dog " * MAX_CANDIDATE_WORDS + "mill")
     assert words == ["dog"]
-    assert f"among the first {MAX_CANDIDATE_WORDS:,} words of that text" in said
+    assert f"searching the first {MAX_CANDIDATE_WORDS:,} words of that text" in said
 
 
 def ask(*words: object) -> None:
@@ -139,7 +139,7 @@ def ask(*words: object) -> None:
 
 def test_mistakes(saved: Any, file: Path, tmp_path: Path, untrained: Any) -> None:
     bert = saved("bert")
-    with pytest.raises(UserError, match="stands in one place only"):
+    with pytest.raises(UserError, match="occurs only once"):
         ask(bert, CAVE, "--compare", "cat")
     with pytest.raises(UserError, match="'dog' is not in text 2"):
         ask(bert, "A dog.", BALL, "--compare", "dog")
@@ -149,7 +149,7 @@ def test_mistakes(saved: Any, file: Path, tmp_path: Path, untrained: Any) -> Non
         ask(bert, CAVE, BALL, "--compare", "cat", "--layer", 7)
     with pytest.raises(UserError, match="no such checkpoint"):
         ask(bert, CAVE, BALL, "--compare", "cat", "--with", tmp_path / "nothing")
-    with pytest.raises(UserError, match="question of its own"):
+    with pytest.raises(UserError, match="prints its own tables"):
         ask(bert, CAVE, BALL, "--compare", "cat", "--similar")
     with pytest.raises(UserError, match="are for --compare WORD"):
         ask(bert, CAVE, BALL, "--with", file)
@@ -168,11 +168,11 @@ SENSES = [
 
 @pytest.fixture
 def senses(tmp_path: Path) -> Path:
-    place = tmp_path / "wic.jsonl"
+    path = tmp_path / "wic.jsonl"
     rows = [{"word": "mill" if "mill" in a else "cat", "text_a": a, "text_b": b, "label": s} for a, b, s in SENSES]
     rows.append({"word": "zebra", "text_a": "a zebra", "text_b": "zebra", "label": "false"})
-    place.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return place
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def test_static_vectors_know_the_form_and_nothing_else(file: Path, senses: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Vectors of texts and of words in them equal what transformers holds at the same places."""
+"""Vectors of texts and of words in context equal the hidden states of transformers at the same positions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_text_without_known_words_is_said(untrained: Any, capsys: pytest.Captu
     found = embed_texts(model, ["The cat", "Anna", "slept"])
     assert not found[1].any()
     assert found[[0, 2]].all()
-    assert "1 text has no word that the model knows" in " ".join(capsys.readouterr().err.split())
+    assert "1 text has no known word" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_word_is_the_mean_of_its_tokens(untrained: Any, saved: Any) -> None:
@@ -94,7 +94,7 @@ def test_senses_by_a_threshold_from_train(untrained: Any) -> None:
     assert (outcome.predictions[1].scores or {})["cosine"] < outcome.details["threshold"] < 1
     given = evaluate_word_in_context(untrained("bert"), train, threshold=-2)
     assert [p.prediction for p in given.predictions] == ["true", "true"]
-    with pytest.raises(UserError, match="Name a train file to learn that from"):
+    with pytest.raises(UserError, match="No threshold for the cosine"):
         evaluate_word_in_context(untrained("bert"), train)
 
 
@@ -117,5 +117,5 @@ def test_a_checkpoint_without_a_tokenizer_is_named(saved: Any, tmp_path: Path) -
     shutil.copytree(saved("bert"), tmp_path / "bare")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "bare" / name).unlink()
-    with pytest.raises(UserError, match="bare has no tokenizer: put that of the model"):
+    with pytest.raises(UserError, match="bare has no tokenizer: copy the model"):
         embed_texts(tmp_path / "bare", ["a"])

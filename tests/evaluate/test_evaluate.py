@@ -74,7 +74,7 @@ def test_a_fine_tuned_checkpoint_is_scored(tuned: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out/results.json").read_text()) == result
     page = (tmp_path / "out/report.html").read_text(encoding="utf-8")
     assert "true \\ predicted" in page
-    assert "How it was learned" in page
+    assert "Training" in page
     assert page.count("<svg") == 1
     assert ("Mistakes" in page) == (not all(hits))
 
@@ -91,7 +91,7 @@ def test_a_file_without_answers_gives_predictions_only(tuned: Path, tmp_path: Pa
 def test_a_file_that_lacks_some_answers_says_which(tuned: Path, tmp_path: Path) -> None:
     rows = [{"text": "the cat", "label": "a"}, *[{"text": "the river"}] * 4, {"text": "the dog", "label": ""}]
     data = write_jsonl(tmp_path / "half.jsonl", rows)
-    with pytest.raises(UserError, match=r"half.jsonl: 5 examples have no answer \(id or line 2, 3, 4, \.\.\.\)"):
+    with pytest.raises(UserError, match=r"half.jsonl: 5 examples have no label \(id or line 2, 3, 4, \.\.\.\)"):
         evaluate(tuned / "final", "classify", data, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -103,7 +103,7 @@ def test_every_example_that_a_note_is_about_is_in_the_results(tuned: Path, tmp_p
     assert "notes" not in evaluate(tuned / "final", "classify", write_jsonl(data, ROWS), tmp_path / "other")
 
 
-def test_the_surest_mistakes_come_first() -> None:
+def test_the_most_confident_mistakes_come_first() -> None:
     example = Example(1, ("good one", "bad one"))
     close, far = (Prediction("bad", {"good": -9.0, "bad": bad}) for bad in (-8.5, -2.0))
     assert confidence_margin("minimal-pairs", example, close) == 0.5
@@ -165,17 +165,22 @@ def test_what_cannot_work_is_refused_at_once(tuned: Path, saved: Any, tmp_path: 
     data = write_jsonl(tmp_path / "data.jsonl", [{"of": "no task"}])
     cases: list[tuple[Path, str, dict[str, Any], str]] = [
         (saved("bert"), "clasify", {}, "Did you mean 'classify'"),
-        (saved("bert"), "classify", {}, "has not learned the task classify: fine-tune it first"),
+        (saved("bert"), "classify", {}, "was not fine-tuned for the task classify: fine-tune it first"),
         (tuned / "final", "pair", {}, "was fine-tuned for classify, not for pair"),
         (tuned / "final", "perplexity", {}, "has no words"),
         (tuned / "final", "cloze", {}, "has no words"),
         (saved("bert"), "text-to-text", {}, "text-to-text needs a model that writes"),
         (saved("bert"), "lm", {}, "lm needs a model that writes"),
-        (saved("gpt2"), "minimal-pairs", {"method": "pseudo"}, "of shape decoder, for which there is: left-to-right"),
+        (
+            saved("gpt2"),
+            "minimal-pairs",
+            {"method": "pseudo"},
+            "has the architecture decoder, which has: left-to-right",
+        ),
         (tmp_path / "nothing", "cloze", {}, "is not a checkpoint folder"),
         (data, "cloze", {}, "is not a checkpoint folder"),
-        (saved("bert"), "minimal-pairs", {"layer": 3}, "layer is no setting of the task minimal-pairs"),
-        (tuned / "final", "classify", {"method": "pseudo"}, "method is no setting"),
+        (saved("bert"), "minimal-pairs", {"layer": 3}, "layer is not a setting of the task minimal-pairs"),
+        (tuned / "final", "classify", {"method": "pseudo"}, "method is not a setting"),
     ]
     for checkpoint, task, settings, problem in cases:
         with pytest.raises(UserError, match=problem):
@@ -199,7 +204,7 @@ def test_a_card_says_what_is_known_and_no_more(tuned: Path, tmp_path: Path) -> N
     assert find_corruption(tuned / "final") is None
     with pytest.raises(UserError, match="exists already, and may have been edited"):
         write_model_card(tuned / "final")
-    with atomic_folder(tuned / "final") as temporary:  # as when a run goes on
+    with atomic_folder(tuned / "final") as temporary:  # as when a run is resumed
         (temporary / "config.json").write_text("{}")
     assert path.read_text(encoding="utf-8") == card
 

@@ -35,16 +35,16 @@ def theirs(folder: Path, family: str) -> Any:
 
 
 @torch.no_grad()
-def logp(model: Any, place: int, token: int, **inputs: list[int]) -> float:
-    """The log-probability of a token at a place, from a reading of its own."""
+def logp(model: Any, position: int, token: int, **inputs: list[int]) -> float:
+    """Log-probability of a token at a position, from its own forward pass."""
     tensors = {name: torch.tensor([ids]) for name, ids in inputs.items()}
-    return float(model(**tensors).logits[0, place].double().log_softmax(-1)[token])
+    return float(model(**tensors).logits[0, position].double().log_softmax(-1)[token])
 
 
-def short(sentences: list[str], tokenizer: Any, room: int) -> list[str]:
-    """Sentences that a model can read at once, of different lengths."""
+def short(sentences: list[str], tokenizer: Any, max_tokens: int) -> list[str]:
+    """Sentences that a model can read in one window, of different lengths."""
     texts = [" ".join(text.split()[:n]) for n, text in zip((3, 7, 5, 1, 6), sentences, strict=False)]
-    assert all(0 < len(tokenizer.encode(text)) <= room for text in texts)
+    assert all(0 < len(tokenizer.encode(text)) <= max_tokens for text in texts)
     return texts
 
 
@@ -134,8 +134,8 @@ def test_bart_restores_one_word_at_a_time(untrained: Any, saved: Any, sentences:
         before, after = list(chain(*words[:w])), list(chain(*words[w + 1 :]))
         read, written = [vocab.cls, *before, vocab.mask, *after, vocab.sep], [start, vocab.cls, *before, *word]
         for k, token in enumerate(word):
-            place = len(written) - 1 - len(word) + k
-            wanted += logp(reference, place, token, input_ids=read, decoder_input_ids=written)
+            position = len(written) - 1 - len(word) + k
+            wanted += logp(reference, position, token, input_ids=read, decoder_input_ids=written)
     (found,) = text_likelihoods(model, [text])
     assert found.logp == pytest.approx(wanted, abs=1e-4)
 
@@ -168,16 +168,16 @@ def test_xlnet_hides_by_order(tokenizers: Any) -> None:
     assert scorer.model.config.get_extra("query") is not None
     ids = tokenizer.encode("The cat slept by the river.")
 
-    def asked(ids: list[int], last: int) -> float:
+    def logp_at(ids: list[int], last: int) -> float:
         from firth.evaluate.logprobs import score_query_batch
 
         query = scorer.masked_query(ids, 2, last, num_targets=1)._replace(labels=[9])  # type: ignore[attr-defined]
         return float(score_query_batch(model, [query])[0].logprobs[0])
 
     other = [*ids[:2], 7, *ids[3:]]
-    assert asked(ids, 3) == asked(other, 3)
-    assert asked(ids, 3) != asked([*ids[:3], 7, *ids[4:]], 3)
-    assert asked(ids, 4) == asked([*ids[:3], 7, *ids[4:]], 4)
+    assert logp_at(ids, 3) == logp_at(other, 3)
+    assert logp_at(ids, 3) != logp_at([*ids[:3], 7, *ids[4:]], 3)
+    assert logp_at(ids, 4) == logp_at([*ids[:3], 7, *ids[4:]], 4)
 
 
 def test_perplexity_adds_up(untrained: Any, sentences: list[str]) -> None:
@@ -216,8 +216,8 @@ def test_windows_score_each_token_once_with_both_sides() -> None:
     assert word_ends(torch.tensor([True, False, True]).numpy()) == [2, 2, 3]
 
 
-def test_a_method_of_another_shape_is_refused(untrained: Any) -> None:
-    with pytest.raises(UserError, match="shape decoder, for which there is: left-to-right"):
+def test_a_method_of_another_architecture_is_refused(untrained: Any) -> None:
+    with pytest.raises(UserError, match="architecture decoder, which has: left-to-right"):
         make_scorer(untrained("gpt2"), "pseudo")
     with pytest.raises(UserError, match="Did you mean 'pseudo'"):
         make_scorer(untrained("bert"), "pseudoo")

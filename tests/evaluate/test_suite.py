@@ -77,7 +77,7 @@ def test_a_suite_is_fine_tuned_scored_averaged_and_resumed(
     monkeypatch.setattr(suite_module, "finetune", never)
     again = evaluate_suite(saved("bert"), "glue", tmp_path / "out", glue, seeds=2, options=FEW, resume=True)
     assert again == result
-    with pytest.raises(UserError, match="begun with seeds=2, not 3"):
+    with pytest.raises(UserError, match="started with seeds=2, not 3"):
         evaluate_suite(saved("bert"), "glue", tmp_path / "out", glue, seeds=3, options=FEW, resume=True)
     with pytest.raises(UserError, match="exists already"):
         evaluate_suite(saved("bert"), "glue", tmp_path / "out", glue, seeds=2, options=FEW)
@@ -109,7 +109,7 @@ def test_the_likelihood_of_plain_text_is_a_task(family: str, name: str, saved: A
     result = evaluate_suite(saved(family), tmp_path / "mine.yaml", tmp_path / "out")
     assert result["tasks"]["text"]["metrics"]["dev"] == {name: result["tasks"]["text"]["score"]}
     assert (result["average"], result["off_scale"]) == (None, ["text"])
-    assert "on no scale up to 1: text" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    assert "unbounded score: text" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
     (tmp_path / "mine.yaml").write_text("tasks:\n  - {name: text, task: perplexity, dev: text.txt, metric: accuracy}\n")
     with pytest.raises(UserError, match=f"has no metric 'accuracy' here, but {name}, "):
         evaluate_suite(saved(family), tmp_path / "mine.yaml", tmp_path / "other")
@@ -121,14 +121,17 @@ GRAMMAR = "{name: grammar, task: minimal-pairs, dev: pairs.jsonl}"
 @pytest.mark.parametrize(
     ("task", "problem"),
     [
-        ("task: word-in-context", "later: which cosine means the same sense"),
-        ("task: word-in-context, settings: {method: pseudo}", "later: method is no setting of the task word-in"),
+        ("task: word-in-context", "later: no threshold for the cosine"),
+        ("task: word-in-context, settings: {method: pseudo}", "later: method is not a setting of the task word-in"),
         ("task: word-in-context, settings: {train: pairs.jsonl}", r"later: .*pairs.jsonl:1: no column 'text_a'"),
-        ("task: word-in-context, settings: {threshold: 0.5}, train: wic.jsonl", "later: threshold is a setting of a"),
+        (
+            "task: word-in-context, settings: {threshold: 0.5}, train: wic.jsonl",
+            "later: the setting threshold is for a task without",
+        ),
         ("task: word-in-context, settings: {threshold: 0.5}, metric: acuracy", "has no metric 'acuracy' here"),
         (
             "task: pseudo-likelihood, metric: [pseudo_perplexity, pseudo_word_perplexity]",
-            "later: pseudo_perplexity is on no scale up to 1, and makes no mean",
+            "later: pseudo_perplexity has no bound and cannot be averaged",
         ),
         ("task: minimal-pairs", r"wic.jsonl:1: no column 'good'"),
     ],
@@ -151,7 +154,7 @@ def test_a_suite_may_say_which_cosine_means_the_same_sense(setting: str, saved: 
     result = evaluate_suite(saved("bert"), tmp_path / "mine.yaml", tmp_path / "out")
     assert result["tasks"]["senses"]["how"] == "as it is"
     (tmp_path / "mine.yaml").write_text("tasks:\n  - " + senses.replace(setting, "threshold: 0.9") + "\n")
-    with pytest.raises(UserError, match="start anew"):
+    with pytest.raises(UserError, match="start over"):
         evaluate_suite(saved("bert"), tmp_path / "mine.yaml", tmp_path / "out", resume=True)
 
 
@@ -246,10 +249,10 @@ def test_the_average_is_of_scores_on_one_scale() -> None:
     result = summarize_suite({}, {name: {**task, "how": ""} for name, task in done.items()}, tuple(done), Path("x"))
     assert result["average"] == pytest.approx(0.5)
     assert (result["left_out"], result["off_scale"]) == ([], ["text"])
-    assert suite_table(result)[-1][1:4] == ("left out, as on no scale up to 1: text", "", pytest.approx(0.5))
+    assert suite_table(result)[-1][1:4] == ("excluded, unbounded: text", "", pytest.approx(0.5))
 
 
-def test_a_task_without_a_number_is_left_out_of_the_average_and_named(
+def test_a_nan_score_is_not_in_the_average_and_named(
     saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scores = {"one": 0.5, "two": math.nan}
@@ -257,16 +260,16 @@ def test_a_task_without_a_number_is_left_out_of_the_average_and_named(
     entries = [f"  - {{name: {name}, task: minimal-pairs, dev: x.jsonl}}\n" for name in scores]
     (tmp_path / "mine.yaml").write_text("tasks:\n" + "".join(entries))
 
-    def measured(_: Path, task: SuiteTask, __: Path, place: Path) -> dict[str, float]:
-        place.mkdir(parents=True)
+    def measured(_: Path, task: SuiteTask, __: Path, folder: Path) -> dict[str, float]:
+        folder.mkdir(parents=True)
         return {"accuracy": scores[task.name]}
 
     monkeypatch.setattr(suite_module, "score_zero_shot", measured)
     result = evaluate_suite(saved("gpt2"), tmp_path / "mine.yaml", tmp_path / "out")
     assert (result["average"], result["left_out"], result["complete"]) == (0.5, ["two"], True)
-    assert "two: the score is not a number, and left out of the average" in capsys.readouterr().err
-    assert suite_table(result)[-1] == ("average", "left out, as no number: two", "", 0.5, 0.0)
-    assert "is not a number: two" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    assert "two: the score is NaN, and not in the average" in capsys.readouterr().err
+    assert suite_table(result)[-1] == ("average", "excluded, NaN: two", "", 0.5, 0.0)
+    assert "NaN score: two" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
     none = summarize_suite(
         {}, {"two": {"score": math.nan, "std": math.nan, "metrics": {}, "how": ""}}, ("two",), Path("x")
     )
@@ -334,14 +337,14 @@ def test_names_of_tasks_stay_in_the_folder(name: str, saved: Any, tmp_path: Path
 
 
 def test_the_suites_own_fields_are_no_options(glue: Path, saved: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"seeds is the suite's own to set\. Say --seeds N"):
+    with pytest.raises(UserError, match=r"seeds is set by the suite: leave it out\. Use --seeds N"):
         evaluate_suite(saved("bert"), "glue", tmp_path / "out", glue, options={"seeds": 5})
 
 
 def test_mistakes_are_named(saved: Any, glue: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Did you mean 'glue'"):
         evaluate_suite(saved("bert"), "gleu", tmp_path / "out", glue)
-    with pytest.raises(UserError, match="Where are the files of glue"):
+    with pytest.raises(UserError, match="--suite glue needs --data"):
         evaluate_suite(saved("bert"), "glue", tmp_path / "out")
     with pytest.raises(UserError, match="The suite has no task 'sst2' here"):
         evaluate_suite(saved("bert"), "glue", tmp_path / "out", glue, tasks=["sst2"])

@@ -60,18 +60,18 @@ def test_binary_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("2 3\na 1 2 3\nb 1 2\n", ":3: 2 numbers after the word, and there should be 3"),
+        ("2 3\na 1 2 3\nb 1 2\n", ":3: 2 numbers after the word, expected 3"),
         ("a 1 2 3\nb 1 x 3\n", ":2: 'x' is not a number"),
         ("a 1 2\nb 1 nan\n", ":2: a number of this vector is not finite"),
-        ("3 2\na 1 2\nb 1 2\n", "the first line promises 3 words, and there are 2"),
-        ("1 2\na 1 2\nb 1 2\n", ":3: one word more than the 1"),
+        ("3 2\na 1 2\nb 1 2\n", "the first line says 3 words, and there are 2"),
+        ("1 2\na 1 2\nb 1 2\n", ":3: more words than the 1"),
         ("a\n", ":1: no numbers"),
-        ("2 0\n", ":1: the header promises vectors of 0 numbers"),
+        ("2 0\n", ":1: the header says vectors of 0 numbers"),
         ("", "no word vectors"),
-        ("2 2\na 1 2 3\nb 1 2 3\n", ":2: 3 numbers after the word, and there should be 2"),
-        ("a 1 2\nb 1 2 3\n", ":2: 3 numbers after the word, and there should be 2"),
-        ("2 2.0\na 1 2\nb 1 2\n", ":1: '2 2.0' is no header.*line 2 has 2 numbers"),
-        ("-3 2\na 1 2\nb 1 2\n", ":1: '-3 2' is no header"),
+        ("2 2\na 1 2 3\nb 1 2 3\n", ":2: 3 numbers after the word, expected 2"),
+        ("a 1 2\nb 1 2 3\n", ":2: 3 numbers after the word, expected 2"),
+        ("2 2.0\na 1 2\nb 1 2\n", ":1: '2 2.0' is neither a header.*line 2 has 2 numbers"),
+        ("-3 2\na 1 2\nb 1 2\n", ":1: '-3 2' is neither a header"),
     ],
 )
 def test_a_damaged_text_file_is_named_by_line(content: str, problem: str, tmp_path: Path) -> None:
@@ -84,11 +84,11 @@ def test_a_damaged_text_file_is_named_by_line(content: str, problem: str, tmp_pa
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"king 1 1 0\n", ":1: a .bin file of word2vec begins with"),
-        (binary(KINGS, "5 3\n")[:-9], "word 5 of 5: the file ends inside of it"),
+        (b"king 1 1 0\n", ":1: not word2vec's binary format"),
+        (binary(KINGS, "5 3\n")[:-9], "word 5 of 5: the file ends inside its vector"),
         (binary(KINGS, "6 3\n"), "word 6 of 6: the file ends"),
-        (binary(KINGS, "4 3\n"), "something follows the last of the 4 words"),
-        (binary(KINGS, "4007 100000000000\n"), ":1: the header promises vectors of 100,000,000,000 numbers"),
+        (binary(KINGS, "4 3\n"), "data follow the last of the 4 words"),
+        (binary(KINGS, "4007 100000000000\n"), ":1: the header says vectors of 100,000,000,000 numbers"),
         (b"1 1\n\xff\xfe " + np.ones(1, "<f4").tobytes(), "not UTF-8"),
     ],
 )
@@ -117,7 +117,7 @@ def test_a_damaged_compressed_file(name: str, content: bytes, problem: str, tmp_
 def test_a_vector_that_no_compressed_file_has(tmp_path: Path) -> None:
     path = tmp_path / "vectors.bin.gz"
     path.write_bytes(gzip.compress(binary(KINGS, "5 100000000000\n")))
-    with pytest.raises(UserError, match=":1: the header promises vectors of 100,000,000,000 numbers"):
+    with pytest.raises(UserError, match=":1: the header says vectors of 100,000,000,000 numbers"):
         read_vectors(path)
 
 
@@ -136,7 +136,7 @@ def test_similar_words_and_unknown_ones() -> None:
     assert outcome.details["unknown"] == 1
     assert outcome.predictions[0].prediction == pytest.approx(0.5)
     assert outcome.predictions[3].prediction is None
-    assert outcome.notices == ["1 of 4 pairs have a word that is not known, and are left out."]
+    assert outcome.notices == ["1 of 4 pairs have an unknown word and are skipped."]
 
 
 def test_analogies() -> None:
@@ -158,7 +158,7 @@ def test_token_vectors_are_those_of_whole_words(family: str, untrained: Any) -> 
     model = untrained(family)
     vectors = load_word_vectors(model)
     assert vectors.find("hedgehogs") is None
-    place = vectors.find("the")
+    index = vectors.find("the")
     (token,) = model.tokenizer.encode(" the")
     row = model.embed.tokens.weight[token].detach().numpy()
-    assert vectors.normalized_ND[place] == pytest.approx(row / np.linalg.norm(row), abs=1e-5)
+    assert vectors.normalized_ND[index] == pytest.approx(row / np.linalg.norm(row), abs=1e-5)

@@ -72,7 +72,7 @@ def test_an_encoder_gets_as_many_masks_as_the_answer_has_tokens(untrained: Any) 
 def test_a_blank_may_stand_in_the_middle(untrained: Any) -> None:
     example = Example(1, ("The ___ slept by the river.",), "cat")
     assert evaluate_cloze(untrained("bert"), [example]).notices == []
-    assert "1 text goes on after its blank" in evaluate_cloze(untrained("gpt2"), [example]).notices[0]
+    assert "1 text continues after its blank" in evaluate_cloze(untrained("gpt2"), [example]).notices[0]
     for family in ("t5", "bart"):
         assert evaluate_cloze(untrained(family), [example]).metrics["answer_logp"] < 0
     with pytest.raises(UserError, match="Example 7 has 2 blanks"):
@@ -102,7 +102,7 @@ def test_an_answer_that_the_tokenizer_cannot_spell_is_wrong(family: str, untrain
     assert outcome.metrics["known"] == 0.5
     assert outcome.details["unknown"] == 1
     assert outcome.metrics["answer_logp"] == (outcome.predictions[0].scores or {})["logp"]
-    assert outcome.notices == ["1 of 2 answers have a word that the tokenizer does not know, and count as wrong."]
+    assert outcome.notices == ["1 of 2 answers have an unknown token and count as wrong."]
 
 
 def test_unknown_tokens_of_choices_and_pairs_are_said(untrained: Any) -> None:
@@ -110,7 +110,7 @@ def test_unknown_tokens_of_choices_and_pairs_are_said(untrained: Any) -> None:
     paired = evaluate_minimal_pairs(untrained("bert"), [Example(1, ("The cat slept.", "The ☃ slept."))])
     for outcome in (chosen, paired):
         assert outcome.details["unknown"] == 1
-        assert outcome.notices == ["1 token stands for text that the tokenizer does not know: easy to guess."]
+        assert outcome.notices == ["1 token is unknown to the tokenizer (<unk>), which is easy to predict."]
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -134,7 +134,7 @@ def test_choices_that_are_equally_likely_are_wrong(untrained: Any) -> None:
     outcome = evaluate_choice(untrained("gpt2"), [Example(1, texts, 0), Example(2, texts, 1)])
     assert outcome.metrics == {"accuracy": 0.0, "accuracy_norm": 0.0}
     assert [prediction.prediction for prediction in outcome.predictions] == [None, None]
-    assert outcome.notices == ["2 examples have several likeliest choices, and count as wrong."]
+    assert outcome.notices == ["2 examples tie between several choices and count as wrong."]
     assert is_mistake("choice", Example(1, texts, 0), outcome.predictions[0])
 
 

@@ -468,7 +468,7 @@ def test_labels_that_cannot_be_learned(checkpoint_of: Checkpoints, toy: Toy, tmp
 
 
 def test_evaluate_asks_for_what_it_can_score(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has not learned the task classify: fine-tune it first"):
+    with pytest.raises(UserError, match="was not fine-tuned for the task classify: fine-tune it first"):
         evaluate(checkpoint_of("bert"), "classify", toy["dev"], tmp_path / "scores")
     with pytest.raises(UserError, match="Unknown task 'pear'"):
         evaluate(checkpoint_of("bert"), "pear", toy["dev"], tmp_path / "scores")

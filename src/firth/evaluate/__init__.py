@@ -1,4 +1,4 @@
-"""A model and data to metrics."""
+"""Score models: likelihoods, tasks without fine-tuning, suites, vectors, reports."""
 
 from firth.evaluate.card import write_model_card
 from firth.evaluate.cloze import evaluate_choice, evaluate_cloze

@@ -1,4 +1,7 @@
-"""README.md of a checkpoint: a model card with what is known of it, and places for what only a person knows."""
+"""README.md of a checkpoint: a model card (Mitchell et al. 2019).
+
+Facts come from the checkpoint and its run folder; sections that need a person (licence, limitations) say "Fill in".
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from firth.train import Recipe
 from firth.train.recipe import flatten_mapping
 
 FILL_IN_PLACEHOLDER = "*Fill in.*"
-PIPELINE_TAGS = {  # the names under which the Hugging Face hub lists models
+PIPELINE_TAGS = {  # task names of the Hugging Face hub
     "classify": "text-classification",
     "pair": "text-classification",
     "regress": "text-classification",
@@ -38,11 +41,11 @@ PIPELINE_TAGS = {  # the names under which the Hugging Face hub lists models
     "encoder-decoder": "text2text-generation",
 }
 INTENDED_USES = {
-    "encoder": "filling in masked words, and as a start for fine-tuning on tasks that read text",
-    "decoder": "continuing text, and as a start for fine-tuning",
-    "encoder-decoder": "restoring hidden spans, and as a start for fine-tuning on tasks that read and write text",
+    "encoder": "filling in masked words, and fine-tuning on tasks that classify, tag or embed text",
+    "decoder": "continuing text, and fine-tuning",
+    "encoder-decoder": "restoring masked spans, and fine-tuning on text-to-text tasks",
 }
-MAIN_RECIPE_FIELDS = (  # what a reader of a card asks first; what is not as usual comes after it
+MAIN_RECIPE_FIELDS = (  # always in the card, in this order; other fields if they are not the default
     "objective",
     "checkpoint",
     "from_scratch",
@@ -58,8 +61,8 @@ MAIN_RECIPE_FIELDS = (  # what a reader of a card asks first; what is not as usu
     "lora_rank",
     "seed",
 )
-OMITTED_IF_ZERO_FIELDS = ("shots", "lora_rank")  # where they are 0: all examples, all weights
-OMITTED_RECIPE_FIELDS = (  # in other parts of a card, or nothing that the model depends on
+OMITTED_IF_ZERO_FIELDS = ("shots", "lora_rank")  # 0: all examples, all weights
+OMITTED_RECIPE_FIELDS = (  # in other sections of the card, or without effect on the model
     *("output_dir", "task", "train", "dev", "data", "sources", "tokenizer", "model", "baseline"),
     *("logging_steps", "save_steps", "save_total_limit", "async_save"),
     *("train_checksum", "dev_checksum", "shards_checksum"),
@@ -68,7 +71,7 @@ EMPTY_VALUES: tuple[Any, ...] = (None, "", {}, [])
 
 
 class CardScores(NamedTuple):
-    """What a model scores on some data; of a run with several seeds also their means and deviations."""
+    """Scores of a model on one file; for several seeds also (mean, standard deviation) of each metric."""
 
     data: str
     metrics: dict[str, Any]
@@ -76,21 +79,21 @@ class CardScores(NamedTuple):
 
 
 def write_model_card(checkpoint: str | Path, overwrite: bool = False) -> Path:
-    """Write the model card of a checkpoint into its folder; one that is there is left alone unless `overwrite`.
+    """Write the model card of a checkpoint into its folder; an existing one is refused unless `overwrite`.
 
-    It is filled from the checkpoint and from the run folder around it (recipe.yaml, source.json, results.json, and
-    the results of evaluations). What no file says is left for a person to fill in.
+    Its facts come from the checkpoint and from the run folder around it (recipe.yaml, source.json, results.json and the
+    results of evaluations).
     """
     folder = Path(checkpoint)
     path = folder / MODEL_CARD_FILE
     if path.exists() and not overwrite:
-        raise UserError(f"{path} exists already, and may have been edited. Pass --overwrite to write it anew.")
+        raise UserError(f"{path} exists already, and may have been edited. Pass overwrite=True to replace it.")
     write_text(path, render_model_card(folder))
     return path
 
 
 def render_model_card(folder: Path) -> str:
-    """The card as text."""
+    """The card as Markdown."""
     config, run = read_config(folder), folder.absolute().parent
     tokenizer = load_tokenizer(folder)
     facts = read_json_if_present(folder / TASK_FILE)
@@ -103,17 +106,17 @@ def render_model_card(folder: Path) -> str:
         "Training": training_section(recipe, read_json_if_present(run / "results.json")),
         "Scores": scores_section(scores),
         "Limitations": FILL_IN_PLACEHOLDER,
-        "Licence": f"{FILL_IN_PLACEHOLDER} Say it in `license` at the top of this file too.",
+        "Licence": f"{FILL_IN_PLACEHOLDER} Also set `license` at the top of this file.",
         "How to load": loading_section(config, tokenizer),
     }
     name = f"{run.name}" if folder.name in ("final", "best") else folder.name
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items())
-    found_here = {one.data: one.metrics for one in scores}
-    return f"---\n{front_matter(config, tokenizer, facts, name, found_here)}---\n\n# {name}\n\n{body}\n"
+    metrics = {one.data: one.metrics for one in scores}
+    return f"---\n{front_matter(config, tokenizer, facts, name, metrics)}---\n\n# {name}\n\n{body}\n"
 
 
 def read_json_if_present(path: Path) -> dict[str, Any]:
-    """A JSON file, or nothing where there is none."""
+    """The object in a JSON file; empty without the file."""
     return dict(read_json(path)) if path.is_file() else {}
 
 
@@ -124,7 +127,7 @@ def read_recipe_yaml(path: Path) -> dict[str, Any]:
 def front_matter(
     config: ModelConfig, tokenizer: Tokenizer, task_metadata: Mapping[str, Any], name: str, scores: Mapping[str, Any]
 ) -> str:
-    """What the Hugging Face hub reads. `license` is 'unknown' until somebody says it."""
+    """YAML metadata for the Hugging Face hub, with `license: unknown`."""
     own = hf_model_type(config, tokenizer.vocab) == FIRTH_MODEL_TYPE
     task = task_metadata.get("task")
     kind = PIPELINE_TAGS.get(task or config.architecture)
@@ -154,7 +157,7 @@ def model_section(config: ModelConfig, tokenizer: Tokenizer, task_metadata: Mapp
         "layers": config.num_layers,
         "width": config.dim,
         "attention heads": config.num_heads,
-        "longest text": "no fixed limit" if config.max_length is None else f"{config.max_length:,} tokens",
+        "maximum length": "no fixed limit" if config.max_length is None else f"{config.max_length:,} tokens",
         "tokenizer": f"{tokenizer.kind}, {tokenizer.vocab.size:,} tokens",
         **({"task": task_metadata["task"]} if "task" in task_metadata else {}),
         **({"labels": ", ".join(task_metadata["labels"])} if task_metadata.get("labels") else {}),
@@ -167,17 +170,17 @@ def intended_use_section(config: ModelConfig, task_metadata: Mapping[str, Any]) 
         return (
             f"The model was fine-tuned for one task, {task_metadata['task']}, on the data below. {FILL_IN_PLACEHOLDER}"
         )
-    return f"A model of this shape is meant for {INTENDED_USES[config.architecture]}. {FILL_IN_PLACEHOLDER}"
+    return f"This {config.architecture} is meant for {INTENDED_USES[config.architecture]}. {FILL_IN_PLACEHOLDER}"
 
 
 def data_section(recipe: Mapping[str, Any], source: Mapping[str, Any]) -> str:
-    """Which files, as they were named; what is in them only a person knows."""
+    """The files of the run; their description is left to a person."""
     rows = {name: recipe[name] for name in ("data", "train", "dev") if recipe.get(name)}
     if source.get("data"):
         rows |= {"text": ", ".join(map(str, source["data"])), "bytes": source.get("bytes")}
     table = markdown_table(["", ""], {name: value for name, value in rows.items() if value is not None})
     return (
-        f"{table}\n\nWhat the data are, in which languages, and under which licence: {FILL_IN_PLACEHOLDER}"
+        f"{table}\n\nDescription, languages and licence of the data: {FILL_IN_PLACEHOLDER}"
         if rows
         else FILL_IN_PLACEHOLDER
     )
@@ -196,44 +199,46 @@ def training_section(recipe: Mapping[str, Any], results: Mapping[str, Any]) -> s
 
 
 def non_default_fields(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """What a recipe says and its defaults do not."""
-    usual: dict[str, Any] = {}
+    """Fields of a recipe that differ from their defaults, by dotted names."""
+    defaults: dict[str, Any] = {}
     for field in fields(FinetuneRecipe if "task" in recipe else Recipe):
         if field.name in recipe and field.name not in (*OMITTED_RECIPE_FIELDS, *MAIN_RECIPE_FIELDS[1:]):
-            usual[field.name] = to_dict(field.default if field.default_factory is MISSING else field.default_factory())
-    if "objective" in usual:
-        usual["objective"] = objective_with_defaults(recipe["objective"])
-    before, here = flatten_mapping(usual), flatten_mapping({name: recipe[name] for name in usual})
-    return {name: value for name, value in here.items() if value != before.get(name) and value not in EMPTY_VALUES}
+            defaults[field.name] = to_dict(
+                field.default if field.default_factory is MISSING else field.default_factory()
+            )
+    if "objective" in defaults:
+        defaults["objective"] = objective_with_defaults(recipe["objective"])
+    flat, values = flatten_mapping(defaults), flatten_mapping({name: recipe[name] for name in defaults})
+    return {name: value for name, value in values.items() if value != flat.get(name) and value not in EMPTY_VALUES}
 
 
 def objective_with_defaults(objective_dict: Any) -> Any:
-    """The objective of the same kind as nobody has changed it; as it is where there is no such thing."""
-    kinds = {kind.__name__: kind for kind in get_args(Objective) if kind is not Mixture}  # which has parts of one's own
+    """The defaults of an objective of this kind; a mixture, which has none, is returned unchanged."""
+    kinds = {kind.__name__: kind for kind in get_args(Objective) if kind is not Mixture}
     name = objective_dict.get("kind") if isinstance(objective_dict, Mapping) else None
     return {"kind": name, **to_dict(kinds[name]())} if name in kinds else objective_dict
 
 
 def collect_scores(folder: Path, recipe: Mapping[str, Any]) -> Iterator[CardScores]:
-    """The scores of a model in its run, and in every evaluation of it there, by the name of the data."""
+    """Yield the scores of a model from its run, and from every evaluation in its run folder."""
     run, seen = folder.absolute().parent, set[str]()
     results = read_json_if_present(run / "results.json")
     if "metric" in results:
-        own, broken = results["scores"][results["best_seed"]], results.get("diverged", ())
-        each = [scores for i, scores in enumerate(results["scores"]) if i not in broken]
-        names = dict.fromkeys([results["metric"], *own])
-        known = [n for n in names if all(s.get(n) is not None for s in each)]  # which some seed may have no number for
-        means = {n: mean_and_std([s[n] for s in each]) for n in known if len(each) > 1}
-        here = {n: own[n] for n in names if own.get(n) is not None}
-        yield CardScores(Path(str(recipe.get("dev", "dev"))).name, here, means)
+        best, diverged = results["scores"][results["best_seed"]], results.get("diverged", ())
+        seeds = [scores for i, scores in enumerate(results["scores"]) if i not in diverged]
+        names = dict.fromkeys([results["metric"], *best])
+        complete = [n for n in names if all(scores.get(n) is not None for scores in seeds)]
+        means = {n: mean_and_std([scores[n] for scores in seeds]) for n in complete if len(seeds) > 1}
+        metrics = {n: best[n] for n in names if best.get(n) is not None}
+        yield CardScores(Path(str(recipe.get("dev", "dev"))).name, metrics, means)
     elif results.get("eval_loss") is not None:
         yield CardScores("held-out documents", {"eval_loss": results["eval_loss"]}, {})
     for path in sorted(run.glob("evaluate-*/results.json")):
-        other = read_json_if_present(path)
-        if other.get("metrics") and Path(other.get("checkpoint", folder)).name == folder.name:
-            here = {name: x for name, x in other["metrics"].items() if x is not None}
-            data = Path(str(other.get("data", path.parent.name))).name
-            yield CardScores(f"{data} ({path.parent.name})" if data in seen else data, here, {})
+        result = read_json_if_present(path)
+        if result.get("metrics") and Path(result.get("checkpoint", folder)).name == folder.name:
+            metrics = {name: x for name, x in result["metrics"].items() if x is not None}
+            data = Path(str(result.get("data", path.parent.name))).name
+            yield CardScores(f"{data} ({path.parent.name})" if data in seen else data, metrics, {})
             seen.add(data)
 
 
@@ -241,7 +246,7 @@ def scores_section(scores: Sequence[CardScores]) -> str:
     if not scores:
         return f"Not evaluated yet. {FILL_IN_PLACEHOLDER}"
     several = any(one.means for one in scores)
-    columns = ["data", "metric", "score", *(["mean of the seeds", "deviation"] if several else [])]
+    columns = ["data", "metric", "score", *(["mean of seeds", "standard deviation"] if several else [])]
     rows = [
         (one.data, name, x, *(one.means.get(name, ("", "")) if several else ()))
         for one in scores
@@ -251,16 +256,18 @@ def scores_section(scores: Sequence[CardScores]) -> str:
     table = "\n".join(
         [markdown_row(columns), "| --- | --- |" + " ---: |" * (len(columns) - 2), *(markdown_row(row) for row in rows)]
     )
-    note = "This is the model of the seed that was best on dev: what to expect of another is the mean.\n\n"
+    note = "This model is the best seed on dev; the mean is what to expect of another seed.\n\n"
     return (note if several else "") + table
 
 
 def loading_section(config: ModelConfig, tokenizer: Tokenizer) -> str:
-    ours = "import firth\n\nmodel = firth.load(FOLDER)"
-    kind = hf_auto_class(config)
-    theirs = f"from transformers import {kind}, AutoTokenizer\n\nmodel = {kind}.from_pretrained(FOLDER)"
-    own = hf_model_type(config, tokenizer.vocab) == FIRTH_MODEL_TYPE
-    blocks = [ours] if own else [ours, f"{theirs}\ntokenizer = AutoTokenizer.from_pretrained(FOLDER)"]
+    blocks = ["import firth\n\nmodel = firth.load(FOLDER)"]
+    if hf_model_type(config, tokenizer.vocab) != FIRTH_MODEL_TYPE:
+        kind = hf_auto_class(config)
+        blocks.append(
+            f"from transformers import {kind}, AutoTokenizer\n\nmodel = {kind}.from_pretrained(FOLDER)\n"
+            "tokenizer = AutoTokenizer.from_pretrained(FOLDER)"
+        )
     return "\n\n".join(f"```python\n{block}\n```" for block in blocks)
 
 

@@ -1,4 +1,9 @@
-"""Does a model know the word that is missing, or which ending is right, without having been trained to answer?"""
+"""Cloze and multiple choice without fine-tuning: predict a missing word, or choose the most likely ending.
+
+Cloze (LAMBADA, Paperno et al. 2016; LAMA, Petroni et al. 2019) counts how often greedy prediction gives the answer.
+Multiple choice compares log p(ending | context) of the endings, as sums or per byte (Brown et al. 2020, section 2.4;
+the harness of Gao et al. calls the latter acc_norm).
+"""
 
 from __future__ import annotations
 
@@ -24,38 +29,36 @@ BLANK_PATTERN = re.compile(r"\[MASK\]|<mask>|___+")
 
 
 def evaluate_cloze(checkpoint: Model | str | Path, examples: Sequence[Example], **settings: Any) -> Evaluation:
-    """How often the model, left to itself, would write just the answer; and the answer's mean log-probability.
+    """Accuracy of greedy predictions of the answer, and the answer's mean log-probability.
 
-    The answer stands where the context has a blank (___ or [MASK]), or else at its end, after a space. A decoder
-    continues what comes before it (LAMBADA). An encoder gets as many masks as the answer has tokens. An
-    encoder-decoder gets one hole, and must end its span where the answer ends. An answer that the tokenizer cannot
-    spell is wrong, and has no log-probability; `known` is the share of the others. `settings`: those of `make_scorer`.
+    The answer replaces the context's blank (___ or [MASK]), or follows the context after a space. A decoder continues
+    the text before the blank. An encoder gets one mask per token of the answer. An encoder-decoder gets one sentinel,
+    and must end its span where the answer ends. An answer with an unknown token is wrong and has no log-probability;
+    `known` is the share of the others. `settings`: those of `make_scorer`.
     """
     scorer = make_scorer(checkpoint, **settings)
     parts = [split_cloze(scorer, example) for example in examples]
-    hits, logp, predictions = [], [], []  # log-probabilities only of answers that can be spelled
+    hits, logp, predictions = [], [], []  # log-probabilities only of answers without unknown tokens
     for ((query, answer),) in scorer.score_spans(parts, jointly=True):
         hits.append(scorer.is_exact_match(query, answer))
-        spelled = scorer.is_in_vocabulary(query)
-        logp += [scorer.answer_logp(answer)] if spelled else []
-        predictions.append(Prediction(predicted_text(scorer, query, answer), {"logp": logp[-1]} if spelled else None))
+        known = scorer.is_in_vocabulary(query)
+        logp += [scorer.answer_logp(answer)] if known else []
+        predictions.append(Prediction(predicted_text(scorer, query, answer), {"logp": logp[-1]} if known else None))
     mean_logp, unknown = float(np.mean(logp)) if logp else math.nan, len(hits) - len(logp)
     metrics = {"accuracy": float(np.mean(hits)), "answer_logp": mean_logp, "known": len(logp) / len(hits)}
-    said = [f"{unknown:,} of {len(hits):,} answers have a word that the tokenizer does not know, and count as wrong."]
+    notices = [f"{unknown:,} of {len(hits):,} answers have an unknown token and count as wrong."] if unknown else []
     facts = {"method": scorer.method, "unknown": unknown}
-    return Evaluation(
-        metrics, predictions, facts, [*said * bool(unknown), *unseen_context_message(scorer, parts), *scorer.notices]
-    )
+    return Evaluation(metrics, predictions, facts, [*notices, *unseen_context_message(scorer, parts), *scorer.notices])
 
 
 def split_cloze(scorer: Scorer, example: Example) -> SplitText:
-    """The context with its answer, cut around the answer. A space before it belongs to it, as tokenizers have it."""
+    """The context with its answer, split around the answer, which includes the space before it as in tokenizers."""
     if example.target is None:
-        raise UserError(f"Example {example.id} has no answer, and a cloze asks how likely that is.")
+        raise UserError(f"Example {example.id} has no answer to score: add it to the column answer.")
     before, after = example.texts[0], ""
     if blanks := list(BLANK_PATTERN.finditer(before)):
         if len(blanks) > 1:
-            raise UserError(f"Example {example.id} has {len(blanks)} blanks, and one answer. Write one blank.")
+            raise UserError(f"Example {example.id} has {len(blanks)} blanks and one answer. Write one blank.")
         before, after = before[: blanks[0].start()], before[blanks[0].end() :]
     elif before and not before[-1].isspace():
         before += " "
@@ -65,7 +68,7 @@ def split_cloze(scorer: Scorer, example: Example) -> SplitText:
 
 
 def predicted_text(scorer: Scorer, query: LogprobQuery, logprobs: TokenLogprobs) -> str:
-    """What the model would write, up to the first token at which it leaves the answer; an encoder fills all masks."""
+    """Greedy prediction: of an encoder all masks; of the others up to the first token that differs from the answer."""
     best, labels = logprobs.top_ids.tolist(), query.labels
     if query.decoder_input_ids is None and not isinstance(scorer, CausalScorer):
         return scorer.tokenizer.decode(best).strip()
@@ -74,20 +77,20 @@ def predicted_text(scorer: Scorer, query: LogprobQuery, logprobs: TokenLogprobs)
 
 
 def unseen_context_message(scorer: Scorer, splits: Sequence[SplitText]) -> list[str]:
-    """A decoder does not see what comes after a blank."""
+    """A notice that a decoder does not see the text after a blank."""
     num = sum(bool(part.after) for part in splits) if scorer.is_exact else 0
-    some = format_count(num, "text goes on after its blank", "texts go on after their blank")
-    return [f"{some}, which this model does not see."] if num else []
+    count = format_count(num, "text continues after its blank", "texts continue after their blank")
+    return [f"{count}, which this model does not see."] if num else []
 
 
 def evaluate_choice(
     checkpoint: Model | str | Path, examples: Sequence[Example], delimiter: str = " ", **settings: Any
 ) -> Evaluation:
-    """How often the right one of several endings is the likeliest after the context, for a model as it is.
+    """Accuracy of choosing the most likely ending after the context, without fine-tuning.
 
-    `accuracy` compares sums of log-probabilities, `accuracy_norm` divides them by the ending's bytes, so that a long
-    ending is no worse for being long. Where several are the likeliest none is chosen, and that is wrong. The
-    `delimiter` stands between context and ending ("\\nAnswer: " suits questions). `settings`: those of `make_scorer`.
+    `accuracy` compares sums of log-probabilities; `accuracy_norm` divides them by the ending's bytes, which removes the
+    penalty on long endings. A tie is wrong. `delimiter` separates context and ending ("\\nAnswer: " suits questions).
+    `settings`: those of `make_scorer`.
     """
     scorer = make_scorer(checkpoint, **settings)
     parts = [
@@ -95,9 +98,9 @@ def evaluate_choice(
         for example in examples
         for text in example.texts[1:]
     ]
-    found = list(scorer.score_spans(parts, jointly=False))
-    sums = iter([sum(float(answer.logprobs.sum()) for _, answer in answers) for answers in found])
-    unknown = sum(scorer.count_unknown(query.labels) for answers in found for query, _ in answers)
+    scored = list(scorer.score_spans(parts, jointly=False))
+    sums = iter([sum(float(one.logprobs.sum()) for _, one in endings) for endings in scored])
+    unknown = sum(scorer.count_unknown(query.labels) for endings in scored for query, _ in endings)
     predictions = []
     for example in examples:
         choices = example.texts[1:]
@@ -107,13 +110,13 @@ def evaluate_choice(
         predictions.append(Prediction(unique_argmax(logp), scores, {"normalised": unique_argmax(per_byte)}))
     facts = {"method": scorer.method, "unknown": unknown}
     ties = sum(prediction.prediction is None for prediction in predictions)
-    some = format_count(ties, "example has several likeliest choices", "examples have several likeliest choices")
-    said = [*([f"{some}, and count as wrong."] if ties else []), *unknown_token_messages(unknown), *scorer.notices]
-    return Evaluation(choice_metrics(examples, predictions), predictions, facts, said)
+    tied = f"{format_count(ties, 'example ties', 'examples tie')} between several choices and count as wrong."
+    notices = [*[tied] * bool(ties), *unknown_token_messages(unknown), *scorer.notices]
+    return Evaluation(choice_metrics(examples, predictions), predictions, facts, notices)
 
 
 def unique_argmax(logp: np.ndarray) -> int | None:
-    """The place of the highest; None where several are.
+    """Index of the maximum; None if it occurs more than once.
 
     >>> unique_argmax(np.array([-2.0, -1.0, -3.0])), unique_argmax(np.array([-1.0, -1.0, -3.0]))
     (1, None)
@@ -129,10 +132,10 @@ def split_choice(scorer: Scorer, context: str, choice_text: str, example_id: str
 
 
 def choice_metrics(examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
-    """Both accuracies; none where a file has no answers."""
-    right = [example.target for example in examples]
-    if any(target is None for target in right):
+    """Both accuracies; empty for a file without labels."""
+    targets = [example.target for example in examples]
+    if any(target is None for target in targets):
         return {}
     normalised = [(prediction.extra or {})["normalised"] for prediction in predictions]
-    plain = accuracy([prediction.prediction for prediction in predictions], right)
-    return {"accuracy": plain, "accuracy_norm": accuracy(normalised, right)}
+    plain = accuracy([prediction.prediction for prediction in predictions], targets)
+    return {"accuracy": plain, "accuracy_norm": accuracy(normalised, targets)}

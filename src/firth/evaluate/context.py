@@ -1,6 +1,11 @@
-"""One word in several texts: how alike its vectors are there by this model and by that, and what lies near them.
+"""Compare the vectors of one word in several contexts, by several models.
 
-N occurrences, B rows, T places, D numbers of a vector.
+Static vectors (word2vec) give a word one vector; contextual models (ELMo, BERT) give each occurrence its own. For each
+model: the cosines between the occurrences, and the nearest words of a text. Contextual vectors lie in a narrow cone
+(Ethayarajh 2019, section 4.1), so cosines of different models do not compare; the mean cosine of any two words of the
+texts is reported beside them.
+
+N occurrences, B rows, T positions, D vector dimensions.
 """
 
 from __future__ import annotations
@@ -35,12 +40,12 @@ from firth.static.ngram import is_ngram
 from firth.text.inflection import ENGLISH_WORD, find_inflected_word, get_irregular_forms
 from firth.tokens.boundaries import sentence_end_offsets
 
-MAX_CANDIDATE_WORDS = 20_000  # words of a text among which the nearest are looked for
-MAX_SENTENCE_WORDS = 60  # words of a sentence that are read at once
+MAX_CANDIDATE_WORDS = 20_000  # words of a text that are searched for neighbours
+MAX_SENTENCE_WORDS = 60  # words of a row; longer sentences are split
 
 
 class Occurrence(NamedTuple):
-    """A word where it stands: the characters [begin, end) of a text."""
+    """A word in its context: the characters [begin, end) of a text."""
 
     text: str
     begin: int
@@ -62,7 +67,7 @@ class Occurrence(NamedTuple):
 
 
 class NearWord(NamedTuple):
-    """A word in a text that has a vector near to another's."""
+    """A neighbour of an occurrence."""
 
     occurrence: Occurrence
     similarity: float
@@ -76,24 +81,23 @@ def compare_contexts(
     among: Iterable[str] = (),
     top: int = 5,
 ) -> dict[str, Any]:
-    """The vectors of a word where it stands in these texts, by each checkpoint: their cosines, and what is near them.
+    """Cosines between the occurrences of a word in these texts, and its nearest words, by checkpoint.
 
-    A checkpoint may be one of word vectors, or a file of them: then the word has one vector in all texts. `among` are
-    texts among whose words the nearest ones are looked for. Cosines of different models cannot be compared as they are:
-    `any_two_words` is what any two words of the texts have on average.
+    A checkpoint of word vectors, or a file of them, gives the word one vector in all texts. The nearest words are
+    searched in the texts `among`. `any_two_words` is the mean cosine of two words of the texts, a model's baseline.
     """
-    places = find_occurrences(word, texts)
-    if len(places) < 2:
-        raise UserError(f"{word!r} stands in one place only. Give two or more texts that have the word.")
+    occurrences = find_occurrences(word, texts)
+    if len(occurrences) < 2:
+        raise UserError(f"{word!r} occurs only once. Give two or more texts that contain it.")
     candidates = collect_words(among)
     if len(candidates) == MAX_CANDIDATE_WORDS:
-        say(f"the nearest are looked for among the first {MAX_CANDIDATE_WORDS:,} words of that text")
+        say(f"searching the first {MAX_CANDIDATE_WORDS:,} words of that text for neighbours")
     return {
         "word": word,
         "texts": list(texts),
-        "occurrences": [{"text": list(texts).index(at.text), "begin": at.begin, "end": at.end} for at in places],
+        "occurrences": [{"text": list(texts).index(at.text), "begin": at.begin, "end": at.end} for at in occurrences],
         "checkpoints": [
-            compare_in_checkpoint(checkpoint, word, places, candidates, layer, top) for checkpoint in checkpoints
+            compare_in_checkpoint(checkpoint, word, occurrences, candidates, layer, top) for checkpoint in checkpoints
         ],
     }
 
@@ -106,7 +110,7 @@ def compare_in_checkpoint(
     layer: int,
     top: int,
 ) -> dict[str, Any]:
-    """What one checkpoint says."""
+    """The comparison by one checkpoint."""
     source, name = open_vector_source(checkpoint), "" if isinstance(checkpoint, Model) else str(checkpoint)
     if isinstance(source, WordVectors):
         check_words_known(source, occurrences, name)
@@ -114,14 +118,14 @@ def compare_in_checkpoint(
     x_ND = normalize_rows(occurrence_vectors(source, occurrences, layer))
     others = candidates or collect_words([at.text for at in occurrences])
     others, other_ND = drop_zero_vectors(others, normalize_rows(occurrence_vectors(source, others, layer)))
-    found = [nearest_occurrences(x_D, others, other_ND, word, top) for x_D in x_ND] if candidates else []
+    neighbours = [nearest_occurrences(x_D, others, other_ND, word, top) for x_D in x_ND] if candidates else []
     return {
         "checkpoint": name,
         "kind": vector_kind(source),
         "layer": layer,
         "similarity": np.round(x_ND @ x_ND.T, 6).tolist(),
         "any_two_words": mean_cosine(other_ND),
-        "neighbours": [[near_word_to_dict(near) for near in some] for some in found],
+        "neighbours": [[near_word_to_dict(near) for near in words] for words in neighbours],
     }
 
 
@@ -137,9 +141,9 @@ def near_word_to_dict(near_word: NearWord) -> dict[str, Any]:
 
 
 def find_occurrences(word: str, texts: Sequence[str]) -> list[Occurrence]:
-    """Every place of a word: as it is, or else in another form (bats, records). A text without it is an error."""
+    """All occurrences of a word, or else of an inflected form (bats, records). A text without one is an error."""
     if not word.strip():
-        raise UserError("Which word is to be compared? It is empty.")
+        raise UserError("The word to compare is empty: --compare WORD.")
     found = []
     for number, text in enumerate(texts, 1):
         exact = re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE)
@@ -154,17 +158,17 @@ def find_occurrences(word: str, texts: Sequence[str]) -> list[Occurrence]:
 
 
 def collect_words(texts: Iterable[str], max_words: int = MAX_CANDIDATE_WORDS) -> list[Occurrence]:
-    """The words of some texts, sentence by sentence, up to so many."""
+    """The first `max_words` words of texts, each with its sentence as context."""
     found: list[Occurrence] = []
     for text in texts:
         begin = 0
         for end in sentence_end_offsets(text, "en"):
             spans = [match.span() for match in ENGLISH_WORD.finditer(text[begin:end]) if has_letter(match.group())]
             for first in range(0, len(spans), MAX_SENTENCE_WORDS):
-                some = spans[first : first + MAX_SENTENCE_WORDS]
-                start, stop = some[0][0], some[-1][1] if first + MAX_SENTENCE_WORDS < len(spans) else end - begin
+                row = spans[first : first + MAX_SENTENCE_WORDS]
+                start, stop = row[0][0], row[-1][1] if first + MAX_SENTENCE_WORDS < len(spans) else end - begin
                 sentence = text[begin + start : begin + stop]
-                found += [Occurrence(sentence, a - start, b - start) for a, b in some]
+                found += [Occurrence(sentence, a - start, b - start) for a, b in row]
             begin = end
             if len(found) >= max_words:
                 return found[:max_words]
@@ -179,9 +183,9 @@ def has_letter(word: str) -> bool:
 
 
 def open_vector_source(checkpoint: str | Path | Model) -> Model | WordVectors:
-    """A model, or the vectors that words have whatever stands around them."""
+    """Open a contextual model, or static word vectors."""
     if not isinstance(checkpoint, Model) and is_ngram(checkpoint):
-        raise UserError(f"{checkpoint} is an n-gram model: it counts words, and has no vectors of them.")
+        raise UserError(f"{checkpoint} is an n-gram model, which has no word vectors.")
     if not isinstance(checkpoint, Model) and not Path(checkpoint).exists():
         raise UserError(f"{checkpoint}: no such checkpoint folder or file of word vectors.")
     if not isinstance(checkpoint, Model) and Path(checkpoint).is_file():
@@ -191,7 +195,7 @@ def open_vector_source(checkpoint: str | Path | Model) -> Model | WordVectors:
 
 
 def vector_kind(source: Model | WordVectors) -> str:
-    """What a word's vector depends on."""
+    """Whether a word's vector depends on its context."""
     if isinstance(source, WordVectors):
         return "static"
     return "in context, of what came before" if source.config.architecture == "decoder" else "in context"
@@ -206,58 +210,62 @@ def check_words_known(vectors: WordVectors, occurrences: Sequence[Occurrence], n
 def occurrence_vectors(
     source: Model | WordVectors, occurrences: Sequence[Occurrence], layer: LayerChoice
 ) -> np.ndarray:
-    """(N, D): each word where it stands; zeros where it has no vector."""
+    """(N, D): the vector of each occurrence; zeros where there is none."""
     if isinstance(source, WordVectors):
         return embed_words_in_texts(source, [at.text for at in occurrences], [(at.begin, at.end) for at in occurrences])
     by_text: dict[str, list[int]] = {}
     for number, at in enumerate(occurrences):
         by_text.setdefault(at.text, []).append(number)
-    alone = [numbers[0] for numbers in by_text.values() if len(numbers) == 1]
-    found: dict[int, np.ndarray] = {}
-    if alone:  # a long text is cut around its word
-        texts, spans = [occurrences[i].text for i in alone], [(occurrences[i].begin, occurrences[i].end) for i in alone]
-        found = dict(zip(alone, embed_words_in_texts(source, texts, spans, layer), strict=True))
-    if len(alone) < len(by_text):
-        together = {text: numbers for text, numbers in by_text.items() if len(numbers) > 1}
-        found |= encode_texts_once(source, occurrences, together, layer)
-    nothing_D = np.zeros_like(next(iter(found.values())))  # a layer may be wider than the model
-    return np.stack([found.get(i, nothing_D) for i in range(len(occurrences))])
+    single = [numbers[0] for numbers in by_text.values() if len(numbers) == 1]
+    vectors: dict[int, np.ndarray] = {}
+    if single:  # a long text is truncated around its word
+        texts, spans = (
+            [occurrences[i].text for i in single],
+            [(occurrences[i].begin, occurrences[i].end) for i in single],
+        )
+        vectors = dict(zip(single, embed_words_in_texts(source, texts, spans, layer), strict=True))
+    if len(single) < len(by_text):
+        shared = {text: numbers for text, numbers in by_text.items() if len(numbers) > 1}
+        vectors |= encode_texts_once(source, occurrences, shared, layer)
+    zeros_D = np.zeros_like(next(iter(vectors.values())))  # a layer can be wider than the model
+    return np.stack([vectors.get(i, zeros_D) for i in range(len(occurrences))])
 
 
 @torch.no_grad()
 def encode_texts_once(
     model: Model, occurrences: Sequence[Occurrence], by_text: dict[str, list[int]], layer: LayerChoice
 ) -> dict[int, np.ndarray]:
-    """Several words of each text, whose states come from one reading, but for words beyond what can be read."""
+    """Vectors of several words of each text from one forward pass; words beyond the model's maximum have none."""
     check_layer(model, layer)
     tokenizer = require_tokenizer(model)
-    frame, texts = make_sequence_template(model.config, tokenizer.vocab, cls_last=False), list(by_text)
-    room, encodings = resolve_max_length(model, 0) - len(frame.prefix_ids) - 1, tokenizer.encode_with_offsets(texts)
-    readings = [EmbedInput([*frame.prefix_ids, *encoding.ids[:room], frame.eos_id], 0, 0) for encoding in encodings]
-    found: dict[int, np.ndarray] = {}
-    with eval_mode(model), progress("reading", "texts", len(texts)) as shown:
-        for rows in batch_texts_by_length(readings, EVAL_BATCH_TOKENS):
-            tokens, doc = pad_right([readings[i].input_ids for i in rows], get_pad_token_id(model))
-            batch = Batch(tokens, document_ids=doc).to(model.embed.tokens.weight.device)
+    template, texts = make_sequence_template(model.config, tokenizer.vocab, cls_last=False), list(by_text)
+    prefix, encodings = list(template.prefix_ids), tokenizer.encode_with_offsets(texts)
+    max_tokens = resolve_max_length(model, 0) - len(prefix) - 1
+    inputs = [EmbedInput([*prefix, *encoding.ids[:max_tokens], template.eos_id], 0, 0) for encoding in encodings]
+    vectors: dict[int, np.ndarray] = {}
+    with eval_mode(model), progress("encoding", "texts", len(texts)) as shown:
+        for rows in batch_texts_by_length(inputs, EVAL_BATCH_TOKENS):
+            input_ids, document_ids = pad_right([inputs[i].input_ids for i in rows], get_pad_token_id(model))
+            batch = Batch(input_ids, document_ids=document_ids).to(model.embed.tokens.weight.device)
             x_BTD = layer_hidden_states(model, batch, layer).float().cpu().numpy()
             for x_TD, i in zip(x_BTD, rows, strict=True):
-                offsets = list(enumerate(encodings[i].offsets[:room], len(frame.prefix_ids)))
+                offsets = list(enumerate(encodings[i].offsets[:max_tokens], len(prefix)))
                 for number in by_text[texts[i]]:
                     at = occurrences[number]
                     if inside := [t for t, (begin, end) in offsets if begin < at.end and end > at.begin]:
-                        found[number] = x_TD[inside].mean(0)
+                        vectors[number] = x_TD[inside].mean(0)
             shown.advance(len(rows))
-    return found
+    return vectors
 
 
 def drop_zero_vectors(occurrences: Sequence[Occurrence], x_ND: np.ndarray) -> tuple[list[Occurrence], np.ndarray]:
-    """Those that have a vector."""
-    has = np.flatnonzero(np.abs(x_ND).sum(1))
-    return [occurrences[i] for i in has.tolist()], x_ND[has]
+    """Keep the occurrences that have a vector."""
+    rows = np.flatnonzero(np.abs(x_ND).sum(1))
+    return [occurrences[i] for i in rows.tolist()], x_ND[rows]
 
 
 def mean_cosine(x_ND: np.ndarray) -> float | None:
-    """The mean cosine of two different rows, which are all 1 long.
+    """Mean cosine of two different rows of length 1, from the norm of their sum.
 
     >>> mean_cosine(np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]))
     0.3333333333333333
@@ -269,13 +277,13 @@ def mean_cosine(x_ND: np.ndarray) -> float | None:
 def nearest_occurrences(
     x_D: np.ndarray, others: Sequence[Occurrence], x_ND: np.ndarray, word: str, top: int
 ) -> list[NearWord]:
-    """The nearest other words, each once, where it is nearest."""
-    cosine_N, seen, found = x_ND @ x_D, set(get_irregular_forms(word.casefold())), list[NearWord]()
+    """The nearest other words, each at its nearest occurrence."""
+    cosine_N, seen, nearest = x_ND @ x_D, set(get_irregular_forms(word.casefold())), list[NearWord]()
     for i in np.argsort(-cosine_N, kind="stable").tolist():
         form = others[i].word.casefold()
         if form not in seen:
             seen.add(form)
-            found.append(NearWord(others[i], float(cosine_N[i])))
-        if len(found) == top:
+            nearest.append(NearWord(others[i], float(cosine_N[i])))
+        if len(nearest) == top:
             break
-    return found
+    return nearest

@@ -1,4 +1,8 @@
-"""A checkpoint and data to scores, saved predictions and a page that shows them."""
+"""Score a checkpoint on a file, and save predictions, results and a report.
+
+Three kinds of tasks: plain text (perplexity, pseudo-likelihood), tasks without fine-tuning (`ZERO_SHOT_TASKS`: minimal
+pairs, cloze, choice, word vectors), and the task that a checkpoint was fine-tuned for.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ from firth.train import TrainingConfig, choose_compute
 
 LIKELIHOOD_OPTIONS = ("method", "max_seq_length", "stride", "batch_tokens")
 BATCHING_OPTIONS = ("max_seq_length", "batch_tokens")
-# What a checkpoint can be asked without having been fine-tuned for it, and what each of these may be told.
+# Tasks that need no fine-tuning: the function that scores each, and the settings that it takes.
 ZERO_SHOT_TASKS: dict[str, tuple[Callable[..., Evaluation], tuple[str, ...]]] = {
     "minimal-pairs": (evaluate_minimal_pairs, LIKELIHOOD_OPTIONS),
     "cloze": (evaluate_cloze, LIKELIHOOD_OPTIONS),
@@ -48,13 +52,10 @@ ZERO_SHOT_TASKS: dict[str, tuple[Callable[..., Evaluation], tuple[str, ...]]] = 
     "word-similarity": (evaluate_word_similarity, ("limit",)),
     "analogy": (evaluate_analogies, ("limit",)),
 }
-WORD_VECTOR_TASKS = ("word-similarity", "analogy")  # ask word vectors
-VECTOR_FILE_TASKS = (*WORD_VECTOR_TASKS, "word-in-context")  # take a file of word vectors too
-PATH_RESULT_KEYS = ("checkpoint", "data", "ensemble")  # of files, in the results
-SELF_LABELLED_TASKS = (
-    "lm",
-    "embed",
-)  # are scored without further answers: on what is said, on which texts belong together
+WORD_VECTOR_TASKS = ("word-similarity", "analogy")
+VECTOR_FILE_TASKS = (*WORD_VECTOR_TASKS, "word-in-context")  # also take a file of word vectors
+PATH_RESULT_KEYS = ("checkpoint", "data", "ensemble")  # keys of results.json whose values are paths
+SELF_LABELLED_TASKS = ("lm", "embed")  # the texts are the labels
 EVALUATION_TASKS = tuple(sorted({*FINETUNE_TASKS, *ZERO_SHOT_TASKS, *PLAIN_TEXT_TASKS}))
 
 
@@ -71,12 +72,12 @@ def evaluate(
     numbered: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Score a checkpoint on a file: one that was fine-tuned for the task, or any one where the task needs no training.
+    """Score a checkpoint on a file: one fine-tuned for the task, or any checkpoint for a task without fine-tuning.
 
-    `metrics` are the scores, and the rest says how they came about. `settings` are what the task can be told (see
-    ZERO_SHOT); None means left out. A file without answers gives predictions and no scores; one that lacks some is
-    refused. Writes results.json, predictions.jsonl and report.html to `output_dir`; with `numbered` to a folder beside
-    it where it has other results.
+    Returns `metrics`, and how they were computed. `settings` are those of the task (see ZERO_SHOT_TASKS); None is
+    ignored. A file without labels gives predictions and no scores; a file with some labels is refused. Writes
+    results.json, predictions.jsonl and report.html to `output_dir`; with `numbered` to OUTPUT_DIR-2 ... if it has other
+    results.
     """
     checkpoint, folder = Path(checkpoint), Path(output_dir)
     settings = {name: value for name, value in settings.items() if value is not None}
@@ -104,41 +105,41 @@ def evaluate(
             if "train" in settings:
                 settings["train"] = read_labelled(settings["train"], task, columns, "train", encoding)
             outcome = evaluate_zero_shot(checkpoint, task, examples, settings)
-        if found := notes.to_records():
-            outcome = outcome._replace(details={**outcome.details, "notes": found})
-    for sentence in outcome.notices:
-        say(sentence)
+        if records := notes.to_records():
+            outcome = outcome._replace(details={**outcome.details, "notes": records})
+    for notice in outcome.notices:
+        say(notice)
     if not outcome.metrics:
-        say("The file has no answers: there are predictions, and no scores.")
+        say("The file has no labels: there are predictions, but no scores.")
     return save_evaluation(folder, checkpoint, task, data, examples, outcome, numbered and not overwrite)
 
 
 def check_all_or_no_labels(data: str | Path, examples: Sequence[Example]) -> None:
-    """A file has all its answers, and is scored, or none."""
+    """Refuse a file in which some examples have a label and others do not."""
     lacking = [str(example.id) for example in examples if example.target is None]
     if 0 < len(lacking) < len(examples):
         which = ", ".join(lacking[:MAX_LISTED_ROWS]) + (", ..." if len(lacking) > MAX_LISTED_ROWS else "")
         raise UserError(
-            f"{data}: {format_count(len(lacking), 'example has', 'examples have')} no answer (id or line {which}), and "
-            f"{len(examples) - len(lacking):,} have one. Fill in what is missing, or take it out; a file without any "
-            "answers gives predictions alone."
+            f"{data}: {format_count(len(lacking), 'example has', 'examples have')} no label (id or line {which}), and "
+            f"{len(examples) - len(lacking):,} have one. Add the missing labels, or remove these examples; a file "
+            "without labels gives predictions alone."
         )
 
 
 def read_task_metadata(checkpoint: Path) -> dict[str, Any]:
-    """What a fine-tuned checkpoint was tuned for; nothing for any other."""
+    """The task file of a fine-tuned checkpoint; empty for any other."""
     return dict(read_json(checkpoint / TASK_FILE)) if (checkpoint / TASK_FILE).is_file() else {}
 
 
 def is_finetuned_for(task: str, task_metadata: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint answers itself; text to text needs no tuning to be written."""
+    """Whether the checkpoint's own head predicts; text-to-text also works without fine-tuning."""
     return task_metadata.get("task") == task or (task in FINETUNE_TASKS and task not in ZERO_SHOT_TASKS)
 
 
 def check_evaluation(
     checkpoint: Path, task: str, task_metadata: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> None:
-    """Refuse what cannot be done before anything is read."""
+    """Refuse a wrong task, checkpoint or setting before any data are read."""
     if task not in EVALUATION_TASKS:
         raise UserError(f"Unknown task {task!r}. {did_you_mean(task, EVALUATION_TASKS)}")
     if not checkpoint.is_dir() and not (task in VECTOR_FILE_TASKS and checkpoint.is_file()):
@@ -151,7 +152,7 @@ def check_evaluation(
         check_zero_shot_model(checkpoint, task, settings)
     if tuned is None and task in FINETUNE_TASKS and task not in (*ZERO_SHOT_TASKS, "text-to-text"):
         how = f"fine-tune it first (`firth finetune {checkpoint} --task {task} ...`)"
-        raise UserError(f"{checkpoint} has not learned the task {task}: {how}.")
+        raise UserError(f"{checkpoint} was not fine-tuned for the task {task}: {how}.")
     known = (
         LIKELIHOOD_OPTIONS
         if task in PLAIN_TEXT_TASKS
@@ -160,12 +161,12 @@ def check_evaluation(
         else ZERO_SHOT_TASKS[task][1]
     )
     if wrong := [name for name in settings if name not in known]:
-        takes = f"It takes {', '.join(known)}." if known else "It takes none: they are the checkpoint's own."
-        raise UserError(f"{wrong[0]} is no setting of the task {task}. {takes}")
+        takes = f"It takes {', '.join(known)}." if known else "It takes none: the checkpoint has its own."
+        raise UserError(f"{wrong[0]} is not a setting of the task {task}. {takes}")
 
 
 def check_zero_shot_model(checkpoint: Path, task: str, settings: Mapping[str, Any]) -> None:
-    """Refuse what a model that was not tuned for a task cannot do, whatever the data are."""
+    """Refuse a task that this model cannot do without fine-tuning."""
     if is_ngram(checkpoint) and task in PLAIN_TEXT_TASKS:
         return
     config = read_config(checkpoint)
@@ -176,26 +177,26 @@ def check_zero_shot_model(checkpoint: Path, task: str, settings: Mapping[str, An
 
 
 def evaluate_text(checkpoint: Path, corpus: Corpus, settings: Mapping[str, Any]) -> tuple[list[Example], Evaluation]:
-    """How likely each document is, and all of them together."""
+    """Score the likelihood of each document, and of all of them."""
     scorer = NgramScorer(checkpoint, **settings) if is_ngram(checkpoint) else make_scorer(checkpoint, **settings)
     examples: list[Example] = []
 
     def texts() -> Any:
         for document in corpus:
-            examples.append(Example(document.source, (document.text[:1000],)))  # enough to show which one it is
+            examples.append(Example(document.source, (document.text[:1000],)))  # enough to identify it in the report
             yield document.text
 
-    found = list(scorer.score_texts(texts()))
-    metrics, facts = aggregate_likelihoods(scorer, found)
-    said = [corpus.describe(), *scorer.notices, *unknown_token_messages(facts["unknown"])]
-    predictions = [Prediction(one.logp, extra={"tokens": one.tokens, "bytes": one.bytes}) for one in found]
-    return examples, Evaluation(metrics, predictions, facts, said)
+    likelihoods = list(scorer.score_texts(texts()))
+    metrics, facts = aggregate_likelihoods(scorer, likelihoods)
+    notices = [corpus.describe(), *scorer.notices, *unknown_token_messages(facts["unknown"])]
+    predictions = [Prediction(one.logp, extra={"tokens": one.tokens, "bytes": one.bytes}) for one in likelihoods]
+    return examples, Evaluation(metrics, predictions, facts, notices)
 
 
 def evaluate_zero_shot(
     checkpoint: Path, task: str, examples: Sequence[Example], settings: Mapping[str, Any]
 ) -> Evaluation:
-    """Ask a checkpoint as it is."""
+    """Score a task that needs no fine-tuning."""
     measure, _ = ZERO_SHOT_TASKS[task]
     if task in WORD_VECTOR_TASKS:
         return measure(load_word_vectors(checkpoint, **settings), examples)
@@ -205,39 +206,40 @@ def evaluate_zero_shot(
 def evaluate_finetuned(
     checkpoint: Path, task: str, task_metadata: Mapping[str, Any], examples: Sequence[Example], batch_size: int = 32
 ) -> Evaluation:
-    """Let a fine-tuned checkpoint answer; scored where every example has its answer."""
+    """Predict with a fine-tuned checkpoint; scored if every example has a label."""
     model = load_model(checkpoint)
     if model.tokenizer is None:
         raise UserError(f"{checkpoint} has no tokenizer.")
-    work = make_task(task, task_metadata, model.tokenizer, model.config)
-    machine = choose_compute(TrainingConfig())
-    items = work.encode(examples)
-    predictions = work.predict(model.to(machine.device), items, machine, batch_size)
-    answered = task in SELF_LABELLED_TASKS or all(example.target is not None for example in examples)
-    labels = {"labels": list(work.labels)} if work.labels else {}
-    return Evaluation(work.score(examples, predictions) if answered else {}, predictions, labels, work.notices)
+    head_task = make_task(task, task_metadata, model.tokenizer, model.config)
+    compute = choose_compute(TrainingConfig())
+    items = head_task.encode(examples)
+    predictions = head_task.predict(model.to(compute.device), items, compute, batch_size)
+    labelled = task in SELF_LABELLED_TASKS or all(example.target is not None for example in examples)
+    details = {"labels": list(head_task.labels)} if head_task.labels else {}
+    metrics = head_task.score(examples, predictions) if labelled else {}
+    return Evaluation(metrics, predictions, details, head_task.notices)
 
 
 def ensemble_predictions(
     evaluation: Evaluation, task: str, others: Sequence[str | Path], examples: Sequence[Example], batch_size: int
 ) -> Evaluation:
-    """The mean of the probabilities of several checkpoints that were tuned for the same labels (ULMFiT, section 5)."""
+    """Average the probabilities of checkpoints that were fine-tuned for the same labels (ULMFiT, section 5)."""
     all_scores = [[p.scores for p in evaluation.predictions]]
     for other in map(Path, others):
         facts = read_task_metadata(other)
         check_evaluation(other, task, facts, {})
-        found = evaluate_finetuned(other, task, facts, examples, batch_size)
-        if found.details != evaluation.details:
-            raise UserError(f"{other} knows other labels than the first checkpoint: their answers cannot be joined.")
-        all_scores.append([p.scores for p in found.predictions])
+        result = evaluate_finetuned(other, task, facts, examples, batch_size)
+        if result.details != evaluation.details:
+            raise UserError(f"--ensemble {other}: its labels differ from those of the first checkpoint.")
+        all_scores.append([p.scores for p in result.predictions])
     predictions = []
-    for several in zip(*all_scores, strict=True):
-        if None in several:
-            raise UserError(f"The task {task} has no probabilities of labels, whose mean could be taken.")
-        mean = {name: sum(scores[name] for scores in several) / len(several) for name in several[0]}
+    for scores in zip(*all_scores, strict=True):
+        if None in scores:
+            raise UserError(f"--ensemble averages label probabilities, and the task {task} has none.")
+        mean = {name: sum(one[name] for one in scores) / len(scores) for name in scores[0]}
         predictions.append(Prediction(max(mean, key=mean.__getitem__), mean))
-    true = [example.target for example in examples]
-    metrics = compute_metrics(task, [p.prediction for p in predictions], true) if None not in true else {}
+    targets = [example.target for example in examples]
+    metrics = compute_metrics(task, [p.prediction for p in predictions], targets) if None not in targets else {}
     facts = {**evaluation.details, "ensemble": [str(other) for other in others]}
     return evaluation._replace(metrics=metrics, predictions=predictions, details=facts)
 
@@ -251,7 +253,7 @@ def save_evaluation(
     evaluation: Evaluation,
     numbered: bool = False,
 ) -> dict[str, Any]:
-    """Write what was found; the result of the verb."""
+    """Write predictions, report and results; return the results."""
     lines = format_predictions(examples, evaluation.predictions)
     result = {
         "task": task,
@@ -271,18 +273,18 @@ def save_evaluation(
 
 
 def next_free_results_folder(folder: Path, result: Mapping[str, Any], predictions_jsonl: str) -> Path:
-    """The first of NAME, NAME-2, NAME-3 ... in which nothing is, or just these results. Another than NAME is said."""
-    place, number = folder, 1
-    while not is_missing_or_empty(place) and not has_same_results(place, result, predictions_jsonl):
+    """The first of NAME, NAME-2, NAME-3 ... that is empty or has these very results."""
+    path, number = folder, 1
+    while not is_missing_or_empty(path) and not has_same_results(path, result, predictions_jsonl):
         number += 1
-        place = folder.with_name(f"{folder.name}-{number}")
-    if place != folder:
-        say(f"{folder} has other results, and stays: these are in {place}. --overwrite replaces the others.")
-    return place
+        path = folder.with_name(f"{folder.name}-{number}")
+    if path != folder:
+        say(f"{folder} has other results: these are in {path}. --overwrite replaces the former.")
+    return path
 
 
 def has_same_results(folder: Path, result: Mapping[str, Any], predictions_jsonl: str) -> bool:
-    """Whether a folder has just these results, of the same files."""
+    """Whether a folder has these results, computed from the same files."""
     results, predictions = folder / "results.json", folder / "predictions.jsonl"
     if not results.is_file() or not predictions.is_file():
         return False
@@ -293,6 +295,6 @@ def has_same_results(folder: Path, result: Mapping[str, Any], predictions_jsonl:
 
 
 def are_same_files(a: Any, b: Any) -> bool:
-    """Whether two names, or two lists of names, mean the same files."""
+    """Whether two paths, or two lists of paths, are the same files."""
     first, second = ([x] if isinstance(x, str) else list(x or ()) for x in (a, b))
     return [Path(x).absolute() for x in first] == [Path(x).absolute() for x in second]

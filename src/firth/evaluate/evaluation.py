@@ -1,4 +1,4 @@
-"""What every evaluation gives: scores, predictions, and what a person should be told."""
+"""The result of an evaluation: metrics, predictions and notices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from firth.tasks import Prediction
 
 
 class Evaluation(NamedTuple):
-    """`details` are what else is worth keeping: how it was measured, the scores of groups."""
+    """`details` go to results.json (method, scores by group); `notices` are printed."""
 
     metrics: Mapping[str, float]
     predictions: Sequence[Prediction]

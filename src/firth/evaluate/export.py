@@ -1,4 +1,8 @@
-"""A checkpoint as a plain Hugging Face folder. Does it open in `transformers` with the same numbers?"""
+"""Export a checkpoint as a Hugging Face folder, and compare its logits with those that `transformers` computes.
+
+The comparison runs both models in float32 on the same random ids, one row half padded, and returns the largest
+absolute difference of a logit. Differences above 1e-3 are not rounding: a setting or a tensor was converted wrongly.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +50,11 @@ EXPORTED_EXTRA_FILES = (
     "modules.json",
     "sentence_bert_config.json",
     "1_Pooling",
-)  # what else makes a model usable
+)  # files beside the weights: task, model card, sentence-transformers
 
 
 def write_export(checkpoint: Path, folder: Path) -> None:
-    """Write a checkpoint anew, without what only its training needs; what it was tuned for and its card come along."""
+    """Write a checkpoint without its training state, with its task file and model card."""
     model = load_model(checkpoint)
     with atomic_folder(folder) as temporary:
         write_model(model, temporary)
@@ -62,7 +66,7 @@ def write_export(checkpoint: Path, folder: Path) -> None:
 
 
 def max_logit_difference(folder: Path) -> float:
-    """The largest difference between our logits and those of `transformers` on the same folder, over random ids."""
+    """Largest absolute difference between our logits and those of `transformers` for the same folder and random ids."""
     try:
         import transformers
     except ImportError:
@@ -77,19 +81,18 @@ def max_logit_difference(folder: Path) -> float:
     length = min(64, ours.config.max_length or 64)
     inputs = {"input_ids": torch.randint(5, ours.config.vocab_size, (4, length))}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    left = (
-        ours.config.architecture == "encoder" and ours.config.pools_last_token
-    )  # XLNet's class is told at the very end
+    # XLNet classifies by the last token, so its rows are padded on the left.
+    left = ours.config.architecture == "encoder" and ours.config.pools_last_token
     inputs["attention_mask"][1, slice(0, length // 2) if left else slice(length // 2, None)] = 0
     head = ours.config.head
     if isinstance(head, ClassificationHead | RegressionHead) and ours.config.architecture == "decoder" and not own:
         inputs["input_ids"][1, length // 2 :] = theirs.config.pad_token_id
-    two = ours.config.architecture == "encoder-decoder" and not ours.config.head_reads_encoder
-    if ours.config.has_decoder and not two and not own:
+    uses_decoder = ours.config.architecture == "encoder-decoder" and not ours.config.head_reads_encoder
+    if ours.config.has_decoder and not uses_decoder and not own:
         theirs = theirs.get_encoder()
-    if two:
+    if uses_decoder:
         inputs["decoder_input_ids"] = torch.randint(5, ours.config.vocab_size, (4, 16))
-    if two and isinstance(head, TaskHead) and not own:  # the text again, up to </s>
+    if uses_decoder and isinstance(head, TaskHead) and not own:  # BART: the decoder reads the text again, up to </s>
         inputs["attention_mask"][:] = 1
         inputs["input_ids"][inputs["input_ids"] == theirs.config.eos_token_id] -= 1
         inputs["input_ids"][:, -1] = theirs.config.eos_token_id
@@ -98,19 +101,22 @@ def max_logit_difference(folder: Path) -> float:
         inputs = {name: value.unflatten(0, (2, 2)) for name, value in inputs.items()}
     with torch.no_grad():
         if own:
-            answer = ours(**inputs, output_hidden_states=True)
-            mine, other = answer.hidden_states[-1] if kind == "AutoModel" else answer.logits, theirs(**inputs)[0]
+            outputs = ours(**inputs, output_hidden_states=True)
+            logits, hf_logits = (
+                outputs.hidden_states[-1] if kind == "AutoModel" else outputs.logits,
+                theirs(**inputs)[0],
+            )
         else:
-            mine, other = _our_logits(ours, inputs), _hf_logits(theirs(**inputs))
-        difference = (mine - other).abs()
-    if not isinstance(head, ClassificationHead | RegressionHead | MultipleChoiceHead) and not two:
-        difference = difference[inputs["attention_mask"].bool()]  # what stands at padding means nothing
+            logits, hf_logits = _our_logits(ours, inputs), _hf_logits(theirs(**inputs))
+        difference = (logits - hf_logits).abs()
+    if not isinstance(head, ClassificationHead | RegressionHead | MultipleChoiceHead) and not uses_decoder:
+        difference = difference[inputs["attention_mask"].bool()]  # logits at padding are undefined
     return float(difference.max())
 
 
 def _our_logits(model: Model, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What `transformers` answers with too; of a model that was trained beside a generator it has the verdict."""
-    if isinstance(model.config.head, EmbeddingHead):  # there it is the body alone
+    """The output that `transformers` has too: for ELECTRA the discriminator's logits."""
+    if isinstance(model.config.head, EmbeddingHead):  # `transformers` has the backbone alone
         return model(**inputs, output_hidden_states=True).hidden_states[-1]
     if not isinstance(model, Encoder) or model.generator is None:
         return model(**inputs).logits
@@ -125,11 +131,11 @@ def _hf_logits(outputs: Any) -> torch.Tensor:
 
 
 def _registered_auto_class(model: Model) -> str:
-    """The class that opens a model of no family of `transformers`, once it knows ours."""
+    """The class that opens an architecture that only `firth.hf` registers."""
     from firth import hf
 
     kind = hf.auto_class_for_config(model.config)
-    say(f"transformers has no such architecture by itself: after `import firth.hf` it opens with {kind}.")
+    say(f"transformers has no such architecture: it opens with {kind} after `import firth.hf`.")
     return kind
 
 

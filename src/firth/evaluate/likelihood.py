@@ -1,4 +1,20 @@
-"""How likely texts are to a model: the likelihood of a decoder, the pseudo-likelihood of the others."""
+"""Log-likelihood of texts under a language model, and perplexity.
+
+A decoder factorizes the probability of a text from left to right: log p(x) = sum over t of log p(x_t | x_<t). One
+forward pass gives all terms. Perplexity is exp(-log p(x) / tokens); bits per byte are -log2 p(x) / bytes, which
+compares models with different tokenizers.
+
+An encoder sees both sides and has no such factorization. Its pseudo-log-likelihood masks one token at a time and adds
+up log p(x_t | all others) (Salazar et al. 2020, "Masked Language Model Scoring", section 2): one row per token, so T
+times the cost. Tokens of a long word reveal each other; "within-word-l2r" therefore also masks the rest of the word
+(Kauf & Ivanova 2023, section 3). The terms do not add up to a probability, so there are no bits per byte.
+
+An encoder-decoder either restores each masked word ("span", a pseudo-likelihood again), or reads the first half of a
+text and scores the second ("continuation", exact).
+
+Texts longer than the model's window are read in sliding windows; each token is scored once, with as much context as
+fits. A `Scorer` turns texts into `LogprobQuery` rows, `compute_logprobs` runs the model.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +38,23 @@ from firth.models.config import ELMoConfig
 from firth.tokens.lexicon import OpenVocabTokenizer
 from firth.train import TrainingConfig, choose_compute
 
-TOKENIZE_BATCH_TEXTS = 64  # texts that are tokenised at once
-DEFAULT_LENGTH_TOKENS = 512  # tokens that are read at once where neither the model nor the user says how many
-MAX_SCORING_LENGTH_TOKENS = 2048  # and where a model could read very many
+TOKENIZE_BATCH_TEXTS = 64  # texts per call of the tokenizer
+DEFAULT_LENGTH_TOKENS = 512  # tokens per window for a model without a maximum length
+MAX_SCORING_LENGTH_TOKENS = 2048  # tokens per window for a model without a maximum, trained on longer rows
 
 
 class Likelihood(NamedTuple):
-    """How likely a text is, and how much text that is: what was not scored is not counted."""
+    """Log-likelihood of a text, and the size of its scored part."""
 
     logp: float  # nats
     tokens: int
-    unknown_tokens: int  # tokens that stand for something that the tokenizer does not know
+    unknown_tokens: int  # unknown tokens (<unk>)
     words: int
     bytes: int
 
 
 class SplitText(NamedTuple):
-    """The ids of a text in three: what comes before the stretch that is asked, that stretch, what comes after."""
+    """Token ids of a text: before the scored span, in it, and after it."""
 
     before: list[int]
     answer: list[int]
@@ -46,7 +62,7 @@ class SplitText(NamedTuple):
 
 
 class ScoringText(NamedTuple):
-    """A text as tokens: their ids, which of them start a word, and the character at which each begins."""
+    """A tokenized text: ids, whether each token starts a word, and its first character."""
 
     text: str
     ids: list[int]
@@ -55,10 +71,10 @@ class ScoringText(NamedTuple):
 
 
 def open_model(checkpoint: Model | str | Path) -> Model:
-    """A model where this machine computes; a checkpoint is loaded."""
+    """Load a checkpoint, or take a loaded model, and move it to this machine's device."""
     model = checkpoint if isinstance(checkpoint, Model) else load_model(checkpoint)
     if model.tokenizer is None and not isinstance(checkpoint, Model):
-        raise UserError(f"{checkpoint} has no tokenizer: put that of the model, with its tokenizer.json, into it.")
+        raise UserError(f"{checkpoint} has no tokenizer: copy the model's tokenizer.json and its config into it.")
     require_tokenizer(model)
     return model.to(choose_compute(TrainingConfig(bf16=False)).device)
 
@@ -70,13 +86,11 @@ def make_scorer(
     stride: int = 0,
     batch_tokens: int = EVAL_BATCH_TOKENS,
 ) -> Scorer:
-    """What asks this model for likelihoods.
+    """Return the scorer of a model.
 
-    A decoder has one `method`, "left-to-right", and so has ELMo, its way forward. An encoder has "pseudo" (each token
-    is hidden by itself, Salazar et al. 2020) and "within-word-l2r" (with the rest of its word, Kauf & Ivanova 2023). An
-    encoder-decoder has "span" (each word is hidden by itself) and "continuation" (the encoder reads the first half, the
-    second half is asked). "auto" takes the first of these. Texts longer than `max_seq_length` are read in windows that
-    are `stride` tokens apart; 0 means what the model can read, and half of that.
+    Methods: "left-to-right" for a decoder, and for ELMo's forward direction; "pseudo" or "within-word-l2r" for an
+    encoder; "span" or "continuation" for an encoder-decoder. "auto" takes the first of these. Texts longer than
+    `max_seq_length` are read in windows that are `stride` tokens apart; 0 means the model's maximum, and half of it.
     """
     model = open_model(checkpoint)
     name, kind = choose_scoring_method(model.config, method)
@@ -84,21 +98,21 @@ def make_scorer(
 
 
 def choose_scoring_method(config: ModelConfig, method: str = "auto") -> tuple[str, type[Scorer]]:
-    """The method for a model and what asks in this way; a model that has no words, or no such method, is refused."""
+    """Return the name and the scorer of a method; refuse a model without an LM head or without the method."""
     check_has_lm_head(config)
     methods = SCORERS_BY_ARCHITECTURE["decoder" if isinstance(config.recurrent, ELMoConfig) else config.architecture]
     if method != "auto" and method not in methods:
-        others = [name for shape in SCORERS_BY_ARCHITECTURE.values() for name in shape]
-        known = f"This checkpoint is a model of shape {config.architecture}, for which there is: {', '.join(methods)}."
+        others = [name for scorers in SCORERS_BY_ARCHITECTURE.values() for name in scorers]
+        known = f"This checkpoint has the architecture {config.architecture}, which has: {', '.join(methods)}."
         raise UserError(f"method {method!r}: " + (known if method in others else did_you_mean(method, methods)))
     name = next(iter(methods)) if method == "auto" else method
     return name, methods[name]
 
 
 class Scorer(ABC):
-    """A model and a way to ask it; `notices` has sentences about what had to be left out.
+    """A model and a scoring method; `notices` has sentences on what was truncated.
 
-    It is `is_exact` when no token is seen before it is asked: only then do the answers add up to a probability.
+    `is_exact`: no token is visible before it is predicted, so that the log-probabilities add up to that of the text.
     """
 
     is_exact = True
@@ -112,13 +126,13 @@ class Scorer(ABC):
         self.stride = stride or max(1, self.max_text_tokens // 2)
         if self.max_text_tokens < 1 or not 1 <= self.stride <= self.max_text_tokens:
             raise UserError(
-                f"stride is {self.stride}, and must be from 1 to {self.max_text_tokens}, what is read at once."
+                f"stride is {self.stride}, and must be from 1 to {self.max_text_tokens}, the tokens of a window."
             )
         self.num_truncated = 0
 
     @property
     def max_text_tokens(self) -> int:
-        """Tokens of text that are read at once."""
+        """Tokens of a window without special tokens."""
         return self.max_length - len(self.template.prefix_ids) - 1
 
     @property
@@ -128,8 +142,8 @@ class Scorer(ABC):
     # --- texts ---
 
     def score_texts(self, texts: Iterable[str]) -> Iterator[Likelihood]:
-        """The likelihood of each text, in their order."""
-        sizes: deque[tuple[int, int]] = deque()  # words and bytes of the texts that are on their way
+        """Yield the likelihood of each text, in order."""
+        sizes: deque[tuple[int, int]] = deque()  # words and bytes of texts that are not yet scored
 
         def queries() -> Iterator[LogprobQuery]:
             for number, text in enumerate(self.tokenize(texts)):
@@ -143,7 +157,7 @@ class Scorer(ABC):
             for number, answers in groupby(
                 compute_logprobs(self.model, queries(), self.batch_tokens), lambda pair: pair[0].text_index
             ):
-                for _ in range(done, number):  # texts that have no token
+                for _ in range(done, number):  # texts without a token
                     yield Likelihood(0.0, 0, 0, *sizes.popleft())
                 done = number + 1
                 logp, tokens, unknown = 0.0, 0, 0
@@ -161,29 +175,29 @@ class Scorer(ABC):
 
     def tokenize(self, texts: Iterable[str]) -> Iterator[ScoringText]:
         stream = iter(texts)
-        while some := list(islice(stream, TOKENIZE_BATCH_TEXTS)):
-            for text, encoding in zip(some, self.tokenizer.encode_with_offsets(some), strict=True):
+        while batch := list(islice(stream, TOKENIZE_BATCH_TEXTS)):
+            for text, encoding in zip(batch, self.tokenizer.encode_with_offsets(batch), strict=True):
                 begins, starts = [begin for begin, _ in encoding.offsets], self.tokenizer.word_starts(encoding)
-                way = -1 if self.tokenizer.is_reversed else 1
-                yield ScoringText(text, encoding.ids[::way], starts[::way], begins[::way])
+                step = -1 if self.tokenizer.is_reversed else 1
+                yield ScoringText(text, encoding.ids[::step], starts[::step], begins[::step])
 
     def scored_text(self, text: ScoringText) -> str:
-        """The part of a text that is asked."""
+        """The part of a text that is scored."""
         return text.text
 
     @abstractmethod
     def text_queries(self, text: ScoringText) -> Iterator[LogprobQuery]:
-        """The queries whose answers add up to the likelihood of a text."""
+        """Yield the queries whose log-probabilities add up to the likelihood of a text."""
 
-    # --- stretches of a text ---
+    # --- spans of a text ---
 
     def score_spans(
         self, splits: Sequence[SplitText], jointly: bool
     ) -> Iterator[list[tuple[LogprobQuery, TokenLogprobs]]]:
-        """The answers to one stretch of each text.
+        """Yield the log-probabilities of one span of each text.
 
-        `jointly` hides all its tokens at once, as when they are to be guessed; otherwise an encoder sees the rest of
-        the stretch when it is asked for one token of it.
+        `jointly` masks all tokens of the span at once, as for a prediction; otherwise an encoder sees the rest of the
+        span when it predicts one token of it.
         """
         queries = [
             query._replace(text_index=number)
@@ -202,56 +216,54 @@ class Scorer(ABC):
                 shown.advance()
 
     def split_at_span(self, text: str, begin: int, end: int, where: str) -> SplitText:
-        """The tokens of a text before, in and after a stretch of characters; one across an edge is in the stretch."""
+        """Tokens before, in and after a span of characters; a token across its boundary is in the span."""
         (encoding,) = self.tokenizer.encode_with_offsets([text])
         first = next((i for i, (_, e) in enumerate(encoding.offsets) if e > begin), len(encoding.ids))
         last = next((i for i, (b, _) in enumerate(encoding.offsets) if b >= end), len(encoding.ids))
         if not 0 < last - first <= self.max_text_tokens:
-            problem = f"has {last - first} tokens, and must have from 1 to {self.max_text_tokens}, which this model reads at once"
+            problem = f"has {last - first} tokens, and must have from 1 to {self.max_text_tokens}, the model's window"
             raise UserError(f"{where}: {text[begin:end].strip()[:40]!r} {problem}.")
         return SplitText(encoding.ids[:first], encoding.ids[first:last], encoding.ids[last:])
 
     def truncate_context(self, split: SplitText) -> SplitText:
-        """Leave out what is furthest from the stretch, so that the model can read the rest."""
+        """Drop the tokens furthest from the span until the rest fits into the window."""
         before, answer, after = split
-        room = self.max_text_tokens - len(answer)
-        self.num_truncated += len(before) + len(after) > room
-        right = min(len(after), max(room // 2, room - len(before)))
-        left = min(len(before), room - right)
+        budget = self.max_text_tokens - len(answer)
+        self.num_truncated += len(before) + len(after) > budget
+        right = min(len(after), max(budget // 2, budget - len(before)))
+        left = min(len(before), budget - right)
         return SplitText(before[len(before) - left :], answer, after[:right])
 
     @abstractmethod
     def blank_query(self, split: SplitText) -> LogprobQuery:
-        """The stretch as a blank."""
+        """The query that predicts the whole span."""
 
     def span_queries(self, split: SplitText) -> list[LogprobQuery]:
-        """The stretch as a text that is likely or not."""
+        """The queries whose log-probabilities add up to that of the span."""
         return [self.blank_query(split)]
 
     def is_exact_match(self, query: LogprobQuery, logprobs: TokenLogprobs) -> bool:
-        """Whether the model, left to itself, would have filled the blank with just the answer."""
+        """Whether greedy decoding gives exactly the answer."""
         return self.is_in_vocabulary(query) and bool((logprobs.top_ids == query.labels).all())
 
     def is_in_vocabulary(self, query: LogprobQuery) -> bool:
-        """Whether the tokenizer can spell the answer: who writes an unknown token has not written it."""
+        """Whether the answer has no unknown token: predicting <unk> is not predicting the answer."""
         return not self.count_unknown(query.labels)
 
     def count_unknown(self, ids: Sequence[int]) -> int:
-        """How many tokens stand for something that the tokenizer does not know."""
+        """Number of unknown tokens."""
         return ids.count(self.vocab.unk) if self.vocab.unk is not None else 0
 
     def answer_logp(self, logprobs: TokenLogprobs) -> float:
-        """The log-probability of what stands in a blank."""
+        """Log-probability of the answer."""
         return float(logprobs.logprobs.sum())
 
 
 def resolve_max_length(model: Model, max_seq_length: int) -> int:
-    """How many tokens are read at once."""
+    """Tokens of a window: `max_seq_length`, or the model's maximum, or the length it was trained on."""
     limit = model.config.max_length
     if max_seq_length < 0:
-        raise UserError(
-            f"max_seq_length is {max_seq_length}, and must not be negative; 0 means what the model can read."
-        )
+        raise UserError(f"max_seq_length is {max_seq_length}, and must not be negative; 0 takes the model's maximum.")
     if max_seq_length:
         model.check_length(max_seq_length)
     trained: int = getattr(model.config.position, "length", None) or DEFAULT_LENGTH_TOKENS
@@ -259,29 +271,29 @@ def resolve_max_length(model: Model, max_seq_length: int) -> int:
 
 
 class CausalScorer(Scorer):
-    """A decoder: each token after all that came before, exactly."""
+    """A decoder: the log-probability of each token given all before it."""
 
     def text_queries(self, text: ScoringText) -> Iterator[LogprobQuery]:
         ids = [*self.template.prefix_ids, *text.ids]
-        first, step = len(self.template.prefix_ids), self.max_length  # the first window is scored whole
+        first, step = len(self.template.prefix_ids), self.max_length  # all tokens of the first window are scored
         while first < len(ids):
             end = min(first + step - 1, len(ids) - 1)
             begin = max(0, end - self.max_length)
-            asked = list(range(first - 1 - begin, end - begin))
-            yield LogprobQuery(ids[begin:end], asked, self.replace_out_of_vocabulary(ids[first : end + 1]))
+            target_positions = list(range(first - 1 - begin, end - begin))
+            yield LogprobQuery(ids[begin:end], target_positions, self.replace_out_of_vocabulary(ids[first : end + 1]))
             first, step = end + 1, self.stride
 
     def truncate_context(self, split: SplitText) -> SplitText:
-        """What comes after is not seen: a decoder reads only what came before."""
+        """Drop the tokens after the span, which a decoder does not see."""
         return super().truncate_context(split._replace(after=[]))
 
     def blank_query(self, split: SplitText) -> LogprobQuery:
-        read = [*self.template.prefix_ids, *split.before, *split.answer[:-1]]
-        first = len(read) - len(split.answer)
-        return LogprobQuery(read, list(range(first, len(read))), self.replace_out_of_vocabulary(split.answer))
+        input_ids = [*self.template.prefix_ids, *split.before, *split.answer[:-1]]
+        first = len(input_ids) - len(split.answer)
+        return LogprobQuery(input_ids, list(range(first, len(input_ids))), self.replace_out_of_vocabulary(split.answer))
 
     def replace_out_of_vocabulary(self, ids: list[int]) -> list[int]:
-        """A word that a model reads by its characters, and cannot say, is an unknown one where it is asked."""
+        """Label ids with <unk> for words outside the output vocabulary, which ELMo reads by their characters."""
         if not isinstance(self.tokenizer, OpenVocabTokenizer):
             return ids
         assert self.vocab.unk is not None
@@ -289,7 +301,7 @@ class CausalScorer(Scorer):
 
 
 class MaskedScorer(Scorer):
-    """An encoder: each token from all others, hidden behind the mask, or by the order of XLNet's query stream."""
+    """An encoder: each token given all others, behind a mask token or by the rank of XLNet's query stream."""
 
     is_exact = False
 
@@ -297,7 +309,7 @@ class MaskedScorer(Scorer):
         super().__init__(model, *settings)
         self.has_query_stream = model.config.get_extra("query") is not None
         if self.vocab.mask is None and not self.has_query_stream:
-            raise UserError("The tokenizer of this encoder has no mask token, so it cannot be asked for a hidden word.")
+            raise UserError("The tokenizer of this encoder has no mask token, so no token can be masked and scored.")
 
     def text_queries(self, text: ScoringText) -> Iterator[LogprobQuery]:
         for window in sliding_windows(len(text.ids), self.max_text_tokens, self.stride):
@@ -317,21 +329,22 @@ class MaskedScorer(Scorer):
         return [self.masked_query(ids, i, i + 1, num_targets=1) for i in range(first, first + len(split.answer))]
 
     def masked_query(self, ids: list[int], first: int, last: int, num_targets: int) -> LogprobQuery:
-        """Hide the tokens from `first` to `last`, and ask for some from `first` on."""
+        """Mask the tokens [first, last), and score `num_targets` from `first` on."""
         before, end = list(self.template.prefix_ids), self.template.eos_id
-        places, labels = [len(before) + first + k for k in range(num_targets)], ids[first : first + num_targets]
+        positions, labels = [len(before) + first + k for k in range(num_targets)], ids[first : first + num_targets]
         if not self.has_query_stream:
             assert self.vocab.mask is not None
             hidden = [self.vocab.mask] * (last - first)
-            return LogprobQuery([*before, *ids[:first], *hidden, *ids[last:], end], places, labels)
-        # Nothing that is read freely (0) sees what is asked (1), and neither sees what is only hidden (2).
+            return LogprobQuery([*before, *ids[:first], *hidden, *ids[last:], end], positions, labels)
+        # Rank 0 is context, 1 a target and 2 masked only: a token attends to ranks up to its own, strictly in XLNet's
+        # query stream.
         hidden = [1] * num_targets + [2] * (last - first - num_targets)
         rank = [0] * (len(before) + first) + hidden + [0] * (len(ids) - last + 1)
-        return LogprobQuery([*before, *ids, end], places, labels, attention_rank=rank)
+        return LogprobQuery([*before, *ids, end], positions, labels, attention_rank=rank)
 
 
 class SpanScorer(Scorer):
-    """An encoder-decoder: each word from the text around it, as it has learned to restore what was hidden."""
+    """An encoder-decoder: each word given the text around it, as in its span-corruption pretraining."""
 
     is_exact = False
 
@@ -339,9 +352,9 @@ class SpanScorer(Scorer):
         super().__init__(model, *settings)
         self.adds_bos = model.config.adds_bos
         if self.adds_bos and self.vocab.mask is None:
-            raise UserError("The tokenizer has no mask token: take the method 'continuation'.")
+            raise UserError("The tokenizer has no mask token: use the method 'continuation'.")
         if not self.adds_bos and not self.vocab.sentinel_ids:
-            raise UserError("The tokenizer has no sentinels (<extra_id_0> ...): take the method 'continuation'.")
+            raise UserError("The tokenizer has no sentinels (<extra_id_0> ...): use the method 'continuation'.")
 
     def text_queries(self, text: ScoringText) -> Iterator[LogprobQuery]:
         for window in sliding_windows(len(text.ids), self.max_text_tokens, self.stride):
@@ -354,21 +367,21 @@ class SpanScorer(Scorer):
                 i = end
 
     def blank_query(self, split: SplitText) -> LogprobQuery:
-        """The answer is followed by what ends a span: T5's next sentinel, or BART's next token."""
+        """The labels end with the token that ends a span: T5's next sentinel, or the text's next token for BART."""
         before, answer, after = split
-        frame, end = list(self.template.prefix_ids), self.template.eos_id
+        prefix, end = list(self.template.prefix_ids), self.template.eos_id
         if self.adds_bos:
             assert self.vocab.mask is not None
-            read = [*frame, *before, self.vocab.mask, *after, end]
-            written = [self.template.decoder_start_id, *frame, *before, *answer]
-            follows = after[0] if after else end
+            input_ids = [*prefix, *before, self.vocab.mask, *after, end]
+            decoder_input_ids = [self.template.decoder_start_id, *prefix, *before, *answer]
+            next_id = after[0] if after else end
         else:
-            hole, *others = self.vocab.sentinel_ids
-            read = [*frame, *before, hole, *after, end]
-            written = [self.template.decoder_start_id, hole, *answer]
-            follows = others[0] if others else end
-        first = len(written) - 1 - len(answer)
-        return LogprobQuery(read, list(range(first, len(written))), [*answer, follows], written)
+            sentinel, *others = self.vocab.sentinel_ids
+            input_ids = [*prefix, *before, sentinel, *after, end]
+            decoder_input_ids = [self.template.decoder_start_id, sentinel, *answer]
+            next_id = others[0] if others else end
+        positions = list(range(len(decoder_input_ids) - 1 - len(answer), len(decoder_input_ids)))
+        return LogprobQuery(input_ids, positions, [*answer, next_id], decoder_input_ids)
 
     def span_queries(self, split: SplitText) -> list[LogprobQuery]:
         query = self.blank_query(split)
@@ -390,7 +403,7 @@ class SpanScorer(Scorer):
 
 
 class ContinuationScorer(Scorer):
-    """An encoder-decoder: the second half of a text after the first; of a long one, each stretch after the last."""
+    """An encoder-decoder: the second half of a text given the first; in a long one, each window given the last."""
 
     def truncate_context(self, split: SplitText) -> SplitText:
         return super().truncate_context(split._replace(after=[]))
@@ -404,14 +417,14 @@ class ContinuationScorer(Scorer):
 
     def text_queries(self, text: ScoringText) -> Iterator[LogprobQuery]:
         for first in range(self.split_point(text), len(text.ids), self.max_text_tokens):
-            read = text.ids[max(0, first - self.max_text_tokens) : first]
-            yield self.blank_query(SplitText(read, text.ids[first : first + self.max_text_tokens], []))
+            context = text.ids[max(0, first - self.max_text_tokens) : first]
+            yield self.blank_query(SplitText(context, text.ids[first : first + self.max_text_tokens], []))
 
     def blank_query(self, split: SplitText) -> LogprobQuery:
-        frame = list(self.template.prefix_ids)
-        written = [self.template.decoder_start_id, *frame, *split.answer[:-1]]
-        asked = list(range(len(written) - len(split.answer), len(written)))
-        return LogprobQuery([*frame, *split.before, self.template.eos_id], asked, split.answer, written)
+        prefix = list(self.template.prefix_ids)
+        decoder_input_ids = [self.template.decoder_start_id, *prefix, *split.answer[:-1]]
+        positions = list(range(len(decoder_input_ids) - len(split.answer), len(decoder_input_ids)))
+        return LogprobQuery([*prefix, *split.before, self.template.eos_id], positions, split.answer, decoder_input_ids)
 
 
 SCORERS_BY_ARCHITECTURE: dict[str, dict[str, type[Scorer]]] = {
@@ -422,7 +435,7 @@ SCORERS_BY_ARCHITECTURE: dict[str, dict[str, type[Scorer]]] = {
 
 
 class ScoringWindow(NamedTuple):
-    """Tokens `split_point` to `end` are read, those from `first` to `last` are scored."""
+    """Tokens [begin, end) are the input, tokens [first, last) are scored."""
 
     begin: int
     end: int
@@ -431,7 +444,7 @@ class ScoringWindow(NamedTuple):
 
 
 def sliding_windows(num_tokens: int, max_tokens: int, stride: int) -> Iterator[ScoringWindow]:
-    """Windows over a text in which each token is scored once, with as much text on both sides as there is room for.
+    """Yield windows over a text in which each token is scored once, with as much context on both sides as fits.
 
     >>> [tuple(window) for window in sliding_windows(5, 4, 2)]
     [(0, 4, 0, 2), (1, 5, 2, 4), (1, 5, 4, 5)]
@@ -444,7 +457,7 @@ def sliding_windows(num_tokens: int, max_tokens: int, stride: int) -> Iterator[S
 
 
 def word_ends(word_starts: np.ndarray) -> list[int]:
-    """For each token the place after the last token of its word.
+    """For each token, the position after the last token of its word.
 
     >>> word_ends(np.array([True, True, False, False, True]))
     [1, 4, 4, 4, 5]
@@ -454,9 +467,9 @@ def word_ends(word_starts: np.ndarray) -> list[int]:
 
 
 def evaluate_perplexity(checkpoint: Model | str | Path, texts: Iterable[str], **settings: Any) -> dict[str, Any]:
-    """How well a model foresees texts: perplexity per token and per word, bits per byte. `settings`: `make_scorer`.
+    """Perplexity per token and per word, and bits per byte. `settings`: those of `make_scorer`.
 
-    Where tokens see both sides (an encoder, spans) it is a pseudo-perplexity, and there are no bits per byte.
+    An inexact method (an encoder, spans) gives pseudo-perplexities, and no bits per byte.
     """
     scorer = make_scorer(checkpoint, **settings)
     metrics, facts = aggregate_likelihoods(scorer, list(scorer.score_texts(texts)))
@@ -464,18 +477,18 @@ def evaluate_perplexity(checkpoint: Model | str | Path, texts: Iterable[str], **
 
 
 def text_likelihoods(checkpoint: Model | str | Path, texts: Iterable[str], **settings: Any) -> list[Likelihood]:
-    """The (pseudo-)likelihood of each text. `settings`: those of `make_scorer`."""
+    """The (pseudo-)log-likelihood of each text. `settings`: those of `make_scorer`."""
     return list(make_scorer(checkpoint, **settings).score_texts(texts))
 
 
 def unknown_token_messages(num_unknown: int) -> list[str]:
-    """What a person should be told about tokens that stand for any word."""
-    some = format_count(num_unknown, "token stands", "tokens stand")
-    return [f"{some} for text that the tokenizer does not know: easy to guess."] if num_unknown else []
+    """A message on unknown tokens, which are easy to predict and lower the perplexity."""
+    count = format_count(num_unknown, "token is", "tokens are")
+    return [f"{count} unknown to the tokenizer (<unk>), which is easy to predict."] if num_unknown else []
 
 
 def text_metric_names(is_exact: bool) -> tuple[str, ...]:
-    """The names of the scores of texts, of which less is better. Where tokens see both sides no code is so short."""
+    """Names of the scores, lower is better. A pseudo-likelihood is no code length, so it has no bits per byte."""
     return (
         ("perplexity", "word_perplexity", "bits_per_byte")
         if is_exact
@@ -484,15 +497,15 @@ def text_metric_names(is_exact: bool) -> tuple[str, ...]:
 
 
 def aggregate_likelihoods(scorer: Any, likelihoods: Sequence[Likelihood]) -> tuple[dict[str, float], dict[str, Any]]:
-    """The scores of all texts together, and what they are of."""
+    """Scores over all texts, and the counts they are computed from."""
     nats, tokens = -sum(one.logp for one in likelihoods), sum(one.tokens for one in likelihoods)
     if not tokens:
         raise UserError("There is nothing to score: no text has a token.")
     words, num_bytes = sum(one.words for one in likelihoods), sum(one.bytes for one in likelihoods)
-    each = [as_perplexity(nats, tokens), as_perplexity(nats, max(words, 1))]
+    scores = [as_perplexity(nats, tokens), as_perplexity(nats, max(words, 1))]
     if scorer.is_exact:
-        each.append(bits_per_byte(nats, num_bytes))
-    return dict(zip(text_metric_names(scorer.is_exact), each, strict=True)), {
+        scores.append(bits_per_byte(nats, num_bytes))
+    return dict(zip(text_metric_names(scorer.is_exact), scores, strict=True)), {
         "method": scorer.method,
         "nats": nats,
         "texts": len(likelihoods),

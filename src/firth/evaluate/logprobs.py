@@ -1,6 +1,10 @@
-"""Ask a model how likely given tokens are at given places, many readings at a time.
+"""Log-probabilities of given tokens at given positions, in batches of similar length.
 
-B rows, T places, K asked places, N asked in all, D model width, V vocabulary.
+A `LogprobQuery` is one input row with target positions and labels. Queries are sorted by length in chunks, padded on
+the right, and run without gradients. The vocabulary projection runs only at the target positions, in pieces, so that
+the logits of a batch are never held at once.
+
+B rows, T positions, K target positions of a row, N target positions of a batch, D model width.
 """
 
 from __future__ import annotations
@@ -18,59 +22,58 @@ from firth.models import Model
 from firth.models.heads import LMHeadModule
 from firth.objectives import IGNORE_INDEX, Batch
 
-EVAL_BATCH_TOKENS = 8192  # places that are computed at once
-CHUNK_QUERIES = 2048  # readings that are sorted by length before they are put into batches
-MAX_LOGITS_ELEMENTS = 2**24  # logits that are made at once: 64 MB of float32
+EVAL_BATCH_TOKENS = 8192  # tokens per batch, with padding
+CHUNK_QUERIES = 2048  # queries that are sorted by length together
+MAX_LOGITS_ELEMENTS = 2**24  # logits held at once: 64 MB of float32
 QueryKey = tuple[tuple[int, ...] | None, ...]
 
 
 class LogprobQuery(NamedTuple):
-    """One reading, and the tokens that are asked. The places are those of what is written, where something is."""
+    """One input row and its labels. With a decoder, `target_positions` are positions in `decoder_input_ids`."""
 
     input_ids: list[int]
     target_positions: list[int]
     labels: list[int]
-    decoder_input_ids: list[int] | None = None  # by the decoder that reads the encoder
-    attention_rank: list[int] | None = None  # i sees j when rank[j] <= rank[i], for a model that hides tokens by order
-    text_index: int = 0  # which text this belongs to
+    decoder_input_ids: list[int] | None = None  # encoder-decoder
+    attention_rank: list[int] | None = None  # i attends to j if rank[j] <= rank[i] (XLNet)
+    text_index: int = 0  # index of the text that the query belongs to
 
 
 class TokenLogprobs(NamedTuple):
-    """What the model says about the tokens asked: their log-probabilities, and the tokens it holds likeliest."""
+    """Log-probability of each label, and the most likely token at its position."""
 
     logprobs: np.ndarray  # (K,) float64, nats
-    top_ids: np.ndarray  # (K,) ids
+    top_ids: np.ndarray  # (K,)
 
 
 def compute_logprobs(
     model: Model, queries: Iterable[LogprobQuery], batch_tokens: int = EVAL_BATCH_TOKENS
 ) -> Iterator[tuple[LogprobQuery, TokenLogprobs]]:
-    """The queries in their order, each with its answer. Readings of like length are computed together.
+    """Yield each query with its log-probabilities, in order.
 
-    The probabilities are those of the model's own softmax, over every row of its vocabulary, in float32: in bfloat16
-    two sentences of a pair would often be equally likely. Queries that are the same are asked once, so that a tie is a
-    tie: what is computed beside another row may differ in the last digit.
+    The softmax is over the whole vocabulary, in float32: in bfloat16 the two sentences of a minimal pair would often
+    tie. Equal queries are computed once, so that true ties stay ties: rounding depends on the other rows of a batch.
     """
-    stream, before = iter(queries), dict[QueryKey, TokenLogprobs]()
+    stream, previous = iter(queries), dict[QueryKey, TokenLogprobs]()
     with eval_mode(model):
         while chunk := list(islice(stream, CHUNK_QUERIES)):
-            once = {query_key(query): query for query in chunk}
-            answers = {key: before[key] for key in once if key in before}  # those of a pair may be in two chunks
-            new = [(key, query) for key, query in once.items() if key not in answers]
-            for places in batch_queries_by_length([query for _, query in new], batch_tokens):
-                found = score_query_batch(model, [new[i][1] for i in places])
-                answers |= {new[i][0]: one for i, one in zip(places, found, strict=True)}
-            yield from ((query, answers[query_key(query)]) for query in chunk)
-            before = answers
+            unique = {query_key(query): query for query in chunk}
+            results = {key: previous[key] for key in unique if key in previous}  # a pair can span two chunks
+            new = [(key, query) for key, query in unique.items() if key not in results]
+            for indices in batch_queries_by_length([query for _, query in new], batch_tokens):
+                scored = score_query_batch(model, [new[i][1] for i in indices])
+                results |= {new[i][0]: one for i, one in zip(indices, scored, strict=True)}
+            yield from ((query, results[query_key(query)]) for query in chunk)
+            previous = results
 
 
 def query_key(query: LogprobQuery) -> QueryKey:
-    """All of a query but whose it is, as something that can be looked up."""
+    """A query without its text index, hashable."""
     return tuple(None if part is None else tuple(part) for part in query[:-1])
 
 
 def batch_queries_by_length(queries: Sequence[LogprobQuery], batch_tokens: int) -> Iterator[list[int]]:
-    """Places in `queries` by falling length, as many at once as make `batch_tokens` with their padding."""
+    """Yield indices of queries by decreasing length, at most `batch_tokens` with padding in each batch."""
     size = [max(len(query.input_ids), len(query.decoder_input_ids or ())) for query in queries]
     order = sorted(range(len(queries)), key=lambda i: -size[i])
     while order:
@@ -81,17 +84,17 @@ def batch_queries_by_length(queries: Sequence[LogprobQuery], batch_tokens: int) 
 
 @torch.no_grad()
 def score_query_batch(model: Model, queries: Sequence[LogprobQuery]) -> list[TokenLogprobs]:
-    """One batch."""
+    """Run one batch and split its results by query."""
     batch = collate_queries(queries, get_pad_token_id(model)).to(model.embed.tokens.weight.device)
-    used_BK = batch.labels != IGNORE_INDEX
-    logp_N, best_N = label_logprobs(model, model.target_hidden_states(batch)[used_BK], batch.labels[used_BK])
+    is_target_BK = batch.labels != IGNORE_INDEX
+    logp_N, best_N = label_logprobs(model, model.target_hidden_states(batch)[is_target_BK], batch.labels[is_target_BK])
     ends = np.cumsum([len(query.labels) for query in queries])[:-1]
     return [TokenLogprobs(*pair) for pair in zip(np.split(logp_N, ends), np.split(best_N, ends), strict=True)]
 
 
 def label_logprobs(model: Model, hidden_ND: Tensor, labels_N: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The log-probability of each label, and the likeliest token, never holding the logits of all at once."""
-    assert isinstance(model.head, LMHeadModule), "checked before anything is asked"
+    """Log-probability of each label and the most likely token, (N,) each; the logits are computed in pieces."""
+    assert isinstance(model.head, LMHeadModule), "checked when the model was opened"
     rows = max(1, MAX_LOGITS_ELEMENTS // model.config.vocab_size)
     logp, best = [], []
     for x, labels in zip(hidden_ND.split(rows), labels_N.split(rows), strict=True):
@@ -102,20 +105,21 @@ def label_logprobs(model: Model, hidden_ND: Tensor, labels_N: Tensor) -> tuple[n
 
 
 def collate_queries(queries: Sequence[LogprobQuery], pad_token_id: int) -> Batch:
-    """The queries side by side, padded on the right."""
-    tokens, doc = pad_right([query.input_ids for query in queries], pad_token_id)
-    asked, _ = pad_right([query.target_positions for query in queries], 0)
+    """A batch of queries, padded on the right."""
+    input_ids, document_ids = pad_right([query.input_ids for query in queries], pad_token_id)
+    target_positions, _ = pad_right([query.target_positions for query in queries], 0)
     labels, _ = pad_right([query.labels for query in queries], IGNORE_INDEX)
-    batch = Batch(tokens, document_ids=doc, target_positions=asked, labels=labels)
+    batch = Batch(input_ids, document_ids=document_ids, target_positions=target_positions, labels=labels)
     if queries[0].attention_rank is not None:
         batch = batch._replace(attention_rank=pad_right([query.attention_rank or [] for query in queries], 0)[0])
     if queries[0].decoder_input_ids is None:
         return batch
-    written, _ = pad_right([query.decoder_input_ids or [] for query in queries], pad_token_id)
-    # Padding comes last, and a decoder does not look ahead.
-    return batch._replace(decoder_input_ids=written, decoder_document_ids=np.zeros_like(written))
+    decoder_input_ids, _ = pad_right([query.decoder_input_ids or [] for query in queries], pad_token_id)
+    # Padding comes last, and the decoder is causal: no mask is needed.
+    zeros = np.zeros_like(decoder_input_ids)
+    return batch._replace(decoder_input_ids=decoder_input_ids, decoder_document_ids=zeros)
 
 
 def get_pad_token_id(model: Model) -> int:
-    assert model.tokenizer is not None, "checked before anything is asked"
+    assert model.tokenizer is not None, "checked when the model was opened"
     return model.tokenizer.vocab.pad

@@ -1,4 +1,8 @@
-"""Which of two sentences does a model hold likelier, the good one or the bad one (BLiMP)?"""
+"""Minimal pairs: is the grammatical sentence more likely than the ungrammatical one?
+
+BLiMP (Warstadt et al. 2020, section 3) scores a model by the share of pairs in which the good sentence has the higher
+log-likelihood. Chance is 0.5.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +22,27 @@ DEFAULT_GROUP = "all"
 
 
 def evaluate_minimal_pairs(checkpoint: Model | str | Path, examples: Sequence[Example], **settings: Any) -> Evaluation:
-    """The share of pairs whose good sentence is likelier, over all and in each group; a tie is wrong.
+    """Share of pairs whose good sentence is more likely, overall and by group; a tie is wrong.
 
-    The likelihood of a sentence is the sum over its tokens, not their mean, and both sentences stand in the same
-    frame. `settings` are those of `make_scorer`.
+    A sentence's log-likelihood is the sum over its tokens, not their mean; both sentences get the same special tokens.
+    `settings` are those of `make_scorer`.
     """
     scorer = make_scorer(checkpoint, **settings)
-    found = list(scorer.score_texts([text for example in examples for text in example.texts]))
-    scores = [(good.logp, bad.logp) for good, bad in zip(found[::2], found[1::2], strict=True)]
+    likelihoods = list(scorer.score_texts([text for example in examples for text in example.texts]))
+    scores = [(good.logp, bad.logp) for good, bad in zip(likelihoods[::2], likelihoods[1::2], strict=True)]
     groups = [example.references[0] if example.references else DEFAULT_GROUP for example in examples]
     hits = minimal_pair_correct(scores)
-    unknown = sum(one.unknown_tokens for one in found)
+    unknown = sum(one.unknown_tokens for one in likelihoods)
     facts = {"method": scorer.method, "unknown": unknown, "by_group": accuracy_by_group(hits, groups)}
     predictions = [
         Prediction("good" if hit else "bad", {"good": good, "bad": bad})
         for hit, (good, bad) in zip(hits, scores, strict=True)
     ]
     ties = sum(good == bad for good, bad in scores)
-    said = (
-        [f"{format_count(ties, 'pair is', 'pairs are')} equally likely to the model, and counted as wrong."]
-        if ties
-        else []
-    )
+    tied = f"{format_count(ties, 'pair is', 'pairs are')} equally likely to the model, and counted as wrong."
     return Evaluation(
         compute_metrics("minimal-pairs", scores, groups),
         predictions,
         facts,
-        [*said, *unknown_token_messages(unknown), *scorer.notices],
+        [*[tied] * bool(ties), *unknown_token_messages(unknown), *scorer.notices],
     )

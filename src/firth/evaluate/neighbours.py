@@ -1,4 +1,4 @@
-"""What word vectors know: the words nearest to one, analogies, files that other programs read, a page about them."""
+"""Nearest words by cosine, word vectors as files for other programs, and a report of their run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from firth.models import write_model
 from firth.train import read_log
 
 VECTOR_FORMATS = ("word2vec", "glove", "firth")
-MAX_SAMPLE_WORDS = 12  # words that a page shows the neighbours of
+MAX_SAMPLE_WORDS = 12  # words whose neighbours a report shows
 
 
 class Neighbour(NamedTuple):
@@ -27,51 +27,48 @@ class Neighbour(NamedTuple):
 
 
 def word_index(vectors: WordVectors, word: str) -> int:
-    """Where a word is; one that is not known is an error."""
-    place = vectors.find(word)
-    if place is None:
+    """Index of a word; a UserError if it is unknown."""
+    index = vectors.find(word)
+    if index is None:
         raise UserError(f"{word!r} has no vector. {did_you_mean(word, vectors.words[:20_000])}")
-    return place
+    return index
 
 
 def word_cosine(vectors: WordVectors, a: str, b: str) -> float:
-    """The cosine of two words."""
+    """Cosine of two words."""
     return float(vectors.normalized_ND[word_index(vectors, a)] @ vectors.normalized_ND[word_index(vectors, b)])
 
 
 def most_similar(
     vectors: WordVectors, positive: Sequence[str], negative: Sequence[str] = (), top: int = 10
 ) -> list[Neighbour]:
-    """The words nearest to the mean of some, away from that of others; none of them.
+    """Words with the highest cosine to the sum of `positive` minus the sum of `negative`, other than these.
 
-    An analogy is such a question: a is to b as c is to what lies near b + c, away from a.
+    An analogy is positive b and c, negative a: a is to b as c is to the word nearest to b + c - a.
     """
     signs = [(word, 1.0) for word in positive] + [(word, -1.0) for word in negative]
     if not signs:
-        raise UserError("Name a word to find similar ones to.")
-    places = [word_index(vectors, word) for word, _ in signs]
-    wanted_D = sum(sign * vectors.normalized_ND[place] for place, (_, sign) in zip(places, signs, strict=True))
-    near_N = vectors.normalized_ND @ (wanted_D / max(float(np.linalg.norm(wanted_D)), 1e-12))
-    near_N[places] = -np.inf
-    best = np.argsort(-near_N, kind="stable")[:top]
-    return [Neighbour(vectors.words[i], float(near_N[i])) for i in best if np.isfinite(near_N[i])]
+        raise UserError("No word given: name one to find similar words.")
+    indices = [word_index(vectors, word) for word, _ in signs]
+    query_D = sum(sign * vectors.normalized_ND[i] for i, (_, sign) in zip(indices, signs, strict=True))
+    cosine_N = vectors.normalized_ND @ (query_D / max(float(np.linalg.norm(query_D)), 1e-12))
+    cosine_N[indices] = -np.inf
+    best = np.argsort(-cosine_N, kind="stable")[:top]
+    return [Neighbour(vectors.words[i], float(cosine_N[i])) for i in best if np.isfinite(cosine_N[i])]
 
 
 def write_vectors(vectors: WordVectors, folder: Path, file_format: str) -> list[Path]:
-    """Word vectors as files that others read: vectors.txt, for word2vec with its header, and there vectors.bin too.
-
-    Our own form is a checkpoint, for `finetune`.
-    """
+    """Write vectors.txt, for word2vec with a header and vectors.bin; "firth" writes a checkpoint for `finetune`."""
     if file_format not in VECTOR_FORMATS:
         raise UserError(
-            f"There is no format {file_format!r}. {did_you_mean(file_format, ('huggingface', *VECTOR_FORMATS))}"
+            f"Unknown format {file_format!r}. {did_you_mean(file_format, ('huggingface', *VECTOR_FORMATS))}"
         )
     if file_format == "firth":
         with atomic_folder(folder) as temporary:
             write_model(vectors_to_model(vectors), temporary)
         return [folder / "model.safetensors"]
     if spaced := next((word for word in vectors.words if any(c.isspace() for c in word)), None):
-        raise UserError(f"{spaced!r} has a space in it, and a word of such a file ends with one.")
+        raise UserError(f"{spaced!r} contains a space, which ends a word in these formats.")
     names = ["vectors.txt", "vectors.bin"] if file_format == "word2vec" else ["vectors.txt"]
     header = f"{len(vectors.words)} {vectors.vectors_ND.shape[1]}\n"
     rows = zip(vectors.words, vectors.vectors_ND, strict=True)
@@ -89,23 +86,22 @@ def write_vectors(vectors: WordVectors, folder: Path, file_format: str) -> list[
 
 
 def sample_neighbours(vectors: WordVectors) -> dict[str, list[str]]:
-    """The neighbours of some words that are neither the most frequent nor rare, each twice as rare as the last."""
+    """Neighbours of a few words between the most frequent and the rare ones, spaced geometrically by rank."""
     words = [word for word in vectors.words if len(word) > 3 and word.isalpha()]
-    places = np.unique(np.geomspace(20, max(len(words) // 2, 21), MAX_SAMPLE_WORDS).astype(int))
-    chosen = [words[i] for i in places if i < len(words)]
-    return {word: [found.word for found in most_similar(vectors, [word], top=8)] for word in chosen}
+    ranks = np.unique(np.geomspace(20, max(len(words) // 2, 21), MAX_SAMPLE_WORDS).astype(int))
+    sample = [words[i] for i in ranks if i < len(words)]
+    return {word: [near.word for near in most_similar(vectors, [word], top=8)] for word in sample}
 
 
 def write_vector_report(folder: Path, name: str, results: dict[str, Any]) -> Path:
-    """report.html of a run: its loss, and what its words are similar to."""
+    """Write report.html of a run: its loss, and the nearest words of a sample."""
     page = HtmlPage(f"{name}: {results['words']:,} words")
-    page.add_paragraph("A word is known by the company it keeps: these are the words whose vectors point the same way.")
+    page.add_paragraph("The words whose vectors have the highest cosine.")
     page.add_table(["word", "nearest words"], [(word, ", ".join(near)) for word, near in results["similar"].items()])
     losses = log_points(read_log(folder / "log.jsonl"), "loss")
     if len(losses) > 1:
-        page.add_figure(plot_loss_curve(losses, []), "The loss of each step.")
+        page.add_figure(plot_loss_curve(losses, []), "Loss by step.")
     facts = [(key, value) for key, value in results.items() if not isinstance(value, dict | list)]
     page.add_table(["", ""], facts, "The run.")
-    place = folder / "report.html"
-    page.save(place)
-    return place
+    page.save(folder / "report.html")
+    return folder / "report.html"

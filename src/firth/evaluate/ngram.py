@@ -1,4 +1,4 @@
-"""How likely texts are to an n-gram model."""
+"""Log-likelihood of texts under an n-gram model, with the interface of `likelihood.Scorer`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from firth.static.ngram import boundary_tokens, load_ngram
 
 
 class NgramScorer:
-    """Each token after the few before it, exactly; texts of any length are read at once."""
+    """log p of each token given the n - 1 tokens before it; texts of any length need no window."""
 
     is_exact, method = True, "left-to-right"
     notices: tuple[str, ...] = ()
@@ -26,7 +26,7 @@ class NgramScorer:
         self.max_length, self.stride = self.model.order, 1
 
     def score_texts(self, texts: Iterable[str]) -> Iterator[Likelihood]:
-        """The likelihood of each text, in their order; what ends a text is not asked."""
+        """Yield the likelihood of each text, in order, without that of its end."""
         tokenizer = self.model.tokenizer
         assert tokenizer is not None
         first, unknown = boundary_tokens(tokenizer.vocab)[0], tokenizer.vocab.unk

@@ -1,4 +1,4 @@
-"""report.html of an evaluation or a fine-tuning run: scores, classes, how it was learned, and mistakes."""
+"""report.html of an evaluation or a fine-tuning run: scores, classes, loss curves and mistakes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from firth.text import Example
 from firth.train import read_log
 
 CLASS_TASKS = ("classify", "pair", "relation", "word-in-context")
-MAX_CONFUSION_TABLE_CLASSES = 30  # a larger table tells nobody anything
-MAX_SEED_COLUMNS = 5  # each with a column of its own
-MAX_MISTAKE_ROWS = 20
-TRAIN_LOG_KEYS = {"loss", "skipped", "rewound_from"}  # lines of the log that are no evaluations have one of these
-MAX_TEXT_CHARS = 400  # characters of a text
+MAX_CONFUSION_TABLE_CLASSES = 30  # classes: a larger confusion matrix is unreadable
+MAX_SEED_COLUMNS = 5  # seeds with a column of their own
+MAX_MISTAKE_ROWS = 20  # rows of the table of mistakes
+TRAIN_LOG_KEYS = {"loss", "skipped", "rewound_from"}  # a log line with one of these is not an evaluation
+MAX_TEXT_CHARS = 400  # characters of a text in a table
 REPORT_RESULT_KEYS = (
     "task",
     "checkpoint",
@@ -43,7 +43,7 @@ REPORT_RESULT_KEYS = (
 def write_evaluation_report(
     path: Path, result: Mapping[str, Any], examples: Sequence[Example], predictions: Sequence[Prediction]
 ) -> None:
-    """One page about one evaluation. Every number comes from it or from the run that made the checkpoint."""
+    """Write the report of one evaluation."""
     task = result["task"]
     page = HtmlPage(f"{task}: {Path(str(result['data'])).name}")
     page.add_table(["", ""], [(name, format_list(result[name])) for name in REPORT_RESULT_KEYS if name in result])
@@ -57,40 +57,39 @@ def write_evaluation_report(
 
 
 def write_run_report_and_card(folder: Path, result: Mapping[str, Any], examples: Sequence[Example]) -> Path:
-    """The page about a fine-tuning run, and the model card of its model; a card that is there is left alone."""
+    """Write the report of a fine-tuning run and the card of its model; an existing card is kept."""
     page = write_run_report(folder, result, examples)
-    if not (folder / "final" / MODEL_CARD_FILE).exists():  # a person may have written in it
+    if not (folder / "final" / MODEL_CARD_FILE).exists():  # it may have been edited
         write_model_card(folder / "final")
     return page
 
 
 def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence[Example]) -> Path:
-    """One page about a fine-tuning run, from its results, its recipe and the answers of its best seed."""
+    """Write the report of a fine-tuning run: results, recipe and the predictions of the best seed."""
     recipe = (folder / "recipe.yaml").read_text(encoding="utf-8")
     settings, task = yaml.safe_load(recipe), result["task"]
     page = HtmlPage(f"{task}: {Path(settings['dev']).name}")
-    start = "random weights" if result["from_scratch"] else "its weights"
+    start = "random weights" if result["from_scratch"] else "pretrained weights"
     facts = {"checkpoint": f"{settings['checkpoint']} ({start})", "train": settings["train"], "dev": settings["dev"]}
-    page.add_table(
-        ["", ""], [*facts.items(), ("examples of dev", len(examples)), ("steps", format_list(result["steps"]))]
-    )
+    page.add_table(["", ""], [*facts.items(), ("dev examples", len(examples)), ("steps", format_list(result["steps"]))])
     page.add_heading("Scores")
-    page.add_table(*seed_table(result), f"On dev. {result['metric']} decides; seed {result['best_seed']} is final/.")
+    page.add_table(
+        *seed_table(result), f"Scores on dev. final/ is seed {result['best_seed']}, the best by {result['metric']}."
+    )
     if result.get("chance") is not None:
-        who = "Vectors that mean nothing get" if task == "embed" else "The commonest answer of train to everything gets"
-        guess = f"{who} {result['chance']:.4g} {result['metric']}."
-        page.add_paragraph(
-            guess + (f" No better than that: {format_list(result['failed'])} (seeds)." if result["failed"] else "")
-        )
+        baseline = "Random vectors" if task == "embed" else "Always predicting the most frequent label of train"
+        text = f"{baseline} scores {result['chance']:.4g} {result['metric']}."
+        failed = f" Seeds that are no better: {format_list(result['failed'])}." if result["failed"] else ""
+        page.add_paragraph(text.replace("vectors scores", "vectors score") + failed)
     if result.get("diverged"):
-        page.add_paragraph(f"Broken on the loss, and without a score: {format_list(result['diverged'])} (seeds).")
+        page.add_paragraph(f"Seeds whose loss diverged, without a score: {format_list(result['diverged'])}.")
     if test := result.get("bootstrap"):
-        found = Comparison(**{name: test[name] for name in Comparison._fields})
-        said = describe_comparison(found, result["metric"], test["baseline"], test["between_seeds"])
-        page.add_paragraph(f"{said} (Paired bootstrap over {test['examples']:,} examples.)")
+        comparison = Comparison(**{name: test[name] for name in Comparison._fields})
+        text = describe_comparison(comparison, result["metric"], test["baseline"], test["between_seeds"])
+        page.add_paragraph(f"{text} (Paired bootstrap over {test['examples']:,} examples.)")
     lines = read_predictions(folder / "predictions.jsonl")
-    answers = [Prediction(line["prediction"], line.get("scores")) for line in lines]
-    add_prediction_sections(page, task, folder / "final", examples, answers)
+    predictions = [Prediction(line["prediction"], line.get("scores")) for line in lines]
+    add_prediction_sections(page, task, folder / "final", examples, predictions)
     page.add_heading("Recipe")
     page.add_code(recipe)
     page.save(folder / "report.html")
@@ -98,30 +97,30 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
 
 
 def seed_table(result: Mapping[str, Any]) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """The columns and rows of a run's scores: each metric with its mean, its deviation, and what each seed has.
+    """Columns and rows of a run's scores: each metric with mean, standard deviation and the score of each seed.
 
-    A seed that broke on its loss has nothing.
+    A diverged seed has no score.
     """
-    each, broken = result["scores"], result.get("diverged", ())
-    names = dict.fromkeys([result["metric"], *(name for name in each[0] if all(name in scores for scores in each))])
-    values = {name: [None if i in broken else scores[name] for i, scores in enumerate(each)] for name in names}
-    if len(each) == 1:
-        return ["metric", "score"], [(name, *some) for name, some in values.items()]
-    seeds = [f"seed {i}" for i in range(len(each))] if len(each) <= MAX_SEED_COLUMNS else []
-    known = {name: [value for value in some if value is not None] for name, some in values.items()}
-    rows = [(name, *mean_and_std(known[name]), *(some if seeds else ())) for name, some in values.items()]
+    scores, diverged = result["scores"], result.get("diverged", ())
+    names = dict.fromkeys([result["metric"], *(name for name in scores[0] if all(name in seed for seed in scores))])
+    values = {name: [None if i in diverged else seed[name] for i, seed in enumerate(scores)] for name in names}
+    if len(scores) == 1:
+        return ["metric", "score"], [(name, *row) for name, row in values.items()]
+    seeds = [f"seed {i}" for i in range(len(scores))] if len(scores) <= MAX_SEED_COLUMNS else []
+    known = {name: [value for value in row if value is not None] for name, row in values.items()}
+    rows = [(name, *mean_and_std(known[name]), *(row if seeds else ())) for name, row in values.items()]
     return ["metric", "mean", "deviation", *seeds], rows
 
 
 def add_prediction_sections(
     page: HtmlPage, task: str, checkpoint: Path, examples: Sequence[Example], predictions: Sequence[Prediction]
 ) -> None:
-    """Classes, types, the way there and the mistakes, where a task has such things."""
-    answered = [(e, p) for e, p in zip(examples, predictions, strict=True) if e.target is not None]
-    if answered and task in CLASS_TASKS:
-        add_class_section(page, [p.prediction for _, p in answered], [e.target for e, _ in answered])
-    if answered and task == "tag":
-        add_type_section(page, [p.prediction for _, p in answered], [e.target for e, _ in answered])
+    """Add classes, entity types, loss curves and mistakes, as far as the task has them."""
+    labelled = [(e, p) for e, p in zip(examples, predictions, strict=True) if e.target is not None]
+    if labelled and task in CLASS_TASKS:
+        add_class_section(page, [p.prediction for _, p in labelled], [e.target for e, _ in labelled])
+    if labelled and task == "tag":
+        add_type_section(page, [p.prediction for _, p in labelled], [e.target for e, _ in labelled])
     add_loss_curves(page, checkpoint)
     add_mistakes(page, task, list(zip(examples, predictions, strict=True)))
 
@@ -131,7 +130,7 @@ def format_list(value: Any) -> Any:
 
 
 def add_class_section(page: HtmlPage, predicted: Sequence[str], true: Sequence[str]) -> None:
-    """How well each class is found, and which is taken for which."""
+    """Precision, recall and F1 of each class, and the confusion matrix."""
     rows = per_class_metrics(predicted, true)
     page.add_heading("Classes")
     page.add_table(["class", "precision", "recall", "F1", "examples"], [(name, *row) for name, row in rows.items()])
@@ -139,11 +138,15 @@ def add_class_section(page: HtmlPage, predicted: Sequence[str], true: Sequence[s
         names = list(rows)
         counts = confusion_matrix(predicted, true, names).tolist()
         table = [(name, *row) for name, row in zip(names, counts, strict=True)]
-        page.add_table(["true \\ predicted", *names], table, "How often a class (row) was taken for which (column).")
+        page.add_table(
+            ["true \\ predicted", *names],
+            table,
+            "Confusion matrix: true classes in rows, predicted classes in columns.",
+        )
 
 
 def add_type_section(page: HtmlPage, predicted: Sequence[Sequence[str]], true: Sequence[Sequence[str]]) -> None:
-    """How well each kind of stretch is found; parts of speech and the like have none."""
+    """Precision, recall and F1 of each entity type; part-of-speech tags have none."""
     if are_span_tags(true):
         rows = per_type_metrics(predicted, true)
         page.add_heading("Types")
@@ -151,7 +154,7 @@ def add_type_section(page: HtmlPage, predicted: Sequence[Sequence[str]], true: S
 
 
 def add_loss_curves(page: HtmlPage, checkpoint: Path) -> None:
-    """The losses of the run that made the checkpoint, where its log lies beside it."""
+    """Loss curves of the run that made the checkpoint, if its log is beside it."""
     run = checkpoint.absolute().parent
     logs = {path.parent.name: path for path in sorted(run.glob("seed-*/log.jsonl"))}
     if not logs and (run / "log.jsonl").is_file():
@@ -160,10 +163,10 @@ def add_loss_curves(page: HtmlPage, checkpoint: Path) -> None:
     train = {name: log_points(log, "loss") for name, log in lines.items()}
     if any(train.values()):
         held_out = {name: log_points(log, "eval_loss") for name, log in lines.items()}
-        page.add_heading("How it was learned")
+        page.add_heading("Training")
         figure = plot_loss_curve(train, held_out)
-        figure.axes[0].set_ylabel("loss")  # of an answer, not always of a token
-        page.add_figure(figure, "The loss of the run that made this checkpoint.")
+        figure.axes[0].set_ylabel("loss")  # per example, not always per token
+        page.add_figure(figure, "Loss of the run that made this checkpoint.")
     scores = [
         {"run": name or run.name, **line}
         for name, log in lines.items()
@@ -173,7 +176,7 @@ def add_loss_curves(page: HtmlPage, checkpoint: Path) -> None:
     names = list(dict.fromkeys(name for line in scores for name in line if isinstance(line[name], int | float)))
     if len(scores) > len(lines) and names:  # more than one at the end of each
         rows = [(line["run"], *(line.get(name) for name in names)) for line in scores]
-        page.add_table(["run", *names], rows, "Its scores on the way.")
+        page.add_table(["run", *names], rows, "Scores during training.")
 
 
 def log_points(log: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
@@ -181,7 +184,7 @@ def log_points(log: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float,
 
 
 def add_mistakes(page: HtmlPage, task: str, pairs: Sequence[tuple[Example, Prediction]]) -> None:
-    """Examples that were answered wrongly, those first of which the model was surest."""
+    """Wrong predictions, the most confident ones first."""
     wrong = sorted(
         (pair for pair in pairs if is_mistake(task, *pair)), key=lambda pair: -confidence_margin(task, *pair)
     )
@@ -192,12 +195,12 @@ def add_mistakes(page: HtmlPage, task: str, pairs: Sequence[tuple[Example, Predi
         (str(e.id), example_text(e), truncated_json(p.prediction), truncated_json(gold_answer(task, e)))
         for e, p in wrong[:MAX_MISTAKE_ROWS]
     ]
-    caption = f"{len(wrong):,} of {len(pairs):,} are wrong; here the first {len(rows)}, the surest ones first."
+    caption = f"{len(wrong):,} of {len(pairs):,} are wrong; the {len(rows)} most confident ones."
     page.add_table(["id", "text", "predicted", "right"], rows, caption)
 
 
 def is_mistake(task: str, example: Example, prediction: Prediction) -> bool:
-    """Whether an answer is plainly wrong; numbers and free texts are nearer or further, not wrong."""
+    """Whether a prediction is wrong; numbers and generated texts are never counted as wrong."""
     if task == "minimal-pairs":
         return prediction.prediction != "good"
     if example.target is None or (prediction.prediction is None and task != "choice"):
@@ -218,7 +221,7 @@ def gold_answer(task: str, example: Example) -> Any:
 
 
 def confidence_margin(task: str, example: Example, prediction: Prediction) -> float:
-    """By how much the model preferred its answer to the right one, where it scored both."""
+    """Score of the prediction minus that of the right label, where the model scored both."""
     scores = prediction.scores or {}
     names = str(prediction.prediction), str(gold_answer(task, example))
     return scores[names[0]] - scores[names[1]] if all(name in scores for name in names) else 0.0

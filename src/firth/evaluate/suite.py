@@ -1,4 +1,9 @@
-"""A suite of tasks (GLUE, SuperGLUE, one's own) to one table: fine-tune for each, score, average."""
+"""Score a checkpoint on a suite of tasks: GLUE, SuperGLUE, or a YAML file that lists tasks.
+
+For each task the checkpoint is fine-tuned with several seeds and scored on dev. A task's score is the mean of its
+official metrics; the suite's score is the mean over tasks (Wang et al. 2018, section 5). Tasks that need no fine-tuning
+are scored directly. Each finished task is saved at once, so that a suite can be resumed.
+"""
 
 from __future__ import annotations
 
@@ -56,20 +61,20 @@ SUITE_RECIPE_FIELDS = (
     "columns",
     "output_dir",
     "seeds",
-)  # fields of a recipe that a suite sets
+)  # recipe fields that the suite sets itself
 MODE_ZERO_SHOT, MODE_ALREADY_FINETUNED, MODE_FINETUNE = "as it is", "fine-tuned already", "fine-tuned"
 SUPERGLUE_EXTRA_METRICS = {
     "multirc": ("exact_match",),
     "record": ("exact_match", "f1"),
-}  # what `superglue_extra_scores` adds to a kind of task
-SCORE_CAPTION = "A score is the mean of its metrics; those from 0 to 100 (BLEU, chrF, ROUGE) count from 0 to 1."
-PERCENT_METRICS = ("chrf", "bleu", "rouge_1", "rouge_2", "rouge_l")  # go from 0 to 100, as they are always printed
+}  # metrics of `superglue_extra_scores`, by task
+SCORE_CAPTION = "A score is the mean of its metrics; metrics from 0 to 100 (BLEU, chrF, ROUGE) are divided by 100."
+PERCENT_METRICS = ("chrf", "bleu", "rouge_1", "rouge_2", "rouge_l")  # from 0 to 100
 UNBOUNDED_METRICS = (
     *text_metric_names(True),
     *text_metric_names(False),
     "answer_logp",
-)  # less is better, or they have no end
-ZERO_SHOT_METRICS = {  # the scores of a checkpoint as it is, where they are others than after fine-tuning
+)  # lower is better, or without a bound: not averaged
+ZERO_SHOT_METRICS = {  # metrics without fine-tuning, where they differ from those after fine-tuning
     "minimal-pairs": ("accuracy", "group_accuracy"),
     "cloze": ("accuracy", "answer_logp", "known"),
     "choice": ("accuracy", "accuracy_norm"),
@@ -88,43 +93,42 @@ def evaluate_suite(
     resume: bool = False,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Score a checkpoint on every task of a suite that is there: "glue" or "superglue" in the folder `data`, or a file.
+    """Score a checkpoint on all tasks of a suite: "glue" or "superglue" in the folder `data`, or a YAML file.
 
-    For each task the checkpoint is fine-tuned `seeds` times, unless it was fine-tuned on that very file already or the
-    task needs no training, and scored on the task's dev files. `options` are fields of the fine-tuning recipe. A task's
-    score is the mean of its official metrics (of all its dev files), each from 0 to 1, the average that over the tasks,
-    as GLUE computes it; it is incomplete where tasks are missing, and without perplexities and their like. With
-    `resume` finished tasks are not done again.
+    For each task the checkpoint is fine-tuned with `seeds` seeds, unless it was already fine-tuned on that file or the
+    task needs none, and scored on the task's dev files. `options` are fields of the fine-tuning recipe. A task's score
+    is the mean of its official metrics over its dev files, scaled to 0 to 1; the average is over tasks, as in GLUE,
+    without perplexities and other unbounded metrics. `resume` keeps finished tasks.
     """
     checkpoint, folder = Path(checkpoint), Path(output_dir)
     if not checkpoint.is_dir():
         raise UserError(f"{checkpoint} is not a checkpoint folder. `firth pretrain` makes one: RUN/final.")
-    found, whole = find_suite_tasks(suite, data)
-    chosen = select_suite_tasks(found, tasks)
+    available, all_names = find_suite_tasks(suite, data)
+    chosen = select_suite_tasks(available, tasks)
     check_suite_tasks(checkpoint, chosen, folder, seeds, options or {})
     settings = {"checkpoint": str(checkpoint), "suite": str(suite), "seeds": seeds, "options": dict(options or {})}
     open_suite_folder(folder, settings, resume, overwrite)
     check_finished_tasks(folder, chosen.values())
     done: dict[str, dict[str, Any]] = {}
     for number, task in enumerate(chosen.values(), 1):
-        place = folder / task.name
-        if (place / SUITE_TASK_RESULTS_FILE).is_file():
+        task_folder = folder / task.name
+        if (task_folder / SUITE_TASK_RESULTS_FILE).is_file():
             say(f"{task.name} ({number} of {len(chosen)}) is done already.")
         else:
             say(f"{task.name} ({number} of {len(chosen)})")
-            result = run_suite_task(checkpoint, task, place, seeds, dict(options or {}))
-            write_json(place / SUITE_TASK_RESULTS_FILE, result | {"files": task_inputs(task)})
-        done[task.name] = dict(read_json(place / SUITE_TASK_RESULTS_FILE))
-        write_results(folder / SUITE_RESULTS_FILE, summarize_suite(settings, done, whole, folder))
-    result = summarize_suite(settings, done, whole, folder)
+            result = run_suite_task(checkpoint, task, task_folder, seeds, dict(options or {}))
+            write_json(task_folder / SUITE_TASK_RESULTS_FILE, result | {"files": task_inputs(task)})
+        done[task.name] = dict(read_json(task_folder / SUITE_TASK_RESULTS_FILE))
+        write_results(folder / SUITE_RESULTS_FILE, summarize_suite(settings, done, all_names, folder))
+    result = summarize_suite(settings, done, all_names, folder)
     write_suite_page(folder / "report.html", result)
     write_results(folder / SUITE_RESULTS_FILE, result)
     if not result["complete"]:
-        warn(f"the average is over {len(done)} of {len(whole)} tasks; missing: {', '.join(result['missing'])}.")
+        warn(f"the average is over {len(done)} of {len(all_names)} tasks; missing: {', '.join(result['missing'])}.")
     if result["left_out"]:
-        warn(f"{', '.join(result['left_out'])}: the score is not a number, and left out of the average.")
+        warn(f"{', '.join(result['left_out'])}: the score is NaN, and not in the average.")
     if result["off_scale"]:
-        warn(f"{', '.join(result['off_scale'])}: the score is on no scale up to 1, and left out of the average.")
+        warn(f"{', '.join(result['off_scale'])}: the score has no bound, and is not in the average.")
     return result
 
 
@@ -132,20 +136,20 @@ def evaluate_suite(
 
 
 def find_suite_tasks(suite: str | Path, data: str | Path | None) -> tuple[dict[str, SuiteTask], tuple[str, ...]]:
-    """The tasks that are there, and the names of all that the suite has."""
+    """Return the tasks whose files exist, and the names of all tasks of the suite."""
     if str(suite) in KNOWN_SUITES:
         if data is None:
-            raise UserError(f"Where are the files of {suite}? Name the folder that has one for each task (--data).")
-        read, names = KNOWN_SUITES[str(suite)]
-        return read(data), names
+            raise UserError(f"--suite {suite} needs --data FOLDER, with one folder for each task.")
+        find_tasks, names = KNOWN_SUITES[str(suite)]
+        return find_tasks(data), names
     if Path(suite).suffix not in (".yaml", ".yml"):
         raise UserError(f"Unknown suite {str(suite)!r}. {did_you_mean(str(suite), KNOWN_SUITES)} Or name a .yaml file.")
-    found = read_suite(suite)
-    return found, tuple(found)
+    available = read_suite(suite)
+    return available, tuple(available)
 
 
 def select_suite_tasks(available: Mapping[str, SuiteTask], tasks: Sequence[str]) -> dict[str, SuiteTask]:
-    """Those asked for, all unless some are, that have a dev file to be scored on. GLUE's names may have capitals."""
+    """The named tasks, or all, that have a dev file. Names of GLUE can be in capitals."""
     tasks = [name if name in available else name.lower() for name in tasks]
     for name in tasks:
         if name not in available:
@@ -153,26 +157,30 @@ def select_suite_tasks(available: Mapping[str, SuiteTask], tasks: Sequence[str])
     chosen = {name: task for name, task in available.items() if not tasks or name in tasks}
     for name, task in chosen.items():
         if not task.dev:
-            warn(f"{name} has no dev file, and is left out.")
+            warn(f"{name} has no dev file, and is skipped.")
     return {name: task for name, task in chosen.items() if task.dev}
 
 
 def check_suite_tasks(
     checkpoint: Path, tasks: Mapping[str, SuiteTask], folder: Path, seeds: int, options: Mapping[str, Any]
 ) -> None:
-    """Refuse what cannot come to an end before anything is learned: unknown fields or labels, other tasks' metrics."""
+    """Refuse unknown recipe fields, labels and metrics before any training."""
     if own := [name for name in options if name in SUITE_RECIPE_FIELDS]:
-        raise UserError(f"{own[0]} is the suite's own to set." + (" Say --seeds N." if own[0] == "seeds" else ""))
+        raise UserError(
+            f"{own[0]} is set by the suite: leave it out." + (" Use --seeds N." if own[0] == "seeds" else "")
+        )
     apply_overrides(FinetuneRecipe(), options)
     for task in tasks.values():
-        way = choose_task_mode(checkpoint, task)
-        if way == MODE_ZERO_SHOT:
+        mode = choose_task_mode(checkpoint, task)
+        if mode == MODE_ZERO_SHOT:
             check_zero_shot_task(checkpoint, task)
-        elif way == MODE_FINETUNE and task.settings:
+        elif mode == MODE_FINETUNE and task.settings:
             name = next(iter(task.settings))
-            raise UserError(f"{task.name}: {name} is a setting of a checkpoint as it is, and train fine-tunes it.")
-        dev = check_task_metrics(checkpoint, task, way, options.get("encoding", "utf-8"))
-        if way == MODE_FINETUNE:
+            raise UserError(
+                f"{task.name}: the setting {name} is for a task without fine-tuning, and this task has a train file."
+            )
+        dev = check_task_metrics(checkpoint, task, mode, options.get("encoding", "utf-8"))
+        if mode == MODE_FINETUNE:
             recipe = build_task_recipe(checkpoint, task, folder / task.name, seeds, options)
             recipe.check()
             check_metric(recipe, dev[0])
@@ -184,7 +192,7 @@ def check_suite_tasks(
 
 
 def check_zero_shot_task(checkpoint: Path, task: SuiteTask) -> None:
-    """Refuse what cannot be asked of a checkpoint as it is, or not without being told more."""
+    """Refuse a task that the checkpoint cannot do without fine-tuning, or that lacks a setting."""
     try:
         check_evaluation(checkpoint, task.task, read_task_metadata(checkpoint), task.settings)
         if "train" in task.settings:
@@ -194,38 +202,38 @@ def check_zero_shot_task(checkpoint: Path, task: SuiteTask) -> None:
         raise UserError(f"{task.name}: {e}") from None
     if task.task == "word-in-context" and not {"threshold", "train"} & set(task.settings):
         raise UserError(
-            f"{task.name}: which cosine means the same sense? Write `settings: {{threshold: 0.6}}` into the suite, or "
-            "`settings: {train: FILE}` to find it there; `train: FILE` fine-tunes."
+            f"{task.name}: no threshold for the cosine. Write `settings: {{threshold: 0.6}}` into the suite, or "
+            "`settings: {train: FILE}` to choose it on that file; `train: FILE` fine-tunes."
         )
 
 
 def check_task_metrics(checkpoint: Path, task: SuiteTask, mode: str, encoding: str) -> list[list[Example]]:
-    """That every dev file has the metrics of its task; the examples of each."""
-    wanted, found = task.metrics, []
+    """Refuse metrics that a dev file does not have; return the examples of each dev file."""
+    names, dev_examples = task.metrics, []
     for file in task.dev.values():
-        with quiet():  # what is to be said about the file, is said when it is used
+        with quiet():  # notices on the file are printed when it is scored
             examples = (
                 read_labelled(file, task.task, task.columns, "dev", encoding)
                 if task.task not in PLAIN_TEXT_TASKS
                 else []
             )
-        found.append(examples)
+        dev_examples.append(examples)
         own = zero_shot_metric_names(checkpoint, task) if mode == MODE_ZERO_SHOT else ()
         known = own or (*metric_names(task.task, examples), *SUPERGLUE_EXTRA_METRICS.get(task.name, ()))
-        wanted = wanted or known[:1]
-        if missing := [name for name in wanted if name not in known]:
+        names = names or known[:1]
+        if missing := [name for name in names if name not in known]:
             two = " f1 is for files with two classes." if missing == ["f1"] and "accuracy" in known else ""
             raise UserError(
                 f"{task.name}: {file}: the task {task.task} has no metric {missing[0]!r} here, but "
                 f"{', '.join(dict.fromkeys(known))}.{two}"
             )
-        if len(wanted) > 1 and (odd := [name for name in wanted if name in UNBOUNDED_METRICS]):
-            raise UserError(f"{task.name}: {odd[0]} is on no scale up to 1, and makes no mean with others: name one.")
-    return found
+        if len(names) > 1 and (unbounded := [name for name in names if name in UNBOUNDED_METRICS]):
+            raise UserError(f"{task.name}: {unbounded[0]} has no bound and cannot be averaged: name one metric.")
+    return dev_examples
 
 
 def zero_shot_metric_names(checkpoint: Path, task: SuiteTask) -> tuple[str, ...]:
-    """The scores of a checkpoint as it is; none where they are those that it has after fine-tuning."""
+    """Metrics without fine-tuning; empty if they are those after fine-tuning."""
     if task.task not in PLAIN_TEXT_TASKS:
         return ZERO_SHOT_METRICS.get(task.task, ())
     exact = (
@@ -236,12 +244,12 @@ def zero_shot_metric_names(checkpoint: Path, task: SuiteTask) -> tuple[str, ...]
 
 
 def open_suite_folder(folder: Path, settings: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
-    """Make the suite's folder, or go on in one with the same settings."""
+    """Make the suite's folder, or resume one with the same settings."""
     if resume and (folder / SUITE_SETTINGS_FILE).is_file():
         before = read_json(folder / SUITE_SETTINGS_FILE)
         if changed := [name for name in settings if before.get(name) != settings[name]]:
             name = changed[0]
-            raise UserError(f"{folder} was begun with {name}={before.get(name)}, not {settings[name]}: start anew.")
+            raise UserError(f"{folder} was started with {name}={before.get(name)}, not {settings[name]}: start over.")
         return
     if overwrite and (folder / SUITE_SETTINGS_FILE).is_file():
         runs, inputs = list(folder.glob("*/run")), [settings["checkpoint"]]
@@ -250,10 +258,10 @@ def open_suite_folder(folder: Path, settings: Mapping[str, Any], resume: bool, o
         for done in folder.glob(f"*/{SUITE_TASK_RESULTS_FILE}"):
             done.unlink()
         for run in runs:
-            with run_folder(run, overwrite=True, inputs=inputs):  # which removes what an earlier one wrote
+            with run_folder(run, overwrite=True, inputs=inputs):  # removes the earlier run
                 pass
     elif not resume and (folder / SUITE_SETTINGS_FILE).is_file():
-        raise UserError(f"{folder} exists already. --resume goes on with the suite in it, --overwrite starts it anew.")
+        raise UserError(f"{folder} exists already. --resume resumes its suite, --overwrite starts over.")
     elif not resume:
         check_output_folder(folder, "--output-dir")
     folder.mkdir(parents=True, exist_ok=True)
@@ -261,21 +269,21 @@ def open_suite_folder(folder: Path, settings: Mapping[str, Any], resume: bool, o
 
 
 def check_finished_tasks(folder: Path, tasks: Iterable[SuiteTask]) -> None:
-    """Refuse to go on with tasks that were scored on other files."""
+    """Refuse to resume a suite with tasks that were scored on other files."""
     for task in tasks:
         done = folder / task.name / SUITE_TASK_RESULTS_FILE
         if done.is_file() and read_json(done).get("files", task_inputs(task)) != task_inputs(task):
             raise UserError(
-                f"{task.name} in {folder} was scored on other files or settings than it has now: start anew."
+                f"{task.name} in {folder} was scored on other files or settings than it has now: start over."
             )
 
 
 def task_inputs(task: SuiteTask) -> dict[str, Any]:
-    """What the scores of a task depend on beside the checkpoint."""
+    """Everything but the checkpoint that the scores of a task depend on."""
     files = {"train": task.train, **{f"dev {name}": file for name, file in task.dev.items()}}
-    places = {name: None if file is None else str(file.resolve()) for name, file in files.items()}
-    told = {"settings": dict(task.settings)} if task.settings else {}
-    return places | {"metrics": list(task.metrics), "columns": dict(task.columns), **told}
+    paths = {name: None if file is None else str(file.resolve()) for name, file in files.items()}
+    settings = {"settings": dict(task.settings)} if task.settings else {}
+    return paths | {"metrics": list(task.metrics), "columns": dict(task.columns), **settings}
 
 
 # --- one task -------------------------------------------------------------------------------------------------------
@@ -284,7 +292,7 @@ def task_inputs(task: SuiteTask) -> dict[str, Any]:
 def run_suite_task(
     checkpoint: Path, task: SuiteTask, task_folder: Path, seeds: int, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The scores of each dev file, mean and deviation over the seeds."""
+    """Scores of each dev file, with mean and standard deviation over the seeds."""
     how = choose_task_mode(checkpoint, task)
     if how == MODE_FINETUNE:
         parts = finetune_and_score(checkpoint, task, task_folder, seeds, options)
@@ -296,17 +304,17 @@ def run_suite_task(
 
 
 def choose_task_mode(checkpoint: Path, task: SuiteTask) -> str:
-    """How a checkpoint comes to its answers."""
+    """Whether a task is scored without fine-tuning, with the checkpoint's own, or after fine-tuning."""
     tuned = is_finetuned_on(checkpoint, task)
     if task.task not in FINETUNE_TASKS or (task.train is None and task.task in ZERO_SHOT_TASKS and not tuned):
         return MODE_ZERO_SHOT
     if not tuned and task.train is None:
-        raise UserError(f"{task.name} has no training file, and {checkpoint} has not learned it.")
+        raise UserError(f"{task.name} has no train file, and {checkpoint} was not fine-tuned for it.")
     return MODE_ALREADY_FINETUNED if tuned else MODE_FINETUNE
 
 
 def is_finetuned_on(checkpoint: Path, task: SuiteTask) -> bool:
-    """Whether the run that made a checkpoint learned the task from the suite's own training file."""
+    """Whether a checkpoint was fine-tuned on the suite's own train file."""
     recipe = checkpoint.absolute().parent / "recipe.yaml"
     if read_task_metadata(checkpoint).get("task") != task.task:
         return False
@@ -319,7 +327,7 @@ def is_finetuned_on(checkpoint: Path, task: SuiteTask) -> bool:
 
 
 def score_zero_shot(checkpoint: Path, task: SuiteTask, file: Path, task_folder: Path) -> dict[str, float]:
-    """The scores of a checkpoint as it is, on a task without training."""
+    """Scores of a task without fine-tuning."""
     result = evaluate(checkpoint, task.task, file, task_folder, task.columns, overwrite=True, **task.settings)
     return dict(result["metrics"])
 
@@ -327,7 +335,7 @@ def score_zero_shot(checkpoint: Path, task: SuiteTask, file: Path, task_folder: 
 def score_finetuned(
     checkpoint: Path, task: SuiteTask, file: Path, task_folder: Path, encoding: str = "utf-8"
 ) -> dict[str, float]:
-    """The scores of a fine-tuned checkpoint on a dev file, with the official ones."""
+    """Scores of a fine-tuned checkpoint on a dev file, with SuperGLUE's extra metrics."""
     examples = read_labelled(file, task.task, task.columns, "dev", encoding)
     outcome = evaluate_finetuned(checkpoint, task.task, read_task_metadata(checkpoint), examples)
     task_folder.mkdir(parents=True, exist_ok=True)
@@ -338,26 +346,25 @@ def score_finetuned(
 def finetune_and_score(
     checkpoint: Path, task: SuiteTask, task_folder: Path, seeds: int, options: Mapping[str, Any]
 ) -> dict[str, list[dict[str, float]]]:
-    """Fine-tune, and score each seed on each dev file; the first of these is what the run itself scores on."""
+    """Fine-tune, and score each seed on each dev file; the run itself scores the first."""
     (first, file), *others = task.dev.items()
     recipe = build_task_recipe(checkpoint, task, task_folder, seeds, options)
     results = finetune(recipe, resume=True)
-    with quiet():  # the run has said all about this file
+    with quiet():  # the run has printed all notices on this file
         examples = read_labelled(file, task.task, task.columns, "dev", recipe.encoding)
     write_run_report_and_card(task_folder / "run", results, examples)
-    whole = [seed for seed in range(seeds) if seed not in results["diverged"]]
-    runs = [task_folder / "run" / f"seed-{seed}" for seed in whole]
+    converged = [seed for seed in range(seeds) if seed not in results["diverged"]]
+    runs = [task_folder / "run" / f"seed-{seed}" for seed in converged]
     parts = {
         first: [
             {**results["scores"][seed], **superglue_extra_scores(task.name, examples, load_run_predictions(run))}
-            for seed, run in zip(whole, runs, strict=True)
+            for seed, run in zip(converged, runs, strict=True)
         ]
     }
     for name, other in others:
-        places = [task_folder / f"{name}-{run.name}" for run in runs]
         parts[name] = [
-            score_finetuned(run / "final", task, other, saved, recipe.encoding)
-            for run, saved in zip(runs, places, strict=True)
+            score_finetuned(run / "final", task, other, task_folder / f"{name}-{run.name}", recipe.encoding)
+            for run in runs
         ]
     return parts
 
@@ -365,7 +372,7 @@ def finetune_and_score(
 def build_task_recipe(
     checkpoint: Path, task: SuiteTask, task_folder: Path, seeds: int, options: Mapping[str, Any]
 ) -> FinetuneRecipe:
-    """How a task is learned: as suits the model, but for the options. Its first official metric decides."""
+    """The model's fine-tuning defaults with `options`. The first official metric selects the best seed."""
     first = next((name for name in task.metrics if name not in SUPERGLUE_EXTRA_METRICS.get(task.name, ())), "")
     return apply_overrides(
         FinetuneRecipe(**finetuning_defaults(read_config(checkpoint))),
@@ -390,17 +397,15 @@ def load_run_predictions(run: Path) -> list[Prediction]:
 def superglue_extra_scores(
     name: str, examples: Sequence[Example], predictions: Sequence[Prediction]
 ) -> dict[str, float]:
-    """The scores that two tasks of SuperGLUE have and no other: all answers of a question right, the entity's words."""
+    """MultiRC: share of questions with all answers right. ReCoRD: exact match and F1 of the entity's words."""
     answers = [prediction.prediction for prediction in predictions]
     if name == "multirc":
-        right: dict[str, list[bool]] = defaultdict(list)
+        hits_by_question: dict[str, list[bool]] = defaultdict(list)
         for example, answer in zip(examples, answers, strict=True):
-            right[str(example.id).rsplit("-", 1)[0]].append(answer == example.target)
-        true = [example.target for example in examples]
-        return {
-            "exact_match": statistics.fmean(all(hits) for hits in right.values()),
-            "f1": f1(answers, true, max(true)),
-        }
+            hits_by_question[str(example.id).rsplit("-", 1)[0]].append(answer == example.target)
+        targets = [example.target for example in examples]
+        exact_match = statistics.fmean(all(hits) for hits in hits_by_question.values())
+        return {"exact_match": exact_match, "f1": f1(answers, targets, max(targets))}
     if name == "record":
         words = [record_entity(example, answer) for example, answer in zip(examples, answers, strict=True)]
         exact, f1_each = squad_per_question(words, [example.references for example in examples])
@@ -409,15 +414,15 @@ def superglue_extra_scores(
 
 
 def record_entity(example: Example, choice: int) -> str:
-    """What ReCoRD's choice has in its gap."""
+    """The entity that a choice of ReCoRD puts into the gap."""
     begin, end = example.spans[choice]
     return example.texts[1 + choice][begin:end]
 
 
 def summarize_task(task: SuiteTask, parts: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
-    """The official metrics of each dev file, and the task's score: the mean of them all, for each seed.
+    """Official metrics of each dev file, and the task's score: the mean over them, for each seed.
 
-    Metrics that go to 100 count from 0 to 1 in the score.
+    Metrics from 0 to 100 are divided by 100 in the score.
     """
     first = next(iter(parts.values()))[0]
     names = task.metrics or (next(iter(first)),)
@@ -450,10 +455,10 @@ def to_unit_scale(metric: str, value: float) -> float:
 def summarize_suite(
     settings: Mapping[str, Any], finished: Mapping[str, Mapping[str, Any]], all_names: Sequence[str], folder: Path
 ) -> dict[str, Any]:
-    """What is done so far. Metrics are as they are always printed, scores from 0 to 1, or -1 to 1 (mcc, correlations).
+    """Results of the finished tasks. Scores are from 0 to 1, or from -1 to 1 (mcc, correlations).
 
-    The average is over the tasks whose score is a number; the others are `left_out`. So are those that are `off_scale`:
-    perplexities and bits per byte, of which less is better, and log-probabilities.
+    The average excludes NaN scores (`left_out`) and unbounded metrics (`off_scale`): perplexities, bits per byte and
+    log-probabilities.
     """
     missing = [name for name in all_names if name not in finished]
     left_out = [name for name, task in finished.items() if not math.isfinite(task["score"])]
@@ -476,32 +481,32 @@ def has_unbounded_metric(task: Mapping[str, Any]) -> bool:
 
 
 def suite_table(result: Mapping[str, Any]) -> list[tuple[str, str, str, float, float]]:
-    """A row for each task and the average: task, metrics, how, score, deviation."""
+    """Rows of task, metrics, mode, score and standard deviation, with the average last."""
     rows = [
         (name, format_metrics(task["metrics"]), task["how"], task["score"], task["std"])
         for name, task in result["tasks"].items()
     ]
     incomplete = f"incomplete: without {', '.join(result['missing'])}" if result["missing"] else ""
-    no_number = f"left out, as no number: {', '.join(result['left_out'])}" if result["left_out"] else ""
-    no_scale = f"left out, as on no scale up to 1: {', '.join(result['off_scale'])}" if result["off_scale"] else ""
-    without = (*result["left_out"], *result["off_scale"])
-    found = [task for name, task in result["tasks"].items() if name not in without]
-    average, std = (result["average"], average_std(found)) if found else (math.nan, math.nan)
-    return [*rows, ("average", "; ".join(filter(None, (incomplete, no_number, no_scale))), "", average, std)]
+    nan = f"excluded, NaN: {', '.join(result['left_out'])}" if result["left_out"] else ""
+    unbounded = f"excluded, unbounded: {', '.join(result['off_scale'])}" if result["off_scale"] else ""
+    excluded = (*result["left_out"], *result["off_scale"])
+    averaged = [task for name, task in result["tasks"].items() if name not in excluded]
+    average, std = (result["average"], average_std(averaged)) if averaged else (math.nan, math.nan)
+    return [*rows, ("average", "; ".join(filter(None, (incomplete, nan, unbounded))), "", average, std)]
 
 
 def average_std(tasks: Sequence[Mapping[str, Any]]) -> float:
-    """Of the average, from seed to seed; a task without seeds has one score for all of them.
+    """Standard deviation of the average over seeds; a task with one score has it for every seed.
 
     >>> average_std([{"seeds": [0.5, 0.75], "score": 0.625}, {"seeds": [0.75, 0.5], "score": 0.625}])
     0.0
     """
-    most = max(len(task["seeds"]) for task in tasks)
-    each = [
-        statistics.fmean(task["seeds"][i] if len(task["seeds"]) == most else task["score"] for task in tasks)
-        for i in range(most)
+    num_seeds = max(len(task["seeds"]) for task in tasks)
+    averages = [
+        statistics.fmean(task["seeds"][i] if len(task["seeds"]) == num_seeds else task["score"] for task in tasks)
+        for i in range(num_seeds)
     ]
-    return mean_and_std(each)[1]
+    return mean_and_std(averages)[1]
 
 
 def format_metrics(metrics: Mapping[str, Mapping[str, float]]) -> str:
@@ -520,9 +525,7 @@ def write_suite_page(path: Path, result: Mapping[str, Any]) -> None:
     if not result["complete"]:
         page.add_paragraph(f"The average is incomplete: {', '.join(result['missing'])} were not scored.")
     if result["left_out"]:
-        page.add_paragraph(f"Left out of the average, as their score is not a number: {', '.join(result['left_out'])}.")
+        page.add_paragraph(f"Not in the average, NaN score: {', '.join(result['left_out'])}.")
     if result["off_scale"]:
-        page.add_paragraph(
-            f"Left out of the average, as their score is on no scale up to 1: {', '.join(result['off_scale'])}."
-        )
+        page.add_paragraph(f"Not in the average, unbounded score: {', '.join(result['off_scale'])}.")
     page.save(path)
