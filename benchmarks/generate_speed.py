@@ -31,7 +31,7 @@ from firth import __version__
 from firth.core.console import format_count, progress, say, show_table
 from firth.generate import generate_ids
 from firth.models import Model, ModelConfig, get_preset, make_model, to_hf_config
-from firth.models.hf.checkpoint import to_hf_tensors
+from firth.models.hf.convert import to_hf_tensors
 from firth.models.presets import gpt2, llama
 from firth.tokens import Vocabulary
 

@@ -56,7 +56,7 @@ from firth.models import LMHead, Model, ModelConfig, get_preset, make_model, to_
 from firth.models.attention import Attention
 from firth.models.fp8.block import Float8Attention
 from firth.models.fp8.linear import Float8Linear
-from firth.models.hf.checkpoint import to_hf_tensors
+from firth.models.hf.convert import to_hf_tensors
 from firth.models.presets import bert, gpt2, t5
 from firth.objectives import (
     CLM,

@@ -370,7 +370,8 @@ def test_both_sides_are_asked_the_same(race: Any, prepared_text: Path) -> None:
     """A model of theirs with our weights has our loss: same rows, same masks, padding out of sight."""
     import transformers
 
-    from firth.models.hf.checkpoint import to_hf_config, to_hf_tensors
+    from firth.models.hf.config_io import to_hf_config
+    from firth.models.hf.convert import to_hf_tensors
 
     shards = race.open_shards(prepared_text)
     asked = race.questions(shards, 32, 5)

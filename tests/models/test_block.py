@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from firth.models.block import MLP
 from firth.models.config import ModelConfig
-from firth.models.hf.checkpoint import from_hf_config, hf_model_type, to_hf_config
+from firth.models.hf.config_io import from_hf_config, hf_model_type, to_hf_config
 from firth.models.presets import PRESETS, bart, bert, gpt2, t5, t5_v1_1, xlnet
 
 

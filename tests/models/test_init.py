@@ -25,7 +25,8 @@ from firth.models.config import (
     SentencePairHead,
     SinusoidalPosition,
 )
-from firth.models.hf.checkpoint import from_hf_config, hf_model_type, to_hf_config, to_hf_tensors
+from firth.models.hf.config_io import from_hf_config, hf_model_type, to_hf_config
+from firth.models.hf.convert import to_hf_tensors
 from firth.models.presets import (
     albert,
     bart,

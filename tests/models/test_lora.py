@@ -38,7 +38,7 @@ def learned(config: ModelConfig, spec: LoRAConfig, seed: int = 0) -> Model:
     """A model whose LoRA has learned something."""
     torch.manual_seed(seed)
     model = make_model(config).eval()
-    add_lora(model, spec)
+    add_lora(model, model.config, spec)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("lora_b"):
@@ -76,7 +76,7 @@ def test_at_first_nothing_is_changed() -> None:
         torch.manual_seed(0)
         plain = make_model(config).eval()
         before = answer(plain, config)
-        add_lora(plain, LoRAConfig(rank=2, targets="all"))
+        add_lora(plain, plain.config, LoRAConfig(rank=2, targets="all"))
         assert has_lora(plain)
         assert torch.equal(answer(plain, config), before)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from firth.models import Model
-from firth.models.hf.checkpoint import to_hf_tensors
+from firth.models.hf.convert import to_hf_tensors
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 

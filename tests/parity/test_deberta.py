@@ -25,7 +25,8 @@ from firth.models import (
     with_classification_head,
 )
 from firth.models.config import ConvolutionConfig, Disentangled, LearnedPosition
-from firth.models.hf.checkpoint import from_hf_config, to_hf_config, write_model
+from firth.models.hf.checkpoint import write_model
+from firth.models.hf.config_io import from_hf_config, to_hf_config
 from firth.models.presets import deberta, deberta_v2, deberta_v3
 from firth.objectives.batch import Batch
 
@@ -202,7 +203,7 @@ def test_published_settings_are_read() -> None:
 def test_what_is_not_deberta_is_said_or_kept_under_our_name() -> None:
     hf = to_hf_config(OURS["v1"], None)
     for change in ({"relative_attention": False}, {"pos_att_type": "c2p"}, {"pos_att_type": None}):
-        with pytest.raises(UserError, match="only with relative_attention and pos_att_type c2p and p2c"):
+        with pytest.raises(UserError, match="only with relative_attention and with pos_att_type c2p and p2c"):
             from_hf_config(hf | change)
     with pytest.raises(UserError, match="talking_head"):
         from_hf_config(hf | {"talking_head": True})

@@ -125,9 +125,9 @@ def test_to_transformers(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"model_type": "llama", "attention_bias": True}, "both or with none"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias and mlp_bias differ"),
         ({"model_type": "llama", "rope_parameters": {"rope_type": "yarn"}}, "yarn"),
-        ({"model_type": "modernbert", "mlp_bias": True}, "all or none"),
+        ({"model_type": "modernbert", "mlp_bias": True}, "mlp_bias and classifier_bias differ"),
         ({"model_type": "modernbert", "num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}, "layer_types"),
     ],
 )

@@ -34,8 +34,9 @@ from firth.models.config import (
     SinusoidalPosition,
     SpanBoundaryHead,
 )
-from firth.models.hf import FAMILY_LAYOUTS
-from firth.models.hf.checkpoint import to_hf_tensors, write_model
+from firth.models.hf.checkpoint import write_model
+from firth.models.hf.convert import to_hf_tensors
+from firth.models.hf.registry import FAMILY_LAYOUTS
 from firth.models.position.bias import t5_bucket
 from firth.models.presets import (
     afriberta,

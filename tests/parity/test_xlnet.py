@@ -24,7 +24,8 @@ from firth.models import (
     with_classification_head,
 )
 from firth.models.config import TransformerXL
-from firth.models.hf.checkpoint import from_hf_config, to_hf_config, write_model
+from firth.models.hf.checkpoint import write_model
+from firth.models.hf.config_io import from_hf_config, to_hf_config
 from firth.models.position.xl_memory import XLMemory
 from firth.models.presets import xlnet
 from firth.objectives.batch import Batch

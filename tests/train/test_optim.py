@@ -191,13 +191,13 @@ def test_a_model_whose_head_is_its_words_begins_with_them() -> None:
 
 def test_beside_lora_only_the_head_learns() -> None:
     model = classifier()
-    add_lora(model, LoRAConfig(rank=2))
+    add_lora(model, model.config, LoRAConfig(rank=2))
     found = learning(make_optimizer(model, TrainingConfig()), model)
     assert "head.out.weight" in found
     assert "stack.blocks.0.attention.qkv.lora_a" in found
     assert "stack.blocks.0.attention.qkv.weight" not in found
     model = make_model(t5(1, 16, 2, 32, 20))
-    add_lora(model, LoRAConfig(rank=2, targets="all"))
+    add_lora(model, model.config, LoRAConfig(rank=2, targets="all"))
     assert all("lora_" in name for name in learning(make_optimizer(model, TrainingConfig()), model))
 
 
@@ -206,7 +206,7 @@ def test_layers_of_lora_that_begin_later_are_kept_too(mean: float, tmp_path: Pat
     """The best weights are those of one step, and a mean is of all that learns."""
     torch.manual_seed(0)
     model = make_model(bert(2, 16, 2, 20))
-    add_lora(model, LoRAConfig(rank=2))
+    add_lora(model, model.config, LoRAConfig(rank=2))
     batch = Batch(np.full((2, 8), 9), target_positions=np.array([[1], [2]]), labels=np.array([[7], [8]]))
     judged: list[dict[str, torch.Tensor]] = []
     raw: dict[str, torch.Tensor] = {}

@@ -19,18 +19,14 @@ from firth.models.config import (
 )
 from firth.models.distill import Distillation, check_distillation_pair, distillation_losses, init_from_teacher
 from firth.models.hf.checkpoint import (
-    FIRTH_MODEL_TYPE,
-    from_hf_config,
-    hf_model_type,
     load_generation_tokens,
     load_model,
     load_weights,
     read_config,
     read_tensors,
-    to_hf_config,
-    with_vocabulary,
     write_model,
 )
+from firth.models.hf.config_io import FIRTH_MODEL_TYPE, from_hf_config, hf_model_type, to_hf_config, with_vocabulary
 from firth.models.model import (
     Decoder,
     Encoder,

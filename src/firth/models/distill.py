@@ -1,6 +1,16 @@
-"""A small model learns from a larger one: its answers, its states, its first weights (Sanh et al. 2019).
+"""Knowledge distillation: train a small encoder to imitate a larger one (Sanh et al. 2019, DistilBERT).
 
-B rows, T places, K asked places, D model width, V vocabulary.
+The loss of the student has three parts (section 3):
+
+- soft: the KL divergence to the teacher's distribution over the vocabulary, both softened by a temperature t:
+  softmax(logits / t). Its gradient shrinks with 1 / t^2, so it is multiplied by t^2 (Hinton et al. 2015, section 2).
+- hard: the usual cross-entropy with the true tokens.
+- cosine: 1 - cos(student state, teacher state), which aligns the directions of the last hidden states.
+
+The student starts with every other layer of the teacher (`init_from_teacher`). The teacher runs without gradients:
+a step costs its forward pass in addition.
+
+B rows, T positions, K target positions, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,10 +29,7 @@ from firth.models.model import Encoder, Model
 
 @dataclass(frozen=True)
 class Distillation:
-    """How much each part of the loss counts: the teacher's answers (softened), the true ones, the direction of states.
-
-    The numbers are those of DistilBERT's published training.
-    """
+    """The temperature, and the weight of each part of the loss; 0 disables a part. Defaults: DistilBERT's training."""
 
     temperature: float = 2.0
     soft: float = 5.0
@@ -35,9 +42,9 @@ class Distillation:
 
 
 def check_distillation_pair(student: Model, teacher: Model, spec: Distillation) -> tuple[Encoder, Encoder]:
-    """Both, as the encoders that they must be; a teacher that this student cannot learn from is refused."""
+    """Return both as encoders; raise a UserError where this student cannot imitate this teacher."""
     if not isinstance(student, Encoder) or not isinstance(teacher, Encoder) or student.is_causal or teacher.is_causal:
-        raise UserError("Distillation is from an encoder to an encoder.")
+        raise UserError("Distillation needs an encoder as student and an encoder as teacher.")
     if not isinstance(teacher.head, LMHeadModule):
         raise UserError("The teacher has a classifier's head: it must be a language model.")
     if student.config.vocab_size != teacher.config.vocab_size:
@@ -45,19 +52,19 @@ def check_distillation_pair(student: Model, teacher: Model, spec: Distillation) 
         raise UserError(f"The model's vocabulary has {sizes}: they must be the same.")
     if spec.cosine and student.config.dim != teacher.config.dim:
         raise UserError(
-            f"States {student.config.dim} wide cannot point where the teacher's do, {teacher.config.dim} wide. "
+            f"The cosine loss needs equal widths: the student has {student.config.dim}, the teacher {teacher.config.dim}. "
             "Set distillation.cosine=0, or model.dim to the teacher's."
         )
     return student, teacher
 
 
 def distillation_losses(student: Encoder, teacher: Encoder, batch: Any, spec: Distillation) -> dict[str, Tensor]:
-    """The parts of the loss, each a sum under the name of what it is a mean over."""
+    """Return the parts of the loss as sums, each under the name of the count that divides it."""
     assert isinstance(student.head, LMHeadModule)
     with torch.no_grad():
-        taught_BTD = teacher.hidden_states(batch)
-        wanted_BKV = teacher.head(
-            gather_positions(taught_BTD, batch.target_positions), teacher.embed.tokens.weight
+        teacher_BTD = teacher.hidden_states(batch)
+        teacher_logits_BKV = teacher.head(
+            gather_positions(teacher_BTD, batch.target_positions), teacher.embed.tokens.weight
         ).float()
     x_BTD = student.hidden_states(batch)
     logits_BKV = student.head(gather_positions(x_BTD, batch.target_positions), student.embed.tokens.weight).float()
@@ -66,32 +73,32 @@ def distillation_losses(student: Encoder, teacher: Encoder, batch: Any, spec: Di
     )
     t = spec.temperature
     soft_BK = F.kl_div(
-        (logits_BKV / t).log_softmax(-1), (wanted_BKV / t).log_softmax(-1), reduction="none", log_target=True
+        (logits_BKV / t).log_softmax(-1), (teacher_logits_BKV / t).log_softmax(-1), reduction="none", log_target=True
     ).sum(-1)
     answers = spec.hard * hard + spec.soft * t**2 * (soft_BK * (batch.labels != LABEL_IGNORE_INDEX)).sum()
     if not spec.cosine:
         return {"answers": answers}
-    apart_BT = 1 - F.cosine_similarity(x_BTD.float(), taught_BTD.float(), dim=-1)
+    distance_BT = 1 - F.cosine_similarity(x_BTD.float(), teacher_BTD.float(), dim=-1)
     if batch.document_ids is not None:
-        apart_BT = apart_BT * (batch.document_ids >= 0)
-    return {"answers": answers, "tokens": spec.cosine * apart_BT.sum()}
+        distance_BT = distance_BT * (batch.document_ids >= 0)
+    return {"answers": answers, "tokens": spec.cosine * distance_BT.sum()}
 
 
 @torch.no_grad()
 def init_from_teacher(student: Model, teacher: Model) -> int:
-    """Fill the student with the teacher's weights where they fit, its layers evenly from the first to the last.
+    """Copy the teacher's weights into the student where shapes match; return the number of tensors copied.
 
-    Six layers of twelve are the layers 0, 2, 4, 7, 9 and 11, as in DistilBERT. Returns how many tensors were taken.
+    Layers are spaced evenly from the first to the last: six of twelve are 0, 2, 4, 7, 9 and 11, as in DistilBERT.
     """
-    own, given = student.state_dict(), teacher.state_dict()
+    student_state, teacher_state = student.state_dict(), teacher.state_dict()
     last, steps = teacher.config.num_layers - 1, max(student.config.num_layers - 1, 1)
-    taken = 0
-    for name, value in own.items():
+    num_copied = 0
+    for name, value in student_state.items():
         parts = name.split(".")
         if parts[:2] == ["stack", "blocks"]:
             parts[2] = str(round(int(parts[2]) * last / steps))
-        source = given.get(".".join(parts))
+        source = teacher_state.get(".".join(parts))
         if source is not None and source.shape == value.shape:
             value.copy_(source)
-            taken += 1
-    return taken
+            num_copied += 1
+    return num_copied

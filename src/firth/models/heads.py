@@ -1,6 +1,12 @@
-"""From hidden states to answers, and the loss of the vocabulary projection.
+"""Pretraining heads: hidden states -> logits, and the cross-entropy over the vocabulary.
 
-B rows, T places, K asked places, D model width, E width of the token vectors.
+The vocabulary projection dominates memory: N target positions times V tokens in float32 exceed the activations of the
+whole model. Three measures keep it small. It runs only at target positions. The logits are never held at once: a CPU
+computes loss and gradients chunk by chunk (`ChunkedCrossEntropy`), a GPU by a fused kernel (`kernels/cross_entropy`).
+And training can score a sample of the vocabulary instead of all of it (`sampled_cross_entropy`).
+
+B rows, T positions, K target positions, N all target positions, D model width, E width of the token embeddings,
+V vocabulary, S sampled tokens.
 """
 
 from __future__ import annotations
@@ -21,16 +27,16 @@ from firth.models.regional_compile import compilable_region
 
 
 def gather_positions(x_BTX: Tensor, positions_BK: Tensor) -> Tensor:
-    """What stands at some places of each row: (B, K), and whatever comes after T."""
+    """Return x (B, T, ...) at K positions of each row: (B, K, ...)."""
     row_B1 = torch.arange(len(x_BTX), device=x_BTX.device)[:, None]
     return x_BTX.flatten(0, 1)[positions_BK + row_B1 * x_BTX.shape[1]]
 
 
 class LMHeadModule(nn.Module):
-    """Scores over the vocabulary: transform (BERT), then the projection, tied to the embedding or its own."""
+    """Logits over the vocabulary: an optional transform (BERT), then the projection, tied to the embedding or not."""
 
-    use_fused_loss: bool | None = None  # whether the loss never holds all scores at once; None: where that pays
-    pad_vocab: bool | None = None  # whether it computes them for a round number of tokens; None: on a GPU
+    use_fused_loss: bool | None = None  # never hold all logits at once; None: where that is faster
+    pad_vocab: bool | None = None  # pad the vocabulary to a multiple of 128; None: on a GPU
 
     def __init__(self, config: ModelConfig, spec: LMHead) -> None:
         super().__init__()
@@ -53,7 +59,7 @@ class LMHeadModule(nn.Module):
 
     @compilable_region
     def loss(self, x: Tensor, labels: Tensor, embedding: Tensor) -> Tensor:
-        """The summed cross-entropy of `x` (N, D) against `labels` (N,), those at -100 left out."""
+        """Return the cross-entropy of `x` (N, D) with `labels` (N,), summed over labels other than -100."""
         return self.projection_loss(self.transform_hidden_states(x), labels, embedding)
 
     def projection_loss(self, x_NE: Tensor, labels: Tensor, embedding: Tensor) -> Tensor:
@@ -64,7 +70,7 @@ class LMHeadModule(nn.Module):
 
 
 class DiscriminatorHeadModule(nn.Module):
-    """The higher, the likelier a token was put in by a generator (ELECTRA)."""
+    """One logit per token: the higher, the likelier the token was replaced (ELECTRA, section 3.1)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -73,12 +79,12 @@ class DiscriminatorHeadModule(nn.Module):
         self.out = nn.Linear(config.dim, 1)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """(B, T)"""
+        """Return logits (B, T)."""
         return self.out(self.activation(self.dense(x_BTD)))[..., 0]
 
 
 class SentencePairHeadModule(nn.Module):
-    """Whether the second text follows the first (0) or not (1): BERT's pooler on the first state, then two scores."""
+    """Next-sentence or sentence-order prediction: BERT's pooler over [CLS], then two logits (0: in order, 1: not)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -90,7 +96,10 @@ class SentencePairHeadModule(nn.Module):
 
 
 class SpanBoundaryHeadModule(nn.Module):
-    """A token of a span from the states on both sides of the span, and which token of it is meant."""
+    """Predict each token of a masked span from the states on both sides of the span (SpanBERT, section 3.2).
+
+    The input is [state before; state after; embedding of the position in the span]; two layers with GELU and norm.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -101,10 +110,10 @@ class SpanBoundaryHeadModule(nn.Module):
         self.dense2, self.norm2 = nn.Linear(dim, config.embed_width), make_norm(config, config.embed_width)
 
     def forward(self, x_BTD: Tensor, boundary_BK3: Tensor) -> Tensor:
-        """(B, K, E), as wide as the token vectors that they are compared with."""
+        """Return (B, K, E), which the token embeddings project to logits. `boundary_BK3`: before, after, position."""
         before_BK, after_BK, which_BK = boundary_BK3.unbind(-1)
-        place_BKD = self.positions(which_BK.clamp(0, self.positions.num_embeddings - 1))
-        h = torch.cat([gather_positions(x_BTD, before_BK), gather_positions(x_BTD, after_BK), place_BKD], -1)
+        position_BKD = self.positions(which_BK.clamp(0, self.positions.num_embeddings - 1))
+        h = torch.cat([gather_positions(x_BTD, before_BK), gather_positions(x_BTD, after_BK), position_BKD], -1)
         return self.norm2(F.gelu(self.dense2(self.norm1(F.gelu(self.dense1(h))))))
 
 
@@ -116,11 +125,11 @@ def lm_head_cross_entropy(
     use_fused_loss: bool | None = None,
     pad_vocab: bool | None = None,
 ) -> Tensor:
-    """Projection and cross-entropy, summed over what is asked.
+    """Return the cross-entropy of the projection, summed over labels other than -100.
 
-    On a CPU in pieces that stay in its cache. On a GPU (`use_fused_loss`) by a kernel of our own where there are many scores, in
-    pieces where there would be too many; `pad_vocab` computes them for a multiple of 128 tokens, which suits its products.
-    Where nothing learns from it, in pieces everywhere.
+    In float32 training on a CPU: chunks that stay in its cache. In training on a GPU: a fused kernel, where
+    `use_fused_loss` is True or None and it is faster. Without gradients: chunks everywhere. `pad_vocab` pads the
+    vocabulary to a multiple of 128, the tile size of fast matmuls.
     """
     device, V = x.device.type, len(weight)
     rows = max(1, (ChunkedCrossEntropy.CHUNK_LOGITS if device == "cpu" else MAX_CHUNK_LOGITS) // V)
@@ -129,12 +138,12 @@ def lm_head_cross_entropy(
         return torch.stack(
             [lm_head_cross_entropy(a, weight, bias, b, use_fused_loss, pad_vocab) for a, b in pieces]
         ).sum()
-    learns = torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+    trains = torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
     exact = x.dtype == torch.float32 and not torch.is_autocast_enabled(device)
     pad_vocab = device == "cuda" if pad_vocab is None else pad_vocab
-    if device == "cpu" and learns and exact and use_fused_loss is not False:
+    if device == "cpu" and trains and exact and use_fused_loss is not False:
         return ChunkedCrossEntropy.apply(x, weight, bias, labels)
-    if learns and (should_fuse_loss(x, weight) if use_fused_loss is None else use_fused_loss):
+    if trains and (should_fuse_loss(x, weight) if use_fused_loss is None else use_fused_loss):
         return fused_cross_entropy(x, weight, bias, labels, pad_vocab)
     more = vocab_padding(V) if pad_vocab else 0
     if more:
@@ -146,10 +155,11 @@ def lm_head_cross_entropy(
 def sampled_cross_entropy(
     x_NE: Tensor, weight: Tensor, bias: Tensor | None, labels_N: Tensor, num_sampled: int
 ) -> Tensor:
-    """Cross-entropy against `num_sampled` tokens in place of all, drawn by rank r in proportion to log((r + 2) / (r + 1)).
+    """Return the sampled softmax loss: `num_sampled` negatives replace the vocabulary (Jean et al. 2015, section 3).
 
-    The scores of each are lowered by the log of how often it is expected, so that the frequent ones are not punished
-    for being drawn often (Jean et al. 2015, section 3). A token that is the answer counts once.
+    Negatives are sampled log-uniformly by rank r: p(r) ~ log((r + 2) / (r + 1)); ids must be sorted by frequency. Each
+    logit is lowered by the log of its expected count, which corrects for frequent tokens being sampled often. A sample
+    that equals the label is masked.
     """
     V, used_N = len(weight), labels_N != LABEL_IGNORE_INDEX
     x_NE, label_N = x_NE[used_N], labels_N[used_N]
@@ -168,10 +178,11 @@ def sampled_cross_entropy(
 class ChunkedCrossEntropy(torch.autograd.Function):
     """`F.cross_entropy(F.linear(x, weight, bias), labels, reduction="sum")`, never holding all logits at once.
 
-    The gradients are made together with the loss, piece by piece, while the logits are at hand.
+    The forward pass computes the gradients too, chunk by chunk, while the logits of the chunk are in cache:
+    d loss / d logits = softmax - one_hot(label).
     """
 
-    CHUNK_LOGITS = 2**22  # logits per piece: 16 MB of float32
+    CHUNK_LOGITS = 2**22  # logits per chunk: 16 MB of float32
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
@@ -180,17 +191,17 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         total = x.new_zeros(())
         rows = max(1, ChunkedCrossEntropy.CHUNK_LOGITS // weight.shape[0])
         for start in range(0, len(x), rows):
-            piece, asked = x[start : start + rows], labels[start : start + rows]
-            logits = F.linear(piece, weight, bias)
+            chunk, targets = x[start : start + rows], labels[start : start + rows]
+            logits = F.linear(chunk, weight, bias)
             torch.log_softmax(logits, 1, out=logits)
-            total += F.nll_loss(logits, asked, ignore_index=LABEL_IGNORE_INDEX, reduction="sum")
-            error = logits.exp_()
-            error[torch.arange(len(asked)), asked.clamp(min=0)] -= 1
-            error[asked == LABEL_IGNORE_INDEX] = 0
-            torch.mm(error, weight, out=dx[start : start + rows])
-            dweight.addmm_(error.t(), piece)
+            total += F.nll_loss(logits, targets, ignore_index=LABEL_IGNORE_INDEX, reduction="sum")
+            dlogits = logits.exp_()
+            dlogits[torch.arange(len(targets)), targets.clamp(min=0)] -= 1
+            dlogits[targets == LABEL_IGNORE_INDEX] = 0
+            torch.mm(dlogits, weight, out=dx[start : start + rows])
+            dweight.addmm_(dlogits.t(), chunk)
             if dbias is not None:
-                dbias += error.sum(0)
+                dbias += dlogits.sum(0)
         ctx.save_for_backward(dx, dweight, dbias)
         return total
 

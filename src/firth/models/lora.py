@@ -1,10 +1,22 @@
-"""LoRA: a matrix stays as it is, and a product of two narrow ones is learned beside it (Hu et al., 2021)."""
+"""LoRA: low-rank updates of frozen weight matrices (Hu et al. 2021).
+
+A weight W (out, in) stays frozen. Beside it two narrow matrices are trained, A (rank, in) and B (out, rank):
+
+    y = x W^T + (alpha / rank) * (x A^T) B^T        (section 4.1)
+
+A starts random and B at zero, so training starts from the pretrained model. A layer of 768 x 768 has 590k weights and,
+at rank 8, 12k trained ones: gradients and optimizer state shrink accordingly. After training W + (alpha / rank) B A is
+one matrix again (`merged_weight`), so inference costs nothing extra. Checkpoints are written merged; `hf/adapter.py`
+also writes A and B alone, as `peft` reads them.
+
+We fuse query, key and value into one matrix; `peft` adapts each of them. `LoRALinear` therefore has one A per fused part.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +24,8 @@ from torch import Tensor, nn
 
 from firth.core.errors import UserError
 from firth.models.config import ModelConfig
-from firth.models.hf import FAMILY_LAYOUTS
+from firth.models.hf.registry import FAMILY_LAYOUTS
 from firth.models.kernels.dropout import fast_dropout
-
-if TYPE_CHECKING:
-    from firth.models.model import Model
 
 BACKBONE_PREFIXES = ("stack.", "encoder.", "decoder.")
 ATTENTION_LINEARS = ("attention.qkv", "attention.out", "cross.qkv", "cross.out")
@@ -26,15 +35,15 @@ LORA_TARGETS = {"attention": ATTENTION_LINEARS, "all": (*ATTENTION_LINEARS, "mlp
 @dataclass(frozen=True)
 class LoRAConfig:
     rank: int = 8
-    alpha: float = 16.0  # what is learned counts alpha / rank times
-    dropout: float = 0.0  # on what the narrow matrices read
+    alpha: float = 16.0  # the update is scaled by alpha / rank
+    dropout: float = 0.0  # probability, on the input of A
     targets: Literal["attention", "all"] = "attention"
 
 
 class LoRALinear(nn.Linear):
-    """A Linear with LoRA beside it.
+    """A frozen linear layer plus a trained low-rank update.
 
-    A fused matrix has `split_sizes` rows of each of the matrices that it is made of, and LoRA for each of them.
+    `split_sizes` are the output rows of the matrices that are fused into this one. I inputs, R rank, S rows of a part.
     """
 
     def __init__(self, linear: nn.Linear, split_sizes: tuple[int, ...], spec: LoRAConfig) -> None:
@@ -53,7 +62,7 @@ class LoRALinear(nn.Linear):
         return super().forward(x) + self.lora_delta(x)
 
     def lora_delta(self, x: Tensor, start: int = 0, end: int | None = None) -> Tensor:
-        """What LoRA adds to the rows from `start` to `end`."""
+        """Return the update of the output features `start` to `end`."""
         x, y, first = fast_dropout(x, self.dropout if self.training else 0.0), [], 0
         for a_RI, size in zip(self.lora_a, self.split_sizes, strict=True):
             rows = slice(max(start, first), first + size if end is None else min(end, first + size))
@@ -63,23 +72,23 @@ class LoRALinear(nn.Linear):
         return self.scale * (y[0] if len(y) == 1 else torch.cat(y, -1))
 
     def merged_weight(self) -> Tensor:
-        """The one matrix that does what the three do."""
+        """Return W + (alpha / rank) B A."""
         parts = zip(self.lora_a, self.lora_b.split(self.split_sizes), strict=True)
         return self.weight + self.scale * torch.cat([b_SR @ a_RI for a_RI, b_SR in parts])
 
 
 def check_lora_support(config: ModelConfig) -> None:
-    """Refuse a model that has nothing for LoRA to stand beside."""
+    """Raise a UserError for a model without attention and MLP matrices."""
     if config.recurrent is not None or not config.num_layers:
         kind = "LSTMs" if config.recurrent is not None else "word vectors"
         raise UserError(
-            f"LoRA stands beside the matrices of attention and MLP, and {kind} have none: leave lora_rank out. "
+            f"LoRA adapts the matrices of attention and MLP, and {kind} have none. Leave lora_rank out; "
             "freeze=body trains the head alone."
         )
 
 
-def add_lora(model: Model, spec: LoRAConfig) -> None:
-    """Put LoRA beside the matrices of a model's blocks."""
+def add_lora(model: nn.Module, config: ModelConfig, spec: LoRAConfig) -> None:
+    """Replace the targeted linear layers in the blocks of a model by LoRALinear."""
     for name, module in list(model.named_modules()):
         if (
             isinstance(module, nn.Linear)
@@ -87,12 +96,12 @@ def add_lora(model: Model, spec: LoRAConfig) -> None:
             and name.endswith(LORA_TARGETS[spec.targets])
         ):
             parent, _, leaf = name.rpartition(".")
-            sizes = lora_split_sizes(model.config, f"{name}.weight", module.out_features)
+            sizes = lora_split_sizes(config, f"{name}.weight", module.out_features)
             setattr(model.get_submodule(parent), leaf, LoRALinear(module, sizes, spec))
 
 
 def lora_split_sizes(config: ModelConfig, name: str, rows: int) -> tuple[int, ...]:
-    """Of how many rows the matrices are that a family of `transformers` keeps apart, and we as one."""
+    """Return the rows of each matrix that `transformers` keeps separate and we fuse into the tensor `name`."""
     layout = FAMILY_LAYOUTS.get(config.family)
     rule = (
         next((rule for rule in layout.rules(config) if rule.firth_name == name), None) if layout is not None else None
@@ -107,12 +116,12 @@ def has_lora(model: nn.Module) -> bool:
 
 
 def is_lora_parameter(name: str) -> bool:
-    """Whether a parameter of this name is one of LoRA's."""
+    """Whether a parameter of this name belongs to LoRA."""
     return name.endswith((".lora_a", ".lora_b"))
 
 
 @torch.no_grad()
-def merge_lora(model: Model, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a model with what LoRA has learned in the matrices themselves."""
-    whole = {f"{name}.weight": m.merged_weight() for name, m in model.named_modules() if isinstance(m, LoRALinear)}
-    return {name: value for name, value in (state | whole).items() if not is_lora_parameter(name)}
+def merge_lora(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a model with LoRA merged into the weights."""
+    merged = {f"{name}.weight": m.merged_weight() for name, m in model.named_modules() if isinstance(m, LoRALinear)}
+    return {name: value for name, value in (state | merged).items() if not is_lora_parameter(name)}

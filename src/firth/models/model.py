@@ -6,7 +6,6 @@ B rows, T places, U places of the decoder, K asked places, D model width, V voca
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +21,10 @@ from firth.models.config import (
     AWDLSTMConfig,
     BiLSTMConfig,
     ELMoConfig,
-    FanInInit,
     LMHead,
     ModelConfig,
-    NormalInit,
     Seq2SeqConfig,
     TaskHead,
-    UniformInit,
 )
 from firth.models.electra import ElectraGenerator, discriminator_loss, make_generator_model_config, replace_tokens
 from firth.models.embeddings import InputEmbedding, PositionEmbedding
@@ -40,6 +36,7 @@ from firth.models.heads import (
     SpanBoundaryHeadModule,
     gather_positions,
 )
+from firth.models.init import init_weights
 from firth.models.position.mask_decoder import EnhancedMaskDecoder
 from firth.models.position.xl_memory import XLMemory
 from firth.models.recurrent import AWDLSTMStack, CharCNNEmbedding, ELMoStack, FeatureEncoder
@@ -163,7 +160,7 @@ class Model(nn.Module):
     def logits_and_loss(
         self, x: Tensor, labels: Tensor | None, last_index: Tensor, document_ids: Tensor | None, shift_labels: bool
     ) -> tuple[Tensor, Any]:
-        """Logits and mean loss for a call with the Hugging Face names. `last_index` is where the last token of a text is."""
+        """Return logits and mean loss of a Hugging Face style call; `last_index` (B,) is each text's last token."""
         if isinstance(self.head, TaskHeadModule):
             first = getattr(self.config.head, "pool", None) == "first"
             return self.head.logits_and_loss(
@@ -265,7 +262,7 @@ class Encoder(Model):
         self.extras = nn.ModuleDict(
             {n: make(config) for n, make in EXTRA_MODULES.items() if config.get_extra(n) is not None}
         )
-        init_weights(self)
+        init_weights(self, config)
 
     @property
     def generator(self) -> ElectraGenerator | None:
@@ -465,7 +462,7 @@ class EncoderDecoder(Model):
             for mine, encoders in zip(self.decoder.blocks, self.encoder.blocks, strict=True):
                 for part in ("attention", "attention_norm", "mlp", "mlp_norm"):
                     setattr(mine, part, getattr(encoders, part))
-        init_weights(self)
+        init_weights(self, config)
 
     def head_document_ids(self, batch: BatchLike) -> Tensor | None:
         return batch.document_ids if self.config.head_reads_encoder else batch.decoder_document_ids
@@ -480,7 +477,10 @@ class EncoderDecoder(Model):
     def hidden_states(
         self, batch: BatchLike, encoder_hidden_states: Tensor | None = None, cross_document_ids: Tensor | None = None
     ) -> Tensor:
-        """`encoder_hidden_states` is what is known of the texts already, `cross_document_ids` the text that each place of the decoder reads."""
+        """Return the decoder's states (B, U, D), or the encoder's where the head reads those.
+
+        `encoder_hidden_states` skips the encoder; `cross_document_ids` (B, U) is the document that each position reads.
+        """
         read = self.encode(batch) if encoder_hidden_states is None else encoder_hidden_states
         if self.config.head_reads_encoder:
             return read
@@ -644,56 +644,3 @@ def count_parameters(config: ModelConfig) -> int:
     """How many numbers a model of this config has, without making it."""
     with torch.device("meta"):
         return make_model(config).num_parameters
-
-
-LSTM_WEIGHT_PREFIXES = ("weight_ih_l", "weight_hh_l", "weight_hr_l")
-
-
-@torch.no_grad()
-def init_weights(model: Model) -> None:
-    """Starting weights as published for the family: the spread by `config.init`, biases 0, norms 1."""
-    config, init = model.config, model.config.init
-    for name, p in model.named_parameters():
-        if p.is_meta:  # weights that are only counted
-            continue
-        if p.ndim < 2:
-            if name.endswith("bias") and not isinstance(init, UniformInit):
-                p.zero_()
-        elif name.endswith("generator.delta.weight"):
-            p.zero_()
-        elif name.rpartition(".")[2].startswith(LSTM_WEIGHT_PREFIXES):
-            continue  # which begin as torch has them, by their own width
-        elif isinstance(init, UniformInit):
-            if name == "embed.tokens.weight":
-                p.uniform_(-init.bound, init.bound)
-            elif name == "head.weight":
-                p.normal_(0.0, p.shape[-1] ** -0.5)
-        elif isinstance(init, FanInInit):
-            p.normal_(0.0, fan_in_init_std(name, p, config))
-            if name.endswith(("attention.qkv.weight", "cross.qkv.weight")):
-                p[: config.num_heads * config.head_size] *= config.head_size**-0.5  # the scores are not scaled
-        else:
-            std = normal_init_std(name, init, config)
-            if init.cutoff_factor is None:
-                p.normal_(0.0, std)
-            else:
-                nn.init.trunc_normal_(p, 0.0, std, -init.cutoff_factor * std, init.cutoff_factor * std)
-
-
-def normal_init_std(name: str, init: NormalInit, config: ModelConfig) -> float:
-    """The spread of vectors that are looked up, of what writes to the residual stream, of the rest."""
-    looked_up = name.endswith(
-        ("tokens.weight", "position_embeddings.weight", "positions.weight", "segments.weight", "languages.weight")
-    )
-    if init.embed_std is not None and looked_up:
-        return init.embed_std
-    if init.scale_residual and name.endswith(("attention.out.weight", "mlp.down.weight")):
-        return init.std / math.sqrt(2 * config.num_layers)
-    return init.std
-
-
-def fan_in_init_std(name: str, p: Tensor, config: ModelConfig) -> float:
-    """T5's spreads: 1 for embeddings and the untied head, 1/sqrt(inputs) for matrices."""
-    if name.endswith(("embed.tokens.weight", "head.weight")):
-        return 1.0
-    return (config.dim if name.endswith("score.table.weight") else p.shape[-1]) ** -0.5

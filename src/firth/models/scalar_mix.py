@@ -1,4 +1,4 @@
-"""One vector per token from the states of all layers."""
+"""ScalarMix: one vector per token from the hidden states of all layers (Peters et al. 2018, section 3.2)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 
 class ScalarMix(nn.Module):
-    """A weighted mean of layers, with weights by softmax, times one number (ELMo, section 3.2).
+    """gamma * sum_j softmax(w)_j h_j over the layers j, with w and gamma trained (ELMo, equation 1).
 
-    At the start all layers count the same. `do_layer_norm` first puts each layer through a norm without weights.
+    All layers start with the same weight. `do_layer_norm` normalises each layer first, without affine parameters.
     """
 
     def __init__(self, num_layers: int, do_layer_norm: bool = False) -> None:
@@ -21,7 +21,7 @@ class ScalarMix(nn.Module):
         self.do_layer_norm = do_layer_norm
 
     def forward(self, hidden_states: Sequence[Tensor]) -> Tensor:
-        """`hidden_states` are the hidden states of a call, (B, T, D) each; the mixture has the same shape."""
+        """Return the mixture (B, T, D) of the hidden states of all layers, (B, T, D) each."""
         assert len(hidden_states) == len(self.weights), "one weight for each layer"
         if self.do_layer_norm:
             hidden_states = [nn.functional.layer_norm(x, x.shape[-1:]) for x in hidden_states]

@@ -36,7 +36,7 @@ from firth.models.config import (
     TokenClassificationHead,
 )
 from firth.models.heads import LABEL_IGNORE_INDEX, LMHeadModule, gather_positions
-from firth.models.hf import FAMILY_LAYOUTS
+from firth.models.hf.registry import FAMILY_LAYOUTS
 from firth.models.kernels.activation import ACTIVATIONS
 from firth.models.kernels.dropout import Dropout
 from firth.models.recurrent.crf import CRF, tag_chain_masks

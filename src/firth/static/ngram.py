@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from firth.core.errors import UserError
 from firth.core.files import read_json, write_json
-from firth.models.hf.checkpoint import NGRAM_MODEL_TYPE
+from firth.models.hf.config_io import NGRAM_MODEL_TYPE
 from firth.tokens import Tokenizer, Vocabulary, load_tokenizer
 
 NGRAM_WEIGHTS_FILE = "model.safetensors"

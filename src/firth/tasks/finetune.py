@@ -568,7 +568,7 @@ def build_seed_model(job: FinetuneJob, seed: int) -> Model:
         model.eos_token_ids += () if learned in model.eos_token_ids else (learned,)
     grow_vocabulary(model, max(config.vocab_size, task.tokenizer.vocab.size))
     if recipe.lora is not None:
-        add_lora(model, recipe.lora)
+        add_lora(model, model.config, recipe.lora)
     return model
 
 

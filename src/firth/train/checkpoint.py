@@ -24,7 +24,7 @@ from firth.core.console import warn
 from firth.core.errors import UserError
 from firth.core.files import atomic_folder, find_corruption, read_json, write_json
 from firth.models import Model, load_weights, read_tensors, write_model
-from firth.models.hf.checkpoint import unique_state_dict
+from firth.models.hf.convert import unique_state_dict
 from firth.models.lora import has_lora
 from firth.train.dtensor import distribute_like
 from firth.train.unfreeze import FreezeSchedule, ever_trainable

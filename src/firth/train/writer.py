@@ -13,7 +13,7 @@ import torch
 
 from firth.core.console import warn
 from firth.models import Model
-from firth.models.hf.checkpoint import unique_state_dict
+from firth.models.hf.convert import unique_state_dict
 from firth.train.checkpoint import CheckpointPayload, TrainState, save_checkpoint
 
 

@@ -42,14 +42,14 @@ from firth.models.config import (
     SpanBoundaryHead,
 )
 from firth.models.hf.checkpoint import (
-    FAMILY_LAYOUTS,
     WEIGHTS_FILE,
     forced_token_settings,
     generation_config_json,
     read_forced_tokens,
-    special_token_ids,
     write_model,
 )
+from firth.models.hf.config_io import special_token_ids
+from firth.models.hf.registry import FAMILY_LAYOUTS
 from firth.models.model import ForcedTokens
 from firth.models.presets import (
     PRESETS,

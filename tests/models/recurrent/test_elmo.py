@@ -17,7 +17,7 @@ from firth.core.errors import UserError
 from firth.models import ClassificationHead, Encoder, load_model, make_model
 from firth.models.config import FeatureEncoderConfig
 from firth.models.heads import sampled_cross_entropy
-from firth.models.hf.checkpoint import hf_model_type
+from firth.models.hf.config_io import hf_model_type
 from firth.models.presets import bag_of_words, bert
 from firth.models.recurrent import CharCNNEmbedding, ELMoStack, FeatureEncoder, clipped
 from firth.models.recurrent.clipped import clipped_lstm

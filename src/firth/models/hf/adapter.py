@@ -12,8 +12,11 @@ from firth.core.console import say
 from firth.core.errors import UserError
 from firth.core.files import write_json
 from firth.models.config import LMHead
-from firth.models.hf import FAMILY_LAYOUTS, TensorRule
-from firth.models.hf.checkpoint import FIRTH_MODEL_TYPE, hf_model_type, read_config, unique_state_dict
+from firth.models.hf.checkpoint import read_config
+from firth.models.hf.config_io import FIRTH_MODEL_TYPE, hf_model_type
+from firth.models.hf.convert import unique_state_dict
+from firth.models.hf.layout import TensorRule
+from firth.models.hf.registry import FAMILY_LAYOUTS
 from firth.models.lora import LoRAConfig, LoRALinear
 from firth.models.model import Model
 

@@ -1,6 +1,15 @@
-"""AWD-LSTM: a language model of regularised LSTMs (Merity et al. 2018), the body of ULMFiT.
+"""AWD-LSTM: an LSTM language model with five kinds of dropout (Merity et al. 2018), the backbone of ULMFiT.
 
-B rows, T places, N texts, L places of the longest text, D width.
+LSTMs overfit small corpora, and ordinary dropout on the recurrent state destroys their memory. AWD-LSTM regularises:
+
+- the weights from state to state, by one mask per pass (DropConnect, section 2): `weight_drop`;
+- whole words, at all positions of a text (section 4.3): `word_drop`;
+- input, hidden and output states, by one mask for all positions of a text (section 4.2): `locked_dropout`;
+- large states (AR) and large changes between positions (TAR) by an L2 penalty (section 4.5).
+
+Gradients are truncated after `bptt` positions; the state itself is carried on.
+
+B rows, T positions, N documents, L positions of the longest document, D width.
 """
 
 from __future__ import annotations
@@ -16,9 +25,9 @@ from firth.models.recurrent.lstm import RecurrentStack, UnpackedDocuments, locke
 
 
 class AWDLSTMStack(RecurrentStack):
-    """LSTM layers, the last as wide as the token vectors. In training all kinds of dropout, and what states cost."""
+    """LSTM layers, the last as wide as the token embeddings, with all kinds of dropout and the AR and TAR penalties."""
 
-    regularization: Tensor | None = None  # of the states of the last call in training: a sum over tokens
+    regularization: Tensor | None = None  # AR and TAR of the last training call, summed over tokens
 
     def __init__(self, config: ModelConfig) -> None:
         spec = config.recurrent
@@ -47,16 +56,16 @@ class AWDLSTMStack(RecurrentStack):
     def regularization_loss(
         self, hidden_NLD: Tensor, dropped_NLD: Tensor, documents: UnpackedDocuments
     ) -> Tensor | None:
-        """What large states, after dropout, and large steps from place to place, before it, cost: mean over D, sum."""
+        """Return alpha * AR (states after dropout) + beta * TAR (differences of positions, before it), summed over tokens."""
         if not self.spec.activation_reg and not self.spec.temporal_activation_reg:
             return None
-        large = (dropped_NLD.float().square().mean(-1) * documents.mask).sum()
+        ar = (dropped_NLD.float().square().mean(-1) * documents.mask).sum()
         step_NLD = (hidden_NLD[:, 1:] - hidden_NLD[:, :-1]).float()
-        steep = (step_NLD.square().mean(-1) * documents.mask[:, 1:]).sum()
-        return self.spec.activation_reg * large + self.spec.temporal_activation_reg * steep
+        tar = (step_NLD.square().mean(-1) * documents.mask[:, 1:]).sum()
+        return self.spec.activation_reg * ar + self.spec.temporal_activation_reg * tar
 
     def add_regularization(self, losses: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The parts of a loss with what the states cost, which is a mean over tokens."""
+        """Return the parts of the loss with the penalty added to `tokens`, whose count divides it."""
         if self.regularization is None:
             return losses
         cost, self.regularization = self.regularization, None

@@ -1,4 +1,4 @@
-"""What a head reads in place of the last states: a mixture of all layers, and an LSTM each way over it."""
+"""Features for a task head over a frozen backbone: a mixture of all layers, then a biLSTM (ELMo, section 3.3)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from firth.models.scalar_mix import ScalarMix
 
 
 class FeatureEncoder(nn.Module):
-    """Learned with the head, above a body that may stay as it is (ELMo, section 3.3)."""
+    """ScalarMix and biLSTM that are trained with the head; the backbone may stay frozen."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -26,6 +26,6 @@ class FeatureEncoder(nn.Module):
         self.drop = Dropout(spec.dropout)
 
     def forward(self, all_hidden_states: Sequence[Tensor], document_ids: Tensor | None) -> Tensor:
-        """(B, T, answer width) from the states of all layers."""
+        """Return (B, T, `ModelConfig.head_input_dim`) from the hidden states of all layers."""
         x_BTD = self.drop(all_hidden_states[-1] if self.mix is None else self.mix(all_hidden_states))
         return x_BTD if self.lstm is None else self.drop(self.lstm(x_BTD, document_ids))

@@ -1,0 +1,260 @@
+"""config.json, in both directions: which family of `transformers` describes a model, and by which settings.
+
+A model is written as its family's `model_type` where that loses nothing: the settings that are written must read back
+as the same model (`hf_model_type`). Any other model has `model_type` "firth" and its whole ModelConfig as JSON.
+Keys that begin with `firth_` stand beside a family's own settings; `transformers` ignores them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from firth.core.errors import UserError, did_you_mean
+from firth.core.serialization import TYPE_KEY, from_dict, to_dict
+from firth.models.config import (
+    ClassificationHead,
+    DiscriminatorHead,
+    EmbeddingHead,
+    GeneratorConfig,
+    LearnedPosition,
+    ModelConfig,
+    RegressionHead,
+    SentencePairHead,
+    TaskHead,
+    TokenClassificationHead,
+)
+from firth.models.hf.layout import EXTRAS_KEY, HEAD_KEY, HFLayout, has_architecture, label_names
+from firth.models.hf.registry import FAMILY_LAYOUTS, MODEL_TYPE_LAYOUTS
+from firth.models.hf.settings import ACTIVATION_FROM_HF, ACTIVATION_TO_HF
+from firth.models.task_heads import convert_head_type, inherit_dropout
+from firth.models.template import make_sequence_template
+from firth.tokens import Vocabulary
+
+FIRTH_MODEL_TYPE = "firth"
+NGRAM_MODEL_TYPE = "firth-ngram"
+FAMILY_KEY = "firth_family"  # which of the families that share a layout
+ADDS_BOS_KEY = "firth_adds_bos"  # ModelConfig.adds_bos, where it is not the family's default
+REGRESSION_PROBLEM_TYPE = "regression"
+HEAD_VALUE_FROM_HF = ACTIVATION_FROM_HF | {"cls": "first"}  # values in the settings of task heads
+HEAD_VALUE_TO_HF = ACTIVATION_TO_HF | {"first": "cls"}
+
+
+def hf_model_type(config: ModelConfig, vocab: Vocabulary | None = None) -> str:
+    """The `model_type` that describes this model (over this vocabulary) without loss; `firth` when there is none.
+
+    Extras stand beside a family's tensors and change nothing, except a generator: it takes the words from the body,
+    and only ELECTRA has a name for what is left.
+    """
+    layout = _exact_layout(config, vocab)
+    generator = config.get_extra("generator")
+    own = isinstance(generator, GeneratorConfig) and (
+        layout is None or layout.discriminator_architecture is None or generator.disentangle_embeddings
+    )
+    own = own or config.get_extra("features") is not None  # its head does not read the last states
+    return FIRTH_MODEL_TYPE if layout is None or own else layout.model_type
+
+
+def _exact_layout(config: ModelConfig, vocab: Vocabulary | None = None) -> HFLayout | None:
+    """The layout that describes this body and its head without loss."""
+    layout = FAMILY_LAYOUTS.get(config.family)
+    if layout is None:
+        return None
+    try:
+        hf = _to_layout_settings(config, layout)
+        same = _normalize_config(_config_from_layout(hf, "config.json")) == _normalize_config(config)
+    except (KeyError, TypeError, UserError):
+        return None
+    pads = (None, vocab.pad if vocab is not None else hf.get("pad_token_id"))
+    return layout if same and hf.get("pad_token_id") in pads else None
+
+
+def _normalize_config(config: ModelConfig) -> ModelConfig:
+    """The same body with nothing left to its default, so that equal ones compare equal."""
+    mlp, head = replace(config.mlp, dropout=config.mlp_dropout), config.head
+    if isinstance(head, TaskHead) and not isinstance(head, EmbeddingHead):
+        head = replace(head, dropout=None, dropout_before_pooler=False)  # which change nothing once a model has learned
+    if isinstance(head, ClassificationHead):
+        head = replace(head, class_weights=None)
+    sizes: dict[str, Any] = dict(head_dim=config.head_size, num_decoder_layers=config.decoder_layers)
+    return replace(config, mlp=mlp, head=head, extras=(), **sizes)
+
+
+def backbone_layout(config: ModelConfig) -> HFLayout | None:
+    """The layout that describes this body, whatever its head: where the weights of a new model come from."""
+    layout = FAMILY_LAYOUTS.get(config.family)
+    if layout is None:
+        return None
+    try:
+        plain = layout.settings.read({"model_type": layout.model_type, **layout.settings.write(config)})
+    except (KeyError, TypeError, UserError):
+        return None
+    return _exact_layout(replace(config, head=plain.head))
+
+
+def _to_layout_settings(config: ModelConfig, layout: HFLayout) -> dict[str, Any]:
+    """What a layout can say of a model; a model that it does not describe gets settings that do not read back."""
+    hf = {
+        "model_type": layout.model_type,
+        "architectures": [_hf_architecture(config, layout)],
+        **layout.settings.write(config),
+    }
+    plain = layout.settings.read(hf)
+    if config.family != MODEL_TYPE_LAYOUTS[layout.model_type][0]:
+        hf[FAMILY_KEY] = config.family
+    if config.adds_bos != plain.adds_bos:
+        hf[ADDS_BOS_KEY] = config.adds_bos
+    if own := tuple(e for e in config.extras if not (isinstance(e, SentencePairHead) and layout.pair_architecture)):
+        hf[EXTRAS_KEY] = to_dict(replace(config, extras=own))["extras"]
+    return hf | (_head_to_hf(config, layout) if isinstance(config.head, TaskHead) else {})
+
+
+def _head_to_hf(config: ModelConfig, layout: HFLayout) -> dict[str, Any]:
+    """What config.json says of the head of a task."""
+    head, found = config.head, layout.find_task_architecture(config.head)
+    if found is None:
+        return {HEAD_KEY: to_dict(replace(config, extras=()))["head"]}
+    hf: dict[str, Any] = {}
+    for field, key in found.settings.items():
+        value = getattr(head, field)
+        hf[key] = config.dropout if value is None else HEAD_VALUE_TO_HF.get(value, value)
+    if isinstance(head, ClassificationHead | TokenClassificationHead):
+        hf["id2label"] = {str(i): name for i, name in enumerate(head.names)}
+        hf["label2id"] = {name: i for i, name in enumerate(head.names)}
+    if isinstance(head, RegressionHead):
+        hf |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}
+    if isinstance(head, ClassificationHead | RegressionHead):
+        hf["problem_type"] = (
+            REGRESSION_PROBLEM_TYPE if isinstance(head, RegressionHead) else "single_label_classification"
+        )
+    return hf
+
+
+def _head_from_hf(hf_config: dict[str, Any], layout: HFLayout, config: ModelConfig, source: str) -> TaskHead | None:
+    """The head of a task that a config.json names, if it does."""
+    if HEAD_KEY in hf_config:
+        own = from_dict(to_dict(config) | {"head": hf_config[HEAD_KEY]}, ModelConfig, source).head
+        assert isinstance(own, TaskHead)
+        return own
+    found = next(
+        (
+            a
+            for a in layout.task_architectures
+            if has_architecture(hf_config, "For" + a.architecture.rpartition("For")[2])
+        ),
+        None,
+    )
+    if found is None:
+        return (
+            EmbeddingHead("mean")
+            if layout.encoder_architecture and has_architecture(hf_config, layout.encoder_architecture)
+            else None
+        )
+    said = {field: hf_config[key] for field, key in found.settings.items() if hf_config.get(key) is not None}
+    head: Any = replace(found.head, **{field: HEAD_VALUE_FROM_HF.get(value, value) for field, value in said.items()})
+    if isinstance(head, ClassificationHead | TokenClassificationHead):
+        head = replace(head, names=label_names(hf_config))
+    if isinstance(head, ClassificationHead):
+        kind = hf_config.get("problem_type") or (
+            REGRESSION_PROBLEM_TYPE if len(head.names) == 1 else None
+        )  # as `transformers` takes it
+        head = convert_head_type(RegressionHead, head) if kind == REGRESSION_PROBLEM_TYPE else head
+    return inherit_dropout(head, config)
+
+
+def _hf_architecture(config: ModelConfig, layout: HFLayout) -> str:
+    found: str | None
+    if isinstance(config.head, TaskHead):
+        answers = layout.find_task_architecture(config.head)
+        found = layout.base_architecture if isinstance(config.head, EmbeddingHead) else answers and answers.architecture
+    elif isinstance(config.head, DiscriminatorHead) or (
+        config.get_extra("generator") and layout.discriminator_architecture
+    ):
+        found = layout.discriminator_architecture
+    else:
+        found = (
+            layout.pair_architecture
+            if config.get_extra("pair") and layout.pair_architecture
+            else layout.lm_architecture
+        )
+    if found is None:
+        raise UserError(f"transformers has no {layout.model_type} with this head.")
+    return found
+
+
+def to_hf_config(config: ModelConfig, vocab: Vocabulary | None) -> dict[str, Any]:
+    """The contents of config.json."""
+    if hf_model_type(config, vocab) == FIRTH_MODEL_TYPE:
+        hf: dict[str, Any] = {
+            "model_type": FIRTH_MODEL_TYPE,
+            "architectures": ["FirthModel"],
+            FIRTH_MODEL_TYPE: to_dict(config),
+        }
+    else:
+        hf = _to_layout_settings(config, FAMILY_LAYOUTS[config.family])
+    hf["dtype"] = "float32"
+    return hf if vocab is None else hf | special_token_ids(config, vocab)
+
+
+def special_token_ids(config: ModelConfig, vocab: Vocabulary) -> dict[str, int | None]:
+    """Which tokens frame a text, under the names that `transformers` has for them."""
+    facts = {"pad_token_id": vocab.pad, "bos_token_id": vocab.bos, "eos_token_id": vocab.eos}
+    if config.architecture == "encoder-decoder":
+        frame = make_sequence_template(config, vocab)
+        facts |= {"eos_token_id": frame.eos_id, "decoder_start_token_id": frame.decoder_start_id}
+        if config.adds_bos:
+            facts |= {"bos_token_id": frame.prefix_ids[0]}
+    return facts
+
+
+def from_hf_config(hf_config: Any, source: str = "config.json") -> ModelConfig:
+    """The model that a config.json describes."""
+    kind = hf_config.get("model_type") if isinstance(hf_config, dict) else None
+    if kind == FIRTH_MODEL_TYPE:
+        return from_dict(hf_config.get(FIRTH_MODEL_TYPE), ModelConfig, source)
+    if kind == NGRAM_MODEL_TYPE:
+        raise UserError(
+            f"{source}: a model of n-grams only counts, and has neither layers nor vectors. It can be scored "
+            "(`firth evaluate --task perplexity`) and can write (`firth generate`)."
+        )
+    if kind not in MODEL_TYPE_LAYOUTS:
+        raise UserError(
+            f"{source}: model_type {kind!r} is not one that Firth knows. {did_you_mean(str(kind), MODEL_TYPE_LAYOUTS)}"
+        )
+    try:
+        plain = to_dict(_config_from_layout(hf_config, source))
+        pair = (
+            [{TYPE_KEY: SentencePairHead.__name__}]
+            if MODEL_TYPE_LAYOUTS[kind][1].pair_architecture in (hf_config.get("architectures") or [])
+            else []
+        )
+        plain["extras"] = [*pair, *hf_config.get(EXTRAS_KEY, plain["extras"])]
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
+        raise UserError(f"{source}: a setting has a value of the wrong type ({e}).") from None
+    return from_dict(plain, ModelConfig, source)  # every value is what its field says
+
+
+def _config_from_layout(hf_config: dict[str, Any], source: str) -> ModelConfig:
+    """The body and the head."""
+    name, layout = MODEL_TYPE_LAYOUTS[hf_config["model_type"]]
+    for setting, value in layout.fixed_settings.items():
+        if hf_config.get(setting, value) != value:
+            kind = layout.model_type
+            raise UserError(
+                f"{source}: {setting} is {hf_config[setting]!r}, and Firth knows {kind} only with {value!r}."
+            )
+    config = layout.settings.read(hf_config)
+    if (head := _head_from_hf(hf_config, layout, config, source)) is not None:
+        config = replace(config, head=head, extras=())
+    return replace(
+        config, family=hf_config.get(FAMILY_KEY, name), adds_bos=hf_config.get(ADDS_BOS_KEY, config.adds_bos)
+    )
+
+
+def with_vocabulary(config: ModelConfig, vocab: Vocabulary) -> ModelConfig:
+    """The same model for these tokens. RoBERTa counts its places from the id after that of its padding token."""
+    config, layout = replace(config, vocab_size=vocab.size), FAMILY_LAYOUTS.get(config.family)
+    if layout is None or not layout.positions_follow_pad or not isinstance(config.position, LearnedPosition):
+        return config
+    length = config.position.length - config.position.offset
+    return replace(config, position=LearnedPosition(length + vocab.pad + 1, vocab.pad + 1))

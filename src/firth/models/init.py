@@ -1,0 +1,62 @@
+"""Initial weights, as each family was published: a function of a parameter's name and `ModelConfig.init`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from firth.models.config import FanInInit, ModelConfig, NormalInit, UniformInit
+
+LSTM_WEIGHT_PREFIXES = ("weight_ih_l", "weight_hh_l", "weight_hr_l")
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, config: ModelConfig) -> None:
+    """Starting weights as published for the family: the spread by `config.init`, biases 0, norms 1."""
+    init = config.init
+    for name, p in model.named_parameters():
+        if p.is_meta:  # weights that are only counted
+            continue
+        if p.ndim < 2:
+            if name.endswith("bias") and not isinstance(init, UniformInit):
+                p.zero_()
+        elif name.endswith("generator.delta.weight"):
+            p.zero_()
+        elif name.rpartition(".")[2].startswith(LSTM_WEIGHT_PREFIXES):
+            continue  # which begin as torch has them, by their own width
+        elif isinstance(init, UniformInit):
+            if name == "embed.tokens.weight":
+                p.uniform_(-init.bound, init.bound)
+            elif name == "head.weight":
+                p.normal_(0.0, p.shape[-1] ** -0.5)
+        elif isinstance(init, FanInInit):
+            p.normal_(0.0, fan_in_init_std(name, p, config))
+            if name.endswith(("attention.qkv.weight", "cross.qkv.weight")):
+                p[: config.num_heads * config.head_size] *= config.head_size**-0.5  # the scores are not scaled
+        else:
+            std = normal_init_std(name, init, config)
+            if init.cutoff_factor is None:
+                p.normal_(0.0, std)
+            else:
+                nn.init.trunc_normal_(p, 0.0, std, -init.cutoff_factor * std, init.cutoff_factor * std)
+
+
+def normal_init_std(name: str, init: NormalInit, config: ModelConfig) -> float:
+    """The spread of vectors that are looked up, of what writes to the residual stream, of the rest."""
+    looked_up = name.endswith(
+        ("tokens.weight", "position_embeddings.weight", "positions.weight", "segments.weight", "languages.weight")
+    )
+    if init.embed_std is not None and looked_up:
+        return init.embed_std
+    if init.scale_residual and name.endswith(("attention.out.weight", "mlp.down.weight")):
+        return init.std / math.sqrt(2 * config.num_layers)
+    return init.std
+
+
+def fan_in_init_std(name: str, p: Tensor, config: ModelConfig) -> float:
+    """T5's spreads: 1 for embeddings and the untied head, 1/sqrt(inputs) for matrices."""
+    if name.endswith(("embed.tokens.weight", "head.weight")):
+        return 1.0
+    return (config.dim if name.endswith("score.table.weight") else p.shape[-1]) ** -0.5
