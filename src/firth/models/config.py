@@ -1,7 +1,13 @@
 """ModelConfig, and the small types that it is made of.
 
-Each mechanism is one field whose value says everything about it: `position=Buckets(num=32)` carries its own
-numbers and no others, so a mixture that makes no sense cannot be written down.
+Each mechanism is one field whose value is a frozen type with the settings of that mechanism and no others:
+`position=T5Bias(num_buckets=32)`. So an illegal mixture cannot be written down, and a model reads like its paper.
+A family is a choice per field (`presets.py`):
+
+    BERT   post-norm, LearnedPosition, LayerNorm, GELU, LM head with transform
+    GPT-2  pre-norm, LearnedPosition, LayerNorm, GELU (tanh), tied LM head
+    T5     pre-norm, T5Bias, RMSNorm, ReLU, no biases, two stacks
+    Llama  pre-norm, Rotary, RMSNorm, gated SiLU, no biases, grouped-query attention
 """
 
 from __future__ import annotations
@@ -12,14 +18,15 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class NoPosition:
-    """The model is not told where a token stands; a causal one can find out."""
+    """No position information. A causal mask alone lets a decoder infer positions (Haviv et al. 2022)."""
 
 
 @dataclass(frozen=True)
 class LearnedPosition:
-    """One vector per absolute place, added to the embedding (BERT, GPT-2).
+    """One trained vector per absolute position, added to the token embedding (BERT, GPT-2).
 
-    The first `offset` vectors are never used: RoBERTa and BART count places from 2.
+    Texts longer than `length` - `offset` have no vectors. The first `offset` vectors are unused: RoBERTa and BART count
+    positions from 2.
     """
 
     length: int = 512
@@ -28,21 +35,27 @@ class LearnedPosition:
 
 @dataclass(frozen=True)
 class SinusoidalPosition:
-    """Sines and cosines of the absolute place, added to the embedding (Vaswani et al. 2017, section 3.5)."""
+    """sin and cos of pos / 10000^(2i/d), added to the token embedding (Vaswani et al. 2017, section 3.5)."""
 
     length: int = 512
 
 
 @dataclass(frozen=True)
 class Shaw:
-    """One vector per distance up to `max_distance`, compared with the query (Shaw et al. 2018, section 3.2, keys only)."""
+    """score_ij += q_i . a_(j-i): a trained vector per distance, clipped to +-`max_distance` (Shaw et al. 2018, 3.2).
+
+    Only the part of the keys; the paper also adds vectors to the values.
+    """
 
     max_distance: int = 16
 
 
 @dataclass(frozen=True)
 class T5Bias:
-    """One number per head and bucket of relative distance, added to the scores (T5, section 2.1)."""
+    """score_ij += b[head, bucket(j - i)] (Raffel et al. 2020, section 2.1).
+
+    Half of the buckets are exact distances, the rest grow logarithmically up to `max_distance`.
+    """
 
     num_buckets: int = 32
     max_distance: int = 128
@@ -50,9 +63,10 @@ class T5Bias:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's way to more places: slow turns are made slower by `factor`, fast ones stay, those between are blended.
+    """Llama 3's extension of RoPE to longer contexts, by wavelength.
 
-    A turn is slow when it takes more than length / low places, fast when it takes less than length / high.
+    Wavelengths above original_length / low_freq_factor are stretched by `factor`, those below original_length /
+    high_freq_factor stay, and those between are interpolated.
     """
 
     factor: float = 8.0
@@ -63,7 +77,10 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Queries and keys are turned by their place (Su et al. 2021). `local_theta` is the base in layers with a window."""
+    """RoPE: rotate pairs of features of queries and keys by angles pos * theta^(-2i/d) (Su et al. 2021, section 3.2).
+
+    The dot product then depends on the distance alone. `local_theta` is the base in layers with a sliding window.
+    """
 
     theta: float = 10000.0
     length: int = 2048
@@ -73,14 +90,14 @@ class Rotary:
 
 @dataclass(frozen=True)
 class ALiBi:
-    """Scores fall with the distance, at another slope in each head (Press et al. 2022)."""
+    """score_ij -= m_h |i - j| with a fixed slope m_h per head; extrapolates to longer texts (Press et al. 2022)."""
 
 
 @dataclass(frozen=True)
 class TransformerXL:
-    """Sines of the distance, projected in each layer, compared with the query (Dai et al. 2019, section 3.3).
+    """score_ij = (q_i + u) . k_j + (q_i + v) . W r_(i-j), with sinusoids r of the distance (Dai et al. 2019, 3.3).
 
-    `relative_segments` adds XLNet's score for being in the same segment or not.
+    `relative_segments` adds XLNet's score for "same segment" or "other segment" (Yang et al. 2019, section 2.4).
     """
 
     relative_segments: bool = False
@@ -88,11 +105,12 @@ class TransformerXL:
 
 @dataclass(frozen=True)
 class Disentangled:
-    """Content is compared with relative places, and these with content (DeBERTa, section 3.1).
+    """Disentangled attention: content-content + content-position + position-content (He et al. 2020, section 3.1).
 
-    Distances up to `max_distance` have vectors of their own; with `num_buckets` so many, finer near by (version 2). `share_projections` uses
-    the projections of content for places too (version 2), `norm_embeddings` puts a norm on their vectors. Where `absolute_embeddings`,
-    the embedding has vectors of `original_length` absolute places too.
+    Positions are relative, with an embedding per distance up to `max_distance`; with `num_buckets` per bucket, which is
+    logarithmic for far distances (version 2). `share_projections` projects positions with the matrices of the content,
+    `norm_embeddings` normalises their embeddings (both version 2). `absolute_embeddings` adds `length` absolute
+    position embeddings to the input.
     """
 
     max_distance: int = 512
@@ -105,7 +123,7 @@ class Disentangled:
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """`size` tokens around each are seen; in the first layer and every `global_every`-th after it, all (ModernBERT)."""
+    """Attention to `size` tokens around each; every `global_every`-th layer, from the first, is global (ModernBERT)."""
 
     size: int = 128
     global_every: int = 3
@@ -113,7 +131,7 @@ class SlidingWindow:
 
 @dataclass(frozen=True)
 class ConvolutionConfig:
-    """Over `size` tokens around each, beside the first block (DeBERTa version 2)."""
+    """A convolution over `kernel_size` tokens, added to the output of the first block (DeBERTa version 2)."""
 
     kernel_size: int = 3
     activation: Literal["tanh", "gelu"] = "gelu"
@@ -132,7 +150,10 @@ class RMSNormConfig:
 
 @dataclass(frozen=True)
 class MLPConfig:
-    """`dropout` is the rate inside, after the activation; None takes that of the model (T5, XLNet)."""
+    """down(activation(up(x))), or down(activation(gate(x)) * up(x)) where `gated` (GLU, Shazeer 2020).
+
+    `dropout` is the probability after the activation; None takes that of the model (T5, XLNet).
+    """
 
     dim: int
     activation: Literal["relu", "gelu", "gelu-tanh", "silu"] = "gelu"
@@ -142,10 +163,11 @@ class MLPConfig:
 
 @dataclass(frozen=True)
 class NormalInit:
-    """Weights from N(0, std). `scale_residual` divides those that write to the residual stream by sqrt(2 layers).
+    """Weights from N(0, std).
 
-    Vectors of tokens, places, segments and languages are from N(0, embed_std) where that is said (XLM). No number is
-    further from 0 than `cutoff_factor` times its spread, where that is said (ModernBERT).
+    `scale_residual` divides the std of projections into the residual stream by sqrt(2 * layers) (GPT-2).
+    `embed_std` is that of all embeddings (XLM); None: `std`. `cutoff_factor` truncates the normal distribution at that
+    many standard deviations (ModernBERT); None: no truncation.
     """
 
     std: float = 0.02
@@ -156,31 +178,30 @@ class NormalInit:
 
 @dataclass(frozen=True)
 class FanInInit:
-    """Weights from N(0, 1/fan-in), embeddings from N(0, 1), as T5 has them; its scores are not scaled by 1/sqrt(d)."""
+    """T5: weights from N(0, 1/fan-in), embeddings from N(0, 1), queries with the 1/sqrt(d) that its scores lack."""
 
 
 @dataclass(frozen=True)
 class UniformInit:
-    """Token vectors from U(-width, width), as AWD-LSTM has them; the rest as torch begins: U(+-1/sqrt(inputs))."""
+    """AWD-LSTM: token embeddings from U(-bound, bound), the rest as torch initialises it."""
 
     bound: float = 0.1
 
 
 @dataclass(frozen=True)
 class AWDLSTMConfig:
-    """LSTM layers of `hidden_size` units in place of blocks, the last as wide as the token vectors (Merity et al. 2018).
+    """LSTM layers of `hidden_size` units, the last as wide as the token embeddings (Merity et al. 2018).
 
-    Every dropout but that of single words takes the same numbers away at all places of a text. `activation_reg` and
-    `temporal_activation_reg` are what large states and large steps of the last layer cost (AR and TAR, section 4.5). No gradient goes
-    back further than `bptt` places; the states do (Howard & Ruder 2018, section 3.3).
+    Dropout masks are the same at all positions of a text. `activation_reg` and `temporal_activation_reg` weigh the L2
+    penalties AR and TAR (section 4.5). Gradients are truncated after `bptt` positions; the state is carried on.
     """
 
     hidden_size: int = 1150
-    weight_drop: float = 0.5  # of the matrices from state to state (section 2)
-    word_drop: float = 0.05  # whole words, wherever they stand (section 4.3)
-    input_drop: float = 0.4  # of what the first layer reads
+    weight_drop: float = 0.5  # of the weights from state to state (DropConnect, section 2)
+    word_drop: float = 0.05  # whole words, at all their positions (section 4.3)
+    input_drop: float = 0.4  # of the input of the first layer
     hidden_drop: float = 0.3  # between layers
-    output_drop: float = 0.4  # of the last states
+    output_drop: float = 0.4  # of the last hidden states
     activation_reg: float = 2.0
     temporal_activation_reg: float = 1.0
     bptt: int = 70
@@ -188,23 +209,23 @@ class AWDLSTMConfig:
 
 @dataclass(frozen=True)
 class BiLSTMConfig:
-    """Layers that read the text both ways, `hidden_size` units each; the next one reads both."""
+    """Layers of a forward and a backward LSTM, `hidden_size` units each; outputs are concatenated."""
 
     hidden_size: int
 
 
 @dataclass(frozen=True)
 class ELMoConfig:
-    """Words by their characters, then two language models, one each way (Peters et al. 2018, Kim et al. 2016).
+    """Character CNN, then a forward and a backward LSTM language model (Peters et al. 2018; Kim et al. 2016).
 
-    A word is what each of the `filters` (width, number) finds in it, passed through `num_highways`, and projected. Each way
-    has LSTM layers of `hidden_size` units, projected to `proj_size` numbers; from the second on with a residual. Cells
-    and projections stay within +-`clip`; 0 leaves them alone, which is much faster on a GPU.
+    `filters` are (width, number) of the convolutions, whose maxima pass `num_highways` highway layers and a projection.
+    Each direction has LSTM layers of `hidden_size` units, projected to `proj_size`, with residuals from the second on.
+    Cells and projections are clipped to +-`clip`; 0 disables clipping, which is much faster on a GPU.
     """
 
     hidden_size: int = 4096
     proj_size: int = 512
-    char_dim: int = 16  # the width of their vectors
+    char_dim: int = 16  # width of the character embeddings
     filters: tuple[tuple[int, ...], ...] = ((1, 32), (2, 32), (3, 64), (4, 128), (5, 256), (6, 512), (7, 1024))
     num_highways: int = 2
     clip: float = 3.0
@@ -212,10 +233,9 @@ class ELMoConfig:
 
 @dataclass(frozen=True)
 class Seq2SeqConfig:
-    """An LSTM that reads both ways, and one that writes (Sutskever et al. 2014).
+    """A bidirectional LSTM encoder and an LSTM decoder that starts with its final state (Sutskever et al. 2014).
 
-    The writer begins with what the reader ends with. With `attention` it also looks, at each step, where in the text it
-    wants to read (Bahdanau et al. 2015, appendix A.1.2).
+    `attention` adds additive attention over the encoder's states at each step (Bahdanau et al. 2015, appendix A.1.2).
     """
 
     hidden_size: int
@@ -224,11 +244,11 @@ class Seq2SeqConfig:
 
 @dataclass(frozen=True)
 class LMHead:
-    """From hidden states to the vocabulary.
+    """Hidden states -> logits over the vocabulary.
 
-    `transform` is BERT's dense-activation-norm before the projection, `scale_hidden_states` T5's 1/sqrt(dim). A transform of an
-    own width (`dim`) needs a projection that is not tied (RemBERT). With `num_sampled` so many words, frequent ones more
-    often, stand for all others in training (Jean et al. 2015).
+    `tied` uses the token embeddings as projection. `transform` is BERT's dense, activation and norm before it; another
+    width of the transform (`dim`) needs an untied projection (RemBERT). `scale_hidden_states` is T5's 1/sqrt(dim).
+    `num_sampled` trains with a sampled softmax over that many tokens (Jean et al. 2015); 0 uses the full vocabulary.
     """
 
     tied: bool = True
@@ -241,27 +261,27 @@ class LMHead:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskHeadBase:
-    """What the heads of tasks share: the way from a state to an answer.
+    """Common fields of task heads: pooler (optional) -> dropout -> output layer.
 
-    `has_pooler` is BERT's dense layer before the last one, with an `activation`, and in ModernBERT with a norm after it.
-    Without it `bias` gives the last layer one.
+    `has_pooler` is BERT's dense layer with an `activation`, in ModernBERT followed by a norm (`has_norm`). Without a
+    pooler, `bias` adds a bias to the output layer.
     """
 
     has_pooler: bool = False
     activation: Literal["tanh", "relu", "gelu", "gelu-tanh", "silu"] = "tanh"
     has_norm: bool = False
     bias: bool = False
-    dropout: float | None = None  # before the last layer: the model's own unless said
-    dropout_before_pooler: bool = False  # before the dense layer too (RoBERTa, ELECTRA, BART)
-    pooler_dim: int | None = None  # of the dense layer: the model's own unless said (ULMFiT)
+    dropout: float | None = None  # before the output layer; None: the model's
+    dropout_before_pooler: bool = False  # before the pooler too (RoBERTa, ELECTRA, BART)
+    pooler_dim: int | None = None  # output size of the pooler (ULMFiT); None: the model's width
 
 
 @dataclass(frozen=True, kw_only=True)
 class PooledHeadBase(TaskHeadBase):
-    """One answer for a text: from its `first` state, its `last` (XLNet, every decoder), or the `mean` of all.
+    """One prediction per text from its `first` hidden state, its `last` (XLNet, decoders) or the `mean` of all.
 
-    A batch says which places are asked, and so the first or the last; what `mean` is over is the document there.
-    `concat` puts the state that is asked, the largest numbers and the mean of the text side by side (ULMFiT).
+    The batch's `target_positions` select the state; `mean` is over its document. `concat` is ULMFiT's concatenation of
+    that state, the maximum and the mean of the text.
     """
 
     pool: Literal["first", "last", "mean", "concat"] = "first"
@@ -269,11 +289,10 @@ class PooledHeadBase(TaskHeadBase):
 
 @dataclass(frozen=True)
 class ClassificationHead(PooledHeadBase):
-    """One of the named classes for a text.
+    """One of the classes `names` per text.
 
-    `num_marked` is how many states of a text are read side by side (those of two marked words: 2); `num_orders` in how many
-    orders its parts are read, whose states are added (GPT's similarity: 2). A class may count more than another in the
-    loss (`class_weights`).
+    `num_marked` states of a text are concatenated (2 for a pair of marked words). `num_orders` passes over a pair in
+    different order are added (2 for GPT's similarity). `class_weights` weigh the classes in the loss.
     """
 
     names: tuple[str, ...]
@@ -284,21 +303,21 @@ class ClassificationHead(PooledHeadBase):
 
 @dataclass(frozen=True)
 class RegressionHead(PooledHeadBase):
-    """One number for a text, learned by its squared error."""
+    """One number per text, trained by squared error."""
 
     num_orders: int = 1
 
 
 @dataclass(frozen=True)
 class MultipleChoiceHead(PooledHeadBase):
-    """One number for each text of a group, of which one is right: a softmax within the group."""
+    """One logit per choice, with a softmax over the choices of a group."""
 
 
 @dataclass(frozen=True)
 class TokenClassificationHead(TaskHeadBase):
-    """One of the named tags for each asked token: the first one of every word.
+    """One of the tags `names` per target position: the first token of every word.
 
-    With `crf` which tag may follow which is learned too, and the tags of a sentence are chosen together.
+    `crf` scores transitions between tags too, and decodes the tags of a sentence jointly (`recurrent/crf.py`).
     """
 
     names: tuple[str, ...]
@@ -308,17 +327,17 @@ class TokenClassificationHead(TaskHeadBase):
 
 @dataclass(frozen=True)
 class SpanHead(TaskHeadBase):
-    """For each token whether the answer starts there, and whether it ends there: a softmax over the text."""
+    """A start and an end logit per token, each with a softmax over the text (BERT, section 4.2)."""
 
     bias: bool = field(default=True, kw_only=True)
 
 
 @dataclass(frozen=True)
 class EmbeddingHead:
-    """One vector of length 1 for a text; `has_pooler` is BERT's dense layer with its tanh before that (LaBSE).
+    """One L2-normalised vector per text; `has_pooler` adds BERT's pooler (LaBSE).
 
-    Those of a pair shall be nearer to each other than to all others, by a `margin` (Feng et al. 2022, section 2.1);
-    cosines are sharpened by `scale`.
+    Training ranks the partner of each text above the rest of the batch by an additive `margin` on the cosine, which is
+    multiplied by `scale` (Feng et al. 2022, section 2.1).
     """
 
     pool: Literal["first", "last", "mean"] = "first"
@@ -329,19 +348,19 @@ class EmbeddingHead:
 
 @dataclass(frozen=True)
 class DiscriminatorHead:
-    """From each hidden state to whether its token was put in by a generator (ELECTRA's body without its generator)."""
+    """One logit per token: was it replaced? (ELECTRA's discriminator without its generator)."""
 
 
 @dataclass(frozen=True)
 class SentencePairHead:
-    """From the first state to 'the second text follows' or 'it does not' (BERT, section 3.1; ALBERT, section 3.1)."""
+    """Two logits from [CLS]: next sentence (BERT, section 3.1) or sentence order (ALBERT, section 3.1)."""
 
 
 @dataclass(frozen=True)
 class SpanBoundaryHead:
-    """From the two states around a span to each token in it (SpanBERT, section 3.2).
+    """Predict the tokens of a span from the two states around it (SpanBERT, section 3.2).
 
-    Places from the `max_span_length` on share one vector.
+    Positions in the span from `max_span_length` on share one embedding.
     """
 
     max_span_length: int = 30
@@ -349,11 +368,11 @@ class SpanBoundaryHead:
 
 @dataclass(frozen=True)
 class GeneratorConfig:
-    """A narrow model that puts likely tokens in, for the body to find out (ELECTRA, section 3.1).
+    """ELECTRA's generator, which replaces tokens for the backbone to detect (Clark et al. 2020, section 3.1).
 
-    `width_ratio` is its width as a share of the body's, `discriminator_weight` what finding out counts beside its own answers. Where they
-    are `disentangle_embeddings`, the body has the generator's token vectors plus a difference of its own, and finding out moves
-    only that (DeBERTa version 3, section 3.2).
+    `width_ratio` is its width relative to the backbone's; `discriminator_weight` weighs detection against MLM.
+    `disentangle_embeddings` gives the backbone the generator's embeddings plus its own difference, and only the
+    difference gets the gradient of detection (DeBERTa version 3, section 3.2).
     """
 
     width_ratio: float = 0.25
@@ -363,12 +382,12 @@ class GeneratorConfig:
 
 @dataclass(frozen=True)
 class QueryStream:
-    """A second stream that knows its place and not its token (XLNet, section 2.3)."""
+    """XLNet's query stream: it knows a target's position but not its token (Yang et al. 2019, section 2.3)."""
 
 
 @dataclass(frozen=True)
 class MaskDecoder:
-    """Absolute places, up to `length`, are told only before the answer: `num_layers` more passes (DeBERTa, section 3.2)."""
+    """Enhanced mask decoder: absolute positions enter in `num_layers` passes before the softmax (DeBERTa, 3.2)."""
 
     num_layers: int = 2
     length: int = 512
@@ -376,9 +395,9 @@ class MaskDecoder:
 
 @dataclass(frozen=True)
 class AuxiliaryLM:
-    """A decoder that answers by a head goes on to write too, which counts `weight` (Radford et al. 2018, section 3.2).
+    """Language modelling as auxiliary loss while a decoder's task head is trained (Radford et al. 2018, section 3.2).
 
-    `head` is the one that it writes with.
+    `weight` multiplies the auxiliary loss; `head` computes its logits.
     """
 
     weight: float = 0.5
@@ -387,10 +406,10 @@ class AuxiliaryLM:
 
 @dataclass(frozen=True)
 class FeatureEncoderConfig:
-    """What a head reads in place of the last states (ELMo, section 3.3).
+    """Features for a task head over a frozen backbone (ELMo, section 3.3).
 
-    `mix_layers`: a learned mean of all layers; without it the last one. Then an LSTM of `bilstm_hidden_size` units each way, 0 for none.
-    `dropout` is on what it reads and on what it gives.
+    `mix_layers`: a trained mean of all layers; without it the last layer. `bilstm_hidden_size`: units per direction of
+    a biLSTM above it; 0: none. `dropout` applies to its input and output.
     """
 
     mix_layers: bool = False
@@ -407,7 +426,7 @@ SUBSET_QUERY_POSITIONS = (
     SinusoidalPosition,
     TransformerXL,
     Disentangled,
-)  # that know who asks at some places only
+)  # can compute queries at target positions only
 Norm = LayerNormConfig | RMSNormConfig
 Init = NormalInit | FanInInit | UniformInit
 Recurrent = AWDLSTMConfig | BiLSTMConfig | ELMoConfig | Seq2SeqConfig
@@ -441,12 +460,12 @@ EXTRA_TYPES: dict[str, type[Extra]] = {
     "features": FeatureEncoderConfig,
 }
 Architecture = Literal["encoder", "decoder", "encoder-decoder"]
-BAG_OF_WORDS_FAMILY = "bag"  # the family without layers: a text is the mean of its words' vectors
+BAG_OF_WORDS_FAMILY = "bag"  # the family without layers: a text is the mean of its token embeddings
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a model is. `family` names the Hugging Face layout that its checkpoints are written in."""
+    """The whole description of a model. `family` names the Hugging Face layout of its checkpoints."""
 
     family: str
     architecture: Architecture
@@ -459,31 +478,29 @@ class ModelConfig:
     norm: Norm
     head: Head
     init: Init = NormalInit()
-    norm_first: bool = False  # before each part (pre) or after its residual (post)
+    norm_first: bool = False  # pre-norm: x + f(norm(x)); default post-norm: norm(x + f(x))
     embed_norm: bool = False
-    skip_first_norm: bool = False  # the first block reads an embedding that has its norm already (ModernBERT)
+    skip_first_norm: bool = False  # no norm before the first attention, after embed_norm (ModernBERT)
     bias: bool = True
-    attention_bias: Literal["all", "no-key", "none"] = "all"  # where `bias`: in attention too, or less of it there
+    attention_bias: Literal["all", "no-key", "none"] = "all"  # with `bias`: which of q, k, v have one
     num_segments: int = 0
-    num_languages: int = 0  # a vector for each language; the sides of a parallel text are two of them (XLM)
-    scale_embedding: bool = False  # token vectors times sqrt(dim)
-    head_dim: int | None = None  # dim / num_heads unless said
-    num_kv_heads: int | None = None  # so many heads of keys and values, each read by several of queries
-    window: SlidingWindow | None = None  # a narrower sight in some layers
+    num_languages: int = 0  # language embeddings; the sides of a parallel text are two languages (XLM)
+    scale_embedding: bool = False  # token embeddings times sqrt(dim)
+    head_dim: int | None = None  # default: dim / num_heads
+    num_kv_heads: int | None = None  # grouped-query attention; default: num_heads
+    window: SlidingWindow | None = None  # local attention in some layers
     convolution: ConvolutionConfig | None = None
-    num_decoder_layers: int | None = None  # num_layers unless said
-    embed_dim: int | None = None  # width of the token vectors, dim unless said (ALBERT, ELECTRA)
-    num_shared: int = 1  # so many layers in a row are one block (ALBERT)
+    num_decoder_layers: int | None = None  # default: num_layers
+    embed_dim: int | None = None  # width of the token embeddings (ALBERT, ELECTRA); default: dim
+    num_shared: int = 1  # consecutive layers that share one block (ALBERT)
     share_stacks: bool = False  # the decoder runs the encoder's blocks, with a cross-attention of its own (T5, 3.2.2)
-    adds_bos: bool = False  # an encoder-decoder whose texts stand between <s> and </s> (BART), not before </s> (T5)
+    adds_bos: bool = False  # encoder-decoder with <s> text </s> (BART) instead of text </s> (T5)
     dropout: float = 0.1
     attention_dropout: float = 0.1
-    layer_drop: float = 0.0  # a block is left out so often in training (Fan et al. 2020)
-    num_bigram_buckets: int = (
-        0  # so many vectors of two tokens in a row, shared by their hash, added to the second's (fastText)
-    )
-    recurrent: Recurrent | None = None  # LSTMs in place of the blocks, which then say nothing
-    extras: tuple[Extra, ...] = ()  # what an objective needs beside the body and its head
+    layer_drop: float = 0.0  # probability of skipping a block in training (Fan et al. 2020)
+    num_bigram_buckets: int = 0  # hashed bigram embeddings, added to the second token's (fastText); 0: none
+    recurrent: Recurrent | None = None  # LSTMs instead of Transformer blocks
+    extras: tuple[Extra, ...] = ()  # modules that an objective needs beside backbone and head
 
     @property
     def head_size(self) -> int:
@@ -515,7 +532,7 @@ class ModelConfig:
 
     @property
     def head_input_dim(self) -> int:
-        """How wide the states are that the head of a task reads."""
+        """Width of the states that a task head reads."""
         features = self.get_extra("features")
         return (
             2 * features.bilstm_hidden_size
@@ -525,22 +542,22 @@ class ModelConfig:
 
     @property
     def head_reads_encoder(self) -> bool:
-        """Whether a task's answers are told from the encoder of an encoder-decoder: vectors, and any of T5's."""
+        """Whether the task head of an encoder-decoder reads the encoder: embeddings, and every task of T5."""
         two = self.architecture == "encoder-decoder"
         return two and isinstance(self.head, TaskHead) and (isinstance(self.head, EmbeddingHead) or not self.adds_bos)
 
     @property
     def has_decoder(self) -> bool:
-        """Whether there is a second stack: T5's encoder answers without one, as it does in `transformers`."""
+        """Whether there is a decoder stack; T5's task heads have none, as in `transformers`."""
         return self.architecture == "encoder-decoder" and (self.adds_bos or not self.head_reads_encoder)
 
     def get_extra(self, name: str) -> Extra | None:
-        """What `extras` has under one of the names of EXTRAS."""
+        """Return the extra of this name (EXTRA_TYPES), or None."""
         return next((e for e in self.extras if isinstance(e, EXTRA_TYPES[name])), None)
 
     @property
     def max_length(self) -> int | None:
-        """The longest text that the positions can tell apart, or None when there is no such limit."""
+        """Length of the longest text that the positions support; None: no limit."""
         if isinstance(self.position, LearnedPosition | SinusoidalPosition):
             return self.position.length - getattr(self.position, "offset", 0)
         late = self.get_extra("decoder")
@@ -548,18 +565,18 @@ class ModelConfig:
 
     @property
     def num_position_embeddings(self) -> int:
-        """How many absolute places have a vector of their own in the embedding."""
+        """Number of absolute position embeddings."""
         if isinstance(self.position, Disentangled):
             return self.position.length if self.position.absolute_embeddings else 0
         return self.position.length if isinstance(self.position, LearnedPosition) else 0
 
     @property
     def pools_last_token(self) -> bool:
-        """Whether a task's answer is told from the last token of a text."""
+        """Whether the task head reads the last token of a text."""
         return getattr(self.head, "pool", None) == "last"
 
     def problems(self) -> list[str]:
-        """What is wrong with these numbers, in a user's words."""
+        """Return what is wrong with this config, one message per problem."""
         at_least_1: dict[str, int | None] = {
             "vocab_size": self.vocab_size,
             "dim": self.dim,
@@ -581,7 +598,7 @@ class ModelConfig:
                 "model.position.num_buckets must be at least 4, and less than twice model.position.max_distance"
             )
         if self.convolution is not None and (self.convolution.kernel_size % 2 == 0 or self.architecture != "encoder"):
-            wrong.append("model.convolution.kernel_size must be odd, and only an encoder may see its neighbours")
+            wrong.append("model.convolution.kernel_size must be odd, and only an encoder can have a convolution")
         if (
             isinstance(self.position, Disentangled)
             and not self.position.max_distance > self.position.num_buckets // 2 + 1
@@ -590,7 +607,7 @@ class ModelConfig:
         if isinstance(self.position, TransformerXL) and self.dim % 2:
             wrong.append(f"model.position TransformerXL has pairs of sine and cosine, and model.dim={self.dim} is odd")
         if isinstance(self.position, Rotary) and self.head_size % 2:
-            wrong.append(f"model.position Rotary turns pairs of numbers, and a head has {self.head_size}: not even")
+            wrong.append(f"model.position Rotary rotates pairs of features, and the head size {self.head_size} is odd")
         if not wrong and self.num_heads % self.kv_heads:
             wrong.append(f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.kv_heads}")
         if isinstance(self.init, NormalInit):
@@ -618,7 +635,7 @@ class ModelConfig:
         return wrong + (self.problems_of_extras() if self.extras else [])
 
     def problems_of_head(self) -> list[str]:
-        """What is wrong with the head of a task."""
+        """Return what is wrong with the task head."""
         head, wrong = self.head, []
         if isinstance(head, ClassificationHead | TokenClassificationHead) and not head.names:
             wrong.append(
@@ -647,7 +664,7 @@ class ModelConfig:
         return wrong
 
     def problems_of_recurrent(self) -> list[str]:
-        """What is wrong with the numbers of LSTMs."""
+        """Return what is wrong with the settings of LSTMs."""
         spec, wrong = self.recurrent, []
         if spec is None:
             return []
@@ -660,7 +677,7 @@ class ModelConfig:
         if self.architecture != shapes[type(spec)]:
             wrong.append(f"{type(spec).__name__} in model.recurrent is for the architecture {shapes[type(spec)]}")
         if self.position != NoPosition():
-            wrong.append("model.recurrent reads place after place: model.position must be NoPosition")
+            wrong.append("model.recurrent processes positions in order: model.position must be NoPosition")
         if spec.hidden_size < 1 or (
             isinstance(spec, ELMoConfig) and (spec.proj_size < 1 or not spec.filters or spec.clip < 0)
         ):
@@ -675,11 +692,13 @@ class ModelConfig:
         if isinstance(spec, BiLSTMConfig | ELMoConfig):
             each = spec.hidden_size if isinstance(spec, BiLSTMConfig) else spec.proj_size
             if self.dim != 2 * each:
-                wrong.append(f"model.dim={self.dim} must be {2 * each}: both ways of model.recurrent, side by side")
+                wrong.append(
+                    f"model.dim={self.dim} must be {2 * each}: both directions of model.recurrent, concatenated"
+                )
         return wrong
 
     def problems_of_extras(self) -> list[str]:
-        """What does not go together with the extras, or is wrong inside them."""
+        """Return what is wrong inside the extras, or incompatible with them."""
         names = [type(extra).__name__ for extra in self.extras]
         features = self.get_extra("features")
         if isinstance(features, FeatureEncoderConfig):
@@ -703,13 +722,8 @@ class ModelConfig:
             fits = self.architecture == "decoder" and isinstance(
                 self.head, ClassificationHead | RegressionHead | MultipleChoiceHead
             )
-            return (
-                []
-                if fits
-                else [
-                    "AuxiliaryLM in model.extras is for a decoder with ClassificationHead, RegressionHead or MultipleChoiceHead"
-                ]
-            )
+            needs = "a decoder with ClassificationHead, RegressionHead or MultipleChoiceHead"
+            return [] if fits else [f"AuxiliaryLM in model.extras is for {needs}"]
         alone = next(
             (name for name in names if name in ("GeneratorConfig", "QueryStream", "MaskDecoder", "AuxiliaryLM")), None
         )
@@ -724,9 +738,7 @@ class ModelConfig:
         elif generator is not None and not self.head.transform:
             wrong.append("a GeneratorConfig in model.extras needs model.head.transform=true")
         if len(set(names)) < len(names) or (alone and len(names) > 1):
-            wrong.append(
-                f"model.extras are {', '.join(names)}: one of each, and {alone or 'QueryStream'} only by itself"
-            )
+            wrong.append(f"model.extras are {', '.join(names)}: one of each, and {alone or 'QueryStream'} only alone")
         if isinstance(boundary, SpanBoundaryHead) and boundary.max_span_length < 1:
             length = boundary.max_span_length
             wrong.append(f"in model.extras SpanBoundaryHead.max_span_length is {length}, and must be at least 1")
@@ -748,10 +760,10 @@ class ModelConfig:
 
 
 def with_extras(config: ModelConfig, names: tuple[str, ...]) -> ModelConfig:
-    """The same model with the extras of these names too; those that it lacks have their default numbers."""
-    found = {
+    """Return the config with the extras of these names added, with their default settings."""
+    extras = {
         name: config.get_extra(name) or make()
         for name, make in EXTRA_TYPES.items()
         if name in names or config.get_extra(name)
     }
-    return replace(config, extras=tuple(found.values()))
+    return replace(config, extras=tuple(extras.values()))

@@ -52,7 +52,7 @@ def check_distillation_pair(student: Model, teacher: Model, spec: Distillation) 
         raise UserError(f"The model's vocabulary has {sizes}: they must be the same.")
     if spec.cosine and student.config.dim != teacher.config.dim:
         raise UserError(
-            f"The cosine loss needs equal widths: the student has {student.config.dim}, the teacher {teacher.config.dim}. "
+            f"The cosine loss needs equal widths: student {student.config.dim}, teacher {teacher.config.dim}. "
             "Set distillation.cosine=0, or model.dim to the teacher's."
         )
     return student, teacher

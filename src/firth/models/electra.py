@@ -11,7 +11,7 @@ One step, in order (section 3.1):
 
 The loss covers all tokens instead of 15%, so a step teaches more. The generator is as deep as the discriminator and
 1/4 to 1/2 as wide (section 3.2); both share the token embeddings. DeBERTa version 3 lets the discriminator add its own
-difference to the shared embeddings, so that its gradient does not pull at the generator's (He et al. 2021, section 3.2).
+difference to the shared embeddings, and its gradient does not reach the generator's (He et al. 2021, section 3.2).
 After pretraining the generator is thrown away.
 
 B rows, T positions, K target positions, D model width, E width of the token embeddings, V vocabulary.
@@ -32,7 +32,7 @@ from firth.models.heads import LABEL_IGNORE_INDEX, DiscriminatorHeadModule
 
 
 def make_generator_model_config(config: ModelConfig) -> ModelConfig:
-    """Return the generator's config: as deep as the discriminator, narrower, over token embeddings of the same width."""
+    """Return the generator's config: as deep as the discriminator, narrower, over the same token embeddings."""
     spec = config.get_extra("generator")
     assert isinstance(spec, GeneratorConfig)
     num_heads = max(1, int(config.num_heads * spec.width_ratio))

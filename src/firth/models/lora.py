@@ -9,7 +9,7 @@ at rank 8, 12k trained ones: gradients and optimizer state shrink accordingly. A
 one matrix again (`merged_weight`), so inference costs nothing extra. Checkpoints are written merged; `hf/adapter.py`
 also writes A and B alone, as `peft` reads them.
 
-We fuse query, key and value into one matrix; `peft` adapts each of them. `LoRALinear` therefore has one A per fused part.
+We fuse query, key and value into one matrix; `peft` adapts each of them. So `LoRALinear` has one A per fused part.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class AWDLSTMStack(RecurrentStack):
     def regularization_loss(
         self, hidden_NLD: Tensor, dropped_NLD: Tensor, documents: UnpackedDocuments
     ) -> Tensor | None:
-        """Return alpha * AR (states after dropout) + beta * TAR (differences of positions, before it), summed over tokens."""
+        """Return weighted AR (states after dropout) + TAR (their changes, before dropout), summed over tokens."""
         if not self.spec.activation_reg and not self.spec.temporal_activation_reg:
             return None
         ar = (dropped_NLD.float().square().mean(-1) * documents.mask).sum()
