@@ -385,7 +385,7 @@ def test_options_come_from_fields() -> None:
         ("rate", "fast", "--rate: 'fast' is not a number."),
         ("top", "2.5", "--top: '2.5' is not a whole number."),
         ("top", "0", "--top: 0 is out of bounds, it must be at least 1."),
-        ("optim", "muoon", "--optim: 'muoon' is not one of adamw, muon. "),
+        ("optim", "muoon", "--optim: 'muoon' is not one of adamw, muon."),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             found[name].convert(text)
@@ -505,7 +505,7 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
     ),
     "a tokenizer that does not suit": (
         lambda h, t: pretrain("t5-tiny", h["bert-shards"], t),
-        ["needs sentinel tokens", "unigram tokenizer"],
+        ["needs sentinel tokens", "--kind unigram"],
     ),
     "rows longer than the model allows": (
         lambda h, t: [*pretrain("bert-tiny", h["bert-shards"], t), "--max-seq-length=600"],

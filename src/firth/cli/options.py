@@ -26,7 +26,7 @@ import typer
 from typer.core import TyperCommand
 
 from firth.cli.render import render_help
-from firth.core.errors import UserError, did_you_mean
+from firth.core.errors import UserError
 from firth.generate.config import GenerationConfig
 from firth.objectives import OBJECTIVES
 from firth.tasks import FINETUNE_TASKS
@@ -105,8 +105,7 @@ class Option(NamedTuple):
         if self.parse is not None:
             return self.parse(text, name)
         if self.choices and text not in self.choices:
-            hint = did_you_mean(text, self.choices)
-            raise UserError(f"{name}: {text!r} is not one of {', '.join(self.choices)}. {hint}")
+            raise UserError(f"{name}: {text!r} is not one of {', '.join(self.choices)}.")
         try:
             value = self.kind(text)
         except ValueError:
@@ -179,7 +178,8 @@ def make_option(
     f: Field[Any], hint: Any, topics: Mapping[str, str], other_topic: str, default: Any, common: bool
 ) -> Option:
     (kind, many, choices), facts = value_type(hint), f.metadata
-    shown = str(facts.get("default", "" if f.default in (MISSING, False) else f.default)).removesuffix(".0")
+    own_default = "" if f.default is MISSING or f.default is False else f.default
+    shown = str(facts.get("default", own_default)).removesuffix(".0")
     shown = {"None": "", "()": "", "True": "on", "False": "off"}.get(shown, shown)
     text, shown = split_default(facts["help"], shown)
     topic = facts.get("topic") or next((t for t, names in topics.items() if f.name in names.split()), other_topic)

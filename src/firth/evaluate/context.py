@@ -57,8 +57,8 @@ class Occurrence(NamedTuple):
 
     def excerpt(self, context_chars: int = 28) -> str:
         """
-        >>> Occurrence("He swung the bat at the ball.", 13, 16).excerpt(12)
-        '...swung the [bat] at the ball...'
+        >>> Occurrence("He swung the bat at the ball.", 13, 16).excerpt(10)
+        '...swung the [bat] at the ba...'
         """
         before, after = self.text[: self.begin], self.text[self.end :]
         left = before if len(before) <= context_chars else "..." + before[-context_chars:].lstrip()
