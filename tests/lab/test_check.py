@@ -1,4 +1,4 @@
-"""The check-up as a whole: what it advises and why, its page, its terminal."""
+"""The check of a corpus: its advice, its page, its terminal."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check(corpus_file: Path) -> CorpusCheck:
 # Rules
 
 
-def test_a_larger_vocabulary_must_be_seen_and_save_tokens() -> None:
+def test_a_larger_vocabulary_must_occur_often_and_save_tokens() -> None:
     small = fit(size=4096)
     assert choose_vocab_size([small, fit(size=8192, bytes_per_token=4.5, times_seen=20)]).vocab_size == 8192
     assert choose_vocab_size([fit(size=8192, bytes_per_token=4.5, times_seen=3), small]) is small
@@ -218,7 +218,7 @@ def test_every_number_is_plain(check: CorpusCheck) -> None:
 
 @pytest.fixture
 def planted(tmp_path: Path) -> tuple[Path, list[str]]:
-    """A text of 40 documents, and labelled texts: 3 as they stand there, 2 nearly, 4 of its own, 1 too short."""
+    """A text of 40 documents, and labelled texts: 3 verbatim, 2 nearly, 4 of its own, 1 too short."""
     documents = [" ".join(f"w{n}x{i}" for i in range(60)) for n in range(40)]
     (tmp_path / "text.txt").write_text("\n\n".join(documents))
     exact = [" ".join(d.split()[5:45]).upper() + "!" for d in documents[:3]]
@@ -235,7 +235,7 @@ def test_planted_leaks_are_counted_and_shown(
     file.write_text("".join(json.dumps({"id": f"e{i}", "text": row}) + "\n" for i, row in enumerate(rows)))
     check = check_corpus(Corpus([text]), kinds=[], labelled=read_leak_examples(str(file)))
     leaks = check.to_dict()["leaks"]
-    assert leaks["task"] == "classify", "told by its columns, without labels"
+    assert leaks["task"] == "classify", "inferred from its columns, without labels"
     assert (leaks["examples"], leaks["compared"], leaks["exact"], leaks["near"]) == (10, 9, 3, 2)
     assert [(leak["id"], leak["share"] == 1) for leak in leaks["found"]] == [
         ("e6", True),
@@ -290,7 +290,7 @@ def test_words_with_tags_are_looked_for_as_sentences(planted: tuple[Path, list[s
         ({"text": "a", "label": "c"}, "classify"),
     ],
 )
-def test_the_task_is_told_by_the_columns(record: dict[str, Any], task: str, tmp_path: Path) -> None:
+def test_the_task_is_inferred_from_the_columns(record: dict[str, Any], task: str, tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps(record) + "\n")
     assert read_leak_examples(str(file)).task == task

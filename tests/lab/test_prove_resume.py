@@ -1,4 +1,4 @@
-"""A run that is killed against one that is not: what is compared, and the whole thing once."""
+"""A killed run against an uninterrupted one: the comparison, and the whole command once."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_bad_numbers_are_refused(corpus_file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_run_is_the_undisturbed_one(corpus_file: Path, tmp_path: Path) -> None:
+def test_a_killed_run_equals_the_uninterrupted_one(corpus_file: Path, tmp_path: Path) -> None:
     result = api.prove_resume(
         "bert-tiny", corpus_file, tmp_path / "run", kills=2, max_steps=600, overrides=SMALL, **SIZES
     )

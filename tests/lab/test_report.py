@@ -1,4 +1,4 @@
-"""The report is one page that needs nothing else, and shows what it was given."""
+"""The report is one self-contained page with the given content."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVALS = [(2, 7.5), (3, 6.5)]
 
 
 class Reader(HTMLParser):
-    """What a browser makes of a page: its tags with their attributes, and the text of each tag."""
+    """A parsed page: its tags with their attributes, and the text of each tag."""
 
     VOID = frozenset({"meta", "br", "hr", "img"})
 

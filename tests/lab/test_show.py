@@ -1,4 +1,4 @@
-"""What is shown is what training reads: marks, answers, sight and counts, on small rows and for every objective."""
+"""The preview equals the batches of training: marks, labels, attention masks and rates, for every objective."""
 
 from __future__ import annotations
 
@@ -176,17 +176,17 @@ def test_marks_of_masks() -> None:
     assert seen.sequences[0].tokens[1].title == "id 5, position 1, document 0"
 
 
-def test_what_is_asked_of_a_query_is_not_hidden() -> None:
+def test_targets_of_a_query_stream_are_not_masked() -> None:
     batch = MASKED._replace(input_ids=SOURCE.input_ids, attention_rank=np.array([[0, 3, 0, 1, 2, 0, 0, 0]] * 2))
     seen = view_of(SOURCE, batch, PermutationLM(), False)
     assert [p[1:] for p in shown_pieces(seen.sequences[0])[1:4]] == [("target", "3"), ("target", "1"), ("target", "2")]
     assert {"masked", "random", "kept"}.isdisjoint(rates_of(SOURCE, batch))
 
 
-# --- what is written in order -------------------------------------------------------------------------------------
+# --- language models and sentinels --------------------------------------------------------------------------------
 
 
-def test_a_language_model_is_asked_everything_and_a_prefix_nothing() -> None:
+def test_clm_predicts_everything_and_a_prefix_nothing() -> None:
     rows = rows_of("a b c d")
     labels = np.array([[11, 12, 13, IGNORE_INDEX]])
     every = Batch(rows.input_ids, document_ids=rows.document_ids, labels=labels)
@@ -229,7 +229,7 @@ def test_sentinels_stand_for_the_spans_of_their_own_document() -> None:
     assert (found["tokens_used"], found["decoder_used"]) == (7 / 8, 11 / 12)
 
 
-def test_answers_after_the_text_in_one_stack() -> None:
+def test_labels_after_the_text_in_one_row() -> None:
     rows = rows_of("a b c d </s>")
     batch = Batch(
         input_ids=np.array([ids("<0> c d </s> <0> a b </s>")]),
@@ -359,7 +359,7 @@ def test_stages_of_the_objective_have_the_noise_that_the_batch_has() -> None:
     assert abs(rates["deleted"] - 0.1) < 0.01
 
 
-# --- sight --------------------------------------------------------------------------------------------------------
+# --- attention masks ----------------------------------------------------------------------------------------------
 
 RNG = np.random.default_rng(0)
 DOC = np.array([[0, 0, 0, 1, 1, 2, -1, -1], [0] * 8])
@@ -369,7 +369,7 @@ RANK = RNG.integers(0, 4, (2, 8))
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("doc", [None, DOC])
 @pytest.mark.parametrize("rank", [None, RANK])
-def test_pictures_show_what_attention_sees(causal: bool, doc: np.ndarray | None, rank: np.ndarray | None) -> None:
+def test_masks_are_those_of_attention(causal: bool, doc: np.ndarray | None, rank: np.ndarray | None) -> None:
     tensors = [None if x is None else torch.from_numpy(x) for x in (doc, rank)]
     wanted = seen_by_model(make_attention_spec(causal, *tensors), (8, 8))
     for b in range(2):
@@ -381,14 +381,14 @@ def test_pictures_show_what_attention_sees(causal: bool, doc: np.ndarray | None,
         assert (picture.mask == wanted[min(b, len(wanted) - 1)][text[:, None], text]).all()
 
 
-def test_a_query_sees_what_comes_before_it_in_the_order() -> None:
-    asked = np.array([[1, 4, 2], [7, 3, 0]])
+def test_a_query_attends_to_earlier_targets() -> None:
+    targets = np.array([[1, 4, 2], [7, 3, 0]])
     labels = np.array([[10, 10, IGNORE_INDEX], [10, 10, 10]])
-    wanted = make_query_stream_spec(*map(torch.from_numpy, (DOC, RANK, asked))).mask
+    wanted = make_query_stream_spec(*map(torch.from_numpy, (DOC, RANK, targets))).mask
     assert wanted is not None
     for b in range(2):
         one = Batch(
-            np.zeros(8, int), document_ids=DOC[b], attention_rank=RANK[b], target_positions=asked[b], labels=labels[b]
+            np.zeros(8, int), document_ids=DOC[b], attention_rank=RANK[b], target_positions=targets[b], labels=labels[b]
         )
         content, query = build_attention_masks(one, is_causal=False, has_query_stream=True)
         text = np.flatnonzero(DOC[b] >= 0)
@@ -397,7 +397,7 @@ def test_a_query_sees_what_comes_before_it_in_the_order() -> None:
         assert (content.mask == build_attention_mask(one, False)[text[:, None], text]).all()
 
 
-def test_an_encoder_decoder_has_three_sights() -> None:
+def test_an_encoder_decoder_has_three_masks() -> None:
     encoder, decoder, across = build_attention_masks(row(TEXT_TO_TEXT), is_causal=False, has_query_stream=False)
     doc, decoder_doc = (torch.from_numpy(x) for x in (TEXT_TO_TEXT.document_ids, TEXT_TO_TEXT.decoder_document_ids))
     assert (encoder.mask == seen_by_model(make_attention_spec(False, doc), (8, 8))[0][:7, :7]).all()
@@ -407,7 +407,7 @@ def test_an_encoder_decoder_has_three_sights() -> None:
     ).all()
 
 
-def test_a_row_that_is_read_both_ways_has_two() -> None:
+def test_a_bidirectional_lm_has_two_masks() -> None:
     place = np.arange(4)
     one = Batch(np.zeros(4, int), attention_rank=np.stack([place, place[::-1]]), labels=np.zeros((2, 4), int))
     forward, backward = build_attention_masks(one, is_causal=False, has_query_stream=False)
@@ -415,7 +415,7 @@ def test_a_row_that_is_read_both_ways_has_two() -> None:
     assert (backward.mask == np.triu(np.ones((4, 4), bool))).all()
 
 
-def test_small_pictures() -> None:
+def test_downsampled_masks() -> None:
     assert (downsample_mask(np.eye(4, dtype=bool), 4) == np.eye(4)).all()
     assert (downsample_mask(np.eye(4, dtype=bool), 2) == np.eye(2)).all(), "half of a cell is enough"
     assert downsample_mask(np.ones((5, 3), bool), 2).tolist() == [[True], [True]]
@@ -423,7 +423,7 @@ def test_small_pictures() -> None:
     assert half_block_lines(np.tril(np.ones((3, 3), bool))) == ["▕█▄ ▏", "▕▀▀▀▏"]
 
 
-def test_a_drawn_picture_covers_the_cells_that_are_seen() -> None:
+def test_the_svg_path_covers_the_true_cells() -> None:
     seen = RNG.random((9, 7)) < 0.5
     seen[3] = seen[2]
     drawn = np.zeros_like(seen, int)
@@ -463,7 +463,7 @@ def evil_shown() -> BatchPreview:
     return BatchPreview({EVIL: EVIL}, [seen], [], {}, {"shown": numbers, "sample": numbers}, {EVIL: 0.5}, {})
 
 
-def test_the_page_is_escaped_and_asks_for_nothing() -> None:
+def test_the_page_is_escaped_and_loads_nothing() -> None:
     html = make_show_page(evil_shown()).to_html()
     assert "<script" not in html
     assert "alert(&quot;x&quot;)" in html
@@ -472,7 +472,7 @@ def test_the_page_is_escaped_and_asks_for_nothing() -> None:
     assert "3 padding tokens" in html
 
 
-def test_text_goes_the_way_it_is_written() -> None:
+def test_text_direction() -> None:
     for word, way in (("word", "ltr"), ("كلمة", "rtl"), ("12", "ltr")):
         pieces = [TokenView(" [MASK]", "masked", word, 1, 0, 0, 0), TokenView(f" {word}", "text", "", 12, 1, 0, 0)]
         assert text_direction(SequenceView("reads", pieces, 0)) == way
@@ -503,7 +503,7 @@ def numbers() -> dict[str, Any]:
     return {"counts": {"shown": some, "sample": some}, "expected_rates": {"targets": 0.2}, "shapes": {}}
 
 
-def test_a_page_of_someone_else_is_left_alone(tmp_path: Path) -> None:
+def test_a_foreign_page_is_not_overwritten(tmp_path: Path) -> None:
     page = find_free_show_page(tmp_path / "new", overwrite=False)
     assert page == tmp_path / "new" / "show.html"
     assert not page.parent.exists(), "nothing is made before there is something to write"
@@ -605,7 +605,7 @@ CLOSE = {
 
 
 @pytest.mark.parametrize("name", ["mlm", "whole-word", "span", "rtd", "nsp", "sop", "permutation-lm", "bart"])
-def test_promises_are_kept(name: str, shards: dict[str, Path]) -> None:
+def test_measured_rates_are_the_expected_ones(name: str, shards: dict[str, Path]) -> None:
     model, kind = FITS_BETTER.get(name) or FITS[OBJECTIVES[name].architectures[0]]
     recipe = pretraining_recipe(PRESETS[model], objective=OBJECTIVES[name], data=str(shards[kind]), max_seq_length=96)
     vocab_size = open_shards(shards[kind]).tokenizer.vocab.size
@@ -625,7 +625,7 @@ def test_an_objective_that_does_not_fit_the_rows_is_refused(shards: dict[str, Pa
     assert not (tmp_path / "out").exists()
 
 
-def test_the_parts_of_a_mixture_are_counted_and_named(shards: dict[str, Path]) -> None:
+def test_the_parts_of_a_mixture_have_rates_and_notes(shards: dict[str, Path]) -> None:
     recipe = pretraining_recipe(PRESETS["unilm-tiny"], data=str(shards["wordpiece"]), max_seq_length=32)
     recipe = apply_overrides(recipe, {"model.vocab_size": open_shards(shards["wordpiece"]).tokenizer.vocab.size})
     shown = build_batch_preview(recipe, 8, "unilm-tiny", "here")

@@ -61,7 +61,7 @@ def make_rows(rows: Sequence[Sequence[Sequence[str]]], width: int) -> Rows:
 def picture() -> Callable[..., Rows]:
     """Rows from pictures such as "C 10 +11 12. S | C 20! S".
 
-    + goes on with a word, a point ends a sentence, ! is salient; C, S, E, B are [CLS], [SEP], the end, the beginning.
+    + continues a word, a point ends a sentence, ! is salient; C, S, E, B are [CLS], [SEP], the end, the beginning.
     Rows are filled up with padding, to `width` where it is given.
     """
 
@@ -79,7 +79,7 @@ def divide(total: int, parts: int, rng: np.random.Generator) -> list[int]:
 
 
 def random_rows(layout: Sequence[Sequence[int]], width: int, frame: SequenceTemplate, seed: int = 0) -> Rows:
-    """Rows of documents with so many tokens of random text, three in four of which start a word."""
+    """Rows of documents with the given numbers of random tokens; three in four start a word."""
     rng = np.random.default_rng(seed)
     shape = (len(layout), width)
     tokens, doc, position = np.full(shape, PAD), np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
@@ -121,7 +121,7 @@ def _random_rows() -> Callable[..., Rows]:
 
 @pytest.fixture(scope="session")
 def rows_for() -> Callable[..., Rows]:
-    """Rows that an objective reads for a model of so many tokens, of 1, 2, 3 ... up to so many documents in turn.
+    """Rows that an objective reads for a model of `length` tokens, with 1, 2 ... up to `documents` documents in turn.
 
     They are full but for `missing` tokens of every second one.
     """
@@ -162,7 +162,7 @@ def slice_rows() -> Callable[[Rows, Any], Rows]:
 
 @dataclass(frozen=True)
 class Written(CounterRNG):
-    """A draw whose numbers were written down before; what is not written is 0.99, or 0."""
+    """A generator with given numbers; the others are 0.99, or 0."""
 
     tables: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
 
@@ -196,7 +196,7 @@ def written() -> Callable[..., CounterRNG]:
 
 @pytest.fixture(scope="session")
 def apply() -> Callable[..., Batch]:
-    """What an objective makes of rows; two rows are a step."""
+    """Apply an objective to rows; two rows are a step."""
 
     def call(objective: Objective | str, rows: Rows, seed: int = 1) -> Batch:
         objective = OBJECTIVES[objective] if isinstance(objective, str) else objective

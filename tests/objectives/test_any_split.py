@@ -1,4 +1,4 @@
-"""Whatever the rows and however they are split: the same noise, fixed shapes, and what must always hold."""
+"""Invariants for any rows and any split of them: the same noise and fixed shapes."""
 
 from __future__ import annotations
 
@@ -84,9 +84,7 @@ def test_a_resumed_run_makes_the_same_batches(
 
 
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in ("clm", "bilm")])
-def test_another_seed_and_another_place_in_the_stream_are_other_noise(
-    name: str, rows_for: Maker, vocab: Vocabulary
-) -> None:
+def test_another_seed_or_row_index_gives_other_noise(name: str, rows_for: Maker, vocab: Vocabulary) -> None:
     objective = OBJECTIVES[name]
     rows = rows_for(objective, 16, 64)
     first = batch_of(objective, rows, vocab)
@@ -198,7 +196,7 @@ def test_what_holds_for_any_rows(
 
 
 def check(batch: Batch, rows: Rows, vocab: Vocabulary) -> None:
-    """What holds for every batch of every objective."""
+    """Check the invariants of every batch of every objective."""
     B, T = batch.input_ids.shape
     assert batch.document_ids.shape == batch.position_ids.shape == (B, T)
     read = batch.document_ids >= 0
@@ -220,7 +218,7 @@ def check(batch: Batch, rows: Rows, vocab: Vocabulary) -> None:
         assert (np.diff(used.astype(int), axis=-1) <= 0).all(), "unused slots come last"
         assert np.take_along_axis(batch.document_ids, batch.target_positions, 1)[used].min(initial=0) >= 0
         places = batch.target_positions + T * np.arange(B)[:, None]
-        assert len(set(places[used].tolist())) == used.sum(), "no place is asked twice"
+        assert len(set(places[used].tolist())) == used.sum(), "no position is predicted twice"
     if batch.decoder_input_ids is not None:
         assert batch.decoder_input_ids.shape == batch.decoder_document_ids.shape == batch.labels.shape
         assert (batch.decoder_document_ids[batch.labels != IGNORE_INDEX] >= 0).all()

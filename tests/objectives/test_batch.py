@@ -1,4 +1,4 @@
-"""Batch counts what is read and what is asked, and becomes tensors."""
+"""Batch counts tokens and targets, and becomes tensors."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ TOKENS = np.array([[5, 6, 7], [8, 9, 0]])
 DOC = np.array([[0, 0, 1], [0, 0, -1]], np.int32)
 
 
-def test_answers_are_the_labels_that_are_asked() -> None:
+def test_num_targets_counts_labels() -> None:
     assert Batch(TOKENS, labels=np.array([[6, IGNORE_INDEX, IGNORE_INDEX], [9, 4, IGNORE_INDEX]])).num_targets == 3
 
 
-def test_a_labelled_row_has_one_answer() -> None:
+def test_a_labelled_row_has_one_target() -> None:
     assert Batch(TOKENS, task_labels=np.array([1, 0])).num_targets == 2
 
 
-def test_slots_without_a_target_are_no_answers() -> None:
+def test_unused_slots_are_not_counted() -> None:
     assert Batch(TOKENS, task_labels=np.array([[1, 0], [2, IGNORE_INDEX]])).num_targets == 3
     assert Batch(TOKENS, task_labels=np.array([[1.5, np.nan], [-100.5, 0.0]])).num_targets == 3
 
 
-def test_a_group_is_one_answer() -> None:
+def test_a_group_is_one_target() -> None:
     """Of three choices and two, in either form; and pairs without a target."""
     batch = Batch(TOKENS, task_labels=np.array([[0, 1, 0], [1, 0, 0]]), group_ids=np.array([[4, 4, 4], [2, 2, -1]]))
     assert batch.num_targets == batch.to(torch.device("cpu")).num_targets == 2
     assert batch._replace(task_labels=None).num_targets == 2
 
 
-def test_a_span_is_one_answer() -> None:
+def test_an_answer_span_is_one_target() -> None:
     target = np.zeros((2, 3, 2))
     target[0, 1, 0] = target[0, 2, 1] = target[1, 0, 0] = target[1, 0, 1] = 1
     assert Batch(TOKENS, task_labels=target).num_targets == 2
 
 
-def test_words_beside_the_answers_are_counted_by_themselves() -> None:
+def test_lm_labels_beside_task_labels_are_counted_apart() -> None:
     labels = np.array([[6, 7, IGNORE_INDEX], [9, IGNORE_INDEX, IGNORE_INDEX]])
     batch = Batch(TOKENS, document_ids=DOC, labels=labels, task_labels=np.array([[1], [0]]))
     assert batch.loss_counts == {"answers": 2, "tokens": 5, "words": 3}
@@ -55,8 +55,8 @@ def test_padding_is_not_read() -> None:
     assert Batch(TOKENS, document_ids=DOC).num_tokens == 5
 
 
-def test_a_decoder_reads_one_token_for_each_answer() -> None:
-    # Three answers; the fourth place is padding, which passes for a part of its document.
+def test_a_decoder_reads_one_token_per_label() -> None:
+    # Three labels; the fourth position is padding, which counts as part of its document.
     batch = Batch(
         TOKENS,
         document_ids=DOC,
@@ -73,7 +73,7 @@ def test_losses_are_means_over_what_a_batch_counts() -> None:
     assert batch._replace(pair_labels=np.array([0, 1])).loss_counts == {"answers": 3, "tokens": 5, "pairs": 2}
 
 
-def test_two_readings_of_a_row_have_two_answers_for_a_place() -> None:
+def test_a_bidirectional_lm_has_two_labels_per_position() -> None:
     labels = np.array(
         [
             [[6, 7, IGNORE_INDEX], [IGNORE_INDEX, 5, 6]],

@@ -45,7 +45,7 @@ def test_clm_by_hand(picture: Picture, apply: Applier) -> None:
     assert batch.num_tokens == 7 + 9
 
 
-def test_clm_across_the_edges_of_documents(picture: Picture, apply: Applier) -> None:
+def test_clm_across_documents(picture: Picture, apply: Applier) -> None:
     rows = picture("E 10 11 E | E 20 E", width=9)
     batch = apply(CLM(across_documents=True), rows)
     assert batch.labels.tolist() == [[10, 11, END, END, 20, END, x, x, x]]
@@ -82,14 +82,14 @@ def test_bilm_by_hand(picture: Picture, apply: Applier) -> None:
     assert batch.num_targets == 10
 
 
-def test_bilm_by_hand_without_padding_answers(picture: Picture, apply: Applier) -> None:
+def test_bilm_has_no_labels_in_padding(picture: Picture, apply: Applier) -> None:
     batch = apply(BiLM(), picture("C 10 S", width=5))
     assert batch.labels.tolist() == [[[10, SEP, x, x, x], [x, CLS, 10, x, x]]]
 
 
 def test_permutation_lm_by_hand(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
     rows = picture("C 10 11 12 13 14 15 16 17 S")
-    # A quarter: of the first four tokens the second, of the next four the first; the last is asked first.
+    # A quarter: of the first four tokens the second, of the next four the first; the last is predicted first.
     draw = written(rows, span_lengths=[[0, 0]], span_places=[[0.3, 0.0]], order=[[0, 0, 0.9, 0, 0, 0.2]])
     batch = PermutationLM(share=0.25, max_span_length=1)(rows, draw, vocab)
     assert batch.input_ids is rows.input_ids, "everything is read as it is"

@@ -1,4 +1,4 @@
-"""What is read and what is asked, by hand, and the laws of BERT's noise."""
+"""Inputs and labels by hand, and the rates of BERT's noise."""
 
 from __future__ import annotations
 
@@ -20,55 +20,55 @@ Picture = Callable[..., Rows]
 Writer = Callable[..., CounterRNG]
 
 
-# --- ask, hide, runs ----------------------------------------------------------------------------------------------
+# --- MLM ----------------------------------------------------------------------------------------------------------
 
 
-def test_ask_by_hand() -> None:
+def test_select_targets_by_hand() -> None:
     mask = np.array([[0, 1, 0, 1, 1], [0, 0, 0, 0, 0]], bool)
-    asked = corruption.select_targets(mask, 4)
-    assert asked.positions.tolist() == [[1, 3, 4, 0], [0, 0, 0, 0]]
-    assert asked.is_used.tolist() == [[True, True, True, False], [False] * 4]
+    targets = corruption.select_targets(mask, 4)
+    assert targets.positions.tolist() == [[1, 3, 4, 0], [0, 0, 0, 0]]
+    assert targets.is_used.tolist() == [[True, True, True, False], [False] * 4]
     with pytest.raises(AssertionError):
         corruption.select_targets(mask, 2)
 
 
 TOKENS = np.array([[10, 11, 12, 13, 14], [20, 21, 22, 23, PAD]])
-ASKED = TargetSlots(np.array([[0, 2, 4], [1, 3, 0]]), np.array([[True, True, True], [True, True, False]]))
+TARGETS = TargetSlots(np.array([[0, 2, 4], [1, 3, 0]]), np.array([[True, True, True], [True, True, False]]))
 
 
-def test_hide_by_hand(vocab: Vocabulary, picture: Picture, written: Writer) -> None:
+def test_mlm_noise_by_hand(vocab: Vocabulary, picture: Picture, written: Writer) -> None:
     # The ordinary ids are 7, 8, 9 ...: ordinary[k] = 7 + k.
     draw = written(picture("10", "20"), fate=[[0.79, 0.81, 0.95], [0.89, 0.91, 0.1]], other=[[5, 6, 7], [0, 8, 9]])
-    read, labels = corruption.apply_mlm_noise(TOKENS, ASKED, draw, vocab, mask_prob=0.8, random_prob=0.1)
+    read, labels = corruption.apply_mlm_noise(TOKENS, TARGETS, draw, vocab, mask_prob=0.8, random_prob=0.1)
     assert read.tolist() == [[MASK, 11, 13, 13, 14], [20, 7, 22, 23, PAD]]
     assert labels.tolist() == [[10, 12, 14], [21, 23, x]]
     assert TOKENS.tolist() == [[10, 11, 12, 13, 14], [20, 21, 22, 23, PAD]], "the rows themselves stay as they are"
 
 
-def test_slots_of_a_unit_share_its_fate_but_not_its_random_token(
+def test_targets_of_a_span_share_the_outcome_but_not_the_random_token(
     vocab: Vocabulary, picture: Picture, written: Writer
 ) -> None:
     unit = np.array([[0, 0, 1], [0, 0, 0]])
     draw = written(picture("10", "20"), fate=[[0.1, 0.99, 0.5], [0.85, 0.1, 0.1]], other=[[5, 6, 7], [0, 8, 9]])
-    read, _ = corruption.apply_mlm_noise(TOKENS, ASKED, draw, vocab, 0.8, 0.1, unit)
+    read, _ = corruption.apply_mlm_noise(TOKENS, TARGETS, draw, vocab, 0.8, 0.1, unit)
     assert read.tolist() == [[MASK, 11, MASK, 13, 14], [20, 7, 22, 15, PAD]]
 
 
 def hidden(vocab: Vocabulary, mask: float, random: float) -> tuple[np.ndarray, ...]:
-    """150,000 asked tokens of rows that also have padding and unused slots."""
+    """150,000 targets in rows that also have padding and unused slots."""
     rng = np.random.default_rng(0)
     real = np.arange(100) < rng.integers(50, 101, size=12_000)[:, None]
     tokens = np.where(real, rng.choice(vocab.non_special_ids, size=real.shape), PAD)
     draw = CounterRNG(3, np.arange(len(tokens)))
     rows = Rows(tokens, real - 1, real - 1, real, draw.index)
-    asked = corruption.select_targets(TokenMasking()(rows, 0.18, draw), 18)
-    read, labels = corruption.apply_mlm_noise(tokens, asked, draw, vocab, mask, random)
-    return tokens, asked.positions, asked.is_used, read, labels
+    targets = corruption.select_targets(TokenMasking()(rows, 0.18, draw), 18)
+    read, labels = corruption.apply_mlm_noise(tokens, targets, draw, vocab, mask, random)
+    return tokens, targets.positions, targets.is_used, read, labels
 
 
 def test_eighty_ten_ten(vocab: Vocabulary) -> None:
-    _, asked, used, read, labels = hidden(vocab, mask=0.8, random=0.1)
-    truth, seen = labels[used], np.take_along_axis(read, asked, 1)[used]
+    _, targets, used, read, labels = hidden(vocab, mask=0.8, random=0.1)
+    truth, seen = labels[used], np.take_along_axis(read, targets, 1)[used]
     assert len(truth) > 150_000
     assert not used.all()
     masked, kept = seen == MASK, seen == truth
@@ -82,26 +82,26 @@ def test_eighty_ten_ten(vocab: Vocabulary) -> None:
     assert stats.chisquare(counts).pvalue > 1e-3
 
 
-def test_answers_are_right_and_nothing_else_changes(vocab: Vocabulary) -> None:
-    tokens, asked, used, read, labels = hidden(vocab, mask=0.8, random=0.1)
-    assert (labels == np.where(used, np.take_along_axis(tokens, asked, 1), IGNORE_INDEX)).all()
+def test_labels_are_right_and_nothing_else_changes(vocab: Vocabulary) -> None:
+    tokens, targets, used, read, labels = hidden(vocab, mask=0.8, random=0.1)
+    assert (labels == np.where(used, np.take_along_axis(tokens, targets, 1), IGNORE_INDEX)).all()
     touched = np.zeros(tokens.shape, bool)
-    rows = np.broadcast_to(np.arange(len(tokens))[:, None], asked.shape)
-    touched[rows[used], asked[used]] = True
+    rows = np.broadcast_to(np.arange(len(tokens))[:, None], targets.shape)
+    touched[rows[used], targets[used]] = True
     assert (read[~touched] == tokens[~touched]).all()
     assert (read[touched] != tokens[touched]).mean() > 0.85
 
 
 @pytest.mark.parametrize(("mask", "random"), [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)])
-def test_one_fate_for_all(vocab: Vocabulary, mask: float, random: float) -> None:
-    _, asked, used, read, labels = hidden(vocab, mask, random)
-    seen = np.take_along_axis(read, asked, 1)[used]
+def test_extreme_probabilities(vocab: Vocabulary, mask: float, random: float) -> None:
+    _, targets, used, read, labels = hidden(vocab, mask, random)
+    seen = np.take_along_axis(read, targets, 1)[used]
     assert (seen == MASK).all() == (mask == 1)
     assert (seen == labels[used]).all() == (mask + random == 0)
     assert ((seen != MASK) & (seen != labels[used])).mean() == pytest.approx(random, abs=0.002)
 
 
-def test_runs_by_hand() -> None:
+def test_target_spans_by_hand() -> None:
     mask = np.array([[0, 1, 1, 0, 0, 1, 0], [0, 0, 0, 1, 1, 1, 0]], bool)
     number, around = corruption.find_target_spans(mask, corruption.select_targets(mask, 4))
     assert number.tolist() == [[0, 0, 1, 0], [0, 0, 0, 0]]
@@ -146,7 +146,7 @@ def test_several_documents_and_padding(vocab: Vocabulary, picture: Picture) -> N
         [S0, 11, S1, 13, 14, END, S0, 22, END, END, x],
         [S0, 41, END] + [x] * 8,
     ]
-    # Each document begins with padding. What follows a row's last answer is not asked: it may hold anything.
+    # Each document begins with padding. Positions after a row's last label are not predicted and may hold anything.
     assert batch.decoder_input_ids[0, :10].tolist() == [p, S0, 11, S1, 13, 14, p, S0, 22, p]
     assert batch.decoder_input_ids[1, :3].tolist() == [p, S0, 41]
     assert np.isin(batch.decoder_input_ids[batch.labels == IGNORE_INDEX], [PAD, END]).all()
@@ -154,7 +154,7 @@ def test_several_documents_and_padding(vocab: Vocabulary, picture: Picture) -> N
     assert batch.decoder_position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 1], list(range(11))]
 
 
-def test_noise_on_both_sides_of_an_edge_is_two_spans(vocab: Vocabulary, picture: Picture) -> None:
+def test_noise_on_both_sides_of_a_document_boundary_is_two_spans(vocab: Vocabulary, picture: Picture) -> None:
     rows, noise = starred(picture, "10 11* | 20* 21")
     batch = corruption.sentinel_batch(rows, noise, 4, 6, vocab)
     assert batch.input_ids.tolist() == [[10, S0, S0, 21]]
@@ -168,7 +168,7 @@ def test_all_sentinels_can_be_used(vocabulary: Callable[..., Vocabulary], pictur
     assert batch.labels.tolist() == [[S0, 11, S1, 13, S2, 15, END]]
 
 
-def test_a_document_without_noise_answers_with_its_end(vocab: Vocabulary, picture: Picture) -> None:
+def test_the_target_of_a_document_without_noise_is_its_end_token(vocab: Vocabulary, picture: Picture) -> None:
     rows, noise = starred(picture, "10 11 E")
     batch = corruption.sentinel_batch(rows, noise, 3, 2, vocab)
     assert batch.input_ids.tolist() == [[10, 11, END]]
@@ -184,7 +184,7 @@ def test_rows_stay_as_they_are(vocab: Vocabulary, picture: Picture) -> None:
 
 
 @pytest.mark.parametrize(("encoder", "decoder"), [(5, 6), (6, 5)])
-def test_a_side_that_is_too_short_is_our_mistake(
+def test_a_side_that_is_too_short_is_an_assertion(
     vocab: Vocabulary, picture: Picture, encoder: int, decoder: int
 ) -> None:
     rows, noise = starred(picture, "10* 11* 12 13 14* 15 E")
@@ -200,7 +200,7 @@ def test_the_published_example_in_one_row(vocab: Vocabulary, picture: Picture, p
     rows, noise = starred(picture, "10* 11* 12 13 14* 15 E")
     batch = corruption.decoder_denoising_batch(rows, noise, 13, 7, vocab, prefix)
     assert batch.input_ids.tolist() == [[S0, 12, 13, S1, 15, END, S0, 10, 11, S1, 14, END, PAD]]
-    # The text's end is asked for the first answer; the last answer is asked for nothing.
+    # The end of the text predicts the first target token; the last one predicts nothing.
     assert batch.target_positions.tolist() == [[5, 6, 7, 8, 9, 10, 0]]
     assert batch.labels.tolist() == [[S0, 10, 11, S1, 14, END, x]]
     assert batch.document_ids.tolist() == [[0] * 12 + [-1]]
@@ -211,7 +211,7 @@ def test_the_published_example_in_one_row(vocab: Vocabulary, picture: Picture, p
         assert batch.attention_rank is None
 
 
-def test_each_document_has_its_answers_right_after_it(vocab: Vocabulary, picture: Picture) -> None:
+def test_each_document_has_its_target_right_after_it(vocab: Vocabulary, picture: Picture) -> None:
     rows, noise = starred(picture, "10 11* 12 E | 20 E | 30 31* E", width=11)
     batch = corruption.decoder_denoising_batch(rows, noise, 16, 9, vocab, is_prefix_lm=True)
     E = END
@@ -247,13 +247,13 @@ def test_prefix_and_rest_by_hand(vocab: Vocabulary, picture: Picture) -> None:
     assert batch.decoder_position_ids[0, :5].tolist() == [0, 1, 2, 0, 1]
 
 
-def test_two_sides_begin_every_document_with_the_start() -> None:
+def test_the_decoder_input_of_every_document_begins_with_the_start_token() -> None:
     labels, doc = np.array([[5, 6, 7, 8, x]]), np.array([[0, 0, 1, 1, -1]])
     batch = corruption.encoder_decoder_batch(
         np.array([[1, 2, 3]]), np.array([[0, 1, -1]]), labels, doc, start_token_id=4, pad_token_id=0
     )
     assert batch.decoder_input_ids.tolist() == [[4, 5, 4, 7, 0]]
-    assert batch.decoder_document_ids.tolist() == [[0, 0, 1, 1, 1]], "padding passes for a part of the last document"
+    assert batch.decoder_document_ids.tolist() == [[0, 0, 1, 1, 1]], "padding counts as part of the last document"
     assert batch.decoder_position_ids.tolist() == [[0, 1, 0, 1, 2]]
 
 
@@ -264,7 +264,7 @@ def text_of(rows: Rows) -> NoisyText:
     return NoisyText(rows.input_ids, rows.document_ids, rows.maskable)
 
 
-def test_sentences_change_places_inside_their_document(picture: Picture, written: Writer) -> None:
+def test_sentences_are_permuted_inside_their_document(picture: Picture, written: Writer) -> None:
     rows = picture("C 10 11. 12. 13 14 15. S | C 20. 21. S", "C 30. 31. S", width=13)
     # One key for each sentence, at its first token: 13 14 15, then 10 11, then 12. Of the second row's document,
     # no sentence moves.
@@ -289,8 +289,8 @@ def test_sentences_with_equal_keys_stay_whole_and_in_order(picture: Picture, wri
     assert text.input_ids.tolist() == [[CLS, 14, 10, 11, 12, 13, SEP]]
 
 
-def test_no_sentence_goes_on_in_the_next_document() -> None:
-    """Although nothing stands between the two, and no sentence ends there."""
+def test_no_sentence_continues_in_the_next_document() -> None:
+    """Even without a special token between the two, and where no sentence ends."""
     doc = np.array([[0, 0, 0, 0, 1, 1, 1, 1]])
     ends = np.isin(np.arange(8), [1, 5, 7])[None]
     text = NoisyText(np.arange(10, 18)[None], doc, doc >= 0)
@@ -302,9 +302,9 @@ def test_no_sentence_goes_on_in_the_next_document() -> None:
     assert found == {first + second for first in firsts for second in seconds}
 
 
-def test_documents_rotate_between_their_frames(picture: Picture, written: Writer) -> None:
+def test_documents_rotate_between_their_special_tokens(picture: Picture, written: Writer) -> None:
     rows = picture("C 10 11 12 13 S | C 20 21 S | C 30 31 S")
-    # The first begins at its place 0.5 * 4 = 2, the second at 0.9 * 2, that is 1, and the third is not chosen.
+    # The first begins at its token 0.5 * 4 = 2, the second at 0.9 * 2, that is 1, and the third is not chosen.
     draw = written(
         rows,
         rotation=[[0.5, 0, 0, 0, 0, 0, 0.9, 0, 0, 0, 0.9]],
@@ -314,7 +314,7 @@ def test_documents_rotate_between_their_frames(picture: Picture, written: Writer
     assert text.input_ids.tolist() == [[CLS, 12, 13, 10, 11, SEP, CLS, 21, 20, SEP, CLS, 30, 31, SEP]]
 
 
-def test_tokens_are_masked_or_go_without_a_trace(vocab: Vocabulary, picture: Picture) -> None:
+def test_mask_and_delete_tokens(vocab: Vocabulary, picture: Picture) -> None:
     rows = picture("C 10 11 12 S | C 20 S", width=9)
     mask = np.array([[0, 1, 0, 1, 0, 0, 1, 0, 0]], bool)
     masked = corruption.mask_tokens(text_of(rows), mask, vocab)
@@ -329,7 +329,7 @@ def test_tokens_are_masked_or_go_without_a_trace(vocab: Vocabulary, picture: Pic
 def infilled(
     rows: Rows, spans: list[list[tuple[int, int]]], monkeypatch: pytest.MonkeyPatch, vocab: Vocabulary
 ) -> Batch:
-    """What BART reads when these spans go, each given by its first token and its length; rows of one document."""
+    """BART's batch with these spans infilled, each given by its first token and its length; rows of one document."""
     start, length = (np.array([[span[k] for span in row] for row in spans]) for k in (0, 1))
     monkeypatch.setattr(noise_mask, "sample_span_starts_and_lengths", lambda *_: (length, start))
     return BARTDenoising(permute=0.0)(rows, CounterRNG(0, rows.stream_index), vocab)
@@ -352,7 +352,7 @@ def test_text_does_not_grow_over_its_row(vocab: Vocabulary, picture: Picture, mo
     rows = picture("C 10 11 12 S")
     batch = infilled(rows, [[(0, 0), (2, 0)]], monkeypatch, vocab)
     assert batch.input_ids.tolist() == rows.input_ids.tolist()
-    # A span of two makes room for one mask more.
+    # A span of two leaves a free position for one more mask.
     rows = picture("C 10 11 12 13 S")
     batch = infilled(rows, [[(0, 0), (2, 2), (4, 0)]], monkeypatch, vocab)
     assert batch.input_ids.tolist() == [[CLS, MASK, 10, 11, MASK, SEP]]

@@ -67,7 +67,7 @@ def test_a_wider_draw_begins_with_the_narrower_one() -> None:
     assert (draw().uniform("a", 20)[:, :7] == draw().uniform("a", 7)).all()
 
 
-def test_some_places_alone_are_as_among_all() -> None:
+def test_uniform_at_equals_uniform() -> None:
     row, place = np.array([7, 0, 7, 399]), np.array([0, 5, 299, 12])
     assert draw().uniform_at("tokens", row, place).tolist() == draw().uniform("tokens", WIDTH)[row, place].tolist()
 
@@ -86,7 +86,7 @@ def test_the_step_changes_no_number() -> None:
     assert (plain.uniform("a", 9) == stepped.uniform("a", 9)).all()
 
 
-# --- laws ---------------------------------------------------------------------------------------------------------
+# --- distributions ------------------------------------------------------------------------------------------------
 
 
 def test_uniform_is_even_and_inside_its_bounds() -> None:
@@ -100,7 +100,7 @@ def test_uniform_is_even_and_inside_its_bounds() -> None:
     assert evenness(np.bincount(low_bits.ravel(), minlength=64)) > UNLIKELY
 
 
-def test_purposes_seeds_rows_and_places_are_independent() -> None:
+def test_purposes_seeds_rows_and_columns_are_independent() -> None:
     u = draw().uniform("tokens", WIDTH)
     assert evenness(joint(u, draw().uniform("fate", WIDTH))) > UNLIKELY
     assert evenness(joint(u, draw(seed=2).uniform("tokens", WIDTH))) > UNLIKELY

@@ -1,4 +1,4 @@
-"""What each objective promises, counted over more than 100,000 tokens; seeds are fixed, so what passes once passes."""
+"""Rates and distributions of each objective over more than 100,000 tokens; seeds are fixed."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ Applier = Callable[..., Batch]
 
 
 def lawful(values: np.ndarray, law: np.ndarray) -> float:
-    """The chance that whole numbers drawn from a law fill its cells at least this unevenly; rare cells are one."""
+    """Return the p-value of a chi-squared test of integers against a distribution; rare cells are merged."""
     expected, counts = law * len(values), np.bincount(values, minlength=len(law))
-    assert len(counts) == len(law), "a number that the law does not have"
+    assert len(counts) == len(law), "a number outside the distribution"
     assert (counts[law == 0] == 0).all()
     common = expected >= 10
     cells = [np.append(c[common], c[~common].sum()) for c in (counts, expected)]
@@ -47,7 +47,7 @@ def lawful(values: np.ndarray, law: np.ndarray) -> float:
 
 
 def runs(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each run of a mask: its row, its first place, and the place after its last."""
+    """Return the row, the first position and the position after the last of each run of a mask."""
     edges = np.diff(np.pad(mask.astype(np.int8), ((0, 0), (1, 1))), axis=1)
     row, start = np.nonzero(edges == 1)
     return row, start, np.nonzero(edges == -1)[1]
@@ -59,11 +59,11 @@ def count_in(bits: np.ndarray, row: np.ndarray, start: np.ndarray, end: np.ndarr
     return before[row, end] - before[row, start]
 
 
-def asked_mask(batch: Batch) -> np.ndarray:
+def target_mask(batch: Batch) -> np.ndarray:
     mask = np.zeros(batch.input_ids.shape, bool)
     row, slot = np.nonzero(batch.labels != IGNORE_INDEX)
     mask[row, batch.target_positions[row, slot]] = True
-    assert mask.sum() == batch.num_targets, "no place is asked twice"
+    assert mask.sum() == batch.num_targets, "no position is predicted twice"
     return mask
 
 
@@ -73,19 +73,19 @@ def asked_mask(batch: Batch) -> np.ndarray:
 @pytest.mark.parametrize(
     "name", ["mlm", "whole-word", "span", "salient", "static", "rtd", "unilm", "nsp", "sop", "tlm"]
 )
-def test_masks_keep_their_promises(name: str, rows_for: Maker, apply: Applier, vocab: Vocabulary) -> None:
+def test_mlm_rates(name: str, rows_for: Maker, apply: Applier, vocab: Vocabulary) -> None:
     objective = OBJECTIVES[name]
     count = 8000 if name == "span" else 1000  # the tokens of a span share their fate
     rows = rows_for(objective, count, 128, documents=1 if objective.row_layout != "packed" else 3, missing=9)
     assert rows.maskable.sum() > 110_000
-    batch, asked = apply(name, rows), asked_mask(apply(name, rows))
+    batch, targets = apply(name, rows), target_mask(apply(name, rows))
     promised = MLM().expected_rates() if name == "unilm" else objective.expected_rates()
 
-    assert not asked[~rows.maskable].any(), "neither frames nor padding are asked"
-    assert (batch.input_ids[~asked] == rows.input_ids[~asked]).all(), "nor is anything else hidden"
-    truth, read = rows.input_ids[asked], batch.input_ids[asked]
+    assert not targets[~rows.maskable].any(), "neither special tokens nor padding are targets"
+    assert (batch.input_ids[~targets] == rows.input_ids[~targets]).all(), "nothing else changes"
+    truth, read = rows.input_ids[targets], batch.input_ids[targets]
     assert (batch.labels[batch.labels != IGNORE_INDEX] == truth).all()
-    assert asked.sum() / rows.maskable.sum() == pytest.approx(promised["targets"], abs=0.005)
+    assert targets.sum() / rows.maskable.sum() == pytest.approx(promised["targets"], abs=0.005)
 
     masked, kept = read == MASK, read == truth
     other = read[~masked & ~kept]
@@ -102,21 +102,21 @@ def test_masks_keep_their_promises(name: str, rows_for: Maker, apply: Applier, v
 
 
 def cell_sizes(count: int, cells: int) -> np.ndarray:
-    """The shares of so many things that fall into each of some cells."""
+    """Return the share of each cell."""
     return np.bincount(np.arange(count) * cells // count, minlength=cells) / count
 
 
-def test_words_are_whole_and_each_token_has_its_own_fate(rows_for: Maker, apply: Applier) -> None:
+def test_words_are_whole_and_each_token_has_its_own_draw(rows_for: Maker, apply: Applier) -> None:
     rows = rows_for(OBJECTIVES["whole-word"], 1000, 128, documents=3)
     assert rows.word_start is not None
     batch = apply("whole-word", rows)
-    asked = asked_mask(batch)
+    targets = target_mask(batch)
     word = np.cumsum(rows.word_start, 1) + 1000 * rows.stream_index[:, None]
-    sizes, hidden = (np.bincount(word[mask], minlength=word.max() + 1) for mask in (rows.maskable, asked))
+    sizes, hidden = (np.bincount(word[mask], minlength=word.max() + 1) for mask in (rows.maskable, targets))
     assert ((hidden == 0) | (hidden == sizes)).all()
     assert (hidden > 1).sum() > 1000
     # Two tokens of a word are both masked as often as two independent ones.
-    second = asked & ~rows.word_start
+    second = targets & ~rows.word_start
     first = np.roll(second, -1, 1)
     both = (batch.input_ids[second] == MASK) & (batch.input_ids[first] == MASK)
     assert both.mean() == pytest.approx(0.64, abs=0.02)
@@ -129,22 +129,22 @@ def word_lengths(rows: Rows, mask: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("length", "documents"), [(128, 1), (512, 1), (128, 4)])
-def test_spans_have_lengths_from_the_published_law(
+def test_span_lengths_have_the_published_distribution(
     length: int, documents: int, rows_for: Maker, apply: Applier
 ) -> None:
     """In words, truncated geometric (SpanBERT, section 3.1), whatever the rows are packed of."""
     rows = rows_for(OBJECTIVES["span"], 400_000 // length, length, documents)
-    lengths = word_lengths(rows, asked_mask(apply("span", rows)))
+    lengths = word_lengths(rows, target_mask(apply("span", rows)))
     assert len(lengths) > 10_000
     assert lawful(lengths, SpanMasking().length_probs) > UNLIKELY
     assert lengths.mean() == pytest.approx(3.8, abs=0.06)
 
 
-def test_spans_have_one_fate_and_know_their_surroundings(rows_for: Maker, apply: Applier, vocab: Vocabulary) -> None:
+def test_spans_have_one_draw_and_right_boundaries(rows_for: Maker, apply: Applier, vocab: Vocabulary) -> None:
     rows = rows_for(OBJECTIVES["span"], 1000, 128, documents=3)
     batch = apply("span", rows)
-    asked = asked_mask(batch)
-    row, start, end = runs(asked)
+    targets = target_mask(batch)
+    row, start, end = runs(targets)
     size = end - start
     masked, kept = (
         count_in(fate, row, start, end) for fate in (batch.input_ids == MASK, batch.input_ids == rows.input_ids)
@@ -161,8 +161,8 @@ def test_spans_have_one_fate_and_know_their_surroundings(rows_for: Maker, apply:
     assert (after == np.repeat(end, size)).all()
     assert (which == batch.target_positions[used] - before - 1).all()
     rows_of = np.nonzero(used)[0]
-    assert not asked[rows_of, before].any()
-    assert not asked[rows_of, after].any()
+    assert not targets[rows_of, before].any()
+    assert not targets[rows_of, after].any()
     assert (rows.document_ids[rows_of, before] == rows.document_ids[rows_of, after]).all()
     assert (batch.span_boundaries[~used] == 0).all()
 
@@ -173,16 +173,16 @@ def test_slots_are_hardly_ever_too_few_for_spans(rows_for: Maker, apply: Applier
     assert ((batch.labels != IGNORE_INDEX).sum(1) > batch.labels.shape[1] - 2).mean() < 0.02
 
 
-def test_salient_text_is_asked_first(rows_for: Maker, apply: Applier) -> None:
+def test_salient_text_is_masked_first(rows_for: Maker, apply: Applier) -> None:
     rows = rows_for(OBJECTIVES["salient"], 1000, 128, documents=3)
     assert rows.salient is not None
-    asked = asked_mask(apply("salient", rows))
+    targets = target_mask(apply("salient", rows))
     assert rows.salient[rows.maskable].mean() == pytest.approx(0.06, abs=0.01)
-    assert asked[rows.salient].mean() > 0.95
-    assert asked[rows.maskable & ~rows.salient].mean() == pytest.approx((0.15 - 0.06) / 0.94, abs=0.02)
+    assert targets[rows.salient].mean() > 0.95
+    assert targets[rows.maskable & ~rows.salient].mean() == pytest.approx((0.15 - 0.06) / 0.94, abs=0.02)
 
 
-def test_half_of_the_pairs_are_passed_on_as_they_are(rows_for: Maker, apply: Applier) -> None:
+def test_pair_labels_are_kept(rows_for: Maker, apply: Applier) -> None:
     for name in ("nsp", "sop"):
         rows = rows_for(OBJECTIVES[name], 200, 64)
         batch = apply(name, rows)
@@ -194,16 +194,16 @@ def test_half_of_the_pairs_are_passed_on_as_they_are(rows_for: Maker, apply: App
 # --- language models ----------------------------------------------------------------------------------------------
 
 
-def test_permutation_lm_asks_a_sixth_in_short_spans(rows_for: Maker, apply: Applier) -> None:
+def test_permutation_lm_predicts_a_sixth_in_short_spans(rows_for: Maker, apply: Applier) -> None:
     rows = rows_for(PermutationLM(), 1000, 128, documents=3)
     batch = apply("permutation-lm", rows)
-    asked = asked_mask(batch)
+    targets = target_mask(batch)
     assert (batch.input_ids == rows.input_ids).all(), "everything is read as it is"
-    assert not asked[~rows.maskable].any()
-    assert asked.sum() / rows.maskable.sum() == pytest.approx(1 / 6, abs=0.005)
-    assert ((batch.attention_rank > 0) == asked).all()
+    assert not targets[~rows.maskable].any()
+    assert targets.sum() / rows.maskable.sum() == pytest.approx(1 / 6, abs=0.005)
+    assert ((batch.attention_rank > 0) == targets).all()
     # A window of 6 for a span of 1, and so on: spans of all lengths are equally frequent. Spans that touch are one run.
-    _, start, end = runs(asked)
+    _, start, end = runs(targets)
     assert (end - start).max() <= 10
     assert (end - start).mean() == pytest.approx(3.0, abs=0.35)
 
@@ -216,7 +216,7 @@ def test_permutation_lm_with_other_shares(rows_for: Maker, apply: Applier) -> No
 
 
 @pytest.mark.parametrize("name", ["prefix-lm", "encoder-decoder-lm"])
-def test_half_of_the_text_is_asked_when_the_prefix_is_random(name: str, rows_for: Maker, apply: Applier) -> None:
+def test_half_of_the_text_is_predicted_after_a_random_prefix(name: str, rows_for: Maker, apply: Applier) -> None:
     rows = rows_for(OBJECTIVES[name], 4000, 64, documents=1)
     assert apply(name, rows).num_targets / (rows.document_ids >= 0).sum() == pytest.approx(0.5, abs=0.015)
 
@@ -239,7 +239,7 @@ def test_sentinels_rise_in_each_document(name: str, rows_for: Maker, apply: Appl
         new = np.diff(key, prepend=-1) != 0
         again = (found == 0) & ~new
         assert (found[new] == 0).all(), "each document counts from 0"
-        assert again.sum() == (new.sum() if one_row else 0), "and where its answers follow in the row, again"
+        assert again.sum() == (new.sum() if one_row else 0), "and again in the target part of the row"
         assert (np.diff(found, prepend=-1)[~new & ~again] == 1).all()
     noise = (batch.labels != IGNORE_INDEX) & (batch.labels < 900) & (batch.labels >= 7)
     assert noise.sum() / rows.maskable.sum() == pytest.approx(0.15, abs=0.005)
@@ -252,7 +252,7 @@ def test_span_lengths_of_t5_average_three(rows_for: Maker) -> None:
     assert (end - start).mean() == pytest.approx(85 / 28)
 
 
-def test_salient_spans_ask_their_share(rows_for: Maker, apply: Applier) -> None:
+def test_salient_spans_have_their_rate(rows_for: Maker, apply: Applier) -> None:
     rows = rows_for(SalientSpanCorruption(), 1000, 128, documents=3)
     batch = apply("salient-spans", rows)
     noise = (batch.labels >= 7) & (batch.labels < 900)
@@ -267,7 +267,7 @@ def bart(**noise: float) -> BARTDenoising:
 
 
 def inner(tokens: np.ndarray, doc: np.ndarray, d: int) -> list[int]:
-    """The text of a document, which must stand in its frame."""
+    """Return the text of a document, which must lie between its special tokens."""
     first, *text, last = tokens[doc == d].tolist()
     assert (first, last) == (CLS, SEP)
     return text
@@ -307,7 +307,7 @@ def test_sentences_are_permuted_and_nothing_else(rows_for: Maker, apply: Applier
                 places[i, order.index(unit)] += 1
     assert moved > 1000
     assert places.sum() > 500
-    assert stats.chisquare(places.ravel()).pvalue > UNLIKELY, "any sentence comes to any place"
+    assert stats.chisquare(places.ravel()).pvalue > UNLIKELY, "any sentence can move to any position"
 
 
 def cut_like(text: list[int], units: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -349,7 +349,7 @@ def test_a_share_of_the_tokens_is_deleted_or_masked(rows_for: Maker, apply: Appl
     assert gone == pytest.approx(0.15, abs=0.005)
     for _, _, before, after in documents(rows, deleted)[:300]:
         rest = iter(before)
-        assert all(token in rest for token in after), "what remains stands in order"
+        assert all(token in rest for token in after), "the rest keeps its order"
 
     masked = apply(bart(mask=0.15), rows)
     changed = masked.input_ids != rows.input_ids
@@ -359,7 +359,7 @@ def test_a_share_of_the_tokens_is_deleted_or_masked(rows_for: Maker, apply: Appl
 
 
 @pytest.mark.parametrize(("length", "documents"), [(128, 1), (512, 1), (128, 4)])
-def test_infilling_follows_its_law(
+def test_infilled_spans_have_their_distribution(
     length: int, documents: int, rows_for: Maker, apply: Applier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One mask for each span; lengths are Poisson around 3, none included (BART, section 2.2)."""
@@ -387,7 +387,7 @@ def test_infilling_follows_its_law(
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_lengths_of_infilled_spans_can_be_read_off_the_text(count: int, rows_for: Maker, apply: Applier) -> None:
-    """In text that counts upwards a mask shows by its neighbours how much it stands for."""
+    """In text that counts upwards the neighbours of a mask give the length of its span."""
     rows = rows_for(BARTDenoising(), 1500, 128, count)
     place = np.cumsum(rows.maskable, 1) + 6
     rows = rows._replace(input_ids=np.where(rows.maskable, place, rows.input_ids))
@@ -406,7 +406,7 @@ def test_lengths_of_infilled_spans_can_be_read_off_the_text(count: int, rows_for
     assert lawful(np.array(found), noise_mask.poisson_length_probs(3.0)) > UNLIKELY
 
 
-def test_bart_composed_keeps_all_of_its_shares(rows_for: Maker, apply: Applier) -> None:
+def test_bart_with_all_noises_keeps_its_rates(rows_for: Maker, apply: Applier) -> None:
     rows = rows_for(BARTDenoising(), 1000, 128, documents=2)
     batch = apply(BARTDenoising(permute=1.0, rotate=0.5, delete=0.1, mask=0.1, infill=0.2), rows)
     frames = (~rows.maskable & (rows.document_ids >= 0)).sum()
@@ -438,7 +438,7 @@ def test_rows_and_steps_are_dealt_out_by_weight() -> None:
     assert share_of(OBJECTIVES["denoisers"], 100_000) == pytest.approx(np.full(5, 0.2), abs=0.005)
 
 
-def test_a_step_is_of_one_part() -> None:
+def test_a_step_has_one_part() -> None:
     parts = (WeightedObjective(MLM()), WeightedObjective(MLM(rate=0.3)))
     index = np.arange(4000)
     of = Mixture(parts, sample_per="batch").sample_parts(CounterRNG(3, index, index // 4)).reshape(-1, 4)

@@ -41,7 +41,7 @@ FATES: dict[str, Any] = {"fate": [[0.5, 0.85, 0.95]], "other": [[0, 43, 0]]}  # 
 
 def test_mlm_by_hand(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
     rows = picture("C 10 11 12 13 14 S | C 20 21 22 S", width=12)
-    # 30% of eight tokens are 2.4: two. Room for 30% of twelve, four.
+    # 30% of eight tokens are 2.4: two. Slots for 30% of twelve: four.
     keys = [[0, 0.5, 0.1, 0.6, 0.7, 0.8, 0, 0, 0.9, 0.2, 0.9, 0]]
     batch = MLM(rate=0.3)(rows, written(rows, tokens=keys, **FATES), vocab)
     assert batch.target_positions.tolist() == [[2, 9, 0, 0]]
@@ -54,7 +54,7 @@ def test_mlm_by_hand(picture: Picture, written: Writer, vocab: Vocabulary) -> No
 
 def test_mlm_of_whole_words(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
     rows = picture("C 10 +11 12 13 +14 +15 S")
-    # Half of six tokens are three: the word of three, each token with a fate of its own.
+    # Half of six tokens are three: the word of three, each token with its own draw.
     keys = [[0, 0.8, 0, 0.6, 0.1]]
     batch = MLM(rate=0.5, masking=WholeWordMasking())(rows, written(rows, words=keys, **FATES), vocab)
     assert batch.target_positions.tolist() == [[4, 5, 6, 0]]
@@ -78,7 +78,7 @@ def test_mlm_of_spans(
     batch = MLM(rate=0.4, masking=SpanMasking(max_span_length=1), targets="boundary")(rows, draw, vocab)
     assert batch.target_positions.tolist() == [[3, 4, 5, 0, 0]]
     assert batch.labels.tolist() == [[12, 13, 14, x, x]]
-    assert batch.input_ids.tolist() == [[CLS, 10, 11, *read, 15, SEP]], "one fate for the span"
+    assert batch.input_ids.tolist() == [[CLS, 10, 11, *read, 15, SEP]], "one draw for the span"
     assert batch.span_boundaries.tolist() == [[[2, 6, 0], [2, 6, 1], [2, 6, 2], [0, 0, 0], [0, 0, 0]]]
 
 
@@ -93,15 +93,15 @@ def test_mlm_of_salient_spans(picture: Picture, written: Writer, vocab: Vocabula
     assert batch.span_boundaries is None
 
 
-def test_mlm_asks_around_single_tokens_too(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
+def test_span_boundaries_of_single_tokens(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
     rows = picture("C 10 11 12 13 S")
     draw = written(rows, tokens=[[0, 0.1, 0.2, 0.9, 0.9]], **FATES)
     batch = MLM(rate=0.5, targets="boundary")(rows, draw, vocab)
     assert batch.span_boundaries.tolist() == [[[0, 3, 0], [0, 3, 1], [0, 0, 0]]]
-    assert batch.input_ids.tolist() == [[CLS, MASK, 50, 12, 13, SEP]], "each token has its own fate"
+    assert batch.input_ids.tolist() == [[CLS, MASK, 50, 12, 13, SEP]], "each token has its own draw"
 
 
-def test_replaced_tokens_are_asked_of_a_generator_first(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
+def test_replaced_token_detection_has_an_mlm_batch(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
     rows = picture("C 10 11 12 13 S")
     draw = written(rows, tokens=[[0, 0.1, 0.2, 0.9, 0.9]], fate=[[0.84, 0.86]])
     batch = OBJECTIVES["rtd"](rows, draw, vocab)  # 85% masked, the rest kept (ELECTRA, section 3.1 and appendix A)
@@ -110,7 +110,7 @@ def test_replaced_tokens_are_asked_of_a_generator_first(picture: Picture, writte
     assert batch.span_boundaries is None
 
 
-def test_what_mlm_sees(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
+def test_visibility_of_mlm(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
     rows = picture("C 10 11 S | C 20 S")
     draw = written(rows, tokens=[[0.9] * 7], prefix=[[0.4, 0, 0, 0, 0.9]], **FATES)
     ways = {sees: MLM(visibility=sees)(rows, draw, vocab) for sees in ("all", "forward", "backward", "prefix")}  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ def test_what_mlm_sees(picture: Picture, written: Writer, vocab: Vocabulary) -> 
     assert ways["prefix"].attention_rank.tolist() == [[0, 0, 1, 2, 0, 0, 1]]
     assert ways["prefix"].token_type_ids.tolist() == [[0, 0, 1, 1, 0, 0, 1]]
     assert ways["all"].token_type_ids is ways["forward"].token_type_ids is ways["backward"].token_type_ids is None
-    assert len({ways[sees].input_ids.tobytes() for sees in ways}) == 1, "what is hidden is the same"
+    assert len({ways[sees].input_ids.tobytes() for sees in ways}) == 1, "the noise is the same"
 
 
 @pytest.mark.parametrize("name", ["nsp", "sop", "tlm"])
@@ -136,11 +136,11 @@ def test_pairs_pass_through(name: str, picture: Picture, apply: Applier) -> None
     assert batch.loss_counts == {"answers": 2, "tokens": 13} | ({} if pair is None else {"pairs": 2})
 
 
-def test_static_masks_come_back_after_as_many_epochs_as_there_are_copies(rows_for: Maker, apply: Applier) -> None:
+def test_static_masks_repeat_after_num_static_masks_epochs(rows_for: Maker, apply: Applier) -> None:
     rows = rows_for(MLM(), 20, 64)
 
     def in_epoch(epoch: int, copies: int = 10) -> np.ndarray:
-        # The stream goes on: a row comes at another place in every epoch.
+        # The stream continues: a row has another index in every epoch.
         later = rows._replace(stream_index=rows.stream_index + 20 * epoch, epoch=np.full(20, epoch))
         return apply(MLM(num_static_masks=copies), later).target_positions
 
@@ -160,13 +160,13 @@ def test_static_masks_follow_their_row_through_the_stream(rows_for: Maker, apply
 
 
 @pytest.mark.parametrize("shares", [(-0.1, 0.1), (0.8, -0.1), (0.8, 0.3), (float("nan"), 0.1)])
-def test_the_fates_are_shares_of_one_whole(shares: tuple[float, float]) -> None:
+def test_mask_and_random_add_up_to_at_most_one(shares: tuple[float, float]) -> None:
     with pytest.raises(UserError, match=r"objective\.mask and objective\.random"):
         MLM(mask=shares[0], random=shares[1])
     MLM(mask=0.9, random=0.1)
 
 
-def test_copies_and_longest_are_not_negative() -> None:
+def test_static_masks_and_span_lengths_are_not_negative() -> None:
     with pytest.raises(UserError, match=r"objective\.num_static_masks"):
         MLM(num_static_masks=-1)
     with pytest.raises(UserError, match=r"objective\.max_span_length"):

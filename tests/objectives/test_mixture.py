@@ -52,7 +52,7 @@ def mixture(*objectives: Any, per: Any = "row", weights: tuple[float, ...] | Non
 
 
 def same_fields(batch: Batch, b: int, alone: Batch) -> None:
-    """Row b of a mixture holds what its own objective makes of it, in the first places of each field."""
+    """Row b of a mixture equals the row of its own objective, up to padding at the end of each field."""
     empty = {"input_ids": PAD, "decoder_input_ids": PAD, "document_ids": -1, "labels": x}
     for name, field in zip(Batch._fields, alone, strict=True):
         if field is None:
@@ -81,7 +81,7 @@ MIXTURES: dict[str, Mixture] = {
 
 @pytest.mark.parametrize("name", MIXTURES)
 @pytest.mark.parametrize("per", ["row", "batch"])
-def test_each_row_of_a_mixture_is_of_one_objective(
+def test_each_row_of_a_mixture_has_one_objective(
     name: str, per: Any, rows_for: Maker, apply: Applier, slice_rows: Any
 ) -> None:
     mixed = replace(MIXTURES[name], sample_per=per)
@@ -95,15 +95,15 @@ def test_each_row_of_a_mixture_is_of_one_objective(
         same_fields(batch, b, apply(mixed.parts[part].objective, slice_rows(rows, [b])))
 
 
-def test_what_a_part_leaves_to_the_default_is_written_out(rows_for: Maker, apply: Applier) -> None:
+def test_fields_that_a_part_leaves_none_get_their_default(rows_for: Maker, apply: Applier) -> None:
     causal = mixture(CLM(), PrefixLM())
     rows = rows_for(causal, 16, 32, documents=2)
     batch, parts = apply(causal, rows), causal.sample_parts(CounterRNG(1, rows.stream_index))
-    assert (batch.attention_rank[parts == 0] == np.arange(32)).all(), "a decoder sees what came before"
+    assert (batch.attention_rank[parts == 0] == np.arange(32)).all(), "a decoder attends causally"
     unilm = MIXTURES["unilm"]
     rows = rows_for(unilm, 16, 32, documents=2)
     batch, parts = apply(unilm, rows), unilm.sample_parts(CounterRNG(1, rows.stream_index))
-    assert (batch.attention_rank[parts == 0] == 0).all(), "an encoder sees all"
+    assert (batch.attention_rank[parts == 0] == 0).all(), "an encoder attends to all"
     assert (batch.token_type_ids[parts != 1] == 0).all()
 
 
@@ -112,8 +112,8 @@ def test_what_a_part_leaves_to_the_default_is_written_out(rows_for: Maker, apply
     [MLM(masking=SpanMasking(), targets="boundary"), MLM(targets="replaced"), PermutationLM(), BiLM()],
     ids=["boundary", "replaced", "permutation", "bilm"],
 )
-def test_what_needs_a_model_of_its_own_is_not_mixed_with_others(other: Any) -> None:
-    """A batch says nothing about which of its rows a boundary head, a generator or a second stream is for."""
+def test_objectives_with_different_heads_are_not_mixed(other: Any) -> None:
+    """A batch does not say which of its rows need a boundary head, a generator or a second stream."""
     with pytest.raises(UserError, match=r"objective\.parts"):
         mixture(other, MLM())
 
@@ -149,12 +149,12 @@ def test_a_mixture_checks_its_parts(vocab: Vocabulary) -> None:
         ((MLM(pair="order"), MLM(pair="next")), (1.0, 1.0), "cannot be mixed"),
     ],
 )
-def test_what_cannot_be_mixed(objectives: tuple[Any, ...], weights: tuple[float, ...], said: str) -> None:
+def test_mixtures_that_are_refused(objectives: tuple[Any, ...], weights: tuple[float, ...], said: str) -> None:
     with pytest.raises(UserError, match=rf"objective\.parts: .*{said}"):
         mixture(*objectives, weights=weights)
 
 
-def test_objectives_with_different_frames_cannot_be_mixed(vocab: Vocabulary) -> None:
+def test_objectives_with_different_templates_are_not_mixed(vocab: Vocabulary) -> None:
     for objectives in ((SpanCorruption(), BARTDenoising()), (CLM(), DecoderDenoising())):
         with pytest.raises(UserError, match="different special tokens around a text"):
             mixture(*objectives).check(vocab, 128)

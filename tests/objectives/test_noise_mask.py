@@ -1,4 +1,4 @@
-"""Which tokens are noise: exact numbers, allowed places, published laws, and all ways equally likely."""
+"""Noise masks: exact counts, allowed positions, published distributions, uniform choices."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def evenness(counts: np.ndarray) -> float:
 
 
 def alike(a: np.ndarray, b: np.ndarray) -> float:
-    """The chance that two samples from one law differ at least this much, counted in up to ten cells."""
+    """Return the p-value of a test that two samples have the same distribution, in up to ten cells."""
     edges = np.unique(np.quantile(np.concatenate([a, b]), np.arange(0.1, 1, 0.1)))
     table = [np.bincount(np.searchsorted(edges, x), minlength=len(edges) + 1) for x in (a, b)]
     return float(stats.chi2_contingency([np.array(row)[np.sum(table, 0) > 0] for row in table]).pvalue)
 
 
 def lawful(values: np.ndarray, law: np.ndarray) -> float:
-    """The chance that whole numbers drawn from a law fill its cells at least this unevenly; rare cells are one."""
+    """Return the p-value of a chi-squared test of integers against a distribution; rare cells are merged."""
     expected = law * len(values)
     common = expected >= 10
     counts = np.bincount(values, minlength=len(law))
-    assert len(counts) == len(law), "a number that the law does not have"
+    assert len(counts) == len(law), "a number outside the distribution"
     cells = [np.append(x[common], x[~common].sum()) for x in (counts, expected)]
     cells = [c[:-1] for c in cells] if cells[1][-1] < 1e-9 else cells
     return float(stats.chisquare(*cells).pvalue)
@@ -63,7 +63,7 @@ def first_real(*counts: int, width: int = 20) -> np.ndarray:
 
 def test_tokens_by_hand(picture: Callable[..., Rows], written: Callable[..., CounterRNG]) -> None:
     rows = picture("C 10 11 12 13 14 S", "C 20 21 S | C 22 S")
-    # 40% of five tokens are two, of three one. The lowest keys of all stand where there is no text.
+    # 40% of five tokens are two, of three one. The lowest keys of all are where there is no text.
     keys = [[0.0, 0.5, 0.2, 0.9, 0.1, 0.3, 0.0], [0.0, 0.8, 0.7, 0.0, 0.0, 0.6, 0.0]]
     assert TokenMasking()(rows, 0.4, written(rows, tokens=keys)).astype(int).tolist() == [
         [0, 0, 1, 0, 1, 0, 0],
@@ -95,8 +95,8 @@ def test_extreme_rates_and_widths(rate: float, width: int) -> None:
     assert (tokens(np.ones((3, width), bool), rate).sum(1) == max(1, int(rate * width + 0.5))).all()
 
 
-def test_every_set_of_places_is_equally_likely() -> None:
-    # Two of the six real places, with places between them that are not real: 15 sets.
+def test_every_set_of_positions_is_equally_likely() -> None:
+    # Two of the six maskable positions, with others between them: 15 sets.
     real = np.tile([True, False, True, True, False, True, True, True], (120_000, 1))
     mask = tokens(real, 1 / 3)
     assert (mask.sum(1) == 2).all()
@@ -112,7 +112,7 @@ class Coarse(CounterRNG):
         return np.floor(super().uniform(purpose, width) * 4) / 4
 
 
-def test_equal_keys_go_by_place_so_that_every_machine_agrees() -> None:
+def test_equal_keys_are_ordered_by_position() -> None:
     coarse = Coarse(0, np.arange(20))
     mask = TokenMasking()(bare(np.ones((20, 200), bool)), 0.15, coarse)
     for places, keys in zip(mask, coarse.uniform("tokens", 200).tolist(), strict=True):
@@ -167,7 +167,7 @@ def greedy(units: list[list[int]], keys: list[float], count: int) -> list[int]:
 
 
 def words_of(rows: Rows, b: int) -> list[list[int]]:
-    """The places of each word."""
+    """Return the positions of each word."""
     words: list[list[int]] = []
     for place in np.flatnonzero(rows.maskable[b]).tolist():
         if rows.word_start[b, place]:
@@ -187,7 +187,7 @@ def test_words_are_taken_by_their_keys_while_they_fit(random_rows: Callable[...,
 
 def test_salient_by_hand(picture: Callable[..., Rows], written: Callable[..., CounterRNG]) -> None:
     rows = picture("C 10 11! +12! 13! 14 +15 16 S", "C 20 21 S | C 22! S")
-    # The run 11 12 13 is one unit, in spite of its words; what is left of the slots goes to other words.
+    # The run 11 12 13 is one unit, in spite of its words; the remaining slots go to other words.
     keys = [[0.0, 0.3, 0.9, 0.0, 0.0, 0.1, 0.0, 0.2, 0.0], [0.0, 0.2, 0.1, 0.0, 0.0, 0.9, 0.0]]
     draws = written(rows, words=keys)
     assert SalientSpanMasking()(rows, 0.6, draws).astype(int).tolist() == [  # 4 of 7 and 2 of 3
@@ -219,14 +219,14 @@ def test_salient_spans_come_before_anything_else(random_rows: Callable[..., Rows
         hidden = np.bincount(whole[b][mask[b] & rows.salient[b]], minlength=len(lengths) + 1)[1:]
         assert ((hidden == lengths) | (hidden == 0)).all(), "a run is whole"
         left = 19 - hidden.sum()
-        assert (lengths[hidden == 0] > left).all(), "what is not taken does not fit"
+        assert (lengths[hidden == 0] > left).all(), "words that are not taken do not fit"
         assert mask[b].sum() == 19
 
 
 # --- spans of random length ---------------------------------------------------------------------------------------
 
 
-def test_the_law_of_span_lengths_is_the_published_one() -> None:
+def test_span_lengths_are_the_published_ones() -> None:
     # Geometric with p = 0.2, cut off at 10: the mean that the paper gives is 3.8 (SpanBERT, section 3.1).
     law = SpanMasking().length_probs
     assert law[0] == 0
@@ -264,7 +264,7 @@ def test_the_last_spans_go_where_the_slots_are_full(
     rows = picture("C 10 +11 12 13 +14 +15 16 17 S", "C 20 21 22 23 S")
     spans = np.array([[1, 1, 1], [1, -1, -1]]), np.array([[0, 2, 4], [3, 0, 0]])
     monkeypatch.setattr(noise_mask, "sample_span_starts_and_lengths", lambda *_: spans)
-    # Room for three tokens (1.25 * 0.15 * 10, and the longest): the span of three words is broken, so it goes.
+    # Slots for three tokens (1.25 * 0.15 * 10, and the longest): the span of three words is broken, so it goes.
     assert SpanMasking(max_span_length=1).num_slots(0.15, 10) == 3
     assert SpanMasking(max_span_length=1)(rows, 0.15, draw(2)).astype(int).tolist() == [
         [0, 1, 1, 0, 0, 0, 0, 0, 0, 0],
@@ -281,7 +281,7 @@ LAWS = {
 
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("units", [40, 126, 510])
-def test_scattered_spans_keep_their_law_and_their_share(law: str, units: int) -> None:
+def test_sampled_spans_keep_their_distribution_and_rate(law: str, units: int) -> None:
     rows, rate = 100_000 // units, 0.2
     units_B = np.full(rows, units)
     length, start = noise_mask.sample_span_starts_and_lengths(LAWS[law], rate * units_B, units_B, draw(rows))
@@ -330,7 +330,7 @@ def test_scattered_spans_of_a_row_do_not_depend_on_the_others() -> None:
 
 
 def test_windows_by_hand(written: Callable[..., CounterRNG]) -> None:
-    # A quarter: windows of 4, 8 and 4 for spans of 1, 2 and 1. Two places at the start and one further on are no text.
+    # A quarter: windows of 4, 8 and 4 for spans of 1, 2 and 1. Two positions at the start and a later one are not text.
     real = np.array([[0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1]], bool)
     draws = written(bare(real), span_lengths=[[0, 1, 0]], span_places=[[0.5, 0.8, 0.0]])
     # The third token of the first four; of the next eight the sixth and seventh, that is the tenth and eleventh.
@@ -340,13 +340,13 @@ def test_windows_by_hand(written: Callable[..., CounterRNG]) -> None:
 
 
 @pytest.mark.parametrize(("share", "longest"), [(1 / 6, 5), (0.25, 1), (0.3, 1), (0.3, 5), (0.7, 3), (0.9, 5)])
-def test_windows_ask_their_share(share: float, longest: int) -> None:
+def test_windows_have_their_rate(share: float, longest: int) -> None:
     real = np.ones((800, 128), bool)
     assert noise_mask.sample_windowed_spans(real, share, longest, draw(800)).mean() == pytest.approx(share, abs=0.005)
 
 
 @pytest.mark.parametrize("changes", [{"p": 0.0}, {"p": 1.0}, {"p": float("nan")}, {"max_span_length": 0}])
-def test_lengths_that_are_no_law(changes: dict[str, float]) -> None:
+def test_span_lengths_that_are_refused(changes: dict[str, float]) -> None:
     with pytest.raises(UserError, match=r"objective\.masking\.p"):
         SpanMasking(**changes)  # type: ignore[arg-type]
 
@@ -371,7 +371,7 @@ def test_noise_of_a_row_does_not_depend_on_the_others(
 
 
 def layout(*rows: list[int], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Documents of so many real tokens, each followed by an end token; then padding. Returns `doc` and `real`."""
+    """Return `doc` and `maskable` of documents with the given numbers of tokens and an end token each, then padding."""
     doc, real = np.full((len(rows), width), -1, np.int32), np.zeros((len(rows), width), bool)
     for b, lengths in enumerate(rows):
         at = 0
@@ -429,7 +429,7 @@ def test_every_way_is_equally_likely() -> None:
 
 
 def published_mask(length: int, noise: int, count: int, rng: np.random.Generator) -> np.ndarray:
-    """The published law in its own words: shuffle the marks that open a segment, alternate text and noise."""
+    """The published algorithm: shuffle the marks that open a segment, alternate text and noise."""
 
     def segments(total: int) -> list[int]:
         opens = np.arange(total - 1) < count - 1
@@ -443,7 +443,7 @@ def published_mask(length: int, noise: int, count: int, rng: np.random.Generator
     return np.array(mask)
 
 
-def test_spans_follow_the_published_law() -> None:
+def test_t5_spans_have_the_published_distribution() -> None:
     length, noise, count, rows = 100, 15, 5, 4000
     ours = spans([[length]] * rows, length + 1, noise, count)
     rng = np.random.default_rng(0)
@@ -466,7 +466,7 @@ def some_rows(count: int, width: int, seed: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("noise", "count"), [(21, 7), (21, 1), (52, 50), (70, 50)])
-def test_the_numbers_of_a_row_are_exact_and_no_span_crosses_an_edge(noise: int, count: int) -> None:
+def test_the_counts_of_a_row_are_exact_and_no_span_crosses_a_document_boundary(noise: int, count: int) -> None:
     rows = some_rows(1000, 142)
     doc, real = layout(*rows, width=142)
     mask = spans(rows, 142, noise, count)

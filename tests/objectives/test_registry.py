@@ -44,7 +44,7 @@ Applier = Callable[..., Batch]
 Words_ = Callable[..., Vocabulary]
 
 
-def test_each_shape_has_an_objective_that_knows_it() -> None:
+def test_each_architecture_has_an_objective() -> None:
     assert {shape for objective in OBJECTIVES.values() for shape in objective.architectures} == {
         "encoder",
         "decoder",
@@ -67,7 +67,7 @@ def test_every_objective_becomes_tensors(name: str, rows_for: Maker, apply: Appl
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("sees", ["all", "forward", "backward", "prefix"])
-def test_every_way_to_see_becomes_tensors(sees: Any, rows_for: Maker, apply: Applier) -> None:
+def test_every_visibility_becomes_tensors(sees: Any, rows_for: Maker, apply: Applier) -> None:
     batch = apply(MLM(visibility=sees), rows_for(MLM(), 2, 32)).to(CPU)
     assert batch.input_ids.shape == (2, 32)
 
@@ -91,7 +91,7 @@ def test_source_indices_of_every_objective(name: str, rows_for: Maker, apply: Ap
     assert (trace.labels >= 0).any()
 
 
-def test_what_each_promises() -> None:
+def test_expected_rates() -> None:
     assert OBJECTIVES["mlm"].expected_rates() == pytest.approx(
         {"targets": 0.15, "masked": 0.8, "random": 0.1, "kept": 0.1}
     )
@@ -107,7 +107,7 @@ def test_what_each_promises() -> None:
     assert CLM().expected_rates() == {}
 
 
-def test_what_each_needs() -> None:
+def test_requirements() -> None:
     needs = {name: (o.row_layout, o.token_flags, o.extras) for name, o in OBJECTIVES.items()}
     assert needs["mlm"] == needs["static"] == needs["unilm"] == needs["bilm"] == ("packed", (), ())
     assert needs["whole-word"] == ("packed", ("word_start",), ())

@@ -49,7 +49,7 @@ def bart(**noise: float) -> BARTDenoising:
     return BARTDenoising(**({"permute": 0.0, "infill": 0.0} | noise))  # type: ignore[arg-type]
 
 
-def test_bart_answers_with_the_whole_text(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
+def test_labels_of_bart_are_the_whole_text(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
     rows = picture("C 10 11. 12. S | C 20. S", width=9)
     draw = written(rows, sentences=[[0, 0.5, 0, 0.1]], permuted=[[0.0] * 9])
     batch = bart(permute=1.0)(rows, draw, vocab)

@@ -32,7 +32,7 @@ VOCAB = Vocabulary(len(SENTINEL), PAD, UNK, None, END, CLS, SEP, MASK, SENTINELS
 
 
 def make_rows(layout: list[list[int]], width: int, frame: SequenceTemplate) -> Rows:
-    """Rows of documents with so many tokens of text; each token of a batch is another one."""
+    """Rows of documents with the given numbers of tokens; each token of a batch is unique."""
     shape = (len(layout), width)
     tokens, doc, position = np.full(shape, PAD), np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
     real, word = np.zeros(shape, bool), TEXT
@@ -87,7 +87,7 @@ def test_counts_by_hand() -> None:
     assert spans.tolist() == [1, 1, 10]
 
 
-def test_further_documents_cost_noise_and_spans_where_the_answer_is_full() -> None:
+def test_further_documents_cost_noise_and_spans_where_the_target_is_full() -> None:
     filled, docs = np.array([569, 569, 569, 569, 560, 2]), np.array([1, 2, 3, 28, 2, 1])
     noise, spans = SpanCorruption().row_noise_counts(filled, docs, 114)
     assert noise.tolist() == [85, 84, 84, 71, 84, 0]
@@ -109,11 +109,11 @@ def test_a_row_takes_many_documents_by_default_and_always_one() -> None:
     assert SpanCorruption(0.15, 100.0).max_documents(100) == 1
 
 
-# --- span corruption: laws ----------------------------------------------------------------------------------------
+# --- span corruption: invariants ----------------------------------------------------------------------------------
 
 
 def rebuild(batch: Batch, b: int) -> list[list[int]]:
-    """The documents of a row, put together from what is read and what is answered."""
+    """Rebuild the documents of a row from inputs and labels."""
     documents = []
     for d in range(batch.document_ids[b].max() + 1):
         read = batch.input_ids[b][batch.document_ids[b] == d].tolist()
@@ -123,7 +123,7 @@ def rebuild(batch: Batch, b: int) -> list[list[int]]:
 
 
 def join(read: list[int], answer: list[int]) -> list[int]:
-    """A document from its text with sentinels and its answer."""
+    """Rebuild a document from its text with sentinels and its target."""
     assert answer[-1] == END
     spans: dict[int, list[int]] = {}
     for token in answer[:-1]:
@@ -137,7 +137,7 @@ def join(read: list[int], answer: list[int]) -> list[int]:
 
 
 def check(objective: SpanCorruption, layout: list[list[int]], width: int, seed: int = 1) -> Batch:
-    """What must hold for every batch."""
+    """Check the invariants of a batch."""
     rows = make_rows(layout, width, T5)
     batch = apply(objective, rows, seed)
     encoder, decoder = objective.encoder_decoder_lengths(width)
@@ -148,14 +148,14 @@ def check(objective: SpanCorruption, layout: list[list[int]], width: int, seed: 
         source = [rows.input_ids[b][rows.document_ids[b] == d].tolist() for d in range(len(lengths))]
         assert rebuild(batch, b) == source
 
-        asked = batch.labels[b] != IGNORE_INDEX
+        targets = batch.labels[b] != IGNORE_INDEX
         for tokens, doc, position in (
             (
                 batch.input_ids[b][batch.document_ids[b] >= 0],
                 batch.document_ids[b][batch.document_ids[b] >= 0],
                 batch.position_ids[b],
             ),
-            (batch.labels[b][asked], batch.decoder_document_ids[b][asked], batch.decoder_position_ids[b]),
+            (batch.labels[b][targets], batch.decoder_document_ids[b][targets], batch.decoder_position_ids[b]),
         ):
             sizes = np.bincount(doc, minlength=len(lengths))
             assert (np.diff(doc) >= 0).all(), "documents stay in order"
@@ -166,10 +166,10 @@ def check(objective: SpanCorruption, layout: list[list[int]], width: int, seed: 
         assert (batch.input_ids[b][used:] == PAD).all()
         assert (batch.position_ids[b][used:] == 0).all()
 
-        # The decoder reads its own answer one place later, and each document begins anew.
-        assert asked[: asked.sum()].all(), "padding comes last"
+        # The decoder reads its labels shifted right, separately for each document.
+        assert targets[: targets.sum()].all(), "padding comes last"
         for d in range(len(lengths)):
-            mine = asked & (batch.decoder_document_ids[b] == d)
+            mine = targets & (batch.decoder_document_ids[b] == d)
             assert batch.decoder_input_ids[b][mine].tolist() == [PAD, *batch.labels[b][mine][:-1].tolist()]
         assert np.isin(batch.decoder_document_ids[b], batch.document_ids[b][:used]).all(), (
             "whatever the decoder reads sees some text"
@@ -269,7 +269,7 @@ def test_nothing_overflows_and_nothing_is_lost(data: st.DataObject) -> None:
 
 
 def test_rows_with_hardly_any_text() -> None:
-    # One token cannot be hidden and still have text before it: only the end is asked.
+    # One token cannot be hidden and still have text before it: only the end token is a target.
     batch = check(SpanCorruption(), [[1], [1, 1, 1], [2], [1, 2, 1]], 142)
     assert batch.num_targets == 1 + 3 + 3 + 5
 
@@ -278,7 +278,7 @@ def test_rows_with_hardly_any_text() -> None:
 
 
 def rebuild_row(batch: Batch, b: int) -> list[list[int]]:
-    """The documents of a row that has their answers after them."""
+    """Rebuild the documents of a row that has their targets after them."""
     documents = []
     for d in range(batch.document_ids[b].max() + 1):
         row = batch.input_ids[b][batch.document_ids[b] == d].tolist()
@@ -288,7 +288,7 @@ def rebuild_row(batch: Batch, b: int) -> list[list[int]]:
 
 
 def check_row(objective: DecoderDenoising, layout: list[list[int]], width: int, seed: int = 1) -> Batch:
-    """What must hold for every batch."""
+    """Check the invariants of a batch."""
     rows = make_rows(layout, width, T5)
     batch = apply(objective, rows, seed)
     encoder, decoder = objective.encoder_decoder_lengths(width)
@@ -300,7 +300,7 @@ def check_row(objective: DecoderDenoising, layout: list[list[int]], width: int, 
         ]
         used = batch.labels[b] != IGNORE_INDEX
         assert (batch.input_ids[b][batch.target_positions[b][used] + 1] == batch.labels[b][used]).all(), (
-            "the next token is asked"
+            "the next token is predicted"
         )
         assert (
             batch.document_ids[b][batch.target_positions[b][used] + 1]
@@ -309,12 +309,12 @@ def check_row(objective: DecoderDenoising, layout: list[list[int]], width: int, 
         answers = sum(batch.document_ids[b] >= 0) - sum(
             batch.input_ids[b][batch.document_ids[b] == d].tolist().index(END) + 1 for d in range(len(lengths))
         )
-        assert used.sum() == answers, "all of the answers, and nothing else"
+        assert used.sum() == answers, "all of the targets, and nothing else"
     return batch
 
 
 def test_one_row_has_the_published_lengths_of_both_sides() -> None:
-    # 568 tokens of text: 512 for the text with its sentinels, 114 for the answers.
+    # 568 tokens of text: 512 for the text with its sentinels, 114 for the target.
     assert DecoderDenoising().source_length(626) == 569
     batch = check_row(DecoderDenoising(), [[568]] * 3, 569)
     assert batch.input_ids.shape == (3, 626)
@@ -354,5 +354,5 @@ def test_salient_spans_rebuild_the_text_too(random_rows: Callable[..., Rows]) ->
     for b, lengths in enumerate(layout):
         assert rebuild(batch, b) == [rows.input_ids[b][rows.document_ids[b] == d].tolist() for d in range(len(lengths))]
         assert hidden[b] <= max(1, int(0.15 * sum(lengths) + 0.5))
-    names = rows.input_ids[rows.salient]  # 6% of the text, and 15% is asked
+    names = rows.input_ids[rows.salient]  # 6% of the text; 15% are targets
     assert np.isin(names, batch.labels).mean() > 0.95, "names come first"

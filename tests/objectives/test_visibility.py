@@ -1,4 +1,4 @@
-"""Who may see whom: the rank of every objective, written out, against masks written down by hand or by definition."""
+"""Attention masks from the rank of every objective, against masks by hand or by definition."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_rank_by_hand() -> None:
     order = np.array([[0, 1, 2, 3]])
     assert visibility.attention_rank(order, 1).tolist() == [[0, 1, 2, 3]], "causal"
     assert visibility.attention_rank(order, 3).tolist() == [[0, 0, 0, 1]], "a prefix of three"
-    assert visibility.attention_rank(order, 4).tolist() == [[0, 0, 0, 0]], "all see all"
+    assert visibility.attention_rank(order, 4).tolist() == [[0, 0, 0, 0]], "full attention"
     assert visibility.attention_rank(np.array([[2, 0, 3, 1]]), 2).tolist() == [[1, 0, 2, 0]], "an order, two of it free"
 
 
@@ -68,7 +68,7 @@ def test_prefixes_of_all_lengths_are_equally_likely() -> None:
     prefix = visibility.sample_prefix_lengths(doc, CounterRNG(1, np.arange(30_000)))
     for place in (0, 6):
         counts = np.bincount(prefix[:, place], minlength=7)
-        assert counts[0] == counts[6] == 0, "something is read, and something is asked"
+        assert counts[0] == counts[6] == 0, "some context, and some targets"
         assert stats.chisquare(counts[1:6]).pvalue > UNLIKELY
     table = np.bincount(6 * prefix[:, 0] + prefix[:, 6], minlength=36).reshape(6, 6)[1:, 1:]
     assert stats.chi2_contingency(table).pvalue > UNLIKELY, "documents of a row are independent"
@@ -121,7 +121,7 @@ Sees = Callable[[int, int], bool]
 
 
 def by_definition(doc: np.ndarray, sees: Sees) -> list[list[int]]:
-    """A mask written out place by place; documents never see each other."""
+    """A mask, position by position; documents do not attend to each other."""
     n = len(doc)
     return [[int(doc[i] == doc[j] and sees(i, j)) for j in range(n)] for i in range(n)]
 
@@ -131,12 +131,12 @@ def causal(doc: np.ndarray) -> list[list[int]]:
 
 
 def prefixed(doc: np.ndarray, free: np.ndarray) -> list[list[int]]:
-    """Who is free is seen by all of the document; the others are seen by those who come later, and by themselves."""
+    """Context is visible to the whole document; other positions to later ones and to themselves."""
     return by_definition(doc, lambda i, j: bool(free[j]) or (not free[i] and j <= i))
 
 
 def seen(batch: Batch, b: int, causal: bool = False) -> list[list[int]]:
-    """What a model makes of a row: its rank, or what holds without one (an encoder sees all, a decoder what was)."""
+    """The rank of a row, or its default: full attention for an encoder, causal for a decoder."""
     default = np.arange(batch.input_ids.shape[1]) if causal else np.zeros(batch.input_ids.shape[1])
     rank = default if batch.attention_rank is None else batch.attention_rank[b]
     return visibility.visibility_matrix(batch.document_ids[b], rank).astype(int).tolist()
@@ -147,7 +147,7 @@ Applier = Callable[..., Batch]
 
 
 def text(batch: Batch, b: int) -> np.ndarray:
-    """The row without its padding, whose sight does not matter."""
+    """The row without its padding, whose attention does not matter."""
     return np.flatnonzero(batch.document_ids[b] >= 0)
 
 
@@ -162,7 +162,7 @@ def made(objective: Objective, rows_for: Maker, apply: Applier, length: int = 48
 
 
 @pytest.mark.parametrize("name", ["mlm", "whole-word", "span", "salient", "static", "rtd", "span-corruption", "bart"])
-def test_an_encoder_sees_all_of_its_document(name: str, rows_for: Maker, apply: Applier) -> None:
+def test_an_encoder_attends_to_all_of_its_document(name: str, rows_for: Maker, apply: Applier) -> None:
     batch = made(OBJECTIVES[name], rows_for, apply)
     for b in range(12):
         assert same_sight(batch, b, by_definition(batch.document_ids[b], lambda i, j: True))
@@ -207,9 +207,11 @@ def test_prefix_lm(rows_for: Maker, apply: Applier) -> None:
         free = np.ones(48, bool)
         for d in range(batch.document_ids[b].max() + 1):
             places = np.flatnonzero(batch.document_ids[b] == d)
-            asked = places[batch.labels[b][places] != IGNORE_INDEX]
-            assert asked.tolist() == list(range(asked[0], places[-1])), "from the prefix's last place on"
-            free[asked + 1] = False
+            predicted = places[batch.labels[b][places] != IGNORE_INDEX]
+            assert predicted.tolist() == list(range(predicted[0], places[-1])), (
+                "from the last position of the prefix on"
+            )
+            free[predicted + 1] = False
         assert same_sight(batch, b, prefixed(batch.document_ids[b], free))
 
 
@@ -238,18 +240,18 @@ def test_permutation_lm(rows_for: Maker, apply: Applier) -> None:
         )
 
         def content(i: int, j: int, order: dict[int, int] = order) -> bool:
-            """What is read freely sees what is read freely; a target sees that, the earlier targets and itself."""
+            """Context attends to context; a target also to earlier targets and itself."""
             return j not in order or (i in order and order[j] <= order[i])
 
         def query(i: int, j: int, order: dict[int, int] = order) -> bool:
-            """The second stream asks for a target: it sees all of that, but not the target itself."""
+            """The query stream: the same without the target itself."""
             return j not in order or (i in order and order[j] < order[i])
 
         assert same_sight(batch, b, by_definition(batch.document_ids[b], content))
-        asked = visibility.visibility_matrix(batch.document_ids[b], batch.attention_rank[b], strict=True).astype(int)[
-            targets
-        ]
-        assert asked.tolist() == np.array(by_definition(batch.document_ids[b], query))[targets].tolist()
+        query_mask = visibility.visibility_matrix(batch.document_ids[b], batch.attention_rank[b], strict=True).astype(
+            int
+        )[targets]
+        assert query_mask.tolist() == np.array(by_definition(batch.document_ids[b], query))[targets].tolist()
 
 
 def test_bilm_reads_each_way_once(rows_for: Maker, apply: Applier) -> None:
@@ -261,7 +263,7 @@ def test_bilm_reads_each_way_once(rows_for: Maker, apply: Applier) -> None:
         ]
         assert both[0] == causal(batch.document_ids[b])
         assert both[1] == by_definition(batch.document_ids[b], lambda i, j: j >= i)
-        for place in text(batch, b):  # no one sees what it is asked for
+        for place in text(batch, b):  # no position attends to its own label
             for way, step in ((0, 1), (1, -1)):
                 if batch.labels[b, way, place] != IGNORE_INDEX:
                     assert batch.labels[b, way, place] == batch.input_ids[b, place + step]
@@ -284,10 +286,10 @@ def test_a_decoder_reads_its_own_document(name: str, rows_for: Maker, apply: App
             is_text = (side >= 7) & (side < 900)
             assert (side[is_text] % 3 == doc[is_text]).all()
         cross = batch.decoder_document_ids[b][:, None] == batch.document_ids[b][None, :]
-        assert cross.any(1).all(), "whoever asks has something to read"
+        assert cross.any(1).all(), "every query has a key"
 
 
-def test_unilm_mixes_four_ways_to_see(rows_for: Maker, apply: Applier) -> None:
+def test_unilm_mixes_four_visibilities(rows_for: Maker, apply: Applier) -> None:
     unilm = OBJECTIVES["unilm"]
     rows = rows_for(unilm, 64, 32, documents=2)
     batch = apply(unilm, rows)
