@@ -330,7 +330,7 @@ def test_smaller_micro_batches_give_the_same_gradient(
         for a, b in zip(seen[i], seen[i + 2], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
     said = capsys.readouterr().err
-    assert f"{rows} rows are computed at once" in said
+    assert f"micro-batches have {rows} rows" in said
     assert said.count("out of memory") == {1: 3, 3: 1}[rows], "each size is said once, and kept for the next step"
 
 
@@ -367,7 +367,7 @@ def test_an_optimizer_that_finds_no_room_says_what_takes_less(recipe_of: Recipes
         def step(self, closure: object = None) -> None:  # type: ignore[override]
             no_room()
 
-    with pytest.raises(UserError, match="--optim adafactor remembers little"):
+    with pytest.raises(UserError, match="--optim adafactor needs little"):
         train_step(
             TrainingRun(recipe, CPU, model, batches),
             StepRunner(model, model.losses, CPU),
@@ -401,7 +401,7 @@ def test_a_row_that_does_not_fit_is_said(recipe_of: Recipes, shards_of: Make) ->
     recipe, shards = recipe_of("bert"), shards_of("bert")
     model, batches = build_pretrain_model(recipe, shards.tokenizer), batches_of(recipe, shards)
     run, optimizer = TrainingRun(recipe, CPU, model, batches), make_optimizer(model, recipe)
-    with pytest.raises(UserError, match=r"one row at a time.*--max-seq-length"):
+    with pytest.raises(UserError, match=r"one row per micro-batch.*--max-seq-length"):
         train_step(run, StepRunner(model, short_of_memory(model, 0), run.compute), optimizer, batches(0), 0, 0.0)
     together = [b._replace(group_ids=np.zeros((4, 1), int)) for b in batches(0)]
     run.halvings = 0

@@ -1,6 +1,19 @@
-"""Checkpoints: written whole or not at all, resumed exactly.
+"""Checkpoints that are whole or absent, and resume exactly.
 
-`checkpoint-<step>/` is a Hugging Face folder; `training/` beside the weights holds what only a resume needs.
+**Exact resume** needs less than one might think. Rows, noise and dropout are functions of (seed, step, row), so no
+generator state and no dataloader position is saved. A checkpoint holds
+
+- the weights, in a Hugging Face folder that `AutoModel.from_pretrained` opens: `checkpoint-<step>/`;
+- in `training/`: optimizer tensors, LoRA adapters (the model file has them merged), the EMA, the recurrent state and
+  the guard's statistics (safetensors), and the step and counters (`state.json`). No pickle.
+
+**Whole or absent.** A process can die at any instruction, and a disk can be full. So a checkpoint is written to a
+temporary folder, every file is fsynced, a manifest with checksums is added, and the folder is renamed, which a file
+system does atomically (`core/files.py`). Resume takes the newest checkpoint whose checksums match and reports a damaged
+one.
+
+Optimizer tensors are stored by parameter *name*, not by index, so they do not depend on the number of processes or on
+the order of parameter groups.
 """
 
 from __future__ import annotations
@@ -34,26 +47,26 @@ RECURRENT_STATE_FILE = "carry.safetensors"
 EMA_FILE = "average.safetensors"
 GUARD_FILE = "guard.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
-# What a disk says that is full, or must not be written.
+# Errors of a disk that is full or read-only.
 DISK_REFUSED_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 @dataclass
 class TrainState:
-    """Where a run is."""
+    """Progress of a run."""
 
     step: int = 0  # optimizer steps done
     tokens: int = 0  # tokens read
-    best_score: float = -math.inf  # of the evaluations so far, where they are judged
-    best_step: int = 0  # when that was; 0: not yet
-    evals_since_best: int = 0  # evaluations since then
-    data_hash: int = 0  # a hash of every batch so far, each chained to the one before
-    bad_steps: int = 0  # how many steps were skipped in a row
-    halvings: int = 0  # how often micro-batches were halved, as memory was short
+    best_score: float = -math.inf  # best evaluation so far
+    best_step: int = 0  # its step; 0: none yet
+    evals_since_best: int = 0  # for early stopping
+    data_hash: int = 0  # chained hash of all batches so far
+    bad_steps: int = 0  # skipped steps in a row
+    halvings: int = 0  # how often micro-batches were halved after running out of memory
 
 
 class CheckpointPayload(NamedTuple):
-    """The tensors of a run: its model, and what else a resume needs, by file and name."""
+    """Tensors of a checkpoint: the model, and training tensors by file and name."""
 
     model: Model
     training_tensors: dict[str, dict[str, torch.Tensor]]
@@ -66,13 +79,9 @@ def collect_payload(
     ema: Mapping[str, torch.Tensor],
     guard: Mapping[str, torch.Tensor],
 ) -> CheckpointPayload:
-    """What a checkpoint keeps of a run.
-
-    `recurrent_state` is what the next step needs of the rows of the last one, where they go on from step to step; `ema` the
-    running mean of the weights, where there is one; `guard` what is known of the steps so far.
-    """
+    """Collect the tensors of a checkpoint; empty mappings write no file."""
     files: dict[str, Mapping[str, torch.Tensor]] = {OPTIMIZER_FILE: _optimizer_tensors(model, optimizer)}
-    if has_lora(model):  # the weights of the folder hold it already, merged, and cannot be taken apart again
+    if has_lora(model):  # the model file has the adapters merged, which cannot be undone
         files[TRAINABLE_WEIGHTS_FILE] = trainable_state(model)
     files |= {
         name: some
@@ -87,7 +96,7 @@ def collect_payload(
 def save_checkpoint(
     run_dir: Path, payload: CheckpointPayload, state: TrainState, recipe: dict[str, Any], save_total_limit: int
 ) -> Path:
-    """Write `checkpoint-<step>`, and remove the oldest ones beyond `save_total_limit` and the weights of earlier bests."""
+    """Write `checkpoint-<step>`, then remove checkpoints beyond `save_total_limit` and older best weights."""
     folder = run_dir / f"checkpoint-{state.step}"
     if folder.exists() and find_corruption(folder) is not None:
         remove_folder(folder)
@@ -104,12 +113,12 @@ def save_checkpoint(
 
 
 def write_train_state(folder: Path, state: TrainState, recipe: dict[str, Any]) -> None:
-    """Where a run is, and what it is."""
+    """Write the progress of a run and its recipe."""
     write_json(folder / "state.json", {**asdict(state), "recipe": recipe})
 
 
 def prune_checkpoints(run_dir: Path, state: TrainState, save_total_limit: int) -> None:
-    """Remove the oldest checkpoints beyond `save_total_limit`, and the weights of earlier bests."""
+    """Remove the oldest checkpoints beyond `save_total_limit`, and older best weights."""
     if save_total_limit:
         for old in list_checkpoints(run_dir)[save_total_limit:]:
             remove_folder(old)
@@ -118,7 +127,7 @@ def prune_checkpoints(run_dir: Path, state: TrainState, save_total_limit: int) -
 
 
 def read_best_step(checkpoint: Path) -> int:
-    """The best step so far, as a checkpoint knows it; 0 where it knows none, or is damaged."""
+    """Best step that a checkpoint records; 0 if none, or if it is damaged."""
     try:
         return int(read_json(checkpoint / "training" / "state.json")["best_step"])
     except (UserError, KeyError, TypeError):
@@ -127,7 +136,7 @@ def read_best_step(checkpoint: Path) -> int:
 
 @contextmanager
 def translate_disk_errors(path: Path) -> Iterator[None]:
-    """Let what safetensors says of a disk be the error that Python has for it."""
+    """Turn safetensors' I/O errors into OSError."""
     try:
         yield
     except SafetensorError as e:
@@ -139,7 +148,7 @@ def translate_disk_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def explain_disk_errors(run_dir: Path) -> Iterator[None]:
-    """What a run writes at its end: where a disk does not take it, the error says what is safe, and how to go on."""
+    """Add the last whole checkpoint and the way to resume to errors of a full or read-only disk."""
     try:
         with translate_disk_errors(run_dir):
             yield
@@ -147,29 +156,31 @@ def explain_disk_errors(run_dir: Path) -> Iterator[None]:
         if e.errno not in DISK_REFUSED_ERRNOS:
             raise
         safe = next((folder for folder in list_checkpoints(run_dir) if find_corruption(folder) is None), None)
-        what = f"{safe} is whole" if safe else "What was whole before is whole still"
-        e.add_note(f"{what}: make room (or let it be written), and the same command with --resume goes on from there.")
+        what = f"{safe} is whole" if safe else "Earlier files are intact"
+        e.add_note(
+            f"{what}: free disk space (or make the folder writable), then resume with the same command and --resume."
+        )
         raise
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """The newest first."""
+    """List checkpoints, newest first."""
     found = [p for p in run_dir.glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdecimal()]
     return sorted(found, key=lambda p: int(p.name.removeprefix("checkpoint-")), reverse=True)
 
 
 def last_checkpoint(run_dir: Path) -> Path | None:
-    """The newest whole one; damaged ones are said and passed over."""
+    """Return the newest whole checkpoint; warn about damaged ones."""
     for folder in list_checkpoints(run_dir):
         problem = find_corruption(folder)
         if problem is None:
             return folder
-        warn(f"{folder} is damaged ({problem}): going back to the one before.")
+        warn(f"{folder} is damaged ({problem}): trying the checkpoint before it.")
     return None
 
 
 def load_model_weights(folder: Path, model: Model) -> None:
-    """Fill a model exactly as it was. Where LoRA learns, the rest of the model is as it began."""
+    """Load the weights of a checkpoint; with LoRA the base weights are already there."""
     if has_lora(model):
         load_trainable_state(model, load_file(folder / "training" / TRAINABLE_WEIGHTS_FILE))
     else:
@@ -177,11 +188,11 @@ def load_model_weights(folder: Path, model: Model) -> None:
 
 
 def load_optimizer(folder: Path, model: Model, optimizer: torch.optim.Optimizer) -> TrainState:
-    """The same for the optimizer; and where the run was."""
+    """Load the optimizer state; return the progress of the run."""
     parameters = dict(model.named_parameters())
     for key, value in _load_training_tensors(
         folder, OPTIMIZER_FILE
-    ).items():  # none of a parameter that no step has used yet
+    ).items():  # a parameter without a gradient so far has no entry
         name, _, entry = key.rpartition("/")
         optimizer.state[parameters[name]][entry] = distribute_like(parameters[name], value)
     facts = read_json(folder / "training" / "state.json")
@@ -189,29 +200,29 @@ def load_optimizer(folder: Path, model: Model, optimizer: torch.optim.Optimizer)
 
 
 def load_recurrent_state(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
-    """What a checkpoint keeps of the rows of its last step, for the next one."""
+    """Load the recurrent state of the last step."""
     return _load_training_tensors(folder, RECURRENT_STATE_FILE, device)
 
 
 def load_ema(folder: Path) -> dict[str, torch.Tensor]:
-    """The running mean of the weights in a checkpoint."""
+    """Load the exponential moving average of the weights."""
     return _load_training_tensors(folder, EMA_FILE)
 
 
 def load_guard_state(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
-    """What a checkpoint knows of the steps before it."""
+    """Load the guard's statistics of earlier steps."""
     return _load_training_tensors(folder, GUARD_FILE, device)
 
 
 def _load_training_tensors(folder: Path, name: str, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """The tensors of a file, or of the parts that several processes wrote of it."""
+    """Load a file, or the parts that several processes wrote."""
     path = folder / "training" / name
     files = [path] if path.is_file() else sorted(path.parent.glob(f"{path.stem}-*-of-*{path.suffix}"))
     return {name: value.to(device) for file in files for name, value in load_file(file).items()}
 
 
 def trainable_state(model: Model) -> dict[str, torch.Tensor]:
-    """What training changes at some time, by our names: all tensors, or those of LoRA and the head beside it."""
+    """Tensors that training changes, by name: all of them, or LoRA adapters and the head."""
     wanted = (
         ever_trainable(model, FreezeSchedule()) if has_lora(model) else {name for name, _ in model.named_parameters()}
     )
@@ -220,14 +231,14 @@ def trainable_state(model: Model) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_trainable_state(model: Model, tensors: dict[str, torch.Tensor]) -> None:
-    """The same, into a model again."""
+    """Copy tensors of `trainable_state` into a model."""
     state = unique_state_dict(model)
     for name, value in tensors.items():
         state[name].copy_(value)
 
 
 def save_best(run_dir: Path, model: Model, step: int) -> None:
-    """Keep the weights of the best evaluation so far."""
+    """Save the weights of the best evaluation so far."""
     folder = run_dir / f"best-{step}"
     if folder.exists() and find_corruption(folder) is not None:
         remove_folder(folder)
@@ -236,17 +247,17 @@ def save_best(run_dir: Path, model: Model, step: int) -> None:
 
 
 def load_best(run_dir: Path, model: Model, step: int) -> bool:
-    """Take the weights of the best evaluation; where they are damaged, those of the last step stay, which is said."""
+    """Load the weights of the best evaluation; if they are damaged, warn and keep those of the last step."""
     folder = run_dir / f"best-{step}"
     if problem := find_corruption(folder):
-        warn(f"{folder} is damaged ({problem}), and held the best weights: those of the last step are taken.")
+        warn(f"{folder} is damaged ({problem}): keeping the weights of the last step instead of the best ones.")
         return False
     load_trainable_state(model, load_file(folder / TRAINABLE_WEIGHTS_FILE))
     return True
 
 
 def remove_best(run_dir: Path, before: int = 0, keep_steps: Container[int] = ()) -> None:
-    """Remove the weights of bests before this one, but for those that some checkpoint goes back to; 0 removes all."""
+    """Remove best weights before a step, except those that a checkpoint refers to; 0 removes all."""
     for folder in run_dir.glob("best-*"):
         step = int(folder.name.removeprefix("best-"))
         if not before or (step < before and step not in keep_steps):

@@ -1,4 +1,17 @@
-"""One step: micro-batches forward and backward, one update, and what the step was a mean over."""
+"""One training step: forward and backward over micro-batches, clipping, one optimizer update.
+
+The gradient of a step must not depend on how its rows are split. A mean of micro-batch means would depend on it: a
+micro-batch with few targets would weigh as much as one with many. So each loss is a *sum*, and a micro-batch divides it
+by the count of the whole step, over all micro-batches and processes (`all_reduce_counts`). Any split then adds up to
+the same gradient, which makes three things safe:
+
+- gradient accumulation: `gradient_accumulation_steps` micro-batches per update;
+- data parallelism: each process computes its rows, and gradients are summed once per step;
+- out of memory: micro-batches are halved and the step is computed again (`halve_micro_batches`).
+
+Dropout is seeded from (seed, step, micro-batch), never from earlier draws, so that a resumed run repeats it exactly.
+How one micro-batch is executed (compiled, CUDA graph, bf16 replica) is the business of `train/step_runner.py`.
+"""
 
 from __future__ import annotations
 
@@ -34,35 +47,35 @@ from firth.train.recipe import TrainingConfig
 from firth.train.step_runner import LossFn, StepRunner
 from firth.train.unfreeze import FreezeSchedule
 
-RECOMPILE_LIMIT = 64  # packed rows come in few shapes, and each is worth a program of its own
-RECOMPUTE_MIN_PARAMETERS = 500_000_000  # parameters: memory is short before time is
+RECOMPILE_LIMIT = 64  # batch shapes that torch.compile may specialise on
+RECOMPUTE_MIN_PARAMETERS = 500_000_000  # model size from which activations are recomputed by default
 
-_compiled_with_recompute = False  # whether what was compiled last is
+_compiled_with_recompute = False  # setting of the programs compiled last
 
-RecurrentStateDict = dict[str, torch.Tensor]  # what rows leave for those that go on from them, by name: a row each
+RecurrentStateDict = dict[str, torch.Tensor]  # state per row of the batch, by name
 
 
 @dataclass
 class TrainingRun:
-    """What the loop needs: a model, the micro-batches of any step, and a way to judge."""
+    """Everything the training loop needs: a model, the micro-batches of any step, an evaluation."""
 
     training: TrainingConfig
     compute: ComputeConfig
     model: Model
     batch_fn: Callable[[int], Sequence[Batch]]  # step -> micro-batches, a pure function
     evaluate: Callable[[Model], dict[str, float]] | None = None
-    folder: Path | None = None  # None: nothing is written (a trial)
+    folder: Path | None = None  # None writes nothing (a trial run)
     name: str = "training"
     hooks: list[tuple[int, Callable[[int, Model], None]]] = field(default_factory=list)  # (every_n_steps, function)
-    loss_fn: LossFn | None = None  # the model's own unless said (distillation)
-    freeze_schedule: FreezeSchedule = field(
-        default_factory=FreezeSchedule
-    )  # which parts learn, from when on, and how fast
-    score_fn: Callable[[Mapping[str, float]], float] | None = None  # scores -> the higher the better; keeps the best
-    halvings: int = 0  # how often micro-batches were halved, as memory was short
-    patience: int = 0  # stop after so many evaluations that were no better than the best; 0: never
-    save_last: bool = True  # a checkpoint of the last step, from which a longer run could go on
-    deferred_init: Callable[[], None] | None = None  # gives the model its first weights; steps are compiled meanwhile
+    loss_fn: LossFn | None = None  # default: model.losses; distillation has its own
+    freeze_schedule: FreezeSchedule = field(default_factory=FreezeSchedule)  # which parameters are trained, from when
+    score_fn: Callable[[Mapping[str, float]], float] | None = (
+        None  # metrics -> a score to maximise; the best checkpoint is kept
+    )
+    halvings: int = 0  # how often micro-batches were halved after running out of memory
+    patience: int = 0  # early stopping: evaluations without improvement; 0 turns it off
+    save_last: bool = True  # save a checkpoint after the last step, so that a longer run can resume
+    deferred_init: Callable[[], None] | None = None  # initialises the weights; the first step is compiled meanwhile
 
 
 def build_step_runner(run: TrainingRun) -> StepRunner:
@@ -80,7 +93,7 @@ def build_step_runner(run: TrainingRun) -> StepRunner:
         mark_compile_constants()
         reset_compiled_if_changed(should_recompute(run.model, run.training))
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
-        if run.compute.compile_regions:  # see `compute_gradients`
+        if run.compute.compile_regions:  # `compute_gradients` compiles them
             return losses
         return torch.compile(losses, dynamic=False, mode="reduce-overhead" if run.compute.cuda_graphs else None)
 
@@ -93,13 +106,13 @@ def build_step_runner(run: TrainingRun) -> StepRunner:
 
 
 def apply_flags(model: Model, training: TrainingConfig) -> None:
-    """Let a model compute by the kernels that a recipe asks for."""
-    lean = should_recompute(model, training)
+    """Set the recipe's engine switches on the modules of a model."""
+    recompute = should_recompute(model, training)
     for module in model.modules():
         if isinstance(module, Attention):
             module.allow_fused = training.engine.fused_attention
         if isinstance(module, MLP):
-            module.recompute = lean
+            module.recompute = recompute
         if isinstance(module, Stack):
             module.residual_dtype = torch.bfloat16 if training.engine.residual == "bf16" else torch.float32
             module.last_layer_targets_only = training.engine.last_layer == "targets"
@@ -118,11 +131,10 @@ def train_step(
     guard: Guard | None = None,
     counts: Mapping[str, int] | None = None,
 ) -> torch.Tensor:
-    """Forward and backward over the micro-batches, one update.
+    """Run forward and backward over the micro-batches, then one update; return the loss.
 
-    Each part of the loss is a mean over all that the step asks of it: answers, pairs of texts, tokens; these `counts`
-    are of all processes. `recurrent_state` is what the last step has left for this one, and becomes what this one leaves for the
-    next. A step that `guard` finds bad changes nothing.
+    `counts` are the targets of the step over all processes. `recurrent_state` holds the state that the last step left
+    and receives the state for the next one. A step that `guard` rejects changes neither weights nor optimizer.
     """
     scale, alone = (
         guard.loss_scale if guard else None,
@@ -136,17 +148,17 @@ def train_step(
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("scale", 1.0)
     if bad is not None:
-        bad = bad.to(next(run.model.parameters()).device)  # which may be the host's
+        bad = bad.to(next(run.model.parameters()).device)  # which may be on the host
     both = isinstance(optimizer, AdamW) and bool(optimizer.replicas)
-    optimizer.found_inf = bad  # type: ignore[attr-defined]  # torch's own name: a fused step then leaves all as it is
+    optimizer.found_inf = bad  # type: ignore[attr-defined]  # torch's name: fused optimizers skip the update
     try:
         optimizer.step()
     except RuntimeError as e:
         if not is_out_of_memory(e):
             raise
         raise UserError(
-            "Out of memory for what the optimizer remembers of each weight: --optim adafactor remembers little, "
-            "--parallel fsdp --cpu-offload keeps it in the host's memory, and a smaller model has fewer weights."
+            "Out of memory for the optimizer state. --optim adafactor needs little, --parallel fsdp --cpu-offload "
+            "keeps it in host memory, and a smaller model has less."
         ) from e
     runner.end_step(both)
     optimizer.zero_grad(set_to_none=runner.frees_gradients)
@@ -156,10 +168,11 @@ def train_step(
 def compile_ahead(
     run: TrainingRun, runner: StepRunner, optimizer: torch.optim.Optimizer, micro_batches: Sequence[Batch], step: int
 ) -> None:
-    """Have a step compiled, by gradients that are thrown away. (The compiler leaves little to collect, and is done
-    sooner if nobody looks for it.)
+    """Compile the step by running it once and dropping the gradients.
+
+    Garbage collection is off meanwhile: the compiler creates many objects and leaves little to collect.
     """
-    say("compiling a step meanwhile, which takes less long the next time")
+    say("compiling the step; the next run takes it from the cache")
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -180,18 +193,19 @@ def compute_gradients(
     counts: Mapping[str, int] | None = None,
     keep_in_replica: bool = False,
 ) -> tuple[torch.Tensor, list[RecurrentStateDict]]:
-    """The loss of a step, its gradients, and what its rows leave; in smaller micro-batches where memory is short.
+    """Compute the loss and gradients of a step; return the loss and the recurrent state of each micro-batch.
 
-    Gradients of a twin may `keep_in_replica` with it, if they are of one micro-batch and an optimizer can take them from there.
+    After an out-of-memory error the step is computed again in smaller micro-batches. `keep_in_replica` lets gradients
+    stay in a bf16 replica if the optimizer can read them there.
     """
     world, found = run.compute.dist_context, None
     counts = counts or all_reduce_counts(micro_batches, world)
-    if not run.model.training:  # all of its modules are asked otherwise, which takes a while
+    if not run.model.training:  # train() visits every module, which takes a while
         run.model.train()
     runner.begin_step()
     while found is None:
         try:
-            # backward too: a block that is computed again is the same program then
+            # around backward too: a checkpointed block runs the same compiled program again
             with (
                 compile_regions() if run.compute.compile_regions else nullcontext(),
                 recompute_in_backward(run),
@@ -213,7 +227,9 @@ def compute_gradients(
                 raise UserError(f"The step cannot be compiled here: {reason}. Pass --no-compile.") from e
             if not is_out_of_memory(e):
                 raise
-        if world.any_out_of_memory(found is None):  # only now is nothing of the failed attempt held any more
+        if world.any_out_of_memory(
+            found is None
+        ):  # outside of `except`, so that nothing of the failed attempt is referenced
             found = None
             if not runner.release_memory():
                 halve_micro_batches(run, micro_batches)
@@ -229,7 +245,7 @@ def should_recompute(model: Model, training: TrainingConfig) -> bool:
 
 
 def reset_compiled_if_changed(recompute: bool) -> None:
-    """Programs of an earlier run in this process that keep more or less than is asked now are not taken."""
+    """Drop programs that an earlier run of this process compiled with another recompute setting."""
     global _compiled_with_recompute
     if recompute != _compiled_with_recompute:
         reset_compiled_regions()
@@ -238,11 +254,11 @@ def reset_compiled_if_changed(recompute: bool) -> None:
 
 @contextmanager
 def recompute_in_backward(run: TrainingRun) -> Iterator[None]:
-    """What programs that are made in here keep; torch keeps all that is read by a product, unless it is told not to."""
+    """Let programs compiled in here recompute activations; by default torch stores every matmul input."""
     if not (run.compute.compile and should_recompute(run.model, run.training)):
         yield
         return
-    from torch._functorch import config  # only now, as few commands need the compiler
+    from torch._functorch import config  # imported late: few commands need the compiler
 
     with config.patch(ban_recompute_materialized_backward=False):
         yield
@@ -258,7 +274,7 @@ def run_micro_batches(
     loss_scale: torch.Tensor | None,
     keep_in_replica: bool,
 ) -> tuple[torch.Tensor, list[RecurrentStateDict]]:
-    """Add up loss and gradients of the micro-batches. A loss in float16 is scaled up on the way, and back again."""
+    """Sum loss and gradients over the micro-batches; scale an fp16 loss for backward and unscale its gradients."""
     total = torch.zeros((), device=run.compute.device)
     left: list[RecurrentStateDict] = []
     for i, batch in enumerate(micro_batches):
@@ -269,15 +285,15 @@ def run_micro_batches(
         runner.end_micro_batch(i, len(micro_batches), keep_in_replica)
     if loss_scale is not None:
         found = [to_local(p.grad) for p in run.model.parameters() if p.grad is not None]
-        torch._foreach_mul_(found, (1 / loss_scale).to(found[0].device))  # the host's, where weights are kept there
+        torch._foreach_mul_(found, (1 / loss_scale).to(found[0].device))  # on the host with CPU offload
     return total, left
 
 
 def clip_gradients(run: TrainingRun, runner: StepRunner, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """The length of the gradient, which is cut where it is too long; by the optimizer, where it takes a twin's."""
+    """Clip the gradient norm and return it; the fused AdamW clips gradients that it reads from a replica."""
     held, most = runner.pending_gradients(), run.training.max_grad_norm
     if held and isinstance(optimizer, AdamW):
-        found = [twin.grad for twin in held.values() if twin.grad is not None]
+        found = [copy.grad for copy in held.values() if copy.grad is not None]
         norms = torch._foreach_norm(found, 2, torch.float32)
         norm = torch.stack(norms).norm()
         optimizer.use_replica_gradients(held, (most / (norm + 1e-6)).clamp(max=1.0) if most else torch.ones_like(norm))
@@ -292,9 +308,9 @@ def clip_gradients(run: TrainingRun, runner: StepRunner, optimizer: torch.optim.
 def update_recurrent_state(
     recurrent_state: RecurrentStateDict, new_state: RecurrentStateDict, found_inf: torch.Tensor | None
 ) -> None:
-    """Carry on what a step has left; after a bad one what was there before it, or nothing known.
+    """Replace the recurrent state by that of this step, or keep the old one after a skipped step.
 
-    Always as a copy: a replayed step writes its own over the last one's.
+    Copies always: a replayed CUDA graph overwrites its outputs.
     """
     if found_inf is None:
         new_state = {name: value.clone() for name, value in new_state.items()}
@@ -307,7 +323,7 @@ def update_recurrent_state(
     recurrent_state.update(new_state)
 
 
-# --- when memory is short ---------------------------------------------------------------------------------------------
+# --- out of memory ----------------------------------------------------------------------------------------------------
 
 
 def is_out_of_memory(e: RuntimeError) -> bool:
@@ -315,7 +331,7 @@ def is_out_of_memory(e: RuntimeError) -> bool:
 
 
 def split_micro_batches(micro_batches: Sequence[Batch], halvings: int) -> list[Batch]:
-    """The same rows in smaller micro-batches, each halved so many times."""
+    """Split each micro-batch in 2**halvings parts."""
     if not halvings:
         return list(micro_batches)
     found = []
@@ -327,17 +343,17 @@ def split_micro_batches(micro_batches: Sequence[Batch], halvings: int) -> list[B
 
 
 def halve_micro_batches(run: TrainingRun, micro_batches: Sequence[Batch]) -> None:
-    """Take micro-batches of half the size from here on; the step, and so the gradient, stays what it is."""
+    """Halve the micro-batches from here on; the step, and so its gradient, stays the same."""
     rows = max(map(num_rows, split_micro_batches(micro_batches, run.halvings)))
     if rows == 1 or any(batch.group_ids is not None for batch in micro_batches):
-        less = "one row at a time" if rows == 1 else "texts that are compared with each other, which stay together"
+        why = "one row per micro-batch" if rows == 1 else "texts that are contrasted with each other and stay together"
         raise UserError(
-            f"Out of memory, with {less}. Shorten --max-seq-length, pass --gradient-checkpointing, or lower "
+            f"Out of memory with {why}. Shorten --max-seq-length, pass --gradient-checkpointing, or lower "
             "--per-device-train-batch-size."
         )
     run.halvings += 1
     rows = max(map(num_rows, split_micro_batches(micro_batches, run.halvings)))
-    warn(f"out of memory: {rows} rows are computed at once from here on; a step still learns from as many as before.")
+    warn(f"out of memory: micro-batches have {rows} rows from here on; the global batch stays the same.")
 
 
 def free_gradients(run: TrainingRun, runner: StepRunner) -> None:
@@ -362,14 +378,15 @@ def with_recurrent_state(
     first_row: int,
     new_states: list[RecurrentStateDict],
 ) -> Iterator[None]:
-    """Read rows that go on from step to step: with their part of `recurrent_state`, which begins at row `first_row`.
+    """Run a forward pass that continues the rows of the step before.
 
-    What they leave is added to `left`. Rows that are `fresh` begin with nothing; those of a step are so together.
+    Load the state of rows from `first_row` on, and append the new state to `new_states`. With `reset_state` the rows
+    start without a state; all rows of a step do, or none.
     """
     if batch.reset_state is None:
         yield
         return
-    assert batch.reset_state.all() or not batch.reset_state.any(), "all begin anew, or none"
+    assert batch.reset_state.all() or not batch.reset_state.any(), "all rows reset, or none"
     rows = slice(first_row, first_row + num_rows(batch))
     model.load_state({} if batch.reset_state.all() else {name: value[rows] for name, value in recurrent_state.items()})
     yield
@@ -377,12 +394,12 @@ def with_recurrent_state(
 
 
 def concat_states(parts: Sequence[RecurrentStateDict]) -> RecurrentStateDict:
-    """What the micro-batches of a step have left, as of all its rows."""
+    """Concatenate the states of the micro-batches of a step."""
     return {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else {})}
 
 
 def sum_counts(batches: Iterable[Batch]) -> Counter[str]:
-    """What each part of the loss is a mean over, in all of the batches together."""
+    """Sum the counts that divide each part of the loss, over batches."""
     counts: Counter[str] = Counter()
     for batch in batches:
         counts.update(batch.loss_counts)
@@ -395,5 +412,5 @@ def all_reduce_counts(batches: Iterable[Batch], dist_context: DistContext) -> di
 
 
 def dropout_seed(seed: int, step: int, micro_batch_index: int) -> int:
-    """Dropout depends on where it falls, not on what was drawn before."""
+    """Seed dropout by its position in the run, not by earlier draws."""
     return int(hash_uint64(seed, step, micro_batch_index)) >> 1
