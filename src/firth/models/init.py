@@ -14,10 +14,10 @@ LSTM_WEIGHT_PREFIXES = ("weight_ih_l", "weight_hh_l", "weight_hr_l")
 
 @torch.no_grad()
 def init_weights(model: nn.Module, config: ModelConfig) -> None:
-    """Starting weights as published for the family: the spread by `config.init`, biases 0, norms 1."""
+    """Initialise all weights as published for the family: std by `config.init`, biases 0, norms 1."""
     init = config.init
     for name, p in model.named_parameters():
-        if p.is_meta:  # weights that are only counted
+        if p.is_meta:  # parameters are only counted
             continue
         if p.ndim < 2:
             if name.endswith("bias") and not isinstance(init, UniformInit):
@@ -25,7 +25,7 @@ def init_weights(model: nn.Module, config: ModelConfig) -> None:
         elif name.endswith("generator.delta.weight"):
             p.zero_()
         elif name.rpartition(".")[2].startswith(LSTM_WEIGHT_PREFIXES):
-            continue  # which begin as torch has them, by their own width
+            continue  # torch's initialisation, by their own width
         elif isinstance(init, UniformInit):
             if name == "embed.tokens.weight":
                 p.uniform_(-init.bound, init.bound)
@@ -44,11 +44,11 @@ def init_weights(model: nn.Module, config: ModelConfig) -> None:
 
 
 def normal_init_std(name: str, init: NormalInit, config: ModelConfig) -> float:
-    """The spread of vectors that are looked up, of what writes to the residual stream, of the rest."""
-    looked_up = name.endswith(
+    """Return the std of a weight: embeddings, projections into the residual stream, others."""
+    is_embedding = name.endswith(
         ("tokens.weight", "position_embeddings.weight", "positions.weight", "segments.weight", "languages.weight")
     )
-    if init.embed_std is not None and looked_up:
+    if init.embed_std is not None and is_embedding:
         return init.embed_std
     if init.scale_residual and name.endswith(("attention.out.weight", "mlp.down.weight")):
         return init.std / math.sqrt(2 * config.num_layers)
@@ -56,7 +56,7 @@ def normal_init_std(name: str, init: NormalInit, config: ModelConfig) -> float:
 
 
 def fan_in_init_std(name: str, p: Tensor, config: ModelConfig) -> float:
-    """T5's spreads: 1 for embeddings and the untied head, 1/sqrt(inputs) for matrices."""
+    """Return T5's std: 1 for embeddings and the untied head, 1/sqrt(fan-in) for matrices."""
     if name.endswith(("embed.tokens.weight", "head.weight")):
         return 1.0
     return (config.dim if name.endswith("score.table.weight") else p.shape[-1]) ** -0.5

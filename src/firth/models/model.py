@@ -1,6 +1,8 @@
-"""Encoder, Decoder, EncoderDecoder: a batch in, hidden states, logits and loss out.
+"""Encoder, Decoder, EncoderDecoder: a batch in; hidden states, logits and loss out.
 
-B rows, T places, U places of the decoder, K asked places, D model width, V vocabulary.
+A model is called in two ways. Training passes a `Batch` to `losses`; `forward` takes the Hugging Face input names.
+
+B rows, T positions, U decoder positions, K target positions, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -55,36 +57,36 @@ if TYPE_CHECKING:
 
 @dataclass
 class ModelOutput:
-    """What a call with the Hugging Face input names returns. `loss` is the mean over what was asked."""
+    """The result of a call with the Hugging Face input names. `loss` is the mean over the labels."""
 
     logits: Tensor
     loss: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     encoder_last_hidden_state: Tensor | None = None
-    attentions: tuple[Tensor, ...] | None = None  # of each layer (B, H, T, S), those of the decoder where there are two
+    attentions: tuple[Tensor, ...] | None = None  # per layer (B, H, T, S); of the decoder where there are two stacks
     encoder_attentions: tuple[Tensor, ...] | None = None
     cross_attentions: tuple[Tensor, ...] | None = None
 
     @property
     def start_logits(self) -> Tensor:
-        """(B, T): where an answer starts (`Span`)."""
+        """(B, T): logits of the answer's start (`SpanHead`)."""
         return self.logits[..., 0]
 
     @property
     def end_logits(self) -> Tensor:
-        """(B, T): where it ends."""
+        """(B, T): logits of the answer's end."""
         return self.logits[..., 1]
 
 
-# A batch is anything with the fields of `firth.objectives.Batch`: the two rooms meet by these names alone.
+# Anything with the fields of `firth.objectives.Batch`: models and objectives do not import each other.
 BatchLike = Any
 
 
 class Model(nn.Module):
-    """What all shapes share: a head on some states, a loss, saving."""
+    """Base of all architectures: embedding, head, loss, saving."""
 
-    objective: dict[str, Any] | None = None  # a note on what it was pretrained with, which its checkpoints keep
-    forced_tokens: ForcedTokens | None = None  # as its checkpoint says; None: as its family has it
+    objective: dict[str, Any] | None = None  # the objective of pretraining, kept in checkpoints
+    forced_tokens: ForcedTokens | None = None  # from its checkpoint; None: the family's default
     eos_token_ids: tuple[int, ...] | None = (
         None  # what ends its texts, where its checkpoint lists that; None: see `make_sequence_template`
     )
@@ -95,10 +97,10 @@ class Model(nn.Module):
             raise UserError("; ".join(wrong) + ".")
         self.config = config
         self.embed = make_embedding(config)
-        speaker = (
+        lm_config = (
             config if config.get_extra("generator") is None else make_generator_model_config(config)
-        )  # who answers in words
-        self.head = make_head(speaker)
+        )  # the generator predicts the tokens
+        self.head = make_head(lm_config)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -106,23 +108,23 @@ class Model(nn.Module):
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Tokenizer | None) -> None:
-        """A model that spells words has no unknown ones: its tokenizer has an id for each."""
+        """Set the tokenizer; a character CNN opens its vocabulary, so that no word is unknown."""
         if isinstance(self.embed, CharCNNEmbedding) and tokenizer is not None:
             tokenizer = to_open_vocab(tokenizer)
             self.embed.set_tokenizer(tokenizer)
         self.__dict__["_tokenizer"] = tokenizer
 
     def hidden_states(self, batch: BatchLike) -> Tensor:
-        """The states (B, T or U, D) that the head answers from."""
+        """Return the states (B, T or U, D) that the head reads."""
         raise NotImplementedError
 
     def target_hidden_states(self, batch: BatchLike) -> Tensor:
-        """The states at the asked places, (B, K, D); all of them when nothing in particular is asked."""
+        """Return the states at the target positions (B, K, D); all of them without `target_positions`."""
         x_BTD = self.hidden_states(batch)
         return x_BTD if batch.target_positions is None else gather_positions(x_BTD, batch.target_positions)
 
     def logits(self, batch: BatchLike) -> Tensor:
-        """(B, K, V) at the asked places, (B, K) verdicts on them, or what the head of a task answers there."""
+        """Return logits at the target positions: (B, K, V), (B, K) of a discriminator, or those of a task head."""
         if isinstance(self.head, TaskHeadModule):
             doc = self.head_document_ids(batch)
             return self.head.resolve_dependent_logits(
@@ -132,24 +134,24 @@ class Model(nn.Module):
         return self.head(x, self.embed.tokens.weight) if isinstance(self.head, LMHeadModule) else self.head(x)
 
     def head_document_ids(self, batch: BatchLike) -> Tensor | None:
-        """Which document each of the states that the head answers from is of."""
+        """Return the document ids of the states that the head reads."""
         return batch.document_ids
 
     def losses(self, batch: BatchLike) -> dict[str, Tensor]:
-        """The parts of the loss as sums, each under the name of the count that divides it (`Batch.counts`).
+        """Return the parts of the loss as sums, each under the name of the count that divides it (`Batch.loss_counts`).
 
-        The caller takes the counts over the whole global batch, and adds the means up.
+        The caller sums the counts over the global batch, and adds the means.
         """
         return {"answers": self.loss(batch)}
 
     def loss(self, batch: BatchLike) -> Tensor:
-        """The loss of the head, summed over what is asked."""
+        """Return the loss of the head, summed over the targets."""
         if isinstance(self.head, TaskHeadModule):
             return self.task_loss(self.head, self.hidden_states(batch), batch)
         return self.lm_loss(self.target_hidden_states(batch), batch)
 
     def lm_loss(self, target_states: Tensor, batch: BatchLike) -> Tensor:
-        """The same from the states at the asked places."""
+        """Return the LM loss from the states at the target positions, summed."""
         assert isinstance(self.head, LMHeadModule)
         return self.head.loss(target_states.flatten(0, -2), batch.labels.flatten(), self.embed.tokens.weight)
 
@@ -181,23 +183,23 @@ class Model(nn.Module):
             raise UserError(f"A text of {length} tokens is longer than the {limit} places that this model has learned.")
 
     def enable_memory(self, length: int) -> None:
-        """Read rows that go on where those of the last call stopped, with so many of the states before them."""
+        """Keep `length` hidden states per layer for the rows that continue these (Transformer-XL's memory)."""
         for module in self.modules():
             if isinstance(module, Stack):
                 module.memory = XLMemory(length)
 
     def load_state(self, recurrent_state: Mapping[str, Tensor]) -> None:
-        """Begin with what `pop_state` gave for the rows before these; with nothing where they begin a text."""
+        """Set the recurrent state that `pop_state` returned for the previous rows; empty at the start of a text."""
         for name, memory in self.stack_memories().items():
             memory.load_state({int(k.removeprefix(name)): v for k, v in recurrent_state.items() if k.startswith(name)})
 
     def pop_state(self) -> dict[str, Tensor]:
-        """What the next rows need of these, (B, ...) each, and forget it; nothing in a model that does not remember."""
+        """Return the recurrent state for the next rows, (B, ...) each, and clear it; empty for stateless models."""
         memories = self.stack_memories().items()
         return {f"{name}{i}": state for name, memory in memories for i, state in memory.pop_state().items()}
 
     def stack_memories(self) -> dict[str, XLMemory]:
-        """Those of its stacks, by the names of these."""
+        """Return the memories of the stacks, by stack name."""
         stacks = {f"{name}.": m for name, m in self.named_modules() if isinstance(m, Stack)}
         return {name: stack.memory for name, stack in stacks.items() if stack.memory is not None}
 
@@ -206,11 +208,11 @@ class Model(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def clone(self) -> Self:
-        """A copy with weights of its own, and the same tokenizer."""
+        """Return a copy with its own weights and the same tokenizer."""
         return copy.deepcopy(self, {id(self.tokenizer): self.tokenizer})
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
-        """Write a Hugging Face folder; the tokenizer goes along when the model has one."""
+        """Write a Hugging Face folder, with the tokenizer if the model has one."""
         from firth.models.hf.checkpoint import save_model
 
         save_model(self, Path(folder), overwrite)
@@ -226,7 +228,7 @@ def make_head(config: ModelConfig) -> LMHeadModule | TaskHeadModule | Discrimina
 
 def make_embedding(config: ModelConfig) -> InputEmbedding:
     if isinstance(config.recurrent, ELMoConfig):
-        return cast(InputEmbedding, CharCNNEmbedding(config))  # it does what the others do, and has other parts
+        return cast(InputEmbedding, CharCNNEmbedding(config))  # same interface, other modules
     return InputEmbedding(config)
 
 
@@ -252,7 +254,7 @@ EXTRA_MODULES: dict[str, Callable[[ModelConfig], nn.Module]] = {
 
 
 class Encoder(Model):
-    """One stack in which all see all, with whatever an objective needs beside it (`extras`)."""
+    """One bidirectional stack, with the modules that an objective needs beside it (`extras`)."""
 
     is_causal = False
 
@@ -318,7 +320,9 @@ class Encoder(Model):
         return self.generator(vectors_BTE, batch.document_ids, batch.attention_rank, batch.token_type_ids)
 
     def target_hidden_states(self, batch: BatchLike) -> Tensor:
-        if isinstance(self.stack, ELMoStack) and batch.attention_rank is None:  # the way forward tells what comes next
+        if (
+            isinstance(self.stack, ELMoStack) and batch.attention_rank is None
+        ):  # the forward direction predicts the next word
             x_BTP = self.stack.split_directions(self.hidden_states(batch))[:, 0]
             return x_BTP if batch.target_positions is None else gather_positions(x_BTP, batch.target_positions)
         if "query" in self.extras and batch.target_positions is not None:
@@ -357,7 +361,7 @@ class Encoder(Model):
         return parts
 
     def losses_with_auxiliary_lm(self, batch: BatchLike) -> dict[str, Tensor]:
-        """The answers of a task, and every next token of the texts."""
+        """Return the loss of the task, and the LM loss over the texts."""
         writer, x_BTD = self.extras["auxiliary"], self.hidden_states(batch)
         assert isinstance(writer, AuxiliaryLMHeadModule)
         assert isinstance(self.head, TaskHeadModule)
@@ -365,7 +369,7 @@ class Encoder(Model):
         return {"answers": self.task_loss(self.head, x_BTD, batch), "words": writer.loss_weight * words}
 
     def electra_losses(self, generator: ElectraGenerator, batch: BatchLike) -> dict[str, Tensor]:
-        """The generator's answers, and the body's verdict on every token of the text that they are put into."""
+        """Return the generator's MLM loss, and the discriminator's loss over all tokens of the corrupted text."""
         logits_BKV, labels_BK = self.logits(batch).float(), batch.labels
         scores_NV = logits_BKV.flatten(0, 1)  # a loss of three dimensions has no fixed order on a GPU
         answers = F.cross_entropy(scores_NV, labels_BK.flatten(), ignore_index=LABEL_IGNORE_INDEX, reduction="sum")
@@ -414,7 +418,7 @@ class Encoder(Model):
         if "features" in self.extras:
             x = self.extras["features"](states, doc)
         if isinstance(self.stack, ELMoStack) and isinstance(self.head, LMHeadModule):
-            x = self.stack.split_directions(x)[:, 0]  # the way forward tells what comes next
+            x = self.stack.split_directions(x)[:, 0]  # the forward direction predicts the next word
         last = last_token_index(input_ids, attention_mask).view(shape)
         shift = self.is_causal or isinstance(self.stack, ELMoStack)
         logits, loss = self.logits_and_loss(
@@ -425,7 +429,7 @@ class Encoder(Model):
         )
 
     def resolve_position_ids(self, position_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
-        """Places from 0. RoBERTa's are counted from its offset on, and padding has none."""
+        """Return position ids from 0. RoBERTa counts from its offset and skips padding."""
         offset = self.embed.offset
         if position_ids is not None:
             return position_ids - offset
@@ -433,7 +437,7 @@ class Encoder(Model):
 
 
 class Decoder(Encoder):
-    """One stack in which each sees what came before."""
+    """One causal stack."""
 
     is_causal = True
 
@@ -443,9 +447,9 @@ class Decoder(Encoder):
 
 
 class EncoderDecoder(Model):
-    """Two stacks that share their token vectors, not what is added to them; the second reads the first.
+    """An encoder and a decoder with cross-attention. They share token embeddings, not position embeddings.
 
-    Where a task is answered from the encoder, the second takes no part in it, and T5 has none then.
+    A task head that reads the encoder leaves the decoder out; T5 has none then.
     """
 
     decoder_embed: PositionEmbedding
@@ -551,7 +555,7 @@ class EncoderDecoder(Model):
         output_hidden_states: bool,
         output_attentions: bool,
     ) -> ModelOutput:
-        """What a call returns where the decoder takes no part."""
+        """Return the output where the head reads the encoder."""
         self.check_length(input_ids.shape[1])
         states: list[Tensor] | None = [] if output_hidden_states else None
         seen: list[Tensor] | None = [] if output_attentions else None
@@ -563,7 +567,7 @@ class EncoderDecoder(Model):
         return ModelOutput(logits, loss, tuple_or_none(states), read, encoder_attentions=tuple_or_none(seen))
 
     def shift_right(self, labels: Tensor) -> Tensor:
-        """What a decoder reads when it is to answer this."""
+        """Return the decoder's input for these labels: the start token, then all labels but the last."""
         vocab = self.tokenizer.vocab if self.tokenizer is not None else None
         if vocab is None and self.config.adds_bos:
             raise UserError("Without its tokenizer this model does not know how an answer begins: load one.")
@@ -641,6 +645,6 @@ def padding_last_rank(attention_mask: Tensor) -> Tensor:
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """How many numbers a model of this config has, without making it."""
+    """Return the number of parameters of this config, without allocating them."""
     with torch.device("meta"):
         return make_model(config).num_parameters

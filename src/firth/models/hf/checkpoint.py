@@ -45,7 +45,7 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def find_weight_files(folder: Path) -> list[str]:
-    """The names of the files that a checkpoint has its tensors in; a folder without them is an error."""
+    """Return the names of the weight files of a checkpoint; raise a UserError where there are none."""
     names = _weight_files(folder)
     if not (folder / names[0]).is_file():
         if any(folder.glob("*.bin")):
@@ -71,7 +71,7 @@ def read_tensors(folder: Path, keep_names: tuple[str, ...] | None = None) -> dic
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """The model that a checkpoint folder holds."""
+    """Return the ModelConfig of a checkpoint folder."""
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         inside = next((p for p in (folder / "final", *sorted(folder.glob("*/final"))) if p.is_dir()), None)
@@ -85,9 +85,9 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def load_model(folder: str | Path, head: Head | None = None, extras: tuple[Extra, ...] = ()) -> Model:
-    """Open a checkpoint of ours or a Hugging Face folder; `head` puts a new head, and new extras, on its body.
+    """Load a checkpoint of ours or a Hugging Face folder; `head` replaces its head and extras.
 
-    The words that a language model has are no new head: where they are not in the checkpoint, that is said.
+    A missing language-model head is reported: only a task head is expected to start from random weights.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -118,9 +118,10 @@ def check_vocabulary(config: ModelConfig, vocab: Vocabulary, source: str) -> Non
 def load_weights(
     model: Model, tensors: dict[str, Tensor], source: str, new_head: bool = False, strict: bool = False
 ) -> None:
-    """Fill a model; what the body lacks is an error, a head or an extra starts fresh unless it must be `strict`.
+    """Copy tensors into a model.
 
-    A shape that is not the model's is an error too; under a `new_head` the old one may have any shape.
+    Missing tensors of the backbone are an error; a missing head or extra stays initialised at random, unless `strict`.
+    Another shape is an error, except for the old head under a `new_head`.
     """
     state, wanted = from_hf_tensors(tensors, model.config), unique_state_dict(model)
     wrong = [
@@ -143,7 +144,7 @@ def load_weights(
 
 
 def read_generation_settings(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The file that says how a checkpoint writes, where `transformers` looks for it, and what it says."""
+    """Return the file with a checkpoint's generation settings, where `transformers` looks for it, and its contents."""
     path = folder / GENERATION_CONFIG_FILE
     path = path if path.is_file() else folder / "config.json"
     facts = read_json(path)
@@ -153,7 +154,7 @@ def read_generation_settings(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def read_eos_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...] | None:
-    """The tokens each of which ends a text, if a checkpoint lists them; a single one is the tokenizer's to tell."""
+    """Return the end tokens that a checkpoint lists; None for a single one, which the tokenizer knows."""
     path, facts = read_generation_settings(folder)
     found = facts.get(EOS_TOKEN_KEY)
     if found is None or type(found) is int:
@@ -169,19 +170,19 @@ def read_eos_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...] | N
 
 
 def eos_settings(model: Model) -> dict[str, list[int]]:
-    """The listed ends, as they are written; the heads of BART's and T5's tasks in `transformers` need a single one."""
+    """Return the entry for listed end tokens; task heads of BART and T5 in `transformers` need a single one."""
     single = model.config.architecture == "encoder-decoder" and not isinstance(model.config.head, LMHead)
     return {} if model.eos_token_ids is None or single else {EOS_TOKEN_KEY: list(model.eos_token_ids)}
 
 
 def load_generation_tokens(model: Model, folder: Path) -> None:
-    """Let the texts of a model begin and end as a checkpoint says."""
+    """Set the forced tokens and end tokens of a model from a checkpoint."""
     model.forced_tokens = read_forced_tokens(folder)
     model.eos_token_ids = read_eos_token_ids(folder, model.config) if model.config.architecture != "encoder" else None
 
 
 def read_forced_tokens(folder: Path) -> ForcedTokens:
-    """The tokens that are forced in the texts of a checkpoint."""
+    """Return the forced first and last token of generated texts."""
     path, facts = read_generation_settings(folder)
     found = {ours: facts.get(theirs) for ours, theirs in FORCED_TOKEN_KEYS.items()}
     one = {ours: min(some, default=None) if isinstance(some, list) else some for ours, some in found.items()}
@@ -191,7 +192,7 @@ def read_forced_tokens(folder: Path) -> ForcedTokens:
 
 
 def forced_token_settings(model: Model, vocab: Vocabulary) -> dict[str, int | None]:
-    """What is forced, as it is written. BART's configuration in `transformers` forces an end unless it says null."""
+    """Return the entries for forced tokens. BART in `transformers` forces an end token unless the key is null."""
     found = get_forced_tokens(model, vocab)
     facts = {theirs: getattr(found, ours) for ours, theirs in FORCED_TOKEN_KEYS.items()}
     bart = model.config.adds_bos and model.config.architecture == "encoder-decoder"
@@ -206,13 +207,13 @@ def generation_config_json(model: Model, vocab: Vocabulary) -> dict[str, Any]:
 
 
 def write_model(model: Model, folder: Path) -> None:
-    """The files of a Hugging Face folder, into a folder that is there."""
+    """Write the files of a Hugging Face folder into an existing folder."""
     write_config_files(model, folder)
     save_file(to_hf_tensors(model), folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def write_config_files(model: Model, folder: Path) -> None:
-    """All of them but the weights."""
+    """Write all files but the weights."""
     tokenizer = model.tokenizer
     vocab = tokenizer.vocab if tokenizer is not None else None
     note = {} if model.objective is None else {OBJECTIVE_KEY: model.objective}
@@ -220,7 +221,7 @@ def write_config_files(model: Model, folder: Path) -> None:
     write_json(folder / "config.json", to_hf_config(model.config, vocab) | forced | eos_settings(model) | note)
     if tokenizer is not None and vocab is not None:
         with_special_token_template(tokenizer, model.config).save(folder)
-        if model.config.family == "xlnet":  # `transformers` takes its class from the last place of a row
+        if model.config.family == "xlnet":  # `transformers` classifies by the last position of a row
             path = folder / "tokenizer_config.json"
             write_json(path, read_json(path) | {"padding_side": "left"})
         if isinstance(model.config.head, LMHead) and model.config.architecture != "encoder":
@@ -243,7 +244,7 @@ def with_special_token_template(tokenizer: Tokenizer, config: ModelConfig) -> To
 
 
 def save_model(model: Model, folder: Path, overwrite: bool = False) -> None:
-    """Write a folder whole or not at all; only a checkpoint is overwritten, and only when asked."""
+    """Write a folder atomically; an existing checkpoint is replaced only with `overwrite`."""
     check_output_folder(folder, "folder", overwrite)
     with atomic_folder(folder) as temporary:
         write_model(model, temporary)

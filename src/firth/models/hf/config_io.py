@@ -41,7 +41,7 @@ HEAD_VALUE_TO_HF = ACTIVATION_TO_HF | {"first": "cls"}
 
 
 def hf_model_type(config: ModelConfig, vocab: Vocabulary | None = None) -> str:
-    """The `model_type` that describes this model (over this vocabulary) without loss; `firth` when there is none.
+    """Return the `model_type` that describes this model (with this vocabulary) without loss; else `firth`.
 
     Extras stand beside a family's tensors and change nothing, except a generator: it takes the words from the body,
     and only ELECTRA has a name for what is left.
@@ -51,12 +51,12 @@ def hf_model_type(config: ModelConfig, vocab: Vocabulary | None = None) -> str:
     own = isinstance(generator, GeneratorConfig) and (
         layout is None or layout.discriminator_architecture is None or generator.disentangle_embeddings
     )
-    own = own or config.get_extra("features") is not None  # its head does not read the last states
+    own = own or config.get_extra("features") is not None  # the head reads other states than the last
     return FIRTH_MODEL_TYPE if layout is None or own else layout.model_type
 
 
 def _exact_layout(config: ModelConfig, vocab: Vocabulary | None = None) -> HFLayout | None:
-    """The layout that describes this body and its head without loss."""
+    """Return the layout that describes this backbone and its head without loss."""
     layout = FAMILY_LAYOUTS.get(config.family)
     if layout is None:
         return None
@@ -70,10 +70,10 @@ def _exact_layout(config: ModelConfig, vocab: Vocabulary | None = None) -> HFLay
 
 
 def _normalize_config(config: ModelConfig) -> ModelConfig:
-    """The same body with nothing left to its default, so that equal ones compare equal."""
+    """Return the config with defaults resolved, so that equal models compare equal."""
     mlp, head = replace(config.mlp, dropout=config.mlp_dropout), config.head
     if isinstance(head, TaskHead) and not isinstance(head, EmbeddingHead):
-        head = replace(head, dropout=None, dropout_before_pooler=False)  # which change nothing once a model has learned
+        head = replace(head, dropout=None, dropout_before_pooler=False)  # used in training only
     if isinstance(head, ClassificationHead):
         head = replace(head, class_weights=None)
     sizes: dict[str, Any] = dict(head_dim=config.head_size, num_decoder_layers=config.decoder_layers)
@@ -81,7 +81,7 @@ def _normalize_config(config: ModelConfig) -> ModelConfig:
 
 
 def backbone_layout(config: ModelConfig) -> HFLayout | None:
-    """The layout that describes this body, whatever its head: where the weights of a new model come from."""
+    """Return the layout that describes this backbone, whatever its head: pretrained weights are read by it."""
     layout = FAMILY_LAYOUTS.get(config.family)
     if layout is None:
         return None
@@ -93,7 +93,7 @@ def backbone_layout(config: ModelConfig) -> HFLayout | None:
 
 
 def _to_layout_settings(config: ModelConfig, layout: HFLayout) -> dict[str, Any]:
-    """What a layout can say of a model; a model that it does not describe gets settings that do not read back."""
+    """Return the settings of a model; a model that the layout does not describe reads back differently."""
     hf = {
         "model_type": layout.model_type,
         "architectures": [_hf_architecture(config, layout)],
@@ -110,7 +110,7 @@ def _to_layout_settings(config: ModelConfig, layout: HFLayout) -> dict[str, Any]
 
 
 def _head_to_hf(config: ModelConfig, layout: HFLayout) -> dict[str, Any]:
-    """What config.json says of the head of a task."""
+    """Return the entries of config.json for a task head."""
     head, found = config.head, layout.find_task_architecture(config.head)
     if found is None:
         return {HEAD_KEY: to_dict(replace(config, extras=()))["head"]}
@@ -131,7 +131,7 @@ def _head_to_hf(config: ModelConfig, layout: HFLayout) -> dict[str, Any]:
 
 
 def _head_from_hf(hf_config: dict[str, Any], layout: HFLayout, config: ModelConfig, source: str) -> TaskHead | None:
-    """The head of a task that a config.json names, if it does."""
+    """Return the task head that a config.json names, or None."""
     if HEAD_KEY in hf_config:
         own = from_dict(to_dict(config) | {"head": hf_config[HEAD_KEY]}, ModelConfig, source).head
         assert isinstance(own, TaskHead)
@@ -157,7 +157,7 @@ def _head_from_hf(hf_config: dict[str, Any], layout: HFLayout, config: ModelConf
     if isinstance(head, ClassificationHead):
         kind = hf_config.get("problem_type") or (
             REGRESSION_PROBLEM_TYPE if len(head.names) == 1 else None
-        )  # as `transformers` takes it
+        )  # the default of `transformers`
         head = convert_head_type(RegressionHead, head) if kind == REGRESSION_PROBLEM_TYPE else head
     return inherit_dropout(head, config)
 
@@ -183,7 +183,7 @@ def _hf_architecture(config: ModelConfig, layout: HFLayout) -> str:
 
 
 def to_hf_config(config: ModelConfig, vocab: Vocabulary | None) -> dict[str, Any]:
-    """The contents of config.json."""
+    """Return the contents of config.json."""
     if hf_model_type(config, vocab) == FIRTH_MODEL_TYPE:
         hf: dict[str, Any] = {
             "model_type": FIRTH_MODEL_TYPE,
@@ -197,7 +197,7 @@ def to_hf_config(config: ModelConfig, vocab: Vocabulary | None) -> dict[str, Any
 
 
 def special_token_ids(config: ModelConfig, vocab: Vocabulary) -> dict[str, int | None]:
-    """Which tokens frame a text, under the names that `transformers` has for them."""
+    """Return the ids of the special tokens, under the keys of `transformers`."""
     facts = {"pad_token_id": vocab.pad, "bos_token_id": vocab.bos, "eos_token_id": vocab.eos}
     if config.architecture == "encoder-decoder":
         frame = make_sequence_template(config, vocab)
@@ -208,7 +208,7 @@ def special_token_ids(config: ModelConfig, vocab: Vocabulary) -> dict[str, int |
 
 
 def from_hf_config(hf_config: Any, source: str = "config.json") -> ModelConfig:
-    """The model that a config.json describes."""
+    """Return the ModelConfig that a config.json describes."""
     kind = hf_config.get("model_type") if isinstance(hf_config, dict) else None
     if kind == FIRTH_MODEL_TYPE:
         return from_dict(hf_config.get(FIRTH_MODEL_TYPE), ModelConfig, source)
@@ -231,11 +231,11 @@ def from_hf_config(hf_config: Any, source: str = "config.json") -> ModelConfig:
         plain["extras"] = [*pair, *hf_config.get(EXTRAS_KEY, plain["extras"])]
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
         raise UserError(f"{source}: a setting has a value of the wrong type ({e}).") from None
-    return from_dict(plain, ModelConfig, source)  # every value is what its field says
+    return from_dict(plain, ModelConfig, source)  # checks the type of every value
 
 
 def _config_from_layout(hf_config: dict[str, Any], source: str) -> ModelConfig:
-    """The body and the head."""
+    """Return the config of backbone and head, without extras."""
     name, layout = MODEL_TYPE_LAYOUTS[hf_config["model_type"]]
     for setting, value in layout.fixed_settings.items():
         if hf_config.get(setting, value) != value:
@@ -252,7 +252,7 @@ def _config_from_layout(hf_config: dict[str, Any], source: str) -> ModelConfig:
 
 
 def with_vocabulary(config: ModelConfig, vocab: Vocabulary) -> ModelConfig:
-    """The same model for these tokens. RoBERTa counts its places from the id after that of its padding token."""
+    """Return the config for this vocabulary. RoBERTa counts positions from its padding id + 1."""
     config, layout = replace(config, vocab_size=vocab.size), FAMILY_LAYOUTS.get(config.family)
     if layout is None or not layout.positions_follow_pad or not isinstance(config.position, LearnedPosition):
         return config

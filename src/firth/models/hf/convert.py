@@ -26,7 +26,7 @@ GENERATOR_DELTA_KEY = "extras.generator.delta.weight"  # the backbone's token em
 
 
 def to_hf_tensors(model: Model, subset: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The tensors of a model, or `subset` of them, under the names that its config.json promises."""
+    """Return the tensors of a model, or `subset` of them, under the names of its config.json's family."""
     state = merge_lora(model, unique_state_dict(model)) if subset is None else dict(subset)
     vocab = model.tokenizer.vocab if model.tokenizer is not None else None
     if hf_model_type(model.config, vocab) == FIRTH_MODEL_TYPE:
@@ -46,13 +46,13 @@ def to_hf_tensors(model: Model, subset: dict[str, Tensor] | None = None) -> dict
 
 
 def unique_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model by name, each once, also where two parts share it."""
+    """Return the tensors of a model by name; a shared tensor occurs once."""
     once = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
     return {name: value.detach() for name, value in model.state_dict().items() if name in once}
 
 
 def from_hf_tensors(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Tensors under our names; those that `tensors` does not have are left out.
+    """Return `tensors` under our names; tensors of the model that a file lacks are left out.
 
     They have our names already where the model that wrote them was one of our own, whatever this one is.
     """
@@ -68,10 +68,12 @@ def from_hf_tensors(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str
     ):
         ours = ours | {
             "embed.tokens.weight": ours["embed.tokens.weight"] + ours[GENERATOR_DELTA_KEY]
-        }  # what the body has read
+        }  # the embeddings that the backbone used
     if ("extras.generator.narrow.weight" in tensors) == (generator is not None):
         return ours
-    return {k: v for k, v in ours.items() if not k.startswith("head.")}  # a generator's head does not fit a body
+    return {
+        k: v for k, v in ours.items() if not k.startswith("head.")
+    }  # a generator's head has another width than the backbone
 
 
 def _has_firth_names(tensors: dict[str, Tensor]) -> bool:
@@ -88,7 +90,7 @@ def _rename_tensors(tensors: dict[str, Tensor], config: ModelConfig, layout: HFL
 
 
 def _normalize_tensor_names(tensors: dict[str, Tensor], config: ModelConfig, layout: HFLayout) -> dict[str, Tensor]:
-    """The tensors as today's `transformers` names them: norms by their new names, the body with its prefix."""
+    """Return the tensors as today's `transformers` names them."""
     tensors = {k.replace(".gamma", ".weight").replace(".beta", ".bias"): v for k, v in tensors.items()}
     for prefix in {answers.prefix for answers in layout.task_architectures} - {""}:
         tensors = _replace_prefix(tensors, prefix, layout.prefix)
@@ -108,7 +110,7 @@ def _replace_prefix(tensors: dict[str, Tensor], old: str, new: str) -> dict[str,
 
 
 def _known_tensor_names(config: ModelConfig, layout: HFLayout) -> set[str]:
-    """All names that the tensors of a model may have."""
+    """Return all names that the tensors of a model may have, aliases included."""
     named = {name for rule in layout.rules(config) for name in rule.hf_names}
     return named.union(layout.aliases, *layout.aliases.values())
 
@@ -118,13 +120,13 @@ def _is_unused(name: str, layout: HFLayout) -> bool:
 
 
 def unexpected_tensors(tensors: dict[str, Tensor], model: Model) -> list[str]:
-    """What is in a file, and neither in the model nor known to be of no use for it."""
+    """Return the names in a file that are neither in the model nor known to be unused."""
     layout = backbone_layout(model.config)
     if layout is None or _has_firth_names(tensors):
         return sorted(tensors.keys() - model.state_dict().keys())
     full = _normalize_tensor_names(tensors, model.config, layout)
     left = full.keys() - _known_tensor_names(model.config, layout) - model.state_dict().keys()
     strange = {name for name in left if not _is_unused(name, layout)}
-    for name, others in layout.aliases.items():  # one tensor in the model, and two different ones in the file
+    for name, others in layout.aliases.items():  # tied in the model, different in the file
         strange |= {other for other in others if other in full and not torch.equal(full[other], full[name])}
     return sorted(strange)

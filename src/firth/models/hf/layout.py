@@ -1,4 +1,4 @@
-"""What a layout is: how one family of `transformers` names its tensors and its settings."""
+"""A layout: how one family of `transformers` names its tensors, settings and architectures."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from firth.models.config import (
 from firth.models.hf.settings import HFConfigDict, SettingsTable
 
 Tensors = dict[str, Tensor]
-HEAD_KEY = "firth_head"  # in config.json: a head that the name of the architecture does not tell
-EXTRAS_KEY = "firth_extras"  # in config.json: what a model has beside what its family knows
+HEAD_KEY = "firth_head"  # in config.json: a task head that no architecture of the family has
+EXTRAS_KEY = "firth_extras"  # in config.json: extras that the family does not have
 
 
 class TensorRule(NamedTuple):
@@ -45,7 +45,7 @@ class TensorRule(NamedTuple):
     interleaved_heads: int = 0
 
     def to_firth(self, hf_tensors: list[Tensor]) -> Tensor:
-        """Their tensors as ours."""
+        """Return our tensor from theirs."""
         if self.split_heads:
             hf_tensors = [piece.flatten(1) for piece in hf_tensors]
         if self.interleaved_heads:
@@ -57,7 +57,7 @@ class TensorRule(NamedTuple):
         return ours[0] if len(ours) == 1 else torch.cat(ours)
 
     def to_hf(self, tensor: Tensor) -> list[Tensor]:
-        """Ours as their tensors."""
+        """Return their tensors from ours."""
         pieces = list(tensor.split(self.split_sizes) if self.split_sizes else tensor.chunk(len(self.hf_names)))
         pieces = [p[None] if self.as_row else p.t() if self.transposed else p for p in pieces]
         if self.interleaved_heads:
@@ -68,23 +68,23 @@ class TensorRule(NamedTuple):
 
 
 def linear_rules(firth_name: str, *hf_names: str, bias: bool = True, transposed: bool = False) -> Iterator[TensorRule]:
-    """A weight, and its bias where there is one; norms have the same two names."""
+    """Rules of a weight and its bias; norms have the same two names."""
     yield TensorRule(f"{firth_name}.weight", tuple(f"{t}.weight" for t in hf_names), transposed)
     if bias:
         yield TensorRule(f"{firth_name}.bias", tuple(f"{t}.bias" for t in hf_names))
 
 
 def qkv_rules(config: ModelConfig, firth_name: str, *hf_names: str, bias: bool = True) -> Iterator[TensorRule]:
-    """Query, key and value, which are one product here and three there."""
+    """Rules of query, key and value, which are one fused matrix here and three there."""
     width = config.kv_heads * config.head_size
     for rule in linear_rules(firth_name, *hf_names, bias=bias):
         yield rule._replace(split_sizes=(config.num_heads * config.head_size, width, width))
 
 
 class TaskArchitecture(NamedTuple):
-    """One architecture with a head for a task: its name, what the head is like (names aside), where its layers are.
+    """One architecture with a task head: its name, the head (without label names) and the names of its layers.
 
-    `settings` are the fields of the head that config.json has too, with their names there.
+    `settings` maps fields of the head to their keys in config.json.
     """
 
     architecture: str
@@ -93,7 +93,7 @@ class TaskArchitecture(NamedTuple):
     pooler: str = ""
     norm: str = ""
     settings: dict[str, str] = {}  # noqa: RUF012, never changed
-    prefix: str = ""  # of the body's tensors, where it is not the layout's
+    prefix: str = ""  # of the backbone's tensors, where it differs from the layout's
 
     def rules(self, config: ModelConfig) -> Iterator[TensorRule]:
         head = config.head
@@ -109,10 +109,10 @@ class TaskArchitecture(NamedTuple):
 
 @dataclass(frozen=True)
 class HFLayout:
-    """How one family of `transformers` names things."""
+    """The names of one family of `transformers`."""
 
     model_type: str
-    backbone_rules: Callable[[ModelConfig], Iterator[TensorRule]]  # of the body, and of a head that answers in words
+    backbone_rules: Callable[[ModelConfig], Iterator[TensorRule]]  # of the backbone and the LM head
     settings: SettingsTable
     lm_architecture: str  # the architecture with a language model's head
     encoder_architecture: str | None = None  # that of an encoder alone, where there is one beside a decoder
@@ -133,18 +133,18 @@ class HFLayout:
 
     @property
     def base_architecture(self) -> str:
-        """The architecture without a head."""
+        """Name of the architecture without a head."""
         return self.encoder_architecture or re.sub(
             r"(ForMaskedLM|ForCausalLM|ForConditionalGeneration|(With)?LMHeadModel)$", "Model", self.lm_architecture
         )
 
     def find_task_architecture(self, head: object) -> TaskArchitecture | None:
-        """The architecture with a head of this kind; a score is written as classes are."""
+        """Return the architecture with a head of this type; regression is written as classification."""
         kind = ClassificationHead if isinstance(head, RegressionHead) else type(head)
         return next((answers for answers in self.task_architectures if type(answers.head) is kind), None)
 
     def rules(self, config: ModelConfig) -> Iterator[TensorRule]:
-        """All rules, those of a task's head too."""
+        """Yield all rules, those of the task head included."""
         yield from self.backbone_rules(config)
         if isinstance(config.head, EmbeddingHead):
             if config.head.has_pooler:
@@ -154,7 +154,7 @@ class HFLayout:
 
 
 def has_architecture(hf_config: HFConfigDict, suffix: str) -> bool:
-    """Whether one of the architectures ends in this, such as ForSequenceClassification."""
+    """Whether an architecture of the file ends in `suffix`, such as ForSequenceClassification."""
     return any(name.endswith(suffix) for name in hf_config.get("architectures") or [])
 
 

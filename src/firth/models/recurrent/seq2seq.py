@@ -14,7 +14,7 @@ from firth.models.recurrent.lstm import BiLSTMStack, LSTMState, RecurrentStack, 
 
 
 class Seq2SeqEncoder(BiLSTMStack):
-    """Reads the text both ways: (B, T, 2H)."""
+    """Bidirectional LSTM encoder: (B, T, 2H)."""
 
     def __init__(self, config: ModelConfig) -> None:
         assert isinstance(config.recurrent, Seq2SeqConfig)
@@ -22,7 +22,7 @@ class Seq2SeqEncoder(BiLSTMStack):
 
 
 class Seq2SeqDecoder(RecurrentStack):
-    """Writes the answer of each text, from what its reader has ended with, and with a look at all of it."""
+    """LSTM decoder that starts with the encoder's final state and attends to all of its states."""
 
     def __init__(self, config: ModelConfig) -> None:
         spec = config.recurrent
@@ -57,7 +57,7 @@ class Seq2SeqDecoder(RecurrentStack):
 
 
 class EncoderStates:
-    """What the reader has made of the text of each answer."""
+    """The encoder's states of the source document of each target document."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class EncoderStates:
         self.mask_NT = (encoder_document_ids[row_N] == doc_N[:, None]) & (doc_N >= 0)[:, None]
 
     def final_states(self) -> Tensor:
-        """(N, 2H): the last state of the way forward, and that of the way back, which stands at the first place."""
+        """Return (N, 2H): the final forward state, and the final backward state, which is at position 0."""
         place_T = torch.arange(self.mask_NT.shape[1], device=self.mask_NT.device)
         last_N = (self.mask_NT * place_T).argmax(1)
         first_N = self.mask_NT.long().argmax(1)
@@ -95,7 +95,7 @@ class EncoderStates:
 
 
 class Seq2SeqDecoderLayer(nn.Module):
-    """One LSTM of the writer. The first looks at the text at every step, where there is attention."""
+    """One LSTM layer of the decoder. The first attends to the source at every step, with `attention`."""
 
     def __init__(self, config: ModelConfig, spec: Seq2SeqConfig, first: bool) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Seq2SeqDecoderLayer(nn.Module):
     def run_with_attention(
         self, attention: BahdanauAttention, x_NLD: Tensor, state: LSTMState, source: EncoderStates
     ) -> Tensor:
-        """Each step reads one token and what the state before it looks at."""
+        """Run step by step: each reads a token and the context vector of the previous state."""
         keys_NTA, found = attention.keys(source.states_NTR), []
         for x_ND in x_NLD.unbind(1):
             read_NR = attention(state[0], keys_NTA, source)
@@ -124,7 +124,7 @@ class Seq2SeqDecoderLayer(nn.Module):
 
 
 class BahdanauAttention(nn.Module):
-    """Attention by a small network: v . tanh(W state + U read), a softmax over the text."""
+    """Additive attention: softmax over v . tanh(W state + U source) (Bahdanau et al. 2015)."""
 
     def __init__(self, query_dim: int, key_dim: int) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class BahdanauAttention(nn.Module):
         self.score = nn.Linear(query_dim, 1, bias=False)
 
     def forward(self, state_ND: Tensor, keys_NTA: Tensor, source: EncoderStates) -> Tensor:
-        """(N, R): the mean of what is looked at."""
+        """Return the context vectors (N, R)."""
         return (self.weights(state_ND, keys_NTA, source)[:, None] @ source.states_NTR)[:, 0]
 
     def weights(self, state_ND: Tensor, keys_NTA: Tensor, source: EncoderStates) -> Tensor:
