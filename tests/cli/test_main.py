@@ -845,7 +845,7 @@ def test_a_tokenizer_within_little_memory(firth: Firth, corpus_file: Path, tmp_p
     small = ("--kind", "byte-bpe", "--vocab-size=300", "--max-memory=80KB", "--output-dir", tmp_path / "t")
     done = firth("tokenizer", corpus_file, *small)
     assert done.code == 0
-    assert "Learning from a sample" in done.err
+    assert "Training on a sample" in done.err
 
 
 # --- Ctrl-C

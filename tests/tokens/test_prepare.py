@@ -117,7 +117,7 @@ def test_a_function_without_a_name_stays_in_this_process(
 ) -> None:
     facts = make(tokenizer, tmp_path / "s", workers=2, salient=lambda text: [(0, 1)])
     assert facts["train"]["salient"] >= facts["train"]["documents"]
-    assert "this one works alone" in capsys.readouterr().err
+    assert "this process works alone" in capsys.readouterr().err
 
 
 def test_memory_and_small_texts_speak_for_fewer_workers(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_memory_and_small_texts_speak_for_fewer_workers(tokenizer: Tokenizer, mo
     assert few.num_workers == 2
     assert few.chunk_characters < preparing.CHUNK_CHARACTERS
     assert plan_resources(4, 2_000_000_000, None, way).chunk_characters == preparing.CHUNK_CHARACTERS
-    with pytest.raises(UserError, match=r"--max-memory is too little: 120MB are needed"):
+    with pytest.raises(UserError, match=r"--max-memory is too small: at least 120MB are needed"):
         plan_resources(4, 100_000_000, None, way)
     with pytest.raises(UserError, match="--workers is -1"):
         plan_resources(-1, None, None, way)
@@ -193,10 +193,10 @@ def test_stopped_while_it_finishes(
 def test_other_text_and_other_options_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         make(tokenizer, tmp_path / "s", stopped(50, KeyboardInterrupt()))
-    with pytest.raises(UserError, match=r"begun in another way \(held_out_share: 0.3 -> 0.1\)"):
+    with pytest.raises(UserError, match=r"these settings differ \(held_out_share: 0.3 -> 0.1\)"):
         make(tokenizer, tmp_path / "s", resume=True, held_out_share=0.1)
     for other in (MIXED[1:], MIXED[:20]):
-        with pytest.raises(UserError, match="The text is not the one that was begun with"):
+        with pytest.raises(UserError, match="the first documents of the text differ"):
             make(tokenizer, tmp_path / "s", other, resume=True)
     make(tokenizer, tmp_path / "s", resume=True)
 
@@ -216,7 +216,7 @@ def test_a_full_disk(tokenizer: Tokenizer, whole: Path, tmp_path: Path, monkeypa
     real_write = AppendOnlyFile.write
     with monkeypatch.context() as patch:
         patch.setattr(AppendOnlyFile, "write", write)
-        with pytest.raises(UserError, match=r"no room is left on the disk. What is done is kept: make room.*--resume"):
+        with pytest.raises(UserError, match=r"no space is left on the disk. The work so far is saved.*--resume"):
             make(tokenizer, tmp_path / "s")
     assert not (tmp_path / "s").exists()
     assert len((tmp_path / ".s.journal").read_text().splitlines()) > 2
@@ -268,8 +268,8 @@ def test_progress_is_the_share_of_the_source(
     corpus = Corpus([file])
     size = len(file.read_bytes())
     prepare(corpus, tokenizer, tmp_path / "s", total_bytes=corpus.total_bytes)
-    assert all(f"/{size:,} bytes (" in line and "MB/s" in line for line in shown if line.startswith("tokenising"))
-    whole = shares("tokenising")
+    assert all(f"/{size:,} bytes (" in line and "MB/s" in line for line in shown if line.startswith("tokenizing"))
+    whole = shares("tokenizing")
     assert whole == sorted(whole)
     assert whole[-1] == 100
     assert packing or 20 < whole[4] < 80, "half of the chunks"  # a small .gz is read at once
@@ -286,8 +286,8 @@ def test_progress_is_the_share_of_the_source(
         prepare(corpus, tokenizer, tmp_path / "t", total_bytes=corpus.total_bytes)
     shown.clear()
     prepare(corpus, tokenizer, tmp_path / "t", total_bytes=corpus.total_bytes, resume=True)
-    assert shares("finding the place")[-1] == 100
-    assert shares("tokenising") == whole[5:], "what was done before counts"
+    assert shares("skipping finished documents")[-1] == 100
+    assert shares("tokenizing") == whole[5:], "what was done before counts"
 
 
 def test_the_time_left_is_by_what_this_run_has_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +323,7 @@ def test_a_source_that_cannot_tell_counts_documents(
     shown: list[str] = []
     monkeypatch.setattr("firth.core.console.StatusLine.show", lambda line, text, force=False: shown.append(text))
     make(tokenizer, tmp_path / "s", total_bytes=10**6)
-    assert all(line.startswith("tokenising: ") and " documents, " in line and "left" not in line for line in shown)
+    assert all(line.startswith("tokenizing: ") and " documents, " in line and "left" not in line for line in shown)
 
 
 # --- duplicates ---------------------------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ def test_what_memory_decides_stays_as_it_was_begun_with(
             make(tokenizer, tmp_path / "s", stopped(), dedup="near", max_memory=begun)
         capsys.readouterr()
         make(tokenizer, tmp_path / "s", documents, dedup="near", max_memory=memory, resume=True)
-        assert "goes on as it was begun: each text is compared with the last" in capsys.readouterr().err
+        assert "continues as it began: it compares each text with the last" in capsys.readouterr().err
         assert contents(tmp_path / "s") == contents(tmp_path / name)
 
 
@@ -465,7 +465,7 @@ except Exception as e:
     command = [sys.executable, "-c", program, str(tmp_path / "t"), str(tmp_path / "s")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.stdout.startswith(f"UserError {tmp_path / '.s.part'}: no room is left on the disk."), done.stderr
+    assert done.stdout.startswith(f"UserError {tmp_path / '.s.part'}: no space is left on the disk."), done.stderr
     assert not (tmp_path / "s").exists()
     assert not (tmp_path / ".s.seen").exists()
 

@@ -393,14 +393,14 @@ def test_a_stream_that_fails_leaves_no_shards(
         prepare(failing(), tokenizer, tmp_path / "s")
     assert {p.name for p in tmp_path.iterdir()} == {".s.part", ".s.journal"}, "for --resume"
     for folder in (tmp_path / "s", tmp_path / ".s.part"):
-        with pytest.raises(UserError, match="no shards folder"):
+        with pytest.raises(UserError, match="not a shards folder"):
             open_shards(folder)
 
 
 def test_what_a_killed_writer_leaves_does_not_open(tokenizer: Tokenizer, tmp_path: Path) -> None:
     prepare(documents(TEXTS), tokenizer, tmp_path / "s")
     (tmp_path / "s" / "manifest.json").unlink()  # written last
-    with pytest.raises(UserError, match="no shards folder"):
+    with pytest.raises(UserError, match="not a shards folder"):
         open_shards(tmp_path / "s")
 
 
@@ -424,7 +424,7 @@ def test_other_folders_are_no_shards(tmp_path: Path) -> None:
     for content in ("[]", '{"kind": "rows"}'):
         (tmp_path / "manifest.json").write_text(content)
         assert not is_shards_folder(tmp_path)
-        with pytest.raises(UserError, match="no shards folder"):
+        with pytest.raises(UserError, match="not a shards folder"):
             open_shards(tmp_path)
 
 

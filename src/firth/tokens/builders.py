@@ -1,4 +1,4 @@
-"""The kinds of tokenizers: how each cuts a text into words, which special tokens it has, and what they mean."""
+"""The kinds of tokenizers: normalizer, pre-tokenizer, model, decoder and special tokens of each."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from firth.core.errors import UserError, did_you_mean
 METASPACE = "▁"
 END_OF_WORD_SUFFIX = "</w>"
 NUM_SENTINELS = 100
-MAX_ELMO_WORD_CHARS = 50  # of ELMo: the characters of a word, with the marks of its begin and its end
+MAX_ELMO_WORD_CHARS = 50  # characters of a word in ELMo, with those for its beginning and end
 
-SPLIT_PATTERNS = {  # where byte-level BPE may not merge across
+SPLIT_PATTERNS = {  # regexes of the words that byte-level BPE never merges across
     "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 
 WORD_LEVEL_REGEX = r"[\w\p{M}]+(?:['’][\w\p{M}]+)*|[^\w\p{M}\s]"
-NON_SPACE_WHITESPACE_REGEX = r"[^\S ]"  # what ends a line, or parts its columns
+NON_SPACE_WHITESPACE_REGEX = r"[^\S ]"  # newlines and tabs
 
 
 class SplitOptions(NamedTuple):
-    """How a new tokenizer treats text, where its kind leaves a choice."""
+    """Text processing options of a new tokenizer."""
 
     lowercase: bool = False
     pattern: str = "gpt2"
@@ -34,9 +34,9 @@ class SplitOptions(NamedTuple):
 
 
 class TokenizerKind(NamedTuple):
-    """A kind of tokenizer: how to make an empty one, its special tokens, and which of them plays which role.
+    """A kind of tokenizer: `build` makes an empty one; `special_tokens` maps roles to tokens.
 
-    The tokens `first_tokens` have the first ids, those in `last_tokens` the last.
+    `first_tokens` have the first ids, `last_tokens` the last.
     """
 
     build: Callable[[dict[str, int], SplitOptions], Backend]
@@ -46,7 +46,7 @@ class TokenizerKind(NamedTuple):
 
 
 def build_untrained(kind: str, options: SplitOptions) -> Backend:
-    """A tokenizer that has its special tokens and nothing else."""
+    """Return a tokenizer that has only its special tokens."""
     if kind not in TOKENIZER_KINDS:
         raise UserError(f"There is no tokenizer of kind {kind!r}. {did_you_mean(kind, TOKENIZER_KINDS)}")
     if options.pattern not in SPLIT_PATTERNS:
@@ -54,7 +54,7 @@ def build_untrained(kind: str, options: SplitOptions) -> Backend:
             f"There is no pattern {options.pattern!r} (--pattern). {did_you_mean(options.pattern, SPLIT_PATTERNS)}"
         )
     if options.pattern != "gpt2" and kind != "byte-bpe":
-        raise UserError(f"--pattern is for --kind byte-bpe: {kind} cuts text in its own way.")
+        raise UserError(f"--pattern is for --kind byte-bpe, not for {kind}.")
     if options.byte_fallback and kind != "unigram":
         raise UserError(f"--byte-fallback is for --kind unigram, not for {kind}.")
     make, first, _, last = TOKENIZER_KINDS[kind]
@@ -64,17 +64,17 @@ def build_untrained(kind: str, options: SplitOptions) -> Backend:
 
 
 def make_special_token(name: str) -> AddedToken:
-    """A special token. A mask or a sentinel stands for a word, so the space before it belongs to it."""
+    """Return a special token. A mask or a sentinel replaces a word, so it takes the space before it."""
     return AddedToken(name, special=True, normalized=False, lstrip=name == "<mask>" or name.startswith("<extra_id_"))
 
 
-# --- how they cut ---------------------------------------------------------------------------------------------------
+# --- one function per kind -------------------------------------------------------------------------------------------
 
 
 def build_wordpiece(
     vocab: dict[str, int], lowercase: bool, strip_accents: bool | None, handle_chinese_chars: bool = True
 ) -> Backend:
-    """BERT's tokenizer around a vocabulary. `strip_accents=None` strips them where it lowercases, as BERT does."""
+    """Return BERT's tokenizer. `strip_accents=None` strips them if `lowercase`, as BERT does."""
     backend = Backend(models.WordPiece(vocab, unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer(
         lowercase=lowercase, strip_accents=strip_accents, handle_chinese_chars=handle_chinese_chars
@@ -82,9 +82,10 @@ def build_wordpiece(
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
     if "[CLS]" in vocab and "[SEP]" in vocab:
-        frame = [("[CLS]", vocab["[CLS]"]), ("[SEP]", vocab["[SEP]"])]
         backend.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=frame
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[(token, vocab[token]) for token in ("[CLS]", "[SEP]")],
         )
     return backend
 
@@ -92,7 +93,7 @@ def build_wordpiece(
 def build_bpe(
     vocab: dict[str, int], merges: list[tuple[str, str]], lowercase: bool, strip_accents: bool | None = None
 ) -> Backend:
-    """GPT's tokenizer around a vocabulary: BERT's words, and the last piece of each ends in </w>."""
+    """Return GPT's tokenizer: BERT's words, and the last piece of each ends in </w>."""
     backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", end_of_word_suffix=END_OF_WORD_SUFFIX))
     backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -103,10 +104,10 @@ def build_bpe(
 def build_byte_bpe(
     vocab: dict[str, int], merges: list[tuple[str, str]], add_prefix_space: bool = False, pattern: str = "gpt2"
 ) -> Backend:
-    """GPT-2's tokenizer around a vocabulary: any text is a string of bytes, so nothing is unknown."""
+    """Return GPT-2's tokenizer: text is a string of bytes, so no character is unknown."""
     backend = Backend(models.BPE(vocab=vocab, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
-    if pattern != "gpt2":  # the library knows GPT-2's itself, and is faster at it
+    if pattern != "gpt2":  # ByteLevel has GPT-2's regex built in, which is faster
         bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)
         split = pre_tokenizers.Split(Regex(SPLIT_PATTERNS[pattern]), behavior="isolated")
         backend.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
@@ -115,16 +116,16 @@ def build_byte_bpe(
     return backend
 
 
-# With byte fallback a text that holds the mark of a space keeps it: it is written as two characters that no text
-# should hold (Unicode's noncharacters), and one of these in a text as two others, so that nothing is confused.
+# With byte fallback a "▁" in the text must survive decoding. It is escaped as two noncharacters of Unicode, which texts
+# do not contain; the first of these, if a text contains it after all, is escaped as well.
 METASPACE_ESCAPES = (("\ufdd0", "\ufdd0\ufdd1"), (METASPACE, "\ufdd0\ufdd2"))
 
 
 def build_unigram(vocab: dict[str, int], options: SplitOptions) -> Backend:
-    """T5's tokenizer, but lines stay apart: a newline or a tab is a token, not a space.
+    """Return T5's tokenizer, except that a newline or a tab is a token and not a space.
 
-    With byte fallback a character without a piece is spelled in bytes, and no space is put before the first word:
-    what is decoded is what was read, to the last character.
+    Byte fallback spells a character without a piece in bytes, and adds no space before the first word: decoding
+    restores the text exactly.
     """
     pieces = [(token, 0.0) for token in vocab]
     backend = Backend(models.Unigram(pieces, unk_id=vocab["<unk>"], byte_fallback=options.byte_fallback))
@@ -149,17 +150,15 @@ def build_unigram(vocab: dict[str, int], options: SplitOptions) -> Backend:
 
 
 def build_word_level(vocab: dict[str, int], options: SplitOptions) -> Backend:
-    """Whole words, as word2vec, ELMo and AWD-LSTM read them: letters and digits together, punctuation one by one."""
+    """Return a tokenizer of whole words (word2vec, ELMo, AWD-LSTM); each punctuation mark is a word."""
     backend = Backend(models.WordLevel(vocab, unk_token="<unk>"))
     backend.normalizer = normalizers.Lowercase() if options.lowercase else None
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(WORD_LEVEL_REGEX), behavior="removed", invert=True)
-    backend.decoder = decoders.WordPiece(
-        prefix="##", cleanup=True
-    )  # no word begins with ##: spaces, but not before ","
+    backend.decoder = decoders.WordPiece(prefix="##", cleanup=True)  # joins words by spaces, but not before ","
     return backend
 
 
-# --- which there are ------------------------------------------------------------------------------------------------
+# --- the table of kinds ---------------------------------------------------------------------------------------------
 
 BERT_SPECIAL_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 GPT2_SPECIAL_TOKENS = {"bos": "<|endoftext|>", "eos": "<|endoftext|>"}
@@ -203,10 +202,10 @@ def with_lowercase(backend: Backend, lowercase: bool) -> Backend:
 
 
 def default_tokenizer_config(kind: str) -> dict[str, Any]:
-    """What tokenizer_config.json says beside the special tokens.
+    """Return tokenizer_config.json without the special tokens.
 
-    The class is the plain one: those named after a model rebuild parts of the tokenizer in their own way. Segment ids
-    are for BERT only; GPT-2 would add them to its embeddings. Words that are read as characters have a length.
+    The class is the generic one: classes named after a model rebuild parts of the tokenizer. Token type ids are for
+    BERT only: GPT-2 would add them to its embeddings.
     """
     segments = ["token_type_ids"] if kind == "wordpiece" else []
     characters = {"max_word_length": MAX_ELMO_WORD_CHARS} if kind == "char" else {}

@@ -1,6 +1,6 @@
-"""Words as the ids of their characters, as ELMo reads them.
+"""Words as character ids, the input of ELMo's character CNN (Peters et al. 2018, section 3.4).
 
-The ids are those of bilm-tf: a character is one or more bytes of UTF-8, 0 to 255; then come the marks below.
+The ids are those of bilm-tf: a word is its bytes in UTF-8, 0 to 255, between the ids for its beginning and its end.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from firth.tokens.builders import MAX_ELMO_WORD_CHARS
 
 BOS_CHAR, EOS_CHAR, BOW_CHAR, EOW_CHAR, PAD_CHAR = range(256, 261)
 NUM_CHAR_IDS = 261
-MAX_ELMO_WORD_BYTES = MAX_ELMO_WORD_CHARS - 2  # bytes, between the begin and the end of the word
+MAX_ELMO_WORD_BYTES = MAX_ELMO_WORD_CHARS - 2  # bytes of a word, without its beginning and end
 
 
 class WordCharIds(NamedTuple):
-    """The characters of N words, and how many of the words were too long and lost their end."""
+    """The characters of N words, and the number of words that were truncated."""
 
     char_ids: np.ndarray  # (N, 50) int16
     num_truncated: int
 
 
 def encode_word_chars(words: Iterable[str]) -> WordCharIds:
-    """Each word between the marks of its begin and its end, and padding behind. A word has room for 48 bytes."""
+    """Return the character ids of words, padded to 50; words of more than 48 bytes are truncated."""
     spelled = [word.encode() for word in words]
     length_N = np.array([min(len(word), MAX_ELMO_WORD_BYTES) for word in spelled], dtype=np.int64)
     flat = np.frombuffer(b"".join(word[:MAX_ELMO_WORD_BYTES] for word in spelled), np.uint8)
@@ -37,7 +37,7 @@ def encode_word_chars(words: Iterable[str]) -> WordCharIds:
 
 
 def sentence_boundary_chars(boundary_char: int) -> np.ndarray:
-    """(50,): the begin or the end of a sentence (BEGIN_SENTENCE, END_SENTENCE), as if it were a word."""
+    """Return BOS_CHAR or EOS_CHAR, the beginning or end of a sentence, as a word (50,)."""
     ids = np.full(MAX_ELMO_WORD_CHARS, PAD_CHAR, dtype=np.int16)
     ids[:3] = BOW_CHAR, boundary_char, EOW_CHAR
     return ids

@@ -1,4 +1,4 @@
-"""What is in a text: one pass over any number of documents, in bounded memory."""
+"""Statistics of a corpus in one pass and bounded memory: sizes, words, duplicates, suspicious characters, samples."""
 
 from __future__ import annotations
 
@@ -20,45 +20,43 @@ from firth.text.corpus import corpus_bytes_read
 from firth.text.minhash import MinHashIndex
 from firth.text.scripts import detect_script, get_document_words
 
-MAX_DISTINCT_WORDS, MAX_DISTINCT_DOCUMENTS, MAX_DISTINCT_LINES = (
-    1_000_000,
-    500_000,
-    300_000,
-)  # different ones that are kept
-MAX_NEAR_DOCUMENTS = 200_000  # different ones, the first, among which near duplicates are looked for
-NEAR_DEDUP_BYTES = 2**27  # bytes
-SAMPLE_CHARS = 2_000_000  # characters that tokenizers are compared on
-SAMPLE_DOCUMENT_CHARS = 100_000  # characters of a document that go to the sample
-BATCH_CHARS = 1 << 20  # characters
-LONG_WORD_CHARS = 40
-EXCERPT_CHARS = 100  # characters of a word, or of a line, that are kept
-MAX_LISTED_DOCUMENTS = 10  # of a list
-TYPE_TOKEN_WINDOW_WORDS = 1000  # words over which the standardised type/token ratio is taken
-MIN_BOILERPLATE_DOCUMENTS = 5  # documents from which on a line is taken for boilerplate
-MIN_LETTER_SHARE = 0.5  # a document with a smaller share of letters is hardly text
+MAX_DISTINCT_WORDS = 1_000_000  # distinct words with a count of their own
+MAX_DISTINCT_DOCUMENTS = 500_000  # distinct documents, likewise
+MAX_DISTINCT_LINES = 300_000  # distinct lines, likewise
+MAX_NEAR_DOCUMENTS = 200_000  # distinct documents, the first, that are searched for near duplicates
+NEAR_DEDUP_BYTES = 2**27  # bytes of the near-duplicate index
+SAMPLE_CHARS = 2_000_000  # characters of the sample on which tokenizers are compared
+SAMPLE_DOCUMENT_CHARS = 100_000  # characters of one document in the sample
+BATCH_CHARS = 1 << 20  # characters of documents that are counted together
+LONG_WORD_CHARS = 40  # characters: a longer word is listed
+EXCERPT_CHARS = 100  # characters of an excerpt of a word or a line
+MAX_LISTED_DOCUMENTS = 10  # entries of a list
+TYPE_TOKEN_WINDOW_WORDS = 1000  # words per window of the standardised type/token ratio
+MIN_BOILERPLATE_DOCUMENTS = 5  # documents: a line in as many is boilerplate
+MIN_LETTER_SHARE = 0.5  # share of letters below which a document is hardly text
 LENGTH_QUANTILES = {"p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
 NUM_CODE_POINTS = 0x110000
 
 
 class SuspiciousPattern(NamedTuple):
-    """A pattern that clean text has not, and what it usually comes from."""
+    """A pattern that clean text does not have, and its usual cause."""
 
     name: str
     pattern: re.Pattern[str]
     meaning: str
 
 
-# All begin with what is rare, so that clean text is passed over quickly.
+# Each pattern begins with rare characters, so that the search skips clean text quickly.
 # UTF-8 that was read as Latin-1 or Windows-1252: the first byte of a character of two to four, then the others.
 MOJIBAKE_CONTINUATION = "[\u0080-\u00bf€ƒˆ†‡•…‰‹›™ŒœŠšŽž˜]"
 SUSPICIOUS_PATTERNS = [
     SuspiciousPattern(
         "control characters",
         re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f]"),
-        "bytes that are no text: binary data, or a wrong encoding",
+        "bytes that are not text: binary data, or a wrong encoding",
     ),
     SuspiciousPattern(
-        "replacement characters", re.compile("\ufffd"), "something was decoded wrongly before, and is lost"
+        "replacement characters", re.compile("\ufffd"), "text that was decoded wrongly before, and is lost"
     ),
     SuspiciousPattern(
         "mojibake",
@@ -71,7 +69,7 @@ SUSPICIOUS_PATTERNS = [
     SuspiciousPattern(
         "invisible characters",
         re.compile("[\u00ad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff]"),
-        "soft hyphens, zero-width spaces, marks of direction: they split words in ways that nobody sees",
+        "soft hyphens, zero-width spaces, marks of direction: they split words invisibly",
     ),
     SuspiciousPattern(
         "private characters", re.compile("[\ue000-\uf8ff]"), "mean something in one font only, as in PDFs"
@@ -116,14 +114,14 @@ class ListedDocument(NamedTuple):
 
 
 class SampledDocument(NamedTuple):
-    """A document of the sample: its beginning, and how many characters all of it has."""
+    """A document of the sample: its beginning, and the number of characters of all of it."""
 
     document: Document
     characters: int
 
 
 class LengthHistogram:
-    """How long things are, in bounded memory: lengths over a thousand are kept to three digits.
+    """Histogram of lengths in bounded memory: lengths of 1000 and more keep three digits.
 
     >>> lengths = LengthHistogram()
     >>> lengths.add([1, 2, 3, 12345])
@@ -146,7 +144,7 @@ class LengthHistogram:
         return self.total / max(self.count, 1)
 
     def quantile(self, share: float) -> int:
-        """The smallest length that this share of all things does not exceed."""
+        """Return the smallest length that this share of the items does not exceed."""
         left = share * self.count
         for length in sorted(self.counts):
             left -= self.counts[length]
@@ -175,7 +173,7 @@ def truncate_to_three_digits(n: int) -> int:
 
 @dataclass
 class Finding:
-    """How often a suspicious thing was found, in how many documents, and the first place of each kind."""
+    """Number of matches of a suspicious pattern, number of documents with one, and the first examples."""
 
     count: int = 0
     documents: int = 0
@@ -189,38 +187,38 @@ class Finding:
 
 
 class DocumentSample:
-    """Different documents of at most `max_characters` characters together: those with the smallest fingerprints.
+    """Distinct documents of at most `max_characters` together: those with the smallest fingerprints.
 
-    So it is everything while everything fits, and then as fair a choice as a lottery, the same in every run.
+    A small corpus is kept whole. Of a large one this is a uniform sample, the same in every run.
     """
 
     def __init__(self, max_characters: int) -> None:
         self.max_characters, self.characters = max_characters, 0
         self.documents: dict[bytes, SampledDocument] = {}
-        self.fingerprint_heap: list[tuple[int, bytes]] = []  # a heap, the largest fingerprint first
-        self.cutoff = -(1 << 128)  # a larger fingerprint was dropped already
+        self.fingerprint_heap: list[tuple[int, bytes]] = []  # the largest fingerprint, negated, first
+        self.cutoff = -(1 << 128)  # negated: larger fingerprints have been dropped
 
     def add(self, text_fingerprint: bytes, document: Document) -> None:
-        place = -int.from_bytes(text_fingerprint, "big")
-        if text_fingerprint in self.documents or place < self.cutoff:
+        key = -int.from_bytes(text_fingerprint, "big")
+        if text_fingerprint in self.documents or key < self.cutoff:
             return
         self.documents[text_fingerprint] = SampledDocument(truncate_document(document), sum(map(len, document.texts)))
         self.characters += len(self.documents[text_fingerprint].document.text)
-        heappush(self.fingerprint_heap, (place, text_fingerprint))
+        heappush(self.fingerprint_heap, (key, text_fingerprint))
         while self.characters > self.max_characters and len(self.documents) > 1:
             self.cutoff, last = heappop(self.fingerprint_heap)
             self.characters -= len(self.documents.pop(last).document.text)
 
 
 def truncate_document(document: Document) -> Document:
-    """A document as one text, cut if it is long."""
+    """Return a document as one text, truncated to `SAMPLE_DOCUMENT_CHARS`."""
     text = "\n".join(document.texts)[:SAMPLE_DOCUMENT_CHARS]
     starts = document.word_starts
     return Document(text, document.source, starts and tuple(s for s in starts if s < len(text)))
 
 
 class CorpusCheckup:
-    """Reads documents and counts. `facts` is what was found; `sample_characters` is for the comparison of tokenizers."""
+    """Counts documents; `facts` returns the results. The sample has `sample_characters` characters."""
 
     def __init__(self, sample_characters: int = SAMPLE_CHARS) -> None:
         self.word_counts: BoundedCounts[str] = BoundedCounts(MAX_DISTINCT_WORDS)
@@ -234,7 +232,7 @@ class CorpusCheckup:
         self.long_words: dict[str, str] = {}
         self.findings = {suspicion.name: Finding() for suspicion in SUSPICIOUS_PATTERNS}
         self.findings |= {"not normalised": Finding(), "hardly text": Finding()}
-        self.num_windows, self.window_types = 0, 0  # how many windows of words were full, and their types together
+        self.num_windows, self.window_types = 0, 0  # full windows, and the sum of their distinct words
         self.window_words: deque[str] = deque()
         self.vocabulary_growth: list[tuple[int, int]] = []
         self.near_dedup, self.num_near_documents = MinHashIndex(max_bytes=NEAR_DEDUP_BYTES), 0
@@ -242,14 +240,14 @@ class CorpusCheckup:
         self.sample = DocumentSample(sample_characters)
 
     def add_documents(self, batch: Sequence[Document]) -> None:
-        """Count a group of documents; what concerns characters alone is done for all of them at once."""
+        """Count documents; characters are counted for all of them at once."""
         texts = ["\n".join(document.texts) for document in batch]
         together = "".join(texts)
         self.num_characters += len(together)
         self.num_bytes += len(together.encode("utf-8", "surrogatepass"))
         points = np.frombuffer(together.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-        found = np.bincount(points)
-        self.code_point_counts[: len(found)] += found
+        counts = np.bincount(points)
+        self.code_point_counts[: len(counts)] += counts
         for document, text in zip(batch, texts, strict=True):
             self._count_words(document, text)
             self._count_lines(text)
@@ -258,12 +256,12 @@ class CorpusCheckup:
     def _count_words(self, document: Document, text: str) -> None:
         words = get_document_words(document)
         self.document_words.add([len(words)])
-        seen = ListedDocument(len(words), len(text), document.source, make_excerpt(text))
+        listed = ListedDocument(len(words), len(text), document.source, make_excerpt(text))
         self.longest_documents = nlargest(
-            MAX_LISTED_DOCUMENTS, [*self.longest_documents, seen], key=lambda s: (s.characters, s.words)
+            MAX_LISTED_DOCUMENTS, [*self.longest_documents, listed], key=lambda s: (s.characters, s.words)
         )
         self.emptiest_documents = nlargest(
-            MAX_LISTED_DOCUMENTS, [*self.emptiest_documents, seen], key=lambda s: (-s.words, -s.characters)
+            MAX_LISTED_DOCUMENTS, [*self.emptiest_documents, listed], key=lambda s: (-s.words, -s.characters)
         )
         for word in words:
             if len(word) > LONG_WORD_CHARS:
@@ -276,10 +274,10 @@ class CorpusCheckup:
         self._update_type_token_ratio(words)
         if not self.vocabulary_growth or self.word_counts.total >= 1.15 * self.vocabulary_growth[-1][0]:
             self._record_growth()
-        mark = text_fingerprint(text)
-        self.document_counts.add([mark])
-        self.sample.add(mark, document)
-        if self.document_counts.counts[mark] == 1 and self.num_near_documents < MAX_NEAR_DOCUMENTS:
+        fingerprint = text_fingerprint(text)
+        self.document_counts.add([fingerprint])
+        self.sample.add(fingerprint, document)
+        if self.document_counts.counts[fingerprint] == 1 and self.num_near_documents < MAX_NEAR_DOCUMENTS:
             self.num_near_documents += 1
             if self.near_dedup.check_and_add(text):
                 self.near_examples.append({"text": make_excerpt(text), "source": document.source})
@@ -309,12 +307,12 @@ class CorpusCheckup:
             self.line_counts.add({line for line in filled if 10 <= len(line) <= EXCERPT_CHARS})
 
     def _find_suspicious(self, batch: Sequence[Document], texts: Sequence[str]) -> None:
-        """Look for suspicious things in all texts at once, and only where one is found in each of them."""
+        """Search all texts at once, then each text only for the patterns that were found."""
         together = "\n\n".join(texts)
-        there = [suspicion for suspicion in SUSPICIOUS_PATTERNS if suspicion.pattern.search(together)]
+        present = [suspicion for suspicion in SUSPICIOUS_PATTERNS if suspicion.pattern.search(together)]
         normal = unicodedata.is_normalized("NFC", together)
         for document, text in zip(batch, texts, strict=True):
-            for name, pattern, _ in there:
+            for name, pattern, _ in present:
                 if matches := [match.span() for match in pattern.finditer(text)]:
                     self.findings[name].add(len(matches), excerpt_around(text, *matches[0]), document.source)
             if not normal and not unicodedata.is_normalized("NFC", text):
@@ -324,16 +322,16 @@ class CorpusCheckup:
             ) and is_mostly_non_letters(text):
                 self.findings["hardly text"].add(1, make_excerpt(text), document.source)
 
-    # What was found
+    # --- results
 
     def facts(self) -> dict[str, Any]:
-        """Every number, under names that scripts can rely on."""
+        """Return all statistics, under names that scripts rely on."""
         self._record_growth()
         counts, weights = self.word_counts.frequency_spectrum()
         types, documents = self.word_counts.num_distinct(), self.document_counts
-        duplicates, times = count_repeats(documents), self.document_words.count
+        duplicates, num_documents = count_repeats(documents), self.document_words.count
         return {
-            "documents": times,
+            "documents": num_documents,
             "words": self.word_counts.total,
             "characters": self.num_characters,
             "bytes": self.num_bytes,
@@ -356,7 +354,7 @@ class CorpusCheckup:
             "zipf": fit_zipf(counts, weights),
             "heaps": fit_heaps(self.vocabulary_growth),
             "duplicates": duplicates,
-            "duplicate_share": duplicates / max(times, 1),
+            "duplicate_share": duplicates / max(num_documents, 1),
             "near_duplicates": {
                 "documents": self.near_dedup.num_duplicates,
                 "share": self.near_dedup.num_duplicates / max(self.num_near_documents, 1),
@@ -373,15 +371,15 @@ class CorpusCheckup:
         }
 
     def scripts(self) -> dict[str, float]:
-        """Of the letters, the share of each script."""
-        found: Counter[str] = Counter()
+        """Return the share of each script among the letters."""
+        letters: Counter[str] = Counter()
         for point in np.flatnonzero(self.code_point_counts):
             if script := detect_script(chr(point)):
-                found[script] += int(self.code_point_counts[point])
-        return {script: n / found.total() for script, n in found.most_common()}
+                letters[script] += int(self.code_point_counts[point])
+        return {script: n / letters.total() for script, n in letters.most_common()}
 
     def suspicious(self) -> list[dict[str, Any]]:
-        """Those of the suspicious things that are there."""
+        """Return the patterns that were found."""
         meanings = {s.name: s.meaning for s in SUSPICIOUS_PATTERNS} | {
             "not normalised": "letters and accents apart (not NFC): the same word in two spellings",
             "hardly text": f"documents in which fewer than {MIN_LETTER_SHARE:.0%} of the characters are letters",
@@ -407,20 +405,20 @@ def check_documents(
     sample_characters: int = SAMPLE_CHARS,
     on_document: Callable[[Document], None] | None = None,
 ) -> CorpusCheckup:
-    """Read all documents, with a progress line; `on_document` sees each of them as well."""
-    found = CorpusCheckup(sample_characters)
+    """Count all documents, with a progress line; `on_document` is called with each of them."""
+    checkup = CorpusCheckup(sample_characters)
     for batch in batch_documents(documents, total_bytes):
-        found.add_documents(batch)
+        checkup.add_documents(batch)
         if on_document is not None:
             for document in batch:
                 on_document(document)
-    return found
+    return checkup
 
 
 def batch_documents(documents: Iterable[Document], total_bytes: int | None) -> Iterator[list[Document]]:
-    """Documents in groups of about a million characters, with a progress line."""
-    known = total_bytes is not None and corpus_bytes_read(documents) is not None
-    with progress("reading", "bytes" if known else "documents", total_bytes if known else None) as p:
+    """Yield documents in groups of `BATCH_CHARS` characters, with a progress line."""
+    in_bytes = total_bytes is not None and corpus_bytes_read(documents) is not None
+    with progress("reading", "bytes" if in_bytes else "documents", total_bytes if in_bytes else None) as p:
         batch: list[Document] = []
         characters = 0
         for document in documents:
@@ -428,14 +426,14 @@ def batch_documents(documents: Iterable[Document], total_bytes: int | None) -> I
             characters += sum(map(len, document.texts))
             if characters >= BATCH_CHARS:
                 yield batch
-                p.advance((corpus_bytes_read(documents) or 0) - p.done if known else len(batch))
+                p.advance((corpus_bytes_read(documents) or 0) - p.done if in_bytes else len(batch))
                 batch, characters = [], 0
         if batch:
             yield batch
 
 
 def make_excerpt(text: str) -> str:
-    """The beginning of a text on one line.
+    """Return the beginning of a text on one line.
 
     >>> make_excerpt("one\\n  two"), len(make_excerpt("x" * 1000))
     ('one two', 100)
@@ -445,25 +443,25 @@ def make_excerpt(text: str) -> str:
 
 
 def excerpt_around(text: str, start: int, end: int) -> str:
-    """A place in a text with its neighbourhood."""
+    """Return a span of a text with some context."""
     return make_excerpt(text[max(start - 20, 0) : min(end, start + 60) + 20])
 
 
 def is_mostly_non_letters(text: str) -> bool:
-    """Whether letters and their marks are the smaller part of what is not space."""
+    """Whether letters and combining marks are less than `MIN_LETTER_SHARE` of the visible characters."""
     visible = "".join(text.split())
     letters = sum(unicodedata.category(c)[0] in "LM" for c in visible)
     return letters < MIN_LETTER_SHARE * len(visible)
 
 
 def count_repeats(counts: BoundedCounts[bytes]) -> int:
-    """How many came that had been there before."""
+    """Number of items that repeat an earlier one."""
     numbers, weights = counts.frequency_spectrum()
     return int(((numbers - 1) * weights).sum())
 
 
 def entropy_bits(counts: np.ndarray, weights: np.ndarray | None = None) -> float:
-    """In bits: how much one of these things, drawn as often as it was counted, tells.
+    """Entropy in bits of a distribution given as counts; `weights` items have each count.
 
     >>> entropy_bits(np.array([2, 1, 1]))
     1.5
@@ -477,10 +475,10 @@ def entropy_bits(counts: np.ndarray, weights: np.ndarray | None = None) -> float
 
 
 def fit_zipf(counts: np.ndarray, weights: np.ndarray) -> dict[str, Any]:
-    """How fast counts fall with rank: count ~ rank ** -exponent, fitted where the law is known to hold.
+    """Fit Zipf's law: count ~ rank ** -exponent.
 
-    The most frequent ten words are left out, and those seen fewer than five times, which stand in steps. Points are
-    spread evenly over the logarithm of the rank, so that the many rare words do not decide alone.
+    The ten most frequent words are left out, and words of fewer than five occurrences, whose counts are steps. Points
+    are spaced evenly in the logarithm of the rank, so that the many rare words do not dominate.
     """
     if not len(counts):
         return {"exponent": None, "points": [], "from_rank": 0, "to_rank": 0}
@@ -499,7 +497,7 @@ def fit_zipf(counts: np.ndarray, weights: np.ndarray) -> dict[str, Any]:
 
 
 def fit_heaps(growth: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """How the number of different words grows with the text: types ~ factor * words ** exponent."""
+    """Fit Heaps' law, the growth of the vocabulary with the text: types ~ factor * words ** exponent."""
     points = np.array([(n, types) for n, types in growth if n >= 1000], dtype=np.int64).reshape(-1, 2)
     line = fit_power_law(points[:, 0], points[:, 1])
     return {
@@ -510,7 +508,7 @@ def fit_heaps(growth: Sequence[tuple[int, int]]) -> dict[str, Any]:
 
 
 def fit_power_law(x: np.ndarray, y: np.ndarray) -> tuple[float, float] | None:
-    """A power law through some points: exponent and factor. None where there are too few."""
+    """Fit a power law: return exponent and factor; None for fewer than five points."""
     if len(x) < 5:
         return None
     slope, height = np.polyfit(np.log(x), np.log(y), 1)

@@ -1,4 +1,4 @@
-"""Documents that were there before: the same text, or nearly the same."""
+"""Drop duplicate documents: exact ones by a fingerprint, near ones by MinHash signatures (see `text/minhash.py`)."""
 
 from __future__ import annotations
 
@@ -24,49 +24,49 @@ DEDUP_MODES = ("none", "exact", "near")
 
 
 def minhash_signatures(documents: Sequence[Document]) -> np.ndarray:
-    """(D, 128) the signature of each document: it depends on nothing else, so any process may compute it."""
-    found = [minhash_signature(join_document_sides(document)) for document in documents]
-    return np.array(found, np.uint8).reshape(-1, NUM_PERMUTATIONS)
+    """Return the MinHash signature of each document, (D, 128) uint8. It depends on that document alone."""
+    signatures = [minhash_signature(join_document_sides(document)) for document in documents]
+    return np.array(signatures, np.uint8).reshape(-1, NUM_PERMUTATIONS)
 
 
 def max_near_texts(max_memory_bytes: int) -> int:
-    """Among how many texts near duplicates are looked for: three quarters of the memory are for them."""
+    """Number of texts that the near-duplicate index holds in three quarters of the memory."""
     return index_capacity_texts(max_memory_bytes - max_memory_bytes // 4)
 
 
 def near_dedup_memory_bytes(num_texts: int) -> int:
-    """The bytes of which three quarters hold so many texts."""
+    """Inverse of `max_near_texts`: bytes of which three quarters hold `num_texts` texts."""
     return num_texts * INDEX_BYTES_PER_TEXT * 4 // 3
 
 
 class DuplicateFilter:
-    """Tells documents that were there before, and counts them.
+    """Finds documents that came before.
 
-    The same text is told as soon as it is read (`is_new`), nearly the same when some documents have been signed
-    (`select_new`). Both must be asked in the order of the documents.
+    `is_new` finds exact duplicates while documents are read, `select_new` near ones after a chunk has been signed. Both
+    must be called in the order of the documents.
     """
 
     def __init__(self, exact_dedup: DiskFingerprintSet | None = None, near_dedup: MinHashIndex | None = None) -> None:
         self.exact_dedup, self.near_dedup = exact_dedup, near_dedup
 
     def is_new(self, text_fingerprint: bytes) -> bool:
-        """Whether a text with this fingerprint comes for the first time."""
+        """Whether this is the first text with this fingerprint."""
         return self.exact_dedup is None or self.exact_dedup.is_new(text_fingerprint)
 
     def select_new(self, signatures: np.ndarray) -> list[int]:
-        """Which of some documents are not nearly one before them, by their places."""
+        """Return the indices of the documents that are no near duplicates of earlier ones."""
         assert self.near_dedup is not None
-        return [place for place, one in enumerate(signatures) if not self.near_dedup.check_and_add_signature(one)]
+        return [i for i, signature in enumerate(signatures) if not self.near_dedup.check_and_add_signature(signature)]
 
     def record_only(self, signatures: np.ndarray) -> list[int]:
-        """As `select_new`, for documents that have been dealt with: they are remembered, and none is wanted."""
+        """Add documents that are in the shards already to the index; select none of them."""
         self.select_new(signatures)
         return []
 
 
 @contextmanager
 def open_duplicate_filter(path: Path, dedup: str, max_memory_bytes: int, near_texts: int) -> Iterator[DuplicateFilter]:
-    """What tells the duplicates of one source, in `max_memory_bytes` bytes; near ones among the last `num_texts` texts."""
+    """Open the filter of one source, within `max_memory_bytes`; near duplicates among the last `near_texts` texts."""
     if dedup == "none":
         yield DuplicateFilter()
         return
@@ -75,6 +75,4 @@ def open_duplicate_filter(path: Path, dedup: str, max_memory_bytes: int, near_te
     with closing(DiskFingerprintSet(path.with_name(f".{path.name}.seen"), share)) as seen:
         yield DuplicateFilter(seen, near)
     if near is not None and near.num_evicted:
-        say(
-            f"--dedup near compared each text with the last {near.max_texts:,} only: --max-memory has no room for more."
-        )
+        say(f"--dedup near compared each text with the last {near.max_texts:,} only: --max-memory allows no more.")

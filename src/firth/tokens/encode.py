@@ -1,4 +1,4 @@
-"""Some documents to the arrays that shards are made of."""
+"""Tokenize documents into the arrays that shards consist of: ids, word starts, sentence ends, salient bits."""
 
 # Shapes: N tokens, D documents.
 
@@ -23,26 +23,24 @@ from firth.tokens.boundaries import (
 from firth.tokens.tokenizer import Tokenizer
 from firth.tokens.word_cache import MAX_WORD_CACHE_BYTES, SegmentedSentence, WordCache, find_split_rules
 
-ENCODE_CHUNK_CHARS = (
-    2**17
-)  # characters: while a text is encoded it takes 300 bytes for each, so a longer one is encoded in parts
-CUT_CONTEXT_CHARS = 200  # characters on each side of a cut that show whether it changes the tokens
+ENCODE_CHUNK_CHARS = 2**17  # characters: an encoding takes 300 bytes each, so a longer text is encoded in parts
+CUT_CONTEXT_CHARS = 200  # characters on each side of a cut that are tokenized to check that it changes no token
 
 
 class TokenizedDocuments(NamedTuple):
-    """The tokens of some documents, one after the other, with their edges."""
+    """The tokens of documents, one document after the other, with their boundaries."""
 
     tokens: np.ndarray  # (N,) uint16 or uint32
     words: np.ndarray  # (N,) bool: starts a word
     sentences: np.ndarray  # (N,) bool: ends a sentence
-    salient: np.ndarray  # (N,) bool; empty where nobody asked for it
+    salient: np.ndarray  # (N,) bool; empty without a salient span finder
     document_lengths: np.ndarray  # (D,) int64: tokens of each document
-    first_side_lengths: np.ndarray  # (D,) int64: tokens of its first side, -1 where it has one side only
+    first_side_lengths: np.ndarray  # (D,) int64: tokens of its first side, -1 if it has one side only
     text_bytes: np.ndarray  # (D,) int64
 
 
 class TokenizedText(NamedTuple):
-    """One side of a document: its tokens and their edges."""
+    """One side of a document: its tokens and their boundaries."""
 
     tokens: np.ndarray
     word_starts: np.ndarray
@@ -52,29 +50,29 @@ class TokenizedText(NamedTuple):
 
 @dataclass(frozen=True)
 class DocumentEncoder:
-    """How documents are tokenised."""
+    """Tokenizes documents and splits off the held-out share, with the sentence rules of `language`."""
 
     tokenizer: Tokenizer
     held_out_share: float
     language: str
     find_salient: SalientSpanFinder | None = None
-    cache_bytes: int = MAX_WORD_CACHE_BYTES  # bytes for words that are remembered
+    cache_bytes: int = MAX_WORD_CACHE_BYTES  # bytes of the word cache
 
     @property
     def token_dtype(self) -> type:
         return np.uint16 if self.tokenizer.vocab.size <= 2**16 else np.uint32
 
     def __call__(self, documents: Sequence[Document]) -> tuple[TokenizedDocuments, TokenizedDocuments]:
-        """The documents to train on, and those held out."""
-        aside = [is_held_out(join_document_sides(d), self.held_out_share) for d in documents]
-        train, rest = ([d for d, out in zip(documents, aside, strict=True) if out is part] for part in (False, True))
+        """Return the documents to train on, and the held-out ones."""
+        held_out = [is_held_out(join_document_sides(d), self.held_out_share) for d in documents]
+        train, rest = ([d for d, out in zip(documents, held_out, strict=True) if out is part] for part in (False, True))
         return self._encode_documents(train), self._encode_documents(rest)
 
     def _encode_documents(self, documents: Sequence[Document]) -> TokenizedDocuments:
-        """Documents that give no tokens, or none for one of their sides, are skipped."""
+        """Tokenize documents; skip those that have no tokens, or none on one of their sides."""
         texts = iter(self._encode_texts([(d, text) for d in documents for text in d.texts]))
-        read = [(d, [next(texts) for _ in d.texts]) for d in documents]
-        kept = [(d, sides) for d, sides in read if all(len(side.tokens) for side in sides)]
+        encoded = [(d, [next(texts) for _ in d.texts]) for d in documents]
+        kept = [(d, sides) for d, sides in encoded if all(len(side.tokens) for side in sides)]
         flat = [side for _, sides in kept for side in sides]
         salient = [side.salient for side in flat if side.salient is not None]
         return TokenizedDocuments(
@@ -90,69 +88,69 @@ class DocumentEncoder:
         )
 
     def _encode_texts(self, sides: Sequence[tuple[Document, str]]) -> list[TokenizedText]:
-        """The tokens and edges of each text: from words that are known where that gives the same, else whole."""
-        pieces = [self._segment_for_cache(document, text) for document, text in sides]
-        whole = iter(self._encode_uncached([side for side, piece in zip(sides, pieces, strict=True) if piece is None]))
-        quick = iter(self._word_cache([p for p in pieces if p is not None]) if self._word_cache else ())
-        return [next(whole) if piece is None else text_from_sentence_lengths(*next(quick)) for piece in pieces]
+        """Tokenize each text from the word cache where that gives the same tokens, else without it."""
+        segmented = [self._segment_for_cache(document, text) for document, text in sides]
+        uncached = iter(self._encode_uncached([side for side, s in zip(sides, segmented, strict=True) if s is None]))
+        cached = iter(self._word_cache([s for s in segmented if s is not None]) if self._word_cache else ())
+        return [next(uncached) if s is None else text_from_sentence_lengths(*next(cached)) for s in segmented]
 
     def _segment_for_cache(self, document: Document, text: str) -> list[SegmentedSentence] | None:
-        """The sentences of a text in the form that is quick; None where that would not do."""
+        """Return the sentences of a text as segments of the word cache; None if it cannot tokenize them."""
         if self._word_cache is None or self.find_salient is not None or document.word_starts is not None:
             return None
         return self._word_cache.segment_text(text, sentence_end_offsets(text, self.language)[:-1])
 
     def _encode_uncached(self, texts: Sequence[tuple[Document, str]]) -> list[TokenizedText]:
-        """The ids of each text with their places; long texts part by part."""
+        """Tokenize texts with offsets, long ones part by part."""
         parts = [self._split_long_text(document, text) for document, text in texts]
-        flat = [(document, part) for (document, _), some in zip(texts, parts, strict=True) for part in some]
-        found = iter(self._encode_with_boundaries(flat))
-        return [concatenate_texts([next(found) for _ in some]) for some in parts]
+        flat = [(document, part) for (document, _), of_text in zip(texts, parts, strict=True) for part in of_text]
+        encoded = iter(self._encode_with_boundaries(flat))
+        return [concatenate_texts([next(encoded) for _ in of_text]) for of_text in parts]
 
     def _split_long_text(self, document: Document, text: str) -> list[str]:
-        """A text, cut if it is long between sentences, where the tokens and words stay the same."""
+        """Cut a long text between sentences, where the cut changes neither tokens nor words."""
         marked = self.find_salient is not None or document.word_starts is not None
         if len(text) <= ENCODE_CHUNK_CHARS or marked or self.tokenizer.is_reversed:
             return [text]
         cuts = [0]
-        for edge in sentence_end_offsets(text, self.language)[:-1]:
-            if edge - cuts[-1] >= ENCODE_CHUNK_CHARS and self._is_safe_cut(
-                text[edge - CUT_CONTEXT_CHARS : edge], text[edge : edge + CUT_CONTEXT_CHARS]
+        for end in sentence_end_offsets(text, self.language)[:-1]:
+            if end - cuts[-1] >= ENCODE_CHUNK_CHARS and self._is_safe_cut(
+                text[end - CUT_CONTEXT_CHARS : end], text[end : end + CUT_CONTEXT_CHARS]
             ):
-                cuts.append(edge)
+                cuts.append(end)
         return [text[start:end] for start, end in pairwise([*cuts, len(text)])]
 
     def _is_safe_cut(self, before: str, after: str) -> bool:
-        """Whether the tokens and the words of two texts are those of both together."""
-        whole, *two = self.tokenizer.encode_with_offsets([before + after, before, after])
+        """Whether two texts have the same tokens and words apart as together."""
+        joined, *apart = self.tokenizer.encode_with_offsets([before + after, before, after])
         starts = self.tokenizer.word_starts
-        return whole.ids == two[0].ids + two[1].ids and np.array_equal(starts(whole), starts(*two))
+        return joined.ids == apart[0].ids + apart[1].ids and np.array_equal(starts(joined), starts(*apart))
 
     def _encode_with_boundaries(self, texts: Sequence[tuple[Document, str]]) -> list[TokenizedText]:
         if not texts:
             return []
         encodings = self.tokenizer.encode_with_offsets([text for _, text in texts])
         sides = [EncodedText(d, text, e) for (d, text), e in zip(texts, encodings, strict=True)]
-        sides_with = [side for side in sides if len(side.encoding)]
-        bits = [find_word_starts(sides_with, self.tokenizer), find_sentence_ends(sides_with, self.language)]
+        nonempty = [side for side in sides if len(side.encoding)]
+        bits = [find_word_starts(nonempty, self.tokenizer), find_sentence_ends(nonempty, self.language)]
         if self.find_salient is not None:
-            bits.append(find_tokens_in_spans(sides_with, self.find_salient))
+            bits.append(find_tokens_in_spans(nonempty, self.find_salient))
         edges = np.cumsum([len(side.encoding) for side in sides])
         parts = zip(*(np.split(bit, edges[:-1]) for bit in bits), strict=True)
-        way = -1 if self.tokenizer.is_reversed else 1
+        direction = -1 if self.tokenizer.is_reversed else 1
         return [
-            TokenizedText(np.array(side.encoding.ids[::way], self.token_dtype), *(bits[::way] for bits in part))
+            TokenizedText(np.array(side.encoding.ids[::direction], self.token_dtype), *(b[::direction] for b in part))
             for side, part in zip(sides, parts, strict=True)
         ]
 
     @cached_property
     def _word_cache(self) -> WordCache | None:
-        habit = find_split_rules(self.tokenizer)
-        return None if habit is None else WordCache(self.tokenizer, habit, self.cache_bytes)
+        rules = find_split_rules(self.tokenizer)
+        return None if rules is None else WordCache(self.tokenizer, rules, self.cache_bytes)
 
 
 def concatenate_texts(parts: list[TokenizedText]) -> TokenizedText:
-    """The parts of a text as one."""
+    """Join the parts of a text."""
     if len(parts) == 1:
         return parts[0]
     return TokenizedText(
@@ -166,7 +164,7 @@ def concatenate_texts(parts: list[TokenizedText]) -> TokenizedText:
 def text_from_sentence_lengths(
     tokens_N: np.ndarray, word_starts_N: np.ndarray, sentence_lengths: np.ndarray
 ) -> TokenizedText:
-    """A text whose sentences have so many tokens."""
+    """Return a text with a sentence end after each of `sentence_lengths` tokens."""
     ends_N = np.zeros(len(tokens_N), dtype=bool)
     last = np.cumsum(sentence_lengths) - 1
     ends_N[last[last >= 0]] = True
@@ -179,5 +177,5 @@ def concatenate_arrays(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
 
 
 def join_document_sides(document: Document) -> str:
-    """What stands for a document when it is held out or compared with others."""
+    """Return the text of a document for fingerprints: both sides, joined by a character that no text has."""
     return "\0".join(document.texts)

@@ -1,4 +1,8 @@
-"""How a tokenizer splits a text: pieces per word, what is lost, what is unknown, what is never used."""
+"""How well a tokenizer fits a text: fertility (pieces per word), unknown tokens, lost characters, unused vocabulary.
+
+Fertility near 1 and few unused tokens together mean a vocabulary that suits the text. Tokenizers are trained on one
+part of a sample and measured on the rest, because every tokenizer fits the text that it was trained on.
+"""
 
 # Shapes: N tokens of a text, W words of it, V tokens of the vocabulary.
 
@@ -20,25 +24,25 @@ from firth.tokens.checkup import SampledDocument
 from firth.tokens.tokenizer import Tokenizer
 from firth.tokens.train import train_tokenizer
 
-MEASURED_SAMPLE_SHARE = 0.2  # of the sample: what no tokenizer was trained on
-ROW_LENGTHS_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # of rows
-TEMPLATE_TOKENS = 2  # tokens of a row that are not of the document
-MAX_LISTED_SPLITS = 20  # of a list
-MAX_ADDED_WORDS = 1000  # words that a vocabulary might be extended by
-SPACE_PREFIX_CHARS = "Ġ▁"  # for a space, at the beginning of a token
-BATCH_DOCUMENTS = 256  # documents
-COMMON_VOCAB_SHARE = 0.95  # of the vocabulary that should be seen often (Gowda & May 2020)
+MEASURED_SAMPLE_SHARE = 0.2  # share of the sample that no tokenizer is trained on
+ROW_LENGTHS_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # row lengths that are reported
+TEMPLATE_TOKENS = 2  # special tokens of a row
+MAX_LISTED_SPLITS = 20  # entries of a list
+MAX_ADDED_WORDS = 1000  # words by which a vocabulary might be extended
+SPACE_PREFIX_CHARS = "Ġ▁"  # characters for a space at the beginning of a token
+BATCH_DOCUMENTS = 256  # documents that are tokenized together
+COMMON_VOCAB_SHARE = 0.95  # share of the vocabulary that should be frequent (Gowda and May 2020)
 
 
 @dataclass(frozen=True)
 class TokenizerFit:
-    """How well a tokenizer fits a text. Shares are of words, tokens, characters or documents, as their names say."""
+    """Statistics of a tokenizer on a text."""
 
     name: str
     kind: str
     vocab_size: int
     given: bool  # not trained on this text
-    words: int  # of the text that it was measured on
+    words: int  # of the measured text
     tokens: int
     characters: int
     bytes: int
@@ -48,12 +52,12 @@ class TokenizerFit:
     characters_per_token: float
     unknown: float  # share of the tokens
     unknown_texts: list[tuple[str, int]]
-    lost: float  # share of the visible characters that do not come back
+    lost: float  # share of the visible characters that decoding does not restore
     lost_characters: list[tuple[str, int]]
-    exact: float  # share of the documents that come back as they were, spaces too
+    exact: float  # share of the documents that decoding restores exactly
     unused: float  # share of the vocabulary, in the whole sample
-    times_seen: float  # in the whole text, at least, for 95% of the pieces that are used
-    saved: float  # share of the tokens, if the thousand words that cost most had a token each
+    times_seen: float  # minimum count in the whole text of the most frequent 95% of the used pieces
+    saved: float  # share of the tokens, if the thousand most expensive words had a token each
     document_tokens: dict[str, float]
     rows: dict[int, float]  # share of the documents that fit in a row of this length
     worst: list[dict[str, Any]]
@@ -63,29 +67,29 @@ class TokenizerFit:
 
 
 class SampleSplit(NamedTuple):
-    """A sample in two: what tokenizers are trained on, and what they are measured on."""
+    """A sample, and its parts for training and for measuring tokenizers."""
 
     train: list[Document]
     measured: list[Document]
     all_documents: list[SampledDocument]
-    is_disjoint: bool  # the parts have nothing in common
+    is_disjoint: bool  # False: both parts are the whole sample
 
 
 def split_sample(sample: Iterable[SampledDocument]) -> SampleSplit:
-    """Measure on a fifth of the documents that is not trained on; on all where that would leave one part empty."""
-    whole = list(sample)
-    measured = [d.document for d in whole if is_held_out(d.document.text, MEASURED_SAMPLE_SHARE)]
-    train = [d.document for d in whole if not is_held_out(d.document.text, MEASURED_SAMPLE_SHARE)]
+    """Split off a fifth of the documents for measuring; use all for both if one part would be empty."""
+    documents = list(sample)
+    measured = [d.document for d in documents if is_held_out(d.document.text, MEASURED_SAMPLE_SHARE)]
+    train = [d.document for d in documents if not is_held_out(d.document.text, MEASURED_SAMPLE_SHARE)]
     if measured and train:
-        return SampleSplit(train, measured, whole, is_disjoint=True)
-    everything = [d.document for d in whole]
-    return SampleSplit(everything, everything, whole, is_disjoint=False)
+        return SampleSplit(train, measured, documents, is_disjoint=True)
+    everything = [d.document for d in documents]
+    return SampleSplit(everything, everything, documents, is_disjoint=False)
 
 
 def train_candidate_tokenizers(
     sample_split: SampleSplit, kinds: Sequence[str], sizes: Sequence[int], lowercase: bool = False
 ) -> Iterator[Tokenizer | str]:
-    """Tokenizers of every kind and size that the text can teach; a sentence for each that it cannot."""
+    """Yield a tokenizer of every kind and size, or a message if the text is too small for it."""
     for kind in kinds:
         largest = 0
         for size in sorted(sizes):
@@ -102,7 +106,7 @@ def train_candidate_tokenizers(
 def measure_fit(
     tokenizer: Tokenizer, sample_split: SampleSplit, text_to_sample_ratio: float, name: str, given: bool = False
 ) -> TokenizerFit:
-    """Count what a tokenizer makes of a sample; the text is `text_to_sample_ratio` times as large as that."""
+    """Measure a tokenizer on a sample; the whole text is `text_to_sample_ratio` times as large."""
     used_V, lengths = count_sample_tokens(tokenizer, sample_split.all_documents, name)
     split = SplitCounter(tokenizer)
     with progress(f"measuring {name}", "documents", len(sample_split.measured)) as p:
@@ -142,23 +146,23 @@ def measure_fit(
 def count_sample_tokens(
     tokenizer: Tokenizer, sample: Sequence[SampledDocument], name: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """How often each id is used in a sample, and how many tokens its documents have."""
+    """Return the count of each id (V,), and the tokens of each document, extrapolated if it was truncated."""
     used_V = np.zeros(tokenizer.vocab.size, dtype=np.int64)
     lengths: list[float] = []
     with progress(f"reading with {name}", "documents", len(sample)) as p:
         for start in range(0, len(sample), BATCH_DOCUMENTS):
             batch = sample[start : start + BATCH_DOCUMENTS]
-            for ids, one in zip(tokenizer.encode_batch([d.document.text for d in batch]), batch, strict=True):
+            for ids, sampled in zip(tokenizer.encode_batch([d.document.text for d in batch]), batch, strict=True):
                 used_V += np.bincount(ids, minlength=len(used_V))
-                lengths.append(len(ids) * one.characters / max(len(one.document.text), 1))
+                lengths.append(len(ids) * sampled.characters / max(len(sampled.document.text), 1))
             p.advance(len(batch))
     return used_V, np.array(lengths)
 
 
 def min_frequent_count(tokenizer: Tokenizer, count_V: np.ndarray) -> float:
-    """How often the rarest piece is used when the rarest 5% are left out, of those that are used at all.
+    """Return the count of the rarest used piece, without the rarest 5%.
 
-    Single characters and bytes are left out too: they are there so that everything can be spelled, however rare.
+    Single characters and bytes do not count: they are in the vocabulary to spell everything, however rare.
     """
     ordinary = set(tokenizer.vocab.non_special_ids.tolist())
     tokens = tokenizer.backend.get_vocab().items()
@@ -170,7 +174,7 @@ def min_frequent_count(tokenizer: Tokenizer, count_V: np.ndarray) -> float:
 
 
 class SplitCounter:
-    """What becomes of words and characters when a tokenizer reads them."""
+    """Counts how a tokenizer splits words, and which characters it loses."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -218,31 +222,31 @@ class SplitCounter:
             )
 
     def _check_round_trip(self, text: str, ids: Sequence[int]) -> None:
-        """What does not come back. Spaces are not counted: they may be kept elsewhere than in the tokens."""
-        back = self.tokenizer.decode(ids)
+        """Count characters that decoding does not restore; spaces do not count."""
+        decoded = self.tokenizer.decode(ids)
         self.num_visible_characters += len("".join(text.split()))
-        if back == text:
+        if decoded == text:
             self.num_exact += 1
         else:
             missing = Counter("".join(text.split()))
-            missing.subtract("".join(back.split()))
+            missing.subtract("".join(decoded.split()))
             self.lost_characters.update(+missing)
 
     def extra_tokens(self) -> dict[str, int]:
-        """For each word how many tokens would be saved if it were one."""
+        """Return the tokens that each word would save as a single token."""
         return {word: self.piece_counts[word] - n for word, n in self.word_counts.items()}
 
     def worst_words(self) -> list[dict[str, Any]]:
-        """The words whose splitting costs most tokens, of those that become three or more, or else two or more.
+        """Return the words whose splits cost the most tokens: words of three pieces or more, else of two.
 
-        A word that occurs once tells nothing.
+        Words that occur once are left out.
         """
         costs = self.extra_tokens()
-        for least in (3, 2):
-            if found := [
-                word for word, n in self.word_counts.items() if n > 1 and self.piece_counts[word] >= least * n
+        for min_pieces in (3, 2):
+            if words := [
+                word for word, n in self.word_counts.items() if n > 1 and self.piece_counts[word] >= min_pieces * n
             ]:
-                found.sort(key=lambda word: (-costs[word], word))
+                words.sort(key=lambda word: (-costs[word], word))
                 return [
                     {
                         "word": word,
@@ -250,13 +254,13 @@ class SplitCounter:
                         "pieces": self.piece_counts[word] / self.word_counts[word],
                         "split": self.split_spellings[word],
                     }
-                    for word in found[:MAX_LISTED_SPLITS]
+                    for word in words[:MAX_LISTED_SPLITS]
                 ]
         return []
 
 
 def word_token_ranges(spans_W2: np.ndarray, spans_N2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each word the first token that reaches into it, and the one after the last.
+    """Return for each word the first token that overlaps it, and the one after the last, (W,) each.
 
     >>> words, tokens = np.array([[0, 3], [4, 9]]), np.array([[0, 3], [3, 6], [6, 9], [9, 10]])
     >>> [array.tolist() for array in word_token_ranges(words, tokens)]
@@ -268,7 +272,7 @@ def word_token_ranges(spans_W2: np.ndarray, spans_N2: np.ndarray) -> tuple[np.nd
 
 
 def piece_strings(word: str, spans: np.ndarray) -> list[str]:
-    """The pieces of a word; further bytes of a character that is split itself are shown as a dot.
+    """Return the pieces of a word; further bytes of a split character are shown as a dot.
 
     >>> piece_strings("aéb", np.array([[0, 1], [1, 2], [1, 2], [2, 3]]))
     ['a', 'é', '.', 'b']

@@ -1,4 +1,4 @@
-"""Words without a vocabulary: each has an id, and each id a spelling, so that no word is unknown (ELMo).
+"""An open vocabulary for ELMo: every word has an id, and every id its characters, so no word is unknown.
 
 W words, C characters of a word.
 """
@@ -12,16 +12,23 @@ import torch
 from torch import Tensor
 
 from firth.core.console import format_count, say
-from firth.tokens.characters import BOS_CHAR, EOS_CHAR, PAD_CHAR, encode_word_chars, sentence_boundary_chars
+from firth.tokens.characters import (
+    BOS_CHAR,
+    EOS_CHAR,
+    MAX_ELMO_WORD_BYTES,
+    PAD_CHAR,
+    encode_word_chars,
+    sentence_boundary_chars,
+)
 from firth.tokens.tokenizer import Tokenizer
 
-FIRST_OPEN_WORD_ID = 2**32  # ids from here on are those of words that a tokenizer does not have; shards never hold them
-_open_words: list[str] = []  # each met once by this process, in the order of their ids
+FIRST_OPEN_WORD_ID = 2**32  # ids from here on are words outside of the vocabulary; shards never hold them
+_open_words: list[str] = []  # by id, for the life of this process
 _open_word_ids: dict[str, int] = {}
 
 
 def open_word_to_id(word: str) -> int:
-    """The id of a word that is in no vocabulary: the same for the same word, as long as this process lives."""
+    """Return the id of a word outside of the vocabulary, the same for the life of this process."""
     if word not in _open_word_ids:
         _open_word_ids[word] = FIRST_OPEN_WORD_ID + len(_open_words)
         _open_words.append(word)
@@ -34,7 +41,7 @@ def id_to_open_word(word_id: int) -> str:
 
 @dataclass(frozen=True)
 class WordEncoding:
-    """The words of a text, in place of an encoding of the `tokenizers` library."""
+    """The words of a text, with the fields of an `Encoding` of the `tokenizers` library."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]
@@ -45,10 +52,7 @@ class WordEncoding:
 
 
 class OpenVocabTokenizer(Tokenizer):
-    """A tokenizer of words that has an id for every word, also for one that it has never met.
-
-    It is for models that read words by their characters; what such a model predicts is in the vocabulary.
-    """
+    """A word tokenizer that gives unknown words an id too, for models that read words as characters."""
 
     def encode(self, text: str, parse_special: bool = False) -> list[int]:
         return self.encode_batch([text], parse_special)[0]
@@ -59,7 +63,7 @@ class OpenVocabTokenizer(Tokenizer):
         return [self._apply_direction(words.ids) for words in self.encode_with_offsets(texts)]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[WordEncoding]:  # type: ignore[override]
-        found = []
+        encodings = []
         for text, encoding in zip(texts, super().encode_with_offsets(texts), strict=True):
             ids = encoding.ids
             if self.vocab.unk in ids:
@@ -67,43 +71,43 @@ class OpenVocabTokenizer(Tokenizer):
                     open_word_to_id(w) if i == self.vocab.unk else i
                     for i, w in zip(ids, self.pre_tokenize(text), strict=True)
                 ]
-            found.append(WordEncoding(ids, encoding.offsets, encoding.word_ids))
-        return found
+            encodings.append(WordEncoding(ids, encoding.offsets, encoding.word_ids))
+        return encodings
 
 
 def to_open_vocab(tokenizer: Tokenizer) -> OpenVocabTokenizer:
-    """The same tokenizer, for a model that knows no unknown words."""
+    """Return the tokenizer with an open vocabulary."""
     if isinstance(tokenizer, OpenVocabTokenizer):
         return tokenizer
     return OpenVocabTokenizer(tokenizer.backend, tokenizer.special_tokens, tokenizer.config)
 
 
 class WordCharTable:
-    """How the words of a tokenizer are spelled, and all others that it has met."""
+    """The characters of all words: those of the vocabulary, and open ones."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         vocab = tokenizer.vocab
         spelled = encode_word_chars(str(tokenizer.backend.id_to_token(i)) for i in range(vocab.size))
         if spelled.num_truncated:
             longer = format_count(spelled.num_truncated, "word of the vocabulary is", "words of the vocabulary are")
-            say(f"{longer} longer than a word may be: the end is lost.")
+            say(f"{longer} longer than {MAX_ELMO_WORD_BYTES} bytes: truncated.")
         self.char_ids, self.has_warned = torch.from_numpy(spelled.char_ids), False
-        marks = {vocab.bos: BOS_CHAR, vocab.cls: BOS_CHAR, vocab.eos: EOS_CHAR, vocab.sep: EOS_CHAR}
-        for number, mark in marks.items():
-            if number is not None:
-                self.char_ids[number] = torch.from_numpy(sentence_boundary_chars(mark))
+        boundaries = {vocab.bos: BOS_CHAR, vocab.cls: BOS_CHAR, vocab.eos: EOS_CHAR, vocab.sep: EOS_CHAR}
+        for token_id, char in boundaries.items():
+            if token_id is not None:
+                self.char_ids[token_id] = torch.from_numpy(sentence_boundary_chars(char))
         self.char_ids[vocab.pad] = PAD_CHAR
 
     def lookup_chars(self, word_W: Tensor) -> Tensor:
-        """(W, C): the characters of the words with these ids."""
+        """Return the characters (W, C) of the words with these ids."""
         if self.char_ids.device != word_W.device:
             self.char_ids = self.char_ids.to(word_W.device)
         spelled_WC = self.char_ids[word_W.clamp(max=len(self.char_ids) - 1)].long()
         is_open = word_W >= FIRST_OPEN_WORD_ID
         if bool(is_open.any()):
-            met = encode_word_chars(id_to_open_word(number) for number in word_W[is_open].tolist())
-            if met.num_truncated and not self.has_warned:
-                say("Some words of the text are longer than a word may be, and lose their end.")
+            open_words = encode_word_chars(id_to_open_word(i) for i in word_W[is_open].tolist())
+            if open_words.num_truncated and not self.has_warned:
+                say(f"Some words of the text are longer than {MAX_ELMO_WORD_BYTES} bytes: truncated.")
                 self.has_warned = True
-            spelled_WC[is_open] = torch.from_numpy(met.char_ids).to(spelled_WC)
+            spelled_WC[is_open] = torch.from_numpy(open_words.char_ids).to(spelled_WC)
         return spelled_WC

@@ -66,9 +66,8 @@ class MixConfig:
             if name not in num_tokens:
                 raise UserError(f"The mix names {name!r}, which is not a source. {did_you_mean(name, num_tokens)}")
         if missing := [name for name in num_tokens if named and name not in named]:
-            raise UserError(
-                f"The mix has no value for the source {missing[0]!r}. Add it to mix.{'shares' if self.shares else 'epochs'}."
-            )
+            field_name = "shares" if self.shares else "epochs"
+            raise UserError(f"mix.{field_name} has no value for the source {missing[0]!r}. Add one.")
         if self.shares:
             weight = dict(self.shares)
         elif self.temperature is not None:

@@ -1,4 +1,17 @@
-"""Documents to token shards on disk: by many processes, in bounded memory, and resumed where it was stopped."""
+"""Documents to token shards on disk: in parallel, in bounded memory, resumable.
+
+Documents flow through four stages, a chunk at a time:
+
+1. `DocumentReader` reads the source, drops exact duplicates by a fingerprint, and hashes all texts in order. On resume
+   the hash proves that the source has not changed.
+2. Workers tokenize chunks (`workers.py`, `encode.py`). With `dedup="near"` they first compute MinHash signatures, and
+   the parent decides in the order of the source which documents are new.
+3. `ShardWriter` appends the arrays to flat files and then a line to a journal (`shard_writer.py`).
+4. `finish_shards` writes the manifest and renames the folder.
+
+A run that is killed at any moment resumes after the last chunk of the journal and writes the same bytes. The number of
+workers and the memory limit change no byte either.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +54,15 @@ from firth.tokens.tokenizer import Tokenizer
 from firth.tokens.word_cache import MAX_WORD_CACHE_BYTES
 from firth.tokens.workers import EncodeChunksFn, encode_in_process, worker_pool
 
-NEAR_TEXTS_KEY = "near_texts"  # in the journal: among how many texts near duplicates are looked for
-CHUNK_DOCUMENTS = 1000
-CHUNK_CHARACTERS = 500_000  # bounds the memory that the encodings of a chunk take
-MIN_PARALLEL_BYTES = 2_000_000  # bytes of text: less is done before other processes have started
+NEAR_TEXTS_KEY = "near_texts"  # in the journal: number of texts that the near-duplicate index holds
+CHUNK_DOCUMENTS = 1000  # documents per chunk, at most
+CHUNK_CHARACTERS = 500_000  # characters per chunk; bounds the memory of its encodings
+MIN_PARALLEL_BYTES = 2_000_000  # bytes of text: less is tokenized before workers have started
 
-# What things take in memory, in bytes, as measured with the published tokenizers.
-WORKER_BYTES = 64 * 2**20  # beside the words that it remembers
-BYTES_PER_CHUNK_CHARACTER = 150  # of a chunk: its text, encodings and results, on their way included
-MIN_CHUNK_CHARACTERS = 50_000
+# Memory, in bytes, measured with the published tokenizers.
+WORKER_BYTES = 64 * 2**20  # of a worker without its word cache
+BYTES_PER_CHUNK_CHARACTER = 150  # text, encodings and results of all chunks in flight
+MIN_CHUNK_CHARACTERS = 50_000  # characters: a smaller chunk is an error
 
 
 def prepare(
@@ -65,22 +78,23 @@ def prepare(
     max_memory: int | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """Write the shards of a stream of documents, and return what the manifest says of them.
+    """Write the shards of a stream of documents, and return the metadata of their manifest.
 
-    Tokens are plain text: no special tokens. `dedup` drops and counts documents that were there before: "exact" the
-    same text, "near" also nearly the same, "none" nothing. `total_bytes` is the size of the source, for the
-    progress line; a corpus tells how much of it has been read. `language` chooses the sentence rules. `salient` finds
-    the spans of a text that are marked as salient, as (start, end) in characters; without it none are.
-
-    `num_workers` is the number of processes, 1 being this one alone and 0 as many as there are cores. `max_memory_bytes`
-    bounds the bytes that all of them take together. Neither changes a byte of the shards, but for near duplicates of
-    texts that memory has no room for. Until they are whole they grow in `.NAME.part`, from which `resume` goes on; how
-    many texts memory has room for stays as it was begun with.
+    - Tokens are text without special tokens.
+    - `dedup`: "exact" drops repeated texts, "near" also near duplicates, "none" nothing.
+    - `total_bytes`: size of the source, for the progress line.
+    - `language`: whose sentence rules apply.
+    - `salient`: a function that finds salient spans, as (start, end) in characters. None: no salient bits.
+    - `workers`: number of processes; 1: this process alone, 0: one per core.
+    - `max_memory`: limit in bytes for all processes together; None: no limit. It changes the shards only where the
+      near-duplicate index cannot hold all texts.
+    - `resume`: continue in `.NAME.part`, the folder of unfinished shards. The size of the near-duplicate index stays
+      the one of the first run.
     """
     if dedup not in DEDUP_MODES:
-        raise UserError(f"--dedup {dedup}: no such way. {did_you_mean(dedup, DEDUP_MODES)}")
-    path, way = Path(folder), DocumentEncoder(tokenizer, held_out_share, language, salient)
-    scale = plan_resources(workers, max_memory, total_bytes, way)
+        raise UserError(f"--dedup {dedup} is unknown. {did_you_mean(dedup, DEDUP_MODES)}")
+    path, encoder = Path(folder), DocumentEncoder(tokenizer, held_out_share, language, salient)
+    resources = plan_resources(workers, max_memory, total_bytes, encoder)
     header = {
         "tokenizer": tokenizer.fingerprint,
         "held_out_share": held_out_share,
@@ -88,28 +102,28 @@ def prepare(
         "language": language,
         "salient": None if salient is None else salient_finder_name(salient),
     }
-    begin = header | ({NEAR_TEXTS_KEY: max_near_texts(scale.dedup_memory_bytes)} if dedup == "near" else {})
-    with open_shard_writer(path, begin, salient is not None, resume, fixed_keys=[NEAR_TEXTS_KEY]) as shards:
-        near_texts = shards.header.get(NEAR_TEXTS_KEY, 0)
-        if near_texts != begin.get(NEAR_TEXTS_KEY, 0):
-            say(f"--dedup near goes on as it was begun: each text is compared with the last {near_texts:,}.")
-            scale = plan_resources(workers, max_memory, total_bytes, way, near_dedup_memory_bytes(near_texts))
-        tokenizer.save(shards.folder / "tokenizer")
-        with open_duplicate_filter(path, dedup, scale.dedup_memory_bytes, near_texts) as told:
-            reader = DocumentReader(documents, told)
-            with report_if_interrupted(path, shards):
-                write_missing_chunks(shards, reader, way, scale, total_bytes)
-        train, aside = shards.part_writers
+    planned = header | ({NEAR_TEXTS_KEY: max_near_texts(resources.dedup_memory_bytes)} if dedup == "near" else {})
+    with open_shard_writer(path, planned, salient is not None, resume, fixed_keys=[NEAR_TEXTS_KEY]) as writer:
+        near_texts = writer.header.get(NEAR_TEXTS_KEY, 0)
+        if near_texts != planned.get(NEAR_TEXTS_KEY, 0):
+            say(f"--dedup near continues as it began: it compares each text with the last {near_texts:,}.")
+            resources = plan_resources(workers, max_memory, total_bytes, encoder, near_dedup_memory_bytes(near_texts))
+        tokenizer.save(writer.folder / "tokenizer")
+        with open_duplicate_filter(path, dedup, resources.dedup_memory_bytes, near_texts) as duplicate_filter:
+            reader = DocumentReader(documents, duplicate_filter)
+            with report_if_interrupted(path, writer):
+                write_missing_chunks(writer, reader, encoder, resources, total_bytes)
+        train, held_out = writer.part_writers
         if not train.num_documents:
-            raise no_training_documents_error(aside.num_documents)
-        return finish_shards(path, shards, way, header, reader)
+            raise no_training_documents_error(held_out.num_documents)
+        return finish_shards(path, writer, encoder, header, reader)
 
 
 def finish_shards(
     path: Path, writer: ShardWriter, encoder: DocumentEncoder, header: dict[str, Any], reader: DocumentReader
 ) -> dict[str, Any]:
-    """Write what is known only now, and give the folder its name."""
-    train, aside = writer.part_writers
+    """Write headers and manifest, and rename the folder."""
+    train, held_out = writer.part_writers
     facts: dict[str, Any] = {}
     near = reader.duplicate_filter.near_dedup
     with atomic_folder(path, partial_folder=writer.folder, kind="shards", metadata=facts):
@@ -120,13 +134,13 @@ def finish_shards(
         facts |= {
             "tokenizer_kind": encoder.tokenizer.kind,
             "vocab_size": encoder.tokenizer.vocab.size,
-            "documents": train.num_documents + aside.num_documents,
-            "tokens": train.num_tokens + aside.num_tokens,
+            "documents": train.num_documents + held_out.num_documents,
+            "tokens": train.num_tokens + held_out.num_tokens,
             "duplicates": reader.num_exact_duplicates + reader.num_near_duplicates,
-            "text_bytes": train.text_bytes + aside.text_bytes,
+            "text_bytes": train.text_bytes + held_out.text_bytes,
             "unigram_entropy": entropy_nats(count_token_ids(train, encoder)),
             "train": train.manifest_facts(),
-            "held_out": aside.manifest_facts(),
+            "held_out": held_out.manifest_facts(),
             "source": reader.source_facts(),
         }
         if near is not None and near.num_evicted:
@@ -141,15 +155,15 @@ def write_missing_chunks(
     resources: ResourcePlan,
     total_bytes: float | None,
 ) -> None:
-    """Tokenise what is not in the shards yet, chunk by chunk."""
+    """Tokenize the documents that are not in the shards yet, chunk by chunk."""
     with open_chunk_encoder(
         replace(encoder, cache_bytes=resources.word_cache_bytes), writer.folder / "tokenizer", resources.num_workers
-    ) as tokenise:
+    ) as encode_chunks:
         if writer.last_entry:
-            reader.skip_to_entry(writer.last_entry, tokenise, resources.chunk_characters)
-        decide = reader.duplicate_filter.select_new if reader.duplicate_filter.near_dedup else None
-        with chunk_progress("tokenising", reader, total_bytes) as advance:
-            for chunk, result in tokenise(reader.iter_chunks(resources.chunk_characters), decide):
+            reader.skip_to_entry(writer.last_entry, encode_chunks, resources.chunk_characters)
+        select = reader.duplicate_filter.select_new if reader.duplicate_filter.near_dedup else None
+        with chunk_progress("tokenizing", reader, total_bytes) as advance:
+            for chunk, result in encode_chunks(reader.iter_chunks(resources.chunk_characters), select):
                 reader.num_near_duplicates += result.num_dropped
                 writer.append_chunk(result.parts, **chunk.journal_facts(reader.num_near_duplicates))
                 advance(chunk)
@@ -159,39 +173,38 @@ def write_missing_chunks(
 def chunk_progress(
     label: str, reader: DocumentReader, total_bytes: float | None
 ) -> Iterator[Callable[[DocumentChunk], None]]:
-    """A progress line that a chunk advances: by the share of the source that was read, where that can be told."""
-    reached = corpus_bytes_read(reader.documents)
-    known = bool(total_bytes) and reached is not None
-    before = (
-        reached if known and reader.num_read else reader.num_read
-    )  # an earlier pass may have left a position at the end
-    with progress(label, "bytes" if known else "documents", total_bytes if known else None, before or 0) as p:
+    """Show progress in bytes of the source if they are known, else in documents; yield a function that advances it."""
+    position = corpus_bytes_read(reader.documents)
+    in_bytes = bool(total_bytes) and position is not None
+    # Before the first document the position may be that of an earlier pass over the source.
+    done = position if in_bytes and reader.num_read else reader.num_read
+    with progress(label, "bytes" if in_bytes else "documents", total_bytes if in_bytes else None, done or 0) as p:
         text_bytes = 0
 
         def advance(chunk: DocumentChunk) -> None:
             nonlocal text_bytes
             text_bytes += chunk.text_bytes
             seconds = max(time.monotonic() - p.start_s, 1e-6)
-            here = chunk.source_position_bytes if known else chunk.num_read
-            p.advance((here or 0) - p.done, note=f"{text_bytes / 1e6 / seconds:.2f} MB/s")
+            reached = chunk.source_position_bytes if in_bytes else chunk.num_read
+            p.advance((reached or 0) - p.done, note=f"{text_bytes / 1e6 / seconds:.2f} MB/s")
 
         yield advance
 
 
 @contextmanager
 def report_if_interrupted(path: Path, writer: ShardWriter) -> Iterator[None]:
-    """Say where --resume will go on, when anything stops the work."""
+    """Say how to resume when an error or Ctrl-C stops the work."""
     try:
         yield
     except BaseException:
         if writer.last_entry:
             done = format_count(writer.last_entry["documents"], "document is", "documents are")
-            say(f"{path}: {done} done and kept; --resume goes on from there.")
+            say(f"{path}: {done} done and saved; --resume continues from there.")
         raise
 
 
 def count_token_ids(part_writer: ShardPartWriter, encoder: DocumentEncoder) -> np.ndarray:
-    """How often each token is in a part."""
+    """Number of occurrences of each token id in a part, (V,)."""
     assert READ_BLOCK_BYTES % 4 == 0, "a block ends with a token"
     counts_V = np.zeros(encoder.tokenizer.vocab.size, dtype=np.int64)
     for block in read_blocks(part_writer.folder / "tokens.bin"):
@@ -200,7 +213,7 @@ def count_token_ids(part_writer: ShardPartWriter, encoder: DocumentEncoder) -> n
 
 
 def entropy_nats(counts: np.ndarray) -> float:
-    """Of a distribution given as counts, in nats: the loss of a model that knows only how frequent each token is."""
+    """Entropy in nats of a distribution given as counts: the loss of a model that knows only token frequencies."""
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())
 
@@ -218,17 +231,17 @@ def no_training_documents_error(num_held_out: int) -> UserError:
 
 
 class DocumentChunk(NamedTuple):
-    """Some documents, and how far the source was read with them."""
+    """Documents that are tokenized together, and the state of the source after them."""
 
     documents: list[Document]
-    text_bytes: int  # of their text
-    num_read: int  # documents of the source up to here
-    num_exact_duplicates: int  # of them, those that are left out because the same text was there before
-    source_digest: str  # stands for all texts up to here
-    source_position_bytes: int | None  # bytes of the source up to here, where that can be told
+    text_bytes: int
+    num_read: int  # documents read so far
+    num_exact_duplicates: int  # exact duplicates among them
+    source_digest: str  # hash of all texts so far
+    source_position_bytes: int | None  # bytes of the source read so far; None if unknown
 
     def journal_facts(self, num_near_duplicates: int) -> dict[str, Any]:
-        """What the journal says when it is in the shards; `num_near_duplicates` documents up to here are left out as well."""
+        """Return the journal's entry for this chunk."""
         return {
             "documents": self.num_read,
             "duplicates": self.num_exact_duplicates + num_near_duplicates,
@@ -237,22 +250,20 @@ class DocumentChunk(NamedTuple):
 
 
 class DocumentReader:
-    """Goes through a source once: documents that are new, and how far it is."""
+    """Reads a source once: yields new documents, counts duplicates, hashes all texts."""
 
     def __init__(self, documents: Iterable[Document], duplicate_filter: DuplicateFilter) -> None:
         self.documents, self.duplicate_filter = documents, duplicate_filter
         self.stream = iter(documents)
-        self.num_read = self.num_exact_duplicates = self.num_near_duplicates = (
-            0  # documents; of these the same, and nearly the same, as one before
-        )
+        self.num_read = self.num_exact_duplicates = self.num_near_duplicates = 0
         self.source_hash = blake2b(digest_size=16)
 
     def skip_to_entry(
         self, journal_entry: dict[str, Any], encode_chunks: EncodeChunksFn, chunk_characters: int
     ) -> None:
-        """Go where a line of the journal says, and remember the documents up to there."""
+        """Read up to the end of a journal entry, and add these documents to the duplicate filter."""
         chunks = self.iter_chunks(chunk_characters, journal_entry["documents"])
-        with progress("finding the place", "documents", journal_entry["documents"]) as p:
+        with progress("skipping finished documents", "documents", journal_entry["documents"]) as p:
             if self.duplicate_filter.near_dedup:
                 for chunk, _ in encode_chunks(chunks, self.duplicate_filter.record_only):
                     p.advance(chunk.num_read - p.done)
@@ -262,11 +273,12 @@ class DocumentReader:
                     p.advance(chunk.num_read - p.done)
         if self.source_facts() != {"documents": journal_entry["documents"], "digest": journal_entry["digest"]}:
             raise UserError(
-                "The text is not the one that was begun with: its first documents differ. Start anew with --overwrite."
+                "Cannot resume: the first documents of the text differ from those that were prepared. "
+                "Start anew with --overwrite."
             )
 
     def iter_chunks(self, chunk_characters: int, stop_after_documents: int | None = None) -> Iterator[DocumentChunk]:
-        """Documents that are new in groups of bounded size, until so many have been read."""
+        """Yield new documents in chunks of bounded size, until `stop_after_documents` have been read (None: all)."""
         batch: list[Document] = []
         length = 0
         while self.num_read != stop_after_documents and (document := next(self.stream, None)) is not None:
@@ -281,20 +293,20 @@ class DocumentReader:
             yield self._make_chunk(batch)
 
     def _is_new(self, document: Document) -> bool:
-        mark = text_fingerprint(join_document_sides(document))
+        fingerprint = text_fingerprint(join_document_sides(document))
         self.num_read += 1
-        self.source_hash.update(mark)
+        self.source_hash.update(fingerprint)
         if document.word_starts is not None:
             self.source_hash.update(repr(document.word_starts).encode())
-        new = self.duplicate_filter.is_new(mark)
-        self.num_exact_duplicates += not new
-        return new
+        is_new = self.duplicate_filter.is_new(fingerprint)
+        self.num_exact_duplicates += not is_new
+        return is_new
 
     def _make_chunk(self, batch: list[Document]) -> DocumentChunk:
-        size = sum(len(side.encode()) for document in batch for side in document.texts)
+        text_bytes = sum(len(side.encode()) for document in batch for side in document.texts)
         return DocumentChunk(
             batch,
-            size,
+            text_bytes,
             self.num_read,
             self.num_exact_duplicates,
             self.source_hash.hexdigest(),
@@ -302,12 +314,12 @@ class DocumentReader:
         )
 
     def source_facts(self) -> dict[str, Any]:
-        """Stands for all documents that were read, in their order."""
+        """Return the number and the hash of all documents read, in their order."""
         return {"documents": self.num_read, "digest": self.source_hash.hexdigest()}
 
 
 def digest_documents(documents: Iterable[Document], total_bytes: float | None = None) -> dict[str, Any]:
-    """What the manifest of shards says of the text that they are made of: read it all, and make nothing."""
+    """Return the manifest's `source` of a text by reading all of it, without writing shards."""
     reader = DocumentReader(documents, DuplicateFilter())
     with chunk_progress("comparing the text", reader, total_bytes) as advance:
         for chunk in reader.iter_chunks(CHUNK_CHARACTERS):
@@ -319,12 +331,12 @@ def digest_documents(documents: Iterable[Document], total_bytes: float | None = 
 
 
 class ResourcePlan(NamedTuple):
-    """How much is done at a time."""
+    """Number of processes and how memory is divided."""
 
     num_workers: int
-    chunk_characters: int  # of a chunk
-    dedup_memory_bytes: int  # bytes for what tells duplicates
-    word_cache_bytes: int = MAX_WORD_CACHE_BYTES  # bytes for words that a process remembers
+    chunk_characters: int
+    dedup_memory_bytes: int  # of the duplicate filter
+    word_cache_bytes: int = MAX_WORD_CACHE_BYTES  # of each process
 
 
 def plan_resources(
@@ -334,35 +346,35 @@ def plan_resources(
     encoder: DocumentEncoder,
     min_dedup_memory_bytes: int = 0,
 ) -> ResourcePlan:
-    """As many processes as were asked for, unless memory, or a small text, speaks for fewer.
+    """Divide memory among processes; use fewer than `num_workers` if memory or text is too small for them.
 
-    What tells duplicates has `min_dedup_memory_bytes` bytes or more.
+    The duplicate filter gets `min_dedup_memory_bytes` or more.
     """
     if num_workers < 0:
         raise UserError(f"--workers is {num_workers}, and must be at least 1 (or 0, for as many as there are cores).")
-    wanted = num_workers or count_cpu_cores()
+    num_workers = num_workers or count_cpu_cores()
     if total_bytes is not None and total_bytes < MIN_PARALLEL_BYTES:
-        wanted = 1
-    if wanted > 1 and not is_importable(encoder.find_salient):
-        say("The function that finds salient spans cannot be named to other processes: this one works alone.")
-        wanted = 1
+        num_workers = 1
+    if num_workers > 1 and not is_importable(encoder.find_salient):
+        say("Workers cannot import the function that finds salient spans: this process works alone.")
+        num_workers = 1
     if max_memory_bytes is None:
-        return ResourcePlan(wanted, CHUNK_CHARACTERS, max(2**28, min_dedup_memory_bytes))
+        return ResourcePlan(num_workers, CHUNK_CHARACTERS, max(2**28, min_dedup_memory_bytes))
     release_freed_memory()
-    memory = max(max_memory_bytes // 16, min_dedup_memory_bytes)
-    free = max_memory_bytes - memory - process_memory_bytes()
-    least = WORKER_BYTES + MIN_CHUNK_CHARACTERS * BYTES_PER_CHUNK_CHARACTER * 4 // 3
-    if wanted > 1 and free // wanted < least:
-        fewer = max(1, free // least)
-        say(f"--max-memory has room for {fewer} of {wanted} workers.")
-        wanted = fewer
-    each = free // wanted - (WORKER_BYTES if wanted > 1 else 0)
-    words = min(max(each, 0) // 4, MAX_WORD_CACHE_BYTES)
-    characters = (each - words) // BYTES_PER_CHUNK_CHARACTER
+    dedup_bytes = max(max_memory_bytes // 16, min_dedup_memory_bytes)
+    free = max_memory_bytes - dedup_bytes - process_memory_bytes()
+    min_bytes = WORKER_BYTES + MIN_CHUNK_CHARACTERS * BYTES_PER_CHUNK_CHARACTER * 4 // 3
+    if num_workers > 1 and free // num_workers < min_bytes:
+        fewer = max(1, free // min_bytes)
+        say(f"--max-memory is enough for {fewer} of {num_workers} workers.")
+        num_workers = fewer
+    each = free // num_workers - (WORKER_BYTES if num_workers > 1 else 0)
+    cache_bytes = min(max(each, 0) // 4, MAX_WORD_CACHE_BYTES)
+    characters = (each - cache_bytes) // BYTES_PER_CHUNK_CHARACTER
     if characters < MIN_CHUNK_CHARACTERS:
         needed = max_memory_bytes + (MIN_CHUNK_CHARACTERS - characters) * BYTES_PER_CHUNK_CHARACTER * 4 // 3 * 16 // 15
-        raise UserError(f"--max-memory is too little: {needed / 1e6:,.0f}MB are needed at least.")
-    return ResourcePlan(wanted, min(characters, CHUNK_CHARACTERS), memory, words)
+        raise UserError(f"--max-memory is too small: at least {needed / 1e6:,.0f}MB are needed.")
+    return ResourcePlan(num_workers, min(characters, CHUNK_CHARACTERS), dedup_bytes, cache_bytes)
 
 
 def count_cpu_cores() -> int:
@@ -370,9 +382,9 @@ def count_cpu_cores() -> int:
 
 
 def release_freed_memory() -> None:
-    """Let what is freed go back to the system at once: without this, gaps between chunks grow by some KB with each.
+    """Return freed memory to the system at once: fragmentation would grow by some KB with each chunk.
 
-    This is glibc's M_MMAP_THRESHOLD. Where the system has another library, nothing is done.
+    Sets glibc's M_MMAP_THRESHOLD; does nothing with another C library.
     """
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     if library is not None and hasattr(library, "mallopt"):
@@ -380,7 +392,7 @@ def release_freed_memory() -> None:
 
 
 def process_memory_bytes() -> int:
-    """The bytes that this process has in memory."""
+    """Resident memory of this process."""
     statm = Path("/proc/self/statm")
     if statm.is_file():
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -388,7 +400,7 @@ def process_memory_bytes() -> int:
 
 
 def is_importable(find_salient: SalientSpanFinder | None) -> bool:
-    """Whether a function can be found again by its name, in another process."""
+    """Whether another process can import a function by its name."""
     try:
         return find_salient is None or load_salient_finder(salient_finder_name(find_salient)) is find_salient
     except UserError:
@@ -397,9 +409,9 @@ def is_importable(find_salient: SalientSpanFinder | None) -> bool:
 
 @contextmanager
 def open_chunk_encoder(encoder: DocumentEncoder, tokenizer_folder: Path, num_workers: int) -> Iterator[EncodeChunksFn]:
-    """A function that tokenises chunks in order, in this process or by a crew."""
+    """Yield a function that tokenizes chunks in order, with workers or in this process."""
     if num_workers > 1:
-        with worker_pool(encoder, tokenizer_folder, num_workers) as tokenise:
-            yield tokenise
+        with worker_pool(encoder, tokenizer_folder, num_workers) as encode_chunks:
+            yield encode_chunks
     else:
         yield encode_in_process(encoder)

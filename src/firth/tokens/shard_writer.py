@@ -1,4 +1,13 @@
-"""Shards while they grow: files that are only added to, and a journal that says how far they are whole."""
+"""Write shards so that a run killed at any moment can resume: append-only files and a journal.
+
+Files only grow. After each chunk the journal gets one line with the size and the CRC-32 of every file at that moment
+(`ShardPartWriter.state_dict`). A resumed run finds the last line whose sizes and checksums all files have, cuts off
+what came later, and continues. A CRC can be extended by the bytes that follow, so
+neither writing nor checking reads a byte twice.
+
+What is known only at the end (the .npy headers with their lengths, bits that do not fill a byte) is written by
+`finish`, outside of the checksums.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +27,12 @@ from firth.core.errors import UserError
 from firth.tokens.encode import TokenizedDocuments
 
 SHARD_PARTS = ("train", "held_out")
-READ_BLOCK_BYTES = 2**24  # bytes that are read at once
-NPY_HEADER_BYTES = 128  # bytes: numpy gives this many to a list of numbers, however long it is
+READ_BLOCK_BYTES = 2**24  # bytes per read
+NPY_HEADER_BYTES = 128  # bytes of a .npy header of a one-dimensional array, whatever its length
 
 
 class AppendOnlyFile:
-    """A file that is only added to, with a checksum of what is in it."""
+    """A file that only grows, with the checksum of its contents."""
 
     def __init__(self, path: Path, size: int = 0, crc: int = 0) -> None:
         self.size, self.crc = size, crc
@@ -37,29 +46,29 @@ class AppendOnlyFile:
         self.crc = zlib.crc32(data, self.crc)
 
     def reserve(self, size: int) -> None:
-        """Room at the beginning for what is known at the end; it does not count in the checksum."""
+        """Reserve bytes for a header that is written at the end; the checksum leaves them out."""
         self.file.write(bytes(size))
         self.size += size
 
 
 class BitPacker:
-    """Bits on their way to a file, eight to a byte, the first one highest; `pending_bits` is less than a byte."""
+    """Packs bits into bytes, the first bit highest; `pending_bits` are those that do not fill a byte yet."""
 
     def __init__(self, pending_bits: Sequence[int] = ()) -> None:
         self.pending_bits = np.array(pending_bits, dtype=bool)
 
     def pack(self, bits: np.ndarray) -> bytes:
         bits = np.concatenate([self.pending_bits, bits])
-        whole = len(bits) // 8 * 8
-        self.pending_bits = bits[whole:]
-        return np.packbits(bits[:whole]).tobytes()
+        num_packed = len(bits) // 8 * 8
+        self.pending_bits = bits[num_packed:]
+        return np.packbits(bits[:num_packed]).tobytes()
 
 
 class ShardPartWriter:
-    """The files of one part (train or held out) of shards."""
+    """Writes the files of one part (train or held out) of shards."""
 
     def __init__(self, folder: Path, has_salient: bool, state: dict[str, Any] | None = None) -> None:
-        """Begin, or go on where a `mark` says; what was written after it is cut off."""
+        """Start, or continue from a `state_dict`; bytes that were written after it are cut off."""
         folder.mkdir(exist_ok=True)
         state = state or {"documents": 0, "tokens": 0, "text_bytes": 0, "files": {}, "rest": {}}
         self.folder = folder
@@ -85,7 +94,7 @@ class ShardPartWriter:
         if "splits.npy" not in self.files and (documents.first_side_lengths >= 0).any():
             self.files["splits.npy"] = AppendOnlyFile(self.folder / "splits.npy")
             self.files["splits.npy"].reserve(NPY_HEADER_BYTES)
-            self.files["splits.npy"].write(bytes([255] * 8) * self.num_documents)  # -1 for all before
+            self.files["splits.npy"].write(bytes([255] * 8) * self.num_documents)  # int64 -1 for all documents before
         if "splits.npy" in self.files:
             self.files["splits.npy"].write(documents.first_side_lengths.tobytes())
         self.files["offsets.npy"].write((self.num_tokens + np.cumsum(documents.document_lengths)).tobytes())
@@ -94,25 +103,25 @@ class ShardPartWriter:
         self.text_bytes += int(documents.text_bytes.sum())
 
     def flush(self) -> None:
-        for grown in self.files.values():
-            grown.file.flush()
+        for file in self.files.values():
+            file.file.flush()
 
     def close(self) -> None:
-        for grown in self.files.values():
-            grown.file.close()
+        for file in self.files.values():
+            file.file.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the files are, as JSON."""
+        """Return counts, file sizes and checksums, as JSON."""
         return {
             "documents": self.num_documents,
             "tokens": self.num_tokens,
             "text_bytes": self.text_bytes,
-            "files": {name: [grown.size, grown.crc] for name, grown in self.files.items()},
+            "files": {name: [file.size, file.crc] for name, file in self.files.items()},
             "rest": {name: bits.pending_bits.astype(int).tolist() for name, bits in self.bit_packers.items()},
         }
 
     def finish(self) -> None:
-        """Write what stands at the beginning or the very end of files. Doing it twice does no harm."""
+        """Write .npy headers and the last, partly filled bytes of bits. Idempotent."""
         for name, bits in self.bit_packers.items():
             self.files[f"{name}.bin"].file.write(np.packbits(bits.pending_bits).tobytes())
         for name in {"offsets.npy", "splits.npy"} & self.files.keys():
@@ -127,7 +136,7 @@ class ShardPartWriter:
 
 
 def npy_header(num_values: int) -> bytes:
-    """What stands before `num_values` numbers of 64 bits in a .npy file."""
+    """Return the .npy header of a one-dimensional int64 array."""
     fields = f"{{'descr': '<i8', 'fortran_order': False, 'shape': ({num_values},), }}"
     return (
         b"\x93NUMPY\x01\x00"
@@ -138,7 +147,7 @@ def npy_header(num_values: int) -> bytes:
 
 
 def count_set_bits(file: Path) -> int:
-    """How many bits of a file are set."""
+    """Number of set bits of a file."""
     return sum(int(np.bitwise_count(np.frombuffer(block, np.uint8)).sum()) for block in read_blocks(file))
 
 
@@ -149,10 +158,9 @@ def read_blocks(file: Path) -> Iterator[bytes]:
 
 
 class ShardWriter:
-    """Both parts and the journal. `begin` or `go_on`, then `add` and `commit`, then `finish`.
+    """Writes both parts and the journal, a file beside the folder.
 
-    The journal is a file beside the folder. Its first line says what is made of what; each further one is written
-    when a chunk is in the files, and says their sizes and checksums then.
+    The first line of the journal is the header: tokenizer and options. Each further line is the state after a chunk.
     """
 
     def __init__(
@@ -170,9 +178,9 @@ class ShardWriter:
         ]
 
     def append_chunk(self, documents_by_part: Sequence[TokenizedDocuments], **facts: Any) -> None:
-        """Put a chunk into the files, and then say so in the journal."""
-        for part, more in zip(self.part_writers, documents_by_part, strict=True):
-            part.append(more)
+        """Append a chunk to the files, then its entry to the journal."""
+        for part, documents in zip(self.part_writers, documents_by_part, strict=True):
+            part.append(documents)
             part.flush()
         self.last_entry = {
             **facts,
@@ -186,10 +194,10 @@ class ShardWriter:
 def open_shard_writer(
     path: Path, header: dict[str, Any], has_salient: bool, resume: bool, fixed_keys: Sequence[str] = ()
 ) -> Iterator[ShardWriter]:
-    """Shards that grow in `.NAME.part`, with `.NAME.journal` beside it; what is done stays when anything goes wrong.
+    """Open a writer in `.NAME.part`, with `.NAME.journal` beside it; finished chunks survive any error.
 
-    With `resume` they go on where the last whole chunk ended, in the way that the header says; what is named in
-    `fixed_keys` stays as it was begun with. Two processes cannot write the same shards.
+    With `resume` it continues after the last intact chunk; the header must be the same, except for `fixed_keys`, which
+    keep their first values. A lock keeps two processes from writing the same shards.
     """
     folder, file = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.journal")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -201,94 +209,90 @@ def open_shard_writer(
         lines = read_journal(journal) if resume else []
         if lines:
             header = header | {name: lines[0][name] for name in fixed_keys if name in header and name in lines[0]}
-        if lines and lines[0] != header:
-            raise different_settings_error(path, lines[0], header)
-        lines = lines[:1] + find_valid_entries(folder, lines[1:])
-        if not lines[1:]:
+            if lines[0] != header:
+                raise different_settings_error(path, lines[0], header)
+        entries = find_valid_entries(folder, lines[1:])
+        if not entries:
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(exist_ok=True)
-        rewrite_journal(journal, [header, *lines[1:]])
-        state = ShardWriter(folder, journal, header, has_salient, lines[-1] if lines[1:] else None)
+        rewrite_journal(journal, [header, *entries])
+        writer = ShardWriter(folder, journal, header, has_salient, entries[-1] if entries else None)
         try:
-            yield state
+            yield writer
         except OSError as e:
             if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            advice = (
-                "What is done is kept: make room, and run it again with --resume." if state.last_entry else "Make room."
-            )
-            raise UserError(f"{folder}: no room is left on the disk. {advice}") from None
+            saved = "The work so far is saved: free some, and run it again with --resume."
+            advice = saved if writer.last_entry else "Free some."
+            raise UserError(f"{folder}: no space is left on the disk. {advice}") from None
         finally:
-            for part in state.part_writers:
+            for part in writer.part_writers:
                 close_quietly(part)
-            if not state.last_entry and folder.exists():
+            if not writer.last_entry and folder.exists():
                 shutil.rmtree(folder, ignore_errors=True)
             if not folder.exists():
                 file.unlink(missing_ok=True)
 
 
 def close_quietly(part_writer: ShardPartWriter) -> None:
-    """Close files whose last bytes may have no room any more: they are after the last mark."""
-    for grown in part_writer.files.values():
+    """Close files on a disk that may be full: bytes that are lost came after the last journal entry."""
+    for file in part_writer.files.values():
         with suppress(OSError):
-            grown.file.close()
+            file.file.close()
 
 
 def read_journal(journal: IO[str]) -> list[dict[str, Any]]:
-    """The lines of a journal; the last one may have been cut off."""
+    """Return the entries of a journal without a last line that was cut off."""
     journal.seek(0)
-    found = []
+    entries = []
     for line in journal:
         try:
-            found.append(json.loads(line))
+            entries.append(json.loads(line))
         except json.JSONDecodeError:
             break
         if not line.endswith("\n"):
-            found.pop()
-    return found
+            entries.pop()
+    return entries
 
 
 def rewrite_journal(journal: IO[str], entries: Sequence[dict[str, Any]]) -> None:
     journal.seek(0)
     journal.truncate()
-    journal.writelines(json.dumps(line) + "\n" for line in entries)
+    journal.writelines(json.dumps(entry) + "\n" for entry in entries)
     journal.flush()
 
 
 def find_valid_entries(folder: Path, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lines up to the last one at which all files are as it says."""
-    good = len(entries)
+    """Return the entries up to the last one whose sizes and checksums all files have."""
+    num_valid = len(entries)
     for part in SHARD_PARTS:
-        names = {name for line in entries for name in line[part]["files"]}
-        for name in sorted(names):
-            marks = [line[part]["files"].get(name) for line in entries]
-            first_wrong = next(
-                (i for i, right in enumerate(checksums_match(folder / part / name, marks)) if not right), good
-            )
-            good = min(good, first_wrong)
-    return list(entries[:good])
+        for name in sorted({name for entry in entries for name in entry[part]["files"]}):
+            states = [entry[part]["files"].get(name) for entry in entries]
+            matches = checksums_match(folder / part / name, states)
+            num_valid = min(num_valid, next((i for i, match in enumerate(matches) if not match), num_valid))
+    return list(entries[:num_valid])
 
 
 def checksums_match(file: Path, sizes_and_crcs: Sequence[Sequence[int] | None]) -> Iterator[bool]:
-    """Whether a file has the checksum of each mark (size, crc) at its size; None asks nothing."""
+    """Yield whether a file has each checksum at each (size, crc), in one pass; True for None."""
     crc, done = 0, NPY_HEADER_BYTES if file.suffix == ".npy" else 0
     if not file.is_file():
-        yield from (mark is None for mark in sizes_and_crcs)
+        yield from (state is None for state in sizes_and_crcs)
         return
     with open(file, "rb") as f:
         f.seek(done)
-        for mark in sizes_and_crcs:
-            while mark is not None and done < mark[0]:
-                block = f.read(min(READ_BLOCK_BYTES, mark[0] - done))
+        for state in sizes_and_crcs:
+            while state is not None and done < state[0]:
+                block = f.read(min(READ_BLOCK_BYTES, state[0] - done))
                 if not block:
                     break
                 crc, done = zlib.crc32(block, crc), done + len(block)
-            yield mark is None or (done, crc) == tuple(mark)
+            yield state is None or (done, crc) == tuple(state)
 
 
 def different_settings_error(path: Path, earlier: dict[str, Any], now: dict[str, Any]) -> UserError:
     changed = [f"{name}: {earlier.get(name)} -> {now[name]}" for name in now if earlier.get(name) != now[name]]
     return UserError(
-        f"{path} was begun in another way ({'; '.join(changed)}). Give the same options to --resume, or start anew "
-        "with --overwrite."
+        f"Cannot resume {path}: these settings differ ({'; '.join(changed)}). Give the same options to --resume, or "
+        "start anew with --overwrite."
     )

@@ -1,4 +1,15 @@
-"""Token shards, opened for reading: memory-mapped, with the edges of documents, words and sentences."""
+"""Token shards, opened for reading.
+
+A part ("train" or "held_out") is a folder of flat files, all memory-mapped, so opening it costs nothing and processes
+share its pages:
+
+    tokens.bin                              uint16, or uint32 for more than 65,536 ids; no special tokens
+    offsets.npy                             (documents + 1,) int64: document d is tokens offsets[d] up to offsets[d + 1]
+    words.bin, sentences.bin, salient.bin   one bit per token: starts a word, ends a sentence, is salient
+    splits.npy                              tokens of the first side, for documents with two sides
+
+`manifest.json` in the folder above has counts, checksums and the fingerprint of the tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +36,14 @@ WORD_AWARE_KINDS = (
     "unigram",
     "char",
     "word",
-)  # kinds of tokenizers that split text at the edges of words
-MAX_MEAN_WORD_TOKENS = (
-    20  # tokens: words are never so long on average, unless the tokenizer does not see where they begin
-)
-SENTENCE_BLOCK_TOKENS = 2**24  # tokens whose sentence ends are read at once
-TOKEN_BIT_FILES = {
-    "word_start": "words",
-    "sentence_end": "sentences",
-    "salient": "salient",
-}  # what is marked, and in which file
+)  # tokenizers that split at word boundaries
+MAX_MEAN_WORD_TOKENS = 20  # tokens per word on average: more means that the tokenizer does not see word boundaries
+SENTENCE_BLOCK_TOKENS = 2**24  # tokens whose sentence ends are unpacked at once
+TOKEN_BIT_FILES = {"word_start": "words", "sentence_end": "sentences", "salient": "salient"}  # bit -> name of its file
 
 
 class Shards:
-    """One part of a shards folder, opened for reading: tokens stay on disk until they are asked for."""
+    """One part of a shards folder, memory-mapped: tokens stay on disk until they are read."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -67,75 +72,75 @@ class Shards:
 
     @cached_property
     def first_side_lengths(self) -> np.ndarray | None:
-        """(D,) how many tokens the first side of each document has, -1 for one side only; None if all are such."""
+        """Tokens of the first side of each document, (D,), -1 for one side only; None if all have one side."""
         file = self.folder / "splits.npy"
         return np.load(file, mmap_mode="r") if file.is_file() else None
 
     def has_bit(self, bit: str) -> bool:
-        """Whether the tokens are marked with this bit."""
+        """Whether the shards have this bit."""
         return bit in self._packed_bits
 
     def gather_bits(self, bit: str, token_indices: np.ndarray) -> np.ndarray:
-        """A bit of the tokens at these places; beyond the first and the last token nothing is promised."""
+        """Return a bit of the tokens at these indices; arbitrary outside of [0, num_tokens)."""
         byte = np.take(self._packed_bits[bit], token_indices >> 3, mode="clip")
         return (byte >> (7 - (token_indices & 7)).astype(np.uint8) & 1).astype(bool)
 
     def word_starts(self, start: int, stop: int) -> np.ndarray:
-        """For the tokens from `start` to `stop`: does it start a word?"""
+        """Return which of the tokens [start, stop) start a word."""
         return unpack_bits(self._packed_bits["word_start"], start, stop)
 
     def sentence_ends(self, start: int, stop: int) -> np.ndarray:
-        """For the tokens from `start` to `stop`: is it the last of a sentence?"""
+        """Return which of the tokens [start, stop) end a sentence."""
         return unpack_bits(self._packed_bits["sentence_end"], start, stop)
 
     def sentence_bounds(self) -> np.ndarray:
-        """Where sentences begin and end, in tokens; the end of a document ends a sentence too."""
+        """Return the token indices at which sentences begin and end; the end of a document ends a sentence too."""
         starts = range(0, self.num_tokens, SENTENCE_BLOCK_TOKENS)
         blocks = [self.sentence_ends(start, min(start + SENTENCE_BLOCK_TOKENS, self.num_tokens)) for start in starts]
         ends = [start + 1 + np.flatnonzero(block) for start, block in zip(starts, blocks, strict=True)]
         return np.union1d(np.concatenate(ends), self.offsets)
 
     def require_bits(self, token_bits: Collection[str]) -> None:
-        """Refuse bits that say nothing here."""
+        """Raise an error if a bit is missing or meaningless in these shards."""
         assert TOKEN_BIT_FILES.keys() >= set(token_bits), token_bits
         if "salient" in token_bits and not self.has_bit("salient"):
             raise UserError(
-                f"{self.folder.parent} does not say which tokens are salient. "
+                f"{self.folder.parent} has no salient bits. "
                 "Prepare the text again with `firth prepare --salient default`."
             )
         if "word_start" in token_bits:
             self._require_words()
 
     def _require_words(self) -> None:
-        """Refuse words that are whole documents, lines or single tokens because the tokenizer does not know better."""
-        wrong = ""
+        """Raise an error if the tokenizer sees no word boundaries: words are documents, lines or single tokens."""
+        problem = ""
         if self.num_words == self.num_documents < self.num_tokens:
-            wrong = "every document is one word"
+            problem = "every document is one word"
         elif self.num_tokens > MAX_MEAN_WORD_TOKENS * self.num_words:
-            wrong = f"a word has {self.num_tokens / self.num_words:.0f} tokens on average"
+            problem = f"a word has {self.num_tokens / self.num_words:.0f} tokens on average"
         elif self.num_words == self.num_tokens and self._manifest_facts.get("tokenizer_kind") not in WORD_AWARE_KINDS:
-            wrong = "every token is one word"
-        if wrong:
+            problem = "every token is one word"
+        if problem:
             raise UserError(
-                f"Whole words need a tokenizer that knows where words begin; in {self.folder.parent} {wrong}. "
+                f"Whole words need a tokenizer that knows where words begin; in {self.folder.parent} {problem}. "
                 "Take a wordpiece, byte-bpe or unigram tokenizer, or for a language written without spaces give each "
                 "document's words in a `words` column (.jsonl)."
             )
         if self.num_words == self.num_tokens:
-            say(f"In {self.folder.parent} every token is a word, so whole words are no more than single tokens.")
+            say(f"In {self.folder.parent} every token is a word, so whole-word masking is token masking.")
 
     @property
     def _manifest_facts(self) -> dict[str, Any]:
         return read_json(self.folder.parent / MANIFEST_FILE).get("metadata", {})
 
     def _count_bit(self, bit: str) -> int:
-        """How many tokens have a bit: as the manifest says, or counted where it was written before it said so."""
-        known = self._manifest_facts.get(self.folder.name, {}).get(TOKEN_BIT_FILES[bit])
-        return int(np.bitwise_count(self._packed_bits[bit]).sum()) if known is None else known
+        """Number of tokens with a bit, from the manifest; counted for shards without one."""
+        count = self._manifest_facts.get(self.folder.name, {}).get(TOKEN_BIT_FILES[bit])
+        return int(np.bitwise_count(self._packed_bits[bit]).sum()) if count is None else count
 
     @cached_property
     def fingerprint(self) -> str:
-        """Stands for the documents of this part as they are tokenised here."""
+        """Hash of the tokens and document offsets of this part."""
         files = read_json(self.folder.parent / MANIFEST_FILE)["files"]
         sums = [files[f"{self.folder.name}/{name}"]["sha256"] for name in ("tokens.bin", "offsets.npy")]
         return hashlib.sha256("".join(sums).encode()).hexdigest()[:16]
@@ -149,7 +154,7 @@ def unpack_bits(packed: np.ndarray, start: int, stop: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ShardSet:
-    """A shards folder: its parts, its tokenizer, and the facts that `prepare` returned."""
+    """A shards folder: its parts, its tokenizer, and the metadata that `prepare` returned."""
 
     folder: Path
     train: Shards
@@ -159,12 +164,12 @@ class ShardSet:
 
     @property
     def num_documents(self) -> int:
-        """Those to train on."""
+        """Of the training part."""
         return self.train.num_documents
 
     @property
     def num_tokens(self) -> int:
-        """Those to train on."""
+        """Of the training part."""
         return self.train.num_tokens
 
     @property
@@ -172,10 +177,10 @@ class ShardSet:
         return float(self.manifest["unigram_entropy"])
 
     def verify(self) -> None:
-        """Read everything and compare it with the checksums."""
-        wrong = find_corruption(self.folder)
-        if wrong:
-            raise UserError(f"{self.folder} is damaged: {wrong}. Prepare it again.")
+        """Read all files and compare them with the checksums."""
+        problem = find_corruption(self.folder)
+        if problem:
+            raise UserError(f"{self.folder} is damaged: {problem}. Prepare it again.")
 
 
 def is_shards_folder(folder: str | Path) -> bool:
@@ -186,10 +191,12 @@ def is_shards_folder(folder: str | Path) -> bool:
 
 
 def open_shards(folder: str | Path) -> ShardSet:
-    """Open a folder that `prepare` wrote. Sizes are checked at once, contents by `verify`."""
+    """Open a folder that `prepare` wrote. Checks file sizes; `verify` checks contents."""
     folder = Path(folder)
     if not is_shards_folder(folder):
-        raise UserError(f"{folder} is no shards folder: no {MANIFEST_FILE} says so. Make one with `firth prepare`.")
+        raise UserError(
+            f"{folder} is not a shards folder: it has no {MANIFEST_FILE} of one. Make one with `firth prepare`."
+        )
     manifest = read_json(folder / MANIFEST_FILE)
     check_file_sizes(folder, manifest["files"])
     facts = manifest["metadata"]

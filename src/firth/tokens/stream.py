@@ -3,8 +3,8 @@
 A packed row starts from nothing. A model that carries its state from step to step needs the text to continue instead:
 row b of step s + 1 must begin where row b of step s ended (Dai et al. 2019, section 3.2; the "bptt" batches of ULMFiT
 and AWD-LSTM). So all documents of an epoch, in random order, form one sequence. It is divided into as many equal
-streams as a step has rows, and each step reads the next T tokens of every stream. Gradients stop at the step's boundary, the
-state does not. `Rows.reset_state` is set where an epoch begins and the state has to start at zero.
+streams as a step has rows, and each step reads the next T tokens of every stream. Gradients stop at the step's
+boundary, the state does not. `Rows.reset_state` is set where an epoch begins and the state has to start at zero.
 
 Row g is still a pure function of (seed, g): stream and step follow from g by division, the token by a binary search in
 the document ends of that epoch. The state itself is in the checkpoint.

@@ -1,4 +1,4 @@
-"""Load, use and save tokenizers, which Hugging Face's `tokenizers` run."""
+"""Load, use and save tokenizers. Hugging Face's `tokenizers` library does the work."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SPECIAL_TOKEN_ROLES = ("pad", "unk", "bos", "eos", "cls", "sep", "mask")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Which id means what. A role that the tokenizer does not have is None."""
+    """The ids of the special tokens. A role that the tokenizer does not have is None."""
 
     size: int
     pad: int
@@ -53,14 +53,14 @@ class Vocabulary:
 
     @cached_property
     def non_special_ids(self) -> np.ndarray:
-        """The ids that are not special: those of text."""
+        """The ids of text."""
         return np.setdiff1d(np.arange(self.size), self.special_ids)
 
 
 class Tokenizer:
-    """Text to ids and back, with the names of the special tokens.
+    """Text to ids and back. `special_tokens` maps roles ("cls") to tokens, `config` is tokenizer_config.json.
 
-    `backend` is the tokenizer of the `tokenizers` library, for whatever else it can do.
+    `backend` is the tokenizer of the `tokenizers` library. `is_reversed` models read texts from the end.
     """
 
     def __init__(
@@ -74,52 +74,49 @@ class Tokenizer:
         self.kind = detect_tokenizer_kind(state, config or {})
         self.is_reversed = bool((config or {}).get("backward"))
         state |= {"backward": True} if self.is_reversed else {}
-        del state["post_processor"]  # what stands around a text is the model's affair, and changes no id of it
+        del state["post_processor"]  # adds special tokens, and changes no id of the text
         self.fingerprint = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
         self.vocab = read_vocabulary(backend, special_tokens)
         self.config = dict(config) if config is not None else default_tokenizer_config(self.kind)
 
     def encode(self, text: str, parse_special: bool = False) -> list[int]:
-        """The ids of a text. No special token is added.
+        """Return the ids of a text, without special tokens around it.
 
-        Text that happens to look like a special token ("[MASK]" in a page about BERT) stays text, unless `parse_special`
-        asks to read it as the token.
+        Text that looks like a special token ("[MASK]" in a page about BERT) stays text; `parse_special=True` reads it
+        as the token.
         """
-        reader = self.backend if parse_special else self._text_only_backend
-        return self._apply_direction(reader.encode(text, add_special_tokens=False).ids)
+        backend = self.backend if parse_special else self._text_only_backend
+        return self._apply_direction(backend.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str], parse_special: bool = False) -> list[list[int]]:
-        """`encode` for many texts at once, on all cores."""
-        reader = self.backend if parse_special else self._text_only_backend
-        return [self._apply_direction(e.ids) for e in reader.encode_batch_fast(list(texts), add_special_tokens=False)]
+        """Return the ids of many texts, encoded on all cores."""
+        backend = self.backend if parse_special else self._text_only_backend
+        return [self._apply_direction(e.ids) for e in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def _apply_direction(self, ids: Sequence[int]) -> list[int]:
-        """As the text is read: from its end where it is read backward."""
+        """Return the ids in the order in which the model reads them."""
         return list(ids[::-1] if self.is_reversed else ids)
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[Encoding]:
-        """Like `encode_batch`, with the words and the character offsets of the tokens; always from left to right."""
+        """Return encodings with word ids and character offsets; always from left to right."""
         return self._text_only_backend.encode_batch(list(texts), add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(self._apply_direction(ids), skip_special_tokens=skip_special_tokens)
 
     def pre_tokenize(self, text: str) -> list[str]:
-        """The words of a text as the pre-tokenizer cuts it; `characters` spells those of ELMo."""
-        normal = self.backend.normalizer.normalize_str(text) if self.backend.normalizer is not None else text
-        return [word for word, _ in self.backend.pre_tokenizer.pre_tokenize_str(normal)]
+        """Return the words of a text as the pre-tokenizer splits it."""
+        normalized = self.backend.normalizer.normalize_str(text) if self.backend.normalizer is not None else text
+        return [word for word, _ in self.backend.pre_tokenizer.pre_tokenize_str(normalized)]
 
     def word_starts(self, *encodings: Encoding) -> np.ndarray:
-        """For each token: does it start a word, that is a piece of text that the pre-tokenizer keeps together?
-
-        Several encodings give the answers for all their tokens, one encoding after the other.
-        """
+        """Return which tokens start a word of the pre-tokenizer, (N,) bool, for all encodings one after the other."""
         if not encodings:
             return np.zeros(0, dtype=bool)
         size, words = sum(map(len, encodings)), list(chain.from_iterable(e.word_ids for e in encodings))
         try:
             words_N = np.fromiter(words, np.int64, size)
-        except TypeError:  # a token outside of words has None, then NaN, which differs from itself
+        except TypeError:  # None outside of words becomes NaN, which differs from itself
             words_N = np.array(words, dtype=np.float64)
         starts = np.ones(size, dtype=bool)
         starts[1:] = words_N[1:] != words_N[:-1]
@@ -132,7 +129,7 @@ class Tokenizer:
         return starts
 
     def save(self, folder: str | Path) -> None:
-        """Write the files that `transformers.AutoTokenizer` opens with the same ids."""
+        """Write the files that `transformers.AutoTokenizer` opens, with the same ids."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / "tokenizer.json", self.backend.to_str(pretty=True))
@@ -142,36 +139,35 @@ class Tokenizer:
         write_json(folder / "tokenizer_config.json", {**extra, **self.config, **names})
 
     def with_special_tokens(self, new_tokens: Sequence[str]) -> Tokenizer:
-        """The same tokenizer with more special tokens, after the others; those that it has keep their ids."""
+        """Return the tokenizer with more special tokens, at the end; existing ones keep their ids."""
         backend = Backend.from_str(self.backend.to_str())
         backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in new_tokens])
         key = "additional_special_tokens"
-        known = self.config.get(key) or [self.backend.id_to_token(i) for i in self.vocab.sentinel_ids]
-        return Tokenizer(
-            backend, self.special_tokens, self.config | {key: [*known, *(n for n in new_tokens if n not in known)]}
-        )
+        old_tokens = self.config.get(key) or [self.backend.id_to_token(i) for i in self.vocab.sentinel_ids]
+        all_tokens = [*old_tokens, *(token for token in new_tokens if token not in old_tokens)]
+        return Tokenizer(backend, self.special_tokens, self.config | {key: all_tokens})
 
     def to_reversed(self) -> Tokenizer:
-        """The same tokenizer, for a model that reads every text from its end to its begin."""
+        """Return the tokenizer of a model that reads every text from its end to its beginning."""
         return Tokenizer(self.backend, self.special_tokens, self.config | {"backward": True})
 
     @cached_property
     def _text_only_backend(self) -> Backend:
-        """A copy of the backend that reads special tokens in a text as plain text."""
+        """A copy of the backend that treats special tokens in a text as text."""
         plain = Backend.from_str(self.backend.to_str())
         plain.encode_special_tokens = True
         return plain
 
     @cached_property
     def _begins_with_space(self) -> np.ndarray:
-        """Which ids begin with the mark for a space: word starts where the pre-tokenizer does not split words."""
+        """Which ids begin with a space, (V,) bool: word starts if the pre-tokenizer does not split words."""
         first = np.zeros(self.vocab.size, dtype=bool)
         first[[i for token, i in self.backend.get_vocab().items() if token.startswith(METASPACE)]] = True
         return first
 
 
 def detect_tokenizer_kind(tokenizer_json: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """The kind of a tokenizer from its tokenizer.json, and whether its words are read as characters."""
+    """Return the kind of a tokenizer from its tokenizer.json and tokenizer_config.json."""
     model = tokenizer_json["model"]["type"]
     if model == "BPE":
         return "byte-bpe" if is_byte_level(tokenizer_json) else "bpe"
@@ -181,7 +177,7 @@ def detect_tokenizer_kind(tokenizer_json: Mapping[str, Any], config: Mapping[str
 
 
 def is_byte_level(tokenizer_json: Mapping[str, Any]) -> bool:
-    """Whether it turns text into bytes before anything else."""
+    """Whether a normalizer or pre-tokenizer turns text into bytes."""
     return '"ByteLevel"' in json.dumps([tokenizer_json["normalizer"], tokenizer_json["pre_tokenizer"]])
 
 
@@ -190,7 +186,7 @@ def read_vocabulary(backend: Backend, special_tokens: Mapping[str, str]) -> Voca
         role: backend.token_to_id(special_tokens[role]) if role in special_tokens else None
         for role in SPECIAL_TOKEN_ROLES
     }
-    # GPT-2 has no padding token, and GPT no token for the end either.
+    # GPT-2 has no padding token, and GPT neither a padding nor an end token.
     pad = next((i for i in (ids.pop("pad"), ids["eos"], ids["unk"]) if i is not None), None)
     if pad is None:
         raise UserError("This tokenizer has neither a padding nor an end token. Name one in tokenizer_config.json.")
@@ -247,7 +243,7 @@ def read_tokenizer_json(file: Path) -> Backend:
 
 
 def read_vocab_txt(file: Path, config: Mapping[str, Any]) -> Backend:
-    """BERT's old format: a token a line."""
+    """Read BERT's old format: one token per line."""
     tokens = file.read_text(encoding="utf-8").split("\n")
     vocab = {token.rstrip("\r"): i for i, token in enumerate(tokens) if token}
     if "[UNK]" not in vocab:
@@ -261,9 +257,9 @@ def read_vocab_txt(file: Path, config: Mapping[str, Any]) -> Backend:
 
 
 def read_merges(folder: Path, config: Mapping[str, Any]) -> Backend:
-    """GPT's and GPT-2's old format: tokens in vocab.json, pairs to merge in merges.txt.
+    """Read GPT's and GPT-2's old format: tokens in vocab.json, merges in merges.txt.
 
-    Pieces of GPT end in </w>; those of GPT-2 are bytes, and RoBERTa puts <s> and </s> around them.
+    GPT's last pieces end in </w>; GPT-2's pieces are bytes, and RoBERTa adds <s> and </s>.
     """
     try:
         vocab, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
@@ -282,7 +278,7 @@ def read_merges(folder: Path, config: Mapping[str, Any]) -> Backend:
 
 
 def find_special_tokens(folder: Path, config: Mapping[str, Any], backend: Backend) -> dict[str, str]:
-    """Which special token plays which role: as the folder's files say, else by the custom of a known family."""
+    """Return role -> special token: from the folder's files, else those of a known family."""
     other = folder / "special_tokens_map.json"
     named = {**(read_json(other) if other.is_file() else {}), **config}
     roles = {}
@@ -290,7 +286,7 @@ def find_special_tokens(folder: Path, config: Mapping[str, Any], backend: Backen
         token = named.get(f"{role}_token")
         token = token["content"] if isinstance(token, dict) else token
         if token and backend.token_to_id(token) is None:
-            warn(f"{folder} names {token!r} as its {role} token, but its vocabulary has no such token.")
+            warn(f"{folder} names {token!r} as its {role} token, which its vocabulary does not have.")
         elif token:
             roles[role] = token
     if roles:
@@ -304,6 +300,4 @@ def find_special_tokens(folder: Path, config: Mapping[str, Any], backend: Backen
     ):
         if all(backend.token_to_id(token) is not None for token in family.values()):
             return family
-    raise UserError(
-        f"{folder}: nothing says which tokens are special. Name them in tokenizer_config.json (pad_token ...)."
-    )
+    raise UserError(f"{folder} names no special tokens. Name them in tokenizer_config.json (pad_token ...).")

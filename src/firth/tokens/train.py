@@ -1,7 +1,12 @@
-"""Learn tokenizers from text: new ones of each kind, or one like another.
+"""Train tokenizers: a new one of each kind, or one like another on other text.
 
-What is learned depends on the text alone. The `tokenizers` library walks over hash tables whose order changes from
-run to run, so whatever would depend on that order is fixed here or computed here.
+- BPE (Sennrich et al. 2016, section 3.2): start from characters or bytes; merge the most frequent pair of neighbours;
+  repeat until the vocabulary is full. WordPiece vocabularies are trained the same way, and differ in how they encode.
+- Unigram (Kudo 2018): start from many pieces and drop those that the text misses least (`unigram.py`).
+- Words: the most frequent ones.
+
+The same text always gives the same tokenizer. The `tokenizers` library iterates over hash tables whose order changes
+from run to run, so every result that would depend on that order is fixed or computed here.
 """
 
 from __future__ import annotations
@@ -29,21 +34,17 @@ from firth.tokens.builders import METASPACE, TOKENIZER_KINDS, SplitOptions, buil
 from firth.tokens.tokenizer import Tokenizer, is_byte_level
 from firth.tokens.unigram import train_unigram_pieces
 
-MAX_ALPHABET_CHARS = 1000  # pieces are made of the most frequent characters: so many, or a third of the vocabulary
-CHARACTER_COVERAGE = (
-    0.9995  # where bytes can spell the rest, the share of a text's characters that has pieces, as in T5
-)
-SHORT_TEXT_CHARS = 1 << 22  # characters: a shorter text is read twice
+MAX_ALPHABET_CHARS = 1000  # distinct characters with a token, the most frequent; a third of a large vocabulary
+CHARACTER_COVERAGE = 0.9995  # share of the text's characters with a piece if bytes can spell the rest, as in T5
+SHORT_TEXT_CHARS = 1 << 22  # characters: a shorter text is read twice, to know its alphabet
 PASSAGE_CHARS = 1 << 16  # characters: a longer text is sampled in parts
-# What learning takes for each byte of text: measured on some megabytes of documentation, rounded up. Longer texts have
-# fewer new words and take less; a text in which every word is new takes up to three times as much.
+# Bytes of memory per byte of text: measured on some megabytes of documentation, rounded up. Longer texts have fewer new
+# words and need less; a text in which every word is new needs up to three times as much.
 TRAIN_MEMORY_PER_TEXT_BYTE = {"BPE": 40, "WordPiece": 40, "Unigram": 150, "WordLevel": 20}
-MAX_TRAINING_WORD_CHARS = (
-    1000  # characters: longer words are learned from in pieces, as a merge goes through all of a word
-)
+MAX_TRAINING_WORD_CHARS = 1000  # characters: longer words are cut, because a merge scans the whole word
 LONG_WORD_REGEX = re.compile(rf"\S{{{MAX_TRAINING_WORD_CHARS + 1},}}")
 MAX_TEXT_BYTES = 8e9  # bytes: the library counts pairs in 32 bits
-BYTE_FALLBACK_TOKENS = tuple(f"<0x{i:02X}>" for i in range(256))  # of byte fallback
+BYTE_FALLBACK_TOKENS = tuple(f"<0x{i:02X}>" for i in range(256))  # one per byte, for byte fallback
 
 
 def train_tokenizer(
@@ -56,20 +57,20 @@ def train_tokenizer(
     pattern: str = "gpt2",
     byte_fallback: bool = False,
 ) -> Tokenizer:
-    """Learn a tokenizer from a stream of texts; the same texts always give the same tokenizer.
+    """Train a tokenizer on a stream of texts.
 
     - wordpiece, for BERT: [PAD] [UNK] [CLS] [SEP] [MASK] are ids 0 to 4.
     - bpe, for GPT and XLM: <pad> <unk> <s> </s> <mask> are ids 0 to 4. A word's last piece ends in </w>.
-    - byte-bpe, for GPT-2, RoBERTa, BART and Llama: <pad> <s> </s> <mask> <|endoftext|> are ids 0 to 4. The end of a
-      text is <|endoftext|>, which is bos and eos; <s> and </s> are cls and sep. `pattern` says where text is cut first.
+    - byte-bpe, for GPT-2, RoBERTa, BART and Llama: <pad> <s> </s> <mask> <|endoftext|> are ids 0 to 4. <|endoftext|> is
+      bos and eos; <s> and </s> are cls and sep. `pattern` is the regex that splits text before any merge.
     - unigram, for T5, ALBERT, XLNet and XLM-R: <pad> </s> <unk> <s> <mask> are ids 0 to 4, and <extra_id_99> ...
-      <extra_id_0> the last 100. The end of a text is </s>, which is sep too; <s> is cls. With `byte_fallback` what has
-      no piece is spelled in bytes, and every text can be decoded as it was.
-    - word, for word2vec and AWD-LSTM, and char, for ELMo: whole words, with the special tokens of bpe. The words of a
-      char tokenizer are read by their characters (see `characters`); its vocabulary is for what is predicted.
+      <extra_id_0> the last 100. </s> is eos and sep, <s> is cls. `byte_fallback` spells characters without a piece in
+      bytes, so that decoding restores every text exactly.
+    - word, for word2vec and AWD-LSTM, and char, for ELMo: whole words, with the special tokens of bpe. A char model
+      reads words as characters (see `characters.py`); its vocabulary has the words that it predicts.
 
-    `max_memory_bytes` (bytes) learns from a sample of the text where all of it would take more. A small text may give fewer
-    than `vocab_size` tokens. Both are said.
+    `max_memory` (bytes) trains on a sample of the text if all of it would need more; None: no limit. A small text may
+    give fewer than `vocab_size` tokens. A message tells both.
     """
     backend = build_untrained(kind, SplitOptions(lowercase, pattern, byte_fallback))
     learned = train_backend(backend, texts, kind, vocab_size, max_memory, seed)
@@ -77,20 +78,19 @@ def train_tokenizer(
 
 
 def tokenizer_from_words(words: Iterable[str], lowercase: bool = False) -> Tokenizer:
-    """A tokenizer of kind word for words that are known already; what is named as a special token is that token."""
-    plan = read_vocab_layout(json.loads(build_untrained("word", SplitOptions(lowercase)).to_str()))
-    backend = assemble_backend(
-        plan, TrainedVocab([word for word in dict.fromkeys(words) if word not in plan.special_tokens])
-    )
+    """Return a tokenizer of kind word with these words; a word that equals a special token is that token."""
+    layout = read_vocab_layout(json.loads(build_untrained("word", SplitOptions(lowercase)).to_str()))
+    vocab = TrainedVocab([word for word in dict.fromkeys(words) if word not in layout.special_tokens])
+    backend = assemble_backend(layout, vocab)
     return Tokenizer(backend, TOKENIZER_KINDS["word"].special_tokens, default_tokenizer_config("word"))
 
 
 def retrain_tokenizer(
     like: Tokenizer, texts: Iterable[str], vocab_size: int, max_memory: int | None = None, seed: int = 0
 ) -> Tokenizer:
-    """Learn a tokenizer like another one from other texts: the same kind, special tokens, and treatment of text.
+    """Train a tokenizer like another one on other texts: same kind, special tokens, normalizer and pre-tokenizer.
 
-    Special tokens that came after all others still do, with new ids; the others have the first ids.
+    Special tokens that had the last ids get the last ids again; the others get the first.
     """
     learned = train_backend(like.backend, texts, like.kind, vocab_size, max_memory, seed)
     names = [token["content"] for token in json.loads(learned.to_str())["added_tokens"]]
@@ -100,7 +100,7 @@ def retrain_tokenizer(
     return Tokenizer(learned, like.special_tokens, {**default_tokenizer_config(like.kind), **kept, **extra})
 
 
-# Fields of tokenizer_config.json that hold for other text too.
+# Fields of tokenizer_config.json that do not depend on the vocabulary.
 KEPT_CONFIG_KEYS = (
     *("model_input_names", "model_max_length", "padding_side", "truncation_side", "clean_up_tokenization_spaces"),
     *("chat_template", "max_word_length"),
@@ -110,33 +110,31 @@ KEPT_CONFIG_KEYS = (
 def train_backend(
     like: Backend, texts: Iterable[str], kind: str, vocab_size: int, max_memory_bytes: int | None, seed: int
 ) -> Backend:
-    """A tokenizer with the special tokens of `like`, which treats text in the same way, with new vocabulary."""
-    plan = read_vocab_layout(json.loads(like.to_str()))
-    model = plan.tokenizer_json["model"]["type"]
-    room = vocab_size - len(plan.first_tokens) - len(plan.last_tokens)
-    require_vocab_size(room, 1, plan, "the special tokens alone")
+    """Return a tokenizer with the special tokens and text processing of `like`, and a new vocabulary."""
+    layout = read_vocab_layout(json.loads(like.to_str()))
+    model = layout.tokenizer_json["model"]["type"]
+    num_tokens = vocab_size - len(layout.first_tokens) - len(layout.last_tokens)
+    require_vocab_size(num_tokens, 1, layout, "the special tokens alone")
     stream = iter(texts)
     first = next((text for text in stream if text.strip()), None)
     if first is None:
-        raise UserError("There is no text to learn a tokenizer from.")
-    long = Counter[str]()
-    stream = (split_long_words(text, long) for text in chain([first], stream))
+        raise UserError("There is no text to train a tokenizer on.")
+    long_words = Counter[str]()
+    stream = (split_long_words(text, long_words) for text in chain([first], stream))
     if max_memory_bytes is not None:
         stream = sample_passages(stream, max_memory_bytes // TRAIN_MEMORY_PER_TEXT_BYTE[model], seed)
-    with show_heartbeat(f"learning a {kind} vocabulary") as beat:
-        learned = VOCAB_TRAINERS[model](plan, beat.track_reading(stream), room, beat.set_status)
-    backend = assemble_backend(plan, learned)
-    if long["cut"]:
-        say(
-            f"{format_count(long['cut'], 'word')} of more than {MAX_TRAINING_WORD_CHARS:,} characters: they were learned from in pieces."
-        )
+    with show_heartbeat(f"training a {kind} vocabulary") as heartbeat:
+        vocab = VOCAB_TRAINERS[model](layout, heartbeat.track_reading(stream), num_tokens, heartbeat.set_status)
+    backend = assemble_backend(layout, vocab)
+    if num_cut := long_words["cut"]:
+        say(f"{format_count(num_cut, 'word')} of more than {MAX_TRAINING_WORD_CHARS:,} characters: cut for training.")
     if (size := backend.get_vocab_size()) < vocab_size:
-        say(f"The text gives {size:,} tokens: fewer than there is room for ({vocab_size:,}).")
+        say(f"The text gives {size:,} tokens, fewer than the {vocab_size:,} of --vocab-size.")
     return backend
 
 
 def split_long_words(text: str, cut_counts: Counter[str]) -> str:
-    """A text in which no word is so long that learning would take forever; those that were cut are counted."""
+    """Cut words of more than `MAX_TRAINING_WORD_CHARS`, which would slow training down; count them."""
 
     def cut(match: re.Match[str]) -> str:
         cut_counts["cut"] += 1
@@ -148,12 +146,12 @@ def split_long_words(text: str, cut_counts: Counter[str]) -> str:
 
 
 def require_vocab_size(available: int, required: int, layout: VocabLayout, contents: str) -> None:
-    """Refuse a vocabulary in which `what` does not fit."""
+    """Raise an error if the vocabulary is too small for `contents`."""
     if available < required:
         reserved = len(layout.first_tokens) + len(layout.last_tokens)
         raise UserError(
             f"A vocabulary of {available + reserved:,} tokens is too small: {contents} take {required + reserved:,}. "
-            "Ask for more (--vocab-size)."
+            "Choose a larger --vocab-size."
         )
 
 
@@ -161,16 +159,16 @@ def require_vocab_size(available: int, required: int, layout: VocabLayout, conte
 
 
 class VocabLayout(NamedTuple):
-    """A tokenizer.json without its vocabulary: what comes before and after the tokens that are learned."""
+    """A tokenizer.json, and the tokens before and after the trained vocabulary."""
 
     tokenizer_json: dict[str, Any]
-    first_tokens: list[str]  # the first ids: special tokens, and bytes where there is byte fallback
+    first_tokens: list[str]  # of the first ids: special tokens, and bytes with byte fallback
     last_tokens: list[str]
-    special_tokens: dict[str, dict[str, Any]]  # how the special tokens are found in a text
+    special_tokens: dict[str, dict[str, Any]]  # name -> entry of `added_tokens`
 
 
 class TrainedVocab(NamedTuple):
-    """Tokens in the order of their ids, with the pairs to merge (BPE) or the scores (Unigram)."""
+    """Tokens in the order of their ids, with the merges (BPE) or the scores (Unigram)."""
 
     tokens: list[str]
     merges: list[tuple[str, str]] | None = None
@@ -197,14 +195,14 @@ def read_vocab_layout(tokenizer_json: dict[str, Any]) -> VocabLayout:
 
 
 def assemble_backend(layout: VocabLayout, vocab: TrainedVocab) -> Backend:
-    """The tokenizer with its new vocabulary."""
+    """Return the tokenizer with its new vocabulary."""
     tokens = [*layout.first_tokens, *vocab.tokens]
     ids = {token: i for i, token in enumerate([*tokens, *layout.last_tokens])}
     model = dict(layout.tokenizer_json["model"])
     if vocab.scores is not None:
-        # A special token is never the best way to read a text; what looks like one is spelled.
-        never = 10 * min(vocab.scores)
-        scores = [never] * len(layout.first_tokens) + vocab.scores
+        # Text that looks like a special token is spelled: the token's score is too low for the best path.
+        lowest = 10 * min(vocab.scores)
+        scores = [lowest] * len(layout.first_tokens) + vocab.scores
         if model["unk_id"] is not None:
             model["unk_id"] = ids[layout.tokenizer_json["model"]["vocab"][model["unk_id"]][0]]
         model["vocab"] = list(zip(tokens, scores, strict=True))
@@ -215,14 +213,14 @@ def assemble_backend(layout: VocabLayout, vocab: TrainedVocab) -> Backend:
     added = [
         {**layout.special_tokens[name], "id": ids[name]} for name in sorted(layout.special_tokens, key=ids.__getitem__)
     ]
-    frame = renumber_post_processor(layout.tokenizer_json["post_processor"], ids)
+    processor = renumber_post_processor(layout.tokenizer_json["post_processor"], ids)
     return Backend.from_str(
-        json.dumps({**layout.tokenizer_json, "model": model, "added_tokens": added, "post_processor": frame})
+        json.dumps({**layout.tokenizer_json, "model": model, "added_tokens": added, "post_processor": processor})
     )
 
 
 def renumber_post_processor(post_processor: Any, ids: Mapping[str, int]) -> Any:
-    """A post-processor, which puts special tokens around a text, with their new ids."""
+    """Return a post-processor with the new ids of its special tokens."""
     if post_processor is None:
         return None
     new = dict(post_processor)
@@ -243,7 +241,7 @@ def renumber_post_processor(post_processor: Any, ids: Mapping[str, int]) -> Any:
 
 
 def train_bpe_vocab(layout: VocabLayout, texts: Iterable[str], num_tokens: int, report: ReportFn) -> TrainedVocab:
-    """BPE, which WordPiece is trained by too: characters or bytes, then the most frequent pair, again and again."""
+    """Train BPE or WordPiece merges on characters or bytes."""
     model = layout.tokenizer_json["model"]
     prefix, suffix = model.get("continuing_subword_prefix") or "", model.get("end_of_word_suffix") or ""
     bytes_only = is_byte_level(layout.tokenizer_json)
@@ -252,10 +250,10 @@ def train_bpe_vocab(layout: VocabLayout, texts: Iterable[str], num_tokens: int, 
         require_vocab_size(num_tokens, len(letters), layout, "the special tokens and the 256 bytes")
     else:
         texts, letters = candidate_characters(layout, texts)
-    # The trainer numbers "##x" and "x</w>" in the order of a hash table, and breaks ties by number. Naming all that
-    # there can be fixes the numbers; those that the text does not need are dropped below.
-    around = [] if bytes_only else affixed_forms("*", prefix, suffix)[1:]
-    named = [form.replace("*", c) for form in around for c in letters]
+    # The trainer numbers "##x" and "x</w>" in the order of a hash table, and breaks ties by number. Passing all
+    # possible ones fixes the numbers; those that the text does not need are dropped below.
+    forms = [] if bytes_only else affixed_forms("*", prefix, suffix)[1:]
+    named = [form.replace("*", c) for form in forms for c in letters]
     affixes: dict[str, Any] = {"continuing_subword_prefix": prefix, "end_of_word_suffix": suffix}
     trainer = trainers.BpeTrainer(
         vocab_size=num_tokens + len(named) + len(letters),
@@ -265,17 +263,17 @@ def train_bpe_vocab(layout: VocabLayout, texts: Iterable[str], num_tokens: int, 
         show_progress=False,
         **{name: affix for name, affix in affixes.items() if affix},
     )
-    reader = build_word_splitter(layout, models.BPE())
-    reader.train_from_iterator(warn_if_counts_overflow(texts), trainer)
+    splitter = build_word_splitter(layout, models.BPE())
+    splitter.train_from_iterator(warn_if_counts_overflow(texts), trainer)
     alphabet = letters if bytes_only else select_alphabet(layout, trainer, prefix, suffix, num_tokens)
-    merges = json.loads(reader.to_str())["model"]["merges"]
+    merges = json.loads(splitter.to_str())["model"]["merges"]
     return select_merges(alphabet, [(a, b) for a, b in merges], prefix, num_tokens)
 
 
 def select_merges(
     alphabet: list[str], merge_pairs: list[tuple[str, str]], prefix: str, num_tokens: int
 ) -> TrainedVocab:
-    """The first pairs that fit, without those that hold a character that is not in the alphabet."""
+    """Return the first merges that fit, without those of a character that is not in the alphabet."""
     tokens, merges = dict.fromkeys(alphabet), []
     for a, b in merge_pairs:
         token = a + b.removeprefix(prefix)
@@ -287,7 +285,7 @@ def select_merges(
 
 
 def affixed_forms(character: str, prefix: str, suffix: str) -> list[str]:
-    """How a character is written at the begin, inside and at the end of a word.
+    """Return a character as it is written at the beginning, inside and at the end of a word.
 
     >>> affixed_forms("a", "##", ""), affixed_forms("a", "", "</w>")
     (['a', '##a'], ['a', 'a</w>'])
@@ -296,7 +294,7 @@ def affixed_forms(character: str, prefix: str, suffix: str) -> list[str]:
 
 
 def candidate_characters(layout: VocabLayout, texts: Iterable[str]) -> tuple[Iterable[str], list[str]]:
-    """The texts, and all characters that they may have: those of a short text, or all in use of a long one."""
+    """Return the texts and the characters that they may have: those of a short text, or all assigned ones."""
     stream, held, size = iter(texts), [], 0
     for text in stream:
         held.append(text)
@@ -307,7 +305,7 @@ def candidate_characters(layout: VocabLayout, texts: Iterable[str]) -> tuple[Ite
 
 
 def is_character_in_use(c: str) -> bool:
-    """Whether a character is on Unicode's first two planes, which have every script in use, and has a meaning."""
+    """Whether a character is assigned and in Unicode's first two planes, which have all scripts in use."""
     return ord(c) < 0x20000 and unicodedata.category(c) not in ("Cn", "Cs")
 
 
@@ -319,50 +317,45 @@ def all_characters_in_use() -> list[str]:
 def select_alphabet(
     layout: VocabLayout, trainer: trainers.BpeTrainer, prefix: str, suffix: str, num_tokens: int
 ) -> list[str]:
-    """The most frequent characters of the words; one that always stands alone in one form. Says what is lost."""
+    """Return the most frequent characters in all their forms, or in one form if never part of a longer word."""
     counts = trainer_word_counts(trainer, "BpeTrainer")
     characters = count_characters(counts)
     inside = {c for word in counts if len(word) > 1 for c in word}
     unnamed = {c for c in inside if not is_character_in_use(c)} if prefix or suffix else set()
-    most = max(MAX_ALPHABET_CHARS, num_tokens // 3)
-    kept = {c for c, _ in sort_by_count(characters)[:most] if c not in unnamed}
-    found = {form for c in kept for form in (affixed_forms(c, prefix, suffix) if c in inside else [c + suffix])}
+    max_characters = max(MAX_ALPHABET_CHARS, num_tokens // 3)
+    kept = {c for c, _ in sort_by_count(characters)[:max_characters] if c not in unnamed}
+    alphabet = {form for c in kept for form in (affixed_forms(c, prefix, suffix) if c in inside else [c + suffix])}
     require_vocab_size(
-        num_tokens, len(found), layout, "the special tokens and the characters of this text (in all their forms)"
+        num_tokens, len(alphabet), layout, "the special tokens and the characters of this text (in all their forms)"
     )
     warn_lost_characters(layout, characters, kept)
-    return sorted(found, key=lambda form: (len(form), form))
+    return sorted(alphabet, key=lambda form: (len(form), form))
 
 
 def train_unigram_vocab(layout: VocabLayout, texts: Iterable[str], num_tokens: int, report: ReportFn) -> TrainedVocab:
-    """The pieces that read the text best (see `unigram`), all characters among them."""
+    """Train the pieces with the highest likelihood of the text (`unigram.py`), all characters among them."""
     counts = count_split_words(layout, texts)
     characters = count_characters(counts)
     kept = set(characters)
     if layout.tokenizer_json["model"].get("byte_fallback"):
         kept = set(iter_most_frequent(characters, CHARACTER_COVERAGE))
         warn_lost_characters(layout, characters, kept)
-    kept |= set("".join(layout.first_tokens + layout.last_tokens)) | {
-        METASPACE
-    }  # so that "</s>" in a text can be spelled
+    # The characters of special tokens too, so that "</s>" in a text can be spelled.
+    kept |= set("".join(layout.first_tokens + layout.last_tokens)) | {METASPACE}
     require_vocab_size(num_tokens, len(kept), layout, "the special tokens and the characters of this text")
     pieces = train_unigram_pieces(counts, kept, num_tokens, report)
-    tokens = [token for token, _ in pieces]
-    clash = set(tokens) & {
-        *layout.first_tokens,
-        *layout.last_tokens,
-    }  # "</s>" stands in the text so often that it became a piece
-    pieces = [(token, score) for token, score in pieces if token not in clash]
+    special = {*layout.first_tokens, *layout.last_tokens}  # a text with many "</s>" makes a piece of it
+    pieces = [(token, score) for token, score in pieces if token not in special]
     return TrainedVocab([token for token, _ in pieces], scores=[round(score, 6) for _, score in pieces])
 
 
 def train_word_vocab(layout: VocabLayout, texts: Iterable[str], num_tokens: int, report: ReportFn) -> TrainedVocab:
-    """The most frequent words."""
+    """Return the most frequent words."""
     counts = count_split_words(layout, texts)
     words = [word for word, _ in sort_by_count(counts) if word not in layout.special_tokens][:num_tokens]
     share = 1 - sum(counts[word] for word in words) / sum(counts.values())
     if share > 0:
-        say(f"{share:.1%} of the text are words that are not in the vocabulary; {len(counts):,} would be all.")
+        say(f"{share:.1%} of the words of the text are not in the vocabulary; it has {len(counts):,} different words.")
     return TrainedVocab(words)
 
 
@@ -378,28 +371,28 @@ VOCAB_TRAINERS = {
 
 
 def build_word_splitter(layout: VocabLayout, model: models.Model) -> Backend:
-    """A tokenizer that cuts text into words as the plan's does, around another model."""
-    reader = Backend(model)
-    whole = Backend.from_str(json.dumps({**layout.tokenizer_json, "added_tokens": [], "post_processor": None}))
-    if whole.normalizer is not None:
-        reader.normalizer = whole.normalizer
-    if whole.pre_tokenizer is not None:
-        reader.pre_tokenizer = whole.pre_tokenizer
-    else:  # Llama 2 merges across a whole text; pairs that cross a space are not worth their time
-        mark = METASPACE if METASPACE in json.dumps(layout.tokenizer_json["normalizer"], ensure_ascii=False) else " "
-        reader.pre_tokenizer = pre_tokenizers.Split(mark, behavior="merged_with_next")
-    return reader
+    """Return a tokenizer with the normalizer and pre-tokenizer of the layout, around another model."""
+    splitter = Backend(model)
+    full = Backend.from_str(json.dumps({**layout.tokenizer_json, "added_tokens": [], "post_processor": None}))
+    if full.normalizer is not None:
+        splitter.normalizer = full.normalizer
+    if full.pre_tokenizer is not None:
+        splitter.pre_tokenizer = full.pre_tokenizer
+    else:  # Llama 2 merges across spaces; training such pairs is slow and gains little
+        space = METASPACE if METASPACE in json.dumps(layout.tokenizer_json["normalizer"], ensure_ascii=False) else " "
+        splitter.pre_tokenizer = pre_tokenizers.Split(space, behavior="merged_with_next")
+    return splitter
 
 
 def count_split_words(layout: VocabLayout, texts: Iterable[str]) -> dict[str, int]:
-    """How often each word stands in the texts, counted by the library on all cores."""
+    """Number of occurrences of each word, counted by the library on all cores."""
     trainer = trainers.WordLevelTrainer(vocab_size=1, min_frequency=0, show_progress=False)
     build_word_splitter(layout, models.WordLevel(unk_token="")).train_from_iterator(texts, trainer)
     return trainer_word_counts(trainer, "WordLevelTrainer")
 
 
 def trainer_word_counts(trainer: trainers.Trainer, trainer_class: str) -> dict[str, int]:
-    """The words that a trainer has read: the library keeps them in the trainer's state, and has no other door to it."""
+    """Return the words that a trainer has counted; the library exposes them only in its pickled state."""
     return json.loads(trainer.__getstate__())[trainer_class]["words"]
 
 
@@ -412,17 +405,17 @@ def count_characters(words: Mapping[str, int]) -> Counter[str]:
 
 
 def sort_by_count(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    """The most frequent first; equally frequent ones in the order of their characters."""
+    """Sort by falling count, ties by code points."""
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
 def iter_most_frequent(counts: Mapping[str, int], share: float) -> Iterator[str]:
-    """The most frequent ones that make up this share of all."""
-    wanted = share * sum(counts.values())
+    """Yield the most frequent names that together make up this share of all counts."""
+    remaining = share * sum(counts.values())
     for name, n in sort_by_count(counts):
-        if wanted <= 0:
+        if remaining <= 0:
             return
-        wanted -= n
+        remaining -= n
         yield name
 
 
@@ -437,7 +430,7 @@ def warn_lost_characters(layout: VocabLayout, characters: Mapping[str, int], kep
 
 
 def warn_if_counts_overflow(texts: Iterable[str]) -> Iterator[str]:
-    """Pass texts on, and say so where there is more than the library can count."""
+    """Yield the texts; warn when there is more text than the library can count."""
     size = 0
     for text in texts:
         if size <= MAX_TEXT_BYTES < size + len(text):
@@ -447,9 +440,9 @@ def warn_if_counts_overflow(texts: Iterable[str]) -> Iterator[str]:
 
 
 def sample_passages(texts: Iterable[str], max_bytes: int, seed: int) -> Iterator[str]:
-    """A random share of the texts of at most so many bytes, in their order; all of them where they fit.
+    """Yield a random sample of passages of at most `max_bytes`, in their order; all of them if they fit.
 
-    Which are taken depends on the texts and the seed alone. How much was taken is said.
+    The sample depends on the texts and the seed alone: it has the passages with the smallest keyed hashes.
     """
     held: list[tuple[int, int, str]] = []
     total = taken = 0
@@ -461,15 +454,15 @@ def sample_passages(texts: Iterable[str], max_bytes: int, seed: int) -> Iterator
         while taken > max_bytes:
             taken -= len(heapq.heappop(held)[2].encode())
     if not held:
-        raise UserError("--max-memory leaves no room for any text. Allow more.")
+        raise UserError("--max-memory is too small for any text. Allow more.")
     if taken < total:
         share = f"{taken / 1e6:,.1f} of {total / 1e6:,.1f} MB of text ({taken / total:.1%})"
-        say(f"Learning from a sample, {share}, to stay within --max-memory.")
+        say(f"Training on a sample, {share}, to stay within --max-memory.")
     yield from (passage for _, _, passage in sorted(held, key=lambda item: item[1]))
 
 
 def split_passages(texts: Iterable[str]) -> Iterator[str]:
-    """Texts, long ones in parts that end with a line or a word."""
+    """Yield texts, long ones in parts that end with a line or a word."""
     for text in texts:
         while len(text) > PASSAGE_CHARS:
             end = (
@@ -482,7 +475,7 @@ def split_passages(texts: Iterable[str]) -> Iterator[str]:
 
 
 class HeartbeatStatus:
-    """What a silent phase has to say."""
+    """Status of a phase without output."""
 
     def __init__(self) -> None:
         self.status, self.is_reading = "", False
@@ -491,7 +484,7 @@ class HeartbeatStatus:
         self.status = text
 
     def track_reading(self, texts: Iterable[str]) -> Iterator[str]:
-        """The texts, with a line of their own while they are read."""
+        """Yield the texts with a progress line."""
         self.is_reading = True
         yield from track(texts, "reading text", "documents")
         self.is_reading = False
@@ -499,7 +492,7 @@ class HeartbeatStatus:
 
 @contextmanager
 def show_heartbeat(label: str, every_seconds: float = 10.0) -> Iterator[HeartbeatStatus]:
-    """A line now and then while the library, once it has read the texts, works without a word."""
+    """Show a status line every few seconds while the library trains without output."""
     start, done, line, beat = time.monotonic(), threading.Event(), StatusLine(every_seconds), HeartbeatStatus()
 
     def show() -> None:

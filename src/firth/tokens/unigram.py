@@ -1,9 +1,18 @@
-"""Learn the pieces of a Unigram tokenizer (Kudo, 2018) from counted words.
+"""Train the pieces of a Unigram tokenizer (Kudo 2018, "Subword Regularization", section 3.2) on counted words.
 
-All words lie one after the other in one array, each with a 0 behind it. A node is a place between characters, an
-edge an occurrence of a piece: it leads from the node before its first character to the node behind its last. The ways
-of reading a word are the paths through its edges. Edges are found once; then whole arrays are added up, node after
-node of all words together, and the sums are the same in every run.
+The model: a word is a sequence of pieces, each drawn independently with its probability. Training goes from many pieces
+to few:
+
+1. Seeds: all characters, and all strings that repeat (`find_seed_pieces`).
+2. EM, twice: the E step computes the expected count of each piece over all segmentations of all words, by the
+   forward-backward algorithm (`run_e_step`); the M step makes probabilities of the counts (`run_m_step`).
+3. Prune: for each piece, compute how much likelihood the text loses if the piece is replaced by its best alternative
+   segmentation; drop the quarter that loses least (`prune_pieces`). Back to 2 until the vocabulary has its size.
+
+Layout: all words lie end to end in one array, each with a 0 behind it. A node is a position between characters, an edge
+an occurrence of a piece: it leads from the node before its first character to the node after its last. Segmentations of
+a word are the paths through its edges. Edges are found once. Forward and backward sums advance one position in all
+words at a time, so the work is a few dozen numpy calls per step, and the sums are the same in every run.
 
 Shapes: N characters (and nodes), E edges, P pieces.
 """
@@ -15,19 +24,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-MAX_PIECE_CHARS = 16  # characters; this and the next three are those of SentencePiece
-MAX_SEED_PIECES = 1_000_000
-SHRINKING_FACTOR = 0.75  # the share of the pieces that one round keeps
-MIN_EXPECTED_COUNT = 0.5  # a piece that is expected less often than this is dropped
-MAX_LATTICE_WORD_CHARS = 32  # a longer word is learned from in parts
-NATS_PER_CHAR = (
-    5.0  # about what a character costs; taken off on every path alike, so that products of numbers stay in range
-)
-PRUNE_BLOCK_PIECES = 1 << 16
+MAX_PIECE_CHARS = 16  # characters; this and the next three are SentencePiece's
+MAX_SEED_PIECES = 1_000_000  # pieces to start from, at most
+SHRINKING_FACTOR = 0.75  # share of the pieces that one round keeps
+MIN_EXPECTED_COUNT = 0.5  # expected count below which the M step drops a piece
+MAX_LATTICE_WORD_CHARS = 32  # characters: a longer word is cut
+NATS_PER_CHAR = 5.0  # nats: about the cost of a character; scales all paths of a word alike, against underflow
+PRUNE_BLOCK_PIECES = 1 << 16  # pieces whose alternatives are searched at once
 
 
 class LatticeEdges(NamedTuple):
-    """Edges in such an order that those of one `step` are neighbours, and among them those that meet in one node."""
+    """Edges, sorted so that those of one step are adjacent, and within a step those of one node."""
 
     starts: np.ndarray
     ends: np.ndarray
@@ -38,7 +45,7 @@ class LatticeEdges(NamedTuple):
 
 
 class WordLattice(NamedTuple):
-    """Counted words as arrays: characters (0 behind each word), how often, and the place of each in its word."""
+    """Counted words as arrays (N,): characters (0 behind each word), count and position in the word."""
 
     text: str
     chars: np.ndarray
@@ -47,7 +54,7 @@ class WordLattice(NamedTuple):
 
 
 class PieceTable(NamedTuple):
-    """Where each piece can be read in the text, how long it is, and the logarithm of its probability."""
+    """Pieces as arrays (P,): where each occurs in the text, its length, its log-probability."""
 
     text_offsets: np.ndarray
     lengths: np.ndarray
@@ -58,7 +65,7 @@ class PieceTable(NamedTuple):
 
 
 class UnigramState(NamedTuple):
-    """Pieces and their edges, once ordered by where they end and once by where they start."""
+    """Pieces and their edges, sorted by end and by start."""
 
     pieces: PieceTable
     by_end: LatticeEdges
@@ -79,32 +86,32 @@ def train_unigram_pieces(
     num_pieces: int,
     report: Callable[[str], None] = lambda _: None,
 ) -> list[tuple[str, float]]:
-    """The `num_pieces` pieces that read the words best, or fewer where the words have no more, with their scores.
+    """Return `num_pieces` pieces with their log-probabilities; fewer if the words have no more.
 
-    All characters of the alphabet are among them. `report` hears how many pieces are left after each round.
+    All characters of the alphabet are among them. `report` is called with the number of pieces after each round.
     """
     assert num_pieces >= len(set(alphabet)), "the characters must fit"
     words = build_word_lattice(counts, alphabet)
     state = find_seed_pieces(words)
     absent = sorted(set(alphabet) - set(map(chr, np.unique(words.chars))))
-    room = num_pieces - len(absent)
-    enough = room * 11 // 10
+    num_trained = num_pieces - len(absent)
+    last_round = num_trained * 11 // 10  # pieces: the last pruning goes from here to the end
     while True:
         for _ in range(2):
             state = run_m_step(state, run_e_step(state, words))
         report(f"{len(state.pieces.text_offsets):,} pieces")
-        if len(state.pieces.text_offsets) <= enough:
+        if len(state.pieces.text_offsets) <= last_round:
             break
-        state = prune_pieces(state, words, max(enough, int(SHRINKING_FACTOR * len(state.pieces.text_offsets))))
-    state = prune_pieces(state, words, room)
+        state = prune_pieces(state, words, max(last_round, int(SHRINKING_FACTOR * len(state.pieces.text_offsets))))
+    state = prune_pieces(state, words, num_trained)
     pieces = run_m_step(state, run_e_step(state, words), drop_rare=False).pieces
-    found = [(words.text[i : i + n], s) for i, n, s in zip(*(array.tolist() for array in pieces), strict=True)]
-    lowest = min((score for _, score in found), default=0.0)
-    return sorted([*found, *((char, lowest) for char in absent)], key=lambda pair: (-pair[1], pair[0]))
+    scored = [(words.text[i : i + n], s) for i, n, s in zip(*(array.tolist() for array in pieces), strict=True)]
+    lowest = min((score for _, score in scored), default=0.0)
+    return sorted([*scored, *((char, lowest) for char in absent)], key=lambda pair: (-pair[1], pair[0]))
 
 
 def build_word_lattice(counts: Mapping[str, int], alphabet: Collection[str]) -> WordLattice:
-    """Words in a fixed order, long ones in parts. What is not in the alphabet ends a word."""
+    """Lay out words in sorted order, long ones in parts. A character outside of the alphabet ends a word."""
     parts = [
         (word[i : i + MAX_LATTICE_WORD_CHARS], counts[word])
         for word in sorted(counts)
@@ -120,25 +127,25 @@ def build_word_lattice(counts: Mapping[str, int], alphabet: Collection[str]) -> 
     return WordLattice(text, char_N, count_N.astype(np.float64), (node_N - begin_N).astype(np.int32))
 
 
-# --- the pieces to start from -------------------------------------------------------------------------------------
+# --- seeds --------------------------------------------------------------------------------------------------------
 
 
 def find_seed_pieces(lattice: WordLattice) -> UnigramState:
-    """All characters, and the strings that stand in the text twice or more and not always inside the same longer one.
+    """Return all characters and the strings that repeat, but not always inside the same longer string.
 
-    Those of the most characters in all are taken, MAX_SEEDS at most.
+    At most `MAX_SEED_PIECES`: those with the largest count times length.
     """
-    found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    seeds: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     occurrences, num = [], 0
-    for length, (at, id_, first, count, alone) in enumerate(iter_repeated_strings(lattice), start=1):
+    for length, (at, id_, first, count, is_seed) in enumerate(iter_repeated_strings(lattice), start=1):
         number = np.full(len(first), -1)
-        number[alone] = np.arange(alone.sum()) + num
-        num += alone.sum()
-        used = alone[id_]
-        found.append((at[first[alone]], np.full(alone.sum(), length), count[alone]))
+        number[is_seed] = np.arange(is_seed.sum()) + num
+        num += is_seed.sum()
+        used = is_seed[id_]
+        seeds.append((at[first[is_seed]], np.full(is_seed.sum(), length), count[is_seed]))
         start = at[used].astype(np.int32)
         occurrences.append((start, start + np.int32(length), number[id_[used]].astype(np.int32)))
-    pieces = PieceTable(*map(np.concatenate, zip(*found, strict=True)))
+    pieces = PieceTable(*map(np.concatenate, zip(*seeds, strict=True)))
     edges = LatticeEdges(*map(np.concatenate, zip(*occurrences, strict=True)))
     by_end = edges.take(np.lexsort((edges.ends, lattice.positions[edges.ends])))
     by_start = edges.take(np.lexsort((edges.starts, lattice.positions[edges.starts])))
@@ -153,7 +160,7 @@ def find_seed_pieces(lattice: WordLattice) -> UnigramState:
 
 
 class RepeatedStrings(NamedTuple):
-    """The strings of one length: where they stand, which is where, and for each: a place, the count, is it a seed."""
+    """The strings of one length: occurrences with their ids; first occurrence, count and maximality by id."""
 
     text_offsets: np.ndarray
     string_ids: np.ndarray
@@ -163,24 +170,25 @@ class RepeatedStrings(NamedTuple):
 
 
 def iter_repeated_strings(lattice: WordLattice) -> Iterator[RepeatedStrings]:
-    """For each length the strings that occur twice; `is_maximal` where no string one longer occurs as often around it."""
+    """Yield the repeated strings of each length; `is_maximal` if no string one longer around it is as frequent."""
     letters, char_N = np.unique(lattice.chars, return_inverse=True)
     at = np.flatnonzero(lattice.chars)
     now = count_strings(at, char_N[at], lattice.counts)
     for length in range(1, MAX_PIECE_CHARS + 1):
         longer = at = now.text_offsets
         if length < MAX_PIECE_CHARS:
-            goes_on = lattice.chars[at + length] > 0
-            longer = at[goes_on]
-            keys = now.string_ids[goes_on].astype(np.int64) * len(letters) + char_N[longer + length]
+            continues = lattice.chars[at + length] > 0
+            longer = at[continues]
+            keys = now.string_ids[continues].astype(np.int64) * len(letters) + char_N[longer + length]
             following = count_strings(longer, keys, lattice.counts, min_count=2)
             id_N = np.full(len(char_N), -1, dtype=np.int32)
             id_N[at] = now.string_ids
-            most = np.zeros(len(now.first_occurrences))
+            max_counts = np.zeros(len(now.first_occurrences))
             for shift in (0, 1):
-                np.maximum.at(most, id_N[following.text_offsets[following.first_occurrences] + shift], following.counts)
-            alone = now.counts > most if length > 1 else now.is_maximal
-            yield now._replace(is_maximal=alone)
+                np.maximum.at(
+                    max_counts, id_N[following.text_offsets[following.first_occurrences] + shift], following.counts
+                )
+            yield now._replace(is_maximal=now.counts > max_counts if length > 1 else now.is_maximal)
             now = following
         else:
             yield now
@@ -189,7 +197,7 @@ def iter_repeated_strings(lattice: WordLattice) -> Iterator[RepeatedStrings]:
 def count_strings(
     text_offsets: np.ndarray, keys: np.ndarray, count_N: np.ndarray, min_count: int = 0
 ) -> RepeatedStrings:
-    """Number the strings with these keys, and leave out those that are too rare."""
+    """Number the strings with these keys; drop those of fewer than `min_count`."""
     _, first, id_ = np.unique(keys, return_index=True, return_inverse=True)
     count = np.bincount(id_, weights=count_N[text_offsets], minlength=len(first))
     often = count >= min_count
@@ -201,22 +209,21 @@ def count_strings(
     )
 
 
-# --- rounds -------------------------------------------------------------------------------------------------------
+# --- EM and pruning -----------------------------------------------------------------------------------------------
 
 
 def lattice_steps(edges: LatticeEdges, node_E: np.ndarray, position_N: np.ndarray) -> list[tuple[slice, np.ndarray]]:
-    """The edges step by step, and where in each step the edges of the next node begin."""
-    place_E = position_N[node_E]
-    bounds = np.searchsorted(place_E, np.arange(MAX_LATTICE_WORD_CHARS + 2))
-    found = []
+    """Return the edges of each step, and where in the step each node's edges begin."""
+    bounds = np.searchsorted(position_N[node_E], np.arange(MAX_LATTICE_WORD_CHARS + 2))
+    steps = []
     for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         if a < b:
-            found.append((slice(a, b), np.flatnonzero(np.diff(node_E[a:b], prepend=-1))))
-    return found
+            steps.append((slice(a, b), np.flatnonzero(np.diff(node_E[a:b], prepend=-1))))
+    return steps
 
 
 def run_e_step(state: UnigramState, lattice: WordLattice) -> np.ndarray:
-    """(P,): how often each piece is expected in the words, over all ways of reading them."""
+    """Return the expected count of each piece (P,) over all segmentations, by forward-backward."""
     pieces, ahead, back = state
     p_P = np.exp(pieces.scores + NATS_PER_CHAR * pieces.lengths)
     alpha_N = np.ones(len(lattice.chars))
@@ -225,7 +232,9 @@ def run_e_step(state: UnigramState, lattice: WordLattice) -> np.ndarray:
         alpha_N[ahead.ends[part][heads]] = np.add.reduceat(flow, heads)
     ends = np.flatnonzero(lattice.chars == 0)
     beta_N = np.ones(len(lattice.chars))
-    beta_N[ends] = lattice.counts[ends] / alpha_N[ends]  # so that the way back carries the count over the sum
+    beta_N[ends] = (
+        lattice.counts[ends] / alpha_N[ends]
+    )  # count over likelihood: the backward pass then yields expected counts
     expected_P = np.zeros(len(p_P))
     for part, heads in reversed(lattice_steps(back, back.starts, lattice.positions)):
         start, piece = back.starts[part], back.pieces[part]
@@ -236,8 +245,8 @@ def run_e_step(state: UnigramState, lattice: WordLattice) -> np.ndarray:
 
 
 def run_m_step(state: UnigramState, expected_P: np.ndarray, drop_rare: bool = True) -> UnigramState:
-    """Scores from the expected counts; digamma in place of the logarithm favours few pieces (Liang and Klein, 2007)."""
-    from scipy.special import digamma  # slow to import, and needed by no one who only tokenises
+    """Return scores from expected counts; digamma in place of log favours few pieces (Liang and Klein 2007)."""
+    from scipy.special import digamma  # slow to import, and only training needs it
 
     if drop_rare:
         keep_P = (expected_P >= MIN_EXPECTED_COUNT) | (state.pieces.lengths == 1)
@@ -248,7 +257,7 @@ def run_m_step(state: UnigramState, expected_P: np.ndarray, drop_rare: bool = Tr
 
 
 def prune_pieces(state: UnigramState, lattice: WordLattice, num_pieces: int) -> UnigramState:
-    """Keep the characters and, of the others, those whose loss would cost the text most."""
+    """Keep all characters and, of the other pieces, those whose removal costs the most likelihood."""
     pieces = state.pieces
     if len(pieces.text_offsets) <= num_pieces:
         return state
@@ -262,7 +271,7 @@ def prune_pieces(state: UnigramState, lattice: WordLattice, num_pieces: int) -> 
 
 
 def viterbi_paths(edges: LatticeEdges, score_P: np.ndarray, ends: np.ndarray, position_N: np.ndarray) -> LatticeEdges:
-    """The edges of the best path to each end; of equally good ones, those that come first."""
+    """Return the edges of the best path to each end (Viterbi); ties go to the first edge."""
     best_N, via_N = np.zeros(len(position_N)), np.full(len(position_N), -1)
     for part, heads in lattice_steps(edges, edges.ends, position_N):
         value = best_N[edges.starts[part]] + score_P[edges.pieces[part]]
@@ -272,21 +281,21 @@ def viterbi_paths(edges: LatticeEdges, score_P: np.ndarray, ends: np.ndarray, po
         winners = winners[np.diff(group[winners], prepend=-1) > 0]
         node = edges.ends[part][heads]
         best_N[node], via_N[node] = top, part.start + winners
-    found, node = [], ends
+    path, node = [], ends
     while len(node := node[via_N[node] >= 0]):
-        found.append(via_N[node])
+        path.append(via_N[node])
         node = edges.starts[via_N[node]]
-    return edges.take(np.concatenate([np.zeros(0, dtype=np.int64), *found]))
+    return edges.take(np.concatenate([np.zeros(0, dtype=np.int64), *path]))
 
 
 def pruning_loss(state: UnigramState, lattice: WordLattice, freq_P: np.ndarray) -> np.ndarray:
-    """(P,): what the text would cost more, in nats, if a piece were read as the next best pieces in its place."""
+    """Return the loss of log-likelihood (P,) in nats if a piece is replaced by its best alternative pieces."""
     pieces, total = state.pieces, freq_P.sum()
     edges = state.by_start.take(np.argsort(state.by_start.starts, kind="stable"))
     first_N = np.searchsorted(edges.starts, np.arange(len(lattice.chars) + 1))
     loss_P = np.zeros(len(freq_P))
-    asked = np.flatnonzero((pieces.lengths > 1) & (freq_P > 0))
-    for block in (asked[i : i + PRUNE_BLOCK_PIECES] for i in range(0, len(asked), PRUNE_BLOCK_PIECES)):
+    used = np.flatnonzero((pieces.lengths > 1) & (freq_P > 0))
+    for block in (used[i : i + PRUNE_BLOCK_PIECES] for i in range(0, len(used), PRUNE_BLOCK_PIECES)):
         owner, piece = best_alternative_pieces(pieces, edges, first_N, block)
         num = np.bincount(owner, minlength=len(block))
         freq = freq_P[block]
@@ -299,25 +308,25 @@ def pruning_loss(state: UnigramState, lattice: WordLattice, freq_P: np.ndarray) 
 def best_alternative_pieces(
     pieces: PieceTable, edges: LatticeEdges, first_N: np.ndarray, piece_ids: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The best way to read each piece of a block without itself: which of the block, and a piece that it is read as."""
+    """Return the best segmentation of each piece without itself: indices into `piece_ids`, and the pieces of it."""
     length = pieces.lengths[piece_ids]
     offset = np.cumsum(length + 1) - (length + 1)
-    owner_n, place_n = expand_ranges(np.zeros_like(length), length + 1)
-    inside = place_n < length[owner_n]
-    start_n = (pieces.text_offsets[piece_ids][owner_n] + place_n)[inside]
+    owner_n, offset_n = expand_ranges(np.zeros_like(length), length + 1)
+    inside = offset_n < length[owner_n]
+    start_n = (pieces.text_offsets[piece_ids][owner_n] + offset_n)[inside]
     from_n, edge = expand_ranges(first_N[start_n], first_N[start_n + 1])
     owner, start = owner_n[inside][from_n], start_n[from_n]
     shift = offset[owner] - pieces.text_offsets[piece_ids][owner]
     end = edges.ends[edge]
     fits = (end + shift <= offset[owner] + length[owner]) & (edges.pieces[edge] != piece_ids[owner])
     small = LatticeEdges((start + shift)[fits], (end + shift)[fits], edges.pieces[edge][fits])
-    small = small.take(np.lexsort((small.ends, place_n[small.ends])))
-    path = viterbi_paths(small, pieces.scores, offset + length, place_n)
+    small = small.take(np.lexsort((small.ends, offset_n[small.ends])))
+    path = viterbi_paths(small, pieces.scores, offset + length, offset_n)
     return owner_n[path.starts], path.pieces
 
 
 def expand_ranges(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All numbers of many ranges, and which range each is from."""
+    """Return the index of the range of each number, and all numbers of many ranges."""
     size = stop - start
     which = np.repeat(np.arange(len(size)), size)
     return which, np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size) + start[which]

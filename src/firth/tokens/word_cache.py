@@ -1,4 +1,16 @@
-"""The tokens of words that were met before: most of a text is made of few words, and need not be tokenised again."""
+"""A cache of tokenized words, which makes tokenizing a corpus several times faster.
+
+A text repeats few words (Zipf's law), and a tokenizer never merges across a word boundary. So the tokens of a text are
+the concatenated tokens of its words, and each distinct word is tokenized once:
+
+1. `find_split_rules` recognises tokenizers for which a cut before a space never changes the tokens on either side. All
+   others are not cached.
+2. `segment_text` cuts each sentence before its spaces. A segment is a space and the characters up to the next one.
+3. Segments that the cache lacks are tokenized many at a time, joined by a separator that the tokenizer keeps apart.
+4. The tokens of a text are looked up and joined as bytes: 4 bytes a token, its id and one bit for "starts a word".
+
+The first segment of a text is tokenized by itself, because some tokenizers add a space before it.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +28,28 @@ from tokenizers import Tokenizer as Backend
 from firth.tokens.builders import METASPACE_ESCAPES, NON_SPACE_WHITESPACE_REGEX, SPLIT_PATTERNS, WORD_LEVEL_REGEX
 from firth.tokens.tokenizer import Tokenizer
 
-SEGMENT_SEPARATOR = "\ufdd3"  # between stretches that are tokenised together; Unicode promises that it is no character
-GROUP_SEGMENTS = 500  # stretches
-MAX_CACHED_SEGMENT_CHARS = 40  # characters of a stretch that may come again
-MAX_WORD_CACHE_BYTES = 2**25  # bytes that all of them may take
-CACHE_ENTRY_BYTES = 160  # bytes of one, beside its characters and tokens
+SEGMENT_SEPARATOR = "\ufdd3"  # a Unicode noncharacter, which no text contains
+GROUP_SEGMENTS = 500  # segments that are tokenized as one text
+MAX_CACHED_SEGMENT_CHARS = 40  # characters: longer segments rarely repeat and are not cached
+MAX_WORD_CACHE_BYTES = 2**25  # bytes of the whole cache, by default
+CACHE_ENTRY_BYTES = 160  # bytes of an entry beside its characters and tokens
 SPACE_RUN_REGEX = re.compile(r" \s")
 SEGMENT_START_REGEX = re.compile(r"(?<=\S)(?= )")
 
 
 class SplitRules(NamedTuple):
-    """What a tokenizer does with space: the tokens before a space, and those from it on, never depend on each other.
+    """Where a tokenizer splits words for certain, so that the tokens on both sides do not depend on each other.
 
-    That is so at every space or, where a run of spaces counts as one, at the first of a run.
+    - `merges_space_runs`: only the first space of a run is a split; otherwise every space is.
+    - `newline_as`: " " if a newline equals a space, "\\n" if it is a split of its own, "" if it is none.
+    - `splits_after`: characters after which words are always split.
+    - `isolated`: replacements that put spaces around punctuation without changing the tokens, for more cache hits.
     """
 
     merges_space_runs: bool = False
-    newline_as: str = (
-        ""  # " " where it is the same as a space, "\n" where words part before it as they do before a space
-    )
-    splits_after: str = ""  # characters after which words part in any case
-    isolated: tuple[
-        tuple[str, str], ...
-    ] = ()  # how to set aside, by spaces that change nothing, what words often touch
+    newline_as: str = ""
+    splits_after: str = ""
+    isolated: tuple[tuple[str, str], ...] = ()
 
 
 ISOLATED_PUNCTUATION = (
@@ -59,32 +70,32 @@ LLAMA3_SPLIT_RULES = SplitRules(merges_space_runs=True)
 
 
 def find_split_rules(tokenizer: Tokenizer) -> SplitRules | None:
-    """The habit of a tokenizer that is built like one of ours, else None."""
+    """Return the split rules of a tokenizer that is built like one of ours, else None."""
     state = json.loads(tokenizer.backend.to_str())
-    before, cut = (flatten_steps(state[name]) for name in ("normalizer", "pre_tokenizer"))
-    own_words = any(not token["special"] for token in state["added_tokens"])
-    gaps = tokenizer.backend.get_vocab_size() != tokenizer.vocab.size  # in one of which the mark would lie
-    if own_words or gaps or tokenizer.is_reversed or state["model"].get("dropout"):
+    normalizers, splits = (flatten_steps(state[name]) for name in ("normalizer", "pre_tokenizer"))
+    has_added_words = any(not token["special"] for token in state["added_tokens"])
+    has_id_gaps = tokenizer.backend.get_vocab_size() != tokenizer.vocab.size  # the separator would fill a gap
+    if has_added_words or has_id_gaps or tokenizer.is_reversed or state["model"].get("dropout"):
         return None
-    plain = all(step["type"] == "Lowercase" or is_metaspace_escape(step) for step in before)
-    match [step["type"] for step in cut]:
-        case ["BertPreTokenizer"] if plain or [step["type"] for step in before] == ["BertNormalizer"]:
+    plain = all(step["type"] == "Lowercase" or is_metaspace_escape(step) for step in normalizers)
+    match [step["type"] for step in splits]:
+        case ["BertPreTokenizer"] if plain or [step["type"] for step in normalizers] == ["BertNormalizer"]:
             return BERT_SPLIT_RULES
-        case ["Split"] if plain and is_regex_split(cut[0], WORD_LEVEL_REGEX, "Removed"):
+        case ["Split"] if plain and is_regex_split(splits[0], WORD_LEVEL_REGEX, "Removed"):
             return WORD_LEVEL_SPLIT_RULES
         case ["Split", "Metaspace"] if (
-            plain and is_regex_split(cut[0], NON_SPACE_WHITESPACE_REGEX, "Isolated") and cut[1]["split"]
+            plain and is_regex_split(splits[0], NON_SPACE_WHITESPACE_REGEX, "Isolated") and splits[1]["split"]
         ):
             return UNIGRAM_SPLIT_RULES
-        case ["ByteLevel"] if plain and cut[0]["use_regex"] and not cut[0]["add_prefix_space"]:
+        case ["ByteLevel"] if plain and splits[0]["use_regex"] and not splits[0]["add_prefix_space"]:
             return GPT2_SPLIT_RULES
-        case ["Split", "ByteLevel"] if plain and is_regex_split(cut[0], SPLIT_PATTERNS["llama3"], "Isolated"):
-            return None if cut[1]["use_regex"] or cut[1]["add_prefix_space"] else LLAMA3_SPLIT_RULES
+        case ["Split", "ByteLevel"] if plain and is_regex_split(splits[0], SPLIT_PATTERNS["llama3"], "Isolated"):
+            return None if splits[1]["use_regex"] or splits[1]["add_prefix_space"] else LLAMA3_SPLIT_RULES
     return None
 
 
 def flatten_steps(component: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """The steps that a part of tokenizer.json is made of."""
+    """Return the steps of a component of tokenizer.json, nested sequences included."""
     if component is None:
         return []
     if component["type"] != "Sequence":
@@ -98,7 +109,7 @@ def flatten_steps(component: Mapping[str, Any] | None) -> list[Mapping[str, Any]
 
 
 def is_metaspace_escape(step: Mapping[str, Any]) -> bool:
-    """Whether a step writes one character as others, none of them a space."""
+    """Whether a step is one of our replacements of a character by others, none of them a space."""
     known = [{"type": "Replace", "pattern": {"String": a}, "content": b} for a, b in METASPACE_ESCAPES]
     return step in known
 
@@ -108,20 +119,17 @@ def is_regex_split(step: Mapping[str, Any], pattern: str, behavior: str) -> bool
 
 
 class SegmentedSentence(NamedTuple):
-    """A part of a text, up to where a sentence ends: the stretch that begins the text, others, and plain ones.
+    """The segments of a sentence. Its tokens are those of the three fields, in this order."""
 
-    A plain stretch is a space and what follows it up to the next; it is kept without that space.
-    """
-
-    first_segment: str | None
-    uncached_segments: Sequence[str]
-    cached_segments: Sequence[str]
+    first_segment: str | None  # begins the text
+    uncached_segments: Sequence[str]  # with spaces in unusual positions
+    cached_segments: Sequence[str]  # each without the one space before it
 
 
 class WordCache:
-    """Tokenises texts, and remembers the stretches between spaces. `rules` is that of the tokenizer.
+    """Tokenizes texts from cached segments; `rules` are the tokenizer's.
 
-    When they have filled `max_bytes` they are forgotten; those that are frequent are soon back.
+    A cache of more than `max_bytes` is emptied; frequent segments are soon back.
     """
 
     def __init__(self, tokenizer: Tokenizer, rules: SplitRules, max_bytes: int = MAX_WORD_CACHE_BYTES) -> None:
@@ -134,59 +142,57 @@ class WordCache:
         self.used_bytes, self.max_bytes = 0, max_bytes
 
     def segment_text(self, text: str, sentence_ends: Sequence[int]) -> list[SegmentedSentence] | None:
-        """The pieces of a text that end at some characters; None where one of these may be within a token."""
+        """Return the segments of each sentence; None if a sentence end may lie inside a token."""
         if SEGMENT_SEPARATOR in text:
             return None
         newline, after = self.rules.newline_as, self.rules.splits_after
         if not all(text[e] == " " or (text[e] == "\n" and newline) or text[e - 1] in after for e in sentence_ends):
             return None
-        pieces = [text[start:end] for start, end in pairwise([0, *sentence_ends, len(text)])]
+        sentences = [text[start:end] for start, end in pairwise([0, *sentence_ends, len(text)])]
         if newline == " ":
-            pieces = self._isolate_punctuation([piece.replace("\n", " ") for piece in pieces])
-        return [self._segment_sentence(piece, i == 0) for i, piece in enumerate(pieces)]
+            sentences = self._isolate_punctuation([sentence.replace("\n", " ") for sentence in sentences])
+        return [self._segment_sentence(sentence, i == 0) for i, sentence in enumerate(sentences)]
 
     def _isolate_punctuation(self, sentences: Sequence[str]) -> list[str]:
-        """Pieces without newlines, with spaces around what words often touch; all at once, which is faster."""
+        """Put spaces around punctuation. The sentences, which have no newlines, are joined: one call is faster."""
         text = "\n".join(sentences)
         for mark, apart in self.rules.isolated:
             text = text.replace(mark, apart)
         return text.split("\n")
 
     def _segment_sentence(self, text: str, is_first: bool) -> SegmentedSentence:
-        others: list[str] = []
+        uncached: list[str] = []
         if self.rules.merges_space_runs and (text.endswith(" ") or SPACE_RUN_REGEX.search(text)):
-            others, plain = SEGMENT_START_REGEX.split(text), []
+            uncached, cached = SEGMENT_START_REGEX.split(text), []
         else:
-            begin, *plain = text.split(" ")
-            others = [begin] if begin else []
-        if is_first and others and not others[0].startswith(" "):
-            return SegmentedSentence(others[0], others[1:], plain)
-        return SegmentedSentence(None, others, plain)
+            begin, *cached = text.split(" ")
+            uncached = [begin] if begin else []
+        if is_first and uncached and not uncached[0].startswith(" "):
+            return SegmentedSentence(uncached[0], uncached[1:], cached)
+        return SegmentedSentence(None, uncached, cached)
 
     def __call__(self, texts: Sequence[Sequence[SegmentedSentence]]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """For each text: its tokens, which of them start a word, and how many each piece has."""
-        pieces = list(chain.from_iterable(texts))
-        opening = self._encode_first_segments(
-            {piece.first_segment for piece in pieces if piece.first_segment is not None}
-        )
-        others = self._encode_segments(list(set(chain.from_iterable(piece.uncached_segments for piece in pieces))))
-        long = self._add_new_segments(pieces)
-        known, found = self.entries, []
+        """Return for each text its ids, which of them start a word, and the number of tokens of each sentence."""
+        sentences = list(chain.from_iterable(texts))
+        first = self._encode_first_segments({s.first_segment for s in sentences if s.first_segment is not None})
+        uncached = self._encode_segments(list(set(chain.from_iterable(s.uncached_segments for s in sentences))))
+        long_segments = self._add_new_segments(sentences)
+        cached, encoded = self.entries, []
         for text in texts:
             blobs = [
-                (opening[piece.first_segment] if piece.first_segment is not None else b"")
-                + b"".join([others[stretch] for stretch in piece.uncached_segments])
-                + b"".join([known[stretch] for stretch in piece.cached_segments])
-                for piece in text
+                (first[s.first_segment] if s.first_segment is not None else b"")
+                + b"".join([uncached[segment] for segment in s.uncached_segments])
+                + b"".join([cached[segment] for segment in s.cached_segments])
+                for s in text
             ]
-            both_N = np.frombuffer(b"".join(blobs), np.uint32)
-            found.append((both_N >> 1, (both_N & 1).astype(bool), np.array([len(blob) // 4 for blob in blobs])))
-        for stretch in long:
-            del known[stretch]
-        return found
+            packed_N = np.frombuffer(b"".join(blobs), np.uint32)
+            encoded.append((packed_N >> 1, (packed_N & 1).astype(bool), np.array([len(blob) // 4 for blob in blobs])))
+        for segment in long_segments:
+            del cached[segment]
+        return encoded
 
     def _encode_first_segments(self, segments: Iterable[str]) -> dict[str, bytes]:
-        """Of stretches that begin a text, before whose first word some tokenizers think a space."""
+        """Tokenize segments that begin a text, where some tokenizers add a space."""
         texts = list(segments)
         encodings = self.tokenizer.encode_with_offsets(texts)
         return {
@@ -194,29 +200,29 @@ class WordCache:
         }
 
     def _add_new_segments(self, sentences: Sequence[SegmentedSentence]) -> list[str]:
-        """Learn the plain stretches that are new, and return those that are too long to be kept."""
+        """Add the segments that the cache lacks; return those that are too long to stay in it."""
         if self.used_bytes > self.max_bytes:
             self.entries, self.used_bytes = {}, 0
-        new = list(set(chain.from_iterable(piece.cached_segments for piece in sentences)).difference(self.entries))
-        blobs = self._encode_segments([f" {stretch}" for stretch in new]).values()
+        new = list(set(chain.from_iterable(s.cached_segments for s in sentences)).difference(self.entries))
+        blobs = self._encode_segments([f" {segment}" for segment in new]).values()
         self.entries.update(zip(new, blobs, strict=True))
         self.used_bytes += CACHE_ENTRY_BYTES * len(new) + sum(map(len, new)) + sum(map(len, blobs))
-        return [stretch for stretch in new if len(stretch) > MAX_CACHED_SEGMENT_CHARS]
+        return [segment for segment in new if len(segment) > MAX_CACHED_SEGMENT_CHARS]
 
     def _encode_segments(self, segments: Sequence[str]) -> dict[str, bytes]:
-        """Stretches that do not begin a text, many at a time: a mark between them keeps them apart."""
+        """Tokenize segments that do not begin a text, many at a time with a separator between them."""
         groups = [segments[i : i + GROUP_SEGMENTS] for i in range(0, len(segments), GROUP_SEGMENTS)]
         blobs: list[bytes] = []
         for encoding in self.separator_tokenizer.encode_with_offsets(
             [SEGMENT_SEPARATOR + SEGMENT_SEPARATOR.join(group) for group in groups]
         ):
             blob = pack_tokens(encoding.ids, self.separator_tokenizer.word_starts(encoding))
-            marks = np.flatnonzero(np.frombuffer(blob, np.uint32) >> 1 == self.separator_id)
-            ends = [*(4 * marks[1:]).tolist(), len(blob)]
-            blobs += [blob[mark + 4 : end] for mark, end in zip((4 * marks).tolist(), ends, strict=True)]
+            separators = 4 * np.flatnonzero(np.frombuffer(blob, np.uint32) >> 1 == self.separator_id)  # in bytes
+            ends = [*separators[1:].tolist(), len(blob)]
+            blobs += [blob[start + 4 : end] for start, end in zip(separators.tolist(), ends, strict=True)]
         return dict(zip(segments, blobs, strict=True))
 
 
 def pack_tokens(ids: Sequence[int], is_word_start: np.ndarray) -> bytes:
-    """Tokens, and which of them start a word, as one number each."""
+    """Pack each id and its "starts a word" bit into one uint32."""
     return (np.array(ids, np.uint32) << 1 | is_word_start).tobytes()
