@@ -1,4 +1,4 @@
-"""How texts are framed in each architecture, and what happens to those that are too long."""
+"""Special tokens of each architecture, and truncation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from firth.tasks.template import DELIMITER_TOKEN, EXTRACT_TOKEN, TaskTemplate, t
 A, B = [300, 301], [302, 303, 304]
 
 
-def frame(family: str, marked: bool = False) -> tuple[TaskTemplate, dict[str, int]]:
+def task_template(family: str, marked: bool = False) -> tuple[TaskTemplate, dict[str, int]]:
     config, tokenizer = parts(family)
     if marked:
         tokenizer = tokenizer.with_special_tokens((DELIMITER_TOKEN, EXTRACT_TOKEN))
@@ -21,54 +21,54 @@ def frame(family: str, marked: bool = False) -> tuple[TaskTemplate, dict[str, in
 
 
 def test_bert_has_segments() -> None:
-    form, ids = frame("bert")
-    sheet = form.build_inputs(A, B)
-    assert sheet.ids == [ids["cls"], *A, ids["sep"], *B, ids["sep"]]
-    assert sheet.token_type_ids == [0] * 4 + [1] * 4
-    assert sheet.target_positions == (0,)
-    assert form.build_inputs(A).ids == [ids["cls"], *A, ids["sep"]]
-    assert form.sequence_template.has_token_types
+    template, ids = task_template("bert")
+    sequence = template.build_inputs(A, B)
+    assert sequence.ids == [ids["cls"], *A, ids["sep"], *B, ids["sep"]]
+    assert sequence.token_type_ids == [0] * 4 + [1] * 4
+    assert sequence.target_positions == (0,)
+    assert template.build_inputs(A).ids == [ids["cls"], *A, ids["sep"]]
+    assert template.sequence_template.has_token_types
 
 
 def test_roberta_and_bart_have_two_separators_and_no_segments() -> None:
-    for family, asked in (("roberta", 0), ("bart", 8)):
-        form, ids = frame(family)
-        sheet = form.build_inputs(A, B)
-        assert sheet.ids == [ids["cls"], *A, ids["sep"], ids["sep"], *B, ids["sep"]]
-        assert sheet.target_positions == (asked,)
-        assert not form.sequence_template.has_token_types
+    for family, target in (("roberta", 0), ("bart", 8)):
+        template, ids = task_template(family)
+        sequence = template.build_inputs(A, B)
+        assert sequence.ids == [ids["cls"], *A, ids["sep"], ids["sep"], *B, ids["sep"]]
+        assert sequence.target_positions == (target,)
+        assert not template.sequence_template.has_token_types
 
 
 def test_xlnet_has_its_class_token_at_the_end() -> None:
-    form, ids = frame("xlnet")
-    sheet = form.build_inputs(A, B)
-    assert sheet.ids == [*A, ids["sep"], *B, ids["sep"], ids["cls"]]
-    assert sheet.token_type_ids == [0] * 3 + [1] * 4 + [2]
-    assert sheet.target_positions == (7,)
+    template, ids = task_template("xlnet")
+    sequence = template.build_inputs(A, B)
+    assert sequence.ids == [*A, ids["sep"], *B, ids["sep"], ids["cls"]]
+    assert sequence.token_type_ids == [0] * 3 + [1] * 4 + [2]
+    assert sequence.target_positions == (7,)
 
 
 def test_a_decoder_has_a_delimiter_and_an_extract_token() -> None:
-    form, ids = frame("gpt2", marked=True)
-    sheet = form.build_inputs(A, B)
-    assert sheet.ids == [ids["bos"], *A, ids[DELIMITER_TOKEN], *B, ids[EXTRACT_TOKEN]]
-    assert sheet.target_positions == (7,)
-    plain, ids = frame("gpt2")  # a published classifier that was made without them
+    template, ids = task_template("gpt2", marked=True)
+    sequence = template.build_inputs(A, B)
+    assert sequence.ids == [ids["bos"], *A, ids[DELIMITER_TOKEN], *B, ids[EXTRACT_TOKEN]]
+    assert sequence.target_positions == (7,)
+    plain, ids = task_template("gpt2")  # a published classifier that was made without them
     assert plain.build_inputs(A).ids == [ids["bos"], *A, ids["eos"]]
 
 
 def test_of_two_texts_the_longer_one_is_cut_first() -> None:
-    form, _ = frame("bert")  # 13 tokens for two texts
-    assert form.max_text_tokens(2) == 13
-    a, b = form.truncate_pair(list(range(20)), list(range(100, 104)))
+    template, _ = task_template("bert")  # 13 tokens for two texts
+    assert template.max_text_tokens(2) == 13
+    a, b = template.truncate_pair(list(range(20)), list(range(100, 104)))
     assert (a, b) == (list(range(9)), list(range(100, 104)))
-    a, b = form.truncate_pair(list(range(20)), list(range(100, 120)))
+    a, b = template.truncate_pair(list(range(20)), list(range(100, 120)))
     assert (len(a), len(b)) == (7, 6)
-    assert form.num_truncated == 2
-    form.truncate_pair([1] * 6, [2] * 7)
-    assert form.num_truncated == 2
-    form.truncate_and_build([5] * 15)
-    assert form.truncation_notices() == ["3 texts were longer than 16 tokens, and cut."]
-    assert form.truncate_and_build([5] * 15).num_tokens == 16
+    assert template.num_truncated == 2
+    template.truncate_pair([1] * 6, [2] * 7)
+    assert template.num_truncated == 2
+    template.truncate_and_build([5] * 15)
+    assert template.truncation_notices() == ["3 texts were longer than 16 tokens, and cut."]
+    assert template.truncate_and_build([5] * 15).num_tokens == 16
 
 
 def test_no_room() -> None:

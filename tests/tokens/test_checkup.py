@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from firth.text import Document, text_fingerprint
-from firth.tokens import checkup as room
+from firth.tokens import checkup as checkup_module
 from firth.tokens.checkup import DocumentSample, LengthHistogram, check_documents, entropy_bits, fit_heaps, fit_zipf
 
 
@@ -166,14 +166,14 @@ def test_long_documents_are_cut_in_the_sample_and_keep_their_length() -> None:
     sample = DocumentSample(10**6)
     sample.add(b"x", Document("word " * 50_000, "a", word_starts=(0, 5, 249_990)))
     only = sample.documents[b"x"]
-    assert (len(only.document.text), only.characters) == (room.SAMPLE_DOCUMENT_CHARS, 250_000)
+    assert (len(only.document.text), only.characters) == (checkup_module.SAMPLE_DOCUMENT_CHARS, 250_000)
     assert only.document.word_starts == (0, 5)
 
 
 def test_memory_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "MAX_DISTINCT_WORDS", 1000)
-    monkeypatch.setattr(room, "MAX_DISTINCT_DOCUMENTS", 400)
-    monkeypatch.setattr(room, "BATCH_CHARS", 1000)
+    monkeypatch.setattr(checkup_module, "MAX_DISTINCT_WORDS", 1000)
+    monkeypatch.setattr(checkup_module, "MAX_DISTINCT_DOCUMENTS", 400)
+    monkeypatch.setattr(checkup_module, "BATCH_CHARS", 1000)
     documents = [Document(f"the number {i} is {i * i}", str(i)) for i in range(3000)]
     read = check_documents(documents + documents[:1000])
     assert len(read.word_counts.counts) <= 1010
@@ -189,5 +189,5 @@ def test_memory_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_batches_do_not_change_what_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"text {i} about {i % 7}\n\nand more\x07" for i in range(50)]
     whole = facts(*texts)
-    monkeypatch.setattr(room, "BATCH_CHARS", 10)
+    monkeypatch.setattr(checkup_module, "BATCH_CHARS", 10)
     assert facts(*texts) == whole

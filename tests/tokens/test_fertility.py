@@ -98,7 +98,7 @@ def test_times_seen_leaves_out_characters_and_what_is_never_used() -> None:
 def test_documents_that_fit_in_a_row() -> None:
     tokenizer = by_hand("a")
     found = fit(tokenizer, "a " * 62, "a " * 63, "a " * 1000)
-    assert found.rows[64] == pytest.approx(1 / 3)  # two places are for the frame
+    assert found.rows[64] == pytest.approx(1 / 3)  # two tokens are special
     assert found.rows[128] == pytest.approx(2 / 3)
     assert found.rows[1024] == 1
     assert found.document_tokens["largest"] == 1000

@@ -77,9 +77,9 @@ def test_temperature_and_epochs(shards: dict[str, ShardSet]) -> None:
 
 def test_each_source_goes_through_its_own_rows_in_order(shards: dict[str, ShardSet]) -> None:
     source = mixed(shards, MixConfig(temperature=0.5))
-    which, place = source.locate_rows(np.arange(5 * MIX_WINDOW_ROWS))
+    which, index = source.locate_rows(np.arange(5 * MIX_WINDOW_ROWS))
     for s in range(3):
-        assert sorted(place[which == s].tolist()) == list(range(int((which == s).sum())))
+        assert sorted(index[which == s].tolist()) == list(range(int((which == s).sum())))
 
 
 def test_any_row_at_once_and_in_any_company(shards: dict[str, ShardSet]) -> None:
@@ -93,8 +93,8 @@ def test_any_row_at_once_and_in_any_company(shards: dict[str, ShardSet]) -> None
             assert (field is None) == (expected is None), name
             if field is not None:
                 assert np.array_equal(field[0], expected[g - 2000]), name
-    which, place = source.locate_rows(np.array([2017]))
-    own = source.datasets[which[0]].get_rows(place)
+    which, index = source.locate_rows(np.array([2017]))
+    own = source.datasets[which[0]].get_rows(index)
     assert np.array_equal(own.input_ids[0], together.input_ids[17])
     assert together.stream_index.tolist() == list(range(2000, 2100))
 
@@ -134,18 +134,18 @@ def test_mistakes(shards: dict[str, ShardSet], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spec", [MixConfig(), MixConfig(epochs={"a": 1, "b": 2, "c": 8})])
-def test_an_epoch_of_the_mix_has_every_row_as_often_as_asked(shards: dict[str, ShardSet], spec: MixConfig) -> None:
+def test_an_epoch_of_the_mix_has_every_row_as_often_as_configured(shards: dict[str, ShardSet], spec: MixConfig) -> None:
     source = mixed(shards, spec)
     for epoch in (0, 3):
         rows = source.get_rows(np.arange(source.num_rows) + epoch * source.num_rows)
         assert rows.row_index is not None
         times = np.bincount(rows.row_index)
-        asked = [spec.epochs.get(name, 1) for name in "abc"]
-        assert times.tolist() == np.repeat(asked, [s.num_rows for s in source.datasets]).tolist()
+        epochs = [spec.epochs.get(name, 1) for name in "abc"]
+        assert times.tolist() == np.repeat(epochs, [s.num_rows for s in source.datasets]).tolist()
 
 
 def test_a_small_source_is_read_to_its_end_before_it_is_read_again(shards: dict[str, ShardSet]) -> None:
     source = mixed(shards, MixConfig(shares={"a": 1, "b": 1, "c": 8}))
-    which, place = source.locate_rows(np.arange(300))
+    which, index = source.locate_rows(np.arange(300))
     for s in range(3):
-        assert place[which == s].tolist() == list(range(int((which == s).sum())))
+        assert index[which == s].tolist() == list(range(int((which == s).sum())))

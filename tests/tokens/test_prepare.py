@@ -83,10 +83,10 @@ def test_any_number_of_workers_writes_the_same_bytes(tokenizer: Tokenizer, whole
     assert sorted(p.name for p in tmp_path.iterdir()) == ["s"]
 
 
-def test_a_mistake_that_a_worker_finds_is_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    way = DocumentEncoder(tokenizer, 0.0, "en", find_salient=elsewhere)
+def test_an_error_in_a_worker_reaches_the_user(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    encoder = DocumentEncoder(tokenizer, 0.0, "en", find_salient=elsewhere)
     tokenizer.save(tmp_path)
-    worker = EncodeWorker(way, tmp_path)
+    worker = EncodeWorker(encoder, tmp_path)
     try:
         with pytest.raises(UserError, match=r"a.txt:1: the salient span \(5, 9\) is empty or outside"):
             worker([Document("abc", "a.txt:1")])
@@ -102,7 +102,7 @@ def elsewhere(text: str) -> list[tuple[int, int]]:
     return [(5, 9)]
 
 
-def test_a_worker_that_dies_is_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_worker_that_dies_is_reported(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
     worker = EncodeWorker(DocumentEncoder(tokenizer, 0.0, "en"), tmp_path)
     worker.process.kill()
@@ -122,17 +122,17 @@ def test_a_function_without_a_name_stays_in_this_process(
 
 def test_memory_and_small_texts_speak_for_fewer_workers(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparing, "process_memory_bytes", lambda: 100_000_000)
-    way = DocumentEncoder(tokenizer, 0.0, "en")
-    assert plan_resources(4, None, None, way).num_workers == 4
-    assert plan_resources(4, None, 1000, way).num_workers == 1
-    few = plan_resources(4, 280_000_000, None, way)
+    encoder = DocumentEncoder(tokenizer, 0.0, "en")
+    assert plan_resources(4, None, None, encoder).num_workers == 4
+    assert plan_resources(4, None, 1000, encoder).num_workers == 1
+    few = plan_resources(4, 280_000_000, None, encoder)
     assert few.num_workers == 2
     assert few.chunk_characters < preparing.CHUNK_CHARACTERS
-    assert plan_resources(4, 2_000_000_000, None, way).chunk_characters == preparing.CHUNK_CHARACTERS
+    assert plan_resources(4, 2_000_000_000, None, encoder).chunk_characters == preparing.CHUNK_CHARACTERS
     with pytest.raises(UserError, match=r"--max-memory is too small: at least 120MB are needed"):
-        plan_resources(4, 100_000_000, None, way)
+        plan_resources(4, 100_000_000, None, encoder)
     with pytest.raises(UserError, match="--workers is -1"):
-        plan_resources(-1, None, None, way)
+        plan_resources(-1, None, None, encoder)
 
 
 # --- stopped and resumed ------------------------------------------------------------------------------------------
@@ -202,13 +202,13 @@ def test_other_text_and_other_options_are_refused(tokenizer: Tokenizer, tmp_path
 
 
 def test_a_full_disk(tokenizer: Tokenizer, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = 6000
+    free_bytes = 6000
 
     def write(grown: AppendOnlyFile, data: bytes) -> None:
-        nonlocal room
-        grown.file.write(data[:room])
-        room -= len(data)
-        if room < 0:
+        nonlocal free_bytes
+        grown.file.write(data[:free_bytes])
+        free_bytes -= len(data)
+        if free_bytes < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
         real_write(grown, data[len(data) :])
         grown.size, grown.crc = grown.size + len(data), crc32(data, grown.crc)
@@ -329,13 +329,13 @@ def test_a_source_that_cannot_tell_counts_documents(
 # --- duplicates ---------------------------------------------------------------------------------------------------
 
 
-def test_near_duplicates_are_dropped_when_asked(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_dedup_modes(tokenizer: Tokenizer, tmp_path: Path) -> None:
     words = [f"word{i}" for i in range(60)]
     near = [" ".join(words), " ".join([*words[:-1], "other"]), " ".join(words[::-1]), " ".join(words)]
     found = [Document(text, "a") for text in near]
-    for way, kept in (("none", 4), ("exact", 3), ("near", 2)):
-        facts = prepare(found, tokenizer, tmp_path / way, held_out_share=0, dedup=way)
-        assert (facts["documents"], facts["duplicates"], facts["dedup"]) == (kept, 4 - kept, way)
+    for dedup, kept in (("none", 4), ("exact", 3), ("near", 2)):
+        facts = prepare(found, tokenizer, tmp_path / dedup, held_out_share=0, dedup=dedup)
+        assert (facts["documents"], facts["duplicates"], facts["dedup"]) == (kept, 4 - kept, dedup)
 
 
 def plant(n: int) -> list[Document]:
@@ -444,8 +444,8 @@ def test_seen_texts_in_little_memory(tmp_path: Path) -> None:
     assert not (tmp_path / "seen").exists()
 
 
-def test_no_room_for_what_was_seen(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """In a process of its own, whose files may not grow: sqlite says in its way what the system says in another."""
+def test_no_disk_space_for_fingerprints(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """In a process of its own, whose files may not grow: sqlite reports a full disk by an error of its own."""
     program = """
 import resource, sys
 from importlib import import_module
@@ -503,10 +503,10 @@ def test_sentences_of_a_long_text_with_blank_lines() -> None:
 def test_a_long_text_in_parts_is_the_same(kind: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "\n".join(f"In 19{i:02} heron {i} waits at the river. It sleeps. Who knows it?" for i in range(80))
     documents = [Document("A heron.", "x"), Document(text, "y"), Document("It sleeps.", "z")]
-    way = DocumentEncoder(train_tokenizer([text], kind, 500, pattern=pattern), 0.0, "en")
-    whole, _ = way(documents)
+    encoder = DocumentEncoder(train_tokenizer([text], kind, 500, pattern=pattern), 0.0, "en")
+    whole, _ = encoder(documents)
     monkeypatch.setattr(import_module("firth.tokens.encode"), "ENCODE_CHUNK_CHARS", 500)
-    parts, _ = way(documents)
-    assert len(way._split_long_text(documents[1], text)) > 5
+    parts, _ = encoder(documents)
+    assert len(encoder._split_long_text(documents[1], text)) > 5
     for field, other in zip(whole, parts, strict=True):
         assert np.array_equal(field, other)

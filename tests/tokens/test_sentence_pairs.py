@@ -25,15 +25,15 @@ MANY = 20_000
 
 
 def texts(rows: Rows, which: int) -> list[np.ndarray]:
-    """The places in the shards of the first or second text of each row."""
+    """The token indices of the first or second text of each row."""
     chosen = rows.maskable & (rows.token_type_ids == which)
     return [row[keep] - FIRST for row, keep in zip(rows.input_ids, chosen, strict=True)]
 
 
-def documents_of(shards: Shards, places: list[np.ndarray]) -> np.ndarray:
+def documents_of(shards: Shards, token_indices: list[np.ndarray]) -> np.ndarray:
     """The document in which each text lies; each must lie in one, without gaps."""
-    assert all(np.array_equal(np.diff(text), np.ones(len(text) - 1)) for text in places)
-    first, last = (np.searchsorted(shards.offsets, [t[k] for t in places], side="right") - 1 for k in (0, -1))
+    assert all(np.array_equal(np.diff(text), np.ones(len(text) - 1)) for text in token_indices)
+    first, last = (np.searchsorted(shards.offsets, [t[k] for t in token_indices], side="right") - 1 for k in (0, -1))
     assert np.array_equal(first, last)
     return first
 
@@ -58,26 +58,26 @@ def test_chunks_by_hand(make_shards: Make) -> None:
     assert chunks.splittable_chunks.tolist() == [0, 1, 3, 4]
 
 
-def slow_chunks(documents: list[list[int]], room: int) -> list[int]:
+def slow_chunks(documents: list[list[int]], max_text_tokens: int) -> list[int]:
     """The number of sentences in each chunk, one sentence at a time."""
     sizes = []
     for sentences in documents:
         length = count = 0
         for i, sentence in enumerate(sentences):
             length, count = length + sentence, count + 1
-            if length >= room or i == len(sentences) - 1:
+            if length >= max_text_tokens or i == len(sentences) - 1:
                 sizes.append(count)
                 length = count = 0
     return sizes
 
 
-@pytest.mark.parametrize("room", [2, 17, 64])
-def test_chunks_equal_those_of_one_sentence_at_a_time(make_shards: Make, room: int) -> None:
-    random = np.random.default_rng(room)
+@pytest.mark.parametrize("max_text_tokens", [2, 17, 64])
+def test_chunks_equal_those_of_one_sentence_at_a_time(make_shards: Make, max_text_tokens: int) -> None:
+    random = np.random.default_rng(max_text_tokens)
     documents = [random.integers(1, 20, size=random.integers(1, 40)).tolist() for _ in range(50)]
-    assert np.diff(chunk_sentences(make_shards(documents), room).chunk_first_sentence).tolist() == slow_chunks(
-        documents, room
-    )
+    assert np.diff(
+        chunk_sentences(make_shards(documents), max_text_tokens).chunk_first_sentence
+    ).tolist() == slow_chunks(documents, max_text_tokens)
 
 
 def test_a_document_ends_a_sentence_and_blocks_leave_no_trace(
@@ -102,9 +102,9 @@ def test_chunks_are_kept_beside_the_shards(running: Shards, monkeypatch: pytest.
 # --- truncation ---------------------------------------------------------------------------------------------------
 
 
-def slow_surplus(a: int, b: int, room: int) -> list[int]:
+def slow_surplus(a: int, b: int, max_text_tokens: int) -> list[int]:
     lost = [0, 0]
-    while a + b > room:
+    while a + b > max_text_tokens:
         if a > b:
             a, lost[0] = a - 1, lost[0] + 1
         else:
@@ -114,9 +114,11 @@ def slow_surplus(a: int, b: int, room: int) -> list[int]:
 
 def test_the_longer_text_loses_one_token_at_a_time() -> None:
     lengths = np.array([[a, b] for a in range(1, 15) for b in range(1, 15)])
-    for room in (2, 5, 8, 13):
-        assert tokens_to_truncate(lengths, room).tolist() == [slow_surplus(a, b, room) for a, b in lengths.tolist()]
-        assert (lengths - tokens_to_truncate(lengths, room) >= 1).all()
+    for max_text_tokens in (2, 5, 8, 13):
+        assert tokens_to_truncate(lengths, max_text_tokens).tolist() == [
+            slow_surplus(a, b, max_text_tokens) for a, b in lengths.tolist()
+        ]
+        assert (lengths - tokens_to_truncate(lengths, max_text_tokens) >= 1).all()
 
 
 def test_heads_follow_the_law_of_coins() -> None:
@@ -268,12 +270,12 @@ def test_random_text_begins_with_every_sentence_of_other_documents_equally_often
         assert counts[starts] / counts.sum() == pytest.approx(1 / len(starts), abs=0.02)
 
 
-def test_random_text_has_whole_sentences_up_to_its_room(make_shards: Make) -> None:
+def test_random_text_has_whole_sentences_up_to_the_limit(make_shards: Make) -> None:
     shards = make_shards([[2, 1], [3] * 20])
     rows = SentencePairDataset(shards, 13, BERT, PAD, 0, "next").get_rows(np.arange(2000))
     long = [b for a, b in zip(texts(rows, 0), texts(rows, 1), strict=True) if a[0] == 0 and 3 <= b[0] < 52]
     assert len(long) > 100
-    # Beside 2 tokens there is room for 8: three sentences have 9, of which one token is cut at either end.
+    # Beside 2 tokens 8 are free: three sentences have 9, of which one token is cut at either end.
     assert {(len(b), int(b[0] % 3)) for b in long} == {(8, 0), (8, 1)}
 
 
@@ -369,7 +371,7 @@ def test_sides_need_two_sided_documents(make_shards: Make, splits: list[int] | N
         SentencePairDataset(make_shards([[4, 4], [8]], splits=splits), 8, BERT, PAD, 0, "sides")
 
 
-def test_rows_without_room_for_two_texts(make_shards: Make) -> None:
+def test_rows_too_short_for_two_texts(make_shards: Make) -> None:
     shards = make_shards([[4, 4], [8]])
     with pytest.raises(UserError, match="no room for two texts"):
         SentencePairDataset(shards, 4, BERT, PAD, 0, "next")

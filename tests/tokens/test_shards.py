@@ -95,10 +95,10 @@ def test_bits_of_a_range(tokenizer: Tokenizer, tmp_path: Path) -> None:
 def test_bits_at_any_places(tokenizer: Tokenizer, tmp_path: Path) -> None:
     prepare(documents(TEXTS), tokenizer, tmp_path / "s", held_out_share=0)
     train = open_shards(tmp_path / "s").train
-    places = np.random.default_rng(0).integers(train.num_tokens, size=(5, 200))
+    token_indices = np.random.default_rng(0).integers(train.num_tokens, size=(5, 200))
     for bit, read in (("word_start", train.word_starts), ("sentence_end", train.sentence_ends)):
         assert train.has_bit(bit)
-        assert np.array_equal(train.gather_bits(bit, places), read(0, train.num_tokens)[places])
+        assert np.array_equal(train.gather_bits(bit, token_indices), read(0, train.num_tokens)[token_indices])
 
 
 def test_words_and_sentences_are_counted(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -173,8 +173,8 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
 
 
 def sentences(text: str) -> list[str]:
-    places = [0, *sentence_end_offsets(text, "en")]
-    return [text[a:b].strip() for a, b in pairwise(places)]
+    offsets = [0, *sentence_end_offsets(text, "en")]
+    return [text[a:b].strip() for a, b in pairwise(offsets)]
 
 
 def test_sentence_edges() -> None:
@@ -334,7 +334,7 @@ def test_a_document_with_an_empty_side_is_skipped(tokenizer: Tokenizer, tmp_path
 
 
 def marked(text: str, kind: str, folder: Path, find: SalientSpanFinder = find_salient_spans) -> list[str]:
-    """The tokens of a text that are marked as salient, those that follow each other joined."""
+    """The tokens of a text that are marked as salient, consecutive ones joined."""
     tokenizer = learn(kind)
     prepare(
         [Document("a river", "a.txt:1"), Document(text, "a.txt:2")], tokenizer, folder, held_out_share=0, salient=find

@@ -1,4 +1,4 @@
-"""Lanes read every token once an epoch, each a stretch of text that goes on from row to row."""
+"""Streams read every token once an epoch, and each continues from row to row."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def epoch(source: StreamDataset, number: int = 0) -> Rows:
     return source.get_rows(np.arange(source.num_rows) + number * source.num_rows)
 
 
-def lanes(source: StreamDataset, number: int = 0) -> list[list[int]]:
-    """What each lane reads in an epoch, padding left out."""
+def streams(source: StreamDataset, number: int = 0) -> list[list[int]]:
+    """The tokens that each stream reads in an epoch, without padding."""
     tokens, doc = epoch(source, number).input_ids, epoch(source, number).document_ids
     return [
-        tokens[lane :: source.num_streams][doc[lane :: source.num_streams] >= 0].tolist()
-        for lane in range(source.num_streams)
+        tokens[stream :: source.num_streams][doc[stream :: source.num_streams] >= 0].tolist()
+        for stream in range(source.num_streams)
     ]
 
 
 def test_by_hand(make_shards: Make) -> None:
-    """Documents of 3 and 4 tokens between two marks: eleven places, five of them for one lane and six for the other."""
+    """Documents of 3 and 4 tokens, two special tokens each: eleven positions, five in one stream, six in the other."""
     source = StreamDataset(make_shards([[3], [4]]), 3, FRAMED, PAD, seed=0, num_streams=2, shuffle=False)
     assert source.num_rows == 4
     rows = source.get_rows(np.arange(6))
@@ -61,27 +61,27 @@ def test_by_hand(make_shards: Make) -> None:
     assert source.fill_ratio == 11 / 12
 
 
-@pytest.mark.parametrize("frame", [PLAIN, FRAMED])
-@pytest.mark.parametrize("num_lanes", [1, 3, 7])
-def test_every_token_once_an_epoch(num_lanes: int, frame: SequenceTemplate, make_shards: Make) -> None:
+@pytest.mark.parametrize("template", [PLAIN, FRAMED])
+@pytest.mark.parametrize("num_streams", [1, 3, 7])
+def test_every_token_once_an_epoch(num_streams: int, template: SequenceTemplate, make_shards: Make) -> None:
     shards = make_shards([[n] for n in (5, 40, 1, 13, 2, 2, 31, 8)])
-    source = StreamDataset(shards, 4, frame, PAD, seed=3, num_streams=num_lanes)
+    source = StreamDataset(shards, 4, template, PAD, seed=3, num_streams=num_streams)
     for number in range(3):
-        read = np.concatenate(lanes(source, number))
+        read = np.concatenate(streams(source, number))
         text = read[read >= 100]
         assert np.sort(text).tolist() == list(range(100, 100 + shards.num_tokens))
-        assert len(read) - len(text) == 8 * frame.num_special_tokens()
-        sizes = [len(lane) for lane in lanes(source, number)]
-        assert max(sizes) - min(sizes) <= 1, "all lanes read as much"
+        assert len(read) - len(text) == 8 * template.num_special_tokens()
+        sizes = [len(stream) for stream in streams(source, number)]
+        assert max(sizes) - min(sizes) <= 1, "all streams read as much"
 
 
-def test_lanes_go_on_and_documents_are_whole(make_shards: Make) -> None:
-    """All lanes of an epoch, one after the other, are the documents in some order, each from its start to its end."""
+def test_streams_continue_and_documents_are_whole(make_shards: Make) -> None:
+    """The streams of an epoch, concatenated, are the documents in some order, each from its start to its end."""
     shards = make_shards([[n] for n in (5, 40, 1, 13, 2, 2, 31, 8)])
     source = StreamDataset(shards, 4, FRAMED, PAD, seed=3, num_streams=5)
     orders = []
     for number in range(3):
-        line = [token for lane in lanes(source, number) for token in lane]
+        line = [token for stream in streams(source, number) for token in stream]
         starts = [i for i, token in enumerate(line) if token == BEGIN]
         documents = [line[a + 1 : b - 1] for a, b in zip(starts, [*starts[1:], len(line)], strict=True)]
         assert all(line[b - 1] == END for b in [*starts[1:], len(line)])
@@ -119,7 +119,7 @@ def test_bits_are_those_of_the_text_and_a_cut_is_an_edge(make_shards: Make) -> N
     assert epoch(cut).word_start.astype(int).tolist() == [[1, 1, 0, 0], [1, 0, 0, 0]]  # type: ignore[union-attr]
 
 
-def test_too_little_text_for_so_many_lanes(make_shards: Make) -> None:
+def test_too_little_text_for_the_streams(make_shards: Make) -> None:
     with pytest.raises(UserError, match=r"20 tokens, too few for 8 rows of 3 .*--per-device-train-batch-size"):
         StreamDataset(make_shards([[20]]), 3, PLAIN, PAD, seed=0, num_streams=8)
     rows = StreamDataset(make_shards([[2]]), 3, PLAIN, PAD, seed=0, num_streams=3, allow_short=True).get_rows(

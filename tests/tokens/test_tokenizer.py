@@ -72,7 +72,7 @@ def test_the_same_text_gives_the_same_tokenizer(tokenizer: Tokenizer) -> None:
     assert train_tokenizer(TEXTS[:2] * 3, tokenizer.kind, 420).fingerprint != tokenizer.fingerprint
 
 
-def test_vocabulary_has_the_size_asked_for() -> None:
+def test_vocabulary_has_the_requested_size() -> None:
     assert train_tokenizer(TEXTS, "byte-bpe", 300).vocab.size == 300
     assert train_tokenizer(TEXTS, "wordpiece", 200).vocab.size == 200
     assert train_tokenizer(TEXTS, "unigram", 190).vocab.size == 190
@@ -102,7 +102,7 @@ def test_transformers_knows_the_special_tokens(tokenizer: Tokenizer, tmp_path: P
     assert load_tokenizer(tmp_path / "again").vocab == vocab
 
 
-def test_bert_frames_a_pair_with_segments() -> None:
+def test_bert_pairs_have_token_types() -> None:
     encoding = learn("wordpiece").backend.encode("river", "heron waits")
     assert encoding.tokens == ["[CLS]", "river", "[SEP]", "heron", "waits", "[SEP]"]
     assert encoding.type_ids == [0, 0, 0, 1, 1, 1]
@@ -218,7 +218,7 @@ def test_specials_by_custom_where_nothing_is_said(tmp_path: Path) -> None:
     assert (vocab.pad, vocab.unk, vocab.cls, vocab.sep, vocab.mask) == (0, 1, 2, 3, 4)
 
 
-def test_a_special_token_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_special_token_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     learn("unigram").save(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "mask_token": "[HIDE]"}))
@@ -294,7 +294,7 @@ def test_vocabulary_too_small_for_the_characters(kind: str, size: int) -> None:
         train_tokenizer(TEXTS, kind, size)
 
 
-def test_characters_that_get_lost_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lost_characters_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     rare = "".join(map(chr, range(0xAC00, 0xAC00 + 1100)))
     train_tokenizer(["the river " * 5 + rare], "wordpiece", 2500)
     assert "rare characters" in capsys.readouterr().err

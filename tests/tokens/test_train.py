@@ -168,7 +168,7 @@ def test_training_within_little_memory_takes_a_sample(capsys: pytest.CaptureFixt
     small = train_tokenizer(texts, "byte-bpe", 300, max_memory=200_000)
     assert "Training on a sample" in capsys.readouterr().err
     assert train_tokenizer(texts, "byte-bpe", 300, max_memory=200_000).fingerprint == small.fingerprint
-    with pytest.raises(UserError, match="leaves no room"):
+    with pytest.raises(UserError, match="too small for any text"):
         train_tokenizer(texts, "byte-bpe", 300, max_memory=10)
 
 
@@ -238,7 +238,7 @@ def test_choices_that_a_kind_does_not_have() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZER_KINDS))
-def test_a_vocabulary_without_room(kind: str) -> None:
+def test_a_vocabulary_that_is_too_small(kind: str) -> None:
     with pytest.raises(UserError, match="A vocabulary of 5 tokens is too small"):
         train_tokenizer(TEXTS, kind, 5)
 

@@ -128,7 +128,7 @@ def changed(name: str, **parts: Any) -> SplitRules | None:
 
 
 def test_others_have_none() -> None:
-    """What is built in another way may do anything with a space."""
+    """A tokenizer of another build may treat spaces in any manner."""
     assert changed("gpt2", pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)) is None
     assert changed("gpt2", pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)) is None
     assert changed("gpt2", normalizer=normalizers.NFKC()) is None
@@ -154,11 +154,11 @@ def test_words_of_the_user_and_texts_read_backward_have_none() -> None:
 
 def test_a_word_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     known = WordCache(tokenizer_of("gpt2"), GPT2_SPLIT_RULES)
-    asked: list[str] = []
+    tokenized: list[str] = []
     plain = known.separator_tokenizer.encode_with_offsets
 
     def encodings(texts: Sequence[str]) -> Any:
-        asked.extend(stretch for text in texts for stretch in text.split(SEGMENT_SEPARATOR) if stretch)
+        tokenized.extend(segment for text in texts for segment in text.split(SEGMENT_SEPARATOR) if segment)
         return plain(texts)
 
     monkeypatch.setattr(known.separator_tokenizer, "encode_with_offsets", encodings)
@@ -166,15 +166,15 @@ def test_a_word_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
         pieces = known.segment_text(text, [])
         assert pieces is not None
         known([pieces])
-    assert sorted(asked) == sorted([" cat", " saw", " a", " " + 50 * "x"])
+    assert sorted(tokenized) == sorted([" cat", " saw", " a", " " + 50 * "x"])
     assert set(known.entries) == {"cat", "saw", "a"}, "what is long is not kept"
 
 
 def test_what_is_forgotten_is_learned_again() -> None:
-    way = DocumentEncoder(tokenizer_of("wordpiece"), 0.0, "en", cache_bytes=1000)
+    encoder = DocumentEncoder(tokenizer_of("wordpiece"), 0.0, "en", cache_bytes=1000)
     plain = both_ways("wordpiece", TEXTS)[1]
     for _ in range(4):
-        found = way([Document(text, "here") for text in TEXTS])[0]
+        found = encoder([Document(text, "here") for text in TEXTS])[0]
         np.testing.assert_array_equal(found.tokens, plain.tokens)
-        assert way._word_cache is not None
-        assert way._word_cache.used_bytes < 40_000
+        assert encoder._word_cache is not None
+        assert encoder._word_cache.used_bytes < 40_000

@@ -8,7 +8,7 @@ A model reads a text inside a fixed pattern of special tokens, and reads it well
     GPT-2      <|endoftext|> A <|endoftext|>                only where a document really begins and ends
     T5         A </s>                                       the decoder starts with <pad>
 
-`SequenceTemplate` is that pattern as data. The same object frames the rows of pretraining (`dataset.py`), the inputs of
+`SequenceTemplate` is that pattern as data. The same object builds the rows of pretraining (`dataset.py`), the inputs of
 fine-tuning and evaluation (`SequenceTemplate.apply`), and the output of the tokenizer that is saved beside the model
 (`with_template`), so that `transformers` builds the same inputs from raw texts.
 """

@@ -9,7 +9,7 @@ the concatenated tokens of its words, and each distinct word is tokenized once:
 3. Segments that the cache lacks are tokenized many at a time, joined by a separator that the tokenizer keeps apart.
 4. The tokens of a text are looked up and joined as bytes: 4 bytes a token, its id and one bit for "starts a word".
 
-The first segment of a text is tokenized by itself, because some tokenizers add a space before it.
+The first segment of a text is tokenized separately, because some tokenizers add a space before it.
 """
 
 from __future__ import annotations
