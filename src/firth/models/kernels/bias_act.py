@@ -1,10 +1,10 @@
-"""A bias and an activation whose gradients are made in one pass.
+"""`activation(x + bias)` with one kernel for both gradients.
 
-Torch's compiler computes the gradient of the activation twice: to write it, and again to add it up for the bias. Here
-each tile of it is added up as it is written. The forward pass is a kernel of ours too: it does what the compiler's
-would, but is one operation to compile and not twenty, in each layer.
+Torch's compiler computes the activation's gradient twice: to store dx, and again to sum it for the bias. This kernel
+sums each tile as it stores it. The forward pass is a kernel too: it is no faster than the compiler's, but it is one op
+to compile per layer instead of twenty.
 
-M rows of N numbers, C tiles of rows.
+Shapes: M rows of N elements, C tiles of rows.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ if triton is not None:
 
     from firth.models.kernels.glu import sigmoid_gate_in_kernel
 
-BIAS_ACT_BWD_ROWS, BIAS_ACT_BWD_STEP_ROWS, BIAS_ACT_COLUMNS, BIAS_ACT_BWD_STAGES = (
-    256,
-    8,
-    256,
-    4,
-)  # of a tile, of them at once, how wide it is, and how many come meanwhile
-BIAS_ACT_FWD_ROWS = 16  # of a tile in the forward pass
+BIAS_ACT_COLUMNS = 256  # columns of a tile
+BIAS_ACT_FWD_ROWS = 16  # rows of a forward tile
+BIAS_ACT_BWD_ROWS = 256  # rows of a backward tile
+BIAS_ACT_BWD_STEP_ROWS = 8  # rows of it that are processed at once
+BIAS_ACT_BWD_STAGES = 4  # such steps that are loaded ahead
 
 
 def linear_activation(linear: nn.Module, x: Tensor, activation: str, is_eager: bool = False) -> Tensor:
-    """An activation of what a linear map finds; forward by `is_eager` operations, where the compiler is to join them with
-    what follows, or to do them again in the backward pass.
+    """Return `activation(linear(x))`.
+
+    `is_eager` writes the forward pass in torch ops, which the compiler can fuse with what follows, or recompute.
     """
     if not (
         triton is not None
@@ -47,8 +46,8 @@ def linear_activation(linear: nn.Module, x: Tensor, activation: str, is_eager: b
         return ACTIVATIONS[activation](linear(x))
     if linear.bias is None or x.shape[:-1].numel() * linear.out_features > MAX_INT32_ELEMENTS:
         return ACTIVATIONS[activation](linear(x))
-    found: Tensor = BiasActivation.apply(F.linear(x, linear.weight), linear.bias, activation, is_eager)
-    return found
+    y: Tensor = BiasActivation.apply(F.linear(x, linear.weight), linear.bias, activation, is_eager)
+    return y
 
 
 class BiasActivation(torch.autograd.Function):
@@ -91,13 +90,14 @@ def bias_act_forward(x: Tensor, bias: Tensor, activation_index: int) -> Tensor:
 
 @kernel_op("firth::bias_act_backward")
 def bias_act_backward(dy: Tensor, x: Tensor, bias: Tensor, activation_index: int) -> tuple[Tensor, Tensor]:
-    """The gradient of what the bias is added to, and its sums over the rows of each tile."""
+    """Return dx, and its sums (C, N) over the rows of each tile."""
     dy, x = dy.contiguous(), x.contiguous()
     N, M = len(bias), x.numel() // len(bias)
     dx, sums_CN = torch.empty_like(x), x.new_empty(triton.cdiv(M, BIAS_ACT_BWD_ROWS), N, dtype=torch.float32)
     launch(
-        bias_act_bwd_kernel, (len(sums_CN), triton.cdiv(N, BIAS_ACT_COLUMNS)), dy, x, bias, dx, sums_CN, M, N, ACTIVATION=activation_index,
-        ROWS=BIAS_ACT_BWD_ROWS, STEP_ROWS=BIAS_ACT_BWD_STEP_ROWS, COLUMNS=BIAS_ACT_COLUMNS, NUM_STAGES=BIAS_ACT_BWD_STAGES,
+        bias_act_bwd_kernel, (len(sums_CN), triton.cdiv(N, BIAS_ACT_COLUMNS)), dy, x, bias, dx, sums_CN, M, N,
+        ACTIVATION=activation_index, ROWS=BIAS_ACT_BWD_ROWS, STEP_ROWS=BIAS_ACT_BWD_STEP_ROWS,
+        COLUMNS=BIAS_ACT_COLUMNS, NUM_STAGES=BIAS_ACT_BWD_STAGES,
     )  # fmt: skip
     return dx, sums_CN
 
@@ -110,8 +110,8 @@ if triton is not None:
         at, inside = m[:, None] * N + n[None, :], (m < M)[:, None] & (n < N)[None, :]
         h = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         h += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-        below, _ = sigmoid_gate_in_kernel(h, ACTIVATION)
-        tl.store(y + at, (h * below).to(y.dtype.element_ty), mask=inside)
+        sigmoid, _ = sigmoid_gate_in_kernel(h, ACTIVATION)
+        tl.store(y + at, (h * sigmoid).to(y.dtype.element_ty), mask=inside)
 
     @triton.jit
     def bias_act_bwd_kernel(
@@ -126,8 +126,8 @@ if triton is not None:
             m = tl.program_id(0) * ROWS + first + tl.arange(0, STEP_ROWS)
             at, inside = m[:, None] * N + n[None, :], (m < M)[:, None] & (n < N)[None, :]
             h = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + b
-            below, slope = sigmoid_gate_in_kernel(h, ACTIVATION)
-            error = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32) * (below + h * slope)
-            tl.store(dx + at, error.to(dx.dtype.element_ty), mask=inside)
-            total += error
+            sigmoid, slope = sigmoid_gate_in_kernel(h, ACTIVATION)
+            dx_tile = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32) * (sigmoid + h * slope)
+            tl.store(dx + at, dx_tile.to(dx.dtype.element_ty), mask=inside)
+            total += dx_tile
         tl.store(sums + tl.program_id(0) * N + n, tl.sum(total, 0), mask=n < N)

@@ -1,9 +1,9 @@
-"""A gated activation whose gradient is made in one pass.
+"""Gated linear units (GLU, Shazeer 2020), `activation(gate) * value`, with a backward kernel.
 
-Gate and value stand side by side in one tensor. Torch's compiler puts their gradients side by side by computing both at
-every place of the result and keeping one of them; here each is computed once.
+Gate and value are the two halves of one tensor, from one matmul. For the concatenated gradient, torch's compiler
+computes both halves at every element and keeps one of them. This kernel computes each once.
 
-N numbers of a gate.
+Shapes: N elements of a gate.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from firth.models.kernels.tiling import triton
 if triton is not None:
     import triton.language as tl
 
-KERNEL_ACTIVATIONS = list(SIGMOID_POLYNOMIALS)  # that the kernel knows
-GLU_BLOCK_ELEMENTS = 1024
-MAX_INT32_ELEMENTS = 2**30  # numbers up to which 32 bits say where they are
+KERNEL_ACTIVATIONS = list(SIGMOID_POLYNOMIALS)  # kernels take the index of an activation in this list
+GLU_BLOCK_ELEMENTS = 1024  # elements per program
+MAX_INT32_ELEMENTS = 2**30  # elements up to which kernels index with 32 bits
 
 
 def gated_activation(x: Tensor, activation: str) -> Tensor:
-    """(..., N) from (..., 2 x N): the first half, by its activation, times the second."""
+    """Return (..., N) from (..., 2 x N): the activation of the first half, times the second half."""
     if (
         triton is not None
         and can_use_fast_activation(x)
         and activation in KERNEL_ACTIVATIONS
         and x.numel() <= MAX_INT32_ELEMENTS
     ):
-        found: Tensor = GatedActivation.apply(x, activation)
-        return found
+        y: Tensor = GatedActivation.apply(x, activation)
+        return y
     gate, h = x.chunk(2, -1)
     return ACTIVATIONS[activation](gate) * h
 
@@ -92,7 +92,7 @@ if triton is not None:
 
     @triton.jit
     def sigmoid_gate_in_kernel(g, ACTIVATION: tl.constexpr):
-        """What `share` finds."""
+        """`sigmoid_gate_and_slope` of activation.py."""
         s = tl.minimum(g * g, TL_MAX_X_SQUARED)
         if ACTIVATION == 0:
             power = ((((GELU_P5 * s + GELU_P4) * s + GELU_P3) * s + GELU_P2) * s + GELU_P1) * s + GELU_P0
@@ -101,8 +101,8 @@ if triton is not None:
             power, slope = GELU_TANH_P1 * s + GELU_TANH_P0, GELU_TANH_D1 * s + GELU_TANH_D0
         else:
             power, slope = SILU_P0, SILU_D0
-        below = 1.0 / (1.0 + tl.exp2(g * power))
-        return below, below * (1.0 - below) * slope
+        sigmoid = 1.0 / (1.0 + tl.exp2(g * power))
+        return sigmoid, sigmoid * (1.0 - sigmoid) * slope
 
     @triton.jit
     def glu_bwd_kernel(dy, x, dx, num_elements, N: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
@@ -110,7 +110,7 @@ if triton is not None:
         inside, at = i < num_elements, i + i // N * N
         g = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         h = tl.load(x + at + N, mask=inside, other=0.0).to(tl.float32)
-        error = tl.load(dy + i, mask=inside, other=0.0).to(tl.float32)
-        below, slope = sigmoid_gate_in_kernel(g, ACTIVATION)
-        tl.store(dx + at, (error * h * (below + g * slope)).to(dx.dtype.element_ty), mask=inside)
-        tl.store(dx + at + N, (error * g * below).to(dx.dtype.element_ty), mask=inside)
+        dy_i = tl.load(dy + i, mask=inside, other=0.0).to(tl.float32)
+        sigmoid, slope = sigmoid_gate_in_kernel(g, ACTIVATION)
+        tl.store(dx + at, (dy_i * h * (sigmoid + g * slope)).to(dx.dtype.element_ty), mask=inside)
+        tl.store(dx + at + N, (dy_i * g * sigmoid).to(dx.dtype.element_ty), mask=inside)

@@ -1,8 +1,8 @@
-"""How our kernels are started; and compiled, while a step that will need them is still being traced.
+"""Launch Triton kernels, and compile them in background threads while torch's compiler still traces the step.
 
-A kernel takes a second or so to compile, one after the other when they are first met. But torch's compiler asks long
-before that what our operations would give, of tensors that only say what they would be (`FakeTensor`): from then on
-kernels are compiled by other threads, beside it.
+A Triton kernel takes about a second to compile, and by default compiles at its first launch, one after the other.
+But torch's compiler calls each custom op long before that with `FakeTensor`s, to learn its output shapes. A fake call
+names the kernel, its dtypes and its constants: `launch` starts compiling it in a thread right then.
 """
 
 from __future__ import annotations
@@ -17,44 +17,46 @@ from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import custom_op
 
-MAX_COMPILE_THREADS = 4  # kernels; their compilers leave Python to others for half of their time
-_compile_keys: set[Any] = set()  # kernels for what they are given
+MAX_COMPILE_THREADS = 4  # threads; Triton's compiler releases the GIL for about half of its time
+_compile_keys: set[Any] = set()  # kernels with their dtypes and constants, compiled or queued
 _pending_compiles: list[Future[None]] = []
 _compile_pool: ThreadPoolExecutor | None = None
 
 
 def kernel_op(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """A function with kernels as an operation that torch's compiler does not look into: it would trace the kernels for
-    every layer, which takes it longer than all the rest. The function also says what it would give.
+    """Register a function that launches kernels as a custom op, which is opaque to torch's compiler.
+
+    Tracing into the kernels of every layer would take longer than the rest of the compilation. The function is also
+    its own fake implementation: `launch` launches nothing for fake tensors.
     """
 
     def make(function: Callable[..., Any]) -> CustomOpDef:
-        found = custom_op(name, mutates_args=())(function)
-        found.register_fake(function)
-        return found
+        op = custom_op(name, mutates_args=())(function)
+        op.register_fake(function)
+        return op
 
     return make
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Start a kernel where its first tensor is; or begin to compile it, where that only says what it would be."""
+    """Launch a kernel on the device of its first tensor; for a fake tensor, only start compiling it."""
     first = args[0]
     if isinstance(first, FakeTensor):
         compile_in_background(kernel, first.device, args, options)
         return
-    while _pending_compiles:  # or all that are not ready would be compiled twice
-        _pending_compiles.pop().exception()  # which is met again, if there is one, where the kernel is needed
+    while _pending_compiles:  # wait: a kernel that is still compiling would be compiled twice
+        _pending_compiles.pop().exception()  # ignored: the launch raises it again
     with torch.cuda.device_of(first):
         kernel[grid](*args, **options)
 
 
 def compile_in_background(kernel: Any, device: torch.device, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Let a thread compile a kernel for such things, if none has done so."""
+    """Compile a kernel for these dtypes and constants in a thread, once."""
     global _compile_pool
-    kinds = tuple(x.dtype if isinstance(x, Tensor) else x for x in args)
-    if not torch.cuda.is_available() or any(isinstance(x, torch.SymInt) for x in (*kinds, *options.values())):
+    signature = tuple(x.dtype if isinstance(x, Tensor) else x for x in args)
+    if not torch.cuda.is_available() or any(isinstance(x, torch.SymInt) for x in (*signature, *options.values())):
         return
-    key = (kernel, device, kinds, tuple(options.items()))
+    key = (kernel, device, signature, tuple(options.items()))
     if key in _compile_keys:
         return
     _compile_keys.add(key)
@@ -62,7 +64,7 @@ def compile_in_background(kernel: Any, device: torch.device, args: tuple[Any, ..
 
     def compile_it() -> None:
         with torch.cuda.device(device):
-            found = kernel.warmup(*kinds, grid=(1,), **options)
-            _ = found.run  # which is made when it is asked for: a module in C that starts the kernel
+            compiled = kernel.warmup(*signature, grid=(1,), **options)
+            _ = compiled.run  # builds the C launcher, which Triton does lazily
 
     _pending_compiles.append(_compile_pool.submit(compile_it))
