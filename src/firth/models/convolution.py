@@ -1,6 +1,6 @@
-"""A convolution beside the first block (DeBERTa version 2).
+"""DeBERTa version 2's convolution (nGiE) beside the first block: it adds local n-gram information.
 
-B rows, T places, D width, N neighbours.
+Shapes: B rows, T positions, D model width, N kernel size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CONV_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "
 
 
 class ConvolutionLayer(nn.Module):
-    """What the tokens around each say together, added to what the first block made of it."""
+    """`norm(x + activation(dropout(conv(embeddings))))`, with x the first block's output."""
 
     def __init__(self, config: ModelConfig, spec: ConvolutionConfig) -> None:
         super().__init__()
@@ -33,16 +33,16 @@ class ConvolutionLayer(nn.Module):
             if document_ids_BT is None
             else self.conv_within_documents(embeddings_BTD, document_ids_BT)
         )
-        found: Tensor = self.norm(x_BTD + self.activation(self.drop(y_BTD)))
-        return found.to(x_BTD.dtype)
+        y: Tensor = self.norm(x_BTD + self.activation(self.drop(y_BTD)))
+        return y.to(x_BTD.dtype)
 
     def conv_within_documents(self, x_BTD: Tensor, document_ids_BT: Tensor) -> Tensor:
-        """The same convolution, in which a document of the row does not hear its neighbours: they are 0 to it."""
+        """Return the convolution with neighbours of other documents zeroed, (B, T, D)."""
         half, T = self.conv.padding[0], x_BTD.shape[1]
         assert isinstance(half, int)
-        near, of = F.pad(x_BTD, (0, 0, half, half)), F.pad(document_ids_BT, (half, half), value=-2)
+        padded, ids = F.pad(x_BTD, (0, 0, half, half)), F.pad(document_ids_BT, (half, half), value=-2)
         parts = [
-            near[:, i : i + T] * (of[:, i : i + T] == document_ids_BT)[:, :, None]
+            padded[:, i : i + T] * (ids[:, i : i + T] == document_ids_BT)[:, :, None]
             for i in range(self.conv.kernel_size[0])
         ]
         weight = self.conv.weight.transpose(1, 2).flatten(1)  # (D, N x D)

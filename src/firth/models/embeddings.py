@@ -1,6 +1,6 @@
-"""Tokens to vectors that know their place.
+"""Input embeddings: tokens, plus positions and segments where the architecture adds them.
 
-B rows, T places, E width of the token vectors.
+Shapes: B rows, T positions, E embedding width, D model width.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from firth.models.config import AWDLSTMConfig, LearnedPosition, ModelConfig, Sin
 from firth.models.kernels.dropout import Dropout, fast_dropout
 from firth.models.regional_compile import compilable_region
 
-BIGRAM_HASH_PRIME = 1_000_003  # spreads the hashes of two tokens
+BIGRAM_HASH_PRIME = 1_000_003  # multiplier of the previous token's id in a bigram's hash
 
 
 def sinusoids(length: int, width: int) -> Tensor:
-    """(length, width): sine and cosine of the place, side by side, each pair slower than the one before."""
-    turns = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    angle = torch.arange(length, dtype=torch.float64)[:, None] * turns
+    """Return (length, width): sines and cosines of the position at falling frequencies (Vaswani et al. 2017, 3.5)."""
+    frequencies = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * frequencies
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)[:, :width].float()
 
 
 class PositionEmbedding(nn.Module):
-    """What token vectors learn before the first block: their place and their segment or language, added; a norm."""
+    """Position and segment or language embeddings, added to token embeddings; then norm and dropout."""
 
     sinusoids: Tensor | None
 
@@ -49,7 +49,7 @@ class PositionEmbedding(nn.Module):
     def add_positions(
         self, x_BTE: Tensor, position_ids: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
-        """Tell vectors where they stand. Places are counted from 0; a segment may be a language."""
+        """Return (B, T, E). `position_ids` default to 0 ... T - 1; `token_type_ids` are segments or languages."""
         if position_ids is None:
             position_ids = torch.arange(x_BTE.shape[1], device=x_BTE.device)
         if self.position_embeddings is not None:
@@ -57,9 +57,9 @@ class PositionEmbedding(nn.Module):
         if self.sinusoids is not None:
             x_BTE = x_BTE + self.sinusoids[position_ids]
         if self.segments is not None:
-            one = token_type_ids is None or self.segments.num_embeddings == 1  # RoBERTa has one for all
-            x_BTE = x_BTE + (self.segments.weight[0] if one else self.segments(token_type_ids))
-        if self.languages is not None and token_type_ids is not None:  # a text of no named language has no vector
+            is_constant = token_type_ids is None or self.segments.num_embeddings == 1  # RoBERTa has one segment
+            x_BTE = x_BTE + (self.segments.weight[0] if is_constant else self.segments(token_type_ids))
+        if self.languages is not None and token_type_ids is not None:  # without a language nothing is added
             x_BTE = x_BTE + self.languages(token_type_ids)
         if self.norm is not None:
             x_BTE = self.norm(x_BTE)
@@ -67,11 +67,13 @@ class PositionEmbedding(nn.Module):
 
 
 class InputEmbedding(PositionEmbedding):
-    """Tokens as vectors that know their place; where they are narrower than the model, then widened."""
+    """Token embeddings with positions; projected to D where E is smaller (ALBERT, ELECTRA)."""
 
     def __init__(self, config: ModelConfig) -> None:
         nn.Module.__init__(self)
-        self.tokens = nn.Embedding(config.vocab_size, config.embed_width)  # before all, as first weights are drawn
+        self.tokens = nn.Embedding(
+            config.vocab_size, config.embed_width
+        )  # first: initialization draws weights in this order
         self.build_tables(config)
         self.bigrams = (
             nn.Embedding(config.num_bigram_buckets, config.embed_width) if config.num_bigram_buckets else None
@@ -87,7 +89,7 @@ class InputEmbedding(PositionEmbedding):
         token_type_ids: Tensor | None = None,
         position_embedding: PositionEmbedding | None = None,
     ) -> Tensor:
-        """`position_embedding` is another's, where a decoder has places and a norm of its own (BART)."""
+        """Return (B, T, D). A decoder may pass a `position_embedding` of its own, with its own norm (BART)."""
         return self.widen(
             (position_embedding or self).add_positions(self.embed_tokens(input_ids), position_ids, token_type_ids)
         )
@@ -95,7 +97,7 @@ class InputEmbedding(PositionEmbedding):
     def embed_unprojected(
         self, input_ids: Tensor, position_ids: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
-        """(B, T, E): before they are widened."""
+        """Return (B, T, E), before the projection, with bigrams."""
         x_BTE = self.embed_tokens(input_ids)
         return self.add_positions(
             x_BTE if self.bigrams is None else x_BTE + self.embed_bigrams(input_ids, position_ids),
@@ -104,20 +106,20 @@ class InputEmbedding(PositionEmbedding):
         )
 
     def embed_bigrams(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
-        """(B, T, E): each token together with the one before it, by their hash; nothing for the first of a text."""
+        """Return (B, T, E): hashed embeddings of each token and the one before it; 0 for a text's first token."""
         assert self.bigrams is not None
-        place_BT = (
+        position_BT = (
             torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
             if position_ids is None
             else position_ids
         )
-        two_BT = (input_ids.roll(1, 1) * BIGRAM_HASH_PRIME + input_ids) % self.bigrams.num_embeddings
-        return self.bigrams(two_BT) * (place_BT > 0)[..., None]
+        bucket_BT = (input_ids.roll(1, 1) * BIGRAM_HASH_PRIME + input_ids) % self.bigrams.num_embeddings
+        return self.bigrams(bucket_BT) * (position_BT > 0)[..., None]
 
     def embed_tokens(self, input_ids: Tensor) -> Tensor:
-        """(B, T, E): the tokens alone."""
+        """Return the token embeddings (B, T, E)."""
         x_BTE = self.tokens(input_ids)
-        if self.word_drop and self.training:  # a word is there or not, wherever it stands in these rows
+        if self.word_drop and self.training:  # embedding dropout: drops a token everywhere in the batch (AWD-LSTM)
             x_BTE = (
                 x_BTE * fast_dropout(x_BTE.new_ones(self.tokens.num_embeddings), self.word_drop)[input_ids][..., None]
             )

@@ -1,9 +1,11 @@
-"""What a decoder remembers of the text so far, so that a new token costs one place and not the whole row.
+"""KV cache: keys and values of the text so far, so that a new token costs one position and not the whole row.
 
-Keys and values stand in tensors that have room, each at the place of its token, and are written place by place. Rows
-of different length are padded on the right: what is written on replaces the padding, which nothing has seen.
+`prefill` computes the prompts at once and stores their keys and values; `decode_step` computes one token per row. The
+cache is preallocated, and key s of a row is at index s. Rows of different lengths are padded on the right: new tokens
+overwrite the padding, which causal attention has never seen.
 
-B rows, T places of the prompts, S places in all, H heads, G heads of keys and values, d numbers per head, D width.
+Shapes: B rows, T positions of the prompts, S positions in all, H heads, G heads of keys and values, d head size, D
+model width.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from firth.models.position.rope import make_rope
 
 
 def can_cache(config: ModelConfig) -> bool:
-    """Whether a new place leaves the keys, values and scores of those before as they are, place by place."""
+    """Whether earlier keys and values stay the same when a token is appended."""
     return config.recurrent is None and not isinstance(config.position, TransformerXL | Disentangled)
 
 
@@ -36,20 +38,20 @@ class LayerKVCache:
         self.cache = cache
 
     def prefill(self, k_BGTd: Tensor, v_BGTd: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep those of the prompts, which read each other as ever."""
+        """Store the prompts' keys and values; attention uses them directly."""
         B, G, T, d = k_BGTd.shape
         self.k, self.v = k_BGTd.new_zeros(B, G, self.cache.size, d), v_BGTd.new_zeros(B, G, self.cache.size, d)
         self.k[:, :, :T], self.v[:, :, :T] = k_BGTd, v_BGTd
         return k_BGTd, v_BGTd
 
     def append(self, k_BG1d: Tensor, v_BG1d: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one more place of each row, and read all of them."""
-        width, place_B = self.cache.max_row_length, self.cache.next_position_B
+        """Store one position of each row, and return all."""
+        width, position_B = self.cache.max_row_length, self.cache.next_position_B
         if self.cache.has_equal_lengths:
             self.k[:, :, width : width + 1], self.v[:, :, width : width + 1] = k_BG1d, v_BG1d
         else:
-            row_B = torch.arange(len(place_B), device=place_B.device)
-            self.k[row_B, :, place_B], self.v[row_B, :, place_B] = k_BG1d[:, :, 0], v_BG1d[:, :, 0]
+            row_B = torch.arange(len(position_B), device=position_B.device)
+            self.k[row_B, :, position_B], self.v[row_B, :, position_B] = k_BG1d[:, :, 0], v_BG1d[:, :, 0]
         S = self.cache.num_keys
         return self.k[:, :, :S], self.v[:, :, :S]
 
@@ -58,16 +60,15 @@ class LayerKVCache:
 
 
 class KVCache:
-    """The memory of one stack for rows that are read on, one token at a time.
+    """The cache of one stack, with `size` positions allocated until it must `grow`.
 
-    `size` is the number of places there is room for, until they `grow`. With `is_static` all of them are read at every
-    step, those not written yet unseen, so that no shape changes and a GPU can replay the step (CUDA graphs); else only
-    those that some row has reached.
+    With `is_static` every step attends to all `size` positions, those not written yet masked: shapes stay the same,
+    and a CUDA graph can replay the step. Otherwise it attends to those that some row has reached.
     """
 
     def __init__(self, stack: Stack, size: int, is_static: bool = False) -> None:
-        assert can_cache(stack.config), "the caller asks that first"
-        assert stack.memory is None, "a stack has one memory or the other"
+        assert can_cache(stack.config), "check can_cache first"
+        assert stack.memory is None, "a stack with XL memory cannot use a KV cache"
         self.stack, self.size, self.is_static = stack, size, is_static
         self.layers = [LayerKVCache(self) for _ in stack.layers]
         self.cross_kv: list[KeyValues | None] = [None for _ in stack.layers]
@@ -84,10 +85,10 @@ class KVCache:
         encoder_hidden_states: Tensor | None = None,
         encoder_document_ids: Tensor | None = None,
     ) -> Tensor:
-        """The states (B, T, D) of prompts of these lengths. `encoder_hidden_states` is the sequence that the stack reads too."""
-        B, self.max_row_length = x_BTD.shape[:2]  # of the longest row
+        """Return the hidden states (B, T, D) of prompts of these lengths."""
+        B, self.max_row_length = x_BTD.shape[:2]  # the longest row's length
         self.has_equal_lengths = len(set(lengths)) == 1 and not self.is_static
-        self.next_position_B = torch.tensor(lengths, device=x_BTD.device)  # where the next token stands
+        self.next_position_B = torch.tensor(lengths, device=x_BTD.device)  # position of the next token
         self.distance_bias = self.bias_by_distance()
         if encoder_hidden_states is not None:
             self.cross_kv = [project_cross_kv(block, encoder_hidden_states) for block in self.stack.layers]
@@ -95,27 +96,27 @@ class KVCache:
             self.cross_spec = make_attention_spec(
                 False, encoder_document_ids.new_zeros(B, 1), key_document_ids=encoder_document_ids
             )._replace(key_range=None)
-        sights = self.stack.attention_specs(x_BTD, None, None)
-        return self.run_blocks(x_BTD, sights, [layer.prefill for layer in self.layers])
+        specs = self.stack.attention_specs(x_BTD, None, None)
+        return self.run_blocks(x_BTD, specs, [layer.prefill for layer in self.layers])
 
     def decode_step(self, x_B1D: Tensor) -> Tensor:
-        """The states (B, 1, D) of the next token of each row; `advance` follows."""
+        """Return the hidden states (B, 1, D) of each row's next token; call `advance` afterwards."""
         return self.run_blocks(x_B1D, self.decode_specs(x_B1D), [layer.append for layer in self.layers])
 
     def advance(self) -> None:
-        """Go to the next place."""
+        """Move on to the next position."""
         self.next_position_B += 1
         self.max_row_length += 1
 
     def grow(self, size: int) -> None:
-        """Make room for more places. All tensors are others then."""
+        """Allocate more positions, in new tensors."""
         self.size = size
         self.distance_bias = self.bias_by_distance()
         for layer in self.layers:
             layer.grow(size)
 
     def reorder(self, row_B: Tensor, same_source: bool = False) -> None:
-        """Go on with these rows; with `check_same_source` they only change with others that read the same."""
+        """Continue with these rows (beam search). `same_source`: their encoder inputs stay the same."""
         for layer in self.layers:
             layer.k, layer.v = (select_rows(x, row_B, self.max_row_length) for x in (layer.k, layer.v))
         self.next_position_B = select_rows(self.next_position_B, row_B)
@@ -131,44 +132,42 @@ class KVCache:
         self, x: Tensor, specs: tuple[AttentionSpec, AttentionSpec], cache_updates: Sequence[CacheUpdate]
     ) -> Tensor:
         x = self.stack.cast_input(x)
-        for i, (block, keep) in enumerate(zip(self.stack.layers, cache_updates, strict=True)):
-            sight = specs[self.stack.is_local_layer(i)]
-            x = block(x, sight._replace(update_cache=keep), self.cross_kv[i], self.cross_spec)
+        for i, (block, update) in enumerate(zip(self.stack.layers, cache_updates, strict=True)):
+            spec = specs[self.stack.is_local_layer(i)]
+            x = block(x, spec._replace(update_cache=update), self.cross_kv[i], self.cross_spec)
         return self.stack.apply_final_norm(x)
 
     def decode_specs(self, x_B1D: Tensor) -> tuple[AttentionSpec, AttentionSpec]:
-        """What the new place of each row sees: in most layers, and in those with a window."""
-        config, place_B = (
-            self.stack.config,
-            self.next_position_B[:1] if self.has_equal_lengths else self.next_position_B,
-        )
-        back_BS = place_B[:, None] - torch.arange(self.num_keys, device=x_B1D.device)
+        """Return the specs of each row's new token, in global and in sliding-window layers."""
+        config = self.stack.config
+        position_B = self.next_position_B[:1] if self.has_equal_lengths else self.next_position_B
+        back_BS = position_B[:, None] - torch.arange(self.num_keys, device=x_B1D.device)
         written_BS = None if self.has_equal_lengths else back_BS >= 0
-        score = (
+        bias = (
             None
             if self.distance_bias is None
             else self.distance_bias[:, back_BS.clamp(min=0)].transpose(0, 1)[:, :, None]
         )
-        places = back_BS if isinstance(config.position, Shaw) else None
+        relative = back_BS if isinstance(config.position, Shaw) else None
 
-        def sight(seen_BS: Tensor | None, local: bool) -> AttentionSpec:
-            mask = None if seen_BS is None else seen_BS[:, None, None]
-            masked = score if mask is None or score is None else score.masked_fill(~mask, float("-inf"))
+        def make_spec(visible_BS: Tensor | None, is_local: bool) -> AttentionSpec:
+            mask = None if visible_BS is None else visible_BS[:, None, None]
+            masked = bias if mask is None or bias is None else bias.masked_fill(~mask, float("-inf"))
             return AttentionSpec(
                 mask=mask,
                 masked_bias=masked,
-                relative_positions=places,
-                rope=make_rope(config, place_B[:, None], x_B1D, local),
+                relative_positions=relative,
+                rope=make_rope(config, position_B[:, None], x_B1D, is_local),
             )
 
-        wide = sight(written_BS, local=False)
+        global_spec = make_spec(written_BS, is_local=False)
         if config.window is None:
-            return wide, wide
+            return global_spec, global_spec
         near_BS = back_BS <= config.window.size // 2
-        return wide, sight(near_BS if written_BS is None else near_BS & written_BS, local=True)
+        return global_spec, make_spec(near_BS if written_BS is None else near_BS & written_BS, is_local=True)
 
     def bias_by_distance(self) -> Tensor | None:
-        """(H, S): what the stack adds to the scores of what is so many places back."""
+        """Return (H, S): the position bias of keys 0, 1, ... positions back, or None."""
         return None if self.stack.score is None else self.stack.score(self.size, 1)[0, :, :, 0]
 
 
@@ -178,9 +177,9 @@ def project_cross_kv(block: nn.Module, encoder_hidden_states_BSD: Tensor) -> Key
 
 
 def select_rows(x: Tensor, row_B: Tensor, width: int | None = None) -> Tensor:
-    """Rows of a tensor: in place where there are as many as before. Nothing stands past `max_row_length` places."""
+    """Return these rows: in place if their number stays; only the first `width` positions are in use."""
     if len(row_B) != len(x):
         return x[row_B]
-    some = x if width is None else x[:, :, :width]
-    some.copy_(some[row_B])
+    used = x if width is None else x[:, :, :width]
+    used.copy_(used[row_B])
     return x

@@ -1,8 +1,8 @@
-"""Parts of a model that are compiled one by one: a block once for all that are alike, in place of the step as a whole.
+"""Regional compilation: compile a block once for all blocks that are alike, instead of the step as a whole.
 
-A program of the whole step is traced layer by layer, and what a compiler does grows with the layers: half a minute or
-more for twelve. Those of the parts are ready in a fraction of that, and a little slower (docs/results.md): what goes
-from block to block is written and read once more.
+Compiling a whole step takes time in proportion to its layers: half a minute or more for twelve. Regions compile in a
+fraction of that and run a little slower (docs/results.md), because nothing is fused across blocks: hidden states are
+written and read once more.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-_regions_enabled = False  # whether parts are programs of their own now, in all threads: some compute backward
-_compiled_regions: dict[Any, Any] = {}  # of those that were called so, by their methods
+_regions_enabled = False  # global, not per thread: autograd recomputes checkpointed blocks in other threads
+_compiled_regions: dict[Any, Any] = {}  # method -> compiled method
 
 
 @contextmanager
 def compile_regions() -> Iterator[None]:
-    """Let the parts of models be programs of their own in here."""
+    """Compile each region on its own inside this context."""
     global _regions_enabled
     before, _regions_enabled = _regions_enabled, True
     try:
@@ -32,20 +32,20 @@ def compile_regions() -> Iterator[None]:
 
 
 def reset_compiled_regions() -> None:
-    """Let all be compiled again, as what is compiled does not know what it was told to keep."""
+    """Forget compiled code: it is not keyed by the settings that say which activations are saved."""
     _compiled_regions.clear()
     torch._dynamo.reset()
 
 
 def compilable_region(method: Method) -> Method:
-    """A method that is such a part. Objects that are alike share its program: what they are is looked at, not who."""
+    """Mark a method as a region. Modules that are alike share its compiled code."""
 
     @functools.wraps(method)
-    def call(*args: Any, **more: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if not _regions_enabled or torch.compiler.is_compiling():
-            return method(*args, **more)
-        if method not in _compiled_regions:  # only now, as few commands need the compiler
+            return method(*args, **kwargs)
+        if method not in _compiled_regions:  # lazily: few commands need the compiler
             _compiled_regions[method] = torch.compile(method, dynamic=False)
-        return _compiled_regions[method](*args, **more)
+        return _compiled_regions[method](*args, **kwargs)
 
     return cast(Method, call)

@@ -1,6 +1,10 @@
-"""What a stack remembers of the text before (Transformer-XL, section 3.2).
+"""Transformer-XL's segment-level recurrence (Dai et al. 2019, section 3.2).
 
-B rows, T places, M remembered places, D width.
+A long text is processed segment by segment. Each layer keeps its input states of the last `length` positions, and the
+next segment's queries attend to them as well, without gradient. Each layer thus sees one segment further back than
+the layer below it.
+
+Shapes: B rows, T positions, M cached positions, D model width.
 """
 
 from __future__ import annotations
@@ -13,39 +17,39 @@ from firth.models.attention import AttentionSpec
 
 
 class XLMemory:
-    """The states that each layer has read last, `length` of them: read again with the next text, and not learned from.
+    """The last `length` input states of each layer.
 
-    Give a stack one (`stack.memory = Memory(512)`) to read a long text piece by piece, row by row; a new one begins a
-    new text. All of a row see all that is remembered of it.
+    `stack.memory = XLMemory(512)` switches it on; a new object begins a new text. All positions of a row attend to all
+    cached positions of that row.
     """
 
     def __init__(self, length: int) -> None:
         assert length > 0
         self.length = length
-        self.states: dict[int, Tensor] = {}  # of a layer: (B, M, D)
+        self.states: dict[int, Tensor] = {}  # layer -> (B, M, D)
 
     def load_state(self, states: dict[int, Tensor]) -> None:
-        """Begin with these."""
+        """Continue from these states."""
         self.states = states
 
     def pop_state(self) -> dict[int, Tensor]:
-        """Give what is remembered away."""
+        """Return the cached states, and forget them."""
         states, self.states = self.states, {}
         return states
 
     @property
     def num_cached(self) -> int:
-        """How many places are remembered."""
+        """Number of cached positions, M."""
         return self.states[0].shape[1] if self.states else 0
 
     def extend_states(self, layer: int, x_BTD: Tensor) -> Tensor:
-        """(B, M + T, D): what a layer reads now; the last of it is what it remembers then."""
-        whole = torch.cat([self.states[layer], x_BTD], 1) if layer in self.states else x_BTD
-        self.states[layer] = whole[:, -self.length :].detach()
-        return whole
+        """Return the cached states and `x`, (B, M + T, D), and cache the last `length` of them."""
+        extended = torch.cat([self.states[layer], x_BTD], 1) if layer in self.states else x_BTD
+        self.states[layer] = extended[:, -self.length :].detach()
+        return extended
 
     def extend_spec(self, spec: AttentionSpec, T: int) -> AttentionSpec:
-        """A sight of T places that sees what is remembered too."""
+        """Return the spec for T queries that also see all cached positions."""
         if not self.num_cached:
             return spec
         if spec.is_causal:
