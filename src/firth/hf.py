@@ -1,7 +1,7 @@
 """`import firth.hf` makes `transformers` open the checkpoints that none of its own families describe.
 
 Such a checkpoint has the `model_type` firth. Afterwards `AutoModel...from_pretrained(folder)` opens it with the same
-numbers, under the `AutoModelFor...` that fits its shape and its head (`auto_class_for_config`); what it saves, `firth.load` opens.
+logits, by the `AutoModelFor...` of its architecture and head (`auto_class_for_config`). `firth.load` opens what it saves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ modeling_outputs: Any = transformers.modeling_outputs
 
 
 class FirthConfig(transformers.PreTrainedConfig):
-    """A config.json of our own: under `firth` it has all that the model is."""
+    """Our own config.json: `firth` holds the whole ModelConfig."""
 
     model_type = FIRTH_MODEL_TYPE
     firth: dict[str, Any] | None = None
@@ -72,7 +72,8 @@ class FirthPreTrainedModel(transformers.PreTrainedModel):
         super().__init__(config)
         if not self.supports(config.model_config):
             raise UserError(
-                f"This checkpoint is opened by {auto_class_for_config(config.model_config)}, not by {self.auto_class_name}."
+                f"This checkpoint is opened by {auto_class_for_config(config.model_config)}, "
+                f"not by {self.auto_class_name}."
             )
         model = make_model(config.model_config)
         for name, part in model.named_children():
@@ -95,7 +96,7 @@ class FirthPreTrainedModel(transformers.PreTrainedModel):
             super()._init_weights(module)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Each tensor once, also where two parts share it."""
+        """Return each tensor once, also where two modules share it."""
         kwargs.setdefault("state_dict", unique_state_dict(self.firth_model))
         super().save_pretrained(save_directory, *args, **kwargs)
 
@@ -169,7 +170,7 @@ class FirthForMaskedLM(FirthPreTrainedModel):
 
 
 class FirthForCausalLM(FirthPreTrainedModel, transformers.GenerationMixin):
-    """Writing reads the whole text again for each token: what was read is not kept."""
+    """Generation without a KV cache: each new token runs the whole text again."""
 
     auto_class_name = "AutoModelForCausalLM"
 

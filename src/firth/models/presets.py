@@ -30,7 +30,7 @@ from firth.models.recurrent.presets import RECURRENT_FAMILY_DESCRIPTIONS, RECURR
 
 
 def bert(num_layers: int, dim: int, num_heads: int, vocab_size: int = 30522, **changes: Any) -> ModelConfig:
-    """Devlin et al. 2019: post-norm, learned places, two segments."""
+    """Devlin et al. 2019: post-norm, learned positions, two segments."""
     fields: dict[str, Any] = dict(
         family="bert",
         architecture="encoder",
@@ -49,7 +49,7 @@ def bert(num_layers: int, dim: int, num_heads: int, vocab_size: int = 30522, **c
 
 
 def gpt(num_layers: int, dim: int, num_heads: int, vocab_size: int = 40478, **changes: Any) -> ModelConfig:
-    """Radford et al. 2018: post-norm, causal, learned places."""
+    """Radford et al. 2018: post-norm, causal, learned positions."""
     fields: dict[str, Any] = dict(
         family="gpt",
         architecture="decoder",
@@ -74,7 +74,7 @@ def gpt2(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50257, **c
 
 
 def gpt3(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50257, **changes: Any) -> ModelConfig:
-    """Brown et al. 2020: GPT-2, twice as long; here every layer sees all that came before, not every other one.
+    """Brown et al. 2020: GPT-2, twice as long; here every layer has dense attention, not every other one.
 
     Where table 2.1 has heads that do not fit the width (XL, 13B), heads of 128 numbers.
     """
@@ -104,7 +104,7 @@ def t5(num_layers: int, dim: int, num_heads: int, mlp_dim: int, vocab_size: int 
 def t5_v1_1(
     num_layers: int, dim: int, num_heads: int, mlp_dim: int, vocab_size: int = 32128, **changes: Any
 ) -> ModelConfig:
-    """T5 1.1: gated GELU, a head of its own, pretrained without dropout."""
+    """T5 1.1: gated GELU, an untied head, pretrained without dropout."""
     fields: dict[str, Any] = dict(
         mlp=MLPConfig(mlp_dim, "gelu-tanh", gated=True, dropout=None),
         head=LMHead(tied=False),
@@ -115,7 +115,7 @@ def t5_v1_1(
 
 
 def roberta(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50265, **changes: Any) -> ModelConfig:
-    """Liu et al. 2019: BERT without segments, over bytes; its places are counted from 2."""
+    """Liu et al. 2019: BERT without segments, over bytes; positions count from 2."""
     fields: dict[str, Any] = dict(
         family="roberta", position=LearnedPosition(514, offset=2), norm=LayerNormConfig(1e-5), num_segments=1
     )
@@ -162,7 +162,7 @@ def rembert(
     vocab_size: int = 250300,
     **changes: Any,
 ) -> ModelConfig:
-    """Chung et al. 2021: narrow token vectors to read, wide ones of their own to answer, no dropout."""
+    """Chung et al. 2021: small input embeddings, large untied output embeddings, no dropout."""
     fields: dict[str, Any] = dict(
         family="rembert",
         embed_dim=embed_dim,
@@ -199,7 +199,7 @@ def albert(
 def electra(
     num_layers: int, dim: int, num_heads: int, embed_dim: int | None = 128, vocab_size: int = 30522, **changes: Any
 ) -> ModelConfig:
-    """Clark et al. 2020: the body of BERT, over narrow token vectors when small; the generator is one of its extras."""
+    """Clark et al. 2020: BERT, over narrow token embeddings when small; the generator is one of its extras."""
     return bert(num_layers, dim, num_heads, vocab_size, **dict(family="electra", embed_dim=embed_dim) | changes)
 
 
@@ -219,7 +219,7 @@ def xlnet(num_layers: int, dim: int, num_heads: int, vocab_size: int = 32000, **
 
 
 def deberta(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50265, **changes: Any) -> ModelConfig:
-    """He et al. 2021: BERT with disentangled places, and no segments."""
+    """He et al. 2021: BERT with disentangled attention, no segments."""
     fields: dict[str, Any] = dict(
         family="deberta",
         position=Disentangled(),
@@ -248,7 +248,7 @@ def deberta_v3(num_layers: int, dim: int, num_heads: int, vocab_size: int = 1281
 
 
 def bart(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50265, **changes: Any) -> ModelConfig:
-    """Lewis et al. 2020: encoder-decoder, post-norm, learned places that are counted from 2."""
+    """Lewis et al. 2020: encoder-decoder, post-norm, learned positions that count from 2."""
     fields: dict[str, Any] = dict(
         family="bart",
         architecture="encoder-decoder",
@@ -269,7 +269,7 @@ def bart(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50265, **c
 def llama(
     num_layers: int, dim: int, num_heads: int, mlp_dim: int, vocab_size: int = 32000, **changes: Any
 ) -> ModelConfig:
-    """Touvron et al. 2023: pre-norm by RMS, rotary places, gated MLP, no biases, no dropout."""
+    """Touvron et al. 2023: pre-norm by RMS, RoPE, gated MLP, no biases, no dropout."""
     fields: dict[str, Any] = dict(
         family="llama",
         architecture="decoder",
@@ -290,7 +290,7 @@ def llama(
 
 
 def llama2(num_layers: int, dim: int, num_heads: int, mlp_dim: int, **changes: Any) -> ModelConfig:
-    """Touvron et al. 2023b: twice as many places; keys are shared in the largest."""
+    """Touvron et al. 2023b: twice the context; grouped-query attention in the largest."""
     fields: dict[str, Any] = dict(position=Rotary(length=4096), norm=RMSNormConfig(1e-5))
     return llama(num_layers, dim, num_heads, mlp_dim, **fields | changes)
 
@@ -298,7 +298,7 @@ def llama2(num_layers: int, dim: int, num_heads: int, mlp_dim: int, **changes: A
 def llama3(
     num_layers: int, dim: int, num_heads: int, mlp_dim: int, rope_scaling_factor: float | None = None, **changes: Any
 ) -> ModelConfig:
-    """Grattafiori et al. 2024: eight heads of keys, 128,256 tokens; from 3.1 on places are stretched."""
+    """Grattafiori et al. 2024: 8 key-value heads, 128,256 tokens; scaled RoPE from 3.1 on."""
     rotary = (
         Rotary(500000.0, 8192)
         if rope_scaling_factor is None
@@ -311,7 +311,7 @@ def llama3(
 def modernbert(
     num_layers: int, dim: int, num_heads: int, mlp_dim: int, vocab_size: int = 50368, **changes: Any
 ) -> ModelConfig:
-    """Warner et al. 2024: BERT with rotary places, windows in two of three layers, gated MLP, no biases, norm first."""
+    """Warner et al. 2024: BERT with RoPE, sliding windows in two of three layers, gated MLP, no biases, norm first."""
     fields: dict[str, Any] = dict(
         family="modernbert",
         architecture="encoder",

@@ -71,7 +71,7 @@ class TaskHeadModule(nn.Module):
 
 
 class DenseHeadModule(TaskHeadModule):
-    """Dropout, BERT's dense layer where there is one, dropout, the last layer."""
+    """Dropout, pooler (optional), dropout, output layer."""
 
     def __init__(self, config: ModelConfig, spec: TaskHeadBase, num_outputs: int, num_marked: int = 1) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class MultipleChoiceHeadModule(DenseHeadModule):
 
 
 class TokenClassificationHeadModule(DenseHeadModule):
-    """(B, K, C): scores over the tags at each asked place."""
+    """(B, K, C): logits over the tags at each target position."""
 
     def __init__(self, config: ModelConfig, spec: TokenClassificationHead) -> None:
         super().__init__(config, spec, len(spec.names))
@@ -227,7 +227,7 @@ class TokenClassificationHeadModule(DenseHeadModule):
 
 
 class SpanHeadModule(DenseHeadModule):
-    """(B, T, 2): whether the answer starts at a place, whether it ends there."""
+    """(B, T, 2): start and end logits of each position."""
 
     def __init__(self, config: ModelConfig, spec: SpanHead) -> None:
         super().__init__(config, spec, 2)
@@ -261,7 +261,7 @@ class SpanHeadModule(DenseHeadModule):
 
 
 class EmbeddingHeadModule(TaskHeadModule):
-    """(B, K, D): a vector of length 1 for each text."""
+    """(B, K, D): one L2-normalised vector per text."""
 
     def __init__(self, config: ModelConfig, spec: EmbeddingHead) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ class AuxiliaryLMHeadModule(LMHeadModule):
 def pool_hidden_states(
     x_BTD: Tensor, target_positions: Tensor | None, document_ids: Tensor | None, pool: str, num_orders: int = 1
 ) -> Tensor:
-    """(B, K, D): the states at the asked places, or the mean of the texts there; those of several orders are added."""
+    """Return (B, K, D): states at the target positions or means of their documents; several orders are added."""
     assert target_positions is not None, "a task says which places it asks at"
     x_BKD = (
         mean_pool_documents(x_BTD, target_positions, document_ids)
@@ -326,7 +326,7 @@ def pool_hidden_states(
 
 
 def mean_pool_documents(x_BTD: Tensor, target_positions_BK: Tensor, document_ids_BT: Tensor | None) -> Tensor:
-    """(B, K, D): the mean over the document in which each asked place stands."""
+    """Return (B, K, D): the mean over the document of each target position."""
     if document_ids_BT is None:
         return x_BTD.mean(1, keepdim=True).expand(-1, target_positions_BK.shape[1], -1)
     same_BKT = (document_ids_BT[:, None, :] == gather_positions(document_ids_BT, target_positions_BK)[:, :, None]).to(
@@ -336,7 +336,7 @@ def mean_pool_documents(x_BTD: Tensor, target_positions_BK: Tensor, document_ids
 
 
 def max_pool_documents(x_BTD: Tensor, target_positions_BK: Tensor, document_ids_BT: Tensor | None) -> Tensor:
-    """(B, K, D): the largest of each number over the document in which each asked place stands."""
+    """Return (B, K, D): the maximum over the document of each target position."""
     if document_ids_BT is None:
         return x_BTD.amax(1, keepdim=True).expand(-1, target_positions_BK.shape[1], -1)
     document_ids_BT = document_ids_BT.clamp(min=-1) + 1  # padding is a document too
