@@ -1,7 +1,7 @@
 """`import firth.hf` makes `transformers` open the checkpoints that none of its own families describe.
 
 Such a checkpoint has the `model_type` firth. Afterwards `AutoModel...from_pretrained(folder)` opens it with the same
-logits, by the `AutoModelFor...` of its architecture and head (`auto_class_for_config`). `firth.load` opens what it saves.
+logits, by the `AutoModelFor...` of its architecture and head (`auto_class_for_config`). `firth.load` opens its files.
 """
 
 from __future__ import annotations

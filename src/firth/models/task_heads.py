@@ -1,9 +1,6 @@
-"""The heads of tasks: from hidden states to classes, numbers, choices, tags, spans and vectors, each with its loss.
+"""Task heads: hidden states -> classes, numbers, choices, tags, spans and vectors, each with its loss.
 
-Rows are packed: each holds several texts, told apart by `document_ids`, and each text has its slots among the asked places. A
-loss is a sum over answers, so that the losses of the parts of a batch add up to that of the whole.
-
-B rows, T places, K asked places, D model width, C classes, N slots or places in all rows, P pairs.
+B rows, T positions, K target positions, N all target positions, D model width, C classes or tags, P pairs.
 """
 
 from __future__ import annotations
