@@ -1,5 +1,8 @@
 """Task heads: hidden states -> classes, numbers, choices, tags, spans and vectors, each with its loss.
 
+Rows are packed: a row holds several texts, separated by `document_ids`, and each text has slots among the target
+positions. A loss is a sum over targets, so the losses of micro-batches add up to that of the batch.
+
 B rows, T positions, K target positions, N all target positions, D model width, C classes or tags, P pairs.
 """
 
