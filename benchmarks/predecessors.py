@@ -111,13 +111,13 @@ class Side(NamedTuple):
 
 SCRATCH = {"from_scratch": True, "freeze": "none"}
 SIDES = {
-    "vectors": Side("word2vec, frozen, mean of the words", "words", {"freeze": "body", "learning_rate": 2e-2}),
+    "vectors": Side("word2vec, frozen, mean of the words", "words", {"freeze": "backbone", "learning_rate": 2e-2}),
     "bag": Side("bag of words and pairs (fastText), from scratch", "bag", {**SCRATCH, "learning_rate": 5e-3}),
     "bilstm": Side("biLSTM, from scratch", "words", {**SCRATCH, **ON_TOP}, {"crf": True}),
     "vectors-bilstm": Side(
         "word2vec, frozen + biLSTM",
         "words",
-        {"freeze": "body", **ON_TOP},
+        {"freeze": "backbone", **ON_TOP},
         {"crf": True},
     ),
     "elmo": Side("ELMo, frozen: mix + biLSTM", "elmo", ON_TOP, {"crf": True}),

@@ -625,7 +625,7 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
         lambda h, t: ["generate", h["gpt2"], "--prompts", write(t / "p.jsonl", '{"body": "x"}')],
         ["p.jsonl:1", "prompt, source, text"],
     ),
-    "a classifier does not write": (lambda h, t: ["generate", h["tuned"], "The"], ["has no words"]),
+    "a classifier does not write": (lambda h, t: ["generate", h["tuned"], "The"], ["has a task head"]),
     "a tokenizer for a checkpoint": (
         lambda h, t: pretrain(h["bert"], h["text"], t, "--vocab-size=300"),
         ["keeps its tokenizer", "--vocab-size"],
@@ -642,7 +642,7 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
     "a stream of two": (lambda h, t: ["generate", h["gpt2"], "The", "A", "--stream"], ["2 prompts"]),
     "drawing without a temperature": (lambda h, t: ["generate", h["gpt2"], "The", "--top-k=3"], ["temperature"]),
     "an unknown pool": (lambda h, t: ["embed", h["bert"], "The", "--pool=avg"], ["'avg'", "mean"]),
-    "LoRA and freezing": (lambda h, t: finetune(h, t, "--lora-rank=2", "--freeze=body"), ["LoRA", "freeze"]),
+    "LoRA and freezing": (lambda h, t: finetune(h, t, "--lora-rank=2", "--freeze=backbone"), ["LoRA", "freeze"]),
 }
 
 

@@ -167,8 +167,8 @@ def test_what_cannot_work_is_refused_at_once(tuned: Path, saved: Any, tmp_path: 
         (saved("bert"), "clasify", {}, "Did you mean 'classify'"),
         (saved("bert"), "classify", {}, "was not fine-tuned for the task classify: fine-tune it first"),
         (tuned / "final", "pair", {}, "was fine-tuned for classify, not for pair"),
-        (tuned / "final", "perplexity", {}, "has no words"),
-        (tuned / "final", "cloze", {}, "has no words"),
+        (tuned / "final", "perplexity", {}, "has a task head"),
+        (tuned / "final", "cloze", {}, "has a task head"),
         (saved("bert"), "text-to-text", {}, "text-to-text needs a model that writes"),
         (saved("bert"), "lm", {}, "lm needs a model that writes"),
         (

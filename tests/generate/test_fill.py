@@ -153,7 +153,7 @@ def test_what_cannot_be_filled(untrained: Any) -> None:
         fill(bert, "___ fox " * 20)
     classes = make_model(with_classification_head(bert.config, ("a", "b")))
     classes.tokenizer = bert.tokenizer
-    with pytest.raises(UserError, match="has no words"):
+    with pytest.raises(UserError, match="has a task head"):
         fill(classes, "The ___ slept.")
     bert.tokenizer = None
     with pytest.raises(UserError, match="no tokenizer"):

@@ -136,7 +136,7 @@ def test_who_remembers(untrained: Any, capsys: pytest.CaptureFixture[str]) -> No
     assert isinstance(make_decode_state(untrained("gpt2"), SOME, 5), CachedDecode)
     assert capsys.readouterr().err == ""
     assert isinstance(make_decode_state(untrained(SMALL["transformer-xl"]), SOME, 5), UncachedDecode)
-    assert capsys.readouterr().err.count("TransformerXL positions remember nothing") == 1
+    assert capsys.readouterr().err.count("TransformerXL positions have no KV cache") == 1
 
 
 def test_a_remembered_row_is_read_once(untrained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_a_text_ends_at_the_last_place(
     (found,) = generate_ids(model, [prompt], 100_000, decoding, cache)
     assert len(found) == 24 - 6 + 1
     assert (
-        capsys.readouterr().err.count("24 places, where a text ends: 19 tokens are written at most, not 100,000") == 1
+        capsys.readouterr().err.count("24 positions: at most 19 new tokens, not 100,000") == 1
     )
     if decoding.num_beams == 1:
         row = [*prompt, *found]
@@ -179,7 +179,7 @@ def test_a_long_prompt_loses_its_beginning(
     model = without_end(untrained("gpt2"))
     prompt = [4, *range(100, 99 + length)]
     (found,) = generate_ids(model, [prompt], wanted)
-    assert capsys.readouterr().err.count("only its latest tokens are read") == 1
+    assert capsys.readouterr().err.count("only its last tokens are used") == 1
     assert len(found) == new
     assert generate_ids(model, [prompt[-read:]], new) == [found]
 
@@ -238,7 +238,7 @@ def test_beyond_the_length_it_was_made_for_they_write_the_same(
     }[family]
     model = without_end(untrained(config))
     (found,) = generate_ids(model, [PROMPTS[0]], 40)
-    told = capsys.readouterr().err.count("longer than the 24 tokens that this model was made for")
+    told = capsys.readouterr().err.count("longer than the 24 tokens of this model's training context")
     assert told == (family == "llama")
     assert [found] == by_transformers(model, [PROMPTS[0]], max_new_tokens=40, eos_token_id=None)[0]
 
@@ -497,11 +497,11 @@ def test_who_cannot_write(untrained: Any) -> None:
     model = untrained("gpt2")
     with pytest.raises(UserError, match="max_new_tokens is 0"):
         generate_ids(model, PROMPTS, 0)
-    with pytest.raises(UserError, match="num_beams is 10,000, and there are"):
+    with pytest.raises(UserError, match="num_beams is 10,000; it must be at most"):
         generate_ids(model, PROMPTS, generation_config=GenerationConfig(num_beams=10_000))
     classes = make_model(with_classification_head(model.config, ("a", "b")))
     classes.tokenizer = model.tokenizer
-    with pytest.raises(UserError, match="has no words"):
+    with pytest.raises(UserError, match="has a task head"):
         generate_ids(classes, PROMPTS)
     model.tokenizer = None
     with pytest.raises(UserError, match="no tokenizer"):

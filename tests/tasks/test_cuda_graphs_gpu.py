@@ -92,7 +92,7 @@ def test_a_replayed_run_is_the_same(
         {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8},
         {"ema_decay": 0.9, "eval_steps": 7},
         {"lora_rank": 2},
-        {"freeze": "body"},
+        {"freeze": "backbone"},
         {"optim": "muon"},
         {"pool": "mean", "class_weights": "balanced"},
         {"unfreeze_every": 8, "engine": EngineConfig(cuda_graphs=True)},

@@ -529,7 +529,7 @@ def weights(result: dict[str, Any]) -> bytes:
 
 def test_a_frozen_body_stays_as_it_was(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
     base = load_model(checkpoint_of("bert"))
-    for way, moves in (({"freeze": "body"}, ()), ({"freeze": "embeddings"}, ("stack.",))):
+    for way, moves in (({"freeze": "backbone"}, ()), ({"freeze": "embeddings"}, ("stack.",))):
         folder = tmp_path / str(way["freeze"])
         finetune(recipe(checkpoint_of("bert"), toy, folder, max_steps=3, **way))
         found = load_model(folder / "final").state_dict()
@@ -1037,8 +1037,8 @@ def test_labels_that_dev_does_not_have_are_named(
         ({"lora_alpha": 0.0}, "lora_alpha is 0.0"),
         ({"early_stopping": -1}, "early_stopping is -1"),
         ({"early_stopping": 1, "load_best": False}, "needs load_best"),
-        ({"lora_rank": 2, "freeze": "body"}, "LoRA freezes all weights itself"),
-        ({"unfreeze_every": 5, "freeze": "body"}, "choose one"),
+        ({"lora_rank": 2, "freeze": "backbone"}, "LoRA freezes all weights itself"),
+        ({"unfreeze_every": 5, "freeze": "backbone"}, "choose one"),
         ({"num_train_epochs": -1.0, "max_steps": 0}, "num_train_epochs must be more than 0"),
     ],
 )

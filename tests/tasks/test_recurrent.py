@@ -316,7 +316,7 @@ def test_elmo_stays_as_it_is_under_a_task(run_of: Callable[[str], Path], toy: di
     """Only the mixture, the LSTM on top and the head learn."""
     final = run_of("elmo-tiny") / "final"
     recipe = finetuning_defaults(read_config(final))
-    assert (recipe["freeze"], recipe["layers"]) == ("body", "mix")
+    assert (recipe["freeze"], recipe["layers"]) == ("backbone", "mix")
     options: dict[str, Any] = {"seeds": 1, "max_steps": 10, "bilstm": 16}
     found = api.finetune(final, "classify", toy["train"], toy["dev"], tmp_path / "topics", **options)
     tuned, before = load_model(tmp_path / "topics" / "final"), load_model(final)

@@ -157,7 +157,7 @@ def test_what_is_frozen_is_in_no_group_and_has_no_gradient() -> None:
     found = learning(make_optimizer(model, TrainingConfig(), FreezeSchedule(freeze="embeddings")), model)
     assert not any(name.startswith("embed.") for name in found)
     assert "stack.blocks.0.mlp.up.weight" in found
-    found = learning(make_optimizer(model, TrainingConfig(), FreezeSchedule(freeze="body")), model)
+    found = learning(make_optimizer(model, TrainingConfig(), FreezeSchedule(freeze="backbone")), model)
     assert found == {name for name, _ in model.named_parameters() if name.startswith("head.")}
     assert {name for name, p in model.named_parameters() if p.requires_grad} == found
     make_optimizer(model, TrainingConfig())
@@ -166,7 +166,7 @@ def test_what_is_frozen_is_in_no_group_and_has_no_gradient() -> None:
 
 def test_a_body_whose_head_is_its_embedding_cannot_be_frozen() -> None:
     with pytest.raises(UserError, match="Nothing is left to learn"):
-        make_optimizer(make_model(gpt2(1, 16, 2, 20)), TrainingConfig(), FreezeSchedule(freeze="body"))
+        make_optimizer(make_model(gpt2(1, 16, 2, 20)), TrainingConfig(), FreezeSchedule(freeze="backbone"))
 
 
 def test_layers_join_from_the_top_down() -> None:

@@ -1,4 +1,11 @@
-"""A step on a GPU, recorded once and played again: what it costs to start its many small kernels is paid once."""
+"""Replay a decode step as a CUDA graph.
+
+A decode step launches hundreds of kernels, each of which works for a few microseconds. Launching them from Python takes
+longer than running them. A CUDA graph records the launches once (capture) and repeats them with one call (replay).
+
+Two rules follow. Every tensor keeps its address and shape, so that inputs are copied into the captured ones. And
+nothing may depend on the host: no `.item()`, no branch on a value. `KVCache` with `is_static` obeys both.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +16,14 @@ from torch import Tensor
 
 
 class CudaGraphDecode:
-    """A CUDA graph of `step`, whose tensors stay where they are and whose shapes never change.
-
-    Playing it reads and writes the tensors that `step` knows as they are then. The logits that it gives are overwritten
-    by the next call.
-    """
+    """A captured `step`: token_B (B,) -> logits (B, V). The next call overwrites the returned logits."""
 
     def __init__(self, step: Callable[[Tensor], Tensor], token_B: Tensor) -> None:
-        self.token_B, now, aside = token_B.clone(), torch.cuda.current_stream(), torch.cuda.Stream()
-        aside.wait_stream(now)
-        with torch.cuda.stream(aside), autocast_without_cache():
-            step(self.token_B)  # libraries that are used for the first time cannot be recorded
-        now.wait_stream(aside)
+        self.token_B, current, side = token_B.clone(), torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side), autocast_without_cache():
+            step(self.token_B)  # warm-up: the first use of cuBLAS allocates, which a capture forbids
+        current.wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
         with autocast_without_cache(), torch.cuda.graph(self.graph):
             self.logits_BV = step(self.token_B)
@@ -32,6 +35,6 @@ class CudaGraphDecode:
 
 
 def autocast_without_cache() -> torch.autocast:
-    """The precision as it is, without weights cast once and kept: a graph must not read them after they are gone."""
-    on, kind = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    return torch.autocast("cuda", dtype=kind, enabled=on, cache_enabled=False)
+    """Return the current autocast without its weight cache: a graph must not read casts that are freed later."""
+    enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    return torch.autocast("cuda", dtype=dtype, enabled=enabled, cache_enabled=False)

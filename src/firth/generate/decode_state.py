@@ -1,6 +1,25 @@
-"""What a model says about the next token: from what it remembers, or by reading the whole row again.
+"""Autoregressive decoding with a KV cache: prefill, then one decode step per token.
 
-B rows, T places, V vocabulary.
+A causal language model predicts one token at a time. Computed naively, step t runs the model over all t tokens so far,
+so that n new tokens cost O(n^2) token passes. But causal attention makes the keys and values of a token independent of
+every later token. They are computed once and kept in the KV cache, one pair of tensors per layer. Decoding then has
+two phases (Pope et al. 2022, "Efficiently Scaling Transformer Inference", section 2):
+
+1. Prefill: one forward pass over whole prompts fills the cache and gives the logits of the first new token. All
+   positions run in parallel, so that large matmuls limit it (compute-bound).
+2. Decode step: one token per row goes through the model. Its query attends to the cached keys and values, and its own
+   key and value are appended. Each step reads all weights and the whole cache for one token (memory-bound).
+
+The cache takes 2 * layers * kv_heads * head_dim * tokens values per row. `CachedDecode` allocates it in advance, at a
+capacity that doubles when it is full. On a GPU its shapes are therefore constant over many steps, and a step can be
+replayed as a CUDA graph (`cuda_graph.py`). An encoder-decoder encodes its prompt once in prefill; the cache also keeps
+the cross-attention keys and values.
+
+Two models need no KV cache or cannot have one. An AWD-LSTM carries its recurrent state (`LstmDecode`): its size does
+not depend on the length. `UncachedDecode` recomputes the whole sequence at each step. It serves relative positions
+that cannot be cached, and the tests, which compare cached decoding with it.
+
+B rows, T positions, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,50 +49,48 @@ from firth.models import (
 from firth.models.config import BAG_OF_WORDS_FAMILY, AWDLSTMConfig, ELMoConfig
 from firth.models.kv_cache import KVCache, can_cache
 from firth.objectives import Batch
-from firth.tokens import Tokenizer
+from firth.tokens import TokenIds, Tokenizer
 
-TokenIds = Sequence[int]
-NextLogitsFn = Callable[
-    [Sequence[int], Sequence[TokenIds]], Tensor
-]  # some prompts, and what was written after each -> (B, V)
-CACHE_MULTIPLE_TOKENS = 64  # on a GPU there is room for a multiple of so many places
-MIN_CUDA_GRAPH_TOKENS = 32  # tokens: recording a step takes as long as some steps
+# Prompt index and generated ids of each row -> logits (B, V) of the next token.
+NextLogitsFn = Callable[[Sequence[int], Sequence[TokenIds]], Tensor]
+CACHE_MULTIPLE_TOKENS = 64  # the cache capacity on a GPU is a multiple of this
+MIN_CUDA_GRAPH_TOKENS = 32  # shorter outputs do not repay the capture, which costs several steps
 
 
 class DecodeState(Protocol):
-    """Rows that are read token by token. All that it gives are logits (B, V)."""
+    """State of a batch during decoding. Both phases return logits (B, V) of the next token."""
 
     def prefill(self) -> Tensor:
-        """Of what follows the prompts."""
+        """Run the model over the prompts; return the logits of the first new token."""
 
     def decode_step(self, token_B: Tensor) -> Tensor:
-        """Of what follows one more token in each row."""
+        """Append one token to each row; return the logits of the token after it."""
 
     def select_rows(self, row_B: Tensor, same_prompt: bool = False) -> None:
-        """Go on with these rows; with `same_prompt` they only change with others of the same prompt."""
+        """Keep these rows, in this order. `same_prompt`: rows move only among beams of one prompt."""
 
 
 def make_decode_state(
     model: Model, prompts: Sequence[TokenIds], max_new_tokens: int, use_cache: bool = True
 ) -> DecodeState:
-    """A reading of these prompts. What must be read again and again is said."""
+    """Return the decode state that fits the model; warn where the model cannot use a KV cache."""
     if not use_cache:
         return UncachedDecode(model, prompts)
     if isinstance(model.config.recurrent, AWDLSTMConfig):
         return LstmDecode(model, prompts)
     if not can_cache(model.config):
-        what = f"with {type(model.config.position).__name__} positions"
-        what = "that look back at a text by an LSTM" if model.config.recurrent is not None else what
-        warn(f"Models {what} remember nothing: each new token takes the reading of the whole text.")
+        kind = f"{type(model.config.position).__name__} positions"
+        kind = "an LSTM decoder with attention" if model.config.recurrent is not None else kind
+        warn(f"Models with {kind} have no KV cache: each new token recomputes the whole sequence.")
         return UncachedDecode(model, prompts)
     return CachedDecode(model, prompts, max_new_tokens)
 
 
-# --- the whole row again ------------------------------------------------------------------------------------------
+# --- without a KV cache -------------------------------------------------------------------------------------------
 
 
 class UncachedDecode:
-    """Nothing is remembered: every step reads the whole row."""
+    """Decode without a cache: every step recomputes the whole sequence."""
 
     def __init__(self, model: Model, prompts: Sequence[TokenIds]) -> None:
         self.next_logits_fn = make_next_logits_fn(model, prompts)
@@ -97,7 +114,7 @@ class UncachedDecode:
 
 
 def make_next_logits_fn(model: Model, prompts: Sequence[TokenIds]) -> NextLogitsFn:
-    """A function that asks the model for the next token of some of the prompts."""
+    """Return a function that computes the next-token logits (B, V) from whole sequences."""
     return (
         encoder_decoder_next_logits_fn(model, prompts)
         if isinstance(model, EncoderDecoder)
@@ -106,53 +123,49 @@ def make_next_logits_fn(model: Model, prompts: Sequence[TokenIds]) -> NextLogits
 
 
 def decoder_next_logits_fn(model: Model, prompts: Sequence[TokenIds]) -> NextLogitsFn:
-    """A decoder reads the prompt and what came after it."""
+    """Run a decoder over prompt and generated ids."""
     pad, limit = require_tokenizer(model).vocab.pad, model.config.max_length
 
-    def ask(source: Sequence[int], written: Sequence[TokenIds]) -> Tensor:
-        seen = [
-            [*prompts[row], *ids][:limit] for row, ids in zip(source, written, strict=True)
-        ]  # those past it are done
-        tokens, doc = pad_right(seen, pad)
-        last = np.array([[len(ids) - 1] for ids in seen])
-        batch = Batch(tokens, document_ids=doc, target_positions=last).to(embedding_device(model))
+    def next_logits(prompt_index: Sequence[int], generated_ids: Sequence[TokenIds]) -> Tensor:
+        # Rows beyond max_length are finished already; the cut only keeps them computable.
+        sequences = [[*prompts[i], *ids][:limit] for i, ids in zip(prompt_index, generated_ids, strict=True)]
+        input_ids, document_ids = pad_right(sequences, pad)
+        last = np.array([[len(ids) - 1] for ids in sequences])
+        batch = Batch(input_ids, document_ids=document_ids, target_positions=last).to(embedding_device(model))
         return drop_padded_vocab(model, model.logits(batch)[:, 0])
 
-    return ask
+    return next_logits
 
 
 def encoder_decoder_next_logits_fn(model: EncoderDecoder, prompts: Sequence[TokenIds]) -> NextLogitsFn:
-    """An encoder reads the prompt once; the decoder, after its start token, what it has written."""
-    start, device = (
-        make_sequence_template(model.config, require_tokenizer(model).vocab).decoder_start_id,
-        embedding_device(model),
-    )
+    """Encode the prompts once; run the decoder over its start token and the generated ids."""
+    start = make_sequence_template(model.config, require_tokenizer(model).vocab).decoder_start_id
+    device = embedding_device(model)
     source, encoded = encode_prompt_batch(model, prompts)
 
-    def ask(rows: Sequence[int], written: Sequence[TokenIds]) -> Tensor:
-        at = torch.tensor(rows, device=device)
-        tokens = torch.tensor([[start, *ids] for ids in written], device=device)  # of equal length
+    def next_logits(prompt_index: Sequence[int], generated_ids: Sequence[TokenIds]) -> Tensor:
+        row_B = torch.tensor(prompt_index, device=device)
+        decoder_ids_BU = torch.tensor([[start, *ids] for ids in generated_ids], device=device)  # of equal length
         batch = Batch(
-            source.input_ids[at],
-            document_ids=source.document_ids[at],
-            decoder_input_ids=tokens,
-            decoder_document_ids=torch.zeros_like(tokens),
+            source.input_ids[row_B],
+            document_ids=source.document_ids[row_B],
+            decoder_input_ids=decoder_ids_BU,
+            decoder_document_ids=torch.zeros_like(decoder_ids_BU),
         )
-        return drop_padded_vocab(
-            model, model.head(model.hidden_states(batch, encoded[at])[:, -1], model.embed.tokens.weight)
-        )
+        last_BD = model.hidden_states(batch, encoded[row_B])[:, -1]
+        return drop_padded_vocab(model, model.head(last_BD, model.embed.tokens.weight))
 
-    return ask
+    return next_logits
 
 
 def encode_prompt_batch(model: EncoderDecoder, prompts: Sequence[TokenIds]) -> tuple[Batch, Tensor]:
-    """The prompts as a batch, and what the encoder makes of them."""
+    """Return the prompts as a batch, and the encoder's hidden states (B, T, D)."""
     source = Batch(*pad_right(prompts, require_tokenizer(model).vocab.pad)).to(embedding_device(model))
     return source, model.encode(source)
 
 
 class LstmDecode:
-    """A decoder of LSTMs, whose state is all that it needs of the text so far."""
+    """Decode with an LSTM: its recurrent state (h, c per layer) summarizes all tokens so far."""
 
     def __init__(self, model: Model, prompts: Sequence[TokenIds]) -> None:
         self.model, self.prompts, self.device = model, prompts, embedding_device(model)
@@ -160,16 +173,15 @@ class LstmDecode:
 
     def prefill(self) -> Tensor:
         lengths = [len(ids) for ids in self.prompts]
-        rows, found, left = list[int](), list[Tensor](), list[dict[str, Tensor]]()
-        for length in sorted(set(lengths)):  # those of equal length together: none is padded
-            some = [row for row, n in enumerate(lengths) if n == length]
-            found.append(
-                self.forward_tokens(torch.tensor([list(self.prompts[row]) for row in some], device=self.device), {})
-            )
-            rows, left = rows + some, [*left, self.state]
+        rows, logits, states = list[int](), list[Tensor](), list[dict[str, Tensor]]()
+        for length in sorted(set(lengths)):  # one pass per length: padding would enter the recurrent state
+            group = [row for row, n in enumerate(lengths) if n == length]
+            input_ids_BT = torch.tensor([list(self.prompts[row]) for row in group], device=self.device)
+            logits.append(self.forward_tokens(input_ids_BT, {}))
+            rows, states = rows + group, [*states, self.state]
         order = torch.tensor(rows, device=self.device).argsort()
-        self.state = {name: torch.cat([part[name] for part in left])[order] for name in left[0]}
-        return torch.cat(found)[order]
+        self.state = {name: torch.cat([state[name] for state in states])[order] for name in states[0]}
+        return torch.cat(logits)[order]
 
     def decode_step(self, token_B: Tensor) -> Tensor:
         return self.forward_tokens(token_B[:, None], self.state)
@@ -185,11 +197,11 @@ class LstmDecode:
         self.state = {name: value[row_B] for name, value in self.state.items()}
 
 
-# --- one token more -----------------------------------------------------------------------------------------------
+# --- with a KV cache ----------------------------------------------------------------------------------------------
 
 
 class CachedDecode:
-    """Keys and values are kept, so that a step reads one token of each row. The room for them grows when it is full."""
+    """Decode with a KV cache: a step runs one token per row. The capacity doubles when the cache is full."""
 
     def __init__(self, model: Model, prompts: Sequence[TokenIds], max_new_tokens: int) -> None:
         self.model, self.prompts = model, prompts
@@ -219,25 +231,25 @@ class CachedDecode:
         return self.model.stack
 
     def embed(self, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
-        placing = self.model.decoder_embed if isinstance(self.model, EncoderDecoder) else None
-        return self.model.embed(input_ids_BT, position_ids_BT, position_embedding=placing)
+        position_embedding = self.model.decoder_embed if isinstance(self.model, EncoderDecoder) else None
+        return self.model.embed(input_ids_BT, position_ids_BT, position_embedding=position_embedding)
 
     def prefill(self) -> Tensor:
         lengths = [len(ids) for ids in self.decoder_prompts]
-        tokens, _ = pad_right(self.decoder_prompts, require_tokenizer(self.model).vocab.pad)
-        x_BTD = self.embed(torch.from_numpy(tokens).to(self.device))
-        read, read_doc = None, None
+        input_ids, _ = pad_right(self.decoder_prompts, require_tokenizer(self.model).vocab.pad)
+        x_BTD = self.embed(torch.from_numpy(input_ids).to(self.device))
+        encoded, encoded_document_ids = None, None
         if isinstance(self.model, EncoderDecoder):
-            source, read = encode_prompt_batch(self.model, self.prompts)
-            read_doc = source.document_ids if len(set(map(len, self.prompts))) > 1 else None
+            source, encoded = encode_prompt_batch(self.model, self.prompts)
+            encoded_document_ids = source.document_ids if len(set(map(len, self.prompts))) > 1 else None
         warn_context_length(self.model, max(lengths))
-        y_BTD = self.cache.prefill(x_BTD, lengths, read, read_doc)
+        y_BTD = self.cache.prefill(x_BTD, lengths, encoded, encoded_document_ids)
         return self.compute_logits(y_BTD[torch.arange(len(lengths)), torch.tensor(lengths) - 1])
 
     def decode_step(self, token_B: Tensor) -> Tensor:
         if self.cache.max_row_length == self.cache.size:
             self.cache.grow(min(self.max_capacity, 2 * self.cache.size))
-            self.cuda_graph = None  # its tensors are others now
+            self.cuda_graph = None  # the graph holds the addresses of the old tensors
         warn_context_length(self.model, self.cache.max_row_length + 1)
         if self.uses_cuda_graph and self.cuda_graph is None:
             self.cuda_graph = CudaGraphDecode(self.forward_step, token_B)
@@ -246,10 +258,10 @@ class CachedDecode:
         return logits_BV
 
     def forward_step(self, token_B: Tensor) -> Tensor:
-        place_B = self.cache.next_position_B
+        position_B = self.cache.next_position_B
         if self.max_length is not None:
-            place_B = place_B.clamp(max=self.max_length - 1)  # those past it are done, and only read beside the others
-        x_B1D = self.embed(token_B[:, None], place_B[:, None])
+            position_B = position_B.clamp(max=self.max_length - 1)  # finished rows may be beyond it
+        x_B1D = self.embed(token_B[:, None], position_B[:, None])
         return self.compute_logits(self.cache.decode_step(x_B1D)[:, 0])
 
     def compute_logits(self, x_BD: Tensor) -> Tensor:
@@ -257,16 +269,16 @@ class CachedDecode:
 
     def select_rows(self, row_B: Tensor, same_prompt: bool = False) -> None:
         if len(row_B) != self.num_rows:
-            self.cuda_graph = None  # its tensors are others now
+            self.cuda_graph = None  # a graph is captured for one batch size
         self.cache.reorder(row_B, same_prompt)
         self.num_rows = len(row_B)
 
 
-# --- what both need -----------------------------------------------------------------------------------------------
+# --- shared helpers -----------------------------------------------------------------------------------------------
 
 
 def drop_padded_vocab(model: Model, logits_BV: Tensor) -> Tensor:
-    """The logits of tokens that the tokenizer has; some published models have more rows than that."""
+    """Drop logits beyond the tokenizer's vocabulary: some published models pad their embedding."""
     return logits_BV[:, : require_tokenizer(model).vocab.size]
 
 
@@ -275,14 +287,14 @@ def embedding_device(model: Model) -> torch.device:
 
 
 def pad_right(rows: Sequence[TokenIds], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows as one array, and their `doc`: 0 for text, -1 for padding."""
+    """Return ids and document ids, both (B, T): document 0 for tokens, -1 for padding."""
     width = max(map(len, rows))
-    tokens = np.array([[*ids, *[pad_id] * (width - len(ids))] for ids in rows])
-    doc = np.array([[0] * len(ids) + [-1] * (width - len(ids)) for ids in rows])
-    return tokens, doc
+    input_ids = np.array([[*ids, *[pad_id] * (width - len(ids))] for ids in rows])
+    document_ids = np.array([[0] * len(ids) + [-1] * (width - len(ids)) for ids in rows])
+    return input_ids, document_ids
 
 
-# --- can it write at all ------------------------------------------------------------------------------------------
+# --- checks -------------------------------------------------------------------------------------------------------
 
 
 def require_tokenizer(model: Model) -> Tokenizer:
@@ -292,28 +304,30 @@ def require_tokenizer(model: Model) -> Tokenizer:
 
 
 def check_can_generate(model: Model) -> tuple[int, ...]:
-    """The end tokens of a model that writes text; a UserError says why another one cannot."""
+    """Return the EOS ids of a model that can generate; raise a UserError for any other model."""
     check_has_lm_head(model.config)
     if isinstance(model.config.recurrent, ELMoConfig):
-        raise UserError("ELMo reads a text both ways, and does not write one. Take a decoder such as gpt2.")
+        raise UserError("ELMo is bidirectional and cannot generate text. Use a decoder such as gpt2.")
     if model.config.architecture == "encoder":
-        raise UserError("An encoder does not write text. It can fill blanks: firth fill CHECKPOINT 'The ___ is red.'")
+        raise UserError("An encoder cannot generate text. It can fill blanks: firth fill CHECKPOINT 'The ___ is red.'")
     return get_eos_token_ids(model, require_tokenizer(model).vocab)
 
 
 def check_has_lm_head(config: ModelConfig) -> None:
     if not isinstance(config.head, LMHead):
-        raise UserError("This model was fine-tuned for another task, and has no words. Take the one that it came from.")
+        raise UserError(
+            "This model has a task head instead of an LM head. Use the checkpoint that it was fine-tuned from."
+        )
     if config.family == BAG_OF_WORDS_FAMILY:
-        raise UserError("Word vectors alone do not say which word comes next, or is missing. Take a language model.")
+        raise UserError("Word vectors cannot predict the next or a masked word. Use a language model.")
 
 
 @contextmanager
 def eval_mode(model: Model) -> Iterator[None]:
-    """Without dropout; the model goes back to training if that is where it was."""
-    was = model.training
+    """Put the model into eval mode (no dropout); restore its mode afterwards."""
+    was_training = model.training
     model.eval()
     try:
         yield
     finally:
-        model.train(was)
+        model.train(was_training)

@@ -1,4 +1,9 @@
-"""How much a model can read and write: the places that it has, and how far it was trained to read."""
+"""Length budget: how many prompt tokens are kept and how many new tokens fit into the context.
+
+A model with learned or sinusoid positions has `max_length` positions. Prompt and new tokens share them, except for the
+last new token, which is never an input. RoPE, ALiBi and T5 biases have no such limit, but lose quality beyond the
+training length.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +14,14 @@ from weakref import WeakKeyDictionary
 from firth.core.console import format_count, warn
 from firth.models import EncoderDecoder, Model
 from firth.models.config import Rotary
+from firth.tokens import TokenIds
 
-TokenIds = Sequence[int]
-INITIAL_NEW_TOKENS = 512  # places for new tokens that are made at once; as many again, and more, when these are full
-emitted_warnings: WeakKeyDictionary[Model, set[str]] = WeakKeyDictionary()  # what was said about a model already
+INITIAL_NEW_TOKENS = 512  # first allocation for new tokens; it doubles when full
+emitted_warnings: WeakKeyDictionary[Model, set[str]] = WeakKeyDictionary()
 
 
 class LengthBudget(NamedTuple):
-    """Prompts as far as they are read, and how many tokens can be written after each."""
+    """Truncated prompts, and the maximum number of new tokens of each."""
 
     prompts: list[TokenIds]
     budgets: list[int]
@@ -27,49 +32,43 @@ class LengthBudget(NamedTuple):
 
 
 def make_length_budget(model: Model, prompts: Sequence[TokenIds], max_new_tokens: int) -> LengthBudget:
-    """The room that a model has for prompts and `max_new_tokens` new tokens after each.
+    """Fit the prompts and `max_new_tokens` new tokens of each into the context.
 
-    A model that counts its places writes up to the last of them. A prompt that leaves less room than is wanted loses
-    its beginning, but never so much that less than half of the places are left to it. The encoder of an
-    encoder-decoder has places of its own.
+    A prompt that leaves too little space loses its beginning (left truncation), but keeps at least half of the
+    positions. An encoder-decoder has separate positions for the prompt and for the new tokens.
     """
     limit = model.config.max_length
     if limit is None:
         return LengthBudget(list(prompts), [max_new_tokens] * len(prompts))
     if isinstance(model, EncoderDecoder):
-        room = LengthBudget([ids[-limit:] for ids in prompts], [min(max_new_tokens, limit)] * len(prompts))
+        budget = LengthBudget([ids[-limit:] for ids in prompts], [min(max_new_tokens, limit)] * len(prompts))
     else:
-        # the last token that is written is not read
-        new = [min(max_new_tokens, max(limit + 1 - len(ids), limit // 2)) for ids in prompts]
-        room = LengthBudget([ids[-(limit + 1 - n) :] for ids, n in zip(prompts, new, strict=True)], new)
-    warn_truncation(model, prompts, room, max_new_tokens)
-    return room
+        # limit + 1: the last new token is not an input, so that it needs no position.
+        budgets = [min(max_new_tokens, max(limit + 1 - len(ids), limit // 2)) for ids in prompts]
+        budget = LengthBudget([ids[-(limit + 1 - n) :] for ids, n in zip(prompts, budgets, strict=True)], budgets)
+    warn_truncation(model, prompts, budget, max_new_tokens)
+    return budget
 
 
 def warn_truncation(model: Model, prompts: Sequence[TokenIds], budget: LengthBudget, max_new_tokens: int) -> None:
-    """Say what is cut, once for each model."""
+    """Warn, once per model, about truncated prompts and reduced outputs."""
     limit = model.config.max_length
-    if any(len(read) < len(ids) for read, ids in zip(budget.prompts, prompts, strict=True)):
-        warn_once(
-            model, f"A prompt is too long for this model, which has {limit:,} places: only its latest tokens are read."
-        )
+    if any(len(truncated) < len(ids) for truncated, ids in zip(budget.prompts, prompts, strict=True)):
+        warn_once(model, f"A prompt is too long for this model's {limit:,} positions: only its last tokens are used.")
     if min(budget.budgets) < max_new_tokens:
-        some = format_count(min(budget.budgets), "token is", "tokens are")
-        warn_once(
-            model,
-            f"This model has {limit:,} places, where a text ends: {some} written at most, not {max_new_tokens:,}.",
-        )
+        limited = format_count(min(budget.budgets), "new token", "new tokens")
+        warn_once(model, f"This model has {limit:,} positions: at most {limited}, not {max_new_tokens:,}.")
 
 
 def warn_context_length(model: Model, length: int) -> None:
-    """Say, once, that a text is longer than any that a model with rotary places was made for."""
+    """Warn, once per model, when a sequence exceeds the training length of a RoPE model."""
     position = model.config.position
     if isinstance(position, Rotary) and length > position.length:
-        warn_once(model, f"The text is longer than the {position.length:,} tokens that this model was made for.")
+        warn_once(model, f"The text is longer than the {position.length:,} tokens of this model's training context.")
 
 
 def warn_once(model: Model, message: str) -> None:
-    said = emitted_warnings.setdefault(model, set())
-    if message not in said:
-        said.add(message)
+    emitted = emitted_warnings.setdefault(model, set())
+    if message not in emitted:
+        emitted.add(message)
         warn(message)

@@ -1,6 +1,16 @@
-"""Write on, token by token: what a decoder continues, what an encoder-decoder answers.
+"""The decoding loop: prefill the prompts, then choose a token and run a decode step until all sequences end.
 
-N rows that are written, B of them not finished, L places, V vocabulary.
+    logits = state.prefill()
+    for step in range(max_new_tokens):
+        token = sampler(logits, step)
+        logits = state.decode_step(token)
+
+Everything else in this file is bookkeeping. Sequences of a batch end at different steps; an ended row gets EOS tokens.
+On a CPU, ended rows are dropped once half of the batch has ended, because work is proportional to rows. On a GPU the
+batch keeps its shape for the CUDA graph, and the host checks for the end only every few steps: each check waits for
+the GPU.
+
+N sequences, B of them still computed, L positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,22 +26,23 @@ from torch import Tensor
 from firth.core.errors import UserError
 from firth.generate.beams import beam_search
 from firth.generate.config import GenerationConfig
-from firth.generate.decode_state import TokenIds, check_can_generate, eval_mode, make_decode_state, require_tokenizer
+from firth.generate.decode_state import check_can_generate, eval_mode, make_decode_state, require_tokenizer
 from firth.generate.length_budget import INITIAL_NEW_TOKENS, LengthBudget, make_length_budget
 from firth.generate.sampling import LogitsProcessor, TokenSampler
 from firth.models import EncoderDecoder, ForcedTokens, Model, get_forced_tokens, make_sequence_template
+from firth.tokens import TokenIds
 
-NOT_STOPPED = 2**62  # tokens: no text has as many
-DECODE_CHECK_EVERY_STEPS = 16  # places: how often a GPU is asked whether all rows have ended
-StopFn = Callable[[int, TokenIds], bool]  # a prompt, and what was written after it: does this end it?
+NOT_STOPPED = 2**62  # stop position of a sequence without a stop string, beyond any length
+DECODE_CHECK_EVERY_STEPS = 16  # interval of the host's check for the end on a GPU
+StopFn = Callable[[int, TokenIds], bool]  # prompt index and new ids -> whether a stop string occurs
 
 
 @dataclass(frozen=True)
 class GeneratedSequence:
-    """What follows a prompt, without its end token; `finished` where that or a stop string came.
+    """New tokens of a prompt, without EOS; `finished` if EOS or a stop string ended them.
 
-    `logprobs` are of each token (and of the end), by the model alone, whatever narrowed the choice; `score` is their
-    sum, in a beam search what it was chosen by.
+    `logprobs` holds the model's log-probability of each token (and of EOS), before processors and warpers. `score` is
+    their sum, or the beam score.
     """
 
     tokens: list[int]
@@ -47,17 +58,16 @@ def generate_ids(
     generation_config: GenerationConfig | None = None,
     use_cache: bool = True,
 ) -> list[list[int]]:
-    """What follows each prompt, up to the first end token, which is left out. The prompts have their frame already.
+    """Return the new ids of each prompt, without EOS. The prompts already contain their special tokens.
 
-    With `num_return_sequences` those of a prompt follow each other. Strings to stop at are looked for only where texts
-    are written (`generate`). Without `use_cache` everything is read again for each token.
+    Sequences of one prompt (`num_return_sequences`) are adjacent. Stop strings apply only to `generate`. With
+    `use_cache=False` every token recomputes the whole sequence.
     """
     generation_config = generation_config or GenerationConfig()
     if max_new_tokens is not None:
         generation_config = replace(generation_config, max_new_tokens=max_new_tokens)
-    return [
-        written.tokens for written in generate_sequences(model, prompts, generation_config, use_cache, logprobs=False)
-    ]
+    sequences = generate_sequences(model, prompts, generation_config, use_cache, logprobs=False)
+    return [sequence.tokens for sequence in sequences]
 
 
 @torch.no_grad()
@@ -69,26 +79,25 @@ def generate_sequences(
     stop_fn: StopFn | None = None,
     logprobs: bool = True,
 ) -> list[GeneratedSequence]:
-    """What follows each prompt, `num_return_sequences` for each, in order."""
-    ends = check_can_generate(model)
+    """Return `num_return_sequences` sequences for each prompt, in order."""
+    eos_ids = check_can_generate(model)
     if not prompts:
         return []
     if generation_config.num_beams == 1:
-        *_, draft = iterate_decode_steps(
-            model, prompts, generation_config, use_cache, stop_fn, logprobs
-        )  # always the same one
-        return draft.to_sequences()
+        *_, decoded = iterate_decode_steps(model, prompts, generation_config, use_cache, stop_fn, logprobs)
+        return decoded.to_sequences()
     with eval_mode(model):
-        room = make_length_budget(model, prompts, generation_config.max_new_tokens)
-        reading = make_decode_state(model, room.prompts, room.max_new_tokens, use_cache)
-        logits_BV = reading.prefill()
+        budget = make_length_budget(model, prompts, generation_config.max_new_tokens)
+        state = make_decode_state(model, budget.prompts, budget.max_new_tokens, use_cache)
+        logits_BV = state.prefill()
         if generation_config.num_beams > logits_BV.shape[1]:
             raise UserError(
-                f"num_beams is {generation_config.num_beams:,}, and there are {logits_BV.shape[1]:,} tokens."
+                f"num_beams is {generation_config.num_beams:,}; it must be at most the vocabulary size, "
+                f"{logits_BV.shape[1]:,}."
             )
-        past = make_logits_processor(model, room, generation_config, ends, logits_BV)
-        found = beam_search(reading, logits_BV.float(), past, stop_fn)
-    return [GeneratedSequence(*text) for texts in found for text in texts]
+        processor = make_logits_processor(model, budget, generation_config, eos_ids, logits_BV)
+        beams = beam_search(state, logits_BV.float(), processor, stop_fn)
+    return [GeneratedSequence(*result) for results in beams for result in results]
 
 
 @torch.no_grad()
@@ -100,51 +109,51 @@ def iterate_decode_steps(
     stop_fn: StopFn | None = None,
     logprobs: bool = False,
 ) -> Iterator[DecodedBatch]:
-    """The texts as they grow: the same draft after each place."""
-    ends, each = check_can_generate(model), generation_config.num_return_sequences
+    """Yield the growing batch after each step; it is one object, updated in place."""
+    eos_ids, each = check_can_generate(model), generation_config.num_return_sequences
     with eval_mode(model):
-        room = make_length_budget(model, prompts, generation_config.max_new_tokens)
-        reading = make_decode_state(model, room.prompts, room.max_new_tokens, use_cache)
-        logits_BV = reading.prefill()
-        past, device = make_logits_processor(model, room, generation_config, ends, logits_BV), logits_BV.device
-        choose = TokenSampler(past, range(len(prompts) * each))
-        draft = DecodedBatch([n for n in room.budgets for _ in range(each)], past, device)
+        budget = make_length_budget(model, prompts, generation_config.max_new_tokens)
+        state = make_decode_state(model, budget.prompts, budget.max_new_tokens, use_cache)
+        logits_BV = state.prefill()
+        processor = make_logits_processor(model, budget, generation_config, eos_ids, logits_BV)
+        device, sampler = logits_BV.device, TokenSampler(processor, range(len(prompts) * each))
+        decoded = DecodedBatch([n for n in budget.budgets for _ in range(each)], processor, device)
         row_B = torch.arange(len(prompts), device=device).repeat_interleave(each)
         if each > 1:
-            reading.select_rows(row_B)
-            past.select_rows(row_B)
+            state.select_rows(row_B)
+            processor.select_rows(row_B)
             logits_BV = logits_BV[row_B]
         live_B = torch.arange(len(row_B), device=device)
-        for place in range(room.max_new_tokens):
-            token_B = choose(logits_BV.float(), place)
-            draft.append(live_B, token_B, logits_BV if logprobs else None)
+        for step in range(budget.max_new_tokens):
+            token_B = sampler(logits_BV.float(), step)
+            decoded.append(live_B, token_B, logits_BV if logprobs else None)
             if stop_fn is not None:
-                draft.apply_stop_fn(stop_fn, each)
-            yield draft
-            if place + 1 == room.max_new_tokens:
+                decoded.apply_stop_fn(stop_fn, each)
+            yield decoded
+            if step + 1 == budget.max_new_tokens:
                 break
             if (
                 device.type == "cpu"
                 or stop_fn is not None
-                or place % DECODE_CHECK_EVERY_STEPS == DECODE_CHECK_EVERY_STEPS - 1
+                or step % DECODE_CHECK_EVERY_STEPS == DECODE_CHECK_EVERY_STEPS - 1
             ):
-                open_B = ~draft.done_N[live_B]
-                left = int(open_B.sum())
-                if not left:
+                open_B = ~decoded.done_N[live_B]
+                num_open = int(open_B.sum())
+                if not num_open:
                     break
-                if device.type == "cpu" and left <= len(live_B) // 2:  # fewer rows are less work, but cost a copy
+                if device.type == "cpu" and num_open <= len(live_B) // 2:  # dropping rows copies the cache
                     keep_B = open_B.nonzero()[:, 0]
-                    reading.select_rows(keep_B)
-                    choose.select_rows(keep_B)
+                    state.select_rows(keep_B)
+                    sampler.select_rows(keep_B)
                     live_B, token_B = live_B[keep_B], token_B[keep_B]
-            past.append(token_B)
-            logits_BV = reading.decode_step(token_B)
+            processor.append(token_B)
+            logits_BV = state.decode_step(token_B)
 
 
 class DecodedBatch:
-    """What is written so far, on the device: a row that is done gets only end tokens.
+    """New tokens so far, on the device. A row is done at EOS, at a stop string or at its length budget.
 
-    A row is done when it has ended, when it has stopped, or when there is room for no more.
+    A row that is done is filled with EOS.
     """
 
     def __init__(self, budgets: Sequence[int], logits_processor: LogitsProcessor, device: torch.device) -> None:
@@ -155,54 +164,54 @@ class DecodedBatch:
         self.logprob_NL = torch.zeros(N, L, device=device)
         self.done_N = torch.zeros(N, dtype=torch.bool, device=device)
         self.ended_N = torch.zeros_like(self.done_N)
-        self.stopped_N = torch.full((N,), NOT_STOPPED, device=device)  # so many tokens were written before a stop
+        self.stopped_N = torch.full((N,), NOT_STOPPED, device=device)  # tokens up to the stop string
 
     def append(self, live_B: Tensor, token_B: Tensor, logits_BV: Tensor | None) -> None:
-        """The next token of the rows that are read on."""
+        """Store the next token of the live rows, and its log-probability if logits are given."""
         if self.step == self.token_NL.shape[1]:
             self.token_NL = F.pad(self.token_NL, (0, self.step), value=self.eos_id)
             self.logprob_NL = F.pad(self.logprob_NL, (0, self.step))
         done_B, ended_B = self.done_N[live_B], self.logits_processor.is_eos(token_B)
         self.token_NL[live_B, self.step] = token_B.masked_fill(done_B, self.eos_id)
         if logits_BV is not None:
-            found_B = logits_BV.float().log_softmax(-1).gather(1, token_B[:, None])[:, 0]
-            self.logprob_NL[live_B, self.step] = found_B.masked_fill(done_B, 0.0)
+            logprob_B = logits_BV.float().log_softmax(-1).gather(1, token_B[:, None])[:, 0]
+            self.logprob_NL[live_B, self.step] = logprob_B.masked_fill(done_B, 0.0)
         self.ended_N[live_B] |= ~done_B & ended_B
         self.step += 1
         self.done_N[live_B] = done_B | ended_B | (self.budget_N[live_B] <= self.step)
 
     def apply_stop_fn(self, stop_fn: StopFn, num_return_sequences: int) -> None:
-        """Rows that end with what they have now."""
-        written_N = ~self.ended_N & (self.budget_N >= self.step) & (self.stopped_N == NOT_STOPPED)
-        for row in written_N.nonzero()[:, 0].tolist():
+        """Stop the rows whose text now contains a stop string."""
+        open_N = ~self.ended_N & (self.budget_N >= self.step) & (self.stopped_N == NOT_STOPPED)
+        for row in open_N.nonzero()[:, 0].tolist():
             if stop_fn(row // num_return_sequences, self.token_NL[row, : self.step].tolist()):
                 self.done_N[row], self.stopped_N[row] = True, self.step
 
     def token_ids(self, row: int) -> list[int]:
-        """The tokens of a row, up to the end."""
+        """Return the ids of a row before EOS, stop string or budget."""
         ids = self.token_NL[row, : min(self.step, int(self.budget_N[row]), int(self.stopped_N[row]))].tolist()
         return list(takewhile(lambda token: token not in self.logits_processor.eos_ids, ids))
 
     def to_sequences(self) -> list[GeneratedSequence]:
-        found = []
+        sequences = []
         stopped_N = (self.stopped_N < NOT_STOPPED).tolist()
         for row, (ended, stopped) in enumerate(zip(self.ended_N.tolist(), stopped_N, strict=True)):
             ids = self.token_ids(row)
             logprobs = self.logprob_NL[row, : len(ids) + (ended and not stopped)].tolist()
-            found.append(GeneratedSequence(ids, ended or stopped, logprobs, sum(logprobs)))
-        return found
+            sequences.append(GeneratedSequence(ids, ended or stopped, logprobs, sum(logprobs)))
+        return sequences
 
 
 def make_logits_processor(
     model: Model, budget: LengthBudget, generation_config: GenerationConfig, eos_ids: TokenIds, logits_BV: Tensor
 ) -> LogitsProcessor:
-    """What counts as read: the prompt, or what the decoder of an encoder-decoder starts with."""
+    """Return the processor. Its history is the prompt, or the start token of an encoder-decoder."""
     vocab, prompts = require_tokenizer(model).vocab, budget.prompts
     forced = get_forced_tokens(model, vocab)
     if isinstance(model, EncoderDecoder):
         prompts = [[make_sequence_template(model.config, vocab).decoder_start_id]] * len(prompts)
     else:
-        forced = ForcedTokens(eos=forced.eos)  # a text begins with its prompt
+        forced = ForcedTokens(eos=forced.eos)  # the prompt already starts the text
     return LogitsProcessor(
         prompts, generation_config, eos_ids, logits_BV.shape[1], logits_BV.device, forced, budget.budgets
     )

@@ -1,9 +1,21 @@
-"""Which token comes next: what is forbidden, what is made less likely, what is drawn.
+"""Choose the next token: logits processors, then greedy choice or sampling.
 
-Everything stays on the device of the logits, and works as in `transformers`, in the same order: the repetition penalty,
-repeated n-grams, the end, what is forced, temperature, top_k, top_p, min_p.
+Logits pass through two stages, in the order of `transformers`. Processors (`LogitsProcessor`) apply always:
+repetition penalty, banned n-grams, no EOS before `min_new_tokens`, forced BOS and EOS. Warpers (`warp_logits`) apply
+only to sampling. They cut the unreliable tail of the distribution, whose many tokens have small probabilities each but
+a large one together (Holtzman et al. 2019, section 3):
 
-B rows, V vocabulary, E end tokens.
+- temperature divides the logits: below 1 sharpens the distribution, above 1 flattens it, and 0 means argmax (greedy);
+- top-k keeps the k likeliest tokens (Fan et al. 2018): a fixed number, whether the model is certain or not;
+- top-p keeps the smallest set of likeliest tokens whose probability reaches p (nucleus sampling, Holtzman et al. 2019):
+  few tokens where the model is certain, many where it is not;
+- min-p keeps tokens with at least min_p times the probability of the likeliest one (Nguyen et al. 2024): the threshold
+  follows the model's certainty, and stays useful at high temperatures.
+
+The draw inverts the cumulative distribution at a uniform number that depends on the seed, the row and the step alone.
+So a row's text does not depend on the batch around it. All tensors stay on the device of the logits.
+
+B rows, V vocabulary, E EOS tokens, N banned tokens.
 """
 
 from __future__ import annotations
@@ -18,16 +30,15 @@ from torch import Tensor
 from firth.generate.config import GenerationConfig
 from firth.models import ForcedTokens
 from firth.objectives import CounterRNG
+from firth.tokens import TokenIds
 
-TokenIds = Sequence[int]
 NEG_INF = float("-inf")
 
 
 class LogitsProcessor:
-    """What was read and written in each row, as far as the choice of the next token depends on it.
+    """Constraints on the next token, with the history of each row that they need.
 
-    Each of `eos_ids` ends a text. `budgets` is how many tokens each row can have; where it is not given, all that the
-    decoding allows.
+    Each of `eos_ids` ends a sequence. `budgets` limits the new tokens of each row (default: `max_new_tokens`).
     """
 
     def __init__(
@@ -50,7 +61,7 @@ class LogitsProcessor:
         )
 
     def process(self, scores_BV: Tensor, step: int) -> Tensor:
-        """Scores of the next token, the `step`-th that is written, after what has been before."""
+        """Return the constrained scores (B, V) of the new token at index `step`."""
         if self.seen_BV is not None:
             scores_BV = apply_repetition_penalty(scores_BV, self.seen_BV, self.generation_config.repetition_penalty)
         if self.history is not None:
@@ -65,7 +76,7 @@ class LogitsProcessor:
         return scores_BV
 
     def is_eos(self, token: Tensor) -> Tensor:
-        """Which of these tokens end their texts."""
+        """Mark the EOS tokens; same shape as `token`."""
         return (token[..., None] == self.eos_E).any(-1)
 
     def append(self, token_B: Tensor) -> None:
@@ -76,7 +87,7 @@ class LogitsProcessor:
                 ids.append(token)
 
     def select_rows(self, row_B: Tensor) -> None:
-        """Go on with these rows."""
+        """Keep these rows, in this order."""
         self.budget_B = self.budget_B[row_B]
         if self.seen_BV is not None:
             self.seen_BV = self.seen_BV[row_B]
@@ -85,7 +96,7 @@ class LogitsProcessor:
 
 
 def seen_tokens(sequences: Sequence[TokenIds], vocab_size: int) -> Tensor:
-    """(B, V): true for the tokens that a row has."""
+    """(B, V): true for the tokens that occur in the row."""
     seen_BV = torch.zeros(len(sequences), vocab_size, dtype=torch.bool)
     for row, ids in enumerate(sequences):
         seen_BV[row, [i for i in ids if i < vocab_size]] = True
@@ -93,34 +104,34 @@ def seen_tokens(sequences: Sequence[TokenIds], vocab_size: int) -> Tensor:
 
 
 def force_token(scores_BV: Tensor, token: int) -> Tensor:
-    """This token for sure; the scores as they are where there is no such token."""
+    """Give `token` probability 1; return the scores unchanged if it is outside the vocabulary."""
     if token >= scores_BV.shape[1]:
         return scores_BV
     return torch.full_like(scores_BV, NEG_INF).index_fill(1, torch.tensor([token], device=scores_BV.device), 0.0)
 
 
 def apply_repetition_penalty(scores_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
-    """Less for tokens that were seen: above 0 divided by the penalty, below 0 multiplied (CTRL, section 4.1)."""
-    lower_BV = torch.where(scores_BV < 0, scores_BV * penalty, scores_BV / penalty)
-    return torch.where(seen_BV, lower_BV, scores_BV)
+    """Lower the scores of seen tokens: divide positive ones, multiply negative ones (CTRL, section 4.1)."""
+    penalized_BV = torch.where(scores_BV < 0, scores_BV * penalty, scores_BV / penalty)
+    return torch.where(seen_BV, penalized_BV, scores_BV)
 
 
 def ban_repeated_ngrams(scores_BV: Tensor, rows: Sequence[TokenIds], n: int) -> Tensor:
-    """Nothing for tokens that would write n tokens in a row that the row has already."""
-    again = [
+    """Set the scores of tokens that would repeat an n-gram of their row to -inf."""
+    banned = [
         (row, token)
         for row, ids in enumerate(rows)
         for token in ngram_continuations(ids, n)
         if token < scores_BV.shape[1]
     ]
-    if not again:
+    if not banned:
         return scores_BV
-    rows_N, tokens_N = torch.tensor(again, device=scores_BV.device).T
+    rows_N, tokens_N = torch.tensor(banned, device=scores_BV.device).T
     return scores_BV.index_put((rows_N, tokens_N), scores_BV.new_tensor(NEG_INF))
 
 
 def ngram_continuations(ids: TokenIds, n: int) -> list[int]:
-    """What came after the latest n - 1 tokens, wherever they stood before.
+    """Tokens that followed earlier occurrences of the last n - 1 tokens.
 
     >>> ngram_continuations([1, 2, 3, 1, 2], 3)
     [3]
@@ -129,11 +140,11 @@ def ngram_continuations(ids: TokenIds, n: int) -> list[int]:
     return [ids[i + n - 1] for i in range(len(ids) - n + 1) if list(ids[i : i + n - 1]) == last]
 
 
-# --- drawing ------------------------------------------------------------------------------------------------------
+# --- sampling -----------------------------------------------------------------------------------------------------
 
 
 def warp_logits(scores_BV: Tensor, generation_config: GenerationConfig) -> Tensor:
-    """Scores to draw from: divided by the temperature, -inf for what is left out."""
+    """Apply temperature, top-k, top-p and min-p; removed tokens get -inf."""
     scores_BV = scores_BV / generation_config.temperature
     if generation_config.top_k:
         kth_B1 = scores_BV.topk(min(generation_config.top_k, scores_BV.shape[1])).values[:, -1:]
@@ -141,34 +152,32 @@ def warp_logits(scores_BV: Tensor, generation_config: GenerationConfig) -> Tenso
     if generation_config.top_p < 1:
         scores_BV = keep_top_p(scores_BV, generation_config.top_p)
     if generation_config.min_p:
+        # p >= min_p * max(p) in log space: the softmax denominators cancel.
         floor_B1 = scores_BV.amax(-1, keepdim=True) + math.log(generation_config.min_p)
         scores_BV = scores_BV.masked_fill(scores_BV < floor_B1, NEG_INF)
     return scores_BV
 
 
 def keep_top_p(scores_BV: Tensor, top_p: float) -> Tensor:
-    """Only the likeliest tokens that together have this share of the probability, and the likeliest in any case."""
+    """Keep the smallest set of likeliest tokens whose probability reaches `top_p`; always the likeliest."""
     sorted_BV, token_BV = scores_BV.sort(stable=True)
-    out_BV = sorted_BV.softmax(-1).cumsum(-1) <= 1 - top_p
-    out_BV[:, -1] = False
-    return scores_BV.masked_fill(out_BV.scatter(1, token_BV, out_BV), NEG_INF)
+    removed_BV = sorted_BV.softmax(-1).cumsum(-1) <= 1 - top_p  # ascending order: the tail comes first
+    removed_BV[:, -1] = False
+    return scores_BV.masked_fill(removed_BV.scatter(1, token_BV, removed_BV), NEG_INF)
 
 
 def sample_from_uniform(scores_BV: Tensor, u_B1: Tensor) -> Tensor:
-    """(B,): the token at which the probabilities, added up in the order of the vocabulary, pass `u` in [0, 1)."""
-    share_BV = scores_BV.double().softmax(-1).cumsum(-1)
-    return torch.searchsorted(share_BV, u_B1.double() * share_BV[:, -1:], right=True)[:, 0]
+    """(B,): inverse-CDF sampling, the first token whose cumulative probability exceeds `u` in [0, 1)."""
+    cdf_BV = scores_BV.double().softmax(-1).cumsum(-1)  # float64: float32 sums lose small probabilities
+    return torch.searchsorted(cdf_BV, u_B1.double() * cdf_BV[:, -1:], right=True)[:, 0]
 
 
 class TokenSampler:
-    """The next token of each row."""
+    """Choose the next token (B,) of each row: argmax at temperature 0, otherwise a sample."""
 
     def __init__(self, logits_processor: LogitsProcessor, rows: Sequence[int]) -> None:
-        self.logits_processor, self.generation_config, self.rows = (
-            logits_processor,
-            logits_processor.generation_config,
-            np.array(rows),
-        )
+        self.logits_processor, self.rows = logits_processor, np.array(rows)
+        self.generation_config = logits_processor.generation_config
 
     def __call__(self, logits_BV: Tensor, step: int) -> Tensor:
         scores_BV = self.logits_processor.process(logits_BV, step)
@@ -179,11 +188,11 @@ class TokenSampler:
         )
 
     def uniform(self, step: int) -> Tensor:
-        """(B, 1) numbers in [0, 1) that depend on the seed, the row and the place."""
-        draw = CounterRNG(self.generation_config.seed, self.rows)
-        return torch.from_numpy(draw.uniform(f"token {step}", 1))
+        """(B, 1) numbers in [0, 1): a function of seed, row and step."""
+        rng = CounterRNG(self.generation_config.seed, self.rows)
+        return torch.from_numpy(rng.uniform(f"token {step}", 1))
 
     def select_rows(self, row_B: Tensor) -> None:
-        """Go on with these rows."""
+        """Keep these rows, in this order."""
         self.rows = self.rows[row_B.cpu().numpy()]
         self.logits_processor.select_rows(row_B)

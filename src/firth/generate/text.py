@@ -7,9 +7,10 @@ from typing import Any
 
 from firth.core.errors import UserError
 from firth.generate.config import GenerationConfig, make_generation_config
-from firth.generate.decode_state import TokenIds, check_can_generate, require_tokenizer
+from firth.generate.decode_state import check_can_generate, require_tokenizer
 from firth.generate.loop import GeneratedSequence, generate_sequences, iterate_decode_steps
 from firth.models import EncoderDecoder, Model, make_sequence_template
+from firth.tokens import TokenIds
 
 Prompt = str | TokenIds  # a text, or ids in their frame
 REPLACEMENT_CHAR = "\ufffd"  # what the first bytes of a character are shown as

@@ -83,7 +83,7 @@ def check_lora_support(config: ModelConfig) -> None:
         kind = "LSTMs" if config.recurrent is not None else "word vectors"
         raise UserError(
             f"LoRA adapts the matrices of attention and MLP, and {kind} have none. Leave lora_rank out; "
-            "freeze=body trains the head alone."
+            "freeze=backbone trains the head alone."
         )
 
 

@@ -31,7 +31,7 @@ DAI_LE_DEFAULTS: dict[str, Any] = {
     "adam_beta2": 0.999,
 }
 # Peters et al. 2018, section 3.3: the body stays as it is; a mixture of its layers, and an LSTM each way, are learned.
-ELMO_DEFAULTS: dict[str, Any] = {"learning_rate": 1e-3, "freeze": "body", "layers": "mix", "bilstm": 128}
+ELMO_DEFAULTS: dict[str, Any] = {"learning_rate": 1e-3, "freeze": "backbone", "layers": "mix", "bilstm": 128}
 FINETUNE_RECIPES = {"ulmfit": ULMFIT_DEFAULTS, "dai-le": DAI_LE_DEFAULTS, "elmo": ELMO_DEFAULTS}
 
 

@@ -31,15 +31,14 @@ from firth.tokens import Tokenizer
 from firth.train import ComputeConfig
 
 PLAIN_TEXT_ROLE = "text"  # the role of a plain text, all of which is learned
-TokenIdList = list[int]
 IdentifiedDialogue = tuple[str | int, ChatMessages]  # the id of an example, and its dialogue
 
 
 class DialogueTurn(NamedTuple):
     """What an encoder reads and its decoder answers."""
 
-    ids: TokenIdList
-    answer_ids: TokenIdList
+    ids: list[int]
+    answer_ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ class LanguageModelingTask:
         names = (str(self.tokenizer.backend.id_to_token(i)) for i in self.tokenizer.vocab.special_ids)
         return re.compile("|".join(map(re.escape, names)))
 
-    def encode_plain_text(self, example: Example, ids: TokenIdList) -> EncodedDialogue:
+    def encode_plain_text(self, example: Example, ids: list[int]) -> EncodedDialogue:
         """All of a text, in as many pieces as it takes; the last one ends it."""
         if not self.is_decoder:
             raise UserError(
@@ -210,7 +209,7 @@ class LanguageModelingTask:
             scored = [[False] * framed + [True] * (len(part.answer_ids) - framed - 1) + [False] for part in parts]
             yield EncodedDialogue(parts, np.concatenate(scored), num_bytes)
 
-    def truncate_left(self, ids: TokenIdList) -> TokenIdList:
+    def truncate_left(self, ids: list[int]) -> list[int]:
         """What an encoder reads, without its beginning where it is too long, in its frame."""
         before, end = list(self.template.prefix_ids), self.template.eos_id
         ids = ids if ids[-1:] == [end] else [*ids, end]
@@ -218,7 +217,7 @@ class LanguageModelingTask:
         self.num_truncated += lost > 0
         return [*ids[:kept], *ids[kept + lost :]]
 
-    def count_answer_bytes(self, answer_ids: TokenIdList, text: str) -> int:
+    def count_answer_bytes(self, answer_ids: list[int], text: str) -> int:
         """Of an answer, or of what is left of it."""
         whole = len(answer_ids) < self.answer_tokenizer.max_length
         return len((text if whole else self.tokenizer.decode(answer_ids)).encode())

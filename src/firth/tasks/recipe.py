@@ -85,7 +85,7 @@ class FinetuneRecipe(TrainingConfig):
         "Each layer learns so many times as fast as the one above it, the head at the full rate: lower layers know "
         "what is general. ULMFiT has 0.385 (1/2.6), ELECTRA and DeBERTa 0.8 to 0.95.",
     )
-    freeze: Literal["none", "embeddings", "body"] = recipe_field(
+    freeze: Literal["none", "embeddings", "backbone"] = recipe_field(
         "none", "What stays as it is: body trains the head alone, on features (fast, and seldom as good)."
     )
     unfreeze_every: int = recipe_field(
@@ -155,8 +155,8 @@ class FinetuneRecipe(TrainingConfig):
             raise UserError(f"crf is for the task tag, not for {self.task}.")
         if self.task == "embed" and self.per_device_train_batch_size < 2:
             raise UserError("The texts of a batch are told apart from each other: take a batch of two or more.")
-        if self.unfreeze_every and self.freeze == "body":
-            raise UserError("freeze=body trains the head alone, and unfreeze_every does not: choose one.")
+        if self.unfreeze_every and self.freeze == "backbone":
+            raise UserError("freeze=backbone trains the head alone, and unfreeze_every does not: choose one.")
 
     def apply_head_options(self, config: ModelConfig) -> ModelConfig:
         """The model with what is put between its body and its head, and with a chain of tags."""

@@ -9,7 +9,7 @@ import numpy as np
 from firth.models import Head, ModelConfig, head_for_task
 from firth.tasks.classify import ClassificationTask
 from firth.tasks.head_task import EncodedExample
-from firth.tasks.template import EncodedSequence, TokenIdList, token_at_char
+from firth.tasks.template import EncodedSequence, token_at_char
 from firth.text import Example
 from firth.tokens import Tokenizer
 from firth.tokens.sentence_pairs import tokens_to_truncate
@@ -64,9 +64,7 @@ class RelationTask(ClassificationTask):
             return sequence
         return sequence._replace(target_positions=tuple(self.template.text_start + start for start in starts))
 
-    def truncate_around_spans(
-        self, ids: TokenIdList, token_spans: Sequence[SpanBounds]
-    ) -> tuple[TokenIdList, list[int]]:
+    def truncate_around_spans(self, ids: list[int], token_spans: Sequence[SpanBounds]) -> tuple[list[int], list[int]]:
         """What fits of a text, both stretches included, and where they begin in it.
 
         First both ends of the text go, as evenly as possible, then the middle between the stretches.
@@ -114,7 +112,7 @@ class WordInContextTask(RelationTask):
         text, spans = insert_entity_markers(text, [span])
         return text, spans[0][0]
 
-    def encode_pair(self, texts: Sequence[TokenIdList], word_positions: Sequence[int]) -> EncodedSequence:
+    def encode_pair(self, texts: Sequence[list[int]], word_positions: Sequence[int]) -> EncodedSequence:
         """Both texts, cut where they must be so that the words stay."""
         lost = tokens_to_truncate(np.array([[len(ids) for ids in texts]]), self.template.max_text_tokens(2))[0].tolist()
         self.template.num_truncated += any(lost)

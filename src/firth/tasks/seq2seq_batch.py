@@ -16,10 +16,10 @@ from torch import Tensor
 from firth.models import Model
 from firth.objectives import IGNORE_INDEX, Batch
 from firth.tasks.packing import MIN_ROW_TOKENS, TextPacking, next_power_of_two, pack_texts
+from firth.tokens import TokenIds
 from firth.tokens.packing import ragged_arange
 from firth.train import ComputeConfig
 
-TokenIds = Sequence[int]
 MAX_ANSWER_CHUNK_LOGITS = 2**24  # logits that are held at once: 64 MB of float32
 
 

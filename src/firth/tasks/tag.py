@@ -19,7 +19,7 @@ from firth.models import Head, ModelConfig, head_for_task
 from firth.objectives import IGNORE_INDEX, Batch
 from firth.tasks.head_task import Array, EncodedExample, HeadTask, PackedBatch, gather_answer_logits, softmax
 from firth.tasks.task import Prediction
-from firth.tasks.template import EncodedSequence, TokenIdList
+from firth.tasks.template import EncodedSequence
 from firth.text import Example
 from firth.tokens import Tokenizer
 
@@ -30,7 +30,7 @@ PREDICATE_MARKER = " @"  # stands around a predicate where the model has no segm
 class TokenizedWord:
     """The pieces of a word, which of them is asked, and the segment they are in."""
 
-    token_ids: TokenIdList
+    token_ids: list[int]
     target_index: int
     token_type_id: int = 0
 
@@ -98,7 +98,7 @@ class TaggingTask(HeadTask):
         self.num_unseen_tags += answer.count(IGNORE_INDEX)
         return answer
 
-    def truncate_word(self, token_ids: TokenIdList) -> TokenizedWord:
+    def truncate_word(self, token_ids: list[int]) -> TokenizedWord:
         limit = max(1, self.template.max_text_tokens(1) // 2 - 2 * len(self.marker_ids))
         self.num_truncated_words += len(token_ids) > limit
         self.num_empty_words += not token_ids
@@ -161,11 +161,11 @@ def excluded_entity_types(examples: Sequence[Example]) -> tuple[str, ...]:
     return ("V",) if any(e.spans for e in examples) else ()
 
 
-def tokens_by_word(words: Sequence[str], ids: TokenIdList, offsets: Sequence[tuple[int, int]]) -> list[TokenIdList]:
+def tokens_by_word(words: Sequence[str], ids: list[int], offsets: Sequence[tuple[int, int]]) -> list[list[int]]:
     """The tokens of each word, when they are those of the words joined by spaces; a space belongs to what follows."""
     begins = np.array([*accumulate((len(word) + 1 for word in words), initial=0)][:-1]) - 1
     word_of = np.searchsorted(begins, [end - 1 for _, end in offsets], side="right") - 1
-    pieces: list[TokenIdList] = [[] for _ in words]
+    pieces: list[list[int]] = [[] for _ in words]
     for token, word in zip(ids, word_of, strict=True):
         pieces[word].append(token)
     return pieces

@@ -20,13 +20,12 @@ from firth.tokens.sentence_pairs import tokens_to_truncate
 
 # Between two texts of a decoder, and at their end (GPT, Radford et al. 2018, section 3.3).
 DELIMITER_TOKEN, EXTRACT_TOKEN = "<delimiter>", "<extract>"
-TokenIdList = list[int]
 
 
 class EncodedSequence(NamedTuple):
     """One text or two with special tokens, and the positions that the head reads."""
 
-    ids: TokenIdList
+    ids: list[int]
     token_type_ids: list[int]
     target_positions: tuple[int, ...]
 
@@ -71,7 +70,7 @@ class TaskTemplate:
         """Position of the first token of the first text."""
         return len(self.sequence_template.prefix_ids)
 
-    def build_inputs(self, a: TokenIdList, b: TokenIdList | None = None) -> EncodedSequence:
+    def build_inputs(self, a: list[int], b: list[int] | None = None) -> EncodedSequence:
         """Add the special tokens to texts that fit; the head reads [CLS] or the last token."""
         ids, token_type_ids = self.sequence_template.apply(a, b)
         return EncodedSequence(ids, token_type_ids, (len(ids) - 1 if self.reads_last_token else 0,))
@@ -81,13 +80,13 @@ class TaskTemplate:
         ids = iter(self.tokenizer.encode_batch([text for group in texts for text in group]))
         return [self.truncate_and_build(*(next(ids) for _ in group)) for group in texts]
 
-    def truncate_and_build(self, a: TokenIdList, b: TokenIdList | None = None) -> EncodedSequence:
+    def truncate_and_build(self, a: list[int], b: list[int] | None = None) -> EncodedSequence:
         if b is None:
             self.num_truncated += len(a) > self.max_text_tokens(1)
             return self.build_inputs(a[: self.max_text_tokens(1)])
         return self.build_inputs(*self.truncate_pair(a, b))
 
-    def truncate_pair(self, a: TokenIdList, b: TokenIdList) -> tuple[TokenIdList, TokenIdList]:
+    def truncate_pair(self, a: list[int], b: list[int]) -> tuple[list[int], list[int]]:
         """Truncate two texts at their ends, the longer one first, so that both fit."""
         max_text_tokens = self.max_text_tokens(2)
         if len(a) + len(b) <= max_text_tokens:

@@ -9,7 +9,7 @@ from firth.tokens.sentence_pairs import SentencePairDataset
 from firth.tokens.shards import Shards, ShardSet, is_shards_folder, open_shards
 from firth.tokens.stream import StreamDataset
 from firth.tokens.template import SequenceTemplate
-from firth.tokens.tokenizer import Tokenizer, Vocabulary, load_tokenizer
+from firth.tokens.tokenizer import TokenIds, Tokenizer, Vocabulary, load_tokenizer
 from firth.tokens.train import retrain_tokenizer, tokenizer_from_words, train_tokenizer
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "ShardSet",
     "Shards",
     "StreamDataset",
+    "TokenIds",
     "Tokenizer",
     "Vocabulary",
     "WordCharIds",

@@ -33,6 +33,7 @@ from firth.tokens.builders import (
     default_tokenizer_config,
 )
 
+TokenIds = Sequence[int]
 SPECIAL_TOKEN_ROLES = ("pad", "unk", "bos", "eos", "cls", "sep", "mask")
 
 

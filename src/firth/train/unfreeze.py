@@ -20,7 +20,7 @@ class FreezeSchedule:
     """What is slower than the head, or comes later, or not at all. As it stands, all learn alike."""
 
     layer_decay: float = 1.0  # each layer learns so many times as fast as the one above it
-    freeze: Literal["none", "embeddings", "body"] = "none"
+    freeze: Literal["none", "embeddings", "backbone"] = "none"
     unfreeze_every: int = 0  # steps until one more layer learns, from the head down; 0: all from the start
 
 
@@ -72,7 +72,7 @@ def ever_trainable(model: nn.Module, freeze_schedule: FreezeSchedule) -> set[str
         return {name for name in depth_of if is_lora_parameter(name)} | (
             set() if isinstance(model.head, LMHeadModule) else head
         )
-    if freeze_schedule.freeze == "body":
+    if freeze_schedule.freeze == "backbone":
         return head
     return {
         name
