@@ -159,9 +159,7 @@ def test_a_text_ends_at_the_last_place(
     prompt = [4, *range(100, 105)]
     (found,) = generate_ids(model, [prompt], 100_000, decoding, cache)
     assert len(found) == 24 - 6 + 1
-    assert (
-        capsys.readouterr().err.count("24 positions: at most 19 new tokens, not 100,000") == 1
-    )
+    assert capsys.readouterr().err.count("24 positions: at most 19 new tokens, not 100,000") == 1
     if decoding.num_beams == 1:
         row = [*prompt, *found]
         for i in range(len(found)):

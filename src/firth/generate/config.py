@@ -1,4 +1,4 @@
-"""How a text is written: every choice in one place."""
+"""GenerationConfig: all options of generation, with the names of `transformers`."""
 
 from __future__ import annotations
 
@@ -43,21 +43,20 @@ def setting(default: Any, help: str, shown_default: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """How the next token is chosen, and when a text ends.
+    """Token choice, beam search and stopping criteria.
 
-    Which token: the likeliest (`temperature` 0), or a draw among the likeliest, which depends on the seed, the row and
-    the place in it alone. `top_k` keeps so many tokens (0: all), `top_p` the likeliest that together have this share,
-    `min_p` those that have at least this share of the likeliest one's probability.
+    Token choice: argmax at `temperature` 0 (greedy), otherwise a sample, which is a function of seed, row and step.
+    `top_k` keeps the k likeliest tokens (0: all), `top_p` the smallest set with this probability (1: all), `min_p`
+    tokens with at least this fraction of the highest probability (0: all). `sampling.py` explains them.
 
-    Against loops: `repetition_penalty` above 1 makes tokens that were read or written less likely (CTRL, section 4.1),
-    `no_repeat_ngram_size` forbids to write so many tokens in a row a second time (0: does not).
+    Repetition: `repetition_penalty` above 1 lowers the scores of earlier tokens (CTRL, section 4.1; 1: off).
+    `no_repeat_ngram_size` forbids repeated n-grams of this size (0: off).
 
-    Beams: with `num_beams` above 1 the likeliest whole texts are searched for. A text's score is the sum of its
-    log-probabilities over length ** `length_penalty`. A search ends when no open text can come out better than
-    the finished ones, with `early_stopping` as soon as there are `num_beams` of these.
+    Beam search: `num_beams` above 1 (1: off). A sequence's score is its log-probability / length ** `length_penalty`.
+    The search ends when no running beam can beat the finished ones, with `early_stopping` at `num_beams` finished.
 
-    The end: after `max_new_tokens`, or where the model ends the text (not before `min_new_tokens`), or before the first
-    of the strings `stop`. `num_return_sequences` texts are given for each prompt.
+    Stopping: at `max_new_tokens`, at EOS (not before `min_new_tokens`), or before the first of the `stop` strings.
+    `num_return_sequences` texts are generated per prompt.
     """
 
     max_new_tokens: int = setting(50, "Generate at most this many tokens.", "50, or as fine-tuned")
@@ -103,23 +102,23 @@ class GenerationConfig:
                 f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens, which is {self.max_new_tokens}."
             )
         if self.num_beams > 1 and self.temperature > 0:
-            raise UserError("num_beams searches and temperature draws: set num_beams=1 or temperature=0.")
+            raise UserError("Beam search and sampling exclude each other: set num_beams=1 or temperature=0.")
         if self.num_return_sequences > self.num_beams and self.temperature == 0:
             raise UserError(
-                f"num_return_sequences is {self.num_return_sequences}: so many different texts need a temperature "
+                f"num_return_sequences is {self.num_return_sequences}: several texts per prompt need a temperature "
                 f"above 0, or num_beams of at least {self.num_return_sequences}."
             )
-        unread = [
+        ignored = [
             name for name in ("top_k", "top_p", "min_p") if getattr(self, name) != getattr(GenerationConfig, name)
         ]
-        if unread and self.temperature == 0:
-            raise UserError(f"{' and '.join(unread)} narrow what is drawn from: set a temperature above 0 as well.")
+        if ignored and self.temperature == 0:
+            raise UserError(f"{' and '.join(ignored)} apply to sampling only: set a temperature above 0 as well.")
 
 
 def check_generation_number(name: str, value: Any) -> None:
-    whole = name in INTEGER_GENERATION_FIELDS
-    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or value != value:
-        raise UserError(f"{name} is {value!r}, and must be a {'whole ' if whole else ''}number.")
+    is_integer = name in INTEGER_GENERATION_FIELDS
+    if isinstance(value, bool) or not isinstance(value, int if is_integer else int | float) or value != value:
+        raise UserError(f"{name} is {value!r}, and must be a {'whole ' if is_integer else ''}number.")
     if name in MIN_GENERATION_VALUES and value < MIN_GENERATION_VALUES[name]:
         zero = "; 0 means all" if name == "top_k" else ""
         least = f"at least {MIN_GENERATION_VALUES[name]}" if MIN_GENERATION_VALUES[name] else "at least 0"
@@ -127,11 +126,11 @@ def check_generation_number(name: str, value: Any) -> None:
 
 
 def make_generation_config(generation_config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
-    """A decoding, or one made of options by their names."""
+    """Return the config, or build one from its fields by name."""
     if generation_config is not None and options:
-        raise UserError(f"Give a Decoding or single options ({', '.join(options)}), not both.")
+        raise UserError(f"Give a GenerationConfig or single options ({', '.join(options)}), not both.")
     names = [field.name for field in fields(GenerationConfig)]
     for name in options:
         if name not in names:
-            raise UserError(f"There is no option {name!r} of writing. {did_you_mean(name, names)}")
+            raise UserError(f"Unknown generation option {name!r}. {did_you_mean(name, names)}")
     return generation_config or GenerationConfig(**options)

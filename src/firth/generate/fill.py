@@ -1,4 +1,11 @@
-"""Fill the blanks of a text: one word each from an encoder, a span each from an encoder-decoder."""
+"""Fill blanks: one word per blank with a masked language model, one span per blank with an encoder-decoder.
+
+An encoder predicts all masked positions in one forward pass, independently of each other. T5 is given a sentinel for
+each blank, and generates sentinel and span in turn (Raffel et al. 2019, section 3.1.4). BART reconstructs the whole
+text: the known parts are forced, and the spans between them are generated greedily.
+
+K blanks, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +28,7 @@ from firth.models import EncoderDecoder, Model, make_sequence_template
 from firth.models.config import ELMoConfig
 from firth.objectives import Batch
 
-MAX_SPAN_TOKENS = 20  # tokens; T5 has learned spans of three on average
+MAX_SPAN_TOKENS = 20  # limit of a generated span; T5 is trained on spans of three tokens on average
 
 
 class Guess(NamedTuple):
@@ -30,28 +37,27 @@ class Guess(NamedTuple):
 
 
 class Blank(NamedTuple):
-    """What may stand in one blank, the likeliest first."""
+    """Candidates for one blank, the likeliest first."""
 
     guesses: tuple[Guess, ...]
 
 
 def fill(model: Model, text: str, top: int = 5) -> list[Blank]:
-    """Guesses for each blank of a text, written [MASK], <mask>, ___ or as the tokenizer's own mask token.
+    """Return candidates for each blank: [MASK], <mask>, ___ or the tokenizer's own mask token.
 
-    An encoder gives its `top` likeliest words for each blank, an encoder-decoder writes one span. A word's
-    probability is that of the token in its blank, all blanks being open; a span's is that of exactly this span after
-    those before it.
+    An encoder returns the `top` likeliest words per blank, with probabilities given that all blanks are masked. An
+    encoder-decoder generates one span per blank, with its probability given the spans before it.
     """
     mask = require_tokenizer(model).special_tokens.get("mask")
     parts = re.split("|".join([r"\[MASK\]", "<mask>", "___+", *([re.escape(mask)] if mask else [])]), text)
     if len(parts) == 1:
         raise UserError("The text has no blank. Write one as ___ or [MASK]: 'The ___ is red.'")
     if top < 1:
-        raise UserError(f"top is {top}, and must be at least 1.")
+        raise UserError(f"top is {top}; it must be at least 1.")
     if model.config.architecture == "decoder":
-        raise UserError("A decoder does not fill blanks. It can continue a text: firth generate CHECKPOINT 'The'")
+        raise UserError("A decoder cannot fill blanks. It can continue a text: firth generate CHECKPOINT 'The'")
     if isinstance(model.config.recurrent, ELMoConfig):
-        raise UserError("ELMo reads one way at a time, and has no blank between. Take an encoder such as bert.")
+        raise UserError("ELMo has no mask token and cannot fill blanks. Use an encoder such as bert.")
     check_has_lm_head(model.config)
     with eval_mode(model), torch.no_grad():
         if not isinstance(model, EncoderDecoder):
@@ -60,17 +66,17 @@ def fill(model: Model, text: str, top: int = 5) -> list[Blank]:
 
 
 def fill_masked_words(model: Model, parts: list[str], top: int) -> list[Blank]:
-    """An encoder's likeliest words for the blanks between the parts, all asked at once."""
+    """Predict the masked words between the parts in one forward pass."""
     tokenizer, vocab = require_tokenizer(model), require_tokenizer(model).vocab
     if vocab.mask is None or vocab.cls is None or vocab.sep is None:
-        raise UserError("The tokenizer lacks a mask, a [CLS] or a [SEP] token, which filling blanks needs.")
+        raise UserError("The tokenizer lacks a mask, [CLS] or [SEP] token, which filling blanks needs.")
     ids = [vocab.cls, *tokenizer.encode(tokenizer.special_tokens["mask"].join(parts), parse_special=True), vocab.sep]
     model.check_length(len(ids))
     tokens = torch.tensor([ids], device=model.embed.tokens.weight.device)
     p_KV = drop_padded_vocab(
         model, model.logits(Batch(tokens, target_positions=(tokens == vocab.mask).nonzero()[None, :, 1]))[0]
     ).softmax(-1)
-    p_KV[:, list(vocab.special_ids)] = 0  # a blank hides a word
+    p_KV[:, list(vocab.special_ids)] = 0  # a candidate is a word, not a special token
     best = p_KV.topk(min(top, vocab.size - len(vocab.special_ids)))
     return [
         Blank(tuple(Guess(tokenizer.decode([i]).strip(" "), p) for p, i in zip(*guesses, strict=True)))
@@ -79,12 +85,10 @@ def fill_masked_words(model: Model, parts: list[str], top: int) -> list[Blank]:
 
 
 def fill_sentinel_spans(model: EncoderDecoder, parts: list[str]) -> list[Blank]:
-    """An encoder-decoder's spans for the blanks between the parts, each begun with its sentinel."""
+    """Generate a span per blank with a T5 model, each after its sentinel."""
     tokenizer, vocab = require_tokenizer(model), require_tokenizer(model).vocab
     if not vocab.sentinel_ids:
-        raise UserError(
-            "The tokenizer has no sentinels (<extra_id_0> ...), so this model has not learned to fill blanks."
-        )
+        raise UserError("The tokenizer has no sentinels (<extra_id_0> ...): this model is not trained to fill blanks.")
     if len(parts) - 1 > len(vocab.sentinel_ids):
         raise UserError(f"The text has {len(parts) - 1} blanks, and the tokenizer {len(vocab.sentinel_ids)} sentinels.")
     sentinels = vocab.sentinel_ids[: len(parts) - 1]
@@ -92,41 +96,41 @@ def fill_sentinel_spans(model: EncoderDecoder, parts: list[str]) -> list[Blank]:
     text = "".join(part + mark for part, mark in zip(parts, [*marks, ""], strict=True))
     ids = [*tokenizer.encode(text, parse_special=True), *([] if vocab.eos is None else [vocab.eos])]
     model.check_length(len(ids))
-    ask = make_next_logits_fn(model, [ids])
+    next_logits_fn = make_next_logits_fn(model, [ids])
     blanks: list[Blank] = []
-    written: list[int] = []
+    decoder_ids: list[int] = []
     for sentinel in sentinels:
-        span, probability = decode_span(ask, [*written, sentinel], vocab.special_ids)
-        written += [sentinel, *span]
+        span, probability = decode_span(next_logits_fn, [*decoder_ids, sentinel], vocab.special_ids)
+        decoder_ids += [sentinel, *span]
         blanks.append(Blank((Guess(tokenizer.decode(span).strip(" "), probability),)))
     return blanks
 
 
 def fill_by_reconstruction(model: EncoderDecoder, parts: list[str]) -> list[Blank]:
-    """What an encoder-decoder that writes a text out whole (BART) writes between the parts, which it is given.
+    """Generate a span per blank with a model that reconstructs the whole text (BART); known parts are forced.
 
-    A span ends where the model goes on with the first token of what is given next.
+    A span ends where the model predicts the first token of the next known part.
     """
     tokenizer, vocab = require_tokenizer(model), require_tokenizer(model).vocab
     if vocab.mask is None:
         raise UserError("The tokenizer lacks a mask token, which filling blanks needs.")
-    frame = make_sequence_template(model.config, vocab)
+    template = make_sequence_template(model.config, vocab)
     ids = [
-        *frame.prefix_ids,
+        *template.prefix_ids,
         *tokenizer.encode(tokenizer.special_tokens["mask"].join(parts), parse_special=True),
-        frame.eos_id,
+        template.eos_id,
     ]
     model.check_length(len(ids))
-    ask = make_next_logits_fn(model, [ids])
+    next_logits_fn = make_next_logits_fn(model, [ids])
     blanks: list[Blank] = []
-    written: list[int] = []
-    for place, token in enumerate(ids):
+    decoder_ids: list[int] = []
+    for position, token in enumerate(ids):
         if token != vocab.mask:
-            written.append(token)
+            decoder_ids.append(token)
             continue
-        following = next(i for i in ids[place:] if i != vocab.mask)
-        span, probability = decode_span(ask, written, {*vocab.special_ids, following})
-        written += span
+        following = next(i for i in ids[position:] if i != vocab.mask)
+        span, probability = decode_span(next_logits_fn, decoder_ids, {*vocab.special_ids, following})
+        decoder_ids += span
         blanks.append(Blank((Guess(tokenizer.decode(span).strip(" "), probability),)))
     return blanks
 
@@ -134,7 +138,7 @@ def fill_by_reconstruction(model: EncoderDecoder, parts: list[str]) -> list[Blan
 def decode_span(
     next_logits_fn: NextLogitsFn, prefix_ids: list[int], stop_ids: Collection[int]
 ) -> tuple[list[int], float]:
-    """The likeliest next tokens up to one that ends them, and the probability that just these are written."""
+    """Decode greedily up to a stop token; return the span and its probability, the stop included."""
     span: list[int] = []
     probability = 1.0
     for _ in range(MAX_SPAN_TOKENS):

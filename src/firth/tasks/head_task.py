@@ -1,6 +1,14 @@
-"""What the tasks share whose answers are read from hidden states of packed rows.
+"""HeadTask: tasks whose predictions are computed by a task head on hidden states of packed rows.
 
-N texts, B rows, T places, K answers of a row, A answers in all.
+A head reads the hidden states at target positions: [CLS] for a class, the first token of each word for a tag, entity
+markers for a relation. Several texts share a row (`packing.py`). Attention stays inside a text, because the
+attention mask compares document ids, so that a prediction does not depend on the other texts of its row. Each row
+has K slots for target positions; unused slots carry label -100.
+
+A decoder keeps its LM head as an auxiliary loss (Radford et al. 2018, section 3.2), hence `labels` beside
+`task_labels`.
+
+N texts, B rows, T positions of a row, K slots of a row, A labels of a batch.
 """
 
 from __future__ import annotations
@@ -34,18 +42,18 @@ TOKEN_LEVEL_TASKS = ("tag", "span-qa", "relation", "word-in-context")
 
 @dataclass(frozen=True)
 class EncodedExample:
-    """An example as a model reads it: one sheet or several, and what is asked (None where nobody knows)."""
+    """An encoded example: one or several token sequences, and the label (None if unknown)."""
 
     sequences: tuple[EncodedSequence, ...]
     label: Any = None
 
     @property
     def num_tokens(self) -> int:
-        return sum(sheet.num_tokens for sheet in self.sequences)
+        return sum(sequence.num_tokens for sequence in self.sequences)
 
 
 class PackedBatch(NamedTuple):
-    """A batch without its answers, and the slot of each answer in (B, K) laid end to end."""
+    """A batch without labels, and the slot of each label in the flattened (B, K)."""
 
     batch: Batch
     packing: TextPacking
@@ -53,13 +61,13 @@ class PackedBatch(NamedTuple):
 
 
 class HeadTask:
-    """A task with a head. What differs is how examples are read, what is asked, and what logits mean."""
+    """Base class. A subclass defines the encoding, the labels and the meaning of the logits."""
 
     name: str
     metric: str
-    sequences_per_label = 1  # so many sheets are one answer: both orders of two texts
-    positions_per_label = 1  # so many places of a sheet are one answer
-    num_shapes = 0  # that the batches of the last prediction had
+    sequences_per_label = 1  # 2: both orders of a text pair give one label
+    positions_per_label = 1  # 2: the markers of both entities give one label
+    num_shapes = 0  # distinct batch shapes of the last prediction
 
     def __init__(
         self,
@@ -75,14 +83,14 @@ class HeadTask:
             tokenizer = to_open_vocab(tokenizer)
         if tokenizer.is_reversed and self.name in TOKEN_LEVEL_TASKS:
             raise UserError(
-                f"A model that reads backward labels whole texts, not places in them: {self.name} is not its."
+                f"A model that reads backward can label whole texts only: {self.name} needs a forward model."
             )
         self.tokenizer, self.labels, self.architecture = tokenizer, tuple(labels), config.architecture
         self.template = TaskTemplate(tokenizer, config, max_length)
         self.label_to_id = {label: i for i, label in enumerate(self.labels)}
         self.feeds_decoder = config.architecture == "encoder-decoder" and config.adds_bos and self.name != "embed"
 
-    # --- what each task says for itself
+    # --- defined by each task
 
     @abstractmethod
     def encode(self, examples: Sequence[Example]) -> Sequence[EncodedExample]: ...
@@ -92,29 +100,29 @@ class HeadTask:
 
     @abstractmethod
     def decode_logits(self, items: Sequence[Any], logits: Array, packed: PackedBatch) -> list[Prediction]:
-        """Logits to predictions."""
+        """Convert the logits of a batch to predictions."""
 
     @abstractmethod
     def head_config(self, config: ModelConfig) -> Head:
-        """The head that this task has in this model."""
+        """Return the head of this task for this model."""
 
-    # --- what they share
+    # --- shared
 
     @property
     def notices(self) -> list[str]:
         return self.template.truncation_notices()
 
     def configure_model(self, config: ModelConfig) -> ModelConfig:
-        """A decoder goes on learning the language beside its task (Radford et al. 2018, section 3.2)."""
-        head, words = self.head_config(config), config.head
+        """Set the head; a decoder keeps language modelling as auxiliary loss (Radford et al. 2018, section 3.2)."""
+        head, lm_head = self.head_config(config), config.head
         if config.recurrent is not None:
             return replace(config, head=head, extras=())
         if (
             config.architecture == "decoder"
             and isinstance(head, ClassificationHead | RegressionHead | MultipleChoiceHead)
-            and isinstance(words, LMHead)
+            and isinstance(lm_head, LMHead)
         ):
-            return replace(config, head=head, extras=(AuxiliaryLM(head=words),))
+            return replace(config, head=head, extras=(AuxiliaryLM(head=lm_head),))
         return replace(config, head=head, extras=())
 
     def templated_tokenizer(self) -> Tokenizer:
@@ -136,93 +144,95 @@ class HeadTask:
         return self.label_to_id[label]
 
     def pack_items(self, items: Sequence[EncodedExample]) -> PackedBatch:
-        """The sheets of the items in rows, and the places that they ask."""
-        sheets = [sheet for item in items for sheet in item.sequences]
-        packing = pack_texts([sheet.num_tokens for sheet in sheets], self.template.max_length, self.sequences_per_label)
-        doc_BT, position_BT = packing.document_ids_and_positions()
-        tokens_BT = packing.scatter(np.concatenate([sheet.ids for sheet in sheets]), self.tokenizer.vocab.pad)
-        segment_BT = (
-            packing.scatter(np.concatenate([s.token_type_ids for s in sheets]), 0)
+        """Pack the sequences of the items into rows; gather their target positions into slots."""
+        sequences = [sequence for item in items for sequence in item.sequences]
+        lengths = [sequence.num_tokens for sequence in sequences]
+        packing = pack_texts(lengths, self.template.max_length, self.sequences_per_label)
+        document_ids_BT, position_ids_BT = packing.document_ids_and_positions()
+        input_ids_BT = packing.scatter(np.concatenate([s.ids for s in sequences]), self.tokenizer.vocab.pad)
+        token_type_ids_BT = (
+            packing.scatter(np.concatenate([s.token_type_ids for s in sequences]), 0)
             if self.template.sequence_template.has_token_types
             else None
         )
-        count_N = np.array([len(sheet.target_positions) for sheet in sheets])
-        place_A = np.array([place for s in sheets for place in s.target_positions], np.int64) + np.repeat(
-            packing.start, count_N
-        )
+        count_N = np.array([len(s.target_positions) for s in sequences])
+        in_sequence_A = np.array([position for s in sequences for position in s.target_positions], np.int64)
+        position_A = in_sequence_A + np.repeat(packing.start, count_N)
         each = self.sequences_per_label * self.positions_per_label
-        width, entry_A = packing.allocate_slots(count_N, each)
-        asked_BK = np.zeros((packing.num_rows, width), np.int64)
-        asked_BK.reshape(-1)[entry_A] = place_A
+        width, slot_A = packing.allocate_slots(count_N, each)
+        target_positions_BK = np.zeros((packing.num_rows, width), np.int64)
+        target_positions_BK.reshape(-1)[slot_A] = position_A
         batch = Batch(
-            tokens_BT,
-            document_ids=doc_BT,
-            position_ids=position_BT,
-            token_type_ids=segment_BT,
-            target_positions=asked_BK,
+            input_ids_BT,
+            document_ids=document_ids_BT,
+            position_ids=position_ids_BT,
+            token_type_ids=token_type_ids_BT,
+            target_positions=target_positions_BK,
         )
         if self.feeds_decoder:
             batch = self.add_decoder_inputs(batch)
-        if self.architecture == "decoder":  # which goes on to learn the language
-            batch = batch._replace(labels=next_token_labels(tokens_BT, doc_BT))
-        return PackedBatch(batch, packing, entry_A[::each] // each)
+        if self.architecture == "decoder":  # targets of the auxiliary LM loss
+            batch = batch._replace(labels=next_token_labels(input_ids_BT, document_ids_BT))
+        return PackedBatch(batch, packing, slot_A[::each] // each)
 
     def add_decoder_inputs(self, batch: Batch) -> Batch:
-        """The decoder reads the same texts, one place later."""
-        later_BT = np.roll(batch.input_ids, 1, 1)
-        later_BT[batch.position_ids == 0] = self.template.sequence_template.decoder_start_id
+        """Feed the decoder the same texts, shifted right by one position."""
+        shifted_BT = np.roll(batch.input_ids, 1, 1)
+        shifted_BT[batch.position_ids == 0] = self.template.sequence_template.decoder_start_id
         return batch._replace(
-            decoder_input_ids=later_BT, decoder_document_ids=batch.document_ids, decoder_position_ids=batch.position_ids
+            decoder_input_ids=shifted_BT,
+            decoder_document_ids=batch.document_ids,
+            decoder_position_ids=batch.position_ids,
         )
 
     def scatter_labels(self, packed: PackedBatch, label_A: Any, fill_value: float, dtype: Any = np.int64) -> Array:
-        """(B, K): what is asked in each slot."""
+        """(B, K): the label of each slot, `fill_value` in unused ones."""
         assert packed.batch.target_positions is not None
         shape = packed.batch.target_positions.shape
-        target_BK = np.full(
+        label_BK = np.full(
             (shape[0], shape[1] // (self.sequences_per_label * self.positions_per_label)), fill_value, dtype
         )
-        target_BK.reshape(-1)[packed.label_slots] = label_A
-        return target_BK
+        label_BK.reshape(-1)[packed.label_slots] = label_A
+        return label_BK
 
     @torch.no_grad()
     def predict(self, model: Model, items: Sequence[Any], compute: ComputeConfig, batch_size: int) -> list[Prediction]:
-        """Where steps are compiled, the batches have few shapes here too."""
+        """Predict in eval mode. For compiled models, pad batches to a few shapes to limit recompilation."""
         model.eval()
-        found: list[Prediction] = []
-        parts = [items[first : first + batch_size] for first in range(0, len(items), batch_size)]
+        predictions: list[Prediction] = []
+        chunks = [items[first : first + batch_size] for first in range(0, len(items), batch_size)]
         shapes = (
-            fit_shape_buckets(map(self.collate, parts[:MAX_TRIAL_BATCHES]), self.tokenizer.vocab.pad)
+            fit_shape_buckets(map(self.collate, chunks[:MAX_TRIAL_BATCHES]), self.tokenizer.vocab.pad)
             if compute.compile
             else None
         )
-        sizes = set()
-        for some in parts:
-            batch = self.collate(some)
-            whole = batch if shapes is None else shapes(batch)
+        seen_shapes = set()
+        for chunk in chunks:
+            batch = self.collate(chunk)
+            padded = batch if shapes is None else shapes(batch)
             with compute.autocast():
-                logits = model.logits(whole.to(compute.device))
-            logits = unpad_logits(logits.float().cpu().numpy(), batch_shape(batch), batch_shape(whole))
-            found += self.decode_logits(some, logits, self.pack_items(some))
-            sizes.add(batch_shape(whole))
-        self.num_shapes = len(sizes)
-        return found
+                logits = model.logits(padded.to(compute.device))
+            logits = unpad_logits(logits.float().cpu().numpy(), batch_shape(batch), batch_shape(padded))
+            predictions += self.decode_logits(chunk, logits, self.pack_items(chunk))
+            seen_shapes.add(batch_shape(padded))
+        self.num_shapes = len(seen_shapes)
+        return predictions
 
 
 def next_token_labels(input_ids_BT: Array, document_ids_BT: Array) -> Array:
-    """What follows each token in its text; -100 where nothing does."""
+    """(B, T): the next token in the same text; -100 at the last one and at padding."""
     labels_BT = np.full_like(input_ids_BT, IGNORE_INDEX)
-    follows = (document_ids_BT[:, 1:] == document_ids_BT[:, :-1]) & (document_ids_BT[:, 1:] >= 0)
-    labels_BT[:, :-1][follows] = input_ids_BT[:, 1:][follows]
+    has_next = (document_ids_BT[:, 1:] == document_ids_BT[:, :-1]) & (document_ids_BT[:, 1:] >= 0)
+    labels_BT[:, :-1][has_next] = input_ids_BT[:, 1:][has_next]
     return labels_BT
 
 
 def gather_answer_logits(logits: Array, packed: PackedBatch) -> Array:
-    """(A, ...): the logits (B, K, ...) of the answers."""
+    """Select the logits (A, ...) of used slots from (B, K, ...)."""
     return logits.reshape(-1, *logits.shape[2:])[packed.label_slots]
 
 
 def softmax(x: Array) -> Array:
-    """Over the last axis."""
+    """Softmax over the last axis, shifted by the maximum against overflow."""
     e = np.exp(x - x.max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True)

@@ -1,6 +1,14 @@
-"""Several texts in a row: little padding, and few shapes.
+"""Pack several texts into one row: little padding, few batch shapes.
 
-N texts, B rows, T places of a row, K answers of a row.
+Padding a batch to its longest text wastes half of the computation on usual fine-tuning data (docs/finetune.md).
+Instead, texts are placed into rows of `row_tokens` by best-fit decreasing bin packing: the longest text first, each
+into the row with the least remaining space that holds it (Krell et al. 2021, "Efficient Sequence Packing without
+Cross-contamination"). Document ids keep attention inside each text.
+
+Row count, row width and slot count are rounded, so that few shapes occur: each new shape costs a compilation or a CUDA
+graph capture.
+
+N texts, M groups of texts, B rows, T positions of a row, K slots of a row.
 """
 
 from __future__ import annotations
@@ -12,11 +20,11 @@ import numpy as np
 
 from firth.tokens.packing import best_fit_decreasing, ragged_arange
 
-MIN_ROW_TOKENS = 16  # a single row is as narrow as its texts allow, but not narrower than this
+MIN_ROW_TOKENS = 16  # minimum width of a batch with a single row
 
 
 class TextPacking(NamedTuple):
-    """Which row each text is in, as which document of the row, and from which place on."""
+    """Row, document index in the row, and start position of each text."""
 
     num_rows: int
     width: int
@@ -27,31 +35,31 @@ class TextPacking(NamedTuple):
 
     @property
     def padding_share(self) -> float:
-        """The share of places that hold no text."""
+        """Fraction of padding positions."""
         return 1 - int(self.lengths.sum()) / (self.num_rows * self.width)
 
     @property
     def flat_positions(self) -> np.ndarray:
-        """The place of every token, one text after the other, in the rows laid end to end."""
+        """(tokens,): index of every token, text by text, in the flattened (B, T)."""
         return np.repeat(self.row_index * self.width + self.start, self.lengths) + ragged_arange(self.lengths)
 
     def scatter(self, values: Sequence[Any] | np.ndarray, fill_value: float, dtype: Any = np.int64) -> np.ndarray:
-        """(B, T, ...): a value for each token, texts one after the other, put where it belongs; the rest is `fill_value`."""
+        """(B, T, ...): move one value per token, text by text, to its position; padding gets `fill_value`."""
         array = np.asarray(values, dtype)
         out = np.full((self.num_rows * self.width, *array.shape[1:]), fill_value, dtype)
         out[self.flat_positions] = array
         return out.reshape(self.num_rows, self.width, *array.shape[1:])
 
     def document_ids_and_positions(self) -> tuple[np.ndarray, np.ndarray]:
-        """(B, T) which document a place is in, -1 for padding, and (B, T) where in it."""
+        """Return document ids (-1: padding) and position ids, both (B, T)."""
         return self.scatter(np.repeat(self.document_index, self.lengths), -1), self.scatter(
             ragged_arange(self.lengths), 0
         )
 
     def allocate_slots(self, count_N: np.ndarray, slots_per_answer: int = 1) -> tuple[int, np.ndarray]:
-        """How many slots every row has, and which ones, end to end, belong to the texts with so many answers each.
+        """Return K, and the index in the flattened (B, K) of every slot, where text n needs count_N[n] slots.
 
-        `slots_per_answer` slots are one answer. The slots of a row are in the order of its documents.
+        The slots of a row are in the order of its documents. K is `slots_per_answer` times a power of two.
         """
         order = np.lexsort((self.document_index, self.row_index))
         before = np.cumsum(count_N[order]) - count_N[order]
@@ -63,31 +71,30 @@ class TextPacking(NamedTuple):
 
 
 def pack_texts(lengths: Sequence[int] | np.ndarray, row_tokens: int, texts_per_group: int = 1) -> TextPacking:
-    """Texts into rows of `row_tokens`, the longest first, each into the row where it leaves the least room.
+    """Pack texts of these lengths into rows of `row_tokens` by best-fit decreasing; a pure function of the lengths.
 
-    With `texts_per_group`, so many texts in a row are one thing and stay side by side; rows are so many times longer then.
-    The same sizes always give the same rows.
+    With `texts_per_group`, consecutive texts form groups that stay adjacent, in rows `texts_per_group` times longer.
     """
-    size_N = np.asarray(lengths, np.int64)
-    thing_M, row_tokens = size_N.reshape(-1, texts_per_group).sum(1), row_tokens * texts_per_group
-    assert 0 < thing_M.max(initial=0) <= row_tokens, "texts are cut before they are packed"
-    order = np.argsort(-thing_M, kind="stable")
-    row_M = np.empty_like(thing_M)
-    row_M[order], used = best_fit_decreasing(thing_M[order], row_tokens, None)
+    length_N = np.asarray(lengths, np.int64)
+    group_M, row_tokens = length_N.reshape(-1, texts_per_group).sum(1), row_tokens * texts_per_group
+    assert 0 < group_M.max(initial=0) <= row_tokens, "texts must be truncated before packing"
+    order = np.argsort(-group_M, kind="stable")
+    row_M = np.empty_like(group_M)
+    row_M[order], num_rows = best_fit_decreasing(group_M[order], row_tokens, None)
     row_N = np.repeat(row_M, texts_per_group)
     by_row = np.argsort(row_N, kind="stable")
-    texts_B = np.bincount(row_N, minlength=used)
-    doc_N, first_N = np.empty_like(size_N), np.empty_like(size_N)
-    doc_N[by_row] = ragged_arange(texts_B)
-    end = np.cumsum(size_N[by_row])
-    begun_B = np.concatenate([[0], end[np.cumsum(texts_B) - 1][:-1]])
-    first_N[by_row] = end - size_N[by_row] - np.repeat(begun_B, texts_B)
-    width = row_tokens if used > 1 else min(row_tokens, max(MIN_ROW_TOKENS, next_power_of_two(int(size_N.sum()))))
-    return TextPacking(round_row_count(used), width, size_N, row_N, doc_N, first_N)
+    texts_B = np.bincount(row_N, minlength=num_rows)
+    document_N, start_N = np.empty_like(length_N), np.empty_like(length_N)
+    document_N[by_row] = ragged_arange(texts_B)
+    end = np.cumsum(length_N[by_row])
+    row_start_B = np.concatenate([[0], end[np.cumsum(texts_B) - 1][:-1]])
+    start_N[by_row] = end - length_N[by_row] - np.repeat(row_start_B, texts_B)
+    width = row_tokens if num_rows > 1 else min(row_tokens, max(MIN_ROW_TOKENS, next_power_of_two(int(length_N.sum()))))
+    return TextPacking(round_row_count(num_rows), width, length_N, row_N, document_N, start_N)
 
 
 def round_row_count(num_rows: int) -> int:
-    """The next number of rows that is allowed: 1 to 16, then by twos to 32, by fours to 64 ...
+    """Round up to an allowed number of rows: 1 to 16, then steps of 2 to 32, steps of 4 to 64 ...
 
     >>> [round_row_count(n) for n in (3, 16, 17, 31, 33, 100)]
     [3, 16, 18, 32, 36, 104]
@@ -97,7 +104,7 @@ def round_row_count(num_rows: int) -> int:
 
 
 def next_power_of_two(n: int) -> int:
-    """The next one.
+    """Return the smallest power of two >= n.
 
     >>> [next_power_of_two(n) for n in (0, 1, 3, 4, 5)]
     [1, 1, 4, 4, 8]

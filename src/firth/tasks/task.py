@@ -1,4 +1,14 @@
-"""What every task can do: turn examples into batches, and batches into predictions."""
+"""The Task protocol: examples -> encoded items -> batches -> predictions -> scores.
+
+Fine-tuning, evaluation and prediction use tasks through these methods alone:
+
+    items = task.encode(examples)              # tokenize, add special tokens, truncate
+    batch = task.collate(items[:32])           # pack into rows, with labels
+    predictions = task.predict(model, items, compute, batch_size)
+    scores = task.score(examples, predictions)
+
+`HeadTask` implements them for task heads, `TextToTextTask` for generated answers.
+"""
 
 from __future__ import annotations
 
@@ -16,51 +26,51 @@ from firth.train import ComputeConfig
 class Prediction(NamedTuple):
     prediction: Any
     scores: dict[str, float] | None = None  # probabilities by label
-    extra: dict[str, Any] | None = None  # what else a task knows: other answers, how sure it is that there is none
+    extra: dict[str, Any] | None = None  # task-specific values, such as the n-best answers
 
 
 class Task(Protocol):
-    """A task that is ready for one model: it knows the tokenizer, the lengths and, where there are some, the labels.
+    """A task that is bound to one model: tokenizer, maximum lengths and labels are fixed.
 
-    An item is an example as the model reads it. It has a `batch_size`, the tokens that it takes.
+    An item is an encoded example. Its `num_tokens` is its number of input tokens.
     """
 
     name: str
-    metric: str  # the one that decides
+    metric: str  # selects the best step and seed
     labels: tuple[str, ...]
-    tokenizer: Tokenizer  # that of the checkpoint, or one with more tokens: the model must grow as far
+    tokenizer: Tokenizer  # may have more tokens than the checkpoint: the embedding is resized to it
 
     @property
     def notices(self) -> list[str]:
-        """Sentences for the user: what was cut, what was not found, after `encode`."""
+        """Messages for the user about truncated texts and missing answers, complete after `encode`."""
 
     def encode(self, examples: Sequence[Example]) -> Sequence[Any]: ...
 
     def collate(self, items: Sequence[Any]) -> Batch:
-        """The items, packed into rows; the same items give the same batch."""
+        """Pack the items into rows; a pure function of the items."""
 
     def predict(self, model: Model, items: Sequence[Any], compute: ComputeConfig, batch_size: int) -> list[Prediction]:
-        """An answer for each item, in their order; `batch_size` items are computed at once."""
+        """Return a prediction for each item, in order, computed `batch_size` items at a time."""
 
     def calibrate(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> list[Prediction]:
-        """Choose on these examples what a task has to choose on held-out ones (a threshold), and answer again."""
+        """Tune decision thresholds on these held-out examples; return the updated predictions."""
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]: ...
 
     def configure_model(self, config: ModelConfig) -> ModelConfig:
-        """The model that the task needs: its head, and what stands beside it."""
+        """Return the config with the task's head and auxiliary modules."""
 
     def templated_tokenizer(self) -> Tokenizer:
-        """The tokenizer, which frames raw texts as this task reads them: `transformers` then does so too."""
+        """Return the tokenizer with the task's special-token template, so that `transformers` adds the same tokens."""
 
     def metadata(self) -> dict[str, Any]:
-        """What is kept in task.json: enough to make the task again."""
+        """Return the content of task.json, which suffices to rebuild the task."""
 
 
 class TruncatingTokenizer:
-    """Texts to ids as the checkpoint was trained to read them, cut to a length; counts what it cut.
+    """Encode texts with special tokens, truncated to `max_length`; count the truncated texts.
 
-    `prefix_ids` and `end_id` stand around a text in place of the checkpoint's own frame.
+    `prefix_ids` and `end_id` replace the checkpoint's own special tokens (default: its template).
     """
 
     def __init__(
@@ -73,18 +83,16 @@ class TruncatingTokenizer:
     ) -> None:
         self.tokenizer, self.num_truncated = tokenizer, 0
         self.max_length = min(max_length, config.max_length or max_length)
-        frame = make_sequence_template(config, tokenizer.vocab)
-        self.prefix_ids, self.end_id = (
-            frame.prefix_ids if prefix_ids is None else prefix_ids,
-            frame.eos_id if end_id is None else end_id,
-        )
+        template = make_sequence_template(config, tokenizer.vocab)
+        self.prefix_ids = template.prefix_ids if prefix_ids is None else prefix_ids
+        self.end_id = template.eos_id if end_id is None else end_id
 
     def encode_texts(self, texts: Iterable[str]) -> list[list[int]]:
-        room = self.max_length - len(self.prefix_ids) - 1
+        max_text_tokens = self.max_length - len(self.prefix_ids) - 1
         rows = []
         for ids in self.tokenizer.encode_batch(list(texts)):
-            self.num_truncated += len(ids) > room
-            rows.append([*self.prefix_ids, *ids[:room], self.end_id])
+            self.num_truncated += len(ids) > max_text_tokens
+            rows.append([*self.prefix_ids, *ids[:max_text_tokens], self.end_id])
         return rows
 
     def truncation_notices(self, noun: str) -> list[str]:
@@ -92,7 +100,7 @@ class TruncatingTokenizer:
 
 
 def batch_indices_by_length(items: Sequence[Any], batch_size: int, length_fn: Any) -> Iterator[list[int]]:
-    """Batches of places in `items`, those of like length together, so that little is padded."""
+    """Yield batches of indices into `items`, sorted by length to minimize padding."""
     order = sorted(range(len(items)), key=lambda i: length_fn(items[i]))
     for first in range(0, len(order), batch_size):
         yield order[first : first + batch_size]
