@@ -190,3 +190,92 @@ def test_a_command_does_not_load_what_few_of_them_need() -> None:
     loaded = set(found.stdout.split())
     assert {"firth.api", "torch"} < loaded
     assert not loaded & {"matplotlib", "torch._dynamo", "transformers", "numba"}
+
+
+# --- cycles between files -------------------------------------------------------------------------------------------
+
+# Imports inside functions that may close a cycle: (importing file, imported file).
+LAZY_IMPORTS = {("models/model.py", "models/hf/checkpoint.py")}  # Model.save
+
+
+def file_of(module: str, names: dict[str, Path]) -> str | None:
+    """The file that defines a module, unless that is a package."""
+    return names[module].relative_to(SOURCE).as_posix() if module in names else None
+
+
+def imported_files(file: Path, names: dict[str, Path]) -> set[str]:
+    """Files that a file imports when it runs. A name from a package counts as the file that the package takes it from."""
+    found: set[str] = set()
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("firth"):
+            continue
+        for alias in node.names:
+            module = f"{node.module}.{alias.name}"
+            while module not in names:
+                parent, _, name = module.rpartition(".")
+                package = SOURCE.joinpath(*parent.split(".")[1:]) / "__init__.py"
+                exports = package_exports(package) if package.is_file() else {}
+                if name not in exports:
+                    module = parent
+                    break
+                module = exports[name]
+            if path := file_of(module, names):
+                found.add(path)
+    return found - {file.relative_to(SOURCE).as_posix()}
+
+
+def package_exports(package: Path) -> dict[str, str]:
+    """Names that an __init__.py imports, and the dotted path of each."""
+    tree = ast.parse(package.read_text(encoding="utf-8"))
+    return {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """A path of files that import each other in a circle; empty if there is none."""
+    done: set[str] = set()
+
+    def visit(file: str, path: list[str]) -> list[str]:
+        if file in path:
+            return [*path[path.index(file) :], file]
+        if file in done:
+            return []
+        for other in sorted(graph.get(file, ())):
+            if cycle := visit(other, [*path, file]):
+                return cycle
+        done.add(file)
+        return []
+
+    return next((cycle for file in sorted(graph) if (cycle := visit(file, []))), [])
+
+
+def test_no_file_imports_itself_in_a_circle() -> None:
+    names = {
+        ".".join(("firth", *file.relative_to(SOURCE).with_suffix("").parts)): file
+        for file in FILES
+        if file.name != "__init__.py"
+    }
+    graph = {file.relative_to(SOURCE).as_posix(): imported_files(file, names) for file in names.values()}
+    for importing, imported in LAZY_IMPORTS:
+        assert imported in graph[importing], "an exception that nothing needs any more"
+        graph[importing].discard(imported)
+    assert sum(map(len, graph.values())) > 500, "imports are found"
+    assert find_cycle(graph) == []
+
+
+def test_a_circle_is_found() -> None:
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert find_cycle({"a": {"b"}, "b": set(), "c": {"a", "b"}}) == []

@@ -95,8 +95,9 @@ from firth.tokens.checkup import SAMPLE_CHARS
 from firth.tokens.prepare import digest_documents
 from firth.train import Recipe, apply_overrides, pretrain_in_folder, read_yaml_mapping, run_folder
 from firth.train.clock import RunClock
-from firth.train.distributed import init_distributed, require_single_process, silence_other_ranks
+from firth.train.distributed import require_single_process, silence_other_ranks
 from firth.train.folder import shared_run_folder
+from firth.train.launch import init_distributed
 
 MAX_CONCURRENT_SEQUENCES = 16  # sequences of one generation batch, beams included
 # Models that are counted, not trained: kind and default vocabulary size of their tokenizer (0: by the text's size).

@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from firth.core.console import format_count, set_quiet
+from firth.core.console import set_quiet
 from firth.core.errors import UserError
 from firth.models import Model
-from firth.train.deterministic import CUBLAS_WORKSPACE_ENV, DETERMINISTIC_WORKSPACES
 from firth.train.recipe import TrainingConfig
 
 if TYPE_CHECKING:
@@ -300,36 +299,6 @@ def read_launch_env() -> LaunchEnv | None:
 
 
 _connected: tuple[LaunchEnv, Store, dict[str, Any]] | None = None  # processes come together once
-
-
-def init_distributed(training: TrainingConfig) -> DistContext:
-    """All processes that train together. What cannot be is refused before they are connected."""
-    launch, kind = read_launch_env(), training.parallel
-    check_device(training)
-    if kind == "none":
-        require_single_process(
-            "Pass --parallel ddp (each has the whole model) or --parallel fsdp (each has a part of it)."
-        )
-        return SINGLE_PROCESS
-    if launch is None:
-        raise UserError(
-            f"--parallel {kind} is for several processes, which torchrun starts, one for each GPU: "
-            f"torchrun --nproc-per-node 2 -m firth pretrain ... --parallel {kind}"
-        )
-    if torch.cuda.is_available() and launch.local_world_size > torch.cuda.device_count():
-        raise UserError(
-            f"{launch.local_world_size} processes were started on this machine, and it has "
-            f"{format_count(torch.cuda.device_count(), 'GPU')}: torchrun --nproc-per-node {torch.cuda.device_count()}"
-        )
-    silence_other_ranks()
-    if training.deterministic:  # which must be known before CUDA starts
-        os.environ.setdefault(CUBLAS_WORKSPACE_ENV, DETERMINISTIC_WORKSPACES[0])
-    found = init_groups(launch)
-    if kind == "ddp":
-        return DDPContext(*found)
-    from firth.train.fsdp import FSDPContext  # which takes a second to load
-
-    return FSDPContext(*found)
 
 
 def require_single_process(advice: str) -> None:

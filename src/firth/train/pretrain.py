@@ -50,8 +50,9 @@ from firth.train.dataloader import (
 )
 from firth.train.deterministic import deterministic_mode
 from firth.train.diagnose import nonfinite_layers
-from firth.train.distributed import SINGLE_PROCESS, DistContext, init_distributed
+from firth.train.distributed import SINGLE_PROCESS, DistContext
 from firth.train.folder import shared_run_folder
+from firth.train.launch import init_distributed
 from firth.train.loop import fit
 from firth.train.optim import make_optimizer
 from firth.train.ramp import check_even_split, mean_batch_rows, ramp_stages, stage_shares
