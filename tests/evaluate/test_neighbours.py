@@ -86,7 +86,7 @@ def test_vectors_of_a_file_become_a_checkpoint(tmp_path: Path) -> None:
     assert load_word_vectors(tmp_path / "words", limit=1).words == ["good"]
     with pytest.raises(UserError, match="Word vectors cannot predict the next or a masked word"):
         api.fill(tmp_path / "words", "a good ___")
-    with pytest.raises(UserError, match=r"LoRA stands beside .* and word vectors have none"):
+    with pytest.raises(UserError, match=r"LoRA adapts .* and word vectors have none"):
         api.finetune(tmp_path / "words", "classify", labelled, labelled, tmp_path / "no", lora_rank=2)
     with pytest.raises(UserError, match="is the checkpoint itself"):
         api.export(tmp_path / "words", tmp_path / "words", overwrite=True, format="word2vec")

@@ -303,7 +303,7 @@ def test_lora_has_nothing_to_stand_beside(
     name: str, run_of: Callable[[str], Path], toy: dict[str, Path], tmp_path: Path
 ) -> None:
     final = run_of(name) / "final"
-    with pytest.raises(UserError, match="LoRA stands beside the matrices of attention and MLP, and LSTMs have none"):
+    with pytest.raises(UserError, match="LoRA adapts the matrices of attention and MLP, and LSTMs have none"):
         api.finetune(final, "classify", toy["train"], toy["dev"], tmp_path / "run", lora_rank=2)
 
 

@@ -107,7 +107,7 @@ def test_an_answer_is_learned_where_it_is_seen_and_elsewhere_there_is_none() -> 
     assert isinstance(task, SpanQATask)
     (item,) = task.encode([example])
     assert len(item.windows) > 3
-    assert task.notices == ["1 context was longer than 20 tokens, and read in stretches."]
+    assert task.notices == ["1 context was longer than 20 tokens, and split into windows."]
     fox = tokenizer.encode("fox")[0]
     for sheet, part in zip(item.sequences, item.windows, strict=True):
         assert sheet.num_tokens <= 20

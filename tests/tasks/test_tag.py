@@ -32,10 +32,11 @@ def test_the_first_piece_of_each_word_is_asked(family: str) -> None:
     task = tagger(family, Example(0, WORDS, TAGS))
     ((sheet,),) = [item.sequences for item in task.encode([Example(0, WORDS, TAGS)])]
     assert len(sheet.target_positions) == 5
+    special_ids = task.template.sequence_template.suffix_ids + task.template.sequence_template.prefix_ids
     for word, place, after in zip(
         WORDS, sheet.target_positions, [*sheet.target_positions[1:], sheet.num_tokens], strict=True
     ):
-        pieces = [i for i in sheet.ids[place:after] if i not in (task.template.suffix_ids + task.template.prefix_ids)]
+        pieces = [i for i in sheet.ids[place:after] if i not in special_ids]
         if task.tokenizer.vocab.unk in pieces:
             assert word in ("Ω", "elephants")
         else:
@@ -56,7 +57,7 @@ def test_words_without_tokens_are_unknown() -> None:
     (sheet,) = item.sequences
     unk = task.tokenizer.vocab.unk
     assert [sheet.ids[place] == unk for place in sheet.target_positions] == [False, True, True, False]
-    assert "2 words were without a token, and read as unknown." in task.notices
+    assert "2 words were without a token, and replaced by the unknown token." in task.notices
 
 
 def test_windows_ask_every_word_once() -> None:
@@ -82,7 +83,7 @@ def test_long_sentences_are_read_in_windows() -> None:
     assert max(sheet.num_tokens for sheet in item.sequences) <= 14
     read = [task.tokenizer.decode([sheet.ids[place]]) for sheet in item.sequences for place in sheet.target_positions]
     assert read == list(words)
-    assert task.notices == ["1 sentence was longer than 14 tokens, and read in windows that overlap."]
+    assert task.notices == ["1 sentence was longer than 14 tokens, and split into overlapping windows."]
     batch = task.collate([item])
     assert batch.num_targets == 40
     cat = task.tokenizer.encode("cat")[0]
@@ -95,7 +96,7 @@ def test_a_word_that_is_too_long_is_cut() -> None:
     task = tagger("gpt2", Example(0, words, ("O", "B-A")), length=16)
     (item,) = task.encode([Example(0, words, ("O", "B-A"))])
     assert sum(len(sheet.target_positions) for sheet in item.sequences) == 2
-    assert "1 word was longer than half a row, and cut." in task.notices
+    assert "1 word was longer than half a row, and truncated." in task.notices
 
 
 def test_the_predicate_is_marked() -> None:
@@ -127,7 +128,7 @@ def test_tags_that_are_new_are_not_learned() -> None:
     task = tagger("bert", Example(0, ("a", "cat"), ("O", "B-A")))
     (item,) = task.encode([Example(1, ("a", "dog"), ("O", "B-Z"))])
     assert task.collate([item]).num_targets == 1
-    assert task.notices == ["1 word was of a tag that the training file lacks, and counted as wrong."]
+    assert task.notices == ["1 word was tagged with a label that the training file lacks, and counted as wrong."]
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])

@@ -1,6 +1,11 @@
-"""The answer to a question, cut out of a context.
+"""Extractive question answering (SQuAD): predict the start and end token of the answer in a context.
 
-T tokens of a sheet, S tokens of the context.
+The head gives each token a start logit and an end logit; a span's score is start + end (Devlin et al. 2018, sections
+4.2 and 4.3). "No answer" is the span of [CLS]. A context that exceeds the row is split into overlapping windows, each
+with the whole question. A token may occur in several windows; only the window with the most context around it counts,
+as in BERT's published script. On held-out data `calibrate` picks the no-answer threshold with the best F1.
+
+T tokens of a sequence, S tokens of the context, N sequences.
 """
 
 from __future__ import annotations
@@ -21,17 +26,16 @@ from firth.tasks.template import EncodedSequence, token_at_char
 from firth.text import Example
 from firth.tokens import Tokenizer
 
-STRIDE_TOKENS = 128  # these five as in BERT's published procedure for SQuAD
+# The next four are those of BERT's published script for SQuAD.
+STRIDE_TOKENS = 128
 MAX_QUESTION_TOKENS = 64
 MAX_ANSWER_TOKENS = 30
 NUM_BEST_SPANS = 20
-DEFAULT_NO_ANSWER_THRESHOLD = (
-    0.5  # above this probability there is no answer, unless another threshold was chosen on held-out examples
-)
+DEFAULT_NO_ANSWER_THRESHOLD = 0.5  # probability above which the prediction is "no answer", before calibration
 
 
 class ContextWindow(NamedTuple):
-    """A stretch of the context on a sheet: from token `context_start` of the context, at place `sequence_start` of the sheet."""
+    """A span of the context: starts at context token `context_start`, at position `sequence_start` of its sequence."""
 
     context_start: int
     num_tokens: int
@@ -40,22 +44,18 @@ class ContextWindow(NamedTuple):
 
 @dataclass(frozen=True)
 class EncodedQuestion(EncodedExample):
-    """A question with each stretch of its context. `extract_answer` is (start, end) in tokens of the context, both included.
+    """A question with each window of its context. `label` is (start, end), inclusive, in context tokens.
 
-    It is () where there is no answer, and None where nobody knows.
+    It is () if there is no answer, and None if unknown.
     """
 
     windows: tuple[ContextWindow, ...] = ()
-    offsets: Array | None = None  # (S, 2): the characters of each token of the context
+    offsets: Array | None = None  # (S, 2): character offsets of the context tokens
     context: str = ""
 
 
 class SpanQATask(HeadTask):
-    """Where the answer starts, and where it ends: two scores for each token. `no answer` is the place of [CLS].
-
-    A long context is read in stretches that overlap. An answer is counted in the stretch that shows most of what is
-    around it.
-    """
+    """Predict start and end logits for each token; [CLS] stands for "no answer"."""
 
     name = "span-qa"
     metric = "f1"
@@ -82,94 +82,98 @@ class SpanQATask(HeadTask):
     @property
     def notices(self) -> list[str]:
         kinds = (
-            (self.num_truncated_questions, "question", "too long, and cut"),
+            (self.num_truncated_questions, "question", "too long, and truncated"),
             (
                 self.num_windowed_contexts,
                 "context",
-                f"longer than {self.template.max_length} tokens, and read in stretches",
+                f"longer than {self.template.max_length} tokens, and split into windows",
             ),
             (self.num_answers_not_found, "answer", "not found in the context"),
         )
         return [f"{format_count(n, f'{noun} was', f'{noun}s were')} {what}." for n, noun, what in kinds if n]
 
-    # --- examples to sheets
+    # --- examples to sequences
 
     def encode(self, examples: Sequence[Example]) -> list[EncodedQuestion]:
         questions = self.tokenizer.encode_batch([e.texts[0] for e in examples])
         contexts = self.tokenizer.encode_with_offsets([e.texts[1] for e in examples])
-        return [self.encode_question(*some) for some in zip(examples, questions, contexts, strict=True)]
+        return [self.encode_question(*parts) for parts in zip(examples, questions, contexts, strict=True)]
 
     def encode_question(self, example: Example, question_ids: list[int], encoding: Any) -> EncodedQuestion:
-        room = self.template.max_text_tokens(2)
-        longest = min(MAX_QUESTION_TOKENS, room // 2)
-        self.num_truncated_questions += len(question_ids) > longest
-        question_ids = question_ids[:longest]
-        begins = self.template.text_start + len(question_ids) + len(self.template.sequence_template.separator_ids)
-        parts = tuple(
-            ContextWindow(first, size, begins)
-            for first, size in split_context_windows(len(encoding.ids), room - len(question_ids))
+        max_tokens = self.template.max_text_tokens(2)
+        limit = min(MAX_QUESTION_TOKENS, max_tokens // 2)
+        self.num_truncated_questions += len(question_ids) > limit
+        question_ids = question_ids[:limit]
+        context_position = (
+            self.template.text_start + len(question_ids) + len(self.template.sequence_template.separator_ids)
         )
-        self.num_windowed_contexts += len(parts) > 1
-        sheets = tuple(
-            self.template.build_inputs(question_ids, encoding.ids[p.context_start : p.context_start + p.num_tokens])
-            for p in parts
+        windows = tuple(
+            ContextWindow(start, size, context_position)
+            for start, size in split_context_windows(len(encoding.ids), max_tokens - len(question_ids))
+        )
+        self.num_windowed_contexts += len(windows) > 1
+        sequences = tuple(
+            self.template.build_inputs(question_ids, encoding.ids[w.context_start : w.context_start + w.num_tokens])
+            for w in windows
         )
         offsets_S2 = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        return EncodedQuestion(sheets, self.locate_answer(example, offsets_S2), parts, offsets_S2, example.texts[1])
+        return EncodedQuestion(
+            sequences, self.locate_answer(example, offsets_S2), windows, offsets_S2, example.texts[1]
+        )
 
     def locate_answer(self, example: Example, offsets_S2: Array) -> tuple[int, ...] | None:
-        """The first and the last token of the (first) answer."""
+        """Return the first and last context token of the first answer; () without answer, None if unknown."""
         if example.target is None or len(example.target) == 0:
             return None if example.target is None else ()
         text, start = example.target[0]
         start = find_answer_start(example.texts[1], text, start)
         if start is None or not len(offsets_S2) or not text:
-            self.num_answers_not_found += (
-                example.target[0].start >= 0
-            )  # where it is known beforehand, the reader has said so
+            # A negative start was already reported when the file was read.
+            self.num_answers_not_found += example.target[0].start >= 0
             return None
         first = token_at_char(offsets_S2, start)
         last = int(np.searchsorted(offsets_S2[:, 0], start + len(text))) - 1
         return first, max(first, last)
 
     def collate(self, items: Sequence[EncodedQuestion]) -> Batch:
-        laid = self.pack_items(items)
-        target = [
-            span_labels(s, p, item.label) for item in items for s, p in zip(item.sequences, item.windows, strict=True)
+        packed = self.pack_items(items)
+        labels = [
+            span_labels(s, w, item.label) for item in items for s, w in zip(item.sequences, item.windows, strict=True)
         ]
-        target_BT2 = laid.packing.scatter(np.concatenate(target), -1.0, np.float32)
-        return laid.batch._replace(target_positions=None, labels=None, task_labels=target_BT2)
+        label_BT2 = packed.packing.scatter(np.concatenate(labels), -1.0, np.float32)
+        return packed.batch._replace(target_positions=None, labels=None, task_labels=label_BT2)
 
     # --- logits to answers
 
     def decode_logits(self, items: Sequence[EncodedQuestion], logits: Array, packed: PackedBatch) -> list[Prediction]:
         packing = packed.packing
         flat = logits.reshape(-1, 2)
-        first_N = packing.row_index * packing.width + packing.start
-        sheets = iter([flat[first : first + size] for first, size in zip(first_N, packing.lengths, strict=True)])
-        return [self.extract_answer(item, [next(sheets) for _ in item.sequences]) for item in items]
+        start_N = packing.row_index * packing.width + packing.start
+        by_sequence = iter([flat[start : start + size] for start, size in zip(start_N, packing.lengths, strict=True)])
+        return [self.extract_answer(item, [next(by_sequence) for _ in item.sequences]) for item in items]
 
     def extract_answer(self, item: EncodedQuestion, logits: Sequence[Array]) -> Prediction:
-        """The best stretches of the context over all sheets, and how likely it is that there is none."""
-        nothing = min(
-            float(x_T2[sheet.target_positions[0]].sum()) for x_T2, sheet in zip(logits, item.sequences, strict=True)
-        )  # the sheet that is the least sure that it holds no answer
-        best = max_context_window(item.windows)
-        found: list[tuple[float, int, int]] = []
-        for i, (part, x_T2) in enumerate(zip(item.windows, logits, strict=True)):
-            x_S2 = x_T2[part.sequence_start : part.sequence_start + part.num_tokens]
-            usable_S = best[part.context_start : part.context_start + part.num_tokens] == i
-            found += [
-                (score, s + part.context_start, e + part.context_start)
+        """Return the best spans over all windows, and the probability of no answer."""
+        # The minimum over windows: one window with an answer suffices.
+        null_score = min(
+            float(x_T2[s.target_positions[0]].sum()) for x_T2, s in zip(logits, item.sequences, strict=True)
+        )
+        window_S = max_context_window(item.windows)
+        spans: list[tuple[float, int, int]] = []
+        for i, (window, x_T2) in enumerate(zip(item.windows, logits, strict=True)):
+            x_S2 = x_T2[window.sequence_start : window.sequence_start + window.num_tokens]
+            usable_S = window_S[window.context_start : window.context_start + window.num_tokens] == i
+            spans += [
+                (score, s + window.context_start, e + window.context_start)
                 for score, s, e in best_answer_spans(x_S2, usable_S)
             ]
-        candidates = self.candidate_texts(item, sorted(found, key=lambda f: (-f[0], f[1], f[2])))
-        return self.make_prediction(candidates, nothing)
+        candidates = self.candidate_texts(item, sorted(spans, key=lambda span: (-span[0], span[1], span[2])))
+        return self.make_prediction(candidates, null_score)
 
     def candidate_texts(
         self, item: EncodedQuestion, scored_spans: Sequence[tuple[float, int, int]]
     ) -> list[dict[str, Any]]:
-        """The best stretches as texts of the context, each once."""
+        """Return the distinct texts of the best spans, at most NUM_BEST_SPANS."""
         assert item.offsets is not None
         seen: dict[str, dict[str, Any]] = {}
         for score, first, last in scored_spans:
@@ -182,7 +186,7 @@ class SpanQATask(HeadTask):
         return list(seen.values())
 
     def make_prediction(self, candidates: list[dict[str, Any]], null_score: float) -> Prediction:
-        """The best answer, or none; all candidates with their probabilities."""
+        """Return the best answer or no answer, with the probabilities of all candidates."""
         if self.allows_no_answer or not candidates:
             candidates = sorted(
                 [*candidates, {"text": "", "start": -1, "score": null_score}], key=lambda c: -c["score"]
@@ -197,14 +201,14 @@ class SpanQATask(HeadTask):
         return self.apply_threshold(Prediction("", extra=extra))
 
     def apply_threshold(self, prediction: Prediction) -> Prediction:
-        """The same prediction, answered by the threshold."""
+        """Return the prediction with the answer that the threshold gives."""
         assert prediction.extra is not None
         answer = next((best["text"] for best in prediction.extra["nbest"] if best["text"]), "")
-        nothing = self.allows_no_answer and prediction.extra["no_answer"] > self.threshold
-        return prediction._replace(prediction="" if nothing else answer)
+        no_answer = self.allows_no_answer and prediction.extra["no_answer"] > self.threshold
+        return prediction._replace(prediction="" if no_answer else answer)
 
     def calibrate(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> list[Prediction]:
-        """Choose the threshold that gives the best F1 on these examples, as the script of SQuAD 2.0 does."""
+        """Choose the no-answer threshold with the best F1 on these examples, as the SQuAD 2.0 script does."""
         if not self.allows_no_answer or any(e.target is None for e in examples):
             return list(predictions)
         self.threshold = 1.0
@@ -217,7 +221,7 @@ class SpanQATask(HeadTask):
 
 
 def split_context_windows(num_tokens: int, window_tokens: int) -> list[tuple[int, int]]:
-    """Where the stretches of a context begin, and how long they are.
+    """Return start and length of each window of a context.
 
     >>> split_context_windows(5, 8), split_context_windows(20, 8)
     ([(0, 5)], [(0, 8), (4, 8), (8, 8), (12, 8)])
@@ -228,34 +232,33 @@ def split_context_windows(num_tokens: int, window_tokens: int) -> list[tuple[int
 
 
 def max_context_window(windows: Sequence[ContextWindow]) -> Array:
-    """(S,) for each token of a context the part that shows most of what is on both sides of it."""
-    size = max(part.context_start + part.num_tokens for part in windows)
-    place = np.arange(size)
+    """(S,): index of the window with the most context on both sides of each token."""
+    size = max(window.context_start + window.num_tokens for window in windows)
+    position_S = np.arange(size)
     around = np.full((len(windows), size), -1.0)
-    for i, part in enumerate(windows):
-        left, right = place - part.context_start, part.context_start + part.num_tokens - 1 - place
-        around[i] = np.minimum(left, right) + 0.01 * part.num_tokens
+    for i, window in enumerate(windows):
+        left = position_S - window.context_start
+        right = window.num_tokens - 1 - left
+        around[i] = np.minimum(left, right) + 0.01 * window.num_tokens
         around[i, (left < 0) | (right < 0)] = -1
     return around.argmax(0)
 
 
 def best_answer_spans(x_S2: Array, usable_S: Array) -> list[tuple[float, int, int]]:
-    """The best (score, start, end) among the best starts and ends, where an answer may be."""
+    """Return (score, start, end) of all valid spans among the best starts and ends."""
     start_S = np.where(usable_S, x_S2[:, 0], -np.inf)
-    starts, ends = (
-        np.argsort(-start_S, kind="stable")[:NUM_BEST_SPANS],
-        np.argsort(-x_S2[:, 1], kind="stable")[:NUM_BEST_SPANS],
-    )
+    starts = np.argsort(-start_S, kind="stable")[:NUM_BEST_SPANS]
+    ends = np.argsort(-x_S2[:, 1], kind="stable")[:NUM_BEST_SPANS]
     s, e = np.meshgrid(starts, ends, indexing="ij")
-    fits = (e >= s) & (e - s < MAX_ANSWER_TOKENS) & usable_S[s]
-    total = (x_S2[s, 0] + x_S2[e, 1])[fits]
-    return list(zip(total.tolist(), s[fits].tolist(), e[fits].tolist(), strict=True))
+    is_valid = (e >= s) & (e - s < MAX_ANSWER_TOKENS) & usable_S[s]
+    total = (x_S2[s, 0] + x_S2[e, 1])[is_valid]
+    return list(zip(total.tolist(), s[is_valid].tolist(), e[is_valid].tolist(), strict=True))
 
 
 def span_labels(sequence: EncodedSequence, window: ContextWindow, answer: tuple[int, ...] | None) -> Array:
-    """(T, 2): 1 where the answer starts and ends, 0 where it might, -1 elsewhere. None of it in this part: [CLS]."""
-    target_T2 = np.full((sequence.num_tokens, 2), -1.0)
-    target_T2[window.sequence_start : window.sequence_start + window.num_tokens] = target_T2[
+    """(T, 2): 1 at the answer's start and end, 0 at other candidates, -1 elsewhere. Outside the window: [CLS]."""
+    label_T2 = np.full((sequence.num_tokens, 2), -1.0)
+    label_T2[window.sequence_start : window.sequence_start + window.num_tokens] = label_T2[
         sequence.target_positions[0]
     ] = 0
     if answer is not None:
@@ -264,26 +267,26 @@ def span_labels(sequence: EncodedSequence, window: ContextWindow, answer: tuple[
             and window.context_start <= answer[0]
             and answer[1] < window.context_start + window.num_tokens
         )
-        places = (
-            [place - window.context_start + window.sequence_start for place in answer]
+        positions = (
+            [position - window.context_start + window.sequence_start for position in answer]
             if inside
             else [sequence.target_positions[0]] * 2
         )
-        target_T2[places, [0, 1]] = 1
-    return target_T2
+        label_T2[positions, [0, 1]] = 1
+    return label_T2
 
 
 def find_answer_start(context: str, text: str, start: int) -> int | None:
-    """Where the answer really stands: where it is said to be, or else the nearest place."""
+    """Return the character offset of the answer: the given one if it matches, else the nearest match."""
     if context[start : start + len(text)] == text:
         return start
     after, before = context.find(text, max(start, 0)), context.rfind(text, 0, max(start, 0) + len(text))
-    places = [place for place in (before, after) if place >= 0]
-    return min(places, key=lambda place: abs(place - start)) if places else None
+    offsets = [offset for offset in (before, after) if offset >= 0]
+    return min(offsets, key=lambda offset: abs(offset - start)) if offsets else None
 
 
 def trim_whitespace(context: str, start: int, end: int) -> tuple[int, int]:
-    """The same stretch without white space at its ends."""
+    """Return the span without white space at its ends."""
     text = context[start:end]
     left = len(text) - len(text.lstrip())
     return start + left, start + max(left, len(text.rstrip()))

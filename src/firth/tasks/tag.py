@@ -1,6 +1,11 @@
-"""A tag for each word of a sentence: names, parts of speech, chunks, roles of a predicate.
+"""Token classification: one tag per word (named entities, parts of speech, chunks, semantic roles).
 
-W words of a sentence.
+Words are split into subword tokens, but tags belong to words. The label of a word is predicted from its first token
+(Devlin et al. 2018, section 5.3); in a decoder from its last, the only one that has attended to the whole word. The
+other tokens have no label. A sentence that exceeds the row is split into overlapping windows, and each word is
+predicted once, in the window with more context around it.
+
+W words of a sentence, C tags, A labels of a batch.
 """
 
 from __future__ import annotations
@@ -23,12 +28,12 @@ from firth.tasks.template import EncodedSequence
 from firth.text import Example
 from firth.tokens import Tokenizer
 
-PREDICATE_MARKER = " @"  # stands around a predicate where the model has no segments to show it
+PREDICATE_MARKER = " @"  # surrounds the predicate in models without token types
 
 
 @dataclass(frozen=True)
 class TokenizedWord:
-    """The pieces of a word, which of them is asked, and the segment they are in."""
+    """Tokens of a word, the index of the one that predicts its tag, and their token type."""
 
     token_ids: list[int]
     target_index: int
@@ -36,7 +41,7 @@ class TokenizedWord:
 
 
 class WordWindow(NamedTuple):
-    """The words `start` up to `end` are read, and `target_start` up to `target_end` of them asked."""
+    """Words [start, end) are the input; words [target_start, target_end) are predicted."""
 
     start: int
     end: int
@@ -45,10 +50,7 @@ class WordWindow(NamedTuple):
 
 
 class TaggingTask(HeadTask):
-    """The tag of a word is told from its first piece; in a decoder, which has not read the rest then, from its last.
-
-    A sentence that is longer than a row is read in windows that overlap; each word is asked once.
-    """
+    """Tag words. Span tags (B-PER, I-PER, O) are scored by entity F1, other tags by accuracy."""
 
     name = "tag"
 
@@ -74,11 +76,11 @@ class TaggingTask(HeadTask):
             (
                 self.num_windowed_sentences,
                 "sentence",
-                f"longer than {self.template.max_length} tokens, and read in windows that overlap",
+                f"longer than {self.template.max_length} tokens, and split into overlapping windows",
             ),
-            (self.num_truncated_words, "word", "longer than half a row, and cut"),
-            (self.num_empty_words, "word", "without a token, and read as unknown"),
-            (self.num_unseen_tags, "word", "of a tag that the training file lacks, and counted as wrong"),
+            (self.num_truncated_words, "word", "longer than half a row, and truncated"),
+            (self.num_empty_words, "word", "without a token, and replaced by the unknown token"),
+            (self.num_unseen_tags, "word", "tagged with a label that the training file lacks, and counted as wrong"),
         )
         return [f"{format_count(n, f'{noun} was', f'{noun}s were')} {what}." for n, noun, what in kinds if n]
 
@@ -102,11 +104,11 @@ class TaggingTask(HeadTask):
         limit = max(1, self.template.max_text_tokens(1) // 2 - 2 * len(self.marker_ids))
         self.num_truncated_words += len(token_ids) > limit
         self.num_empty_words += not token_ids
-        kept = token_ids[:limit] or [self.template.unk_id]
-        return TokenizedWord(kept, len(kept) - 1 if self.architecture == "decoder" else 0)
+        truncated = token_ids[:limit] or [self.template.unk_id]
+        return TokenizedWord(truncated, len(truncated) - 1 if self.architecture == "decoder" else 0)
 
     def mark_predicate(self, words: list[TokenizedWord], spans: Sequence[tuple[int, int]]) -> list[TokenizedWord]:
-        """The predicate in the second segment, or with marks around it."""
+        """Mark the predicate by token type 1, or by marker tokens around it."""
         for first, end in spans:
             for i in range(first, end):
                 word = words[i]
@@ -116,25 +118,26 @@ class TaggingTask(HeadTask):
         return words
 
     def build_sequences(self, words: Sequence[TokenizedWord]) -> tuple[EncodedSequence, ...]:
-        found = split_word_windows([len(word.token_ids) for word in words], self.template.max_text_tokens(1))
-        self.num_windowed_sentences += len(found) > 1
+        windows = split_word_windows([len(word.token_ids) for word in words], self.template.max_text_tokens(1))
+        self.num_windowed_sentences += len(windows) > 1
         return tuple(
-            self.build_sequence(words[w.start : w.end], w.target_start - w.start, w.target_end - w.start) for w in found
+            self.build_sequence(words[w.start : w.end], w.target_start - w.start, w.target_end - w.start)
+            for w in windows
         )
 
     def build_sequence(self, words: Sequence[TokenizedWord], target_start: int, target_end: int) -> EncodedSequence:
-        framed = self.template.build_inputs([piece for word in words for piece in word.token_ids])
+        inputs = self.template.build_inputs([piece for word in words for piece in word.token_ids])
         begins = list(accumulate((len(word.token_ids) for word in words), initial=self.template.text_start))
-        segment = framed.token_type_ids
+        token_type_ids = inputs.token_type_ids
         for begin, word in zip(begins, words, strict=False):
-            segment[begin : begin + len(word.token_ids)] = [word.token_type_id] * len(word.token_ids)
-        asked = [begin + word.target_index for begin, word in zip(begins, words, strict=False)]
-        return EncodedSequence(framed.ids, segment, tuple(asked[target_start:target_end]))
+            token_type_ids[begin : begin + len(word.token_ids)] = [word.token_type_id] * len(word.token_ids)
+        target_positions = [begin + word.target_index for begin, word in zip(begins, words, strict=False)]
+        return EncodedSequence(inputs.ids, token_type_ids, tuple(target_positions[target_start:target_end]))
 
     def collate(self, items: Sequence[EncodedExample]) -> Batch:
-        laid = self.pack_items(items)
-        target_BK = self.scatter_labels(laid, [tag for item in items for tag in item.label], IGNORE_INDEX)
-        return laid.batch._replace(task_labels=target_BK, labels=None)
+        packed = self.pack_items(items)
+        label_BK = self.scatter_labels(packed, [tag for item in items for tag in item.label], IGNORE_INDEX)
+        return packed.batch._replace(task_labels=label_BK, labels=None)
 
     def decode_logits(self, items: Sequence[EncodedExample], logits: Array, packed: PackedBatch) -> list[Prediction]:
         probability_AC = softmax(gather_answer_logits(logits, packed))
@@ -142,7 +145,7 @@ class TaggingTask(HeadTask):
         return [self.tags_from_probabilities(p_WC) for p_WC in np.split(probability_AC, ends[:-1])]
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
-        """Where a predicate is marked, its own tag is given away and not counted (CoNLL-2005)."""
+        """Score the tags; a marked predicate's own tag is known and not counted (CoNLL-2005)."""
         scores = super().score(examples, predictions)
         if self.metric == "entity_f1" and (without := excluded_entity_types(examples)):
             tags, true = [p.prediction for p in predictions], [e.target for e in examples]
@@ -157,12 +160,12 @@ class TaggingTask(HeadTask):
 
 
 def excluded_entity_types(examples: Sequence[Example]) -> tuple[str, ...]:
-    """The type that is not counted: the predicate's own, where one is marked."""
+    """Return the entity type of marked predicates, which is not scored."""
     return ("V",) if any(e.spans for e in examples) else ()
 
 
 def tokens_by_word(words: Sequence[str], ids: list[int], offsets: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """The tokens of each word, when they are those of the words joined by spaces; a space belongs to what follows."""
+    """Group the tokens of the space-joined words by word; a space belongs to the word after it."""
     begins = np.array([*accumulate((len(word) + 1 for word in words), initial=0)][:-1]) - 1
     word_of = np.searchsorted(begins, [end - 1 for _, end in offsets], side="right") - 1
     pieces: list[list[int]] = [[] for _ in words]
@@ -172,7 +175,7 @@ def tokens_by_word(words: Sequence[str], ids: list[int], offsets: Sequence[tuple
 
 
 def split_word_windows(word_lengths: Sequence[int], max_tokens: int) -> list[WordWindow]:
-    """Words of these sizes in windows of `max_tokens` that share a quarter of it; the middle of what they share divides them.
+    """Split words into windows of at most `max_tokens` that overlap by a quarter; predictions switch mid-overlap.
 
     >>> split_word_windows([1] * 6, 8)
     [WordWindow(start=0, end=6, target_start=0, target_end=6)]
@@ -181,13 +184,13 @@ def split_word_windows(word_lengths: Sequence[int], max_tokens: int) -> list[Wor
      WordWindow(start=6, end=12, target_start=7, target_end=12)]
     """
     upto = np.array([0, *accumulate(word_lengths)])
-    found: list[WordWindow] = []
-    first = asks = end = 0
+    windows: list[WordWindow] = []
+    start = target_start = end = 0
     while True:
-        end = int(np.searchsorted(upto, upto[first] + max_tokens, side="right")) - 1
+        end = int(np.searchsorted(upto, upto[start] + max_tokens, side="right")) - 1
         if end >= len(word_lengths):
-            return [*found, WordWindow(first, len(word_lengths), asks, len(word_lengths))]
-        following = max(first + 1, int(np.searchsorted(upto, upto[end] - max_tokens // 4)))
-        stops = (following + end) // 2
-        found.append(WordWindow(first, end, asks, stops))
-        first, asks = following, stops
+            return [*windows, WordWindow(start, len(word_lengths), target_start, len(word_lengths))]
+        next_start = max(start + 1, int(np.searchsorted(upto, upto[end] - max_tokens // 4)))
+        target_end = (next_start + end) // 2
+        windows.append(WordWindow(start, end, target_start, target_end))
+        start, target_start = next_start, target_end
