@@ -332,7 +332,7 @@ def test_names_of_tasks_stay_in_the_folder(name: str, saved: Any, tmp_path: Path
     (tmp_path / "dev.jsonl").write_text('{"good": "a cat", "bad": "cat a"}\n')
     suite = tmp_path / "suite.yaml"
     suite.write_text(f"tasks: [{{name: {name}, task: minimal-pairs, dev: dev.jsonl}}]")
-    with pytest.raises(UserError, match="becomes the name of a folder"):
+    with pytest.raises(UserError, match="becomes a folder name"):
         evaluate_suite(saved("bert"), suite, tmp_path / "out")
 
 

@@ -102,9 +102,9 @@ def test_a_damaged_binary_file_is_named_by_word(content: bytes, problem: str, tm
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("v.bin.gz", b"no gzip at all", "not a whole .gz file"),
-        ("v.bin.gz", gzip.compress(b"5 3\nking " + b"x" * 10_000)[:40], "was cut short"),
-        ("v.bin.xz", lzma.compress(b"5 3\nking " + bytes(range(256)) * 40)[:60], "was cut short"),
+        ("v.bin.gz", b"no gzip at all", "not a complete .gz file"),
+        ("v.bin.gz", gzip.compress(b"5 3\nking " + b"x" * 10_000)[:40], "is truncated"),
+        ("v.bin.xz", lzma.compress(b"5 3\nking " + bytes(range(256)) * 40)[:60], "is truncated"),
     ],
     ids=["no gzip", "cut gzip", "cut xz"],
 )

@@ -299,6 +299,6 @@ def test_the_task_is_inferred_from_the_columns(record: dict[str, Any], task: str
 def test_columns_of_no_task(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"body": "a", "class": "b"}\n')
-    with pytest.raises(UserError, match=r"its columns \(body, class\) are those of no task. Name it with --task"):
+    with pytest.raises(UserError, match=r"its columns \(body, class\) match no task. Name it with --task"):
         read_leak_examples(str(file))
     assert read_leak_examples(str(file), columns={"text": "body"}).task == "classify"

@@ -20,7 +20,7 @@ def test_summarise_divides_by_n_minus_one() -> None:
     assert mean_and_std([0.7]) == (0.7, 0.0)
     assert np.isnan(mean_and_std([0.7, math.nan])).all()
     assert mean_and_std(np.array([1.0, 3.0]).tolist()) == (2.0, pytest.approx(math.sqrt(2)))
-    with pytest.raises(UserError, match="no values"):
+    with pytest.raises(UserError, match="No values"):
         mean_and_std([])
 
 

@@ -127,5 +127,5 @@ def test_as_scikit_learn(pairs: list[tuple[str, str]]) -> None:
 def test_mistakes_are_named(metric) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UserError, match="2 predictions for 3 references"):
         metric([0, 1], [0, 1, 1])
-    with pytest.raises(UserError, match="no predictions"):
+    with pytest.raises(UserError, match="No predictions"):
         metric([], [])

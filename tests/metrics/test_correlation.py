@@ -54,5 +54,5 @@ def test_unknown_words_are_left_out_and_counted() -> None:
 def test_mistakes_are_named(metric) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UserError, match="2 predictions for 3 references"):
         metric([0, 1], [0, 1, 1])
-    with pytest.raises(UserError, match="no predictions"):
+    with pytest.raises(UserError, match="No predictions"):
         metric([], [])

@@ -91,7 +91,7 @@ def test_threshold_by_hand() -> None:
     # All the same, all different: at the lowest, just above the highest.
     assert threshold_accuracy([0.2, 0.3], [True, True], [0.2, 0.1], [True, False]) == (1.0, 0.2)
     assert threshold_accuracy([0.2, 0.3], [False, False], [0.3], [False])[0] == 1.0
-    with pytest.raises(UserError, match="not a number"):
+    with pytest.raises(UserError, match="NaN or Inf"):
         best_threshold([0.1, float("nan")], [True, False])
 
 

@@ -91,9 +91,9 @@ def test_any_tags_as_seqeval(sentences: list[list[tuple[str, str]]]) -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(UserError, match=r"Sentence 1 .* has 2 words but 1 predicted"):
         entity_f1([["O"], ["O"]], [["O"], ["O", "O"]])
-    with pytest.raises(UserError, match="'NOUN' marks no stretch"):
+    with pytest.raises(UserError, match="'NOUN' marks no span"):
         entity_f1([["NOUN"]], [["O"]])
-    with pytest.raises(UserError, match="no predictions"):
+    with pytest.raises(UserError, match="No predictions"):
         tag_accuracy([], [])
     with pytest.raises(UserError, match="no sentence has a word"):
         tag_accuracy([[]], [[]])

@@ -64,7 +64,7 @@ def test_mistakes_are_named(task: str) -> None:
     predictions, references, _ = CASES[task]
     with pytest.raises(UserError, match=f"{len(predictions) - 1} predictions for {len(predictions)} references"):
         compute_metrics(task, predictions[:-1] or predictions * 0, references)
-    with pytest.raises(UserError, match="no predictions"):
+    with pytest.raises(UserError, match="No predictions"):
         compute_metrics(task, [], [])
 
 

@@ -108,7 +108,7 @@ def test_perplexity_and_bits_by_hand() -> None:
 def test_mistakes_are_named(metric) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UserError, match="1 predictions for 2 references"):
         metric(["a"], ["a", "b"])
-    with pytest.raises(UserError, match="no predictions"):
+    with pytest.raises(UserError, match="No predictions"):
         metric([], [])
     with pytest.raises(UserError, match="Example 1 "):
         metric(["a", "b"], ["a", []])

@@ -114,7 +114,7 @@ def test_empty_documents_are_skipped_and_counted(tmp_path: Path) -> None:
 def test_half_characters_are_replaced_and_counted(tmp_path: Path) -> None:
     corpus = Corpus([write(tmp_path / "a.jsonl", '{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude00"}\n')])
     assert texts(corpus) == ["a\ufffdb", "\U0001f600"]
-    assert "; 1 with half characters" in corpus.describe()
+    assert "; 1 with lone surrogates" in corpus.describe()
 
 
 def test_text_is_kept_but_for_mark_and_windows_line_ends(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_damaged_parquet(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": [str(i) * 50 for i in range(1000)]}), path)
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
-    assert refusal(path).startswith(f"{path}: not a whole .parquet file, after row 0 (")
+    assert refusal(path).startswith(f"{path}: not a complete .parquet file, after row 0 (")
     assert "Decompress .gz first" in refusal(write(tmp_path / "a.parquet.gz", data))
 
 
@@ -261,8 +261,8 @@ def test_filters_count_what_they_drop(tmp_path: Path) -> None:
     corpus = Corpus([path], min_words=3, max_words=4, min_characters=8)
     assert texts(corpus) == texts(corpus) == ["one two three four", "xx yy zz vv"]
     assert corpus.describe().endswith("; 1 left out, under 3 words; 1 left out, under 8 characters")
-    assert refusal(path, min_words=9) == f"{path}: no documents, 4 left out, under 9 words. Name files that have some."
-    assert "no document can have so many words" in refusal(path, min_words=9, max_words=3)
+    assert refusal(path, min_words=9) == f"{path}: no documents, 4 left out, under 9 words. Name files with text."
+    assert "no document has that many words" in refusal(path, min_words=9, max_words=3)
 
 
 def test_documents_in_other_languages_are_left_out(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_documents_in_other_languages_are_left_out(tmp_path: Path) -> None:
     corpus = Corpus([path], language="de")
     assert texts(corpus) == [german]
     assert corpus.describe().endswith("; 1 left out, not in the language de")
-    assert "--language klingon: not known. There are: " in refusal(path, language="klingon")
+    assert "--language klingon: unknown language. There are: " in refusal(path, language="klingon")
 
 
 # Words and sides
@@ -296,7 +296,7 @@ def test_words_may_come_with_their_text(tmp_path: Path) -> None:
         Document("a b", f"{path}:3"),
         Document("ab ab", f"{path}:4", (0, 4)),
     ]
-    assert corpus.describe().endswith("; 3 with words of their own")
+    assert corpus.describe().endswith("; 3 with listed words")
 
 
 def test_columns_name_the_words(tmp_path: Path) -> None:
@@ -310,8 +310,8 @@ def test_a_count_of_words_is_no_list_of_them(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", '{"text": "a b", "words": 2}\n')
     corpus = Corpus([path])
     assert list(corpus) == [Document("a b", f"{path}:1")]
-    assert "; 1 with 'words' that is no list of words and is not read" in corpus.describe()
-    message = f"{path}:1: column 'words' holds 2, which is no list of words."
+    assert "; 1 with an ignored 'words' that is not a list of words" in corpus.describe()
+    message = f"{path}:1: column 'words' holds 2, which is not a list of words."
     assert refusal(path, columns={"words": "words"}) == message
 
 
@@ -319,7 +319,7 @@ def test_words_must_be_in_the_text_in_order(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", '{"text": "x"}\n{"text": "one two", "words": ["two", "one"]}\n')
     assert refusal(path) == f"{path}:2: the word 'one' does not occur in the text after its character 7."
     path = write(tmp_path / "b.jsonl", '{"text": "one", "words": ["one", 2]}\n')
-    assert refusal(path) == f"{path}:1: column 'words' holds [\"one\", 2], which is no list of words."
+    assert refusal(path) == f"{path}:1: column 'words' holds [\"one\", 2], which is not a list of words."
 
 
 def test_a_document_may_have_two_sides(tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ def test_a_document_may_have_two_sides(tmp_path: Path) -> None:
         Document("alone", f"{path}:2"),
     ]
     assert list(corpus.texts()) == ["the heron", "der Reiher", "alone"]
-    assert corpus.describe().endswith("; 1 with two sides (text_a and text_b)")
+    assert corpus.describe().endswith("; 1 with two texts (text_a and text_b)")
 
 
 def test_columns_name_the_sides(tmp_path: Path) -> None:
@@ -341,15 +341,15 @@ def test_columns_name_the_sides(tmp_path: Path) -> None:
     columns = {"text_a": "en", "text_b": "de"}
     corpus = Corpus([path], columns=columns)
     assert [document.texts for document in corpus] == [("heron", "Rei\ufffdher")]
-    assert "with two sides (en and de)" in corpus.describe()
-    assert "1 with half characters" in corpus.describe()
+    assert "with two texts (en and de)" in corpus.describe()
+    assert "1 with lone surrogates" in corpus.describe()
     assert "no column 'de'" in refusal(write(tmp_path / "b.jsonl", '{"en": "heron"}'), columns=columns)
-    assert "Name the text, or its two sides" in refusal(path, columns={**columns, "text": "text"})
+    assert "Name the text, or the two texts of a pair" in refusal(path, columns={**columns, "text": "text"})
 
 
 def test_words_of_two_sides_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", '{"text_a": "a", "text_b": "b", "words": ["a"]}\n')
-    assert refusal(path).startswith(f"{path}:1: words and two sides.")
+    assert refusal(path).startswith(f"{path}:1: words and a text pair.")
     assert list(Corpus([path], columns={"words": "words"})) == [Document("a", f"{path}:1", (0,))]
 
 
@@ -447,7 +447,9 @@ def test_missing_file(tmp_path: Path) -> None:
 
 
 def test_unknown_extension(tmp_path: Path) -> None:
-    assert "Give .txt, .jsonl, .csv, .tsv, .parquet, plain or as .gz," in refusal(write(tmp_path / "a.pdf", "x"))
+    assert "Use .txt, .jsonl, .csv, .tsv, .parquet, plain or compressed as .gz," in refusal(
+        write(tmp_path / "a.pdf", "x")
+    )
 
 
 def test_folder_with_nothing_to_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -477,13 +479,15 @@ def test_not_utf8(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, b'{"text": "cafe "}\n' * 20_000 + b"caf\xe9\n")
     message = refusal(path)
     assert message.startswith(f"{path}:20001: not UTF-8, see byte {18 * 20_000 + 3:,} of its text.")
-    assert "It looks like cp1252: --encoding cp1252 reads every file so." in message
+    assert "It looks like cp1252: --encoding cp1252 decodes every file with it." in message
 
 
 def test_mixed_encodings(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", b"caf\xc3\xa9\n" * 20_000 + b"caf\xe9\n")
     message = refusal(path)
-    assert message.startswith(f"{path}:20001: not UTF-8, see byte 120,003 of its text. All before it is, so the file")
+    assert message.startswith(
+        f"{path}:20001: not UTF-8, see byte 120,003 of its text. The text before it is UTF-8, so the file"
+    )
     assert "mixes encodings or is damaged there" in message
 
 
@@ -527,7 +531,7 @@ def test_truncated_compressed_file(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, "".join(line.replace("%d", str(i)) + "\n" for i in range(5000)))
     path.write_bytes(path.read_bytes()[:-20])
     message = refusal(path)
-    assert message.endswith(": the compressed file was cut short. Fetch or compress it again.")
+    assert message.endswith(": the compressed file is truncated. Download or compress it again.")
     assert re.fullmatch(r"(:\d+)?", message.removeprefix(str(path)).partition(": ")[0]), "at which line"
 
 
@@ -556,7 +560,7 @@ def test_a_disk_that_fails_while_it_is_read(tmp_path: Path, monkeypatch: pytest.
 def test_file_that_is_not_compressed(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_text("plain text")
-    assert refusal(path).startswith(f"{path}: not a whole {path.suffix} file")
+    assert refusal(path).startswith(f"{path}: not a complete {path.suffix} file")
 
 
 def test_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -575,7 +579,7 @@ def test_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_column_that_stands_twice(tmp_path: Path, name: str) -> None:
     mark = "," if name == "a.csv" else "\t"
     path = write(tmp_path / name, f"text{mark}text\none{mark}other\n")
-    assert refusal(path) == f"{path}:1: the column 'text' stands twice. Give each a name of its own."
+    assert refusal(path) == f"{path}:1: two columns are named 'text'. Rename one."
 
 
 def test_one_is_not_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -586,7 +590,7 @@ def test_one_is_not_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     corpus = Corpus([write(tmp_path / "a.jsonl", '{"text": "A", "words": ["A"]}')], normalize="lower")
     texts(corpus)
     said = corpus.describe()
-    assert said.endswith("; 1 with words of its own; 1 changed by --normalize lower (1 character replaced)")
+    assert said.endswith("; 1 with listed words; 1 changed by --normalize lower (1 character replaced)")
 
 
 # How far reading has come

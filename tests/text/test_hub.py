@@ -59,7 +59,7 @@ def test_what_is_not_there(folder: Path) -> None:
     assert "row 1: column 'n' holds 0, which is not text" in refusal(f"hf:{folder}#n")
     assert "row 1: no column 'texts'; there are: text, body, n" in refusal(f"hf:{folder}#texts")
     (folder / "data" / "train-00000-of-00001.parquet").write_bytes(b"PAR1 no more")
-    assert "It must be a folder of data files as the Hub has them" in refusal(f"hf:{folder}")
+    assert "A dataset folder has .parquet, .jsonl, .csv or .txt files" in refusal(f"hf:{folder}")
 
 
 def test_several_configurations(folder: Path) -> None:
@@ -77,5 +77,5 @@ def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(datasets, "get_dataset_config_names", unreachable)
     message = refusal("hf:owner/name")
-    assert message.startswith("hf:owner/name: cannot be read (ConnectionError: Couldn't reach the Hub). Is the name")
-    assert "is there a network?" in message
+    assert message.startswith("hf:owner/name: cannot be read (ConnectionError: Couldn't reach the Hub). Check the name")
+    assert "the network" in message

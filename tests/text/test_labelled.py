@@ -232,7 +232,7 @@ def test_long_cells_are_read(tmp_path: Path) -> None:
 def test_half_characters_are_replaced_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "a.jsonl", '{"text": "a\\ud800", "label": "yes"}\n{"text": "b", "label": "no"}')
     assert [e.texts[0] for e in read_labelled(path, "classify")] == ["a\ufffd", "b"]
-    assert "1 example with half characters" in capsys.readouterr().err
+    assert "1 example with lone surrogates" in capsys.readouterr().err
 
 
 def test_pydocs_is_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def test_pydocs_is_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_task(tmp_path: Path) -> None:
-    assert refusal(tmp_path / "a.csv", "clasify") == "task 'clasify' is not known. Did you mean 'classify'?"
+    assert refusal(tmp_path / "a.csv", "clasify") == "unknown task 'clasify'. Did you mean 'classify'?"
 
 
 def test_missing_file(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_missing_column(tmp_path: Path, name: str, text: str) -> None:
 def test_unknown_role(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "text,label\nx,y\n")
     message = refusal(path, columns={"labl": "gold"})
-    assert message == "--columns labl=gold: nothing is called 'labl' here. Did you mean 'label'?"
+    assert message == "--columns labl=gold: there is no role 'labl' here. Did you mean 'label'?"
 
 
 def test_line_that_is_not_json(tmp_path: Path) -> None:
@@ -284,14 +284,14 @@ def test_line_that_is_not_json(tmp_path: Path) -> None:
 )
 def test_empty_cell(tmp_path: Path, line: str, column: str) -> None:
     path = write(tmp_path / "a.jsonl", f'{{"text": "x", "label": "y"}}\n{line}')
-    assert refusal(path) == f"{path}:2: column {column!r} is empty. Fill it in, or take the line out."
+    assert refusal(path) == f"{path}:2: column {column!r} is empty. Fill it in, or delete the line."
 
 
 def test_values_that_are_neither_text_nor_label(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", '{"text": 3, "label": "y"}')
     assert refusal(path) == f"{path}:1: column 'text' holds 3, which is not text."
     path = write(tmp_path / "c.jsonl", '{"source": "x", "target": ["y", "z"]}')
-    with pytest.raises(UserError, match=r"which is not text. Where several answers are right, .* references=target"):
+    with pytest.raises(UserError, match=r"which is not text. If several answers are right, .* references=target"):
         read_labelled(path, "text-to-text")
     path = write(tmp_path / "b.jsonl", '{"text": "x", "label": null}')
     assert refusal(path).startswith(f"{path}:1: the label null is neither text nor a number")
@@ -344,12 +344,12 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (
         "tag",
         {"tokens": ["a"], "tags": ["O"], "predicate": 1},
-        "column 'predicate' is [1, 2), outside of the 1 words that there are.",
+        "column 'predicate' is [1, 2), outside of the 1 words.",
     ),
     (
         "relation",
         {"text": "abc", "head": [0, 4], "tail": [0, 1], "label": "x"},
-        "column 'head' is [0, 4), outside of the 3 characters that there are.",
+        "column 'head' is [0, 4), outside of the 3 characters.",
     ),
     (
         "relation",
@@ -399,7 +399,7 @@ def test_a_column_that_was_named_must_be_there_and_goes_first(tmp_path: Path) ->
 
 
 def test_json_that_is_no_list_of_objects(tmp_path: Path) -> None:
-    assert refusal(write(tmp_path / "a.json", "3")).endswith("not a list of objects, nor SQuAD's own form.")
+    assert refusal(write(tmp_path / "a.json", "3")).endswith("neither a list of objects nor SQuAD's format.")
     assert refusal(write(tmp_path / "b.json", "[3]")).endswith("b.json: item 1 is not an object.")
     assert "c.json: not JSON (" in refusal(write(tmp_path / "c.json", "[{]"))
     assert refusal(write(tmp_path / "d.json", '[{"text": 3}]')).startswith(

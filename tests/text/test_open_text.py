@@ -93,7 +93,7 @@ def test_the_likely_encoding(tmp_path: Path, encoding: str) -> None:
     data = SENTENCES[encoding].encode(encoding)
     assert guess_encoding(data) == encoding
     path = write(tmp_path / "a.txt", data)
-    assert f"It looks like {encoding}: --encoding {encoding} reads every file so." in refusal(path)
+    assert f"It looks like {encoding}: --encoding {encoding} decodes every file with it." in refusal(path)
     assert "".join(read_lines(path, encoding)) == SENTENCES[encoding]
 
 
@@ -110,14 +110,14 @@ def test_letters_of_their_own_are_not(text: str) -> None:
 def test_a_text_that_ends_in_the_middle_of_a_character(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "one\ndéjà vu €".encode()[:-1])
     where = "ends in the middle of a character of UTF-8, see byte"
-    assert refusal(path) == f"{path}:2: {where} 14 of its text. It was cut short: fetch it again."
+    assert refusal(path) == f"{path}:2: {where} 14 of its text. It is truncated: download it again."
     path = write(tmp_path / "b.txt", b"caf\xe9")
-    assert refusal(path).endswith("It was cut short: fetch it again, or name its --encoding.")
+    assert refusal(path).endswith("It is truncated: download it again, or name its --encoding.")
 
 
 def test_damage_that_decompression_lets_through(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt.gz", gzip.compress(b"caf\xe9 au lait"))
-    assert refusal(path).endswith("Or the compressed file is damaged: fetch it again.")
+    assert refusal(path).endswith("Or the compressed file is damaged: download it again.")
 
 
 def test_no_likely_encoding() -> None:
@@ -142,7 +142,7 @@ def test_binary_is_not_text(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", bytes(range(256)) * 10)
     assert "not text: control characters are more than 10% of its start" in refusal(path, "latin-1")
     assert refusal(path) == (
-        f"{path}:2: not UTF-8, see byte 128 of its text. It does not look like text at all: leave it out."
+        f"{path}:2: not UTF-8, see byte 128 of its text. It does not look like text: leave it out."
     )
     assert "It looks like a .zip file" in refusal(write(tmp_path / "b.txt", b"PK\x03\x04\x14\xff\xff" * 9))
     assert list(read_lines(write(tmp_path / "c.txt", b"\x1b[31mred\x1b[0m, and one \x00 in plenty of text"))) != []

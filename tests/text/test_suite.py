@@ -72,11 +72,11 @@ def test_a_task_may_have_settings(folder: Path) -> None:
         ("- a", "suite.yaml: no tasks."),
         ("task: []", "suite.yaml: unknown key 'task'. A suite file has `tasks`."),
         ("tasks: [", "suite.yaml is not valid YAML:"),
-        ("tasks: [{name: x, task: clasify, dev: a.csv}]", "suite.yaml: task x: task 'clasify' is not known. Did you"),
+        ("tasks: [{name: x, task: clasify, dev: a.csv}]", "suite.yaml: task x: unknown task 'clasify'. Did you"),
         ("tasks: [{task: classify, dev: a.csv}]", "suite.yaml: task 1: name: 'name' is missing"),
         ("tasks: [{name: x, task: classify}]", "suite.yaml: task x: neither train nor dev file is named."),
         ("tasks: [{name: x, task: classify, dve: a}]", "suite.yaml: task x: unknown key 'dve'. Did you mean 'dev'?"),
-        ("tasks: [3]", "suite.yaml: task 1: 3 is not a group of keys and values"),
+        ("tasks: [3]", "suite.yaml: task 1: 3 is not a mapping of keys to values"),
     ],
 )
 def test_mistakes(folder: Path, text: str, message: str) -> None:

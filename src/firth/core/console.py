@@ -1,4 +1,4 @@
-"""What a person sees while a verb works: lines and progress on stderr, tables on stdout."""
+"""Console output of the commands: messages and progress on stderr, tables on stdout."""
 
 from __future__ import annotations
 
@@ -19,30 +19,28 @@ stdout_console = Console(highlight=False)
 
 
 def say(message: str) -> None:
-    """One line on stderr; stdout stays free for tables and JSON."""
+    """Print one line on stderr; stdout stays free for tables and JSON."""
     stderr_console.print(escape(message))
 
 
 def warn(message: str) -> None:
-    """One line that a person should not miss."""
+    """Print one highlighted line on stderr."""
     stderr_console.print("[yellow]note:[/yellow] " + escape(message))
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """The table that a verb ends with."""
+    """Print a table on stdout, the first column left-aligned and the others right-aligned."""
     table = Table()
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right")
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))
-    stdout_console.print(
-        escape(title), soft_wrap=True
-    )  # not the table's own title, which is broken to the table's width
+    stdout_console.print(escape(title), soft_wrap=True)  # Table(title=...) would wrap it at the table's width
     stdout_console.print(table)
 
 
 def format_count(n: int, noun: str, plural: str = "") -> str:
-    """How many of something there are, in words; `plural` is the plural where an s does not make it.
+    """Format a count with its noun; `plural` is needed where an s does not form the plural.
 
     >>> format_count(1, "file"), format_count(1203, "document"), format_count(2, "text was", "texts were")
     ('1 file', '1,203 documents', '2 texts were')
@@ -51,20 +49,18 @@ def format_count(n: int, noun: str, plural: str = "") -> str:
 
 
 def truncation_messages(n: int, noun: str, max_length_tokens: int) -> list[str]:
-    """What to say of so many texts that were cut, if of any.
+    """Return a message about `n` truncated texts, or no message if `n` is 0.
 
     >>> truncation_messages(2, "text", 16), truncation_messages(0, "text", 16)
     (['2 texts were longer than 16 tokens, and cut.'], [])
     """
-    return (
-        [f"{format_count(n, f'{noun} was', f'{noun}s were')} longer than {max_length_tokens} tokens, and cut."]
-        if n
-        else []
-    )
+    count = format_count(n, f"{noun} was", f"{noun}s were")
+    return [f"{count} longer than {max_length_tokens} tokens, and cut."] if n else []
 
 
 def format_duration(seconds: float) -> str:
-    """
+    """Format a duration for a status line.
+
     >>> format_duration(42), format_duration(200), format_duration(7500)
     ('42s', '3m20s', '2h05m')
     """
@@ -76,7 +72,7 @@ def format_duration(seconds: float) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Say nothing meanwhile, such as when a file is read a second time."""
+    """Silence stderr inside the `with` block, for example while a file is read a second time."""
     before, stderr_console.quiet = stderr_console.quiet, True
     try:
         yield
@@ -85,12 +81,12 @@ def quiet() -> Iterator[None]:
 
 
 def set_quiet(enabled: bool = True) -> None:
-    """Say nothing from here on, on stdout too; or speak again."""
+    """Silence stderr and stdout, or turn them on again."""
     stderr_console.quiet = stdout_console.quiet = enabled
 
 
 class StatusLine:
-    """One line that is rewritten in place on a terminal, and printed now and then elsewhere (log files, notebooks)."""
+    """A line that is rewritten in place on a terminal, and printed every `interval_s` in log files and notebooks."""
 
     def __init__(self, interval_s: float = 10.0) -> None:
         self.is_live = stderr_console.is_terminal
@@ -119,9 +115,9 @@ class StatusLine:
 
 
 class Progress:
-    """How far a silent phase has come: counts, rate, and time left when the end is known.
+    """Progress of one phase: count, rate, and time left when the total is known.
 
-    What was `initial` before, by an earlier run, counts in how far it is, and not in how fast.
+    `initial` units were done by an earlier run: they count in the total, not in the rate.
     """
 
     def __init__(self, description: str, unit: str, total: float | None, initial: float = 0.0) -> None:
@@ -132,7 +128,7 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """Units a second so far."""
+        """Units per second since the start."""
         return (self.done - self.initial) / max(time.monotonic() - self.start_s, 1e-6)
 
     def advance(self, n: float = 1, note: str = "") -> None:
@@ -152,7 +148,7 @@ class Progress:
 def progress(
     description: str, unit: str = "items", total: float | None = None, initial: float = 0.0
 ) -> Iterator[Progress]:
-    """`with progress("tokenising", "documents", n) as p: ... p.advance()`"""
+    """Show progress while the block runs: `with progress("tokenizing", "documents", n) as p: ... p.advance()`."""
     p = Progress(description, unit, total, initial)
     try:
         yield p
@@ -161,7 +157,7 @@ def progress(
 
 
 def track(items: Iterable[ItemT], description: str, unit: str = "items", total: float | None = None) -> Iterator[ItemT]:
-    """Pass items on, showing how many went by."""
+    """Yield the items and show how many were yielded."""
     with progress(description, unit, total) as p:
         for item in items:
             yield item

@@ -1,19 +1,19 @@
-"""A user's mistake, told in one or two lines."""
+"""Errors that the user can fix."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-MAX_CHOICES_LISTED_FULLY, NUM_CHOICES_IN_EXCERPT = 60, 10  # of more choices than MANY only SOME are listed
+MAX_LISTED_CHOICES, NUM_EXCERPT_CHOICES = 60, 10  # more than 60 choices are cut to the first 10
 
 
 class UserError(Exception):
-    """What is wrong, where (file, line, field), and what to do. The verbs print it and exit with 2."""
+    """A user's mistake: what is wrong, where (file, line, field), and the fix. The CLI prints it and exits with 2."""
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """A sentence that names the nearest right choice, or lists them all; of very many, some.
+    """Return a sentence that names the nearest valid choice or, if none is near, lists the choices.
 
     >>> did_you_mean("bert-tinny", ["bert-tiny", "gpt2-tiny"])
     "Did you mean 'bert-tiny'?"
@@ -22,10 +22,7 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
     if close:
         return f"Did you mean {close[0]!r}?"
-    if len(choices) > MAX_CHOICES_LISTED_FULLY:
-        return (
-            "There are: "
-            + ", ".join(choices[:NUM_CHOICES_IN_EXCERPT])
-            + f" and {len(choices) - NUM_CHOICES_IN_EXCERPT:,} more."
-        )
-    return "There are: " + ", ".join(choices) + "."
+    if len(choices) > MAX_LISTED_CHOICES:
+        first = ", ".join(choices[:NUM_EXCERPT_CHOICES])
+        return f"There are: {first} and {len(choices) - NUM_EXCERPT_CHOICES:,} more."
+    return f"There are: {', '.join(choices)}."

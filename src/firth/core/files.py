@@ -1,4 +1,9 @@
-"""Files that are there whole or not at all."""
+"""Atomic writes: after a crash, a file or folder is either complete or absent.
+
+A file is written under a temporary name, fsynced, and renamed over the old one: POSIX renames are atomic. A folder is
+written in the same way, with a manifest of sizes and SHA-256 checksums as its last file. Whoever finds the manifest
+knows that the folder is complete, and `find_corruption` verifies its content.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +20,11 @@ from typing import Any
 from firth.core.errors import UserError
 
 MANIFEST_FILE = "manifest.json"
-MODEL_CARD_FILE = (
-    "README.md"  # of a model: a person may have written in it, so it is no part of the manifest, and stays
-)
+MODEL_CARD_FILE = "README.md"  # people edit it: replacing a folder keeps it, and a changed one is not foreign
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, not only the contents of its files."""
+    """Make the directory entries of a folder durable; fsync of a file covers its content only."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -30,7 +33,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replace a file so that a reader sees the old one or the new one, also after a crash or on a full disk."""
+    """Replace a file atomically: readers see the old or the new one, even after a crash or on a full disk."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as f:
@@ -41,7 +44,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     except OSError as e:
         with suppress(OSError):
             temporary.unlink()
-        if e.errno is not None:  # a full disk does not say which file it refuses
+        if e.errno is not None:  # the OSError of a full disk names no file
             e.filename, e.filename2 = str(path), None
         raise
     fsync_folder(path.parent)
@@ -56,12 +59,13 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_results(path: Path, value: Any) -> None:
-    """JSON for others to read: what it has no number for is null."""
+    """Write results as strict JSON: NaN and Inf become null."""
     write_json(path, replace_nonfinite(value))
 
 
 def replace_nonfinite(value: Any) -> Any:
-    """
+    """Replace NaN and Inf by None, in nested lists and dictionaries too.
+
     >>> replace_nonfinite({"f1": float("nan"), "seeds": (0.5, float("inf"))})
     {'f1': None, 'seeds': [0.5, None]}
     """
@@ -88,12 +92,11 @@ def file_sha256(path: Path) -> str:
 
 @contextmanager
 def atomic_folder(path: Path, partial_folder: Path | None = None, **metadata: Any) -> Iterator[Path]:
-    """Write a folder under a temporary name; on success fsync it, add a manifest with checksums, and rename.
+    """Write a folder under a temporary name; on success fsync it, add the manifest, and rename it to `path`.
 
-    `metadata` are stored in the manifest beside `files`. After a crash only a `.NAME.tmp` remains, which the next
-    writer removes; a folder with a manifest was finished. A folder that is there already is replaced, unless it
-    holds what nobody here wrote. `partial_folder` is a folder under another name that is to be finished: it stays when that
-    goes wrong.
+    `metadata` is stored in the manifest beside `files`. A crash leaves a `.NAME.tmp`, which the next writer removes.
+    An existing folder is replaced, unless it holds foreign files. `partial_folder` is an existing folder to finish
+    under the name `path`; it is kept when an error occurs.
     """
     check_no_foreign_files(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +128,7 @@ def atomic_folder(path: Path, partial_folder: Path | None = None, **metadata: An
 
 
 def swap_folder(temporary: Path, path: Path) -> None:
-    """Rename a finished folder; one that stood there before is put back should that fail."""
+    """Rename a finished folder to `path`; if that fails, restore the folder that was there before."""
     old = path.with_name(f".{path.name}.old")
     if path.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -141,7 +144,7 @@ def swap_folder(temporary: Path, path: Path) -> None:
 
 
 def find_corruption(folder: Path) -> str | None:
-    """What is wrong with a folder that `atomic_folder` wrote, or None when every file is as it was written."""
+    """Return the first defect of a folder that `atomic_folder` wrote, or None if every file matches the manifest."""
     manifest = folder / MANIFEST_FILE
     if not manifest.is_file():
         return f"{manifest.name} is missing"
@@ -161,9 +164,9 @@ def find_corruption(folder: Path) -> str | None:
 
 
 def check_output_folder(path: Path, noun: str, overwrite: bool = False) -> None:
-    """Refuse, before any work is done, to write where something is, or where nothing can be written.
+    """Raise a UserError, before any work is done, if `path` exists or cannot be written.
 
-    With `overwrite` a folder of ours may be there; one that holds anything else is refused still.
+    `overwrite` allows a folder that Firth wrote, but never one with foreign files.
     """
     if overwrite:
         check_no_foreign_files(path)
@@ -173,21 +176,19 @@ def check_output_folder(path: Path, noun: str, overwrite: bool = False) -> None:
 
 
 def is_missing_or_empty(path: Path) -> bool:
-    """Whether there is nothing, or an empty folder."""
+    """Whether `path` is missing or an empty folder."""
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
 def check_no_foreign_files(path: Path) -> None:
-    """Refuse to replace what `atomic_folder` did not write: nobody's files are lost to a slip in a name."""
+    """Raise a UserError if a folder holds files that `atomic_folder` did not write, so that a typo loses no data."""
     if not path.exists():
         return
     if not path.is_dir():
         raise UserError(f"{path} is a file; a folder is needed. Name another one.")
     try:
-        known = {name.split("/")[0] for name in read_json(path / MANIFEST_FILE)["files"]} | {
-            MANIFEST_FILE,
-            MODEL_CARD_FILE,
-        }
+        known = {name.split("/")[0] for name in read_json(path / MANIFEST_FILE)["files"]}
+        known |= {MANIFEST_FILE, MODEL_CARD_FILE}
     except (UserError, KeyError, TypeError):
         known = set()
     if foreign := sorted(p.name for p in path.iterdir() if p.name not in known):
@@ -198,9 +199,9 @@ def check_no_foreign_files(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a folder that cannot be made or written, as far as that can be told without trying."""
-    there = next(p for p in (path, *path.absolute().parents) if p.exists())
-    if not there.is_dir():
-        raise UserError(f"{path} cannot be made: {there} is a file.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{path} cannot be written: no permission in {there}.")
+    """Raise a UserError if permissions or a file in the way prevent writing a folder."""
+    parent = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not parent.is_dir():
+        raise UserError(f"{path} cannot be made: {parent} is a file.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"{path} cannot be written: no permission in {parent}.")

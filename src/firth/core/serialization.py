@@ -1,6 +1,8 @@
-"""Frozen dataclasses to and from plain dictionaries (YAML, JSON), with every mistake named.
+"""Convert dataclasses to dictionaries (for YAML and JSON) and back, strictly.
 
-A field that may hold one of several types says which under `kind`: `position: {kind: LearnedPosition, length: 512}`.
+cattrs does the conversion. The hooks below add three rules: no silent coercion of scalars, an error for every unknown
+key, and a tag for unions. A field whose type is a union of dataclasses names the member under `kind`:
+`position: {kind: LearnedPosition, length: 512}`. One error message lists all mistakes with their paths.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ TYPE_KEY = "kind"
 
 
 def _union_members(t: Any) -> dict[str, type]:
-    """The dataclasses of a union by name; empty when it is not such a union."""
+    """Return the dataclasses of a union by name; empty if `t` is not a union of dataclasses."""
     if get_origin(t) not in (Union, types.UnionType):
         return {}
     members = [m for m in get_args(t) if m is not type(None)]
@@ -55,10 +57,10 @@ def _unstructure_union(t: Any) -> Callable[[Any], Any]:
 
 
 def _structure_scalar(scalar_type: type, *accepted_types: type) -> Callable[[Any, Any], Any]:
-    """Take a number for a number and a word for a word; Python's own conversion takes 1.5 for 1 and 'no' for True."""
+    """Accept only values of the right type: `int(1.5)` is 1 and `bool("no")` is True."""
 
     def structure(value: Any, _: Any) -> Any:
-        if scalar_type is float and isinstance(value, str):  # YAML reads 1e-3 as a word
+        if scalar_type is float and isinstance(value, str):  # YAML 1.1 parses 1e-3 as a string
             with suppress(ValueError):
                 return float(value)
         elif isinstance(value, accepted_types) and (scalar_type is bool or not isinstance(value, bool)):
@@ -79,7 +81,7 @@ def _structure_literal(t: Any) -> Callable[[Any, Any], Any]:
 
 def _structure_tuple(t: Any) -> Callable[[Any, Any], Any]:
     def structure(value: Any, _: Any) -> Any:
-        if not isinstance(value, list | tuple):  # a word is not the list of its letters
+        if not isinstance(value, list | tuple):  # a string is not the list of its letters
             raise ValueError(f"{value!r} is not a list")
         return tuple(_converter.structure(item, get_args(t)[0]) for item in value)
 
@@ -91,7 +93,7 @@ def _structure_fields(t: Any) -> Callable[[Any, Any], Any]:
 
     def structure(value: Any, _: Any) -> Any:
         if not isinstance(value, dict):
-            raise ValueError(f"{value!r} is not a group of keys and values")
+            raise ValueError(f"{value!r} is not a mapping of keys to values")
         return fields(value, t)
 
     return structure
@@ -101,7 +103,7 @@ def _has_origin(origin: Any) -> Callable[[Any], bool]:
     return lambda t: get_origin(t) is origin
 
 
-TYPE_DESCRIPTIONS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+TYPE_DESCRIPTIONS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 _converter = cattrs.Converter()
 _converter.register_structure_hook_factory(dataclasses.is_dataclass, _structure_fields)
 _converter.register_structure_hook_factory(_has_origin(Literal), _structure_literal)
@@ -118,12 +120,12 @@ _converter.register_unstructure_hook_factory(
 
 
 def to_dict(value: Any) -> Any:
-    """A dataclass as dictionaries, lists, numbers and words."""
+    """Convert a dataclass to dictionaries, lists, numbers and strings."""
     return _converter.unstructure(value)
 
 
 def from_dict(value: Any, dataclass_type: type[DataclassT], where: str) -> DataclassT:
-    """The dataclass that a dictionary describes; a UserError names every wrong key and value in it."""
+    """Convert a dictionary to a dataclass; a UserError lists every wrong key and value with its path."""
     try:
         return _converter.structure(value, dataclass_type)
     except (cattrs.BaseValidationError, ValueError, TypeError, KeyError) as e:
@@ -135,11 +137,10 @@ def _describe_errors(e: BaseException, path: str = "") -> list[str]:
         names = [f.name for f in dataclasses.fields(e.cl)]
         return [f"unknown key {path + key!r}. {did_you_mean(key, names)}" for key in sorted(e.extra_fields)]
     if isinstance(e, BaseExceptionGroup):
-        found = []
+        messages = []
         for inner in e.exceptions:
             names = [n.name for n in getattr(inner, "__notes__", []) if hasattr(n, "name")]
-            deeper = path + f"{names[0]}." if names else path
-            found += _describe_errors(inner, deeper)
-        return found
+            messages += _describe_errors(inner, path + f"{names[0]}." if names else path)
+        return messages
     what = f"{e.args[0]!r} is missing" if isinstance(e, KeyError) else str(e)
     return [f"{path.rstrip('.')}: {what}" if path else what]

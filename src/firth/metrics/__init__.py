@@ -1,4 +1,4 @@
-"""Predictions and references to numbers: arrays and lists in, numbers out; knows no model."""
+"""Metrics: predictions and references in, numbers out; independent of models."""
 
 from __future__ import annotations
 

@@ -1,6 +1,11 @@
-"""Scores that come from sums over the examples, so that thousands of samples of them take no time.
+"""Metrics as functions of sums over examples, for fast bootstrap resampling.
 
-N examples, K numbers of each, whose sums over a sample give its score. Each score is the same that `score_fn` gives.
+The bootstrap computes a metric on thousands of resampled test sets. Many metrics depend only on sums of per-example
+statistics: accuracy on (correct, 1), F1 on (correct, predicted, true), BLEU on n-gram counts. Then the statistics are
+computed once, and each resample costs one product of its counts (N,) with the statistics (N, K). The result equals
+that of `compute_metrics`.
+
+N examples, K statistics of each, C classes.
 """
 
 from __future__ import annotations
@@ -19,40 +24,40 @@ from firth.metrics.tagging import count_entities
 from firth.metrics.text import as_reference_lists, bits_per_byte, exact_match, perplexity, rouge
 
 CONFUSION_METRICS = ("mcc", "macro_f1")
-MAX_CONFUSION_CLASSES = 10  # whose confusions are counted example by example
+MAX_CONFUSION_CLASSES = 10  # classes; the (N, C * C) statistics grow with the square
 FloatArray = NDArray[np.float64]
 
 
 class AdditiveScore(NamedTuple):
-    """The numbers of each example, and the score that their sums come to."""
+    """Per-example statistics, and the function from their sums to the score."""
 
     per_example: FloatArray  # (N, K)
     score_fn: Callable[[FloatArray], float]
 
     def score_sample(self, count_N: FloatArray) -> float:
-        """The score of a sample in which each example is so many times."""
+        """Return the score of a sample that contains example i `count_N[i]` times."""
         return self.score_fn(count_N @ self.per_example)
 
 
 def mean_additive_score(additive_scores: Sequence[AdditiveScore]) -> AdditiveScore:
-    """The mean of several scores, as of several seeds."""
-    ends = np.cumsum([some.per_example.shape[1] for some in additive_scores])[:-1]
+    """Return the mean of several scores, such as those of several seeds."""
+    ends = np.cumsum([s.per_example.shape[1] for s in additive_scores])[:-1]
 
     def score(sums: FloatArray) -> float:
         parts = zip(additive_scores, np.split(sums, ends), strict=True)
-        return float(np.mean([some.score_fn(part) for some, part in parts]))
+        return float(np.mean([s.score_fn(part) for s, part in parts]))
 
-    return AdditiveScore(np.hstack([some.per_example for some in additive_scores]), score)
+    return AdditiveScore(np.hstack([s.per_example for s in additive_scores]), score)
 
 
 def is_additive_metric(task: str, metric: str, references: Sequence[Any]) -> bool:
-    """Whether a metric of a task is a matter of sums, and of few enough of them."""
-    few = metric not in CONFUSION_METRICS or len(set(references)) <= MAX_CONFUSION_CLASSES
-    return (task, metric) in ADDITIVE_METRICS and few
+    """Whether a metric depends on sums only, and on few enough of them."""
+    fits = metric not in CONFUSION_METRICS or len(set(references)) <= MAX_CONFUSION_CLASSES
+    return (task, metric) in ADDITIVE_METRICS and fits
 
 
 def make_additive_score(task: str, metric: str, predictions: Sequence[Any], references: Sequence[Any]) -> AdditiveScore:
-    """A metric of a task, from what `score_fn` takes."""
+    """Return a metric in additive form, from the arguments of `compute_metrics`."""
     check_same_length(predictions, references)
     return ADDITIVE_METRICS[task, metric](predictions, references)
 
@@ -60,7 +65,7 @@ def make_additive_score(task: str, metric: str, predictions: Sequence[Any], refe
 def additive_entity_score(
     metric: str, predictions: Sequence[Any], references: Sequence[Any], exclude: Collection[str] = ()
 ) -> AdditiveScore:
-    """Of stretches: `metric` is a field of `Row`, and `exclude` leaves out types."""
+    """Return an entity metric: `metric` is a field of `ClassMetrics`, `exclude` lists ignored entity types."""
     each = [count_entities([p], [r], exclude) for p, r in zip(predictions, references, strict=True)]
     return AdditiveScore(
         _to_float_array(each), lambda counts: float(getattr(_class_metrics_from_counts(counts), metric))
@@ -68,7 +73,7 @@ def additive_entity_score(
 
 
 def _additive_mean(values: Iterable[float]) -> AdditiveScore:
-    """A score that is the mean of a number of each example."""
+    """Return the mean of per-example values."""
     return AdditiveScore(_to_float_array([(float(x), 1.0) for x in values]), lambda sums: float(sums[0] / sums[1]))
 
 
@@ -77,7 +82,7 @@ def _additive_accuracy(predictions: Sequence[Any], references: Sequence[Any]) ->
 
 
 def _additive_f1(predictions: Sequence[str], references: Sequence[str]) -> AdditiveScore:
-    """Of the label that is last in sorted order; a sample that has one label alone has none."""
+    """Return F1 of the last label in sorted order; NaN for a sample with a single label."""
     positive = max(references)
     each = [
         (p == r == positive, p == positive, r == positive, 1.0) for p, r in zip(predictions, references, strict=True)
@@ -91,15 +96,16 @@ def _additive_f1(predictions: Sequence[str], references: Sequence[str]) -> Addit
 def _additive_from_confusion(
     score_fn: Callable[[FloatArray], float], predictions: Sequence[str], references: Sequence[str]
 ) -> AdditiveScore:
-    """A score of which class is taken for which."""
-    place = {name: i for i, name in enumerate(sorted({*predictions, *references}))}
-    each = np.zeros((len(references), len(place), len(place)))
-    each[range(len(references)), [place[r] for r in references], [place[p] for p in predictions]] = 1
-    return AdditiveScore(each.reshape(len(references), -1), lambda counts: score_fn(counts.reshape(len(place), -1)))
+    """Return a score that is a function of the confusion matrix."""
+    index = {name: i for i, name in enumerate(sorted({*predictions, *references}))}
+    count_NCC = np.zeros((len(references), len(index), len(index)))
+    count_NCC[range(len(references)), [index[r] for r in references], [index[p] for p in predictions]] = 1
+    per_example = count_NCC.reshape(len(references), -1)
+    return AdditiveScore(per_example, lambda counts: score_fn(counts.reshape(len(index), -1)))
 
 
 def _macro_f1_from_confusion(count_CC: FloatArray) -> float:
-    """Over the classes that occur."""
+    """Return the mean F1 of the classes that occur."""
     right_C, both_C = np.diag(count_CC), count_CC.sum(0) + count_CC.sum(1)
     return float(np.mean(2 * right_C[both_C > 0] / both_C[both_C > 0]))
 
@@ -123,13 +129,13 @@ def _additive_squad(score_index: int, predictions: Sequence[str], references: Se
 def _additive_sacrebleu(
     name: str, predictions: Sequence[str], references: Sequence[str | Sequence[str]]
 ) -> AdditiveScore:
-    """BLEU or chrF, from the counts that sacrebleu itself keeps of each text for tests such as this one."""
+    """Return BLEU or chrF from the per-text counts that sacrebleu uses for its own significance tests."""
     from sacrebleu.metrics.bleu import BLEU
     from sacrebleu.metrics.chrf import CHRF
 
     metric: Any = {"bleu": BLEU, "chrf": CHRF}[name]()
     pairs = zip(predictions, as_reference_lists(predictions, references), strict=True)
-    each = [metric._extract_corpus_statistics([text], [[right] for right in several])[0] for text, several in pairs]
+    each = [metric._extract_corpus_statistics([text], [[reference] for reference in texts])[0] for text, texts in pairs]
     return AdditiveScore(
         _to_float_array(each), lambda counts: float(metric._compute_score_from_stats(counts.astype(int).tolist()).score)
     )
@@ -138,7 +144,7 @@ def _additive_sacrebleu(
 def _additive_text_mean(
     score_fn: Callable[[Sequence[str], Sequence[Any]], float], predictions: Sequence[str], references: Sequence[Any]
 ) -> AdditiveScore:
-    """A mean over texts, from the score of each alone."""
+    """Return the mean over texts of the score of each text."""
     return _additive_mean([score_fn([p], [r]) for p, r in zip(predictions, references, strict=True)])
 
 
@@ -161,9 +167,8 @@ def _to_float_array(rows: Sequence[Sequence[float]]) -> FloatArray:
 
 
 def _class_metrics_from_counts(counts: FloatArray) -> ClassMetrics:
-    """From how many are right, guessed and true."""
-    right, guessed, true = counts[:3].astype(int).tolist()
-    return ClassMetrics.from_counts(right, guessed, true)
+    """Return the metrics from the counts (correct, predicted, true)."""
+    return ClassMetrics.from_counts(*counts[:3].astype(int).tolist())
 
 
 LABEL_METRIC_TASKS = ("classify", "pair", "word-in-context")

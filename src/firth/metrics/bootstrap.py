@@ -1,4 +1,10 @@
-"""Many runs and two systems: mean and deviation, runs that did not learn, and whether a difference is chance."""
+"""Statistics over runs and between two systems: mean and deviation, failed runs, and the paired bootstrap test.
+
+The paired bootstrap (Koehn 2004) asks whether system A beats system B beyond the chance of the test set. It draws test
+sets of the same size with replacement and computes the difference of both systems on each. The middle 95% of these
+differences is a confidence interval. Pairing matters: both systems are scored on the same draw, so that the difficulty
+of its examples cancels out.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +22,13 @@ from firth.core.errors import UserError
 from firth.metrics.additive import AdditiveScore
 from firth.metrics.classification import check_same_length
 
-MIN_FINITE_SHARE = 0.5  # the share of the samples that must have a number, for anything to be said
+MIN_FINITE_SHARE = 0.5  # of the samples; below it, interval and p-value are NaN
 
 
 class Comparison(NamedTuple):
-    """Score of A minus score of B, the middle 95% of that difference over the samples, and how often chance does it.
+    """Score of A minus score of B, its 95% interval over the samples, and the two-sided p-value.
 
-    `num_samples` are those whose difference is a number. All but these and the difference is nan where nothing can be said.
+    `samples` counts the samples with a finite difference. `low`, `high` and `p_value` are NaN if there are too few.
     """
 
     difference: float
@@ -33,25 +39,25 @@ class Comparison(NamedTuple):
 
 
 def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
-    """The mean over seeds and the sample standard deviation (divided by n - 1); one value alone has deviation 0.
+    """Return the mean and the sample standard deviation (divided by n - 1); a single value has deviation 0.
 
-    Where a value is not a finite number, as the correlation of answers that are all the same, there is no deviation.
+    The deviation is NaN if a value is not finite, such as the correlation of constant predictions.
 
     >>> mean_and_std([1.0, 2.0, 3.0])
     (2.0, 1.0)
     """
     if not values:
-        raise UserError("There is nothing to average: no values. Give at least one.")
-    numbers = [float(value) for value in values]
-    if not all(map(math.isfinite, numbers)):
-        return statistics.fmean(numbers), math.nan
-    return statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else 0.0
+        raise UserError("No values to average. Give at least one.")
+    floats = [float(value) for value in values]
+    if not all(map(math.isfinite, floats)):
+        return statistics.fmean(floats), math.nan
+    return statistics.fmean(floats), statistics.stdev(floats) if len(floats) > 1 else 0.0
 
 
 def failed_runs(values: Sequence[float], chance: float) -> list[int]:
-    """Which runs did not learn: those that are no better than chance (Mosbach et al. 2021), or not a number.
+    """Return the indices of failed runs: scores that do not exceed chance (Mosbach et al. 2021) or are NaN.
 
-    For accuracy, chance is `majority`; for a correlation or mcc, 0.
+    Chance is `majority_accuracy` for accuracy, and 0 for a correlation or MCC.
 
     >>> failed_runs([0.91, 0.53, 0.9], chance=0.53)
     [1]
@@ -68,41 +74,44 @@ def paired_bootstrap(
     seed: int = 0,
     max_seconds: float = math.inf,
 ) -> Comparison:
-    """Draw the test set anew, with replacement, many times, and see how the difference of two systems varies.
+    """Compare two systems on the same test set by the paired bootstrap.
 
-    The p-value is that of Berg-Kirkpatrick et al. (2012), on both sides: how often a sample strays from the difference
-    by at least as much as the difference itself. `score_fn(predictions, references)` gives either one number, and is
-    then called for each sample (Koehn 2004); or, much faster, the `AdditiveScore` that it comes from. After so many `max_seconds` no
-    more samples are drawn, and that is said.
+    The two-sided p-value follows Berg-Kirkpatrick et al. (2012, section 2): the share of samples whose difference
+    deviates from the observed difference by at least the observed difference. `score_fn(predictions, references)`
+    returns a number and is called for each sample, or returns an `AdditiveScore`, which is much faster. Sampling stops
+    after `max_seconds`, with a message.
 
-    Samples whose difference is not a finite number, as where all answers drawn are the same and have no correlation,
-    are left out; where that is more than half of them, or the difference itself is not finite, nothing can be said.
+    Samples with a NaN difference, such as the correlation of equal answers, are ignored. If they are more than half, or
+    the observed difference is not finite, the interval and the p-value are NaN.
     """
     check_same_length(predictions_a, references)
     check_same_length(predictions_b, references)
     score_a, score_b = score_fn(predictions_a, references), score_fn(predictions_b, references)
     if isinstance(score_a, AdditiveScore):
-        once_N = np.ones(len(references))
-        difference = score_a.score_sample(once_N) - score_b.score_sample(once_N)
+        ones_N = np.ones(len(references))
+        difference = score_a.score_sample(ones_N) - score_b.score_sample(ones_N)
 
-        def sampled(chosen: NDArray[np.int64]) -> float:
-            times_N = np.bincount(chosen, minlength=len(references)).astype(np.float64)
-            return float(score_a.score_sample(times_N) - score_b.score_sample(times_N))
+        def sample_difference(indices: NDArray[np.int64]) -> float:
+            count_N = np.bincount(indices, minlength=len(references)).astype(np.float64)
+            return float(score_a.score_sample(count_N) - score_b.score_sample(count_N))
 
     else:
         difference = float(score_a - score_b)
 
-        def sampled(chosen: NDArray[np.int64]) -> float:
-            return _resampled_difference(score_fn, predictions_a, predictions_b, references, chosen)
+        def sample_difference(indices: NDArray[np.int64]) -> float:
+            sampled_a, sampled_b, sampled_references = (
+                _select(items, indices) for items in (predictions_a, predictions_b, references)
+            )
+            return float(score_fn(sampled_a, sampled_references) - score_fn(sampled_b, sampled_references))
 
-    drawn = _sample_differences(
-        sampled, _bootstrap_indices(len(references), num_samples, seed), num_samples, max_seconds
-    )
-    known = drawn[np.isfinite(drawn)]
-    if not math.isfinite(difference) or len(known) < MIN_FINITE_SHARE * len(drawn):
-        return Comparison(difference, math.nan, math.nan, math.nan, len(known))
-    low, high = np.quantile(known, [0.025, 0.975])
-    return Comparison(difference, float(low), float(high), _p_value(known, difference), len(known))
+    rng = np.random.default_rng(seed)
+    draws = (rng.integers(len(references), size=len(references)) for _ in range(num_samples))
+    differences = _sample_differences(sample_difference, draws, num_samples, max_seconds)
+    finite = differences[np.isfinite(differences)]
+    if not math.isfinite(difference) or len(finite) < MIN_FINITE_SHARE * len(differences):
+        return Comparison(difference, math.nan, math.nan, math.nan, len(finite))
+    low, high = np.quantile(finite, [0.025, 0.975])
+    return Comparison(difference, float(low), float(high), _p_value(finite, difference), len(finite))
 
 
 def _sample_differences(
@@ -111,46 +120,27 @@ def _sample_differences(
     num_samples: int,
     max_seconds: float,
 ) -> NDArray[np.float64]:
-    """The difference in each sample, until there is no time left."""
-    end, found = time.monotonic() + max_seconds, []
-    with progress("comparing both", "samples", num_samples) as shown:
-        for chosen in draws:
-            found.append(difference_fn(chosen))
-            shown.advance()
-            if time.monotonic() > end:
+    """Return the difference in each sample; stop after `max_seconds`."""
+    deadline, differences = time.monotonic() + max_seconds, []
+    with progress("comparing both", "samples", num_samples) as p:
+        for indices in draws:
+            differences.append(difference_fn(indices))
+            p.advance()
+            if time.monotonic() > deadline:
                 break
-    if len(found) < num_samples:
-        say(
-            f"the comparison took {format_duration(max_seconds)}: it is from {format_count(len(found), 'sample')}, not from {num_samples:,}."
-        )
-    return np.array(found)
-
-
-def _resampled_difference(
-    score_fn: Callable[[Any, Any], float],
-    predictions_a: Sequence[Any],
-    predictions_b: Sequence[Any],
-    references: Sequence[Any],
-    indices: NDArray[np.int64],
-) -> float:
-    """Score of A minus score of B on the chosen examples."""
-    true = _select(references, indices)
-    return score_fn(_select(predictions_a, indices), true) - score_fn(_select(predictions_b, indices), true)
-
-
-def _bootstrap_indices(num_examples: int, num_samples: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """For each sample, which examples are in it."""
-    rng = np.random.default_rng(seed)
-    return (rng.integers(num_examples, size=num_examples) for _ in range(num_samples))
+    if len(differences) < num_samples:
+        count = format_count(len(differences), "sample")
+        say(f"the comparison took {format_duration(max_seconds)}: it is from {count}, not from {num_samples:,}.")
+    return np.array(differences)
 
 
 def _select(items: Sequence[Any], indices: NDArray[np.int64]) -> Any:
-    """The chosen items, as a list, or as an array if they were one."""
+    """Return the items at `indices`, as an array if `items` is one, otherwise as a list."""
     return items[indices] if isinstance(items, np.ndarray) else [items[i] for i in indices.tolist()]
 
 
 def _p_value(sampled_differences: NDArray[np.float64], difference: float) -> float:
-    """The observed sample counts as one of those that chance gave, so that it is never 0."""
-    # A hair of slack: sums in another order must not decide whether equal means equal.
-    strays = np.abs(sampled_differences - difference) >= abs(difference) * (1 - 1e-9)
-    return float((1 + strays.sum()) / (1 + len(sampled_differences)))
+    """Return the p-value; the observed test set counts as one more sample, so that it is never 0."""
+    # The tolerance absorbs rounding: sums in another order must not decide a tie.
+    extreme = np.abs(sampled_differences - difference) >= abs(difference) * (1 - 1e-9)
+    return float((1 + extreme.sum()) / (1 + len(sampled_differences)))

@@ -1,4 +1,4 @@
-"""How far two lists of numbers go together, from -1 to 1; nan where nothing can be said, as for a constant list."""
+"""Correlations, from -1 to 1; NaN where undefined, as for a constant list."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from firth.metrics.classification import check_same_length
 
 
 def pearson(predictions: ArrayLike, references: ArrayLike) -> float:
-    """How near the points lie to a rising line."""
+    """Return Pearson's correlation coefficient: the strength of a linear relation."""
     from scipy.stats import pearsonr
 
     predicted, true = _as_float_arrays(predictions, references)
@@ -20,7 +20,7 @@ def pearson(predictions: ArrayLike, references: ArrayLike) -> float:
 
 
 def spearman(predictions: ArrayLike, references: ArrayLike) -> float:
-    """How alike both orders are: Pearson's correlation of the ranks, equal numbers sharing theirs."""
+    """Return Spearman's rank correlation: Pearson's correlation of the ranks, ties sharing their mean rank."""
     from scipy.stats import spearmanr
 
     predicted, true = _as_float_arrays(predictions, references)
@@ -30,7 +30,7 @@ def spearman(predictions: ArrayLike, references: ArrayLike) -> float:
 def word_similarity_correlation(
     predictions: Sequence[float | None], references: Sequence[float]
 ) -> tuple[float, float]:
-    """Spearman's correlation over the pairs of words that the model knows, and the share of pairs that it knows.
+    """Return Spearman's correlation over the word pairs in the vocabulary, and the share of these pairs.
 
     The prediction for a pair with an unknown word is None.
     """
@@ -41,7 +41,7 @@ def word_similarity_correlation(
 
 
 def _as_float_arrays(predictions: ArrayLike, references: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Both as flat arrays of numbers, checked."""
+    """Return both as (N,) float arrays, after checking their lengths."""
     predicted, true = np.asarray(predictions, dtype=np.float64), np.asarray(references, dtype=np.float64)
     assert predicted.ndim == true.ndim == 1, "numbers come as flat lists"
     check_same_length(predicted, true)
@@ -49,5 +49,5 @@ def _as_float_arrays(predictions: ArrayLike, references: ArrayLike) -> tuple[NDA
 
 
 def _all_vary(*lists: NDArray[np.float64]) -> bool:
-    """Every list has two different numbers, and only numbers."""
+    """Whether every list is finite and not constant."""
     return all(bool(np.isfinite(numbers).all()) and numbers.min() < numbers.max() for numbers in lists)

@@ -1,4 +1,7 @@
-"""Comparisons: the better of two sentences, the nearest of many vectors, the same meaning or not; from 0 to 1."""
+"""Metrics of comparisons, from 0 to 1: minimal pairs, analogies, retrieval, and similarity thresholds.
+
+N examples, M rows of a block, D dimensions of a vector.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,13 @@ from numpy.typing import ArrayLike, NDArray
 from firth.core.errors import UserError
 from firth.metrics.classification import check_same_length
 
-# N examples, M rows of one block, D numbers in a vector.
-RANK_BLOCK_ROWS = 1024
+RANK_BLOCK_ROWS = 1024  # rows of the similarity matrix in memory at once
 
 
 def minimal_pair_correct(scores: ArrayLike) -> NDArray[np.bool_]:
-    """For each minimal pair (score of the good sentence, of the bad one), whether the good one wins.
+    """(N,) whether the good sentence of each minimal pair (good score, bad score) has the higher score.
 
-    A tie is wrong: a model that sees no difference has not chosen.
+    A tie is wrong, since the model has made no choice.
     """
     score_N2 = np.asarray(scores, dtype=np.float64)
     check_same_length(score_N2, score_N2)
@@ -27,50 +29,50 @@ def minimal_pair_correct(scores: ArrayLike) -> NDArray[np.bool_]:
 
 
 def analogy_correct(predictions: Sequence[str | None], references: Sequence[str]) -> list[bool | None]:
-    """For each analogy, whether its fourth word was found; None where the model does not know the words."""
+    """Return whether the fourth word of each analogy is right; None if a word is not in the vocabulary."""
     check_same_length(predictions, references)
     return [None if p is None else p == r for p, r in zip(predictions, references, strict=True)]
 
 
 def accuracy_by_group(correct: Sequence[bool | None] | NDArray[np.bool_], groups: Sequence[str]) -> dict[str, float]:
-    """The accuracy of each group, in the order in which they come; None counts as not asked.
+    """Return the accuracy of each group in order of first occurrence; None is not counted.
 
     >>> accuracy_by_group([True, False, True, None], ["verbs", "verbs", "nouns", "nouns"])
     {'verbs': 0.5, 'nouns': 1.0}
     """
     check_same_length(correct, groups)
-    found: dict[str, list[bool]] = {}
+    by_group: dict[str, list[bool]] = {}
     for hit, group in zip(correct, groups, strict=True):
         if hit is not None:
-            found.setdefault(group, []).append(bool(hit))
-    return {group: statistics.fmean(values) for group, values in found.items()}
+            by_group.setdefault(group, []).append(bool(hit))
+    return {group: statistics.fmean(values) for group, values in by_group.items()}
 
 
 def retrieval_scores(vectors_a: ArrayLike, vectors_b: ArrayLike) -> dict[str, float]:
-    """How often the vector of B that is nearest (by cosine) to vector i of A is B's i-th, and the other way round.
+    """Return precision at 1 and mean reciprocal rank of retrieving B's vector i for A's vector i, and in reverse.
 
-    `mrr` is the mean of 1 / the rank of the right one. Whatever is just as near as the right one stands before it.
+    Vectors are ranked by cosine similarity. Ties rank before the right vector.
     """
     return scores_from_ranks(*retrieval_ranks(vectors_a, vectors_b))
 
 
 def retrieval_ranks(vectors_a: ArrayLike, vectors_b: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(N,) twice, from 1: the rank of B's i-th vector among those near A's i-th, and the other way round."""
+    """Two (N,) arrays of ranks from 1: of B's vector i for the query A i, and of A's vector i for the query B i."""
     a_ND, b_ND = _normalize_rows(vectors_a), _normalize_rows(vectors_b)
     check_same_length(a_ND, b_ND)
     return _diagonal_ranks(a_ND, b_ND), _diagonal_ranks(b_ND, a_ND)
 
 
 def scores_from_ranks(forward_N: NDArray[np.int64], backward_N: NDArray[np.int64]) -> dict[str, float]:
-    """What `retrieval_scores` says, from the ranks."""
+    """Return `retrieval_scores` from the ranks."""
     both_N = np.concatenate([forward_N, backward_N])
     ranks = {"": both_N, "_forward": forward_N, "_backward": backward_N}
-    first = {f"precision_at_1{way}": float(np.mean(rank_N == 1)) for way, rank_N in ranks.items()}
-    return first | {f"mrr{way}": float(np.mean(1 / rank_N)) for way, rank_N in ranks.items()}
+    precision = {f"precision_at_1{suffix}": float(np.mean(rank_N == 1)) for suffix, rank_N in ranks.items()}
+    return precision | {f"mrr{suffix}": float(np.mean(1 / rank_N)) for suffix, rank_N in ranks.items()}
 
 
 def _normalize_rows(vectors: ArrayLike) -> NDArray[np.float64]:
-    """Vectors of length 1; a vector of zeros points nowhere (nan), so it is found last."""
+    """Scale rows to length 1; a zero vector becomes NaN, which ranks last."""
     vector_ND = np.asarray(vectors, dtype=np.float64)
     assert vector_ND.ndim == 2, "one vector for each text"
     with np.errstate(invalid="ignore"):
@@ -78,31 +80,31 @@ def _normalize_rows(vectors: ArrayLike) -> NDArray[np.float64]:
 
 
 def _diagonal_ranks(query_ND: NDArray[np.float64], key_ND: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The rank, from 1, of key i for query i; block by block, so that no (N, N) array is held."""
+    """(N,) rank, from 1, of key i for query i; computed in blocks to avoid an (N, N) array."""
     ranks = []
     for start in range(0, len(query_ND), RANK_BLOCK_ROWS):
-        near_MN = query_ND[start : start + RANK_BLOCK_ROWS] @ key_ND.T
-        row_M = np.arange(len(near_MN))
-        right_M = near_MN[row_M, start + row_M]
-        ranks.append(len(key_ND) - (near_MN < right_M[:, None]).sum(1))
+        similarity_MN = query_ND[start : start + RANK_BLOCK_ROWS] @ key_ND.T
+        row_M = np.arange(len(similarity_MN))
+        right_M = similarity_MN[row_M, start + row_M]
+        ranks.append(len(key_ND) - (similarity_MN < right_M[:, None]).sum(1))
     return np.concatenate(ranks)
 
 
 def best_threshold(scores: ArrayLike, is_same: Sequence[bool]) -> float:
-    """The threshold on similarity that best tells `is_same` from different: same means at or above it.
+    """Return the similarity threshold with the highest accuracy: pairs at or above it count as the same.
 
-    It lies midway between two scores, and is the lowest of equally good ones.
+    It is midway between two scores, and the lowest of several equally good ones.
     """
     score_N, same_N = np.asarray(scores, dtype=np.float64), np.asarray(is_same, dtype=bool)
     check_same_length(score_N, same_N)
     if not np.isfinite(score_N).all():
-        raise UserError("Some similarity is not a number: there is no best threshold.")
+        raise UserError("A similarity is NaN or Inf: there is no best threshold.")
     order = np.argsort(score_N, kind="stable")
     score_N, same_N = score_N[order], same_N[order]
-    # right[k]: how many are right if the k lowest are called different.
-    right = np.concatenate([[0], np.cumsum(~same_N)]) + same_N.sum() - np.concatenate([[0], np.cumsum(same_N)])
+    # num_correct[k]: correct pairs if the k lowest scores count as different
+    num_correct = np.concatenate([[0], np.cumsum(~same_N)]) + same_N.sum() - np.concatenate([[0], np.cumsum(same_N)])
     possible = np.concatenate([[True], score_N[1:] > score_N[:-1], [True]])
-    k = int(np.argmax(np.where(possible, right, -1)))
+    k = int(np.argmax(np.where(possible, num_correct, -1)))
     if k == 0:
         return float(score_N[0])
     if k == len(score_N):
@@ -115,7 +117,7 @@ def best_threshold(scores: ArrayLike, is_same: Sequence[bool]) -> float:
 def threshold_accuracy(
     train_scores: ArrayLike, train_is_same: Sequence[bool], scores: ArrayLike, is_same: Sequence[bool]
 ) -> tuple[float, float]:
-    """The accuracy on one set of the threshold that is best on another (train), and that threshold."""
+    """Return the accuracy of the threshold that is best on the training set, and that threshold."""
     threshold = best_threshold(train_scores, train_is_same)
     score_N = np.asarray(scores, dtype=np.float64)
     check_same_length(score_N, is_same)

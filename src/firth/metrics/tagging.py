@@ -1,7 +1,7 @@
-"""How well stretches of words were found, from 0 to 1: a stretch is right if its ends and its type are.
+"""Entity metrics of tagging, from 0 to 1: an entity is correct if its start, its end and its type are.
 
-Tags are read as conlleval reads them, which forgives every mistake in the order of tags, so that one reader serves
-IOB1, IOB2 (BIO), BIOES and BILOU. A prediction and a reference are the tags of one sentence.
+Entities are decoded as by conlleval, the script of the CoNLL-2000 and 2003 tasks. It accepts any order of tags, so one
+decoder serves IOB1, IOB2 (BIO), BIOES and BILOU. A prediction and a reference are the tags of one sentence.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from firth.core.errors import UserError
 from firth.metrics.classification import ClassMetrics, check_same_length
 
 TagSequence = Sequence[str]
-# Begin, Inside, End, Single; Last and Unit are BILOU's words for End and Single.
+# Begin, Inside, End, Single; BILOU names the last two Last and Unit.
 CHUNK_TAG_PATTERN = re.compile(r"O|([BIESLU])(?:-(.+))?", re.DOTALL)
 BILOU_TO_BIOES = {"L": "E", "U": "S"}
 
 
 class EntitySpan(NamedTuple):
-    """Words `start` to `end` (not included) of a sentence, and what they are."""
+    """Words [start, end) of a sentence, and their entity type."""
 
     type: str
     start: int
@@ -31,48 +31,50 @@ class EntitySpan(NamedTuple):
 def entity_f1(
     predictions: Sequence[TagSequence], references: Sequence[TagSequence], exclude: Collection[str] = ()
 ) -> float:
-    """F1 over all stretches; `exclude` leaves out types, as CoNLL-2005 does with the verb of semantic roles."""
+    """Return micro F1 of the entities; `exclude` lists ignored types, such as V in CoNLL-2005's semantic roles."""
     return _entity_metrics(predictions, references, exclude).f1
 
 
 def entity_precision(
     predictions: Sequence[TagSequence], references: Sequence[TagSequence], exclude: Collection[str] = ()
 ) -> float:
-    """The share of the stretches predicted that are right."""
+    """Return the share of predicted entities that are correct."""
     return _entity_metrics(predictions, references, exclude).precision
 
 
 def entity_recall(
     predictions: Sequence[TagSequence], references: Sequence[TagSequence], exclude: Collection[str] = ()
 ) -> float:
-    """The share of the true stretches that were found."""
+    """Return the share of true entities that were predicted."""
     return _entity_metrics(predictions, references, exclude).recall
 
 
 def tag_accuracy(predictions: Sequence[TagSequence], references: Sequence[TagSequence]) -> float:
-    """The share of words whose tag is right."""
+    """Return the share of words with the correct tag."""
     _check_tag_lengths(predictions, references)
-    pairs = [
+    correct = [
         p == r for tags, true in zip(predictions, references, strict=True) for p, r in zip(tags, true, strict=True)
     ]
-    if not pairs:
+    if not correct:
         raise UserError("There is nothing to score: no sentence has a word.")
-    return sum(pairs) / len(pairs)
+    return sum(correct) / len(correct)
 
 
 def per_type_metrics(predictions: Sequence[TagSequence], references: Sequence[TagSequence]) -> dict[str, ClassMetrics]:
-    """A row for every type of stretch that occurs among the predictions or the references, sorted."""
-    right, guessed, true = _count_entities_by_type(predictions, references)
-    return {name: ClassMetrics.from_counts(right[name], guessed[name], true[name]) for name in sorted(guessed | true)}
+    """Return the metrics of every entity type that occurs in predictions or references, sorted."""
+    correct, predicted, true = _count_entities_by_type(predictions, references)
+    return {
+        name: ClassMetrics.from_counts(correct[name], predicted[name], true[name]) for name in sorted(predicted | true)
+    }
 
 
 def are_span_tags(references: Sequence[TagSequence]) -> bool:
-    """Whether tags mark stretches (O, B-PER ...) rather than single words (NOUN, VERB ...)."""
+    """Whether tags mark spans (O, B-PER ...) rather than single words (NOUN, VERB ...)."""
     return all(CHUNK_TAG_PATTERN.fullmatch(tag) for tag in {tag for tags in references for tag in tags})
 
 
 def find_stray_tags(references: Sequence[TagSequence]) -> list[str]:
-    """The few tags that mark no stretches, where most others do: a slip, for which no stretch would be scored.
+    """Return the tags that mark no span, if most other tags do: a likely typo, which would disable entity metrics.
 
     >>> find_stray_tags([["B-PER", "I-PER", "O", "X"]]), find_stray_tags([["B-PER", "O"]])
     (['X'], [])
@@ -80,52 +82,52 @@ def find_stray_tags(references: Sequence[TagSequence]) -> list[str]:
     []
     """
     tags = {tag for tags in references for tag in tags}
-    odd = sorted(tag for tag in tags if not CHUNK_TAG_PATTERN.fullmatch(tag))
-    return odd if 2 * len(odd) < len(tags) else []
+    stray = sorted(tag for tag in tags if not CHUNK_TAG_PATTERN.fullmatch(tag))
+    return stray if 2 * len(stray) < len(tags) else []
 
 
 def extract_entity_spans(tags: TagSequence) -> list[EntitySpan]:
-    """The stretches of one sentence.
+    """Return the entities of one sentence.
 
-    A stretch starts at B and S, at a new type, and at any tag after O, E or S; it lasts until O or the next start.
+    An entity starts at B and S, at a new type, and at any tag after O, E or S; it ends before O or the next start.
 
     >>> [tuple(span) for span in extract_entity_spans(["B-PER", "I-PER", "O", "I-LOC", "B-LOC"])]
     [('PER', 0, 2), ('LOC', 3, 4), ('LOC', 4, 5)]
     """
-    found: list[EntitySpan] = []
-    before, open_type = "O", ""
+    spans: list[EntitySpan] = []
+    last_prefix, last_type = "O", ""
     for i, tag in enumerate(tags):
-        place, name = _split_tag(tag)
-        if place == "O":
+        prefix, entity_type = _split_tag(tag)
+        if prefix == "O":
             pass
-        elif place in "BS" or before in "OES" or name != open_type:
-            found.append(EntitySpan(name, i, i + 1))
+        elif prefix in "BS" or last_prefix in "OES" or entity_type != last_type:
+            spans.append(EntitySpan(entity_type, i, i + 1))
         else:
-            found[-1] = found[-1]._replace(end=i + 1)
-        before, open_type = place, name
-    return found
+            spans[-1] = spans[-1]._replace(end=i + 1)
+        last_prefix, last_type = prefix, entity_type
+    return spans
 
 
 def _split_tag(tag: str) -> tuple[str, str]:
-    """A tag's place in its stretch, and its type; a tag without a type has the type '_'."""
+    """Return a tag's BIOES prefix and its type; a tag without a type has the type '_'."""
     match = CHUNK_TAG_PATTERN.fullmatch(tag)
     if not match:
-        raise UserError(f"The tag {tag!r} marks no stretch of words. Use O and tags such as B-PER, I-PER (or E-, S-).")
-    place, name = match.groups()
-    return (BILOU_TO_BIOES.get(place, place), name or "_") if place else ("O", "_")
+        raise UserError(f"The tag {tag!r} marks no span. Use O and tags such as B-PER, I-PER (or E-, S-).")
+    prefix, entity_type = match.groups()
+    return (BILOU_TO_BIOES.get(prefix, prefix), entity_type or "_") if prefix else ("O", "_")
 
 
 def _entity_metrics(
     predictions: Sequence[TagSequence], references: Sequence[TagSequence], exclude: Collection[str]
 ) -> ClassMetrics:
-    """One row over all types but those left out."""
+    """Return the metrics over all types except `exclude`."""
     return ClassMetrics.from_counts(*count_entities(predictions, references, exclude))
 
 
 def count_entities(
     predictions: Sequence[TagSequence], references: Sequence[TagSequence], exclude: Collection[str]
 ) -> list[int]:
-    """How many stretches are right, how many were predicted, how many are true; without types that are left out."""
+    """Return the numbers of correct, predicted and true entities, without the types in `exclude`."""
     return [
         sum(n for name, n in c.items() if name not in exclude) for c in _count_entities_by_type(predictions, references)
     ]
@@ -134,21 +136,21 @@ def count_entities(
 def _count_entities_by_type(
     predictions: Sequence[TagSequence], references: Sequence[TagSequence]
 ) -> tuple[Counter[str], Counter[str], Counter[str]]:
-    """By type: how many stretches are right, how many were predicted, how many are true."""
+    """Return the numbers of correct, predicted and true entities by type."""
     _check_tag_lengths(predictions, references)
-    right: Counter[str] = Counter()
-    guessed: Counter[str] = Counter()
+    correct: Counter[str] = Counter()
+    predicted: Counter[str] = Counter()
     true: Counter[str] = Counter()
     for predicted_tags, true_tags in zip(predictions, references, strict=True):
-        predicted, wanted = set(extract_entity_spans(predicted_tags)), set(extract_entity_spans(true_tags))
-        right.update(chunk.type for chunk in predicted & wanted)
-        guessed.update(chunk.type for chunk in predicted)
-        true.update(chunk.type for chunk in wanted)
-    return right, guessed, true
+        predicted_spans, true_spans = set(extract_entity_spans(predicted_tags)), set(extract_entity_spans(true_tags))
+        correct.update(span.type for span in predicted_spans & true_spans)
+        predicted.update(span.type for span in predicted_spans)
+        true.update(span.type for span in true_spans)
+    return correct, predicted, true
 
 
 def _check_tag_lengths(predictions: Sequence[TagSequence], references: Sequence[TagSequence]) -> None:
-    """Every sentence, and every word in it, has a prediction and a reference."""
+    """Raise a UserError unless every sentence has as many predicted tags as words."""
     check_same_length(predictions, references)
     for i, (predicted, true) in enumerate(zip(predictions, references, strict=True)):
         if len(predicted) != len(true):

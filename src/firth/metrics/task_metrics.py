@@ -1,7 +1,7 @@
-"""Every metric of a task by its name.
+"""The metrics of each task by name.
 
-All go from 0 to 1, correlations and `mcc` from -1 to 1, but BLEU, chrF and ROUGE, which go from 0 to 100 as they are
-always printed, and `perplexity` and `bits_per_byte`, of which less is better. nan means that nothing can be said.
+Metrics are from 0 to 1; correlations and `mcc` are from -1 to 1; BLEU, chrF and ROUGE are from 0 to 100, as usual.
+`perplexity` and `bits_per_byte` are better when lower. NaN means undefined.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ MetricScores = dict[str, float]
 
 
 def compute_metrics(task: str, predictions: Sequence[Any], references: Sequence[Any]) -> MetricScores:
-    """Every metric of a task by its name; the first stands for the rest. `TASK_METRIC_FNS` says what each task takes."""
+    """Return the metrics of a task by name, the main one first. The functions of `TASK_METRIC_FNS` document inputs."""
     if task not in TASK_METRIC_FNS:
         raise UserError(f"Unknown task {task!r}. {did_you_mean(task, TASK_METRIC_FNS)}")
     return TASK_METRIC_FNS[task](predictions, references)
 
 
 def _classification_metrics(predictions: Sequence[str], references: Sequence[str]) -> MetricScores:
-    """Labels. If there are two, also the F1 of the one that is last in sorted order: "1" of "0" and "1"."""
+    """Labels. Two classes also have F1 of the last one in sorted order: "1" of "0" and "1"."""
     scores = {
         "accuracy": accuracy(predictions, references),
         "macro_f1": macro_f1(predictions, references),
         "mcc": mcc(predictions, references),
     }
-    two = len(set(references)) == 2
-    return scores | ({"f1": f1(predictions, references, positive_label=max(references))} if two else {})
+    if len(set(references)) == 2:
+        scores["f1"] = f1(predictions, references, positive_label=max(references))
+    return scores
 
 
 def _relation_metrics(predictions: Sequence[str], references: Sequence[str]) -> MetricScores:
-    """Labels, of which "no_relation" is not counted as found (TACRED)."""
+    """Labels; F1 excludes "no_relation", as in TACRED."""
     return {
         "f1": micro_f1(predictions, references, exclude={"no_relation"}),
         "accuracy": accuracy(predictions, references),
@@ -57,30 +58,30 @@ def _regression_metrics(predictions: Sequence[float], references: Sequence[float
 
 
 def _choice_metrics(predictions: Sequence[int], references: Sequence[int]) -> MetricScores:
-    """The number of the choice."""
+    """Indices of the choices."""
     return {"accuracy": accuracy(predictions, references)}
 
 
 def _tagging_metrics(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> MetricScores:
-    """The tags of each sentence. Parts of speech and the like, which mark no stretches, have accuracy only."""
-    right = {"accuracy": tag_accuracy(predictions, references)}
+    """The tags of each sentence. Tags that mark no spans, such as parts of speech, have accuracy only."""
+    word_metrics = {"accuracy": tag_accuracy(predictions, references)}
     if not are_span_tags(references):
-        return right
+        return word_metrics
     return {
         "entity_f1": entity_f1(predictions, references),
         "entity_precision": entity_precision(predictions, references),
         "entity_recall": entity_recall(predictions, references),
-    } | right
+    } | word_metrics
 
 
 def _qa_metrics(predictions: Sequence[str], references: Sequence[Sequence[Any]]) -> MetricScores:
-    """An answer, "" for none; the right answers, none at all for a question without one."""
+    """An answer, "" for unanswerable; the right answers, empty for an unanswerable question."""
     exact, f1_each = squad_per_question(predictions, references)
     return {"f1": float(f1_each.mean()), "exact_match": float(exact.mean())}
 
 
 def _text_metrics(predictions: Sequence[str], references: Sequence[str | Sequence[str]]) -> MetricScores:
-    """A text; the right text, or several. Answers to questions are matched as SQuAD and closed-book tests do it."""
+    """A text; one or several right texts. `answer_match` is exact match after SQuAD's normalization."""
     return {
         "chrf": chrf(predictions, references),
         "bleu": bleu(predictions, references),
@@ -91,13 +92,13 @@ def _text_metrics(predictions: Sequence[str], references: Sequence[str | Sequenc
 
 
 def _likelihood_metrics(predictions: Sequence[float], references: Sequence[tuple[int, int]]) -> MetricScores:
-    """The sum of -ln p of each text; its (tokens scored, bytes)."""
+    """The sum of -ln p of each text; its numbers of scored tokens and of bytes."""
     nats, tokens, num_bytes = _sum_likelihoods(predictions, references)
     return {"perplexity": perplexity(nats, tokens), "bits_per_byte": bits_per_byte(nats, num_bytes)}
 
 
 def _pseudo_likelihood_metrics(predictions: Sequence[float], references: Sequence[tuple[int, int]]) -> MetricScores:
-    """As `_likelihood_metrics`, of tokens that saw both sides: no code could be so short, so there are no bits."""
+    """As `_likelihood_metrics`. Bidirectional context gives no valid code length, so there are no bits per byte."""
     nats, tokens, _ = _sum_likelihoods(predictions, references)
     return {"pseudo_perplexity": perplexity(nats, tokens)}
 
@@ -108,17 +109,17 @@ def _sum_likelihoods(predictions: Sequence[float], references: Sequence[tuple[in
 
 
 def _embedding_metrics(predictions: Sequence[Any], references: Sequence[float | None]) -> MetricScores:
-    """The similarity of each pair of texts and the true one; or, without a truth (None), a vector for each text."""
+    """Predicted and true similarity of each pair; or, if the truth is None, a pair of vectors for retrieval."""
     check_same_length(predictions, references)
-    known = [true for true in references if true is not None]
-    if len(known) == len(references):
-        return {"spearman": spearman(predictions, known), "pearson": pearson(predictions, known)}
+    scores = [score for score in references if score is not None]
+    if len(scores) == len(references):
+        return {"spearman": spearman(predictions, scores), "pearson": pearson(predictions, scores)}
     vectors_a, vectors_b = zip(*predictions, strict=True)
     return retrieval_scores(np.stack(vectors_a), np.stack(vectors_b))
 
 
 def _minimal_pair_metrics(predictions: Sequence[tuple[float, float]], references: Sequence[str]) -> MetricScores:
-    """The scores of the good and of the bad sentence; the group of the pair."""
+    """The scores of the good and the bad sentence; the group of the pair."""
     hits = minimal_pair_correct(predictions)
     groups = accuracy_by_group(hits, references)
     return {"accuracy": float(hits.mean()), "group_accuracy": statistics.fmean(groups.values())}
@@ -130,13 +131,13 @@ def _cloze_metrics(predictions: Sequence[str], references: Sequence[str | Sequen
 
 
 def _word_similarity_metrics(predictions: Sequence[float | None], references: Sequence[float]) -> MetricScores:
-    """The similarity of two words, None if one is not known; what people said."""
+    """The similarity of two words, None if one is unknown; the human score."""
     correlation, known = word_similarity_correlation(predictions, references)
     return {"spearman": correlation, "known": known}
 
 
 def _analogy_metrics(predictions: Sequence[str | None], references: Sequence[tuple[str, str]]) -> MetricScores:
-    """The fourth word, None if a word is not known; the right one and its section. Accuracy is over those known."""
+    """The fourth word, None if a word is unknown; the right word and its section. Accuracy ignores None."""
     check_same_length(predictions, references)
     words, sections = zip(*references, strict=True)
     hits = analogy_correct(predictions, words)

@@ -1,8 +1,7 @@
-"""How near a written text is to the one that was wanted, and how well a model foresees text.
+"""Metrics of generated text (BLEU, chrF, ROUGE, exact match) and of likelihood (perplexity, bits per byte).
 
-`bleu`, `chrf` and `rouge` go from 0 to 100, as they are always printed; `exact_match` from 0 to 1.
-A reference is one text, or a list of texts that are equally right.
-The libraries are slow to import, so the functions that need them import them themselves.
+`bleu`, `chrf` and `rouge` are from 0 to 100, as usual; `exact_match` is from 0 to 1. A reference is one text or a list
+of equally right texts. sacrebleu and rouge-score are imported on use, since they are slow to import.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Reference = str | Sequence[str]
 
 
 def as_reference_lists(predictions: Sequence[str], references: Sequence[Reference]) -> list[list[str]]:
-    """For each prediction, the texts that are right; checked."""
+    """Return the list of references of each prediction, after checking the lengths."""
     check_same_length(predictions, references)
     choices = [[reference] if isinstance(reference, str) else list(reference) for reference in references]
     for i, texts in enumerate(choices):
@@ -29,7 +28,7 @@ def as_reference_lists(predictions: Sequence[str], references: Sequence[Referenc
 
 
 def _transpose_references(reference_lists: Sequence[Sequence[str]]) -> list[list[str | None]]:
-    """The first reference of every example, then the second ... as sacrebleu wants them; None where there is none.
+    """Return the first reference of every example, then the second ..., padded with None, as sacrebleu takes them.
 
     >>> _transpose_references([["a", "b"], ["c"]])
     [['a', 'c'], ['b', None]]
@@ -40,9 +39,9 @@ def _transpose_references(reference_lists: Sequence[Sequence[str]]) -> list[list
 def exact_match(
     predictions: Sequence[str], references: Sequence[Reference], normalize_fn: Callable[[str], str] = str.strip
 ) -> float:
-    """The share of predictions that equal a reference, once both are normalised: here, without white space at the ends.
+    """Return the share of predictions that equal a reference after normalization. Default: strip whitespace.
 
-    `normalise_squad` and `normalise_trivia` are what those two benchmarks do.
+    `normalise_squad` and `normalise_trivia` are the normalizations of these benchmarks.
     """
     choices = as_reference_lists(predictions, references)
     pairs = zip(predictions, choices, strict=True)
@@ -51,7 +50,7 @@ def exact_match(
 
 
 def bleu(predictions: Sequence[str], references: Sequence[Reference]) -> float:
-    """BLEU of the whole corpus by sacrebleu, with its default tokenisation (13a) and smoothing."""
+    """Return corpus BLEU by sacrebleu, with its default tokenization (13a) and smoothing."""
     from sacrebleu import corpus_bleu
 
     streams: Any = _transpose_references(as_reference_lists(predictions, references))
@@ -59,7 +58,7 @@ def bleu(predictions: Sequence[str], references: Sequence[Reference]) -> float:
 
 
 def chrf(predictions: Sequence[str], references: Sequence[Reference]) -> float:
-    """chrF2 of the whole corpus by sacrebleu: shared character n-grams, so it needs no words and suits any language."""
+    """Return corpus chrF2 by sacrebleu: an F-score of character n-grams, which suits any script."""
     from sacrebleu import corpus_chrf
 
     streams: Any = _transpose_references(as_reference_lists(predictions, references))
@@ -67,10 +66,10 @@ def chrf(predictions: Sequence[str], references: Sequence[Reference]) -> float:
 
 
 def rouge(predictions: Sequence[str], references: Sequence[Reference]) -> dict[str, float]:
-    """The mean F-measure of shared words (1), word pairs (2) and the longest common subsequence (l), without stemming.
+    """Return the mean F-measure of shared words (1), bigrams (2) and the longest common subsequence (l), unstemmed.
 
-    Of several references, the best counts, for each measure by itself.
-    rouge-score sees only the letters a to z and digits: for other scripts use `chrf`.
+    Of several references, the best one counts, for each measure separately. rouge-score ignores all characters except
+    a to z and digits: use `chrf` for other scripts.
     """
     from rouge_score.rouge_scorer import RougeScorer
 
@@ -78,13 +77,13 @@ def rouge(predictions: Sequence[str], references: Sequence[Reference]) -> dict[s
     scorer = RougeScorer([*names])
     pairs = zip(predictions, as_reference_lists(predictions, references), strict=True)
     scores = [scorer.score_multi(texts, prediction) for prediction, texts in pairs]
-    return {ours: 100 * sum(s[theirs].fmeasure for s in scores) / len(scores) for theirs, ours in names.items()}
+    return {name: 100 * sum(s[key].fmeasure for s in scores) / len(scores) for key, name in names.items()}
 
 
 def perplexity(nats: float, tokens: int) -> float:
-    """Among how many tokens, equally likely, the model might as well have guessed each time.
+    """Return exp(nats / tokens): the number of equally likely tokens with the same uncertainty.
 
-    `nats` is the sum of -ln p over all `tokens`. It can only be compared between models with the same tokenizer.
+    `nats` is the sum of -ln p over all `tokens`. Perplexities are comparable only for the same tokenizer.
     """
     assert tokens > 0, "no token was scored"
     try:
@@ -94,6 +93,6 @@ def perplexity(nats: float, tokens: int) -> float:
 
 
 def bits_per_byte(nats: float, num_bytes: int) -> float:
-    """The bits that the model would need for one byte of UTF-8; it can be compared between tokenizers."""
+    """Return the code length in bits per byte of UTF-8, which is comparable between tokenizers."""
     assert num_bytes > 0, "no text was scored"
     return nats / math.log(2) / num_bytes

@@ -1,4 +1,4 @@
-"""Functions that return a recipe."""
+"""Default recipes: functions that return the settings of a training run for a model."""
 
 from firth.recipes.finetuning import finetuning_defaults, named_finetuning_defaults
 from firth.recipes.pretraining import (

@@ -1,4 +1,4 @@
-"""Default recipes: what to start from for a model of this family and size."""
+"""Default pretraining recipes by model family and size: objective, tokenizer, optimizer, learning rate."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ FAMILY_TOKENIZERS = {
     "elmo": "char",
     "bilstm": "word",
 }
-MAX_WORDS_BY_KIND = {"word": 30000, "char": 2**20}  # how many there are at most, by the kind of tokenizer
+MAX_WORDS_BY_KIND = {"word": 30000, "char": 2**20}  # vocabulary sizes of tokenizers with one token per word
 DEFAULT_OBJECTIVES = {"encoder": "mlm", "decoder": "clm", "encoder-decoder": "span-corruption"}
-FAMILY_OBJECTIVES = {  # of families that were published with another one than their shape suggests
+FAMILY_OBJECTIVES = {  # families published with another objective than their architecture's default
     "spanbert": "span",
     "albert": "sop",
     "electra": "rtd",
@@ -42,22 +42,22 @@ FAMILY_OBJECTIVES = {  # of families that were published with another one than t
 
 
 def pretraining_recipe(model: ModelConfig, **fields: Any) -> Recipe:
-    """A recipe for this model; `fields` are set on top."""
+    """Return the default recipe for a model, with `fields` set on top."""
     objective = OBJECTIVES[default_objective(model)]
     optim = fields.get("optim") or default_optimizer(model, fields.get("parallel", "none"))
     model = replace(model, extras=model.extras or default_extras(model))
-    usual = {
+    defaults = {
         "optim": optim,
         "learning_rate": default_learning_rate(model, optim),
         "weight_decay": default_weight_decay(optim),
         **default_row_fields(model),
     }
-    recipe = complete_recipe(Recipe(**{"model": model, "objective": objective} | usual | fields))
+    recipe = complete_recipe(Recipe(**{"model": model, "objective": objective} | defaults | fields))
     return recipe if "warm_start" in fields else replace(recipe, warm_start=default_warm_start(recipe))
 
 
 def update_recipe(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """The recipe with these fields; rate and decay, unless they are named, are those of the model as they make it."""
+    """Apply changes to a recipe; optimizer, learning rate, weight decay and warm start follow unless they are set."""
     new = apply_overrides(recipe, changes)
     if "optim" not in changes:
         new = replace(new, optim="adamw" if new.teacher else default_optimizer(new.model, new.parallel))
@@ -71,28 +71,29 @@ def update_recipe(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
 
 
 def default_warm_start(recipe: Recipe) -> Literal["none", "ppmi"]:
-    """Those that know which tokens keep company: with these every shape learns sooner (docs/results.md).
+    """Return how the token embeddings are initialized: "ppmi" factorizes the co-occurrences of tokens in the text.
 
-    Not where a model begins with what another has learned, or reads a mix of texts; for LSTMs it was not tried.
+    It speeds up the training of every architecture (docs/results.md). It is off with a checkpoint, a teacher or a data
+    mix, and for LSTMs, where it is not tested.
     """
-    known = recipe.checkpoint or recipe.teacher or recipe.sources
-    return "none" if known or recipe.model.recurrent is not None else "ppmi"
+    has_other_init = recipe.checkpoint or recipe.teacher or recipe.sources
+    return "none" if has_other_init or recipe.model.recurrent is not None else "ppmi"
 
 
 def continued_defaults(model: ModelConfig) -> dict[str, Any]:
-    """How a model goes on that has learned already."""
+    """Return the optimizer and learning rate for continued pretraining."""
     return {"optim": "adamw", "learning_rate": scale_rate_to_width(1e-3, model, 0.75)}
 
 
 def default_row_fields(model: ModelConfig) -> dict[str, Any]:
-    """How a family that remembers reads: rows that go on from step to step, in AWD-LSTM as long as it learns back."""
+    """Return the data order of recurrent families: contiguous streams; AWD-LSTM's rows have the length of its BPTT."""
     if isinstance(model.recurrent, AWDLSTMConfig):
         return {"order": "stream", "max_seq_length": model.recurrent.bptt}
     return {"order": "stream"} if isinstance(model.recurrent, ELMoConfig) else {}
 
 
 def default_extras(model: ModelConfig) -> tuple[Extra, ...]:
-    """What the family was pretrained with beside its body, where that is more than an objective asks for."""
+    """Return modules beside the backbone that the family was pretrained with, beyond those of its objective."""
     if model.family == "deberta-v3":
         return (GeneratorConfig(disentangle_embeddings=True),)
     if model.family in ("deberta", "deberta-v2") and isinstance(model.position, Disentangled):
@@ -101,27 +102,29 @@ def default_extras(model: ModelConfig) -> tuple[Extra, ...]:
 
 
 def complete_recipe(recipe: Recipe) -> Recipe:
-    """The recipe with what its objective needs beside the model's body, and nothing that it would not train.
+    """Return the recipe with exactly the modules that its objective trains beside the backbone.
 
-    The model also learns from it how a text is framed.
+    The objective also decides whether an encoder-decoder's texts start with BOS.
     """
     model, needed = recipe.model, recipe.objective.extras
     if isinstance(recipe.objective, MLM) and not needed and model.get_extra("decoder") is not None:
         needed = ("decoder",)
-    if isinstance(model.head, DiscriminatorHead):  # a published ELECTRA, whose generator is elsewhere
+    if isinstance(
+        model.head, DiscriminatorHead
+    ):  # a published ELECTRA discriminator, which comes without its generator
         model = replace(model, head=LMHead(transform=True, bias=True))
-    kept = tuple(found for name in needed if (found := model.get_extra(name)) is not None)
-    framed = model.architecture == "encoder-decoder" and recipe.objective.adds_bos
-    return replace(recipe, model=with_extras(replace(model, extras=kept, adds_bos=framed), needed))
+    extras = tuple(extra for name in needed if (extra := model.get_extra(name)) is not None)
+    adds_bos = model.architecture == "encoder-decoder" and recipe.objective.adds_bos
+    return replace(recipe, model=with_extras(replace(model, extras=extras, adds_bos=adds_bos), needed))
 
 
 def default_objective(model: ModelConfig) -> str:
-    """The name of the objective that the family was published with."""
+    """Return the name of the objective that the family was published with."""
     return FAMILY_OBJECTIVES.get(model.family, DEFAULT_OBJECTIVES[model.architecture])
 
 
 def tokenizer_kind(model: ModelConfig, objective: Objective) -> str:
-    """The kind of tokenizer to train for a model: one with sentinels where they are needed, else the family's."""
+    """Return the kind of tokenizer for a model: unigram if the objective needs sentinels, otherwise the family's."""
     if needs_sentinels(objective):
         return "unigram"
     return FAMILY_TOKENIZERS.get(model.family, DEFAULT_TOKENIZERS[model.architecture])
@@ -134,10 +137,10 @@ def needs_sentinels(objective: Objective) -> bool:
 
 
 def default_optimizer(model: ModelConfig, parallel: str) -> Literal["adamw", "muon", "adafactor"]:
-    """Muon, which learns more than AdamW in the same time, by much where the norm comes first (docs/results.md).
+    """Return Muon, which reaches a lower loss than AdamW in the same time, above all with pre-norm (docs/results.md).
 
-    T5, whose first weights are of another size than those of others, was published with Adafactor, and learns best so.
-    Both need whole matrices, and so none of a model in parts; those of LSTMs were not tried.
+    T5's fan-in initialization works best with Adafactor, with which it was published. Both optimizers need whole
+    matrices, so FSDP uses AdamW. So do LSTMs, for which the others are not tested.
     """
     if model.recurrent is not None or parallel == "fsdp":
         return "adamw"
@@ -145,45 +148,44 @@ def default_optimizer(model: ModelConfig, parallel: str) -> Literal["adamw", "mu
 
 
 def default_learning_rate(model: ModelConfig, optim: str) -> float:
-    """The highest rate, found by experiment (docs/results.md): lower for wide models, and where the norm comes after.
+    """Return the peak learning rate, tuned by experiment (docs/results.md): lower for wide and for post-norm models.
 
-    With Muon, whose steps do not grow with a matrix, the width counts less: 8e-3 at 128 and 3.3e-3 at 768 where the
-    norm comes first; where it comes after, 4e-3 and 1e-3.
+    Muon's updates have a fixed norm per matrix, so its rate depends less on width (power 0.5 with pre-norm).
     """
     if model.recurrent is not None:
         return 4e-3 if isinstance(model.recurrent, AWDLSTMConfig) else 2e-3
     if optim == "adafactor":
         return 1e-2
     if optim == "muon":
-        highest, power = (8e-3, 0.5) if model.norm_first else (4e-3, 0.75)
+        peak, power = (8e-3, 0.5) if model.norm_first else (4e-3, 0.75)
     else:
-        highest, power = {"encoder": 3e-3, "decoder": 2e-3, "encoder-decoder": 3e-3}[model.architecture], 0.75
-        highest = highest if model.norm_first else 1e-3
-    return scale_rate_to_width(highest, model, power)
+        peak, power = {"encoder": 3e-3, "decoder": 2e-3, "encoder-decoder": 3e-3}[model.architecture], 0.75
+        peak = peak if model.norm_first else 1e-3
+    return scale_rate_to_width(peak, model, power)
 
 
 def default_weight_decay(optim: str) -> float:
-    """How fast weights are drawn to zero, as a part of the rate.
+    """Return the weight decay, which is multiplied by the learning rate.
 
-    Muon's steps are all of one size, and so its weights grow for as long as nothing holds them, until a fine-tuning
-    hardly moves them any more (docs/results.md).
+    Muon's updates have a fixed norm, so without decay the weights keep growing, until fine-tuning hardly changes them
+    (docs/results.md).
     """
     return 0.2 if optim == "muon" else 0.01
 
 
 def scale_rate_to_width(peak: float, model: ModelConfig, power: float) -> float:
-    """A rate at a width of 128, as a wider model wants it."""
+    """Scale a learning rate from width 128 to the model's width: rate * (128 / width) ** power."""
     return float(f"{peak * (128 / max(model.dim, 128)) ** power:.1e}")
 
 
 def default_vocab_size(text_bytes: int, kind: str = "") -> int:
-    """How many tokens a text of this size can teach: 4,096 for a book, 32,768 for a gigabyte.
+    """Return a vocabulary size for a text of this size: 4,096 for a book, 32,768 for a gigabyte.
 
-    Of words there are as many as ULMFiT had; words that are read by their characters may be as many as they are.
+    Word tokenizers have ULMFiT's 30,000; character tokenizers, which embed any word, are practically unlimited.
     """
     if kind in MAX_WORDS_BY_KIND:
         return MAX_WORDS_BY_KIND[kind]
-    for size, below in ((4096, 4e6), (8192, 64e6), (16384, 512e6)):
-        if text_bytes < below:
+    for size, max_bytes in ((4096, 4e6), (8192, 64e6), (16384, 512e6)):
+        if text_bytes < max_bytes:
             return size
     return 32768

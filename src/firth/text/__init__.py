@@ -1,4 +1,4 @@
-"""What a person has: documents and labelled examples."""
+"""Text input: documents for pretraining and labelled examples for tasks."""
 
 from firth.text.corpus import CORPUS_OPTIONS, Corpus
 from firth.text.documents import AnswerSpan, Document, Example

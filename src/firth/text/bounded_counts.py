@@ -1,4 +1,8 @@
-"""Counts of whatever comes, in bounded memory: exact while there is room, then a fair sample."""
+"""Count keys in bounded memory: exactly while they fit, then with a uniform sample of the keys.
+
+The sample is chosen by a hash of the key, as in distinct sampling (Gibbons 2001): whether a key is in it does not
+depend on when or how often it occurs. So the sample estimates the number of distinct keys and their frequencies.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,11 @@ CountKeyT = TypeVar("CountKeyT", str, bytes)
 
 
 class BoundedCounts(Generic[CountKeyT]):
-    """How often each key came, for at most `max_keys` keys.
+    """Counts of at most `max_keys` keys.
 
-    When there are more, rare keys are forgotten, except for a sample: those whose checksum ends in `sample_level` zero bits,
-    a half of all keys, then a quarter and so on. A key of the sample was never forgotten, so its count is exact and
-    it stands for `2**level` keys. Frequent keys stay as well; a count of theirs is short by at most `max_undercount`.
+    When more keys arrive, rare keys are evicted, except for a sample: keys whose CRC-32 ends in `sample_level` zero
+    bits, first 1/2 of all keys, then 1/4, and so on. A sampled key is never evicted: its count is exact, and it
+    represents `2**sample_level` keys. Frequent keys stay as well, with an undercount of at most `max_undercount`.
 
     >>> counts = BoundedCounts(max_keys=100)
     >>> counts.add(["a", "b", "a"])
@@ -44,7 +48,7 @@ class BoundedCounts(Generic[CountKeyT]):
             self._evict_rare_keys()
 
     def _evict_rare_keys(self) -> None:
-        """Keep the sample, made smaller if it takes too much room, and the most frequent quarter of what has room."""
+        """Keep the `max_keys // 4` most frequent keys and the sample; halve the sample until all fit in 3/4."""
         ranked = sorted(self.counts.values(), reverse=True)
         frequent = ranked[self.max_keys // 4] + 1
         self.max_undercount += frequent - 1
@@ -59,29 +63,29 @@ class BoundedCounts(Generic[CountKeyT]):
         return crc32(data) % (1 << self.sample_level) == 0
 
     def num_distinct(self) -> int:
-        """How many different keys came: exact, or estimated from the sample."""
+        """Number of distinct keys: exact, or estimated from the sample."""
         if self.is_exact:
             return len(self.counts)
         return sum(map(self._is_sampled, self.counts)) << self.sample_level
 
     def frequency_spectrum(self) -> tuple[np.ndarray, np.ndarray]:
-        """Falling counts, and for how many keys each of them stands.
+        """Return descending counts, and the number of keys that each count represents.
 
-        A key stands for itself alone when it is so frequent that what was missed of it is little.
+        A key with a count far above `max_undercount` represents itself alone: its relative error is below 10%.
         """
-        sure = 1 + 10 * self.max_undercount
-        found = [(n, 1) for n in self.counts.values() if n >= sure]
+        reliable = 1 + 10 * self.max_undercount
+        weighted = [(n, 1) for n in self.counts.values() if n >= reliable]
         if not self.is_exact:
-            found += [
-                (n, 1 << self.sample_level) for key, n in self.counts.items() if n < sure and self._is_sampled(key)
+            weighted += [
+                (n, 1 << self.sample_level) for key, n in self.counts.items() if n < reliable and self._is_sampled(key)
             ]
-        ordered = np.array(sorted(found, reverse=True), dtype=np.int64).reshape(-1, 2)
+        ordered = np.array(sorted(weighted, reverse=True), dtype=np.int64).reshape(-1, 2)
         return ordered[:, 0], ordered[:, 1]
 
     def most_common(self, n: int) -> list[tuple[CountKeyT, int]]:
-        """The most frequent keys; of equal ones the first in order of the alphabet."""
+        """Return the `n` most frequent keys; ties are in alphabetical order."""
         if not self.counts:
             return []
-        ranked = np.fromiter(self.counts.values(), np.int64, len(self.counts))
-        least = np.partition(ranked, -n)[-n] if len(ranked) > n else 0
-        return sorted(((k, c) for k, c in self.counts.items() if c >= least), key=lambda kc: (-kc[1], kc[0]))[:n]
+        counts = np.fromiter(self.counts.values(), np.int64, len(self.counts))
+        min_count = np.partition(counts, -n)[-n] if len(counts) > n else 0
+        return sorted(((k, c) for k, c in self.counts.items() if c >= min_count), key=lambda kc: (-kc[1], kc[0]))[:n]

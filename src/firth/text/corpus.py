@@ -36,21 +36,14 @@ READABLE_EXTENSIONS = (".txt", *RECORD_READERS, ".parquet")
 READABLE_EXTENSIONS_TEXT = ", ".join(READABLE_EXTENSIONS)
 DOCUMENT_SPLIT_MODES = ("auto", "blank-line", "file")
 STDIN_PATH = "-"
-CORPUS_OPTIONS = (
-    "documents",
-    "columns",
-    "encoding",
-    *(f.name for f in fields(TextCleaner) if f.init),
-)  # arguments of Corpus
+CORPUS_OPTIONS = ("documents", "columns", "encoding", *(f.name for f in fields(TextCleaner) if f.init))
 TEXT_PAIR_COLUMNS = ("text_a", "text_b")
-MAX_WHOLE_FILE_CHARS = 2**20  # characters: a file in a folder up to this long is one document
-MAX_DOCUMENT_CHARS = (
-    MAX_WHOLE_FILE_CHARS  # characters, two novels: a longer document is cut, as what its tokens take must fit in memory
-)
+MAX_WHOLE_FILE_CHARS = 2**20  # characters; a shorter file in a folder is one document
+MAX_DOCUMENT_CHARS = MAX_WHOLE_FILE_CHARS  # characters, about two novels; a longer document is split to bound memory
 
 
 class CorpusFile(NamedTuple):
-    """One file, whether the user named it or it was found in a folder, and what it is called."""
+    """A file, whether the user named it (or a folder above it), and its name in messages."""
 
     path: Path
     is_user_named: bool
@@ -58,21 +51,22 @@ class CorpusFile(NamedTuple):
 
 
 class Corpus:
-    """The documents of some files, folders and datasets. Every iteration reads them again, never holding more than one.
+    """The documents of files, folders and datasets. Each iteration reads them again and holds one in memory.
 
-    `documents` says how a .txt file becomes documents. "blank-line": a blank line ends one. "file": the file is
-    one. "auto": a file that was named, or that is over 1 MiB, is split on blank lines; a smaller one in a folder
-    is one document. A .jsonl file has one document per line; .csv, .tsv and .parquet have one per row. Their text is
-    in the column `text` or the one that `columns={"text": "body"}` names. Beside or instead of it a column `words` may
-    list the words of the text, for languages written without spaces. Columns `text_a` and `text_b`, where there is no
-    `text` or where `columns` names them, are the two sides of a document. A document over 1 Mi characters is cut.
+    `documents` selects how a .txt file becomes documents. "blank-line" splits it on blank lines. "file" makes it one
+    document. "auto" splits a file that the user named or that is over 1 Mi characters; a smaller one in a folder is
+    one document. A .jsonl file has one document per line; .csv, .tsv and .parquet files have one per row.
 
-    The text is kept as it is, but for the byte order mark, Windows line ends, and the line ends after a document.
-    What `TextCleaner` may change or leave out, on request, are the further arguments: `normalize`, `min_words` and so on.
+    The text is in the column `text`, or as named by `columns={"text": "body"}`. A column `words` may list the words,
+    for languages written without spaces. Columns `text_a` and `text_b` make a text pair, if there is no `text` or
+    `columns` names them. A document over 1 Mi characters is split.
 
-    The path "-" is standard input, kept in a temporary file while it is needed: .jsonl if it begins with "{", or else
-    plain text. "hf:owner/name[:config][:split][#column]" is a dataset. "pydocs" is the built-in corpus (write
-    "./pydocs" for a folder of that name).
+    The text is unchanged, except for the byte order mark, Windows line ends, and the line ends after a document.
+    Further arguments are those of `TextCleaner`: `normalize`, `min_words` and so on.
+
+    The path "-" is standard input, which is spooled to a temporary file: .jsonl if it starts with "{", otherwise plain
+    text. "hf:owner/name[:config][:split][#column]" is a dataset. "pydocs" is the built-in corpus ("./pydocs" is a
+    folder of that name).
     """
 
     def __init__(
@@ -84,13 +78,15 @@ class Corpus:
         **cleaning: Any,
     ) -> None:
         if documents not in DOCUMENT_SPLIT_MODES:
-            raise UserError(f"documents: no way called {documents!r}. {did_you_mean(documents, DOCUMENT_SPLIT_MODES)}")
+            raise UserError(f"documents: unknown mode {documents!r}. {did_you_mean(documents, DOCUMENT_SPLIT_MODES)}")
         self.paths = [paths] if isinstance(paths, str | Path) else list(paths)
         self.documents = documents
         self.columns = resolve_columns(columns, ["text", "words", *TEXT_PAIR_COLUMNS])
-        self.user_columns = frozenset(columns or {})  # what the user named must be there
+        self.user_columns = frozenset(columns or {})  # these columns are required
         if "text" in self.user_columns and self.user_columns.intersection(TEXT_PAIR_COLUMNS):
-            raise UserError("--columns names both text and text_a or text_b. Name the text, or its two sides.")
+            raise UserError(
+                "--columns names both text and text_a or text_b. Name the text, or the two texts of a pair."
+            )
         self.encoding = check_encoding(encoding)
         self.cleaner = TextCleaner(**cleaning)
         self.has_pydocs = python_docs.PYDOCS_NAME in self.paths
@@ -106,24 +102,21 @@ class Corpus:
         if path != STDIN_PATH:
             return find_corpus_files(Path(path))
         if self.paths.count(STDIN_PATH) > 1:
-            raise UserError("Standard input (-) can be read once, and is named twice.")
+            raise UserError("Standard input (-) can be read only once, and is named twice.")
         self.stdin_folder = TemporaryDirectory(prefix="firth-stdin-")  # removed with this corpus
-        return [
-            CorpusFile(
-                spool_stream(sys.stdin.buffer, Path(self.stdin_folder.name)), is_user_named=True, display_name="stdin"
-            )
-        ]
+        spooled = spool_stream(sys.stdin.buffer, Path(self.stdin_folder.name))
+        return [CorpusFile(spooled, is_user_named=True, display_name="stdin")]
 
     @cached_property
     def total_bytes(self) -> int:
-        """Size on disk (of the built-in corpus, its text), to tell how far reading has come."""
+        """Size on disk, or of the text of the built-in corpus: the total of `bytes_read`."""
         built_in = sum(len(record.text.encode()) for record in python_docs.load_pydocs()) if self.has_pydocs else 0
         datasets = sum(dataset.size_bytes for dataset in self.datasets)
         return built_in + datasets + sum(source.path.stat().st_size for source in self.files)
 
     @property
     def bytes_read(self) -> int | None:
-        """How many of `total_bytes` have been read so far; None where a dataset does not tell."""
+        """Bytes read so far, of `total_bytes`; None if a dataset does not report them."""
         return None if self.datasets else self.read_progress.bytes_read
 
     def __iter__(self) -> Iterator[Document]:
@@ -140,38 +133,40 @@ class Corpus:
                 yield document
         if not tally["documents"]:
             named = ", ".join(map(str, self.paths)) or "no path given"
-            dropped = "; ".join(self.cleaner.summary_lines()) or "nothing but empty text"
-            raise UserError(f"{named}: no documents, {dropped}. Name files that have some.")
+            dropped = "; ".join(self.cleaner.summary_lines()) or "only empty text"
+            raise UserError(f"{named}: no documents, {dropped}. Name files with text.")
 
     def texts(self) -> Iterator[str]:
-        """Every text: those of the documents, and of their second sides."""
+        """Yield every text, including both texts of a pair."""
         return chain.from_iterable(document.texts for document in self)
 
     def describe(self) -> str:
-        """How many documents have been read so far, how the files became documents, and what was left out."""
+        """Describe the documents read so far: their number, how files were split, and what was dropped."""
         tally = self.counts
         single = Path(self.files[0].display_name).name if len(self.files) == 1 else None
-        ways = {
+        modes = {
             "split": "split on blank lines",
             "whole": "whole",
             "lines": "with one document per line",
             "rows": "with one document per row",
         }
-        parts = [f"{single or format_count(tally[way], 'file')} {phrase}" for way, phrase in ways.items() if tally[way]]
+        parts = [
+            f"{single or format_count(tally[mode], 'file')} {phrase}" for mode, phrase in modes.items() if tally[mode]
+        ]
         if tally["built-in"]:
             parts.append("the built-in pydocs")
         parts += [dataset.describe() for dataset in self.datasets if tally[dataset.path]]
         notes = {
-            "sides": f"with two sides ({self.columns['text_a']} and {self.columns['text_b']})",
-            "words": "with words of their own" if tally["words"] > 1 else "with words of its own",
-            "not words": f"with {self.columns['words']!r} that is no list of words and is not read",
+            "pairs": f"with two texts ({self.columns['text_a']} and {self.columns['text_b']})",
+            "words": "with listed words",
+            "not words": f"with an ignored {self.columns['words']!r} that is not a list of words",
             "empty": "empty and skipped",
             "cut": f"cut because {'they are' if tally['cut'] > 1 else 'it is'} over {MAX_DOCUMENT_CHARS:,} characters",
-            "repaired": "with half characters (lone surrogates) replaced by U+FFFD",
+            "repaired": "with lone surrogates replaced by U+FFFD",
         }
         sentence = f"{format_count(tally['documents'], 'document')}: " + (", ".join(parts) or "nothing read yet")
-        said = [f"{tally[key]:,} {note}" for key, note in notes.items() if tally[key]]
-        return "; ".join([sentence, *said, *self.cleaner.summary_lines()])
+        counted = [f"{tally[key]:,} {note}" for key, note in notes.items() if tally[key]]
+        return "; ".join([sentence, *counted, *self.cleaner.summary_lines()])
 
     def _read_pydocs(self, counts: Counter[str]) -> Iterator[Document]:
         if self.has_pydocs:
@@ -218,23 +213,18 @@ class Corpus:
     ) -> Iterator[Document]:
         for number, record in records:
             document = self._make_document(record, columns, f"{source_prefix}{number}", counts)
-            counts["sides"] += document.text_pair is not None
+            counts["pairs"] += document.text_pair is not None
             counts["words"] += document.word_starts is not None
             yield from self._split_long_document(document, counts)
 
     def _split_long_document(self, document: Document, counts: Counter[str]) -> Iterator[Document]:
-        """A document in pieces if it is too long; one that has words or sides to keep together stays whole."""
-        if (
-            len(document.text) <= MAX_DOCUMENT_CHARS
-            or document.word_starts is not None
-            or document.text_pair is not None
-        ):
+        """Split a document that is too long, unless it has listed words or is a text pair."""
+        size = len(document.text)
+        if size <= MAX_DOCUMENT_CHARS or document.word_starts is not None or document.text_pair is not None:
             yield document
             return
-        pieces = (
-            document.text[start : start + MAX_DOCUMENT_CHARS]
-            for start in range(0, len(document.text), MAX_DOCUMENT_CHARS)
-        )
+        starts = range(0, size, MAX_DOCUMENT_CHARS)
+        pieces = (document.text[start : start + MAX_DOCUMENT_CHARS] for start in starts)
         for block in iter_text_blocks(pieces, False, MAX_DOCUMENT_CHARS):
             counts["cut"] += block.is_truncated
             yield Document(block.text, document.source)
@@ -242,15 +232,15 @@ class Corpus:
     def _make_document(
         self, record: Mapping[str, Any], columns: Mapping[str, str], where: str, counts: Counter[str]
     ) -> Document:
-        """A record: a text, with or without its words, or two sides."""
+        """Make a document of a record: a text, a text with listed words, or a text pair."""
 
-        def whole(text: str) -> str:
+        def clean(text: str) -> str:
             repaired = replace_lone_surrogates(text)
             counts["repaired"] += repaired != text
             return self.cleaner.normalize_text(repaired)
 
         def read(role: str) -> str:
-            return whole(get_column_text(record, role, columns[role], where))
+            return clean(get_column_text(record, role, columns[role], where))
 
         def has(role: str) -> bool:
             return role in self.user_columns or columns[role] in record
@@ -260,30 +250,30 @@ class Corpus:
             any(map(has, TEXT_PAIR_COLUMNS)) and not has("text") and "words" not in self.user_columns
         ):
             if words is not None:
-                raise UserError(f"{where}: words and two sides. Words are read beside a single text only.")
+                raise UserError(f"{where}: words and a text pair. Listed words need a single text.")
             return Document(read("text_a"), where, text_pair=read("text_b"))
         if words is None:
             return Document(read("text"), where)
-        text = read("text") if has("text") else whole(" ".join(words))
+        text = read("text") if has("text") else clean(" ".join(words))
         starts = locate_words(
             [apply_normal_forms(replace_lone_surrogates(word), self.cleaner.forms) for word in words], text, where
         )
         return Document(text, where, starts)
 
     def _get_listed_words(self, record: Mapping[str, Any], where: str, counts: Counter[str]) -> list[str] | None:
-        """The words that a record lists. What is no list, a count perhaps, is an error only if the user named it."""
+        """Return the words that a record lists. Another value is an error only if the user named the column."""
         column, is_named = self.columns["words"], "words" in self.user_columns
         value = get_column_value(record, "words", column, where) if is_named else record.get(column)
         if not isinstance(value, list) and not is_named:
             counts["not words"] += value is not None
             return None
         if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-            raise UserError(f"{where}: column {column!r} holds {preview_value(value)}, which is no list of words.")
+            raise UserError(f"{where}: column {column!r} holds {preview_value(value)}, which is not a list of words.")
         return value
 
 
 def locate_words(words: Sequence[str], text: str, where: str) -> tuple[int, ...]:
-    """Where the words of a text begin; they must occur in it in order.
+    """Return the offset of each word in a text, in which the words must occur in order.
 
     >>> locate_words(["我", "喜欢", "你"], "我喜欢你", "a.jsonl:1")
     (0, 1, 3)
@@ -299,7 +289,7 @@ def locate_words(words: Sequence[str], text: str, where: str) -> tuple[int, ...]
 
 
 def corpus_bytes_read(documents: Iterable[Document]) -> int | None:
-    """How many bytes of their source were read for the documents so far, where they are a corpus that can tell."""
+    """Bytes read so far if `documents` is a `Corpus` that reports them, otherwise None."""
     return documents.bytes_read if isinstance(documents, Corpus) else None
 
 
@@ -307,24 +297,25 @@ def corpus_bytes_read(documents: Iterable[Document]) -> int | None:
 
 
 def find_corpus_files(path: Path) -> list[CorpusFile]:
-    """The files that a path stands for: itself, or every readable file under it, in order of name."""
+    """Return the file itself, or every readable file under a folder, sorted by name."""
     try:
-        there, folder = path.exists(), path.is_dir()
+        exists, is_folder = path.exists(), path.is_dir()
     except OSError as e:
         raise_os_error(e)
-    if not there:
+    if not exists:
         raise UserError(f"{path}: no such file or folder.")
-    if folder:
+    if is_folder:
         return [CorpusFile(file, is_user_named=False, display_name=str(file)) for file in find_readable_files(path)]
     if data_extension(path) not in READABLE_EXTENSIONS:
         raise UserError(
-            f"{path}: not a kind of file that is read. Give {READABLE_EXTENSIONS_TEXT}, plain or as {COMPRESSED_EXTENSIONS_TEXT}."
+            f"{path}: unsupported file type. Use {READABLE_EXTENSIONS_TEXT}, plain or compressed as "
+            f"{COMPRESSED_EXTENSIONS_TEXT}."
         )
     return [CorpusFile(path, is_user_named=True, display_name=str(path))]
 
 
 def find_readable_files(folder: Path) -> list[Path]:
-    """The readable files under a folder; hidden ones are passed over, others are counted and said."""
+    """Return the readable files under a folder; hidden files are skipped silently, others with a warning."""
     files: list[Path] = []
     others: Counter[str] = Counter()
     for parent, folders, names in os.walk(folder, onerror=raise_os_error):
@@ -335,21 +326,21 @@ def find_readable_files(folder: Path) -> list[Path]:
             else:
                 others[data_extension(file) or "no extension"] += 1
         others["linked folder"] += sum(Path(parent, name).is_symlink() for name in folders)
-    others += Counter()  # drops what was counted zero times
+    others += Counter()  # drops zero counts
     if others:
         kinds = ", ".join(sorted(others))
-        warn(
-            f"{folder}: {format_count(others.total(), 'left out that is', 'left out that are')} not {READABLE_EXTENSIONS_TEXT} ({kinds})."
-        )
+        count = format_count(others.total(), "left out that is", "left out that are")
+        warn(f"{folder}: {count} not {READABLE_EXTENSIONS_TEXT} ({kinds}).")
     if not files:
         raise UserError(
-            f"{folder}: nothing to read in this folder. Put {READABLE_EXTENSIONS_TEXT} files there, or {COMPRESSED_EXTENSIONS_TEXT} of them."
+            f"{folder}: nothing to read in this folder. Put {READABLE_EXTENSIONS_TEXT} files there, plain or "
+            f"compressed as {COMPRESSED_EXTENSIONS_TEXT}."
         )
     return sorted(files)
 
 
 def spool_stream(stream: IO[bytes], folder: Path) -> Path:
-    """Keep what a stream gives in a file, so that it can be read twice; its name says how to read it."""
+    """Copy a stream to a file, so that it can be read twice; the extension gives its format."""
     start = stream.read(2**16)
     kind = ".jsonl" if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{") else ".txt"
     path = folder / f"stdin{kind}"
@@ -361,8 +352,8 @@ def spool_stream(stream: IO[bytes], folder: Path) -> Path:
                 start = stream.read(2**16)
     except OSError as e:
         raise UserError(
-            f"Standard input cannot be kept in {folder.parent} ({e.strerror}). Name another folder in TMPDIR, or give "
-            "the text as a file."
+            f"Standard input cannot be written to {folder.parent} ({e.strerror}). Name another folder in TMPDIR, or "
+            "give the text as a file."
         ) from None
     return path
 
@@ -371,7 +362,7 @@ def spool_stream(stream: IO[bytes], folder: Path) -> Path:
 
 
 class TextBlock(NamedTuple):
-    """Some lines that belong together, where the first one stands, and whether length alone ended it."""
+    """The lines of a document, the line number of the first, and whether the length limit ended it."""
 
     first_line: int
     text: str
@@ -379,7 +370,7 @@ class TextBlock(NamedTuple):
 
 
 def iter_text_blocks(stream: Iterable[str], split_on_blank_lines: bool, max_chars: int) -> Iterator[TextBlock]:
-    """Join lines to documents: all of them, or with `split_on_blank_lines` those between blank lines; `max_chars` bounds memory."""
+    """Join lines to blocks: one block, or one between blank lines; a block longer than `max_chars` is split."""
     held: list[str] = []
     size, line, start = 0, 1, 1
     for piece in stream:
@@ -401,7 +392,7 @@ def iter_text_blocks(stream: Iterable[str], split_on_blank_lines: bool, max_char
 
 
 def split_at_last_space(text: str) -> tuple[str, str]:
-    """Cut after the last space, so that no word is broken unless the text is a single one.
+    """Split after the last space, so that no word is broken unless the text is a single word.
 
     >>> split_at_last_space("one two thr")
     ('one two ', 'thr')
@@ -412,7 +403,7 @@ def split_at_last_space(text: str) -> tuple[str, str]:
 
 
 def take_lines(stream: Iterator[str], max_chars: int) -> list[str]:
-    """The first lines of a stream, until they are over `max_chars` characters together."""
+    """Return the first lines of a stream until their total exceeds `max_chars`."""
     taken: list[str] = []
     while max_chars >= 0 and (line := next(stream, None)) is not None:
         taken.append(line)

@@ -1,4 +1,4 @@
-"""Which texts were there before, in bounded memory."""
+"""Exact deduplication in bounded memory: a set of text hashes in SQLite."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 class DiskFingerprintSet:
-    """A set of 64-bit marks that lies on disk, of which no more than `max_cache_bytes` bytes are held in memory.
+    """A set of 64-bit hashes on disk, of which at most `max_cache_bytes` are cached in memory.
 
-    The file is for as long as this process works: it is removed at the end, and one that was left is made anew.
+    The file is temporary: `close` removes it, and a leftover of a crashed process is replaced.
     """
 
     def __init__(self, file: Path, max_cache_bytes: int) -> None:
@@ -23,7 +23,7 @@ class DiskFingerprintSet:
         self.connection.execute("create table seen (mark integer primary key)")
 
     def is_new(self, fingerprint: bytes) -> bool:
-        """Whether the first 8 bytes of a fingerprint come for the first time."""
+        """Whether the first 8 bytes of a fingerprint were not passed before."""
         number = int.from_bytes(fingerprint[:8], "little", signed=True)
         try:
             return self.connection.execute("insert or ignore into seen values (?)", (number,)).rowcount == 1

@@ -1,4 +1,4 @@
-"""How a row of a labelled file becomes an example, task by task."""
+"""Parse a row of a labelled file into an example, for each task."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from firth.text.inflection import find_inflected_word
 from firth.text.labelled_row import LabelledRow, parse_json_list
 from firth.text.records import get_column_value
 
-RECORD_ENTITIES_COLUMN = (
-    "entities of ReCoRD"  # a column that no file of a person has: where they stand, which are right
-)
-NO_CORRECT_CHOICE = -1  # the target where no choice is right
+RECORD_ENTITIES_COLUMN = "entities of ReCoRD"  # internal column: spans of the entities, and the right ones
+NO_CORRECT_CHOICE = -1  # target of a ReCoRD query without a right choice
 
 
 class TaskFormat(NamedTuple):
-    """The columns that a task may read, and what it makes of a row; None leaves the row out."""
+    """The roles that a task reads, and its parser, which returns None to drop a row."""
 
     roles: tuple[str, ...]
     parse_row: Callable[[LabelledRow], Example | None]
@@ -43,23 +41,23 @@ def parse_regress_row(row: LabelledRow) -> Example:
 
 
 def parse_choice_row(row: LabelledRow) -> Example | None:
-    """Of ReCoRD the right answer may be none of the entities.
+    """Parse a multiple-choice row. A ReCoRD query may have no right answer among its entities.
 
-    Then nothing can be learned from it; in what is scored on every choice is wrong, though the official scores compare
-    words and may find some that are right.
+    Such a query is dropped from training. It stays in a dev set, where every choice is wrong; the official metrics
+    compare words and may still score one.
     """
     choices = parse_choices(row)
     entities = row.record.get(RECORD_ENTITIES_COLUMN, {"spans": (), "right": ()})
-    none_right = entities["right"] and "gold" not in row.record
-    if none_right and row.split != "dev":
+    no_correct = entities["right"] and "gold" not in row.record
+    if no_correct and row.split != "dev":
         row.note_skipped("query", "without a right answer among the entities")
         return None
-    if none_right:
+    if no_correct:
         row.notes.add(
             "query", "without a right answer among the entities, where every choice is wrong", row.location_in_file
         )
-    gold = NO_CORRECT_CHOICE if none_right else row.index("gold")
-    if not none_right and gold is not None and not 0 <= gold < len(choices):
+    gold = NO_CORRECT_CHOICE if no_correct else row.index("gold")
+    if not no_correct and gold is not None and not 0 <= gold < len(choices):
         raise row.column_error(
             "gold", f"is {gold}, but the {len(choices)} choices are counted from 0 to {len(choices) - 1}"
         )
@@ -69,7 +67,7 @@ def parse_choice_row(row: LabelledRow) -> Example | None:
 
 
 def parse_choices(row: LabelledRow) -> tuple[str, ...]:
-    """The list in the column `choices`; a table may have columns choice1, choice2 ... instead."""
+    """Return the list in the column `choices`, or the columns choice1, choice2 ... of a table."""
     column = row.column("choices")
     numbered = re.compile(re.escape(column.removesuffix("s")) + r"\d+")
     if column in row.record:
@@ -88,9 +86,8 @@ def parse_tag_row(row: LabelledRow) -> Example:
         raise row.column_error("tokens", "has an empty word" if words else "has no words")
     tags = None if row.is_label_missing("tags") else row.word_list("tags")
     if tags is not None and len(tags) != len(words):
-        raise UserError(
-            f"{row.where}: {format_count(len(words), 'token')}, but {format_count(len(tags), 'tag')}. Each token needs one."
-        )
+        counts = f"{format_count(len(words), 'token')}, but {format_count(len(tags), 'tag')}"
+        raise UserError(f"{row.where}: {counts}. Each token needs one.")
     if tags is not None and not all(tags):
         raise row.column_error("tags", "has an empty tag")
     return row.make_example(
@@ -99,16 +96,16 @@ def parse_tag_row(row: LabelledRow) -> Example:
 
 
 def parse_predicate_span(row: LabelledRow, length: int) -> tuple[int, int]:
-    """The words of a predicate: [start, end], or the number of the only one, counted from 0."""
+    """Return the word span of a predicate, given as [start, end] or as the index of a single word."""
     if isinstance(parse_json_list(row.value("predicate")), list):
         return row.span("predicate", length, "words")
     start = row.index("predicate")
-    assert start is not None, "an absent predicate is not asked for"
+    assert start is not None, "the caller checks that there is a predicate"
     return row.check_span("predicate", start, start + 1, length, "words")
 
 
 def parse_relation_row(row: LabelledRow) -> Example:
-    """A text and two of its stretches, counted in characters, or in words where the row has `tokens`."""
+    """Parse a text and two spans, in characters, or in words if the row has `tokens`."""
     if row.has_value("text") or not row.has_value("tokens"):
         text = row.text("text")
         spans = [row.span(role, len(text), "characters") for role in ("head", "tail")]
@@ -120,7 +117,7 @@ def parse_relation_row(row: LabelledRow) -> Example:
 
 
 def word_to_char_span(words: tuple[str, ...], start: int, end: int) -> tuple[int, int]:
-    """Where words [start, end) stand in the words joined by spaces.
+    """Return the character span of words [start, end) in the words joined by spaces.
 
     >>> word_to_char_span(("a", "bcd", "ef"), 1, 3)
     (2, 8)
@@ -130,13 +127,14 @@ def word_to_char_span(words: tuple[str, ...], start: int, end: int) -> tuple[int
 
 
 def parse_text_to_text_row(row: LabelledRow) -> Example:
-    """The target is the first of the references where it has no column of its own."""
-    known = row.text_list("references") if row.has_value("references") else ()
-    if known and not row.has_value("target"):
-        return row.make_example((row.text("source"),), known[0], references=known)
+    """Parse a source and its target; without a target column, the first reference is the target."""
+    references = row.text_list("references") if row.has_value("references") else ()
+    if references and not row.has_value("target"):
+        return row.make_example((row.text("source"),), references[0], references=references)
     target = None if row.is_label_missing("target") else row.text("target")
-    all_right = (target, *(text for text in known if text != target)) if known and target is not None else known
-    return row.make_example((row.text("source"),), target, references=all_right)
+    if references and target is not None:
+        references = (target, *(text for text in references if text != target))
+    return row.make_example((row.text("source"),), target, references=references)
 
 
 def parse_lm_row(row: LabelledRow) -> Example:
@@ -151,15 +149,15 @@ def parse_lm_row(row: LabelledRow) -> Example:
 
 
 def parse_messages(row: LabelledRow) -> list[tuple[str, str]]:
-    found = []
+    messages = []
     for i, message in enumerate(row.list_items("messages"), 1):
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         if not isinstance(role, str) or not isinstance(content, str) or not role:
             raise row.column_error("messages", f"has no text for the role and the content of message {i}")
-        found.append((role, row.require_nonempty("messages", content)))
-    if not found:
+        messages.append((role, row.require_nonempty("messages", content)))
+    if not messages:
         raise row.column_error("messages", "has no messages")
-    return found
+    return messages
 
 
 def parse_embed_row(row: LabelledRow) -> Example:
@@ -169,7 +167,7 @@ def parse_embed_row(row: LabelledRow) -> Example:
 
 
 def parse_minimal_pair_row(row: LabelledRow) -> Example:
-    """BLiMP's own column names are known too."""
+    """Parse a minimal pair, also with BLiMP's column names."""
     group = row.first_available_role("group", "uid", "UID", "phenomenon", "term")
     good, bad = row.first_available_role("good", "sentence_good"), row.first_available_role("bad", "sentence_bad")
     return row.make_example(
@@ -183,10 +181,9 @@ def parse_cloze_row(row: LabelledRow) -> Example:
 
 
 def parse_word_in_context_row(row: LabelledRow) -> Example | None:
-    """The word's place in each text is given as characters, or found in any form that the word may have.
+    """Parse a word in two texts. Its spans are given in characters, or found in any inflected form.
 
-    Without the word nothing right can be learned. In what is scored on such a row stays, and counts: there all of the
-    text stands for the word.
+    A row whose texts lack the word is dropped from training. It stays in a dev set, with the whole text as the span.
     """
     texts = row.text("text_a"), row.text("text_b")
     if row.has_value("span_a") or row.has_value("span_b"):
@@ -194,13 +191,13 @@ def parse_word_in_context_row(row: LabelledRow) -> Example | None:
             row.span(role, len(text), "characters") for role, text in zip(("span_a", "span_b"), texts, strict=True)
         ]
     else:
-        found = [find_inflected_word(row.text("word"), text) for text in texts]
-        if None in found and row.split != "dev":
+        matches = [find_inflected_word(row.text("word"), text) for text in texts]
+        if None in matches and row.split != "dev":
             row.note_skipped("example", "without the word in both texts")
             return None
-        if None in found:
+        if None in matches:
             row.notes.add("example", "scored on, but without the word in both texts", row.location_in_file)
-        spans = [span or (0, len(text)) for span, text in zip(found, texts, strict=True)]
+        spans = [span or (0, len(text)) for span, text in zip(matches, texts, strict=True)]
     return row.make_example(texts, row.label("label"), spans=tuple(spans))
 
 

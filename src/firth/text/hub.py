@@ -1,4 +1,4 @@
-"""Read a dataset of the Hugging Face Hub, or one in a local folder, row by row, without keeping it."""
+"""Stream the rows of a dataset on the Hugging Face Hub or in a local folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HubResultT = TypeVar("HubResultT")
 
 
 class HubAddress(NamedTuple):
-    """`hf:owner/name:part:part#column`; which part is the config and which the split, the dataset itself tells."""
+    """A parsed `hf:owner/name:part:part#column`; the dataset decides which part is the config and which the split."""
 
     name: str
     parts: tuple[str, ...]
@@ -25,19 +25,20 @@ class HubAddress(NamedTuple):
 
 
 def parse_hub_address(path: str) -> HubAddress:
-    """
+    """Parse the address of a dataset.
+
     >>> parse_hub_address("hf:Salesforce/wikitext:wikitext-2-v1:test#text")
     HubAddress(name='Salesforce/wikitext', parts=('wikitext-2-v1', 'test'), column='text')
     """
-    place, _, column = path.removeprefix(HUB_PREFIX).partition("#")
-    name, *parts = place.split(":")
+    dataset, _, column = path.removeprefix(HUB_PREFIX).partition("#")
+    name, *parts = dataset.split(":")
     if not name or len(parts) > 2 or not all(parts):
         raise UserError(f"{path}: not the address of a dataset. Write {HUB_ADDRESS_FORMAT}.")
     return HubAddress(name, tuple(parts), column or None)
 
 
 class HubDataset:
-    """One split of a dataset. Nothing is asked of the network before it is read."""
+    """One split of a dataset. The network is not used before the first read."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -50,27 +51,28 @@ class HubDataset:
 
     @cached_property
     def config(self) -> str | None:
-        """The configuration that is named, or the only one; several are the user's choice."""
-        there = self._call_datasets(self.datasets_module.get_dataset_config_names)
-        named = [part for part in self.address.parts if part in there]
-        if not named and len(there) > 1 and "default" not in there:
+        """The named configuration, or None for the default or only one; of several, the user must name one."""
+        available = self._call_datasets(self.datasets_module.get_dataset_config_names)
+        named = [part for part in self.address.parts if part in available]
+        if not named and len(available) > 1 and "default" not in available:
             raise UserError(
-                f"{self.path}: has several configurations ({abbreviate_names(there)}). Name one: {HUB_ADDRESS_FORMAT}."
+                f"{self.path}: has several configurations ({abbreviate_names(available)}). "
+                f"Name one: {HUB_ADDRESS_FORMAT}."
             )
-        if len(self.address.parts) == 2 and self.address.parts[0] not in there:
+        if len(self.address.parts) == 2 and self.address.parts[0] not in available:
             wrong = self.address.parts[0]
-            raise UserError(f"{self.path}: no configuration {wrong!r}. {did_you_mean(wrong, there)}")
-        return self.address.parts[0] if named and self.address.parts[0] in there else None
+            raise UserError(f"{self.path}: no configuration {wrong!r}. {did_you_mean(wrong, available)}")
+        return self.address.parts[0] if named and self.address.parts[0] in available else None
 
     @cached_property
     def split(self) -> str:
-        """The split that is named, or `train`, or the only one."""
-        there = self._call_datasets(self.datasets_module.get_dataset_split_names, self.config)
+        """The named split, or `train`, or the only one."""
+        available = self._call_datasets(self.datasets_module.get_dataset_split_names, self.config)
         rest = [part for i, part in enumerate(self.address.parts) if i or part != self.config]
-        wanted = rest[0] if rest else ("train" if "train" in there or len(there) != 1 else there[0])
-        if wanted not in there:
-            raise UserError(f"{self.path}: no split {wanted!r}. {did_you_mean(wanted, there)}")
-        return str(wanted)
+        split = rest[0] if rest else ("train" if "train" in available or len(available) != 1 else available[0])
+        if split not in available:
+            raise UserError(f"{self.path}: no split {split!r}. {did_you_mean(split, available)}")
+        return str(split)
 
     @cached_property
     def rows(self) -> Iterable[dict[str, Any]]:
@@ -78,12 +80,12 @@ class HubDataset:
 
     @property
     def size_bytes(self) -> int:
-        """How much there is to read, where the dataset says so."""
+        """Size of the dataset if it is published, otherwise 0."""
         info = getattr(self.rows, "info", None)
         return int(getattr(info, "dataset_size", None) or getattr(info, "download_size", None) or 0)
 
     def records(self) -> NumberedRecords:
-        """Its rows, numbered from 1."""
+        """Yield the rows, numbered from 1."""
         number = 0
         rows = iter(self.rows)
         while (row := self._wrap_errors(lambda: next(rows, None))) is not None:
@@ -98,16 +100,16 @@ class HubDataset:
         return self._wrap_errors(lambda: function(self.address.name, *args, **kwargs))
 
     def _wrap_errors(self, call: Callable[[], HubResultT]) -> HubResultT:
-        """Say in one or two lines what `datasets_module` and the libraries below it could not do, of whatever kind it is."""
+        """Call a function and turn any exception of `datasets` and its dependencies into a UserError."""
         try:
             return call()
         except UserError:
             raise
         except Exception as e:
             reason = (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
-            advice = "Is the name right, and is there a network? A local folder may be named as well: hf:./folder."
+            advice = "Check the name and the network. A local folder works too: hf:./folder."
             if Path(self.address.name).is_dir():
-                advice = "It must be a folder of data files as the Hub has them: .parquet, .jsonl, .csv or .txt."
+                advice = "A dataset folder has .parquet, .jsonl, .csv or .txt files, as on the Hub."
             raise UserError(f"{self.path}: cannot be read ({type(e).__name__}: {reason}). {advice}") from None
 
 

@@ -1,4 +1,4 @@
-"""Find an English word in a text, in any of its forms."""
+"""Find an English word in a text, in any inflected form."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 from functools import cache
 
 ENGLISH_WORD = re.compile(r"\w+(?:['\u2019-]\w+)*")
-MAX_ENDING_CHARS = 4  # characters that a regular ending adds: run, running
+MAX_ENDING_CHARS = 4  # characters that a regular ending adds at most: run, running
 
-# The first of each is what a dictionary lists. Forms that only add an ending are not here.
+# Each group starts with the dictionary form. Regular forms, which only add an ending, are not listed.
 IRREGULAR_FORMS = """
 be am is are was were been being, have has had, do did done, go went gone,
 arise arose arisen, awake awoke awoken, bear bore borne born, beat beat beaten, become became, begin began begun,
@@ -37,7 +37,7 @@ good better best, bad worse worst, far farther further
 
 @cache
 def get_irregular_forms(word: str) -> frozenset[str]:
-    """A word and its irregular forms.
+    """Return a word and its irregular forms.
 
     >>> sorted(get_irregular_forms("fall"))
     ['fall', 'fallen', 'fell']
@@ -47,7 +47,7 @@ def get_irregular_forms(word: str) -> frozenset[str]:
 
 
 def find_inflected_word(word: str, text: str) -> tuple[int, int] | None:
-    """Where a word first stands in a text: as it is, in an irregular form, or with another ending.
+    """Return the [start, end) of a word in a text: unchanged, in an irregular form, or with another ending.
 
     >>> find_inflected_word("carry", "She carried on."), find_inflected_word("come", "He came.")
     ((4, 11), (3, 7))
@@ -57,7 +57,7 @@ def find_inflected_word(word: str, text: str) -> tuple[int, int] | None:
     word = word.casefold()
     if exact := re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE):
         return exact.span()
-    forms = [(place.group().casefold(), place.span()) for place in ENGLISH_WORD.finditer(text)]
+    forms = [(match.group().casefold(), match.span()) for match in ENGLISH_WORD.finditer(text)]
     irregular = [span for form, span in forms if form in get_irregular_forms(word)]
     if irregular:
         return irregular[0]
@@ -68,7 +68,7 @@ def find_inflected_word(word: str, text: str) -> tuple[int, int] | None:
 
 
 def is_regular_inflection(word: str, form: str) -> bool:
-    """Whether a form only adds an ending to a word, whose last letter may change: carry, carried.
+    """Whether a form is the word with another ending; the last letter may change: carry, carried.
 
     >>> [is_regular_inflection("carry", form) for form in ("carrying", "carried")]
     [True, True]

@@ -1,4 +1,4 @@
-"""Read labelled files of every format, plain or compressed, into examples."""
+"""Read labelled files of every supported format, plain or compressed, as examples."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from firth.text.records import (
 )
 
 CONLL_EXTENSIONS = (".txt", ".conll", ".bio", ".iob")
-EXTRA_EXTENSIONS_BY_TASK = {"tag": CONLL_EXTENSIONS, "lm": (".txt",)}  # that a task takes beside tables
+EXTRA_EXTENSIONS_BY_TASK = {"tag": CONLL_EXTENSIONS, "lm": (".txt",)}  # that a task accepts beside tables
 
 
 def read_labelled(
@@ -43,16 +43,15 @@ def read_labelled(
     require_labels: bool = True,
     notes: RowNotes | None = None,
 ) -> list[Example]:
-    """The examples of a file, in its order (see `Example` for what each task has).
+    """Return the examples of a file, in its order (`Example` lists the fields of each task).
 
-    The columns are those of `TASKS`, unless `columns={"text": "sentence"}` names others. The files of GLUE and
-    SuperGLUE are known by their folder, and need no names. Without `require_labels` a file may lack them, as a test set
-    does. The path "pydocs" is the built-in data; there `split` chooses between "train" and "dev". Elsewhere it says what
-    a file is for: what is scored on ("dev") keeps answers, and rows, that nothing could be learned from.
-    What happened to rows is said, and kept in `notes`.
+    The columns are the roles of `TASK_FORMATS`, or as renamed by `columns={"text": "sentence"}`. Files of GLUE and
+    SuperGLUE are recognized by their folder. With `require_labels=False` labels may be missing, as in a test set.
+    The path "pydocs" is the built-in data. `split` is "train" or "dev": rows that cannot be trained on, such as answers
+    outside of the context, are dropped from "train" and kept in "dev". `notes` collects changed and dropped rows.
     """
     if task not in TASK_FORMATS:
-        raise UserError(f"task {task!r} is not known. {did_you_mean(task, TASK_FORMATS)}")
+        raise UserError(f"unknown task {task!r}. {did_you_mean(task, TASK_FORMATS)}")
     if path == python_docs.PYDOCS_NAME:
         return python_docs.make_pydocs_examples(task, split)
     notes = RowNotes(str(path)) if notes is None else notes
@@ -60,7 +59,7 @@ def read_labelled(
         Path(path), task, dict(columns or {}), check_encoding(encoding), require_labels, notes
     )
     make = TASK_FORMATS[task].parse_row
-    item = " item " if data_extension(Path(path)) == ".json" else ""  # such a file is not counted in lines
+    item = " item " if data_extension(Path(path)) == ".json" else ""  # a JSON list has no line numbers
     rows = (
         LabelledRow(record, named, f"{path}:{item}{number}", number, require_labels, notes, split)
         for number, record in replace_surrogates_in_records(records, notes)
@@ -76,7 +75,7 @@ def read_labelled(
     return examples
 
 
-# By which columns a task is known, the first that has all of one tuple; for what is not asked, as a label, any will do.
+# The first entry whose columns are all present gives the task. Labels are not listed, since a test set lacks them.
 TASK_COLUMN_SIGNATURES: list[tuple[str, tuple[str, ...]]] = [
     ("span-qa", ("question", "context")),
     ("choice", ("context", "choices")),
@@ -95,13 +94,13 @@ TASK_COLUMN_SIGNATURES: list[tuple[str, tuple[str, ...]]] = [
 
 
 def infer_task_from_columns(columns: Iterable[str]) -> str | None:
-    """The task whose columns these are, if they are some task's."""
-    there = set(columns)
-    return next((task for task, names in TASK_COLUMN_SIGNATURES if there >= set(names)), None)
+    """Return the task that these columns belong to, or None."""
+    available = set(columns)
+    return next((task for task, names in TASK_COLUMN_SIGNATURES if available >= set(names)), None)
 
 
 def infer_task(path: str | Path, columns: Mapping[str, str] | None = None, encoding: str = "utf-8") -> str:
-    """The kind of task whose texts a labelled file has, by its name or its columns."""
+    """Return the task of a labelled file, by its folder, its extension or its columns."""
     if path == python_docs.PYDOCS_NAME:
         return "classify"
     path = Path(path)
@@ -113,15 +112,15 @@ def infer_task(path: str | Path, columns: Mapping[str, str] | None = None, encod
     if task := infer_task_from_columns(record.keys() | (columns or {}).keys()):
         return task
     raise UserError(
-        f"{path}: its columns ({', '.join(map(str, record)) or 'none'}) are those of no task. Name it with --task, "
-        "and columns of other names with --labelled-columns, as text=sentence."
+        f"{path}: its columns ({', '.join(map(str, record)) or 'none'}) match no task. Name it with --task, and "
+        "rename columns with --labelled-columns text=sentence."
     )
 
 
 def open_labelled_file(
     path: Path, task: str, columns: dict[str, str], encoding: str, require_labels: bool, notes: RowNotes
 ) -> tuple[Mapping[str, str], NumberedRecords]:
-    """The column of each role, and the records of a file: a known benchmark's, columns of words, or any other."""
+    """Return the column of each role and the records of a GLUE, SuperGLUE, CoNLL or other file."""
     roles = ("id", *TASK_FORMATS[task].roles)
     glue, superglue = detect_glue_task(path, encoding), detect_superglue_task(path, encoding)
     if glue is not None:
@@ -142,21 +141,21 @@ def open_labelled_file(
 
 def wrong_task_error(path: Path, suite: str, name: str, expected_task: str, given_task: str) -> UserError:
     return UserError(
-        f"{path}: {name} of {suite} is a task of the kind {expected_task!r}, not {given_task!r}. Pass --task {expected_task}."
+        f"{path}: {suite}'s {name} is a {expected_task!r} task, not {given_task!r}. Pass --task {expected_task}."
     )
 
 
 def replace_surrogates_in_records(records: Iterable[tuple[int, dict[str, Any]]], notes: RowNotes) -> NumberedRecords:
-    """Replace half characters, which no tokenizer takes, and note where."""
+    """Replace lone surrogates, which tokenizers reject, and note the rows."""
     for number, record in records:
-        whole = replace_surrogates_in_value(record)
-        if whole != record:
-            notes.add("example", "with half characters (lone surrogates) replaced by U+FFFD", f"line {number:,}")
-        yield number, whole
+        repaired = replace_surrogates_in_value(record)
+        if repaired != record:
+            notes.add("example", "with lone surrogates replaced by U+FFFD", f"line {number:,}")
+        yield number, repaired
 
 
 def replace_surrogates_in_value(value: Any) -> Any:
-    """The same value, each text in it repaired."""
+    """Replace lone surrogates in every string of a nested value."""
     if isinstance(value, str):
         return value if value.isascii() else replace_lone_surrogates(value)
     if isinstance(value, list):
@@ -165,7 +164,7 @@ def replace_surrogates_in_value(value: Any) -> Any:
 
 
 def read_file_records(path: Path, task: str, encoding: str) -> NumberedRecords:
-    """The rows of a file by column name, each with the number of its first line."""
+    """Return the rows of a file as records with their line numbers."""
     kind = data_extension(path)
     if kind == ".txt" and task == "analogy":
         return read_analogy_records(path, encoding)
@@ -176,9 +175,7 @@ def read_file_records(path: Path, task: str, encoding: str) -> NumberedRecords:
     if kind not in LABELLED_READERS:
         kinds = ", ".join([*LABELLED_READERS, *EXTRA_EXTENSIONS_BY_TASK.get(task, ())])
         if path.is_dir():
-            raise UserError(
-                f"{path} is a folder, and one file is wanted here: {kinds}, plain or as {COMPRESSED_EXTENSIONS_TEXT}."
-            )
+            raise UserError(f"{path} is a folder. Name one file: {kinds}, plain or as {COMPRESSED_EXTENSIONS_TEXT}.")
         raise UserError(
             f"{path}: labelled files are {kinds}, plain or as {COMPRESSED_EXTENSIONS_TEXT}; {kind or 'this'!r} is not."
         )
@@ -186,7 +183,7 @@ def read_file_records(path: Path, task: str, encoding: str) -> NumberedRecords:
 
 
 def read_text_documents(path: Path, encoding: str) -> NumberedRecords:
-    """The documents of a plain text, which blank lines end; that is said."""
+    """Yield the documents of a .txt file, split on blank lines, then print how it was split."""
     corpus = Corpus(path, "blank-line", encoding=encoding)
     for document in corpus:
         yield int(document.source.rpartition(":")[2]), {"text": document.text}
@@ -194,7 +191,7 @@ def read_text_documents(path: Path, encoding: str) -> NumberedRecords:
 
 
 def read_analogy_records(path: Path, encoding: str) -> NumberedRecords:
-    """Four words on a line, under `: section`, as Google's questions-words.txt has them."""
+    """Yield analogies in the format of Google's questions-words.txt: four words on a line, under `: section`."""
     section = ""
     for number, line in enumerate(read_lines(path, encoding), 1):
         words = line.split()
@@ -207,13 +204,13 @@ def read_analogy_records(path: Path, encoding: str) -> NumberedRecords:
 
 
 def has_no_header(path: Path, encoding: str) -> bool:
-    """Whether a file begins with a remark, or at once with a pair of words and a number."""
+    """Whether the first line of a file is a comment or a data row."""
     first = next(iter(read_lines(path, encoding)), "")
     return first.startswith("#") or is_numeric_string(first.rpartition("\t")[2])
 
 
 def read_word_similarity_records(path: Path, encoding: str) -> NumberedRecords:
-    """Two words and a number on a line, `#` before remarks, as gensim's wordsim353.tsv and simlex999.txt have them."""
+    """Yield rows of two words and a score, with `#` comments, as in gensim's wordsim353.tsv and simlex999.txt."""
     for number, line in enumerate(read_lines(path, encoding), 1):
         cells = line.split("\t") if "\t" in line else line.split()
         if line.startswith("#") or not line.strip():
@@ -224,7 +221,7 @@ def read_word_similarity_records(path: Path, encoding: str) -> NumberedRecords:
 
 
 def read_json_file_records(path: Path, encoding: str) -> NumberedRecords:
-    """A list of objects, SQuAD's nested questions, or one object per line all the same; numbered from 1."""
+    """Yield the objects of a JSON list, of SQuAD's nested format, or of JSON Lines; numbered from 1."""
     text = "".join(read_lines(path, encoding))
     try:
         content = json.loads(text)
@@ -237,7 +234,7 @@ def read_json_file_records(path: Path, encoding: str) -> NumberedRecords:
     if isinstance(data, dict):
         data = [data]
     if not isinstance(data, list):
-        raise UserError(f"{path}: not a list of objects, nor SQuAD's own form.")
+        raise UserError(f"{path}: neither a list of objects nor SQuAD's format.")
     nested = any(isinstance(item, dict) and "paragraphs" in item for item in data)
     for number, item in enumerate(flatten_squad_articles(data, str(path)) if nested else data, 1):
         if not isinstance(item, dict):

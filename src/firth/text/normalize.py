@@ -1,4 +1,4 @@
-"""Other spellings of the same characters, when a person asks for them."""
+"""Unicode normal forms and lowercasing (`--normalize`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 
 from firth.core.errors import UserError, did_you_mean
 
-# NFC joins a letter and its accent, NFKC also makes ligatures, wide letters and the like plain (and ² to 2).
+# NFC composes a letter and its accent; NFKC also replaces compatibility characters: ligatures, wide letters, ² by 2.
 NORMALIZERS: dict[str, Callable[[str], str]] = {
     "nfc": partial(unicodedata.normalize, "NFC"),
     "nfkc": partial(unicodedata.normalize, "NFKC"),
@@ -19,7 +19,7 @@ ASCII_CAPITALS = bytes(range(ord("A"), ord("Z") + 1))
 
 
 def parse_normal_forms(names: str | None) -> list[str]:
-    """The forms that are asked for: "nfkc,lower" asks for two, in this order.
+    """Parse a comma-separated list of normal forms, which are applied in this order.
 
     >>> parse_normal_forms("nfkc,lower"), parse_normal_forms(None)
     (['nfkc', 'lower'], [])
@@ -32,7 +32,8 @@ def parse_normal_forms(names: str | None) -> list[str]:
 
 
 def apply_normal_forms(text: str, forms: list[str]) -> str:
-    """
+    """Apply normal forms in order.
+
     >>> apply_normal_forms("E\N{COMBINING ACUTE ACCENT}tude", ["nfc", "lower"])
     'étude'
     """
@@ -42,11 +43,11 @@ def apply_normal_forms(text: str, forms: list[str]) -> str:
 
 
 def count_replaced_chars(before: str, after: str) -> int:
-    """How many characters of a text are no longer there after it was changed.
+    """Number of characters of `before` that `after` does not contain.
 
     >>> count_replaced_chars("Aa Bb", "aa bb")
     2
     """
-    if before.isascii():  # where nothing but capitals ever changes
+    if before.isascii():  # only capitals can change
         return len(before) - len(before.encode().translate(None, ASCII_CAPITALS))
     return (Counter(before) - Counter(after)).total()

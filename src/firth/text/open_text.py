@@ -1,6 +1,6 @@
-r"""Open a text file, plain or compressed, and read its lines; say what is wrong with one that is no text.
+r"""Open text files, plain or compressed, and read their lines; report binary, damaged and wrongly encoded files.
 
-Only \n ends a line. A form feed or U+2028, at which Python's own `splitlines` cuts, is text like any other.
+Only \n ends a line. `str.splitlines` would also split at a form feed or U+2028, which occur inside text.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from typing import IO, Any, NoReturn, cast
 
 from firth.core.errors import UserError
 
-READ_CHUNK_BYTES = 2**16  # bytes that are read and decoded at a time
-MAX_CONTROL_CHAR_SHARE = 0.1  # share of control characters at the start of a file from which it is no text
+READ_CHUNK_BYTES = 2**16  # bytes per read and decode
+MAX_CONTROL_CHAR_SHARE = 0.1  # of the first chunk; a file with more is binary
 CONTROL_CHARS = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
-READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)  # what reading a damaged file may raise
+READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)  # raised by reading a damaged file
 
-# The commonest characters outside of ASCII, by which an encoding is told from others that decode the same bytes.
+# The most frequent non-ASCII characters of the languages that use an encoding. Several encodings decode the same bytes;
+# the right one gives many of these. charset-normalizer 3.5 takes short French text in cp1252 for cp1250 or mac_latin2.
 COMMON_CHARS_BY_ENCODING = {
     "cp1252": "éèàâêëîïôùûçäöüßñóíáåøæœ’“”–«»",
     "cp1250": "ěščřžýůťďňłęąśżźćőű",
@@ -42,14 +43,9 @@ COMMON_CHARS_BY_ENCODING = {
     "gb18030": "的一是不了在人有我这中国上个，。",
     "big5": "的一是不了在人有我這中國上個，。",
 }
-MULTIBYTE_ENCODINGS = {
-    "shift_jis",
-    "euc_jp",
-    "euc_kr",
-    "gb18030",
-    "big5",
-}  # for a character: seldom common ones by chance
-LATIN_ENCODINGS = {"cp1252", "cp1250", "cp1254"}  # whose letters mix with those of ASCII
+# They decode other bytes to frequent characters only rarely, so a lower share is enough.
+MULTIBYTE_ENCODINGS = {"shift_jis", "euc_jp", "euc_kr", "gb18030", "big5"}
+LATIN_ENCODINGS = {"cp1252", "cp1250", "cp1254"}  # their non-ASCII letters stand beside ASCII letters
 NON_ASCII_BYTE = re.compile(rb"[\x80-\xff]")
 NON_ASCII_BYTE_BESIDE_LETTER = re.compile(rb"(?<=[A-Za-z])[\x80-\xff]|[\x80-\xff](?=[A-Za-z])")
 ENCODING_BY_BOM = {
@@ -68,8 +64,8 @@ COMPRESSION_BY_MAGIC = {
 
 
 def open_zst(file: Path | IO[bytes], mode: str) -> Any:
-    """A .zst file, decompressed as it is read."""
-    assert mode == "rb", "written nowhere"
+    """Open a .zst file for streaming decompression."""
+    assert mode == "rb", "Firth writes no .zst files"
     name = getattr(file, "name", file)
     return import_optional("pyarrow", f"{name}: reading .zst files").input_stream(file, compression="zstd")
 
@@ -80,7 +76,7 @@ PIP_EXTRAS = {"pyarrow": "data", "datasets": "hf", "py3langid": "language"}
 
 
 def import_optional(library: str, feature: str) -> Any:
-    """Import a library that only some people need; without it, say how to get it."""
+    """Import an optional dependency; if it is missing, the UserError gives the pip command."""
     from importlib import import_module
 
     try:
@@ -95,11 +91,11 @@ def import_optional(library: str, feature: str) -> Any:
 
 
 class ReadProgress:
-    """How many bytes of some files have been read, as they lie on the disk: compressed ones before decompression."""
+    """Bytes read from several files, as stored: compressed files count before decompression."""
 
     def __init__(self) -> None:
-        self.finished_bytes = 0  # bytes of files that were read to their end
-        self.current_position: Callable[[], int] | None = None  # how far the file is that is being read
+        self.finished_bytes = 0  # bytes of files that were read completely
+        self.current_position: Callable[[], int] | None = None  # position in the current file
 
     @property
     def bytes_read(self) -> int:
@@ -107,7 +103,7 @@ class ReadProgress:
 
     @contextmanager
     def track_file(self, size_bytes: int, current_position: Callable[[], int]) -> Iterator[None]:
-        """Meanwhile a file of this size is read, and `current_position` tells how far."""
+        """Track a file of this size inside the `with` block; `current_position` returns the position in it."""
         self.current_position = current_position
         try:
             yield
@@ -120,44 +116,44 @@ class ReadProgress:
 def open_decompressed(
     path: Path, name: str | None = None, read_progress: ReadProgress | None = None
 ) -> Iterator[IO[bytes]]:
-    """The bytes of a file after decompression; whatever is wrong with it is a UserError, about `name` if given.
+    """Open a file for reading its decompressed bytes; errors become UserErrors that name the file as `name`.
 
-    `read_progress` is told how far it has been read.
+    `read_progress` tracks the position.
     """
     name = name or str(path)
-    packing = path.suffix.lower()
+    extension = path.suffix.lower()
     try:
         with (
             open(path, "rb") as raw,
             (read_progress or ReadProgress()).track_file(os.fstat(raw.fileno()).st_size, raw.tell),
         ):
-            if packing not in DECOMPRESSORS:
+            if extension not in DECOMPRESSORS:
                 yield raw
                 return
-            with DECOMPRESSORS[packing](raw, "rb") as file:
+            with DECOMPRESSORS[extension](raw, "rb") as file:
                 yield cast(IO[bytes], file)
     except FileNotFoundError:
         raise UserError(f"{name}: no such file.") from None
     except READ_ERRORS as e:
-        raise make_read_error(e, name, packing) from None
+        raise make_read_error(e, name, extension) from None
 
 
 def make_read_error(error: Exception, name: str, compression: str) -> UserError:
-    """Why no more of a file can be read."""
+    """Return the UserError for an exception of reading a file."""
     if isinstance(error, OSError) and error.strerror is not None:
         return UserError(f"{name}: cannot be read ({error.strerror}).")
-    if isinstance(error, EOFError) or "Truncated" in str(error):  # pyarrow's word for it
-        return UserError(f"{name}: the compressed file was cut short. Fetch or compress it again.")
-    return UserError(f"{name}: not a whole {compression} file ({error}). Fetch or compress it again.")
+    if isinstance(error, EOFError) or "Truncated" in str(error):  # pyarrow's message
+        return UserError(f"{name}: the compressed file is truncated. Download or compress it again.")
+    return UserError(f"{name}: not a complete {compression} file ({error}). Download or compress it again.")
 
 
 def raise_os_error(error: OSError) -> NoReturn:
-    """Say in one line why the system did not let us read."""
+    """Raise a UserError with the operating system's reason."""
     raise UserError(f"{error.filename}: cannot be read ({error.strerror}).") from None
 
 
 def check_encoding(name: str) -> str:
-    """Refuse the name of an encoding that Python does not have, or that does not stand for text."""
+    """Return `name`; raise a UserError if Python has no text encoding of this name."""
     try:
         "".encode(name)
         codecs.getincrementaldecoder(name)
@@ -176,8 +172,8 @@ def read_lines(
     name: str | None = None,
     read_progress: ReadProgress | None = None,
 ) -> Iterator[str]:
-    r"""The lines of a file, each ending in \n as only \n ends a line; one over `max_chars` characters comes in pieces."""
-    held: list[str] = []  # the pieces of a line whose end has not been read
+    r"""Yield the lines of a file with their \n; a line longer than `max_chars` is yielded in pieces (-1: never)."""
+    held: list[str] = []  # pieces of a line whose \n has not been read
     size = 0
     for text in read_decoded(path, encoding, name, read_progress):
         head, newline, rest = text.rpartition("\n")
@@ -192,7 +188,7 @@ def read_lines(
         size += len(rest)
         if 0 < max_chars < size:
             *pieces, last = split_long_line("".join(held), max_chars)
-            if last == "\r":  # it may be half of a line end
+            if last == "\r":  # it may be the first half of \r\n
                 last = pieces.pop() + last
             yield from pieces
             held, size = [last], len(last)
@@ -201,7 +197,7 @@ def read_lines(
 
 
 def split_long_line(line: str, max_chars: int) -> Iterator[str]:
-    r"""A line, cut where it is too long. Its \n stays with the last piece: alone it would be a blank line.
+    r"""Split a line into pieces of `max_chars`. Its \n stays with the last piece: alone it would be a blank line.
 
     >>> list(split_long_line("12345678\n", 4))
     ['1234', '5678\n']
@@ -219,129 +215,131 @@ def split_long_line(line: str, max_chars: int) -> Iterator[str]:
 def read_decoded(
     path: Path, encoding: str, name: str | None = None, read_progress: ReadProgress | None = None
 ) -> Iterator[str]:
-    """The text of a file, some of it at a time, without its byte order mark."""
+    """Yield the decoded text of a file in chunks, without its byte order mark."""
     name = name or str(path)
     decoder = codecs.getincrementaldecoder(encoding)()
-    done = newlines = 0
-    begun = False
-    wide = False  # whether a character outside of ASCII has been decoded
+    num_bytes = num_newlines = 0  # decoded so far
+    has_text = has_non_ascii = False
     with open_decompressed(path, name, read_progress) as file:
         while True:
             try:
-                piece = file.read(READ_CHUNK_BYTES)
+                chunk = file.read(READ_CHUNK_BYTES)
             except READ_ERRORS as e:
-                raise make_read_error(e, f"{name}:{newlines + 1}" if done else name, path.suffix.lower()) from None
+                where = f"{name}:{num_newlines + 1}" if num_bytes else name
+                raise make_read_error(e, where, path.suffix.lower()) from None
             pending = len(decoder.getstate()[0])
             try:
-                text = decoder.decode(piece, final=not piece)
+                text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as e:
                 before = e.object[: e.start]
-                wide = wide or not before.isascii()
-                line = newlines + before.count(b"\n") + 1
-                wrong = truncated_file_message if not piece else decode_error_message
-                message = wrong(name, encoding, done - pending + e.start, line, e.object, wide)
-                damage = (
-                    " Or the compressed file is damaged: fetch it again."
-                    if path.suffix.lower() in DECOMPRESSORS
-                    else ""
-                )
-                raise UserError(message + damage) from None
-            except UnicodeError as e:  # UTF-16 without the mark that it must begin with
-                raise UserError(f"{name}: not {encoding.upper()} ({e}). {encoding_hint(piece)}") from None
-            if text and not begun:
-                begun, text = True, text.removeprefix("\ufeff")
-                check_is_text(text, piece, name)
+                has_non_ascii = has_non_ascii or not before.isascii()
+                line = num_newlines + before.count(b"\n") + 1
+                make_message = decode_error_message if chunk else truncated_file_message
+                message = make_message(name, encoding, num_bytes - pending + e.start, line, e.object, has_non_ascii)
+                if path.suffix.lower() in DECOMPRESSORS:
+                    message += " Or the compressed file is damaged: download it again."
+                raise UserError(message) from None
+            except UnicodeError as e:  # UTF-16 without its byte order mark
+                raise UserError(f"{name}: not {encoding.upper()} ({e}). {encoding_hint(chunk)}") from None
+            if text and not has_text:
+                has_text, text = True, text.removeprefix("\ufeff")
+                check_is_text(text, chunk, name)
             if text:
                 yield text
-            if not piece:
+            if not chunk:
                 return
-            done += len(piece)
-            newlines += text.count("\n")
-            wide = wide or not text.isascii()
+            num_bytes += len(chunk)
+            num_newlines += text.count("\n")
+            has_non_ascii = has_non_ascii or not text.isascii()
 
 
 def decode_error_message(
     name: str, encoding: str, byte_offset: int, line: int, sample: bytes, has_non_ascii: bool
 ) -> str:
-    """Where a text stops being what it should be, and what it may be instead."""
-    what = f"{name}:{line}: not {encoding.upper()}, see byte {byte_offset:,} of its text."
+    """Return where decoding failed, and the likely encoding."""
+    failure = f"{name}:{line}: not {encoding.upper()}, see byte {byte_offset:,} of its text."
     if has_non_ascii and encoding.lower().replace("_", "-") in ("utf-8", "utf8"):
         return (
-            f"{what} All before it is, so the file mixes encodings or is damaged there: "
-            "repair it, or bring its parts to UTF-8 one by one."
+            f"{failure} The text before it is UTF-8, so the file mixes encodings or is damaged there: repair it, or "
+            "convert its parts to UTF-8 one by one."
         )
-    return f"{what} {encoding_hint(sample)}"
+    return f"{failure} {encoding_hint(sample)}"
 
 
 def truncated_file_message(
     name: str, encoding: str, byte_offset: int, line: int, sample: bytes, has_non_ascii: bool
 ) -> str:
-    """The last character is not whole; where it is the only one outside of ASCII, it may be one of another encoding."""
-    what = (
-        f"{name}:{line}: ends in the middle of a character of {encoding.upper()}, see byte {byte_offset:,} of its text."
+    """Return that the last character is incomplete. If it is the only non-ASCII one, the encoding may be another."""
+    fix = "" if has_non_ascii else ", or name its --encoding"
+    return (
+        f"{name}:{line}: ends in the middle of a character of {encoding.upper()}, see byte {byte_offset:,} of its "
+        f"text. It is truncated: download it again{fix}."
     )
-    return f"{what} It was cut short: fetch it again{'' if has_non_ascii else ', or name its --encoding'}."
 
 
 def encoding_hint(sample: bytes) -> str:
-    """What to do about bytes that are not in the encoding that was expected."""
-    if packing := next((packing for mark, packing in COMPRESSION_BY_MAGIC.items() if sample.startswith(mark)), None):
-        return f"It looks like a {packing} file: decompress it, or give it that extension if it is one of {COMPRESSED_EXTENSIONS_TEXT}."
+    """Return the fix for bytes that are not in the expected encoding."""
+    if extension := next((ext for magic, ext in COMPRESSION_BY_MAGIC.items() if sample.startswith(magic)), None):
+        return (
+            f"It looks like a {extension} file: decompress it, or give it that extension if it is one of "
+            f"{COMPRESSED_EXTENSIONS_TEXT}."
+        )
     if guess := guess_encoding(sample):
-        return f"It looks like {guess}: --encoding {guess} reads every file so."
+        return f"It looks like {guess}: --encoding {guess} decodes every file with it."
     if looks_binary(sample.decode("latin-1")):
-        return "It does not look like text at all: leave it out."
-    return "If it is in another encoding, name it: --encoding latin-1, for example, reads every file as Latin-1."
+        return "It does not look like text: leave it out."
+    return "If it is in another encoding, name it: --encoding latin-1, for example, decodes every file as Latin-1."
 
 
 def guess_encoding(sample: bytes) -> str | None:
-    """The encoding that some bytes are most likely in, or None where they look like none of those known here.
+    """Return the most likely encoding of a sample, or None if no known encoding fits.
+
+    A byte order mark or the zero bytes of UTF-16 decide at once. Otherwise each candidate decodes the sample, and the
+    encoding with the largest share of frequent characters among the non-ASCII ones wins.
 
     >>> guess_encoding("déjà vu".encode("cp1252")), guess_encoding("Это пример".encode("koi8_r"))
     ('cp1252', 'koi8_r')
     """
-    if marked := next((encoding for mark, encoding in ENCODING_BY_BOM.items() if sample.startswith(mark)), None):
-        return marked
+    if by_bom := next((encoding for bom, encoding in ENCODING_BY_BOM.items() if sample.startswith(bom)), None):
+        return by_bom
     for encoding, zeros in (("utf-16-le", sample[1::2]), ("utf-16-be", sample[::2])):
         if zeros.count(0) > 0.4 * len(zeros):
             return encoding
     if looks_binary(sample.decode("latin-1")):
         return None
-    alone = (
-        LATIN_ENCODINGS
-        if 2 * len(NON_ASCII_BYTE_BESIDE_LETTER.findall(sample)) > len(NON_ASCII_BYTE.findall(sample))
-        else COMMON_CHARS_BY_ENCODING.keys() - LATIN_ENCODINGS
-    )
-    for encodings, enough in ((MULTIBYTE_ENCODINGS, 0.15), (alone - MULTIBYTE_ENCODINGS, 0.4)):
+    is_latin = 2 * len(NON_ASCII_BYTE_BESIDE_LETTER.findall(sample)) > len(NON_ASCII_BYTE.findall(sample))
+    single_byte = LATIN_ENCODINGS if is_latin else COMMON_CHARS_BY_ENCODING.keys() - LATIN_ENCODINGS
+    for encodings, min_share in ((MULTIBYTE_ENCODINGS, 0.15), (single_byte - MULTIBYTE_ENCODINGS, 0.4)):
         scores = {
             encoding: common_char_share(sample, encoding)
             for encoding in COMMON_CHARS_BY_ENCODING
             if encoding in encodings
         }
         best = max(scores, key=scores.__getitem__)
-        if scores[best] > enough:
+        if scores[best] > min_share:
             return best
     return None
 
 
 def common_char_share(sample: bytes, encoding: str) -> float:
-    """The share of common characters among those outside of ASCII, should some bytes be in an encoding."""
+    """Decode a sample and return the share of frequent characters among the non-ASCII ones; 0 on failure."""
     try:
         text = codecs.getincrementaldecoder(encoding)().decode(sample)
     except UnicodeDecodeError:
         return 0.0
-    wide = [character for character in text if character > "\x7f"]
-    return sum(character in COMMON_CHARS_BY_ENCODING[encoding] for character in wide) / max(len(wide), 1)
+    non_ascii = [character for character in text if character > "\x7f"]
+    return sum(character in COMMON_CHARS_BY_ENCODING[encoding] for character in non_ascii) / max(len(non_ascii), 1)
 
 
 def looks_binary(text: str) -> bool:
-    """Whether there are too many control characters for a text."""
+    """Whether control characters are more than `MAX_CONTROL_CHAR_SHARE` of a text."""
     return len(CONTROL_CHARS.findall(text)) > MAX_CONTROL_CHAR_SHARE * len(text)
 
 
 def check_is_text(text: str, chunk: bytes, name: str) -> None:
-    """Refuse what decodes, as everything does in Latin-1, and still is no text."""
+    """Raise a UserError for binary data that decodes, as any bytes do in Latin-1."""
     if looks_binary(text):
         raise UserError(
-            f"{name}: not text: control characters are more than {MAX_CONTROL_CHAR_SHARE:.0%} of its start. {encoding_hint(chunk)}"
+            f"{name}: not text: control characters are more than {MAX_CONTROL_CHAR_SHARE:.0%} of its start. "
+            f"{encoding_hint(chunk)}"
         )

@@ -1,4 +1,7 @@
-"""The built-in corpus: the documentation inside the Python packages that Firth stands on."""
+"""The built-in corpus "pydocs": the docstrings of the Python standard library and of Firth's dependencies.
+
+It needs no download, and its labels are natural: the package of a docstring, and its summary line.
+"""
 
 from __future__ import annotations
 
@@ -33,27 +36,27 @@ from firth.text import filters
 from firth.text.documents import Example
 
 PYDOCS_NAME = "pydocs"
-STDLIB_PACKAGE = "python"  # the standard library, as a package among the others
+STDLIB_PACKAGE = "python"  # name of the standard library among the packages
 DIRECT_DEPENDENCIES = [
     *("torch", "numpy", "tokenizers", "safetensors", "typer", "rich", "PyYAML", "cattrs", "scikit-learn", "scipy"),
     *("sacrebleu", "rouge-score", "matplotlib", "sentencex"),
 ]
-CACHE_FORMAT_VERSION = 1  # of the cache; a new one whenever other records come out of the same packages
+CACHE_FORMAT_VERSION = 1  # increase it when the same packages give other records
 
 TEST_FOLDERS = {"test", "tests", "testing", "idle_test"}
 THIRD_PARTY_FOLDERS = {"site-packages", "dist-packages"}  # inside the folder of the standard library
 MAX_PARSE_WORKERS = 8
-MIN_DOCSTRING_WORDS = 8  # words: below it a docstring says little more than the name ("Return the size.")
+MIN_DOCSTRING_WORDS = 8  # words; a shorter one says little more than the name ("Return the size.")
 
 PYDOCS_TASKS = ("classify", "pair", "text-to-text")
 PYDOCS_SPLITS = ("train", "dev")
 MAX_PACKAGE_CLASSES = 10
-MIN_DOCS_PER_CLASS = 200  # documents that make a package a class
+MIN_DOCS_PER_CLASS = 200  # documents of a package that is a class
 MAX_CLASSIFY_WORDS, MAX_BODY_WORDS, MAX_TAGGED_WORDS = 60, 100, 100
 SUMMARY_WORDS_RANGE = range(3, 31)
 
 DefinitionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-# A heading with nothing under it before the text ends or the next heading of the same level comes.
+# A heading without text before the end or the next heading of the same level.
 EMPTY_HEADING = re.compile(r"^[^\n]+\n([-=~^])\1{2,}\n*(?=\Z|[^\n]+\n\1{3,}$)", re.MULTILINE)
 HEADING_RULE = re.compile(r"[-=~^*_]{3,}")
 SIGNATURE_LINE = re.compile(r"[\w.]+\(.*\)")
@@ -61,7 +64,7 @@ TAGGING_TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
 class DocstringRecord(NamedTuple):
-    """One docstring: its top-level package, the name of what it documents, and that one's parameters."""
+    """A docstring, its top-level package, and the name and parameters of the documented object."""
 
     package: str
     name: str
@@ -70,7 +73,7 @@ class DocstringRecord(NamedTuple):
 
 
 class SourceModule(NamedTuple):
-    """A file to read, the name it would be imported by, and its package."""
+    """A source file, its module name and its package."""
 
     package: str
     name: str
@@ -82,33 +85,34 @@ class SourceModule(NamedTuple):
 
 @cache
 def load_pydocs() -> list[DocstringRecord]:
-    """The whole built-in corpus, read once per process."""
+    """Return the whole built-in corpus, read once per process."""
     return read_docstrings([STDLIB_PACKAGE, *find_dependencies()])
 
 
 def read_docstrings(packages: Sequence[str], workers: int | None = None) -> list[DocstringRecord]:
-    """The docstrings of some installed packages, from the cache if these versions were read before.
+    """Return the docstrings of installed packages, from the cache if these versions were read before.
 
-    One document is one docstring of at least 8 words, dedented, without its doctests: they are code and its
-    output, not language, and their imports would give the package away. Signature lines, parameter lists and
-    markup stay, as what people write. Exact duplicates go. The order is that of the packages, then of the files:
-    the number of processes does not change it. The fingerprint tells two corpora apart.
+    A document is a docstring of at least 8 words, dedented, without doctests: they are code, and their imports would
+    reveal the package. Signature lines, parameter lists and markup stay. Exact duplicates are dropped. The order is
+    that of the packages and files, for any number of processes. The fingerprint identifies the corpus.
     """
     path = pydocs_cache_path(packages)
     records = read_pydocs_cache(path)
     if records is None:
         records = drop_duplicate_docstrings(parse_modules(find_source_modules(packages), workers))
         write_pydocs_cache(path, records)
-    names, megabytes = {r.package for r in records}, sum(len(r.text.encode()) for r in records) / 1e6
+    num_packages = len({r.package for r in records})
+    megabytes = sum(len(r.text.encode()) for r in records) / 1e6
     say(
-        f"{PYDOCS_NAME}: {format_count(len(records), 'document')} ({megabytes:.1f} MB of text) from {format_count(len(names), 'package')} "
-        f"with Python {platform.python_version()}, fingerprint {pydocs_fingerprint(records)}"
+        f"{PYDOCS_NAME}: {format_count(len(records), 'document')} ({megabytes:.1f} MB of text) from "
+        f"{format_count(num_packages, 'package')} with Python {platform.python_version()}, "
+        f"fingerprint {pydocs_fingerprint(records)}"
     )
     return records
 
 
 def pydocs_fingerprint(records: Iterable[DocstringRecord]) -> str:
-    """Twelve digits that differ when any text or their order does."""
+    """Return 12 hexadecimal digits that depend on the texts and their order."""
     digest = blake2b(digest_size=6)
     for record in records:
         digest.update(filters.text_fingerprint(record.text))
@@ -124,9 +128,9 @@ def drop_duplicate_docstrings(records: Iterable[DocstringRecord]) -> list[Docstr
 
 
 def find_dependencies() -> list[str]:
-    """The packages that Firth needs and those that they need, installed ones only; extras are not followed.
+    """Return the installed direct and indirect dependencies of Firth, without extras.
 
-    So the corpus is the same whether or not the optional packages are there.
+    So the corpus does not depend on optional packages.
     """
     found: set[str] = set()
     waiting = find_requirements("firth") or list(DIRECT_DEPENDENCIES)
@@ -139,7 +143,7 @@ def find_dependencies() -> list[str]:
 
 
 def find_requirements(package: str) -> list[str]:
-    """What an installed package requires on this machine; of one that is not installed, nothing."""
+    """Return the requirements of a package on this machine; none if it is not installed."""
     try:
         requirements = [Requirement(line) for line in metadata.requires(package) or []]
     except metadata.PackageNotFoundError:
@@ -157,7 +161,7 @@ def installed_version(package: str) -> str | None:
 
 
 def find_source_modules(packages: Iterable[str]) -> list[SourceModule]:
-    """The source files of packages, without tests, in a fixed order."""
+    """Return the source files of packages, without tests, in a fixed order."""
     return [
         m
         for package in packages
@@ -166,27 +170,28 @@ def find_source_modules(packages: Iterable[str]) -> list[SourceModule]:
 
 
 def find_package_modules(package: str) -> list[SourceModule]:
-    """The files that a distribution lists as its own, outside test folders."""
+    """Return the source files of a distribution, without tests."""
     distribution = metadata.distribution(package)
     if distribution.files is None:
-        warn(f"{PYDOCS_NAME}: {package} is left out, as it does not list its files.")
+        warn(f"{PYDOCS_NAME}: {package} is left out, since it does not list its files.")
     files = (f for f in distribution.files or [] if f.suffix == ".py" and ".." not in f.parts)
     kept = sorted((f for f in files if not TEST_FOLDERS.intersection(f.parts)), key=str)
     return [SourceModule(f.parts[0].removesuffix(".py"), dotted_module_name(f.parts), str(f.locate())) for f in kept]
 
 
 def find_stdlib_modules() -> list[SourceModule]:
-    """The files of the standard library, outside test folders and installed packages."""
+    """Return the source files of the standard library, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = []
+    files: list[Path] = []
     for parent, folders, names in os.walk(root):
         folders[:] = [folder for folder in folders if folder not in TEST_FOLDERS | THIRD_PARTY_FOLDERS]
-        found += [Path(parent, name).relative_to(root) for name in names if name.endswith(".py")]
-    return [SourceModule(STDLIB_PACKAGE, dotted_module_name(f.parts), str(root / f)) for f in sorted(found)]
+        files += [Path(parent, name).relative_to(root) for name in names if name.endswith(".py")]
+    return [SourceModule(STDLIB_PACKAGE, dotted_module_name(f.parts), str(root / f)) for f in sorted(files)]
 
 
 def dotted_module_name(parts: Sequence[str]) -> str:
-    """
+    """Return the module name of a path.
+
     >>> dotted_module_name(("numpy", "linalg", "__init__.py"))
     'numpy.linalg'
     """
@@ -197,10 +202,9 @@ def dotted_module_name(parts: Sequence[str]) -> str:
 
 
 def parse_modules(files: Sequence[SourceModule], workers: int | None = None) -> Iterator[DocstringRecord]:
-    """The docstrings of all files in order, read in several processes where that can be done safely.
+    """Yield the docstrings of all files in order, parsed in several processes on Linux.
 
-    A forked process needs nothing from the caller's script; other ways of starting one would run that script
-    again. Only Linux forks safely, so elsewhere one process reads everything.
+    A spawned process would run the caller's script again; a forked one does not, but only Linux forks safely.
     """
     workers = workers or (min(len(os.sched_getaffinity(0)), MAX_PARSE_WORKERS) if sys.platform == "linux" else 1)
     broken = 0
@@ -213,12 +217,12 @@ def parse_modules(files: Sequence[SourceModule], workers: int | None = None) -> 
             yield from records or []
             p.advance()
     if broken:
-        say(f"{PYDOCS_NAME}: {format_count(broken, 'file')} left out that this Python does not parse")
+        say(f"{PYDOCS_NAME}: {format_count(broken, 'file')} left out that this Python cannot parse")
 
 
 @contextmanager
 def process_map(workers: int) -> Iterator[Any]:
-    """`map`, over several processes or in this one. Syntax trees have no cycles: without the collector it is faster."""
+    """Yield a `map` over several processes or in this one, without garbage collection: syntax trees have no cycles."""
     if workers == 1:
         collecting = gc.isenabled()
         gc.disable()
@@ -229,7 +233,7 @@ def process_map(workers: int) -> Iterator[Any]:
                 gc.enable()
     else:
         with warnings.catch_warnings():
-            # Python warns of forks beside threads; ours only parse, and take no lock that a thread may hold.
+            # Python warns of forks beside threads; these workers only parse and take no lock that a thread may hold.
             warnings.simplefilter("ignore", DeprecationWarning)
             with ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=init_parse_worker) as pool:
                 yield partial(pool.map, chunksize=16)
@@ -237,17 +241,17 @@ def process_map(workers: int) -> Iterator[Any]:
 
 def init_parse_worker() -> None:
     gc.disable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
 
 
 def parse_docstrings(module: SourceModule) -> list[DocstringRecord] | None:
-    """The docstrings of one file, by its syntax alone: nothing is imported or run. None if it does not parse."""
+    """Return the docstrings of one file from its syntax tree, without importing it; None if it does not parse."""
     source = Path(module.path).read_bytes()
     if b'"""' not in source and b"'''" not in source:
-        return []  # saves the parsing of a fifth of the files
+        return []  # avoids parsing a fifth of the files
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of other people's escape sequences
+            warnings.simplefilter("ignore")  # about invalid escape sequences
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
         return None
@@ -261,7 +265,7 @@ def parse_docstrings(module: SourceModule) -> list[DocstringRecord] | None:
 
 
 def iter_definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, DefinitionNode]]:
-    """Every class and function under a node, with its qualified name."""
+    """Yield every class and function under a node with its qualified name."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, DefinitionNode):
             name = f"{prefix}.{child.name}"
@@ -272,10 +276,10 @@ def iter_definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Definiti
 
 
 def get_parameter_names(node: ast.AST) -> tuple[str, ...]:
-    """The names of a function's parameters, or for a class those of its `__init__`, without self and cls."""
+    """Return the parameter names of a function, or of a class's `__init__`, without self and cls."""
     if isinstance(node, ast.ClassDef):
-        made_by = [f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"]
-        return get_parameter_names(made_by[0]) if made_by else ()
+        inits = [f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"]
+        return get_parameter_names(inits[0]) if inits else ()
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return ()
     a = node.args
@@ -284,7 +288,7 @@ def get_parameter_names(node: ast.AST) -> tuple[str, ...]:
 
 
 def strip_doctests(docstring: str) -> str:
-    """A docstring without its doctests, and without the headings that are left with nothing under them.
+    """Remove doctests, and headings without text under them.
 
     >>> strip_doctests("Add.\\n\\nExamples\\n--------\\n>>> add(1, 2)\\n3")
     'Add.'
@@ -302,14 +306,14 @@ def strip_doctests(docstring: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Where things are kept that can be made again: $FIRTH_CACHE, or the user's cache folder."""
+    """Return the cache folder: $FIRTH_CACHE, or `firth` in the user's cache folder."""
     if own := os.environ.get("FIRTH_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "firth"
 
 
 def pydocs_cache_path(packages: Iterable[str]) -> Path:
-    """A name of its own for every set of packages, versions and format."""
+    """Return a path that is unique for the packages, their versions and the format."""
     facts = json.dumps(
         [CACHE_FORMAT_VERSION, platform.python_version(), [(name, installed_version(name)) for name in packages]]
     )
@@ -317,19 +321,19 @@ def pydocs_cache_path(packages: Iterable[str]) -> Path:
 
 
 def write_pydocs_cache(path: Path, records: Sequence[DocstringRecord]) -> None:
-    """A line with the fingerprint, then a line per record. A cache that cannot be written is said, and done without."""
+    """Write a line with the fingerprint, then a line per record; warn if the cache cannot be written."""
     rows = [{"fingerprint": pydocs_fingerprint(records)}, *records]
-    own = path.with_name(f"{path.name}.{os.getpid()}")  # two processes may come here at once
+    own = path.with_name(f"{path.name}.{os.getpid()}")  # several processes may write at once
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(own, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         os.replace(own, path)
     except OSError as e:
-        warn(f"{PYDOCS_NAME}: not kept for the next time, as {path.parent} cannot be written ({e.strerror}).")
+        warn(f"{PYDOCS_NAME}: not cached, since {path.parent} cannot be written ({e.strerror}).")
 
 
 def read_pydocs_cache(path: Path) -> list[DocstringRecord] | None:
-    """What `write_pydocs_cache` wrote, or None if there is nothing or not that."""
+    """Return the cached records, or None if the cache is missing or damaged."""
     if not path.is_file():
         return None
     try:
@@ -339,7 +343,7 @@ def read_pydocs_cache(path: Path) -> list[DocstringRecord] | None:
             return records
     except (ValueError, TypeError, KeyError):
         pass
-    warn(f"{path}: damaged, so the documentation is read again.")
+    warn(f"{path}: damaged. Reading the documentation again.")
     return None
 
 
@@ -347,11 +351,11 @@ def read_pydocs_cache(path: Path) -> list[DocstringRecord] | None:
 
 
 def make_pydocs_examples(task: str, split: str, records: Sequence[DocstringRecord] | None = None) -> list[Example]:
-    """Examples whose labels came with the text; `split` "dev" has the documents that pretraining holds out.
+    """Return examples with natural labels; `split` "dev" has the documents that pretraining holds out.
 
-    "classify": which package is this from (the first 60 words)? "pair": does this summary line belong to this
-    body? "text-to-text": the body to its summary line. The order is a fixed shuffle, so that the first k examples
-    of a class are a fair sample.
+    "classify": the package of a docstring's first 60 words. "pair": whether a summary line belongs to a body.
+    "text-to-text": the summary line of a body. The order is a fixed shuffle, so that the first k examples of a class
+    are a uniform sample.
     """
     if task not in PYDOCS_TASKS:
         raise UserError(f"{PYDOCS_NAME} has no task {task!r}. {did_you_mean(task, PYDOCS_TASKS)}")
@@ -363,74 +367,73 @@ def make_pydocs_examples(task: str, split: str, records: Sequence[DocstringRecor
 
 
 def select_split(records: Iterable[DocstringRecord], split: str) -> list[DocstringRecord]:
-    """The records of a part, shuffled by what they say."""
+    """Return the records of a split, shuffled by the hash of their text."""
     if split not in PYDOCS_SPLITS:
-        raise UserError(f"{PYDOCS_NAME} has no part {split!r}. {did_you_mean(split, PYDOCS_SPLITS)}")
+        raise UserError(f"{PYDOCS_NAME} has no split {split!r}. {did_you_mean(split, PYDOCS_SPLITS)}")
     chosen = [r for r in records if filters.is_held_out(r.text, filters.HELD_OUT_FRACTION) == (split == "dev")]
     return sorted(chosen, key=lambda record: filters.text_fingerprint(record.text))
 
 
 def select_package_classes(records: Iterable[DocstringRecord]) -> list[str]:
-    """The packages with most documents, at most ten of those that have enough."""
+    """Return the largest packages, at most ten, with enough documents each."""
     sizes = Counter(record.package for record in records)
     largest = sorted(sizes, key=lambda name: (-sizes[name], name))[:MAX_PACKAGE_CLASSES]
     return sorted(name for name in largest if sizes[name] >= MIN_DOCS_PER_CLASS)
 
 
 def make_classify_examples(records: Sequence[DocstringRecord], labels: Sequence[str]) -> list[Example]:
-    """Which package: no class has more than twice the examples of the smallest, so that none is a good guess."""
+    """Classify the package. No class has more than twice the examples of the smallest, which keeps classes balanced."""
     sizes = Counter(record.package for record in records)
-    room = dict.fromkeys(labels, 2 * min((sizes[label] for label in labels), default=0))
-    made = []
+    remaining = dict.fromkeys(labels, 2 * min((sizes[label] for label in labels), default=0))
+    examples = []
     for record in records:
-        if room.get(record.package):
-            room[record.package] -= 1
-            made.append(
-                Example(record.name, (first_words_on_one_line(record.text, MAX_CLASSIFY_WORDS),), record.package)
-            )
-    return made
+        if remaining.get(record.package):
+            remaining[record.package] -= 1
+            text = first_words_on_one_line(record.text, MAX_CLASSIFY_WORDS)
+            examples.append(Example(record.name, (text,), record.package))
+    return examples
 
 
 def make_pair_examples(records: Sequence[DocstringRecord]) -> list[Example]:
-    """Summary and body: every second example has the body of the one before it, from the same package.
+    """Pair summaries with bodies: every second example has the body of the one before it, from the same package.
 
-    So each body that is used is used twice, once rightly and once wrongly, and alone gives nothing away. Of
-    docstrings with the same body one is taken, so that a wrong body is wrong.
+    So each body occurs once with its own summary and once with another, and alone does not reveal the label. Bodies
+    are unique, so that another summary is always wrong.
     """
     by_package: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
     for record in records:
         if parts := split_summary_and_body(record):
             summary, body = parts
             by_package[record.package].setdefault(body, (record.name, summary))
-    made = []
+    examples = []
     for by_body in by_package.values():
         rows = [(name, summary, body) for body, (name, summary) in by_body.items()]
         for (name, summary, body), (other_name, other_summary, _) in zip(rows[::2], rows[1::2], strict=False):
-            made.append(Example(name, (summary, body), "yes"))
-            made.append(Example(other_name, (other_summary, body), "no"))
-    return sorted(made, key=lambda example: filters.text_fingerprint("\n".join(example.texts)))
+            examples.append(Example(name, (summary, body), "yes"))
+            examples.append(Example(other_name, (other_summary, body), "no"))
+    return sorted(examples, key=lambda example: filters.text_fingerprint("\n".join(example.texts)))
 
 
 def make_summary_examples(records: Sequence[DocstringRecord]) -> list[Example]:
     parts = [(record.name, split_summary_and_body(record)) for record in records]
-    return [Example(name, (found[1],), found[0]) for name, found in parts if found]
+    return [Example(name, (summary_body[1],), summary_body[0]) for name, summary_body in parts if summary_body]
 
 
 def make_tagging_examples(
     split: str, records: Sequence[DocstringRecord] | None = None
 ) -> list[tuple[list[str], list[str]]]:
-    """Words of docstrings, with B-PARAM for those that are parameters of what is documented and O for the rest."""
-    made = []
+    """Return the words of docstrings with tags: B-PARAM for parameters of the documented object, O otherwise."""
+    examples = []
     for record in select_split(load_pydocs() if records is None else records, split):
         tokens = TAGGING_TOKEN.findall(first_words_on_one_line(record.text, MAX_TAGGED_WORDS))
         tags = ["B-PARAM" if token in record.parameters else "O" for token in tokens]
         if "B-PARAM" in tags:
-            made.append((tokens, tags))
-    return made
+            examples.append((tokens, tags))
+    return examples
 
 
 def split_summary_and_body(record: DocstringRecord) -> tuple[str, str] | None:
-    """The first paragraph and the rest, if the former is a line of prose and the latter says something."""
+    """Return the first paragraph and the rest, if the first is a line of prose and the rest is long enough."""
     first, _, rest = record.text.partition("\n\n")
     summary, body = first_words_on_one_line(first, len(first)), first_words_on_one_line(rest, MAX_BODY_WORDS)
     usable = len(summary.split()) in SUMMARY_WORDS_RANGE and len(body.split()) >= MIN_DOCSTRING_WORDS
@@ -438,5 +441,5 @@ def split_summary_and_body(record: DocstringRecord) -> tuple[str, str] | None:
 
 
 def first_words_on_one_line(text: str, max_words: int) -> str:
-    """The first words on one line, without the rules under headings."""
+    """Return the first words on one line, without the rules under headings."""
     return " ".join([word for word in text.split() if not HEADING_RULE.fullmatch(word)][:max_words])

@@ -1,4 +1,4 @@
-"""Records, a value for each column: the lines of .jsonl, the rows of .csv, .tsv and .parquet."""
+"""Read records (a value for each column) from .jsonl, .csv, .tsv and .parquet files, and look up their columns."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from firth.core.errors import UserError, did_you_mean
 from firth.text.open_text import DECOMPRESSORS, ReadProgress, import_optional, open_decompressed, read_lines
 
 NumberedRecords = Iterator[tuple[int, dict[str, Any]]]
-MAX_LINE_CHARS = 2**26  # characters: a record is parsed whole, and this bounds the memory that takes
-PARQUET_BATCH_BYTES = 2**24  # of a .parquet file, about so much is in memory at a time
+MAX_LINE_CHARS = 2**26  # characters; bounds the memory for parsing one record
+PARQUET_BATCH_BYTES = 2**24  # approximate size of a batch of rows in memory
 
 
 def data_extension(path: Path) -> str:
-    """What says how to read a file, whether or not it is compressed.
+    """Return the extension without that of the compression.
 
     >>> data_extension(Path("a.jsonl.xz")), data_extension(Path("B.TXT"))
     ('.jsonl', '.txt')
@@ -43,7 +43,7 @@ def is_numeric_string(cell: str) -> bool:
 def read_jsonl_records(
     path: Path, encoding: str = "utf-8", name: str | None = None, read_progress: ReadProgress | None = None
 ) -> NumberedRecords:
-    """The objects of a .jsonl file with their line numbers; blank lines are passed over."""
+    """Yield the objects of a .jsonl file with their line numbers; blank lines are skipped."""
     name = name or str(path)
     for number, line in enumerate(read_record_lines(path, encoding, name, read_progress), 1):
         if not line.strip():
@@ -51,7 +51,7 @@ def read_jsonl_records(
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as e:
-            reason = getattr(e, "msg", e)  # without JSON's own "line 1", which is not the file's
+            reason = getattr(e, "msg", e)  # without JSON's "line 1", which is not the line in the file
             raise UserError(f"{name}:{number}: not JSON ({reason}). Each line must be one object.") from None
         if not isinstance(record, dict):
             raise UserError(f'{name}:{number}: not an object. Each line must be like {{"text": "..."}}.')
@@ -59,12 +59,12 @@ def read_jsonl_records(
 
 
 def read_record_lines(path: Path, encoding: str, name: str, read_progress: ReadProgress | None) -> Iterator[str]:
-    """The lines of a file of records; one that is too long to be parsed in bounded memory is refused."""
+    """Yield the lines of a file; a line over `MAX_LINE_CHARS` is a UserError."""
     for number, line in enumerate(read_lines(path, encoding, MAX_LINE_CHARS, name, read_progress), 1):
         if len(line) >= MAX_LINE_CHARS and not line.endswith("\n"):
             raise UserError(
                 f"{name}:{number}: a line of more than {MAX_LINE_CHARS:,} characters. "
-                "Give such text as .txt, which is read in pieces, or on more lines."
+                "Use .txt, which is read in pieces, or shorter lines."
             )
         yield line
 
@@ -77,9 +77,9 @@ def read_table_records(
     delimiter: str = ",",
     quoting: Literal[0, 3] = 0,
 ) -> NumberedRecords:
-    """The rows of a table whose first line names the columns; each row must have as many cells as that."""
+    """Yield the rows of a table with their line numbers; the first line names the columns."""
     name = name or str(path)
-    csv.field_size_limit(MAX_LINE_CHARS)  # its default of 131,072 characters is less than a long document has
+    csv.field_size_limit(MAX_LINE_CHARS)  # its default of 131,072 characters is too small for documents
     rows = csv.reader(
         read_record_lines(path, encoding, name, read_progress), delimiter=delimiter, quoting=quoting, strict=True
     )
@@ -89,8 +89,8 @@ def read_table_records(
         for row in rows:
             if header is None:
                 header = row
-                if twice := next((column for column in row if column and row.count(column) > 1), None):
-                    raise UserError(f"{name}:{number}: the column {twice!r} stands twice. Give each a name of its own.")
+                if duplicate := next((column for column in row if column and row.count(column) > 1), None):
+                    raise UserError(f"{name}:{number}: two columns are named {duplicate!r}. Rename one.")
             elif row and len(row) != len(header):
                 raise UserError(
                     f"{name}:{number}: {format_count(len(row), 'cell')}, but the first line names {len(header)}."
@@ -105,39 +105,39 @@ def read_table_records(
 def read_parquet_records(
     path: Path, wanted_columns: Collection[str], read_progress: ReadProgress | None = None
 ) -> NumberedRecords:
-    """The rows of a .parquet file by number from 1, with those of the wanted columns that it has.
+    """Yield the rows of a .parquet file, numbered from 1; columns that are not wanted are None.
 
-    They are read a few at a time, so that memory does not grow with the file.
+    Rows are read in batches, so memory does not grow with the file.
     """
     if path.suffix.lower() in DECOMPRESSORS:
         raise UserError(f"{path}: a .parquet file is compressed inside. Decompress {path.suffix} first.")
     parquet = import_optional("pyarrow.parquet", f"{path}: reading .parquet files")
     number = 0
     try:
-        with open_decompressed(path) as file:  # ours, so that a file which may not be read is said as of any other
+        with open_decompressed(path) as file:  # so that a missing permission has the usual message
             table = parquet.ParquetFile(file, pre_buffer=False)
             size, num_rows = path.stat().st_size, max(table.metadata.num_rows, 1)
-            there = dict.fromkeys(table.schema_arrow.names)
-            names = [column for column in there if column in wanted_columns]
+            empty_record = dict.fromkeys(table.schema_arrow.names)
+            names = [column for column in empty_record if column in wanted_columns]
             with (read_progress or ReadProgress()).track_file(size, lambda: size * number // num_rows):
                 for batch in table.iter_batches(parquet_batch_rows(table.metadata), columns=names):
                     for record in batch.to_pylist():
                         number += 1
-                        yield number, there | record
+                        yield number, empty_record | record
     except UserError:
         raise
-    except Exception as e:  # pyarrow raises many kinds for a damaged file
+    except Exception as e:  # pyarrow raises many types for a damaged file
         reason = str(e).splitlines()[0][:200] if str(e) else type(e).__name__
-        raise UserError(f"{path}: not a whole .parquet file, after row {number:,} ({reason}).") from None
+        raise UserError(f"{path}: not a complete .parquet file, after row {number:,} ({reason}).") from None
 
 
 def parquet_batch_rows(metadata: Any) -> int:
-    """How many rows of a .parquet file to read at a time, by their mean size."""
+    """Number of rows per batch, from their mean size."""
     size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     return max(1, min(1024, PARQUET_BATCH_BYTES * metadata.num_rows // max(size, 1)))
 
 
-# In .tsv a quotation mark is a character like any other, as GLUE's files and most corpora have it.
+# A quotation mark in a .tsv file is an ordinary character, as in GLUE's files and most corpora.
 RECORD_READERS: dict[str, Callable[..., NumberedRecords]] = {
     ".jsonl": read_jsonl_records,
     ".csv": read_table_records,
@@ -149,17 +149,17 @@ RECORD_READERS: dict[str, Callable[..., NumberedRecords]] = {
 
 
 def resolve_columns(columns: Mapping[str, str] | None, roles: Iterable[str]) -> dict[str, str]:
-    """The column of each role: of the same name, unless the user named another."""
+    """Return the column of each role: the user's, or the one with the name of the role."""
     named = {role: role for role in roles}
     for role, column in (columns or {}).items():
         if role not in named:
-            raise UserError(f"--columns {role}={column}: nothing is called {role!r} here. {did_you_mean(role, named)}")
+            raise UserError(f"--columns {role}={column}: there is no role {role!r} here. {did_you_mean(role, named)}")
         named[role] = column
     return named
 
 
 class MissingColumnError(UserError):
-    """A column that is missing; `available_columns` are those that a record has."""
+    """A missing column; `available_columns` are the columns of the record."""
 
     def __init__(self, message: str, available_columns: tuple[str, ...]) -> None:
         super().__init__(message)
@@ -167,21 +167,21 @@ class MissingColumnError(UserError):
 
 
 def get_column_value(record: Mapping[str, Any], role: str, column: str, where: str, alternatives: str = "") -> Any:
-    """What a record holds in a column; if there is none, the error says which there are, and what else would do."""
+    """Return a record's value in a column; the error for a missing column lists the available ones."""
     if column not in record:
-        there = ", ".join(str(name)[:40] for name in record) or "none"
+        names = ", ".join(str(name)[:40] for name in record) or "none"
         close = get_close_matches(role if alternatives else column, map(str, record), n=1)
         hint = f"Name the right one: --columns {role}={close[0] if close else 'NAME'}."
-        if len(record) == 1 and ";" in there:
+        if len(record) == 1 and ";" in names:
             hint = "It looks separated by semicolons: save it with commas (.csv) or tabs (.tsv)."
         raise MissingColumnError(
-            f"{where}: no column {column!r}{alternatives}; there are: {there}. {hint}", tuple(map(str, record))
+            f"{where}: no column {column!r}{alternatives}; there are: {names}. {hint}", tuple(map(str, record))
         )
     return record[column]
 
 
 def get_column_text(record: Mapping[str, Any], role: str, column: str, where: str) -> str:
-    """As `get_column_value`, for what must be text."""
+    """As `get_column_value`, for a value that must be a string."""
     value = get_column_value(record, role, column, where)
     if not isinstance(value, str):
         raise UserError(f"{where}: column {column!r} holds {preview_value(value)}, which is not text.")
@@ -189,5 +189,5 @@ def get_column_text(record: Mapping[str, Any], role: str, column: str, where: st
 
 
 def preview_value(value: Any) -> str:
-    """The beginning of any value, to show in a message."""
+    """Return the first characters of a value as JSON, for a message."""
     return json.dumps(value, ensure_ascii=False, default=str)[:40]

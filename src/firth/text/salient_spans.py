@@ -1,4 +1,8 @@
-"""Salient spans of a text: names, numbers and dates, found by their spelling (Guu et al. 2020, section 3.4)."""
+"""Find salient spans: names, numbers and dates, for salient span masking (REALM, Guu et al. 2020, section 3.4).
+
+REALM finds them with a named entity tagger and a regular expression for dates. Here one regular expression finds all
+of them, without a model; `--salient package.module:function` uses any other finder.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,10 @@ DEFAULT_SALIENT_NAME = "default"
 
 
 def find_salient_spans(text: str) -> list[tuple[int, int]]:
-    """The spans (start, end) of names, numbers and dates, in characters, in order.
+    """Return the [start, end) of names, numbers and dates in characters, in order.
 
-    A name is a run of capitalised words. A sentence's first word is one only if another follows it; English function
-    words are none. Scripts without capitals have no names here, and languages that capitalise every noun too many.
+    A name is a sequence of capitalised words that are not English function words. The first word of a sentence counts
+    only if another name part follows it. Names are not found in scripts without capitals; in German, every noun is one.
 
     >>> text = "Yesterday Anna Grey paid $5 in York. Nobody saw it."
     >>> [text[start:end] for start, end in find_salient_spans(text)]
@@ -29,35 +33,35 @@ def find_salient_spans(text: str) -> list[tuple[int, int]]:
 
 
 def load_salient_finder(name: str) -> SalientSpanFinder:
-    """The function that finds salient spans: "default", or any by its place, as "package.module:function"."""
+    """Return the finder of a name: "default", or "package.module:function"."""
     if name == DEFAULT_SALIENT_NAME:
         return find_salient_spans
     module, colon, function = name.partition(":")
     if not (module and colon and function):
         raise UserError(f"--salient {name}: neither 'default' nor package.module:function.")
     try:
-        found = getattr(importlib.import_module(module), function, None)
+        finder = getattr(importlib.import_module(module), function, None)
     except ModuleNotFoundError as e:
         raise UserError(
-            f"--salient {name}: no module named {e.name!r}. Install it, or name its folder in PYTHONPATH."
+            f"--salient {name}: no module named {e.name!r}. Install it, or add its folder to PYTHONPATH."
         ) from None
-    if not callable(found):
-        state = "has no" if found is None else "cannot call its"
-        raise UserError(f"--salient {name}: {module} {state} {function!r}. A function of a text is needed.")
-    return found
+    if not callable(finder):
+        state = "has no" if finder is None else "cannot call its"
+        raise UserError(f"--salient {name}: {module} {state} {function!r}. Name a function that takes a text.")
+    return finder
 
 
 def salient_finder_name(function: SalientSpanFinder) -> str:
-    """What the manifest calls a function that finds salient spans, as `load_salient_finder` takes it."""
+    """Return the name of a finder for the manifest, in the form that `load_salient_finder` takes."""
     if function is find_salient_spans:
         return DEFAULT_SALIENT_NAME
     kind = function if hasattr(function, "__qualname__") else type(function)
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-# The pattern is tried once at each place, and no part of it looks far ahead in vain: any text takes linear time.
+# Possessive quantifiers and bounded repetition avoid backtracking: matching takes linear time on any text.
 
-CAPITAL_PLACEHOLDER = "⇧"  # stands here for every letter that can begin a name
+CAPITAL_PLACEHOLDER = "⇧"  # replaced by the class of capital letters
 
 
 @cache
@@ -66,15 +70,15 @@ def compile_salient_pattern() -> re.Pattern[str]:
 
 
 def capital_letter_ranges() -> str:
-    """The letters that can begin a name, as the inside of a character class."""
-    places = [i for i in range(0x10000) if unicodedata.category(chr(i)) in ("Lu", "Lt")]
-    runs = [[i for _, i in run] for _, run in groupby(enumerate(places), key=lambda pair: pair[1] - pair[0])]
+    """Return the upper- and titlecase letters as ranges for a regular expression's [...]."""
+    codes = [i for i in range(0x10000) if unicodedata.category(chr(i)) in ("Lu", "Lt")]
+    runs = [[i for _, i in run] for _, run in groupby(enumerate(codes), key=lambda pair: pair[1] - pair[0])]
     return "".join(f"{chr(run[0])}-{chr(run[-1])}" for run in runs)
 
 
 # Names
 
-LETTER = r"[\w\u0300-\u036f]"  # also accents that stand as characters of their own
+LETTER = r"[\w\u0300-\u036f]"  # and combining accents
 FUNCTION_WORDS = (
     "A|An|And|Any|Are|As|At|Because|Been|Before|But|By|Can|Could|Did|Do|Does|Each|Either|Even|Every|For|From|Had"
     "|Has|Have|He|Hence|Her|Here|Hers|Him|His|How|However|I|If|In|Into|Is|It|Its|Just|Let|Me|Might|Mine|Most|Must"
@@ -94,32 +98,41 @@ NAME_PREFIX = rf"(?<!\w)(?:{CAPITAL_PLACEHOLDER}\.[ ]?|(?:{TITLES})\.[ ])"  # J.
 NAME_PART = rf"(?:{INITIALS}|(?:{NAME_PREFIX}){{0,4}}{CAPITALISED_WORD})"
 NAME_JOINER = rf"[ ](?:(?:{PARTICLES}|&)[ ])?"
 PERSON_OR_PLACE_NAME = rf"{NAME_PART}(?:{NAME_JOINER}{NAME_PART})*"
-MULTI_PART_NAME = rf"(?:{INITIALS}|(?:{NAME_PREFIX}){{1,4}}{CAPITALISED_WORD}|{NAME_PART}{NAME_JOINER}{NAME_PART})(?:{NAME_JOINER}{NAME_PART})*"
+MULTI_PART_NAME = (
+    rf"(?:{INITIALS}|(?:{NAME_PREFIX}){{1,4}}{CAPITALISED_WORD}|{NAME_PART}{NAME_JOINER}{NAME_PART})"
+    rf"(?:{NAME_JOINER}{NAME_PART})*"
+)
 
 # Dates and numbers
 
 MONTH_NAMES = "January|February|March|April|May|June|July|August|September|October|November|December"
 MONTH_OR_ABBREVIATION = rf"(?:{MONTH_NAMES}|(?:Jan|Feb|Mar|Apr|Jun|Jul|Aug|Sept?|Oct|Nov|Dec)\b\.?)"
 WEEKDAY = r"(?:(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)days?)"
-NUMBER_NEIGHBOUR_CHAR = (
-    r"[\d_a-zA-Z\u00aa-\u058f]"  # what a number cannot touch: digits, and letters of scripts that put spaces
-)
+# A number cannot touch these: digits, and letters of scripts that separate words by spaces.
+NUMBER_NEIGHBOUR_CHAR = r"[\d_a-zA-Z\u00aa-\u058f]"
 DAY, YEAR = r"\d{1,2}(?:st|nd|rd|th)?", r"\d{4}"
 DATE = (
     rf"(?<!{NUMBER_NEIGHBOUR_CHAR})(?<![.,:/-])(?:"
     rf"{YEAR}-\d\d(?:-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?Z?)?)?"
     rf"|\d{{1,2}}/\d{{1,2}}/(?:{YEAR}|\d\d)|\d{{1,2}}\.\d{{1,2}}\.{YEAR}"
-    rf"|(?:{WEEKDAY},?[ ])?(?:{DAY}[ ](?:of[ ])?{MONTH_OR_ABBREVIATION}(?:,?[ ]{YEAR})?|{MONTH_OR_ABBREVIATION}[ ]{DAY}(?!\w)(?:,?[ ]{YEAR})?)"
+    rf"|(?:{WEEKDAY},?[ ])?(?:{DAY}[ ](?:of[ ])?{MONTH_OR_ABBREVIATION}(?:,?[ ]{YEAR})?"
+    rf"|{MONTH_OR_ABBREVIATION}[ ]{DAY}(?!\w)(?:,?[ ]{YEAR})?)"
     r"|\d{1,4}年(?:\d{1,2}月(?:\d{1,2}日)?)?|\d{1,2}月\d{1,2}日"
     rf"|{MONTH_OR_ABBREVIATION},?[ ]{YEAR}|{WEEKDAY}|(?!May|March)(?:{MONTH_NAMES})"
     rf")(?!{NUMBER_NEIGHBOUR_CHAR}|-)"
 )
-NUMBER = rf"(?<!{NUMBER_NEIGHBOUR_CHAR})(?<!\w[.,:/-])[$€£¥]?\d++(?:[.,:]\d++)*+(?:%|(?:st|nd|rd|th|s)?(?!{NUMBER_NEIGHBOUR_CHAR}))"
+NUMBER = (
+    rf"(?<!{NUMBER_NEIGHBOUR_CHAR})(?<!\w[.,:/-])[$€£¥]?\d++(?:[.,:]\d++)*+"
+    rf"(?:%|(?:st|nd|rd|th|s)?(?!{NUMBER_NEIGHBOUR_CHAR}))"
+)
 
-# A sentence begins after a full stop, a line end or an opening quotation mark, perhaps with a bullet.
+# A sentence starts after a full stop, a line end or an opening quotation mark, with an optional bullet.
 
 SENTENCE_START = (
     r"(?:\A|[.!?…][\"'”’»)\]]{0,3}[ \t]++|\n[ \t]*+|(?<=\s)[\"“«])"
     r"(?:[-*•–—#>]{1,6}[ \t]++|\d{1,2}[.)][ \t]++)?[\"'“‘«(\[]{0,3}"
 )
-SALIENT_PATTERN_TEMPLATE = rf"{SENTENCE_START}(?:({DATE}|{MULTI_PART_NAME})|{CAPITALISED_WORD})|(?=[$€£¥\d]|{CAPITAL_PLACEHOLDER})({DATE}|{NUMBER}|{PERSON_OR_PLACE_NAME})"
+SALIENT_PATTERN_TEMPLATE = (
+    rf"{SENTENCE_START}(?:({DATE}|{MULTI_PART_NAME})|{CAPITALISED_WORD})"
+    rf"|(?=[$€£¥\d]|{CAPITAL_PLACEHOLDER})({DATE}|{NUMBER}|{PERSON_OR_PLACE_NAME})"
+)

@@ -1,4 +1,4 @@
-"""Which script a character is of, and where the words of a text in any script are."""
+"""Detect the script of a character, and find words in text of any script."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from firth.text.documents import Document
 
-# A character's Unicode name begins with its script; these begin otherwise.
+# A character's Unicode name starts with its script. These prefixes are the exceptions.
 SCRIPT_BY_NAME_PREFIX = {"Cjk": "Han", "Ideographic": "Han", "Fullwidth": "Latin", "Halfwidth": "Katakana"}
 TWO_WORD_SCRIPT_PREFIXES = (
     "Old",
@@ -27,11 +27,11 @@ TWO_WORD_SCRIPT_PREFIXES = (
 )
 NON_SCRIPT_PREFIXES = ("Mathematical", "Modifier", "Combining", "Feminine", "Masculine", "Micro", "Double", "Variation")
 HAN_RANGES = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-WORD_JOINERS = "'\u2019\u2010\u2011\u200c\u200d-"  # stand inside a word, not at its ends
+WORD_JOINERS = "'\u2019\u2010\u2011\u200c\u200d-"  # inside a word, not at its ends
 
 
 def detect_script(character: str) -> str | None:
-    """The script of a letter or of a mark on one; None for digits, punctuation, spaces and signs of all scripts.
+    """Return the script of a letter or combining mark; None for digits, punctuation, spaces and common characters.
 
     >>> detect_script("a"), detect_script("ж"), detect_script("語"), detect_script("7")
     ('Latin', 'Cyrillic', 'Han', None)
@@ -48,17 +48,17 @@ def detect_script(character: str) -> str | None:
 
 @cache
 def compile_word_pattern() -> re.Pattern[str]:
-    r"""Finds words: letters with their marks and digits, with apostrophes and hyphens inside.
+    r"""Return a pattern of words: letters, combining marks and digits, with inner apostrophes and hyphens.
 
-    A Chinese character is a word of its own, as nothing says where words end there. Python's `\w` alone would break
-    the words of Hindi or Tamil at every vowel sign.
+    A Han character is a word, since Chinese does not separate words. Python's `\w` excludes combining marks and
+    would split Hindi or Tamil words at every vowel sign.
     """
     letters = unicode_character_class("LMN")
     return re.compile(f"[{HAN_RANGES}]|[_{letters}]+(?:[{WORD_JOINERS}][_{letters}]+)*")
 
 
 def unicode_character_class(categories: str) -> str:
-    """All characters of some Unicode categories but Chinese ones, as ranges for the inside of [...]."""
+    """Return the characters of Unicode categories, without Han, as ranges for a regular expression's [...]."""
     is_han = re.compile(f"[{HAN_RANGES}]").match
     inside = (
         unicodedata.category(c)[0] in categories and not is_han(c)
@@ -69,7 +69,7 @@ def unicode_character_class(categories: str) -> str:
 
 
 def find_word_spans(document: Document) -> list[tuple[int, int]]:
-    """Where the words of a document begin and end: as it says itself, else found in its text."""
+    """Return [start, end) of each word: from the document's `word_starts`, or found by pattern."""
     text = document.text
     if document.word_starts is None:
         return [match.span() for match in compile_word_pattern().finditer(text)]
@@ -78,7 +78,7 @@ def find_word_spans(document: Document) -> list[tuple[int, int]]:
 
 
 def get_document_words(document: Document) -> list[str]:
-    """The words of a document, those of its second side too."""
+    """Return the words of a document, including those of its `text_pair`."""
     if document.word_starts is None:
         return [word for text in document.texts for word in compile_word_pattern().findall(text)]
     return [document.text[start:end] for start, end in find_word_spans(document)]

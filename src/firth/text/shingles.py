@@ -1,7 +1,8 @@
-"""The words of a text as numbers, and runs of n words as one number each: whole arrays at once.
+"""Hash the words and word n-grams (shingles) of a text, vectorized over the whole text.
 
-W words, S runs. Case and punctuation do not count. Where words are not set apart by spaces (Chinese, Japanese, Thai
-and others) each character is a word. The numbers are the same in every run, on every machine.
+W words, S n-grams. Case and punctuation are ignored. In scripts without spaces between words (Chinese, Japanese, Thai
+and others) each character is a word. The hashes are multiply-add sums with fixed multipliers, so they are the same in
+every run and on every machine.
 """
 
 from __future__ import annotations
@@ -23,21 +24,20 @@ UNSPACED_SCRIPT_RANGES = (
     (0xF900, 0xFB00),
     (0xFF66, 0xFFA0),
 )
-FIBONACCI_HASH_MULTIPLIER = np.uint64(
-    0x9E3779B97F4A7C15
-)  # 2^64 over the golden ratio: spreads bits (Knuth's Fibonacci hashing)
-MULTIPLIER_PERIOD_CHARS = 64  # characters after which a word repeats its multipliers
+# 2^64 / golden ratio (Fibonacci hashing: Knuth, The Art of Computer Programming, volume 3, section 6.4)
+FIBONACCI_HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+MULTIPLIER_PERIOD_CHARS = 64  # characters; longer words reuse the multipliers
 
 
 @cache
 def hash_multipliers(purpose: str, n: int) -> np.ndarray:
-    """Some odd 64-bit numbers that look random and never change."""
+    """(n,) fixed pseudo-random odd 64-bit integers, different for each `purpose`."""
     return np.frombuffer(shake_128(purpose.encode()).digest(8 * n), "<u8").astype(np.uint64) | np.uint64(1)
 
 
 @cache
 def character_word_classes() -> np.ndarray:
-    """For each character below U+10000: no part of a word, a part of one, or a word alone; as the last, all above."""
+    """(65536,) class of each character: not in a word, in a word, or a word alone. The last covers U+FFFF and up."""
     table = np.array([category(chr(i))[0] in "LNM" for i in range(0x10000)], dtype=np.uint8)
     for start, end in UNSPACED_SCRIPT_RANGES:
         table[start:end] *= SINGLE_CHAR_WORD
@@ -46,7 +46,7 @@ def character_word_classes() -> np.ndarray:
 
 
 def hash_words(text: str) -> np.ndarray:
-    """(W,) a number below 2^32 for each word of a text: the same for the same word, whatever its case."""
+    """(W,) case-insensitive 32-bit hashes of the words, as uint64."""
     raw = text.lower().encode("utf-32-le" if sys.byteorder == "little" else "utf-32-be", "surrogatepass")
     character = np.frombuffer(raw, np.uint32)
     kind = character_word_classes()[np.minimum(character, 0xFFFF)]
@@ -56,19 +56,18 @@ def hash_words(text: str) -> np.ndarray:
     if not len(first_W):
         return np.zeros(0, np.uint64)
     word = np.cumsum(starts, dtype=np.int32) - 1
-    place = np.arange(len(kind), dtype=np.int32) - first_W.astype(np.int32)[word]  # counts the spaces after it as well
-    part = (
-        character * hash_multipliers("place in a word", MULTIPLIER_PERIOD_CHARS)[place & (MULTIPLIER_PERIOD_CHARS - 1)]
-    )
-    part[kind == NOT_IN_WORD] = 0
-    return np.add.reduceat(part, first_W) >> np.uint64(32)
+    offset = np.arange(len(kind), dtype=np.int32) - first_W.astype(np.int32)[word]  # in the word and what follows it
+    multipliers = hash_multipliers("place in a word", MULTIPLIER_PERIOD_CHARS)
+    term = character * multipliers[offset & (MULTIPLIER_PERIOD_CHARS - 1)]
+    term[kind == NOT_IN_WORD] = 0
+    return np.add.reduceat(term, first_W) >> np.uint64(32)
 
 
 def hash_word_ngrams(word_hashes_W: np.ndarray, n: int) -> np.ndarray:
-    """(S,) a 64-bit number for each run of n words. Fewer words than n are one run, and no words none."""
+    """(S,) 64-bit hashes of the n-grams. Fewer than n words give one n-gram, no words give none."""
     n = min(n, len(word_hashes_W))
     size = len(word_hashes_W) - n + 1 if n else 0
     total = np.zeros(size, np.uint64)
-    for place, factor in enumerate(hash_multipliers(f"place in a run of {n}", n)):
-        total += word_hashes_W[place : place + size] * factor
+    for i, factor in enumerate(hash_multipliers(f"place in a run of {n}", n)):
+        total += word_hashes_W[i : i + size] * factor
     return (total ^ (total >> np.uint64(29))) * FIBONACCI_HASH_MULTIPLIER

@@ -1,4 +1,4 @@
-"""Suites: several tasks with their files and metrics, from a file that a person writes."""
+"""Evaluation suites: several tasks with their files and metrics, from a YAML file."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from firth.core.errors import UserError, did_you_mean
 from firth.core.serialization import from_dict
 from firth.text.examples import TASK_FORMATS
 
-PLAIN_TEXT_TASKS = ("perplexity", "pseudo-likelihood")  # are asked of plain text, not of labelled examples
+PLAIN_TEXT_TASKS = ("perplexity", "pseudo-likelihood")  # they need plain text instead of labelled examples
 
 
 @dataclass(frozen=True)
 class SuiteTask:
     """A task of a suite. `dev` and `test` may be several files, by name ("dev", or "matched" and "mismatched").
 
-    `metrics` are the official ones, the mean of which is the task's score; none means the task kind's own. `columns`
-    rename for `read_labelled`, `settings` are what a checkpoint is told that answers as it is (`ZeroShotSettings`).
+    The task's score is the mean of `metrics`; empty uses the default metrics of the task. `columns` is passed to
+    `read_labelled`; `settings` apply to evaluation without fine-tuning (`ZeroShotSettings`).
     """
 
     name: str
@@ -37,13 +37,13 @@ class SuiteTask:
 
 @dataclass(frozen=True)
 class ZeroShotSettings:
-    """What an evaluation without fine-tuning may be told; each task takes some of these."""
+    """Settings of evaluation without fine-tuning; each task uses some of them."""
 
     method: str | None = None
     max_seq_length: int | None = None
     stride: int | None = None
     delimiter: str | None = None
-    train: str | None = None  # from which a threshold is found
+    train: str | None = None  # file on which the threshold is tuned
     threshold: float | None = None
     layer: int | None = None
     pool: str | None = None
@@ -52,7 +52,7 @@ class ZeroShotSettings:
 
 @dataclass(frozen=True)
 class SuiteEntry:
-    """A task as a suite file spells it."""
+    """A task as written in a suite file."""
 
     name: str
     task: str
@@ -65,7 +65,7 @@ class SuiteEntry:
 
 
 def read_suite(path: str | Path) -> dict[str, SuiteTask]:
-    """The tasks of a suite file, by name. Its files are looked for beside it.
+    """Read the tasks of a suite file, by name. Paths are relative to the suite file.
 
     tasks:
       - name: reviews
@@ -77,7 +77,7 @@ def read_suite(path: str | Path) -> dict[str, SuiteTask]:
       - name: senses
         task: word-in-context
         dev: wic/dev.jsonl
-        settings: {threshold: 0.6}        # of a checkpoint as it is; or {train: wic/train.jsonl}, to find it
+        settings: {threshold: 0.6}        # without fine-tuning; {train: wic/train.jsonl} tunes it
     """
     path = Path(path)
     content = read_suite_yaml(path)
@@ -101,30 +101,30 @@ def parse_suite_entry(entry: Any, path: Path, number: int) -> SuiteTask:
     read = from_dict(expand_suite_entry(entry), SuiteEntry, where)
     if read.task not in (*TASK_FORMATS, *PLAIN_TEXT_TASKS):
         raise UserError(
-            f"{where}: task {read.task!r} is not known. {did_you_mean(read.task, (*TASK_FORMATS, *PLAIN_TEXT_TASKS))}"
+            f"{where}: unknown task {read.task!r}. {did_you_mean(read.task, (*TASK_FORMATS, *PLAIN_TEXT_TASKS))}"
         )
     if not read.dev and not read.train:
         raise UserError(f"{where}: neither train nor dev file is named.")
     for name in (read.name, *read.dev):
         if name in ("", ".", "..") or set("/\\\0") & set(name):
-            raise UserError(f"{where}: {name!r} becomes the name of a folder: leave slashes and dots alone out of it.")
+            raise UserError(f"{where}: {name!r} becomes a folder name: it must not be a dot or contain slashes.")
 
-    def place(name: str) -> Path:
+    def resolve(name: str) -> Path:
         file = path.parent / name
         if not file.is_file() and not (read.task in PLAIN_TEXT_TASKS and file.is_dir()):
             raise UserError(f"{where}: {file}: no such file.")
         return file
 
-    dev, test = ({name: place(file) for name, file in files.items()} for files in (read.dev, read.test))
-    train = place(read.train) if read.train else None
+    dev, test = ({name: resolve(file) for name, file in files.items()} for files in (read.dev, read.test))
+    train = resolve(read.train) if read.train else None
     settings = {name: value for name, value in asdict(read.settings).items() if value is not None}
     if "train" in settings:
-        settings["train"] = str(place(settings["train"]))
+        settings["train"] = str(resolve(settings["train"]))
     return SuiteTask(read.name, read.task, train, dev, test, read.metric, read.columns, settings)
 
 
 def expand_suite_entry(entry: Any) -> Any:
-    """One file or one metric is short for a group of one."""
+    """Expand a single file or metric to a group of one."""
     if not isinstance(entry, dict):
         return entry
     files = {part: {part: entry[part]} for part in ("dev", "test") if isinstance(entry.get(part), str)}
@@ -147,7 +147,7 @@ def read_suite_yaml(path: Path) -> dict[str, Any]:
 
 
 def normalize_task_name(name: str) -> str:
-    """A name without what people spell differently.
+    """Return a name without case and punctuation, which vary.
 
     >>> normalize_task_name("SST-2"), normalize_task_name("sst2")
     ('sst2', 'sst2')
@@ -156,12 +156,12 @@ def normalize_task_name(name: str) -> str:
 
 
 def find_task_folders(folder: str | Path, suite: str, names: Iterable[str]) -> dict[str, Path]:
-    """The folders of a suite's tasks, however they are spelled, in the suite's own order."""
+    """Return the folders of a suite's tasks in the suite's order; case and punctuation of folder names may vary."""
     folder, names = Path(folder), list(names)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder.")
-    there = {normalize_task_name(place.name): place for place in sorted(folder.iterdir()) if place.is_dir()}
-    found = {name: there[normalize_task_name(name)] for name in names if normalize_task_name(name) in there}
-    if not found:
+    by_name = {normalize_task_name(path.name): path for path in sorted(folder.iterdir()) if path.is_dir()}
+    folders = {name: by_name[normalize_task_name(name)] for name in names if normalize_task_name(name) in by_name}
+    if not folders:
         raise UserError(f"{folder}: none of {suite}'s tasks is here. It should have folders {', '.join(names)}.")
-    return found
+    return folders

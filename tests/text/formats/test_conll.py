@@ -67,5 +67,5 @@ def test_mistakes_name_the_line(tmp_path: Path) -> None:
     path = write(tmp_path / "b.txt", "EU\tO\n\tO\n")
     assert refusal(path).startswith(f"{path}:2: no word in column 1.")
     assert refusal(path, columns={"tags": "5"}) == f"{path}:1: no column 5, there are 2."
-    assert refusal(path, columns={"tags": "ner"}).startswith("--columns tags=ner: these columns have no names.")
+    assert refusal(path, columns={"tags": "ner"}).startswith("--columns tags=ner: CoNLL columns have no names.")
     assert refusal(write(tmp_path / "c.txt", "\n\n")).endswith("no examples in this file.")

@@ -117,7 +117,7 @@ def test_a_file_is_known_by_folder_and_header(folder: Path) -> None:
 
 
 def test_the_wrong_task_is_refused_unless_columns_are_named(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"rte of GLUE is a task of the kind 'pair', not 'classify'. Pass --task pair."):
+    with pytest.raises(UserError, match=r"GLUE's rte is a 'pair' task, not 'classify'. Pass --task pair."):
         read_labelled(folder / "RTE/dev.tsv", "classify")
     [example] = read_labelled(folder / "CoLA/dev.tsv", "text-to-text", {"source": "sentence", "target": "label"})
     assert example == Example(1, ("We ran",), "1")

@@ -96,5 +96,5 @@ def test_spaces_around_an_answer_are_not_part_of_it(tmp_path: Path) -> None:
 def test_a_nest_of_another_form(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"data": [{"paragraphs": [{"qas": [{"id": 1}]}]}]}))
-    with pytest.raises(UserError, match=r"article 1 is not as in SQuAD \(no 'context'\)"):
+    with pytest.raises(UserError, match=r"article 1 is not in SQuAD's format \(no 'context'\)"):
         read(path)

@@ -139,9 +139,9 @@ def test_a_file_of_ones_own_is_not_cast(tmp_path: Path) -> None:
 
 def test_mistakes(tmp_path: Path) -> None:
     path = write(tmp_path / "COPA" / "train.jsonl", {**LINES["COPA"], "question": "why"})
-    with pytest.raises(UserError, match=r"train.jsonl:1: not as in SuperGLUE's copa \(see 'why'\)"):
+    with pytest.raises(UserError, match=r"train.jsonl:1: not in the format of SuperGLUE's copa \('why'\)"):
         read_labelled(path, "choice")
-    with pytest.raises(UserError, match="copa of SuperGLUE is a task of the kind 'choice', not 'pair'"):
+    with pytest.raises(UserError, match="SuperGLUE's copa is a 'choice' task, not 'pair'"):
         read_labelled(path, "pair")
 
 

@@ -1,4 +1,4 @@
-"""GLUE's own files, known by the name of their folder and their first line."""
+"""Read GLUE's files, which are recognized by the name of their folder and their first line."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ENTAILMENT_LABELS = ("entailment", "not_entailment")
 
 @dataclass(frozen=True)
 class GlueTask:
-    """A task of GLUE: its kind, its columns by role, the labels it knows (none for a score), its official metrics."""
+    """A GLUE task: its task kind, columns by role, labels (empty for a score) and official metrics."""
 
     name: str
     task: str
     columns: Mapping[str, str]
     labels: tuple[str, ...]
     metrics: tuple[str, ...] = ("accuracy",)
-    default_header: tuple[str, ...] = field(default=())  # the columns of a file whose first line does not name them
+    default_header: tuple[str, ...] = field(default=())  # columns of a file without a header line
 
     @property
     def label_column(self) -> str:
@@ -64,9 +64,8 @@ GLUE_TASKS = {
     "rte": GlueTask("rte", "pair", {**SENTENCE_PAIR_COLUMNS, "label": "label"}, ENTAILMENT_LABELS),
     "wnli": GlueTask("wnli", "pair", {**SENTENCE_PAIR_COLUMNS, "label": "label"}, BINARY_LABELS),
 }
-GLUE_SPLIT_FILES: dict[
-    str, dict[str, tuple[str, ...]]
-] = {  # part -> its name -> the files that may hold it, the usual one first
+# split -> name of the set -> possible file names, the official one first
+GLUE_SPLIT_FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "train": {"train": ("train.tsv", "msr_paraphrase_train.txt")},
     "dev": {
         "dev": ("dev.tsv", "msr_paraphrase_test.txt"),
@@ -78,9 +77,9 @@ GLUE_SPLIT_FILES: dict[
 
 
 def detect_glue_task(path: str | Path, encoding: str = "utf-8") -> GlueTask | None:
-    """The task of GLUE that a file belongs to, by its folder and its first line; None for any other file.
+    """Return the GLUE task of a file, by its folder and its first line; None for any other file.
 
-    CoLA's training and dev files name no columns. They are told by their four cells, of which the second is 0 or 1.
+    CoLA's training and dev files have no header. They are recognized by four cells, the second of which is 0 or 1.
     """
     path = Path(path)
     if data_extension(path) not in (".tsv", ".txt") or not path.is_file():
@@ -100,10 +99,10 @@ def detect_glue_task(path: str | Path, encoding: str = "utf-8") -> GlueTask | No
 def read_glue_records(
     task: GlueTask, path: Path, encoding: str, notes: RowNotes
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of a GLUE file with their lines. Quotation marks are characters.
+    """Yield the rows of a GLUE file with their line numbers. Quotation marks are ordinary characters.
 
-    Rows that the official readers cannot take either are left out and counted: too short, without a text, or with a
-    label that the task does not have (as `-` where MNLI's readers did not agree). A column `index` becomes the id.
+    Rows that the official readers drop too are left out and noted: rows with too few columns, without a text, or with
+    an unknown label (such as `-`, where MNLI's annotators did not agree). A column `index` becomes the id.
     """
     header = list(task.default_header)
     for number, line in enumerate(read_lines(path, encoding), 1):
@@ -121,7 +120,7 @@ def read_glue_records(
 
 
 def find_glue_row_fault(task: GlueTask, record: Mapping[str, str], header: list[str]) -> str:
-    """Why the official readers would not take a row, or nothing."""
+    """Return why the official readers drop a row, or an empty string."""
     if any(column not in record for column in (*task.text_columns, task.label_column) if column in header):
         return "with too few columns"
     if not all(record[column].strip() for column in task.text_columns):
@@ -137,26 +136,24 @@ def split_tsv_cells(line: str) -> list[str]:
 
 
 def find_glue_suite(folder: str | Path) -> dict[str, SuiteTask]:
-    """The tasks of GLUE that a folder has, by name: each in a folder of its own, as the official download has them.
+    """Return the GLUE tasks in a folder by name, one subfolder each, as in the official download.
 
-    MNLI has two dev sets, "matched" and "mismatched"; every other task has one, "dev". MRPC may be as GLUE cuts it or
-    as Microsoft published it, whose labelled test set then is the dev set.
+    MNLI has two dev sets, "matched" and "mismatched"; every other task has one, "dev". MRPC may be GLUE's or
+    Microsoft's version; the labelled test set of the latter is the dev set.
     """
-    places = find_task_folders(folder, "GLUE", GLUE_TASKS)
-    return {name: make_glue_suite_task(GLUE_TASKS[name], place) for name, place in places.items()}
+    folders = find_task_folders(folder, "GLUE", GLUE_TASKS)
+    return {name: make_glue_suite_task(GLUE_TASKS[name], path) for name, path in folders.items()}
 
 
 def make_glue_suite_task(task: GlueTask, folder: Path) -> SuiteTask:
-    found = {
-        part: {name: file for name, files in parts.items() if (file := find_first_file(folder, files)) is not None}
-        for part, parts in GLUE_SPLIT_FILES.items()
-    }
-    return SuiteTask(
-        task.name, task.task, found["train"].get("train"), found["dev"], found["test"], task.metrics, dict(task.columns)
+    train, dev, test = (
+        {name: file for name, files in sets.items() if (file := find_first_file(folder, files)) is not None}
+        for sets in GLUE_SPLIT_FILES.values()
     )
+    return SuiteTask(task.name, task.task, train.get("train"), dev, test, task.metrics, dict(task.columns))
 
 
 def find_first_file(folder: Path, names: tuple[str, ...]) -> Path | None:
-    """The first file of some names that a folder has, plain or compressed."""
-    places = (folder / (name + packed) for name in names for packed in ("", *DECOMPRESSORS))
-    return next((place for place in places if place.is_file()), None)
+    """Return the first of these files that exists, plain or compressed."""
+    paths = (folder / (name + extension) for name in names for extension in ("", *DECOMPRESSORS))
+    return next((path for path in paths if path.is_file()), None)

@@ -1,4 +1,4 @@
-"""SuperGLUE's own .jsonl files, cast into the kinds of examples that other files have."""
+"""Read SuperGLUE's .jsonl files and convert their records to the columns of Firth's tasks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MULTIRC_MARKUP = re.compile(r"<b>Sent \d+: </b>|<br>")
 
 @dataclass(frozen=True)
 class SuperGlueTask:
-    """A task of SuperGLUE: its kind, columns that tell its files, how a line is cast, its official metrics."""
+    """A SuperGLUE task: its task kind, the columns that identify its files, its converter and official metrics."""
 
     name: str
     task: str
@@ -33,24 +33,24 @@ class SuperGlueTask:
 
 
 def optional_label(record: JsonRecord, role: str, value: Any) -> JsonRecord:
-    """The answer under a role's name, where the file has answers."""
+    """Return {role: value}, or an empty dictionary if the file has no label."""
     return {role: value} if value is not None else {}
 
 
 def convert_boolq(record: JsonRecord) -> Iterator[JsonRecord]:
-    """A pair: the passage and the question, "true" or "false"."""
+    """Convert to a pair: passage and question, with the label "true" or "false"."""
     texts = {"text_a": record["passage"], "text_b": record["question"]}
     yield {"id": record["idx"], **texts, **optional_label(record, "label", record.get("label"))}
 
 
 def convert_entailment(record: JsonRecord) -> Iterator[JsonRecord]:
-    """CB and RTE, a pair: the premise and the hypothesis."""
+    """Convert CB and RTE to a pair: premise and hypothesis."""
     texts = {"text_a": record["premise"], "text_b": record["hypothesis"]}
     yield {"id": record["idx"], **texts, **optional_label(record, "label", record.get("label"))}
 
 
 def convert_copa(record: JsonRecord) -> Iterator[JsonRecord]:
-    """A choice of two: the premise followed by what is asked, its cause or its effect."""
+    """Convert to a choice of two: the premise followed by a question for its cause or effect."""
     context = f"{record['premise']} {COPA_QUESTIONS[record['question']]}"
     choices = [record["choice1"], record["choice2"]]
     yield {
@@ -62,34 +62,34 @@ def convert_copa(record: JsonRecord) -> Iterator[JsonRecord]:
 
 
 def convert_multirc(record: JsonRecord) -> Iterator[JsonRecord]:
-    """A pair for each answer of each question: the paragraph and the question, the answer; "1" if it is right.
+    """Convert each answer to a pair: paragraph with question, and answer; the label of a right answer is "1".
 
-    The id is PARAGRAPH-QUESTION-ANSWER: a question is answered when each of its answers is told right from wrong.
+    The id is PARAGRAPH-QUESTION-ANSWER, by which exact match groups the answers of a question.
     """
     passage = record["passage"]
     paragraph = " ".join(MULTIRC_MARKUP.sub(" ", passage["text"]).split())
     for question in passage["questions"]:
-        for one in question["answers"]:
+        for answer in question["answers"]:
             yield {
-                "id": f"{record['idx']}-{question['idx']}-{one['idx']}",
+                "id": f"{record['idx']}-{question['idx']}-{answer['idx']}",
                 "text_a": f"{paragraph} {question['question']}",
-                "text_b": one["text"],
-                **optional_label(record, "label", one.get("label")),
+                "text_b": answer["text"],
+                **optional_label(record, "label", answer.get("label")),
             }
 
 
 def convert_record(record: JsonRecord) -> Iterator[JsonRecord]:
-    """ReCoRD, a choice over the entities of the passage: each choice is the query with one in its gap.
+    """Convert ReCoRD to a choice over the entities of the passage: the query with each entity in its gap.
 
-    The spans of an example are the entity in each choice; its references are all entities that are right, and its
-    target is the first choice that has one (see `choice` for when there is none).
+    The example's spans are the entity in each choice. Its references are all right entities; its target is the first
+    choice with one of them (`parse_choice_row` handles a query without any).
     """
     passage, marked = record["passage"]["text"], record["passage"]["entities"]
-    # The end of an entity is its last character. Of those that are spelled alike one is enough.
+    # `end` is inclusive. Entities with the same spelling become one choice.
     entities = list(dict.fromkeys(passage[entity["start"] : entity["end"] + 1] for entity in marked))
     for query in record["qas"]:
         before, _, after = query["query"].partition(RECORD_PLACEHOLDER)
-        right = list(dict.fromkeys(one["text"] for one in query.get("answers") or []))
+        right = list(dict.fromkeys(answer["text"] for answer in query.get("answers") or []))
         gold = next((i for i, entity in enumerate(entities) if entity in right), None)
         yield {
             "id": query["idx"],
@@ -104,7 +104,7 @@ def convert_record(record: JsonRecord) -> Iterator[JsonRecord]:
 
 
 def convert_wic(record: JsonRecord) -> Iterator[JsonRecord]:
-    """A word in two texts, with its characters in each: "true" if it means the same."""
+    """Convert to word-in-context: a word and its span in two texts; the label of the same meaning is "true"."""
     yield {
         "id": record["idx"],
         "word": record["word"],
@@ -117,7 +117,7 @@ def convert_wic(record: JsonRecord) -> Iterator[JsonRecord]:
 
 
 def convert_wsc(record: JsonRecord) -> Iterator[JsonRecord]:
-    """A relation: the text with two marked stretches, a noun and a pronoun; "true" if they are the same thing."""
+    """Convert to a relation: spans of a noun and a pronoun; the label of coreference is "true"."""
     text, marked = record["text"], record["target"]
     yield {
         "id": record["idx"],
@@ -129,16 +129,16 @@ def convert_wsc(record: JsonRecord) -> Iterator[JsonRecord]:
 
 
 def find_marked_span(text: str, word_index: int, words: str) -> list[int]:
-    """The characters of some words: their occurrence nearest to word `word_index`, or, spelled otherwise, what stands there.
+    """Return the character span of `words` nearest to word `word_index`, or of the words at `word_index` itself.
 
     >>> find_marked_span("Mark told Pete lies about Mark.", 5, "mark"), find_marked_span("He saw her.", 2, "she")
     ([26, 30], [7, 11])
     """
-    places = [word.span() for word in re.finditer(r"\S+", text)][word_index:]
-    start = find_nearest_occurrence(text.lower(), words.lower(), places[0][0])
+    spans = [word.span() for word in re.finditer(r"\S+", text)][word_index:]
+    start = find_nearest_occurrence(text.lower(), words.lower(), spans[0][0])
     if start is not None:
         return [start, start + len(words)]
-    return [places[0][0], places[: len(words.split())][-1][1]]
+    return [spans[0][0], spans[: len(words.split())][-1][1]]
 
 
 SUPERGLUE_TASKS = {
@@ -154,7 +154,7 @@ SUPERGLUE_TASKS = {
 
 
 def detect_superglue_task(path: str | Path, encoding: str = "utf-8") -> SuperGlueTask | None:
-    """The task of SuperGLUE that a file belongs to, by its folder and its first line; None for any other file."""
+    """Return the SuperGLUE task of a file, by its folder and its first line; None for any other file."""
     path = Path(path)
     task = SUPERGLUE_TASKS.get(normalize_task_name(path.parent.name))
     if task is None or data_extension(path) != ".jsonl" or not path.is_file():
@@ -164,20 +164,20 @@ def detect_superglue_task(path: str | Path, encoding: str = "utf-8") -> SuperGlu
 
 
 def read_superglue_records(task: SuperGlueTask, path: Path, encoding: str) -> Iterator[tuple[int, JsonRecord]]:
-    """The lines of a file, cast; one line may become many records."""
+    """Yield the converted records of a file; one line may give several."""
     for number, record in read_jsonl_records(path, encoding):
         try:
             yield from ((number, made) for made in task.convert(record))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
-            raise UserError(f"{path}:{number}: not as in SuperGLUE's {task.name} (see {e}).") from None
+            raise UserError(f"{path}:{number}: not in the format of SuperGLUE's {task.name} ({e}).") from None
 
 
 def find_superglue_suite(folder: str | Path) -> dict[str, SuiteTask]:
-    """The tasks of SuperGLUE that a folder has, by name: each in a folder of its own, as in the official download."""
+    """Return the SuperGLUE tasks in a folder by name, one subfolder each, as in the official download."""
     suite = {}
-    for name, place in find_task_folders(folder, "SuperGLUE", SUPERGLUE_TASKS).items():
-        train, dev, test = (find_first_file(place, (f"{part}.jsonl",)) for part in ("train", "val", "test"))
+    for name, task_folder in find_task_folders(folder, "SuperGLUE", SUPERGLUE_TASKS).items():
+        train, dev, test = (find_first_file(task_folder, (f"{split}.jsonl",)) for split in ("train", "val", "test"))
         task = SUPERGLUE_TASKS[name]
-        parts = [{part: file} if file is not None else {} for part, file in (("dev", dev), ("test", test))]
-        suite[name] = SuiteTask(name, task.task, train, parts[0], parts[1], task.metrics)
+        sets = [{split: file} if file is not None else {} for split, file in (("dev", dev), ("test", test))]
+        suite[name] = SuiteTask(name, task.task, train, sets[0], sets[1], task.metrics)
     return suite
