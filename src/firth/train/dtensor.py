@@ -1,4 +1,7 @@
-"""Tensors of which each process holds a part: rows of it, the first ones in the first process (DTensor)."""
+"""DTensor helpers: the same call works on plain tensors and on tensors that FSDP2 shards.
+
+A DTensor is sharded by rows (`Shard(0)`): rank r holds chunk r of `tensor.chunk(world_size)`, which may be empty.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +12,33 @@ from torch import Tensor
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    return hasattr(tensor, "to_local")  # a DTensor, which takes a second to load where none is needed
+    return hasattr(tensor, "to_local")  # not isinstance: importing DTensor takes a second
 
 
 def to_local(tensor: Any) -> Tensor:
-    """What of a tensor lies here, in its own memory."""
+    """Return this rank's shard, which shares memory with the tensor."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def to_full_tensor(tensor: Any) -> Tensor:
-    """All of a tensor. Every process must ask."""
+    """Return the whole tensor. A collective: every rank must call it."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 @torch.no_grad()
 def copy_into(tensor: Any, value: Tensor) -> None:
-    """Copy a whole tensor, or one in the same parts, into another, or what lies here of it."""
+    """Copy `value`, whole or sharded alike, into `tensor`; a shard takes its own rows of a whole `value`."""
     if is_dtensor(tensor) and not is_dtensor(value):
         mesh = tensor.device_mesh
-        parts = value.chunk(mesh.size())
-        value = parts[mesh.get_rank()] if mesh.get_rank() < len(parts) else value[:0]
+        chunks = value.chunk(mesh.size())
+        value = chunks[mesh.get_rank()] if mesh.get_rank() < len(chunks) else value[:0]
     to_local(tensor).copy_(to_local(value))
 
 
 def distribute_like(tensor: Any, value: Tensor) -> Tensor:
-    """A whole tensor as another one is: in its parts where it is of its shape, and on its device."""
+    """Return a whole `value` on the device of `tensor`, and sharded like it where the shapes are equal."""
     if not is_dtensor(tensor) or value.shape != tensor.shape:
         return value.to(tensor.device)
-    found = torch.empty_like(tensor)
-    copy_into(found, value)
-    return found
+    sharded = torch.empty_like(tensor)
+    copy_into(sharded, value)
+    return sharded

@@ -1,4 +1,21 @@
-"""Muon: steps of equal length in every direction, for the matrices inside the blocks (Jordan et al. 2024).
+"""Muon: momentum whose update is orthogonalised, for the weight matrices of the blocks (Jordan et al. 2024).
+
+The momentum of a weight matrix is close to low rank: a few singular values are large, and plain SGD or Adam moves the
+matrix along those directions alone. Muon replaces the update U S V^T by U V^T, so that every singular direction moves
+by the same length. Per step and matrix:
+
+1. momentum: M <- mu M + (1 - mu) G; the update is Nesterov's, (1 - mu) G + mu M;
+2. Newton-Schulz: divide by the Frobenius norm, which puts all singular values into [0, 1], then iterate
+   X <- a X + b (X X^T) X + c (X X^T)^2 X. The odd polynomial acts on the singular values alone and moves each towards
+   1. With the paper's coefficients five iterations reach about [0.7, 1.2], which is enough: the slope at 0 matters more
+   than the exact limit. No SVD is needed, only matmuls, so the iteration runs in bfloat16 on tensor cores;
+3. decoupled weight decay, then W <- W - lr * 0.2 sqrt(max(A, B)) * update. The factor gives the update the RMS of a
+   typical AdamW update, so that AdamW's learning rate fits (Liu et al. 2025, section 2.2).
+
+Cost: one momentum buffer in place of AdamW's two moments, and 15 matmuls per matrix and step. Matrices of one shape are
+stacked and orthogonalised in one batch. Query, key and value share one parameter but are orthogonalised
+separately, since they are separate linear maps. Embeddings, heads, norms and biases use AdamW: an embedding row is
+looked up, not multiplied, and a vector has no singular directions.
 
 N matrices, A rows, B columns.
 """
@@ -17,31 +34,35 @@ from firth.models import Stack
 from firth.models.attention import Attention
 from firth.models.block import MLP
 
-NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: singular values come near 1 in five rounds
+NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b, c of the quintic (Jordan et al. 2024)
 NEWTON_SCHULZ_STEPS = 5
-MIN_MATRIX_NORM = 1e-7
-ADAMW_UPDATE_RMS = 0.2  # the root mean square of AdamW's steps, so that its rate fits (Liu et al. 2025, section 2.2)
+MIN_MATRIX_NORM = 1e-7  # smallest divisor in the normalisation: a zero matrix stays zero
+ADAMW_UPDATE_RMS = 0.2  # typical RMS of an AdamW update before the learning rate (Liu et al. 2025, section 2.2)
 
 
 def hidden_matrices(model: nn.Module) -> dict[Tensor, tuple[int, ...]]:
-    """The matrices inside the blocks, with the rows of each of those that one is made of: query, key and value."""
-    found: dict[Tensor, tuple[int, ...]] = {}
-    for part in (p for stack in model.modules() if isinstance(stack, Stack) for p in stack.blocks.modules()):
-        if isinstance(part, Attention):
-            found[part.qkv.weight] = part.qkv_sizes
-        elif isinstance(part, MLP) and part.is_gated:
-            half = part.up.out_features // 2
-            found[part.up.weight] = (half, half)
-        elif isinstance(part, nn.Linear):
-            found.setdefault(part.weight, (part.out_features,))
-    return found
+    """Return the weight matrices of all blocks, each with the row counts of the linear maps that it concatenates.
+
+    A qkv projection holds the rows of query, key and value; a gated MLP's up projection holds gate and value.
+    """
+    row_splits: dict[Tensor, tuple[int, ...]] = {}
+    for module in (m for stack in model.modules() if isinstance(stack, Stack) for m in stack.blocks.modules()):
+        if isinstance(module, Attention):
+            row_splits[module.qkv.weight] = module.qkv_sizes
+        elif isinstance(module, MLP) and module.is_gated:
+            half = module.up.out_features // 2
+            row_splits[module.up.weight] = (half, half)
+        elif isinstance(module, nn.Linear):
+            row_splits.setdefault(module.weight, (module.out_features,))
+    return row_splits
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for the groups with `muon`, AdamW for the others: embeddings, heads, norms, biases.
+    """Muon for the parameter groups with `muon`, AdamW for the others: embeddings, heads, norms, biases.
 
-    `row_splits` are the rows of the matrices that a parameter is made of, each of which is made orthogonal by itself.
-    Without it a parameter is one matrix. Newton and Schulz iterate in bfloat16 on a GPU, in float32 on a CPU.
+    `row_splits` gives the row counts of the matrices that a parameter concatenates; each is orthogonalised separately.
+    A parameter that it does not list is one matrix. `dtype` is that of Newton-Schulz; default: bfloat16 on a GPU,
+    float32 on a CPU.
     """
 
     def __init__(
@@ -57,67 +78,69 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of all groups."""
-        everything = self.param_groups
-        self.param_groups = [group for group in everything if not group.get("muon")]
+        """Update all parameter groups."""
+        all_groups = self.param_groups
+        self.param_groups = [group for group in all_groups if not group.get("muon")]
         try:
             super().step(closure)
         finally:
-            self.param_groups = everything
-        for group in everything:
+            self.param_groups = all_groups
+        for group in all_groups:
             if group.get("muon"):
                 self.muon_step(group)
 
     def muon_step(self, group: dict[str, Any]) -> None:
-        """Muon's update of one group; matrices of one shape are made orthogonal together."""
+        """Update one group with Muon, orthogonalising matrices of one shape in one batch."""
         ps = [p for p in group["params"] if p.grad is not None]
         if not ps:
             return
-        found = getattr(self, "found_inf", None)  # as AdamW reads it: 1 where this step is to change nothing
-        bad = None if found is None else found > 0
-        shrunk = 1 - group["lr"] * group["weight_decay"]
-        torch._foreach_mul_(ps, shrunk if bad is None else torch.where(bad, 1.0, shrunk))
-        alike: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for p, update in zip(ps, self.nesterov_momentum(ps, bad), strict=True):
+        # torch's AdamW reads the same attribute: 1 skips the step. It stays on the device, so nothing synchronises.
+        found_inf = getattr(self, "found_inf", None)
+        skip = None if found_inf is None else found_inf > 0
+        decay = 1 - group["lr"] * group["weight_decay"]
+        torch._foreach_mul_(ps, decay if skip is None else torch.where(skip, 1.0, decay))
+        by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for p, update in zip(ps, self.nesterov_momentum(ps, skip), strict=True):
             sizes = self.row_splits.get(p, (len(p),))
             for pair in zip(p.split(sizes), update.split(sizes), strict=True):
-                alike[pair[0].shape].append(pair)
-        for shape, pairs in alike.items():
+                by_shape[pair[0].shape].append(pair)
+        for shape, pairs in by_shape.items():
             parts, updates = zip(*pairs, strict=True)
             dtype = self.dtype or (torch.bfloat16 if parts[0].is_cuda else torch.float32)
             update_NAB = parts[0].new_empty((len(parts), *shape), dtype=dtype)
             torch._foreach_copy_(update_NAB.unbind(), updates)
             tall = shape[0] > shape[1]
-            turned_NAB = orthogonalize(update_NAB.mT).mT if tall else orthogonalize(update_NAB)
-            turned_NAB = turned_NAB.to(parts[0].dtype, memory_format=torch.contiguous_format)
-            turned_NAB = turned_NAB if bad is None else torch.where(bad, 0.0, turned_NAB)
-            size = ADAMW_UPDATE_RMS * math.sqrt(max(shape))
-            torch._foreach_add_(parts, turned_NAB.unbind(), alpha=-group["lr"] * size)
+            ortho_NAB = orthogonalize(update_NAB.mT).mT if tall else orthogonalize(update_NAB)
+            ortho_NAB = ortho_NAB.to(parts[0].dtype, memory_format=torch.contiguous_format)
+            ortho_NAB = ortho_NAB if skip is None else torch.where(skip, 0.0, ortho_NAB)
+            rms_scale = ADAMW_UPDATE_RMS * math.sqrt(max(shape))
+            torch._foreach_add_(parts, ortho_NAB.unbind(), alpha=-group["lr"] * rms_scale)
 
-    def nesterov_momentum(self, params: list[nn.Parameter], found_inf: Tensor | None) -> Sequence[Tensor]:
-        """Where parameters are going: their gradients' running means, a step ahead (Nesterov)."""
+    def nesterov_momentum(self, params: list[nn.Parameter], skip: Tensor | None) -> Sequence[Tensor]:
+        """Update the momentum buffers and return Nesterov's updates; a skipped step leaves the buffers as they are."""
         for p in params:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        grads, means = (
-            [p.grad for p in params if p.grad is not None],
-            [self.state[p]["momentum_buffer"] for p in params],
-        )
-        if found_inf is None:
-            torch._foreach_lerp_(means, grads, 1 - self.momentum)
-            return torch._foreach_lerp(grads, means, self.momentum)
-        grads = [torch.where(found_inf, mean, grad) for mean, grad in zip(means, grads, strict=True)]
-        torch._foreach_lerp_(means, grads, 1 - self.momentum)
-        torch._foreach_lerp_(grads, means, self.momentum)
+        grads = [p.grad for p in params if p.grad is not None]
+        buffers = [self.state[p]["momentum_buffer"] for p in params]
+        if skip is None:
+            torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
+            return torch._foreach_lerp(grads, buffers, self.momentum)
+        grads = [torch.where(skip, buffer, grad) for buffer, grad in zip(buffers, grads, strict=True)]
+        torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
+        torch._foreach_lerp_(grads, buffers, self.momentum)
         return grads
 
 
 def orthogonalize(x_NAB: Tensor) -> Tensor:
-    """Matrices with the same singular vectors, and singular values near 1 (Newton and Schulz); A is at most B."""
+    """Return (N, A, B) matrices with the same singular vectors and singular values near 1; A must be at most B.
+
+    The transpose of a tall matrix keeps the Gram matrix at the smaller side.
+    """
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     x_NAB = x_NAB / x_NAB.norm(dim=(1, 2), keepdim=True).clamp(min=MIN_MATRIX_NORM)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram_NAA = x_NAB @ x_NAB.mT
-        mixed_NAA = torch.baddbmm(gram_NAA, gram_NAA, gram_NAA, beta=b, alpha=c)
-        x_NAB = torch.baddbmm(x_NAB, mixed_NAA, x_NAB, beta=a)
+        poly_NAA = torch.baddbmm(gram_NAA, gram_NAA, gram_NAA, beta=b, alpha=c)
+        x_NAB = torch.baddbmm(x_NAB, poly_NAA, x_NAB, beta=a)
     return x_NAB

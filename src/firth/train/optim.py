@@ -1,4 +1,9 @@
-"""Parameter groups, the optimizers, and the rate as a pure function of the step."""
+"""Optimizers, their parameter groups, and the learning rate as a pure function of the step.
+
+A group has one weight decay, one learning-rate factor (`scale`) and, with `--optim muon`, one update rule. Matrices and
+embeddings are decayed, biases and norms are not. With `layer_decay` the factor falls from the head down (discriminative
+fine-tuning: Howard & Ruder 2018, section 3.2). A resumed run needs no scheduler state: only the step.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +21,13 @@ from firth.train.muon import Muon, hidden_matrices
 from firth.train.recipe import TrainingConfig
 from firth.train.unfreeze import FreezeSchedule, parameter_depths, trainable_parameters
 
-SLANTED_TRIANGLE_RATIO = 32  # a slanted triangle begins and ends at this part of the highest rate (ULMFiT's ratio)
+SLANTED_TRIANGLE_RATIO = 32  # peak over first and last learning rate (Howard & Ruder 2018, equation 3)
 
 
 def make_optimizer(
     model: nn.Module, training: TrainingConfig, freeze_schedule: FreezeSchedule | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer of a recipe, for what learns from the first step on."""
+    """Return the optimizer of a recipe, with the parameters that are trained from the first step."""
     groups = make_param_groups(model, training, freeze_schedule or FreezeSchedule(), 0, set())
     if not groups:
         raise UserError("Nothing is left to learn: this model has no head of its own. Freeze less.")
@@ -46,60 +51,61 @@ def add_unfrozen_groups(
     freeze_schedule: FreezeSchedule,
     step: int,
 ) -> None:
-    """Take in what learns from this step on; after a resume, from any step before it."""
+    """Add the parameters that are unfrozen at this step; after a resume, also those of all earlier steps."""
     if not freeze_schedule.unfreeze_every:
         return
-    known = {p for group in optimizer.param_groups for p in group["params"]}
-    for group in make_param_groups(model, training, freeze_schedule, step, known):
+    assigned = {p for group in optimizer.param_groups for p in group["params"]}
+    for group in make_param_groups(model, training, freeze_schedule, step, assigned):
         optimizer.add_param_group(group)
 
 
 def make_param_groups(
     model: nn.Module, training: TrainingConfig, freeze_schedule: FreezeSchedule, step: int, assigned: set[nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """What learns at a step beside what is `assigned`, grouped by its rate: matrices and embeddings are decayed, biases
-    and norms left alone; Muon's matrices stand by themselves. What does not learn needs no gradient from here on.
+    """Group the parameters that are trained at a step, without the `assigned` ones.
+
+    Sets `requires_grad` of every parameter of the model. Muon's matrices form groups of their own, which come last.
     """
-    learning, top = trainable_parameters(model, freeze_schedule, step), max(parameter_depths(model).values())
+    trainable, top = trainable_parameters(model, freeze_schedule, step), max(parameter_depths(model).values())
     hidden = hidden_matrices(model) if training.optim == "muon" else {}
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = defaultdict(list)
     for name, p in model.named_parameters():
-        p.requires_grad_(name in learning)
-        if name in learning and p not in assigned:
-            scale = freeze_schedule.layer_decay ** (top - learning[name])
+        p.requires_grad_(name in trainable)
+        if name in trainable and p not in assigned:
+            scale = freeze_schedule.layer_decay ** (top - trainable[name])
             groups[scale, training.weight_decay if p.ndim >= 2 else 0.0, p in hidden].append(p)
     ordered = sorted(groups.items(), key=lambda item: (item[0][2], -item[0][0], item[1][0].ndim < 2))
-    faster = muon_lr_scale(training)
+    muon_scale = muon_lr_scale(training)
     return [
-        {"params": ps, "weight_decay": decay, "scale": scale * (faster if muon else 1.0), "muon": muon}
+        {"params": ps, "weight_decay": decay, "scale": scale * (muon_scale if muon else 1.0), "muon": muon}
         for (scale, decay, muon), ps in ordered
     ]
 
 
 def muon_lr_scale(training: TrainingConfig) -> float:
-    """How many times as fast as AdamW Muon goes."""
+    """Ratio of Muon's learning rate to AdamW's; 1 where the recipe sets no rate for Muon."""
     if not training.muon_learning_rate or not training.learning_rate:
         return 1.0
     return training.muon_learning_rate / training.learning_rate
 
 
 def learning_rate_at(step: int, training: TrainingConfig) -> float:
-    """The learning rate of step 0, 1, 2 ...: up during the warm-up, then down."""
+    """Return the learning rate of step 0, 1, 2 ...: linear warm-up to the peak, then the recipe's decay."""
     warmup, last, kind = training.warmup_steps, training.max_steps, training.lr_scheduler_type
-    highest, done = training.learning_rate, min((step - warmup) / max(last - warmup, 1), 1.0)
-    if kind == "slanted-triangle":  # Howard and Ruder 2018, equation 3, with a cut after the warm-up
-        share = step / warmup if step < warmup else 1 - done
-        return highest * (1 + share * (SLANTED_TRIANGLE_RATIO - 1)) / SLANTED_TRIANGLE_RATIO
+    peak, done = training.learning_rate, min((step - warmup) / max(last - warmup, 1), 1.0)
+    if kind == "slanted-triangle":  # Howard & Ruder 2018, equation 3, with the cut after the warm-up
+        fraction = step / warmup if step < warmup else 1 - done
+        return peak * (1 + fraction * (SLANTED_TRIANGLE_RATIO - 1)) / SLANTED_TRIANGLE_RATIO
     if step < warmup:
-        return highest * (step + 1) / (warmup + 1)
+        return peak * (step + 1) / (warmup + 1)
     if kind == "linear":
-        return highest * (1 - done)
+        return peak * (1 - done)
     if kind == "cosine":
-        return highest * (0.5 * (1 + math.cos(math.pi * done)))
+        return peak * (0.5 * (1 + math.cos(math.pi * done)))
     if kind == "inverse-sqrt":
-        return highest * math.sqrt((warmup + 1) / (step + 1))
+        return peak * math.sqrt((warmup + 1) / (step + 1))
     if kind == "wsd":
-        tail = max(1, min(int(training.wsd_decay * last + 1e-9), last - warmup))
-        return highest * min(1.0, max(last - step, 0) / tail)
+        decay_steps = max(1, min(int(training.wsd_decay * last + 1e-9), last - warmup))
+        return peak * min(1.0, max(last - step, 0) / decay_steps)
     assert kind == "constant"
-    return highest
+    return peak
