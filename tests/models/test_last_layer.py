@@ -116,17 +116,10 @@ def test_where_it_would_not_pay_or_is_not_wanted() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_in_8_bits_no_product_is_left_out(dtype: torch.dtype) -> None:
-    """3 rows of 4 places are no multiple of 16: some are asked once more, and not answered."""
-    model, batch = model_of("bert", dropout=0.0, attention_dropout=0.0).train(), masked(True)
-    assert batch.target_positions is not None
-    batch = batch._replace(
-        target_positions=batch.target_positions.to(dtype),
-        input_ids=batch.input_ids[:, :16],
-        document_ids=batch.document_ids[:, :16],
-    )  # type: ignore[index]
-    batch = batch._replace(
-        target_positions=batch.target_positions.clamp(max=15), position_ids=batch.position_ids[:, :16]
-    )  # type: ignore[union-attr, index]
+    """3 rows of 4 targets are not a multiple of 16: FP8 computes 16 per row, of 32 positions."""
+    model = model_of("bert", dropout=0.0, attention_dropout=0.0).train()
+    targets = torch.tensor([[1, 5, 9, 30], [0, 2, 17, 0], [3, 4, 6, 7]], dtype=dtype)
+    batch = Batch(torch.randint(7, 50, (B, 32)), target_positions=targets, labels=torch.randint(7, 50, (B, K)))
     convert_to_fp8(model, torch.device("cpu"))
     exact = found(model.eval(), batch)
     narrowed(model.train(), True)

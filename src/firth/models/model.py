@@ -331,7 +331,7 @@ class Encoder(Model):
             x_BTD = self.embed(batch.input_ids, batch.position_ids, batch.token_type_ids)
             return self.extras["decoder"](x_BTD, self.stack, batch)
         plain = self.generator is None and "features" not in self.extras and batch.attention_rank is None
-        if plain and batch.target_positions is not None and type(self.stack) is Stack:
+        if plain and batch.target_positions is not None:
             narrow = self.stack.can_compute_targets_only(batch.target_positions, batch.input_ids.shape[1])
             return (
                 self.backbone(batch, target_positions=batch.target_positions)

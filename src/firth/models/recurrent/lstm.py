@@ -152,6 +152,9 @@ class RecurrentStack(Stack):
         self.blocks = nn.ModuleList(blocks)
         self.recurrent_state = self.memory = RecurrentState()
 
+    def can_compute_targets_only(self, target_positions: Tensor, T: int) -> bool:
+        return False
+
     def unpack_documents(self, x_BTD: Tensor, document_ids: Tensor | None) -> UnpackedDocuments:
         return unpack_documents(x_BTD, document_ids, one_per_row=self.recurrent_state.is_carrying)
 
