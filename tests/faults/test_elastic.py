@@ -114,7 +114,7 @@ def test_killed_workers_come_back(way: str, corpus_file: Path, tmp_path: Path) -
         when(logged(folder, steps), process)
         os.kill(workers(process)[rank], signal.SIGKILL)
     said = end(process)
-    assert said.count("going on from") == 2, said
+    assert said.count("resuming from") == 2, said
     assert_same_run(tmp_path / "straight", folder)
 
 
@@ -133,7 +133,7 @@ def test_a_signal_to_torchrun_saves_and_stops_all(number: signal.Signals, corpus
     assert find_corruption(newest) is None
     assert f"stopped at {newest.name.replace('checkpoint-', 'step ')} of {STEPS}" in said
     said = end(start(corpus_file, folder, "--parallel=fsdp", "--resume"))
-    assert f"going on from {newest}" in said
+    assert f"resuming from {newest}" in said
     assert (folder / "final" / "model.safetensors").is_file()
 
 

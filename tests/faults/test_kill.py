@@ -223,7 +223,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     go(corpus_file, folder, resume=True)
     said = capsys.readouterr().err
     assert "checkpoint-12 is damaged" in said
-    assert "going on from" in said
+    assert "resuming from" in said
     assert "checkpoint-8" in said
     assert_same_run(folder, quiet)
     assert find_corruption(folder / "checkpoint-12") is None

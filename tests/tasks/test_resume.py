@@ -244,7 +244,7 @@ def test_the_seed_that_broke_goes_back(plan: Plan, tmp_path: Path, monkeypatch: 
     poison(monkeypatch, [4, 5, 6])
     recipe = plan(max_bad_steps=3)
     assert finetune(recipe)["diverged"] == [1]
-    with pytest.raises(UserError, match="no whole checkpoint 9 steps before step 5"):
+    with pytest.raises(UserError, match="no intact checkpoint 9 steps before step 5"):
         finetune(recipe, rewind=9)
     result = finetune(recipe, rewind=0)
     assert stored(recipe).skips == {"seed-1": ((4, 3),)}

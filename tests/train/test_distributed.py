@@ -304,7 +304,7 @@ def test_a_resumed_run_keeps_its_batch(shards_of: Make, tmp_path: Path, capsys: 
     assert then.global_batch_size == 16
     same = merge_recipe(then, replace(then, processes=2, parallel="none"))
     assert (same.processes, same.global_batch_size, same.parallel) == (4, 16, "none")
-    assert "began in 4 processes and goes on in 2: a step still learns from 16 rows" in capsys.readouterr().err
+    assert "started with 4 processes and resumes with 2: the global batch stays 16 rows" in capsys.readouterr().err
     adapted = merge_recipe(then, replace(then, processes=2, gradient_accumulation_steps=4))
     assert adapted == then
     with pytest.raises(UserError, match="gradient_accumulation_steps: 2 -> 3"):

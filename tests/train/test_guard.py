@@ -234,7 +234,7 @@ def test_a_run_that_breaks_says_on_what_and_rewinds(recipe_of: Recipes, poison: 
         assert "blocks.0" in said
         assert any(word in said for word in ("the", "river", "otter", "garden"))
         assert "--rewind 0" in said
-    with pytest.raises(UserError, match="no whole checkpoint 4 steps before step 4"):
+    with pytest.raises(UserError, match="no intact checkpoint 4 steps before step 4"):
         pretrain(recipe, resume=True, rewind=4)
 
     pretrain(replace(recipe, output_dir=str(tmp_path / "straight")), resume=True, rewind=1)
@@ -265,7 +265,7 @@ def test_a_run_that_breaks_says_on_what_and_rewinds(recipe_of: Recipes, poison: 
 
 def test_rewinding_a_run_without_steps_is_refused(recipe_of: Recipes) -> None:
     recipe = recipe_of("gpt2")
-    for back, why in ((0, "no steps to rewind"), (-1, "at least 0")):
+    for back, why in ((0, "no logged steps to rewind"), (-1, "at least 0")):
         with pytest.raises(UserError, match=why):
             pretrain(recipe, resume=True, rewind=back)
 

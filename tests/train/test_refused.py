@@ -92,7 +92,7 @@ def test_the_best_that_was_kept_is_taken(
     assert torch.equal(run.kept, run.weights[best])
     assert not torch.equal(run.weights[1], run.weights[2]), "or the test shows nothing"
     told = capsys.readouterr().err
-    assert told.count("the best weights so far could not be kept (File too large)") == len(refused)
+    assert told.count("the best weights could not be saved (File too large)") == len(refused)
     assert said in told
     folder = Path(run.recipe.output_dir)
     assert all(find_corruption(kept) is None for kept in folder.glob("best-*"))

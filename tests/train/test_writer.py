@@ -149,7 +149,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     assert all(find_corruption(p) is None for p in list_checkpoints(tmp_path / "run"))
     assert not list((tmp_path / "run").glob(".*.tmp"))
     said = capsys.readouterr().err
-    assert "checkpoint-2 is whole still, and the run goes on" in said or "log.jsonl cannot be written" in said
+    assert "checkpoint-2 is still intact. Training continues" in said or "log.jsonl cannot be written" in said
     for name in ("log.jsonl", "final/model.safetensors"):
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
 
@@ -197,7 +197,7 @@ def test_a_folder_that_became_read_only(
     recipe = recipe_of("gpt2", max_steps=6, save_steps=2)
     pretrain(recipe)
     assert names(recipe.output_dir) == ["checkpoint-6", "checkpoint-2"]
-    assert "Read-only file system): checkpoint-2 is whole still" in capsys.readouterr().err
+    assert "Read-only file system): checkpoint-2 is still intact" in capsys.readouterr().err
 
 
 class Stubborn:

@@ -1,4 +1,18 @@
-"""How a run goes on: with the recipe it had, on the data it had, from where it was or from further back."""
+"""Exact resume, and rewind.
+
+A resumed run continues as if it had never stopped: on a CPU its log and final weights are equal bit for bit. That needs
+the same recipe, the same data and the complete state.
+
+- Recipe: `recipe.yaml` holds every resolved setting. `merge_recipe` compares it with the requested one and refuses
+  differences unless `--allow-change`. Settings that the checkpoint's tensors depend on can never change.
+- Data: batches are a pure function of (shards, seed, step), so there is no reader position to restore.
+  `verify_same_shards` compares checksums, because other shards would silently give other batches.
+- State: weights, optimizer, recurrent state, EMA and guard come from the last intact checkpoint (`loop.py`).
+
+Rewind (`--resume --rewind N`) is the remedy for divergence that PaLM used (Chowdhery et al. 2022, section 5.1): restart
+from a checkpoint before the spike and skip the batches between. `rewind_run` removes the newer checkpoints and adds the
+skipped span to `Recipe.skips`. From that step on, the dataloader reads later batches, in this and any further resume.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +32,7 @@ from firth.train.log import RunLog, read_log
 from firth.train.recipe import Recipe, TrainingConfig, recipe_differences, save_recipe
 
 ResumedRecipeT = TypeVar("ResumedRecipeT", bound=TrainingConfig)
-# Fields that a run may leave open, and then fixes, or notes of itself.
+# Fields that a run resolves or records itself: unset ones take the saved value on resume.
 RESOLVED_FIELDS = (
     "max_steps",
     "warmup_steps",
@@ -28,30 +42,18 @@ RESOLVED_FIELDS = (
     "dev_checksum",
     "skips",
 )
-IMMUTABLE_FIELDS = (
-    "model",
-    "optim",
-    "ema_decay",
-    "order",
-    "memory",
-    "tokenizer",
-)  # what a checkpoint's tensors depend on
-COMPUTE_FIELDS = (
-    "parallel",
-    "cpu_offload",
-    "device",
-)  # how a step is computed, not what: each can go on from any checkpoint
-BATCH_SIZE_FIELDS = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "processes",
-)  # whose product a run keeps
-# Fields that name files and folders.
+# Fields that decide which tensors a checkpoint holds: they cannot change within a run.
+IMMUTABLE_FIELDS = ("model", "optim", "ema_decay", "order", "memory", "tokenizer")
+# Fields that decide where a step is computed: they may change freely, as checkpoints do not depend on them.
+COMPUTE_FIELDS = ("parallel", "cpu_offload", "device")
+# Fields whose product is the global batch size, which a run keeps.
+BATCH_SIZE_FIELDS = ("per_device_train_batch_size", "gradient_accumulation_steps", "processes")
+# Fields that name files and folders: the run folder may have moved.
 PATH_FIELDS = ("output_dir", "data", "checkpoint", "teacher", "train", "dev", "baseline")
 
 
 def is_run_finished(folder: Path, recipe: Recipe) -> bool:
-    """Whether a run has come to its last step; one that is given more steps goes on."""
+    """Whether a run has reached its last step. A finished run with a higher `max_steps` continues."""
     results = folder / "results.json"
     return (
         results.is_file()
@@ -66,37 +68,34 @@ def merge_recipe(
     allow_change: bool = False,
     immutable: Sequence[str] = IMMUTABLE_FIELDS,
 ) -> ResumedRecipeT:
-    """The recipe that a resumed run goes on with; anything that was changed is said, and refused unless allowed.
+    """Return the recipe of a resumed run: `requested`, with its unset fields taken from `saved`.
 
-    What is left open now is as it was settled then, and a run's folder may have been moved. The fields in `immutable`
-    cannot change within a run.
+    Raise UserError on a difference, unless `allow_change`; a difference in an `immutable` field is always refused.
     """
-    asked = requested.minutes, requested.max_steps or saved.max_steps
-    if allow_change and requested.minutes and asked != (saved.minutes, saved.max_steps):
-        say(
-            f"the run was planned as {format_count(saved.max_steps, 'step')}; --max-steps N without --minutes changes that"
-        )
-    settled = {
+    schedule = requested.minutes, requested.max_steps or saved.max_steps
+    if allow_change and requested.minutes and schedule != (saved.minutes, saved.max_steps):
+        say(f"the run keeps its {format_count(saved.max_steps, 'step')}; --max-steps N without --minutes changes that")
+    resolved = {
         name: getattr(saved, name) for name in RESOLVED_FIELDS if hasattr(requested, name) and is_unset(requested, name)
     }
     if requested.engine.compile_regions is None:
-        settled["engine"] = replace(requested.engine, compile_regions=saved.engine.compile_regions)
-    places = {name: getattr(requested, name) for name in PATH_FIELDS if is_same_path(saved, requested, name)}
-    ways = {name: getattr(requested, name) for name in COMPUTE_FIELDS}
+        resolved["engine"] = replace(requested.engine, compile_regions=saved.engine.compile_regions)
+    paths = {name: getattr(requested, name) for name in PATH_FIELDS if is_same_path(saved, requested, name)}
+    compute = {name: getattr(requested, name) for name in COMPUTE_FIELDS}
     saved, requested = (
-        replace(saved, **places, **ways),
-        keep_global_batch_size(saved, replace(requested, **settled), allow_change),
+        replace(saved, **paths, **compute),
+        keep_global_batch_size(saved, replace(requested, **resolved), allow_change),
     )
     changed = recipe_differences(saved, requested)
     if fixed := [change for change in changed if change.split(":")[0].split(".")[0] in immutable]:
         raise UserError(
-            "A resumed run keeps its recipe, and this one differs: " + "; ".join(fixed) + ". "
-            "The checkpoints were made with these: leave them as they were, or start a new run."
+            "Cannot resume: these settings differ from the saved recipe: " + "; ".join(fixed) + ". "
+            "The checkpoints depend on them: restore the saved values, or start a new run."
         )
     if changed and not allow_change:
         raise UserError(
-            "A resumed run keeps its recipe, and this one differs: " + "; ".join(changed) + ". "
-            "Leave these options as they were, allow it with --allow-change, or start a new run."
+            "Cannot resume: these settings differ from the saved recipe: " + "; ".join(changed) + ". "
+            "Restore the saved values, accept the change with --allow-change, or start a new run."
         )
     if changed:
         say("from here on the recipe differs: " + "; ".join(changed))
@@ -104,41 +103,41 @@ def merge_recipe(
 
 
 def keep_global_batch_size(saved: ResumedRecipeT, requested: ResumedRecipeT, allow_change: bool) -> ResumedRecipeT:
-    """A run keeps its batch however many processes it goes on in: each then computes more of it, or less."""
-    then = {name: getattr(saved, name) for name in BATCH_SIZE_FIELDS}
-    same = all(getattr(requested, name) == then[name] for name in BATCH_SIZE_FIELDS[:2])
+    """Keep the global batch size when the number of processes changes: each computes more or fewer rows."""
+    saved_sizes = {name: getattr(saved, name) for name in BATCH_SIZE_FIELDS}
+    same = all(getattr(requested, name) == saved_sizes[name] for name in BATCH_SIZE_FIELDS[:2])
     adapted = requested.global_batch_size == saved.global_batch_size and not allow_change
     if requested.processes == saved.processes or not (same or adapted):
         return requested
     say(
-        f"the run began in {format_count(saved.processes, 'process', 'processes')} and goes on in {requested.processes}: "
-        f"a step still learns from {format_count(saved.global_batch_size, 'row')}"
+        f"the run started with {format_count(saved.processes, 'process', 'processes')} and resumes with "
+        f"{requested.processes}: the global batch stays {format_count(saved.global_batch_size, 'row')}"
     )
-    return replace(requested, **then)
+    return replace(requested, **saved_sizes)
 
 
 def verify_same_shards(recipe: Recipe, shards: ShardSet | MixedShards, allow_change: bool) -> Recipe:
-    """Note the checksum of the shards when a run begins; when it goes on, read them whole and compare."""
+    """Record the shards' checksum in a new run's recipe; on resume verify the files and compare the checksum."""
     parts = shards.sources.values() if isinstance(shards, MixedShards) else [shards]
     files = [read_json(part.folder / MANIFEST_FILE)["files"] for part in parts]
-    found = f"{crc32(json.dumps(files, sort_keys=True).encode()):08x}"
+    checksum = f"{crc32(json.dumps(files, sort_keys=True).encode()):08x}"
     if recipe.shards_checksum:
         for part in parts:
             part.verify()
-    if recipe.shards_checksum not in ("", found):
+    if recipe.shards_checksum not in ("", checksum):
         if not allow_change:
             raise UserError(
-                f"{recipe.data or 'The mix'} is not what it was when this run began: its shards have changed. Put the "
-                "old ones back, start a new run, or go on with the new ones by --allow-change."
+                f"{recipe.data or 'The mix'} is not what it was when this run began: its shards have changed. "
+                "Restore the old shards, start a new run, or accept the new ones with --allow-change."
             )
-        say("from here on the run reads other shards than those that it began with")
-    return replace(recipe, shards_checksum=found)
+        say("from here on the run reads other shards than at its start")
+    return replace(recipe, shards_checksum=checksum)
 
 
 def rewind_run(folder: Path, recipe: Recipe, steps: int) -> Recipe:
-    """Go back to the last whole checkpoint at least so many steps before the trouble, and pass over its text.
+    """Go back to the last intact checkpoint at least `steps` steps before the first bad step; return the new recipe.
 
-    All text from the checkpoint to there is left out, which the recipe notes: any later resume leaves it out too.
+    The recipe records the batches from the checkpoint to the last bad step as skipped, for all later resumes.
     """
     start, last = rewind_checkpoints(folder, steps)
     recipe = replace(recipe, skips=extend_skips(recipe.skips, start, last))
@@ -148,68 +147,70 @@ def rewind_run(folder: Path, recipe: Recipe, steps: int) -> Recipe:
 
 
 def extend_skips(skips: Sequence[tuple[int, int]], start_step: int, last_step: int) -> tuple[tuple[int, int], ...]:
-    """What is left out (from a step on, so many) after one more way back, from `last_step` to `start_step`.
+    """Return the skips, each (first step, number of steps), after a rewind from `last_step` to `start_step`.
 
-    What an earlier way back has left out between them stays out: the text goes on after all that was read.
+    Batches that an earlier rewind skipped in this span stay skipped: no batch is read twice.
 
-    >>> longer_skips([], 4, 10), longer_skips([(4, 6)], 4, 8), longer_skips([(4, 6)], 2, 8)
+    >>> extend_skips([], 4, 10), extend_skips([(4, 6)], 4, 8), extend_skips([(4, 6)], 2, 8)
     (((4, 6),), ((4, 6), (4, 4)), ((2, 12),))
     """
-    before = [skip for skip in skips if skip[0] <= start_step]
-    between = sum(count for first, count in skips if first > start_step)
-    return (*before, (start_step, last_step - start_step + between))
+    kept_skips = [skip for skip in skips if skip[0] <= start_step]
+    num_skipped = sum(count for first, count in skips if first > start_step)
+    return (*kept_skips, (start_step, last_step - start_step + num_skipped))
 
 
 def rewind_checkpoints(folder: Path, steps: int) -> tuple[int, int]:
-    """The step of the checkpoint that a run goes back to, and the last of its trouble; newer checkpoints are removed.
+    """Return the step of the checkpoint to restart from and the last bad step; remove the newer checkpoints.
 
-    The trouble is the steps that were skipped at the end of the log, or else the last step.
+    The bad steps are the skipped ones at the end of the log, or else the last step.
     """
     if steps < 0:
         raise UserError(f"--rewind is {steps}, and must be at least 0.")
     log = folder / "log.jsonl"
     lines = [line for line in read_log(log) if "data" in line] if log.is_file() else []
     if not lines:
-        raise UserError(f"{folder} has no steps to rewind: start it without --rewind.")
+        raise UserError(f"{folder} has no logged steps to rewind: start it without --rewind.")
     last = first = lines[-1]["step"]
     for line in reversed(lines):
         if "skipped" not in line or line["step"] < first - 1:
             break
         first = line["step"]
-    found = list_checkpoints(folder)
-    early = [p for p in found if int(p.name.split("-")[1]) < first - steps and find_corruption(p) is None]
-    if not early:
+    checkpoints = list_checkpoints(folder)
+    candidates = [p for p in checkpoints if int(p.name.split("-")[1]) < first - steps and find_corruption(p) is None]
+    if not candidates:
         raise UserError(
-            f"{folder} has no whole checkpoint {format_count(steps, 'step')} before step {first}. Rewind by less, or start "
-            "anew (--save-total-limit keeps more of them)."
+            f"{folder} has no intact checkpoint {format_count(steps, 'step')} before step {first}. Use a smaller "
+            "--rewind, or start a new run with a higher --save-total-limit."
         )
-    for newer in found[: found.index(early[0])]:
+    for newer in checkpoints[: checkpoints.index(candidates[0])]:
         remove_folder(newer)
-    return int(early[0].name.split("-")[1]), last
+    return int(candidates[0].name.split("-")[1]), last
 
 
 def truncate_log(folder: Path, start_step: int, last_step: int) -> None:
-    """Cut the log of a run that goes back, and note it there."""
-    with RunLog(folder / "log.jsonl", start_step) as cut:
-        cut.write(step=start_step, rewound_from=last_step, passed_over=last_step - start_step)
-    between = format_count(last_step - start_step, "step")
-    say(f"going back from step {last_step} to step {start_step}; the text of the {between} between is passed over")
+    """Cut the log back to `start_step` and record the rewind in it."""
+    with RunLog(folder / "log.jsonl", start_step) as run_log:
+        run_log.write(step=start_step, rewound_from=last_step, passed_over=last_step - start_step)
+    skipped = format_count(last_step - start_step, "step")
+    say(f"rewinding from step {last_step} to step {start_step}; the batches of {skipped} are skipped")
 
 
 def is_unset(recipe: TrainingConfig, name: str) -> bool:
-    """Whether a field says nothing, and is found when a run begins."""
+    """Whether a field is left for the run to resolve."""
     if name == "max_steps":
         return bool(recipe.minutes) or not recipe.max_steps
     return getattr(recipe, name) < 0 if name == "warmup_steps" else not getattr(recipe, name)
 
 
 def is_same_path(saved: TrainingConfig, requested: TrainingConfig, name: str) -> bool:
-    """Whether two recipes name one file or folder, counted from the run's own folder where it lies in there."""
+    """Whether two recipes name the same path; a path inside the run folder is compared relative to it."""
     if not hasattr(requested, name):
         return False
 
-    def place(recipe: TrainingConfig) -> Path:
+    def resolved_path(recipe: TrainingConfig) -> Path:
         path, home = Path(getattr(recipe, name)).absolute(), Path(recipe.output_dir).absolute()
         return path.relative_to(home) if path.is_relative_to(home) else path
 
-    return bool(getattr(requested, name)) == bool(getattr(saved, name)) and place(saved) == place(requested)
+    return bool(getattr(requested, name)) == bool(getattr(saved, name)) and resolved_path(saved) == resolved_path(
+        requested
+    )

@@ -1,4 +1,15 @@
-"""Checkpoints that are written while the training goes on."""
+"""Background checkpoints: training continues while a host copy is written to disk.
+
+A checkpoint must hold the weights, optimizer state and random state of one step, and the next step overwrites them in
+place. Writing directly would block training for as long as the disk takes. Instead:
+
+1. `HostSnapshot.copy_from` starts copying every tensor to preallocated host memory, pinned on a GPU machine so that the
+   copy runs asynchronously. The copies are ordered before the next step on the same CUDA stream, so they see this step.
+2. A thread waits for the copy (a CUDA event), hashes and writes the files, fsyncs them and renames the folder.
+
+The cost is one more copy of model and optimizer in host memory, and a few milliseconds per checkpoint. One checkpoint
+is written at a time: the host copy is reused, so the next `save` waits for the previous one.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +29,17 @@ from firth.train.checkpoint import CheckpointPayload, TrainState, save_checkpoin
 
 
 class CheckpointWriter:
-    """Writes checkpoints of a run, at most one at a time: the next one waits for the last.
+    """Writes the checkpoints of a run, one at a time; with `is_async` in a thread, from a host copy.
 
-    With `is_async` tensors are copied to the host's memory, and a thread does the rest. A disk that is full or cannot be
-    written costs a checkpoint, which is said, and not the run: the last whole one stays, and the next is tried again.
+    A disk error costs one checkpoint, not the run: it is printed, and the previous checkpoint stays.
     """
 
     def __init__(
         self, run_dir: Path | None, recipe: dict[str, Any], save_total_limit: int, model: Model, is_async: bool
     ) -> None:
         self.run_dir, self.recipe, self.save_total_limit = run_dir, recipe, save_total_limit
-        self.last_saved: str | None = None  # the newest whole one
-        self.last_error: OSError | None = None  # why there is none of the last try
+        self.last_saved: str | None = None  # name of the newest intact checkpoint
+        self.last_error: OSError | None = None  # error of the last attempt, None if it succeeded
         self.snapshot = HostSnapshot(model) if is_async and run_dir is not None else None
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.pending: Future[Path] | None = None
@@ -37,7 +47,7 @@ class CheckpointWriter:
     def save(
         self, payload: CheckpointPayload, state: TrainState, before_write: Callable[[], None] = lambda: None
     ) -> None:
-        """Write a checkpoint, or begin to, after what must be done `before_write`."""
+        """Write a checkpoint, or start to. `before_write` runs first, in the writing thread (it syncs the log)."""
         self.wait()
         if self.run_dir is None:
             return
@@ -45,13 +55,13 @@ class CheckpointWriter:
             self.record_result(lambda: self.write(payload, state, before_write))
         else:
             copied, ready = self.snapshot.copy_from(payload)
-            now = replace(state)
+            state_copy = replace(state)
 
-            def work() -> Path:
+            def write_copy() -> Path:
                 ready()
-                return self.write(copied, now, before_write)
+                return self.write(copied, state_copy, before_write)
 
-            self.pending = self.pool.submit(work)
+            self.pending = self.pool.submit(write_copy)
 
     def write(self, payload: CheckpointPayload, state: TrainState, before_write: Callable[[], None]) -> Path:
         assert self.run_dir is not None
@@ -59,23 +69,23 @@ class CheckpointWriter:
         return save_checkpoint(self.run_dir, payload, state, self.recipe, self.save_total_limit)
 
     def poll(self) -> None:
-        """Take notice of one that is done by now, and of what went wrong with it."""
+        """Record the result of the pending checkpoint if it is finished; never blocks."""
         if self.pending is not None and self.pending.done():
             self.wait()
 
     def wait(self) -> None:
-        """Until the last one is written."""
+        """Block until the pending checkpoint is written, and record its result."""
         if self.pending is not None:
-            writing, self.pending = self.pending, None
-            self.record_result(writing.result)
+            future, self.pending = self.pending, None
+            self.record_result(future.result)
 
     def record_result(self, result: Callable[[], Path]) -> None:
         try:
             self.last_saved, self.last_error = result().name, None
         except OSError as e:
             self.last_error = e
-            stays = f"{self.last_saved} is whole still" if self.last_saved else "there is none yet"
-            warn(f"a checkpoint could not be written ({e.strerror or e}): {stays}, and the run goes on.")
+            previous = f"{self.last_saved} is still intact" if self.last_saved else "none is saved yet"
+            warn(f"a checkpoint could not be written ({e.strerror or e}): {previous}. Training continues.")
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -88,20 +98,20 @@ class CheckpointWriter:
 
 
 class HostSnapshot:
-    """A copy of a run's tensors in the host's memory, in places that are made once; pinned where there is a GPU."""
+    """A reusable copy of a run's tensors in host memory, allocated once; pinned if the run is on a GPU."""
 
     def __init__(self, model: Model) -> None:
         self.model = model.clone().to("cpu").requires_grad_(False)
         self.tensors: dict[str, torch.Tensor] = {}
 
     def copy_from(self, payload: CheckpointPayload) -> tuple[CheckpointPayload, Callable[[], None]]:
-        """What was kept, copied; and a way to wait until that is done."""
+        """Start the copy; return the copied payload and a function that waits until the copy is complete."""
         cuda = next(payload.model.parameters()).is_cuda
         if cuda:
             self.pin_memory()
-        mine = unique_state_dict(self.model)
+        host_tensors = unique_state_dict(self.model)
         for name, value in unique_state_dict(payload.model).items():
-            mine[name].copy_(value, non_blocking=True)
+            host_tensors[name].copy_(value, non_blocking=True)
         training = {
             file: {name: self.stage_tensor(f"{file}/{name}", value) for name, value in tensors.items()}
             for file, tensors in payload.training_tensors.items()
@@ -113,14 +123,14 @@ class HostSnapshot:
         return CheckpointPayload(self.model, training), done.synchronize
 
     def stage_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        known = self.tensors.get(name)
-        if known is None or known.shape != tensor.shape:
-            known = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self.tensors[name] = known
-        return known.copy_(tensor, non_blocking=True)
+        buffer = self.tensors.get(name)
+        if buffer is None or buffer.shape != tensor.shape:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self.tensors[name] = buffer
+        return buffer.copy_(tensor, non_blocking=True)
 
     def pin_memory(self) -> None:
-        """Let a GPU copy to the model by itself, once."""
+        """Pin the model copy's memory, which asynchronous copies from a GPU need; pinned tensors stay as they are."""
         for value in (*self.model.parameters(), *self.model.buffers()):
             if not value.data.is_pinned():
                 value.data = value.data.pin_memory()
