@@ -110,7 +110,7 @@ def test_each_change_by_itself(bench: Any, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(bench, "choose_compute", lambda settings: seen.append(settings) or CPU)
     bench.main(["--workload", "toy", "--steps", "1", "--each", "--without", "padding", "optim=muon,max_grad_norm=0"])
     assert "toy, without padding: " in capsys.readouterr().err
-    tried = [(s.pad_vocabulary, s.optim, s.max_grad_norm) for s in seen[1:]]
+    tried = [(s.engine.pad_vocabulary, s.optim, s.max_grad_norm) for s in seen[1:]]
     assert tried == [(None, "adamw", 1.0), (False, "adamw", 1.0), (None, "muon", 0.0)]
 
 
@@ -144,7 +144,7 @@ def test_ablations_change_our_side_alone(
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [s["side"] for s in facts["speeds"]] == [bench.OURS]
     assert facts["without"] == ["padding", "fused_loss"]
-    assert (asked[1].pad_vocabulary, asked[1].fused_loss, asked[1].weights) == (False, False, "bf16")
+    assert (asked[1].engine.pad_vocabulary, asked[1].engine.fused_loss, asked[1].engine.weights) == (False, False, "bf16")
     assert asked[0] == bench.SETTINGS
 
 

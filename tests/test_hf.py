@@ -161,4 +161,4 @@ def test_the_check_says_how_it_opens(tmp_path: Path, capsys: pytest.CaptureFixtu
     saved(MODELS["norm first, rotary"][1], tmp_path)
     assert max_logit_difference(tmp_path) == 0
     said = " ".join("".join(capsys.readouterr()).split())
-    assert "`import firth.hf` it opens with AutoModelForMaskedLM" in said
+    assert "it opens with AutoModelForMaskedLM after `import firth.hf`" in said

@@ -176,8 +176,8 @@ def test_show(firth: Firth, paths: dict[str, Path], tmp_path: Path) -> None:
     table = firth(*words)
     assert table.code == 0
     assert "<extra_id_0>‹" in table.out
-    assert "decoder writes" in table.out
-    assert "promised" in table.out
+    assert "decoder labels" in table.out
+    assert "expected" in table.out
     assert "show.html" in table.err
 
 

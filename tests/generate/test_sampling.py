@@ -152,7 +152,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (dict(max_new_tokens=0), "max_new_tokens is 0"),
     (dict(min_new_tokens=60), "min_new_tokens is 60, more than max_new_tokens"),
     (dict(num_return_sequences=0), "num_return_sequences is 0"),
-    (dict(num_return_sequences=3), "different texts"),
+    (dict(num_return_sequences=3), "several texts per prompt"),
     (dict(num_return_sequences=3, num_beams=2), "num_beams of at least 3"),
     (dict(num_beams=2, temperature=1.0), "num_beams=1 or temperature=0"),
     (dict(top_p=0.9, top_k=5), "top_k and top_p.*temperature"),

@@ -81,7 +81,7 @@ def test_only_the_student_learns() -> None:
 
 def test_teachers_that_do_not_fit() -> None:
     student, teacher = pair()
-    with pytest.raises(UserError, match="encoder to an encoder"):
+    with pytest.raises(UserError, match="needs an encoder as student"):
         check_distillation_pair(make_model(gpt2(1, 16, 2, 30)), teacher, Distillation())
     with pytest.raises(UserError, match="vocabulary"):
         check_distillation_pair(student, make_model(replace(TEACHER, vocab_size=31)), Distillation())

@@ -234,7 +234,7 @@ def test_with_extras_adds_what_is_missing() -> None:
             bert(1, 16, 2, V, extras=(SentencePairHead(), SentencePairHead())),
             "SentencePairHead, SentencePairHead: one of each",
         ),
-        (bert(1, 16, 2, V, extras=(SentencePairHead(), GeneratorConfig())), "GeneratorConfig only by itself"),
+        (bert(1, 16, 2, V, extras=(SentencePairHead(), GeneratorConfig())), "GeneratorConfig only alone"),
         (bert(1, 16, 2, V, extras=(SpanBoundaryHead(0),)), "SpanBoundaryHead.max_span_length is 0"),
         (bert(1, 16, 2, V, embed_dim=8, head=LMHead()), "model.embed_dim needs model.head.transform"),
         (bert(1, 16, 2, V, embed_dim=0), "model.embed_dim is 0"),

@@ -179,7 +179,7 @@ def refused(config: ModelConfig, message: str) -> None:
 
 
 def test_what_does_not_go_with_a_query() -> None:
-    refused(xlnet(1, 16, 2, V, extras=(QueryStream(), SentencePairHead())), "QueryStream only by itself")
+    refused(xlnet(1, 16, 2, V, extras=(QueryStream(), SentencePairHead())), "QueryStream only alone")
     refused(xlnet(1, 16, 2, V, position=t5(1, 16, 2, 32).position, extras=(QueryStream(),)), "T5Bias yet")
     refused(xlnet(1, 16, 2, V, position=Rotary()), "Rotary yet")
     refused(xlnet(1, 16, 2, V, window=SlidingWindow(4, 2)), "SlidingWindow yet")

@@ -404,7 +404,7 @@ def test_what_a_full_disk_refuses_at_the_end_comes_with_the_next(
         patch.setattr(finetuning, last, full)
         with pytest.raises(OSError, match="File too large") as refused:
             finetune(plan(seeds=1))
-    assert "--resume goes on" in refused.value.__notes__[0]
+    assert "with the same command and --resume" in refused.value.__notes__[0]
     run = tmp_path / "run"
     assert not (run / "results.json").exists()
     assert not list(run.rglob(".*.tmp"))

@@ -25,7 +25,7 @@ def test_a_text_and_two_texts(family: str, tmp_path: Path) -> None:
     (sheet,) = task.encode(examples)[0].sequences
     found = theirs(*TWO)
     assert found["input_ids"] == sheet.ids
-    if task.template.has_token_types:
+    if task.template.sequence_template.has_token_types:
         assert found["token_type_ids"] == sheet.token_type_ids
     one = make_task(
         "classify", [Example(0, TWO[:1], "x"), Example(1, TWO[1:], "y")], tokenizer, config, FinetuneRecipe()

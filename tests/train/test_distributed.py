@@ -344,12 +344,12 @@ def test_torchrun_without_parallel(shards_of: Make, tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"optim": "muon"}, "muon needs whole matrices"),
-        ({"optim": "adafactor"}, "adafactor needs whole matrices"),
+        ({"optim": "muon"}, "muon needs whole ones"),
+        ({"optim": "adafactor"}, "adafactor needs whole ones"),
         ({"engine": EngineConfig(weights="bf16")}, "leave engine.weights=bf16 out"),
         ({"model": get_preset("albert-tiny")}, "layers share"),
         ({"model": get_preset("ulmfit-tiny")}, "LSTMs"),
-        ({"parallel": "ddp", "cpu_offload": True}, "cpu_offload is for"),
+        ({"parallel": "ddp", "cpu_offload": True}, "--cpu-offload needs"),
     ],
 )
 def test_what_a_model_in_parts_cannot_do(fields: dict[str, Any], message: str, shards_of: Make, tmp_path: Path) -> None:

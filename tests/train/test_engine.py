@@ -496,7 +496,7 @@ def test_switches_reach_every_head_and_layer(recipe_of: Recipes, shards_of: Make
     recipe = recipe_of(
         engine=EngineConfig(fused_loss=False, pad_vocabulary=True, fused_attention=False, residual="float32")
     )
-    assert recipe_of().residual == "bf16"
+    assert recipe_of().engine.residual == "bf16"
     model = build_pretrain_model(recipe, shards_of("bert").tokenizer)
     build_step_runner(TrainingRun(recipe, CPU, model, lambda step: []))
     assert (model.head.use_fused_loss, model.head.pad_vocab) == (False, True)
@@ -566,5 +566,6 @@ def test_who_replays_steps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         TrainingConfig(gradient_checkpointing=True),
         recipe_for(get_preset("ulmfit-tiny")),
     ):
-        assert not choose_compute(replace(cannot, compile=False, engine=EngineConfig(cuda_graphs=True))).cuda_graphs
+        recorded = replace(cannot, compile=False, engine=replace(cannot.engine, cuda_graphs=True))
+        assert not choose_compute(recorded).cuda_graphs
         assert "no CUDA graphs: " in capsys.readouterr().err

@@ -405,7 +405,7 @@ def test_a_row_that_does_not_fit_is_said(recipe_of: Recipes, shards_of: Make) ->
         train_step(run, StepRunner(model, short_of_memory(model, 0), run.compute), optimizer, batches(0), 0, 0.0)
     together = [b._replace(group_ids=np.zeros((4, 1), int)) for b in batches(0)]
     run.halvings = 0
-    with pytest.raises(UserError, match="compared with each other"):
+    with pytest.raises(UserError, match="contrasted with each other"):
         train_step(run, StepRunner(model, short_of_memory(model, 2), run.compute), optimizer, together, 0, 0.0)
 
     def other(batch: Any) -> dict[str, torch.Tensor]:

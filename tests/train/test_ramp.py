@@ -79,7 +79,7 @@ def test_a_run_that_is_not_planned_yet_has_the_same_shares() -> None:
         ({"batch_ramp": 0.1, "batch_doublings": 5}, "16 rows cannot be halved so often"),
         ({"length_ramp": 0.1, "length_doublings": 4}, "64 tokens cannot be halved so often"),
         ({"batch_ramp": 0.1, "order": "stream"}, "order=stream"),
-        ({"optim": "adamw", "muon_learning_rate": 0.1}, "muon_learning_rate is for --optim muon"),
+        ({"optim": "adamw", "muon_learning_rate": 0.1}, "muon_learning_rate needs --optim muon"),
         ({"wsd_decay": 1.2}, "wsd_decay"),
         ({"ema_decay": 1.0}, "ema_decay"),
         ({"muon_momentum": 1.0}, "muon_momentum"),

@@ -189,7 +189,7 @@ def test_what_a_run_ends_with_is_written_by_the_next(
     said = " ".join(capsys.readouterr().err.split())
     assert "File too large" in said
     assert f"{run / 'checkpoint-6'} is whole: " in said
-    assert "--resume goes on" in said
+    assert "with the same command and --resume" in said
     assert ("final" if last == "write_final_model" else "results.json") in said
     result = pretrain(recipe, resume=True)
     assert result["loss"] == json.loads((tmp_path / "straight" / "results.json").read_text())["loss"]

@@ -138,7 +138,7 @@ def test_it_stays_with_the_checkpoint(tmp_path: Any) -> None:
             deberta(1, D, H, V, extras=(MaskDecoder(num_layers=0),)),
             "MaskDecoder.num_layers and MaskDecoder.length must be at",
         ),
-        (deberta(1, D, H, V, extras=(MaskDecoder(), GeneratorConfig())), "only by itself"),
+        (deberta(1, D, H, V, extras=(MaskDecoder(), GeneratorConfig())), "only alone"),
     ],
 )
 def test_decoders_that_cannot_be(config: Any, message: str) -> None:

@@ -122,7 +122,7 @@ def test_a_word_that_was_never_met_is_read_by_its_characters() -> None:
     model = small()
     x = model.hidden_states(Batch(ids(model, "cat zebra zebras")))
     assert not torch.allclose(x[0, 1], x[0, 2])
-    with pytest.raises(UserError, match="no tokenizer"):
+    with pytest.raises(UserError, match="needs a tokenizer"):
         make_model(model.config).eval()(ids(model))
 
 
