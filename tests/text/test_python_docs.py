@@ -281,5 +281,5 @@ def test_order_is_a_shuffle_of_its_own() -> None:
 def test_unknown_task_and_part() -> None:
     with pytest.raises(UserError, match="Did you mean 'classify'"):
         python_docs.make_pydocs_examples("clasify", "train", RECORDS)
-    with pytest.raises(UserError, match=r"no part 'test'\. There are: dev, train"):
+    with pytest.raises(UserError, match=r"no split 'test'\. There are: dev, train"):
         python_docs.make_pydocs_examples("pair", "test", RECORDS)
