@@ -156,7 +156,7 @@ def test_a_run_may_have_the_name_of_its_model(
         ("glove", {"max_seq_length": 64}, "Unknown key 'max_seq_length'"),
         ("glove", {"overrides": {"x_max": 0.0}}, "x_max is 0, and must be more than 0"),
         ("glove", {"overrides": {"eta": 0.0}}, "eta is 0, and must be more than 0"),
-        ("ngram", {"minutes": 3.0}, "minutes: an n-gram model counts its text once"),
+        ("ngram", {"minutes": 3.0}, "minutes: an n-gram model reads its text once"),
         ("word2vec", {"minutes": -1.0}, "minutes is -1.0"),
     ],
 )

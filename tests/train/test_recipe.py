@@ -209,7 +209,7 @@ def test_a_run_that_minutes_planned_says_how_it_is_lengthened(capsys: pytest.Cap
     before = recipe(minutes=1.0, max_steps=162)
     for fields in ({"minutes": 2.0}, {"minutes": 1.0, "max_steps": 400}):
         assert merge_recipe(before, recipe(**fields), allow_change=True).max_steps == 162
-        assert "planned as 162 steps; --max-steps N without --minutes" in capsys.readouterr().err
+        assert "the run keeps its 162 steps; --max-steps N without --minutes" in capsys.readouterr().err
     assert merge_recipe(before, recipe(minutes=1.0), allow_change=True).max_steps == 162
     assert not capsys.readouterr().err
     assert merge_recipe(before, recipe(max_steps=400), allow_change=True).max_steps == 400
