@@ -155,7 +155,7 @@ def test_the_recipe_of_one_run_makes_another_one(home: Path, tmp_path: Path) -> 
 def test_a_named_objective_wins_over_the_config(home: Path, tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("objective: {kind: MLM, rate: 0.4}\n")
-    with pytest.raises(UserError, match="CLM is for the shape decoder"):
+    with pytest.raises(UserError, match="CLM needs the architecture decoder"):
         firth.pretrain("bert-tiny", home / "shards", tmp_path / "run", objective="clm", config=file)
 
 

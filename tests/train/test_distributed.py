@@ -186,7 +186,7 @@ def test_losses_that_are_no_numbers_in_one_process_are_skipped_by_all(way: str, 
     for rank in (0, 1):
         said = (two.place / f"{way} nan-{rank}.txt").read_text()
         assert said.startswith("2: 2 steps in a row were skipped, from step 3 on: the loss is nan")
-        assert "checkpoint-2 is whole" in said
+        assert "checkpoint-2 is intact" in said
 
 
 def test_memory_that_is_short_in_one_process_halves_micro_batches_in_all(plain: str, two: Runs) -> None:

@@ -245,7 +245,7 @@ def test_any_model_may_carry_something(streaming: Recipes) -> None:
         ({"memory": -1}, "at least 0"),
         ({"order": "packed"}, "--order stream"),
         ({"objective": OBJECTIVES["bilm"]}, "biLM"),
-        ({"objective": OBJECTIVES["nsp"], "memory": 0}, "one text"),
+        ({"objective": OBJECTIVES["nsp"], "memory": 0}, "packed rows"),
         ({"objective": OBJECTIVES["static"], "memory": 0}, "num_static_masks"),
         ({"teacher": "somewhere"}, "teacher"),
     ],

@@ -103,7 +103,7 @@ def test_numbers_that_make_no_sense(fields: dict[str, float]) -> None:
 
 
 def test_an_objective_of_another_shape() -> None:
-    with pytest.raises(UserError, match="CLM is for the shape decoder; bert has the shape encoder"):
+    with pytest.raises(UserError, match="CLM needs the architecture decoder; bert has the architecture encoder"):
         apply_overrides(recipe(), {"objective": "CLM"}).check()
 
 
@@ -176,7 +176,7 @@ def test_minutes_that_are_over_before_the_first_step_are_told(
 ) -> None:
     monkeypatch.setattr("time.monotonic", lambda: 110.0)
     assert resolve_schedule(TrainingConfig(minutes=0.1), 50, lambda: (1.0, 1.0), start_time=100.0).max_steps == 1
-    assert "0.1 minutes are over before a first step" in capsys.readouterr().err
+    assert "0.1 minutes are too short for one step" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ def test_lines_that_a_full_disk_refuses_come_later(tmp_path: Path, capsys: pytes
         log.write(step=3)
         assert log.flush()
     assert [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [1, 2, 3]
-    assert capsys.readouterr().err.count("its lines are kept for later") == 1
+    assert capsys.readouterr().err.count("its lines stay in memory") == 1
 
 
 def test_a_log_that_is_never_written_is_an_error(tmp_path: Path) -> None:

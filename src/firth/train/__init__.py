@@ -1,4 +1,4 @@
-"""A recipe to a run folder."""
+"""Training: a recipe -> a run folder with log, checkpoints and final model."""
 
 from firth.train.checkpoint import TrainState, last_checkpoint
 from firth.train.compute import ComputeConfig, choose_compute

@@ -1,4 +1,10 @@
-"""What a run reads at each step: rows of the shards, and the batches that its objective makes of them."""
+"""The dataloader: shards -> rows -> the batches of a step.
+
+The micro-batches of step `s` are a pure function of (shards, recipe, s). Row `i` of the shuffled stream is found by a
+seeded permutation with O(1) access, and the noise of a row comes from a counter-based generator keyed by (seed, row,
+step). There is no iterator state: resume needs only the step, and processes read disjoint rows of the same stream.
+After a rewind, `Recipe.skips` shifts the stream past the skipped batches.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +36,14 @@ from firth.train.recipe import Recipe
 
 
 def open_recipe_shards(recipe: Recipe) -> ShardSet | MixedShards:
-    """The shards that a recipe names: one folder, or several that are mixed."""
+    """Open the shards of a recipe: one folder, or several to mix."""
     if not recipe.sources:
         return open_shards(Path(recipe.data))
     return MixedShards({name: open_shards(Path(folder)) for name, folder in recipe.sources.items()})
 
 
 def make_mixed_dataset(recipe: Recipe, shards: MixedShards, held_out: bool) -> RowDataset:
-    """The rows of several shards; of those held out, of the shards that have some."""
+    """Mix the rows of several shards; held-out rows come only from shards that have some."""
     parts = {name: part for name, part in shards.sources.items() if not held_out or part.held_out is not None}
     seeds = {name: (recipe.seed + crc32(name.encode())) % 2**63 for name in parts}
     sources = {
@@ -47,7 +53,7 @@ def make_mixed_dataset(recipe: Recipe, shards: MixedShards, held_out: bool) -> R
 
 
 def make_row_dataset(recipe: Recipe, shards: ShardSet | MixedShards, held_out: bool) -> RowDataset:
-    """The rows that an objective reads: packed documents or pairs, their length, and what stands around each text."""
+    """Build the row dataset of an objective: packed documents, a stream or sentence pairs, with special tokens."""
     if isinstance(shards, MixedShards):
         return make_mixed_dataset(recipe, shards, held_out)
     vocab, objective = shards.tokenizer.vocab, recipe.objective
@@ -56,29 +62,31 @@ def make_row_dataset(recipe: Recipe, shards: ShardSet | MixedShards, held_out: b
     assert part is not None
     rows = (part, length, objective.build_template(vocab), vocab.pad, recipe.seed)
     if recipe.order == "stream":
-        lanes = recipe.per_device_train_batch_size if held_out else recipe.global_batch_size
-        return StreamDataset(*rows, lanes, shuffle=not held_out, allow_short=held_out, token_bits=objective.token_flags)
+        num_streams = recipe.per_device_train_batch_size if held_out else recipe.global_batch_size
+        return StreamDataset(
+            *rows, num_streams, shuffle=not held_out, allow_short=held_out, token_bits=objective.token_flags
+        )
     if objective.row_layout == "packed":
-        most = objective.max_documents(length)
-        return PackedDataset(*rows, most, not held_out, held_out, objective.token_flags, recipe.split)
+        max_documents = objective.max_documents(length)
+        return PackedDataset(*rows, max_documents, not held_out, held_out, objective.token_flags, recipe.split)
     return SentencePairDataset(
         *rows, objective.row_layout, shuffle=not held_out, allow_short=held_out, token_bits=objective.token_flags
     )
 
 
 def make_held_out_dataset(recipe: Recipe, shards: ShardSet | MixedShards) -> RowDataset | None:
-    """The rows of the held-out documents; None where there are no such rows, which is said."""
+    """Build the dataset of held-out documents; print the reason and return None if they give no rows."""
     if shards.held_out is None:
         return None
     try:
         return make_row_dataset(recipe, shards, held_out=True)
-    except UserError as e:  # a few documents may well hold no pairs of sentences
+    except UserError as e:  # a few documents may contain no sentence pairs
         say(f"no evaluation on held-out documents: {e}")
         return None
 
 
 def make_ramp_datasets(recipe: Recipe, shards: ShardSet | MixedShards) -> dict[int, RowDataset]:
-    """The rows that a run begins with where they grow, by their length."""
+    """Build the datasets of shorter rows that a length ramp reads first, by row length."""
     lengths = {stage.seq_length for stage in ramp_stages(recipe)} - {recipe.max_seq_length}
     for length in lengths:
         recipe.objective.check(shards.tokenizer.vocab, recipe.objective.source_length(length))
@@ -86,7 +94,7 @@ def make_ramp_datasets(recipe: Recipe, shards: ShardSet | MixedShards) -> dict[i
 
 
 def single_stage_recipe(recipe: Recipe, stage: Stage) -> Recipe:
-    """A run that is as one stage of this one from its first step to its last."""
+    """Return a recipe that runs one stage of the ramp from its first step to its last."""
     return replace(
         recipe,
         max_seq_length=stage.seq_length,
@@ -105,24 +113,24 @@ def make_pretrain_batch_fn(
     ramp_datasets: Mapping[int, RowDataset] | None = None,
     dist_context: DistContext = SINGLE_PROCESS,
 ) -> Callable[[int], list[Batch]]:
-    """The micro-batches of a step, as a pure function of the step. `ramp_datasets` are rows of earlier stages, by length.
+    """Return the function step -> micro-batches of this process. `ramp_datasets` hold shorter rows, by length.
 
-    Each process of a `dist_context` reads its part of the rows, which are those of one process. After a rewind as many
-    rows are passed over as the steps between can have read; how many there are in a step, and how long, is as planned.
+    All processes together read the rows that a single process would read. A rewind skips as many rows as the skipped
+    steps can have read; it does not change the ramp.
     """
-    found, by_length = ramp_stages(recipe), {**(ramp_datasets or {}), recipe.max_seq_length: dataset}
+    stages, by_length = ramp_stages(recipe), {**(ramp_datasets or {}), recipe.max_seq_length: dataset}
 
     def batches(step: int) -> list[Batch]:
-        stage, passed = stage_at(found, step), sum(count for first, count in recipe.skips if step >= first)
-        first = first_row_of_step(stage, step) + passed * max(
-            s.step_rows for s in found if s.seq_length == stage.seq_length
+        stage, num_skipped = stage_at(stages, step), sum(count for first, count in recipe.skips if step >= first)
+        first = first_row_of_step(stage, step) + num_skipped * max(
+            s.step_rows for s in stages if s.seq_length == stage.seq_length
         )
         index = np.arange(first, first + stage.step_rows)[dist_context.local_rows(stage.step_rows)]
-        micro, source = (
+        micro_batches, source = (
             np.split(index, micro_batches_per_process(stage, dist_context.world_size)),
             by_length[stage.seq_length],
         )
-        return [make_batch(recipe, source, some, tokenizer.vocab, step + passed) for some in micro]
+        return [make_batch(recipe, source, rows, tokenizer.vocab, step + num_skipped) for rows in micro_batches]
 
     return batches
 
@@ -130,7 +138,7 @@ def make_pretrain_batch_fn(
 def make_batch(
     recipe: Recipe, dataset: RowDataset, row_indices: np.ndarray, vocab: Vocabulary, step: int | None = None
 ) -> Batch:
-    """What the objective makes of some rows of the stream."""
+    """Read rows of the stream and apply the objective to them."""
     rows = dataset.get_rows(row_indices)
     return recipe.objective(rows, make_batch_rng(recipe, row_indices, step), vocab)._replace(
         reset_state=rows.reset_state
@@ -138,7 +146,7 @@ def make_batch(
 
 
 def make_batch_rng(recipe: Recipe, row_indices: np.ndarray, step: int | None = None) -> CounterRNG:
-    """The random numbers of rows, by their places in the stream; of one step, or as if all steps had full batches."""
+    """Make the random generator of rows, keyed by row index and step. Default step: that of full batches."""
     return CounterRNG(
         recipe.seed,
         row_indices,

@@ -1,4 +1,4 @@
-"""The folder of a run: refused when it holds something, locked while it is written."""
+"""The run folder: locked while a run writes to it, never overwritten without `--overwrite`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from firth.train.distributed import DistContext
 
 LOCK_FILE = ".lock"
 PROVE_RESUME_FILES = ("straight.yaml", "killed.yaml")  # the recipes of a proof (prove-resume)
-DATA_NOTES_FILE = "notes.json"  # what happened to the rows of labelled files
+DATA_NOTES_FILE = "notes.json"  # rows of labelled files that were dropped or changed, and why
 RUN_FILES = (
     *(
         "recipe.yaml",
@@ -45,21 +45,21 @@ RUN_FOLDERS = (
     "decoder",
     "encoder-decoder",
 )
-# In the folder of one architecture (quickstart), and of a proof (prove-resume).
+# Folders that quickstart and prove-resume write inside their own.
 STAGE_FOLDERS = ("untrained", "pretraining", "pretrained-*", "scratch-*", "straight", "killed")
-LEFTOVER_PATTERNS = (".*.tmp", ".*.old")  # of a writer that was killed
-UNFINISHED_PATTERNS = (".*.part", ".*.journal", ".*.seen")  # shards that a resumed run goes on with
-PREPARED_FILES = ("source.json", "tokenizer", "data", CLOCK_FILE)  # what is made of text before a run begins
+LEFTOVER_PATTERNS = (".*.tmp", ".*.old")  # left by a killed writer
+UNFINISHED_PATTERNS = (".*.part", ".*.journal", ".*.seen")  # unfinished shards, which a resumed run completes
+PREPARED_FILES = ("source.json", "tokenizer", "data", CLOCK_FILE)  # written before training starts
 
 
 @contextmanager
 def run_folder(
     path: Path, resume: bool = False, overwrite: bool = False, inputs: Sequence[str | Path] = ()
 ) -> Iterator[Path]:
-    """Hold a run's folder. An existing one needs `resume` (go on) or `overwrite` (what a run wrote is removed).
+    """Create and lock a run folder. An existing one needs `resume`, or `overwrite`, which removes a run's files.
 
-    `inputs` are what the run reads: they must not lie in a folder that is overwritten. A folder in which nothing
-    came to be is removed again, and one in which text was prepared and no run began is taken without a word.
+    `inputs` are the paths that the run reads: they must not lie in a folder that is overwritten. After an error a new,
+    empty folder is removed. A folder that holds only prepared data is reused.
     """
     check_run_folder(path, resume, overwrite, inputs)
     new = not path.exists()
@@ -93,7 +93,7 @@ def shared_run_folder(
     overwrite: bool = False,
     inputs: Sequence[str | Path] = (),
 ) -> Iterator[Path]:
-    """The same for all processes of a run: the first one holds the folder, and the others begin when it does."""
+    """Lock the folder in the main process; the other processes wait for it."""
     with dist_context.enter_on_main(run_folder(path, resume, overwrite, inputs)):
         dist_context.mark_started(str(path))
         dist_context.barrier()
@@ -101,7 +101,7 @@ def shared_run_folder(
 
 
 def check_run_folder(path: Path, resume: bool, overwrite: bool, inputs: Sequence[str | Path]) -> None:
-    """Refuse a folder that a run must not touch."""
+    """Raise UserError if a run must not write to this folder."""
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file; --output-dir needs a folder.")
     check_writable(path)
@@ -110,20 +110,19 @@ def check_run_folder(path: Path, resume: bool, overwrite: bool, inputs: Sequence
     if has_only_prepared_data(path) and not overwrite:
         return
     if not (resume or overwrite):
-        raise UserError(f"{path} exists already. --resume goes on with the run in it, --overwrite starts it anew.")
+        raise UserError(f"{path} exists already. --resume continues the run in it, --overwrite starts it again.")
     foreign = sorted(p.name for p in path.iterdir() if not is_run_output(p))
     if foreign and not (resume and (path / "recipe.yaml").is_file()):
         raise UserError(
-            f"{path} holds files that no run of Firth wrote ({', '.join(foreign[:3])}): "
-            "it is left alone. Name another --output-dir."
+            f"{path} holds files that no run of Firth wrote ({', '.join(foreign[:3])}). Choose another --output-dir."
         )
     for needed in (Path(name) for name in inputs if name):
         if overwrite and not resume and needed.exists() and needed.resolve().is_relative_to(path.resolve()):
-            raise UserError(f"{needed} lies in {path}, which --overwrite would remove. Name another --output-dir.")
+            raise UserError(f"{needed} lies in {path}, which --overwrite would remove. Choose another --output-dir.")
 
 
 def has_only_prepared_data(path: Path) -> bool:
-    """Whether a run was refused or stopped in this folder while it prepared its text, before it began."""
+    """Whether a run stopped in this folder while it prepared its text, before training."""
     others = [p for p in path.iterdir() if p.name not in (*PREPARED_FILES, LOCK_FILE) and not is_leftover(p)]
     others = [p for p in others if not is_unfinished(p)]
     return (path / "source.json").is_file() and not others and all(map(is_run_output, path.iterdir()))
@@ -138,7 +137,7 @@ def is_leftover(p: Path) -> bool:
 
 
 def is_run_output(p: Path) -> bool:
-    """Whether a run wrote this: known by its name and, as a person may have used that name too, by what is in it."""
+    """Whether a run wrote this path, by its name. A folder is also checked by content: a user may use the same name."""
     if is_leftover(p) or is_unfinished(p):
         return True
     if not p.is_dir():
@@ -151,7 +150,7 @@ def is_run_output(p: Path) -> bool:
 
 
 def clear_run_folder(path: Path) -> None:
-    """Remove what a run wrote; `check_run_folder` has made sure that there is nothing else."""
+    """Remove everything but the lock; `check_run_folder` has verified that only a run's files are here."""
     for p in list(path.iterdir()):
         if p.is_dir():
             remove_folder(p)

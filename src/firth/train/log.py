@@ -1,4 +1,4 @@
-"""log.jsonl: one line per event, flushed at once, cut back on resume."""
+"""log.jsonl: one JSON object per line, written at once, cut back to the checkpoint's step on resume."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from firth.core.files import replace_nonfinite, write_text
 
 
 class RunLog:
-    """The log of a run that goes on after `step`: lines of later steps belong to work that was lost, and are cut.
+    """The log of a run that starts or resumes after `step`. Lines of later steps are removed: those steps run again.
 
-    Lines that a full disk does not take are kept, and tried again with the next ones.
+    If the disk is full, lines stay in memory and are written with the next ones.
     """
 
     def __init__(self, path: Path, step: int) -> None:
         if path.exists():
-            kept = [line for line in read_log(path) if line["step"] <= step]
-            write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+            kept_lines = [line for line in read_log(path) if line["step"] <= step]
+            write_text(path, "".join(json.dumps(line) + "\n" for line in kept_lines))
         self.file = open(path, "ab", buffering=0)  # noqa: SIM115
         self.path, self.pending = path, b""
         self.last_error: OSError | None = None
@@ -32,19 +32,19 @@ class RunLog:
         self.flush()
 
     def flush(self) -> bool:
-        """Whether all lines are in the file, after one more try where they were not."""
+        """Write pending lines; return whether all lines are in the file."""
         try:
             while self.pending:
                 self.pending = self.pending[self.file.write(self.pending) :]
             self.last_error = None
         except OSError as e:
             if self.last_error is None:
-                warn(f"log.jsonl cannot be written ({e.strerror}): its lines are kept for later, and the run goes on.")
+                warn(f"log.jsonl cannot be written ({e.strerror}): its lines stay in memory. Training continues.")
             self.last_error, e.filename = e, str(self.path)
         return not self.pending
 
     def fsync(self) -> None:
-        """Make what is written last, whatever happens to the machine."""
+        """Force written lines to the disk, so that they survive a crash of the machine."""
         os.fsync(self.file.fileno())
 
     def __enter__(self) -> RunLog:
@@ -59,7 +59,7 @@ class RunLog:
 
 
 class NullLog:
-    """A trial leaves no trace."""
+    """A log that writes nothing, for trial runs and for all processes but the main one."""
 
     def write(self, **facts: Any) -> None: ...
 
@@ -75,12 +75,12 @@ class NullLog:
 
 
 def read_last_loss(path: Path) -> float:
-    """The training loss that was logged last."""
+    """Return the last logged training loss, or NaN."""
     return next((line["loss"] for line in reversed(read_log(path)) if line.get("loss") is not None), math.nan)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a log; a last one that a crash cut short is left out."""
+    """Read the lines of a log; skip a last line that a crash truncated."""
     lines = []
     for line in path.read_text(encoding="utf-8").split("\n"):
         try:

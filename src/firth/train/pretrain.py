@@ -1,4 +1,8 @@
-"""A recipe and shards to a run folder with a model in it."""
+"""Pretraining: a recipe and shards -> a run folder with a model.
+
+`run_pretraining` reads top to bottom: resolve the recipe (new or resumed), verify the shards, choose the hardware,
+build datasets and model, resolve the schedule (timing a few steps for `--minutes`), train with `fit`, write `final/`.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +79,7 @@ from firth.train.unfreeze import FreezeSchedule
 
 ScheduledRecipeT = TypeVar("ScheduledRecipeT", bound=TrainingConfig)
 ThreadResultT = TypeVar("ThreadResultT")
-EVALS_PER_PRETRAINING = 10  # per run, when --eval-steps does not say
+EVALS_PER_PRETRAINING = 10  # evaluations per run without --eval-steps
 
 
 def pretrain(
@@ -86,18 +90,18 @@ def pretrain(
     allow_change: bool = False,
     rewind: int | None = None,
 ) -> dict[str, Any]:
-    """Run a recipe. `start_time` is when the clock of `minutes` started (time.monotonic).
+    """Run a recipe and return its results. `start_time` starts the clock of `minutes` (time.monotonic).
 
-    A resumed run keeps its recipe unless `allow_change`; with `rewind` it goes back (see `go_back`).
+    A resumed run keeps its recipe unless `allow_change`. `rewind` goes back that many steps (see `rewind_run`).
     """
     recipe.check()
-    folder, world = Path(recipe.output_dir), init_distributed(recipe)
-    if world.is_restart(recipe.output_dir):
+    folder, dist_context = Path(recipe.output_dir), init_distributed(recipe)
+    if dist_context.is_restart(recipe.output_dir):
         resume, overwrite, rewind = True, False, None
     inputs = [recipe.data, *recipe.sources.values(), recipe.checkpoint, recipe.teacher]
-    with shared_run_folder(world, folder, resume, overwrite, inputs):
+    with shared_run_folder(dist_context, folder, resume, overwrite, inputs):
         clock = RunClock(folder, resume, start_time)
-        with world.enter_on_main(clock):
+        with dist_context.enter_on_main(clock):
             return pretrain_in_folder(folder, recipe, resume, clock.start_time, allow_change, rewind)
 
 
@@ -109,7 +113,7 @@ def pretrain_in_folder(
     allow_change: bool = False,
     rewind: int | None = None,
 ) -> dict[str, Any]:
-    """The same, in a folder that is held already."""
+    """Pretrain in a folder that the caller has locked."""
     with deterministic_mode(recipe.deterministic):
         return run_pretraining(folder, recipe, resume, start_time, allow_change, rewind)
 
@@ -117,106 +121,113 @@ def pretrain_in_folder(
 def run_pretraining(
     folder: Path, recipe: Recipe, resume: bool, start_time: float | None, allow_change: bool, rewind: int | None
 ) -> dict[str, Any]:
-    """The run itself, from its data to its results."""
+    """Run all stages, from data to results."""
     start_time = time.monotonic() if start_time is None else start_time
-    world, stored = init_distributed(recipe), folder / "recipe.yaml"
-    begins = not (resume and world.run_on_main(stored.is_file))
-    recipe = replace(recipe, processes=world.world_size)
-    if not begins:
-        recipe = broadcast_recipe(world, lambda: merge_recipe(load_recipe(stored, Recipe), recipe, allow_change))
-        if world.run_on_main(lambda: is_run_finished(folder, recipe)):
-            say(f"{folder} is finished already.")
+    dist_context, recipe_path = init_distributed(recipe), folder / "recipe.yaml"
+    is_new = not (resume and dist_context.run_on_main(recipe_path.is_file))
+    recipe = replace(recipe, processes=dist_context.world_size)
+    if not is_new:
+        recipe = broadcast_recipe(
+            dist_context, lambda: merge_recipe(load_recipe(recipe_path, Recipe), recipe, allow_change)
+        )
+        if dist_context.run_on_main(lambda: is_run_finished(folder, recipe)):
+            say(f"{folder} is already finished.")
             return dict(read_json(folder / "results.json"))
-    check_even_split(recipe, world.world_size)
+    check_even_split(recipe, dist_context.world_size)
     shards = open_recipe_shards(recipe)
     tokenizer, objective = shards.tokenizer, recipe.objective
     check_tokenizer_fit(recipe, tokenizer)
 
-    def on_these_shards() -> Recipe:
-        found = verify_same_shards(recipe, shards, allow_change)
+    def resolve_data() -> Recipe:
+        resolved_recipe = verify_same_shards(recipe, shards, allow_change)
         if rewind is not None:
-            found = rewind_run(folder, found, rewind)
-        if not begins:
-            save_recipe(found, stored)
-        return found
+            resolved_recipe = rewind_run(folder, resolved_recipe, rewind)
+        if not is_new:
+            save_recipe(resolved_recipe, recipe_path)
+        return resolved_recipe
 
-    recipe = broadcast_recipe(world, on_these_shards)
-    machine = choose_compute(recipe, world)
+    recipe = broadcast_recipe(dist_context, resolve_data)
+    compute = choose_compute(recipe, dist_context)
 
-    with preload_compiler(machine):
-        rows = world.main_process_first(lambda: make_row_dataset(recipe, shards, held_out=False))
-        shorter = world.main_process_first(lambda: make_ramp_datasets(recipe, shards))
+    with preload_compiler(compute):
+        rows = dist_context.main_process_first(lambda: make_row_dataset(recipe, shards, held_out=False))
+        ramp_datasets = dist_context.main_process_first(lambda: make_ramp_datasets(recipe, shards))
         evaluate = None
-        if (aside := world.main_process_first(lambda: make_held_out_dataset(recipe, shards))) is not None:
-            evaluate = make_held_out_loss_fn(recipe, aside, tokenizer, machine)
-        teacher = load_teacher(recipe, machine)
+        if (held_out := dist_context.main_process_first(lambda: make_held_out_dataset(recipe, shards))) is not None:
+            evaluate = make_held_out_loss_fn(recipe, held_out, tokenizer, compute)
+        teacher = load_teacher(recipe, compute)
         model = build_pretrain_model(recipe, tokenizer, teacher)
     losses, vectors = make_distillation_loss_fn(teacher, model, recipe), None
-    if recipe.warm_start == "ppmi" and world.is_main_process and not (resume and last_checkpoint(folder)):
-        assert isinstance(shards, ShardSet), "a recipe with a mix has no warm start"
-        say("counting which tokens keep company, for the first embeddings")
-        if machine.compile and world is SINGLE_PROCESS:
+    if recipe.warm_start == "ppmi" and dist_context.is_main_process and not (resume and last_checkpoint(folder)):
+        assert isinstance(shards, ShardSet), "Recipe.check refuses a warm start with a mix"
+        say("counting token co-occurrences to initialize the embeddings")
+        if compute.compile and dist_context is SINGLE_PROCESS:
             vectors = start_in_thread(partial(ppmi_embeddings, model.config, shards.train, recipe.seed))
         else:
             warm_start_embeddings(model, shards.train, recipe.seed)
-    if begins:
+    if is_new:
 
-        def try_out() -> tuple[float, float]:
-            def one(plain: Recipe, judged: bool) -> tuple[float, float]:
-                twin, source = model.clone(), shorter.get(plain.max_seq_length, rows)
-                batches, judge = (
-                    make_pretrain_batch_fn(plain, source, tokenizer, dist_context=world),
-                    evaluate if judged else None,
+        def measure() -> tuple[float, float]:
+            def time_stage(stage_recipe: Recipe, with_eval: bool) -> tuple[float, float]:
+                trial_model, source = model.clone(), ramp_datasets.get(stage_recipe.max_seq_length, rows)
+                batches, eval_fn = (
+                    make_pretrain_batch_fn(stage_recipe, source, tokenizer, dist_context=dist_context),
+                    evaluate if with_eval else None,
                 )
                 return time_steps(
-                    plain,
-                    machine,
-                    twin,
+                    stage_recipe,
+                    compute,
+                    trial_model,
                     batches,
-                    judge,
-                    make_distillation_loss_fn(teacher, twin, plain),
+                    eval_fn,
+                    make_distillation_loss_fn(teacher, trial_model, stage_recipe),
                     wait_ready=vectors,
                 )
 
-            planned = stage_shares(recipe)
-            found = [
-                (share, one(single_stage_recipe(recipe, stage), i == 0)) for i, (stage, share) in enumerate(planned)
+            shares_by_stage = stage_shares(recipe)
+            timings = [
+                (share, time_stage(single_stage_recipe(recipe, stage), i == 0))
+                for i, (stage, share) in enumerate(shares_by_stage)
             ]
-            return sum(share * seconds for share, (seconds, _) in found), found[0][1][1]
+            return sum(share * seconds for share, (seconds, _) in timings), timings[0][1][1]
 
-        settled = resolve_schedule(recipe, rows.num_rows, try_out, start_time, step_rows=mean_batch_rows(recipe))
-        recipe = broadcast_recipe(world, lambda: settled)
-        if world.is_main_process:
-            save_recipe(recipe, stored)
-    batches = make_pretrain_batch_fn(recipe, rows, tokenizer, shorter, world)
+        resolved = resolve_schedule(recipe, rows.num_rows, measure, start_time, step_rows=mean_batch_rows(recipe))
+        recipe = broadcast_recipe(dist_context, lambda: resolved)
+        if dist_context.is_main_process:
+            save_recipe(recipe, recipe_path)
+    batches = make_pretrain_batch_fn(recipe, rows, tokenizer, ramp_datasets, dist_context)
     say(
-        f"{type(objective).__name__} on {shards.num_tokens:,} tokens in {format_count(rows.num_rows, 'row')} of {rows.row_length} "
-        f"({100 * rows.fill_ratio:.1f}% filled): {format_count(recipe.max_steps, 'step')} of "
-        f"{format_count(recipe.global_batch_size, 'row')}, {recipe.max_steps * mean_batch_rows(recipe) / rows.num_rows:.1f} times "
-        f"through the text, on {machine}"
+        f"{type(objective).__name__} on {shards.num_tokens:,} tokens in "
+        f"{format_count(rows.num_rows, 'row')} of {rows.row_length} ({100 * rows.fill_ratio:.1f}% filled): "
+        f"{format_count(recipe.max_steps, 'step')} of {format_count(recipe.global_batch_size, 'row')}, "
+        f"{recipe.max_steps * mean_batch_rows(recipe) / rows.num_rows:.1f} epochs, on {compute}"
     )
     for stage in ramp_stages(recipe)[:-1]:
-        say(
-            f"from step {stage.first_step:,} on {format_count(stage.step_rows, 'row')} of {stage.seq_length}, then more"
-        )
+        say(f"ramp: from step {stage.first_step:,} on {format_count(stage.step_rows, 'row')} of {stage.seq_length}")
     shares = (
         rows.share_table(round(recipe.max_steps * mean_batch_rows(recipe))) if isinstance(rows, MixedDataset) else []
     )
     for share in shares:
         say(f"  {share}")
     say(f"{recipe.model.family}, {recipe.model.architecture}: {model.num_parameters:,} parameters")
-    pace = FreezeSchedule(recipe.layer_decay)
+    freeze_schedule = FreezeSchedule(recipe.layer_decay)
     run = TrainingRun(
-        recipe, machine, model, batches, evaluate, folder, "pretraining", loss_fn=losses, freeze_schedule=pace
+        recipe,
+        compute,
+        model,
+        batches,
+        evaluate,
+        folder,
+        "pretraining",
+        loss_fn=losses,
+        freeze_schedule=freeze_schedule,
     )
     if vectors is not None:
-        run.deferred_init, vectors = (
-            partial(set_deferred_embeddings, model, vectors),
-            None,
-        )  # which has them alone, and lets them go
+        # Only the closure refers to the vectors, so that they are freed after use.
+        run.deferred_init, vectors = partial(set_deferred_embeddings, model, vectors), None
     with explain_disk_errors(folder):
         outcome = fit(run, resume)
-        write_final_model(model, folder, world)
+        write_final_model(model, folder, dist_context)
     results = {
         "output_dir": str(folder),
         "steps": outcome.steps,
@@ -229,18 +240,18 @@ def run_pretraining(
         "parameters": model.num_parameters,
         "seconds": time.monotonic() - start_time,
     }
-    if world.is_main_process:
+    if dist_context.is_main_process:
         with explain_disk_errors(folder):
             write_results(folder / "results.json", results)
-    return world.broadcast(results)
+    return dist_context.broadcast(results)
 
 
 def start_in_thread(make: Callable[[], ThreadResultT]) -> Callable[[], ThreadResultT]:
-    """Let another thread make something; where it is asked for, it is waited for."""
+    """Run `make` in a thread; the returned function waits for its result."""
     pool = ThreadPoolExecutor(1)
-    found = pool.submit(make)
+    future = pool.submit(make)
     pool.shutdown(wait=False)
-    return found.result
+    return future.result
 
 
 def set_deferred_embeddings(model: Model, get_vectors: Callable[[], np.ndarray]) -> None:
@@ -248,28 +259,28 @@ def set_deferred_embeddings(model: Model, get_vectors: Callable[[], np.ndarray])
 
 
 def broadcast_recipe(dist_context: DistContext, make: Callable[[], Recipe]) -> Recipe:
-    """The recipe that the first process makes, for all."""
+    """Make the recipe in the main process and broadcast it."""
     if dist_context.world_size == 1:
         return make()
     return from_dict(dist_context.run_on_main(lambda: to_dict(make())), Recipe, "recipe")
 
 
 def write_final_model(model: Model, folder: Path, dist_context: DistContext = SINGLE_PROCESS) -> None:
-    """Write `final/`, once."""
+    """Write `final/` unless it is there and intact. Raise UserError if weights contain NaN or Inf."""
     if dist_context.run_on_main(lambda: find_corruption(folder / "final") is not None):
         complete = dist_context.gather_model(model)
         if complete is not None:
-            if spoilt := nonfinite_layers(complete):
+            if bad_layers := nonfinite_layers(complete):
                 raise UserError(
-                    f"Weights have become no numbers ({spoilt}), and final/ is not written. Lower --learning-rate or "
-                    "lengthen --warmup-steps; --resume --rewind 0 goes back to before the trouble."
+                    f"Weights contain NaN or Inf ({bad_layers}): final/ is not written. Lower --learning-rate or raise "
+                    "--warmup-steps; --resume --rewind 0 restarts before the first bad step."
                 )
             with translate_disk_errors(folder / "final"), atomic_folder(folder / "final") as temporary:
                 write_model(complete, temporary)
 
 
 def build_pretrain_model(recipe: Recipe, tokenizer: Tokenizer, teacher: Model | None = None) -> Model:
-    """The model of step 0: fresh weights that depend on the seed alone, or those of a checkpoint or a teacher."""
+    """Build the model of step 0: initialized from the seed, a checkpoint or a teacher."""
     torch.manual_seed(recipe.seed)
     model = make_model(recipe.model)
     if recipe.checkpoint:
@@ -284,24 +295,26 @@ def build_pretrain_model(recipe: Recipe, tokenizer: Tokenizer, teacher: Model | 
 
 
 def describe_objective(objective: Objective) -> dict[str, Any]:
-    """An objective as a checkpoint remembers it; one that was changed has no name."""
+    """Return the objective as stored in a checkpoint; `name` is None for modified settings."""
     name = next((name for name, known in OBJECTIVES.items() if known == objective), None)
     return {"name": name, TYPE_KEY: type(objective).__name__, **to_dict(objective)}
 
 
 def load_teacher(recipe: Recipe, compute: ComputeConfig) -> Model | None:
-    """The model to learn from, on the device; None without one."""
+    """Load the frozen teacher onto the device; None without one."""
     if not recipe.teacher:
         return None
     if not isinstance(recipe.objective, MLM) or recipe.objective.extras:
-        raise UserError("Distillation is with mlm or whole-word: teacher and model answer the same blanks.")
+        raise UserError(
+            "Distillation needs the objective mlm or whole-word: teacher and model predict the same masked tokens."
+        )
     teacher = load_model(recipe.teacher).to(compute.device).requires_grad_(False)
     apply_flags(teacher, recipe)
     return teacher
 
 
 def make_distillation_loss_fn(teacher: Model | None, model: Model, recipe: Recipe) -> LossFn | None:
-    """The losses of distillation; None without a teacher."""
+    """Return the distillation loss function; None without a teacher."""
     if teacher is None:
         return None
     student, master = check_distillation_pair(model, teacher, recipe.distillation)
@@ -311,7 +324,7 @@ def make_distillation_loss_fn(teacher: Model | None, model: Model, recipe: Recip
 
 
 def check_tokenizer_fit(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Whether the shards' tokenizer is the run's, and one that the model has room for."""
+    """Check that the shards' tokenizer is the run's and fits the model's vocabulary."""
     if recipe.tokenizer and recipe.tokenizer != tokenizer.fingerprint:
         raise UserError(
             f"{recipe.data or 'The mix'} was made with another tokenizer ({tokenizer.fingerprint}) than the run's "
@@ -319,8 +332,8 @@ def check_tokenizer_fit(recipe: Recipe, tokenizer: Tokenizer) -> None:
         )
     if recipe.model.vocab_size < tokenizer.vocab.size:
         raise UserError(
-            f"The tokenizer has {tokenizer.vocab.size:,} tokens, and the model only {recipe.model.vocab_size:,}: "
-            "they do not belong together."
+            f"The tokenizer has {tokenizer.vocab.size:,} tokens, and the model only {recipe.model.vocab_size:,}. "
+            "Use the tokenizer that the model was made with."
         )
     recipe.objective.check(tokenizer.vocab, recipe.objective.source_length(recipe.max_seq_length))
 
@@ -328,62 +341,68 @@ def check_tokenizer_fit(recipe: Recipe, tokenizer: Tokenizer) -> None:
 def make_held_out_loss_fn(
     recipe: Recipe, dataset: RowDataset, tokenizer: Tokenizer, compute: ComputeConfig
 ) -> Callable[[Model], dict[str, float]]:
-    """The mean loss on held-out documents, with the same noise every time.
+    """Return the function model -> mean loss on held-out documents, with the same noise every time.
 
-    Processes take turns with the batches, unless each batch goes on from the one before: then each reads all. The sums
-    are added up in the order of the batches, as in one process.
+    Processes share the batches, except with `order=stream`, where each batch continues the previous one and every
+    process reads all. Losses are summed in batch order, so the result equals that of one process.
     """
     size, last = recipe.per_device_train_batch_size, min(dataset.num_rows, recipe.eval_rows)
-    world = compute.dist_context if recipe.order == "packed" else SINGLE_PROCESS
+    dist_context = compute.dist_context if recipe.order == "packed" else SINGLE_PROCESS
     starts = range(0, last, size)
     halvings = 0
 
-    def summed(model: Model, batch: Batch) -> dict[str, torch.Tensor]:
-        """The losses of a batch, in smaller ones where memory is short, unless all go on from the one before."""
+    def batch_losses(model: Model, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return the summed losses of a batch; out of memory halves it, unless its rows must stay together."""
         nonlocal halvings
         while True:
             try:
-                parts = [model.losses(some.to(compute.device)) for some in split_micro_batches([batch], halvings)]
+                parts = [model.losses(rows.to(compute.device)) for rows in split_micro_batches([batch], halvings)]
                 return {name: torch.stack([part[name] for part in parts]).sum() for name in parts[0]}
             except RuntimeError as e:
                 if not is_out_of_memory(e):
                     raise
-            whole = (
+            must_not_split = (
                 batch.reset_state is not None or batch.group_ids is not None or compute.dist_context.strategy == "fsdp"
             )
-            if whole or num_rows(batch) <= 2**halvings:
+            if must_not_split or num_rows(batch) <= 2**halvings:
                 less = "lower --per-device-train-batch-size, or shorten --max-seq-length"
                 raise UserError(f"Out of memory in an evaluation: {less}.")
             halvings += 1
-            warn(f"out of memory: evaluations take {-(-size // 2**halvings)} rows at once from here on")
+            warn(f"out of memory: evaluations use batches of {-(-size // 2**halvings)} rows from here on")
             if compute.device.type == "cuda":
                 torch.cuda.empty_cache()
 
     @torch.no_grad()
     def evaluate(model: Model) -> dict[str, float]:
         model.eval()
-        found: dict[str, float] = {}
+        losses: dict[str, float] = {}
         counts: Counter[str] = Counter()
         left: list[RecurrentStateDict] = []
-        for turn in range(0, len(starts), world.world_size):
-            place = min(turn + world.rank, len(starts) - 1)  # who has nothing left to do reads along
-            first = starts[place]
+        for first_index in range(0, len(starts), dist_context.world_size):
+            # A process without a batch of its own repeats the last: collectives inside the model need all processes.
+            index = min(first_index + dist_context.rank, len(starts) - 1)
+            first = starts[index]
             batch = make_batch(recipe, dataset, np.arange(first, min(first + size, last)), tokenizer.vocab)
-            torch.manual_seed(dropout_seed(recipe.seed, first, 0))  # for models that draw tokens themselves
+            torch.manual_seed(dropout_seed(recipe.seed, first, 0))  # for models that sample tokens (ELECTRA)
             with compute.autocast(), with_recurrent_state(model, batch, left.pop() if left else {}, 0, left):
-                parts = summed(model, batch)
+                parts = batch_losses(model, batch)
             for name in parts:
-                found |= {f"{name}/{i}": 0.0 for i in range(turn, min(turn + world.world_size, len(starts)))}
-            if place == turn + world.rank:
-                found |= {f"{name}/{place}": part.item() for name, part in parts.items()}
+                losses |= {
+                    f"{name}/{i}": 0.0
+                    for i in range(first_index, min(first_index + dist_context.world_size, len(starts)))
+                }
+            if index == first_index + dist_context.rank:
+                losses |= {f"{name}/{index}": part.item() for name, part in parts.items()}
                 counts.update(batch.loss_counts)
             else:
                 counts.update(dict.fromkeys(batch.loss_counts, 0))
         compute.dist_context.reshard(model)
         totals: dict[str, float] = defaultdict(float)
-        for key, value in world.all_reduce_sum(found).items():
+        for key, value in dist_context.all_reduce_sum(losses).items():
             totals[key.split("/")[0]] += value
-        return {"eval_loss": sum_of_means(totals, {name: int(n) for name, n in world.all_reduce_sum(counts).items()})}
+        return {
+            "eval_loss": sum_of_means(totals, {name: int(n) for name, n in dist_context.all_reduce_sum(counts).items()})
+        }
 
     return evaluate
 
@@ -397,25 +416,26 @@ def resolve_schedule(
     min_steps: int = 1,
     step_rows: float | None = None,
 ) -> ScheduledRecipeT:
-    """Fix what was left open: the number of steps (by minutes or by epochs), warm-up, evaluations.
+    """Resolve the unset fields: number of steps (from minutes or epochs), warm-up, evaluation interval.
 
-    `step_rows` is how many rows a step reads on average, where that is not the whole batch.
+    `measure` returns the seconds of a step and of an evaluation. `step_rows` is the mean number of rows per step.
     """
     steps = recipe.max_steps
     if recipe.minutes:
         step_seconds, evaluation_seconds = measure()
         left = 60 * recipe.minutes - (time.monotonic() - start_time)
-        if recipe.eval_steps:  # and once more at the end
+        if recipe.eval_steps:  # plus one evaluation at the end
             steps = int((left - evaluation_seconds) / (step_seconds + evaluation_seconds / recipe.eval_steps))
         else:
             steps = int((left - num_evals * evaluation_seconds) / step_seconds)
         if steps < 1:
-            warn(f"{recipe.minutes:g} minutes are over before a first step: one is taken.")
+            warn(f"{recipe.minutes:g} minutes are too short for one step: running one step.")
             steps = 1
         if recipe.max_steps:
             steps = min(steps, recipe.max_steps)
         say(
-            f"{step_seconds:.3f}s a step: {format_count(steps, 'step takes', 'steps take')} {format_duration(steps * step_seconds)}"
+            f"{step_seconds:.3f}s a step: {format_count(steps, 'step takes', 'steps take')} "
+            f"{format_duration(steps * step_seconds)}"
         )
     elif not steps:
         steps = math.ceil(recipe.num_train_epochs * num_rows / (step_rows or recipe.global_batch_size))
@@ -425,7 +445,8 @@ def resolve_schedule(
             steps = min_steps
     if recipe.warmup_steps >= steps:
         warn(
-            f"warmup_steps is {recipe.warmup_steps:,} of {format_count(steps, 'step')}: the rate does not come to its height."
+            f"warmup_steps is {recipe.warmup_steps:,} of {format_count(steps, 'step')}: "
+            "the learning rate does not reach its peak."
         )
     return replace(
         recipe,
@@ -446,19 +467,22 @@ def time_steps(
     freeze_schedule: FreezeSchedule | None = None,
     wait_ready: Callable[[], object] | None = None,
 ) -> tuple[float, float]:
-    """Seconds that a step and an evaluation take, on a model that is thrown away; once other work is `wait_ready`."""
-    world = compute.dist_context
-    world.prepare_model(model, training, compute)
+    """Return the seconds of a step and of an evaluation, measured on a disposable model.
+
+    `wait_ready` blocks until background work has ended, which would distort the timing.
+    """
+    dist_context = compute.dist_context
+    dist_context.prepare_model(model, training, compute)
     run = TrainingRun(training, compute, model, batch_fn, loss_fn=loss_fn)
     runner = build_step_runner(run)
-    optimizer, carry = make_optimizer(model, training, freeze_schedule), RecurrentStateDict()
+    optimizer, recurrent_state = make_optimizer(model, training, freeze_schedule), RecurrentStateDict()
 
     def timed(steps: Sequence[int]) -> float:
         start = time.monotonic()
         for step in steps:
-            total = train_step(run, runner, optimizer, batch_fn(step), step, 0.0, carry)
+            total = train_step(run, runner, optimizer, batch_fn(step), step, 0.0, recurrent_state)
         total.item()
-        return world.broadcast(time.monotonic() - start)
+        return dist_context.broadcast(time.monotonic() - start)
 
     timed(range(3))
     if wait_ready is not None:

@@ -278,137 +278,154 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(TrainingConfig):
-    """A pretraining run. `model` and `objective` are complete: nothing is looked up elsewhere."""
+    """A pretraining run. `model` and `objective` are complete: a run depends only on its recipe and its shards."""
 
     model: ModelConfig
     objective: Objective
     data: str = recipe_field("", "Folder of token shards.")
-    tokenizer: str = recipe_field("", "Fingerprint of the tokenizer that the shards were made with.")
-    checkpoint: str = recipe_field("", "Checkpoint whose weights the run starts from; empty starts fresh.")
-    teacher: str = recipe_field("", "Checkpoint to learn from, whose layers the model also begins with (distillation).")
+    tokenizer: str = recipe_field("", "Fingerprint of the tokenizer that made the shards.")
+    checkpoint: str = recipe_field("", "Start from this checkpoint's weights. Default: empty, a random initialization.")
+    teacher: str = recipe_field(
+        "", "Distill from this checkpoint; its layers also initialize the model. Default: empty, no distillation."
+    )
     distillation: Distillation = field(default_factory=Distillation)
     warm_start: Literal["none", "ppmi"] = recipe_field(
         "none",
-        "ppmi begins with embeddings that know which tokens keep company, counted in the text; none with random ones.",
-        shown_default="ppmi for a Transformer that begins from nothing",
+        "Initialize token embeddings: ppmi from co-occurrence counts (PPMI) of the text, none at random.",
+        shown_default="ppmi for a Transformer without a checkpoint",
     )
     order: Literal["packed", "stream"] = recipe_field(
-        "packed", "packed shuffles rows of whole documents; stream lets each row go on where it stopped a step before."
+        "packed",
+        "Order the text: packed shuffles rows of documents, stream continues each row where the last step ended.",
     )
     split: Literal["token", "sentence"] = recipe_field(
-        "token", "Where a document longer than a row is cut: where the row is full, or at the end of a sentence."
+        "token", "Split documents longer than a row: token where the row is full, sentence at a sentence end."
     )
-    sources: dict[str, str] = field(default_factory=dict)  # in place of `data`: folders of shards that are mixed
-    mix: dict[str, float] = field(default_factory=dict)  # the share of each
+    sources: dict[str, str] = field(default_factory=dict)  # instead of `data`: folders of shards to mix, by name
+    mix: dict[str, float] = field(default_factory=dict)  # share of each source
     mix_temperature: float | None = recipe_field(
         None,
-        "Mix several --data by their tokens to the power of this: 0.7 in multilingual BERT, 0.3 in XLM-R; at 1 every "
-        "text is read equally often, at 0 all sources are read equally.",
+        "Mix several --data in proportion to their tokens to this power: 0.7 in multilingual BERT, 0.3 in XLM-R. "
+        "1 samples by size, 0 samples all sources equally.",
     )
-    mix_epochs: dict[str, float] = field(default_factory=dict)  # or how often each is read in one epoch
+    mix_epochs: dict[str, float] = field(default_factory=dict)  # or epochs of each source per epoch of the mix
     layer_decay: float = recipe_field(
         1.0,
-        "Each layer learns so many times as fast as the one above it, where a checkpoint goes on learning (ULMFiT).",
+        "Multiply the learning rate by this factor per layer from top to bottom (ULMFiT). 1 disables it.",
     )
     memory: int = recipe_field(
-        0, "Tokens before a row that XLNet or a Transformer-XL reads again, with --order stream."
+        0,
+        "Cache this many previous hidden states (Transformer-XL, XLNet), with --order stream. 0 disables it.",
     )
-    eval_rows: int = recipe_field(256, "At most so many held-out rows are read at an evaluation.")
+    eval_rows: int = recipe_field(256, "Evaluate on at most this many held-out rows.")
     batch_ramp: float = recipe_field(
-        0.0, "Over this share of the run the batch grows to its full size: small ones learn sooner. 0: at once."
+        0.0, "Grow the batch to its full size over this share of the run. 0 disables the ramp."
     )
-    batch_doublings: int = recipe_field(2, "With --batch-ramp: how often the batch doubles; 2 begins with a quarter.")
+    batch_doublings: int = recipe_field(
+        2, "Double the batch this many times during --batch-ramp; 2 starts with a quarter."
+    )
     length_ramp: float = recipe_field(
-        0.0, "Over this share of the run rows grow to their full length: short ones first, and more. 0: at once."
+        0.0,
+        "Grow rows to their full length over this share of the run, with more rows per step. 0 disables the ramp.",
     )
-    length_doublings: int = recipe_field(2, "With --length-ramp: how often the rows double; 2 begins with a quarter.")
-    # What a run notes of itself: the shards that it began with, and data that it left out after a rewind, as
-    # (step, how many steps of data are passed over from there on).
+    length_doublings: int = recipe_field(
+        2, "Double the row length this many times during --length-ramp; 2 starts with a quarter."
+    )
+    # Recorded by the run: the checksum of its shards, and the batches skipped after a rewind, each as
+    # (step, number of steps whose batches are skipped from there on).
     shards_checksum: str = ""
     skips: tuple[tuple[int, int], ...] = ()
 
     @property
     def mixing(self) -> MixConfig:
-        """How much of each source is read."""
+        """Share of each source in the mix."""
         return MixConfig(self.mix, self.mix_temperature, self.mix_epochs)
 
     def check_order(self) -> None:
-        """Whether model and objective can read on from step to step, and with a memory."""
+        """Check that model and objective support `order=stream` and `memory`."""
         model, name = self.model, type(self.objective).__name__
         if self.memory < 0:
             raise UserError(f"memory is {self.memory}, and must be at least 0.")
         if self.memory and self.order != "stream":
-            raise UserError("memory is of the rows of the step before: it needs --order stream.")
+            raise UserError("memory caches the rows of the previous step: it needs --order stream.")
         if self.memory and not isinstance(model.position, TransformerXL):
             raise UserError(f"memory is for the position TransformerXL (xlnet), not {type(model.position).__name__}.")
         if self.memory and (isinstance(self.objective, BiLM) or model.get_extra("decoder") or self.teacher):
-            raise UserError("memory goes with neither a biLM nor a MaskDecoder nor a teacher.")
+            raise UserError("memory does not support a biLM, a MaskDecoder or a teacher: remove one of them.")
         if self.memory and model.window is not None:
-            raise UserError("memory is read by all layers, and those with a window see none of it: leave one out.")
+            raise UserError(
+                "memory does not support sliding-window layers, which would not attend to it: remove one of them."
+            )
         if self.order == "stream" and (
             self.objective.row_layout != "packed" or model.architecture == "encoder-decoder"
         ):
-            raise UserError(f"order=stream is for one stack that reads one text; {name} with {model.family} is not.")
+            raise UserError(
+                f"order=stream does not support {name} with {model.family}: it needs one stack and packed rows."
+            )
         if self.order == "stream" and self.sources:
-            raise UserError("order=stream reads one text from beginning to end, not a mix of several.")
+            raise UserError("order=stream does not support a mix of sources: it reads one text from beginning to end.")
         if self.order == "stream" and isinstance(self.objective, MLM) and self.objective.num_static_masks:
             raise UserError(
-                "objective.num_static_masks keeps masks for rows that come again, and those of order=stream do not."
+                "objective.num_static_masks reuses masks of repeated rows, and order=stream repeats none: set it to 0."
             )
 
     def check_recurrent(self) -> None:
-        """Whether LSTMs can do the objective: they read one way, or both, and see nothing else."""
+        """Check that an LSTM supports the objective: it reads in one direction or in both, without a mask."""
         spec, objective, family = self.model.recurrent, self.objective, self.model.family
         if spec is not None and isinstance(spec, ELMoConfig) != isinstance(objective, BiLM):
-            raise UserError("Of all LSTMs the objective bilm is ELMo's, which has no other.")
+            raise UserError("ELMo needs the objective bilm, and no other LSTM supports bilm.")
         if isinstance(spec, AWDLSTMConfig) and objective != CLM(
             across_documents=getattr(objective, "across_documents", False)
         ):
             raise UserError(f"{family} reads from left to right: its objective is clm.")
         if isinstance(spec, BiLSTMConfig) and (not isinstance(objective, MLM) or objective.visibility != "all"):
-            raise UserError(f"{family} sees all of a text: its objective is mlm, or another that hides tokens.")
+            raise UserError(f"{family} is bidirectional: its objective is mlm, or another that masks tokens.")
         if isinstance(spec, ELMoConfig) and self.warm_start != "none":
-            raise UserError("ELMo has no vectors of words that could begin warm: leave warm_start out.")
+            raise UserError("ELMo has no token embeddings to initialize: remove warm_start.")
         if spec is not None and self.teacher:
-            raise UserError(f"{family} has no layers like its teacher's: leave --teacher out.")
+            raise UserError(f"{family} does not support distillation: remove --teacher.")
         if spec is not None and self.engine.weights == "bf16":
-            raise UserError(f"weights=bf16 is not for {family}: leave it out.")
+            raise UserError(f"engine.weights=bf16 does not support {family}: remove it.")
 
     def check_parallel(self) -> None:
         super().check_parallel()
         model = self.model
         if self.parallel == "fsdp" and (model.recurrent is not None or self.teacher or self.memory):
-            raise UserError("--parallel fsdp goes with neither LSTMs nor a teacher nor a memory: take --parallel ddp.")
+            raise UserError("--parallel fsdp does not support LSTMs, a teacher or a memory: use --parallel ddp.")
         if self.parallel == "fsdp" and (model.share_stacks or model.num_shared > 1):
-            raise UserError("--parallel fsdp gives each layer to all in parts, and here layers share: take ddp.")
+            raise UserError("--parallel fsdp does not support layers that share weights: use --parallel ddp.")
 
     def check_ramps(self) -> None:
-        """Whether batches and rows can begin as small as that."""
-        for name, full, what in (("batch", self.global_batch_size, "rows"), ("length", self.max_seq_length, "tokens")):
+        """Check that batch and row length can be divided by two as often as the ramps say."""
+        for name, full, unit in (("batch", self.global_batch_size, "rows"), ("length", self.max_seq_length, "tokens")):
             share, doublings = getattr(self, f"{name}_ramp"), getattr(self, f"{name}_doublings")
-            least = 1 if name == "batch" else 8
+            minimum = 1 if name == "batch" else 8
             if not 0 <= share <= 1:
                 raise UserError(f"{name}_ramp is {share}, a share of the run: it must be between 0 and 1.")
             if doublings < 1:
-                raise UserError(f"{name}_doublings is {doublings}, and must be at least 1. {name}_ramp=0 has none.")
-            if share and full >> doublings < least:
                 raise UserError(
-                    f"{name}_doublings is {doublings}, and {full} {what} cannot be halved so often: "
-                    f"at least {least} must be left."
+                    f"{name}_doublings is {doublings}, and must be at least 1. {name}_ramp=0 disables the ramp."
+                )
+            if share and full >> doublings < minimum:
+                raise UserError(
+                    f"{name}_doublings is {doublings}, and {full} {unit} cannot be halved that often: "
+                    f"the ramp must start with at least {minimum}."
                 )
         if self.order == "stream" and (self.batch_ramp or self.length_ramp):
-            raise UserError("order=stream reads on in rows of one length: leave batch_ramp and length_ramp out.")
+            raise UserError("order=stream needs a fixed batch and row length: remove batch_ramp and length_ramp.")
 
     def check(self) -> None:
-        """Also what can be wrong between model, objective and length."""
+        """Check each field, and that model, objective and row length fit together."""
         super().check()
         self.check_order()
         self.check_ramps()
         if self.engine.weights == "bf16" and (self.teacher or self.memory):
-            raise UserError("weights=bf16 goes with neither a teacher nor a memory yet: leave it out.")
+            raise UserError("engine.weights=bf16 does not support a teacher or a memory: remove it.")
         self.mixing.check()
         if self.sources and self.warm_start != "none":
-            raise UserError("warm_start counts in one text, not in a mix. Leave it out, or prepare all text together.")
+            raise UserError(
+                "warm_start does not support a mix of sources. Set it to none, or prepare all text together."
+            )
         model, objective = self.model, self.objective
         if not 0 < self.layer_decay <= 1:
             raise UserError(f"layer_decay is {self.layer_decay}, and must be more than 0 and at most 1.")
@@ -417,19 +434,19 @@ class Recipe(TrainingConfig):
         if wrong := model.problems():
             raise UserError("; ".join(wrong) + ".")
         if model.architecture not in objective.architectures:
-            name, wanted = type(objective).__name__, " or ".join(objective.architectures)
+            name, supported = type(objective).__name__, " or ".join(objective.architectures)
             others = ", ".join(n for n, o in OBJECTIVES.items() if model.architecture in o.architectures)
             raise UserError(
-                f"{name} is for the shape {wanted}; {model.family} has the shape {model.architecture}. "
-                f"Take such a model, or one of these objectives: {others}."
+                f"{name} needs the architecture {supported}; {model.family} has the architecture {model.architecture}. "
+                f"Use such a model, or one of these objectives: {others}."
             )
         self.check_recurrent()
         if not isinstance(model.head, LMHead):
-            raise UserError("This checkpoint has a classifier's head: pretraining goes on from a language model.")
+            raise UserError("This checkpoint has a task head: pretraining needs a language model head.")
         if model.max_length is not None and self.max_seq_length > model.max_length:
             raise UserError(
-                f"--max-seq-length {self.max_seq_length} is longer than the model's {model.max_length} places. "
-                "Shorten the rows, or give a new model more places with model.position.length."
+                f"--max-seq-length {self.max_seq_length} is longer than the model's {model.max_length} positions. "
+                "Lower it, or give a new model more positions with model.position.length."
             )
 
 
@@ -455,52 +472,54 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
 
 
 def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
-    """`model.num_layers=6` after the options, as {"model.num_layers": 6}.
+    """Parse `key=value` arguments: `model.num_layers=6` becomes {"model.num_layers": 6}.
 
     >>> parse_overrides(["model.num_layers=6", "learning_rate=1e-3"])
     {'model.num_layers': 6, 'learning_rate': '1e-3'}
     """
-    found = {}
-    for word in args:
-        key, equals, value = word.partition("=")
+    overrides = {}
+    for arg in args:
+        key, equals, value = arg.partition("=")
         if not equals or not key:
-            hint = f" Name each file with its own option: --data {word}." if Path(word).exists() else ""
-            raise UserError(f"{word!r} is not key=value.{hint}")
+            hint = f" Name each file with its own option: --data {arg}." if Path(arg).exists() else ""
+            raise UserError(f"{arg!r} is not key=value.{hint}")
         try:
-            found[key] = yaml.safe_load(value)
+            overrides[key] = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise UserError(f"{word!r}: {value!r} is neither a number nor a word nor true or false.") from None
-    return found
+            raise UserError(f"{arg!r}: {value!r} is not a number, a word, true or false.") from None
+    return overrides
 
 
 def apply_overrides(recipe: RecipeT, changes: Mapping[str, Any]) -> RecipeT:
-    """The recipe with some fields set, by dotted names; an unknown name is an error that names the nearest."""
-    plain = to_dict(recipe)
+    """Return the recipe with `changes` applied, by dotted names. An unknown name is an error with the nearest match."""
+    tree = to_dict(recipe)
     for key, value in changes.items():
         *path, last = key.split(".")
-        place = plain
-        free = path and isinstance(getattr(recipe, path[0], None), dict)  # a field whose keys are the user's own
+        node = tree
+        has_user_keys = path and isinstance(
+            getattr(recipe, path[0], None), dict
+        )  # a dict field: the user chooses its keys
         for depth, name in enumerate([*path, last]):
-            if not isinstance(place, dict) or (name not in place and not (free and depth == 1)):
-                known = place if isinstance(place, dict) else {}
-                above = ".".join(key.split(".")[:depth])
+            if not isinstance(node, dict) or (name not in node and not (has_user_keys and depth == 1)):
+                known = node if isinstance(node, dict) else {}
+                parent = ".".join(key.split(".")[:depth])
                 raise UserError(
-                    f"Unknown key {key!r}. " + did_you_mean(name, known) + (f" (in {above})" if above else "")
+                    f"Unknown key {key!r}. " + did_you_mean(name, known) + (f" (in {parent})" if parent else "")
                 )
             if depth < len(path):
-                place = place[name]
-        place[last] = value
-    return from_dict(plain, type(recipe), "recipe")
+                node = node[name]
+        node[last] = value
+    return from_dict(tree, type(recipe), "recipe")
 
 
 def recipe_differences(old: Any, new: Any) -> list[str]:
-    """What is not the same in two recipes, as `key: old -> new`."""
+    """Return the differences between two recipes, each as `key: old -> new`."""
     a, b = flatten_mapping(to_dict(old)), flatten_mapping(to_dict(new))
     return [f"{k}: {a.get(k)} -> {b.get(k)}" for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
 
 
 def flatten_mapping(mapping: Any, prefix: str = "") -> dict[str, Any]:
-    """What is in mappings in mappings, by `outer.base_task`."""
+    """Flatten nested mappings to dotted keys: {"a": {"b": 1}} becomes {"a.b": 1}."""
     if not isinstance(mapping, dict):
         return {prefix.rstrip("."): mapping}
     return {k: v for key, value in mapping.items() for k, v in flatten_mapping(value, f"{prefix}{key}.").items()}
