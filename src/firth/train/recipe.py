@@ -20,9 +20,9 @@ from firth.objectives import CLM, MLM, OBJECTIVES, BiLM, Objective
 from firth.tokens import MixConfig
 
 RecipeT = TypeVar("RecipeT")  # a recipe: a dataclass of plain values
-MAX_ROW_TOKENS = 2**16  # places in a row are sorted as numbers of 16 bits
-MAX_STEP_TOKENS = 2**31  # tokens: whoever asks for more has mistyped, and no memory holds them
-MAX_RUN_MINUTES_OR_EPOCHS = 10**9  # minutes, or times through the text: whoever asks for more has mistyped
+MAX_ROW_TOKENS = 2**16  # tokens: positions in a row are sorted as uint16
+MAX_STEP_TOKENS = 2**31  # tokens: more is a typing error
+MAX_RUN_MINUTES_OR_EPOCHS = 10**9  # minutes or epochs: more is a typing error
 
 
 def recipe_field(
