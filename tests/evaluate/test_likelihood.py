@@ -223,5 +223,5 @@ def test_a_method_of_another_architecture_is_refused(untrained: Any) -> None:
         make_scorer(untrained("bert"), "pseudoo")
     with pytest.raises(UserError, match="stride is 99"):
         make_scorer(untrained("bert"), stride=99)
-    with pytest.raises(UserError, match="longer than the 24 places"):
+    with pytest.raises(UserError, match="longer than the 24 positions"):
         make_scorer(untrained("bert"), max_seq_length=99)

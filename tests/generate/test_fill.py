@@ -149,7 +149,7 @@ def test_what_cannot_be_filled(untrained: Any) -> None:
     t5.tokenizer = gpt2.tokenizer
     with pytest.raises(UserError, match="no sentinels"):
         fill(t5, "The ___ slept.")
-    with pytest.raises(UserError, match="longer than the 24 places"):
+    with pytest.raises(UserError, match="longer than the 24 positions"):
         fill(bert, "___ fox " * 20)
     classes = make_model(with_classification_head(bert.config, ("a", "b")))
     classes.tokenizer = bert.tokenizer

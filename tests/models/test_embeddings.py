@@ -54,7 +54,7 @@ def test_places_are_counted_from_the_offset() -> None:
 def test_as_many_places_as_are_left_after_the_offset() -> None:
     model = make_model(bert(1, 4, 2, V, position=LearnedPosition(6, offset=2)))
     model(torch.zeros(1, 4, dtype=torch.long))
-    with pytest.raises(UserError, match="5 tokens is longer than the 4 places"):
+    with pytest.raises(UserError, match="5 tokens is longer than the 4 positions"):
         model(torch.zeros(1, 5, dtype=torch.long))
 
 

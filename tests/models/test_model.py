@@ -154,11 +154,11 @@ def test_classes_of_an_encoder_decoder_are_refused() -> None:
 
 def test_a_text_that_is_too_long_is_refused() -> None:
     model = make_model(bert(1, 16, 2, V, position=LearnedPosition(8)))
-    with pytest.raises(UserError, match="9 tokens is longer than the 8 places"):
+    with pytest.raises(UserError, match="9 tokens is longer than the 8 positions"):
         model(torch.zeros(1, 9, dtype=torch.long))
     model = make_model(bart(1, 16, 2, V, position=LearnedPosition(8)))
     for read, written in ((9, 2), (2, 9)):
-        with pytest.raises(UserError, match="9 tokens is longer than the 8 places"):
+        with pytest.raises(UserError, match="9 tokens is longer than the 8 positions"):
             model(torch.zeros(1, read, dtype=torch.long), labels=torch.zeros(1, written, dtype=torch.long))
 
 

@@ -1,8 +1,15 @@
 """Encoder, Decoder, EncoderDecoder: a batch in; hidden states, logits and loss out.
 
-A model is called in two ways. Training passes a `Batch` to `losses`; `forward` takes the Hugging Face input names.
+Every model is the same pipeline: token ids -> embedding -> stack of blocks -> head -> logits -> loss. A ModelConfig
+picks each part (`make_embedding`, `make_stack`, `make_head`); the three classes differ in how stacks connect.
 
-B rows, T positions, U decoder positions, K target positions, D model width, V vocabulary.
+A model is called in two ways:
+
+- Training and evaluation pass a `Batch` of packed rows to `losses` or `logits`. Loss terms are sums over targets; the
+  caller divides them by counts over the global batch, so micro-batches and processes do not change the result.
+- `forward` takes the Hugging Face input names, one padded text per row, and returns a `ModelOutput` with the mean loss.
+
+B rows, T positions, U decoder positions, K target positions, E embedding width, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -87,9 +94,7 @@ class Model(nn.Module):
 
     objective: dict[str, Any] | None = None  # the objective of pretraining, kept in checkpoints
     forced_tokens: ForcedTokens | None = None  # from its checkpoint; None: the family's default
-    eos_token_ids: tuple[int, ...] | None = (
-        None  # what ends its texts, where its checkpoint lists that; None: see `make_sequence_template`
-    )
+    eos_token_ids: tuple[int, ...] | None = None  # the list in its checkpoint; None: the template's end token
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -97,10 +102,9 @@ class Model(nn.Module):
             raise UserError("; ".join(wrong) + ".")
         self.config = config
         self.embed = make_embedding(config)
-        lm_config = (
-            config if config.get_extra("generator") is None else make_generator_model_config(config)
-        )  # the generator predicts the tokens
-        self.head = make_head(lm_config)
+        # With a generator (ELECTRA), `head` is the generator's: it predicts the tokens.
+        has_generator = config.get_extra("generator") is not None
+        self.head = make_head(make_generator_model_config(config) if has_generator else config)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -174,13 +178,13 @@ class Model(nn.Module):
         logits = self.head(x, self.embed.tokens.weight)
         if labels is None:
             return logits, None
-        scores, wanted = (logits[:, :-1], labels[:, 1:]) if shift_labels else (logits, labels)
-        return logits, F.cross_entropy(scores.flatten(0, 1).float(), wanted.flatten(), ignore_index=LABEL_IGNORE_INDEX)
+        scores, targets = (logits[:, :-1], labels[:, 1:]) if shift_labels else (logits, labels)
+        return logits, F.cross_entropy(scores.flatten(0, 1).float(), targets.flatten(), ignore_index=LABEL_IGNORE_INDEX)
 
     def check_length(self, length: int) -> None:
         limit = self.config.max_length
         if limit is not None and length > limit:
-            raise UserError(f"A text of {length} tokens is longer than the {limit} places that this model has learned.")
+            raise UserError(f"A text of {length} tokens is longer than the {limit} positions of this model.")
 
     def enable_memory(self, length: int) -> None:
         """Keep `length` hidden states per layer for the rows that continue these (Transformer-XL's memory)."""
@@ -268,16 +272,17 @@ class Encoder(Model):
 
     @property
     def generator(self) -> ElectraGenerator | None:
-        found = self.extras["generator"] if "generator" in self.extras else None  # noqa: SIM401, it has no get
-        assert found is None or isinstance(found, ElectraGenerator)
-        return found
+        generator = self.extras["generator"] if "generator" in self.extras else None  # noqa: SIM401, it has no get
+        assert generator is None or isinstance(generator, ElectraGenerator)
+        return generator
 
     def backbone(
         self, batch: BatchLike, all_hidden_states: list[Tensor] | None = None, target_positions: Tensor | None = None
     ) -> Tensor:
-        """The last states (B, T, D), or (B, 2, T, D) where each row is read in two directions.
+        """Return the last hidden states (B, T, D).
 
-        With `target_positions` (B, K), those of these places, which a stack must be able to compute alone.
+        An `attention_rank` (B, 2, T) reads each row in two directions and gives (B, 2, T, D). With `target_positions`
+        (B, K) the last layer is computed only there, (B, K, D); see `Stack.can_compute_targets_only`.
         """
         doc, rank = batch.document_ids, batch.attention_rank
         if isinstance(self.embed, CharCNNEmbedding) and batch.char_ids is not None:
@@ -303,7 +308,11 @@ class Encoder(Model):
     def embed_backbone_inputs(
         self, input_ids: Tensor, position_ids: Tensor | None, token_type_ids: Tensor | None
     ) -> Tensor:
-        """What the body begins with, before it is widened: that of the generator, or with a difference of its own."""
+        """Return the backbone's input embeddings (B, T, E), before they are projected to the model width.
+
+        They are the generator's. With gradient-disentangled sharing (DeBERTa-V3, section 3.2) they are its embeddings
+        without gradient plus a trained `delta`.
+        """
         if self.generator is None or self.generator.delta is None:
             return self.embed.embed_unprojected(input_ids, position_ids, token_type_ids)
         x_BTE = self.embed.embed_tokens(input_ids).detach() + self.generator.delta(input_ids)
@@ -320,9 +329,8 @@ class Encoder(Model):
         return self.generator(vectors_BTE, batch.document_ids, batch.attention_rank, batch.token_type_ids)
 
     def target_hidden_states(self, batch: BatchLike) -> Tensor:
-        if (
-            isinstance(self.stack, ELMoStack) and batch.attention_rank is None
-        ):  # the forward direction predicts the next word
+        if isinstance(self.stack, ELMoStack) and batch.attention_rank is None:
+            # The forward direction predicts the next word.
             x_BTP = self.stack.split_directions(self.hidden_states(batch))[:, 0]
             return x_BTP if batch.target_positions is None else gather_positions(x_BTP, batch.target_positions)
         if "query" in self.extras and batch.target_positions is not None:
@@ -331,18 +339,17 @@ class Encoder(Model):
             x_BTD = self.embed(batch.input_ids, batch.position_ids, batch.token_type_ids)
             return self.extras["decoder"](x_BTD, self.stack, batch)
         plain = self.generator is None and "features" not in self.extras and batch.attention_rank is None
-        if plain and batch.target_positions is not None:
-            narrow = self.stack.can_compute_targets_only(batch.target_positions, batch.input_ids.shape[1])
-            return (
-                self.backbone(batch, target_positions=batch.target_positions)
-                if narrow
-                else super().target_hidden_states(batch)
-            )
+        if (
+            plain
+            and batch.target_positions is not None
+            and self.stack.can_compute_targets_only(batch.target_positions, batch.input_ids.shape[1])
+        ):
+            return self.backbone(batch, target_positions=batch.target_positions)
         return super().target_hidden_states(batch)
 
     def losses(self, batch: BatchLike) -> dict[str, Tensor]:
-        assert batch.pair_labels is None or "pair" in self.extras, "an objective's recipe adds it"
-        assert batch.span_boundaries is None or "boundary" in self.extras, "an objective's recipe adds it"
+        assert batch.pair_labels is None or "pair" in self.extras, "the objective adds this extra"
+        assert batch.span_boundaries is None or "boundary" in self.extras, "the objective adds this extra"
         if self.generator is not None:
             return self.electra_losses(self.generator, batch)
         if "auxiliary" in self.extras and batch.labels is not None:
@@ -354,29 +361,29 @@ class Encoder(Model):
         if batch.span_boundaries is not None:
             assert isinstance(self.head, LMHeadModule)
             y_NE, labels_N = self.extras["boundary"](x_BTD, batch.span_boundaries).flatten(0, 1), batch.labels.flatten()
-            again = self.head.projection_loss(y_NE, labels_N, self.embed.tokens.weight)
-            parts["answers"] = parts["answers"] + again
+            boundary_loss = self.head.projection_loss(y_NE, labels_N, self.embed.tokens.weight)
+            parts["answers"] = parts["answers"] + boundary_loss
         if batch.pair_labels is not None:
             parts["pairs"] = F.cross_entropy(self.extras["pair"](x_BTD).float(), batch.pair_labels, reduction="sum")
         return parts
 
     def losses_with_auxiliary_lm(self, batch: BatchLike) -> dict[str, Tensor]:
         """Return the loss of the task, and the LM loss over the texts."""
-        writer, x_BTD = self.extras["auxiliary"], self.hidden_states(batch)
-        assert isinstance(writer, AuxiliaryLMHeadModule)
+        lm_head, x_BTD = self.extras["auxiliary"], self.hidden_states(batch)
+        assert isinstance(lm_head, AuxiliaryLMHeadModule)
         assert isinstance(self.head, TaskHeadModule)
-        words = writer.loss(x_BTD.flatten(0, 1), batch.labels.flatten(), self.embed.tokens.weight)
-        return {"answers": self.task_loss(self.head, x_BTD, batch), "words": writer.loss_weight * words}
+        lm_loss = lm_head.loss(x_BTD.flatten(0, 1), batch.labels.flatten(), self.embed.tokens.weight)
+        return {"answers": self.task_loss(self.head, x_BTD, batch), "words": lm_head.loss_weight * lm_loss}
 
     def electra_losses(self, generator: ElectraGenerator, batch: BatchLike) -> dict[str, Tensor]:
         """Return the generator's MLM loss, and the discriminator's loss over all tokens of the corrupted text."""
         logits_BKV, labels_BK = self.logits(batch).float(), batch.labels
-        scores_NV = logits_BKV.flatten(0, 1)  # a loss of three dimensions has no fixed order on a GPU
-        answers = F.cross_entropy(scores_NV, labels_BK.flatten(), ignore_index=LABEL_IGNORE_INDEX, reduction="sum")
-        read_BT, replaced_BT = replace_tokens(logits_BKV, batch)
-        score_BT = generator.discriminator_head(self.backbone(batch._replace(input_ids=read_BT)))
+        logits_NV = logits_BKV.flatten(0, 1)  # a 3-D cross-entropy is not deterministic on a GPU
+        mlm_loss = F.cross_entropy(logits_NV, labels_BK.flatten(), ignore_index=LABEL_IGNORE_INDEX, reduction="sum")
+        corrupted_BT, replaced_BT = replace_tokens(logits_BKV, batch)
+        score_BT = generator.discriminator_head(self.backbone(batch._replace(input_ids=corrupted_BT)))
         return {
-            "answers": answers,
+            "answers": mlm_loss,
             "tokens": generator.discriminator_weight * discriminator_loss(score_BT, replaced_BT, batch.document_ids),
         }
 
@@ -393,26 +400,27 @@ class Encoder(Model):
         output_hidden_states: bool = False,
         output_attentions: bool = False,
     ) -> ModelOutput:
-        """With a generator the logits are its own, and the hidden states the body's.
+        """Return logits, hidden states and the mean loss.
 
-        A query stream and a mask decoder answer only in batches that say what is asked; here they take no part.
-        Choices are told from `input_ids` (B, choices, T), spans learned from `start_positions` and `end_positions`.
+        Multiple choice takes `input_ids` (B, choices, T); span heads take `start_positions` and `end_positions`.
+        With a generator (ELECTRA) the logits are the generator's and the hidden states the discriminator's. A query
+        stream (XLNet) and a mask decoder (DeBERTa) need target positions, so only a `Batch` uses them.
         """
         self.check_length(input_ids.shape[-1])
         *shape, _ = input_ids.shape
         if isinstance(self.head, MultipleChoiceHeadModule) and len(shape) == 2:
-            given = (input_ids, attention_mask, token_type_ids, position_ids, langs)
-            folded = [None if a is None else a.flatten(0, 1) for a in given]
-            input_ids, (attention_mask, token_type_ids, position_ids, langs) = input_ids.flatten(0, 1), folded[1:]
+            optional = (attention_mask, token_type_ids, position_ids, langs)
+            flattened = [None if a is None else a.flatten(0, 1) for a in optional]
+            input_ids, (attention_mask, token_type_ids, position_ids, langs) = input_ids.flatten(0, 1), flattened
         states: list[Tensor] | None = [] if output_hidden_states or "features" in self.extras else None
-        seen: list[Tensor] | None = [] if output_attentions else None
-        position, segment = (
-            self.resolve_position_ids(position_ids, attention_mask),
-            token_type_ids if langs is None else langs,
-        )
+        attentions: list[Tensor] | None = [] if output_attentions else None
+        position = self.resolve_position_ids(position_ids, attention_mask)
+        segment = token_type_ids if langs is None else langs
         doc = mask_to_document_ids(attention_mask)
         x = self.embed.widen(self.embed_backbone_inputs(input_ids, position, segment))
-        x = self.stack(x, doc, all_hidden_states=states, position_ids=position, attentions=seen, token_type_ids=segment)
+        x = self.stack(
+            x, doc, all_hidden_states=states, position_ids=position, attentions=attentions, token_type_ids=segment
+        )
         if self.generator is not None:
             x = self.generator(self.embed.embed_unprojected(input_ids, position, segment), doc, token_type_ids=segment)
         if "features" in self.extras:
@@ -425,7 +433,7 @@ class Encoder(Model):
             x, labels_or_span_labels(labels, start_positions, end_positions), last, doc, shift_labels=shift
         )
         return ModelOutput(
-            logits, loss, tuple_or_none(states) if output_hidden_states else None, attentions=tuple_or_none(seen)
+            logits, loss, tuple_or_none(states) if output_hidden_states else None, attentions=tuple_or_none(attentions)
         )
 
     def resolve_position_ids(self, position_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
@@ -437,7 +445,7 @@ class Encoder(Model):
 
 
 class Decoder(Encoder):
-    """One causal stack."""
+    """One causal stack. An AWD-LSTM adds its activation regularization (AR, TAR) to the loss."""
 
     is_causal = True
 
@@ -449,7 +457,7 @@ class Decoder(Encoder):
 class EncoderDecoder(Model):
     """An encoder and a decoder with cross-attention. They share token embeddings, not position embeddings.
 
-    A task head that reads the encoder leaves the decoder out; T5 has none then.
+    A task head on the encoder's states needs no decoder; T5 is built without one then.
     """
 
     decoder_embed: PositionEmbedding
@@ -463,9 +471,9 @@ class EncoderDecoder(Model):
         if config.has_decoder:
             self.decoder = make_stack(config, config.decoder_layers, is_causal=True, cross_attention=True)
         if config.has_decoder and config.share_stacks:
-            for mine, encoders in zip(self.decoder.blocks, self.encoder.blocks, strict=True):
+            for decoder_block, encoder_block in zip(self.decoder.blocks, self.encoder.blocks, strict=True):
                 for part in ("attention", "attention_norm", "mlp", "mlp_norm"):
-                    setattr(mine, part, getattr(encoders, part))
+                    setattr(decoder_block, part, getattr(encoder_block, part))
         init_weights(self, config)
 
     def head_document_ids(self, batch: BatchLike) -> Tensor | None:
@@ -481,18 +489,20 @@ class EncoderDecoder(Model):
     def hidden_states(
         self, batch: BatchLike, encoder_hidden_states: Tensor | None = None, cross_document_ids: Tensor | None = None
     ) -> Tensor:
-        """Return the decoder's states (B, U, D), or the encoder's where the head reads those.
+        """Return the decoder's states (B, U, D), or the encoder's (B, T, D) where the head reads those.
 
-        `encoder_hidden_states` skips the encoder; `cross_document_ids` (B, U) is the document that each position reads.
+        `encoder_hidden_states` (B, T, D) skips the encoder. `cross_document_ids` (B, U) names the source document that
+        each decoder position attends to.
         """
-        read = self.encode(batch) if encoder_hidden_states is None else encoder_hidden_states
+        if encoder_hidden_states is None:
+            encoder_hidden_states = self.encode(batch)
         if self.config.head_reads_encoder:
-            return read
+            return encoder_hidden_states
         x = self.embed(batch.decoder_input_ids, batch.decoder_position_ids, position_embedding=self.decoder_embed)
         return self.decoder(
             x,
             batch.decoder_document_ids,
-            encoder_hidden_states=read,
+            encoder_hidden_states=encoder_hidden_states,
             encoder_document_ids=batch.document_ids,
             cross_document_ids=cross_document_ids,
         )
@@ -509,42 +519,45 @@ class EncoderDecoder(Model):
         output_hidden_states: bool = False,
         output_attentions: bool = False,
     ) -> ModelOutput:
-        """`decoder_input_ids` are made of `labels` when they are not given: the start, then all but the last.
+        """Return logits, decoder states and the mean loss.
 
-        A task's answers are told from the states of a decoder that reads the text again (BART, section 3).
+        Default of `decoder_input_ids`: `labels` shifted right. A task head reads the states of a decoder that receives
+        the encoder's input again (BART, section 3).
         """
         task = isinstance(self.head, TaskHeadModule)
         if isinstance(self.head, MultipleChoiceHeadModule):
-            raise UserError("An encoder-decoder tells choices only in a batch, as Model.logits takes it.")
+            raise UserError("Multiple choice with an encoder-decoder needs a batch: call Model.logits.")
         if self.config.head_reads_encoder:
             return self.forward_encoder_only(input_ids, attention_mask, labels, output_hidden_states, output_attentions)
-        written = (input_ids if task else labels) if decoder_input_ids is None else decoder_input_ids
-        if written is None:
-            raise UserError("An encoder-decoder needs decoder_input_ids or labels.")
-        self.check_length(max(input_ids.shape[1], written.shape[1]))
         if decoder_input_ids is None:
-            decoder_input_ids = self.shift_right(written)
+            decoder_targets = input_ids if task else labels
+            if decoder_targets is None:
+                raise UserError("An encoder-decoder needs decoder_input_ids or labels.")
+            decoder_input_ids = self.shift_right(decoder_targets)
+        self.check_length(max(input_ids.shape[1], decoder_input_ids.shape[1]))
         states: list[Tensor] | None = [] if output_hidden_states else None
         lists: list[list[Tensor] | None] = [[] if output_attentions else None for _ in range(3)]
-        in_encoder, in_decoder, across = lists
+        encoder_attentions, decoder_attentions, cross = lists
         doc = mask_to_document_ids(attention_mask)
-        read = self.encoder(self.embed(input_ids), doc, attentions=in_encoder)
-        asking = None if doc is None else torch.zeros_like(decoder_input_ids)
+        encoded = self.encoder(self.embed(input_ids), doc, attentions=encoder_attentions)
+        decoder_doc = None if doc is None else torch.zeros_like(decoder_input_ids)
         rank = None if decoder_attention_mask is None else padding_last_rank(decoder_attention_mask)
         x = self.embed(decoder_input_ids, position_embedding=self.decoder_embed)
-        x = self.decoder(x, asking, rank, read, doc, states, attentions=in_decoder, cross_attentions=across)
+        x = self.decoder(
+            x, decoder_doc, rank, encoded, doc, states, attentions=decoder_attentions, cross_attentions=cross
+        )
         last = last_token_index(input_ids, attention_mask)
         logits, loss = self.logits_and_loss(
-            x, labels_or_span_labels(labels, start_positions, end_positions), last, asking, shift_labels=False
+            x, labels_or_span_labels(labels, start_positions, end_positions), last, decoder_doc, shift_labels=False
         )
         return ModelOutput(
             logits,
             loss,
             tuple_or_none(states),
-            read,
-            tuple_or_none(in_decoder),
-            tuple_or_none(in_encoder),
-            tuple_or_none(across),
+            encoded,
+            tuple_or_none(decoder_attentions),
+            tuple_or_none(encoder_attentions),
+            tuple_or_none(cross),
         )
 
     def forward_encoder_only(
@@ -555,25 +568,25 @@ class EncoderDecoder(Model):
         output_hidden_states: bool,
         output_attentions: bool,
     ) -> ModelOutput:
-        """Return the output where the head reads the encoder."""
+        """Return the output of a task head on the encoder's states."""
         self.check_length(input_ids.shape[1])
         states: list[Tensor] | None = [] if output_hidden_states else None
-        seen: list[Tensor] | None = [] if output_attentions else None
+        attentions: list[Tensor] | None = [] if output_attentions else None
         doc = mask_to_document_ids(attention_mask)
-        read = self.encoder(self.embed(input_ids), doc, all_hidden_states=states, attentions=seen)
+        x = self.encoder(self.embed(input_ids), doc, all_hidden_states=states, attentions=attentions)
         logits, loss = self.logits_and_loss(
-            read, labels, last_token_index(input_ids, attention_mask), doc, shift_labels=False
+            x, labels, last_token_index(input_ids, attention_mask), doc, shift_labels=False
         )
-        return ModelOutput(logits, loss, tuple_or_none(states), read, encoder_attentions=tuple_or_none(seen))
+        return ModelOutput(logits, loss, tuple_or_none(states), x, encoder_attentions=tuple_or_none(attentions))
 
     def shift_right(self, labels: Tensor) -> Tensor:
         """Return the decoder's input for these labels: the start token, then all labels but the last."""
         vocab = self.tokenizer.vocab if self.tokenizer is not None else None
         if vocab is None and self.config.adds_bos:
-            raise UserError("Without its tokenizer this model does not know how an answer begins: load one.")
-        pad, start = (
-            (0, 0) if vocab is None else (vocab.pad, make_sequence_template(self.config, vocab).decoder_start_id)
-        )
+            raise UserError("The decoder's start token is unknown: this model has no tokenizer. Load one.")
+        pad, start = 0, 0  # T5 starts with its padding token
+        if vocab is not None:
+            pad, start = vocab.pad, make_sequence_template(self.config, vocab).decoder_start_id
         return F.pad(labels.masked_fill(labels == LABEL_IGNORE_INDEX, pad), (1, -1), value=start)
 
 
@@ -585,13 +598,14 @@ MODEL_CLASSES: dict[str, Callable[[ModelConfig], Model]] = {
 
 
 def make_model(config: ModelConfig) -> Model:
+    """Return a model of this config, initialised at random."""
     return MODEL_CLASSES[config.architecture](config)
 
 
 class ForcedTokens(NamedTuple):
-    """The tokens that all texts which a model writes begin and end with, whatever is likelier; None: no such token.
+    """Token ids that generation forces (`forced_bos_token_id`, `forced_eos_token_id`); None forces none.
 
-    `eos` comes only when there is room for no other, so that a text that is cut has its end.
+    `bos` is the first generated token. `eos` is the last one of a text that reaches the maximum length.
     """
 
     bos: int | None = None
@@ -599,28 +613,28 @@ class ForcedTokens(NamedTuple):
 
 
 def get_forced_tokens(model: Model, vocab: Ids) -> ForcedTokens:
-    """What is forced in the texts of this model: its checkpoint says so, or BART's own way."""
+    """Return the forced tokens of a model: those of its checkpoint, or the default of BART, an end token."""
     if model.forced_tokens is not None:
         return model.forced_tokens
-    framed = model.config.adds_bos and model.config.architecture == "encoder-decoder"
-    return ForcedTokens(eos=make_sequence_template(model.config, vocab).eos_id) if framed else ForcedTokens()
+    is_bart = model.config.adds_bos and model.config.architecture == "encoder-decoder"
+    return ForcedTokens(eos=make_sequence_template(model.config, vocab).eos_id) if is_bart else ForcedTokens()
 
 
 def get_eos_token_ids(model: Model, vocab: Ids) -> tuple[int, ...]:
-    """The tokens each of which ends a text that this model writes: those that its checkpoint lists, or its frame's."""
+    """Return the tokens that end generation: those that the checkpoint lists, or the template's end token."""
     return model.eos_token_ids or (make_sequence_template(model.config, vocab).eos_id,)
 
 
 def last_token_index(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """(B,): where the last token of each text stands."""
-    seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    return (seen * torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)).argmax(1)
+    """Return (B,): the index of the last token of each text, with padding on either side."""
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    return (mask * torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)).argmax(1)
 
 
 def labels_or_span_labels(
     labels: Tensor | None, start_positions: Tensor | None, end_positions: Tensor | None
 ) -> Tensor | None:
-    """What is to be learned in a call: the labels, or where answers start and end (B, 2)."""
+    """Return start and end positions as labels (B, 2) where both are given, else `labels`."""
     return (
         labels
         if start_positions is None or end_positions is None
@@ -629,17 +643,19 @@ def labels_or_span_labels(
 
 
 def tuple_or_none(items: list[Tensor] | None) -> tuple[Tensor, ...] | None:
-    """What was collected on the way through the layers, or None where it was not asked for."""
     return None if items is None else tuple(items)
 
 
 def mask_to_document_ids(attention_mask: Tensor | None) -> Tensor | None:
-    """Padding as a document of its own (-1), so that text never sees it; None when there is no padding."""
+    """Return document ids (B, T): 0 for text, -1 for padding, so that text never attends to padding."""
     return None if attention_mask is None else attention_mask.long() - 1
 
 
 def padding_last_rank(attention_mask: Tensor) -> Tensor:
-    """The order of places with padding after all text: text never sees it, and it sees something, as softmax needs."""
+    """Return the causal attention rank (B, T) with padding after all text.
+
+    Text never attends to padding, and every padding position attends to some position: softmax gives no NaN.
+    """
     length = attention_mask.shape[1]
     return torch.arange(length, device=attention_mask.device) + length * (1 - attention_mask.long())
 

@@ -1,9 +1,21 @@
-"""Task heads: hidden states -> classes, numbers, choices, tags, spans and vectors, each with its loss.
+"""Task heads: hidden states -> classes, scores, choices, tags, spans and embeddings, each with its loss.
 
-Rows are packed: a row holds several texts, separated by `document_ids`, and each text has slots among the target
-positions. A loss is a sum over targets, so the losses of micro-batches add up to that of the batch.
+Rows are packed: a row holds several texts, which `document_ids` separate. `target_positions` (B, K) names the positions
+whose states the head reads, such as [CLS] of each text. So a head computes K outputs per row, not one.
 
-B rows, T positions, K target positions, N all target positions, D model width, C classes or tags, P pairs.
+| head | outputs | loss |
+| --- | --- | --- |
+| ClassificationHead | (B, K, C) logits | cross-entropy |
+| RegressionHead | (B, K) scores | squared error |
+| MultipleChoiceHead | (B, K) scores | cross-entropy over the texts of a group |
+| TokenClassificationHead | (B, K, C) logits | cross-entropy, or a CRF's negative log-likelihood |
+| SpanHead | (B, T, 2) logits | cross-entropy over the positions of a text, for start and end |
+| EmbeddingHead | (B, K, D) unit vectors | in-batch softmax over pairs (InfoNCE) |
+
+A loss is a sum over targets. The caller divides by the number of targets in the global batch, so the result does not
+depend on the micro-batch size.
+
+B rows, T positions, K target positions per row, N targets in all rows, D model width, C classes or tags, P pairs.
 """
 
 from __future__ import annotations
@@ -45,11 +57,11 @@ POOLER_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = ACTIVATIONS | {"tanh
 
 
 class TaskHeadModule(nn.Module):
-    """What all heads of tasks can do.
+    """Interface of all task heads.
 
-    - `forward` answers at the asked places of packed rows.
-    - `loss` is the sum over the answers of a batch.
-    - `logits_and_loss` is what a call with the Hugging Face names returns: the answers, and their mean loss.
+    - `forward` returns the outputs at the target positions of packed rows.
+    - `loss` returns the loss summed over the targets of a batch.
+    - `logits_and_loss` serves a call with the Hugging Face input names: one text per row, and the mean loss.
     """
 
     def forward(self, x_BTD: Tensor, target_positions: Tensor | None, document_ids: Tensor | None) -> Tensor:
@@ -61,7 +73,7 @@ class TaskHeadModule(nn.Module):
     def resolve_dependent_logits(
         self, outputs: Tensor, target_positions: Tensor | None, document_ids: Tensor | None
     ) -> Tensor:
-        """What is to be taken for the answers, where they depend on each other."""
+        """Return logits whose argmax is the joint prediction; a CRF's tags depend on each other."""
         return outputs
 
     def logits_and_loss(
@@ -71,20 +83,24 @@ class TaskHeadModule(nn.Module):
 
 
 class DenseHeadModule(TaskHeadModule):
-    """Dropout, pooler (optional), dropout, output layer."""
+    """Dropout, pooler with activation and norm (each optional), dropout, output layer.
+
+    `num_marked` states per text are concatenated before the pooler.
+    """
 
     def __init__(self, config: ModelConfig, spec: TaskHeadBase, num_outputs: int, num_marked: int = 1) -> None:
         super().__init__()
-        rate = config.dropout if spec.dropout is None else spec.dropout
-        width = num_marked * config.head_input_dim * (3 if getattr(spec, "pool", "") == "concat" else 1)
-        between = spec.pooler_dim or config.dim
-        self.input_dropout = Dropout(rate if spec.dropout_before_pooler else 0.0)
+        p = config.dropout if spec.dropout is None else spec.dropout
+        input_dim = num_marked * config.head_input_dim * (3 if getattr(spec, "pool", "") == "concat" else 1)
+        pooler_dim = spec.pooler_dim or config.dim
+        self.input_dropout = Dropout(p if spec.dropout_before_pooler else 0.0)
         bias = config.bias if spec.has_norm else True
-        self.pooler = nn.Linear(width, between, bias=bias) if spec.has_pooler else None
+        self.pooler = nn.Linear(input_dim, pooler_dim, bias=bias) if spec.has_pooler else None
         self.activation = POOLER_ACTIVATIONS[spec.activation]
-        self.norm = make_norm(config, between) if spec.has_norm else None
-        self.drop = Dropout(rate)
-        self.out = nn.Linear(between if spec.has_pooler else width, num_outputs, bias=spec.has_pooler or spec.bias)
+        self.norm = make_norm(config, pooler_dim) if spec.has_norm else None
+        self.drop = Dropout(p)
+        out_dim = pooler_dim if spec.has_pooler else input_dim
+        self.out = nn.Linear(out_dim, num_outputs, bias=spec.has_pooler or spec.bias)
 
     def project(self, x: Tensor) -> Tensor:
         if self.pooler is not None:
@@ -95,7 +111,11 @@ class DenseHeadModule(TaskHeadModule):
 
 
 class ClassificationHeadModule(DenseHeadModule):
-    """(B, K, C): scores over the classes, from the states of one place or of several side by side, or added."""
+    """(B, K, C): logits over the classes.
+
+    A text's state is that of one position, the concatenation of `num_marked` positions (two marked words), or the sum
+    over `num_orders` copies of the text (GPT scores a sentence pair in both orders).
+    """
 
     class_weights: Tensor | None
 
@@ -115,9 +135,8 @@ class ClassificationHeadModule(DenseHeadModule):
         return self.cross_entropy(outputs, batch.task_labels, "sum")
 
     def cross_entropy(self, logits: Tensor, target: Tensor, reduction: str) -> Tensor:
-        weights = (
-            None if self.class_weights is None else self.class_weights.float()
-        )  # which a twin in bfloat16 has rounded
+        # A bf16 replica of the model casts its buffers too.
+        weights = None if self.class_weights is None else self.class_weights.float()
         return F.cross_entropy(
             logits.flatten(0, -2).float(),
             target.flatten(),
@@ -130,13 +149,13 @@ class ClassificationHeadModule(DenseHeadModule):
         self, x_BTD: Tensor, positions_B: Tensor, document_ids: Tensor | None, labels: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         if self.spec.num_marked > 1 or self.spec.num_orders > 1:
-            raise UserError("This head reads several places of a text: give them in a batch, as Model.logits takes it.")
+            raise UserError("This head reads several positions of a text: pass them as a batch to Model.logits.")
         logits_BC = self(x_BTD, positions_B[:, None], document_ids)[:, 0]
         return logits_BC, None if labels is None else self.cross_entropy(logits_BC, labels, "mean")
 
 
 class RegressionHeadModule(DenseHeadModule):
-    """(B, K): one number for each text."""
+    """(B, K): one real-valued score per text. A NaN label marks an unused slot."""
 
     def __init__(self, config: ModelConfig, spec: RegressionHead) -> None:
         super().__init__(config, spec, 1)
@@ -148,9 +167,8 @@ class RegressionHeadModule(DenseHeadModule):
         )[..., 0]
 
     def loss(self, outputs: Tensor, batch: Any, document_ids: Tensor | None) -> Tensor:
-        used = ~batch.task_labels.isnan()
-        apart = outputs.float() - batch.task_labels.nan_to_num()
-        return torch.where(used, apart.square(), 0.0).sum()
+        error = outputs.float() - batch.task_labels.nan_to_num()
+        return torch.where(batch.task_labels.isnan(), 0.0, error.square()).sum()
 
     def logits_and_loss(
         self, x_BTD: Tensor, positions_B: Tensor, document_ids: Tensor | None, labels: Tensor | None
@@ -160,7 +178,7 @@ class RegressionHeadModule(DenseHeadModule):
 
 
 class MultipleChoiceHeadModule(DenseHeadModule):
-    """(B, K): one number for each text of a group."""
+    """(B, K): one score per text; a softmax over the texts of a group (one question's choices) gives probabilities."""
 
     def __init__(self, config: ModelConfig, spec: MultipleChoiceHead) -> None:
         super().__init__(config, spec, 1)
@@ -171,15 +189,15 @@ class MultipleChoiceHeadModule(DenseHeadModule):
 
     def loss(self, outputs: Tensor, batch: Any, document_ids: Tensor | None) -> Tensor:
         used_N, score_N = batch.group_ids.flatten() >= 0, outputs.flatten().float()
-        surprise_N = grouped_logsumexp(score_N, batch.group_ids.flatten(), used_N) - score_N
-        return torch.where(used_N & (batch.task_labels.flatten() == 1), surprise_N, 0.0).sum()
+        nll_N = grouped_logsumexp(score_N, batch.group_ids.flatten(), used_N) - score_N
+        return torch.where(used_N & (batch.task_labels.flatten() == 1), nll_N, 0.0).sum()
 
     def logits_and_loss(
         self, x_BTD: Tensor, positions_B: Tensor, document_ids: Tensor | None, labels: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The place is (B, choices): the texts of a group come one after the other."""
+        """Return logits of the shape of `positions_B`, (B, choices); `x_BTD` has B * choices rows."""
         if positions_B.ndim < 2:
-            raise UserError("Choices are between texts: input_ids must be (rows, choices, tokens).")
+            raise UserError("Multiple choice needs input_ids of shape (rows, choices, tokens).")
         logits = self(x_BTD, positions_B.flatten()[:, None], document_ids).view(positions_B.shape)
         return logits, None if labels is None else F.cross_entropy(logits.float(), labels)
 
@@ -197,7 +215,7 @@ class TokenClassificationHeadModule(DenseHeadModule):
     def resolve_dependent_logits(
         self, outputs: Tensor, target_positions: Tensor | None, document_ids: Tensor | None
     ) -> Tensor:
-        """With a chain: the score of the best one through each tag, so that the highest are the best chain."""
+        """Return the CRF's max-marginals: the score of the best tag sequence through each tag (Viterbi both ways)."""
         if self.crf is None:
             return outputs
         assert target_positions is not None
@@ -216,9 +234,7 @@ class TokenClassificationHeadModule(DenseHeadModule):
     ) -> tuple[Tensor, Tensor | None]:
         logits_BTC = self(x_BTD, None, document_ids)
         if self.crf is not None:
-            raise UserError(
-                "A chain of tags is told for words: give their places in a batch, as Model.logits takes it."
-            )
+            raise UserError("A CRF decodes the tags of words: pass the words' positions as a batch to Model.logits.")
         if labels is None:
             return logits_BTC, None
         return logits_BTC, F.cross_entropy(
@@ -236,20 +252,23 @@ class SpanHeadModule(DenseHeadModule):
         return self.project(x_BTD)
 
     def loss(self, outputs: Tensor, batch: Any, document_ids: Tensor | None) -> Tensor:
-        """The mean of what start and end cost, each a softmax over the places of its text where it may be."""
-        target_BT2, (B, T, _) = batch.task_labels, outputs.shape
-        doc_BT = target_BT2.new_zeros((B, T), dtype=torch.long) if document_ids is None else document_ids
-        may_BT2 = (target_BT2 >= 0) & (doc_BT[..., None] >= 0)
+        """Return the mean of start and end loss, each a softmax over the allowed positions of its text.
+
+        Labels (B, T, 2): 1 at the answer's start or end, 0 at other allowed positions, -1 elsewhere.
+        """
+        labels_BT2, (B, T, _) = batch.task_labels, outputs.shape
+        doc_BT = labels_BT2.new_zeros((B, T), dtype=torch.long) if document_ids is None else document_ids
+        allowed_BT2 = (labels_BT2 >= 0) & (doc_BT[..., None] >= 0)
         text_BT = doc_BT + T * torch.arange(B, device=doc_BT.device)[:, None]
         group_BT2 = 2 * text_BT[..., None] + torch.arange(2, device=doc_BT.device)
         score_N = outputs.flatten().float()
-        surprise_N = grouped_logsumexp(score_N, group_BT2.flatten(), may_BT2.flatten()) - score_N
-        return torch.where((may_BT2 & (target_BT2 == 1)).flatten(), surprise_N, 0.0).sum() / 2
+        nll_N = grouped_logsumexp(score_N, group_BT2.flatten(), allowed_BT2.flatten()) - score_N
+        return torch.where((allowed_BT2 & (labels_BT2 == 1)).flatten(), nll_N, 0.0).sum() / 2
 
     def logits_and_loss(
         self, x_BTD: Tensor, positions_B: Tensor, document_ids: Tensor | None, labels: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """`labels` (B, 2) are where the answers start and end; those outside of the row are not learned."""
+        """Return (B, T, 2) and the mean loss; `labels` (B, 2) are start and end, ignored outside of the row."""
         logits_BT2 = self(x_BTD, None, document_ids)
         if labels is None:
             return logits_BT2, None
@@ -275,23 +294,27 @@ class EmbeddingHeadModule(TaskHeadModule):
         return F.normalize(x_BKD.float(), dim=-1)
 
     def loss(self, outputs: Tensor, batch: Any, document_ids: Tensor | None) -> Tensor:
-        """Each text is to find its other half among those of all pairs, from both sides."""
+        """Return InfoNCE in both directions: each text of a pair must rank its partner first among all pairs.
+
+        The other pairs of the micro-batch are the negatives. `margin` is subtracted from the similarity of true pairs
+        (additive margin softmax, Feng et al. 2022, section 2.1); `scale` is the inverse temperature.
+        """
         first_PD, second_PD, used_P = gather_pairs(outputs.flatten(0, 1), batch.group_ids.flatten(), batch.task_labels)
-        near_PP = first_PD @ second_PD.T - self.spec.margin * torch.eye(len(used_P), device=outputs.device)
-        near_PP = self.spec.scale * near_PP
-        there, back = (m.masked_fill(~used_P, -1e9).log_softmax(-1).diagonal() for m in (near_PP, near_PP.T))
-        return -torch.where(used_P, there + back, 0.0).sum()
+        cosine_PP = first_PD @ second_PD.T - self.spec.margin * torch.eye(len(used_P), device=outputs.device)
+        logits_PP = self.spec.scale * cosine_PP
+        forward, backward = (m.masked_fill(~used_P, -1e9).log_softmax(-1).diagonal() for m in (logits_PP, logits_PP.T))
+        return -torch.where(used_P, forward + backward, 0.0).sum()
 
     def logits_and_loss(
         self, x_BTD: Tensor, positions_B: Tensor, document_ids: Tensor | None, labels: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         if labels is not None:
-            raise UserError("Vectors have no labels: pairs are learned from a batch that groups them.")
+            raise UserError("An embedding head takes no labels: train it on pairs, in a batch with group_ids.")
         return self(x_BTD, positions_B[:, None], document_ids)[:, 0], None
 
 
 class AuxiliaryLMHeadModule(LMHeadModule):
-    """The words that a decoder goes on to write beside the answers of its task."""
+    """LM head for the auxiliary language-modelling loss of fine-tuning (GPT, Radford et al. 2018, section 3.2)."""
 
     def __init__(self, config: ModelConfig) -> None:
         spec = config.get_extra("auxiliary")
@@ -300,14 +323,18 @@ class AuxiliaryLMHeadModule(LMHeadModule):
         self.loss_weight = spec.weight
 
 
-# --- texts of packed rows -------------------------------------------------------------------------------------------
+# --- pooling and softmax over the texts of packed rows ----------------------------------------------------------------
 
 
 def pool_hidden_states(
     x_BTD: Tensor, target_positions: Tensor | None, document_ids: Tensor | None, pool: str, num_orders: int = 1
 ) -> Tensor:
-    """Return (B, K, D): states at the target positions or means of their documents; several orders are added."""
-    assert target_positions is not None, "a task says which places it asks at"
+    """Return one state per target, (B, K / num_orders, D), or 3 D for `concat`.
+
+    `pool`: "first" and "last" read the target position, "mean" averages its document, "concat" is [position, max, mean]
+    (ULMFiT, section 3.3). States of `num_orders` copies of a text are summed.
+    """
+    assert target_positions is not None, "a task's batch has target_positions"
     x_BKD = (
         mean_pool_documents(x_BTD, target_positions, document_ids)
         if pool == "mean"
@@ -339,44 +366,45 @@ def max_pool_documents(x_BTD: Tensor, target_positions_BK: Tensor, document_ids_
     """Return (B, K, D): the maximum over the document of each target position."""
     if document_ids_BT is None:
         return x_BTD.amax(1, keepdim=True).expand(-1, target_positions_BK.shape[1], -1)
-    document_ids_BT = document_ids_BT.clamp(min=-1) + 1  # padding is a document too
-    of_doc = x_BTD.new_full((len(x_BTD), x_BTD.shape[1] + 1, x_BTD.shape[2]), -torch.inf)
-    of_doc = of_doc.scatter_reduce(1, document_ids_BT[..., None].expand_as(x_BTD), x_BTD, "amax")
-    return gather_positions(of_doc, document_ids_BT.gather(1, target_positions_BK))
+    document_ids_BT = document_ids_BT.clamp(min=-1) + 1  # padding becomes document 0
+    max_per_doc = x_BTD.new_full((len(x_BTD), x_BTD.shape[1] + 1, x_BTD.shape[2]), -torch.inf)
+    max_per_doc = max_per_doc.scatter_reduce(1, document_ids_BT[..., None].expand_as(x_BTD), x_BTD, "amax")
+    return gather_positions(max_per_doc, document_ids_BT.gather(1, target_positions_BK))
 
 
 def grouped_logsumexp(score_N: Tensor, group_ids_N: Tensor, mask_N: Tensor) -> Tensor:
-    """(N,): for each score the log of the summed exponentials of its group; the unused are a group of their own.
+    """Return (N,): the logsumexp over each score's group. Group ids are below N; masked scores share an extra group.
 
-    Groups are numbers below N.
+    A softmax over groups of any size without a loop: the maximum per group keeps the exponentials finite.
     """
-    spare = len(score_N)
-    group_ids_N = torch.where(mask_N, group_ids_N, spare)
-    empty = score_N.new_full((spare + 1,), -torch.inf)
+    masked_group = len(score_N)
+    group_ids_N = torch.where(mask_N, group_ids_N, masked_group)
+    empty = score_N.new_full((masked_group + 1,), -torch.inf)
     top_N = empty.scatter_reduce(0, group_ids_N, score_N.detach(), "amax")[group_ids_N]
     total = torch.zeros_like(empty).scatter_add(0, group_ids_N, (score_N - top_N).exp())
     return top_N + total[group_ids_N].log()
 
 
 def gather_pairs(x_ND: Tensor, group_ids_N: Tensor, side: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(P, D) twice, the first and the second of each pair, and (P,) which pairs there are. Pairs are numbers below N/2.
+    """Return the first and second vectors of each pair, (P, D) each, and (P,) whether the pair is complete.
 
-    Where no side is given (0 the first, 1 the second), the first of a pair is the one that comes first in the rows.
+    P is N / 2; group ids are below P, negative for unused slots. `side` is 0 for first and 1 for second texts. Without
+    it, the text that comes first in the batch is the first of its pair.
     """
-    num, place_N = len(x_ND) // 2, torch.arange(len(x_ND), device=x_ND.device)
+    num, index_N = len(x_ND) // 2, torch.arange(len(x_ND), device=x_ND.device)
     group_ids_N = torch.where(group_ids_N >= 0, group_ids_N, num)
     if side is None:
-        first = place_N.new_full((num + 1,), len(x_ND)).scatter_reduce(0, group_ids_N, place_N, "amin")
-        second_N = place_N != first[group_ids_N]
+        first = index_N.new_full((num + 1,), len(x_ND)).scatter_reduce(0, group_ids_N, index_N, "amin")
+        is_second_N = index_N != first[group_ids_N]
     else:
-        second_N = side.flatten() == 1
-    slot_N = torch.where(group_ids_N == num, 2 * num, 2 * group_ids_N + second_N)
+        is_second_N = side.flatten() == 1
+    slot_N = torch.where(group_ids_N == num, 2 * num, 2 * group_ids_N + is_second_N)
     both_PD = x_ND.new_zeros((2 * num + 1, x_ND.shape[1])).index_copy(0, slot_N, x_ND)[:-1].unflatten(0, (num, 2))
-    count_P = place_N.new_zeros(num + 1).scatter_add(0, group_ids_N, torch.ones_like(place_N))[:-1]
+    count_P = index_N.new_zeros(num + 1).scatter_add(0, group_ids_N, torch.ones_like(index_N))[:-1]
     return both_PD[:, 0], both_PD[:, 1], count_P == 2
 
 
-# --- which head ------------------------------------------------------------------------------------------------------
+# --- the head of a family for a task ----------------------------------------------------------------------------------
 
 TASK_HEAD_MODULES: dict[type, Callable[..., TaskHeadModule]] = {
     ClassificationHead: ClassificationHeadModule,
@@ -398,35 +426,34 @@ TASK_HEAD_TYPES: dict[str, type[TaskHead]] = {
     "embed": EmbeddingHead,
 }
 GENERATIVE_TASKS = ("text-to-text", "lm")
-MARKED_WORD_TASKS = ("relation", "word-in-context")  # tasks that read the states of two marked places
-ENCODER_ONLY_TASKS = ("tag", "embed")  # tasks that T5 does with its encoder alone
-MEAN_POOLED_FAMILIES = (
-    "modernbert",
-)  # whose published settings read an answer from the mean of a text, not from [CLS]
+MARKED_WORD_TASKS = ("relation", "word-in-context")  # tasks that read the states of two marked words
+ENCODER_ONLY_TASKS = ("tag", "embed")  # tasks for which T5 uses only its encoder
+MEAN_POOLED_FAMILIES = ("modernbert",)  # families whose published config pools by the mean, not by [CLS]
 
 
 def head_for_task(config: ModelConfig, task: str, names: tuple[str, ...] = (), **changes: Any) -> Head:
-    """The head that a family has for a task, as published; `changes` are fields to set otherwise.
+    """Return the published head of this model's family for a task; `changes` overrides its fields.
 
-    A task that this architecture cannot do by a head is an error that says what would work.
+    Raise a UserError, with an alternative, for a task that this architecture has no head for.
     """
     if task in GENERATIVE_TASKS:
         if not isinstance(config.head, LMHead):
-            raise UserError(f"This {config.family} has no words left to answer {task} with: take a language model.")
+            raise UserError(
+                f"This {config.family} has no LM head, which the task {task} needs: use a pretrained language model."
+            )
         return config.head
     if task not in TASK_HEAD_TYPES:
         raise UserError(
             f"There is no head for a task {task!r}. {did_you_mean(task, [*TASK_HEAD_TYPES, *GENERATIVE_TASKS])}"
         )
-    alone = config.recurrent is None and task in ENCODER_ONLY_TASKS  # the encoder can answer by itself
-    if config.architecture == "encoder-decoder" and not config.adds_bos and not alone:
+    encoder_only = config.recurrent is None and task in ENCODER_ONLY_TASKS
+    if config.architecture == "encoder-decoder" and not config.adds_bos and not encoder_only:
         other = "write the answers as text, with the task text-to-text"
-        how = f"take a transformer for the task {task}" if task in ENCODER_ONLY_TASKS else other
-        raise UserError(f"{config.family}, an encoder-decoder, answers in words, not by a head for {task}: {how}.")
+        fix = f"take a transformer for the task {task}" if task in ENCODER_ONLY_TASKS else other
+        raise UserError(f"{config.family}, an encoder-decoder, answers in words, not by a head for {task}: {fix}.")
     head = inherit_dropout(_published_head(config, TASK_HEAD_TYPES[task]), config)
-    if (
-        isinstance(head, ClassificationHead) and task in MARKED_WORD_TASKS
-    ):  # no family has such a head: one layer over both states
+    if isinstance(head, ClassificationHead) and task in MARKED_WORD_TASKS:
+        # No family publishes such a head: use one linear layer over both states.
         head = ClassificationHead((), num_marked=2, bias=True, pool=head.pool, dropout=head.dropout)
     elif isinstance(head, PooledHeadBase) and config.family in MEAN_POOLED_FAMILIES:
         head = replace(head, pool="mean")
@@ -436,42 +463,44 @@ def head_for_task(config: ModelConfig, task: str, names: tuple[str, ...] = (), *
 
 
 def _published_head(config: ModelConfig, head_type: type[TaskHead]) -> TaskHead:
-    """The head of this kind that the family has, without names; that for classes says how a text becomes one state."""
+    """Return the family's head of this type, without label names; pooled heads follow the classification head."""
     pool: Literal["first", "last"] = "first" if config.architecture == "encoder" else "last"
     if head_type is EmbeddingHead:
-        dense = config.family == "labse"
-        return EmbeddingHead("last" if config.architecture == "decoder" else "first" if dense else "mean", dense)
+        has_pooler = config.family == "labse"
+        return EmbeddingHead(
+            "last" if config.architecture == "decoder" else "first" if has_pooler else "mean", has_pooler
+        )
     layout = FAMILY_LAYOUTS.get(config.family)
-    found = {type(answers.head): answers.head for answers in layout.task_architectures} if layout is not None else {}
-    if head_type in found:
-        return found[head_type]
+    published = {type(task.head): task.head for task in layout.task_architectures} if layout is not None else {}
+    if head_type in published:
+        return published[head_type]
     if head_type is TokenClassificationHead or head_type is SpanHead:
         return TokenClassificationHead(()) if head_type is TokenClassificationHead else SpanHead()
-    usual = ClassificationHead((), has_pooler=pool == "first", pool=pool)
+    default = ClassificationHead((), has_pooler=pool == "first", pool=pool)
     if config.family == BAG_OF_WORDS_FAMILY:
-        usual = ClassificationHead((), bias=True, pool="mean")
-    elif isinstance(config.recurrent, AWDLSTMConfig):  # with a norm over the layer in place of one over the batch
-        usual = ClassificationHead(
+        default = ClassificationHead((), bias=True, pool="mean")
+    elif isinstance(config.recurrent, AWDLSTMConfig):  # ULMFiT's head, with layer norm instead of batch norm
+        default = ClassificationHead(
             (), has_pooler=True, pool="concat", activation="relu", has_norm=True, pooler_dim=50, dropout=0.1
         )
     elif config.recurrent is not None:
-        usual = ClassificationHead((), bias=True, pool="concat")
-    template = found.get(ClassificationHead, usual)
-    assert isinstance(template, ClassificationHead)
-    return template if head_type is ClassificationHead else convert_head_type(head_type, template)
+        default = ClassificationHead((), bias=True, pool="concat")
+    head = published.get(ClassificationHead, default)
+    assert isinstance(head, ClassificationHead)
+    return head if head_type is ClassificationHead else convert_head_type(head_type, head)
 
 
 def convert_head_type(head_type: type[Any], head: PooledHeadBase) -> Any:
-    """Another kind of head that goes the same way from states to answers."""
+    """Return a head of another type with the same pooling, pooler and dropout."""
     return head_type(**{f.name: getattr(head, f.name) for f in fields(PooledHeadBase)})
 
 
 def inherit_dropout(head: TaskHead, config: ModelConfig) -> TaskHead:
-    """A rate that is the model's own is not said twice."""
+    """Return the head with dropout None (inherit) where its dropout equals the model's."""
     same = isinstance(head, TaskHeadBase) and head.dropout == config.dropout
     return replace(head, dropout=None) if same else head  # type: ignore[arg-type]
 
 
 def with_classification_head(config: ModelConfig, names: tuple[str, ...]) -> ModelConfig:
-    """The same model with a head over these classes."""
+    """Return the config with a classification head over these classes, without extras."""
     return replace(config, head=head_for_task(config, "classify", names), extras=())

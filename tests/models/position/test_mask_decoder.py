@@ -148,7 +148,7 @@ def test_decoders_that_cannot_be(config: Any, message: str) -> None:
 
 def test_texts_longer_than_its_places_are_refused() -> None:
     model = lively(deberta(1, D, H, V, extras=(MaskDecoder(2, 5),)))
-    with pytest.raises(UserError, match="longer than the 5 places"):
+    with pytest.raises(UserError, match="longer than the 5 positions"):
         model(BATCH.input_ids)
 
 
