@@ -57,15 +57,15 @@ class FirthConfig(transformers.PreTrainedConfig):
 
 
 class FirthPreTrainedModel(transformers.PreTrainedModel):
-    """The parts of one of our models, under its own names, as `transformers` wants a model to be.
+    """A Firth model as a `PreTrainedModel`; its modules keep their names.
 
-    `auto_class_name` is the class of `transformers` that it is opened by, `supports` says for which models.
+    `auto_class_name` is the Auto class of `transformers` that opens it; `supports` says which configs it takes.
     """
 
     config_class = FirthConfig
     base_model_prefix = ""
     auto_class_name = "AutoModel"
-    firth_model: Model  # who knows how the parts work together; not a part itself
+    firth_model: Model  # runs the modules; not a registered submodule
     embed: InputEmbedding
 
     def __init__(self, config: FirthConfig) -> None:
@@ -81,7 +81,7 @@ class FirthPreTrainedModel(transformers.PreTrainedModel):
         self.__dict__["firth_model"] = model
         if self.device.type != "meta":
             for module in self.modules():
-                module.__dict__["_is_hf_initialized"] = True  # as published for the family, and not again
+                module.__dict__["_is_hf_initialized"] = True  # make_model has initialised it
         self.post_init()
 
     @classmethod
@@ -89,14 +89,14 @@ class FirthPreTrainedModel(transformers.PreTrainedModel):
         return True
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Numbers that no file has: those that are not learned, and parts that a file lacks."""
+        """Initialise buffers that no file holds, and modules that a file lacks."""
         if isinstance(module, AlibiBias):
             module.reset_slopes()
         else:
             super()._init_weights(module)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Return each tensor once, also where two modules share it."""
+        """Save each tensor once, also where two modules share it."""
         kwargs.setdefault("state_dict", unique_state_dict(self.firth_model))
         super().save_pretrained(save_directory, *args, **kwargs)
 
@@ -113,38 +113,38 @@ class FirthPreTrainedModel(transformers.PreTrainedModel):
         return_dict: bool | None = None,
         **inputs: Any,
     ) -> Any:
-        """`inputs` are what else our own model of this shape can be called with, such as `token_type_ids`."""
+        """Return the output class of `transformers`; `inputs` are further arguments of `Model.forward`."""
         config: Any = self.config
         states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        seen = config.output_attentions if output_attentions is None else output_attentions
-        place = str(self.name_or_path or "")
-        if isinstance(self.embed, CharCNNEmbedding) and self.embed.lexicon is None and place and Path(place).is_dir():
-            self.embed.set_tokenizer(load_tokenizer(place))
+        attentions = config.output_attentions if output_attentions is None else output_attentions
+        folder = str(self.name_or_path or "")
+        if isinstance(self.embed, CharCNNEmbedding) and self.embed.lexicon is None and folder and Path(folder).is_dir():
+            self.embed.set_tokenizer(load_tokenizer(folder))
         if config.is_encoder_decoder and inputs.get("decoder_input_ids") is None and labels is not None:
             inputs["decoder_input_ids"] = self.shift_labels_right(labels)
-        found = self.firth_model(
+        model_output = self.firth_model(
             input_ids,
             attention_mask,
             labels=labels,
             output_hidden_states=bool(states) or self.auto_class_name == "AutoModel",
-            output_attentions=bool(seen),
+            output_attentions=bool(attentions),
             **{name: value for name, value in inputs.items() if value is not None},
         )
-        answer = self.to_hf_output(found, bool(states))
-        return answer if return_dict or (return_dict is None and config.return_dict) else answer.to_tuple()
+        output = self.to_hf_output(model_output, bool(states))
+        return output if return_dict or (return_dict is None and config.return_dict) else output.to_tuple()
 
     def shift_labels_right(self, labels: Tensor) -> Tensor:
-        """What a decoder reads when it is to answer this."""
+        """Return the decoder's input for these labels: the start token, then all labels but the last."""
         pad, start = self.config.pad_token_id or 0, self.config.decoder_start_token_id or 0
         return nn.functional.pad(labels.masked_fill(labels == LABEL_IGNORE_INDEX, pad), (1, -1), value=start)
 
     def to_hf_output(self, output: ModelOutput, with_hidden_states: bool) -> Any:
-        """What our model says, in the words of `transformers`."""
+        """Return our output as the output class of `transformers`."""
         raise NotImplementedError
 
 
 class FirthModel(FirthPreTrainedModel):
-    """The body of any checkpoint; its head comes along, so that nothing is lost on saving."""
+    """The backbone of any checkpoint; it keeps the head, so that saving loses nothing."""
 
     def to_hf_output(self, output: ModelOutput, with_hidden_states: bool) -> Any:
         assert output.hidden_states is not None
@@ -213,7 +213,7 @@ class FirthForSequenceClassification(FirthPreTrainedModel):
 
 
 def seq2seq_output_fields(output: ModelOutput) -> dict[str, Any]:
-    """What two stacks leave, by the names of `transformers`."""
+    """Return the fields that both seq2seq outputs of `transformers` have."""
     return {
         "decoder_attentions": output.attentions,
         "cross_attentions": output.cross_attentions,
@@ -226,7 +226,7 @@ FIRTH_HEAD_MODELS = (FirthForMaskedLM, FirthForCausalLM, FirthForSeq2SeqLM, Firt
 
 
 def auto_class_for_config(config: ModelConfig) -> str:
-    """The class of `transformers` that opens a checkpoint of this model; `AutoModel` (the body) where no other does."""
+    """Return the Auto class that opens a checkpoint of this model; default: `AutoModel` (the backbone)."""
     return next(
         (kind.auto_class_name for kind in FIRTH_HEAD_MODELS if kind.supports(config)), FirthModel.auto_class_name
     )

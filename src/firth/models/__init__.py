@@ -1,4 +1,4 @@
-"""Batch to hidden states, logits, loss."""
+"""Models: configs, presets, architectures, heads and Hugging Face checkpoints."""
 
 from firth.models.backbone import Stack
 from firth.models.config import (

@@ -1,4 +1,10 @@
-"""Static word vectors: one vector per token, whatever stands around it."""
+"""PPMI token embeddings: start pretraining from co-occurrence statistics instead of random embeddings.
+
+1. Count how often two tokens occur within a window of each other (`cooccurrence_matrix`).
+2. Turn the counts into positive pointwise mutual information, log(p(a, b) / (p(a) p(b))) where positive.
+3. Factorise that sparse matrix by a randomized SVD. Word2vec factorises the same matrix implicitly (Levy & Goldberg
+   2014), so the rows are word vectors of the same kind, without training.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +21,17 @@ from firth.models.model import Model
 from firth.tokens import Shards
 
 PPMI_WINDOW_TOKENS = 8
-MAX_COUNTED_TOKENS = 2**24  # tokens that are counted: of longer texts stretches, evenly apart
+MAX_COUNTED_TOKENS = 2**24  # longer corpora are sampled in evenly spaced chunks
 SAMPLE_CHUNK_TOKENS = 2**14
-COUNT_THREADS = 4  # threads that count: each needs some 25 bytes for every token
-CONTEXT_EXPONENT = (
-    0.75  # context counts are raised to this, so that rare ones weigh less (Levy et al. 2015, section 3.2)
-)
+COUNT_THREADS = 4  # each thread needs about 25 bytes per token
+CONTEXT_EXPONENT = 0.75  # context counts to this power: lowers the PMI of rare contexts (Levy et al. 2015, section 3.2)
 
 InputT = TypeVar("InputT")
 OutputT = TypeVar("OutputT")
 
 
 def cooccurrence_matrix(shards: Shards, vocab_size: int, window: int) -> sp.csr_matrix:
-    """How often two tokens stand at most `window` apart in a document; one at distance k counts 1/k."""
+    """Return (V, V): how often two tokens occur at most `window` apart in a document; distance k counts 1/k."""
     tokens, doc = sample_tokens_for_counts(shards)
     shape = (vocab_size, vocab_size)
 
@@ -43,13 +47,13 @@ def cooccurrence_matrix(shards: Shards, vocab_size: int, window: int) -> sp.csr_
 def map_in_threads(
     function: Callable[[InputT], OutputT], items: Iterable[InputT], max_threads: int
 ) -> Iterator[OutputT]:
-    """What a function makes of each, in their order; several at once, as numpy and scipy let others work meanwhile."""
+    """Yield `function` of each item, in order, computed by threads: numpy and scipy release the GIL."""
     with ThreadPoolExecutor(min(max_threads, torch.get_num_threads())) as pool:
         yield from pool.map(function, items)
 
 
 def sample_tokens_for_counts(shards: Shards) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens, and which document, or which part of one, each is of."""
+    """Return the tokens to count, and for each the id of its document or sampled chunk."""
     doc = np.repeat(np.arange(shards.num_documents, dtype=np.int32), np.diff(shards.offsets))
     apart = -(-len(doc) // MAX_COUNTED_TOKENS) * SAMPLE_CHUNK_TOKENS
     if len(doc) <= MAX_COUNTED_TOKENS:
@@ -63,22 +67,23 @@ def sample_tokens_for_counts(shards: Shards) -> tuple[np.ndarray, np.ndarray]:
 
 
 def ppmi_matrix(counts: sp.csr_matrix) -> sp.csr_matrix:
-    """Positive pointwise mutual information: by how much two tokens meet more often than chance, in nats."""
+    """Return positive pointwise mutual information in nats: how much more often than chance two tokens co-occur."""
     word = np.asarray(counts.sum(1)).ravel()
     context = word**CONTEXT_EXPONENT / max(np.sum(word**CONTEXT_EXPONENT), 1e-30)
     pairs = counts.tocoo()
     value = np.log(pairs.data / (word[pairs.row] * context[pairs.col]))
     positive = value > 0
-    place = (pairs.row[positive], pairs.col[positive])
-    return sp.csr_matrix((value[positive].astype(np.float32), place), shape=counts.shape)
+    indices = (pairs.row[positive], pairs.col[positive])
+    return sp.csr_matrix((value[positive].astype(np.float32), indices), shape=counts.shape)
 
 
 def ppmi_vectors(
     shards: Shards, vocab_size: int, dim: int, window: int = PPMI_WINDOW_TOKENS, seed: int = 0
 ) -> np.ndarray:
-    """Vectors (vocab_size, dim) by a truncated SVD of the PPMI matrix, which word2vec factorises without making it
-    (Levy & Goldberg 2014). Turned at random so that all directions carry alike, centred, of unit spread. Tokens that
-    keep no company, as marks that no text has (masks, T5's sentinels), are random, so that no two are the same.
+    """Return vectors (vocab_size, dim) by a truncated SVD of the PPMI matrix.
+
+    They are centred, rotated at random so that all dimensions have equal variance, and scaled to unit std. Tokens
+    without co-occurrences, such as [MASK] or T5's sentinels, get random vectors, so that no two are equal.
     """
     matrix = ppmi_matrix(cooccurrence_matrix(shards, vocab_size, window))
     across = matrix.T.tocsr()
@@ -88,8 +93,8 @@ def ppmi_vectors(
         basis = orthonormal_basis(parallel_matmul(matrix, parallel_matmul(across, basis)))
     inner = parallel_matmul(across, basis).T
     left, squares, _ = np.linalg.svd(inner @ inner.T)
-    vectors = (basis @ left[:, :dim]) * squares[:dim] ** 0.25  # half of the singular values' weight
-    vectors = np.pad(vectors, ((0, 0), (0, dim - vectors.shape[1])))  # a vocabulary smaller than the model is wide
+    vectors = (basis @ left[:, :dim]) * squares[:dim] ** 0.25  # the square root of the singular values
+    vectors = np.pad(vectors, ((0, 0), (0, dim - vectors.shape[1])))  # the vocabulary may be smaller than `dim`
     turn, _ = np.linalg.qr(draw.standard_normal((dim, dim)))
     met = np.diff(matrix.indptr) > 0
     if not met.any():
@@ -101,37 +106,38 @@ def ppmi_vectors(
 
 
 def parallel_matmul(matrix: sp.csr_matrix, dense: np.ndarray) -> np.ndarray:
-    """Of a sparse matrix and a wide one, whose columns are shared out to threads."""
+    """Return `matrix @ dense`; threads share the columns of `dense`."""
     parts = np.array_split(dense, torch.get_num_threads(), axis=1)
     return np.hstack(list(map_in_threads(matrix.__matmul__, parts, len(parts))))
 
 
 def orthonormal_basis(x: np.ndarray) -> np.ndarray:
-    """A basis of what the columns span; numpy's own would be in double precision."""
+    """Return an orthonormal basis of the column space, in float32: numpy's QR would use float64."""
     return torch.linalg.qr(torch.from_numpy(x))[0].numpy()
 
 
 def warm_start_embeddings(model: Model, shards: Shards, seed: int = 0) -> None:
-    """Begin with embeddings that know which tokens keep company, instead of random ones."""
+    """Replace the random token embeddings by PPMI embeddings of this text."""
     set_token_embeddings(model, ppmi_embeddings(model.config, shards, seed))
 
 
 def ppmi_embeddings(config: ModelConfig, shards: Shards, seed: int) -> np.ndarray:
-    """Such embeddings, as far apart as suits a model."""
+    """Return PPMI embeddings with the std that suits the model's initialisation."""
     width = config.embed_width
     return embedding_std(config.init, width) * ppmi_vectors(shards, config.vocab_size, width, seed=seed)
 
 
 @torch.no_grad()
 def set_token_embeddings(model: Model, vectors: np.ndarray) -> None:
-    if vectors.any() and np.isfinite(vectors).all():  # or no two tokens stand together
+    if vectors.any() and np.isfinite(vectors).all():  # all zero: no two tokens co-occur
         model.embed.tokens.weight.copy_(torch.from_numpy(vectors))
 
 
 def embedding_std(init: FanInInit | NormalInit | UniformInit, width: int) -> float:
-    """Of the first embeddings: T5's own, or wider than random ones are.
+    """Return the std of PPMI embeddings: 1 for T5, else a multiple of the random initialisation's std.
 
-    Five times up to a width of 128, by experiment; then less, so that the first scores of words do not grow with it.
+    The factor is 5 up to a width of 128, found by experiment. It falls with the width, so that initial logits do not
+    grow with it.
     """
     if isinstance(init, FanInInit):
         return 1.0

@@ -1,4 +1,9 @@
-"""Families are functions, sizes are lines."""
+"""Model presets: a family is a function that returns a ModelConfig, a size is one line of `PRESETS`.
+
+Each function sets what its paper publishes and takes `**changes` for any other field. A family that derives from
+another one calls that family's function, so the code shows the differences alone: RoBERTa is BERT with one segment and
+a position offset.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +71,7 @@ def gpt(num_layers: int, dim: int, num_heads: int, vocab_size: int = 40478, **ch
 
 
 def gpt2(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50257, **changes: Any) -> ModelConfig:
-    """Radford et al. 2019: GPT with the norm first, and residual weights scaled by depth."""
+    """Radford et al. 2019: GPT with pre-norm, and residual projections initialised by depth (section 2.3)."""
     fields: dict[str, Any] = dict(
         family="gpt2", position=LearnedPosition(1024), init=NormalInit(scale_residual=True), norm_first=True
     )
@@ -74,15 +79,15 @@ def gpt2(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50257, **c
 
 
 def gpt3(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50257, **changes: Any) -> ModelConfig:
-    """Brown et al. 2020: GPT-2, twice as long; here every layer has dense attention, not every other one.
+    """Brown et al. 2020: GPT-2 with 2,048 positions. All layers are dense; the paper has sparse ones too.
 
-    Where table 2.1 has heads that do not fit the width (XL, 13B), heads of 128 numbers.
+    Where the heads of table 2.1 do not divide the width (XL, 13B), the head size is 128.
     """
     return gpt2(num_layers, dim, num_heads, vocab_size, **dict(family="gpt3", position=LearnedPosition(2048)) | changes)
 
 
 def t5(num_layers: int, dim: int, num_heads: int, mlp_dim: int, vocab_size: int = 32128, **changes: Any) -> ModelConfig:
-    """Raffel et al. 2020: encoder-decoder, relative buckets, RMS norm, no biases, tied and scaled head."""
+    """Raffel et al. 2020: encoder-decoder, relative position buckets, RMSNorm, no biases, tied and scaled head."""
     fields: dict[str, Any] = dict(
         family="t5",
         architecture="encoder-decoder",
@@ -115,7 +120,7 @@ def t5_v1_1(
 
 
 def roberta(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50265, **changes: Any) -> ModelConfig:
-    """Liu et al. 2019: BERT without segments, over bytes; positions count from 2."""
+    """Liu et al. 2019: BERT with byte-level BPE and one segment; positions count from 2."""
     fields: dict[str, Any] = dict(
         family="roberta", position=LearnedPosition(514, offset=2), norm=LayerNormConfig(1e-5), num_segments=1
     )
@@ -128,22 +133,22 @@ def xlm_roberta(num_layers: int, dim: int, num_heads: int, vocab_size: int = 250
 
 
 def afriberta(num_layers: int, dim: int, num_heads: int, vocab_size: int = 70006, **changes: Any) -> ModelConfig:
-    """Ogueji et al. 2021: XLM-R made small, for eleven African languages and little text."""
+    """Ogueji et al. 2021: a small XLM-R for eleven African languages, pretrained on little text."""
     return xlm_roberta(num_layers, dim, num_heads, vocab_size, **dict(family="afriberta") | changes)
 
 
 def spanbert(num_layers: int, dim: int, num_heads: int, vocab_size: int = 28996, **changes: Any) -> ModelConfig:
-    """Joshi et al. 2020: BERT that answers spans, also from their boundaries."""
+    """Joshi et al. 2020: BERT with span masking and the span boundary objective."""
     return bert(num_layers, dim, num_heads, vocab_size, **dict(family="spanbert") | changes)
 
 
 def unilm(num_layers: int, dim: int, num_heads: int, vocab_size: int = 28996, **changes: Any) -> ModelConfig:
-    """Dong et al. 2019: BERT that reads in several orders."""
+    """Dong et al. 2019: BERT with bidirectional, causal and seq2seq attention masks."""
     return bert(num_layers, dim, num_heads, vocab_size, **dict(family="unilm") | changes)
 
 
 def labse(num_layers: int, dim: int, num_heads: int, vocab_size: int = 501153, **changes: Any) -> ModelConfig:
-    """Feng et al. 2022: BERT over 109 languages, for one vector per sentence."""
+    """Feng et al. 2022: BERT over 109 languages, for sentence embeddings."""
     return bert(num_layers, dim, num_heads, vocab_size, **dict(family="labse") | changes)
 
 
@@ -174,7 +179,7 @@ def rembert(
 
 
 def xlm(num_layers: int, dim: int, num_heads: int, vocab_size: int = 95000, **changes: Any) -> ModelConfig:
-    """Conneau & Lample 2019: the blocks of BERT, a vector for each language, no transform before the words."""
+    """Conneau & Lample 2019: BERT blocks, language embeddings, an LM head without transform."""
     fields: dict[str, Any] = dict(
         family="xlm", num_segments=0, head=LMHead(bias=True), init=NormalInit(embed_std=dim**-0.5)
     )
@@ -184,7 +189,7 @@ def xlm(num_layers: int, dim: int, num_heads: int, vocab_size: int = 95000, **ch
 def albert(
     num_layers: int, dim: int, num_heads: int, embed_dim: int = 128, vocab_size: int = 30000, **changes: Any
 ) -> ModelConfig:
-    """Lan et al. 2020: one block for all layers, narrow token vectors, no dropout (section 4.8)."""
+    """Lan et al. 2020: parameters shared by all layers, factorised embeddings, no dropout (section 4.8)."""
     fields: dict[str, Any] = dict(
         family="albert",
         mlp=MLPConfig(4 * dim, "gelu-tanh"),
@@ -199,12 +204,12 @@ def albert(
 def electra(
     num_layers: int, dim: int, num_heads: int, embed_dim: int | None = 128, vocab_size: int = 30522, **changes: Any
 ) -> ModelConfig:
-    """Clark et al. 2020: BERT, over narrow token embeddings when small; the generator is one of its extras."""
+    """Clark et al. 2020: BERT with factorised embeddings in the small size; the generator is an extra."""
     return bert(num_layers, dim, num_heads, vocab_size, **dict(family="electra", embed_dim=embed_dim) | changes)
 
 
 def xlnet(num_layers: int, dim: int, num_heads: int, vocab_size: int = 32000, **changes: Any) -> ModelConfig:
-    """Yang et al. 2019: post-norm, scores of Transformer-XL, segments by being the same or not, two streams."""
+    """Yang et al. 2019: post-norm, Transformer-XL attention, relative segment encodings, two streams."""
     fields: dict[str, Any] = dict(
         family="xlnet",
         mlp=MLPConfig(4 * dim, "gelu", dropout=None),
@@ -231,7 +236,7 @@ def deberta(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50265, 
 
 
 def deberta_v2(num_layers: int, dim: int, num_heads: int, vocab_size: int = 128100, **changes: Any) -> ModelConfig:
-    """Version 2: distances in buckets, projected like content, and a convolution beside the first block."""
+    """Version 2: bucketed distances, projections shared with content, a convolution beside the first block."""
     fields: dict[str, Any] = dict(
         family="deberta-v2",
         position=Disentangled(num_buckets=256, share_projections=True, norm_embeddings=True),
@@ -242,7 +247,7 @@ def deberta_v2(num_layers: int, dim: int, num_heads: int, vocab_size: int = 1281
 
 
 def deberta_v3(num_layers: int, dim: int, num_heads: int, vocab_size: int = 128100, **changes: Any) -> ModelConfig:
-    """He et al. 2023: version 2 without the convolution, trained to find replaced tokens."""
+    """He et al. 2023: version 2 without the convolution, pretrained by replaced token detection."""
     fields: dict[str, Any] = dict(family="deberta-v3", convolution=None)
     return deberta_v2(num_layers, dim, num_heads, vocab_size, **fields | changes)
 
@@ -269,7 +274,7 @@ def bart(num_layers: int, dim: int, num_heads: int, vocab_size: int = 50265, **c
 def llama(
     num_layers: int, dim: int, num_heads: int, mlp_dim: int, vocab_size: int = 32000, **changes: Any
 ) -> ModelConfig:
-    """Touvron et al. 2023: pre-norm by RMS, RoPE, gated MLP, no biases, no dropout."""
+    """Touvron et al. 2023: pre-norm with RMSNorm, RoPE, SwiGLU, no biases, no dropout."""
     fields: dict[str, Any] = dict(
         family="llama",
         architecture="decoder",
@@ -290,7 +295,7 @@ def llama(
 
 
 def llama2(num_layers: int, dim: int, num_heads: int, mlp_dim: int, **changes: Any) -> ModelConfig:
-    """Touvron et al. 2023b: twice the context; grouped-query attention in the largest."""
+    """Touvron et al. 2023b: 4,096 positions; grouped-query attention in the largest size."""
     fields: dict[str, Any] = dict(position=Rotary(length=4096), norm=RMSNormConfig(1e-5))
     return llama(num_layers, dim, num_heads, mlp_dim, **fields | changes)
 
@@ -311,7 +316,7 @@ def llama3(
 def modernbert(
     num_layers: int, dim: int, num_heads: int, mlp_dim: int, vocab_size: int = 50368, **changes: Any
 ) -> ModelConfig:
-    """Warner et al. 2024: BERT with RoPE, sliding windows in two of three layers, gated MLP, no biases, norm first."""
+    """Warner et al. 2024: pre-norm, RoPE, sliding windows in two of three layers, GeGLU, no biases."""
     fields: dict[str, Any] = dict(
         family="modernbert",
         architecture="encoder",
@@ -336,7 +341,7 @@ def modernbert(
 
 
 def bag_of_words(vocab_size: int, dim: int, tied: bool = False, num_bigram_buckets: int = 0) -> ModelConfig:
-    """No layers at all: words are their vectors (word2vec, GloVe), a text is their mean (fastText)."""
+    """No layers: a word is its embedding (word2vec, GloVe), a text the mean of its words (fastText)."""
     return ModelConfig(
         family=BAG_OF_WORDS_FAMILY,
         architecture="encoder",
@@ -481,34 +486,34 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 FAMILY_DESCRIPTIONS: dict[str, str] = {
-    "bert": "labels for texts, pairs and words; the one to learn with",
-    "roberta": "the same, over bytes: no unknown words",
-    "xlm-roberta": "labels in a hundred languages, or in one of them",
-    "afriberta": "labels in languages with little text",
-    "spanbert": "finding spans: answers, names, who is meant",
-    "unilm": "reading and writing in one stack",
-    "labse": "comparing sentences across languages",
-    "albert": "labels where the model must be small to keep",
-    "distilbert": "labels where the model must be fast",
-    "electra": "labels after short pretraining: it learns from every token",
-    "deberta": "the best labels for their size",
-    "deberta-v2": "the best labels, very large",
-    "deberta-v3": "the best labels for their size, after RTD",
-    "xlnet": "labels for long texts",
-    "rembert": "labels in a hundred languages; words in and out apart",
-    "xlm": "two or more languages, translations",
-    "modernbert": "labels for long texts, fast: an encoder of today",
-    "gpt": "writing on; where it began",
-    "gpt2": "writing on; the one to learn with",
-    "gpt3": "writing on, in the eight published sizes",
-    "llama": "writing on: a decoder of today",
+    "bert": "text, pair and token classification; the best start",
+    "roberta": "as bert, with byte-level BPE: no unknown words",
+    "xlm-roberta": "classification in 100 languages, or in one of them",
+    "afriberta": "classification in languages with little text",
+    "spanbert": "spans: answers, names, coreference",
+    "unilm": "classification and generation with one stack",
+    "labse": "sentence embeddings across languages",
+    "albert": "classification with few parameters",
+    "distilbert": "fast classification",
+    "electra": "classification after short pretraining: every token gives a loss",
+    "deberta": "the most accurate classification for its size",
+    "deberta-v2": "the most accurate classification, very large",
+    "deberta-v3": "as deberta, pretrained by replaced token detection",
+    "xlnet": "classification of long texts",
+    "rembert": "classification in 100 languages; untied embeddings",
+    "xlm": "two or more languages, parallel text",
+    "modernbert": "fast classification of long texts: a current encoder",
+    "gpt": "text generation; the first GPT",
+    "gpt2": "text generation; the best start",
+    "gpt3": "text generation, in the 8 published sizes",
+    "llama": "text generation: a current decoder",
     "t5": "text to text: translate, summarise, answer",
     "bart": "text to text: summarise, correct, restore",
     **RECURRENT_FAMILY_DESCRIPTIONS,
 }
 
 
-PRESET_ALIASES = {"ulmfit": "ulmfit-base", "elmo": "elmo-base"}  # models by the name of their paper: the published size
+PRESET_ALIASES = {"ulmfit": "ulmfit-base", "elmo": "elmo-base"}  # a bare family name means the published size
 
 
 def is_preset(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""More tokens for a model that is there already."""
+"""Grow the vocabulary of a trained model: new rows in the token embeddings and the LM head."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from firth.models.heads import LMHeadModule
 from firth.models.model import Model
 from firth.models.recurrent import CharCNNEmbedding
 
-NEW_VECTOR_NOISE_RATIO = 0.1  # the spread of new vectors, as a share of the spread of the old ones
+NEW_VECTOR_NOISE_RATIO = 0.1  # std of new rows, relative to the std of the old ones
 
 
 @torch.no_grad()
 def grow_vocabulary(model: Model, size: int, seed: int = 0) -> Model:
-    """Give a model the tokens up to `size`, in place: each is the mean of the old ones, with a little noise.
+    """Grow the vocabulary to `size` in place; each new row is the mean of the old ones plus noise.
 
-    So a new token is as likely as the others, and no two are the same. The noise depends on the seed alone.
+    So a new token starts about as likely as an average one, and no two rows are equal. The noise depends on the seed
+    alone.
     """
     old = model.config.vocab_size
     if size < old:
@@ -30,7 +31,7 @@ def grow_vocabulary(model: Model, size: int, seed: int = 0) -> Model:
     noise = torch.Generator().manual_seed(seed)
     for part in model.modules():
         if isinstance(part, CharCNNEmbedding):
-            continue  # which has no vector for each word
+            continue  # has no embedding per word
         if part is model.embed:
             _grow_embedding(model.embed.tokens, size, noise)
         elif isinstance(part, LMHeadModule):
@@ -48,7 +49,7 @@ def _grow_embedding(table: nn.Embedding, size: int, generator: torch.Generator) 
 
 
 def append_mean_rows(rows: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    """The rows, and new ones up to `size`."""
+    """Return `rows` with new ones appended up to `size`: their mean plus noise."""
     mean, spread = rows.mean(0), rows.std(0)
     drawn = torch.randn((size - len(rows), *rows.shape[1:]), generator=generator).to(rows)
     return torch.cat([rows, mean + NEW_VECTOR_NOISE_RATIO * spread * drawn])

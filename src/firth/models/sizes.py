@@ -1,4 +1,4 @@
-"""How much a model computes."""
+"""FLOPs of a model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from firth.models.config import AWDLSTMConfig, BiLSTMConfig, ELMoConfig, LMHead,
 
 
 def flops_per_token(config: ModelConfig, length: int) -> float:
-    """Multiplications and additions of matrix products to read one token in rows of `length`, forward alone.
+    """Return the matmul FLOPs of the forward pass per token, in rows of `length`; an addition and a product are two.
 
-    Training takes three times as many. The vocabulary is counted at every place. In an encoder-decoder half of the
+    Training takes three times as many. The LM head is counted at every position. In an encoder-decoder half of the
     tokens are the encoder's.
     """
     if config.recurrent is not None:
@@ -33,7 +33,7 @@ def _layer_flops(config: ModelConfig, length: int) -> float:
 
 
 def _recurrent_flops(config: ModelConfig) -> float:
-    """All layers of LSTMs, both ways where there are two, and ELMo's spelling, as if every word were new."""
+    """Return the FLOPs of all LSTM layers and directions, and of ELMo's character CNN (every word new)."""
     spec, n, dim = config.recurrent, config.num_layers, config.dim
 
     def lstm(reads: int, units: int, hands_on: int | None = None) -> float:

@@ -17,7 +17,7 @@ CLS_LAST_TOKEN_TYPE = 2  # XLNet's <cls> belongs to neither text
 
 
 def make_sequence_template(config: ModelConfig, vocab: Vocabulary, cls_last: bool | None = None) -> SequenceTemplate:
-    """Return the template of a model: that of the objectives which its architecture is trained with.
+    """Return the special tokens around the texts of a model, as its pretraining objectives add them.
 
     Encoders, and encoder-decoders with `adds_bos` (BART), have [CLS] and [SEP]; decoders their begin and end token;
     other encoder-decoders (T5) the end token alone. `cls_last` puts [CLS] after the texts. Default: only for XLNet,

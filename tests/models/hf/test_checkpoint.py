@@ -203,7 +203,7 @@ def test_a_stranger_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     rewrite(tmp_path, lambda tensors: tensors | {"bert.adapter.weight": torch.ones(2)})
     assert_same(load_model(tmp_path), model)
     said = " ".join(capsys.readouterr().err.split())
-    assert "1 tensors have no place in this model and are left out, such as bert.adapter.weight" in said
+    assert "1 tensors are not part of this model and are ignored, such as bert.adapter.weight" in said
     load_model(tmp_path, head=ClassificationHead(("a", "b"), has_pooler=True))
     assert capsys.readouterr().err == "", "a new head leaves things out by intention"
 

@@ -1,4 +1,4 @@
-"""What LoRA has learned, as `peft` reads it: small, and put on top of the model that it began with."""
+"""LoRA adapters in the format of `peft`: the low-rank matrices and the trained head, without the base model."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ PEFT_PREFIX = "base_model.model."
 
 
 def write_adapter(model: Model, spec: LoRAConfig, base: str, folder: Path) -> None:
-    """adapter_config.json and adapter_model.safetensors, into a folder that is there.
+    """Write adapter_config.json and adapter_model.safetensors into an existing folder.
 
-    `base` is the checkpoint that it belongs on. A head that was learned with it goes along, and all that has a row for
-    each token where there are more of them than in the base: it needs `resize_token_embeddings` then, which is said.
+    `base` is the checkpoint that the adapter extends. A trained task head is written too. Where the vocabulary has
+    grown, the embeddings are written too, and a message names the `resize_token_embeddings` call that the base needs.
     """
     rules = {rule.firth_name: rule for rule in adapter_rules(model)}
     modules = {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
@@ -66,7 +66,7 @@ def write_adapter(model: Model, spec: LoRAConfig, base: str, folder: Path) -> No
 
 
 def adapter_rules(model: Model) -> list[TensorRule]:
-    """How `transformers` names the tensors of a model, where `peft` can put LoRA beside them."""
+    """Return the tensor rules of a model; raise a UserError where `peft` cannot adapt it."""
     vocab = model.tokenizer.vocab if model.tokenizer is not None else None
     if hf_model_type(model.config, vocab) == FIRTH_MODEL_TYPE:
         raise UserError(f"transformers has no name for this {model.config.family}, so peft cannot open its adapter.")
@@ -77,15 +77,15 @@ def adapter_rules(model: Model) -> list[TensorRule]:
 
 
 def lora_tensors(module: LoRALinear, rule: TensorRule) -> dict[str, Tensor]:
-    """The two matrices for each of the layers that are one of ours."""
+    """Return A and B for each layer of `transformers` that one fused layer of ours holds."""
     rows = TensorRule(
         rule.firth_name, rule.hf_names, split_sizes=rule.split_sizes, interleaved_heads=rule.interleaved_heads
     ).to_hf(module.lora_b.detach())
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, a_RI, b_SR in zip(rule.hf_names, module.lora_a.detach(), rows, strict=True):
         layer = PEFT_PREFIX + name.removesuffix(".weight")
-        found |= {f"{layer}.lora_A.weight": a_RI, f"{layer}.lora_B.weight": b_SR}
-    return found
+        tensors |= {f"{layer}.lora_A.weight": a_RI, f"{layer}.lora_B.weight": b_SR}
+    return tensors
 
 
 def adapter_head_tensors(model: Model, rules: list[TensorRule]) -> dict[str, Tensor]:
@@ -98,9 +98,9 @@ def adapter_head_tensors(model: Model, rules: list[TensorRule]) -> dict[str, Ten
 
 
 def layer_name_pattern(name: str) -> str:
-    r"""A pattern for a layer's name with whatever number.
+    r"""Return a regular expression for a layer's name with any layer number.
 
-    >>> any_layer("h.11.attn.c_attn")
+    >>> layer_name_pattern("h.11.attn.c_attn")
     'h\\.\\d+\\.attn\\.c_attn'
     """
     return r"\.".join(r"\d+" if part.isdecimal() else re.escape(part) for part in name.split("."))

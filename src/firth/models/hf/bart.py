@@ -34,10 +34,8 @@ BART_TASK_ARCHITECTURES = (
     ),
     TaskArchitecture("BartForQuestionAnswering", SpanHead(dropout=0.0), "qa_outputs"),
 )
-BART_POSITION_OFFSET = 2  # the first places are never used
-BART_BIAS_KEY = (
-    "final_logits_bias"  # the tensor, which is nearly always 0, and our word for it in config.json where it is not
-)
+BART_POSITION_OFFSET = 2  # the first rows are never used
+BART_BIAS_KEY = "final_logits_bias"  # the tensor, 0 in most files; where it is not, also our key in config.json
 
 
 def bart_rules(config: ModelConfig) -> Iterator[TensorRule]:
@@ -112,7 +110,7 @@ BART_SETTINGS = SettingsTable(
 
 
 def detect_bart_bias(config: ModelConfig, read_tensors: Callable[..., Tensors]) -> ModelConfig:
-    """With a bias where the file has one that is not 0."""
+    """Return the config with an LM head bias where the file has a nonzero one."""
     bias = read_tensors(BART_BIAS_KEY).get(BART_BIAS_KEY)
     if bias is None or not bias.any() or not isinstance(config.head, LMHead):
         return config

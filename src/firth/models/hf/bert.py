@@ -1,4 +1,4 @@
-"""BERT, and what SpanBERT, UniLM and LaBSE are written as."""
+"""BERT; also the layout of SpanBERT, UniLM and LaBSE."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from firth.models.hf.layout import (
 from firth.models.hf.settings import ACTIVATION, HIDDEN_SIZES, Converter, HFConfigDict, Setting, SettingsTable
 
 BERT_DROPOUT_KEYS = {"dropout": "classifier_dropout"}
-ALBERT_DROPOUT_KEYS = {"dropout": "classifier_dropout_prob"}  # in ALBERT and RemBERT, whose bodies have none
+ALBERT_DROPOUT_KEYS = {"dropout": "classifier_dropout_prob"}  # of ALBERT and RemBERT, whose backbones have no dropout
 
 
 def token_task_architectures(
     name: str, dropout: float | None = None, settings: dict[str, str] = BERT_DROPOUT_KEYS
 ) -> tuple[TaskArchitecture, ...]:
-    """The heads over all places, which BERT and its relatives have alike."""
+    """Return the token-level architectures that BERT and its relatives share."""
     return (
         TaskArchitecture(
             f"{name}ForTokenClassification",

@@ -100,7 +100,7 @@ def load_model(folder: str | Path, head: Head | None = None, extras: tuple[Extra
     load_generation_tokens(model, folder)
     if head is None and (strange := unexpected_tensors(tensors, model)):
         some = ", ".join(strange[:3])
-        warn(f"{folder}: {len(strange)} tensors have no place in this model and are left out, such as {some}.")
+        warn(f"{folder}: {len(strange)} tensors are not part of this model and are ignored, such as {some}.")
     if (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.json").is_file():
         model.tokenizer = load_tokenizer(folder)
         check_vocabulary(config, model.tokenizer.vocab, str(folder))

@@ -43,8 +43,8 @@ HEAD_VALUE_TO_HF = ACTIVATION_TO_HF | {"first": "cls"}
 def hf_model_type(config: ModelConfig, vocab: Vocabulary | None = None) -> str:
     """Return the `model_type` that describes this model (with this vocabulary) without loss; else `firth`.
 
-    Extras stand beside a family's tensors and change nothing, except a generator: it takes the words from the body,
-    and only ELECTRA has a name for what is left.
+    Extras are saved beside a family's tensors. A generator is different: it takes the LM head from the backbone, and
+    only ELECTRA has an architecture for a backbone without one.
     """
     layout = _exact_layout(config, vocab)
     generator = config.get_extra("generator")

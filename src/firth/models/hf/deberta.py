@@ -63,7 +63,7 @@ def deberta_rules(config: ModelConfig) -> Iterator[TensorRule]:
 
 
 def deberta_shared_rules(config: ModelConfig) -> Iterator[TensorRule]:
-    """All but the inside of attention, which every version has alike."""
+    """Yield the rules that all versions share: everything but the inside of attention."""
     embeddings, encoder = "deberta.embeddings", "deberta.encoder"
     yield TensorRule("embed.tokens.weight", (f"{embeddings}.word_embeddings.weight",))
     if config.num_position_embeddings:
@@ -154,7 +154,7 @@ DEBERTA_LAYOUT = HFLayout(
     lm_architecture="DebertaForMaskedLM",
     task_architectures=tuple(
         one for one in deberta_task_architectures("Deberta") if not isinstance(one.head, MultipleChoiceHead)
-    ),  # version 1 has none
+    ),  # version 1 has no multiple choice
     prefix="deberta.",
     fixed_settings=DEBERTA_FIXED_SETTINGS,
     aliases=DEBERTA_ALIASES,

@@ -100,7 +100,7 @@ ELECTRA_SETTINGS = SettingsTable(
 
 
 def drop_missing_generator(config: ModelConfig, read_tensors: Callable[..., Tensors]) -> ModelConfig:
-    """Without the generator where its tensors are gone: `transformers` writes its settings again, and not it."""
+    """Drop the generator where its tensors are missing: `transformers` saves its settings but not its weights."""
     if config.get_extra("generator") is None or read_tensors("extras.generator.narrow.weight"):
         return config
     return replace(config, head=DiscriminatorHead(), extras=())

@@ -1,4 +1,4 @@
-"""GPT-2, and what GPT-3 is written as."""
+"""GPT-2; also the layout of GPT-3."""
 
 from __future__ import annotations
 

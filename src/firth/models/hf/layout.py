@@ -115,21 +115,18 @@ class HFLayout:
     backbone_rules: Callable[[ModelConfig], Iterator[TensorRule]]  # of the backbone and the LM head
     settings: SettingsTable
     lm_architecture: str  # the architecture with a language model's head
-    encoder_architecture: str | None = None  # that of an encoder alone, where there is one beside a decoder
-    task_architectures: tuple[TaskArchitecture, ...] = ()  # those with a head for a task
-    pooler: str = "head.pooler"  # the dense layer with tanh over the first state, where the body has one of its own
-    pair_architecture: str | None = None  # the architecture that has a pair head too
-    discriminator_architecture: str | None = None  # the one that says which tokens were replaced
-    prefix: str = ""  # of the body's tensors; missing in checkpoints of the bare body
-    fixed_settings: HFConfigDict = field(default_factory=dict)  # settings that `transformers` can change and we not
-    aliases: dict[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # tensors that a file may hold under other names too
-    unused_patterns: tuple[str, ...] = ()  # patterns of what a file may hold and this model not need
-    positions_follow_pad: bool = False  # places are counted from the id after that of the padding token
-    refine_config: Callable[[ModelConfig, Callable[..., Tensors]], ModelConfig] | None = (
-        None  # what only the tensors tell
-    )
+    encoder_architecture: str | None = None  # the encoder alone, of an encoder-decoder
+    task_architectures: tuple[TaskArchitecture, ...] = ()  # architectures with a task head
+    pooler: str = "head.pooler"  # the backbone's own pooler, where it has one
+    pair_architecture: str | None = None  # with a sentence-pair head beside the LM head
+    discriminator_architecture: str | None = None  # ELECTRA's discriminator
+    prefix: str = ""  # of the backbone's tensors; missing in checkpoints without a head
+    fixed_settings: HFConfigDict = field(default_factory=dict)  # settings that Firth supports with one value
+    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)  # other names of a (tied) tensor in files
+    unused_patterns: tuple[str, ...] = ()  # tensors of a file that the model does not need
+    positions_follow_pad: bool = False  # positions count from the padding id + 1
+    # corrects the config by the file's tensors, where config.json is not enough
+    refine_config: Callable[[ModelConfig, Callable[..., Tensors]], ModelConfig] | None = None
 
     @property
     def base_architecture(self) -> str:

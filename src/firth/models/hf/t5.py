@@ -46,11 +46,11 @@ def t5_rules(config: ModelConfig) -> Iterator[TensorRule]:
         for i in range(layers):
             ours, theirs = f"{side}.blocks.{i}", f"{side}.block.{i}.layer"
             parts = [("attention", 0, "SelfAttention")] + ([("cross", 1, "EncDecAttention")] if last == 2 else [])
-            for name, place, kind in parts:
-                at = f"{theirs}.{place}.{kind}"
+            for name, index, kind in parts:
+                at = f"{theirs}.{index}.{kind}"
                 yield from qkv_rules(config, f"{ours}.{name}.qkv", f"{at}.q", f"{at}.k", f"{at}.v", bias=False)
                 yield from linear_rules(f"{ours}.{name}.out", f"{at}.o", bias=False)
-                yield from linear_rules(f"{ours}.{name}_norm", f"{theirs}.{place}.layer_norm", bias=False)
+                yield from linear_rules(f"{ours}.{name}_norm", f"{theirs}.{index}.layer_norm", bias=False)
             dense = f"{theirs}.{last}.DenseReluDense"
             ups = (f"{dense}.wi_0", f"{dense}.wi_1") if config.mlp.gated else (f"{dense}.wi",)
             yield from linear_rules(f"{ours}.mlp.up", *ups, bias=False)
@@ -121,7 +121,7 @@ T5_SETTINGS = SettingsTable(
 
 
 def detect_t5_tied_head(config: ModelConfig, read_tensors: Callable[..., Tensors]) -> ModelConfig:
-    """With a head of its own where the file has one: `transformers` 5 calls every head of T5 tied."""
+    """Untie the head where the file has a different one: `transformers` 5 writes every T5 head as tied."""
     found = read_tensors("lm_head.weight", "shared.weight")
     if len(found) < 2 or not isinstance(config.head, LMHead):
         return config

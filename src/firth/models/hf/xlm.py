@@ -34,10 +34,10 @@ XLM_TASK_ARCHITECTURES = (
 
 def xlm_rules(config: ModelConfig) -> Iterator[TensorRule]:
     yield TensorRule("embed.tokens.weight", ("transformer.embeddings.weight",))
-    places = (
+    position_name = (
         "embed.sinusoids" if isinstance(config.position, SinusoidalPosition) else "embed.position_embeddings.weight"
     )
-    yield TensorRule(places, ("transformer.position_embeddings.weight",))
+    yield TensorRule(position_name, ("transformer.position_embeddings.weight",))
     if config.num_languages:
         yield TensorRule("embed.languages.weight", ("transformer.lang_embeddings.weight",))
     yield from linear_rules("embed.norm", "transformer.layer_norm_emb")

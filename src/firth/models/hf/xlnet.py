@@ -67,7 +67,7 @@ def xlnet_rules(config: ModelConfig) -> Iterator[TensorRule]:
 
 
 def xlnet_attention_rules(firth_prefix: str, hf_prefix: str, num_heads: int) -> Iterator[TensorRule]:
-    """Their matrices are (D, H, d), from the width of the model to heads, the one back from heads too."""
+    """Yield the rules of attention; XLNet stores all its matrices as (D, H, d), the output projection too."""
     yield TensorRule(
         f"{firth_prefix}.qkv.weight",
         (f"{hf_prefix}.q", f"{hf_prefix}.k", f"{hf_prefix}.v"),

@@ -1,4 +1,4 @@
-"""LSTMs in place of blocks: AWD-LSTM, ELMo, the biLSTM, and an encoder-decoder of before the Transformer."""
+"""LSTM stacks: AWD-LSTM (ULMFiT), ELMo, biLSTM, and the seq2seq encoder-decoder with attention."""
 
 from firth.models.recurrent.awd import AWDLSTMStack
 from firth.models.recurrent.crf import CRF

@@ -1,7 +1,14 @@
-"""LSTMs with projections whose cells and projections stay within a bound, which no library has a program for.
+"""ELMo's LSTM: projected (LSTMP), with cell states and projections clipped at every step.
 
-W LSTMs side by side, N texts, L places, D numbers of what is read, H units, G gates, four for each unit, P numbers of a
-projection.
+cuDNN has no clipped cell, so the recurrence is a loop over positions. Each step is one batched matmul for the gates of
+all LSTMs, one pointwise cell kernel (Triton on a GPU), and one batched matmul for the projection:
+
+    gates = x W_ih^T + h W_hh^T + b;  c = clip(f * c + i * g);  h = clip((o * tanh(c)) W_hr^T)
+
+The input matmul covers all positions before the loop. The backward pass runs the loop in reverse; the weight gradients
+follow at the end, as one matmul over all positions. A clipped value passes no gradient.
+
+W LSTMs side by side, N texts, L positions, D input width, H units, G = 4 H gates, P projection width.
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ from torch.autograd.function import once_differentiable
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a machine without a GPU needs none
+except ImportError:  # not installed without a GPU
     triton = None
 
 BLOCK_UNITS = 512  # units in a tile
@@ -24,9 +31,9 @@ BLOCK_UNITS = 512  # units in a tile
 def clipped_lstm(
     x_WNLD: Tensor, h_WNP: Tensor, c_WNH: Tensor, weights: list[Tensor], clip: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """W LSTMs, place by place: cells and projections are cut to +-clip as they arise.
+    """Return all projections (W, N, L, P) and the last state (h, c) of W LSTMs, clipped to +-clip at every step.
 
-    `weights` are those of torch's LSTMs, one of each kind for all W. Gives all projections, and the last state.
+    `weights` are those of torch's LSTM with `proj_size`, each stacked over the W LSTMs.
     """
     w_ih, w_hh, b_ih, b_hh, w_hr = weights
     W, N, L, _ = x_WNLD.shape
@@ -38,7 +45,7 @@ def clipped_lstm(
 
 
 class ClippedLSTMFunction(torch.autograd.Function):
-    """All places in turn. The gradients of the weights are found at the end, by one product for all places."""
+    """The loop over positions, forward and backward; weight gradients are one matmul over all positions."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,7 +86,7 @@ class ClippedLSTMFunction(torch.autograd.Function):
 
 
 def lstm_cell_forward(gates_WNG: Tensor, c_WNH: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """The next cells, and what they show. What the gates let through takes the place of their scores."""
+    """Return the next cell states and the hidden states; gate pre-activations are overwritten by their activations."""
     if triton is not None and gates_WNG.is_cuda:
         return fused_lstm_cell_forward(gates_WNG, c_WNH, clip)
     enter, keep, new, show = gates_WNG.chunk(4, -1)
@@ -100,7 +107,7 @@ def lstm_cell_backward(
     hidden_WNH: Tensor,
     clip: float,
 ) -> Tensor:
-    """The way back: the gradient of the cells before. Those of the gates, and what was shown, are written down."""
+    """Return the gradient of the previous cells; write gate gradients and recomputed hidden states to the outputs."""
     if triton is not None and gates_WNG.is_cuda:
         given = gates_WNG, c_WNH, c_prev_WNH, dhidden_WNH, dc_WNH
         return fused_lstm_cell_backward(given, dgates_WNG, hidden_WNH, clip)

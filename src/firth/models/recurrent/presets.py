@@ -1,4 +1,4 @@
-"""The families from before the Transformer, and their sizes."""
+"""Presets of the LSTM families: ULMFiT, ELMo, biLSTM and seq2seq with and without attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from firth.models.config import (
 
 
 def make_recurrent_config(family: str, **fields: Any) -> ModelConfig:
-    """LSTMs: what the blocks of a Transformer would be is left at its least."""
+    """Return the config of an LSTM model; the fields of Transformer blocks have placeholder values."""
     plain: dict[str, Any] = dict(
         family=family,
         num_heads=1,
@@ -34,7 +34,7 @@ def make_recurrent_config(family: str, **fields: Any) -> ModelConfig:
 def ulmfit(
     num_layers: int, dim: int, hidden_size: int, vocab_size: int = 30002, dropout_scale: float = 1.0
 ) -> ModelConfig:
-    """Howard & Ruder 2018: AWD-LSTM over words. `dropout_scale` is how much of the published dropout there is."""
+    """Howard & Ruder 2018: AWD-LSTM over words. `dropout_scale` multiplies all published dropout probabilities."""
     full = AWDLSTMConfig()
     rates = {name: dropout_scale * getattr(full, name) for name in vars(full) if name.endswith("_drop")}
     return make_recurrent_config(
@@ -52,7 +52,7 @@ def ulmfit(
 def elmo(
     num_layers: int, hidden_size: int, proj_size: int, vocab_size: int = 793471, num_sampled: int = 8192, **changes: Any
 ) -> ModelConfig:
-    """Peters et al. 2018: words by their characters, a language model each way, a sampled softmax over the words."""
+    """Peters et al. 2018: character CNN, a forward and a backward LSTM LM, sampled softmax."""
     return make_recurrent_config(
         "elmo",
         architecture="encoder",
@@ -66,7 +66,7 @@ def elmo(
 
 
 def bilstm(num_layers: int, dim: int, vocab_size: int = 30002) -> ModelConfig:
-    """The baseline of most tasks until 2018: vectors of words, and an LSTM each way over them."""
+    """The usual baseline until 2018: word embeddings and a bidirectional LSTM."""
     return make_recurrent_config(
         "bilstm",
         architecture="encoder",
@@ -80,7 +80,7 @@ def bilstm(num_layers: int, dim: int, vocab_size: int = 30002) -> ModelConfig:
 
 
 def rnn(num_layers: int, dim: int, attention: bool, vocab_size: int = 30002) -> ModelConfig:
-    """Sutskever et al. 2014, and with attention Bahdanau et al. 2015."""
+    """Seq2seq LSTM: Sutskever et al. 2014; with attention Bahdanau et al. 2015."""
     return make_recurrent_config(
         "rnn-attention" if attention else "rnn",
         architecture="encoder-decoder",
@@ -93,7 +93,7 @@ def rnn(num_layers: int, dim: int, attention: bool, vocab_size: int = 30002) -> 
     )
 
 
-ELMO_TINY_FILTERS = ((1, 8), (2, 8), (3, 16), (4, 32), (5, 64))  # filters of a small model
+ELMO_TINY_FILTERS = ((1, 8), (2, 8), (3, 16), (4, 32), (5, 64))  # (width, channels)
 RECURRENT_PRESETS: dict[str, ModelConfig] = {
     "ulmfit-tiny": ulmfit(3, 128, 256, dropout_scale=0.2),
     "ulmfit-base": ulmfit(3, 400, 1150),
@@ -108,9 +108,9 @@ RECURRENT_PRESETS: dict[str, ModelConfig] = {
     "rnn-attention-base": rnn(1, 1000, attention=True),
 }
 RECURRENT_FAMILY_DESCRIPTIONS: dict[str, str] = {
-    "ulmfit": "labels for texts from few examples; writing on",
-    "elmo": "words in context, by their characters: features for a model on top",
-    "bilstm": "the baseline before pretraining: labels, tags",
-    "rnn": "text to text, as it began",
-    "rnn-attention": "text to text, as before the Transformer",
+    "ulmfit": "classification from few examples; text generation",
+    "elmo": "contextual word features from characters",
+    "bilstm": "the baseline before pretraining: classification, tagging",
+    "rnn": "text to text, without attention (2014)",
+    "rnn-attention": "text to text, with attention (2015)",
 }
