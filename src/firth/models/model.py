@@ -621,7 +621,7 @@ def get_forced_tokens(model: Model, vocab: Ids) -> ForcedTokens:
 
 
 def get_eos_token_ids(model: Model, vocab: Ids) -> tuple[int, ...]:
-    """Return the tokens that end generation: those that the checkpoint lists, or the template's end token."""
+    """Return the tokens that end generation: the list of the checkpoint, or the template's end token."""
     return model.eos_token_ids or (make_sequence_template(model.config, vocab).eos_id,)
 
 

@@ -36,9 +36,10 @@ def _recurrent_flops(config: ModelConfig) -> float:
     """Return the FLOPs of all LSTM layers and directions, and of ELMo's character CNN (every word new)."""
     spec, n, dim = config.recurrent, config.num_layers, config.dim
 
-    def lstm(reads: int, units: int, hands_on: int | None = None) -> float:
-        state = hands_on or units
-        return 8 * units * (reads + state) + (2 * units * state if hands_on else 0)
+    def lstm(input_size: int, hidden_size: int, proj_size: int | None = None) -> float:
+        state_size = proj_size or hidden_size
+        gates = 8 * hidden_size * (input_size + state_size)
+        return gates + (2 * hidden_size * state_size if proj_size else 0)
 
     if isinstance(spec, AWDLSTMConfig):
         widths = [dim, *[spec.hidden_size] * (n - 1), dim]
@@ -46,10 +47,10 @@ def _recurrent_flops(config: ModelConfig) -> float:
     if isinstance(spec, BiLSTMConfig):
         return 2 * n * lstm(dim, spec.hidden_size)
     if isinstance(spec, ELMoConfig):
-        found = sum(num for _, num in spec.filters)
-        spelled = sum(2 * spec.char_dim * width * num * (50 - width + 1) for width, num in spec.filters)
-        word = spelled + 4 * spec.num_highways * found**2 + 2 * found * spec.proj_size
-        return word + 2 * n * lstm(spec.proj_size, spec.hidden_size, spec.proj_size)
+        channels = sum(num for _, num in spec.filters)
+        char_cnn = sum(2 * spec.char_dim * width * num * (50 - width + 1) for width, num in spec.filters)
+        embedding = char_cnn + 4 * spec.num_highways * channels**2 + 2 * channels * spec.proj_size
+        return embedding + 2 * n * lstm(spec.proj_size, spec.hidden_size, spec.proj_size)
     assert isinstance(spec, Seq2SeqConfig)
     both = 2 * spec.hidden_size
     reader = 2 * (lstm(dim, spec.hidden_size) + (n - 1) * lstm(both, spec.hidden_size))

@@ -46,7 +46,7 @@ def token_task_architectures(
 def bert_task_architectures(
     name: str, pooler: str, dropout: float | None = None, settings: dict[str, str] = BERT_DROPOUT_KEYS
 ) -> tuple[TaskArchitecture, ...]:
-    """The heads of BERT and of those that name theirs alike."""
+    """Return the task architectures of BERT and of families with the same names."""
     classes, choices = (
         ClassificationHead((), has_pooler=True, dropout=dropout),
         MultipleChoiceHead(has_pooler=True, dropout=dropout),

@@ -38,9 +38,9 @@ def to_hf_tensors(model: Model, subset: dict[str, Tensor] | None = None) -> dict
     assert all(name.startswith("extras.") for name in state), "a family names all of its tensors"
     layout = FAMILY_LAYOUTS[model.config.family]
     if (found := layout.find_task_architecture(model.config.head)) is not None and found.prefix:
-        body = {name for rule in layout.backbone_rules(model.config) for name in rule.hf_names if name in result}
-        result = {k: v for k, v in result.items() if k not in body} | _replace_prefix(
-            {name: result[name] for name in body}, layout.prefix, found.prefix
+        backbone = {name for rule in layout.backbone_rules(model.config) for name in rule.hf_names if name in result}
+        result = {k: v for k, v in result.items() if k not in backbone} | _replace_prefix(
+            {name: result[name] for name in backbone}, layout.prefix, found.prefix
         )
     return result | {k: v.contiguous() for k, v in state.items()}
 

@@ -1,7 +1,7 @@
-"""ELECTRA: its body with a verdict on every token, and its generator by itself.
+"""ELECTRA: the discriminator, and the generator as a model of its own.
 
-A model that is trained with a generator beside it is written as the body that it is trained for; the generator's
-tensors stand in the same file under our own names.
+A model with a generator extra is written as `ElectraForPreTraining`, its discriminator. The generator's tensors are in
+the same file, under our own names.
 """
 
 from __future__ import annotations
