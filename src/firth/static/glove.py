@@ -1,6 +1,18 @@
-"""GloVe: vectors whose products are the logarithms of how often words meet (Pennington et al. 2014).
+"""GloVe: word vectors from the logarithms of co-occurrence counts (Pennington et al. 2014).
 
-N words, D numbers of a vector, R records (pairs of words that meet, each pair once).
+First count: X[i, j] is the sum of 1 / distance over all co-occurrences of words i and j within `window` words. Then
+factorise log X by weighted least squares (equation 8):
+
+    loss = sum over X[i, j] > 0 of f(X[i, j]) (w_i . c_j + b_i + bc_j - log X[i, j])^2 / 2
+    f(x) = min((x / x_max)^0.75, 1)                 (equation 9: rare counts are noisy)
+
+AdaGrad updates one record after the other. A word's final vector is w + c (section 4.2). An epoch's cost grows
+with the number of distinct pairs, not of tokens.
+
+X is symmetric and does not fit into memory for a large text. A record holds each pair once, its smaller word first.
+Records are sorted, summed and spilled to disk whenever a buffer is full, then the sorted runs are merged.
+
+N words, D dimensions of a vector, R records, W words of a chunk of text.
 """
 
 from __future__ import annotations
@@ -11,11 +23,11 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 
-# Keys are multiplied by an odd number before they are sorted: then sorted pairs are in an order as good as random.
+# A key is multiplied by an odd number modulo 2^64, which is invertible: sorted records are then in a shuffled order.
 KEY_MULTIPLIER = 0x9E3779B97F4A7C15
 KEY_INVERSE = pow(KEY_MULTIPLIER, -1, 2**64)
 RECORD_DTYPE = np.dtype([("key", "<u8"), ("value", "<f4")])
-DEFAULT_ETA, DEFAULT_X_MAX, DEFAULT_WEIGHTING_EXPONENT = 0.05, 100.0, 0.75  # section 4.2 and equation 9
+DEFAULT_ETA, DEFAULT_X_MAX, DEFAULT_WEIGHTING_EXPONENT = 0.05, 100.0, 0.75  # section 4.2
 
 
 # --- counting in bounded memory -------------------------------------------------------------------------------------
@@ -23,7 +35,7 @@ DEFAULT_ETA, DEFAULT_X_MAX, DEFAULT_WEIGHTING_EXPONENT = 0.05, 100.0, 0.75  # se
 
 @njit(nogil=True, cache=True)
 def emit_cooccurrences(words_W, doc_W, window, num_words, key, value):
-    """Every two words at most `window` apart in a document: their key (the smaller word first), 1/distance."""
+    """Write key and 1/distance of every two words at most `window` apart in a document; return their number."""
     n = 0
     for i in range(len(words_W)):
         for k in range(1, min(window, i) + 1):
@@ -39,7 +51,7 @@ def emit_cooccurrences(words_W, doc_W, window, num_words, key, value):
 
 @njit(nogil=True, cache=True)
 def emit_bigrams(words_W, doc_W, num_words, key, value):
-    """Every two words that follow each other, in their order."""
+    """Write the key of every two adjacent words of a document, in their order, with value 1; return their number."""
     n = 0
     for i in range(1, len(words_W)):
         if doc_W[i - 1] == doc_W[i] and words_W[i - 1] >= 0 and words_W[i] >= 0:
@@ -52,22 +64,21 @@ def emit_bigrams(words_W, doc_W, num_words, key, value):
 
 
 def sum_by_key(key: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Sorted records, one for each key, with the sum of its values."""
+    """Return sorted records, one per key, with the sum of its values."""
     if not len(key):
         return np.empty(0, RECORD_DTYPE)
     order = np.argsort(key, kind="stable")
     key = key[order]
     first = np.flatnonzero(np.concatenate([[True], key[1:] != key[:-1]]))
-    found = np.empty(len(first), RECORD_DTYPE)
-    found["key"], found["value"] = key[first], np.add.reduceat(value[order].astype(np.float64), first)
-    return found
+    records = np.empty(len(first), RECORD_DTYPE)
+    records["key"], records["value"] = key[first], np.add.reduceat(value[order].astype(np.float64), first)
+    return records
 
 
 def count_records(chunks: Iterable[tuple[np.ndarray, np.ndarray]], folder: Path, name: str, max_records: int) -> Path:
-    """Sum records that come in pieces (keys, values), in memory for about `max_records` of them; the file of the sums.
+    """Sum chunks of (keys, values) by key with at most about `max_records` in memory; return the file of the sums.
 
-    Whenever the room is full they are sorted, summed and spilled; at the end the spills are merged, a range of keys at
-    a time.
+    A full buffer is sorted, summed and spilled. At the end the spills are merged, one range of keys at a time.
     """
     spills: list[Path] = []
     held: list[tuple[np.ndarray, np.ndarray]] = []
@@ -86,17 +97,17 @@ def count_records(chunks: Iterable[tuple[np.ndarray, np.ndarray]], folder: Path,
             spill()
             size = 0
     spill()
-    place = folder / f"{name}.bin"
-    with open(place, "wb") as file:
+    result = folder / f"{name}.bin"
+    with open(result, "wb") as file:
         for merged in merge_sorted_runs([open_records(path) for path in spills], max_records):
             merged.tofile(file)
     for path in spills:
         path.unlink()
-    return place
+    return result
 
 
 def merge_sorted_runs(runs: list[np.ndarray], max_records: int) -> Iterator[np.ndarray]:
-    """Sorted runs of records as one, in pieces of about `max_records`: equal keys are summed."""
+    """Merge sorted runs and sum equal keys; yields chunks of about `max_records`."""
     if not runs:
         return
     parts = max(1, -(-sum(map(len, runs)) // max_records))
@@ -109,23 +120,23 @@ def merge_sorted_runs(runs: list[np.ndarray], max_records: int) -> Iterator[np.n
 
 
 def open_records(path: Path) -> np.ndarray:
-    """The records of a file, which stay on disk until they are asked for."""
+    """Memory-map the records of a file."""
     return np.memmap(path, RECORD_DTYPE, mode="r") if path.stat().st_size else np.empty(0, RECORD_DTYPE)
 
 
 def decode_keys(key: np.ndarray, num_words: int) -> tuple[np.ndarray, np.ndarray]:
-    """The two words of each key."""
+    """Return the two word ids of each key."""
     with np.errstate(over="ignore"):
         plain = key * np.uint64(KEY_INVERSE)
     first, second = np.divmod(plain, np.uint64(num_words))
     return first.astype(np.int64), second.astype(np.int64)
 
 
-# --- learning -------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------------------------
 
 
 def init_glove_state(num_words: int, dim: int, seed: int) -> dict[str, np.ndarray]:
-    """Vectors and biases of words and of contexts, small and random, and AdaGrad's sums of squares, 1."""
+    """Return random vectors and biases of words and contexts, and AdaGrad's sums of squares, which start at 1."""
     draw = np.random.default_rng(seed)
     shapes = {"words": (num_words, dim), "contexts": (num_words, dim), "word_bias": (num_words,)}
     shapes["context_bias"] = (num_words,)
@@ -135,18 +146,15 @@ def init_glove_state(num_words: int, dim: int, seed: int) -> dict[str, np.ndarra
 
 @njit(nogil=True, fastmath=True, cache=True)
 def train_glove(first_R, second_R, value_R, w, c, b, bc, w2, c2, b2, bc2, learning_rate, x_max, exponent):
-    """AdaGrad on the records, one after the other and both ways round; the sum of the losses and their number.
-
-    The loss of a record is f(x) (w . c + b + bc - log x)^2 / 2, with f(x) = min((x / x_max)^exponent, 1).
-    """
+    """Train on records in place by AdaGrad, each in both directions; return the sum of the losses and their number."""
     total, num = 0.0, 0
     for r in range(len(first_R)):
         same = first_R[r] == second_R[r]
-        x = value_R[r] * np.float32(2 if same else 1)  # a word that meets itself does so from both sides
+        x = value_R[r] * np.float32(2 if same else 1)  # X[i, i] counts both directions
         weight = np.float32(min((x / x_max) ** exponent, 1.0))
         logarithm = np.float32(np.log(x))
-        for way in range(1 if same else 2):
-            i, j = (first_R[r], second_R[r]) if way == 0 else (second_R[r], first_R[r])
+        for direction in range(1 if same else 2):
+            i, j = (first_R[r], second_R[r]) if direction == 0 else (second_R[r], first_R[r])
             inner = b[i] + bc[j] - logarithm
             for d in range(w.shape[1]):
                 inner += w[i, d] * c[j, d]

@@ -1,6 +1,8 @@
-"""What learns word vectors: skip-gram or CBOW on a CPU and on a GPU, and GloVe's factors.
+"""Trainers of word vectors: word2vec on a CPU and on a GPU, and GloVe.
 
-W words of a stretch of text, V ids of the shards, N words of the model, D numbers of a vector.
+A step trains on 32 chunks. Chunk c of epoch e is a pure function of (seed, e, c), so that a run resumes at any step.
+
+W words of a chunk of text, N words of the model, D dimensions of a vector, K noise words, R records.
 """
 
 from __future__ import annotations
@@ -26,36 +28,36 @@ from firth.static.word2vec_triton import WindowBatch, WindowConfig, max_stable_p
 from firth.tokens import Shards, Tokenizer
 from firth.tokens.permutation import permute_indices
 
-CHUNKS_PER_STEP = 32  # in a step, after which all workers have done what they began
-PREFETCH_STEPS = 4  # steps whose text is read early for a GPU
-RECORDS_PER_CHUNK = 2**16  # pairs of words that a worker of GloVe reads at once
-MIN_EPOCHS = 5  # epochs, unless said
-MAX_EVAL_CHUNKS = 50  # stretches of held-out text that are scored at the end
+CHUNKS_PER_STEP = 32  # work units per step; all workers finish before the next step
+PREFETCH_STEPS = 4  # steps read ahead of the GPU
+RECORDS_PER_CHUNK = 2**16  # GloVe records per chunk
+MIN_EPOCHS = 5  # default number of epochs
+MAX_EVAL_CHUNKS = 50  # chunks of held-out text in the final evaluation
 
 
 class WordVectorTrainer(Protocol):
-    """What learns in steps that are a pure function of their number, but for workers that pass each other."""
+    """Trains in steps. A step is a pure function of its number, except for the order of lock-free workers."""
 
     num_steps: int
     tokens_per_step: int
-    total_tokens: int  # that all steps read together
+    total_tokens: int  # tokens of all steps
 
     @property
     def recipe(self) -> WordVectorRecipe: ...
 
     def step(self, step: int, pool: ThreadPoolExecutor) -> tuple[float, int]:
-        """Learn; the sum of the losses, and of how many guesses."""
+        """Train one step; return the sum of the losses and the number of predictions."""
 
     def learning_rate(self, step: int) -> float: ...
 
     def state_arrays(self) -> dict[str, np.ndarray]:
-        """The arrays that a resumed run needs, which steps change in place."""
+        """Return the arrays of a checkpoint, which steps change in place."""
 
     def to_model(self) -> Model: ...
 
 
 class Word2VecTrainer:
-    """word2vec on the stretches of a text, in another order in each epoch."""
+    """word2vec on chunks of text, permuted anew in each epoch."""
 
     def __init__(self, shards: Shards, word_vocab: WordVocabulary, recipe: Word2VecRecipe) -> None:
         self.shards, self.word_vocab, self.recipe = shards, word_vocab, recipe
@@ -81,13 +83,13 @@ class Word2VecTrainer:
         return self.recipe.alpha - (self.recipe.alpha - self.recipe.min_alpha) * chunk / self.total_chunks
 
     def read_chunks(self, chunks: range) -> list[tuple[np.ndarray, np.ndarray]]:
-        """What is to be read at some turns, in another order in each epoch."""
+        """Return words and document ids of these chunks of the permuted order."""
         epochs, numbers = np.divmod(np.array(chunks), self.num_chunks)
-        places = permute_indices(numbers, self.num_chunks, hash_uint64(self.recipe.seed, epochs))
-        return [read_chunk(self.shards, self.word_vocab.word_ids, place) for place in places.tolist()]
+        permuted = permute_indices(numbers, self.num_chunks, hash_uint64(self.recipe.seed, epochs))
+        return [read_chunk(self.shards, self.word_vocab.word_ids, number) for number in permuted.tolist()]
 
     def read_subsampled(self, chunk: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """What is read at one turn, frequent words left out at random; and the seed of the rest."""
+        """Return subsampled words and document ids of one chunk, and the seed of its windows and noise."""
         [(words_W, doc_W)] = self.read_chunks(range(chunk, chunk + 1))
         seed = int(hash_uint64(self.recipe.seed, 1, chunk))
         read = np.random.default_rng(seed).random(len(words_W), np.float32) < self.keep_prob_N[words_W]
@@ -110,7 +112,7 @@ class Word2VecTrainer:
         return sum_losses(pool.map(self.train_chunk, turns))
 
     def held_out_loss(self, shards: Shards) -> float | None:
-        """The mean loss on text that was not read: a step at rate 0."""
+        """Return the mean loss on held-out text: training with learning rate 0."""
         parts = []
         for number in range(min(MAX_EVAL_CHUNKS, count_chunks(shards))):
             words_W, doc_W = read_chunk(shards, self.word_vocab.word_ids, number)
@@ -126,7 +128,7 @@ class Word2VecTrainer:
 
 
 class Word2VecCudaTrainer(Word2VecTrainer):
-    """The same with many windows at once. The text of the next steps is read while one learns."""
+    """word2vec on a GPU, with many windows in parallel; threads read the text of the next steps meanwhile."""
 
     def __init__(
         self, shards: Shards, word_vocab: WordVocabulary, recipe: Word2VecRecipe, device: str = "cuda"
@@ -145,7 +147,7 @@ class Word2VecCudaTrainer(Word2VecTrainer):
         self.prefetched: dict[int, Future[tuple[np.ndarray, np.ndarray]]] = {}
 
     def read_step(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """(W,) the words of a step, and which document of which stretch each is of. What is no word is -1."""
+        """(W,) words of a step (-1: none), and (W,) ids that differ between documents and between chunks."""
         turns = range(step * CHUNKS_PER_STEP, min((step + 1) * CHUNKS_PER_STEP, self.total_chunks))
         words, docs = zip(*self.read_chunks(turns), strict=True)
         doc_W = np.concatenate(docs)
@@ -165,17 +167,17 @@ class Word2VecCudaTrainer(Word2VecTrainer):
         words_W, doc_W = words_W[read_W], doc_W[read_W]
         num = len(words_W)
         size_W = torch.randint(1, r.window + 1, (num,), dtype=torch.int32, **how)
-        place_WK = torch.randint(len(self.accept_prob_N), (num, r.negative), **how)
-        own_WK = torch.rand((num, r.negative), **how) < self.accept_prob_N[place_WK]
-        noise_WK = torch.where(own_WK, place_WK.int(), self.alias_N[place_WK])
+        slot_WK = torch.randint(len(self.accept_prob_N), (num, r.negative), **how)
+        own_WK = torch.rand((num, r.negative), **how) < self.accept_prob_N[slot_WK]
+        noise_WK = torch.where(own_WK, slot_WK.int(), self.alias_N[slot_WK])
         learned = WindowConfig(r.window, bool(r.sg), self.learning_rate(step), self.num_programs)
         text = WindowBatch(words_W, doc_W, size_W, noise_WK)
         total, guesses = train_windows(text, self.inputs, self.outputs, learned)
         return float(total), int(guesses)
 
     def state_arrays(self) -> dict[str, np.ndarray]:
-        for ours, theirs in ((self.inputs_ND, self.inputs), (self.outputs_ND, self.outputs)):
-            ours[:] = theirs.cpu().numpy()
+        for host, device in ((self.inputs_ND, self.inputs), (self.outputs_ND, self.outputs)):
+            host[:] = device.cpu().numpy()
         return super().state_arrays()
 
     def to_model(self) -> Model:
@@ -184,7 +186,7 @@ class Word2VecCudaTrainer(Word2VecTrainer):
 
 
 class GloVeTrainer:
-    """GloVe on the counted pairs of words, in another order in each epoch."""
+    """GloVe on chunks of co-occurrence records, permuted anew in each epoch."""
 
     def __init__(self, records: np.ndarray, word_vocab: WordVocabulary, recipe: GloVeRecipe) -> None:
         self.records, self.word_vocab, self.recipe = records, word_vocab, recipe
@@ -219,25 +221,25 @@ class GloVeTrainer:
         return self.arrays
 
     def to_model(self) -> Model:
-        """A word's vector is the sum of its two (section 4.2)."""
+        """A word's vector is the sum of its word and context vectors (section 4.2)."""
         sum_ND = self.arrays["words"] + self.arrays["contexts"]
         sum_ND[self.word_vocab.counts == 0] = 0
         return make_bag_model(self.word_vocab.tokenizer, sum_ND, None, self.recipe.bigrams)
 
 
 def count_total_chunks(recipe: WordVectorRecipe, chunks_per_epoch: int) -> int:
-    """How often a worker takes something to read, where an epoch has so many such turns."""
+    """Number of chunks of the whole run."""
     return recipe.max_steps * CHUNKS_PER_STEP if recipe.max_steps else chunks_per_epoch * (recipe.epochs or MIN_EPOCHS)
 
 
 def sum_losses(parts: Any) -> tuple[float, int]:
-    """Sums of losses and numbers of guesses, added up in order."""
-    found = list(parts)
-    return sum(total for total, _ in found), sum(num for _, num in found)
+    """Add up (loss, predictions) pairs in order."""
+    pairs = list(parts)
+    return sum(total for total, _ in pairs), sum(num for _, num in pairs)
 
 
 def make_bag_model(tokenizer: Tokenizer, vectors_ND: np.ndarray, outputs_ND: np.ndarray | None, bigrams: int) -> Model:
-    """Word vectors as a model without layers: a text is what its words are. Outputs are its head, where it has any."""
+    """Return word vectors as a model without layers (bag of words); the output vectors, if any, are its LM head."""
     size, dim = vectors_ND.shape
     model = make_model(bag_of_words(size, dim, tied=outputs_ND is None, num_bigram_buckets=bigrams))
     with torch.no_grad():
@@ -251,8 +253,8 @@ def make_bag_model(tokenizer: Tokenizer, vectors_ND: np.ndarray, outputs_ND: np.
 
 
 def count_cooccurrences(shards: Shards, word_vocab: WordVocabulary, recipe: GloVeRecipe, folder: Path) -> np.ndarray:
-    """How often words meet, counted once for a run: the records stay on disk."""
-    place, num = folder / "records.bin", len(word_vocab.counts)
+    """Return the memory-mapped co-occurrence records, counted once per run folder."""
+    records_file, num = folder / "records.bin", len(word_vocab.counts)
 
     def found() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         with progress("counting which words meet", "tokens", shards.num_tokens) as shown:
@@ -265,11 +267,11 @@ def count_cooccurrences(shards: Shards, word_vocab: WordVocabulary, recipe: GloV
                 shown.advance(len(words_W))
 
     if find_corruption(folder) is not None:
-        room = max(int(recipe.memory * 2**30 / 64), 2**16)  # sorting holds a record about five times
+        max_records = max(int(recipe.memory * 2**30 / 64), 2**16)  # sorting needs about five times a record's size
         with atomic_folder(folder) as temporary:
-            glove.count_records(found(), temporary, "records", room)
-    if not place.stat().st_size:
+            glove.count_records(found(), temporary, "records", max_records)
+    if not records_file.stat().st_size:
         raise UserError(
             "No two words of this text stand in one document: there is nothing that GloVe could learn from."
         )
-    return glove.open_records(place)
+    return glove.open_records(records_file)

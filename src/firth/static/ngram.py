@@ -1,6 +1,19 @@
-"""An n-gram language model: how likely a token is after the few before it, by counting (Kneser & Ney 1995).
+"""N-gram language model with interpolated, modified Kneser-Ney smoothing (Kneser & Ney 1995; Chen & Goodman 1999).
 
-T places of a text, G distinct n-grams of one order, V vocabulary.
+The probability of a token w after a context h of n - 1 tokens interpolates all orders:
+
+    p(w | h) = max(count(hw) - D, 0) / count(h) + backoff(h) p(w | h without its first token)
+
+The discount D moves probability from seen to unseen n-grams; backoff(h) is the mass that it frees. Modified Kneser-Ney
+has three discounts per order, for counts 1, 2 and 3 or more, estimated from the counts of counts (1999, equation 26).
+
+The highest order uses plain counts. A lower order uses continuation counts: the number of distinct tokens before the
+n-gram. "Francisco" is frequent but follows only "San", so it should be unlikely after an unseen context.
+
+Each order is one sorted array of keys: index of the (n-1)-gram in the order below, times V, plus the last token. A
+lookup is a binary search per order.
+
+T positions of a text, G distinct n-grams of one order, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -19,33 +32,31 @@ from firth.models.hf.config_io import NGRAM_MODEL_TYPE
 from firth.tokens import Tokenizer, Vocabulary, load_tokenizer
 
 NGRAM_WEIGHTS_FILE = "model.safetensors"
-FALLBACK_DISCOUNTS = (0.5, 1.0, 1.5)  # discounts where too few n-grams occur once to four times to tell
+FALLBACK_DISCOUNTS = (0.5, 1.0, 1.5)  # D1, D2, D3+ where the counts of counts do not determine them
 
 
 @dataclass(frozen=True)
 class NgramLevel:
-    """The n-grams of one order, sorted by key: place of all but the last token in the order below, times V, plus it."""
+    """The n-grams of one order, sorted by key."""
 
     key: np.ndarray  # (G,) int64
-    discounted_prob: (
-        np.ndarray
-    )  # (G,) float32, what is left of its own count after the discount, over that of its context
-    backoff_weight: np.ndarray  # (G,) float32, as a context: the weight of what the order below says
+    discounted_prob: np.ndarray  # (G,) float32: (count - discount) / count of the context
+    backoff_weight: np.ndarray  # (G,) float32: of this n-gram as a context, the weight of the order below
 
     def find(self, key_T: np.ndarray) -> np.ndarray:
-        """The place of each key, -1 for those that never occurred."""
-        place_T = np.minimum(np.searchsorted(self.key, key_T), len(self.key) - 1)
-        return np.where(self.key[place_T] == key_T, place_T, -1) if len(self.key) else np.full(len(key_T), -1)
+        """(T,) index of each key, -1 for an n-gram that never occurred."""
+        index_T = np.minimum(np.searchsorted(self.key, key_T), len(self.key) - 1)
+        return np.where(self.key[index_T] == key_T, index_T, -1) if len(self.key) else np.full(len(key_T), -1)
 
 
 @dataclass(frozen=True)
 class NgramModel:
-    """Interpolated Kneser-Ney: p(w | h) = share(hw) + back(h) p(w | h without its first token), down to `uniform_prob`."""
+    """All orders of a model; the recursion ends at `uniform_prob`."""
 
     levels: tuple[NgramLevel, ...]
     vocab_size: int
-    uniform_prob: np.ndarray  # (V,) what every token has without any count: the same for all that a text can have
-    backoff_weight: float  # the weight of that under single tokens
+    uniform_prob: np.ndarray  # (V,) order 0: equal for all predictable tokens, 0 for the others
+    backoff_weight: float  # weight of `uniform_prob` in the unigram distribution
     tokenizer: Tokenizer | None = None
 
     @property
@@ -53,10 +64,10 @@ class NgramModel:
         return len(self.levels)
 
     def log_probs(self, ids_T: np.ndarray) -> np.ndarray:
-        """(T - 1,) log-probabilities, in nats, of all tokens after the first, which is the frame's."""
+        """(T - 1,) log-probabilities, in nats, of all tokens after the first, which is the template's start token."""
         ids_T = np.asarray(ids_T, np.int64)
         p = self.backoff_weight * self.uniform_prob[ids_T[1:]]
-        context = np.zeros(len(ids_T) - 1, np.int64)  # place of the context of no token, of one, two, ...; -1: unknown
+        context = np.zeros(len(ids_T) - 1, np.int64)  # index of the context of length n; -1: unseen
         for n, level in enumerate(self.levels):
             known = context >= 0
             if n:
@@ -68,29 +79,29 @@ class NgramModel:
         return np.log(p)
 
     def find_context(self, ids: list[int]) -> int:
-        """The place of the n-gram that these tokens are, -1 where it never occurred."""
-        place = 0
+        """Index of the n-gram of these tokens, -1 where it never occurred."""
+        index = 0
         for level, token in zip(self.levels, ids, strict=False):
-            place = int(level.find(np.array([place * self.vocab_size + token]))[0])
-            if place < 0:
+            index = int(level.find(np.array([index * self.vocab_size + token]))[0])
+            if index < 0:
                 break
-        return place
+        return index
 
     def next_token_probs(self, ids: list[int]) -> np.ndarray:
-        """(V,) the probability of each token after these."""
+        """(V,) probability of each token after these."""
         p_V = self.backoff_weight * self.uniform_prob
         for n, level in enumerate(self.levels[: len(ids) + 1]):
-            place = self.find_context(ids[len(ids) - n :])
-            if place < 0:
+            context = self.find_context(ids[len(ids) - n :])
+            if context < 0:
                 break
             if n:
-                p_V *= self.levels[n - 1].backoff_weight[place]
-            first, last = np.searchsorted(level.key, [place * self.vocab_size, (place + 1) * self.vocab_size])
+                p_V *= self.levels[n - 1].backoff_weight[context]
+            first, last = np.searchsorted(level.key, [context * self.vocab_size, (context + 1) * self.vocab_size])
             p_V[level.key[first:last] % self.vocab_size] += level.discounted_prob[first:last]
         return p_V
 
     def save(self, folder: Path) -> None:
-        """The files of a checkpoint, into a folder that is there."""
+        """Write the files of a checkpoint into an existing folder."""
         facts = {
             "model_type": NGRAM_MODEL_TYPE,
             "order": self.order,
@@ -124,7 +135,7 @@ def load_ngram(folder: str | Path) -> NgramModel:
 
 
 def boundary_tokens(vocab: Vocabulary) -> tuple[int, int]:
-    """What stands before and after each document."""
+    """Return the tokens before and after each document."""
     end = vocab.sep if vocab.eos is None else vocab.eos
     first = next((i for i in (vocab.bos, vocab.cls, end) if i is not None), None)
     if end is None or first is None:
@@ -133,7 +144,7 @@ def boundary_tokens(vocab: Vocabulary) -> tuple[int, int]:
 
 
 def predictable_tokens(vocab: Vocabulary) -> np.ndarray:
-    """The tokens that may follow: those of text, the unknown one, the end."""
+    """Return the tokens that the model can predict: text tokens, the unknown token, the end token."""
     extra = [i for i in (vocab.unk, boundary_tokens(vocab)[1]) if i is not None]
     return np.union1d(vocab.non_special_ids, extra)
 
@@ -149,20 +160,19 @@ def count_ngrams(
     order: int,
     discount: float = 0.0,
 ) -> NgramModel:
-    """The model of a text: documents laid end to end, each with its frame. `starts` marks what comes before a document:
-    it is read, and never guessed. `predictable_tokens` are the tokens that a text can have.
+    """Return the model of a text: concatenated documents, each between its start and end token.
 
-    The highest order counts n-grams; below, an n-gram counts as often as different tokens come before it, except where
-    it begins a document. Each order has three discounts, for n-grams that count once, twice and more often (Chen &
-    Goodman 1999, equation 26), or the one `discount` for all. The order is lower where no document is so long.
+    `is_start_T` marks start tokens, which are context and never predicted. An n-gram that begins a document has no
+    token before it and keeps its plain count. `discount` replaces the three estimated ones; 0 estimates them. The order
+    is lower where no document has that many tokens.
     """
     floor_V = np.zeros(vocab_size)
     floor_V[predictable] = 1 / len(predictable)
     keys: list[np.ndarray] = []
     counts: list[np.ndarray] = []
-    place_T = np.zeros(len(ids_T), np.int64)  # of the n-gram that ends at each token; -1: it would begin too early
+    index_T = np.zeros(len(ids_T), np.int64)  # index of the n-gram that ends at each token; -1: it would cross a start
     for n in range(1, order + 1):
-        shorter_T = place_T if n == 1 else np.where(is_start_T, -1, np.roll(place_T, 1))  # of all but its last token
+        shorter_T = index_T if n == 1 else np.where(is_start_T, -1, np.roll(index_T, 1))  # of all but its last token
         at = np.flatnonzero(shorter_T >= 0)
         if not len(at):
             break
@@ -170,22 +180,22 @@ def count_ngrams(
         key_G, first, inverse, count_G = np.unique(key, return_index=True, return_inverse=True, return_counts=True)
         if n == 1:
             count_G = np.bincount(inverse[~is_start_T[at]], minlength=len(key_G))
-        else:  # the order below counts by the tokens before, but for what begins a document
-            tail = np.bincount(place_T[at[first]], minlength=len(keys[-1]))
+        else:  # continuation counts of the order below
+            tail = np.bincount(index_T[at[first]], minlength=len(keys[-1]))
             counts[-1] = np.where(tail > 0, tail, counts[-1] if n > 2 else 0)
         keys.append(key_G)
         counts.append(count_G)
-        place_T = np.full(len(ids_T), -1, np.int64)
-        place_T[at] = inverse
+        index_T = np.full(len(ids_T), -1, np.int64)
+        index_T[at] = inverse
     return smooth_counts(list(zip(keys, counts, strict=True)), vocab_size, floor_V, discount)
 
 
 def smooth_counts(
     counts: list[tuple[np.ndarray, np.ndarray]], vocab_size: int, uniform_prob_V: np.ndarray, discount: float = 0.0
 ) -> NgramModel:
-    """Counts of each order to probabilities. A count of 0 is of what is read and never guessed."""
-    made: list[NgramLevel] = []
-    back_of_nothing = 1.0
+    """Turn the counts of each order into discounted probabilities and backoff weights; start tokens have count 0."""
+    levels: list[NgramLevel] = []
+    unigram_backoff = 1.0
     for n, (key_G, count_G) in enumerate(counts):
         size = len(counts[n - 1][0]) if n else 1
         context_G = key_G // vocab_size
@@ -195,24 +205,24 @@ def smooth_counts(
         share_G = (count_G - off_G) / np.maximum(total, 1)[context_G]
         back = np.where(total > 0, taken / np.maximum(total, 1), 1.0)
         if n:
-            made[-1] = NgramLevel(made[-1].key, made[-1].discounted_prob, back.astype(np.float32))
+            levels[-1] = NgramLevel(levels[-1].key, levels[-1].discounted_prob, back.astype(np.float32))
         else:
-            back_of_nothing = float(back[0])
-        made.append(NgramLevel(key_G.astype(np.int64), share_G.astype(np.float32), np.ones(len(key_G), np.float32)))
-    return NgramModel(tuple(made), vocab_size, uniform_prob_V, back_of_nothing)
+            unigram_backoff = float(back[0])
+        levels.append(NgramLevel(key_G.astype(np.int64), share_G.astype(np.float32), np.ones(len(key_G), np.float32)))
+    return NgramModel(tuple(levels), vocab_size, uniform_prob_V, unigram_backoff)
 
 
 def estimate_discounts(count_G: np.ndarray, fixed: float = 0.0) -> tuple[float, float, float]:
-    """What is taken from n-grams that count 1, 2, and 3 or more; from how many there are that count 1, 2, 3, 4."""
+    """Return D1, D2, D3+ from the number of n-grams with counts 1 to 4 (Chen & Goodman 1999, equation 26)."""
     if fixed:
         return fixed, fixed, fixed
     n1, n2, n3, n4 = (int((count_G == k).sum()) for k in (1, 2, 3, 4))
     if not (n1 and n2 and n3):
         return FALLBACK_DISCOUNTS
     y = n1 / (n1 + 2 * n2)
-    found = tuple(k - (k + 1) * y * more / less for k, more, less in ((1, n2, n1), (2, n3, n2), (3, n4, n3)))
-    sound = all(0 < d < k for k, d in enumerate(found, 1))
-    return (found[0], found[1], found[2]) if sound else FALLBACK_DISCOUNTS
+    discounts = tuple(k - (k + 1) * y * more / less for k, more, less in ((1, n2, n1), (2, n3, n2), (3, n4, n3)))
+    sound = all(0 < d < k for k, d in enumerate(discounts, 1))
+    return (discounts[0], discounts[1], discounts[2]) if sound else FALLBACK_DISCOUNTS
 
 
 def check_ngram_order(order: int, discount: float) -> None:

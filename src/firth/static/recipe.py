@@ -1,4 +1,4 @@
-"""Recipes of what learns by counting and guessing neighbours: word2vec, GloVe, n-grams."""
+"""Recipes of the static models: word2vec, GloVe, n-grams."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from firth.train.recipe import read_yaml_mapping, recipe_differences
 
 @dataclass(frozen=True, kw_only=True)
 class StaticRecipe:
-    """What a run has that learns by counting."""
+    """Settings that all static models share."""
 
     output_dir: str = ""
     data: str = ""  # folder of token shards
@@ -29,7 +29,7 @@ class StaticRecipe:
     seed: int = 0
 
     def check(self) -> None:
-        """Refuse numbers that make no sense before anything is computed."""
+        """Reject negative and non-finite numbers before anything is computed."""
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
@@ -38,16 +38,16 @@ class StaticRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class WordVectorRecipe(StaticRecipe):
-    """What word2vec and GloVe share, under gensim's names."""
+    """Settings of word2vec and GloVe, under gensim's names."""
 
     vector_size: int = 100
     window: int = 5  # words to each side
-    min_count: int = 5  # words that occur less often are left out
+    min_count: int = 5  # minimum occurrences of a word; 0: keep all
     epochs: int = 5
-    max_steps: int = 0  # in place of epochs; 0: counted from them
-    minutes: float = 0.0  # plan the run to end after so many: some steps are timed, then max_steps is fixed
-    workers: int = 0  # 0: one for each core. With 1 a run is the same every time, to the last bit
-    bigrams: int = 0  # vectors of two words in a row, shared by their hash, for fine-tuning as fastText does; 0: none
+    max_steps: int = 0  # replaces epochs; 0: computed from them
+    minutes: float = 0.0  # time budget: times some steps, then sets max_steps; 0: none
+    workers: int = 0  # threads; 0: one per core; 1: bit-equal runs
+    bigrams: int = 0  # hashed bigram vectors for fine-tuning, as in fastText; 0: none
     save_steps: int = 200
     save_total_limit: int = 1
 
@@ -62,15 +62,15 @@ class WordVectorRecipe(StaticRecipe):
 class Word2VecRecipe(WordVectorRecipe):
     """Mikolov et al. 2013."""
 
-    epochs: int = 0  # 0: 5, and on a small text as many as make 20 million words, but at most 50
+    epochs: int = 0  # 0: 5; on a small text as many as read 20 million tokens, at most 50
     sg: int = 1  # 1: skip-gram, 0: CBOW
-    negative: int = 5  # noise words for each guess; 0: the softmax over all words, for small vocabularies
+    negative: int = 5  # noise words per prediction; 0: full softmax, for small vocabularies
     ns_exponent: float = 0.75
-    sample: float = 1e-3  # the share of the text from which on a word is read less often; 0: all are read
+    sample: float = 1e-3  # subsampling threshold, as a share of the text; 0: keep every word
     alpha: float = 0.025
     min_alpha: float = 0.0001
-    phrases: int = 0  # how often to join two words that mostly follow each other: new york, then new york times
-    threshold: float = 10.0  # how much more often than chance, on gensim's scale
+    phrases: int = 0  # passes that join frequent pairs: new_york, then new_york_times; 0: none
+    threshold: float = 10.0  # minimum phrase score, on gensim's scale
     device: Literal["cpu", "cuda"] = "cpu"
 
     def check(self) -> None:
@@ -83,14 +83,14 @@ class Word2VecRecipe(WordVectorRecipe):
 
 @dataclass(frozen=True, kw_only=True)
 class GloVeRecipe(WordVectorRecipe):
-    """Pennington et al. 2014, under the names of its own program where gensim has none."""
+    """Pennington et al. 2014; settings that gensim lacks have the names of the GloVe program."""
 
     window: int = 15
     epochs: int = 25
     x_max: float = glove.DEFAULT_X_MAX
-    alpha: float = glove.DEFAULT_WEIGHTING_EXPONENT  # of the weighting
+    alpha: float = glove.DEFAULT_WEIGHTING_EXPONENT  # exponent of the weighting function
     eta: float = glove.DEFAULT_ETA
-    memory: float = 1.0  # gigabytes for counting
+    memory: float = 1.0  # GiB for counting co-occurrences
 
     def check(self) -> None:
         super().check()
@@ -104,7 +104,7 @@ class NgramRecipe(StaticRecipe):
     """Interpolated Kneser-Ney."""
 
     order: int = 3
-    discount: float = 0.0  # one for all; 0: three for each order, estimated (modified Kneser-Ney)
+    discount: float = 0.0  # one absolute discount; 0: three per order, estimated (modified Kneser-Ney)
 
     def check(self) -> None:
         super().check()
@@ -117,20 +117,19 @@ WordVectorRecipeT = TypeVar("WordVectorRecipeT", bound=WordVectorRecipe)
 
 
 def merge_static_recipe(folder: Path, recipe: StaticRecipeT, resume: bool) -> StaticRecipeT:
-    """The recipe of the run in this folder, stored where it is new; a resumed one that was changed is refused."""
+    """Return the recipe of the run in this folder and store a new one; a resumed run must keep its settings."""
     stored = folder / "recipe.yaml"
     if resume and stored.is_file():
         earlier = from_dict(read_yaml_mapping(stored), type(recipe), str(stored))
         moved: dict[str, Any] = {name: getattr(recipe, name) for name in ("output_dir", "data")}
-        if isinstance(recipe, WordVectorRecipe) and isinstance(
-            earlier, WordVectorRecipe
-        ):  # what was left open is as it was settled
+        # settings that were left open keep the values that the run resolved
+        if isinstance(recipe, WordVectorRecipe) and isinstance(earlier, WordVectorRecipe):
             steps = earlier.max_steps if recipe.minutes or not recipe.max_steps else recipe.max_steps
             settled = {name: getattr(recipe, name) or getattr(earlier, name) for name in ("workers", "epochs")}
             recipe = replace(recipe, **settled, max_steps=steps)
         if changed := recipe_differences(replace(earlier, **moved), recipe):
             raise UserError(
-                "A resumed run keeps its recipe, and this one differs: " + "; ".join(changed) + ". "
+                "Cannot resume: these settings differ from the saved recipe: " + "; ".join(changed) + ". "
                 "Leave these options as they were, or start a new run."
             )
         return replace(earlier, **moved)

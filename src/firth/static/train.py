@@ -1,6 +1,6 @@
-"""Text to word vectors and n-gram models: what learns by counting and guessing neighbours.
+"""Run folders of the static models: train word vectors and n-gram models on shards, with checkpoints and resume.
 
-W words of a stretch of text, V ids of the shards, N words of the model, D numbers of a vector.
+T positions of a text, D documents.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ from firth.train.checkpoint import (
 from firth.train.log import RunLog, read_last_loss
 from firth.train.loop import Interrupted, SpeedMeter, handle_stop_signals
 
-MIN_WORD2VEC_TOKENS, MAX_EPOCHS = 20_000_000, 50  # tokens of word2vec in all, and the most epochs, unless said
-MAX_TIMING_SECONDS = 4.0  # seconds at most that steps are timed for, where a run is to end on time
+MIN_WORD2VEC_TOKENS, MAX_EPOCHS = 20_000_000, 50  # default of word2vec's epochs: tokens to read in all, and the limit
+MAX_TIMING_SECONDS = 4.0  # longest timing of steps for `minutes`
 VECTOR_STATE_FILE = "state.safetensors"
 
 
 def run_static_recipe(
     folder: Path, recipe: StaticRecipe, resume: bool = False, start_time: float | None = None
 ) -> dict[str, Any]:
-    """Run a recipe of word2vec, GloVe or n-grams in a folder that is held already.
+    """Run a recipe of word2vec, GloVe or n-grams in a run folder whose lock the caller holds.
 
-    `start_time` is when the clock of `minutes` started (time.monotonic).
+    `start_time` is the start of `minutes` (time.monotonic).
     """
     start_time = time.monotonic() if start_time is None else start_time
     recipe.check()
@@ -136,9 +136,9 @@ def train_word_vectors(folder: Path, recipe: WordVectorRecipe, resume: bool, sta
 
 
 def default_epochs(tokens: int) -> int:
-    """How often a text is read unless said: 5 times, and a small one oftener.
+    """Return the default number of epochs: 5, and more for a small text.
 
-    >>> epochs_for(10**9), epochs_for(10**6), epochs_for(10**4)
+    >>> default_epochs(10**9), default_epochs(10**6), default_epochs(10**4)
     (5, 20, 50)
     """
     return min(max(MIN_EPOCHS, -(-MIN_WORD2VEC_TOKENS // max(tokens, 1))), MAX_EPOCHS)
@@ -154,17 +154,16 @@ def resolve_vector_steps(
     held_out: Shards | None,
     start_time: float,
 ) -> WordVectorRecipeT:
-    """Fix the steps that end with the minutes: some are timed, of a learner that is thrown away.
+    """Set `max_steps` so that the run ends on time: some steps of a throwaway trainer are timed.
 
-    The rate of word2vec falls over just these, so that it ends where it should; `max_steps` says how many at most.
+    word2vec's learning rate then decays over exactly these steps. A `max_steps` of the recipe is an upper limit.
     """
     with ThreadPoolExecutor(max(recipe.workers, 1)) as pool:
         learner = make_trainer(replace(recipe, max_steps=2**30))
         learner.step(0, pool)  # compiles
         start, done = time.monotonic(), 0
-        while not done or time.monotonic() - start < min(
-            MAX_TIMING_SECONDS, 6 * recipe.minutes
-        ):  # a tenth of the run at most
+        limit = min(MAX_TIMING_SECONDS, 6 * recipe.minutes)  # 6 seconds a minute: a tenth of the run
+        while not done or time.monotonic() - start < limit:
             done += 1
             learner.step(done, pool)
         seconds = (time.monotonic() - start) / done
@@ -178,7 +177,7 @@ def resolve_vector_steps(
 
 
 def warn_single_word_documents(text: Shards) -> None:
-    """Say how many documents have one word only: nothing stands beside it."""
+    """Warn about documents of one word, which has no context; raise where there are no others."""
     lonely = int((np.diff(text.offsets) < 2).sum())
     if lonely == text.num_documents:
         raise UserError("Every document has one word: words are learned from those beside them. Give whole texts.")
@@ -187,7 +186,7 @@ def warn_single_word_documents(text: Shards) -> None:
 
 
 def fit_word_vectors(trainer: WordVectorTrainer, folder: Path, resume: bool) -> tuple[float, float]:
-    """All steps, from the last whole checkpoint on when `resume`; the last loss, and tokens per second."""
+    """Train all steps, with `resume` from the last valid checkpoint; return the last loss and tokens per second."""
     recipe, first = trainer.recipe, 0
     if resume and (found := last_checkpoint(folder)):
         first = int(read_json(found / "training" / "state.json")["step"])
@@ -232,16 +231,16 @@ def upload_state(trainer: WordVectorTrainer) -> None:
 
 
 def try_save_vectors(trainer: WordVectorTrainer, folder: Path, step: int) -> None:
-    """Write a checkpoint; a disk that is full costs that, which is said, and not the run."""
+    """Write a checkpoint; a full disk costs the checkpoint, with a warning, and not the run."""
     try:
         with translate_disk_errors(folder):
             save_vectors(trainer, folder, step)
     except OSError as e:
-        warn(f"a checkpoint could not be written ({e.strerror or e}): those before it stay, and the run goes on.")
+        warn(f"a checkpoint could not be written ({e.strerror or e}): earlier ones stay, and the run continues.")
 
 
 def save_vectors(trainer: WordVectorTrainer, folder: Path, step: int) -> None:
-    """Write `checkpoint-<step>`, a model with what a resumed run needs beside it, and remove older ones."""
+    """Write `checkpoint-<step>`, a model and its training state, and remove older checkpoints."""
     with atomic_folder(folder / f"checkpoint-{step}", step=step) as temporary:
         write_model(trainer.to_model(), temporary)
         training = temporary / "training"
@@ -257,7 +256,7 @@ def save_vectors(trainer: WordVectorTrainer, folder: Path, step: int) -> None:
 
 
 def train_ngram(folder: Path, recipe: NgramRecipe) -> dict[str, Any]:
-    """An n-gram model of the shards, into `final/`."""
+    """Count an n-gram model of the shards and write it to `final/`."""
     shards = open_shards(recipe.data)
     vocab = shards.tokenizer.vocab
     say(f"counting n-grams up to order {recipe.order}")
@@ -285,7 +284,7 @@ def train_ngram(folder: Path, recipe: NgramRecipe) -> dict[str, Any]:
 
 
 def concat_documents(shards: Shards, vocab: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
-    """All documents end to end, each in its frame, and where each begins."""
+    """(T,) all documents, each between start and end token, and (T,) whether a token is a start token."""
     first, end = boundary_tokens(vocab)
     size_D = np.diff(shards.offsets)
     begin_D = np.asarray(shards.offsets[:-1]) + 2 * np.arange(len(size_D))
@@ -300,7 +299,7 @@ def concat_documents(shards: Shards, vocab: Vocabulary) -> tuple[np.ndarray, np.
 
 
 def ngram_mean_loss(model: NgramModel, shards: Shards, vocab: Vocabulary) -> float:
-    """Nats per token, ends included, over at most a million tokens."""
+    """Return nats per token, end tokens included, over about a million tokens at most."""
     ids_T, starts_T = concat_documents(shards, vocab)
     edges = [*np.flatnonzero(starts_T).tolist(), len(ids_T)]
     total, num = 0.0, 0

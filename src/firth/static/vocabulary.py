@@ -1,6 +1,6 @@
-"""The words of shards, and phrases that are joined to one word.
+"""The words that get vectors, and phrases joined into one word.
 
-W words of a stretch of text, V ids of the shards, N words of the model.
+W words of a chunk of text, V ids of the shards, N words of the model.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from firth.static import glove, word2vec
 from firth.static.recipe import Word2VecRecipe
 from firth.tokens import Shards, Tokenizer
 
-WORD_CHUNK_TOKENS = 10_000  # tokens that a worker reads at once; windows end where a stretch does
+WORD_CHUNK_TOKENS = 10_000  # tokens per chunk, the unit of work; windows end at its boundary
 
 
 class WordVocabulary(NamedTuple):
-    """The words that have vectors: their tokenizer, how often each occurs, and which one an id of the shards is."""
+    """The words that have vectors: their tokenizer and counts, and the map from token ids of the shards."""
 
     tokenizer: Tokenizer
     counts: np.ndarray  # (N,)
-    word_ids: np.ndarray  # (V,) -1: none, it is special or too rare
-    is_word: np.ndarray  # (V,) whether an id is a word of the text, however rare
+    word_ids: np.ndarray  # (V,) word of each token id; -1: special or too rare
+    is_word: np.ndarray  # (V,) whether a token id occurs in the text, however rare
 
 
 def build_word_vocabulary(shards: Shards, tokenizer: Tokenizer, min_count: int) -> WordVocabulary:
-    """The ids that occur often enough. A tokenizer of whole words is cut down to these, the frequent first."""
+    """Return the words with at least `min_count` occurrences; a word tokenizer keeps only these, by frequency."""
     size = tokenizer.vocab.size
     count_V = np.zeros(size, np.int64)
     for start in range(0, shards.num_tokens, 2**24):
@@ -42,8 +42,9 @@ def build_word_vocabulary(shards: Shards, tokenizer: Tokenizer, min_count: int) 
     kept = np.flatnonzero((count_V >= min_count) & (count_V > 0))
     if len(kept) < 2:
         raise UserError(
-            f"min_count={min_count} leaves {format_count(len(kept), 'word')} of {np.count_nonzero(count_V):,}: the most "
-            f"frequent occurs {format_count(count_V.max(initial=0), 'time')}. Give more text, or a smaller min_count."
+            f"min_count={min_count} leaves {format_count(len(kept), 'word')} of {np.count_nonzero(count_V):,}: "
+            f"the most frequent occurs {format_count(count_V.max(initial=0), 'time')}. "
+            "Give more text, or a smaller min_count."
         )
     if tokenizer.kind != "word":
         count_N = np.where(count_V >= min_count, count_V, 0)
@@ -58,7 +59,7 @@ def build_word_vocabulary(shards: Shards, tokenizer: Tokenizer, min_count: int) 
 def make_word_vocabulary(
     tokenizer: Tokenizer, words: list[str], count_V: np.ndarray, ids: np.ndarray
 ) -> WordVocabulary:
-    """A tokenizer of these words alone, after its special tokens; `ids` are those of the shards."""
+    """Return a vocabulary of the special tokens and these words; `ids` are their token ids in the shards."""
     state = json.loads(tokenizer.backend.to_str())
     specials = [str(tokenizer.backend.id_to_token(i)) for i in tokenizer.vocab.special_ids]
     state["model"]["vocab"] = {name: i for i, name in enumerate([*specials, *words])}
@@ -71,7 +72,7 @@ def make_word_vocabulary(
 
 
 def read_chunk(shards: Shards, word_id_V: np.ndarray, chunk: int) -> tuple[np.ndarray, np.ndarray]:
-    """(W,) the words of one stretch of the text, and which document each is of. What is no word is -1."""
+    """(W,) words of one chunk of the text (-1: none), and (W,) their document ids."""
     start, stop = chunk * WORD_CHUNK_TOKENS, min((chunk + 1) * WORD_CHUNK_TOKENS, shards.num_tokens)
     first, last = np.searchsorted(shards.offsets, [start, stop - 1], "right")
     edges = np.concatenate([[start], shards.offsets[first:last], [stop]])
@@ -89,9 +90,9 @@ def count_chunks(shards: Shards) -> int:
 def join_phrases(
     shards: Shards, word_vocab: WordVocabulary, recipe: Word2VecRecipe, folder: Path
 ) -> tuple[Shards, WordVocabulary]:
-    """The text with each two words joined that follow each other far more often than chance, and its words.
+    """Join word pairs that follow each other far more often than chance; return the new shards and vocabulary.
 
-    The same words are joined as by gensim's Phrases with this min_count and threshold.
+    Joins the same pairs as gensim's Phrases with this min_count and threshold.
     """
     num, size = len(word_vocab.counts), len(word_vocab.is_word)
     id_V = np.where(word_vocab.is_word, np.arange(size), -1).astype(np.int32)
@@ -133,14 +134,14 @@ def join_phrases(
 def write_phrase_shards(
     shards: Shards, word_id_V: np.ndarray, key: np.ndarray, phrase: np.ndarray, num: int, folder: Path
 ) -> None:
-    """The same documents with their phrases joined, as shards."""
+    """Write the same documents with their phrases joined, as shards."""
     size_D = np.zeros(shards.num_documents, np.int64)
     with open(folder / "tokens.bin", "wb") as file:
         for number in range(count_chunks(shards)):
             words_W, doc_W = read_chunk(shards, word_id_V, number)
             out_W = np.empty(len(words_W), np.int64)
-            n, place_W = word2vec.merge_phrases(words_W, doc_W, key, phrase, num, out_W)
+            n, index_W = word2vec.merge_phrases(words_W, doc_W, key, phrase, num, out_W)
             kept = out_W[:n] >= 0
             out_W[:n][kept].astype(np.uint32).tofile(file)
-            np.add.at(size_D, doc_W[place_W[:n][kept]] - 1, 1)
+            np.add.at(size_D, doc_W[index_W[:n][kept]] - 1, 1)
     np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(size_D)]))

@@ -1,6 +1,21 @@
-"""word2vec: a word's vector is learned by guessing the words around it (Mikolov et al. 2013).
+"""word2vec: word vectors from predicting a word and its neighbours (Mikolov et al. 2013a, 2013b).
 
-W words of a stretch of text, N of the vocabulary, D numbers of a vector, K noise words.
+Every word has two vectors, an input x and an output y. A window of random size, 1 to `window`, surrounds each word of
+the text. Skip-gram predicts the middle word from each context word's x; CBOW predicts it from the mean of all x.
+
+The softmax over N words costs N dot products per prediction. Negative sampling (2013b, section 2.2) makes it 1 + K
+logistic regressions: tell the true word from K noise words, drawn in proportion to count^0.75:
+
+    loss = -log sigmoid(x . y_true) - sum over noise words of log sigmoid(-x . y_noise)
+
+Two more parts of the method: frequent words are dropped at random before windows are cut (subsampling, section 2.3),
+and pairs such as "new york" can become one word (phrases, section 4). The learning rate falls linearly.
+
+Workers update the shared arrays without locks (Hogwild, Niu et al. 2011). Updates are sparse, so collisions are rare;
+one worker gives bit-equal runs. Noise words are drawn once per window: the expected gradient stays the same, and the
+output vectors stay in the CPU cache.
+
+W words of a chunk of text, N of the vocabulary, D dimensions of a vector, K noise words.
 """
 
 from __future__ import annotations
@@ -10,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-# Sigmoid and softplus by straight lines between the points of a table: exact to 3e-6, and flat beyond the ends.
+# Sigmoid and softplus by linear interpolation in a table: error below 3e-6, constant outside [-8, 8].
 TABLE_MAX, TABLE_POINTS = np.float32(8.0), 1024
 _table_x = np.linspace(-TABLE_MAX, TABLE_MAX, TABLE_POINTS + 1)
 SIGMOID_TABLE = (1 / (1 + np.exp(-_table_x))).astype(np.float32)
@@ -20,20 +35,20 @@ ZERO, ONE = np.float32(0), np.float32(1)
 
 
 class AliasTable(NamedTuple):
-    """A distribution to draw words from in two looks: a place at random, then its word or its alias (Walker 1977)."""
+    """A distribution that is sampled in O(1): draw a slot, then take its own word or its alias (Walker 1977)."""
 
-    accept_prob: np.ndarray  # (N,) the probability that the word of the place itself is meant
-    alias: np.ndarray  # (N,) the other one
+    accept_prob: np.ndarray  # (N,) probability of the slot's own word
+    alias: np.ndarray  # (N,) the slot's other word
 
 
 def noise_distribution(counts_N: np.ndarray, exponent: float) -> np.ndarray:
-    """(N,) words by their count to a power (Mikolov et al. 2013b, section 2.2); those that never occur have none."""
+    """(N,) noise probabilities, count^exponent normalised (Mikolov et al. 2013b, section 2.2); 0 for unseen words."""
     share_N = np.where(counts_N > 0, np.maximum(counts_N, 1).astype(np.float64) ** exponent, 0.0)
     return share_N / share_N.sum()
 
 
 def build_alias_table(counts_N: np.ndarray, exponent: float = 0.75) -> AliasTable:
-    """Where noise words are drawn from."""
+    """Return the alias table of the noise distribution."""
     share_N = len(counts_N) * noise_distribution(counts_N, exponent)
     own_N, alias_N = np.ones(len(share_N), np.float32), np.arange(len(share_N), dtype=np.int32)
     poor, rich = list(np.flatnonzero(share_N < 1)), list(np.flatnonzero(share_N >= 1))
@@ -47,7 +62,7 @@ def build_alias_table(counts_N: np.ndarray, exponent: float = 0.75) -> AliasTabl
 
 
 def keep_probabilities(counts_N: np.ndarray, sample: float) -> np.ndarray:
-    """(N,) how likely each word of the text is read: frequent ones less (as word2vec's code has it; 0: all are)."""
+    """(N,) probability of keeping an occurrence of each word, by word2vec's code; `sample` 0 keeps all."""
     threshold = sample * counts_N.sum()
     if not sample:
         return (counts_N > 0).astype(np.float32)
@@ -58,17 +73,17 @@ def keep_probabilities(counts_N: np.ndarray, sample: float) -> np.ndarray:
 
 
 def init_word_vectors(num_words: int, dim: int, seed: int) -> np.ndarray:
-    """(N, D) small and random; the vectors that guess begin at 0."""
+    """(N, D) input vectors, uniform in [-1/D, 1/D]; output vectors start at 0."""
     draw = np.random.default_rng(seed)
     return (draw.random((num_words, dim), dtype=np.float32) * 2 - 1) / np.float32(dim)
 
 
-# --- on the CPU: one word after the other, without a lock -----------------------------------------------------------
+# --- training on the CPU, lock-free ---------------------------------------------------------------------------------
 
 
 @njit(inline="always")
 def _splitmix64(state):
-    """64 bits by splitmix64 (Steele, Lea, Flood 2014)."""
+    """Return 64 random bits (splitmix64, Steele, Lea, Flood 2014)."""
     state[0] += np.uint64(0x9E3779B97F4A7C15)
     x = state[0]
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -78,13 +93,11 @@ def _splitmix64(state):
 
 @njit(inline="always")
 def _sample_alias(state, accept_prob, alias):
-    """A word from a Noise: the upper bits choose the place, the lower ones what is meant there."""
+    """Sample a word from an AliasTable: the upper bits choose the slot, the lower ones word or alias."""
     x = _splitmix64(state)
-    place = ((x >> np.uint64(32)) * np.uint64(len(accept_prob))) >> np.uint64(32)
+    slot = ((x >> np.uint64(32)) * np.uint64(len(accept_prob))) >> np.uint64(32)
     return (
-        np.int64(place)
-        if np.float32(x & np.uint64(0xFFFFFF)) / np.float32(2**24) < accept_prob[place]
-        else alias[place]
+        np.int64(slot) if np.float32(x & np.uint64(0xFFFFFF)) / np.float32(2**24) < accept_prob[slot] else alias[slot]
     )
 
 
@@ -97,9 +110,9 @@ def _interpolate(table, x):
 
 @njit(inline="always", fastmath=True)
 def _negative_sampling_step(x_D, error_D, outputs_ND, chosen_K, num, gradient_K, learning_rate):
-    """One guess: the first of the chosen words is right, the others are noise.
+    """One prediction with negative sampling: the first chosen word is the target, the others are noise.
 
-    Changes the outputs; what is to be added to x comes back in `error`.
+    Updates the output vectors in place, writes the update of x to `error_D`, and returns the loss.
     """
     loss = ZERO
     for k in range(num):
@@ -120,7 +133,7 @@ def _negative_sampling_step(x_D, error_D, outputs_ND, chosen_K, num, gradient_K,
 
 @njit(inline="always", fastmath=True)
 def _full_softmax_step(x_D, error_D, outputs_ND, word, score_N, learning_rate):
-    """One guess by the softmax over the whole vocabulary."""
+    """One prediction by the softmax over the whole vocabulary; arguments as in `_negative_sampling_step`."""
     highest = np.float32(-np.inf)
     for n in range(len(outputs_ND)):
         score = ZERO
@@ -147,12 +160,10 @@ def _full_softmax_step(x_D, error_D, outputs_ND, word, score_N, learning_rate):
 def train_word2vec(
     words_W, doc_W, inputs_ND, outputs_ND, window, skip_gram, negative, learning_rate, accept_prob_N, alias_N, seed
 ):
-    """Learn from a stretch of text; the sum of the losses, and how many guesses there were.
+    """Train on a chunk of text, in place; return the sum of the losses and the number of predictions.
 
-    Around each word a window of random size is read, up to its document's edges. Skip-gram: each word in it guesses the
-    one in the middle. CBOW: their mean does, and, as in the original code, each gets the whole of its gradient. Noise
-    words are drawn once for a window, which leaves the expected gradient as it is and the vectors in the cache; without
-    noise (`negative` 0) the guess is among all words.
+    Windows end at document boundaries. In CBOW each context word gets the whole gradient of the mean, as in the
+    original code. `negative` 0 uses the full softmax.
     """
     dim = inputs_ND.shape[1]
     state = np.empty(1, np.uint64)
@@ -216,22 +227,21 @@ def train_word2vec(
 def phrase_scores(
     pair_count: np.ndarray, first: np.ndarray, second: np.ndarray, min_count: int, scale: float
 ) -> np.ndarray:
-    """How much more often two words follow each other than chance: (n(ab) - floor) / (n(a) n(b)), times a scale.
+    """Score word pairs: (n(ab) - min_count) / (n(a) n(b)) * scale (Mikolov et al. 2013b, equation 6).
 
-    The scale is how many different words and pairs of words the text has, rare ones too, as gensim has it, so that a
-    threshold suits texts of any size (Mikolov et al. 2013b, equation 6).
+    `scale` is gensim's: the number of distinct words and pairs. It makes one threshold fit texts of any size.
     """
     return (pair_count - min_count) / (first.astype(np.float64) * second) * scale
 
 
 @njit(nogil=True, cache=True)
 def merge_phrases(words_W, doc_W, keys, phrases, num_words, out_W):
-    """Replace pairs that are phrases, from left to right; how many words are left in `out`, each with its place.
+    """Join phrases from left to right into `out_W`; return the number of words and each one's index in `words_W`.
 
-    `keys` are the sorted phrases as first * num_words + second, `phrases` the words that they become.
+    `keys` are the sorted phrases as first * num_words + second, `phrases` their word ids.
     """
     i = num = 0
-    place_W = np.empty(len(words_W), np.int64)
+    index_W = np.empty(len(words_W), np.int64)
     while i < len(words_W):
         word, step = np.int64(words_W[i]), 1
         if i + 1 < len(words_W) and word >= 0 and words_W[i + 1] >= 0 and doc_W[i] == doc_W[i + 1]:
@@ -240,6 +250,6 @@ def merge_phrases(words_W, doc_W, keys, phrases, num_words, out_W):
             if k < len(keys) and keys[k] == key:
                 word, step = np.int64(phrases[k]), 2
         out_W[num] = word
-        place_W[num] = i
+        index_W[num] = i
         num, i = num + 1, i + step
-    return num, place_W
+    return num, index_W

@@ -1,7 +1,12 @@
-"""word2vec on a GPU: many programs, each window after window of its own part of the text, as the CPU's workers do.
+"""word2vec on a GPU: lock-free SGD with many Triton programs, each on its own part of the text.
 
-W words of a stretch of text, P parts of it, N words of the vocabulary, D numbers of a vector, A words around another,
-K noise words, in a window with the right one.
+A program reads one window after the other, as a CPU worker does: gather the context words' input vectors and the output
+vectors of the target and its noise words, one small matmul for all scores, two for the gradients, then atomic adds.
+Programs see each other's updates late. The most frequent word is in many windows at once, and its stale gradients add
+up; `max_stable_programs` therefore limits the number of programs. `word2vec.py` explains the method.
+
+W words of a chunk of text, P programs, N words of the vocabulary, D dimensions of a vector, A context words, K target
+and noise words of a window.
 """
 
 from __future__ import annotations
@@ -16,25 +21,25 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a machine without a GPU needs none
+except ImportError:  # optional: needed on a GPU only
     triton = None
 
-MAX_PROGRAMS = 256  # programs at work at once
-MAX_STALE_STEP = 1.6  # by how many times its gradient a vector may move before any program looks at it again
-MIN_DOT_ROWS = 16  # rows that a product of matrices has
+MAX_PROGRAMS = 256  # programs per launch at most
+MAX_STALE_STEP = 1.6  # largest sum of learning rates that one vector may receive from stale gradients
+MIN_DOT_ROWS = 16  # smallest side of tl.dot
 
 
 class WindowBatch(NamedTuple):
-    """Text whose windows and noise are drawn already."""
+    """Text with its sampled window sizes and noise words."""
 
     word_ids: Tensor  # (W,)
-    document_ids: Tensor  # (W,) which document each is of
-    window_sizes: Tensor  # (W,) how many words to each side belong to its window
+    document_ids: Tensor  # (W,)
+    window_sizes: Tensor  # (W,) words to each side
     noise_ids: Tensor  # (W, K)
 
 
 class WindowConfig(NamedTuple):
-    """How it is learned from; no window is larger than `window`."""
+    """Settings of a launch; no window size exceeds `window`."""
 
     window: int
     skip_gram: bool
@@ -50,12 +55,12 @@ def max_stable_programs(
     negative: int,
     learning_rate: float,
 ) -> int:
-    """How many programs may be at work, whose windows do not know of each other's steps.
+    """Return the number of programs that can run in parallel without divergence.
 
-    Of the words that are read and of the noise, which are given by their shares, the commonest is in many of these
-    windows: all its gradients are taken at the same place, and if they were too many, it would move far too far.
+    `read_share_N` and `noise_share_N` are the words' shares of the text and of the noise. All parallel windows compute
+    the gradients of the most frequent word at the same stale vector, so their sum must stay bounded.
     """
-    around = window + 1  # words in a window of the middle size
+    around = window + 1  # context words of a window of mean size
     as_input, as_output = (
         around * read_share_N.max(),
         (around if skip_gram else 1) * (read_share_N + negative * noise_share_N).max(),
@@ -68,11 +73,10 @@ def max_stable_programs(
 def train_windows(
     batch: WindowBatch, inputs_ND: Tensor, outputs_ND: Tensor, config: WindowConfig
 ) -> tuple[Tensor, Tensor]:
-    """Learn from a text; the sum of the losses, and how many guesses there are.
+    """Train on a text in place; return the sum of the losses and the number of predictions.
 
-    Each window is one step for all words around it: skip-gram's guesses are made from the same vectors, and what they
-    ask of them is added up. CBOW: their mean guesses, and each gets the whole of its gradient. A noise word that is the
-    right one is left out.
+    A window is one update: skip-gram's predictions all read the same vectors, and their gradients are summed. In CBOW
+    each context word gets the whole gradient of the mean. A noise word that equals the target is ignored.
     """
     learn = train_windows_torch if triton is None or not inputs_ND.is_cuda else train_windows_triton
     return learn(batch, inputs_ND, outputs_ND, config)
@@ -81,7 +85,7 @@ def train_windows(
 def train_windows_triton(
     batch: WindowBatch, inputs_ND: Tensor, outputs_ND: Tensor, config: WindowConfig
 ) -> tuple[Tensor, Tensor]:
-    """Each part by a program of its own, which sees what the others have changed so far."""
+    """Launch one program per part of the text; programs see each other's updates as they arrive."""
     num, dim, negative = len(batch.word_ids), inputs_ND.shape[1], batch.noise_ids.shape[1]
     loss_P = torch.zeros(config.num_programs, device=inputs_ND.device)
     guesses_P = torch.zeros_like(loss_P, dtype=torch.int32)
@@ -104,7 +108,7 @@ def train_windows_triton(
 def train_windows_torch(
     batch: WindowBatch, inputs_ND: Tensor, outputs_ND: Tensor, config: WindowConfig
 ) -> tuple[Tensor, Tensor]:
-    """The same in single operations: the first windows of all P parts, then the second ones, and so on."""
+    """Reference in torch: the first windows of all P parts at once, then the second ones, and so on."""
     words_W, doc_W, size_W, noise_WK = batch
     num, device = len(words_W), words_W.device
     part = -(-num // config.num_programs)
@@ -113,25 +117,25 @@ def train_windows_torch(
     for first in range(part):
         i_P = torch.arange(first, num, part, device=device)
         j_PA = i_P[:, None] + away_A
-        there_PA = (away_A.abs() <= size_W[i_P, None]) & (j_PA >= 0) & (j_PA < num)
+        in_window_PA = (away_A.abs() <= size_W[i_P, None]) & (j_PA >= 0) & (j_PA < num)
         j_PA = j_PA.clamp(0, num - 1)
-        there_PA &= doc_W[j_PA] == doc_W[i_P, None]
-        some_P1 = there_PA.any(1, keepdim=True)
+        in_window_PA &= doc_W[j_PA] == doc_W[i_P, None]
+        nonempty_P1 = in_window_PA.any(1, keepdim=True)
         around_PA = words_W[j_PA].long()
         chosen_PK = torch.cat([words_W[i_P, None], noise_WK[i_P]], 1).long()
         right_K = torch.arange(chosen_PK.shape[1], device=device) == 0
-        meant_PK = (right_K | (chosen_PK != chosen_PK[:, :1])) & some_P1
-        x_PAD, y_PKD = inputs_ND[around_PA] * there_PA[..., None], outputs_ND[chosen_PK]
-        guessing_PA = there_PA
+        valid_PK = (right_K | (chosen_PK != chosen_PK[:, :1])) & nonempty_P1
+        x_PAD, y_PKD = inputs_ND[around_PA] * in_window_PA[..., None], outputs_ND[chosen_PK]
+        predicting_PA = in_window_PA
         if not config.skip_gram:
-            guessing_PA = some_P1
-            x_PAD = x_PAD.sum(1, keepdim=True) / there_PA.sum(1).clamp(min=1)[:, None, None]
-        asked_PAK = guessing_PA[..., None] & meant_PK[:, None]
+            predicting_PA = nonempty_P1
+            x_PAD = x_PAD.sum(1, keepdim=True) / in_window_PA.sum(1).clamp(min=1)[:, None, None]
+        active_PAK = predicting_PA[..., None] & valid_PK[:, None]
         score_PAK = x_PAD @ y_PKD.mT
-        total += F.softplus(torch.where(right_K, -score_PAK, score_PAK))[asked_PAK].sum()
-        guesses += guessing_PA.sum()
-        step_PAK = config.learning_rate * (right_K.float() - score_PAK.sigmoid()) * asked_PAK
-        to_inputs = (step_PAK @ y_PKD) * there_PA[..., None]
+        total += F.softplus(torch.where(right_K, -score_PAK, score_PAK))[active_PAK].sum()
+        guesses += predicting_PA.sum()
+        step_PAK = config.learning_rate * (right_K.float() - score_PAK.sigmoid()) * active_PAK
+        to_inputs = (step_PAK @ y_PKD) * in_window_PA[..., None]
         inputs_ND.index_put_((around_PA,), to_inputs, accumulate=True)
         outputs_ND.index_put_((chosen_PK,), step_PAK.mT @ x_PAD, accumulate=True)
     return total, guesses
@@ -160,7 +164,7 @@ if triton is not None:
         CHOSEN: tl.constexpr,
         WIDTH: tl.constexpr,
     ):
-        """One part of the text. Vectors are read past the nearest cache, which does not see what others change."""
+        """Train on one part of the text. `.cg` bypasses the L1 cache, which does not see other programs' updates."""
         program = tl.program_id(0)
         a, k, d = tl.arange(0, AROUND), tl.arange(0, CHOSEN), tl.arange(0, WIDTH)
         away = tl.where(a < WINDOW, a - WINDOW, a - WINDOW + 1)  # -2 -1 1 2
@@ -175,30 +179,30 @@ if triton is not None:
             noisy = (k > 0) & (k <= negative) & (count > 0)
             drawn = tl.load(noise + i * negative + k - 1, mask=noisy, other=0)
             chosen = tl.where(k == 0, word, drawn).to(tl.int64)
-            meant = ((k == 0) & (count > 0)) | (noisy & (drawn != word))
+            valid = ((k == 0) & (count > 0)) | (noisy & (drawn != word))
 
             around_at, chosen_at = around[:, None] * dim + d[None, :], chosen[:, None] * dim + d[None, :]
             around_real = there[:, None] & (d < dim)[None, :]
-            chosen_real = meant[:, None] & (d < dim)[None, :]
+            chosen_real = valid[:, None] & (d < dim)[None, :]
             x = tl.load(inputs + around_at, mask=around_real, other=0.0, cache_modifier=".cg")
             y = tl.load(outputs + chosen_at, mask=chosen_real, other=0.0, cache_modifier=".cg")
-            guessing = there
-            if not SKIP_GRAM:  # the mean guesses, as if it were the first
-                guessing = (a == 0) & (count > 0)
+            predicting = there
+            if not SKIP_GRAM:  # the mean predicts, in the first context slot
+                predicting = (a == 0) & (count > 0)
                 mean = tl.sum(x, 0) / tl.maximum(count, 1)
-                x = tl.where(guessing[:, None], mean[None, :], 0.0)
-            asked = guessing[:, None] & meant[None, :]
+                x = tl.where(predicting[:, None], mean[None, :], 0.0)
+            active = predicting[:, None] & valid[None, :]
 
             score = tl.dot(x, tl.trans(y), input_precision="ieee")
-            wrong = tl.where(k == 0, -1.0, 1.0)[None, :] * score  # below 0 where the guess is good
+            wrong = tl.where(k == 0, -1.0, 1.0)[None, :] * score  # negative where the prediction is right
             small = tl.exp(-tl.abs(wrong))
-            total += tl.sum(tl.where(asked, tl.maximum(wrong, 0.0) + tl.log(1.0 + small), 0.0))
-            made += tl.sum(guessing.to(tl.int32), 0)
+            total += tl.sum(tl.where(active, tl.maximum(wrong, 0.0) + tl.log(1.0 + small), 0.0))
+            made += tl.sum(predicting.to(tl.int32), 0)
             chance = tl.where(score >= 0, 1.0, small) / (1.0 + small)
-            step = tl.where(asked, rate * (tl.where(k == 0, 1.0, 0.0)[None, :] - chance), 0.0)
+            step = tl.where(active, rate * (tl.where(k == 0, 1.0, 0.0)[None, :] - chance), 0.0)
             to_inputs = tl.dot(step, y, input_precision="ieee")
             to_outputs = tl.dot(tl.trans(step), x, input_precision="ieee")
-            if not SKIP_GRAM:  # each word of the mean gets the whole of its gradient
+            if not SKIP_GRAM:  # each context word gets the whole gradient of the mean
                 to_inputs = tl.zeros_like(to_inputs) + tl.sum(to_inputs, 0)[None, :]
             tl.atomic_add(inputs + around_at, to_inputs, mask=around_real, sem="relaxed")
             tl.atomic_add(outputs + chosen_at, to_outputs, mask=chosen_real, sem="relaxed")

@@ -1,4 +1,4 @@
-"""How long a run has taken, all the times together that it was begun."""
+"""Elapsed time of a run over all its resumes."""
 
 from __future__ import annotations
 
@@ -10,23 +10,20 @@ from firth.core.errors import UserError
 from firth.core.files import read_json, write_json
 
 CLOCK_FILE = ".clock"
-RUN_RECIPE_FILE = "recipe.yaml"  # a run that has one has begun
+RUN_RECIPE_FILE = "recipe.yaml"  # exists once a run has started
 
 
 class RunClock:
-    """The seconds of a run: of this time, and of the times before that it goes on from.
+    """Seconds that a run has used, with those before a resume.
 
-    They are counted by time.monotonic, which nobody sets: neither a clock on the wall that jumps nor a night between
-    two times counts. They are noted between stages and when a run is stopped; one that is killed forgets those of its
-    stage, and one that is done, or refused before it has begun, needs none. `start_time` is when this time would have begun
-    as the only one.
+    time.monotonic counts them, so neither a changed system clock nor the pause before a resume counts. The total is
+    saved between stages and when a run is stopped; a killed run loses the seconds of its stage. A finished run, or one
+    that fails before it starts, removes the file. `start_time` is shifted back by the earlier seconds.
     """
 
     def __init__(self, folder: Path, resume: bool = False, start_time: float | None = None) -> None:
-        self.file, self.earlier_seconds = (
-            folder / CLOCK_FILE,
-            read_clock_seconds(folder / CLOCK_FILE) if resume else 0.0,
-        )
+        self.file = folder / CLOCK_FILE
+        self.earlier_seconds = read_clock_seconds(self.file) if resume else 0.0
         self.start_time = (time.monotonic() if start_time is None else start_time) - self.earlier_seconds
 
     @property
@@ -34,7 +31,7 @@ class RunClock:
         return time.monotonic() - self.start_time
 
     def save(self) -> None:
-        """Keep what was used so far, for a time after this one. A disk that does not take it stops nothing."""
+        """Save the elapsed seconds for a resume; a disk error is ignored."""
         with suppress(OSError):
             write_json(self.file, {"seconds": self.elapsed_seconds})
 
@@ -51,7 +48,7 @@ class RunClock:
 
 
 def read_clock_seconds(file: Path) -> float:
-    """The seconds that were used before; none where nothing, or nothing that can be read, says so."""
+    """Return the saved seconds, 0 where the file is missing or invalid."""
     try:
         return max(float(read_json(file)["seconds"]), 0.0)
     except (UserError, OSError, KeyError, TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Where a run computes, and in which precision: what the machine really does well."""
+"""Device, precision, compilation and CUDA graphs of a run: the recipe's choice, else the best for this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from firth.text.python_docs import cache_folder
 from firth.train.distributed import SINGLE_PROCESS, DistContext, select_device, visible_devices_hint
 from firth.train.recipe import TrainingConfig
 
-SHORT_RUN_MINUTES = 15  # minutes, up to which a step that is ready sooner is worth more than one that is faster
+SHORT_RUN_MINUTES = 15  # minutes: up to here a short compilation saves more than a faster step
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class ComputeConfig:
     compile: bool
     cuda_graphs: bool = False
     fp16: bool = False
-    dist_context: DistContext = SINGLE_PROCESS  # who computes beside this process
-    compile_regions: bool = False  # each kind of block is a program, not the step as a whole
+    dist_context: DistContext = SINGLE_PROCESS  # the processes of the run
+    compile_regions: bool = False  # compile each kind of block, not the whole step
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Products in 16 bits where that is so; softmax, norms and losses stay in 32 (autocast's own choice)."""
+        """Mixed precision: matmuls in 16 bits; softmax, norms and losses in float32, as autocast chooses."""
         if not (self.bf16 or self.fp16):
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16 if self.bf16 else torch.float16)
@@ -49,7 +49,7 @@ class ComputeConfig:
 
 
 def choose_compute(training: TrainingConfig, dist_context: DistContext = SINGLE_PROCESS) -> ComputeConfig:
-    """A GPU where there is one. On a CPU bfloat16 is emulated on many machines and slower by orders of magnitude."""
+    """Choose how to compute. Default: a GPU if there is one, with bf16; float32 on a CPU, where many emulate bf16."""
     device, engine = select_device(dist_context, training), training.engine
     if device.type == "cpu" and training.device == "auto" and visible_devices_hint():
         warn(f"torch finds no GPU here{visible_devices_hint()}: the CPU computes.")
@@ -60,24 +60,24 @@ def choose_compute(training: TrainingConfig, dist_context: DistContext = SINGLE_
     lacks = device.type == "cuda" and not can and training.bf16 is None
     fp16 = lacks if training.fp16 is None else training.fp16
     if lacks and training.fp16 is None:
-        say("this GPU has no bfloat16: float16 is taken, with a loss that is scaled up")
+        say("this GPU has no bfloat16: using float16 with loss scaling")
     if (bf16 or engine.weights == "bf16") and device.type == "cpu":
-        say("bfloat16 on a CPU was asked for: expect it to be slow where the CPU has no such instructions.")
+        say("bfloat16 on a CPU is slow unless the CPU has bfloat16 instructions")
     if engine.pad_vocabulary and device.type == "cpu" and not bf16 and engine.fused_loss is not False:
-        say("pad_vocabulary changes nothing on a CPU, where scores are computed in pieces")
+        say("pad_vocabulary changes nothing on a CPU, where logits are computed in chunks")
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     model = getattr(training, "model", None)
-    gains = device.type == "cuda" and getattr(model, "recurrent", None) is None  # cuDNN's LSTMs are programs already
+    gains = device.type == "cuda" and getattr(model, "recurrent", None) is None  # cuDNN's LSTMs are fused already
     compiles = gains or bool(engine.compile_regions) if training.compile is None else training.compile
     if compiles:
         set_compile_cache_dir()
-    # what is in a graph's memory does not outlive the next replay: neither gradients nor what a model remembers
+    # a replay overwrites the graph's memory: accumulated gradients and recurrent memory would be lost
     one = training.gradient_accumulation_steps == 1 and not getattr(training, "memory", 0)
     whole, apart = (cuda_graphs_blocker(training, device, program, dist_context) for program in (compiles, False))
     soon = device.type == "cuda" and 0 < training.minutes <= SHORT_RUN_MINUTES and not engine.cuda_graphs
-    soon = soon and not (one and apart and not whole)  # parts would cost it its graphs
-    # fsdp gathers the weights of a block before it is computed
+    soon = soon and not (one and apart and not whole)  # compiled regions would rule out CUDA graphs
+    # FSDP hooks gather weights between blocks, so only blocks can be compiled
     parts = compiles and (
         dist_context.strategy == "fsdp" or (soon if engine.compile_regions is None else engine.compile_regions)
     )
@@ -91,31 +91,31 @@ def choose_compute(training: TrainingConfig, dist_context: DistContext = SINGLE_
 def cuda_graphs_blocker(
     training: TrainingConfig, device: torch.device, is_compiled: bool, dist_context: DistContext
 ) -> str:
-    """Why the steps, a `is_compiled` each or not, cannot be replayed as CUDA graphs; nothing where they can."""
+    """Return why a step, compiled as a whole or not, cannot be captured as a CUDA graph; empty where it can."""
     if device.type != "cuda":
         return "there is no CUDA device"
     if dist_context is not SINGLE_PROCESS:
-        return "what several processes say to each other is in none"
+        return "collectives cannot be captured"
     if is_compiled:
         return ""
     if training.engine.weights == "bf16" or training.gradient_checkpointing:
-        return "weights=bf16 and gradient_checkpointing need a step that is compiled as a whole for that"
+        return "weights=bf16 and gradient_checkpointing need a step that is compiled as a whole"
     model = getattr(training, "model", None)
     in_turn = getattr(training, "memory", 0) or getattr(model, "recurrent", None) is not None
-    return "rows that go on from step to step need a step that is compiled as a whole for that" if in_turn else ""
+    return "state that is carried between steps needs a step that is compiled as a whole" if in_turn else ""
 
 
 def set_compile_cache_dir() -> None:
-    """Let torch keep what it compiles between runs, in the user's cache folder unless TORCHINDUCTOR_CACHE_DIR says."""
+    """Cache compiled kernels between runs in the user's cache folder; TORCHINDUCTOR_CACHE_DIR overrides it."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
 
 
 @contextmanager
 def preload_compiler(compute: ComputeConfig) -> Iterator[None]:
-    """Load torch's compiler, which takes seconds, beside other work, where it will be needed after that."""
+    """Import torch's compiler in a thread, which takes seconds, while the `with` block runs."""
 
     def load() -> None:
-        with suppress(Exception):  # whoever compiles meets it again, and says so
+        with suppress(Exception):  # the compilation will raise it again
             import_module("torch._inductor.compile_fx")
 
     thread = Thread(target=load, daemon=True)

@@ -1,4 +1,8 @@
-"""One order for every sum: what makes a run on a GPU come out the same each time, bit for bit."""
+"""Deterministic kernels: a run on a GPU gives the same bits each time.
+
+Floating-point addition is not associative, and kernels that add with atomics add in the order of arrival. Deterministic
+mode makes torch, cuDNN and cuBLAS choose kernels with a fixed order of additions, or raise where there is none.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,15 @@ from firth.core.console import say
 from firth.core.errors import UserError
 
 CUBLAS_WORKSPACE_ENV = "CUBLAS_WORKSPACE_CONFIG"
-DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # the settings with which cuBLAS promises one order
+DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # the values for which cuBLAS is deterministic
 
 
 @contextmanager
 def deterministic_mode(enabled: bool) -> Iterator[None]:
-    """Compute in one order only, where that is wanted, and afterwards as before.
+    """Use deterministic kernels inside a `with` block, where `enabled`.
 
-    What torch can do in several orders it then does in one, or refuses: `attention.py` asks it, and so leaves out our
-    own kernel where that adds up as it comes. Attention by cuDNN, which has no order, is left out.
+    `kernels/attention.py` reads torch's flag and avoids our kernels that add with atomics. cuDNN attention has no
+    deterministic backward pass and is disabled.
     """
     if not enabled:
         yield
@@ -42,8 +46,8 @@ def deterministic_mode(enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def deterministic_torch() -> Iterator[None]:
-    """The switches of torch itself."""
-    import torch._inductor.config as inductor  # torch loads it with the first switch
+    """Set torch's flags and restore them afterwards."""
+    import torch._inductor.config as inductor  # the first flag imports it anyway
 
     mode, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn, compiled, by_cudnn = torch.backends.cudnn, inductor.deterministic, torch.backends.cuda.cudnn_sdp_enabled()
@@ -62,13 +66,13 @@ def deterministic_torch() -> Iterator[None]:
 
 @contextmanager
 def deterministic_cublas() -> Iterator[None]:
-    """The setting that cuBLAS reads when CUDA starts. It holds as long as the process then, so it stays written."""
+    """Set the variable that cuBLAS reads when CUDA starts; once CUDA has started, it stays set."""
     before = os.environ.get(CUBLAS_WORKSPACE_ENV)
     if before not in DETERMINISTIC_WORKSPACES:
         if torch.cuda.is_initialized():
             raise UserError(
-                f"deterministic needs {CUBLAS_WORKSPACE_ENV}={DETERMINISTIC_WORKSPACES[0]} before CUDA starts, and in this process it has started "
-                "already: set it in the environment, or begin a process of its own for this run."
+                f"deterministic needs {CUBLAS_WORKSPACE_ENV}={DETERMINISTIC_WORKSPACES[0]} before CUDA starts, and "
+                "CUDA has started in this process: set the variable in the environment, or run in a new process."
             )
         os.environ[CUBLAS_WORKSPACE_ENV] = DETERMINISTIC_WORKSPACES[0]
     try:

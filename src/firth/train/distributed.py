@@ -1,7 +1,14 @@
-"""Several processes as one: who they are, what they agree on, how they add up a step.
+"""Data-parallel training with torch.distributed: process groups, collectives, and DDP's gradient all-reduce.
 
-A `DistContext` of one process has nothing to agree on, and so the one loop is written for all of them. No pickle is sent:
-numbers travel as tensors, anything else as JSON.
+Every rank reads its own rows of a step, computes their gradients, and the gradients are summed over all ranks. The loss
+of a rank is divided by the number of targets of the whole step, so that the sum equals the gradient of one process.
+
+- `--parallel ddp`: each rank has the whole model. Gradients are summed after the last backward pass, in buckets of
+  32 MB (a few large all-reduces use the bandwidth better than many small ones).
+- `--parallel fsdp`: each rank has a shard of the weights, gradients and optimizer state (`fsdp.py`).
+
+A `DistContext` of one process makes every collective the identity, so that one training loop serves all. Collectives of
+numbers and JSON run on the CPU (gloo), those of tensors on the GPU (NCCL). No pickle is sent.
 """
 
 from __future__ import annotations
@@ -29,126 +36,131 @@ if TYPE_CHECKING:
     from firth.train.compute import ComputeConfig
 
 BroadcastT = TypeVar("BroadcastT")
-BUCKET_ELEMENTS = 2**23  # numbers that travel together: 32 MB of float32
-GLOO_TIMEOUT = timedelta(days=7)  # the others wait while the first one makes shards; who has died is noticed at once
-BACKGROUND_THREADS = ("batches", "files")  # beside the training: each speaks to the others for itself
-PEER_LOST_MESSAGES = ("closed by peer", "reset by peer")  # what gloo says of it
+BUCKET_ELEMENTS = 2**23  # elements per all-reduce: 32 MB of float32
+GLOO_TIMEOUT = timedelta(
+    days=7
+)  # other ranks wait while rank 0 writes shards; a dead peer closes its socket and is noticed at once
+BACKGROUND_THREADS = (
+    "batches",
+    "files",
+)  # each has a process group of its own: collectives of one group must not interleave
+PEER_LOST_MESSAGES = ("closed by peer", "reset by peer")  # parts of gloo's messages
 
 
 class DistContext:
-    """All processes of a run. Here there is one, with which all agree."""
+    """The processes of a run. This base class is one process: every collective returns its input."""
 
     rank, world_size, strategy = 0, 1, "none"
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is the process that speaks and writes."""
+        """Whether this is rank 0, which prints and writes."""
         return self.rank == 0
 
     def __str__(self) -> str:
         return "one process" if self.world_size == 1 else f"{self.world_size} processes ({self.strategy})"
 
-    # --- what they agree on
+    # --- collectives of numbers and objects
 
     def all_reduce_sum(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Numbers by name, added up over all. Names and their order are the same everywhere."""
+        """Sum numbers by name over all ranks. Names and their order must be equal on all ranks."""
         return dict(numbers)
 
     def all_reduce_max(self, number: int) -> int:
-        """The highest of all."""
+        """Return the maximum over all ranks."""
         return number
 
     def any_process(self, flag: bool) -> bool:
-        """Whether it is so for one of them at least."""
+        """Whether the flag is set on any rank."""
         return bool(self.all_reduce_max(int(flag)))
 
     def broadcast(self, value: BroadcastT) -> BroadcastT:
-        """What the first one has; anything that JSON can say."""
+        """Return the value of rank 0, which must be JSON."""
         return value
 
     def run_on_main(self, work: Callable[[], BroadcastT]) -> BroadcastT:
-        """Let the first one do something, and all know what came of it; the others wait."""
+        """Run `work` on rank 0 and return its result on all ranks, which wait for it."""
         return self.broadcast(work() if self.is_main_process else None)  # type: ignore[return-value]
 
     def main_process_first(self, work: Callable[[], BroadcastT]) -> BroadcastT:
-        """Do something everywhere, the first one first: the others find what it has left."""
+        """Run `work` on rank 0, then on all others, which can reuse its files."""
         if not self.is_main_process:
             self.barrier()
-        found = work()
+        result = work()
         if self.is_main_process:
             self.barrier()
-        return found
+        return result
 
     def barrier(self) -> None:
-        """Until all are here."""
+        """Wait until all ranks call it."""
 
     def for_thread(self, thread: str) -> DistContext:
-        """The same processes, for a thread beside the training (`BACKGROUND_THREADS`)."""
+        """Return the context of a background thread (`BACKGROUND_THREADS`), with a process group of its own."""
         return self
 
     def enter_on_main(self, context: AbstractContextManager[BroadcastT]) -> AbstractContextManager[BroadcastT | None]:
-        """A context that the first one alone is in."""
+        """Return the context manager on rank 0, and a null context on the others."""
         return context if self.is_main_process else nullcontext()
 
     # --- the model and its gradients
 
     def broadcast_weights(self, model: Model) -> None:
-        """Begin with the weights of the first one."""
+        """Copy the weights of rank 0 to all ranks."""
 
     def prepare_model(self, model: Model, training: TrainingConfig, compute: ComputeConfig) -> None:
-        """Put a model where it is computed."""
+        """Move the model to its device and shard it, where the strategy does."""
         model.to(compute.device)
 
     def reshard(self, model: Model) -> None:
-        """After a model has only been read with: give back what it took for that."""
+        """Free gathered weights after an evaluation (FSDP)."""
 
     def gather_model(self, model: Model) -> Model | None:
-        """The model with all of its weights, for the first one."""
+        """Return the whole model on rank 0, None on the others."""
         return model if self.is_main_process else None
 
     def any_out_of_memory(self, failed: bool) -> bool:
-        """Whether memory was short in one of them, so that all try again."""
+        """Whether any rank ran out of memory, so that all retry the step."""
         return failed
 
     def all_reduce_tensors(self, tensors: Sequence[Tensor]) -> None:
-        """Add up tensors on the device over all, in place."""
+        """Sum device tensors over all ranks, in place."""
 
     def all_reduce_gradients(self, model: Model) -> None:
-        """Add up the gradients over all, where that is not done yet."""
+        """Sum the gradients over all ranks, unless backward has done so (FSDP)."""
 
     # --- rows
 
     def local_rows(self, rows: int) -> slice:
-        """Which of the rows of a step are read here: a stretch of them, as long as everyone's."""
-        assert rows % self.world_size == 0, "check_share refuses it"
+        """Return the rows of a step that this rank reads: a contiguous span, equally long on all ranks."""
+        assert rows % self.world_size == 0, "check_even_split rejects it"
         part = rows // self.world_size
         return slice(self.rank * part, (self.rank + 1) * part)
 
     def gather_rows(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors with a row for each that is read here, as of all rows of the step."""
+        """Concatenate the local rows of tensors over all ranks."""
         return dict(tensors)
 
     def select_local_rows(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same the other way."""
+        """Return the local rows of tensors that hold all rows of the step."""
         return {name: value[self.local_rows(len(value))] for name, value in tensors.items()}
 
-    # --- a start that torchrun makes again
+    # --- elastic restarts by torchrun
 
     def is_restart(self, folder: str) -> bool:
-        """Whether this start is one more of a run that had begun in this folder."""
+        """Whether torchrun restarted a run that had started in this folder."""
         return False
 
     def mark_started(self, folder: str) -> None:
-        """Note that it has."""
+        """Record that the run in this folder has started."""
 
 
 SINGLE_PROCESS = DistContext()
 
 
 class DDPContext(DistContext):
-    """Several, each with the whole model; the gradients of a step are added up after its backward passes.
+    """Data parallelism with a whole model per rank; gradients are summed after a step's backward passes.
 
-    Nothing is sent during them, so that a process that has no memory left can still say so.
+    No collective runs during a backward pass, so that a rank that runs out of memory can still tell the others.
     """
 
     strategy = "ddp"
@@ -191,7 +203,7 @@ class DDPContext(DistContext):
         return self.any_process(failed)
 
     def all_reduce_tensors(self, tensors: Sequence[Tensor]) -> None:
-        """A parcel is packed while the one before it is under way."""
+        """Flatten one bucket while the one before it is being reduced."""
         sent: list[tuple[list[Tensor], Tensor, Any]] = []
         for some in bucket_tensors(tensors):
             flat = torch.cat([t.flatten() for t in some])
@@ -203,7 +215,7 @@ class DDPContext(DistContext):
 
     @torch.no_grad()
     def all_reduce_gradients(self, model: Model) -> None:
-        """A weight that no process has used has no gradient, as in one process."""
+        """A parameter that no rank has used keeps no gradient, as in one process."""
         learning = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         used = self.all_reduce_sum({name: int(p.grad is not None) for name, p in learning})
         found = [p for name, p in learning if used[name]]
@@ -220,9 +232,9 @@ class DDPContext(DistContext):
         return found
 
     def is_restart(self, folder: str) -> bool:
-        """By a note that outlives the processes; where it cannot, by torchrun's count of the starts.
+        """Read the key that `mark_started` wrote to torchrun's store, else torchrun's restart count.
 
-        The first one looks, which is also who writes it: another may look too late.
+        Rank 0 both reads and writes the key: another rank could read it after rank 0's write of this start.
         """
         if not self.launch_env.has_agent_store:
             return self.launch_env.restart_count > 0
@@ -238,14 +250,14 @@ def started_key(folder: str) -> str:
 
 
 def unpack_bucket(tensors: list[Tensor], flat: Tensor, work: Any) -> None:
-    """Put a parcel that has come back where its tensors were."""
+    """Wait for an all-reduce and copy the bucket back into its tensors."""
     work.wait()
     parts = flat.split([t.numel() for t in tensors])
     torch._foreach_copy_(tensors, [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])
 
 
 def bucket_tensors(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one kind in their order, so many together that they are worth sending."""
+    """Group tensors of one dtype, in order, into buckets of at most `BUCKET_ELEMENTS`."""
     some: list[Tensor] = []
     for tensor in tensors:
         full = some and sum(t.numel() for t in some) + tensor.numel() > BUCKET_ELEMENTS
@@ -257,22 +269,22 @@ def bucket_tensors(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield some
 
 
-# --- how processes come together ------------------------------------------------------------------------------------
+# --- initialisation -------------------------------------------------------------------------------------------------
 
 
 class LaunchEnv(NamedTuple):
-    """What the environment says of this process, in the words of torchrun."""
+    """Torchrun's environment variables of this process."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     restart_count: int
-    has_agent_store: bool  # someone outlives the processes, and keeps what they note
+    has_agent_store: bool  # torchrun's agent hosts the store, which survives restarts
 
     @property
     def store(self) -> TCPStore:
-        """What all processes can note things in."""
+        """Connect to the key-value store that all processes share."""
         where = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
         serves = not self.has_agent_store and self.rank == 0
         try:
@@ -285,7 +297,7 @@ class LaunchEnv(NamedTuple):
 
 
 def read_launch_env() -> LaunchEnv | None:
-    """None where nobody has started several processes."""
+    """Return torchrun's variables, None where they are not set."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
     found = {name: os.environ[name] for name in names if name in os.environ}
     if "RANK" not in found or "WORLD_SIZE" not in found:
@@ -298,25 +310,25 @@ def read_launch_env() -> LaunchEnv | None:
     return LaunchEnv(rank, size, *local, int(found.get("TORCHELASTIC_RESTART_COUNT", 0)), agent)
 
 
-_connected: tuple[LaunchEnv, Store, dict[str, Any]] | None = None  # processes come together once
+_connected: tuple[LaunchEnv, Store, dict[str, Any]] | None = None  # the process group is initialised once per process
 
 
 def require_single_process(advice: str) -> None:
-    """Refuse to do one and the same thing in several processes."""
+    """Raise where torchrun has started several processes."""
     launch = read_launch_env()
     if launch is not None and launch.world_size > 1:
         raise UserError(f"{launch.world_size} processes were started, and this run is for one. {advice}")
 
 
 def silence_other_ranks() -> None:
-    """Let the first process alone speak."""
+    """Silence the console of all ranks but 0."""
     launch = read_launch_env()
     if launch is not None and launch.rank > 0:
         set_quiet()
 
 
 def check_device(training: TrainingConfig) -> None:
-    """Refuse a device that is not there."""
+    """Raise where the requested device is missing."""
     there = torch.cuda.is_available()
     if training.device == "cuda" and not there:
         raise UserError(
@@ -327,13 +339,13 @@ def check_device(training: TrainingConfig) -> None:
 
 
 def visible_devices_hint() -> str:
-    """Which GPUs were chosen, in brackets, if any were."""
+    """Return the value of CUDA_VISIBLE_DEVICES, in brackets, if it is set."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return "" if chosen in ("", "-1") else f" (CUDA_VISIBLE_DEVICES is {chosen})"
 
 
 def select_device(dist_context: DistContext, training: TrainingConfig) -> torch.device:
-    """The GPU of this process, where there are GPUs."""
+    """Return this rank's GPU, or the CPU."""
     if training.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return (
@@ -344,7 +356,7 @@ def select_device(dist_context: DistContext, training: TrainingConfig) -> torch.
 
 
 def init_groups(launch_env: LaunchEnv) -> tuple[LaunchEnv, Store, dict[str, Any]]:
-    """Connect the processes: NCCL between GPUs, gloo for all else."""
+    """Initialise the process groups: NCCL for GPU tensors, gloo for the rest."""
     global _connected
     if _connected is None:
         store = launch_env.store
@@ -364,21 +376,21 @@ def init_groups(launch_env: LaunchEnv) -> tuple[LaunchEnv, Store, dict[str, Any]
     return _connected
 
 
-# --- when one of them fails -----------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------------------------
 
 
 def is_peer_lost(e: BaseException) -> bool:
-    """Whether an error only says that another process is gone."""
+    """Whether an error only reports that another process has died."""
     return isinstance(e, dist.DistError) or (
         isinstance(e, RuntimeError) and any(word in str(e) for word in PEER_LOST_MESSAGES)
     )
 
 
 def should_report_error(e: BaseException) -> bool:
-    """Whether this process is the one to tell of an error that others may come to as well: the first that does.
+    """Whether this rank prints an error that others may meet too: the first one does.
 
-    That another process is gone is told only where that one could not say why. A mistake that torchrun's next start
-    would repeat is told once.
+    A lost peer is reported only if no rank has reported a failure. An error that repeats after torchrun's restart is
+    printed once.
     """
     launch = read_launch_env()
     if launch is None or launch.world_size == 1:
@@ -389,5 +401,5 @@ def should_report_error(e: BaseException) -> bool:
         store = launch.store if _connected is None else _connected[1]
         alone = store.add(f"firth/failed/{launch.restart_count}", 1) == 1
         return alone if is_peer_lost(e) else store.add(f"firth/said/{e}", 1) == 1
-    except (RuntimeError, UserError):  # who kept the notes is gone
+    except (RuntimeError, UserError):  # the store is gone
         return launch.rank == 0 and not is_peer_lost(e)

@@ -1,4 +1,12 @@
-"""A model in parts, one for each process (FSDP2): its layers are gathered when their turn comes, and given back."""
+"""Fully sharded data parallelism (FSDP2): each rank stores 1/world_size of weights, gradients and optimizer state.
+
+Every parameter is a DTensor, sharded by rows. Before a block runs, its weights are all-gathered; afterwards they are
+freed. In the backward pass they are gathered again, and each gradient is reduce-scattered: summed over ranks, each rank
+keeping its shard (ZeRO stage 3: Rajbhandari et al. 2020). Memory falls with the number of ranks; a step communicates
+1.5 times as much as DDP, overlapped with the computation of neighbouring blocks.
+
+Checkpoints contain whole tensors, one file per rank, so that any number of processes can resume from them.
+"""
 
 from __future__ import annotations
 
@@ -44,19 +52,16 @@ from firth.train.dtensor import to_full_tensor
 from firth.train.recipe import TrainingConfig
 from firth.train.writer import CheckpointWriter
 
-REPLICATED_FILES = (
-    RECURRENT_STATE_FILE,
-    GUARD_FILE,
-)  # files that are the same in all processes, and which the first one writes
+REPLICATED_FILES = (RECURRENT_STATE_FILE, GUARD_FILE)  # equal on all ranks; rank 0 writes them
 
 
 class FSDPContext(DDPContext):
-    """Several, each with a part of every weight, of its gradient and of what the optimizer knows of it."""
+    """Data parallelism with a shard of every weight, gradient and optimizer state per rank."""
 
     strategy = "fsdp"
 
     def prepare_model(self, model: Model, training: TrainingConfig, compute: ComputeConfig) -> None:
-        """Blocks are gathered one by one, in 16 bits where the machine computes so; all else with the whole model."""
+        """Shard each block as a unit, gathered in the compute dtype, and all other parameters as one float32 unit."""
         half = torch.bfloat16 if compute.bf16 else torch.float16 if compute.fp16 else None
         exact = MixedPrecisionPolicy(cast_forward_inputs=False)
         blocks = exact if half is None else MixedPrecisionPolicy(half, torch.float32, torch.float32)
@@ -71,12 +76,12 @@ class FSDPContext(DDPContext):
         fully_shard(model, mp_policy=exact, **how)
         register_fsdp_forward_method(model, "losses")
         for part in model.modules():
-            if isinstance(part, FSDPModule):  # sums, as a loss here is divided by what all processes are asked
+            if isinstance(part, FSDPModule):  # sum, not mean: the loss is divided by the targets of all ranks
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)
 
     def reshard(self, model: Model) -> None:
-        """What a pass without a way back has gathered would be taken for the weights of the next one."""
+        """Free gathered weights: a forward pass without backward keeps them, and the next one would read them stale."""
         for part in model.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
@@ -95,20 +100,20 @@ class FSDPContext(DDPContext):
         return complete
 
     def any_out_of_memory(self, failed: bool) -> bool:
-        """Who waits for the part of another cannot be told to try again."""
+        """Raise: ranks that wait in a collective cannot be told to retry."""
         if failed:
             raise UserError(
-                "Out of memory, and with --parallel fsdp micro-batches are not halved by themselves. Halve "
+                "Out of memory, and with --parallel fsdp micro-batches are not halved automatically. Halve "
                 "--per-device-train-batch-size and double --gradient-accumulation-steps (with --resume --allow-change "
-                "a run goes on so), pass --gradient-checkpointing or --cpu-offload, or take more processes."
+                "a run can continue so), pass --gradient-checkpointing or --cpu-offload, or take more processes."
             )
         return False
 
     def all_reduce_gradients(self, model: Model) -> None:
-        """They are, by now."""
+        """Nothing: backward has reduce-scattered them."""
 
     def gather_to_rank(self, rank: int, tensor: Tensor) -> Tensor | None:
-        """All of a tensor in the host's memory of one process; every process must ask."""
+        """Return the whole tensor, on the CPU of one rank. A collective: every rank must call it."""
         found = to_full_tensor(tensor)
         return found.detach().to("cpu", copy=True).contiguous() if self.rank == rank else None
 
@@ -117,14 +122,14 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     return [block for stack in model.modules() if isinstance(stack, Stack) for block in stack.blocks]
 
 
-# --- checkpoints that all write -------------------------------------------------------------------------------------
+# --- sharded checkpoints --------------------------------------------------------------------------------------------
 
 
 class ShardedCheckpointWriter(CheckpointWriter):
-    """Writes checkpoints in which each process has a file of its own, with some of the tensors, whole.
+    """Writes checkpoints with one file of whole tensors per rank.
 
-    So any number of processes can go on from one, and `transformers` opens it. Tensors are gathered while the training
-    waits; they are written beside it.
+    Any number of processes can resume from one, and `transformers` opens it. Gathering the tensors blocks the training;
+    a background thread writes them.
     """
 
     def __init__(
@@ -179,7 +184,7 @@ class ShardedCheckpointWriter(CheckpointWriter):
 
 
 def local_payload(payload: CheckpointPayload, dist_context: FSDPContext) -> CheckpointPayload:
-    """What this process writes of a run. Each tensor has one owner, so that all write about as much."""
+    """Return the tensors that this rank writes. Each tensor has one owner, so that all write about as much."""
     state = unique_state_dict(payload.model)
     owner = assign_owners(state, dist_context.world_size)
 
@@ -201,7 +206,7 @@ def local_payload(payload: CheckpointPayload, dist_context: FSDPContext) -> Chec
 
 
 def assign_owners(tensors: Mapping[str, Tensor], world_size: int) -> dict[str, int]:
-    """Which process writes each tensor: the largest first, each to whom has least so far."""
+    """Return the rank that writes each tensor: largest first, each to the rank with the least so far."""
     loads, found = [0] * world_size, {}
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].numel(), item[0])):
         found[name] = loads.index(min(loads))
@@ -212,7 +217,7 @@ def assign_owners(tensors: Mapping[str, Tensor], world_size: int) -> dict[str, i
 def write_sharded_checkpoint(
     folder: Path, payload: CheckpointPayload, state: TrainState, recipe: dict[str, Any], dist_context: DistContext
 ) -> None:
-    """Each process its files into one folder, which then becomes whole, or is removed where one could not write."""
+    """Write every rank's files into one temporary folder, then rename it; a failure on any rank removes it."""
     temporary = folder.with_name(f".{folder.name}.tmp")
     with ExitStack() as half_finished:
 
@@ -232,7 +237,7 @@ def write_sharded_checkpoint(
 
 
 def run_on_all_ranks(dist_context: DistContext, work: Callable[[], None] | None) -> None:
-    """Let each process do its work on the disk; where one fails, all do."""
+    """Run disk work on each rank; if one rank fails, all raise."""
     error: OSError | None = None
     try:
         if work is not None:
@@ -244,7 +249,7 @@ def run_on_all_ranks(dist_context: DistContext, work: Callable[[], None] | None)
 
 
 def write_rank_files(folder: Path, payload: CheckpointPayload, dist_context: DistContext) -> None:
-    """The files of this process; none where it has nothing to write in one."""
+    """Write the files of this rank, without empty ones."""
     for file, tensors in payload.training_tensors.items():
         if file == WEIGHTS_FILE:
             write_tensors(to_hf_tensors(payload.model, tensors), folder / shard_file_name(file, dist_context))
@@ -262,17 +267,17 @@ def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 
 def shard_file_name(file: str, dist_context: DistContext) -> str:
-    """The name of a part of a file, as `transformers` counts them."""
+    """Return the name of this rank's file, in the naming of `transformers`."""
     stem, suffix = file.rsplit(".", 1)
     return f"{stem}-{dist_context.rank + 1:05d}-of-{dist_context.world_size:05d}.{suffix}"
 
 
 def write_safetensors_index(folder: Path) -> None:
-    """Which file each weight is in."""
-    places: dict[str, str] = {}
+    """Write the index that maps each weight to its file."""
+    weight_map: dict[str, str] = {}
     size = 0
     for file in sorted(folder.glob(WEIGHTS_FILE.replace(".", "-*."))):
         with safe_open(file, framework="pt") as f:
-            places |= dict.fromkeys(f.keys(), file.name)
+            weight_map |= dict.fromkeys(f.keys(), file.name)
         size += file.stat().st_size
-    write_json(folder / f"{WEIGHTS_FILE}.index.json", {"metadata": {"total_size": size}, "weight_map": places})
+    write_json(folder / f"{WEIGHTS_FILE}.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map})

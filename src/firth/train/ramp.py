@@ -1,4 +1,9 @@
-"""Batches that grow and rows that grow over the first part of a run, as a pure function of the step."""
+"""Batch-size and sequence-length warm-up, as a pure function of the step.
+
+Early in training the gradient noise is small relative to the gradient, so a small batch wastes fewer tokens. Short
+sequences make early steps cheaper: attention costs grow with the square of the length. Both start small and double
+until the ramp ends. A stage is a span of steps with constant shapes.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +13,17 @@ from typing import NamedTuple
 from firth.core.errors import UserError
 from firth.train.recipe import Recipe
 
-UNPLANNED_RUN_STEPS = 10**6  # steps of a run whose end is not planned yet, to tell which share of it each stage has
+UNPLANNED_RUN_STEPS = 10**6  # stand-in for max_steps before it is planned; only shares of it are used
 
 
 class Stage(NamedTuple):
-    """From step `first_step` on: `num_micro_batches` micro-batches of `micro_batch_rows` rows of `seq_length` tokens."""
+    """Steps from `first_step`: `num_micro_batches` micro-batches of `micro_batch_rows` rows of `seq_length` tokens."""
 
     first_step: int
     seq_length: int
     micro_batch_rows: int
     num_micro_batches: int
-    rows_before: int  # rows of this length that earlier stages have read
+    rows_before: int  # rows of this length that earlier stages read
 
     @property
     def step_rows(self) -> int:
@@ -26,10 +31,10 @@ class Stage(NamedTuple):
 
 
 def ramp_stages(recipe: Recipe) -> list[Stage]:
-    """The stages of a run in order; one where nothing grows.
+    """Return the stages of a run in order; one stage where neither ramp is set.
 
-    Each doubling takes an equal part of the ramp. Shorter rows come in so many more that a step has as many tokens.
-    Smaller batches have fewer micro-batches, and smaller ones only where there is one: so shapes are few.
+    Doublings are evenly spaced. Shorter rows are proportionally more, so that a step keeps its number of tokens. A
+    smaller batch has fewer micro-batches first, then a smaller micro-batch: each new shape costs a compilation.
     """
     steps = recipe.max_steps or UNPLANNED_RUN_STEPS
     shares = (recipe.batch_ramp, recipe.batch_doublings), (recipe.length_ramp, recipe.length_doublings)
@@ -48,12 +53,12 @@ def ramp_stages(recipe: Recipe) -> list[Stage]:
 
 
 def doubling_steps(share: float, doublings: int, steps: int) -> list[int]:
-    """The steps at which something doubles: so many, the last one where the ramp ends."""
+    """Return the steps of the doublings; the last one ends the ramp, a `share` of all steps."""
     return [round(share * steps * (i + 1) / doublings) for i in range(doublings)] if share else []
 
 
 def split_batch(recipe: Recipe, halvings: int) -> tuple[int, int]:
-    """Rows of a micro-batch and how many of them make a step, where the batch is halved so many times."""
+    """Return (rows per micro-batch, micro-batches per step) after this number of halvings of the batch."""
     rows, count = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps * recipe.processes
     for _ in range(halvings):
         rows, count = (rows, -(-count // 2)) if count > 1 else (max(1, rows // 2), 1)
@@ -61,13 +66,13 @@ def split_batch(recipe: Recipe, halvings: int) -> tuple[int, int]:
 
 
 def micro_batches_per_process(stage: Stage, world_size: int) -> int:
-    """How many micro-batches one of so many processes makes of its rows: as few as fit, all of one size."""
+    """Return the number of equal micro-batches per process: the fewest that fit `micro_batch_rows`."""
     rows = stage.step_rows // world_size
     return next(count for count in range(-(-rows // stage.micro_batch_rows), rows + 1) if rows % count == 0)
 
 
 def check_even_split(recipe: Recipe, world_size: int) -> None:
-    """Whether so many processes can share the rows of every step evenly."""
+    """Raise unless `world_size` divides the rows of every step."""
     steps = sorted({stage.step_rows for stage in ramp_stages(recipe)})
     if uneven := [rows for rows in steps if rows % world_size]:
         fit = [str(n) for n in range(1, max(steps) + 1) if all(rows % n == 0 for rows in steps)]
@@ -78,17 +83,17 @@ def check_even_split(recipe: Recipe, world_size: int) -> None:
 
 
 def stage_at(stages: list[Stage], step: int) -> Stage:
-    """The stage that a step is in."""
+    """Return the stage of a step."""
     return stages[bisect_right([stage.first_step for stage in stages], step) - 1]
 
 
 def first_row_of_step(stage: Stage, step: int) -> int:
-    """Which row, among those of its length, is the first of a step."""
+    """Return the index of a step's first row among all rows of its length."""
     return stage.rows_before + (step - stage.first_step) * stage.step_rows
 
 
 def stage_shares(recipe: Recipe) -> list[tuple[Stage, float]]:
-    """The stages with the share of the steps that each takes; they add up to 1."""
+    """Return each stage with its share of the steps; the shares sum to 1."""
     steps, found = recipe.max_steps or UNPLANNED_RUN_STEPS, ramp_stages(recipe)
     ends = [stage.first_step for stage in found[1:]] + [max(steps, found[-1].first_step)]
     return [
@@ -98,6 +103,6 @@ def stage_shares(recipe: Recipe) -> list[tuple[Stage, float]]:
 
 
 def mean_batch_rows(recipe: Recipe) -> float:
-    """Rows of full length that a step reads on average."""
+    """Return the mean rows per step, in rows of full length."""
     full = recipe.max_seq_length
     return sum(share * stage.step_rows * stage.seq_length / full for stage, share in stage_shares(recipe))

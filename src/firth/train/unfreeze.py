@@ -1,4 +1,9 @@
-"""Which parts of a model learn, from when on, and how fast."""
+"""Freezing, gradual unfreezing and layer-wise learning-rate decay for fine-tuning (Howard & Ruder 2018, section 3).
+
+Lower layers hold general features and need smaller changes than upper ones. Every parameter has a depth: embeddings 0,
+then the blocks, then the head. Layer-wise decay scales the learning rate by `layer_decay` per layer below the head.
+Gradual unfreezing trains the head first and adds one layer every `unfreeze_every` steps.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +22,21 @@ TOKEN_EMBEDDING_NAME = "embed.tokens.weight"
 
 @dataclass(frozen=True)
 class FreezeSchedule:
-    """What is slower than the head, or comes later, or not at all. As it stands, all learn alike."""
+    """Which layers are trained, from which step, and how fast. Default: all, from the start, at one rate."""
 
-    layer_decay: float = 1.0  # each layer learns so many times as fast as the one above it
+    layer_decay: float = 1.0  # learning rate of a layer over that of the layer above; 1: no decay
     freeze: Literal["none", "embeddings", "backbone"] = "none"
-    unfreeze_every: int = 0  # steps until one more layer learns, from the head down; 0: all from the start
+    unfreeze_every: int = 0  # steps per unfrozen layer, from the head down; 0: all from the start
 
 
 def parameter_depths(model: nn.Module) -> dict[str, int]:
-    """How far up each parameter is: 0 for embeddings and what all blocks share, then each block, then the head.
+    """Return the depth of each parameter: 0 for embeddings and shared parameters, then each block, then the head.
 
-    The blocks of a decoder come after those of the encoder that it reads. Vectors of tokens that are the matrix of the
-    head too are as far up as that: what a language model says changes first.
+    Decoder blocks come after encoder blocks. Token embeddings tied to the LM head have the depth of the head.
     """
     head = getattr(model, "head", None)
     tied = TOKEN_EMBEDDING_NAME if isinstance(head, LMHeadModule) and head.weight is None else ""
-    below, last, top = {}, {}, 0  # of each stack: how many blocks are below it, and its last one
+    below, last, top = {}, {}, 0  # per stack: number of blocks below it, depth of its last block
     for name, part in model.named_children():
         if isinstance(part, Stack):
             below[name], last[name] = top, top + len(part.blocks)
@@ -52,19 +56,19 @@ def parameter_depths(model: nn.Module) -> dict[str, int]:
 
 
 def trainable_parameters(model: nn.Module, freeze_schedule: FreezeSchedule, step: int) -> dict[str, int]:
-    """The parameters that learn at a step, with their depths."""
-    free = ever_trainable(model, freeze_schedule)
-    found = {name: depth for name, depth in parameter_depths(model).items() if name in free}
+    """Return the parameters that are trained at a step, with their depths."""
+    names = ever_trainable(model, freeze_schedule)
+    depths = {name: depth for name, depth in parameter_depths(model).items() if name in names}
     if not freeze_schedule.unfreeze_every:
-        return found
-    layers = sorted(set(found.values()), reverse=True)[: 1 + step // freeze_schedule.unfreeze_every]
-    return {name: depth for name, depth in found.items() if depth in layers}
+        return depths
+    layers = sorted(set(depths.values()), reverse=True)[: 1 + step // freeze_schedule.unfreeze_every]
+    return {name: depth for name, depth in depths.items() if depth in layers}
 
 
 def ever_trainable(model: nn.Module, freeze_schedule: FreezeSchedule) -> set[str]:
-    """The parameters that learn at some time.
+    """Return the parameters that are trained at any step.
 
-    Beside LoRA that is the head of a task; a head that answers in words belongs to the body then.
+    With LoRA these are the adapters and a task head; an LM head stays frozen.
     """
     depth_of = parameter_depths(model)
     head = {name for name in depth_of if name.startswith(HEAD_PREFIXES)}
