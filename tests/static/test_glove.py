@@ -23,12 +23,12 @@ def test_words_that_meet_count_one_over_their_distance() -> None:
     assert found_in(words, doc, 5, 4) == {(1, 3): 2.0, (3, 3): 0.5}
 
 
-@pytest.mark.parametrize("room", [40, 10**6])
-def test_counting_gives_the_same_in_any_memory(tmp_path: Path, room: int) -> None:
+@pytest.mark.parametrize("max_records", [40, 10**6])
+def test_counting_gives_the_same_in_any_memory(tmp_path: Path, max_records: int) -> None:
     draw = np.random.default_rng(0)
     pieces = [(draw.integers(0, 50, 30).astype(np.uint64), np.ones(30, np.float32)) for _ in range(20)]
     right = Counter(int(k) for key, _ in pieces for k in key)
-    records = glove.open_records(glove.count_records(iter(pieces), tmp_path, "pairs", room))
+    records = glove.open_records(glove.count_records(iter(pieces), tmp_path, "pairs", max_records))
     assert dict(zip(records["key"].tolist(), records["value"].tolist(), strict=True)) == right
     assert (np.diff(records["key"].astype(np.int64)) > 0).all()
     assert [p.name for p in tmp_path.iterdir()] == ["pairs.bin"]

@@ -17,7 +17,7 @@ TEXT = [[A, B, A, B, C], [A, B, B], [C, A, B, A, C, A]]
 
 def counted(documents: list[list[int]], order: int, discount: float = 0.0) -> NgramModel:
     ids = [token for document in documents for token in (S, *document, E)]
-    starts = [place == 0 for document in documents for place in range(len(document) + 2)]
+    starts = [position == 0 for document in documents for position in range(len(document) + 2)]
     return count_ngrams(np.array(ids), np.array(starts), V, POSSIBLE, order, discount)
 
 
@@ -72,9 +72,9 @@ def test_probabilities_add_up_and_both_ways_to_ask_agree(order: int, discount: f
     draw = np.random.default_rng(0)
     model = counted([draw.integers(A, V, 30).tolist() for _ in range(20)], order, discount)
     ids = [S, *draw.integers(A, V, 12).tolist(), E]
-    asked = [model.next_token_probs(ids[max(0, i - order + 1) : i]) for i in range(1, len(ids))]
-    np.testing.assert_allclose([p.sum() for p in asked], 1, rtol=1e-5)
-    alone = [np.log(p[token]) for p, token in zip(asked, ids[1:], strict=True)]
+    probs = [model.next_token_probs(ids[max(0, i - order + 1) : i]) for i in range(1, len(ids))]
+    np.testing.assert_allclose([p.sum() for p in probs], 1, rtol=1e-5)
+    alone = [np.log(p[token]) for p, token in zip(probs, ids[1:], strict=True)]
     np.testing.assert_allclose(model.log_probs(np.array(ids)), alone, rtol=1e-5)
 
 
@@ -106,8 +106,8 @@ def test_discount_and_weight_are_those_of_nltk() -> None:
     pairs = Counter(pair for doc in text for pair in pairwise(doc))
     for a, b in pairs:
         alpha, gamma = theirs.estimator.alpha_gamma(b, (a,))
-        place = ours.find_context([int(a), int(b)])
-        assert ours.levels[1].discounted_prob[place] == pytest.approx(alpha, rel=1e-5)
+        index = ours.find_context([int(a), int(b)])
+        assert ours.levels[1].discounted_prob[index] == pytest.approx(alpha, rel=1e-5)
         assert ours.levels[0].backoff_weight[ours.find_context([int(a)])] == pytest.approx(gamma, rel=1e-5)
 
 

@@ -220,7 +220,7 @@ def test_many_windows_at_once_learn_too(data: Path, sg: int) -> None:
     words, docs, _ = zip(*map(learner.read_subsampled, range(learners.CHUNKS_PER_STEP)), strict=True)
     words_W, doc_W = learner.read_step(0)
     np.testing.assert_array_equal(words_W, np.concatenate(words))
-    together = np.concatenate([np.diff(doc, append=-1) == 0 for doc in docs])  # no stretch goes on in the next
+    together = np.concatenate([np.diff(doc, append=-1) == 0 for doc in docs])  # no window crosses a chunk
     np.testing.assert_array_equal(np.diff(doc_W, append=-1) == 0, together)
 
 

@@ -114,6 +114,6 @@ def test_the_score_of_a_phrase() -> None:
 def test_phrases_are_joined_from_left_to_right_and_not_across_documents() -> None:
     words, doc = np.array([1, 2, 2, 1, -1, 1, 2], np.int32), np.array([0, 0, 0, 0, 0, 0, 1], np.int32)
     out = np.empty(7, np.int64)
-    num, place = word2vec.merge_phrases(words, doc, np.array([1 * 10 + 2, 2 * 10 + 1]), np.array([11, 12]), 10, out)
+    num, index = word2vec.merge_phrases(words, doc, np.array([1 * 10 + 2, 2 * 10 + 1]), np.array([11, 12]), 10, out)
     assert out[:num].tolist() == [11, 12, -1, 1, 2]
-    assert place[:num].tolist() == [0, 2, 4, 5, 6]
+    assert index[:num].tolist() == [0, 2, 4, 5, 6]

@@ -303,7 +303,7 @@ def read_launch_env() -> LaunchEnv | None:
     if "RANK" not in found or "WORLD_SIZE" not in found:
         return None
     if wrong := [f"{name}={value}" for name, value in found.items() if not value.isdecimal()]:
-        raise UserError(f"{wrong[0]} in the environment is no number. torchrun sets it; leave it to torchrun.")
+        raise UserError(f"{wrong[0]} in the environment is not a number. torchrun sets this variable: unset yours.")
     rank, size = int(found["RANK"]), int(found["WORLD_SIZE"])
     local = int(found.get("LOCAL_RANK", rank)), int(found.get("LOCAL_WORLD_SIZE", size))
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
