@@ -533,7 +533,7 @@ class EncoderDecoder(Model):
             decoder_targets = input_ids if task else labels
             if decoder_targets is None:
                 raise UserError("An encoder-decoder needs decoder_input_ids or labels.")
-            self.check_length(decoder_targets.shape[1])
+            self.check_length(max(input_ids.shape[1], decoder_targets.shape[1]))
             decoder_input_ids = self.shift_right(decoder_targets)
         self.check_length(max(input_ids.shape[1], decoder_input_ids.shape[1]))
         states: list[Tensor] | None = [] if output_hidden_states else None
