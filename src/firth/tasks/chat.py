@@ -1,4 +1,9 @@
-"""Dialogues as text: chat templates, which a tokenizer keeps where Hugging Face looks for them."""
+"""Chat templates: render a dialogue as text, and find the assistant's answers in it.
+
+A chat template is Jinja source under `chat_template` in tokenizer_config.json, as in `transformers`. It does not mark
+the answers, so they are found by rendering prefixes of the dialogue: an answer spans from the end of the rendering
+before it (with `add_generation_prompt`) to the end of the rendering that includes it.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +19,22 @@ from firth.tokens import Tokenizer
 CHAT_TEMPLATE_KEY = "chat_template"  # in tokenizer_config.json
 ASSISTANT_ROLE = "assistant"
 CHAT_ROLES = ("system", "user", ASSISTANT_ROLE)
-MESSAGE_TEMPLATE = "{{ '<|' + message['role'] + '|> ' + message['content'] }}"  # of our own template
-ChatMessages = Sequence[tuple[str, str]]  # role and text of each
+MESSAGE_TEMPLATE = "{{ '<|' + message['role'] + '|> ' + message['content'] }}"  # in the template that Firth adds
+ChatMessages = Sequence[tuple[str, str]]  # (role, text) of each message
 
 
 def add_chat_template(tokenizer: Tokenizer, config: ModelConfig, roles: Sequence[str]) -> Tokenizer:
-    """The same tokenizer where it has a template; otherwise one with a token for each role, and a template of ours."""
+    """Return the tokenizer with a chat template.
+
+    A tokenizer without one gets Firth's template and a special token for each role.
+    """
     if tokenizer.config.get(CHAT_TEMPLATE_KEY):
         return tokenizer
-    more = tokenizer.with_special_tokens([role_token(role) for role in dict.fromkeys((*CHAT_ROLES, *roles))])
+    extended = tokenizer.with_special_tokens([role_token(role) for role in dict.fromkeys((*CHAT_ROLES, *roles))])
     return Tokenizer(
-        more.backend, more.special_tokens, more.config | {CHAT_TEMPLATE_KEY: build_chat_template(tokenizer, config)}
+        extended.backend,
+        extended.special_tokens,
+        extended.config | {CHAT_TEMPLATE_KEY: build_chat_template(tokenizer, config)},
     )
 
 
@@ -33,22 +43,23 @@ def role_token(role: str) -> str:
 
 
 def build_chat_template(tokenizer: Tokenizer, config: ModelConfig) -> str:
-    """Each message behind the token of its role, all in the model's own frame.
+    """Return Jinja source that writes each message behind its role token, with the model's prefix before the first.
 
-    A decoder ends every answer. An encoder-decoder reads the turns as one text, and its answer is the decoder's.
+    For a decoder, the end token follows every answer. For an encoder-decoder, the messages are one encoder input that
+    ends with the end token; the decoder writes the answer.
     """
-    frame = make_sequence_template(config, tokenizer.vocab)
-    *before_it, end = (str(tokenizer.backend.id_to_token(i)) for i in (*frame.prefix_ids, frame.eos_id))
-    before = "".join(before_it)
+    template = make_sequence_template(config, tokenizer.vocab)
+    *prefix_tokens, end = (str(tokenizer.backend.id_to_token(i)) for i in (*template.prefix_ids, template.eos_id))
+    prefix = "".join(prefix_tokens)
     if config.architecture == "encoder-decoder":
-        return f"{before}{{% for message in messages %}}{MESSAGE_TEMPLATE}{{% endfor %}}{end}"
+        return f"{prefix}{{% for message in messages %}}{MESSAGE_TEMPLATE}{{% endfor %}}{end}"
     ended = f"{{% if message['role'] == '{ASSISTANT_ROLE}' %}}{end}{{% endif %}}"
     prompt = f"{{% if add_generation_prompt %}}{role_token(ASSISTANT_ROLE)}{{% endif %}}"
-    return f"{before}{{% for message in messages %}}{MESSAGE_TEMPLATE}{ended}{{% endfor %}}{prompt}"
+    return f"{prefix}{{% for message in messages %}}{MESSAGE_TEMPLATE}{ended}{{% endfor %}}{prompt}"
 
 
 class AssistantSpan(NamedTuple):
-    """An answer in a rendered dialogue: its characters [start, end), and those of its content alone, if found."""
+    """Characters [start, end) of an answer in a rendered dialogue, and those of its content without special tokens."""
 
     start: int
     end: int
@@ -56,7 +67,7 @@ class AssistantSpan(NamedTuple):
 
 
 class ChatTemplate:
-    """The template of a tokenizer, rendered as `transformers` renders it; on some `day`, or today."""
+    """A tokenizer's template, rendered as `transformers` does; `day` sets its date (default: today)."""
 
     def __init__(self, tokenizer: Tokenizer, day: str = "") -> None:
         self.tokenizer, self.source = tokenizer, get_chat_template(tokenizer)
@@ -64,25 +75,25 @@ class ChatTemplate:
         self.template = compile_chat_template(self.source, day)
 
     def render(self, messages: ChatMessages, add_generation_prompt: bool = False, example_id: Any = "") -> str:
-        """The text; with `add_generation_prompt` it goes on to where an answer begins."""
+        """Return the text; `add_generation_prompt` appends the tokens that begin an answer."""
         import jinja2
 
-        given = [{"role": role, "content": content} for role, content in messages]
-        known = {"messages": given, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
+        chat = [{"role": role, "content": content} for role, content in messages]
+        variables = {"messages": chat, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
         try:
-            return str(self.template.render(**known, **self.special_tokens))
+            return str(self.template.render(**variables, **self.special_tokens))
         except (jinja2.TemplateError, TypeError) as e:
             raise UserError(
                 f"Example {example_id}: this checkpoint's chat template refuses the messages ({e})."
             ) from None
 
     def validate_messages(self, messages: ChatMessages, example_id: Any) -> None:
-        """Refuse what has no answer, and roles that our own template has no token for."""
+        """Refuse a dialogue without an answer, and roles without a token in Firth's template."""
         roles = [role for role, _ in messages]
         if ASSISTANT_ROLE not in roles:
             raise UserError(
-                f"Example {example_id}: no message has the role {ASSISTANT_ROLE}, so there is nothing to learn; its roles are "
-                f"{', '.join(dict.fromkeys(roles))}."
+                f"Example {example_id}: no message has the role {ASSISTANT_ROLE}, so there is nothing to learn; "
+                f"its roles are {', '.join(dict.fromkeys(roles))}."
             )
         for role in roles:
             if MESSAGE_TEMPLATE in self.source and self.tokenizer.backend.token_to_id(role_token(role)) is None:
@@ -91,55 +102,53 @@ class ChatTemplate:
                 )
 
     def render_with_answers(self, messages: ChatMessages, example_id: Any = "") -> tuple[str, list[AssistantSpan]]:
-        """A dialogue up to its last answer, and where its answers stand.
+        """Return the text of a dialogue up to its last answer, and the spans of its answers.
 
-        An answer is what comes after that with which a template asks for it. Of those that a template changes once the
-        dialogue goes on (it may leave out what was thought before an answer), only the last is found.
+        A template may change an answer once later messages follow; some remove the reasoning of earlier answers. An
+        answer that is changed in this way has no span.
         """
         last = max(i for i, (role, _) in enumerate(messages) if role == ASSISTANT_ROLE)
-        text, found = self.render(messages[: last + 1], example_id=example_id), []
+        text, spans = self.render(messages[: last + 1], example_id=example_id), []
         for i, (role, content) in enumerate(messages[: last + 1]):
             if role != ASSISTANT_ROLE:
                 continue
-            before, after = (
-                self.render(messages[:i], True, example_id),
-                self.render(messages[: i + 1], example_id=example_id),
-            )
+            before = self.render(messages[:i], True, example_id)
+            after = self.render(messages[: i + 1], example_id=example_id)
             if after.startswith(before) and text.startswith(after):
-                found.append(
-                    AssistantSpan(len(before), len(after), locate_content(text, content, len(before), len(after)))
-                )
-        if not found or found[-1].end != len(text):
+                start, end = len(before), len(after)
+                spans.append(AssistantSpan(start, end, locate_content(text, content, start, end)))
+        if not spans or spans[-1].end != len(text):
             raise UserError(
-                f"Example {example_id}: the chat template of this checkpoint does not begin its last answer with what it "
-                "asks for answers with (add_generation_prompt), so it cannot be told which part is the answer."
+                f"Example {example_id}: the chat template of this checkpoint does not begin its last answer with its "
+                "generation prompt (add_generation_prompt), so the answer cannot be located. Change chat_template in "
+                "tokenizer_config.json."
             )
-        return text, found
+        return text, spans
 
 
 def locate_content(text: str, content: str, start: int, end: int) -> tuple[int, int]:
-    """Where the content of an answer stands; all of the answer where a template has changed it."""
+    """Return the span of an answer's content; the span of the answer if the template has changed the content."""
     at = text.find(content.strip(), start, end)
     return (start, end) if at < 0 else (at, at + len(content.strip()))
 
 
 def get_chat_template(tokenizer: Tokenizer) -> str:
-    """The template; of several with names the one called default."""
-    found = tokenizer.config.get(CHAT_TEMPLATE_KEY)
-    if isinstance(found, list):
-        found = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}.get("default")
-    if not isinstance(found, str):
+    """Return the template's source; of several named templates, the one named default."""
+    source = tokenizer.config.get(CHAT_TEMPLATE_KEY)
+    if isinstance(source, list):
+        source = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}.get("default")
+    if not isinstance(source, str):
         raise UserError("This checkpoint's tokenizer has no chat template (chat_template in tokenizer_config.json).")
-    return found
+    return source
 
 
 def template_uses_date(tokenizer: Tokenizer) -> bool:
-    """Whether what dialogues become depends on when that is."""
+    """Whether the rendered text depends on the date."""
     return "strftime_now" in str(tokenizer.config.get(CHAT_TEMPLATE_KEY))
 
 
 def compile_chat_template(source: str, day: str = "") -> Any:
-    """A Jinja template in a sandbox, with what templates on Hugging Face count on."""
+    """Compile a template in a Jinja sandbox with the filters and functions that `transformers` provides."""
     try:
         from jinja2 import TemplateError, nodes
         from jinja2.ext import Extension, loopcontrols
@@ -148,7 +157,7 @@ def compile_chat_template(source: str, day: str = "") -> Any:
         raise UserError("Chat templates are written in Jinja: install it (pip install jinja2).") from None
 
     class Generation(Extension):
-        """{% generation %} marks answers for others; here what it holds is passed on."""
+        """Render the body of {% generation %}; `transformers` uses the tag to mark answers."""
 
         tags = {"generation"}  # noqa: RUF012, Jinja reads it from the class
 

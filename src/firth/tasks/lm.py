@@ -1,4 +1,17 @@
-"""Dialogues, instructions and plain texts: the answers are learned, given what was said before."""
+"""Supervised fine-tuning (SFT) as language modelling: dialogues, instructions and plain texts.
+
+A dialogue becomes one text by the tokenizer's chat template. The loss covers the tokens of the assistant's answers
+alone; the messages before an answer are context. In order:
+
+1. `ChatTemplate` renders the dialogue and returns the character spans of its answers.
+2. The tokenizer's offsets turn these spans into tokens. A decoder predicts token t + 1 at position t, so the target
+   positions are those before each answer token.
+3. A decoder reads a dialogue once, with all answers as targets. An encoder-decoder reads it once per answer: the
+   messages so far go to the encoder, the answer to the decoder.
+4. Several examples are packed into each row (`seq2seq_batch`); attention stays inside each example.
+
+Shapes: A target tokens of a batch, P parts (sequences) of its items.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +43,12 @@ from firth.text import Example
 from firth.tokens import Tokenizer
 from firth.train import ComputeConfig
 
-PLAIN_TEXT_ROLE = "text"  # the role of a plain text, all of which is learned
-IdentifiedDialogue = tuple[str | int, ChatMessages]  # the id of an example, and its dialogue
+PLAIN_TEXT_ROLE = "text"  # role of a plain text: every token is a target
+IdentifiedDialogue = tuple[str | int, ChatMessages]  # id of an example and its messages
 
 
 class DialogueTurn(NamedTuple):
-    """What an encoder reads and its decoder answers."""
+    """Encoder input and decoder target of one answer."""
 
     ids: list[int]
     answer_ids: list[int]
@@ -43,14 +56,15 @@ class DialogueTurn(NamedTuple):
 
 @dataclass(frozen=True)
 class EncodedDialogue:
-    """A dialogue or a text: one line or several for a decoder, turns for an encoder-decoder.
+    """A dialogue or a text: one or several sequences for a decoder, turns for an encoder-decoder.
 
-    What frames and ends a text is learned and not scored, so that scores are of the text alone, as those of `evaluate`.
+    Special tokens around a text or an answer are trained but not scored, so that perplexity covers the text alone, as
+    that of `evaluate` does.
     """
 
     parts: tuple[DecoderExample, ...] | tuple[DialogueTurn, ...]
-    scored_mask: np.ndarray  # for each token that is asked, part by part: whether it is of the text
-    num_bytes: int  # of the text that is scored
+    scored_mask: np.ndarray  # (A,) over all parts: whether each target token belongs to the text
+    num_bytes: int  # UTF-8 bytes of the scored text, for bits per byte
 
     @property
     def num_tokens(self) -> int:
@@ -58,10 +72,10 @@ class EncodedDialogue:
 
 
 class LanguageModelingTask:
-    """Language modelling of the answers of dialogues, or of whole texts. A prediction is what they cost the model.
+    """Language modelling of the answers of dialogues, or of all of a plain text.
 
-    Dialogues become text by the tokenizer's chat template, which is made where there is none; those that are too long
-    lose their beginning. Long texts are read in several pieces.
+    A prediction is the negative log-likelihood of the scored tokens. A tokenizer without a chat template gets one. Long
+    dialogues are truncated on the left, so that the last answer stays; long texts are split into pieces.
     """
 
     name = "lm"
@@ -77,14 +91,10 @@ class LanguageModelingTask:
         self.template, self.pad_id = make_sequence_template(config, tokenizer.vocab), tokenizer.vocab.pad
         self.max_length = min(answer_config.max_seq_length, config.max_length or answer_config.max_seq_length)
         self.answer_tokenizer = TruncatingTokenizer(tokenizer, config, answer_config.max_target_length)
-        self.answer_config, self.num_truncated, self.num_special_lookalikes, self.num_changed_answers = (
-            answer_config,
-            0,
-            0,
-            0,
-        )
+        self.answer_config = answer_config
+        self.num_truncated = self.num_special_lookalikes = self.num_changed_answers = 0
         if self.max_length < len(self.template.prefix_ids) + 2:
-            raise UserError(f"max_seq_length={self.max_length} has no room for a text.")
+            raise UserError(f"max_seq_length={self.max_length} is too short for a text: choose a longer one.")
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -92,23 +102,23 @@ class LanguageModelingTask:
 
     @property
     def notices(self) -> list[str]:
-        found = []
+        notices = []
         if self.num_truncated:
-            some = format_count(self.num_truncated, "dialogue was", "dialogues were")
-            found.append(f"{some} longer than {self.max_length} tokens, and lost the beginning.")
+            count = format_count(self.num_truncated, "dialogue was", "dialogues were")
+            notices.append(f"{count} longer than {self.max_length} tokens, and lost the beginning.")
         if self.num_special_lookalikes:
-            some = format_count(self.num_special_lookalikes, "message holds", "messages hold")
-            found.append(f"{some} what looks like a special token, and is read as one.")
+            count = format_count(self.num_special_lookalikes, "message holds", "messages hold")
+            notices.append(f"{count} what looks like a special token, and is read as one.")
         if self.num_changed_answers:
-            some = format_count(self.num_changed_answers, "answer is", "answers are")
-            found.append(f"{some} changed by the chat template later on, and not learned.")
-        return [*found, *self.answer_tokenizer.truncation_notices("answer")]
+            count = format_count(self.num_changed_answers, "answer is", "answers are")
+            notices.append(f"{count} changed by the chat template later on, and not learned.")
+        return [*notices, *self.answer_tokenizer.truncation_notices("answer")]
 
     def configure_model(self, config: ModelConfig) -> ModelConfig:
         return replace(config, head=head_for_task(config, "lm"))
 
     def templated_tokenizer(self) -> Tokenizer:
-        """As it is: the chat template has the frame."""
+        """Return the tokenizer unchanged: the chat template adds the special tokens."""
         return self.tokenizer
 
     def metadata(self) -> dict[str, Any]:
@@ -126,12 +136,12 @@ class LanguageModelingTask:
 
     def encode(self, examples: Sequence[Example]) -> list[EncodedDialogue]:
         texts = iter(self.tokenizer.encode_batch([e.texts[1] for e in examples if is_plain_text(e)]))
-        spoken = [(e.id, self.parse_messages(e)) for e in examples if not is_plain_text(e)]
-        dialogues = self.encode_dialogues(spoken) if self.is_decoder else self.encode_turns(spoken)
+        parsed = [(e.id, self.parse_messages(e)) for e in examples if not is_plain_text(e)]
+        dialogues = self.encode_dialogues(parsed) if self.is_decoder else self.encode_turns(parsed)
         return [self.encode_plain_text(e, next(texts)) if is_plain_text(e) else next(dialogues) for e in examples]
 
     def parse_messages(self, example: Example) -> ChatMessages:
-        """Who says what, once it is sure that there is something to learn."""
+        """Return role and text of each message; refuse a dialogue without an answer."""
         messages = list(zip(example.texts[::2], example.texts[1::2], strict=True))
         self.chat_template.validate_messages(messages, example.id)
         self.num_special_lookalikes += sum(
@@ -141,86 +151,86 @@ class LanguageModelingTask:
 
     @cached_property
     def special_token_pattern(self) -> re.Pattern[str]:
-        """Anything that looks like a special token."""
+        """Pattern that matches the text of any special token."""
         names = (str(self.tokenizer.backend.id_to_token(i)) for i in self.tokenizer.vocab.special_ids)
         return re.compile("|".join(map(re.escape, names)))
 
     def encode_plain_text(self, example: Example, ids: list[int]) -> EncodedDialogue:
-        """All of a text, in as many pieces as it takes; the last one ends it."""
+        """Split a text into pieces of up to `max_length` tokens; the last piece ends with the end token."""
         if not self.is_decoder:
             raise UserError(
-                f"Example {example.id}: an encoder-decoder learns answers to something. Give messages, or prompt and "
+                f"Example {example.id}: an encoder-decoder needs an input and an answer. Give messages, or prompt and "
                 "response; a plain text is for a decoder."
             )
-        before, whole = list(self.template.prefix_ids), [*ids, self.template.eos_id]
-        room = self.max_length - len(before)
-        pieces = [[*before, *whole[first : first + room]] for first in range(0, len(whole), room)]
-        lines = tuple(DecoderExample(p, range(len(p) - 1)) for p in pieces if len(p) > 1)
-        scored = np.ones(sum(len(line.target_positions) for line in lines), bool)
-        scored[-1:] = len(lines) < len(pieces)  # the end, unless it stands alone and is not asked
-        return EncodedDialogue(lines, scored, len(example.texts[1].encode()))
+        prefix, text_ids = list(self.template.prefix_ids), [*ids, self.template.eos_id]
+        step = self.max_length - len(prefix)
+        pieces = [[*prefix, *text_ids[first : first + step]] for first in range(0, len(text_ids), step)]
+        sequences = tuple(DecoderExample(p, range(len(p) - 1)) for p in pieces if len(p) > 1)
+        scored = np.ones(sum(len(s.target_positions) for s in sequences), bool)
+        scored[-1:] = len(sequences) < len(pieces)  # the end token, unless it is a piece of its own and no target
+        return EncodedDialogue(sequences, scored, len(example.texts[1].encode()))
 
     def encode_dialogues(self, dialogues: Sequence[IdentifiedDialogue]) -> Iterator[EncodedDialogue]:
-        """Each dialogue as one line, in which the answers are asked."""
-        rendered = [self.chat_template.render_with_answers(messages, where) for where, messages in dialogues]
-        for (_, messages), (_, found) in zip(dialogues, rendered, strict=True):
-            self.num_changed_answers += len(answer_indices(messages)) - len(found)
+        """Encode each dialogue as one sequence whose targets are the answers."""
+        rendered = [self.chat_template.render_with_answers(messages, example_id) for example_id, messages in dialogues]
+        for (_, messages), (_, answer_spans) in zip(dialogues, rendered, strict=True):
+            self.num_changed_answers += len(answer_indices(messages)) - len(answer_spans)
         encodings = self.tokenizer.backend.encode_batch([text for text, _ in rendered], add_special_tokens=False)
-        for (text, found), encoding in zip(rendered, encodings, strict=True):
-            yield self.encode_rendered(text, found, encoding)
+        for (text, answer_spans), encoding in zip(rendered, encodings, strict=True):
+            yield self.encode_rendered(text, answer_spans, encoding)
 
     def encode_rendered(self, text: str, answer_spans: Sequence[AssistantSpan], encoding: Encoding) -> EncodedDialogue:
+        """Map the answers' characters to target positions, and truncate on the left behind the prefix."""
         starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-        learned, content = np.zeros((2, len(starts)), bool)
-        for stretch in answer_spans:
-            begin, end = stretch.content_span
-            learned |= (starts >= stretch.start) & (starts < stretch.end)
-            content |= (ends > begin) & (starts < end)
-        ids, before = list(encoding.ids), list(self.template.prefix_ids)
-        kept = len(before) if ids[: len(before)] == before else 0
-        lost = max(0, len(ids) - self.max_length)
-        self.num_truncated += lost > 0
-        asked = np.flatnonzero(learned[1:])
-        if lost:
-            ids, asked = [*ids[:kept], *ids[kept + lost :]], asked[asked >= kept + lost] - lost
-        from_character = int(starts[asked[0] + lost + 1]) if len(asked) else len(text)
-        scored = [
-            text[max(begin, from_character) : end] for begin, end in (stretch.content_span for stretch in answer_spans)
-        ]
-        num_bytes = sum(len(part.encode()) for part in scored)
-        return EncodedDialogue((DecoderExample(ids, asked.tolist()),), content[asked + lost + 1], num_bytes)
+        is_target, is_content = np.zeros((2, len(starts)), bool)
+        for span in answer_spans:
+            begin, end = span.content_span
+            is_target |= (starts >= span.start) & (starts < span.end)
+            is_content |= (ends > begin) & (starts < end)
+        ids, prefix = list(encoding.ids), list(self.template.prefix_ids)
+        num_prefix = len(prefix) if ids[: len(prefix)] == prefix else 0
+        num_lost = max(0, len(ids) - self.max_length)
+        self.num_truncated += num_lost > 0
+        positions = np.flatnonzero(is_target[1:])  # position t predicts token t + 1
+        if num_lost:
+            ids = [*ids[:num_prefix], *ids[num_prefix + num_lost :]]
+            positions = positions[positions >= num_prefix + num_lost] - num_lost
+        first_char = int(starts[positions[0] + num_lost + 1]) if len(positions) else len(text)
+        contents = (span.content_span for span in answer_spans)
+        num_bytes = sum(len(text[max(begin, first_char) : end].encode()) for begin, end in contents)
+        scored = is_content[positions + num_lost + 1]
+        return EncodedDialogue((DecoderExample(ids, positions.tolist()),), scored, num_bytes)
 
     def encode_turns(self, dialogues: Sequence[IdentifiedDialogue]) -> Iterator[EncodedDialogue]:
-        """Each answer by itself, with all that was said before it."""
-        before = [
-            self.chat_template.render(said[:i], True, where) for where, said in dialogues for i in answer_indices(said)
+        """Encode each answer separately, with all messages before it as the encoder's input."""
+        prompts = [
+            self.chat_template.render(messages[:i], True, example_id)
+            for example_id, messages in dialogues
+            for i in answer_indices(messages)
         ]
-        read = iter(self.tokenizer.encode_batch(before, parse_special=True))
-        written = iter(
-            self.answer_tokenizer.encode_texts(said[i][1] for _, said in dialogues for i in answer_indices(said))
-        )
-        for _, said in dialogues:
-            parts = tuple(DialogueTurn(self.truncate_left(next(read)), next(written)) for _ in answer_indices(said))
-            contents = [said[i][1] for i in answer_indices(said)]
-            num_bytes = sum(
-                self.count_answer_bytes(part.answer_ids, text) for part, text in zip(parts, contents, strict=True)
-            )
-            framed = len(self.answer_tokenizer.prefix_ids)
-            scored = [[False] * framed + [True] * (len(part.answer_ids) - framed - 1) + [False] for part in parts]
+        answers = [[messages[i][1] for i in answer_indices(messages)] for _, messages in dialogues]
+        prompt_ids = iter(self.tokenizer.encode_batch(prompts, parse_special=True))
+        answer_ids = iter(self.answer_tokenizer.encode_texts(text for texts in answers for text in texts))
+        num_prefix = len(self.answer_tokenizer.prefix_ids)
+        for texts in answers:
+            parts = tuple(DialogueTurn(self.truncate_left(next(prompt_ids)), next(answer_ids)) for _ in texts)
+            num_bytes = sum(self.count_answer_bytes(p.answer_ids, text) for p, text in zip(parts, texts, strict=True))
+            scored = [[False] * num_prefix + [True] * (len(p.answer_ids) - num_prefix - 1) + [False] for p in parts]
             yield EncodedDialogue(parts, np.concatenate(scored), num_bytes)
 
     def truncate_left(self, ids: list[int]) -> list[int]:
-        """What an encoder reads, without its beginning where it is too long, in its frame."""
-        before, end = list(self.template.prefix_ids), self.template.eos_id
+        """Add the end token, and drop tokens behind the prefix until `max_length` are left."""
+        prefix, end = list(self.template.prefix_ids), self.template.eos_id
         ids = ids if ids[-1:] == [end] else [*ids, end]
-        kept, lost = len(before) if ids[: len(before)] == before else 0, max(0, len(ids) - self.max_length)
-        self.num_truncated += lost > 0
-        return [*ids[:kept], *ids[kept + lost :]]
+        num_prefix = len(prefix) if ids[: len(prefix)] == prefix else 0
+        num_lost = max(0, len(ids) - self.max_length)
+        self.num_truncated += num_lost > 0
+        return [*ids[:num_prefix], *ids[num_prefix + num_lost :]]
 
     def count_answer_bytes(self, answer_ids: list[int], text: str) -> int:
-        """Of an answer, or of what is left of it."""
-        whole = len(answer_ids) < self.answer_tokenizer.max_length
-        return len((text if whole else self.tokenizer.decode(answer_ids)).encode())
+        """Number of UTF-8 bytes of an answer after truncation."""
+        is_complete = len(answer_ids) < self.answer_tokenizer.max_length
+        return len((text if is_complete else self.tokenizer.decode(answer_ids)).encode())
 
     # --- items to batches and scores
 
@@ -229,8 +239,8 @@ class LanguageModelingTask:
 
     def pack_items(self, items: Sequence[EncodedDialogue]) -> PackedAnswers:
         if self.is_decoder:
-            lines = [part for item in items for part in item.parts if isinstance(part, DecoderExample)]
-            return pack_decoder_examples(lines, self.max_length, self.pad_id)
+            sequences = [part for item in items for part in item.parts if isinstance(part, DecoderExample)]
+            return pack_decoder_examples(sequences, self.max_length, self.pad_id)
         turns = [part for item in items for part in item.parts if isinstance(part, DialogueTurn)]
         length = max(self.max_length, self.answer_tokenizer.max_length)
         return pack_seq2seq_examples(
@@ -240,23 +250,24 @@ class LanguageModelingTask:
     def predict(
         self, model: Model, items: Sequence[EncodedDialogue], compute: ComputeConfig, batch_size: int
     ) -> list[Prediction]:
-        """What the text of each item costs (`nats`), over how many tokens and bytes, and how many were foreseen."""
+        """Negative log-likelihood of each item in nats, its tokens and bytes, and how many tokens argmax predicts."""
         model.eval()
-        found: list[Prediction] = []
+        predictions: list[Prediction] = []
         with progress("reading", "dialogues", len(items)) as shown:
             for first in range(0, len(items), batch_size):
-                some = items[first : first + batch_size]
-                laid = self.pack_items(some)
-                logp_A, right_A, _ = score_answers(model, laid, compute)
-                item_P = np.repeat(np.arange(len(some)), [len(item.parts) for item in some])
-                scored_A = np.concatenate([item.scored_mask for item in some])
-                parts = (laid.sum_by_answer(value_A * scored_A) for value_A in (-logp_A, np.ones(len(logp_A)), right_A))
-                nats, tokens, right = (np.bincount(item_P, weights=part, minlength=len(some)) for part in parts)
-                for i, item in enumerate(some):
+                chunk = items[first : first + batch_size]
+                packed = self.pack_items(chunk)
+                logp_A, right_A, _ = score_answers(model, packed, compute)
+                item_P = np.repeat(np.arange(len(chunk)), [len(item.parts) for item in chunk])
+                scored_A = np.concatenate([item.scored_mask for item in chunk])
+                values = -logp_A, np.ones(len(logp_A)), right_A
+                sums = (packed.sum_by_answer(value_A * scored_A) for value_A in values)
+                nats, tokens, right = (np.bincount(item_P, weights=sum_P, minlength=len(chunk)) for sum_P in sums)
+                for i, item in enumerate(chunk):
                     costs = {"nats": float(nats[i]), "tokens": int(tokens[i]), "bytes": item.num_bytes}
-                    found.append(Prediction(costs | {"right": int(right[i])}))
-                shown.advance(len(some))
-        return found
+                    predictions.append(Prediction(costs | {"right": int(right[i])}))
+                shown.advance(len(chunk))
+        return predictions
 
     def calibrate(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> list[Prediction]:
         return list(predictions)
@@ -270,7 +281,7 @@ class LanguageModelingTask:
 
 
 def answer_indices(messages: ChatMessages) -> list[int]:
-    """Which messages are answers."""
+    """Return the indices of the assistant's messages."""
     return [i for i, (role, _) in enumerate(messages) if role == ASSISTANT_ROLE]
 
 
@@ -279,5 +290,5 @@ def is_plain_text(example: Example) -> bool:
 
 
 def collect_roles(examples: Sequence[Example]) -> list[str]:
-    """Who speaks in dialogues; nobody in plain texts."""
+    """Return the sorted roles of all dialogues; plain texts have none."""
     return sorted({role for e in examples if not is_plain_text(e) for role in e.texts[::2]})
