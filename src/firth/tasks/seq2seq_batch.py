@@ -1,7 +1,15 @@
-"""Texts and the answers to them in packed rows, for models that write; and how likely each answer is.
+"""Packed batches of source texts and answers for generative models, and the log-likelihood of each answer.
 
-N texts, M answers, B rows, T places, U of a decoder, K asked places, A tokens of all answers, S states that foresee
-them, P of these at once, D model width.
+A decoder reads a source and its answer as one document; only the answer's tokens are targets. An encoder-decoder reads
+the source in the encoder and the answer in the decoder. Both sides of an example share a row and a document id.
+
+Ranking candidate answers needs log p(answer | source) of each. Three savings keep this cheap:
+- the encoder runs once per source; its states serve further batches of candidates (`score_answers`);
+- one decoder row holds several candidates, each a document that cross-attends to the same source (`source_index`);
+- equal prefixes of a source's candidates have equal hidden states, so their logits are computed once (`shared_prefix`).
+
+Shapes: N sources, M answers, B rows, T positions, U decoder positions, K target positions, A answer tokens in total,
+S distinct hidden states that predict them, P states per chunk, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,49 +28,47 @@ from firth.tokens import TokenIds
 from firth.tokens.packing import ragged_arange
 from firth.train import ComputeConfig
 
-MAX_ANSWER_CHUNK_LOGITS = 2**24  # logits that are held at once: 64 MB of float32
+MAX_ANSWER_CHUNK_LOGITS = 2**24  # logits in memory per chunk: 64 MB of float32
 
 
 class DecoderExample(NamedTuple):
-    """A text as a decoder reads it, and the places at which it is asked for the next token."""
+    """The token ids of a document, and the positions whose next token is a target."""
 
     ids: TokenIds
     target_positions: Sequence[int]
 
 
 class PackedAnswers(NamedTuple):
-    """A batch, and where the answers stand in its labels laid end to end: token by token, text after text."""
+    """A batch, and the index of every answer token in its flattened labels, in the order of the examples."""
 
     batch: Batch
     label_slots: np.ndarray  # (A,)
-    answer_lengths: np.ndarray  # (M,) how many tokens each answer has
-    # Where texts have several answers:
-    source_index: np.ndarray | None = None  # (B, U) which text a place of the decoder reads
-    shared_prefix: np.ndarray | None = (
-        None  # (A,) the first token of the same text after the same words: their states are one
-    )
+    answer_lengths: np.ndarray  # (M,) number of tokens of each answer
+    # Only if a source has several answers:
+    source_index: np.ndarray | None = None  # (B, U) the source, by its index in the row, of each decoder position
+    shared_prefix: np.ndarray | None = None  # (A,) see `index_shared_prefixes`
 
     def sum_by_answer(self, value_A: np.ndarray) -> np.ndarray:
-        """(M,): the sum over each answer."""
+        """Return (M,): the sum of `value_A` over the tokens of each answer."""
         answer_A = np.repeat(np.arange(len(self.answer_lengths)), self.answer_lengths)
         return np.bincount(answer_A, weights=value_A, minlength=len(self.answer_lengths))
 
 
 def pack_decoder_examples(examples: Sequence[DecoderExample], row_tokens: int, pad_id: int) -> PackedAnswers:
-    """Texts for a decoder in rows of `row_tokens`."""
-    packing = pack_texts([len(line.ids) for line in examples], row_tokens)
+    """Pack documents into decoder rows of up to `row_tokens` tokens. Labels are the tokens after `target_positions`."""
+    packing = pack_texts([len(e.ids) for e in examples], row_tokens)
     doc_BT, position_BT = packing.document_ids_and_positions()
-    tokens_BT = packing.scatter(np.concatenate([line.ids for line in examples]), pad_id)
-    count_N = np.array([len(line.target_positions) for line in examples])
+    tokens_BT = packing.scatter(np.concatenate([e.ids for e in examples]), pad_id)
+    count_N = np.array([len(e.target_positions) for e in examples])
     width, slot_A = packing.allocate_slots(count_N)
-    asked = [np.asarray(line.target_positions, np.int64) for line in examples]
-    asked_BK = np.zeros((packing.num_rows, width), np.int64)
-    asked_BK.reshape(-1)[slot_A] = np.concatenate(asked) + np.repeat(packing.start, count_N)
-    labels_BK = np.full_like(asked_BK, IGNORE_INDEX)
-    answers = [np.asarray(line.ids)[places + 1] for line, places in zip(examples, asked, strict=True)]
+    positions = [np.asarray(e.target_positions, np.int64) for e in examples]
+    target_BK = np.zeros((packing.num_rows, width), np.int64)
+    target_BK.reshape(-1)[slot_A] = np.concatenate(positions) + np.repeat(packing.start, count_N)
+    labels_BK = np.full_like(target_BK, IGNORE_INDEX)
+    answers = [np.asarray(e.ids)[target + 1] for e, target in zip(examples, positions, strict=True)]
     labels_BK.reshape(-1)[slot_A] = np.concatenate(answers)
     return PackedAnswers(
-        Batch(tokens_BT, document_ids=doc_BT, position_ids=position_BT, target_positions=asked_BK, labels=labels_BK),
+        Batch(tokens_BT, document_ids=doc_BT, position_ids=position_BT, target_positions=target_BK, labels=labels_BK),
         slot_A,
         count_N,
     )
@@ -76,55 +82,59 @@ def pack_seq2seq_examples(
     decoder_start_id: int,
     reserved_tokens: Sequence[int] | None = None,
 ) -> PackedAnswers:
-    """Texts for an encoder, and answers for its decoder: a text and its answer are the same document of the same row.
+    """Pack sources into encoder rows and answers into decoder rows of up to `row_tokens` tokens each.
 
-    Where a text has several answers each is a document of its own, and all of them read the text. Rows hold up to
-    `row_tokens` on either side. `reserved_tokens` is what the answers may take, so that other answers to the same texts can stand in
-    the same rows.
+    A source and its answer share a row and a document id. If a source has several answers, each is a decoder document,
+    and all of them cross-attend to the source. `reserved_tokens` is the number of decoder tokens to reserve per source
+    (default: the length of its answers). With equal reservations, other answers to the same sources get the same rows.
     """
-    each = [ids for some in answers for ids in some]
-    asked_M, count_N = np.array([len(ids) for ids in each]), np.array([len(some) for some in answers])
-    most, which_A = count_N.max(), np.repeat(ragged_arange(count_N), asked_M)
-    read_N, write_N = np.array([len(ids) for ids in sources]), np.array([sum(map(len, some)) for some in answers])
-    shared = pack_texts(
-        np.maximum(read_N, write_N if reserved_tokens is None else np.asarray(reserved_tokens)), row_tokens
-    )
-    read, write = pack_alongside(shared, read_N), pack_alongside(shared, write_N)
-    doc_BT, position_BT = read.document_ids_and_positions()
-    doc_BU, _ = write.document_ids_and_positions()
+    flat_answers = [ids for candidates in answers for ids in candidates]
+    length_M = np.array([len(ids) for ids in flat_answers])
+    count_N = np.array([len(candidates) for candidates in answers])
+    max_answers, candidate_A = count_N.max(), np.repeat(ragged_arange(count_N), length_M)
+    source_N = np.array([len(ids) for ids in sources])
+    target_N = np.array([sum(map(len, candidates)) for candidates in answers])
+    reserved_N = target_N if reserved_tokens is None else np.asarray(reserved_tokens)
+    shared = pack_texts(np.maximum(source_N, reserved_N), row_tokens)
+    encoder, decoder = pack_alongside(shared, source_N), pack_alongside(shared, target_N)
+    doc_BT, position_BT = encoder.document_ids_and_positions()
+    doc_BU, _ = decoder.document_ids_and_positions()
     last_B = np.bincount(shared.row_index, minlength=shared.num_rows) - 1
-    # Padding comes last and a decoder does not look ahead: as a part of the last answer it has a text to read.
+    # Padding joins the row's last answer, so that its queries have encoder keys. It comes last and attention is causal,
+    # so no answer token attends to it.
     text_BU = np.where(doc_BU < 0, last_B[:, None], doc_BU)
     batch = Batch(
-        read.scatter(np.concatenate(sources), pad_id),
+        encoder.scatter(np.concatenate(sources), pad_id),
         document_ids=doc_BT,
         position_ids=position_BT,
-        labels=write.scatter(np.concatenate(each), IGNORE_INDEX),
-        decoder_input_ids=write.scatter(np.concatenate([[decoder_start_id, *ids[:-1]] for ids in each]), pad_id),
-        decoder_document_ids=text_BU * most + write.scatter(which_A, most - 1),
-        decoder_position_ids=write.scatter(ragged_arange(asked_M), 0),
+        labels=decoder.scatter(np.concatenate(flat_answers), IGNORE_INDEX),
+        decoder_input_ids=decoder.scatter(
+            np.concatenate([[decoder_start_id, *ids[:-1]] for ids in flat_answers]), pad_id
+        ),
+        decoder_document_ids=text_BU * max_answers + decoder.scatter(candidate_A, max_answers - 1),
+        decoder_position_ids=decoder.scatter(ragged_arange(length_M), 0),
     )
-    if most == 1:
-        return PackedAnswers(batch, write.flat_positions, asked_M)
-    return PackedAnswers(batch, write.flat_positions, asked_M, text_BU, index_shared_prefixes(answers))
+    if max_answers == 1:
+        return PackedAnswers(batch, decoder.flat_positions, length_M)
+    return PackedAnswers(batch, decoder.flat_positions, length_M, text_BU, index_shared_prefixes(answers))
 
 
 def index_shared_prefixes(answers: Sequence[Sequence[TokenIds]]) -> np.ndarray:
-    """(A,) for each token of all answers the first one of the same text that comes after the same words.
+    """Return (A,): for each answer token, the first token of the same source's answers that follows the same prefix.
 
     >>> index_shared_prefixes([[[1, 2], [1, 3]], [[1, 2]]]).tolist()
     [0, 1, 0, 1, 4, 5]
     """
-    found: list[int] = []
-    for some in answers:
+    index: list[int] = []
+    for candidates in answers:
         first: dict[tuple[int, ...], int] = {}
-        for ids in some:
-            found += [first.setdefault(tuple(ids[:n]), len(found) + n) for n in range(len(ids))]
-    return np.array(found)
+        for ids in candidates:
+            index += [first.setdefault(tuple(ids[:n]), len(index) + n) for n in range(len(ids))]
+    return np.array(index)
 
 
 def pack_alongside(packing: TextPacking, length_N: np.ndarray) -> TextPacking:
-    """Texts of other sizes in the same rows and in the same order, in rows that are as wide as these need."""
+    """Pack texts of other lengths into the rows and the order of `packing`. The row width follows the new lengths."""
     order = np.lexsort((packing.document_index, packing.row_index))
     used_B = np.bincount(packing.row_index, weights=length_N, minlength=packing.num_rows).astype(np.int64)
     first_N = np.empty_like(length_N)
@@ -134,7 +144,7 @@ def pack_alongside(packing: TextPacking, length_N: np.ndarray) -> TextPacking:
 
 
 def round_row_width(n: int) -> int:
-    """The next width that is allowed: four of them up to each power of two, so that few shapes occur.
+    """Round a row width up to one of four values per power of two, which limits the number of distinct shapes.
 
     >>> [round_row_width(n) for n in (3, 17, 33, 41, 100, 300)]
     [16, 20, 40, 48, 112, 320]
@@ -147,9 +157,10 @@ def round_row_width(n: int) -> int:
 def score_answers(
     model: Model, packed: PackedAnswers, compute: ComputeConfig, encoder_states: Tensor | None = None
 ) -> tuple[np.ndarray, np.ndarray, Tensor | None]:
-    """(A,) twice: the log-probability of each token of the answers, and whether it was the likeliest.
+    """Return (A,) the log-probability of each answer token, (A,) whether it is the argmax, and the encoder states.
 
-    The third is what an encoder has made of the texts, to be given again with other answers to them.
+    Pass the encoder states back with other answers to the same sources: the encoder then does not run again. Logits are
+    computed in chunks of P states, so that (S, V) never exists at once.
     """
     batch = packed.batch.to(compute.device)
     with compute.autocast():
@@ -157,19 +168,21 @@ def score_answers(
             x = model.target_hidden_states(batch)
         else:
             encoder_states = model.encode(batch) if encoder_states is None else encoder_states  # type: ignore[operator]
-            asking = None if packed.source_index is None else torch.from_numpy(packed.source_index).to(compute.device)
-            x = model.hidden_states(batch, encoder_states, asking)  # type: ignore[call-arg]
-        first_S, of_A = np.unique(
+            source = None if packed.source_index is None else torch.from_numpy(packed.source_index).to(compute.device)
+            x = model.hidden_states(batch, encoder_states, source)  # type: ignore[call-arg]
+        first_S, state_A = np.unique(
             np.arange(len(packed.label_slots)) if packed.shared_prefix is None else packed.shared_prefix,
             return_inverse=True,
         )
         slot_S, label_A = packed.label_slots[first_S], packed.batch.labels.reshape(-1)[packed.label_slots]
         x_SD = x.flatten(0, 1)[torch.from_numpy(slot_S).to(compute.device)]
-        found, rows = np.empty((2, len(of_A)), np.float32), max(1, MAX_ANSWER_CHUNK_LOGITS // model.config.vocab_size)
-        for i, x_PD in enumerate(x_SD.split(rows)):
+        logp_A, is_argmax_A = np.empty((2, len(state_A)), np.float32)
+        chunk = max(1, MAX_ANSWER_CHUNK_LOGITS // model.config.vocab_size)
+        for i, x_PD in enumerate(x_SD.split(chunk)):
             logits_PV = model.head(x_PD, model.embed.tokens.weight).float()
-            here = np.flatnonzero(of_A // rows == i)
-            row, label = (torch.from_numpy(a[here]).to(compute.device) for a in (of_A % rows, label_A))
+            in_chunk = np.flatnonzero(state_A // chunk == i)
+            row, label = (torch.from_numpy(a[in_chunk]).to(compute.device) for a in (state_A % chunk, label_A))
             logp = logits_PV[row, label] - logits_PV.logsumexp(-1)[row]
-            found[:, here] = torch.stack([logp, logits_PV.argmax(-1)[row] == label]).cpu().numpy()
-    return found[0], found[1] > 0, encoder_states
+            is_argmax = logits_PV.argmax(-1)[row] == label
+            logp_A[in_chunk], is_argmax_A[in_chunk] = torch.stack([logp, is_argmax]).cpu().numpy()
+    return logp_A, is_argmax_A > 0, encoder_states

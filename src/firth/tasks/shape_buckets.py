@@ -1,6 +1,14 @@
-"""Few shapes: batches of a run are padded to one of some sizes that were found in a trial, so that each compiles once.
+"""Shape buckets: pad the batches of a run to a few fixed shapes.
 
-B rows, T places, U places of the decoder, K slots of a row.
+`torch.compile` compiles once per input shape, and a CUDA graph replays one shape only. Packed batches of labelled
+examples differ in their number of rows and in their width, so almost every step would compile or capture again.
+
+A trial collates the first batches of the run and fits the buckets to them. There is one width, one decoder width and
+one number of slots: the largest of the trial, rounded up. There are at most `NUM_ROW_BUCKETS` numbers of rows, those
+that add the least padding. Every later batch is padded to its bucket. Padding holds no document and no label, so the
+loss and the gradients do not change. The cost is the computation on padding; `ShapeBuckets.fill_share` measures it.
+
+Shapes: B rows, T positions, U decoder positions, K slots per row. A slot is one target position of a row.
 """
 
 from __future__ import annotations
@@ -16,21 +24,17 @@ import numpy as np
 from firth.objectives import IGNORE_INDEX, Batch
 from firth.tasks.packing import next_power_of_two
 
-NUM_ROW_BUCKETS = 3  # numbers of rows that are allowed, beside those of batches that are larger than any in the trial
-MAX_TRIAL_BATCHES = 256  # batches of a trial
-WIDTH_MULTIPLE_TOKENS = 64  # rows are a multiple of so many places wide, where they are wider than that
-DECODER_WIDTH_MULTIPLE_TOKENS = 16  # those of a decoder that reads an encoder, too
-SLOT_MULTIPLE = 8  # and have a multiple of so many slots
-FIELD_FILL_VALUES = {
-    "document_ids": -1,
-    "decoder_document_ids": -1,
-    "labels": IGNORE_INDEX,
-    "group_ids": -1,
-}  # where nothing is; 0 where it is not said
+NUM_ROW_BUCKETS = 3  # row counts fitted to the trial; a batch larger than the trial's largest adds one more
+MAX_TRIAL_BATCHES = 256  # batches that the trial collates
+WIDTH_MULTIPLE_TOKENS = 64  # the row width is a multiple of this, or the next power of two below it
+DECODER_WIDTH_MULTIPLE_TOKENS = 16  # the row width of an encoder-decoder's decoder is a multiple of this
+SLOT_MULTIPLE = 8  # the number of slots per row is a multiple of this
+# Padding value of each batch field. Default: 0.
+FIELD_FILL_VALUES = {"document_ids": -1, "decoder_document_ids": -1, "labels": IGNORE_INDEX, "group_ids": -1}
 
 
 class BatchShape(NamedTuple):
-    """The size of a batch; 0 where it has no such thing."""
+    """The size of a batch. `decoder_width` is 0 without a decoder input, `slots` is 0 without target positions."""
 
     rows: int
     width: int
@@ -40,16 +44,16 @@ class BatchShape(NamedTuple):
 
 def batch_shape(batch: Batch) -> BatchShape:
     rows, width = batch.input_ids.shape
-    written, slots = (0 if a is None else a.shape[1] for a in (batch.decoder_input_ids, batch.target_positions))
-    return BatchShape(rows, width, written, slots)
+    decoder_width, slots = (0 if a is None else a.shape[1] for a in (batch.decoder_input_ids, batch.target_positions))
+    return BatchShape(rows, width, decoder_width, slots)
 
 
 @dataclass(frozen=True)
 class ShapeBuckets:
-    """Sizes to which batches are padded: one width, one number of slots, some numbers of rows.
+    """Shapes to which batches are padded: one width, one number of slots, several numbers of rows.
 
-    A batch that is larger than all in the trial gets a size of its own, rounded in the same way. `pad_id` is the id of the
-    padding token, `fill_share` the share of all places that held text in the trial.
+    A batch larger than all trial batches is padded to a larger shape (`round_beyond_largest`). `pad_id` is the id of
+    the padding token. `fill_share` is the fraction of the trial's padded positions that held text.
     """
 
     row_buckets: tuple[int, ...]
@@ -64,8 +68,8 @@ class ShapeBuckets:
         return f"batches of {rows} rows of {self.width} tokens, {100 * self.fill_share:.0f}% of which hold text"
 
     def bucket_for(self, shape: BatchShape) -> BatchShape:
-        """The size that a batch of this one gets."""
-        rows = next((level for level in self.row_buckets if level >= shape.rows), 0)
+        """Return the shape to which a batch of this shape is padded."""
+        rows = next((bucket for bucket in self.row_buckets if bucket >= shape.rows), 0)
         return BatchShape(
             rows or round_beyond_largest(shape.rows, self.row_buckets[-1], 1),
             round_beyond_largest(shape.width, self.width, WIDTH_MULTIPLE_TOKENS),
@@ -78,7 +82,7 @@ class ShapeBuckets:
 
 
 def round_beyond_largest(n: int, largest: int, step: int) -> int:
-    """The largest that was expected, and for more than that some quarters of it in addition.
+    """Round `n` up to `largest`, or beyond it in steps of a quarter of `largest` (a multiple of `step`).
 
     >>> round_beyond_largest(5, 12, 1), round_beyond_largest(13, 12, 1), round_beyond_largest(16, 12, 1)
     (12, 15, 18)
@@ -87,7 +91,8 @@ def round_beyond_largest(n: int, largest: int, step: int) -> int:
 
 
 def round_up_to_multiple(n: int, step: int) -> int:
-    """
+    """Round `n` up to a multiple of `step`.
+
     >>> round_up_to_multiple(5, 8), round_up_to_multiple(16, 8), round_up_to_multiple(0, 8)
     (8, 16, 0)
     """
@@ -95,44 +100,45 @@ def round_up_to_multiple(n: int, step: int) -> int:
 
 
 def fit_shape_buckets(batches: Iterable[Batch], pad_id: int) -> ShapeBuckets:
-    """The shapes that suit some batches of a run: those numbers of rows that pad the least."""
-    sizes, tokens = [], 0
+    """Fit the buckets to sample batches: the largest width and slots, and the row counts that add the least padding."""
+    shapes, tokens = [], 0
     for batch in batches:
-        sizes.append(batch_shape(batch))
+        shapes.append(batch_shape(batch))
         tokens += int((batch.document_ids >= 0).sum())
-    width, written, slots = (max(size[i] for size in sizes) for i in (1, 2, 3))
-    levels = choose_row_buckets(Counter(size.rows for size in sizes), NUM_ROW_BUCKETS)
+    _, width, decoder_width, slots = map(max, zip(*shapes, strict=True))
     width = round_up_to_multiple(width, min(WIDTH_MULTIPLE_TOKENS, next_power_of_two(width)))
-    found = ShapeBuckets(
-        levels,
+    buckets = ShapeBuckets(
+        choose_row_buckets(Counter(shape.rows for shape in shapes), NUM_ROW_BUCKETS),
         width,
-        round_up_to_multiple(written, DECODER_WIDTH_MULTIPLE_TOKENS),
+        round_up_to_multiple(decoder_width, DECODER_WIDTH_MULTIPLE_TOKENS),
         round_up_to_multiple(slots, SLOT_MULTIPLE),
         pad_id,
     )
-    places = sum(size.rows * size.width for size in map(found.bucket_for, sizes))
-    return replace(found, fill_share=tokens / places)
+    padded_positions = sum(shape.rows * shape.width for shape in map(buckets.bucket_for, shapes))
+    return replace(buckets, fill_share=tokens / padded_positions)
 
 
 def choose_row_buckets(count: Counter[int], num_buckets: int) -> tuple[int, ...]:
-    """So many numbers of rows, the largest among them, that add the fewest when each is rounded up to the next.
+    """Return the `num_buckets` row counts that add the fewest padding rows, the largest count included.
+
+    `count` maps a number of rows to the number of batches that have it. Each batch is padded to the next bucket.
 
     >>> choose_row_buckets(Counter({4: 10, 5: 80, 6: 9, 9: 1}), 2)
     (5, 9)
     """
     *others, largest = sorted(count)
-    found = [(*some, largest) for some in combinations(others, min(num_buckets - 1, len(others)))]
+    candidates = [(*smaller, largest) for smaller in combinations(others, min(num_buckets - 1, len(others)))]
 
-    def cost(levels: Sequence[int]) -> int:
-        return sum(times * next(level for level in levels if level >= rows) for rows, times in count.items())
+    def padded_rows(buckets: Sequence[int]) -> int:
+        return sum(batches * next(b for b in buckets if b >= rows) for rows, batches in count.items())
 
-    return min(found, key=cost)
+    return min(candidates, key=padded_rows)
 
 
 def pad_batch(batch: Batch, shape: BatchShape, pad_id: int) -> Batch:
-    """The same batch with empty rows below, and empty places and slots at the right. Nothing that is asked changes.
+    """Pad a batch with empty rows below and with empty positions and slots at the right. The targets do not change.
 
-    What a decoder reads at the end of a row is a part of its last text: so it has a text to read in the encoder.
+    Decoder padding repeats the last document id of its row, so that every decoder query has encoder keys to attend to.
     """
     fields = {}
     for name, array in zip(Batch._fields, batch, strict=True):
@@ -145,38 +151,38 @@ def pad_batch(batch: Batch, shape: BatchShape, pad_id: int) -> Batch:
 
 
 def num_field_columns(name: str, batch: Batch, shape: BatchShape) -> int:
-    """How many columns a field has in a batch of this size."""
+    """Number of columns of a field in a batch padded to `shape`."""
     if name.startswith("decoder_"):
         return shape.decoder_width
-    of_slots = name in ("target_positions", "group_ids") or (name == "task_labels" and batch.task_labels.ndim == 2)
-    if (
-        name == "labels" and batch.task_labels is None
-    ):  # of the asked places, or of what is written; else what follows each
-        of_slots = batch.target_positions is not None
-        if not of_slots:
+    per_slot = name in ("target_positions", "group_ids") or (name == "task_labels" and batch.task_labels.ndim == 2)
+    # Without task labels, `labels` belong to the target positions or to the decoder; else to every input position.
+    if name == "labels" and batch.task_labels is None:
+        per_slot = batch.target_positions is not None
+        if not per_slot:
             return shape.decoder_width
-    if name == "task_labels" and not of_slots:  # of a span: the places that are asked are those of the last stack
+    if name == "task_labels" and not per_slot:  # span labels: per position of the last stack
         return shape.decoder_width or shape.width
-    if not of_slots:
+    if not per_slot:
         return shape.width
-    return shape.slots * getattr(batch, name).shape[1] // batch.target_positions.shape[1]  # several may be one answer
+    # A prediction may use several target positions, so this field may have fewer columns than there are slots.
+    return shape.slots * getattr(batch, name).shape[1] // batch.target_positions.shape[1]
 
 
 def field_fill_value(name: str, batch: Batch, pad_id: int) -> float:
-    """What a field holds where nothing is."""
+    """Padding value of a field."""
     if name in ("input_ids", "decoder_input_ids"):
         return pad_id
     if name != "task_labels":
         return FIELD_FILL_VALUES.get(name, 0)
     if batch.task_labels.ndim == 3:
-        return -1  # an answer may not be there
+        return -1  # span labels: no answer
     if batch.task_labels.dtype.kind == "f":
         return np.nan
     return IGNORE_INDEX if batch.group_ids is None else 0
 
 
 def pad_array(array: np.ndarray, rows: int, columns: int, fill_value: float, repeat_last: bool = False) -> np.ndarray:
-    """An array with more rows and columns, `fill_value` or, in columns, as the last one of each row."""
+    """Pad to (rows, columns, ...) with `fill_value`. With `repeat_last`, new columns repeat each row's last one."""
     out = np.full((rows, columns, *array.shape[2:]), fill_value, array.dtype)
     B, T = array.shape[:2]
     out[:B, :T] = array
@@ -186,19 +192,20 @@ def pad_array(array: np.ndarray, rows: int, columns: int, fill_value: float, rep
 
 
 def unpad_logits(logits: Any, before: BatchShape, after: BatchShape) -> Any:
-    """What a model says about a batch that was padded: (B, K, ...) as of the batch before that."""
-    now, then = ((size.slots or size.decoder_width or size.width) for size in (before, after))
-    return logits[: before.rows, : logits.shape[1] * now // then]
+    """Cut the logits of a padded batch (shape `after`) to the (B, K, ...) of the batch before padding."""
+    columns, padded_columns = ((shape.slots or shape.decoder_width or shape.width) for shape in (before, after))
+    return logits[: before.rows, : logits.shape[1] * columns // padded_columns]
 
 
 class ShapeCountingBatches:
-    """A function that makes batches, and how many shapes these have had."""
+    """Wrap a batch function: pad its batches to `shape_buckets` and record the distinct shapes in `seen_shapes`."""
 
     def __init__(self, batch_fn: Callable[[int], list[Batch]], shape_buckets: ShapeBuckets | None) -> None:
         self.batch_fn, self.shape_buckets, self.seen_shapes = batch_fn, shape_buckets, set[BatchShape]()
 
     def __call__(self, step: int) -> list[Batch]:
         batches = self.batch_fn(step)
-        found = batches if self.shape_buckets is None else [self.shape_buckets(batch) for batch in batches]
-        self.seen_shapes.update(map(batch_shape, found))
-        return found
+        if self.shape_buckets is not None:
+            batches = [self.shape_buckets(batch) for batch in batches]
+        self.seen_shapes.update(map(batch_shape, batches))
+        return batches
