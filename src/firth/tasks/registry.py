@@ -1,4 +1,8 @@
-"""The one place that picks the way to do a task by the architecture of a model."""
+"""Build the `Task` for a task name and a model's architecture.
+
+An encoder gets a task head. A decoder gets a head or, with answer=words, generates the answer as text (T5, section
+2.4). An encoder-decoder generates, except for tagging and for BART, which has heads for `BART_HEAD_TASKS`.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +43,10 @@ def make_task(
     config: ModelConfig,
     recipe: Any = None,
 ) -> Task:
-    """A task from the examples that it is to be learned from, or again from its facts in task.json.
+    """Build a task from its training examples, or rebuild it from the metadata in task.json.
 
-    The recipe says how texts are read and written (`AnswerConfig`) and, as `answer_mode`, whether by a "head" or by "words".
-    Facts say that themselves.
+    With examples, `recipe` supplies the fields of `AnswerConfig` and `answer` ("head" or "words"). Metadata already
+    holds them.
     """
     if name not in FINETUNE_TASKS:
         raise UserError(f"Unknown task {name!r}. {did_you_mean(name, FINETUNE_TASKS)}")
@@ -76,7 +80,7 @@ def make_task(
 
 
 def make_task_without_examples(name: str, tokenizer: Tokenizer, config: ModelConfig, recipe: Any = None) -> Task:
-    """A task before its examples are read: what a model cannot do, whatever they are, is refused here already."""
+    """Build a task before its examples are read, to refuse early a task that the model does not support."""
     known = (
         {field: getattr(recipe, field) for field in ("answer", *AnswerConfig.__dataclass_fields__)} if recipe else {}
     )
@@ -84,7 +88,7 @@ def make_task_without_examples(name: str, tokenizer: Tokenizer, config: ModelCon
 
 
 def infer_task_metadata(name: str, examples: Sequence[Example], config: ModelConfig, recipe: Any) -> dict[str, Any]:
-    """What the examples to learn from say about a task."""
+    """Return the metadata of a task (task.json), inferred from its training examples and the recipe."""
     answer = getattr(recipe, "answer", "head")
     facts: dict[str, Any] = {"answer": answer}
     facts |= {name: getattr(recipe, name) for name in AnswerConfig.__dataclass_fields__}
@@ -104,7 +108,7 @@ def infer_task_metadata(name: str, examples: Sequence[Example], config: ModelCon
 
 
 def resolve_answer_mode(name: str, config: ModelConfig, answer_mode: str) -> str:
-    """Whether a model does a task by a head or by words; what it cannot do is refused."""
+    """Return "head" or "words". Raise if the model supports neither for this task."""
     if answer_mode not in ("head", "words"):
         raise UserError(f"answer is {answer_mode!r}, and must be head or words.")
     if config.architecture == "encoder" and answer_mode == "words":

@@ -1,4 +1,9 @@
-"""What several seeds come to: mean and deviation, runs that learned nothing, and whether a difference is chance."""
+"""Summarize fine-tuning seeds: mean and standard deviation, failed seeds, and significance against a baseline run.
+
+A seed fails if it does not beat the best constant prediction (`chance_score`), or if its loss diverges. The difference
+from a baseline is tested by a paired bootstrap over the dev examples. It must also exceed twice the standard error
+over the seeds (`describe_comparison`), because seeds vary as well as examples.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +43,14 @@ from firth.text.records import preview_value
 from firth.train.recipe import read_yaml_mapping
 
 PREDICTIONS_FILE = "predictions.jsonl"
-DIVERGED_KEY = "diverged"  # in the results of a seed: what it broke on; in those of a run: which seeds have
+DIVERGED_KEY = "diverged"  # in a seed's results: the error; in a run's results: the diverged seeds
 LOWER_IS_BETTER_METRICS = ("perplexity", "bits_per_byte")
-MAX_CONSTANT_GUESSES = 20  # classes that are tried as the answer to everything
-ZERO_CHANCE_TASKS = ("regress", "embed")  # one answer for all has no correlation with anything
-BOOTSTRAP_SAMPLES, BOOTSTRAP_MAX_SECONDS = 1000, 120  # of a bootstrap: at most so many
+MAX_CONSTANT_GUESSES = 20  # most frequent answers tried as a constant prediction
+ZERO_CHANCE_TASKS = ("regress", "embed")  # a constant prediction has correlation 0
+BOOTSTRAP_SAMPLES, BOOTSTRAP_MAX_SECONDS = 1000, 120  # upper limits of one bootstrap
 
 
-FIXED_TASK_METRICS = {  # of the scores of a task, whatever its examples are
+FIXED_TASK_METRICS = {  # tasks whose metrics do not depend on the examples
     "regress": ("pearson", "spearman"),
     "choice": ("accuracy",),
     "span-qa": ("f1", "exact_match"),
@@ -55,7 +60,7 @@ FIXED_TASK_METRICS = {  # of the scores of a task, whatever its examples are
 
 
 def metric_names(task: str, examples: Sequence[Example]) -> tuple[str, ...]:
-    """The scores that a task has on these examples: F1 where there are two classes, entities where tags mark some."""
+    """Return the metrics of a task on these examples: F1 needs two classes, entity scores need span tags."""
     if task in FIXED_TASK_METRICS:
         return FIXED_TASK_METRICS[task]
     true = [e.target for e in examples]
@@ -65,7 +70,7 @@ def metric_names(task: str, examples: Sequence[Example]) -> tuple[str, ...]:
 
 
 def check_metric(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
-    """Refuse a score that the task does not have on dev, before any work is done."""
+    """Raise if the task does not have `recipe.metric` on dev. Runs before training."""
     known = metric_names(recipe.task, dev) if recipe.metric else ()
     if recipe.metric not in ("", *known):
         raise UserError(
@@ -75,12 +80,12 @@ def check_metric(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
 
 
 def deciding_metric(recipe: FinetuneRecipe, task: Task) -> str:
-    """The name of the score that decides."""
+    """Name of the metric that selects the best step and seed."""
     return recipe.metric or task.metric
 
 
 def orient_score(metric: str, scores: Mapping[str, float]) -> float:
-    """The score that decides, turned so that more is better."""
+    """Return the score of `metric`, negated if lower is better."""
     return -scores[metric] if metric in LOWER_IS_BETTER_METRICS else scores[metric]
 
 
@@ -92,9 +97,9 @@ def summarize_seeds(
     runs: Sequence[Mapping[str, Any]],
     folder: Path,
 ) -> dict[str, Any]:
-    """Mean and deviation over the seeds, whose results are `runs`; the best seed's model becomes the run's.
+    """Return mean and standard deviation over the seeds' results `runs`, and copy the best seed's model to final/.
 
-    A seed that broke on its loss has no score: it is counted as failed, and left out of the means.
+    A diverged seed has no score: it counts as failed and is excluded from the means.
     """
     broken = [i for i, run in enumerate(runs) if DIVERGED_KEY in run]
     whole = [i for i in range(len(runs)) if i not in broken]
@@ -144,7 +149,7 @@ def summarize_seeds(
 
 
 def index_of_best(values: Sequence[float]) -> int:
-    """The place of the highest, the first of equals; what is no number comes last."""
+    """Index of the highest value, the first among equals. NaN counts as the lowest."""
     return max(range(len(values)), key=lambda i: -math.inf if math.isnan(values[i]) else values[i])
 
 
@@ -164,7 +169,7 @@ def copy_folder(source: Path, target: Path) -> None:
 def exclude_failed_seeds(
     values: Sequence[float], chance: float | None, metric: str, diverged: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Which seeds are no better than someone who never reads, and what the others come to; the broken are no better."""
+    """Return the failed seeds (not above `chance`, or diverged), and mean and deviation of the others."""
     if chance is None:
         return {"failed": list(diverged)} if diverged else {}
     bad = failed_runs(values, chance)
@@ -177,9 +182,9 @@ def exclude_failed_seeds(
 
 
 def chance_score(task: Task, metric: str, train: Sequence[Example], dev: Sequence[Example]) -> float | None:
-    """The best score of giving one of the common answers of train to everything; None where that means nothing.
+    """Return the best score of a constant prediction, among train's most frequent answers. None for "lm".
 
-    Where texts are to find each other, what is expected of vectors that mean nothing: every rank is as likely.
+    For retrieval ("embed"), return the expected score of random embeddings: every rank is equally likely.
     """
     if task.name == "lm":
         return None
@@ -196,12 +201,12 @@ def chance_score(task: Task, metric: str, train: Sequence[Example], dev: Sequenc
 
 
 def constant_guesses(name: str, train: Sequence[Example], dev: Sequence[Example]) -> list[list[Any]]:
-    """Each of the commonest answers of train, once for each of dev: what is common in dev may be another one."""
+    """Return constant predictions for dev, one list per frequent answer of train. Dev's most frequent may differ."""
     if name == "tag":
         commonest = Counter(tag for e in train for tag in e.target).most_common(1)[0][0]
         return [[(commonest,) * len(e.target) for e in dev]]
     if name == "span-qa":
-        return [[""] * len(dev)]  # that there is no answer
+        return [[""] * len(dev)]  # the empty prediction: no answer
     common = Counter(e.target for e in train).most_common(1 if name == "text-to-text" else MAX_CONSTANT_GUESSES)
     return [[answer] * len(dev) for answer, _ in common]
 
@@ -214,7 +219,7 @@ def write_predictions(path: Path, examples: Sequence[Example], predictions: Sequ
 
 
 def format_predictions(examples: Sequence[Example], predictions: Sequence[Prediction]) -> str:
-    """One object per example, in order; where several answers are right, with all of them."""
+    """Return JSON lines, one object per example in order, with all references if there are several."""
     lines = []
     for e, p in zip(examples, predictions, strict=True):
         line: dict[str, Any] = {"id": e.id, "prediction": p.prediction, "reference": e.target}
@@ -225,12 +230,12 @@ def format_predictions(examples: Sequence[Example], predictions: Sequence[Predic
 
 
 def read_predictions(path: Path) -> list[dict[str, Any]]:
-    r"""What `write_predictions` has written. Only \n ends a line: a text may hold U+2028, where `splitlines` cuts."""
+    r"""Read a file of `write_predictions`. Only \n ends a line: a text may hold U+2028, where `splitlines` cuts."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def disambiguate_ids(ids: Iterable[Any]) -> list[tuple[Any, int]]:
-    """Each id with how often it came before, so that examples with equal ids stay apart.
+    """Pair each id with the number of its earlier occurrences, so that equal ids stay distinct.
 
     >>> disambiguate_ids(["a", "b", "a"])
     [('a', 0), ('b', 0), ('a', 1)]
@@ -244,9 +249,9 @@ def disambiguate_ids(ids: Iterable[Any]) -> list[tuple[Any, int]]:
 
 
 def load_seed_predictions(folder: Path, *fields: str) -> list[dict[tuple[Any, int], Any]]:
-    """The predictions of each seed of a run by the `disambiguate_ids` ids; of its best one where there is no more.
+    """Return each seed's predictions by `disambiguate_ids` id. Without seed folders, only those of the best seed.
 
-    `fields` may be "references" and "reference" too: what would have been right, the first of these that there is.
+    `fields` names the value to read (default: "prediction"). Of several names, each line's first existing one counts.
     """
     files = [file for place in sorted(folder.glob("seed-*")) if (file := place / PREDICTIONS_FILE).is_file()]
     if not files and not (folder / PREDICTIONS_FILE).is_file():
@@ -264,7 +269,7 @@ def load_seed_predictions(folder: Path, *fields: str) -> list[dict[tuple[Any, in
 
 
 def checksum_examples(examples: Sequence[Example], include_spans: bool = True) -> str:
-    """Of all that a task can see of some examples; without `include_spans` not of their spans and references, as once."""
+    """Return the CRC-32 of the examples as hex. Without `include_spans`, spans and references do not count."""
     found = 0
     for e in examples:
         found = crc32(repr(e[:] if include_spans and any(e[3:]) else e[:3]).encode(), found)
@@ -272,7 +277,7 @@ def checksum_examples(examples: Sequence[Example], include_spans: bool = True) -
 
 
 def check_baseline(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
-    """Refuse a baseline that cannot be compared with, before any work is done."""
+    """Raise if the baseline run has another task or other dev answers. Runs before training."""
     if not recipe.baseline:
         return
     right = load_seed_predictions(Path(recipe.baseline), "references", "reference")
@@ -305,30 +310,30 @@ def check_baseline(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
 
 
 def has_other_examples(run: Path, dev: Sequence[Example]) -> bool:
-    """Whether a run has noted that what it was scored on is not this."""
+    """Whether a run's saved dev checksum differs from that of `dev`."""
     noted = read_yaml_mapping(run / "recipe.yaml").get("dev_checksum") if (run / "recipe.yaml").is_file() else None
     return bool(noted) and noted not in (checksum_examples(dev), checksum_examples(dev, include_spans=False))
 
 
 def compare_with_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Example], folder: Path) -> dict[str, Any]:
-    """By how much the mean over the seeds is above that of the baseline, and whether other examples would say so."""
+    """Return the difference of the seed means from the baseline, with its paired bootstrap over the dev examples."""
     places = [folder / f"seed-{i}" for i in range(recipe.seeds)]
     ours = [
         load_seed_predictions(place)[0] for place in places if (place / PREDICTIONS_FILE).is_file()
-    ]  # which a broken one has not
+    ]  # a diverged seed has no predictions
     metric, theirs = deciding_metric(recipe, task), load_seed_predictions(Path(recipe.baseline))
     keys = disambiguate_ids(e.id for e in dev)
     shared = [i for i, key in enumerate(keys) if all(key in seed for seed in (*ours, *theirs))]
     both, keys = [dev[i] for i in shared], [keys[i] for i in shared]
 
     def mean_score(answers: Sequence[tuple[Any, ...]], examples: Sequence[Example]) -> Any:
-        """Over the seeds."""
+        """Mean score over the seeds."""
         seeds = zip(*answers, strict=True)
         scores = [task.score(examples, [Prediction(a) for a in seed]) for seed in seeds]
         return np.mean([found.get(metric, math.nan) for found in scores])  # one class alone has no F1
 
     def mean_sums(answers: Sequence[tuple[Any, ...]], examples: Sequence[Example]) -> AdditiveScore:
-        """The same as sums over the examples, which is quick."""
+        """The same as per-example sums: resampling then adds them up and does not score again."""
         return mean_additive_score(
             [additive_task_score(task.name, metric, seed, examples) for seed in zip(*answers, strict=True)]
         )
@@ -345,7 +350,7 @@ def compare_with_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Exam
 def additive_task_score(
     name: str, metric: str, predictions: Sequence[Any], examples: Sequence[Example]
 ) -> AdditiveScore:
-    """A task's score as sums over its examples."""
+    """Return a task's score as per-example sums."""
     true = [e.target for e in examples]
     if name == "tag" and metric != "accuracy":
         return additive_entity_score(metric.removeprefix("entity_"), predictions, true, excluded_entity_types(examples))
@@ -359,9 +364,9 @@ def additive_task_score(
 
 
 def describe_comparison(comparison: Comparison, metric: str, baseline: str, seed_noise: float) -> str:
-    """Whether a difference is more than chance, or why that cannot be said.
+    """Say whether a difference is significant, or why it cannot be tested.
 
-    Other examples must say the same, and it must be more than twice what the means over the seeds vary by (`seed_noise`).
+    It is significant if p < 0.05 over the examples and it exceeds twice the seeds' standard error (`seed_noise`).
     """
     if math.isnan(comparison.p_value):
         known = math.isfinite(comparison.difference)
@@ -371,11 +376,12 @@ def describe_comparison(comparison: Comparison, metric: str, baseline: str, seed
     if comparison.p_value < 0.05 and not abs(comparison.difference) > 2 * seed_noise:
         sure = f"other examples would say so too, but other seeds may not (±{seed_noise:.2g})"
     return (
-        f"{metric} is {comparison.difference:+.4g} against {baseline} (95%: {comparison.low:+.4g} to {comparison.high:+.4g}, "
+        f"{metric} is {comparison.difference:+.4g} against {baseline} "
+        f"(95%: {comparison.low:+.4g} to {comparison.high:+.4g}, "
         f"p = {comparison.p_value:.3g}): {sure}."
     )
 
 
 def answers_by_example(seeds: Sequence[Mapping[Any, Any]], keys: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """What each seed has answered, example by example."""
+    """Return, per example, the tuple of the seeds' predictions."""
     return [tuple(seed[key] for seed in seeds) for key in keys]

@@ -1,4 +1,8 @@
-"""Every task as text to text, as T5 has it: a text is read, and the answer is written."""
+"""Text-to-text tasks (T5, Raffel et al. 2020, section 2.4): the model reads a source and generates the answer as text.
+
+`TextToTextTask` decodes freely, greedily or by beam search. `LabelRankingTask` scores a closed set of answers instead:
+it computes log p(answer | source) of each candidate and picks the highest, so a prediction is always a valid label.
+"""
 
 from __future__ import annotations
 
@@ -29,25 +33,25 @@ from firth.tokens import Tokenizer
 from firth.tokens.template import SequenceTemplate, with_template
 from firth.train import ComputeConfig
 
-DEFAULT_SOURCE_TOKENS, DEFAULT_TARGET_TOKENS = 512, 32  # tokens, where nothing is said
+DEFAULT_SOURCE_TOKENS, DEFAULT_TARGET_TOKENS = 512, 32  # defaults if neither recipe nor model sets a length
 
 CandidateIds = Sequence[list[int]]
 
 
 @dataclass(frozen=True)
 class AnswerConfig:
-    """How texts are read and answers written: lengths in tokens, what stands before, how beams search, which day."""
+    """Options of generated answers: maximum lengths in tokens, source prefix, beam search, and date."""
 
     max_seq_length: int = DEFAULT_SOURCE_TOKENS
     max_target_length: int = DEFAULT_TARGET_TOKENS
     prefix: str = ""
     num_beams: int = 1
     length_penalty: float = 1.0
-    day: str = ""  # that a chat template is told; today unless said
+    day: str = ""  # ISO date for chat templates. Default: today
 
 
 def make_answer_config(metadata: Mapping[str, Any], config: ModelConfig) -> AnswerConfig:
-    """As task.json, or a recipe, says; the length is the model's own where it is left open."""
+    """Read the options from task.json or a recipe. Lengths of 0 default to the model's maximum length."""
     known = {name: metadata[name] for name in AnswerConfig.__dataclass_fields__ if metadata.get(name) is not None}
     length = known.pop("max_seq_length", 0) or config.max_length or DEFAULT_SOURCE_TOKENS
     target = known.pop("max_target_length", 0) or min(DEFAULT_TARGET_TOKENS, (config.max_length or length) // 2)
@@ -57,7 +61,7 @@ def make_answer_config(metadata: Mapping[str, Any], config: ModelConfig) -> Answ
 class Seq2SeqExample(NamedTuple):
     ids: list[int]
     answer_ids: list[int]
-    candidates: tuple[list[int], ...] = ()  # answers of its own to choose from
+    candidates: tuple[list[int], ...] = ()  # answers of this example to rank; default: the task's labels
 
     @property
     def num_tokens(self) -> int:
@@ -73,9 +77,9 @@ def check_task_can_generate(task: str, config: ModelConfig) -> None:
 
 
 class TextToTextTask:
-    """The answer is generated, word by word. A decoder reads the text and a delimiter, and goes on with the answer.
+    """Generate the answer token by token. A decoder reads source, delimiter, answer in one row.
 
-    A decoder that was never tuned has no delimiter, and just goes on.
+    A pretrained decoder without fine-tuning has no delimiter token: the answer follows the source directly.
     """
 
     name = "text-to-text"
@@ -97,7 +101,7 @@ class TextToTextTask:
             tokenizer, config, answer_config.max_target_length, prefix_ids=() if self.is_decoder else None
         )
         length, delimiter = answer_config.max_seq_length, None
-        if self.is_decoder:  # the text and its answer share a row
+        if self.is_decoder:  # source and answer share the context window
             length = min(
                 length,
                 (config.max_length or length + self.answer_tokenizer.max_length) - self.answer_tokenizer.max_length,
@@ -105,7 +109,7 @@ class TextToTextTask:
             delimiter = tokenizer.backend.token_to_id(DELIMITER_TOKEN)
         self.source_tokenizer = TruncatingTokenizer(tokenizer, config, length, end_id=delimiter)
         self.row_tokens = max(self.source_tokenizer.max_length, self.answer_tokenizer.max_length)
-        self.packs_several_answers = not self.is_decoder and config.recurrent is None  # answers to one text
+        self.packs_several_answers = not self.is_decoder and config.recurrent is None  # candidates of one source
         self.has_delimiter = not self.is_decoder or delimiter is not None
         self.check_length_budget(config)
         self.generation_config = GenerationConfig(
@@ -115,7 +119,7 @@ class TextToTextTask:
         )
 
     def check_length_budget(self, config: ModelConfig) -> None:
-        """Refuse lengths that leave no room for a text, and a prefix that takes all of it."""
+        """Raise if answer length and prefix leave no tokens for the source."""
         room = (
             self.source_tokenizer.max_length
             - len(self.source_tokenizer.prefix_ids)
@@ -126,11 +130,12 @@ class TextToTextTask:
             return
         if self.is_decoder and config.max_length and self.answer_tokenizer.max_length >= config.max_length // 2:
             raise UserError(
-                f"A row of this decoder has {config.max_length} places, and answers take {self.answer_tokenizer.max_length} of them: "
-                "no room is left for a text. Lower max_target_length."
+                f"A row of this decoder has {config.max_length} places, and answers take "
+                f"{self.answer_tokenizer.max_length} of them: no room is left for a text. Lower max_target_length."
             )
         raise UserError(
-            f"max_seq_length={self.source_tokenizer.max_length} has no room for a text behind the prefix {self.answer_config.prefix!r}."
+            f"max_seq_length={self.source_tokenizer.max_length} has no room for a text behind the prefix "
+            f"{self.answer_config.prefix!r}."
         )
 
     @property
@@ -162,7 +167,7 @@ class TextToTextTask:
         answers: Sequence[CandidateIds],
         reserved_tokens: Sequence[int] | None = None,
     ) -> PackedAnswers:
-        """The texts of the items with these answers in rows; `reserved_tokens` is what other answers may take there."""
+        """Pack the items' sources with `answers`. `reserved_tokens`: see `pack_seq2seq_examples`."""
         if self.is_decoder:
             both = [
                 DecoderExample([*i.ids, *a], range(len(i.ids) - 1, len(i.ids) + len(a) - 1))
@@ -200,7 +205,7 @@ class TextToTextTask:
 
 
 class LabelRankingTask(TextToTextTask):
-    """One of several answers: the one whose words are the likeliest. Those of all examples, or those of an item."""
+    """Pick the candidate answer with the highest log-likelihood: one of the task's labels or of the item's."""
 
     name = "classify"
     metric = "accuracy"
@@ -218,7 +223,8 @@ class LabelRankingTask(TextToTextTask):
         self.label_token_ids = tuple(self.answer_tokenizer.encode_texts(self.labels))
         if len(set(map(tuple, self.label_token_ids))) < len(self.labels):
             raise UserError(
-                f"Some labels have the same first {self.answer_tokenizer.max_length} tokens: raise max_target_length or shorten them."
+                f"Some labels have the same first {self.answer_tokenizer.max_length} tokens: "
+                "raise max_target_length or shorten them."
             )
 
     def metadata(self) -> dict[str, Any]:
@@ -239,7 +245,7 @@ class LabelRankingTask(TextToTextTask):
     def probabilities(
         self, model: Model, items: Sequence[Seq2SeqExample], compute: ComputeConfig, batch_size: int
     ) -> list[np.ndarray]:
-        """(C,) for each item: how likely each of its answers is, among these."""
+        """Return (C,) per item: the softmax of its candidates' log-likelihoods."""
         model.eval()
         found: list[np.ndarray] = [np.zeros(0)] * len(items)
         with progress("choosing", "answers", len(items)) as shown:
@@ -254,7 +260,7 @@ class LabelRankingTask(TextToTextTask):
     def log_likelihoods(
         self, model: Model, items: Sequence[Seq2SeqExample], choices: Sequence[CandidateIds], compute: ComputeConfig
     ) -> list[np.ndarray]:
-        """(C,) for each item; an encoder reads each text once, its decoder as many answers as a row has room for."""
+        """Return (C,) per item. The encoder runs once per source; a decoder row holds as many candidates as fit."""
         longest, encoded = max(len(ids) for some in choices for ids in some), None
         most = max(1, self.row_tokens // longest) if self.packs_several_answers else 1
         turns = [[some[c : c + most] or some[:1] for some in choices] for c in range(0, max(map(len, choices)), most)]
