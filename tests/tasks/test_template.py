@@ -73,7 +73,7 @@ def test_of_two_texts_the_longer_one_is_cut_first() -> None:
 
 def test_no_room() -> None:
     config, tokenizer = parts("roberta")
-    with pytest.raises(UserError, match="no room"):
+    with pytest.raises(UserError, match="too short for the texts"):
         TaskTemplate(tokenizer, config, 5).build_inputs([1] * TaskTemplate(tokenizer, config, 5).max_text_tokens(2))
 
 

@@ -1,4 +1,4 @@
-"""Which of several continuations is right; every example has as many as it likes."""
+"""Multiple choice: predict the right one of several candidates; their number may differ between examples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from firth.text import Example
 
 
 class ChoiceTask(HeadTask):
-    """Context and candidate are read together, one sheet for each candidate, and each gets a number."""
+    """Encode the context with each candidate as one sequence; a softmax over their logits selects the answer."""
 
     name = "choice"
     metric = "accuracy"
@@ -24,8 +24,8 @@ class ChoiceTask(HeadTask):
 
     def encode(self, examples: Sequence[Example]) -> list[EncodedExample]:
         pairs = [(e.texts[0], candidate) for e in examples for candidate in e.texts[1:]]
-        sheets = iter(self.template.encode_texts(pairs))
-        return [EncodedExample(tuple(next(sheets) for _ in e.texts[1:]), e.target) for e in examples]
+        sequences = iter(self.template.encode_texts(pairs))
+        return [EncodedExample(tuple(next(sequences) for _ in e.texts[1:]), e.target) for e in examples]
 
     def collate(self, items: Sequence[EncodedExample]) -> Batch:
         laid = self.pack_items(items)
@@ -38,9 +38,9 @@ class ChoiceTask(HeadTask):
     def decode_logits(self, items: Sequence[EncodedExample], logits: Array, packed: PackedBatch) -> list[Prediction]:
         score_A = gather_answer_logits(logits, packed).reshape(-1)
         ends = np.cumsum([len(item.sequences) for item in items])
-        found = []
+        predictions = []
         for score_C in np.split(score_A, ends[:-1]):
             probability_C = softmax(score_C)
             scores = {str(i): float(p) for i, p in enumerate(probability_C)}
-            found.append(Prediction(int(probability_C.argmax()), scores))
-        return found
+            predictions.append(Prediction(int(probability_C.argmax()), scores))
+        return predictions

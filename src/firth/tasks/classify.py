@@ -1,4 +1,4 @@
-"""Classes of a text or of two: from [CLS] of an encoder, from the end of a decoder."""
+"""Classification of one text or two, from [CLS] of an encoder or the last token of a decoder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from firth.text import Example
 
 
 class ClassificationTask(HeadTask):
-    """One text, a class."""
+    """Predict the class of one text."""
 
     name = "classify"
     metric = "accuracy"
@@ -23,8 +23,8 @@ class ClassificationTask(HeadTask):
         return head_for_task(config, "classify", self.labels)
 
     def encode(self, examples: Sequence[Example]) -> list[EncodedExample]:
-        sheets = self.template.encode_texts([e.texts for e in examples])
-        return [EncodedExample((sheet,), self.encode_label(e)) for sheet, e in zip(sheets, examples, strict=True)]
+        sequences = self.template.encode_texts([e.texts for e in examples])
+        return [EncodedExample((s,), self.encode_label(e)) for s, e in zip(sequences, examples, strict=True)]
 
     def encode_label(self, example: Example) -> int:
         return IGNORE_INDEX if example.target is None else self.label_id(example.target, example)
@@ -40,12 +40,12 @@ class ClassificationTask(HeadTask):
 
 
 class PairClassificationTask(ClassificationTask):
-    """Two texts, a class."""
+    """Predict the class of two texts."""
 
     name = "pair"
 
 
 def prediction_from_probabilities(labels: Sequence[str], probability_C: Array) -> Prediction:
-    """The likeliest label, and the probability of each."""
+    """Return the most likely label with the probability of each label."""
     best = labels[int(np.argmax(probability_C))]
     return Prediction(best, dict(zip(labels, probability_C.tolist(), strict=True)))

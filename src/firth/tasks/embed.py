@@ -1,4 +1,7 @@
-"""Vectors of texts, learned from pairs that mean the same.
+"""Text embeddings, trained on pairs of texts with the same meaning.
+
+The loss is contrastive with in-batch negatives: each text must find its partner among the partners of the batch, in
+both directions (LaBSE, Feng et al. 2022, section 2).
 
 N texts, P pairs, D model width.
 """
@@ -25,32 +28,30 @@ from firth.tokens import Tokenizer
 from firth.tokens.template import with_template
 from firth.train import ComputeConfig
 
-POSITIVE_SCORE_SHARE = 0.8  # a pair with a score means the same from this share of the highest score on: 4 of STS-B's 5
+POSITIVE_SCORE_SHARE = 0.8  # share of the highest score from which a pair is positive: 4 of STS-B's 5
 SENTENCE_TRANSFORMERS_POOLING = {
     "mean": "pooling_mode_mean_tokens",
     "first": "pooling_mode_cls_token",
-}  # as sentence-transformers says it
+}  # keys of sentence-transformers' pooling config
 
 
 class EmbeddingTask(HeadTask):
-    """Each text of a pair is to find the other one among those of the batch, from both sides (LaBSE).
+    """Contrastive training of text embeddings.
 
-    A pair that shares a text with an earlier one of the batch is left out there: it would make a right answer wrong.
-    What decides is Spearman's correlation where the examples have scores, else how well partners find each other.
+    A pair that shares a text with an earlier pair of the batch is left out: it would be a false negative. The metric is
+    Spearman's correlation if the examples have scores, else the mean reciprocal rank of the partners.
     """
 
     name = "embed"
     metric = "spearman"
 
     def __init__(self, tokenizer: Tokenizer, config: ModelConfig, max_length: int) -> None:
-        super().__init__(
-            tokenizer, config, max_length, is_training=False
-        )  # texts stand in their own frame: no token is added
+        super().__init__(tokenizer, config, max_length, is_training=False)  # False: adds no delimiter tokens
         self.sequence_template = make_sequence_template(config, tokenizer.vocab)
         self.pool = self.head_config(config).pool
 
     def head_config(self, config: ModelConfig) -> EmbeddingHead:
-        """The checkpoint's own way to a vector, where it has one already."""
+        """Return the checkpoint's embedding head if it has one, else the default."""
         head: Head = config.head if isinstance(config.head, EmbeddingHead) else head_for_task(config, "embed")
         assert isinstance(head, EmbeddingHead)
         return head
@@ -61,7 +62,7 @@ class EmbeddingTask(HeadTask):
         return [EncodedExample(tuple(self.build_inputs(next(rows)) for _ in e.texts), e.target) for e in examples]
 
     def build_inputs(self, ids: list[int]) -> EncodedSequence:
-        """A text in its frame, cut where it is too long."""
+        """Truncate a text and add the special tokens."""
         max_text_tokens = self.template.max_length - self.sequence_template.num_special_tokens()
         self.template.num_truncated += len(ids) > max_text_tokens
         input_ids, token_type_ids = self.sequence_template.apply(ids[:max_text_tokens])
@@ -86,7 +87,7 @@ class EmbeddingTask(HeadTask):
     def predict(
         self, model: Model, items: Sequence[EncodedExample], compute: ComputeConfig, batch_size: int
     ) -> list[Prediction]:
-        """The cosine of each pair; where there are no scores, also at which ranks its texts find each other."""
+        """Return the cosine of each pair and, without scores, the retrieval ranks in both directions."""
         pairs = [p.prediction for p in super().predict(model, items, compute, batch_size)]
         a_PD, b_PD = (np.stack([pair[side] for pair in pairs]) for side in (0, 1))
         cosines = (a_PD * b_PD).sum(1).tolist()
@@ -99,10 +100,10 @@ class EmbeddingTask(HeadTask):
         ]
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
-        found = [p.prediction for p in predictions]
+        values = [p.prediction for p in predictions]
         if all_have_scores(examples):
-            return compute_metrics(self.name, found, [e.target for e in examples])
-        return scores_from_ranks(*(np.array([p[f"rank_{way}"] for p in found]) for way in ("forward", "backward")))
+            return compute_metrics(self.name, values, [e.target for e in examples])
+        return scores_from_ranks(*(np.array([p[f"rank_{way}"] for p in values]) for way in ("forward", "backward")))
 
 
 def all_have_scores(examples: Sequence[Example]) -> bool:
@@ -110,7 +111,7 @@ def all_have_scores(examples: Sequence[Example]) -> bool:
 
 
 def number_distinct_pairs(items: Sequence[EncodedExample]) -> list[int]:
-    """A number for each pair that shares no text with an earlier one, -1 for the others.
+    """Number the pairs that share no text with an earlier pair; the others get -1.
 
     >>> a, b, c, d = (EncodedSequence([i], [0], (0,)) for i in range(4))
     >>> number_distinct_pairs([EncodedExample((a, b)), EncodedExample((c, b)), EncodedExample((c, d))])
@@ -119,7 +120,7 @@ def number_distinct_pairs(items: Sequence[EncodedExample]) -> list[int]:
     seen: set[tuple[int, ...]] = set()
     numbers, used = [], 0
     for item in items:
-        texts = {tuple(sheet.ids) for sheet in item.sequences}
+        texts = {tuple(sequence.ids) for sequence in item.sequences}
         new = not texts & seen
         if new:
             seen |= texts
@@ -129,25 +130,24 @@ def number_distinct_pairs(items: Sequence[EncodedExample]) -> list[int]:
 
 
 def select_positive_pairs(examples: Sequence[Example], path: str) -> list[Example]:
-    """The pairs to learn from: all, or where the file has scores, those that say that both mean the same."""
-    known = [e.target for e in examples if e.target is not None]
-    if not known:
+    """Return the pairs to train on: all, or with scores the pairs near the highest score."""
+    scores = [e.target for e in examples if e.target is not None]
+    if not scores:
         return list(examples)
-    least = POSITIVE_SCORE_SHARE * max(known)
-    found = [e for e in examples if e.target is None or e.target >= least]
-    if len(found) < 2 or max(known) <= 0:
-        raise UserError(f"{path}: fewer than 2 pairs have a score near the highest, {max(known):g}: nothing to learn.")
-    if len(found) < len(examples):
-        say(
-            f"{len(found):,} of {len(examples):,} pairs have a score of at least {least:g}; the others are not learned."
-        )
-    return found
+    least = POSITIVE_SCORE_SHARE * max(scores)
+    positives = [e for e in examples if e.target is None or e.target >= least]
+    if len(positives) < 2 or max(scores) <= 0:
+        raise UserError(f"{path}: fewer than 2 pairs have a score near the highest, {max(scores):g}: nothing to learn.")
+    if len(positives) < len(examples):
+        counts = f"{len(positives):,} of {len(examples):,} pairs"
+        say(f"{counts} have a score of at least {least:g}; the others are not learned.")
+    return positives
 
 
 def write_sentence_transformers_files(model: Model, max_length: int, folder: Path) -> bool:
-    """What sentence-transformers opens a folder with, where it would get the same vectors; whether it would.
+    """Write the files with which sentence-transformers opens a folder; return whether they were written.
 
-    Of BART it would take the decoder's.
+    They are written only if it would compute the same vectors. For BART it would use the decoder's states.
     """
     head, tokenizer = model.config.head, model.tokenizer
     if (
@@ -157,9 +157,9 @@ def write_sentence_transformers_files(model: Model, max_length: int, folder: Pat
         or head.pool not in SENTENCE_TRANSFORMERS_POOLING
     ):
         return False
-    found = tokenizer.backend.encode("a", add_special_tokens=True).ids
-    ours = EmbeddingTask(tokenizer, model.config, max_length).build_inputs(tokenizer.encode("a")).ids
-    if found != ours or hf_model_type(model.config, tokenizer.vocab) == "firth" or model.config.has_decoder:
+    hf_ids = tokenizer.backend.encode("a", add_special_tokens=True).ids
+    our_ids = EmbeddingTask(tokenizer, model.config, max_length).build_inputs(tokenizer.encode("a")).ids
+    if hf_ids != our_ids or hf_model_type(model.config, tokenizer.vocab) == "firth" or model.config.has_decoder:
         return False
     kinds = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
     modules = [

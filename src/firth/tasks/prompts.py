@@ -1,4 +1,4 @@
-"""Prompts as a fine-tuned checkpoint has learned to read them."""
+"""Format prompts in the way in which a checkpoint was fine-tuned."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from firth.text import Example
 def encode_task_prompts(
     model: Model, metadata: Mapping[str, Any], texts: Sequence[str], chat: bool | None = None
 ) -> list[str | list[int]]:
-    """What `firth.generate` is to be given for these texts: ids in their frame, or the texts as they are.
+    """Return the inputs of `firth.generate` for these texts: ids with special tokens, or the texts unchanged.
 
-    `metadata` are those of task.json. After a task that is answered in words a text stands behind its prefix and before
-    its delimiter. After dialogues it is what a user says (`chat`, which can be asked of any checkpoint with a chat
-    template).
+    `metadata` is the content of task.json. For a task with generated answers, a text gets the task's prefix and
+    delimiter. With `chat`, a text is a user's message; this is the default after fine-tuning on dialogues, and works
+    with any checkpoint that has a chat template.
     """
     chat = bool(metadata.get("task") == "lm" and metadata.get("roles")) if chat is None else chat
     if chat:
@@ -33,7 +33,7 @@ def encode_task_prompts(
 
 
 def finetuned_generation_settings(model: Model, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """How a checkpoint was scored when it was tuned to answer in words: fields of a Decoding."""
+    """Return the `GenerationConfig` fields with which a checkpoint was scored in fine-tuning; empty for task heads."""
     if not answers_in_text(model.config, metadata):
         return {}
     task = make_task("text-to-text", metadata, require_tokenizer(model), model.config)
@@ -42,7 +42,7 @@ def finetuned_generation_settings(model: Model, metadata: Mapping[str, Any]) -> 
 
 
 def answers_in_text(config: ModelConfig, metadata: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint was tuned to answer in words."""
+    """Whether a checkpoint was fine-tuned to generate its answers as text."""
     name = metadata.get("task")
     return name == "text-to-text" or (
         name in TASK_PROMPTS and resolve_answer_mode(name, config, metadata.get("answer", "head")) == "words"
@@ -50,7 +50,7 @@ def answers_in_text(config: ModelConfig, metadata: Mapping[str, Any]) -> bool:
 
 
 def encode_chat_prompt(model: Model, text: str) -> list[int]:
-    """What a user says, up to where the answer begins."""
+    """Return the ids of a user's message, up to the beginning of the answer."""
     tokenizer = require_tokenizer(model)
     ids = tokenizer.encode(
         ChatTemplate(tokenizer).render([("user", text)], add_generation_prompt=True), parse_special=True

@@ -1,4 +1,4 @@
-"""A number for a text or for two."""
+"""Regression: predict one number for a text or for two."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from firth.tokens import Tokenizer
 
 
 class RegressionTask(HeadTask):
-    """One number. A decoder reads two texts in both orders, as neither comes first (Radford et al. 2018, 3.3)."""
+    """Predict a number. A decoder reads two texts in both orders (Radford et al. 2018, section 3.3)."""
 
     name = "regress"
     metric = "pearson"
@@ -26,10 +26,8 @@ class RegressionTask(HeadTask):
         self, tokenizer: Tokenizer, config: ModelConfig, max_length: int, num_texts: int, is_training: bool = True
     ) -> None:
         super().__init__(tokenizer, config, max_length, is_training=is_training)
-        self.num_texts, self.sequences_per_label = (
-            num_texts,
-            2 if num_texts == 2 and config.architecture == "decoder" else 1,
-        )
+        self.num_texts = num_texts
+        self.sequences_per_label = 2 if num_texts == 2 and config.architecture == "decoder" else 1
 
     def head_config(self, config: ModelConfig) -> Head:
         return head_for_task(config, "regress", num_orders=self.sequences_per_label)
@@ -38,11 +36,11 @@ class RegressionTask(HeadTask):
         return super().metadata() | {"texts": self.num_texts}
 
     def encode(self, examples: Sequence[Example]) -> list[EncodedExample]:
-        sheets = iter(self.template.encode_texts([texts for e in examples for texts in self.text_orders(e)]))
+        sequences = iter(self.template.encode_texts([texts for e in examples for texts in self.text_orders(e)]))
         items = []
         for e in examples:
             answer = math.nan if e.target is None else float(e.target)
-            items.append(EncodedExample(tuple(next(sheets) for _ in self.text_orders(e)), answer))
+            items.append(EncodedExample(tuple(next(sequences) for _ in self.text_orders(e)), answer))
         return items
 
     def text_orders(self, example: Example) -> list[tuple[str, ...]]:

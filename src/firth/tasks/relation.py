@@ -1,4 +1,8 @@
-"""How two marked stretches of a text are related, and whether a word means the same in two texts."""
+"""Relation extraction between two spans of a text, and word sense in two contexts.
+
+Entity markers (Soares et al. 2019, "Matching the Blanks", section 3.2) show the model which spans are meant: the text
+reads `@ head @ ... # tail #`. The classifier's input is the hidden states of the two opening markers, concatenated.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,15 @@ from firth.text import Example
 from firth.tokens import Tokenizer
 from firth.tokens.sentence_pairs import tokens_to_truncate
 
-ENTITY_MARKERS = ("@", "#")  # punctuation that every tokenizer knows, around the head and around the tail
+ENTITY_MARKERS = ("@", "#")  # around head and tail: punctuation that is in every vocabulary
 SpanBounds = tuple[int, int]
 
 
 class RelationTask(ClassificationTask):
-    """`@ head @` and `# tail #` in the text.
+    """Classify the relation between head and tail.
 
-    An encoder answers from the states of the two first marks, side by side (Soares et al. 2019, section 3.2). What
-    reads forward only answers from the end, where it has read both.
+    An encoder predicts from the concatenated hidden states of the two opening markers. Other models predict from the
+    last position, which attends to both spans.
     """
 
     name = "relation"
@@ -47,11 +51,11 @@ class RelationTask(ClassificationTask):
         encodings = self.tokenizer.encode_with_offsets([text for text, _ in marked])
         items = []
         for e, (_, spans), encoding in zip(examples, marked, encodings, strict=True):
-            places = [
+            token_spans = [
                 (token_at_char(encoding.offsets, first), token_at_char(encoding.offsets, end - 1) + 1)
                 for first, end in spans
             ]
-            ids, starts = self.truncate_around_spans(encoding.ids, places)
+            ids, starts = self.truncate_around_spans(encoding.ids, token_spans)
             items.append(
                 EncodedExample(
                     (self.with_target_positions(self.template.build_inputs(ids), starts),), self.encode_label(e)
@@ -65,69 +69,68 @@ class RelationTask(ClassificationTask):
         return sequence._replace(target_positions=tuple(self.template.text_start + start for start in starts))
 
     def truncate_around_spans(self, ids: list[int], token_spans: Sequence[SpanBounds]) -> tuple[list[int], list[int]]:
-        """What fits of a text, both stretches included, and where they begin in it.
+        """Return the ids that fit, with the beginning of both spans, and where the spans start in them.
 
-        First both ends of the text go, as evenly as possible, then the middle between the stretches.
+        Tokens are dropped from both ends of the text, as evenly as possible, then from the middle between the spans.
         """
-        room, starts = self.template.max_text_tokens(1), [start for start, _ in token_spans]
-        if len(ids) <= room:
+        limit, starts = self.template.max_text_tokens(1), [start for start, _ in token_spans]
+        if len(ids) <= limit:
             return ids, starts
         self.template.num_truncated += 1
         first, end = min(starts), max(end for _, end in token_spans)
-        if end - first <= room:
-            begin = min(max(0, first - (room - (end - first)) // 2), len(ids) - room)
-            return ids[begin : begin + room], [start - begin for start in starts]
-        back = min(max(starts), end - room // 2)  # what follows the gap
-        tail = ids[back : back + room // 2]
-        kept = ids[first : first + room - len(tail)] + tail
-        return kept, [start - first if start == first else start - back + room - len(tail) for start in starts]
+        if end - first <= limit:
+            begin = min(max(0, first - (limit - (end - first)) // 2), len(ids) - limit)
+            return ids[begin : begin + limit], [start - begin for start in starts]
+        back = min(max(starts), end - limit // 2)  # first token behind the gap
+        tail = ids[back : back + limit // 2]
+        kept_ids = ids[first : first + limit - len(tail)] + tail
+        return kept_ids, [start - first if start == first else start - back + limit - len(tail) for start in starts]
 
 
 class WordInContextTask(RelationTask):
-    """Whether a word means the same in two texts: from the states of its first tokens, side by side.
+    """Classify whether a word has the same sense in two texts.
 
-    What reads forward only has the words marked, `@ word @`, and answers from the end.
+    An encoder predicts from the concatenated hidden states of the word's first token in each text. Other models read
+    marked words, `@ word @`, and predict from the last position.
     """
 
     name = "word-in-context"
     metric = "accuracy"
 
     def encode(self, examples: Sequence[Example]) -> list[EncodedExample]:
-        read = [self.mark_word(text, span) for e in examples for text, span in zip(e.texts, e.spans, strict=True)]
-        encodings = iter(self.tokenizer.encode_with_offsets([text for text, _ in read]))
-        begins = iter([begin for _, begin in read])
+        marked = [self.mark_word(text, span) for e in examples for text, span in zip(e.texts, e.spans, strict=True)]
+        encodings = iter(self.tokenizer.encode_with_offsets([text for text, _ in marked]))
+        begins = iter([begin for _, begin in marked])
         items = []
         for e in examples:
-            found = [next(encodings), next(encodings)]
-            places = [token_at_char(encoding.offsets, next(begins)) for encoding in found]
-            items.append(
-                EncodedExample((self.encode_pair([encoding.ids for encoding in found], places),), self.encode_label(e))
-            )
+            pair = [next(encodings), next(encodings)]
+            word_positions = [token_at_char(encoding.offsets, next(begins)) for encoding in pair]
+            sequence = self.encode_pair([encoding.ids for encoding in pair], word_positions)
+            items.append(EncodedExample((sequence,), self.encode_label(e)))
         return items
 
     def mark_word(self, text: str, span: SpanBounds) -> tuple[str, int]:
-        """A text as it is read, and where its word begins."""
+        """Return the text that the model reads, and the character at which its word begins."""
         if self.positions_per_label == 2:
             return text, span[0]
         text, spans = insert_entity_markers(text, [span])
         return text, spans[0][0]
 
     def encode_pair(self, texts: Sequence[list[int]], word_positions: Sequence[int]) -> EncodedSequence:
-        """Both texts, cut where they must be so that the words stay."""
+        """Encode both texts, truncated around their words."""
         lost = tokens_to_truncate(np.array([[len(ids) for ids in texts]]), self.template.max_text_tokens(2))[0].tolist()
         self.template.num_truncated += any(lost)
-        kept, starts = [], []
-        for ids, place, less in zip(texts, word_positions, lost, strict=True):
-            begin = max(0, min(less, place - (len(ids) - less) // 2))
-            kept.append(ids[begin : len(ids) - less + begin])
-            starts.append(place - begin)
-        sheet = self.template.build_inputs(*kept)
-        starts[1] += len(kept[0]) + len(self.template.sequence_template.separator_ids)
-        return self.with_target_positions(sheet, starts)
+        kept_ids, starts = [], []
+        for ids, position, num_lost in zip(texts, word_positions, lost, strict=True):
+            begin = max(0, min(num_lost, position - (len(ids) - num_lost) // 2))
+            kept_ids.append(ids[begin : len(ids) - num_lost + begin])
+            starts.append(position - begin)
+        starts[1] += len(kept_ids[0]) + len(self.template.sequence_template.separator_ids)
+        return self.with_target_positions(self.template.build_inputs(*kept_ids), starts)
 
 
 def insert_entity_markers(text: str, spans: Sequence[SpanBounds]) -> tuple[str, list[SpanBounds]]:
-    """The text with marks around each stretch, and where the marked stretches are then.
+    """Return the text with markers around each span, and the spans with their markers in it.
 
     >>> insert_entity_markers("Ann met Bo.", [(8, 10), (0, 3)])
     ('# Ann # met @ Bo @.', [(12, 18), (0, 7)])
@@ -142,13 +145,13 @@ def insert_entity_markers(text: str, spans: Sequence[SpanBounds]) -> tuple[str, 
     ]
     parts, length, done = [], 0, 0
     begins, ends = [0] * len(spans), [0] * len(spans)
-    for place, opens, _, sign, i in sorted(edges):
-        parts += [text[done:place], sign]
-        length += place - done
+    for offset, opens, _, sign, i in sorted(edges):
+        parts += [text[done:offset], sign]
+        length += offset - done
         if opens:
             begins[i] = length
         length += len(sign)
         if not opens:
             ends[i] = length
-        done = place
+        done = offset
     return "".join([*parts, text[done:]]), list(zip(begins, ends, strict=True))

@@ -61,7 +61,7 @@ class TaskTemplate:
         max_text_tokens = self.max_length - self.sequence_template.num_special_tokens(num_texts)
         if max_text_tokens < num_texts:
             raise UserError(
-                f"A row of {self.max_length} tokens has no room for the texts. Choose a longer max_seq_length."
+                f"A row of {self.max_length} tokens is too short for the texts. Choose a longer max_seq_length."
             )
         return max_text_tokens
 

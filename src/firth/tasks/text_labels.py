@@ -1,4 +1,8 @@
-"""Any task by words: examples become texts to read and texts to write, and what is written becomes an answer."""
+"""Tasks as text-to-text: each example becomes a prompt and a target text (T5, Raffel et al. 2020, section 2.4).
+
+The model needs no task head. It scores the text of each label (classification, rounded numbers, candidates) or
+generates the answer (questions), and the text is parsed back into a prediction.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from firth.text import Example
 from firth.tokens import Tokenizer
 from firth.train import ComputeConfig
 
-REGRESSION_LABEL_STEPS = 25  # a number is told in so many steps: STS-B's 0 to 5 by 0.2, as T5 has it
+REGRESSION_LABEL_STEPS = 25  # number of steps that targets are rounded to: STS-B's 0 to 5 in steps of 0.2, as in T5
 
 
 def single_text_prompt(example: Example) -> str:
@@ -24,7 +28,7 @@ def single_text_prompt(example: Example) -> str:
 
 
 def text_pair_prompt(example: Example) -> str:
-    """One text, or two, in T5's words."""
+    """Return one text as it is, or two in T5's format."""
     if len(example.texts) == 1:
         return example.texts[0]
     return f"sentence1: {example.texts[0]} sentence2: {example.texts[1]}"
@@ -54,11 +58,11 @@ TASK_PROMPTS: dict[str, Callable[[Example], str]] = {
     "word-in-context": marked_pair_prompt,
     "span-qa": question_prompt,
 }
-VERBALIZED_TASK_METRICS = {"regress": "pearson", "relation": "f1", "span-qa": "f1"}  # the rest: accuracy
+VERBALIZED_TASK_METRICS = {"regress": "pearson", "relation": "f1", "span-qa": "f1"}  # default: accuracy
 
 
 class VerbalizedTask:
-    """What the tasks by words share: a task of text to text does the work (`base_task`)."""
+    """A task whose labels are texts; `base_task` encodes, trains and predicts."""
 
     def __init__(self, name: str, base_task: TextToTextTask) -> None:
         self.name, self.base_task, self.prompt_fn = name, base_task, TASK_PROMPTS[name]
@@ -82,7 +86,7 @@ class VerbalizedTask:
         return self.base_task.encode([self.as_text_example(e) for e in examples])
 
     def as_text_example(self, example: Example) -> Example:
-        """The example as texts."""
+        """Return the example as a prompt and its target text."""
         return Example(example.id, (self.prompt_fn(example),), self.answer_text(example))
 
     def answer_text(self, example: Example) -> str:
@@ -104,7 +108,7 @@ class VerbalizedTask:
 
 
 class VerbalizedRegressionTask(VerbalizedTask):
-    """Numbers are written rounded; the likeliest of those that were learned is the answer (T5, section 2.4)."""
+    """Targets are rounded and written as text; the prediction is the most likely number of the training set."""
 
     def answer_text(self, example: Example) -> str:
         values = [float(label) for label in self.labels]
@@ -114,15 +118,15 @@ class VerbalizedRegressionTask(VerbalizedTask):
     def predict(
         self, model: Model, items: Sequence[Seq2SeqExample], compute: ComputeConfig, batch_size: int
     ) -> list[Prediction]:
-        found = self.base_task.predict(model, items, compute, batch_size)
-        return [p._replace(prediction=float(p.prediction)) for p in found]
+        predictions = self.base_task.predict(model, items, compute, batch_size)
+        return [p._replace(prediction=float(p.prediction)) for p in predictions]
 
 
 class VerbalizedChoiceTask(VerbalizedTask):
-    """The candidate that is the likeliest continuation of the context."""
+    """Predict the candidate that is the most likely continuation of the context."""
 
     def answer_text(self, example: Example) -> str:
-        return example.texts[1 + max(example.target or 0, 0)]  # it is -1 where none is right
+        return example.texts[1 + max(example.target or 0, 0)]  # the target is -1 if no candidate is right
 
     def encode(self, examples: Sequence[Example]) -> list[Seq2SeqExample]:
         candidates = iter(self.base_task.answer_tokenizer.encode_texts(text for e in examples for text in e.texts[1:]))
@@ -134,19 +138,19 @@ class VerbalizedChoiceTask(VerbalizedTask):
     def predict(
         self, model: Model, items: Sequence[Seq2SeqExample], compute: ComputeConfig, batch_size: int
     ) -> list[Prediction]:
-        found = self.base_task.predict(model, items, compute, batch_size)
-        return [p._replace(prediction=int(p.prediction)) for p in found]
+        predictions = self.base_task.predict(model, items, compute, batch_size)
+        return [p._replace(prediction=int(p.prediction)) for p in predictions]
 
 
 class VerbalizedQATask(VerbalizedTask):
-    """The answer to a question, written freely; nothing at all where there is none."""
+    """Generate the answer to a question; an empty text means that there is none."""
 
     def answer_text(self, example: Example) -> str:
         return example.target[0].text if example.target else ""
 
 
 def round_regression_labels(targets: Sequence[float]) -> tuple[str, ...]:
-    """The numbers that are written for these, rounded to about a 25th of what they span.
+    """Return the targets as sorted texts without repetition, rounded to about a 25th of their range.
 
     >>> round_regression_labels([0.0, 0.31, 5.0, 4.9])
     ('0.0', '0.4', '4.8', '5.0')
@@ -166,9 +170,9 @@ def make_verbalized_task(
     answer_config: AnswerConfig,
     is_training: bool,
 ) -> VerbalizedTask:
-    """The task of this name for a model that writes."""
+    """Return the task of this name for a model that generates text."""
     if name == "span-qa":
         return VerbalizedQATask(name, TextToTextTask(tokenizer, config, answer_config, is_training))
-    inner = LabelRankingTask(labels, tokenizer, config, answer_config, is_training)
+    base_task = LabelRankingTask(labels, tokenizer, config, answer_config, is_training)
     kinds: dict[str, type[VerbalizedTask]] = {"regress": VerbalizedRegressionTask, "choice": VerbalizedChoiceTask}
-    return kinds.get(name, VerbalizedTask)(name, inner)
+    return kinds.get(name, VerbalizedTask)(name, base_task)
