@@ -1,4 +1,10 @@
-"""A checkpoint and labelled examples to a fine-tuned model, several times over."""
+"""Fine-tune a checkpoint on labelled examples, once per seed.
+
+The order of a run: check the recipe, read and encode the examples, resolve the schedule, train each seed, summarize.
+Scores of one fine-tuning vary with head initialization and data order (Dodge et al. 2020, "Fine-Tuning Pretrained
+Language Models"). So a run trains `recipe.seeds` models and reports mean and deviation. Batches are a pure function of
+seed and step, so a resumed seed sees the same examples.
+"""
 
 from __future__ import annotations
 
@@ -79,19 +85,17 @@ from firth.train.pretrain import resolve_schedule, time_steps
 from firth.train.recipe import recipe_differences
 from firth.train.resume import extend_skips, merge_recipe, rewind_checkpoints, truncate_log
 
-DEFAULT_FINETUNE_EPOCHS, MIN_DEFAULT_STEPS = (
-    3.0,
-    200,
-)  # where nothing is said: so many passes, but at least so many steps, as small data need
-# What the tensors of a checkpoint depend on, what its answers mean, and what was best so far.
+DEFAULT_FINETUNE_EPOCHS = 3.0  # epochs per seed if the recipe sets no length
+MIN_DEFAULT_STEPS = 200  # lower bound of the default length in steps: small data need more epochs
+# Fields that a resumed run cannot change: tensors of the checkpoint, labels or the best score depend on them.
 FIXED_FINETUNE_FIELDS = (
     *("task", "answer", "from_scratch", "optim", "ema_decay", "layers", "pool", "bilstm", "crf"),
     *("lora_rank", "lora_targets", "metric"),
 )
-TEXT_ANSWER_FIELDS = ("prefix", "max_target_length", "num_beams", "length_penalty")  # options of answers in words
-EARLY_STOPPING_EVALUATIONS = 10  # per seed, where a run may stop early and --eval-steps does not say
-# Steps of a seed from which on a GPU compiles them by itself. An estimate: three or four shapes take a minute or two
-# the first time, and a step of BERT-base that is replayed without takes some 10 ms longer than one that is compiled.
+TEXT_ANSWER_FIELDS = ("prefix", "max_target_length", "num_beams", "length_penalty")  # options of generated answers
+EARLY_STOPPING_EVALUATIONS = 10  # per seed with early stopping. Override: --eval-steps
+# Steps per seed from which a GPU run compiles by default. An estimate: compiling three or four shapes takes one or two
+# minutes, and an uncompiled CUDA-graph step of BERT-base takes about 10 ms longer than a compiled one.
 MIN_STEPS_TO_COMPILE = 10_000
 
 
@@ -102,10 +106,10 @@ def finetune(
     allow_change: bool = False,
     rewind: int | None = None,
 ) -> dict[str, Any]:
-    """Train `recipe.seeds` times; the mean and the deviation are the result, the best model is kept.
+    """Train `recipe.seeds` models, return mean and deviation of their scores, and keep the best model.
 
-    A resumed run keeps its recipe and its examples unless `allow_change`. `rewind` lets the seed that was under way go
-    back to a checkpoint so many steps or more before steps that did harm, and pass over the examples up to them.
+    A resumed run keeps its recipe and its examples unless `allow_change`. `rewind` restarts the unfinished seed from a
+    checkpoint at least that many steps before the harmful steps, and skips the examples in between.
     """
     with deterministic_mode(recipe.deterministic):
         return run_seeds(recipe, resume or rewind is not None, overwrite, allow_change, rewind)
@@ -114,7 +118,7 @@ def finetune(
 def run_seeds(
     recipe: FinetuneRecipe, resume: bool, overwrite: bool, allow_change: bool, rewind: int | None
 ) -> dict[str, Any]:
-    """The run itself, from its examples to its results."""
+    """Run all seeds, from reading the examples to the results."""
     began = time.monotonic()
     check_device(recipe)
     check_task(recipe)
@@ -128,7 +132,7 @@ def run_seeds(
     task = make_task(recipe.task, data.train, tokenizer, config, recipe)
     check_metric(recipe, data.dev)
     check_baseline(recipe, data.dev)
-    # what is refused, is refused before anything is written
+    # raise these errors before anything is written
     if recipe.class_weights == "balanced":
         balance_class_weights(task.configure_model(config), [e.target for e in data.train])
     if not recipe.from_scratch:
@@ -173,23 +177,23 @@ def run_seeds(
 class FinetuneData:
     train: list[Example]
     dev: list[Example]
-    notes: tuple[RowNotes, ...] = ()  # of each file, on what happened to its rows
+    notes: tuple[RowNotes, ...] = ()  # per file: changed or skipped rows
 
 
 @dataclass(frozen=True)
 class FinetuneJob:
-    """What all seeds share."""
+    """State that all seeds share."""
 
     recipe: FinetuneRecipe
     task: Task
     data: FinetuneData
-    train_indices: list[Sequence[int]]  # by seed: which examples it learns from
+    train_indices: list[Sequence[int]]  # by seed: indices of its training examples
     train_items: Mapping[int, Any]
     dev_items: Sequence[Any]
     compute: ComputeConfig
     folder: Path
-    shape_buckets: ShapeBuckets | None = None  # that batches are padded to, where a step is compiled or replayed
-    recipe_changed: bool = False  # it goes on with another recipe, or other examples, than before
+    shape_buckets: ShapeBuckets | None = None  # None without compile and CUDA graphs
+    recipe_changed: bool = False  # the run resumes with another recipe or other examples
 
     @property
     def execution_mode(self) -> str:
@@ -204,7 +208,7 @@ class FinetuneJob:
 
 
 def check_task(recipe: FinetuneRecipe) -> None:
-    """Refuse what the checkpoint cannot learn, whatever the examples are, before these are read."""
+    """Raise if the checkpoint does not support the task. Runs before the examples are read."""
     config = read_config(recipe.checkpoint)
     if recipe.lora_rank:
         check_lora_support(config)
@@ -235,10 +239,10 @@ def read_finetune_data(recipe: FinetuneRecipe) -> FinetuneData:
 
 
 def write_data_notes(folder: Path, notes: Sequence[RowNotes]) -> None:
-    """All examples that the notes on the files are about, of which the screen has named the first."""
-    if found := [note for some in notes for note in some.to_records()]:
-        write_json(folder / DATA_NOTES_FILE, found)
-    if any(some.is_abridged for some in notes):
+    """Write every note on the examples; the console shows only the first of each kind."""
+    if records := [record for file_notes in notes for record in file_notes.to_records()]:
+        write_json(folder / DATA_NOTES_FILE, records)
+    if any(file_notes.is_abridged for file_notes in notes):
         say(f"all examples that these notes are about: {folder / DATA_NOTES_FILE}")
 
 
@@ -247,7 +251,7 @@ def is_same_file(a: str, b: str) -> bool:
 
 
 def check_labels(train: Sequence[Example], dev: Sequence[Example], recipe: FinetuneRecipe) -> None:
-    """A label in dev that train does not have is a mistake; one that only train has is said."""
+    """Raise if dev has a label that train lacks. Warn about labels that only train has."""
     labels = sorted({e.target for e in train})
     if len(labels) < 2:
         raise UserError(f"{recipe.train}: every example has the label {labels[0]!r}; classification needs two or more.")
@@ -265,7 +269,8 @@ def check_labels(train: Sequence[Example], dev: Sequence[Example], recipe: Finet
 
 
 def is_fraction(label: str) -> bool:
-    """
+    """Whether a label is a finite decimal number with a point.
+
     >>> [is_fraction(label) for label in ("1.5", "1", "x", "nan")]
     [True, False, False, False]
     """
@@ -278,9 +283,9 @@ def is_fraction(label: str) -> bool:
 def encode_finetune_data(
     recipe: FinetuneRecipe, task: Task, data: FinetuneData, compute: ComputeConfig, folder: Path
 ) -> FinetuneJob:
-    """The examples as the model reads them: those that some seed learns from, and all that are scored."""
+    """Encode the training examples that any seed uses, and all dev examples."""
     chosen = [select_train_examples(data.train, recipe, seed) for seed in range(recipe.seeds)]
-    used = sorted({i for places in chosen for i in places})
+    used = sorted({i for indices in chosen for i in indices})
     items = dict(zip(used, task.encode([data.train[i] for i in used]), strict=True))
     shapes = (
         sample_shape_buckets(recipe, task, [items[i] for i in chosen[0]])
@@ -291,59 +296,61 @@ def encode_finetune_data(
 
 
 def resolve_compile_options(recipe: FinetuneRecipe, config: ModelConfig, num_train_examples: int) -> FinetuneRecipe:
-    """The recipe, which leaves compiling to the machine only where the run is known to be long enough for it.
+    """Return the recipe with `compile` and `engine.cuda_graphs` resolved; compile only long runs by default.
 
-    What goes from place to place is not compiled: a program of a chain of tags has a copy of its step for each place.
-    Any other step that is not compiled is replayed as CUDA graphs on a GPU, unless layers begin to learn on the way.
+    Loops over positions (LSTM, CRF) are not compiled: the compiler unrolls them into one copy per position. On a GPU,
+    other uncompiled steps are replayed as CUDA graphs, unless layers are unfrozen during training.
     """
     examples = min(recipe.shots or num_train_examples, num_train_examples)
     planned = math.ceil((recipe.num_train_epochs or DEFAULT_FINETUNE_EPOCHS) * examples / recipe.global_batch_size)
     long = (recipe.max_steps or planned) >= MIN_STEPS_TO_COMPILE and not recipe.minutes
-    in_turn = config.recurrent is not None or recipe.crf or recipe.bilstm
-    if recipe.compile is None and not recipe.engine.compile_regions and (in_turn or not long):
+    sequential = config.recurrent is not None or recipe.crf or recipe.bilstm
+    if recipe.compile is None and not recipe.engine.compile_regions and (sequential or not long):
         recipe = replace(recipe, compile=False)
     on_gpu = select_device(SINGLE_PROCESS, recipe).type == "cuda"
     if recipe.engine.cuda_graphs is None and recipe.compile is False and on_gpu:
-        changes = in_turn or recipe.unfreeze_every or recipe.engine.weights == "bf16" or recipe.gradient_checkpointing
-        recipe = replace(recipe, engine=replace(recipe.engine, cuda_graphs=not changes))
+        uncapturable = (
+            sequential or recipe.unfreeze_every or recipe.engine.weights == "bf16" or recipe.gradient_checkpointing
+        )
+        recipe = replace(recipe, engine=replace(recipe.engine, cuda_graphs=not uncapturable))
     return recipe
 
 
 def sample_shape_buckets(recipe: FinetuneRecipe, task: Task, items: Sequence[Any]) -> ShapeBuckets:
-    """The shapes of a run's batches, from those of its first epoch, or of the beginning of it."""
+    """Fit the shape buckets to the batches of the first epoch, at most `MAX_TRIAL_BATCHES`."""
     batches, accumulated = make_finetune_batch_fn(recipe, task, items), recipe.gradient_accumulation_steps
     steps = min(-(-len(items) // recipe.global_batch_size), -(-MAX_TRIAL_BATCHES // accumulated))
     return fit_shape_buckets((batch for step in range(steps) for batch in batches(step)), task.tokenizer.vocab.pad)
 
 
 def select_train_examples(train: Sequence[Example], recipe: FinetuneRecipe, seed: int) -> Sequence[int]:
-    """Which examples a seed learns from: all, or its own few."""
+    """Indices of a seed's training examples: all, or `recipe.shots` drawn for this seed."""
     if not recipe.shots:
         return range(len(train))
     return sample_stratified([sampling_stratum(recipe.task, e) for e in train], recipe.shots, recipe.seed + seed)
 
 
 def sampling_stratum(task: str, example: Example) -> Any:
-    """Of what few examples are to have as many as of any other: a label, whether there is an answer, or nothing."""
+    """Stratum of an example in few-shot sampling: its label, whether it has an answer, or None."""
     if task == "span-qa":
         return len(example.target) > 0
     return example.target if task in LABEL_TASKS else None
 
 
 def sample_stratified(strata: Sequence[Any], shots: int, seed: int) -> list[int]:
-    """The places of so many examples, as evenly over their kinds as there are enough of each; drawn by the seed.
+    """Draw `shots` indices, as evenly over the strata as their sizes allow. The seed fixes the draw.
 
-    Where there are more kinds than `shots`, which of them come is drawn too.
+    With more strata than `shots`, the strata are drawn too.
     """
-    by_kind: dict[Any, list[int]] = defaultdict(list)
+    by_stratum: dict[Any, list[int]] = defaultdict(list)
     for i in permute_indices(np.arange(len(strata)), len(strata), seed).tolist():
-        by_kind[strata[i]].append(i)
-    rounds = zip_longest(*by_kind.values())  # one of each kind, then another one of each ...
+        by_stratum[strata[i]].append(i)
+    rounds = zip_longest(*by_stratum.values())  # one of each stratum, then a second of each ...
     return [i for round in rounds for i in round if i is not None][:shots]
 
 
 def resolve_seed_schedule(recipe: FinetuneRecipe, job: FinetuneJob, start_time: float) -> FinetuneRecipe:
-    """Fix the steps of each seed, and the evaluation (once, at the end, unless asked). `minutes` are for all seeds."""
+    """Resolve steps and evaluation interval per seed (default: one, at the end). `minutes` cover all seeds."""
     items = [job.train_items[i] for i in job.train_indices[0]]
 
     def try_out() -> tuple[float, float]:
@@ -369,7 +376,7 @@ def resolve_seed_schedule(recipe: FinetuneRecipe, job: FinetuneJob, start_time: 
 
 
 def describe_length_limit(config: ModelConfig, recipe: FinetuneRecipe) -> list[str]:
-    """That the model cannot read as much as it was told to."""
+    """Notice: max_seq_length exceeds the model's maximum."""
     limit = config.max_length
     if limit is None or recipe.max_seq_length <= limit:
         return []
@@ -377,7 +384,7 @@ def describe_length_limit(config: ModelConfig, recipe: FinetuneRecipe) -> list[s
 
 
 def describe_missing_shots(recipe: FinetuneRecipe, data: FinetuneData) -> list[str]:
-    """That there are fewer examples than asked for."""
+    """Notice: train has fewer examples than `shots`."""
     if recipe.shots <= len(data.train):
         return []
     return [
@@ -386,7 +393,7 @@ def describe_missing_shots(recipe: FinetuneRecipe, data: FinetuneData) -> list[s
 
 
 def describe_unused_answer_options(config: ModelConfig, task: Task, recipe: FinetuneRecipe) -> list[str]:
-    """That options are of no use where a head answers."""
+    """Notice: generation options have no effect with a task head."""
     if isinstance(task.configure_model(config).head, LMHead):
         return []
     given = [name for name in TEXT_ANSWER_FIELDS if getattr(recipe, name) != getattr(FinetuneRecipe, name)]
@@ -394,7 +401,7 @@ def describe_unused_answer_options(config: ModelConfig, task: Task, recipe: Fine
 
 
 def describe_head(config: ModelConfig, task: Task, recipe: FinetuneRecipe) -> list[str]:
-    """What is new on the model."""
+    """Notice: whether the head is new or comes from the checkpoint."""
     wanted = task.configure_model(config).head
     if isinstance(wanted, LMHead):
         return []
@@ -404,15 +411,15 @@ def describe_head(config: ModelConfig, task: Task, recipe: FinetuneRecipe) -> li
 
 
 def has_same_labels(config: ModelConfig, head: Any) -> bool:
-    """Whether a checkpoint's head answers the same already."""
+    """Whether a checkpoint's head has this type and these labels."""
     return type(config.head) is type(head) and getattr(config.head, "names", ()) == getattr(head, "names", ())
 
 
-# --- a run that goes on -----------------------------------------------------------------------------------------------
+# --- resume ---------------------------------------------------------------------------------------------------------
 
 
 def check_example_checksums(recipe: FinetuneRecipe, data: FinetuneData, allow_change: bool) -> FinetuneRecipe:
-    """Note the checksums of the examples when a run begins; when it goes on, compare them."""
+    """Save the checksums of the examples in a new run; compare them in a resumed run."""
     train = matching_checksum(recipe.train, data.train, recipe.train_checksum)
     dev = matching_checksum(recipe.dev, data.dev, recipe.dev_checksum)
     if recipe.dev_checksum not in ("", dev):
@@ -431,7 +438,7 @@ def check_example_checksums(recipe: FinetuneRecipe, data: FinetuneData, allow_ch
 
 
 def matching_checksum(path: str, examples: Sequence[Example], saved_checksum: str) -> str:
-    """The checksum of some examples, of as much of them as the run has noted."""
+    """Checksum of the examples, without spans and references if the saved one lacks them."""
     part, whole = checksum_examples(examples, include_spans=False), checksum_examples(examples)
     if saved_checksum != part:
         return whole
@@ -441,31 +448,31 @@ def matching_checksum(path: str, examples: Sequence[Example], saved_checksum: st
 
 
 def is_seed_finished(seed_folder: Path) -> bool:
-    """Whether a seed has come to its end."""
+    """Whether a seed has results and an intact model."""
     return (seed_folder / "results.json").is_file() and find_corruption(seed_folder / "final") is None
 
 
 def has_seed_diverged(seed_folder: Path) -> bool:
-    """Whether a seed has broken on its loss."""
+    """Whether a seed ended because its loss diverged."""
     results = seed_folder / "results.json"
     return results.is_file() and DIVERGED_KEY in read_json(results)
 
 
 def clear_diverged_seeds(seed_folders: Iterable[Path]) -> None:
-    """Forget which seeds have broken, so that they go on from their last checkpoints."""
-    for place in filter(has_seed_diverged, seed_folders):
-        (place / "results.json").unlink()
+    """Delete the results of diverged seeds, so that they resume from their last checkpoints."""
+    for seed_folder in filter(has_seed_diverged, seed_folders):
+        (seed_folder / "results.json").unlink()
 
 
 def report_finished_seeds(folder: Path, recipe: FinetuneRecipe, changed: bool) -> None:
-    """That a change comes too late for the seeds that are done."""
+    """Say that a changed recipe does not apply to finished seeds."""
     done = [f"seed-{seed}" for seed in range(recipe.seeds) if is_seed_finished(folder / f"seed-{seed}")]
     if changed and done:
         say(f"{', '.join(done)}: done already, and left as before the change.")
 
 
 def rewind_seed(folder: Path, recipe: FinetuneRecipe, steps: int) -> FinetuneRecipe:
-    """Let the seed that was under way go back, and pass over the examples of its trouble, which the recipe notes."""
+    """Rewind the unfinished seed and save the skipped examples in the recipe."""
     name = next((f"seed-{seed}" for seed in range(recipe.seeds) if not is_seed_finished(folder / f"seed-{seed}")), None)
     if name is None:
         raise UserError(f"{folder} is finished: there is nothing to rewind.")
@@ -478,7 +485,7 @@ def rewind_seed(folder: Path, recipe: FinetuneRecipe, steps: int) -> FinetuneRec
 
 
 def check_seed_resumable(seed_folder: Path, model: Model) -> None:
-    """Refuse to go on with a checkpoint whose answers, or whose tokens, mean something else by now."""
+    """Raise if the last intact checkpoint has other labels or another tokenizer than the model."""
     found = next((folder for folder in list_checkpoints(seed_folder) if find_corruption(folder) is None), None)
     if found is None:
         return
@@ -492,28 +499,28 @@ def check_seed_resumable(seed_folder: Path, model: Model) -> None:
 
 
 def train_seed(job: FinetuneJob, seed: int, resume: bool) -> dict[str, Any]:
-    """One training; its scores and numbers, or, of one among several, that it broke. On resume that is not repeated."""
-    place = job.folder / f"seed-{seed}"
-    if resume and has_seed_diverged(place):
-        return dict(read_json(place / "results.json"))
-    if resume and is_seed_finished(place):
-        found = dict(read_json(place / "results.json"))
-        scores = {name: math.nan if score is None else score for name, score in found["scores"].items()}
-        return found | {"scores": scores}
-    place.mkdir(exist_ok=True)
+    """Train one seed and return its results. A finished or diverged seed is not trained again on resume."""
+    seed_folder = job.folder / f"seed-{seed}"
+    if resume and has_seed_diverged(seed_folder):
+        return dict(read_json(seed_folder / "results.json"))
+    if resume and is_seed_finished(seed_folder):
+        results = dict(read_json(seed_folder / "results.json"))
+        scores = {name: math.nan if score is None else score for name, score in results["scores"].items()}
+        return results | {"scores": scores}
+    seed_folder.mkdir(exist_ok=True)
     recipe = replace(job.recipe, seed=job.recipe.seed + seed)
     items = [job.train_items[i] for i in job.train_indices[seed]]
-    with quiet() if seed else nullcontext():  # what the checkpoint lacks is said once
+    with quiet() if seed else nullcontext():  # notices about missing weights appear once
         model, predictions = build_seed_model(job, seed), list[Prediction]()
     if resume and job.recipe_changed:
-        check_seed_resumable(place, model)
+        check_seed_resumable(seed_folder, model)
 
     def evaluate(model: Model) -> dict[str, float]:
         predictions[:] = job.predict_dev(model)
         return job.task.score(job.data.dev, predictions)
 
     batches = ShapeCountingBatches(
-        make_finetune_batch_fn(recipe, job.task, items, recipe.skips.get(place.name, ())), job.shape_buckets
+        make_finetune_batch_fn(recipe, job.task, items, recipe.skips.get(seed_folder.name, ())), job.shape_buckets
     )
     run = TrainingRun(
         recipe,
@@ -521,35 +528,35 @@ def train_seed(job: FinetuneJob, seed: int, resume: bool) -> dict[str, Any]:
         model,
         batches,
         evaluate,
-        place,
+        seed_folder,
         f"seed {seed + 1} of {recipe.seeds}",
         freeze_schedule=recipe.freeze_schedule(len(items)),
         score_fn=partial(orient_score, deciding_metric(recipe, job.task)) if recipe.load_best else None,
         patience=recipe.early_stopping,
-        save_last=False,  # the result is written at once, and a seed that is done is never taken up again
+        save_last=False,  # final/ follows at once, and a finished seed never resumes
     )
-    with explain_disk_errors(place):
+    with explain_disk_errors(seed_folder):
         began = time.monotonic()
         try:
             outcome = fit(run, resume)
         except Diverged as e:
             if recipe.seeds == 1:
                 raise
-            warn(f"{place.name} ends here, without a score, and the other seeds go on. {e}")
+            warn(f"{seed_folder.name} ends here, without a score, and the other seeds go on. {e}")
             results = {DIVERGED_KEY: str(e), "steps": e.steps, "seconds": time.monotonic() - began}
-            write_results(place / "results.json", results)
+            write_results(seed_folder / "results.json", results)
             return results
-        write_predictions(place / PREDICTIONS_FILE, job.data.dev, predictions)
-        save_seed_model(recipe, job.task, model, place)
+        write_predictions(seed_folder / PREDICTIONS_FILE, job.data.dev, predictions)
+        save_seed_model(recipe, job.task, model, seed_folder)
         shapes = {"train": len(batches.seen_shapes), "evaluate": getattr(job.task, "num_shapes", None)}
         results = summarize_seed(outcome, recipe) | {"compiled": job.compute.compile, "shapes": shapes}
-        write_results(place / "results.json", results)
-    remove_best(place)
+        write_results(seed_folder / "results.json", results)
+    remove_best(seed_folder)
     return results
 
 
 def build_seed_model(job: FinetuneJob, seed: int) -> Model:
-    """The checkpoint's body with the task's head, or its twin with random weights; with LoRA where that is asked."""
+    """Load the checkpoint's backbone with the task's head, or initialize it randomly; add LoRA if enabled."""
     recipe, task = job.recipe, job.task
     torch.manual_seed(recipe.seed + seed)
     config = read_config(recipe.checkpoint)
@@ -573,7 +580,7 @@ def build_seed_model(job: FinetuneJob, seed: int) -> Model:
 
 
 def reset_head(model: Model) -> None:
-    """Forget the answers of another task, which may have had as many."""
+    """Reinitialize the output layer: another task's head may have the same number of classes."""
     out = getattr(model.head, "out", None)
     if isinstance(out, torch.nn.Linear):
         torch.nn.init.normal_(out.weight, 0.0, getattr(model.config.init, "std", out.in_features**-0.5))
@@ -582,7 +589,7 @@ def reset_head(model: Model) -> None:
 
 
 def balance_class_weights(config: ModelConfig, labels: Sequence[str]) -> ModelConfig:
-    """Classes that count n / (k * n_c) each, so that rare ones weigh as much as common ones."""
+    """Weight each class by n / (k * n_c), so that rare and frequent classes contribute equally to the loss."""
     if not isinstance(config.head, ClassificationHead):
         raise UserError("class_weights=balanced is for a head over classes, and this model answers otherwise.")
     count, names = Counter(labels), config.head.names
@@ -593,15 +600,15 @@ def balance_class_weights(config: ModelConfig, labels: Sequence[str]) -> ModelCo
 def make_finetune_batch_fn(
     recipe: FinetuneRecipe, task: Task, items: Sequence[Any], skips: Sequence[tuple[int, int]] = ()
 ) -> Callable[[int], list[Batch]]:
-    """The micro-batches of a step: the examples in a new order every epoch, as a pure function of the step.
+    """Return a function from step to micro-batches. It is pure; each epoch has its own permutation of the examples.
 
-    After a rewind (`skips`) they are those of a later step, so that the examples between are passed over.
+    After a rewind, `skips` (start, count) shift the steps from `start` on, so that the examples in between are skipped.
     """
     size, n = recipe.per_device_train_batch_size, len(items)
 
     def pick(index: np.ndarray) -> list[Any]:
-        epoch, place = np.divmod(index, n)
-        return [items[i] for i in permute_indices(place, n, hash_uint64(recipe.seed, epoch))]
+        epoch, offset = np.divmod(index, n)
+        return [items[i] for i in permute_indices(offset, n, hash_uint64(recipe.seed, epoch))]
 
     def batches(step: int) -> list[Batch]:
         first = (step + sum(count for start, count in skips if step >= start)) * recipe.global_batch_size
@@ -612,7 +619,7 @@ def make_finetune_batch_fn(
 
 
 def save_seed_model(recipe: FinetuneRecipe, task: Task, model: Model, seed_folder: Path) -> None:
-    """`final/`, and where LoRA has learned, `adapter/` for peft."""
+    """Write `final/` and, with LoRA, `adapter/` in the format of peft."""
     if recipe.lora is not None:
         try:
             with atomic_folder(seed_folder / "adapter") as temporary:
