@@ -156,11 +156,11 @@ def index_of_best(values: Sequence[float]) -> int:
 def copy_folder(source: Path, target: Path) -> None:
     with atomic_folder(target) as temporary:
         for path in sorted(source.rglob("*")):
-            place = temporary / path.relative_to(source)
+            copy = temporary / path.relative_to(source)
             if path.is_dir():
-                place.mkdir()
+                copy.mkdir()
             elif path.relative_to(source) != Path(MANIFEST_FILE):
-                shutil.copyfile(path, place)
+                shutil.copyfile(path, copy)
 
 
 # --- seeds that learned nothing -------------------------------------------------------------------------------------
@@ -194,8 +194,8 @@ def chance_score(task: Task, metric: str, train: Sequence[Example], dev: Sequenc
     if task.name in ZERO_CHANCE_TASKS:
         return 0.0
     values = [
-        task.score(dev, [Prediction(guess) for guess in some])[metric]
-        for some in constant_guesses(task.name, train, dev)
+        task.score(dev, [Prediction(guess) for guess in guesses])[metric]
+        for guesses in constant_guesses(task.name, train, dev)
     ]
     return max(0.0 if math.isnan(value) else value for value in values)
 
@@ -241,11 +241,11 @@ def disambiguate_ids(ids: Iterable[Any]) -> list[tuple[Any, int]]:
     [('a', 0), ('b', 0), ('a', 1)]
     """
     seen: Counter[Any] = Counter()
-    found = []
-    for one in ids:
-        found.append((one, seen[one]))
-        seen[one] += 1
-    return found
+    pairs = []
+    for id in ids:
+        pairs.append((id, seen[id]))
+        seen[id] += 1
+    return pairs
 
 
 def load_seed_predictions(folder: Path, *fields: str) -> list[dict[tuple[Any, int], Any]]:
@@ -253,7 +253,7 @@ def load_seed_predictions(folder: Path, *fields: str) -> list[dict[tuple[Any, in
 
     `fields` names the value to read (default: "prediction"). Of several names, each line's first existing one counts.
     """
-    files = [file for place in sorted(folder.glob("seed-*")) if (file := place / PREDICTIONS_FILE).is_file()]
+    files = [file for seed in sorted(folder.glob("seed-*")) if (file := seed / PREDICTIONS_FILE).is_file()]
     if not files and not (folder / PREDICTIONS_FILE).is_file():
         raise UserError(f"{folder} has no {PREDICTIONS_FILE}: name the folder of a finished run as the baseline.")
     found, names = [], fields or ("prediction",)
@@ -270,10 +270,10 @@ def load_seed_predictions(folder: Path, *fields: str) -> list[dict[tuple[Any, in
 
 def checksum_examples(examples: Sequence[Example], include_spans: bool = True) -> str:
     """Return the CRC-32 of the examples as hex. Without `include_spans`, spans and references do not count."""
-    found = 0
+    crc = 0
     for e in examples:
-        found = crc32(repr(e[:] if include_spans and any(e[3:]) else e[:3]).encode(), found)
-    return f"{found:08x}"
+        crc = crc32(repr(e[:] if include_spans and any(e[3:]) else e[:3]).encode(), crc)
+    return f"{crc:08x}"
 
 
 def check_baseline(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
@@ -317,9 +317,9 @@ def has_other_examples(run: Path, dev: Sequence[Example]) -> bool:
 
 def compare_with_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Example], folder: Path) -> dict[str, Any]:
     """Return the difference of the seed means from the baseline, with its paired bootstrap over the dev examples."""
-    places = [folder / f"seed-{i}" for i in range(recipe.seeds)]
+    seed_folders = [folder / f"seed-{i}" for i in range(recipe.seeds)]
     ours = [
-        load_seed_predictions(place)[0] for place in places if (place / PREDICTIONS_FILE).is_file()
+        load_seed_predictions(seed)[0] for seed in seed_folders if (seed / PREDICTIONS_FILE).is_file()
     ]  # a diverged seed has no predictions
     metric, theirs = deciding_metric(recipe, task), load_seed_predictions(Path(recipe.baseline))
     keys = disambiguate_ids(e.id for e in dev)

@@ -184,17 +184,17 @@ class TextToTextTask:
     def predict(
         self, model: Model, items: Sequence[Seq2SeqExample], compute: ComputeConfig, batch_size: int
     ) -> list[Prediction]:
-        found: list[Prediction | None] = [None] * len(items)
+        predictions: list[Prediction | None] = [None] * len(items)
         with progress("writing", "answers", len(items)) as shown:
-            for places in batch_indices_by_length(items, batch_size, lambda item: len(item.ids)):
+            for indices in batch_indices_by_length(items, batch_size, lambda item: len(item.ids)):
                 with compute.autocast():
                     written = generate_ids(
-                        model, [items[i].ids for i in places], generation_config=self.generation_config
+                        model, [items[i].ids for i in indices], generation_config=self.generation_config
                     )
-                for i, ids in zip(places, written, strict=True):
-                    found[i] = Prediction(self.tokenizer.decode(ids).strip())
-                shown.advance(len(places))
-        return [p for p in found if p is not None]
+                for i, ids in zip(indices, written, strict=True):
+                    predictions[i] = Prediction(self.tokenizer.decode(ids).strip())
+                shown.advance(len(indices))
+        return [p for p in predictions if p is not None]
 
     def calibrate(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> list[Prediction]:
         return list(predictions)
@@ -236,26 +236,26 @@ class LabelRankingTask(TextToTextTask):
     def predict(
         self, model: Model, items: Sequence[Seq2SeqExample], compute: ComputeConfig, batch_size: int
     ) -> list[Prediction]:
-        found = []
+        predictions = []
         for p_C in self.probabilities(model, items, compute, batch_size):
             names = self.labels or [str(i) for i in range(len(p_C))]
-            found.append(Prediction(names[int(p_C.argmax())], dict(zip(names, p_C.tolist(), strict=True))))
-        return found
+            predictions.append(Prediction(names[int(p_C.argmax())], dict(zip(names, p_C.tolist(), strict=True))))
+        return predictions
 
     def probabilities(
         self, model: Model, items: Sequence[Seq2SeqExample], compute: ComputeConfig, batch_size: int
     ) -> list[np.ndarray]:
         """Return (C,) per item: the softmax of its candidates' log-likelihoods."""
         model.eval()
-        found: list[np.ndarray] = [np.zeros(0)] * len(items)
+        probabilities: list[np.ndarray] = [np.zeros(0)] * len(items)
         with progress("choosing", "answers", len(items)) as shown:
-            for places in batch_indices_by_length(items, batch_size, lambda item: len(item.ids)):
-                some = [items[i] for i in places]
-                choices = [item.candidates or self.label_token_ids for item in some]
-                for i, score_C in zip(places, self.log_likelihoods(model, some, choices, compute), strict=True):
-                    found[i] = np.exp(score_C - np.logaddexp.reduce(score_C))
-                shown.advance(len(places))
-        return found
+            for indices in batch_indices_by_length(items, batch_size, lambda item: len(item.ids)):
+                batch = [items[i] for i in indices]
+                choices = [item.candidates or self.label_token_ids for item in batch]
+                for i, score_C in zip(indices, self.log_likelihoods(model, batch, choices, compute), strict=True):
+                    probabilities[i] = np.exp(score_C - np.logaddexp.reduce(score_C))
+                shown.advance(len(indices))
+        return probabilities
 
     def log_likelihoods(
         self, model: Model, items: Sequence[Seq2SeqExample], choices: Sequence[CandidateIds], compute: ComputeConfig
