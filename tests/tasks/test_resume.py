@@ -186,7 +186,7 @@ def test_marks_and_further_references_are_seen(other: Example, capsys: pytest.Ca
     earlier = replace(recipe, dev_checksum=recipe.train_checksum)
     assert finetuning.check_example_checksums(earlier, data, False) == earlier
     said = " ".join(capsys.readouterr().err.split())
-    assert "dev.jsonl: this run did not note marked stretches and further references" in said
+    assert "dev.jsonl: this run did not note marked spans and further references" in said
     assert "train.jsonl" not in said
 
 

@@ -218,7 +218,7 @@ def test_a_decoder_that_was_never_tuned_just_goes_on() -> None:
     ("family", "fields", "message"),
     [
         ("bert", {}, "text-to-text needs a model that writes"),
-        ("gpt2", {"max_target_length": 32}, "has 32 places, and answers take 32 of them.*Lower max_target_length"),
+        ("gpt2", {"max_target_length": 32}, "has 32 positions, and answers take 32 of them.*Lower max_target_length"),
         ("t5", {"prefix": "the big red cat " * 9}, "max_seq_length=24 has no room for a text behind the prefix"),
     ],
 )

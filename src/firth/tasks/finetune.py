@@ -225,13 +225,13 @@ def read_finetune_data(recipe: FinetuneRecipe) -> FinetuneData:
         check_labels(train, dev, recipe)
     if recipe.task == "tag" and are_span_tags([e.target for e in train]) != are_span_tags([e.target for e in dev]):
         raise UserError(
-            f"{recipe.train} and {recipe.dev} have tags of two kinds: one marks stretches (O, B-PER, I-PER), the other "
+            f"{recipe.train} and {recipe.dev} have tags of two kinds: one marks spans (O, B-PER, I-PER), the other "
             "single words (NOUN). Take files with the same tags."
         )
     if recipe.task == "tag" and (odd := find_stray_tags([e.target for e in (*train, *dev)])):
         warn(
-            f"{', '.join(odd[:5])}: no mark of a stretch, as the other tags are (O, B-PER, I-PER). So single words are "
-            "scored, and no stretches."
+            f"{', '.join(odd[:5])}: not a span tag, as the other tags are (O, B-PER, I-PER). So single words are "
+            "scored, and no spans."
         )
     if is_same_file(recipe.train, recipe.dev):
         warn(f"{recipe.dev} is what the model learns from: its score says nothing about other examples.")
@@ -380,7 +380,7 @@ def describe_length_limit(config: ModelConfig, recipe: FinetuneRecipe) -> list[s
     limit = config.max_length
     if limit is None or recipe.max_seq_length <= limit:
         return []
-    return [f"max_seq_length is {recipe.max_seq_length:,}, and this model has {limit:,} places: {limit:,} are read."]
+    return [f"max_seq_length is {recipe.max_seq_length:,}, and this model has {limit:,} positions: {limit:,} are read."]
 
 
 def describe_missing_shots(recipe: FinetuneRecipe, data: FinetuneData) -> list[str]:
@@ -443,7 +443,7 @@ def matching_checksum(path: str, examples: Sequence[Example], saved_checksum: st
     if saved_checksum != part:
         return whole
     if part != whole:
-        say(f"{path}: this run did not note marked stretches and further references, so changes in them are not seen.")
+        say(f"{path}: this run did not note marked spans and further references, so changes in them are not seen.")
     return part
 
 

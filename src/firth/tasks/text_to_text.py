@@ -130,7 +130,7 @@ class TextToTextTask:
             return
         if self.is_decoder and config.max_length and self.answer_tokenizer.max_length >= config.max_length // 2:
             raise UserError(
-                f"A row of this decoder has {config.max_length} places, and answers take "
+                f"A row of this decoder has {config.max_length} positions, and answers take "
                 f"{self.answer_tokenizer.max_length} of them: no room is left for a text. Lower max_target_length."
             )
         raise UserError(
