@@ -28,11 +28,11 @@ class ChoiceTask(HeadTask):
         return [EncodedExample(tuple(next(sequences) for _ in e.texts[1:]), e.target) for e in examples]
 
     def collate(self, items: Sequence[EncodedExample]) -> Batch:
-        laid = self.pack_items(items)
+        packed = self.pack_items(items)
         group_A = np.repeat(np.arange(len(items)), [len(item.sequences) for item in items])
         right_A = [int(i == item.label) for item in items for i in range(len(item.sequences))]
-        return laid.batch._replace(
-            group_ids=self.scatter_labels(laid, group_A, -1), task_labels=self.scatter_labels(laid, right_A, 0)
+        return packed.batch._replace(
+            group_ids=self.scatter_labels(packed, group_A, -1), task_labels=self.scatter_labels(packed, right_A, 0)
         )
 
     def decode_logits(self, items: Sequence[EncodedExample], logits: Array, packed: PackedBatch) -> list[Prediction]:

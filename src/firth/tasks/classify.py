@@ -30,8 +30,10 @@ class ClassificationTask(HeadTask):
         return IGNORE_INDEX if example.target is None else self.label_id(example.target, example)
 
     def collate(self, items: Sequence[EncodedExample]) -> Batch:
-        laid = self.pack_items(items)
-        return laid.batch._replace(task_labels=self.scatter_labels(laid, [item.label for item in items], IGNORE_INDEX))
+        packed = self.pack_items(items)
+        return packed.batch._replace(
+            task_labels=self.scatter_labels(packed, [item.label for item in items], IGNORE_INDEX)
+        )
 
     def decode_logits(self, items: Sequence[EncodedExample], logits: Array, packed: PackedBatch) -> list[Prediction]:
         return [

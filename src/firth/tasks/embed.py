@@ -1,7 +1,7 @@
 """Text embeddings, trained on pairs of texts with the same meaning.
 
 The loss is contrastive with in-batch negatives: each text must find its partner among the partners of the batch, in
-both directions (LaBSE, Feng et al. 2022, section 2).
+both directions (LaBSE, Feng et al. 2022).
 
 N texts, P pairs, D model width.
 """
@@ -72,13 +72,13 @@ class EmbeddingTask(HeadTask):
         return with_template(self.tokenizer, self.sequence_template, pairs=False)
 
     def collate(self, items: Sequence[EncodedExample]) -> Batch:
-        laid = self.pack_items(items)
+        packed = self.pack_items(items)
         side_A = np.tile([0, 1], len(items))
         group, side = (
-            self.scatter_labels(laid, np.repeat(number_distinct_pairs(items), 2), -1),
-            self.scatter_labels(laid, side_A, 0),
+            self.scatter_labels(packed, np.repeat(number_distinct_pairs(items), 2), -1),
+            self.scatter_labels(packed, side_A, 0),
         )
-        return laid.batch._replace(group_ids=group, task_labels=side, labels=None)
+        return packed.batch._replace(group_ids=group, task_labels=side, labels=None)
 
     def decode_logits(self, items: Sequence[EncodedExample], logits: Array, packed: PackedBatch) -> list[Prediction]:
         vectors_ND = gather_answer_logits(logits, packed)

@@ -47,9 +47,9 @@ class RegressionTask(HeadTask):
         return [example.texts, example.texts[::-1]][: self.sequences_per_label]
 
     def collate(self, items: Sequence[EncodedExample]) -> Batch:
-        laid = self.pack_items(items)
-        return laid.batch._replace(
-            task_labels=self.scatter_labels(laid, [i.label for i in items], math.nan, np.float32)
+        packed = self.pack_items(items)
+        return packed.batch._replace(
+            task_labels=self.scatter_labels(packed, [i.label for i in items], math.nan, np.float32)
         )
 
     def decode_logits(self, items: Sequence[EncodedExample], logits: Array, packed: PackedBatch) -> list[Prediction]:
