@@ -261,15 +261,19 @@ class LabelRankingTask(TextToTextTask):
         self, model: Model, items: Sequence[Seq2SeqExample], choices: Sequence[CandidateIds], compute: ComputeConfig
     ) -> list[np.ndarray]:
         """Return (C,) per item. The encoder runs once per source; a decoder row holds as many candidates as fit."""
-        longest, encoded = max(len(ids) for some in choices for ids in some), None
-        most = max(1, self.row_tokens // longest) if self.packs_several_answers else 1
-        turns = [[some[c : c + most] or some[:1] for some in choices] for c in range(0, max(map(len, choices)), most)]
-        room = [max(sum(map(len, some)) for some in of_item) for of_item in zip(*turns, strict=True)]
-        found: list[list[float]] = [[] for _ in items]
-        for answers in turns:
-            laid = self.pack_answers(items, answers, room)
-            logp_A, _, encoded = score_answers(model, laid, compute, encoded)
-            scores = iter(laid.sum_by_answer(logp_A).tolist())
-            for of_item, some in zip(found, answers, strict=True):
-                of_item += islice(scores, len(some))
-        return [np.array(of_item[: len(some)]) for of_item, some in zip(found, choices, strict=True)]
+        longest, encoder_states = max(len(ids) for candidates in choices for ids in candidates), None
+        per_row = max(1, self.row_tokens // longest) if self.packs_several_answers else 1
+        # A chunk holds up to `per_row` candidates of every item; an item without further ones repeats its first.
+        chunks = [
+            [candidates[c : c + per_row] or candidates[:1] for candidates in choices]
+            for c in range(0, max(map(len, choices)), per_row)
+        ]
+        reserved = [max(sum(map(len, answers)) for answers in item_chunks) for item_chunks in zip(*chunks, strict=True)]
+        scores: list[list[float]] = [[] for _ in items]
+        for chunk in chunks:
+            packed = self.pack_answers(items, chunk, reserved)
+            logp_A, _, encoder_states = score_answers(model, packed, compute, encoder_states)
+            score = iter(packed.sum_by_answer(logp_A).tolist())
+            for item_scores, answers in zip(scores, chunk, strict=True):
+                item_scores += islice(score, len(answers))
+        return [np.array(item[: len(candidates)]) for item, candidates in zip(scores, choices, strict=True)]
