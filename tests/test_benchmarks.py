@@ -144,7 +144,11 @@ def test_ablations_change_our_side_alone(
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [s["side"] for s in facts["speeds"]] == [bench.OURS]
     assert facts["without"] == ["padding", "fused_loss"]
-    assert (asked[1].engine.pad_vocabulary, asked[1].engine.fused_loss, asked[1].engine.weights) == (False, False, "bf16")
+    assert (asked[1].engine.pad_vocabulary, asked[1].engine.fused_loss, asked[1].engine.weights) == (
+        False,
+        False,
+        "bf16",
+    )
     assert asked[0] == bench.SETTINGS
 
 

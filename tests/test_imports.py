@@ -204,7 +204,7 @@ def file_of(module: str, names: dict[str, Path]) -> str | None:
 
 
 def imported_files(file: Path, names: dict[str, Path]) -> set[str]:
-    """Files that a file imports when it runs. A name from a package counts as the file that the package takes it from."""
+    """Files that a file imports when it runs. A name from a package counts as the file that defines it."""
     found: set[str] = set()
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for_types = {

@@ -548,7 +548,10 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
         ["cannot be made", "is a file"],
     ),
     "checking an empty folder": (lambda h, t: check(t), ["nothing to read"]),
-    "checking what is not text": (lambda h, t: check(write(t / "a.png", b"\x89PNG")), ["a.png", "unsupported file type"]),
+    "checking what is not text": (
+        lambda h, t: check(write(t / "a.png", b"\x89PNG")),
+        ["a.png", "unsupported file type"],
+    ),
     "checking a binary .txt": (lambda h, t: check(write(t / "a.txt", b"\x89PNG\xff\x00")), ["a.txt", "not UTF-8"]),
     "checking with no tokenizer": (lambda h, t: check(h["text"], "--tokenizer", t), ["holds no tokenizer"]),
     "checking with no folder": (lambda h, t: check(h["text"], "--tokenizer", t / "no"), ["no such folder"]),

@@ -1057,7 +1057,7 @@ def test_a_file_of_another_task_is_recognised(checkpoint_of: Checkpoints, toy: T
     for task in ("pair", "span-qa", "tag", "choice"):
         with pytest.raises(UserError, match=r"train.jsonl:1: no column .* Or is it a file for --task classify\?"):
             finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", task=task))
-    with pytest.raises(UserError, match="is a folder. Name one file"):
+    with pytest.raises(UserError, match=r"is a folder\. Name one file"):
         finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", train=str(tmp_path)))
     assert not (tmp_path / "run").exists()
 

@@ -8,8 +8,8 @@ keeps fp32 master weights (Micikevicius et al. 2018, "Mixed Precision Training",
 2. forward and backward run on the replica; its bf16 gradients are added to the model's in fp32 (`end_micro_batch`);
 3. the optimizer updates the master weights.
 
-With one micro-batch and the fused AdamW on a GPU, steps 1 to 3 are one kernel: it reads the replica's gradients, updates
-the master weights and writes the rounded weights to the replica (`train/adamw.py`).
+With one micro-batch and the fused AdamW on a GPU, steps 1 to 3 are one kernel: it reads the replica's gradients,
+updates the master weights and writes the rounded weights to the replica (`train/adamw.py`).
 """
 
 from __future__ import annotations

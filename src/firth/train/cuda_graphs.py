@@ -1,8 +1,8 @@
 """Replay forward and backward of a micro-batch as one CUDA graph.
 
-Python launches kernels one by one; a small model's kernels finish sooner than Python launches the next ones. A CUDA graph
-records all kernels of a forward and backward pass once and replays them with a single launch, so the GPU never waits for
-the host. A graph is bound to addresses and shapes, hence the rules here:
+Python launches kernels one by one; a small model's kernels finish sooner than Python launches the next ones. A CUDA
+graph records all kernels of a forward and backward pass once and replays them with a single launch, so the GPU never
+waits for the host. A graph is bound to addresses and shapes, hence the rules here:
 
 - one graph per batch shape, at most `MAX_CUDA_GRAPHS`; batches are copied into tensors at fixed addresses;
 - gradients are zeroed in place, never freed (`frees_gradients`);
@@ -130,7 +130,7 @@ class CudaGraphStep(StepRunner):
         return True
 
     def clean_up_failed_capture(self, pool: Any) -> None:
-        """Undo a failed capture: release its memory pool, and reset torch's generator, which thinks that it is captured."""
+        """Undo a failed capture: release its memory pool, and reset torch's generator, which is still in capture."""
         device = torch.cuda.current_device()
         with suppress(RuntimeError):  # an out-of-memory error has released the pool already
             torch._C._cuda_endAllocateToPool(device, pool)

@@ -1,7 +1,7 @@
 """Forward and backward of one micro-batch: the part of a training step that can be executed in several ways.
 
-A step (`train/step.py`) is always the same: for each micro-batch compute the loss and add its gradients, then clip, then
-update. How a micro-batch is executed differs, and each way is a `StepRunner`:
+A step (`train/step.py`) is always the same: for each micro-batch compute the loss and add its gradients, then clip,
+then update. How a micro-batch is executed differs, and each way is a `StepRunner`:
 
 - `StepRunner`: call the loss function (compiled or not) and `backward()`.
 - `CudaGraphStep` (`train/cuda_graphs.py`): replay forward and backward as one CUDA graph.
