@@ -1,23 +1,24 @@
 """Autoregressive decoding with a KV cache: prefill, then one decode step per token.
 
 A causal language model predicts one token at a time. Computed naively, step t runs the model over all t tokens so far,
-so that n new tokens cost O(n^2) token passes. But causal attention makes the keys and values of a token independent of
-every later token. They are computed once and kept in the KV cache, one pair of tensors per layer. Decoding then has
-two phases (Pope et al. 2022, "Efficiently Scaling Transformer Inference", section 2):
+so that n new tokens cost n forward passes over up to n tokens each. But causal attention makes the keys and values of a
+token independent of every later token. They are computed once and kept in the KV cache, one pair of tensors per layer.
+Decoding then has two phases (Pope et al. 2022, "Efficiently Scaling Transformer Inference", section 2):
 
 1. Prefill: one forward pass over whole prompts fills the cache and gives the logits of the first new token. All
    positions run in parallel, so that large matmuls limit it (compute-bound).
 2. Decode step: one token per row goes through the model. Its query attends to the cached keys and values, and its own
    key and value are appended. Each step reads all weights and the whole cache for one token (memory-bound).
 
-The cache takes 2 * layers * kv_heads * head_dim * tokens values per row. `CachedDecode` allocates it in advance, at a
-capacity that doubles when it is full. On a GPU its shapes are therefore constant over many steps, and a step can be
-replayed as a CUDA graph (`cuda_graph.py`). An encoder-decoder encodes its prompt once in prefill; the cache also keeps
-the cross-attention keys and values.
+The cache takes 2 * layers * kv_heads * head_dim * tokens numbers per sequence. `CachedDecode` allocates it in advance,
+at a capacity that doubles when it is full. On a GPU its shapes are therefore constant over many steps, and a step can
+be replayed as a CUDA graph (`cuda_graph.py`). An encoder-decoder encodes its prompt once in prefill; the cache also
+keeps the cross-attention keys and values.
 
-Two models need no KV cache or cannot have one. An AWD-LSTM carries its recurrent state (`LstmDecode`): its size does
-not depend on the length. `UncachedDecode` recomputes the whole sequence at each step. It serves relative positions
-that cannot be cached, and the tests, which compare cached decoding with it.
+Two decode states have no KV cache. `LstmDecode` carries the recurrent state of an AWD-LSTM, whose size does not depend
+on the length. `UncachedDecode` recomputes the whole sequence at each step: for relative positions that cannot be
+cached, for LSTM decoders with attention, for `use_cache=False`, and in the tests, which compare cached decoding with
+it.
 
 B rows, T positions, D model width, V vocabulary.
 """

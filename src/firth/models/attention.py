@@ -13,8 +13,8 @@ need no extra rule, and a sliding window only narrows what is visible (`LocalWin
 
 The rule has two forms here. `make_attention_spec` writes it as a boolean mask (B, 1, T, S) for SDPA and eager
 attention. `make_key_range` writes it as integer ranges: a key's id is `document * stride + rank`, and a query sees the
-ids from `start` to `start + length - 1`. The fused kernel (`kernels/attention.py`) compares these ids and skips tiles
-in which nothing is visible, so that no mask of T x S elements exists.
+ids from `start` to `start + length - 1`. The fused kernel (`kernels/attention.py`) compares these ids, skips tiles in
+which nothing is visible, and never reads the T x S mask; a compiled step that uses it does not compute the mask at all.
 
 Shapes: B rows, T queries, S keys, H heads, G heads of keys and values (G < H: grouped-query attention), d head size,
 D model width, K target positions.
@@ -54,18 +54,18 @@ CacheUpdate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # new keys and 
 AttentionKernel = Literal["eager", "sdpa", "fused"]
 
 MAX_KEY_RANGE_TOKENS = 2**14  # tokens per row: document * stride + rank fits into 32 bits up to here
-KEY_ID_DOCUMENT_STRIDE = 2 * MAX_KEY_RANGE_TOKENS  # key ids per document: windows may reach one row length too far
+KEY_ID_DOCUMENT_STRIDE = 2 * MAX_KEY_RANGE_TOKENS  # 2x: a window may extend one row length past its document
 
 
 class AttentionSpec(NamedTuple):
-    """Which keys each query sees, and what is added to its scores: `is_causal` alone, or a `mask`."""
+    """Which keys each query sees (`is_causal`, `mask`, or neither: all keys), and what is added to its scores."""
 
     is_causal: bool = False
     mask: Tensor | None = None  # (B or 1, 1, T, S), true where a query sees a key
     mask_is_causal: bool = False  # the mask is exactly the causal one: it exists because `masked_bias` needs it
     masked_bias: Tensor | None = None  # (B or 1, H, T, S) added to the scores, -inf where the mask is false
     bias: Tensor | None = None  # (1, H, T, S) the same before masking, where all rows share it
-    bias_max_distance: int = 0  # a head's bias is constant from this distance on, to either side; 0: nowhere
+    bias_max_distance: int = 0  # the bias is the same for all |i - j| >= this (T5's last bucket); 0: no such distance
     rope: Rope | None = None  # rotates keys, and queries too if `query_rope` is None
     query_rope: Rope | None = None  # rotates queries that are at target positions only
     relative_positions: Any = None  # the row's input to the layers' relative scores, see position/
@@ -89,7 +89,7 @@ class AttentionSpec(NamedTuple):
     def kernel_args(self, dtype: torch.dtype, dropout: float, scale: float) -> tuple[Any, ...]:
         """Return the fused kernel's arguments after queries, keys and values.
 
-        A float16 bias stays in float32: the gradient that is accumulated for it would overflow float16.
+        With float16 inputs the bias stays in float32: its accumulated gradient would overflow float16.
         """
         bias = self.bias.to(dtype) if self.bias is not None and dtype == torch.bfloat16 else self.bias
         mask = None if self.mask_is_causal else self.mask
@@ -205,10 +205,10 @@ def select_attention_kernel(
 
     "fused", our Triton kernel: for relative scores per distance with nothing else added (`is_relative`); and, where
     it supports the inputs (`can_fuse`), in compiled steps with dropout, a bias shared by all rows, integer key ranges
-    (it skips invisible tiles), or cross-attention (`is_cross`: one gradient tensor for keys and values). An eager run
-    would wait longer for Triton's compiler than the kernel saves.
+    (it skips invisible tiles), or cross-attention (`is_cross`: one gradient tensor for keys and values). An uncompiled
+    run would wait longer for Triton's compiler than the kernel saves.
 
-    "sdpa", `F.scaled_dot_product_attention`: for everything else. It computes masked scores too.
+    "sdpa", `F.scaled_dot_product_attention`: for everything else. It does not skip masked tiles.
 
     "eager", matmul, softmax, matmul: on a CPU with dropout, where SDPA is not fused; in compiled GPU steps with a bias
     per row, whose gradient SDPA returns slowly; and to return attention weights, which no other kernel has.
@@ -330,7 +330,7 @@ def repeat_heads(x_BGSd: Tensor, q_BHTd: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Multi-head attention from `x` to `x`, or from `x` to another sequence `kv_states`."""
+    """Multi-head self-attention, or cross-attention from `x` to `kv_states`."""
 
     allow_fused = True  # whether the fused kernel may be selected
 
@@ -345,6 +345,7 @@ class Attention(nn.Module):
         self.score = None if is_cross else make_relative_score(config)
         self.dropout = config.attention_dropout
         num_terms = 3 if isinstance(self.score, DisentangledScore) else 1  # terms of a score (DeBERTa, section 3.1)
+        # T5 folds 1/sqrt(d) into the initialisation of the query projection
         self.scale = 1.0 if isinstance(config.init, FanInInit) else (num_terms * self.head_size) ** -0.5
 
     @staticmethod

@@ -24,7 +24,8 @@ projection runs on (B, K) positions, not on (B, L). A slot that a short row does
 
     tokens     the hidden tokens, at their positions
     boundary   also SpanBERT's span boundary objective (section 3.2): each token x_i of a span (s..e) again, from the
-               hidden states of s-1 and e+1 and the embedding of i - s + 1. `Batch.span_boundaries` has the three
+               hidden states of s-1 and e+1 and the embedding of i - s + 1. `Batch.span_boundaries` has
+               (s - 1, e + 1, i - s + 1) for each target
     replaced   ELECTRA's replaced token detection (Clark et al. 2020, section 2): a small generator is trained as an MLM
                and fills the masks with samples; the model classifies *every* token as original or replaced. All
                positions train, which is where ELECTRA's sample efficiency comes from (section 3.4). Sampling needs the
@@ -67,12 +68,12 @@ PAIR_ROW_LAYOUTS: dict[str, RowLayout] = {"none": "packed", "next": "next", "ord
 class MLM(ObjectiveBase):
     """Masked language modelling; the file's docstring explains it.
 
-    - rate: share of the text that is predicted
-    - mask, random: share of the targets that become [MASK] or a random token; the rest is kept
+    - rate: share of the text tokens that are targets, the "mask rate" of the papers
+    - mask, random: of the targets, the share that becomes [MASK] or a random token; the rest is kept
     - masking: which tokens are targets
     - targets: what is predicted there: "tokens", "boundary" (SpanBERT) or "replaced" (ELECTRA)
-    - visibility: attention to "all", "forward" or "backward" only, or "prefix": to a random prefix, then forward
-      (UniLM)
+    - visibility: "all" (bidirectional), "forward" (left to right: earlier tokens only), "backward" (later tokens
+      only), "prefix" (a random prefix is visible to all, then left to right; UniLM)
     - pair: one text ("none"); two that follow each other or not ("next", BERT's NSP); two in order or swapped ("order",
       ALBERT's SOP); a text and its "translation" (XLM's TLM)
     - num_static_masks: number of fixed masks per row; 0 draws new ones each epoch

@@ -9,14 +9,15 @@ tokens wastes nothing, but cuts nearly every row's first and last document. Pack
 2. The pieces are packed best-fit decreasing (Johnson 1973; for language models: Ding et al. 2024, "Fewer Truncations
    Improve Language Modeling", section 3): the longest first, each into the row where it leaves the fewest free tokens.
 3. If more than `MAX_PADDING_SHARE` of the positions are still padding, the emptiest rows are dissolved and their text
-   fills the gaps of the others (`fill_row_gaps`). That cuts a few documents more.
+   fills the gaps of the others (`fill_row_gaps`). That cuts a few documents more; pieces of whole sentences are not
+   cut.
 
 Every token is in exactly one row. Documents of a row must not attend to each other (Krell et al. 2021, "Efficient
 Sequence Packing without Cross-contamination"), so `dataset.py` gives each position its document id and a position that
 restarts at 0 with each document. A model then computes the same as for each document in a row of its own.
 
-The cost is O(pieces) in Python only per group of equal lengths: `best_fit_decreasing` packs all pieces of one length at
-once. The result is cached beside the shards (`cached_packing`), so a run computes it once and memory-maps it later.
+The Python loop runs once per distinct length, not once per piece: `best_fit_decreasing` packs all pieces of one length
+at once. The result is cached beside the shards (`cached_packing`), so a run computes it once and memory-maps it later.
 """
 
 # Shapes: D documents, S sentences, P pieces, R rows.
@@ -37,7 +38,7 @@ GAP_USE_SHARE = 0.9  # share of the gaps that text is expected to fill; the rest
 
 
 class RowPacking(NamedTuple):
-    """The pieces of each row: row r holds pieces row_first[r] up to row_first[r + 1]."""
+    """The pieces of each row: row r holds pieces[row_first[r] : row_first[r + 1]]."""
 
     piece_start: np.ndarray  # (P,) int64, index of the first token in the shards
     piece_length: np.ndarray  # (P,) int32, tokens

@@ -3,14 +3,14 @@
 The gradient of a step must not depend on how its rows are split. A mean of micro-batch means would depend on it: a
 micro-batch with few targets would weigh as much as one with many. So each loss is a *sum*, and a micro-batch divides it
 by the count of the whole step, over all micro-batches and processes (`all_reduce_counts`). Any split then adds up to
-the same gradient, which makes three things safe:
+the same gradient (with other dropout masks), which makes three things safe:
 
 - gradient accumulation: `gradient_accumulation_steps` micro-batches per update;
 - data parallelism: each process computes its rows, and gradients are summed once per step;
 - out of memory: micro-batches are halved and the step is computed again (`halve_micro_batches`).
 
 Dropout is seeded from (seed, step, micro-batch), never from earlier draws, so that a resumed run repeats it exactly.
-How one micro-batch is executed (compiled, CUDA graph, bf16 replica) is the business of `train/step_runner.py`.
+`train/step_runner.py` executes a micro-batch: compiled, as a CUDA graph, or on a bf16 copy of the weights.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ def split_micro_batches(micro_batches: Sequence[Batch], halvings: int) -> list[B
 
 
 def halve_micro_batches(run: TrainingRun, micro_batches: Sequence[Batch]) -> None:
-    """Halve the micro-batches from here on; the step, and so its gradient, stays the same."""
+    """Halve the micro-batches from here on; the rows of a step, and without dropout its gradient, stay the same."""
     rows = max(map(num_rows, split_micro_batches(micro_batches, run.halvings)))
     if rows == 1 or any(batch.group_ids is not None for batch in micro_batches):
         why = "one row per micro-batch" if rows == 1 else "texts that are contrasted with each other and stay together"
@@ -407,7 +407,7 @@ def sum_counts(batches: Iterable[Batch]) -> Counter[str]:
 
 
 def all_reduce_counts(batches: Iterable[Batch], dist_context: DistContext) -> dict[str, int]:
-    """The same over all processes."""
+    """Sum the loss counts over batches and over all processes."""
     return {name: int(number) for name, number in dist_context.all_reduce_sum(sum_counts(batches)).items()}
 
 

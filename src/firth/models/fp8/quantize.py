@@ -1,7 +1,7 @@
 """Quantize to FP8 with one scale per row, alone or fused with an activation and its backward pass.
 
 E4M3 floats (Micikevicius et al. 2022, section 3) have a sign, 4 exponent bits and 3 mantissa bits: magnitudes from
-2^-9 to 448. Quantizing a row takes its largest magnitude (amax) and two passes:
+2^-9 to 448. Quantizing a row has two steps: find its largest magnitude (amax), then divide and round:
 
     scale = amax(|row|) / 448        float32, saved for the matmul that multiplies it back in
     row8  = round(row / scale)       to the nearest E4M3 number
@@ -12,9 +12,10 @@ whole row in registers: one program reads it once, finds amax, and writes it in 
 of two are held as two parts, A + B >= N, because Triton's tensors have power-of-two sizes.
 
 Torch's compiler fuses amax and rounding with whatever computes the row, but only while it fits one of its blocks; for
-longer rows (`MAX_COMPILED_ROW_SIZE`) it reads the row twice, and these kernels are faster.
+rows longer than `MAX_COMPILED_ROW_SIZE` it reads the row twice, and these kernels are faster.
 
-Shapes: M rows of N elements, C programs. Programs sum over their own rows; the caller adds up the C partial sums.
+Shapes: M rows of N elements, C Triton programs. A program sums the columns over its own rows; the caller adds up the C
+partial sums.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def quantize_rows_triton(x: Tensor, column_scale_N: Tensor | None, needs_sums: b
 
 @kernel_op("firth::quantize_activation")
 def quantize_activation(x: Tensor, bias: Tensor | None, activation_index: int, is_gated: bool) -> tuple[Tensor, Tensor]:
-    """Return `activation(x + bias)` in FP8 and its row scales; gated: of the first half of x, times the second."""
+    """Return `activation(x + bias)` in FP8 and its row scales; gated: activation(x[:, :N]) * x[:, N:]."""
     if not can_use_triton(x):
         return quantize_rowwise(eager_activation(x, bias, activation_index, is_gated)[0])
     x = x.contiguous()

@@ -1,6 +1,7 @@
 """An encoder-decoder of LSTMs, with attention or without (Sutskever et al. 2014, Bahdanau et al. 2015).
 
-B rows, T places of the text, U of the answer, N texts, S places of the longest text, L of the longest answer, H units.
+B rows, T positions of the text, U of the answer, N texts, S positions of the longest text, L of the longest answer,
+H units.
 """
 
 from __future__ import annotations
