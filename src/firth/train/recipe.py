@@ -135,7 +135,7 @@ class TrainingConfig:
     learning_rate: float = recipe_field(
         1e-3,
         "Set the peak learning rate.",
-        shown_default="chosen from model width, optimizer and batch size",
+        shown_default="chosen from model width and optimizer",
         ge=0,
     )
     lr_scheduler_type: Literal["linear", "cosine", "constant", "inverse-sqrt", "wsd", "slanted-triangle"] = (
