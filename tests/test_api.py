@@ -214,7 +214,7 @@ def test_several_shards_are_mixed(home: Path, corpus_file: Path, tmp_path: Path)
         ([data[0], data[0]], {}, "the same name"),
         (home / "shards", {"mix_temperature": 0.3}, "A mix needs several named shards"),
         (data, {"mix": {"all": 1, "fwe": 1}}, "Did you mean 'few'"),
-        (data, {"mix_temperature": 0.3, "order": "stream"}, "not a mix of several"),
+        (data, {"mix_temperature": 0.3, "order": "stream"}, "does not support a mix of sources"),
     ):
         with pytest.raises(UserError, match=said):
             firth.pretrain("bert-tiny", wrong, tmp_path / "other", overrides=TINY, **SIZES, **options)

@@ -509,7 +509,7 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
     ),
     "rows longer than the model allows": (
         lambda h, t: [*pretrain("bert-tiny", h["bert-shards"], t), "--max-seq-length=600"],
-        ["--max-seq-length 600", "512 places"],
+        ["--max-seq-length 600", "512 positions"],
     ),
     "an objective of another shape": (
         lambda h, t: pretrain("bert-tiny", h["bert-shards"], t, "--objective=clm"),
@@ -538,7 +538,7 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
         ["is not a checkpoint", "Did you mean", "final"],
     ),
     "a preset is no checkpoint": (lambda h, t: finetune(h, t, checkpoint="bert-tiny"), ["firth pretrain"]),
-    "a classifier is not pretrained": (lambda h, t: pretrain(h["tuned"], h["bert-shards"], t), ["classifier's head"]),
+    "a classifier is not pretrained": (lambda h, t: pretrain(h["tuned"], h["bert-shards"], t), ["has a task head"]),
     "the output is a file": (
         lambda h, t: ["pretrain", "bert-tiny", "--data", h["text"], "--output-dir", write(t / "f", "x")],
         ["f is a file"],

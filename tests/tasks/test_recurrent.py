@@ -132,7 +132,7 @@ def test_rows_that_go_on_are_the_default() -> None:
         ("ulmfit-tiny", "prefix-lm", "its objective is clm"),
         ("elmo-tiny", "mlm", "bilm"),
         ("bilstm-tiny", "bilm", "bilm"),
-        ("bilstm-tiny", "unilm", "sees all of a text"),
+        ("bilstm-tiny", "unilm", "is bidirectional"),
     ],
 )
 def test_what_lstms_cannot_see_is_refused(name: str, objective: str, said: str, text: Path, tmp_path: Path) -> None:

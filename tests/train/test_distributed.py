@@ -347,7 +347,7 @@ def test_torchrun_without_parallel(shards_of: Make, tmp_path: Path, monkeypatch:
         ({"optim": "muon"}, "muon needs whole ones"),
         ({"optim": "adafactor"}, "adafactor needs whole ones"),
         ({"engine": EngineConfig(weights="bf16")}, "leave engine.weights=bf16 out"),
-        ({"model": get_preset("albert-tiny")}, "layers share"),
+        ({"model": get_preset("albert-tiny")}, "layers that share weights"),
         ({"model": get_preset("ulmfit-tiny")}, "LSTMs"),
         ({"parallel": "ddp", "cpu_offload": True}, "--cpu-offload needs"),
     ],

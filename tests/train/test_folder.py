@@ -44,7 +44,7 @@ def test_a_folder_in_which_nothing_came_to_be_is_removed(tmp_path: Path) -> None
 
 def test_an_existing_run_needs_a_word(tmp_path: Path) -> None:
     leave_a_run(tmp_path)
-    with pytest.raises(UserError, match=r"--resume goes on .*--overwrite"), run_folder(tmp_path):
+    with pytest.raises(UserError, match=r"--resume continues .*--overwrite"), run_folder(tmp_path):
         pass
     assert (tmp_path / "final" / "file").exists()
 
@@ -91,7 +91,7 @@ def test_what_no_run_wrote_is_never_touched(name: str, word: str, tmp_path: Path
     file.parent.mkdir(exist_ok=True)
     file.write_text("mine")
     with (
-        pytest.raises(UserError, match=rf"\({Path(name).parts[0]}\).*left alone"),
+        pytest.raises(UserError, match=rf"\({Path(name).parts[0]}\).*another --output-dir"),
         run_folder(tmp_path, **{word: True}),
     ):
         pass

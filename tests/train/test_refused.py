@@ -69,10 +69,10 @@ def judged(recipe_of: Recipes, shards_of: Make, tmp_path: Path) -> Callable[...,
 @pytest.mark.parametrize(
     ("scores", "refused", "best", "said"),
     [
-        ([0.1, 0.5, 0.3, 0.2, 0.2, 0.0], (2,), 3, "those of step 1 stay the best"),  # the next best is kept again
-        ([0.1, 0.5, 0.1, 0.1, 0.1, 0.0], (2,), 1, "those of step 1 stay the best"),  # none is better than what is kept
-        ([0.5, 0.4, 0.3, 0.2, 0.2, 0.0], (1,), 2, "there are none yet"),
-        ([0.5, 0.4, 0.3, 0.2, 0.2, 0.0], (1, 2, 3, 4, 5), 6, "there are none yet"),  # the last weights need no disk
+        ([0.1, 0.5, 0.3, 0.2, 0.2, 0.0], (2,), 3, "step 1 stays the best"),  # the next best is kept again
+        ([0.1, 0.5, 0.1, 0.1, 0.1, 0.0], (2,), 1, "step 1 stays the best"),  # none is better than what is kept
+        ([0.5, 0.4, 0.3, 0.2, 0.2, 0.0], (1,), 2, "none are saved yet"),
+        ([0.5, 0.4, 0.3, 0.2, 0.2, 0.0], (1, 2, 3, 4, 5), 6, "none are saved yet"),  # the last weights need no disk
     ],
 )
 def test_the_best_that_was_kept_is_taken(
