@@ -410,7 +410,7 @@ def test_a_change_that_is_allowed_is_said_and_kept(recipe_of: Recipes, capsys: p
     assert (stored.max_steps, stored.learning_rate) == (6, 0.5)
     pretrain(longer, resume=True)  # from now on this is the recipe
     for fixed in ({"optim": "adamw"}, {"ema_decay": 0.9}, {"model": replace(recipe.model, num_layers=2)}):
-        with pytest.raises(UserError, match=f"{next(iter(fixed))}.*leave them as they were"):
+        with pytest.raises(UserError, match=f"{next(iter(fixed))}.*restore the saved values"):
             pretrain(replace(longer, **fixed), resume=True, allow_change=True)
 
 
