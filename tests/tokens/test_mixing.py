@@ -110,8 +110,12 @@ def test_rows_of_different_sources_have_different_numbers(shards: dict[str, Shar
     assert source.num_rows == len(texts)
 
 
-def test_tiny_shares_are_not_lost() -> None:
+def test_every_source_has_at_least_one_row_per_window() -> None:
     assert rows_per_window([0.9999, 0.0001]).tolist() == [999, 1]
+    assert rows_per_window([1.0, 1e-6]).tolist() == [999, 1]
+    assert rows_per_window([0.5, 0.5, 1e-9, 1e-9, 1e-9]).tolist() == [498, 499, 1, 1, 1]
+    with pytest.raises(UserError, match="3 sources, but a window has 2 rows"):
+        rows_per_window([0.4, 0.3, 0.3], window_rows=2)
     assert rows_per_window([0.5, 0.4996, 0.0004]).sum() == MIX_WINDOW_ROWS
     assert rows_per_window([1.0]).tolist() == [MIX_WINDOW_ROWS]
 

@@ -170,7 +170,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, recipe_of: Recipes, shards_of: Make)
             model = run.model
 
             def losses(batch: Any) -> dict[str, torch.Tensor]:
-                factor = math.nan if any(torch.equal(batch.input_ids, w) for w in wrong) else 1.0
+                factor = math.nan if any(torch.equal(batch.input_ids.cpu(), w) for w in wrong) else 1.0
                 return {name: factor * value for name, value in model.losses(batch).items()}
 
             run.loss_fn = losses

@@ -86,10 +86,14 @@ def rows_per_window(weights: Sequence[float], window_rows: int = MIX_WINDOW_ROWS
     >>> rows_per_window([1.0, 1e-6]).tolist()
     [999, 1]
     """
+    if len(weights) > window_rows:
+        raise UserError(f"The mix has {len(weights):,} sources, but a window has {window_rows:,} rows. Merge some.")
     exact_S = np.asarray(weights) * window_rows
     count_S = np.maximum(np.floor(exact_S), 1).astype(np.int64)
-    while (left := window_rows - int(count_S.sum())) != 0:
-        count_S[np.argmax((exact_S - count_S) * np.sign(left))] += np.sign(left)
+    while (left := window_rows - int(count_S.sum())) > 0:
+        count_S[np.argmax(exact_S - count_S)] += 1
+    for _ in range(-left):  # sources that were rounded up to one row took them from the others
+        count_S[np.argmax(np.where(count_S > 1, count_S - exact_S, -np.inf))] -= 1
     return count_S
 
 
