@@ -19,6 +19,7 @@ from firth.objectives import (
     Batch,
     CounterRNG,
     Mixture,
+    NgramMasking,
     PermutationLM,
     SalientSpanCorruption,
     SpanCorruption,
@@ -71,7 +72,7 @@ def target_mask(batch: Batch) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "name", ["mlm", "whole-word", "span", "salient", "static", "rtd", "unilm", "nsp", "sop", "tlm"]
+    "name", ["mlm", "whole-word", "span", "salient", "static", "rtd", "unilm", "nsp", "sop", "albert", "tlm"]
 )
 def test_mlm_rates(name: str, rows_for: Maker, apply: Applier, vocab: Vocabulary) -> None:
     objective = OBJECTIVES[name]
@@ -140,6 +141,27 @@ def test_span_lengths_have_the_published_distribution(
     assert lengths.mean() == pytest.approx(3.8, abs=0.06)
 
 
+def test_ngrams_of_albert_have_the_published_distribution(rows_for: Maker, apply: Applier) -> None:
+    """p(n) = (1/n) / sum_k (1/k) for n = 1, 2, 3 words (ALBERT, section 4.1), and 15% of each text of a pair."""
+    assert NgramMasking().length_probs.tolist() == pytest.approx([0, 6 / 11, 3 / 11, 2 / 11])
+    rows = rows_for(OBJECTIVES["albert"], 3000, 128)
+    second, gap = (rows.position_ids > 60).astype(np.int32), rows.position_ids == 60  # [SEP] between the two texts
+    starts = rows.word_start | (rows.maskable & (rows.position_ids == 61))
+    rows = rows._replace(token_type_ids=second, maskable=rows.maskable & ~gap, word_start=starts & ~gap)
+    batch = apply("albert", rows)
+    targets = target_mask(batch)
+    lengths = word_lengths(rows, targets)
+    assert len(lengths) > 20_000
+    assert lawful(lengths, NgramMasking().length_probs) > UNLIKELY
+    for text in (0, 1):
+        here = rows.maskable & (second == text)
+        assert targets[here].mean() == pytest.approx(0.15, abs=0.003)
+    # Two tokens of an n-gram are both masked as often as two independent ones.
+    pairs = targets[:, 1:] & targets[:, :-1]
+    masked = batch.input_ids == MASK
+    assert (masked[:, 1:] & masked[:, :-1])[pairs].mean() == pytest.approx(0.64, abs=0.01)
+
+
 def test_spans_have_one_draw_and_right_boundaries(rows_for: Maker, apply: Applier, vocab: Vocabulary) -> None:
     rows = rows_for(OBJECTIVES["span"], 1000, 128, documents=3)
     batch = apply("span", rows)
@@ -171,6 +193,9 @@ def test_slots_are_hardly_ever_too_few_for_spans(rows_for: Maker, apply: Applier
     batch = apply("span", rows_for(OBJECTIVES["span"], 2000, 128))
     assert batch.labels.shape[1] == SpanMasking().num_slots(0.15, 128)
     assert ((batch.labels != IGNORE_INDEX).sum(1) > batch.labels.shape[1] - 2).mean() < 0.02
+    batch = apply("albert", rows_for(OBJECTIVES["albert"], 2000, 128))
+    assert batch.labels.shape[1] == NgramMasking().num_slots(0.15, 128) == 27
+    assert ((batch.labels != IGNORE_INDEX).sum(1) > batch.labels.shape[1] - 2).mean() < 0.03
 
 
 def test_salient_text_is_masked_first(rows_for: Maker, apply: Applier) -> None:

@@ -10,7 +10,15 @@ import pytest
 from scipy import stats
 
 from firth.core.errors import UserError
-from firth.objectives import CounterRNG, SalientSpanMasking, SpanMasking, TokenMasking, WholeWordMasking, noise_mask
+from firth.objectives import (
+    CounterRNG,
+    NgramMasking,
+    SalientSpanMasking,
+    SpanMasking,
+    TokenMasking,
+    WholeWordMasking,
+    noise_mask,
+)
 from firth.tokens import Rows, SequenceTemplate
 
 UNLIKELY = 1e-3  # seeds are fixed: what passes once passes always
@@ -354,9 +362,11 @@ def test_span_lengths_that_are_refused(changes: dict[str, float]) -> None:
 # --- all of them --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chooser", [TokenMasking(), WholeWordMasking(), SalientSpanMasking(), SpanMasking()])
+@pytest.mark.parametrize(
+    "chooser", [TokenMasking(), WholeWordMasking(), SalientSpanMasking(), SpanMasking(), NgramMasking()]
+)
 def test_noise_of_a_row_does_not_depend_on_the_others(
-    chooser: TokenMasking | WholeWordMasking | SalientSpanMasking | SpanMasking,
+    chooser: TokenMasking | WholeWordMasking | SalientSpanMasking | SpanMasking | NgramMasking,
     random_rows: Callable[..., Rows],
     slice_rows: Callable[..., Rows],
 ) -> None:

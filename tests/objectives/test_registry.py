@@ -99,6 +99,7 @@ def test_expected_rates() -> None:
         {"targets": 0.15, "masked": 0.85, "random": 0, "kept": 0.15}
     )
     assert OBJECTIVES["span"].expected_rates()["mean_span"] == pytest.approx(3.8, abs=0.01)
+    assert OBJECTIVES["albert"].expected_rates()["mean_span"] == pytest.approx(18 / 11)
     assert OBJECTIVES["nsp"].expected_rates()["pairs"] == OBJECTIVES["sop"].expected_rates()["pairs"] == 0.5
     assert "pairs" not in OBJECTIVES["tlm"].expected_rates()
     assert OBJECTIVES["span-corruption"].expected_rates() == {"targets": 0.15, "mean_span": 3.0}
@@ -115,6 +116,7 @@ def test_requirements() -> None:
     assert needs["salient"] == needs["salient-spans"] == ("packed", ("word_start", "salient"), ())
     assert needs["nsp"] == ("next", (), ("pair",))
     assert needs["sop"] == ("order", (), ("pair",))
+    assert needs["albert"] == ("order", ("word_start",), ("pair",))
     assert needs["tlm"] == ("sides", (), ())
     assert needs["rtd"] == ("packed", (), ("generator",))
     assert needs["permutation-lm"] == ("packed", (), ("query",))

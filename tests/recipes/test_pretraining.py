@@ -23,7 +23,7 @@ PUBLISHED = {
     "rembert": "mlm",
     "xlm": "mlm",
     "spanbert": "span",
-    "albert": "sop",
+    "albert": "albert",
     "electra": "rtd",
     "xlnet": "permutation-lm",
     "deberta": "mlm",

@@ -5,7 +5,13 @@ from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM
 from firth.objectives.counter_rng import CounterRNG
 from firth.objectives.masked import MLM
 from firth.objectives.mixture import Mixture, Objective, WeightedObjective
-from firth.objectives.noise_mask import SalientSpanMasking, SpanMasking, TokenMasking, WholeWordMasking
+from firth.objectives.noise_mask import (
+    NgramMasking,
+    SalientSpanMasking,
+    SpanMasking,
+    TokenMasking,
+    WholeWordMasking,
+)
 from firth.objectives.registry import OBJECTIVES
 from firth.objectives.seq2seq import (
     BARTDenoising,
@@ -27,6 +33,7 @@ __all__ = [
     "DecoderDenoising",
     "EncoderDecoderLM",
     "Mixture",
+    "NgramMasking",
     "Objective",
     "PermutationLM",
     "PrefixLM",

@@ -18,6 +18,8 @@ projection runs on (B, K) positions, not on (B, L). A slot that a short row does
                          token still draws its own 80/10/10 (BERT's released code, 2019)
     SpanMasking          spans of whole words, lengths geometric (p = 0.2) and at most 10, 3.8 words on average; one
                          80/10/10 draw for a span (SpanBERT, Joshi et al. 2020, section 3.1)
+    NgramMasking         n-grams of whole words, n = 1, 2, 3 with p(n) proportional to 1/n (ALBERT, Lan et al. 2020,
+                         section 4.1)
     SalientSpanMasking   names, numbers and dates first (REALM, Guu et al. 2020, section 3.4)
 
 `targets` decides what is predicted:
@@ -56,10 +58,17 @@ from firth.objectives.base import (
 )
 from firth.objectives.batch import Batch
 from firth.objectives.counter_rng import CounterRNG
-from firth.objectives.noise_mask import SalientSpanMasking, SpanMasking, TokenMasking, WholeWordMasking
+from firth.objectives.noise_mask import (
+    NgramMasking,
+    SalientSpanMasking,
+    SpanMasking,
+    TokenMasking,
+    WholeWordMasking,
+    WordSpanMasking,
+)
 from firth.tokens import Rows, SequenceTemplate, Vocabulary
 
-MaskingScheme = TokenMasking | WholeWordMasking | SpanMasking | SalientSpanMasking
+MaskingScheme = TokenMasking | WholeWordMasking | SpanMasking | NgramMasking | SalientSpanMasking
 TOKEN_MASKING = TokenMasking()
 PAIR_ROW_LAYOUTS: dict[str, RowLayout] = {"none": "packed", "next": "next", "order": "order", "translation": "sides"}
 
@@ -116,7 +125,7 @@ class MLM(ObjectiveBase):
 
     def check(self, vocab: Vocabulary, source_length: int) -> None:
         self.build_template(vocab)
-        if isinstance(self.masking, SpanMasking):
+        if isinstance(self.masking, WordSpanMasking):
             check_mean_span_fits(
                 self.rate * source_length,
                 self.masking.mean_length,
@@ -126,7 +135,7 @@ class MLM(ObjectiveBase):
     def expected_rates(self) -> dict[str, float]:
         kept = round(1 - self.mask - self.random, 9)
         rates = {"targets": self.rate, "masked": self.mask, "random": self.random, "kept": kept}
-        if isinstance(self.masking, SpanMasking):
+        if isinstance(self.masking, WordSpanMasking):
             rates["mean_span"] = self.masking.mean_length
         return rates | ({"pairs": 0.5} if self.pair in ("next", "order") else {})
 

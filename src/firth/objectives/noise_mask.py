@@ -1,7 +1,7 @@
 """Noise masks: which tokens of the text are predicted, as a boolean array (B, L).
 
     TokenMasking, WholeWordMasking, SalientSpanMasking   exactly `rate` of each row; random keys are sorted
-    SpanMasking, BART's spans                            `rate` on average; span lengths follow their distribution
+    SpanMasking, NgramMasking, BART's spans              `rate` on average; span lengths follow their distribution
     sample_windowed_spans                                XLNet: one span in each window of the row
     t5_noise_mask                                        T5: exact numbers of noise tokens and spans in each row
 
@@ -136,29 +136,20 @@ def _mask_whole_units(
 # --- spans of random length ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SpanMasking:
-    """Mask spans of whole words; lengths are geometric with parameter `p`, at most `max_span_length` (SpanBERT, 3.1).
+class WordSpanMasking:
+    """Mask spans of whole words whose lengths follow `length_probs`; the base of SpanBERT's and ALBERT's schemes.
 
     `rate` holds on average, not in every row; a span that is cut to meet it would change the distribution of lengths.
+    No span crosses the boundary of a document or of the two texts of a pair.
     """
 
-    p: float = 0.2
-    max_span_length: int = 10
+    max_span_length: int
     token_flags = ("word_start",)
-    noise_per_span = True
-
-    def __post_init__(self) -> None:
-        if not (0 < self.p < 1 and self.max_span_length >= 1):
-            raise UserError(
-                "objective.masking.p must lie between 0 and 1, and objective.masking.max_span_length be at least 1."
-            )
 
     @property
     def length_probs(self) -> np.ndarray:
         """Probability of each span length from 0 to `max_span_length` words; 0 for length 0."""
-        probs = np.append(0, self.p * (1 - self.p) ** np.arange(self.max_span_length))
-        return probs / probs.sum()
+        raise NotImplementedError
 
     @property
     def mean_length(self) -> float:
@@ -170,12 +161,55 @@ class SpanMasking:
 
     def __call__(self, rows: Rows, rate: float, rng: CounterRNG) -> np.ndarray:
         assert rows.word_start is not None
-        documents = DocumentUnits(rows.document_ids, rows.word_start)
+        text_BL = rows.document_ids
+        if rows.token_type_ids is not None:  # a pair is one document of two texts
+            text_BL = text_BL + rows.token_type_ids
+        documents = DocumentUnits(text_BL, rows.word_start)
         start_SM, length_SM = documents.sample_spans(self.length_probs, rate, rng)
         inside_SW = spans_to_mask(start_SM, length_SM, rows.maskable.shape[1])
         word_BL = np.maximum(documents.units_before_BL + rows.word_start - 1, 0)
         mask_BL = inside_SW[documents.document_index_BL, word_BL] & rows.maskable
         return truncate_to_whole_spans(mask_BL, self.num_slots(rate, rows.maskable.shape[1]))
+
+
+@dataclass(frozen=True)
+class SpanMasking(WordSpanMasking):
+    """Mask spans of whole words; lengths are geometric with parameter `p` up to `max_span_length` (SpanBERT, 3.1)."""
+
+    p: float = 0.2
+    max_span_length: int = 10
+    noise_per_span = True
+
+    def __post_init__(self) -> None:
+        if not (0 < self.p < 1 and self.max_span_length >= 1):
+            raise UserError(
+                "objective.masking.p must lie between 0 and 1, and objective.masking.max_span_length be at least 1."
+            )
+
+    @property
+    def length_probs(self) -> np.ndarray:
+        probs = np.append(0, self.p * (1 - self.p) ** np.arange(self.max_span_length))
+        return probs / probs.sum()
+
+
+@dataclass(frozen=True)
+class NgramMasking(WordSpanMasking):
+    """Mask n-grams of whole words, n at most `max_span_length`, with p(n) = (1/n) / sum_k (1/k) (ALBERT, section 4.1).
+
+    Each token draws its own 80/10/10, as in ALBERT's code. Of 11 n-grams 6 are single words, 3 pairs and 2 triples.
+    """
+
+    max_span_length: int = 3
+    noise_per_span = False
+
+    def __post_init__(self) -> None:
+        if self.max_span_length < 1:
+            raise UserError(f"objective.masking.max_span_length is {self.max_span_length}, and must be at least 1.")
+
+    @property
+    def length_probs(self) -> np.ndarray:
+        probs = np.append(0, 1 / np.arange(1, self.max_span_length + 1))
+        return probs / probs.sum()
 
 
 def poisson_length_probs(mean_length: float) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM
 from firth.objectives.masked import MLM
 from firth.objectives.mixture import Mixture, Objective, WeightedObjective
-from firth.objectives.noise_mask import SalientSpanMasking, SpanMasking, WholeWordMasking
+from firth.objectives.noise_mask import NgramMasking, SalientSpanMasking, SpanMasking, WholeWordMasking
 from firth.objectives.seq2seq import (
     BARTDenoising,
     DecoderDenoising,
@@ -40,6 +40,7 @@ OBJECTIVES: dict[str, Objective] = {
     "static": MLM(num_static_masks=10),
     "nsp": MLM(pair="next"),
     "sop": MLM(pair="order"),
+    "albert": MLM(masking=NgramMasking(), pair="order"),
     "tlm": MLM(pair="translation"),
     "rtd": MLM(mask=0.85, random=0.0, targets="replaced"),
     "unilm": UNILM,

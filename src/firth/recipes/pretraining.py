@@ -31,7 +31,7 @@ MAX_WORDS_BY_KIND = {"word": 30000, "char": 2**20}  # vocabulary sizes of tokeni
 DEFAULT_OBJECTIVES = {"encoder": "mlm", "decoder": "clm", "encoder-decoder": "span-corruption"}
 FAMILY_OBJECTIVES = {  # families published with another objective than their architecture's default
     "spanbert": "span",
-    "albert": "sop",
+    "albert": "albert",
     "electra": "rtd",
     "xlnet": "permutation-lm",
     "deberta-v3": "rtd",
