@@ -178,7 +178,10 @@ class NormalInit:
 
 @dataclass(frozen=True)
 class FanInInit:
-    """T5: weights from N(0, 1/fan-in), embeddings from N(0, 1), queries with the 1/sqrt(d) that its scores lack."""
+    """T5: weights and an untied head from N(0, 1/fan-in), embeddings from N(0, 1).
+
+    Queries start smaller by the 1/sqrt(d) that the attention scores lack.
+    """
 
 
 @dataclass(frozen=True)

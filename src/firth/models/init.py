@@ -56,7 +56,11 @@ def normal_init_std(name: str, init: NormalInit, config: ModelConfig) -> float:
 
 
 def fan_in_init_std(name: str, p: Tensor, config: ModelConfig) -> float:
-    """Return T5's std: 1 for embeddings and the untied head, 1/sqrt(fan-in) for matrices."""
-    if name.endswith(("embed.tokens.weight", "head.weight")):
+    """Return T5's std: 1 for embeddings, 1/sqrt(fan-in) for matrices, the untied head of T5 1.1 among them.
+
+    The input of the head has a mean square of 1, so the first logits have a variance of 1 at any width. Both published
+    programs start so (Mesh TensorFlow and t5x); `transformers` draws the untied head from N(0, 1).
+    """
+    if name.endswith("embed.tokens.weight"):
         return 1.0
     return (config.dim if name.endswith("score.table.weight") else p.shape[-1]) ** -0.5
