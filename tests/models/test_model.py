@@ -147,11 +147,6 @@ def test_classes_answer_from_the_first_place_or_the_last() -> None:
         assert_close(called.loss * 2, model.loss(batch))
 
 
-def test_classes_of_an_encoder_decoder_are_refused() -> None:
-    with pytest.raises(UserError, match="answers in words"):
-        with_classification_head(SHAPES["encoder-decoder"], ("a", "b"))
-
-
 def test_a_text_that_is_too_long_is_refused() -> None:
     model = make_model(bert(1, 16, 2, V, position=LearnedPosition(8)))
     with pytest.raises(UserError, match="9 tokens is longer than the 8 positions"):

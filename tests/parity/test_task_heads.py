@@ -100,9 +100,10 @@ OURS_ALONE = {  # what `transformers` has no class for
     ("llama", "choice"),
     ("bart", "choice"),
     ("bart", "tag"),
+    ("t5", "choice"),
+    ("t5.1.1", "choice"),
 }
-BY_WORDS = {(name, task) for name in ("t5", "t5.1.1") for task in TASKS if task != "tag"}
-BOTH = [(name, task) for name in BODIES for task in TASKS if (name, task) not in OURS_ALONE | BY_WORDS]
+BOTH = [(name, task) for name in BODIES for task in TASKS if (name, task) not in OURS_ALONE]
 
 
 def config_of(name: str, task: str) -> ModelConfig:
@@ -121,8 +122,8 @@ def inputs(name: str, task: str) -> dict[str, Tensor]:
     given = {"input_ids": ids, "attention_mask": mask}
     if BODIES[name].num_segments > 1 and "roberta" not in name:
         given["token_type_ids"] = torch.randint(0, 2, ids.shape, generator=g)
-    if name == "bart":  # a text ends in </s>, and its class is told there
-        ids[torch.arange(3), mask.sum(1) - 1] = 2
+    if name == "bart" or (name.startswith("t5") and task != "tag"):  # the head reads the decoder at </s>
+        ids[torch.arange(3), mask.sum(1) - 1] = 2 if name == "bart" else 1
         given["decoder_input_ids"] = ids.roll(1, 1)
     return {k: v.unflatten(0, (3, CHOICES)) for k, v in given.items()} if task == "choice" else given
 

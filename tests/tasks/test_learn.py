@@ -61,7 +61,7 @@ NAMES = ["classify", "pair", "regress", "choice", "tag", "relation", "word-in-co
 CASES = [(name, "bert", "head") for name in NAMES] + [(name, "gpt2", "head") for name in NAMES]
 CASES += [("classify", "bart", "head"), ("regress", "bart", "head"), ("relation", "bart", "head")]
 CASES += [(name, "gpt2", "words") for name in ("classify", "pair", "regress", "choice")]
-CASES += [(name, "t5", "head") for name in ("pair", "regress", "choice")]
+CASES += [(name, "t5", "words") for name in ("pair", "regress", "choice")] + [("regress", "t5", "head")]
 
 
 @pytest.mark.parametrize(("name", "family", "answer"), CASES)

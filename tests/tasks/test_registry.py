@@ -110,7 +110,7 @@ def test_numbers_are_rounded_as_t5_does() -> None:
         ("tag", "t5", {"answer": "words"}, "tag asks about every word, and is not answered in words: take answer=head"),
         ("tag", "gpt2", {"answer": "words"}, "not answered in words"),
         ("classify", "bert", {"answer": "words"}, "An encoder does not write"),
-        ("classify", "gpt2", {"answer": "song"}, "answer is 'song', and must be head or words"),
+        ("classify", "gpt2", {"answer": "song"}, "answer is 'song', and must be auto, head or words"),
         ("text-to-text", "bert", {}, "text-to-text needs a model that writes"),
     ],
 )

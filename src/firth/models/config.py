@@ -545,13 +545,14 @@ class ModelConfig:
 
     @property
     def head_reads_encoder(self) -> bool:
-        """Whether the task head of an encoder-decoder reads the encoder: embeddings, and every task of T5."""
-        two = self.architecture == "encoder-decoder"
-        return two and isinstance(self.head, TaskHead) and (isinstance(self.head, EmbeddingHead) or not self.adds_bos)
+        """Whether the task head of an encoder-decoder reads the encoder: embeddings, and T5's tags."""
+        if self.architecture != "encoder-decoder":
+            return False
+        return isinstance(self.head, EmbeddingHead if self.adds_bos else EmbeddingHead | TokenClassificationHead)
 
     @property
     def has_decoder(self) -> bool:
-        """Whether there is a decoder stack; T5's task heads have none, as in `transformers`."""
+        """Whether there is a decoder stack; T5 has none where the head reads its encoder, as in `transformers`."""
         return self.architecture == "encoder-decoder" and (self.adds_bos or not self.head_reads_encoder)
 
     def get_extra(self, name: str) -> Extra | None:

@@ -446,8 +446,7 @@ def head_for_task(config: ModelConfig, task: str, names: tuple[str, ...] = (), *
         raise UserError(
             f"There is no head for a task {task!r}. {did_you_mean(task, [*TASK_HEAD_TYPES, *GENERATIVE_TASKS])}"
         )
-    encoder_only = config.recurrent is None and task in ENCODER_ONLY_TASKS
-    if config.architecture == "encoder-decoder" and not config.adds_bos and not encoder_only:
+    if config.architecture == "encoder-decoder" and config.recurrent is not None:
         other = "write the answers as text, with the task text-to-text"
         fix = f"take a transformer for the task {task}" if task in ENCODER_ONLY_TASKS else other
         raise UserError(f"{config.family}, an encoder-decoder, answers in words, not by a head for {task}: {fix}.")

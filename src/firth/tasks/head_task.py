@@ -88,7 +88,8 @@ class HeadTask:
         self.tokenizer, self.labels, self.architecture = tokenizer, tuple(labels), config.architecture
         self.template = TaskTemplate(tokenizer, config, max_length)
         self.label_to_id = {label: i for i, label in enumerate(self.labels)}
-        self.feeds_decoder = config.architecture == "encoder-decoder" and config.adds_bos and self.name != "embed"
+        reads_encoder = self.name == "embed" or (self.name == "tag" and not config.adds_bos)
+        self.feeds_decoder = config.architecture == "encoder-decoder" and not reads_encoder
 
     # --- defined by each task
 

@@ -45,9 +45,10 @@ class FinetuneRecipe(TrainingConfig):
         "MRPC, macro_f1 for imbalanced classes.",
         shown_default="the first score in the table",
     )
-    answer: Literal["head", "words"] = recipe_field(
-        "head",
-        "Predict with a task head (head), or let the model generate the answer as text (words), as T5 always does.",
+    answer: Literal["auto", "head", "words"] = recipe_field(
+        "auto",
+        "Predict with a task head (head), or let the model write the answer as text (words), as T5 was published. auto "
+        "chooses words for T5, head for others.",
     )
     max_target_length: int = recipe_field(32, "Limit generated answers to this many tokens.")
     prefix: str = recipe_field(

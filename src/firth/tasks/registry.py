@@ -1,7 +1,7 @@
 """Build the `Task` for a task name and a model's architecture.
 
 An encoder gets a task head. A decoder gets a head or, with answer=words, generates the answer as text (T5, section
-2.4). An encoder-decoder generates, except for tagging and for BART, which has heads for `BART_HEAD_TASKS`.
+2.4). By default T5 generates too, and BART where it was not published with a head (section 3.1).
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from firth.text import Example
 from firth.tokens import Tokenizer
 
 TASK_FILE = "task.json"
+BART_HEAD_TASKS = ("classify", "pair", "regress", "relation", "word-in-context", "span-qa", "tag")
+ANSWER_MODES = ("auto", "head", "words")
 LABEL_TASKS: dict[str, type[ClassificationTask]] = {
     "classify": ClassificationTask,
     "pair": PairClassificationTask,
@@ -33,7 +35,6 @@ LABEL_TASKS: dict[str, type[ClassificationTask]] = {
     "word-in-context": WordInContextTask,
 }
 FINETUNE_TASKS = (*LABEL_TASKS, "regress", "choice", "tag", "span-qa", "text-to-text", "lm", "embed")
-BART_HEAD_TASKS = ("classify", "pair", "regress", "relation", "word-in-context", "span-qa")
 
 
 def make_task(
@@ -65,7 +66,7 @@ def make_task(
     if name == "embed":
         return EmbeddingTask(tokenizer, config, length)
     labels = tuple(facts.get("labels", ()))
-    if resolve_answer_mode(name, config, facts.get("answer", "head")) == "words":
+    if resolve_answer_mode(name, config, facts.get("answer", "auto")) == "words":
         return make_verbalized_task(name, labels, tokenizer, config, writing, learns)
     if name in LABEL_TASKS:
         return LABEL_TASKS[name](tokenizer, config, length, labels, learns)
@@ -89,7 +90,7 @@ def make_task_without_examples(name: str, tokenizer: Tokenizer, config: ModelCon
 
 def infer_task_metadata(name: str, examples: Sequence[Example], config: ModelConfig, recipe: Any) -> dict[str, Any]:
     """Return the metadata of a task (task.json), inferred from its training examples and the recipe."""
-    answer = getattr(recipe, "answer", "head")
+    answer = getattr(recipe, "answer", "auto")
     facts: dict[str, Any] = {"answer": answer}
     facts |= {name: getattr(recipe, name) for name in AnswerConfig.__dataclass_fields__}
     if name in LABEL_TASKS:
@@ -108,15 +109,18 @@ def infer_task_metadata(name: str, examples: Sequence[Example], config: ModelCon
 
 
 def resolve_answer_mode(name: str, config: ModelConfig, answer_mode: str) -> str:
-    """Return "head" or "words". Raise if the model supports neither for this task."""
-    if answer_mode not in ("head", "words"):
-        raise UserError(f"answer is {answer_mode!r}, and must be head or words.")
+    """Return "head" or "words". Raise if the model does not support the task in this way.
+
+    auto: T5 generates its answers, as published; BART has heads for `BART_HEAD_TASKS`.
+    """
+    if answer_mode not in ANSWER_MODES:
+        raise UserError(f"answer is {answer_mode!r}, and must be {', '.join(ANSWER_MODES[:-1])} or {ANSWER_MODES[-1]}.")
     if config.architecture == "encoder" and answer_mode == "words":
         raise UserError("An encoder does not write, so it cannot answer in words. Take answer=head, or a decoder.")
-    has_head = (
-        config.architecture != "encoder-decoder" or name == "tag" or (config.adds_bos and name in BART_HEAD_TASKS)
-    )
-    if answer_mode == "head" and has_head:
+    if answer_mode == "auto":
+        writes = config.architecture == "encoder-decoder" and not (config.adds_bos and name in BART_HEAD_TASKS)
+        answer_mode = "words" if writes and name in TASK_PROMPTS else "head"
+    if answer_mode == "head":
         return "head"
     if name not in TASK_PROMPTS:
         raise UserError(f"The task {name} asks about every word, and is not answered in words: take answer=head.")

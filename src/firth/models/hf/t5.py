@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from firth.models.config import (
+    ClassificationHead,
     FanInInit,
     LMHead,
     MLPConfig,
     ModelConfig,
     RMSNormConfig,
+    SpanHead,
     T5Bias,
     TokenClassificationHead,
 )
@@ -135,6 +137,15 @@ T5_LAYOUT = HFLayout(
     lm_architecture="T5ForConditionalGeneration",
     encoder_architecture="T5EncoderModel",
     task_architectures=(
+        TaskArchitecture(
+            "T5ForSequenceClassification",
+            ClassificationHead((), pool="last", has_pooler=True, dropout=0.0, dropout_before_pooler=True),
+            "classification_head.out_proj",
+            "classification_head.dense",
+            settings={"dropout": "classifier_dropout"},
+            prefix="transformer.",
+        ),
+        TaskArchitecture("T5ForQuestionAnswering", SpanHead(dropout=0.0), "qa_outputs"),
         TaskArchitecture(
             "T5ForTokenClassification",
             TokenClassificationHead((), dropout=0.0),
