@@ -16,7 +16,7 @@ from firth.core.errors import UserError
 from firth.evaluate import evaluate, max_logit_difference
 from firth.evaluate.embed import embed_texts
 from firth.metrics import compute_metrics
-from firth.models import EmbeddingHead, make_model
+from firth.models import EmbeddingHead, load_model, make_model
 from firth.tasks import FinetuneRecipe, finetune, make_task
 from firth.tasks.embed import select_positive_pairs
 from firth.text import Example
@@ -114,6 +114,48 @@ def test_only_what_means_the_same_is_learned(capsys: pytest.CaptureFixture[str])
     assert select_positive_pairs(pairs(), "x.jsonl") == pairs()
     with pytest.raises(UserError, match=r"x.jsonl: fewer than 2 pairs have a score near the highest, 5: nothing"):
         select_positive_pairs(scored[:2], "x.jsonl")
+
+
+def test_embed_and_evaluate_give_the_same_vectors(tmp_path: Path) -> None:
+    """Long texts: all three read the 8 tokens of fine-tuning. Margin and scale are those that were asked for."""
+    config, tokenizer = parts("bert")
+    fresh = make_model(config)
+    fresh.tokenizer = tokenizer
+    fresh.save(tmp_path / "checkpoint")
+    rng, file = random.Random(1), tmp_path / "pairs.jsonl"
+    rows = [{f"text_{side}": " ".join(rng.choices(WORDS, k=16)) for side in "ab"} | {"score": i} for i in range(8)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields: dict[str, Any] = {"checkpoint": str(tmp_path / "checkpoint"), "task": "embed", "max_seq_length": 8}
+    fields |= {"train": str(file), "dev": str(file), "output_dir": str(tmp_path / "run"), "max_steps": 1, "seeds": 1}
+    finetune(FinetuneRecipe(**fields, contrastive_margin=0.1, contrastive_scale=5.0))
+    final = tmp_path / "run" / "final"
+    assert load_model(final).config.head == EmbeddingHead("mean", margin=0.1, scale=5.0, max_length=8)
+
+    def cosines(folder: Path) -> list[float]:
+        return [json.loads(line)["prediction"] for line in (folder / "predictions.jsonl").read_text().splitlines()]
+
+    evaluate(final, "embed", file, tmp_path / "scores")
+    for checkpoint in (final, load_model(final)):
+        x_ND = embed_texts(checkpoint, [row[f"text_{side}"] for row in rows for side in "ab"])
+        found = (x_ND[::2] * x_ND[1::2]).sum(1)
+        assert cosines(tmp_path / "scores") == pytest.approx(found, abs=1e-6)
+        assert cosines(tmp_path / "run") == pytest.approx(found, abs=1e-5)
+    again = FinetuneRecipe(**fields | {"checkpoint": str(final)}).apply_head_options(load_model(final).config)
+    assert isinstance(again.head, EmbeddingHead)
+    assert (again.head.margin, again.head.scale) == (0.1, 5.0), "without an option the embedder's own"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"contrastive_margin": -0.1}, "contrastive_margin is -0.1; it must be from 0 to 2"),
+        ({"contrastive_scale": 0.0}, "contrastive_scale is 0.0; it must be above 0"),
+        ({"contrastive_scale": 9.0, "task": "pair"}, "contrastive_scale is for the task embed, not for pair"),
+    ],
+)
+def test_wrong_losses_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        FinetuneRecipe(**{"checkpoint": "x", "task": "embed", "train": "x", "dev": "x"} | fields).check()
 
 
 @pytest.mark.parametrize("family", ["bert", "xlnet", "t5", "bart"])

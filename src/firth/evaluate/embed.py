@@ -28,6 +28,7 @@ from firth.models import Encoder, EncoderDecoder, Model, make_sequence_template
 from firth.models.config import EmbeddingHead
 from firth.objectives import Batch
 from firth.tasks import Prediction
+from firth.tasks.embed import all_have_scores, compare_pairs, score_pairs
 from firth.text import Example
 from firth.tokens import SequenceTemplate
 
@@ -74,7 +75,8 @@ def embed_texts(
 
     The mean includes the special tokens, as in sentence encoders. "auto" pools as the model was fine-tuned (`firth
     finetune --task embed`), else by the mean. `layer` 0 is the embedding, -1 the last; `normalise` scales every vector
-    to length 1. An encoder-decoder gives the states of its encoder.
+    to length 1. An encoder-decoder gives the states of its encoder. `max_seq_length` 0 truncates texts as in
+    fine-tuning, or else to the model's maximum.
     """
     if pool not in POOLING_MODES:
         raise UserError(f"Unknown pool {pool!r}. {did_you_mean(pool, POOLING_MODES)}")
@@ -82,7 +84,8 @@ def embed_texts(
     head, tuned = model.config.head, pool == "auto" and layer == -1 and isinstance(model.config.head, EmbeddingHead)
     if pool == "auto":
         pool = head.pool if isinstance(head, EmbeddingHead) else "mean"
-    tokenizer, length = require_tokenizer(model), resolve_max_length(model, max_seq_length)
+    trained_length = head.max_length if isinstance(head, EmbeddingHead) else 0
+    tokenizer, length = require_tokenizer(model), resolve_max_length(model, max_seq_length or trained_length)
     template = make_sequence_template(model.config, tokenizer.vocab)
     max_tokens = length - template.num_special_tokens()
     tokenised = tokenizer.encode_batch(list(texts))
@@ -262,11 +265,11 @@ def is_same_sense(example: Example) -> bool:
 def evaluate_text_similarity(
     checkpoint: Model | str | Path, examples: Sequence[Example], **settings: object
 ) -> Evaluation:
-    """Score text pairs by cosine: correlation with given scores, or retrieval of each text's partner among all."""
+    """Score text pairs by cosine: correlation with given scores, or retrieval of each text's partner among all.
+
+    The vectors are those of `embed_texts`, also for a checkpoint that was fine-tuned for `embed`.
+    """
     texts = [text for example in examples for text in example.texts]
     x_ND = embed_texts(checkpoint, texts, normalise=True, **settings)  # type: ignore[arg-type]
-    cosines = (x_ND[::2] * x_ND[1::2]).sum(1).tolist()
-    targets = [example.target for example in examples]
-    pairs = list(zip(x_ND[::2], x_ND[1::2], strict=True))
-    metrics = compute_metrics("embed", pairs if None in targets else cosines, targets)
-    return Evaluation(metrics, [Prediction(cosine) for cosine in cosines])
+    predictions = compare_pairs(x_ND[::2], x_ND[1::2], all_have_scores(examples))
+    return Evaluation(score_pairs(examples, predictions), predictions)

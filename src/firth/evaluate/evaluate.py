@@ -132,8 +132,13 @@ def read_task_metadata(checkpoint: Path) -> dict[str, Any]:
 
 
 def is_finetuned_for(task: str, task_metadata: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint's own head predicts; text-to-text also works without fine-tuning."""
-    return task_metadata.get("task") == task or (task in FINETUNE_TASKS and task not in ZERO_SHOT_TASKS)
+    """Whether the checkpoint's own head predicts; text-to-text also works without fine-tuning.
+
+    `embed` always goes through `embed_texts`, which `firth embed` calls too: both give the same vectors.
+    """
+    return task != "embed" and (
+        task_metadata.get("task") == task or (task in FINETUNE_TASKS and task not in ZERO_SHOT_TASKS)
+    )
 
 
 def check_evaluation(

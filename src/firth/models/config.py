@@ -340,13 +340,16 @@ class EmbeddingHead:
     """One L2-normalised vector per text; `has_pooler` adds BERT's pooler (LaBSE).
 
     Training ranks the partner of each text above the rest of the batch by an additive `margin` on the cosine, which is
-    multiplied by `scale` (Feng et al. 2022, section 2.1).
+    multiplied by `scale` (Feng et al. 2022, section 2.1). The paper sets the margin to 0.3, and its equation has no
+    scale. Cosines alone give an almost flat softmax, so the default is 20, as in sentence-transformers.
+    `max_length` is the number of tokens, special tokens included, to which texts are truncated; 0: the model's maximum.
     """
 
     pool: Literal["first", "last", "mean"] = "first"
     has_pooler: bool = False
     margin: float = 0.3
     scale: float = 20.0
+    max_length: int = 0
 
 
 @dataclass(frozen=True)

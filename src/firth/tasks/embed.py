@@ -9,6 +9,7 @@ N texts, P pairs, D model width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,10 +52,10 @@ class EmbeddingTask(HeadTask):
         self.pool = self.head_config(config).pool
 
     def head_config(self, config: ModelConfig) -> EmbeddingHead:
-        """Return the checkpoint's embedding head if it has one, else the default."""
+        """Return the checkpoint's embedding head if it has one, else the default, with this task's maximum length."""
         head: Head = config.head if isinstance(config.head, EmbeddingHead) else head_for_task(config, "embed")
         assert isinstance(head, EmbeddingHead)
-        return head
+        return replace(head, max_length=self.template.max_length)
 
     def encode(self, examples: Sequence[Example]) -> list[EncodedExample]:
         self.metric = "spearman" if all_have_scores(examples) else "mrr"
@@ -90,20 +91,30 @@ class EmbeddingTask(HeadTask):
         """Return the cosine of each pair and, without scores, the retrieval ranks in both directions."""
         pairs = [p.prediction for p in super().predict(model, items, compute, batch_size)]
         a_PD, b_PD = (np.stack([pair[side] for pair in pairs]) for side in (0, 1))
-        cosines = (a_PD * b_PD).sum(1).tolist()
-        if all(item.label is not None for item in items):
-            return [Prediction(cosine) for cosine in cosines]
-        ranks = zip(*(rank_P.tolist() for rank_P in retrieval_ranks(a_PD, b_PD)), strict=True)
-        return [
-            Prediction({"cosine": cosine, "rank_forward": there, "rank_backward": back})
-            for cosine, (there, back) in zip(cosines, ranks, strict=True)
-        ]
+        return compare_pairs(a_PD, b_PD, all(item.label is not None for item in items))
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
-        values = [p.prediction for p in predictions]
-        if all_have_scores(examples):
-            return compute_metrics(self.name, values, [e.target for e in examples])
-        return scores_from_ranks(*(np.array([p[f"rank_{way}"] for p in values]) for way in ("forward", "backward")))
+        return score_pairs(examples, predictions)
+
+
+def compare_pairs(a_PD: Array, b_PD: Array, have_scores: bool) -> list[Prediction]:
+    """Return the cosine of each pair of unit vectors and, without scores, the retrieval ranks in both directions."""
+    cosines = (a_PD * b_PD).sum(1).tolist()
+    if have_scores:
+        return [Prediction(cosine) for cosine in cosines]
+    ranks = zip(*(rank_P.tolist() for rank_P in retrieval_ranks(a_PD, b_PD)), strict=True)
+    return [
+        Prediction({"cosine": cosine, "rank_forward": there, "rank_backward": back})
+        for cosine, (there, back) in zip(cosines, ranks, strict=True)
+    ]
+
+
+def score_pairs(examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
+    """Return the correlation of the cosines with the examples' scores; without scores, the retrieval metrics."""
+    values = [p.prediction for p in predictions]
+    if all_have_scores(examples):
+        return compute_metrics("embed", values, [e.target for e in examples])
+    return scores_from_ranks(*(np.array([p[f"rank_{way}"] for p in values]) for way in ("forward", "backward")))
 
 
 def all_have_scores(examples: Sequence[Example]) -> bool:

@@ -9,7 +9,13 @@ from typing import Literal
 
 from firth.core.errors import UserError
 from firth.models import ModelConfig, TaskHead, TokenClassificationHead
-from firth.models.config import ClassificationHead, FeatureEncoderConfig, MultipleChoiceHead, RegressionHead
+from firth.models.config import (
+    ClassificationHead,
+    EmbeddingHead,
+    FeatureEncoderConfig,
+    MultipleChoiceHead,
+    RegressionHead,
+)
 from firth.models.lora import LoRAConfig
 from firth.train.recipe import TrainingConfig, recipe_field
 from firth.train.unfreeze import FreezeSchedule
@@ -110,6 +116,16 @@ class FinetuneRecipe(TrainingConfig):
     crf: bool = recipe_field(
         False, "tag: add a CRF, which scores tag transitions and decodes the whole sentence (Viterbi)."
     )
+    contrastive_margin: float | None = recipe_field(
+        None,
+        "embed: subtract this margin from the cosine of each true pair (LaBSE's additive margin); 0 disables it.",
+        shown_default="0.3, or the embedder's own",
+    )
+    contrastive_scale: float | None = recipe_field(
+        None,
+        "embed: multiply cosines by this scale (inverse temperature) before the softmax over the batch.",
+        shown_default="20, or the embedder's own",
+    )
     lora_rank: int = recipe_field(
         0,
         "LoRA: freeze the weights, train a low-rank update of this rank for each, and the head. 8 is usual, with a ten "
@@ -150,6 +166,10 @@ class FinetuneRecipe(TrainingConfig):
             raise UserError(f"lora_alpha is {self.lora_alpha}; it must be above 0.")
         if self.day and not is_iso_date(self.day):
             raise UserError(f"day is {self.day!r}; it must be a day such as 2026-01-31.")
+        if self.contrastive_margin is not None and not 0 <= self.contrastive_margin <= 2:
+            raise UserError(f"contrastive_margin is {self.contrastive_margin}; it must be from 0 to 2, as cosines are.")
+        if self.contrastive_scale is not None and self.contrastive_scale <= 0:
+            raise UserError(f"contrastive_scale is {self.contrastive_scale}; it must be above 0.")
         self.check_combinations()
 
     def check_combinations(self) -> None:
@@ -160,13 +180,20 @@ class FinetuneRecipe(TrainingConfig):
             raise UserError(f"LoRA freezes all weights itself: remove freeze={self.freeze}.")
         if self.crf and self.task != "tag":
             raise UserError(f"crf is for the task tag, not for {self.task}.")
+        for name in ("contrastive_margin", "contrastive_scale"):
+            if getattr(self, name) is not None and self.task != "embed":
+                raise UserError(f"{name} is for the task embed, not for {self.task}.")
         if self.task == "embed" and self.per_device_train_batch_size < 2:
             raise UserError("embed contrasts the texts of a batch: set per_device_train_batch_size to 2 or more.")
         if self.unfreeze_every and self.freeze == "backbone":
             raise UserError("freeze=backbone trains the head alone, unfreeze_every also the layers: choose one.")
 
     def apply_head_options(self, config: ModelConfig) -> ModelConfig:
-        """Return the config with CRF, pooling, layer mix and biLSTM as the recipe says."""
+        """Return the config with CRF, contrastive loss, pooling, layer mix and biLSTM as the recipe says."""
+        if isinstance(config.head, EmbeddingHead):
+            loss = {"margin": self.contrastive_margin, "scale": self.contrastive_scale}
+            given = {name: value for name, value in loss.items() if value is not None}
+            config = replace(config, head=replace(config.head, **given))
         if self.crf and isinstance(config.head, TokenClassificationHead):
             config = replace(config, head=replace(config.head, crf=True))
         if self.pool != "auto":
