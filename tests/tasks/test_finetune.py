@@ -17,12 +17,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tasks.small import parts as small_parts
 
 from firth.core.errors import UserError
 from firth.core.files import find_corruption
 from firth.evaluate import evaluate
 from firth.metrics import compute_metrics
-from firth.models import ClassificationHead, Model, load_model, make_model, read_config
+from firth.models import AuxiliaryLM, ClassificationHead, Model, load_model, make_model, read_config
 from firth.models.presets import t5_v1_1
 from firth.tasks import (
     FINETUNE_TASKS,
@@ -438,6 +439,12 @@ def test_mistakes(fields: dict[str, Any], message: str, checkpoint_of: Checkpoin
         ("bert", {"answer": "words"}, "An encoder does not write"),
         ("t5", {"task": "tag", "answer": "words"}, "is not answered in words: take answer=head"),
         ("gpt2", {"crf": True}, "crf is for the task tag"),
+        ("bert", {"lm_loss_weight": 0.5}, "lm_loss_weight=0.5 needs a decoder"),
+        (
+            "gpt2",
+            {"lm_loss_weight": 0.5, "answer": "words", "max_target_length": 4},
+            "lm_loss_weight=0.5 needs a decoder",
+        ),
     ],
 )
 def test_what_a_model_cannot_do_is_told_before_its_examples_are_read(
@@ -1032,6 +1039,7 @@ def test_labels_that_dev_does_not_have_are_named(
     [
         ({"layer_decay": 0.0}, "layer_decay is 0.0"),
         ({"layer_decay": 1.5}, "layer_decay is 1.5"),
+        ({"lm_loss_weight": -1.0}, "lm_loss_weight is -1.0"),
         ({"lora_rank": -1}, "lora_rank is -1"),
         ({"lora_dropout": 1.0}, "lora_dropout is 1.0"),
         ({"lora_alpha": 0.0}, "lora_alpha is 0.0"),
@@ -1045,6 +1053,22 @@ def test_labels_that_dev_does_not_have_are_named(
 def test_what_contradicts_itself_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         FinetuneRecipe(**fields).check()
+
+
+def test_only_gpt_models_language_beside_its_task_unless_asked() -> None:
+    """Radford et al. 2018, section 4.1: lambda is 0.5. Later decoders were published without the auxiliary loss."""
+    config, tokenizer = small_parts("gpt2")
+    examples = [Example(0, ("a",), "x"), Example(1, ("b",), "y")]
+
+    def weights_of(family: str, **fields: Any) -> list[float]:
+        r = FinetuneRecipe(**fields)
+        task = make_task("classify", examples, tokenizer, config, r)
+        wanted = r.apply_head_options(task.configure_model(replace(config, family=family)))
+        return [extra.weight for extra in wanted.extras if isinstance(extra, AuxiliaryLM)]
+
+    assert weights_of("gpt") == [0.5]
+    assert weights_of("gpt2") == weights_of("llama") == weights_of("gpt", lm_loss_weight=0.0) == []
+    assert weights_of("gpt2", lm_loss_weight=0.3) == [0.3]
 
 
 def test_epochs_of_unfreezing() -> None:
@@ -1112,9 +1136,11 @@ def test_what_is_refused_leaves_nothing_behind(checkpoint_of: Checkpoints, toy: 
     (tmp_path / "bert" / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"bert has no model.safetensors: not a checkpoint"):
         finetune(recipe(tmp_path / "bert", toy, tmp_path / "run"))
-    for family, name in (("bart", "bart"), ("t5", "t5"), ("gpt2", "gpt2")):
-        with pytest.raises(UserError, match=f"bilstm=8 needs an encoder with a task head: {name}"):
+    for family in ("bart", "t5"):
+        with pytest.raises(UserError, match=f"bilstm=8 needs an encoder with a task head: {family}"):
             finetune(recipe(checkpoint_of(family), toy, tmp_path / "run", bilstm=8))
+    with pytest.raises(UserError, match="exclude each other: add --lm-loss-weight 0"):
+        finetune(recipe(checkpoint_of("gpt2"), toy, tmp_path / "run", bilstm=8, lm_loss_weight=0.5))
     with pytest.raises(UserError, match="layers=mix needs an encoder"):
         finetune(recipe(checkpoint_of("t5"), toy, tmp_path / "run", layers="mix"))
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -90,7 +90,7 @@ MIN_DEFAULT_STEPS = 200  # lower bound of the default length in steps: small dat
 # Fields that a resumed run cannot change: tensors of the checkpoint, labels or the best score depend on them.
 FIXED_FINETUNE_FIELDS = (
     *("task", "answer", "from_scratch", "optim", "ema_decay", "layers", "pool", "bilstm", "crf"),
-    *("lora_rank", "lora_targets", "metric"),
+    *("lora_rank", "lora_targets", "lm_loss_weight", "metric"),
 )
 TEXT_ANSWER_FIELDS = ("prefix", "max_target_length", "num_beams", "length_penalty")  # options of generated answers
 EARLY_STOPPING_EVALUATIONS = 10  # per seed with early stopping. Override: --eval-steps

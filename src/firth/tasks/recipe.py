@@ -10,8 +10,10 @@ from typing import Literal
 from firth.core.errors import UserError
 from firth.models import ModelConfig, TaskHead, TokenClassificationHead
 from firth.models.config import (
+    AuxiliaryLM,
     ClassificationHead,
     EmbeddingHead,
+    Extra,
     FeatureEncoderConfig,
     MultipleChoiceHead,
     RegressionHead,
@@ -93,6 +95,11 @@ class FinetuneRecipe(TrainingConfig):
         "Multiply the learning rate by this factor per layer, from the head down; 1 disables it. ULMFiT: 0.385 "
         "(1/2.6), ELECTRA and DeBERTa: 0.8 to 0.95.",
     )
+    lm_loss_weight: float | None = recipe_field(
+        None,
+        "Add the language-modelling loss with this weight while a decoder's head is trained; 0 disables it.",
+        shown_default="0.5 for gpt (GPT-1), 0 for other families",
+    )
     freeze: Literal["none", "embeddings", "backbone"] = recipe_field(
         "none",
         "Freeze the embeddings, or the whole backbone (train the head alone: fast, seldom as good); none trains all.",
@@ -162,6 +169,8 @@ class FinetuneRecipe(TrainingConfig):
             raise UserError(f"layer_decay is {self.layer_decay}; it must be above 0 and at most 1.")
         if not 0 <= self.lora_dropout < 1:
             raise UserError(f"lora_dropout is {self.lora_dropout}; it must be at least 0 and below 1.")
+        if self.lm_loss_weight is not None and self.lm_loss_weight < 0:
+            raise UserError(f"lm_loss_weight is {self.lm_loss_weight}; it must be at least 0.")
         if self.lora_alpha <= 0:
             raise UserError(f"lora_alpha is {self.lora_alpha}; it must be above 0.")
         if self.day and not is_iso_date(self.day):
@@ -189,7 +198,8 @@ class FinetuneRecipe(TrainingConfig):
             raise UserError("freeze=backbone trains the head alone, unfreeze_every also the layers: choose one.")
 
     def apply_head_options(self, config: ModelConfig) -> ModelConfig:
-        """Return the config with CRF, contrastive loss, pooling, layer mix and biLSTM as the recipe says."""
+        """Return the config with the losses, CRF, pooling, layer mix and biLSTM that the recipe says."""
+        config = replace(config, extras=self.weighted_lm_loss(config))
         if isinstance(config.head, EmbeddingHead):
             loss = {"margin": self.contrastive_margin, "scale": self.contrastive_scale}
             given = {name: value for name, value in loss.items() if value is not None}
@@ -201,12 +211,32 @@ class FinetuneRecipe(TrainingConfig):
         if self.layers == "top" and not self.bilstm:
             return config
         features = FeatureEncoderConfig(mix_layers=self.layers == "mix", bilstm_hidden_size=self.bilstm)
+        name = "layers=mix" if features.mix_layers else f"bilstm={self.bilstm}"
+        if config.get_extra("auxiliary") is not None:
+            raise UserError(f"{name} and the auxiliary LM loss exclude each other: add --lm-loss-weight 0.")
         if config.architecture == "encoder-decoder" or not isinstance(config.head, TaskHead) or config.extras:
-            name = "layers=mix" if features.mix_layers else f"bilstm={self.bilstm}"
             raise UserError(
                 f"{name} needs an encoder with a task head: {config.family} does not support it for this task."
             )
         return replace(config, extras=(*config.extras, features))
+
+    def weighted_lm_loss(self, config: ModelConfig) -> tuple[Extra, ...]:
+        """Return the extras with the recipe's weight of the auxiliary LM loss, without the loss where it is 0.
+
+        GPT-1 trains L2 + lambda * L1: the loss of the task, and language modelling with lambda = 0.5 (Radford et al.
+        2018, equation 5 and section 4.1; `lm_coef` in its code). Later decoders were published without it.
+        """
+        auxiliary = config.get_extra("auxiliary")
+        if not isinstance(auxiliary, AuxiliaryLM):
+            if self.lm_loss_weight:
+                raise UserError(
+                    f"lm_loss_weight={self.lm_loss_weight} needs a decoder with a head for one label per text: "
+                    f"{config.family} does not support it for the task {self.task}. Leave it out."
+                )
+            return config.extras
+        default = auxiliary.weight if config.family == "gpt" else 0.0
+        weight = default if self.lm_loss_weight is None else self.lm_loss_weight
+        return (replace(auxiliary, weight=weight),) if weight else ()
 
     def pooled_head(self, config: ModelConfig) -> ClassificationHead | RegressionHead | MultipleChoiceHead:
         """Return the head with the recipe's pooling."""
