@@ -41,7 +41,7 @@ from firth.text import Corpus
 from firth.tokens import PackedDataset, Rows, Vocabulary, open_shards, prepare, train_tokenizer
 
 OURS = "firth"
-PACKED = [name for name, objective in OBJECTIVES.items() if objective.row_layout == "packed"]
+PACKED = [name for name, objective in OBJECTIVES.items() if objective.row_layout in ("packed", "segments")]
 BITS = ("word_start", "sentence_end", "salient")
 VOCAB_SIZE = 30522
 DOCUMENTS = 2  # in a row of random tokens

@@ -88,14 +88,17 @@ def test_bilm_has_no_labels_in_padding(picture: Picture, apply: Applier) -> None
 
 
 def test_permutation_lm_by_hand(picture: Picture, written: Writer, vocab: Vocabulary) -> None:
-    rows = picture("C 10 11 12 13 14 15 16 17 S")
-    # A quarter: of the first four tokens the second, of the next four the first; the last is predicted first.
-    draw = written(rows, span_lengths=[[0, 0]], span_places=[[0.3, 0.0]], order=[[0, 0, 0.9, 0, 0, 0.2]])
+    rows = picture("10 11 12 13 14 15 16 17 S C")
+    # A quarter: of the first four tokens the second, of the next four the first; the last is predicted first. [SEP] has
+    # its turn between them, [CLS] comes last.
+    draw = written(
+        rows, span_lengths=[[0, 0]], span_places=[[0.3, 0.0]], order=[[0, 0.9, 0, 0, 0.2, 0, 0, 0, 0.5, 0.95]]
+    )
     batch = PermutationLM(share=0.25, max_span_length=1)(rows, draw, vocab)
     assert batch.input_ids is rows.input_ids, "everything is read as it is"
-    assert batch.target_positions.tolist() == [[2, 5, 0, 0, 0, 0, 0, 0]]  # room for eight
+    assert batch.target_positions.tolist() == [[1, 4, 0, 0, 0, 0, 0, 0]]  # room for eight
     assert batch.labels.tolist() == [[11, 14, x, x, x, x, x, x]]
-    assert batch.attention_rank.tolist() == [[0, 0, 2, 0, 0, 1, 0, 0, 0, 0]]
+    assert batch.attention_rank.tolist() == [[0, 3, 0, 0, 1, 0, 0, 0, 2, 4]]
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1, float("nan")])

@@ -119,7 +119,7 @@ def test_requirements() -> None:
     assert needs["albert"] == ("order", ("word_start",), ("pair",))
     assert needs["tlm"] == ("sides", (), ())
     assert needs["rtd"] == ("packed", (), ("generator",))
-    assert needs["permutation-lm"] == ("packed", (), ("query",))
+    assert needs["permutation-lm"] == ("segments", (), ("query",))
     assert needs["bart"] == ("packed", ("sentence_end",), ())
     assert BARTDenoising(permute=0.0).token_flags == ()
 

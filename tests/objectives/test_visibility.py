@@ -232,10 +232,12 @@ def test_permutation_lm(rows_for: Maker, apply: Applier) -> None:
     batch = made(PermutationLM(), rows_for, apply)
     for b in range(12):
         targets = batch.target_positions[b][batch.labels[b] != IGNORE_INDEX].tolist()
+        special = np.isin(batch.input_ids[b], [CLS, SEP]) & (batch.document_ids[b] >= 0)
+        ordered = [*targets, *np.flatnonzero(special).tolist()]
         order = {
-            place: turn for turn, place in enumerate(sorted(targets, key=lambda place: batch.attention_rank[b, place]))
+            place: turn for turn, place in enumerate(sorted(ordered, key=lambda place: batch.attention_rank[b, place]))
         }
-        assert sorted(batch.attention_rank[b, targets]) == list(range(1, len(targets) + 1)), (
+        assert sorted(batch.attention_rank[b, ordered]) == list(range(1, len(ordered) + 1)), (
             "each has a turn of its own"
         )
 

@@ -200,12 +200,20 @@ def test_permutation_lm_beside_the_published_collator(tokenizer: Any) -> None:
 
 
 def test_our_ranks_give_a_mask_like_theirs() -> None:
+    """Against `_local_perm` of XLNet's data_utils.py, in its own words, with our order."""
     rows = make_rows(50, 64, PermutationLM().build_template(VOCAB))
+    rows = rows._replace(document_ids=0 * rows.document_ids)
     batch = PermutationLM()(rows, CounterRNG(1, rows.stream_index), VOCAB)
-    for target, rank in zip(asked_mask(batch), batch.attention_rank, strict=True):
-        perm = np.where(target, rank, -1)
-        mask = (perm[:, None] <= perm[None, :]) & target[None, :]  # as the collator writes it
-        assert ((~mask | np.eye(64, dtype=bool)) == visibility.visibility_matrix(None, rank)).all()
+    for is_masked, rank, non_func_tokens in zip(asked_mask(batch), batch.attention_rank, rows.maskable, strict=True):
+        masked_or_func_tokens = ~(~is_masked & non_func_tokens)
+        rev_index = np.where(masked_or_func_tokens, rank, -1)
+        target_tokens = masked_or_func_tokens & non_func_tokens
+        assert (target_tokens == is_masked).all()
+        self_rev_index = np.where(target_tokens, rev_index, rev_index + 1)
+        perm_mask = (self_rev_index[:, None] <= rev_index[None, :]) & masked_or_func_tokens[None, :]
+        assert ((~perm_mask | np.eye(64, dtype=bool)) == visibility.visibility_matrix(None, rank)).all()
+        query = visibility.visibility_matrix(None, rank, strict=True)
+        assert (~perm_mask[target_tokens] == query[target_tokens]).all()
 
 
 # --- span corruption ----------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from firth.core.errors import UserError, did_you_mean
 from firth.evaluate.embed import (
     EmbedInput,
     LayerChoice,
+    apply_template,
     batch_texts_by_length,
     check_layer,
     embed_words_in_texts,
@@ -238,15 +239,19 @@ def encode_texts_once(
     """Vectors of several words of each text from one forward pass; words beyond the model's maximum have none."""
     check_layer(model, layer)
     tokenizer = require_tokenizer(model)
-    template, texts = make_sequence_template(model.config, tokenizer.vocab, cls_last=False), list(by_text)
+    template, texts = make_sequence_template(model.config, tokenizer.vocab), list(by_text)
     prefix, encodings = list(template.prefix_ids), tokenizer.encode_with_offsets(texts)
-    max_tokens = resolve_max_length(model, 0) - len(prefix) - 1
-    inputs = [EmbedInput([*prefix, *encoding.ids[:max_tokens], template.eos_id], 0, 0) for encoding in encodings]
+    max_tokens = resolve_max_length(model, 0) - template.num_special_tokens()
+    framed = [apply_template(template, encoding.ids[:max_tokens]) for encoding in encodings]
+    inputs = [EmbedInput(input_ids, 0, 0, token_type_ids) for input_ids, token_type_ids in framed]
     vectors: dict[int, np.ndarray] = {}
     with eval_mode(model), progress("encoding", "texts", len(texts)) as shown:
         for rows in batch_texts_by_length(inputs, EVAL_BATCH_TOKENS):
             input_ids, document_ids = pad_right([inputs[i].input_ids for i in rows], get_pad_token_id(model))
-            batch = Batch(input_ids, document_ids=document_ids).to(model.embed.tokens.weight.device)
+            types = [inputs[i].token_type_ids or [] for i in rows]
+            batch = Batch(
+                input_ids, document_ids=document_ids, token_type_ids=pad_right(types, 0)[0] if all(types) else None
+            ).to(model.embed.tokens.weight.device)
             x_BTD = layer_hidden_states(model, batch, layer).float().cpu().numpy()
             for x_TD, i in zip(x_BTD, rows, strict=True):
                 offsets = list(enumerate(encodings[i].offsets[:max_tokens], len(prefix)))

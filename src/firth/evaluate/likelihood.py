@@ -121,7 +121,7 @@ class Scorer(ABC):
         self.model, self.method, self.batch_tokens = model, method, batch_tokens
         self.tokenizer = require_tokenizer(model)
         self.vocab = self.tokenizer.vocab
-        self.template = make_sequence_template(model.config, self.vocab, cls_last=False)
+        self.template = make_sequence_template(model.config, self.vocab)
         self.max_length = resolve_max_length(model, max_seq_length)
         self.stride = stride or max(1, self.max_text_tokens // 2)
         if self.max_text_tokens < 1 or not 1 <= self.stride <= self.max_text_tokens:
@@ -133,7 +133,7 @@ class Scorer(ABC):
     @property
     def max_text_tokens(self) -> int:
         """Tokens of a window without special tokens."""
-        return self.max_length - len(self.template.prefix_ids) - 1
+        return self.max_length - self.template.num_special_tokens()
 
     @property
     def notices(self) -> list[str]:
@@ -330,17 +330,22 @@ class MaskedScorer(Scorer):
 
     def masked_query(self, ids: list[int], first: int, last: int, num_targets: int) -> LogprobQuery:
         """Mask the tokens [first, last), and score `num_targets` from `first` on."""
-        before, end = list(self.template.prefix_ids), self.template.eos_id
-        positions, labels = [len(before) + first + k for k in range(num_targets)], ids[first : first + num_targets]
+        num_prefix = len(self.template.prefix_ids)
+        positions, labels = [num_prefix + first + k for k in range(num_targets)], ids[first : first + num_targets]
         if not self.has_query_stream:
             assert self.vocab.mask is not None
-            hidden = [self.vocab.mask] * (last - first)
-            return LogprobQuery([*before, *ids[:first], *hidden, *ids[last:], end], positions, labels)
+            ids = [*ids[:first], *[self.vocab.mask] * (last - first), *ids[last:]]
+        input_ids, token_types = self.template.apply(ids)
+        query = LogprobQuery(input_ids, positions, labels)
+        if self.template.last_token_type is not None:  # XLNet always reads segments
+            query = query._replace(token_type_ids=token_types)
+        if not self.has_query_stream:
+            return query
         # Rank 0 is context, 1 a target and 2 masked only: a token attends to ranks up to its own, strictly in XLNet's
         # query stream.
         hidden = [1] * num_targets + [2] * (last - first - num_targets)
-        rank = [0] * (len(before) + first) + hidden + [0] * (len(ids) - last + 1)
-        return LogprobQuery([*before, *ids, end], positions, labels, attention_rank=rank)
+        rank = [0] * (num_prefix + first) + hidden
+        return query._replace(attention_rank=rank + [0] * (len(input_ids) - len(rank)))
 
 
 class SpanScorer(Scorer):

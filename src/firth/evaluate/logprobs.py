@@ -36,6 +36,7 @@ class LogprobQuery(NamedTuple):
     labels: list[int]
     decoder_input_ids: list[int] | None = None  # encoder-decoder
     attention_rank: list[int] | None = None  # i attends to j if rank[j] <= rank[i] (XLNet)
+    token_type_ids: list[int] | None = None  # XLNet's segments
     text_index: int = 0  # index of the text that the query belongs to
 
 
@@ -112,6 +113,8 @@ def collate_queries(queries: Sequence[LogprobQuery], pad_token_id: int) -> Batch
     batch = Batch(input_ids, document_ids=document_ids, target_positions=target_positions, labels=labels)
     if queries[0].attention_rank is not None:
         batch = batch._replace(attention_rank=pad_right([query.attention_rank or [] for query in queries], 0)[0])
+    if queries[0].token_type_ids is not None:
+        batch = batch._replace(token_type_ids=pad_right([query.token_type_ids or [] for query in queries], 0)[0])
     if queries[0].decoder_input_ids is None:
         return batch
     decoder_input_ids, _ = pad_right([query.decoder_input_ids or [] for query in queries], pad_token_id)

@@ -70,12 +70,18 @@ def fill_masked_words(model: Model, parts: list[str], top: int) -> list[Blank]:
     tokenizer, vocab = require_tokenizer(model), require_tokenizer(model).vocab
     if vocab.mask is None or vocab.cls is None or vocab.sep is None:
         raise UserError("The tokenizer lacks a mask, [CLS] or [SEP] token, which filling blanks needs.")
-    ids = [vocab.cls, *tokenizer.encode(tokenizer.special_tokens["mask"].join(parts), parse_special=True), vocab.sep]
+    template = make_sequence_template(model.config, vocab)
+    ids, token_types = template.apply(
+        tokenizer.encode(tokenizer.special_tokens["mask"].join(parts), parse_special=True)
+    )
     model.check_length(len(ids))
-    tokens = torch.tensor([ids], device=model.embed.tokens.weight.device)
-    p_KV = drop_padded_vocab(
-        model, model.logits(Batch(tokens, target_positions=(tokens == vocab.mask).nonzero()[None, :, 1]))[0]
-    ).softmax(-1)
+    tokens, types = torch.tensor([[ids], [token_types]], device=model.embed.tokens.weight.device)
+    batch = Batch(
+        tokens,
+        token_type_ids=None if template.last_token_type is None else types,  # XLNet always reads segments
+        target_positions=(tokens == vocab.mask).nonzero()[None, :, 1],
+    )
+    p_KV = drop_padded_vocab(model, model.logits(batch)[0]).softmax(-1)
     p_KV[:, list(vocab.special_ids)] = 0  # a candidate is a word, not a special token
     best = p_KV.topk(min(top, vocab.size - len(vocab.special_ids)))
     return [

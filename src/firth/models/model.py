@@ -186,11 +186,14 @@ class Model(nn.Module):
         if limit is not None and length > limit:
             raise UserError(f"A text of {length} tokens is longer than the {limit} positions of this model.")
 
-    def enable_memory(self, length: int) -> None:
-        """Keep `length` hidden states per layer for the rows that continue these (Transformer-XL's memory)."""
+    def enable_memory(self, length: int, reused_length: int | None = None) -> None:
+        """Keep `length` hidden states per layer for the rows that continue these (Transformer-XL's memory).
+
+        With `reused_length` the next rows continue after that many positions of these, and the memory ends there.
+        """
         for module in self.modules():
             if isinstance(module, Stack):
-                module.memory = XLMemory(length)
+                module.memory = XLMemory(length, reused_length)
 
     def load_state(self, recurrent_state: Mapping[str, Tensor]) -> None:
         """Set the recurrent state that `pop_state` returned for the previous rows; empty at the start of a text."""

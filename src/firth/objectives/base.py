@@ -26,14 +26,16 @@ from firth.objectives.batch import IGNORE_INDEX, Batch
 from firth.objectives.counter_rng import CounterRNG
 from firth.tokens import Rows, SequenceTemplate, Vocabulary
 
-RowLayout = Literal["packed", "next", "order", "sides"]
+RowLayout = Literal["packed", "segments", "next", "order", "sides"]
 
 
 class ObjectiveBase:
     """Defaults that most objectives share: packed documents, rows as long as the model's input, no extra heads."""
 
     architectures: tuple[str, ...] = ("encoder",)  # models that can be trained with it
-    row_layout: RowLayout = "packed"  # packed documents, or pairs of texts: next sentence, sentence order, translation
+    # Packed documents, each one text or cut into two segments (XLNet); or one pair of texts: next sentence, sentence
+    # order, translation.
+    row_layout: RowLayout = "packed"
     token_flags: tuple[str, ...] = ()  # optional fields of Rows that it needs, such as "word_start"
     extras: tuple[str, ...] = ()  # parts that the model needs beside its LM head, such as "generator"
     adds_bos: bool = False  # texts start with BOS and end with EOS, and the decoder starts with EOS (BART)

@@ -6,7 +6,7 @@ PrefixLM (T5)       a random prefix of each document attends to all of itself; t
                     Positions of the prefix give no loss.
 BiLM (ELMo)         two language models, left to right and right to left; each token is a target of both.
 PermutationLM       XLNet: left to right in a random permutation of the tokens. A target attends to the tokens that are
-                    not predicted and to the targets before it in the permutation.
+                    not predicted and to the targets before it in the permutation. Rows are pairs of segments.
 
 No token is replaced. The order alone decides what each position may attend to, as one integer per token
 (`visibility.py`): i attends to j where `attention_rank[j] <= attention_rank[i]`.
@@ -16,7 +16,7 @@ Shapes: B rows, L positions, K target slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from firth.objectives.base import (
 from firth.objectives.batch import IGNORE_INDEX, Batch
 from firth.objectives.counter_rng import CounterRNG
 from firth.tokens import Rows, SequenceTemplate, Vocabulary
+from firth.tokens.template import CLS_TOKEN_TYPE
 
 
 @dataclass(frozen=True)
@@ -111,11 +112,15 @@ class PermutationLM(ObjectiveBase):
     Predicting all tokens of a permutation converges slowly, so XLNet predicts the last 1/K of it (section 2.3, K = 6):
     `share` of the tokens, in spans of 1 to `max_span_length`. The input is not corrupted. A target must not attend to
     itself, so the model computes a second, query stream at target positions, with strict `<` in place of `<=`.
+
+    A row is A [SEP] B [SEP] [CLS] (section 2.5; `tokens/segment_pairs.py`). As in the published program, [SEP] and
+    [CLS] are never targets, but have their turn in the permutation: a target attends to those that come before it.
     """
 
     share: float = 1 / 6
     max_span_length: int = 5
     extras = ("query",)
+    row_layout = "segments"
 
     def __post_init__(self) -> None:
         check_rate("objective.share", self.share)
@@ -123,7 +128,12 @@ class PermutationLM(ObjectiveBase):
             raise UserError(f"objective.max_span_length is {self.max_span_length}, and must be at least 1.")
 
     def build_template(self, vocab: Vocabulary) -> SequenceTemplate:
-        return build_pair_template(vocab, "the permutation LM")
+        """Return XLNet's template. Rows for a model of another family have that of the model, such as [CLS] first."""
+        template = build_pair_template(vocab, "the permutation LM")
+        cls, (sep,) = template.prefix_ids, template.suffix_ids
+        return replace(
+            template, prefix_ids=(), suffix_ids=(sep, *cls), has_token_types=True, last_token_type=CLS_TOKEN_TYPE
+        )
 
     def check(self, vocab: Vocabulary, source_length: int) -> None:
         self.build_template(vocab)
@@ -139,6 +149,7 @@ class PermutationLM(ObjectiveBase):
 
     def __call__(self, rows: Rows, rng: CounterRNG, vocab: Vocabulary) -> Batch:
         mask = noise_mask.sample_windowed_spans(rows.maskable, self.share, self.max_span_length, rng)
+        is_special = ~rows.maskable & (rows.document_ids >= 0)
         num_slots = noise_mask.num_window_slots(self.share, self.max_span_length, mask.shape[1])
         targets = corruption.select_targets(mask, num_slots)
         truth = np.take_along_axis(rows.input_ids, targets.positions, 1)
@@ -146,7 +157,8 @@ class PermutationLM(ObjectiveBase):
             rows.input_ids,
             document_ids=rows.document_ids,
             position_ids=rows.position_ids,
-            attention_rank=visibility.sample_permutation_ranks(mask, rng),
+            attention_rank=visibility.sample_permutation_ranks(mask | is_special, rng),
+            token_type_ids=rows.token_type_ids,
             target_positions=targets.positions,
             labels=np.where(targets.is_used, truth, IGNORE_INDEX),
         )

@@ -6,7 +6,7 @@ Position i attends to position j where both are in the same document and `rank[j
     causal          rank = position
     prefix LM       rank 0 in the prefix, then 1, 2, 3 ...
     backward        rank = L - 1 - position
-    permutation     rank 0 for the context, then the order in which targets are predicted; a query stream uses `<`
+    permutation     rank 0 for the context, then a random order of targets and special tokens; a query stream uses `<`
 
 so batches carry (B, L) integers instead of (B, L, L) masks, and attention kernels compare two integers.
 
@@ -50,14 +50,14 @@ def sample_prefix_lengths(doc_BL: np.ndarray, rng: CounterRNG) -> np.ndarray:
     return 1 + (u_BL * np.maximum(document_lengths(doc_BL) - 1, 0)).astype(np.int64)
 
 
-def sample_permutation_ranks(target_BL: np.ndarray, rng: CounterRNG) -> np.ndarray:
-    """Return ranks for the permutation LM: 0 for the context, then 1, 2, ... for the row's targets in random order."""
-    B, L = target_BL.shape
-    key_BL = np.where(target_BL, rng.uniform("order", L), np.float32(2))
+def sample_permutation_ranks(in_order_BL: np.ndarray, rng: CounterRNG) -> np.ndarray:
+    """Return ranks for the permutation LM: 0 for the context, then 1, 2, ... for these positions in random order."""
+    B, L = in_order_BL.shape
+    key_BL = np.where(in_order_BL, rng.uniform("order", L), np.float32(2))
     order_BL = stable_argsort(key_BL)
     rank_BL = np.empty_like(order_BL)
     np.put_along_axis(rank_BL, order_BL, np.broadcast_to(np.arange(1, L + 1), (B, L)), 1)
-    return np.where(target_BL, rank_BL, 0)
+    return np.where(in_order_BL, rank_BL, 0)
 
 
 def visibility_matrix(doc_L: np.ndarray | None, rank_L: np.ndarray, strict: bool = False) -> np.ndarray:

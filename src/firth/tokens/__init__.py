@@ -5,6 +5,7 @@ from firth.tokens.characters import WordCharIds, encode_word_chars
 from firth.tokens.dataset import PackedDataset, RowDataset, Rows
 from firth.tokens.mixing import MixConfig, MixedDataset, MixedShards
 from firth.tokens.prepare import prepare
+from firth.tokens.segment_pairs import SegmentPairDataset, SegmentStreamDataset, reused_length
 from firth.tokens.sentence_pairs import SentencePairDataset
 from firth.tokens.shards import Shards, ShardSet, is_shards_folder, open_shards
 from firth.tokens.stream import StreamDataset
@@ -20,6 +21,8 @@ __all__ = [
     "PackedDataset",
     "RowDataset",
     "Rows",
+    "SegmentPairDataset",
+    "SegmentStreamDataset",
     "SentencePairDataset",
     "SequenceTemplate",
     "ShardSet",
@@ -35,6 +38,7 @@ __all__ = [
     "open_shards",
     "prepare",
     "retrain_tokenizer",
+    "reused_length",
     "tokenizer_from_words",
     "train_tokenizer",
 ]

@@ -146,6 +146,8 @@ class PackedDataset(RowDataset):
     fits.
     """
 
+    texts_per_piece = 1  # 2: each piece may be cut into a pair of texts, and reserves its special tokens
+
     def __init__(
         self,
         shards: Shards,
@@ -159,18 +161,19 @@ class PackedDataset(RowDataset):
         token_bits: tuple[str, ...] = (),
         split_at: str = "token",
     ) -> None:
-        template_size = template.num_special_tokens()
+        template_size = template.num_special_tokens(self.texts_per_piece)
         if row_length <= template_size:
             raise UserError(f"A row of {row_length} tokens has no room for text. Choose a longer --max-seq-length.")
         super().__init__(shards, row_length, template, pad_id, seed, shuffle, allow_short, token_bits)
         self.packing = cached_packing(shards, row_length, template_size, max_documents_per_row, split_at)
         self.num_rows = self.packing.num_rows
+        self.fill_ratio = (shards.num_tokens + self._num_special_tokens()) / (self.num_rows * row_length)
+
+    def _num_special_tokens(self) -> int:
+        """Return the number of special tokens in an epoch."""
         start_P, end_P = self.packing.piece_start, self.packing.piece_start + self.packing.piece_length
-        num_special = (
-            len(template.prefix_ids) * self._has_template_at(start_P).sum()
-            + len(template.suffix_ids) * self._has_template_at(end_P).sum()
-        )
-        self.fill_ratio = (shards.num_tokens + int(num_special)) / (self.num_rows * row_length)
+        num_prefix, num_suffix = self._has_template_at(start_P).sum(), self._has_template_at(end_P).sum()
+        return int(len(self.template.prefix_ids) * num_prefix + len(self.template.suffix_ids) * num_suffix)
 
     def _has_template_at(self, token_index_P: np.ndarray) -> np.ndarray:
         """Return where special tokens go, (P,) bool: at the edges of documents, or of every piece."""
@@ -178,14 +181,17 @@ class PackedDataset(RowDataset):
             return np.ones(len(token_index_P), dtype=bool)
         return self.shards.offsets[np.searchsorted(self.shards.offsets, token_index_P)] == token_index_P
 
-    def _build_rows(self, row_B: np.ndarray, index_B: np.ndarray) -> Rows:
-        """Lay the pieces of all rows end to end, then fold the result into rows."""
+    def _row_pieces(self, row_B: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return the number of pieces of each row (B,); of each piece its index in the row, start and length (P,)."""
         first_B = self.packing.row_first[row_B]
         pieces_B = self.packing.row_first[row_B + 1] - first_B
         document_P = ragged_arange(pieces_B)
         piece_P = np.repeat(first_B, pieces_B) + document_P
-        start_P = self.packing.piece_start[piece_P]
-        length_P = self.packing.piece_length[piece_P].astype(np.int64)
+        return pieces_B, document_P, self.packing.piece_start[piece_P], self.packing.piece_length[piece_P].astype(int)
+
+    def _build_rows(self, row_B: np.ndarray, index_B: np.ndarray) -> Rows:
+        """Lay the pieces of all rows end to end, then fold the result into rows."""
+        pieces_B, document_P, start_P, length_P = self._row_pieces(row_B)
         opens_P, closes_P = self._has_template_at(start_P), self._has_template_at(start_P + length_P)
         prefix, suffix = self.template.prefix_ids, self.template.suffix_ids
         layout = PieceLayout(self.shards, start_P, length_P, len(prefix) * opens_P, len(suffix) * closes_P)

@@ -53,7 +53,8 @@ class StreamDataset(RowDataset):
 
     Documents have a new order in each epoch (`shuffle=False`: the order of the shards). Only the last row of a stream
     has padding, and all streams start an epoch at the same step. A row is one document to the attention mask, as in
-    the published recurrent models: only special tokens tell where a document ends.
+    the published recurrent models: only special tokens tell where a document ends. A row of step s + 1 begins `stride`
+    tokens after that of step s.
     """
 
     def __init__(
@@ -67,9 +68,10 @@ class StreamDataset(RowDataset):
         shuffle: bool = True,
         allow_short: bool = False,
         token_bits: tuple[str, ...] = (),
+        stride: int | None = None,
     ) -> None:
         super().__init__(shards, row_length, template, pad_id, seed, shuffle, allow_short, token_bits)
-        self.num_streams = num_streams
+        self.num_streams, self.stride = num_streams, stride or row_length
         self.total_tokens = shards.num_tokens + shards.num_documents * template.num_special_tokens()
         if self.total_tokens < num_streams * row_length and not allow_short:
             raise UserError(
@@ -78,7 +80,7 @@ class StreamDataset(RowDataset):
                 "Choose a smaller --per-device-train-batch-size or a shorter --max-seq-length, or give more text."
             )
         self.stream_bounds_L = self.total_tokens * np.arange(num_streams + 1) // num_streams
-        self.steps_per_epoch = -(-int(np.diff(self.stream_bounds_L).max()) // row_length)
+        self.steps_per_epoch = -(-int(np.diff(self.stream_bounds_L).max()) // self.stride)
         self.num_rows = self.steps_per_epoch * num_streams
         self.fill_ratio = self.total_tokens / (self.num_rows * row_length)
         self._epoch_layouts: dict[int, EpochLayout] = {}
@@ -86,9 +88,7 @@ class StreamDataset(RowDataset):
     def get_rows(self, indices: np.ndarray) -> Rows:
         """Return the rows at these indices of the stream of rows."""
         index_B = np.asarray(indices, dtype=np.int64)
-        step_B, stream_B = np.divmod(index_B, self.num_streams)
-        epoch_B, epoch_step_B = np.divmod(step_B, self.steps_per_epoch)
-        first_B = self.stream_bounds_L[stream_B] + epoch_step_B * self.row_length
+        epoch_B, epoch_step_B, stream_B, first_B = self._locate_rows(index_B)
         position_BT = first_B[:, None] + np.arange(self.row_length)
         is_filled = position_BT < self.stream_bounds_L[stream_B + 1][:, None]
         positions = self._locate_positions(epoch_B, position_BT, is_filled)
@@ -103,6 +103,12 @@ class StreamDataset(RowDataset):
             reset_state=epoch_step_B == 0,
             **{name: self._gather_bit(name, positions) for name in self.token_bits},
         )
+
+    def _locate_rows(self, index_B: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return the epoch of each row, its step in the epoch, its stream, and its first position in the sequence."""
+        step_B, stream_B = np.divmod(index_B, self.num_streams)
+        epoch_B, epoch_step_B = np.divmod(step_B, self.steps_per_epoch)
+        return epoch_B, epoch_step_B, stream_B, self.stream_bounds_L[stream_B] + epoch_step_B * self.stride
 
     def _locate_positions(self, epoch_B: np.ndarray, position_BT: np.ndarray, filled_BT: np.ndarray) -> StreamPositions:
         """Find the document and the token at positions of the epochs' sequences."""

@@ -27,6 +27,7 @@ from firth.tokens.tokenizer import Tokenizer
 
 TEXT_A, TEXT_B = -1, -2  # placeholder ids for the first and the second text
 TOKEN_TYPE_IDS = "token_type_ids"
+CLS_TOKEN_TYPE = 2  # of XLNet's [CLS], which belongs to neither text
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,15 @@ import numpy as np
 
 from firth.core.console import say
 from firth.core.errors import UserError
+from firth.models import make_sequence_template
 from firth.objectives import Batch, CounterRNG
 from firth.tokens import (
     MixedDataset,
     MixedShards,
     PackedDataset,
     RowDataset,
+    SegmentPairDataset,
+    SegmentStreamDataset,
     SentencePairDataset,
     ShardSet,
     StreamDataset,
@@ -53,22 +56,26 @@ def make_mixed_dataset(recipe: Recipe, shards: MixedShards, held_out: bool) -> R
 
 
 def make_row_dataset(recipe: Recipe, shards: ShardSet | MixedShards, held_out: bool) -> RowDataset:
-    """Build the row dataset of an objective: packed documents, a stream or sentence pairs, with special tokens."""
+    """Build the row dataset of an objective: packed documents, a stream or pairs of texts, with special tokens."""
     if isinstance(shards, MixedShards):
         return make_mixed_dataset(recipe, shards, held_out)
     vocab, objective = shards.tokenizer.vocab, recipe.objective
     length = objective.source_length(recipe.max_seq_length)
     part = shards.held_out if held_out else shards.train
     assert part is not None
-    rows = (part, length, objective.build_template(vocab), vocab.pad, recipe.seed)
+    has_segments = objective.row_layout == "segments"
+    template = make_sequence_template(recipe.model, vocab) if has_segments else objective.build_template(vocab)
+    rows = (part, length, template, vocab.pad, recipe.seed)
     if recipe.order == "stream":
         num_streams = recipe.per_device_train_batch_size if held_out else recipe.global_batch_size
+        if has_segments:
+            return SegmentStreamDataset(*rows, num_streams, shuffle=not held_out, allow_short=held_out)
         return StreamDataset(
             *rows, num_streams, shuffle=not held_out, allow_short=held_out, token_bits=objective.token_flags
         )
-    if objective.row_layout == "packed":
-        max_documents = objective.max_documents(length)
-        return PackedDataset(*rows, max_documents, not held_out, held_out, objective.token_flags, recipe.split)
+    if objective.row_layout in ("packed", "segments"):
+        max_documents, kind = objective.max_documents(length), SegmentPairDataset if has_segments else PackedDataset
+        return kind(*rows, max_documents, not held_out, held_out, objective.token_flags, recipe.split)
     return SentencePairDataset(
         *rows, objective.row_layout, shuffle=not held_out, allow_short=held_out, token_bits=objective.token_flags
     )

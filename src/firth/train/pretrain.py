@@ -39,7 +39,7 @@ from firth.models import (
     write_model,
 )
 from firth.objectives import MLM, OBJECTIVES, Batch, Objective
-from firth.tokens import MixedDataset, RowDataset, ShardSet, Tokenizer
+from firth.tokens import MixedDataset, RowDataset, ShardSet, Tokenizer, reused_length
 from firth.train.checkpoint import explain_disk_errors, last_checkpoint, translate_disk_errors
 from firth.train.clock import RunClock
 from firth.train.compute import ComputeConfig, choose_compute, preload_compiler
@@ -290,7 +290,8 @@ def build_pretrain_model(recipe: Recipe, tokenizer: Tokenizer, teacher: Model | 
         init_from_teacher(model, teacher)
     model.tokenizer, model.objective = tokenizer, describe_objective(recipe.objective)
     if recipe.memory:
-        model.enable_memory(recipe.memory)
+        has_segments = recipe.objective.row_layout == "segments"
+        model.enable_memory(recipe.memory, reused_length(recipe.max_seq_length) if has_segments else None)
     return model
 
 

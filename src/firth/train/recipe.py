@@ -357,7 +357,7 @@ class Recipe(TrainingConfig):
                 "memory does not support sliding-window layers, which would not attend to it: remove one of them."
             )
         if self.order == "stream" and (
-            self.objective.row_layout != "packed" or model.architecture == "encoder-decoder"
+            self.objective.row_layout not in ("packed", "segments") or model.architecture == "encoder-decoder"
         ):
             raise UserError(
                 f"order=stream does not support {name} with {model.family}: it needs one stack and packed rows."

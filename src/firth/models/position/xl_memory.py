@@ -17,15 +17,15 @@ from firth.models.attention import AttentionSpec
 
 
 class XLMemory:
-    """The last `length` input states of each layer.
+    """The last `length` input states of each layer; of a row, those of its first `reused_length` positions (None: all).
 
-    `stack.memory = XLMemory(512)` switches it on; a new object begins a new text. All positions of a row attend to all
-    cached positions of that row.
+    XLNet's rows end with a pair of segments that the next row does not continue. `stack.memory = XLMemory(512)`
+    switches it on; a new object begins a new text. All positions of a row attend to all cached positions of that row.
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, reused_length: int | None = None) -> None:
         assert length > 0
-        self.length = length
+        self.length, self.reused_length = length, reused_length
         self.states: dict[int, Tensor] = {}  # layer -> (B, M, D)
 
     def load_state(self, states: dict[int, Tensor]) -> None:
@@ -43,9 +43,10 @@ class XLMemory:
         return self.states[0].shape[1] if self.states else 0
 
     def extend_states(self, layer: int, x_BTD: Tensor) -> Tensor:
-        """Return the cached states and `x`, (B, M + T, D), and cache the last `length` of them."""
+        """Return the cached states and `x`, (B, M + T, D), and cache the last `length` of those that are reused."""
         extended = torch.cat([self.states[layer], x_BTD], 1) if layer in self.states else x_BTD
-        self.states[layer] = extended[:, -self.length :].detach()
+        num_lost = 0 if self.reused_length is None else max(0, x_BTD.shape[1] - self.reused_length)
+        self.states[layer] = extended[:, : extended.shape[1] - num_lost][:, -self.length :].detach()
         return extended
 
     def extend_spec(self, spec: AttentionSpec, T: int) -> AttentionSpec:
