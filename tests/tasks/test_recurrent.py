@@ -324,7 +324,8 @@ def test_elmo_stays_as_it_is_under_a_task(run_of: Callable[[str], Path], toy: di
     old = dict(before.named_parameters())
     assert body
     assert all(p.equal(old[name]) for name, p in body.items())
-    assert tuned.config.extras == (FeatureEncoderConfig(mix_layers=True, bilstm_hidden_size=16),)
+    features = FeatureEncoderConfig(mix_layers=True, bilstm_hidden_size=16, word_dim=50, l2_mix=1e-3)
+    assert tuned.config.extras == (features,)
     again = api.evaluate(tmp_path / "topics" / "final", data=toy["dev"], output_dir=tmp_path / "again")
     assert again["metrics"] == pytest.approx(scores(found))
 

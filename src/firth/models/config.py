@@ -414,13 +414,16 @@ class AuxiliaryLM:
 class FeatureEncoderConfig:
     """Features for a task head over a frozen backbone (ELMo, section 3.3).
 
-    `mix_layers`: a trained mean of all layers; without it the last layer. `bilstm_hidden_size`: units per direction of
-    a biLSTM above it; 0: none. `dropout` applies to its input and output.
+    `mix_layers`: a trained mean of all layers; without it the last layer. `word_dim`: width of the task's own word
+    vectors, concatenated with it; 0: none. `bilstm_hidden_size`: units per direction of a biLSTM above both; 0: none.
+    `dropout` applies to its input and output. `l2_mix`: weight of the squared norm of the mix weights in the loss.
     """
 
     mix_layers: bool = False
     bilstm_hidden_size: int = 0
     dropout: float = 0.5
+    word_dim: int = 0
+    l2_mix: float = 0.0
 
 
 Position = (
@@ -540,11 +543,9 @@ class ModelConfig:
     def head_input_dim(self) -> int:
         """Width of the states that a task head reads."""
         features = self.get_extra("features")
-        return (
-            2 * features.bilstm_hidden_size
-            if isinstance(features, FeatureEncoderConfig) and features.bilstm_hidden_size
-            else self.dim
-        )
+        if not isinstance(features, FeatureEncoderConfig):
+            return self.dim
+        return 2 * features.bilstm_hidden_size or self.dim + features.word_dim
 
     @property
     def head_reads_encoder(self) -> bool:
@@ -717,14 +718,11 @@ class ModelConfig:
                 return ["FeatureEncoderConfig in model.extras is alone there, for one stack with the head of a task"]
             if features.mix_layers and isinstance(self.recurrent, AWDLSTMConfig):
                 return ["the layers of an AWDLSTM differ in width, and cannot be mixed"]
-            fine = features.bilstm_hidden_size >= 0 and 0 <= features.dropout < 1
-            return (
-                []
-                if fine
-                else [
-                    "in model.extras FeatureEncoderConfig.bilstm_hidden_size must be at least 0, its dropout in [0, 1)"
-                ]
-            )
+            sizes = features.bilstm_hidden_size, features.word_dim, features.l2_mix
+            if min(sizes) < 0 or not 0 <= features.dropout < 1:
+                fields = "bilstm_hidden_size, word_dim and l2_mix must be at least 0, and dropout in [0, 1)"
+                return [f"in model.extras the FeatureEncoderConfig's {fields}"]
+            return []
         if names == ["AuxiliaryLM"]:
             fits = self.architecture == "decoder" and isinstance(
                 self.head, ClassificationHead | RegressionHead | MultipleChoiceHead

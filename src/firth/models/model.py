@@ -325,7 +325,7 @@ class Encoder(Model):
         if "features" in self.extras:
             states: list[Tensor] = []
             self.backbone(batch, states)
-            return self.extras["features"](states, batch.document_ids)
+            return self.extras["features"](states, batch.document_ids, batch.input_ids)
         if self.generator is None:
             return self.backbone(batch)
         vectors_BTE = self.embed.embed_unprojected(batch.input_ids, batch.position_ids, batch.token_type_ids)
@@ -357,6 +357,13 @@ class Encoder(Model):
             return self.electra_losses(self.generator, batch)
         if "auxiliary" in self.extras and batch.labels is not None:
             return self.losses_with_auxiliary_lm(batch)
+        if "features" in self.extras:
+            parts = super().losses(batch)
+            if self.training:
+                cast(FeatureEncoder, self.extras["features"]).add_mix_penalty(
+                    parts, batch.document_ids, batch.input_ids
+                )
+            return parts
         if batch.pair_labels is None and batch.span_boundaries is None:
             return super().losses(batch)
         x_BTD = self.hidden_states(batch)
@@ -427,7 +434,7 @@ class Encoder(Model):
         if self.generator is not None:
             x = self.generator(self.embed.embed_unprojected(input_ids, position, segment), doc, token_type_ids=segment)
         if "features" in self.extras:
-            x = self.extras["features"](states, doc)
+            x = self.extras["features"](states, doc, input_ids)
         if isinstance(self.stack, ELMoStack) and isinstance(self.head, LMHeadModule):
             x = self.stack.split_directions(x)[:, 0]  # the forward direction predicts the next word
         last = last_token_index(input_ids, attention_mask).view(shape)

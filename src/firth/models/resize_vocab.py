@@ -11,7 +11,7 @@ from firth.core.errors import UserError
 from firth.models.electra import ElectraGenerator
 from firth.models.heads import LMHeadModule
 from firth.models.model import Model
-from firth.models.recurrent import CharCNNEmbedding
+from firth.models.recurrent import CharCNNEmbedding, FeatureEncoder
 
 NEW_VECTOR_NOISE_RATIO = 0.1  # std of new rows, relative to the std of the old ones
 
@@ -37,6 +37,8 @@ def grow_vocabulary(model: Model, size: int, seed: int = 0) -> Model:
         elif isinstance(part, LMHeadModule):
             part.weight = None if part.weight is None else nn.Parameter(append_mean_rows(part.weight, size, noise))
             part.bias = None if part.bias is None else nn.Parameter(append_mean_rows(part.bias, size, noise))
+        elif isinstance(part, FeatureEncoder) and part.words is not None:
+            _grow_embedding(part.words, size, noise)
         elif isinstance(part, ElectraGenerator) and part.delta is not None:
             _grow_embedding(part.delta, size, noise)
     model.config = replace(model.config, vocab_size=size)

@@ -31,8 +31,16 @@ DAI_LE_DEFAULTS: dict[str, Any] = {
     "adam_beta1": 0.9,
     "adam_beta2": 0.999,
 }
-# ELMo (Peters et al. 2018, section 3.3): freeze the backbone; train a weighted sum of its layers and a BiLSTM.
-ELMO_DEFAULTS: dict[str, Any] = {"learning_rate": 1e-3, "freeze": "backbone", "layers": "mix", "bilstm": 128}
+# ELMo (Peters et al. 2018, section 3.3): freeze the backbone; train a weighted sum of its layers, the task's own word
+# vectors beside it and a BiLSTM over both. Section 5.1: an L2 weight of 0.001 lets the layers differ.
+ELMO_DEFAULTS: dict[str, Any] = {
+    "learning_rate": 1e-3,
+    "freeze": "backbone",
+    "layers": "mix",
+    "l2_mix": 1e-3,
+    "word_dim": 50,
+    "bilstm": 128,
+}
 FINETUNE_RECIPES = {"ulmfit": ULMFIT_DEFAULTS, "dai-le": DAI_LE_DEFAULTS, "elmo": ELMO_DEFAULTS}
 
 

@@ -120,6 +120,16 @@ class FinetuneRecipe(TrainingConfig):
     bilstm: int = recipe_field(
         0, "Insert a bidirectional LSTM with this many units per direction before the head; 0 disables it."
     )
+    word_dim: int = recipe_field(
+        0,
+        "Train word vectors of this width for the task, beside the states that biLSTM and head read (ELMo); 0: none.",
+        shown_default="0; 50 for ELMo",
+    )
+    l2_mix: float = recipe_field(
+        0.0,
+        "With --layers mix: add this times the squared norm of the layer weights to the loss; 0 disables it.",
+        shown_default="0; 0.001 for ELMo",
+    )
     crf: bool = recipe_field(
         False, "tag: add a CRF, which scores tag transitions and decodes the whole sentence (Viterbi)."
     )
@@ -161,7 +171,7 @@ class FinetuneRecipe(TrainingConfig):
             replace(self, num_train_epochs=self.num_train_epochs or 1.0)
         )  # 0: the default is resolved later
         minimum = {"seeds": 1, "shots": 0, "max_target_length": 2, "num_beams": 1, "early_stopping": 0, "lora_rank": 0}
-        minimum |= {"bilstm": 0}
+        minimum |= {"bilstm": 0, "word_dim": 0, "l2_mix": 0}
         for name, smallest in minimum.items():
             if getattr(self, name) < smallest:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least {smallest}.")
@@ -208,10 +218,17 @@ class FinetuneRecipe(TrainingConfig):
             config = replace(config, head=replace(config.head, crf=True))
         if self.pool != "auto":
             config = replace(config, head=self.pooled_head(config))
-        if self.layers == "top" and not self.bilstm:
+        options = {"layers": self.layers, "bilstm": self.bilstm, "word_dim": self.word_dim}
+        given = [f"{name}={value}" for name, value in options.items() if value not in ("top", 0)]
+        if not given:
             return config
-        features = FeatureEncoderConfig(mix_layers=self.layers == "mix", bilstm_hidden_size=self.bilstm)
-        name = "layers=mix" if features.mix_layers else f"bilstm={self.bilstm}"
+        name = given[0]
+        features = FeatureEncoderConfig(
+            mix_layers=self.layers == "mix",
+            bilstm_hidden_size=self.bilstm,
+            word_dim=self.word_dim,
+            l2_mix=self.l2_mix if self.layers == "mix" else 0.0,
+        )
         if config.get_extra("auxiliary") is not None:
             raise UserError(f"{name} and the auxiliary LM loss exclude each other: add --lm-loss-weight 0.")
         if config.architecture == "encoder-decoder" or not isinstance(config.head, TaskHead) or config.extras:

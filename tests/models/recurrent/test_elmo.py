@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from firth.core.errors import UserError
-from firth.models import ClassificationHead, Encoder, load_model, make_model
+from firth.models import ClassificationHead, Encoder, grow_vocabulary, load_model, make_model
 from firth.models.config import FeatureEncoderConfig
 from firth.models.heads import sampled_cross_entropy
 from firth.models.hf.config_io import hf_model_type
@@ -329,6 +329,45 @@ def test_a_bilstm_on_top(body: str) -> None:
     assert model.hidden_states(batch).shape == (2, 5, 8)
     assert model.logits(batch).shape == (2, 1, 2)
     assert hf_model_type(model.config) == "firth", "no family of transformers has a head of this kind"
+
+
+def test_a_task_reads_its_own_word_vectors_beside_the_mixture() -> None:
+    """Peters et al. 2018, section 3.3: [x_k; ELMo_k]. A word outside of the vocabulary has only its characters."""
+    model = small()
+    head = ClassificationHead(("a", "b"), bias=True, pool="mean")
+    features = FeatureEncoderConfig(mix_layers=True, word_dim=3)
+    tuned = make_model(replace(model.config, head=head, extras=(features,)))
+    tuned.tokenizer = model.tokenizer
+    tuned.eval()
+    reader = tuned.extras["features"]
+    tokens, states = ids(model, "cat zebra"), []
+    x_BTD = tuned.hidden_states(Batch(tokens))
+    tuned.backbone(Batch(tokens), states)
+    assert_close(x_BTD[..., 3:], reader.mix(states))
+    assert_close(x_BTD[0, 0, :3], reader.words.weight[tokens[0, 0]])
+    assert not x_BTD[0, 1, :3].any()
+    grow_vocabulary(tuned, tuned.config.vocab_size + 2)
+    assert reader.words.weight.shape == (tuned.config.vocab_size, 3)
+
+
+def test_the_penalty_on_the_mix_is_its_squared_norm_for_any_split() -> None:
+    """lambda * ||w||^2 is in the training loss only (section 3.3), without gamma."""
+    model = make_model(
+        replace(
+            bert(1, 6, 1, 40, dropout=0.0, attention_dropout=0.0),
+            head=ClassificationHead(("a", "b"), bias=True, pool="mean"),
+            extras=(FeatureEncoderConfig(mix_layers=True, dropout=0.0, l2_mix=0.5),),
+        )
+    )
+    with torch.no_grad():
+        model.extras["features"].mix.weights.copy_(torch.tensor([3.0, -4.0]))
+    tokens, doc = torch.randint(5, 40, (2, 5)), torch.tensor([[0, 0, 0, 1, 1], [0, 0, -1, -1, -1]])
+    asked, labels = torch.zeros(2, 1, dtype=torch.long), torch.tensor([[0], [1]])
+    batches = [Batch(tokens[i], doc[i], target_positions=asked[i], task_labels=labels[i]) for i in ([0, 1], [0], [1])]
+    whole, *halves = (model.losses(batch)["tokens"] for batch in batches)
+    assert_close(whole / 7, torch.tensor(0.5 * 25))
+    assert_close(sum(halves), whole)
+    assert "tokens" not in model.eval().losses(batches[0])
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
