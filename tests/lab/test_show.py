@@ -619,6 +619,19 @@ def test_measured_rates_are_the_expected_ones(name: str, shards: dict[str, Path]
     ]
 
 
+@pytest.mark.parametrize(("name", "model"), [("span-corruption", "t5-tiny"), ("lm-denoising", "gpt2-tiny")])
+def test_short_rows_promise_whole_spans(name: str, model: str, shards: dict[str, Path]) -> None:
+    """Rows of 64 have 3 or 4 spans of 10 or 11 tokens: what is promised is what they have, not a mean of 3.0."""
+    recipe = pretraining_recipe(
+        PRESETS[model], objective=OBJECTIVES[name], data=str(shards["unigram"]), max_seq_length=64
+    )
+    vocab_size = open_shards(shards["unigram"]).tokenizer.vocab.size
+    shown = build_batch_preview(apply_overrides(recipe, {"model.vocab_size": vocab_size}), 2, model, "here")
+    for key in ("targets", "mean_span"):
+        assert shown.counts["sample"][key] == pytest.approx(shown.expected_rates[key], rel=0.01)
+    assert shown.expected_rates["mean_span"] != 3.0
+
+
 def test_an_objective_that_does_not_fit_the_rows_is_refused(shards: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"objective\.mean_span"):
         firth.show("t5-tiny", shards["unigram"], overrides={"objective.mean_span": 40.0}, output_dir=tmp_path / "out")

@@ -91,7 +91,7 @@ def test_source_indices_of_every_objective(name: str, rows_for: Maker, apply: Ap
     assert (trace.labels >= 0).any()
 
 
-def test_expected_rates() -> None:
+def test_expected_rates(rows_for: Callable[..., Rows]) -> None:
     assert OBJECTIVES["mlm"].expected_rates() == pytest.approx(
         {"targets": 0.15, "masked": 0.8, "random": 0.1, "kept": 0.1}
     )
@@ -103,6 +103,10 @@ def test_expected_rates() -> None:
     assert OBJECTIVES["nsp"].expected_rates()["pairs"] == OBJECTIVES["sop"].expected_rates()["pairs"] == 0.5
     assert "pairs" not in OBJECTIVES["tlm"].expected_rates()
     assert OBJECTIVES["span-corruption"].expected_rates() == {"targets": 0.15, "mean_span": 3.0}
+    full = rows_for(OBJECTIVES["span-corruption"], 4, 64)
+    assert OBJECTIVES["span-corruption"].expected_rates(full) == {"targets": 11 / 70, "mean_span": 11 / 4}
+    full = rows_for(OBJECTIVES["lm-denoising"], 4, 64)
+    assert OBJECTIVES["lm-denoising"].expected_rates(full) == {"targets": 8 / 56, "mean_span": 8 / 3}
     assert OBJECTIVES["permutation-lm"].expected_rates() == {"targets": 1 / 6, "mean_span": 3.0}
     assert OBJECTIVES["bart"].expected_rates() == {"permuted": 1.0, "infilled": 0.3, "mean_span": 3.0}
     assert CLM().expected_rates() == {}

@@ -93,7 +93,7 @@ def build_batch_preview(recipe: Recipe, num_rows: int, model: str, data: str) ->
             "sample": measure_rates(rows, batch, trace, vocab)
             | mixture_part_rates(objective, part_B, len(rows.input_ids)),
         },
-        expected_rates=dict(objective.expected_rates()),
+        expected_rates=dict(objective.expected_rates(rows)),
         shapes={name: list(x.shape[1:]) for name, x in batch._asdict().items() if x is not None},
     )
 

@@ -56,8 +56,11 @@ class ObjectiveBase:
         """Return the special tokens around each document."""
         raise NotImplementedError
 
-    def expected_rates(self) -> dict[str, float]:
-        """Return the noise rates that a sample of rows should show, by name (`firth show` compares them)."""
+    def expected_rates(self, rows: Rows | None = None) -> dict[str, float]:
+        """Return the noise rates that these rows should show, by name (`firth show` compares them).
+
+        Without `rows`, the rates of very long rows: short ones hold whole tokens and whole spans.
+        """
         return {}
 
 

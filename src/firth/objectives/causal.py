@@ -144,7 +144,7 @@ class PermutationLM(ObjectiveBase):
                 f"{source_length}. Lower objective.max_span_length or raise --max-seq-length."
             )
 
-    def expected_rates(self) -> dict[str, float]:
+    def expected_rates(self, rows: Rows | None = None) -> dict[str, float]:
         return {"targets": self.share, "mean_span": (1 + self.max_span_length) / 2}
 
     def __call__(self, rows: Rows, rng: CounterRNG, vocab: Vocabulary) -> Batch:

@@ -132,7 +132,7 @@ class MLM(ObjectiveBase):
                 "Lower objective.masking.max_span_length, raise objective.rate",
             )
 
-    def expected_rates(self) -> dict[str, float]:
+    def expected_rates(self, rows: Rows | None = None) -> dict[str, float]:
         kept = round(1 - self.mask - self.random, 9)
         rates = {"targets": self.rate, "masked": self.mask, "random": self.random, "kept": kept}
         if isinstance(self.masking, WordSpanMasking):

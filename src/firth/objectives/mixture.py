@@ -109,7 +109,7 @@ class Mixture:
             raise UserError("objective.parts: objectives with different special tokens around a text cannot be mixed.")
         return templates.pop()
 
-    def expected_rates(self) -> dict[str, float]:
+    def expected_rates(self, rows: Rows | None = None) -> dict[str, float]:
         total = sum(part.weight for part in self.parts)
         return {f"part {i + 1}": part.weight / total for i, part in enumerate(self.parts)}
 

@@ -105,8 +105,12 @@ class SpanCorruption(ObjectiveBase):
         check_mean_span_fits(noise, self.mean_span, "Lower objective.mean_span, raise objective.rate")
         check_enough_sentinels(spans, vocab, "Lower objective.rate, raise objective.mean_span")
 
-    def expected_rates(self) -> dict[str, float]:
-        return {"targets": self.rate, "mean_span": self.mean_span}
+    def expected_rates(self, rows: Rows | None = None) -> dict[str, float]:
+        """Return the rates of the noise counts that `rows` round to: 11 tokens in 4 spans, not 10.5 in 3.5."""
+        if rows is None:
+            return {"targets": self.rate, "mean_span": self.mean_span}
+        num_noise, num_spans = (int(count_B.sum()) for count_B in self.count_row_noise(rows))
+        return {"targets": num_noise / max(rows.maskable.sum(), 1), "mean_span": num_noise / max(num_spans, 1)}
 
     def noise_counts(self, num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the number of noise tokens and of spans for a text of `num_tokens`.
@@ -149,10 +153,14 @@ class SpanCorruption(ObjectiveBase):
         less = np.minimum((over + 1) // 2, np.maximum(spans - 1, 0))
         return noise - less, spans - less
 
+    def count_row_noise(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        """Return the number of noise tokens and of spans of each row (B,)."""
+        U = self.encoder_decoder_lengths(rows.input_ids.shape[1])[1]
+        return self.row_noise_counts((rows.document_ids >= 0).sum(1), rows.document_ids.max(1) + 1, U)
+
     def build_noise_mask(self, rows: Rows, rng: CounterRNG) -> np.ndarray:
         """Return which tokens are noise (B, L)."""
-        U = self.encoder_decoder_lengths(rows.input_ids.shape[1])[1]
-        noise_B, spans_B = self.row_noise_counts((rows.document_ids >= 0).sum(1), rows.document_ids.max(1) + 1, U)
+        noise_B, spans_B = self.count_row_noise(rows)
         return noise_mask.t5_noise_mask(rows.document_ids, rows.maskable, noise_B, spans_B, rng)
 
     def __call__(self, rows: Rows, rng: CounterRNG, vocab: Vocabulary) -> Batch:
@@ -201,7 +209,7 @@ class SalientSpanCorruption(ObjectiveBase):
     def max_documents(self, source_length: int) -> int | None:
         return self.max_row_documents
 
-    def expected_rates(self) -> dict[str, float]:
+    def expected_rates(self, rows: Rows | None = None) -> dict[str, float]:
         return {"targets": self.rate}
 
     def __call__(self, rows: Rows, rng: CounterRNG, vocab: Vocabulary) -> Batch:
@@ -268,7 +276,7 @@ class BARTDenoising(ObjectiveBase):
                 self.infill * source_length, self.mean_span, "Lower objective.mean_span, raise objective.infill"
             )
 
-    def expected_rates(self) -> dict[str, float]:
+    def expected_rates(self, rows: Rows | None = None) -> dict[str, float]:
         rates = {"permuted": self.permute, "rotated": self.rotate, "deleted": self.delete, "masked": self.mask}
         rates = {name: rate for name, rate in rates.items() if rate}
         return rates | ({"infilled": self.infill, "mean_span": self.mean_span} if self.infill else {})
