@@ -23,11 +23,13 @@ from firth.cli import options
 from firth.cli.main import app, main
 from firth.core.errors import UserError
 from firth.core.files import find_corruption
+from firth.generate import Blank, Guess
 from firth.tasks import FinetuneRecipe
 from firth.train import Recipe
 
 SMALL = ["--max-seq-length=32", "--per-device-train-batch-size=4", "--no-compile", "--no-bf16"]
 TINY = ["model.num_layers=1", "model.dim=32", "model.mlp.dim=64"]
+REPEATABLE = ("data", "ensemble", "with", "among", "stop", "target-text")
 COMMANDS = sorted(command.name or command.callback.__name__ for command in app.registered_commands if command.callback)
 
 RUN_OPTIONS = (  # the promised ones
@@ -310,6 +312,32 @@ def test_embed(firth: Firth, paths: dict[str, Path], tmp_path: Path) -> None:
     assert "--overwrite" in again.err
 
 
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "models"])  # which has flags alone
+def test_an_option_with_one_value_cannot_be_given_twice(firth: Firth, command: str) -> None:
+    shown = firth(command, "--help-all").out
+    valued = re.findall(r"^  --([a-z-]+) [A-Za-z0-9]", shown, re.M)
+    once, often = ([name for name in valued if (name in REPEATABLE) == repeated] for repeated in (False, True))
+    for name in (once[0], once[-1]):
+        done = firth(command, f"--{name}", 1, f"--{name}", 2)
+        assert done.code == 2
+        assert f"--{name} is given 2 times" in done.err
+    if often:
+        assert "is given" not in firth(command, *(word for name in often for word in (f"--{name}", "a") * 2)).err
+
+
+def test_two_contrary_flags(firth: Firth) -> None:
+    assert "--bf16 is given 2 times" in firth("pretrain", "bert-tiny", "--bf16", "--no-bf16").err
+    assert "is given" not in firth("pretrain", "bert-tiny", "--overwrite", "--overwrite").err
+
+
+def test_fill_shows_line_ends(firth: Firth, paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    guesses = (Guess("\n", 0.5), Guess("a cat\n\tsaid", 0.25))
+    monkeypatch.setattr("firth.api.fill", lambda *_: [Blank(guesses)])
+    done = firth("fill", paths["bert"], "The ___ slept.")
+    assert [line.split()[3] for line in done.out.splitlines() if "%" in line] == ["⏎", "a"]
+    assert "a cat⏎⇥said" in done.out
+
+
 def test_generate_fill_models(firth: Firth, paths: dict[str, Path]) -> None:
     done = firth("generate", paths["gpt2"], "The cat", "--max-new-tokens", 3, "--json")
     assert done.code == 0
@@ -567,6 +595,10 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
     "an encoder does not write": (lambda h, t: ["generate", h["bert"], "The"], ["firth fill"]),
     "a decoder does not fill": (lambda h, t: ["fill", h["gpt2"], "The ___"], ["firth generate"]),
     "no blank": (lambda h, t: ["fill", h["bert"], "The cat"], ["no blank"]),
+    "a setting twice": (
+        lambda h, t: [*pretrain("bert-tiny", h["text"], t), "model.dim=32", "model.dim=64"],
+        ["model.dim is given twice", "model.dim=64"],
+    ),
     "an unknown option": (lambda h, t: ["models", "--jsn"], ["--jsn"]),
     "an unknown command": (lambda h, t: ["pretrian"], ["pretrian"]),
     "columns that are no pairs": (lambda h, t: finetune(h, t, "--columns", "text"), ["--columns", "text=sentence"]),

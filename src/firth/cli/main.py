@@ -350,7 +350,11 @@ def fill(checkpoint: str, text: str, top: int, json: bool) -> None:
         guesses = [{"guesses": [{"text": g.text, "probability": g.probability} for g in b.guesses]} for b in blanks]
         render.print_json({"text": text, "blanks": guesses})
         return
-    rows = [(i + 1, g.text, f"{100 * g.probability:.1f}%") for i, b in enumerate(blanks) for g in b.guesses]
+    rows = [
+        (i + 1, render.visible_text(g.text), f"{100 * g.probability:.1f}%")
+        for i, b in enumerate(blanks)
+        for g in b.guesses
+    ]
     show_table(text, ["blank", "guess", "probability"], rows)
 
 

@@ -258,6 +258,12 @@ def add_command(
                 show_all = ctx.meta.get("help_all", False)
                 formatter.write(render_help(ctx.command_path, description, examples, options, nested, show_all))
 
+            def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+                """Parse the command line; an option that would silently replace an earlier one is an error."""
+                _, _, given = self.make_parser(ctx).parse_args(args=list(args))  # parameters, as often as given
+                check_repeated_options(options, [parameter.name for parameter in given])
+                return list(super().parse_args(ctx, args))
+
         def run(help_all: bool = False, **given: Any) -> None:
             values = {o.name: o.resolve(given[o.name]) for o in options}
             if values.get("overrides") is not None:
@@ -271,6 +277,14 @@ def add_command(
         return function
 
     return decorate
+
+
+def check_repeated_options(options: Sequence[Option], given: Sequence[str]) -> None:
+    """Raise UserError for an option with one value that is given twice. A flag without a `--no-` may be repeated."""
+    for o in options:
+        replaces = not (o.many or o.argument or (o.kind is bool and o.default is False))
+        if replaces and given.count(o.name) > 1:
+            raise UserError(f"{o.flag} is given {given.count(o.name)} times and takes one value: leave one.")
 
 
 def show_help_all(ctx: typer.Context, value: bool) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from firth.core.console import format_count, say, show_table, stdout_console
+from firth.core.console import escape_character, format_count, say, show_table, stdout_console
 from firth.core.files import replace_nonfinite
 
 if TYPE_CHECKING:
@@ -162,6 +162,15 @@ def print_generated_texts(results: list[dict[str, Any]], as_json: bool) -> None:
         print_json({"text": results[0]["text"], "results": results})
     else:
         print("\n\n".join(result["text"] for result in results))
+
+
+def visible_text(text: str) -> str:
+    """Return a text in one line, with line ends, tabs and control characters visible.
+
+    >>> visible_text("a b\\nc"), visible_text(" ")
+    ('a b⏎c', '␣')
+    """
+    return "".join(c if c == " " and text.strip() else escape_character(c) for c in text)
 
 
 def print_vectors(texts: Sequence[str], vectors: np.ndarray, similarity: list[list[float]] | None) -> None:

@@ -39,6 +39,16 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
     stdout_console.print(table)
 
 
+def escape_character(c: str) -> str:
+    """Return a printable form of a character, so that no text controls the terminal.
+
+    >>> escape_character("a"), escape_character(" "), escape_character("\\n"), escape_character("\\x1b")
+    ('a', '␣', '⏎', '\\\\x1b')
+    """
+    named = {" ": "␣", "\n": "⏎", "\t": "⇥"}
+    return named.get(c) or (c if c.isprintable() else c.encode("unicode_escape").decode())
+
+
 def format_count(n: int, noun: str, plural: str = "") -> str:
     """Format a count with its noun; `plural` is needed where an s does not form the plural.
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from firth.core.console import escape_character
 from firth.objectives import IGNORE_INDEX, BARTDenoising, Batch, CounterRNG, Mixture, Objective
 from firth.objectives.base import index_rows, index_vocabulary, trace_sources
 from firth.objectives.corruption import NoisyText
@@ -424,16 +425,6 @@ def make_token_formatter(tokenizer: Tokenizer) -> TokenFormatter:
         return start + "".join(c if c == " " and len(ids) > 1 else escape_character(c) for c in rest)
 
     return format_tokens
-
-
-def escape_character(c: str) -> str:
-    """Return a printable form of a character, so that no text controls the terminal.
-
-    >>> escape_character("a"), escape_character(" "), escape_character("\\n"), escape_character("\\x1b")
-    ('a', '␣', '⏎', '\\\\x1b')
-    """
-    named = {" ": "␣", "\n": "⏎", "\t": "⇥"}
-    return named.get(c) or (c if c.isprintable() else c.encode("unicode_escape").decode())
 
 
 # --- attention masks ----------------------------------------------------------------------------------------------

@@ -483,6 +483,8 @@ def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
         if not equals or not key:
             hint = f" Name each file with its own option: --data {arg}." if Path(arg).exists() else ""
             raise UserError(f"{arg!r} is not key=value.{hint}")
+        if key in overrides:
+            raise UserError(f"{key} is given twice: {arg!r} would replace {overrides[key]!r}. Leave one.")
         try:
             overrides[key] = yaml.safe_load(value)
         except yaml.YAMLError:
