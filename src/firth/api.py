@@ -84,6 +84,7 @@ from firth.tokens import (
     TOKENIZER_KINDS,
     MixConfig,
     Tokenizer,
+    extend_word_tokenizer,
     is_shards_folder,
     load_tokenizer,
     open_shards,
@@ -313,6 +314,7 @@ def pretrain(
     overwrite: bool = False,
     allow_change: bool = False,
     rewind: int | None = None,
+    add_words: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Pretrain a model (preset, config or checkpoint) on shards or on text.
@@ -320,14 +322,17 @@ def pretrain(
     `options` are fields of the recipe, and arguments of Corpus: `documents`, `columns`, `normalize` and so on;
     `overrides` sets nested fields by their dotted names. A resumed run whose recipe or shards have changed is refused
     unless `allow_change`. `rewind` resumes at least N steps before the first skipped step, and skips the data between.
+    `add_words` adds the text's words to the word tokenizer of a checkpoint.
     """
     start_time = time.monotonic()
     silence_other_ranks()
-    data_options = DataOptions(vocab_size, lowercase, held_out, pop_corpus_options(options))
+    data_options = DataOptions(vocab_size, lowercase, held_out, pop_corpus_options(options), add_words)
     if str(model) in STATIC_TOKENIZERS and not (Path(model) / "config.json").is_file():
         require_single_process(f"{model} runs in one process, on all cores.")
         if objective is not None:
             raise UserError(f"{model} takes no --objective: leave it out.")
+        if add_words:
+            raise UserError(f"{model} takes no --add-words: leave it out.")
         changes = merge_recipe_changes(
             config, options, overrides, {"output_dir": str(output_dir), "data": "", "tokenizer": ""}
         )
@@ -459,12 +464,16 @@ def show(
 
 
 class DataOptions(NamedTuple):
-    """How text becomes shards: size and case of a new tokenizer, held-out fraction, arguments of Corpus."""
+    """How text becomes shards: size and case of a new tokenizer, held-out fraction, arguments of Corpus.
+
+    `add_words` adds the words of the text to a given word tokenizer.
+    """
 
     vocab_size: int
     lowercase: bool
     held_out: float
     corpus_options: dict[str, Any]
+    add_words: bool = False
 
 
 def pop_corpus_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -498,6 +507,7 @@ class DataSource(NamedTuple):
             "tokenizer": self.tokenizer.fingerprint if self.tokenizer is not None else self.new_tokenizer_args,
             "held_out": self.data_options.held_out,
             **({"salient": "default"} if self.marks_salient else {}),
+            **({"add_words": True} if self.data_options.add_words else {}),
         }
 
     def make_shards(self, folder: Path, check_tokenizer_fn: Callable[[Tokenizer], None] = lambda _: None) -> Path:
@@ -511,6 +521,8 @@ class DataSource(NamedTuple):
         shards = folder / "data"
         if not is_shards_folder(shards) or find_corruption(shards) is not None:
             tokenizer = self.tokenizer or train_run_tokenizer(folder, self.corpus, *self.new_tokenizer_args)
+            if self.data_options.add_words:
+                tokenizer = extend_word_tokenizer(tokenizer, self.corpus.texts())
             check_tokenizer_fn(tokenizer)
             if self.marks_salient:
                 say("Names, numbers and dates are marked as salient; `firth prepare --salient` can mark other spans.")
@@ -603,6 +615,8 @@ def plan_pretraining(
     tokenizer_path = tokenizer or checkpoint
     if tokenizer and checkpoint and load_tokenizer(tokenizer).fingerprint != load_tokenizer(checkpoint).fingerprint:
         raise UserError(f"{tokenizer} is not the tokenizer that {checkpoint} was trained with. Leave out --tokenizer.")
+    if data_options.add_words:
+        check_can_add_words(checkpoint, sources)
     if checkpoint and (data_options.vocab_size or data_options.lowercase):
         raise UserError(f"{checkpoint} keeps its tokenizer. Leave out --vocab-size and --lowercase.")
     mixed = parse_named_shards(sources)
@@ -613,7 +627,18 @@ def plan_pretraining(
     new = [tokenizer_kind(recipe.model, recipe.objective), data_options.vocab_size, data_options.lowercase]
     marks_salient = "salient" in recipe.objective.token_flags
     source = open_data_source(sources, tokenizer_path, data_options, new, marks_salient, list(mixed.values()))
-    return PretrainPlan(recipe, checkpoint is not None or "model.vocab_size" in changes, source, mixed)
+    keeps_vocab_size = (checkpoint is not None and not data_options.add_words) or "model.vocab_size" in changes
+    return PretrainPlan(recipe, keeps_vocab_size, source, mixed)
+
+
+def check_can_add_words(checkpoint: Path | None, sources: Sequence[str | Path]) -> None:
+    """Raise a UserError where --add-words has no word tokenizer to extend or no text to read."""
+    if checkpoint is None:
+        raise UserError("--add-words extends the vocabulary of a checkpoint. Leave it out for a new model.")
+    if (kind := load_tokenizer(checkpoint).kind) != "word":
+        raise UserError(f"--add-words is for word tokenizers; that of {checkpoint} is {kind}. Leave it out.")
+    if any(is_shards_folder(Path(source)) for source in sources):
+        raise UserError("--add-words needs text: the tokens of shards are fixed. Give --data TEXT.")
 
 
 def next_run_seed(checkpoint: Path) -> dict[str, int]:
@@ -787,11 +812,11 @@ def adapt_to_target_text(
 ) -> Path:
     """Pretrain on text of the task's domain (Howard & Ruder 2018, section 3.2); return the new checkpoint.
 
-    `options` are fields of the recipe.
+    A word tokenizer gets the words of the text. `options` are fields of the recipe.
     """
     folder = Path(f"{output_dir}-target")
     ulmfit: dict[str, Any] = {"layer_decay": 1 / 2.6, "lr_scheduler_type": "slanted-triangle"}
-    ulmfit |= {"adam_beta1": 0.7, "adam_beta2": 0.99}
+    ulmfit |= {"adam_beta1": 0.7, "adam_beta2": 0.99, "add_words": load_tokenizer(checkpoint).kind == "word"}
     pretrain(checkpoint, list(text), folder, resume=resume, overwrite=overwrite, **ulmfit | options)
     return folder / "final"
 

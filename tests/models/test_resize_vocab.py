@@ -53,6 +53,16 @@ def test_old_tokens_stay_and_new_ones_are_like_the_others(name: str, tmp_path: P
     assert load_model(tmp_path).config.vocab_size == NEW
 
 
+def test_without_noise_new_rows_are_the_mean() -> None:
+    """As in ULMFiT's program: `match_embeds` of fastai."""
+    model = make_model(CONFIGS["tied, with a bias"])
+    torch.nn.init.normal_(model.head.bias)
+    rows, bias = model.embed.tokens.weight.clone(), model.head.bias.clone()
+    grow_vocabulary(model, NEW, noise_ratio=0.0)
+    assert_close(model.embed.tokens.weight[V:], rows.mean(0).expand(NEW - V, -1))
+    assert_close(model.head.bias[V:], bias.mean().expand(NEW - V))
+
+
 def test_the_seed_decides() -> None:
     def new(seed: int) -> torch.Tensor:
         torch.manual_seed(0)

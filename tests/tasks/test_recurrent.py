@@ -29,6 +29,7 @@ from firth.text import Example
 from firth.tokens import load_tokenizer, train_tokenizer
 from firth.train import Recipe, TrainingConfig, load_recipe
 from firth.train.optim import learning_rate_at
+from firth.train.pretrain import build_pretrain_model
 from firth.train.unfreeze import FreezeSchedule, trainable_parameters
 
 SMALL: dict[str, Any] = {"per_device_train_batch_size": 4, "max_seq_length": 16, "eval_steps": 4, "save_steps": 4}
@@ -238,7 +239,10 @@ def test_three_stages_forward_and_backward_and_both_together(
         )  # fmt: skip
         assert scores(found)["accuracy"] > 0.6
         assert (tmp_path / f"{way}-target" / "final").is_dir()
-        assert load_recipe(tmp_path / f"{way}-target" / "recipe.yaml", Recipe).device == "cpu", "all stages are there"
+        second = load_recipe(tmp_path / f"{way}-target" / "recipe.yaml", Recipe)
+        assert second.device == "cpu", "all stages are there"
+        assert second.learning_rate == 4e-3, "the rate of the paper, section 4.1"
+        assert {"saw", "today"} <= load_tokenizer(out / "final").backend.get_vocab().keys()
         tuned[way] = out / "final"
     assert (
         load_tokenizer(tuned["backward"]).encode("the cat") == load_tokenizer(tuned["backward"]).encode("cat the")[::-1]
@@ -257,6 +261,45 @@ def test_three_stages_forward_and_backward_and_both_together(
     ]
     for first, second, mean in zip(*rows, strict=True):
         assert mean == {k: pytest.approx((first[k] + second[k]) / 2) for k in mean}
+
+
+def test_new_words_of_the_target_are_appended_and_training_on_them_is_exact(
+    run_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Old text keeps its ids, new vectors start at the mean of the old ones, and a stopped run resumes bit-exactly."""
+    general = run_of("ulmfit-tiny") / "final"
+    own = tmp_path / "own.txt"
+    own.write_text("\n\n".join(f"the zebra saw a red gnu {i} near home ." * 8 for i in range(30)), encoding="utf-8")
+    options: dict[str, Any] = {**SMALL, "max_steps": 8, "save_total_limit": 0, "add_words": True}
+    api.pretrain(general, own, tmp_path / "whole", **options)
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    for gone in ("checkpoint-8", "final"):
+        shutil.rmtree(tmp_path / "again" / gone)
+    (tmp_path / "again" / "results.json").unlink()
+    api.pretrain(general, own, tmp_path / "again", resume=True, **options)
+    whole, again = (load_file(tmp_path / run / "final" / "model.safetensors") for run in ("whole", "again"))
+    assert all(whole[key].equal(again[key]) for key in whole)
+
+    before, after = load_tokenizer(general), load_tokenizer(tmp_path / "whole" / "final")
+    assert {"zebra", "gnu"} <= after.backend.get_vocab().keys() - before.backend.get_vocab().keys()
+    for text in ("the red fox sat near a river.", "unheard the words", "<unk> </s>"):
+        assert after.encode(text) == before.encode(text)
+    assert after.encode("the zebra")[1] >= before.vocab.size
+    recipe = load_recipe(tmp_path / "whole" / "recipe.yaml", Recipe)
+    model, old = build_pretrain_model(recipe, after), load_model(general)
+    assert model.config.vocab_size == after.vocab.size
+    rows, size = model.embed.tokens.weight, before.vocab.size
+    assert_close(rows[:size], old.embed.tokens.weight)
+    assert_close(rows[size:], rows[:size].mean(0).expand(after.vocab.size - size, -1))
+
+
+def test_where_no_words_can_be_added(run_of: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="extends the vocabulary of a checkpoint"):
+        api.pretrain("ulmfit-tiny", text, tmp_path / "run", add_words=True)
+    with pytest.raises(UserError, match="is for word tokenizers"):
+        api.pretrain(run_of("elmo-tiny") / "final", text, tmp_path / "run", add_words=True)
+    with pytest.raises(UserError, match="needs text"):
+        api.pretrain(run_of("ulmfit-tiny") / "final", run_of("ulmfit-tiny") / "data", tmp_path / "run", add_words=True)
 
 
 def test_a_backward_tokenizer_reads_from_the_end() -> None:

@@ -543,6 +543,9 @@ class PrepareOptions(TextArguments, OutputOptions):
 @dataclass(kw_only=True)
 class PretrainOptions(PretrainDataOptions, ResumeOptions):
     output_dir: str = option(..., "Write the run to this folder.", "FOLDER")
+    add_words: bool = option(
+        False, "Add the text's words to the word tokenizer of the checkpoint (ULMFiT).", common=False
+    )
 
 
 @dataclass(kw_only=True)

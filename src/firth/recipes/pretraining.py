@@ -81,7 +81,12 @@ def default_warm_start(recipe: Recipe) -> Literal["none", "ppmi"]:
 
 
 def continued_defaults(model: ModelConfig) -> dict[str, Any]:
-    """Return the optimizer and learning rate for continued pretraining."""
+    """Return the optimizer and learning rate for continued pretraining.
+
+    An AWD-LSTM has the rate of ULMFiT's second stage, 0.004 (Howard & Ruder 2018, section 4.1).
+    """
+    if isinstance(model.recurrent, AWDLSTMConfig):
+        return {"optim": "adamw", "learning_rate": 4e-3}
     return {"optim": "adamw", "learning_rate": scale_rate_to_width(1e-3, model, 0.75)}
 
 

@@ -11,7 +11,7 @@ from firth.tokens.shards import Shards, ShardSet, is_shards_folder, open_shards
 from firth.tokens.stream import StreamDataset
 from firth.tokens.template import SequenceTemplate
 from firth.tokens.tokenizer import TokenIds, Tokenizer, Vocabulary, load_tokenizer
-from firth.tokens.train import retrain_tokenizer, tokenizer_from_words, train_tokenizer
+from firth.tokens.train import extend_word_tokenizer, retrain_tokenizer, tokenizer_from_words, train_tokenizer
 
 __all__ = [
     "TOKENIZER_KINDS",
@@ -33,6 +33,7 @@ __all__ = [
     "Vocabulary",
     "WordCharIds",
     "encode_word_chars",
+    "extend_word_tokenizer",
     "is_shards_folder",
     "load_tokenizer",
     "open_shards",

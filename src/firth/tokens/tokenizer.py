@@ -148,6 +148,17 @@ class Tokenizer:
         all_tokens = [*old_tokens, *(token for token in new_tokens if token not in old_tokens)]
         return Tokenizer(backend, self.special_tokens, self.config | {key: all_tokens})
 
+    def with_words(self, new_words: Sequence[str]) -> Tokenizer:
+        """Return a word tokenizer with more words, at the end: a text without new words keeps its ids.
+
+        The pre-tokenizer splits first, and each word is looked up as a whole. So only words change that were unknown.
+        Pieces of other kinds of tokenizers compete with each other, and a new one would change the ids of known text.
+        """
+        state = json.loads(self.backend.to_str())
+        assert state["model"]["type"] == "WordLevel"
+        state["model"]["vocab"] |= {word: self.vocab.size + i for i, word in enumerate(new_words)}
+        return Tokenizer(Backend.from_str(json.dumps(state)), self.special_tokens, self.config)
+
     def to_reversed(self) -> Tokenizer:
         """Return the tokenizer of a model that reads every text from its end to its beginning."""
         return Tokenizer(self.backend, self.special_tokens, self.config | {"backward": True})

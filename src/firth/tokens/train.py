@@ -41,6 +41,8 @@ PASSAGE_CHARS = 1 << 16  # characters: a longer text is sampled in parts
 # Bytes of memory per byte of text: measured on some megabytes of documentation, rounded up. Longer texts have fewer new
 # words and need less; a text in which every word is new needs up to three times as much.
 TRAIN_MEMORY_PER_TEXT_BYTE = {"BPE": 40, "WordPiece": 40, "Unigram": 150, "WordLevel": 20}
+MIN_NEW_WORD_COUNT = 2  # occurrences of a word that is added to a vocabulary (`tok2id` of ULMFiT's program)
+MAX_NEW_WORDS = 30_000  # words added to a vocabulary at most (the same)
 MAX_TRAINING_WORD_CHARS = 1000  # characters: longer words are cut, because a merge scans the whole word
 LONG_WORD_REGEX = re.compile(rf"\S{{{MAX_TRAINING_WORD_CHARS + 1},}}")
 MAX_TEXT_BYTES = 8e9  # bytes: the library counts pairs in 32 bits
@@ -75,6 +77,22 @@ def train_tokenizer(
     backend = build_untrained(kind, SplitOptions(lowercase, pattern, byte_fallback))
     learned = train_backend(backend, texts, kind, vocab_size, max_memory, seed)
     return Tokenizer(learned, TOKENIZER_KINDS[kind].special_tokens, default_tokenizer_config(kind))
+
+
+def extend_word_tokenizer(tokenizer: Tokenizer, texts: Iterable[str]) -> Tokenizer:
+    """Return a word tokenizer with the words of another text added, the most frequent first (ULMFiT's second stage).
+
+    A word must occur twice, and at most 30,000 are added, as in the published program. Known words keep their ids.
+    """
+    layout = read_vocab_layout(json.loads(tokenizer.backend.to_str()))
+    counts, known = count_split_words(layout, texts), tokenizer.backend.get_vocab()
+    unknown = [(word, n) for word, n in sort_by_count(counts) if word not in known]
+    new = [word for word, n in unknown if n >= MIN_NEW_WORD_COUNT][:MAX_NEW_WORDS]
+    total, missing = sum(counts.values()), sum(n for _, n in unknown)
+    left = missing - sum(counts[word] for word in new)
+    shares = f"{missing / max(total, 1):.1%} of the text was unknown, now {left / max(total, 1):.1%}"
+    say(f"{format_count(len(new), 'word')} of the text added to the vocabulary of {tokenizer.vocab.size:,}: {shares}.")
+    return tokenizer.with_words(new)
 
 
 def tokenizer_from_words(words: Iterable[str], lowercase: bool = False) -> Tokenizer:

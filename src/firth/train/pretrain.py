@@ -27,12 +27,14 @@ from firth.models import (
     Model,
     check_distillation_pair,
     distillation_losses,
+    grow_vocabulary,
     init_from_teacher,
     load_generation_tokens,
     load_model,
     load_weights,
     make_model,
     ppmi_embeddings,
+    read_config,
     read_tensors,
     set_token_embeddings,
     warm_start_embeddings,
@@ -282,10 +284,14 @@ def write_final_model(model: Model, folder: Path, dist_context: DistContext = SI
 def build_pretrain_model(recipe: Recipe, tokenizer: Tokenizer, teacher: Model | None = None) -> Model:
     """Build the model of step 0: initialized from the seed, a checkpoint or a teacher."""
     torch.manual_seed(recipe.seed)
-    model = make_model(recipe.model)
+    num_tokens = recipe.model.vocab_size
+    if recipe.checkpoint:  # a tokenizer with added words is larger than the checkpoint's
+        num_tokens = min(num_tokens, read_config(recipe.checkpoint).vocab_size)
+    model = make_model(replace(recipe.model, vocab_size=num_tokens))
     if recipe.checkpoint:
         load_weights(model, read_tensors(Path(recipe.checkpoint)), recipe.checkpoint)
         load_generation_tokens(model, Path(recipe.checkpoint))
+        grow_vocabulary(model, recipe.model.vocab_size, noise_ratio=0.0)
     elif teacher is not None:
         init_from_teacher(model, teacher)
     model.tokenizer, model.objective = tokenizer, describe_objective(recipe.objective)
