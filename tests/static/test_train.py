@@ -98,6 +98,16 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(recipe: Vectors, data: Path, 
     assert read_log(tmp_path / "cut" / "log.jsonl") == read_log(tmp_path / "whole" / "log.jsonl")
 
 
+@pytest.mark.parametrize(("eta", "diverges"), [(0.05, False), (50.0, True)])
+def test_a_rate_that_is_too_high_is_reported_once(
+    eta: float, diverges: bool, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(GloVeRecipe(**SMALL, eta=eta), data, tmp_path)
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("the run diverges. Lower eta, which is 50.") == diverges
+    assert np.isfinite(weights(tmp_path)).all()
+
+
 def test_with_several_workers_no_text_is_read_twice(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

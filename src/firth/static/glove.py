@@ -6,7 +6,7 @@ factorise log X by weighted least squares (equation 8):
     loss = sum over X[i, j] > 0 of f(X[i, j]) (w_i . c_j + b_i + bc_j - log X[i, j])^2 / 2
     f(x) = min((x / x_max)^0.75, 1)                 (equation 9: rare counts are noisy)
 
-AdaGrad updates one record after the other. A word's final vector is w + c (section 4.2). An epoch's cost grows
+AdaGrad updates one record after the other, with the steps of the published program (`train_glove`). A word's final vector is w + c (section 4.2). An epoch's cost grows
 with the number of distinct pairs, not of tokens.
 
 X is symmetric and does not fit into memory for a large text. A record holds each pair once, its smaller word first.
@@ -27,6 +27,7 @@ from numba import njit
 KEY_MULTIPLIER = 0x9E3779B97F4A7C15
 KEY_INVERSE = pow(KEY_MULTIPLIER, -1, 2**64)
 RECORD_DTYPE = np.dtype([("key", "<u8"), ("value", "<f4")])
+MAX_GRADIENT = 100.0  # limit of each element of a gradient
 DEFAULT_ETA, DEFAULT_X_MAX, DEFAULT_WEIGHTING_EXPONENT = 0.05, 100.0, 0.75  # section 4.2
 
 
@@ -144,10 +145,39 @@ def init_glove_state(num_words: int, dim: int, seed: int) -> dict[str, np.ndarra
     return state | {f"{name}/squares": np.ones(shape, np.float32) for name, shape in shapes.items()}
 
 
+def untrained_loss(value_R: np.ndarray, x_max: float, exponent: float) -> float:
+    """Return the mean loss of vectors and biases that are 0."""
+    x_R = value_R.astype(np.float64)
+    return float(np.mean(0.5 * np.minimum((x_R / x_max) ** exponent, 1.0) * np.log(x_R) ** 2))
+
+
+@njit(inline="always", fastmath=True)
+def _adagrad_step(w_D, c_D, w2_D, c2_D, g, eta, limit):
+    """Update a word and a context vector by the error's gradient, each element clipped to the limit (0: none)."""
+    for d in range(len(w_D)):
+        to_w, to_c = g * c_D[d], g * w_D[d]
+        if limit:
+            to_w, to_c = min(max(to_w, -limit), limit), min(max(to_c, -limit), limit)
+        to_w, to_c = eta * to_w, eta * to_c
+        w_D[d] -= to_w / np.sqrt(w2_D[d])
+        c_D[d] -= to_c / np.sqrt(c2_D[d])
+        w2_D[d] += to_w * to_w
+        c2_D[d] += to_c * to_c
+
+
 @njit(nogil=True, fastmath=True, cache=True)
-def train_glove(first_R, second_R, value_R, w, c, b, bc, w2, c2, b2, bc2, learning_rate, x_max, exponent):
-    """Train on records in place by AdaGrad, each in both directions; return the sum of the losses and their number."""
+def train_glove(first_R, second_R, value_R, w, c, b, bc, w2, c2, b2, bc2, eta, x_max, exponent):
+    """Train on records in place by AdaGrad, each in both directions; return the sum of the losses and their number.
+
+    The steps are those of the published program, which differ from plain AdaGrad in three ways:
+
+    - The sums of squares of the vectors hold (eta g)^2, and not g^2: at eta 0.05 the rate decays 400 times later.
+    - The biases take steps of rate 1: they soon hold the logarithms of the words' frequencies, and leave the vectors
+      the rest.
+    - Each element of a gradient is clipped. Only a run that diverges reaches the limit.
+    """
     total, num = 0.0, 0
+    limit = np.float32(MAX_GRADIENT)
     for r in range(len(first_R)):
         same = first_R[r] == second_R[r]
         x = value_R[r] * np.float32(2 if same else 1)  # X[i, i] counts both directions
@@ -155,20 +185,20 @@ def train_glove(first_R, second_R, value_R, w, c, b, bc, w2, c2, b2, bc2, learni
         logarithm = np.float32(np.log(x))
         for direction in range(1 if same else 2):
             i, j = (first_R[r], second_R[r]) if direction == 0 else (second_R[r], first_R[r])
-            inner = b[i] + bc[j] - logarithm
+            error, squares = b[i] + bc[j] - logarithm, np.float32(0)
             for d in range(w.shape[1]):
-                inner += w[i, d] * c[j, d]
-            g = weight * inner
-            total += 0.5 * g * inner
+                error += w[i, d] * c[j, d]
+                squares += w[i, d] * w[i, d] + c[j, d] * c[j, d]
+            g = weight * error
+            total += 0.5 * g * error
             num += 1
-            for d in range(w.shape[1]):
-                to_w, to_c = g * c[j, d], g * w[i, d]
-                w[i, d] -= learning_rate * to_w / np.sqrt(w2[i, d])
-                c[j, d] -= learning_rate * to_c / np.sqrt(c2[j, d])
-                w2[i, d] += to_w * to_w
-                c2[j, d] += to_c * to_c
-            b[i] -= learning_rate * g / np.sqrt(b2[i])
-            bc[j] -= learning_rate * g / np.sqrt(bc2[j])
+            if g * g * squares <= limit * limit:  # no element is longer than its vector
+                _adagrad_step(w[i], c[j], w2[i], c2[j], g, eta, np.float32(0))
+            else:
+                _adagrad_step(w[i], c[j], w2[i], c2[j], g, eta, limit)
+            g = min(max(g, -limit), limit)
+            b[i] -= g / np.sqrt(b2[i])
+            bc[j] -= g / np.sqrt(bc2[j])
             b2[i] += g * g
             bc2[j] += g * g
     return total, num

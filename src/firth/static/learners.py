@@ -7,6 +7,7 @@ W words of a chunk of text, N words of the model, D dimensions of a vector, K no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -41,6 +42,7 @@ class WordVectorTrainer(Protocol):
     num_steps: int
     tokens_per_step: int
     total_tokens: int  # tokens of all steps
+    untrained_loss: float  # of vectors that are 0: a loss far above it shows that training diverges
 
     @property
     def recipe(self) -> WordVectorRecipe: ...
@@ -67,6 +69,7 @@ class Word2VecTrainer:
         self.outputs_ND = np.zeros_like(self.inputs_ND)
         self.noise_table = word2vec.build_alias_table(word_vocab.counts, recipe.ns_exponent)
         self.keep_prob_N = word2vec.keep_probabilities(word_vocab.counts, recipe.sample)
+        self.untrained_loss = math.log(2) * (recipe.negative + 1) if recipe.negative else math.log(num)
         self.num_chunks = count_chunks(shards)
         self.total_chunks = count_total_chunks(recipe, self.num_chunks)
         self.num_steps = -(-self.total_chunks // CHUNKS_PER_STEP)
@@ -191,6 +194,7 @@ class GloVeTrainer:
     def __init__(self, records: np.ndarray, word_vocab: WordVocabulary, recipe: GloVeRecipe) -> None:
         self.records, self.word_vocab, self.recipe = records, word_vocab, recipe
         self.arrays = glove.init_glove_state(len(word_vocab.counts), recipe.vector_size, recipe.seed)
+        self.untrained_loss = glove.untrained_loss(records["value"][:RECORDS_PER_CHUNK], recipe.x_max, recipe.alpha)
         self.num_chunks = -(-len(records) // RECORDS_PER_CHUNK)
         self.total_chunks = count_total_chunks(recipe, self.num_chunks)
         self.num_steps = -(-self.total_chunks // CHUNKS_PER_STEP)

@@ -57,6 +57,8 @@ from firth.train.loop import Interrupted, SpeedMeter, handle_stop_signals
 
 MIN_WORD2VEC_TOKENS, MAX_EPOCHS = 20_000_000, 50  # default of word2vec's epochs: tokens to read in all, and the limit
 MAX_TIMING_SECONDS = 4.0  # longest timing of steps for `minutes`
+DIVERGENCE_FACTOR = 3.0  # a loss of so many times that of untrained vectors is reported as divergence
+RATE_NAMES: dict[type[WordVectorRecipe], str] = {Word2VecRecipe: "alpha", GloVeRecipe: "eta"}  # learning rates
 VECTOR_STATE_FILE = "state.safetensors"
 
 
@@ -195,7 +197,7 @@ def fit_word_vectors(trainer: WordVectorTrainer, folder: Path, resume: bool) -> 
             array[:] = saved[name]
         upload_state(trainer)
         say(f"going on from {found}")
-    line, loss, per_second = StatusLine(), math.nan, 0.0
+    line, loss, per_second, diverged = StatusLine(), math.nan, 0.0, False
     speed = SpeedMeter(first, first * trainer.tokens_per_step)
     with (
         RunLog(folder / "log.jsonl", first) as log,
@@ -206,7 +208,13 @@ def fit_word_vectors(trainer: WordVectorTrainer, folder: Path, resume: bool) -> 
             total, guesses = trainer.step(number, pool)
             loss, step = total / max(guesses, 1), number + 1
             if not math.isfinite(loss):
-                raise UserError(f"The loss is {loss} at step {step}. Lower the rate (alpha of word2vec, eta of GloVe).")
+                raise UserError(f"The loss is {loss} at step {step}. Lower {RATE_NAMES[type(recipe)]}.")
+            if loss > max(DIVERGENCE_FACTOR * trainer.untrained_loss, 1.0) and not diverged:
+                warn(
+                    f"The loss is {loss:.3g} at step {step}, and {trainer.untrained_loss:.3g} without training: the run "
+                    f"diverges. Lower {RATE_NAMES[type(recipe)]}, which is {trainer.learning_rate(number):g}."
+                )
+                diverged = True
             tokens = min(step * trainer.tokens_per_step, trainer.total_tokens)
             log.write(step=step, loss=loss, learning_rate=trainer.learning_rate(number), tokens=tokens)
             per_second, a_step = speed.measure(step, tokens)
