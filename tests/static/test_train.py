@@ -65,6 +65,7 @@ LEARNERS = [
     Word2VecRecipe(**SMALL),
     Word2VecRecipe(**SMALL, sg=0),
     Word2VecRecipe(**SMALL, negative=0),
+    Word2VecRecipe(**SMALL, hs=1),
     Word2VecRecipe(**SMALL, phrases=1, threshold=0.3),
     GloVeRecipe(**SMALL),
 ]
@@ -83,7 +84,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
         monkeypatch.setattr(kind, "step", step)
 
 
-@pytest.mark.parametrize("recipe", LEARNERS, ids=["skip-gram", "cbow", "softmax", "phrases", "glove"])
+@pytest.mark.parametrize("recipe", LEARNERS, ids=["skip-gram", "cbow", "softmax", "hs", "phrases", "glove"])
 def test_a_resumed_run_is_the_same_to_the_last_bit(recipe: Vectors, data: Path, tmp_path: Path) -> None:
     whole = run(recipe, data, tmp_path / "whole")
     with pytest.MonkeyPatch.context() as patch:
@@ -96,6 +97,23 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(recipe: Vectors, data: Path, 
     assert resumed["eval_loss"] == whole["eval_loss"]
     np.testing.assert_array_equal(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
     assert read_log(tmp_path / "cut" / "log.jsonl") == read_log(tmp_path / "whole" / "log.jsonl")
+
+
+@pytest.mark.parametrize("sg", [0, 1])
+def test_hierarchical_softmax_starts_at_the_mean_code_length(sg: int, data: Path) -> None:
+    """Output vectors start at 0, so each of the binary decisions on a word's path costs ln 2."""
+    shards = open_shards(data)
+    lexicon = build_word_vocabulary(shards.train, shards.tokenizer, 1)
+    learner = Word2VecTrainer(shards.train, lexicon, Word2VecRecipe(epochs=1, sample=0.0, window=1, sg=sg, hs=1))
+    parts = [
+        learner.train_words(*learner.read_subsampled(chunk)[:2], 0.0, chunk) for chunk in range(learner.num_chunks)
+    ]
+    total, guesses = learners.sum_losses(parts)
+    assert total / guesses == pytest.approx(learner.untrained_loss, rel=0.02)  # words at document ends predict less
+    assert learner.untrained_loss < np.log(len(lexicon.counts)) * 1.1
+    first, last = learner.step(0, ThreadPoolExecutor(1)), learner.held_out_loss(shards.train)
+    assert last is not None
+    assert last < first[0] / first[1]
 
 
 @pytest.mark.parametrize(("eta", "diverges"), [(0.05, False), (50.0, True)])

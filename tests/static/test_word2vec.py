@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,16 @@ def arrays(num: int, dim: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 def only(word: int, num: int) -> word2vec.AliasTable:
     """Noise that is always the same word."""
     return word2vec.build_alias_table(np.eye(num, dtype=np.int64)[word])
+
+
+def noise(word: int, num: int) -> tuple[word2vec.AliasTable, word2vec.HuffmanTree]:
+    return only(word, num), word2vec.NO_TREE
+
+
+def path(tree: word2vec.HuffmanTree, word: int) -> list[tuple[int, int]]:
+    """Inner nodes and signs of a word, root first."""
+    where = slice(tree.start[word], tree.start[word + 1])
+    return list(zip(tree.node[where].tolist(), tree.code[where].astype(int).tolist(), strict=True))
 
 
 def test_one_guess_moves_by_the_gradient_of_the_formula() -> None:
@@ -48,9 +60,10 @@ def test_a_guess_among_all_words_moves_by_the_gradient_of_the_softmax() -> None:
 
 
 @pytest.mark.parametrize("skip_gram", [True, False])
-@pytest.mark.parametrize("negative", [0, 1])
-def test_a_text_is_learned_window_by_window(skip_gram: bool, negative: int) -> None:
+@pytest.mark.parametrize("loss_kind", ["negative", "full", "hierarchical"])
+def test_a_text_is_learned_window_by_window(skip_gram: bool, loss_kind: str) -> None:
     """Window 1 has one size, and the noise is always word 3: nothing is left to chance."""
+    tree = word2vec.build_huffman_tree(np.array([5, 1, 1, 3])) if loss_kind == "hierarchical" else word2vec.NO_TREE
     words, doc = np.array([0, 1, 2, 0], np.int32), np.array([0, 0, 0, 1], np.int32)
     inputs, outputs = arrays(4, 5)
     a, b = torch.tensor(inputs), torch.tensor(outputs)
@@ -59,26 +72,55 @@ def test_a_text_is_learned_window_by_window(skip_gram: bool, negative: int) -> N
         for context in [[c] for c in around] if skip_gram else [around]:
             x = a[context].mean(0).requires_grad_()
             out = b.clone().requires_grad_()
-            if negative:
+            if loss_kind == "negative":
                 loss = F.softplus(-x @ out[middle]) + F.softplus(x @ out[3])
+            elif loss_kind == "hierarchical":
+                loss = -torch.stack([F.logsigmoid(sign * x @ out[node]) for node, sign in path(tree, middle)]).sum()
             else:
                 loss = F.cross_entropy(out @ x, torch.tensor(middle))
             loss.backward()
             b -= RATE * out.grad
             a[context] -= RATE * x.grad  # the whole gradient of the mean to each, as in the original
             total, guesses = total + loss.item(), guesses + 1
-    how = (1, skip_gram, negative, RATE, *only(3, 4), np.uint64(7))
+    how = (1, skip_gram, int(loss_kind == "negative"), RATE, only(3, 4), tree, np.uint64(7))
     found = word2vec.train_word2vec(words, doc, inputs, outputs, *how)
     assert found == (pytest.approx(total, abs=1e-4), guesses)
     np.testing.assert_allclose(inputs, a, atol=2e-5)
     np.testing.assert_allclose(outputs, b, atol=2e-5)
 
 
+def test_the_huffman_tree_by_hand() -> None:
+    """1 + 2 is node 0, with 3 node 1, with 5 the root, node 2. The word without a count has no path."""
+    tree = word2vec.build_huffman_tree(np.array([5, 1, 0, 3, 2]))
+    nodes = [[node for node, _ in path(tree, word)] for word in range(5)]
+    assert nodes == [[2], [2, 1, 0], [], [2, 1], [2, 1, 0]]
+    signs = [[sign for _, sign in path(tree, word)] for word in (1, 4)]
+    assert signs[0][:2] == signs[1][:2]
+    assert {signs[0][2], signs[1][2]} == {1, -1}
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 500])
+def test_paths_are_the_shortest_code_and_their_probabilities_sum_to_one(num: int) -> None:
+    draw = np.random.default_rng(num)
+    counts = np.append(draw.integers(1, 100, num) ** 2, 0)
+    tree = word2vec.build_huffman_tree(counts)
+    heap, shortest = sorted(counts[:-1].tolist()), 0  # Huffman 1952, by a heap
+    while len(heap) > 1:
+        both = heapq.heappop(heap) + heapq.heappop(heap)
+        shortest += both
+        heapq.heappush(heap, both)
+    assert tree.mean_path_length(counts) == pytest.approx(shortest / counts.sum())
+    assert len(set(tree.node.tolist())) == num - 1
+    x, outputs = draw.normal(size=8), draw.normal(size=(num, 8))
+    probability = [np.prod([1 / (1 + np.exp(-s * (outputs[n] @ x))) for n, s in path(tree, w)]) for w in range(num)]
+    assert sum(probability) == pytest.approx(1)
+
+
 def test_windows_have_every_size_equally_often() -> None:
     """Around a word in the middle of a long text, sizes 1 to 4 give 2, 4, 6 or 8 guesses: 5 on average."""
     words, doc = np.zeros(40_000, np.int32), np.zeros(40_000, np.int32)
     inputs, outputs = np.zeros((2, 1), np.float32), np.zeros((2, 1), np.float32)
-    _, guesses = word2vec.train_word2vec(words, doc, inputs, outputs, 4, True, 1, RATE, *only(1, 2), np.uint64(1))
+    _, guesses = word2vec.train_word2vec(words, doc, inputs, outputs, 4, True, 1, RATE, *noise(1, 2), np.uint64(1))
     assert guesses / 40_000 == pytest.approx(5, abs=0.05)
 
 
@@ -86,7 +128,10 @@ def test_a_single_word_teaches_nothing() -> None:
     inputs, outputs = arrays(3, 2)
     before = inputs.copy()
     words, doc = np.array([0, 1, 2], np.int32), np.array([0, 1, 2], np.int32)
-    assert word2vec.train_word2vec(words, doc, inputs, outputs, 5, True, 1, RATE, *only(0, 3), np.uint64(1)) == (0.0, 0)
+    assert word2vec.train_word2vec(words, doc, inputs, outputs, 5, True, 1, RATE, *noise(0, 3), np.uint64(1)) == (
+        0.0,
+        0,
+    )
     np.testing.assert_array_equal(inputs, before)
 
 

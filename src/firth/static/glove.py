@@ -6,8 +6,8 @@ factorise log X by weighted least squares (equation 8):
     loss = sum over X[i, j] > 0 of f(X[i, j]) (w_i . c_j + b_i + bc_j - log X[i, j])^2 / 2
     f(x) = min((x / x_max)^0.75, 1)                 (equation 9: rare counts are noisy)
 
-AdaGrad updates one record after the other, with the steps of the published program (`train_glove`). A word's final vector is w + c (section 4.2). An epoch's cost grows
-with the number of distinct pairs, not of tokens.
+AdaGrad updates one record after the other, with the steps of the published program (`train_glove`). A word's final
+vector is w + c (section 4.2). An epoch's cost grows with the number of distinct pairs, not of tokens.
 
 X is symmetric and does not fit into memory for a large text. A record holds each pair once, its smaller word first.
 Records are sorted, summed and spilled to disk whenever a buffer is full, then the sorted runs are merged.

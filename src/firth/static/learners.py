@@ -69,7 +69,10 @@ class Word2VecTrainer:
         self.outputs_ND = np.zeros_like(self.inputs_ND)
         self.noise_table = word2vec.build_alias_table(word_vocab.counts, recipe.ns_exponent)
         self.keep_prob_N = word2vec.keep_probabilities(word_vocab.counts, recipe.sample)
+        self.tree = word2vec.build_huffman_tree(word_vocab.counts) if recipe.hs else word2vec.NO_TREE
         self.untrained_loss = math.log(2) * (recipe.negative + 1) if recipe.negative else math.log(num)
+        if recipe.hs:
+            self.untrained_loss = math.log(2) * self.tree.mean_path_length(word_vocab.counts)
         self.num_chunks = count_chunks(shards)
         self.total_chunks = count_total_chunks(recipe, self.num_chunks)
         self.num_steps = -(-self.total_chunks // CHUNKS_PER_STEP)
@@ -105,8 +108,8 @@ class Word2VecTrainer:
 
     def train_words(self, words_W: np.ndarray, doc_W: np.ndarray, learning_rate: float, seed: int) -> tuple[float, int]:
         r = self.recipe
-        how = (r.window, bool(r.sg), r.negative, np.float32(learning_rate), *self.noise_table, np.uint64(seed))
-        return word2vec.train_word2vec(words_W, doc_W, self.inputs_ND, self.outputs_ND, *how)
+        how = (r.window, bool(r.sg), r.num_noise_words, np.float32(learning_rate), self.noise_table, self.tree)
+        return word2vec.train_word2vec(words_W, doc_W, self.inputs_ND, self.outputs_ND, *how, np.uint64(seed))
 
     def step(self, step: int, pool: ThreadPoolExecutor) -> tuple[float, int]:
         turns = range(step * CHUNKS_PER_STEP, min((step + 1) * CHUNKS_PER_STEP, self.total_chunks))
@@ -127,7 +130,8 @@ class Word2VecTrainer:
         return {"inputs": self.inputs_ND, "outputs": self.outputs_ND}
 
     def to_model(self) -> Model:
-        return make_bag_model(self.word_vocab.tokenizer, self.inputs_ND, self.outputs_ND, self.recipe.bigrams)
+        outputs_ND = None if self.recipe.hs else self.outputs_ND  # vectors of inner nodes predict no words
+        return make_bag_model(self.word_vocab.tokenizer, self.inputs_ND, outputs_ND, self.recipe.bigrams)
 
 
 class Word2VecCudaTrainer(Word2VecTrainer):

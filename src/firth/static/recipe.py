@@ -64,7 +64,8 @@ class Word2VecRecipe(WordVectorRecipe):
 
     epochs: int = 0  # 0: 5; on a small text as many as read 20 million tokens, at most 50
     sg: int = 1  # 1: skip-gram, 0: CBOW
-    negative: int = 5  # noise words per prediction; 0: full softmax, for small vocabularies
+    hs: int = 0  # 1: hierarchical softmax in place of noise words
+    negative: int = 5  # noise words per prediction; 0: full softmax, for small vocabularies; not read with hs=1
     ns_exponent: float = 0.75
     sample: float = 1e-3  # subsampling threshold, as a share of the text; 0: keep every word
     alpha: float = 0.025
@@ -73,11 +74,18 @@ class Word2VecRecipe(WordVectorRecipe):
     threshold: float = 10.0  # minimum phrase score, on gensim's scale
     device: Literal["cpu", "cuda"] = "cpu"
 
+    @property
+    def num_noise_words(self) -> int:
+        """Noise words per prediction; 0: full or hierarchical softmax."""
+        return 0 if self.hs else self.negative
+
     def check(self) -> None:
         super().check()
         if self.sg not in (0, 1):
             raise UserError(f"sg is {self.sg}, and must be 1 (skip-gram) or 0 (CBOW).")
-        if self.device == "cuda" and not (self.negative and torch.cuda.is_available()):
+        if self.hs not in (0, 1):
+            raise UserError(f"hs is {self.hs}, and must be 1 (hierarchical softmax) or 0 (noise words).")
+        if self.device == "cuda" and not (self.num_noise_words and torch.cuda.is_available()):
             raise UserError("device=cuda is for learning with noise words (negative=5), on a machine with a GPU.")
 
 

@@ -103,7 +103,8 @@ def train_word_vectors(folder: Path, recipe: WordVectorRecipe, resume: bool, sta
     num = len(lexicon.counts) - len(lexicon.tokenizer.vocab.special_ids)
     recipe = replace(recipe, epochs=recipe.epochs or default_epochs(text.num_tokens))
     say(f"{num:,} words with {recipe.vector_size} numbers each, {format_count(recipe.workers, 'worker')}")
-    if isinstance(recipe, Word2VecRecipe) and recipe.device == "cpu" and recipe.negative and torch.cuda.is_available():
+    is_word2vec_on_cpu = isinstance(recipe, Word2VecRecipe) and recipe.device == "cpu" and recipe.num_noise_words
+    if is_word2vec_on_cpu and torch.cuda.is_available():
         say("this machine has a GPU: device=cuda learns there, which is faster on a long text")
     if not (recipe.max_steps or recipe.minutes):
         say(f"{text.num_tokens:,} tokens, read {format_count(recipe.epochs, 'time')}")
@@ -211,8 +212,8 @@ def fit_word_vectors(trainer: WordVectorTrainer, folder: Path, resume: bool) -> 
                 raise UserError(f"The loss is {loss} at step {step}. Lower {RATE_NAMES[type(recipe)]}.")
             if loss > max(DIVERGENCE_FACTOR * trainer.untrained_loss, 1.0) and not diverged:
                 warn(
-                    f"The loss is {loss:.3g} at step {step}, and {trainer.untrained_loss:.3g} without training: the run "
-                    f"diverges. Lower {RATE_NAMES[type(recipe)]}, which is {trainer.learning_rate(number):g}."
+                    f"The loss is {loss:.3g} at step {step}, and {trainer.untrained_loss:.3g} without training: "
+                    f"the run diverges. Lower {RATE_NAMES[type(recipe)]}, which is {trainer.learning_rate(number):g}."
                 )
                 diverged = True
             tokens = min(step * trainer.tokens_per_step, trainer.total_tokens)

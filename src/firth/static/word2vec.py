@@ -8,6 +8,12 @@ logistic regressions: tell the true word from K noise words, drawn in proportion
 
     loss = -log sigmoid(x . y_true) - sum over noise words of log sigmoid(-x . y_noise)
 
+Hierarchical softmax (2013a, section 3; 2013b, section 2.1) is an exact distribution at the cost of log N dot products.
+The words are the leaves of a Huffman tree by their counts. y belongs to an inner node, and a prediction is a walk from
+the root: at each node go left with probability sigmoid(x . y), else right. Frequent words have short paths:
+
+    loss = -sum over the nodes of the word's path of log sigmoid(+-x . y_node)
+
 Two more parts of the method: frequent words are dropped at random before windows are cut (subsampling, section 2.3),
 and pairs such as "new york" can become one word (phrases, section 4). The learning rate falls linearly.
 
@@ -39,6 +45,79 @@ class AliasTable(NamedTuple):
 
     accept_prob: np.ndarray  # (N,) probability of the slot's own word
     alias: np.ndarray  # (N,) the slot's other word
+
+
+class HuffmanTree(NamedTuple):
+    """The path of every word from the root of a binary tree. The path of word n is `start[n]` to `start[n + 1]`.
+
+    Inner nodes are numbered from 0, the root last. P: the lengths of all paths.
+    """
+
+    start: np.ndarray  # (N + 1,)
+    node: np.ndarray  # (P,) inner nodes, root first
+    code: np.ndarray  # (P,) +1: the path goes left there, -1: right
+
+    def mean_path_length(self, counts_N: np.ndarray) -> float:
+        """Return the mean number of nodes that predict a word of the text."""
+        return float(np.average(np.diff(self.start), weights=counts_N))
+
+
+NO_TREE = HuffmanTree(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.float32))
+
+
+def build_huffman_tree(counts_N: np.ndarray) -> HuffmanTree:
+    """Return the Huffman tree of the words by their counts; words with count 0 are not in it."""
+    order = np.argsort(counts_N, kind="stable")
+    order = order[counts_N[order] > 0]
+    parent, is_right = _huffman_parents(counts_N[order].astype(np.int64))
+    length_N = np.zeros(len(counts_N), np.int64)
+    length_N[order] = _path_lengths(parent)[: len(order)]
+    start = np.concatenate([[0], np.cumsum(length_N)])
+    node, code = np.empty(start[-1], np.int32), np.empty(start[-1], np.float32)
+    _write_paths(parent, is_right, order, start, node, code)
+    return HuffmanTree(start, node, code)
+
+
+@njit(cache=True)
+def _huffman_parents(counts_M):
+    """Return parent and side (right or left) of each leaf and inner node, for ascending counts of M leaves.
+
+    Inner nodes M, M + 1, ... are made in ascending order of their counts, so the two smallest nodes are each at the
+    front of one of two queues (van Leeuwen 1976). The root is the last node, its own parent.
+    """
+    num = len(counts_M)
+    count = np.concatenate((counts_M, np.zeros(max(num - 1, 0), np.int64)))
+    parent, is_right = np.zeros(len(count), np.int64), np.zeros(len(count), np.bool_)
+    leaf, inner = 0, num
+    for new in range(num, len(count)):
+        for side in range(2):
+            if leaf < num and (inner >= new or count[leaf] <= count[inner]):
+                child, leaf = leaf, leaf + 1
+            else:
+                child, inner = inner, inner + 1
+            parent[child], is_right[child] = new, side == 1
+            count[new] += count[child]
+    if len(count):
+        parent[-1] = len(count) - 1
+    return parent, is_right
+
+
+@njit(cache=True)
+def _path_lengths(parent):
+    length = np.zeros(len(parent), np.int64)
+    for child in range(len(parent) - 2, -1, -1):  # parents come after their children
+        length[child] = length[parent[child]] + 1
+    return length
+
+
+@njit(cache=True)
+def _write_paths(parent, is_right, words_M, start, node, code):
+    """Write inner nodes and codes of each word's path, root first."""
+    for leaf in range(len(words_M)):
+        child = leaf
+        for p in range(start[words_M[leaf] + 1] - 1, start[words_M[leaf]] - 1, -1):
+            node[p], code[p] = parent[child] - len(words_M), -1 if is_right[child] else 1
+            child = parent[child]
 
 
 def noise_distribution(counts_N: np.ndarray, exponent: float) -> np.ndarray:
@@ -156,14 +235,32 @@ def _full_softmax_step(x_D, error_D, outputs_ND, word, score_N, learning_rate):
     return loss + np.log(total)
 
 
+@njit(inline="always", fastmath=True)
+def _hierarchical_softmax_step(x_D, error_D, outputs_ND, node_P, code_P, learning_rate):
+    """One prediction by the path of a word (Huffman tree); arguments as in `_negative_sampling_step`."""
+    loss = ZERO
+    error_D[:] = ZERO
+    for p in range(len(node_P)):
+        node, code, score = node_P[p], code_P[p], ZERO
+        for d in range(len(x_D)):
+            score += x_D[d] * outputs_ND[node, d]
+        loss += _interpolate(SOFTPLUS_TABLE, -code * score)
+        g = learning_rate * code * _interpolate(SIGMOID_TABLE, -code * score)
+        for d in range(len(x_D)):
+            output = outputs_ND[node, d]
+            error_D[d] += g * output
+            outputs_ND[node, d] = output + g * x_D[d]
+    return loss
+
+
 @njit(nogil=True, fastmath=True, cache=True)
 def train_word2vec(
-    words_W, doc_W, inputs_ND, outputs_ND, window, skip_gram, negative, learning_rate, accept_prob_N, alias_N, seed
+    words_W, doc_W, inputs_ND, outputs_ND, window, skip_gram, negative, learning_rate, noise_table, tree, seed
 ):
     """Train on a chunk of text, in place; return the sum of the losses and the number of predictions.
 
     Windows end at document boundaries. In CBOW each context word gets the whole gradient of the mean, as in the
-    original code. `negative` 0 uses the full softmax.
+    original code. `negative` 0 uses the hierarchical softmax of the tree, or the full softmax if that is `NO_TREE`.
     """
     dim = inputs_ND.shape[1]
     state = np.empty(1, np.uint64)
@@ -171,7 +268,8 @@ def train_word2vec(
     x_D, error_D = np.empty(dim, np.float32), np.empty(dim, np.float32)
     around = np.empty(2 * window, np.int64)
     chosen_K, gradient_K = np.empty(negative + 1, np.int64), np.empty(negative + 1, np.float32)
-    score_N = np.empty(1 if negative else len(outputs_ND), np.float32)
+    score_N = np.empty(1 if negative or len(tree.start) else len(outputs_ND), np.float32)
+    node_P, code_P = tree.node, tree.code
     total, guesses = 0.0, 0
     for i in range(len(words_W)):
         size = window - np.int64(_splitmix64(state) % np.uint64(window))
@@ -183,9 +281,12 @@ def train_word2vec(
         if num == 0:
             continue
         word = np.int64(words_W[i])
+        if len(tree.start):
+            begin, end = tree.start[word], tree.start[word + 1]
+            node_P, code_P = tree.node[begin:end], tree.code[begin:end]
         chosen_K[0], drawn = word, 1
         for _ in range(negative):
-            other = _sample_alias(state, accept_prob_N, alias_N)
+            other = _sample_alias(state, noise_table.accept_prob, noise_table.alias)
             if other != word:
                 chosen_K[drawn] = other
                 drawn += 1
@@ -198,6 +299,8 @@ def train_word2vec(
                     total += _negative_sampling_step(
                         x_D, error_D, outputs_ND, chosen_K, drawn, gradient_K, learning_rate
                     )
+                elif len(tree.start):
+                    total += _hierarchical_softmax_step(x_D, error_D, outputs_ND, node_P, code_P, learning_rate)
                 else:
                     total += _full_softmax_step(x_D, error_D, outputs_ND, word, score_N, learning_rate)
                 for d in range(dim):
@@ -212,6 +315,8 @@ def train_word2vec(
                 x_D[d] /= np.float32(num)
             if negative:
                 total += _negative_sampling_step(x_D, error_D, outputs_ND, chosen_K, drawn, gradient_K, learning_rate)
+            elif len(tree.start):
+                total += _hierarchical_softmax_step(x_D, error_D, outputs_ND, node_P, code_P, learning_rate)
             else:
                 total += _full_softmax_step(x_D, error_D, outputs_ND, word, score_N, learning_rate)
             for c in range(num):
