@@ -508,7 +508,7 @@ MISTAKES: dict[str, tuple[Words, list[str]]] = {
     ),
     "an unknown optimizer": (
         lambda h, t: pretrain("bert-tiny", h["text"], t, "--optim=muoon"),
-        ["--optim: 'muoon' is not one of adamw, muon, adafactor."],
+        ["--optim: 'muoon' is not one of adamw, muon, adafactor, lamb."],
     ),
     "export without a folder": (lambda h, t: ["export", h["bert"]], ["--output-dir is missing", "--check"]),
     "a setting of one file for a suite": (

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from firth.models import PRESETS, Model, make_model, with_extras
 from firth.models.backbone import Stack
+from firth.models.bottleneck import BottleneckBlock
 from firth.models.fp8.convert import convert_to_fp8
 from firth.models.model import Encoder
 from firth.models.presets import bag_of_words
 from firth.objectives import Batch
 
-NARROW = ("bert", "roberta", "albert", "distilbert", "modernbert", "spanbert", "xlm-roberta", "rembert")
+NARROW = ("bert", "roberta", "albert", "distilbert", "modernbert", "spanbert", "xlm-roberta", "rembert", "mobilebert")
 WIDE = ("deberta", "deberta-v3", "electra", "xlnet", "gpt2", "llama")
 B, T, K = 3, 20, 4
 
@@ -56,7 +57,8 @@ def narrowed(model: Model, narrows: bool) -> None:
 def found(model: Encoder, batch: Batch) -> tuple[Tensor, list[Tensor], int]:
     """The loss, all gradients, and for how many places the last MLP has computed."""
     places: list[int] = []
-    last = model.stack.layers[-1].mlp
+    block = model.stack.layers[-1]
+    last = block.mlps[-1] if isinstance(block, BottleneckBlock) else block.mlp
     hook = last.register_forward_hook(lambda module, inputs, y: places.append(inputs[0].shape[1]))
     loss = model.loss(batch)
     hook.remove()

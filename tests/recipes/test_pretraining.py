@@ -20,6 +20,8 @@ PUBLISHED = {
     "afriberta": "mlm",
     "labse": "mlm",
     "distilbert": "mlm",
+    "mobilebert": "mlm",
+    "ib-bert": "mlm",
     "rembert": "mlm",
     "xlm": "mlm",
     "spanbert": "span",

@@ -111,7 +111,7 @@ def test_why_a_step_was_skipped() -> None:
     assert not StepOutcome(math.nan, math.inf, 1.0, 2.0**16).is_fp16_overflow
 
 
-@pytest.mark.parametrize("optim", ["adamw", "muon", "adafactor"])
+@pytest.mark.parametrize("optim", ["adamw", "muon", "adafactor", "lamb"])
 def test_a_bad_step_changes_nothing(optim: str, recipe_of: Recipes, shards_of: Make) -> None:
     """Good, bad, good is as good, good: weights and optimizer, bit for bit. Also where the bad one is the first."""
     recipe = recipe_of("bert", optim=optim, weight_decay=0.1)

@@ -206,7 +206,7 @@ def layer_hidden_states(model: Model, batch: Batch, layer: LayerChoice) -> Tenso
     else:
         assert isinstance(model, Encoder)
         x_BTD = model.embed.widen(
-            model.embed_backbone_inputs(batch.input_ids, batch.position_ids, batch.token_type_ids)
+            model.embed_backbone_inputs(batch.input_ids, batch.position_ids, batch.token_type_ids, batch.document_ids)
         )
         model.stack(x_BTD, batch.document_ids, all_hidden_states=states, token_type_ids=batch.token_type_ids)
     return states[layer] if isinstance(layer, int) else torch.stack(states).mean(0)

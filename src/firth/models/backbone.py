@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from firth.models.attention import AttentionSpec, LocalWindow, make_attention_spec
 from firth.models.block import Block, make_norm
+from firth.models.bottleneck import BottleneckBlock
 from firth.models.config import ModelConfig, T5Bias, TransformerXL
 from firth.models.convolution import ConvolutionLayer
 from firth.models.heads import gather_positions
@@ -37,7 +38,10 @@ class Stack(nn.Module):
         self.config, self.is_causal = config, is_causal
         self.num_layers, self.num_shared = num_layers, config.num_shared
         num_blocks = -(-num_layers // self.num_shared)
-        self.blocks = nn.ModuleList(Block(config, cross_attention, is_first=i == 0) for i in range(num_blocks))
+        self.blocks = nn.ModuleList(
+            Block(config, cross_attention, is_first=i == 0) if config.bottleneck is None else BottleneckBlock(config)
+            for i in range(num_blocks)
+        )
         self.final_norm = make_norm(config) if config.norm_first else None
         self.score = make_position_bias(config, is_causal)
         self.shared = make_relative_positions(config)
@@ -125,7 +129,7 @@ class Stack(nn.Module):
     def cast_input(self, x: Tensor) -> Tensor:
         """Cast the first block's input under autocast: to float32, or to autocast's dtype if `residual_dtype` is it."""
         kind = x.device.type
-        is_fp32 = self.num_layers and self.layers[0].mlp.down.weight.dtype == torch.float32
+        is_fp32 = self.num_layers and self.layers[0].attention.out.weight.dtype == torch.float32
         if not is_fp32 or kind == "meta" or not torch.is_autocast_enabled(kind):
             return x
         return x.to(self.residual_dtype if torch.get_autocast_dtype(kind) == self.residual_dtype else torch.float32)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from firth.models import config as c
@@ -23,6 +24,8 @@ def make_norm(config: c.ModelConfig, dim: int | None = None) -> nn.Module:
     """Return the configured norm over `dim` features (default: the model's width)."""
     if isinstance(config.norm, c.RMSNormConfig):
         return RMSNorm(dim or config.dim, eps=config.norm.eps)
+    if isinstance(config.norm, c.NoNormConfig):
+        return NoNorm(dim or config.dim)
     return nn.LayerNorm(dim or config.dim, eps=config.norm.eps, bias=config.norm.bias)
 
 
@@ -31,6 +34,17 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
+
+
+class NoNorm(nn.Module):
+    """`x * weight + bias`: LayerNorm without its mean and variance (MobileBERT, section 3.4)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.bias
 
 
 class MLP(nn.Module):

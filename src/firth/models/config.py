@@ -149,6 +149,34 @@ class RMSNormConfig:
 
 
 @dataclass(frozen=True)
+class NoNormConfig:
+    """x * weight + bias: the scale and shift of LayerNorm without its statistics (Sun et al. 2020, section 3.4).
+
+    A mean and a variance per token cost much time on a phone. `eps` is that of the one LayerNorm that is left, in the
+    LM head.
+    """
+
+    eps: float = 1e-12
+
+
+@dataclass(frozen=True)
+class BottleneckConfig:
+    """Blocks that compute in `dim` features, between states of the model's width (Sun et al. 2020, section 3.1).
+
+    One linear layer leads into the block, another one out of it. MobileBERT's blocks are narrow. Those of its teacher
+    IB-BERT are wide (an inverted bottleneck), so that both have equally wide states between blocks. `num_mlps` MLPs
+    follow one attention: in a narrow block attention would else have too large a share (section 3.3).
+
+    `attention_input` says where attention reads: `wide` the states between blocks (IB-BERT), `narrow` those inside
+    (MobileBERT-TINY), `shared-qk` values there and queries and keys from a narrow layer of their own (MobileBERT).
+    """
+
+    dim: int = 128
+    num_mlps: int = 4
+    attention_input: Literal["wide", "narrow", "shared-qk"] = "shared-qk"
+
+
+@dataclass(frozen=True)
 class MLPConfig:
     """down(activation(up(x))), or down(activation(gate(x)) * up(x)) where `gated` (GLU, Shazeer 2020).
 
@@ -250,7 +278,8 @@ class LMHead:
     """Hidden states -> logits over the vocabulary.
 
     `tied` uses the token embeddings as projection. `transform` is BERT's dense, activation and norm before it; another
-    width of the transform (`dim`) needs an untied projection (RemBERT). `scale_hidden_states` is T5's 1/sqrt(dim).
+    width of the transform (`dim`) needs an untied projection (RemBERT). `extends_embeddings` appends untied features to
+    the tied token embeddings, up to the model's width (MobileBERT). `scale_hidden_states` is T5's 1/sqrt(dim).
     `num_sampled` trains with a sampled softmax over that many tokens (Jean et al. 2015); 0 uses the full vocabulary.
     """
 
@@ -260,6 +289,7 @@ class LMHead:
     scale_hidden_states: bool = False
     dim: int | None = None
     num_sampled: int = 0
+    extends_embeddings: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -436,7 +466,7 @@ SUBSET_QUERY_POSITIONS = (
     TransformerXL,
     Disentangled,
 )  # can compute queries at target positions only
-Norm = LayerNormConfig | RMSNormConfig
+Norm = LayerNormConfig | RMSNormConfig | NoNormConfig
 Init = NormalInit | FanInInit | UniformInit
 Recurrent = AWDLSTMConfig | BiLSTMConfig | ELMoConfig | Seq2SeqConfig
 TaskHead = ClassificationHead | RegressionHead | MultipleChoiceHead | TokenClassificationHead | SpanHead | EmbeddingHead
@@ -499,8 +529,10 @@ class ModelConfig:
     num_kv_heads: int | None = None  # grouped-query attention; default: num_heads
     window: SlidingWindow | None = None  # local attention in some layers
     convolution: ConvolutionConfig | None = None
+    bottleneck: BottleneckConfig | None = None  # blocks of another width than the states between them (MobileBERT)
     num_decoder_layers: int | None = None  # default: num_layers
     embed_dim: int | None = None  # width of the token embeddings (ALBERT, ELECTRA); default: dim
+    embed_trigrams: bool = False  # project each token's embedding with its two neighbours' to dim (MobileBERT)
     num_shared: int = 1  # consecutive layers that share one block (ALBERT)
     share_stacks: bool = False  # the decoder runs the encoder's blocks, with a cross-attention of its own (T5, 3.2.2)
     adds_bos: bool = False  # encoder-decoder with <s> text </s> (BART) instead of text </s> (T5)
@@ -512,8 +544,13 @@ class ModelConfig:
     extras: tuple[Extra, ...] = ()  # modules that an objective needs beside backbone and head
 
     @property
+    def block_dim(self) -> int:
+        """Width of the states inside a block."""
+        return self.dim if self.bottleneck is None else self.bottleneck.dim
+
+    @property
     def head_size(self) -> int:
-        return self.head_dim or self.dim // self.num_heads
+        return self.head_dim or self.block_dim // self.num_heads
 
     @property
     def kv_heads(self) -> int:
@@ -538,6 +575,11 @@ class ModelConfig:
     @property
     def embed_width(self) -> int:
         return self.embed_dim or self.dim
+
+    @property
+    def input_width(self) -> int:
+        """Width at which positions are added to tokens; trigrams are projected before."""
+        return self.dim if self.embed_trigrams else self.embed_width
 
     @property
     def head_input_dim(self) -> int:
@@ -623,9 +665,10 @@ class ModelConfig:
                 value = getattr(self.init, name)
                 if value is not None and value <= 0:
                     wrong.append(f"model.init.{name} is {value}, and must be more than 0")
-        wrong += self.problems_of_head() + self.problems_of_recurrent()
-        if not wrong and self.head_dim is None and self.dim % self.num_heads:
-            wrong.append(f"model.dim={self.dim} is not a multiple of model.num_heads={self.num_heads}")
+        wrong += self.problems_of_head() + self.problems_of_recurrent() + self.problems_of_bottleneck()
+        if not wrong and self.head_dim is None and self.block_dim % self.num_heads:
+            field = "model.dim" if self.bottleneck is None else "model.bottleneck.dim"
+            wrong.append(f"{field}={self.block_dim} is not a multiple of model.num_heads={self.num_heads}")
         rates = {name: getattr(self, name) for name in ("dropout", "attention_dropout", "layer_drop")}
         for name, value in (rates | {"mlp.dropout": self.mlp_dropout}).items():
             if not 0 <= value < 1:
@@ -669,6 +712,34 @@ class ModelConfig:
             wrong.append("a decoder's first state has read one token: model.head.pool must be 'last' or 'mean'")
         if isinstance(head, TaskHeadBase) and head.dropout is not None and not 0 <= head.dropout < 1:
             wrong.append(f"model.head.dropout is {head.dropout}, and must be in [0, 1)")
+        return wrong
+
+    def problems_of_bottleneck(self) -> list[str]:
+        """Return what is wrong with bottlenecks, trigrams and the head that extends small embeddings."""
+        wrong, spec = [], self.bottleneck
+        if spec is not None and (spec.dim < 1 or spec.num_mlps < 1):
+            wrong.append("model.bottleneck.dim and model.bottleneck.num_mlps must be at least 1")
+        if spec is not None and (self.architecture != "encoder" or self.norm_first or self.recurrent is not None):
+            wrong.append("model.bottleneck is for the architecture encoder with model.norm_first=false")
+        if spec is not None and isinstance(self.position, Shaw | TransformerXL | Disentangled):
+            wrong.append(f"model.bottleneck does not support the relative scores of {type(self.position).__name__}")
+        if spec is not None and self.kv_heads != self.num_heads:
+            wrong.append("model.bottleneck does not support model.num_kv_heads")
+        if self.embed_trigrams and (self.architecture != "encoder" or self.recurrent is not None):
+            wrong.append("model.embed_trigrams reads the next token: it is for the architecture encoder")
+        own = [e for e in self.extras if isinstance(e, GeneratorConfig | QueryStream | MaskDecoder)]
+        if own and (spec is not None or self.embed_trigrams):
+            name = type(own[0]).__name__
+            wrong.append(f"a {name} in model.extras cannot go with model.bottleneck or model.embed_trigrams")
+        head = self.head
+        if (
+            isinstance(head, LMHead)
+            and head.extends_embeddings
+            and not (head.tied and head.transform and self.embed_width < self.dim)
+        ):
+            wrong.append(
+                "model.head.extends_embeddings needs a tied head with transform, and model.embed_dim below dim"
+            )
         return wrong
 
     def problems_of_recurrent(self) -> list[str]:

@@ -6,6 +6,7 @@ Shapes: B rows, T positions, E embedding width, D model width.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firth.models.block import make_norm
@@ -33,7 +34,7 @@ class PositionEmbedding(nn.Module):
         self.build_tables(config)
 
     def build_tables(self, config: ModelConfig) -> None:
-        width, position = config.embed_width, config.position
+        width, position = config.input_width, config.position
         self.position_embeddings = (
             nn.Embedding(config.num_position_embeddings, width) if config.num_position_embeddings else None
         )
@@ -66,8 +67,30 @@ class PositionEmbedding(nn.Module):
         return self.drop(x_BTE)
 
 
+class TrigramProjection(nn.Linear):
+    """Project each token's embedding together with those of its neighbours: a convolution over 3 tokens.
+
+    Small embeddings make a small model; the neighbours make up for it (MobileBERT, Sun et al. 2020, section 3.1). A
+    neighbour outside of the document is 0.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(3 * config.embed_width, config.dim)
+
+    def forward(self, x_BTE: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """Return (B, T, D). Without `document_ids` a row is one document, padding included, as in `transformers`."""
+        after, before = x_BTE[:, 1:], x_BTE[:, :-1]
+        if document_ids is not None:
+            same = (document_ids[:, 1:] == document_ids[:, :-1])[..., None]
+            after, before = after * same, before * same
+        return super().forward(torch.cat([F.pad(after, (0, 0, 0, 1)), x_BTE, F.pad(before, (0, 0, 1, 0))], -1))
+
+
 class InputEmbedding(PositionEmbedding):
-    """Token embeddings with positions; projected to D where E is smaller (ALBERT, ELECTRA)."""
+    """Token embeddings with positions; projected to D where E is smaller (ALBERT, ELECTRA).
+
+    Trigrams are projected to D before positions are added (MobileBERT).
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         nn.Module.__init__(self)
@@ -80,7 +103,9 @@ class InputEmbedding(PositionEmbedding):
         )
         self.scale = config.dim**0.5 if config.scale_embedding else 1.0
         self.word_drop = config.recurrent.word_drop if isinstance(config.recurrent, AWDLSTMConfig) else 0.0
-        self.widen = nn.Linear(config.embed_width, config.dim) if config.embed_dim is not None else nn.Identity()
+        self.trigrams = TrigramProjection(config) if config.embed_trigrams else None
+        widens = config.embed_dim is not None and self.trigrams is None
+        self.widen = nn.Linear(config.embed_width, config.dim) if widens else nn.Identity()
 
     def forward(
         self,
@@ -90,15 +115,22 @@ class InputEmbedding(PositionEmbedding):
         position_embedding: PositionEmbedding | None = None,
     ) -> Tensor:
         """Return (B, T, D). A decoder may pass a `position_embedding` of its own, with its own norm (BART)."""
+        assert self.trigrams is None, "they need `embed_unprojected`, which knows the documents"
         return self.widen(
             (position_embedding or self).add_positions(self.embed_tokens(input_ids), position_ids, token_type_ids)
         )
 
     def embed_unprojected(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, token_type_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
     ) -> Tensor:
-        """Return (B, T, E), before the projection, with bigrams."""
+        """Return (B, T, E), before the projection, with bigrams; trigrams are (B, T, D) already."""
         x_BTE = self.embed_tokens(input_ids)
+        if self.trigrams is not None:
+            x_BTE = self.trigrams(x_BTE, document_ids)
         return self.add_positions(
             x_BTE if self.bigrams is None else x_BTE + self.embed_bigrams(input_ids, position_ids),
             position_ids,

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firth.models.block import make_norm
-from firth.models.config import LMHead, ModelConfig, SpanBoundaryHead
+from firth.models.config import LMHead, ModelConfig, NoNormConfig, SpanBoundaryHead
 from firth.models.kernels.activation import ACTIVATIONS
 from firth.models.kernels.cross_entropy import LABEL_IGNORE_INDEX as LABEL_IGNORE_INDEX
 from firth.models.kernels.cross_entropy import MAX_CHUNK_LOGITS, fused_cross_entropy, should_fuse_loss, vocab_padding
@@ -32,19 +32,29 @@ def gather_positions(x_BTX: Tensor, positions_BK: Tensor) -> Tensor:
     return x_BTX.flatten(0, 1)[positions_BK + row_B1 * x_BTX.shape[1]]
 
 
+def projection_width(config: ModelConfig, spec: LMHead) -> int:
+    """Return the width of the states that the vocabulary projection reads."""
+    return spec.dim or (config.dim if spec.extends_embeddings or not spec.transform else config.embed_width)
+
+
 class LMHeadModule(nn.Module):
-    """Logits over the vocabulary: an optional transform (BERT), then the projection, tied to the embedding or not."""
+    """Logits over the vocabulary: an optional transform (BERT), then the projection, tied to the embedding or not.
+
+    Where token embeddings are narrower than the model, `extra_weight` can extend them by untied features (MobileBERT).
+    """
 
     use_fused_loss: bool | None = None  # never hold all logits at once; None: where that is faster
     pad_vocab: bool | None = None  # pad the vocabulary to a multiple of 128; None: on a GPU
 
     def __init__(self, config: ModelConfig, spec: LMHead) -> None:
         super().__init__()
-        width = spec.dim or (config.embed_width if spec.transform else config.dim)
+        width = projection_width(config, spec)
         self.dense = nn.Linear(config.dim, width, bias=config.bias) if spec.transform else None
-        self.norm = make_norm(config, width) if spec.transform else None
+        self.norm = make_head_norm(config, width) if spec.transform else None
         self.activation = ACTIVATIONS[config.mlp.activation]
         self.weight = None if spec.tied else nn.Parameter(torch.empty(config.vocab_size, width))
+        extra = width - config.embed_width if spec.extends_embeddings else 0
+        self.extra_weight = nn.Parameter(torch.empty(config.vocab_size, extra)) if extra else None
         self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if spec.bias else None
         self.scale = config.dim**-0.5 if spec.scale_hidden_states else 1.0
         self.num_sampled = spec.num_sampled
@@ -55,7 +65,13 @@ class LMHeadModule(nn.Module):
         return x * self.scale if self.scale != 1.0 else x
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        return F.linear(self.transform_hidden_states(x), embedding if self.weight is None else self.weight, self.bias)
+        return F.linear(self.transform_hidden_states(x), self.projection_weight(embedding), self.bias)
+
+    def projection_weight(self, embedding: Tensor) -> Tensor:
+        """Return the matrix from states to logits, (V, E): the embeddings, extended or replaced by its own weights."""
+        if self.extra_weight is not None:
+            return torch.cat([embedding, self.extra_weight], 1)
+        return embedding if self.weight is None else self.weight
 
     @compilable_region
     def loss(self, x: Tensor, labels: Tensor, embedding: Tensor) -> Tensor:
@@ -63,10 +79,15 @@ class LMHeadModule(nn.Module):
         return self.projection_loss(self.transform_hidden_states(x), labels, embedding)
 
     def projection_loss(self, x_NE: Tensor, labels: Tensor, embedding: Tensor) -> Tensor:
-        weight = embedding if self.weight is None else self.weight
+        weight = self.projection_weight(embedding)
         if self.training and 0 < self.num_sampled < len(weight):
             return sampled_cross_entropy(x_NE, weight, self.bias, labels, self.num_sampled)
         return lm_head_cross_entropy(x_NE, weight, self.bias, labels, self.use_fused_loss, self.pad_vocab)
+
+
+def make_head_norm(config: ModelConfig, dim: int) -> nn.Module:
+    """Return the norm of the transform: the model's, and LayerNorm in a model without norms (MobileBERT)."""
+    return nn.LayerNorm(dim, eps=config.norm.eps) if isinstance(config.norm, NoNormConfig) else make_norm(config, dim)
 
 
 class DiscriminatorHeadModule(nn.Module):
@@ -107,7 +128,9 @@ class SpanBoundaryHeadModule(nn.Module):
         assert isinstance(spec, SpanBoundaryHead)
         self.positions = nn.Embedding(spec.max_span_length, dim)
         self.dense1, self.norm1 = nn.Linear(3 * dim, dim), make_norm(config)
-        self.dense2, self.norm2 = nn.Linear(dim, config.embed_width), make_norm(config, config.embed_width)
+        assert isinstance(config.head, LMHead)
+        width = projection_width(config, config.head)
+        self.dense2, self.norm2 = nn.Linear(dim, width), make_head_norm(config, width)
 
     def forward(self, x_BTD: Tensor, boundary_BK3: Tensor) -> Tensor:
         """Return (B, K, E), which the token embeddings project to logits. `boundary_BK3`: before, after, position."""

@@ -28,8 +28,9 @@ from firth.models.hf.registry import FAMILY_LAYOUTS
 from firth.models.kernels.dropout import fast_dropout
 
 BACKBONE_PREFIXES = ("stack.", "encoder.", "decoder.")
-ATTENTION_LINEARS = ("attention.qkv", "attention.out", "cross.qkv", "cross.out")
-LORA_TARGETS = {"attention": ATTENTION_LINEARS, "all": (*ATTENTION_LINEARS, "mlp.up", "mlp.down")}
+BOTTLENECK_LINEARS = ("attention.query", "attention.key", "attention.value")
+ATTENTION_LINEARS = ("attention.qkv", "attention.out", "cross.qkv", "cross.out", *BOTTLENECK_LINEARS)
+LORA_TARGETS = {"attention": ATTENTION_LINEARS, "all": (*ATTENTION_LINEARS, ".up", ".down")}  # of every MLP
 
 
 @dataclass(frozen=True)

@@ -291,7 +291,7 @@ class Encoder(Model):
         if isinstance(self.embed, CharCNNEmbedding) and batch.char_ids is not None:
             vectors_BTE = self.embed.embed_characters(batch.char_ids)
         else:
-            vectors_BTE = self.embed_backbone_inputs(batch.input_ids, batch.position_ids, batch.token_type_ids)
+            vectors_BTE = self.embed_backbone_inputs(batch.input_ids, batch.position_ids, batch.token_type_ids, doc)
         x_BTD = self.embed.widen(vectors_BTE)
         if isinstance(self.stack, ELMoStack) and rank is not None:
             return self.stack.split_directions(self.stack(x_BTD, doc))
@@ -309,7 +309,11 @@ class Encoder(Model):
         return y.unflatten(0, (-1, 2))
 
     def embed_backbone_inputs(
-        self, input_ids: Tensor, position_ids: Tensor | None, token_type_ids: Tensor | None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        token_type_ids: Tensor | None,
+        document_ids: Tensor | None = None,
     ) -> Tensor:
         """Return the backbone's input embeddings (B, T, E), before they are projected to the model width.
 
@@ -317,7 +321,7 @@ class Encoder(Model):
         without gradient plus a trained `delta`.
         """
         if self.generator is None or self.generator.delta is None:
-            return self.embed.embed_unprojected(input_ids, position_ids, token_type_ids)
+            return self.embed.embed_unprojected(input_ids, position_ids, token_type_ids, document_ids)
         x_BTE = self.embed.embed_tokens(input_ids).detach() + self.generator.delta(input_ids)
         return self.embed.add_positions(x_BTE, position_ids, token_type_ids)
 

@@ -12,6 +12,7 @@ from typing import Any
 from firth.core.errors import UserError, did_you_mean
 from firth.models.config import (
     BAG_OF_WORDS_FAMILY,
+    BottleneckConfig,
     ConvolutionConfig,
     Disentangled,
     FanInInit,
@@ -21,6 +22,7 @@ from firth.models.config import (
     LMHead,
     MLPConfig,
     ModelConfig,
+    NoNormConfig,
     NoPosition,
     NormalInit,
     QueryStream,
@@ -156,6 +158,47 @@ def distilbert(num_layers: int, dim: int, num_heads: int, vocab_size: int = 3052
     """Sanh et al. 2019: half of BERT's layers, no segments."""
     fields: dict[str, Any] = dict(family="distilbert", num_segments=0)
     return bert(num_layers, dim, num_heads, vocab_size, **fields | changes)
+
+
+def ib_bert(
+    num_layers: int,
+    dim: int,
+    num_heads: int,
+    block_dim: int,
+    embed_dim: int = 128,
+    vocab_size: int = 30522,
+    **changes: Any,
+) -> ModelConfig:
+    """Sun et al. 2020: MobileBERT's teacher, a BERT of wide blocks between narrow states; trigram embeddings."""
+    fields: dict[str, Any] = dict(
+        family="ib-bert",
+        mlp=MLPConfig(4 * block_dim, "gelu"),
+        bottleneck=BottleneckConfig(block_dim, num_mlps=1, attention_input="wide"),
+        embed_dim=embed_dim,
+        embed_trigrams=True,
+        head=LMHead(transform=True, bias=True, extends_embeddings=True),
+    )
+    return bert(num_layers, dim, num_heads, vocab_size, **fields | changes)
+
+
+def mobilebert(
+    num_layers: int,
+    dim: int,
+    num_heads: int,
+    block_dim: int,
+    embed_dim: int = 128,
+    vocab_size: int = 30522,
+    **changes: Any,
+) -> ModelConfig:
+    """Sun et al. 2020: narrow blocks with four MLPs each, no norms, ReLU, no dropout of hidden states."""
+    fields: dict[str, Any] = dict(
+        family="mobilebert",
+        mlp=MLPConfig(4 * block_dim, "relu"),
+        norm=NoNormConfig(),
+        bottleneck=BottleneckConfig(block_dim),
+        dropout=0.0,
+    )
+    return ib_bert(num_layers, dim, num_heads, block_dim, embed_dim, vocab_size, **fields | changes)
 
 
 def rembert(
@@ -395,6 +438,11 @@ PRESETS: dict[str, ModelConfig] = {
     "distilbert-tiny": distilbert(2, 128, 2),
     "distilbert-mini": distilbert(2, 256, 4),
     "distilbert-base": distilbert(6, 768, 12),
+    "ib-bert-tiny": ib_bert(3, 128, 4, 256, embed_dim=64),
+    "ib-bert-large": ib_bert(24, 512, 4, 1024),
+    "mobilebert-tiny": mobilebert(3, 128, 4, 32, embed_dim=64),
+    "mobilebert": mobilebert(24, 512, 4, 128),
+    "mobilebert-15m": mobilebert(24, 512, 4, 128, bottleneck=BottleneckConfig(128, 2, "narrow")),
     "electra-tiny": electra(2, 128, 2, embed_dim=64),
     "electra-mini": electra(4, 256, 4),
     "electra-small": electra(12, 256, 4),
@@ -495,6 +543,8 @@ FAMILY_DESCRIPTIONS: dict[str, str] = {
     "labse": "sentence embeddings across languages",
     "albert": "classification with few parameters",
     "distilbert": "fast classification",
+    "mobilebert": "classification on small devices; learns layer by layer from ib-bert",
+    "ib-bert": "the teacher of mobilebert",
     "electra": "classification after short pretraining: every token gives a loss",
     "deberta": "the most accurate classification for its size",
     "deberta-v2": "the most accurate classification, very large",

@@ -35,7 +35,7 @@ def grow_vocabulary(model: Model, size: int, seed: int = 0, noise_ratio: float =
         if part is model.embed:
             _grow_embedding(model.embed.tokens, size, noise, noise_ratio)
         elif isinstance(part, LMHeadModule):
-            for name in ("weight", "bias"):
+            for name in ("weight", "extra_weight", "bias"):
                 if (rows := getattr(part, name)) is not None:
                     setattr(part, name, nn.Parameter(append_mean_rows(rows, size, noise, noise_ratio)))
         elif isinstance(part, FeatureEncoder) and part.words is not None:

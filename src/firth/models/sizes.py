@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from firth.models.config import AWDLSTMConfig, BiLSTMConfig, ELMoConfig, LMHead, ModelConfig, Seq2SeqConfig
+from firth.models.config import (
+    AWDLSTMConfig,
+    BiLSTMConfig,
+    BottleneckConfig,
+    ELMoConfig,
+    LMHead,
+    ModelConfig,
+    Seq2SeqConfig,
+)
 
 
 def flops_per_token(config: ModelConfig, length: int) -> float:
@@ -16,6 +24,7 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
     if config.recurrent is not None:
         return _recurrent_flops(config) + _lm_head_flops(config)
     widen = 2 * config.embed_dim * config.dim if config.embed_dim is not None else 0
+    widen = 3 * 2 * config.embed_width * config.dim if config.embed_trigrams else widen
     encoder = widen + _layer_flops(config, length) * config.num_layers
     words = _lm_head_flops(config)
     if config.architecture != "encoder-decoder":
@@ -28,8 +37,20 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
 
 def _layer_flops(config: ModelConfig, length: int) -> float:
     inner, read = config.num_heads * config.head_size, config.kv_heads * config.head_size
-    attention = 2 * config.dim * (inner + 2 * read) + 2 * inner * config.dim + 4 * length * inner
-    return attention + 2 * config.dim * config.mlp.dim * (3 if config.mlp.gated else 2)
+    mlp = 2 * config.block_dim * config.mlp.dim * (3 if config.mlp.gated else 2)
+    if config.bottleneck is not None:
+        return (
+            _bottleneck_flops(config, config.bottleneck, inner) + 4 * length * inner + config.bottleneck.num_mlps * mlp
+        )
+    return 2 * config.dim * (inner + 2 * read) + 2 * inner * config.dim + 4 * length * inner + mlp
+
+
+def _bottleneck_flops(config: ModelConfig, spec: BottleneckConfig, inner: int) -> float:
+    """Return the FLOPs of the layers into the block and out of it, and of attention's projections."""
+    reads = spec.attention_input
+    borders = 2 * config.dim * spec.dim * (3 if reads == "shared-qk" else 2)
+    qk, value = (config.dim if wide else spec.dim for wide in (reads == "wide", reads != "narrow"))
+    return borders + 2 * inner * (2 * qk + value + spec.dim)
 
 
 def _recurrent_flops(config: ModelConfig) -> float:
@@ -61,5 +82,6 @@ def _recurrent_flops(config: ModelConfig) -> float:
 def _lm_head_flops(config: ModelConfig) -> float:
     if not isinstance(config.head, LMHead):
         return 0.0
-    transform = 2 * config.dim * config.embed_width if config.head.transform else 0
-    return transform + 2 * config.embed_width * config.vocab_size
+    width = config.dim if config.head.extends_embeddings else config.embed_width
+    transform = 2 * config.dim * width if config.head.transform else 0
+    return transform + 2 * width * config.vocab_size

@@ -17,6 +17,7 @@ from torch import nn
 from firth.core.errors import UserError
 from firth.train.adafactor import Adafactor
 from firth.train.adamw import AdamW
+from firth.train.lamb import Lamb
 from firth.train.muon import Muon, hidden_matrices
 from firth.train.recipe import TrainingConfig
 from firth.train.unfreeze import FreezeSchedule, parameter_depths, trainable_parameters
@@ -33,6 +34,9 @@ def make_optimizer(
         raise UserError("Nothing is left to learn: this model has no head of its own. Freeze less.")
     if training.optim == "adafactor":
         return Adafactor(groups, hidden_matrices(model))
+    if training.optim == "lamb":
+        betas = (training.adam_beta1, training.adam_beta2)
+        return Lamb(groups, hidden_matrices(model), betas, training.adam_epsilon)
     adam: dict[str, Any] = dict(
         lr=training.learning_rate,
         betas=(training.adam_beta1, training.adam_beta2),

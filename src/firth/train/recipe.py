@@ -151,11 +151,11 @@ class TrainingConfig:
     warmup_steps: int = recipe_field(
         -1, "Warm up the learning rate over this many steps; -1 uses a tenth of the run, 0 turns warmup off.", ge=-1
     )
-    optim: Literal["adamw", "muon", "adafactor"] = recipe_field(
+    optim: Literal["adamw", "muon", "adafactor", "lamb"] = recipe_field(
         "adamw",
         "Choose the optimizer. Muon orthogonalises each weight matrix's update and uses AdamW for all other "
-        "parameters; Adafactor is T5's, with little memory.",
-        shown_default="muon for new Transformers, adafactor for new T5s, else adamw",
+        "parameters; Adafactor is T5's, with little memory; LAMB scales each update to its matrix's norm.",
+        shown_default="muon for new Transformers, adafactor for T5s, lamb for a MobileBERT with teacher, else adamw",
     )
     muon_learning_rate: float = recipe_field(
         0.0, "Set Muon's peak learning rate for the matrices of the blocks; 0 uses --learning-rate.", ge=0
@@ -167,9 +167,9 @@ class TrainingConfig:
         shown_default="0.01; 0.2 for pretraining with muon",
         ge=0,
     )
-    adam_beta1: float = recipe_field(0.9, "Set AdamW's beta1.", ge=0, lt=1)
-    adam_beta2: float = recipe_field(0.98, "Set AdamW's beta2.", ge=0, lt=1)
-    adam_epsilon: float = recipe_field(1e-6, "Set AdamW's epsilon.", gt=0)
+    adam_beta1: float = recipe_field(0.9, "Set beta1 of AdamW and LAMB.", ge=0, lt=1)
+    adam_beta2: float = recipe_field(0.98, "Set beta2 of AdamW and LAMB.", ge=0, lt=1)
+    adam_epsilon: float = recipe_field(1e-6, "Set epsilon of AdamW and LAMB.", gt=0)
     max_grad_norm: float = recipe_field(1.0, "Clip the gradient norm to this value; 0 disables clipping.", ge=0)
     spike_factor: float = recipe_field(
         0.0,

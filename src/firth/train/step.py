@@ -30,6 +30,7 @@ from firth.core.hashing import hash_uint64
 from firth.models import Model, Stack
 from firth.models.attention import Attention
 from firth.models.block import MLP
+from firth.models.bottleneck import BottleneckAttention
 from firth.models.fp8.convert import convert_to_fp8
 from firth.models.fp8.weight_cache import cache_fp8_weights
 from firth.models.heads import LMHeadModule
@@ -109,7 +110,7 @@ def apply_flags(model: Model, training: TrainingConfig) -> None:
     """Set the recipe's engine switches on the modules of a model."""
     recompute = should_recompute(model, training)
     for module in model.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, Attention | BottleneckAttention):
             module.allow_fused = training.engine.fused_attention
         if isinstance(module, MLP):
             module.recompute = recompute

@@ -10,6 +10,7 @@ from firth.core.errors import UserError
 from firth.models.attention import Attention
 from firth.models.backbone import Stack
 from firth.models.block import MLP, Block
+from firth.models.bottleneck import BottleneckBlock
 from firth.models.fp8.block import Float8Attention, Float8Block, Float8MLP, Float8Stack
 from firth.models.fp8.linear import FP8_ALIGNMENT, Float8Linear
 
@@ -26,6 +27,8 @@ def convert_to_fp8(model: nn.Module, device: torch.device) -> None:
     """Let the linear layers of all blocks train in FP8. Layers of unaligned widths, and LoRA's, stay as they are."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_FP8_CAPABILITY:
         raise UserError(f"{torch.cuda.get_device_name(device)} has no FP8 matmuls: leave fp8 out.")
+    if any(isinstance(module, BottleneckBlock) for module in model.modules()):
+        raise UserError("fp8 does not support the bottlenecks of MobileBERT: leave fp8 out.")
     if device.type == "cpu":
         say("fp8 on a CPU is emulated and slow: use it for tests only.")
     modules = [m for stack in model.modules() if isinstance(stack, Stack) for m in (stack, *stack.blocks.modules())]

@@ -13,6 +13,7 @@ from firth.models.hf.gpt import GPT_LAYOUT
 from firth.models.hf.gpt2 import GPT2_LAYOUT
 from firth.models.hf.layout import HFLayout
 from firth.models.hf.llama import LLAMA_LAYOUT
+from firth.models.hf.mobilebert import MOBILEBERT_LAYOUT
 from firth.models.hf.modernbert import MODERNBERT_LAYOUT
 from firth.models.hf.rembert import REMBERT_LAYOUT
 from firth.models.hf.roberta import ROBERTA_LAYOUT, XLM_ROBERTA_LAYOUT
@@ -36,6 +37,7 @@ FAMILY_LAYOUTS: dict[str, HFLayout] = {
     "albert": ALBERT_LAYOUT,
     "electra": ELECTRA_LAYOUT,
     "distilbert": DISTILBERT_LAYOUT,
+    "mobilebert": MOBILEBERT_LAYOUT,
     "rembert": REMBERT_LAYOUT,
     "xlm": XLM_LAYOUT,
     "gpt": GPT_LAYOUT,

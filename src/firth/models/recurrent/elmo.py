@@ -69,7 +69,11 @@ class CharCNNEmbedding(nn.Module):
         return x
 
     def embed_unprojected(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, token_type_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
     ) -> Tensor:
         """Return (B, T, P); each distinct word runs through the CNN once."""
         if self.lexicon is None:
