@@ -779,7 +779,7 @@ def finetune(
         export = " `firth export FILE --format firth` makes one of a file of word vectors." * Path(checkpoint).is_file()
         raise UserError(f"{checkpoint} is not a checkpoint folder. `firth pretrain` makes one: RUN/final.{export}")
     model_config = read_config(checkpoint)
-    fields = finetuning_defaults(model_config) if recipe is None else named_recipe(recipe, model_config)
+    fields = finetuning_defaults(model_config) if recipe is None else named_recipe(recipe, model_config, task)
     named: dict[str, Any] = {
         "checkpoint": str(checkpoint),
         "task": task,

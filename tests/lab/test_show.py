@@ -553,6 +553,7 @@ FITS_BETTER = {
     "permutation-lm": ("xlnet-tiny", "wordpiece"),
     "unilm": ("unilm-tiny", "wordpiece"),
     "bart": ("bart-tiny", "byte-bpe"),
+    "autoencoder": ("ulmfit-tiny", "byte-bpe"),
     "lm-denoising": ("gpt2-tiny", "unigram"),
     "prefix-lm-denoising": ("gpt2-tiny", "unigram"),
 }

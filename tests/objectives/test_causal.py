@@ -1,4 +1,4 @@
-"""CLM, PrefixLM, BiLM and PermutationLM: inputs, labels and attention ranks by hand."""
+"""CLM, SequenceAutoencoder, PrefixLM, BiLM and PermutationLM: inputs, labels and attention ranks by hand."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from firth.core.errors import UserError
 from firth.objectives import (
     CLM,
     IGNORE_INDEX,
+    OBJECTIVES,
     Batch,
     BiLM,
     CounterRNG,
@@ -29,6 +30,23 @@ Writer = Callable[..., CounterRNG]
 Maker = Callable[..., Rows]
 Applier = Callable[..., Batch]
 Words_ = Callable[..., Vocabulary]
+
+
+def test_an_autoencoder_writes_each_text_after_it_has_read_it(
+    picture: Picture, written: Writer, vocab: Vocabulary
+) -> None:
+    """Dai & Le 2015, figure 1."""
+    rows = picture("10 11 E | 20 E", "30 E", width=6)
+    batch = OBJECTIVES["autoencoder"](rows, written(rows), vocab)
+    assert batch.input_ids.tolist() == [
+        [10, 11, END, 10, 11, 20, END, 20, PAD, PAD, PAD, PAD],
+        [30, END, 30, *[PAD] * 9],
+    ]
+    assert batch.document_ids.tolist() == [[0, 0, 0, 0, 0, 1, 1, 1, -1, -1, -1, -1], [0, 0, 0, *[-1] * 9]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 0, 0, 0, 0], [0, 1, 2, *[0] * 9]]
+    assert batch.target_positions.tolist() == [[2, 3, 4, 6, 7, 0], [1, 2, 0, 0, 0, 0]]
+    assert batch.labels.tolist() == [[10, 11, END, 20, END, x], [30, END, x, x, x, x]]
+    assert OBJECTIVES["autoencoder"].source_length(13) == 6
 
 
 def test_clm_by_hand(picture: Picture, apply: Applier) -> None:

@@ -331,9 +331,49 @@ def test_shards_of_a_backward_model_are_reversed(text: Path, tmp_path: Path) -> 
     assert tokens[1] == [document[::-1] for document in tokens[0]]
 
 
+def test_a_sequence_autoencoder_starts_a_classifier(toy: dict[str, Path], text: Path, tmp_path: Path) -> None:
+    """Dai & Le 2015: read and write with one LSTM; then their head on the state of the last word. Resume is exact."""
+    options: dict[str, Any] = {**SMALL, "max_seq_length": 32, "max_steps": 8, "save_total_limit": 0}
+    options |= {"objective": "autoencoder", "overrides": NARROW["ulmfit-tiny"]}
+    api.pretrain("ulmfit-tiny", text, tmp_path / "sa", **options)
+    recipe = load_recipe(tmp_path / "sa" / "recipe.yaml", Recipe)
+    assert (type(recipe.objective).__name__, recipe.order) == ("SequenceAutoencoder", "packed")
+    shutil.copytree(tmp_path / "sa", tmp_path / "again")
+    for gone in ("checkpoint-8", "final"):
+        shutil.rmtree(tmp_path / "again" / gone)
+    (tmp_path / "again" / "results.json").unlink()
+    api.pretrain("ulmfit-tiny", text, tmp_path / "again", resume=True, **options)
+    whole, again = (load_file(tmp_path / run / "final" / "model.safetensors") for run in ("sa", "again"))
+    assert all(whole[key].equal(again[key]) for key in whole)
+
+    quick: dict[str, Any] = {"seeds": 1, "max_steps": 2, "max_seq_length": 32}
+    api.finetune(
+        tmp_path / "sa" / "final", "classify", toy["train"], toy["dev"], tmp_path / "run", recipe="dai-le", **quick
+    )
+    head = read_config(tmp_path / "run" / "final").head
+    assert isinstance(head, ClassificationHead)
+    assert (head.pool, head.has_pooler, head.pooler_dim, head.has_norm) == ("last", True, 512, False)
+    assert (head.activation, head.dropout) == ("relu", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "said"),
+    [
+        ("gpt2-tiny", {}, "would copy the text through attention"),
+        ("ulmfit-tiny", {"order": "stream"}, "remove order=stream"),
+    ],
+)
+def test_who_cannot_be_an_autoencoder(name: str, fields: dict[str, Any], said: str, text: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        api.pretrain(name, text, tmp_path / "run", objective="autoencoder", max_steps=1, **fields)
+
+
 def test_dai_and_le_train_all_at_once() -> None:
     recipe = named_finetuning_defaults("dai-le", get_preset("ulmfit-base"))
     assert (recipe["layer_decay"], recipe["unfreeze_every"], recipe["lr_scheduler_type"]) == (1.0, 0, "linear")
+    assert (recipe["pool"], recipe["head_dim"], recipe["head_dropout"]) == ("last", 512, 0.5)
+    assert "pool" not in named_finetuning_defaults("dai-le", get_preset("ulmfit-base"), "tag")
+    assert "pool" not in named_finetuning_defaults("dai-le", get_preset("bert-tiny"))
     with pytest.raises(UserError, match="ulmfit"):
         named_finetuning_defaults("ulmfitt", get_preset("ulmfit-base"))
 

@@ -1,7 +1,7 @@
 """Rows of token ids to batches of inputs and labels: noise mask, corruption, labels."""
 
 from firth.objectives.batch import IGNORE_INDEX, Batch
-from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM
+from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM, SequenceAutoencoder
 from firth.objectives.counter_rng import CounterRNG
 from firth.objectives.masked import MLM
 from firth.objectives.mixture import Mixture, Objective, WeightedObjective
@@ -39,6 +39,7 @@ __all__ = [
     "PrefixLM",
     "SalientSpanCorruption",
     "SalientSpanMasking",
+    "SequenceAutoencoder",
     "SpanCorruption",
     "SpanMasking",
     "TokenMasking",

@@ -2,6 +2,8 @@
 
 CLM (GPT)           left to right. p(x) = prod_t p(x_t | x_<t): every token is a target, so one forward pass trains on
                     all T positions; nothing is corrupted.
+SequenceAutoencoder one LSTM reads each text to its end and writes it again from the state that it has then (Dai & Le
+                    2015): the state must hold the whole text.
 PrefixLM (T5)       a random prefix of each document attends to all of itself; the rest is predicted left to right.
                     Positions of the prefix give no loss.
 BiLM (ELMo)         two language models, left to right and right to left; each token is a target of both.
@@ -24,6 +26,7 @@ from firth.core.errors import UserError
 from firth.objectives import corruption, noise_mask, visibility
 from firth.objectives.base import (
     ObjectiveBase,
+    build_end_template,
     build_pair_template,
     build_text_template,
     causal_labels,
@@ -54,6 +57,48 @@ class CLM(ObjectiveBase):
             doc = np.minimum(doc, 0)
             position = np.where(doc < 0, 0, np.arange(doc.shape[1], dtype=position.dtype))
         return Batch(rows.input_ids, document_ids=doc, position_ids=position, labels=causal_labels(rows.input_ids, doc))
+
+
+@dataclass(frozen=True)
+class SequenceAutoencoder(ObjectiveBase):
+    """Read a text, then write it from the last state alone (Dai & Le 2015, section 2 and figure 1).
+
+    Encoder and decoder have the same weights, so they are one LSTM that reads the text twice in a row:
+
+        input    w x y z </s> w x y z
+        labels   . . . .  w   x y z </s>
+
+    The state after </s> is all that the second half knows of the text; a language model sees only what came before.
+    A row has half as many tokens of text as the model reads, and a longer document is cut into such pieces.
+    """
+
+    architectures = ("decoder",)
+
+    def source_length(self, length: int) -> int:
+        return length // 2
+
+    def build_template(self, vocab: Vocabulary) -> SequenceTemplate:
+        return build_end_template(vocab, "the sequence autoencoder")
+
+    def __call__(self, rows: Rows, rng: CounterRNG, vocab: Vocabulary) -> Batch:
+        B, L = rows.input_ids.shape
+        row_N, source_N = np.nonzero(rows.document_ids >= 0)
+        doc_N, offset_N = rows.document_ids[row_N, source_N], rows.position_ids[row_N, source_N]
+        text_N = np.cumsum(offset_N == 0) - 1
+        size_N = np.bincount(text_N)[text_N]  # tokens of a text, with </s>
+        first_N = 2 * (source_N - offset_N) - doc_N + offset_N  # a text before this one has 2 * size - 1 positions
+        second_N = first_N + size_N
+
+        shape = (B, 2 * L)
+        tokens, doc, position = np.full(shape, vocab.pad), np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
+        again = offset_N < size_N - 1  # the second </s> is only predicted
+        for at, used, shift in ((first_N, slice(None), 0), (second_N, again, size_N[again])):
+            cells = row_N[used], at[used]
+            tokens[cells] = rows.input_ids[row_N, source_N][used]
+            doc[cells], position[cells] = doc_N[used], offset_N[used] + shift
+        targets, labels = np.zeros((B, L), np.int64), np.full((B, L), IGNORE_INDEX)
+        targets[row_N, source_N], labels[row_N, source_N] = second_N - 1, rows.input_ids[row_N, source_N]
+        return Batch(tokens, document_ids=doc, position_ids=position, target_positions=targets, labels=labels)
 
 
 @dataclass(frozen=True)

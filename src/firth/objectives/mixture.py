@@ -17,7 +17,7 @@ import numpy as np
 from firth.core.errors import UserError
 from firth.objectives.base import RowLayout
 from firth.objectives.batch import IGNORE_INDEX, Batch
-from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM
+from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM, SequenceAutoencoder
 from firth.objectives.counter_rng import CounterRNG
 from firth.objectives.masked import MLM
 from firth.objectives.seq2seq import (
@@ -32,6 +32,7 @@ from firth.tokens import Rows, SequenceTemplate, Vocabulary
 SingleObjective = (
     CLM
     | PrefixLM
+    | SequenceAutoencoder
     | BiLM
     | EncoderDecoderLM
     | PermutationLM

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM
+from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM, SequenceAutoencoder
 from firth.objectives.masked import MLM
 from firth.objectives.mixture import Mixture, Objective, WeightedObjective
 from firth.objectives.noise_mask import NgramMasking, SalientSpanMasking, SpanMasking, WholeWordMasking
@@ -33,6 +33,7 @@ UL2_DENOISERS = Mixture(  # after Tay et al. 2023 (UL2), table 1: regular, extre
 )
 OBJECTIVES: dict[str, Objective] = {
     "clm": CLM(),
+    "autoencoder": SequenceAutoencoder(),
     "mlm": MLM(),
     "whole-word": MLM(masking=WholeWordMasking()),
     "span": MLM(masking=SpanMasking(), targets="boundary"),

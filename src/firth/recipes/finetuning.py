@@ -22,7 +22,7 @@ ULMFIT_DEFAULTS: dict[str, Any] = {
     "adam_beta1": 0.7,
     "adam_beta2": 0.99,
 }
-# Dai & Le 2015: initialize with a language model's weights, then train all layers.
+# Dai & Le 2015: initialize with the weights of a language model or of a sequence autoencoder, then train all layers.
 DAI_LE_DEFAULTS: dict[str, Any] = {
     "learning_rate": 1e-3,
     "lr_scheduler_type": "linear",
@@ -31,6 +31,9 @@ DAI_LE_DEFAULTS: dict[str, Any] = {
     "adam_beta1": 0.9,
     "adam_beta2": 0.999,
 }
+# Their head: the state of the last token, an affine layer of 512 units with a dropout of 50%, the softmax (section 4).
+DAI_LE_HEAD: dict[str, Any] = {"pool": "last", "head_dim": 512, "head_dropout": 0.5}
+POOLED_TASKS = ("classify", "pair", "regress", "choice")  # tasks with one label per text
 # ELMo (Peters et al. 2018, section 3.3): freeze the backbone; train a weighted sum of its layers, the task's own word
 # vectors beside it and a BiLSTM over both. Section 5.1: an L2 weight of 0.001 lets the layers differ.
 ELMO_DEFAULTS: dict[str, Any] = {
@@ -57,8 +60,9 @@ def finetuning_defaults(model: ModelConfig) -> dict[str, Any]:
     return {"learning_rate": float(f"{rate:.1e}")}
 
 
-def named_finetuning_defaults(name: str, model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of a published recipe ("ulmfit", "dai-le", "elmo") for any model."""
+def named_finetuning_defaults(name: str, model: ModelConfig, task: str = "classify") -> dict[str, Any]:
+    """Return the fields of a published recipe ("ulmfit", "dai-le", "elmo") for any model; the head is an LSTM's."""
     if name not in FINETUNE_RECIPES:
         raise UserError(f"There is no recipe {name!r}. {did_you_mean(name, FINETUNE_RECIPES)}")
-    return {**finetuning_defaults(model), **FINETUNE_RECIPES[name]}
+    has_own_head = name == "dai-le" and isinstance(model.recurrent, AWDLSTMConfig) and task in POOLED_TASKS
+    return {**finetuning_defaults(model), **FINETUNE_RECIPES[name], **(DAI_LE_HEAD if has_own_head else {})}

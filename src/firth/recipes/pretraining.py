@@ -8,7 +8,15 @@ from typing import Any, Literal
 
 from firth.models import DiscriminatorHead, Extra, LMHead, ModelConfig, with_extras
 from firth.models.config import AWDLSTMConfig, Disentangled, ELMoConfig, FanInInit, GeneratorConfig, MaskDecoder
-from firth.objectives import MLM, OBJECTIVES, Mixture, Objective, SalientSpanCorruption, SpanCorruption
+from firth.objectives import (
+    MLM,
+    OBJECTIVES,
+    Mixture,
+    Objective,
+    SalientSpanCorruption,
+    SequenceAutoencoder,
+    SpanCorruption,
+)
 from firth.train import Recipe, apply_overrides
 
 DEFAULT_TOKENIZERS = {"encoder": "wordpiece", "decoder": "byte-bpe", "encoder-decoder": "unigram"}
@@ -50,7 +58,7 @@ def pretraining_recipe(model: ModelConfig, **fields: Any) -> Recipe:
         "optim": optim,
         "learning_rate": default_learning_rate(model, optim),
         "weight_decay": default_weight_decay(optim),
-        **default_row_fields(model),
+        **default_row_fields(model, fields.get("objective", objective)),
     }
     recipe = complete_recipe(Recipe(**{"model": model, "objective": objective} | defaults | fields))
     return recipe if "warm_start" in fields else replace(recipe, warm_start=default_warm_start(recipe))
@@ -59,6 +67,8 @@ def pretraining_recipe(model: ModelConfig, **fields: Any) -> Recipe:
 def update_recipe(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """Apply changes to a recipe; optimizer, learning rate, weight decay and warm start follow unless they are set."""
     new = apply_overrides(recipe, changes)
+    if isinstance(new.objective, SequenceAutoencoder) and "order" not in changes:
+        new = replace(new, order="packed")
     if "optim" not in changes:
         new = replace(new, optim="adamw" if new.teacher else default_optimizer(new.model, new.parallel))
     if "warm_start" not in changes:
@@ -90,10 +100,14 @@ def continued_defaults(model: ModelConfig) -> dict[str, Any]:
     return {"optim": "adamw", "learning_rate": scale_rate_to_width(1e-3, model, 0.75)}
 
 
-def default_row_fields(model: ModelConfig) -> dict[str, Any]:
-    """Return the data order of recurrent families: contiguous streams; AWD-LSTM's rows have the length of its BPTT."""
+def default_row_fields(model: ModelConfig, objective: Objective) -> dict[str, Any]:
+    """Return the data order of recurrent families: contiguous streams; AWD-LSTM's rows have the length of its BPTT.
+
+    A sequence autoencoder reads each text from a fresh state.
+    """
     if isinstance(model.recurrent, AWDLSTMConfig):
-        return {"order": "stream", "max_seq_length": model.recurrent.bptt}
+        order = "packed" if isinstance(objective, SequenceAutoencoder) else "stream"
+        return {"order": order, "max_seq_length": model.recurrent.bptt}
     return {"order": "stream"} if isinstance(model.recurrent, ELMoConfig) else {}
 
 

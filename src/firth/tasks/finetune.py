@@ -89,7 +89,19 @@ DEFAULT_FINETUNE_EPOCHS = 3.0  # epochs per seed if the recipe sets no length
 MIN_DEFAULT_STEPS = 200  # lower bound of the default length in steps: small data need more epochs
 # Fields that a resumed run cannot change: tensors of the checkpoint, labels or the best score depend on them.
 FIXED_FINETUNE_FIELDS = (
-    *("task", "answer", "from_scratch", "optim", "ema_decay", "layers", "pool", "bilstm", "word_dim", "crf"),
+    *(
+        "task",
+        "answer",
+        "from_scratch",
+        "optim",
+        "ema_decay",
+        "layers",
+        "pool",
+        "head_dim",
+        "bilstm",
+        "word_dim",
+        "crf",
+    ),
     *("lora_rank", "lora_targets", "lm_loss_weight", "metric"),
 )
 TEXT_ANSWER_FIELDS = ("prefix", "max_target_length", "num_beams", "length_penalty")  # options of generated answers

@@ -112,10 +112,18 @@ class FinetuneRecipe(TrainingConfig):
     layers: Literal["top", "mix"] = recipe_field(
         "top", "Feed the head the last layer (top), or a learned weighted mean of all layers (mix, as ELMo)."
     )
-    pool: Literal["auto", "cls", "mean"] = recipe_field(
+    pool: Literal["auto", "cls", "mean", "last"] = recipe_field(
         "auto",
-        "Pool an encoder's hidden states: the state of [CLS] (cls) or the mean (mean); auto follows the family: mean "
-        "for ModernBERT, [CLS] for others.",
+        "Pool an encoder's hidden states: the state of [CLS] (cls) or the mean (mean); or take a decoder's last one "
+        "(last). auto follows the family: mean for ModernBERT, [CLS] for others.",
+    )
+    head_dim: int = recipe_field(
+        0,
+        "Insert a layer of this many ReLU units before the output of a head with one label per text; 0: as the family.",
+        shown_default="0; 512 with --recipe dai-le",
+    )
+    head_dropout: float | None = recipe_field(
+        None, "Dropout probability before the output of such a head.", shown_default="the family's"
     )
     bilstm: int = recipe_field(
         0, "Insert a bidirectional LSTM with this many units per direction before the head; 0 disables it."
@@ -171,12 +179,14 @@ class FinetuneRecipe(TrainingConfig):
             replace(self, num_train_epochs=self.num_train_epochs or 1.0)
         )  # 0: the default is resolved later
         minimum = {"seeds": 1, "shots": 0, "max_target_length": 2, "num_beams": 1, "early_stopping": 0, "lora_rank": 0}
-        minimum |= {"bilstm": 0, "word_dim": 0, "l2_mix": 0}
+        minimum |= {"bilstm": 0, "word_dim": 0, "l2_mix": 0, "head_dim": 0}
         for name, smallest in minimum.items():
             if getattr(self, name) < smallest:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least {smallest}.")
         if not 0 < self.layer_decay <= 1:
             raise UserError(f"layer_decay is {self.layer_decay}; it must be above 0 and at most 1.")
+        if self.head_dropout is not None and not 0 <= self.head_dropout < 1:
+            raise UserError(f"head_dropout is {self.head_dropout}; it must be at least 0 and below 1.")
         if not 0 <= self.lora_dropout < 1:
             raise UserError(f"lora_dropout is {self.lora_dropout}; it must be at least 0 and below 1.")
         if self.lm_loss_weight is not None and self.lm_loss_weight < 0:
@@ -216,7 +226,7 @@ class FinetuneRecipe(TrainingConfig):
             config = replace(config, head=replace(config.head, **given))
         if self.crf and isinstance(config.head, TokenClassificationHead):
             config = replace(config, head=replace(config.head, crf=True))
-        if self.pool != "auto":
+        if self.pool != "auto" or self.head_dim or self.head_dropout is not None:
             config = replace(config, head=self.pooled_head(config))
         options = {"layers": self.layers, "bilstm": self.bilstm, "word_dim": self.word_dim}
         given = [f"{name}={value}" for name, value in options.items() if value not in ("top", 0)]
@@ -256,17 +266,25 @@ class FinetuneRecipe(TrainingConfig):
         return (replace(auxiliary, weight=weight),) if weight else ()
 
     def pooled_head(self, config: ModelConfig) -> ClassificationHead | RegressionHead | MultipleChoiceHead:
-        """Return the head with the recipe's pooling."""
-        head = config.head
+        """Return the head with the recipe's pooling, hidden layer and dropout."""
+        head, options = config.head, {"pool": self.pool, "head_dim": self.head_dim, "head_dropout": self.head_dropout}
+        given = next(f"{name}={value}" for name, value in options.items() if value not in ("auto", 0, None))
         marked = isinstance(head, ClassificationHead) and head.num_marked > 1
+        needed = {"auto": config.architecture, "last": "decoder"}.get(self.pool, "encoder")
         if (
-            config.architecture != "encoder"
+            config.architecture != needed
             or marked
             or not isinstance(head, ClassificationHead | RegressionHead | MultipleChoiceHead)
         ):
-            raise UserError(f"pool={self.pool} needs an encoder and a task with one label per text.")
-        cls: Literal["first", "last"] = "last" if head.pool == "last" else "first"  # XLNet's [CLS] is the last token
-        return replace(head, pool="mean" if self.pool == "mean" else cls)
+            model = {"auto": "a head", "last": "a decoder"}.get(self.pool, "an encoder")
+            raise UserError(f"{given} needs {model} and a task with one label per text.")
+        if self.pool in ("mean", "last"):
+            head = replace(head, pool=self.pool)
+        elif self.pool == "cls":
+            head = replace(head, pool="last" if head.pool == "last" else "first")  # XLNet's [CLS] is the last token
+        if self.head_dim:
+            head = replace(head, has_pooler=True, pooler_dim=self.head_dim, activation="relu", has_norm=False)
+        return head if self.head_dropout is None else replace(head, dropout=self.head_dropout)
 
     @property
     def lora(self) -> LoRAConfig | None:

@@ -16,7 +16,7 @@ from firth.core.files import write_text
 from firth.core.serialization import from_dict, to_dict
 from firth.models import Distillation, LMHead, ModelConfig
 from firth.models.config import AWDLSTMConfig, BiLSTMConfig, ELMoConfig, TransformerXL
-from firth.objectives import CLM, MLM, OBJECTIVES, BiLM, Objective
+from firth.objectives import CLM, MLM, OBJECTIVES, BiLM, Objective, SequenceAutoencoder
 from firth.tokens import MixConfig
 
 RecipeT = TypeVar("RecipeT")  # a recipe: a dataclass of plain values
@@ -374,10 +374,14 @@ class Recipe(TrainingConfig):
         spec, objective, family = self.model.recurrent, self.objective, self.model.family
         if spec is not None and isinstance(spec, ELMoConfig) != isinstance(objective, BiLM):
             raise UserError("ELMo needs the objective bilm, and no other LSTM supports bilm.")
-        if isinstance(spec, AWDLSTMConfig) and objective != CLM(
-            across_documents=getattr(objective, "across_documents", False)
-        ):
-            raise UserError(f"{family} reads from left to right: its objective is clm.")
+        if isinstance(spec, AWDLSTMConfig) and not isinstance(objective, CLM | SequenceAutoencoder):
+            raise UserError(f"{family} reads from left to right: its objective is clm or autoencoder.")
+        if isinstance(objective, SequenceAutoencoder) and not isinstance(spec, AWDLSTMConfig):
+            raise UserError(
+                f"autoencoder is for ulmfit's LSTM: {family} would copy the text through attention. Use clm."
+            )
+        if isinstance(objective, SequenceAutoencoder) and self.order == "stream":
+            raise UserError("autoencoder reads each text from a fresh state: remove order=stream.")
         if isinstance(spec, BiLSTMConfig) and (not isinstance(objective, MLM) or objective.visibility != "all"):
             raise UserError(f"{family} is bidirectional: its objective is mlm, or another that masks tokens.")
         if isinstance(spec, ELMoConfig) and self.warm_start != "none":

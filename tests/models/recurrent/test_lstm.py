@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,8 @@ from firth.models.recurrent.lstm import locked_dropout, run_lstm, unpack_documen
 from firth.models.recurrent.presets import RECURRENT_PRESETS, bilstm, elmo, rnn, ulmfit
 from firth.models.sizes import flops_per_token
 from firth.models.task_heads import max_pool_documents, pool_hidden_states
-from firth.objectives import Batch
+from firth.objectives import Batch, CounterRNG, SequenceAutoencoder
+from firth.tokens import Rows, Vocabulary
 
 V = 30
 NONE = {"weight_drop": 0.0, "word_drop": 0.0, "input_drop": 0.0, "hidden_drop": 0.0, "output_drop": 0.0}
@@ -133,6 +135,23 @@ def test_every_dropout_stands_where_it_should() -> None:
         assert_close(found, y)
         stack.eval()(x, None, all_hidden_states=states)
         assert [s.shape[-1] for s in states] == [4, 6, 6, 4]
+
+
+def test_an_autoencoder_is_two_lstms_with_the_same_weights() -> None:
+    """Dai & Le 2015, figure 1: torch's LSTMs read a text; others with these weights write it from their last states."""
+    model, text = awd().eval(), torch.tensor([[7, 8, 9, 3]])  # 3 is </s>
+    same = np.zeros((1, 4), np.int32)
+    rows = Rows(text.numpy(), same, np.arange(4, dtype=np.int32)[None], same == 0, *np.zeros((3, 1), np.int64))
+    vocab = Vocabulary(V, 0, 1, None, 3, None, None, None, (), (0, 1, 3))
+    batch = SequenceAutoencoder()(rows, CounterRNG(0, np.zeros(1, np.int64)), vocab).to(torch.device("cpu"))
+
+    encoder, decoder = model.embed.tokens(text), model.embed.tokens(text.roll(1, 1))  # </s> starts the decoder
+    for lstm in stack_of(model).blocks:
+        _, state = lstm(encoder[:, :-1])
+        encoder, decoder = lstm(encoder)[0], lstm(decoder, state)[0]
+    loss = nn.functional.cross_entropy(model.head(decoder, model.embed.tokens.weight)[0], text[0], reduction="sum")
+    assert_close(model.loss(batch), loss)
+    assert batch.num_targets == 4
 
 
 def test_what_states_cost() -> None:
