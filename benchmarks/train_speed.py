@@ -17,13 +17,13 @@ The workload `documents` has texts of the lengths in a file (--lengths, one numb
 reads one text per row, padded to the longest of its batch (to a multiple of 64, so that there are few shapes); Firth
 packs them. Only text tokens count.
 
-`--without` turns off one optimization of our side: `asked` (the head reads every position, not only targets),
+`--without` turns off one optimization of our side: `targets` (the head reads every position, not only targets),
 `packing` (documents are padded too), `prefetch` (a step builds its own batch; all others are built beforehand),
 `pinned` (batches come from pageable memory), `ahead` (each step waits for the one before), `qkv` (queries, keys and
 values are three matmuls). KEY=VALUE sets a recipe field (engine.weights=bf16). `--alone` leaves the peer out. `--each`
 runs ablations in one process: our side as it is, then with each change alone; ratios are to the first.
 
-B rows, L tokens before the noise, T after it, U of the decoder, K asked.
+B rows, L tokens before the noise, T after it, U of the decoder, K targets.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ WITHOUT: dict[str, dict[str, Any]] = {  # what can be switched off, as changes o
     "padding": {"engine.pad_vocabulary": False},
     "residual": {"engine.residual": "float32"},
     "last_layer": {"engine.last_layer": "all"},
-    "asked": {},  # what these two change is what our side reads (`our_batch`)
+    "targets": {},  # these two change our input (`our_batch`)
     "packing": {},
     "prefetch": {},  # and these how it does: batches are made beforehand, sent from pinned memory,
     "pinned": {},
@@ -232,19 +232,21 @@ def document_batch(workload: Workload, step: int, packed: bool) -> Batch:
 
 
 def our_batch(workload: Workload, step: int, without: Sequence[str] = (), documents: int = 1) -> Batch:
-    """What our side reads: packed documents, asked where the objective asks; or not."""
+    """The input of our side: packed documents and target positions, unless `without` disables them."""
     if "packing" in without and not workload.lengths:
         raise SystemExit("--without packing is for the workload documents: the rows of the others are full")
     if workload.lengths:
         batch = document_batch(workload, step, "packing" not in without)
     else:
         batch = make_batch(workload, step, documents)
-    if "asked" not in without:
+    if "targets" not in without:
         return batch
     if batch.target_positions is None:
-        raise SystemExit("--without asked is for objectives that ask at some places: this one asks everywhere")
-    asked_BT = np.broadcast_to(np.arange(batch.input_ids.shape[1]), batch.input_ids.shape)
-    return batch._replace(target_positions=asked_BT.copy(), labels=everywhere(batch))
+        raise SystemExit(
+            "--without targets needs an objective with fewer targets than positions: this one predicts every position"
+        )
+    positions_BT = np.broadcast_to(np.arange(batch.input_ids.shape[1]), batch.input_ids.shape)
+    return batch._replace(target_positions=positions_BT.copy(), labels=everywhere(batch))
 
 
 @contextmanager
@@ -270,7 +272,7 @@ def three_products(self: Attention, x: Tensor, start: int = 0, stop: int | None 
 
 
 def everywhere(batch: Batch) -> np.ndarray:
-    """A label for every place, IGNORED where none is asked."""
+    """A label for every position, IGNORE_INDEX where there is no target."""
     assert batch.target_positions is not None
     labels_BT = np.full_like(batch.input_ids, IGNORE_INDEX)
     row_BK = np.broadcast_to(np.arange(len(labels_BT))[:, None], batch.target_positions.shape)
@@ -283,7 +285,7 @@ def everywhere(batch: Batch) -> np.ndarray:
 
 
 def their_inputs(batch: Batch, mask: bool = False) -> dict[str, np.ndarray]:
-    """The same batch as a collator of `transformers` gives it: a label for every place, -100 where none is asked.
+    """The same batch as a collator of `transformers` gives it: a label per position, -100 where there is no target.
 
     `mask` adds one that forbids nothing where no token is padding.
     """
@@ -293,11 +295,11 @@ def their_inputs(batch: Batch, mask: bool = False) -> dict[str, np.ndarray]:
         return {"input_ids": batch.input_ids, "decoder_input_ids": batch.decoder_input_ids, "labels": batch.labels}
     if batch.target_positions is None:
         return {"input_ids": batch.input_ids, "labels": batch.input_ids}  # the model shifts them itself
-    if batch.attention_rank is not None:  # permutation LM: whom each may not see, and which places are asked
+    if batch.attention_rank is not None:  # permutation LM: hidden keys and target positions
         rank_BT = batch.attention_rank
         hidden_BTT = (rank_BT[:, None, :] >= rank_BT[:, :, None]) & (rank_BT[:, None, :] > 0)
-        asked_BKT = batch.target_positions[:, :, None] == np.arange(rank_BT.shape[1])
-        masks = {"perm_mask": hidden_BTT.astype(np.float32), "target_mapping": asked_BKT.astype(np.float32)}
+        target_BKT = batch.target_positions[:, :, None] == np.arange(rank_BT.shape[1])
+        masks = {"perm_mask": hidden_BTT.astype(np.float32), "target_mapping": target_BKT.astype(np.float32)}
         return {"input_ids": batch.input_ids, **masks, "labels": batch.labels}
     seen = {} if batch.document_ids is None else {"attention_mask": (batch.document_ids >= 0).astype(np.int64)}
     return {"input_ids": batch.input_ids, "labels": everywhere(batch), **seen}

@@ -189,7 +189,7 @@ def test_a_step_that_is_waited_for(
 def test_what_our_side_reads_without_its_ways(bench: Any) -> None:
     """The same questions at every place; the same documents, one in each row."""
     workload = toy(bench, "bert")
-    usual, everywhere = (bench.our_batch(workload, 2, without) for without in ((), ["asked"]))
+    usual, everywhere = (bench.our_batch(workload, 2, without) for without in ((), ["targets"]))
     assert everywhere.target_positions.tolist() == [list(range(32))] * len(usual.input_ids)
     assert everywhere.num_targets == usual.num_targets
     model = bench.make_model(workload.model).eval()
@@ -200,8 +200,8 @@ def test_what_our_side_reads_without_its_ways(bench: Any) -> None:
     assert bench.our_batch(documents, 0, ["packing"]).document_ids.max() == 0
     with pytest.raises(SystemExit, match="documents"):
         bench.our_batch(workload, 0, ["packing"])
-    with pytest.raises(SystemExit, match="everywhere"):
-        bench.our_batch(toy(bench, "gpt2"), 0, ["asked"])
+    with pytest.raises(SystemExit, match="every position"):
+        bench.our_batch(toy(bench, "gpt2"), 0, ["targets"])
 
 
 # The speed of objectives

@@ -1044,7 +1044,7 @@ def models() -> list[dict[str, Any]]:
         {
             "name": name,
             "family": name,
-            "shape": "no layers",
+            "architecture": "no layers",
             "parameters": None,
             "size": size,
             "flops_per_token": 0,
@@ -1057,7 +1057,7 @@ def models() -> list[dict[str, Any]]:
         {
             "name": name,
             "family": config.family,
-            "shape": config.architecture,
+            "architecture": config.architecture,
             "parameters": count_parameters(config),
             "flops_per_token": flops_per_token(config, 512),
             "objective": default_objective(config),

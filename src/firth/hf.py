@@ -148,13 +148,13 @@ class FirthModel(FirthPreTrainedModel):
 
     def to_hf_output(self, output: ModelOutput, with_hidden_states: bool) -> Any:
         assert output.hidden_states is not None
-        last, kept = output.hidden_states[-1], output.hidden_states if with_hidden_states else None
+        last, hidden_states = output.hidden_states[-1], output.hidden_states if with_hidden_states else None
         if not self.config.is_encoder_decoder:
             return modeling_outputs.BaseModelOutput(
-                last_hidden_state=last, hidden_states=kept, attentions=output.attentions
+                last_hidden_state=last, hidden_states=hidden_states, attentions=output.attentions
             )
         return modeling_outputs.Seq2SeqModelOutput(
-            last_hidden_state=last, decoder_hidden_states=kept, **seq2seq_output_fields(output)
+            last_hidden_state=last, decoder_hidden_states=hidden_states, **seq2seq_output_fields(output)
         )
 
 
@@ -193,9 +193,9 @@ class FirthForSeq2SeqLM(FirthPreTrainedModel):
         return config.architecture == "encoder-decoder" and isinstance(config.head, LMHead)
 
     def to_hf_output(self, output: ModelOutput, with_hidden_states: bool) -> Any:
-        kept = output.hidden_states
+        hidden_states = output.hidden_states
         return modeling_outputs.Seq2SeqLMOutput(
-            output.loss, output.logits, decoder_hidden_states=kept, **seq2seq_output_fields(output)
+            output.loss, output.logits, decoder_hidden_states=hidden_states, **seq2seq_output_fields(output)
         )
 
 

@@ -50,7 +50,7 @@ def test_the_loss_by_hand() -> None:
         wanted = (theirs / 3).softmax(-1)
         soft = (wanted * (wanted.log() - (mine / 3).log_softmax(-1))).sum()
         answers += 0.2 * F.cross_entropy(mine, torch.tensor(label)) + 0.7 * 9 * soft
-    assert_close(found["answers"], answers)
+    assert_close(found["targets"], answers)
     x, y = s.hidden_states[-1][given.document_ids >= 0], t.hidden_states[-1][given.document_ids >= 0]
     assert_close(found["tokens"], 0.4 * (1 - (x * y).sum(-1) / x.norm(dim=-1) / y.norm(dim=-1)).sum())
 
@@ -58,7 +58,7 @@ def test_the_loss_by_hand() -> None:
 def test_a_twin_has_nothing_to_learn() -> None:
     teacher = make_model(TEACHER).eval()
     found = distillation_losses(teacher, teacher, batch(), Distillation(hard=0.0))  # type: ignore[arg-type]
-    assert found["answers"].item() == pytest.approx(0, abs=1e-5)
+    assert found["targets"].item() == pytest.approx(0, abs=1e-5)
     assert found["tokens"].item() == pytest.approx(0, abs=1e-5)
 
 

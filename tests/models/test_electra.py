@@ -108,12 +108,12 @@ def test_the_two_losses_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     sampled = torch.tensor([[10, 20, 9], [21, 15, 9]])
     monkeypatch.setattr("firth.models.electra.sample_generator_tokens", lambda logits: sampled)
     parts = model.losses(BATCH)
-    assert list(parts) == ["answers", "tokens"]
+    assert list(parts) == ["targets", "tokens"]
     assert parts.keys() <= BATCH.loss_counts.keys()
     logits = model.logits(BATCH)
     by_hand = [-logits[b, k].log_softmax(-1)[BATCH.labels[b, k]] for b, k in ((0, 0), (0, 1), (1, 0), (1, 1))]
-    assert_close(parts["answers"], torch.stack(by_hand).sum())
-    assert_close(parts["answers"], model.loss(BATCH))
+    assert_close(parts["targets"], torch.stack(by_hand).sum())
+    assert_close(parts["targets"], model.loss(BATCH))
 
     read = torch.tensor([[2, 10, 11, 20, 3], [2, 21, 15, 3, PAD]])
     assert model.generator is not None
@@ -141,7 +141,7 @@ def test_each_learns_its_own_and_both_learn_the_token_vectors() -> None:
     every = {n for n, _ in model.named_parameters()}
     vectors = {n for n in every if n.startswith("embed.") and not n.startswith("embed.widen")}
     generator = {n for n in every if n.startswith(("extras.generator.stack", "extras.generator.narrow", "head."))}
-    assert gradients(model, "answers") == generator | vectors
+    assert gradients(model, "targets") == generator | vectors
     assert gradients(model, "tokens") == every - generator
     assert {"embed.tokens.weight", "embed.position_embeddings.weight", "embed.segments.weight"} <= vectors
 

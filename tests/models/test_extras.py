@@ -54,12 +54,12 @@ def test_a_pair_is_judged_from_its_first_state() -> None:
     assert logits.shape == (2, 2)
     by_hand = -logits[0].log_softmax(-1)[0] - logits[1].log_softmax(-1)[1]
     assert_close(parts["pairs"], by_hand)
-    assert_close(parts["answers"], model.loss(batch))
-    assert batch.loss_counts == {"answers": 3, "tokens": 12, "pairs": 2}
+    assert_close(parts["targets"], model.loss(batch))
+    assert batch.loss_counts == {"targets": 3, "tokens": 12, "pairs": 2}
 
 
 def test_without_pairs_there_is_one_part() -> None:
-    assert list(lively(bert(1, 16, 2, V, extras=(SentencePairHead(),))).losses(BATCH)) == ["answers"]
+    assert list(lively(bert(1, 16, 2, V, extras=(SentencePairHead(),))).losses(BATCH)) == ["targets"]
 
 
 def test_a_batch_that_the_model_has_no_part_for_is_our_mistake() -> None:
@@ -89,7 +89,7 @@ def test_boundary_by_hand() -> None:
         h = F.layer_norm(F.gelu(h @ dense.weight.T + dense.bias), (16,), norm.weight, norm.bias, 1e-12)
     logits = h @ model.embed.tokens.weight.T + model.head.bias
     spans = F.cross_entropy(logits, torch.tensor([11, 12, 13]), reduction="sum")
-    assert_close(model.losses(batch)["answers"], model.loss(batch) + spans)
+    assert_close(model.losses(batch)["targets"], model.loss(batch) + spans)
 
 
 def test_boundary_reads_the_two_states_around_a_span_and_no_others() -> None:
@@ -155,7 +155,7 @@ def test_the_loss_of_both_directions_and_documents() -> None:
     logits = model.logits(batch)
     by_hand = F.cross_entropy(logits.flatten(0, 2), batch.labels.flatten(), reduction="sum", ignore_index=-100)
     assert batch.num_targets == 20
-    assert_close(model.losses(batch)["answers"], by_hand)
+    assert_close(model.losses(batch)["targets"], by_hand)
     tokens = TOKENS.clone()
     tokens[0, 4] = 20
     after = model.logits(batch._replace(input_ids=tokens))

@@ -146,6 +146,6 @@ def test_other_readers_still_see_all_places() -> None:
     wanted = model.losses(batch)
     narrowed(model, True)
     again = model.losses(batch)
-    assert set(again) == {"answers", "pairs"}
+    assert set(again) == {"targets", "pairs"}
     for name, loss in wanted.items():
         torch.testing.assert_close(again[name], loss)

@@ -100,8 +100,8 @@ def test_classes_of_packed_texts_are_those_of_each_alone(pool: str) -> None:
     alone = torch.stack([model(TOKENS[row : row + 1, part]).logits[0] for row, part in TEXTS])
     assert_close(torch.stack([logits[0, 0], logits[0, 1], *logits[1]]), alone)
     wanted = F.cross_entropy(alone, torch.tensor([2, 0, 1, 1, 0]), reduction="sum")
-    assert_close(model.losses(batch), {"answers": wanted})
-    assert batch.loss_counts["answers"] == 5
+    assert_close(model.losses(batch), {"targets": wanted})
+    assert batch.loss_counts["targets"] == 5
 
 
 def test_class_weights_count() -> None:
@@ -142,7 +142,7 @@ def test_scores_by_hand() -> None:
     score = model.logits(batch)
     wanted = (score[0, 0] - 1) ** 2 + (score[0, 1] + 2) ** 2 + score[1, 0] ** 2 + (score[1, 2] - 3.5) ** 2
     assert_close(model.loss(batch), wanted)
-    assert batch.loss_counts["answers"] == 4
+    assert batch.loss_counts["targets"] == 4
     model.loss(batch).backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
@@ -155,7 +155,7 @@ def test_choices_of_a_group_may_stand_in_several_rows() -> None:
     first = torch.stack([score[0, 0], score[1, 1], score[1, 2]])
     second = torch.stack([score[0, 1], score[1, 0]])
     assert_close(model.loss(batch), -first.log_softmax(0)[2] - second.log_softmax(0)[0])
-    assert batch.loss_counts["answers"] == 2
+    assert batch.loss_counts["targets"] == 2
     with pytest.raises(UserError, match="rows, choices, tokens"):
         model(TOKENS)
 
@@ -168,7 +168,7 @@ def test_tags_by_hand() -> None:
     logits = model.logits(batch)
     assert_close(logits[0], model.head.out(model.hidden_states(packed())[0, [1, 4, 5]]))
     assert_close(model.loss(batch), F.cross_entropy(logits[0], torch.tensor([0, 2, 1]), reduction="sum"))
-    assert batch.loss_counts["answers"] == 3
+    assert batch.loss_counts["targets"] == 3
 
 
 def span_target() -> Tensor:
@@ -187,7 +187,7 @@ def test_a_span_is_a_softmax_over_its_text() -> None:
     wanted -= start[0, 4:7].log_softmax(0)[0] + end[0, 4:7].log_softmax(0)[2]
     wanted -= start[1, 2:4].log_softmax(0)[0] + end[1, 2:4].log_softmax(0)[0]
     assert_close(model.loss(batch), wanted / 2)
-    assert batch.loss_counts["answers"] == 3
+    assert batch.loss_counts["targets"] == 3
     called = model(TOKENS[:1, :3], start_positions=torch.tensor([1]), end_positions=torch.tensor([2]))
     assert_close(called.loss, -(start[0, :3].log_softmax(0)[1] + end[0, :3].log_softmax(0)[2]) / 2)
 
@@ -202,7 +202,7 @@ def test_vectors_of_a_pair_find_each_other() -> None:
     near = 4 * (a @ b.T - 0.25 * torch.eye(2))
     wanted = -near.log_softmax(1).diagonal().sum() - near.log_softmax(0).diagonal().sum()
     assert_close(model.loss(batch), wanted)
-    assert batch.loss_counts["answers"] == 2
+    assert batch.loss_counts["targets"] == 2
 
 
 def test_an_encoder_decoder_answers_from_its_decoder() -> None:
@@ -231,9 +231,9 @@ def test_words_beside_the_answers(tmp_path: Path) -> None:
         target_positions=torch.tensor([[2, 6], [1, 3]]), task_labels=torch.tensor([[0, 1], [1, 1]]), labels=labels
     )
     parts = model.losses(batch)
-    assert_close(parts["words"], 0.5 * body.loss(packed(labels=labels)))
-    assert_close(parts["answers"], model.loss(batch))
-    assert batch.loss_counts == {"answers": 4, "tokens": 15, "words": int((labels != -100).sum())}
+    assert_close(parts["lm_targets"], 0.5 * body.loss(packed(labels=labels)))
+    assert_close(parts["targets"], model.loss(batch))
+    assert batch.loss_counts == {"targets": 4, "tokens": 15, "lm_targets": int((labels != -100).sum())}
     model.save(tmp_path / "tuned")
     again = load_model(tmp_path / "tuned")
     assert again.config == model.config
@@ -269,7 +269,7 @@ def test_the_losses_of_micro_batches_add_up(task: str) -> None:
     if task == "choice":  # groups are numbered within a batch
         rows[1] = rows[1]._replace(group_ids=rows[1].group_ids - 1)
     assert_close(model.loss(whole), model.loss(rows[0]) + model.loss(rows[1]))
-    assert whole.loss_counts["answers"] == sum(row.loss_counts["answers"] for row in rows)
+    assert whole.loss_counts["targets"] == sum(row.loss_counts["targets"] for row in rows)
 
 
 @pytest.mark.parametrize("task", [*SPLIT, "embed"])
@@ -287,7 +287,7 @@ def test_a_batch_without_answers_costs_nothing_and_teaches_nothing(task: str) ->
     loss = model.loss(batch)
     loss.backward()
     assert loss == 0
-    assert batch.loss_counts["answers"] == 0
+    assert batch.loss_counts["targets"] == 0
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
@@ -340,10 +340,10 @@ def test_heads_as_published() -> None:
 
 
 def test_what_cannot_be_done_is_said() -> None:
-    with pytest.raises(UserError, match=r"answers in words.*text-to-text"):
+    with pytest.raises(UserError, match=r"generates its answers.*text-to-text"):
         head_for_task(PRESETS["rnn-tiny"], "classify", ("a", "b"))
     for task in ("tag", "embed"):
-        with pytest.raises(UserError, match=f"not by a head for {task}: take a transformer for the task {task}"):
+        with pytest.raises(UserError, match=f"has no head for {task}: take a transformer for the task {task}"):
             head_for_task(PRESETS["rnn-tiny"], task, ("a", "b"))
     with pytest.raises(UserError, match="Did you mean 'classify'"):
         head_for_task(ENCODER, "clasify")

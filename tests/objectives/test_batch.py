@@ -40,7 +40,7 @@ def test_an_answer_span_is_one_target() -> None:
 def test_lm_labels_beside_task_labels_are_counted_apart() -> None:
     labels = np.array([[6, 7, IGNORE_INDEX], [9, IGNORE_INDEX, IGNORE_INDEX]])
     batch = Batch(TOKENS, document_ids=DOC, labels=labels, task_labels=np.array([[1], [0]]))
-    assert batch.loss_counts == {"answers": 2, "tokens": 5, "words": 3}
+    assert batch.loss_counts == {"targets": 2, "tokens": 5, "lm_targets": 3}
 
 
 def test_a_decoder_that_reads_a_text_again_reads_it_all() -> None:
@@ -69,8 +69,8 @@ def test_a_decoder_reads_one_token_per_label() -> None:
 
 def test_losses_are_means_over_what_a_batch_counts() -> None:
     batch = Batch(TOKENS, document_ids=DOC, labels=np.array([[6, IGNORE_INDEX], [9, 4]]))
-    assert batch.loss_counts == {"answers": 3, "tokens": 5}
-    assert batch._replace(pair_labels=np.array([0, 1])).loss_counts == {"answers": 3, "tokens": 5, "pairs": 2}
+    assert batch.loss_counts == {"targets": 3, "tokens": 5}
+    assert batch._replace(pair_labels=np.array([0, 1])).loss_counts == {"targets": 3, "tokens": 5, "pairs": 2}
 
 
 def test_a_bidirectional_lm_has_two_labels_per_position() -> None:

@@ -133,7 +133,7 @@ def test_pairs_pass_through(name: str, picture: Picture, apply: Applier) -> None
     assert batch.token_type_ids is segment
     assert batch.pair_labels is pair
     assert (batch.labels != x).sum(1).tolist() == [1, 1]
-    assert batch.loss_counts == {"answers": 2, "tokens": 13} | ({} if pair is None else {"pairs": 2})
+    assert batch.loss_counts == {"targets": 2, "tokens": 13} | ({} if pair is None else {"pairs": 2})
 
 
 def test_static_masks_repeat_after_num_static_masks_epochs(rows_for: Maker, apply: Applier) -> None:

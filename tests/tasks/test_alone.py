@@ -132,8 +132,8 @@ def test_a_decoder_learns_the_language_too() -> None:
     task, config = task_of("classify", "gpt2")
     items = task.encode(examples("classify"))
     batch = task.collate(items)
-    assert batch.loss_counts["words"] == sum(item.num_tokens - 1 for item in items)
+    assert batch.loss_counts["lm_targets"] == sum(item.num_tokens - 1 for item in items)
     row = batch.input_ids[0]
     inside = batch.labels[0] >= 0
     assert (batch.labels[0][inside] == row[1:][inside[:-1]]).all()
-    assert set(model_for(task, config).losses(batch.to(CPU.device))) == {"answers", "words"}
+    assert set(model_for(task, config).losses(batch.to(CPU.device))) == {"targets", "lm_targets"}

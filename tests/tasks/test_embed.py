@@ -51,7 +51,7 @@ def test_the_loss_and_the_vectors(family: str, pool: str) -> None:
     assert batch.num_targets == len(items)
     a, b = (torch.tensor(embed_texts(model, [e.texts[side] for e in known], normalise=True)) for side in (0, 1))
     with torch.no_grad():
-        loss = model.losses(batch.to(CPU.device))["answers"]
+        loss = model.losses(batch.to(CPU.device))["targets"]
     near = 20 * (a @ b.T - 0.3 * torch.eye(len(known)))
     right = torch.arange(len(known))
     expected = sum(torch.nn.functional.cross_entropy(m, right, reduction="sum") for m in (near, near.T))

@@ -436,13 +436,13 @@ def test_mistakes(fields: dict[str, Any], message: str, checkpoint_of: Checkpoin
     [
         ("bert", {"task": "lm"}, "lm needs a model that writes.* can learn every task but text-to-text and lm"),
         ("bert", {"task": "text-to-text"}, "text-to-text needs a model that writes"),
-        ("bert", {"answer": "words"}, "An encoder does not write"),
-        ("t5", {"task": "tag", "answer": "words"}, "is not answered in words: take answer=head"),
+        ("bert", {"answer": "text"}, "An encoder generates no text"),
+        ("t5", {"task": "tag", "answer": "text"}, "cannot be generated as text: take answer=head"),
         ("gpt2", {"crf": True}, "crf is for the task tag"),
         ("bert", {"lm_loss_weight": 0.5}, "lm_loss_weight=0.5 needs a decoder"),
         (
             "gpt2",
-            {"lm_loss_weight": 0.5, "answer": "words", "max_target_length": 4},
+            {"lm_loss_weight": 0.5, "answer": "text", "max_target_length": 4},
             "lm_loss_weight=0.5 needs a decoder",
         ),
     ],
@@ -729,11 +729,11 @@ def test_another_task_s_answers_are_forgotten(
     again = recipe(tmp_path / "first" / "final", toy, tmp_path / "again", max_steps=2)
     assert torch.equal(first(again).head.out.weight, kept)
     finetune(again)
-    assert "the checkpoint's head for classify goes on learning" in capsys.readouterr().err
+    assert "training continues with the checkpoint's head for classify" in capsys.readouterr().err
     finetune(replace(again, from_scratch=True, output_dir=str(tmp_path / "scratch")))
     said = capsys.readouterr().err
     assert "a new head for classify, over 2 classes" in said
-    assert "goes on learning" not in said
+    assert "training continues with the checkpoint's head" not in said
     other = tmp_path / "other.jsonl"
     other.write_text('{"text": "the cat", "label": "x"}\n{"text": "the dog", "label": "y"}\n')
     assert not torch.equal(first(replace(again, train=str(other))).head.out.weight, kept)
@@ -937,8 +937,8 @@ def test_the_examples_to_learn_from_say_nothing_when_scored(
 ) -> None:
     finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", max_steps=1, dev=str(toy["train"]), num_beams=2))
     said = " ".join(capsys.readouterr().err.split())
-    assert "is what the model learns from: its score says nothing about other examples" in said
-    assert "num_beams: of answers in words, and here a head answers" in said
+    assert "is also the training file: its score says nothing about unseen examples" in said
+    assert "num_beams: unused, since a task head predicts here and generates no text" in said
 
 
 def test_examples_with_the_same_id_are_compared_one_by_one(tmp_path: Path) -> None:

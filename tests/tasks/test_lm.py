@@ -164,8 +164,8 @@ def test_packed_is_as_good_as_alone(family: str) -> None:
     packed = task.collate(items)
     assert len(packed.input_ids) < sum(len(item.parts) for item in items)
     with torch.no_grad():
-        together = model.losses(packed.to(CPU.device))["answers"].item()
-        alone = [model.losses(task.collate([item]).to(CPU.device))["answers"].item() for item in items]
+        together = model.losses(packed.to(CPU.device))["targets"].item()
+        alone = [model.losses(task.collate([item]).to(CPU.device))["targets"].item() for item in items]
     assert together == pytest.approx(sum(alone), rel=1e-5)
     found = [p.prediction for p in task.predict(model, items, CPU, 5)]
     single = [task.predict(model, [item], CPU, 1)[0].prediction for item in items]

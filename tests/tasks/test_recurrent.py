@@ -111,7 +111,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     for gone in ("checkpoint-8", "final"):
         shutil.rmtree(again / gone)
     (again / "results.json").unlink()
-    carry = load_file(again / "checkpoint-4" / "training" / "carry.safetensors")
+    carry = load_file(again / "checkpoint-4" / "training" / "recurrent_state.safetensors")
     assert len(carry) == read_config(whole / "final").num_layers
     api.pretrain(name, text, again, resume=True, **SMALL, max_steps=8, save_total_limit=0, overrides=NARROW[name])
     theirs, ours = (load_file(folder / "final" / "model.safetensors") for folder in (whole, again))

@@ -93,7 +93,7 @@ def test_two_stacks() -> None:
     assert isinstance(made("choice", "t5"), VerbalizedChoiceTask)
     assert isinstance(made("span-qa", "t5"), VerbalizedQATask)
     assert isinstance(made("regress", "t5"), VerbalizedRegressionTask)
-    assert isinstance(made("classify", "gpt2", answer="words"), VerbalizedTask)
+    assert isinstance(made("classify", "gpt2", answer="text"), VerbalizedTask)
 
 
 def test_numbers_are_rounded_as_t5_does() -> None:
@@ -107,10 +107,10 @@ def test_numbers_are_rounded_as_t5_does() -> None:
 @pytest.mark.parametrize(
     ("name", "family", "fields", "message"),
     [
-        ("tag", "t5", {"answer": "words"}, "tag asks about every word, and is not answered in words: take answer=head"),
-        ("tag", "gpt2", {"answer": "words"}, "not answered in words"),
-        ("classify", "bert", {"answer": "words"}, "An encoder does not write"),
-        ("classify", "gpt2", {"answer": "song"}, "answer is 'song', and must be auto, head or words"),
+        ("tag", "t5", {"answer": "text"}, "tag labels every word, so its answer cannot be generated"),
+        ("tag", "gpt2", {"answer": "text"}, "cannot be generated as text"),
+        ("classify", "bert", {"answer": "text"}, "An encoder generates no text"),
+        ("classify", "gpt2", {"answer": "song"}, "answer is 'song', and must be auto, head or text"),
         ("text-to-text", "bert", {}, "text-to-text needs a model that writes"),
     ],
 )

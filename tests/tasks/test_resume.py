@@ -160,7 +160,7 @@ def test_changed_examples_are_refused_unless_allowed(
     finetuning.check_example_checksums(stored(stopped), finetuning.read_finetune_data(stopped), False)
     change_a_text(stopped.train)
     finetune(stopped, resume=True, allow_change=True)
-    assert "learns from other examples than those that it began with" in " ".join(capsys.readouterr().err.split())
+    assert "the run continues with changed training examples" in " ".join(capsys.readouterr().err.split())
     assert stored(stopped).train_checksum != before
 
 
@@ -290,7 +290,7 @@ def test_a_seed_that_breaks_does_not_end_the_others(
     result = finetune(recipe)
     said = capsys.readouterr().err
     assert "seed-0 ends here, without a score, and the other seeds go on. 3 steps in a row were skipped" in said
-    assert "seed-0 broke on the loss: accuracy is the mean of 1 of 2 seeds." in said
+    assert "seed-0 diverged: accuracy is the mean of 1 of 2 seeds." in said
     assert result["diverged"] == [0]
     assert 0 in result["failed"]
     assert result["best_seed"] == 1
@@ -314,7 +314,7 @@ def test_where_every_seed_breaks_there_is_no_result(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, [4, 5, 6], seeds=(0, 1))
-    with pytest.raises(UserError, match=r"^Each of the 2 seeds broke on its loss. The first: 3 steps in a row"):
+    with pytest.raises(UserError, match=r"^The loss of all 2 seeds diverged. The first: 3 steps in a row"):
         finetune(plan(max_bad_steps=3))
     assert not (tmp_path / "run" / "results.json").exists()
     with pytest.raises(UserError, match=r"^3 steps in a row were skipped, from step 5 on"):

@@ -53,7 +53,7 @@ def test_a_batch_by_hand() -> None:
     assert found.position_ids.tolist() == [[0, 1, 0], [0, 0, 0]]
     assert found.target_positions.tolist() == [[1, 0], [0, 0]]
     assert found.task_labels.tolist() == [[3, IGNORE_INDEX], [IGNORE_INDEX, IGNORE_INDEX]]
-    assert found.loss_counts == batch.loss_counts == {"answers": 1, "tokens": 2}
+    assert found.loss_counts == batch.loss_counts == {"targets": 1, "tokens": 2}
     assert unpad_logits(np.arange(4).reshape(2, 2), batch_shape(batch), batch_shape(found)).tolist() == [[0]]
 
 

@@ -156,7 +156,7 @@ def test_answers_are_found_or_counted() -> None:
     assert task.notices == ["1 answer was not found in the context."]
     assert task.collate(items).num_targets == 1
     with torch.no_grad():
-        assert np.isfinite(model_for(task, config).losses(task.collate(items).to(CPU.device))["answers"].item())
+        assert np.isfinite(model_for(task, config).losses(task.collate(items).to(CPU.device))["targets"].item())
 
 
 def test_the_threshold_is_chosen_on_held_out_examples_and_kept() -> None:

@@ -15,7 +15,7 @@ from firth.text import AnswerSpan, Example
 
 def made(name: str, family: str, known: list[Example], **fields: Any) -> Any:
     config, tokenizer = parts(family)
-    recipe = FinetuneRecipe(**{"max_seq_length": 48, "max_target_length": 8, "answer": "words"} | fields)
+    recipe = FinetuneRecipe(**{"max_seq_length": 48, "max_target_length": 8, "answer": "text"} | fields)
     return make_task(name, known, tokenizer, config, recipe), config
 
 

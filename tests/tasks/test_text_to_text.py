@@ -105,8 +105,8 @@ def test_packed_is_as_good_as_alone(family: str) -> None:
             parameter.add_(0.05 * torch.randn_like(parameter))
         packed = task.collate(items)
         assert len(packed.input_ids) < len(items)
-        together = model.losses(packed.to(CPU.device))["answers"].item()
-        alone = sum(model.losses(task.collate([item]).to(CPU.device))["answers"].item() for item in items)
+        together = model.losses(packed.to(CPU.device))["targets"].item()
+        alone = sum(model.losses(task.collate([item]).to(CPU.device))["targets"].item() for item in items)
     assert together == pytest.approx(alone, rel=1e-5)
     assert packed.num_targets == sum(len(item.answer_ids) for item in items)
     many, single = task.predict(model, items, CPU, 100), task.predict(model, items, CPU, 1)
@@ -127,7 +127,7 @@ def test_labels_are_as_likely_in_packed_rows(family: str) -> None:
     for item, p_C in zip(items, found, strict=True):
         batches = [task.collate([item._replace(answer_ids=answer)]).to(CPU.device) for answer in task.label_token_ids]
         with torch.no_grad():
-            costs = np.array([model.losses(batch)["answers"].item() for batch in batches])
+            costs = np.array([model.losses(batch)["targets"].item() for batch in batches])
         np.testing.assert_allclose(p_C, np.exp(-costs) / np.exp(-costs).sum(), atol=1e-5)
 
 

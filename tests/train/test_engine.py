@@ -141,7 +141,7 @@ def test_the_mean_is_evaluated_and_kept(recipe_of: Recipes, tmp_path: Path) -> N
     for step in range(5):
         now = load_model(run / f"checkpoint-{step + 1}").embed.tokens.weight.detach()
         mean = mean + (1 - min(0.8, (1 + step) / (10 + step))) * (now - mean)
-        kept = load_file(run / f"checkpoint-{step + 1}" / "training" / "average.safetensors")
+        kept = load_file(run / f"checkpoint-{step + 1}" / "training" / "ema.safetensors")
         torch.testing.assert_close(kept["embed.tokens.weight"], mean)
     torch.testing.assert_close(load_model(run / "final").embed.tokens.weight.detach(), mean)
 
@@ -160,7 +160,7 @@ def test_the_mean_of_the_best_evaluation_is_taken(recipe_of: Recipes, shards_of:
     run = TrainingRun(recipe, CPU, model, batches, evaluate, tmp_path, score_fn=lambda scores: scores["score"])
     assert fit(run).best_step == 2
     assert torch.equal(model.embed.tokens.weight, judged[1])
-    kept = load_file(tmp_path / "checkpoint-4" / "training" / "average.safetensors")
+    kept = load_file(tmp_path / "checkpoint-4" / "training" / "ema.safetensors")
     assert torch.equal(kept["embed.tokens.weight"], judged[3])
 
 

@@ -169,7 +169,7 @@ def test_each_part_of_the_loss_has_its_own_count() -> None:
         return [Batch(*(None if a is None else a[i : i + size] for a in whole)) for i in range(0, 4, size)]
 
     parts = model.losses(whole.to(CPU.device))
-    by_hand = parts["answers"].item() / 6 + parts["pairs"].item() / 4
+    by_hand = parts["targets"].item() / 6 + parts["pairs"].item() / 4
     loss, expected = gradient(model, [whole])
     assert loss == pytest.approx(by_hand, rel=1e-6)
     for size in (1, 2):
@@ -277,7 +277,7 @@ def test_an_evaluation_that_draws_tokens_draws_the_same_every_time(recipe_of: Re
         torch.manual_seed(dropout_seed(recipe.seed, first, 0))
         with torch.no_grad():
             parts = model.losses(batch.to(CPU.device))
-        answers, tokens = answers + parts["answers"].item(), tokens + parts["tokens"].item()
+        answers, tokens = answers + parts["targets"].item(), tokens + parts["tokens"].item()
         asked, read = asked + batch.num_targets, read + batch.num_tokens
     assert found == pytest.approx(answers / asked + tokens / read, rel=1e-6)
 

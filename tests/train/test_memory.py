@@ -83,7 +83,7 @@ def test_steps_go_on_where_the_last_one_stopped(family: str, streaming: Recipes)
     model, batches, _, _ = made(recipe)
     for step in range(3):
         (batch,) = batches(step)
-        wanted = model.losses(batch.to(CPU.device))["answers"].item() / batch.num_targets
+        wanted = model.losses(batch.to(CPU.device))["targets"].item() / batch.num_targets
         assert found[step] == pytest.approx(wanted, rel=1e-6)
     alone = first_losses(replace(recipe, memory=0), 3)
     assert alone[0] == found[0], "there is nothing before the first step"
@@ -165,9 +165,9 @@ def test_a_resumed_run_is_the_same_run(
             pretrain(stopped, resume=True)
     monkeypatch.undo()
     pretrain(stopped, resume=True)
-    for name in ("log.jsonl", "final/model.safetensors", "checkpoint-7/training/carry.safetensors"):
+    for name in ("log.jsonl", "final/model.safetensors", "checkpoint-7/training/recurrent_state.safetensors"):
         assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes(), name
-    assert len(load_file(tmp_path / "straight" / "checkpoint-7" / "training" / "carry.safetensors")) == 2
+    assert len(load_file(tmp_path / "straight" / "checkpoint-7" / "training" / "recurrent_state.safetensors")) == 2
 
     # a run that forgets what was carried is another one
     (tmp_path / "stopped" / "results.json").unlink()
@@ -202,7 +202,7 @@ def test_an_evaluation_reads_on_too_and_leaves_the_training_alone(streaming: Rec
         if first == 4:
             model.load_state({name: value[:1] for name, value in model.pop_state().items()})
         with torch.no_grad():
-            total += model.losses(batch.to(CPU.device))["answers"].item()
+            total += model.losses(batch.to(CPU.device))["targets"].item()
         count += batch.num_targets
     assert found == pytest.approx(total / count, rel=1e-6)
 

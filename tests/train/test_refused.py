@@ -134,7 +134,7 @@ def test_the_best_weights_that_were_damaged_cost_no_run(
 ) -> None:
     run = judged()
     folder = Path(run.recipe.output_dir)
-    run.before = lambda step: (folder / "best-1" / "learned.safetensors").write_bytes(b"") if step == 4 else None
+    run.before = lambda step: (folder / "best-1" / "trainable.safetensors").write_bytes(b"") if step == 4 else None
     found = run.fit([0.9, 0.1, 0.1, 0.1, 0.1, 0.1])
     assert "keeping the weights of the last step instead of the best ones" in " ".join(capsys.readouterr().err.split())
     assert found.best_step == 6

@@ -201,9 +201,9 @@ def split_default(text: str, default: str) -> tuple[str, str]:
     >>> split_default("Set the task. Default: by its columns. One of tag, lm.", "")
     ('Set the task. One of tag, lm.', 'by its columns')
     """
-    before, found, after = text.partition(" Default: ")
-    told, _, rest = after.partition(". ")
-    return (f"{before} {rest}".rstrip(), told.removesuffix(".")) if found else (text, default)
+    before, separator, after = text.partition(" Default: ")
+    default_text, _, rest = after.partition(". ")
+    return (f"{before} {rest}".rstrip(), default_text.removesuffix(".")) if separator else (text, default)
 
 
 def value_type(hint: Any) -> tuple[type, bool, tuple[str, ...]]:

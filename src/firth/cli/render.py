@@ -253,5 +253,5 @@ def print_models(models: list[dict[str, Any]]) -> None:
             )
             for m in sizes
         ]
-        title = f"{family}, {sizes[0]['shape']}: {sizes[0]['good_for']}"
+        title = f"{family}, {sizes[0]['architecture']}: {sizes[0]['good_for']}"
         show_table(title, ["name", "parameters", "FLOPs/token", "objective"], rows)

@@ -145,7 +145,7 @@ def find_occurrences(word: str, texts: Sequence[str]) -> list[Occurrence]:
     """All occurrences of a word, or else of an inflected form (bats, records). A text without one is an error."""
     if not word.strip():
         raise UserError("The word to compare is empty: --compare WORD.")
-    found = []
+    occurrences = []
     for number, text in enumerate(texts, 1):
         exact = re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE)
         spans = [match.span() for match in exact] or [
@@ -154,13 +154,13 @@ def find_occurrences(word: str, texts: Sequence[str]) -> list[Occurrence]:
         if not spans:
             near = did_you_mean(word, {match.group() for match in ENGLISH_WORD.finditer(text)})
             raise UserError(f"{word!r} is not in text {number}, {text!r}. {near}")
-        found += [Occurrence(text, *span) for span in spans]
-    return found
+        occurrences += [Occurrence(text, *span) for span in spans]
+    return occurrences
 
 
 def collect_words(texts: Iterable[str], max_words: int = MAX_CANDIDATE_WORDS) -> list[Occurrence]:
     """The first `max_words` words of texts, each with its sentence as context."""
-    found: list[Occurrence] = []
+    occurrences: list[Occurrence] = []
     for text in texts:
         begin = 0
         for end in sentence_end_offsets(text, "en"):
@@ -169,11 +169,11 @@ def collect_words(texts: Iterable[str], max_words: int = MAX_CANDIDATE_WORDS) ->
                 row = spans[first : first + MAX_SENTENCE_WORDS]
                 start, stop = row[0][0], row[-1][1] if first + MAX_SENTENCE_WORDS < len(spans) else end - begin
                 sentence = text[begin + start : begin + stop]
-                found += [Occurrence(sentence, a - start, b - start) for a, b in row]
+                occurrences += [Occurrence(sentence, a - start, b - start) for a, b in row]
             begin = end
-            if len(found) >= max_words:
-                return found[:max_words]
-    return found
+            if len(occurrences) >= max_words:
+                return occurrences[:max_words]
+    return occurrences
 
 
 def has_letter(word: str) -> bool:

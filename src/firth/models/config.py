@@ -800,7 +800,7 @@ class ModelConfig:
             )
             needs = "a decoder with ClassificationHead, RegressionHead or MultipleChoiceHead"
             return [] if fits else [f"AuxiliaryLM in model.extras is for {needs}"]
-        alone = next(
+        exclusive = next(
             (name for name in names if name in ("GeneratorConfig", "QueryStream", "MaskDecoder", "AuxiliaryLM")), None
         )
         boundary, generator, decoder = (
@@ -813,8 +813,10 @@ class ModelConfig:
             wrong.append("model.extras are for the architecture encoder with a language model's head")
         elif generator is not None and not self.head.transform:
             wrong.append("a GeneratorConfig in model.extras needs model.head.transform=true")
-        if len(set(names)) < len(names) or (alone and len(names) > 1):
-            wrong.append(f"model.extras are {', '.join(names)}: one of each, and {alone or 'QueryStream'} only alone")
+        if len(set(names)) < len(names) or (exclusive and len(names) > 1):
+            wrong.append(
+                f"model.extras are {', '.join(names)}: one of each, and {exclusive or 'QueryStream'} only alone"
+            )
         if isinstance(boundary, SpanBoundaryHead) and boundary.max_span_length < 1:
             length = boundary.max_span_length
             wrong.append(f"in model.extras SpanBoundaryHead.max_span_length is {length}, and must be at least 1")
@@ -827,11 +829,11 @@ class ModelConfig:
         if isinstance(decoder, MaskDecoder) and (decoder.num_layers < 1 or decoder.length < 1):
             wrong.append("in model.extras MaskDecoder.num_layers and MaskDecoder.length must be at least 1")
         beside = self.window or (self.convolution if "QueryStream" in names else None)
-        if alone in ("QueryStream", "MaskDecoder") and (
+        if exclusive in ("QueryStream", "MaskDecoder") and (
             beside or not isinstance(self.position, SUBSET_QUERY_POSITIONS)
         ):
             what = type(beside or self.position).__name__
-            wrong.append(f"a {alone} in model.extras cannot go with {what} yet: take TransformerXL or Disentangled")
+            wrong.append(f"a {exclusive} in model.extras cannot go with {what} yet: take TransformerXL or Disentangled")
         return wrong
 
 

@@ -75,13 +75,13 @@ def distillation_losses(student: Encoder, teacher: Encoder, batch: Any, spec: Di
     soft_BK = F.kl_div(
         (logits_BKV / t).log_softmax(-1), (teacher_logits_BKV / t).log_softmax(-1), reduction="none", log_target=True
     ).sum(-1)
-    answers = spec.hard * hard + spec.soft * t**2 * (soft_BK * (batch.labels != LABEL_IGNORE_INDEX)).sum()
+    target_loss = spec.hard * hard + spec.soft * t**2 * (soft_BK * (batch.labels != LABEL_IGNORE_INDEX)).sum()
     if not spec.cosine:
-        return {"answers": answers}
+        return {"targets": target_loss}
     distance_BT = 1 - F.cosine_similarity(x_BTD.float(), teacher_BTD.float(), dim=-1)
     if batch.document_ids is not None:
         distance_BT = distance_BT * (batch.document_ids >= 0)
-    return {"answers": answers, "tokens": spec.cosine * distance_BT.sum()}
+    return {"targets": target_loss, "tokens": spec.cosine * distance_BT.sum()}
 
 
 @torch.no_grad()

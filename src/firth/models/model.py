@@ -146,7 +146,7 @@ class Model(nn.Module):
 
         The caller sums the counts over the global batch, and adds the means.
         """
-        return {"answers": self.loss(batch)}
+        return {"targets": self.loss(batch)}
 
     def loss(self, batch: BatchLike) -> Tensor:
         """Return the loss of the head, summed over the targets."""
@@ -371,12 +371,12 @@ class Encoder(Model):
         if batch.pair_labels is None and batch.span_boundaries is None:
             return super().losses(batch)
         x_BTD = self.hidden_states(batch)
-        parts = {"answers": self.lm_loss(gather_positions(x_BTD, batch.target_positions), batch)}
+        parts = {"targets": self.lm_loss(gather_positions(x_BTD, batch.target_positions), batch)}
         if batch.span_boundaries is not None:
             assert isinstance(self.head, LMHeadModule)
             y_NE, labels_N = self.extras["boundary"](x_BTD, batch.span_boundaries).flatten(0, 1), batch.labels.flatten()
             boundary_loss = self.head.projection_loss(y_NE, labels_N, self.embed.tokens.weight)
-            parts["answers"] = parts["answers"] + boundary_loss
+            parts["targets"] = parts["targets"] + boundary_loss
         if batch.pair_labels is not None:
             parts["pairs"] = F.cross_entropy(self.extras["pair"](x_BTD).float(), batch.pair_labels, reduction="sum")
         return parts
@@ -387,7 +387,7 @@ class Encoder(Model):
         assert isinstance(lm_head, AuxiliaryLMHeadModule)
         assert isinstance(self.head, TaskHeadModule)
         lm_loss = lm_head.loss(x_BTD.flatten(0, 1), batch.labels.flatten(), self.embed.tokens.weight)
-        return {"answers": self.task_loss(self.head, x_BTD, batch), "words": lm_head.loss_weight * lm_loss}
+        return {"targets": self.task_loss(self.head, x_BTD, batch), "lm_targets": lm_head.loss_weight * lm_loss}
 
     def electra_losses(self, generator: ElectraGenerator, batch: BatchLike) -> dict[str, Tensor]:
         """Return the generator's MLM loss, and the discriminator's loss over all tokens of the corrupted text."""
@@ -397,7 +397,7 @@ class Encoder(Model):
         corrupted_BT, replaced_BT = replace_tokens(logits_BKV, batch)
         score_BT = generator.discriminator_head(self.backbone(batch._replace(input_ids=corrupted_BT)))
         return {
-            "answers": mlm_loss,
+            "targets": mlm_loss,
             "tokens": generator.discriminator_weight * discriminator_loss(score_BT, replaced_BT, batch.document_ids),
         }
 

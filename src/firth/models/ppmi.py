@@ -35,12 +35,14 @@ def cooccurrence_matrix(shards: Shards, vocab_size: int, window: int) -> sp.csr_
     tokens, doc = sample_tokens_for_counts(shards)
     shape = (vocab_size, vocab_size)
 
-    def apart(k: int) -> sp.csr_matrix:
-        together = doc[:-k] == doc[k:]
-        pair, count = np.unique((tokens[:-k] * vocab_size + tokens[k:])[together], return_counts=True)
+    def counts_at_distance(k: int) -> sp.csr_matrix:
+        same_document = doc[:-k] == doc[k:]
+        pair, count = np.unique((tokens[:-k] * vocab_size + tokens[k:])[same_document], return_counts=True)
         return sp.csr_matrix((count.astype(np.float32) / k, np.divmod(pair, vocab_size)), shape=shape)
 
-    total = sum(map_in_threads(apart, range(1, window + 1), COUNT_THREADS), sp.csr_matrix(shape, dtype=np.float32))
+    total = sum(
+        map_in_threads(counts_at_distance, range(1, window + 1), COUNT_THREADS), sp.csr_matrix(shape, dtype=np.float32)
+    )
     return total + total.T
 
 
@@ -55,10 +57,10 @@ def map_in_threads(
 def sample_tokens_for_counts(shards: Shards) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens to count, and for each the id of its document or sampled chunk."""
     doc = np.repeat(np.arange(shards.num_documents, dtype=np.int32), np.diff(shards.offsets))
-    apart = -(-len(doc) // MAX_COUNTED_TOKENS) * SAMPLE_CHUNK_TOKENS
+    chunk_stride = -(-len(doc) // MAX_COUNTED_TOKENS) * SAMPLE_CHUNK_TOKENS
     if len(doc) <= MAX_COUNTED_TOKENS:
         return np.asarray(shards.tokens).astype(np.int64), doc
-    starts = range(0, len(doc), apart)
+    starts = range(0, len(doc), chunk_stride)
     tokens = np.concatenate([shards.tokens[i : i + SAMPLE_CHUNK_TOKENS] for i in starts]).astype(np.int64)
     part = np.concatenate(
         [2 * doc[i : i + SAMPLE_CHUNK_TOKENS].astype(np.int64) + number % 2 for number, i in enumerate(starts)]
@@ -86,22 +88,22 @@ def ppmi_vectors(
     without co-occurrences, such as [MASK] or T5's sentinels, get random vectors, so that no two are equal.
     """
     matrix = ppmi_matrix(cooccurrence_matrix(shards, vocab_size, window))
-    across = matrix.T.tocsr()
-    draw = np.random.default_rng(seed)
-    basis = draw.standard_normal((vocab_size, dim + 16)).astype(np.float32)
+    matrix_T = matrix.T.tocsr()
+    rng = np.random.default_rng(seed)
+    basis = rng.standard_normal((vocab_size, dim + 16)).astype(np.float32)
     for _ in range(2):  # subspace iteration (Halko et al. 2011, algorithm 4.4)
-        basis = orthonormal_basis(parallel_matmul(matrix, parallel_matmul(across, basis)))
-    inner = parallel_matmul(across, basis).T
+        basis = orthonormal_basis(parallel_matmul(matrix, parallel_matmul(matrix_T, basis)))
+    inner = parallel_matmul(matrix_T, basis).T
     left, squares, _ = np.linalg.svd(inner @ inner.T)
     vectors = (basis @ left[:, :dim]) * squares[:dim] ** 0.25  # the square root of the singular values
     vectors = np.pad(vectors, ((0, 0), (0, dim - vectors.shape[1])))  # the vocabulary may be smaller than `dim`
-    turn, _ = np.linalg.qr(draw.standard_normal((dim, dim)))
-    met = np.diff(matrix.indptr) > 0
-    if not met.any():
+    rotation, _ = np.linalg.qr(rng.standard_normal((dim, dim)))
+    has_cooccurrence = np.diff(matrix.indptr) > 0
+    if not has_cooccurrence.any():
         return np.zeros((vocab_size, dim), np.float32)
-    vectors = (vectors - vectors[met].mean(0)) @ turn
-    vectors /= max(vectors[met].std(), 1e-30)
-    vectors[~met] = draw.standard_normal((len(met) - met.sum(), dim))
+    vectors = (vectors - vectors[has_cooccurrence].mean(0)) @ rotation
+    vectors /= max(vectors[has_cooccurrence].std(), 1e-30)
+    vectors[~has_cooccurrence] = rng.standard_normal((len(has_cooccurrence) - has_cooccurrence.sum(), dim))
     return vectors.astype(np.float32)
 
 
@@ -141,5 +143,5 @@ def embedding_std(init: FanInInit | NormalInit | UniformInit, width: int) -> flo
     """
     if isinstance(init, FanInInit):
         return 1.0
-    at_random = init.std if isinstance(init, NormalInit) else init.bound / 3**0.5
-    return max(1.0, min(5.0, 5 * (128 / width) ** 0.5)) * at_random
+    random_std = init.std if isinstance(init, NormalInit) else init.bound / 3**0.5
+    return max(1.0, min(5.0, 5 * (128 / width) ** 0.5)) * random_std

@@ -449,7 +449,9 @@ def head_for_task(config: ModelConfig, task: str, names: tuple[str, ...] = (), *
     if config.architecture == "encoder-decoder" and config.recurrent is not None:
         other = "write the answers as text, with the task text-to-text"
         fix = f"take a transformer for the task {task}" if task in ENCODER_ONLY_TASKS else other
-        raise UserError(f"{config.family}, an encoder-decoder, answers in words, not by a head for {task}: {fix}.")
+        raise UserError(
+            f"{config.family}, an encoder-decoder, generates its answers and has no head for {task}: {fix}."
+        )
     head = inherit_dropout(_published_head(config, TASK_HEAD_TYPES[task]), config)
     if isinstance(head, ClassificationHead) and task in MARKED_WORD_TASKS:
         # No family publishes such a head: use one linear layer over both states.

@@ -57,9 +57,9 @@ class Batch(NamedTuple):
     @property
     def loss_counts(self) -> dict[str, int]:
         """Denominators of a mean loss by name; each summed loss that a model returns names its own."""
-        counts = {"answers": self.num_targets, "tokens": self.num_tokens}
+        counts = {"targets": self.num_targets, "tokens": self.num_tokens}
         if self.task_labels is not None and self.labels is not None:  # a task's labels, and LM labels beside them
-            counts["words"] = _num_labels(self.labels)
+            counts["lm_targets"] = _num_labels(self.labels)
         return counts if self.pair_labels is None else counts | {"pairs": len(self.pair_labels)}
 
     @property

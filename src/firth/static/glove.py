@@ -128,8 +128,8 @@ def open_records(path: Path) -> np.ndarray:
 def decode_keys(key: np.ndarray, num_words: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the two word ids of each key."""
     with np.errstate(over="ignore"):
-        plain = key * np.uint64(KEY_INVERSE)
-    first, second = np.divmod(plain, np.uint64(num_words))
+        pair_key = key * np.uint64(KEY_INVERSE)
+    first, second = np.divmod(pair_key, np.uint64(num_words))
     return first.astype(np.int64), second.astype(np.int64)
 
 

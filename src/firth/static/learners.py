@@ -98,9 +98,9 @@ class Word2VecTrainer:
         """Return subsampled words and document ids of one chunk, and the seed of its windows and noise."""
         [(words_W, doc_W)] = self.read_chunks(range(chunk, chunk + 1))
         seed = int(hash_uint64(self.recipe.seed, 1, chunk))
-        read = np.random.default_rng(seed).random(len(words_W), np.float32) < self.keep_prob_N[words_W]
-        read &= words_W >= 0
-        return words_W[read], doc_W[read], seed
+        is_kept = np.random.default_rng(seed).random(len(words_W), np.float32) < self.keep_prob_N[words_W]
+        is_kept &= words_W >= 0
+        return words_W[is_kept], doc_W[is_kept], seed
 
     def train_chunk(self, chunk: int) -> tuple[float, int]:
         words_W, doc_W, seed = self.read_subsampled(chunk)
@@ -108,14 +108,14 @@ class Word2VecTrainer:
 
     def train_words(self, words_W: np.ndarray, doc_W: np.ndarray, learning_rate: float, seed: int) -> tuple[float, int]:
         r = self.recipe
-        how = (r.window, bool(r.sg), r.num_noise_words, np.float32(learning_rate), self.noise_table, self.tree)
-        return word2vec.train_word2vec(words_W, doc_W, self.inputs_ND, self.outputs_ND, *how, np.uint64(seed))
+        settings = (r.window, bool(r.sg), r.num_noise_words, np.float32(learning_rate), self.noise_table, self.tree)
+        return word2vec.train_word2vec(words_W, doc_W, self.inputs_ND, self.outputs_ND, *settings, np.uint64(seed))
 
     def step(self, step: int, pool: ThreadPoolExecutor) -> tuple[float, int]:
-        turns = range(step * CHUNKS_PER_STEP, min((step + 1) * CHUNKS_PER_STEP, self.total_chunks))
+        chunks = range(step * CHUNKS_PER_STEP, min((step + 1) * CHUNKS_PER_STEP, self.total_chunks))
         if self.recipe.workers == 1:
-            return sum_losses(map(self.train_chunk, turns))
-        return sum_losses(pool.map(self.train_chunk, turns))
+            return sum_losses(map(self.train_chunk, chunks))
+        return sum_losses(pool.map(self.train_chunk, chunks))
 
     def held_out_loss(self, shards: Shards) -> float | None:
         """Return the mean loss on held-out text: training with learning rate 0."""
@@ -123,8 +123,8 @@ class Word2VecTrainer:
         for number in range(min(MAX_EVAL_CHUNKS, count_chunks(shards))):
             words_W, doc_W = read_chunk(shards, self.word_vocab.word_ids, number)
             parts.append(self.train_words(words_W[words_W >= 0], doc_W[words_W >= 0], 0.0, number))
-        total, guesses = sum_losses(parts)
-        return total / guesses if guesses else None
+        total, predictions = sum_losses(parts)
+        return total / predictions if predictions else None
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         return {"inputs": self.inputs_ND, "outputs": self.outputs_ND}
@@ -143,44 +143,44 @@ class Word2VecCudaTrainer(Word2VecTrainer):
         super().__init__(shards, word_vocab, recipe)
         self.device = torch.device(device)
         self.inputs, self.outputs = (torch.from_numpy(a).to(self.device) for a in (self.inputs_ND, self.outputs_ND))
-        of_words = *self.noise_table, self.keep_prob_N
-        self.accept_prob_N, self.alias_N, self.keep_prob = (torch.from_numpy(a).to(self.device) for a in of_words)
+        word_tables = *self.noise_table, self.keep_prob_N
+        self.accept_prob_N, self.alias_N, self.keep_prob = (torch.from_numpy(a).to(self.device) for a in word_tables)
         read_N, noise_N = (
             word_vocab.counts * self.keep_prob_N,
             word2vec.noise_distribution(word_vocab.counts, recipe.ns_exponent),
         )
-        how = recipe.window, bool(recipe.sg), recipe.negative, recipe.alpha
-        self.num_programs = max_stable_programs(read_N / read_N.sum(), noise_N, *how)
+        window_settings = recipe.window, bool(recipe.sg), recipe.negative, recipe.alpha
+        self.num_programs = max_stable_programs(read_N / read_N.sum(), noise_N, *window_settings)
         self.prefetched: dict[int, Future[tuple[np.ndarray, np.ndarray]]] = {}
 
     def read_step(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """(W,) words of a step (-1: none), and (W,) ids that differ between documents and between chunks."""
-        turns = range(step * CHUNKS_PER_STEP, min((step + 1) * CHUNKS_PER_STEP, self.total_chunks))
-        words, docs = zip(*self.read_chunks(turns), strict=True)
+        chunks = range(step * CHUNKS_PER_STEP, min((step + 1) * CHUNKS_PER_STEP, self.total_chunks))
+        words, docs = zip(*self.read_chunks(chunks), strict=True)
         doc_W = np.concatenate(docs)
-        begins_W = np.diff(doc_W, prepend=-1) != 0
-        begins_W[np.cumsum([len(doc) for doc in docs])[:-1]] = True
-        return np.concatenate(words), np.cumsum(begins_W, dtype=np.int32)
+        is_start_W = np.diff(doc_W, prepend=-1) != 0
+        is_start_W[np.cumsum([len(doc) for doc in docs])[:-1]] = True
+        return np.concatenate(words), np.cumsum(is_start_W, dtype=np.int32)
 
     def step(self, step: int, pool: ThreadPoolExecutor) -> tuple[float, int]:
-        for soon in range(step, min(step + PREFETCH_STEPS, self.num_steps)):
-            if soon not in self.prefetched:
-                self.prefetched[soon] = pool.submit(self.read_step, soon)
+        for next_step in range(step, min(step + PREFETCH_STEPS, self.num_steps)):
+            if next_step not in self.prefetched:
+                self.prefetched[next_step] = pool.submit(self.read_step, next_step)
         words_W, doc_W = (torch.from_numpy(a).to(self.device) for a in self.prefetched.pop(step).result())
         r = self.recipe
-        draw = torch.Generator(self.device).manual_seed(int(hash_uint64(r.seed, 2, step)) >> 1)
-        how: dict[str, Any] = {"generator": draw, "device": self.device}
-        read_W = (words_W >= 0) & (torch.rand(len(words_W), **how) < self.keep_prob[words_W.clamp(min=0)])
+        generator = torch.Generator(self.device).manual_seed(int(hash_uint64(r.seed, 2, step)) >> 1)
+        random_args: dict[str, Any] = {"generator": generator, "device": self.device}
+        read_W = (words_W >= 0) & (torch.rand(len(words_W), **random_args) < self.keep_prob[words_W.clamp(min=0)])
         words_W, doc_W = words_W[read_W], doc_W[read_W]
         num = len(words_W)
-        size_W = torch.randint(1, r.window + 1, (num,), dtype=torch.int32, **how)
-        slot_WK = torch.randint(len(self.accept_prob_N), (num, r.negative), **how)
-        own_WK = torch.rand((num, r.negative), **how) < self.accept_prob_N[slot_WK]
-        noise_WK = torch.where(own_WK, slot_WK.int(), self.alias_N[slot_WK])
-        learned = WindowConfig(r.window, bool(r.sg), self.learning_rate(step), self.num_programs)
-        text = WindowBatch(words_W, doc_W, size_W, noise_WK)
-        total, guesses = train_windows(text, self.inputs, self.outputs, learned)
-        return float(total), int(guesses)
+        size_W = torch.randint(1, r.window + 1, (num,), dtype=torch.int32, **random_args)
+        slot_WK = torch.randint(len(self.accept_prob_N), (num, r.negative), **random_args)
+        accepted_WK = torch.rand((num, r.negative), **random_args) < self.accept_prob_N[slot_WK]
+        noise_WK = torch.where(accepted_WK, slot_WK.int(), self.alias_N[slot_WK])
+        window_config = WindowConfig(r.window, bool(r.sg), self.learning_rate(step), self.num_programs)
+        window_batch = WindowBatch(words_W, doc_W, size_W, noise_WK)
+        total, predictions = train_windows(window_batch, self.inputs, self.outputs, window_config)
+        return float(total), int(predictions)
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         for host, device in ((self.inputs_ND, self.inputs), (self.outputs_ND, self.outputs)):
@@ -214,15 +214,17 @@ class GloVeTrainer:
     def train_chunk(self, chunk: int) -> tuple[float, int]:
         epoch, number = divmod(chunk, self.num_chunks)
         number = int(permute_indices(np.array([number]), self.num_chunks, hash_uint64(self.recipe.seed, epoch))[0])
-        some = np.array(self.records[number * RECORDS_PER_CHUNK : (number + 1) * RECORDS_PER_CHUNK])
-        first_R, second_R = glove.decode_keys(some["key"], len(self.word_vocab.counts))
-        how = tuple(map(np.float32, (self.recipe.eta, self.recipe.x_max, self.recipe.alpha)))
-        return glove.train_glove(first_R, second_R, np.ascontiguousarray(some["value"]), *self.arrays.values(), *how)
+        chunk_records = np.array(self.records[number * RECORDS_PER_CHUNK : (number + 1) * RECORDS_PER_CHUNK])
+        first_R, second_R = glove.decode_keys(chunk_records["key"], len(self.word_vocab.counts))
+        settings = tuple(map(np.float32, (self.recipe.eta, self.recipe.x_max, self.recipe.alpha)))
+        return glove.train_glove(
+            first_R, second_R, np.ascontiguousarray(chunk_records["value"]), *self.arrays.values(), *settings
+        )
 
     def step(self, step: int, pool: ThreadPoolExecutor) -> tuple[float, int]:
-        turns = range(step * CHUNKS_PER_STEP, min((step + 1) * CHUNKS_PER_STEP, self.total_chunks))
+        chunks = range(step * CHUNKS_PER_STEP, min((step + 1) * CHUNKS_PER_STEP, self.total_chunks))
         return sum_losses(
-            map(self.train_chunk, turns) if self.recipe.workers == 1 else pool.map(self.train_chunk, turns)
+            map(self.train_chunk, chunks) if self.recipe.workers == 1 else pool.map(self.train_chunk, chunks)
         )
 
     def state_arrays(self) -> dict[str, np.ndarray]:
@@ -264,20 +266,22 @@ def count_cooccurrences(shards: Shards, word_vocab: WordVocabulary, recipe: GloV
     """Return the memory-mapped co-occurrence records, counted once per run folder."""
     records_file, num = folder / "records.bin", len(word_vocab.counts)
 
-    def found() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        with progress("counting which words meet", "tokens", shards.num_tokens) as shown:
+    def iter_cooccurrences() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        with progress("counting which words meet", "tokens", shards.num_tokens) as progress_bar:
             for number in range(count_chunks(shards)):
                 words_W, doc_W = read_chunk(shards, word_vocab.word_ids, number)
                 key = np.empty(len(words_W) * recipe.window, np.uint64)
-                value, known = np.empty(len(key), np.float32), words_W >= 0
-                n = glove.emit_cooccurrences(words_W[known], doc_W[known], recipe.window, num, key, value)
+                value, in_vocabulary = np.empty(len(key), np.float32), words_W >= 0
+                n = glove.emit_cooccurrences(
+                    words_W[in_vocabulary], doc_W[in_vocabulary], recipe.window, num, key, value
+                )
                 yield key[:n].copy(), value[:n].copy()
-                shown.advance(len(words_W))
+                progress_bar.advance(len(words_W))
 
     if find_corruption(folder) is not None:
         max_records = max(int(recipe.memory * 2**30 / 64), 2**16)  # sorting needs about five times a record's size
         with atomic_folder(folder) as temporary:
-            glove.count_records(found(), temporary, "records", max_records)
+            glove.count_records(iter_cooccurrences(), temporary, "records", max_records)
     if not records_file.stat().st_size:
         raise UserError(
             "No two words of this text stand in one document: there is nothing that GloVe could learn from."

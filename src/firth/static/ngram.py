@@ -72,8 +72,8 @@ class NgramModel:
             known = context >= 0
             if n:
                 p = np.where(known, self.levels[n - 1].backoff_weight[context] * p, p)
-            found = np.where(known, level.find(context * self.vocab_size + ids_T[1:]), -1)
-            p = p + np.where(found >= 0, level.discounted_prob[found], 0)
+            entry = np.where(known, level.find(context * self.vocab_size + ids_T[1:]), -1)
+            p = p + np.where(entry >= 0, level.discounted_prob[entry], 0)
             before = np.concatenate([[-1 if n else 0], context[:-1]])
             context = np.where(before >= 0, level.find(before * self.vocab_size + ids_T[:-1]), -1)
         return np.log(p)

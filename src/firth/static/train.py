@@ -191,13 +191,13 @@ def warn_single_word_documents(text: Shards) -> None:
 def fit_word_vectors(trainer: WordVectorTrainer, folder: Path, resume: bool) -> tuple[float, float]:
     """Train all steps, with `resume` from the last valid checkpoint; return the last loss and tokens per second."""
     recipe, first = trainer.recipe, 0
-    if resume and (found := last_checkpoint(folder)):
-        first = int(read_json(found / "training" / "state.json")["step"])
-        saved = load_file(found / "training" / VECTOR_STATE_FILE)
+    if resume and (checkpoint := last_checkpoint(folder)):
+        first = int(read_json(checkpoint / "training" / "state.json")["step"])
+        saved = load_file(checkpoint / "training" / VECTOR_STATE_FILE)
         for name, array in trainer.state_arrays().items():
             array[:] = saved[name]
         upload_state(trainer)
-        say(f"going on from {found}")
+        say(f"resuming from {checkpoint}")
     line, loss, per_second, diverged = StatusLine(), math.nan, 0.0, False
     speed = SpeedMeter(first, first * trainer.tokens_per_step)
     with (

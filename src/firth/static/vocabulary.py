@@ -39,10 +39,10 @@ def build_word_vocabulary(shards: Shards, tokenizer: Tokenizer, min_count: int) 
     for start in range(0, shards.num_tokens, 2**24):
         count_V += np.bincount(shards.tokens[start : start + 2**24], minlength=size)
     count_V[list(tokenizer.vocab.special_ids)] = 0
-    kept = np.flatnonzero((count_V >= min_count) & (count_V > 0))
-    if len(kept) < 2:
+    vocab_ids = np.flatnonzero((count_V >= min_count) & (count_V > 0))
+    if len(vocab_ids) < 2:
         raise UserError(
-            f"min_count={min_count} leaves {format_count(len(kept), 'word')} of {np.count_nonzero(count_V):,}: "
+            f"min_count={min_count} leaves {format_count(len(vocab_ids), 'word')} of {np.count_nonzero(count_V):,}: "
             f"the most frequent occurs {format_count(count_V.max(initial=0), 'time')}. "
             "Give more text, or a smaller min_count."
         )
@@ -51,9 +51,9 @@ def build_word_vocabulary(shards: Shards, tokenizer: Tokenizer, min_count: int) 
         return WordVocabulary(
             tokenizer, count_N, np.where(count_N > 0, np.arange(size), -1).astype(np.int32), count_V > 0
         )
-    kept = kept[np.argsort(-count_V[kept], kind="stable")]
-    names = [str(tokenizer.backend.id_to_token(i)) for i in kept.tolist()]
-    return make_word_vocabulary(tokenizer, names, count_V, kept)
+    vocab_ids = vocab_ids[np.argsort(-count_V[vocab_ids], kind="stable")]
+    names = [str(tokenizer.backend.id_to_token(i)) for i in vocab_ids.tolist()]
+    return make_word_vocabulary(tokenizer, names, count_V, vocab_ids)
 
 
 def make_word_vocabulary(
@@ -141,7 +141,7 @@ def write_phrase_shards(
             words_W, doc_W = read_chunk(shards, word_id_V, number)
             out_W = np.empty(len(words_W), np.int64)
             n, index_W = word2vec.merge_phrases(words_W, doc_W, key, phrase, num, out_W)
-            kept = out_W[:n] >= 0
-            out_W[:n][kept].astype(np.uint32).tofile(file)
-            np.add.at(size_D, doc_W[index_W[:n][kept]] - 1, 1)
+            is_word = out_W[:n] >= 0
+            out_W[:n][is_word].astype(np.uint32).tofile(file)
+            np.add.at(size_D, doc_W[index_W[:n][is_word]] - 1, 1)
     np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(size_D)]))

@@ -240,13 +240,13 @@ def read_finetune_data(recipe: FinetuneRecipe) -> FinetuneData:
             f"{recipe.train} and {recipe.dev} have tags of two kinds: one marks spans (O, B-PER, I-PER), the other "
             "single words (NOUN). Take files with the same tags."
         )
-    if recipe.task == "tag" and (odd := find_stray_tags([e.target for e in (*train, *dev)])):
+    if recipe.task == "tag" and (stray_tags := find_stray_tags([e.target for e in (*train, *dev)])):
         warn(
-            f"{', '.join(odd[:5])}: not a span tag, as the other tags are (O, B-PER, I-PER). So single words are "
+            f"{', '.join(stray_tags[:5])}: not a span tag, as the other tags are (O, B-PER, I-PER). So words are "
             "scored, and no spans."
         )
     if is_same_file(recipe.train, recipe.dev):
-        warn(f"{recipe.dev} is what the model learns from: its score says nothing about other examples.")
+        warn(f"{recipe.dev} is also the training file: its score says nothing about unseen examples.")
     return FinetuneData(select_positive_pairs(train, recipe.train) if recipe.task == "embed" else train, dev, notes)
 
 
@@ -365,26 +365,25 @@ def resolve_seed_schedule(recipe: FinetuneRecipe, job: FinetuneJob, start_time: 
     """Resolve steps and evaluation interval per seed (default: one, at the end). `minutes` cover all seeds."""
     items = [job.train_items[i] for i in job.train_indices[0]]
 
-    def try_out() -> tuple[float, float]:
+    def measure() -> tuple[float, float]:
         def evaluate(model: Model) -> dict[str, float]:
             job.predict_dev(model)
             return {}
 
         with quiet():
-            model, pace = build_seed_model(job, 0), replace(recipe.freeze_schedule(len(items)), unfreeze_every=0)
+            model = build_seed_model(job, 0)
+        freeze_schedule = replace(recipe.freeze_schedule(len(items)), unfreeze_every=0)
         batches = ShapeCountingBatches(make_finetune_batch_fn(recipe, job.task, items), job.shape_buckets)
-        step, evaluation = time_steps(recipe, job.compute, model, batches, evaluate, freeze_schedule=pace)
+        step, evaluation = time_steps(recipe, job.compute, model, batches, evaluate, freeze_schedule=freeze_schedule)
         return step * recipe.seeds, evaluation * recipe.seeds
 
-    epochs, least = (
-        recipe.num_train_epochs or DEFAULT_FINETUNE_EPOCHS,
-        1 if recipe.num_train_epochs else MIN_DEFAULT_STEPS,
-    )
+    epochs = recipe.num_train_epochs or DEFAULT_FINETUNE_EPOCHS
+    min_steps = 1 if recipe.num_train_epochs else MIN_DEFAULT_STEPS
     evaluations = EARLY_STOPPING_EVALUATIONS if recipe.early_stopping else 1
-    settled = resolve_schedule(
-        replace(recipe, num_train_epochs=epochs), len(items), try_out, start_time, evaluations, least
+    resolved = resolve_schedule(
+        replace(recipe, num_train_epochs=epochs), len(items), measure, start_time, evaluations, min_steps
     )
-    return replace(settled, num_train_epochs=recipe.num_train_epochs)
+    return replace(resolved, num_train_epochs=recipe.num_train_epochs)
 
 
 def describe_length_limit(config: ModelConfig, recipe: FinetuneRecipe) -> list[str]:
@@ -408,17 +407,17 @@ def describe_unused_answer_options(config: ModelConfig, task: Task, recipe: Fine
     """Notice: generation options have no effect with a task head."""
     if isinstance(task.configure_model(config).head, LMHead):
         return []
-    given = [name for name in TEXT_ANSWER_FIELDS if getattr(recipe, name) != getattr(FinetuneRecipe, name)]
-    return [f"{', '.join(given)}: of answers in words, and here a head answers"] if given else []
+    unused = [name for name in TEXT_ANSWER_FIELDS if getattr(recipe, name) != getattr(FinetuneRecipe, name)]
+    return [f"{', '.join(unused)}: unused, since a task head predicts here and generates no text"] if unused else []
 
 
 def describe_head(config: ModelConfig, task: Task, recipe: FinetuneRecipe) -> list[str]:
     """Notice: whether the head is new or comes from the checkpoint."""
-    wanted = task.configure_model(config).head
-    if isinstance(wanted, LMHead):
+    head = task.configure_model(config).head
+    if isinstance(head, LMHead):
         return []
-    if has_same_labels(config, wanted) and not recipe.from_scratch:
-        return [f"the checkpoint's head for {task.name} goes on learning"]
+    if has_same_labels(config, head) and not recipe.from_scratch:
+        return [f"training continues with the checkpoint's head for {task.name}"]
     return [f"a new head for {task.name}" + (f", over {len(task.labels)} classes" if task.labels else "")]
 
 
@@ -432,31 +431,20 @@ def has_same_labels(config: ModelConfig, head: Any) -> bool:
 
 def check_example_checksums(recipe: FinetuneRecipe, data: FinetuneData, allow_change: bool) -> FinetuneRecipe:
     """Save the checksums of the examples in a new run; compare them in a resumed run."""
-    train = matching_checksum(recipe.train, data.train, recipe.train_checksum)
-    dev = matching_checksum(recipe.dev, data.dev, recipe.dev_checksum)
+    train, dev = checksum_examples(data.train), checksum_examples(data.dev)
     if recipe.dev_checksum not in ("", dev):
         raise UserError(
-            f"{recipe.dev} is not what it was when this run began, and scores of one run are of the same examples. Put "
-            "the old ones back, or start a new run."
+            f"{recipe.dev} has changed since this run began, and all scores of a run must use the same examples. "
+            "Restore the file, or start a new run."
         )
     if recipe.train_checksum not in ("", train):
         if not allow_change:
             raise UserError(
-                f"{recipe.train} is not what it was when this run began: its examples have changed. Put the old ones "
-                "back, start a new run, or go on with the new ones by --allow-change."
+                f"{recipe.train} has changed since this run began. Restore the file, start a new run, or continue with "
+                "the new examples by --allow-change."
             )
-        say("from here on the run learns from other examples than those that it began with")
+        say(f"the run continues with changed training examples: {recipe.train}")
     return replace(recipe, train_checksum=train, dev_checksum=dev)
-
-
-def matching_checksum(path: str, examples: Sequence[Example], saved_checksum: str) -> str:
-    """Checksum of the examples, without spans and references if the saved one lacks them."""
-    part, whole = checksum_examples(examples, include_spans=False), checksum_examples(examples)
-    if saved_checksum != part:
-        return whole
-    if part != whole:
-        say(f"{path}: this run did not note marked spans and further references, so changes in them are not seen.")
-    return part
 
 
 def is_seed_finished(seed_folder: Path) -> bool:
@@ -498,13 +486,13 @@ def rewind_seed(folder: Path, recipe: FinetuneRecipe, steps: int) -> FinetuneRec
 
 def check_seed_resumable(seed_folder: Path, model: Model) -> None:
     """Raise if the last intact checkpoint has other labels or another tokenizer than the model."""
-    found = next((folder for folder in list_checkpoints(seed_folder) if find_corruption(folder) is None), None)
-    if found is None:
+    checkpoint = next((folder for folder in list_checkpoints(seed_folder) if find_corruption(folder) is None), None)
+    if checkpoint is None:
         return
-    if not has_same_labels(read_config(found), model.config.head):
-        raise UserError(f"{found} has learned other labels than there are now: start a new run.")
-    if model.tokenizer and load_tokenizer(found).fingerprint != model.tokenizer.fingerprint:
-        raise UserError(f"{found} has learned other tokens than the checkpoint has now: start a new run.")
+    if not has_same_labels(read_config(checkpoint), model.config.head):
+        raise UserError(f"{checkpoint} was trained with other labels than the examples have now: start a new run.")
+    if model.tokenizer and load_tokenizer(checkpoint).fingerprint != model.tokenizer.fingerprint:
+        raise UserError(f"{checkpoint} was trained with another tokenizer than this one: start a new run.")
 
 
 # --- one seed -------------------------------------------------------------------------------------------------------
@@ -554,7 +542,7 @@ def train_seed(job: FinetuneJob, seed: int, resume: bool) -> dict[str, Any]:
         except Diverged as e:
             if recipe.seeds == 1:
                 raise
-            warn(f"{seed_folder.name} ends here, without a score, and the other seeds go on. {e}")
+            warn(f"{seed_folder.name} diverged and has no score; the other seeds continue. {e}")
             results = {DIVERGED_KEY: str(e), "steps": e.steps, "seconds": time.monotonic() - began}
             write_results(seed_folder / "results.json", results)
             return results
@@ -572,19 +560,19 @@ def build_seed_model(job: FinetuneJob, seed: int) -> Model:
     recipe, task = job.recipe, job.task
     torch.manual_seed(recipe.seed + seed)
     config = read_config(recipe.checkpoint)
-    wanted = recipe.apply_head_options(task.configure_model(config))
+    model_config = recipe.apply_head_options(task.configure_model(config))
     if recipe.class_weights == "balanced":
-        wanted = balance_class_weights(wanted, [job.data.train[i].target for i in job.train_indices[seed]])
+        model_config = balance_class_weights(model_config, [job.data.train[i].target for i in job.train_indices[seed]])
     if recipe.from_scratch:
-        model = make_model(wanted)
+        model = make_model(model_config)
     else:
-        model = load_model(recipe.checkpoint, head=wanted.head, extras=wanted.extras)
-        if isinstance(config.head, TaskHead) and not has_same_labels(config, wanted.head):
+        model = load_model(recipe.checkpoint, head=model_config.head, extras=model_config.extras)
+        if isinstance(config.head, TaskHead) and not has_same_labels(config, model_config.head):
             reset_head(model)
     model.tokenizer = task.tokenizer
-    if model.eos_token_ids is not None and isinstance(wanted.head, LMHead):
-        learned = make_sequence_template(wanted, task.tokenizer.vocab).eos_id
-        model.eos_token_ids += () if learned in model.eos_token_ids else (learned,)
+    if model.eos_token_ids is not None and isinstance(model_config.head, LMHead):
+        eos_id = make_sequence_template(model_config, task.tokenizer.vocab).eos_id
+        model.eos_token_ids += () if eos_id in model.eos_token_ids else (eos_id,)
     grow_vocabulary(model, max(config.vocab_size, task.tokenizer.vocab.size))
     if recipe.lora is not None:
         add_lora(model, model.config, recipe.lora)
@@ -603,7 +591,7 @@ def reset_head(model: Model) -> None:
 def balance_class_weights(config: ModelConfig, labels: Sequence[str]) -> ModelConfig:
     """Weight each class by n / (k * n_c), so that rare and frequent classes contribute equally to the loss."""
     if not isinstance(config.head, ClassificationHead):
-        raise UserError("class_weights=balanced is for a head over classes, and this model answers otherwise.")
+        raise UserError("class_weights=balanced needs a classification head, and this task has another one.")
     count, names = Counter(labels), config.head.names
     weights = tuple(len(labels) / (len(names) * max(count[name], 1)) for name in names)
     return replace(config, head=replace(config.head, class_weights=weights))

@@ -125,7 +125,7 @@ class LanguageModelingTask:
         target = {} if self.is_decoder else {"max_target_length": self.answer_config.max_target_length}
         return {
             "task": self.name,
-            "answer": "words",
+            "answer": "text",
             "max_seq_length": self.max_length,
             **target,
             "roles": list(self.roles),

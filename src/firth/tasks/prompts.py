@@ -45,7 +45,7 @@ def answers_in_text(config: ModelConfig, metadata: Mapping[str, Any]) -> bool:
     """Whether a checkpoint was fine-tuned to generate its answers as text."""
     name = metadata.get("task")
     return name == "text-to-text" or (
-        name in TASK_PROMPTS and resolve_answer_mode(name, config, metadata.get("answer", "auto")) == "words"
+        name in TASK_PROMPTS and resolve_answer_mode(name, config, metadata.get("answer", "auto")) == "text"
     )
 
 

@@ -53,10 +53,10 @@ class FinetuneRecipe(TrainingConfig):
         "MRPC, macro_f1 for imbalanced classes.",
         shown_default="the first score in the table",
     )
-    answer: Literal["auto", "head", "words"] = recipe_field(
+    answer: Literal["auto", "head", "text"] = recipe_field(
         "auto",
-        "Predict with a task head (head), or let the model write the answer as text (words), as T5 was published. auto "
-        "chooses words for T5, head for others.",
+        "Predict with a task head (head), or let the model generate the answer (text), as T5 was published. auto "
+        "chooses text for T5, head for others.",
     )
     max_target_length: int = recipe_field(32, "Limit generated answers to this many tokens.")
     prefix: str = recipe_field(

@@ -1,6 +1,6 @@
 """Build the `Task` for a task name and a model's architecture.
 
-An encoder gets a task head. A decoder gets a head or, with answer=words, generates the answer as text (T5, section
+An encoder gets a task head. A decoder gets a head or, with answer=text, generates the answer as text (T5, section
 2.4). By default T5 generates too, and BART where it was not published with a head (section 3.1).
 """
 
@@ -27,7 +27,7 @@ from firth.tokens import Tokenizer
 
 TASK_FILE = "task.json"
 BART_HEAD_TASKS = ("classify", "pair", "regress", "relation", "word-in-context", "span-qa", "tag")
-ANSWER_MODES = ("auto", "head", "words")
+ANSWER_MODES = ("auto", "head", "text")
 LABEL_TASKS: dict[str, type[ClassificationTask]] = {
     "classify": ClassificationTask,
     "pair": PairClassificationTask,
@@ -46,7 +46,7 @@ def make_task(
 ) -> Task:
     """Build a task from its training examples, or rebuild it from the metadata in task.json.
 
-    With examples, `recipe` supplies the fields of `AnswerConfig` and `answer` ("head" or "words"). Metadata already
+    With examples, `recipe` supplies the fields of `AnswerConfig` and `answer` ("head" or "text"). Metadata already
     holds them.
     """
     if name not in FINETUNE_TASKS:
@@ -66,7 +66,7 @@ def make_task(
     if name == "embed":
         return EmbeddingTask(tokenizer, config, length)
     labels = tuple(facts.get("labels", ()))
-    if resolve_answer_mode(name, config, facts.get("answer", "auto")) == "words":
+    if resolve_answer_mode(name, config, facts.get("answer", "auto")) == "text":
         return make_verbalized_task(name, labels, tokenizer, config, writing, learns)
     if name in LABEL_TASKS:
         return LABEL_TASKS[name](tokenizer, config, length, labels, learns)
@@ -99,7 +99,7 @@ def infer_task_metadata(name: str, examples: Sequence[Example], config: ModelCon
         facts["labels"] = sorted({tag for e in examples for tag in e.target})
     if name == "regress":
         facts["texts"] = max(len(e.texts) for e in examples)
-        if resolve_answer_mode(name, config, answer) == "words":
+        if resolve_answer_mode(name, config, answer) == "text":
             facts["labels"] = round_regression_labels([float(e.target) for e in examples])
     if name == "lm":
         facts["roles"] = collect_roles(examples)
@@ -109,19 +109,21 @@ def infer_task_metadata(name: str, examples: Sequence[Example], config: ModelCon
 
 
 def resolve_answer_mode(name: str, config: ModelConfig, answer_mode: str) -> str:
-    """Return "head" or "words". Raise if the model does not support the task in this way.
+    """Return "head" or "text". Raise if the model does not support the task in this way.
 
     auto: T5 generates its answers, as published; BART has heads for `BART_HEAD_TASKS`.
     """
     if answer_mode not in ANSWER_MODES:
         raise UserError(f"answer is {answer_mode!r}, and must be {', '.join(ANSWER_MODES[:-1])} or {ANSWER_MODES[-1]}.")
-    if config.architecture == "encoder" and answer_mode == "words":
-        raise UserError("An encoder does not write, so it cannot answer in words. Take answer=head, or a decoder.")
+    if config.architecture == "encoder" and answer_mode == "text":
+        raise UserError("An encoder generates no text. Take answer=head, or a decoder.")
     if answer_mode == "auto":
-        writes = config.architecture == "encoder-decoder" and not (config.adds_bos and name in BART_HEAD_TASKS)
-        answer_mode = "words" if writes and name in TASK_PROMPTS else "head"
+        generates = config.architecture == "encoder-decoder" and not (config.adds_bos and name in BART_HEAD_TASKS)
+        answer_mode = "text" if generates and name in TASK_PROMPTS else "head"
     if answer_mode == "head":
         return "head"
     if name not in TASK_PROMPTS:
-        raise UserError(f"The task {name} asks about every word, and is not answered in words: take answer=head.")
-    return "words"
+        raise UserError(
+            f"The task {name} labels every word, so its answer cannot be generated as text: take answer=head."
+        )
+    return "text"

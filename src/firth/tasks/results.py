@@ -101,22 +101,22 @@ def summarize_seeds(
 
     A diverged seed has no score: it counts as failed and is excluded from the means.
     """
-    broken = [i for i, run in enumerate(runs) if DIVERGED_KEY in run]
-    whole = [i for i in range(len(runs)) if i not in broken]
-    if not whole:
-        raise UserError(f"Each of the {len(runs)} seeds broke on its loss. The first: {runs[0][DIVERGED_KEY]}")
-    names = runs[whole[0]]["scores"]
+    diverged = [i for i, run in enumerate(runs) if DIVERGED_KEY in run]
+    completed = [i for i in range(len(runs)) if i not in diverged]
+    if not completed:
+        raise UserError(f"The loss of all {len(runs)} seeds diverged. The first: {runs[0][DIVERGED_KEY]}")
+    names = runs[completed[0]]["scores"]
     metric, scores = deciding_metric(recipe, task), [run.get("scores", dict.fromkeys(names, math.nan)) for run in runs]
-    values, known = [s[metric] for s in scores], [scores[i] for i in whole]
-    best = whole[index_of_best([orient_score(metric, s) for s in known])]
+    values, completed_scores = [s[metric] for s in scores], [scores[i] for i in completed]
+    best = completed[index_of_best([orient_score(metric, s) for s in completed_scores])]
     for name in ("final", "adapter"):
         if (folder / f"seed-{best}" / name).is_dir():
             copy_folder(folder / f"seed-{best}" / name, folder / name)
     write_text(folder / PREDICTIONS_FILE, (folder / f"seed-{best}" / PREDICTIONS_FILE).read_text(encoding="utf-8"))
-    mean, std = mean_and_std([s[metric] for s in known])
-    if broken:
-        some = ", ".join(f"seed-{i}" for i in broken)
-        warn(f"{some} broke on the loss: {metric} is the mean of {len(known)} of {len(runs)} seeds.")
+    mean, std = mean_and_std([s[metric] for s in completed_scores])
+    if diverged:
+        diverged_names = ", ".join(f"seed-{i}" for i in diverged)
+        warn(f"{diverged_names} diverged: {metric} is the mean of {len(completed)} of {len(runs)} seeds.")
     if math.isnan(mean):
         warn(f"{metric} is not a number in some seed.")
     if len(runs) > 1:
@@ -128,9 +128,13 @@ def summarize_seeds(
         "mean": mean,
         "std": std,
         "seeds": values,
-        **{name: mean_and_std([s[name] for s in known])[0] for name in names if all(name in s for s in known)},
-        **exclude_failed_seeds(values, chance_score(task, metric, train, dev), metric, broken),
-        DIVERGED_KEY: broken,
+        **{
+            name: mean_and_std([s[name] for s in completed_scores])[0]
+            for name in names
+            if all(name in s for s in completed_scores)
+        },
+        **exclude_failed_seeds(values, chance_score(task, metric, train, dev), metric, diverged),
+        DIVERGED_KEY: diverged,
         "scores": scores,
         "bootstrap": None,
         "from_scratch": recipe.from_scratch,
@@ -138,7 +142,7 @@ def summarize_seeds(
         "steps": [run["steps"] for run in runs],
         "best_steps": [run.get("best_step") for run in runs],
         "seconds": sum(run["seconds"] for run in runs),
-        "examples_per_second": mean_and_std([runs[i]["examples_per_second"] for i in whole])[0],
+        "examples_per_second": mean_and_std([runs[i]["examples_per_second"] for i in completed])[0],
         "predictions": str(folder / PREDICTIONS_FILE),
     }
     write_results(folder / "results.json", results)
@@ -256,23 +260,23 @@ def load_seed_predictions(folder: Path, *fields: str) -> list[dict[tuple[Any, in
     files = [file for seed in sorted(folder.glob("seed-*")) if (file := seed / PREDICTIONS_FILE).is_file()]
     if not files and not (folder / PREDICTIONS_FILE).is_file():
         raise UserError(f"{folder} has no {PREDICTIONS_FILE}: name the folder of a finished run as the baseline.")
-    found, names = [], fields or ("prediction",)
+    predictions, names = [], fields or ("prediction",)
     for file in files or [folder / PREDICTIONS_FILE]:
         try:
             lines = read_predictions(file)
             keys = disambiguate_ids(line["id"] for line in lines)
             values = [line[next((name for name in names if name in line), names[-1])] for line in lines]
-            found.append(dict(zip(keys, values, strict=True)))
+            predictions.append(dict(zip(keys, values, strict=True)))
         except (json.JSONDecodeError, KeyError, TypeError):
             raise UserError(f"{file} does not hold predictions of a run.") from None
-    return found
+    return predictions
 
 
-def checksum_examples(examples: Sequence[Example], include_spans: bool = True) -> str:
-    """Return the CRC-32 of the examples as hex. Without `include_spans`, spans and references do not count."""
+def checksum_examples(examples: Sequence[Example]) -> str:
+    """Return the CRC-32 of the examples as hex."""
     crc = 0
     for e in examples:
-        crc = crc32(repr(e[:] if include_spans and any(e[3:]) else e[:3]).encode(), crc)
+        crc = crc32(repr(e[:]).encode(), crc)
     return f"{crc:08x}"
 
 
@@ -280,57 +284,54 @@ def check_baseline(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
     """Raise if the baseline run has another task or other dev answers. Runs before training."""
     if not recipe.baseline:
         return
-    right = load_seed_predictions(Path(recipe.baseline), "references", "reference")
-    theirs = set.intersection(*map(set, right))
+    baseline_answers = load_seed_predictions(Path(recipe.baseline), "references", "reference")
+    baseline_ids = set.intersection(*map(set, baseline_answers))
     examples = dict(zip(disambiguate_ids(e.id for e in dev), dev, strict=True))
-    ours = set(examples)
-    if not ours & theirs:
+    dev_ids = set(examples)
+    if not dev_ids & baseline_ids:
         raise UserError(f"{recipe.baseline} and {recipe.dev} have no example in common: no id is in both.")
     for key, e in examples.items():
-        several = [e.references] if len(e.references) > 1 else []
-        known = json.loads(json.dumps([e.target, *several]))  # as a file has them; once it had the first one only
-        if key in theirs and right[0][key] not in known:
+        dev_answer = json.loads(json.dumps(e.references if len(e.references) > 1 else e.target))  # tuples become lists
+        if key in baseline_ids and baseline_answers[0][key] != dev_answer:
             raise UserError(
                 f"{recipe.baseline} is a run on another dev file: the answer to example {key[0]} was "
-                f"{preview_value(right[0][key])} there, and is {preview_value(known[-1])} in {recipe.dev}."
+                f"{preview_value(baseline_answers[0][key])} there, and is {preview_value(dev_answer)} in {recipe.dev}."
             )
-    if ours != theirs:
+    if dev_ids != baseline_ids:
         warn(
             f"{recipe.baseline} and {recipe.dev} have other examples: "
-            f"{format_count(len(ours - theirs), 'id is', 'ids are')} in dev alone, "
-            f"{len(theirs - ours):,} in the baseline alone. The {len(ours & theirs):,} in both are compared."
+            f"{format_count(len(dev_ids - baseline_ids), 'id is', 'ids are')} in dev alone, "
+            f"{len(baseline_ids - dev_ids):,} in the baseline alone. "
+            f"The {len(dev_ids & baseline_ids):,} in both are compared."
         )
     elif has_other_examples(Path(recipe.baseline), dev):
-        warn(
-            f"{recipe.baseline} is of the same ids and answers as {recipe.dev}, but of other texts, or in other order."
-        )
-    facts = Path(recipe.baseline) / "results.json"
-    if facts.is_file() and (other := read_json(facts).get("task", recipe.task)) != recipe.task:
-        raise UserError(f"{recipe.baseline} is a run of the task {other}, and this one is of {recipe.task}.")
+        warn(f"{recipe.baseline} has the same ids and answers as {recipe.dev}, but other texts or another order.")
+    results_file = Path(recipe.baseline) / "results.json"
+    if results_file.is_file() and (baseline_task := read_json(results_file).get("task", recipe.task)) != recipe.task:
+        raise UserError(f"{recipe.baseline} is a run of the task {baseline_task}, and this one is of {recipe.task}.")
 
 
 def has_other_examples(run: Path, dev: Sequence[Example]) -> bool:
     """Whether a run's saved dev checksum differs from that of `dev`."""
-    noted = read_yaml_mapping(run / "recipe.yaml").get("dev_checksum") if (run / "recipe.yaml").is_file() else None
-    return bool(noted) and noted not in (checksum_examples(dev), checksum_examples(dev, include_spans=False))
+    recipe = read_yaml_mapping(run / "recipe.yaml") if (run / "recipe.yaml").is_file() else {}
+    return recipe.get("dev_checksum", "") not in ("", checksum_examples(dev))
 
 
 def compare_with_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Example], folder: Path) -> dict[str, Any]:
     """Return the difference of the seed means from the baseline, with its paired bootstrap over the dev examples."""
     seed_folders = [folder / f"seed-{i}" for i in range(recipe.seeds)]
-    ours = [
-        load_seed_predictions(seed)[0] for seed in seed_folders if (seed / PREDICTIONS_FILE).is_file()
-    ]  # a diverged seed has no predictions
-    metric, theirs = deciding_metric(recipe, task), load_seed_predictions(Path(recipe.baseline))
+    # a diverged seed has no predictions
+    run_predictions = [load_seed_predictions(seed)[0] for seed in seed_folders if (seed / PREDICTIONS_FILE).is_file()]
+    metric, baseline_predictions = deciding_metric(recipe, task), load_seed_predictions(Path(recipe.baseline))
     keys = disambiguate_ids(e.id for e in dev)
-    shared = [i for i, key in enumerate(keys) if all(key in seed for seed in (*ours, *theirs))]
+    shared = [i for i, key in enumerate(keys) if all(key in seed for seed in (*run_predictions, *baseline_predictions))]
     both, keys = [dev[i] for i in shared], [keys[i] for i in shared]
 
     def mean_score(answers: Sequence[tuple[Any, ...]], examples: Sequence[Example]) -> Any:
         """Mean score over the seeds."""
         seeds = zip(*answers, strict=True)
         scores = [task.score(examples, [Prediction(a) for a in seed]) for seed in seeds]
-        return np.mean([found.get(metric, math.nan) for found in scores])  # one class alone has no F1
+        return np.mean([score.get(metric, math.nan) for score in scores])  # one class alone has no F1
 
     def mean_sums(answers: Sequence[tuple[Any, ...]], examples: Sequence[Example]) -> AdditiveScore:
         """The same as per-example sums: resampling then adds them up and does not score again."""
@@ -339,12 +340,12 @@ def compare_with_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Exam
         )
 
     score_fn = mean_sums if is_additive_metric(task.name, metric, [e.target for e in both]) else mean_score
-    answers = answers_by_example(ours, keys), answers_by_example(theirs, keys)
-    found = paired_bootstrap(score_fn, *answers, both, BOOTSTRAP_SAMPLES, max_seconds=BOOTSTRAP_MAX_SECONDS)
-    of_seeds = [[mean_score([(a,) for a in seed], both) for seed in zip(*part, strict=True)] for part in answers]
-    noise = math.hypot(*(mean_and_std(scores)[1] / math.sqrt(len(scores)) for scores in of_seeds))
-    say(describe_comparison(found, metric, recipe.baseline, noise))
-    return {**found._asdict(), "between_seeds": noise, "baseline": recipe.baseline, "examples": len(both)}
+    answers = answers_by_example(run_predictions, keys), answers_by_example(baseline_predictions, keys)
+    comparison = paired_bootstrap(score_fn, *answers, both, BOOTSTRAP_SAMPLES, max_seconds=BOOTSTRAP_MAX_SECONDS)
+    seed_scores = [[mean_score([(a,) for a in seed], both) for seed in zip(*part, strict=True)] for part in answers]
+    seed_noise = math.hypot(*(mean_and_std(scores)[1] / math.sqrt(len(scores)) for scores in seed_scores))
+    say(describe_comparison(comparison, metric, recipe.baseline, seed_noise))
+    return {**comparison._asdict(), "between_seeds": seed_noise, "baseline": recipe.baseline, "examples": len(both)}
 
 
 def additive_task_score(

@@ -151,7 +151,7 @@ class TextToTextTask:
         return with_template(self.tokenizer, template, pairs=False)
 
     def metadata(self) -> dict[str, Any]:
-        return {"task": self.name, "answer": "words", **vars(self.answer_config)}
+        return {"task": self.name, "answer": "text", **vars(self.answer_config)}
 
     def encode(self, examples: Sequence[Example]) -> list[Seq2SeqExample]:
         read = self.source_tokenizer.encode_texts(self.answer_config.prefix + e.texts[0] for e in examples)
@@ -169,13 +169,13 @@ class TextToTextTask:
     ) -> PackedAnswers:
         """Pack the items' sources with `answers`. `reserved_tokens`: see `pack_seq2seq_examples`."""
         if self.is_decoder:
-            both = [
+            examples = [
                 DecoderExample([*i.ids, *a], range(len(i.ids) - 1, len(i.ids) + len(a) - 1))
-                for i, some in zip(items, answers, strict=True)
-                for a in some
+                for i, candidates in zip(items, answers, strict=True)
+                for a in candidates
             ]
             return pack_decoder_examples(
-                both, self.source_tokenizer.max_length + self.answer_tokenizer.max_length, self.pad_id
+                examples, self.source_tokenizer.max_length + self.answer_tokenizer.max_length, self.pad_id
             )
         return pack_seq2seq_examples(
             [item.ids for item in items], answers, self.row_tokens, self.pad_id, self.decoder_start_id, reserved_tokens

@@ -132,14 +132,14 @@ def find_dependencies() -> list[str]:
 
     So the corpus does not depend on optional packages.
     """
-    found: set[str] = set()
+    dependencies: set[str] = set()
     waiting = find_requirements("firth") or list(DIRECT_DEPENDENCIES)
     while waiting:
         name = canonicalize_name(waiting.pop())
-        if name not in found and installed_version(name) is not None:
-            found.add(name)
+        if name not in dependencies and installed_version(name) is not None:
+            dependencies.add(name)
             waiting += find_requirements(name)
-    return sorted(found)
+    return sorted(dependencies)
 
 
 def find_requirements(package: str) -> list[str]:

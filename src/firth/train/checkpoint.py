@@ -42,9 +42,9 @@ from firth.models.lora import has_lora
 from firth.train.dtensor import distribute_like
 from firth.train.unfreeze import FreezeSchedule, ever_trainable
 
-TRAINABLE_WEIGHTS_FILE = "learned.safetensors"
-RECURRENT_STATE_FILE = "carry.safetensors"
-EMA_FILE = "average.safetensors"
+TRAINABLE_WEIGHTS_FILE = "trainable.safetensors"
+RECURRENT_STATE_FILE = "recurrent_state.safetensors"
+EMA_FILE = "ema.safetensors"
 GUARD_FILE = "guard.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 # Errors of a disk that is full or read-only.
@@ -84,9 +84,9 @@ def collect_payload(
     if has_lora(model):  # the model file has the adapters merged, which cannot be undone
         files[TRAINABLE_WEIGHTS_FILE] = trainable_state(model)
     files |= {
-        name: some
-        for name, some in ((RECURRENT_STATE_FILE, recurrent_state), (EMA_FILE, ema), (GUARD_FILE, guard))
-        if some
+        name: tensors
+        for name, tensors in ((RECURRENT_STATE_FILE, recurrent_state), (EMA_FILE, ema), (GUARD_FILE, guard))
+        if tensors
     }
     return CheckpointPayload(
         model, {file: {k: v.detach() for k, v in tensors.items()} for file, tensors in files.items()}
@@ -165,8 +165,8 @@ def explain_disk_errors(run_dir: Path) -> Iterator[None]:
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """List checkpoints, newest first."""
-    found = [p for p in run_dir.glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdecimal()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("checkpoint-")), reverse=True)
+    checkpoints = [p for p in run_dir.glob("checkpoint-*") if p.name.removeprefix("checkpoint-").isdecimal()]
+    return sorted(checkpoints, key=lambda p: int(p.name.removeprefix("checkpoint-")), reverse=True)
 
 
 def last_checkpoint(run_dir: Path) -> Path | None:
@@ -195,8 +195,8 @@ def load_optimizer(folder: Path, model: Model, optimizer: torch.optim.Optimizer)
     ).items():  # a parameter without a gradient so far has no entry
         name, _, entry = key.rpartition("/")
         optimizer.state[parameters[name]][entry] = distribute_like(parameters[name], value)
-    facts = read_json(folder / "training" / "state.json")
-    return TrainState(**{f.name: facts[f.name] for f in fields(TrainState) if f.name in facts})
+    state = read_json(folder / "training" / "state.json")
+    return TrainState(**{f.name: state[f.name] for f in fields(TrainState) if f.name in state})
 
 
 def load_recurrent_state(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
@@ -223,10 +223,10 @@ def _load_training_tensors(folder: Path, name: str, device: torch.device | str =
 
 def trainable_state(model: Model) -> dict[str, torch.Tensor]:
     """Tensors that training changes, by name: all of them, or LoRA adapters and the head."""
-    wanted = (
+    names = (
         ever_trainable(model, FreezeSchedule()) if has_lora(model) else {name for name, _ in model.named_parameters()}
     )
-    return {name: value.contiguous() for name, value in unique_state_dict(model).items() if name in wanted}
+    return {name: value.contiguous() for name, value in unique_state_dict(model).items() if name in names}
 
 
 @torch.no_grad()

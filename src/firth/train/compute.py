@@ -68,24 +68,28 @@ def choose_compute(training: TrainingConfig, dist_context: DistContext = SINGLE_
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     model = getattr(training, "model", None)
-    gains = device.type == "cuda" and getattr(model, "recurrent", None) is None  # cuDNN's LSTMs are fused already
-    compiles = gains or bool(engine.compile_regions) if training.compile is None else training.compile
+    # cuDNN's LSTMs are fused already
+    compiles_by_default = device.type == "cuda" and getattr(model, "recurrent", None) is None
+    compiles = compiles_by_default or bool(engine.compile_regions) if training.compile is None else training.compile
     if compiles:
         set_compile_cache_dir()
     # a replay overwrites the graph's memory: accumulated gradients and recurrent memory would be lost
-    one = training.gradient_accumulation_steps == 1 and not getattr(training, "memory", 0)
-    whole, apart = (cuda_graphs_blocker(training, device, program, dist_context) for program in (compiles, False))
-    soon = device.type == "cuda" and 0 < training.minutes <= SHORT_RUN_MINUTES and not engine.cuda_graphs
-    soon = soon and not (one and apart and not whole)  # compiled regions would rule out CUDA graphs
-    # FSDP hooks gather weights between blocks, so only blocks can be compiled
-    parts = compiles and (
-        dist_context.strategy == "fsdp" or (soon if engine.compile_regions is None else engine.compile_regions)
+    single_micro_batch = training.gradient_accumulation_steps == 1 and not getattr(training, "memory", 0)
+    compiled_blocker, eager_blocker = (
+        cuda_graphs_blocker(training, device, program, dist_context) for program in (compiles, False)
     )
-    why = apart if parts else whole
-    if engine.cuda_graphs and why:
-        say(f"no CUDA graphs: {why}")
-    graphs = (one and compiles if engine.cuda_graphs is None else engine.cuda_graphs) and not why
-    return ComputeConfig(device, bf16, compiles, graphs, fp16, dist_context, parts)
+    short_run = device.type == "cuda" and 0 < training.minutes <= SHORT_RUN_MINUTES and not engine.cuda_graphs
+    if single_micro_batch and eager_blocker and not compiled_blocker:
+        short_run = False  # compiled regions would rule out CUDA graphs
+    # FSDP hooks gather weights between blocks, so only blocks can be compiled
+    compile_in_regions = compiles and (
+        dist_context.strategy == "fsdp" or (short_run if engine.compile_regions is None else engine.compile_regions)
+    )
+    blocker = eager_blocker if compile_in_regions else compiled_blocker
+    if engine.cuda_graphs and blocker:
+        say(f"no CUDA graphs: {blocker}")
+    graphs = (single_micro_batch and compiles if engine.cuda_graphs is None else engine.cuda_graphs) and not blocker
+    return ComputeConfig(device, bf16, compiles, graphs, fp16, dist_context, compile_in_regions)
 
 
 def cuda_graphs_blocker(

@@ -170,14 +170,14 @@ class DDPContext(DistContext):
         self.rank, self.world_size = launch_env.rank, launch_env.world_size
 
     def all_reduce_sum(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        found = torch.tensor(list(numbers.values()), dtype=torch.float64)  # exact for whole numbers up to 2 ** 53
-        dist.all_reduce(found, group=self.group)
-        return {k: type(old)(new) for (k, old), new in zip(numbers.items(), found.tolist(), strict=True)}
+        values = torch.tensor(list(numbers.values()), dtype=torch.float64)  # exact for whole numbers up to 2 ** 53
+        dist.all_reduce(values, group=self.group)
+        return {k: type(old)(new) for (k, old), new in zip(numbers.items(), values.tolist(), strict=True)}
 
     def all_reduce_max(self, number: int) -> int:
-        found = torch.tensor(number)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        return int(found)
+        value = torch.tensor(number)
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
+        return int(value)
 
     def broadcast(self, value: BroadcastT) -> BroadcastT:
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -204,32 +204,32 @@ class DDPContext(DistContext):
 
     def all_reduce_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Flatten one bucket while the one before it is being reduced."""
-        sent: list[tuple[list[Tensor], Tensor, Any]] = []
-        for some in bucket_tensors(tensors):
-            flat = torch.cat([t.flatten() for t in some])
-            sent.append((some, flat, dist.all_reduce(flat, async_op=True)))
-            if len(sent) > 1:
-                unpack_bucket(*sent.pop(0))
-        for parcel in sent:
-            unpack_bucket(*parcel)
+        in_flight: list[tuple[list[Tensor], Tensor, Any]] = []
+        for bucket in bucket_tensors(tensors):
+            flat = torch.cat([t.flatten() for t in bucket])
+            in_flight.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
+            if len(in_flight) > 1:
+                unpack_bucket(*in_flight.pop(0))
+        for pending in in_flight:
+            unpack_bucket(*pending)
 
     @torch.no_grad()
     def all_reduce_gradients(self, model: Model) -> None:
         """A parameter that no rank has used keeps no gradient, as in one process."""
-        learning = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        used = self.all_reduce_sum({name: int(p.grad is not None) for name, p in learning})
-        found = [p for name, p in learning if used[name]]
-        for p in found:
+        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        used = self.all_reduce_sum({name: int(p.grad is not None) for name, p in trainable})
+        used_parameters = [p for name, p in trainable if used[name]]
+        for p in used_parameters:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        self.all_reduce_tensors([p.grad for p in found if p.grad is not None])
+        self.all_reduce_tensors([p.grad for p in used_parameters if p.grad is not None])
 
     def gather_rows(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {}
+        gathered = {}
         for name, value in tensors.items():
             parts = [torch.empty_like(value) for _ in range(self.world_size)]
             dist.all_gather(parts, value.contiguous())
-            found[name] = torch.cat(parts)
-        return found
+            gathered[name] = torch.cat(parts)
+        return gathered
 
     def is_restart(self, folder: str) -> bool:
         """Read the key that `mark_started` wrote to torchrun's store, else torchrun's restart count.
@@ -258,15 +258,15 @@ def unpack_bucket(tensors: list[Tensor], flat: Tensor, work: Any) -> None:
 
 def bucket_tensors(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Group tensors of one dtype, in order, into buckets of at most `BUCKET_ELEMENTS`."""
-    some: list[Tensor] = []
+    bucket: list[Tensor] = []
     for tensor in tensors:
-        full = some and sum(t.numel() for t in some) + tensor.numel() > BUCKET_ELEMENTS
-        if full or (some and some[0].dtype != tensor.dtype):
-            yield some
-            some = []
-        some.append(tensor)
-    if some:
-        yield some
+        full = bucket and sum(t.numel() for t in bucket) + tensor.numel() > BUCKET_ELEMENTS
+        if full or (bucket and bucket[0].dtype != tensor.dtype):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
 
 
 # --- initialisation -------------------------------------------------------------------------------------------------
@@ -299,15 +299,15 @@ class LaunchEnv(NamedTuple):
 def read_launch_env() -> LaunchEnv | None:
     """Return torchrun's variables, None where they are not set."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-    found = {name: os.environ[name] for name in names if name in os.environ}
-    if "RANK" not in found or "WORLD_SIZE" not in found:
+    variables = {name: os.environ[name] for name in names if name in os.environ}
+    if "RANK" not in variables or "WORLD_SIZE" not in variables:
         return None
-    if wrong := [f"{name}={value}" for name, value in found.items() if not value.isdecimal()]:
+    if wrong := [f"{name}={value}" for name, value in variables.items() if not value.isdecimal()]:
         raise UserError(f"{wrong[0]} in the environment is not a number. torchrun sets this variable: unset yours.")
-    rank, size = int(found["RANK"]), int(found["WORLD_SIZE"])
-    local = int(found.get("LOCAL_RANK", rank)), int(found.get("LOCAL_WORLD_SIZE", size))
+    rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+    local = int(variables.get("LOCAL_RANK", rank)), int(variables.get("LOCAL_WORLD_SIZE", size))
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return LaunchEnv(rank, size, *local, int(found.get("TORCHELASTIC_RESTART_COUNT", 0)), agent)
+    return LaunchEnv(rank, size, *local, int(variables.get("TORCHELASTIC_RESTART_COUNT", 0)), agent)
 
 
 _connected: tuple[LaunchEnv, Store, dict[str, Any]] | None = None  # the process group is initialised once per process

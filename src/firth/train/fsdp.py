@@ -94,9 +94,9 @@ class FSDPContext(DDPContext):
         for name in ("tokenizer", "objective", "forced_tokens", "eos_token_ids"):
             setattr(complete, name, getattr(model, name))
         for name, value in unique_state_dict(complete).items():
-            found = tensors[name]
-            assert found is not None
-            value.copy_(found)
+            tensor = tensors[name]
+            assert tensor is not None
+            value.copy_(tensor)
         return complete
 
     def any_out_of_memory(self, failed: bool) -> bool:
@@ -114,8 +114,8 @@ class FSDPContext(DDPContext):
 
     def gather_to_rank(self, rank: int, tensor: Tensor) -> Tensor | None:
         """Return the whole tensor, on the CPU of one rank. A collective: every rank must call it."""
-        found = to_full_tensor(tensor)
-        return found.detach().to("cpu", copy=True).contiguous() if self.rank == rank else None
+        full = to_full_tensor(tensor)
+        return full.detach().to("cpu", copy=True).contiguous() if self.rank == rank else None
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
@@ -156,15 +156,15 @@ class ShardedCheckpointWriter(CheckpointWriter):
         self.wait()
         if self.run_dir is None:
             return
-        mine, now = local_payload(payload, self.dist_context), replace(state)
+        local, state_copy = local_payload(payload, self.dist_context), replace(state)
 
-        def work() -> Path:
-            return self.write(mine, now, before_write)
+        def write_local() -> Path:
+            return self.write(local, state_copy, before_write)
 
         if self.is_async:
-            self.pending = self.pool.submit(work)
+            self.pending = self.pool.submit(write_local)
         else:
-            self.record_result(work)
+            self.record_result(write_local)
 
     def write(self, payload: CheckpointPayload, state: TrainState, before_write: Callable[[], None]) -> Path:
         assert self.run_dir is not None
@@ -188,30 +188,35 @@ def local_payload(payload: CheckpointPayload, dist_context: FSDPContext) -> Chec
     state = unique_state_dict(payload.model)
     owner = assign_owners(state, dist_context.world_size)
 
-    def mine(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {
+    def owned_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        gathered = {
             name: dist_context.gather_to_rank(owner[name.rpartition("/")[0] or name], t) for name, t in tensors.items()
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in gathered.items() if value is not None}
 
-    others = {file: mine(tensors) for file, tensors in payload.training_tensors.items() if file not in REPLICATED_FILES}
-    same = {
+    sharded = {
+        file: owned_tensors(tensors)
+        for file, tensors in payload.training_tensors.items()
+        if file not in REPLICATED_FILES
+    }
+    replicated = {
         file: {k: v.cpu() for k, v in payload.training_tensors[file].items()}
         for file in REPLICATED_FILES
         if file in payload.training_tensors
     }
     return CheckpointPayload(
-        payload.model, {WEIGHTS_FILE: mine(state), **others, **(same if dist_context.is_main_process else {})}
+        payload.model,
+        {WEIGHTS_FILE: owned_tensors(state), **sharded, **(replicated if dist_context.is_main_process else {})},
     )
 
 
 def assign_owners(tensors: Mapping[str, Tensor], world_size: int) -> dict[str, int]:
     """Return the rank that writes each tensor: largest first, each to the rank with the least so far."""
-    loads, found = [0] * world_size, {}
+    loads, owners = [0] * world_size, {}
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].numel(), item[0])):
-        found[name] = loads.index(min(loads))
-        loads[found[name]] += tensor.numel()
-    return found
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += tensor.numel()
+    return owners
 
 
 def write_sharded_checkpoint(

@@ -447,8 +447,8 @@ def resolve_schedule(
     elif not steps:
         steps = math.ceil(recipe.num_train_epochs * num_rows / (step_rows or recipe.global_batch_size))
         if steps < min_steps:
-            found = f"num_train_epochs={recipe.num_train_epochs:g} makes {format_count(steps, 'step')}"
-            say(f"{found}, which is few: {min_steps:,} are taken instead")
+            reason = f"num_train_epochs={recipe.num_train_epochs:g} makes {format_count(steps, 'step')}"
+            say(f"{reason}, which is few: {min_steps:,} are taken instead")
             steps = min_steps
     if recipe.warmup_steps >= steps:
         warn(

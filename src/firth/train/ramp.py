@@ -39,17 +39,19 @@ def ramp_stages(recipe: Recipe) -> list[Stage]:
     steps = recipe.max_steps or UNPLANNED_RUN_STEPS
     shares = (recipe.batch_ramp, recipe.batch_doublings), (recipe.length_ramp, recipe.length_doublings)
     edges = [doubling_steps(share, doublings, steps) for share, doublings in shares]
-    found: list[Stage] = []
+    stages: list[Stage] = []
     for first in sorted({0, *edges[0], *edges[1]}):
-        smaller, shorter = (sum(first < edge for edge in known) for known in edges)
+        smaller, shorter = (sum(first < edge for edge in doublings) for doublings in edges)
         rows, count = split_batch(recipe, smaller)
         length, rows = recipe.max_seq_length >> shorter, rows << shorter
-        seen = 0
-        for i, old in enumerate(found):
-            if old.seq_length == length:
-                seen += old.step_rows * ((found[i + 1].first_step if i + 1 < len(found) else first) - old.first_step)
-        found.append(Stage(first, length, rows, count, seen))
-    return found
+        rows_before = 0
+        for i, earlier in enumerate(stages):
+            if earlier.seq_length == length:
+                rows_before += earlier.step_rows * (
+                    (stages[i + 1].first_step if i + 1 < len(stages) else first) - earlier.first_step
+                )
+        stages.append(Stage(first, length, rows, count, rows_before))
+    return stages
 
 
 def doubling_steps(share: float, doublings: int, steps: int) -> list[int]:
@@ -94,11 +96,11 @@ def first_row_of_step(stage: Stage, step: int) -> int:
 
 def stage_shares(recipe: Recipe) -> list[tuple[Stage, float]]:
     """Return each stage with its share of the steps; the shares sum to 1."""
-    steps, found = recipe.max_steps or UNPLANNED_RUN_STEPS, ramp_stages(recipe)
-    ends = [stage.first_step for stage in found[1:]] + [max(steps, found[-1].first_step)]
+    steps, stages = recipe.max_steps or UNPLANNED_RUN_STEPS, ramp_stages(recipe)
+    ends = [stage.first_step for stage in stages[1:]] + [max(steps, stages[-1].first_step)]
     return [
         (stage, (min(end, steps) - min(stage.first_step, steps)) / steps)
-        for stage, end in zip(found, ends, strict=True)
+        for stage, end in zip(stages, ends, strict=True)
     ]
 
 

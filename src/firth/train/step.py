@@ -137,15 +137,15 @@ def train_step(
     `counts` are the targets of the step over all processes. `recurrent_state` holds the state that the last step left
     and receives the state for the next one. A step that `guard` rejects changes neither weights nor optimizer.
     """
-    scale, alone = (
-        guard.loss_scale if guard else None,
-        isinstance(optimizer, AdamW) and run.compute.dist_context.world_size == 1,
+    loss_scale = guard.loss_scale if guard else None
+    keep_in_replica = isinstance(optimizer, AdamW) and run.compute.dist_context.world_size == 1
+    total, states = compute_gradients(
+        run, runner, micro_batches, step, recurrent_state or {}, loss_scale, counts, keep_in_replica
     )
-    total, left = compute_gradients(run, runner, micro_batches, step, recurrent_state or {}, scale, counts, alone)
     norm = clip_gradients(run, runner, optimizer)
     bad = guard.should_skip(total, norm, step) if guard else None
     if recurrent_state is not None:
-        update_recurrent_state(recurrent_state, concat_states(left), bad)
+        update_recurrent_state(recurrent_state, concat_states(states), bad)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("scale", 1.0)
     if bad is not None:
@@ -199,12 +199,12 @@ def compute_gradients(
     After an out-of-memory error the step is computed again in smaller micro-batches. `keep_in_replica` lets gradients
     stay in a bf16 replica if the optimizer can read them there.
     """
-    world, found = run.compute.dist_context, None
+    world, result = run.compute.dist_context, None
     counts = counts or all_reduce_counts(micro_batches, world)
     if not run.model.training:  # train() visits every module, which takes a while
         run.model.train()
     runner.begin_step()
-    while found is None:
+    while result is None:
         try:
             # around backward too: a checkpointed block runs the same compiled program again
             with (
@@ -212,7 +212,7 @@ def compute_gradients(
                 recompute_in_backward(run),
                 cache_fp8_weights(runner.compute_model) if run.training.fp8 else nullcontext(),
             ):
-                found = run_micro_batches(
+                result = run_micro_batches(
                     run,
                     runner,
                     split_micro_batches(micro_batches, run.halvings),
@@ -228,16 +228,15 @@ def compute_gradients(
                 raise UserError(f"The step cannot be compiled here: {reason}. Pass --no-compile.") from e
             if not is_out_of_memory(e):
                 raise
-        if world.any_out_of_memory(
-            found is None
-        ):  # outside of `except`, so that nothing of the failed attempt is referenced
-            found = None
+        # outside of `except`, so that nothing of the failed attempt is referenced
+        if world.any_out_of_memory(result is None):
+            result = None
             if not runner.release_memory():
                 halve_micro_batches(run, micro_batches)
             free_gradients(run, runner)
     world.all_reduce_gradients(run.model)
-    world.all_reduce_tensors([found[0]])
-    return found
+    world.all_reduce_tensors([result[0]])
+    return result
 
 
 def should_recompute(model: Model, training: TrainingConfig) -> bool:
@@ -277,30 +276,32 @@ def run_micro_batches(
 ) -> tuple[torch.Tensor, list[RecurrentStateDict]]:
     """Sum loss and gradients over the micro-batches; scale an fp16 loss for backward and unscale its gradients."""
     total = torch.zeros((), device=run.compute.device)
-    left: list[RecurrentStateDict] = []
+    states: list[RecurrentStateDict] = []
     for i, batch in enumerate(micro_batches):
         torch.manual_seed(dropout_seed(run.training.seed, step, run.compute.dist_context.rank * len(micro_batches) + i))
         first_row = sum(map(num_rows, micro_batches[:i]))
-        state = with_recurrent_state(run.model, batch, recurrent_state, first_row, left)
+        state = with_recurrent_state(run.model, batch, recurrent_state, first_row, states)
         total += runner.forward_backward(batch, counts, loss_scale, state)
         runner.end_micro_batch(i, len(micro_batches), keep_in_replica)
     if loss_scale is not None:
-        found = [to_local(p.grad) for p in run.model.parameters() if p.grad is not None]
-        torch._foreach_mul_(found, (1 / loss_scale).to(found[0].device))  # on the host with CPU offload
-    return total, left
+        gradients = [to_local(p.grad) for p in run.model.parameters() if p.grad is not None]
+        torch._foreach_mul_(gradients, (1 / loss_scale).to(gradients[0].device))  # on the host with CPU offload
+    return total, states
 
 
 def clip_gradients(run: TrainingRun, runner: StepRunner, optimizer: torch.optim.Optimizer) -> torch.Tensor:
     """Clip the gradient norm and return it; the fused AdamW clips gradients that it reads from a replica."""
-    held, most = runner.pending_gradients(), run.training.max_grad_norm
-    if held and isinstance(optimizer, AdamW):
-        found = [copy.grad for copy in held.values() if copy.grad is not None]
-        norms = torch._foreach_norm(found, 2, torch.float32)
+    replica_gradients, max_norm = runner.pending_gradients(), run.training.max_grad_norm
+    if replica_gradients and isinstance(optimizer, AdamW):
+        gradients = [copy.grad for copy in replica_gradients.values() if copy.grad is not None]
+        norms = torch._foreach_norm(gradients, 2, torch.float32)
         norm = torch.stack(norms).norm()
-        optimizer.use_replica_gradients(held, (most / (norm + 1e-6)).clamp(max=1.0) if most else torch.ones_like(norm))
+        optimizer.use_replica_gradients(
+            replica_gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
+        )
         return norm
-    if most:
-        norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), most)
+    if max_norm:
+        norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), max_norm)
     else:
         norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters() if p.grad is not None])
     return to_full_tensor(norm).to(run.compute.device)
@@ -335,12 +336,12 @@ def split_micro_batches(micro_batches: Sequence[Batch], halvings: int) -> list[B
     """Split each micro-batch in 2**halvings parts."""
     if not halvings:
         return list(micro_batches)
-    found = []
+    parts = []
     for batch in micro_batches:
         size = -(-num_rows(batch) // 2**halvings)
         for first in range(0, num_rows(batch), size):
-            found.append(Batch(*(None if a is None else a[first : first + size] for a in batch)))
-    return found
+            parts.append(Batch(*(None if a is None else a[first : first + size] for a in batch)))
+    return parts
 
 
 def halve_micro_batches(run: TrainingRun, micro_batches: Sequence[Batch]) -> None:

@@ -168,13 +168,13 @@ def moved(model: Encoder, part: str) -> set[str]:
 def test_finding_out_moves_the_difference_and_not_the_generators_vectors() -> None:
     model = lively(GENERATOR)
     tokens, delta = "embed.tokens.weight", "extras.generator.delta.weight"
-    answers, verdict = moved(model, "answers"), moved(model, "tokens")
+    answers, verdict = moved(model, "targets"), moved(model, "tokens")
     assert tokens in answers
     assert delta not in answers
     assert delta in verdict
     assert tokens not in verdict
     shared = lively(deberta_v3(2, D, H, V, extras=(GeneratorConfig(0.5, 3.0),)))
-    assert tokens in moved(shared, "answers") & moved(shared, "tokens"), "where they are not disentangled, both move it"
+    assert tokens in moved(shared, "targets") & moved(shared, "tokens"), "where they are not disentangled, both move it"
 
 
 def test_the_body_reads_both_and_the_generator_its_own() -> None:

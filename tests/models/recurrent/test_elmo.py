@@ -156,7 +156,7 @@ def test_the_objective_asks_the_next_and_the_last_word() -> None:
     logits = model.logits(batch)
     assert logits.shape == (1, 2, tokens.shape[1], model.config.vocab_size)
     wanted = F.cross_entropy(logits.flatten(0, 2), batch.labels.flatten(), ignore_index=-100, reduction="sum")
-    assert_close(model.losses(batch)["answers"], wanted)
+    assert_close(model.losses(batch)["targets"], wanted)
     assert_close(model.logits(Batch(batch.input_ids)), logits[:, 0], msg="unless said, the way forward answers")
     assert_close(model(batch.input_ids).logits, logits[:, 0])
 

@@ -163,7 +163,7 @@ def test_what_states_cost() -> None:
     large = sum(float(y[b, t].square().mean()) for b, t in ((0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (1, 1)))
     pairs = ((0, 0), (0, 1), (0, 3), (1, 0))  # no step from a text to the next
     steep = sum(float((y[b, t + 1] - y[b, t]).square().mean()) for b, t in pairs)
-    parts = stack.add_regularization({"answers": torch.zeros(())})
+    parts = stack.add_regularization({"targets": torch.zeros(())})
     assert float(parts["tokens"]) == pytest.approx(2 * large + 3 * steep, rel=1e-5)
     assert stack.add_regularization({}) == {}, "once"
     stack.eval()(x, doc)
@@ -173,8 +173,8 @@ def test_what_states_cost() -> None:
 def test_the_cost_is_a_part_of_the_loss() -> None:
     model = awd(activation_reg=2.0)
     batch = Batch(tokens(), labels=tokens().roll(-1, 1))
-    assert set(model.train().losses(batch)) == {"answers", "tokens"}
-    assert set(model.eval().losses(batch)) == {"answers"}
+    assert set(model.train().losses(batch)) == {"targets", "tokens"}
+    assert set(model.eval().losses(batch)) == {"targets"}
 
 
 def test_gradients_go_back_so_far_and_states_further() -> None:

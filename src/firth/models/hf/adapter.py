@@ -89,12 +89,12 @@ def lora_tensors(module: LoRALinear, rule: TensorRule) -> dict[str, Tensor]:
 
 
 def adapter_head_tensors(model: Model, rules: list[TensorRule]) -> dict[str, Tensor]:
-    state, found = unique_state_dict(model), dict[str, Tensor]()
+    state, head_tensors = unique_state_dict(model), dict[str, Tensor]()
     for rule in rules:
         if rule.firth_name.startswith("head."):
-            named = zip(rule.hf_names, rule.to_hf(state[rule.firth_name]), strict=True)
-            found |= {PEFT_PREFIX + name: value for name, value in named}
-    return found
+            hf_tensors = zip(rule.hf_names, rule.to_hf(state[rule.firth_name]), strict=True)
+            head_tensors |= {PEFT_PREFIX + name: value for name, value in hf_tensors}
+    return head_tensors
 
 
 def layer_name_pattern(name: str) -> str:

@@ -38,10 +38,10 @@ def _weight_files(folder: Path) -> list[str]:
     index = folder / (WEIGHTS_FILE + ".index.json")
     if not index.is_file():
         return [WEIGHTS_FILE]
-    facts = read_json(index)
-    if not isinstance(facts, dict) or not isinstance(facts.get("weight_map"), dict) or not facts["weight_map"]:
+    contents = read_json(index)
+    if not isinstance(contents, dict) or not isinstance(contents.get("weight_map"), dict) or not contents["weight_map"]:
         raise UserError(f"{index} has no weight_map: not an index of weights.")
-    return sorted({str(name) for name in facts["weight_map"].values()})
+    return sorted({str(name) for name in contents["weight_map"].values()})
 
 
 def find_weight_files(folder: Path) -> list[str]:
@@ -98,9 +98,9 @@ def load_model(folder: str | Path, head: Head | None = None, extras: tuple[Extra
     if head is None:
         model.objective = read_json(folder / "config.json").get(OBJECTIVE_KEY)
     load_generation_tokens(model, folder)
-    if head is None and (strange := unexpected_tensors(tensors, model)):
-        some = ", ".join(strange[:3])
-        warn(f"{folder}: {len(strange)} tensors are not part of this model and are ignored, such as {some}.")
+    if head is None and (unexpected := unexpected_tensors(tensors, model)):
+        examples = ", ".join(unexpected[:3])
+        warn(f"{folder}: {len(unexpected)} tensors are not part of this model and are ignored, such as {examples}.")
     if (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.json").is_file():
         model.tokenizer = load_tokenizer(folder)
         check_vocabulary(config, model.tokenizer.vocab, str(folder))
@@ -123,50 +123,54 @@ def load_weights(
     Missing tensors of the backbone are an error; a missing head or extra stays initialised at random, unless `strict`.
     Another shape is an error, except for the old head under a `new_head`.
     """
-    state, wanted = from_hf_tensors(tensors, model.config), unique_state_dict(model)
-    wrong = [
+    state, parameters = from_hf_tensors(tensors, model.config), unique_state_dict(model)
+    mismatched = [
         f"{name} is {tuple(state[name].shape)} in the file and {tuple(p.shape)} by the config"
-        for name, p in wanted.items()
+        for name, p in parameters.items()
         if name in state and state[name].shape != p.shape and not (new_head and name.startswith("head."))
     ]
-    if wrong:
-        raise UserError(f"{source}: the weights do not fit the config: " + "; ".join(wrong[:5]))
-    state = {k: v for k, v in state.items() if k in wanted and v.shape == wanted[k].shape}
-    missing = [name for name in wanted if name not in state]
-    if lacking := [name for name in missing if strict or not name.startswith(("head.", "extras."))]:
-        raise UserError(f"{source}: {len(lacking)} tensors of the model are missing, such as {', '.join(lacking[:3])}.")
+    if mismatched:
+        raise UserError(f"{source}: the weights do not fit the config: " + "; ".join(mismatched[:5]))
+    state = {k: v for k, v in state.items() if k in parameters and v.shape == parameters[k].shape}
+    missing = [name for name in parameters if name not in state]
+    if required := [name for name in missing if strict or not name.startswith(("head.", "extras."))]:
+        raise UserError(
+            f"{source}: {len(required)} tensors of the model are missing, such as {', '.join(required[:3])}."
+        )
     if missing and not new_head:
-        some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        warn(f"{source} has no head for this ({some}): it starts fresh.")
+        examples = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        warn(f"{source} has no head for this ({examples}): it starts fresh.")
     with torch.no_grad():
         for name, value in state.items():
-            wanted[name].copy_(value)
+            parameters[name].copy_(value)
 
 
 def read_generation_settings(folder: Path) -> tuple[Path, dict[str, Any]]:
     """Return the file with a checkpoint's generation settings, where `transformers` looks for it, and its contents."""
     path = folder / GENERATION_CONFIG_FILE
     path = path if path.is_file() else folder / "config.json"
-    facts = read_json(path)
-    if not isinstance(facts, dict):
+    settings = read_json(path)
+    if not isinstance(settings, dict):
         raise UserError(f"{path} must hold settings by name.")
-    return path, facts
+    return path, settings
 
 
 def read_eos_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...] | None:
     """Return the end tokens that a checkpoint lists; None for a single one, which the tokenizer knows."""
-    path, facts = read_generation_settings(folder)
-    found = facts.get(EOS_TOKEN_KEY)
-    if found is None or type(found) is int:
+    path, settings = read_generation_settings(folder)
+    token_ids = settings.get(EOS_TOKEN_KEY)
+    if token_ids is None or type(token_ids) is int:
         return None
-    if not isinstance(found, list) or not found or not all(type(token) is int for token in found):
-        raise UserError(f"{path}: {EOS_TOKEN_KEY} is {found!r}, and must be the id of a token or a list of such ids.")
-    if wrong := [token for token in found if not 0 <= token < config.vocab_size]:
+    if not isinstance(token_ids, list) or not token_ids or not all(type(token) is int for token in token_ids):
+        raise UserError(
+            f"{path}: {EOS_TOKEN_KEY} is {token_ids!r}, and must be the id of a token or a list of such ids."
+        )
+    if wrong := [token for token in token_ids if not 0 <= token < config.vocab_size]:
         size = f"{config.vocab_size:,}"
         raise UserError(
             f"{path}: {EOS_TOKEN_KEY} has the id {wrong[0]}, and the vocabulary of this model only {size} tokens."
         )
-    return tuple(found)
+    return tuple(token_ids)
 
 
 def eos_settings(model: Model) -> dict[str, list[int]]:
@@ -183,27 +187,31 @@ def load_generation_tokens(model: Model, folder: Path) -> None:
 
 def read_forced_tokens(folder: Path) -> ForcedTokens:
     """Return the forced first and last token of generated texts."""
-    path, facts = read_generation_settings(folder)
-    found = {ours: facts.get(theirs) for ours, theirs in FORCED_TOKEN_KEYS.items()}
-    one = {ours: min(some, default=None) if isinstance(some, list) else some for ours, some in found.items()}
-    if wrong := [FORCED_TOKEN_KEYS[name] for name, token in one.items() if not (token is None or type(token) is int)]:
+    path, settings = read_generation_settings(folder)
+    values = {name: settings.get(key) for name, key in FORCED_TOKEN_KEYS.items()}
+    token_ids = {name: min(value, default=None) if isinstance(value, list) else value for name, value in values.items()}
+    if wrong := [
+        FORCED_TOKEN_KEYS[name] for name, token in token_ids.items() if not (token is None or type(token) is int)
+    ]:
         raise UserError(f"{path}: {wrong[0]} must be the id of a token.")
-    return ForcedTokens(**one)
+    return ForcedTokens(**token_ids)
 
 
 def forced_token_settings(model: Model, vocab: Vocabulary) -> dict[str, int | None]:
     """Return the entries for forced tokens. BART in `transformers` forces an end token unless the key is null."""
-    found = get_forced_tokens(model, vocab)
-    facts = {theirs: getattr(found, ours) for ours, theirs in FORCED_TOKEN_KEYS.items()}
+    forced_tokens = get_forced_tokens(model, vocab)
+    settings = {key: getattr(forced_tokens, name) for name, key in FORCED_TOKEN_KEYS.items()}
     bart = model.config.adds_bos and model.config.architecture == "encoder-decoder"
     return {
-        name: token for name, token in facts.items() if token is not None or (bart and name == FORCED_TOKEN_KEYS["eos"])
+        name: token
+        for name, token in settings.items()
+        if token is not None or (bart and name == FORCED_TOKEN_KEYS["eos"])
     }
 
 
 def generation_config_json(model: Model, vocab: Vocabulary) -> dict[str, Any]:
-    facts = special_token_ids(model.config, vocab) | forced_token_settings(model, vocab) | eos_settings(model)
-    return {k: v for k, v in facts.items() if v is not None}
+    settings = special_token_ids(model.config, vocab) | forced_token_settings(model, vocab) | eos_settings(model)
+    return {k: v for k, v in settings.items() if v is not None}
 
 
 def write_model(model: Model, folder: Path) -> None:

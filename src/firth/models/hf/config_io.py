@@ -86,10 +86,10 @@ def backbone_layout(config: ModelConfig) -> HFLayout | None:
     if layout is None:
         return None
     try:
-        plain = layout.settings.read({"model_type": layout.model_type, **layout.settings.write(config)})
+        read_back = layout.settings.read({"model_type": layout.model_type, **layout.settings.write(config)})
     except (KeyError, TypeError, UserError):
         return None
-    return _exact_layout(replace(config, head=plain.head))
+    return _exact_layout(replace(config, head=read_back.head))
 
 
 def _to_layout_settings(config: ModelConfig, layout: HFLayout) -> dict[str, Any]:
@@ -99,10 +99,10 @@ def _to_layout_settings(config: ModelConfig, layout: HFLayout) -> dict[str, Any]
         "architectures": [_hf_architecture(config, layout)],
         **layout.settings.write(config),
     }
-    plain = layout.settings.read(hf)
+    read_back = layout.settings.read(hf)
     if config.family != MODEL_TYPE_LAYOUTS[layout.model_type][0]:
         hf[FAMILY_KEY] = config.family
-    if config.adds_bos != plain.adds_bos:
+    if config.adds_bos != read_back.adds_bos:
         hf[ADDS_BOS_KEY] = config.adds_bos
     if own := tuple(e for e in config.extras if not (isinstance(e, SentencePairHead) and layout.pair_architecture)):
         hf[EXTRAS_KEY] = to_dict(replace(config, extras=own))["extras"]
@@ -111,11 +111,11 @@ def _to_layout_settings(config: ModelConfig, layout: HFLayout) -> dict[str, Any]
 
 def _head_to_hf(config: ModelConfig, layout: HFLayout) -> dict[str, Any]:
     """Return the entries of config.json for a task head."""
-    head, found = config.head, layout.find_task_architecture(config.head)
-    if found is None:
+    head, task_architecture = config.head, layout.find_task_architecture(config.head)
+    if task_architecture is None:
         return {HEAD_KEY: to_dict(replace(config, extras=()))["head"]}
     hf: dict[str, Any] = {}
-    for field, key in found.settings.items():
+    for field, key in task_architecture.settings.items():
         value = getattr(head, field)
         hf[key] = config.dropout if value is None else HEAD_VALUE_TO_HF.get(value, value)
     if isinstance(head, ClassificationHead | TokenClassificationHead):
@@ -133,10 +133,10 @@ def _head_to_hf(config: ModelConfig, layout: HFLayout) -> dict[str, Any]:
 def _head_from_hf(hf_config: dict[str, Any], layout: HFLayout, config: ModelConfig, source: str) -> TaskHead | None:
     """Return the task head that a config.json names, or None."""
     if HEAD_KEY in hf_config:
-        own = from_dict(to_dict(config) | {"head": hf_config[HEAD_KEY]}, ModelConfig, source).head
-        assert isinstance(own, TaskHead)
-        return own
-    found = next(
+        firth_head = from_dict(to_dict(config) | {"head": hf_config[HEAD_KEY]}, ModelConfig, source).head
+        assert isinstance(firth_head, TaskHead)
+        return firth_head
+    task_architecture = next(
         (
             a
             for a in layout.task_architectures
@@ -144,14 +144,19 @@ def _head_from_hf(hf_config: dict[str, Any], layout: HFLayout, config: ModelConf
         ),
         None,
     )
-    if found is None:
+    if task_architecture is None:
         return (
             EmbeddingHead("mean")
             if layout.encoder_architecture and has_architecture(hf_config, layout.encoder_architecture)
             else None
         )
-    said = {field: hf_config[key] for field, key in found.settings.items() if hf_config.get(key) is not None}
-    head: Any = replace(found.head, **{field: HEAD_VALUE_FROM_HF.get(value, value) for field, value in said.items()})
+    head_settings = {
+        field: hf_config[key] for field, key in task_architecture.settings.items() if hf_config.get(key) is not None
+    }
+    head: Any = replace(
+        task_architecture.head,
+        **{field: HEAD_VALUE_FROM_HF.get(value, value) for field, value in head_settings.items()},
+    )
     if isinstance(head, ClassificationHead | TokenClassificationHead):
         head = replace(head, names=label_names(hf_config))
     if isinstance(head, ClassificationHead):
@@ -163,23 +168,27 @@ def _head_from_hf(hf_config: dict[str, Any], layout: HFLayout, config: ModelConf
 
 
 def _hf_architecture(config: ModelConfig, layout: HFLayout) -> str:
-    found: str | None
+    architecture: str | None
     if isinstance(config.head, TaskHead):
-        answers = layout.find_task_architecture(config.head)
-        found = layout.base_architecture if isinstance(config.head, EmbeddingHead) else answers and answers.architecture
+        task_architecture = layout.find_task_architecture(config.head)
+        architecture = (
+            layout.base_architecture
+            if isinstance(config.head, EmbeddingHead)
+            else task_architecture and task_architecture.architecture
+        )
     elif isinstance(config.head, DiscriminatorHead) or (
         config.get_extra("generator") and layout.discriminator_architecture
     ):
-        found = layout.discriminator_architecture
+        architecture = layout.discriminator_architecture
     else:
-        found = (
+        architecture = (
             layout.pair_architecture
             if config.get_extra("pair") and layout.pair_architecture
             else layout.lm_architecture
         )
-    if found is None:
+    if architecture is None:
         raise UserError(f"transformers has no {layout.model_type} with this head.")
-    return found
+    return architecture
 
 
 def to_hf_config(config: ModelConfig, vocab: Vocabulary | None) -> dict[str, Any]:
@@ -222,16 +231,16 @@ def from_hf_config(hf_config: Any, source: str = "config.json") -> ModelConfig:
             f"{source}: model_type {kind!r} is not one that Firth knows. {did_you_mean(str(kind), MODEL_TYPE_LAYOUTS)}"
         )
     try:
-        plain = to_dict(_config_from_layout(hf_config, source))
+        config_dict = to_dict(_config_from_layout(hf_config, source))
         pair = (
             [{TYPE_KEY: SentencePairHead.__name__}]
             if MODEL_TYPE_LAYOUTS[kind][1].pair_architecture in (hf_config.get("architectures") or [])
             else []
         )
-        plain["extras"] = [*pair, *hf_config.get(EXTRAS_KEY, plain["extras"])]
+        config_dict["extras"] = [*pair, *hf_config.get(EXTRAS_KEY, config_dict["extras"])]
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
         raise UserError(f"{source}: a setting has a value of the wrong type ({e}).") from None
-    return from_dict(plain, ModelConfig, source)  # checks the type of every value
+    return from_dict(config_dict, ModelConfig, source)  # checks the type of every value
 
 
 def _config_from_layout(hf_config: dict[str, Any], source: str) -> ModelConfig:

@@ -37,10 +37,10 @@ def to_hf_tensors(model: Model, subset: dict[str, Tensor] | None = None) -> dict
         result |= dict(zip(rule.hf_names, rule.to_hf(state.pop(rule.firth_name)), strict=True))
     assert all(name.startswith("extras.") for name in state), "a family names all of its tensors"
     layout = FAMILY_LAYOUTS[model.config.family]
-    if (found := layout.find_task_architecture(model.config.head)) is not None and found.prefix:
+    if (task_architecture := layout.find_task_architecture(model.config.head)) is not None and task_architecture.prefix:
         backbone = {name for rule in layout.backbone_rules(model.config) for name in rule.hf_names if name in result}
         result = {k: v for k, v in result.items() if k not in backbone} | _replace_prefix(
-            {name: result[name] for name in backbone}, layout.prefix, found.prefix
+            {name: result[name] for name in backbone}, layout.prefix, task_architecture.prefix
         )
     return result | {k: v.contiguous() for k, v in state.items()}
 
@@ -57,22 +57,22 @@ def from_hf_tensors(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str
     They have our names already where the model that wrote them was one of our own, whatever this one is.
     """
     layout = backbone_layout(config)
-    ours = tensors if layout is None or _has_firth_names(tensors) else _rename_tensors(tensors, config, layout)
+    state = tensors if layout is None or _has_firth_names(tensors) else _rename_tensors(tensors, config, layout)
     if config.get_extra("auxiliary") is not None and _has_firth_names(tensors):
-        ours = {
-            AUXILIARY_HEAD_PREFIX + k.removeprefix("head."): v for k, v in ours.items() if k.startswith("head.")
-        } | ours
+        state = {
+            AUXILIARY_HEAD_PREFIX + k.removeprefix("head."): v for k, v in state.items() if k.startswith("head.")
+        } | state
     generator = config.get_extra("generator")
-    if GENERATOR_DELTA_KEY in ours and not (
+    if GENERATOR_DELTA_KEY in state and not (
         isinstance(generator, GeneratorConfig) and generator.disentangle_embeddings
     ):
-        ours = ours | {
-            "embed.tokens.weight": ours["embed.tokens.weight"] + ours[GENERATOR_DELTA_KEY]
+        state = state | {
+            "embed.tokens.weight": state["embed.tokens.weight"] + state[GENERATOR_DELTA_KEY]
         }  # the embeddings that the backbone used
     if ("extras.generator.narrow.weight" in tensors) == (generator is not None):
-        return ours
+        return state
     return {
-        k: v for k, v in ours.items() if not k.startswith("head.")
+        k: v for k, v in state.items() if not k.startswith("head.")
     }  # a generator's head has another width than the backbone
 
 
@@ -92,16 +92,16 @@ def _rename_tensors(tensors: dict[str, Tensor], config: ModelConfig, layout: HFL
 def _normalize_tensor_names(tensors: dict[str, Tensor], config: ModelConfig, layout: HFLayout) -> dict[str, Tensor]:
     """Return the tensors as today's `transformers` names them."""
     tensors = {k.replace(".gamma", ".weight").replace(".beta", ".bias"): v for k, v in tensors.items()}
-    for prefix in {answers.prefix for answers in layout.task_architectures} - {""}:
+    for prefix in {task_architecture.prefix for task_architecture in layout.task_architectures} - {""}:
         tensors = _replace_prefix(tensors, prefix, layout.prefix)
     if layout.prefix and not any(k.startswith(layout.prefix) for k in tensors):
-        beside = _known_tensor_names(config, layout).union(
+        unprefixed = _known_tensor_names(config, layout).union(
             k for k in tensors if k.startswith("extras.") or _is_unused(k, layout)
         )
-        tensors = {k if k in beside else layout.prefix + k: v for k, v in tensors.items()}
-    for name, others in layout.aliases.items():
-        if found := [tensors[other] for other in others if other in tensors]:
-            tensors.setdefault(name, found[0])
+        tensors = {k if k in unprefixed else layout.prefix + k: v for k, v in tensors.items()}
+    for name, aliases in layout.aliases.items():
+        if aliased := [tensors[alias] for alias in aliases if alias in tensors]:
+            tensors.setdefault(name, aliased[0])
     return tensors
 
 
@@ -111,8 +111,8 @@ def _replace_prefix(tensors: dict[str, Tensor], old: str, new: str) -> dict[str,
 
 def _known_tensor_names(config: ModelConfig, layout: HFLayout) -> set[str]:
     """Return all names that the tensors of a model may have, aliases included."""
-    named = {name for rule in layout.rules(config) for name in rule.hf_names}
-    return named.union(layout.aliases, *layout.aliases.values())
+    names = {name for rule in layout.rules(config) for name in rule.hf_names}
+    return names.union(layout.aliases, *layout.aliases.values())
 
 
 def _is_unused(name: str, layout: HFLayout) -> bool:
@@ -125,8 +125,8 @@ def unexpected_tensors(tensors: dict[str, Tensor], model: Model) -> list[str]:
     if layout is None or _has_firth_names(tensors):
         return sorted(tensors.keys() - model.state_dict().keys())
     full = _normalize_tensor_names(tensors, model.config, layout)
-    left = full.keys() - _known_tensor_names(model.config, layout) - model.state_dict().keys()
-    strange = {name for name in left if not _is_unused(name, layout)}
-    for name, others in layout.aliases.items():  # tied in the model, different in the file
-        strange |= {other for other in others if other in full and not torch.equal(full[other], full[name])}
-    return sorted(strange)
+    unknown = full.keys() - _known_tensor_names(model.config, layout) - model.state_dict().keys()
+    unexpected = {name for name in unknown if not _is_unused(name, layout)}
+    for name, aliases in layout.aliases.items():  # tied in the model, different in the file
+        unexpected |= {alias for alias in aliases if alias in full and not torch.equal(full[alias], full[name])}
+    return sorted(unexpected)

@@ -53,8 +53,8 @@ class TensorRule(NamedTuple):
                 piece.unflatten(0, (self.interleaved_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
                 for piece in hf_tensors
             ]
-        ours = [piece.flatten() if self.as_row else piece.t() if self.transposed else piece for piece in hf_tensors]
-        return ours[0] if len(ours) == 1 else torch.cat(ours)
+        pieces = [piece.flatten() if self.as_row else piece.t() if self.transposed else piece for piece in hf_tensors]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def to_hf(self, tensor: Tensor) -> list[Tensor]:
         """Return their tensors from ours."""
@@ -146,8 +146,8 @@ class HFLayout:
         if isinstance(config.head, EmbeddingHead):
             if config.head.has_pooler:
                 yield from linear_rules("head.pooler", self.pooler)
-        elif (found := self.find_task_architecture(config.head)) is not None:
-            yield from found.rules(config)
+        elif (task_architecture := self.find_task_architecture(config.head)) is not None:
+            yield from task_architecture.rules(config)
 
 
 def has_architecture(hf_config: HFConfigDict, suffix: str) -> bool:

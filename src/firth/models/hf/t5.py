@@ -124,10 +124,10 @@ T5_SETTINGS = SettingsTable(
 
 def detect_t5_tied_head(config: ModelConfig, read_tensors: Callable[..., Tensors]) -> ModelConfig:
     """Untie the head where the file has a different one: `transformers` 5 writes every T5 head as tied."""
-    found = read_tensors("lm_head.weight", "shared.weight")
-    if len(found) < 2 or not isinstance(config.head, LMHead):
+    tensors = read_tensors("lm_head.weight", "shared.weight")
+    if len(tensors) < 2 or not isinstance(config.head, LMHead):
         return config
-    return replace(config, head=replace(config.head, tied=torch.equal(*found.values())))
+    return replace(config, head=replace(config.head, tied=torch.equal(*tensors.values())))
 
 
 T5_LAYOUT = HFLayout(

@@ -42,9 +42,11 @@ def xlm_rules(config: ModelConfig) -> Iterator[TensorRule]:
         yield TensorRule("embed.languages.weight", ("transformer.lang_embeddings.weight",))
     yield from linear_rules("embed.norm", "transformer.layer_norm_emb")
     for i in range(config.num_layers):
-        ours, at = f"stack.blocks.{i}", f"transformer.attentions.{i}"
-        yield from qkv_rules(config, f"{ours}.attention.qkv", f"{at}.q_lin", f"{at}.k_lin", f"{at}.v_lin")
-        yield from linear_rules(f"{ours}.attention.out", f"{at}.out_lin")
+        ours, attention = f"stack.blocks.{i}", f"transformer.attentions.{i}"
+        yield from qkv_rules(
+            config, f"{ours}.attention.qkv", f"{attention}.q_lin", f"{attention}.k_lin", f"{attention}.v_lin"
+        )
+        yield from linear_rules(f"{ours}.attention.out", f"{attention}.out_lin")
         yield from linear_rules(f"{ours}.attention_norm", f"transformer.layer_norm1.{i}")
         yield from linear_rules(f"{ours}.mlp.up", f"transformer.ffns.{i}.lin1")
         yield from linear_rules(f"{ours}.mlp.down", f"transformer.ffns.{i}.lin2")

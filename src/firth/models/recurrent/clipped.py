@@ -54,9 +54,9 @@ class ClippedLSTMFunction(torch.autograd.Function):
         with torch.autocast(h_WNP.device.type, enabled=False):
             for from_one_WNG in from_x_WLNG.unbind(1):
                 gates.append(torch.baddbmm(from_one_WNG, projections[-1], w_hh_WGP.mT))
-                cell, shown_WNH = lstm_cell_forward(gates[-1], cells[-1], clip)
+                cell, hidden_WNH = lstm_cell_forward(gates[-1], cells[-1], clip)
                 cells.append(cell)
-                projections.append(torch.bmm(shown_WNH, w_hr_WPH.mT).clamp_(-clip, clip))
+                projections.append(torch.bmm(hidden_WNH, w_hr_WPH.mT).clamp_(-clip, clip))
         ctx.clip = clip
         ctx.save_for_backward(w_hh_WGP, w_hr_WPH, *gates, *cells, *projections)
         return torch.stack(projections[1:], 1), projections[-1].clone(), cells[-1].clone()
@@ -70,18 +70,18 @@ class ClippedLSTMFunction(torch.autograd.Function):
         gates, cells, projections = rest[:L], rest[L : 2 * L + 1], rest[2 * L + 1 :]
         dprojected_WLNP = torch.empty_like(dy_WLNP)
         W, N, H = cells[0].shape
-        dgates_WLNG, shown_WLNH = (gates[0].new_empty(W, L, N, size) for size in (4 * H, H))
+        dgates_WLNG, hidden_WLNH = (gates[0].new_empty(W, L, N, size) for size in (4 * H, H))
         dc_WNH = dc_WNH.contiguous()
         for i in reversed(range(L)):
             inside = projections[i + 1].abs() < ctx.clip
             dprojected = torch.mul(dh_WNP + dy_WLNP[:, i], inside, out=dprojected_WLNP[:, i])
-            dshown_WNH = torch.bmm(dprojected, w_hr_WPH)
+            dhidden_WNH = torch.bmm(dprojected, w_hr_WPH)
             state = gates[i], cells[i + 1], cells[i]
-            dc_WNH = lstm_cell_backward(*state, dshown_WNH, dc_WNH, dgates_WLNG[:, i], shown_WLNH[:, i], ctx.clip)
+            dc_WNH = lstm_cell_backward(*state, dhidden_WNH, dc_WNH, dgates_WLNG[:, i], hidden_WLNH[:, i], ctx.clip)
             dh_WNP = torch.bmm(dgates_WLNG[:, i], w_hh_WGP)
-        read_WLNP = torch.stack(projections[:-1], 1)
-        dw_hh = torch.bmm(dgates_WLNG.flatten(1, 2).mT, read_WLNP.flatten(1, 2))
-        dw_hr = torch.bmm(dprojected_WLNP.flatten(1, 2).mT, shown_WLNH.flatten(1, 2))
+        previous_WLNP = torch.stack(projections[:-1], 1)
+        dw_hh = torch.bmm(dgates_WLNG.flatten(1, 2).mT, previous_WLNP.flatten(1, 2))
+        dw_hr = torch.bmm(dprojected_WLNP.flatten(1, 2).mT, hidden_WLNH.flatten(1, 2))
         return dgates_WLNG, dh_WNP, dc_WNH, dw_hh, dw_hr, None
 
 
@@ -89,12 +89,12 @@ def lstm_cell_forward(gates_WNG: Tensor, c_WNH: Tensor, clip: float) -> tuple[Te
     """Return the next cell states and the hidden states; gate pre-activations are overwritten by their activations."""
     if triton is not None and gates_WNG.is_cuda:
         return fused_lstm_cell_forward(gates_WNG, c_WNH, clip)
-    enter, keep, new, show = gates_WNG.chunk(4, -1)
-    for gate in (enter, keep, show):
+    input_gate, forget_gate, candidate, output_gate = gates_WNG.chunk(4, -1)
+    for gate in (input_gate, forget_gate, output_gate):
         gate.sigmoid_()
-    new.tanh_()
-    c_WNH = (keep * c_WNH + enter * new).clamp_(-clip, clip)
-    return c_WNH, (show * c_WNH.tanh()).to(gates_WNG.dtype)
+    candidate.tanh_()
+    c_WNH = (forget_gate * c_WNH + input_gate * candidate).clamp_(-clip, clip)
+    return c_WNH, (output_gate * c_WNH.tanh()).to(gates_WNG.dtype)
 
 
 def lstm_cell_backward(
@@ -109,37 +109,37 @@ def lstm_cell_backward(
 ) -> Tensor:
     """Return the gradient of the previous cells; write gate gradients and recomputed hidden states to the outputs."""
     if triton is not None and gates_WNG.is_cuda:
-        given = gates_WNG, c_WNH, c_prev_WNH, dhidden_WNH, dc_WNH
-        return fused_lstm_cell_backward(given, dgates_WNG, hidden_WNH, clip)
-    enter, keep, new, show = gates_WNG.chunk(4, -1)
-    seen_WNH = c_WNH.tanh()
-    hidden_WNH.copy_(show * seen_WNH)
-    dc_WNH = (dc_WNH + dhidden_WNH * show * (1 - seen_WNH**2)) * (c_WNH.abs() < clip)
-    denter, dkeep, dnew, dshow = dgates_WNG.chunk(4, -1)
-    denter.copy_(dc_WNH * new * enter * (1 - enter))
-    dkeep.copy_(dc_WNH * c_prev_WNH * keep * (1 - keep))
-    dnew.copy_(dc_WNH * enter * (1 - new**2))
-    dshow.copy_(dhidden_WNH * seen_WNH * show * (1 - show))
-    return dc_WNH * keep
+        saved = gates_WNG, c_WNH, c_prev_WNH, dhidden_WNH, dc_WNH
+        return fused_lstm_cell_backward(saved, dgates_WNG, hidden_WNH, clip)
+    input_gate, forget_gate, candidate, output_gate = gates_WNG.chunk(4, -1)
+    tanh_c_WNH = c_WNH.tanh()
+    hidden_WNH.copy_(output_gate * tanh_c_WNH)
+    dc_WNH = (dc_WNH + dhidden_WNH * output_gate * (1 - tanh_c_WNH**2)) * (c_WNH.abs() < clip)
+    dinput_gate, dforget_gate, dcandidate, doutput_gate = dgates_WNG.chunk(4, -1)
+    dinput_gate.copy_(dc_WNH * candidate * input_gate * (1 - input_gate))
+    dforget_gate.copy_(dc_WNH * c_prev_WNH * forget_gate * (1 - forget_gate))
+    dcandidate.copy_(dc_WNH * input_gate * (1 - candidate**2))
+    doutput_gate.copy_(dhidden_WNH * tanh_c_WNH * output_gate * (1 - output_gate))
+    return dc_WNH * forget_gate
 
 
 def fused_lstm_cell_forward(gates_WNG: Tensor, c_WNH: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    new_WNH, shown_WNH = torch.empty_like(c_WNH), torch.empty_like(c_WNH, dtype=gates_WNG.dtype)
+    c_new_WNH, hidden_WNH = torch.empty_like(c_WNH), torch.empty_like(c_WNH, dtype=gates_WNG.dtype)
     num, H = c_WNH.numel(), c_WNH.shape[-1]
     clipped_lstm_fwd_kernel[(triton.cdiv(num, BLOCK_UNITS),)](
-        gates_WNG, c_WNH, new_WNH, shown_WNH, num, H, clip, BLOCK=BLOCK_UNITS
+        gates_WNG, c_WNH, c_new_WNH, hidden_WNH, num, H, clip, BLOCK=BLOCK_UNITS
     )
-    return new_WNH, shown_WNH
+    return c_new_WNH, hidden_WNH
 
 
 def fused_lstm_cell_backward(saved: tuple[Tensor, ...], dgates_WNG: Tensor, hidden_WNH: Tensor, clip: float) -> Tensor:
-    dbefore_WNH, (_, N, H) = torch.empty_like(saved[1]), saved[1].shape
-    clipped_lstm_bwd_kernel[(triton.cdiv(dbefore_WNH.numel(), BLOCK_UNITS),)](
-        *(*saved, dgates_WNG, hidden_WNH, dbefore_WNH),
-        *(dbefore_WNH.numel(), N, H, dgates_WNG.stride(0), hidden_WNH.stride(0), clip),
+    dc_prev_WNH, (_, N, H) = torch.empty_like(saved[1]), saved[1].shape
+    clipped_lstm_bwd_kernel[(triton.cdiv(dc_prev_WNH.numel(), BLOCK_UNITS),)](
+        *(*saved, dgates_WNG, hidden_WNH, dc_prev_WNH),
+        *(dc_prev_WNH.numel(), N, H, dgates_WNG.stride(0), hidden_WNH.stride(0), clip),
         BLOCK=BLOCK_UNITS,
     )
-    return dbefore_WNH
+    return dc_prev_WNH
 
 
 if triton is not None:
@@ -147,19 +147,19 @@ if triton is not None:
     @triton.jit
     def clipped_lstm_fwd_kernel(gates, c, c_new, hidden, num, H, clip, BLOCK: tl.constexpr):
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        real, at = i < num, gates + i // H * 4 * H + i % H
-        enter = tl.sigmoid(tl.load(at, mask=real, other=0.0).to(tl.float32))
-        keep = tl.sigmoid(tl.load(at + H, mask=real, other=0.0).to(tl.float32))
-        new = 2 * tl.sigmoid(2 * tl.load(at + 2 * H, mask=real, other=0.0).to(tl.float32)) - 1
-        show = tl.sigmoid(tl.load(at + 3 * H, mask=real, other=0.0).to(tl.float32))
-        cell = keep * tl.load(c + i, mask=real, other=0.0) + enter * new
+        mask, at = i < num, gates + i // H * 4 * H + i % H
+        input_gate = tl.sigmoid(tl.load(at, mask=mask, other=0.0).to(tl.float32))
+        forget_gate = tl.sigmoid(tl.load(at + H, mask=mask, other=0.0).to(tl.float32))
+        candidate = 2 * tl.sigmoid(2 * tl.load(at + 2 * H, mask=mask, other=0.0).to(tl.float32)) - 1
+        output_gate = tl.sigmoid(tl.load(at + 3 * H, mask=mask, other=0.0).to(tl.float32))
+        cell = forget_gate * tl.load(c + i, mask=mask, other=0.0) + input_gate * candidate
         cell = tl.minimum(tl.maximum(cell, -clip), clip)
-        tl.store(at, enter, mask=real)
-        tl.store(at + H, keep, mask=real)
-        tl.store(at + 2 * H, new, mask=real)
-        tl.store(at + 3 * H, show, mask=real)
-        tl.store(c_new + i, cell, mask=real)
-        tl.store(hidden + i, show * (2 * tl.sigmoid(2 * cell) - 1), mask=real)
+        tl.store(at, input_gate, mask=mask)
+        tl.store(at + H, forget_gate, mask=mask)
+        tl.store(at + 2 * H, candidate, mask=mask)
+        tl.store(at + 3 * H, output_gate, mask=mask)
+        tl.store(c_new + i, cell, mask=mask)
+        tl.store(hidden + i, output_gate * (2 * tl.sigmoid(2 * cell) - 1), mask=mask)
 
     @triton.jit
     def clipped_lstm_bwd_kernel(
@@ -180,21 +180,21 @@ if triton is not None:
         BLOCK: tl.constexpr,
     ):
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        real, row, unit = i < num, i // H, i % H
+        mask, row, unit = i < num, i // H, i % H
         at, w, n = gates + row * 4 * H + unit, (row // N).to(tl.int64), row % N
-        enter = tl.load(at, mask=real, other=0.0).to(tl.float32)
-        keep = tl.load(at + H, mask=real, other=0.0).to(tl.float32)
-        new = tl.load(at + 2 * H, mask=real, other=0.0).to(tl.float32)
-        show = tl.load(at + 3 * H, mask=real, other=0.0).to(tl.float32)
-        cell = tl.load(c + i, mask=real, other=0.0)
-        from_shown = tl.load(dhidden + i, mask=real, other=0.0).to(tl.float32)
-        seen = 2 * tl.sigmoid(2 * cell) - 1
-        tl.store(hidden + w * hidden_stride + n * H + unit, show * seen, mask=real)
-        dcell = tl.load(dc + i, mask=real, other=0.0) + from_shown * show * (1 - seen * seen)
+        input_gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        forget_gate = tl.load(at + H, mask=mask, other=0.0).to(tl.float32)
+        candidate = tl.load(at + 2 * H, mask=mask, other=0.0).to(tl.float32)
+        output_gate = tl.load(at + 3 * H, mask=mask, other=0.0).to(tl.float32)
+        cell = tl.load(c + i, mask=mask, other=0.0)
+        dhidden_value = tl.load(dhidden + i, mask=mask, other=0.0).to(tl.float32)
+        tanh_cell = 2 * tl.sigmoid(2 * cell) - 1
+        tl.store(hidden + w * hidden_stride + n * H + unit, output_gate * tanh_cell, mask=mask)
+        dcell = tl.load(dc + i, mask=mask, other=0.0) + dhidden_value * output_gate * (1 - tanh_cell * tanh_cell)
         dcell = tl.where(tl.abs(cell) < clip, dcell, 0.0)
         to = dgates + w * dgates_stride + n * 4 * H + unit
-        tl.store(to, dcell * new * enter * (1 - enter), mask=real)
-        tl.store(to + H, dcell * tl.load(c_prev + i, mask=real, other=0.0) * keep * (1 - keep), mask=real)
-        tl.store(to + 2 * H, dcell * enter * (1 - new * new), mask=real)
-        tl.store(to + 3 * H, from_shown * seen * show * (1 - show), mask=real)
-        tl.store(dc_prev + i, dcell * keep, mask=real)
+        tl.store(to, dcell * candidate * input_gate * (1 - input_gate), mask=mask)
+        tl.store(to + H, dcell * tl.load(c_prev + i, mask=mask, other=0.0) * forget_gate * (1 - forget_gate), mask=mask)
+        tl.store(to + 2 * H, dcell * input_gate * (1 - candidate * candidate), mask=mask)
+        tl.store(to + 3 * H, dhidden_value * tanh_cell * output_gate * (1 - output_gate), mask=mask)
+        tl.store(dc_prev + i, dcell * forget_gate, mask=mask)

@@ -46,15 +46,15 @@ class Seq2SeqDecoder(RecurrentStack):
     ) -> Tensor:
         assert encoder_hidden_states is not None
         assert cross_document_ids is None, "each text has one that reads it"
-        found = all_hidden_states if all_hidden_states is not None else []
-        found.append(x)
+        hidden_states = all_hidden_states if all_hidden_states is not None else []
+        hidden_states.append(x)
         texts = self.unpack_documents(x, document_ids)
         source = EncoderStates(encoder_hidden_states, encoder_document_ids, x, document_ids, texts)
         y = texts.unpack(x)
         for layer in self.blocks:
             y = layer(self.drop(y), source)
-            found.append(texts.repack(y))
-        return self.drop(found[-1])
+            hidden_states.append(texts.repack(y))
+        return self.drop(hidden_states[-1])
 
 
 class EncoderStates:
@@ -116,12 +116,12 @@ class Seq2SeqDecoderLayer(nn.Module):
         self, attention: BahdanauAttention, x_NLD: Tensor, state: LSTMState, source: EncoderStates
     ) -> Tensor:
         """Run step by step: each reads a token and the context vector of the previous state."""
-        keys_NTA, found = attention.keys(source.states_NTR), []
+        keys_NTA, outputs = attention.keys(source.states_NTR), []
         for x_ND in x_NLD.unbind(1):
-            read_NR = attention(state[0], keys_NTA, source)
-            y_N1D, state = run_lstm(self.lstm, torch.cat([x_ND, read_NR], -1)[:, None], state)
-            found.append(y_N1D)
-        return torch.cat(found, 1)
+            context_NR = attention(state[0], keys_NTA, source)
+            y_N1D, state = run_lstm(self.lstm, torch.cat([x_ND, context_NR], -1)[:, None], state)
+            outputs.append(y_N1D)
+        return torch.cat(outputs, 1)
 
 
 class BahdanauAttention(nn.Module):
