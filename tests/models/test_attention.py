@@ -1,4 +1,4 @@
-"""Who may see whom, and attention by hand."""
+"""Attention specs, kernel selection, and attention by hand."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from firth.train.deterministic import deterministic_mode
 
 
 def rows(mask: torch.Tensor | None) -> list[str]:
-    """The first row's mask as strings, x where seeing is allowed."""
+    """The first row's mask as strings, x where attention is allowed."""
     assert mask is not None
     return ["".join("x" if sees else "." for sees in line) for line in mask[0, 0].tolist()]
 
 
-def test_nothing_said() -> None:
+def test_no_mask() -> None:
     assert make_attention_spec(False, None) == AttentionSpec(is_causal=False)
     assert make_attention_spec(True, None) == AttentionSpec(is_causal=True)
 
 
-def test_order_needs_no_mask_where_nothing_else_is_said() -> None:
-    """A score has to be masked in single operations; our own kernel compares places."""
+def test_causal_needs_no_mask() -> None:
+    """Eager operations mask scores; our kernel compares positions."""
     score, place = torch.randn(1, 2, 4, 4), torch.arange(4)[None]
     sight = make_attention_spec(True, None, score_bias=score, bias_max_distance=3)
     assert sight.mask_is_causal
@@ -48,7 +48,7 @@ def test_order_needs_no_mask_where_nothing_else_is_said() -> None:
         assert not other.kernel_args(torch.float32, 0.0, 1.0)[3]
 
 
-def test_documents() -> None:
+def test_document_mask() -> None:
     doc = torch.tensor([[0, 0, 1, -1]])
     assert rows(make_attention_spec(False, doc).mask) == ["xx..", "xx..", "..x.", "...x"]
     causal = make_attention_spec(True, doc)
@@ -56,14 +56,14 @@ def test_documents() -> None:
     assert not causal.is_causal
 
 
-def test_rank() -> None:
-    """A prefix of two that sees itself, then causal."""
+def test_prefix_rank() -> None:
+    """A bidirectional prefix of two, then causal."""
     rank = torch.tensor([[0, 0, 1, 2]])
     assert rows(make_attention_spec(True, None, rank).mask) == ["xx..", "xx..", "xxx.", "xxxx"]
     assert rows(make_attention_spec(True, torch.tensor([[0, 0, 0, 1]]), rank).mask) == ["xx..", "xx..", "xxx.", "...x"]
 
 
-def test_reading_another_sequence() -> None:
+def test_cross_attention_mask() -> None:
     sight = make_attention_spec(False, torch.tensor([[0, 1]]), key_document_ids=torch.tensor([[0, 0, 1, -1]]))
     assert rows(sight.mask) == ["xx..", "..x."]
 
@@ -94,7 +94,7 @@ SIGHTS = {
 
 
 @pytest.mark.parametrize("name", SIGHTS)
-def test_few_numbers_say_what_a_mask_says(name: str) -> None:
+def test_key_ranges_equal_the_mask(name: str) -> None:
     doc = torch.randint(-1, 4, (2, 30)).sort(1).values
     rank, asked = torch.randint(0, 30, (2, 30)), torch.randint(0, 30, (2, 7))
     sight = SIGHTS[name](doc, rank, asked)
@@ -108,8 +108,8 @@ def test_few_numbers_say_what_a_mask_says(name: str) -> None:
     assert torch.equal((above >= 0) & (above < (1 if size is None else size[:, :, None])), sight.mask[:, 0])
 
 
-def test_few_numbers_where_they_suffice() -> None:
-    """Not for windows of ranks, nor where documents and ranks do not fit together into 32 bits."""
+def test_when_key_ranges_exist() -> None:
+    """Not for windows of ranks, nor if document ids and ranks exceed 32 bits."""
     long = torch.zeros(1, attention.MAX_KEY_RANGE_TOKENS + 1, dtype=torch.long)
     assert attention.make_key_range(False, long, None) is None
     near, zeros = LocalWindow(torch.arange(4), 1), torch.zeros(1, 4, dtype=torch.long)
@@ -125,8 +125,8 @@ def test_few_numbers_where_they_suffice() -> None:
 
 
 @pytest.mark.parametrize("name", SIGHTS)
-def test_all_that_is_seen_is_in_the_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tiles of 4 places, the last one cut: each goes at least through what it sees."""
+def test_tiles_cover_all_visible_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tiles of 4 positions, the last one partial."""
     monkeypatch.setattr(fused, "TILE_TOKENS", 4)
     doc = torch.randint(-1, 9, (2, 30)).sort(1).values
     sight = SIGHTS[name](doc, torch.randint(0, 30, (2, 30)), torch.randint(0, 30, (2, 7)))
@@ -147,8 +147,8 @@ def test_all_that_is_seen_is_in_the_tiles(name: str, monkeypatch: pytest.MonkeyP
         assert (who.key_bounds[1] - who.key_bounds[0]).sum() < 2 * T * S / 4, "less than all"
 
 
-def test_tiles_that_nobody_sees_are_left_out() -> None:
-    """Between which places something is seen, by documents of 100, 92 and 108 places and by a window in them."""
+def test_invisible_tiles_are_skipped() -> None:
+    """For documents of 100, 92 and 108 positions and a window within them."""
     doc = torch.tensor([[0] * 100 + [1] * 92 + [2] * 108])
     seen = make_kernel_mask(None, make_attention_spec(False, doc).key_range, 1).key_bounds
     assert seen is not None
@@ -170,8 +170,8 @@ def test_tiles_that_nobody_sees_are_left_out() -> None:
     assert narrow[:2, 1].tolist() == [[0, 0, 64, 128, 192], [128, 192, 256, 300, 300]]
 
 
-def test_which_kernel() -> None:
-    """Our own where it can: for dropout, a bias that learns, packed rows, another sequence. Else SDPA, or plainly."""
+def test_select_attention_kernel() -> None:
+    """Ours for dropout, a trained bias, packed rows and cross-attention; else SDPA, or eager."""
     packed = make_attention_spec(False, torch.zeros(1, 2, dtype=torch.long))
     biased = make_attention_spec(False, None, score_bias=torch.zeros(1, 1, 2, 2))
     own_scores = make_attention_spec(False, None)._replace(masked_bias=torch.zeros(2, 1, 2, 2))
@@ -201,8 +201,8 @@ def test_which_kernel() -> None:
         assert attention.select_attention_kernel(*given) == wanted, given
 
 
-def test_which_heads_fit_into_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the memory for a program's tiles: 227 KB on an H100 or H200, 163 on an A100, 99 on an RTX 4090, 63 on a T4."""
+def test_head_sizes_that_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory per block: 227 KB on an H100 or H200, 163 on an A100, 99 on an RTX 4090, 63 on a T4."""
 
     def fits(kilobytes: int, d: int, size: int) -> bool:
         monkeypatch.setattr(tiling, "shared_memory_bytes", lambda device: kilobytes * 1024)
@@ -217,7 +217,7 @@ def test_which_heads_fit_into_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [fits(63, d, 2) for d in (16, 32)] == [True, False]
 
 
-def test_what_our_kernel_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_can_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "has_fused_attention", lambda q: True)
     q, k = torch.zeros(2, 4, 6, 16, dtype=torch.bfloat16), torch.zeros(2, 4, 6, 16, dtype=torch.bfloat16)
     bias = torch.zeros(1, 4, 6, 6)
@@ -240,7 +240,7 @@ def test_what_our_kernel_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
         assert attention.supports_fused_attention(q, k, causal)
 
 
-def test_score_is_closed_where_nothing_is_seen() -> None:
+def test_bias_is_masked() -> None:
     score = torch.arange(4.0).view(1, 1, 2, 2)
     inf = math.inf
     assert make_attention_spec(True, None, score_bias=score).masked_bias.tolist() == [[[[0, -inf], [2, 3]]]]  # type: ignore[union-attr]
@@ -259,15 +259,15 @@ def test_attention_by_hand() -> None:
     assert_close(attend(q, k, v, make_attention_spec(True, doc, score_bias=score), dropout=0.0, scale=0.3), wanted)
 
 
-def test_cross_attention_with_itself_is_self_attention() -> None:
+def test_cross_attention_to_itself_is_self_attention() -> None:
     for config in (bert(1, 32, 4, 10), t5(1, 32, 4, 48, 10, head_dim=6)):
         attention = Attention(config).eval()
         x = torch.randn(2, 5, 32)
         assert_close(attention(x, AttentionSpec(), x), attention(x, AttentionSpec()))
 
 
-def test_one_who_sees_nobody_gets_nothing_and_breaks_nothing() -> None:
-    """A padded place of a decoder whose encoder has no padding."""
+def test_empty_rows_give_zero_and_finite_gradients() -> None:
+    """A padded position of a decoder whose encoder has no padding."""
     q, k, v = (torch.randn(1, 2, 3, 4, requires_grad=True) for _ in range(3))
     sight = make_attention_spec(False, torch.tensor([[0, 0, -1]]), key_document_ids=torch.tensor([[0, 0, 0]]))
     y = attend(q, k, v, sight, 0.0, 1.0)
@@ -280,8 +280,8 @@ DOC, READ = torch.tensor([[0, 0, 1, -1]]), torch.tensor([[0, 0, 0, -2]])  # two 
 
 
 @pytest.mark.parametrize("case", ["all", "causal", "documents", "causal documents", "read", "score", "causal score"])
-def test_with_dropout_it_is_the_same_attention(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values and gradients of the path for dropout, with nothing dropped, against SDPA."""
+def test_dropout_path_equals_sdpa_at_rate_0(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and gradients of the dropout path, with nothing dropped, against SDPA."""
     score = torch.randn(1, 2, 4, 4, requires_grad=True)
     sight = make_attention_spec(
         is_causal="causal" in case,
@@ -301,8 +301,8 @@ def test_with_dropout_it_is_the_same_attention(case: str, monkeypatch: pytest.Mo
         assert_close(mine, theirs)
 
 
-def test_dropout_drops_weights() -> None:
-    """Four places with equal scores and v = 1: what remains of four weights of 1/4, each times 0 or 2."""
+def test_dropout_applies_to_attention_weights() -> None:
+    """Four keys with equal scores and v = 1: four weights of 1/4, each times 0 or 2."""
     q, k, v = torch.zeros(1, 1, 1000, 8), torch.zeros(1, 1, 4, 8), torch.ones(1, 1, 4, 1)
     y = attend(q, k, v, AttentionSpec(), dropout=0.5, scale=1.0)
     assert set(y.flatten().tolist()) == {0.0, 0.5, 1.0, 1.5, 2.0}
@@ -310,7 +310,7 @@ def test_dropout_drops_weights() -> None:
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("masked", [False, True])
-def test_shared_keys_are_repeated_keys(kv_heads: int, masked: bool) -> None:
+def test_grouped_keys_equal_repeated_keys(kv_heads: int, masked: bool) -> None:
     q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, kv_heads, 6, 8), torch.randn(2, kv_heads, 6, 8)
     sight = make_attention_spec(True, torch.tensor([[0, 0, 1, 1, 1, -1]]).expand(2, 6) if masked else None)
     times = 4 // kv_heads
@@ -319,7 +319,7 @@ def test_shared_keys_are_repeated_keys(kv_heads: int, masked: bool) -> None:
     assert_close(attention.eager_attention(q, k, v, sight, 0.0, 0.3), wanted)
 
 
-def test_weights_can_be_seen() -> None:
+def test_attention_weights_are_returned() -> None:
     seen: list[Tensor] = []
     q, k, v = torch.randn(3, 2, 2, 5, 4).unbind()
     sight = make_attention_spec(True, None)
@@ -331,7 +331,7 @@ def test_weights_can_be_seen() -> None:
     assert (weights.triu(1) == 0).all()
 
 
-def test_scores_of_a_layer_are_added_under_any_sight() -> None:
+def test_layer_bias_is_added_with_any_spec() -> None:
     q, k, v = torch.randn(3, 2, 2, 5, 4).unbind()
     more, doc = torch.randn(2, 2, 5, 5), torch.tensor([[0, 0, 1, 1, -1], [0, 0, 0, 0, 0]])
     static = torch.randn(1, 2, 5, 5)
@@ -352,8 +352,8 @@ def test_scores_of_a_layer_are_added_under_any_sight() -> None:
         assert_close(found, wanted.softmax(-1) @ v, msg=name)
 
 
-def test_tiles_that_see_all() -> None:
-    """What kernels are told of tiles of 64 places, against a mask of all places."""
+def test_fully_visible_tiles() -> None:
+    """The tile ranges of the kernel for tiles of 64 positions, against a mask of all positions."""
     torch.manual_seed(0)
     T, N = 320, 5
     doc = torch.zeros(6, T, dtype=torch.long)

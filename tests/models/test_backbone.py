@@ -1,4 +1,4 @@
-"""What a stack can leave out in training, or compute twice."""
+"""Layer dropout, activation checkpointing, and the dtype of the residual stream."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_checkpointing_changes_no_gradient() -> None:
         assert_close(plain, recomputed)
 
 
-def test_a_layer_is_left_out_as_often_as_said_and_only_in_training() -> None:
+def test_layer_dropout_has_its_rate_in_training_only() -> None:
     torch.manual_seed(0)
     stack = Stack(replace(CONFIG, layer_drop=0.3), 1, is_causal=False)
     x = torch.randn(1, 3, 16)
@@ -40,8 +40,8 @@ def test_a_layer_is_left_out_as_often_as_said_and_only_in_training() -> None:
     assert not any(torch.equal(stack(x, None), x) for _ in range(20))
 
 
-def test_what_goes_from_block_to_block_keeps_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a norm gives float32, as under autocast on a GPU, and where a convolution has one."""
+def test_residual_stream_keeps_its_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a norm or a convolution returns float32, as under autocast on a GPU."""
     plain = torch.nn.functional.layer_norm
     monkeypatch.setattr(
         torch.nn.functional,
@@ -58,8 +58,8 @@ def test_what_goes_from_block_to_block_keeps_its_precision(monkeypatch: pytest.M
     assert kinds == [torch.float32] * 3 + [torch.bfloat16] * 3
 
 
-def test_weights_in_16_bits_and_no_numbers_at_all() -> None:
-    """What a model is asked outside of training, which `residual` has no say in."""
+def test_bf16_weights_and_empty_inputs() -> None:
+    """In evaluation, where `residual` does not apply."""
     stack, x = Stack(CONFIG, 2, is_causal=False).bfloat16(), torch.randn(1, 3, 16)
     with torch.autocast("cpu", torch.bfloat16):
         assert stack(x.bfloat16(), None).dtype == torch.bfloat16

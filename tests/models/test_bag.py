@@ -1,4 +1,4 @@
-"""A model without layers: word vectors, their mean, and pairs of words by their hash."""
+"""Word vectors as a model without layers: mean pooling, and hashed bigrams."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from firth.models.presets import bag_of_words
 from firth.objectives import Batch
 
 
-def test_states_are_the_vectors_of_the_words() -> None:
+def test_hidden_states_are_the_word_vectors() -> None:
     model = make_model(bag_of_words(10, 4))
     tokens = torch.tensor([[1, 2, 3]])
     torch.testing.assert_close(model.hidden_states(Batch(tokens)), model.embed.tokens.weight[tokens])
 
 
-def test_a_class_is_told_from_the_mean() -> None:
+def test_classification_uses_the_mean() -> None:
     config = bag_of_words(10, 4)
     head = head_for_task(config, "classify", ("a", "b"))
     assert isinstance(head, ClassificationHead)
@@ -33,8 +33,8 @@ def test_a_class_is_told_from_the_mean() -> None:
     torch.testing.assert_close(logits[0], right @ weight.T + bias)
 
 
-def test_two_words_in_a_row_have_a_vector_by_their_hash() -> None:
-    """1 then 2 is not 2 then 1, and nothing reaches across the beginning of a text."""
+def test_bigrams_are_hashed() -> None:
+    """(1, 2) differs from (2, 1), and no bigram crosses the start of a text."""
     model = make_model(bag_of_words(10, 4, num_bigram_buckets=97))
     tokens, position = torch.tensor([[1, 2, 1, 2]]), torch.tensor([[0, 1, 0, 1]])
     x = model.embed.embed_unprojected(tokens, position) - model.embed.tokens.weight[tokens]
@@ -45,7 +45,7 @@ def test_two_words_in_a_row_have_a_vector_by_their_hash() -> None:
     assert (one_text[0, 0] == 0).all()
 
 
-def test_it_is_saved_and_opened_again(tmp_path: Path) -> None:
+def test_save_and_load(tmp_path: Path) -> None:
     model = make_model(bag_of_words(10, 4, num_bigram_buckets=7))
     model.save(tmp_path / "bag")
     found = load_model(tmp_path / "bag")

@@ -1,4 +1,4 @@
-"""The MLP, and what it drops."""
+"""Dropout inside the MLP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from firth.models.presets import PRESETS, bart, bert, gpt2, t5, t5_v1_1, xlnet
 
 
 def opened(config: ModelConfig) -> MLP:
-    """An MLP whose inside can be seen: it takes ones in, and hands its hidden numbers out."""
+    """An MLP of identity weights that returns its hidden activations for inputs of 1."""
     mlp = MLP(config)
     with torch.no_grad():
         for p in mlp.parameters():
@@ -31,8 +31,8 @@ def hidden(mlp: MLP, dim: int) -> Tensor:
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_a_share_is_dropped_after_the_activation(gated: bool) -> None:
-    """64,000 equal numbers: a quarter is 0 in training, the rest 4/3 as large; nothing happens in evaluation."""
+def test_mlp_dropout_follows_the_activation(gated: bool) -> None:
+    """64,000 equal values: in training a quarter is 0 and the rest 4/3 as large; in evaluation nothing changes."""
     config = bert(1, 64, 2, 20)
     mlp = opened(replace(config, mlp=replace(config.mlp, dim=64, activation="relu", gated=gated, dropout=0.25)))
     h = hidden(mlp, 64)
@@ -42,7 +42,7 @@ def test_a_share_is_dropped_after_the_activation(gated: bool) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda **c: t5(1, 32, 2, 64, 20, **c), lambda **c: xlnet(1, 32, 2, 20, **c)])
-def test_t5_and_xlnet_drop_there_as_elsewhere(make: object) -> None:
+def test_t5_and_xlnet_have_mlp_dropout(make: object) -> None:
     config: ModelConfig = make()  # type: ignore[operator]
     assert MLP(config).drop.p == config.dropout == 0.1
     still = make(dropout=0.0, attention_dropout=0.0)  # type: ignore[operator]
@@ -55,16 +55,16 @@ def test_t5_and_xlnet_drop_there_as_elsewhere(make: object) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in PRESETS if n.endswith("-tiny") and not n.startswith(("t5", "xlnet"))])
-def test_the_other_families_drop_nothing_there(name: str) -> None:
+def test_other_families_have_no_mlp_dropout(name: str) -> None:
     assert PRESETS[name].mlp_dropout == 0
 
 
-def test_t5_was_pretrained_without_from_version_1_1_on() -> None:
+def test_t5_1_1_was_pretrained_without_dropout() -> None:
     assert t5_v1_1(1, 32, 2, 64).mlp_dropout == 0
     assert t5_v1_1(1, 32, 2, 64, dropout=0.1).mlp_dropout == 0.1
 
 
-def test_bart_has_a_rate_of_its_own() -> None:
+def test_bart_has_activation_dropout() -> None:
     hf = to_hf_config(bart(1, 32, 2, 20), None)
     assert hf["activation_dropout"] == 0
     read = from_hf_config(hf | {"activation_dropout": 0.3})
@@ -73,14 +73,14 @@ def test_bart_has_a_rate_of_its_own() -> None:
     assert from_hf_config({k: v for k, v in hf.items() if k != "activation_dropout"}) == from_hf_config(hf)
 
 
-def test_a_checkpoint_of_ours_without_it_is_read_as_before() -> None:
+def test_a_config_without_the_field_is_read() -> None:
     hf = to_hf_config(gpt2(1, 32, 2, 20, norm_first=False), None)
     assert hf["model_type"] == "firth"
     del hf["firth"]["mlp"]["dropout"]
     assert from_hf_config(hf).mlp_dropout == 0
 
 
-def test_a_rate_that_is_none_is_refused() -> None:
+def test_an_invalid_rate_raises() -> None:
     config = bert(1, 32, 2, 20)
     assert replace(config, mlp=replace(config.mlp, dropout=1.0)).problems() == [
         "model.mlp.dropout is 1.0, and must be in [0, 1)"

@@ -1,4 +1,4 @@
-"""A student's loss by hand, and what it inherits."""
+"""Distillation: the loss by hand, and the student's initialization."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_the_loss_by_hand() -> None:
     assert_close(found["tokens"], 0.4 * (1 - (x * y).sum(-1) / x.norm(dim=-1) / y.norm(dim=-1)).sum())
 
 
-def test_a_twin_has_nothing_to_learn() -> None:
+def test_a_copy_of_the_teacher_has_no_soft_loss() -> None:
     teacher = make_model(TEACHER).eval()
     found = distillation_losses(teacher, teacher, batch(), Distillation(hard=0.0))  # type: ignore[arg-type]
     assert found["targets"].item() == pytest.approx(0, abs=1e-5)
     assert found["tokens"].item() == pytest.approx(0, abs=1e-5)
 
 
-def test_layers_are_inherited_evenly() -> None:
+def test_student_layers_are_every_nth_teacher_layer() -> None:
     student, teacher = pair()
     assert init_from_teacher(student, teacher) == len(student.state_dict())
     theirs = teacher.state_dict()
@@ -72,14 +72,14 @@ def test_layers_are_inherited_evenly() -> None:
     assert_close(student.state_dict()["embed.tokens.weight"], theirs["embed.tokens.weight"])
 
 
-def test_only_the_student_learns() -> None:
+def test_only_the_student_has_gradients() -> None:
     student, teacher = pair()
     sum(distillation_losses(student, teacher, batch(), Distillation()).values()).backward()  # type: ignore[union-attr, arg-type]
     assert all(p.grad is None for p in teacher.parameters())
     assert all(p.grad is not None for n, p in student.named_parameters() if "segments" not in n)
 
 
-def test_teachers_that_do_not_fit() -> None:
+def test_incompatible_teachers_raise() -> None:
     student, teacher = pair()
     with pytest.raises(UserError, match="needs an encoder as student"):
         check_distillation_pair(make_model(gpt2(1, 16, 2, 30)), teacher, Distillation())

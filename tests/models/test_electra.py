@@ -1,4 +1,4 @@
-"""The generator puts tokens in, the body finds them, and neither learns what is not its own."""
+"""ELECTRA: sampled replacements, the discriminator's labels, and which parameters each loss trains."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def lively(seed: int = 1) -> Encoder:
 
 
 def favour(*tokens: list[int]) -> Tensor:
-    """Logits that leave no choice."""
+    """Logits that make one token certain."""
     return 1000.0 * F.one_hot(torch.tensor(tokens), V).float()
 
 
-def test_what_is_put_in_and_what_counts_as_replaced() -> None:
-    """The first row guesses 10 right and says 20 for 12; the second misses both. A slot that is not used says 9."""
+def test_replacements_and_labels() -> None:
+    """The first row samples 10 correctly and 20 for 12; the second misses both. An unused slot samples 9."""
     read, wrong = replace_tokens(favour([10, 20, 9], [21, 22, 9]), BATCH)
     assert read.tolist() == [[2, 10, 11, 20, 3], [2, 21, 22, 3, PAD]]
     assert wrong.int().tolist() == [[0, 0, 0, 1, 0], [0, 1, 1, 0, 0]]
@@ -70,8 +70,8 @@ def test_what_is_put_in_and_what_counts_as_replaced() -> None:
     assert not wrong.any()
 
 
-def test_no_loss_of_three_dimensions_is_taken() -> None:
-    """A GPU has no fixed order for it, and so a run that is to be deterministic would be refused."""
+def test_no_3d_cross_entropy() -> None:
+    """It has no deterministic CUDA kernel, so deterministic mode would raise."""
     taken: list[str] = []
 
     class Watch(TorchDispatchMode):
@@ -85,16 +85,16 @@ def test_no_loss_of_three_dimensions_is_taken() -> None:
     assert not [name for name in taken if "nll_loss2d" in name]
 
 
-def test_an_unused_slot_does_not_write_over_a_used_one() -> None:
-    """Place 0 is asked for in the second slot; the others stand there too, and are not used."""
+def test_unused_slots_do_not_overwrite_used_ones() -> None:
+    """Position 0 is the target of the second slot; the unused slots point to it, too."""
     used = torch.tensor([[False, True, False]])
     assert scatter_tokens(
         torch.tensor([[5, 6]]), torch.zeros(1, 3, dtype=torch.long), torch.tensor([[7, 8, 9]]), used
     ).tolist() == [[8, 6]]
 
 
-def test_the_draw_follows_the_softmax() -> None:
-    """Probabilities 0.5, 0.3, 0.2 over 20,000 draws, within five standard deviations."""
+def test_samples_follow_the_softmax() -> None:
+    """Probabilities 0.5, 0.3, 0.2 over 20,000 samples, within five standard deviations."""
     torch.manual_seed(0)
     drawn = sample_generator_tokens(torch.tensor([0.5, 0.3, 0.2]).log().expand(1, 20_000, 3))
     share = torch.bincount(drawn.flatten(), minlength=3) / 20_000
@@ -123,20 +123,20 @@ def test_the_two_losses_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_close(parts["tokens"], -3.0 * (chance[0].log().sum() + chance[1, :4].log().sum()))
 
 
-def test_padding_is_not_judged() -> None:
+def test_padding_has_no_discriminator_loss() -> None:
     score, wrong = torch.randn(1, 3), torch.tensor([[True, False, False]])
     whole, padded = discriminator_loss(score, wrong, None), discriminator_loss(score, wrong, torch.tensor([[0, 0, -1]]))
     assert_close(whole - padded, F.softplus(score[0, 2]))
 
 
 def gradients(model: Encoder, part: str) -> set[str]:
-    """The names of the parameters that a part of the loss moves."""
+    """The names of the parameters that a loss has gradients for."""
     model.zero_grad()
     model.losses(BATCH)[part].backward()
     return {n for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
 
 
-def test_each_learns_its_own_and_both_learn_the_token_vectors() -> None:
+def test_losses_share_only_the_token_embeddings() -> None:
     model = lively()
     every = {n for n, _ in model.named_parameters()}
     vectors = {n for n in every if n.startswith("embed.") and not n.startswith("embed.widen")}
@@ -157,7 +157,7 @@ def test_the_generator_is_narrower_and_as_deep() -> None:
     assert replace(odd, head=LMHead(transform=True)).problems() == []
 
 
-def test_words_are_the_generators_and_states_the_bodys() -> None:
+def test_logits_come_from_the_generator_and_states_from_the_backbone() -> None:
     model = lively().eval()
     assert model.generator is not None
     out = model(BATCH.input_ids, output_hidden_states=True)
@@ -180,6 +180,6 @@ def test_words_are_the_generators_and_states_the_bodys() -> None:
         ),
     ],
 )
-def test_generators_that_cannot_be(extra: GeneratorConfig, changes: dict[str, object], message: str) -> None:
+def test_invalid_generators_raise(extra: GeneratorConfig, changes: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_model(replace(CONFIG, extras=(extra,), **changes))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What is added to token vectors, by hand."""
+"""Input embeddings, by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = torch.tensor([[3, 4, 5]])
 
 
 def plain(**changes: object) -> InputEmbedding:
-    """Without norm and dropout, with every number random."""
+    """Without norm and dropout, with random weights."""
     torch.manual_seed(0)
     fields = {"embed_norm": False, "num_segments": 0} | changes
     model = InputEmbedding(bert(1, 4, 2, V, **fields))
@@ -28,21 +28,21 @@ def plain(**changes: object) -> InputEmbedding:
     return model.eval()
 
 
-def test_sines_and_cosines() -> None:
-    """Vaswani et al. 2017, section 3.5: pairs of sine and cosine of place / 10000^(2i / width)."""
+def test_sinusoidal_positions() -> None:
+    """Vaswani et al. 2017, section 3.5: pairs of sine and cosine of position / 10000^(2i / width)."""
     wanted = [[f(p / 10000 ** (i / 4)) for i in (0, 2) for f in (math.sin, math.cos)] for p in range(3)]
     assert_close(sinusoids(3, 4), torch.tensor(wanted))
     assert sinusoids(3, 5).shape == (3, 5)
 
 
-def test_sinusoids_are_added_and_not_learned() -> None:
+def test_sinusoidal_positions_are_added_and_not_trained() -> None:
     model = plain(position=SinusoidalPosition(8))
     assert_close(model(TOKENS), model.tokens(TOKENS) + sinusoids(8, 4)[:3])
     assert_close(model(TOKENS, torch.tensor([[5, 0, 1]])), model.tokens(TOKENS) + sinusoids(8, 4)[[5, 0, 1]])
     assert [name for name, _ in model.named_parameters()] == ["tokens.weight"]
 
 
-def test_places_are_counted_from_the_offset() -> None:
+def test_learned_positions_start_at_the_offset() -> None:
     model = plain(position=LearnedPosition(6, offset=2))
     assert model.position_embeddings is not None
     assert_close(model(TOKENS), model.tokens(TOKENS) + model.position_embeddings.weight[2:5])
@@ -51,14 +51,14 @@ def test_places_are_counted_from_the_offset() -> None:
     )
 
 
-def test_as_many_places_as_are_left_after_the_offset() -> None:
+def test_max_length_excludes_the_offset() -> None:
     model = make_model(bert(1, 4, 2, V, position=LearnedPosition(6, offset=2)))
     model(torch.zeros(1, 4, dtype=torch.long))
     with pytest.raises(UserError, match="5 tokens is longer than the 4 positions"):
         model(torch.zeros(1, 5, dtype=torch.long))
 
 
-def test_a_language_has_a_vector_and_no_language_none() -> None:
+def test_language_embeddings() -> None:
     model = plain(position=SinusoidalPosition(8), num_languages=3)
     assert model.languages is not None
     bare = model(TOKENS)
@@ -68,12 +68,12 @@ def test_a_language_has_a_vector_and_no_language_none() -> None:
         make_model(xlm(1, 4, 2, V, num_languages=2, num_segments=2))
 
 
-def test_scaled_token_vectors() -> None:
+def test_scaled_token_embeddings() -> None:
     model = plain(position=SinusoidalPosition(8), scale_embedding=True)
     assert_close(model(TOKENS), 2 * model.tokens(TOKENS) + sinusoids(8, 4)[:3])
 
 
-def test_a_decoder_has_places_of_its_own_and_the_same_tokens() -> None:
+def test_decoder_shares_tokens_but_not_positions() -> None:
     model = make_model(bart(1, 4, 2, V)).eval()
     assert isinstance(model, EncoderDecoder)
 

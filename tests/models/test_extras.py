@@ -1,4 +1,4 @@
-"""What objectives need beside the body and its head: pairs, boundaries, two directions, narrow and shared parts."""
+"""Heads that objectives add: sentence pairs, span boundaries, two directions; narrow and shared parameters."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def lively(config: ModelConfig) -> Encoder:
 # --- pairs --------------------------------------------------------------------------------------------------------
 
 
-def test_a_pair_is_judged_from_its_first_state() -> None:
+def test_pair_head_reads_the_first_position() -> None:
     model = lively(bert(2, 16, 2, V, extras=(SentencePairHead(),)))
     batch = BATCH._replace(pair_labels=torch.tensor([0, 1]))
     parts = model.losses(batch)
@@ -58,11 +58,11 @@ def test_a_pair_is_judged_from_its_first_state() -> None:
     assert batch.loss_counts == {"targets": 3, "tokens": 12, "pairs": 2}
 
 
-def test_without_pairs_there_is_one_part() -> None:
+def test_no_pair_loss_without_pairs() -> None:
     assert list(lively(bert(1, 16, 2, V, extras=(SentencePairHead(),))).losses(BATCH)) == ["targets"]
 
 
-def test_a_batch_that_the_model_has_no_part_for_is_our_mistake() -> None:
+def test_a_batch_for_a_missing_head_fails_an_assertion() -> None:
     model = lively(bert(1, 16, 2, V))
     with pytest.raises(AssertionError):
         model.losses(BATCH._replace(pair_labels=torch.tensor([0, 1])))
@@ -74,7 +74,7 @@ def test_a_batch_that_the_model_has_no_part_for_is_our_mistake() -> None:
 
 
 def test_boundary_by_hand() -> None:
-    """Three parts side by side, two layers of dense, GELU and norm, then the projection that MLM has, bias and all."""
+    """The three inputs concatenated, two layers of dense, GELU and norm, then the MLM projection with its bias."""
     model = lively(bert(2, 16, 2, V, extras=(SpanBoundaryHead(max_span_length=2),)))
     head, batch = model.extras["boundary"], BATCH._replace(span_boundaries=BOUNDARY)
     x = model.backbone(batch)
@@ -92,7 +92,7 @@ def test_boundary_by_hand() -> None:
     assert_close(model.losses(batch)["targets"], model.loss(batch) + spans)
 
 
-def test_boundary_reads_the_two_states_around_a_span_and_no_others() -> None:
+def test_boundary_head_reads_only_the_two_boundary_states() -> None:
     model = lively(bert(2, 16, 2, V, extras=(SpanBoundaryHead(),)))
     x = torch.randn(2, T, 16, requires_grad=True)
     y = model.extras["boundary"](x, BOUNDARY)
@@ -102,7 +102,7 @@ def test_boundary_reads_the_two_states_around_a_span_and_no_others() -> None:
         assert gradient[1 - row].abs().max() == 0
 
 
-def test_places_beyond_the_longest_share_the_last_vector() -> None:
+def test_offsets_beyond_the_longest_share_the_last_embedding() -> None:
     model = lively(bert(1, 16, 2, V, extras=(SpanBoundaryHead(max_span_length=3),)))
     x = torch.randn(1, T, 16)
     y = model.extras["boundary"](x, torch.tensor([[[0, 5, which] for which in (1, 2, 3, 100)]]))[0]
@@ -115,7 +115,7 @@ def test_places_beyond_the_longest_share_the_last_vector() -> None:
 
 
 def both_ways(tokens: Tensor) -> Batch:
-    """Each is asked for the next token, and for the one before."""
+    """A batch whose targets are the next and the previous token."""
     rows, length = tokens.shape
     place = torch.arange(length)
     none = torch.full((rows, 1), -100)
@@ -124,7 +124,7 @@ def both_ways(tokens: Tensor) -> Batch:
 
 
 @pytest.mark.parametrize("make", [bert, gpt2], ids=["encoder", "decoder"])
-def test_neither_direction_sees_what_it_is_asked(make: Any) -> None:
+def test_no_direction_sees_its_target(make: Any) -> None:
     model = lively(make(3, 16, 2, V))
     batch = both_ways(TOKENS[:1])
     before = model.logits(batch)
@@ -139,7 +139,7 @@ def test_neither_direction_sees_what_it_is_asked(make: Any) -> None:
 
 
 def test_forward_is_causal_and_backward_its_mirror() -> None:
-    """The first direction is a causal model; the second the same on a reversed row with the places as they were."""
+    """The first direction is a causal model; the second equals it on a reversed row with the original positions."""
     model = lively(bert(2, 16, 2, V))
     both = model.logits(both_ways(TOKENS))
     place = torch.arange(T).expand(2, T)
@@ -148,7 +148,7 @@ def test_forward_is_causal_and_backward_its_mirror() -> None:
     assert_close(both[:, 1], mirrored)
 
 
-def test_the_loss_of_both_directions_and_documents() -> None:
+def test_bidirectional_loss_of_packed_documents() -> None:
     model = lively(bert(2, 16, 2, V))
     doc = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, -1]])
     batch = both_ways(TOKENS)._replace(document_ids=doc)
@@ -190,7 +190,7 @@ def test_layers_share_in_groups() -> None:
     assert all(x is y for x, y in zip(stack.layers, [a, a, b, b, c], strict=True))
 
 
-def test_narrow_vectors_by_hand() -> None:
+def test_factorized_embeddings_by_hand() -> None:
     model = lively(albert(2, 16, 2, 8, V))
     assert model.embed.tokens.weight.shape == (V, 8)
     e = model.embed
@@ -203,8 +203,8 @@ def test_narrow_vectors_by_hand() -> None:
     assert_close(model.logits(Batch(TOKENS)), h @ e.tokens.weight.T + head.bias)
 
 
-def test_one_segment_is_for_all() -> None:
-    """RoBERTa learns one, whatever a pair of texts says."""
+def test_a_single_segment_embedding_ignores_token_types() -> None:
+    """RoBERTa trains one, whatever a pair of texts says."""
     model = lively(roberta(1, 16, 2, V))
     second = torch.ones_like(TOKENS)
     assert torch.equal(model.logits(Batch(TOKENS, token_type_ids=second)), model.logits(Batch(TOKENS)))
@@ -241,19 +241,19 @@ def test_with_extras_adds_what_is_missing() -> None:
         (bert(1, 16, 2, V, num_shared=0), "model.num_shared is 0"),
     ],
 )
-def test_mixtures_that_make_no_sense(config: ModelConfig, message: str) -> None:
+def test_invalid_combinations_raise(config: ModelConfig, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_model(config)
 
 
-def test_classes_take_the_extras_away() -> None:
+def test_a_classification_head_drops_the_extras() -> None:
     for extra in (SentencePairHead(), QueryStream(), GeneratorConfig()):
         config = with_classification_head(bert(1, 16, 2, V, extras=(extra,)), ("a", "b"))
         assert config.extras == ()
         assert make_model(config)(TOKENS).logits.shape == (2, 2)
 
 
-def test_extras_start_like_the_rest() -> None:
+def test_extras_are_initialized_like_the_backbone() -> None:
     torch.manual_seed(0)
     for extras in ((SentencePairHead(), SpanBoundaryHead()), (GeneratorConfig(),), (QueryStream(),)):
         model = make_model(bert(2, 128, 2, 100, extras=extras))

@@ -1,4 +1,4 @@
-"""The loss of the vocabulary projection, and answers only where something is asked."""
+"""The LM head's loss, computed in chunks and at target positions only."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from firth.objectives.batch import Batch
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("piece", [1, 26, 40, 10_000], ids=lambda n: f"{n}-logits")
-def test_in_pieces_equals_at_once(piece: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """7 rows of 13 logits, in pieces of 1, 2, 3 and all 7 rows; two rows ask nothing."""
+def test_chunked_loss_equals_the_full_one(piece: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """7 rows of 13 logits, in chunks of 1, 2, 3 and 7 rows; two labels are ignored."""
     monkeypatch.setattr(ChunkedCrossEntropy, "CHUNK_LOGITS", piece)
     labels = torch.tensor([3, -100, 0, 12, 12, -100, 5])
     x, weight, bias = torch.randn(7, 4), torch.randn(13, 4), torch.randn(13) if with_bias else None
@@ -46,7 +46,7 @@ def test_large_logits_do_not_overflow() -> None:
     assert ChunkedCrossEntropy.apply(x, weight, None, torch.tensor([1])).item() == 1000
 
 
-def test_without_gradients_and_in_bfloat16_the_value_is_the_same() -> None:
+def test_value_without_gradients_and_in_bfloat16() -> None:
     x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
     labels = torch.tensor([1, 2, 3, -100, 5, 19])
     wanted = lm_head_cross_entropy(x, weight, None, labels)
@@ -60,7 +60,7 @@ def test_without_gradients_and_in_bfloat16_the_value_is_the_same() -> None:
 
 
 @pytest.mark.parametrize("fused", [None, False, True])
-def test_what_learns_nothing_never_holds_all_scores(fused: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_heads_never_materialize_all_logits(fused: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, labels = torch.randn(50, 8), torch.randn(20, 8), torch.randint(20, (50,))
     labels[3] = -100
     wanted = lm_head_cross_entropy(x, weight, None, labels)
@@ -73,7 +73,7 @@ def test_what_learns_nothing_never_holds_all_scores(fused: bool | None, monkeypa
 
 
 @pytest.mark.parametrize("config", [bert(1, 16, 2, 30), gpt2(1, 16, 2, 30)], ids=["bert", "gpt2"])
-def test_asked_places_only(config) -> None:  # type: ignore[no-untyped-def]
+def test_logits_at_target_positions_only(config) -> None:  # type: ignore[no-untyped-def]
     model = make_model(config).eval()
     tokens = torch.randint(0, 30, (2, 6))
     asked = torch.tensor([[4, 0, 0], [1, 2, 5]])
@@ -122,7 +122,7 @@ LABELS = torch.tensor([3, -100, 0, 12, 12, -100, 5])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 7], ids=lambda n: f"{n}-rows")
-def test_pieces_of_any_size_equal_cross_entropy(
+def test_chunks_of_any_size_equal_cross_entropy(
     rows: int, with_bias: bool, padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """7 rows of 13 tokens; padding to 128 tokens changes nothing."""
@@ -144,8 +144,8 @@ def test_pieces_of_any_size_equal_cross_entropy(
     assert gradients[0][[1, 5]].abs().max() == 0
 
 
-def test_pieces_in_bfloat16_add_up_in_float32() -> None:
-    """The gradient of the weights is float32, and nearer to the truth than a product that is rounded at the end."""
+def test_chunks_in_bfloat16_accumulate_in_float32() -> None:
+    """The weight gradient is float32, and closer to the exact one than a matmul that rounds at the end."""
     torch.manual_seed(0)
     x, weight, labels = torch.randn(512, 16), torch.randn(40, 16), torch.randint(0, 40, (512,))
     truth, (dx, dw) = loss_and_gradients(
@@ -163,8 +163,8 @@ def test_pieces_in_bfloat16_add_up_in_float32() -> None:
     assert torch.cosine_similarity(found_dx.flatten(), dx.flatten(), 0) > 0.999
 
 
-def test_pieces_are_traced_as_one_operation() -> None:
-    """The compiled step has it as one operation, whose gradients are those that it has made itself."""
+def test_chunked_loss_is_traced_as_one_operator() -> None:
+    """The compiled step contains one operator, which computes its own gradients."""
     x, weight, bias = torch.randn(7, 4), torch.randn(13, 4), torch.randn(13)
     torch.library.opcheck(
         cross_entropy.linear_cross_entropy_op,
@@ -173,7 +173,7 @@ def test_pieces_are_traced_as_one_operation() -> None:
     )
 
 
-def test_pieces_are_equally_large_and_round() -> None:
+def test_chunk_sizes() -> None:
     assert cross_entropy.loss_chunk_rows(5120, 30592) == 5120, "one piece"
     assert cross_entropy.loss_chunk_rows(0, 30592) == 1, "nothing is asked"
     assert cross_entropy.loss_chunk_rows(32768, 50304) == 8192
@@ -204,7 +204,7 @@ def test_padding_of_the_vocabulary_changes_nothing(with_bias: bool) -> None:
 @pytest.mark.parametrize(
     "config", [bert(1, 16, 2, 30), gpt2(1, 16, 2, 30), t5(1, 16, 2, 32, 30)], ids=lambda c: c.family
 )
-def test_a_model_learns_the_same_with_every_switch(config) -> None:  # type: ignore[no-untyped-def]
+def test_gradients_are_equal_with_every_engine_flag(config) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
     model = make_model(config).eval()
     tokens = torch.randint(0, 30, (2, 6))

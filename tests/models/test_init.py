@@ -103,12 +103,12 @@ def spread(x: Tensor) -> float:
 
 
 def noise(x: Tensor) -> float:
-    """How far, at most, two spreads of so many random numbers are apart by chance, as a share: 5 deviations."""
+    """Largest relative difference of two sample deviations by chance: 5 standard deviations."""
     return float(5 * x.numel() ** -0.5)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_tensor_starts_like_theirs(name: str) -> None:
+def test_every_tensor_is_initialized_like_transformers(name: str) -> None:
     config = CONFIGS[name]
     mine, other = fresh(config), theirs(config)
     compared = 0
@@ -127,12 +127,12 @@ def test_every_tensor_starts_like_theirs(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "key"), PUBLISHED)
-def test_exceptions_are_needed(name: str, key: str) -> None:
+def test_listed_exceptions_are_needed(name: str, key: str) -> None:
     assert PUBLISHED[name, key] != pytest.approx(spread(theirs(CONFIGS[name])[key]), rel=0.2)
 
 
-def test_xlm_starts_as_published() -> None:
-    """All vectors that are looked up are from N(0, 1/dim), whatever the width; matrices keep their own spread."""
+def test_xlm_initialization() -> None:
+    """All embeddings are N(0, 1/dim), whatever the width; matrices keep their own deviation."""
     for dim in (64, 256):
         state = fresh(xlm(1, dim, 2, V, num_languages=100))
         for kind in ("embeddings", "position_embeddings", "lang_embeddings"):
@@ -140,8 +140,8 @@ def test_xlm_starts_as_published() -> None:
         assert spread(state["transformer.ffns.0.lin1.weight"]) == pytest.approx(0.02, rel=0.05)
 
 
-def test_modernbert_starts_as_published() -> None:
-    """No number is further from 0 than two deviations; what writes to the residual stream shrinks with the depth."""
+def test_modernbert_initialization() -> None:
+    """Values are truncated at two deviations; layers that write to the residual stream shrink with depth."""
     small = 0
     for key, x in fresh(modernbert(8, 128, 2, 192, V)).items():
         if x.ndim > 1:
@@ -153,8 +153,8 @@ def test_modernbert_starts_as_published() -> None:
     assert small == 16
 
 
-def test_unscaled_scores_with_shared_keys() -> None:
-    """Only the queries are made small, also where there are fewer heads of keys."""
+def test_t5_queries_with_grouped_keys() -> None:
+    """Only the queries are scaled down, also with fewer key heads."""
     torch.manual_seed(0)
     model = make_model(llama(1, 128, 4, 352, V, num_kv_heads=1, init=FanInInit()))
     q, k, v = model.state_dict()["stack.blocks.0.attention.qkv.weight"].split((128, 32, 32))
@@ -163,7 +163,7 @@ def test_unscaled_scores_with_shared_keys() -> None:
     assert spread(v) == pytest.approx(128**-0.5, rel=0.1)
 
 
-def test_a_difference_to_the_generator_starts_at_0() -> None:
+def test_the_embedding_delta_starts_at_0() -> None:
     config = replace(CONFIGS["modernbert"], extras=(GeneratorConfig(disentangle_embeddings=True),))
     state = make_model(config).state_dict()
     assert not state["extras.generator.delta.weight"].any()
@@ -177,7 +177,7 @@ def test_a_difference_to_the_generator_starts_at_0() -> None:
         ("modernbert", NormalInit(0.01, scale_residual=True, cutoff_factor=3.0)),
     ],
 )
-def test_a_family_keeps_its_spreads(name: str, init: NormalInit) -> None:
+def test_a_family_keeps_its_initialization(name: str, init: NormalInit) -> None:
     config = replace(CONFIGS[name], init=init)
     assert hf_model_type(config) == name
     settings = to_hf_config(config, None)
@@ -185,12 +185,12 @@ def test_a_family_keeps_its_spreads(name: str, init: NormalInit) -> None:
     transformers.AutoConfig.for_model(**settings)  # takes these values
 
 
-def test_a_modernbert_without_a_cut_is_our_own() -> None:
+def test_a_modernbert_without_truncation_has_model_type_firth() -> None:
     assert hf_model_type(replace(CONFIGS["modernbert"], init=NormalInit(scale_residual=True))) == "firth"
 
 
 @pytest.mark.parametrize("init", [NormalInit(0.0), NormalInit(embed_std=-1.0), NormalInit(cutoff_factor=0.0)])
-def test_impossible_spreads_are_named(init: NormalInit) -> None:
+def test_invalid_initializations_raise(init: NormalInit) -> None:
     fields = "std|embed_std|cutoff_factor"
     with pytest.raises(UserError, match=rf"model\.init\.({fields}) is -?[01]\.0, and must be more than 0"):
         make_model(bert(1, 16, 2, V, init=init))

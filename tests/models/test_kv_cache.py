@@ -1,4 +1,4 @@
-"""What a decoder remembers: the places of rows of different length, and rows that are taken."""
+"""The KV cache: positions of rows of different lengths, and selected rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DECODERS = {
 @pytest.mark.parametrize("lengths", [[5, 3, 7], [4, 4, 4]], ids=["uneven", "even"])
 @pytest.mark.parametrize("name", DECODERS)
 @torch.no_grad()
-def test_states_are_those_of_the_whole_row(name: str, lengths: list[int], fixed: bool) -> None:
+def test_cached_states_equal_uncached_ones(name: str, lengths: list[int], fixed: bool) -> None:
     torch.manual_seed(0)
     model = make_model(DECODERS[name]).eval()
     for p in model.parameters():
@@ -43,7 +43,7 @@ def test_states_are_those_of_the_whole_row(name: str, lengths: list[int], fixed:
 
 
 @torch.no_grad()
-def test_states_are_in_the_precision_of_the_whole_row() -> None:
+def test_cached_states_have_the_uncached_dtype() -> None:
     model = make_model(gpt2(2, 16, 2, V)).eval()
     model.stack.residual, ids = torch.bfloat16, torch.randint(0, V, (2, 6))
     with torch.autocast("cpu", torch.bfloat16):
@@ -52,8 +52,8 @@ def test_states_are_in_the_precision_of_the_whole_row() -> None:
 
 
 @torch.no_grad()
-def test_tensors_stay_where_they_are() -> None:
-    """So that a recorded step reads them: also when rows change places."""
+def test_buffers_keep_their_addresses() -> None:
+    """A captured CUDA graph reads them: also after rows are reordered."""
     torch.manual_seed(0)
     model = make_model(DECODERS["rotary"]).eval()
     cache = KVCache(model.stack, 8, is_static=True)
@@ -71,7 +71,7 @@ def test_tensors_stay_where_they_are() -> None:
     assert cache.layers[0].k.shape == (2, 2, 8, 4)
 
 
-def test_rows_that_are_taken() -> None:
+def test_select_rows() -> None:
     x = torch.arange(3)
     assert select_rows(x, torch.tensor([2, 0])).tolist() == [2, 0]
     assert select_rows(x, torch.tensor([0, 0, 1, 2])).tolist() == [0, 0, 1, 2]
@@ -81,6 +81,6 @@ def test_rows_that_are_taken() -> None:
     assert select_rows(y, torch.tensor([1, 0]), width=1).tolist() == [[[2, 1]], [[0, 3]]]
 
 
-def test_who_can_remember() -> None:
+def test_which_models_support_a_kv_cache() -> None:
     assert all(map(can_cache, DECODERS.values()))
     assert not can_cache(gpt2(2, 16, 2, V, position=TransformerXL()))

@@ -1,4 +1,4 @@
-"""The last layer at asked places alone, against the same of all places."""
+"""The last layer at target positions only, against all positions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def narrowed(model: Model, narrows: bool) -> None:
 
 
 def found(model: Encoder, batch: Batch) -> tuple[Tensor, list[Tensor], int]:
-    """The loss, all gradients, and for how many places the last MLP has computed."""
+    """The loss, all gradients, and the number of positions that the last MLP computed."""
     places: list[int] = []
     block = model.stack.layers[-1]
     last = block.mlps[-1] if isinstance(block, BottleneckBlock) else block.mlp
@@ -69,7 +69,7 @@ def found(model: Encoder, batch: Batch) -> tuple[Tensor, list[Tensor], int]:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", NARROW)
-def test_it_is_the_same(name: str, packed: bool) -> None:
+def test_loss_and_gradients_are_equal(name: str, packed: bool) -> None:
     model, batch = model_of(name, dropout=0.0, attention_dropout=0.0).train(), masked(packed)
     narrowed(model, False)
     loss, grads, places = found(model, batch)
@@ -85,7 +85,7 @@ def test_it_is_the_same(name: str, packed: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert"])
-def test_one_layer_and_a_compiler(name: str) -> None:
+def test_one_layer_and_compiled(name: str) -> None:
     torch._dynamo.reset()
     model, batch = model_of(name, num_layers=1, dropout=0.0, attention_dropout=0.0).train(), masked(True)
     wanted = found(model, batch)
@@ -98,7 +98,7 @@ def test_one_layer_and_a_compiler(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WIDE)
-def test_who_computes_it_everywhere(name: str) -> None:
+def test_models_that_compute_all_positions(name: str) -> None:
     model = model_of(name)
     narrowed(model, True)
     assert (
@@ -106,7 +106,7 @@ def test_who_computes_it_everywhere(name: str) -> None:
     )
 
 
-def test_where_it_would_not_pay_or_is_not_wanted() -> None:
+def test_many_targets_or_disabled() -> None:
     stack = model_of("bert").stack
     few, most = torch.zeros(1, T // 2, dtype=torch.long), torch.zeros(1, T // 2 + 1, dtype=torch.long)
     assert not stack.can_compute_targets_only(few, T)
@@ -117,7 +117,7 @@ def test_where_it_would_not_pay_or_is_not_wanted() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_in_8_bits_no_product_is_left_out(dtype: torch.dtype) -> None:
+def test_with_fp8_targets_are_padded_to_16(dtype: torch.dtype) -> None:
     """3 rows of 4 targets are not a multiple of 16: FP8 computes 16 per row, of 32 positions."""
     model = model_of("bert", dropout=0.0, attention_dropout=0.0).train()
     targets = torch.tensor([[1, 5, 9, 30], [0, 2, 17, 0], [3, 4, 6, 7]], dtype=dtype)
@@ -132,14 +132,14 @@ def test_in_8_bits_no_product_is_left_out(dtype: torch.dtype) -> None:
         assert (a - b).norm() < 0.15 * b.norm() + 1e-3
 
 
-def test_a_model_without_layers_is_asked_as_before() -> None:
+def test_a_model_without_layers() -> None:
     model, tokens = make_model(bag_of_words(50, 8)), torch.randint(5, 50, (2, 8))
     narrowed(model, True)
     assert model.logits(Batch(tokens, target_positions=torch.tensor([[1], [2]]))).shape == (2, 1, 50)
 
 
-def test_other_readers_still_see_all_places() -> None:
-    """Whether two texts follow each other is told from the first place."""
+def test_other_heads_still_read_all_positions() -> None:
+    """The sentence-pair head reads the first position."""
     config = replace(PRESETS["bert-tiny"], vocab_size=50)
     model = make_model(with_extras(config, ("pair",))).eval()
     batch = masked(False)._replace(pair_labels=torch.tensor([0, 1, 1]))

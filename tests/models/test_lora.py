@@ -1,4 +1,4 @@
-"""LoRA: what it adds by hand, merged or beside, and as `peft` reads it."""
+"""LoRA: the update by hand, merged or separate, and as `peft` reads it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ CONFIGS: dict[str, ModelConfig] = {
 
 
 def shrunk(name: str) -> ModelConfig:
-    """A family's smallest preset, smaller still."""
+    """A family's smallest preset, with smaller sizes."""
     config = PRESETS[f"{name}-tiny"]
     return replace(config, vocab_size=VOCABULARY, num_layers=2, **SURE)
 
 
 def learned(config: ModelConfig, spec: LoRAConfig, seed: int = 0) -> Model:
-    """A model whose LoRA has learned something."""
+    """A model with nonzero LoRA weights."""
     torch.manual_seed(seed)
     model = make_model(config).eval()
     add_lora(model, model.config, spec)
@@ -56,7 +56,7 @@ def answer(model: Any, config: ModelConfig) -> torch.Tensor:
 
 
 def test_a_layer_by_hand() -> None:
-    """Two parts of two rows and one row, rank 1, counted 3 times."""
+    """Two slices of two rows and one row, rank 1, scaled by 3."""
     linear = nn.Linear(2, 3, bias=False)
     layer = LoRALinear(linear, (2, 1), LoRAConfig(rank=1, alpha=3.0))
     with torch.no_grad():
@@ -71,7 +71,7 @@ def test_a_layer_by_hand() -> None:
     assert (layer.merged_weight() @ x).tolist() == layer(x).tolist()
 
 
-def test_at_first_nothing_is_changed() -> None:
+def test_initial_outputs_are_unchanged() -> None:
     for config in CONFIGS.values():
         torch.manual_seed(0)
         plain = make_model(config).eval()
@@ -89,7 +89,7 @@ def test_dropout_is_for_training_only() -> None:
 
 
 @pytest.mark.parametrize(("targets", "matrices"), [("attention", 2), ("all", 4)])
-def test_which_matrices(targets: Any, matrices: int) -> None:
+def test_target_matrices(targets: Any, matrices: int) -> None:
     model = learned(CONFIGS["gpt2"], LoRAConfig(targets=targets))
     found = [name for name, m in model.named_modules() if isinstance(m, LoRALinear)]
     assert len(found) == 2 * matrices
@@ -99,7 +99,7 @@ def test_which_matrices(targets: Any, matrices: int) -> None:
 @pytest.mark.parametrize(
     "name", ["bert", "gpt2", "t5", "roberta", "llama", "deberta", "deberta-v3", "bart", "albert", "modernbert"]
 )
-def test_saved_it_is_in_the_matrices(name: str, tmp_path: Path) -> None:
+def test_saved_weights_are_merged(name: str, tmp_path: Path) -> None:
     config = CONFIGS.get(name) or shrunk(name)
     model = learned(config, LoRAConfig(rank=4, targets="all"))
     torch.manual_seed(0)
@@ -145,12 +145,12 @@ def test_peft_opens_the_adapter_with_equal_logits(name: str, targets: Any, tmp_p
     torch.testing.assert_close(answer(theirs, config), answer(ours, config), rtol=0, atol=1e-5)
 
 
-def test_what_peft_cannot_open_is_said(tmp_path: Path) -> None:
+def test_adapters_that_peft_cannot_open_raise(tmp_path: Path) -> None:
     model = learned(shrunk("xlnet"), LoRAConfig())
     with pytest.raises(UserError, match="xlnet has queries and keys that are no layers"):
         write_adapter(model, LoRAConfig(), str(tmp_path), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_pattern_for_every_layer() -> None:
+def test_target_modules_pattern() -> None:
     assert layer_name_pattern("h.11.c_attn") == r"h\.\d+\.c_attn"

@@ -1,4 +1,4 @@
-"""Packed documents stay apart, and models start as published."""
+"""Packed documents are independent, visibility is causal where it must be, and models are initialized as published."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ D_FIRST, D_SECOND = slice(0, 3), slice(3, 7)  # their sides of the decoder, in a
 
 
 def counted(*lengths: int, width: int) -> tuple[Tensor, Tensor]:
-    """`doc` and `position` of documents one after the other: (0 0 1 1 1 -1), (0 1 0 1 2 0)."""
+    """`document_ids` and `position_ids` of consecutive documents: (0 0 1 1 1 -1), (0 1 0 1 2 0)."""
     doc = [i for i, n in enumerate(lengths) for _ in range(n)]
     position = [j for n in lengths for j in range(n)]
     rest = width - len(doc)
@@ -56,14 +56,14 @@ def packed(shape: str) -> Batch:
 
 
 def alone(batch: Batch, part: slice, decoder_part: slice) -> Batch:
-    """One document of a packed row as a row of its own, with nothing said about documents."""
+    """One document of a packed row as a row of its own, without document ids."""
     if batch.decoder_input_ids is None:
         return Batch(batch.input_ids[:, part])
     return Batch(batch.input_ids[:, part], decoder_input_ids=batch.decoder_input_ids[:, decoder_part])
 
 
 def lively(config: ModelConfig) -> Model:
-    """A model with every weight stirred, so that each path carries something."""
+    """A model whose weights are perturbed, so that every path contributes."""
     torch.manual_seed(1)
     model = make_model(config).eval()
     with torch.no_grad():
@@ -79,7 +79,7 @@ def changed(batch: Batch, field: str, place: int) -> Batch:
 
 
 @EACH
-def test_no_document_sees_another(config: ModelConfig) -> None:
+def test_packed_documents_are_independent(config: ModelConfig) -> None:
     model, batch = lively(config), packed(config.architecture)
     before = model.logits(batch)
     two_sided = config.architecture == "encoder-decoder"
@@ -99,7 +99,7 @@ def test_no_document_sees_another(config: ModelConfig) -> None:
 
 
 @EACH
-def test_a_packed_row_is_its_documents(config: ModelConfig) -> None:
+def test_a_packed_row_equals_its_documents(config: ModelConfig) -> None:
     model, batch = lively(config), packed(config.architecture)
     whole = model.logits(batch)
     for part, decoder_part in ((FIRST, D_FIRST), (SECOND, D_SECOND)):
@@ -108,7 +108,7 @@ def test_a_packed_row_is_its_documents(config: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("shape", ["decoder", "encoder-decoder"])
-def test_the_future_is_not_seen(shape: str) -> None:
+def test_decoders_are_causal(shape: str) -> None:
     model = lively(SHAPES[shape])
     batch = alone(packed(shape), SECOND, D_SECOND)
     before = model.logits(batch)
@@ -117,7 +117,7 @@ def test_the_future_is_not_seen(shape: str) -> None:
     assert not torch.equal(after[0, 2], before[0, 2])
 
 
-def test_rank_opens_the_prefix() -> None:
+def test_attention_rank_makes_a_bidirectional_prefix() -> None:
     model, batch = lively(SHAPES["decoder"]), alone(packed("decoder"), SECOND, D_SECOND)
     prefix = batch._replace(attention_rank=torch.tensor([[0, 0, 0, 1, 2]]))
     before, after = model.logits(prefix), model.logits(changed(prefix, "input_ids", 2))
@@ -133,7 +133,7 @@ def test_a_call_and_a_batch_agree() -> None:
         assert_close(model(batch.input_ids, **extra).logits, model.logits(batch))
 
 
-def test_classes_answer_from_the_first_place_or_the_last() -> None:
+def test_classification_reads_the_first_or_last_position() -> None:
     names = ("yes", "no")
     tokens, mask = torch.randint(0, V, (2, 5)), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
     for config, ends in ((SHAPES["encoder"], [[0], [0]]), (SHAPES["decoder"], [[2], [4]])):
@@ -147,7 +147,7 @@ def test_classes_answer_from_the_first_place_or_the_last() -> None:
         assert_close(called.loss * 2, model.loss(batch))
 
 
-def test_a_text_that_is_too_long_is_refused() -> None:
+def test_a_text_that_is_too_long_raises() -> None:
     model = make_model(bert(1, 16, 2, V, position=LearnedPosition(8)))
     with pytest.raises(UserError, match="9 tokens is longer than the 8 positions"):
         model(torch.zeros(1, 9, dtype=torch.long))
@@ -157,7 +157,7 @@ def test_a_text_that_is_too_long_is_refused() -> None:
             model(torch.zeros(1, read, dtype=torch.long), labels=torch.zeros(1, written, dtype=torch.long))
 
 
-def test_padding_of_both_sides_changes_nothing_with_learned_places() -> None:
+def test_left_and_right_padding_change_nothing_with_learned_positions() -> None:
     model, g = lively(bart(2, 16, 2, V)), torch.Generator().manual_seed(0)
     read, written = torch.randint(5, V, (2, 6), generator=g), torch.randint(5, V, (2, 5), generator=g)
     seen, said = torch.ones_like(read), torch.ones_like(written)
@@ -185,7 +185,7 @@ def test_labels_or_decoder_input_are_needed() -> None:
         ({"head": ClassificationHead(())}, "model.head has no classes"),
     ],
 )
-def test_impossible_numbers_are_named(changes: dict[str, Any], message: str) -> None:
+def test_invalid_configs_raise(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_model(bert(**{"num_layers": 1, "dim": 16, "num_heads": 2, "vocab_size": V} | changes))
 
@@ -198,13 +198,13 @@ def spreads(config: ModelConfig) -> dict[str, float]:
     return {n: float(p.detach().double().std()) for n, p in make_model(config).named_parameters() if p.ndim > 1}
 
 
-def test_bert_starts_as_published() -> None:
+def test_bert_initialization() -> None:
     for name, spread in spreads(bert(2, 128, 2, 500, position=LearnedPosition(100))).items():
         assert spread == pytest.approx(0.02, rel=0.1), name
 
 
-def test_gpt2_starts_as_published() -> None:
-    """What writes to the residual stream is smaller by sqrt(2 layers)."""
+def test_gpt2_initialization() -> None:
+    """Layers that write to the residual stream are scaled by 1 / sqrt(2 layers)."""
     small = 0
     for name, spread in spreads(gpt2(8, 64, 2, 500)).items():
         residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
@@ -213,8 +213,8 @@ def test_gpt2_starts_as_published() -> None:
     assert small == 16
 
 
-def test_t5_starts_as_published() -> None:
-    """1/sqrt(inputs) for matrices, 1 for embeddings and the untied head, and small queries, unscaled scores."""
+def test_t5_initialization() -> None:
+    """1/sqrt(inputs) for matrices, 1 for embeddings and the untied head, small queries with unscaled scores."""
     config = t5(1, 64, 2, 256, 500, head_dim=48, head=LMHead(tied=False))
     torch.manual_seed(0)
     model = make_model(config)
@@ -241,8 +241,8 @@ def test_biases_start_at_0_and_norms_at_1() -> None:
                 assert p.unique().tolist() == ([0.0] if name.endswith("bias") else [1.0]), name
 
 
-def test_stacks_that_share_their_blocks(tmp_path: Path) -> None:
-    """The decoder has only its cross-attention and its own last norm; saving and loading keep it so."""
+def test_encoder_and_decoder_with_shared_blocks(tmp_path: Path) -> None:
+    """The decoder owns only its cross-attention and final norm; saving and loading keep the sharing."""
     torch.manual_seed(0)
     apart, shared = t5(2, 32, 2, 48, 40), t5(2, 32, 2, 48, 40, share_stacks=True)
     model = make_model(shared).eval()

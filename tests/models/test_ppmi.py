@@ -1,4 +1,4 @@
-"""Word vectors by counting."""
+"""PPMI token embeddings."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def shards(*documents: list[int]) -> SimpleNamespace:
     )
 
 
-def test_counts_fall_with_distance_and_stop_at_the_document() -> None:
+def test_counts_fall_with_distance_and_stay_within_documents() -> None:
     counts = cooccurrence_matrix(shards([0, 1, 2], [2, 1]), vocab_size=4, window=2).toarray()
     # document one: 0-1 and 1-2 side by side, 0-2 two apart; document two: 2-1; nothing across (2, 2)
     assert counts.tolist() == [[0, 1, 0.5, 0], [1, 0, 2, 0], [0.5, 2, 0, 0], [0, 0, 0, 0]]
 
 
-def test_of_a_long_text_stretches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every other stretch of four tokens; where two of these meet, nothing is counted."""
+def test_long_corpora_are_sampled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other chunk of four tokens; no pair crosses the border of two chunks."""
     monkeypatch.setattr(ppmi, "MAX_COUNTED_TOKENS", 10)
     monkeypatch.setattr(ppmi, "SAMPLE_CHUNK_TOKENS", 4)
     counts = cooccurrence_matrix(shards(list(range(20))), vocab_size=20, window=1).toarray()
@@ -47,15 +47,15 @@ def test_of_a_long_text_stretches_are_counted(monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
-def test_tokens_that_never_meet_begin_at_random() -> None:
+def test_tokens_without_cooccurrences_get_random_vectors() -> None:
     model = make_model(replace(get_preset("bert-tiny"), vocab_size=40, dim=8, num_heads=2))
     before = model.embed.tokens.weight.clone()
     warm_start_embeddings(model, shards([5], [6], [7]))  # type: ignore[arg-type]
     assert torch.equal(model.embed.tokens.weight, before)
 
 
-def test_marks_that_no_text_has_begin_apart() -> None:
-    """T5's sentinels, for one: those that begin as one vector are told apart only after many steps."""
+def test_unused_special_tokens_get_distinct_vectors() -> None:
+    """T5's sentinels: equal initial vectors take many steps to separate."""
     text = np.random.default_rng(0).integers(0, 30, 2000).tolist()
     vectors = ppmi_vectors(shards(text), vocab_size=40, dim=16)  # type: ignore[arg-type]
     of_marks = vectors[30:]
@@ -74,7 +74,7 @@ def test_ppmi_by_hand() -> None:
     assert (found >= 0).all()
 
 
-def test_tokens_in_the_same_company_are_near() -> None:
+def test_tokens_with_the_same_contexts_are_similar() -> None:
     draw = np.random.default_rng(0)
     # 0 and 1 stand among 4..7, 2 and 3 among 8..11
     documents = [[int(draw.integers(4, 8)), int(draw.integers(0, 2)), int(draw.integers(4, 8))] for _ in range(300)] + [
@@ -89,7 +89,7 @@ def test_tokens_in_the_same_company_are_near() -> None:
     assert vectors.std() == pytest.approx(1, abs=1e-3)
 
 
-def test_the_same_text_gives_the_same_start() -> None:
+def test_embeddings_are_reproducible() -> None:
     text = shards([5, 6, 7, 8, 9] * 20, [9, 7, 5] * 10)
     assert ppmi_vectors(text, vocab_size=10, dim=16).shape == (10, 16)  # type: ignore[arg-type]
     models = [make_model(replace(get_preset("bert-tiny"), vocab_size=40, dim=8, num_heads=2)) for _ in range(2)]
@@ -100,7 +100,7 @@ def test_the_same_text_gives_the_same_start() -> None:
     assert first.std().item() == pytest.approx(0.1, rel=0.1)
 
 
-def test_wider_models_begin_with_scores_as_large() -> None:
+def test_initial_logits_do_not_grow_with_width() -> None:
     assert embedding_std(NormalInit(0.02), 64) == embedding_std(NormalInit(0.02), 128) == pytest.approx(0.1)
     assert embedding_std(NormalInit(0.02), 512) * 512**0.5 == pytest.approx(0.1 * 128**0.5)
     assert embedding_std(NormalInit(0.02), 2**14) == 0.02

@@ -1,4 +1,4 @@
-"""New tokens: where their vectors come from, and that nothing else changes."""
+"""New tokens: their initial vectors, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIGS: dict[str, ModelConfig] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_old_tokens_stay_and_new_ones_are_like_the_others(name: str, tmp_path: Path) -> None:
+def test_old_vectors_stay_and_new_ones_have_their_distribution(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = make_model(CONFIGS[name]).eval()
     before = {k: v.clone() for k, v in model.state_dict().items()}
@@ -63,7 +63,7 @@ def test_without_noise_new_rows_are_the_mean() -> None:
     assert_close(model.head.bias[V:], bias.mean().expand(NEW - V))
 
 
-def test_the_seed_decides() -> None:
+def test_the_seed_determines_new_vectors() -> None:
     def new(seed: int) -> torch.Tensor:
         torch.manual_seed(0)
         return grow_vocabulary(make_model(CONFIGS["tied"]), NEW, seed).embed.tokens.weight[V:]
@@ -72,7 +72,7 @@ def test_the_seed_decides() -> None:
     assert not torch.equal(new(0), new(1))
 
 
-def test_old_tokens_are_answered_as_before() -> None:
+def test_logits_of_old_tokens_are_unchanged() -> None:
     model, tokens = make_model(CONFIGS["untied"]).eval(), torch.randint(0, V, (2, 6))
     before = model.logits(Batch(tokens))
     after = grow_vocabulary(model, NEW).logits(Batch(tokens))

@@ -1,4 +1,4 @@
-"""Layers, mixed."""
+"""The scalar mix of layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from firth.models import ScalarMix
 
 
-def test_at_first_all_layers_count_the_same() -> None:
+def test_initial_weights_are_equal() -> None:
     states = list(torch.randn(3, 2, 4, 8).unbind())
     assert_close(ScalarMix(3)(states), sum(states) / 3)
 
@@ -21,7 +21,7 @@ def test_weights_by_softmax_times_gamma() -> None:
     assert_close(mix([a, b]), 3 * (share[0] * a + share[1] * b))
 
 
-def test_normed_layers_have_one_length() -> None:
+def test_layer_norm_before_mixing() -> None:
     a, b = torch.randn(1, 2, 8), 100 * torch.randn(1, 2, 8)
     mixed = ScalarMix(2, do_layer_norm=True)([a, b])
     assert_close(mixed, ScalarMix(2, do_layer_norm=True)([a, b / 100]), atol=1e-3, rtol=1e-3)

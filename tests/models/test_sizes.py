@@ -1,4 +1,4 @@
-"""Operations, counted by torch."""
+"""FLOPs, counted by torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIGS: dict[str, ModelConfig] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_operations_are_those_that_torch_counts(name: str) -> None:
+def test_flops_equal_torchs_count(name: str) -> None:
     config = CONFIGS[name]
     model, ids = make_model(config).eval(), torch.zeros(2, T, dtype=torch.long)
     extra = {"decoder_input_ids": ids} if config.architecture == "encoder-decoder" else {}

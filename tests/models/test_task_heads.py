@@ -1,4 +1,4 @@
-"""The heads of tasks over packed rows, by hand; losses add up; what an architecture cannot do is said."""
+"""Task heads on packed rows, by hand; losses add up; unsupported combinations raise."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def with_head(config: ModelConfig, task: str, **changes: Any) -> ModelConfig:
 
 
 def test_log_sum_exp_by_hand() -> None:
-    """Two groups, large scores, an unused one; the gradient is the softmax within the group."""
+    """Two groups, large scores, an unused slot; the gradient is the softmax within the group."""
     score = torch.tensor([1000.0, 1.0, 1000.0, -5.0, 3.0], requires_grad=True)
     group, used = torch.tensor([2, 0, 2, -1, 0]), torch.tensor([True, True, True, False, True])
     found = grouped_logsumexp(score, group, used)
@@ -77,7 +77,7 @@ def test_log_sum_exp_by_hand() -> None:
 
 
 def test_pairs_by_hand() -> None:
-    """Six slots: pair 1 (places 0 and 4), pair 0 (places 1 and 2), two unused."""
+    """Six slots: pair 1 (positions 0 and 4), pair 0 (positions 1 and 2), two unused."""
     x, group = torch.arange(6.0)[:, None], torch.tensor([1, 0, 0, -1, 1, -1])
     first, second, used = gather_pairs(x, group, None)
     assert first[:2, 0].tolist() == [1, 0]
@@ -92,7 +92,7 @@ def test_pairs_by_hand() -> None:
 
 
 @pytest.mark.parametrize("pool", ["first", "mean"])
-def test_classes_of_packed_texts_are_those_of_each_alone(pool: str) -> None:
+def test_classification_of_packed_texts_equals_single_texts(pool: str) -> None:
     model = lively(with_head(ENCODER, "classify", pool=pool))
     target = torch.tensor([[2, 0, -100], [1, 1, 0]])
     batch = packed(target_positions=FIRST, task_labels=target)
@@ -104,7 +104,7 @@ def test_classes_of_packed_texts_are_those_of_each_alone(pool: str) -> None:
     assert batch.loss_counts["targets"] == 5
 
 
-def test_class_weights_count() -> None:
+def test_class_weights_scale_the_loss() -> None:
     model = lively(with_head(ENCODER, "classify", class_weights=(1.0, 10.0, 0.5)))
     plain = lively(with_head(ENCODER, "classify"))
     asked, target = FIRST[:, :1], torch.tensor([[1], [2]])
@@ -116,7 +116,7 @@ def test_class_weights_count() -> None:
     assert model.state_dict().keys() == plain.state_dict().keys()
 
 
-def test_marked_places_are_read_side_by_side() -> None:
+def test_relation_head_concatenates_the_marked_states() -> None:
     model = lively(with_head(ENCODER, "relation"))
     assert model.config.head.num_marked == 2
     asked = torch.tensor([[0, 2, 4, 6], [1, 0, 5, 7]])
@@ -128,7 +128,7 @@ def test_marked_places_are_read_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("task", ["classify", "regress"])
-def test_two_orders_are_added(task: str) -> None:
+def test_both_orders_of_a_pair_are_added(task: str) -> None:
     model = lively(with_head(DECODER, task, num_orders=2))
     states = model.hidden_states(packed())
     both = model.head.out(states[1, 3] + states[1, 7])
@@ -136,7 +136,7 @@ def test_two_orders_are_added(task: str) -> None:
     assert_close(found, both if task == "classify" else both[0])
 
 
-def test_scores_by_hand() -> None:
+def test_regression_by_hand() -> None:
     model = lively(with_head(ENCODER, "regress"))
     batch = packed(target_positions=FIRST, task_labels=torch.tensor([[1.0, -2.0, NAN], [0.0, NAN, 3.5]]))
     score = model.logits(batch)
@@ -147,7 +147,7 @@ def test_scores_by_hand() -> None:
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_choices_of_a_group_may_stand_in_several_rows() -> None:
+def test_choices_of_a_group_may_span_rows() -> None:
     model = lively(with_head(ENCODER, "choice"))
     group, target = torch.tensor([[0, 1, -1], [1, 0, 0]]), torch.tensor([[0, 1, 0], [0, 0, 1]])
     batch = packed(target_positions=FIRST, task_labels=target, group_ids=group)
@@ -172,14 +172,14 @@ def test_tags_by_hand() -> None:
 
 
 def span_target() -> Tensor:
-    """Answers at 1-2 of the first text, at 4-6 of the second (not before 4), at 2-2 of the third row's second text."""
+    """Spans 1-2 of the first text, 4-6 of the second (not before 4), 2-2 of the third row's second text."""
     target = torch.zeros(2, 8, 2)
     target[0, 1, 0] = target[0, 2, 1] = target[0, 4, 0] = target[0, 6, 1] = target[1, 2, 0] = target[1, 2, 1] = 1
     target[0, 3] = -1
     return target
 
 
-def test_a_span_is_a_softmax_over_its_text() -> None:
+def test_span_softmax_is_over_its_text() -> None:
     model = lively(with_head(ENCODER, "span-qa"))
     batch = packed(task_labels=span_target())
     start, end = model.logits(batch).unbind(-1)
@@ -192,8 +192,8 @@ def test_a_span_is_a_softmax_over_its_text() -> None:
     assert_close(called.loss, -(start[0, :3].log_softmax(0)[1] + end[0, :3].log_softmax(0)[2]) / 2)
 
 
-def test_vectors_of_a_pair_find_each_other() -> None:
-    """Feng et al. 2022, equation 3: the margin is taken from the right one alone; both directions."""
+def test_contrastive_loss_with_margin() -> None:
+    """Feng et al. 2022, equation 3: the margin is subtracted from the positive only; both directions."""
     model = lively(replace(labse(1, 16, 2, V), head=EmbeddingHead(has_pooler=True, margin=0.25, scale=4.0)))
     batch = packed(target_positions=FIRST, group_ids=torch.tensor([[0, 1, -1], [1, 0, -1]]))
     vectors = model.logits(batch)
@@ -205,7 +205,7 @@ def test_vectors_of_a_pair_find_each_other() -> None:
     assert batch.loss_counts["targets"] == 2
 
 
-def test_an_encoder_decoder_answers_from_its_decoder() -> None:
+def test_encoder_decoder_heads_read_the_decoder() -> None:
     for pool in ("last", "mean"):
         model = lively(with_head(bart(1, 16, 2, V), "classify", pool=pool))
         written = TOKENS.roll(1, 1)
@@ -219,8 +219,8 @@ def test_an_encoder_decoder_answers_from_its_decoder() -> None:
 # --- beside the answers --------------------------------------------------------------------------------------
 
 
-def test_words_beside_the_answers(tmp_path: Path) -> None:
-    """Radford et al. 2018, equation 5. An untied head comes along from the language model."""
+def test_auxiliary_lm_loss(tmp_path: Path) -> None:
+    """Radford et al. 2018, equation 5. An untied LM head is kept from the language model."""
     body = lively(llama(1, 16, 2, 24, V))
     body.save(tmp_path)
     beside = AuxiliaryLM(0.5, LMHead(tied=False))
@@ -240,7 +240,7 @@ def test_words_beside_the_answers(tmp_path: Path) -> None:
     assert_close(again.losses(batch), parts)
 
 
-def test_what_words_are_kept_beside() -> None:
+def test_which_models_keep_the_lm_head() -> None:
     for config in (replace(ENCODER, extras=(AuxiliaryLM(),)), replace(DECODER, extras=(AuxiliaryLM(),))):
         with pytest.raises(UserError, match="AuxiliaryLM"):
             make_model(config)
@@ -273,7 +273,7 @@ def test_the_losses_of_micro_batches_add_up(task: str) -> None:
 
 
 @pytest.mark.parametrize("task", [*SPLIT, "embed"])
-def test_a_batch_without_answers_costs_nothing_and_teaches_nothing(task: str) -> None:
+def test_a_batch_without_labels_has_zero_loss_and_gradient(task: str) -> None:
     model = lively(
         with_head(ENCODER, task) if task != "embed" else replace(ENCODER, head=EmbeddingHead(has_pooler=True))
     )
@@ -292,8 +292,8 @@ def test_a_batch_without_answers_costs_nothing_and_teaches_nothing(task: str) ->
 
 
 @pytest.mark.parametrize("task", SPLIT)
-def test_one_graph(task: str) -> None:
-    """Nothing in a loss looks at values or loops over texts: it is traced once, for all batches of a shape."""
+def test_losses_compile_to_one_graph(task: str) -> None:
+    """No loss depends on values or loops over texts: one trace serves all batches of a shape."""
     model = lively(with_head(ENCODER, task))
     batch = packed(**SPLIT[task])
     compiled = torch.compile(model.losses, backend="eager", fullgraph=True)
@@ -339,7 +339,7 @@ def test_heads_as_published() -> None:
         assert head_for_task(PRESETS[name], "embed") == EmbeddingHead("mean")
 
 
-def test_what_cannot_be_done_is_said() -> None:
+def test_unsupported_heads_raise() -> None:
     with pytest.raises(UserError, match=r"generates its answers.*text-to-text"):
         head_for_task(PRESETS["rnn-tiny"], "classify", ("a", "b"))
     for task in ("tag", "embed"):
@@ -361,7 +361,7 @@ def test_what_cannot_be_done_is_said() -> None:
         make_model(replace(DECODER, head=ClassificationHead(("a", "b"))))
 
 
-def test_heads_are_counted_without_being_made() -> None:
+def test_head_parameters_are_counted_without_building() -> None:
     body = count_parameters(replace(ENCODER, head=SpanHead()))
     assert count_parameters(replace(ENCODER, head=TokenClassificationHead(("a", "b", "c")))) == body + 17
     assert count_parameters(with_head(ENCODER, "classify")) == body + 17 + 16 * 17

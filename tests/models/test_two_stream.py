@@ -1,4 +1,4 @@
-"""The query stream knows its place and never its token, and nobody sees what comes later in the order."""
+"""The query stream sees positions but not its own token, and no token later in the factorization order."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def lively(**changes: Any) -> Encoder:
 
 
 def reached(model: Model, batch: Batch) -> dict[int, list[int]]:
-    """For each asked place: which tokens change its logits when another one is put there."""
+    """For each target position: the tokens whose replacement changes its logits."""
     before = model.logits(batch)[0]
     moved: dict[int, list[int]] = {int(place): [] for place in batch.target_positions[0]}
     for j in range(batch.input_ids.shape[1]):
@@ -71,8 +71,8 @@ def test_a_query_sees_earlier_ranks_and_not_itself(norm_first: bool, position: P
 
 
 @pytest.mark.parametrize("norm_first", NORMS.values(), ids=NORMS)
-def test_no_gradient_reaches_an_asked_token_from_its_own_answer(norm_first: bool) -> None:
-    """The same by gradients, at the vectors that the content stream begins with."""
+def test_no_gradient_reaches_a_token_from_its_own_logits(norm_first: bool) -> None:
+    """By gradients at the input embeddings of the content stream."""
     model = lively(norm_first=norm_first)
     found: list[Tensor] = []
 
@@ -89,15 +89,15 @@ def test_no_gradient_reaches_an_asked_token_from_its_own_answer(norm_first: bool
 
 
 @pytest.mark.parametrize("position", POSITIONS.values(), ids=POSITIONS)
-def test_documents_stay_apart(position: Position) -> None:
+def test_packed_documents_are_independent(position: Position) -> None:
     doc = torch.tensor([[0, 0, 0, 1, 1, 1]])
     batch = BATCH._replace(document_ids=doc, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
     assert reached(lively(position=position), batch) == {1: [0, 2], 3: [4], 5: [3, 4]}
 
 
 @pytest.mark.parametrize("norm_first", NORMS.values(), ids=NORMS)
-def test_both_streams_are_the_same_blocks(norm_first: bool) -> None:
-    """One block by hand: queries from the query stream, keys and values from the content, all weights shared."""
+def test_both_streams_share_the_blocks(norm_first: bool) -> None:
+    """One block by hand: queries from the query stream, keys and values from the content stream."""
     model = lively(norm_first=norm_first)
     vector = model.extras["query"].vector
     content, query = model.embed(TOKENS), model.embed.add_positions(vector.expand(1, 3, -1), ASKED)
@@ -117,16 +117,16 @@ def test_both_streams_are_the_same_blocks(norm_first: bool) -> None:
     assert_close(model.target_hidden_states(BATCH), model.stack.apply_final_norm(query))
 
 
-def test_a_query_with_the_content_of_a_masked_token_is_mlm() -> None:
-    """Whoever begins like the content and sees all is the content stream itself."""
+def test_a_query_stream_with_full_visibility_is_the_content_stream() -> None:
+    """It starts from the content embeddings and attends to everything."""
     model = lively()
     block, x = model.stack.blocks[0], torch.randn(1, T, 16)
     all_see_all, _ = model.stack.attention_specs(x, None, None)
     assert_close(block(x, all_see_all, kv_states=x), block(x, all_see_all))
 
 
-def test_a_query_that_sees_nobody_breaks_nothing() -> None:
-    """Everything is asked, so the first in the order has nothing to go by; unused slots stand at place 0."""
+def test_a_query_without_keys_is_finite() -> None:
+    """All tokens are targets, so the first in the order attends to nothing; unused slots point to position 0."""
     model = lively().train()
     batch = Batch(
         TOKENS,
@@ -143,7 +143,7 @@ def test_a_query_that_sees_nobody_breaks_nothing() -> None:
         assert p.grad.isfinite().all(), name
 
 
-def test_without_ranks_what_is_asked_comes_last() -> None:
+def test_without_ranks_targets_come_last_in_the_order() -> None:
     assert rank_targets_last(TOKENS, torch.tensor([[4, 1]])).tolist() == [[0, 1, 0, 0, 1, 0]]
     assert reached(lively(), BATCH._replace(attention_rank=None)) == {1: [0, 2, 4], 3: [0, 2, 4], 5: [0, 2, 4]}
 
@@ -156,8 +156,8 @@ def test_without_ranks_what_is_asked_comes_last() -> None:
         ("token_type_ids", {}),  # by being in the same one or not
     ],
 )
-def test_places_and_segments_of_the_asked(field: str, changes: dict[str, Any]) -> None:
-    """Another place or another segment of an asked token changes its answer, though not its token does."""
+def test_target_position_and_segment_change_the_logits(field: str, changes: dict[str, Any]) -> None:
+    """The token at the target does not."""
     model = lively(**changes)
     batch = BATCH._replace(position_ids=torch.arange(T)[None], token_type_ids=torch.tensor([[0, 0, 0, 1, 1, 1]]))
     before = model.logits(batch)[0, 2]
@@ -167,7 +167,7 @@ def test_places_and_segments_of_the_asked(field: str, changes: dict[str, Any]) -
     assert not torch.equal(model.logits(batch._replace(**{field: changed}))[0, 2], before)
 
 
-def test_shared_blocks_and_narrow_vectors_have_two_streams_too() -> None:
+def test_with_shared_blocks_and_factorized_embeddings() -> None:
     from firth.models import LMHead
 
     assert reached(lively(num_shared=3, embed_dim=8, head=LMHead(transform=True)), BATCH) == SEES
@@ -178,7 +178,7 @@ def refused(config: ModelConfig, message: str) -> None:
         make_model(config)
 
 
-def test_what_does_not_go_with_a_query() -> None:
+def test_unsupported_combinations_raise() -> None:
     refused(xlnet(1, 16, 2, V, extras=(QueryStream(), SentencePairHead())), "QueryStream only alone")
     refused(xlnet(1, 16, 2, V, position=t5(1, 16, 2, 32).position, extras=(QueryStream(),)), "T5Bias yet")
     refused(xlnet(1, 16, 2, V, position=Rotary()), "Rotary yet")

@@ -18,13 +18,13 @@ def found_in(words: np.ndarray, doc: np.ndarray, window: int, num: int) -> dict[
     return dict(zip(zip(first.tolist(), second.tolist(), strict=True), records["value"].tolist(), strict=True))
 
 
-def test_words_that_meet_count_one_over_their_distance() -> None:
+def test_cooccurrences_count_one_over_distance() -> None:
     words, doc = np.array([3, 1, 3, 2], np.int32), np.array([0, 0, 0, 1], np.int32)
     assert found_in(words, doc, 5, 4) == {(1, 3): 2.0, (3, 3): 0.5}
 
 
 @pytest.mark.parametrize("max_records", [40, 10**6])
-def test_counting_gives_the_same_in_any_memory(tmp_path: Path, max_records: int) -> None:
+def test_counts_do_not_depend_on_the_memory_limit(tmp_path: Path, max_records: int) -> None:
     draw = np.random.default_rng(0)
     pieces = [(draw.integers(0, 50, 30).astype(np.uint64), np.ones(30, np.float32)) for _ in range(20)]
     right = Counter(int(k) for key, _ in pieces for k in key)
@@ -83,6 +83,6 @@ def test_the_loss_of_vectors_that_are_zero() -> None:
     assert glove.untrained_loss(np.array([100, 1], np.float32), 100, 0.75) == pytest.approx(np.log(100) ** 2 / 4)
 
 
-def test_the_arrays_of_a_state_are_in_the_order_that_learning_takes_them() -> None:
+def test_state_arrays_are_in_the_order_of_the_arguments() -> None:
     names = ["words", "contexts", "word_bias", "context_bias"]
     assert list(glove.init_glove_state(2, 3, 0)) == [*names, *(f"{name}/squares" for name in names)]

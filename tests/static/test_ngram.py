@@ -22,7 +22,7 @@ def counted(documents: list[list[int]], order: int, discount: float = 0.0) -> Ng
 
 
 def by_definition(documents: list[list[int]], order: int, d: float, context: tuple[int, ...], word: int) -> float:
-    """Interpolated Kneser-Ney as it is defined, by going through all n-grams."""
+    """Interpolated Kneser-Ney by its definition, over all n-grams."""
     framed = [(S, *document, E) for document in documents]
 
     def grams(n: int) -> list[tuple[int, ...]]:
@@ -57,7 +57,7 @@ def test_a_bigram_model_by_hand() -> None:
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
-def test_it_is_kneser_ney_as_defined(order: int) -> None:
+def test_equals_the_definition_of_kneser_ney(order: int) -> None:
     model = counted(TEXT, order, 0.4)
     for context in ((S,), (A,), (S, A), (A, B), (S, A, B), (B, A, B), (C, C), (C, A, B)):
         for word in POSSIBLE.tolist():
@@ -68,7 +68,7 @@ def test_it_is_kneser_ney_as_defined(order: int) -> None:
 
 @pytest.mark.parametrize("discount", [0.0, 0.7])
 @pytest.mark.parametrize("order", [1, 3, 5])
-def test_probabilities_add_up_and_both_ways_to_ask_agree(order: int, discount: float) -> None:
+def test_probabilities_sum_to_1_and_both_methods_agree(order: int, discount: float) -> None:
     draw = np.random.default_rng(0)
     model = counted([draw.integers(A, V, 30).tolist() for _ in range(20)], order, discount)
     ids = [S, *draw.integers(A, V, 12).tolist(), E]
@@ -78,7 +78,7 @@ def test_probabilities_add_up_and_both_ways_to_ask_agree(order: int, discount: f
     np.testing.assert_allclose(model.log_probs(np.array(ids)), alone, rtol=1e-5)
 
 
-def test_the_order_is_no_higher_than_the_documents_are_long() -> None:
+def test_the_order_is_limited_by_the_document_length() -> None:
     short, model = counted([[A], [B], [C]], 3, 0.5), counted([[A], [B], [C]], 5, 0.5)
     assert model.order == 3
     np.testing.assert_array_equal(
@@ -94,8 +94,8 @@ def test_the_three_discounts_by_hand() -> None:
     assert estimate_discounts(counts, 0.75) == (0.75, 0.75, 0.75)
 
 
-def test_discount_and_weight_are_those_of_nltk() -> None:
-    """nltk ends with continuation counts where we go on to the uniform; what comes before that is the same."""
+def test_discount_and_weight_equal_nltk() -> None:
+    """nltk ends with continuation counts, we interpolate with the uniform distribution; higher orders are equal."""
     smoothing = pytest.importorskip("nltk.lm.smoothing")
     lm = pytest.importorskip("nltk.lm")
     text = [[str(token) for token in (S, *document, E)] for document in TEXT]
@@ -111,7 +111,7 @@ def test_discount_and_weight_are_those_of_nltk() -> None:
         assert ours.levels[0].backoff_weight[ours.find_context([int(a)])] == pytest.approx(gamma, rel=1e-5)
 
 
-def test_orders_that_make_no_sense() -> None:
+def test_invalid_orders_raise() -> None:
     for order, discount in ((0, 0.0), (6, 0.0), (3, 1.0), (3, -0.1)):
         with pytest.raises(UserError, match="must be"):
             check_ngram_order(order, discount)

@@ -72,7 +72,7 @@ LEARNERS = [
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """As if the process were killed: what was not saved is lost."""
+    """Kill the run after a step: everything unsaved is lost."""
     for kind in (Word2VecTrainer, train.GloVeTrainer):
         whole: Callable[..., tuple[float, int]] = kind.step
 
@@ -85,7 +85,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
 
 
 @pytest.mark.parametrize("recipe", LEARNERS, ids=["skip-gram", "cbow", "softmax", "hs", "phrases", "glove"])
-def test_a_resumed_run_is_the_same_to_the_last_bit(recipe: Vectors, data: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_exact(recipe: Vectors, data: Path, tmp_path: Path) -> None:
     whole = run(recipe, data, tmp_path / "whole")
     with pytest.MonkeyPatch.context() as patch:
         stop_after(patch, 3)
@@ -156,7 +156,7 @@ def test_every_word_is_read_once_in_an_epoch(data: Path) -> None:
         np.testing.assert_array_equal(np.bincount(words, minlength=len(lexicon.counts)), lexicon.counts)
 
 
-def test_stretches_know_their_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_have_document_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_stretches(monkeypatch, 4)
     np.array([0, 1, 2, 3, 4, 5], np.uint32).tofile(tmp_path / "tokens.bin")
     np.save(tmp_path / "offsets.npy", np.array([0, 2, 3, 6]))
@@ -165,7 +165,7 @@ def test_stretches_know_their_documents(tmp_path: Path, monkeypatch: pytest.Monk
     assert found == [([10, 11, -1, 13], [1, 1, 2, 3]), ([14, 15], [3, 3])]
 
 
-def test_words_are_sorted_by_count_and_rare_ones_left_out(data: Path) -> None:
+def test_the_vocabulary_is_sorted_by_count_without_rare_words(data: Path) -> None:
     shards = open_shards(data)
     lexicon = build_word_vocabulary(shards.train, shards.tokenizer, 20)
     special = len(lexicon.tokenizer.vocab.special_ids)
@@ -178,7 +178,7 @@ def test_words_are_sorted_by_count_and_rare_ones_left_out(data: Path) -> None:
 
 
 def test_words_of_the_same_kind_become_similar(data: Path, tmp_path: Path) -> None:
-    """Animals stand where animals stand, in text that is made of patterns."""
+    """In text made of patterns, animals share their contexts."""
     result = run(
         Word2VecRecipe(vector_size=16, epochs=40, min_count=1, workers=1, sample=0.0, alpha=0.05), data, tmp_path
     )
@@ -211,7 +211,7 @@ def texts_of(shards: Shards, names: list[str]) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("min_count", "threshold"), [(1, 3.0), (5, 1.0), (5, 5.0), (40, 2.0)])
-def test_phrases_are_those_of_gensim(
+def test_phrases_equal_gensim(
     min_count: int, threshold: float, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     phrases = pytest.importorskip("gensim.models.phrases").Phrases
@@ -232,8 +232,8 @@ def test_phrases_are_those_of_gensim(
 
 
 @pytest.mark.parametrize("sg", [0, 1])
-def test_many_windows_at_once_learn_too(data: Path, sg: int) -> None:
-    """The way of a GPU, on the CPU here: its loss comes down; the same text is read as by the CPU's way."""
+def test_parallel_windows_lower_the_loss(data: Path, sg: int) -> None:
+    """The GPU trainer, on the CPU: its loss falls, and it reads the same text."""
     shards = open_shards(data)
     lexicon = build_word_vocabulary(shards.train, shards.tokenizer, 1)
     recipe = Word2VecRecipe(vector_size=16, epochs=8, sample=0.0, sg=sg, alpha=0.05)
@@ -252,7 +252,7 @@ def test_many_windows_at_once_learn_too(data: Path, sg: int) -> None:
     np.testing.assert_array_equal(np.diff(doc_W, append=-1) == 0, together)
 
 
-def test_frequent_words_are_read_less_often_on_a_gpu_too(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_trainer_subsamples_frequent_words(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = open_shards(data)
     lexicon = build_word_vocabulary(shards.train, shards.tokenizer, 2)
     learner = Word2VecCudaTrainer(
@@ -274,7 +274,7 @@ def test_frequent_words_are_read_less_often_on_a_gpu_too(data: Path, monkeypatch
     assert (np.abs(seen_N - times_N * learner.keep_prob_N) <= 5 * np.sqrt(times_N) + 1e-9).all()
 
 
-def test_an_ngram_model_of_a_text(data: Path, tmp_path: Path) -> None:
+def test_train_an_ngram_model(data: Path, tmp_path: Path) -> None:
     result = run(NgramRecipe(order=3), data, tmp_path)
     assert result["loss"] < result["eval_loss"] < result["unigram_entropy"]  # type: ignore[operator]
     model = load_ngram(tmp_path / "final")
@@ -303,7 +303,7 @@ def test_documents_shorter_than_the_order(tmp_path: Path, capsys: pytest.Capture
         ("one\n\ntwo\n\none\n\nthree", GloVeRecipe(min_count=1), "Every document has one word"),
     ],
 )
-def test_text_that_teaches_nothing(text: str, recipe: Vectors, message: str, tmp_path: Path) -> None:
+def test_text_without_pairs_raises(text: str, recipe: Vectors, message: str, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text(text)
     corpus = Corpus([tmp_path / "t.txt"])
     prepare(corpus, train_tokenizer((d.text for d in corpus), "word", 1000), tmp_path / "shards", 0.0)
@@ -322,7 +322,7 @@ def test_text_that_teaches_nothing(text: str, recipe: Vectors, message: str, tmp
         (Word2VecRecipe(device="cuda", negative=0), "device=cuda is for learning with noise words"),
     ],
 )
-def test_numbers_that_make_no_sense(recipe: train.StaticRecipe, message: str) -> None:
+def test_invalid_numbers_raise(recipe: train.StaticRecipe, message: str) -> None:
     with pytest.raises(UserError, match=message):
         recipe.check()
 
@@ -335,7 +335,7 @@ def test_a_resumed_run_keeps_its_recipe(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", [Word2VecRecipe(**SMALL), GloVeRecipe(**SMALL)], ids=["word2vec", "glove"])
-def test_minutes_fix_the_steps_and_the_fall_of_the_rate(
+def test_minutes_determine_the_steps_and_the_schedule(
     recipe: Vectors, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train, "MAX_TIMING_SECONDS", 0.01)
@@ -357,7 +357,7 @@ def test_minutes_fix_the_steps_and_the_fall_of_the_rate(
         run(replace(recipe, max_steps=6), data, tmp_path / "counted", resume=True)
 
 
-def test_a_run_that_was_killed_while_steps_were_timed_times_them_again(
+def test_a_run_killed_while_timing_steps_times_them_again(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train, "MAX_TIMING_SECONDS", 0.01)
@@ -372,7 +372,7 @@ def test_a_run_that_was_killed_while_steps_were_timed_times_them_again(
     assert run(recipe, data, tmp_path, resume=True)["steps"] == 3
 
 
-def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
+def test_a_full_disk_skips_a_checkpoint_but_not_the_run(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(LEARNERS[0], data, tmp_path / "straight")
@@ -390,7 +390,9 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     assert np.array_equal(weights(tmp_path / "run"), weights(tmp_path / "straight"))
 
 
-def test_a_small_text_is_read_oftener_unless_said(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_text_is_read_more_often_by_default(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens = open_shards(data).train.num_tokens
     monkeypatch.setattr(train, "MIN_WORD2VEC_TOKENS", 7 * tokens)
     recipe = Word2VecRecipe(**{**SMALL, "epochs": 0})

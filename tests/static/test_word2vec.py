@@ -18,7 +18,7 @@ def arrays(num: int, dim: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def only(word: int, num: int) -> word2vec.AliasTable:
-    """Noise that is always the same word."""
+    """A noise table that always gives the same word."""
     return word2vec.build_alias_table(np.eye(num, dtype=np.int64)[word])
 
 
@@ -32,7 +32,7 @@ def path(tree: word2vec.HuffmanTree, word: int) -> list[tuple[int, int]]:
     return list(zip(tree.node[where].tolist(), tree.code[where].astype(int).tolist(), strict=True))
 
 
-def test_one_guess_moves_by_the_gradient_of_the_formula() -> None:
+def test_one_prediction_follows_the_gradient() -> None:
     inputs, outputs = arrays(5, 7)
     x, chosen = inputs[0].copy(), np.array([3, 1, 4, 0])  # 3 is right, the others are noise
     x_t, outputs_t = torch.tensor(x, requires_grad=True), torch.tensor(outputs, requires_grad=True)
@@ -46,7 +46,7 @@ def test_one_guess_moves_by_the_gradient_of_the_formula() -> None:
     np.testing.assert_allclose(after - outputs, -RATE * outputs_t.grad.numpy(), atol=1e-5)
 
 
-def test_a_guess_among_all_words_moves_by_the_gradient_of_the_softmax() -> None:
+def test_a_full_softmax_prediction_follows_the_gradient() -> None:
     inputs, outputs = arrays(6, 4)
     x = inputs[0].copy()
     x_t, outputs_t = torch.tensor(x, requires_grad=True), torch.tensor(outputs, requires_grad=True)
@@ -61,8 +61,8 @@ def test_a_guess_among_all_words_moves_by_the_gradient_of_the_softmax() -> None:
 
 @pytest.mark.parametrize("skip_gram", [True, False])
 @pytest.mark.parametrize("loss_kind", ["negative", "full", "hierarchical"])
-def test_a_text_is_learned_window_by_window(skip_gram: bool, loss_kind: str) -> None:
-    """Window 1 has one size, and the noise is always word 3: nothing is left to chance."""
+def test_training_equals_window_by_window_updates(skip_gram: bool, loss_kind: str) -> None:
+    """Window 1 has one size, and the noise is always word 3: nothing is random."""
     tree = word2vec.build_huffman_tree(np.array([5, 1, 1, 3])) if loss_kind == "hierarchical" else word2vec.NO_TREE
     words, doc = np.array([0, 1, 2, 0], np.int32), np.array([0, 0, 0, 1], np.int32)
     inputs, outputs = arrays(4, 5)
@@ -116,15 +116,15 @@ def test_paths_are_the_shortest_code_and_their_probabilities_sum_to_one(num: int
     assert sum(probability) == pytest.approx(1)
 
 
-def test_windows_have_every_size_equally_often() -> None:
-    """Around a word in the middle of a long text, sizes 1 to 4 give 2, 4, 6 or 8 guesses: 5 on average."""
+def test_window_sizes_are_uniform() -> None:
+    """In the middle of a long text, sizes 1 to 4 give 2, 4, 6 or 8 predictions: 5 on average."""
     words, doc = np.zeros(40_000, np.int32), np.zeros(40_000, np.int32)
     inputs, outputs = np.zeros((2, 1), np.float32), np.zeros((2, 1), np.float32)
     _, guesses = word2vec.train_word2vec(words, doc, inputs, outputs, 4, True, 1, RATE, *noise(1, 2), np.uint64(1))
     assert guesses / 40_000 == pytest.approx(5, abs=0.05)
 
 
-def test_a_single_word_teaches_nothing() -> None:
+def test_a_single_word_gives_no_update() -> None:
     inputs, outputs = arrays(3, 2)
     before = inputs.copy()
     words, doc = np.array([0, 1, 2], np.int32), np.array([0, 1, 2], np.int32)
@@ -135,7 +135,7 @@ def test_a_single_word_teaches_nothing() -> None:
     np.testing.assert_array_equal(inputs, before)
 
 
-def test_noise_is_drawn_by_the_count_to_the_power() -> None:
+def test_noise_follows_counts_to_the_exponent() -> None:
     counts = np.array([0, 1, 16, 81])
     own, alias = word2vec.build_alias_table(counts, 0.75)  # shares 0, 1, 8, 27 of 36
     share = own / 4
@@ -143,15 +143,15 @@ def test_noise_is_drawn_by_the_count_to_the_power() -> None:
     np.testing.assert_allclose(share, np.array([0, 1, 8, 27]) / 36, atol=1e-6)
 
 
-def test_frequent_words_are_read_less_often() -> None:
-    """A word that is a hundredth of the text is read with (sqrt(10) + 1) / 10 at sample 1e-3; unknown ones never."""
+def test_frequent_words_are_subsampled() -> None:
+    """A word that is a hundredth of the text is kept with (sqrt(10) + 1) / 10 at sample 1e-3; unknown ones never."""
     counts = np.array([0, 1_000, 10, 98_990])
     kept = word2vec.keep_probabilities(counts, 1e-3)
     np.testing.assert_allclose(kept[:3], [0, (10**0.5 + 1) / 10, 1], rtol=1e-6)
     np.testing.assert_array_equal(word2vec.keep_probabilities(counts, 0), [0, 1, 1, 1])
 
 
-def test_the_score_of_a_phrase() -> None:
+def test_phrase_score() -> None:
     """(12 - 2) / (20 * 50) * 1000 = 10."""
     assert word2vec.phrase_scores(np.array([12]), np.array([20]), np.array([50]), 2, 1000).tolist() == [10.0]
 

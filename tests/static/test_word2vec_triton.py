@@ -1,4 +1,4 @@
-"""Windows of a text on a GPU against the formula, and our own kernel against the same in single operations.
+"""GPU word2vec against the formula, and its kernel against eager operations.
 
 The kernel's tests run with `pytest -m gpu`; without a GPU, where triton is installed, with TRITON_INTERPRET=1.
 """
@@ -43,7 +43,7 @@ def given(words: int, known: int, dim: int, window: int, noise: int, device: str
 
 
 def window_by_window(text: list[Tensor], skip_gram: bool) -> tuple[float, int, Tensor, Tensor]:
-    """The loss, the guesses and the vectors after them, by the gradient of each window."""
+    """The loss, the number of predictions and the updated vectors, by the gradient of each window."""
     words, doc, size, noise = (x.tolist() for x in text[:4])
     inputs, outputs = (x.clone().requires_grad_() for x in text[4:])
     total, guesses = 0.0, 0
@@ -82,11 +82,11 @@ SHAPES = {
 
 @pytest.mark.parametrize("skip_gram", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_one_part_moves_by_the_gradients_of_its_windows(shape: str, skip_gram: bool) -> None:
+def test_one_program_follows_the_gradients_of_its_windows(shape: str, skip_gram: bool) -> None:
     check(train_windows_torch, given(*SHAPES[shape]), SHAPES[shape][3], skip_gram)
 
 
-def test_words_alone_in_their_documents_change_nothing() -> None:
+def test_documents_of_one_word_change_nothing() -> None:
     text = given(3, 5, 8, 2, 2)
     before = [x.clone() for x in text]
     total, guesses = train_windows(WindowBatch(*text[:4]), *text[4:], WindowConfig(2, True, RATE, 2))
@@ -95,8 +95,8 @@ def test_words_alone_in_their_documents_change_nothing() -> None:
         assert_close(x, y)
 
 
-def test_parts_look_from_the_same_place() -> None:
-    """Two parts of one window each: their gradients are those of the first vectors."""
+def test_programs_read_the_vectors_before_the_step() -> None:
+    """Two programs of one window each: both use the initial vectors."""
     words = torch.tensor([0, 1, 2, 3]).int()
     text = [words, torch.tensor([0, 0, 1, 1]).int(), torch.ones(4).int(), torch.full((4, 1), 4).int()]
     vectors = [torch.randn(5, 6) for _ in range(2)]
@@ -114,8 +114,8 @@ def test_parts_look_from_the_same_place() -> None:
         assert_close(x, y)
 
 
-def test_as_many_programs_as_the_commonest_word_bears() -> None:
-    """A tenth of the text: 6 guesses of a window from it, and 6 * (0.1 + 5 * 0.2) against it; 1.6 / 0.025 in all."""
+def test_max_stable_programs() -> None:
+    """A word with a tenth of the text: 6 predictions from it, 6 * (0.1 + 5 * 0.2) against it; 1.6 / 0.025 in all."""
     read, noise = np.array([0.1, 0.05]), np.array([0.2, 0.1])
     assert max_stable_programs(read, noise, 5, True, 5, 0.025) == int(1.6 / 0.025 / 6.6)
     assert max_stable_programs(read, noise, 5, False, 5, 0.025) == int(1.6 / 0.025 / 1.1)
@@ -128,14 +128,14 @@ def test_as_many_programs_as_the_commonest_word_bears() -> None:
 @pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="there is no CUDA device")
 @pytest.mark.parametrize("skip_gram", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_kernel(shape: str, skip_gram: bool) -> None:
+def test_kernel_equals_eager_operations(shape: str, skip_gram: bool) -> None:
     check(train_windows_triton, given(*SHAPES[shape], device=DEVICE), SHAPES[shape][3], skip_gram)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="there is no CUDA device")
-def test_parts_of_the_kernel_lose_nothing() -> None:
-    """At a rate of almost 0 it does not matter who comes first: all steps add up to those of one part."""
+def test_programs_lose_no_update() -> None:
+    """At a learning rate near 0 the order does not matter: all updates add up to those of one program."""
     text = given(40, 12, 20, 5, 5, DEVICE)
     found = []
     for programs in (1, 7, 64):

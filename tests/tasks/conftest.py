@@ -1,4 +1,4 @@
-"""A toy task that anyone can solve, and small checkpoints to solve it with."""
+"""A toy task, and small checkpoints to fine-tune on it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def checkpoint_of(toy: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A checkpoint that has learned nothing yet, with a tokenizer that knows the toy's words; made once."""
+    """An untrained checkpoint with a tokenizer that knows the toy's words; built once."""
     made: dict[str, Path] = {}
     texts = [json.loads(line)["text"] for line in toy["train"].read_text().splitlines()] + ["animal", "place"]
 

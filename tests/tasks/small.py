@@ -32,7 +32,7 @@ TOKENIZERS: dict[tuple[str, bool], Tokenizer] = {}
 
 
 def tokenizer_of(kind: str, lowercase: bool = False) -> Tokenizer:
-    """One that knows WORDS, made once."""
+    """A tokenizer that knows WORDS, built once."""
     if (kind, lowercase) not in TOKENIZERS:
         texts = [" ".join(WORDS), " ".join(WORDS[::-1]), *WORDS] * 3 + ["sentence1: sentence2: question: context: 0.5"]
         TOKENIZERS[kind, lowercase] = train_tokenizer(texts, kind, 420, lowercase)
@@ -47,13 +47,13 @@ def parts(family: str) -> tuple[ModelConfig, Tokenizer]:
 
 
 def model_for(task: Task, config: ModelConfig) -> Model:
-    """A model that has learned nothing yet."""
+    """An untrained model."""
     torch.manual_seed(0)
     return make_model(task.configure_model(replace(config, vocab_size=task.tokenizer.vocab.size)))
 
 
 def learn(task: Task, config: ModelConfig, items: list[Any], steps: int, rate: float = 3e-3, size: int = 32) -> Model:
-    """A small loop: each step takes the next items."""
+    """A small training loop: each step takes the next items."""
     model = model_for(task, config).train()
     model.tokenizer = task.tokenizer
     optimizer = torch.optim.AdamW(model.parameters(), rate)

@@ -1,4 +1,4 @@
-"""A packed batch answers and costs the same as its examples one by one."""
+"""A packed batch gives the same predictions and losses as its examples one by one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def text(rng: random.Random, most: int = 4) -> str:
 
 
 def examples(name: str, number: int = 11, seed: int = 0) -> list[Example]:
-    """Random ones of every task."""
+    """Random examples of every task."""
     rng, found = random.Random(seed), []
     for i in range(number):
         a, b = text(rng), text(rng)
@@ -57,7 +57,7 @@ CASES += [("pair", "roberta"), ("regress", "llama"), ("tag", "bart"), ("tag", "t
 
 
 @pytest.mark.parametrize(("name", "family"), CASES)
-def test_packed_is_as_good_as_alone(name: str, family: str) -> None:
+def test_packed_equals_unpacked(name: str, family: str) -> None:
     task, config = task_of(name, family)
     items = task.encode(examples(name))
     model = model_for(task, config).eval()
@@ -85,8 +85,8 @@ def test_packed_is_as_good_as_alone(name: str, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "bart"])
-def test_packed_logits_are_those_of_a_padded_call(family: str) -> None:
-    """The same texts through the model's plain call, one row each."""
+def test_packed_logits_equal_a_padded_call(family: str) -> None:
+    """The same texts through the model's forward, one row each."""
     task, config = task_of("pair", family)
     items = task.encode(examples("pair"))
     model = model_for(task, config).eval()
@@ -106,7 +106,7 @@ def test_packed_logits_are_those_of_a_padded_call(family: str) -> None:
     np.testing.assert_allclose(scores, expected, atol=1e-5)
 
 
-def test_the_same_items_give_the_same_batch() -> None:
+def test_batches_are_reproducible() -> None:
     for name in TASKS:
         task, _ = task_of(name, "bert")
         items = task.encode(examples(name))
@@ -114,7 +114,7 @@ def test_the_same_items_give_the_same_batch() -> None:
             np.testing.assert_array_equal(a, b)
 
 
-def test_both_orders_lie_side_by_side() -> None:
+def test_similarity_packs_both_orders() -> None:
     task, _ = task_of("regress", "gpt2")
     items = task.encode(examples("regress"))
     batch = task.collate(items)
@@ -128,7 +128,7 @@ def test_both_orders_lie_side_by_side() -> None:
                     assert batch.input_ids[row, place - sheet.num_tokens + 1 : place + 1].tolist() == sheet.ids
 
 
-def test_a_decoder_learns_the_language_too() -> None:
+def test_a_decoder_has_an_auxiliary_lm_loss() -> None:
     task, config = task_of("classify", "gpt2")
     items = task.encode(examples("classify"))
     batch = task.collate(items)

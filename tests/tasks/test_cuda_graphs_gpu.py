@@ -1,4 +1,4 @@
-"""Fine-tuning replayed as CUDA graphs is the same fine-tuning."""
+"""Fine-tuning with CUDA graphs equals fine-tuning without."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Toy = dict[str, Path]
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[CudaGraphStep]:
-    """All that replays, as it is made."""
+    """Every CUDA-graph step that is created."""
     found: list[CudaGraphStep] = []
     first = CudaGraphStep.__init__
 
@@ -63,17 +63,17 @@ def with_dropout(checkpoint: Path, folder: Path) -> Path:
 
 
 def pools() -> set[tuple[int, int]]:
-    """Whose memory there is: everybody's, and that of graphs."""
+    """Bytes of the default memory pool and of graph pools."""
     gc.collect()
     torch.cuda.empty_cache()
     return {tuple(some["segment_pool_id"]) for some in torch.cuda.memory_snapshot()}
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "roberta", "bart", "xlnet", "llama"])
-def test_a_replayed_run_is_the_same(
+def test_a_replayed_run_is_equal(
     family: str, checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, made: list[CudaGraphStep]
 ) -> None:
-    """Batches of several shapes, with dropout that is drawn anew in every step; padded alike, as it depends on that."""
+    """Batches of several shapes, with dropout; padded alike, since dropout depends on the shape."""
     checkpoint = with_dropout(checkpoint_of(family), tmp_path / "checkpoint")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CudaGraphStep, "capture", lambda *_: None)
@@ -100,7 +100,7 @@ def test_a_replayed_run_is_the_same(
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_every_way_to_train_is_the_same(
+def test_every_training_option_is_equal(
     fields: dict[str, Any], checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, made: list[CudaGraphStep]
 ) -> None:
     one = losses(checkpoint_of("bert"), toy, tmp_path / "one", **fields | {"engine": EngineConfig(cuda_graphs=False)})
@@ -110,7 +110,7 @@ def test_every_way_to_train_is_the_same(
     assert other == pytest.approx(one, rel=1e-2 if "fp16" in fields else 2e-3)
 
 
-def test_other_tasks_are_the_same(checkpoint_of: Checkpoints, tmp_path: Path, made: list[CudaGraphStep]) -> None:
+def test_other_tasks_are_equal(checkpoint_of: Checkpoints, tmp_path: Path, made: list[CudaGraphStep]) -> None:
     words = [["Anna", "saw", "the", "cat"], ["the", "dog", "saw", "You"]] * 8
     rows = [{"tokens": some, "tags": ["B-PER" if word[0].isupper() else "O" for word in some]} for some in words]
     pairs = [{"text_a": " ".join(a), "text_b": " ".join(b), "label": float(a == b)} for a in words for b in words[:3]]
@@ -136,7 +136,7 @@ def test_other_tasks_are_the_same(checkpoint_of: Checkpoints, tmp_path: Path, ma
     assert len(made) == 3
 
 
-def test_what_cannot_be_replayed_goes_on_without(
+def test_a_failed_capture_continues_without_graphs(
     checkpoint_of: Checkpoints,
     toy: Toy,
     tmp_path: Path,
@@ -144,7 +144,7 @@ def test_what_cannot_be_replayed_goes_on_without(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With dropout, which is drawn after the recording broke off, and in the memory and the stream that there were."""
+    """With dropout, whose random state, memory pool and stream are restored."""
     checkpoint, plain = with_dropout(checkpoint_of("bert"), tmp_path / "checkpoint"), Model.losses
     stream = torch.cuda.current_stream()
     with pytest.MonkeyPatch.context() as patch:
@@ -166,10 +166,10 @@ def test_what_cannot_be_replayed_goes_on_without(
     assert pools() <= before
 
 
-def test_weights_that_lie_elsewhere_are_recorded_anew(
+def test_moved_weights_are_captured_again(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, made: list[CudaGraphStep], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Someone puts other tensors in the place of weights and gradients after every step."""
+    """Weights and gradients are replaced by other tensors after every step."""
     one = losses(checkpoint_of("bert"), toy, tmp_path / "one", engine=EngineConfig(cuda_graphs=False))
     plain, calls = CudaGraphStep.forward_backward, []
 
@@ -186,10 +186,10 @@ def test_weights_that_lie_elsewhere_are_recorded_anew(
     assert other == pytest.approx(one, rel=2e-3)
 
 
-def test_short_memory_takes_the_graphs_first(
+def test_out_of_memory_frees_the_graphs_first(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, made: list[CudaGraphStep], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They hold as much as a batch: without them the batch may stay as large as it is."""
+    """They hold as much as a batch: without them the batch may keep its size."""
     one = losses(checkpoint_of("bert"), toy, tmp_path / "one", engine=EngineConfig(cuda_graphs=False))
     plain, calls = CudaGraphStep.forward_backward, []
 

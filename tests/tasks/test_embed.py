@@ -1,4 +1,4 @@
-"""Vectors of texts from pairs: the loss by hand, doubles, ranks, what is saved."""
+"""Sentence embeddings from pairs: the contrastive loss by hand, duplicates, ranks, saved files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def made(family: str, known: list[Example]) -> Any:
 @pytest.mark.parametrize(
     ("family", "pool"), [("bert", "mean"), ("roberta", "mean"), ("gpt2", "last"), ("llama", "last")]
 )
-def test_the_loss_and_the_vectors(family: str, pool: str) -> None:
+def test_contrastive_loss_and_embeddings(family: str, pool: str) -> None:
     known = pairs()
     task, config = made(family, known)
     items = task.encode(known)
@@ -66,7 +66,7 @@ def test_the_loss_and_the_vectors(family: str, pool: str) -> None:
     assert task.metric == "mrr"
 
 
-def test_a_pair_with_a_text_that_was_there_is_left_out() -> None:
+def test_pairs_with_a_repeated_text_are_excluded() -> None:
     texts = [("a cat", "a dog"), ("a fox", "a dog"), ("red", "blue"), ("blue", "big"), ("near", "near")]
     known = [Example(i, pair) for i, pair in enumerate(texts)]
     task, _ = made("bert", known)
@@ -82,7 +82,7 @@ def test_a_pair_with_a_text_that_was_there_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "bart", "t5"])
-def test_a_tiny_model_learns_which_texts_belong_together(family: str) -> None:
+def test_a_tiny_model_learns_to_match_pairs(family: str) -> None:
     """Each animal has its place."""
     rng, homes = random.Random(0), list(zip(ANIMALS, PLACES, strict=True))
     known = [
@@ -107,7 +107,7 @@ def test_a_tiny_model_learns_which_texts_belong_together(family: str) -> None:
     assert again.predict(model, again.encode(scored), CPU, 3) == found
 
 
-def test_only_what_means_the_same_is_learned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_positive_pairs_are_trained(capsys: pytest.CaptureFixture[str]) -> None:
     scored = [Example(i, ("a", "b"), value) for i, value in enumerate([5.0, 3.9, 4.0, 0.0])]
     assert [e.target for e in select_positive_pairs(scored, "x.jsonl")] == [5.0, 4.0]
     assert "2 of 4 pairs have a score of at least 4; the others are not learned." in capsys.readouterr().err
@@ -160,7 +160,7 @@ def test_wrong_losses_are_refused(fields: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("family", ["bert", "xlnet", "t5", "bart"])
 def test_from_a_file_to_scores(family: str, tmp_path: Path) -> None:
-    """Fine-tune, save, and score again; transformers and mean pooling give the same vectors."""
+    """Fine-tune, save, and score again; transformers with mean pooling gives the same vectors."""
     import transformers
 
     config, tokenizer = parts(family)

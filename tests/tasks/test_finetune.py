@@ -1,4 +1,4 @@
-"""Fine-tuning: three shapes learn a toy task, and what is written down is true."""
+"""Fine-tuning: three architectures learn a toy task, and the files that a run writes are correct."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def recipe(checkpoint: Path, toy: Toy, folder: Path, **fields: Any) -> FinetuneR
 
 
 def first(r: FinetuneRecipe) -> Model:
-    """The model that a run begins with."""
+    """The model that a run starts with."""
     lines = [json.loads(line) for line in Path(r.train).read_text().splitlines()]
     train = [Example(i, (x.get("text") or x["source"],), x.get("label") or x["target"]) for i, x in enumerate(lines)]
     task = make_task(r.task, train, load_tokenizer(r.checkpoint), read_config(r.checkpoint), r)
@@ -93,7 +93,7 @@ def seed_results(run: Path, seed: int) -> dict[str, Any]:
 
 
 def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
-    """Two runs of one recipe have come to the same, bit by bit; only the time may differ."""
+    """Two runs of one recipe are equal bit for bit, except for times."""
     own = ("output_dir", "predictions", "seconds", "examples_per_second")
     assert {k: v for k, v in a.items() if k not in own} == {k: v for k, v in b.items() if k not in own}
     for seed in range(len(a["seeds"])):
@@ -107,7 +107,9 @@ def predictions(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("family", RATES)
-def test_three_shapes_learn_to_classify(family: str, checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
+def test_three_architectures_learn_to_classify(
+    family: str, checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     steps = 200 if family == "t5" else 120
     result = finetune(
@@ -155,10 +157,10 @@ def test_transformers_opens_a_classifier_with_equal_logits(
 
 
 @pytest.mark.parametrize("family", ["bert", "xlnet", "bart", "gpt2", "llama"])
-def test_transformers_reads_raw_texts_as_the_task_does(
+def test_saved_tokenizer_adds_the_tasks_special_tokens(
     family: str, checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path
 ) -> None:
-    """The saved tokenizer puts texts into the frame that the head was trained with."""
+    """`transformers` reads raw texts with the template that the head was trained with."""
     finetune(recipe(checkpoint_of(family), toy, tmp_path / "run", max_steps=3))
     folder = tmp_path / "run" / "final"
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
@@ -170,7 +172,7 @@ def test_transformers_reads_raw_texts_as_the_task_does(
         assert logits.softmax(-1).tolist() == pytest.approx(list(found["scores"].values()), abs=1e-5)
 
 
-def test_tags_of_two_kinds_are_refused(checkpoint_of: Checkpoints, tmp_path: Path) -> None:
+def test_mixed_kinds_of_tags_raise(checkpoint_of: Checkpoints, tmp_path: Path) -> None:
     files = {"train": tmp_path / "names.jsonl", "dev": tmp_path / "words.jsonl"}
     for path, tags in zip(files.values(), (["O", "B-PER"], ["DET", "NOUN"]), strict=True):
         path.write_text(json.dumps({"tokens": ["the", "cat"], "tags": tags}) + "\n")
@@ -179,7 +181,7 @@ def test_tags_of_two_kinds_are_refused(checkpoint_of: Checkpoints, tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
-def test_fractions_as_classes_and_too_many_shots_are_told(
+def test_fractional_labels_and_too_many_shots_are_reported(
     checkpoint_of: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "numbers.jsonl"
@@ -224,7 +226,7 @@ def test_several_seeds(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> 
     assert len(set(logs)) == 3, "seeds differ"
 
 
-def test_resume_does_not_repeat_and_gives_the_same(
+def test_resume_skips_finished_seeds_and_gives_equal_results(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     straight = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "straight", seeds=2, max_steps=8, save_steps=3))
@@ -246,7 +248,7 @@ def test_resume_does_not_repeat_and_gives_the_same(
     assert_same(resumed, straight)
 
 
-def test_the_untrained_twin_is_another_model(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
+def test_from_scratch_is_another_model(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
     trained = first(recipe(checkpoint_of("bert"), toy, tmp_path))
     twin = first(recipe(checkpoint_of("bert"), toy, tmp_path, from_scratch=True))
     assert twin.config == trained.config
@@ -274,7 +276,7 @@ def test_a_published_folder_is_fine_tuned_the_same_way(toy: Toy, tmp_path: Path)
 
 
 def test_an_untied_head_of_t5_is_kept(toy: Toy, tmp_path: Path, checkpoint_of: Checkpoints) -> None:
-    """`transformers` 5 calls every head of T5 tied in config.json; what counts is the file."""
+    """`transformers` 5 writes every T5 head as tied in config.json; the weights file decides."""
     tokenizer = load_tokenizer(checkpoint_of("t5"))
     model = make_model(t5_v1_1(1, 32, 2, 64, tokenizer.vocab.size))
     model.tokenizer = tokenizer
@@ -287,8 +289,10 @@ def test_an_untied_head_of_t5_is_kept(toy: Toy, tmp_path: Path, checkpoint_of: C
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["with the tokenizer's", "without it"])
-def test_a_list_of_ends_ends_answers(listed: bool, checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
-    """What answers are taught to end with is an end, whether the checkpoint lists it or not."""
+def test_generated_answers_end_at_any_eos_id(
+    listed: bool, checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path
+) -> None:
+    """The EOS token of the training answers counts, whether the checkpoint lists it or not."""
     base, end = tmp_path / "base", load_tokenizer(checkpoint_of("llama")).vocab.eos
     shutil.copytree(checkpoint_of("llama"), base)
     ends = [7, end, 9] if listed else [7, 9]
@@ -312,13 +316,13 @@ def examples(labels: str) -> list[Example]:
     return [Example(i, (f"text {i}",), label) for i, label in enumerate(labels)]
 
 
-def test_few_are_even_over_the_labels() -> None:
+def test_shots_are_balanced_over_labels() -> None:
     data = "a" * 50 + "b" * 10 + "c" * 2
     chosen = [data[i] for i in sample_stratified(data, 12, seed=0)]
     assert {label: chosen.count(label) for label in "abc"} == {"a": 5, "b": 5, "c": 2}
 
 
-def test_few_depend_on_the_seed_alone() -> None:
+def test_shots_depend_on_the_seed_only() -> None:
     data = "ab" * 30
     assert sample_stratified(data, 6, 1) == sample_stratified(data, 6, 1)
     assert set(sample_stratified(data, 6, 1)) != set(sample_stratified(data, 6, 2))
@@ -326,29 +330,29 @@ def test_few_depend_on_the_seed_alone() -> None:
     assert len(set(sample_stratified(data, 40, 3))) == 40
 
 
-def test_few_of_many_targets_are_not_the_first_of_the_alphabet() -> None:
+def test_shots_of_many_targets_are_not_alphabetical() -> None:
     data = "abcdefghijklmnopqrstuvwxyz"
     drawn = [frozenset(sample_stratified(data, 5, seed)) for seed in range(5)]
     assert len(set(drawn)) == 5
     assert all(len(d) == 5 for d in drawn)
 
 
-def test_few_questions_are_as_often_without_an_answer() -> None:
-    """No two answers are the same, and all questions without one are."""
+def test_shots_keep_the_share_of_unanswerable_questions() -> None:
+    """All answers differ, while unanswerable questions share one target."""
     data = [Example(i, ("q", "c"), (AnswerSpan(f"a{i}", 0),) if i % 2 else ()) for i in range(400)]
     chosen = select_train_examples(data, FinetuneRecipe(task="span-qa", shots=100), 0)
     assert sum(not data[i].target for i in chosen) == 50
 
 
 @pytest.mark.parametrize("task", ["tag", "choice", "regress", "text-to-text"])
-def test_few_are_drawn_plainly_where_there_are_no_classes(task: str) -> None:
-    """Half of the targets are the same, and so about half of those that are drawn."""
+def test_shots_without_classes_are_sampled_uniformly(task: str) -> None:
+    """Half of the targets are equal, and so about half of the sample."""
     data = [Example(i, ("t",), ("O", i) if i % 2 else ("O",)) for i in range(1000)]
     chosen = select_train_examples(data, FinetuneRecipe(task=task, shots=100), 0)
     assert 35 < sum(data[i].target == ("O",) for i in chosen) < 65
 
 
-def test_shots_reach_the_run(
+def test_shots_limit_the_training_examples(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = sys.modules["firth.tasks.finetune"]
@@ -372,7 +376,7 @@ def test_shots_reach_the_run(
         ({"max_steps": 50, "eval_steps": 7, "early_stopping": 2}, (50, 7, 5)),
     ],
 )
-def test_how_many_steps(
+def test_default_steps(
     fields: dict[str, Any],
     steps: tuple[int, ...],
     checkpoint_of: Checkpoints,
@@ -393,7 +397,7 @@ def test_how_many_steps(
 # --- what is said
 
 
-def test_long_texts_are_cut_and_that_is_said_once(
+def test_truncation_is_reported_once(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", max_seq_length=5, seeds=2, max_steps=1))
@@ -401,7 +405,7 @@ def test_long_texts_are_cut_and_that_is_said_once(
     assert capsys.readouterr().err.count(f"{total} texts were longer than 5 tokens") == 1
 
 
-def test_the_model_has_fewer_places_than_asked(
+def test_max_seq_length_above_the_models_positions_is_reported(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     long = tmp_path / "long.jsonl"
@@ -422,7 +426,9 @@ def test_the_model_has_fewer_places_than_asked(
         ({"encoding": "klingon"}, "klingon"),
     ],
 )
-def test_mistakes(fields: dict[str, Any], message: str, checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
+def test_invalid_inputs_raise(
+    fields: dict[str, Any], message: str, checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path
+) -> None:
     pairs = (
         {"train": str(toy["train_pairs"]), "dev": str(toy["dev_pairs"])} if fields.get("task") == "text-to-text" else {}
     )
@@ -447,7 +453,7 @@ def test_mistakes(fields: dict[str, Any], message: str, checkpoint_of: Checkpoin
         ),
     ],
 )
-def test_what_a_model_cannot_do_is_told_before_its_examples_are_read(
+def test_unsupported_tasks_raise_before_the_examples_are_read(
     family: str, fields: dict[str, Any], message: str, checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
@@ -456,13 +462,13 @@ def test_what_a_model_cannot_do_is_told_before_its_examples_are_read(
 
 @pytest.mark.parametrize("family", RATES)
 @pytest.mark.parametrize("task", FINETUNE_TASKS)
-def test_what_a_model_can_do_is_asked_of_its_examples(task: str, family: str, checkpoint_of: Checkpoints) -> None:
+def test_supported_tasks_read_the_examples(task: str, family: str, checkpoint_of: Checkpoints) -> None:
     if family == "bert" and task in ("lm", "text-to-text"):
         return
     check_task(FinetuneRecipe(checkpoint=str(checkpoint_of(family)), task=task, max_target_length=8, crf=task == "tag"))
 
 
-def test_labels_that_cannot_be_learned(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
+def test_invalid_labels_raise(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
     one = tmp_path / "one.jsonl"
     one.write_text('{"text": "the cat", "label": "animal"}\n')
     with pytest.raises(UserError, match=r"one.jsonl: every example has the label 'animal'"):
@@ -474,7 +480,7 @@ def test_labels_that_cannot_be_learned(checkpoint_of: Checkpoints, toy: Toy, tmp
     assert not (tmp_path / "run").exists()
 
 
-def test_evaluate_asks_for_what_it_can_score(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
+def test_evaluate_raises_without_a_scorable_task(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="was not fine-tuned for the task classify: fine-tune it first"):
         evaluate(checkpoint_of("bert"), "classify", toy["dev"], tmp_path / "scores")
     with pytest.raises(UserError, match="Unknown task 'pear'"):
@@ -487,7 +493,7 @@ def test_evaluate_asks_for_what_it_can_score(checkpoint_of: Checkpoints, toy: To
 
 @pytest.fixture
 def stopping(monkeypatch: pytest.MonkeyPatch) -> Callable[[FinetuneRecipe, int], dict[str, Any]]:
-    """Run a recipe that is stopped after some steps, as by kill -9, and then resumed."""
+    """Run a recipe, stop it after some steps as kill -9 does, and resume it."""
     module = sys.modules["firth.tasks.finetune"]
     real = module.fit
 
@@ -519,7 +525,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_is_exact_on_resume(
+def test_every_training_option_resumes_exactly(
     way: str, stopping: Any, checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path
 ) -> None:
     fields = {"max_steps": 11, "save_steps": 4} | WAYS[way]
@@ -534,7 +540,7 @@ def weights(result: dict[str, Any]) -> bytes:
     return (Path(result["output_dir"]) / "final" / "model.safetensors").read_bytes()
 
 
-def test_a_frozen_body_stays_as_it_was(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
+def test_a_frozen_backbone_is_unchanged(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
     base = load_model(checkpoint_of("bert"))
     for way, moves in (({"freeze": "backbone"}, ()), ({"freeze": "embeddings"}, ("stack.",))):
         folder = tmp_path / str(way["freeze"])
@@ -545,8 +551,8 @@ def test_a_frozen_body_stays_as_it_was(checkpoint_of: Checkpoints, toy: Toy, tmp
                 assert torch.equal(found[name], value) != name.startswith(moves or "-"), name
 
 
-def test_lora_learns_and_is_written_twice(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
-    """Merged, and as an adapter that peft puts on the checkpoint."""
+def test_lora_is_saved_merged_and_as_adapter(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
+    """peft loads the adapter onto the base checkpoint."""
     peft = pytest.importorskip("peft")
     run = tmp_path / "run"
     fields: dict[str, Any] = dict(lora_rank=4, max_steps=200, learning_rate=1e-2, lora_targets="all", save_steps=199)
@@ -567,7 +573,7 @@ def test_lora_learns_and_is_written_twice(checkpoint_of: Checkpoints, toy: Toy, 
     assert not (run / "seed-0" / "checkpoint-200").exists()
 
 
-def test_an_adapter_of_a_decoder_brings_its_new_tokens(
+def test_an_adapter_includes_new_token_embeddings(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     peft = pytest.importorskip("peft")
@@ -585,10 +591,10 @@ def test_an_adapter_of_a_decoder_brings_its_new_tokens(
         torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=0, atol=1e-5)
 
 
-def test_an_adapter_brings_the_rows_of_both_ends(
+def test_an_adapter_includes_rows_of_an_untied_head(
     checkpoint_of: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Llama's scores have a matrix of their own, which has grown too."""
+    """Llama's LM head is a matrix of its own, which has grown too."""
     peft = pytest.importorskip("peft")
     run, file = tmp_path / "run", tmp_path / "talk.jsonl"
     file.write_text(json.dumps({"prompt": "the cat", "response": "the dog"}) + "\n")
@@ -606,10 +612,10 @@ def test_an_adapter_brings_the_rows_of_both_ends(
         torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=0, atol=1e-5)
 
 
-def test_the_best_evaluation_is_the_result(
+def test_load_best_and_early_stopping(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopping: Any
 ) -> None:
-    """Scores are made up: 0.5, 0.9, 0.9, 0.7 ... The first of the best counts, and two worse ones end the run."""
+    """Given scores 0.5, 0.9, 0.9, 0.7 ...: the first of the best counts, and two worse ones end the run."""
     made_up = {2: 0.5, 4: 0.9, 6: 0.9, 8: 0.7, 10: 1.0}
     loop = sys.modules["firth.train.loop"]
     real = loop.update_best
@@ -635,10 +641,10 @@ def test_the_best_evaluation_is_the_result(
     assert weights(last) != weights(straight)
 
 
-def test_the_score_that_is_asked_for_decides(
+def test_metric_selects_the_best_step(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scores are made up: accuracy is best at step 2, mcc at step 4."""
+    """Given scores: accuracy is best at step 2, mcc at step 4."""
     made_up = {2: (0.9, 0.1), 4: (0.8, 0.3), 6: (0.7, 0.2)}
     loop = sys.modules["firth.train.loop"]
     real = loop.update_best
@@ -657,9 +663,7 @@ def test_the_score_that_is_asked_for_decides(
 
 
 @pytest.mark.parametrize("metric", ["f2", "entity_f1"])
-def test_a_score_that_the_task_does_not_have_is_refused(
-    metric: str, checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path
-) -> None:
+def test_an_unknown_metric_raises(metric: str, checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=rf"has no score '{metric}' here. metric is one of accuracy, macro_f1, mcc, f1\."
     ):
@@ -667,17 +671,17 @@ def test_a_score_that_the_task_does_not_have_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_goes_on_with_the_score_that_it_began_with(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_metric(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
     finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", max_steps=1))
     changed = recipe(checkpoint_of("bert"), toy, tmp_path / "run", max_steps=1, metric="mcc")
     with pytest.raises(UserError, match="metric:  -> mcc"):
         finetune(changed, resume=True, allow_change=True)
 
 
-def test_a_run_that_stopped_early_and_was_killed_then(
+def test_a_run_killed_after_early_stopping_resumes(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the last checkpoint, and before its results were written."""
+    """Killed after the last checkpoint, before its results were written."""
     module = sys.modules["firth.tasks.finetune"]
     fields = dict(max_steps=40, eval_steps=2, early_stopping=1, learning_rate=1e-6)  # it learns nothing: stops at once
     straight = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "straight", **fields))
@@ -690,9 +694,7 @@ def test_a_run_that_stopped_early_and_was_killed_then(
     assert_same(finetune(r, resume=True), straight)
 
 
-def test_ctrl_c_in_the_last_step_does_not_begin_another_seed(
-    checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path
-) -> None:
+def test_ctrl_c_in_the_last_step_starts_no_further_seed(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
     module = sys.modules["firth.tasks.finetune"]
     real = module.fit
 
@@ -707,7 +709,7 @@ def test_ctrl_c_in_the_last_step_does_not_begin_another_seed(
     assert not (tmp_path / "run" / "seed-1").exists()
 
 
-def test_rare_classes_count_more(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
+def test_balanced_class_weights(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
     uneven = tmp_path / "uneven.jsonl"
     rows = [json.loads(line) for line in toy["train"].read_text().splitlines()]
     kept = [r for r in rows if r["label"] == "animal"][:6] + [r for r in rows if r["label"] == "place"][:2]
@@ -720,7 +722,7 @@ def test_rare_classes_count_more(checkpoint_of: Checkpoints, toy: Toy, tmp_path:
         first(replace(r, checkpoint=str(checkpoint_of("t5"))))
 
 
-def test_another_task_s_answers_are_forgotten(
+def test_a_head_of_another_task_is_reinitialized(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "first", max_steps=2))
@@ -740,10 +742,10 @@ def test_another_task_s_answers_are_forgotten(
 
 
 @pytest.mark.parametrize(("lost", "times"), [(True, 1), (False, 0)])
-def test_words_that_a_checkpoint_lacks_are_said_once(
+def test_a_missing_lm_head_is_reported_once(
     lost: bool, times: int, checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a LlamaModel has no lm_head, and its words are not those that it reads."""
+    """A LlamaModel has no lm_head, and its head is not tied."""
     folder = shutil.copytree(checkpoint_of("llama"), tmp_path / "body")
     tensors = load_file(folder / "model.safetensors")
     save_file({k: v for k, v in tensors.items() if k != "lm_head.weight" or not lost}, folder / "model.safetensors")
@@ -780,19 +782,19 @@ class Scored:
         ("embed", 0.5),
     ],
 )
-def test_the_scores_of_a_task_have_these_names(task: str, target: Any) -> None:
+def test_metric_names_of_each_task(task: str, target: Any) -> None:
     answer = target[0] if task == "span-qa" else target
     assert metric_names(task, [Example(0, ("t",), target)]) == tuple(compute_metrics(task, [answer], [target]))
 
 
-def test_the_names_depend_on_the_examples() -> None:
+def test_metric_names_depend_on_the_examples() -> None:
     assert "f1" in metric_names("pair", examples("ab"))
     assert "f1" not in metric_names("pair", examples("abc"))
     assert metric_names("embed", [Example(0, ("a", "b"), None)])[0] == "precision_at_1"
     assert metric_names("lm", []) == ("perplexity", "bits_per_byte", "token_accuracy")
 
 
-def test_chance() -> None:
+def test_chance_scores() -> None:
     dev = examples("aabb" + "b" * 6)
     assert chance_score(Scored("classify", "accuracy"), "accuracy", examples("aaab"), dev) == 0.8  # type: ignore[arg-type]
     assert chance_score(Scored("classify", "mcc"), "mcc", examples("aaab"), dev) == 0.0  # type: ignore[arg-type]
@@ -809,7 +811,7 @@ def test_chance() -> None:
         assert chance_score(Scored("lm", "perplexity"), metric, [], []) is None  # type: ignore[arg-type]
 
 
-def test_seeds_that_learned_nothing_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_seeds_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     found = exclude_failed_seeds([0.8, 0.5, 0.9, float("nan")], 0.5, "accuracy")
     assert found["failed"] == [1, 3]
     assert found["mean_without_failed"] == pytest.approx(0.85)
@@ -818,14 +820,14 @@ def test_seeds_that_learned_nothing_are_counted(capsys: pytest.CaptureFixture[st
     assert exclude_failed_seeds([0.6], 0.5, "accuracy")["failed"] == []
 
 
-def test_less_perplexity_is_better_and_the_first_of_equals_wins() -> None:
+def test_lower_perplexity_is_better_and_ties_take_the_first() -> None:
     assert orient_score("perplexity", {"perplexity": 3.0}) > orient_score("perplexity", {"perplexity": 4.0})
     assert orient_score("accuracy", {"accuracy": 0.4}) > orient_score("accuracy", {"accuracy": 0.3})
     assert index_of_best([0.1, 0.3, 0.3]) == 1
     assert index_of_best([float("nan"), 0.1]) == 1
 
 
-def test_predictions_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_predictions_round_trip(tmp_path: Path) -> None:
     odd = "one\u2028two\u0085three\rfour\nfive\x0csix"
     written = [Example("a\u2029b", ("t",), odd), Example(2, ("t",), odd)]
     write_predictions(tmp_path / "predictions.jsonl", written, [Prediction(odd), Prediction("", {odd: 0.5})])
@@ -835,7 +837,7 @@ def test_predictions_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert list(load_seed_predictions(tmp_path)[0].values()) == [odd, ""]
 
 
-def test_all_right_answers_are_written_so_that_scores_can_be_computed_again(tmp_path: Path) -> None:
+def test_all_references_are_written(tmp_path: Path) -> None:
     dev = [Example(1, ("q",), "a", references=("a", "b")), Example(2, ("q",), "c", references=("c",))]
     write_predictions(tmp_path / "predictions.jsonl", dev, [Prediction("b"), Prediction("c")])
     lines = read_predictions(tmp_path / "predictions.jsonl")
@@ -845,7 +847,7 @@ def test_all_right_answers_are_written_so_that_scores_can_be_computed_again(tmp_
     assert compute_metrics("text-to-text", [line["prediction"] for line in lines], right)["exact_match"] == 1.0
 
 
-def test_against_a_baseline(
+def test_comparison_with_a_baseline(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "bad", max_steps=1, seeds=2))
@@ -864,7 +866,7 @@ def test_against_a_baseline(
 
 
 def compared(folder: Path, task: Any, dev: list[Example], ours: list[Any], theirs: list[Any]) -> Any:
-    """The bootstrap of made-up answers of one seed each, whose runs lie in `folder`."""
+    """The bootstrap of given answers of one seed each, whose runs are in `folder`."""
     for name, answers in {"ours/seed-0": ours, "theirs/seed-0": theirs}.items():
         (folder / name).mkdir(parents=True)
         write_predictions(folder / name / "predictions.jsonl", dev, [Prediction(answer) for answer in answers])
@@ -873,8 +875,8 @@ def compared(folder: Path, task: Any, dev: list[Example], ours: list[Any], their
     return compare_with_baseline(r, task, dev, folder / "ours")
 
 
-def test_a_baseline_on_other_examples_is_refused(tmp_path: Path) -> None:
-    """Ids are often numbers of lines: those of any file are the same."""
+def test_a_baseline_on_other_examples_raises(tmp_path: Path) -> None:
+    """Ids are often line numbers, which are equal in any file."""
     ours = [Example(i, ("t",), "ab"[i % 2]) for i in range(4)]
     theirs = [Example(i, ("t",), "aabb"[i]) for i in range(4)]
     (tmp_path / "seed-0").mkdir()
@@ -887,7 +889,7 @@ def test_a_baseline_on_other_examples_is_refused(tmp_path: Path) -> None:
         check_baseline(r, ours)
 
 
-def test_a_baseline_with_other_references_is_refused(tmp_path: Path) -> None:
+def test_a_baseline_with_other_references_raises(tmp_path: Path) -> None:
     def right(*texts: str) -> list[Example]:
         return [Example(1, ("t",), "a", references=texts)]
 
@@ -900,7 +902,7 @@ def test_a_baseline_with_other_references_is_refused(tmp_path: Path) -> None:
     check_baseline(r, right("a", "b"))
 
 
-def test_a_baseline_on_other_texts_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_baseline_on_other_texts_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs, ours = ([Example(1, ("Ann met Bo",), "a", ((0, 3), span))] for span in ((8, 10), (4, 7)))
     r = FinetuneRecipe(task="relation", dev="dev.jsonl", baseline=str(tmp_path), seeds=1)
     write_predictions(tmp_path / "predictions.jsonl", theirs, [Prediction("a")])
@@ -911,7 +913,7 @@ def test_a_baseline_on_other_texts_is_said(tmp_path: Path, capsys: pytest.Captur
     assert "of the same ids and answers as dev.jsonl, but of other texts" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_difference_that_seeds_differ_by_may_be_chance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_difference_within_seed_noise_is_not_significant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dev = [Example(i, ("t",), "ab"[i % 2]) for i in range(200)]
     right, half = [e.target for e in dev], ["a"] * 200
     for name, answers in {
@@ -932,7 +934,7 @@ def test_a_difference_that_seeds_differ_by_may_be_chance(tmp_path: Path, capsys:
     )
 
 
-def test_the_examples_to_learn_from_say_nothing_when_scored(
+def test_dev_equal_to_train_is_reported(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", max_steps=1, dev=str(toy["train"]), num_beams=2))
@@ -941,15 +943,15 @@ def test_the_examples_to_learn_from_say_nothing_when_scored(
     assert "num_beams: unused, since a task head predicts here and generates no text" in said
 
 
-def test_examples_with_the_same_id_are_compared_one_by_one(tmp_path: Path) -> None:
+def test_examples_with_equal_ids_are_paired_in_order(tmp_path: Path) -> None:
     dev = [Example("same", ("t",), label) for label in "abab"]
     found = compared(tmp_path, Scored("classify", "accuracy"), dev, list("abab"), list("aaaa"))
     assert (found["difference"], found["examples"]) == (0.5, 4)
 
 
 @pytest.mark.parametrize("spans", [(), ((0, 1),)])
-def test_entities_are_compared_as_the_task_scores_them(spans: Any, tmp_path: Path) -> None:
-    """A predicate that is given away (V) is not counted; all of this is quick."""
+def test_entities_are_bootstrapped_like_the_metric(spans: Any, tmp_path: Path) -> None:
+    """Given predicates (V) are excluded; the bootstrap takes under a second."""
     dev = [Example(i, ("a", "b"), ("B-V", "B-PER"), spans) for i in range(300)]
     wrong = [("B-V", "B-PER") if i % 2 else ("B-V", "B-LOC") for i in range(300)]
     found = compared(tmp_path, Scored("tag", "entity_f1"), dev, [e.target for e in dev], wrong)
@@ -958,7 +960,7 @@ def test_entities_are_compared_as_the_task_scores_them(spans: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("num_classes", [3, 20])
-def test_few_and_many_classes_are_compared(num_classes: int, tmp_path: Path) -> None:
+def test_bootstrap_with_few_and_many_classes(num_classes: int, tmp_path: Path) -> None:
     names = [str(i) for i in range(num_classes)]
     dev, ours = [Example(i, ("t",), name) for i, name in enumerate(names)], [*names[1:], "other"]
     found = compared(tmp_path, Scored("classify", "macro_f1"), dev, names, ours)
@@ -986,7 +988,7 @@ def test_results_are_written_before_the_comparison(
     assert found["bootstrap"]["samples"] == 1000
 
 
-def test_a_score_that_is_no_number_is_not_more_than_chance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_nan_score_is_not_significant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dev = [Example(i, ("t",), float(i)) for i in range(8)]
     found = compared(tmp_path, Scored("regress", "pearson"), dev, [float(i) for i in range(8)], [1.0] * 8)
     assert np.isnan([found[name] for name in ("difference", "low", "high", "p_value")]).all()
@@ -996,14 +998,14 @@ def test_a_score_that_is_no_number_is_not_more_than_chance(tmp_path: Path, capsy
     assert "chance" not in said
 
 
-def test_a_sample_of_one_class_has_no_f1(tmp_path: Path) -> None:
+def test_f1_of_one_class_is_nan(tmp_path: Path) -> None:
     dev = examples("aaab")
     found = compared(tmp_path, Scored("classify", "f1"), dev, list("aaab"), list("bbbb"))
     assert 500 < found["samples"] < 800  # of 1,000; (3/4) ** 4 have no b
     assert found["difference"] == pytest.approx(1 - 2 / 5)
 
 
-def test_a_baseline_that_cannot_be_compared_with(
+def test_invalid_baselines_raise(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     r = recipe(checkpoint_of("bert"), toy, tmp_path / "run", baseline=str(tmp_path))
@@ -1025,7 +1027,7 @@ def test_a_baseline_that_cannot_be_compared_with(
         check_baseline(r, dev)
 
 
-def test_labels_that_dev_does_not_have_are_named(
+def test_labels_missing_from_dev_are_reported(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few_of = tmp_path / "dev.jsonl"
@@ -1050,7 +1052,7 @@ def test_labels_that_dev_does_not_have_are_named(
         ({"num_train_epochs": -1.0, "max_steps": 0}, "num_train_epochs must be more than 0"),
     ],
 )
-def test_what_contradicts_itself_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_contradicting_options_raise(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         FinetuneRecipe(**fields).check()
 
@@ -1071,7 +1073,7 @@ def test_only_gpt_models_language_beside_its_task_unless_asked() -> None:
     assert weights_of("gpt2", lm_loss_weight=0.3) == [0.3]
 
 
-def test_epochs_of_unfreezing() -> None:
+def test_unfreezing_by_epochs() -> None:
     r = FinetuneRecipe(unfreeze_every=-2, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     assert r.freeze_schedule(20).unfreeze_every == 5  # two passes over 20 examples, 8 at a time
     assert replace(r, unfreeze_every=7).freeze_schedule(20).unfreeze_every == 7
@@ -1086,8 +1088,8 @@ def test_a_file_of_another_task_is_recognised(checkpoint_of: Checkpoints, toy: T
     assert not (tmp_path / "run").exists()
 
 
-def test_a_text_is_read_from_its_first_state_or_from_all(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
-    """The mean is over one text, beside which others stand in a row; a checkpoint says of itself which it was."""
+def test_pooling_by_first_state_or_mean(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
+    """The mean is over one text of a packed row; the checkpoint records the pooling."""
     for pool, kept in (("auto", "first"), ("cls", "first"), ("mean", "mean")):
         found = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / pool, pool=pool))
         model = load_model(tmp_path / pool / "final")
@@ -1101,7 +1103,7 @@ def test_a_text_is_read_from_its_first_state_or_from_all(checkpoint_of: Checkpoi
             finetune(recipe(checkpoint_of(family), toy, tmp_path / "run", pool="mean"))
 
 
-def test_examples_that_the_screen_only_counts_are_all_in_a_file(
+def test_notes_json_lists_all_affected_examples(
     checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = {"question": "what", "context": "I saw the cat", "answers": ["cat"]}
@@ -1131,7 +1133,7 @@ def test_examples_that_the_screen_only_counts_are_all_in_a_file(
     finetune(r, overwrite=True)
 
 
-def test_what_is_refused_leaves_nothing_behind(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
+def test_errors_leave_no_output_folder(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
     shutil.copytree(checkpoint_of("bert"), tmp_path / "bert")
     (tmp_path / "bert" / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"bert has no model.safetensors: not a checkpoint"):

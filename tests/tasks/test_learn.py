@@ -1,4 +1,4 @@
-"""Every task is learned by a tiny model of each shape that can do it."""
+"""A tiny model of each supported architecture learns every task."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES, COLOURS = ["big", "small"], ["red", "blue"]
 
 
 def examples(name: str, number: int = 96) -> list[Example]:
-    """Rules that a child can see, from words that stand at any place."""
+    """Simple rules over words at random positions."""
     rng, found = random.Random(0), []
     for i in range(number):
         animal, place, colour, size = (rng.choice(w) for w in (ANIMALS, PLACES, COLOURS, SIZES))
@@ -60,8 +60,8 @@ STEPS = {"span-qa": 80, "pair": 60, "word-in-context": 60}
 NAMES = ["classify", "pair", "regress", "choice", "tag", "relation", "word-in-context", "span-qa"]
 CASES = [(name, "bert", "head") for name in NAMES] + [(name, "gpt2", "head") for name in NAMES]
 CASES += [("classify", "bart", "head"), ("regress", "bart", "head"), ("relation", "bart", "head")]
-CASES += [(name, "gpt2", "words") for name in ("classify", "pair", "regress", "choice")]
-CASES += [(name, "t5", "words") for name in ("pair", "regress", "choice")] + [("regress", "t5", "head")]
+CASES += [(name, "gpt2", "text") for name in ("classify", "pair", "regress", "choice")]
+CASES += [(name, "t5", "text") for name in ("pair", "regress", "choice")] + [("regress", "t5", "head")]
 
 
 @pytest.mark.parametrize(("name", "family", "answer"), CASES)
@@ -87,7 +87,7 @@ def test_a_tiny_model_learns(name: str, family: str, answer: Any) -> None:
     assert again.metadata() == task.metadata()
 
 
-def test_examples_without_answers_can_be_predicted() -> None:
+def test_unlabelled_examples_can_be_predicted() -> None:
     for name in NAMES:
         config, tokenizer = parts("bert")
         known = examples(name, 12)

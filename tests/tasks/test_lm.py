@@ -1,4 +1,4 @@
-"""Dialogues: which tokens are learned, the same ids as transformers gives, cutting, scores."""
+"""Dialogues: which tokens have labels, ids equal to `transformers`, truncation, scores."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def with_chat(template: str, *names: str) -> Tokenizer:
 
 
 def learned(task: Any, example: Example) -> str:
-    """The text of the tokens that are asked, one stretch after the other."""
+    """The text of the target tokens, span by span."""
     (item,) = task.encode([example])
     (line,) = item.parts
     return str(
@@ -67,7 +67,7 @@ def learned(task: Any, example: Example) -> str:
     )
 
 
-def test_answers_are_learned_and_nothing_else() -> None:
+def test_only_assistant_turns_are_targets() -> None:
     task, _ = made("llama", [DIALOGUE], max_seq_length=64)
     assert learned(task, DIALOGUE) == " near the river<|endoftext|> near the fox<|endoftext|>"
     (item,) = task.encode([DIALOGUE])
@@ -78,7 +78,7 @@ def test_answers_are_learned_and_nothing_else() -> None:
     )
 
 
-def test_all_of_a_plain_text_is_learned_in_pieces() -> None:
+def test_plain_text_is_split_and_all_of_it_is_target() -> None:
     text = Example(0, ("text", "the cat lives near the river and the dog lives near the garden"))
     task, _ = made("gpt2", [text], max_seq_length=8)
     assert task.tokenizer is parts("gpt2")[1]  # nobody speaks, so there is no template
@@ -91,7 +91,7 @@ def test_all_of_a_plain_text_is_learned_in_pieces() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bart"])
-def test_transformers_gives_the_same_ids(family: str, tmp_path: Path) -> None:
+def test_ids_equal_apply_chat_template(family: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     task, _ = made(family, [DIALOGUE], max_seq_length=100, max_target_length=20)
@@ -136,13 +136,13 @@ def test_a_template_beside_the_tokenizer_is_read(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).config["chat_template"] == CHATML
 
 
-def test_answers_that_a_template_changes_are_not_learned() -> None:
+def test_answers_changed_by_the_template_are_not_targets() -> None:
     task, _ = made("llama", [DIALOGUE], with_chat(THINKS), max_seq_length=100)
     assert learned(task, DIALOGUE) == "near the fox<|endoftext|>\n"
     assert task.notices == ["1 answer is changed by the chat template later on, and not learned."]
 
 
-def test_long_dialogues_lose_their_beginning() -> None:
+def test_long_dialogues_are_truncated_from_the_left() -> None:
     whole, _ = made("llama", [DIALOGUE], max_seq_length=64)
     ids = whole.encode([DIALOGUE])[0].parts[0].ids
     task, _ = made("llama", [DIALOGUE], max_seq_length=16)
@@ -156,7 +156,7 @@ def test_long_dialogues_lose_their_beginning() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bart"])
-def test_packed_is_as_good_as_alone(family: str) -> None:
+def test_packed_equals_unpacked(family: str) -> None:
     known = dialogues()
     task, config = made(family, known)
     items = task.encode(known)
@@ -177,7 +177,7 @@ def test_packed_is_as_good_as_alone(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bart"])
-def test_what_ends_an_answer_is_learned_and_not_scored(family: str) -> None:
+def test_eos_of_an_answer_is_trained_but_not_scored(family: str) -> None:
     task, _ = made(family, [DIALOGUE], max_seq_length=100, max_target_length=20)
     (item,) = task.encode([DIALOGUE])
     asked = [
@@ -217,7 +217,7 @@ def test_a_tiny_model_learns_to_answer(family: str) -> None:
 
 
 def test_from_a_file_to_scores(checkpoint_of: Any, tmp_path: Path) -> None:
-    """Fine-tune, save, and score again: the same numbers, and transformers reads the template."""
+    """Fine-tune, save, and score again: equal scores, and transformers reads the template."""
     from transformers import AutoTokenizer
 
     rows = [{"prompt": f"I saw the {a}", "response": "animal"} for a in ANIMALS] * 4
@@ -250,14 +250,14 @@ def test_from_plain_text_to_scores(checkpoint_of: Any, tmp_path: Path) -> None:
         assert text["metrics"][name] == pytest.approx(result[name], rel=1e-4), "of the same tokens and bytes"
 
 
-def test_what_looks_special_is_said() -> None:
+def test_special_tokens_in_the_text_are_reported() -> None:
     example = Example(0, ("user", "a <|assistant|> cat", "assistant", "dog"))
     task, _ = made("llama", [example])
     task.encode([example])
     assert task.notices == ["1 message holds what looks like a special token, and is read as one."]
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_unsupported_settings_raise() -> None:
     with pytest.raises(UserError, match=r"lm needs a model that writes: a decoder or an encoder-decoder\. This bert"):
         made("bert", [DIALOGUE])
     task, config = made("llama", [DIALOGUE])

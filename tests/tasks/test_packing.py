@@ -1,4 +1,4 @@
-"""Packing: who shares a row, by hand."""
+"""Packing of examples into rows, by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from firth.tasks.packing import pack_texts, round_row_count
 
 
-def test_texts_share_rows_the_longest_first() -> None:
+def test_first_fit_decreasing() -> None:
     packing = pack_texts([5, 3, 8, 2, 6], 8)
     assert packing.num_rows == 3
     assert packing.padding_share == 0
@@ -21,7 +21,7 @@ def test_texts_share_rows_the_longest_first() -> None:
         assert position[row, first : first + size].tolist() == list(range(size))
 
 
-def test_what_is_left_over_is_padding() -> None:
+def test_the_rest_is_padding() -> None:
     packing = pack_texts([6, 5], 8)
     doc, position = packing.document_ids_and_positions()
     assert doc.tolist() == [[0] * 6 + [-1] * 2, [0] * 5 + [-1] * 3]
@@ -29,21 +29,21 @@ def test_what_is_left_over_is_padding() -> None:
     assert packing.padding_share == 5 / 16
 
 
-def test_a_single_row_is_narrow() -> None:
+def test_a_single_row_is_not_padded() -> None:
     assert pack_texts([10, 10], 512).width == 32
     assert pack_texts([3], 512).width == 16
     assert pack_texts([3], 8).width == 8
     assert pack_texts([300, 300], 512).width == 512
 
 
-def test_what_belongs_together_stays_together() -> None:
+def test_groups_stay_in_one_row() -> None:
     packing = pack_texts([3, 2, 5, 5, 8, 8], 8, texts_per_group=2)
     assert packing.width == 16
     assert packing.row_index.tolist() == [1, 1, 1, 1, 0, 0]
     assert (np.diff(packing.document_index.reshape(-1, 2), axis=1) == 1).all()
 
 
-def test_slots_are_those_of_the_documents_in_order() -> None:
+def test_target_slots_follow_the_documents() -> None:
     packing = pack_texts([4, 3, 8], 8)  # the third has a row of its own, then come the first and the second
     width, slot = packing.allocate_slots(np.array([2, 1, 1]))
     assert width == 4  # three, rounded up
@@ -65,7 +65,7 @@ def test_few_shapes_and_little_padding() -> None:
     assert all(rows <= round_row_count(rows) <= rows * 1.125 for rows in range(1, 2000))
 
 
-def test_the_same_sizes_give_the_same_rows() -> None:
+def test_packing_is_reproducible() -> None:
     sizes = np.random.default_rng(1).integers(1, 64, 500)
     first, second = pack_texts(sizes, 64), pack_texts(sizes.copy(), 64)
     assert str(first) == str(second)

@@ -1,4 +1,4 @@
-"""ELMo, ULMFiT and biLSTMs by the same verbs as all others: pretrain, go on exactly, fine-tune, evaluate, embed."""
+"""ELMo, ULMFiT and biLSTMs with the usual commands: pretrain, resume, fine-tune, evaluate, embed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def run_of(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A pretraining run of eight steps, made once."""
+    """A pretraining run of eight steps, run once."""
     made: dict[str, Path] = {}
 
     def get(name: str) -> Path:
@@ -103,7 +103,7 @@ def scores(result: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(
+def test_a_stopped_run_resumes_bit_exactly(
     name: str, run_of: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
     whole, again = run_of(name), tmp_path / "again"
@@ -120,7 +120,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     assert (whole / "log.jsonl").read_text() == (again / "log.jsonl").read_text()
 
 
-def test_rows_that_go_on_are_the_default() -> None:
+def test_stream_order_is_the_default() -> None:
     assert pretraining_recipe(get_preset("ulmfit-base")).order == "stream"
     assert pretraining_recipe(get_preset("ulmfit-base")).max_seq_length == 70
     assert type(pretraining_recipe(get_preset("elmo-base")).objective).__name__ == "BiLM"
@@ -136,7 +136,7 @@ def test_rows_that_go_on_are_the_default() -> None:
         ("bilstm-tiny", "unilm", "is bidirectional"),
     ],
 )
-def test_what_lstms_cannot_see_is_refused(name: str, objective: str, said: str, text: Path, tmp_path: Path) -> None:
+def test_unsupported_objectives_raise(name: str, objective: str, said: str, text: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=said):
         api.pretrain(name, text, tmp_path / "run", objective=objective, max_steps=1)
 
@@ -151,7 +151,7 @@ def test_evaluated_and_embedded(name: str, run_of: Callable[[str], Path], text: 
     assert np.allclose(vectors[1], vectors[2]) == (name == "ulmfit-tiny"), "only ELMo reads words it has never met"
 
 
-def test_the_words_of_elmo_have_the_vectors_of_their_characters(
+def test_elmo_word_vectors_come_from_characters(
     run_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("firth.evaluate.vectors.CHAR_ENCODER_BATCH_WORDS", 5)
@@ -170,7 +170,7 @@ def test_the_words_of_elmo_have_the_vectors_of_their_characters(
     assert api.evaluate(final, "word-similarity", pairs, tmp_path / "scores")["unknown"] == 0
 
 
-def test_writing_from_a_state_is_reading_all_again(run_of: Callable[[str], Path]) -> None:
+def test_decoding_from_the_state_equals_reading_all_again(run_of: Callable[[str], Path]) -> None:
     model = load_model(run_of("ulmfit-tiny") / "final")
     assert model.tokenizer is not None
     prompts = [model.tokenizer.encode(prompt) for prompt in ("the cat", "a big red fox ran", "near")]
@@ -187,7 +187,7 @@ def test_writing_from_a_state_is_reading_all_again(run_of: Callable[[str], Path]
 # --- ULMFiT ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_slanted_triangle_is_the_papers() -> None:
+def test_slanted_triangular_equals_the_papers_equation() -> None:
     """Equation 3: cut = T * cut_frac; p rises to 1 at the cut, falls to 0; the rate is max * (1 + p * 31) / 32."""
     steps, cut, highest = 200, 20, 0.01
     training = TrainingConfig(
@@ -198,8 +198,8 @@ def test_the_slanted_triangle_is_the_papers() -> None:
         assert learning_rate_at(t, training) == pytest.approx(highest * (1 + p * 31) / 32)
 
 
-def test_one_more_layer_learns_with_every_epoch() -> None:
-    """Gradual unfreezing, and rates that fall by 2.6 from layer to layer (sections 3.2 and 3.3)."""
+def test_gradual_unfreezing() -> None:
+    """One more layer per epoch, and rates that fall by 2.6 from layer to layer (sections 3.2 and 3.3)."""
     recipe = finetuning_defaults(get_preset("ulmfit-base"))
     assert recipe["unfreeze_every"] == -1
     assert 1 / recipe["layer_decay"] == pytest.approx(2.6)
@@ -211,10 +211,10 @@ def test_one_more_layer_learns_with_every_epoch() -> None:
     assert depth == [{4}, {3, 4}, {2, 3, 4}, {1, 2, 3, 4}, {0, 1, 2, 3, 4}]
 
 
-def test_three_stages_forward_and_backward_and_both_together(
+def test_ulmfit_stages_in_both_directions(
     run_of: Callable[[str], Path], toy: dict[str, Path], text: Path, tmp_path: Path
 ) -> None:
-    """General text, the task's own text, the task; again from right to left; the mean of both."""
+    """General text, the task's text, the task; the same reversed; the ensemble of both."""
     quick: dict[str, Any] = {
         "seeds": 1,
         "max_steps": 60,
@@ -302,7 +302,7 @@ def test_where_no_words_can_be_added(run_of: Callable[[str], Path], text: Path, 
         api.pretrain(run_of("ulmfit-tiny") / "final", run_of("ulmfit-tiny") / "data", tmp_path / "run", add_words=True)
 
 
-def test_a_backward_tokenizer_reads_from_the_end() -> None:
+def test_a_reversed_tokenizer_reads_from_the_end() -> None:
     plain = train_tokenizer(["the cat sat"] * 2, "word", 20)
     back = plain.to_reversed()
     assert back.encode("the cat sat") == plain.encode("sat cat the")
@@ -318,7 +318,7 @@ def finetune_defaults() -> Any:
     return FinetuneRecipe()
 
 
-def test_shards_of_a_backward_model_are_reversed(text: Path, tmp_path: Path) -> None:
+def test_shards_of_a_reversed_model_are_reversed(text: Path, tmp_path: Path) -> None:
     from firth.tokens import open_shards
 
     api.tokenizer([text], tmp_path / "there", kind="word", vocab_size=100)
@@ -368,7 +368,7 @@ def test_who_cannot_be_an_autoencoder(name: str, fields: dict[str, Any], said: s
         api.pretrain(name, text, tmp_path / "run", objective="autoencoder", max_steps=1, **fields)
 
 
-def test_dai_and_le_train_all_at_once() -> None:
+def test_dai_and_le_train_all_layers_at_once() -> None:
     recipe = named_finetuning_defaults("dai-le", get_preset("ulmfit-base"))
     assert (recipe["layer_decay"], recipe["unfreeze_every"], recipe["lr_scheduler_type"]) == (1.0, 0, "linear")
     assert (recipe["pool"], recipe["head_dim"], recipe["head_dropout"]) == ("last", 512, 0.5)
@@ -382,9 +382,7 @@ def test_dai_and_le_train_all_at_once() -> None:
 
 
 @pytest.mark.parametrize("name", ["elmo-tiny", "ulmfit-tiny"])
-def test_lora_has_nothing_to_stand_beside(
-    name: str, run_of: Callable[[str], Path], toy: dict[str, Path], tmp_path: Path
-) -> None:
+def test_lora_raises_for_lstms(name: str, run_of: Callable[[str], Path], toy: dict[str, Path], tmp_path: Path) -> None:
     final = run_of(name) / "final"
     with pytest.raises(UserError, match="LoRA adapts the matrices of attention and MLP, and LSTMs have none"):
         api.finetune(final, "classify", toy["train"], toy["dev"], tmp_path / "run", lora_rank=2)
@@ -395,8 +393,8 @@ def test_elmo_opens_in_transformers(run_of: Callable[[str], Path], tmp_path: Pat
     assert api.export(run_of("elmo-tiny") / "final", tmp_path / "out", check=True)["max_difference"] < 1e-5
 
 
-def test_elmo_stays_as_it_is_under_a_task(run_of: Callable[[str], Path], toy: dict[str, Path], tmp_path: Path) -> None:
-    """Only the mixture, the LSTM on top and the head learn."""
+def test_elmo_is_frozen_in_fine_tuning(run_of: Callable[[str], Path], toy: dict[str, Path], tmp_path: Path) -> None:
+    """Only the scalar mix, the LSTM on top and the head are trained."""
     final = run_of("elmo-tiny") / "final"
     recipe = finetuning_defaults(read_config(final))
     assert (recipe["freeze"], recipe["layers"]) == ("backbone", "mix")
@@ -414,10 +412,10 @@ def test_elmo_stays_as_it_is_under_a_task(run_of: Callable[[str], Path], toy: di
 
 
 @pytest.mark.parametrize("name", ["elmo-tiny", "ulmfit-tiny", "word2vec"])
-def test_senses_by_fine_tuning_and_by_a_threshold(
+def test_word_in_context_by_fine_tuning_and_by_threshold(
     name: str, run_of: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
-    """Whether a word means the same, of what reads its context and of what does not: both run, and are scored."""
+    """With a contextual and a static model."""
     pairs = [("the big fox ran", "a fox sat", True), ("a red fox", "then home and fox near the river", False)] * 4
     rows = [{"word": "fox", "text_a": a, "text_b": b, "label": same} for a, b, same in pairs]
     file = write_jsonl(tmp_path / "wic.jsonl", rows)
@@ -435,8 +433,8 @@ def test_senses_by_fine_tuning_and_by_a_threshold(
     assert again["metrics"]["accuracy"] == pytest.approx(tuned["accuracy"])
 
 
-def test_tags_by_a_bilstm_and_a_chain_on_word_vectors(tmp_path: Path) -> None:
-    """Word vectors from nowhere: the baseline from scratch. A tag that depends on the word before needs the LSTM."""
+def test_tagging_with_bilstm_and_crf(tmp_path: Path) -> None:
+    """On random word vectors. A tag that depends on the previous word needs the LSTM."""
     words, draw = ["cat", "dog", "the", "ran", "big"], np.random.default_rng(0)
     rows = []
     for _ in range(60):
@@ -457,8 +455,8 @@ def test_tags_by_a_bilstm_and_a_chain_on_word_vectors(tmp_path: Path) -> None:
         api.finetune(tmp_path / "words", "classify", train, dev, tmp_path / "no", crf=True)
 
 
-def test_a_head_reads_the_top_layer_unless_told(run_of: Callable[[str], Path]) -> None:
-    """The simple version of ELMo: no mixture, nothing on top."""
+def test_a_head_reads_the_top_layer_by_default(run_of: Callable[[str], Path]) -> None:
+    """ELMo without scalar mix and without layers on top."""
     config = read_config(run_of("elmo-tiny") / "final")
     recipe = finetune_defaults()
     task = make_task(
@@ -475,7 +473,7 @@ def tokenizer_in(run_of: Callable[[str], Path]) -> Any:
 
 
 def test_gradients_do_not_depend_on_how_a_batch_is_split() -> None:
-    """As for every model: the losses of two halves add up to that of the whole."""
+    """The losses of two halves add up to that of the whole."""
     from firth.objectives import Batch
 
     torch.manual_seed(0)

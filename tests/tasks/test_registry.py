@@ -1,4 +1,4 @@
-"""Which way a task is done by which architecture, and what is refused."""
+"""Which task class each architecture gets, and which combinations raise."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_one_stack_has_a_head_for_every_task(name: str) -> None:
+def test_encoders_and_decoders_have_a_head_for_every_task(name: str) -> None:
     for family in FAMILIES:
         config, _ = parts(family)
         if config.architecture == "encoder-decoder":
@@ -81,7 +81,7 @@ def test_one_stack_has_a_head_for_every_task(name: str) -> None:
         assert task.metadata()["task"] == task.name == name
 
 
-def test_two_stacks() -> None:
+def test_encoder_decoders() -> None:
     for name in ("classify", "pair", "regress", "relation", "word-in-context", "span-qa"):
         assert isinstance(made(name, "bart").configure_model(parts("bart")[0]).head, HEADS[name])
         words = made(name, "t5")
@@ -96,7 +96,7 @@ def test_two_stacks() -> None:
     assert isinstance(made("classify", "gpt2", answer="text"), VerbalizedTask)
 
 
-def test_numbers_are_rounded_as_t5_does() -> None:
+def test_regression_targets_are_rounded_as_in_t5() -> None:
     assert round_regression_labels([0.0, 0.31, 5.0, 4.9]) == ("0.0", "0.4", "4.8", "5.0")
     assert round_regression_labels([0.0, 1.0, 0.51]) == ("0.00", "0.52", "1.00")
     task = made("regress", "t5")
@@ -114,12 +114,12 @@ def test_numbers_are_rounded_as_t5_does() -> None:
         ("text-to-text", "bert", {}, "text-to-text needs a model that writes"),
     ],
 )
-def test_what_cannot_work_is_refused(name: str, family: str, fields: dict[str, Any], message: str) -> None:
+def test_unsupported_tasks_raise(name: str, family: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         made(name, family, **fields)
 
 
-def test_unknown_names_and_labels() -> None:
+def test_unknown_names_and_labels_raise() -> None:
     config, tokenizer = parts("bert")
     with pytest.raises(UserError, match=r"Unknown task 'clasify'. Did you mean 'classify'"):
         make_task("clasify", [], tokenizer, config, FinetuneRecipe())

@@ -1,4 +1,4 @@
-"""Marks in a text, and where they are once it is tokens."""
+"""Entity markers in a text, and their positions among the tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def made(name: str, family: str, example: Example, length: int = 32):  # type: i
     return make_task(name, [example], tokenizer, config, FinetuneRecipe(max_seq_length=length))
 
 
-def test_marks() -> None:
+def test_entity_markers() -> None:
     text, spans = insert_entity_markers(TEXT, [CAT, RIVER])
     assert text == "the @ cat @ lives near the # river #"
     assert [text[a:b] for a, b in spans] == ["@ cat @", "# river #"]
@@ -31,7 +31,7 @@ def test_marks() -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "xlnet"])
-def test_an_encoder_is_asked_at_both_first_marks(family: str) -> None:
+def test_an_encoder_reads_both_start_markers(family: str) -> None:
     example = Example(0, (TEXT,), "home", (CAT, RIVER))
     task = made("relation", family, example, 60 if family == "xlnet" else 32)
     ((sheet,),) = [item.sequences for item in task.encode([example])]
@@ -42,7 +42,7 @@ def test_an_encoder_is_asked_at_both_first_marks(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bart"])
-def test_what_reads_forward_is_asked_at_the_end(family: str) -> None:
+def test_a_decoder_reads_the_last_position(family: str) -> None:
     example = Example(0, (TEXT,), "home", (CAT, RIVER))
     task = made("relation", family, example)
     ((sheet,),) = [item.sequences for item in task.encode([example])]
@@ -53,7 +53,7 @@ def test_what_reads_forward_is_asked_at_the_end(family: str) -> None:
 @pytest.mark.parametrize(
     ("before", "between", "after"), [(30, 1, 0), (0, 1, 30), (30, 1, 30), (0, 30, 0), (20, 30, 20), (3, 1, 3)]
 )
-def test_a_long_text_is_cut_around_its_marks(before: int, between: int, after: int) -> None:
+def test_a_long_text_is_truncated_around_its_markers(before: int, between: int, after: int) -> None:
     text = "red " * before + "cat " + "big " * between + "river" + " blue" * after
     start = 4 * before
     tail = start + 4 + 4 * between
@@ -70,7 +70,7 @@ def test_a_long_text_is_cut_around_its_marks(before: int, between: int, after: i
     assert not long or sheet.num_tokens == 24
 
 
-def test_word_in_context_asks_at_the_words() -> None:
+def test_word_in_context_reads_the_marked_words() -> None:
     example = Example(0, ("red " * 30 + "cat", "the cat is big"), "yes", ((120, 123), (4, 7)))
     task = made("word-in-context", "bert", example)
     ((sheet,),) = [item.sequences for item in task.encode([example])]

@@ -1,4 +1,4 @@
-"""A fine-tuning that goes on: with what it began with, or with a change that is allowed, or after a step back."""
+"""Resuming a fine-tuning: with the same recipe, with an allowed change, or after a rewind."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def stop_in_seed(monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> None:
 
 @pytest.fixture
 def stopped(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> FinetuneRecipe:
-    """One seed is done, the other has come to step 5."""
+    """A run whose first seed is finished and whose second has reached step 5."""
     with monkeypatch.context() as patch:
         stop_in_seed(patch, "seed-1", 5)
         with pytest.raises(KeyboardInterrupt):
@@ -95,10 +95,10 @@ def stored(recipe: FinetuneRecipe) -> FinetuneRecipe:
     return load_recipe(Path(recipe.output_dir) / "recipe.yaml", FinetuneRecipe)
 
 
-def test_a_score_that_is_no_number_is_null_and_read_again(
+def test_a_nan_score_is_saved_as_null_and_read_back(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a correlation of constant predictions is: the file of a seed is JSON all the same, and a resume reads it."""
+    """For example the correlation of constant predictions: the file is valid JSON, and a resume reads it."""
     evaluate = finetuning.fit
     monkeypatch.setattr(
         finetuning,
@@ -115,7 +115,7 @@ def test_a_score_that_is_no_number_is_null_and_read_again(
     assert len(result["seeds"]) == 2
 
 
-def test_a_changed_recipe_is_refused_unless_allowed(
+def test_a_changed_recipe_raises_without_allow_change(
     stopped: FinetuneRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = replace(stopped, learning_rate=1e-3, seeds=3)
@@ -136,7 +136,7 @@ def test_a_changed_recipe_is_refused_unless_allowed(
 @pytest.mark.parametrize(
     "fields", [{"optim": "adafactor"}, {"lora_rank": 2}, {"from_scratch": True}, {"ema_decay": 0.5}, {"task": "pair"}]
 )
-def test_what_checkpoints_are_made_of_never_changes(stopped: FinetuneRecipe, fields: dict[str, Any]) -> None:
+def test_fixed_fields_can_never_change(stopped: FinetuneRecipe, fields: dict[str, Any]) -> None:
     if "task" in fields:
         for file in (stopped.train, stopped.dev):
             lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
@@ -146,7 +146,7 @@ def test_what_checkpoints_are_made_of_never_changes(stopped: FinetuneRecipe, fie
         finetune(replace(stopped, **fields), resume=True, allow_change=True)
 
 
-def test_changed_examples_are_refused_unless_allowed(
+def test_changed_examples_raise_without_allow_change(
     stopped: FinetuneRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = stored(stopped).train_checksum
@@ -164,7 +164,7 @@ def test_changed_examples_are_refused_unless_allowed(
     assert stored(stopped).train_checksum != before
 
 
-def test_scores_are_of_the_same_examples(stopped: FinetuneRecipe) -> None:
+def test_changed_dev_examples_always_raise(stopped: FinetuneRecipe) -> None:
     change_a_text(stopped.dev)
     with pytest.raises(UserError, match=r"dev.jsonl is not what it was .*of the same examples"):
         finetune(stopped, resume=True, allow_change=True)
@@ -174,7 +174,7 @@ CHANGES = [Example(1, ("ab",), "x", ((0, 2),), ("x", "y")), Example(1, ("ab",), 
 
 
 @pytest.mark.parametrize("other", CHANGES)
-def test_marks_and_further_references_are_seen(other: Example, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checksums_include_spans_and_references(other: Example, capsys: pytest.CaptureFixture[str]) -> None:
     plain, marked = Example(1, ("ab",), "x"), Example(1, ("ab",), "x", ((0, 1),), ("x", "y"))
     data, changed = (finetuning.FinetuneData([plain], [e]) for e in (marked, other))
     recipe = finetuning.check_example_checksums(FinetuneRecipe(train="train.jsonl", dev="dev.jsonl"), data, False)
@@ -190,7 +190,7 @@ def test_marks_and_further_references_are_seen(other: Example, capsys: pytest.Ca
     assert "train.jsonl" not in said
 
 
-def test_other_labels_are_never_taken_for_those_that_were_learned(stopped: FinetuneRecipe) -> None:
+def test_other_labels_always_raise(stopped: FinetuneRecipe) -> None:
     """As many as before, so the shapes would fit."""
     data = finetuning.read_finetune_data(stopped)
     change_a_text(stopped.train, label=True)
@@ -215,7 +215,7 @@ def test_deterministic_changes_nothing_on_a_cpu(plan: Plan, tmp_path: Path) -> N
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, bad: list[int], seeds: tuple[int, ...] = (1,)) -> None:
-    """Let the loss of these seeds be no number on the examples of these steps, counted from 0."""
+    """Make the loss of these seeds NaN on the examples of these steps, counted from 0."""
     plain = finetuning.make_finetune_batch_fn
     known: dict[int, int] = {}
 
@@ -239,8 +239,8 @@ def poison(monkeypatch: pytest.MonkeyPatch, bad: list[int], seeds: tuple[int, ..
     monkeypatch.setattr(finetuning, "TrainingRun", make)
 
 
-def test_the_seed_that_broke_goes_back(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps 5 to 7 of seed 1 are bad: it goes back to checkpoint-4, and passes over the examples up to them."""
+def test_the_diverged_seed_rewinds(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps 5 to 7 of seed 1 are bad: it rewinds to checkpoint-4 and skips the examples up to them."""
     poison(monkeypatch, [4, 5, 6])
     recipe = plan(max_bad_steps=3)
     assert finetune(recipe)["diverged"] == [1]
@@ -281,7 +281,7 @@ def test_the_seed_that_broke_goes_back(plan: Plan, tmp_path: Path, monkeypatch: 
         assert ours.read_bytes() == theirs.read_bytes(), name
 
 
-def test_a_seed_that_breaks_does_not_end_the_others(
+def test_a_diverged_seed_does_not_end_the_others(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finetune(plan(output_dir=str(tmp_path / "whole")))
@@ -310,9 +310,7 @@ def test_a_seed_that_breaks_does_not_end_the_others(
     assert finetune(changed, resume=True, allow_change=True)["diverged"] == []
 
 
-def test_where_every_seed_breaks_there_is_no_result(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_seeds_diverged_raises(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, [4, 5, 6], seeds=(0, 1))
     with pytest.raises(UserError, match=r"^The loss of all 2 seeds diverged. The first: 3 steps in a row"):
         finetune(plan(max_bad_steps=3))
@@ -321,7 +319,7 @@ def test_where_every_seed_breaks_there_is_no_result(
         finetune(plan(max_bad_steps=3, seeds=1, output_dir=str(tmp_path / "one")))
 
 
-def test_the_command_line_has_both(stopped: FinetuneRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allow_change_and_rewind_on_the_command_line(stopped: FinetuneRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(api, "run_finetune", lambda *words: given.append(words[1:]) or {"task": "classify"})
     monkeypatch.setattr(api, "write_run_report_and_card", lambda *words: Path("report.html"))
@@ -334,7 +332,7 @@ def test_the_command_line_has_both(stopped: FinetuneRecipe, monkeypatch: pytest.
 # --- the day
 
 
-def test_a_run_tells_a_template_the_day_on_which_it_began() -> None:
+def test_chat_templates_get_the_start_date_of_the_run() -> None:
     tokenizer = parts("gpt2")[1]
     dated = Tokenizer(tokenizer.backend, tokenizer.special_tokens, tokenizer.config | {"chat_template": DATED})
     assert finetuning.template_uses_date(dated)
@@ -387,7 +385,7 @@ def test_a_resume_on_another_day_reads_the_same_text(
 
 
 @pytest.mark.parametrize("last", ["write_predictions", "save_seed_model", "write_results", "summarize_seeds"])
-def test_what_a_full_disk_refuses_at_the_end_comes_with_the_next(
+def test_a_resume_writes_the_final_files_that_failed(
     last: str, quota: Callable[[int | None], None], plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finetune(plan(seeds=1, output_dir=str(tmp_path / "straight")))

@@ -1,4 +1,4 @@
-"""The frame of a task in a tokenizer: the ids that the task reads, from raw texts, in `transformers`."""
+"""A saved tokenizer adds the task's special tokens: `transformers` reads the ids that the task was trained with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TWO = ("the big cat", "a red river is near")
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "t5"])
-def test_a_text_and_two_texts(family: str, tmp_path: Path) -> None:
+def test_one_text_and_two_texts(family: str, tmp_path: Path) -> None:
     config, tokenizer = parts(family)
     examples = [Example(0, TWO, "x"), Example(1, TWO[::-1], "y")]
     task = make_task("pair", examples, tokenizer, config, FinetuneRecipe())
@@ -37,7 +37,7 @@ def test_a_text_and_two_texts(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "gpt2", "llama"])
-def test_a_text_that_is_answered_in_words(family: str, tmp_path: Path) -> None:
+def test_a_text_to_text_source(family: str, tmp_path: Path) -> None:
     config, tokenizer = parts(family)
     examples = [Example(0, TWO[:1], TWO[1])]
     task = make_task(
@@ -48,7 +48,7 @@ def test_a_text_that_is_answered_in_words(family: str, tmp_path: Path) -> None:
     assert found["input_ids"] == task.encode(examples)[0].ids
 
 
-def test_a_tokenizer_that_frames_so_already_is_left_alone() -> None:
+def test_a_tokenizer_with_this_template_is_unchanged() -> None:
     config, tokenizer = parts("bert")
     examples = [Example(0, TWO, "x"), Example(1, TWO, "y")]
     assert make_task("pair", examples, tokenizer, config, FinetuneRecipe()).templated_tokenizer() is tokenizer

@@ -1,4 +1,4 @@
-"""Few shapes: what batches are padded to, and that nothing which is asked changes by that."""
+"""Shape buckets: batches are padded to few shapes, and no loss or prediction changes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from firth.train.recipe import EngineConfig
 FEW = ComputeConfig(torch.device("cpu"), False, compile=True)
 
 
-def test_levels_pad_the_least() -> None:
-    """Two levels: with 5 and 9 it is 90 * 5 + 10 * 9 = 540 rows, with 6 and 9 it is 99 * 6 + 9 = 603."""
+def test_row_buckets_minimize_padding() -> None:
+    """Two buckets: with 5 and 9 it is 90 * 5 + 10 * 9 = 540 rows, with 6 and 9 it is 99 * 6 + 9 = 603."""
     count = Counter({4: 10, 5: 80, 6: 9, 9: 1})
     assert choose_row_buckets(count, 1) == (9,)
     assert choose_row_buckets(count, 2) == (5, 9)
@@ -57,7 +57,7 @@ def test_a_batch_by_hand() -> None:
     assert unpad_logits(np.arange(4).reshape(2, 2), batch_shape(batch), batch_shape(found)).tolist() == [[0]]
 
 
-def test_larger_batches_than_in_the_trial_get_few_shapes_too() -> None:
+def test_batches_larger_than_the_sample_get_few_shapes() -> None:
     shapes = ShapeBuckets((3, 4), 64, 0, 8, 0)
     assert shapes.bucket_for(BatchShape(1, 16, 0, 2)) == BatchShape(3, 64, 0, 8)
     assert shapes.bucket_for(BatchShape(4, 64, 0, 8)) == BatchShape(4, 64, 0, 8)
@@ -89,7 +89,7 @@ OTHERS += [("text-to-text", "gpt2")]
 
 @pytest.mark.parametrize(("name", "family"), [*CASES, *OTHERS])
 def test_padding_changes_nothing(name: str, family: str) -> None:
-    """The losses, their gradients and their counts, whatever the shape."""
+    """Losses, gradients and counts are equal for every shape."""
     task, model, known = of(name, family)
     model.eval()
     batch = task.collate(task.encode(known))
@@ -109,7 +109,7 @@ def test_padding_changes_nothing(name: str, family: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "family"), [*CASES, *OTHERS[:3]])
-def test_predictions_are_the_same(name: str, family: str) -> None:
+def test_predictions_are_equal(name: str, family: str) -> None:
     task, model, known = of(name, family)
     items = task.encode(known)
     plain, few = task.predict(model, items, CPU, 3), task.predict(model, items, FEW, 3)
@@ -138,8 +138,8 @@ def test_shapes_of_many_batches_are_few() -> None:
     assert tokens / sum(batch.input_ids.size for batch in found) > 0.75
 
 
-def test_who_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long runs leave it to the machine; short ones, and those that end on time, do not."""
+def test_which_runs_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long runs use the default of the device; short ones, and those with --minutes, do not compile."""
     config, _ = parts("bert")
     usual = FinetuneRecipe(per_device_train_batch_size=10)
     assert resolve_compile_options(usual, config, 10 * MIN_STEPS_TO_COMPILE).compile is None
@@ -168,14 +168,14 @@ def test_who_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
         assert resolve_compile_options(replace(usual, **changes), config, 9).engine.cuda_graphs is False
 
 
-def test_a_run_with_few_shapes_learns_the_same(
+def test_a_bucketed_run_is_equal(
     checkpoint_of: Any,
     toy: Any,
     tmp_path: Any,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As if it were compiled: the same losses, scores and predictions; how many shapes there were is told."""
+    """With buckets as if compiled: equal losses, scores and predictions; the number of shapes is reported."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     results, losses = [], []
     for compiled in (False, True):

@@ -1,4 +1,4 @@
-"""Answers are exact stretches of the context, whatever the tokenizer does to it."""
+"""Predicted answers are exact substrings of the context, for every tokenizer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def task_of(kind: str, lowercase: bool, length: int = 64) -> SpanQATask:
 
 
 def perfect(task: SpanQATask, items: list[Any]) -> list[Prediction]:
-    """What is predicted when the logits point at the right answers."""
+    """The prediction for logits that point at the right answers."""
     batch, laid = task.collate(items), task.pack_items(items)
     assert isinstance(laid, PackedBatch)
     return task.decode_logits(items, 10 * np.maximum(batch.task_labels, 0), laid)
@@ -51,7 +51,7 @@ def perfect(task: SpanQATask, items: list[Any]) -> list[Prediction]:
 
 @pytest.mark.parametrize("kind", ["wordpiece", "byte-bpe", "unigram"])
 @pytest.mark.parametrize("lowercase", [False, True])
-def test_whole_words_come_back_to_the_letter(kind: str, lowercase: bool) -> None:
+def test_answers_round_trip_exactly(kind: str, lowercase: bool) -> None:
     task, examples = task_of(kind, lowercase, 60), list[Example]()
     for context in CONTEXTS:
         for word in context.split():
@@ -68,7 +68,7 @@ def test_whole_words_come_back_to_the_letter(kind: str, lowercase: bool) -> None
             assert p.prediction == e.target[0].text
 
 
-def test_every_prediction_is_a_stretch_of_its_context() -> None:
+def test_every_prediction_is_a_substring_of_its_context() -> None:
     config, tokenizer = parts("bert")
     examples = [Example(i, ("red fox", c), (AnswerSpan(c[4:9], 4),)) for i, c in enumerate(CONTEXTS)]
     task = make_task("span-qa", examples, tokenizer, config, FinetuneRecipe(max_seq_length=20))
@@ -88,7 +88,7 @@ def test_every_prediction_is_a_stretch_of_its_context() -> None:
             assert e.texts[1][b["start"] : b["start"] + len(b["text"])] == b["text"] == b["text"].strip()
 
 
-def test_long_contexts_are_read_in_stretches() -> None:
+def test_long_contexts_are_read_in_windows() -> None:
     assert split_context_windows(5, 8) == [(0, 5)]
     assert split_context_windows(9, 8) == [(0, 8), (4, 5)]
     assert split_context_windows(20, 8) == [(0, 8), (4, 8), (8, 8), (12, 8)]
@@ -99,7 +99,7 @@ def test_long_contexts_are_read_in_stretches() -> None:
         assert seen == set(range(size))
 
 
-def test_an_answer_is_learned_where_it_is_seen_and_elsewhere_there_is_none() -> None:
+def test_windows_without_the_answer_are_labelled_unanswerable() -> None:
     config, tokenizer = parts("bert")
     context = " ".join(["red"] * 20 + ["fox"] + ["blue"] * 20)
     example = Example(0, ("fox", context), (AnswerSpan("fox", context.index("fox")),))
@@ -123,7 +123,7 @@ def test_an_answer_is_learned_where_it_is_seen_and_elsewhere_there_is_none() -> 
     assert perfect(task, [item])[0].prediction == "fox"
 
 
-def test_each_token_counts_where_most_is_around_it() -> None:
+def test_each_token_is_scored_in_its_window_of_maximum_context() -> None:
     assert max_context_window([ContextWindow(0, 8, 3), ContextWindow(4, 8, 3)]).tolist() == [0] * 6 + [1] * 6
     assert max_context_window([ContextWindow(0, 5, 3)]).tolist() == [0] * 5
 
@@ -140,7 +140,7 @@ def test_spans_are_ordered_and_short_enough() -> None:
     assert all(start != 2 for _, start, _ in best_answer_spans(logits, usable))
 
 
-def test_answers_are_found_or_counted() -> None:
+def test_answers_that_are_not_found_are_counted() -> None:
     assert find_answer_start("a cat and a cat", "cat", 2) == 2
     assert find_answer_start("a cat and a cat", "cat", 11) == 12
     assert find_answer_start("a cat and a cat", "cat", 3) == 2
@@ -159,7 +159,7 @@ def test_answers_are_found_or_counted() -> None:
         assert np.isfinite(model_for(task, config).losses(task.collate(items).to(CPU.device))["targets"].item())
 
 
-def test_the_threshold_is_chosen_on_held_out_examples_and_kept() -> None:
+def test_the_no_answer_threshold_is_calibrated_on_dev_and_saved() -> None:
     config, tokenizer = parts("bert")
     examples = [
         Example(0, ("a", "the cat"), (AnswerSpan("cat", 4),)),
@@ -186,7 +186,7 @@ def test_the_threshold_is_chosen_on_held_out_examples_and_kept() -> None:
     assert again.allows_no_answer
 
 
-def test_no_answer_is_told_from_the_first_place() -> None:
+def test_no_answer_points_to_the_first_position() -> None:
     config, tokenizer = parts("bert")
     examples = [Example(0, ("a", "the cat"), ()), Example(1, ("a", "the dog"), (AnswerSpan("dog", 4),))]
     task = make_task("span-qa", examples, tokenizer, config, FinetuneRecipe(max_seq_length=20))

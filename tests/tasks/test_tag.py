@@ -1,4 +1,4 @@
-"""Words and their pieces, windows over long sentences, marked predicates."""
+"""Word labels on pieces, windows over long sentences, marked predicates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tagger(family: str, example: Example, length: int = 32) -> TaggingTask:
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "xlnet"])
-def test_the_first_piece_of_each_word_is_asked(family: str) -> None:
+def test_an_encoder_labels_the_first_piece_of_each_word(family: str) -> None:
     task = tagger(family, Example(0, WORDS, TAGS))
     ((sheet,),) = [item.sequences for item in task.encode([Example(0, WORDS, TAGS)])]
     assert len(sheet.target_positions) == 5
@@ -43,14 +43,14 @@ def test_the_first_piece_of_each_word_is_asked(family: str) -> None:
             assert task.tokenizer.decode(pieces).strip() == word
 
 
-def test_a_decoder_is_asked_at_the_last_piece() -> None:
+def test_a_decoder_labels_the_last_piece_of_each_word() -> None:
     task = tagger("gpt2", Example(0, WORDS, TAGS))
     ((sheet,),) = [item.sequences for item in task.encode([Example(0, WORDS, TAGS)])]
     text = [task.tokenizer.decode(sheet.ids[1 : place + 1]) for place in sheet.target_positions]
     assert text == ["the", "the elephants", "the elephants near", "the elephants near Ω", "the elephants near Ω river"]
 
 
-def test_words_without_tokens_are_unknown() -> None:
+def test_words_without_tokens_become_unk() -> None:
     words = ("the", "\u200b", "", "cat")
     task = tagger("bert", Example(0, words, ("O",) * 4))
     (item,) = task.encode([Example(0, words, ("O",) * 4)])
@@ -60,7 +60,7 @@ def test_words_without_tokens_are_unknown() -> None:
     assert "2 words were without a token, and replaced by the unknown token." in task.notices
 
 
-def test_windows_ask_every_word_once() -> None:
+def test_windows_label_every_word_once() -> None:
     assert split_word_windows([1] * 6, 8) == [WordWindow(0, 6, 0, 6)]
     assert split_word_windows([1] * 12, 8) == [WordWindow(0, 8, 0, 7), WordWindow(6, 12, 7, 12)]
     assert split_word_windows([], 8) == [WordWindow(0, 0, 0, 0)]
@@ -91,7 +91,7 @@ def test_long_sentences_are_read_in_windows() -> None:
     assert ((asked == cat) == (batch.task_labels == task.labels.index("B-A")))[batch.task_labels >= 0].all()
 
 
-def test_a_word_that_is_too_long_is_cut() -> None:
+def test_a_word_that_is_too_long_is_truncated() -> None:
     words = ("q" * 40, "cat")
     task = tagger("gpt2", Example(0, words, ("O", "B-A")), length=16)
     (item,) = task.encode([Example(0, words, ("O", "B-A"))])
@@ -111,12 +111,12 @@ def test_the_predicate_is_marked() -> None:
     assert task.tokenizer.decode([with_marks.ids[lives - 1]]).strip() == "@"
 
 
-def test_what_decides() -> None:
+def test_deciding_metric() -> None:
     assert tagger("bert", Example(0, ("a", "cat"), ("O", "B-A"))).metric == "entity_f1"
     assert tagger("bert", Example(0, ("a", "cat"), ("DET", "NOUN"))).metric == "accuracy"
 
 
-def test_the_verb_of_a_role_is_not_counted() -> None:
+def test_the_predicate_is_not_scored() -> None:
     example = Example(0, ("cat", "lives"), ("B-A0", "B-V"), spans=((1, 2),))
     task = tagger("bert", example)
     for name in ("entity_f1", "entity_precision", "entity_recall"):
@@ -124,7 +124,7 @@ def test_the_verb_of_a_role_is_not_counted() -> None:
         assert task.score([example], [Prediction(("B-A0", "O"))])[name] == 1
 
 
-def test_tags_that_are_new_are_not_learned() -> None:
+def test_unknown_tags_are_ignored() -> None:
     task = tagger("bert", Example(0, ("a", "cat"), ("O", "B-A")))
     (item,) = task.encode([Example(1, ("a", "dog"), ("O", "B-Z"))])
     assert task.collate([item]).num_targets == 1
@@ -133,7 +133,7 @@ def test_tags_that_are_new_are_not_learned() -> None:
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_an_encoder_decoder_learns_tags(family: str, tmp_path: Path) -> None:
-    """T5 by its encoder alone, BART by its decoder, which reads the text again; saved, and scored again."""
+    """T5 with its encoder only, BART with its decoder, which reads the text again; saved, and scored again."""
     config, tokenizer = parts(family)
     fresh = make_model(config)
     fresh.tokenizer = tokenizer

@@ -20,7 +20,7 @@ def task_template(family: str, marked: bool = False) -> tuple[TaskTemplate, dict
     return TaskTemplate(tokenizer, config, 16), ids | roles
 
 
-def test_bert_has_segments() -> None:
+def test_bert_has_token_types() -> None:
     template, ids = task_template("bert")
     sequence = template.build_inputs(A, B)
     assert sequence.ids == [ids["cls"], *A, ids["sep"], *B, ids["sep"]]
@@ -30,7 +30,7 @@ def test_bert_has_segments() -> None:
     assert template.sequence_template.has_token_types
 
 
-def test_roberta_and_bart_have_two_separators_and_no_segments() -> None:
+def test_roberta_and_bart_have_two_separators_and_no_token_types() -> None:
     for family, target in (("roberta", 0), ("bart", 8)):
         template, ids = task_template(family)
         sequence = template.build_inputs(A, B)
@@ -56,7 +56,7 @@ def test_a_decoder_has_a_delimiter_and_an_extract_token() -> None:
     assert plain.build_inputs(A).ids == [ids["bos"], *A, ids["eos"]]
 
 
-def test_of_two_texts_the_longer_one_is_cut_first() -> None:
+def test_the_longer_text_is_truncated_first() -> None:
     template, _ = task_template("bert")  # 13 tokens for two texts
     assert template.max_text_tokens(2) == 13
     a, b = template.truncate_pair(list(range(20)), list(range(100, 104)))
@@ -71,7 +71,7 @@ def test_of_two_texts_the_longer_one_is_cut_first() -> None:
     assert template.truncate_and_build([5] * 15).num_tokens == 16
 
 
-def test_no_room() -> None:
+def test_too_short_max_length_raises() -> None:
     config, tokenizer = parts("roberta")
     with pytest.raises(UserError, match="too short for the texts"):
         TaskTemplate(tokenizer, config, 5).build_inputs([1] * TaskTemplate(tokenizer, config, 5).max_text_tokens(2))

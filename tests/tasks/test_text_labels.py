@@ -1,4 +1,4 @@
-"""Tasks that have heads elsewhere, by words: questions about a text, numbers, labels with a prefix."""
+"""Tasks with generated answers: questions about a text, numbers, labels with a prefix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def made(name: str, family: str, known: list[Example], **fields: Any) -> Any:
 
 
 def questions(number: int = 64) -> list[Example]:
-    """What lives there? Nothing, where the text is about a place alone."""
+    """What lives there? Unanswerable if the text names a place only."""
     rng, found = random.Random(0), []
     for i in range(number):
         animal, place = rng.choice(ANIMALS), rng.choice(PLACES)
@@ -31,7 +31,7 @@ def questions(number: int = 64) -> list[Example]:
 
 
 @pytest.mark.parametrize("family", ["t5", "llama"])
-def test_answers_to_questions_are_written(family: str) -> None:
+def test_answers_to_questions_are_generated(family: str) -> None:
     known = questions()
     task, config = made("span-qa", family, known)
     items = task.encode(known)
@@ -48,7 +48,7 @@ def test_answers_to_questions_are_written(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["t5", "gpt2"])
-def test_a_prompt_is_read_as_a_text_was_learned(family: str) -> None:
+def test_a_prompt_is_encoded_as_in_training(family: str) -> None:
     known = [Example(i, (f"a {word} cat",), word) for i, word in enumerate(("big", "small"))]
     task, config = made("classify", family, known, prefix="near: ")
     model = make_model(task.configure_model(config))
@@ -59,7 +59,7 @@ def test_a_prompt_is_read_as_a_text_was_learned(family: str) -> None:
     assert encode_task_prompts(model, {}, ["a red dog"]) == ["a red dog"]
 
 
-def test_numbers_are_written() -> None:
+def test_numbers_are_generated() -> None:
     rng = random.Random(0)
     known = []
     for i in range(48):

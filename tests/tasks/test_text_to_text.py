@@ -1,4 +1,4 @@
-"""Text to text in packed rows: the same as one by one, learned, decoded as asked, and scored on all references."""
+"""Text to text in packed rows: equal to single examples, trained, decoded, and scored on all references."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def made(family: str, known: list[Example], **fields: Any) -> Any:
     return make_task("text-to-text", known, tokenizer, config, recipe), config
 
 
-def test_rows_of_pairs_by_hand() -> None:
+def test_packed_pairs_by_hand() -> None:
     laid = pack_seq2seq_examples(
         [[5, 6, 7], [8], [9, 9]], [[[1]], [[2, 3]], [[4, 4, 4, 4]]], row_tokens=6, pad_id=0, decoder_start_id=90
     )
@@ -56,7 +56,7 @@ def test_rows_of_pairs_by_hand() -> None:
     assert laid.sum_by_answer(batch.labels.reshape(-1)[laid.label_slots]).tolist() == [1, 5, 16]
 
 
-def test_rows_of_several_answers_by_hand() -> None:
+def test_packed_candidates_by_hand() -> None:
     laid = pack_seq2seq_examples(
         [[5, 6, 7], [8]], [[[1, 2], [1, 3, 4]], [[2]]], row_tokens=8, pad_id=0, decoder_start_id=90
     )
@@ -73,7 +73,7 @@ def test_rows_of_several_answers_by_hand() -> None:
     assert laid.answer_lengths.tolist() == [2, 3, 1]
 
 
-def test_rows_of_lines_by_hand() -> None:
+def test_packed_decoder_examples_by_hand() -> None:
     laid = pack_decoder_examples(
         [DecoderExample([5, 6, 7], [1]), DecoderExample([8, 9, 4, 3], [0, 2])], row_tokens=8, pad_id=0
     )
@@ -83,7 +83,7 @@ def test_rows_of_lines_by_hand() -> None:
     assert batch.input_ids[0][batch.target_positions.reshape(-1)[laid.label_slots]].tolist() == [6, 8, 4]
 
 
-def test_texts_beside_others_stay_in_their_rows() -> None:
+def test_packing_keeps_rows_within_their_width() -> None:
     rng = np.random.default_rng(0)
     packing = pack_texts(rng.integers(3, 20, 40), 32)
     other = pack_alongside(packing, rng.integers(1, 9, 40))
@@ -95,7 +95,7 @@ def test_texts_beside_others_stay_in_their_rows() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_is_as_good_as_alone(family: str) -> None:
+def test_packed_equals_unpacked(family: str) -> None:
     task, config = made(family, examples())
     items = task.encode(examples())
     model = model_for(task, config).eval()
@@ -114,7 +114,7 @@ def test_packed_is_as_good_as_alone(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_labels_are_as_likely_in_packed_rows(family: str) -> None:
+def test_label_probabilities_do_not_depend_on_packing(family: str) -> None:
     config, tokenizer = parts(family)
     labels = ("red", "red and small", "blue and small", "the big cat", "the big cat and the red cat", "the big")
     task = LabelRankingTask(
@@ -132,7 +132,7 @@ def test_labels_are_as_likely_in_packed_rows(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_choices_of_an_example_are_as_likely_beside_those_of_others(family: str) -> None:
+def test_choice_probabilities_do_not_depend_on_packing(family: str) -> None:
     config, tokenizer = parts(family)
     task = LabelRankingTask((), tokenizer, config, AnswerConfig(24, 8))
     answers = task.answer_tokenizer.encode_texts(
@@ -148,7 +148,7 @@ def test_choices_of_an_example_are_as_likely_beside_those_of_others(family: str)
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "gpt2"])
-def test_a_tiny_model_learns_to_write(family: str) -> None:
+def test_a_tiny_model_learns_to_generate(family: str) -> None:
     """Which animal comes first?"""
     rng = random.Random(0)
     known = []
@@ -165,7 +165,7 @@ def test_a_tiny_model_learns_to_write(family: str) -> None:
     assert again.predict(model, again.encode(known[:5]), CPU, 20) == task.predict(model, items[:5], CPU, 20)
 
 
-def test_a_prefix_is_read_first_and_kept() -> None:
+def test_a_prefix_is_prepended_and_saved() -> None:
     known = [Example(0, ("the cat",), "cat")]
     task, _ = made("t5", known, prefix="big red: ")
     plain, _ = made("t5", [])
@@ -176,7 +176,7 @@ def test_a_prefix_is_read_first_and_kept() -> None:
     assert again.encode(known) == [item] != plain.encode(known)
 
 
-def test_recipes_say_how_answers_are_searched() -> None:
+def test_recipes_set_beams_and_length_penalty() -> None:
     task, config = made("t5", examples(), num_beams=3, length_penalty=2.0, max_target_length=5)
     model = model_for(task, config)
     model.tokenizer = task.tokenizer
@@ -188,7 +188,7 @@ def test_recipes_say_how_answers_are_searched() -> None:
     assert all(len(row) <= 5 for row in ids)
 
 
-def test_every_reference_is_right() -> None:
+def test_every_reference_counts() -> None:
     task, _ = made("t5", examples())
     two = Example(0, ("who",), "the cat", references=("the cat", "a dog"))
     one = Example(1, ("what",), "a fox")
@@ -198,7 +198,7 @@ def test_every_reference_is_right() -> None:
     assert scores == compute_metrics("text-to-text", ["a dog", "a fox"], [["the cat", "a dog"], "a fox"])
 
 
-def test_what_is_cut_is_counted() -> None:
+def test_truncated_examples_are_counted() -> None:
     task, _ = made("gpt2", examples(), max_seq_length=10, max_target_length=4)
     task.encode([Example(0, ("cat " * 30,), "dog " * 9), Example(1, ("cat",), "dog")])
     assert task.notices == [
@@ -207,7 +207,7 @@ def test_what_is_cut_is_counted() -> None:
     ]
 
 
-def test_a_decoder_that_was_never_tuned_just_goes_on() -> None:
+def test_an_untuned_decoder_continues_the_prompt() -> None:
     config, tokenizer = parts("gpt2")
     task = make_task("text-to-text", {}, tokenizer, config)
     (item,) = task.encode([Example(0, ("a cat",), None)])
@@ -222,6 +222,6 @@ def test_a_decoder_that_was_never_tuned_just_goes_on() -> None:
         ("t5", {"prefix": "the big red cat " * 9}, "max_seq_length=24 has no room for a text behind the prefix"),
     ],
 )
-def test_what_cannot_work_is_refused(family: str, fields: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_raise(family: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         made(family, examples(), **fields)

@@ -1,4 +1,4 @@
-"""Every way in which files become documents, and every way in which they cannot."""
+"""Every way in which files become documents, and every error."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def texts(corpus: Corpus) -> list[str]:
 
 
 def refusal(*paths: str | Path, **options: Any) -> str:
-    """The message with which a corpus is refused, at the start or while it is read."""
+    """The message of the error that a corpus raises, at the start or while it is read."""
     with pytest.raises(UserError) as e:
         list(Corpus(paths, **options))
     return str(e.value)
@@ -111,18 +111,18 @@ def test_empty_documents_are_skipped_and_counted(tmp_path: Path) -> None:
     assert corpus.describe() == "1 document: a.jsonl with one document per line; 2 empty and skipped"
 
 
-def test_half_characters_are_replaced_and_counted(tmp_path: Path) -> None:
+def test_lone_surrogates_are_replaced_and_counted(tmp_path: Path) -> None:
     corpus = Corpus([write(tmp_path / "a.jsonl", '{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude00"}\n')])
     assert texts(corpus) == ["a\ufffdb", "\U0001f600"]
     assert "; 1 with lone surrogates" in corpus.describe()
 
 
-def test_text_is_kept_but_for_mark_and_windows_line_ends(tmp_path: Path) -> None:
+def test_text_is_unchanged_except_for_bom_and_crlf(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", b"\xef\xbb\xbfe\xcc\x81 \xef\xac\x81\xc2\xa0\tx\ry\r\nz\r\n\r\nnext\x0bline\r\n")
     assert texts(Corpus([path])) == ["e\u0301 \ufb01\u00a0\tx\ry\nz", "next\x0bline"]
 
 
-def test_encoding_is_taken(tmp_path: Path) -> None:
+def test_encoding_option_is_used(tmp_path: Path) -> None:
     assert texts(Corpus([write(tmp_path / "a.txt", b"caf\xe9")], encoding="latin-1")) == ["caf\u00e9"]
     wide = write(tmp_path / "b.txt", "a\u010a\r\n\r\nb\n".encode("utf-16"))
     assert texts(Corpus([wide], encoding="utf-16")) == ["a\u010a", "b"]
@@ -246,7 +246,7 @@ def test_standard_input_may_be_jsonl(monkeypatch: pytest.MonkeyPatch) -> None:
 # Cleaning
 
 
-def test_text_is_normalised_only_when_asked(tmp_path: Path) -> None:
+def test_text_is_normalised_only_on_request(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", '{"text": "E\u0301 \ufb01t"}\n{"text": "plain"}\n{"words": ["A\ufb01", "B"]}\n')
     assert texts(Corpus([path])) == ["E\u0301 \ufb01t", "plain", "A\ufb01 B"]
     assert texts(Corpus([path], normalize="nfc")) == ["\u00c9 \ufb01t", "plain", "A\ufb01 B"]
@@ -347,7 +347,7 @@ def test_columns_name_the_sides(tmp_path: Path) -> None:
     assert "Name the text, or the two texts of a pair" in refusal(path, columns={**columns, "text": "text"})
 
 
-def test_words_of_two_sides_are_refused(tmp_path: Path) -> None:
+def test_words_of_text_pairs_raise(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", '{"text_a": "a", "text_b": "b", "words": ["a"]}\n')
     assert refusal(path).startswith(f"{path}:1: words and a text pair.")
     assert list(Corpus([path], columns={"words": "words"})) == [Document("a", f"{path}:1", (0,))]
@@ -376,7 +376,7 @@ def test_a_large_file_does_not_enter_memory(tmp_path: Path) -> None:
     assert peak < 1e6
 
 
-def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
+def test_only_the_needed_documents_are_read(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", b"first\n\n" + b"x\n" * 100_000 + b"\xff")
     assert next(iter(Corpus([path]))).text == "first"  # the bad byte at the end has not been met
 
@@ -458,7 +458,7 @@ def test_folder_with_nothing_to_read(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "nothing to read in this folder" in refusal(tmp_path)
 
 
-def test_other_files_in_a_folder_are_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_files_in_a_folder_are_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a.txt", "a.md", "b.md", "c.doc.gz", "Makefile"):
         write(tmp_path / name, "x")
     (tmp_path / "loop").symlink_to(tmp_path)

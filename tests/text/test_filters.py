@@ -1,4 +1,4 @@
-"""Hold-out is a law of the text alone, duplicates are exact, and cleaning counts what it does."""
+"""Hold-out depends on the text alone, duplicates are exact, and filters count what they do."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_cleaning_counts_by_reason() -> None:
     assert cleaning.summary_lines() == []
 
 
-def test_nothing_is_cleaned_unless_asked() -> None:
+def test_nothing_is_cleaned_by_default() -> None:
     cleaning = TextCleaner()
     assert cleaning.normalize_text("E\u0301 \ufb01") == "E\u0301 \ufb01"
     assert cleaning.should_keep(["x" * 10**6])

@@ -53,7 +53,7 @@ def test_split_config_and_column_are_named(folder: Path) -> None:
     assert [d.text for d in Corpus([f"hf:{folder}:default"], columns={"text": "body"})] == ["ONE", "TW\u2028O"]
 
 
-def test_what_is_not_there(folder: Path) -> None:
+def test_missing_datasets_raise(folder: Path) -> None:
     assert refusal(f"hf:{folder}:tets").endswith("no split 'tets'. Did you mean 'test'?")
     assert refusal(f"hf:{folder}:defalt:test").endswith("no configuration 'defalt'. Did you mean 'default'?")
     assert "row 1: column 'n' holds 0, which is not text" in refusal(f"hf:{folder}#n")

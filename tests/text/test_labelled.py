@@ -1,4 +1,4 @@
-"""Labelled files in every format, and what is said of the broken ones."""
+"""Labelled files in every format, and the errors for broken ones."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_labels_become_strings(tmp_path: Path) -> None:
     assert [e.target for e in read_labelled(path, "classify")] == ["true", "false", "3", "2.5", "3"]
 
 
-def test_labels_of_several_kinds_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_of_several_types_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "a.jsonl", "".join(f'{{"text": "t", "label": {x}}}\n' for x in ("1", '"1"', "true", "2.5")))
     assert [e.target for e in read_labelled(path, "classify")] == ["1", "1", "true", "2.5"]
     said = " ".join(capsys.readouterr().err.split())
@@ -229,7 +229,7 @@ def test_long_cells_are_read(tmp_path: Path) -> None:
     assert len(read_labelled(path, "classify")[0].texts[0]) == 200_000
 
 
-def test_half_characters_are_replaced_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lone_surrogates_are_replaced_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "a.jsonl", '{"text": "a\\ud800", "label": "yes"}\n{"text": "b", "label": "no"}')
     assert [e.texts[0] for e in read_labelled(path, "classify")] == ["a\ufffd", "b"]
     assert "1 example with lone surrogates" in capsys.readouterr().err
@@ -407,7 +407,9 @@ def test_json_that_is_no_list_of_objects(tmp_path: Path) -> None:
     )
 
 
-def test_a_word_that_its_text_lacks_is_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_word_missing_from_its_text_is_skipped_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [{"word": word, "text_a": "some tea", "text_b": "no tea", "label": "x"} for word in ("tea", "milk")]
     path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
     assert [e.spans for e in read_labelled(path, "word-in-context")] == [((5, 8), (3, 6))]

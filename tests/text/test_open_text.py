@@ -1,4 +1,4 @@
-r"""Lines end at \n alone, come in pieces where they are long, and bytes that are no text are told for what they are."""
+"""Lines end at \n only, long ones come in chunks, and binary files are recognized."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
     st.integers(1, 7),
 )
 @settings(max_examples=300, deadline=None)
-def test_lines_by_law(tmp_path_factory: pytest.TempPathFactory, parts: list[str], piece: int, longest: int) -> None:
-    """Whatever the size of the pieces that are read, the lines are those that \\n ends, and long ones are cut."""
+def test_lines_do_not_depend_on_the_read_size(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[str], piece: int, longest: int
+) -> None:
+    """For any read size, lines end at \n, and long ones are split."""
     text = "".join(parts)
     path = write(tmp_path_factory.getbasetemp() / "law.txt", text.encode())
     expected = [line.removesuffix("\r") + "\n" for line in text.split("\n")]
@@ -149,7 +151,7 @@ def test_binary_is_not_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["utf9", "hex", "rot13", "zlib", "nul\x00"])
-def test_what_is_no_encoding_of_text(name: str) -> None:
+def test_unknown_encodings_raise(name: str) -> None:
     with pytest.raises(UserError, match="no such encoding"):
         check_encoding(name)
 

@@ -1,4 +1,4 @@
-"""The built-in corpus: the same for any number of processes, read by syntax alone, with honest labels."""
+"""The built-in corpus: equal for any number of processes, parsed without importing, with correct labels."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_any_number_of_processes_reads_the_same() -> None:
     assert list(python_docs.parse_modules(files, workers=3)) == alone
 
 
-def test_the_cache_gives_back_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = python_docs.read_docstrings(SMALL)
     monkeypatch.setattr(python_docs, "parse_modules", None)  # would fail if it were called
     assert python_docs.read_docstrings(SMALL) == fresh
@@ -129,14 +129,14 @@ def test_the_cache_is_per_version_and_format(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("damage", ["", "{}\n", "not json\n", '{"fingerprint": "0"}\n["p", "n", "other text", []]\n'])
-def test_a_damaged_cache_is_said_and_read_anew(boxes: str, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_cache_is_reported_and_rebuilt(boxes: str, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
     fresh = python_docs.read_docstrings([boxes])
     python_docs.pydocs_cache_path([boxes]).write_text(damage)
     assert python_docs.read_docstrings([boxes]) == fresh
     assert "damaged" in capsys.readouterr().err
 
 
-def test_a_cache_that_cannot_be_written_is_said(
+def test_a_cache_that_cannot_be_written_is_reported(
     boxes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -197,7 +197,7 @@ def some(package: str, n: int) -> list[DocstringRecord]:
 RECORDS = some("a", 2000) + some("b", 600) + some("c", 400) + some("rare", 20)
 
 
-def test_parts_are_those_of_pretraining() -> None:
+def test_splits_equal_those_of_pretraining() -> None:
     name_of = {record.name: record for record in RECORDS}
     for part in ("train", "dev"):
         for task in python_docs.PYDOCS_TASKS:
@@ -271,7 +271,7 @@ def test_tags_mark_the_parameters() -> None:
     assert python_docs.make_tagging_examples("train", [record._replace(parameters=("absent",))]) == []
 
 
-def test_order_is_a_shuffle_of_its_own() -> None:
+def test_order_is_shuffled_with_its_own_seed() -> None:
     made = python_docs.make_pydocs_examples("text-to-text", "train", RECORDS)
     assert made == python_docs.make_pydocs_examples("text-to-text", "train", RECORDS[::-1])
     first = Counter(str(e.id).split(".")[0] for e in made[:500])

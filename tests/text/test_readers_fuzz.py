@@ -1,4 +1,4 @@
-"""Whatever a file holds, it is read or refused in a line or two; nothing else may happen."""
+"""Any file is read, or refused with a message of a line or two; nothing else may happen."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(path: Path, data: bytes, **options: str) -> list[str] | None:
-    """The texts of a file, or None where it is refused with a message of a few lines that names it."""
+    """The texts of a file, or None if it is refused with a message of a few lines that names it."""
     path.write_bytes(data)
     try:
         return [text for document in Corpus([path], **options) for text in document.texts]
@@ -109,7 +109,7 @@ def test_damaged_compression(folder: Path, data: bytes, packing: str, damage: tu
 
 @given(data=st.binary(max_size=300), packing=st.sampled_from(list(PACKERS)))
 @quick
-def test_what_is_not_compressed(folder: Path, data: bytes, packing: str) -> None:
+def test_uncompressed_files_with_a_gz_name(folder: Path, data: bytes, packing: str) -> None:
     read(folder / f"b.txt{packing}", data)
 
 

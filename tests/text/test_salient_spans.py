@@ -93,7 +93,7 @@ def test_the_default_is_ours() -> None:
     assert salient_finder_name(find_salient_spans) == "default"
 
 
-def test_a_function_by_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_by_its_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "finder_of_mine.py").write_text("NUMBER = 7\ndef first(text):\n    return [(0, 1)]\n")
     monkeypatch.syspath_prepend(tmp_path)
     found = load_salient_finder("finder_of_mine:first")

@@ -35,7 +35,7 @@ def test_scripts(character: str, script: str) -> None:
 
 
 @pytest.mark.parametrize("character", ["7", " ", ".", "€", "\u0301", "ª", "\x00", "😀", "\ue000"])
-def test_what_all_scripts_share_is_of_none(character: str) -> None:
+def test_common_characters_have_no_script(character: str) -> None:
     assert detect_script(character) is None
 
 

@@ -22,8 +22,8 @@ def shards(tmp_path: Path) -> FakeShards:
 def make_shards(tmp_path: Path) -> Callable[..., Shards]:
     """Shards of documents given as the lengths of their sentences.
 
-    The tokens are 100, 101, 102 ... so that each can be told from the others. `words` and `salient` are token indices;
-    by default every word has two tokens.
+    The tokens are 100, 101, 102 ..., all different. `words` and `salient` are token indices; by default every word has
+    two tokens.
     """
     made = 0
 

@@ -10,7 +10,7 @@ from firth.tokens.shards import Shards
 
 
 class FakeShards(Shards):
-    """Documents of given lengths; the tokens are 100, 101, 102 ... so that each can be told from the others."""
+    """Documents of given lengths; the tokens are 100, 101, 102 ..., all different."""
 
     fingerprint = "fake"  # type: ignore[assignment]
 

@@ -157,7 +157,7 @@ def test_bits_by_hand(make_shards: Make) -> None:
 @pytest.mark.parametrize(
     "template", [SequenceTemplate(), BERT, SequenceTemplate((CLS,), (SEP,), document_edges_only=True)]
 )
-def test_bits_are_those_of_the_shards(make_shards: Make, template: SequenceTemplate) -> None:
+def test_token_bits_equal_those_of_the_shards(make_shards: Make, template: SequenceTemplate) -> None:
     random = np.random.default_rng(0)
     documents = [random.integers(1, 15, size=random.integers(1, 9)).tolist() for _ in range(100)]
     size = sum(map(sum, documents))

@@ -51,7 +51,7 @@ def test_pieces_per_word() -> None:
     assert found.unknown == 0
 
 
-def test_worst_words_are_those_that_cost_most() -> None:
+def test_worst_words_have_the_most_tokens() -> None:
     text = "abc abc abc ab ab ab ab abcd once"
     found = fit(by_hand("a", "##b", "##c", "##d", "once"), text)
     assert [(w["word"], w["count"], w["pieces"], w["split"]) for w in found.worst] == [("abc", 3, 3.0, "a·b·c")]
@@ -86,7 +86,7 @@ def test_unused_vocabulary() -> None:
     assert fit(by_hand("a", "b", "c", "d"), "a b a").unused == 0.5
 
 
-def test_times_seen_leaves_out_characters_and_what_is_never_used() -> None:
+def test_times_seen_excludes_characters_and_unused_tokens() -> None:
     tokenizer = by_hand("a", "ab", "##bc", "abc", "unused")
     used = np.zeros(tokenizer.vocab.size, dtype=np.int64)
     used[5:] = [1, 40, 30, 20, 0]
@@ -142,7 +142,7 @@ def test_measured_text_was_not_trained_on() -> None:
     assert one.measured == one.train
 
 
-def test_what_cannot_be_trained_is_said(corpus_texts: list[str]) -> None:
+def test_tokenizers_that_cannot_be_trained_are_reported(corpus_texts: list[str]) -> None:
     made = list(train_candidate_tokenizers(parts(*corpus_texts), ["byte-bpe"], [100, 270, 280]))
     assert "byte-bpe with 100" in str(made[0])
     assert [t.vocab.size for t in made[1:] if isinstance(t, Tokenizer)] == [270, 280]

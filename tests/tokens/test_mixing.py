@@ -1,4 +1,4 @@
-"""A mix has its shares exactly, every row of every source, and any row at once."""
+"""A mix has exact shares, includes every row of every source, and any row is found in O(1)."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_each_source_goes_through_its_own_rows_in_order(shards: dict[str, ShardS
         assert sorted(index[which == s].tolist()) == list(range(int((which == s).sum())))
 
 
-def test_any_row_at_once_and_in_any_company(shards: dict[str, ShardSet]) -> None:
+def test_rows_do_not_depend_on_the_other_rows_read(shards: dict[str, ShardSet]) -> None:
     source = mixed(shards, MixConfig(shares={"a": 5, "b": 3, "c": 2}))
     together = source.get_rows(np.arange(2000, 2100))
     again = mixed(shards, MixConfig(shares={"a": 5, "b": 3, "c": 2}))
@@ -99,7 +99,7 @@ def test_any_row_at_once_and_in_any_company(shards: dict[str, ShardSet]) -> None
     assert together.stream_index.tolist() == list(range(2000, 2100))
 
 
-def test_rows_of_different_sources_have_different_numbers(shards: dict[str, ShardSet]) -> None:
+def test_rows_of_different_sources_have_different_indices(shards: dict[str, ShardSet]) -> None:
     source = mixed(shards, MixConfig())
     rows = source.get_rows(np.arange(20 * MIX_WINDOW_ROWS))
     assert rows.row_index is not None

@@ -1,4 +1,4 @@
-"""Shards are the same however many processes made them, and however often the work was stopped."""
+"""Shards do not depend on the number of processes or on interruptions."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_without_resume_it_starts_anew(tokenizer: Tokenizer, whole: Path, tmp_pa
     assert contents(tmp_path / "s") == contents(whole)
 
 
-def test_what_is_not_whole_is_made_again(tokenizer: Tokenizer, whole: Path, tmp_path: Path) -> None:
+def test_incomplete_shards_are_rebuilt(tokenizer: Tokenizer, whole: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         make(tokenizer, tmp_path / "s", stopped(50, KeyboardInterrupt()))
     part, journal = tmp_path / ".s.part" / "train", tmp_path / ".s.journal"
@@ -190,7 +190,7 @@ def test_stopped_while_it_finishes(
     assert contents(tmp_path / "s") == contents(whole)
 
 
-def test_other_text_and_other_options_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_another_text_or_other_options_raise(tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         make(tokenizer, tmp_path / "s", stopped(50, KeyboardInterrupt()))
     with pytest.raises(UserError, match=r"these settings differ \(held_out_share: 0.3 -> 0.1\)"):
@@ -290,7 +290,7 @@ def test_progress_is_the_share_of_the_source(
     assert shares("tokenizing") == whole[5:], "what was done before counts"
 
 
-def test_the_time_left_is_by_what_this_run_has_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_remaining_time_is_estimated_from_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 0.0, 10.0, 10.0, 10.0])
     monkeypatch.setattr("firth.core.console.time.monotonic", lambda: next(clock))
     shown: list[str] = []
@@ -396,10 +396,10 @@ def test_resumed_near_duplicates_are_the_same(
     assert facts["source"]["documents"] == len(PLANTED)
 
 
-def test_what_memory_decides_stays_as_it_was_begun_with(
+def test_a_resume_keeps_the_memory_limit(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An early text comes again at the end: told in much memory, forgotten in little, whatever memory a resume has."""
+    """A repeated text is found with much memory and not with little; a resume keeps the first limit."""
     monkeypatch.setattr("firth.text.minhash.INITIAL_CAPACITY_TEXTS", 16)
     for name, value in {"process_memory_bytes": int, "release_freed_memory": int, "MIN_CHUNK_CHARACTERS": 10}.items():
         monkeypatch.setattr(preparing, name, value)

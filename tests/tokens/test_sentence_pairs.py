@@ -1,4 +1,4 @@
-"""Pairs of texts: what follows, what does not, what is swapped, the two sides of a document."""
+"""Sentence pairs: next, random, swapped, and the two sides of a document."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_document_ends_a_sentence_and_blocks_leave_no_trace(
     assert shards.sentence_bounds().tolist() == [0, 3, 5, 9]
 
 
-def test_chunks_are_kept_beside_the_shards(running: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_cached_beside_the_shards(running: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = SentencePairDataset(running, 64, BERT, PAD, 0, "next").get_rows(np.arange(50))
     assert [p.name[:10] for p in running.folder.iterdir() if p.is_dir()] == ["chunks-61-"]
     monkeypatch.setattr(module, "chunk_sentences", None)
@@ -356,7 +356,7 @@ def test_next_needs_two_documents(make_shards: Make) -> None:
     assert SentencePairDataset(shards, 8, BERT, PAD, 0, "order").num_rows == 1
 
 
-def test_text_that_begins_no_pair_is_said(make_shards: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_without_a_pair_is_reported(make_shards: Make, capsys: pytest.CaptureFixture[str]) -> None:
     SentencePairDataset(make_shards([[5, 5], [10], [3, 2]]), 13, BERT, PAD, 0, "next")
     assert "1 chunk is a single sentence (of 3)" in capsys.readouterr().err
     SentencePairDataset(make_shards([[5, 5], [10], [3, 2]]), 13, BERT, PAD, 0, "next")

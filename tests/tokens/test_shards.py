@@ -1,4 +1,4 @@
-"""Shards hold exactly the tokens of the documents, with their edges, or nothing at all."""
+"""Shards hold exactly the tokens of the documents with their boundaries, or do not open."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_bits_of_a_range(tokenizer: Tokenizer, tmp_path: Path) -> None:
         assert train.word_starts(start, stop).tolist() == everything[start:stop].tolist()
 
 
-def test_bits_at_any_places(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_token_bits_at_any_positions(tokenizer: Tokenizer, tmp_path: Path) -> None:
     prepare(documents(TEXTS), tokenizer, tmp_path / "s", held_out_share=0)
     train = open_shards(tmp_path / "s").train
     token_indices = np.random.default_rng(0).integers(train.num_tokens, size=(5, 200))
@@ -227,7 +227,7 @@ def words_of(document: Document, kind: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "byte-bpe", "unigram"])
-def test_named_words_are_taken_for_words(kind: str, tmp_path: Path) -> None:
+def test_listed_words_set_word_starts(kind: str, tmp_path: Path) -> None:
     assert words_of(Document(CHINESE, "a", CHINESE_STARTS), kind, tmp_path / "a") == list(CHINESE_WORDS)
     assert words_of(Document(CHINESE, "a"), kind, tmp_path / "b") != list(CHINESE_WORDS)
     spaced = " ".join(CHINESE_WORDS)
@@ -372,7 +372,7 @@ def test_spans_outside_of_the_text(tmp_path: Path, span: tuple[int, int]) -> Non
 
 
 @pytest.mark.parametrize("spans", [None, [1, 2], [(1.0, 2.0)], ["ab", "cd"], [(1, 2, 3)]])
-def test_what_is_no_list_of_spans(tmp_path: Path, spans: Any) -> None:
+def test_invalid_spans_raise(tmp_path: Path, spans: Any) -> None:
     with pytest.raises(UserError, match=r"a.txt:1: salient spans must be a list of \(start, end\)"):
         marked("x", "byte-bpe", tmp_path / "s", lambda text: spans)
 
@@ -397,7 +397,7 @@ def test_a_stream_that_fails_leaves_no_shards(
             open_shards(folder)
 
 
-def test_what_a_killed_writer_leaves_does_not_open(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_incomplete_shards_do_not_open(tokenizer: Tokenizer, tmp_path: Path) -> None:
     prepare(documents(TEXTS), tokenizer, tmp_path / "s")
     (tmp_path / "s" / "manifest.json").unlink()  # written last
     with pytest.raises(UserError, match="not a shards folder"):

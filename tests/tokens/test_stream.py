@@ -104,7 +104,7 @@ def test_any_row_at_once(make_shards: Make) -> None:
     assert not np.array_equal(epoch(other).input_ids, epoch(source).input_ids)
 
 
-def test_bits_are_those_of_the_text_and_a_cut_is_an_edge(make_shards: Make) -> None:
+def test_token_bits_follow_the_text_and_a_cut_is_a_boundary(make_shards: Make) -> None:
     shards = make_shards([[3, 3], [2]], words=[0, 2, 3, 6])
     source = StreamDataset(
         shards, 4, FRAMED, PAD, 0, num_streams=1, shuffle=False, token_bits=("word_start", "sentence_end")

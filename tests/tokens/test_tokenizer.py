@@ -1,4 +1,4 @@
-"""Tokenizers are learned, saved, opened by transformers with the same ids, and opened again."""
+"""Tokenizers are trained, saved, opened by transformers with the same ids, and loaded again."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_word_starts_of_several_texts() -> None:
     assert tokenizer.word_starts().tolist() == []
 
 
-def test_what_was_saved_is_what_is_loaded(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_saved_tokenizer_is_loaded_unchanged(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
     again = load_tokenizer(tmp_path)
     assert (again.kind, again.vocab, again.fingerprint) == (tokenizer.kind, tokenizer.vocab, tokenizer.fingerprint)
@@ -211,7 +211,7 @@ def test_specials_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
     assert vocab.pad == vocab.eos, "without a padding token the end token serves"
 
 
-def test_specials_by_custom_where_nothing_is_said(tmp_path: Path) -> None:
+def test_special_tokens_by_convention_without_a_config(tmp_path: Path) -> None:
     learn("wordpiece").save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')
     vocab = load_tokenizer(tmp_path).vocab

@@ -1,4 +1,4 @@
-"""Unigram pieces: expectations and best paths are those of all ways of reading, counted one by one."""
+"""Unigram: expected counts and best paths equal those of all segmentations, enumerated."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_seeds_are_repeated_and_not_always_part_of_the_same() -> None:
     assert set(names(words, find_seed_pieces(words).pieces)) == set("▁cabst") | {"▁cab", "▁tab", "ab"}
 
 
-def test_expected_counts_are_those_of_all_paths() -> None:
+def test_expected_counts_equal_those_of_all_paths() -> None:
     words = build_word_lattice(COUNTS, set("".join(COUNTS)))
     state = find_seed_pieces(words)
     pieces = names(words, state.pieces)
@@ -67,7 +67,7 @@ def test_best_paths_are_the_best_of_all() -> None:
     assert got == Counter(piece for word in COUNTS for piece in max(all_paths(word, scores))[1])
 
 
-def test_pruning_keeps_the_characters_and_what_the_text_needs_most() -> None:
+def test_pruning_keeps_characters_and_the_most_useful_pieces() -> None:
     counts = {"▁the": 1000, "▁zebra": 2, "▁there": 10}
     words = build_word_lattice(counts, set("".join(counts)))
     state = find_seed_pieces(words)

@@ -1,4 +1,4 @@
-"""Words that are known already give the tokens and edges that the whole text gives."""
+"""Cached words give the tokens and boundaries of the whole text."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_habits() -> None:
 
 
 def changed(name: str, **parts: Any) -> SplitRules | None:
-    """The habit of a tokenizer after some of its parts were replaced."""
+    """The split rules of a tokenizer after some of its components were replaced."""
     made = tokenizer_of(name)
     backend = Backend.from_str(made.backend.to_str())
     for part, value in parts.items():
@@ -170,7 +170,7 @@ def test_a_word_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(known.entries) == {"cat", "saw", "a"}, "what is long is not kept"
 
 
-def test_what_is_forgotten_is_learned_again() -> None:
+def test_evicted_words_are_encoded_again() -> None:
     encoder = DocumentEncoder(tokenizer_of("wordpiece"), 0.0, "en", cache_bytes=1000)
     plain = both_ways("wordpiece", TEXTS)[1]
     for _ in range(4):

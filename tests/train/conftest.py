@@ -29,7 +29,7 @@ def small_model(family: str, vocab_size: int, dropout: float = 0.0) -> ModelConf
 
 @pytest.fixture(scope="session")
 def shards_of(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ShardSet]:
-    """The corpus as shards with the tokenizer that a family uses; made once."""
+    """The corpus as shards with the tokenizer of a family; built once."""
     made: dict[str, ShardSet] = {}
 
     def get(family: str) -> ShardSet:
@@ -47,7 +47,7 @@ def shards_of(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 @pytest.fixture
 def recipe_of(shards_of: Callable[[str], ShardSet], tmp_path: Path) -> Callable[..., Recipe]:
-    """A recipe of a few steps for a family; any field can be set."""
+    """A recipe of a few steps for a family; any field can be overridden."""
 
     def get(family: str = "bert", dropout: float = 0.0, **fields: Any) -> Recipe:
         shards = shards_of(family)

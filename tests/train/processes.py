@@ -1,4 +1,4 @@
-"""Several real processes, connected as torchrun connects them: what they are told to do, and what they said."""
+"""Several real processes, launched with the environment variables of torchrun: their jobs and their output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 def start(size: int, *words: object, **more: str) -> list[subprocess.Popen[str]]:
-    """`python WORDS` so many times, each with its number in the environment."""
+    """Start `python WORDS` once per rank, with the rank in the environment."""
     shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **more}
     shared |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
@@ -42,7 +42,7 @@ def start(size: int, *words: object, **more: str) -> list[subprocess.Popen[str]]
 
 
 def ended(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    """The exit code of each, and what it wrote to stdout and stderr."""
+    """The exit code, stdout and stderr of each process."""
     try:
         found = [p.communicate(timeout=PATIENCE) for p in processes]
     finally:
@@ -52,10 +52,10 @@ def ended(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, st
 
 
 def run(size: int, jobs: Sequence[Mapping[str, Any]], place: Path, codes: Sequence[int] = (), **more: str) -> list[str]:
-    """Let so many processes run recipes one after the other; what each of them said. `codes` are how they end.
+    """Let N processes run recipes one after the other and return their output; `codes` are the expected exit codes.
 
-    A job is {"recipe": its file, and what `pretrain` takes besides}, or {"words": those of a command line}; `harm` is
-    what goes wrong meanwhile.
+    A job is {"recipe": its file, and arguments of `pretrain`} or {"words": a command line}; `harm` is a fault to
+    inject.
     """
     plan = place / f"plan-{size}-{free_port()}.json"
     plan.write_text(json.dumps(list(jobs)))
@@ -65,7 +65,7 @@ def run(size: int, jobs: Sequence[Mapping[str, Any]], place: Path, codes: Sequen
 
 
 def work(jobs: Sequence[dict[str, Any]]) -> None:
-    """What one process does."""
+    """The main function of one process."""
     import warnings
 
     from firth.core.errors import UserError
@@ -88,15 +88,15 @@ def work(jobs: Sequence[dict[str, Any]]) -> None:
 
 
 class Stopped(Exception):  # noqa: N818
-    """Pulls the plug in the middle of a run."""
+    """Raised to interrupt a run at a given step."""
 
 
 @contextlib.contextmanager
 def harmed(kind: str, rank: int | None = None, step: int = -1, rows: int = 0) -> Iterator[None]:
-    """While it lasts something goes wrong in one process, or in all.
+    """Inject a fault into one rank, or into all.
 
-    `memory` is short for more than so many rows; `nan`: losses are no numbers from a step on; `stop`: as if killed
-    after a step; `signal`: a SIGTERM comes during a step; `fail`: a step ends with an error.
+    `memory`: out of memory above this many rows; `nan`: NaN losses from this step on; `stop`: killed after this step;
+    `signal`: SIGTERM during this step; `fail`: this step raises an error.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Adafactor against that of `transformers`, with T5's settings."""
+"""Adafactor against `transformers`, with T5's settings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from firth.train.optim import make_optimizer
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("shape", [(7,), (5, 9), (9, 5), (3, 4, 5)])
-def test_it_moves_as_theirs(shape: tuple[int, ...], weight_decay: float) -> None:
-    """Six steps: gradients of very different sizes, some of which are cut; a weight that begins at 0."""
+def test_matches_transformers(shape: tuple[int, ...], weight_decay: float) -> None:
+    """Six steps with gradients of very different sizes, some clipped; one weight starts at 0."""
     start = torch.randn(shape) * 0.1 if len(shape) > 1 else torch.zeros(shape)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     mine = Adafactor([{"params": [ours], "weight_decay": weight_decay}], {})
@@ -33,7 +33,7 @@ def test_it_moves_as_theirs(shape: tuple[int, ...], weight_decay: float) -> None
     assert not torch.equal(ours, start)
 
 
-def test_query_key_and_value_have_scales_of_their_own() -> None:
+def test_query_key_and_value_are_scaled_separately() -> None:
     start = torch.cat([torch.randn(4, 6), 0.01 * torch.randn(2, 6), 3 * torch.randn(2, 6)])
     whole = nn.Parameter(start.clone())
     parts = [nn.Parameter(p.clone()) for p in start.split((4, 2, 2))]
@@ -48,7 +48,7 @@ def test_query_key_and_value_have_scales_of_their_own() -> None:
     torch.testing.assert_close(whole, torch.cat(parts))  # type: ignore[arg-type]
 
 
-def test_it_keeps_rows_and_columns_only() -> None:
+def test_second_moments_are_factored() -> None:
     model = make_model(t5(1, 32, 2, 64, 100))
     optimizer = make_optimizer(model, TrainingConfig(optim="adafactor"))
     for p in model.parameters():

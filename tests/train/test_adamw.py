@@ -1,4 +1,4 @@
-"""AdamW by one kernel, from a twin's gradients, against torch's: on a GPU, or in the interpreter of Triton."""
+"""Fused AdamW that reads a bf16 replica's gradients, against torch: on a GPU, or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def assert_same(ours: AdamW, mine: list[nn.Parameter], theirs: torch.optim.AdamW
 
 @pytest.mark.gpu
 @on_a_gpu
-def test_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a gradient that is cut, a step that changes nothing, and a weight without a gradient."""
+def test_matches_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clipped gradient, a skipped step, and a weight without a gradient."""
     monkeypatch.setattr(module, "is_fused_step_device", lambda device: True)
     mine, other = parameters(), parameters()
     ours, theirs = AdamW(groups(mine), **SETTINGS), torch.optim.AdamW(groups(other), **SETTINGS)
@@ -74,8 +74,8 @@ def test_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @on_a_gpu
-def test_goes_on_from_torchs_state() -> None:
-    """A state is the same whoever made it: with gradients of its own it is torch's step."""
+def test_loads_the_state_of_torch_adamw() -> None:
+    """With gradients of its own, a step equals torch's from the same state."""
     mine, other = parameters(), parameters()
     ours, theirs = AdamW(groups(mine), **SETTINGS), torch.optim.AdamW(groups(other), **SETTINGS)
     twins = [nn.Parameter(p.detach().bfloat16()) for p in mine]
@@ -93,10 +93,10 @@ def test_goes_on_from_torchs_state() -> None:
 
 @pytest.mark.gpu
 @on_a_gpu
-def test_steps_of_a_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients that stay with the twin, and that are handed over: the same but for what rounding makes of last bits.
+def test_steps_of_a_bf16_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients read from the replica equal gradients copied to the master weights, up to rounding.
 
-    The third step is of two micro-batches, and someone else moves weights after the fourth.
+    The third step has two micro-batches; after the fourth, the master weights are changed from outside.
     """
     config = replace(PRESETS["bert-tiny"], vocab_size=40, dropout=0.0, attention_dropout=0.0)
     batch = Batch(*(None if a is None else a.numpy() for a in some_batch(config)))
@@ -128,8 +128,8 @@ def test_steps_of_a_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (weights - other_weights).norm() < 1e-3 * weights.norm()
 
 
-def test_a_twin_takes_over_what_it_has_not() -> None:
-    """Only where the optimizer has moved both, and nobody else the exact weights since, it has them already."""
+def test_replica_copies_only_changed_weights() -> None:
+    """It skips the copy only if the optimizer has updated both and nothing else changed the master weights since."""
     model = make_model(replace(PRESETS["bert-tiny"], vocab_size=40))
     halved = BF16Replica(model, lambda losses: losses, ComputeConfig(torch.device("cpu"), bf16=False, compile=False))
     mine, exact = next(halved.replica.parameters()), next(model.parameters())
@@ -146,7 +146,7 @@ def test_a_twin_takes_over_what_it_has_not() -> None:
         halved.end_step(False)
 
 
-def test_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_arguments_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     p = nn.Parameter(torch.zeros(8, 8))
     twin = nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
     twin.grad = torch.zeros_like(twin)

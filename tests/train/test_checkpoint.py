@@ -1,4 +1,4 @@
-"""Checkpoints: how many are kept, what a damaged one does, what `transformers` makes of them."""
+"""Checkpoints: how many are kept, how a damaged one is handled, and that `transformers` opens them."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def names(run: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(0, [6, 4, 2]), (1, [6]), (2, [6, 4]), (9, [6, 4, 2])])
-def test_the_newest_are_kept(limit: int, kept: list[int], recipe_of: Recipes) -> None:
+def test_save_total_limit_keeps_the_newest(limit: int, kept: list[int], recipe_of: Recipes) -> None:
     recipe = recipe_of("bert", max_steps=6, save_steps=2, save_total_limit=limit)
     pretrain(recipe)
     assert names(Path(recipe.output_dir)) == [f"checkpoint-{step}" for step in kept]
 
 
-def test_the_last_step_is_saved_always(recipe_of: Recipes) -> None:
+def test_last_step_is_always_saved(recipe_of: Recipes) -> None:
     recipe = recipe_of("bert", max_steps=3, save_steps=2)
     pretrain(recipe)
     assert names(Path(recipe.output_dir)) == ["checkpoint-3", "checkpoint-2"]
 
 
-def test_numbers_are_sorted_as_numbers_and_other_names_are_left_out(tmp_path: Path) -> None:
+def test_checkpoints_are_sorted_by_step(tmp_path: Path) -> None:
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-best", ".checkpoint-11.tmp"):
         (tmp_path / name).mkdir()
     assert names(tmp_path) == ["checkpoint-10", "checkpoint-9"]
 
 
-def test_damaged_ones_are_said_and_passed_over(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_checkpoints_are_reported_and_skipped(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     newest = run / "checkpoint-6" / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
     middle = run / "checkpoint-4" / "training" / "optimizer.safetensors"
@@ -64,19 +64,19 @@ def test_damaged_ones_are_said_and_passed_over(run: Path, capsys: pytest.Capture
     assert "checkpoint-4 is damaged (training/optimizer.safetensors does not match" in said
 
 
-def test_none_is_whole(run: Path) -> None:
+def test_no_intact_checkpoint(run: Path) -> None:
     for folder in list_checkpoints(run):
         (folder / MANIFEST_FILE).unlink()
     assert last_checkpoint(run) is None
 
 
-def test_there_is_no_pickle(run: Path) -> None:
+def test_no_pickle_is_written(run: Path) -> None:
     kinds = {p.suffix for p in run.rglob("*") if p.is_file()}
     assert kinds <= {".json", ".jsonl", ".safetensors", ".yaml", ""}
     assert {p.name for p in run.rglob("*") if p.is_file() and not p.suffix} <= {".lock"}
 
 
-def test_a_checkpoint_without_its_head_is_no_place_to_go_on_from(run: Path, recipe_of: Recipes) -> None:
+def test_resume_refuses_a_checkpoint_without_its_head(run: Path, recipe_of: Recipes) -> None:
     folder = run / "checkpoint-6"
     model = load_model(folder)
     optimizer = make_optimizer(model, recipe_of("bert"))
@@ -93,7 +93,7 @@ def test_a_checkpoint_without_its_head_is_no_place_to_go_on_from(run: Path, reci
     ("family", "kind"),
     [("bert", "AutoModelForMaskedLM"), ("gpt2", "AutoModelForCausalLM"), ("t5", "AutoModelForSeq2SeqLM")],
 )
-def test_transformers_opens_it_with_equal_logits(family: str, kind: str, recipe_of: Recipes) -> None:
+def test_transformers_logits_are_equal(family: str, kind: str, recipe_of: Recipes) -> None:
     recipe = recipe_of(family, dropout=0.1, max_steps=2)
     pretrain(recipe)
     for folder in (Path(recipe.output_dir) / "checkpoint-2", Path(recipe.output_dir) / "final"):

@@ -1,4 +1,4 @@
-"""The time that a run has used: a clock on the wall may jump, and a run that goes on counts what was used before."""
+"""The time that a run has used: monotonic, and added up over resumes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {"max_seq_length": 32, "per_device_train_batch_size": 4,
 
 
 class Hand:
-    """A clock that is moved by hand."""
+    """A clock that the test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -41,7 +41,7 @@ def hand(monkeypatch: pytest.MonkeyPatch) -> Hand:
     return Hand(monkeypatch)
 
 
-def test_it_counts_all_the_times_and_nothing_between(tmp_path: Path, hand: Hand) -> None:
+def test_time_adds_up_over_resumes_without_the_breaks(tmp_path: Path, hand: Hand) -> None:
     with pytest.raises(KeyboardInterrupt), RunClock(tmp_path) as clock:
         hand.now += 5
         assert clock.elapsed_seconds == 5
@@ -68,7 +68,7 @@ def test_it_counts_all_the_times_and_nothing_between(tmp_path: Path, hand: Hand)
     assert not (tmp_path / CLOCK_FILE).exists()
 
 
-def test_an_error_of_a_run_that_has_begun_forgets_nothing(tmp_path: Path, hand: Hand) -> None:
+def test_an_error_keeps_the_used_time(tmp_path: Path, hand: Hand) -> None:
     with pytest.raises(KeyboardInterrupt), RunClock(tmp_path):
         hand.now += 5
         raise KeyboardInterrupt
@@ -83,7 +83,7 @@ def test_an_error_of_a_run_that_has_begun_forgets_nothing(tmp_path: Path, hand: 
     assert RunClock(tmp_path, resume=True).elapsed_seconds == 7
 
 
-def test_a_disk_that_does_not_take_it_stops_nothing(tmp_path: Path, hand: Hand) -> None:
+def test_a_disk_error_does_not_stop_the_run(tmp_path: Path, hand: Hand) -> None:
     with RunClock(tmp_path / "nowhere") as clock:
         hand.now += 5
         clock.save()
@@ -93,7 +93,7 @@ def test_a_disk_that_does_not_take_it_stops_nothing(tmp_path: Path, hand: Hand) 
 
 @pytest.fixture
 def jumping(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The clock on the wall, which is set back and forth by years whenever someone looks at it."""
+    """A wall clock that jumps by years at every call."""
     rng, seen = random.Random(0), list[float]()
 
     def look() -> float:
@@ -105,7 +105,7 @@ def jumping(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seen
 
 
-def test_a_clock_that_jumps_changes_nothing(recipe_of: Recipes, tmp_path: Path, request: Any) -> None:
+def test_wall_clock_jumps_change_nothing(recipe_of: Recipes, tmp_path: Path, request: Any) -> None:
     fields = dict(dropout=0.1, ema_decay=0.9, max_steps=6, save_steps=2)
     pretrain(recipe_of("bert", output_dir=str(tmp_path / "straight"), **fields))
     request.getfixturevalue("jumping")
@@ -118,10 +118,10 @@ def planned(recipe: Recipe) -> int:
     return load_recipe(Path(recipe.output_dir) / "recipe.yaml", Recipe).max_steps
 
 
-def test_minutes_are_counted_by_a_clock_that_nobody_sets(
+def test_minutes_use_the_monotonic_clock(
     recipe_of: Recipes, tmp_path: Path, hand: Hand, jumping: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2 seconds a step and 1 an evaluation: a minute, less 10 evaluations, is 25 steps. A resume plans no others."""
+    """2 seconds a step and 1 an evaluation: a minute less 10 evaluations is 25 steps. A resume plans the same steps."""
     monkeypatch.setattr(pretraining, "time_steps", lambda *given, **named: (2.0, 1.0))
     recipe = recipe_of("bert", minutes=1.0, max_steps=0, eval_rows=4, save_steps=10)
 
@@ -139,10 +139,10 @@ def test_minutes_are_counted_by_a_clock_that_nobody_sets(
     assert pretrain(recipe, resume=True)["steps"] == planned(recipe) == 25
 
 
-def test_a_resume_counts_the_time_that_was_used_before(
+def test_a_resume_counts_the_time_used_before(
     corpus_file: Path, tmp_path: Path, hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """40 of 60 seconds went into the tokenizer before the run was stopped: 10 are left for 5 steps of 2."""
+    """Training the tokenizer took 40 of 60 seconds before the run was stopped: 10 are left for 5 steps of 2."""
     monkeypatch.setattr(pretraining, "time_steps", lambda *given, **named: (2.0, 1.0))
     plain = api.train_run_tokenizer
 
@@ -173,8 +173,8 @@ ALLOWED = {"tasks/chat.py": {"now"}, "tasks/finetune.py": {"today"}}
 
 
 @pytest.mark.parametrize("room", ["train", "tasks", "lab"])
-def test_no_run_looks_at_the_clock_on_the_wall(room: str) -> None:
-    """By `time.time` and its like, by `datetime`, or by when a file was written."""
+def test_no_module_reads_the_wall_clock(room: str) -> None:
+    """No `time.time`, no `datetime`, no file modification times."""
     wall = {"time", "time_ns", "localtime", "gmtime", "now", "today", "utcnow", "st_mtime", "st_mtime_ns", "getmtime"}
     files = sorted((SOURCE / room).rglob("*.py"))
     assert files

@@ -1,4 +1,4 @@
-"""One order for every sum: what is switched, what is put back, which kernels are left out, and that it holds."""
+"""Deterministic mode: which flags it sets and restores, which kernels it excludes, and that runs repeat bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Recipes = Callable[..., Recipe]
 
 
 class Switches(NamedTuple):
-    """What a run may have changed for the next one."""
+    """Global flags that a run may have changed for the next one."""
 
     algorithms: bool
     warns: bool
@@ -55,7 +55,7 @@ def switches() -> Switches:
 ON = Switches(True, False, True, False, False, True, DETERMINISTIC_WORKSPACES[0])
 
 
-def test_all_is_switched_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_are_set_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CUBLAS_WORKSPACE_ENV, raising=False)
     before = switches()
     assert before != ON
@@ -69,7 +69,7 @@ def test_all_is_switched_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
         assert switches() == before
 
 
-def test_what_a_person_has_set_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_settings_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CUBLAS_WORKSPACE_ENV, ":0:0")
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -88,7 +88,7 @@ def test_what_a_person_has_set_comes_back(monkeypatch: pytest.MonkeyPatch) -> No
         torch.use_deterministic_algorithms(False)
 
 
-def test_it_must_come_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raises_after_cuda_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CUBLAS_WORKSPACE_ENV, raising=False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     before = switches()
@@ -100,17 +100,17 @@ def test_it_must_come_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> Non
         assert switches() == ON
 
 
-def test_what_has_no_order_at_all_is_refused() -> None:
+def test_nondeterministic_operations_raise() -> None:
     with pytest.raises(UserError, match="put_ has no fixed order"), deterministic_mode(True):
         torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
     with pytest.raises(RuntimeError, match="something else"), deterministic_mode(True):
         raise RuntimeError("something else")
 
 
-def test_a_run_switches_and_the_next_one_knows_nothing_of_it(
+def test_flags_do_not_leak_into_the_next_run(
     recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the run that asks for it has it; on a CPU, where all has an order, it changes nothing."""
+    """Only the run that sets it has it; on a CPU, where all kernels are deterministic, it changes nothing."""
     monkeypatch.delenv(CUBLAS_WORKSPACE_ENV, raising=False)
     during: list[Switches] = []
     plain = torch.optim.AdamW.step
@@ -148,10 +148,10 @@ def scores(ask: bool, read: bool, asked: bool) -> RelativeScores:
         (True, True, True, True),
     ],
 )
-def test_our_kernel_is_left_out_where_it_adds_as_it_comes(
+def test_attention_kernel_with_atomic_adds_is_excluded(
     ask: bool, read: bool, asked: bool, left_out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is taken always otherwise, and gives way to single operations, which have an order."""
+    """Without deterministic mode it is used; with it, eager operations take over."""
     taken: list[str] = []
 
     def fused(found: RelativeScores, k: Any, v: Any, *rest: Any) -> torch.Tensor:
@@ -177,10 +177,8 @@ def test_our_kernel_is_left_out_where_it_adds_as_it_comes(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("compiled", ["--compile", "--no-compile"])
 @pytest.mark.parametrize("model", ["bert-tiny", "gpt2-tiny", "t5-tiny", "deberta-tiny"])
-def test_a_killed_run_on_a_gpu_is_the_undisturbed_one(
-    model: str, compiled: str, corpus_file: Path, tmp_path: Path
-) -> None:
-    """Killed in the middle and resumed: log, data, weights and optimizer, bit for bit. As it runs by default there."""
+def test_a_killed_gpu_run_resumes_bit_exactly(model: str, compiled: str, corpus_file: Path, tmp_path: Path) -> None:
+    """With the default settings of a GPU: log, data, weights and optimizer are equal bit for bit."""
     sizes = ["--vocab-size=400", "--max-seq-length=96", "--per-device-train-batch-size=16", "--max-steps=60"]
 
     def start(folder: Path) -> subprocess.Popen[str]:
@@ -212,7 +210,7 @@ def test_a_killed_run_on_a_gpu_is_the_undisturbed_one(
     assert all(found.values()), found
 
 
-def test_it_goes_with_what_proves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe_of: Recipes) -> None:
+def test_prove_resume_sets_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe_of: Recipes) -> None:
     """`prove-resume` writes it into the recipes of the runs that it kills."""
     given: list[Recipe] = []
 

@@ -1,4 +1,4 @@
-"""Several processes are one: the same rows, losses and weights, whatever their number and however they share."""
+"""Several processes train like one: the same rows, losses and weights, for any number of processes, DDP or FSDP."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Runs:
         return pretraining_recipe(model, **plain | fields)
 
     def job(self, name: str, how: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
-        """What `processes.run` takes; `how` is for `pretrain`."""
+        """A job for `processes.run`; `how` are arguments of `pretrain`."""
         file = self.place / f"{name}-{len(list(self.place.glob('*.yaml')))}.yaml"
         save_recipe(self.recipe(name, **fields), file)
         return {"recipe": str(file), **(how or {})}
@@ -64,7 +64,7 @@ class Runs:
         return load_file(self.place / name / "final" / "model.safetensors")
 
     def same(self, one: str, other: str) -> None:
-        """Bit for bit."""
+        """Assert that two runs are equal bit for bit."""
         files = ["log.jsonl", "final/model.safetensors", "final/config.json"]
         for file in files:
             assert (self.place / one / file).read_bytes() == (self.place / other / file).read_bytes(), (
@@ -74,7 +74,7 @@ class Runs:
             )
 
     def close(self, one: str, other: str, but: str = "nothing") -> None:
-        """The same text, and numbers that differ by rounding alone."""
+        """Assert that two runs read the same text and differ by rounding only."""
         for a, b in zip(self.log(one), self.log(other), strict=True):
             assert a.keys() == b.keys()
             for key, value in a.items():
@@ -96,7 +96,7 @@ MUCH: dict[str, Any] = {"ema_decay": 0.9, "spike_factor": 4.0, "batch_ramp": 0.5
 
 @pytest.fixture(scope="module")
 def two(shards_of: Make, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """What two processes have done, in one launch."""
+    """The results of two processes, in one launch."""
     runs = Runs(tmp_path_factory.mktemp("two"), shards_of("bert"))
     jobs = []
     for way in ("ddp", "fsdp"):
@@ -121,7 +121,7 @@ def two(shards_of: Make, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture(scope="module")
 def four(two: Runs) -> Runs:
-    """The same for four, which also go on with what two began."""
+    """The same for four, which also resume runs of two."""
     jobs = [two.job(f"{way} by four", parallel=way, per_device_train_batch_size=2, **MUCH) for way in ("ddp", "fsdp")]
     jobs += [two.job(f"{way} for four", parallel=way, **HALF) for way in ("ddp", "fsdp")]
     processes.run(4, jobs, two.place, TORCHELASTIC_RESTART_COUNT="1")
@@ -137,13 +137,13 @@ def one(two: Runs) -> str:
 
 @pytest.fixture(scope="module")
 def plain(two: Runs) -> str:
-    """The same without a ramp and a mean."""
+    """The same without a ramp and EMA."""
     two.alone("plain", per_device_train_batch_size=8)
     return "plain"
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_two_processes_are_one(way: str, one: str, two: Runs) -> None:
+def test_two_processes_train_like_one(way: str, one: str, two: Runs) -> None:
     two.close(one, way)
     model = load_model(two.place / way / "final")
     assert model.tokenizer is not None
@@ -152,23 +152,23 @@ def test_two_processes_are_one(way: str, one: str, two: Runs) -> None:
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_four_processes_are_one(way: str, one: str, four: Runs) -> None:
+def test_four_processes_train_like_one(way: str, one: str, four: Runs) -> None:
     four.close(one, f"{way} by four")
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_a_stopped_run_goes_on_exactly(way: str, two: Runs) -> None:
+def test_a_stopped_run_resumes_exactly(way: str, two: Runs) -> None:
     two.same(f"{way} straight", f"{way} stopped")
 
 
-def test_dropout_falls_differently_in_each_process(two: Runs) -> None:
-    """Without it the two ways are as close as rounding; with it they still are, as each rank draws the same in both."""
+def test_dropout_differs_between_ranks(two: Runs) -> None:
+    """DDP and FSDP agree up to rounding without dropout and with it: each rank draws the same in both."""
     two.close("ddp straight", "fsdp straight")
     assert two.log("ddp straight")[0]["loss"] != pytest.approx(two.log("ddp")[0]["loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_another_number_of_processes_goes_on(way: str, plain: str, four: Runs) -> None:
+def test_resume_with_another_number_of_processes(way: str, plain: str, four: Runs) -> None:
     four.close(plain, f"{way} for four")
     four.alone(f"{way} for one", resume=True, per_device_train_batch_size=8)
     four.close(plain, f"{way} for one")
@@ -176,7 +176,7 @@ def test_another_number_of_processes_goes_on(way: str, plain: str, four: Runs) -
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_losses_that_are_no_numbers_in_one_process_are_skipped_by_all(way: str, plain: str, two: Runs) -> None:
+def test_nan_loss_of_one_rank_is_skipped_by_all(way: str, plain: str, two: Runs) -> None:
     log = [line for line in two.log(f"{way} nan") if "data" in line]
     assert [line["step"] for line in log if "skipped" in line] == [3, 4]
     whole = [line for line in two.log(plain) if "data" in line]
@@ -189,29 +189,29 @@ def test_losses_that_are_no_numbers_in_one_process_are_skipped_by_all(way: str, 
         assert "checkpoint-2 is intact" in said
 
 
-def test_memory_that_is_short_in_one_process_halves_micro_batches_in_all(plain: str, two: Runs) -> None:
+def test_out_of_memory_of_one_rank_halves_micro_batches_of_all(plain: str, two: Runs) -> None:
     two.close(plain, "halved")
     assert json.loads((two.place / "halved/checkpoint-6/training/state.json").read_text())["halvings"] == 1
 
 
 @pytest.mark.parametrize("optim", ["muon", "adafactor"])
-def test_optimizers_of_whole_matrices(optim: str, two: Runs) -> None:
+def test_muon_and_adafactor_with_sharded_matrices(optim: str, two: Runs) -> None:
     two.alone(f"{optim} alone", optim=optim, per_device_train_batch_size=8)
     two.close(f"{optim} alone", optim, but="key.bias")  # whose true gradient is 0, which Adafactor makes much of
 
 
-def test_weights_in_the_hosts_memory_and_layers_that_are_computed_twice(plain: str, two: Runs) -> None:
+def test_cpu_offload_and_activation_checkpointing(plain: str, two: Runs) -> None:
     two.close(plain, "offload")
 
 
-def test_blocks_are_gathered_in_bfloat16(plain: str, two: Runs) -> None:
+def test_blocks_are_all_gathered_in_bfloat16(plain: str, two: Runs) -> None:
     exact, rounded = ([line["loss"] for line in two.log(name) if "loss" in line] for name in (plain, "bf16"))
     assert rounded == pytest.approx(exact, rel=0.02)
     assert rounded != pytest.approx(exact, rel=1e-5)
 
 
-def test_a_checkpoint_in_parts_is_a_checkpoint(plain: str, two: Runs) -> None:
-    """Each process has written its file; the folder is whole, has no pickle, and is what one process would write."""
+def test_a_sharded_checkpoint_equals_an_unsharded_one(plain: str, two: Runs) -> None:
+    """Each rank wrote its file; the checksums match, there is no pickle, and the tensors equal those of one process."""
     folder = two.place / "fsdp stopped" / "checkpoint-6"
     assert find_corruption(folder) is None
     parts = {p.name for p in folder.rglob("*.safetensors")}
@@ -225,7 +225,7 @@ def test_a_checkpoint_in_parts_is_a_checkpoint(plain: str, two: Runs) -> None:
 
 
 @pytest.mark.slow
-def test_transformers_opens_a_checkpoint_in_parts(two: Runs) -> None:
+def test_transformers_opens_a_sharded_checkpoint(two: Runs) -> None:
     from transformers import AutoModelForMaskedLM
 
     folder = two.place / "fsdp straight" / "checkpoint-6"
@@ -235,7 +235,7 @@ def test_transformers_opens_a_checkpoint_in_parts(two: Runs) -> None:
         torch.testing.assert_close(theirs(input_ids=ids).logits, ours(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_one_process_speaks(two: Runs) -> None:
+def test_only_rank_0_prints(two: Runs) -> None:
     first, other = two.said
     assert "2 processes (ddp)" in first
     assert "2 processes (fsdp)" in first
@@ -244,7 +244,7 @@ def test_one_process_speaks(two: Runs) -> None:
     assert "Traceback" not in first
 
 
-def test_a_signal_to_one_stops_all_after_the_same_step(two: Runs) -> None:
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(two: Runs) -> None:
     assert read_log(two.place / "signal" / "log.jsonl")[-1]["step"] == 3
     assert find_corruption(two.place / "signal" / "checkpoint-3") is None
     for rank in (0, 1):
@@ -262,14 +262,14 @@ def words(runs: Runs, name: str) -> list[str]:
 
 
 class Pretended(DistContext):
-    """One of several that are not there."""
+    """A rank of a process group that does not exist."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.world_size = rank, size
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_each_reads_its_own_part_of_the_step(size: int, shards_of: Make, tmp_path: Path) -> None:
+def test_each_rank_reads_its_share_of_the_rows(size: int, shards_of: Make, tmp_path: Path) -> None:
     shards = shards_of("bert")
     recipe = Runs(tmp_path, shards).recipe("run", per_device_train_batch_size=2, gradient_accumulation_steps=4)
     rows = make_row_dataset(recipe, shards, held_out=False)
@@ -285,12 +285,12 @@ def test_each_reads_its_own_part_of_the_step(size: int, shards_of: Make, tmp_pat
     assert sum(map(hash_rows, read)) == sum(map(hash_rows, whole))
 
 
-def test_micro_batches_are_as_few_as_fit() -> None:
+def test_micro_batches_are_as_few_as_possible() -> None:
     step = Stage(0, 32, micro_batch_rows=4, num_micro_batches=3, rows_before=0)  # 12 rows
     assert [micro_batches_per_process(step, size) for size in (1, 2, 3, 4, 6, 12)] == [3, 2, 1, 1, 1, 1]
 
 
-def test_a_number_of_processes_that_does_not_divide(shards_of: Make, tmp_path: Path) -> None:
+def test_indivisible_number_of_processes_raises(shards_of: Make, tmp_path: Path) -> None:
     runs = Runs(tmp_path, shards_of("bert"))
     with pytest.raises(UserError, match=r"5 processes cannot share 12 rows .* These can: 1, 2, 3, 4, 6, 12\."):
         check_even_split(runs.recipe("run", per_device_train_batch_size=12), 5)
@@ -298,7 +298,9 @@ def test_a_number_of_processes_that_does_not_divide(shards_of: Make, tmp_path: P
         check_even_split(runs.recipe("run", per_device_train_batch_size=12, batch_ramp=0.5, batch_doublings=1), 4)
 
 
-def test_a_resumed_run_keeps_its_batch(shards_of: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_keeps_its_global_batch(
+    shards_of: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs = Runs(tmp_path, shards_of("bert"))
     then = replace(runs.recipe("run", **HALF, parallel="fsdp"), processes=4)
     assert then.global_batch_size == 16
@@ -313,7 +315,7 @@ def test_a_resumed_run_keeps_its_batch(shards_of: Make, tmp_path: Path, capsys: 
     assert other.global_batch_size == 12
 
 
-def test_parcels() -> None:
+def test_gradient_buckets() -> None:
     tensors = [torch.zeros(n) for n in (2**22, 2**22, 1, 2**24, 5)]
     assert [[t.numel() for t in some] for some in bucket_tensors(tensors)] == [[2**22, 2**22], [1], [2**24], [5]]
     assert len(list(bucket_tensors([torch.zeros(1), torch.zeros(1, dtype=torch.float64)]))) == 2
@@ -322,13 +324,13 @@ def test_parcels() -> None:
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_without_torchrun(shards_of: Make, tmp_path: Path) -> None:
+def test_parallel_without_torchrun_raises(shards_of: Make, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"torchrun --nproc-per-node 2 -m firth pretrain .* --parallel ddp"):
         pretrain(Runs(tmp_path, shards_of("bert")).recipe("run", parallel="ddp"))
     assert not (tmp_path / "run").exists()
 
 
-def test_torchrun_without_parallel(shards_of: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_without_parallel_raises(shards_of: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Runs(tmp_path, shards_of("bert")).recipe("run")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -352,12 +354,14 @@ def test_torchrun_without_parallel(shards_of: Make, tmp_path: Path, monkeypatch:
         ({"parallel": "ddp", "cpu_offload": True}, "--cpu-offload needs"),
     ],
 )
-def test_what_a_model_in_parts_cannot_do(fields: dict[str, Any], message: str, shards_of: Make, tmp_path: Path) -> None:
+def test_settings_that_fsdp_does_not_support_raise(
+    fields: dict[str, Any], message: str, shards_of: Make, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=message):
         Runs(tmp_path, shards_of("bert")).recipe("run", **{"parallel": "fsdp", **fields}).check()
 
 
-def test_who_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = UserError("wrong in all of them")
     assert should_report_error(wrong)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -369,7 +373,7 @@ def test_who_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_one_process_with_nccl_is_the_plain_run(shards_of: Make, tmp_path: Path) -> None:
+def test_one_process_with_nccl_equals_a_plain_run(shards_of: Make, tmp_path: Path) -> None:
     runs = Runs(tmp_path, shards_of("bert"))
     runs.alone("plain", per_device_train_batch_size=8)
     jobs = [runs.job(way, parallel=way, per_device_train_batch_size=8) for way in ("ddp", "fsdp")]

@@ -1,4 +1,4 @@
-"""Every kind of model in several processes: what it computes, and what its rows carry on, is what one process has."""
+"""Every kind of model in several processes: losses and recurrent states equal those of one process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def without_dropout(config: ModelConfig) -> ModelConfig:
 
 @pytest.fixture(scope="module")
 def done(shards_of: Make, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """All of them, in one launch of two processes, each stopped and gone on with once."""
+    """All families in one launch of two processes, each stopped and resumed once."""
     place, jobs = tmp_path_factory.mktemp("families"), []
     for case, (name, data, ways, more) in CASES.items():
         runs = Runs(place, shards_of(data))
@@ -63,5 +63,5 @@ def done(shards_of: Make, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize(("case", "way"), [(case, way) for case, (_, _, ways, _) in CASES.items() for way in ways])
-def test_two_processes_are_one(case: str, way: str, done: Runs) -> None:
+def test_two_processes_train_like_one(case: str, way: str, done: Runs) -> None:
     done.close(f"{case} alone", f"{case} {way}", but="key.bias")

@@ -1,4 +1,4 @@
-"""The running mean of weights, by hand and against torch's."""
+"""The exponential moving average of the weights, by hand and against torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch.optim.swa_utils import AveragedModel
 from firth.train.ema import WeightEMA, ema_decay_at
 
 
-def test_the_mean_forgets_the_first_weights_soon() -> None:
+def test_warm_up_forgets_the_initial_weights() -> None:
     assert [ema_decay_at(step, 0.5) for step in range(10)] == pytest.approx(
         [1 / 10, 2 / 11, 3 / 12, 4 / 13, 5 / 14, 6 / 15, 7 / 16, 8 / 17, 0.5, 0.5]
     )
 
 
-def test_it_is_torchs() -> None:
+def test_matches_torch_averaged_model() -> None:
     linear = nn.Linear(3, 2)
     ours = WeightEMA({name: p.detach() for name, p in linear.named_parameters()}, 0.6)
     step = 0
@@ -32,7 +32,7 @@ def test_it_is_torchs() -> None:
         torch.testing.assert_close(ours.averages[name], p)
 
 
-def test_it_stands_in_for_a_while() -> None:
+def test_weights_are_swapped_and_restored() -> None:
     weight = torch.tensor([1.0, 2.0])
     average = WeightEMA({"weight": weight}, 0.9)
     weight.copy_(torch.tensor([5.0, 6.0]))
@@ -43,8 +43,8 @@ def test_it_stands_in_for_a_while() -> None:
     assert weight.tolist() == [1, 2]
 
 
-def test_a_skipped_step_does_not_move_it() -> None:
-    """The flag is a number on the device: on `meta` nothing can be read, so nobody waits for it."""
+def test_a_skipped_step_does_not_update_it() -> None:
+    """The skip flag stays on the device: a `meta` tensor cannot be read, so this shows that nothing synchronizes."""
     weight = torch.tensor([1.0, 2.0])
     average = WeightEMA({"weight": weight}, 0.9)
     weight.copy_(torch.tensor([5.0, 6.0]))

@@ -1,4 +1,4 @@
-"""What makes a run faster or better, in the one loop: exact on resume, the same numbers, few shapes."""
+"""Ramps, EMA, bf16 replicas, early compilation and late losses in the one loop: exact resume and equal numbers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def weights(run: str | Path, name: str = "final") -> bytes:
 
 
 class Stop(Exception):  # noqa: N818
-    """Pulls the plug in the middle of a run."""
+    """Raised to interrupt a run."""
 
 
 def stop_at(step: int) -> Callable[[int, Model], None]:
@@ -94,7 +94,7 @@ def stop_at(step: int) -> Callable[[int, Model], None]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_resumed_run_is_the_same_run(
+def test_a_resumed_run_equals_an_uninterrupted_one(
     way: str, recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields = dict(dropout=0.2, max_steps=7, eval_steps=3, max_seq_length=32) | WAYS[way]
@@ -114,7 +114,7 @@ def test_a_resumed_run_is_the_same_run(
 
 
 @pytest.mark.parametrize("way", ["muon", "adafactor"])
-def test_the_optimizers_learn(way: str, recipe_of: Recipes) -> None:
+def test_every_optimizer_lowers_the_loss(way: str, recipe_of: Recipes) -> None:
     rate = {"muon": 5e-3, "adafactor": 5e-2}[way]
     recipe = recipe_of("gpt2", max_steps=30, save_steps=100, **WAYS[way] | {"learning_rate": rate})
     pretrain(recipe)
@@ -125,7 +125,7 @@ def test_the_optimizers_learn(way: str, recipe_of: Recipes) -> None:
 # --- the mean of the weights
 
 
-def test_the_mean_is_evaluated_and_kept(recipe_of: Recipes, tmp_path: Path) -> None:
+def test_ema_weights_are_evaluated_and_saved(recipe_of: Recipes, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"max_steps": 5, "save_steps": 1, "save_total_limit": 0, "eval_steps": 5}
     fields |= {"learning_rate": 1e-2, "warm_start": "none"}
     recipe = recipe_of(ema_decay=0.8, **fields)
@@ -146,8 +146,8 @@ def test_the_mean_is_evaluated_and_kept(recipe_of: Recipes, tmp_path: Path) -> N
     torch.testing.assert_close(load_model(run / "final").embed.tokens.weight.detach(), mean)
 
 
-def test_the_mean_of_the_best_evaluation_is_taken(recipe_of: Recipes, shards_of: Make, tmp_path: Path) -> None:
-    """What was judged best is what is kept: the mean as it was then, neither the weights nor a later mean."""
+def test_load_best_restores_the_ema_of_the_best_evaluation(recipe_of: Recipes, shards_of: Make, tmp_path: Path) -> None:
+    """Neither the raw weights nor a later EMA."""
     shards = shards_of("bert")
     recipe = recipe_of(ema_decay=0.8, max_steps=4, eval_steps=1, warmup_steps=0, learning_rate=1e-2, save_steps=1)
     batches = make_pretrain_batch_fn(recipe, make_row_dataset(recipe, shards, held_out=False), shards.tokenizer)
@@ -167,7 +167,7 @@ def test_the_mean_of_the_best_evaluation_is_taken(recipe_of: Recipes, shards_of:
 # --- weights in bfloat16
 
 
-def test_the_exact_weights_are_kept_and_get_the_twins_gradients(recipe_of: Recipes, shards_of: Make) -> None:
+def test_master_weights_receive_the_replicas_gradients(recipe_of: Recipes, shards_of: Make) -> None:
     shards = shards_of("bert")
     recipe = recipe_of(engine=EngineConfig(weights="bf16"), gradient_accumulation_steps=2)
     model = build_pretrain_model(recipe, shards.tokenizer)
@@ -209,8 +209,8 @@ FAMILIES = (
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_computes_in_bfloat16(name: str) -> None:
-    """No part of a model insists on float32; the loss is that of float32 to 2%, and there are gradients."""
+def test_every_family_runs_in_bfloat16(name: str) -> None:
+    """No module insists on float32; the loss is within 2% of float32, and all parameters get gradients."""
     recipe = recipe_for(replace(get_preset(name), vocab_size=200))
     sentinels = tuple(range(199, 99, -1))
     vocab = Vocabulary(200, 0, 1, 2, 3, 4, 5, 6, sentinels, special_ids=(*range(7), *reversed(sentinels)))
@@ -246,7 +246,7 @@ def test_every_family_computes_in_bfloat16(name: str) -> None:
 @pytest.mark.parametrize(
     "head", [ClassificationHead(("a", "b")), RegressionHead(), SpanHead()], ids=lambda head: type(head).__name__
 )
-def test_heads_of_tasks_compute_in_bfloat16(head: Any) -> None:
+def test_task_heads_run_in_bfloat16(head: Any) -> None:
     torch.manual_seed(0)
     model = make_model(replace(get_preset("bert-tiny"), vocab_size=50, head=head)).eval()
     tokens, asked = torch.randint(5, 50, (2, 16)), torch.tensor([[0, 8], [0, 8]])
@@ -274,7 +274,7 @@ def test_heads_of_tasks_compute_in_bfloat16(head: Any) -> None:
 # --- ramps
 
 
-def test_rows_of_a_ramp_come_from_residuals_of_their_own(recipe_of: Recipes, shards_of: Make) -> None:
+def test_each_row_length_of_a_ramp_has_its_own_stream(recipe_of: Recipes, shards_of: Make) -> None:
     shards = shards_of("bert")
     recipe = recipe_of(max_steps=10, length_ramp=0.5, length_doublings=1, batch_ramp=0.2, batch_doublings=1)
     rows = make_row_dataset(recipe, shards, held_out=False)
@@ -292,8 +292,8 @@ def test_rows_of_a_ramp_come_from_residuals_of_their_own(recipe_of: Recipes, sha
     assert all(np.array_equal(a, b) for a, b in zip(early(1)[0], batches(1)[0], strict=True) if a is not None)
 
 
-def test_a_rewind_leaves_the_ramp_and_no_row_comes_twice(recipe_of: Recipes, shards_of: Make) -> None:
-    """Ten steps; back from 10 to 4, and from 8 to 2: what each of them has read does not come again."""
+def test_a_rewind_keeps_the_ramp_and_repeats_no_row(recipe_of: Recipes, shards_of: Make) -> None:
+    """Ten steps; back from 10 to 4, and from 8 to 2: no row that was read comes again."""
     shards = shards_of("bert")
     ramp = recipe_of(max_steps=16, batch_ramp=0.4, batch_doublings=1, length_ramp=0.6, length_doublings=1)
 
@@ -324,7 +324,7 @@ def test_a_rewind_leaves_the_ramp_and_no_row_comes_twice(recipe_of: Recipes, sha
     assert len({length for length, _ in plain}) == 2
 
 
-def test_minutes_know_that_early_steps_are_shorter(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minutes_account_for_the_shorter_steps_of_a_ramp(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[tuple[int, int]] = []
 
     def trial(training: Recipe, machine: ComputeConfig, model: Model, batches: Any, *_: Any, **more: Any) -> Any:
@@ -344,7 +344,7 @@ def test_minutes_know_that_early_steps_are_shorter(recipe_of: Recipes, monkeypat
     assert 0.9 * 30 / seconds < steps <= 30 / seconds
 
 
-def test_epochs_count_the_rows_of_smaller_batches(recipe_of: Recipes, shards_of: Make) -> None:
+def test_epochs_account_for_the_smaller_batches_of_a_ramp(recipe_of: Recipes, shards_of: Make) -> None:
     recipe = recipe_of(max_steps=0, num_train_epochs=0.3, batch_ramp=1.0, batch_doublings=1, save_steps=1000)
     rows = make_row_dataset(recipe, shards_of("bert"), held_out=False).num_rows
     steps = pretrain(recipe)["steps"]
@@ -357,10 +357,10 @@ def test_epochs_count_the_rows_of_smaller_batches(recipe_of: Recipes, shards_of:
 @pytest.mark.parametrize(
     "more", [{"ema_decay": 0.9}, {"engine": EngineConfig(weights="bf16"), "gradient_accumulation_steps": 2}]
 )
-def test_a_step_is_compiled_while_its_first_weights_are_made(
+def test_compilation_overlaps_the_ppmi_initialization(
     recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
-    """By a rehearsal that leaves nothing behind: the same run, to the bit, as if all had waited."""
+    """Compiling ahead leaves no trace: the run is bit-equal to one without it."""
     monkeypatch.setattr(pretraining, "choose_compute", lambda *_: replace(CPU, compile=True))
     monkeypatch.setattr(torch, "compile", lambda losses, **_: losses)
     first, rehearsed = pretraining.ppmi_embeddings, Event()
@@ -398,8 +398,8 @@ def test_a_step_is_compiled_while_its_first_weights_are_made(
     assert weights(tmp_path / "beside") == weights(tmp_path / "before")
 
 
-def test_who_has_company_waits_for_its_first_weights(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where there is one process: parts of a model are no place to put vectors."""
+def test_distributed_runs_initialize_before_they_compile(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also FSDP with one process: sharded parameters cannot be filled later."""
     monkeypatch.setattr(pretraining, "choose_compute", lambda *_: replace(CPU, compile=True))
     found: list[bool] = []
 
@@ -415,7 +415,7 @@ def test_who_has_company_waits_for_its_first_weights(recipe_of: Recipes, monkeyp
     assert found == [False, True]
 
 
-def test_a_step_is_timed_once_other_work_is_ready(recipe_of: Recipes, shards_of: Make) -> None:
+def test_steps_are_timed_after_background_work_ends(recipe_of: Recipes, shards_of: Make) -> None:
     recipe, steps = recipe_of(), list[object]()
     model = build_pretrain_model(recipe, shards_of("bert").tokenizer)
     batches = make_pretrain_batch_fn(
@@ -433,7 +433,7 @@ def test_a_step_is_timed_once_other_work_is_ready(recipe_of: Recipes, shards_of:
 # --- the device never waits
 
 
-def test_losses_that_are_read_late_are_the_same_losses(
+def test_losses_read_one_step_late_are_equal(
     recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields = dict(max_steps=7, eval_steps=3, save_steps=4, logging_steps=1)
@@ -456,9 +456,7 @@ def test_losses_that_are_read_late_are_the_same_losses(
     assert written == [(1, 2), (2, 3), (3, 3), (3, 3), (4, 4), (5, 6), (6, 6), (6, 6), (7, 7), (7, 7)]
 
 
-def test_a_late_loss_that_is_no_number_is_told_with_its_step(
-    recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_nan_loss_is_reported_with_its_step(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "defers_loss_reads", lambda machine: True)
     recipe = recipe_of("gpt2", max_steps=9, save_steps=100, learning_rate=1e30, warmup_steps=0)
     with pytest.raises(UserError, match=r"loss is (nan|inf) at step \d"):
@@ -468,7 +466,7 @@ def test_a_late_loss_that_is_no_number_is_told_with_its_step(
     assert not list(Path(recipe.output_dir).glob("checkpoint-*"))
 
 
-def test_a_late_loss_that_is_no_number_is_never_saved(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_nan_loss_is_never_checkpointed(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "defers_loss_reads", lambda machine: True)
     recipe = recipe_of("gpt2", max_steps=6, save_steps=1, logging_steps=100, learning_rate=1e30, warmup_steps=0)
     with pytest.raises(UserError, match=r"loss is (nan|inf) at step (\d)") as e:
@@ -480,7 +478,7 @@ def test_a_late_loss_that_is_no_number_is_never_saved(recipe_of: Recipes, monkey
 # --- what was compiled
 
 
-def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_compile_cache_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FIRTH_CACHE", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     choose_compute(TrainingConfig(compile=False))
@@ -492,7 +490,7 @@ def test_what_was_compiled_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
 
 
-def test_switches_reach_every_head_and_layer(recipe_of: Recipes, shards_of: Make) -> None:
+def test_engine_flags_reach_every_head_and_layer(recipe_of: Recipes, shards_of: Make) -> None:
     recipe = recipe_of(
         engine=EngineConfig(fused_loss=False, pad_vocabulary=True, fused_attention=False, residual="float32")
     )
@@ -508,7 +506,7 @@ def test_switches_reach_every_head_and_layer(recipe_of: Recipes, shards_of: Make
     assert residuals == [torch.float32, torch.bfloat16]
 
 
-def test_a_vocabulary_that_is_not_padded_is_said(
+def test_an_unpadded_vocabulary_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.import_module("firth.train.compute"), "select_device", lambda *_: torch.device("cpu"))
@@ -517,10 +515,10 @@ def test_a_vocabulary_that_is_not_padded_is_said(
         assert ("pad_vocabulary changes nothing" in capsys.readouterr().err) == said
 
 
-def test_a_device_that_is_not_there(
+def test_missing_devices(
     recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Refused before there is a folder if it was asked for; said if it was meant; and nothing where none was."""
+    """An explicit device raises before a folder exists; a preferred one is reported; none is silent."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for chosen, said in (("", ""), ("-1", ""), ("7", " (CUDA_VISIBLE_DEVICES is 7)")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
@@ -534,7 +532,7 @@ def test_a_device_that_is_not_there(
         assert not capsys.readouterr().err
 
 
-def test_a_gpu_that_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_cpu_ignores_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     machine = choose_compute(TrainingConfig(device="cpu"))
     assert (machine.device.type, machine.bf16, machine.compile) == ("cpu", False, False)
@@ -543,12 +541,12 @@ def test_a_gpu_that_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
         check_device(TrainingConfig(device="cpu", parallel="ddp"))
 
 
-def test_a_run_goes_on_elsewhere(recipe_of: Recipes) -> None:
+def test_a_run_resumes_on_another_device(recipe_of: Recipes) -> None:
     assert merge_recipe(recipe_of(device="cuda"), recipe_of(device="cpu")).device == "cpu"
 
 
-def test_who_replays_steps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a GPU: compiled steps of one micro-batch by themselves, others where it is asked and can be done."""
+def test_which_steps_use_cuda_graphs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a GPU: compiled steps of one micro-batch by default, others on request where possible."""
     devices = importlib.import_module("firth.train.compute")
     assert not choose_compute(TrainingConfig(compile=False, engine=EngineConfig(cuda_graphs=True))).cuda_graphs
     assert "no CUDA graphs: there is no CUDA device" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The run folder: what is refused, what is removed, what never is."""
+"""The run folder: which folders are refused, what is removed, and what never is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from firth.train.log import RunLog, read_log
 
 
 def leave_a_run(folder: Path) -> None:
-    """What a run that was killed while it wrote leaves behind."""
+    """The files that a run leaves when it is killed while writing."""
     for name in ("recipe.yaml", "log.jsonl", "results.json", ".recipe.yaml.tmp"):
         (folder / name).write_text("x")
     for name in ("final", "checkpoint-2", "data", "seed-0/final", "seed-0/checkpoint-1"):
@@ -26,13 +26,13 @@ def leave_a_run(folder: Path) -> None:
     (folder / ".checkpoint-1.old").mkdir()
 
 
-def test_a_new_folder_and_an_empty_one_are_taken(tmp_path: Path) -> None:
+def test_new_and_empty_folders_are_accepted(tmp_path: Path) -> None:
     for _ in range(2):  # the lock of the first time is no obstacle
         with run_folder(tmp_path / "deep" / "run") as folder:
             assert folder.is_dir()
 
 
-def test_a_folder_in_which_nothing_came_to_be_is_removed(tmp_path: Path) -> None:
+def test_a_folder_without_results_is_removed(tmp_path: Path) -> None:
     with pytest.raises(UserError), run_folder(tmp_path / "run"):
         raise UserError("wrong")
     assert not (tmp_path / "run").exists()
@@ -42,15 +42,15 @@ def test_a_folder_in_which_nothing_came_to_be_is_removed(tmp_path: Path) -> None
     assert (tmp_path / "run" / "data").exists()
 
 
-def test_an_existing_run_needs_a_word(tmp_path: Path) -> None:
+def test_an_existing_run_needs_resume_or_overwrite(tmp_path: Path) -> None:
     leave_a_run(tmp_path)
     with pytest.raises(UserError, match=r"--resume continues .*--overwrite"), run_folder(tmp_path):
         pass
     assert (tmp_path / "final" / "file").exists()
 
 
-def test_prepared_text_of_a_run_that_never_began_is_taken(tmp_path: Path) -> None:
-    """A run that was refused after its text was prepared does not stand in the way of the next try."""
+def test_a_folder_with_prepared_text_only_is_accepted(tmp_path: Path) -> None:
+    """A run that failed after its text was prepared does not block the next attempt."""
     for name in ("data", "tokenizer"):
         with atomic_folder(tmp_path / name) as new:
             (new / "file").write_text("x")
@@ -71,14 +71,14 @@ def test_prepared_text_of_a_run_that_never_began_is_taken(tmp_path: Path) -> Non
         (tmp_path / name).unlink()
 
 
-def test_resume_keeps_everything_but_what_a_killed_writer_left(tmp_path: Path) -> None:
+def test_resume_removes_only_temporary_files(tmp_path: Path) -> None:
     leave_a_run(tmp_path)
     with run_folder(tmp_path, resume=True):
         assert (tmp_path / "checkpoint-2" / "file").exists()
         assert not list(tmp_path.glob(".checkpoint-*"))
 
 
-def test_overwrite_removes_what_a_run_wrote(tmp_path: Path) -> None:
+def test_overwrite_removes_the_files_of_a_run(tmp_path: Path) -> None:
     leave_a_run(tmp_path)
     with run_folder(tmp_path, overwrite=True):
         assert [p.name for p in tmp_path.iterdir()] == [".lock"]
@@ -86,7 +86,7 @@ def test_overwrite_removes_what_a_run_wrote(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["thesis.txt", "data/book.txt", "final/plan.txt", "runs/recipe.yaml"])
 @pytest.mark.parametrize("word", ["resume", "overwrite"])
-def test_what_no_run_wrote_is_never_touched(name: str, word: str, tmp_path: Path) -> None:
+def test_foreign_files_are_never_touched(name: str, word: str, tmp_path: Path) -> None:
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
     file.write_text("mine")
@@ -98,7 +98,7 @@ def test_what_no_run_wrote_is_never_touched(name: str, word: str, tmp_path: Path
     assert file.read_text() == "mine"
 
 
-def test_notes_beside_a_run_do_not_stop_a_resume(tmp_path: Path) -> None:
+def test_foreign_files_do_not_block_a_resume(tmp_path: Path) -> None:
     leave_a_run(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
     with run_folder(tmp_path, resume=True):
@@ -108,7 +108,7 @@ def test_notes_beside_a_run_do_not_stop_a_resume(tmp_path: Path) -> None:
     assert (tmp_path / "final" / "file").exists()
 
 
-def test_a_run_does_not_remove_what_it_reads(tmp_path: Path) -> None:
+def test_overwrite_refuses_to_remove_inputs(tmp_path: Path) -> None:
     leave_a_run(tmp_path)
     with (
         pytest.raises(UserError, match="--overwrite would remove"),
@@ -118,14 +118,14 @@ def test_a_run_does_not_remove_what_it_reads(tmp_path: Path) -> None:
     assert (tmp_path / "final" / "file").exists()
 
 
-def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+def test_a_folder_is_locked(tmp_path: Path) -> None:
     with run_folder(tmp_path / "run"):
         with pytest.raises(UserError, match="in use"), run_folder(tmp_path / "run", resume=True):
             pass
         assert (tmp_path / "run").exists()
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_a_file_as_output_dir_raises(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
     for path in (tmp_path / "run", tmp_path / "run" / "deeper"):
         with pytest.raises(UserError, match="file"), run_folder(path, overwrite=True):
@@ -133,7 +133,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     assert (tmp_path / "run").read_text() == "mine"
 
 
-def test_the_log_is_cut_back(tmp_path: Path) -> None:
+def test_the_log_is_truncated_on_resume(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     with RunLog(path, 0) as log:
         for step in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""A run that learns by products in 8 bits."""
+"""A run with FP8 matmuls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from firth.train import Recipe, pretrain, read_log
 
 
-def test_a_run_learns_by_it(recipe_of: Callable[..., Recipe]) -> None:
+def test_training_with_fp8_lowers_the_loss(recipe_of: Callable[..., Recipe]) -> None:
     fields = {"max_steps": 30, "save_steps": 100, "learning_rate": 5e-3, "optim": "muon"}
     recipe = recipe_of("gpt2", fp8=True, **fields)
     pretrain(recipe)

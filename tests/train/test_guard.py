@@ -1,4 +1,4 @@
-"""Steps that would do harm, memory that is short, and losses in float16."""
+"""Skipped steps, out-of-memory errors, and fp16 loss scaling."""
 
 from __future__ import annotations
 
@@ -63,20 +63,20 @@ def weights(folder: str | Path) -> bytes:
 
 
 def hashed(micro: Sequence[Batch], before: int) -> int:
-    """What the log of one process says of a step."""
+    """The data hash that one process logs for a step."""
     return chain_hash(sum(map(hash_rows, micro)), before)
 
 
 # --- which steps are bad
 
 
-def test_what_is_no_number_is_bad() -> None:
+def test_nan_and_inf_are_skipped() -> None:
     found = judged(Guard(TrainingConfig(), CPU), [(1.0, 1.0), (math.nan, 1.0), (1.0, math.inf), (1e9, 1e9)])
     assert found == [0, 1, 1, 0]
 
 
-def test_a_spike_is_so_many_times_the_median() -> None:
-    """The median of 1 to 16 is 8 as torch counts it: 32 is four times that, 33 is more."""
+def test_a_spike_exceeds_the_median_by_the_factor() -> None:
+    """torch's median of 1 to 16 is 8: 32 is four times that, 33 is more."""
     usual = [(float(i), 1.0) for i in range(1, MIN_HISTORY_STEPS + 1)]
     assert judged(Guard(TrainingConfig(spike_factor=4.0), CPU), [*usual, (32.0, 1.0), (1.0, 4.1)]) == [0] * 17 + [1]
     assert judged(Guard(TrainingConfig(spike_factor=4.0), CPU), [*usual, (33.0, 1.0), (33.0, 1.0)]) == [0] * 16 + [1, 1]
@@ -85,7 +85,7 @@ def test_a_spike_is_so_many_times_the_median() -> None:
     )
 
 
-def test_medians_leave_out_what_is_no_number() -> None:
+def test_medians_ignore_nan() -> None:
     rows = torch.randn(9, 16, generator=torch.Generator().manual_seed(0))
     for i in range(8):
         rows[i, torch.randperm(16)[: 2 * i + 1]] = math.nan
@@ -93,7 +93,7 @@ def test_medians_leave_out_what_is_no_number() -> None:
     assert torch.equal(nan_row_medians(rows).nan_to_num(-9.0), rows.nanmedian(1).values.nan_to_num(-9.0))
 
 
-def test_what_is_known_of_earlier_steps_is_kept() -> None:
+def test_history_is_in_the_state_dict() -> None:
     one, other = Guard(TrainingConfig(spike_factor=4.0), CPU), Guard(TrainingConfig(spike_factor=4.0), CPU)
     judged(one, [(1.0, 1.0)] * MIN_HISTORY_STEPS)
     other.load_state_dict(one.state_dict())
@@ -101,7 +101,7 @@ def test_what_is_known_of_earlier_steps_is_kept() -> None:
     assert Guard(TrainingConfig(), CPU).state_dict() == {}
 
 
-def test_why_a_step_was_skipped() -> None:
+def test_skip_reasons() -> None:
     assert StepOutcome(1.0, 1.0, 0.0, 1.0).skip_reason is None
     assert StepOutcome(math.nan, 1.0, 1.0, 1.0).skip_reason == "the loss is nan"
     assert StepOutcome(1.0, math.inf, 1.0, 1.0).skip_reason == "the gradient is inf"
@@ -112,8 +112,8 @@ def test_why_a_step_was_skipped() -> None:
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon", "adafactor", "lamb"])
-def test_a_bad_step_changes_nothing(optim: str, recipe_of: Recipes, shards_of: Make) -> None:
-    """Good, bad, good is as good, good: weights and optimizer, bit for bit. Also where the bad one is the first."""
+def test_a_skipped_step_changes_nothing(optim: str, recipe_of: Recipes, shards_of: Make) -> None:
+    """Good, bad, good equals good, good: weights and optimizer state, bit for bit. Also if the first step is bad."""
     recipe = recipe_of("bert", optim=optim, weight_decay=0.1)
     shards = shards_of("bert")
     batches, start = batches_of(recipe, shards), build_pretrain_model(recipe, shards.tokenizer)
@@ -139,7 +139,7 @@ def test_a_bad_step_changes_nothing(optim: str, recipe_of: Recipes, shards_of: M
             assert all(map(torch.equal, ours, theirs))
 
 
-def test_what_rows_carry_on_is_not_spoilt() -> None:
+def test_a_skipped_step_keeps_the_recurrent_state() -> None:
     old, new = {"a": torch.ones(2, 3)}, {"a": torch.full((2, 3), math.nan), "b": torch.full((2, 1), math.nan)}
     carry: RecurrentStateDict = dict(old)
     update_recurrent_state(carry, dict(new), torch.tensor(1.0))
@@ -159,7 +159,7 @@ def test_what_rows_carry_on_is_not_spoilt() -> None:
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch, recipe_of: Recipes, shards_of: Make) -> Callable[[Sequence[int]], None]:
-    """Let the text of some steps break a run, whenever it is read."""
+    """Make the loss NaN on the text of these steps, whenever it is read."""
 
     def spoil(steps: Sequence[int]) -> None:
         batches = batches_of(recipe_of("gpt2"), shards_of("gpt2"))
@@ -181,7 +181,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, recipe_of: Recipes, shards_of: Make)
     return spoil
 
 
-def test_a_bad_step_is_skipped_and_logged(recipe_of: Recipes, poison: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_nan_step_is_skipped_and_logged(recipe_of: Recipes, poison: Any, capsys: pytest.CaptureFixture[str]) -> None:
     poison([2])
     recipe = recipe_of("gpt2", logging_steps=2, eval_steps=6)
     result = pretrain(recipe)
@@ -194,7 +194,7 @@ def test_a_bad_step_is_skipped_and_logged(recipe_of: Recipes, poison: Any, capsy
     assert capsys.readouterr().err.count("step 3 is skipped") == 1
 
 
-def test_weights_that_are_no_numbers_are_not_handed_over(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_weights_are_not_saved(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of("gpt2", max_steps=3, eval_steps=1)
     step = torch.optim.AdamW.step
 
@@ -211,8 +211,8 @@ def test_weights_that_are_no_numbers_are_not_handed_over(recipe_of: Recipes, mon
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def test_a_skipped_step_leaves_the_mean_of_the_weights(recipe_of: Recipes, poison: Any) -> None:
-    """It moves towards the weights at every step that was taken, also after a bad one."""
+def test_a_skipped_step_does_not_update_the_ema(recipe_of: Recipes, poison: Any) -> None:
+    """The EMA moves at every other step, also after the skipped one."""
     poison([2])
     recipe = recipe_of("gpt2", ema_decay=0.9, save_steps=1, save_total_limit=0, eval_steps=6)
     pretrain(recipe)
@@ -221,7 +221,7 @@ def test_a_skipped_step_leaves_the_mean_of_the_weights(recipe_of: Recipes, poiso
     assert moved == [True, False, True, True, True], "only step 3 was skipped"
 
 
-def test_a_run_that_breaks_says_on_what_and_rewinds(recipe_of: Recipes, poison: Any, tmp_path: Path) -> None:
+def test_a_diverged_run_names_the_text_and_rewinds(recipe_of: Recipes, poison: Any, tmp_path: Path) -> None:
     poison([3, 4, 5])
     fields = dict(dropout=0.2, max_steps=9, max_bad_steps=3, save_total_limit=0, eval_steps=100)
     for name in ("straight", "stopped"):
@@ -263,7 +263,7 @@ def test_a_run_that_breaks_says_on_what_and_rewinds(recipe_of: Recipes, poison: 
     assert weights(broken) == weights(tmp_path / "straight")
 
 
-def test_rewinding_a_run_without_steps_is_refused(recipe_of: Recipes) -> None:
+def test_rewinding_a_run_without_steps_raises(recipe_of: Recipes) -> None:
     recipe = recipe_of("gpt2")
     for back, why in ((0, "no logged steps to rewind"), (-1, "at least 0")):
         with pytest.raises(UserError, match=why):
@@ -273,7 +273,7 @@ def test_rewinding_a_run_without_steps_is_refused(recipe_of: Recipes) -> None:
 # --- the data
 
 
-def test_the_hash_is_of_the_rows_and_not_of_their_split(recipe_of: Recipes, shards_of: Make) -> None:
+def test_the_data_hash_does_not_depend_on_the_split(recipe_of: Recipes, shards_of: Make) -> None:
     batches = batches_of(recipe_of("bert", per_device_train_batch_size=8), shards_of("bert"))
     whole = batches(0)
     assert hashed(whole, 0) == hashed(split_micro_batches(whole, 1), 0) == hashed(split_micro_batches(whole, 3), 0)
@@ -291,7 +291,7 @@ def test_the_hash_is_of_the_rows_and_not_of_their_split(recipe_of: Recipes, shar
 
 
 def short_of_memory(model: Model, rows: int) -> Callable[[Any], dict[str, torch.Tensor]]:
-    """A device that has room for so many rows."""
+    """A loss that runs out of memory above this many rows."""
 
     def losses(batch: Any) -> dict[str, torch.Tensor]:
         if len(batch.input_ids) > rows:
@@ -335,7 +335,7 @@ def test_smaller_micro_batches_give_the_same_gradient(
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5"])
-def test_an_evaluation_takes_fewer_rows_where_memory_is_short(
+def test_out_of_memory_in_an_evaluation_halves_its_batches(
     family: str,
     recipe_of: Recipes,
     shards_of: Make,
@@ -359,7 +359,7 @@ def no_room() -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def test_an_optimizer_that_finds_no_room_says_what_takes_less(recipe_of: Recipes, shards_of: Make) -> None:
+def test_out_of_memory_in_the_optimizer_names_a_smaller_one(recipe_of: Recipes, shards_of: Make) -> None:
     recipe, shards = recipe_of("bert"), shards_of("bert")
     model, batches = build_pretrain_model(recipe, shards.tokenizer), batches_of(recipe, shards)
 
@@ -380,8 +380,8 @@ def test_an_optimizer_that_finds_no_room_says_what_takes_less(recipe_of: Recipes
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-def test_smaller_micro_batches_of_a_graph_give_the_same_gradient(recipe_of: Recipes, shards_of: Make) -> None:
-    """A replay writes over what the one before it has left in the graph's memory."""
+def test_smaller_micro_batches_with_cuda_graphs_give_the_same_gradient(recipe_of: Recipes, shards_of: Make) -> None:
+    """A replay overwrites the memory that the previous replay left."""
     recipe, shards = recipe_of("bert", per_device_train_batch_size=8), shards_of("bert")
     batches = batches_of(recipe, shards)
     found: list[list[torch.Tensor]] = []
@@ -397,7 +397,7 @@ def test_smaller_micro_batches_of_a_graph_give_the_same_gradient(recipe_of: Reci
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_a_row_that_does_not_fit_is_said(recipe_of: Recipes, shards_of: Make) -> None:
+def test_out_of_memory_with_one_row_raises(recipe_of: Recipes, shards_of: Make) -> None:
     recipe, shards = recipe_of("bert"), shards_of("bert")
     model, batches = build_pretrain_model(recipe, shards.tokenizer), batches_of(recipe, shards)
     run, optimizer = TrainingRun(recipe, CPU, model, batches), make_optimizer(model, recipe)
@@ -415,10 +415,10 @@ def test_a_row_that_does_not_fit_is_said(recipe_of: Recipes, shards_of: Make) ->
         train_step(run, StepRunner(model, other, run.compute), optimizer, batches(0), 0, 0.0)
 
 
-def test_a_resumed_run_keeps_its_smaller_micro_batches(
+def test_a_resumed_run_keeps_its_micro_batch_size(
     recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dropout falls by micro-batches, so a run that forgot them would differ."""
+    """Dropout is seeded per micro-batch, so a run with another split would differ."""
 
     def make(*given: Any, hooks: Any = (), **named: Any) -> TrainingRun:
         run = TrainingRun(*given, **named, hooks=list(hooks))
@@ -444,7 +444,7 @@ def test_a_resumed_run_keeps_its_smaller_micro_batches(
 # --- float16
 
 
-def test_float16_learns_what_float32_does(recipe_of: Recipes, shards_of: Make) -> None:
+def test_float16_loss_is_close_to_float32(recipe_of: Recipes, shards_of: Make) -> None:
     recipe, shards = recipe_of("gpt2", max_steps=8, warmup_steps=1, learning_rate=1e-2), shards_of("gpt2")
     start, batches = build_pretrain_model(recipe, shards.tokenizer), batches_of(recipe, shards)
     losses = [fit(TrainingRun(recipe, machine, copy.deepcopy(start), batches)).loss for machine in (CPU, HALF)]
@@ -452,10 +452,10 @@ def test_float16_learns_what_float32_does(recipe_of: Recipes, shards_of: Make) -
     assert losses[1] != losses[0]
 
 
-def test_the_scale_of_float16_is_found_and_resumed(
+def test_loss_scale_falls_until_it_fits_and_is_resumed(
     recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A scale that is too large by far is halved until it fits, which is no reason to stop."""
+    """Overflows of a scale that is far too large do not end the run."""
     monkeypatch.setattr(guards, "INIT_LOSS_SCALE", 2.0**40)
     fields = dict(fp16=True, bf16=None, max_steps=40, max_bad_steps=2, save_steps=10, eval_steps=100, dropout=0.1)
     pretrain(recipe_of("gpt2", output_dir=str(tmp_path / "straight"), **fields))
@@ -479,7 +479,7 @@ def test_the_scale_of_float16_is_found_and_resumed(
     assert weights(tmp_path / "stopped") == weights(tmp_path / "straight")
 
 
-def test_the_scale_grows_again_after_a_long_calm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_scale_grows_after_steps_without_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guards, "SCALE_GROWTH_STEPS", 3)
     guard, scales = Guard(TrainingConfig(), HALF), []
     for norm in (math.inf, 1.0, 1.0, 1.0, 1.0, math.inf):
@@ -489,7 +489,7 @@ def test_the_scale_grows_again_after_a_long_calm(monkeypatch: pytest.MonkeyPatch
     assert scales == [15, 15, 15, 16, 16, 15]
 
 
-def test_options_that_make_no_sense(recipe_of: Recipes) -> None:
+def test_invalid_options_raise(recipe_of: Recipes) -> None:
     for fields, why in (
         ({"spike_factor": 0.5}, "more than 1"),
         ({"max_bad_steps": 0}, "at least 1"),

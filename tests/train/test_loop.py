@@ -64,7 +64,7 @@ def batches_of(recipe: Recipe, shards: ShardSet) -> Callable[[int], list[Batch]]
 
 
 def gradient(model: Model, micro: Sequence[Batch], limit: float = 0.0) -> tuple[float, list[torch.Tensor]]:
-    """The loss and the gradient of one step, seen through an optimizer that does nothing."""
+    """The loss and the gradient of one step, recorded by an optimizer that does nothing."""
     seen: list[torch.Tensor] = []
 
     class Watch(torch.optim.SGD):
@@ -79,7 +79,7 @@ def gradient(model: Model, micro: Sequence[Batch], limit: float = 0.0) -> tuple[
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_three_families_learn(family: str, recipe_of: Recipes) -> None:
+def test_three_families_lower_their_loss(family: str, recipe_of: Recipes) -> None:
     recipe = recipe_of(family, max_steps=30, learning_rate=1e-2, save_steps=100)
     pretrain(recipe)
     losses = [line["loss"] for line in read_log(Path(recipe.output_dir) / "log.jsonl") if "loss" in line]
@@ -87,7 +87,7 @@ def test_three_families_learn(family: str, recipe_of: Recipes) -> None:
     assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.5
 
 
-def test_our_loop_is_adamw_written_by_hand(recipe_of: Recipes, shards_of: Make) -> None:
+def test_the_loop_equals_a_hand_written_one(recipe_of: Recipes, shards_of: Make) -> None:
     fields = dict(max_steps=4, warmup_steps=2, eval_steps=4)
     recipe = recipe_of("bert", optim="adamw", learning_rate=1e-2, weight_decay=0.1, **fields)
     shards = shards_of("bert")
@@ -133,8 +133,8 @@ def test_any_split_of_the_batch_gives_the_same_gradient(family: str, recipe_of: 
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_micro_batches_weigh_by_their_answers() -> None:
-    """Five answers in one and one answer in the other: the mean is over six, not over two means."""
+def test_micro_batches_are_weighted_by_their_targets() -> None:
+    """Five targets in one and one in the other: the mean is over six, not over two means."""
     model = make_model(bert(1, 32, 2, 20, dropout=0.0, attention_dropout=0.0))
     tokens = np.arange(12).reshape(2, 6) + 5
     asked = np.tile(np.arange(6), (2, 1))
@@ -152,8 +152,8 @@ def test_micro_batches_weigh_by_their_answers() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_each_part_of_the_loss_has_its_own_count() -> None:
-    """Four rows with 3, 1, 0 and 2 answers, one pair each: in one piece, in two, and in four."""
+def test_each_loss_is_averaged_over_its_own_count() -> None:
+    """Four rows with 3, 1, 0 and 2 targets and one pair each: as one, two and four micro-batches."""
     model = make_model(
         bert(1, 32, 2, 20, dropout=0.0, attention_dropout=0.0, extras=(SentencePairHead(), SpanBoundaryHead()))
     )
@@ -179,8 +179,8 @@ def test_each_part_of_the_loss_has_its_own_count() -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_a_part_that_nothing_asks_for_is_0() -> None:
-    """A step without an answer still learns from its pairs."""
+def test_a_loss_without_targets_is_0() -> None:
+    """A step without a target still trains on its sentence pairs."""
     model = make_model(bert(1, 32, 2, 20, dropout=0.0, attention_dropout=0.0, extras=(SentencePairHead(),)))
     batch = Batch(
         np.array([[5, 6]]), target_positions=np.array([[0]]), labels=np.array([[-100]]), pair_labels=np.array([1])
@@ -189,7 +189,7 @@ def test_a_part_that_nothing_asks_for_is_0() -> None:
     assert loss == pytest.approx(model.losses(batch.to(CPU.device))["pairs"].item(), rel=1e-6)
 
 
-def test_gradients_are_cut(recipe_of: Recipes, shards_of: Make) -> None:
+def test_gradients_are_clipped(recipe_of: Recipes, shards_of: Make) -> None:
     shards = shards_of("bert")
     model = build_pretrain_model(recipe_of("bert"), shards.tokenizer)
     micro = batches_of(recipe_of("bert"), shards)(0)
@@ -202,7 +202,7 @@ def test_gradients_are_cut(recipe_of: Recipes, shards_of: Make) -> None:
     assert norm(1e-3) == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_the_seed_decides(recipe_of: Recipes, tmp_path: Path) -> None:
+def test_the_seed_determines_the_run(recipe_of: Recipes, tmp_path: Path) -> None:
     found = {}
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         pretrain(recipe_of("gpt2", dropout=0.1, seed=seed, max_steps=3, output_dir=str(tmp_path / name)))
@@ -238,7 +238,7 @@ def test_logging_steps(recipe_of: Recipes) -> None:
     assert [line["step"] for line in read_log(Path(recipe.output_dir) / "log.jsonl") if "loss" in line] == [2, 4, 5]
 
 
-def test_the_eval_loss_is_the_mean_over_all_answers(recipe_of: Recipes, shards_of: Make) -> None:
+def test_eval_loss_is_the_mean_over_all_targets(recipe_of: Recipes, shards_of: Make) -> None:
     recipe = recipe_of("bert", per_device_train_batch_size=3, eval_rows=7)
     shards = shards_of("bert")
     model = build_pretrain_model(recipe, shards.tokenizer)
@@ -257,8 +257,8 @@ def test_the_eval_loss_is_the_mean_over_all_answers(recipe_of: Recipes, shards_o
     assert found == pytest.approx(np.mean(by_hand), rel=1e-5)
 
 
-def test_an_evaluation_that_draws_tokens_draws_the_same_every_time(recipe_of: Recipes, shards_of: Make) -> None:
-    """A generator samples; whatever was drawn before, the numbers are the same, and each part has its own mean."""
+def test_evaluation_sampling_is_seeded(recipe_of: Recipes, shards_of: Make) -> None:
+    """ELECTRA's generator samples: repeated evaluations give equal numbers, and each loss has its own mean."""
     shards = shards_of("bert")
     recipe = recipe_of("bert", per_device_train_batch_size=3, eval_rows=7)
     recipe = replace(recipe, model=with_extras(recipe.model, ("generator",)))
@@ -282,7 +282,7 @@ def test_an_evaluation_that_draws_tokens_draws_the_same_every_time(recipe_of: Re
     assert found == pytest.approx(answers / asked + tokens / read, rel=1e-6)
 
 
-def test_draws_know_their_step(recipe_of: Recipes) -> None:
+def test_random_numbers_depend_on_the_step(recipe_of: Recipes) -> None:
     recipe = recipe_of("bert", per_device_train_batch_size=2, gradient_accumulation_steps=2, seed=5)
     found = make_batch_rng(recipe, np.arange(2, 9))
     assert found.seed == 5
@@ -290,7 +290,7 @@ def test_draws_know_their_step(recipe_of: Recipes) -> None:
     assert found.step.tolist() == [0, 0, 1, 1, 1, 1, 2]
 
 
-def test_a_checkpoint_says_what_trained_it(recipe_of: Recipes, tmp_path: Path) -> None:
+def test_a_checkpoint_records_its_objective(recipe_of: Recipes, tmp_path: Path) -> None:
     recipe = recipe_of("bert", max_steps=2)
     pretrain(recipe)
     run = Path(recipe.output_dir)
@@ -306,7 +306,7 @@ def test_a_checkpoint_says_what_trained_it(recipe_of: Recipes, tmp_path: Path) -
     assert (changed.objective["name"], changed.objective["rate"]) == (None, 0.3)
 
 
-def test_texts_end_as_in_the_checkpoint_that_a_run_begins_with(recipe_of: Recipes, tmp_path: Path) -> None:
+def test_continued_pretraining_keeps_the_eos_tokens(recipe_of: Recipes, tmp_path: Path) -> None:
     recipe = recipe_of("gpt2", max_steps=1)
     model = build_pretrain_model(recipe, open_shards(Path(recipe.data)).tokenizer)
     model.eos_token_ids = (3, 7)
@@ -319,7 +319,7 @@ def test_texts_end_as_in_the_checkpoint_that_a_run_begins_with(recipe_of: Recipe
 
 
 class Stop(Exception):  # noqa: N818
-    """Pulls the plug in the middle of a run."""
+    """Raised to interrupt a run."""
 
 
 def stop_at(step: int) -> Callable[[int, Model], None]:
@@ -331,7 +331,7 @@ def stop_at(step: int) -> Callable[[int, Model], None]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_resumed_run_is_the_same_run(
+def test_a_resumed_run_equals_an_uninterrupted_one(
     family: str, recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields = dict(dropout=0.2, gradient_accumulation_steps=2, per_device_train_batch_size=2, max_steps=7, eval_steps=3)
@@ -350,8 +350,8 @@ def test_a_resumed_run_is_the_same_run(
     assert weights(tmp_path / "stopped") == weights(tmp_path / "straight")
 
 
-def test_a_run_with_a_part_that_is_not_asked_goes_on(recipe_of: Recipes, tmp_path: Path) -> None:
-    """A pair head beside an objective without pairs: the optimizer knows nothing of it, before and after."""
+def test_a_run_with_an_unused_head_resumes(recipe_of: Recipes, tmp_path: Path) -> None:
+    """A pair head with an objective without pairs: the optimizer has no state for it, before and after."""
     straight = recipe_of("bert", output_dir=str(tmp_path / "straight"))
     straight = replace(straight, model=with_extras(straight.model, ("pair",)))
     pretrain(straight)
@@ -363,7 +363,7 @@ def test_a_run_with_a_part_that_is_not_asked_goes_on(recipe_of: Recipes, tmp_pat
     assert weights(tmp_path / "stopped") == weights(tmp_path / "straight")
 
 
-def test_a_run_that_was_stopped_after_its_last_step_has_its_numbers(recipe_of: Recipes) -> None:
+def test_a_run_killed_after_its_last_step_writes_its_results(recipe_of: Recipes) -> None:
     """Killed between the last checkpoint and results.json."""
     recipe = recipe_of("bert", max_steps=4)
     expected = pretrain(recipe)
@@ -378,7 +378,7 @@ def test_a_run_that_was_stopped_after_its_last_step_has_its_numbers(recipe_of: R
     assert (result["loss"], result["eval_loss"], result["steps"]) == (expected["loss"], expected["eval_loss"], 4)
 
 
-def test_a_finished_run_is_left_alone(recipe_of: Recipes) -> None:
+def test_resuming_a_finished_run_changes_nothing(recipe_of: Recipes) -> None:
     recipe = recipe_of("bert", max_steps=2)
     expected = pretrain(recipe)
     before = weights(recipe.output_dir)
@@ -386,7 +386,7 @@ def test_a_finished_run_is_left_alone(recipe_of: Recipes) -> None:
     assert weights(recipe.output_dir) == before
 
 
-def test_another_recipe_is_refused_and_nothing_is_touched(recipe_of: Recipes) -> None:
+def test_another_recipe_raises_and_changes_nothing(recipe_of: Recipes) -> None:
     recipe = recipe_of("bert", max_steps=2)
     pretrain(recipe)
     before = lines(recipe.output_dir)
@@ -395,7 +395,7 @@ def test_another_recipe_is_refused_and_nothing_is_touched(recipe_of: Recipes) ->
     assert lines(recipe.output_dir) == before
 
 
-def test_a_change_that_is_allowed_is_said_and_kept(recipe_of: Recipes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_allowed_change_is_reported_and_saved(recipe_of: Recipes, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = recipe_of("bert", max_steps=4, eval_steps=2, warmup_steps=1)
     pretrain(recipe)
     run = Path(recipe.output_dir)
@@ -414,7 +414,7 @@ def test_a_change_that_is_allowed_is_said_and_kept(recipe_of: Recipes, capsys: p
             pretrain(replace(longer, **fixed), resume=True, allow_change=True)
 
 
-def test_shards_that_have_changed_are_refused(
+def test_changed_shards_raise(
     recipe_of: Recipes, shards_of: Make, corpus_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = tmp_path / "shards"
@@ -436,7 +436,7 @@ def test_shards_that_have_changed_are_refused(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ctrl_c_saves_and_says_so(
+def test_ctrl_c_saves_a_checkpoint(
     number: int, code: int, recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     straight = recipe_of("gpt2", dropout=0.2, output_dir=str(tmp_path / "straight"), save_steps=100)
@@ -457,8 +457,8 @@ def test_ctrl_c_saves_and_says_so(
     assert weights(recipe.output_dir) == weights(tmp_path / "straight")
 
 
-def test_a_signal_that_comes_while_all_agree_is_not_lost(recipe_of: Recipes, shards_of: Make, tmp_path: Path) -> None:
-    """It comes after this process has said that it goes on: so it stops after the next step."""
+def test_a_signal_during_the_collective_is_not_lost(recipe_of: Recipes, shards_of: Make, tmp_path: Path) -> None:
+    """It arrives after this rank has voted to continue, so the run stops after the next step."""
     recipe = recipe_of("gpt2", max_steps=6, save_steps=100, eval_steps=100, warmup_steps=0)
     agreed: list[int] = []
 
@@ -478,14 +478,14 @@ def test_a_signal_that_comes_while_all_agree_is_not_lost(recipe_of: Recipes, sha
     assert (tmp_path / "checkpoint-3").is_dir()
 
 
-def test_a_loss_that_is_no_number_stops_the_run(recipe_of: Recipes) -> None:
+def test_nan_losses_stop_the_run(recipe_of: Recipes) -> None:
     recipe = recipe_of("gpt2", max_steps=6, save_steps=1, logging_steps=100, learning_rate=1e30, warmup_steps=0)
     with pytest.raises(UserError, match=r"loss is (nan|inf) at step .*--learning-rate"):
         pretrain(recipe)
     assert not (Path(recipe.output_dir) / "final").exists()
 
 
-def test_minutes_fix_the_steps(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minutes_determine_the_steps(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pretraining.time_steps, "__defaults__", (None, 0.05, None, None))
     recipe = recipe_of("bert", max_steps=0, minutes=0.02, save_steps=1000)
     result = pretrain(recipe)
@@ -497,16 +497,14 @@ def test_minutes_fix_the_steps(recipe_of: Recipes, monkeypatch: pytest.MonkeyPat
     assert pretrain(recipe, resume=True)["steps"] == stored.max_steps
 
 
-def test_dropout_depends_on_where_it_falls() -> None:
+def test_dropout_depends_on_step_and_micro_batch() -> None:
     seeds = {dropout_seed(seed, step, micro) for seed in range(4) for step in range(10) for micro in range(4)}
     assert len(seeds) == 160
     assert all(0 <= s < 2**63 for s in seeds)
 
 
-def test_a_student_learns_from_a_checkpoint_and_resumes(
-    recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Distillation through the one loop, from a teacher of two layers to a student of one."""
+def test_distillation_trains_and_resumes(recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a teacher of two layers to a student of one."""
     teacher = recipe_of(output_dir=str(tmp_path / "teacher"))
     pretrain(replace(teacher, model=replace(teacher.model, num_layers=2)))
     fields = dict(teacher=str(tmp_path / "teacher" / "final"), dropout=0.2)
@@ -526,19 +524,19 @@ def test_a_student_learns_from_a_checkpoint_and_resumes(
     assert [m.allow_fused for m in taught.modules() if isinstance(m, Attention)] == [False, False]
 
 
-def test_a_student_that_cannot_learn_from_this_teacher_is_told(recipe_of: Recipes, tmp_path: Path) -> None:
+def test_an_incompatible_teacher_raises(recipe_of: Recipes, tmp_path: Path) -> None:
     pretrain(recipe_of("gpt2", output_dir=str(tmp_path / "gpt2"), max_steps=1))
     with pytest.raises(UserError, match="needs an encoder as student"):
         pretrain(recipe_of(teacher=str(tmp_path / "gpt2" / "final")))
 
 
-def test_layers_computed_twice_change_nothing(recipe_of: Recipes, tmp_path: Path) -> None:
+def test_activation_checkpointing_changes_nothing(recipe_of: Recipes, tmp_path: Path) -> None:
     pretrain(recipe_of(output_dir=str(tmp_path / "once"), dropout=0.2))
     pretrain(recipe_of(output_dir=str(tmp_path / "twice"), dropout=0.2, gradient_checkpointing=True))
     assert lines(tmp_path / "once") == lines(tmp_path / "twice")
 
 
-def test_the_first_steps_say_nothing_of_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_excludes_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten tokens a step: a minute for the first three, which compile, then two steps a second."""
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
@@ -554,7 +552,7 @@ def test_the_first_steps_say_nothing_of_the_speed(monkeypatch: pytest.MonkeyPatc
     assert speed.measure(53, 530) == (20.0, 0.5)
 
 
-def test_memory_that_is_too_short_for_a_batch_is_told() -> None:
+def test_out_of_memory_is_reported() -> None:
     def batches(step: int) -> Sequence[Batch]:
         raise MemoryError
 

@@ -1,4 +1,4 @@
-"""Rows that go on from step to step: what is carried, that it is kept, and that nothing else changes."""
+"""Rows that continue from step to step: the recurrent state, its checkpoint, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Recipes = Callable[..., Recipe]
 
 @pytest.fixture
 def streaming(recipe_of: Recipes, shards_of: Callable[[str], ShardSet]) -> Recipes:
-    """A recipe of a small XLNet, or of a small decoder with the same places, that reads on from step to step."""
+    """A recipe of a small XLNet, or of a small decoder with the same positions, with `order: stream`."""
 
     def get(family: str = "xlnet", dropout: float = 0.0, **fields: Any) -> Recipe:
         shape, make, objective = {"xlnet": ("bert", xlnet, "permutation-lm"), "gpt2": ("gpt2", gpt2, "clm")}[family]
@@ -66,7 +66,7 @@ def losses(run: str | Path) -> list[float]:
 
 
 def first_losses(recipe: Recipe, steps: int) -> list[float]:
-    """The losses of the first steps, at a rate of 0: nothing is learned."""
+    """The losses of the first steps, at learning rate 0."""
     model, batches, _, _ = made(recipe)
     run, optimizer, carry = TrainingRun(recipe, CPU, model, batches), make_optimizer(model, recipe), {}
     return [
@@ -76,8 +76,8 @@ def first_losses(recipe: Recipe, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("family", ["xlnet", "gpt2"])
-def test_steps_go_on_where_the_last_one_stopped(family: str, streaming: Recipes) -> None:
-    """Against a model that is handed the states of the step before by hand."""
+def test_a_step_continues_from_the_state_of_the_last(family: str, streaming: Recipes) -> None:
+    """Against a model that is given the states of the previous step by hand."""
     recipe = streaming(family)
     found = first_losses(recipe, 3)
     model, batches, _, _ = made(recipe)
@@ -90,8 +90,8 @@ def test_steps_go_on_where_the_last_one_stopped(family: str, streaming: Recipes)
     assert alone[1:] != found[1:], "and something before the others"
 
 
-def test_without_memory_it_is_what_it_is_without_one(streaming: Recipes, tmp_path: Path) -> None:
-    """Bit for bit the losses of a model that was never told of memory, over the same rows."""
+def test_memory_0_equals_a_model_without_memory(streaming: Recipes, tmp_path: Path) -> None:
+    """The losses over the same rows are equal bit for bit."""
     recipe = streaming(memory=0, dropout=0.2)
     found = first_losses(recipe, 3)
     model, batches, _, _ = made(recipe)
@@ -105,7 +105,7 @@ def test_without_memory_it_is_what_it_is_without_one(streaming: Recipes, tmp_pat
     ]
 
 
-def test_any_split_of_the_batch_carries_the_same(streaming: Recipes) -> None:
+def test_any_split_of_the_batch_gives_the_same_state(streaming: Recipes) -> None:
     whole = streaming(per_device_train_batch_size=4)
     carries: list[dict[str, Tensor]] = []
     for size in (4, 2, 1):
@@ -126,7 +126,7 @@ def test_any_split_of_the_batch_carries_the_same(streaming: Recipes) -> None:
         torch.testing.assert_close(carry, carries[0])
 
 
-def test_a_new_pass_begins_with_nothing(streaming: Recipes) -> None:
+def test_a_new_epoch_resets_the_state(streaming: Recipes) -> None:
     recipe = streaming()
     model, batches, source, _ = made(recipe)
     run, optimizer = TrainingRun(recipe, CPU, model, batches), make_optimizer(model, recipe)
@@ -143,11 +143,11 @@ def test_a_new_pass_begins_with_nothing(streaming: Recipes) -> None:
 
 
 class Stop(Exception):  # noqa: N818
-    """Pulls the plug in the middle of a run."""
+    """Raised to interrupt a run."""
 
 
 @pytest.mark.parametrize("family", ["xlnet", "gpt2"])
-def test_a_resumed_run_is_the_same_run(
+def test_a_resumed_run_equals_an_uninterrupted_one(
     family: str, streaming: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields = dict(dropout=0.2, gradient_accumulation_steps=2, per_device_train_batch_size=2, max_steps=7, eval_steps=3)
@@ -178,7 +178,7 @@ def test_a_resumed_run_is_the_same_run(
     assert losses(tmp_path / "stopped") != losses(tmp_path / "straight")
 
 
-def test_the_model_that_is_written_remembers_nothing(streaming: Recipes) -> None:
+def test_saved_models_have_no_state(streaming: Recipes) -> None:
     recipe = streaming(max_steps=2)
     pretrain(recipe)
     model = load_model(Path(recipe.output_dir) / "final")
@@ -187,7 +187,7 @@ def test_the_model_that_is_written_remembers_nothing(streaming: Recipes) -> None
     assert torch.equal(model(tokens).logits, model(tokens).logits)
 
 
-def test_an_evaluation_reads_on_too_and_leaves_the_training_alone(streaming: Recipes) -> None:
+def test_an_evaluation_has_its_own_state(streaming: Recipes) -> None:
     recipe = streaming(per_device_train_batch_size=2, eval_rows=5)
     model, _, _, shards = made(recipe)
     rows = make_row_dataset(recipe, shards, held_out=True)
@@ -207,7 +207,7 @@ def test_an_evaluation_reads_on_too_and_leaves_the_training_alone(streaming: Rec
     assert found == pytest.approx(total / count, rel=1e-6)
 
 
-def test_a_step_that_is_compiled_is_the_same_step(streaming: Recipes) -> None:
+def test_a_compiled_step_is_equal(streaming: Recipes) -> None:
     recipe = streaming()
     found = []
     for wrap in (lambda f: f, lambda f: torch.compile(f, backend="eager")):
@@ -223,8 +223,8 @@ def test_a_step_that_is_compiled_is_the_same_step(streaming: Recipes) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
-def test_any_model_may_carry_something(streaming: Recipes) -> None:
-    """The loop knows only `load_state` and `pop_state`: a model that counts its rows' steps."""
+def test_any_model_may_have_a_recurrent_state(streaming: Recipes) -> None:
+    """The loop uses only `load_state` and `pop_state`: here a model that counts the steps of its rows."""
     recipe = streaming(memory=0, gradient_accumulation_steps=2)
     model, batches, source, _ = made(recipe)
     seen: list[list[int]] = []
@@ -250,12 +250,12 @@ def test_any_model_may_carry_something(streaming: Recipes) -> None:
         ({"teacher": "somewhere"}, "teacher"),
     ],
 )
-def test_what_cannot_go_together_is_said(changes: dict[str, Any], says: str, streaming: Recipes) -> None:
+def test_invalid_combinations_raise(changes: dict[str, Any], says: str, streaming: Recipes) -> None:
     with pytest.raises(UserError, match=says):
         complete_recipe(replace(streaming(), **changes)).check()
 
 
-def test_memory_is_for_places_that_are_distances(streaming: Recipes, recipe_of: Recipes) -> None:
+def test_memory_needs_relative_positions(streaming: Recipes, recipe_of: Recipes) -> None:
     with pytest.raises(UserError, match="TransformerXL"):
         recipe_of("gpt2", order="stream", memory=4).check()
     with pytest.raises(UserError, match="window"):

@@ -16,7 +16,7 @@ from firth.train.optim import learning_rate_at, make_optimizer
 
 
 def by_singular_values(x: torch.Tensor) -> torch.Tensor:
-    """Newton and Schulz's iteration is a polynomial of the singular values alone."""
+    """The Newton-Schulz iteration is a polynomial of the singular values alone."""
     u, s, v = torch.linalg.svd((x / x.norm()).double(), full_matrices=False)
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     for _ in range(NEWTON_SCHULZ_STEPS):
@@ -24,7 +24,7 @@ def by_singular_values(x: torch.Tensor) -> torch.Tensor:
     return ((u * s) @ v).float()
 
 
-def test_singular_values_come_near_1() -> None:
+def test_singular_values_are_close_to_1() -> None:
     x = torch.randn(3, 6, 10)
     found = orthogonalize(x)
     for mine, other in zip(found, x, strict=True):
@@ -34,7 +34,7 @@ def test_singular_values_come_near_1() -> None:
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (6, 20), (20, 6)])
-def test_a_matrix_moves_as_with_torchs_muon(shape: tuple[int, int]) -> None:
+def test_matches_torch_muon(shape: tuple[int, int]) -> None:
     """Five steps; torch iterates in bfloat16, and so do we here."""
     start, grads = torch.randn(shape), torch.randn(5, *shape)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
@@ -50,7 +50,7 @@ def test_a_matrix_moves_as_with_torchs_muon(shape: tuple[int, int]) -> None:
     assert (ours - theirs).abs().max() < 0.02 * moved
 
 
-def test_query_key_and_value_are_three_matrices() -> None:
+def test_query_key_and_value_are_orthogonalised_separately() -> None:
     whole = nn.Parameter(torch.randn(12, 6))
     parts = [nn.Parameter(p.detach().clone()) for p in whole.split((6, 3, 3))]
     grad = torch.randn(12, 6)
@@ -64,7 +64,7 @@ def test_query_key_and_value_are_three_matrices() -> None:
     torch.testing.assert_close(whole, torch.cat(parts))  # type: ignore[arg-type]
 
 
-def test_which_matrices_are_muons() -> None:
+def test_which_parameters_use_muon() -> None:
     model = make_model(llama(2, 16, 4, 32, 40, num_kv_heads=2))
     names = dict(model.named_parameters())
     found = hidden_matrices(model)
@@ -79,7 +79,7 @@ def test_which_matrices_are_muons() -> None:
         assert not any(name.endswith(("qkv.weight", "out.weight", "up.weight", "down.weight")) for name in beside)
 
 
-def test_the_rest_is_adamw_with_its_own_rate() -> None:
+def test_other_parameters_use_adamw_with_its_own_rate() -> None:
     torch.manual_seed(0)
     training = TrainingConfig(optim="muon", learning_rate=1e-3, muon_learning_rate=2e-2, max_steps=10, warmup_steps=0)
     model = make_model(gpt2(1, 16, 2, 40, dropout=0.0, attention_dropout=0.0))

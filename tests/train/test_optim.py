@@ -1,4 +1,4 @@
-"""The rate by hand, who is decayed, who learns from when on, and how fast."""
+"""Learning-rate schedules by hand, weight decay groups, freezing, and layer-wise rates."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_cosine() -> None:
     assert found[9] > 0
 
 
-def test_constant_and_a_warm_up_that_never_ends() -> None:
+def test_constant_and_a_warm_up_of_the_whole_run() -> None:
     assert rates(warmup_steps=2, lr_scheduler_type="constant") == pytest.approx([1 / 3, 2 / 3] + [1] * 8)
     assert rates(warmup_steps=19) == pytest.approx([(i + 1) / 20 for i in range(10)])
 
 
 @pytest.mark.parametrize("steps", [10, 200, 1000])
-def test_slanted_triangle_is_the_paper_s(steps: int) -> None:
-    """Howard and Ruder 2018, equation 3, as it is printed; a tenth of the run is the cut."""
+def test_slanted_triangular_equals_the_papers_equation(steps: int) -> None:
+    """Howard and Ruder 2018, equation 3; the warm-up is a tenth of the run."""
 
     def paper(t: int, cut_frac: float = 0.1, ratio: int = 32, highest: float = 0.01) -> float:
         cut = math.floor(steps * cut_frac)
@@ -58,7 +58,7 @@ def test_slanted_triangle_is_the_paper_s(steps: int) -> None:
     assert rates(**fields) == pytest.approx([paper(t) for t in range(steps)])
 
 
-def test_slanted_triangle_of_a_short_run_stays_above_a_32nd() -> None:
+def test_slanted_triangular_of_a_short_run_stays_above_a_32nd() -> None:
     for steps in (1, 9, 19):
         found = rates(max_steps=steps, warmup_steps=steps // 10, lr_scheduler_type="slanted-triangle")
         assert all(1 / 32 <= r <= 1 for r in found)
@@ -110,7 +110,7 @@ def scales(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, floa
     return {names[p]: group["scale"] for group in optimizer.param_groups for p in group["params"]}
 
 
-def test_depths() -> None:
+def test_layer_depths() -> None:
     found = parameter_depths(classifier())
     assert found["embed.tokens.weight"] == found["embed.norm.weight"] == 0
     assert [found[f"stack.blocks.{i}.mlp.up.weight"] for i in range(3)] == [1, 2, 3]
@@ -119,7 +119,7 @@ def test_depths() -> None:
     assert found["stack.final_norm.weight"] == found["stack.blocks.1.mlp.up.weight"] == 2
 
 
-def test_a_matrix_of_both_ends_is_at_the_upper_one() -> None:
+def test_tied_embeddings_belong_to_the_head() -> None:
     """As fastai splits a language model for discriminative rates."""
     model = make_model(gpt2(2, 16, 2, 20))
     assert parameter_depths(model)["embed.tokens.weight"] == 3
@@ -128,7 +128,7 @@ def test_a_matrix_of_both_ends_is_at_the_upper_one() -> None:
     assert parameter_depths(make_model(t5_v1_1(2, 16, 2, 32, 20)))["embed.tokens.weight"] == 0
 
 
-def test_a_decoder_is_above_the_encoder_that_it_reads() -> None:
+def test_decoder_layers_are_above_encoder_layers() -> None:
     found = parameter_depths(make_model(t5(2, 16, 2, 32, 20)))
     assert [found[f"{side}.blocks.{i}.mlp.up.weight"] for side in ("encoder", "decoder") for i in (0, 1)] == [
         1,
@@ -141,8 +141,8 @@ def test_a_decoder_is_above_the_encoder_that_it_reads() -> None:
     assert found["encoder.score.table.weight"] == 0, "what all layers share"
 
 
-def test_each_layer_is_slower_than_the_one_above() -> None:
-    """ULMFiT's 2.6: a third of the rate, and less, with each layer down."""
+def test_layer_wise_rate_decay() -> None:
+    """ULMFiT's 2.6: each layer has the rate of the one above, divided by 2.6."""
     model = classifier()
     found = scales(make_optimizer(model, TrainingConfig(), FreezeSchedule(layer_decay=1 / 2.6)), model)
     assert len(found) == len(list(model.parameters()))
@@ -152,7 +152,7 @@ def test_each_layer_is_slower_than_the_one_above() -> None:
     assert found["embed.tokens.weight"] == pytest.approx(2.6**-4)
 
 
-def test_what_is_frozen_is_in_no_group_and_has_no_gradient() -> None:
+def test_frozen_parameters_have_no_group_and_no_gradient() -> None:
     model = classifier()
     found = learning(make_optimizer(model, TrainingConfig(), FreezeSchedule(freeze="embeddings")), model)
     assert not any(name.startswith("embed.") for name in found)
@@ -164,12 +164,12 @@ def test_what_is_frozen_is_in_no_group_and_has_no_gradient() -> None:
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_a_body_whose_head_is_its_embedding_cannot_be_frozen() -> None:
+def test_freezing_a_backbone_with_a_tied_head_raises() -> None:
     with pytest.raises(UserError, match="Nothing is left to learn"):
         make_optimizer(make_model(gpt2(1, 16, 2, 20)), TrainingConfig(), FreezeSchedule(freeze="backbone"))
 
 
-def test_layers_join_from_the_top_down() -> None:
+def test_gradual_unfreezing_goes_from_the_top_down() -> None:
     model, pace = classifier(), FreezeSchedule(unfreeze_every=10, layer_decay=0.5)
     optimizer = make_optimizer(model, TrainingConfig(), pace)
     joined = []
@@ -184,12 +184,12 @@ def test_layers_join_from_the_top_down() -> None:
     assert sorted({parameter_depths(model)[name] for name in learning(late, model)}) == [2, 3, 4]
 
 
-def test_a_model_whose_head_is_its_words_begins_with_them() -> None:
+def test_a_tied_head_is_unfrozen_first() -> None:
     found = trainable_parameters(make_model(gpt2(2, 16, 2, 20)), FreezeSchedule(unfreeze_every=5), 0)
     assert found == {"embed.tokens.weight": 3}
 
 
-def test_beside_lora_only_the_head_learns() -> None:
+def test_lora_trains_adapters_and_head_only() -> None:
     model = classifier()
     add_lora(model, model.config, LoRAConfig(rank=2))
     found = learning(make_optimizer(model, TrainingConfig()), model)
@@ -202,8 +202,8 @@ def test_beside_lora_only_the_head_learns() -> None:
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.9])
-def test_layers_of_lora_that_begin_later_are_kept_too(mean: float, tmp_path: Path) -> None:
-    """The best weights are those of one step, and a mean is of all that learns."""
+def test_lora_layers_unfrozen_later_are_in_best_and_ema(mean: float, tmp_path: Path) -> None:
+    """Best weights and EMA hold every parameter that is ever trained."""
     torch.manual_seed(0)
     model = make_model(bert(2, 16, 2, 20))
     add_lora(model, model.config, LoRAConfig(rank=2))

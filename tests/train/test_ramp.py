@@ -1,4 +1,4 @@
-"""Batches and rows that grow: by hand, and no row twice before all have come."""
+"""Batch and length ramps: stages by hand, and no row twice within an epoch."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def recipe(**fields: Any) -> Recipe:
     return pretraining_recipe(get_preset("bert-tiny"), **small | fields)
 
 
-def test_nothing_grows_unless_asked() -> None:
+def test_no_ramp_by_default() -> None:
     assert ramp_stages(recipe(gradient_accumulation_steps=3)) == [Stage(0, 64, 16, 3, 0)]
     assert mean_batch_rows(recipe(gradient_accumulation_steps=3)) == 48
 
 
-def test_a_batch_that_doubles_twice() -> None:
+def test_a_batch_ramp_with_two_doublings() -> None:
     found = ramp_stages(recipe(batch_ramp=0.4))
     assert found == [Stage(0, 64, 4, 1, 0), Stage(20, 64, 8, 1, 80), Stage(40, 64, 16, 1, 240)]
     assert mean_batch_rows(recipe(batch_ramp=0.4)) == pytest.approx(0.2 * 4 + 0.2 * 8 + 0.6 * 16)
 
 
-def test_micro_batches_grow_in_number_before_they_grow() -> None:
+def test_a_batch_ramp_adds_micro_batches_before_it_enlarges_them() -> None:
     found = ramp_stages(recipe(batch_ramp=0.3, batch_doublings=3, gradient_accumulation_steps=4))
     assert [(s.first_step, s.micro_batch_rows, s.num_micro_batches) for s in found] == [
         (0, 8, 1),
@@ -41,7 +41,7 @@ def test_micro_batches_grow_in_number_before_they_grow() -> None:
     assert {s.micro_batch_rows for s in found[1:]} == {16}, "one shape"
 
 
-def test_short_rows_come_in_greater_numbers() -> None:
+def test_a_length_ramp_keeps_the_tokens_per_step() -> None:
     found = ramp_stages(recipe(length_ramp=0.5, length_doublings=1))
     assert found == [Stage(0, 32, 32, 1, 0), Stage(50, 64, 16, 1, 0)]
     assert mean_batch_rows(recipe(length_ramp=0.5, length_doublings=1)) == 16
@@ -64,7 +64,7 @@ def test_each_row_is_read_once_and_in_order(accumulation: int) -> None:
     assert mean_batch_rows(r) == pytest.approx(sum(sizes) / 64 / 100)
 
 
-def test_a_run_that_is_not_planned_yet_has_the_same_shares() -> None:
+def test_an_unplanned_run_has_the_same_shares() -> None:
     planned, open_ = (stage_shares(recipe(max_steps=n, batch_ramp=0.4, length_ramp=0.2)) for n in (1000, 0))
     assert [share for _, share in planned] == pytest.approx([share for _, share in open_])
     assert [s[1:4] for s, _ in planned] == [s[1:4] for s, _ in open_]
@@ -86,6 +86,6 @@ def test_a_run_that_is_not_planned_yet_has_the_same_shares() -> None:
         ({"engine": EngineConfig(weights="bf16"), "teacher": "x"}, "weights=bf16"),
     ],
 )
-def test_what_makes_no_sense(fields: dict[str, Any], message: str) -> None:
+def test_invalid_ramps_raise(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         recipe(**fields).check()

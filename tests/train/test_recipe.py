@@ -1,4 +1,4 @@
-"""Recipes: overrides, files, numbers that make no sense, what a resumed run may change."""
+"""Recipes: overrides, files, invalid values, and what a resumed run may change."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_wrong_overrides_are_named(word: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["lonely", "=3", "a=[1", "a={"])
-def test_words_that_are_not_key_and_value(word: str) -> None:
+def test_arguments_that_are_not_key_value_raise(word: str) -> None:
     with pytest.raises(UserError):
         parse_overrides([word])
 
@@ -75,7 +75,7 @@ def test_a_second_text_after_the_options_gets_a_hint(tmp_path: Path) -> None:
         parse_overrides([str(tmp_path / "b.txt")])
 
 
-def test_columns_are_the_users_own_keys() -> None:
+def test_columns_accept_any_key() -> None:
     assert apply_overrides(FinetuneRecipe(), {"columns.text": "body"}).columns == {"text": "body"}
 
 
@@ -97,23 +97,23 @@ def test_columns_are_the_users_own_keys() -> None:
         {"max_seq_length": 65537},
     ],
 )
-def test_numbers_that_make_no_sense(fields: dict[str, float]) -> None:
+def test_invalid_numbers_raise(fields: dict[str, float]) -> None:
     with pytest.raises(UserError, match=next(iter(fields)).replace("_", "[_-]")):
         recipe(**fields).check()
 
 
-def test_an_objective_of_another_shape() -> None:
+def test_an_objective_of_another_architecture_raises() -> None:
     with pytest.raises(UserError, match="CLM needs the architecture decoder; bert has the architecture encoder"):
         apply_overrides(recipe(), {"objective": "CLM"}).check()
 
 
-def test_a_recipe_survives_its_file(tmp_path: Path) -> None:
+def test_a_recipe_round_trips_through_yaml(tmp_path: Path) -> None:
     r = recipe(learning_rate=1e-5, output_dir="größe", seed=7)
     save_recipe(r, tmp_path / "recipe.yaml")
     assert load_recipe(tmp_path / "recipe.yaml", Recipe) == r
 
 
-def test_files_that_are_no_recipe(tmp_path: Path) -> None:
+def test_invalid_recipe_files_raise(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
     for text in ("a: [1", "- 1", "just words"):
         file.write_text(text)
@@ -129,7 +129,7 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
 # --- what is left open
 
 
-def test_epochs_give_the_steps() -> None:
+def test_epochs_determine_the_steps() -> None:
     r = resolve_schedule(TrainingConfig(num_train_epochs=2, per_device_train_batch_size=4), 50, never, 0.0)
     assert (r.max_steps, r.warmup_steps, r.eval_steps) == (25, 2, 3)
     r = resolve_schedule(
@@ -138,12 +138,12 @@ def test_epochs_give_the_steps() -> None:
     assert r.max_steps == 13  # half a batch more than the two epochs need
 
 
-def test_what_was_said_is_kept() -> None:
+def test_explicit_values_are_kept() -> None:
     r = resolve_schedule(TrainingConfig(max_steps=7, warmup_steps=0, eval_steps=5), 50, never, 0.0)
     assert (r.max_steps, r.warmup_steps, r.eval_steps) == (7, 0, 5)
 
 
-def test_too_few_steps_are_raised_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_steps_are_raised_with_a_notice(capsys: pytest.CaptureFixture[str]) -> None:
     r = resolve_schedule(
         TrainingConfig(num_train_epochs=1, per_device_train_batch_size=10), 50, never, 0.0, min_steps=200
     )
@@ -171,7 +171,7 @@ def test_minutes_are_divided_by_the_time_of_a_step(monkeypatch: pytest.MonkeyPat
         )
 
 
-def test_minutes_that_are_over_before_the_first_step_are_told(
+def test_minutes_over_before_the_first_step_raise(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("time.monotonic", lambda: 110.0)
@@ -190,12 +190,12 @@ def test_minutes_that_are_over_before_the_first_step_are_told(
         ({"optim": "muon", "learning_rate": 0.0, "muon_learning_rate": 0.02}, "follows learning_rate's schedule"),
     ],
 )
-def test_numbers_that_would_break_a_run(fields: dict[str, object], message: str) -> None:
+def test_out_of_range_numbers_raise(fields: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         recipe(**fields).check()
 
 
-def test_a_warm_up_longer_than_the_run_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warm_up_longer_than_the_run_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     resolve_schedule(TrainingConfig(max_steps=7, warmup_steps=7), 50, never, 0.0)
     assert "warmup_steps is 7 of 7 steps" in capsys.readouterr().err
     resolve_schedule(TrainingConfig(max_steps=7, warmup_steps=6), 50, never, 0.0)
@@ -205,7 +205,7 @@ def test_a_warm_up_longer_than_the_run_is_told(capsys: pytest.CaptureFixture[str
 # --- going on
 
 
-def test_a_run_that_minutes_planned_says_how_it_is_lengthened(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lengthening_a_run_planned_by_minutes(capsys: pytest.CaptureFixture[str]) -> None:
     before = recipe(minutes=1.0, max_steps=162)
     for fields in ({"minutes": 2.0}, {"minutes": 1.0, "max_steps": 400}):
         assert merge_recipe(before, recipe(**fields), allow_change=True).max_steps == 162
@@ -215,13 +215,13 @@ def test_a_run_that_minutes_planned_says_how_it_is_lengthened(capsys: pytest.Cap
     assert merge_recipe(before, recipe(max_steps=400), allow_change=True).max_steps == 400
 
 
-def test_a_resumed_run_takes_what_was_settled() -> None:
+def test_a_resumed_run_keeps_resolved_values() -> None:
     first = resolve_schedule(TrainingConfig(output_dir="run", num_train_epochs=2), 100, never, 0.0)
     assert merge_recipe(first, TrainingConfig(output_dir="run", num_train_epochs=2)) == first
 
 
 @pytest.mark.parametrize("then", [None, False, True])
-def test_a_resumed_run_compiles_as_it_did(then: bool | None) -> None:
+def test_a_resumed_run_keeps_its_compile_setting(then: bool | None) -> None:
     first = TrainingConfig(max_steps=5, engine=EngineConfig(compile_regions=then))
     assert merge_recipe(first, TrainingConfig(max_steps=5)) == first
     with pytest.raises(UserError, match=f"compile_regions: {then} -> {not then}"):
@@ -238,13 +238,13 @@ def test_a_resumed_run_compiles_as_it_did(then: bool | None) -> None:
         ({"minutes": 2.0, "warmup_steps": 3}, r"minutes: 0.0 -> 2.0; warmup_steps: 1 -> 3"),
     ],
 )
-def test_a_resumed_run_changes_nothing(fields: dict[str, float], message: str) -> None:
+def test_a_resumed_run_with_another_recipe_raises(fields: dict[str, float], message: str) -> None:
     first = resolve_schedule(TrainingConfig(max_steps=10), 100, never, 0.0)
     with pytest.raises(UserError, match=message):
         merge_recipe(first, TrainingConfig(**fields))  # type: ignore[arg-type]
 
 
-def test_a_run_may_be_moved_and_named_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_folder_may_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     first = recipe(output_dir="run", data="run/data", max_steps=5)
     now = replace(first, output_dir=str(tmp_path / "moved"), data=str(tmp_path / "moved" / "data"))

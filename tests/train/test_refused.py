@@ -1,4 +1,4 @@
-"""What a disk refuses in the middle and at the end of a run: it is said, nothing half-written is taken for whole."""
+"""Disk errors in the middle and at the end of a run: they are reported, and no partial file counts as complete."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Quota = Callable[[int | None], None]
 
 
 class Judged:
-    """A run whose evaluations give these scores, one after each step; its weights are noted."""
+    """A run whose evaluations give these scores, one after each step; its weights are recorded."""
 
     def __init__(self, recipe: Recipe, shards: ShardSet) -> None:
         self.recipe, self.shards = recipe, shards
@@ -75,7 +75,7 @@ def judged(recipe_of: Recipes, shards_of: Make, tmp_path: Path) -> Callable[...,
         ([0.5, 0.4, 0.3, 0.2, 0.2, 0.0], (1, 2, 3, 4, 5), 6, "none are saved yet"),  # the last weights need no disk
     ],
 )
-def test_the_best_that_was_kept_is_taken(
+def test_the_best_saved_weights_are_loaded(
     scores: list[float],
     refused: tuple[int, ...],
     best: int,
@@ -99,17 +99,15 @@ def test_the_best_that_was_kept_is_taken(
     assert not list(folder.glob(".*.tmp"))
 
 
-def test_patience_does_not_run_out_on_what_was_better(quota: Quota, judged: Callable[..., Judged]) -> None:
+def test_patience_counts_from_the_best_evaluation(quota: Quota, judged: Callable[..., Judged]) -> None:
     run = judged()
     run.before = lambda step: quota(10_000 if step == 3 else None)
     found = run.fit([0.1, 0.05, 0.5, 0.05, 0.05, 0.0], patience=2)
     assert (found.steps, found.best_step) == (5, 1), "two that were no better after the third"
 
 
-def test_a_checkpoint_keeps_the_best_that_it_goes_back_to(
-    judged: Callable[..., Judged], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """checkpoint-6 knows a better one, but checkpoint-4, which the run goes back to when that is damaged, does not."""
+def test_each_checkpoint_keeps_its_own_best(judged: Callable[..., Judged], capsys: pytest.CaptureFixture[str]) -> None:
+    """checkpoint-6 has a better best than checkpoint-4, from which the run resumes if checkpoint-6 is damaged."""
     run = judged(max_steps=9, save_steps=2)
 
     def stop(step: int) -> None:
@@ -129,7 +127,7 @@ def test_a_checkpoint_keeps_the_best_that_it_goes_back_to(
     assert torch.equal(run.kept, run.weights[2])
 
 
-def test_the_best_weights_that_were_damaged_cost_no_run(
+def test_damaged_best_weights_do_not_end_the_run(
     judged: Callable[..., Judged], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = judged()
@@ -144,7 +142,7 @@ def test_the_best_weights_that_were_damaged_cost_no_run(
 # --- at the end
 
 
-def test_a_file_that_does_not_fit_leaves_the_old_one_and_nothing_else(quota: Quota, tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_old_file(quota: Quota, tmp_path: Path) -> None:
     write_text(tmp_path / "results.json", "old")
     quota(1000)
     with pytest.raises(OSError, match="File too large") as refused:
@@ -156,7 +154,7 @@ def test_a_file_that_does_not_fit_leaves_the_old_one_and_nothing_else(quota: Quo
 
 
 @pytest.mark.parametrize("last", ["write_final_model", "write_results"])
-def test_what_a_run_ends_with_is_written_by_the_next(
+def test_a_resume_writes_the_final_files_that_failed(
     last: str,
     quota: Quota,
     recipe_of: Recipes,
@@ -164,7 +162,7 @@ def test_what_a_run_ends_with_is_written_by_the_next(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """`final/` or `results.json` is refused: the message says what is safe, and a resume ends the same run."""
+    """`final/` or `results.json` cannot be written: the message names what is safe, and a resume completes the run."""
     pretrain(recipe_of("gpt2", output_dir=str(tmp_path / "straight")))
     plain = getattr(pretraining, last)
 
@@ -197,7 +195,9 @@ def test_what_a_run_ends_with_is_written_by_the_next(
         assert (run / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
 
 
-def test_a_wrong_name_is_no_full_disk(tmp_path: Path, recipe_of: Recipes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_path_is_not_reported_as_a_full_disk(
+    tmp_path: Path, recipe_of: Recipes, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = replace(recipe_of("gpt2"), data=str(tmp_path / "nowhere"))
     with pytest.raises(Exception, match="nowhere") as wrong:
         pretrain(recipe)

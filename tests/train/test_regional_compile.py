@@ -1,4 +1,4 @@
-"""A step in parts: each kind of block one program, the same numbers as without."""
+"""Regional compilation: one program per kind of block, with the same numbers as eager mode."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PARTS = replace(CPU, compile=True, compile_regions=True)
 
 
 class Counter:
-    """A compiler that runs what it is given, and counts."""
+    """A compiler backend that runs graphs eagerly and counts them."""
 
     programs = 0
 
@@ -85,7 +85,7 @@ WAYS = [(family, False) for family in FAMILIES] + [("bert", True), ("llama", Tru
 
 
 @pytest.mark.parametrize(("family", "fp8"), WAYS)
-def test_steps_in_parts_are_the_same_and_have_few_programs(family: str, fp8: bool, compiler: Counter) -> None:
+def test_compiled_regions_give_equal_steps_with_few_programs(family: str, fp8: bool, compiler: Counter) -> None:
     few, more = (2, 3) if fp8 else (6, 9)  # a CPU takes long in 8 bits
     plain, _ = three_steps(few, family, CPU, fp8)
     assert compiler.programs == 0
@@ -100,8 +100,8 @@ def test_steps_in_parts_are_the_same_and_have_few_programs(family: str, fp8: boo
     assert compiler.programs == 2 * made, "as many for more layers"
 
 
-def test_blocks_that_are_computed_twice_and_weights_in_half_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With dropout, and by a compiler that keeps other tensors for the backward pass than single operations do."""
+def test_with_activation_checkpointing_and_bf16_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropout, and with a partitioner that saves other tensors for the backward pass than eager mode does."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(regional_compile, "_compiled_regions", {})
     torch._dynamo.reset()
@@ -126,8 +126,8 @@ def test_blocks_that_are_computed_twice_and_weights_in_half_the_bits(monkeypatch
 
 
 @pytest.mark.parametrize("parts", [False, True])
-def test_a_lean_step_keeps_less_for_the_same_gradients(parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch's own choice of what is kept, which is made for the step as a whole or for each part."""
+def test_recompute_saves_less_for_the_same_gradients(parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's partitioner chooses what is saved, for the whole step or for each region."""
     backend = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
     monkeypatch.setattr(torch, "compile", backend)
     config = replace(get_preset("llama-tiny"), vocab_size=300)
@@ -159,8 +159,8 @@ def test_a_lean_step_keeps_less_for_the_same_gradients(parts: bool, monkeypatch:
 
 
 @pytest.mark.parametrize("lean", [False, True])
-def test_activations_of_a_lean_step_can_be_computed_again(lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Single operations can; a kernel of ours would be kept."""
+def test_recompute_covers_decomposed_activations(lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decomposed operations can be recomputed; a custom kernel would be saved."""
     ways: list[bool] = []
 
     def activated(linear: nn.Module, x: torch.Tensor, activation: str, is_eager: bool = False) -> torch.Tensor:
@@ -174,7 +174,7 @@ def test_activations_of_a_lean_step_can_be_computed_again(lean: bool, monkeypatc
     assert ways == [lean] * model.config.num_layers
 
 
-def test_large_models_are_lean_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_models_recompute_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._functorch import config
 
     model, ways = make_model(replace(get_preset("llama-tiny"), vocab_size=300)), []
@@ -188,7 +188,7 @@ def test_large_models_are_lean_by_themselves(monkeypatch: pytest.MonkeyPatch) ->
     assert config.ban_recompute_materialized_backward
 
 
-def test_what_cannot_be_compiled_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_errors_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(graph: object, inputs: object) -> None:
         raise ValueError("no compiler")
 
@@ -200,7 +200,7 @@ def test_what_cannot_be_compiled_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     torch._dynamo.reset()
 
 
-def test_who_compiles_parts() -> None:
+def test_which_runs_compile_regions() -> None:
     assert not choose_compute(TrainingConfig(compile=True)).compile_regions
     assert choose_compute(TrainingConfig(compile=True, engine=EngineConfig(compile_regions=True))).compile_regions
     assert choose_compute(TrainingConfig(engine=EngineConfig(compile_regions=True))).compile_regions
@@ -211,7 +211,7 @@ def test_who_compiles_parts() -> None:
     assert not choose_compute(TrainingConfig(compile=True, minutes=3)).compile_regions, "it gains nothing on a CPU"
 
 
-def test_a_short_run_on_a_gpu_compiles_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_gpu_run_compiles_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "select_device", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
@@ -231,8 +231,8 @@ def test_a_short_run_on_a_gpu_compiles_parts(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_the_compiler_is_loaded_beside_other_work(compiles: bool) -> None:
-    """In a process of its own, as others of this one have compiled."""
+def test_the_compiler_is_imported_in_the_background(compiles: bool) -> None:
+    """In a process of its own, since other tests of this one have compiled."""
     code = f"""
 import sys, torch
 from firth.train.compute import ComputeConfig, preload_compiler

@@ -1,7 +1,6 @@
-"""On a GPU: steps in parts that are replayed, as short runs have them, against steps without any program, by family.
+"""On a GPU: compiled regions as CUDA graphs, as in short runs, against eager steps, by family.
 
-Run them with `pytest -m gpu`.
-"""
+Run them with `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ FAMILIES = [name for name in TINY if PRESETS[name].recurrent is None and PRESETS
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_five_steps_lose_the_same(name: str) -> None:
-    """In float32, to a thousandth; what a generator draws is the same, too."""
+def test_five_steps_have_equal_losses(name: str) -> None:
+    """In float32, to a thousandth; ELECTRA's generator samples the same tokens, too."""
     config = replace(PRESETS[name], vocab_size=40, dropout=0.0, attention_dropout=0.0, layer_drop=0.0)
     config = with_extras(config, NEEDS.get(config.family, ()))
     batch = Batch(*(None if a is None else a.numpy() for a in some_batch(config)))

@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside the training, and disks that do not take them."""
+"""Asynchronous checkpoints, and disk errors while writing them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def hooked(monkeypatch: pytest.MonkeyPatch, hook: Callable[[int, Model], None]) 
 
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Wait until no checkpoint is being written, in a thread of its own or not."""
+    """Return a function that waits until no checkpoint is pending."""
     known: list[writers.CheckpointWriter] = []
     plain = writers.CheckpointWriter.save
 
@@ -81,7 +81,7 @@ def test_async_checkpoint_equals_the_synchronous_one(
     assert (tmp_path / "async" / "log.jsonl").read_bytes() == (tmp_path / "sync" / "log.jsonl").read_bytes()
 
 
-def test_one_at_a_time(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_checkpoint_is_written_at_a_time(recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
     busy, most = threading.Lock(), []
 
     def alone(*given: Any) -> Path:
@@ -121,7 +121,7 @@ def test_other_errors_of_the_writing_thread_end_the_run(
 
 @pytest.mark.parametrize("beside", [True, False])
 @pytest.mark.parametrize("size", [150_000, 50_000, 1000])  # the optimizer, the weights, or config.json is refused
-def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
+def test_a_full_disk_skips_a_checkpoint_but_not_the_run(
     size: int,
     beside: bool,
     quota: Callable[[int | None], None],
@@ -155,14 +155,14 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
 
 
-def test_a_disk_that_stays_full_ends_cleanly(
+def test_a_disk_that_stays_full_ends_the_run_cleanly(
     quota: Callable[[int | None], None],
     settled: Callable[[], None],
     recipe_of: Recipes,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The last whole checkpoint stays, and once there is room a resume ends the same run."""
+    """The last intact checkpoint stays; after space is freed, a resume completes the same run."""
     fields = dict(max_steps=8, save_steps=2, dropout=0.1)
     pretrain(recipe_of("gpt2", output_dir=str(tmp_path / "straight"), **fields))
     recipe = recipe_of("gpt2", **fields)
@@ -186,7 +186,7 @@ def test_a_disk_that_stays_full_ends_cleanly(
         assert (run / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
 
 
-def test_a_folder_that_became_read_only(
+def test_a_read_only_folder_skips_a_checkpoint(
     recipe_of: Recipes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(run: Path, kept: CheckpointPayload, state: TrainState, *rest: Any) -> Path:
@@ -202,7 +202,7 @@ def test_a_folder_that_became_read_only(
 
 
 class Stubborn:
-    """A file that takes a few bytes, then nothing, then all again."""
+    """A file that accepts a few bytes, then none, then all again."""
 
     def __init__(self, path: Path) -> None:
         self.file, self.room = open(path, "ab", buffering=0), 7  # noqa: SIM115
@@ -218,7 +218,7 @@ class Stubborn:
         self.file.close()
 
 
-def test_lines_that_a_full_disk_refuses_come_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_lines_are_written_after_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunLog(tmp_path / "log.jsonl", 0) as log:
         file = Stubborn(tmp_path / "log.jsonl")
         log.file = file  # type: ignore[assignment]
@@ -232,7 +232,7 @@ def test_lines_that_a_full_disk_refuses_come_later(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().err.count("its lines stay in memory") == 1
 
 
-def test_a_log_that_is_never_written_is_an_error(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_written_raises(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"), RunLog(tmp_path / "log.jsonl", 0) as log:
         log.file = Stubborn(tmp_path / "log.jsonl")  # type: ignore[assignment]
         log.write(step=1)

@@ -1,4 +1,4 @@
-"""Models that learn by products in 8 bits."""
+"""Models with FP8 linear layers."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from firth.train.step import build_step_runner, train_step
 CPU = torch.device("cpu")
 
 
-def test_only_learning_is_in_eight_bits(capsys: pytest.CaptureFixture[str]) -> None:
-    """All layers of the blocks but those of an odd width; a model that is only asked is exact."""
+def test_only_training_uses_fp8(capsys: pytest.CaptureFixture[str]) -> None:
+    """All linear layers of the blocks except those whose width is not a multiple of 16; evaluation is exact."""
     torch.manual_seed(0)
     model = make_model(bert(2, 32, 2, 100, mlp=MLPConfig(72, "gelu"), dropout=0.0, attention_dropout=0.0)).eval()
     twin = copy.deepcopy(model)
@@ -59,10 +59,8 @@ MODELS = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_layer_of_the_blocks_is_multiplied_in_eight_bits(
-    name: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Forward and backward; and gradients are those of the exact model, but for what 8 bits cannot keep."""
+def test_every_block_matmul_is_fp8(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward; gradients equal those of the exact model up to FP8 rounding."""
     config = replace(MODELS[name], dropout=0.0, attention_dropout=0.0)
     torch.manual_seed(3)
     model = make_model(config).train().to(device)
@@ -92,8 +90,8 @@ def test_every_layer_of_the_blocks_is_multiplied_in_eight_bits(
 
 
 @pytest.mark.parametrize("fields", [{}, {"engine": EngineConfig(weights="bf16")}])
-def test_a_step_holds_its_weights(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever computes: the model, or its twin after it has taken over the weights."""
+def test_weights_are_quantized_once_per_step(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the model, or by its bf16 replica after a copy of the weights."""
     torch.manual_seed(0)
     model, settings = make_model(MODELS["bert"]), TrainingConfig(fp8=True, learning_rate=0.1, **fields)
     run = TrainingRun(settings, ComputeConfig(CPU, bf16=False, compile=False), model, lambda step: [])
@@ -115,7 +113,7 @@ def test_a_step_holds_its_weights(fields: dict[str, Any], monkeypatch: pytest.Mo
     assert not torch.equal(seen[0], seen[len(seen) // 2]), "the second step has other weights"
 
 
-def test_what_an_mlp_drops_is_dropped() -> None:
+def test_mlp_dropout_is_applied() -> None:
     model = make_model(replace(MODELS["t5"], dropout=0.5))
     convert_to_fp8(model, CPU)
     mlp = model.encoder.blocks[0].mlp
@@ -126,8 +124,8 @@ def test_what_an_mlp_drops_is_dropped() -> None:
 
 
 @pytest.mark.parametrize(("name", "places"), [("deberta", (4, 16)), ("t5", (1, 24)), ("bart", (2, 24))])
-def test_in_float32_too(name: str, places: tuple[int, int]) -> None:
-    """Where some products are exact, as their places are no multiple, they go together with others."""
+def test_with_float32_activations(name: str, places: tuple[int, int]) -> None:
+    """Matmuls whose rows are not a multiple of 16 stay exact and mix with FP8 ones."""
     config = deberta(2, 32, 2, vocab_size=50) if name == "deberta" else MODELS[name]
     torch.manual_seed(0)
     model = make_model(replace(config, dropout=0.0, attention_dropout=0.0)).train()
@@ -140,14 +138,14 @@ def test_in_float32_too(name: str, places: tuple[int, int]) -> None:
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_a_second_run_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_converted_once(capsys: pytest.CaptureFixture[str]) -> None:
     model = make_model(MODELS["bert"])
     convert_to_fp8(model, CPU)
     convert_to_fp8(model, CPU)
     assert sum(isinstance(layer, Float8Linear) for layer in model.modules()) == 8
 
 
-def test_what_it_does_not_go_with_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_settings_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     for other in ({"fp16": True}, {"parallel": "fsdp"}):
         with pytest.raises(UserError, match="fp8"):
             TrainingConfig(fp8=True, max_steps=1, **other).check()  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Linear maps in 8 bits against the same maps in floating point."""
+"""FP8 linear layers against the same layers in floating point."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def far(x: Tensor, y: Tensor) -> float:
 
 
 def in_eight(x: Tensor) -> Tensor:
-    """What 8 bits have kept of it."""
+    """Quantize to FP8 and dequantize."""
     x8, scale, _ = quantize_scaled_rows(x.detach())
     return x8.float() * scale[:, None]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [1.0, 1e-6, 1e4])
-def test_products_are_those_of_the_rounded_numbers(size: float, device: str) -> None:
+def test_matmul_equals_that_of_dequantized_inputs(size: float, device: str) -> None:
     torch.manual_seed(0)
     x, w, b = torch.randn(32, 48) * size, torch.randn(64, 48) * 0.02, torch.randn(64) * size
     x[3] *= 100  # each row has a scale of its own
@@ -72,10 +72,10 @@ def found_with(y: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("activation", KERNEL_ACTIVATIONS)
 @pytest.mark.parametrize(("gated", "bias"), [(False, True), (False, False), (True, False)])
-def test_two_maps_are_one_after_the_other(
+def test_fused_mlp_equals_two_linear_layers(
     gated: bool, bias: bool, activation: str, compiled: bool, device: str
 ) -> None:
-    """With an activation between them: values and all gradients, as those of the exact maps within 8 bits."""
+    """With an activation in between: outputs and all gradients agree with the exact layers up to FP8 rounding."""
     torch._dynamo.reset()
     x, up, down = layers(gated, bias, device)
     leaves = (x, *up.parameters(), *down.parameters())
@@ -106,7 +106,7 @@ def gated_or_not(x: Tensor, activation: str, gated: bool) -> Tensor:
     return ACTIVATIONS[activation](gate) * value
 
 
-def test_what_does_not_suit_is_left_to_single_maps() -> None:
+def test_unsupported_mlps_use_separate_layers() -> None:
     x, up, down = layers(False, True, "cpu")
     assert float8_mlp(up, down, x, "gelu", False) is not None
     assert float8_mlp(up, down, x, "relu", False) is None
@@ -117,15 +117,15 @@ def test_what_does_not_suit_is_left_to_single_maps() -> None:
     assert float8_mlp(up, down, x, "gelu", True) is None
 
 
-def test_rows_that_are_no_multiple_are_exact() -> None:
+def test_rows_not_a_multiple_of_16_are_exact() -> None:
     layer, x = Float8Linear(48, 64), torch.randn(16, 48)
     assert torch.equal(layer.forward_rows(x, None, 0, 24), F.linear(x, layer.weight[:24]))
     assert not torch.equal(layer.forward_rows(x, None, 0, 32), F.linear(x, layer.weight[:32]))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_some_rows_with_their_biases_in_a_program(device: str) -> None:
-    """As keys and values have them; in bfloat16, where nothing has to be rounded before."""
+def test_compiled_slices_with_biases(device: str) -> None:
+    """As keys and values use them; in bfloat16, without rounding beforehand."""
     torch._dynamo.reset()
     layer = Float8Linear(48, 64).to(device, torch.bfloat16)
     x = torch.randn(16, 48, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -144,7 +144,7 @@ def test_some_rows_with_their_biases_in_a_program(device: str) -> None:
         assert far(a, b) < 0.05
 
 
-def test_what_comes_back_may_be_small() -> None:
+def test_small_gradients_do_not_underflow() -> None:
     layer, x = Float8Linear(48, 64), torch.randn(16, 48, requires_grad=True)
     (exact,) = torch.autograd.grad(F.linear(x, layer.weight), x, torch.ones(16, 64))
     (found,) = torch.autograd.grad(layer(x), x, torch.full((16, 64), 1e-16))
@@ -167,7 +167,7 @@ def test_frozen_weights_have_no_gradient() -> None:
     ]
 
 
-def test_rows_of_0_stay_0_and_what_is_no_number_stays_none() -> None:
+def test_zero_rows_stay_zero_and_nan_stays_nan() -> None:
     x = torch.zeros(16, 16)
     x[3, 4], x[5, 6] = torch.inf, torch.nan
     eight, scale, _ = quantize_scaled_rows(x)

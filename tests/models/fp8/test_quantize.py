@@ -1,4 +1,4 @@
-"""Rows in 8 bits by our kernels, against single operations: on a GPU, or in the interpreter of Triton."""
+"""Row-wise FP8 quantization kernels against eager operations: on a GPU, or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDTHS = [16, 48, 272, 1072]  # in two pieces exactly, and (1,072) with some of 
 
 
 def both_ways(monkeypatch: pytest.MonkeyPatch, f: Callable[[], Sequence[Any]]) -> list[Sequence[Any]]:
-    """By single operations, and by the kernel."""
+    """The result of eager operations, and that of the kernel."""
     found = []
     for way in (False, True):
         monkeypatch.setattr(module, "can_use_triton", lambda x, way=way: way)
@@ -36,7 +36,7 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, f: Callable[[], Sequence[Any]]) -
 
 
 def assert_same_rows(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
-    """Scales, and numbers: the order of operations may decide to which side a few of them are rounded."""
+    """Equal scales; a few values may be rounded to the other side."""
     (a8, a), (b8, b) = found, wanted
     assert (a8.dtype, a8.shape, a8.stride()) == (FP8_DTYPE, b8.shape, b8.stride())
     torch.testing.assert_close(a, b, rtol=2e-5, atol=0)
@@ -57,7 +57,7 @@ def numbers(M: int, N: int, seed: int = 0) -> Tensor:
 
 @pytest.fixture(params=[1, 7, 64])
 def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """That share 48 rows: one has all, seven some, or each has one."""
+    """Kernel programs for 48 rows: one for all, seven, or one per row."""
     monkeypatch.setattr(module, "num_multiprocessors", lambda device: 1)
     for name in ("QUANTIZE_LAUNCH", "ACTIVATION_LAUNCH", "ACTIVATION_BWD_LAUNCH"):
         monkeypatch.setattr(module, name, getattr(module, name)._replace(programs_per_sm=request.param))
@@ -69,7 +69,7 @@ def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize("N", WIDTHS)
 @pytest.mark.parametrize("factor", [False, True])
-def test_rows(N: int, factor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantize_rows(N: int, factor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     x, times = numbers(48, N), torch.rand(N, device=DEVICE) + 0.5 if factor else None
     wanted, found = both_ways(monkeypatch, lambda: quantize_scaled_rows(x, times, needs_sums=True))
     assert_same_rows(found[:2], wanted[:2])
@@ -82,7 +82,7 @@ def test_rows(N: int, factor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("N", WIDTHS)
 @pytest.mark.parametrize("kind", range(len(KERNEL_ACTIVATIONS)))
 @pytest.mark.parametrize(("gated", "biased"), [(False, True), (False, False), (True, False)])
-def test_activations(
+def test_quantize_after_an_activation(
     N: int, kind: int, gated: bool, biased: bool, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     width = (1 + gated) * N
@@ -102,7 +102,7 @@ def test_activations(
 @pytest.mark.gpu
 @on_a_gpu
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter makes numbers in 8 bits of what is none")
-def test_what_is_no_number_stays_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_stays_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     x = numbers(16, 48)
     x[3, 4], x[5, 6] = torch.inf, torch.nan
     for eight, scale, _ in both_ways(monkeypatch, lambda: quantize_scaled_rows(x)):
@@ -113,8 +113,8 @@ def test_what_is_no_number_stays_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("gated", "biased"), [(False, True), (False, False), (True, False)])
-def test_a_compiler_knows_what_comes_out(gated: bool, biased: bool) -> None:
-    """By single operations, as on a CPU: shapes and precisions are those that were promised."""
+def test_fake_tensors_have_the_right_shapes_and_dtypes(gated: bool, biased: bool) -> None:
+    """On a CPU, with eager operations."""
     x, dy = torch.randn(32, 16 * (1 + gated)).bfloat16(), torch.randn(32, 16).bfloat16()
     bias, factor = torch.randn(16) if biased else None, torch.rand(16 * (1 + gated))
     checks = ("test_schema", "test_faketensor")
@@ -123,7 +123,7 @@ def test_a_compiler_knows_what_comes_out(gated: bool, biased: bool) -> None:
 
 
 @pytest.mark.parametrize("room", [100_352, 232_448])  # bytes of shared memory: Ada, Hopper
-def test_rows_of_every_width_have_room(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_cover_rows_of_every_width(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "shared_memory_bytes", lambda device: room)
     for row in (1_000, 30_000, 114_688, 229_376, 10**6):
         stages = [
@@ -138,7 +138,7 @@ def test_rows_of_every_width_have_room(room: int, monkeypatch: pytest.MonkeyPatc
             assert shape.num_warps(N).bit_count() == 1
 
 
-def test_two_powers_cover_a_row() -> None:
+def test_two_powers_of_two_cover_a_row() -> None:
     for N in range(16, 20000, 16):
         a, b = split_into_powers_of_two(N)
         assert a + b >= N > a

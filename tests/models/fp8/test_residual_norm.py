@@ -1,4 +1,4 @@
-"""A map in 8 bits with the norm of a sum after it, against the same by single operations."""
+"""An FP8 linear layer fused with dropout, residual addition and norm, against eager operations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from firth.objectives import Batch
 
 
 def what_comes_back(N: int, more: bool, rate: float, dtype: torch.dtype, device: str) -> tuple[list[Any], Tensor]:
-    """Arguments of the gradient of a norm, and the gradient of a sum by autograd."""
+    """Arguments of the norm's backward kernel, and the gradient of the sum by autograd."""
     torch.manual_seed(0)
     M = 48
     sizes = torch.logspace(-6, 3, M)[:, None]
@@ -49,7 +49,7 @@ def what_comes_back(N: int, more: bool, rate: float, dtype: torch.dtype, device:
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("each", [1, 7, 64])
-def test_by_the_kernel(
+def test_norm_backward_kernel(
     N: int, more: bool, rate: float, dtype: torch.dtype, each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "NORM_BWD_LAUNCH", module.NORM_BWD_LAUNCH._replace(programs_per_sm=each))
@@ -73,7 +73,7 @@ def test_by_the_kernel(
 @pytest.mark.parametrize("more", [False, True])
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_compiler_knows_what_comes_out(more: bool, rate: float, dtype: torch.dtype) -> None:
+def test_fake_tensors_have_the_right_shapes_and_dtypes(more: bool, rate: float, dtype: torch.dtype) -> None:
     asked, exact = what_comes_back(48, more, rate, dtype, "cpu")
     for dy in (asked[0], asked[0].t().contiguous().t()):
         torch.library.opcheck(residual_norm_backward, (dy, *asked[1:]), test_utils=("test_schema", "test_faketensor"))
@@ -84,7 +84,7 @@ MAPS = ["one", "two"]
 
 
 def some_maps(name: str, device: str) -> tuple[list[nn.Module], Callable[..., Tensor], Callable[[Tensor], Tensor]]:
-    """Modules; what they make of `x` in 8 bits, with an end or not; and the same, exactly."""
+    """Modules; a function that applies them to `x` in FP8, with an epilogue or not; and the exact one."""
     if name == "one":
         only = Float8Linear(48, 64).to(device)
         return [only], only, lambda x: F.linear(x, only.weight, only.bias)
@@ -101,8 +101,8 @@ def some_maps(name: str, device: str) -> tuple[list[nn.Module], Callable[..., Te
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("name", MAPS)
-def test_with_an_end(name: str, times: int, rate: float, compiled: bool, device: str) -> None:
-    """Values and all gradients are those of the map, what is dropped, the sum and the norm, one after the other."""
+def test_fused_epilogue(name: str, times: int, rate: float, compiled: bool, device: str) -> None:
+    """Outputs and all gradients equal those of linear layer, dropout, residual addition and norm in sequence."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     modules, by_eight, exact = some_maps(name, device)
@@ -138,8 +138,8 @@ def test_with_an_end(name: str, times: int, rate: float, compiled: bool, device:
             assert far(a, b) < tolerance
 
 
-def test_gradients_of_two_readers_come_apart() -> None:
-    """Between the parts of a block, and from block to block of a step that is one program: no sum is written before."""
+def test_gradients_of_both_outputs_are_added_in_the_kernel() -> None:
+    """Between the halves of a block and between compiled blocks, no sum of gradients is materialized."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = make_model(replace(PRESETS["bert-tiny"], num_layers=3, vocab_size=64, dropout=0.0, attention_dropout=0.0))
@@ -162,7 +162,7 @@ def test_gradients_of_two_readers_come_apart() -> None:
         assert far(a, b) < 0.02 or b.norm() < 1e-5
 
 
-def test_what_has_an_end() -> None:
+def test_which_layers_have_an_epilogue() -> None:
     before, drop = torch.randn(2, 16, 64), Dropout(0.1)
     end = make_residual_norm(before, nn.LayerNorm(64), drop, 2)
     assert end is not None

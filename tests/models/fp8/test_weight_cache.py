@@ -1,4 +1,4 @@
-"""The weights of many layers in 8 bits at once."""
+"""Quantize the weights of many layers at once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check(layers: nn.ModuleList) -> None:
 
 @pytest.mark.gpu
 @on_a_gpu
-def test_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantize_weights_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "can_use_triton", lambda x: True)
     layers = some_layers(DEVICE)
     for _ in range(2):
@@ -48,7 +48,7 @@ def test_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
             layers[1].weight.mul_(-3)  # the next time others are held
 
 
-def test_what_is_held_is_of_now_and_only_for_a_while() -> None:
+def test_cached_weights_are_current_and_temporary() -> None:
     layers = some_layers("cpu")
     first: Float8Linear = layers[0]  # type: ignore[assignment]
     with cache_fp8_weights(layers):
@@ -64,7 +64,7 @@ def test_what_is_held_is_of_now_and_only_for_a_while() -> None:
     assert first.fp8_cache is None
 
 
-def test_a_layer_is_the_same_whether_it_holds_its_weights_or_not() -> None:
+def test_a_layer_gives_the_same_result_with_and_without_the_cache() -> None:
     layer, x = some_layers("cpu")[0].train(), torch.randn(16, 80, requires_grad=True)
     found = []
     for holds in (False, True):
@@ -76,7 +76,7 @@ def test_a_layer_is_the_same_whether_it_holds_its_weights_or_not() -> None:
         assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
-def test_copies_hold_nothing_of_others() -> None:
+def test_copies_do_not_share_the_cache() -> None:
     layers = some_layers("cpu")
     with cache_fp8_weights(layers):
         twin = copy.deepcopy(layers)

@@ -1,4 +1,4 @@
-"""Checkpoints in all the ways they come, and every wrong one named."""
+"""Checkpoints in every published form, and an error for every broken one."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_round_trip(family: str, tmp_path: Path) -> None:
     assert_same(again, model)
 
 
-def test_save_is_whole_or_refused(tmp_path: Path) -> None:
+def test_save_is_atomic(tmp_path: Path) -> None:
     model = written(tmp_path)
     model.save(tmp_path / "new")
     assert_same(load_model(tmp_path / "new"), model)
@@ -145,14 +145,14 @@ def test_several_files_with_an_index(family: str, tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_an_index_without_a_map(tmp_path: Path) -> None:
+def test_an_index_without_weight_map_raises(tmp_path: Path) -> None:
     written(tmp_path)
     (tmp_path / (WEIGHTS_FILE + ".index.json")).write_text("[]")
     with pytest.raises(UserError, match="weight_map"):
         load_model(tmp_path)
 
 
-def test_old_names_of_norms(tmp_path: Path) -> None:
+def test_gamma_and_beta_are_norm_weights(tmp_path: Path) -> None:
     model = written(tmp_path)
 
     def old(name: str) -> str:
@@ -168,7 +168,7 @@ PREFIXED = [family for family in CONFIGS if FAMILY_LAYOUTS[family].prefix]
 
 
 @pytest.mark.parametrize("family", PREFIXED)
-def test_a_body_without_prefix(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_backbone_without_prefix(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, prefix = written(tmp_path, family), FAMILY_LAYOUTS[family].prefix
     rewrite(tmp_path, lambda ts: {k.removeprefix(prefix): v for k, v in ts.items() if k.startswith(prefix)})
     again = load_model(tmp_path)
@@ -191,14 +191,16 @@ ODDMENTS = {  # what published files hold beside what the model needs
 
 
 @pytest.mark.parametrize("family", ODDMENTS)
-def test_what_published_files_hold_beside(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_extra_tensors_of_published_files_are_ignored(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = written(tmp_path, family)
     rewrite(tmp_path, lambda tensors: tensors | {name: torch.zeros(1, V) for name in ODDMENTS[family]})
     assert_same(load_model(tmp_path), model)
     assert capsys.readouterr().err == ""
 
 
-def test_a_stranger_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unexpected_tensor_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = written(tmp_path)
     rewrite(tmp_path, lambda tensors: tensors | {"bert.adapter.weight": torch.ones(2)})
     assert_same(load_model(tmp_path), model)
@@ -212,8 +214,8 @@ TIED = [family for family in CONFIGS if FAMILY_LAYOUTS[family].aliases]
 
 
 @pytest.mark.parametrize("family", TIED)
-def test_tied_tensors_by_any_name(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Twice, or once under the other name; where the two differ, that is said."""
+def test_tied_tensors_under_any_alias(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both copies, or one under the other name; a difference between the copies is reported."""
     model, (name, others) = written(tmp_path, family), next(iter(FAMILY_LAYOUTS[family].aliases.items()))
     rewrite(tmp_path, lambda ts: ts | {other: ts[name].clone() for other in others})
     assert_same(load_model(tmp_path), model)
@@ -226,7 +228,7 @@ def test_tied_tensors_by_any_name(family: str, tmp_path: Path, capsys: pytest.Ca
     assert others[0] in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_new_head_starts_fresh(tmp_path: Path) -> None:
+def test_a_new_head_is_initialized_randomly(tmp_path: Path) -> None:
     model = written(tmp_path)
     again = load_model(tmp_path, head=ClassificationHead(("yes", "no", "maybe"), has_pooler=True))
     assert again(torch.zeros(1, 4, dtype=torch.long)).logits.shape == (1, 3)
@@ -241,7 +243,7 @@ def test_half_precision_is_read_as_float32(tmp_path: Path) -> None:
     assert_close(again.embed.tokens.weight, model.embed.tokens.weight, rtol=0.01, atol=0)
 
 
-def test_pickles_are_refused(tmp_path: Path) -> None:
+def test_pickles_raise(tmp_path: Path) -> None:
     written(tmp_path)
     (tmp_path / WEIGHTS_FILE).rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"\.bin.*save_pretrained"):
@@ -257,7 +259,7 @@ def test_no_weights_and_no_folder(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
+def test_a_truncated_file_raises(tmp_path: Path) -> None:
     written(tmp_path)
     file = tmp_path / WEIGHTS_FILE
     file.write_bytes(file.read_bytes()[:1000])
@@ -273,7 +275,7 @@ def test_wrong_shapes_are_named(tmp_path: Path) -> None:
 
 
 def test_wrong_shapes_of_a_head_are_named(tmp_path: Path) -> None:
-    """The config itself asks for this head, so it may not start fresh."""
+    """The config requires this head, so it may not be initialized randomly."""
     write_model(
         make_model(replace(CONFIGS["bert"], head=ClassificationHead(("a", "b", "c"), has_pooler=True))), tmp_path
     )
@@ -285,8 +287,8 @@ def test_wrong_shapes_of_a_head_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_what_does_not_fit_is_named_in_every_family(family: str, tmp_path: Path) -> None:
-    """A tensor of another shape with both shapes, and one that is gone."""
+def test_mismatched_and_missing_tensors_are_named_in_every_family(family: str, tmp_path: Path) -> None:
+    """A tensor of another shape with both shapes, and a missing one."""
     written(tmp_path, family)
     name, other = (
         next(iter(FAMILY_LAYOUTS[family].rules(CONFIGS[family]))).hf_names[0],
@@ -326,7 +328,7 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
         ({"tie_word_embeddings": False}, "tie_word_embeddings is False"),
     ],
 )
-def test_configs_that_we_cannot_follow(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unsupported_configs_raise(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     written(tmp_path)
     set_config(tmp_path, **changes)
     with pytest.raises(UserError, match=message):
@@ -335,7 +337,7 @@ def test_configs_that_we_cannot_follow(changes: dict[str, Any], message: str, tm
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_described_by_its_family(name: str) -> None:
-    """Or by us, where `transformers` or we do not know the family's names."""
+    """Or by our own format, where `transformers` lacks the family."""
     config = PRESETS[name]
     assert hf_model_type(config) == (
         FAMILY_LAYOUTS[config.family].model_type if config.family in FAMILY_LAYOUTS else "firth"
@@ -372,14 +374,14 @@ def test_extras_round_trip(name: str, tmp_path: Path) -> None:
     assert_same(again, model)
 
 
-def test_extras_keep_the_family_and_a_generator_does_not() -> None:
-    """A generator takes the head from the body, so no masked LM of `transformers` could be opened from it."""
+def test_a_generator_changes_the_model_type_and_other_extras_do_not() -> None:
+    """ELECTRA's generator owns the LM head, so no masked LM of `transformers` fits."""
     kinds = {name: hf_model_type(replace(CONFIGS["bert"], extras=extras)) for name, extras in EXTRAS.items()}
     assert {name for name, kind in kinds.items() if kind != "bert"} == {"generator"}
     assert hf_model_type(replace(CONFIGS["bert"], extras=(SentencePairHead(),), num_shared=2)) == "firth"
 
 
-def test_what_the_family_does_not_know_stands_under_our_own_names(tmp_path: Path) -> None:
+def test_extras_are_saved_under_firth_names(tmp_path: Path) -> None:
     write_model(stirred(replace(CONFIGS["bert"], extras=(SentencePairHead(), SpanBoundaryHead(7)))), tmp_path)
     facts = json.loads((tmp_path / "config.json").read_text())
     assert facts["architectures"] == ["BertForPreTraining"]
@@ -394,8 +396,8 @@ def test_what_the_family_does_not_know_stands_under_our_own_names(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", EXTRAS)
-def test_a_new_head_takes_the_extras_away(name: str, tmp_path: Path) -> None:
-    """Also from a folder of our own names, which a bert with classes would not have."""
+def test_a_new_head_drops_the_extras(name: str, tmp_path: Path) -> None:
+    """Also from a folder with Firth names, which a BERT classifier would not have."""
     model = stirred(replace(CONFIGS["bert"], extras=EXTRAS[name]))
     write_model(model, tmp_path)
     again = load_model(tmp_path, head=ClassificationHead(("yes", "no"), has_pooler=True))
@@ -407,10 +409,8 @@ def test_a_new_head_takes_the_extras_away(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", EXTRAS)
-def test_a_checkpoint_without_an_extra_can_go_on_with_it(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """BERT's body goes on under another objective; what is new starts fresh, and that is said."""
+def test_an_extra_can_be_added_to_a_checkpoint(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Continued pretraining with another objective; new tensors are initialized randomly, with a notice."""
     plain = written(tmp_path)
     model = stirred(replace(CONFIGS["bert"], extras=EXTRAS[name]))
     load_weights(model, read_tensors(tmp_path), str(tmp_path))
@@ -423,8 +423,8 @@ def test_a_checkpoint_without_an_extra_can_go_on_with_it(
 
 
 @pytest.mark.parametrize("name", EXTRAS)
-def test_the_body_goes_on_without_its_extras(name: str, tmp_path: Path) -> None:
-    """Under another objective; a generator takes its words with it, everything else leaves the head."""
+def test_extras_can_be_dropped_from_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """Another objective; a generator takes its LM head with it, other extras leave it."""
     model = stirred(replace(CONFIGS["bert"], extras=EXTRAS[name]))
     write_model(model, tmp_path)
     plain = make_model(CONFIGS["bert"])
@@ -445,7 +445,7 @@ def test_every_tiny_preset_round_trips_bit_for_bit(name: str, tmp_path: Path) ->
     assert_same(again, model)
 
 
-def test_where_a_decoder_starts() -> None:
+def test_decoder_start_token() -> None:
     vocab = Vocabulary(V, 0, 1, 2, 3, 4, 5, 6, (), special_ids=tuple(range(7)))
     for config, start in ((PRESETS["bart-tiny"], 5), (PRESETS["t5-tiny"], 0)):
         assert make_sequence_template(config, vocab).decoder_start_id == start
@@ -475,7 +475,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_what_no_family_describes_is_our_own(name: str, tmp_path: Path) -> None:
+def test_models_outside_all_families_have_model_type_firth(name: str, tmp_path: Path) -> None:
     model = make_model(ODD[name]).eval()
     write_model(model, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "firth"
@@ -484,7 +484,7 @@ def test_what_no_family_describes_is_our_own(name: str, tmp_path: Path) -> None:
     assert_same(again, model)
 
 
-def test_numbers_that_only_spell_out_a_default_change_nothing() -> None:
+def test_explicit_defaults_change_nothing() -> None:
     assert hf_model_type(replace(CONFIGS["t5"], head_dim=8, num_decoder_layers=2)) == "t5"
     assert hf_model_type(replace(CONFIGS["bert"], head_dim=8)) == "bert"
 
@@ -502,7 +502,7 @@ def test_families_that_share_a_layout_keep_their_name(tmp_path: Path) -> None:
         assert from_hf_config(facts) == replace(config, family=kind)
 
 
-def test_a_frame_that_is_not_the_familys_is_kept() -> None:
+def test_adds_bos_is_kept() -> None:
     """BART with T5's objective reads texts without <s>, and so does its checkpoint."""
     config = replace(CONFIGS["bart"], adds_bos=False)
     facts = to_hf_config(config, None)
@@ -513,8 +513,8 @@ def test_a_frame_that_is_not_the_familys_is_kept() -> None:
 VOCAB = Vocabulary(V, 0, 1, 2, 3, 4, 5, 6, (), special_ids=tuple(range(7)))
 
 
-def test_places_of_roberta_follow_the_padding_token() -> None:
-    """`transformers` counts them from the id after it; with another token that would be another model."""
+def test_roberta_positions_start_after_the_padding_id() -> None:
+    """`transformers` counts them from pad_token_id + 1; another padding id would be another model."""
     config = with_vocabulary(CONFIGS["roberta"], VOCAB)
     assert config.position == LearnedPosition(513, offset=1)
     assert config.max_length == CONFIGS["roberta"].max_length == 512
@@ -534,7 +534,7 @@ def test_a_roberta_over_another_vocabulary_is_our_own(tmp_path: Path) -> None:
     assert_same(load_model(tmp_path), model)
 
 
-def test_what_ends_a_text_of_bart(tmp_path: Path) -> None:
+def test_forced_eos_of_bart(tmp_path: Path) -> None:
     model = stirred(CONFIGS["bart"])
     facts = to_hf_config(CONFIGS["bart"], VOCAB) | forced_token_settings(model, VOCAB)
     wanted = {"bos_token_id": 4, "eos_token_id": 5, "decoder_start_token_id": 5, "forced_eos_token_id": 5}
@@ -550,7 +550,7 @@ def test_what_ends_a_text_of_bart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-def test_what_is_no_list_of_ends(file: str, tmp_path: Path) -> None:
+def test_invalid_eos_lists_raise(file: str, tmp_path: Path) -> None:
     model = stirred(CONFIGS["gpt2"])
     size = model.config.vocab_size
     wrong = {
@@ -580,8 +580,8 @@ def test_what_is_no_list_of_ends(file: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bart", "gpt2"])
-def test_a_list_of_ends_is_kept(kind: str, tmp_path: Path) -> None:
-    """Also without a tokenizer; but a head over classes on BART finds its place by the one end of a text."""
+def test_a_list_of_eos_ids_is_kept(kind: str, tmp_path: Path) -> None:
+    """Also without a tokenizer; a classification head of BART pools at its single EOS token."""
     model = stirred(CONFIGS[kind])
     model.eos_token_ids = (5, 3)
     model.save(tmp_path / "a")
@@ -592,7 +592,7 @@ def test_a_list_of_ends_is_kept(kind: str, tmp_path: Path) -> None:
     assert load_model(tmp_path / "b").eos_token_ids == ((5, 3) if kind == "gpt2" else None)
 
 
-def test_a_tokenizer_that_is_larger_than_the_model(tmp_path: Path) -> None:
+def test_a_tokenizer_larger_than_the_model_raises(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(["a b c d"] * 9, "wordpiece", 20)
     write_model(stirred(replace(CONFIGS["bert"], vocab_size=tokenizer.vocab.size - 1)), tmp_path)
     tokenizer.save(tmp_path)
@@ -600,7 +600,7 @@ def test_a_tokenizer_that_is_larger_than_the_model(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_a_vocabulary_with_room_to_spare(tmp_path: Path) -> None:
+def test_a_vocabulary_with_unused_rows(tmp_path: Path) -> None:
     """T5 has 128 rows that no token uses."""
     tokenizer = train_tokenizer(["a b c d"] * 9, "wordpiece", 20)
     model = stirred(replace(CONFIGS["bert"], vocab_size=tokenizer.vocab.size + 7))
@@ -620,9 +620,7 @@ def test_a_vocabulary_with_room_to_spare(tmp_path: Path) -> None:
         ("rembert", {"tie_word_embeddings": True}, "tie_word_embeddings is True"),
     ],
 )
-def test_settings_of_families_that_we_cannot_follow(
-    family: str, changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_unsupported_family_settings_raise(family: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     written(tmp_path, family)
     set_config(tmp_path, **changes)
     with pytest.raises(UserError, match=message):
@@ -640,8 +638,10 @@ def test_settings_of_families_that_we_cannot_follow(
         ("gpt2-tiny", "byte-bpe", "A", "A B"),
     ],
 )
-def test_raw_texts_are_framed_as_in_the_family(name: str, kind: str, one: str, two: str, tmp_path: Path) -> None:
-    """`transformers` reads them so, and the tokenizer is still the one that the shards were made with."""
+def test_saved_tokenizers_add_the_familys_special_tokens(
+    name: str, kind: str, one: str, two: str, tmp_path: Path
+) -> None:
+    """`transformers` reads raw texts so, and the tokenizer's fingerprint stays that of the shards."""
     tokenizer = train_tokenizer(["ab ab ba ba"] * 50, kind, 300)
     config = with_vocabulary(get_preset(name), tokenizer.vocab)
     model = make_model(replace(config, adds_bos=name == "bart-tiny"))

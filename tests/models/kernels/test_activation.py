@@ -1,4 +1,4 @@
-"""Activations by fewer operations, against those of PyTorch."""
+"""Activations with fewer operations, against PyTorch's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from firth.models.kernels.activation import ACTIVATIONS, SIGMOID_POLYNOMIALS, Si
 
 @pytest.mark.parametrize("name", SIGMOID_POLYNOMIALS)
 def test_values_and_gradients(name: str) -> None:
-    """About as near to the truth as float32 is to numbers of this size."""
+    """About as close to float64 as float32 can be."""
     exact = torch.linspace(-12, 12, 20001, dtype=torch.float64, requires_grad=True)
     single = exact.detach().float().requires_grad_()
     wanted, found = ACTIVATIONS[name](exact), SigmoidActivation.apply(single, name)
@@ -26,14 +26,14 @@ def test_values_and_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", SIGMOID_POLYNOMIALS)
 def test_in_bfloat16(name: str) -> None:
-    """Rounded once, at the end: within one step of the nearest number."""
+    """Rounded once, at the end: within one unit in the last place."""
     x = torch.linspace(-5, 5, 2001).bfloat16()
     wanted = ACTIVATIONS[name](x.double())
     assert ((SigmoidActivation.apply(x, name) - wanted).abs() <= 2**-8 * wanted.abs() + 2e-6).all()
 
 
 @pytest.mark.parametrize("name", SIGMOID_POLYNOMIALS)
-def test_far_away(name: str) -> None:
+def test_large_inputs(name: str) -> None:
     x = torch.tensor([-1e30, -100.0, 100.0, 1e30], requires_grad=True)
     found = SigmoidActivation.apply(x, name)
     found.sum().backward()
@@ -41,7 +41,7 @@ def test_far_away(name: str) -> None:
     assert_close(x.grad, torch.tensor([0.0, 0.0, 1.0, 1.0]))
 
 
-def test_a_cpu_takes_pytorchs() -> None:
+def test_cpu_uses_pytorch() -> None:
     x = torch.randn(100)
     assert torch.equal(ACTIVATIONS["gelu"](x), F.gelu(x))
     assert torch.equal(ACTIVATIONS["gelu-tanh"](x), F.gelu(x, approximate="tanh"))
@@ -49,7 +49,7 @@ def test_a_cpu_takes_pytorchs() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SIGMOID_POLYNOMIALS)
-def test_a_program_learns_in_every_precision(name: str, dtype: torch.dtype) -> None:
+def test_compiled_gradients_in_every_dtype(name: str, dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     x = torch.linspace(-5, 5, 201).to(dtype)
     program = torch.compile(lambda x: SigmoidActivation.apply(x, name), backend="aot_eager", fullgraph=True)

@@ -1,4 +1,4 @@
-"""Our own kernel of attention against the same in single operations.
+"""Our fused attention kernel against eager operations.
 
 Run them with `pytest -m gpu`; without a GPU, where triton is installed, with TRITON_INTERPRET=1 (slowly).
 """
@@ -40,7 +40,7 @@ B, H = 2, 2
 
 
 class Case(NamedTuple):
-    """So many that ask and are read, with so many numbers per head; and what is seen."""
+    """Numbers of queries, keys and dimensions per head, and the visibility."""
 
     T: int
     S: int
@@ -105,8 +105,8 @@ def test_values_and_gradients(name: str, bf16: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["full tiles", "causal", "causal bias", "causal dropout"])
-def test_in_one_tensor(name: str) -> None:
-    """Queries, keys and values side by side: the same, and so is the gradient of all three."""
+def test_packed_qkv(name: str) -> None:
+    """Queries, keys and values in one tensor: equal outputs, and equal gradients of all three."""
     case = CASES[name]
     torch.manual_seed(4)
     x = torch.randn(B, case.T, 3 * H * case.d, device=DEVICE, requires_grad=True)
@@ -130,8 +130,8 @@ def test_in_one_tensor(name: str) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["full tiles", "bias and mask, parts of tiles", "bias and dropout", "mask"])
-def test_keys_and_values_of_another_sequence_in_one_tensor(name: str, compiled: bool) -> None:
-    """Side by side or apart, they are the same, and so is their gradient; with documents in place of a mask too."""
+def test_packed_kv_of_cross_attention(name: str, compiled: bool) -> None:
+    """In one tensor or two: equal outputs and gradients; also with document ids in place of a mask."""
     case = CASES[name]
     torch.manual_seed(6)
     q = torch.randn(B, case.T, H * case.d, device=DEVICE, requires_grad=True)
@@ -165,7 +165,7 @@ def test_keys_and_values_of_another_sequence_in_one_tensor(name: str, compiled: 
 
 @pytest.fixture
 def nothing_unwritten() -> Iterator[None]:
-    """Room that nobody writes to holds no numbers."""
+    """Fill new memory with NaN, so that unwritten outputs show."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -174,8 +174,8 @@ def nothing_unwritten() -> Iterator[None]:
 @pytest.mark.usefixtures("nothing_unwritten")
 @pytest.mark.parametrize("T", [128, 100])
 @pytest.mark.parametrize("name", ["all", "documents", "mask", "ranks"])
-def test_numbers_by_distance(name: str, T: int) -> None:
-    """What queries and keys have for each distance: values and all gradients, in full tiles and in parts of them."""
+def test_relative_position_scores(name: str, T: int) -> None:
+    """Scores of queries and keys by distance: outputs and all gradients, in full and partial tiles."""
     doc, rank = (torch.arange(T, device=DEVICE) // 50).expand(B, T), torch.randperm(T, device=DEVICE).expand(B, T)
     sight = make_attention_spec(
         False, doc if name in ("documents", "mask") else None, rank if name == "ranks" else None
@@ -199,8 +199,8 @@ def test_numbers_by_distance(name: str, T: int) -> None:
 
 @pytest.mark.parametrize("name", ["full tiles", "bias and mask, parts of tiles", "causal, parts of tiles"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_in_a_program(name: str, packed: bool) -> None:
-    """A compiler is told the shapes and strides of what it gets, and does not look into it."""
+def test_compiled(name: str, packed: bool) -> None:
+    """The operator's fake tensors give the compiler shapes and strides."""
     case = CASES[name]
     T = case.S if packed else case.T
     torch.manual_seed(8)
@@ -235,8 +235,8 @@ FAR_CASES = {
 
 @pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("name", FAR_CASES)
-def test_all_that_is_far_has_one_number(name: str, short: bool) -> None:
-    """Said or not: the same values and gradients, also of the numbers that a bias is made of."""
+def test_far_keys_share_one_bias(name: str, short: bool) -> None:
+    """With and without the shortcut: equal outputs and gradients, also of the bias table."""
     dtype = torch.float32 if not short else torch.float16 if INTERPRETED else torch.bfloat16
     case, far, generator = FAR_CASES[name], 70, torch.Generator(DEVICE).manual_seed(3)
     T, S, d = case.T, case.S, case.d
@@ -260,8 +260,8 @@ def test_all_that_is_far_has_one_number(name: str, short: bool) -> None:
         assert (a - b).float().norm() < tolerance * b.float().norm()
 
 
-def test_a_number_that_all_get_changes_nothing() -> None:
-    """In 16 bits too, in which near tiles and far ones could round it in different ways."""
+def test_a_constant_bias_changes_nothing() -> None:
+    """In 16 bits too, where near and far tiles could round it differently."""
     dtype, tolerance = (torch.float16, 1e-3) if INTERPRETED else (torch.bfloat16, 5e-3)
     torch.manual_seed(9)
     q, k, v = (torch.randn(1, H, 256, 32, device=DEVICE, dtype=dtype) for _ in range(3))
@@ -275,7 +275,7 @@ def heads_of(case: Case) -> int:
 
 
 def kept(numbers: tuple[Tensor | None, Tensor | None], T: int, S: int, dropout: float, H: int = H) -> Tensor:
-    """(B, H, T, S): 0 for what is dropped, more than 1 for what stays."""
+    """(B, H, T, S): 0 where a weight is dropped, more than 1 elsewhere."""
     row, column = numbers
     if row is None or column is None:
         return torch.ones(B, H, T, S, device=DEVICE)
@@ -312,7 +312,7 @@ SIGHTS = (
 
 @pytest.mark.parametrize("T", [300, 320])  # in full tiles, those that see whole ones have no mask
 @pytest.mark.parametrize("name", SIGHTS)
-def test_few_numbers_say_the_same_as_a_mask(name: str, T: int) -> None:
+def test_key_ranges_equal_a_mask(name: str, T: int) -> None:
     K, d = 20, 32
     torch.manual_seed(3)
     doc = torch.zeros(B, T, dtype=torch.long)
@@ -353,10 +353,8 @@ def test_few_numbers_say_the_same_as_a_mask(name: str, T: int) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", [name for name in TINY if PRESETS[name].recurrent is None])
-def test_models_by_our_kernel_and_by_single_operations(
-    name: str, packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All attention by our kernel where it can, though in float32 and without dropout: losses and gradients."""
+def test_models_with_fused_and_eager_attention(name: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused attention wherever supported, in float32 and without dropout: losses and gradients."""
     config = replace(PRESETS[name], vocab_size=40, dropout=0.0, attention_dropout=0.0, layer_drop=0.0)
     config = with_extras(config, NEEDS.get(config.family, ()))
     torch.manual_seed(6)

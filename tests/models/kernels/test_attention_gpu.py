@@ -1,6 +1,6 @@
-"""On a GPU: attention by the kernel that is chosen there, against the same in single operations.
+"""On a GPU: the selected attention kernel against eager operations.
 
-Run them with `pytest -m gpu`. The rows are no multiple of any tile, and hold several documents and padding.
+Run them with `pytest -m gpu`. Row lengths are not a multiple of any tile; rows hold several documents and padding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ B, T, H, D, M = 3, 150, 4, 128, 70
 
 
 class Case(NamedTuple):
-    """A way of seeing: by which places, and with what of a batch."""
+    """A kind of visibility: position scheme and fields of the batch."""
 
     position: Position = NoPosition()
     causal: bool = False
@@ -93,7 +93,7 @@ def make_stack(case: Case) -> Stack:
 
 
 def rows() -> dict[str, Tensor]:
-    """Two documents and padding; one document; three, of which one is a single token."""
+    """Two documents and padding; one document; three, one of them a single token."""
     doc = torch.zeros(B, T, dtype=torch.long)
     doc[0, 61:], doc[0, 140:], doc[2, 1:], doc[2, 64:] = 1, -1, 1, 2
     g = torch.Generator().manual_seed(5)
@@ -102,7 +102,7 @@ def rows() -> dict[str, Tensor]:
 
 
 def answers(stack: Stack, case: Case, plain: bool, bf16: bool, compiled: bool) -> list[Tensor]:
-    """What one layer of attention gives, and the gradients of all that it is made of."""
+    """The output of one attention layer, and the gradients of all inputs and weights."""
     seen: list[Tensor] | None = [] if plain else None
     torch.manual_seed(7)
     x, past = torch.randn(B, T, D, device=DEVICE, requires_grad=True), torch.randn(B, M, D, device=DEVICE)
@@ -126,7 +126,7 @@ def answers(stack: Stack, case: Case, plain: bool, bf16: bool, compiled: bool) -
 def what_is_seen(
     stack: Stack, case: Case, x: Tensor, past: Tensor, seen: list[Tensor] | None
 ) -> tuple[AttentionSpec, Tensor, Tensor | None]:
-    """Who sees whom, who asks, and what is read where that is not who asks."""
+    """The attention spec, the queries, and the keys if they are another sequence."""
     batch = rows()
     doc, rank, segment = (batch[name] if getattr(case, name) else None for name in ("doc", "rank", "segment"))
     wide, narrow = stack.attention_specs(x, doc, rank, attentions=seen, token_type_ids=segment)
@@ -145,7 +145,7 @@ def what_is_seen(
 
 @pytest.fixture(autouse=True)
 def whole_numbers() -> Any:
-    """Products of float32 in float32, and not in TF32 as in training."""
+    """Compute float32 matmuls without TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -153,7 +153,7 @@ def whole_numbers() -> Any:
 
 
 def size(x: Tensor, others: list[Tensor]) -> Tensor:
-    """Its largest number, or a hundredth of the largest of all: some gradients are 0, and what is found is rounding."""
+    """The largest absolute value, or a hundredth of the largest of all tensors: some gradients are 0 up to rounding."""
     return torch.maximum(x.abs().max(), 0.01 * torch.stack([other.abs().max() for other in others]).max())
 
 
@@ -172,7 +172,7 @@ def compiled_too(names: list[str]) -> list[Any]:
 
 @pytest.mark.parametrize(("name", "compiled"), compiled_too(list(CASES)))
 def test_in_float32(name: str, compiled: bool) -> None:
-    """To 1e-4 of the largest number of each tensor (`size`)."""
+    """To 1e-4 of the largest value of each tensor (`size`)."""
     case = CASES[name]
     stack = make_stack(case)
     wanted = answers(stack, case, plain=True, bf16=False, compiled=False)
@@ -184,7 +184,7 @@ def test_in_float32(name: str, compiled: bool) -> None:
 
 @pytest.mark.parametrize(("name", "compiled"), compiled_too(list(CASES)))
 def test_in_bfloat16(name: str, compiled: bool) -> None:
-    """No further from the truth, which is float32, than twice what single operations are, and 1% of the largest."""
+    """Error against float32 at most twice that of eager bf16, plus 1% of the largest value."""
     case = CASES[name]
     stack = make_stack(case)
     truth = answers(stack, case, plain=True, bf16=False, compiled=False)

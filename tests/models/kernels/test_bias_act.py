@@ -1,4 +1,4 @@
-"""A bias and an activation by our kernel, against single operations: on a GPU, or in the interpreter of Triton."""
+"""Fused bias and activation against eager operations: on a GPU, or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from firth.models.kernels.glu import KERNEL_ACTIVATIONS
 
 
 def gradients(y: Tensor, *leaves: Tensor) -> list[Tensor]:
-    """What is found, and the gradients of what it was found from."""
+    """The output, and the gradients of the inputs."""
     return [y.detach(), *torch.autograd.grad((y.float() * weights(y)).sum(), leaves)]
 
 
@@ -40,7 +40,7 @@ def numbers(rows: int, n: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("rows", "n"), [(5, 48), (100, 264)])  # fewer and more than a tile has, both ways
 @pytest.mark.parametrize("activation", KERNEL_ACTIVATIONS)
 @pytest.mark.parametrize("single", [False, True])
-def test_values_and_gradients_by_the_kernel(single: bool, activation: str, rows: int, n: int) -> None:
+def test_kernel_values_and_gradients(single: bool, activation: str, rows: int, n: int) -> None:
     x, bias = (a.requires_grad_() for a in numbers(rows, n))
     wanted = gradients(ACTIVATIONS[activation](x + bias), x, bias)
     for a, b in zip(gradients(BiasActivation.apply(x, bias, activation, single), x, bias), wanted, strict=True):
@@ -57,7 +57,7 @@ def test_values_and_gradients_by_the_kernel(single: bool, activation: str, rows:
 @pytest.mark.gpu
 @on_a_gpu
 @pytest.mark.parametrize("activation", KERNEL_ACTIVATIONS)
-def test_in_a_program(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "can_use_fast_activation", lambda x: True)
     torch._dynamo.reset()
     x, linear = numbers(5, 16)[0].requires_grad_(), nn.Linear(16, 64).to(DEVICE)
@@ -76,8 +76,8 @@ def test_in_a_program(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @on_a_gpu
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_whole_model_learns_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss and gradients by the kernels, those of gated activations too."""
+def test_model_loss_and_gradients(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the fused kernels, also those of gated activations."""
     config = replace(get_preset(f"{family}-tiny"), vocab_size=300, num_layers=2, dropout=0.0, attention_dropout=0.0)
     torch.manual_seed(0)
     model, batch = make_model(config).to(DEVICE), batch_for(config.architecture, 0).to(torch.device(DEVICE))
@@ -105,12 +105,12 @@ def test_a_whole_model_learns_the_same(family: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", ["relu", *KERNEL_ACTIVATIONS])
-def test_a_cpu_takes_single_operations(activation: str, bias: bool) -> None:
+def test_cpu_uses_eager_operations(activation: str, bias: bool) -> None:
     x, linear = torch.randn(3, 5, 8), nn.Linear(8, 16, bias=bias)
     assert torch.equal(linear_activation(linear, x, activation), ACTIVATIONS[activation](linear(x)))
 
 
-def test_what_is_no_plain_linear_map_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_linear_modules_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "can_use_fast_activation", lambda x: True)
     x, odd = torch.randn(3, 8), nn.Sequential(nn.Linear(8, 16))
     assert torch.equal(linear_activation(odd, x, "gelu"), ACTIVATIONS["gelu"](odd(x)))

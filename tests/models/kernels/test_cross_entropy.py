@@ -1,4 +1,4 @@
-"""The kernels of the loss by themselves, against single operations: on a GPU, or in the interpreter of Triton."""
+"""The cross-entropy kernels against eager operations: on a GPU, or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAR_APART = {"near": 0.0, "a later one far above": 200.0, "all but one far above
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("far", FAR_APART)
 def test_losses_and_gradients(far: str, dtype: torch.dtype) -> None:
-    """The padding is 45 wide; scores between 2,100 and 4,200, which are read later than others, are far from these."""
+    """The padding is 45 wide; logits of tokens 2,100 to 4,200, which a later tile reads, are far from the others."""
     torch.manual_seed(0)
     labels = torch.randint(0, V, (N,), device=DEVICE)
     labels[::7] = -100
@@ -40,8 +40,8 @@ def test_losses_and_gradients(far: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("piece", [4, 12])
-def test_gradients_that_are_scaled_at_the_end(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the kernel leaves them, which a CPU does not have."""
+def test_unscaled_gradients(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernel stores them, before the scaling."""
 
     def scaled(scores_NP: Tensor, labels_N: Tensor, V: int) -> tuple[Tensor, Tensor]:
         loss, share_N1 = logits_to_grad_eager(scores_NP, labels_N, V)
@@ -60,7 +60,7 @@ def test_gradients_that_are_scaled_at_the_end(piece: int, monkeypatch: pytest.Mo
         assert_close(mine, other)
 
 
-def test_rows_that_ask_nothing_learn_nothing() -> None:
+def test_ignored_labels_have_no_gradient() -> None:
     scores, labels = torch.randn(3, 40), torch.tensor([5, -100, 39])
     _, share_N1 = logits_to_grad_eager(scores, labels, 40)
     assert (scores * share_N1)[1].abs().max() == 0

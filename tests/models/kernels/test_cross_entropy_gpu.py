@@ -1,6 +1,6 @@
-"""On a GPU: the loss in pieces and the whole step, against the same in single operations.
+"""On a GPU: chunked cross-entropy and the whole step against eager operations.
 
-Run them with `pytest -m gpu`. Rows and tokens are no multiple of any tile, and some rows ask nothing.
+Run them with `pytest -m gpu`. Numbers of rows and tokens are not a multiple of any tile; some labels are ignored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ N, V, E = 300, 5003, 64
 
 @pytest.fixture(autouse=True)
 def whole_numbers() -> Any:
-    """Products of float32 in float32, and not in TF32 as in training."""
+    """Compute float32 matmuls without TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -60,7 +60,7 @@ def plain(labels: Tensor) -> Any:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("rows", [128, 300])
 def test_in_float32(rows: int, padded: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To 1e-4 of the largest number of each tensor."""
+    """To 1e-4 of the largest value of each tensor."""
     monkeypatch.setattr(cross_entropy, "loss_chunk_rows", lambda N, P: rows)
     x, weight, bias, labels = numbers()
 
@@ -74,7 +74,7 @@ def test_in_float32(rows: int, padded: bool, compiled: bool, monkeypatch: pytest
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_in_bfloat16(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No further from float32 than twice what single operations in bfloat16 are, and 1% of the largest number."""
+    """Error against float32 at most twice that of eager bf16, plus 1% of the largest value."""
     monkeypatch.setattr(cross_entropy, "loss_chunk_rows", lambda N, P: 128)
     x, weight, bias, labels = numbers()
 
@@ -95,7 +95,7 @@ def test_in_bfloat16(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (mine - exact).abs().max() <= 2 * (other - exact).abs().max() + 0.01 * exact.abs().max()
 
 
-def test_scores_are_never_held_at_once() -> None:
+def test_logits_are_never_materialized() -> None:
     x, weight = (torch.randn(n, 64, device=DEVICE, requires_grad=True) for n in (65536, 50000))
     labels = torch.randint(0, 50000, (65536,), device=DEVICE)
     torch.cuda.reset_peak_memory_stats()
@@ -125,8 +125,8 @@ WAYS = {
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 @pytest.mark.parametrize("way", WAYS)
-def test_five_steps_lose_what_single_operations_lose(way: str, family: str) -> None:
-    """In bfloat16, to 2%; the optimizers are compared with themselves on the CPU."""
+def test_five_steps_have_equal_losses(way: str, family: str) -> None:
+    """In bfloat16, to 2%; optimizers are tested on the CPU."""
     torch.manual_seed(0)
     make = {"bert": bert, "gpt2": gpt2}[family]
     config = make(2, 128, 2, 1001, dropout=0.0, attention_dropout=0.0)

@@ -1,4 +1,4 @@
-"""Dropout by its law, and seeded like everything else."""
+"""Dropout: its distribution, seeds and memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from firth.models.kernels.dropout import Dropout, cpu_dropout_mask, factored_dro
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
-def test_so_many_are_dropped_and_the_mean_stays(rate: float) -> None:
-    """A million numbers: the share is right to five standard deviations, also within each of the four 16-bit words."""
+def test_rate_and_mean(rate: float) -> None:
+    """A million values: the rate is right to five standard deviations, also within each of the four 16-bit words."""
     n = cpu_dropout_mask(torch.Size([1000, 1000]), rate)
     values = n.unique()
     assert_close(values, torch.tensor([0, 1 / (1 - rate)]), rtol=1e-5, atol=0)
@@ -27,13 +27,13 @@ def test_so_many_are_dropped_and_the_mean_stays(rate: float) -> None:
 
 
 def test_neighbours_are_independent() -> None:
-    """Both of two neighbours are dropped in a quarter of all cases, whichever of the four words they come from."""
+    """Both of two neighbours are dropped in a quarter of all cases, for any of the four words."""
     dropped = cpu_dropout_mask(torch.Size([1_000_000]), 0.5) == 0
     both = (dropped[:-4] & dropped[1:-3]).view(-1, 4).float().mean(0)
     assert (both - 0.25).abs().max() < 5 * (0.25 * 0.75 / 250_000) ** 0.5
 
 
-def test_the_seed_decides() -> None:
+def test_the_seed_determines_the_mask() -> None:
     def drawn(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
         return cpu_dropout_mask(torch.Size([3, 7]), 0.5)  # 21 numbers, no whole number of 64-bit words
@@ -62,8 +62,8 @@ def test_only_in_training_and_not_at_rate_0() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
-def test_products_are_as_independent_as_random_numbers(rate: float) -> None:
-    """The share that is dropped, of all and of each row and column; how rows, columns and seeds go together."""
+def test_masks_are_as_independent_as_random_numbers(rate: float) -> None:
+    """The rate of the whole, of rows and columns; correlations of rows, columns and seeds."""
     N = 512
     variance, before = rate * (1 - rate), None
     for seed in range(8):
@@ -81,8 +81,8 @@ def test_products_are_as_independent_as_random_numbers(rate: float) -> None:
         before = z
 
 
-def test_what_is_dropped_is_made_again_and_not_kept() -> None:
-    """Of two layers with dropout no more is kept for the backward pass than what the norms need, and vectors."""
+def test_masks_are_recomputed_in_backward() -> None:
+    """Two layers with dropout save no more for the backward pass than the norms' inputs and vectors."""
     sizes: list[int] = []
 
     def backward_pass(graph: torch.fx.GraphModule, inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A gated activation by our kernel, against single operations: on a GPU, or in the interpreter of Triton."""
+"""Fused gated activations against eager operations: on a GPU, or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def numbers(n: int) -> Tensor:
 @on_a_gpu
 @pytest.mark.parametrize("n", [48, 1152])
 @pytest.mark.parametrize("activation", KERNEL_ACTIVATIONS)
-def test_values_and_gradients_by_the_kernel(activation: str, n: int) -> None:
+def test_kernel_values_and_gradients(activation: str, n: int) -> None:
     x = numbers(n).to(DEVICE)
     for found, wanted in zip(answers(GatedActivation.apply, x, activation), answers(plain, x, activation), strict=True):
         assert_close(found, wanted, atol=2e-5, rtol=2e-5)
@@ -56,7 +56,7 @@ def test_values_and_gradients_by_the_kernel(activation: str, n: int) -> None:
 @pytest.mark.gpu
 @on_a_gpu
 @pytest.mark.parametrize("activation", KERNEL_ACTIVATIONS)
-def test_in_a_program(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "can_use_fast_activation", lambda x: True)
     torch._dynamo.reset()
     x = numbers(64).to(DEVICE)
@@ -66,7 +66,7 @@ def test_in_a_program(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("activation", ["relu", *KERNEL_ACTIVATIONS])
-def test_a_cpu_takes_single_operations(activation: str) -> None:
+def test_cpu_uses_eager_operations(activation: str) -> None:
     x = numbers(8)
     for found, wanted in zip(answers(gated_activation, x, activation), answers(plain, x, activation), strict=True):
         assert torch.equal(found, wanted)

@@ -1,4 +1,4 @@
-"""Kernels are compiled while a step is traced, and waited for where they are needed."""
+"""Triton kernels compile in threads while a step is traced; a launch waits for its kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from firth.models.kernels.launch import kernel_op, launch
 
 
 class Kernel:
-    """Says what it was compiled for, and what it was started with, in their order."""
+    """Records in order what it was compiled for and launched with."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.told: list[Any] = []
@@ -31,7 +31,7 @@ class Kernel:
 
     @property
     def run(self) -> None:
-        """Triton makes what starts a kernel when it is asked for it."""
+        """Triton creates the launcher on first access."""
         self.ready += 1
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -40,7 +40,7 @@ class Kernel:
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One that is said to be there."""
+    """Pretend that there is a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(launching, "_compile_keys", set())
@@ -55,7 +55,7 @@ def fake(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 @pytest.mark.usefixtures("a_gpu")
 @pytest.mark.parametrize("error", [None, ValueError("no such kernel")])
-def test_a_kernel_is_compiled_once_and_then_started(error: Exception | None) -> None:
+def test_a_kernel_is_compiled_once_and_then_launched(error: Exception | None) -> None:
     kernel = Kernel(error)
     for _ in range(3):  # layers that are alike
         launch(kernel, (4,), fake(2, 3), 6, fake(1, dtype=torch.float32), BLOCK=64)
@@ -78,7 +78,7 @@ def test_nothing_is_compiled_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPat
     assert not launching._pending_compiles
 
 
-def test_one_function_computes_and_says_what_it_would_give() -> None:
+def test_one_function_is_kernel_and_fake_kernel() -> None:
     asked = []
 
     @kernel_op("firth_test::twice_as_wide")

@@ -1,4 +1,4 @@
-"""Absolute places before the answer: against the equations of the paper, written out; and who learns from it."""
+"""DeBERTa's enhanced mask decoder against the equations of the paper; which parameters each loss trains."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def lively(config: Any) -> Encoder:
 
 
 def disentangled_attention(model: Encoder, layer: int, asks: Tensor, reads: Tensor, doc: Tensor) -> Tensor:
-    """Equations (2) to (4) of He et al. 2021 for one row, one head and one pair of places after the other."""
+    """Equations (2) to (4) of He et al. 2021 for one row and one head, pair by pair of positions."""
     attention = model.stack.blocks[layer].attention
     weight, bias, d = attention.qkv.weight, attention.qkv_bias, D // H
     wq, wk, wv = weight.split(D)
@@ -70,7 +70,7 @@ def block(model: Encoder, layer: int, asks: Tensor, reads: Tensor, doc: Tensor) 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_by_the_equations(layers: int) -> None:
-    """The body without its last layer gives H; I is H plus the place; the last layer makes the next I, reading H."""
+    """The backbone without its last layer gives H; I is H plus position; the last layer computes the next I from H."""
     config = deberta(3, D, H, V, extras=(MaskDecoder(layers, 8),))
     model = lively(config)
     found = model.logits(BATCH)
@@ -92,8 +92,8 @@ POSITIONS: dict[str, Position] = {"learned": LearnedPosition(8), "transformer-xl
 
 @pytest.mark.parametrize("position", POSITIONS.values(), ids=POSITIONS)
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_one_pass_without_places_is_the_last_layer(norm_first: bool, position: Position) -> None:
-    """When I is H and there is one layer, it is the model without a decoder, as the paper says."""
+def test_one_pass_without_positions_is_the_last_layer(norm_first: bool, position: Position) -> None:
+    """If I is H and there is one layer, it equals the model without a decoder, as the paper says."""
     model = lively(bert(2, D, H, V, position=position, norm_first=norm_first, extras=(MaskDecoder(1, 8),)))
     with torch.no_grad():
         model.extras["decoder"].position_embeddings.weight.zero_()
@@ -101,7 +101,7 @@ def test_one_pass_without_places_is_the_last_layer(norm_first: bool, position: P
     assert_close(model.logits(BATCH), wanted)
 
 
-def test_ranks_narrow_what_is_read() -> None:
+def test_attention_ranks_narrow_visibility() -> None:
     model = lively(deberta(2, D, H, V, extras=(MaskDecoder(2, 8),)))
     batch = Batch(BATCH.input_ids, attention_rank=torch.arange(T).expand(2, T), target_positions=BATCH.target_positions)
     before = model.logits(batch)
@@ -111,7 +111,7 @@ def test_ranks_narrow_what_is_read() -> None:
     assert moved.tolist() == [[False, False, True], [False, False, False]], "place 5 comes after it, 2 and 3 do not"
 
 
-def test_a_call_that_asks_nothing_is_the_body_alone() -> None:
+def test_a_call_without_targets_is_the_backbone() -> None:
     config = deberta(2, D, H, V, extras=(MaskDecoder(2, 8),))
     model = lively(config)
     assert_close(
@@ -119,7 +119,7 @@ def test_a_call_that_asks_nothing_is_the_body_alone() -> None:
     )
 
 
-def test_it_stays_with_the_checkpoint(tmp_path: Any) -> None:
+def test_it_is_saved_in_the_checkpoint(tmp_path: Any) -> None:
     model = lively(deberta(2, D, H, V, extras=(MaskDecoder(2, 8),)))
     write_model(model, tmp_path)
     again = load_model(tmp_path)
@@ -141,12 +141,12 @@ def test_it_stays_with_the_checkpoint(tmp_path: Any) -> None:
         (deberta(1, D, H, V, extras=(MaskDecoder(), GeneratorConfig())), "only alone"),
     ],
 )
-def test_decoders_that_cannot_be(config: Any, message: str) -> None:
+def test_invalid_decoders_raise(config: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_model(config)
 
 
-def test_texts_longer_than_its_places_are_refused() -> None:
+def test_texts_longer_than_its_positions_raise() -> None:
     model = lively(deberta(1, D, H, V, extras=(MaskDecoder(2, 5),)))
     with pytest.raises(UserError, match="longer than the 5 positions"):
         model(BATCH.input_ids)
@@ -165,7 +165,7 @@ def moved(model: Encoder, part: str) -> set[str]:
     return {n for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
 
 
-def test_finding_out_moves_the_difference_and_not_the_generators_vectors() -> None:
+def test_discriminator_loss_trains_the_embedding_delta_only() -> None:
     model = lively(GENERATOR)
     tokens, delta = "embed.tokens.weight", "extras.generator.delta.weight"
     answers, verdict = moved(model, "targets"), moved(model, "tokens")
@@ -177,7 +177,7 @@ def test_finding_out_moves_the_difference_and_not_the_generators_vectors() -> No
     assert tokens in moved(shared, "targets") & moved(shared, "tokens"), "where they are not disentangled, both move it"
 
 
-def test_the_body_reads_both_and_the_generator_its_own() -> None:
+def test_backbone_embeddings_are_the_generators_plus_the_delta() -> None:
     model = lively(GENERATOR)
     assert model.generator is not None
     assert model.generator.delta is not None
@@ -189,7 +189,7 @@ def test_the_body_reads_both_and_the_generator_its_own() -> None:
     assert not torch.allclose(model(BATCH.input_ids).logits, words)
 
 
-def test_the_difference_begins_at_nothing() -> None:
+def test_the_embedding_delta_starts_at_0() -> None:
     model = make_model(GENERATOR)
     assert isinstance(model, Encoder)
     assert model.generator is not None
@@ -197,7 +197,7 @@ def test_the_difference_begins_at_nothing() -> None:
     assert not model.generator.delta.weight.any()
 
 
-def test_a_new_head_stands_on_what_the_body_has_read(tmp_path: Any) -> None:
+def test_a_new_head_keeps_the_backbones_embeddings(tmp_path: Any) -> None:
     model = lively(GENERATOR)
     write_model(model, tmp_path)
     again = load_model(tmp_path)

@@ -1,4 +1,4 @@
-"""Scores by distance and content: by hand, by every kernel, and documents of a row apart."""
+"""Relative position scores: by hand, by every kernel, and with packed documents."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def stir(model: M) -> M:
 
 
 def far_back(distance: int) -> Tensor:
-    """What Transformer-XL says of a distance: sines, then cosines, of D / 2 falling frequencies."""
+    """Transformer-XL's encoding of a distance: sines, then cosines, of D / 2 falling frequencies."""
     angles = [distance / 10000 ** (2 * i / D) for i in range(D // 2)]
     return torch.tensor([math.sin(a) for a in angles] + [math.cos(a) for a in angles])
 
 
 def test_transformer_xl_by_hand() -> None:
-    """The four terms of the paper and the two of XLNet, place by place, after softmax."""
+    """The four terms of the paper and the two of XLNet, position by position, after softmax."""
     spec = TransformerXL(relative_segments=True)
     score = stir(TransformerXLScore(config(spec), spec))
     q, k = torch.randn(2, B, H, T, d).unbind()
@@ -90,7 +90,7 @@ def test_transformer_xl_by_hand() -> None:
 @pytest.mark.parametrize("bucketed", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 def test_disentangled_by_hand(bucketed: bool, shared: bool) -> None:
-    """Query against the place of what is read, and key against the place of who asks."""
+    """Content-to-position and position-to-content scores."""
     spec = (
         Disentangled(max_distance=16, num_buckets=4, share_projections=shared)
         if bucketed
@@ -121,13 +121,13 @@ def test_disentangled_by_hand(bucketed: bool, shared: bool) -> None:
 
 
 def test_buckets_by_hand() -> None:
-    """8 buckets up to 32: 0 to 4 are themselves; then up to 7.98, 15.9 and 31 share."""
+    """8 buckets up to 32: 0 to 4 have one each; then up to 7.98, 15.9 and 31 share."""
     distance = torch.tensor([0, 1, 4, 5, 7, 8, 15, 16, 31, -4, -5, -16])
     assert log_bucket(distance, 8, 32).tolist() == [0, 1, 4, 5, 5, 6, 6, 7, 7, -4, -5, -7]
 
 
 @pytest.mark.parametrize(("num", "far"), [(256, 512), (32, 128), (4, 16)])
-def test_buckets_are_those_of_transformers(num: int, far: int) -> None:
+def test_buckets_equal_transformers(num: int, far: int) -> None:
     theirs = pytest.importorskip("transformers.models.deberta_v2.modeling_deberta_v2")
     distance = torch.arange(-far, far + 1)
     wanted = theirs.make_log_bucket_position(distance, num, far).long()
@@ -152,8 +152,8 @@ def test_shaw_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (4, 4), (3, 7), (5, 2)])
-def test_one_number_per_distance_to_one_per_place(T: int, S: int) -> None:
-    """The number of a distance is the distance itself, whoever has it; some may ask and not others."""
+def test_rel_shift_of_some_queries(T: int, S: int) -> None:
+    """The score of a distance is the distance itself, for queries and for keys; queries may be a subset."""
     wanted = (torch.arange(S)[None, :] - torch.arange(T)[:, None]).expand(2, 3, T, S)
     asks = torch.arange(1 - T, S).expand(2, 3, T, -1)
     reads = torch.arange(1 - T, S).flip(0).expand(2, 3, S, -1)
@@ -185,7 +185,7 @@ def sights() -> dict[str, AttentionSpec]:
 @pytest.mark.parametrize("sight", sights())
 @pytest.mark.parametrize("name", POSITIONS)
 def test_kernels_agree(name: str, sight: str) -> None:
-    """SDPA and single operations: the same values and gradients."""
+    """SDPA and eager operations: equal outputs and gradients."""
     spec, x = POSITIONS[name], torch.randn(B, T, D)
     stack = stir(Stack(config(spec), 2, is_causal=False))
     assert stack.shared is not None
@@ -206,7 +206,7 @@ def test_kernels_agree(name: str, sight: str) -> None:
 
 
 @pytest.mark.parametrize("name", POSITIONS)
-def test_who_asks_at_some_places_is_who_asks_at_all(name: str) -> None:
+def test_queries_at_some_positions_equal_those_at_all(name: str) -> None:
     stack, x = stir(Stack(config(POSITIONS[name]), 1, is_causal=False)), torch.randn(B, T, D)
     assert stack.shared is not None
     places: RelativePositions = stack.shared(x, T, SEGMENT)
@@ -220,7 +220,7 @@ def test_who_asks_at_some_places_is_who_asks_at_all(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POSITIONS)
-def test_documents_of_a_row_are_apart(name: str) -> None:
+def test_packed_documents_are_independent(name: str) -> None:
     stack, x = stir(Stack(config(POSITIONS[name]), 2, is_causal=False)), torch.randn(1, T, D)
     packed = stack(x, torch.tensor([[0, 0, 0, 1, 1, 1, 1]]), token_type_ids=SEGMENT[:1])
     assert_close(packed[:, :3], stack(x[:, :3], None, token_type_ids=SEGMENT[:1, :3]))
@@ -228,8 +228,8 @@ def test_documents_of_a_row_are_apart(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in POSITIONS if "segments" not in name])
-def test_a_text_in_pieces_is_the_whole_text_to_whoever_reads_forward(name: str) -> None:
-    """A causal stack that remembers everything gives the same states, whatever the pieces."""
+def test_a_causal_model_with_memory_reads_text_in_segments(name: str) -> None:
+    """A causal stack with enough memory gives the same states for any segmentation."""
     stack, x = stir(Stack(config(POSITIONS[name]), 2, is_causal=True)), torch.randn(B, T, D)
     whole = stack(x, None)
     for pieces in ([3, 4], [1, 5, 1]):
@@ -241,7 +241,7 @@ def test_a_text_in_pieces_is_the_whole_text_to_whoever_reads_forward(name: str) 
     assert stack.memory.num_cached == 2
 
 
-def test_nothing_is_learned_from_what_is_remembered() -> None:
+def test_no_gradient_reaches_the_memory() -> None:
     stack, x = stir(Stack(config(TransformerXL()), 2, is_causal=False)), torch.randn(B, T, D, requires_grad=True)
     stack.memory = XLMemory(4)
     stack(x[:, :4], None)
@@ -251,13 +251,13 @@ def test_nothing_is_learned_from_what_is_remembered() -> None:
     assert x.grad[:, 4:].any()
 
 
-def test_one_segment_is_as_good_as_none() -> None:
+def test_one_segment_id_equals_none() -> None:
     stack, x = stir(Stack(config(TransformerXL(relative_segments=True)), 2, is_causal=False)), torch.randn(B, T, D)
     assert_close(stack(x, None, token_type_ids=torch.ones(B, T)), stack(x, None))
     assert not torch.allclose(stack(x, None, token_type_ids=SEGMENT), stack(x, None))
 
 
-def test_keys_shared_by_several_queries_and_keys_without_bias() -> None:
+def test_grouped_queries_and_keys_without_bias() -> None:
     shared = Disentangled(max_distance=4, share_projections=True)
     attention = stir(Attention(config(shared, num_kv_heads=1, attention_bias="no-key")))
     ask, read = attention.project_qk(torch.zeros(3, D))
@@ -294,8 +294,8 @@ FAMILIES["deberta-v2"] = deberta_v2(2, 128, 2)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_learns_by_its_own_objective(name: str) -> None:
-    """Three steps on one batch: each part of the loss falls, and what the objective needs beside the body moves."""
+def test_each_family_trains_with_its_objective(name: str) -> None:
+    """Three steps on one batch: each loss falls, and the extras of the objective are trained."""
     torch.manual_seed(0)
     model = make_model(
         replace(pretraining_recipe(FAMILIES[name]).model, vocab_size=20, dropout=0.0, attention_dropout=0.0)

@@ -1,4 +1,4 @@
-"""A chain of tags, against all chains written out."""
+"""The CRF against all tag sequences, enumerated."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ DOC = torch.tensor([[0, 0, 0, 0, 1, 1, 1, -1], [0, 0, 0, -1, -1, -1, -1, -1]])
 SENTENCES = [(0, 0, 3), (0, 3, 5), (1, 0, 1)]
 
 
-def test_which_slots_belong_together() -> None:
+def test_slots_of_one_sentence() -> None:
     link, used = tag_chain_masks(ASKED, DOC)
     assert link.long().tolist() == [[0, 1, 1, 0, 1, 0], [0] * 6]
     assert used.long().tolist() == [[1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0]]
@@ -57,13 +57,13 @@ def test_which_slots_belong_together() -> None:
     assert not empty_used.any()
 
 
-def test_the_forward_algorithm_sums_over_all_chains() -> None:
+def test_forward_algorithm_sums_over_all_sequences() -> None:
     crf, words = chain(), torch.randn(2, 6, C)
     wanted = sum(log_total(list(every(crf, words[b, i:j]).values())) for b, i, j in SENTENCES)
     assert float(crf.log_partition(words, *tag_chain_masks(ASKED, DOC))) == pytest.approx(wanted, rel=1e-5)
 
 
-def test_the_loss_is_what_the_right_chain_costs() -> None:
+def test_loss_is_the_negative_log_likelihood() -> None:
     crf, words = chain(), torch.randn(2, 6, C)
     target = torch.tensor([[0, 2, 1, 1, 1, -100], [2, -100, -100, -100, -100, -100]])
     wanted = 0.0
@@ -73,7 +73,7 @@ def test_the_loss_is_what_the_right_chain_costs() -> None:
     assert float(crf.loss(words, target, *tag_chain_masks(ASKED, DOC))) == pytest.approx(wanted, rel=1e-4)
 
 
-def test_a_word_without_a_known_tag_may_have_any() -> None:
+def test_a_word_without_a_label_sums_over_all_tags() -> None:
     crf, words = chain(), torch.randn(1, 3, C)
     link, used = tag_chain_masks(torch.tensor([[1, 2, 3]]), None)
     scores = every(crf, words[0])
@@ -83,7 +83,7 @@ def test_a_word_without_a_known_tag_may_have_any() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_best_chain_is_viterbis(seed: int) -> None:
+def test_viterbi_finds_the_best_sequence(seed: int) -> None:
     crf = chain()
     torch.manual_seed(seed)
     words = torch.randn(2, 6, C)
@@ -97,7 +97,7 @@ def test_the_best_chain_is_viterbis(seed: int) -> None:
         assert float(best[b, i, 1]) == pytest.approx(through, rel=1e-4)
 
 
-def test_gradients_are_finite_and_push_the_right_way() -> None:
+def test_gradients_are_finite_and_lower_the_loss() -> None:
     crf, words = chain(), torch.randn(2, 6, C, requires_grad=True)
     target = torch.tensor([[0, 2, 1, 1, 1, -100], [2, -100, -100, -100, -100, -100]])
     crf.loss(words, target, *tag_chain_masks(ASKED, DOC)).backward()
@@ -109,7 +109,7 @@ def test_gradients_are_finite_and_push_the_right_way() -> None:
     assert crf.transitions.grad.isfinite().all()
 
 
-def test_a_head_with_a_chain() -> None:
+def test_a_head_with_a_crf() -> None:
     torch.manual_seed(0)
     model = make_model(replace(bag_of_words(9, 4), head=TokenClassificationHead(("a", "b", "c"), crf=True))).eval()
     batch = Batch(

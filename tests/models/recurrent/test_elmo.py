@@ -1,4 +1,4 @@
-"""ELMo: spelling, two language models that never see what they are asked, features on top, a sampled softmax."""
+"""ELMo: character CNN, two directional language models, task features, sampled softmax."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_no_word_is_unknown() -> None:
     assert lower.encode("Zebra") == [new], "as the tokenizer reads it"
 
 
-def test_the_lexicon_spells_what_has_an_id() -> None:
+def test_char_ids_of_the_vocabulary() -> None:
     tokenizer = to_open_vocab(words_tokenizer())
     vocab = tokenizer.vocab
     assert vocab.eos is not None
@@ -89,7 +89,7 @@ def test_the_lexicon_spells_what_has_an_id() -> None:
     assert (spelled[3] == PAD_CHAR).all()
 
 
-def test_a_word_is_what_the_filters_find_in_it() -> None:
+def test_char_cnn_by_hand() -> None:
     model = small()
     assert isinstance(model.embed, CharCNNEmbedding)
     embed, spelled = model.embed, torch.from_numpy(encode_word_chars(["mat"]).char_ids).long()
@@ -109,7 +109,7 @@ def test_a_word_is_what_the_filters_find_in_it() -> None:
     assert (highway.gate.bias == -2).all()
 
 
-def test_characters_may_come_with_the_batch() -> None:
+def test_char_ids_of_the_batch() -> None:
     model = small()
     spelled = torch.from_numpy(encode_word_chars(TEXT.split()).char_ids).long()[None]
     assert_close(
@@ -118,7 +118,7 @@ def test_characters_may_come_with_the_batch() -> None:
     )
 
 
-def test_a_word_that_was_never_met_is_read_by_its_characters() -> None:
+def test_an_unknown_word_is_read_by_its_characters() -> None:
     model = small()
     x = model.hidden_states(Batch(ids(model, "cat zebra zebras")))
     assert not torch.allclose(x[0, 1], x[0, 2])
@@ -131,8 +131,8 @@ def test_a_word_that_was_never_met_is_read_by_its_characters() -> None:
 
 @pytest.mark.parametrize("clip", [3.0, 0.0])
 @pytest.mark.parametrize("place", range(6))
-def test_neither_way_sees_what_it_is_asked(clip: float, place: int) -> None:
-    """Forward at a place depends on what stands up to it, backward on what stands from it on: nothing else moves it."""
+def test_no_direction_sees_its_target(clip: float, place: int) -> None:
+    """Forward states depend on tokens up to their position, backward states on tokens from it on."""
     model = small(clip)
     x = torch.randn(1, 6, P, requires_grad=True)
     stack = model.stack
@@ -144,7 +144,7 @@ def test_neither_way_sees_what_it_is_asked(clip: float, place: int) -> None:
     assert seen.tolist() == [i >= place for i in range(6)]
 
 
-def test_the_objective_asks_the_next_and_the_last_word() -> None:
+def test_targets_are_the_next_and_the_previous_word() -> None:
     model = small()
     assert model.tokenizer is not None
     tokens = ids(model).numpy()
@@ -175,8 +175,8 @@ def test_the_second_layer_has_a_residual() -> None:
     assert_close(states[2], torch.cat([there2 + there, (back2 + back).flip(1)], -1))
 
 
-def test_bounds() -> None:
-    """Wide ones change nothing; narrow ones hold cells and projections, and what comes of them."""
+def test_clipping() -> None:
+    """Wide bounds change nothing; narrow ones clip cells and projections."""
     torch.manual_seed(0)
     lstm = nn.LSTM(3, 5, proj_size=2, batch_first=True)
     weights, x = [w[None] for w in lstm._flat_weights], torch.randn(1, 2, 4, 3)
@@ -193,7 +193,7 @@ def test_bounds() -> None:
 
 
 def place_by_place(x: Tensor, h: Tensor, c: Tensor, weights: list[Tensor], clip: float) -> tuple[Tensor, ...]:
-    """The same by torch's own gradients."""
+    """The same by autograd, position by position."""
     w_ih, w_hh, b_ih, b_hh, w_hr = weights
     found = []
     for i in range(x.shape[2]):
@@ -206,8 +206,8 @@ def place_by_place(x: Tensor, h: Tensor, c: Tensor, weights: list[Tensor], clip:
 
 
 @pytest.mark.parametrize("clip", [0.3, 100.0])
-def test_gradients_through_the_bounds(clip: float) -> None:
-    """Of all that is given, in float64: two LSTMs with begun states, some of whose numbers are cut, some not."""
+def test_gradients_through_clipping(clip: float) -> None:
+    """Of all inputs, in float64: two LSTMs with initial states, some values clipped."""
     torch.manual_seed(1)
     shapes = (2, 3, 6, 3), (2, 3, 4), (2, 3, 5), (2, 20, 3), (2, 20, 4), (2, 20), (2, 20), (2, 4, 5)
     given = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
@@ -228,7 +228,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 @pytest.mark.gpu
 @pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="there is no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernels_of_cells(dtype: torch.dtype) -> None:
+def test_fused_cell_kernels(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     W, N, L, H, clip = 2, 3, 4, 300, 0.8
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 3e-2}
@@ -277,7 +277,7 @@ def test_sampled_softmax_against_the_formula() -> None:
     assert float(found) == pytest.approx(wanted, rel=1e-5)
 
 
-def test_sampled_in_training_and_whole_in_evaluation() -> None:
+def test_sampled_softmax_in_training_full_in_evaluation() -> None:
     model = small(sampled=4)
     labels = ids(model).roll(-1, 1)
     batch = Batch(ids(model), labels=labels)
@@ -289,8 +289,8 @@ def test_sampled_in_training_and_whole_in_evaluation() -> None:
 # --- features -------------------------------------------------------------------------------------------------------
 
 
-def test_a_head_on_a_mixture_of_layers() -> None:
-    """Half of each layer at the start, times gamma; the body need not learn."""
+def test_a_head_on_a_scalar_mix() -> None:
+    """Equal weights at the start, times gamma; the backbone may be frozen."""
     model = small()
     config = replace(
         model.config,
@@ -373,7 +373,7 @@ def test_the_penalty_on_the_mix_is_its_squared_norm_for_any_split() -> None:
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def test_saved_and_opened(tmp_path: Path) -> None:
+def test_save_and_load(tmp_path: Path) -> None:
     model = small()
     model.save(tmp_path / "elmo")
     again = load_model(tmp_path / "elmo")

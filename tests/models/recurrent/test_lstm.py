@@ -1,4 +1,4 @@
-"""LSTMs: AWD-LSTM, packed rows, and states that are carried on."""
+"""LSTMs: AWD-LSTM, packed rows, and recurrent states."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FREE = {**NONE, "activation_reg": 0.0, "temporal_activation_reg": 0.0}
 
 
 def awd(**changes: float | int) -> Decoder:
-    """Three layers of 4, 6, 6 and 4 numbers, without what is not asked for."""
+    """Three layers of widths 4, 6, 6 and 4, without regularization unless set."""
     torch.manual_seed(0)
     config = ulmfit(3, 4, 6, V)
     model = make_model(replace(config, recurrent=AWDLSTMConfig(**{"hidden_size": 6, **FREE, **changes})))  # type: ignore[arg-type]
@@ -47,7 +47,7 @@ def tokens(rows: int = 2, length: int = 7) -> Tensor:
 
 
 def by_hand(lstm: nn.LSTM, x_NLD: Tensor, weight_hh: Tensor) -> Tensor:
-    """The equations of an LSTM, place by place."""
+    """The equations of an LSTM, step by step."""
     h = c = torch.zeros(len(x_NLD), lstm.hidden_size)
     found = []
     for x in x_NLD.unbind(1):
@@ -62,7 +62,7 @@ def by_hand(lstm: nn.LSTM, x_NLD: Tensor, weight_hh: Tensor) -> Tensor:
 # --- AWD-LSTM -------------------------------------------------------------------------------------------------------
 
 
-def test_without_dropout_it_is_torchs_lstm() -> None:
+def test_equals_torch_lstm_without_dropout() -> None:
     model = awd().train()
     x = model.embed.tokens(tokens())
     for lstm in stack_of(model).blocks:
@@ -70,7 +70,7 @@ def test_without_dropout_it_is_torchs_lstm() -> None:
     assert_close(model.hidden_states(Batch(tokens())), x)
 
 
-def test_weights_that_are_dropped_are_those_from_state_to_state() -> None:
+def test_weight_drop_applies_to_hidden_to_hidden_weights() -> None:
     model = awd(weight_drop=0.5).train()
     torch.manual_seed(7)
     found = model.hidden_states(Batch(tokens()))
@@ -89,7 +89,7 @@ def test_weights_that_are_dropped_are_those_from_state_to_state() -> None:
     assert_close(model.hidden_states(Batch(tokens())), x)
 
 
-def test_weights_that_were_dropped_learn_nothing() -> None:
+def test_dropped_weights_have_no_gradient() -> None:
     model = awd(weight_drop=0.5).train()
     torch.manual_seed(7)
     model.hidden_states(Batch(tokens())).sum().backward()
@@ -100,7 +100,7 @@ def test_weights_that_were_dropped_learn_nothing() -> None:
     assert (lstm.weight_hh_l0.grad[~gone] != 0).any()  # type: ignore[index, union-attr]
 
 
-def test_locked_dropout_is_the_same_at_all_places_of_a_text() -> None:
+def test_locked_dropout_is_shared_by_all_positions_of_a_text() -> None:
     torch.manual_seed(0)
     x = locked_dropout(torch.ones(50, 6, 20), 0.4)
     assert (x == x[:, :1]).all(), "the same at all places"
@@ -109,7 +109,7 @@ def test_locked_dropout_is_the_same_at_all_places_of_a_text() -> None:
     assert float((x == 0).float().mean()) == pytest.approx(0.4, abs=0.05)
 
 
-def test_a_word_is_dropped_wherever_it_stands() -> None:
+def test_embedding_dropout_drops_a_word_at_all_positions() -> None:
     model = awd(word_drop=0.5).train()
     twice = torch.arange(V).repeat(2)[None]
     x = model.embed.embed_unprojected(twice)[0]
@@ -119,8 +119,8 @@ def test_a_word_is_dropped_wherever_it_stands() -> None:
     assert_close(x[~gone], 2 * model.embed.tokens(twice[0])[~gone], rtol=1e-3, atol=1e-4)
 
 
-def test_every_dropout_stands_where_it_should() -> None:
-    """With one of them alone: what enters the first layer, what passes between layers, what comes out."""
+def test_each_dropout_is_applied_at_its_site() -> None:
+    """With one of them alone: inputs of the first layer, between layers, outputs."""
     x = torch.randn(2, 5, 4)
     for name in ("input_drop", "hidden_drop", "output_drop"):
         stack = stack_of(awd(**{name: 0.5})).train()
@@ -154,8 +154,8 @@ def test_an_autoencoder_is_two_lstms_with_the_same_weights() -> None:
     assert batch.num_targets == 4
 
 
-def test_what_states_cost() -> None:
-    """AR is the mean square of the states after dropout, TAR that of the steps between them, before it."""
+def test_activation_regularization() -> None:
+    """AR is the mean square of the states after dropout, TAR that of their differences, before it."""
     stack = stack_of(awd(activation_reg=2.0, temporal_activation_reg=3.0)).train()
     x, doc = torch.randn(2, 5, 4), torch.tensor([[0, 0, 0, 1, 1], [0, 0, -1, -1, -1]])
     y = stack(x, doc)
@@ -170,14 +170,14 @@ def test_what_states_cost() -> None:
     assert stack.add_regularization({}) == {}, "only in training"
 
 
-def test_the_cost_is_a_part_of_the_loss() -> None:
+def test_activation_regularization_is_added_to_the_loss() -> None:
     model = awd(activation_reg=2.0)
     batch = Batch(tokens(), labels=tokens().roll(-1, 1))
     assert set(model.train().losses(batch)) == {"targets", "tokens"}
     assert set(model.eval().losses(batch)) == {"targets"}
 
 
-def test_gradients_go_back_so_far_and_states_further() -> None:
+def test_truncated_backpropagation() -> None:
     x = torch.randn(1, 6, 4, requires_grad=True)
     whole, cut = stack_of(awd(bptt=6)).train(), stack_of(awd(bptt=2)).train()
     y = cut(x, None)
@@ -207,7 +207,7 @@ BODIES: dict[str, ModelConfig] = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_texts_of_a_row_do_not_see_each_other(name: str) -> None:
+def test_packed_documents_are_independent(name: str) -> None:
     torch.manual_seed(0)
     stack = make_model(BODIES[name]).stack
     width = 4 if name.startswith("elmo") else 8
@@ -220,12 +220,12 @@ def test_texts_of_a_row_do_not_see_each_other(name: str) -> None:
     assert_close(together[1], stack(x[1:], None)[0])
 
 
-def test_rows_of_padding_alone() -> None:
+def test_rows_of_padding_only() -> None:
     stack = make_model(BODIES["bilstm"]).stack
     assert stack(torch.randn(1, 3, 8), torch.full((1, 3), -1)).shape == (1, 3, 8)
 
 
-def test_texts_there_and_back() -> None:
+def test_unpack_and_repack() -> None:
     doc = torch.tensor([[0, 0, 1], [-1, 0, 0]])
     x = torch.arange(6.0).view(2, 3, 1) + 1
     texts = unpack_documents(x, doc)
@@ -241,8 +241,8 @@ def test_texts_there_and_back() -> None:
 
 
 @pytest.mark.parametrize("name", ["ulmfit", "elmo", "elmo without bounds"])
-def test_rows_go_on_where_the_last_ones_stopped(name: str) -> None:
-    """The way back of ELMo begins anew with every row: it must not see what came before."""
+def test_states_continue_from_the_last_batch(name: str) -> None:
+    """ELMo's backward LSTM restarts with every row: it must not see the past."""
     torch.manual_seed(0)
     model = make_model(BODIES[name]).eval()
     width, forward = (4, slice(0, 4)) if name.startswith("elmo") else (8, slice(None))
@@ -261,7 +261,7 @@ def test_rows_go_on_where_the_last_ones_stopped(name: str) -> None:
         assert_close(second[..., 4:], model.stack(x[:, 2:], None)[..., 4:])
 
 
-def test_nothing_is_carried_on_unless_asked() -> None:
+def test_no_state_is_kept_by_default() -> None:
     model = make_model(BODIES["ulmfit"]).eval()
     model.load_state({})
     model.hidden_states(Batch(tokens()))
@@ -271,7 +271,7 @@ def test_nothing_is_carried_on_unless_asked() -> None:
     assert_close(model.hidden_states(Batch(tokens(5))), once)
 
 
-def test_a_state_to_begin_with() -> None:
+def test_a_learned_initial_state() -> None:
     lstm = nn.LSTM(3, 4, batch_first=True)
     x, h, c = torch.randn(2, 5, 3), torch.randn(2, 4), torch.randn(2, 4)
     y, (h_n, c_n) = run_lstm(lstm, x, (h, c))
@@ -299,7 +299,7 @@ def test_concat_pooling() -> None:
 
 
 def test_published_sizes() -> None:
-    """ELMo without its softmax has 93.6, 28.0 and 13.6 million numbers; those of ULMFiT are counted by hand."""
+    """ELMo without its softmax has 93.6, 28.0 and 13.6 million parameters; those of ULMFiT are counted by hand."""
     for name, figure in (("elmo-base", 93.6e6), ("elmo-medium", 28.0e6), ("elmo-small", 13.6e6)):
         config = get_preset(name)
         assert isinstance(config.head, LMHead)
@@ -309,8 +309,8 @@ def test_published_sizes() -> None:
     assert count_parameters(get_preset("ulmfit-base")) == 30002 * 401 + layers
 
 
-def test_what_a_token_costs() -> None:
-    """Two for each weight that it meets, and nothing for the length of the row."""
+def test_flops_per_token() -> None:
+    """Two per weight, whatever the length of the row."""
     config = get_preset("ulmfit-base")
     weights = sum(4 * out * (read + out) for read, out in ((400, 1150), (1150, 1150), (1150, 400))) + 30002 * 400
     assert flops_per_token(config, 512) == flops_per_token(config, 64) == 2 * weights
@@ -334,7 +334,7 @@ def test_they_are_among_the_presets() -> None:
         (replace(rnn(1, 8, True), architecture="decoder"), "for the architecture encoder-decoder"),
     ],
 )
-def test_impossible_numbers(config: ModelConfig, said: str) -> None:
+def test_invalid_configs_raise(config: ModelConfig, said: str) -> None:
     with pytest.raises(UserError, match=said):
         make_model(config)
 

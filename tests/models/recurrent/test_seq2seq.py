@@ -34,7 +34,7 @@ def some(*shape: int, seed: int = 0) -> Tensor:
 
 
 @BOTH
-def test_packed_texts_have_their_own_answers(attention: bool) -> None:
+def test_packed_pairs_equal_single_pairs(attention: bool) -> None:
     net = model(attention, 2)
     texts, answers = some(1, 8), some(1, 7, seed=1)
     doc, answer_doc = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1]]), torch.tensor([[0, 0, 0, 0, 1, 1, 1]])
@@ -47,7 +47,7 @@ def test_packed_texts_have_their_own_answers(attention: bool) -> None:
 
 
 @BOTH
-def test_an_answer_depends_on_all_of_its_text_and_on_what_was_written(attention: bool) -> None:
+def test_logits_depend_on_the_source_and_on_earlier_targets(attention: bool) -> None:
     net = model(attention)
     texts, answers = some(1, 5), some(1, 4, seed=1)
     before = net.hidden_states(Batch(texts, decoder_input_ids=answers))
@@ -62,7 +62,7 @@ def test_an_answer_depends_on_all_of_its_text_and_on_what_was_written(attention:
     assert not torch.allclose(after[:, 2], before[:, 2])
 
 
-def test_attention_by_the_formula() -> None:
+def test_bahdanau_attention_by_hand() -> None:
     torch.manual_seed(0)
     look, read = BahdanauAttention(3, 4), torch.randn(2, 5, 4)
     doc = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, -1]])
@@ -77,7 +77,7 @@ def test_attention_by_the_formula() -> None:
         assert_close(look(state, look.keys(read), source)[row], weights[row] @ read[row])
 
 
-def test_the_writer_begins_where_the_reader_ended() -> None:
+def test_decoder_starts_from_the_encoders_last_state() -> None:
     net = model(False)
     texts, answers = some(2, 5), some(2, 3, seed=1)
     (reader,), (layer,) = net.encoder.blocks, net.decoder.blocks
@@ -93,8 +93,8 @@ def test_the_writer_begins_where_the_reader_ended() -> None:
     )
 
 
-def test_it_learns_to_copy_and_writes_by_beams(tmp_path: Path) -> None:
-    """With attention; what it writes is the same after it was saved, greedy and with three beams."""
+def test_learns_to_copy_and_decodes_with_beams(tmp_path: Path) -> None:
+    """With attention; a reloaded model generates the same, greedily and with three beams."""
     words = ["red", "blue", "green", "big"]
     tokenizer = train_tokenizer([" ".join(words)] * 3, "word", 9)
     texts = [[a, b] for a in words for b in words]

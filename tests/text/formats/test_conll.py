@@ -55,7 +55,7 @@ def test_comments_are_not_words_that_begin_alike(tmp_path: Path) -> None:
     ]
 
 
-def test_words_alone_are_a_test_set(tmp_path: Path) -> None:
+def test_words_without_tags_are_a_test_set(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "EU\nrejects\n\nBonn")
     assert read_labelled(path, "tag", require_labels=False) == [Example(1, ("EU", "rejects")), Example(4, ("Bonn",))]
     assert refusal(path).startswith(f"{path}:1: one column only. Each line needs a word and")

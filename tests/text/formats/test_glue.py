@@ -94,7 +94,7 @@ def test_mrpc_as_its_makers_published_it(tmp_path: Path) -> None:
     assert find_glue_suite(tmp_path)["mrpc"].train == path
 
 
-def test_what_the_official_readers_skip_is_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_the_official_readers_skip_are_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [*FILES["QQP/dev.tsv"], ["13", "3", "4", "Who"], ["14", "3", "4", "", "Who?", "1"], ["15"] * 5 + ["2"]]
     path = write(folder / "QQP/train.tsv", rows)
     assert [e.id for e in read_labelled(path, "pair")] == ["12"]
@@ -116,7 +116,7 @@ def test_a_file_is_known_by_folder_and_header(folder: Path) -> None:
     assert read_labelled(folder / "RTE" / "mine.tsv", "pair") == [Example(2, ("a", "b"), "c")]
 
 
-def test_the_wrong_task_is_refused_unless_columns_are_named(folder: Path) -> None:
+def test_the_wrong_task_raises_without_columns(folder: Path) -> None:
     with pytest.raises(UserError, match=r"GLUE's rte is a 'pair' task, not 'classify'. Pass --task pair."):
         read_labelled(folder / "RTE/dev.tsv", "classify")
     [example] = read_labelled(folder / "CoLA/dev.tsv", "text-to-text", {"source": "sentence", "target": "label"})

@@ -1,4 +1,4 @@
-"""SQuAD's nested questions, and answers that are not where they should be."""
+"""SQuAD's nested questions, and answers whose offsets are wrong."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_other_spellings_of_answers(tmp_path: Path, answers: Any, found: tuple[A
 
 
 @pytest.mark.parametrize(("said", "found"), [(0, 3), (4, 3), (12, 16), (17, 16), (-1, 3), (400, 16)])
-def test_a_misplaced_answer_is_moved_to_the_nearest_place(
+def test_a_wrong_offset_is_moved_to_the_nearest_occurrence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], said: int, found: int
 ) -> None:
     path = squad(tmp_path / "a.json", asked(answers=[{"text": "be", "answer_start": said}]))
