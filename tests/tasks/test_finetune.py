@@ -718,7 +718,7 @@ def test_balanced_class_weights(checkpoint_of: Checkpoints, toy: Toy, tmp_path: 
     head = first(r).config.head
     assert isinstance(head, ClassificationHead)
     assert head.class_weights == (8 / (2 * 6), 8 / (2 * 2))
-    with pytest.raises(UserError, match="for a head over classes"):
+    with pytest.raises(UserError, match="needs a classification head"):
         first(replace(r, checkpoint=str(checkpoint_of("t5"))))
 
 
@@ -898,8 +898,6 @@ def test_a_baseline_with_other_references_raises(tmp_path: Path) -> None:
     check_baseline(r, right("a", "b"))
     with pytest.raises(UserError, match=r'on another dev file: .* was \["a", "b"\] there, and is \["a", "c"\]'):
         check_baseline(r, right("a", "c"))
-    write_predictions(tmp_path / "predictions.jsonl", [Example(1, ("t",), "a")], [Prediction("a")])  # as once
-    check_baseline(r, right("a", "b"))
 
 
 def test_a_baseline_on_other_texts_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -910,7 +908,7 @@ def test_a_baseline_on_other_texts_is_reported(tmp_path: Path, capsys: pytest.Ca
     check_baseline(r, theirs)
     assert capsys.readouterr().err == ""
     check_baseline(r, ours)
-    assert "of the same ids and answers as dev.jsonl, but of other texts" in " ".join(capsys.readouterr().err.split())
+    assert "has the same ids and answers as dev.jsonl, but other texts" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_difference_within_seed_noise_is_not_significant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,7 +153,7 @@ def test_changed_examples_raise_without_allow_change(
     assert len(before) == 8
     whole = Path(stopped.train).read_text()
     change_a_text(stopped.train)
-    with pytest.raises(UserError, match=r"train.jsonl is not what it was .*--allow-change"):
+    with pytest.raises(UserError, match=r"train.jsonl has changed since .*--allow-change"):
         finetune(stopped, resume=True)
     assert stored(stopped).train_checksum == before
     Path(stopped.train).write_text(whole.replace('"label"', ' "label"'))  # the same examples, written otherwise
@@ -166,7 +166,7 @@ def test_changed_examples_raise_without_allow_change(
 
 def test_changed_dev_examples_always_raise(stopped: FinetuneRecipe) -> None:
     change_a_text(stopped.dev)
-    with pytest.raises(UserError, match=r"dev.jsonl is not what it was .*of the same examples"):
+    with pytest.raises(UserError, match=r"dev.jsonl has changed since .*the same examples"):
         finetune(stopped, resume=True, allow_change=True)
 
 
@@ -174,20 +174,13 @@ CHANGES = [Example(1, ("ab",), "x", ((0, 2),), ("x", "y")), Example(1, ("ab",), 
 
 
 @pytest.mark.parametrize("other", CHANGES)
-def test_checksums_include_spans_and_references(other: Example, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checksums_include_spans_and_references(other: Example) -> None:
     plain, marked = Example(1, ("ab",), "x"), Example(1, ("ab",), "x", ((0, 1),), ("x", "y"))
     data, changed = (finetuning.FinetuneData([plain], [e]) for e in (marked, other))
     recipe = finetuning.check_example_checksums(FinetuneRecipe(train="train.jsonl", dev="dev.jsonl"), data, False)
     assert finetuning.check_example_checksums(recipe, data, False) == recipe
-    with pytest.raises(UserError, match=r"dev.jsonl is not what it was"):
+    with pytest.raises(UserError, match=r"dev.jsonl has changed since"):
         finetuning.check_example_checksums(recipe, changed, False)
-    assert capsys.readouterr().err == ""
-    # a run that began when they were not noted goes on, and that is said; where there are none, nothing is missing
-    earlier = replace(recipe, dev_checksum=recipe.train_checksum)
-    assert finetuning.check_example_checksums(earlier, data, False) == earlier
-    said = " ".join(capsys.readouterr().err.split())
-    assert "dev.jsonl: this run did not note marked spans and further references" in said
-    assert "train.jsonl" not in said
 
 
 def test_other_labels_always_raise(stopped: FinetuneRecipe) -> None:
@@ -199,7 +192,7 @@ def test_other_labels_always_raise(stopped: FinetuneRecipe) -> None:
     changed = replace(recipe, dev_checksum=finetuning.checksum_examples(finetuning.read_finetune_data(stopped).dev))
     assert changed.dev_checksum != finetuning.checksum_examples(data.dev)
     finetuning.save_recipe(changed, Path(stopped.output_dir) / "recipe.yaml")
-    with pytest.raises(UserError, match="checkpoint-4 has learned other labels"):
+    with pytest.raises(UserError, match="checkpoint-4 was trained with other labels"):
         finetune(stopped, resume=True, allow_change=True)
 
 
@@ -289,7 +282,7 @@ def test_a_diverged_seed_does_not_end_the_others(
     recipe = plan(max_bad_steps=3, baseline=str(tmp_path / "whole"))
     result = finetune(recipe)
     said = capsys.readouterr().err
-    assert "seed-0 ends here, without a score, and the other seeds go on. 3 steps in a row were skipped" in said
+    assert "seed-0 diverged and has no score; the other seeds continue. 3 steps in a row were skipped" in said
     assert "seed-0 diverged: accuracy is the mean of 1 of 2 seeds." in said
     assert result["diverged"] == [0]
     assert 0 in result["failed"]
