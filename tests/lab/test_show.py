@@ -17,9 +17,10 @@ from rich.console import Console
 import firth
 from firth.core.errors import UserError
 from firth.core.files import write_text
+from firth.core.html import generator_meta_tag
 from firth.lab import show_text
 from firth.lab.show import BatchPreview, build_batch_preview, format_objective, measure_rates
-from firth.lab.show_page import SHOW_PAGE_GENERATOR, find_free_show_page, make_show_page, mask_svg_path, text_direction
+from firth.lab.show_page import find_free_show_page, make_show_page, mask_svg_path, text_direction
 from firth.lab.show_row import (
     AttentionMaskView,
     BatchTrace,
@@ -466,9 +467,9 @@ def evil_shown() -> BatchPreview:
 def test_the_page_is_escaped_and_loads_nothing() -> None:
     html = make_show_page(evil_shown()).to_html()
     assert "<script" not in html
-    assert "alert(&quot;x&quot;)" in html
+    assert "alert(&#34;x&#34;)" in html
     assert "http" not in html.replace("http-equiv", "")
-    assert SHOW_PAGE_GENERATOR in html.split("<body>")[0]
+    assert generator_meta_tag("show") in html.split("<body>")[0]
     assert "3 padding tokens" in html
 
 

@@ -47,11 +47,12 @@ class HtmlPage:
     """A page that is built from top to bottom and saved as one file.
 
     Each `add_*` method renders one fragment with the macro of the same name in `templates/fragments.html.j2`.
-    Jinja escapes every value. `extra_css` follows the common CSS; `head_html` is markup for the page's head.
+    Jinja escapes every value. `css_template` follows the common CSS; `command` is named in the page's head, by which
+    `resolve_page_path` recognizes it.
     """
 
-    def __init__(self, title: str, extra_css: str = "", head_html: str = "") -> None:
-        self.title, self.extra_css, self.head_html = title, extra_css, head_html
+    def __init__(self, title: str, css_template: str = "", command: str = "") -> None:
+        self.title, self.css_template, self.command = title, css_template, command
         self.fragments: list[str] = []
         self.num_figures = 0
 
@@ -89,9 +90,9 @@ class HtmlPage:
         """Add preformatted text, such as a recipe."""
         self.fragments.append(_macros().code(text, caption))
 
-    def add_html(self, fragment: str) -> None:
-        """Add markup unchanged. The caller escapes the texts in it."""
-        self.fragments.append(fragment)
+    def add_fragment(self, template: str, macro: str, *values: Any) -> None:
+        """Add the markup of a macro of another template, for fragments that only one page has."""
+        self.fragments.append(getattr(_environment().get_template(template).module, macro)(*values))
 
     def to_html(self) -> str:
         """Return the whole page. Lone surrogates, which UTF-8 cannot encode, become question marks."""

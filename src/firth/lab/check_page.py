@@ -15,9 +15,7 @@ from firth.core.html import (
     PLOT_COLOURS,
     HtmlPage,
     add_plot_legend,
-    escape_html,
     escape_mathtext,
-    generator_meta_tag,
     make_axes,
 )
 from firth.lab.check import MAX_USEFUL_EPOCHS, TOKENS_PER_PARAMETER, CorpusCheck
@@ -38,21 +36,8 @@ from firth.tokens.fertility import TokenizerFit
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-CHECK_COMMAND = "check"
 MAX_FREQUENT_WORDS = 15  # rows of the table of frequent words
 MIN_VISIBLE_SHARE = 0.001  # smaller shares are merged into "others"
-CHECK_PAGE_CSS = """
-body { max-width: 60rem; }
-.advice { display: grid; gap: 0.75rem; margin: 1.5rem 0; }
-.advice div { padding: 0.8rem 1.1rem; background: var(--card); border-radius: 8px;
-  border-left: 4px solid var(--accent); }
-.advice h3 { font-size: 0.8125rem; color: var(--quiet); font-weight: 600; margin: 0; }
-.advice p { margin: 0.15rem 0 0.3rem; font-weight: 600; }
-.advice small { color: var(--quiet); font-size: 0.875rem; line-height: 1.45; display: block; }
-td { overflow-wrap: anywhere; }
-td:first-child:not(.number) { min-width: 8rem; }
-th.number { white-space: normal; vertical-align: bottom; }
-"""
 
 
 def save_check_page(check: CorpusCheck, path: Path) -> None:
@@ -62,9 +47,9 @@ def save_check_page(check: CorpusCheck, path: Path) -> None:
 
 def make_check_page(check: CorpusCheck) -> HtmlPage:
     """Return a page with advice, the text, findings, tokenizers and models."""
-    page = HtmlPage("Check of a corpus", CHECK_PAGE_CSS, generator_meta_tag(CHECK_COMMAND))
+    page = HtmlPage("Check of a corpus", "check.css.j2", "check")
     page.add_paragraph(check.reading)
-    page.add_html(advice_html(check))
+    page.add_fragment("check.html.j2", "advice", check.advice)
     add_corpus_section(page, check.text)
     add_findings_section(page, check.text)
     if check.leaks:
@@ -73,14 +58,6 @@ def make_check_page(check: CorpusCheck) -> HtmlPage:
         add_tokenizers_section(page, check)
         add_models_section(page, check)
     return page
-
-
-def advice_html(check: CorpusCheck) -> str:
-    cards = (
-        f"<div><h3>{escape_html(a.about)}</h3><p>{escape_html(a.do)}</p><small>{escape_html(a.why)}</small></div>"
-        for a in check.advice
-    )
-    return '<div class="advice">' + "\n".join(cards) + "</div>"
 
 
 def add_corpus_section(page: HtmlPage, corpus_stats: dict[str, Any]) -> None:
