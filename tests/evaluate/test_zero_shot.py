@@ -116,14 +116,15 @@ def test_unknown_tokens_of_choices_and_pairs_are_said(untrained: Any) -> None:
 @pytest.mark.parametrize("family", ALL)
 def test_choices_by_likelihood(family: str, untrained: Any) -> None:
     model, context = untrained(family), "The cat slept by"
-    choices = ("the river", "a very old railway station", "Anna")
+    choices = ("the river", "a very old railway station", "Anna Ÿÿ")
     outcome = evaluate_choice(model, [Example(1, (context, *choices), 2), Example(2, (context, *choices), 0)])
     scores = np.array(list((outcome.predictions[0].scores or {}).values()))
     assert outcome.predictions[0].prediction == scores.argmax()
-    per_byte = scores / [len(text) for text in choices]
-    assert (outcome.predictions[0].extra or {})["normalised"] == per_byte.argmax()
+    per_character, per_byte = scores / [9, 26, 7], scores / [9, 26, 9]
+    assert outcome.predictions[0].extra == {"per_character": per_character.argmax(), "per_byte": per_byte.argmax()}
     assert outcome.metrics["accuracy"] == np.mean([scores.argmax() == 2, scores.argmax() == 0])
-    assert outcome.metrics["accuracy_norm"] == np.mean([per_byte.argmax() == 2, per_byte.argmax() == 0])
+    assert outcome.metrics["accuracy_norm"] == np.mean([per_character.argmax() == 2, per_character.argmax() == 0])
+    assert outcome.metrics["accuracy_bytes"] == np.mean([per_byte.argmax() == 2, per_byte.argmax() == 0])
     if family == "gpt2":
         whole, start = text_likelihoods(model, [f"{context} {choices[0]}", context])
         assert scores[0] == pytest.approx(whole.logp - start.logp, abs=1e-3)
@@ -132,7 +133,7 @@ def test_choices_by_likelihood(family: str, untrained: Any) -> None:
 def test_choices_that_are_equally_likely_are_wrong(untrained: Any) -> None:
     texts = ("The cat slept by", "the river", "the river")
     outcome = evaluate_choice(untrained("gpt2"), [Example(1, texts, 0), Example(2, texts, 1)])
-    assert outcome.metrics == {"accuracy": 0.0, "accuracy_norm": 0.0}
+    assert outcome.metrics == {"accuracy": 0.0, "accuracy_norm": 0.0, "accuracy_bytes": 0.0}
     assert [prediction.prediction for prediction in outcome.predictions] == [None, None]
     assert outcome.notices == ["2 examples tie between several choices and count as wrong."]
     assert is_mistake("choice", Example(1, texts, 0), outcome.predictions[0])

@@ -75,6 +75,8 @@ DATA: dict[str, Callable[[random.Random], list[tuple[Any, Any]]]] = {
 def test_as_the_scorer_has_it(task: str, metric: str) -> None:
     rng = random.Random(f"{task} {metric}")
     one, true = zip(*DATA[task](rng), strict=True)
+    if (task, metric) == ("span-qa", "exact_match"):  # of SQuAD 1.1, where every question has an answer
+        true = tuple(right or ["the mill"] for right in true)
     other = rng.sample(one, NUM) if task != "tag" else [rng.choices(TAGS, k=len(tags)) for tags in true]
     slow = paired_bootstrap(lambda p, r: compute_metrics(task, p, r)[metric], one, other, true, num_samples=15)
     fast = paired_bootstrap(lambda p, r: make_additive_score(task, metric, p, r), one, other, true, num_samples=15)

@@ -83,27 +83,35 @@ def test_scores_of_answerable_and_unanswerable_by_hand() -> None:
     references = [["cat"], ["dog"], []]
     assert squad_scores(predictions, references) == pytest.approx(
         {
-            "exact_match": 1 / 3,
+            "exact": 1 / 3,
             "f1": (2 / 3 + 1) / 3,
-            "has_answer_exact_match": 1 / 2,
-            "has_answer_f1": 5 / 6,
-            "no_answer_exact_match": 0,
-            "no_answer_f1": 0,
+            "HasAns_exact": 1 / 2,
+            "HasAns_f1": 5 / 6,
+            "NoAns_exact": 0,
+            "NoAns_f1": 0,
         }
     )
     # The fox is the least sure. Exact match: silence on all gives 1; the cat (0.1) adds 0, the dog (0.3) adds 1, the
     # fox takes 1 away. F1: the cat adds 2/3, the dog 1.
     scores = squad_scores(predictions, references, no_answer_probability=[0.1, 0.3, 0.9], threshold=0.3)
-    assert scores["exact_match"] == scores["best_exact_match"] == pytest.approx(2 / 3)
+    assert scores["exact"] == scores["best_exact"] == pytest.approx(2 / 3)
     assert scores["f1"] == scores["best_f1"] == pytest.approx((2 / 3 + 1 + 1) / 3)
-    assert scores["best_exact_match_threshold"] == scores["best_f1_threshold"] == 0.3
-    assert scores["no_answer_f1"] == 1
-    assert squad_scores(["a"], [["b"]]).keys() == {
-        "exact_match",
-        "f1",
-        "has_answer_exact_match",
-        "has_answer_f1",
-    }
+    assert scores["best_exact_thresh"] == scores["best_f1_thresh"] == 0.3
+    assert scores["NoAns_f1"] == 1
+    assert squad_scores(["a"], [["b"]]).keys() == {"exact", "f1", "HasAns_exact", "HasAns_f1"}
+
+
+def test_answers_without_words_by_hand() -> None:
+    """An article alone is right for an unanswerable question, but the search for the best threshold counts it wrong.
+
+    An answer that is an article alone is no answer: only the empty prediction is right, and only without a threshold.
+    """
+    assert squad_scores(["the", "x"], [[], ["x"]], [0.1, 0.2]) == pytest.approx(
+        {"f1": 1, "exact": 1, "HasAns_f1": 1, "HasAns_exact": 1, "NoAns_f1": 1, "NoAns_exact": 1}
+        | {"best_f1": 0.5, "best_f1_thresh": 0.0, "best_exact": 0.5, "best_exact_thresh": 0.0}
+    )
+    assert squad_scores(["", "x"], [["The"], []])["HasAns_exact"] == 1
+    assert squad_scores(["a", "x"], [["The"], []], [0.9, 0.9], threshold=0.5)["HasAns_exact"] == 0
 
 
 def test_the_best_threshold_may_be_to_answer_nothing() -> None:
@@ -118,7 +126,7 @@ def test_no_threshold_is_better_than_the_best(questions: list[tuple[str, list[st
     predictions, references = map(list, zip(*questions, strict=True))
     no_answer = [(7 * i % 101 + 1) / 102 for i in range(len(questions))]  # all different
     best = squad_scores(predictions, references, no_answer)
-    for metric in ("exact_match", "f1"):
+    for metric in ("exact", "f1"):
         tried = {t: squad_scores(predictions, references, no_answer, threshold=t)[metric] for t in [0.0, *no_answer]}
         assert best[f"best_{metric}"] == pytest.approx(max(tried.values()), abs=1e-9)
-        assert tried[best[f"best_{metric}_threshold"]] == pytest.approx(max(tried.values()), abs=1e-9)
+        assert tried[best[f"best_{metric}_thresh"]] == pytest.approx(max(tried.values()), abs=1e-9)

@@ -25,11 +25,21 @@ CASES: dict[str, tuple[list[Any], list[Any], dict[str, float]]] = {
         [("B-A", "B-A")],
         {"entity_f1": 2 / 3, "entity_precision": 1, "entity_recall": 0.5, "accuracy": 0.5},
     ),
-    "span-qa": (["the cat sat", ""], [("cat",), ()], {"f1": (2 / 3 + 1) / 2, "exact_match": 0.5}),
+    "span-qa": (
+        ["the cat sat", ""],
+        [("cat",), ()],
+        {"f1": 5 / 6, "exact": 0.5, "HasAns_f1": 2 / 3, "HasAns_exact": 0, "NoAns_f1": 1, "NoAns_exact": 1},
+    ),
     "text-to-text": (
         ["one two three four"],
         [["x", "one two three four"]],
-        {"chrf": 100, "bleu": 100, **{f"rouge_{n}": 100 for n in "12l"}, "exact_match": 1, "answer_match": 1},
+        {
+            "chrf": 100,
+            "bleu": 100,
+            **{f"rouge_{n}": 100 for n in ("1", "2", "l", "lsum")},
+            "exact_match": 1,
+            "answer_match": 1,
+        },
     ),
     "lm": ([math.log(8), math.log(8)], [(1, 2), (1, 1)], {"perplexity": 8, "bits_per_byte": 2}),
     "perplexity": ([math.log(16)], [(2, 4)], {"perplexity": 4, "bits_per_byte": 1}),

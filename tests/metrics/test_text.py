@@ -69,15 +69,24 @@ def test_rouge_by_hand() -> None:
     # Longest common subsequence "the cat on mat": 4 of 5 words predicted, 4 of 6 wanted -> F = 8/11. So for single
     # words. Of word pairs "the cat" alone is shared: 1 of 4, 1 of 5 -> F = 2/9.
     scores = rouge(["the cat lay on mat"], ["the cat sat on the mat"])
-    assert scores == pytest.approx({"rouge_1": 800 / 11, "rouge_2": 200 / 9, "rouge_l": 800 / 11})
+    assert scores == pytest.approx(
+        {"rouge_1": 800 / 11, "rouge_2": 200 / 9, "rouge_l": 800 / 11, "rouge_lsum": 800 / 11}
+    )
     # The order of words matters to the longest subsequence only.
-    assert rouge(["b a"], ["a b"]) == pytest.approx({"rouge_1": 100, "rouge_2": 0, "rouge_l": 50})
+    assert rouge(["b a"], ["a b"]) == pytest.approx({"rouge_1": 100, "rouge_2": 0, "rouge_l": 50, "rouge_lsum": 50})
+    # Two sentences in another order: as one sequence one of them is shared, as sentences both are.
+    lines = rouge(["two cats sleep\nan owl calls"], ["an owl called\ntwo cats slept"])
+    assert lines == pytest.approx({"rouge_1": 500 / 6, "rouge_2": 60, "rouge_l": 50, "rouge_lsum": 500 / 6})
+    # The stem of runs, running and run is run; short words have none.
+    assert rouge(["running dogs"], ["runs dog"])["rouge_2"] == 100
     # The mean of both, and the best reference of each.
     assert rouge_l(["a b", "c d"], ["a b", "c e"]) == pytest.approx(75)
     assert rouge_l(["a b", "c d"], [["x y", "a b"], ["c e", "x y"]]) == pytest.approx(75)
 
 
-TEXTS = st.lists(st.sampled_from(["the", "cat", "sat", "Mat.", "it's", "on-line", "42", "é"]), max_size=7).map(" ".join)
+TEXTS = st.lists(st.sampled_from(["the", "cats", "sleeping", "Mat.\n", "it's", "on-line", "42", "é"]), max_size=7).map(
+    " ".join
+)
 
 
 @settings(max_examples=40, deadline=None)
@@ -87,9 +96,10 @@ def test_any_texts_as_sacrebleu_and_rouge_score(triples: list[tuple[str, str, st
     both = [list(pair) for pair in zip(first, second, strict=True)]
     assert bleu(predicted, both) == sacrebleu.corpus_bleu(predicted, [first, second]).score
     assert chrf(predicted, both) == sacrebleu.corpus_chrf(predicted, [first, second]).score
-    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"])
+    names = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL", "rouge_lsum": "rougeLsum"}
+    scorer = RougeScorer([*names.values()], use_stemmer=True)
     each = [scorer.score_multi(texts, p) for p, texts in zip(predicted, both, strict=True)]
-    for ours, theirs in {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL"}.items():
+    for ours, theirs in names.items():
         expected = 100 * sum(one[theirs].fmeasure for one in each) / len(each)
         assert rouge(predicted, both)[ours] == pytest.approx(expected, abs=1e-9)
 

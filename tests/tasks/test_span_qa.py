@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tasks.small import CPU, FAMILIES, model_for, parts, tokenizer_of
+from tasks.small import CPU, FAMILIES, WORDS, model_for, parts, tokenizer_of
 
+from firth.evaluate import evaluate
+from firth.models import make_model
 from firth.models.presets import bert
-from firth.tasks import FinetuneRecipe, Prediction, make_task
+from firth.tasks import FinetuneRecipe, Prediction, finetune, make_task
 from firth.tasks.head_task import PackedBatch
 from firth.tasks.span_qa import (
     ContextWindow,
@@ -159,7 +164,7 @@ def test_answers_that_are_not_found_are_counted() -> None:
         assert np.isfinite(model_for(task, config).losses(task.collate(items).to(CPU.device))["targets"].item())
 
 
-def test_the_no_answer_threshold_is_calibrated_on_dev_and_saved() -> None:
+def test_scores_use_the_default_no_answer_threshold_and_report_the_best_one() -> None:
     config, tokenizer = parts("bert")
     examples = [
         Example(0, ("a", "the cat"), (AnswerSpan("cat", 4),)),
@@ -172,11 +177,18 @@ def test_the_no_answer_threshold_is_calibrated_on_dev_and_saved() -> None:
     assert task.threshold == 0.5
 
     def say(text: str, no_answer: float) -> Prediction:
-        return task.apply_threshold(Prediction("", extra={"nbest": [{"text": text}], "no_answer": no_answer}))
+        return task.apply_threshold(Prediction("", extra={"answer": text, "no_answer": no_answer}))
 
     predictions = [say("cat", 0.1), say("dog", 0.7), say("fox", 0.9)]
     assert [p.prediction for p in predictions] == ["cat", "", ""]
-    settled = task.calibrate(examples, predictions)
+    # At probability 0.5, a difference of 0, the dog is missed. The best threshold on these questions finds it.
+    assert task.score(examples, predictions) == pytest.approx(
+        {"f1": 2 / 3, "exact": 2 / 3, "HasAns_f1": 1 / 2, "HasAns_exact": 1 / 2, "NoAns_f1": 1, "NoAns_exact": 1}
+        | {"best_f1": 1, "best_f1_thresh": 0.7, "best_exact": 1, "best_exact_thresh": 0.7}
+    )
+    assert task.score(examples[:2], predictions[:2]) == {"f1": 0.5, "exact_match": 0.5}, "all answerable: SQuAD 1.1"
+    task.threshold = task.best_threshold(examples, predictions)
+    settled = [task.apply_threshold(p) for p in predictions]
     assert [p.prediction for p in settled] == ["cat", "dog", ""]
     assert task.threshold == pytest.approx(0.7)
     assert task.score(examples, settled)["f1"] == 1
@@ -184,6 +196,49 @@ def test_the_no_answer_threshold_is_calibrated_on_dev_and_saved() -> None:
     assert isinstance(again, SpanQATask)
     assert again.threshold == task.threshold
     assert again.allows_no_answer
+
+
+def test_squad_2_scores_equal_those_of_predictions_jsonl(tmp_path: Path) -> None:
+    """After training on answerable questions only, every question is answered, unless a threshold is asked for."""
+    config, tokenizer = parts("bert")
+    fresh = make_model(config)
+    fresh.tokenizer = tokenizer
+    fresh.save(tmp_path / "checkpoint")
+    rng = random.Random(0)
+    words = [word for word in WORDS if word not in ("a", "an", "the")]  # which no score counts
+    texts = [" ".join(rng.choices(words, k=9)) for _ in range(11)]
+    known = [{"question": t[:5], "context": t, "answers": [{"text": t.split()[3], "start": None}]} for t in texts]
+    known, unanswerable = known[:8], [row | {"answers": []} for row in known[8:]]
+    for name, rows in (("train", known), ("dev", known + unanswerable)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files: dict[str, Any] = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "dev")}
+    files |= {"checkpoint": str(tmp_path / "checkpoint"), "output_dir": str(tmp_path / "run")}
+    finetune(FinetuneRecipe(**files, task="span-qa", max_seq_length=24, max_steps=1, seeds=1))
+
+    def means(folder: Path, field: str) -> dict[str, float]:
+        """Answers here are single words, so that a word is right or wrong."""
+        lines = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+        right = [line[field] in [text for text, _ in line["reference"]] or line[field] == "" for line in lines]
+        hits = [hit and bool(line[field]) == bool(line["reference"]) for hit, line in zip(right, lines, strict=True)]
+        return {"exact": np.mean(hits), "HasAns_exact": np.mean(hits[:8]), "NoAns_exact": np.mean(hits[8:])}
+
+    scores = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert {name: scores[name] for name in means(tmp_path / "run", "prediction")} == means(tmp_path / "run", "answer")
+    assert scores["NoAns_f1"] == 0
+    assert scores["best_f1"] >= 3 / 11, "as many as no answer at all gives"
+    final, folder = tmp_path / "run" / "final", tmp_path / "scores"
+    settings: list[dict[str, Any]] = [{"threshold": 0.0}, {"train": files["dev"]}]
+    for setting in settings:
+        again = evaluate(final, "span-qa", files["dev"], folder, overwrite=True, **setting)
+        assert again["metrics"]["best_f1_thresh"] == scores["best_f1_thresh"]
+        wanted = means(folder, "prediction")
+        assert {name: again["metrics"][name] for name in wanted} == pytest.approx(wanted)
+        if "threshold" in setting:
+            assert wanted["NoAns_exact"] == 1
+            assert again["threshold"] == 0
+        else:
+            assert again["metrics"]["f1"] == pytest.approx(scores["best_f1"])
+            assert again["threshold"] == scores["best_f1_thresh"]
 
 
 def test_no_answer_points_to_the_first_position() -> None:

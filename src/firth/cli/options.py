@@ -628,8 +628,12 @@ class EvaluateOptions(OutputOptions):
     delimiter: str | None = option(
         None, "choice: put this between context and ending. Default: a space.", parse=parse_escapes
     )
-    train: str | None = option(None, "word-in-context: choose the threshold on this file.", "FILE")
-    threshold: float | None = option(None, "word-in-context: predict the same sense from this cosine on.")
+    train: str | None = option(None, "word-in-context, span-qa: choose the threshold on this file.", "FILE")
+    threshold: float | None = option(
+        None,
+        "Predict the same sense from this cosine on (word-in-context), or no answer above this "
+        "probability (span-qa). Default for span-qa: 0.5.",
+    )
     layer: int | None = option(None, "Take vectors from this layer; 0 is the embedding, -1 the last.")
     pool: str | None = option(None, "embed: pool by first, mean, last or auto.", "NAME")
     limit: int | None = option(None, "Words: search the N most frequent words. Default: all.")

@@ -1,8 +1,8 @@
 """Cloze and multiple choice without fine-tuning: predict a missing word, or choose the most likely ending.
 
 Cloze (LAMBADA, Paperno et al. 2016; LAMA, Petroni et al. 2019) counts how often greedy prediction gives the answer.
-Multiple choice compares log p(ending | context) of the endings, as sums or per byte (Brown et al. 2020, section 2.4;
-the harness of Gao et al. calls the latter acc_norm).
+Multiple choice compares log p(ending | context) of the endings, as sums, per character or per byte (Brown et al. 2020,
+section 2.4 normalises by tokens). The harness of Gao et al. (lm-eval) calls these acc, acc_norm and acc_bytes.
 """
 
 from __future__ import annotations
@@ -88,9 +88,10 @@ def evaluate_choice(
 ) -> Evaluation:
     """Accuracy of choosing the most likely ending after the context, without fine-tuning.
 
-    `accuracy` compares sums of log-probabilities; `accuracy_norm` divides them by the ending's bytes, which removes the
-    penalty on long endings. A tie is wrong. `delimiter` separates context and ending ("\\nAnswer: " suits questions).
-    `settings`: those of `make_scorer`.
+    `accuracy` compares sums of log-probabilities. `accuracy_norm` divides them by the ending's characters (acc_norm of
+    lm-eval), `accuracy_bytes` by its bytes, which removes the penalty on long endings. Both differ only for endings
+    with characters outside of ASCII. A tie is wrong. `delimiter` separates context and ending ("\\nAnswer: " suits
+    questions) and is not counted. `settings`: those of `make_scorer`.
     """
     scorer = make_scorer(checkpoint, **settings)
     parts = [
@@ -105,9 +106,10 @@ def evaluate_choice(
     for example in examples:
         choices = example.texts[1:]
         logp = np.array([next(sums) for _ in choices])
-        per_byte = logp / [len(text.encode()) for text in choices]
+        sizes = {"per_character": [len(text) for text in choices], "per_byte": [len(text.encode()) for text in choices]}
         scores = {str(i): value for i, value in enumerate(logp.tolist())}
-        predictions.append(Prediction(unique_argmax(logp), scores, {"normalised": unique_argmax(per_byte)}))
+        normalised = {name: unique_argmax(logp / size) for name, size in sizes.items()}
+        predictions.append(Prediction(unique_argmax(logp), scores, normalised))
     facts = {"method": scorer.method, "unknown": unknown}
     ties = sum(prediction.prediction is None for prediction in predictions)
     tied = f"{format_count(ties, 'example ties', 'examples tie')} between several choices and count as wrong."
@@ -132,10 +134,11 @@ def split_choice(scorer: Scorer, context: str, choice_text: str, example_id: str
 
 
 def choice_metrics(examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
-    """Both accuracies; empty for a file without labels."""
+    """All accuracies; empty for a file without labels."""
     targets = [example.target for example in examples]
     if any(target is None for target in targets):
         return {}
-    normalised = [(prediction.extra or {})["normalised"] for prediction in predictions]
-    plain = accuracy([prediction.prediction for prediction in predictions], targets)
-    return {"accuracy": plain, "accuracy_norm": accuracy(normalised, targets)}
+    chosen = {"accuracy": [prediction.prediction for prediction in predictions]}
+    for metric, field in {"accuracy_norm": "per_character", "accuracy_bytes": "per_byte"}.items():
+        chosen[metric] = [(prediction.extra or {})[field] for prediction in predictions]
+    return {metric: accuracy(choices, targets) for metric, choices in chosen.items()}

@@ -34,6 +34,7 @@ from firth.metrics import compute_metrics
 from firth.models import load_model, read_config
 from firth.static.ngram import is_ngram
 from firth.tasks import FINETUNE_TASKS, TASK_FILE, Prediction, format_predictions, make_task, make_task_without_examples
+from firth.tasks.span_qa import SpanQATask
 from firth.text import Corpus, Example, RowNotes, read_labelled
 from firth.text.labelled_row import MAX_LISTED_ROWS
 from firth.text.suite import PLAIN_TEXT_TASKS
@@ -52,6 +53,8 @@ ZERO_SHOT_TASKS: dict[str, tuple[Callable[..., Evaluation], tuple[str, ...]]] = 
     "word-similarity": (evaluate_word_similarity, ("limit",)),
     "analogy": (evaluate_analogies, ("limit",)),
 }
+# Settings of a task by a checkpoint that was fine-tuned for it, by task and answer. Default: ensemble.
+FINETUNED_OPTIONS = {("span-qa", "head"): ("train", "threshold")}
 WORD_VECTOR_TASKS = ("word-similarity", "analogy")
 VECTOR_FILE_TASKS = (*WORD_VECTOR_TASKS, "word-in-context")  # also take a file of word vectors
 PATH_RESULT_KEYS = ("checkpoint", "data", "ensemble")  # keys of results.json whose values are paths
@@ -96,7 +99,10 @@ def evaluate(
         check_all_or_no_labels(data, examples)
         if is_finetuned_for(task, facts):
             try:
-                outcome = evaluate_finetuned(checkpoint, task, facts, examples, batch_size)
+                if "train" in settings:
+                    settings["train"] = read_labelled(settings["train"], task, columns, "train", encoding)
+                decision = {name: settings[name] for name in ("train", "threshold") if name in settings}
+                outcome = evaluate_finetuned(checkpoint, task, facts, examples, batch_size, **decision)
                 if "ensemble" in settings:
                     outcome = ensemble_predictions(outcome, task, settings["ensemble"], examples, batch_size)
             except UserError as e:
@@ -161,7 +167,7 @@ def check_evaluation(
     known = (
         LIKELIHOOD_OPTIONS
         if task in PLAIN_TEXT_TASKS
-        else ("ensemble",)
+        else FINETUNED_OPTIONS.get((task, task_metadata.get("answer", "head")), ("ensemble",))
         if is_finetuned_for(task, task_metadata)
         else ZERO_SHOT_TASKS[task][1]
     )
@@ -209,18 +215,35 @@ def evaluate_zero_shot(
 
 
 def evaluate_finetuned(
-    checkpoint: Path, task: str, task_metadata: Mapping[str, Any], examples: Sequence[Example], batch_size: int = 32
+    checkpoint: Path,
+    task: str,
+    task_metadata: Mapping[str, Any],
+    examples: Sequence[Example],
+    batch_size: int = 32,
+    train: Sequence[Example] | None = None,
+    threshold: float | None = None,
 ) -> Evaluation:
-    """Predict with a fine-tuned checkpoint; scored if every example has a label."""
+    """Predict with a fine-tuned checkpoint; scored if every example has a label.
+
+    `threshold` sets the no-answer threshold of `span-qa`; else it is chosen on `train`. Default: the checkpoint's own.
+    """
     model = load_model(checkpoint)
     if model.tokenizer is None:
         raise UserError(f"{checkpoint} has no tokenizer.")
     head_task = make_task(task, task_metadata, model.tokenizer, model.config)
     compute = choose_compute(TrainingConfig())
-    items = head_task.encode(examples)
-    predictions = head_task.predict(model.to(compute.device), items, compute, batch_size)
+    model.to(compute.device)
+    details: dict[str, Any] = {"labels": list(head_task.labels)} if head_task.labels else {}
+    if isinstance(head_task, SpanQATask):
+        if threshold is None and train is not None:
+            tuned = make_task(task, task_metadata, model.tokenizer, model.config)
+            assert isinstance(tuned, SpanQATask)
+            threshold = tuned.best_threshold(train, tuned.predict(model, tuned.encode(train), compute, batch_size))
+        if threshold is not None:
+            head_task.threshold, head_task.allows_no_answer = threshold, True
+        details |= {"threshold": head_task.threshold} if head_task.allows_no_answer else {}
+    predictions = head_task.predict(model, head_task.encode(examples), compute, batch_size)
     labelled = task in SELF_LABELLED_TASKS or all(example.target is not None for example in examples)
-    details = {"labels": list(head_task.labels)} if head_task.labels else {}
     metrics = head_task.score(examples, predictions) if labelled else {}
     return Evaluation(metrics, predictions, details, head_task.notices)
 

@@ -68,7 +68,7 @@ SUPERGLUE_EXTRA_METRICS = {
     "record": ("exact_match", "f1"),
 }  # metrics of `superglue_extra_scores`, by task
 SCORE_CAPTION = "A score is the mean of its metrics; metrics from 0 to 100 (BLEU, chrF, ROUGE) are divided by 100."
-PERCENT_METRICS = ("chrf", "bleu", "rouge_1", "rouge_2", "rouge_l")  # from 0 to 100
+PERCENT_METRICS = ("chrf", "bleu", "rouge_1", "rouge_2", "rouge_l", "rouge_lsum")  # from 0 to 100
 UNBOUNDED_METRICS = (
     *text_metric_names(True),
     *text_metric_names(False),
@@ -77,7 +77,7 @@ UNBOUNDED_METRICS = (
 ZERO_SHOT_METRICS = {  # metrics without fine-tuning, where they differ from those after fine-tuning
     "minimal-pairs": ("accuracy", "group_accuracy"),
     "cloze": ("accuracy", "answer_logp", "known"),
-    "choice": ("accuracy", "accuracy_norm"),
+    "choice": ("accuracy", "accuracy_norm", "accuracy_bytes"),
     "analogy": ("accuracy", "section_accuracy", "known"),
 }
 

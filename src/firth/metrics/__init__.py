@@ -34,6 +34,7 @@ from firth.metrics.pairs import (
 )
 from firth.metrics.squad import (
     best_no_answer_threshold,
+    best_squad_scores,
     normalise_squad,
     normalise_trivia,
     squad_exact_match,
@@ -67,6 +68,7 @@ __all__ = [
     "analogy_correct",
     "are_span_tags",
     "best_no_answer_threshold",
+    "best_squad_scores",
     "best_threshold",
     "bits_per_byte",
     "bleu",

@@ -183,10 +183,14 @@ ADDITIVE_METRICS: Mapping[tuple[str, str], Callable[[Any, Any], AdditiveScore]] 
     ("relation", "f1"): _additive_relation_f1,
     **{("tag", f"entity_{metric}"): partial(additive_entity_score, metric) for metric in ("f1", "precision", "recall")},
     ("tag", "accuracy"): _additive_tag_accuracy,
-    ("span-qa", "exact_match"): partial(_additive_squad, 0),
+    ("span-qa", "exact_match"): partial(_additive_squad, 0),  # SQuAD 1.1
+    ("span-qa", "exact"): partial(_additive_squad, 0),  # SQuAD 2.0
     ("span-qa", "f1"): partial(_additive_squad, 1),
     **{("text-to-text", name): partial(_additive_sacrebleu, name) for name in ("chrf", "bleu")},
-    **{("text-to-text", name): partial(_additive_rouge, name) for name in ("rouge_1", "rouge_2", "rouge_l")},
+    **{
+        ("text-to-text", name): partial(_additive_rouge, name)
+        for name in ("rouge_1", "rouge_2", "rouge_l", "rouge_lsum")
+    },
     ("text-to-text", "exact_match"): partial(_additive_text_mean, exact_match),
     ("text-to-text", "answer_match"): partial(_additive_text_mean, partial(exact_match, normalize_fn=normalise_squad)),
     ("lm", "perplexity"): partial(_additive_likelihood, perplexity, 0),

@@ -81,26 +81,40 @@ def squad_scores(
     no_answer_probability: Sequence[float] | None = None,
     threshold: float = 1.0,
 ) -> dict[str, float]:
-    """Return the output of the SQuAD 2.0 script: scores of all, answerable and unanswerable questions.
+    """Return the output of the official SQuAD 2.0 script (evaluate-v2.0.py) under its names, but from 0 to 1.
 
-    A question whose `no_answer_probability` is above `threshold` counts as predicted unanswerable. With these
-    probabilities, the result includes the best scores over all thresholds, and the best threshold.
+    `exact` and `f1` are means over all questions, `HasAns_*` over the answerable and `NoAns_*` over the unanswerable
+    ones. A question whose `no_answer_probability` is above `threshold` counts as predicted unanswerable. With these
+    probabilities, the result includes `best_squad_scores`.
     """
     exact, f1 = squad_per_question(predictions, references, version=2)
     answerable = np.array([bool(answers) for answers in references])
-    scores = {"exact_match": exact, "f1": f1}
+    scores = {"f1": f1, "exact": exact}
     if no_answer_probability is not None:
         check_same_length(no_answer_probability, references)
         abstains = np.asarray(no_answer_probability) > threshold
         scores = {name: np.where(abstains, ~answerable, values) for name, values in scores.items()}
     results = {name: float(values.mean()) for name, values in scores.items()}
-    for name, mask in {"has_answer": answerable, "no_answer": ~answerable}.items():
+    for name, mask in {"HasAns": answerable, "NoAns": ~answerable}.items():
         if mask.any():
             results |= {f"{name}_{metric}": float(values[mask].mean()) for metric, values in scores.items()}
     if no_answer_probability is not None:
-        for name, each in {"exact_match": exact, "f1": f1}.items():
-            best, best_at = best_no_answer_threshold(each, predictions, references, no_answer_probability)
-            results |= {f"best_{name}": best, f"best_{name}_threshold": best_at}
+        results |= best_squad_scores(predictions, references, no_answer_probability)
+    return results
+
+
+def best_squad_scores(
+    answers: Sequence[str], references: Sequence[SquadAnswers], no_answer_probability: Sequence[float]
+) -> dict[str, float]:
+    """Return the best scores over all thresholds, `best_exact` and `best_f1`, and these thresholds (`*_thresh`).
+
+    The thresholds are chosen on the scored questions themselves, so these scores are upper bounds.
+    """
+    exact, f1 = squad_per_question(answers, references, version=2)
+    results: dict[str, float] = {}
+    for name, scores in {"f1": f1, "exact": exact}.items():
+        best, threshold = best_no_answer_threshold(scores, answers, references, no_answer_probability)
+        results |= {f"best_{name}": best, f"best_{name}_thresh": threshold}
     return results
 
 

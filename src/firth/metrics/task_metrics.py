@@ -17,7 +17,7 @@ from firth.core.errors import UserError, did_you_mean
 from firth.metrics.classification import accuracy, check_same_length, f1, macro_f1, mcc, micro_f1
 from firth.metrics.correlation import pearson, spearman, word_similarity_correlation
 from firth.metrics.pairs import accuracy_by_group, analogy_correct, minimal_pair_correct, retrieval_scores
-from firth.metrics.squad import normalise_squad, squad_per_question
+from firth.metrics.squad import normalise_squad, squad_per_question, squad_scores
 from firth.metrics.tagging import are_span_tags, entity_f1, entity_precision, entity_recall, tag_accuracy
 from firth.metrics.text import bits_per_byte, bleu, chrf, exact_match, perplexity, rouge
 
@@ -75,8 +75,14 @@ def _tagging_metrics(predictions: Sequence[Sequence[str]], references: Sequence[
 
 
 def _qa_metrics(predictions: Sequence[str], references: Sequence[Sequence[Any]]) -> MetricScores:
-    """An answer, "" for unanswerable; the right answers, empty for an unanswerable question."""
-    exact, f1_each = squad_per_question(predictions, references)
+    """An answer, "" for unanswerable; the right answers, empty for an unanswerable question.
+
+    The names are those of the official scripts: SQuAD 1.1 has `f1` and `exact_match`. If a question is unanswerable,
+    the scores are those of SQuAD 2.0 (`squad_scores`).
+    """
+    if not all(references):
+        return squad_scores(predictions, references)
+    exact, f1_each = squad_per_question(predictions, references, version=1)
     return {"f1": float(f1_each.mean()), "exact_match": float(exact.mean())}
 
 

@@ -66,15 +66,17 @@ def chrf(predictions: Sequence[str], references: Sequence[Reference]) -> float:
 
 
 def rouge(predictions: Sequence[str], references: Sequence[Reference]) -> dict[str, float]:
-    """Return the mean F-measure of shared words (1), bigrams (2) and the longest common subsequence (l), unstemmed.
+    """Return the mean F-measure of shared words (1), bigrams (2) and the longest common subsequence (l, lsum).
 
-    Of several references, the best one counts, for each measure separately. rouge-score ignores all characters except
-    a to z and digits: use `chrf` for other scripts.
+    Words are stemmed (Porter), as in published figures. `rouge_l` takes a text as one sequence. `rouge_lsum`, the
+    ROUGE-L of papers on summaries, takes each line as a sentence and unites the common subsequences of a reference
+    sentence with all predicted ones (Lin 2004, section 3.2). Of several references, the best one counts, for each
+    measure separately. rouge-score ignores all characters except a to z and digits: use `chrf` for other scripts.
     """
     from rouge_score.rouge_scorer import RougeScorer
 
-    names = {"rouge1": "rouge_1", "rouge2": "rouge_2", "rougeL": "rouge_l"}
-    scorer = RougeScorer([*names])
+    names = {"rouge1": "rouge_1", "rouge2": "rouge_2", "rougeL": "rouge_l", "rougeLsum": "rouge_lsum"}
+    scorer = RougeScorer([*names], use_stemmer=True)
     pairs = zip(predictions, as_reference_lists(predictions, references), strict=True)
     scores = [scorer.score_multi(texts, prediction) for prediction, texts in pairs]
     return {name: 100 * sum(s[key].fmeasure for s in scores) / len(scores) for key, name in names.items()}

@@ -213,7 +213,7 @@ class FinetuneJob:
 
     def predict_dev(self, model: Model) -> list[Prediction]:
         size = 2 * self.recipe.per_device_train_batch_size
-        return self.task.calibrate(self.data.dev, self.task.predict(model, self.dev_items, self.compute, size))
+        return self.task.predict(model, self.dev_items, self.compute, size)
 
 
 # --- before the first step ------------------------------------------------------------------------------------------

@@ -133,9 +133,6 @@ class HeadTask:
         labels = {"labels": list(self.labels)} if self.labels else {}
         return {"task": self.name, "answer": "head", **labels, "max_seq_length": self.template.max_length}
 
-    def calibrate(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> list[Prediction]:
-        return list(predictions)
-
     def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
         return compute_metrics(self.name, [p.prediction for p in predictions], [e.target for e in examples])
 

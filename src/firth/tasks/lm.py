@@ -269,9 +269,6 @@ class LanguageModelingTask:
                 shown.advance(len(chunk))
         return predictions
 
-    def calibrate(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> list[Prediction]:
-        return list(predictions)
-
     def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
         costs = [p.prediction for p in predictions]
         if not any(c["tokens"] for c in costs):

@@ -3,7 +3,8 @@
 The head gives each token a start logit and an end logit; a span's score is start + end (Devlin et al. 2018, sections
 4.2 and 4.3). "No answer" is the span of [CLS]. A context that exceeds the row is split into overlapping windows, each
 with the whole question. A token may occur in several windows; only the window with the most context around it counts,
-as in BERT's published script. On held-out data `calibrate` picks the no-answer threshold with the best F1.
+as in BERT's published script. The prediction is "no answer" if its score exceeds that of the best span.
+`best_threshold` finds another threshold, on examples that should not be those that are scored.
 
 T tokens of a sequence, S tokens of the context, N sequences.
 """
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from firth.core.console import format_count
-from firth.metrics import best_no_answer_threshold, squad_per_question
+from firth.metrics import best_squad_scores
 from firth.models import Head, ModelConfig, head_for_task
 from firth.objectives import Batch
 from firth.tasks.head_task import Array, EncodedExample, HeadTask, PackedBatch, softmax
@@ -31,7 +32,9 @@ STRIDE_TOKENS = 128
 MAX_QUESTION_TOKENS = 64
 MAX_ANSWER_TOKENS = 30
 NUM_BEST_SPANS = 20
-DEFAULT_NO_ANSWER_THRESHOLD = 0.5  # probability above which the prediction is "no answer", before calibration
+# Probability above which the prediction is "no answer". 0.5: the score of "no answer" is that of the best span, a
+# difference of 0, the default of BERT's script.
+DEFAULT_NO_ANSWER_THRESHOLD = 0.5
 
 
 class ContextWindow(NamedTuple):
@@ -196,28 +199,40 @@ class SpanQATask(HeadTask):
             {"text": c["text"], "start": c["start"], "probability": p}
             for c, p in zip(candidates, probability, strict=True)
         ]
-        top = max((c["score"] for c in candidates if c["text"]), default=-np.inf)
-        extra = {"nbest": best, "no_answer": float(1 / (1 + np.exp(np.clip(top - null_score, -500, 500))))}
-        return self.apply_threshold(Prediction("", extra=extra))
+        top = max(
+            (c for c in candidates if c["text"]), key=lambda c: c["score"], default={"text": "", "score": -np.inf}
+        )
+        no_answer = float(1 / (1 + np.exp(np.clip(top["score"] - null_score, -500, 500))))
+        return self.apply_threshold(
+            Prediction("", extra={"nbest": best, "answer": top["text"], "no_answer": no_answer})
+        )
 
     def apply_threshold(self, prediction: Prediction) -> Prediction:
         """Return the prediction with the answer that the threshold gives."""
         assert prediction.extra is not None
-        answer = next((best["text"] for best in prediction.extra["nbest"] if best["text"]), "")
         no_answer = self.allows_no_answer and prediction.extra["no_answer"] > self.threshold
-        return prediction._replace(prediction="" if no_answer else answer)
+        return prediction._replace(prediction="" if no_answer else prediction.extra["answer"])
 
-    def calibrate(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> list[Prediction]:
-        """Choose the no-answer threshold with the best F1 on these examples, as the SQuAD 2.0 script does."""
-        if not self.allows_no_answer or any(e.target is None for e in examples):
-            return list(predictions)
-        self.threshold = 1.0
-        answered = [self.apply_threshold(p).prediction for p in predictions]
-        references = [e.target for e in examples]
-        no_answer = [p.extra["no_answer"] for p in predictions if p.extra is not None]
-        _, f1 = squad_per_question(answered, references, version=2)
-        _, self.threshold = best_no_answer_threshold(f1, answered, references, no_answer)
-        return [self.apply_threshold(p) for p in predictions]
+    def best_threshold(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> float:
+        """Return the no-answer threshold with the best F1 on these examples, as the official script chooses it."""
+        return best_squad_scores(*self.best_answers(examples, predictions))["best_f1_thresh"]
+
+    def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
+        """Return the official scores of the predictions; with unanswerable questions also those of the best threshold.
+
+        The latter need the best span and the probability of no answer of each prediction.
+        """
+        scores = super().score(examples, predictions)
+        if all(e.target for e in examples) or any(p.extra is None for p in predictions):
+            return scores
+        return scores | best_squad_scores(*self.best_answers(examples, predictions))
+
+    def best_answers(
+        self, examples: Sequence[Example], predictions: Sequence[Prediction]
+    ) -> tuple[list[str], list[Any], list[float]]:
+        """Return the best span, the right answers and the probability of no answer of each question."""
+        extras = [p.extra for p in predictions if p.extra is not None]
+        return [x["answer"] for x in extras], [e.target for e in examples], [x["no_answer"] for x in extras]
 
 
 def split_context_windows(num_tokens: int, window_tokens: int) -> list[tuple[int, int]]:

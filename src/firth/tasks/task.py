@@ -52,9 +52,6 @@ class Task(Protocol):
     def predict(self, model: Model, items: Sequence[Any], compute: ComputeConfig, batch_size: int) -> list[Prediction]:
         """Return a prediction for each item, in order, computed `batch_size` items at a time."""
 
-    def calibrate(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> list[Prediction]:
-        """Tune decision thresholds on these held-out examples; return the updated predictions."""
-
     def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]: ...
 
     def configure_model(self, config: ModelConfig) -> ModelConfig:

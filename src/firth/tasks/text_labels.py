@@ -100,9 +100,6 @@ class VerbalizedTask:
     ) -> list[Prediction]:
         return self.base_task.predict(model, items, compute, batch_size)
 
-    def calibrate(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> list[Prediction]:
-        return list(predictions)
-
     def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
         return compute_metrics(self.name, [p.prediction for p in predictions], [e.target for e in examples])
 

@@ -196,9 +196,6 @@ class TextToTextTask:
                 shown.advance(len(indices))
         return [p for p in predictions if p is not None]
 
-    def calibrate(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> list[Prediction]:
-        return list(predictions)
-
     def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
         references = [list(e.references) or e.target for e in examples]
         return compute_metrics(self.name, [p.prediction for p in predictions], references)
