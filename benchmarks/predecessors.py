@@ -78,7 +78,7 @@ class Size(NamedTuple):
 SIZES = {
     "tiny": Size(
         24,
-        {"word": 8000, "char": 20000, "wordpiece": 8192},
+        {"word": 8000, "elmo-characters": 20000, "wordpiece": 8192},
         {"elmo": "elmo-tiny", "ulmfit": "ulmfit-tiny", "bert": "bert-tiny"},
         {"elmo": 16, "ulmfit": 16, "bert": 16},
         epochs=5,
@@ -88,7 +88,7 @@ SIZES = {
     ),
     "small": Size(
         0,
-        {"word": 30000, "char": 30000, "wordpiece": 16384},
+        {"word": 30000, "elmo-characters": 30000, "wordpiece": 16384},
         {"elmo": "elmo-small", "ulmfit": "ulmfit-base", "bert": "bert-mini"},
         {"elmo": 128, "ulmfit": 128, "bert": 128},
         epochs=10,
@@ -262,8 +262,8 @@ class Work:
 
     def elmo(self) -> dict[str, Any]:
         overrides = {"model.recurrent.clip": 0}  # bounds are computed place by place, which is slower
-        facts, config = self.pretrained("elmo", "char", {"overrides": overrides, **self.how_long()})
-        return facts | self.operations(config, facts, words_spelled(config, self.shards("char"), facts))
+        facts, config = self.pretrained("elmo", "elmo-characters", {"overrides": overrides, **self.how_long()})
+        return facts | self.operations(config, facts, words_spelled(config, self.shards("elmo-characters"), facts))
 
     def ulmfit(self) -> dict[str, Any]:
         facts, config = self.pretrained("ulmfit", "word", self.how_long())

@@ -493,7 +493,7 @@ def test_the_predecessors_side_by_side(
 ) -> None:
     names = {"elmo": "elmo-tiny", "ulmfit": "ulmfit-tiny", "bert": "bert-tiny"}
     rows = dict.fromkeys(names, 2)
-    sizes = {"word": 2000, "char": 2000, "wordpiece": 300}
+    sizes = {"word": 2000, "elmo-characters": 2000, "wordpiece": 300}
     toy = predecessors.Size(0.05, sizes, names, rows, 1, 100, {"more": 2}, target=1.0, pretraining_steps=2)
     monkeypatch.setitem(predecessors.SIZES, "toy", toy)
     words = ["--text", str(corpus_file), "--data", str(labelled), "--output-dir", str(tmp_path / "work")]

@@ -850,7 +850,7 @@ def test_ctrl_c(firth: Firth, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Traceback" not in done.err
 
 
-@pytest.mark.parametrize("kind", ["bpe", "char", "word"])
+@pytest.mark.parametrize("kind", ["bpe", "char", "elmo-characters", "word"])
 def test_tokenizers_of_every_kind(firth: Firth, corpus_file: Path, tmp_path: Path, kind: str) -> None:
     done = firth("tokenizer", corpus_file, "--kind", kind, "--vocab-size=300", "--output-dir", tmp_path / "t", "--json")
     assert (done.code, done.json["kind"], done.json["vocab_size"] <= 300) == (0, kind, True)

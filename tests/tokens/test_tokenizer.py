@@ -28,6 +28,7 @@ MODEL_TYPES = {
     "unigram": "t5",
     "word": "xlm",
     "char": "xlm",
+    "elmo-characters": "xlm",
 }
 
 

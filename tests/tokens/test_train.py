@@ -43,6 +43,7 @@ MODEL_TYPES = {
     "unigram-bytes": ["t5"],
     "word": ["xlm"],
     "char": ["xlm"],
+    "elmo-characters": ["xlm"],
 }
 SCRIPTS = "aeE' \n\t.,1290éẹ́ọцжδ中文鹭كة한국नदी🦩👩\u200d🔬▁\ufdd0\ufdd1\ufdd2\x00Ġ</w>##<s>[MASK]<0x41>"
 ANY_TEXT = st.text(st.one_of(st.sampled_from(SCRIPTS), st.characters(exclude_categories=["Cs"])), max_size=40)
@@ -85,7 +86,7 @@ def test_no_character_is_lost(name: str, text: str) -> None:
 
 
 def test_special_tokens_of_the_plain_kinds() -> None:
-    for kind in ("bpe", "word", "char"):
+    for kind in ("bpe", "word", "char", "elmo-characters"):
         vocab = learn(kind).vocab
         assert (vocab.pad, vocab.unk, vocab.bos, vocab.eos, vocab.cls, vocab.sep, vocab.mask) == (0, 1, 2, 3, 2, 3, 4)
 
@@ -119,11 +120,32 @@ def test_the_most_frequent_words_stay(capsys: pytest.CaptureFixture[str]) -> Non
     )
 
 
-def test_a_char_tokenizer_is_known_again(tmp_path: Path) -> None:
-    learn("char").save(tmp_path)
-    assert load_tokenizer(tmp_path).kind == "char"
-    learn("word").save(tmp_path / "word")
-    assert load_tokenizer(tmp_path / "word").kind == "word"
+@settings(max_examples=60, deadline=None)
+@given(text=st.one_of(st.sampled_from(TEXTS), ANY_TEXT))
+def test_a_char_tokenizer_has_one_token_per_character(text: str) -> None:
+    tokenizer = learn("char")
+    ids, known = tokenizer.encode(text), set("".join(TEXTS))
+    tokens = [tokenizer.backend.id_to_token(i) for i in ids]
+    assert tokens == [c if c in known else "<unk>" for c in text]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "".join(tokens)
+
+
+def test_characters_know_their_words(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = train_tokenizer(["to be, or  not\n"] * 3, "char", 100)
+    starts = tokenizer.word_starts(*tokenizer.encode_with_offsets(["to be, or  not\n"]))
+    assert "".join("|" * start + c for start, c in zip(starts.tolist(), "to be, or  not\n", strict=True)) == (
+        "|to| be|,| or| | not|\n"
+    )
+    assert retrain_tokenizer(tokenizer, ["xyz x"], 100).vocab.size == 5 + 4
+    small = train_tokenizer(["aaab"], "char", 6)
+    assert small.encode("ab") == [5, small.vocab.unk]
+    assert "25.0% of the characters of the text are not in the vocabulary; it has 2 of them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["char", "elmo-characters", "word"])
+def test_a_kind_is_known_again(kind: str, tmp_path: Path) -> None:
+    learn(kind).save(tmp_path)
+    assert load_tokenizer(tmp_path).kind == kind
 
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZER_KINDS))

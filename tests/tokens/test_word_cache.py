@@ -19,6 +19,7 @@ from firth.tokens.encode import DocumentEncoder, TokenizedDocuments
 from firth.tokens.tokenizer import Tokenizer
 from firth.tokens.word_cache import (
     BERT_SPLIT_RULES,
+    CHAR_SPLIT_RULES,
     GPT2_SPLIT_RULES,
     LLAMA3_SPLIT_RULES,
     SEGMENT_SEPARATOR,
@@ -44,7 +45,9 @@ MADE: dict[str, dict[str, Any]] = {
     "unigram": {"kind": "unigram"},
     "fallback": {"kind": "unigram", "byte_fallback": True, "lowercase": True},
     "word": {"kind": "word"},
-    "char": {"kind": "char", "lowercase": True},
+    "char": {"kind": "char"},
+    "char uncased": {"kind": "char", "lowercase": True},
+    "elmo": {"kind": "elmo-characters", "lowercase": True},
 }
 
 
@@ -113,6 +116,8 @@ def test_habits() -> None:
         UNIGRAM_SPLIT_RULES,
         UNIGRAM_SPLIT_RULES,
         WORD_LEVEL_SPLIT_RULES,
+        CHAR_SPLIT_RULES,
+        CHAR_SPLIT_RULES,
         WORD_LEVEL_SPLIT_RULES,
     ]
     assert [find_split_rules(tokenizer_of(name)) for name in MADE] == wanted

@@ -502,8 +502,8 @@ class TokenizerOptions(TextArguments, OutputOptions):
     output_dir: str = option(..., "Write the tokenizer to this folder.", "FOLDER")
     kind: str | None = option(
         None,
-        "Train wordpiece (BERT), bpe (GPT), byte-bpe (GPT-2, Llama), unigram (T5, XLNet), char (ELMo) or word "
-        "(word2vec). Default: wordpiece.",
+        "Train wordpiece (BERT), bpe (GPT), byte-bpe (GPT-2, Llama), unigram (T5, XLNet), char (single characters), "
+        "word (word2vec) or elmo-characters (ELMo: words read as characters). Default: wordpiece.",
         "NAME",
     )
     like: str | None = option(

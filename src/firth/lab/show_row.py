@@ -410,8 +410,10 @@ def make_token_formatter(tokenizer: Tokenizer) -> TokenFormatter:
             return " " + token
         if tokenizer.kind == "wordpiece":
             return token[2:] if token.startswith("##") else " " + token
-        if tokenizer.kind in ("char", "word"):
+        if tokenizer.kind in ("elmo-characters", "word"):
             return " " + token
+        if tokenizer.kind == "char":
+            return token
         return token.replace("▁", " ").replace("</w>", " ")
 
     @cache

@@ -32,10 +32,10 @@ FAMILY_TOKENIZERS = {
     "bart": "byte-bpe",
     "t5": "unigram",
     "ulmfit": "word",
-    "elmo": "char",
+    "elmo": "elmo-characters",
     "bilstm": "word",
 }
-MAX_WORDS_BY_KIND = {"word": 30000, "char": 2**20}  # vocabulary sizes of tokenizers with one token per word
+MAX_WORDS_BY_KIND = {"word": 30000, "elmo-characters": 2**20}  # vocabulary sizes of tokenizers with one token per word
 DEFAULT_OBJECTIVES = {"encoder": "mlm", "decoder": "clm", "encoder-decoder": "span-corruption"}
 FAMILY_OBJECTIVES = {  # families published with another objective than their architecture's default
     "spanbert": "span",

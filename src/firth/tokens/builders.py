@@ -22,6 +22,7 @@ SPLIT_PATTERNS = {  # regexes of the words that byte-level BPE never merges acro
 }
 
 WORD_LEVEL_REGEX = r"[\w\p{M}]+(?:['’][\w\p{M}]+)*|[^\w\p{M}\s]"
+CHAR_WORD_REGEX = rf" ?(?:{WORD_LEVEL_REGEX})|\s"  # words of a character tokenizer, each with the space before it
 NON_SPACE_WHITESPACE_REGEX = r"[^\S ]"  # newlines and tabs
 
 
@@ -158,6 +159,19 @@ def build_word_level(vocab: dict[str, int], options: SplitOptions) -> Backend:
     return backend
 
 
+def build_char(vocab: dict[str, int], options: SplitOptions) -> Backend:
+    """Return a tokenizer with one token per Unicode character, spaces included: BPE without merges.
+
+    Decoding restores every text whose characters are in the vocabulary. The pre-tokenizer changes no token: it tells
+    whole-word masking where words begin.
+    """
+    backend = Backend(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    backend.normalizer = normalizers.Lowercase() if options.lowercase else None
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(CHAR_WORD_REGEX), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return backend
+
+
 # --- the table of kinds ---------------------------------------------------------------------------------------------
 
 BERT_SPECIAL_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
@@ -191,7 +205,8 @@ TOKENIZER_KINDS = {
         {**T5_SPECIAL_TOKENS, "cls": "<s>", "sep": "</s>", "mask": "<mask>"},
         SENTINEL_TOKENS,
     ),
-    "char": TokenizerKind(build_word_level, COMMON_SPECIAL_TOKENS, ROBERTA_SPECIAL_TOKENS),
+    "char": TokenizerKind(build_char, COMMON_SPECIAL_TOKENS, ROBERTA_SPECIAL_TOKENS),
+    "elmo-characters": TokenizerKind(build_word_level, COMMON_SPECIAL_TOKENS, ROBERTA_SPECIAL_TOKENS),
     "word": TokenizerKind(build_word_level, COMMON_SPECIAL_TOKENS, ROBERTA_SPECIAL_TOKENS),
 }
 
@@ -208,7 +223,7 @@ def default_tokenizer_config(kind: str) -> dict[str, Any]:
     BERT only: GPT-2 would add them to its embeddings.
     """
     segments = ["token_type_ids"] if kind == "wordpiece" else []
-    characters = {"max_word_length": MAX_ELMO_WORD_CHARS} if kind == "char" else {}
+    characters = {"max_word_length": MAX_ELMO_WORD_CHARS} if kind == "elmo-characters" else {}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_input_names": ["input_ids", *segments, "attention_mask"],

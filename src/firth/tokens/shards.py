@@ -35,6 +35,7 @@ WORD_AWARE_KINDS = (
     "byte-bpe",
     "unigram",
     "char",
+    "elmo-characters",
     "word",
 )  # tokenizers that split at word boundaries
 MAX_MEAN_WORD_TOKENS = 20  # tokens per word on average: more means that the tokenizer does not see word boundaries

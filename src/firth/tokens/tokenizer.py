@@ -21,6 +21,7 @@ from firth.core.errors import UserError
 from firth.core.files import read_json, write_json, write_text
 from firth.tokens.builders import (
     BERT_SPECIAL_TOKENS,
+    CHAR_WORD_REGEX,
     END_OF_WORD_SUFFIX,
     GPT2_SPECIAL_TOKENS,
     GPT_SPECIAL_TOKENS,
@@ -182,9 +183,11 @@ def detect_tokenizer_kind(tokenizer_json: Mapping[str, Any], config: Mapping[str
     """Return the kind of a tokenizer from its tokenizer.json and tokenizer_config.json."""
     model = tokenizer_json["model"]["type"]
     if model == "BPE":
+        if (tokenizer_json["pre_tokenizer"] or {}).get("pattern") == {"Regex": CHAR_WORD_REGEX}:
+            return "char"
         return "byte-bpe" if is_byte_level(tokenizer_json) else "bpe"
     if model == "WordLevel":
-        return "char" if "max_word_length" in config else "word"
+        return "elmo-characters" if "max_word_length" in config else "word"
     return {"WordPiece": "wordpiece", "Unigram": "unigram"}[model]
 
 

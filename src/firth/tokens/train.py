@@ -68,7 +68,8 @@ def train_tokenizer(
     - unigram, for T5, ALBERT, XLNet and XLM-R: <pad> </s> <unk> <s> <mask> are ids 0 to 4, and <extra_id_99> ...
       <extra_id_0> the last 100. </s> is eos and sep, <s> is cls. `byte_fallback` spells characters without a piece in
       bytes, so that decoding restores every text exactly.
-    - word, for word2vec and AWD-LSTM, and char, for ELMo: whole words, with the special tokens of bpe. A char model
+    - char: one token per Unicode character, spaces included, with the special tokens of bpe.
+    - word, for word2vec and AWD-LSTM, and elmo-characters, for ELMo: whole words, with the special tokens of bpe. ELMo
       reads words as characters (see `characters.py`); its vocabulary has the words that it predicts.
 
     `max_memory` (bytes) trains on a sample of the text if all of it would need more; None: no limit. A small text may
@@ -142,7 +143,8 @@ def train_backend(
     if max_memory_bytes is not None:
         stream = sample_passages(stream, max_memory_bytes // TRAIN_MEMORY_PER_TEXT_BYTE[model], seed)
     with show_heartbeat(f"training a {kind} vocabulary") as heartbeat:
-        vocab = VOCAB_TRAINERS[model](layout, heartbeat.track_reading(stream), num_tokens, heartbeat.set_status)
+        train_vocab = train_char_vocab if kind == "char" else VOCAB_TRAINERS[model]
+        vocab = train_vocab(layout, heartbeat.track_reading(stream), num_tokens, heartbeat.set_status)
     backend = assemble_backend(layout, vocab)
     if num_cut := long_words["cut"]:
         say(f"{format_count(num_cut, 'word')} of more than {MAX_TRAINING_WORD_CHARS:,} characters: cut for training.")
@@ -375,6 +377,16 @@ def train_word_vocab(layout: VocabLayout, texts: Iterable[str], num_tokens: int,
     if share > 0:
         say(f"{share:.1%} of the words of the text are not in the vocabulary; it has {len(counts):,} different words.")
     return TrainedVocab(words)
+
+
+def train_char_vocab(layout: VocabLayout, texts: Iterable[str], num_tokens: int, report: ReportFn) -> TrainedVocab:
+    """Return the most frequent characters."""
+    counts = count_characters(count_split_words(layout, texts))
+    characters = [c for c, _ in sort_by_count(counts)[:num_tokens]]
+    share = 1 - sum(counts[c] for c in characters) / counts.total()
+    if share > 0:
+        say(f"{share:.1%} of the characters of the text are not in the vocabulary; it has {len(counts):,} of them.")
+    return TrainedVocab(characters)
 
 
 VOCAB_TRAINERS = {

@@ -25,7 +25,13 @@ import numpy as np
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from firth.tokens.builders import METASPACE_ESCAPES, NON_SPACE_WHITESPACE_REGEX, SPLIT_PATTERNS, WORD_LEVEL_REGEX
+from firth.tokens.builders import (
+    CHAR_WORD_REGEX,
+    METASPACE_ESCAPES,
+    NON_SPACE_WHITESPACE_REGEX,
+    SPLIT_PATTERNS,
+    WORD_LEVEL_REGEX,
+)
 from firth.tokens.tokenizer import Tokenizer
 
 SEGMENT_SEPARATOR = "\ufdd3"  # a Unicode noncharacter, which no text contains
@@ -64,7 +70,7 @@ ISOLATED_PUNCTUATION = (
 )
 BERT_SPLIT_RULES = SplitRules(newline_as=" ", splits_after=punctuation, isolated=ISOLATED_PUNCTUATION)
 WORD_LEVEL_SPLIT_RULES = SplitRules(newline_as=" ", isolated=ISOLATED_PUNCTUATION)
-UNIGRAM_SPLIT_RULES = SplitRules(newline_as="\n")
+UNIGRAM_SPLIT_RULES = CHAR_SPLIT_RULES = SplitRules(newline_as="\n")
 GPT2_SPLIT_RULES = SplitRules(merges_space_runs=True, newline_as="\n")
 LLAMA3_SPLIT_RULES = SplitRules(merges_space_runs=True)
 
@@ -83,6 +89,8 @@ def find_split_rules(tokenizer: Tokenizer) -> SplitRules | None:
             return BERT_SPLIT_RULES
         case ["Split"] if plain and is_regex_split(splits[0], WORD_LEVEL_REGEX, "Removed"):
             return WORD_LEVEL_SPLIT_RULES
+        case ["Split"] if plain and is_regex_split(splits[0], CHAR_WORD_REGEX, "Isolated"):
+            return CHAR_SPLIT_RULES
         case ["Split", "Metaspace"] if (
             plain and is_regex_split(splits[0], NON_SPACE_WHITESPACE_REGEX, "Isolated") and splits[1]["split"]
         ):

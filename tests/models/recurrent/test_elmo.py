@@ -40,7 +40,7 @@ TEXT = "the cat sat on the mat and the dog ran home"
 
 
 def words_tokenizer(lowercase: bool = False) -> Tokenizer:
-    return train_tokenizer([TEXT] * 3, "char", 100, lowercase)
+    return train_tokenizer([TEXT] * 3, "elmo-characters", 100, lowercase)
 
 
 def small(clip: float = 3.0, sampled: int = 0, dropout: float = 0.0) -> Encoder:
