@@ -27,7 +27,7 @@ from firth.models.embeddings import InputEmbedding
 from firth.models.heads import LABEL_IGNORE_INDEX
 from firth.models.hf.convert import unique_state_dict
 from firth.models.position.bias import AlibiBias
-from firth.models.recurrent import CharCNNEmbedding
+from firth.models.recurrent.elmo import CharCNNEmbedding
 from firth.tokens import load_tokenizer
 
 modeling_outputs: Any = transformers.modeling_outputs

@@ -23,7 +23,7 @@ from firth.evaluate.evaluation import Evaluation
 from firth.generate.decode_state import require_tokenizer
 from firth.metrics import accuracy_by_group, analogy_correct, compute_metrics
 from firth.models import Model, load_model
-from firth.models.recurrent import CharCNNEmbedding
+from firth.models.recurrent.elmo import CharCNNEmbedding
 from firth.tasks import Prediction
 from firth.text import Example
 from firth.text.open_text import DECOMPRESSORS, open_decompressed, read_lines

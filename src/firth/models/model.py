@@ -48,10 +48,11 @@ from firth.models.heads import (
 from firth.models.init import init_weights
 from firth.models.position.mask_decoder import EnhancedMaskDecoder
 from firth.models.position.xl_memory import XLMemory
-from firth.models.recurrent import AWDLSTMStack, CharCNNEmbedding, ELMoStack, FeatureEncoder
-from firth.models.recurrent import Seq2SeqDecoder as RecurrentWriter
-from firth.models.recurrent import Seq2SeqEncoder as RecurrentReader
+from firth.models.recurrent.awd import AWDLSTMStack
+from firth.models.recurrent.elmo import CharCNNEmbedding, ELMoStack
+from firth.models.recurrent.features import FeatureEncoder
 from firth.models.recurrent.lstm import make_bilstm_stack
+from firth.models.recurrent.seq2seq import Seq2SeqDecoder, Seq2SeqEncoder
 from firth.models.task_heads import TASK_HEAD_MODULES, AuxiliaryLMHeadModule, MultipleChoiceHeadModule, TaskHeadModule
 from firth.models.template import make_sequence_template
 from firth.models.two_stream import TwoStream
@@ -241,7 +242,7 @@ def make_embedding(config: ModelConfig) -> InputEmbedding:
 
 def make_stack(config: ModelConfig, num_layers: int, is_causal: bool, cross_attention: bool = False) -> Stack:
     if isinstance(config.recurrent, Seq2SeqConfig):
-        return RecurrentWriter(config) if cross_attention else RecurrentReader(config)
+        return Seq2SeqDecoder(config) if cross_attention else Seq2SeqEncoder(config)
     if config.recurrent is not None:
         return {AWDLSTMConfig: AWDLSTMStack, BiLSTMConfig: make_bilstm_stack, ELMoConfig: ELMoStack}[
             type(config.recurrent)

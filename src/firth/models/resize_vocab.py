@@ -11,7 +11,8 @@ from firth.core.errors import UserError
 from firth.models.electra import ElectraGenerator
 from firth.models.heads import LMHeadModule
 from firth.models.model import Model
-from firth.models.recurrent import CharCNNEmbedding, FeatureEncoder
+from firth.models.recurrent.elmo import CharCNNEmbedding
+from firth.models.recurrent.features import FeatureEncoder
 
 NEW_VECTOR_NOISE_RATIO = 0.1  # std of new rows, relative to the std of the old ones
 

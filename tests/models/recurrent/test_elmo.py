@@ -19,9 +19,10 @@ from firth.models.config import FeatureEncoderConfig
 from firth.models.heads import sampled_cross_entropy
 from firth.models.hf.config_io import hf_model_type
 from firth.models.presets import bag_of_words, bert
-from firth.models.recurrent import CharCNNEmbedding, ELMoStack, FeatureEncoder, clipped
+from firth.models.recurrent import clipped
 from firth.models.recurrent.clipped import clipped_lstm
-from firth.models.recurrent.elmo import ELMoLayer
+from firth.models.recurrent.elmo import CharCNNEmbedding, ELMoLayer, ELMoStack
+from firth.models.recurrent.features import FeatureEncoder
 from firth.models.recurrent.presets import elmo
 from firth.objectives import OBJECTIVES, Batch, CounterRNG
 from firth.tokens import Rows, Tokenizer, train_tokenizer

@@ -15,7 +15,7 @@ from firth.models import Decoder, Encoder, ModelConfig, count_parameters, get_pr
 from firth.models.config import AWDLSTMConfig, FeatureEncoderConfig, LearnedPosition, LMHead
 from firth.models.kernels.dropout import fast_dropout
 from firth.models.presets import PRESETS
-from firth.models.recurrent import AWDLSTMStack
+from firth.models.recurrent.awd import AWDLSTMStack
 from firth.models.recurrent.lstm import locked_dropout, run_lstm, unpack_documents
 from firth.models.recurrent.presets import RECURRENT_PRESETS, bilstm, elmo, rnn, ulmfit
 from firth.models.sizes import flops_per_token

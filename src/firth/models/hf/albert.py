@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from firth.core.errors import UserError
-from firth.models.config import LMHead, MLPConfig, ModelConfig
+from firth.models import presets
+from firth.models.config import LMHead, ModelConfig
 from firth.models.hf.bert import (
     ALBERT_DROPOUT_KEYS,
-    BERT_DEFAULT,
     BERT_SETTINGS,
     bert_embedding_rules,
     bert_task_architectures,
@@ -48,17 +48,7 @@ def read_groups(hf_config: HFConfigDict, config: ModelConfig) -> ModelConfig:
     return replace(config, num_shared=config.num_layers // groups)
 
 
-ALBERT_DEFAULT = replace(
-    BERT_DEFAULT,
-    family="albert",
-    vocab_size=30000,
-    dim=4096,
-    num_heads=64,
-    mlp=MLPConfig(16384, "gelu-tanh"),
-    embed_dim=128,
-    dropout=0.0,
-    attention_dropout=0.0,
-)
+ALBERT_DEFAULT = presets.albert(12, 4096, 64, num_shared=1)
 ALBERT_SETTINGS = SettingsTable(
     ALBERT_DEFAULT,
     (*BERT_SETTINGS, Setting("embed_dim", "embedding_size")),

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from firth.models import presets
 from firth.models.config import (
     ClassificationHead,
-    LayerNormConfig,
-    LearnedPosition,
     LMHead,
-    MLPConfig,
     ModelConfig,
     SpanHead,
 )
@@ -60,21 +58,7 @@ def bart_rules(config: ModelConfig) -> Iterator[TensorRule]:
         yield TensorRule("head.bias", (BART_BIAS_KEY,), as_row=True)
 
 
-BART_DEFAULT = ModelConfig(
-    family="bart",
-    architecture="encoder-decoder",
-    vocab_size=50265,
-    dim=1024,
-    num_layers=12,
-    num_heads=16,
-    mlp=MLPConfig(4096),
-    position=LearnedPosition(1024 + BART_POSITION_OFFSET, BART_POSITION_OFFSET),
-    norm=LayerNormConfig(1e-5),
-    head=LMHead(),
-    embed_norm=True,
-    adds_bos=True,
-    attention_dropout=0.0,
-)
+BART_DEFAULT = presets.bart(12, 1024, 16, attention_dropout=0.0)
 BART_LENGTH = Converter(lambda length: length + BART_POSITION_OFFSET, lambda length: length - BART_POSITION_OFFSET)
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from firth.models import presets
 from firth.models.config import (
     ClassificationHead,
-    LayerNormConfig,
-    LearnedPosition,
     LMHead,
-    MLPConfig,
     ModelConfig,
     MultipleChoiceHead,
     SpanHead,
@@ -90,20 +88,7 @@ def bert_block_rules(config: ModelConfig, hf_prefix: str) -> Iterator[TensorRule
         yield from linear_rules(f"{ours}.mlp_norm", f"{theirs}.output.LayerNorm")
 
 
-BERT_DEFAULT = ModelConfig(
-    family="bert",
-    architecture="encoder",
-    vocab_size=30522,
-    dim=768,
-    num_layers=12,
-    num_heads=12,
-    mlp=MLPConfig(3072),
-    position=LearnedPosition(512),
-    norm=LayerNormConfig(1e-12),
-    head=LMHead(transform=True, bias=True),
-    embed_norm=True,
-    num_segments=2,
-)
+BERT_DEFAULT = presets.bert(12, 768, 12)
 BERT_BLOCK_SETTINGS = (
     *HIDDEN_SIZES,
     Setting("mlp.dim", "intermediate_size"),

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from firth.core.errors import UserError
+from firth.models import presets
 from firth.models.config import (
     ClassificationHead,
     Disentangled,
-    LayerNormConfig,
     LMHead,
     ModelConfig,
     MultipleChoiceHead,
     SpanHead,
     TokenClassificationHead,
 )
-from firth.models.hf.bert import BERT_BLOCK_SETTINGS, BERT_DEFAULT
+from firth.models.hf.bert import BERT_BLOCK_SETTINGS
 from firth.models.hf.layout import (
     HFLayout,
     TaskArchitecture,
@@ -100,15 +99,7 @@ def read_deberta_rest(hf_config: HFConfigDict, config: ModelConfig) -> ModelConf
     return config if position.max_distance > 0 else set_field(config, "position.max_distance", position.length)
 
 
-DEBERTA_DEFAULT = replace(
-    BERT_DEFAULT,
-    family="deberta",
-    vocab_size=50265,
-    position=Disentangled(512, 512, absolute_embeddings=True),
-    norm=LayerNormConfig(1e-7),
-    attention_bias="no-key",
-    num_segments=0,
-)
+DEBERTA_DEFAULT = presets.deberta(12, 768, 12, position=Disentangled(512, 512, absolute_embeddings=True))
 DEBERTA_SETTINGS = SettingsTable(
     DEBERTA_DEFAULT,
     (

@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from firth.models import presets
 from firth.models.config import (
     ClassificationHead,
     DiscriminatorHead,
     GeneratorConfig,
     LMHead,
-    MLPConfig,
     ModelConfig,
     MultipleChoiceHead,
 )
 from firth.models.hf.bert import (
-    BERT_DEFAULT,
     BERT_DROPOUT_KEYS,
     BERT_FIXED_SETTINGS,
     BERT_SETTINGS,
@@ -93,7 +92,7 @@ def read_discriminator(hf_config: HFConfigDict, config: ModelConfig) -> ModelCon
     return replace(config, head=DiscriminatorHead())
 
 
-ELECTRA_DEFAULT = replace(BERT_DEFAULT, family="electra", dim=256, num_heads=4, mlp=MLPConfig(1024), embed_dim=128)
+ELECTRA_DEFAULT = presets.electra(12, 256, 4)
 ELECTRA_SETTINGS = SettingsTable(
     ELECTRA_DEFAULT, (*BERT_SETTINGS, Setting("embed_width", "embedding_size")), read_discriminator
 )

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from firth.core.errors import UserError
+from firth.models import presets
 from firth.models.config import (
     ClassificationHead,
-    LearnedPosition,
     ModelConfig,
-    NormalInit,
 )
-from firth.models.hf.gpt2 import GPT2_DEFAULT, GPT_SHARED_SETTINGS, gpt2_block_rules, write_embedding_dropout
+from firth.models.hf.gpt2 import GPT_SHARED_SETTINGS, gpt2_block_rules, write_embedding_dropout
 from firth.models.hf.layout import (
     HFLayout,
     TaskArchitecture,
@@ -46,14 +44,7 @@ def gpt_activation_to_hf(name: str) -> str:
 
 
 GPT_SETTINGS = SettingsTable(
-    replace(
-        GPT2_DEFAULT,
-        family="gpt",
-        vocab_size=40478,
-        position=LearnedPosition(512),
-        init=NormalInit(),
-        norm_first=False,
-    ),
+    presets.gpt(12, 768, 12),
     (
         *GPT_SHARED_SETTINGS,
         Setting("mlp.activation", "afn", Converter(gpt_activation_from_hf, gpt_activation_to_hf)),

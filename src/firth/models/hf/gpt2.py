@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from firth.models import presets
 from firth.models.config import (
     ClassificationHead,
-    LayerNormConfig,
-    LearnedPosition,
-    LMHead,
-    MLPConfig,
     ModelConfig,
-    NormalInit,
     SpanHead,
     TokenClassificationHead,
 )
@@ -42,20 +38,7 @@ def gpt2_block_rules(config: ModelConfig) -> Iterator[TensorRule]:
         yield from linear_rules(f"{ours}.mlp.down", f"{theirs}.mlp.c_proj", transposed=True)
 
 
-GPT2_DEFAULT = ModelConfig(
-    family="gpt2",
-    architecture="decoder",
-    vocab_size=50257,
-    dim=768,
-    num_layers=12,
-    num_heads=12,
-    mlp=MLPConfig(3072, "gelu-tanh"),
-    position=LearnedPosition(1024),
-    norm=LayerNormConfig(1e-5),
-    head=LMHead(),
-    init=NormalInit(scale_residual=True),
-    norm_first=True,
-)
+GPT2_DEFAULT = presets.gpt2(12, 768, 12)
 GPT_SHARED_SETTINGS = (
     *sizes("n_embd", "n_layer", "n_head"),
     Setting("position.length", "n_positions"),

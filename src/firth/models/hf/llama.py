@@ -7,13 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from firth.core.errors import UserError
+from firth.models import presets
 from firth.models.config import (
     AuxiliaryLM,
     ClassificationHead,
     LMHead,
-    MLPConfig,
     ModelConfig,
-    RMSNormConfig,
     RopeScaling,
     Rotary,
     SpanHead,
@@ -79,22 +78,7 @@ def write_rope(config: ModelConfig) -> HFConfigDict:
     return {"rope_parameters": rope, "tie_word_embeddings": getattr(config.head, "tied", False)}
 
 
-LLAMA_DEFAULT = ModelConfig(
-    family="llama",
-    architecture="decoder",
-    vocab_size=32000,
-    dim=4096,
-    num_layers=32,
-    num_heads=32,
-    mlp=MLPConfig(11008, "silu", gated=True),
-    position=Rotary(10000.0, 2048),
-    norm=RMSNormConfig(1e-6),
-    head=LMHead(tied=False),
-    norm_first=True,
-    bias=False,
-    dropout=0.0,
-    attention_dropout=0.0,
-)
+LLAMA_DEFAULT = presets.llama(32, 4096, 32, 11008)
 NULL_IS_DEFAULT = Converter(from_hf=lambda value: value or None)
 LLAMA_SETTINGS = SettingsTable(
     LLAMA_DEFAULT,

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from firth.core.errors import UserError
+from firth.models import presets
 from firth.models.config import (
-    BottleneckConfig,
     ClassificationHead,
     LMHead,
-    MLPConfig,
     ModelConfig,
     MultipleChoiceHead,
-    NoNormConfig,
 )
 from firth.models.hf.bert import (
-    BERT_DEFAULT,
     BERT_DROPOUT_KEYS,
     BERT_SETTINGS,
     bert_embedding_rules,
@@ -78,20 +74,7 @@ def write_attention_input(config: ModelConfig) -> HFConfigDict:
     return {"use_bottleneck_attention": reads == "narrow", "key_query_shared_bottleneck": reads == "shared-qk"}
 
 
-MOBILEBERT_DEFAULT = replace(
-    BERT_DEFAULT,
-    family="mobilebert",
-    dim=512,
-    num_layers=24,
-    num_heads=4,
-    mlp=MLPConfig(512, "relu"),
-    norm=NoNormConfig(),
-    head=LMHead(transform=True, bias=True, extends_embeddings=True),
-    bottleneck=BottleneckConfig(),
-    embed_dim=128,
-    embed_trigrams=True,
-    dropout=0.0,
-)
+MOBILEBERT_DEFAULT = presets.mobilebert(24, 512, 4, 128)
 MOBILEBERT_SETTINGS = SettingsTable(
     MOBILEBERT_DEFAULT,
     (

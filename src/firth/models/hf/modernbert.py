@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from firth.core.errors import UserError
+from firth.models import presets
 from firth.models.config import (
     ClassificationHead,
     LayerNormConfig,
     LMHead,
-    MLPConfig,
     ModelConfig,
     MultipleChoiceHead,
-    NormalInit,
     Rotary,
     SlidingWindow,
     SpanHead,
@@ -111,26 +110,7 @@ def write_modernbert_rest(config: ModelConfig) -> HFConfigDict:
     }
 
 
-MODERNBERT_DEFAULT = ModelConfig(
-    family="modernbert",
-    architecture="encoder",
-    vocab_size=50368,
-    dim=768,
-    num_layers=22,
-    num_heads=12,
-    mlp=MLPConfig(1152, gated=True),
-    position=Rotary(160000.0, 8192, local_theta=10000.0),
-    norm=LayerNormConfig(1e-5, bias=False),
-    head=LMHead(transform=True, bias=True),
-    init=NormalInit(scale_residual=True, cutoff_factor=2.0),
-    norm_first=True,
-    embed_norm=True,
-    skip_first_norm=True,
-    bias=False,
-    window=SlidingWindow(128, 3),
-    dropout=0.0,
-    attention_dropout=0.0,
-)
+MODERNBERT_DEFAULT = presets.modernbert(22, 768, 12, 1152)
 MODERNBERT_SETTINGS = SettingsTable(
     MODERNBERT_DEFAULT,
     (

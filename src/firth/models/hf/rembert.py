@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from firth.models.config import LMHead, MLPConfig, ModelConfig
+from firth.models import presets
+from firth.models.config import LMHead, ModelConfig
 from firth.models.hf.bert import (
     ALBERT_DROPOUT_KEYS,
-    BERT_DEFAULT,
     BERT_SETTINGS,
     bert_block_rules,
     bert_embedding_rules,
@@ -29,19 +28,7 @@ def rembert_rules(config: ModelConfig) -> Iterator[TensorRule]:
         yield TensorRule("head.bias", ("cls.predictions.decoder.bias",))
 
 
-REMBERT_DEFAULT = replace(
-    BERT_DEFAULT,
-    family="rembert",
-    vocab_size=250300,
-    dim=1152,
-    num_layers=32,
-    num_heads=18,
-    mlp=MLPConfig(4608),
-    head=LMHead(tied=False, transform=True, bias=True, dim=1664),
-    embed_dim=256,
-    dropout=0.0,
-    attention_dropout=0.0,
-)
+REMBERT_DEFAULT = presets.rembert(32, 1152, 18)
 REMBERT_SETTINGS = SettingsTable(
     REMBERT_DEFAULT,
     (*BERT_SETTINGS, Setting("embed_dim", "input_embedding_size")),

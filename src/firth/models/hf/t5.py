@@ -8,15 +8,12 @@ from typing import Any
 
 import torch
 
+from firth.models import presets
 from firth.models.config import (
     ClassificationHead,
-    FanInInit,
     LMHead,
-    MLPConfig,
     ModelConfig,
-    RMSNormConfig,
     SpanHead,
-    T5Bias,
     TokenClassificationHead,
 )
 from firth.models.hf.layout import (
@@ -63,21 +60,7 @@ def t5_rules(config: ModelConfig) -> Iterator[TensorRule]:
         yield TensorRule("head.weight", ("lm_head.weight",))
 
 
-T5_DEFAULT = ModelConfig(
-    family="t5",
-    architecture="encoder-decoder",
-    vocab_size=32128,
-    dim=512,
-    num_layers=6,
-    num_heads=8,
-    mlp=MLPConfig(2048, "relu", dropout=None),
-    position=T5Bias(32, 128),
-    norm=RMSNormConfig(1e-6),
-    head=LMHead(scale_hidden_states=True),
-    init=FanInInit(),
-    norm_first=True,
-    bias=False,
-)
+T5_DEFAULT = presets.t5(6, 512, 8, 2048)
 
 
 def read_t5_rest(hf_config: HFConfigDict, config: ModelConfig) -> ModelConfig:

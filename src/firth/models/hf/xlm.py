@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from firth.models import presets
 from firth.models.config import (
     ClassificationHead,
-    LayerNormConfig,
     LearnedPosition,
     LMHead,
-    MLPConfig,
     ModelConfig,
     NormalInit,
     SinusoidalPosition,
@@ -82,20 +81,7 @@ def write_xlm_rest(config: ModelConfig) -> HFConfigDict:
     }
 
 
-XLM_DEFAULT = ModelConfig(
-    family="xlm",
-    architecture="encoder",
-    vocab_size=30145,
-    dim=2048,
-    num_layers=12,
-    num_heads=16,
-    mlp=MLPConfig(8192),
-    position=LearnedPosition(512),
-    norm=LayerNormConfig(1e-12),
-    head=LMHead(bias=True),
-    init=NormalInit(embed_std=2048**-0.5),
-    embed_norm=True,
-)
+XLM_DEFAULT = presets.xlm(12, 2048, 16, 30145)
 XLM_ACTIVATION = Converter(lambda gelu: "gelu" if gelu else "relu", {"gelu": True, "relu": False}.__getitem__)
 XLM_SETTINGS = SettingsTable(
     XLM_DEFAULT,

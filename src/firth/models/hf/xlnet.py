@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from firth.models import presets
 from firth.models.config import (
     ClassificationHead,
-    LayerNormConfig,
     LMHead,
-    MLPConfig,
     ModelConfig,
     MultipleChoiceHead,
-    QueryStream,
     SpanHead,
     TokenClassificationHead,
-    TransformerXL,
 )
 from firth.models.hf.layout import (
     HFLayout,
@@ -84,20 +81,7 @@ def xlnet_attention_rules(firth_prefix: str, hf_prefix: str, num_heads: int) -> 
     yield TensorRule(f"{firth_prefix}.score.segments", (f"{hf_prefix}.seg_embed",))
 
 
-XLNET_DEFAULT = ModelConfig(
-    family="xlnet",
-    architecture="encoder",
-    vocab_size=32000,
-    dim=1024,
-    num_layers=24,
-    num_heads=16,
-    mlp=MLPConfig(4096, dropout=None),
-    position=TransformerXL(relative_segments=True),
-    norm=LayerNormConfig(1e-12),
-    head=LMHead(bias=True),
-    attention_bias="none",
-    extras=(QueryStream(),),
-)
+XLNET_DEFAULT = presets.xlnet(24, 1024, 16)
 XLNET_SETTINGS = SettingsTable(
     XLNET_DEFAULT,
     (
