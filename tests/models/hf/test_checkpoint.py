@@ -19,6 +19,7 @@ from firth.models import (
     Extra,
     Model,
     ModelConfig,
+    MultipleChoiceHead,
     from_hf_config,
     hf_model_type,
     load_model,
@@ -469,7 +470,7 @@ ODD = {
     "distilbert with segments": replace(CONFIGS["distilbert"], num_segments=2),
     "gpt with exact gelu": replace(CONFIGS["gpt"], mlp=MLPConfig(64, "gelu")),
     "xlm with a narrow mlp": replace(CONFIGS["xlm"], mlp=MLPConfig(32)),
-    "t5 with classes": replace(CONFIGS["t5"], head=ClassificationHead(("a", "b"), has_pooler=True, pool="last")),
+    "t5 with choices": replace(CONFIGS["t5"], head=MultipleChoiceHead(pool="last")),
     "wrong classes": replace(CONFIGS["distilbert"], head=ClassificationHead(("a", "b"), has_pooler=True)),
 }
 
