@@ -14,6 +14,7 @@ from firth.models import (
     Distillation,
     Model,
     check_distillation_pair,
+    distill,
     distillation_losses,
     init_from_teacher,
     make_model,
@@ -44,15 +45,38 @@ def test_the_loss_by_hand() -> None:
     given, spec = batch(), Distillation(temperature=3.0, soft=0.7, hard=0.2, cosine=0.4)
     found = distillation_losses(student, teacher, given, spec)  # type: ignore[arg-type]
     s, t = (m(given.input_ids, given.document_ids + 1, output_hidden_states=True) for m in (student, teacher))
-    answers = 0.0
-    for row, place, label in ((0, 1, 5), (0, 4, 6), (1, 2, 7)):
-        mine, theirs = s.logits[row, place], t.logits[row, place]
-        wanted = (theirs / 3).softmax(-1)
-        soft = (wanted * (wanted.log() - (mine / 3).log_softmax(-1))).sum()
-        answers += 0.2 * F.cross_entropy(mine, torch.tensor(label)) + 0.7 * 9 * soft
-    assert_close(found["targets"], answers)
-    x, y = s.hidden_states[-1][given.document_ids >= 0], t.hidden_states[-1][given.document_ids >= 0]
-    assert_close(found["tokens"], 0.4 * (1 - (x * y).sum(-1) / x.norm(dim=-1) / y.norm(dim=-1)).sum())
+    hard = sum(F.cross_entropy(s.logits[i, j], torch.tensor(k)) for i, j, k in ((0, 1, 5), (0, 4, 6), (1, 2, 7)))
+    assert_close(found["targets"], 0.2 * hard)
+    real = given.document_ids >= 0  # soft targets and states of all tokens, masked or not; none of the padding
+    p = (t.logits[real] / 3).softmax(-1)
+    soft = (p * (p.log() - (s.logits[real] / 3).log_softmax(-1))).sum()
+    x, y = s.hidden_states[-1][real], t.hidden_states[-1][real]
+    cosine = (1 - (x * y).sum(-1) / x.norm(dim=-1) / y.norm(dim=-1)).sum()
+    assert_close(found["tokens"], 0.7 * 9 * soft + 0.4 * cosine)
+
+
+def test_the_published_weights() -> None:
+    """alpha_ce 5, alpha_mlm 2, alpha_cos 1, temperature 2: the published command for DistilBERT."""
+    assert Distillation() == Distillation(temperature=2.0, soft=5.0, hard=2.0, cosine=1.0)
+
+
+def test_chunks_of_positions_have_the_same_loss_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    student, teacher = pair()
+    given, results = batch(), []
+    for max_logits in (distill.MAX_CHUNK_LOGITS, 4 * 30):
+        monkeypatch.setattr(distill, "MAX_CHUNK_LOGITS", max_logits)
+        student.zero_grad()
+        losses = distillation_losses(student, teacher, given, Distillation())  # type: ignore[arg-type]
+        sum(losses.values()).backward()  # type: ignore[union-attr]
+        results.append((losses, {n: p.grad.clone() for n, p in student.named_parameters() if p.grad is not None}))
+    assert_close(*results)
+
+
+def test_a_part_with_weight_0_is_disabled() -> None:
+    student, teacher = pair()
+    found = distillation_losses(student, teacher, batch(), Distillation(soft=0.0, cosine=0.0))  # type: ignore[arg-type]
+    assert found["tokens"].item() == 0
+    assert found["targets"].item() > 0
 
 
 def test_a_copy_of_the_teacher_has_no_soft_loss() -> None:

@@ -35,7 +35,13 @@ from firth.train import (
     pretrain,
     read_log,
 )
-from firth.train.dataloader import make_batch_rng, make_pretrain_batch_fn, make_row_dataset
+from firth.train.dataloader import (
+    make_batch,
+    make_batch_rng,
+    make_pretrain_batch_fn,
+    make_row_dataset,
+    open_recipe_shards,
+)
 from firth.train.distributed import DistContext
 from firth.train.loop import SpeedMeter, prefetch_batches
 from firth.train.optim import learning_rate_at
@@ -522,6 +528,25 @@ def test_distillation_trains_and_resumes(recipe_of: Recipes, tmp_path: Path, mon
     taught = pretraining.load_teacher(recipe_of(engine=EngineConfig(fused_attention=False), **fields), CPU)
     assert taught is not None
     assert [m.allow_fused for m in taught.modules() if isinstance(m, Attention)] == [False, False]
+
+
+def test_a_student_does_not_repeat_the_masks_of_its_teacher(recipe_of: Recipes) -> None:
+    """Same seed and rows, other masks: 12% of the masks agree by chance. Held-out masks are the same."""
+    teacher, student = recipe_of(), recipe_of(teacher="somewhere")
+    shards = open_recipe_shards(teacher)
+    rows = make_row_dataset(teacher, shards, held_out=False)
+    indices, vocab = np.arange(min(rows.num_rows, 32)), shards.tokenizer.vocab
+    a, b = (make_batch(recipe, rows, indices, vocab, step=0) for recipe in (teacher, student))
+    np.testing.assert_array_equal(a.document_ids, b.document_ids)
+    masked = [batch.input_ids == vocab.mask for batch in (a, b)]
+    both = (masked[0] & masked[1]).sum() / masked[0].sum()
+    assert 0.05 < both < 0.25
+    chain = replace(student, model=replace(student.model, num_layers=student.model.num_layers + 1))
+    assert len({recipe.noise_seed for recipe in (teacher, student, chain)}) == 3
+    model, losses = make_model(teacher.model), []
+    for recipe in (teacher, student):
+        losses.append(make_held_out_loss_fn(recipe, rows, shards.tokenizer, CPU)(model))
+    assert losses[0] == losses[1]
 
 
 def test_an_incompatible_teacher_raises(recipe_of: Recipes, tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ The loss of the student has three parts (section 3):
 
 - soft: the KL divergence to the teacher's distribution over the vocabulary, both softened by a temperature t:
   softmax(logits / t). Its gradient shrinks with 1 / t^2, so it is multiplied by t^2 (Hinton et al. 2015, section 2).
-- hard: the usual cross-entropy with the true tokens.
-- cosine: 1 - cos(student state, teacher state), which aligns the directions of the last hidden states.
+  It is a mean over all tokens, masked or not, as in the published training.
+- hard: the usual cross-entropy with the true tokens, a mean over the masked ones.
+- cosine: 1 - cos(student state, teacher state), which aligns the directions of the last hidden states; over all tokens.
 
 The student starts with every other layer of the teacher (`init_from_teacher`). The teacher runs without gradients:
 a step costs its forward pass in addition.
 
-B rows, T positions, K target positions, D model width, V vocabulary.
+B rows, T positions, K target positions, N positions of a chunk, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from firth.core.errors import UserError
 from firth.models.heads import LABEL_IGNORE_INDEX, LMHeadModule, gather_positions
 from firth.models.model import Encoder, Model
+
+MAX_CHUNK_LOGITS = 2**26  # logits of student and teacher that the soft loss holds at once, each
 
 
 @dataclass(frozen=True)
@@ -63,25 +67,43 @@ def distillation_losses(student: Encoder, teacher: Encoder, batch: Any, spec: Di
     assert isinstance(student.head, LMHeadModule)
     with torch.no_grad():
         teacher_BTD = teacher.hidden_states(batch)
-        teacher_logits_BKV = teacher.head(
-            gather_positions(teacher_BTD, batch.target_positions), teacher.embed.tokens.weight
-        ).float()
     x_BTD = student.hidden_states(batch)
     logits_BKV = student.head(gather_positions(x_BTD, batch.target_positions), student.embed.tokens.weight).float()
     hard = F.cross_entropy(
         logits_BKV.flatten(0, 1), batch.labels.flatten(), ignore_index=LABEL_IGNORE_INDEX, reduction="sum"
     )
-    t = spec.temperature
-    soft_BK = F.kl_div(
-        (logits_BKV / t).log_softmax(-1), (teacher_logits_BKV / t).log_softmax(-1), reduction="none", log_target=True
-    ).sum(-1)
-    target_loss = spec.hard * hard + spec.soft * t**2 * (soft_BK * (batch.labels != LABEL_IGNORE_INDEX)).sum()
-    if not spec.cosine:
-        return {"targets": target_loss}
-    distance_BT = 1 - F.cosine_similarity(x_BTD.float(), teacher_BTD.float(), dim=-1)
+    loss_BT = torch.zeros(x_BTD.shape[:2], device=x_BTD.device)
+    if spec.soft:
+        loss_BT = loss_BT + spec.soft * soft_target_loss(student, teacher, x_BTD, teacher_BTD, spec.temperature)
+    if spec.cosine:
+        loss_BT = loss_BT + spec.cosine * (1 - F.cosine_similarity(x_BTD.float(), teacher_BTD.float(), dim=-1))
     if batch.document_ids is not None:
-        distance_BT = distance_BT * (batch.document_ids >= 0)
-    return {"targets": target_loss, "tokens": spec.cosine * distance_BT.sum()}
+        loss_BT = loss_BT * (batch.document_ids >= 0)
+    return {"targets": spec.hard * hard, "tokens": loss_BT.sum()}
+
+
+def soft_target_loss(
+    student: Encoder, teacher: Encoder, x_BTD: Tensor, teacher_BTD: Tensor, temperature: float
+) -> Tensor:
+    """(B, T) KL divergence from the teacher's softened distribution at each position, times temperature^2.
+
+    Logits at all positions would fill the memory: they are computed in chunks, and again in the backward pass.
+    """
+
+    def divergence(x_ND: Tensor, teacher_ND: Tensor) -> Tensor:
+        with torch.no_grad():
+            target_NV = (teacher.head(teacher_ND, teacher.embed.tokens.weight).float() / temperature).log_softmax(-1)
+        logits_NV = student.head(x_ND, student.embed.tokens.weight).float()
+        log_probs_NV = (logits_NV / temperature).log_softmax(-1)
+        return F.kl_div(log_probs_NV, target_NV, reduction="none", log_target=True).sum(-1)
+
+    size = max(1, MAX_CHUNK_LOGITS // student.config.vocab_size)
+    chunks = list(zip(x_BTD.flatten(0, 1).split(size), teacher_BTD.flatten(0, 1).split(size), strict=True))
+    if len(chunks) == 1:
+        loss_N = divergence(*chunks[0])
+    else:
+        loss_N = torch.cat([checkpoint(divergence, *chunk, use_reentrant=False) for chunk in chunks])
+    return temperature**2 * loss_N.view(x_BTD.shape[:2])
 
 
 @torch.no_grad()

@@ -155,7 +155,7 @@ def make_batch(
 def make_batch_rng(recipe: Recipe, row_indices: np.ndarray, step: int | None = None) -> CounterRNG:
     """Make the random generator of rows, keyed by row index and step. Default step: that of full batches."""
     return CounterRNG(
-        recipe.seed,
+        recipe.noise_seed,
         row_indices,
         row_indices // recipe.global_batch_size if step is None else np.full_like(row_indices, step),
     )

@@ -353,6 +353,7 @@ def make_held_out_loss_fn(
     Processes share the batches, except with `order=stream`, where each batch continues the previous one and every
     process reads all. Losses are summed in batch order, so the result equals that of one process.
     """
+    recipe = replace(recipe, teacher="")  # the masks of every other model, so that losses can be compared
     size, last = recipe.per_device_train_batch_size, min(dataset.num_rows, recipe.eval_rows)
     dist_context = compute.dist_context if recipe.order == "packed" else SINGLE_PROCESS
     starts = range(0, last, size)

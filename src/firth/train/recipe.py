@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import operator
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import yaml
 
 from firth.core.errors import UserError, did_you_mean
 from firth.core.files import write_text
+from firth.core.hashing import hash_uint64
 from firth.core.serialization import from_dict, to_dict
 from firth.models import Distillation, LMHead, ModelConfig
 from firth.models.config import AWDLSTMConfig, BiLSTMConfig, ELMoConfig, TransformerXL
@@ -335,6 +338,17 @@ class Recipe(TrainingConfig):
     # (step, number of steps whose batches are skipped from there on).
     shards_checksum: str = ""
     skips: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def noise_seed(self) -> int:
+        """Seed of the noise in training rows.
+
+        A student reads the teacher's rows, and must not repeat the masks whose tokens the teacher was trained on: its
+        soft targets there are those of memorised tokens. The number of layers keeps a chain of students apart.
+        """
+        if not self.teacher:
+            return self.seed
+        return int(hash_uint64(self.seed, zlib.crc32(b"distillation"), self.model.num_layers) >> np.uint64(1))
 
     @property
     def mixing(self) -> MixConfig:
