@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from at_once import at_once
+from parallel_runs import run_parallel
 
 from firth import __version__, api
 from firth.core.console import format_duration, say
@@ -383,7 +383,7 @@ class Work:
         bodies = dict.fromkeys(SIDES[side].body for side in self.options.only)
         asked = [self.body(body) is not None and self.senses(body) for body in bodies]
         self.complete = all(asked)
-        for key, found in at_once(score, self.cells(), self.options.jobs, self.folder / "log.txt"):
+        for key, found in run_parallel(score, self.cells(), self.options.jobs, self.folder / "log.txt"):
             self.results["cells"][key] = found
             self.budget.note(key.rpartition("/")[0], found["seconds"])
             self.save()
