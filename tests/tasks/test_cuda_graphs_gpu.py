@@ -152,9 +152,9 @@ def test_a_failed_capture_continues_without_graphs(
         one = losses(checkpoint, toy, tmp_path / "one")
     before = pools()
 
-    def waiting(self: Model, batch: Any) -> dict[str, torch.Tensor]:
+    def waiting(self: Model, batch: Any, with_metrics: bool = False) -> dict[str, torch.Tensor]:
         assert int(batch.input_ids.sum().item()) > 0  # the host waits for the device
-        return plain(self, batch)
+        return plain(self, batch, with_metrics)
 
     monkeypatch.setattr(Model, "losses", waiting)
     other = losses(checkpoint, toy, tmp_path / "other")

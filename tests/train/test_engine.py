@@ -230,7 +230,7 @@ def test_every_family_runs_in_bfloat16(name: str) -> None:
     losses.begin_step()
     assert not losses.replica.training
     torch.manual_seed(1)
-    found = sum(losses.loss_fn(batch).values())
+    found = sum(part for name, part in losses.loss_fn(batch).items() if "/" not in name)
     torch.manual_seed(1)
     wanted = sum(model.losses(batch).values())
     assert found.item() == pytest.approx(wanted.item(), rel=0.02)

@@ -347,10 +347,10 @@ def test_out_of_memory_in_an_evaluation_halves_its_batches(
     rows = make_row_dataset(recipe, shards, held_out=True)
     wanted = make_held_out_loss_fn(recipe, rows, shards.tokenizer, CPU)(model)["eval_loss"]
     evaluate, whole = make_held_out_loss_fn(recipe, rows, shards.tokenizer, CPU), model.losses
-    model.losses = lambda batch: whole(batch) if len(batch.input_ids) <= 2 else no_room()  # type: ignore[method-assign]
+    model.losses = lambda batch, **_: whole(batch) if len(batch.input_ids) <= 2 else no_room()  # type: ignore[method-assign]
     assert evaluate(model)["eval_loss"] == pytest.approx(wanted, rel=1e-6)
     assert "evaluations use batches of 2 rows" in capsys.readouterr().err
-    model.losses = lambda batch: no_room()  # type: ignore[method-assign]
+    model.losses = lambda batch, **_: no_room()  # type: ignore[method-assign]
     with pytest.raises(UserError, match="Out of memory in an evaluation"):
         evaluate(model)
 

@@ -232,7 +232,9 @@ def collect_scores(folder: Path, recipe: Mapping[str, Any]) -> Iterator[CardScor
         metrics = {n: best[n] for n in names if best.get(n) is not None}
         yield CardScores(Path(str(recipe.get("dev", "dev"))).name, metrics, means)
     elif results.get("eval_loss") is not None:
-        yield CardScores("held-out documents", {"eval_loss": results["eval_loss"]}, {})
+        yield CardScores("held-out documents", held_out_scores(results), {})
+        for source in results.get("mix", ()):
+            yield CardScores(f"held-out documents of {source['source']}", held_out_scores(source), {})
     for path in sorted(run.glob("evaluate-*/results.json")):
         result = read_json_if_present(path)
         if result.get("metrics") and Path(result.get("checkpoint", folder)).name == folder.name:
@@ -240,6 +242,10 @@ def collect_scores(folder: Path, recipe: Mapping[str, Any]) -> Iterator[CardScor
             data = Path(str(result.get("data", path.parent.name))).name
             yield CardScores(f"{data} ({path.parent.name})" if data in seen else data, metrics, {})
             seen.add(data)
+
+
+def held_out_scores(results: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in results.items() if name.startswith("eval_")}
 
 
 def scores_section(scores: Sequence[CardScores]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from firth.core.files import MODEL_CARD_FILE
+from firth.core.files import MODEL_CARD_FILE, read_json
 from firth.core.html import HtmlPage, plot_loss_curve
 from firth.evaluate.card import write_model_card
 from firth.metrics import Comparison, confusion_matrix, mean_and_std, per_class_metrics, per_type_metrics
@@ -17,7 +17,7 @@ from firth.metrics.tagging import are_span_tags
 from firth.tasks import Prediction, read_predictions
 from firth.tasks.results import describe_comparison
 from firth.text import Example
-from firth.train import read_log
+from firth.train import read_log, token_loss_name
 
 CLASS_TASKS = ("classify", "pair", "relation", "word-in-context")
 MAX_CONFUSION_TABLE_CLASSES = 30  # classes: a larger confusion matrix is unreadable
@@ -38,6 +38,9 @@ REPORT_RESULT_KEYS = (
     "threshold",
     "layer",
 )
+
+
+Point = tuple[float, float]  # a step and a loss
 
 
 def write_evaluation_report(
@@ -160,13 +163,17 @@ def add_loss_curves(page: HtmlPage, checkpoint: Path) -> None:
     if not logs and (run / "log.jsonl").is_file():
         logs = {"": run / "log.jsonl"}
     lines = {name: read_log(path) for name, path in logs.items()}
-    train = {name: log_points(log, "loss") for name, log in lines.items()}
-    if any(train.values()):
+    train, held_out = loss_series(lines[""]) if "" in lines else ({}, {})
+    if "" not in lines:
+        train = {name: log_points(log, "loss") for name, log in lines.items()}
         held_out = {name: log_points(log, "eval_loss") for name, log in lines.items()}
+    if any(train.values()):
+        results = read_json(run / "results.json") if (run / "results.json").is_file() else {}
         page.add_heading("Training")
-        figure = plot_loss_curve(train, held_out)
+        figure = plot_loss_curve(train, held_out, comparable_entropy(run, results))
         figure.axes[0].set_ylabel("loss")  # per example, not always per token
         page.add_figure(figure, "Loss of the run that made this checkpoint.")
+        add_source_table(page, results)
     scores = [
         {"run": name or run.name, **line}
         for name, log in lines.items()
@@ -177,6 +184,42 @@ def add_loss_curves(page: HtmlPage, checkpoint: Path) -> None:
     if len(scores) > len(lines) and names:  # more than one at the end of each
         rows = [(line["run"], *(line.get(name) for name in names)) for line in scores]
         page.add_table(["run", *names], rows, "Scores during training.")
+
+
+def loss_series(log: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[Point]], dict[str, list[Point]]]:
+    """Return training and held-out losses of a log by name: the parts of a loss, and the sources of a mix.
+
+    A loss without parts has the name "". Held-out documents have no soft targets: there the loss is that over tokens.
+    """
+    keys = dict.fromkeys(key for line in log for key in line)
+    parts = [key for key in keys if key.endswith("_loss") and not key.startswith("eval_")] or ["loss"]
+    held_out = {part: f"eval_{part}" for part in parts} | {token_loss_name(keys, ""): token_loss_name(keys)}
+    prefix = f"{token_loss_name(keys)}/"
+    sources = {key.removeprefix(prefix): log_points(log, key) for key in keys if key.startswith(prefix)}
+
+    def short(part: str) -> str:
+        return part.removesuffix("loss").removesuffix("_")
+
+    train = {short(part): log_points(log, part) for part in parts}
+    return train, {short(part): log_points(log, key) for part, key in held_out.items()} | sources
+
+
+def comparable_entropy(run: Path, results: Mapping[str, Any]) -> float | None:
+    """Return the unigram entropy of a pretraining run; None where labels contain sentinels (encoder-decoders)."""
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8")) if "unigram_entropy" in results else {}
+    is_seq2seq = recipe.get("model", {}).get("architecture") == "encoder-decoder"
+    return None if is_seq2seq else results.get("unigram_entropy")
+
+
+def add_source_table(page: HtmlPage, results: Mapping[str, Any]) -> None:
+    """Add the held-out loss of each source of a mix, beside its unigram entropy."""
+    rows = [
+        (source["source"], source["share"], source.get(token_loss_name(source)), source.get("unigram_entropy"))
+        for source in results.get("mix", ())
+    ]
+    if rows:
+        columns = ["source", "share of rows", "held-out loss", "unigram entropy"]
+        page.add_table(columns, rows, "Loss per token of each source. Unigram entropy: a model of frequencies alone.")
 
 
 def log_points(log: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:

@@ -21,6 +21,7 @@ from firth.core.errors import UserError
 from firth.core.files import atomic_folder, find_corruption, write_json
 from firth.core.html import ClozeSample, HtmlPage, plot_loss_curve
 from firth.core.serialization import to_dict
+from firth.evaluate.report import loss_series
 from firth.generate import fill, generate
 from firth.lab.report import TransferPoint, transfer_plot
 from firth.models import Model, ModelConfig, get_preset, load_model, make_model, with_vocabulary, write_model
@@ -29,7 +30,7 @@ from firth.recipes import DEFAULT_TOKENIZERS, finetuning_defaults, pretraining_r
 from firth.tasks import FinetuneRecipe, finetune
 from firth.text import HELD_OUT_FRACTION, Corpus, is_held_out, read_labelled
 from firth.tokens import ShardSet, open_shards, prepare, train_tokenizer
-from firth.train import Recipe, load_recipe, pretrain, read_log, run_folder
+from firth.train import Recipe, load_recipe, pretrain, read_log, run_folder, token_loss_name
 from firth.train.clock import RunClock
 
 QUICKSTART_VOCAB_SIZE = 8192
@@ -330,8 +331,7 @@ def add_pretraining_section(page: HtmlPage, architecture: str, run: dict[str, An
     trained, recipe = run["pretraining"], run["recipe"]
     page.add_heading(f"Pretraining: {architecture}")
     page.add_paragraph(describe_final_loss(trained, architecture))
-    train = [(line["step"], line["loss"]) for line in run["log"] if line.get("loss") is not None]
-    held = [(line["step"], line["eval_loss"]) for line in run["log"] if line.get("eval_loss") is not None]
+    train, held = loss_series(run["log"])
     entropy = trained["unigram_entropy"] if architecture != "encoder-decoder" else None
     page.add_figure(
         plot_loss_curve(train, held, entropy),
@@ -347,7 +347,7 @@ def add_pretraining_section(page: HtmlPage, architecture: str, run: dict[str, An
 
 def describe_final_loss(results: dict[str, Any], architecture: str) -> str:
     """Compare the final loss with the unigram entropy, in a sentence."""
-    loss, entropy = results["eval_loss"], results["unigram_entropy"]
+    loss, entropy = results[token_loss_name(results)], results["unigram_entropy"]
     if loss is None:
         return "No document was held out, so there is no held-out loss."
     if architecture == "encoder-decoder":

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from firth.core.errors import UserError
 from firth.models.heads import LABEL_IGNORE_INDEX, LMHeadModule, gather_positions
-from firth.models.model import Encoder, Model
+from firth.models.model import Encoder, Model, detach_metrics
 
 MAX_CHUNK_LOGITS = 2**26  # logits of student and teacher that the soft loss holds at once, each
 
@@ -62,8 +62,10 @@ def check_distillation_pair(student: Model, teacher: Model, spec: Distillation) 
     return student, teacher
 
 
-def distillation_losses(student: Encoder, teacher: Encoder, batch: Any, spec: Distillation) -> dict[str, Tensor]:
-    """Return the parts of the loss as sums, each under the name of the count that divides it."""
+def distillation_losses(
+    student: Encoder, teacher: Encoder, batch: Any, spec: Distillation, with_metrics: bool = False
+) -> dict[str, Tensor]:
+    """Return the parts of the loss as sums, each under the name of the count that divides it (`Model.losses`)."""
     assert isinstance(student.head, LMHeadModule)
     with torch.no_grad():
         teacher_BTD = teacher.hidden_states(batch)
@@ -72,14 +74,18 @@ def distillation_losses(student: Encoder, teacher: Encoder, batch: Any, spec: Di
     hard = F.cross_entropy(
         logits_BKV.flatten(0, 1), batch.labels.flatten(), ignore_index=LABEL_IGNORE_INDEX, reduction="sum"
     )
-    loss_BT = torch.zeros(x_BTD.shape[:2], device=x_BTD.device)
+    by_token: dict[str, Tensor] = {}  # losses at every position, (B, T)
     if spec.soft:
-        loss_BT = loss_BT + spec.soft * soft_target_loss(student, teacher, x_BTD, teacher_BTD, spec.temperature)
+        by_token["soft"] = soft_target_loss(student, teacher, x_BTD, teacher_BTD, spec.temperature)
     if spec.cosine:
-        loss_BT = loss_BT + spec.cosine * (1 - F.cosine_similarity(x_BTD.float(), teacher_BTD.float(), dim=-1))
+        by_token["cosine"] = 1 - F.cosine_similarity(x_BTD.float(), teacher_BTD.float(), dim=-1)
     if batch.document_ids is not None:
-        loss_BT = loss_BT * (batch.document_ids >= 0)
-    return {"targets": spec.hard * hard, "tokens": loss_BT.sum()}
+        by_token = {name: loss_BT * (batch.document_ids >= 0) for name, loss_BT in by_token.items()}
+    sums = {name: loss_BT.sum() for name, loss_BT in by_token.items()}
+    zero = torch.zeros((), device=x_BTD.device)
+    parts = {"targets": spec.hard * hard, "tokens": sum((getattr(spec, name) * sums[name] for name in sums), zero)}
+    metrics = {"mlm_loss/targets": hard, **{f"{name}_loss/tokens": total for name, total in sums.items()}}
+    return parts | detach_metrics(metrics) if with_metrics else parts
 
 
 def soft_target_loss(

@@ -78,6 +78,11 @@ class LMHeadModule(nn.Module):
         """Return the cross-entropy of `x` (N, D) with `labels` (N,), summed over labels other than -100."""
         return self.projection_loss(self.transform_hidden_states(x), labels, embedding)
 
+    def loss_and_num_correct(self, x: Tensor, labels: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
+        """As `loss`, without a gradient; and the number of labels that have the highest logit."""
+        weight = embedding if self.weight is None else self.weight
+        return lm_head_scores(self.transform_hidden_states(x), weight, self.bias, labels, self.pad_vocab)
+
     def projection_loss(self, x_NE: Tensor, labels: Tensor, embedding: Tensor) -> Tensor:
         weight = self.projection_weight(embedding)
         if self.training and 0 < self.num_sampled < len(weight):
@@ -154,8 +159,7 @@ def lm_head_cross_entropy(
     `use_fused_loss` is True or None and it is faster. Without gradients: chunks everywhere. `pad_vocab` pads the
     vocabulary to a multiple of 128, the tile size of fast matmuls.
     """
-    device, V = x.device.type, len(weight)
-    rows = max(1, (ChunkedCrossEntropy.CHUNK_LOGITS if device == "cpu" else MAX_CHUNK_LOGITS) // V)
+    device, rows = x.device.type, logits_chunk_rows(x, weight)
     if not torch.is_grad_enabled() and len(x) > rows:
         pieces = zip(x.split(rows), labels.split(rows), strict=True)
         return torch.stack(
@@ -168,11 +172,36 @@ def lm_head_cross_entropy(
         return ChunkedCrossEntropy.apply(x, weight, bias, labels)
     if trains and (should_fuse_loss(x, weight) if use_fused_loss is None else use_fused_loss):
         return fused_cross_entropy(x, weight, bias, labels, pad_vocab)
+    logits = lm_head_logits(x, weight, bias, pad_vocab)
+    return F.cross_entropy(logits, labels, ignore_index=LABEL_IGNORE_INDEX, reduction="sum")
+
+
+@torch.no_grad()
+def lm_head_scores(
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, pad_vocab: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the summed cross-entropy and the number of labels that have the highest logit, chunk by chunk."""
+    rows, scores = logits_chunk_rows(x, weight), []
+    pad_vocab = x.is_cuda if pad_vocab is None else pad_vocab
+    for some, wanted in zip(x.split(rows), labels.split(rows), strict=True):
+        logits = lm_head_logits(some, weight, bias, pad_vocab)
+        loss = F.cross_entropy(logits, wanted, ignore_index=LABEL_IGNORE_INDEX, reduction="sum")
+        scores.append(torch.stack([loss, (logits.argmax(1) == wanted).sum()]))
+    loss, num_correct = torch.stack(scores).sum(0)
+    return loss, num_correct
+
+
+def logits_chunk_rows(x: Tensor, weight: Tensor) -> int:
+    """Return how many rows of logits are held at once."""
+    return max(1, (MAX_CHUNK_LOGITS if x.device.type != "cpu" else ChunkedCrossEntropy.CHUNK_LOGITS) // len(weight))
+
+
+def lm_head_logits(x: Tensor, weight: Tensor, bias: Tensor | None, pad_vocab: bool) -> Tensor:
+    V = len(weight)
     more = vocab_padding(V) if pad_vocab else 0
     if more:
         weight, bias = F.pad(weight, (0, 0, 0, more)), None if bias is None else F.pad(bias, (0, more))
-    logits = F.linear(x, weight, bias)[:, :V]
-    return F.cross_entropy(logits.float(), labels, ignore_index=LABEL_IGNORE_INDEX, reduction="sum")
+    return F.linear(x, weight, bias)[:, :V].float()
 
 
 def sampled_cross_entropy(

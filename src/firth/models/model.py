@@ -142,12 +142,30 @@ class Model(nn.Module):
         """Return the document ids of the states that the head reads."""
         return batch.document_ids
 
-    def losses(self, batch: BatchLike) -> dict[str, Tensor]:
+    def losses(self, batch: BatchLike, with_metrics: bool = False) -> dict[str, Tensor]:
         """Return the parts of the loss as sums, each under the name of the count that divides it (`Batch.loss_counts`).
 
-        The caller sums the counts over the global batch, and adds the means.
+        The caller sums the counts over the global batch, and adds the means. `with_metrics` adds figures to log, sums
+        too, under NAME/COUNT: "nsp_accuracy/pairs" is the number of right pairs. They are no part of the loss.
         """
+        if isinstance(self.head, LMHeadModule):
+            return self.lm_losses(self.target_hidden_states(batch), batch, with_metrics)
         return {"targets": self.loss(batch)}
+
+    @property
+    def lm_loss_name(self) -> str:
+        """The name of the loss over tokens in logs: `mlm`, or `lm` for any other objective."""
+        return "mlm" if (self.objective or {}).get("kind") == "MLM" else "lm"
+
+    def lm_losses(self, target_states: Tensor, batch: BatchLike, with_metrics: bool) -> dict[str, Tensor]:
+        """Return the LM loss; in evaluations with the accuracy. Training never holds the logits that it needs."""
+        if not with_metrics or torch.is_grad_enabled():
+            return {"targets": self.lm_loss(target_states, batch)}
+        assert isinstance(self.head, LMHeadModule)
+        loss, num_correct = self.head.loss_and_num_correct(
+            target_states.flatten(0, -2), batch.labels.flatten(), self.embed.tokens.weight
+        )
+        return {"targets": loss, f"{self.lm_loss_name}_accuracy/targets": num_correct}
 
     def loss(self, batch: BatchLike) -> Tensor:
         """Return the loss of the head, summed over the targets."""
@@ -355,52 +373,78 @@ class Encoder(Model):
             return self.backbone(batch, target_positions=batch.target_positions)
         return super().target_hidden_states(batch)
 
-    def losses(self, batch: BatchLike) -> dict[str, Tensor]:
+    def losses(self, batch: BatchLike, with_metrics: bool = False) -> dict[str, Tensor]:
         assert batch.pair_labels is None or "pair" in self.extras, "the objective adds this extra"
         assert batch.span_boundaries is None or "boundary" in self.extras, "the objective adds this extra"
         if self.generator is not None:
-            return self.electra_losses(self.generator, batch)
+            return self.electra_losses(self.generator, batch, with_metrics)
         if "auxiliary" in self.extras and batch.labels is not None:
-            return self.losses_with_auxiliary_lm(batch)
+            return self.losses_with_auxiliary_lm(batch, with_metrics)
         if "features" in self.extras:
-            parts = super().losses(batch)
+            parts = super().losses(batch, with_metrics)
             if self.training:
                 cast(FeatureEncoder, self.extras["features"]).add_mix_penalty(
                     parts, batch.document_ids, batch.input_ids
                 )
+            if with_metrics and "tokens" in parts:
+                metrics = {"task_loss/targets": parts["targets"], "l2_mix_loss/tokens": parts["tokens"]}
+                parts |= detach_metrics(metrics)
             return parts
         if batch.pair_labels is None and batch.span_boundaries is None:
-            return super().losses(batch)
+            return super().losses(batch, with_metrics)
         x_BTD = self.hidden_states(batch)
-        parts = {"targets": self.lm_loss(gather_positions(x_BTD, batch.target_positions), batch)}
+        parts = self.lm_losses(gather_positions(x_BTD, batch.target_positions), batch, with_metrics)
+        metrics = {f"{self.lm_loss_name}_loss/targets": parts["targets"]}
         if batch.span_boundaries is not None:
             assert isinstance(self.head, LMHeadModule)
             y_NE, labels_N = self.extras["boundary"](x_BTD, batch.span_boundaries).flatten(0, 1), batch.labels.flatten()
             boundary_loss = self.head.projection_loss(y_NE, labels_N, self.embed.tokens.weight)
             parts["targets"] = parts["targets"] + boundary_loss
+            metrics["boundary_loss/targets"] = boundary_loss
         if batch.pair_labels is not None:
-            parts["pairs"] = F.cross_entropy(self.extras["pair"](x_BTD).float(), batch.pair_labels, reduction="sum")
-        return parts
+            logits_B2, name = self.extras["pair"](x_BTD).float(), self.pair_loss_name
+            parts["pairs"] = F.cross_entropy(logits_B2, batch.pair_labels, reduction="sum")
+            metrics[f"{name}_loss/pairs"] = parts["pairs"]
+            metrics[f"{name}_accuracy/pairs"] = (logits_B2.argmax(1) == batch.pair_labels).sum()
+        return parts | detach_metrics(metrics) if with_metrics else parts
 
-    def losses_with_auxiliary_lm(self, batch: BatchLike) -> dict[str, Tensor]:
+    @property
+    def pair_loss_name(self) -> str:
+        """The name of the loss over pairs of sentences in logs."""
+        return {"next": "nsp", "order": "sop"}.get((self.objective or {}).get("pair", ""), "pair")
+
+    def losses_with_auxiliary_lm(self, batch: BatchLike, with_metrics: bool = False) -> dict[str, Tensor]:
         """Return the loss of the task, and the LM loss over the texts."""
         lm_head, x_BTD = self.extras["auxiliary"], self.hidden_states(batch)
         assert isinstance(lm_head, AuxiliaryLMHeadModule)
         assert isinstance(self.head, TaskHeadModule)
         lm_loss = lm_head.loss(x_BTD.flatten(0, 1), batch.labels.flatten(), self.embed.tokens.weight)
-        return {"targets": self.task_loss(self.head, x_BTD, batch), "lm_targets": lm_head.loss_weight * lm_loss}
+        parts = {"targets": self.task_loss(self.head, x_BTD, batch), "lm_targets": lm_head.loss_weight * lm_loss}
+        metrics = {"task_loss/targets": parts["targets"], "lm_loss/lm_targets": lm_loss}
+        return parts | detach_metrics(metrics) if with_metrics else parts
 
-    def electra_losses(self, generator: ElectraGenerator, batch: BatchLike) -> dict[str, Tensor]:
+    def electra_losses(
+        self, generator: ElectraGenerator, batch: BatchLike, with_metrics: bool = False
+    ) -> dict[str, Tensor]:
         """Return the generator's MLM loss, and the discriminator's loss over all tokens of the corrupted text."""
         logits_BKV, labels_BK = self.logits(batch).float(), batch.labels
         logits_NV = logits_BKV.flatten(0, 1)  # a 3-D cross-entropy is not deterministic on a GPU
         mlm_loss = F.cross_entropy(logits_NV, labels_BK.flatten(), ignore_index=LABEL_IGNORE_INDEX, reduction="sum")
         corrupted_BT, replaced_BT = replace_tokens(logits_BKV, batch)
         score_BT = generator.discriminator_head(self.backbone(batch._replace(input_ids=corrupted_BT)))
-        return {
-            "targets": mlm_loss,
-            "tokens": generator.discriminator_weight * discriminator_loss(score_BT, replaced_BT, batch.document_ids),
-        }
+        rtd_loss = discriminator_loss(score_BT, replaced_BT, batch.document_ids)
+        parts = {"targets": mlm_loss, "tokens": generator.discriminator_weight * rtd_loss}
+        if not with_metrics:
+            return parts
+        right_BT = (score_BT > 0) == replaced_BT
+        metrics = {"mlm_loss/targets": mlm_loss, "rtd_loss/tokens": rtd_loss}
+        if not torch.is_grad_enabled():
+            metrics["mlm_accuracy/targets"] = (logits_BKV.argmax(-1) == labels_BK).sum()
+        metrics["rtd_accuracy/tokens"] = (
+            right_BT if batch.document_ids is None else right_BT & (batch.document_ids >= 0)
+        ).sum()
+        metrics["rtd_replaced/tokens"] = replaced_BT.sum()
+        return parts | detach_metrics(metrics)
 
     def forward(
         self,
@@ -464,9 +508,14 @@ class Decoder(Encoder):
 
     is_causal = True
 
-    def losses(self, batch: BatchLike) -> dict[str, Tensor]:
-        parts = super().losses(batch)
-        return self.stack.add_regularization(parts) if isinstance(self.stack, AWDLSTMStack) else parts
+    def losses(self, batch: BatchLike, with_metrics: bool = False) -> dict[str, Tensor]:
+        parts = super().losses(batch, with_metrics)
+        if not isinstance(self.stack, AWDLSTMStack) or (penalty := self.stack.regularization) is None:
+            return parts
+        metrics = {"regularization_loss/tokens": penalty}
+        if isinstance(self.head, LMHeadModule):
+            metrics["lm_loss/targets"] = parts["targets"]
+        return self.stack.add_regularization(parts) | (detach_metrics(metrics) if with_metrics else {})
 
 
 class EncoderDecoder(Model):
@@ -611,6 +660,11 @@ MODEL_CLASSES: dict[str, Callable[[ModelConfig], Model]] = {
     "decoder": Decoder,
     "encoder-decoder": EncoderDecoder,
 }
+
+
+def detach_metrics(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return figures to log: copies without gradient, which no compiled step shares with its losses."""
+    return {name: value.detach().to(torch.float32, copy=True) for name, value in metrics.items()}
 
 
 def make_model(config: ModelConfig) -> Model:

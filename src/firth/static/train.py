@@ -52,7 +52,7 @@ from firth.train.checkpoint import (
     remove_folder,
     translate_disk_errors,
 )
-from firth.train.log import RunLog, read_last_loss
+from firth.train.log import RunLog, read_last_losses
 from firth.train.loop import Interrupted, SpeedMeter, handle_stop_signals
 
 MIN_WORD2VEC_TOKENS, MAX_EPOCHS = 20_000_000, 50  # default of word2vec's epochs: tokens to read in all, and the limit
@@ -229,7 +229,7 @@ def fit_word_vectors(trainer: WordVectorTrainer, folder: Path, resume: bool) -> 
                 raise Interrupted(f"stopped at step {step} of {trainer.num_steps}")
     line.close()
     if first == trainer.num_steps:
-        loss = read_last_loss(folder / "log.jsonl")
+        loss, _ = read_last_losses(folder / "log.jsonl")
     return loss, per_second
 
 

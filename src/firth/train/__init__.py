@@ -3,7 +3,7 @@
 from firth.train.checkpoint import TrainState, last_checkpoint
 from firth.train.compute import ComputeConfig, choose_compute
 from firth.train.folder import run_folder
-from firth.train.log import read_log
+from firth.train.log import read_log, token_loss_name
 from firth.train.loop import Diverged, FitResult, Interrupted, fit
 from firth.train.pretrain import pretrain, pretrain_in_folder, resolve_schedule, write_final_model
 from firth.train.recipe import (
@@ -39,5 +39,6 @@ __all__ = [
     "resolve_schedule",
     "run_folder",
     "save_recipe",
+    "token_loss_name",
     "write_final_model",
 ]

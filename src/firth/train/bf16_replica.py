@@ -15,6 +15,7 @@ updates the master weights and writes the rounded weights to the replica (`train
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -29,7 +30,7 @@ class BF16Replica(StepRunner):
 
     def __init__(self, model: Model, compile_fn: Callable[[LossFn], LossFn], compute: ComputeConfig) -> None:
         self.replica = model.clone().bfloat16()
-        compiled = compile_fn(self.replica.losses)
+        compiled = compile_fn(partial(self.replica.losses, with_metrics=True))
 
         def losses(batch: object) -> dict[str, torch.Tensor]:
             with torch.autocast(compute.device.type, enabled=False):

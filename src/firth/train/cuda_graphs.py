@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from firth.core.console import warn
 from firth.models import Model
 from firth.objectives import Batch
 from firth.train.compute import ComputeConfig
-from firth.train.step_runner import LossFn, StepRunner
+from firth.train.step_runner import LossFn, StepRunner, metric_means
 
 MAX_CUDA_GRAPHS = 16  # batch shapes with a graph; other shapes run without
 
@@ -48,6 +48,13 @@ class StaticInputs:
         self.loss_scale.fill_(1) if loss_scale is None else self.loss_scale.copy_(loss_scale)
 
 
+class StepOutputs(NamedTuple):
+    """Outputs of a graph at fixed addresses, which the next replay overwrites."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
 class CudaGraphStep(StepRunner):
     """Run the first batch of a shape eagerly, record it, and replay it for the next ones."""
 
@@ -56,7 +63,7 @@ class CudaGraphStep(StepRunner):
     def __init__(self, model: Model, loss_fn: LossFn, compute: ComputeConfig) -> None:
         super().__init__(model, loss_fn, compute)
         self.stream = torch.cuda.Stream(compute.device)
-        self.graphs: dict[Any, tuple[torch.cuda.CUDAGraph, StaticInputs, Tensor]] = {}
+        self.graphs: dict[Any, tuple[torch.cuda.CUDAGraph, StaticInputs, StepOutputs]] = {}
         self.captured_addresses: list[Any] = []
         self.is_enabled = True
 
@@ -70,29 +77,33 @@ class CudaGraphStep(StepRunner):
         """As in `StepRunner`. Runs with a recurrent state have no graphs (`cuda_graphs_blocker`)."""
         shape = tuple(None if a is None else (a.shape, a.dtype) for a in batch)
         if shape in self.graphs and self.captured_addresses == self.tensor_addresses():
-            graph, held, loss = self.graphs[shape]
+            graph, held, outputs = self.graphs[shape]
             held.copy_from(batch, counts, loss_scale)
             graph.replay()
-            return loss
+            self.add_metrics(outputs.metrics)
+            return outputs.loss
         device, names = self.compute.device, sorted(batch.loss_counts)
         own_scale = torch.ones((), device=device) if loss_scale is None else loss_scale.clone()
         held = StaticInputs(batch.to(device), names, loss_divisors(names, counts).to(device), own_scale)
         now = torch.cuda.current_stream(device)
         self.stream.wait_stream(now)
         with torch.cuda.stream(self.stream):
-            loss = self.run(held)
+            outputs = self.run(held)
         now.wait_stream(self.stream)
+        self.add_metrics(outputs.metrics)
         if self.is_enabled:
             self.capture(shape, held)
-        return loss
+        return outputs.loss
 
-    def run(self, inputs: StaticInputs) -> Tensor:
+    def run(self, inputs: StaticInputs) -> StepOutputs:
         """Forward and backward, by operations that a graph can record."""
         with self.compute.autocast():
             counts = dict(zip(inputs.loss_names, inputs.counts, strict=True))
-            loss = torch.stack([part / counts[name] for name, part in self.loss_fn(inputs.batch).items()]).sum()
+            parts = self.loss_fn(inputs.batch)
+            loss = torch.stack([part / counts[name] for name, part in parts.items() if "/" not in name]).sum()
+        metrics = metric_means(parts, counts)
         (loss * inputs.loss_scale).backward()
-        return loss.detach()
+        return StepOutputs(loss.detach(), metrics)
 
     def capture(self, shape: Any, inputs: StaticInputs) -> None:
         """Record the kernels of a batch shape; if that fails, continue without graphs."""
@@ -107,12 +118,12 @@ class CudaGraphStep(StepRunner):
         try:
             # set the stream again: after a failed capture torch leaves the capture stream current
             with torch.cuda.stream(now), torch.cuda.graph(graph, pool=pool, stream=self.stream):
-                loss = self.run(inputs)
+                outputs = self.run(inputs)
         except RuntimeError as e:
             self.disable(str(e).partition("\n")[0])
             self.clean_up_failed_capture(pool)
             return
-        self.graphs[shape] = graph, inputs, loss
+        self.graphs[shape] = graph, inputs, outputs
 
     def disable(self, reason: str) -> None:
         """Continue without graphs, and free their memory."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Container
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from firth.core.console import warn
 from firth.core.files import replace_nonfinite, write_text
+
+STEP_KEYS = ("step", "loss", "learning_rate", "tokens", "grad_norm", "data", "skipped")  # every step has them
 
 
 class RunLog:
@@ -74,9 +77,18 @@ class NullLog:
     def __exit__(self, *error: object) -> None: ...
 
 
-def read_last_loss(path: Path) -> float:
-    """Return the last logged training loss, or NaN."""
-    return next((line["loss"] for line in reversed(read_log(path)) if line.get("loss") is not None), math.nan)
+def read_last_losses(path: Path) -> tuple[float, dict[str, float]]:
+    """Return the last logged training loss, or NaN, and the losses and accuracies that it consists of."""
+    line = next((line for line in reversed(read_log(path)) if line.get("loss") is not None), {"loss": math.nan})
+    return line["loss"], {name: value for name, value in line.items() if name not in STEP_KEYS}
+
+
+def token_loss_name(names: Container[str], prefix: str = "eval_") -> str:
+    """Return the name of the loss over tokens among the keys of a log or of results.
+
+    It is `loss` itself where there is no other, and a part of it with NSP, SOP, replaced tokens or span boundaries.
+    """
+    return next((prefix + name for name in ("mlm_loss", "lm_loss") if prefix + name in names), f"{prefix}loss")
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -55,7 +55,7 @@ from firth.train.diagnose import diagnose_divergence
 from firth.train.distributed import SINGLE_PROCESS, DistContext
 from firth.train.ema import WeightEMA
 from firth.train.guard import Guard, StepOutcome
-from firth.train.log import NullLog, RunLog, read_last_loss
+from firth.train.log import NullLog, RunLog, read_last_losses
 from firth.train.optim import add_unfrozen_groups, learning_rate_at, make_optimizer
 from firth.train.step import RecurrentStateDict, TrainingRun, build_step_runner, compile_ahead, sum_counts, train_step
 from firth.train.writer import CheckpointWriter
@@ -82,6 +82,7 @@ class FitResult:
     steps: int
     tokens: int
     loss: float
+    metrics: dict[str, float]  # losses and accuracies that the loss consists of, at the last step; often empty
     scores: dict[str, float]
     tokens_per_second: float
     seconds: float
@@ -115,20 +116,22 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
             ema.load_state(load_ema(checkpoint))
         say(f"resuming from {checkpoint}")
     runner = build_step_runner(run)
-    line, loss, scores, speed = StatusLine(), math.nan, {}, SpeedMeter(state.step, state.tokens)
+    line, scores, speed = StatusLine(), {}, SpeedMeter(state.step, state.tokens)
+    loss, metrics = math.nan, dict[str, float]()
     pending: list[StepRecord] = []
 
     def log_pending(keep: int = 0) -> None:
         """Log the pending steps except the newest `keep`, whose losses the device may still be computing."""
-        nonlocal loss
+        nonlocal loss, metrics
         while len(pending) > keep:
             record = pending.pop(0)
-            outcome = StepOutcome(*record.read_outcome())
-            loss = loss if outcome.was_skipped else outcome.loss
+            outcome, new_metrics = record.read()
+            if not outcome.was_skipped:
+                loss, metrics = outcome.loss, new_metrics
             state.bad_steps = state.bad_steps + 1 if outcome.was_skipped and not outcome.is_fp16_overflow else 0
             if record.is_logged or outcome.was_skipped:
-                log.write(**record.log_entry(outcome))
-                line.show(_progress_line(run, record, loss, speed, writer.last_saved))
+                log.write(**record.log_entry(outcome, new_metrics))
+                line.show(_progress_line(run, record, loss, metrics, speed, writer.last_saved))
             speed.end_warmup(record.step, record.tokens)
             if state.bad_steps:
                 warn(f"step {record.step} is skipped: {outcome.skip_reason}")
@@ -170,7 +173,9 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
             last = state.step == training.max_steps
             logs = state.step % training.logging_steps == 0 or last
             saves = state.step % training.save_steps == 0
-            pending.append(StepRecord(state.step, state.tokens, lr, data, read_async(guard.last_outcome), logs))
+            values = torch.cat([guard.last_outcome, runner.metrics]) if runner.metric_names else guard.last_outcome
+            record = StepRecord(state.step, state.tokens, lr, data, read_async(values), runner.metric_names, logs)
+            pending.append(record)
             log_pending(keep=1 if defers_loss_reads(run.compute) else 0)
             writer.poll()
             if run.evaluate and (state.step % training.eval_steps == 0 or last):
@@ -212,10 +217,11 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
         else:
             state.best_step = state.step
     if was_finished and run.folder:  # resumed after the last step: no step ran, so the loss comes from the log
-        loss = read_last_loss(run.folder / "log.jsonl")
+        loss, metrics = read_last_losses(run.folder / "log.jsonl")
     if run.evaluate and (best_is_earlier or was_finished):
         scores = dist_context.broadcast(run.evaluate(model))
-    return FitResult(state.step, state.tokens, loss, scores, tokens_per_second, seconds, state.best_step or state.step)
+    best_step = state.best_step or state.step
+    return FitResult(state.step, state.tokens, loss, metrics, scores, tokens_per_second, seconds, best_step)
 
 
 def find_resume_checkpoint(run: TrainingRun) -> Path | None:
@@ -282,19 +288,26 @@ def try_save_best(folder: Path, model: Model, state: TrainState) -> bool:
 
 
 class StepRecord(NamedTuple):
-    """A step that has been launched; `read_outcome` waits for its loss, gradient norm and skip flag."""
+    """A step that has been launched; `read_values` waits for its outcome and its metrics."""
 
     step: int
     tokens: int
     learning_rate: float
     data_hash: int
-    read_outcome: Callable[[], list[float]]
+    read_values: Callable[[], list[float]]
+    metric_names: list[str]
     is_logged: bool
 
-    def log_entry(self, outcome: StepOutcome) -> dict[str, Any]:
+    def read(self) -> tuple[StepOutcome, dict[str, float]]:
+        """Return the loss, gradient norm and skip flag, and the losses and accuracies that the loss consists of."""
+        values, size = self.read_values(), len(StepOutcome._fields)
+        return StepOutcome(*values[:size]), dict(zip(self.metric_names, values[size:], strict=True))
+
+    def log_entry(self, outcome: StepOutcome, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Return the line of log.jsonl. Equal `data` in two logs means that both runs read the same batches so far."""
         numbers = {
             "loss": outcome.loss,
+            **metrics,
             "learning_rate": self.learning_rate,
             "tokens": self.tokens,
             "grad_norm": outcome.grad_norm,
@@ -447,13 +460,22 @@ class SpeedMeter:
         return (tokens - since.tokens) / seconds, seconds / max(step - since.step, 1)
 
 
-def _progress_line(run: TrainingRun, record: StepRecord, loss: float, speed: SpeedMeter, last_saved: str | None) -> str:
+def _progress_line(
+    run: TrainingRun,
+    record: StepRecord,
+    loss: float,
+    metrics: Mapping[str, float],
+    speed: SpeedMeter,
+    last_saved: str | None,
+) -> str:
     tokens_per_second, step_seconds = speed.measure(record.step, record.tokens)
     time_left = format_duration(step_seconds * (run.training.max_steps - record.step))
     pace = f"{tokens_per_second:,.0f} tokens/s  {time_left} left"
     if run.compute.compile and not speed.is_warmed_up:
         pace = "compiling"
     position = f"{run.name}: step {record.step:,}/{run.training.max_steps:,}"
-    return f"{position}  loss {loss:.3f}  rate {record.learning_rate:.1e}  {pace}" + (
+    parts = ", ".join(f"{name.removesuffix('_loss').replace('_', ' ')} {x:.3f}" for name, x in metrics.items())
+    losses = f"loss {loss:.3f}" + (f" ({parts})" if parts else "")
+    return f"{position}  {losses}  rate {record.learning_rate:.1e}  {pace}" + (
         f"  saved {last_saved}" if last_saved else ""
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -41,7 +41,8 @@ from firth.models import (
     write_model,
 )
 from firth.objectives import MLM, OBJECTIVES, Batch, Objective
-from firth.tokens import MixedDataset, RowDataset, ShardSet, Tokenizer, reused_length
+from firth.tokens import MixedDataset, MixedShards, RowDataset, ShardSet, Tokenizer, reused_length
+from firth.tokens.mixing import SourceShare
 from firth.train.checkpoint import explain_disk_errors, last_checkpoint, translate_disk_errors
 from firth.train.clock import RunClock
 from firth.train.compute import ComputeConfig, choose_compute, preload_compiler
@@ -59,7 +60,8 @@ from firth.train.diagnose import nonfinite_layers
 from firth.train.distributed import SINGLE_PROCESS, DistContext
 from firth.train.folder import shared_run_folder
 from firth.train.launch import init_distributed
-from firth.train.loop import fit
+from firth.train.log import token_loss_name
+from firth.train.loop import FitResult, fit
 from firth.train.optim import make_optimizer
 from firth.train.ramp import check_even_split, mean_batch_rows, ramp_stages, stage_shares
 from firth.train.recipe import Recipe, TrainingConfig, load_recipe, save_recipe
@@ -76,7 +78,7 @@ from firth.train.step import (
     train_step,
     with_recurrent_state,
 )
-from firth.train.step_runner import LossFn, sum_of_means
+from firth.train.step_runner import LossFn, metric_means, sum_of_means
 from firth.train.unfreeze import FreezeSchedule
 
 ScheduledRecipeT = TypeVar("ScheduledRecipeT", bound=TrainingConfig)
@@ -156,7 +158,7 @@ def run_pretraining(
         ramp_datasets = dist_context.main_process_first(lambda: make_ramp_datasets(recipe, shards))
         evaluate = None
         if (held_out := dist_context.main_process_first(lambda: make_held_out_dataset(recipe, shards))) is not None:
-            evaluate = make_held_out_loss_fn(recipe, held_out, tokenizer, compute)
+            evaluate = make_evaluation(recipe, held_out, tokenizer, compute)
         teacher = load_teacher(recipe, compute)
         model = build_pretrain_model(recipe, tokenizer, teacher)
     losses, vectors = make_distillation_loss_fn(teacher, model, recipe), None
@@ -233,10 +235,8 @@ def run_pretraining(
     results = {
         "output_dir": str(folder),
         "steps": outcome.steps,
-        "loss": outcome.loss,
-        "eval_loss": outcome.scores.get("eval_loss"),
-        "unigram_entropy": shards.unigram_entropy,
-        **({"mix": [share._asdict() for share in shares]} if shares else {}),
+        **collect_losses(outcome, shards.unigram_entropy),
+        **({"mix": describe_sources(shares, shards, outcome.scores)} if isinstance(shards, MixedShards) else {}),
         "tokens": outcome.tokens,
         "tokens_per_second": outcome.tokens_per_second,
         "parameters": model.num_parameters,
@@ -246,6 +246,32 @@ def run_pretraining(
         with explain_disk_errors(folder):
             write_results(folder / "results.json", results)
     return dist_context.broadcast(results)
+
+
+def collect_losses(outcome: FitResult, unigram_entropy: float | None) -> dict[str, float | None]:
+    """Return the losses and accuracies of the last step and of the last evaluation.
+
+    The unigram entropy follows the loss over tokens: no sum with the loss over pairs, say, can be compared with it.
+    """
+    scores = {name: value for name, value in outcome.scores.items() if "/" not in name}  # others: of one source
+    values: dict[str, float | None] = {"loss": outcome.loss, "eval_loss": None, **outcome.metrics, **scores}
+    token_loss = token_loss_name(values, prefix="eval_" if scores else "")
+    found: dict[str, float | None] = {}
+    for name, value in values.items():
+        found |= {name: value, "unigram_entropy": unigram_entropy} if name == token_loss else {name: value}
+    return found
+
+
+def describe_sources(
+    shares: Sequence[SourceShare], shards: MixedShards, scores: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """Return the sources of a mix with their held-out losses, and the unigram entropy of each."""
+    found = []
+    for share in shares:
+        own = {name.rpartition("/")[0]: x for name, x in scores.items() if name.rpartition("/")[2] == share.source}
+        entropy = {"unigram_entropy": shards.sources[share.source].unigram_entropy}
+        found.append({**share._asdict(), **own, **entropy})
+    return found
 
 
 def start_in_thread(make: Callable[[], ThreadResultT]) -> Callable[[], ThreadResultT]:
@@ -327,7 +353,7 @@ def make_distillation_loss_fn(teacher: Model | None, model: Model, recipe: Recip
     student, master = check_distillation_pair(model, teacher, recipe.distillation)
     if teacher.tokenizer and model.tokenizer and teacher.tokenizer.fingerprint != model.tokenizer.fingerprint:
         raise UserError(f"{recipe.teacher} has another tokenizer than the data: prepare the text with the teacher's.")
-    return partial(distillation_losses, student, master, spec=recipe.distillation)
+    return partial(distillation_losses, student, master, spec=recipe.distillation, with_metrics=True)
 
 
 def check_tokenizer_fit(recipe: Recipe, tokenizer: Tokenizer) -> None:
@@ -364,7 +390,8 @@ def make_held_out_loss_fn(
         nonlocal halvings
         while True:
             try:
-                parts = [model.losses(rows.to(compute.device)) for rows in split_micro_batches([batch], halvings)]
+                pieces = split_micro_batches([batch], halvings)
+                parts = [model.losses(rows.to(compute.device), with_metrics=True) for rows in pieces]
                 return {name: torch.stack([part[name] for part in parts]).sum() for name in parts[0]}
             except RuntimeError as e:
                 if not is_out_of_memory(e):
@@ -407,10 +434,35 @@ def make_held_out_loss_fn(
         compute.dist_context.reshard(model)
         totals: dict[str, float] = defaultdict(float)
         for key, value in dist_context.all_reduce_sum(losses).items():
-            totals[key.split("/")[0]] += value
-        return {
-            "eval_loss": sum_of_means(totals, {name: int(n) for name, n in dist_context.all_reduce_sum(counts).items()})
-        }
+            totals[key.rpartition("/")[0]] += value
+        divisors = {name: max(int(n), 1) for name, n in dist_context.all_reduce_sum(counts).items()}
+        metrics = {f"eval_{name}": value for name, value in metric_means(totals, divisors).items()}
+        return {"eval_loss": sum_of_means(totals, divisors), **metrics}
+
+    return evaluate
+
+
+def make_evaluation(
+    recipe: Recipe, dataset: RowDataset, tokenizer: Tokenizer, compute: ComputeConfig
+) -> Callable[[Model], dict[str, float]]:
+    """Return the function model -> held-out losses; of a mix also those of each source, as `eval_loss/SOURCE`.
+
+    The sources share `eval_rows` once more, so that an evaluation of a mix takes about twice as long.
+    """
+    mixed = make_held_out_loss_fn(recipe, dataset, tokenizer, compute)
+    if not isinstance(dataset, MixedDataset):
+        return mixed
+    source_recipe = replace(recipe, eval_rows=-(-recipe.eval_rows // len(dataset.datasets)))
+    by_source = {
+        name: make_held_out_loss_fn(source_recipe, source, tokenizer, compute)
+        for name, source in zip(dataset.source_names, dataset.datasets, strict=True)
+    }
+
+    def evaluate(model: Model) -> dict[str, float]:
+        found = mixed(model)
+        for source, loss_fn in by_source.items():
+            found |= {f"{name}/{source}": value for name, value in loss_fn(model).items()}
+        return found
 
     return evaluate
 

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -101,7 +102,7 @@ def build_step_runner(run: TrainingRun) -> StepRunner:
     if run.training.engine.weights == "bf16":
         assert run.loss_fn is None, "a recipe refuses it"
         return BF16Replica(run.model, program, run.compute)
-    losses = program(run.loss_fn or run.model.losses)
+    losses = program(run.loss_fn or partial(run.model.losses, with_metrics=True))
     captures = run.compute.cuda_graphs and (run.compute.compile_regions or not run.compute.compile)
     return (CudaGraphStep if captures else StepRunner)(run.model, losses, run.compute)
 
@@ -132,7 +133,7 @@ def train_step(
     guard: Guard | None = None,
     counts: Mapping[str, int] | None = None,
 ) -> torch.Tensor:
-    """Run forward and backward over the micro-batches, then one update; return the loss.
+    """Run forward and backward over the micro-batches, then one update; return the loss (`runner.metrics`: the rest).
 
     `counts` are the targets of the step over all processes. `recurrent_state` holds the state that the last step left
     and receives the state for the next one. A step that `guard` rejects changes neither weights nor optimizer.
@@ -235,7 +236,7 @@ def compute_gradients(
                 halve_micro_batches(run, micro_batches)
             free_gradients(run, runner)
     world.all_reduce_gradients(run.model)
-    world.all_reduce_tensors([result[0]])
+    world.all_reduce_tensors([result[0], *([runner.metrics] if runner.metric_names else [])])
     return result
 
 
@@ -276,6 +277,7 @@ def run_micro_batches(
 ) -> tuple[torch.Tensor, list[RecurrentStateDict]]:
     """Sum loss and gradients over the micro-batches; scale an fp16 loss for backward and unscale its gradients."""
     total = torch.zeros((), device=run.compute.device)
+    runner.reset_metrics()
     states: list[RecurrentStateDict] = []
     for i, batch in enumerate(micro_batches):
         torch.manual_seed(dropout_seed(run.training.seed, step, run.compute.dist_context.rank * len(micro_batches) + i))

@@ -25,7 +25,8 @@ from firth.models import Model
 from firth.objectives import Batch
 from firth.train.compute import ComputeConfig
 
-LossFn = Callable[[Any], dict[str, Tensor]]  # a batch -> sums of losses, by the name of the count that divides each
+# A batch -> sums of losses by the name of the count that divides each, and sums to log by NAME/COUNT (`Model.losses`).
+LossFn = Callable[[Any], dict[str, Tensor]]
 
 
 class StepRunner:
@@ -35,6 +36,8 @@ class StepRunner:
 
     def __init__(self, model: Model, loss_fn: LossFn, compute: ComputeConfig) -> None:
         self.model, self.loss_fn, self.compute = model, loss_fn, compute
+        self.metric_names: list[str] = []
+        self.metrics = torch.empty(0, device=compute.device)  # of the step so far, one for each name
 
     @property
     def compute_model(self) -> Model:
@@ -58,9 +61,21 @@ class StepRunner:
         if self.compute.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         with self.compute.autocast(), recurrent_state or nullcontext():
-            loss = sum_of_means(self.loss_fn(batch.to(self.compute.device)), counts)
+            parts = self.loss_fn(batch.to(self.compute.device))
+            loss = sum_of_means(parts, counts)
+        self.add_metrics(metric_means(parts, {name: max(count, 1) for name, count in counts.items()}))
         (loss if loss_scale is None else loss * loss_scale).backward()
         return loss.detach()
+
+    def add_metrics(self, means: Mapping[str, Tensor]) -> None:
+        """Add a micro-batch's share of the metrics, on the device. All micro-batches have the same ones."""
+        if means:
+            added = torch.stack(list(means.values()))
+            self.metrics = self.metrics + added if self.metric_names else added
+            self.metric_names = list(means)
+
+    def reset_metrics(self) -> None:
+        self.metric_names, self.metrics = [], self.metrics[:0]
 
     def end_micro_batch(self, index: int, num_micro_batches: int, keep_in_replica: bool) -> None:
         """Make the gradients so far survive the next micro-batch.
@@ -91,4 +106,10 @@ class StepRunner:
 
 def sum_of_means(parts: Mapping[str, Any], counts: Mapping[str, int]) -> Any:
     """Divide each part of a loss by its own count and add them up."""
-    return sum(part / max(counts[name], 1) for name, part in parts.items())
+    return sum(part / max(counts[name], 1) for name, part in parts.items() if "/" not in name)
+
+
+def metric_means(parts: Mapping[str, Any], divisors: Mapping[str, Any]) -> dict[str, Any]:
+    """Divide each figure NAME/COUNT by the divisor of its count; return them by NAME."""
+    names = {name: name.rpartition("/") for name in parts if "/" in name}
+    return {metric: parts[name] / divisors[count] for name, (metric, _, count) in names.items()}
