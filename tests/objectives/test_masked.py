@@ -161,9 +161,9 @@ def test_static_masks_follow_their_row_through_the_stream(rows_for: Maker, apply
 
 @pytest.mark.parametrize("shares", [(-0.1, 0.1), (0.8, -0.1), (0.8, 0.3), (float("nan"), 0.1)])
 def test_mask_and_random_add_up_to_at_most_one(shares: tuple[float, float]) -> None:
-    with pytest.raises(UserError, match=r"objective\.mask and objective\.random"):
-        MLM(mask=shares[0], random=shares[1])
-    MLM(mask=0.9, random=0.1)
+    with pytest.raises(UserError, match=r"objective\.mask_prob and objective\.random_prob"):
+        MLM(mask_prob=shares[0], random_prob=shares[1])
+    MLM(mask_prob=0.9, random_prob=0.1)
 
 
 def test_static_masks_and_span_lengths_are_not_negative() -> None:

@@ -146,7 +146,9 @@ def test_whole_words_beside_the_published_collator(tokenizer: Any) -> None:
         tokenizer, whole_word_mask=True, mask_replace_prob=1.0, random_replace_prob=0.0, seed=1, return_tensors="np"
     )
     theirs = collate(collator, rows)
-    batch = MLM(masking=WholeWordMasking(), mask=1.0, random=0.0)(rows, CounterRNG(1, rows.stream_index), VOCAB)
+    batch = MLM(masking=WholeWordMasking(), mask_prob=1.0, random_prob=0.0)(
+        rows, CounterRNG(1, rows.stream_index), VOCAB
+    )
     word = np.cumsum(rows.word_start, 1) + 200 * rows.stream_index[:, None]
     size = np.bincount(word[rows.maskable], minlength=word.max() + 1)
     sizes = {}

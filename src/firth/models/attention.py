@@ -197,16 +197,16 @@ def select_attention_kernel(
     spec: AttentionSpec,
     dropout: float,
     is_compiling: bool,
-    is_relative: bool = False,
+    can_fuse_relative: bool = False,
     can_fuse: bool = False,
     is_cross: bool = False,
 ) -> AttentionKernel:
     """Return the kernel that was measured to be fastest (docs/results.md).
 
-    "fused", our Triton kernel: for relative scores per distance with nothing else added (`is_relative`); and, where
-    it supports the inputs (`can_fuse`), in compiled steps with dropout, a bias shared by all rows, integer key ranges
-    (it skips invisible tiles), or cross-attention (`is_cross`: one gradient tensor for keys and values). An uncompiled
-    run would wait longer for Triton's compiler than the kernel saves.
+    "fused", our Triton kernel: for relative scores per distance with nothing else added (`can_fuse_relative`); and,
+    where it supports the inputs (`can_fuse`), in compiled steps with dropout, a bias shared by all rows, integer key
+    ranges (it skips invisible tiles), or cross-attention (`is_cross`: one gradient tensor for keys and values). An
+    uncompiled run would wait longer for Triton's compiler than the kernel saves.
 
     "sdpa", `F.scaled_dot_product_attention`: for everything else. It does not skip masked tiles.
 
@@ -215,7 +215,7 @@ def select_attention_kernel(
     """
     if spec.attentions is not None:
         return "eager"
-    if is_relative and spec.masked_bias is None:
+    if can_fuse_relative and spec.masked_bias is None:
         return "fused"
     if can_fuse and is_compiling and (dropout or spec.bias is not None or spec.key_range is not None or is_cross):
         return "fused"
@@ -285,13 +285,16 @@ def relative_attention(
     """
     q_BHTd, S = relative_scores.query, k_BHSd.shape[2]
     must_be_ordered = torch.are_deterministic_algorithms_enabled() and has_nondeterministic_grads(relative_scores)
-    can_fuse = (
+    can_fuse_relative = (
         spec.allow_fused
         and relative_scores.extra_scores is None
         and has_fused_attention(q_BHTd)
         and not must_be_ordered
     )
-    if select_attention_kernel(q_BHTd.device.type, spec, dropout, torch.compiler.is_compiling(), can_fuse) == "fused":
+    if (
+        select_attention_kernel(q_BHTd.device.type, spec, dropout, torch.compiler.is_compiling(), can_fuse_relative)
+        == "fused"
+    ):
         mask = causal_mask(q_BHTd.shape[2], S, q_BHTd.device) if spec.is_causal else spec.mask
         return fused_relative_attention(relative_scores, k_BHSd, v_BHSd, mask, spec.key_range, dropout, scale)
     return attend(q_BHTd, k_BHSd, v_BHSd, add_score_bias(spec, relative_scores.to_dense(S) * scale), dropout, scale)
@@ -356,10 +359,12 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, spec: AttentionSpec, kv_states_BSD: Tensor | KeyValues | None = None) -> Tensor:
         """Return (B, T, D)."""
-        y: Tensor = self.out(self.mix_values(x_BTD, spec, kv_states_BSD))
+        y: Tensor = self.out(self.head_outputs(x_BTD, spec, kv_states_BSD))
         return y
 
-    def mix_values(self, x_BTD: Tensor, spec: AttentionSpec, kv_states_BSD: Tensor | KeyValues | None = None) -> Tensor:
+    def head_outputs(
+        self, x_BTD: Tensor, spec: AttentionSpec, kv_states_BSD: Tensor | KeyValues | None = None
+    ) -> Tensor:
         """Return the attention-weighted values (B, T, H x d), before the output projection.
 
         The fused kernel reads queries, keys and values from the one tensor that `qkv` wrote, and writes their

@@ -78,7 +78,7 @@ class MLM(ObjectiveBase):
     """Masked language modelling; the file's docstring explains it.
 
     - rate: share of the text tokens that are targets, the "mask rate" of the papers
-    - mask, random: of the targets, the share that becomes [MASK] or a random token; the rest is kept
+    - mask_prob, random_prob: of the targets, the share that becomes [MASK] or a random token; the rest is kept
     - masking: which tokens are targets
     - targets: what is predicted there: "tokens", "boundary" (SpanBERT) or "replaced" (ELECTRA)
     - visibility: "all" (bidirectional), "forward" (left to right: earlier tokens only), "backward" (later tokens
@@ -89,8 +89,8 @@ class MLM(ObjectiveBase):
     """
 
     rate: float = 0.15
-    mask: float = 0.8
-    random: float = 0.1
+    mask_prob: float = 0.8
+    random_prob: float = 0.1
     masking: MaskingScheme = TOKEN_MASKING
     targets: Literal["tokens", "boundary", "replaced"] = "tokens"
     visibility: Literal["all", "forward", "backward", "prefix"] = "all"
@@ -99,8 +99,10 @@ class MLM(ObjectiveBase):
 
     def __post_init__(self) -> None:
         check_rate("objective.rate", self.rate)
-        if not (self.mask >= 0 and self.random >= 0 and self.mask + self.random <= 1):
-            raise UserError("objective.mask and objective.random must not be negative, and add up to at most 1.")
+        if not (self.mask_prob >= 0 and self.random_prob >= 0 and self.mask_prob + self.random_prob <= 1):
+            raise UserError(
+                "objective.mask_prob and objective.random_prob must not be negative, and add up to at most 1."
+            )
         if self.num_static_masks < 0:
             raise UserError(
                 f"objective.num_static_masks is {self.num_static_masks}, and must be 0 (new masks each epoch) or more."
@@ -133,8 +135,8 @@ class MLM(ObjectiveBase):
             )
 
     def expected_rates(self, rows: Rows | None = None) -> dict[str, float]:
-        kept = round(1 - self.mask - self.random, 9)
-        rates = {"targets": self.rate, "masked": self.mask, "random": self.random, "kept": kept}
+        kept = round(1 - self.mask_prob - self.random_prob, 9)
+        rates = {"targets": self.rate, "masked": self.mask_prob, "random": self.random_prob, "kept": kept}
         if isinstance(self.masking, WordSpanMasking):
             rates["mean_span"] = self.masking.mean_length
         return rates | ({"pairs": 0.5} if self.pair in ("next", "order") else {})
@@ -154,8 +156,8 @@ class MLM(ObjectiveBase):
             targets,
             rng,
             vocab,
-            self.mask,
-            self.random,
+            self.mask_prob,
+            self.random_prob,
             span_ids if self.masking.noise_per_span else None,
         )
         rank, token_types = self.rank_and_token_types(rows, rng)

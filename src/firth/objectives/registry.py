@@ -43,7 +43,7 @@ OBJECTIVES: dict[str, Objective] = {
     "sop": MLM(pair="order"),
     "albert": MLM(masking=NgramMasking(), pair="order"),
     "tlm": MLM(pair="translation"),
-    "rtd": MLM(mask=0.85, random=0.0, targets="replaced"),
+    "rtd": MLM(mask_prob=0.85, random_prob=0.0, targets="replaced"),
     "unilm": UNILM,
     "bilm": BiLM(),
     "permutation-lm": PermutationLM(),

@@ -11,7 +11,7 @@ from models.kernels.test_glu import on_a_gpu
 from torch import Tensor, nn
 
 from firth.models.fp8.linear import Float8Linear, float8_mlp
-from firth.models.fp8.quantize import quantize_scaled_rows
+from firth.models.fp8.quantize import quantize_rowwise
 from firth.models.kernels.activation import ACTIVATIONS
 from firth.models.kernels.glu import KERNEL_ACTIVATIONS
 
@@ -24,7 +24,7 @@ def far(x: Tensor, y: Tensor) -> float:
 
 def in_eight(x: Tensor) -> Tensor:
     """Quantize to FP8 and dequantize."""
-    x8, scale, _ = quantize_scaled_rows(x.detach())
+    x8, scale, _ = quantize_rowwise(x.detach())
     return x8.float() * scale[:, None]
 
 
@@ -42,7 +42,7 @@ def test_matmul_equals_that_of_dequantized_inputs(size: float, device: str) -> N
     w, b = layer.weight, layer.bias
     y = layer(x)
     dx, dw, db = torch.autograd.grad(y, (x, w, b), dy.float())
-    x8, w8, scale = in_eight(x.bfloat16()), in_eight(w), quantize_scaled_rows(w.detach())[1]
+    x8, w8, scale = in_eight(x.bfloat16()), in_eight(w), quantize_rowwise(w.detach())[1]
     dy8 = in_eight(dy.float() * scale) / scale  # in 8 bits it has the scales of the weights that it meets
     whole = F.linear(x, w, b), *torch.autograd.grad(F.linear(x, w, b), (x, w, b), dy.float())
     exact = x8 @ w8.T + b, dy8 @ w8, dy.float().T @ x, dy.float().sum(0)
@@ -170,7 +170,7 @@ def test_frozen_weights_have_no_gradient() -> None:
 def test_zero_rows_stay_zero_and_nan_stays_nan() -> None:
     x = torch.zeros(16, 16)
     x[3, 4], x[5, 6] = torch.inf, torch.nan
-    eight, scale, _ = quantize_scaled_rows(x)
+    eight, scale, _ = quantize_rowwise(x)
     y = eight.float() * scale[:, None]
     assert not y[[0, 1, 2, 4]].any()
     assert not y[3, 4].isfinite()

@@ -18,7 +18,7 @@ from firth.models.fp8.quantize import (
     QUANTIZE_LAUNCH,
     quantize_activation,
     quantize_activation_backward,
-    quantize_scaled_rows,
+    quantize_rowwise,
     split_into_powers_of_two,
 )
 from firth.models.kernels.glu import KERNEL_ACTIVATIONS
@@ -71,10 +71,10 @@ def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("factor", [False, True])
 def test_quantize_rows(N: int, factor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     x, times = numbers(48, N), torch.rand(N, device=DEVICE) + 0.5 if factor else None
-    wanted, found = both_ways(monkeypatch, lambda: quantize_scaled_rows(x, times, needs_sums=True))
+    wanted, found = both_ways(monkeypatch, lambda: quantize_rowwise(x, times, needs_sums=True))
     assert_same_rows(found[:2], wanted[:2])
     torch.testing.assert_close(found[2], wanted[2], rtol=1e-5, atol=1e-2)
-    assert quantize_scaled_rows(x, times)[2] is None
+    assert quantize_rowwise(x, times)[2] is None
 
 
 @pytest.mark.gpu
@@ -105,7 +105,7 @@ def test_quantize_after_an_activation(
 def test_nan_stays_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     x = numbers(16, 48)
     x[3, 4], x[5, 6] = torch.inf, torch.nan
-    for eight, scale, _ in both_ways(monkeypatch, lambda: quantize_scaled_rows(x)):
+    for eight, scale, _ in both_ways(monkeypatch, lambda: quantize_rowwise(x)):
         y = eight.float() * scale[:, None]
         assert not y[3, 4].isfinite()
         assert y[5, 6].isnan()

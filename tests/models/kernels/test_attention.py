@@ -377,11 +377,11 @@ def test_models_with_fused_and_eager_attention(name: str, packed: bool, monkeypa
             spec: AttentionSpec,
             dropout: float,
             is_compiling: bool,
-            is_relative: bool = False,
+            can_fuse_relative: bool = False,
             can_fuse: bool = False,
             **_: Any,
         ) -> str:
-            ways.append("fused" if ours and (can_fuse or (is_relative and spec.masked_bias is None)) else "eager")
+            ways.append("fused" if ours and (can_fuse or (can_fuse_relative and spec.masked_bias is None)) else "eager")
             return ways[-1]
 
         monkeypatch.setattr(attention, "select_attention_kernel", kernel)

@@ -43,7 +43,7 @@ class Float8Attention(Attention):
         epilogue: ResidualNormEpilogue | None = None,
     ) -> Any:
         """Return (B, T, D), or with an `epilogue` the tuple of its outputs."""
-        return call_linear(self.out, self.mix_values(x_BTD, spec, kv_states_BSD), epilogue)
+        return call_linear(self.out, self.head_outputs(x_BTD, spec, kv_states_BSD), epilogue)
 
     def project_rows(self, x: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         if not isinstance(self.qkv, Float8Linear):

@@ -41,7 +41,7 @@ from firth.models.fp8.quantize import (
     FP8_DTYPE,
     quantize_activation,
     quantize_activation_backward,
-    quantize_scaled_rows,
+    quantize_rowwise,
 )
 from firth.models.fp8.residual_norm import (
     ResidualNormEpilogue,
@@ -162,7 +162,7 @@ class Float8Matmul(torch.autograd.Function):
     ) -> Any:
         x = cast_to_dtype(x_NI, BF16)
         ctx.dtypes = x_NI.dtype, w_OI.dtype, None if bias_O is None else bias_O.dtype
-        y = scaled_matmul(*quantize_scaled_rows(x)[:2], w8_OI, w_scale_O, bias_O)
+        y = scaled_matmul(*quantize_rowwise(x)[:2], w8_OI, w_scale_O, bias_O)
         return apply_epilogue_and_save(ctx, y, epilogue, x, w_scale_O, w8_IO)
 
     @staticmethod
@@ -202,7 +202,7 @@ class Float8MLPFunction(torch.autograd.Function):
         *epilogue: Any,
     ) -> Any:
         x = cast_to_dtype(x_NI, BF16)
-        h_NO = scaled_matmul(*quantize_scaled_rows(x)[:2], up8_OI, up_scale_O, None)
+        h_NO = scaled_matmul(*quantize_rowwise(x)[:2], up8_OI, up_scale_O, None)
         y8, y_scale = quantize_activation(h_NO, up_bias_O, activation_index, is_gated)
         bias_dtypes = (None if bias is None else bias.dtype for bias in (up_bias_O, down_bias_I))
         ctx.rest = x_NI.dtype, up_OI.dtype, *bias_dtypes, activation_index, is_gated
@@ -251,7 +251,7 @@ def quantize_output_grad(
     gradients of the epilogue's inputs.
     """
     if ctx.dropout_p is None:
-        return grad_outputs[0], *quantize_scaled_rows(grad_outputs[0], column_scale, needs_bias_grad), ()
+        return grad_outputs[0], *quantize_rowwise(grad_outputs[0], column_scale, needs_bias_grad), ()
     return residual_norm_grads(grad_outputs, SavedResidualNorm(*saved_epilogue), ctx.dropout_p, column_scale)
 
 

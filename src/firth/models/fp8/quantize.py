@@ -66,7 +66,7 @@ ACTIVATION_LAUNCH = RowLaunch(16, 3, 768)
 ACTIVATION_BWD_LAUNCH = RowLaunch(8, 3, 384)
 
 
-def quantize_scaled_rows(
+def quantize_rowwise(
     x: Tensor, column_scale_N: Tensor | None = None, needs_sums: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return `x * column_scale` in FP8, its row scales (M,), and with `needs_sums` the column sums of `x` (N,)."""
@@ -74,11 +74,11 @@ def quantize_scaled_rows(
         x8, scale_M, sums_CN = quantize_rows_triton(x, column_scale_N, needs_sums)
         return x8, scale_M, sums_CN.sum(0) if needs_sums else None
     y = x.float() if column_scale_N is None else x.float() * column_scale_N
-    return *quantize_rowwise(y), x.float().sum(0) if needs_sums else None
+    return *eager_quantize_rowwise(y), x.float().sum(0) if needs_sums else None
 
 
-def quantize_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `x` (M, N) in FP8 and its row scales (M,)."""
+def eager_quantize_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `x` (M, N) in FP8 and its row scales (M,), by eager operations."""
     scale_M = x.abs().amax(1).clamp(min=MIN_ROW_AMAX) / FP8_MAX
     return (x * (1 / scale_M)[:, None]).to(FP8_DTYPE), scale_M
 
@@ -105,7 +105,7 @@ def quantize_rows_triton(x: Tensor, column_scale_N: Tensor | None, needs_sums: b
 def quantize_activation(x: Tensor, bias: Tensor | None, activation_index: int, is_gated: bool) -> tuple[Tensor, Tensor]:
     """Return `activation(x + bias)` in FP8 and its row scales; gated: activation(x[:, :N]) * x[:, N:]."""
     if not can_use_triton(x):
-        return quantize_rowwise(eager_activation(x, bias, activation_index, is_gated)[0])
+        return eager_quantize_rowwise(eager_activation(x, bias, activation_index, is_gated)[0])
     x = x.contiguous()
     M, N = len(x), x.shape[1] // (1 + is_gated)
     y8, scale_M, _ = allocate_quantized_rows(x, N)
@@ -132,7 +132,7 @@ def quantize_activation_backward(
         if value is not None:
             dx = torch.cat([dx * value, dy.float() * gate * sigmoid], 1)
         sums = dx.sum(0, keepdim=True) if bias is not None else x.new_empty(0, x.shape[1], dtype=torch.float32)
-        return y.to(dy.dtype), dx.to(x.dtype), *quantize_rowwise(dx * column_scale), sums
+        return y.to(dy.dtype), dx.to(x.dtype), *eager_quantize_rowwise(dx * column_scale), sums
     dy, x = dy.contiguous(), x.contiguous()
     (M, N), C = dy.shape, ACTIVATION_BWD_LAUNCH.num_programs(len(dy), dy.device)
     y, dx = torch.empty_like(dy), torch.empty_like(x)

@@ -31,7 +31,7 @@ from firth.models.fp8.quantize import (
     RowLaunch,
     allocate_quantized_rows,
     can_use_triton,
-    quantize_rowwise,
+    eager_quantize_rowwise,
     split_into_powers_of_two,
 )
 from firth.models.kernels.activation import cast_to_dtype
@@ -132,7 +132,7 @@ def residual_norm_backward(
             if needs_separate_grad(norm_input, drop_rows)
             else norm_input.new_empty(0, norm_input.shape[1], dtype=BF16)
         )
-        return dx.to(norm_input.dtype), separate, *quantize_rowwise(dx_linear * column_scale), sums_13N
+        return dx.to(norm_input.dtype), separate, *eager_quantize_rowwise(dx_linear * column_scale), sums_13N
     (M, N), C = norm_input.shape, NORM_BWD_LAUNCH.num_programs(len(norm_input), norm_input.device)
     dx, dx_linear, dx8, scale_M, sums_C3N = allocate_norm_grads(norm_input, drop_rows, C)
     A, B = split_into_powers_of_two(N)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from firth.models.fp8.quantize import FP8_DTYPE, can_use_triton, quantize_rowwise
+from firth.models.fp8.quantize import FP8_DTYPE, can_use_triton, eager_quantize_rowwise
 from firth.models.kernels.launch import launch
 from firth.models.kernels.tiling import triton
 
@@ -59,7 +59,7 @@ class CachedFloat8Linear(nn.Linear):
         """Return rows `start` to `stop` of the weight in FP8, from the cache if there is one."""
         if self.fp8_cache is not None:
             return self.fp8_cache.slice_rows(start, stop)
-        w8, scale_O = quantize_rowwise(self.weight[start:stop].detach().float())
+        w8, scale_O = eager_quantize_rowwise(self.weight[start:stop].detach().float())
         return QuantizedWeight(w8, scale_O, w8.t().contiguous())
 
 
@@ -95,7 +95,7 @@ def update_fp8_weights(layers: Sequence[CachedFloat8Linear]) -> None:
             continue
         for layer in same_dtype:
             assert layer.fp8_buffer is not None
-            w8, scale_O = quantize_rowwise(layer.weight.float())
+            w8, scale_O = eager_quantize_rowwise(layer.weight.float())
             for buffer, value in zip(layer.fp8_buffer, (w8, scale_O, w8.t()), strict=True):
                 buffer.copy_(value)
 
