@@ -291,7 +291,7 @@ def generate(
         raise UserError(f"--stream prints one text as it is generated, and there are {len(texts)} prompts.")
     pieces = stream_text(model, encoded[0], **settings)
     first = next(pieces, "")  # raises for invalid settings before anything is printed
-    continues = isinstance(encoded[0], str) and model.config.architecture == "decoder"
+    continues = isinstance(encoded[0], str) and model.config.architecture != "encoder-decoder"
     print(texts[0] if continues else "", end=first, flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)

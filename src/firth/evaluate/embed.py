@@ -208,7 +208,10 @@ def layer_hidden_states(model: Model, batch: Batch, layer: LayerChoice) -> Tenso
         x_BTD = model.embed.widen(
             model.embed_backbone_inputs(batch.input_ids, batch.position_ids, batch.token_type_ids, batch.document_ids)
         )
-        model.stack(x_BTD, batch.document_ids, all_hidden_states=states, token_type_ids=batch.token_type_ids)
+        # A prefix LM reads the text as its prompt: it attends to all of itself.
+        is_prompt = model.is_causal and model.config.has_bidirectional_prompt
+        rank_BT = torch.zeros_like(batch.input_ids) if is_prompt else None
+        model.stack(x_BTD, batch.document_ids, rank_BT, all_hidden_states=states, token_type_ids=batch.token_type_ids)
     return states[layer] if isinstance(layer, int) else torch.stack(states).mean(0)
 
 

@@ -9,8 +9,10 @@ up log p(x_t | all others) (Salazar et al. 2020, "Masked Language Model Scoring"
 times the cost. Tokens of a long word reveal each other; "within-word-l2r" therefore also masks the rest of the word
 (Kauf & Ivanova 2023, section 3). The terms do not add up to a probability, so there are no bits per byte.
 
+A prefix LM reads the tokens before the scored ones as it read its prefix in training: they attend to all of themselves.
+
 An encoder-decoder either restores each masked word ("span", a pseudo-likelihood again), or reads the first half of a
-text and scores the second ("continuation", exact).
+text and scores the second ("continuation", exact). A decoder that was trained to denoise restores words, too.
 
 Texts longer than the model's window are read in sliding windows; each token is scored once, with as much context as
 fits. A `Scorer` turns texts into `LogprobQuery` rows, `compute_logprobs` runs the model.
@@ -35,6 +37,7 @@ from firth.metrics import bits_per_byte
 from firth.metrics import perplexity as as_perplexity
 from firth.models import Model, ModelConfig, load_model, make_sequence_template
 from firth.models.config import ELMoConfig
+from firth.objectives.visibility import attention_rank
 from firth.tokens.lexicon import OpenVocabTokenizer
 from firth.train import TrainingConfig, choose_compute
 
@@ -89,8 +92,9 @@ def make_scorer(
     """Return the scorer of a model.
 
     Methods: "left-to-right" for a decoder, and for ELMo's forward direction; "pseudo" or "within-word-l2r" for an
-    encoder; "span" or "continuation" for an encoder-decoder. "auto" takes the first of these. Texts longer than
-    `max_seq_length` are read in windows that are `stride` tokens apart; 0 means the model's maximum, and half of it.
+    encoder; "span" or "continuation" for an encoder-decoder; "span" for a decoder that was trained to denoise. "auto"
+    takes the first of these. Texts longer than `max_seq_length` are read in windows that are `stride` tokens apart; 0
+    means the model's maximum, and half of it.
     """
     model = open_model(checkpoint)
     name, kind = choose_scoring_method(model.config, method)
@@ -100,10 +104,12 @@ def make_scorer(
 def choose_scoring_method(config: ModelConfig, method: str = "auto") -> tuple[str, type[Scorer]]:
     """Return the name and the scorer of a method; refuse a model without an LM head or without the method."""
     check_has_lm_head(config)
-    methods = SCORERS_BY_ARCHITECTURE["decoder" if isinstance(config.recurrent, ELMoConfig) else config.architecture]
+    kind = "decoder" if isinstance(config.recurrent, ELMoConfig) else config.architecture
+    methods = SCORERS_BY_ARCHITECTURE["denoising decoder" if config.has_sentinel_prompt else kind]
     if method != "auto" and method not in methods:
         others = [name for scorers in SCORERS_BY_ARCHITECTURE.values() for name in scorers]
-        known = f"This checkpoint has the architecture {config.architecture}, which has: {', '.join(methods)}."
+        trained = " (trained to denoise)" if config.has_sentinel_prompt else ""
+        known = f"This checkpoint has the architecture {kind}{trained}, which has: {', '.join(methods)}."
         raise UserError(f"method {method!r}: " + (known if method in others else did_you_mean(method, methods)))
     name = next(iter(methods)) if method == "auto" else method
     return name, methods[name]
@@ -280,7 +286,8 @@ class CausalScorer(Scorer):
             end = min(first + step - 1, len(ids) - 1)
             begin = max(0, end - self.max_length)
             target_positions = list(range(first - 1 - begin, end - begin))
-            yield LogprobQuery(ids[begin:end], target_positions, self.replace_out_of_vocabulary(ids[first : end + 1]))
+            labels = self.replace_out_of_vocabulary(ids[first : end + 1])
+            yield self.with_visibility(LogprobQuery(ids[begin:end], target_positions, labels))
             first, step = end + 1, self.stride
 
     def truncate_context(self, split: SplitText) -> SplitText:
@@ -290,7 +297,15 @@ class CausalScorer(Scorer):
     def blank_query(self, split: SplitText) -> LogprobQuery:
         input_ids = [*self.template.prefix_ids, *split.before, *split.answer[:-1]]
         first = len(input_ids) - len(split.answer)
-        return LogprobQuery(input_ids, list(range(first, len(input_ids))), self.replace_out_of_vocabulary(split.answer))
+        labels = self.replace_out_of_vocabulary(split.answer)
+        return self.with_visibility(LogprobQuery(input_ids, list(range(first, len(input_ids))), labels))
+
+    def with_visibility(self, query: LogprobQuery) -> LogprobQuery:
+        """Let a prefix LM's context, all tokens before the first label, attend to all of itself."""
+        if not self.model.config.has_bidirectional_prompt:
+            return query
+        rank_T = attention_rank(np.arange(len(query.input_ids)), query.target_positions[0] + 1)
+        return query._replace(attention_rank=rank_T.tolist())
 
     def replace_out_of_vocabulary(self, ids: list[int]) -> list[int]:
         """Label ids with <unk> for words outside the output vocabulary, which ELMo reads by their characters."""
@@ -407,6 +422,28 @@ class SpanScorer(Scorer):
         return float(logprobs.logprobs[:-1].sum())
 
 
+class DecoderSpanScorer(SpanScorer):
+    """A denoising decoder: the same in one row, the text with a blank and then the word."""
+
+    @property
+    def max_text_tokens(self) -> int:
+        """Tokens of a window without special tokens: those of the template, and the sentinel of the word twice."""
+        return self.max_length - self.template.num_special_tokens() - 2
+
+    def blank_query(self, split: SplitText) -> LogprobQuery:
+        query = super().blank_query(split)
+        assert query.decoder_input_ids is not None
+        _, *target_ids = query.decoder_input_ids  # the end of the text stands for the decoder's start token
+        num_before = len(query.input_ids) - 1
+        rank = attention_rank(np.arange(len(query.input_ids) + len(target_ids)), len(query.input_ids)).tolist()
+        return query._replace(
+            input_ids=[*query.input_ids, *target_ids],
+            target_positions=[num_before + position for position in query.target_positions],
+            decoder_input_ids=None,
+            attention_rank=rank if self.model.config.has_bidirectional_prompt else None,
+        )
+
+
 class ContinuationScorer(Scorer):
     """An encoder-decoder: the second half of a text given the first; in a long one, each window given the last."""
 
@@ -434,6 +471,7 @@ class ContinuationScorer(Scorer):
 
 SCORERS_BY_ARCHITECTURE: dict[str, dict[str, type[Scorer]]] = {
     "decoder": {"left-to-right": CausalScorer},
+    "denoising decoder": {"span": DecoderSpanScorer},
     "encoder": {"pseudo": MaskedScorer, "within-word-l2r": MaskedScorer},
     "encoder-decoder": {"span": SpanScorer, "continuation": ContinuationScorer},
 }

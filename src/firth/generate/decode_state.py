@@ -20,6 +20,11 @@ on the length. `UncachedDecode` recomputes the whole sequence at each step: for 
 cached, for LSTM decoders with attention, for `use_cache=False`, and in the tests, which compare cached decoding with
 it.
 
+A prefix LM's prompt attends to all of itself (`models/prompt_form.py`); its keys and values do not depend on later
+tokens either, so that it is cached in the same way. UniLM predicts each token at a [MASK] (Dong et al. 2019, section
+2.3). A decode step is then two: the last token enters the cache; a [MASK] after it gives the logits, and its keys and
+values are overwritten by the token that is chosen.
+
 B rows, T positions, D model width, V vocabulary.
 """
 
@@ -38,7 +43,7 @@ from firth.core.errors import UserError
 from firth.generate.cuda_graph import CudaGraphDecode
 from firth.generate.length_budget import INITIAL_NEW_TOKENS, warn_context_length
 from firth.models import (
-    Decoder,
+    Encoder,
     EncoderDecoder,
     LMHead,
     Model,
@@ -50,6 +55,7 @@ from firth.models import (
 from firth.models.config import BAG_OF_WORDS_FAMILY, AWDLSTMConfig, ELMoConfig
 from firth.models.kv_cache import KVCache, can_cache
 from firth.objectives import Batch
+from firth.objectives.visibility import attention_rank
 from firth.tokens import TokenIds, Tokenizer
 
 # Prompt index and generated ids of each row -> logits (B, V) of the next token.
@@ -124,18 +130,42 @@ def make_next_logits_fn(model: Model, prompts: Sequence[TokenIds]) -> NextLogits
 
 
 def decoder_next_logits_fn(model: Model, prompts: Sequence[TokenIds]) -> NextLogitsFn:
-    """Run a decoder over prompt and generated ids."""
-    pad, limit = require_tokenizer(model).vocab.pad, model.config.max_length
+    """Run a decoder, or UniLM, over prompt and generated ids."""
+    pad, limit, mask_ids = require_tokenizer(model).vocab.pad, model.config.max_length, list(get_mask_ids(model))
 
     def next_logits(prompt_index: Sequence[int], generated_ids: Sequence[TokenIds]) -> Tensor:
         # Rows beyond max_length are finished already; the cut only keeps them computable.
-        sequences = [[*prompts[i], *ids][:limit] for i, ids in zip(prompt_index, generated_ids, strict=True)]
+        sequences = [[*prompts[i], *ids, *mask_ids][:limit] for i, ids in zip(prompt_index, generated_ids, strict=True)]
         input_ids, document_ids = pad_right(sequences, pad)
         last = np.array([[len(ids) - 1] for ids in sequences])
-        batch = Batch(input_ids, document_ids=document_ids, target_positions=last).to(embedding_device(model))
-        return drop_padded_vocab(model, model.logits(batch)[:, 0])
+        batch = Batch(input_ids, document_ids=document_ids, target_positions=last)
+        if model.config.has_bidirectional_prompt:
+            rank_BT = prompt_attention_rank(model, [prompts[i] for i in prompt_index], input_ids.shape[1])
+            token_types_BT = (rank_BT > 0).astype(np.int64) if mask_ids else None  # UniLM's two segments
+            batch = batch._replace(attention_rank=rank_BT, token_type_ids=token_types_BT)
+        return drop_padded_vocab(model, model.logits(batch.to(embedding_device(model)))[:, 0])
 
     return next_logits
+
+
+def prompt_attention_rank(model: Model, prompts: Sequence[TokenIds], width: int) -> np.ndarray:
+    """Return (B, T): 0 in a prompt, which attends to all of itself, then 1, 2, ... (prefix LM).
+
+    The sentinel at the end of a denoiser's prompt begins the answer.
+    """
+    sentinels = require_tokenizer(model).vocab.sentinel_ids if model.config.has_sentinel_prompt else ()
+    lengths = [len(ids) - (ids[-1] in sentinels) for ids in prompts]
+    return attention_rank(np.arange(width), np.array(lengths)[:, None])
+
+
+def get_mask_ids(model: Model) -> tuple[int, ...]:
+    """Return the token at which UniLM predicts the next one; empty for a model that predicts at the last token."""
+    if not model.config.predicts_at_mask:
+        return ()
+    mask_id = require_tokenizer(model).vocab.mask
+    if mask_id is None:
+        raise UserError("The tokenizer of this model has no mask token, at which it predicts.")
+    return (mask_id,)
 
 
 def encoder_decoder_next_logits_fn(model: EncoderDecoder, prompts: Sequence[TokenIds]) -> NextLogitsFn:
@@ -205,7 +235,7 @@ class CachedDecode:
     """Decode with a KV cache: a step runs one token per row. The capacity doubles when the cache is full."""
 
     def __init__(self, model: Model, prompts: Sequence[TokenIds], max_new_tokens: int) -> None:
-        self.model, self.prompts = model, prompts
+        self.model, self.prompts, self.mask_ids = model, prompts, get_mask_ids(model)
         self.device, self.max_length = embedding_device(model), model.config.max_length
         self.on_gpu = self.device.type == "cuda"
         start = make_sequence_template(model.config, require_tokenizer(model).vocab).decoder_start_id
@@ -228,27 +258,42 @@ class CachedDecode:
     def stack(self) -> Stack:
         if isinstance(self.model, EncoderDecoder):
             return self.model.decoder
-        assert isinstance(self.model, Decoder)
+        assert isinstance(self.model, Encoder)
         return self.model.stack
 
     def embed(self, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
+        """Return the embeddings of the prompt, or of new tokens at `position_ids_BT`."""
         position_embedding = self.model.decoder_embed if isinstance(self.model, EncoderDecoder) else None
-        return self.model.embed(input_ids_BT, position_ids_BT, position_embedding=position_embedding)
+        is_new_text = self.mask_ids and position_ids_BT is not None
+        return self.model.embed(
+            input_ids_BT,
+            position_ids_BT,
+            torch.ones_like(input_ids_BT) if is_new_text else None,
+            position_embedding=position_embedding,
+        )
 
     def prefill(self) -> Tensor:
         lengths = [len(ids) for ids in self.decoder_prompts]
-        input_ids, _ = pad_right(self.decoder_prompts, require_tokenizer(self.model).vocab.pad)
+        input_ids, document_ids = pad_right(self.decoder_prompts, require_tokenizer(self.model).vocab.pad)
         x_BTD = self.embed(torch.from_numpy(input_ids).to(self.device))
         encoded, encoded_document_ids = None, None
         if isinstance(self.model, EncoderDecoder):
             source, encoded = encode_prompt_batch(self.model, self.prompts)
             encoded_document_ids = source.document_ids if len(set(map(len, self.prompts))) > 1 else None
         warn_context_length(self.model, max(lengths))
-        y_BTD = self.cache.prefill(x_BTD, lengths, encoded, encoded_document_ids)
+        if self.model.config.has_bidirectional_prompt and not isinstance(self.model, EncoderDecoder):
+            rank_BT = prompt_attention_rank(self.model, self.prompts, input_ids.shape[1])
+            masks = {"document_ids": document_ids, "attention_rank": rank_BT}
+        else:  # causal: no token attends to the padding after it
+            masks = {}
+        masks_BT = {name: torch.from_numpy(x).to(self.device) for name, x in masks.items()}
+        y_BTD = self.cache.prefill(x_BTD, lengths, encoded, encoded_document_ids, **masks_BT)
+        if self.mask_ids:
+            return self.forward_mask()
         return self.compute_logits(y_BTD[torch.arange(len(lengths)), torch.tensor(lengths) - 1])
 
     def decode_step(self, token_B: Tensor) -> Tensor:
-        if self.cache.max_row_length == self.cache.size:
+        if self.cache.max_row_length + len(self.mask_ids) >= self.cache.size:
             self.cache.grow(min(self.max_capacity, 2 * self.cache.size))
             self.cuda_graph = None  # the graph holds the addresses of the old tensors
         warn_context_length(self.model, self.cache.max_row_length + 1)
@@ -259,11 +304,25 @@ class CachedDecode:
         return logits_BV
 
     def forward_step(self, token_B: Tensor) -> Tensor:
+        x_BD = self.forward_token(token_B)
+        if not self.mask_ids:
+            return self.compute_logits(x_BD)
+        self.cache.advance()
+        logits_BV = self.forward_mask()
+        self.cache.advance(-1)
+        return logits_BV
+
+    def forward_mask(self) -> Tensor:
+        """Return the logits at a [MASK] after each row. It does not stay in the cache: the next token overwrites it."""
+        return self.compute_logits(self.forward_token(torch.full_like(self.cache.next_position_B, self.mask_ids[0])))
+
+    def forward_token(self, token_B: Tensor) -> Tensor:
+        """Return the hidden states (B, D) of one token after each row, and store its keys and values."""
         position_B = self.cache.next_position_B
         if self.max_length is not None:
             position_B = position_B.clamp(max=self.max_length - 1)  # finished rows may be beyond it
         x_B1D = self.embed(token_B[:, None], position_B[:, None])
-        return self.compute_logits(self.cache.decode_step(x_B1D)[:, 0])
+        return self.cache.decode_step(x_B1D)[:, 0]
 
     def compute_logits(self, x_BD: Tensor) -> Tensor:
         return drop_padded_vocab(self.model, self.model.head(x_BD, self.model.embed.tokens.weight))
@@ -309,7 +368,7 @@ def check_can_generate(model: Model) -> tuple[int, ...]:
     check_has_lm_head(model.config)
     if isinstance(model.config.recurrent, ELMoConfig):
         raise UserError("ELMo is bidirectional and cannot generate text. Use a decoder such as gpt2.")
-    if model.config.architecture == "encoder":
+    if model.config.architecture == "encoder" and not model.config.predicts_at_mask:
         raise UserError("An encoder cannot generate text. It can fill blanks: firth fill CHECKPOINT 'The ___ is red.'")
     return get_eos_token_ids(model, require_tokenizer(model).vocab)
 

@@ -46,7 +46,8 @@ def fill(model: Model, text: str, top: int = 5) -> list[Blank]:
     """Return candidates for each blank: [MASK], <mask>, ___ or the tokenizer's own mask token.
 
     An encoder returns the `top` likeliest words per blank, with probabilities given that all blanks are masked. An
-    encoder-decoder generates one span per blank, with its probability given the spans before it.
+    encoder-decoder, or a decoder that was trained to denoise, generates one span per blank, with its probability given
+    the spans before it.
     """
     mask = require_tokenizer(model).special_tokens.get("mask")
     parts = re.split("|".join([r"\[MASK\]", "<mask>", "___+", *([re.escape(mask)] if mask else [])]), text)
@@ -54,12 +55,14 @@ def fill(model: Model, text: str, top: int = 5) -> list[Blank]:
         raise UserError("The text has no blank. Write one as ___ or [MASK]: 'The ___ is red.'")
     if top < 1:
         raise UserError(f"top is {top}; it must be at least 1.")
-    if model.config.architecture == "decoder":
+    if model.config.architecture == "decoder" and not model.config.has_sentinel_prompt:
         raise UserError("A decoder cannot fill blanks. It can continue a text: firth generate CHECKPOINT 'The'")
     if isinstance(model.config.recurrent, ELMoConfig):
         raise UserError("ELMo has no mask token and cannot fill blanks. Use an encoder such as bert.")
     check_has_lm_head(model.config)
     with eval_mode(model), torch.no_grad():
+        if model.config.has_sentinel_prompt:
+            return fill_sentinel_spans(model, parts)
         if not isinstance(model, EncoderDecoder):
             return fill_masked_words(model, parts, top)
         return fill_by_reconstruction(model, parts) if model.config.adds_bos else fill_sentinel_spans(model, parts)
@@ -90,8 +93,8 @@ def fill_masked_words(model: Model, parts: list[str], top: int) -> list[Blank]:
     ]
 
 
-def fill_sentinel_spans(model: EncoderDecoder, parts: list[str]) -> list[Blank]:
-    """Generate a span per blank with a T5 model, each after its sentinel."""
+def fill_sentinel_spans(model: Model, parts: list[str]) -> list[Blank]:
+    """Generate a span per blank with T5 or a denoising decoder, each after its sentinel."""
     tokenizer, vocab = require_tokenizer(model), require_tokenizer(model).vocab
     if not vocab.sentinel_ids:
         raise UserError("The tokenizer has no sentinels (<extra_id_0> ...): this model is not trained to fill blanks.")

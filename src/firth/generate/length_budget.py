@@ -43,9 +43,10 @@ def make_length_budget(model: Model, prompts: Sequence[TokenIds], max_new_tokens
     if isinstance(model, EncoderDecoder):
         budget = LengthBudget([ids[-limit:] for ids in prompts], [min(max_new_tokens, limit)] * len(prompts))
     else:
-        # limit + 1: the last new token is not an input, so that it needs no position.
-        budgets = [min(max_new_tokens, max(limit + 1 - len(ids), limit // 2)) for ids in prompts]
-        budget = LengthBudget([ids[-(limit + 1 - n) :] for ids, n in zip(prompts, budgets, strict=True)], budgets)
+        # + 1: the last new token is not an input, so that it needs no position. UniLM predicts it at a [MASK] there.
+        total = limit if model.config.predicts_at_mask else limit + 1
+        budgets = [min(max_new_tokens, max(total - len(ids), limit // 2)) for ids in prompts]
+        budget = LengthBudget([ids[-(total - n) :] for ids, n in zip(prompts, budgets, strict=True)], budgets)
     warn_truncation(model, prompts, budget, max_new_tokens)
     return budget
 

@@ -9,7 +9,7 @@ from firth.core.errors import UserError
 from firth.generate.config import GenerationConfig, make_generation_config
 from firth.generate.decode_state import check_can_generate, require_tokenizer
 from firth.generate.loop import GeneratedSequence, generate_sequences, iterate_decode_steps
-from firth.models import EncoderDecoder, Model, make_sequence_template
+from firth.models import EncoderDecoder, Model, make_prompt_suffix, make_sequence_template
 from firth.tokens import TokenIds
 
 Prompt = str | TokenIds  # a text, or ids that contain their special tokens
@@ -23,7 +23,7 @@ def generate(
     use_cache: bool = True,
     **options: Any,
 ) -> list[str]:
-    """Return prompt and continuation (decoders), or the answer alone (encoder-decoders, prompts given as ids).
+    """Return prompt and continuation (decoders, UniLM), or the answer alone (encoder-decoders, prompts given as ids).
 
     Options are a `GenerationConfig` or its fields: `generate(model, ["The"], temperature=0.8)`.
     """
@@ -114,8 +114,9 @@ class PromptText:
         self.tokenizer, self.stop = require_tokenizer(model), stop
         template = make_sequence_template(model.config, self.tokenizer.vocab)
         is_seq2seq = isinstance(model, EncoderDecoder)
-        # Special tokens as in pretraining: a decoder's prompt is open, an encoder's input is complete.
-        framed = [*template.prefix_ids, *ids, *([template.eos_id] if is_seq2seq else [])]
+        # Special tokens as in pretraining: a decoder's prompt is open or ends with a blank, an encoder's is complete.
+        suffix = (template.eos_id,) if is_seq2seq else make_prompt_suffix(model.config, self.tokenizer.vocab)
+        framed = [*template.prefix_ids, *ids, *suffix]
         self.input_ids = ids if has_special_tokens else framed
         self.prompt_ids: TokenIds = [] if is_seq2seq or has_special_tokens else ids
         self.prompt_text = self.tokenizer.decode(self.prompt_ids)

@@ -45,7 +45,7 @@ from firth.models.resize_vocab import grow_vocabulary
 from firth.models.scalar_mix import ScalarMix
 from firth.models.sizes import flops_per_token
 from firth.models.task_heads import head_for_task, with_classification_head
-from firth.models.template import make_sequence_template
+from firth.models.template import make_prompt_suffix, make_sequence_template
 
 __all__ = [
     "FAMILY_DESCRIPTIONS",
@@ -90,6 +90,7 @@ __all__ = [
     "load_model",
     "load_weights",
     "make_model",
+    "make_prompt_suffix",
     "make_sequence_template",
     "ppmi_embeddings",
     "read_config",

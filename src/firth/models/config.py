@@ -502,6 +502,9 @@ Architecture = Literal["encoder", "decoder", "encoder-decoder"]
 BAG_OF_WORDS_FAMILY = "bag"  # the family without layers: a text is the mean of its token embeddings
 
 
+PromptForm = Literal["causal", "prefix", "denoising", "prefix-denoising", "masked"]
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The whole description of a model. `family` names the Hugging Face layout of its checkpoints."""
@@ -542,6 +545,28 @@ class ModelConfig:
     num_bigram_buckets: int = 0  # hashed bigram embeddings, added to the second token's (fastText); 0: none
     recurrent: Recurrent | None = None  # LSTMs instead of Transformer blocks
     extras: tuple[Extra, ...] = ()  # modules that an objective needs beside backbone and head
+    # How a prompt is read, set by the objective (`prompt_form.py`). It changes no weight, so configs are equal without.
+    prompt_form: PromptForm = field(default="causal", compare=False)
+
+    @property
+    def has_bidirectional_prompt(self) -> bool:
+        """Whether the tokens of a prompt attend to all of it, and only the text after it is causal."""
+        return self.prompt_form in ("prefix", "prefix-denoising", "masked")
+
+    @property
+    def has_sentinel_prompt(self) -> bool:
+        """Whether a prompt ends with a blank, which the new text fills: a decoder that was trained to denoise."""
+        return self.prompt_form in ("denoising", "prefix-denoising")
+
+    @property
+    def has_bidirectional_decoder(self) -> bool:
+        """Whether a decoder is not causal: its task head reads a text as a prompt, which attends to all of itself."""
+        return self.architecture == "decoder" and self.has_bidirectional_prompt and isinstance(self.head, TaskHead)
+
+    @property
+    def predicts_at_mask(self) -> bool:
+        """Whether each new token is predicted at a [MASK] after the text so far (UniLM)."""
+        return self.prompt_form == "masked" and self.architecture == "encoder" and self.recurrent is None
 
     @property
     def block_dim(self) -> int:

@@ -2,7 +2,7 @@
 
 `prefill` computes the prompts at once and stores their keys and values; `decode_step` computes one token per row. The
 cache is preallocated, and key s of a row is at index s. Rows of different lengths are padded on the right: new tokens
-overwrite the padding, which causal attention has never seen.
+overwrite the padding, which no token of a prompt has seen.
 
 Shapes: B rows, T positions of the prompts, S positions in all, H heads, G heads of keys and values, d head size, D
 model width.
@@ -84,8 +84,13 @@ class KVCache:
         lengths: Sequence[int],
         encoder_hidden_states: Tensor | None = None,
         encoder_document_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        attention_rank: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states (B, T, D) of prompts of these lengths."""
+        """Return the hidden states (B, T, D) of prompts of these lengths.
+
+        `document_ids` (-1: padding) and `attention_rank` say what a prompt attends to. Default: causal attention.
+        """
         B, self.max_row_length = x_BTD.shape[:2]  # the longest row's length
         self.has_equal_lengths = len(set(lengths)) == 1 and not self.is_static
         self.next_position_B = torch.tensor(lengths, device=x_BTD.device)  # position of the next token
@@ -96,17 +101,17 @@ class KVCache:
             self.cross_spec = make_attention_spec(
                 False, encoder_document_ids.new_zeros(B, 1), key_document_ids=encoder_document_ids
             )._replace(key_range=None)
-        specs = self.stack.attention_specs(x_BTD, None, None)
+        specs = self.stack.attention_specs(x_BTD, document_ids, attention_rank)
         return self.run_blocks(x_BTD, specs, [layer.prefill for layer in self.layers])
 
     def decode_step(self, x_B1D: Tensor) -> Tensor:
         """Return the hidden states (B, 1, D) of each row's next token; call `advance` afterwards."""
         return self.run_blocks(x_B1D, self.decode_specs(x_B1D), [layer.append for layer in self.layers])
 
-    def advance(self) -> None:
-        """Move on to the next position."""
-        self.next_position_B += 1
-        self.max_row_length += 1
+    def advance(self, num_positions: int = 1) -> None:
+        """Move on to the next position; -1 moves back."""
+        self.next_position_B += num_positions
+        self.max_row_length += num_positions
 
     def grow(self, size: int) -> None:
         """Allocate more positions, in new tensors."""

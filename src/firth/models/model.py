@@ -287,6 +287,8 @@ class Encoder(Model):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.stack = make_stack(config, config.num_layers, self.is_causal)
+        if config.has_bidirectional_decoder:
+            self.stack.is_causal = False  # position biases stay those of a decoder, as a prefix LM's prompt has them
         self.extras = nn.ModuleDict(
             {n: make(config) for n, make in EXTRA_MODULES.items() if config.get_extra(n) is not None}
         )
@@ -691,8 +693,14 @@ def get_forced_tokens(model: Model, vocab: Ids) -> ForcedTokens:
 
 
 def get_eos_token_ids(model: Model, vocab: Ids) -> tuple[int, ...]:
-    """Return the tokens that end generation: the list of the checkpoint, or the template's end token."""
-    return model.eos_token_ids or (make_sequence_template(model.config, vocab).eos_id,)
+    """Return the tokens that end generation: the list of the checkpoint, or the template's end token.
+
+    A denoiser's answer also ends where the span of another blank begins.
+    """
+    if model.eos_token_ids:
+        return model.eos_token_ids
+    next_blanks = vocab.sentinel_ids if model.config.has_sentinel_prompt else ()
+    return (make_sequence_template(model.config, vocab).eos_id, *next_blanks)
 
 
 def last_token_index(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

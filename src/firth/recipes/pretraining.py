@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from firth.models import DiscriminatorHead, Extra, LMHead, ModelConfig, with_extras
 from firth.models.config import AWDLSTMConfig, Disentangled, ELMoConfig, FanInInit, GeneratorConfig, MaskDecoder
+from firth.models.prompt_form import prompt_form_of_objective
 from firth.objectives import (
     MLM,
     OBJECTIVES,
@@ -18,6 +19,7 @@ from firth.objectives import (
     SpanCorruption,
 )
 from firth.train import Recipe, apply_overrides
+from firth.train.pretrain import describe_objective
 
 DEFAULT_TOKENIZERS = {"encoder": "wordpiece", "decoder": "byte-bpe", "encoder-decoder": "unigram"}
 FAMILY_TOKENIZERS = {
@@ -123,7 +125,7 @@ def default_extras(model: ModelConfig) -> tuple[Extra, ...]:
 def complete_recipe(recipe: Recipe) -> Recipe:
     """Return the recipe with exactly the modules that its objective trains beside the backbone.
 
-    The objective also decides whether an encoder-decoder's texts start with BOS.
+    The objective also decides whether an encoder-decoder's texts start with BOS, and in which form a prompt is read.
     """
     model, needed = recipe.model, recipe.objective.extras
     if isinstance(recipe.objective, MLM) and not needed and model.get_extra("decoder") is not None:
@@ -134,7 +136,9 @@ def complete_recipe(recipe: Recipe) -> Recipe:
         model = replace(model, head=LMHead(transform=True, bias=True))
     extras = tuple(extra for name in needed if (extra := model.get_extra(name)) is not None)
     adds_bos = model.architecture == "encoder-decoder" and recipe.objective.adds_bos
-    return replace(recipe, model=with_extras(replace(model, extras=extras, adds_bos=adds_bos), needed))
+    form = prompt_form_of_objective(describe_objective(recipe.objective))
+    model = replace(model, extras=extras, adds_bos=adds_bos, prompt_form=form)
+    return replace(recipe, model=with_extras(model, needed))
 
 
 def default_objective(model: ModelConfig) -> str:

@@ -5,7 +5,8 @@ markers for a relation. Several texts share a row (`packing.py`). Attention stay
 attention mask compares document ids, so that a prediction does not depend on the other texts of its row. Each row
 has K slots for target positions; unused slots carry label -100.
 
-A decoder keeps its LM head as an auxiliary loss (Radford et al. 2018, section 3.2), hence `labels` beside
+A prefix LM reads a text as its prompt: every token attends to all of it (`ModelConfig.has_bidirectional_decoder`). Any
+other decoder keeps its LM head as an auxiliary loss (Radford et al. 2018, section 3.2), hence `labels` beside
 `task_labels`.
 
 N texts, B rows, T positions of a row, K slots of a row, A labels of a batch.
@@ -120,6 +121,7 @@ class HeadTask:
             return replace(config, head=head, extras=())
         if (
             config.architecture == "decoder"
+            and not config.has_bidirectional_prompt  # every token would see the next one
             and isinstance(head, ClassificationHead | RegressionHead | MultipleChoiceHead)
             and isinstance(lm_head, LMHead)
         ):

@@ -7,7 +7,8 @@ alone; the messages before an answer are context. In order:
 2. The tokenizer's offsets turn these spans into tokens. A decoder predicts token t + 1 at position t, so the target
    positions are those before each answer token.
 3. A decoder reads a dialogue once, with all answers as targets. An encoder-decoder reads it once per answer: the
-   messages so far go to the encoder, the answer to the decoder.
+   messages so far go to the encoder, the answer to the decoder. So does a prefix LM, whose messages so far attend to
+   all of themselves.
 4. Several examples are packed into each row (`seq2seq_batch`); attention stays inside each example.
 
 Shapes: A target tokens of a batch, P parts (sequences) of its items.
@@ -88,6 +89,7 @@ class LanguageModelingTask:
         check_task_can_generate(self.name, config)
         self.tokenizer = add_chat_template(tokenizer, config, roles) if roles else tokenizer
         self.roles, self.is_decoder = tuple(roles), config.architecture == "decoder"
+        self.has_prefix_attention = self.is_decoder and config.has_bidirectional_prompt
         self.template, self.pad_id = make_sequence_template(config, tokenizer.vocab), tokenizer.vocab.pad
         self.max_length = min(answer_config.max_seq_length, config.max_length or answer_config.max_seq_length)
         self.answer_tokenizer = TruncatingTokenizer(tokenizer, config, answer_config.max_target_length)
@@ -199,6 +201,11 @@ class LanguageModelingTask:
         contents = (span.content_span for span in answer_spans)
         num_bytes = sum(len(text[max(begin, first_char) : end].encode()) for begin, end in contents)
         scored = is_content[positions + num_lost + 1]
+        if self.has_prefix_attention and len(positions):  # one part per answer, up to its end
+            answers = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
+            return EncodedDialogue(
+                tuple(DecoderExample(ids[: answer[-1] + 2], answer.tolist()) for answer in answers), scored, num_bytes
+            )
         return EncodedDialogue((DecoderExample(ids, positions.tolist()),), scored, num_bytes)
 
     def encode_turns(self, dialogues: Sequence[IdentifiedDialogue]) -> Iterator[EncodedDialogue]:
@@ -240,7 +247,10 @@ class LanguageModelingTask:
     def pack_items(self, items: Sequence[EncodedDialogue]) -> PackedAnswers:
         if self.is_decoder:
             sequences = [part for item in items for part in item.parts if isinstance(part, DecoderExample)]
-            return pack_decoder_examples(sequences, self.max_length, self.pad_id)
+            prefix_lengths = [(s.target_positions[0] + 1) if len(s.target_positions) else len(s.ids) for s in sequences]
+            return pack_decoder_examples(
+                sequences, self.max_length, self.pad_id, prefix_lengths if self.has_prefix_attention else None
+            )
         turns = [part for item in items for part in item.parts if isinstance(part, DialogueTurn)]
         length = max(self.max_length, self.answer_tokenizer.max_length)
         return pack_seq2seq_examples(

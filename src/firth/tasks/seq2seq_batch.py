@@ -1,7 +1,8 @@
 """Packed batches of source texts and answers for generative models, and the log-likelihood of each answer.
 
-A decoder reads a source and its answer as one document; only the answer's tokens are targets. An encoder-decoder reads
-the source in the encoder and the answer in the decoder. Both sides of an example share a row and a document id.
+A decoder reads a source and its answer as one document; only the answer's tokens are targets. A prefix LM's source
+attends to all of itself; UniLM predicts masked tokens of the answer. An encoder-decoder reads the source in the encoder
+and the answer in the decoder. Both sides of an example share a row and a document id.
 
 Ranking candidate answers needs log p(answer | source) of each. Three savings keep this cheap:
 - the encoder runs once per source; its states serve further batches of candidates (`score_answers`);
@@ -16,13 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
+from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from firth.models import Model
-from firth.objectives import IGNORE_INDEX, Batch
+from firth.objectives import IGNORE_INDEX, Batch, CounterRNG
+from firth.objectives.visibility import attention_rank
 from firth.tasks.packing import MIN_ROW_TOKENS, TextPacking, next_power_of_two, pack_texts
 from firth.tokens import TokenIds
 from firth.tokens.packing import ragged_arange
@@ -54,8 +57,13 @@ class PackedAnswers(NamedTuple):
         return np.bincount(answer_A, weights=value_A, minlength=len(self.answer_lengths))
 
 
-def pack_decoder_examples(examples: Sequence[DecoderExample], row_tokens: int, pad_id: int) -> PackedAnswers:
-    """Pack documents into decoder rows of up to `row_tokens` tokens. Labels are the tokens after `target_positions`."""
+def pack_decoder_examples(
+    examples: Sequence[DecoderExample], row_tokens: int, pad_id: int, num_prefix_tokens: Sequence[int] | None = None
+) -> PackedAnswers:
+    """Pack documents into decoder rows of up to `row_tokens` tokens. Labels are the tokens after `target_positions`.
+
+    With `num_prefix_tokens` that many tokens of each document attend to all of each other (prefix LM).
+    """
     packing = pack_texts([len(e.ids) for e in examples], row_tokens)
     doc_BT, position_BT = packing.document_ids_and_positions()
     tokens_BT = packing.scatter(np.concatenate([e.ids for e in examples]), pad_id)
@@ -67,10 +75,51 @@ def pack_decoder_examples(examples: Sequence[DecoderExample], row_tokens: int, p
     labels_BK = np.full_like(target_BK, IGNORE_INDEX)
     answers = [np.asarray(e.ids)[target + 1] for e, target in zip(examples, positions, strict=True)]
     labels_BK.reshape(-1)[slot_A] = np.concatenate(answers)
-    return PackedAnswers(
-        Batch(tokens_BT, document_ids=doc_BT, position_ids=position_BT, target_positions=target_BK, labels=labels_BK),
-        slot_A,
-        count_N,
+    batch = Batch(
+        tokens_BT, document_ids=doc_BT, position_ids=position_BT, target_positions=target_BK, labels=labels_BK
+    )
+    if num_prefix_tokens is not None:
+        batch = batch._replace(attention_rank=prefix_attention_rank(packing, position_BT, num_prefix_tokens))
+    return PackedAnswers(batch, slot_A, count_N)
+
+
+def prefix_attention_rank(
+    packing: TextPacking, position_BT: np.ndarray, num_prefix_tokens: Sequence[int]
+) -> np.ndarray:
+    """Return (B, T): 0 in the first `num_prefix_tokens` of each document, then 1, 2, ..."""
+    prefix_BT = packing.scatter(np.repeat(num_prefix_tokens, packing.lengths), 0)
+    return attention_rank(position_BT, prefix_BT)
+
+
+def pack_masked_examples(
+    examples: Sequence[DecoderExample], row_tokens: int, pad_id: int, mask_id: int, mask_rate: float
+) -> Batch:
+    """Pack sources and answers for UniLM: answer tokens are masked at random and predicted at their own positions.
+
+    As in UniLM's fine-tuning (Dong et al. 2019, section 2.3), the source attends to all of itself, the answer to the
+    source and causally to itself; its token type is 1. `mask_rate` of the answer's tokens, the end token included, and
+    at least one of each answer become [MASK]. The random numbers are a hash of the batch's tokens: a function of the
+    examples alone, that differs in each epoch because the batches do.
+    """
+    packed = pack_decoder_examples(examples, row_tokens, pad_id, [e.target_positions[0] + 1 for e in examples])
+    batch, rng = packed.batch, CounterRNG(crc32(packed.batch.input_ids.tobytes()), np.arange(1))
+    key_A = rng.uniform("answers", len(packed.label_slots))[0]
+    answer_A = np.repeat(np.arange(len(examples)), packed.answer_lengths)
+    lowest_M = np.full(len(examples), np.inf)
+    np.minimum.at(lowest_M, answer_A, key_A)
+    masked_A = (key_A < mask_rate) | (key_A == lowest_M[answer_A])
+    labels_BK = np.full_like(batch.labels, IGNORE_INDEX)
+    slots = packed.label_slots[masked_A]
+    labels_BK.reshape(-1)[slots] = batch.labels.reshape(-1)[slots]
+    position_BK = np.where(labels_BK == IGNORE_INDEX, 0, batch.target_positions + 1)  # at the token, not before it
+    row_X, slot_X = np.nonzero(labels_BK != IGNORE_INDEX)
+    input_ids_BT = batch.input_ids.copy()
+    input_ids_BT[row_X, position_BK[row_X, slot_X]] = mask_id
+    return batch._replace(
+        input_ids=input_ids_BT,
+        token_type_ids=(batch.attention_rank > 0).astype(np.int64),
+        target_positions=position_BK,
+        labels=labels_BK,
     )
 
 

@@ -67,7 +67,7 @@ class Task(Protocol):
 class TruncatingTokenizer:
     """Encode texts with special tokens, truncated to `max_length`; count the truncated texts.
 
-    `prefix_ids` and `end_id` replace the checkpoint's own special tokens (default: its template).
+    `prefix_ids` and `end_ids` replace the checkpoint's own special tokens (default: its template).
     """
 
     def __init__(
@@ -76,20 +76,20 @@ class TruncatingTokenizer:
         config: ModelConfig,
         max_length: int,
         prefix_ids: tuple[int, ...] | None = None,
-        end_id: int | None = None,
+        end_ids: tuple[int, ...] | None = None,
     ) -> None:
         self.tokenizer, self.num_truncated = tokenizer, 0
         self.max_length = min(max_length, config.max_length or max_length)
         template = make_sequence_template(config, tokenizer.vocab)
         self.prefix_ids = template.prefix_ids if prefix_ids is None else prefix_ids
-        self.end_id = template.eos_id if end_id is None else end_id
+        self.end_ids = (template.eos_id,) if end_ids is None else end_ids
 
     def encode_texts(self, texts: Iterable[str]) -> list[list[int]]:
-        max_text_tokens = self.max_length - len(self.prefix_ids) - 1
+        max_text_tokens = self.max_length - len(self.prefix_ids) - len(self.end_ids)
         rows = []
         for ids in self.tokenizer.encode_batch(list(texts)):
             self.num_truncated += len(ids) > max_text_tokens
-            rows.append([*self.prefix_ids, *ids[:max_text_tokens], self.end_id])
+            rows.append([*self.prefix_ids, *ids[:max_text_tokens], *self.end_ids])
         return rows
 
     def truncation_notices(self, noun: str) -> list[str]:

@@ -17,12 +17,13 @@ from firth.core.console import progress
 from firth.core.errors import UserError
 from firth.generate import GenerationConfig, generate_ids
 from firth.metrics import compute_metrics
-from firth.models import Model, ModelConfig, head_for_task, make_sequence_template
+from firth.models import Model, ModelConfig, head_for_task, make_prompt_suffix, make_sequence_template
 from firth.objectives import Batch
 from firth.tasks.seq2seq_batch import (
     DecoderExample,
     PackedAnswers,
     pack_decoder_examples,
+    pack_masked_examples,
     pack_seq2seq_examples,
     score_answers,
 )
@@ -34,6 +35,7 @@ from firth.tokens.template import SequenceTemplate, with_template
 from firth.train import ComputeConfig
 
 DEFAULT_SOURCE_TOKENS, DEFAULT_TARGET_TOKENS = 512, 32  # defaults if neither recipe nor model sets a length
+UNILM_MASK_RATE = 0.7  # share of an answer's tokens that UniLM's published fine-tuning masks
 
 CandidateIds = Sequence[list[int]]
 
@@ -69,17 +71,19 @@ class Seq2SeqExample(NamedTuple):
 
 
 def check_task_can_generate(task: str, config: ModelConfig) -> None:
-    if config.architecture == "encoder":
+    if config.architecture == "encoder" and not (config.predicts_at_mask and task == TextToTextTask.name):
         raise UserError(
             f"{task} needs a model that writes: a decoder or an encoder-decoder. This {config.family} is an encoder, "
-            "which can learn every task but text-to-text and lm."
+            "which can learn every task but text-to-text (UniLM can) and lm."
         )
 
 
 class TextToTextTask:
     """Generate the answer token by token. A decoder reads source, delimiter, answer in one row.
 
-    A pretrained decoder without fine-tuning has no delimiter token: the answer follows the source directly.
+    A pretrained decoder without fine-tuning has no delimiter token: the answer follows the source directly. A denoising
+    decoder needs none: its answer fills a blank at the end of the source, as in pretraining. UniLM reads [CLS] source
+    [SEP] answer [SEP] in one row, and learns to predict masked tokens of the answer.
     """
 
     name = "text-to-text"
@@ -91,26 +95,32 @@ class TextToTextTask:
     ) -> None:
         check_task_can_generate(self.name, config)
         self.is_decoder, self.decoder_start_id = (
-            config.architecture == "decoder",
+            config.architecture != "encoder-decoder",  # source and answer in one row
             make_sequence_template(config, tokenizer.vocab).decoder_start_id,
         )
-        if self.is_decoder and is_training:
+        end_ids = make_prompt_suffix(config, tokenizer.vocab) or None
+        needs_delimiter = config.architecture == "decoder" and end_ids is None
+        if needs_delimiter and is_training:
             tokenizer = tokenizer.with_special_tokens((DELIMITER_TOKEN,))
         self.tokenizer, self.answer_config, self.pad_id = tokenizer, answer_config, tokenizer.vocab.pad
         self.answer_tokenizer = TruncatingTokenizer(
             tokenizer, config, answer_config.max_target_length, prefix_ids=() if self.is_decoder else None
         )
-        length, delimiter = answer_config.max_seq_length, None
+        length = answer_config.max_seq_length
         if self.is_decoder:  # source and answer share the context window
             length = min(
                 length,
                 (config.max_length or length + self.answer_tokenizer.max_length) - self.answer_tokenizer.max_length,
             )
+        if needs_delimiter:
             delimiter = tokenizer.backend.token_to_id(DELIMITER_TOKEN)
-        self.source_tokenizer = TruncatingTokenizer(tokenizer, config, length, end_id=delimiter)
+            end_ids = () if delimiter is None else (delimiter,)
+        self.source_tokenizer = TruncatingTokenizer(tokenizer, config, length, end_ids=end_ids)
         self.row_tokens = max(self.source_tokenizer.max_length, self.answer_tokenizer.max_length)
         self.packs_several_answers = not self.is_decoder and config.recurrent is None  # candidates of one source
-        self.has_delimiter = not self.is_decoder or delimiter is not None
+        self.has_prefix_attention = config.has_bidirectional_prompt and self.is_decoder
+        self.num_answer_ids_in_source = int(config.has_sentinel_prompt)  # the answer's sentinel
+        self.mask_id = tokenizer.vocab.mask if config.predicts_at_mask else None
         self.check_length_budget(config)
         self.generation_config = GenerationConfig(
             max_new_tokens=self.answer_tokenizer.max_length,
@@ -123,7 +133,7 @@ class TextToTextTask:
         room = (
             self.source_tokenizer.max_length
             - len(self.source_tokenizer.prefix_ids)
-            - 1
+            - len(self.source_tokenizer.end_ids)
             - len(self.tokenizer.encode(self.answer_config.prefix))
         )
         if room >= 1:
@@ -147,7 +157,7 @@ class TextToTextTask:
 
     def templated_tokenizer(self) -> Tokenizer:
         source = self.source_tokenizer
-        template = SequenceTemplate(source.prefix_ids, (source.end_id,) if self.has_delimiter else ())
+        template = SequenceTemplate(source.prefix_ids, source.end_ids)
         return with_template(self.tokenizer, template, pairs=False)
 
     def metadata(self) -> dict[str, Any]:
@@ -156,9 +166,12 @@ class TextToTextTask:
     def encode(self, examples: Sequence[Example]) -> list[Seq2SeqExample]:
         read = self.source_tokenizer.encode_texts(self.answer_config.prefix + e.texts[0] for e in examples)
         write = self.answer_tokenizer.encode_texts(e.target or "" for e in examples)
-        return [Seq2SeqExample(r if self.has_delimiter else r[:-1], w) for r, w in zip(read, write, strict=True)]
+        return [Seq2SeqExample(r, w) for r, w in zip(read, write, strict=True)]
 
     def collate(self, items: Sequence[Seq2SeqExample]) -> Batch:
+        if self.mask_id is not None:
+            examples = [self.join_answer(item, item.answer_ids) for item in items]
+            return pack_masked_examples(examples, self.max_row_tokens, self.pad_id, self.mask_id, UNILM_MASK_RATE)
         return self.pack_answers(items, [[item.answer_ids] for item in items]).batch
 
     def pack_answers(
@@ -170,16 +183,24 @@ class TextToTextTask:
         """Pack the items' sources with `answers`. `reserved_tokens`: see `pack_seq2seq_examples`."""
         if self.is_decoder:
             examples = [
-                DecoderExample([*i.ids, *a], range(len(i.ids) - 1, len(i.ids) + len(a) - 1))
-                for i, candidates in zip(items, answers, strict=True)
-                for a in candidates
+                self.join_answer(i, a) for i, candidates in zip(items, answers, strict=True) for a in candidates
             ]
+            prefix_lengths = [e.target_positions[0] + 1 - self.num_answer_ids_in_source for e in examples]
             return pack_decoder_examples(
-                examples, self.source_tokenizer.max_length + self.answer_tokenizer.max_length, self.pad_id
+                examples, self.max_row_tokens, self.pad_id, prefix_lengths if self.has_prefix_attention else None
             )
         return pack_seq2seq_examples(
             [item.ids for item in items], answers, self.row_tokens, self.pad_id, self.decoder_start_id, reserved_tokens
         )
+
+    @property
+    def max_row_tokens(self) -> int:
+        return self.source_tokenizer.max_length + self.answer_tokenizer.max_length
+
+    def join_answer(self, item: Seq2SeqExample, answer_ids: list[int]) -> DecoderExample:
+        """Return source and answer as one document; the targets are the answer's tokens."""
+        first = len(item.ids) - 1
+        return DecoderExample([*item.ids, *answer_ids], range(first, first + len(answer_ids)))
 
     def predict(
         self, model: Model, items: Sequence[Seq2SeqExample], compute: ComputeConfig, batch_size: int

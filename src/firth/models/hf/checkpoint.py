@@ -19,7 +19,7 @@ from firth.core.console import warn
 from firth.core.errors import UserError
 from firth.core.files import atomic_folder, check_output_folder, read_json, write_json
 from firth.models.config import Extra, Head, LMHead, ModelConfig, TaskHead
-from firth.models.hf.config_io import from_hf_config, special_token_ids, to_hf_config
+from firth.models.hf.config_io import OBJECTIVE_KEY, from_hf_config, special_token_ids, to_hf_config
 from firth.models.hf.convert import from_hf_tensors, to_hf_tensors, unexpected_tensors, unique_state_dict
 from firth.models.hf.registry import FAMILY_LAYOUTS
 from firth.models.model import ForcedTokens, Model, get_forced_tokens, make_model
@@ -28,7 +28,6 @@ from firth.tokens import Tokenizer, Vocabulary, load_tokenizer
 from firth.tokens.template import with_template
 
 WEIGHTS_FILE = "model.safetensors"
-OBJECTIVE_KEY = "firth_objective"  # in config.json: the objective of pretraining, by name and with its settings
 GENERATION_CONFIG_FILE = "generation_config.json"
 EOS_TOKEN_KEY = "eos_token_id"
 FORCED_TOKEN_KEYS = {"bos": "forced_bos_token_id", "eos": "forced_eos_token_id"}

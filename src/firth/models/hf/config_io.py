@@ -27,6 +27,7 @@ from firth.models.config import (
 from firth.models.hf.layout import EXTRAS_KEY, HEAD_KEY, HFLayout, has_architecture, label_names
 from firth.models.hf.registry import FAMILY_LAYOUTS, MODEL_TYPE_LAYOUTS
 from firth.models.hf.settings import ACTIVATION_FROM_HF, ACTIVATION_TO_HF
+from firth.models.prompt_form import prompt_form_of_objective
 from firth.models.task_heads import convert_head_type, inherit_dropout
 from firth.models.template import make_sequence_template
 from firth.tokens import Vocabulary
@@ -34,6 +35,8 @@ from firth.tokens import Vocabulary
 FIRTH_MODEL_TYPE = "firth"
 NGRAM_MODEL_TYPE = "firth-ngram"
 FAMILY_KEY = "firth_family"  # which of the families that share a layout
+OBJECTIVE_KEY = "firth_objective"  # the objective of pretraining, by name and with its settings
+PROMPT_FORM_KEY = "firth_prompt_form"  # ModelConfig.prompt_form, where it is not causal
 ADDS_BOS_KEY = "firth_adds_bos"  # ModelConfig.adds_bos, where it is not the family's default
 REGRESSION_PROBLEM_TYPE = "regression"
 HEAD_VALUE_FROM_HF = ACTIVATION_FROM_HF | {"cls": "first"}  # values in the settings of task heads
@@ -52,6 +55,7 @@ def hf_model_type(config: ModelConfig, vocab: Vocabulary | None = None) -> str:
         layout is None or layout.discriminator_architecture is None or generator.disentangle_embeddings
     )
     own = own or config.get_extra("features") is not None  # the head reads other states than the last
+    own = own or config.has_bidirectional_decoder  # no decoder of `transformers` attends to later tokens
     return FIRTH_MODEL_TYPE if layout is None or own else layout.model_type
 
 
@@ -104,6 +108,8 @@ def _to_layout_settings(config: ModelConfig, layout: HFLayout) -> dict[str, Any]
         hf[FAMILY_KEY] = config.family
     if config.adds_bos != read_back.adds_bos:
         hf[ADDS_BOS_KEY] = config.adds_bos
+    if config.prompt_form != "causal":
+        hf[PROMPT_FORM_KEY] = config.prompt_form
     if own := tuple(e for e in config.extras if not (isinstance(e, SentencePairHead) and layout.pair_architecture)):
         hf[EXTRAS_KEY] = to_dict(replace(config, extras=own))["extras"]
     return hf | (_head_to_hf(config, layout) if isinstance(config.head, TaskHead) else {})
@@ -220,7 +226,9 @@ def from_hf_config(hf_config: Any, source: str = "config.json") -> ModelConfig:
     """Return the ModelConfig that a config.json describes."""
     kind = hf_config.get("model_type") if isinstance(hf_config, dict) else None
     if kind == FIRTH_MODEL_TYPE:
-        return from_dict(hf_config.get(FIRTH_MODEL_TYPE), ModelConfig, source)
+        config = from_dict(hf_config.get(FIRTH_MODEL_TYPE), ModelConfig, source)
+        recorded = prompt_form_of_objective(hf_config.get(OBJECTIVE_KEY))
+        return replace(config, prompt_form=recorded) if config.prompt_form == "causal" else config
     if kind == NGRAM_MODEL_TYPE:
         raise UserError(
             f"{source}: a model of n-grams only counts, and has neither layers nor vectors. It can be scored "
@@ -238,6 +246,8 @@ def from_hf_config(hf_config: Any, source: str = "config.json") -> ModelConfig:
             else []
         )
         config_dict["extras"] = [*pair, *hf_config.get(EXTRAS_KEY, config_dict["extras"])]
+        objective = hf_config.get(OBJECTIVE_KEY)
+        config_dict["prompt_form"] = hf_config.get(PROMPT_FORM_KEY, prompt_form_of_objective(objective))
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
         raise UserError(f"{source}: a setting has a value of the wrong type ({e}).") from None
     return from_dict(config_dict, ModelConfig, source)  # checks the type of every value
