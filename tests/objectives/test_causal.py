@@ -8,16 +8,7 @@ import pytest
 import torch
 
 from firth.core.errors import UserError
-from firth.objectives import (
-    CLM,
-    IGNORE_INDEX,
-    OBJECTIVES,
-    Batch,
-    BiLM,
-    CounterRNG,
-    PermutationLM,
-    PrefixLM,
-)
+from firth.objectives import CLM, IGNORE_INDEX, OBJECTIVES, Batch, BiLM, CounterRNG, PermutationLM, PrefixLM
 from firth.tokens import Rows, SequenceTemplate, Vocabulary
 
 PAD, END, UNK, CLS, SEP, MASK, BOS = range(7)

@@ -220,10 +220,8 @@ def occurrence_vectors(
     single = [numbers[0] for numbers in by_text.values() if len(numbers) == 1]
     vectors: dict[int, np.ndarray] = {}
     if single:  # a long text is truncated around its word
-        texts, spans = (
-            [occurrences[i].text for i in single],
-            [(occurrences[i].begin, occurrences[i].end) for i in single],
-        )
+        texts = [occurrences[i].text for i in single]
+        spans = [(occurrences[i].begin, occurrences[i].end) for i in single]
         vectors = dict(zip(single, embed_words_in_texts(source, texts, spans, layer), strict=True))
     if len(single) < len(by_text):
         shared = {text: numbers for text, numbers in by_text.items() if len(numbers) > 1}

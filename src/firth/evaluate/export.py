@@ -44,13 +44,8 @@ HF_TASK_CLASSES = {
 }
 
 
-EXPORTED_EXTRA_FILES = (
-    TASK_FILE,
-    MODEL_CARD_FILE,
-    "modules.json",
-    "sentence_bert_config.json",
-    "1_Pooling",
-)  # files beside the weights: task, model card, sentence-transformers
+# files beside the weights: task, model card, sentence-transformers
+EXPORTED_EXTRA_FILES = (TASK_FILE, MODEL_CARD_FILE, "modules.json", "sentence_bert_config.json", "1_Pooling")
 
 
 def write_export(checkpoint: Path, folder: Path) -> None:
@@ -102,10 +97,8 @@ def max_logit_difference(folder: Path) -> float:
     with torch.no_grad():
         if own:
             outputs = ours(**inputs, output_hidden_states=True)
-            logits, hf_logits = (
-                outputs.hidden_states[-1] if kind == "AutoModel" else outputs.logits,
-                theirs(**inputs)[0],
-            )
+            logits = outputs.hidden_states[-1] if kind == "AutoModel" else outputs.logits
+            hf_logits = theirs(**inputs)[0]
         else:
             logits, hf_logits = _our_logits(ours, inputs), _hf_logits(theirs(**inputs))
         difference = (logits - hf_logits).abs()

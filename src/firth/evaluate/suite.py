@@ -53,27 +53,15 @@ KNOWN_SUITES = {
 }
 SUITE_RESULTS_FILE, SUITE_SETTINGS_FILE, SUITE_TASK_RESULTS_FILE = "results.json", "suite.json", "suite_task.json"
 DEFAULT_SUITE_SEEDS = 3
-SUITE_RECIPE_FIELDS = (
-    "checkpoint",
-    "task",
-    "train",
-    "dev",
-    "columns",
-    "output_dir",
-    "seeds",
-)  # recipe fields that the suite sets itself
+# recipe fields that the suite sets itself
+SUITE_RECIPE_FIELDS = ("checkpoint", "task", "train", "dev", "columns", "output_dir", "seeds")
 MODE_ZERO_SHOT, MODE_ALREADY_FINETUNED, MODE_FINETUNE = "as it is", "fine-tuned already", "fine-tuned"
-SUPERGLUE_EXTRA_METRICS = {
-    "multirc": ("exact_match",),
-    "record": ("exact_match", "f1"),
-}  # metrics of `superglue_extra_scores`, by task
+# metrics of `superglue_extra_scores`, by task
+SUPERGLUE_EXTRA_METRICS = {"multirc": ("exact_match",), "record": ("exact_match", "f1")}
 SCORE_CAPTION = "A score is the mean of its metrics; metrics from 0 to 100 (BLEU, chrF, ROUGE) are divided by 100."
 PERCENT_METRICS = ("chrf", "bleu", "rouge_1", "rouge_2", "rouge_l", "rouge_lsum")  # from 0 to 100
-UNBOUNDED_METRICS = (
-    *text_metric_names(True),
-    *text_metric_names(False),
-    "answer_logp",
-)  # lower is better, or without a bound: not averaged
+# lower is better, or without a bound: not averaged
+UNBOUNDED_METRICS = (*text_metric_names(True), *text_metric_names(False), "answer_logp")
 ZERO_SHOT_METRICS = {  # metrics without fine-tuning, where they differ from those after fine-tuning
     "minimal-pairs": ("accuracy", "group_accuracy"),
     "cloze": ("accuracy", "answer_logp", "known"),

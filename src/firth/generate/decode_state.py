@@ -114,10 +114,8 @@ class UncachedDecode:
 
     def select_rows(self, row_B: Tensor, same_prompt: bool = False) -> None:
         rows = row_B.tolist()
-        self.prompt_index, self.generated_ids = (
-            [self.prompt_index[row] for row in rows],
-            [list(self.generated_ids[row]) for row in rows],
-        )
+        self.prompt_index = [self.prompt_index[row] for row in rows]
+        self.generated_ids = [list(self.generated_ids[row]) for row in rows]
 
 
 def make_next_logits_fn(model: Model, prompts: Sequence[TokenIds]) -> NextLogitsFn:

@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from firth.core.console import format_count
-from firth.core.html import (
-    INK_SENTINEL_COLOUR,
-    PLOT_COLOURS,
-    HtmlPage,
-    add_plot_legend,
-    escape_mathtext,
-    make_axes,
-)
+from firth.core.html import INK_SENTINEL_COLOUR, PLOT_COLOURS, HtmlPage, add_plot_legend, escape_mathtext, make_axes
 from firth.lab.check import MAX_USEFUL_EPOCHS, TOKENS_PER_PARAMETER, CorpusCheck
 from firth.lab.check_text import (
     FIT_COLUMNS,

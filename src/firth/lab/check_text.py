@@ -60,11 +60,9 @@ def chosen_fit(check: CorpusCheck) -> TokenizerFit:
 
 def corpus_stat_rows(corpus_stats: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the main statistics of a text, formatted."""
-    words, lines, near = (
-        corpus_stats["document_words"],
-        corpus_stats["line_characters"],
-        corpus_stats["near_duplicates"],
-    )
+    words = corpus_stats["document_words"]
+    lines = corpus_stats["line_characters"]
+    near = corpus_stats["near_duplicates"]
     scripts = list(corpus_stats["scripts"].items())
     approximately = "" if corpus_stats["words_are_exact"] else "about "
     ratio_1000 = format_decimal(corpus_stats["type_token_ratio_1000"])

@@ -459,13 +459,8 @@ class FeatureEncoderConfig:
 Position = (
     NoPosition | LearnedPosition | SinusoidalPosition | Shaw | T5Bias | Rotary | ALiBi | TransformerXL | Disentangled
 )
-SUBSET_QUERY_POSITIONS = (
-    NoPosition,
-    LearnedPosition,
-    SinusoidalPosition,
-    TransformerXL,
-    Disentangled,
-)  # can compute queries at target positions only
+# can compute queries at target positions only
+SUBSET_QUERY_POSITIONS = (NoPosition, LearnedPosition, SinusoidalPosition, TransformerXL, Disentangled)
 Norm = LayerNormConfig | RMSNormConfig | NoNormConfig
 Init = NormalInit | FanInInit | UniformInit
 Recurrent = AWDLSTMConfig | BiLSTMConfig | ELMoConfig | Seq2SeqConfig
@@ -828,11 +823,9 @@ class ModelConfig:
         exclusive = next(
             (name for name in names if name in ("GeneratorConfig", "QueryStream", "MaskDecoder", "AuxiliaryLM")), None
         )
-        boundary, generator, decoder = (
-            self.get_extra("boundary"),
-            self.get_extra("generator"),
-            self.get_extra("decoder"),
-        )
+        boundary = self.get_extra("boundary")
+        generator = self.get_extra("generator")
+        decoder = self.get_extra("decoder")
         wrong = []
         if self.architecture != "encoder" or not isinstance(self.head, LMHead):
             wrong.append("model.extras are for the architecture encoder with a language model's head")

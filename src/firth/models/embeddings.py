@@ -94,9 +94,8 @@ class InputEmbedding(PositionEmbedding):
 
     def __init__(self, config: ModelConfig) -> None:
         nn.Module.__init__(self)
-        self.tokens = nn.Embedding(
-            config.vocab_size, config.embed_width
-        )  # first: initialization draws weights in this order
+        # first: initialization draws weights in this order
+        self.tokens = nn.Embedding(config.vocab_size, config.embed_width)
         self.build_tables(config)
         self.bigrams = (
             nn.Embedding(config.num_bigram_buckets, config.embed_width) if config.num_bigram_buckets else None

@@ -26,15 +26,7 @@ from torch import Tensor, nn
 
 from firth.core.errors import UserError
 from firth.models.backbone import Stack
-from firth.models.config import (
-    AWDLSTMConfig,
-    BiLSTMConfig,
-    ELMoConfig,
-    LMHead,
-    ModelConfig,
-    Seq2SeqConfig,
-    TaskHead,
-)
+from firth.models.config import AWDLSTMConfig, BiLSTMConfig, ELMoConfig, LMHead, ModelConfig, Seq2SeqConfig, TaskHead
 from firth.models.electra import ElectraGenerator, discriminator_loss, make_generator_model_config, replace_tokens
 from firth.models.embeddings import InputEmbedding, PositionEmbedding
 from firth.models.heads import (

@@ -5,13 +5,7 @@ from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM, Sequence
 from firth.objectives.counter_rng import CounterRNG
 from firth.objectives.masked import MLM
 from firth.objectives.mixture import Mixture, Objective, WeightedObjective
-from firth.objectives.noise_mask import (
-    NgramMasking,
-    SalientSpanMasking,
-    SpanMasking,
-    TokenMasking,
-    WholeWordMasking,
-)
+from firth.objectives.noise_mask import NgramMasking, SalientSpanMasking, SpanMasking, TokenMasking, WholeWordMasking
 from firth.objectives.registry import OBJECTIVES
 from firth.objectives.seq2seq import (
     BARTDenoising,

@@ -130,9 +130,8 @@ def complete_recipe(recipe: Recipe) -> Recipe:
     model, needed = recipe.model, recipe.objective.extras
     if isinstance(recipe.objective, MLM) and not needed and model.get_extra("decoder") is not None:
         needed = ("decoder",)
-    if isinstance(
-        model.head, DiscriminatorHead
-    ):  # a published ELECTRA discriminator, which comes without its generator
+    # a published ELECTRA discriminator, which comes without its generator
+    if isinstance(model.head, DiscriminatorHead):
         model = replace(model, head=LMHead(transform=True, bias=True))
     extras = tuple(extra for name in needed if (extra := model.get_extra(name)) is not None)
     adds_bos = model.architecture == "encoder-decoder" and recipe.objective.adds_bos

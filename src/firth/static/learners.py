@@ -77,10 +77,8 @@ class Word2VecTrainer:
         self.total_chunks = count_total_chunks(recipe, self.num_chunks)
         self.num_steps = -(-self.total_chunks // CHUNKS_PER_STEP)
         epochs, rest = divmod(self.total_chunks, self.num_chunks)
-        self.tokens_per_step, self.total_tokens = (
-            WORD_CHUNK_TOKENS * CHUNKS_PER_STEP,
-            shards.num_tokens * epochs + rest * WORD_CHUNK_TOKENS,
-        )
+        self.tokens_per_step = WORD_CHUNK_TOKENS * CHUNKS_PER_STEP
+        self.total_tokens = shards.num_tokens * epochs + rest * WORD_CHUNK_TOKENS
 
     def learning_rate(self, step: int) -> float:
         return self._learning_rate_at(step * CHUNKS_PER_STEP)
@@ -145,10 +143,8 @@ class Word2VecCudaTrainer(Word2VecTrainer):
         self.inputs, self.outputs = (torch.from_numpy(a).to(self.device) for a in (self.inputs_ND, self.outputs_ND))
         word_tables = *self.noise_table, self.keep_prob_N
         self.accept_prob_N, self.alias_N, self.keep_prob = (torch.from_numpy(a).to(self.device) for a in word_tables)
-        read_N, noise_N = (
-            word_vocab.counts * self.keep_prob_N,
-            word2vec.noise_distribution(word_vocab.counts, recipe.ns_exponent),
-        )
+        read_N = word_vocab.counts * self.keep_prob_N
+        noise_N = word2vec.noise_distribution(word_vocab.counts, recipe.ns_exponent)
         window_settings = recipe.window, bool(recipe.sg), recipe.negative, recipe.alpha
         self.num_programs = max_stable_programs(read_N / read_N.sum(), noise_N, *window_settings)
         self.prefetched: dict[int, Future[tuple[np.ndarray, np.ndarray]]] = {}
@@ -203,10 +199,8 @@ class GloVeTrainer:
         self.total_chunks = count_total_chunks(recipe, self.num_chunks)
         self.num_steps = -(-self.total_chunks // CHUNKS_PER_STEP)
         epochs, rest = divmod(self.total_chunks, self.num_chunks)
-        self.tokens_per_step, self.total_tokens = (
-            RECORDS_PER_CHUNK * CHUNKS_PER_STEP,
-            len(records) * epochs + rest * RECORDS_PER_CHUNK,
-        )
+        self.tokens_per_step = RECORDS_PER_CHUNK * CHUNKS_PER_STEP
+        self.total_tokens = len(records) * epochs + rest * RECORDS_PER_CHUNK
 
     def learning_rate(self, step: int) -> float:
         return self.recipe.eta

@@ -61,10 +61,8 @@ def max_stable_programs(
     the gradients of the most frequent word at the same stale vector, so their sum must stay bounded.
     """
     around = window + 1  # context words of a window of mean size
-    as_input, as_output = (
-        around * read_share_N.max(),
-        (around if skip_gram else 1) * (read_share_N + negative * noise_share_N).max(),
-    )
+    as_input = around * read_share_N.max()
+    as_output = (around if skip_gram else 1) * (read_share_N + negative * noise_share_N).max()
     return int(
         min(max(MAX_STALE_STEP / max(learning_rate * as_input, learning_rate * as_output, 1e-9), 1), MAX_PROGRAMS)
     )

@@ -30,10 +30,8 @@ from firth.tokens.template import with_template
 from firth.train import ComputeConfig
 
 POSITIVE_SCORE_SHARE = 0.8  # share of the highest score from which a pair is positive: 4 of STS-B's 5
-SENTENCE_TRANSFORMERS_POOLING = {
-    "mean": "pooling_mode_mean_tokens",
-    "first": "pooling_mode_cls_token",
-}  # keys of sentence-transformers' pooling config
+# keys of sentence-transformers' pooling config
+SENTENCE_TRANSFORMERS_POOLING = {"mean": "pooling_mode_mean_tokens", "first": "pooling_mode_cls_token"}
 
 
 class EmbeddingTask(HeadTask):
@@ -75,10 +73,8 @@ class EmbeddingTask(HeadTask):
     def collate(self, items: Sequence[EncodedExample]) -> Batch:
         packed = self.pack_items(items)
         side_A = np.tile([0, 1], len(items))
-        group, side = (
-            self.scatter_labels(packed, np.repeat(number_distinct_pairs(items), 2), -1),
-            self.scatter_labels(packed, side_A, 0),
-        )
+        group = self.scatter_labels(packed, np.repeat(number_distinct_pairs(items), 2), -1)
+        side = self.scatter_labels(packed, side_A, 0)
         return packed.batch._replace(group_ids=group, task_labels=side, labels=None)
 
     def decode_logits(self, items: Sequence[EncodedExample], logits: Array, packed: PackedBatch) -> list[Prediction]:

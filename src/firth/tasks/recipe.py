@@ -175,9 +175,8 @@ class FinetuneRecipe(TrainingConfig):
             object.__setattr__(self, "columns", {})
 
     def check(self) -> None:
-        TrainingConfig.check(
-            replace(self, num_train_epochs=self.num_train_epochs or 1.0)
-        )  # 0: the default is resolved later
+        # 0: the default is resolved later
+        TrainingConfig.check(replace(self, num_train_epochs=self.num_train_epochs or 1.0))
         minimum = {"seeds": 1, "shots": 0, "max_target_length": 2, "num_beams": 1, "early_stopping": 0, "lora_rank": 0}
         minimum |= {"bilstm": 0, "word_dim": 0, "l2_mix": 0, "head_dim": 0}
         for name, smallest in minimum.items():

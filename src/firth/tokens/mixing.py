@@ -124,12 +124,10 @@ class MixedDataset(RowDataset):
     ) -> None:
         first = next(iter(datasets.values()))
         self.source_names, self.datasets = list(datasets), list(datasets.values())
-        self.row_length, self.template, self.pad_id, self.token_bits = (
-            first.row_length,
-            first.template,
-            first.pad_id,
-            first.token_bits,
-        )
+        self.row_length = first.row_length
+        self.template = first.template
+        self.pad_id = first.pad_id
+        self.token_bits = first.token_bits
         self.seed, self.shuffle = seed, shuffle
         tokens = {name: source.shards.num_tokens for name, source in datasets.items()}
         rows = {name: source.num_rows for name, source in datasets.items()}

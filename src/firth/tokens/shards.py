@@ -29,15 +29,8 @@ from firth.core.errors import UserError
 from firth.core.files import MANIFEST_FILE, atomic_folder, find_corruption, read_json
 from firth.tokens.tokenizer import Tokenizer, load_tokenizer
 
-WORD_AWARE_KINDS = (
-    "wordpiece",
-    "bpe",
-    "byte-bpe",
-    "unigram",
-    "char",
-    "elmo-characters",
-    "word",
-)  # tokenizers that split at word boundaries
+# tokenizers that split at word boundaries
+WORD_AWARE_KINDS = ("wordpiece", "bpe", "byte-bpe", "unigram", "char", "elmo-characters", "word")
 MAX_MEAN_WORD_TOKENS = 20  # tokens per word on average: more means that the tokenizer does not see word boundaries
 SENTENCE_BLOCK_TOKENS = 2**24  # tokens whose sentence ends are unpacked at once
 TOKEN_BIT_FILES = {"word_start": "words", "sentence_end": "sentences", "salient": "salient"}  # bit -> name of its file

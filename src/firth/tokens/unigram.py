@@ -232,9 +232,8 @@ def run_e_step(state: UnigramState, lattice: WordLattice) -> np.ndarray:
         alpha_N[ahead.ends[part][heads]] = np.add.reduceat(flow, heads)
     ends = np.flatnonzero(lattice.chars == 0)
     beta_N = np.ones(len(lattice.chars))
-    beta_N[ends] = (
-        lattice.counts[ends] / alpha_N[ends]
-    )  # count over likelihood: the backward pass then yields expected counts
+    # count over likelihood: the backward pass then yields expected counts
+    beta_N[ends] = lattice.counts[ends] / alpha_N[ends]
     expected_P = np.zeros(len(p_P))
     for part, heads in reversed(lattice_steps(back, back.starts, lattice.positions)):
         start, piece = back.starts[part], back.pieces[part]

@@ -133,10 +133,8 @@ def make_pretrain_batch_fn(
             s.step_rows for s in stages if s.seq_length == stage.seq_length
         )
         index = np.arange(first, first + stage.step_rows)[dist_context.local_rows(stage.step_rows)]
-        micro_batches, source = (
-            np.split(index, micro_batches_per_process(stage, dist_context.world_size)),
-            by_length[stage.seq_length],
-        )
+        micro_batches = np.split(index, micro_batches_per_process(stage, dist_context.world_size))
+        source = by_length[stage.seq_length]
         return [make_batch(recipe, source, rows, tokenizer.vocab, step + num_skipped) for rows in micro_batches]
 
     return batches

@@ -37,13 +37,10 @@ if TYPE_CHECKING:
 
 BroadcastT = TypeVar("BroadcastT")
 BUCKET_ELEMENTS = 2**23  # elements per all-reduce: 32 MB of float32
-GLOO_TIMEOUT = timedelta(
-    days=7
-)  # other ranks wait while rank 0 writes shards; a dead peer closes its socket and is noticed at once
-BACKGROUND_THREADS = (
-    "batches",
-    "files",
-)  # each has a process group of its own: collectives of one group must not interleave
+# other ranks wait while rank 0 writes shards; a dead peer closes its socket and is noticed at once
+GLOO_TIMEOUT = timedelta(days=7)
+# each has a process group of its own: collectives of one group must not interleave
+BACKGROUND_THREADS = ("batches", "files")
 PEER_LOST_MESSAGES = ("closed by peer", "reset by peer")  # parts of gloo's messages
 
 

@@ -143,12 +143,10 @@ class ShardedCheckpointWriter(CheckpointWriter):
     ):
         assert isinstance(dist_context, FSDPContext)
         super().__init__(None, recipe, save_total_limit, model, is_async)
-        self.dist_context, self.writer_context, self.run_dir, self.is_async = (
-            dist_context,
-            dist_context.for_thread("files"),
-            run_dir,
-            is_async,
-        )
+        self.dist_context = dist_context
+        self.writer_context = dist_context.for_thread("files")
+        self.run_dir = run_dir
+        self.is_async = is_async
 
     def save(
         self, payload: CheckpointPayload, state: TrainState, before_write: Callable[[], None] = lambda: None

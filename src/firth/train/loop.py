@@ -107,10 +107,8 @@ def fit(run: TrainingRun, resume: bool = False) -> FitResult:
     ema = WeightEMA(trainable_state(model), training.ema_decay) if training.ema_decay else None
     if checkpoint is not None:
         state, writer.last_saved = load_optimizer(checkpoint, model, optimizer), checkpoint.name
-        recurrent_state, run.halvings = (
-            dist_context.select_local_rows(load_recurrent_state(checkpoint, run.compute.device)),
-            state.halvings,
-        )
+        recurrent_state = dist_context.select_local_rows(load_recurrent_state(checkpoint, run.compute.device))
+        run.halvings = state.halvings
         guard.load_state_dict(load_guard_state(checkpoint, run.compute.device))
         if ema:
             ema.load_state(load_ema(checkpoint))

@@ -174,10 +174,8 @@ def run_pretraining(
         def measure() -> tuple[float, float]:
             def time_stage(stage_recipe: Recipe, with_eval: bool) -> tuple[float, float]:
                 trial_model, source = model.clone(), ramp_datasets.get(stage_recipe.max_seq_length, rows)
-                batches, eval_fn = (
-                    make_pretrain_batch_fn(stage_recipe, source, tokenizer, dist_context=dist_context),
-                    evaluate if with_eval else None,
-                )
+                batches = make_pretrain_batch_fn(stage_recipe, source, tokenizer, dist_context=dist_context)
+                eval_fn = evaluate if with_eval else None
                 return time_steps(
                     stage_recipe,
                     compute,

@@ -516,9 +516,8 @@ def apply_overrides(recipe: RecipeT, changes: Mapping[str, Any]) -> RecipeT:
     for key, value in changes.items():
         *path, last = key.split(".")
         node = tree
-        has_user_keys = path and isinstance(
-            getattr(recipe, path[0], None), dict
-        )  # a dict field: the user chooses its keys
+        # a dict field: the user chooses its keys
+        has_user_keys = path and isinstance(getattr(recipe, path[0], None), dict)
         for depth, name in enumerate([*path, last]):
             if not isinstance(node, dict) or (name not in node and not (has_user_keys and depth == 1)):
                 known = node if isinstance(node, dict) else {}

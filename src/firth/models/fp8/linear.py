@@ -76,9 +76,8 @@ class Float8Linear(CachedFloat8Linear):
         if not self.trains_in_fp8(x) or len(w_OI) % FP8_ALIGNMENT:
             assert epilogue is None, "an epilogue needs a layer that trains in FP8"
             return F.linear(x, w_OI, bias_O)
-        if bias_O is not None and len(w_OI) < len(
-            self.weight
-        ):  # torch 2.11's compiler mistakes a view of a bias for the whole
+        # torch 2.11's compiler mistakes a view of a bias for the whole
+        if bias_O is not None and len(w_OI) < len(self.weight):
             bias_O = bias_O[torch.arange(len(bias_O), device=bias_O.device)]
         return restore_output_shape(
             Float8Matmul.apply(

@@ -110,11 +110,9 @@ def residual_norm_backward(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return dx; dx_linear (empty if it equals dx); dx8 and its row scales; and the partial sums (C, 3, N)."""
-    dy, norm_input, dy_residual = (
-        dy.contiguous(),
-        norm_input.contiguous(),
-        None if dy_residual is None else dy_residual.contiguous(),
-    )
+    dy = dy.contiguous()
+    norm_input = norm_input.contiguous()
+    dy_residual = None if dy_residual is None else dy_residual.contiguous()
     if not can_use_triton(dy):
         dy_sum = dy.float() if dy_residual is None else dy.float() + dy_residual.float()
         x = (norm_input.float() - mean[:, None]) * rstd[:, None]

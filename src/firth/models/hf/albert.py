@@ -8,12 +8,7 @@ from dataclasses import replace
 from firth.core.errors import UserError
 from firth.models import presets
 from firth.models.config import LMHead, ModelConfig
-from firth.models.hf.bert import (
-    ALBERT_DROPOUT_KEYS,
-    BERT_SETTINGS,
-    bert_embedding_rules,
-    bert_task_architectures,
-)
+from firth.models.hf.bert import ALBERT_DROPOUT_KEYS, BERT_SETTINGS, bert_embedding_rules, bert_task_architectures
 from firth.models.hf.layout import HFLayout, TensorRule, linear_rules, qkv_rules
 from firth.models.hf.settings import HFConfigDict, Setting, SettingsTable
 

@@ -6,20 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from firth.models import presets
-from firth.models.config import (
-    ClassificationHead,
-    LMHead,
-    ModelConfig,
-    SpanHead,
-)
-from firth.models.hf.layout import (
-    HFLayout,
-    TaskArchitecture,
-    TensorRule,
-    Tensors,
-    linear_rules,
-    qkv_rules,
-)
+from firth.models.config import ClassificationHead, LMHead, ModelConfig, SpanHead
+from firth.models.hf.layout import HFLayout, TaskArchitecture, TensorRule, Tensors, linear_rules, qkv_rules
 from firth.models.hf.settings import ACTIVATION, Converter, HFConfigDict, Setting, SettingsTable
 
 BART_TASK_ARCHITECTURES = (

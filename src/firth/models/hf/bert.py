@@ -13,13 +13,7 @@ from firth.models.config import (
     SpanHead,
     TokenClassificationHead,
 )
-from firth.models.hf.layout import (
-    HFLayout,
-    TaskArchitecture,
-    TensorRule,
-    linear_rules,
-    qkv_rules,
-)
+from firth.models.hf.layout import HFLayout, TaskArchitecture, TensorRule, linear_rules, qkv_rules
 from firth.models.hf.settings import ACTIVATION, HIDDEN_SIZES, Converter, HFConfigDict, Setting, SettingsTable
 
 BERT_DROPOUT_KEYS = {"dropout": "classifier_dropout"}
@@ -45,10 +39,8 @@ def bert_task_architectures(
     name: str, pooler: str, dropout: float | None = None, settings: dict[str, str] = BERT_DROPOUT_KEYS
 ) -> tuple[TaskArchitecture, ...]:
     """Return the task architectures of BERT and of families with the same names."""
-    classes, choices = (
-        ClassificationHead((), has_pooler=True, dropout=dropout),
-        MultipleChoiceHead(has_pooler=True, dropout=dropout),
-    )
+    classes = ClassificationHead((), has_pooler=True, dropout=dropout)
+    choices = MultipleChoiceHead(has_pooler=True, dropout=dropout)
     return (
         TaskArchitecture(f"{name}ForSequenceClassification", classes, "classifier", pooler, settings=settings),
         TaskArchitecture(f"{name}ForMultipleChoice", choices, "classifier", pooler, settings=settings),

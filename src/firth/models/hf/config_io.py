@@ -166,9 +166,8 @@ def _head_from_hf(hf_config: dict[str, Any], layout: HFLayout, config: ModelConf
     if isinstance(head, ClassificationHead | TokenClassificationHead):
         head = replace(head, names=label_names(hf_config))
     if isinstance(head, ClassificationHead):
-        kind = hf_config.get("problem_type") or (
-            REGRESSION_PROBLEM_TYPE if len(head.names) == 1 else None
-        )  # the default of `transformers`
+        # the default of `transformers`
+        kind = hf_config.get("problem_type") or (REGRESSION_PROBLEM_TYPE if len(head.names) == 1 else None)
         head = convert_head_type(RegressionHead, head) if kind == REGRESSION_PROBLEM_TYPE else head
     return inherit_dropout(head, config)
 

@@ -66,14 +66,12 @@ def from_hf_tensors(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str
     if GENERATOR_DELTA_KEY in state and not (
         isinstance(generator, GeneratorConfig) and generator.disentangle_embeddings
     ):
-        state = state | {
-            "embed.tokens.weight": state["embed.tokens.weight"] + state[GENERATOR_DELTA_KEY]
-        }  # the embeddings that the backbone used
+        # the embeddings that the backbone used
+        state = state | {"embed.tokens.weight": state["embed.tokens.weight"] + state[GENERATOR_DELTA_KEY]}
     if ("extras.generator.narrow.weight" in tensors) == (generator is not None):
         return state
-    return {
-        k: v for k, v in state.items() if not k.startswith("head.")
-    }  # a generator's head has another width than the backbone
+    # a generator's head has another width than the backbone
+    return {k: v for k, v in state.items() if not k.startswith("head.")}
 
 
 def _has_firth_names(tensors: dict[str, Tensor]) -> bool:

@@ -17,12 +17,7 @@ from firth.models.config import (
     TokenClassificationHead,
 )
 from firth.models.hf.bert import BERT_BLOCK_SETTINGS
-from firth.models.hf.layout import (
-    HFLayout,
-    TaskArchitecture,
-    TensorRule,
-    linear_rules,
-)
+from firth.models.hf.layout import HFLayout, TaskArchitecture, TensorRule, linear_rules
 from firth.models.hf.settings import HFConfigDict, Setting, SettingsTable, set_field
 
 DEBERTA_POOLER_FIELDS: Any = dict(has_pooler=True, activation="gelu")

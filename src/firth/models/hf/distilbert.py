@@ -15,13 +15,7 @@ from firth.models.config import (
     TokenClassificationHead,
 )
 from firth.models.hf.bert import BERT_DEFAULT, bert_embedding_rules
-from firth.models.hf.layout import (
-    HFLayout,
-    TaskArchitecture,
-    TensorRule,
-    linear_rules,
-    qkv_rules,
-)
+from firth.models.hf.layout import HFLayout, TaskArchitecture, TensorRule, linear_rules, qkv_rules
 from firth.models.hf.settings import ACTIVATION, Setting, SettingsTable, sizes
 
 DISTILBERT_DROPOUT_KEYS = {"dropout": "seq_classif_dropout"}

@@ -6,24 +6,10 @@ from collections.abc import Iterator
 
 from firth.core.errors import UserError
 from firth.models import presets
-from firth.models.config import (
-    ClassificationHead,
-    ModelConfig,
-)
+from firth.models.config import ClassificationHead, ModelConfig
 from firth.models.hf.gpt2 import GPT_SHARED_SETTINGS, gpt2_block_rules, write_embedding_dropout
-from firth.models.hf.layout import (
-    HFLayout,
-    TaskArchitecture,
-    TensorRule,
-)
-from firth.models.hf.settings import (
-    ACTIVATION_TO_HF,
-    Converter,
-    Setting,
-    SettingsTable,
-    activation_from_hf,
-    set_field,
-)
+from firth.models.hf.layout import HFLayout, TaskArchitecture, TensorRule
+from firth.models.hf.settings import ACTIVATION_TO_HF, Converter, Setting, SettingsTable, activation_from_hf, set_field
 
 
 def gpt_rules(config: ModelConfig) -> Iterator[TensorRule]:

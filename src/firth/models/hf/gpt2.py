@@ -5,18 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from firth.models import presets
-from firth.models.config import (
-    ClassificationHead,
-    ModelConfig,
-    SpanHead,
-    TokenClassificationHead,
-)
-from firth.models.hf.layout import (
-    HFLayout,
-    TaskArchitecture,
-    TensorRule,
-    linear_rules,
-)
+from firth.models.config import ClassificationHead, ModelConfig, SpanHead, TokenClassificationHead
+from firth.models.hf.layout import HFLayout, TaskArchitecture, TensorRule, linear_rules
 from firth.models.hf.settings import ACTIVATION, HFConfigDict, Setting, SettingsTable, set_field, sizes
 
 

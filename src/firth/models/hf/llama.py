@@ -18,13 +18,7 @@ from firth.models.config import (
     SpanHead,
     TokenClassificationHead,
 )
-from firth.models.hf.layout import (
-    HFLayout,
-    TaskArchitecture,
-    TensorRule,
-    linear_rules,
-    qkv_rules,
-)
+from firth.models.hf.layout import HFLayout, TaskArchitecture, TensorRule, linear_rules, qkv_rules
 from firth.models.hf.settings import ACTIVATION, HIDDEN_SIZES, Converter, HFConfigDict, Setting, SettingsTable
 
 
@@ -115,8 +109,6 @@ LLAMA_LAYOUT = HFLayout(
     ),
     prefix="model.",
     fixed_settings={"pretraining_tp": 1},
-    unused_patterns=(
-        "model.layers.*.self_attn.rotary_emb.inv_freq",
-        "lm_head.weight",
-    ),  # a head that is tied needs no tensor
+    # a head that is tied needs no tensor
+    unused_patterns=("model.layers.*.self_attn.rotary_emb.inv_freq", "lm_head.weight"),
 )

@@ -6,18 +6,8 @@ from collections.abc import Iterator
 
 from firth.core.errors import UserError
 from firth.models import presets
-from firth.models.config import (
-    ClassificationHead,
-    LMHead,
-    ModelConfig,
-    MultipleChoiceHead,
-)
-from firth.models.hf.bert import (
-    BERT_DROPOUT_KEYS,
-    BERT_SETTINGS,
-    bert_embedding_rules,
-    token_task_architectures,
-)
+from firth.models.config import ClassificationHead, LMHead, ModelConfig, MultipleChoiceHead
+from firth.models.hf.bert import BERT_DROPOUT_KEYS, BERT_SETTINGS, bert_embedding_rules, token_task_architectures
 from firth.models.hf.layout import HFLayout, TaskArchitecture, TensorRule, linear_rules
 from firth.models.hf.settings import HFConfigDict, Setting, SettingsTable, set_field
 

@@ -20,12 +20,7 @@ from firth.models.config import (
     TaskHead,
     TokenClassificationHead,
 )
-from firth.models.hf.layout import (
-    HFLayout,
-    TaskArchitecture,
-    TensorRule,
-    linear_rules,
-)
+from firth.models.hf.layout import HFLayout, TaskArchitecture, TensorRule, linear_rules
 from firth.models.hf.settings import (
     ACTIVATION,
     ACTIVATION_TO_HF,
@@ -36,9 +31,8 @@ from firth.models.hf.settings import (
     SettingsTable,
 )
 
-MODERNBERT_HEAD_FIELDS: Any = dict(
-    has_pooler=True, activation="gelu", has_norm=True, dropout=0.0
-)  # that of its language model
+# that of its language model
+MODERNBERT_HEAD_FIELDS: Any = dict(has_pooler=True, activation="gelu", has_norm=True, dropout=0.0)
 
 
 def modernbert_task_architecture(suffix: str, head: TaskHead) -> TaskArchitecture:

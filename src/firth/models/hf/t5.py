@@ -9,21 +9,8 @@ from typing import Any
 import torch
 
 from firth.models import presets
-from firth.models.config import (
-    ClassificationHead,
-    LMHead,
-    ModelConfig,
-    SpanHead,
-    TokenClassificationHead,
-)
-from firth.models.hf.layout import (
-    HFLayout,
-    TaskArchitecture,
-    TensorRule,
-    Tensors,
-    linear_rules,
-    qkv_rules,
-)
+from firth.models.config import ClassificationHead, LMHead, ModelConfig, SpanHead, TokenClassificationHead
+from firth.models.hf.layout import HFLayout, TaskArchitecture, TensorRule, Tensors, linear_rules, qkv_rules
 from firth.models.hf.settings import (
     ACTIVATION_TO_HF,
     Converter,

@@ -14,20 +14,13 @@ from firth.models.config import (
     SpanHead,
     TokenClassificationHead,
 )
-from firth.models.hf.layout import (
-    HFLayout,
-    TaskArchitecture,
-    TensorRule,
-    linear_rules,
-)
+from firth.models.hf.layout import HFLayout, TaskArchitecture, TensorRule, linear_rules
 from firth.models.hf.settings import ACTIVATION, Setting, SettingsTable, sizes
 
 XLNET_POOLER_FIELDS: Any = dict(has_pooler=True, pool="last", dropout=0.1)
-XLNET_SUMMARY_NAME, XLNET_LOGITS_NAME, XLNET_DROPOUT_KEYS = (
-    "sequence_summary.summary",
-    "logits_proj",
-    {"dropout": "summary_last_dropout"},
-)
+XLNET_SUMMARY_NAME = "sequence_summary.summary"
+XLNET_LOGITS_NAME = "logits_proj"
+XLNET_DROPOUT_KEYS = {"dropout": "summary_last_dropout"}
 XLNET_TASK_ARCHITECTURES = (
     TaskArchitecture(
         "XLNetForSequenceClassification",

@@ -172,10 +172,8 @@ def load_far_bias(bias, is_nonempty):
 def clip_to_part(begin, end, block_start, part: tl.constexpr, FAR_DISTANCE: tl.constexpr, BLOCK: tl.constexpr):
     """Clip `begin` to `end` to whole tiles far before (part 0), near (1) or far after (2) the tile at `block_start`."""
     if FAR_DISTANCE:
-        before, after = (
-            (block_start - FAR_DISTANCE + 1) // BLOCK * BLOCK,
-            (block_start + FAR_DISTANCE + 2 * BLOCK - 2) // BLOCK * BLOCK,
-        )
+        before = (block_start - FAR_DISTANCE + 1) // BLOCK * BLOCK
+        after = (block_start + FAR_DISTANCE + 2 * BLOCK - 2) // BLOCK * BLOCK
         begin = begin if part == 0 else tl.maximum(begin, before if part == 1 else after)
         end = end if part == 2 else tl.minimum(end, after if part == 1 else before)
     return begin, end
@@ -292,10 +290,8 @@ def bwd_dq_kernel(
     t0 = tl.program_id(0) % tl.cdiv(T, BT) * BT
     t = t0 + tl.arange(0, BT)
     at = load_values(q_pos + b * T, t, T, EVEN_TILES).to(tl.int32) if HAS_Q_POS else t
-    q_Td, dy_Td = (
-        load_head_rows(q, t, d, T, q_t, D, FULL_HEAD_ROWS),
-        load_head_rows(dy, t, d, T, dy_t, D, FULL_HEAD_ROWS),
-    )
+    q_Td = load_head_rows(q, t, d, T, q_t, D, FULL_HEAD_ROWS)
+    dy_Td = load_head_rows(dy, t, d, T, dy_t, D, FULL_HEAD_ROWS)
     delta_T = tl.sum(load_head_rows(y, t, d, T, y_t, D, FULL_HEAD_ROWS).to(tl.float32) * dy_Td.to(tl.float32), 1) * (
         1.0 - dropout_p
     )
@@ -436,10 +432,8 @@ def bwd_dkv_kernel(
                     else 0
                 )
                 row = load_values(drop_t + head * T, t, T, EVEN_TILES).to(tl.uint32)[None, :] if DROP_THRESHOLD else 0
-                q_Td, dy_Td = (
-                    load_head_rows(q + q_at, t, d, T, q_t, D, FULL_HEAD_ROWS),
-                    load_head_rows(dy + dy_at, t, d, T, dy_t, D, FULL_HEAD_ROWS),
-                )
+                q_Td = load_head_rows(q + q_at, t, d, T, q_t, D, FULL_HEAD_ROWS)
+                dy_Td = load_head_rows(dy + dy_at, t, d, T, dy_t, D, FULL_HEAD_ROWS)
                 x, sees = score_tile(
                     k_Sd, q_Td,
                     relative_score_ptrs(q_rel, b, h, B, H, t2, t0, s2, at2, T, zero_index, Q_REL_WIDTH, HAS_Q_POS, BT),

@@ -206,9 +206,8 @@ if triton is not None:
         total = 0.0
         for first in range(0, P, BLOCK):
             v = first + column
-            x = (
-                tl.load(row + v, mask=v < P, other=0.0).to(tl.float32) / LN_2
-            )  # a mask at V would split vectorized loads
+            # a mask at V would split vectorized loads
+            x = tl.load(row + v, mask=v < P, other=0.0).to(tl.float32) / LN_2
             x = tl.where(v < V, x, float("-inf"))
             highest = tl.max(x, 0)
             if highest > base + MAX_LOG2_ABOVE_BASE:
@@ -237,9 +236,8 @@ if triton is not None:
         total = 0.0
         for first in range(0, P, BLOCK):
             v = first + column
-            x = (
-                tl.load(row + v, mask=v < P, other=0.0).to(tl.float32) / LN_2
-            )  # a mask at V would split vectorized loads
+            # a mask at V would split vectorized loads
+            x = tl.load(row + v, mask=v < P, other=0.0).to(tl.float32) / LN_2
             x = tl.where(v < V, x, float("-inf"))
             above = tl.maximum(highest, tl.max(x, 0))
             total = total * tl.exp2(highest - above) + tl.sum(tl.exp2(x - above), 0)

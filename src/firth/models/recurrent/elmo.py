@@ -142,9 +142,8 @@ class ELMoLayer(nn.Module):
             nn.LSTM(spec.proj_size, spec.hidden_size, proj_size=spec.proj_size, batch_first=True) for _ in range(2)
         )
         for lstm in (self.forward_lstm, self.backward_lstm):
-            nn.init.constant_(
-                cast(Tensor, lstm.bias_ih_l0)[spec.hidden_size : 2 * spec.hidden_size], 1.0
-            )  # forget gate bias: start by remembering
+            # forget gate bias: start by remembering
+            nn.init.constant_(cast(Tensor, lstm.bias_ih_l0)[spec.hidden_size : 2 * spec.hidden_size], 1.0)
 
     def forward(
         self, forward_NLP: Tensor, backward_NLP: Tensor, initial_state: LSTMState | None

@@ -78,10 +78,8 @@ class EncoderStates:
         row_N = torch.arange(B, device=encoder_hidden_BTR.device)
         doc_N = document_ids[:, 0]
         if decoder_documents.row_index is not None:
-            row_N, doc_N = (
-                decoder_documents.row_index[:, 0] // x_BUD.shape[1],
-                document_ids.flatten()[decoder_documents.row_index[:, 0]],
-            )
+            row_N = decoder_documents.row_index[:, 0] // x_BUD.shape[1]
+            doc_N = document_ids.flatten()[decoder_documents.row_index[:, 0]]
         self.states_NTR = encoder_hidden_BTR[row_N]
         self.mask_NT = (encoder_document_ids[row_N] == doc_N[:, None]) & (doc_N >= 0)[:, None]
 
