@@ -96,6 +96,20 @@ def test_student_layers_are_every_nth_teacher_layer() -> None:
     assert_close(student.state_dict()["embed.tokens.weight"], theirs["embed.tokens.weight"])
 
 
+def test_soft_targets_at_masked_tokens_alone() -> None:
+    """As MobileBERT is distilled: half the true token, half the teacher's distribution."""
+    student, teacher = pair()
+    given, spec = batch(), Distillation(temperature=1.0, soft=0.5, hard=0.5, cosine=0.0, soft_at="targets")
+    s, t = (m(given.input_ids, given.document_ids + 1) for m in (student, teacher))
+    expected = 0.0
+    for row, place, label in ((0, 1, 5), (0, 4, 6), (1, 2, 7)):
+        mine, theirs = s.logits[row, place].log_softmax(-1), t.logits[row, place].log_softmax(-1)
+        expected += 0.5 * (theirs.exp() * (theirs - mine)).sum() - 0.5 * mine[label]
+    found = distillation_losses(student, teacher, given, spec)  # type: ignore[arg-type]
+    assert_close(found["targets"], expected)
+    assert found["tokens"] == 0
+
+
 def test_only_the_student_has_gradients() -> None:
     student, teacher = pair()
     sum(distillation_losses(student, teacher, batch(), Distillation()).values()).backward()  # type: ignore[union-attr, arg-type]

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from firth.models import PRESETS, get_preset, make_model
+from firth.core.errors import UserError
+from firth.models import PRESETS, Distillation, get_preset, make_model
 from firth.models.config import EXTRA_TYPES, GeneratorConfig, MaskDecoder, SentencePairHead, SpanBoundaryHead
 from firth.models.presets import bert, gpt2
 from firth.objectives import MLM, OBJECTIVES, SpanCorruption
@@ -135,6 +136,21 @@ def test_the_optimizer_is_the_models_unless_named() -> None:
     in_parts = update_recipe(usual, {"parallel": "fsdp"})
     assert (in_parts.optim, in_parts.learning_rate) == ("adamw", 1e-3)
     in_parts.check()
+
+
+def test_a_mobilebert_with_a_teacher_learns_layer_by_layer() -> None:
+    """As published: progressive transfer, half soft and half true targets, LAMB; what is named stays."""
+    tiny = pretraining_recipe(get_preset("mobilebert-tiny"))
+    taught = update_recipe(tiny, {"teacher": "x"})
+    assert (tiny.knowledge_transfer.strategy, taught.knowledge_transfer.strategy) == ("none", "progressive")
+    assert taught.distillation == Distillation(temperature=1.0, soft=0.5, hard=0.5, cosine=0.0, soft_at="targets")
+    assert (tiny.optim, taught.optim) == ("muon", "lamb")
+    named = update_recipe(tiny, {"teacher": "x", "knowledge_transfer.strategy": "none", "distillation.hard": 2.0})
+    assert (named.knowledge_transfer.strategy, named.distillation.hard, named.optim) == ("none", 2.0, "adamw")
+    other = update_recipe(pretraining_recipe(get_preset("bert-tiny")), {"teacher": "x"})
+    assert (other.knowledge_transfer.strategy, other.distillation) == ("none", Distillation())
+    with pytest.raises(UserError, match="needs a teacher"):
+        update_recipe(tiny, {"knowledge_transfer.strategy": "joint"}).check()
 
 
 def test_what_begins_from_nothing_begins_warm() -> None:

@@ -17,10 +17,18 @@ import pytest
 import torch
 
 from firth.core.errors import UserError
-from firth.models import Model, load_model, make_model, with_extras
+from firth.models import (
+    MOBILEBERT_DISTILLATION,
+    KnowledgeTransfer,
+    Model,
+    load_model,
+    make_model,
+    read_tensors,
+    with_extras,
+)
 from firth.models.attention import Attention
 from firth.models.config import SentencePairHead, SpanBoundaryHead
-from firth.models.presets import bert
+from firth.models.presets import bert, ib_bert, mobilebert
 from firth.objectives import Batch, CounterRNG
 from firth.text import Corpus
 from firth.tokens import ShardSet, load_tokenizer, open_shards, prepare
@@ -547,6 +555,32 @@ def test_a_student_does_not_repeat_the_masks_of_its_teacher(recipe_of: Recipes) 
     for recipe in (teacher, student):
         losses.append(make_held_out_loss_fn(recipe, rows, shards.tokenizer, CPU)(model))
     assert losses[0] == losses[1]
+
+
+def test_knowledge_transfer_resumes_in_any_stage(
+    recipe_of: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers one after the other, then distillation, with LAMB; embeddings wait for distillation."""
+    given = recipe_of(output_dir=str(tmp_path / "teacher"), optim="lamb", max_steps=1)
+    size = given.model.vocab_size
+    pretrain(replace(given, model=ib_bert(2, 16, 2, 24, 8, size), warm_start="none"))
+    fields = dict(teacher=str(tmp_path / "teacher" / "final"), optim="lamb", learning_rate=0.01, warm_start="none")
+    fields |= dict(knowledge_transfer=KnowledgeTransfer("progressive", share=0.7))
+
+    def student(folder: str) -> Recipe:
+        made = recipe_of(output_dir=str(tmp_path / folder), **fields)
+        return replace(made, model=mobilebert(2, 16, 2, 8, 8, size), distillation=MOBILEBERT_DISTILLATION)
+
+    pretrain(student("straight"))
+    monkeypatch.setattr(pretraining, "TrainingRun", lambda *a, **k: TrainingRun(*a, **k, hooks=[(1, stop_at(3))]))
+    with pytest.raises(Stop):
+        pretrain(student("stopped"))
+    monkeypatch.undo()
+    theirs, mine = (read_tensors(tmp_path / name) for name in ("teacher/final", "stopped/checkpoint-2"))
+    assert torch.equal(theirs["embed.tokens.weight"], mine["mobilebert.embeddings.word_embeddings.weight"])
+    pretrain(student("stopped"), resume=True)
+    assert lines(tmp_path / "stopped") == lines(tmp_path / "straight")
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "straight")
 
 
 def test_an_incompatible_teacher_raises(recipe_of: Recipes, tmp_path: Path) -> None:

@@ -27,6 +27,12 @@ from firth.models.hf.checkpoint import (
     write_model,
 )
 from firth.models.hf.config_io import FIRTH_MODEL_TYPE, from_hf_config, hf_model_type, to_hf_config, with_vocabulary
+from firth.models.knowledge_transfer import (
+    MOBILEBERT_DISTILLATION,
+    KnowledgeTransfer,
+    TransferLoss,
+    check_transfer_pair,
+)
 from firth.models.model import (
     Decoder,
     Encoder,
@@ -50,6 +56,7 @@ from firth.models.template import make_prompt_suffix, make_sequence_template
 __all__ = [
     "FAMILY_DESCRIPTIONS",
     "FIRTH_MODEL_TYPE",
+    "MOBILEBERT_DISTILLATION",
     "PRESETS",
     "AuxiliaryLM",
     "ClassificationHead",
@@ -62,6 +69,7 @@ __all__ = [
     "Extra",
     "ForcedTokens",
     "Head",
+    "KnowledgeTransfer",
     "LMHead",
     "Model",
     "ModelConfig",
@@ -73,7 +81,9 @@ __all__ = [
     "Stack",
     "TaskHead",
     "TokenClassificationHead",
+    "TransferLoss",
     "check_distillation_pair",
+    "check_transfer_pair",
     "count_parameters",
     "distillation_losses",
     "flops_per_token",

@@ -4,7 +4,8 @@ The loss of the student has three parts (section 3):
 
 - soft: the KL divergence to the teacher's distribution over the vocabulary, both softened by a temperature t:
   softmax(logits / t). Its gradient shrinks with 1 / t^2, so it is multiplied by t^2 (Hinton et al. 2015, section 2).
-  It is a mean over all tokens, masked or not, as in the published training.
+  It is a mean over all tokens, masked or not, as in the published training; with `soft_at=targets` over masked ones
+  alone, as in that of MobileBERT.
 - hard: the usual cross-entropy with the true tokens, a mean over the masked ones.
 - cosine: 1 - cos(student state, teacher state), which aligns the directions of the last hidden states; over all tokens.
 
@@ -17,7 +18,7 @@ B rows, T positions, K target positions, N positions of a chunk, D model width, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,7 @@ class Distillation:
     soft: float = 5.0
     hard: float = 2.0
     cosine: float = 1.0
+    soft_at: Literal["tokens", "targets"] = "tokens"
 
     def __post_init__(self) -> None:
         if not self.temperature > 0 or min(self.soft, self.hard, self.cosine) < 0:
@@ -75,7 +77,7 @@ def distillation_losses(
         logits_BKV.flatten(0, 1), batch.labels.flatten(), ignore_index=LABEL_IGNORE_INDEX, reduction="sum"
     )
     by_token: dict[str, Tensor] = {}  # losses at every position, (B, T)
-    if spec.soft:
+    if spec.soft and spec.soft_at == "tokens":
         by_token["soft"] = soft_target_loss(student, teacher, x_BTD, teacher_BTD, spec.temperature)
     if spec.cosine:
         by_token["cosine"] = 1 - F.cosine_similarity(x_BTD.float(), teacher_BTD.float(), dim=-1)
@@ -85,13 +87,18 @@ def distillation_losses(
     zero = torch.zeros((), device=x_BTD.device)
     parts = {"targets": spec.hard * hard, "tokens": sum((getattr(spec, name) * sums[name] for name in sums), zero)}
     metrics = {"mlm_loss/targets": hard, **{f"{name}_loss/tokens": total for name, total in sums.items()}}
+    if spec.soft and spec.soft_at == "targets":
+        states = (gather_positions(states_BTD, batch.target_positions) for states_BTD in (x_BTD, teacher_BTD))
+        soft_BK = soft_target_loss(student, teacher, *states, spec.temperature)
+        metrics["soft_loss/targets"] = (soft_BK * (batch.labels != LABEL_IGNORE_INDEX)).sum()
+        parts["targets"] = parts["targets"] + spec.soft * metrics["soft_loss/targets"]
     return parts | detach_metrics(metrics) if with_metrics else parts
 
 
 def soft_target_loss(
     student: Encoder, teacher: Encoder, x_BTD: Tensor, teacher_BTD: Tensor, temperature: float
 ) -> Tensor:
-    """(B, T) KL divergence from the teacher's softened distribution at each position, times temperature^2.
+    """(B, T or K) KL divergence from the teacher's softened distribution at each position, times temperature^2.
 
     Logits at all positions would fill the memory: they are computed in chunks, and again in the backward pass.
     """
@@ -117,12 +124,17 @@ def init_from_teacher(student: Model, teacher: Model) -> int:
     """Copy the teacher's weights into the student where shapes match; return the number of tensors copied.
 
     Layers are spaced evenly from the first to the last: six of twelve are 0, 2, 4, 7, 9 and 11, as in DistilBERT.
+    Blocks and norms of another kind keep their own initialization (MobileBERT, Sun et al. 2020, section 3.6).
     """
+    same_blocks = student.config.bottleneck == teacher.config.bottleneck
+    same_norms = type(student.config.norm) is type(teacher.config.norm)
     student_state, teacher_state = student.state_dict(), teacher.state_dict()
     last, steps = teacher.config.num_layers - 1, max(student.config.num_layers - 1, 1)
     num_copied = 0
     for name, value in student_state.items():
         parts = name.split(".")
+        if (parts[0] == "stack" and not same_blocks) or (parts[:2] == ["embed", "norm"] and not same_norms):
+            continue
         if parts[:2] == ["stack", "blocks"]:
             parts[2] = str(round(int(parts[2]) * last / steps))
         source = teacher_state.get(".".join(parts))

@@ -80,7 +80,7 @@ class LMHeadModule(nn.Module):
 
     def loss_and_num_correct(self, x: Tensor, labels: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
         """As `loss`, without a gradient; and the number of labels that have the highest logit."""
-        weight = embedding if self.weight is None else self.weight
+        weight = self.projection_weight(embedding)
         return lm_head_scores(self.transform_hidden_states(x), weight, self.bias, labels, self.pad_vocab)
 
     def projection_loss(self, x_NE: Tensor, labels: Tensor, embedding: Tensor) -> Tensor:

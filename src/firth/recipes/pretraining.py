@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from firth.models import DiscriminatorHead, Extra, LMHead, ModelConfig, with_extras
+from firth.models import MOBILEBERT_DISTILLATION, DiscriminatorHead, Extra, LMHead, ModelConfig, with_extras
 from firth.models.config import AWDLSTMConfig, Disentangled, ELMoConfig, FanInInit, GeneratorConfig, MaskDecoder
 from firth.models.prompt_form import prompt_form_of_objective
 from firth.objectives import (
@@ -68,11 +68,11 @@ def pretraining_recipe(model: ModelConfig, **fields: Any) -> Recipe:
 
 def update_recipe(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """Apply changes to a recipe; optimizer, learning rate, weight decay and warm start follow unless they are set."""
-    new = apply_overrides(recipe, changes)
+    new = with_transfer_defaults(apply_overrides(recipe, changes), changes)
     if isinstance(new.objective, SequenceAutoencoder) and "order" not in changes:
         new = replace(new, order="packed")
     if "optim" not in changes:
-        new = replace(new, optim="adamw" if new.teacher else default_optimizer(new.model, new.parallel))
+        new = replace(new, optim=taught_optimizer(new) if new.teacher else default_optimizer(new.model, new.parallel))
     if "warm_start" not in changes:
         new = replace(new, warm_start=default_warm_start(new))
     if "weight_decay" not in changes:
@@ -80,6 +80,26 @@ def update_recipe(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     return complete_recipe(
         new if "learning_rate" in changes else replace(new, learning_rate=default_learning_rate(new.model, new.optim))
     )
+
+
+def taught_optimizer(recipe: Recipe) -> Literal["adamw", "lamb"]:
+    """Return the optimizer of a run with a teacher: LAMB for knowledge transfer, as published."""
+    return "adamw" if recipe.knowledge_transfer.strategy == "none" else "lamb"
+
+
+def with_transfer_defaults(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """Return the recipe of a MobileBERT with a teacher: progressive transfer, then distillation as published.
+
+    `changes` names what the user has set.
+    """
+    if not recipe.teacher or recipe.model.family != "mobilebert":
+        return recipe
+    if not {"knowledge_transfer", "knowledge_transfer.strategy"} & changes.keys():
+        recipe = replace(recipe, knowledge_transfer=replace(recipe.knowledge_transfer, strategy="progressive"))
+    if "distillation" in changes:
+        return recipe
+    given = {name: value for name, value in vars(recipe.distillation).items() if f"distillation.{name}" in changes}
+    return replace(recipe, distillation=replace(MOBILEBERT_DISTILLATION, **given))
 
 
 def default_warm_start(recipe: Recipe) -> Literal["none", "ppmi"]:
@@ -177,6 +197,8 @@ def default_learning_rate(model: ModelConfig, optim: str) -> float:
     if model.recurrent is not None:
         return 4e-3 if isinstance(model.recurrent, AWDLSTMConfig) else 2e-3
     if optim == "adafactor":
+        return 1e-2
+    if optim == "lamb":
         return 1e-2
     if optim == "muon":
         peak, power = (8e-3, 0.5) if model.norm_first else (4e-3, 0.75)

@@ -100,6 +100,8 @@ def cuda_graphs_blocker(
         return "there is no CUDA device"
     if dist_context is not SINGLE_PROCESS:
         return "collectives cannot be captured"
+    if getattr(getattr(training, "knowledge_transfer", None), "strategy", "none") in ("progressive", "joint"):
+        return "knowledge transfer has another loss in every stage"
     if is_compiled:
         return ""
     if training.engine.weights == "bf16" or training.gradient_checkpointing:

@@ -15,7 +15,7 @@ The code never reads a value back from the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class Lamb(torch.optim.Optimizer):
     def update_group(self, group: dict[str, Any], params: list[nn.Parameter]) -> None:
         """Update the parameters of one group."""
         found_inf = getattr(self, "found_inf", None)  # as in torch's AdamW: 1 skips the step, on the device
-        updates: Sequence[Tensor] = self.adam_updates(params, group["betas"], group["eps"], found_inf)
+        updates = self.adam_updates(params, group["betas"], group["eps"], found_inf)
         if group["weight_decay"]:
             torch._foreach_add_(updates, list(params), alpha=group["weight_decay"])
         matrices = [

@@ -72,17 +72,19 @@ def make_param_groups(
     """
     trainable, top = trainable_parameters(model, freeze_schedule, step), max(parameter_depths(model).values())
     hidden = hidden_matrices(model) if training.optim == "muon" else {}
-    groups: dict[tuple[float, float, bool], list[nn.Parameter]] = defaultdict(list)
+    groups: dict[tuple[float, float, bool, int], list[nn.Parameter]] = defaultdict(list)
     for name, p in model.named_parameters():
         p.requires_grad_(name in trainable)
         if name in trainable and p not in assigned:
             scale = freeze_schedule.layer_decay ** (top - trainable[name])
-            groups[scale, training.weight_decay if p.ndim >= 2 else 0.0, p in hidden].append(p)
+            depth = trainable[name] if freeze_schedule.groups_by_layer else 0
+            groups[scale, training.weight_decay if p.ndim >= 2 else 0.0, p in hidden, depth].append(p)
     ordered = sorted(groups.items(), key=lambda item: (item[0][2], -item[0][0], item[1][0].ndim < 2))
     muon_scale = muon_lr_scale(training)
     return [
         {"params": ps, "weight_decay": decay, "scale": scale * (muon_scale if muon else 1.0), "muon": muon}
-        for (scale, decay, muon), ps in ordered
+        | ({"depth": depth} if freeze_schedule.groups_by_layer else {})
+        for (scale, decay, muon, depth), ps in ordered
     ]
 
 

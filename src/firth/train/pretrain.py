@@ -25,7 +25,9 @@ from firth.core.files import atomic_folder, find_corruption, read_json, write_re
 from firth.core.serialization import TYPE_KEY, from_dict, to_dict
 from firth.models import (
     Model,
+    TransferLoss,
     check_distillation_pair,
+    check_transfer_pair,
     distillation_losses,
     grow_vocabulary,
     init_from_teacher,
@@ -83,6 +85,7 @@ from firth.train.unfreeze import FreezeSchedule
 
 ScheduledRecipeT = TypeVar("ScheduledRecipeT", bound=TrainingConfig)
 ThreadResultT = TypeVar("ThreadResultT")
+GOLDEN_RATIO = 0.6180339887  # multiples of it, modulo 1, cover a run evenly from the first few on
 EVALS_PER_PRETRAINING = 10  # evaluations per run without --eval-steps
 
 
@@ -212,7 +215,7 @@ def run_pretraining(
     for share in shares:
         say(f"  {share}")
     say(f"{recipe.model.family}, {recipe.model.architecture}: {model.num_parameters:,} parameters")
-    freeze_schedule = FreezeSchedule(recipe.layer_decay)
+    freeze_schedule = FreezeSchedule(recipe.layer_decay, groups_by_layer=isinstance(losses, TransferLoss))
     run = TrainingRun(
         recipe,
         compute,
@@ -224,6 +227,8 @@ def run_pretraining(
         loss_fn=losses,
         freeze_schedule=freeze_schedule,
     )
+    if isinstance(losses, TransferLoss):
+        run.before_step, run.layer_rate = follow_transfer(losses, recipe)
     if vectors is not None:
         # Only the closure refers to the vectors, so that they are freed after use.
         run.deferred_init, vectors = partial(set_deferred_embeddings, model, vectors), None
@@ -351,7 +356,25 @@ def make_distillation_loss_fn(teacher: Model | None, model: Model, recipe: Recip
     student, master = check_distillation_pair(model, teacher, recipe.distillation)
     if teacher.tokenizer and model.tokenizer and teacher.tokenizer.fingerprint != model.tokenizer.fingerprint:
         raise UserError(f"{recipe.teacher} has another tokenizer than the data: prepare the text with the teacher's.")
-    return partial(distillation_losses, student, master, spec=recipe.distillation, with_metrics=True)
+    if recipe.knowledge_transfer.strategy == "none":
+        return partial(distillation_losses, student, master, spec=recipe.distillation, with_metrics=True)
+    check_transfer_pair(student, master)
+    return TransferLoss(student, master, recipe.distillation, recipe.knowledge_transfer)
+
+
+def follow_transfer(loss_fn: TransferLoss, recipe: Recipe) -> tuple[Callable[[int], None], Callable[[int, int], float]]:
+    """Return the functions that set the stage of knowledge transfer and the rates of the layers, by the step alone."""
+    spec, num_layers = recipe.knowledge_transfer, recipe.model.num_layers
+    if spec.strategy == "auxiliary":
+        say(f"knowledge transfer of {format_count(num_layers, 'layer')} beside distillation")
+    else:
+        steps = format_count(math.ceil(spec.share * recipe.max_steps), "step")
+        order = "one after the other" if spec.strategy == "progressive" else "at once"
+        say(f"knowledge transfer of {format_count(num_layers, 'layer')} {order} for {steps}, then distillation")
+    return (
+        lambda step: loss_fn.set_progress(step / recipe.max_steps),
+        lambda step, depth: spec.rate_factor(step / recipe.max_steps, num_layers, depth - 1),
+    )
 
 
 def check_tokenizer_fit(recipe: Recipe, tokenizer: Tokenizer) -> None:
@@ -532,6 +555,8 @@ def time_steps(
     dist_context = compute.dist_context
     dist_context.prepare_model(model, training, compute)
     run = TrainingRun(training, compute, model, batch_fn, loss_fn=loss_fn)
+    if isinstance(loss_fn, TransferLoss):  # its stages differ in cost
+        run.before_step = lambda step: loss_fn.set_progress(step * GOLDEN_RATIO % 1)
     runner = build_step_runner(run)
     optimizer, recurrent_state = make_optimizer(model, training, freeze_schedule), RecurrentStateDict()
 

@@ -17,7 +17,7 @@ from firth.core.errors import UserError, did_you_mean
 from firth.core.files import write_text
 from firth.core.hashing import hash_uint64
 from firth.core.serialization import from_dict, to_dict
-from firth.models import Distillation, LMHead, ModelConfig
+from firth.models import Distillation, KnowledgeTransfer, LMHead, ModelConfig
 from firth.models.config import AWDLSTMConfig, BiLSTMConfig, ELMoConfig, TransformerXL
 from firth.objectives import CLM, MLM, OBJECTIVES, BiLM, Objective, SequenceAutoencoder
 from firth.tokens import MixConfig
@@ -292,6 +292,7 @@ class Recipe(TrainingConfig):
         "", "Distill from this checkpoint; its layers also initialize the model. Default: empty, no distillation."
     )
     distillation: Distillation = field(default_factory=Distillation)
+    knowledge_transfer: KnowledgeTransfer = field(default_factory=KnowledgeTransfer)
     warm_start: Literal["none", "ppmi"] = recipe_field(
         "none",
         "Initialize token embeddings: ppmi from co-occurrence counts (PPMI) of the text, none at random.",
@@ -439,6 +440,8 @@ class Recipe(TrainingConfig):
         self.check_ramps()
         if self.engine.weights == "bf16" and (self.teacher or self.memory):
             raise UserError("engine.weights=bf16 does not support a teacher or a memory: remove it.")
+        if self.knowledge_transfer.strategy != "none" and not self.teacher:
+            raise UserError("knowledge_transfer.strategy needs a teacher: add --teacher, or set it to none.")
         self.mixing.check()
         if self.sources and self.warm_start != "none":
             raise UserError(

@@ -70,6 +70,8 @@ class TrainingRun:
     name: str = "training"
     hooks: list[tuple[int, Callable[[int, Model], None]]] = field(default_factory=list)  # (every_n_steps, function)
     loss_fn: LossFn | None = None  # default: model.losses; distillation has its own
+    before_step: Callable[[int], None] | None = None  # called with the step, for a loss that changes with it
+    layer_rate: Callable[[int, int], float] | None = None  # (step, depth) -> factor of the learning rate of a layer
     freeze_schedule: FreezeSchedule = field(default_factory=FreezeSchedule)  # which parameters are trained, from when
     score_fn: Callable[[Mapping[str, float]], float] | None = (
         None  # metrics -> a score to maximise; the best checkpoint is kept
@@ -149,6 +151,8 @@ def train_step(
         update_recurrent_state(recurrent_state, concat_states(states), bad)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("scale", 1.0)
+        if run.layer_rate is not None:
+            group["lr"] *= run.layer_rate(step, group["depth"])
     if bad is not None:
         bad = bad.to(next(run.model.parameters()).device)  # which may be on the host
     both = isinstance(optimizer, AdamW) and bool(optimizer.replicas)
@@ -201,6 +205,8 @@ def compute_gradients(
     stay in a bf16 replica if the optimizer can read them there.
     """
     world, result = run.compute.dist_context, None
+    if run.before_step is not None:
+        run.before_step(step)
     counts = counts or all_reduce_counts(micro_batches, world)
     if not run.model.training:  # train() visits every module, which takes a while
         run.model.train()

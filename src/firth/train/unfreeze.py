@@ -27,6 +27,7 @@ class FreezeSchedule:
     layer_decay: float = 1.0  # learning rate of a layer over that of the layer above; 1: no decay
     freeze: Literal["none", "embeddings", "backbone"] = "none"
     unfreeze_every: int = 0  # steps per unfrozen layer, from the head down; 0: all from the start
+    groups_by_layer: bool = False  # a parameter group per layer, so that its rate can follow the step
 
 
 def parameter_depths(model: nn.Module) -> dict[str, int]:
