@@ -24,10 +24,10 @@ from firth.core.errors import UserError, did_you_mean
 from firth.core.files import atomic_folder, check_output_folder, find_corruption, read_json, write_json
 from firth.core.html import resolve_page_path
 from firth.core.serialization import TYPE_KEY, to_dict
-from firth.evaluate import compare_contexts, embed_texts, max_logit_difference, write_run_report_and_card
+from firth.evaluate import compare_contexts, embed_texts, write_run_report_and_card
 from firth.evaluate import evaluate as evaluate_checkpoint
 from firth.evaluate import evaluate_suite as run_suite
-from firth.evaluate.export import write_export
+from firth.evaluate.export import compare_with_transformers, write_export
 from firth.evaluate.neighbours import Neighbour, most_similar, sample_neighbours, write_vector_report, write_vectors
 from firth.evaluate.vectors import load_word_vectors
 from firth.generate import Blank, generate_results
@@ -1011,9 +1011,10 @@ def export(
 ) -> dict[str, Any]:
     """Write a Hugging Face folder that `AutoModel...from_pretrained` opens.
 
-    `check` opens it in transformers and returns the largest difference of a logit as `max_difference`; without
-    `output_dir` in a temporary folder, so that nothing is written. `format` "word2vec" or "glove" writes word vectors
-    as gensim reads them, "firth" a checkpoint of them for `finetune`; the checkpoint can then be a file of vectors.
+    `check` opens it in transformers and returns the largest difference of a logit as `max_difference`, and the other
+    side as `compared_with`; without `output_dir` in a temporary folder, so that nothing is written. `format` "word2vec"
+    or "glove" writes word vectors as gensim reads them, "firth" a checkpoint of them for `finetune`; the checkpoint can
+    then be a file of vectors.
     """
     if check and format != "huggingface":
         raise UserError(f"--check compares logits in transformers, and {format} has none. Leave it out.")
@@ -1022,7 +1023,7 @@ def export(
             raise UserError("--output-dir is missing: name the folder to write, or pass --check to compare only.")
         with TemporaryDirectory(prefix="firth-export-") as folder:
             write_export(Path(checkpoint), Path(folder) / "export")
-            return {"max_difference": max_logit_difference(Path(folder) / "export")}
+            return check_export(Path(folder) / "export")
     path = Path(output_dir)
     check_output_folder(path, "--output-dir", overwrite)
     if path.exists() and Path(checkpoint).exists() and path.samefile(checkpoint):
@@ -1031,7 +1032,12 @@ def export(
         files = write_vectors(load_word_vectors(checkpoint), path, format)
         return {"output_dir": str(path), "files": list(map(str, files))}
     write_export(Path(checkpoint), path)
-    return {"output_dir": str(path), **({"max_difference": max_logit_difference(path)} if check else {})}
+    return {"output_dir": str(path), **(check_export(path) if check else {})}
+
+
+def check_export(folder: Path) -> dict[str, Any]:
+    """The comparison of an exported folder with transformers, as `export` returns it."""
+    return {name: value for name, value in compare_with_transformers(folder)._asdict().items() if value is not None}
 
 
 def models() -> list[dict[str, Any]]:

@@ -10,10 +10,13 @@ import pytest
 import torch
 from parity.alike import CLOSE, mixture, same_gradients, stir
 from safetensors.torch import load_file, save_file
+from tasks.small import tokenizer_of
 from torch import Tensor
 from torch.testing import assert_close
 
+from firth import api
 from firth.core.errors import UserError
+from firth.evaluate.card import render_model_card
 from firth.models import (
     PRESETS,
     Encoder,
@@ -24,7 +27,7 @@ from firth.models import (
     make_model,
     with_classification_head,
 )
-from firth.models.config import ConvolutionConfig, Disentangled, LearnedPosition
+from firth.models.config import ConvolutionConfig, Disentangled, GeneratorConfig, LearnedPosition, MaskDecoder
 from firth.models.hf.checkpoint import write_model
 from firth.models.hf.config_io import from_hf_config, to_hf_config
 from firth.models.presets import deberta, deberta_v2, deberta_v3
@@ -213,3 +216,48 @@ def test_what_is_not_deberta_is_said_or_kept_under_our_name() -> None:
     assert hf_model_type(replace(OURS["v1"], attention_bias="all")) == "firth"
     assert hf_model_type(replace(OURS["v3"], norm_first=True)) == "firth"
     assert hf_model_type(replace(OURS["v3"], position=LearnedPosition())) == "firth"
+
+
+def test_a_pretrained_version_3_opens_in_transformers_after_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The encoder reads the embeddings of the generator plus its own difference; the tokenizer adds [CLS] and [SEP]."""
+    tokenizer = tokenizer_of("unigram", False)
+    config = replace(OURS["v3"], vocab_size=tokenizer.vocab.size)
+    ours = stir(make_model(replace(config, extras=(GeneratorConfig(0.5, 3.0, disentangle_embeddings=True),))))
+    ours.tokenizer = tokenizer
+    ours.save(tmp_path / "final")
+    result = api.export(tmp_path / "final", tmp_path / "hf", check=True)
+    assert "the export is the encoder alone, for AutoModel" in " ".join(capsys.readouterr().err.split())
+    assert result["max_difference"] < 1e-4
+    assert result["compared_with"] == "AutoModel of transformers"
+    theirs, loading = transformers.AutoModel.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert type(theirs).__name__ == "DebertaV2Model"
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")("the big fox", return_tensors="pt")
+    vocab = tokenizer.vocab
+    assert read["input_ids"].tolist() == [[vocab.cls, *tokenizer.encode("the big fox"), vocab.sep]]
+    states = ours(read["input_ids"], output_hidden_states=True).hidden_states[-1]
+    assert_close(theirs.eval()(**read).last_hidden_state, states, **CLOSE)
+    assert "`firth export` writes its encoder for `AutoModel`" in render_model_card(tmp_path / "final")
+
+
+def test_the_check_says_which_path_it_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`transformers` has no enhanced mask decoder, and Firth's own architectures have no other implementation."""
+    tokenizer = tokenizer_of("unigram", False)
+    config = replace(OURS["v1"], vocab_size=tokenizer.vocab.size)
+    decoded = stir(make_model(replace(config, extras=(MaskDecoder(2, 20),))))
+    own = stir(make_model(replace(config, norm_first=True)))
+    results = []
+    for name, model in {"decoded": decoded, "own": own}.items():
+        model.tokenizer = tokenizer
+        model.save(tmp_path / name)
+        results.append((api.export(tmp_path / name, check=True), " ".join(capsys.readouterr().err.split())))
+    (found, said), (found_own, said_own) = results
+    assert found["max_difference"] < 1e-4
+    assert found["mask_decoder_difference"] > 0.01
+    assert f"at masks differ from those of transformers by up to {found['mask_decoder_difference']:.2g}" in said
+    assert "no enhanced mask decoder" in render_model_card(tmp_path / "decoded")
+    assert found_own == {"max_difference": 0.0, "compared_with": "AutoModelForMaskedLM of firth.hf (Firth's own code)"}
+    assert "This is no independent check" in said_own
+    assert "No family of `transformers` describes this model" in render_model_card(tmp_path / "own")

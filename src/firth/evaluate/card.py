@@ -16,7 +16,7 @@ from firth.core.errors import UserError
 from firth.core.files import MODEL_CARD_FILE, read_json, write_text
 from firth.core.html import format_cell
 from firth.core.serialization import to_dict
-from firth.evaluate.export import hf_auto_class
+from firth.evaluate.export import encoder_without_generator, hf_auto_class
 from firth.metrics import mean_and_std
 from firth.models import FIRTH_MODEL_TYPE, LMHead, ModelConfig, count_parameters, hf_model_type, read_config
 from firth.objectives import Mixture, Objective
@@ -274,7 +274,20 @@ def loading_section(config: ModelConfig, tokenizer: Tokenizer) -> str:
             f"from transformers import {kind}, AutoTokenizer\n\nmodel = {kind}.from_pretrained(FOLDER)\n"
             "tokenizer = AutoTokenizer.from_pretrained(FOLDER)"
         )
-    return "\n\n".join(f"```python\n{block}\n```" for block in blocks)
+    return "\n\n".join([*(f"```python\n{block}\n```" for block in blocks), *loading_notes(config, tokenizer)])
+
+
+def loading_notes(config: ModelConfig, tokenizer: Tokenizer) -> list[str]:
+    """What `transformers` lacks of this model."""
+    if hf_model_type(config, tokenizer.vocab) != FIRTH_MODEL_TYPE:
+        decoder = (
+            "`transformers` has no enhanced mask decoder. It computes the logits of the backbone and the LM head, as "
+            "`firth export --check` compares them; `firth fill` uses the decoder, so its logits at masks differ."
+        )
+        return [decoder] if config.get_extra("decoder") is not None else []
+    if encoder_without_generator(config) is not None:
+        return ["`transformers` has no such model with a generator. `firth export` writes its encoder for `AutoModel`."]
+    return ["No family of `transformers` describes this model. After `import firth.hf`, Auto classes run Firth's code."]
 
 
 def markdown_table(columns: list[str], rows: Mapping[str, Any]) -> str:

@@ -2,13 +2,18 @@
 
 The comparison runs both models in float32 on the same random ids, one row half padded, and returns the largest
 absolute difference of a logit. Differences above 1e-3 are not rounding: a setting or a tensor was converted wrongly.
+
+Two things cannot be compared, and the check says so. `transformers` has no enhanced mask decoder (DeBERTa, He et al.
+2021, section 3.2): it computes the logits of the backbone and the LM head. A model with `model_type` firth runs Firth's
+own code in `transformers` too (`firth.hf`), so that an equal result proves only that the files are complete.
 """
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,8 +35,11 @@ from firth.models import (
     TokenClassificationHead,
     hf_model_type,
     load_model,
+    read_config,
     write_model,
 )
+from firth.models.hf.checkpoint import with_special_token_template
+from firth.objectives import Batch
 from firth.tasks import TASK_FILE
 
 HF_TASK_CLASSES = {
@@ -50,7 +58,7 @@ EXPORTED_EXTRA_FILES = (TASK_FILE, MODEL_CARD_FILE, "modules.json", "sentence_be
 
 def write_export(checkpoint: Path, folder: Path) -> None:
     """Write a checkpoint without its training state, with its task file and model card."""
-    model = load_model(checkpoint)
+    model = load_for_export(checkpoint)
     with atomic_folder(folder) as temporary:
         write_model(model, temporary)
         for name in EXPORTED_EXTRA_FILES:
@@ -60,8 +68,53 @@ def write_export(checkpoint: Path, folder: Path) -> None:
                 shutil.copyfile(checkpoint / name, temporary / name)
 
 
+def load_for_export(checkpoint: Path) -> Model:
+    """Load a checkpoint; without ELECTRA's generator if its family in `transformers` has no model with one.
+
+    A generator is needed in pretraining only. `transformers` has a detection head for ELECTRA alone, so that other
+    families (DeBERTa version 3) are exported as their encoder. Its embeddings are those that the discriminator read.
+    """
+    config = read_config(checkpoint)
+    encoder = encoder_without_generator(config)
+    if encoder is None:
+        return load_model(checkpoint)
+    model = load_model(checkpoint, head=encoder.head)
+    if model.tokenizer is not None:
+        model.tokenizer = with_special_token_template(model.tokenizer, config)
+    say(
+        f"transformers has no {hf_model_type(encoder)} with a generator or a detection head: the export is the encoder "
+        f"alone, for AutoModel. {checkpoint} keeps both."
+    )
+    return model
+
+
+def encoder_without_generator(config: ModelConfig) -> ModelConfig | None:
+    """Return the encoder as which a model with a generator is exported; None for other models."""
+    encoder = replace(config, head=EmbeddingHead("mean"), extras=())
+    has_own_type = hf_model_type(config) == FIRTH_MODEL_TYPE
+    can_leave_it_out = config.get_extra("generator") is not None and hf_model_type(encoder) != FIRTH_MODEL_TYPE
+    return encoder if has_own_type and can_leave_it_out else None
+
+
+class ExportCheck(NamedTuple):
+    """The largest difference of a logit, and the other side of the comparison.
+
+    `mask_decoder_difference` is that at masks between the logits with DeBERTa's enhanced mask decoder and those of
+    `transformers`; None for models without one.
+    """
+
+    max_difference: float
+    compared_with: str
+    mask_decoder_difference: float | None = None
+
+
 def max_logit_difference(folder: Path) -> float:
     """Largest absolute difference between our logits and those of `transformers` for the same folder and random ids."""
+    return compare_with_transformers(folder).max_difference
+
+
+def compare_with_transformers(folder: Path) -> ExportCheck:
+    """Compute the logits of an exported folder here and in `transformers`, for the same random ids."""
     try:
         import transformers
     except ImportError:
@@ -104,7 +157,31 @@ def max_logit_difference(folder: Path) -> float:
         difference = (logits - hf_logits).abs()
     if not isinstance(head, ClassificationHead | RegressionHead | MultipleChoiceHead) and not uses_decoder:
         difference = difference[inputs["attention_mask"].bool()]  # logits at padding are undefined
-    return float(difference.max())
+    if own:
+        say(
+            "This is no independent check: firth.hf runs Firth's own code inside of transformers. It shows only that "
+            "the exported files are complete."
+        )
+        return ExportCheck(float(difference.max()), f"{kind} of firth.hf (Firth's own code)")
+    return ExportCheck(float(difference.max()), f"{kind} of transformers", mask_decoder_difference(ours, theirs))
+
+
+@torch.no_grad()
+def mask_decoder_difference(ours: Model, theirs: Any) -> float | None:
+    """Return the largest difference at masks between our mask decoder's logits and those of `transformers`."""
+    if ours.config.get_extra("decoder") is None or ours.tokenizer is None:
+        return None
+    input_ids = torch.randint(5, ours.config.vocab_size, (4, min(64, ours.config.max_length or 64)))
+    position_BK = torch.arange(0, input_ids.shape[1], 8).expand(4, -1)
+    input_ids.scatter_(1, position_BK, ours.tokenizer.vocab.mask or 0)
+    decoded = ours.logits(Batch(input_ids, target_positions=position_BK))
+    difference = float((decoded - theirs(input_ids).logits[:, ::8]).abs().max())
+    say(
+        "transformers has no enhanced mask decoder: max_difference is that of the path without it, backbone and LM "
+        "head. Pretraining, `firth fill` and pseudo-likelihoods use the decoder: their logits at masks differ from "
+        f"those of transformers by up to {difference:.2g}."
+    )
+    return difference
 
 
 def _our_logits(model: Model, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
