@@ -10,6 +10,7 @@ mistake raises `UserError` before anything is written. The command line (`firth.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -71,15 +72,16 @@ from firth.recipes import named_finetuning_defaults as named_recipe
 from firth.static.ngram import is_ngram, load_ngram
 from firth.tasks import TASK_FILE, FinetuneRecipe, check_task, encode_task_prompts, finetuned_generation_settings
 from firth.tasks import finetune as run_finetune
+from firth.tasks.finetune import read_finetune_data
 from firth.text import (
     CORPUS_OPTIONS,
     HELD_OUT_FRACTION,
     Corpus,
     SalientSpanFinder,
     load_salient_finder,
-    read_labelled,
     salient_finder_name,
 )
+from firth.text.labelled import infer_task
 from firth.tokens import (
     TOKENIZER_KINDS,
     MixConfig,
@@ -753,9 +755,9 @@ def flatten_keys(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def finetune(
     checkpoint: str | Path,
-    task: str,
-    train: str | Path,
-    dev: str | Path,
+    task: str | Mapping[str, str] | None,
+    train: str | Path | Mapping[str, str | Path],
+    dev: str | Path | Mapping[str, str | Path],
     output_dir: str | Path,
     config: str | Path | None = None,
     overrides: Mapping[str, Any] | None = None,
@@ -770,6 +772,9 @@ def finetune(
 ) -> dict[str, Any]:
     """Fine-tune a checkpoint on a task with several seeds; return the mean and standard deviation of the scores.
 
+    Mappings of names to files as `train` and `dev` train on several tasks at once (T5, section 3.5.2), with `task` and
+    `prefix` by name too. The defaults are the task that the columns tell, and the prefix "NAME: ".
+
     `recipe` names a published one ("ulmfit", "dai-le", "elmo"); the default is the family's own. With `target_text` the
     checkpoint is first pretrained on that text, in OUTPUT_DIR-target (ULMFiT's second stage). A resumed run whose
     recipe or examples have changed is refused unless `allow_change`; `rewind` is as in `pretrain`.
@@ -779,15 +784,18 @@ def finetune(
         export = " `firth export FILE --format firth` makes one of a file of word vectors." * Path(checkpoint).is_file()
         raise UserError(f"{checkpoint} is not a checkpoint folder. `firth pretrain` makes one: RUN/final.{export}")
     model_config = read_config(checkpoint)
-    fields = finetuning_defaults(model_config) if recipe is None else named_recipe(recipe, model_config, task)
+    head_task = task if isinstance(task, str) else "text-to-text"
+    fields = finetuning_defaults(model_config) if recipe is None else named_recipe(recipe, model_config, head_task)
     named: dict[str, Any] = {
         "checkpoint": str(checkpoint),
-        "task": task,
-        "train": str(train),
-        "dev": str(dev),
         "output_dir": str(output_dir),
         **({"columns": dict(columns)} if columns else {}),
     }
+    if isinstance(train, Mapping) or isinstance(dev, Mapping) or isinstance(task, Mapping):
+        encoding = str(options.get("encoding") or "utf-8")
+        named["tasks"] = name_tasks(task, train, dev, options.pop("prefix", None), columns, encoding)
+    else:
+        named |= {"task": task, "train": str(train), "dev": str(dev)}
     plan = apply_overrides(FinetuneRecipe(**fields), merge_recipe_changes(config, options, overrides, named))
     if plan.parallel != "none":
         raise UserError(f"parallel={plan.parallel} is for pretraining: fine-tuning runs in one process. Leave it out.")
@@ -797,9 +805,41 @@ def finetune(
         adapted = adapt_to_target_text(checkpoint, target_text, output_dir, **stage, device=plan.device)
         plan = replace(plan, checkpoint=str(adapted))
     result = run_finetune(plan, resume, overwrite, allow_change, rewind)
-    with quiet():  # the run has printed all notices on this file
-        examples = read_labelled(plan.dev, plan.task, plan.columns, "dev", plan.encoding)
+    with quiet():  # the run has printed all notices on these files
+        examples = read_finetune_data(plan).dev
     return {**result, "report": str(write_run_report_and_card(Path(plan.output_dir), result, examples))}
+
+
+def name_tasks(
+    task: str | Mapping[str, str] | None,
+    train: str | Path | Mapping[str, str | Path],
+    dev: str | Path | Mapping[str, str | Path],
+    prefix: str | Mapping[str, str] | None = None,
+    columns: Mapping[str, str] | None = None,
+    encoding: str = "utf-8",
+) -> dict[str, dict[str, str]]:
+    """Return the fields of `TaskData` of each of several tasks."""
+    if not isinstance(train, Mapping) or not isinstance(dev, Mapping):
+        raise UserError("Several tasks need a name for every file: --train a=train.csv --dev a=dev.csv --train b=...")
+    if isinstance(prefix, str):
+        raise UserError(f"prefix {prefix!r} names no task: write --prefix NAME={prefix!r} for each of several tasks.")
+    by_task = task if isinstance(task, Mapping) else dict.fromkeys(train, task) if task else {}
+    for option, given in {"--dev": dev, "--task": by_task, "--prefix": prefix or {}}.items():
+        if unknown := [name for name in given if name not in train]:
+            raise UserError(f"{option} {unknown[0]}=... has no --train. {did_you_mean(unknown[0], train)}")
+    if missing := [name for name in train if name not in dev]:
+        raise UserError(f"--train {missing[0]}={train[missing[0]]} has no --dev {missing[0]}=FILE.")
+    if wrong := [name for name in train if not re.fullmatch(r"[\w-]+", name)]:
+        raise UserError(f"The task name {wrong[0]!r} may have letters, digits, - and _ only.")
+    return {
+        name: {
+            "task": by_task.get(name) or infer_task(file, columns, encoding),
+            "train": str(file),
+            "dev": str(dev[name]),
+            "prefix": (prefix or {}).get(name, f"{name}: "),
+        }
+        for name, file in train.items()
+    }
 
 
 def adapt_to_target_text(
@@ -855,7 +895,12 @@ def read_finetuned_task(checkpoint: str | Path) -> str:
         raise UserError(f"{checkpoint} is not a checkpoint folder: there is no such folder.")
     if not file.is_file():
         raise UserError(f"{checkpoint} was not fine-tuned: name a task with --task (see --help).")
-    return str(read_json(file)["task"])
+    facts = read_json(file)
+    if "tasks" in facts:
+        raise UserError(
+            f"{checkpoint} was fine-tuned for several tasks: choose one by --task {' or '.join(facts['tasks'])}."
+        )
+    return str(facts["task"])
 
 
 def short_data_name(data: str | Path | Sequence[str | Path]) -> str:

@@ -195,14 +195,15 @@ def finetune(json: bool, resume: bool, resume_from_checkpoint: bool = False, **o
 
     configured = read_yaml_mapping(Path(options["config"])) if "config" in options else {}
     for name in ("task", "train", "dev"):
-        options[name] = options.get(name) or str(configured.get(name) or "")
-        if not options[name]:
+        options[name] = options.get(name) or configured.get(name) or ""
+        is_inferred = name == "task" and isinstance(options.get("train"), dict)
+        if not (options[name] or configured.get("tasks") or is_inferred):
             raise UserError(f"--{name} is missing: give it, or a --config file that has it.")
     result = api.finetune(resume=resume or resume_from_checkpoint, **options)
     if json:
         render.print_json(result)
     else:
-        render.print_seeds(result, options["task"], options["dev"], options["output_dir"])
+        render.print_seeds(result, ", ".join(result.get("tasks", ())) or options["dev"], options["output_dir"])
 
 
 @command(

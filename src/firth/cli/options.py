@@ -19,6 +19,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -89,6 +90,7 @@ class Option(NamedTuple):
     argument: bool  # given by position
     bounds: Mapping[str, float]  # "ge": at least, "gt": more than, "le": at most, "lt": less than
     parse: Callable[[str, str], Any] | None  # text and option name to the value
+    parse_all: Callable[[list[str], str], Any] | None  # all texts of a repeated option
 
     @property
     def label(self) -> str:
@@ -122,6 +124,8 @@ class Option(NamedTuple):
             return self.default
         if self.kind is bool:
             return given
+        if self.parse_all is not None:
+            return self.parse_all(given, self.flag)
         return list(map(self.convert, given)) if self.many else self.convert(given)
 
     def parameter(self) -> inspect.Parameter:
@@ -145,7 +149,8 @@ def option(default: Any, help: str, metavar: str = "", **metadata: Any) -> Any:
     """A field that is an option; `...` as its default makes it required.
 
     A default that the value cannot tell is a sentence of the help text: "Default: the family's own." Metadata:
-    `argument=True` gives the value by position, `parse(text, option)` converts it, `bounds` limit it,
+    `argument=True` gives the value by position, `parse(text, option)` converts it, `parse_all(texts, option)` all texts
+    of a repeated option, `bounds` limit it,
     `flag` names it otherwise, `topic` lists it under another topic, `required=True` among the required options although
     it has a default, `common=False` only in --help-all.
     """
@@ -191,7 +196,8 @@ def make_option(
         *(f.name, kind, many and "parse" not in facts, default, text, shown, topic),
         *(topic == REQUIRED or facts.get("common", common), choices, metavar),
         *(facts.get("flag") or "--" + f.name.replace("_", "-"), argument),
-        *(facts.get("bounds", {}), facts.get("parse")),
+        facts.get("bounds", {}),
+        *(facts.get("parse"), facts.get("parse_all")),
     )
 
 
@@ -314,6 +320,23 @@ def parse_columns(text: str, option: str) -> dict[str, str]:
     if bad := [name for name, equals, value in pairs if not (name and equals and value)]:
         raise UserError(f"{option}: {bad[0]!r} is not name=column. Write {option} text=sentence,label=gold.")
     return {name: value for name, _, value in pairs}
+
+
+def parse_named(texts: list[str], option: str) -> str | dict[str, str]:
+    """One value, or several by name. A file whose name has a = counts as a file.
+
+    >>> parse_named(["a.csv"], "--train"), parse_named(["x=a.csv", "y=b.csv"], "--train")
+    ('a.csv', {'x': 'a.csv', 'y': 'b.csv'})
+    """
+    named = [text.partition("=") for text in texts if re.match(r"[\w-]+=", text) and not Path(text).exists()]
+    if not named and len(texts) == 1:
+        return texts[0]
+    if len(named) < len(texts):
+        raise UserError(f"{option} is given {len(texts)} times: name each value, as {option} a={texts[0]}.")
+    values = {name: value for name, _, value in named}
+    if len(values) < len(named):
+        raise UserError(f"Two {option} have the same name: {', '.join(name for name, _, _ in named)}.")
+    return values
 
 
 def parse_bytes(text: str, option: str) -> int | None:
@@ -564,15 +587,29 @@ class ShowOptions(PretrainDataOptions):
 @dataclass(kw_only=True)
 class FinetuneOptions(RecipeOptions, ResumeOptions):
     checkpoint: str = option(..., "A checkpoint folder, ours or a published one.", argument=True)
-    task: str | None = option(None, f"Fine-tune for {', '.join(FINETUNE_TASKS)}.", "NAME", required=True)
-    train: str | None = option(
+    task: list[str] | None = option(
+        None, f"Fine-tune for {', '.join(FINETUNE_TASKS)}.", "NAME", required=True, parse_all=parse_named
+    )
+    train: list[str] | None = option(
         None,
         "Train on this labelled file, or on pydocs. Formats: .jsonl, .json, .tsv, .csv, .conll, for lm also .txt; also "
-        "compressed.",
+        "compressed. Repeat it as NAME=FILE for several tasks.",
         "FILE",
         required=True,
+        parse_all=parse_named,
     )
-    dev: str | None = option(None, "Score on this labelled file, or on pydocs.", "FILE", required=True)
+    dev: list[str] | None = option(
+        None, "Score on this labelled file, or on pydocs.", "FILE", required=True, parse_all=parse_named
+    )
+    prefix: list[str] | None = option(
+        None,
+        "Prepend this text to every input with generated answers, as T5 does: 'summarize: '. Several tasks: "
+        "NAME='summarize: '. Default: none, or the name of the task.",
+        "TEXT",
+        topic=DATA,
+        common=False,
+        parse_all=parse_named,
+    )
     output_dir: str = option(..., "Write the run to this folder.", "FOLDER")
     columns: dict[str, str] | None = option(
         None, "Rename columns, as text=body,label=class.", "A=B", parse=parse_columns

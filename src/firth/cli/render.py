@@ -130,12 +130,12 @@ def format_magnitude(number: float) -> str:
     return f"{number:.0f}"
 
 
-def print_seeds(result: Mapping[str, Any], task: str, dev: str, output_dir: str) -> None:
+def print_seeds(result: Mapping[str, Any], dev: str, output_dir: str) -> None:
     """The scores of each seed of a fine-tuning, their mean and their standard deviation."""
     from firth.evaluate import seed_table
 
     names, rows = seed_table(result)
-    show_table(f"{task} on {dev}", names, [[format_value(value) for value in row] for row in rows])
+    show_table(f"{result['task']} on {dev}", names, [[format_value(value) for value in row] for row in rows])
     say(f"The model is {output_dir}/final, the report {result['report']}.")
 
 

@@ -166,6 +166,9 @@ def model_section(config: ModelConfig, tokenizer: Tokenizer, task_metadata: Mapp
 
 
 def intended_use_section(config: ModelConfig, task_metadata: Mapping[str, Any]) -> str:
+    if "tasks" in task_metadata:
+        names = ", ".join(f"{name} ({t['task']}, prefix {t['prefix']!r})" for name, t in task_metadata["tasks"].items())
+        return f"The model was fine-tuned for several tasks, {names}, on the data below. {FILL_IN_PLACEHOLDER}"
     if "task" in task_metadata:
         return (
             f"The model was fine-tuned for one task, {task_metadata['task']}, on the data below. {FILL_IN_PLACEHOLDER}"

@@ -85,6 +85,9 @@ def evaluate(
     checkpoint, folder = Path(checkpoint), Path(output_dir)
     settings = {name: value for name, value in settings.items() if value is not None}
     facts = read_task_metadata(checkpoint)
+    if task in facts.get("tasks", {}):  # one of several, by its name
+        facts = facts["tasks"][task]
+        task = facts["task"]
     check_evaluation(checkpoint, task, facts, settings)
     if not overwrite and not numbered:
         check_output_folder(folder, "--output-dir")

@@ -15,6 +15,7 @@ from firth.evaluate.card import write_model_card
 from firth.metrics import Comparison, confusion_matrix, mean_and_std, per_class_metrics, per_type_metrics
 from firth.metrics.tagging import are_span_tags
 from firth.tasks import Prediction, read_predictions
+from firth.tasks.multitask import task_of
 from firth.tasks.results import describe_comparison
 from firth.text import Example
 from firth.train import read_log, token_loss_name
@@ -71,7 +72,7 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
     """Write the report of a fine-tuning run: results, recipe and the predictions of the best seed."""
     recipe = (folder / "recipe.yaml").read_text(encoding="utf-8")
     settings, task = yaml.safe_load(recipe), result["task"]
-    page = HtmlPage(f"{task}: {Path(settings['dev']).name}")
+    page = HtmlPage(f"{task}: {', '.join(result.get('tasks', ())) or Path(settings['dev']).name}")
     start = "random weights" if result["from_scratch"] else "pretrained weights"
     facts = {"checkpoint": f"{settings['checkpoint']} ({start})", "train": settings["train"], "dev": settings["dev"]}
     page.add_table(["", ""], [*facts.items(), ("dev examples", len(examples)), ("steps", format_list(result["steps"]))])
@@ -92,7 +93,10 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
         page.add_paragraph(f"{text} (Paired bootstrap over {test['examples']:,} examples.)")
     lines = read_predictions(folder / "predictions.jsonl")
     predictions = [Prediction(line["prediction"], line.get("scores")) for line in lines]
-    add_prediction_sections(page, task, folder / "final", examples, predictions)
+    if tasks := result.get("tasks"):
+        add_task_sections(page, tasks, folder / "final", examples, predictions)
+    else:
+        add_prediction_sections(page, task, folder / "final", examples, predictions)
     page.add_heading("Recipe")
     page.add_code(recipe)
     page.save(folder / "report.html")
@@ -115,17 +119,39 @@ def seed_table(result: Mapping[str, Any]) -> tuple[list[str], list[tuple[Any, ..
     return ["metric", "mean", "deviation", *seeds], rows
 
 
+def add_task_sections(
+    page: HtmlPage,
+    tasks: Mapping[str, Any],
+    checkpoint: Path,
+    examples: Sequence[Example],
+    predictions: Sequence[Prediction],
+) -> None:
+    """Add the score of each of several tasks, then its classes and mistakes."""
+    page.add_heading("Tasks")
+    rows = [(name, t["task"], t["metric"], t["mean"], t["std"]) for name, t in tasks.items()]
+    page.add_table(["name", "task", "metric", "mean", "deviation"], rows)
+    add_loss_curves(page, checkpoint)
+    for name, task in tasks.items():
+        own = [(e, p) for e, p in zip(examples, predictions, strict=True) if task_of(e) == name]
+        page.add_heading(name)
+        add_class_and_mistake_sections(page, task["task"], own)
+
+
 def add_prediction_sections(
     page: HtmlPage, task: str, checkpoint: Path, examples: Sequence[Example], predictions: Sequence[Prediction]
 ) -> None:
-    """Add classes, entity types, loss curves and mistakes, as far as the task has them."""
-    labelled = [(e, p) for e, p in zip(examples, predictions, strict=True) if e.target is not None]
+    """Add loss curves, classes, entity types and mistakes, as far as the task has them."""
+    add_loss_curves(page, checkpoint)
+    add_class_and_mistake_sections(page, task, list(zip(examples, predictions, strict=True)))
+
+
+def add_class_and_mistake_sections(page: HtmlPage, task: str, pairs: Sequence[tuple[Example, Prediction]]) -> None:
+    labelled = [(e, p) for e, p in pairs if e.target is not None]
     if labelled and task in CLASS_TASKS:
         add_class_section(page, [p.prediction for _, p in labelled], [e.target for e, _ in labelled])
     if labelled and task == "tag":
         add_type_section(page, [p.prediction for _, p in labelled], [e.target for e, _ in labelled])
-    add_loss_curves(page, checkpoint)
-    add_mistakes(page, task, list(zip(examples, predictions, strict=True)))
+    add_mistakes(page, task, pairs)
 
 
 def format_list(value: Any) -> Any:

@@ -47,6 +47,7 @@ from firth.models.lora import add_lora, check_lora_support
 from firth.objectives import Batch
 from firth.tasks.chat import template_uses_date
 from firth.tasks.embed import EmbeddingTask, select_positive_pairs, write_sentence_transformers_files
+from firth.tasks.multitask import MultiTask, make_mixed_sampler, mixing_rates, qualify_ids, split_by_task, task_of
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.registry import LABEL_TASKS, TASK_FILE, make_task, make_task_without_examples
 from firth.tasks.results import (
@@ -63,7 +64,7 @@ from firth.tasks.results import (
 from firth.tasks.shape_buckets import MAX_TRIAL_BATCHES, ShapeBuckets, ShapeCountingBatches, fit_shape_buckets
 from firth.tasks.task import Prediction, Task
 from firth.text import Example, RowNotes, read_labelled
-from firth.tokens import load_tokenizer
+from firth.tokens import Tokenizer, load_tokenizer
 from firth.tokens.permutation import permute_indices
 from firth.train import (
     ComputeConfig,
@@ -91,6 +92,7 @@ MIN_DEFAULT_STEPS = 200  # lower bound of the default length in steps: small dat
 FIXED_FINETUNE_FIELDS = (
     *(
         "task",
+        "tasks",
         "answer",
         "from_scratch",
         "optim",
@@ -141,8 +143,8 @@ def run_seeds(
     tokenizer = load_tokenizer(recipe.checkpoint)
     if template_uses_date(tokenizer) and not recipe.day:
         recipe = replace(recipe, day=(earlier.day if earlier else "") or date.today().isoformat())
-    task = make_task(recipe.task, data.train, tokenizer, config, recipe)
-    check_metric(recipe, data.dev)
+    task = make_run_task(recipe, data.train, tokenizer, config)
+    check_metric(recipe, data.dev, task)
     check_baseline(recipe, data.dev)
     # raise these errors before anything is written
     if recipe.class_weights == "balanced":
@@ -150,7 +152,7 @@ def run_seeds(
     if not recipe.from_scratch:
         find_weight_files(Path(recipe.checkpoint))
 
-    inputs = [recipe.checkpoint, recipe.train, recipe.dev, recipe.baseline]
+    inputs = [recipe.checkpoint, *recipe.label_files, recipe.baseline]
     folder = stored.parent
     with run_folder(folder, resume, overwrite, inputs), RunClock(folder, resume, began) as clock:
         job = encode_finetune_data(
@@ -174,6 +176,7 @@ def run_seeds(
         for sentence in [
             *describe_length_limit(config, recipe),
             *describe_missing_shots(recipe, data),
+            *describe_mixture(recipe, job),
             *task.notices,
             *describe_head(config, task, recipe),
             *describe_unused_answer_options(config, task, recipe),
@@ -225,11 +228,38 @@ def check_task(recipe: FinetuneRecipe) -> None:
     if recipe.lora_rank:
         check_lora_support(config)
     recipe.check()
-    task = make_task_without_examples(recipe.task, load_tokenizer(recipe.checkpoint), config, recipe)
+    tokenizer = load_tokenizer(recipe.checkpoint)
+    tasks = {
+        name: make_task_without_examples(part.task, tokenizer, config, part)
+        for name, part in recipe.task_recipes().items()
+    }
+    task = MultiTask(tasks) if recipe.tasks else tasks[""]
     recipe.apply_head_options(task.configure_model(config))
 
 
+def make_run_task(recipe: FinetuneRecipe, train: Sequence[Example], tokenizer: Tokenizer, config: ModelConfig) -> Task:
+    """Return the task of a run, or its several tasks as one."""
+    if not recipe.tasks:
+        return make_task(recipe.task, train, tokenizer, config, recipe)
+    own = split_by_task(train)
+    parts = recipe.task_recipes()
+    return MultiTask({name: make_task(p.task, own[name], tokenizer, config, p) for name, p in parts.items()})
+
+
 def read_finetune_data(recipe: FinetuneRecipe) -> FinetuneData:
+    """Read the examples of a run; those of several tasks have the ids NAME/ID."""
+    if not recipe.tasks:
+        return read_task_data(recipe)
+    train, dev, notes = list[Example](), list[Example](), list[RowNotes]()
+    for name, part in recipe.task_recipes().items():
+        data = read_task_data(part)
+        train += qualify_ids(name, data.train)
+        dev += qualify_ids(name, data.dev)
+        notes += data.notes
+    return FinetuneData(train, dev, tuple(notes))
+
+
+def read_task_data(recipe: FinetuneRecipe) -> FinetuneData:
     notes = RowNotes(recipe.train), RowNotes(recipe.dev)
     train = read_labelled(recipe.train, recipe.task, recipe.columns, "train", recipe.encoding, notes=notes[0])
     dev = read_labelled(recipe.dev, recipe.task, recipe.columns, "dev", recipe.encoding, notes=notes[1])
@@ -339,7 +369,19 @@ def select_train_examples(train: Sequence[Example], recipe: FinetuneRecipe, seed
     """Indices of a seed's training examples: all, or `recipe.shots` drawn for this seed."""
     if not recipe.shots:
         return range(len(train))
+    if recipe.tasks:
+        return sample_each_task(train, recipe, seed)
     return sample_stratified([sampling_stratum(recipe.task, e) for e in train], recipe.shots, recipe.seed + seed)
+
+
+def sample_each_task(train: Sequence[Example], recipe: FinetuneRecipe, seed: int) -> list[int]:
+    """Draw `recipe.shots` examples of every task."""
+    chosen: list[int] = []
+    for name, part in recipe.task_recipes().items():
+        own = [i for i, e in enumerate(train) if task_of(e) == name]
+        strata = [sampling_stratum(part.task, train[i]) for i in own]
+        chosen += [own[i] for i in sample_stratified(strata, recipe.shots, recipe.seed + seed)]
+    return chosen
 
 
 def sampling_stratum(task: str, example: Example) -> Any:
@@ -396,10 +438,22 @@ def describe_length_limit(config: ModelConfig, recipe: FinetuneRecipe) -> list[s
 
 def describe_missing_shots(recipe: FinetuneRecipe, data: FinetuneData) -> list[str]:
     """Notice: train has fewer examples than `shots`."""
-    if recipe.shots <= len(data.train):
+    if recipe.shots <= len(data.train) or recipe.tasks:
         return []
     return [
         f"shots is {recipe.shots:,}, and {recipe.train} has {format_count(len(data.train), 'example')}: all are taken."
+    ]
+
+
+def describe_mixture(recipe: FinetuneRecipe, job: FinetuneJob) -> list[str]:
+    """Notice: how much of the batches each of several tasks has."""
+    if not recipe.tasks:
+        return []
+    counts = Counter(job.train_items[i].task for i in job.train_indices[0])
+    rates = mixing_rates(counts, recipe.mix_temperature, recipe.mix_cap)
+    return [
+        f"{name}: {format_count(counts[name], 'example')}, {100 * rate:.1f}% of the batches"
+        for name, rate in rates.items()
     ]
 
 
@@ -605,6 +659,7 @@ def make_finetune_batch_fn(
     After a rewind, `skips` (start, count) shift the steps from `start` on, so that the examples in between are skipped.
     """
     size, n = recipe.per_device_train_batch_size, len(items)
+    mixed = make_mixed_sampler(items, recipe.mix_temperature, recipe.mix_cap, recipe.seed) if recipe.tasks else None
 
     def pick(index: np.ndarray) -> list[Any]:
         epoch, offset = np.divmod(index, n)
@@ -613,7 +668,7 @@ def make_finetune_batch_fn(
     def batches(step: int) -> list[Batch]:
         first = (step + sum(count for start, count in skips if step >= start)) * recipe.global_batch_size
         starts = range(first, first + recipe.global_batch_size, size)
-        return [task.collate(pick(np.arange(start, start + size))) for start in starts]
+        return [task.collate((mixed or pick)(np.arange(start, start + size))) for start in starts]
 
     return batches
 

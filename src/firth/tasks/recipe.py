@@ -22,10 +22,24 @@ from firth.models.lora import LoRAConfig
 from firth.train.recipe import TrainingConfig, recipe_field
 from firth.train.unfreeze import FreezeSchedule
 
+SIDES = ("train", "dev")
+MULTITASK = "multi-task"  # the task of a recipe with several
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """One of several tasks that a model learns at once: its files, and the prefix that names it in the input."""
+
+    task: str
+    train: str
+    dev: str
+    prefix: str = ""
+    columns: dict[str, str] = field(default_factory=dict)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneRecipe(TrainingConfig):
-    """One task, one checkpoint, several seeds."""
+    """One task or several at once, one checkpoint, several seeds."""
 
     checkpoint: str = recipe_field("", "Start from this checkpoint folder, of Firth or from Hugging Face.")
     task: str = recipe_field(
@@ -36,6 +50,13 @@ class FinetuneRecipe(TrainingConfig):
     dev: str = recipe_field("", "Evaluate on this labelled file, or pydocs.")
     columns: dict[str, str] = recipe_field(None, "Map columns to other names: text=sentence.")  # noqa: RUF009
     encoding: str = recipe_field("utf-8", "Encoding of the labelled files.")
+    tasks: dict[str, TaskData] = field(default_factory=dict)  # several tasks, in place of task, train, dev and prefix
+    mix_temperature: float = recipe_field(
+        1.0,
+        "Several tasks: sample each in proportion to its number of examples to this power; 1 is proportional, 0 equal. "
+        "T5's T=2 is 0.5.",
+    )
+    mix_cap: int = recipe_field(2**19, "Several tasks: count at most this many examples of a task (T5's K).")
     seeds: int = recipe_field(
         3,
         "Train this many times, with different data order, head and dropout; report mean and standard deviation.",
@@ -173,12 +194,29 @@ class FinetuneRecipe(TrainingConfig):
     def __post_init__(self) -> None:
         if self.columns is None:
             object.__setattr__(self, "columns", {})
+        if self.tasks:  # what messages and reports name
+            files = {side: ", ".join(f"{n}={getattr(t, side)}" for n, t in self.tasks.items()) for side in SIDES}
+            for name, value in {"task": MULTITASK, **files}.items():
+                object.__setattr__(self, name, value)
+
+    def task_recipes(self) -> dict[str, FinetuneRecipe]:
+        """Return the recipe of each task by its name; of a single task, this recipe."""
+        if not self.tasks:
+            return {"": self}
+        return {
+            name: replace(self, tasks={}, **{**vars(data), "columns": data.columns or self.columns})
+            for name, data in self.tasks.items()
+        }
+
+    @property
+    def label_files(self) -> list[str]:
+        return [file for part in self.task_recipes().values() for file in (part.train, part.dev)]
 
     def check(self) -> None:
         # 0: the default is resolved later
         TrainingConfig.check(replace(self, num_train_epochs=self.num_train_epochs or 1.0))
         minimum = {"seeds": 1, "shots": 0, "max_target_length": 2, "num_beams": 1, "early_stopping": 0, "lora_rank": 0}
-        minimum |= {"bilstm": 0, "word_dim": 0, "l2_mix": 0, "head_dim": 0}
+        minimum |= {"bilstm": 0, "word_dim": 0, "l2_mix": 0, "head_dim": 0, "mix_cap": 1}
         for name, smallest in minimum.items():
             if getattr(self, name) < smallest:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least {smallest}.")
@@ -190,6 +228,8 @@ class FinetuneRecipe(TrainingConfig):
             raise UserError(f"lora_dropout is {self.lora_dropout}; it must be at least 0 and below 1.")
         if self.lm_loss_weight is not None and self.lm_loss_weight < 0:
             raise UserError(f"lm_loss_weight is {self.lm_loss_weight}; it must be at least 0.")
+        if not 0 <= self.mix_temperature <= 1:
+            raise UserError(f"mix_temperature is {self.mix_temperature:g}; it must be from 0 (equal) to 1 (by size).")
         if self.lora_alpha <= 0:
             raise UserError(f"lora_alpha is {self.lora_alpha}; it must be above 0.")
         if self.day and not is_iso_date(self.day):

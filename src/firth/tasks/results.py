@@ -35,6 +35,7 @@ from firth.metrics import (
 )
 from firth.metrics.pairs import scores_from_ranks
 from firth.tasks.embed import all_have_scores
+from firth.tasks.multitask import AVERAGE_METRIC, MultiTask, split_by_task
 from firth.tasks.recipe import FinetuneRecipe
 from firth.tasks.tag import excluded_entity_types
 from firth.tasks.task import Prediction, Task
@@ -70,14 +71,23 @@ def metric_names(task: str, examples: Sequence[Example]) -> tuple[str, ...]:
     return tuple(compute_metrics(task, true, true))
 
 
-def check_metric(recipe: FinetuneRecipe, dev: Sequence[Example]) -> None:
+def check_metric(recipe: FinetuneRecipe, dev: Sequence[Example], task: Task | None = None) -> None:
     """Raise if the task does not have `recipe.metric` on dev. Runs before training."""
-    known = metric_names(recipe.task, dev) if recipe.metric else ()
-    if recipe.metric not in ("", *known):
+    if not recipe.metric:
+        return
+    known = multitask_metric_names(task, dev) if isinstance(task, MultiTask) else metric_names(recipe.task, dev)
+    if recipe.metric not in known:
         raise UserError(
             f"{recipe.dev}: the task {recipe.task} has no score {recipe.metric!r} here. "
             f"metric is one of {', '.join(known)}."
         )
+
+
+def multitask_metric_names(task: MultiTask, dev: Sequence[Example]) -> tuple[str, ...]:
+    """Return the average, and the metrics of each task as NAME.METRIC."""
+    own = split_by_task(dev)
+    names = (f"{name}.{m}" for name, part in task.tasks.items() for m in metric_names(part.name, own[name]))
+    return (AVERAGE_METRIC, *names)
 
 
 def deciding_metric(recipe: FinetuneRecipe, task: Task) -> str:
@@ -135,6 +145,7 @@ def summarize_seeds(
             if all(name in s for s in completed_scores)
         },
         **exclude_failed_seeds(values, chance_score(task, metric, train, dev), metric, diverged),
+        **({"tasks": summarize_tasks(task, completed_scores)} if isinstance(task, MultiTask) else {}),
         DIVERGED_KEY: diverged,
         "scores": scores,
         "bootstrap": None,
@@ -151,6 +162,16 @@ def summarize_seeds(
         results["bootstrap"] = compare_with_baseline(recipe, task, dev, folder)
         write_results(folder / "results.json", results)
     return results
+
+
+def summarize_tasks(task: MultiTask, scores: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Return the deciding metric of each task over the seeds: mean, standard deviation and values."""
+    summary = {}
+    for name, part in task.tasks.items():
+        values = [seed[f"{name}.{part.metric}"] for seed in scores]
+        mean, std = mean_and_std(values)
+        summary[name] = {"task": part.name, "metric": part.metric, "mean": mean, "std": std, "seeds": values}
+    return summary
 
 
 def index_of_best(values: Sequence[float]) -> int:
@@ -193,6 +214,8 @@ def chance_score(task: Task, metric: str, train: Sequence[Example], dev: Sequenc
     """
     if task.name == "lm":
         return None
+    if isinstance(task, MultiTask):
+        return multitask_chance_score(task, metric, train, dev)
     if task.name == "embed" and not all_have_scores(dev):
         ranks = np.arange(1, len(dev) + 1)
         return scores_from_ranks(ranks, ranks)[metric]
@@ -203,6 +226,23 @@ def chance_score(task: Task, metric: str, train: Sequence[Example], dev: Sequenc
         for guesses in constant_guesses(task.name, train, dev)
     ]
     return max(0.0 if math.isnan(value) else value for value in values)
+
+
+def multitask_chance_score(
+    task: MultiTask, metric: str, train: Sequence[Example], dev: Sequence[Example]
+) -> float | None:
+    """Return the chance score of NAME.METRIC, or the average of the tasks' own."""
+    train_by_task, dev_by_task = split_by_task(train), split_by_task(dev)
+    if metric != AVERAGE_METRIC:
+        name = next(name for name in task.tasks if metric.startswith(f"{name}."))
+        metric = metric.removeprefix(f"{name}.")
+        return chance_score(task.tasks[name], metric, train_by_task[name], dev_by_task[name])
+    return task.average(
+        {
+            f"{name}.{part.metric}": chance_score(part, part.metric, train_by_task[name], dev_by_task[name]) or 0.0
+            for name, part in task.tasks.items()
+        }
+    )
 
 
 def constant_guesses(name: str, train: Sequence[Example], dev: Sequence[Example]) -> list[list[Any]]:

@@ -97,6 +97,15 @@ def rows_per_window(weights: Sequence[float], window_rows: int = MIX_WINDOW_ROWS
     return count_S
 
 
+def locate_slots(
+    window_B: np.ndarray, slot_B: np.ndarray, rows_per_window_S: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the source of each slot of a window (B,), and its index in the stream of that source (B,)."""
+    bounds_S = np.concatenate([[0], np.cumsum(rows_per_window_S)])
+    source_B = np.searchsorted(bounds_S, slot_B, side="right") - 1
+    return source_B, window_B * rows_per_window_S[source_B] + slot_B - bounds_S[source_B]
+
+
 class SourceShare(NamedTuple):
     """A source's part in a mix, as a line of the table."""
 
@@ -163,8 +172,7 @@ class MixedDataset(RowDataset):
                 slot_B[rows] = self._sequential_slots(window)[offset_B[rows]]
         else:
             slot_B = permute_indices(offset_B, self.window_rows, hash_uint64(self.seed, window_B))
-        source_B = np.searchsorted(self.slot_bounds_S, slot_B, side="right") - 1
-        return source_B, window_B * self.rows_per_window_S[source_B] + slot_B - self.slot_bounds_S[source_B]
+        return locate_slots(window_B, slot_B, self.rows_per_window_S)
 
     def _sequential_slots(self, window_index: int) -> np.ndarray:
         """Return the slot of each row of a window: sources in random order, each source's slots in ascending order.

@@ -498,7 +498,7 @@ def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
     >>> parse_overrides(["model.num_layers=6", "learning_rate=1e-3"])
     {'model.num_layers': 6, 'learning_rate': '1e-3'}
     """
-    overrides = {}
+    overrides: dict[str, Any] = {}
     for arg in args:
         key, equals, value = arg.partition("=")
         if not equals or not key:
@@ -522,14 +522,14 @@ def apply_overrides(recipe: RecipeT, changes: Mapping[str, Any]) -> RecipeT:
         # a dict field: the user chooses its keys
         has_user_keys = path and isinstance(getattr(recipe, path[0], None), dict)
         for depth, name in enumerate([*path, last]):
-            if not isinstance(node, dict) or (name not in node and not (has_user_keys and depth == 1)):
+            if not isinstance(node, dict) or (name not in node and not (has_user_keys and depth >= 1)):
                 known = node if isinstance(node, dict) else {}
                 parent = ".".join(key.split(".")[:depth])
                 raise UserError(
                     f"Unknown key {key!r}. " + did_you_mean(name, known) + (f" (in {parent})" if parent else "")
                 )
             if depth < len(path):
-                node = node[name]
+                node = node.setdefault(name, {})
         node[last] = value
     return from_dict(tree, type(recipe), "recipe")
 
