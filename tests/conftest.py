@@ -59,7 +59,7 @@ def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quota() -> Iterator[Callable[[int | None], None]]:
-    """Let no file grow beyond so many bytes: the system refuses the rest of a write, as a full disk does."""
+    """Limit the size of files to this many bytes: writes beyond it fail, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(size: int | None) -> None:

@@ -153,7 +153,7 @@ def test_ablations_change_our_side_alone(
 
 
 def test_plainer_ways_compute_the_same(bench: Any) -> None:
-    """Three products in place of one, in a stack that reads itself and in one that reads another."""
+    """Three matmuls in place of one, for self-attention and for cross-attention."""
     for name in ("bert", "gpt2", "t5"):
         workload = toy(bench, name)
         model, batch = bench.make_model(workload.model).eval(), bench.make_batch(workload, 0).to(CPU.device)
@@ -186,8 +186,8 @@ def test_a_step_that_is_waited_for(
     assert happened == wanted
 
 
-def test_what_our_side_reads_without_its_ways(bench: Any) -> None:
-    """The same questions at every place; the same documents, one in each row."""
+def test_our_input_without_targets_or_packing(bench: Any) -> None:
+    """Targets at every position; the same documents, one in each row."""
     workload = toy(bench, "bert")
     usual, everywhere = (bench.our_batch(workload, 2, without) for without in ((), ["targets"]))
     assert everywhere.target_positions.tolist() == [list(range(32))] * len(usual.input_ids)

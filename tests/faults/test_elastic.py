@@ -121,7 +121,7 @@ def test_killed_workers_come_back(way: str, corpus_file: Path, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_torchrun_saves_and_stops_all(number: signal.Signals, corpus_file: Path, tmp_path: Path) -> None:
-    """And the same command with --resume goes on."""
+    """The same command with --resume continues the run."""
     folder = tmp_path / "run"
     process = start(corpus_file, folder, "--parallel=fsdp")
     when(logged(folder, 12), process)

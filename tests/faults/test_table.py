@@ -229,7 +229,7 @@ def out_of_memory(case: Case) -> None:
 
 
 def no_number(case: Case) -> None:
-    """The loss of the step before the fault, and of that after it, is no number."""
+    """The losses of the steps before and after the fault are NaN."""
 
     def change(model: Model, step: int, batch: Any) -> Any:
         factor = math.nan if step in (case.step - 1, case.step + 1) else 1.0

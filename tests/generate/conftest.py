@@ -32,7 +32,7 @@ def tokenizers(corpus_file: Path) -> dict[str, Tokenizer]:
 
 @pytest.fixture
 def untrained(tokenizers: dict[str, Tokenizer]) -> Any:
-    """`untrained("gpt2")`: a random model whose choices differ from place to place."""
+    """`untrained("gpt2")`: a random model whose choices differ from position to position."""
 
     def make(family: str | ModelConfig, seed: int = 0) -> Model:
         kind, config = FAMILIES[family] if isinstance(family, str) else ("byte-bpe", lambda size: family)

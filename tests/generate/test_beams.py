@@ -13,7 +13,7 @@ PROMPTS = [[4, 40, 41, 42], [4], [4, 50, 51, 52, 53, 54, 55, 60], [4, 100]]
 
 
 def likelier_end(model: Any) -> Any:
-    """Make some token that beams write the end token, so that texts end at different places."""
+    """Make a token that beams generate the EOS token, so that texts end at different positions."""
     (best,) = generate_sequences(model, PROMPTS[:1], GenerationConfig(max_new_tokens=6, min_new_tokens=6, num_beams=3))
     return ending_with(model, best.tokens[2])
 

@@ -154,7 +154,7 @@ def test_a_remembered_row_is_read_once(untrained: Any, monkeypatch: pytest.Monke
 def test_a_text_ends_at_the_last_place(
     decoding: GenerationConfig, cache: bool, untrained: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """24 places: the last token is written from the 24th, and is not read itself."""
+    """24 positions: the last token is predicted at the 24th and is not read itself."""
     model = without_end(untrained("gpt2"))
     prompt = [4, *range(100, 105)]
     (found,) = generate_ids(model, [prompt], 100_000, decoding, cache)
@@ -173,7 +173,7 @@ def test_a_text_ends_at_the_last_place(
 def test_a_long_prompt_loses_its_beginning(
     length: int, wanted: int, read: int, new: int, untrained: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """There is room for what is wanted, or for half of the 24 places."""
+    """The budget is the requested length, or half of the 24 positions."""
     model = without_end(untrained("gpt2"))
     prompt = [4, *range(100, 99 + length)]
     (found,) = generate_ids(model, [prompt], wanted)
@@ -229,7 +229,7 @@ def test_nothing_is_made_for_tokens_that_may_never_come(untrained: Any) -> None:
 def test_beyond_the_length_it_was_made_for_they_write_the_same(
     family: str, untrained: Any, by_transformers: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """24 places of rotation, 10 places with buckets of their own: what comes after is the same as theirs, and said."""
+    """24 RoPE positions, 10 positions with own T5 buckets: longer texts equal `transformers`, with a notice."""
     config = {
         "llama": llama(2, 32, 4, 48, 400, num_kv_heads=2, position=Rotary(length=24)),
         "t5": t5_v1_1(2, 32, 2, 48, 400, position=T5Bias(8, 10)),

@@ -58,7 +58,7 @@ def test_results_for_json(family: str, untrained: Any) -> None:
 
 
 def cuts(text: str, start: int) -> list[str]:
-    """Strings of three characters in what was written, at different places."""
+    """Substrings of three characters of the generated text, at different offsets."""
     return [text[i : i + 3] for i in range(start, len(text) - 3, 5)]
 
 

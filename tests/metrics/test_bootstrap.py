@@ -29,7 +29,7 @@ def test_a_run_at_chance_failed() -> None:
 
 
 def example(num: int, right_a: float, right_b: float) -> tuple[list[int], list[int], list[int]]:
-    """Two systems that are right by so much, each in its own places."""
+    """Two systems with these accuracies, right on different examples."""
     rng = np.random.default_rng(1)
     true = rng.integers(0, 5, num)
     a, b = (np.where(rng.random(num) < right, true, (true + 1) % 5) for right in (right_a, right_b))
@@ -87,7 +87,7 @@ def test_scores_of_the_whole_corpus() -> None:
 
 
 def test_samples_without_a_number_are_left_out() -> None:
-    """Of three examples one is sure to be drawn in 19 of 27 samples; in the others the score is no number."""
+    """Of three examples one is sure to be drawn in 19 of 27 samples; in the others the score is NaN."""
 
     def only_with_the_first(predictions: list[int], references: list[int]) -> float:
         return accuracy(predictions, references) if 0 in references else math.nan

@@ -36,7 +36,7 @@ CONFIG = electra(
     dropout=0.0,
     attention_dropout=0.0,
 )
-BATCH = Batch(  # two rows; place 1 of the second is kept as it is, and its last slot is not used
+BATCH = Batch(  # two rows; position 1 of the second keeps its token, and its last slot is unused
     torch.tensor([[2, MASK, 11, MASK, 3], [2, 14, MASK, 3, PAD]]),
     document_ids=torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 0, -1]]),
     target_positions=torch.tensor([[1, 3, 0], [1, 2, 0]]),

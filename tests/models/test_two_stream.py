@@ -37,7 +37,7 @@ POSITIONS: dict[str, Position] = {
     "learned": LearnedPosition(16),
     "disentangled": Disentangled(max_distance=3, num_buckets=2, share_projections=True),
 }
-SEES = {1: [0, 2, 3, 4], 3: [0, 2, 4], 5: [0, 1, 2, 3, 4]}  # asked place -> whose tokens reach it
+SEES = {1: [0, 2, 3, 4], 3: [0, 2, 4], 5: [0, 1, 2, 3, 4]}  # target position -> tokens that it depends on
 
 
 def lively(**changes: Any) -> Encoder:

@@ -160,7 +160,7 @@ def test_presets_have_the_published_size(name: str) -> None:
 
 
 def test_heads_under_their_older_names(tmp_path: Path) -> None:
-    """The folders of those who published it call the head `lm_predictions`, and have more in them than we need."""
+    """The published folders name the head `lm_predictions` and hold further tensors."""
     theirs = reference("v1", legacy=False)
     theirs.save_pretrained(tmp_path)
     ours = load_model(tmp_path)
@@ -176,7 +176,7 @@ def test_heads_under_their_older_names(tmp_path: Path) -> None:
 
 
 def test_published_settings_are_read() -> None:
-    """As the folders say them: attention in one word, distances as far as there are places."""
+    """As published: attention types in one string, distances as far as there are positions."""
     hf = {
         "model_type": "deberta-v2",
         "architectures": ["DebertaV2ForMaskedLM"],

@@ -222,7 +222,7 @@ def test_our_ranks_give_a_mask_like_theirs() -> None:
 
 
 def published_lengths(text: int, density: float, mean: float) -> tuple[int, int]:
-    """What the T5 paper's procedure makes of so many tokens: inputs and targets, each with its end (section 3.1.4)."""
+    """Numbers of input and target tokens, with EOS, by the T5 paper's procedure (section 3.1.4)."""
     noise = min(max(round(text * density), 1), text - 1)
     spans = max(round(noise / mean), 1)
     return text - noise + spans + 1, noise + spans + 1

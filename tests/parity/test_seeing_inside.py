@@ -1,4 +1,4 @@
-"""The weights of attention are those of `transformers`, and asking for them changes no number."""
+"""Attention weights equal those of `transformers`, and returning them changes no other output."""
 
 from __future__ import annotations
 

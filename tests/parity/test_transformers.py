@@ -218,7 +218,7 @@ ANSWER = ("t5", "bart")  # families with a decoder that reads an encoder
 
 
 def pad_of(name: str) -> int:
-    """The padding token where it matters to the model: RoBERTa counts its places from there."""
+    """The padding id where it matters to the model: RoBERTa's positions start after it."""
     return 1 if "roberta" in name and "pad-0" not in name else 0
 
 
@@ -307,7 +307,7 @@ def test_from_transformers(name: str, padded: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "xlm"])
 def test_left_padding_of_an_encoder(name: str, tmp_path: Path) -> None:
-    """RoBERTa counts its places from the first token of the text, the others from the start of the row."""
+    """RoBERTa counts positions from the first token of the text, the others from the start of the row."""
     theirs = stir(THEIRS[name]())
     theirs.save_pretrained(tmp_path)
     given = inputs(name, padded=True)
@@ -328,7 +328,7 @@ def test_places_that_a_caller_names(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in THEIRS if not name.endswith("classes")])
 def test_packed_documents_are_read_as_apart(name: str, tmp_path: Path) -> None:
-    """Two documents of 6 and 5 tokens (answers of 4 and 3) in a row, and their `transformers` on each by itself."""
+    """Two documents of 6 and 5 tokens (answers of 4 and 3) in a row, and `transformers` on each of them alone."""
     theirs = stir(THEIRS[name]())
     theirs.save_pretrained(tmp_path)
     ours, given = load_model(tmp_path), {k: v[:1] for k, v in inputs(name, padded=False).items()}
@@ -444,7 +444,7 @@ def test_a_pair_head_is_theirs(name: str, extras: tuple[Extra, ...], tmp_path: P
 
 
 def test_an_electra_and_its_generator(tmp_path: Path) -> None:
-    """In `transformers` it is a body with a verdict; that goes on with a new generator here, or is fine-tuned."""
+    """`transformers` has the discriminator only; here it trains on with a new generator, or is fine-tuned."""
     config = electra(2, 32, 4, 16, V, extras=(GeneratorConfig(0.5),))
     ours = stir(make_model(config))
     write_model(ours, tmp_path)

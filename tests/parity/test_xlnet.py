@@ -69,7 +69,7 @@ def test_the_content_stream(padded: bool, segments: bool, tmp_path: Path) -> Non
 
 
 def as_they_ask(rank: Tensor, asked: Tensor) -> dict[str, Tensor]:
-    """The order of prediction as `perm_mask`, the asked places as `target_mapping`."""
+    """The order of prediction as `perm_mask`, the target positions as `target_mapping`."""
     sees = (rank[:, None, :] < rank[:, :, None]) | ((rank[:, :, None] == 0) & (rank[:, None, :] == 0))
     return {"perm_mask": (~sees).float(), "target_mapping": torch.nn.functional.one_hot(asked, T).float()}
 
@@ -167,7 +167,7 @@ def test_to_transformers(classes: bool, tmp_path: Path) -> None:
 
 
 def test_its_tokenizer_pads_on_the_left(tmp_path: Path) -> None:
-    """They take a class from the last place of a row, whatever stands there."""
+    """`transformers` classifies from the last position of a row, whatever token is there."""
     tokenizer = train_tokenizer(["a cat and a dog", "the dog and the cat"], "wordpiece", 40)
     ours = stir(make_model(with_classification_head(xlnet(2, 32, 4, tokenizer.vocab.size), ("no", "yes"))))
     ours.tokenizer = tokenizer
@@ -190,7 +190,7 @@ def test_presets_have_the_published_size(name: str) -> None:
 
 
 def test_sizes_of_the_paper() -> None:
-    """117M and 360M, as counted by those who published them."""
+    """117M and 360M, the published counts."""
     assert count_parameters(PRESETS["xlnet-base"]) == 116_750_336
     assert count_parameters(PRESETS["xlnet-large"]) == 360_300_800
 

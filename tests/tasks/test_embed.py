@@ -117,7 +117,7 @@ def test_only_positive_pairs_are_trained(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_embed_and_evaluate_give_the_same_vectors(tmp_path: Path) -> None:
-    """Long texts: all three read the 8 tokens of fine-tuning. Margin and scale are those that were asked for."""
+    """Long texts: all three read the 8 tokens of fine-tuning. Margin and scale are those of the options."""
     config, tokenizer = parts("bert")
     fresh = make_model(config)
     fresh.tokenizer = tokenizer

@@ -304,7 +304,7 @@ def test_generated_answers_end_at_any_eos_id(
     wanted = ends if listed else [*ends, end]
     assert load_model(run / "final").eos_token_ids == tuple(wanted)
     assert transformers.AutoModelForCausalLM.from_pretrained(run / "final").generation_config.eos_token_id == wanted
-    assert result["exact_match"] > 0.3  # an answer without its end goes on and on
+    assert result["exact_match"] > 0.3  # an answer without EOS never ends
     again = evaluate(run / "final", "text-to-text", toy["dev_pairs"], tmp_path / "scores")
     assert again["metrics"]["exact_match"] == result["exact_match"]
 
@@ -391,7 +391,7 @@ def test_default_steps(
     finetune(r)
     stored = load_recipe(tmp_path / "run" / "recipe.yaml", FinetuneRecipe)
     assert (stored.max_steps, stored.eval_steps, stored.warmup_steps) == steps
-    finetune(r, resume=True)  # the same words go on
+    finetune(r, resume=True)  # the same command resumes
 
 
 # --- what is said

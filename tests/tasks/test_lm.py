@@ -151,7 +151,7 @@ def test_long_dialogues_are_truncated_from_the_left() -> None:
     assert learned(task, DIALOGUE).endswith(" near the fox<|endoftext|>")
     assert task.notices == ["2 dialogues were longer than 16 tokens, and lost the beginning."]
     short, _ = made("llama", [DIALOGUE], max_seq_length=4)
-    assert learned(short, DIALOGUE) == " fox<|endoftext|>"  # asked only where what comes before is still there
+    assert learned(short, DIALOGUE) == " fox<|endoftext|>"  # only tokens whose context is kept are targets
     assert short.encode([DIALOGUE])[0].num_bytes == len("fox") + 1
 
 

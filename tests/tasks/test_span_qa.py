@@ -199,7 +199,7 @@ def test_scores_use_the_default_no_answer_threshold_and_report_the_best_one() ->
 
 
 def test_squad_2_scores_equal_those_of_predictions_jsonl(tmp_path: Path) -> None:
-    """After training on answerable questions only, every question is answered, unless a threshold is asked for."""
+    """After training on answerable questions only, every question is answered, unless a threshold is set."""
     config, tokenizer = parts("bert")
     fresh = make_model(config)
     fresh.tokenizer = tokenizer

@@ -45,7 +45,7 @@ def test_packed_pairs_by_hand() -> None:
         [[5, 6, 7], [8], [9, 9]], [[[1]], [[2, 3]], [[4, 4, 4, 4]]], row_tokens=6, pad_id=0, decoder_start_id=90
     )
     batch = laid.batch
-    assert batch.input_ids[0, :5].tolist() == [8, 9, 9, 0, 0]  # of 2 and of 4 places on the wider side
+    assert batch.input_ids[0, :5].tolist() == [8, 9, 9, 0, 0]  # 2 and 4 positions on the longer side
     assert batch.document_ids[0, :4].tolist() == [0, 1, 1, -1]
     assert batch.decoder_input_ids[0, :7].tolist() == [90, 2, 90, 4, 4, 4, 0]
     assert batch.labels[0, :7].tolist() == [2, 3, 4, 4, 4, 4, IGNORE_INDEX]

@@ -284,7 +284,7 @@ def test_the_data_hash_does_not_depend_on_the_split(recipe_of: Recipes, shards_o
     assert hashed([whole[0]._replace(labels=labels)], 0) != hashed(whole, 0)
     hashed(
         [whole[0]._replace(target_positions=whole[0].target_positions[:, :0])], 0
-    )  # nothing is asked: that is no mistake
+    )  # a batch without targets is allowed
 
 
 # --- memory

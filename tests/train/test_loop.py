@@ -507,7 +507,7 @@ def test_minutes_determine_the_steps(recipe_of: Recipes, monkeypatch: pytest.Mon
     assert stored.max_steps == result["steps"] >= 1
     assert stored.minutes == 0.02
     assert result["seconds"] < 60, "planned for 1.2 seconds"
-    # the same words go on with the same number of steps
+    # the same command resumes with the same number of steps
     assert pretrain(recipe, resume=True)["steps"] == stored.max_steps
 
 

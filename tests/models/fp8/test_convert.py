@@ -43,7 +43,7 @@ def test_only_training_uses_fp8(capsys: pytest.CaptureFixture[str]) -> None:
     assert_close(model(tokens).logits, twin(tokens).logits, rtol=0, atol=0)
     found = model.train()(tokens).logits
     assert 0 < far(found.detach(), twin.train()(tokens).logits.detach()) < 0.2
-    odd = torch.randint(5, 100, (1, 15))  # places that are no multiple either
+    odd = torch.randint(5, 100, (1, 15))  # not a multiple of 16 positions either
     assert_close(model(odd).logits, twin(odd).logits, rtol=0, atol=0)
 
 

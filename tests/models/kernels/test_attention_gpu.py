@@ -43,7 +43,7 @@ class Case(NamedTuple):
     rank: bool = False
     segment: bool = False
     memory: bool = False
-    asked: bool = False  # by a second stream, at some places only
+    asked: bool = False  # by the query stream, at target positions only
     changes: dict[str, Any] = {}  # noqa: RUF012, never changed
 
 

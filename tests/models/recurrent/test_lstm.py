@@ -237,7 +237,7 @@ def test_unpack_and_repack() -> None:
     assert texts.reverse(texts.reverse(texts.unpack(x))).equal(texts.unpack(x))
 
 
-# --- rows that go on ------------------------------------------------------------------------------------------------
+# --- recurrent state ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["ulmfit", "elmo", "elmo without bounds"])
