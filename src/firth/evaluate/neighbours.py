@@ -34,11 +34,6 @@ def word_index(vectors: WordVectors, word: str) -> int:
     return index
 
 
-def word_cosine(vectors: WordVectors, a: str, b: str) -> float:
-    """Cosine of two words."""
-    return float(vectors.normalized_ND[word_index(vectors, a)] @ vectors.normalized_ND[word_index(vectors, b)])
-
-
 def most_similar(
     vectors: WordVectors, positive: Sequence[str], negative: Sequence[str] = (), top: int = 10
 ) -> list[Neighbour]:
