@@ -88,8 +88,8 @@ def distillation_losses(
     parts = {"targets": spec.hard * hard, "tokens": sum((getattr(spec, name) * sums[name] for name in sums), zero)}
     metrics = {"mlm_loss/targets": hard, **{f"{name}_loss/tokens": total for name, total in sums.items()}}
     if spec.soft and spec.soft_at == "targets":
-        states = (gather_positions(states_BTD, batch.target_positions) for states_BTD in (x_BTD, teacher_BTD))
-        soft_BK = soft_target_loss(student, teacher, *states, spec.temperature)
+        x_BKD, teacher_BKD = (gather_positions(x, batch.target_positions) for x in (x_BTD, teacher_BTD))
+        soft_BK = soft_target_loss(student, teacher, x_BKD, teacher_BKD, spec.temperature)
         metrics["soft_loss/targets"] = (soft_BK * (batch.labels != LABEL_IGNORE_INDEX)).sum()
         parts["targets"] = parts["targets"] + spec.soft * metrics["soft_loss/targets"]
     return parts | detach_metrics(metrics) if with_metrics else parts
