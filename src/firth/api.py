@@ -784,8 +784,6 @@ def finetune(
         export = " `firth export FILE --format firth` makes one of a file of word vectors." * Path(checkpoint).is_file()
         raise UserError(f"{checkpoint} is not a checkpoint folder. `firth pretrain` makes one: RUN/final.{export}")
     model_config = read_config(checkpoint)
-    head_task = task if isinstance(task, str) else "text-to-text"
-    fields = finetuning_defaults(model_config) if recipe is None else named_recipe(recipe, model_config, head_task)
     named: dict[str, Any] = {
         "checkpoint": str(checkpoint),
         "output_dir": str(output_dir),
@@ -796,7 +794,11 @@ def finetune(
         named["tasks"] = name_tasks(task, train, dev, options.pop("prefix", None), columns, encoding)
     else:
         named |= {"task": task, "train": str(train), "dev": str(dev)}
-    plan = apply_overrides(FinetuneRecipe(**fields), merge_recipe_changes(config, options, overrides, named))
+    changes = merge_recipe_changes(config, options, overrides, named)
+    fields = finetuning_defaults(model_config, changes.get("optim"), lora=bool(changes.get("lora_rank")))
+    if recipe is not None:
+        fields = named_recipe(recipe, model_config, task if isinstance(task, str) else "text-to-text")
+    plan = apply_overrides(FinetuneRecipe(**fields), changes)
     if plan.parallel != "none":
         raise UserError(f"parallel={plan.parallel} is for pretraining: fine-tuning runs in one process. Leave it out.")
     if target_text:

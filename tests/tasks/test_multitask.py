@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from tasks.small import CPU, model_for, parts
 
 import firth
@@ -83,6 +84,8 @@ def test_two_tasks_in_one_run(files: dict[str, Any], checkpoint_of: Callable[[st
     result = firth.finetune(checkpoint_of("t5"), None, **files, output_dir=out, prefix=prefix, **run)
     assert result["task"] == "multi-task"
     assert result["metric"] == "average"
+    saved = yaml.safe_load((out / "recipe.yaml").read_text())
+    assert (saved["optim"], saved["learning_rate"]) == ("adafactor", 1e-2), "T5's optimizer"
     assert {n: (t["task"], t["metric"]) for n, t in result["tasks"].items()} == {
         "kind": ("classify", "accuracy"),
         "word": ("text-to-text", "chrf"),

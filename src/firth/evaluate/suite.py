@@ -362,8 +362,9 @@ def build_task_recipe(
 ) -> FinetuneRecipe:
     """The model's fine-tuning defaults with `options`. The first official metric selects the best seed."""
     first = next((name for name in task.metrics if name not in SUPERGLUE_EXTRA_METRICS.get(task.name, ())), "")
+    lora = bool(options.get("lora_rank"))
     return apply_overrides(
-        FinetuneRecipe(**finetuning_defaults(read_config(checkpoint))),
+        FinetuneRecipe(**finetuning_defaults(read_config(checkpoint), options.get("optim"), lora)),
         {
             "metric": first,
             **options,

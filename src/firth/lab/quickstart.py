@@ -199,7 +199,7 @@ class ArchitectureRun:
     def finetune(self, checkpoint: Path, num_labels: int, from_scratch: bool) -> dict[str, Any]:
         """Fine-tune on `num_labels` examples with several seeds."""
         fields = (
-            finetuning_defaults(self.setup.model)
+            finetuning_defaults(self.setup.model, "adamw")  # as in pretraining here
             | {"max_steps": FINETUNE_STEPS, "max_seq_length": QUICKSTART_LENGTH_TOKENS}
             | self.setup.finetune_fields
         )

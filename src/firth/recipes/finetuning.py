@@ -6,7 +6,7 @@ from typing import Any
 
 from firth.core.errors import UserError, did_you_mean
 from firth.models import ModelConfig
-from firth.models.config import BAG_OF_WORDS_FAMILY, AWDLSTMConfig, ELMoConfig
+from firth.models.config import BAG_OF_WORDS_FAMILY, AWDLSTMConfig, ELMoConfig, FanInInit
 
 # ULMFiT (Howard & Ruder 2018, sections 3.2, 3.3 and 4.1): a slanted triangular learning rate that rises for 10% of the
 # steps, discriminative fine-tuning (each layer's rate is 1/2.6 of that above it), gradual unfreezing (one more layer
@@ -44,11 +44,20 @@ ELMO_DEFAULTS: dict[str, Any] = {
     "word_dim": 50,
     "bilstm": 128,
 }
+ADAFACTOR_RATE = 1e-2  # relative to the weights. T5 takes 1e-3 after far longer pretraining (section 3.1.2)
 FINETUNE_RECIPES = {"ulmfit": ULMFIT_DEFAULTS, "dai-le": DAI_LE_DEFAULTS, "elmo": ELMO_DEFAULTS}
 
 
-def finetuning_defaults(model: ModelConfig) -> dict[str, Any]:
-    """Return fields of a FinetuneRecipe. The learning rate is 5e-5 at width 768 and higher for narrower models."""
+def finetuning_defaults(model: ModelConfig, optim: str | None = None, lora: bool = False) -> dict[str, Any]:
+    """Return fields of a FinetuneRecipe, for `optim` if that is given.
+
+    AdamW's learning rate is 5e-5 at width 768 and higher for narrower models. T5 is fine-tuned with Adafactor, as
+    published: its embeddings start at N(0, 1), which AdamW's steps of one size hardly change, while Adafactor's are
+    relative to the weights (docs/results.md). LoRA's updates start at 0 and need AdamW.
+    """
+    relative = isinstance(model.init, FanInInit) and model.recurrent is None and not lora
+    if optim == "adafactor" or (optim is None and relative):
+        return {"optim": "adafactor", "learning_rate": ADAFACTOR_RATE}
     rate = 5e-5 * (768 / model.dim) ** 1.5 * (3 if model.architecture == "encoder-decoder" else 1)
     rate = 5e-3 if model.family == BAG_OF_WORDS_FAMILY else rate  # only word vectors are trained
     if isinstance(model.recurrent, AWDLSTMConfig):
