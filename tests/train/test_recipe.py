@@ -9,6 +9,9 @@ import pytest
 
 from firth.core.errors import UserError
 from firth.models import get_preset
+from firth.models.config import ALiBi, LearnedPosition, Rotary, SinusoidalPosition
+from firth.objectives import MLM
+from firth.objectives.noise_mask import SpanMasking
 from firth.recipes import pretraining_recipe
 from firth.tasks import FinetuneRecipe
 from firth.train import (
@@ -45,8 +48,31 @@ def test_overrides_reach_any_depth() -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "position"),
+    [
+        (["model.position.kind=Rotary"], Rotary()),
+        (["model.position.theta=500.0", "model.position.kind=Rotary"], Rotary(theta=500.0)),
+        (["model.position.kind=SinusoidalPosition"], SinusoidalPosition()),
+        (["model.position.length=64", "model.position.kind=LearnedPosition"], LearnedPosition(64)),
+        (["model.position.kind=ALiBi"], ALiBi()),
+    ],
+)
+def test_a_kind_comes_with_its_own_fields(words: list[str], position: object) -> None:
+    start = recipe()
+    assert start.model.position == LearnedPosition(512)
+    assert apply_overrides(start, parse_overrides(words)).model == replace(start.model, position=position)
+
+
+def test_kinds_inside_a_new_kind() -> None:
+    words = ["objective.masking.max_span_length=4", "objective.masking.kind=SpanMasking", "objective.kind=MLM"]
+    new = apply_overrides(pretraining_recipe(get_preset("gpt2-tiny")), parse_overrides(words))
+    assert new.objective == MLM(masking=SpanMasking(max_span_length=4))
+
+
+@pytest.mark.parametrize(
     ("word", "message"),
     [
+        ("model.position.kind=Rotory", r"model.position: unknown kind 'Rotory'. Did you mean 'Rotary'"),
         ("lerning_rate=1", r"Unknown key 'lerning_rate'.*'learning_rate'"),
         ("model.num_layer=1", r"Unknown key 'model.num_layer'.*'num_layers'.*in model"),
         ("model.dim.x=1", r"Unknown key 'model.dim.x'"),

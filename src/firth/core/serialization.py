@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import cattrs
 from cattrs.errors import ForbiddenExtraKeysError
@@ -130,6 +130,30 @@ def from_dict(value: Any, dataclass_type: type[DataclassT], where: str) -> Datac
         return _converter.structure(value, dataclass_type)
     except (cattrs.BaseValidationError, ValueError, TypeError, KeyError) as e:
         raise UserError(f"{where}: " + "; ".join(_describe_errors(e))) from None
+
+
+def default_fields(dataclass_type: type, tree: dict[str, Any], path: Sequence[str], kind: str) -> dict[str, Any] | None:
+    """Return the fields of the dataclass `kind` at `path` of a tree, with their defaults; None if it cannot be there.
+
+    A field without a default keeps its value in the tree.
+    """
+    for depth, name in enumerate(path):
+        field_type = get_type_hints(dataclass_type).get(name)
+        choices, tree = _union_members(field_type), tree[name]
+        chosen = choices.get(kind if depth == len(path) - 1 else tree.get(TYPE_KEY, ""), field_type)
+        if not dataclasses.is_dataclass(chosen):
+            return None
+        dataclass_type = chosen  # type: ignore[assignment]
+    hints = get_type_hints(dataclass_type)
+    fields: dict[str, Any] = {TYPE_KEY: kind}
+    for field in dataclasses.fields(dataclass_type):
+        if field.default is not dataclasses.MISSING:
+            fields[field.name] = _converter.unstructure(field.default, hints[field.name])
+        elif field.default_factory is not dataclasses.MISSING:
+            fields[field.name] = _converter.unstructure(field.default_factory(), hints[field.name])
+        else:
+            fields[field.name] = tree.get(field.name)
+    return fields
 
 
 def _describe_errors(e: BaseException, path: str = "") -> list[str]:

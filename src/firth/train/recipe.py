@@ -16,7 +16,7 @@ import yaml
 from firth.core.errors import UserError, did_you_mean
 from firth.core.files import write_text
 from firth.core.hashing import hash_uint64
-from firth.core.serialization import from_dict, to_dict
+from firth.core.serialization import TYPE_KEY, default_fields, from_dict, to_dict
 from firth.models import Distillation, KnowledgeTransfer, LMHead, ModelConfig
 from firth.models.config import AWDLSTMConfig, BiLSTMConfig, ELMoConfig, TransformerXL
 from firth.objectives import CLM, MLM, OBJECTIVES, BiLM, Objective, SequenceAutoencoder
@@ -514,9 +514,13 @@ def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
 
 
 def apply_overrides(recipe: RecipeT, changes: Mapping[str, Any]) -> RecipeT:
-    """Return the recipe with `changes` applied, by dotted names. An unknown name is an error with the nearest match."""
+    """Return the recipe with `changes` applied, by dotted names. An unknown name is an error with the nearest match.
+
+    A new `kind`, as in model.position.kind=Rotary, starts with that kind's defaults; the old kind's fields are dropped.
+    """
     tree = to_dict(recipe)
-    for key, value in changes.items():
+    for key in kinds_first(list(changes)):
+        value = changes[key]
         *path, last = key.split(".")
         node = tree
         # a dict field: the user chooses its keys
@@ -530,8 +534,27 @@ def apply_overrides(recipe: RecipeT, changes: Mapping[str, Any]) -> RecipeT:
                 )
             if depth < len(path):
                 node = node.setdefault(name, {})
+        is_new_kind = last == TYPE_KEY and value != node.get(last)
+        if is_new_kind and (defaults := default_fields(type(recipe), tree, path, value)) is not None:
+            node.clear()
+            node.update(defaults)
         node[last] = value
     return from_dict(tree, type(recipe), "recipe")
+
+
+def kinds_first(keys: Sequence[str]) -> list[str]:
+    """Return the keys in their order, but a `kind` before the fields beside it.
+
+    >>> kinds_first(["optim", "model.position.length", "model.position.kind"])
+    ['optim', 'model.position.kind', 'model.position.length']
+    """
+
+    def rank(key: str) -> tuple[float, int]:
+        parent, _, last = key.rpartition(".")
+        beside = [i for i, other in enumerate(keys) if other.startswith(f"{parent}.")]
+        return (min(beside) - 0.5 if last == TYPE_KEY and parent else keys.index(key)), key.count(".")
+
+    return sorted(keys, key=rank)
 
 
 def recipe_differences(old: Any, new: Any) -> list[str]:
