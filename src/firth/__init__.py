@@ -4,7 +4,29 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from firth.api import (
+        check,
+        compare,
+        embed,
+        evaluate,
+        evaluate_suite,
+        export,
+        fill,
+        finetune,
+        generate,
+        load,
+        models,
+        prepare,
+        pretrain,
+        prove_resume,
+        quickstart,
+        show,
+        similar,
+        tokenizer,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,37 +43,36 @@ __all__ = [
     "models",
     "prepare",
     "pretrain",
+    "prove_resume",
     "quickstart",
     "show",
+    "similar",
     "tokenizer",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `firth.api` at its first use, so that `import firth` stays fast."""
-    if name in __all__:
-        from firth import api
+    """Import `firth.api` at its first use, so that `import firth` stays fast.
 
-        return getattr(api, name)
-    raise AttributeError(f"module 'firth' has no attribute {name!r}")
+    `evaluate`, `generate` and `models` are functions, and packages of the same name. The function has the package's
+    attributes, so that `import firth.evaluate.report as report` finds the file.
+    """
+    if name not in __all__:
+        raise AttributeError(f"module 'firth' has no attribute {name!r}")
+    from firth import api
 
-
-class _CallableModule(ModuleType):
-    """A subpackage with the name of a command: calling it calls the command."""
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        from firth import api
-
-        return getattr(api, self.__name__.rpartition(".")[2])(*args, **options)
+    function, package = getattr(api, name), sys.modules.get(f"firth.{name}")
+    if package is not None:
+        function.__dict__ = package.__dict__
+    return function
 
 
 class _ApiPackage(ModuleType):
-    """Makes `firth.evaluate` both the subpackage and the command, in whichever order they are imported."""
+    """Keep a function of the API when Python imports the package of the same name and would set it in its place."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in __all__ and isinstance(value, ModuleType):
-            value.__class__ = _CallableModule
-        super().__setattr__(name, value)
+        if not (name in __all__ and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
 
 
 sys.modules[__name__].__class__ = _ApiPackage
