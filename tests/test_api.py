@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 import yaml
 
 import firth
+from firth import api
 from firth.api import check_same_source, flatten_keys, load_for_generation, merge_recipe_changes, resolve_model
 from firth.core.errors import UserError
 from firth.core.files import read_json, write_json
@@ -19,6 +23,7 @@ from firth.evaluate import write_model_card
 from firth.models import PRESETS, load_model
 from firth.models.config import T5Bias
 from firth.objectives import OBJECTIVES
+from firth.tokens import load_tokenizer, open_shards
 from firth.train import Recipe, load_recipe, read_log
 from firth.train.pretrain import build_pretrain_model
 
@@ -37,9 +42,16 @@ def home(corpus_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_name_is_there_and_no_other() -> None:
-    for _ in range(2):  # `firth.evaluate` is a subpackage too: the command must win
-        for name in firth.__all__:
-            assert callable(getattr(firth, name)), name
+    import firth.evaluate.report as report  # `firth.evaluate` is a package too: the function must win
+
+    for name in firth.__all__:
+        assert inspect.isfunction(getattr(firth, name)), name
+        assert "->" in str(inspect.signature(getattr(firth, name)))
+    assert firth.evaluate.report is report is sys.modules["firth.evaluate.report"]
+    assert firth.models.PRESETS is PRESETS
+    assert pickle.loads(pickle.dumps(firth.generate)) is firth.generate  # noqa: S301
+    assert firth.prove_resume is api.prove_resume
+    assert (Path(firth.__file__).parent / "py.typed").is_file()
     assert firth.models()[0]["name"] == "bert-tiny"
     with pytest.raises(AttributeError):
         _ = firth.pretrian
@@ -192,6 +204,36 @@ def test_prepare_notices_text_that_has_changed(
     assert "has no hash of the text" in capsys.readouterr().err
 
 
+def test_a_mix_is_made_of_text(corpus_file: Path, tmp_path: Path) -> None:
+    """One tokenizer for all sources, shards for each, and a resumed run that makes nothing again."""
+    texts = corpus_file.read_text(encoding="utf-8").split("\n\n")
+    (tmp_path / "a.txt").write_text("\n\n".join(texts[:200]), encoding="utf-8")
+    (tmp_path / "b.txt").write_text("\n\n".join(texts[200:]).upper(), encoding="utf-8")
+    data = [f"low={tmp_path / 'a.txt'}", f"up={tmp_path / 'b.txt'}"]
+    options: dict[str, Any] = {"mix": {"low": 3, "up": 1}, "overrides": TINY, "vocab_size": 400, **SIZES}
+    ran = firth.pretrain("gpt2-tiny", data, tmp_path / "run", **options)
+    assert [(part["source"], part["share"]) for part in ran["mix"]] == [("low", 0.75), ("up", 0.25)]
+    assert all(part["eval_loss"] > 0 for part in ran["mix"])
+    shards = [open_shards(tmp_path / "run" / "data" / name) for name in ("low", "up")]
+    tokenizer = load_tokenizer(tmp_path / "run" / "tokenizer")
+    assert {part.tokenizer.fingerprint for part in shards} == {tokenizer.fingerprint}
+    assert [part.manifest["documents"] for part in shards] == [200, len(texts) - 200]
+    assert len(tokenizer.encode(texts[0])) < 0.8 * len(texts[0]), "it has seen the first source"
+    assert len(tokenizer.encode(texts[-1].upper())) < 0.8 * len(texts[-1]), "and the second"
+    times = [(part.folder / "train" / "tokens.bin").stat().st_mtime_ns for part in shards]
+    assert firth.pretrain("gpt2-tiny", data, tmp_path / "run", resume=True, **options) == ran
+    assert times == [(part.folder / "train" / "tokens.bin").stat().st_mtime_ns for part in shards]
+    # shards and text: the text gets the tokenizer of the shards
+    both = [f"low={shards[0].folder}", data[1]]
+    mixed = firth.pretrain("gpt2-tiny", both, tmp_path / "both", overrides=TINY, **SIZES)
+    assert [part["source"] for part in mixed["mix"]] == ["low", "up"]
+    assert open_shards(tmp_path / "both" / "data" / "up").tokenizer.fingerprint == tokenizer.fingerprint
+    assert load_recipe(tmp_path / "both" / "recipe.yaml", Recipe).sources["low"] == str(shards[0].folder)
+    with pytest.raises(UserError, match="Did you mean 'low'"):
+        firth.pretrain("gpt2-tiny", data, tmp_path / "wrong", **options | {"mix": {"lwo": 1, "up": 1}})
+    assert not (tmp_path / "wrong").exists()
+
+
 def test_several_shards_are_mixed(home: Path, corpus_file: Path, tmp_path: Path) -> None:
     lines = corpus_file.read_text(encoding="utf-8").split("\n\n")
     (tmp_path / "few.txt").write_text("\n\n".join(lines[:60]), encoding="utf-8")
@@ -210,9 +252,10 @@ def test_several_shards_are_mixed(home: Path, corpus_file: Path, tmp_path: Path)
     assert "50.0% of the rows" in Path(shown["page"]).read_text(encoding="utf-8")
     for wrong, options, said in (
         ([*data, home / "shards"], {}, "has no name, the others have"),
-        (["all=nowhere"], {}, "no shards folder"),
+        (["all=nowhere"], {}, "nowhere"),
+        (["../all=nowhere"], {}, "cannot name a folder"),
         ([data[0], data[0]], {}, "the same name"),
-        (home / "shards", {"mix_temperature": 0.3}, "A mix needs several named shards"),
+        (home / "shards", {"mix_temperature": 0.3}, "A mix needs several named sources"),
         (data, {"mix": {"all": 1, "fwe": 1}}, "Did you mean 'few'"),
         (data, {"mix_temperature": 0.3, "order": "stream"}, "does not support a mix of sources"),
     ):
@@ -231,7 +274,7 @@ def test_prepare_marks_what_is_salient(home: Path, corpus_file: Path, tmp_path: 
 
 
 def test_resuming_with_other_ways_of_reading_is_refused(corpus_file: Path, tmp_path: Path) -> None:
-    run: dict[str, Any] = {"overrides": TINY, "vocab_size": 300, **SIZES}
+    run: dict[str, Any] = {"overrides": TINY, "vocab_size": 400, **SIZES}
     firth.pretrain("bert-tiny", corpus_file, tmp_path / "run", **run)
     changed = ({"documents": "file"}, {"normalize": "nfkc"}, {"min_words": 3})
     for changes in ({"held_out": 0.2}, {"vocab_size": 200}, {"lowercase": True}, *changed):
@@ -251,7 +294,7 @@ def test_a_run_with_cleaned_text_goes_on_only_with_the_same(tmp_path: Path) -> N
 
 
 def test_a_refused_run_does_not_stand_in_the_way_of_the_next(corpus_file: Path, tmp_path: Path) -> None:
-    run: dict[str, Any] = {"overrides": TINY, "vocab_size": 300, **SIZES}
+    run: dict[str, Any] = {"overrides": TINY, "vocab_size": 400, **SIZES}
     wrong = {**TINY, "objective.mean_span": 30.0}
     with pytest.raises(UserError, match="fewer than one span of 30"):
         firth.pretrain("t5-tiny", corpus_file, tmp_path / "run", **run | {"overrides": wrong})

@@ -350,13 +350,13 @@ def pretrain(
     with shared_run_folder(dist, path, resume, overwrite, plan.inputs) as folder:
         clock = RunClock(path, resume, start_time)
 
-        def make_shards() -> str:
+        def make_shards() -> dict[str, str]:
             shards = plan.make_shards(folder)
             clock.save()
-            return str(shards)
+            return shards
 
         with dist.enter_on_main(clock):
-            recipe = plan.resolve_recipe(Path(dist.run_on_main(make_shards)))
+            recipe = plan.resolve_recipe(dist.run_on_main(make_shards))
             return pretrain_in_folder(folder, recipe, resume, clock.start_time, allow_change, rewind)
 
 
@@ -418,8 +418,8 @@ def pretrain_static(
     source = open_data_source(sources, tokenizer, data_options, new_tokenizer_args)
     with run_folder(Path(recipe.output_dir), resume, overwrite, source.inputs) as folder:
         clock = RunClock(Path(recipe.output_dir), resume, start_time)
-        shards = source.make_shards(folder)
-        recipe = replace(recipe, data=str(shards), tokenizer=open_shards(shards).tokenizer.fingerprint)
+        shards = source.make_shards(folder)[""]
+        recipe = replace(recipe, data=shards, tokenizer=open_shards(Path(shards)).tokenizer.fingerprint)
         clock.save()
         results = run_static_recipe(folder, recipe, resume, clock.start_time)
         if "words" in results and "similar" not in results:
@@ -455,7 +455,7 @@ def show(
     data_options = DataOptions(vocab_size, lowercase, held_out, pop_corpus_options(options))
     plan = plan_pretraining(model, data, output_dir, tokenizer, objective, data_options, config, overrides, options)
     with TemporaryDirectory(prefix="firth-show-") as folder:
-        if isinstance(plan.data_source.corpus, Corpus):
+        if plan.data_source.corpus is not None:
             say("Making a tokenizer and shards for this preview alone. After `firth prepare` it starts at once.")
         recipe = plan.resolve_recipe(plan.make_shards(Path(folder)))
         preview = build_batch_preview(recipe, rows, str(model), ", ".join(map(str, plan.data_source.sources)))
@@ -492,13 +492,15 @@ class DataSource(NamedTuple):
     data_options: DataOptions
     new_tokenizer_args: list[Any]  # kind, size and case of a tokenizer to train
     marks_salient: bool  # mark names, numbers and dates
-    corpus: Corpus | Path  # the text, or the first folder of shards
+    corpus: Corpus | None  # the text of all sources; None where all are shards
     tokenizer: Tokenizer | None  # None: train one, or take that of the shards
+    by_name: dict[str, Corpus | str]  # text or a folder of shards; "" names the source of a run without a mix
 
     @property
     def inputs(self) -> list[str | Path]:
         """Paths that the run reads and must not overwrite."""
-        return [*self.sources, *([self.tokenizer_path] if self.tokenizer_path else [])]
+        sources = parse_named_sources(self.sources).values() or self.sources
+        return [*sources, *([self.tokenizer_path] if self.tokenizer_path else [])]
 
     def source_record(self, corpus: Corpus) -> dict[str, Any]:
         """Everything that the shards depend on, as written to source.json."""
@@ -512,16 +514,23 @@ class DataSource(NamedTuple):
             **({"add_words": True} if self.data_options.add_words else {}),
         }
 
-    def make_shards(self, folder: Path, check_tokenizer_fn: Callable[[Tokenizer], None] = lambda _: None) -> Path:
-        """Return the given shards, or make FOLDER/data unless it is complete.
+    def make_shards(
+        self, folder: Path, check_tokenizer_fn: Callable[[Tokenizer], None] = lambda _: None
+    ) -> dict[str, str]:
+        """Return the folders of shards by source. Text becomes FOLDER/data, or FOLDER/data/SOURCE in a mix.
 
         `check_tokenizer_fn` can refuse a tokenizer before the text is tokenized.
         """
-        if isinstance(self.corpus, Path):
-            return self.corpus
+        given = {name: source for name, source in self.by_name.items() if isinstance(source, str)}
+        texts = {name: source for name, source in self.by_name.items() if isinstance(source, Corpus)}
+        if self.corpus is None:
+            return given
         check_same_source(folder / "source.json", self.source_record(self.corpus))
-        shards = folder / "data"
-        if not is_shards_folder(shards) or find_corruption(shards) is not None:
+        made = {name: folder / "data" / name for name in texts}
+        missing = [
+            name for name, path in made.items() if not is_shards_folder(path) or find_corruption(path) is not None
+        ]
+        if missing:
             tokenizer = self.tokenizer or train_run_tokenizer(folder, self.corpus, *self.new_tokenizer_args)
             if self.data_options.add_words:
                 tokenizer = extend_word_tokenizer(tokenizer, self.corpus.texts())
@@ -529,8 +538,9 @@ class DataSource(NamedTuple):
             if self.marks_salient:
                 say("Names, numbers and dates are marked as salient; `firth prepare --salient` can mark other spans.")
             salient = load_salient_finder("default") if self.marks_salient else None
-            _write_shards(self.corpus, tokenizer, shards, self.data_options.held_out, salient)
-        return shards
+            for name in missing:
+                _write_shards(texts[name], tokenizer, made[name], self.data_options.held_out, salient)
+        return {name: given.get(name) or str(made[name]) for name in self.by_name}
 
 
 def open_data_source(
@@ -539,17 +549,27 @@ def open_data_source(
     data_options: DataOptions,
     new_tokenizer_args: list[Any],
     marks_salient: bool = False,
-    mixed_folders: Sequence[str] = (),
+    named_sources: Mapping[str, str] | None = None,
 ) -> DataSource:
-    """Open text or shards with a given tokenizer; `mixed_folders` are several folders of shards."""
-    shards_folders = mixed_folders or [
-        str(source) for source in sources if len(sources) == 1 and is_shards_folder(Path(source))
-    ]
-    for shards in shards_folders:
-        check_shard_tokenizer(Path(shards), tokenizer_path)
-    corpus = Path(shards_folders[0]) if shards_folders else Corpus(sources, **data_options.corpus_options)
-    tokenizer = load_tokenizer(Path(tokenizer_path)) if tokenizer_path is not None and not shards_folders else None
-    return DataSource(sources, tokenizer_path, data_options, new_tokenizer_args, marks_salient, corpus, tokenizer)
+    """Open text or shards with a given tokenizer; `named_sources` are the sources of a mix."""
+    paths: dict[str, list[str | Path]] = {name: [path] for name, path in (named_sources or {}).items()} or {"": sources}
+    shards = {
+        name: str(given[0]) for name, given in paths.items() if len(given) == 1 and is_shards_folder(Path(given[0]))
+    }
+    for folder in shards.values():
+        check_shard_tokenizer(Path(folder), tokenizer_path)
+    text_paths = [path for name, given in paths.items() if name not in shards for path in given]
+    corpus = Corpus(text_paths, **data_options.corpus_options) if text_paths else None
+    by_name = {
+        name: shards[name] if name in shards else Corpus(given, **data_options.corpus_options)
+        for name, given in paths.items()
+    }
+    tokenizer = load_tokenizer(Path(tokenizer_path)) if tokenizer_path is not None else None
+    if tokenizer is None and shards:
+        tokenizer = open_shards(Path(next(iter(shards.values())))).tokenizer
+    return DataSource(
+        sources, tokenizer_path, data_options, new_tokenizer_args, marks_salient, corpus, tokenizer, by_name
+    )
 
 
 @dataclass(frozen=True)
@@ -559,27 +579,26 @@ class PretrainPlan:
     recipe: Recipe
     keeps_vocab_size: bool  # of the model; otherwise it gets that of the tokenizer
     data_source: DataSource
-    shards_by_name: dict[str, str]  # mixed shards by name; empty for one source
 
     @property
     def inputs(self) -> list[str | Path]:
         """Paths that the run reads and must not overwrite."""
-        return [*self.data_source.inputs, *self.shards_by_name.values(), self.recipe.checkpoint, self.recipe.teacher]
+        return [*self.data_source.inputs, self.recipe.checkpoint, self.recipe.teacher]
 
-    def make_shards(self, folder: Path) -> Path:
+    def make_shards(self, folder: Path) -> dict[str, str]:
         """Make the shards; the tokenizer must have the special tokens that the objective needs."""
         objective, length = self.recipe.objective, self.recipe.max_seq_length
         return self.data_source.make_shards(
             folder, lambda tokenizer: objective.check(tokenizer.vocab, objective.source_length(length))
         )
 
-    def resolve_recipe(self, shards: Path) -> Recipe:
+    def resolve_recipe(self, shards: Mapping[str, str]) -> Recipe:
         """The recipe with the fields that depend on the shards: paths, tokenizer and vocabulary size."""
-        tokenizer, recipe = open_shards(shards).tokenizer, self.recipe
+        tokenizer, recipe = open_shards(Path(next(iter(shards.values())))).tokenizer, self.recipe
         if not self.keeps_vocab_size:
             recipe = replace(recipe, model=with_vocabulary(recipe.model, tokenizer.vocab))
-        data = "" if self.shards_by_name else str(shards)
-        recipe = replace(recipe, data=data, sources=self.shards_by_name, tokenizer=tokenizer.fingerprint)
+        sources = {name: folder for name, folder in shards.items() if name}
+        recipe = replace(recipe, data=shards.get("", ""), sources=sources, tokenizer=tokenizer.fingerprint)
         recipe.check()
         return recipe
 
@@ -621,16 +640,18 @@ def plan_pretraining(
         check_can_add_words(checkpoint, sources)
     if checkpoint and (data_options.vocab_size or data_options.lowercase):
         raise UserError(f"{checkpoint} keeps its tokenizer. Leave out --vocab-size and --lowercase.")
-    mixed = parse_named_shards(sources)
+    mixed = parse_named_sources(sources)
     if recipe.mixing != MixConfig() and not mixed:
-        raise UserError("A mix needs several named shards: --data a=shardsA --data b=shardsB.")
+        raise UserError("A mix needs several named sources: --data a=a.txt --data b=b.txt.")
+    if mixed:  # refuse wrong names before any text is tokenized
+        recipe.mixing.row_weights(dict.fromkeys(mixed, 1), dict.fromkeys(mixed, 1))
     if mixed and "warm_start" not in changes:
         recipe = replace(recipe, warm_start="none")
     new = [tokenizer_kind(recipe.model, recipe.objective), data_options.vocab_size, data_options.lowercase]
     marks_salient = "salient" in recipe.objective.token_flags
-    source = open_data_source(sources, tokenizer_path, data_options, new, marks_salient, list(mixed.values()))
+    source = open_data_source(sources, tokenizer_path, data_options, new, marks_salient, mixed)
     keeps_vocab_size = (checkpoint is not None and not data_options.add_words) or "model.vocab_size" in changes
-    return PretrainPlan(recipe, keeps_vocab_size, source, mixed)
+    return PretrainPlan(recipe, keeps_vocab_size, source)
 
 
 def check_can_add_words(checkpoint: Path | None, sources: Sequence[str | Path]) -> None:
@@ -650,22 +671,22 @@ def next_run_seed(checkpoint: Path) -> dict[str, int]:
     return {"seed": seed + 1} if isinstance(seed, int) else {}
 
 
-def parse_named_shards(sources: Sequence[str | Path]) -> dict[str, str]:
-    """Shards by name, from NAME=SHARDS or from several folders; empty for a single source or text."""
+def parse_named_sources(sources: Sequence[str | Path]) -> dict[str, str]:
+    """The sources of a mix by name, from NAME=TEXT, NAME=SHARDS or several folders of shards; empty without a mix."""
     pairs = [str(source).partition("=") for source in sources]
     named = [bool(equals) and not Path(source).exists() for source, (_, equals, _) in zip(sources, pairs, strict=True)]
     if not any(named):
         several = len(sources) > 1 and all(is_shards_folder(source) for source in sources)
         pairs = [(Path(source).resolve().name, "=", str(source)) for source in sources] if several else []
     elif not all(named):
-        raise UserError(f"--data {sources[named.index(False)]} has no name, the others have. Write NAME=SHARDS.")
-    shards = {name: folder for name, _, folder in pairs}
-    if len(shards) < len(pairs):
-        raise UserError("Two --data have the same name. Write --data a=shardsA --data b=shardsB.")
-    for name, folder in shards.items():
-        if not is_shards_folder(folder):
-            raise UserError(f"--data {name}={folder}: no shards folder. Make it with `firth prepare`.")
-    return shards
+        raise UserError(f"--data {sources[named.index(False)]} has no name, the others have. Write NAME=PATH.")
+    by_name = {name: path for name, _, path in pairs}
+    if len(by_name) < len(pairs):
+        raise UserError("Two --data have the same name. Write --data a=a.txt --data b=b.txt.")
+    for name, path in by_name.items():
+        if Path(name).name != name:
+            raise UserError(f"--data {name}={path}: {name!r} cannot name a folder. Use letters and digits.")
+    return by_name
 
 
 def objective_fields(name: str | None) -> dict[str, Any] | None:

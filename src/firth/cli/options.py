@@ -455,7 +455,7 @@ class PretrainDataOptions(RecipeOptions, TextOptions):
         argument=True,
     )
     data: list[str] = option(
-        ..., "Read these shards, or text: it is tokenized first. Repeat it as NAME=SHARDS to mix several.", "PATH"
+        ..., "Read these shards, or text: it is tokenized first. Repeat it as NAME=PATH to mix several.", "PATH"
     )
     tokenizer: str | None = option(None, "Use the tokenizer in this folder. Default: train one.", "FOLDER")
     objective: str | None = option(
@@ -465,10 +465,10 @@ class PretrainDataOptions(RecipeOptions, TextOptions):
     lowercase: bool = option(False, "Lowercase the text in a trained tokenizer.", common=False)
     held_out: float = option(0.05, "Hold out this fraction of the documents for evaluation.")
     mix: dict[str, float] | None = option(
-        None, "Set the share of each --data NAME=SHARDS in the rows, as a=0.7,b=0.3.", "A=X", parse=parse_numbers
+        None, "Set the share of each --data NAME=PATH in the rows, as a=0.7,b=0.3.", "A=X", parse=parse_numbers
     )
     mix_epochs: dict[str, float] | None = option(
-        None, "Read each --data NAME=SHARDS this often in one epoch of the mix, as a=1,b=3.", "A=X", parse=parse_numbers
+        None, "Read each --data NAME=PATH this often in one epoch of the mix, as a=1,b=3.", "A=X", parse=parse_numbers
     )
 
 
