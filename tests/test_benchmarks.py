@@ -483,6 +483,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_predecessors_side_by_side(
     predecessors: Any,
     labelled: Path,

@@ -373,7 +373,8 @@ def test_generate_fill_models(firth: Firth, paths: dict[str, Path]) -> None:
         "glove": "100 for each word",
         "ngram": "2 for each n-gram",
     }
-    assert all(name in firth("models").out for name in ("bert-tiny", "word2vec", "2 for each n-gram"))
+    table = firth("models").out
+    assert all(name in table for name in ("bert-tiny", "word2vec", "2 for each n-gram"))
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -41,6 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_three_architectures_side_by_side() -> None:
     result = lab.quickstart(minutes=0.02, all=True)
     assert [(row["model"], row["labels"]) for row in result["table"]] == [

@@ -214,12 +214,12 @@ def test_gpt2_initialization() -> None:
 
 
 def test_t5_initialization() -> None:
-    """1/sqrt(inputs) for matrices, 1 for embeddings and the untied head, small queries with unscaled scores."""
+    """1/sqrt(fan-in) for matrices and the untied head, 1 for embeddings, small queries with unscaled scores."""
     config = t5(1, 64, 2, 256, 500, head_dim=48, head=LMHead(tied=False))
     torch.manual_seed(0)
     model = make_model(config)
     state = model.state_dict()
-    wanted = {"embed.tokens.weight": 1.0, "head.weight": 1.0}
+    wanted = {"embed.tokens.weight": 1.0, "head.weight": 1 / math.sqrt(64)}
     for side in ("encoder", "decoder"):
         wanted[f"{side}.blocks.0.attention.out.weight"] = 1 / math.sqrt(2 * 48)
         wanted[f"{side}.blocks.0.mlp.up.weight"] = 1 / math.sqrt(64)

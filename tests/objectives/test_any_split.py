@@ -107,8 +107,8 @@ choosers = st.one_of(
 masked = st.builds(
     MLM,
     rate=rates,
-    mask=st.sampled_from([0.0, 0.8, 1.0]),
-    random=st.just(0.0),
+    mask_prob=st.sampled_from([0.0, 0.8, 1.0]),
+    random_prob=st.just(0.0),
     masking=choosers,
     targets=st.sampled_from(["tokens", "boundary", "replaced"]),
     visibility=st.sampled_from(["all", "forward", "backward", "prefix"]),

@@ -151,6 +151,7 @@ def test_two_processes_train_like_one(way: str, one: str, two: Runs) -> None:
     assert {p.name for p in (two.place / way / "final").iterdir()} == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_four_processes_train_like_one(way: str, one: str, four: Runs) -> None:
     four.close(one, f"{way} by four")
@@ -167,6 +168,7 @@ def test_dropout_differs_between_ranks(two: Runs) -> None:
     assert two.log("ddp straight")[0]["loss"] != pytest.approx(two.log("ddp")[0]["loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_resume_with_another_number_of_processes(way: str, plain: str, four: Runs) -> None:
     four.close(plain, f"{way} for four")

@@ -207,6 +207,7 @@ def test_an_evaluation_has_its_own_state(streaming: Recipes) -> None:
     assert found == pytest.approx(total / count, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_is_equal(streaming: Recipes) -> None:
     recipe = streaming()
     found = []

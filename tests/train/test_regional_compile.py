@@ -81,7 +81,11 @@ def three_steps(layers: int, family: str, machine: ComputeConfig, fp8: bool = Fa
 
 
 FAMILIES = ["bert", "gpt2", "llama", "modernbert", "deberta", "albert", "t5", "bart"]
-WAYS = [(family, False) for family in FAMILIES] + [("bert", True), ("llama", True), ("t5", True)]
+FAST_FAMILIES = ("bert", "gpt2")
+WAYS = [
+    pytest.param(family, fp8, marks=() if family in FAST_FAMILIES else pytest.mark.slow)
+    for family, fp8 in [(family, False) for family in FAMILIES] + [("bert", True), ("llama", True), ("t5", True)]
+]
 
 
 @pytest.mark.parametrize(("family", "fp8"), WAYS)
@@ -125,7 +129,7 @@ def test_with_activation_checkpointing_and_bf16_weights(monkeypatch: pytest.Monk
     assert found["half"] == pytest.approx(found["parts"], rel=5e-2)
 
 
-@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("parts", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_recompute_saves_less_for_the_same_gradients(parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's partitioner chooses what is saved, for the whole step or for each region."""
     backend = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
@@ -230,7 +234,7 @@ def test_a_short_gpu_run_compiles_regions(monkeypatch: pytest.MonkeyPatch) -> No
     assert parts(minutes=3, engine=EngineConfig(weights="bf16"), gradient_accumulation_steps=2), "it has none"
 
 
-@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("compiles", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_compiler_is_imported_in_the_background(compiles: bool) -> None:
     """In a process of its own, since other tests of this one have compiled."""
     code = f"""

@@ -260,9 +260,9 @@ class FinetuneRecipe(TrainingConfig):
         """Return the config with the losses, CRF, pooling, layer mix and biLSTM that the recipe says."""
         config = replace(config, extras=self.weighted_lm_loss(config))
         if isinstance(config.head, EmbeddingHead):
-            loss = {"margin": self.contrastive_margin, "scale": self.contrastive_scale}
-            given = {name: value for name, value in loss.items() if value is not None}
-            config = replace(config, head=replace(config.head, **given))
+            margin = config.head.margin if self.contrastive_margin is None else self.contrastive_margin
+            scale = config.head.scale if self.contrastive_scale is None else self.contrastive_scale
+            config = replace(config, head=replace(config.head, margin=margin, scale=scale))
         if self.crf and isinstance(config.head, TokenClassificationHead):
             config = replace(config, head=replace(config.head, crf=True))
         if self.pool != "auto" or self.head_dim or self.head_dropout is not None:

@@ -199,13 +199,10 @@ class SpanQATask(HeadTask):
             {"text": c["text"], "start": c["start"], "probability": p}
             for c, p in zip(candidates, probability, strict=True)
         ]
-        top = max(
-            (c for c in candidates if c["text"]), key=lambda c: c["score"], default={"text": "", "score": -np.inf}
-        )
-        no_answer = float(1 / (1 + np.exp(np.clip(top["score"] - null_score, -500, 500))))
-        return self.apply_threshold(
-            Prediction("", extra={"nbest": best, "answer": top["text"], "no_answer": no_answer})
-        )
+        answers = [(c["score"], c["text"]) for c in candidates if c["text"]]
+        score, answer = max(answers, key=lambda scored: scored[0], default=(-np.inf, ""))
+        no_answer = float(1 / (1 + np.exp(np.clip(score - null_score, -500, 500))))
+        return self.apply_threshold(Prediction("", extra={"nbest": best, "answer": answer, "no_answer": no_answer}))
 
     def apply_threshold(self, prediction: Prediction) -> Prediction:
         """Return the prediction with the answer that the threshold gives."""

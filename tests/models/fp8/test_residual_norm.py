@@ -138,6 +138,7 @@ def test_fused_epilogue(name: str, times: int, rate: float, compiled: bool, devi
             assert far(a, b) < tolerance
 
 
+@pytest.mark.slow
 def test_gradients_of_both_outputs_are_added_in_the_kernel() -> None:
     """Between the halves of a block and between compiled blocks, no sum of gradients is materialized."""
     torch._dynamo.reset()
