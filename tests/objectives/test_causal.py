@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
 from firth.core.errors import UserError
 from firth.objectives import CLM, IGNORE_INDEX, OBJECTIVES, Batch, BiLM, CounterRNG, PermutationLM, PrefixLM
+from firth.objectives.visibility import visibility_matrix
 from firth.tokens import Rows, SequenceTemplate, Vocabulary
 
 PAD, END, UNK, CLS, SEP, MASK, BOS = range(7)
@@ -108,6 +110,22 @@ def test_permutation_lm_by_hand(picture: Picture, written: Writer, vocab: Vocabu
     assert batch.target_positions.tolist() == [[1, 4, 0, 0, 0, 0, 0, 0]]  # room for eight
     assert batch.labels.tolist() == [[11, 14, x, x, x, x, x, x]]
     assert batch.attention_rank.tolist() == [[0, 3, 0, 0, 1, 0, 0, 0, 2, 4]]
+
+
+def test_the_memory_of_a_stream_never_holds_the_next_targets(picture: Picture, vocab: Vocabulary) -> None:
+    """XLNet's `data_utils.py`: the reused half attends to nothing after it; the other half attends to all of it."""
+    row = picture(" ".join(str(10 + i) for i in range(13)) + " S C E")
+    rows = row._replace(reset_state=np.array([True]))
+    packed, batch = (
+        PermutationLM(share=0.5, max_span_length=2)(r, CounterRNG(0, np.arange(1)), vocab) for r in (row, rows)
+    )
+    assert (batch.target_positions == packed.target_positions).all()
+    for strict in (False, True):  # content stream, query stream
+        attends, same = (visibility_matrix(None, b.attention_rank[0], strict) for b in (batch, packed))
+        assert not attends[:8, 8:].any()
+        assert attends[8:, :8].all()
+        assert (attends[:8, :8] == same[:8, :8]).all(), "a permutation of each half"
+        assert strict or (attends[8:, 8:] == same[8:, 8:]).all()
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1, float("nan")])

@@ -34,7 +34,7 @@ from firth.objectives.base import (
 )
 from firth.objectives.batch import IGNORE_INDEX, Batch
 from firth.objectives.counter_rng import CounterRNG
-from firth.tokens import Rows, SequenceTemplate, Vocabulary
+from firth.tokens import Rows, SequenceTemplate, Vocabulary, reused_length
 from firth.tokens.template import CLS_TOKEN_TYPE
 
 
@@ -160,6 +160,9 @@ class PermutationLM(ObjectiveBase):
 
     A row is A [SEP] B [SEP] [CLS] (section 2.5; `tokens/segment_pairs.py`). As in the published program, [SEP] and
     [CLS] are never targets, but have their turn in the permutation: a target attends to those that come before it.
+
+    The first half of a stream's row enters the memory of the next row, which reads the second half again. So the first
+    half attends to nothing of the second, or the memory would hold the next targets; the second attends to all of it.
     """
 
     share: float = 1 / 6
@@ -198,11 +201,15 @@ class PermutationLM(ObjectiveBase):
         num_slots = noise_mask.num_window_slots(self.share, self.max_span_length, mask.shape[1])
         targets = corruption.select_targets(mask, num_slots)
         truth = np.take_along_axis(rows.input_ids, targets.positions, 1)
+        rank = visibility.sample_permutation_ranks(mask | is_special, rng)
+        if rows.reset_state is not None:
+            L = rank.shape[1]
+            rank[:, reused_length(L) :] += L  # above every rank of the first half
         return Batch(
             rows.input_ids,
             document_ids=rows.document_ids,
             position_ids=rows.position_ids,
-            attention_rank=visibility.sample_permutation_ranks(mask | is_special, rng),
+            attention_rank=rank,
             token_type_ids=rows.token_type_ids,
             target_positions=targets.positions,
             labels=np.where(targets.is_used, truth, IGNORE_INDEX),
