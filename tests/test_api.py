@@ -136,6 +136,19 @@ def test_later_words_win(tmp_path: Path) -> None:
     assert found == {"seed": 3, "max_steps": 2, "learning_rate": 1.0, "model.dim": 64, "output_dir": "here"}
 
 
+def test_zero_minutes_are_refused_unless_saved(tmp_path: Path) -> None:
+    for options, overrides in (({"minutes": 0}, {}), ({}, {"minutes": 0})):
+        with pytest.raises(UserError, match=r"minutes is 0, and must be more than 0. Leave it out"):
+            merge_recipe_changes(None, options, overrides, {})
+    (tmp_path / "saved.yaml").write_text("minutes: 0.0\n")
+    assert merge_recipe_changes(tmp_path / "saved.yaml", {"minutes": None}, {}, {}) == {"minutes": 0.0}
+
+
+def test_a_length_above_the_models_positions_is_refused(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--max-seq-length 513 is longer than the 512 positions .* Choose 512 or less"):
+        firth.finetune(home / "run" / "final", "classify", "a.csv", "b.csv", tmp_path / "new", max_seq_length=513)
+
+
 def test_a_choice_is_set_whole() -> None:
     plain = {"model": {"position": {"kind": "T5Bias", "num_buckets": 8}, "dim": 4}}
     assert flatten_keys(plain) == {"model.position": {"kind": "T5Bias", "num_buckets": 8}, "model.dim": 4}

@@ -759,8 +759,10 @@ def merge_recipe_changes(
             f"{wrong[0]}={(overrides or {})[wrong[0]]}: set this with its own option or argument (see --help)."
         )
     changes: dict[str, Any] = flatten_keys(read_yaml_mapping(Path(config))) if config else {}
-    changes |= {name: value for name, value in options.items() if value is not None}
-    return {**changes, **(overrides or {}), **fixed_fields}
+    given = {name: value for name, value in options.items() if value is not None} | dict(overrides or {})
+    if given.get("minutes") == 0:  # a saved recipe has it, for no limit
+        raise UserError("minutes is 0, and must be more than 0. Leave it out for a run without a time limit.")
+    return {**changes, **given, **fixed_fields}
 
 
 def flatten_keys(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -820,6 +822,12 @@ def finetune(
     if recipe is not None:
         fields = named_recipe(recipe, model_config, task if isinstance(task, str) else "text-to-text")
     plan = apply_overrides(FinetuneRecipe(**fields), changes)
+    limit = model_config.max_length
+    if "max_seq_length" in changes and limit is not None and plan.max_seq_length > limit:
+        raise UserError(
+            f"--max-seq-length {plan.max_seq_length:,} is longer than the {limit:,} positions of {checkpoint}. Choose "
+            f"{limit:,} or less; longer texts are truncated."
+        )
     if plan.parallel != "none":
         raise UserError(f"parallel={plan.parallel} is for pretraining: fine-tuning runs in one process. Leave it out.")
     if target_text:

@@ -42,6 +42,7 @@ from firth.tasks.finetune import (
     encode_finetune_data,
     sample_stratified,
     select_train_examples,
+    warn_about_overlap,
 )
 from firth.tasks.results import (
     chance_score,
@@ -937,8 +938,30 @@ def test_dev_equal_to_train_is_reported(
 ) -> None:
     finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", max_steps=1, dev=str(toy["train"]), num_beams=2))
     said = " ".join(capsys.readouterr().err.split())
-    assert "is also the training file: its score says nothing about unseen examples" in said
+    count = len(toy["train"].read_text().splitlines())
+    assert f"{count} of {count} examples (100.0%) also occur in {toy['train']}, the first as example 1." in said
+    assert "says nothing about unseen ones. Take other examples." in said
     assert "num_beams: unused, since a task head predicts here and generates no text" in said
+
+
+def test_the_share_of_dev_examples_in_train_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    train = [Example(i, (text,), "x") for i, text in enumerate("abcd")]
+    fields = FinetuneRecipe(train="train.csv", dev="dev.csv")
+    warn_about_overlap(train, [Example(7, ("b",), "y"), *(Example(i, ("z",), "x") for i in range(3))], fields)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "dev.csv: 1 of 4 examples (25.0%) also occur in train.csv, the first as example 7." in said
+    assert said.endswith("Remove them from train.csv.")
+    warn_about_overlap(train, [Example(0, ("a",), "x", spans=((0, 1),))], fields)
+    assert not capsys.readouterr().err, "another span of the same text is another example"
+
+
+def test_a_single_tag_raises(checkpoint_of: Checkpoints, toy: Toy, tmp_path: Path) -> None:
+    file = tmp_path / "one.conll"
+    file.write_text("the O\ncat O\n\nruns O\n")
+    fields = {"task": "tag", "train": str(file), "dev": str(file)}
+    with pytest.raises(UserError, match=r"one.conll: every word has the tag 'O'; tagging needs two or more"):
+        finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "run", **fields))
+    assert not (tmp_path / "run").exists()
 
 
 def test_examples_with_equal_ids_are_paired_in_order(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -338,6 +339,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("choice", {"context": "a", "choices": ["b"], "gold": 0}, "column 'choices' has fewer than 2 choices."),
     ("choice", {"context": "a", "choices": "b", "gold": 0}, "column 'choices' holds \"b\", which is not a list."),
     ("choice", {"context": "a", "choices": ["b", " "], "gold": 0}, "column 'choices' is empty."),
+    ("classify", {"text": "a", "label": math.nan}, "the label is NaN, as programs write a missing value."),
+    ("tag", {"tokens": ["a"], "tags": [-math.inf]}, "the label is -Infinity, as programs write a missing value."),
+    ("tag", {"tokens": ["a"], "tags": "O"}, "column 'tags' is the text \"O\", and 'tokens' is a list. Give a list"),
     ("tag", {"tokens": ["a", "b"], "tags": ["O"]}, "2 tokens, but 1 tag. Each token needs one."),
     ("tag", {"tokens": ["a", ""], "tags": ["O", "O"]}, "column 'tokens' has an empty word."),
     ("tag", {"tokens": [], "tags": []}, "column 'tokens' has no words."),

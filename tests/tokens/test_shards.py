@@ -435,4 +435,16 @@ def test_no_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
         prepare(documents(["alone"]), tokenizer, tmp_path / "s", held_out_share=1)
     with pytest.raises(UserError, match="Did you mean 'near'"):
         prepare(documents(TEXTS), tokenizer, tmp_path / "s", dedup="nearly")
+    pieces = train_tokenizer(TEXTS, "wordpiece", 300)
+    with pytest.raises(UserError, match=r"3,000 bytes of text gave only 1 token: .* a wordpiece tokenizer .* byte-bpe"):
+        prepare(documents(["abc" * 1000]), pieces, tmp_path / "s", held_out_share=0)
     assert not (tmp_path / "s").exists()
+
+
+def test_one_document_says_that_nothing_is_held_out(
+    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(documents(["alone"]), tokenizer, tmp_path / "a", held_out_share=1e-9)
+    assert "Nothing is held out: the text has 1 document" in " ".join(capsys.readouterr().err.split())
+    prepare(documents(["alone"]), tokenizer, tmp_path / "b", held_out_share=0)
+    assert not capsys.readouterr().err

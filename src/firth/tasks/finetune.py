@@ -265,6 +265,8 @@ def read_task_data(recipe: FinetuneRecipe) -> FinetuneData:
     dev = read_labelled(recipe.dev, recipe.task, recipe.columns, "dev", recipe.encoding, notes=notes[1])
     if recipe.task in LABEL_TASKS:
         check_labels(train, dev, recipe)
+    if recipe.task == "tag":
+        check_several_tags(train, recipe.train)
     if recipe.task == "tag" and are_span_tags([e.target for e in train]) != are_span_tags([e.target for e in dev]):
         raise UserError(
             f"{recipe.train} and {recipe.dev} have tags of two kinds: one marks spans (O, B-PER, I-PER), the other "
@@ -275,8 +277,7 @@ def read_task_data(recipe: FinetuneRecipe) -> FinetuneData:
             f"{', '.join(stray_tags[:5])}: not a span tag, as the other tags are (O, B-PER, I-PER). So words are "
             "scored, and no spans."
         )
-    if is_same_file(recipe.train, recipe.dev):
-        warn(f"{recipe.dev} is also the training file: its score says nothing about unseen examples.")
+    warn_about_overlap(train, dev, recipe)
     return FinetuneData(select_positive_pairs(train, recipe.train) if recipe.task == "embed" else train, dev, notes)
 
 
@@ -288,8 +289,28 @@ def write_data_notes(folder: Path, notes: Sequence[RowNotes]) -> None:
         say(f"all examples that these notes are about: {folder / DATA_NOTES_FILE}")
 
 
-def is_same_file(a: str, b: str) -> bool:
-    return Path(a).is_file() and Path(b).is_file() and Path(a).samefile(b)
+def warn_about_overlap(train: Sequence[Example], dev: Sequence[Example], recipe: FinetuneRecipe) -> None:
+    """Warn if the texts of dev examples are also training examples: their score measures memory."""
+    known = {(e.texts, e.spans) for e in train}
+    repeated = [e for e in dev if (e.texts, e.spans) in known]
+    if not repeated:
+        return
+    count, share = f"{len(repeated):,} of {format_count(len(dev), 'example')}", len(repeated) / len(dev)
+    remedy = "Take other examples" if share == 1 else f"Remove them from {recipe.train}"
+    warn(
+        f"{recipe.dev}: {count} ({share:.1%}) also occur in {recipe.train}, the first as example {repeated[0].id}. A "
+        f"score on examples of the training says nothing about unseen ones. {remedy}."
+    )
+
+
+def check_several_tags(train: Sequence[Example], path: str) -> None:
+    """Raise if all words have the same tag: there is nothing to learn."""
+    tags = {tag for e in train for tag in e.target}
+    if len(tags) == 1:
+        raise UserError(
+            f"{path}: every word has the tag {tags.pop()!r}; tagging needs two or more. Are the tags in another column "
+            "(--columns tags=N)?"
+        )
 
 
 def check_labels(train: Sequence[Example], dev: Sequence[Example], recipe: FinetuneRecipe) -> None:

@@ -12,7 +12,7 @@ from firth.text.documents import Example
 from firth.text.formats.squad import parse_span_qa_row
 from firth.text.inflection import find_inflected_word
 from firth.text.labelled_row import LabelledRow, parse_json_list
-from firth.text.records import get_column_value
+from firth.text.records import get_column_value, preview_value
 
 RECORD_ENTITIES_COLUMN = "entities of ReCoRD"  # internal column: spans of the entities, and the right ones
 NO_CORRECT_CHOICE = -1  # target of a ReCoRD query without a right choice
@@ -85,6 +85,12 @@ def parse_tag_row(row: LabelledRow) -> Example:
     if not words or not all(word and not word.isspace() for word in words):
         raise row.column_error("tokens", "has an empty word" if words else "has no words")
     tags = None if row.is_label_missing("tags") else row.word_list("tags")
+    if tags is not None and isinstance(row.value("tags"), str) and isinstance(row.value("tokens"), list):
+        raise row.column_error(
+            "tags",
+            f"is the text {preview_value(row.value('tags'))}, and {row.column('tokens')!r} is a list. Give a list with "
+            'one tag for each token, as ["B-PER", "O"]',
+        )
     if tags is not None and len(tags) != len(words):
         counts = f"{format_count(len(words), 'token')}, but {format_count(len(tags), 'tag')}"
         raise UserError(f"{row.where}: {counts}. Each token needs one.")

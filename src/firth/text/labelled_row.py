@@ -123,6 +123,11 @@ class LabelledRow:
     def to_label(self, value: Any) -> str:
         if isinstance(value, str):
             return value
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(
+                f"{self.where}: the label is {json.dumps(value)}, as programs write a missing value. Give the right "
+                "label, or delete the line."
+            )
         if isinstance(value, bool | int | float):
             return json.dumps(value)
         raise UserError(

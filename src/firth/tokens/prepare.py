@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from firth.core.console import format_count, progress, say
+from firth.core.console import format_count, progress, say, warn
 from firth.core.errors import UserError, did_you_mean
 from firth.core.files import atomic_folder
 from firth.text import (
@@ -62,6 +62,7 @@ MIN_PARALLEL_BYTES = 2_000_000  # bytes of text: less is tokenized before worker
 # Memory, in bytes, measured with the published tokenizers.
 WORKER_BYTES = 64 * 2**20  # of a worker without its word cache
 BYTES_PER_CHUNK_CHARACTER = 150  # text, encodings and results of all chunks in flight
+MAX_BYTES_PER_TOKEN = 100  # of a whole text: tokenizers give 1 to 10, words up to 30
 MIN_CHUNK_CHARACTERS = 50_000  # characters: a smaller chunk is an error
 
 
@@ -116,6 +117,13 @@ def prepare(
         train, held_out = writer.part_writers
         if not train.num_documents:
             raise no_training_documents_error(held_out.num_documents)
+        check_bytes_per_token(train, tokenizer)
+        if held_out_share and not held_out.num_documents:
+            warn(
+                f"Nothing is held out: the text has {format_count(train.num_documents, 'document')}, and each is held "
+                f"out with a probability of {held_out_share:.0%}. There will be no held-out loss. Separate documents "
+                "by blank lines (--documents blank-line), or give more of them."
+            )
         return finish_shards(path, writer, encoder, header, reader)
 
 
@@ -218,11 +226,22 @@ def entropy_nats(counts: np.ndarray) -> float:
     return float(-(p * np.log(p)).sum())
 
 
+def check_bytes_per_token(train: ShardPartWriter, tokenizer: Tokenizer) -> None:
+    """Raise if the text became almost no tokens: a vocabulary of words and pieces cannot split it without spaces."""
+    bytes_per_token = train.text_bytes / max(train.num_tokens, 1)
+    if bytes_per_token > MAX_BYTES_PER_TOKEN:
+        raise UserError(
+            f"{train.text_bytes:,} bytes of text gave only {format_count(train.num_tokens, 'token')}: there are hardly "
+            f"any spaces, and a {tokenizer.kind} tokenizer makes each long run of letters one unknown token. Train "
+            "another kind with `firth tokenizer TEXT --kind byte-bpe --output-dir tok`, and pass --tokenizer tok."
+        )
+
+
 def no_training_documents_error(num_held_out: int) -> UserError:
     if num_held_out:
         return UserError(
-            f"All documents ({num_held_out:,}) fell into the held-out part and none is left for training. "
-            "Give more documents, or hold out none."
+            f"All documents ({num_held_out:,}) fell into the held-out part and none is left for training. Separate "
+            "documents by blank lines (--documents blank-line), give more of them, or hold out none with --held-out 0."
         )
     return UserError("There is no text: the source has no documents, or only empty ones.")
 

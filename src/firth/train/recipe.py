@@ -128,7 +128,8 @@ class TrainingConfig:
     )
     minutes: float = recipe_field(
         0.0,
-        "Plan the run to end after this many minutes: time some steps, then fix max_steps. 0 turns it off.",
+        "Plan the run to end after this many minutes: time some steps, then fix max_steps.",
+        shown_default="no limit",
         ge=0,
         le=MAX_RUN_MINUTES_OR_EPOCHS,
     )
