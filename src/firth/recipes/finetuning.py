@@ -44,7 +44,7 @@ ELMO_DEFAULTS: dict[str, Any] = {
     "word_dim": 50,
     "bilstm": 128,
 }
-ADAFACTOR_RATE = 1e-2  # relative to the weights. T5 takes 1e-3 after far longer pretraining (section 3.1.2)
+ADAFACTOR_RATE = 1e-2  # at width 128, relative to the weights; at width 1,024 it is near T5's 1e-3 (section 3.1.2)
 FINETUNE_RECIPES = {"ulmfit": ULMFIT_DEFAULTS, "dai-le": DAI_LE_DEFAULTS, "elmo": ELMO_DEFAULTS}
 
 
@@ -53,11 +53,11 @@ def finetuning_defaults(model: ModelConfig, optim: str | None = None, lora: bool
 
     AdamW's learning rate is 5e-5 at width 768 and higher for narrower models. T5 is fine-tuned with Adafactor, as
     published: its embeddings start at N(0, 1), which AdamW's steps of one size hardly change, while Adafactor's are
-    relative to the weights (docs/results.md). LoRA's updates start at 0 and need AdamW.
+    relative to the weights. Its rate falls with the width (docs/results.md). LoRA's updates start at 0 and need AdamW.
     """
     relative = isinstance(model.init, FanInInit) and model.recurrent is None and not lora
     if optim == "adafactor" or (optim is None and relative):
-        return {"optim": "adafactor", "learning_rate": ADAFACTOR_RATE}
+        return {"optim": "adafactor", "learning_rate": float(f"{ADAFACTOR_RATE * 128 / max(model.dim, 128):.1e}")}
     rate = 5e-5 * (768 / model.dim) ** 1.5 * (3 if model.architecture == "encoder-decoder" else 1)
     rate = 5e-3 if model.family == BAG_OF_WORDS_FAMILY else rate  # only word vectors are trained
     if isinstance(model.recurrent, AWDLSTMConfig):
