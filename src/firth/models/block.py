@@ -37,7 +37,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class NoNorm(nn.Module):
-    """`x * weight + bias`: LayerNorm without its mean and variance (MobileBERT, section 3.4)."""
+    """`x * weight + bias`: LayerNorm without its mean and variance (MobileBERT, section 3.3)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -97,7 +97,7 @@ class ALiBi:
 class TransformerXL:
     """score_ij = (q_i + u) . k_j + (q_i + v) . W r_(i-j), with sinusoids r of the distance (Dai et al. 2019, 3.3).
 
-    `relative_segments` adds XLNet's score for "same segment" or "other segment" (Yang et al. 2019, section 2.4).
+    `relative_segments` adds XLNet's score for "same segment" or "other segment" (Yang et al. 2019, section 2.5).
     """
 
     relative_segments: bool = False
@@ -150,7 +150,7 @@ class RMSNormConfig:
 
 @dataclass(frozen=True)
 class NoNormConfig:
-    """x * weight + bias: the scale and shift of LayerNorm without its statistics (Sun et al. 2020, section 3.4).
+    """x * weight + bias: the scale and shift of LayerNorm without its statistics (Sun et al. 2020, section 3.3).
 
     A mean and a variance per token cost much time on a phone. `eps` is that of the one LayerNorm that is left, in the
     LM head.
@@ -224,7 +224,7 @@ class AWDLSTMConfig:
     """LSTM layers of `hidden_size` units, the last as wide as the token embeddings (Merity et al. 2018).
 
     Dropout masks are the same at all positions of a text. `activation_reg` and `temporal_activation_reg` weigh the L2
-    penalties AR and TAR (section 4.5). Gradients are truncated after `bptt` positions; the state is carried on.
+    penalties AR and TAR (section 4.6). Gradients are truncated after `bptt` positions; the state is carried on.
     """
 
     hidden_size: int = 1150
@@ -404,11 +404,11 @@ class SpanBoundaryHead:
 
 @dataclass(frozen=True)
 class GeneratorConfig:
-    """ELECTRA's generator, which replaces tokens for the backbone to detect (Clark et al. 2020, section 3.1).
+    """ELECTRA's generator, which replaces tokens for the backbone to detect (Clark et al. 2020, section 2).
 
     `width_ratio` is its width relative to the backbone's; `discriminator_weight` weighs detection against MLM.
     `disentangle_embeddings` gives the backbone the generator's embeddings plus its own difference, and only the
-    difference gets the gradient of detection (DeBERTa version 3, section 3.2).
+    difference gets the gradient of detection (DeBERTa version 3, section 3.3).
     """
 
     width_ratio: float = 0.25

@@ -1,6 +1,6 @@
 """Knowledge distillation: train a small encoder to imitate a larger one (Sanh et al. 2019, DistilBERT).
 
-The loss of the student has three parts (section 3):
+The loss of the student has three parts (section 2):
 
 - soft: the KL divergence to the teacher's distribution over the vocabulary, both softened by a temperature t:
   softmax(logits / t). Its gradient shrinks with 1 / t^2, so it is multiplied by t^2 (Hinton et al. 2015, section 2).

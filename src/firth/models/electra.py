@@ -1,6 +1,6 @@
 """ELECTRA: replaced token detection (Clark et al. 2020, "Pre-training Text Encoders as Discriminators").
 
-One step, in order (section 3.1):
+One step, in order (section 2):
 
 1. A small generator, a masked language model, predicts the masked tokens. Its loss is the usual MLM cross-entropy.
 2. One token is sampled from each of its predictions and put into the text (`replace_tokens`). No gradient flows back
@@ -11,7 +11,7 @@ One step, in order (section 3.1):
 
 The loss covers all tokens instead of 15%, so a step teaches more. The generator is as deep as the discriminator and
 1/4 to 1/2 as wide (section 3.2); both share the token embeddings. DeBERTa version 3 lets the discriminator add its own
-difference to the shared embeddings, and its gradient does not reach the generator's (He et al. 2021, section 3.2).
+difference to the shared embeddings, and its gradient does not reach the generator's (He et al. 2021, section 3.3).
 After pretraining the generator is thrown away.
 
 B rows, T positions, K target positions, D model width, E width of the token embeddings, V vocabulary.

@@ -70,7 +70,7 @@ class PositionEmbedding(nn.Module):
 class TrigramProjection(nn.Linear):
     """Project each token's embedding together with those of its neighbours: a convolution over 3 tokens.
 
-    Small embeddings make a small model; the neighbours make up for it (MobileBERT, Sun et al. 2020, section 3.1). A
+    Small embeddings make a small model; the neighbours make up for it (MobileBERT, Sun et al. 2020, section 3.4). A
     neighbour outside of the document is 0.
     """
 

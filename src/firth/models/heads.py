@@ -96,7 +96,7 @@ def make_head_norm(config: ModelConfig, dim: int) -> nn.Module:
 
 
 class DiscriminatorHeadModule(nn.Module):
-    """One logit per token: the higher, the likelier the token was replaced (ELECTRA, section 3.1)."""
+    """One logit per token: the higher, the likelier the token was replaced (ELECTRA, section 2)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

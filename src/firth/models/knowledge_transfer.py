@@ -6,7 +6,8 @@ attention heads, so they can be compared layer by layer (section 3.5):
 - feature map transfer: the squared difference of the states after layer l. It is split into the difference of the
   normalised states, of their means and of their variances, which trains more stably.
 - attention transfer: KL(teacher || student) of the attention weights of layer l, over all heads.
-- pretraining distillation: the teacher's distribution over the vocabulary, and the true tokens (`distill.py`).
+- pretraining distillation: the teacher's distribution over the vocabulary, and the true tokens (`distill.py`). The
+  paper adds next-sentence prediction, which is left out here.
 
 The order of these is the strategy (section 3.6):
 

@@ -330,7 +330,7 @@ class Encoder(Model):
     ) -> Tensor:
         """Return the backbone's input embeddings (B, T, E), before they are projected to the model width.
 
-        They are the generator's. With gradient-disentangled sharing (DeBERTa-V3, section 3.2) they are its embeddings
+        They are the generator's. With gradient-disentangled sharing (DeBERTa-V3, section 3.3) they are its embeddings
         without gradient plus a trained `delta`.
         """
         if self.generator is None or self.generator.delta is None:

@@ -30,7 +30,7 @@ projection runs on (B, K) positions, not on (B, L). A slot that a short row does
                (s - 1, e + 1, i - s + 1) for each target
     replaced   ELECTRA's replaced token detection (Clark et al. 2020, section 2): a small generator is trained as an MLM
                and fills the masks with samples; the model classifies *every* token as original or replaced. All
-               positions train, which is where ELECTRA's sample efficiency comes from (section 3.4). Sampling needs the
+               positions train, which is where ELECTRA's sample efficiency comes from (section 3.5). Sampling needs the
                generator's logits, so it happens in `models/electra.py`; the batch is that of MLM
 
 `num_static_masks` is about when noise is drawn. 0 draws new masks for each epoch ("dynamic masking", RoBERTa, Liu et

@@ -301,9 +301,10 @@ def truncate_to_whole_spans(mask_BL: np.ndarray, max_tokens: int) -> np.ndarray:
 
 
 def sample_windowed_spans(maskable_BL: np.ndarray, rate: float, max_span_length: int, rng: CounterRNG) -> np.ndarray:
-    """Return a mask with one span of n = 1..`max_span_length` tokens in each window of n / rate tokens (XLNet's code).
+    """Return a mask with one span of n = 1..`max_span_length` tokens in each window of n / rate tokens (XLNet, 3.1).
 
-    Windows lie end to end over the text of a row; the row's end may cut the last span.
+    Lengths are uniform, as in `transformers`; the paper names no distribution, and the published program favours short
+    spans, p(n) ~ 1 / n. Windows lie end to end over the text of a row; the row's end may cut the last span.
     """
     L = maskable_BL.shape[1]
     M = L // int(1 / rate) + 2

@@ -14,7 +14,7 @@ from firth.objectives.seq2seq import (
     SpanCorruption,
 )
 
-UNILM = Mixture(  # Dong et al. 2019, section 2.3
+UNILM = Mixture(  # Dong et al. 2019, section 2.4; without its pairs and n-gram masks
     (
         WeightedObjective(MLM(), 1 / 3),
         WeightedObjective(MLM(visibility="prefix"), 1 / 3),

@@ -22,8 +22,8 @@ length and the order of the text. Any of five can be combined, applied in this o
               model has to predict how many tokens a mask stands for, also none
     mask      single tokens become [MASK] (BERT's masking)
 
-The released models use infilling of 30% of the tokens and permuted sentences (section 4), the defaults here. BART costs
-more per step than T5: encoder and decoder both read about as many tokens as the text has.
+The released models use infilling of 30% of the tokens and permuted sentences (section 5.1), the defaults here. BART
+costs more per step than T5: encoder and decoder both read about as many tokens as the text has.
 
 Shapes: B rows, L positions of the source row, T of the encoder, U of the decoder.
 """

@@ -96,9 +96,10 @@ def pack_masked_examples(
 ) -> Batch:
     """Pack sources and answers for UniLM: answer tokens are masked at random and predicted at their own positions.
 
-    As in UniLM's fine-tuning (Dong et al. 2019, section 2.3), the source attends to all of itself, the answer to the
+    As in UniLM's fine-tuning (Dong et al. 2019, section 2.5), the source attends to all of itself, the answer to the
     source and causally to itself; its token type is 1. `mask_rate` of the answer's tokens, the end token included, and
-    at least one of each answer become [MASK]. The random numbers are a hash of the batch's tokens: a function of the
+    at least one of each answer become [MASK]; the published program keeps a tenth of them and replaces a tenth by
+    random tokens, as BERT does. The random numbers are a hash of the batch's tokens: a function of the
     examples alone, that differs in each epoch because the batches do.
     """
     packed = pack_decoder_examples(examples, row_tokens, pad_id, [e.target_positions[0] + 1 for e in examples])

@@ -1,12 +1,15 @@
 """Rows of two segments A and B in the form of XLNet's pretraining: A [SEP] B [SEP] [CLS].
 
 XLNet (Yang et al. 2019, section 2.5) reads two segments, as BERT does, and has no next-sentence prediction: no label
-tells whether B follows A. The segments train the relative segment encodings (section 2.4), and rows have the form in
-which fine-tuning reads a text or a pair. The published program (`data_utils.py`) cuts a text so:
+tells whether B follows A. The segments train the relative segment encodings, and rows have the form in which
+fine-tuning reads a text or a pair. As in the published program (`data_utils.py`), a text is cut so:
 
-1. It takes as much text as fits and cuts it at a random sentence end. A is the first part.
+1. As much text as fits is cut at a random sentence end. A is the first part.
 2. In half of the pairs B is the second part, in the other half text of the same length from a random sentence on,
-   anywhere in the corpus. Text without a sentence end inside stays one segment: A [SEP] [CLS].
+   anywhere in the corpus.
+
+Text without a sentence end inside stays one segment here, A [SEP] [CLS]; the published program shortens it and always
+adds a B from elsewhere.
 
 `SegmentPairDataset` does this with each piece of a packed row. `SegmentStreamDataset` is for Transformer-XL's memory.
 There the published program makes rows of two halves. The first half continues the text of the row before, and only its

@@ -5,7 +5,7 @@ LSTMs overfit small corpora, and ordinary dropout on the recurrent state destroy
 - the weights from state to state, by one mask per pass (DropConnect, section 2): `weight_drop`;
 - whole words, at all positions of a text (section 4.3): `word_drop`;
 - input, hidden and output states, by one mask for all positions of a text (section 4.2): `locked_dropout`;
-- large states (AR) and large changes between positions (TAR) by an L2 penalty (section 4.5).
+- large states (AR) and large changes between positions (TAR) by an L2 penalty (section 4.6).
 
 Gradients are truncated after `bptt` positions; the state itself is carried on.
 
