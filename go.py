@@ -24,6 +24,7 @@ BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / "python"
 STAMP = VENV / "firth-installed"  # written last: without the right digest in it, the install is repeated
 UNFINISHED = "unfinished"
+COMMAND_EXTRAS = "[data,hf]"  # of pyproject.toml: what the commands of the README need
 INTERRUPTED = 130  # exit code after Ctrl-C
 
 
@@ -130,7 +131,7 @@ def test(pytest_args: "list[str]") -> int:
 
 def run_command(args: "list[str]") -> int:
     """Run a command of firth in the current folder."""
-    install("")
+    install(COMMAND_EXTRAS)
     command = [str(BIN / "firth"), *args]
     # Except on Windows the command replaces this process, so that signals and exit codes are its own.
     return run(*command) if os.name == "nt" else os.execv(command[0], command)

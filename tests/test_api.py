@@ -334,6 +334,13 @@ def test_an_exported_folder_may_be_replaced_only_by_another(home: Path, tmp_path
         firth.export(home / "run" / "final", tmp_path / "out", overwrite=True)
 
 
+def test_a_check_that_cannot_run_writes_nothing(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match=r"--check needs the package transformers. Install it: .* -m pip install"):
+        firth.export(home / "run" / "final", tmp_path / "hf", check=True)
+    assert not (tmp_path / "hf").exists()
+
+
 def test_evaluations_lie_beside_the_checkpoint(home: Path, tmp_path: Path) -> None:
     data = tmp_path / "d.jsonl"
     data.write_text('{"text": "the cat", "label": "a"}\n{"text": "the dog", "label": "b"}\n')

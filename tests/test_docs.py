@@ -6,6 +6,7 @@ import io
 import re
 import shlex
 import tokenize
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -160,3 +161,13 @@ def test_wrong_names_are_caught() -> None:
         "NoSuchClass",
         "no_such_function()",
     ]
+
+
+def test_go_installs_what_the_commands_of_the_readme_need() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    names = re.search(r'^COMMAND_EXTRAS = "\[([\w,]+)\]"', (ROOT / "go.py").read_text(encoding="utf-8"), re.MULTILINE)
+    assert names is not None
+    installed = {re.split(r"\W", package)[0] for name in names[1].split(",") for package in extras[name]}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    needed = {"--check": "transformers", ".parquet": "pyarrow", "hf:": "datasets", "--language": "py3langid"}
+    assert {package for feature, package in needed.items() if feature in readme} <= installed

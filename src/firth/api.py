@@ -28,7 +28,7 @@ from firth.core.serialization import TYPE_KEY, to_dict
 from firth.evaluate import compare_contexts, embed_texts, write_run_report_and_card
 from firth.evaluate import evaluate as evaluate_checkpoint
 from firth.evaluate import evaluate_suite as run_suite
-from firth.evaluate.export import compare_with_transformers, write_export
+from firth.evaluate.export import compare_with_transformers, import_transformers, write_export
 from firth.evaluate.neighbours import Neighbour, most_similar, sample_neighbours, write_vector_report, write_vectors
 from firth.evaluate.vectors import load_word_vectors
 from firth.generate import Blank, generate_results
@@ -1094,6 +1094,8 @@ def export(
     """
     if check and format != "huggingface":
         raise UserError(f"--check compares logits in transformers, and {format} has none. Leave it out.")
+    if check:
+        import_transformers()
     if output_dir is None:
         if not check:
             raise UserError("--output-dir is missing: name the folder to write, or pass --check to compare only.")

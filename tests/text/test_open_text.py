@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,7 +160,7 @@ def test_unknown_encodings_raise(name: str) -> None:
 
 def test_a_missing_library_is_named() -> None:
     with pytest.raises(
-        UserError, match=r"needs the package pyarrow, which is not installed: pip install 'firth\[data\]'"
+        UserError, match=rf"needs the package pyarrow. Install it: {re.escape(sys.executable)} -m pip install pyarrow$"
     ):
         import_optional("pyarrow.nothing_of_the_kind", "x")
 

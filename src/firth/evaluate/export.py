@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 
 from firth.core.console import say
-from firth.core.errors import UserError
 from firth.core.files import MODEL_CARD_FILE, atomic_folder
 from firth.models import (
     FIRTH_MODEL_TYPE,
@@ -41,6 +40,7 @@ from firth.models import (
 from firth.models.hf.checkpoint import with_special_token_template
 from firth.objectives import Batch
 from firth.tasks import TASK_FILE
+from firth.text.open_text import import_optional
 
 HF_TASK_CLASSES = {
     ClassificationHead: "AutoModelForSequenceClassification",
@@ -113,12 +113,14 @@ def max_logit_difference(folder: Path) -> float:
     return compare_with_transformers(folder).max_difference
 
 
+def import_transformers() -> Any:
+    """Import `transformers`. Call this before anything is written: the check cannot run without it."""
+    return import_optional("transformers", "--check")
+
+
 def compare_with_transformers(folder: Path) -> ExportCheck:
     """Compute the logits of an exported folder here and in `transformers`, for the same random ids."""
-    try:
-        import transformers
-    except ImportError:
-        raise UserError("--check needs transformers: pip install 'firth[hf]'.") from None
+    transformers = import_transformers()
     ours = load_model(folder)
     own = hf_model_type(ours.config, ours.tokenizer.vocab if ours.tokenizer is not None else None) == FIRTH_MODEL_TYPE
     kind = _registered_auto_class(ours) if own else hf_auto_class(ours.config)

@@ -12,6 +12,8 @@ import io
 import lzma
 import os
 import re
+import shlex
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,19 +74,21 @@ def open_zst(file: Path | IO[bytes], mode: str) -> Any:
 
 DECOMPRESSORS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": open_zst}
 COMPRESSED_EXTENSIONS_TEXT = ", ".join(DECOMPRESSORS)
-PIP_EXTRAS = {"pyarrow": "data", "datasets": "hf", "py3langid": "language"}
 
 
 def import_optional(library: str, feature: str) -> Any:
-    """Import an optional dependency; if it is missing, the UserError gives the pip command."""
+    """Import an optional dependency; if it is missing, the UserError gives the command that installs it.
+
+    The command names this Python: an environment that go.py made has no `pip` on the user's path.
+    """
     from importlib import import_module
 
     try:
         return import_module(library)
     except ImportError:
         package = library.partition(".")[0]
-        install = f"pip install 'firth[{PIP_EXTRAS[package]}]'"
-        raise UserError(f"{feature} needs the package {package}, which is not installed: {install}.") from None
+        install = f"{shlex.quote(sys.executable)} -m pip install {package}"
+        raise UserError(f"{feature} needs the package {package}. Install it: {install}") from None
 
 
 # Opening
