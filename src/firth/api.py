@@ -35,6 +35,7 @@ from firth.generate import Blank, generate_results
 from firth.generate import fill as fill_blanks
 from firth.generate.config import make_generation_config
 from firth.generate.ngram import generate_ngram_results
+from firth.lab.against import SCRATCH, finetune_against
 from firth.lab.check import COMPARED_TOKENIZER_KINDS as COMPARED
 from firth.lab.check import check_corpus, read_leak_examples
 from firth.lab.check_page import save_check_page as save_check
@@ -791,6 +792,7 @@ def finetune(
     target_text: Sequence[str | Path] = (),
     allow_change: bool = False,
     rewind: int | None = None,
+    against: str | Path | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Fine-tune a checkpoint on a task with several seeds; return the mean and standard deviation of the scores.
@@ -801,35 +803,41 @@ def finetune(
     `recipe` names a published one ("ulmfit", "dai-le", "elmo"); the default is the family's own. With `target_text` the
     checkpoint is first pretrained on that text, in OUTPUT_DIR-target (ULMFiT's second stage). A resumed run whose
     recipe or examples have changed is refused unless `allow_change`; `rewind` is as in `pretrain`.
+
+    `against` fine-tunes a second arm with the same settings, and tests the difference: "scratch" starts from random
+    weights, a folder from another checkpoint. The arms are the runs finetuned/ and scratch/ (or against/).
     """
     require_single_process("Fine-tuning runs in one process: start one run per GPU for several seeds.")
-    if not Path(checkpoint).is_dir():
-        export = " `firth export FILE --format firth` makes one of a file of word vectors." * Path(checkpoint).is_file()
-        raise UserError(f"{checkpoint} is not a checkpoint folder. `firth pretrain` makes one: RUN/final.{export}")
-    model_config = read_config(checkpoint)
-    named: dict[str, Any] = {
-        "checkpoint": str(checkpoint),
-        "output_dir": str(output_dir),
-        **({"columns": dict(columns)} if columns else {}),
-    }
+    named: dict[str, Any] = {"output_dir": str(output_dir), **({"columns": dict(columns)} if columns else {})}
     if isinstance(train, Mapping) or isinstance(dev, Mapping) or isinstance(task, Mapping):
         encoding = str(options.get("encoding") or "utf-8")
         named["tasks"] = name_tasks(task, train, dev, options.pop("prefix", None), columns, encoding)
     else:
         named |= {"task": task, "train": str(train), "dev": str(dev)}
-    changes = merge_recipe_changes(config, options, overrides, named)
-    fields = finetuning_defaults(model_config, changes.get("optim"), lora=bool(changes.get("lora_rank")))
-    if recipe is not None:
-        fields = named_recipe(recipe, model_config, task if isinstance(task, str) else "text-to-text")
-    plan = apply_overrides(FinetuneRecipe(**fields), changes)
-    limit = model_config.max_length
-    if "max_seq_length" in changes and limit is not None and plan.max_seq_length > limit:
-        raise UserError(
-            f"--max-seq-length {plan.max_seq_length:,} is longer than the {limit:,} positions of {checkpoint}. Choose "
-            f"{limit:,} or less; longer texts are truncated."
-        )
+
+    def make_plan(start: str | Path) -> FinetuneRecipe:
+        model_config = read_finetune_config(start)
+        changes = merge_recipe_changes(config, options, overrides, {"checkpoint": str(start), **named})
+        fields = finetuning_defaults(model_config, changes.get("optim"), lora=bool(changes.get("lora_rank")))
+        if recipe is not None:
+            fields = named_recipe(recipe, model_config, task if isinstance(task, str) else "text-to-text")
+        plan, limit = apply_overrides(FinetuneRecipe(**fields), changes), model_config.max_length
+        if "max_seq_length" in changes and limit is not None and plan.max_seq_length > limit:
+            raise UserError(
+                f"--max-seq-length {plan.max_seq_length:,} is longer than the {limit:,} positions of {start}. Choose "
+                f"{limit:,} or less; longer texts are truncated."
+            )
+        return plan
+
+    plan = make_plan(checkpoint)
     if plan.parallel != "none":
         raise UserError(f"parallel={plan.parallel} is for pretraining: fine-tuning runs in one process. Leave it out.")
+    if against is not None:
+        given = {"--from-scratch": plan.from_scratch, "--target-text": target_text, "--rewind": rewind is not None}
+        if wrong := next((name for name, value in given.items() if value), None):
+            raise UserError(f"--against {against} and {wrong} exclude each other: leave one out.")
+        other = replace(plan, from_scratch=True) if str(against) == SCRATCH else make_plan(against)
+        return finetune_against(plan, other, resume, overwrite, allow_change)
     if target_text:
         check_task(plan)  # before the first stage, which takes long
         stage = {"resume": resume or rewind is not None, "overwrite": overwrite, "allow_change": allow_change}
@@ -839,6 +847,14 @@ def finetune(
     with quiet():  # the run has printed all notices on these files
         examples = read_finetune_data(plan).dev
     return {**result, "report": str(write_run_report_and_card(Path(plan.output_dir), result, examples))}
+
+
+def read_finetune_config(checkpoint: str | Path) -> ModelConfig:
+    """Read the config of a checkpoint; a path that is none is an error that says how to make one."""
+    if not Path(checkpoint).is_dir():
+        export = " `firth export FILE --format firth` makes one of a file of word vectors." * Path(checkpoint).is_file()
+        raise UserError(f"{checkpoint} is not a checkpoint folder. `firth pretrain` makes one: RUN/final.{export}")
+    return read_config(checkpoint)
 
 
 def name_tasks(

@@ -240,16 +240,24 @@ def test_every_number_of_a_card_and_a_report_is_that_of_the_results(tuned: Path,
 def test_a_report_says_of_a_baseline_what_the_terminal_says(tuned: Path) -> None:
     results = json.loads((tuned / "results.json").read_text())
     examples = read_labelled(tuned.parent / "dev.jsonl", "classify")
-    unknown = {"baseline": "other", "examples": 4, "samples": 9, "between_seeds": 0.02}
+    unknown = {"metric": "accuracy", "baseline": "other", "examples": 4, "over": "seeds and examples"}
+    unknown |= {"num_seeds": [5, 5], "paired_seeds": False, "degrees_of_freedom": 7.123}
     unknown |= dict.fromkeys(("difference", "low", "high", "p_value"), math.nan)
-    better = unknown | {"difference": 0.03, "low": 0.01, "high": 0.05, "p_value": 0.01}
+    better = unknown | {"difference": 0.03, "low": 0.01, "high": 0.05, "p_value": 0.0001}
 
     def page(test: dict[str, Any]) -> str:
-        return write_run_report(tuned, results | {"bootstrap": test}, examples).read_text(encoding="utf-8")
+        return write_run_report(tuned, results | {"comparison": test}, examples).read_text(encoding="utf-8")
 
     assert "accuracy cannot be compared with other: it is not a number" in page(unknown)
-    assert "other examples would say so too, but other seeds may not (±0.02)" in page(better)
-    assert "that is more than chance" in page(better | {"between_seeds": 0.01})
+    said = (
+        "p &lt; 0.001, over 5 and 5 seeds and 4 dev examples; t with 7.12 degrees of freedom): that is more than chance"
+    )
+    assert said in page(better)
+    assert "over 5 pairs of seeds" in page(better | {"paired_seeds": True})
+    assert "that may be chance" in page(better | {"p_value": 0.05})
+    few = page(better | {"over": "examples", "num_seeds": [2, 2]})
+    assert "over 4 dev examples alone): 2 and 2 seeds are too few to judge whether other seeds agree." in few
+    assert "more than chance" not in few
 
 
 def test_a_card_lists_what_is_not_as_usual() -> None:

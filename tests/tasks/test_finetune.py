@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tasks.small import parts as small_parts
 
 from firth.core.errors import UserError
-from firth.core.files import find_corruption
+from firth.core.files import find_corruption, replace_nonfinite
 from firth.evaluate import evaluate
 from firth.metrics import compute_metrics
 from firth.models import AuxiliaryLM, ClassificationHead, Model, load_model, make_model, read_config
@@ -854,16 +854,18 @@ def test_comparison_with_a_baseline(
     bad = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "bad", max_steps=1, seeds=2))
     fields = dict(max_steps=80, seeds=2, baseline=str(tmp_path / "bad"))
     good = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "good", **fields))
-    found = good["bootstrap"]
+    found = good["comparison"]
     assert found["difference"] == pytest.approx(good["mean"] - bad["mean"])
     assert found["low"] < found["difference"] < found["high"]
     assert found["low"] > 0
     assert found["p_value"] < 0.01
-    assert "that is more than chance" in capsys.readouterr().err
+    said = " ".join(capsys.readouterr().err.split())
+    assert "2 and 2 seeds are too few to judge whether other seeds agree" in said
+    assert "more than chance" not in said
     same = finetune(
         recipe(checkpoint_of("bert"), toy, tmp_path / "same", **fields | {"baseline": str(tmp_path / "good")})
     )
-    assert (same["bootstrap"]["difference"], same["bootstrap"]["p_value"]) == (0.0, 1.0)
+    assert (same["comparison"]["difference"], same["comparison"]["p_value"]) == (0.0, 1.0)
 
 
 def compared(folder: Path, task: Any, dev: list[Example], ours: list[Any], theirs: list[Any]) -> Any:
@@ -915,22 +917,19 @@ def test_a_baseline_on_other_texts_is_reported(tmp_path: Path, capsys: pytest.Ca
 def test_a_difference_within_seed_noise_is_not_significant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dev = [Example(i, ("t",), "ab"[i % 2]) for i in range(200)]
     right, half = [e.target for e in dev], ["a"] * 200
-    for name, answers in {
-        "ours/seed-0": right,
-        "ours/seed-1": half,
-        "theirs/seed-0": half,
-        "theirs/seed-1": half,
-    }.items():
-        (tmp_path / name).mkdir(parents=True)
-        write_predictions(tmp_path / name / "predictions.jsonl", dev, [Prediction(answer) for answer in answers])
-    r = FinetuneRecipe(task="classify", dev="dev.jsonl", baseline=str(tmp_path / "theirs"), seeds=2)
+    for i, (ours, theirs) in enumerate([(right, half), (half, half), (half, half)]):
+        for name, answers in {"ours": ours, "theirs": theirs}.items():
+            (tmp_path / name / f"seed-{i}").mkdir(parents=True)
+            file = tmp_path / name / f"seed-{i}" / "predictions.jsonl"
+            write_predictions(file, dev, [Prediction(answer) for answer in answers])
+    r = FinetuneRecipe(task="classify", dev="dev.jsonl", baseline=str(tmp_path / "theirs"), seeds=3)
     found = compare_with_baseline(r, Scored("classify", "accuracy"), dev, tmp_path / "ours")  # type: ignore[arg-type]
-    assert found["difference"] == 0.25
-    assert found["between_seeds"] == pytest.approx(0.25)  # a deviation of 0.354 over the root of 2
-    assert found["p_value"] < 0.01
-    assert "other examples would say so too, but other seeds may not (±0.25)" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    assert found["difference"] == pytest.approx(0.5 / 3)
+    assert found["seed_error"] == pytest.approx(0.5 / 3)  # a deviation of 0.5 / sqrt(3), over sqrt(3) again
+    assert found["p_value"] > 0.3  # over the examples alone: 0.001
+    said = " ".join(capsys.readouterr().err.split())
+    assert "over 3 and 3 seeds and 200 dev examples" in said
+    assert "that may be chance" in said
 
 
 def test_dev_equal_to_train_is_reported(
@@ -1000,13 +999,13 @@ def test_results_are_written_before_the_comparison(
         return real(*_, **__)
 
     module = sys.modules["firth.tasks.results"]
-    real = module.paired_bootstrap
-    monkeypatch.setattr(module, "paired_bootstrap", compare)
+    real = module.bootstrap_scores
+    monkeypatch.setattr(module, "bootstrap_scores", compare)
     found = finetune(recipe(checkpoint_of("bert"), toy, tmp_path / "two", max_steps=1, baseline=str(tmp_path / "one")))
-    assert seen[0]["bootstrap"] is None
+    assert seen[0]["comparison"] is None
     assert seen[0]["mean"] == found["mean"]
-    assert json.loads((tmp_path / "two" / "results.json").read_text()) == found
-    assert found["bootstrap"]["samples"] == 1000
+    assert json.loads((tmp_path / "two" / "results.json").read_text()) == replace_nonfinite(found)
+    assert found["comparison"]["samples"] == 1000
 
 
 def test_a_nan_score_is_not_significant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,12 +176,12 @@ def show(json: bool, **options: Any) -> None:
 @command(
     opt.FinetuneOptions,
     FinetuneRecipe,
-    "num_train_epochs max_steps max_seq_length per_device_train_batch_size learning_rate shots seeds "
-    "from_scratch lora_rank bf16 device",
+    "num_train_epochs max_steps max_seq_length per_device_train_batch_size learning_rate shots seeds lora_rank bf16 "
+    "device",
     hidden_fields=DISTRIBUTED_FIELDS,
     examples="""
 firth finetune run/final --task pair --train a.csv --dev b.csv --output-dir x
-firth finetune run/final ... --from-scratch    # what did pretraining bring?
+firth finetune run/final ... --against scratch --seeds 5  # gain, with a test
 firth finetune llama/ ... --lora-rank 8 --learning-rate 2e-4
 """,
 )
@@ -202,6 +202,8 @@ def finetune(json: bool, resume: bool, resume_from_checkpoint: bool = False, **o
     result = api.finetune(resume=resume or resume_from_checkpoint, **options)
     if json:
         render.print_json(result)
+    elif "against" in options:
+        render.print_arms(result)
     else:
         render.print_seeds(result, ", ".join(result.get("tasks", ())) or options["dev"], options["output_dir"])
 

@@ -621,6 +621,13 @@ class FinetuneOptions(RecipeOptions, ResumeOptions):
         topic=TRAINING,
         common=False,
     )
+    against: str | None = option(
+        None,
+        "Fine-tune this checkpoint too (scratch: random weights) and test the difference. Both arms have the same "
+        "settings; the test is over seeds and dev examples, and needs 3 seeds or more. Default: none.",
+        "CHECKPOINT",
+        topic="Seeds and scores",
+    )
     target_text: list[str] | None = option(
         None, "Pretrain first on this text of the task's domain, in OUTPUT_DIR-target. Default: do not.", "PATH"
     )

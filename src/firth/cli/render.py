@@ -139,6 +139,18 @@ def print_seeds(result: Mapping[str, Any], dev: str, output_dir: str) -> None:
     say(f"The model is {output_dir}/final, the report {result['report']}.")
 
 
+def print_arms(result: Mapping[str, Any]) -> None:
+    """The scores of both arms of a fine-tuning with --against."""
+    from firth.lab.against import arm_table
+
+    other = result["against"]
+    names, rows = arm_table(
+        {Path(arm["output_dir"]).name: {**arm, "metric": result["metric"]} for arm in (result, other)}
+    )
+    show_table(f"{result['task']} from two starts", names, [[format_value(value) for value in row] for row in rows])
+    say(f"The model is {result['output_dir']}/final, the report {result['report']}.")
+
+
 def print_evaluation(result: Mapping[str, Any]) -> None:
     rows = [(name, format_value(value)) for name, value in result["metrics"].items()]
     groups = [(f"  {name}", format_value(value)) for name, value in result.get("by_group", {}).items()]

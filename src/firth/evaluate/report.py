@@ -12,7 +12,7 @@ import yaml
 from firth.core.files import MODEL_CARD_FILE, read_json
 from firth.core.html import HtmlPage, plot_loss_curve
 from firth.evaluate.card import write_model_card
-from firth.metrics import Comparison, confusion_matrix, mean_and_std, per_class_metrics, per_type_metrics
+from firth.metrics import confusion_matrix, mean_and_std, per_class_metrics, per_type_metrics
 from firth.metrics.tagging import are_span_tags
 from firth.tasks import Prediction, read_predictions
 from firth.tasks.multitask import task_of
@@ -87,10 +87,8 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
         page.add_paragraph(text.replace("vectors scores", "vectors score") + failed)
     if result.get("diverged"):
         page.add_paragraph(f"Seeds whose loss diverged, without a score: {format_list(result['diverged'])}.")
-    if test := result.get("bootstrap"):
-        comparison = Comparison(**{name: test[name] for name in Comparison._fields})
-        text = describe_comparison(comparison, result["metric"], test["baseline"], test["between_seeds"])
-        page.add_paragraph(f"{text} (Paired bootstrap over {test['examples']:,} examples.)")
+    if result.get("comparison"):
+        page.add_paragraph(describe_comparison(result["comparison"]))
     lines = read_predictions(folder / "predictions.jsonl")
     predictions = [Prediction(line["prediction"], line.get("scores")) for line in lines]
     if tasks := result.get("tasks"):

@@ -7,9 +7,15 @@ from firth.metrics.additive import (
     additive_entity_score,
     is_additive_metric,
     make_additive_score,
-    mean_additive_score,
 )
-from firth.metrics.bootstrap import Comparison, failed_runs, mean_and_std, paired_bootstrap
+from firth.metrics.bootstrap import (
+    Comparison,
+    bootstrap_scores,
+    compare_seeds,
+    failed_runs,
+    mean_and_std,
+    paired_bootstrap,
+)
 from firth.metrics.classification import (
     ClassMetrics,
     accuracy,
@@ -72,7 +78,9 @@ __all__ = [
     "best_threshold",
     "bits_per_byte",
     "bleu",
+    "bootstrap_scores",
     "chrf",
+    "compare_seeds",
     "compute_metrics",
     "confusion_matrix",
     "correct_mask",
@@ -89,7 +97,6 @@ __all__ = [
     "majority_accuracy",
     "make_additive_score",
     "mcc",
-    "mean_additive_score",
     "mean_and_std",
     "micro_f1",
     "minimal_pair_correct",

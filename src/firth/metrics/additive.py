@@ -39,17 +39,6 @@ class AdditiveScore(NamedTuple):
         return self.score_fn(count_N @ self.per_example)
 
 
-def mean_additive_score(additive_scores: Sequence[AdditiveScore]) -> AdditiveScore:
-    """Return the mean of several scores, such as those of several seeds."""
-    ends = np.cumsum([s.per_example.shape[1] for s in additive_scores])[:-1]
-
-    def score(sums: FloatArray) -> float:
-        parts = zip(additive_scores, np.split(sums, ends), strict=True)
-        return float(np.mean([s.score_fn(part) for s, part in parts]))
-
-    return AdditiveScore(np.hstack([s.per_example for s in additive_scores]), score)
-
-
 def is_additive_metric(task: str, metric: str, references: Sequence[Any]) -> bool:
     """Whether a metric depends on sums only, and on few enough of them."""
     fits = metric not in CONFUSION_METRICS or len(set(references)) <= MAX_CONFUSION_CLASSES

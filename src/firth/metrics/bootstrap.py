@@ -1,9 +1,14 @@
-"""Statistics over runs and between two systems: mean and deviation, failed runs, and the paired bootstrap test.
+"""Statistics over runs and between two systems: mean and deviation, failed runs, and two tests of a difference.
 
 The paired bootstrap (Koehn 2004) asks whether system A beats system B beyond the chance of the test set. It draws test
 sets of the same size with replacement and computes the difference of both systems on each. The middle 95% of these
 differences is a confidence interval. Pairing matters: both systems are scored on the same draw, so that the difficulty
 of its examples cancels out.
+
+It takes the trained models as given. Other seeds give other models, and a difference between two methods must hold for
+them too (Dror et al. 2019, "Deep Dominance"). `compare_seeds` counts both: its variance is that of the seeds' scores
+plus what resampling the examples adds to all seeds alike. Few seeds tell their variance badly, so its quantiles are
+those of Student's t with the degrees of freedom of Welch and Satterthwaite.
 """
 
 from __future__ import annotations
@@ -23,12 +28,15 @@ from firth.metrics.additive import AdditiveScore
 from firth.metrics.classification import check_same_length
 
 MIN_FINITE_SHARE = 0.5  # of the samples; below it, interval and p-value are NaN
+MIN_SEEDS = 3  # of each arm; with fewer, the variance between seeds is not judged
 
 
 class Comparison(NamedTuple):
-    """Score of A minus score of B, its 95% interval over the samples, and the two-sided p-value.
+    """Score of A minus score of B, its 95% interval and the two-sided p-value; of several seeds the mean scores.
 
     `samples` counts the samples with a finite difference. `low`, `high` and `p_value` are NaN if there are too few.
+    `over` says what may vary: seeds and examples, or the examples alone where an arm has fewer than `MIN_SEEDS` seeds.
+    `seed_error` and `example_error` are the standard errors of both parts; NaN if unknown.
     """
 
     difference: float
@@ -36,6 +44,10 @@ class Comparison(NamedTuple):
     high: float
     p_value: float
     samples: int
+    over: str
+    degrees_of_freedom: float
+    seed_error: float
+    example_error: float
 
 
 def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
@@ -84,54 +96,124 @@ def paired_bootstrap(
     Samples with a NaN difference, such as the correlation of equal answers, are ignored. If they are more than half, or
     the observed difference is not finite, the interval and the p-value are NaN.
     """
-    check_same_length(predictions_a, references)
-    check_same_length(predictions_b, references)
-    score_a, score_b = score_fn(predictions_a, references), score_fn(predictions_b, references)
-    if isinstance(score_a, AdditiveScore):
-        ones_N = np.ones(len(references))
-        difference = score_a.score_sample(ones_N) - score_b.score_sample(ones_N)
+    runs = [predictions_a, predictions_b]
+    score_S, sampled_RS = bootstrap_scores(score_fn, runs, references, num_samples, seed, max_seconds)
+    return compare_seeds(score_S[:1], score_S[1:], sampled_RS[:, :1], sampled_RS[:, 1:], len(references))
 
-        def sample_difference(indices: NDArray[np.int64]) -> float:
+
+def bootstrap_scores(
+    score_fn: Callable[[Any, Any], Any],
+    runs: Sequence[Sequence[Any]],
+    references: Sequence[Any],
+    num_samples: int = 1000,
+    seed: int = 0,
+    max_seconds: float = math.inf,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the scores of S runs (S,), and their scores in R resampled test sets (R, S), the same for all runs."""
+    for predictions in runs:
+        check_same_length(predictions, references)
+    scores = [score_fn(predictions, references) for predictions in runs]
+    if isinstance(scores[0], AdditiveScore):
+        ones_N = np.ones(len(references))
+        observed = [score.score_sample(ones_N) for score in scores]
+
+        def score_sample(indices: NDArray[np.int64]) -> list[float]:
             count_N = np.bincount(indices, minlength=len(references)).astype(np.float64)
-            return float(score_a.score_sample(count_N) - score_b.score_sample(count_N))
+            return [score.score_sample(count_N) for score in scores]
 
     else:
-        difference = float(score_a - score_b)
+        observed = scores
 
-        def sample_difference(indices: NDArray[np.int64]) -> float:
-            sampled_a, sampled_b, sampled_references = (
-                _select(items, indices) for items in (predictions_a, predictions_b, references)
-            )
-            return float(score_fn(sampled_a, sampled_references) - score_fn(sampled_b, sampled_references))
+        def score_sample(indices: NDArray[np.int64]) -> list[float]:
+            sampled_references = _select(references, indices)
+            return [score_fn(_select(predictions, indices), sampled_references) for predictions in runs]
 
     rng = np.random.default_rng(seed)
     draws = (rng.integers(len(references), size=len(references)) for _ in range(num_samples))
-    differences = _sample_differences(sample_difference, draws, num_samples, max_seconds)
-    finite = differences[np.isfinite(differences)]
-    if not math.isfinite(difference) or len(finite) < MIN_FINITE_SHARE * len(differences):
-        return Comparison(difference, math.nan, math.nan, math.nan, len(finite))
-    low, high = np.quantile(finite, [0.025, 0.975])
-    return Comparison(difference, float(low), float(high), _p_value(finite, difference), len(finite))
+    return np.array(observed, dtype=np.float64), _score_samples(score_sample, draws, num_samples, max_seconds)
 
 
-def _sample_differences(
-    difference_fn: Callable[[NDArray[np.int64]], float],
+def compare_seeds(
+    scores_a: NDArray[np.float64],
+    scores_b: NDArray[np.float64],
+    sampled_a: NDArray[np.float64],
+    sampled_b: NDArray[np.float64],
+    num_examples: int,
+    paired: bool = False,
+) -> Comparison:
+    """Compare two arms of several seeds: their scores (seeds,), and those in resampled test sets (R, seeds).
+
+    The score of seed i varies with the seed, with the examples in a way that all seeds share, and with both at once (on
+    which examples this seed is lucky). The variance over the seeds, s^2 / n, has the first and the last part. The
+    variance over resampled examples has the second and the last one, and `own` is that last one: the variance of the
+    seeds around their mean. So the sum of both minus `own` counts each part once. Without `paired` the arms' seeds are
+    independent (Welch's t-test); with it, seed i of both has the same training examples.
+    """
+    from scipy.special import stdtr, stdtrit  # Student's t: distribution function and its inverse
+
+    with np.errstate(invalid="ignore"):  # infinite scores
+        difference, samples = float(scores_a.mean() - scores_b.mean()), len(sampled_a)
+    finite_R = np.isfinite(sampled_a).all(1) & np.isfinite(sampled_b).all(1)
+    sampled_a, sampled_b = sampled_a[finite_R], sampled_b[finite_R]
+    over = "seeds and examples" if min(len(scores_a), len(scores_b)) >= MIN_SEEDS else "examples"
+    unknown = Comparison(difference, *(math.nan,) * 3, len(sampled_a), over, *(math.nan,) * 3)
+    if not math.isfinite(difference) or len(sampled_a) < max(MIN_FINITE_SHARE * samples, 2):
+        return unknown
+    differences_R = sampled_a.mean(1) - sampled_b.mean(1)
+    example_variance = float(differences_R.var(ddof=1))
+    if over == "examples":
+        low, high = np.quantile(differences_R, [0.025, 0.975]).tolist()
+        p_value = _p_value(differences_R, difference)
+        return unknown._replace(low=low, high=high, p_value=p_value, example_error=math.sqrt(example_variance))
+    arms = [(scores_a, sampled_a), (scores_b, sampled_b)]
+    if paired:
+        arms = [(scores_a - scores_b, sampled_a - sampled_b)]
+    seed_variances = [float(scores.var(ddof=1)) / len(scores) for scores, _ in arms]
+    own = sum(_variance_around_mean(sampled_RS) / sampled_RS.shape[1] for _, sampled_RS in arms)
+    shared = max(example_variance - own, 0.0)
+    variance = sum(seed_variances) + shared
+    if variance == 0:  # every seed and every sample gives this difference
+        return unknown._replace(
+            low=difference, high=difference, p_value=float(difference == 0), seed_error=0.0, example_error=0.0
+        )
+    uncertainty = shared**2 / max(num_examples - 1, 1)
+    uncertainty += sum(v**2 / (len(scores) - 1) for v, (scores, _) in zip(seed_variances, arms, strict=True))
+    freedom, error = variance**2 / uncertainty, math.sqrt(variance)
+    half_width = error * float(stdtrit(freedom, 0.975))
+    return unknown._replace(
+        low=difference - half_width,
+        high=difference + half_width,
+        p_value=2 * float(stdtr(freedom, -abs(difference) / error)),
+        degrees_of_freedom=freedom,
+        seed_error=math.sqrt(sum(seed_variances)),
+        example_error=math.sqrt(shared),
+    )
+
+
+def _variance_around_mean(sampled_RS: NDArray[np.float64]) -> float:
+    """Return the variance over the samples of one seed's score around the mean of the seeds (unbiased)."""
+    around_RS = sampled_RS - sampled_RS.mean(1, keepdims=True)
+    return float(around_RS.var(axis=0, ddof=1).sum()) / (sampled_RS.shape[1] - 1)
+
+
+def _score_samples(
+    score_fn: Callable[[NDArray[np.int64]], list[float]],
     draws: Iterator[NDArray[np.int64]],
     num_samples: int,
     max_seconds: float,
 ) -> NDArray[np.float64]:
-    """Return the difference in each sample; stop after `max_seconds`."""
-    deadline, differences = time.monotonic() + max_seconds, []
+    """Return the scores in each sample (R, S); stop after `max_seconds`."""
+    deadline, scores = time.monotonic() + max_seconds, []
     with progress("comparing both", "samples", num_samples) as p:
         for indices in draws:
-            differences.append(difference_fn(indices))
+            scores.append(score_fn(indices))
             p.advance()
             if time.monotonic() > deadline:
                 break
-    if len(differences) < num_samples:
-        count = format_count(len(differences), "sample")
+    if len(scores) < num_samples:
+        count = format_count(len(scores), "sample")
         say(f"the comparison took {format_duration(max_seconds)}: it is from {count}, not from {num_samples:,}.")
-    return np.array(differences)
+    return np.array(scores, dtype=np.float64)
 
 
 def _select(items: Sequence[Any], indices: NDArray[np.int64]) -> Any:

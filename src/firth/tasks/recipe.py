@@ -66,7 +66,7 @@ class FinetuneRecipe(TrainingConfig):
     )
     from_scratch: bool = recipe_field(False, "Train the same architecture from random weights, as a baseline.")
     baseline: str = recipe_field(
-        "", "Compare with this run folder on the same dev file (paired bootstrap test). Default: none."
+        "", "Compare with this run folder on the same dev file, over seeds and examples. Default: none."
     )
     metric: str = recipe_field(
         "",

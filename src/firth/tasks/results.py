@@ -1,8 +1,7 @@
 """Summarize fine-tuning seeds: mean and standard deviation, failed seeds, and significance against a baseline run.
 
 A seed fails if it does not beat the best constant prediction (`chance_score`), or if its loss diverges. The difference
-from a baseline is tested by a paired bootstrap over the dev examples. It must also exceed twice the standard error
-over the seeds (`describe_comparison`), because seeds vary as well as examples.
+from a baseline is tested over seeds and dev examples (`metrics.compare_seeds`), because both vary.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from firth.core.errors import UserError
 from firth.core.files import MANIFEST_FILE, atomic_folder, read_json, write_results, write_text
 from firth.metrics import (
     AdditiveScore,
-    Comparison,
     additive_entity_score,
+    bootstrap_scores,
+    compare_seeds,
     compute_metrics,
     failed_runs,
     is_additive_metric,
     make_additive_score,
-    mean_additive_score,
     mean_and_std,
-    paired_bootstrap,
 )
+from firth.metrics.bootstrap import MIN_SEEDS
 from firth.metrics.pairs import scores_from_ranks
 from firth.tasks.embed import all_have_scores
 from firth.tasks.multitask import AVERAGE_METRIC, MultiTask, split_by_task
@@ -148,7 +147,7 @@ def summarize_seeds(
         **({"tasks": summarize_tasks(task, completed_scores)} if isinstance(task, MultiTask) else {}),
         DIVERGED_KEY: diverged,
         "scores": scores,
-        "bootstrap": None,
+        "comparison": None,
         "from_scratch": recipe.from_scratch,
         "best_seed": best,
         "steps": [run["steps"] for run in runs],
@@ -159,7 +158,7 @@ def summarize_seeds(
     }
     write_results(folder / "results.json", results)
     if recipe.baseline:
-        results["bootstrap"] = compare_with_baseline(recipe, task, dev, folder)
+        results["comparison"] = compare_with_baseline(recipe, task, dev, folder)
         write_results(folder / "results.json", results)
     return results
 
@@ -359,34 +358,49 @@ def has_other_examples(run: Path, dev: Sequence[Example]) -> bool:
 
 
 def compare_with_baseline(recipe: FinetuneRecipe, task: Task, dev: Sequence[Example], folder: Path) -> dict[str, Any]:
-    """Return the difference of the seed means from the baseline, with its paired bootstrap over the dev examples."""
+    """Return the difference of the seed means from the baseline, tested over the seeds and the dev examples."""
     seed_folders = [folder / f"seed-{i}" for i in range(recipe.seeds)]
     # a diverged seed has no predictions
     run_predictions = [load_seed_predictions(seed)[0] for seed in seed_folders if (seed / PREDICTIONS_FILE).is_file()]
     metric, baseline_predictions = deciding_metric(recipe, task), load_seed_predictions(Path(recipe.baseline))
     keys = disambiguate_ids(e.id for e in dev)
-    shared = [i for i, key in enumerate(keys) if all(key in seed for seed in (*run_predictions, *baseline_predictions))]
+    seeds = [*run_predictions, *baseline_predictions]
+    shared = [i for i, key in enumerate(keys) if all(key in seed for seed in seeds)]
     both, keys = [dev[i] for i in shared], [keys[i] for i in shared]
 
-    def mean_score(answers: Sequence[tuple[Any, ...]], examples: Sequence[Example]) -> Any:
-        """Mean score over the seeds."""
-        seeds = zip(*answers, strict=True)
-        scores = [task.score(examples, [Prediction(a) for a in seed]) for seed in seeds]
-        return np.mean([score.get(metric, math.nan) for score in scores])  # one class alone has no F1
+    def score_seed(answers: Sequence[Any], examples: Sequence[Example]) -> Any:
+        scores = task.score(examples, [Prediction(a) for a in answers])
+        return scores.get(metric, math.nan)  # one class alone has no F1
 
-    def mean_sums(answers: Sequence[tuple[Any, ...]], examples: Sequence[Example]) -> AdditiveScore:
+    def sum_seed(answers: Sequence[Any], examples: Sequence[Example]) -> AdditiveScore:
         """The same as per-example sums: resampling then adds them up and does not score again."""
-        return mean_additive_score(
-            [additive_task_score(task.name, metric, seed, examples) for seed in zip(*answers, strict=True)]
-        )
+        return additive_task_score(task.name, metric, answers, examples)
 
-    score_fn = mean_sums if is_additive_metric(task.name, metric, [e.target for e in both]) else mean_score
-    answers = answers_by_example(run_predictions, keys), answers_by_example(baseline_predictions, keys)
-    comparison = paired_bootstrap(score_fn, *answers, both, BOOTSTRAP_SAMPLES, max_seconds=BOOTSTRAP_MAX_SECONDS)
-    seed_scores = [[mean_score([(a,) for a in seed], both) for seed in zip(*part, strict=True)] for part in answers]
-    seed_noise = math.hypot(*(mean_and_std(scores)[1] / math.sqrt(len(scores)) for scores in seed_scores))
-    say(describe_comparison(comparison, metric, recipe.baseline, seed_noise))
-    return {**comparison._asdict(), "between_seeds": seed_noise, "baseline": recipe.baseline, "examples": len(both)}
+    score_fn = sum_seed if is_additive_metric(task.name, metric, [e.target for e in both]) else score_seed
+    answers = [[seed[key] for key in keys] for seed in seeds]
+    score_S, sampled_RS = bootstrap_scores(
+        score_fn, answers, both, BOOTSTRAP_SAMPLES, max_seconds=BOOTSTRAP_MAX_SECONDS
+    )
+    n, paired = len(run_predictions), has_paired_seeds(recipe, len(run_predictions), len(baseline_predictions))
+    comparison = compare_seeds(score_S[:n], score_S[n:], sampled_RS[:, :n], sampled_RS[:, n:], len(both), paired)
+    found = comparison._asdict() | {
+        "metric": metric,
+        "baseline": recipe.baseline,
+        "examples": len(both),
+        "num_seeds": [n, len(baseline_predictions)],
+        "paired_seeds": paired,
+    }
+    say(describe_comparison(found))
+    return found
+
+
+def has_paired_seeds(recipe: FinetuneRecipe, num_seeds: int, num_baseline_seeds: int) -> bool:
+    """Whether seed i of both runs trains on the same few examples (`shots`), so that their luck with them cancels."""
+    if not recipe.shots or num_seeds != recipe.seeds or num_baseline_seeds != recipe.seeds:
+        return False
+    file = Path(recipe.baseline) / "recipe.yaml"
+    other = read_yaml_mapping(file) if file.is_file() else {}
+    return all(other.get(name) == getattr(recipe, name) for name in ("shots", "seed", "train_checksum"))
 
 
 def additive_task_score(
@@ -405,25 +419,31 @@ def additive_task_score(
     return make_additive_score(name, metric, predictions, true)
 
 
-def describe_comparison(comparison: Comparison, metric: str, baseline: str, seed_noise: float) -> str:
-    """Say whether a difference is significant, or why it cannot be tested.
-
-    It is significant if p < 0.05 over the examples and it exceeds twice the seeds' standard error (`seed_noise`).
-    """
-    if math.isnan(comparison.p_value):
-        known = math.isfinite(comparison.difference)
+def describe_comparison(found: Mapping[str, Any]) -> str:
+    """Say how large a difference is, over what its interval and p-value are, and whether it may be chance."""
+    metric, baseline, difference, p_value = (found[k] for k in ("metric", "baseline", "difference", "p_value"))
+    if p_value is None or math.isnan(p_value):
+        known = difference is not None and math.isfinite(difference)
         where = "in most samples of dev" if known else "in one of both runs, or in both"
         return f"{metric} cannot be compared with {baseline}: it is not a number {where}."
-    sure = "that is more than chance" if comparison.p_value < 0.05 else "that may be chance"
-    if comparison.p_value < 0.05 and not abs(comparison.difference) > 2 * seed_noise:
-        sure = f"other examples would say so too, but other seeds may not (±{seed_noise:.2g})"
-    return (
-        f"{metric} is {comparison.difference:+.4g} against {baseline} "
-        f"(95%: {comparison.low:+.4g} to {comparison.high:+.4g}, "
-        f"p = {comparison.p_value:.3g}): {sure}."
-    )
+    ours, theirs = found["num_seeds"]
+    examples, interval = format_count(found["examples"], "dev example"), f"{found['low']:+.4g} to {found['high']:+.4g}"
+    start = f"{metric} is {difference:+.4g} against {baseline} (95%: {interval}, {format_p_value(p_value)}, over "
+    if found["over"] == "examples":
+        return (
+            f"{start}{examples} alone): {ours} and {format_count(theirs, 'seed')} are too few to judge whether other "
+            f"seeds agree. Give both runs --seeds 5; {MIN_SEEDS} are the least."
+        )
+    freedom = found["degrees_of_freedom"]
+    test = "" if freedom is None or math.isnan(freedom) else f"; t with {freedom:.3g} degrees of freedom"
+    pairs = f"{ours} pairs of seeds" if found["paired_seeds"] else f"{ours} and {theirs} seeds"
+    verdict = "that is more than chance" if p_value < 0.05 else "that may be chance"
+    return f"{start}{pairs} and {examples}{test}): {verdict}."
 
 
-def answers_by_example(seeds: Sequence[Mapping[Any, Any]], keys: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Return, per example, the tuple of the seeds' predictions."""
-    return [tuple(seed[key] for seed in seeds) for key in keys]
+def format_p_value(p_value: float) -> str:
+    """
+    >>> format_p_value(0.0000001), format_p_value(0.001), format_p_value(0.2444)
+    ('p < 0.001', 'p = 0.001', 'p = 0.244')
+    """
+    return "p < 0.001" if p_value < 0.001 else f"p = {p_value:.3g}"

@@ -45,8 +45,11 @@ RUN_FOLDERS = (
     "decoder",
     "encoder-decoder",
 )
-# Folders that quickstart and prove-resume write inside their own.
-STAGE_FOLDERS = ("untrained", "pretraining", "pretrained-*", "scratch-*", "straight", "killed")
+# Folders that quickstart, prove-resume and finetune --against write inside their own.
+STAGE_FOLDERS = (
+    *("untrained", "pretraining", "pretrained-*", "scratch-*", "straight", "killed"),
+    *("finetuned", "scratch", "against"),
+)
 LEFTOVER_PATTERNS = (".*.tmp", ".*.old")  # left by a killed writer
 UNFINISHED_PATTERNS = (".*.part", ".*.journal", ".*.seen")  # unfinished shards, which a resumed run completes
 PREPARED_FILES = ("source.json", "tokenizer", "data", CLOCK_FILE)  # written before training starts
