@@ -2,7 +2,8 @@
 
 A file is written under a temporary name, fsynced, and renamed over the old one: POSIX renames are atomic. A folder is
 written in the same way, with a manifest of sizes and SHA-256 checksums as its last file. Whoever finds the manifest
-knows that the folder is complete, and `find_corruption` verifies its content.
+knows that the folder is complete, and `find_corruption` verifies its content. All files get the mode that the umask
+says: safetensors creates its own with 0600.
 """
 
 from __future__ import annotations
@@ -107,8 +108,10 @@ def atomic_folder(path: Path, partial_folder: Path | None = None, **metadata: An
     (temporary / MANIFEST_FILE).unlink(missing_ok=True)
     try:
         yield temporary
-        files = {}
+        files, mode = {}, umask_mode(temporary)
         for file in sorted(p for p in temporary.rglob("*") if p.is_file()):
+            if file.stat().st_mode & 0o777 != mode:
+                file.chmod(mode)
             fd = os.open(file, os.O_RDONLY)
             try:
                 os.fsync(fd)
@@ -125,6 +128,37 @@ def atomic_folder(path: Path, partial_folder: Path | None = None, **metadata: An
         if partial_folder is None:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def umask_mode(folder: Path) -> int:
+    """Return the mode of a new file in `folder`; `os.umask` would change it for other threads meanwhile."""
+    probe = folder / ".mode.tmp"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    return mode
+
+
+def check_disk_space(folder: Path, needed_bytes: int, purpose: str) -> None:
+    """Raise a UserError if the disk of `folder`, which may not exist yet, has less free space than `needed_bytes`."""
+    parent = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    free = shutil.disk_usage(parent).free
+    if needed_bytes > free:
+        raise UserError(
+            f"{folder}: {purpose} takes {format_bytes(needed_bytes)}, and the disk has {format_bytes(free)} free. Free "
+            "some space, choose a folder on another disk, or a smaller model."
+        )
+
+
+def format_bytes(num_bytes: float) -> str:
+    """
+    >>> format_bytes(512), format_bytes(3_250_000), format_bytes(16e9)
+    ('512 bytes', '3.2 MB', '16.0 GB')
+    """
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes:,.0f} bytes"
 
 
 def swap_folder(temporary: Path, path: Path) -> None:

@@ -84,6 +84,7 @@ from firth.train.distributed import SINGLE_PROCESS, check_device, select_device
 from firth.train.folder import DATA_NOTES_FILE
 from firth.train.pretrain import resolve_schedule, time_steps
 from firth.train.recipe import recipe_differences
+from firth.train.resources import ResourceEstimate, check_resources, estimate_resources
 from firth.train.resume import extend_skips, merge_recipe, rewind_checkpoints, truncate_log
 
 DEFAULT_FINETUNE_EPOCHS = 3.0  # epochs per seed if the recipe sets no length
@@ -151,6 +152,8 @@ def run_seeds(
         balance_class_weights(task.configure_model(config), [e.target for e in data.train])
     if not recipe.from_scratch:
         find_weight_files(Path(recipe.checkpoint))
+    if earlier is None:
+        check_resources(estimate_finetuning(recipe, task, config), stored.parent, select_device(SINGLE_PROCESS, recipe))
 
     inputs = [recipe.checkpoint, *recipe.label_files, recipe.baseline]
     folder = stored.parent
@@ -186,6 +189,13 @@ def run_seeds(
         runs = [train_seed(job, seed, resume) for seed in range(recipe.seeds)]
         with explain_disk_errors(folder):
             return summarize_seeds(recipe, task, data.train, data.dev, runs, folder)
+
+
+def estimate_finetuning(recipe: FinetuneRecipe, task: Task, config: ModelConfig) -> ResourceEstimate:
+    """Estimate what a seed needs. With LoRA or frozen weights, those that are not trained count alone."""
+    frozen = recipe.lora_rank or recipe.freeze != "none"
+    model_config = recipe.apply_head_options(task.configure_model(config))
+    return estimate_resources(model_config, recipe, trainable_share=0.0 if frozen else 1.0)
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,7 @@ from firth.train.loop import FitResult, fit
 from firth.train.optim import make_optimizer
 from firth.train.ramp import check_even_split, mean_batch_rows, ramp_stages, stage_shares
 from firth.train.recipe import Recipe, TrainingConfig, load_recipe, save_recipe
+from firth.train.resources import check_resources, estimate_resources
 from firth.train.resume import is_run_finished, merge_recipe, rewind_run, verify_same_shards
 from firth.train.step import (
     RecurrentStateDict,
@@ -155,6 +156,14 @@ def run_pretraining(
 
     recipe = broadcast_recipe(dist_context, resolve_data)
     compute = choose_compute(recipe, dist_context)
+    if is_new:
+        check_resources(
+            estimate_resources(recipe.model, recipe),
+            folder,
+            compute.device,
+            dist_context.world_size if recipe.parallel == "fsdp" else 1,
+            None if recipe.checkpoint else shards.num_tokens,
+        )
 
     with preload_compiler(compute):
         rows = dist_context.main_process_first(lambda: make_row_dataset(recipe, shards, held_out=False))
