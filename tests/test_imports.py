@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -142,11 +144,14 @@ def test_only_hf_needs_transformers() -> None:
 
 
 def only_names(source: str) -> bool:
-    """Whether a file holds imports, `__all__` and a docstring, and nothing else."""
-    for node in ast.parse(source).body:
+    """Whether a file holds imports, `__all__` and a docstring, and nothing else but `make_lazy`."""
+    lazy = ast.unparse(ast.parse(source)).endswith("\nmake_lazy(__name__)")
+    nodes = ast.parse(source).body[: -1 if lazy else None]
+    for node in nodes:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         listing = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-        if not (docstring or listing or isinstance(node, ast.Import | ast.ImportFrom)):
+        at_first_use = lazy and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if not (docstring or listing or at_first_use or isinstance(node, ast.Import | ast.ImportFrom)):
             return False
     return True
 
@@ -160,6 +165,20 @@ def test_code_in_an_init_file_is_caught() -> None:
     assert only_names('"""Doc."""\nfrom a import b\n__all__ = ["b"]')
     assert not only_names("from a import b\nb()")
     assert not only_names("def f(): ...")
+    assert only_names("if TYPE_CHECKING:\n    from a import b\nmake_lazy(__name__)")
+    assert not only_names("if TYPE_CHECKING:\n    from a import b")
+
+
+@pytest.mark.parametrize("name", ["models", "train", "tasks", "generate"])
+def test_a_lazy_package_has_each_of_its_names(name: str) -> None:
+    package = importlib.import_module(f"firth.{name}")
+    assert sorted(package.__all__) == sorted(package._files)
+    for exported in package.__all__:
+        value = getattr(package, exported)
+        assert not isinstance(value, ModuleType), "a function, and not the file of the same name"
+        assert value is getattr(importlib.import_module(package._files[exported]), exported)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        package.nothing  # noqa: B018
 
 
 def test_every_library_we_import_is_declared() -> None:
@@ -188,8 +207,8 @@ def normal(distribution: str) -> str:
 def test_a_command_does_not_load_what_few_of_them_need() -> None:
     found = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
     loaded = set(found.stdout.split())
-    assert {"firth.api", "torch"} < loaded
-    assert not loaded & {"matplotlib", "torch._dynamo", "transformers", "numba"}
+    assert {"firth.api", "firth.recipes", "numpy"} < loaded
+    assert not loaded & {"torch", "matplotlib", "transformers", "numba", "scipy", "sklearn", "pandas"}
 
 
 # --- cycles between files -------------------------------------------------------------------------------------------
@@ -238,7 +257,7 @@ def package_exports(package: Path) -> dict[str, str]:
     tree = ast.parse(package.read_text(encoding="utf-8"))
     return {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
-        for node in tree.body
+        for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }

@@ -6,6 +6,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from firth.core.errors import UserError
+
 if TYPE_CHECKING:
     from firth.api import (
         check,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "UserError",
     "check",
     "compare",
     "embed",
@@ -63,6 +66,8 @@ def __getattr__(name: str) -> Any:
 
     function, package = getattr(api, name), sys.modules.get(f"firth.{name}")
     if package is not None:
+        for lazy in package.__all__:
+            getattr(package, lazy)
         function.__dict__ = package.__dict__
     return function
 

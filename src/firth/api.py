@@ -16,46 +16,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from firth.core.console import format_count, progress, quiet, say
 from firth.core.errors import UserError, did_you_mean
 from firth.core.files import atomic_folder, check_output_folder, find_corruption, read_json, write_json
 from firth.core.html import resolve_page_path
 from firth.core.serialization import TYPE_KEY, to_dict
-from firth.evaluate import compare_contexts, embed_texts, write_run_report_and_card
-from firth.evaluate import evaluate as evaluate_checkpoint
-from firth.evaluate import evaluate_suite as run_suite
-from firth.evaluate.export import compare_with_transformers, import_transformers, write_export
-from firth.evaluate.neighbours import Neighbour, most_similar, sample_neighbours, write_vector_report, write_vectors
-from firth.evaluate.vectors import load_word_vectors
-from firth.generate import Blank, generate_results
-from firth.generate import fill as fill_blanks
 from firth.generate.config import make_generation_config
-from firth.generate.ngram import generate_ngram_results
-from firth.lab.against import SCRATCH, finetune_against
 from firth.lab.check import COMPARED_TOKENIZER_KINDS as COMPARED
 from firth.lab.check import check_corpus, read_leak_examples
 from firth.lab.check_page import save_check_page as save_check
 from firth.lab.check_text import print_check
-from firth.lab.prove_resume import run_resume_proof
-from firth.lab.quickstart import quickstart as quickstart
-from firth.lab.show import build_batch_preview
-from firth.lab.show_page import find_free_show_page, save_show_page
-from firth.lab.show_text import print_preview
 from firth.models import (
     FAMILY_DESCRIPTIONS,
     PRESETS,
-    Model,
     ModelConfig,
     count_parameters,
     flops_per_token,
     from_hf_config,
     get_preset,
     is_preset,
-    load_model,
     read_config,
     with_vocabulary,
 )
@@ -71,9 +52,7 @@ from firth.recipes import (
 )
 from firth.recipes import named_finetuning_defaults as named_recipe
 from firth.static.ngram import is_ngram, load_ngram
-from firth.tasks import TASK_FILE, FinetuneRecipe, check_task, encode_task_prompts, finetuned_generation_settings
-from firth.tasks import finetune as run_finetune
-from firth.tasks.finetune import read_finetune_data
+from firth.tasks.recipe import TASK_FILE, FinetuneRecipe
 from firth.text import (
     CORPUS_OPTIONS,
     HELD_OUT_FRACTION,
@@ -97,11 +76,19 @@ from firth.tokens import (
 from firth.tokens import prepare as prepare_shards
 from firth.tokens.checkup import SAMPLE_CHARS
 from firth.tokens.prepare import digest_documents
-from firth.train import Recipe, apply_overrides, pretrain_in_folder, read_yaml_mapping, run_folder
 from firth.train.clock import RunClock
-from firth.train.distributed import require_single_process, silence_other_ranks
-from firth.train.folder import shared_run_folder
-from firth.train.launch import init_distributed
+from firth.train.launch_env import require_single_process, silence_other_ranks
+from firth.train.recipe import Recipe, apply_overrides, read_yaml_mapping
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from firth.evaluate.neighbours import Neighbour
+    from firth.generate import Blank
+    from firth.lab.quickstart import quickstart as quickstart
+    from firth.models import Model
+
+# Functions import whatever loads torch when they run: a mistake is reported at once, and torch takes seconds to load.
 
 MAX_CONCURRENT_SEQUENCES = 16  # sequences of one generation batch, beams included
 # Models that are counted, not trained: kind and default vocabulary size of their tokenizer (0: by the text's size).
@@ -119,7 +106,18 @@ STATIC_MODELS = (
     ("ngram", "counts of n-grams", "2 for each n-gram", "a baseline for perplexity; generation"),
 )
 
-load = load_model
+
+def __getattr__(name: str) -> Any:
+    """Import `load` and `quickstart` at their first use."""
+    if name == "load":
+        from firth.models import load_model
+
+        return load_model
+    if name == "quickstart":
+        from firth.lab.quickstart import quickstart
+
+        return quickstart
+    raise AttributeError(f"module 'firth.api' has no attribute {name!r}")
 
 
 def check(
@@ -344,6 +342,10 @@ def pretrain(
     plan = plan_pretraining(
         model, data, output_dir, tokenizer, objective, data_options, config, overrides, options, saved
     )
+    from firth.train import pretrain_in_folder
+    from firth.train.folder import shared_run_folder
+    from firth.train.launch import init_distributed
+
     dist, path = init_distributed(plan.recipe), Path(output_dir)
     if dist.is_restart(str(output_dir)):
         resume, overwrite, rewind = True, False, None
@@ -385,6 +387,9 @@ def prove_resume(
     data_options = DataOptions(vocab_size, lowercase, held_out, pop_corpus_options(options))
     options = {"max_steps": 10 * kills, "save_steps": 5, **options}
     plan = plan_pretraining(model, data, output_dir, tokenizer, objective, data_options, config, overrides, options)
+    from firth.lab.prove_resume import run_resume_proof
+    from firth.train import run_folder
+
     with run_folder(Path(output_dir), overwrite=overwrite, inputs=plan.inputs) as folder:
         return run_resume_proof(plan.resolve_recipe(plan.make_shards(folder)), folder, kills)
 
@@ -401,7 +406,6 @@ def pretrain_static(
 ) -> dict[str, Any]:
     """Train word2vec, GloVe or an n-gram model. Text, shards and the run folder are as in `pretrain`."""
     from firth.static.recipe import STATIC_RECIPES
-    from firth.static.train import run_static_recipe  # loads numba
 
     if name == "ngram" and (length := next((field for field in DURATION_FIELDS if field in changes), None)):
         raise UserError(
@@ -417,6 +421,11 @@ def pretrain_static(
     kind, vocab_size = STATIC_TOKENIZERS[name]
     new_tokenizer_args = [kind, data_options.vocab_size or vocab_size, data_options.lowercase]
     source = open_data_source(sources, tokenizer, data_options, new_tokenizer_args)
+    from firth.evaluate.neighbours import sample_neighbours, write_vector_report
+    from firth.evaluate.vectors import load_word_vectors
+    from firth.static.train import run_static_recipe  # loads numba
+    from firth.train import run_folder
+
     with run_folder(Path(recipe.output_dir), resume, overwrite, source.inputs) as folder:
         clock = RunClock(Path(recipe.output_dir), resume, start_time)
         shards = source.make_shards(folder)[""]
@@ -452,9 +461,13 @@ def show(
     """
     if rows < 1:
         raise UserError(f"--rows is {rows}, and must be at least 1.")
-    page = find_free_show_page(Path(output_dir), overwrite)
+    page = resolve_page_path(Path(output_dir), "show", overwrite)
     data_options = DataOptions(vocab_size, lowercase, held_out, pop_corpus_options(options))
     plan = plan_pretraining(model, data, output_dir, tokenizer, objective, data_options, config, overrides, options)
+    from firth.lab.show import build_batch_preview
+    from firth.lab.show_page import save_show_page
+    from firth.lab.show_text import print_preview
+
     with TemporaryDirectory(prefix="firth-show-") as folder:
         if plan.data_source.corpus is not None:
             say("Making a tokenizer and shards for this preview alone. After `firth prepare` it starts at once.")
@@ -836,8 +849,15 @@ def finetune(
         given = {"--from-scratch": plan.from_scratch, "--target-text": target_text, "--rewind": rewind is not None}
         if wrong := next((name for name, value in given.items() if value), None):
             raise UserError(f"--against {against} and {wrong} exclude each other: leave one out.")
+        from firth.lab.against import SCRATCH, finetune_against
+
         other = replace(plan, from_scratch=True) if str(against) == SCRATCH else make_plan(against)
         return finetune_against(plan, other, resume, overwrite, allow_change)
+    from firth.evaluate import write_run_report_and_card
+    from firth.tasks import check_task
+    from firth.tasks import finetune as run_finetune
+    from firth.tasks.finetune import read_finetune_data
+
     if target_text:
         check_task(plan)  # before the first stage, which takes long
         stage = {"resume": resume or rewind is not None, "overwrite": overwrite, "allow_change": allow_change}
@@ -932,6 +952,8 @@ def evaluate(
     name = f"{task}-{short_data_name(data)}" + "-ensemble" * bool(settings.get("ensemble"))
     path = Path(output_dir) if output_dir else default_evaluation_folder(checkpoint, name)
     settings = {"columns": columns, "overwrite": overwrite, "encoding": encoding, "documents": documents} | settings
+    from firth.evaluate import evaluate as evaluate_checkpoint
+
     return evaluate_checkpoint(checkpoint, task, data, path, numbered=output_dir is None, **settings)
 
 
@@ -983,6 +1005,8 @@ def evaluate_suite(
     """
     path = Path(output_dir) if output_dir else default_evaluation_folder(checkpoint, Path(suite).stem)
     changes = merge_recipe_changes(config, options, overrides, {})
+    from firth.evaluate import evaluate_suite as run_suite
+
     result = run_suite(checkpoint, suite, path, data, seeds, tasks, changes, resume, overwrite)
     scores = {name: task["score"] for name, task in result["tasks"].items()}
     metrics = {**scores, "average": result["average"]}
@@ -999,7 +1023,7 @@ def generate(
     that it was scored with. `chat` puts the prompt into the chat template as a user's message.
     """
     prompts = [prompt] if isinstance(prompt, str) else prompt
-    if not isinstance(checkpoint, Model) and is_ngram(checkpoint):
+    if isinstance(checkpoint, str | Path) and is_ngram(checkpoint):
         results = generate_with_ngram(checkpoint, prompts, settings)
     else:
         model, encoded, defaults = load_for_generation(checkpoint, prompts, chat)
@@ -1012,6 +1036,8 @@ def generate_with_ngram(
     checkpoint: str | Path, prompts: Sequence[str], settings: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Generate with an n-gram model; the same results as `generate_in_batches`."""
+    from firth.generate.ngram import generate_ngram_results
+
     return generate_ngram_results(load_ngram(checkpoint), prompts, make_generation_config(None, dict(settings)))
 
 
@@ -1022,7 +1048,10 @@ def load_for_generation(
 
     A model that is already loaded has no task file, and gets the prompts unchanged.
     """
-    if isinstance(checkpoint, Model):
+    from firth.models import load_model
+    from firth.tasks import encode_task_prompts, finetuned_generation_settings
+
+    if not isinstance(checkpoint, str | Path):
         return checkpoint, encode_task_prompts(checkpoint, {}, prompts, chat), {}
     model, file = load_model(checkpoint), Path(checkpoint) / TASK_FILE
     facts = read_json(file) if file.is_file() else {}
@@ -1033,6 +1062,8 @@ def generate_in_batches(
     model: Model, prompts: Sequence[str | list[int]], settings: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Run `generate_results` on all prompts, a batch at a time."""
+    from firth.generate import generate_results
+
     config, results = make_generation_config(None, dict(settings)), []
     size = max(1, MAX_CONCURRENT_SEQUENCES // (config.num_beams * config.num_return_sequences))
     with progress("generating", "texts", len(prompts)) as shown:
@@ -1061,19 +1092,27 @@ def embed(
     batch = [texts] if isinstance(texts, str) else list(texts)
     if not batch:
         raise UserError("There is no text to embed.")
+    from firth.evaluate import embed_texts
+
     vectors = embed_texts(checkpoint, batch, pool, layer, normalize, max_seq_length)
     return vectors[0] if isinstance(texts, str) else vectors
 
 
 def fill(checkpoint: str | Path | Model, text: str, top: int = 5) -> list[Blank]:
     """The most likely words for the blanks of a text."""
-    return fill_blanks(checkpoint if isinstance(checkpoint, Model) else load_model(checkpoint), text, top)
+    from firth.generate import fill as fill_blanks
+    from firth.models import load_model
+
+    return fill_blanks(load_model(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint, text, top)
 
 
 def similar(
     vectors: str | Path | Model, words: str | Sequence[str], negative: Sequence[str] = (), top: int = 10
 ) -> list[Neighbour]:
     """The words nearest to `words` and far from `negative`, by the vectors of a checkpoint or a file."""
+    from firth.evaluate.neighbours import most_similar
+    from firth.evaluate.vectors import load_word_vectors
+
     return most_similar(load_word_vectors(vectors), [words] if isinstance(words, str) else words, negative, top)
 
 
@@ -1090,6 +1129,9 @@ def compare(
     A checkpoint of word2vec or GloVe, or a file of word vectors, has one vector for all texts. The nearest words are
     searched in the files `among`.
     """
+    from firth.evaluate import compare_contexts
+    from firth.models import Model
+
     sources = [checkpoints] if isinstance(checkpoints, str | Path | Model) else list(checkpoints)
     return compare_contexts(word, list(texts), sources, layer, Corpus(among).texts() if among else (), top)
 
@@ -1110,6 +1152,10 @@ def export(
     """
     if check and format != "huggingface":
         raise UserError(f"--check compares logits in transformers, and {format} has none. Leave it out.")
+    from firth.evaluate.export import import_transformers, write_export
+    from firth.evaluate.neighbours import write_vectors
+    from firth.evaluate.vectors import load_word_vectors
+
     if check:
         import_transformers()
     if output_dir is None:
@@ -1131,6 +1177,8 @@ def export(
 
 def check_export(folder: Path) -> dict[str, Any]:
     """The comparison of an exported folder with transformers, as `export` returns it."""
+    from firth.evaluate.export import compare_with_transformers
+
     return {name: value for name, value in compare_with_transformers(folder)._asdict().items() if value is not None}
 
 

@@ -17,10 +17,10 @@ from rich.console import Console
 import firth
 from firth.core.errors import UserError
 from firth.core.files import write_text
-from firth.core.html import generator_meta_tag
+from firth.core.html import generator_meta_tag, resolve_page_path
 from firth.lab import show_text
 from firth.lab.show import BatchPreview, build_batch_preview, format_objective, measure_rates
-from firth.lab.show_page import find_free_show_page, make_show_page, mask_svg_path, text_direction
+from firth.lab.show_page import make_show_page, mask_svg_path, text_direction
 from firth.lab.show_row import (
     AttentionMaskView,
     BatchTrace,
@@ -505,19 +505,19 @@ def numbers() -> dict[str, Any]:
 
 
 def test_a_foreign_page_is_not_overwritten(tmp_path: Path) -> None:
-    page = find_free_show_page(tmp_path / "new", overwrite=False)
+    page = resolve_page_path(tmp_path / "new", "show", overwrite=False)
     assert page == tmp_path / "new" / "show.html"
     assert not page.parent.exists(), "nothing is made before there is something to write"
     mine = tmp_path / "show.html"
     mine.write_text("<p>my own</p>")
     with pytest.raises(UserError, match=r"was not written by `firth show`.*--overwrite"):
-        find_free_show_page(tmp_path, overwrite=False)
-    assert find_free_show_page(tmp_path, overwrite=True) == mine
+        resolve_page_path(tmp_path, "show", overwrite=False)
+    assert resolve_page_path(tmp_path, "show", overwrite=True) == mine
     make_show_page(evil_shown()).save(mine)
-    assert find_free_show_page(tmp_path, overwrite=False) == mine
+    assert resolve_page_path(tmp_path, "show", overwrite=False) == mine
     (tmp_path / "f").write_text("x")
     with pytest.raises(UserError, match="is a file"):
-        find_free_show_page(tmp_path / "f", overwrite=False)
+        resolve_page_path(tmp_path / "f", "show", overwrite=False)
 
 
 # --- every objective ----------------------------------------------------------------------------------------------

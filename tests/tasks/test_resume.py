@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -314,8 +315,8 @@ def test_all_seeds_diverged_raises(plan: Plan, tmp_path: Path, monkeypatch: pyte
 
 def test_allow_change_and_rewind_on_the_command_line(stopped: FinetuneRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(api, "run_finetune", lambda *words: given.append(words[1:]) or {"task": "classify"})
-    monkeypatch.setattr(api, "write_run_report_and_card", lambda *words: Path("report.html"))
+    monkeypatch.setattr("firth.tasks.finetune", lambda *words: given.append(words[1:]) or {"task": "classify"})
+    monkeypatch.setattr(sys.modules["firth.evaluate"], "write_run_report_and_card", lambda *words: Path("report.html"))
     words = [stopped.checkpoint, "classify", stopped.train, stopped.dev, stopped.output_dir]
     api.finetune(*words, resume=True, allow_change=True)
     api.finetune(*words, rewind=2)

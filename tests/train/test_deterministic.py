@@ -218,7 +218,7 @@ def test_prove_resume_sets_deterministic(tmp_path: Path, monkeypatch: pytest.Mon
         given.append(recipe)
         return {"equal": True}
 
-    monkeypatch.setattr(api, "run_resume_proof", note)
+    monkeypatch.setattr("firth.lab.prove_resume.run_resume_proof", note)
     data = Path(recipe_of("bert").data)
     api.prove_resume("bert-tiny", data, tmp_path / "proof", kills=1, deterministic=True)
     assert given[0].deterministic

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import signal
 import sys
 import traceback
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.exceptions import TyperException
 
+from firth import __version__
 from firth.cli import options as opt
 from firth.cli import render
 from firth.core.console import format_count, say, set_quiet, show_table, stderr_console
-from firth.core.errors import UserError
+from firth.core.errors import Interrupted, UserError
 from firth.generate.config import GenerationConfig
 from firth.tasks import FinetuneRecipe
 from firth.train import Recipe, read_yaml_mapping
@@ -30,6 +33,12 @@ app = typer.Typer(
 )
 command = partial(opt.add_command, app)
 
+# Commands that people expect and Firth does not have: what to use today.
+MISSING_COMMANDS = {
+    "predict": "`firth predict` does not exist yet. `firth evaluate CHECKPOINT --data FILE` writes predictions.jsonl "
+    "for a file with the columns of the training file, with or without labels. In Python: "
+    "firth.evaluate(checkpoint, data=file).",
+}
 DISTRIBUTED_FIELDS = ("parallel", "cpu_offload")  # for commands that torchrun may start
 SUITE_OPTIONS = ("tasks", "seeds", "config", "resume", "overrides")  # `evaluate` takes them only with --suite
 MAX_LOGIT_DIFFERENCE = 1e-3  # between logits: rounding explains less than this
@@ -462,6 +471,18 @@ def models(json: bool) -> None:
     render.print_json({"models": presets}) if json else render.print_models(presets)
 
 
+def show_version(value: bool) -> None:
+    if value:
+        print(f"firth {__version__} (Python {platform.python_version()}, torch {version('torch')})")
+        raise typer.Exit
+
+
+@app.callback()
+def top_level(
+    show: Annotated[bool, typer.Option("--version", is_eager=True, callback=show_version)] = False,
+) -> None: ...
+
+
 def main() -> None:
     """Run a command. Exit code: 0 for success, 2 for a user's mistake, 130 after Ctrl-C, 143 after SIGTERM."""
     debug = "--debug" in sys.argv[1:]
@@ -482,11 +503,13 @@ def main() -> None:
 
 def exit_with_error(error: Exception) -> None:
     """Print what went wrong and exit. Of several processes the first that fails prints, and none waits for another."""
-    from firth.train.distributed import read_launch_env, should_report_error
+    from firth.train.launch_env import read_launch_env
 
     launch = read_launch_env()
     if launch is None or launch.world_size == 1:
         sys.exit(report_error(error))
+    from firth.train.distributed import should_report_error
+
     set_quiet(not should_report_error(error))
     try:
         code = report_error(error)
@@ -506,9 +529,6 @@ def report_interrupt() -> None:
 
 def report_error(error: Exception) -> int:
     """Print one or two lines on stderr; return the exit code."""
-    from firth.train import Interrupted
-    from firth.train.distributed import is_peer_lost
-
     if isinstance(error, Interrupted):
         say(f"{error}; resume with the same command and --resume.")
         return error.code
@@ -522,6 +542,8 @@ def report_error(error: Exception) -> int:
         notes = getattr(error, "__notes__", None) or ["Files that were complete before still are."]
         print_error(f"{error.filename or 'a file'}: {error.strerror}. {' '.join(notes)}")
         return 2 if isinstance(error, USER_ERROR_TYPES) else 1
+    from firth.train.distributed import is_peer_lost  # loads torch, which a user's mistake does not need
+
     if is_peer_lost(error):
         say(f"another process of this run has ended, so this one ends too ({str(error).splitlines()[0][:200]})")
         return 1
@@ -542,4 +564,8 @@ def describe_usage_error(error: TyperException) -> str:
         name = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar or parameter.name.upper()
         return f"{name} is missing.{hint}"
     message = error.format_message()
+    if missing := next(
+        (advice for name, advice in MISSING_COMMANDS.items() if f"No such command '{name}'" in message), ""
+    ):
+        return missing
     return message + ("" if message.endswith((".", "?")) else ".") + hint

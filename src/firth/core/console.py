@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 ItemT = TypeVar("ItemT")
+MAX_PIPED_COLUMNS = 10_000  # width of a table that is not wrapped
 
 stderr_console = Console(stderr=True, highlight=False, soft_wrap=True)
 stdout_console = Console(highlight=False)
@@ -29,14 +31,26 @@ def warn(message: str) -> None:
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table on stdout, the first column left-aligned and the others right-aligned."""
+    """Print a table on stdout, the first column left-aligned and the others right-aligned.
+
+    On a terminal long cells wrap. In a pipe or a file a row stays one line, so that `grep` and `cut` find whole names;
+    COLUMNS in the environment wraps it there too.
+    """
     table = Table()
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right")
+        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))
     stdout_console.print(escape(title), soft_wrap=True)  # Table(title=...) would wrap it at the table's width
-    stdout_console.print(table)
+    if stdout_console.is_terminal or "COLUMNS" in os.environ:
+        stdout_console.print(table)
+        return
+    unlimited = stdout_console.options.update(max_width=MAX_PIPED_COLUMNS)
+    before, stdout_console.width = stdout_console.width, stdout_console.measure(table, options=unlimited).maximum
+    try:
+        stdout_console.print(table)
+    finally:
+        stdout_console.width = before
 
 
 def escape_character(c: str) -> str:

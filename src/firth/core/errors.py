@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable
 
 MAX_LISTED_CHOICES, NUM_EXCERPT_CHOICES = 60, 10  # more than 60 choices are cut to the first 10
@@ -10,6 +11,12 @@ MAX_LISTED_CHOICES, NUM_EXCERPT_CHOICES = 60, 10  # more than 60 choices are cut
 
 class UserError(Exception):
     """A user's mistake: what is wrong, where (file, line, field), and the fix. The CLI prints it and exits with 2."""
+
+
+class Interrupted(Exception):  # noqa: N818, no error
+    """Ctrl-C or SIGTERM stopped the run after a step; the message says what is saved. `code` is the exit code."""
+
+    code = 128 + signal.SIGINT
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

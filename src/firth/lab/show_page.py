@@ -7,16 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from firth.core.html import HtmlPage, resolve_page_path
+from firth.core.html import HtmlPage
 from firth.lab.show import BatchPreview
 from firth.lab.show_row import TOKEN_KINDS, AttentionMaskView, RowView, SequenceView, downsample_mask
 
 PAGE_MASK_CELLS = 96  # maximum cells of an attention mask, across and down
-
-
-def find_free_show_page(folder: Path, overwrite: bool) -> Path:
-    """Return the path of the page; refuse a file there that `firth show` did not write, unless `overwrite`."""
-    return resolve_page_path(folder, "show", overwrite)
 
 
 def save_show_page(preview: BatchPreview, path: Path) -> None:

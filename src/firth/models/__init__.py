@@ -1,57 +1,66 @@
 """Models: configs, presets, architectures, heads and Hugging Face checkpoints."""
 
-from firth.models.backbone import Stack
-from firth.models.config import (
-    AuxiliaryLM,
-    ClassificationHead,
-    DiscriminatorHead,
-    EmbeddingHead,
-    Extra,
-    Head,
-    LMHead,
-    ModelConfig,
-    MultipleChoiceHead,
-    RegressionHead,
-    SpanHead,
-    TaskHead,
-    TokenClassificationHead,
-    with_extras,
-)
-from firth.models.distill import Distillation, check_distillation_pair, distillation_losses, init_from_teacher
-from firth.models.hf.checkpoint import (
-    load_generation_tokens,
-    load_model,
-    load_weights,
-    read_config,
-    read_tensors,
-    write_model,
-)
-from firth.models.hf.config_io import FIRTH_MODEL_TYPE, from_hf_config, hf_model_type, to_hf_config, with_vocabulary
-from firth.models.knowledge_transfer import (
-    MOBILEBERT_DISTILLATION,
-    KnowledgeTransfer,
-    TransferLoss,
-    check_transfer_pair,
-)
-from firth.models.model import (
-    Decoder,
-    Encoder,
-    EncoderDecoder,
-    ForcedTokens,
-    Model,
-    ModelOutput,
-    count_parameters,
-    get_eos_token_ids,
-    get_forced_tokens,
-    make_model,
-)
-from firth.models.ppmi import ppmi_embeddings, set_token_embeddings, warm_start_embeddings
-from firth.models.presets import FAMILY_DESCRIPTIONS, PRESETS, get_preset, is_preset
-from firth.models.resize_vocab import grow_vocabulary
-from firth.models.scalar_mix import ScalarMix
-from firth.models.sizes import flops_per_token
-from firth.models.task_heads import head_for_task, with_classification_head
-from firth.models.template import make_prompt_suffix, make_sequence_template
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from firth.core.lazy import make_lazy
+
+if TYPE_CHECKING:
+    from firth.models.backbone import Stack
+    from firth.models.config import (
+        AuxiliaryLM,
+        ClassificationHead,
+        DiscriminatorHead,
+        EmbeddingHead,
+        Extra,
+        Head,
+        LMHead,
+        ModelConfig,
+        MultipleChoiceHead,
+        RegressionHead,
+        SpanHead,
+        TaskHead,
+        TokenClassificationHead,
+        with_extras,
+    )
+    from firth.models.distill import check_distillation_pair, distillation_losses, init_from_teacher
+    from firth.models.distill_config import MOBILEBERT_DISTILLATION, Distillation, KnowledgeTransfer
+    from firth.models.hf.checkpoint import (
+        load_generation_tokens,
+        load_model,
+        load_weights,
+        write_model,
+    )
+    from firth.models.hf.config_io import (
+        FIRTH_MODEL_TYPE,
+        from_hf_config,
+        hf_model_type,
+        read_config,
+        to_hf_config,
+        with_vocabulary,
+    )
+    from firth.models.hf.tensors import read_tensors
+    from firth.models.knowledge_transfer import TransferLoss, check_transfer_pair
+    from firth.models.model import (
+        Decoder,
+        Encoder,
+        EncoderDecoder,
+        ForcedTokens,
+        Model,
+        ModelOutput,
+        get_eos_token_ids,
+        get_forced_tokens,
+        make_model,
+    )
+    from firth.models.parameters import count_parameters
+    from firth.models.ppmi import ppmi_embeddings, set_token_embeddings, warm_start_embeddings
+    from firth.models.presets import FAMILY_DESCRIPTIONS, PRESETS, get_preset, is_preset
+    from firth.models.resize_vocab import grow_vocabulary
+    from firth.models.scalar_mix import ScalarMix
+    from firth.models.sizes import flops_per_token
+    from firth.models.task_heads import head_for_task, with_classification_head
+    from firth.models.template import make_prompt_suffix, make_sequence_template
 
 __all__ = [
     "FAMILY_DESCRIPTIONS",
@@ -113,3 +122,5 @@ __all__ = [
     "with_vocabulary",
     "write_model",
 ]
+
+make_lazy(__name__)

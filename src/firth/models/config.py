@@ -13,7 +13,7 @@ A family is a choice per field (`presets.py`):
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -863,3 +863,45 @@ def with_extras(config: ModelConfig, names: tuple[str, ...]) -> ModelConfig:
         if name in names or config.get_extra(name)
     }
     return replace(config, extras=tuple(extras.values()))
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """Rank, scale and place of low-rank updates (`lora.py`)."""
+
+    rank: int = 8
+    alpha: float = 16.0  # the update is scaled by alpha / rank
+    dropout: float = 0.0  # probability, on the input of A
+    targets: Literal["attention", "all"] = "attention"
+
+
+def convert_head_type(head_type: type[Any], head: PooledHeadBase) -> Any:
+    """Return a head of another type with the same pooling, pooler and dropout."""
+    return head_type(**{f.name: getattr(head, f.name) for f in fields(PooledHeadBase)})
+
+
+def inherit_dropout(head: TaskHead, config: ModelConfig) -> TaskHead:
+    """Return the head with dropout None (inherit) where its dropout equals the model's."""
+    same = isinstance(head, TaskHeadBase) and head.dropout == config.dropout
+    return replace(head, dropout=None) if same else head  # type: ignore[arg-type]
+
+
+def lm_head_width(config: ModelConfig, spec: LMHead) -> int:
+    """Return the width of the states that the vocabulary projection reads."""
+    return spec.dim or (config.dim if spec.extends_embeddings or not spec.transform else config.embed_width)
+
+
+def make_generator_model_config(config: ModelConfig) -> ModelConfig:
+    """Return the generator's config: as deep as the discriminator, narrower, over the same token embeddings."""
+    spec = config.get_extra("generator")
+    assert isinstance(spec, GeneratorConfig)
+    num_heads = max(1, int(config.num_heads * spec.width_ratio))
+    return replace(
+        config,
+        dim=num_heads * max(1, round(config.dim * spec.width_ratio / num_heads)),
+        num_heads=num_heads,
+        head_dim=None,
+        mlp=replace(config.mlp, dim=max(1, round(config.mlp.dim * spec.width_ratio))),
+        embed_dim=config.embed_width,
+        extras=(),
+    )

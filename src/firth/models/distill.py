@@ -17,8 +17,7 @@ B rows, T positions, K target positions, N positions of a chunk, D model width, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,25 +25,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from firth.core.errors import UserError
+from firth.models.distill_config import Distillation
 from firth.models.heads import LABEL_IGNORE_INDEX, LMHeadModule, gather_positions
 from firth.models.model import Encoder, Model, detach_metrics
 
 MAX_CHUNK_LOGITS = 2**26  # logits of student and teacher that the soft loss holds at once, each
-
-
-@dataclass(frozen=True)
-class Distillation:
-    """The temperature, and the weight of each part of the loss; 0 disables a part. Defaults: DistilBERT's training."""
-
-    temperature: float = 2.0
-    soft: float = 5.0
-    hard: float = 2.0
-    cosine: float = 1.0
-    soft_at: Literal["tokens", "targets"] = "tokens"
-
-    def __post_init__(self) -> None:
-        if not self.temperature > 0 or min(self.soft, self.hard, self.cosine) < 0:
-            raise UserError("distillation: temperature must be more than 0, and no weight negative.")
 
 
 def check_distillation_pair(student: Model, teacher: Model, spec: Distillation) -> tuple[Encoder, Encoder]:

@@ -19,7 +19,6 @@ B rows, T positions, K target positions, D model width, E width of the token emb
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,24 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firth.models.backbone import Stack
-from firth.models.config import GeneratorConfig, ModelConfig
+from firth.models.config import GeneratorConfig, ModelConfig, make_generator_model_config
 from firth.models.heads import LABEL_IGNORE_INDEX, DiscriminatorHeadModule
-
-
-def make_generator_model_config(config: ModelConfig) -> ModelConfig:
-    """Return the generator's config: as deep as the discriminator, narrower, over the same token embeddings."""
-    spec = config.get_extra("generator")
-    assert isinstance(spec, GeneratorConfig)
-    num_heads = max(1, int(config.num_heads * spec.width_ratio))
-    return replace(
-        config,
-        dim=num_heads * max(1, round(config.dim * spec.width_ratio / num_heads)),
-        num_heads=num_heads,
-        head_dim=None,
-        mlp=replace(config.mlp, dim=max(1, round(config.mlp.dim * spec.width_ratio))),
-        embed_dim=config.embed_width,
-        extras=(),
-    )
 
 
 class ElectraGenerator(nn.Module):

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firth.models.block import make_norm
-from firth.models.config import LMHead, ModelConfig, NoNormConfig, SpanBoundaryHead
+from firth.models.config import LMHead, ModelConfig, NoNormConfig, SpanBoundaryHead, lm_head_width
 from firth.models.kernels.activation import ACTIVATIONS
 from firth.models.kernels.cross_entropy import LABEL_IGNORE_INDEX as LABEL_IGNORE_INDEX
 from firth.models.kernels.cross_entropy import MAX_CHUNK_LOGITS, fused_cross_entropy, should_fuse_loss, vocab_padding
@@ -30,11 +30,6 @@ def gather_positions(x_BTX: Tensor, positions_BK: Tensor) -> Tensor:
     """Return x (B, T, ...) at K positions of each row: (B, K, ...)."""
     row_B1 = torch.arange(len(x_BTX), device=x_BTX.device)[:, None]
     return x_BTX.flatten(0, 1)[positions_BK + row_B1 * x_BTX.shape[1]]
-
-
-def projection_width(config: ModelConfig, spec: LMHead) -> int:
-    """Return the width of the states that the vocabulary projection reads."""
-    return spec.dim or (config.dim if spec.extends_embeddings or not spec.transform else config.embed_width)
 
 
 class LMHeadModule(nn.Module):
@@ -48,7 +43,7 @@ class LMHeadModule(nn.Module):
 
     def __init__(self, config: ModelConfig, spec: LMHead) -> None:
         super().__init__()
-        width = projection_width(config, spec)
+        width = lm_head_width(config, spec)
         self.dense = nn.Linear(config.dim, width, bias=config.bias) if spec.transform else None
         self.norm = make_head_norm(config, width) if spec.transform else None
         self.activation = ACTIVATIONS[config.mlp.activation]
@@ -134,7 +129,7 @@ class SpanBoundaryHeadModule(nn.Module):
         self.positions = nn.Embedding(spec.max_span_length, dim)
         self.dense1, self.norm1 = nn.Linear(3 * dim, dim), make_norm(config)
         assert isinstance(config.head, LMHead)
-        width = projection_width(config, config.head)
+        width = lm_head_width(config, config.head)
         self.dense2, self.norm2 = nn.Linear(dim, width), make_head_norm(config, width)
 
     def forward(self, x_BTD: Tensor, boundary_BK3: Tensor) -> Tensor:

@@ -15,15 +15,13 @@ We fuse query, key and value into one matrix; `peft` adapts each of them. So `Lo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from firth.core.errors import UserError
-from firth.models.config import ModelConfig
+from firth.models.config import LoRAConfig, ModelConfig
 from firth.models.hf.registry import FAMILY_LAYOUTS
 from firth.models.kernels.dropout import fast_dropout
 
@@ -31,14 +29,6 @@ BACKBONE_PREFIXES = ("stack.", "encoder.", "decoder.")
 BOTTLENECK_LINEARS = ("attention.query", "attention.key", "attention.value")
 ATTENTION_LINEARS = ("attention.qkv", "attention.out", "cross.qkv", "cross.out", *BOTTLENECK_LINEARS)
 LORA_TARGETS = {"attention": ATTENTION_LINEARS, "all": (*ATTENTION_LINEARS, ".up", ".down")}  # of every MLP
-
-
-@dataclass(frozen=True)
-class LoRAConfig:
-    rank: int = 8
-    alpha: float = 16.0  # the update is scaled by alpha / rank
-    dropout: float = 0.0  # probability, on the input of A
-    targets: Literal["attention", "all"] = "attention"
 
 
 class LoRALinear(nn.Linear):

@@ -26,8 +26,17 @@ from torch import Tensor, nn
 
 from firth.core.errors import UserError
 from firth.models.backbone import Stack
-from firth.models.config import AWDLSTMConfig, BiLSTMConfig, ELMoConfig, LMHead, ModelConfig, Seq2SeqConfig, TaskHead
-from firth.models.electra import ElectraGenerator, discriminator_loss, make_generator_model_config, replace_tokens
+from firth.models.config import (
+    AWDLSTMConfig,
+    BiLSTMConfig,
+    ELMoConfig,
+    LMHead,
+    ModelConfig,
+    Seq2SeqConfig,
+    TaskHead,
+    make_generator_model_config,
+)
+from firth.models.electra import ElectraGenerator, discriminator_loss, replace_tokens
 from firth.models.embeddings import InputEmbedding, PositionEmbedding
 from firth.models.heads import (
     LABEL_IGNORE_INDEX,
@@ -728,9 +737,3 @@ def padding_last_rank(attention_mask: Tensor) -> Tensor:
     """
     length = attention_mask.shape[1]
     return torch.arange(length, device=attention_mask.device) + length * (1 - attention_mask.long())
-
-
-def count_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of this config, without allocating them."""
-    with torch.device("meta"):
-        return make_model(config).num_parameters

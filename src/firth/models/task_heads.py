@@ -21,7 +21,7 @@ B rows, T positions, K target positions per row, N targets in all rows, D model 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -46,6 +46,8 @@ from firth.models.config import (
     TaskHead,
     TaskHeadBase,
     TokenClassificationHead,
+    convert_head_type,
+    inherit_dropout,
 )
 from firth.models.heads import LABEL_IGNORE_INDEX, LMHeadModule, gather_positions
 from firth.models.hf.registry import FAMILY_LAYOUTS
@@ -489,17 +491,6 @@ def _published_head(config: ModelConfig, head_type: type[TaskHead]) -> TaskHead:
     head = published.get(ClassificationHead, default)
     assert isinstance(head, ClassificationHead)
     return head if head_type is ClassificationHead else convert_head_type(head_type, head)
-
-
-def convert_head_type(head_type: type[Any], head: PooledHeadBase) -> Any:
-    """Return a head of another type with the same pooling, pooler and dropout."""
-    return head_type(**{f.name: getattr(head, f.name) for f in fields(PooledHeadBase)})
-
-
-def inherit_dropout(head: TaskHead, config: ModelConfig) -> TaskHead:
-    """Return the head with dropout None (inherit) where its dropout equals the model's."""
-    same = isinstance(head, TaskHeadBase) and head.dropout == config.dropout
-    return replace(head, dropout=None) if same else head  # type: ignore[arg-type]
 
 
 def with_classification_head(config: ModelConfig, names: tuple[str, ...]) -> ModelConfig:

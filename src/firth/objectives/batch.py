@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 IGNORE_INDEX = -100
 
@@ -92,6 +94,8 @@ def _num_groups(group_ids: Any) -> int:
 
 
 def _to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    import torch
+
     t = torch.from_numpy(array)
     if t.dtype in (torch.int32, torch.uint16):
         t = t.long()

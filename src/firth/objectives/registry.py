@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from firth.core.serialization import TYPE_KEY, to_dict
 from firth.objectives.causal import CLM, BiLM, PermutationLM, PrefixLM, SequenceAutoencoder
 from firth.objectives.masked import MLM
 from firth.objectives.mixture import Mixture, Objective, WeightedObjective
@@ -56,3 +59,9 @@ OBJECTIVES: dict[str, Objective] = {
     "bart": BARTDenoising(),
     "denoisers": UL2_DENOISERS,
 }
+
+
+def describe_objective(objective: Objective) -> dict[str, Any]:
+    """Return the objective as stored in a checkpoint; `name` is None for modified settings."""
+    name = next((name for name, known in OBJECTIVES.items() if known == objective), None)
+    return {"name": name, TYPE_KEY: type(objective).__name__, **to_dict(objective)}

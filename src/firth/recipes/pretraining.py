@@ -18,8 +18,8 @@ from firth.objectives import (
     SequenceAutoencoder,
     SpanCorruption,
 )
+from firth.objectives.registry import describe_objective
 from firth.train import Recipe, apply_overrides
-from firth.train.pretrain import describe_objective
 
 DEFAULT_TOKENIZERS = {"encoder": "wordpiece", "decoder": "byte-bpe", "encoder-decoder": "unigram"}
 FAMILY_TOKENIZERS = {

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import torch
 import yaml
 
 from firth.core.errors import UserError
@@ -17,6 +16,12 @@ from firth.core.serialization import from_dict, to_dict
 from firth.static import glove
 from firth.static.ngram import check_ngram_order
 from firth.train.recipe import read_yaml_mapping, recipe_differences
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +90,7 @@ class Word2VecRecipe(WordVectorRecipe):
             raise UserError(f"sg is {self.sg}, and must be 1 (skip-gram) or 0 (CBOW).")
         if self.hs not in (0, 1):
             raise UserError(f"hs is {self.hs}, and must be 1 (hierarchical softmax) or 0 (noise words).")
-        if self.device == "cuda" and not (self.num_noise_words and torch.cuda.is_available()):
+        if self.device == "cuda" and not (self.num_noise_words and has_gpu()):
             raise UserError("device=cuda is for learning with noise words (negative=5), on a machine with a GPU.")
 
 

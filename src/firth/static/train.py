@@ -20,7 +20,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from firth.core.console import StatusLine, format_count, format_duration, say, warn
-from firth.core.errors import UserError
+from firth.core.errors import Interrupted, UserError
 from firth.core.files import atomic_folder, find_corruption, read_json, write_json
 from firth.core.serialization import to_dict
 from firth.models import write_model
@@ -53,7 +53,7 @@ from firth.train.checkpoint import (
     translate_disk_errors,
 )
 from firth.train.log import RunLog, read_last_losses
-from firth.train.loop import Interrupted, SpeedMeter, handle_stop_signals
+from firth.train.loop import SpeedMeter, handle_stop_signals
 
 MIN_WORD2VEC_TOKENS, MAX_EPOCHS = 20_000_000, 50  # default of word2vec's epochs: tokens to read in all, and the limit
 MAX_TIMING_SECONDS = 4.0  # longest timing of steps for `minutes`

@@ -42,14 +42,14 @@ from firth.models import (
     write_model,
 )
 from firth.models.hf.adapter import write_adapter
-from firth.models.hf.checkpoint import find_weight_files
+from firth.models.hf.tensors import find_weight_files
 from firth.models.lora import add_lora, check_lora_support
 from firth.objectives import Batch
 from firth.tasks.chat import template_uses_date
 from firth.tasks.embed import EmbeddingTask, select_positive_pairs, write_sentence_transformers_files
 from firth.tasks.multitask import MultiTask, make_mixed_sampler, mixing_rates, qualify_ids, split_by_task, task_of
-from firth.tasks.recipe import FinetuneRecipe
-from firth.tasks.registry import LABEL_TASKS, TASK_FILE, make_task, make_task_without_examples
+from firth.tasks.recipe import TASK_FILE, FinetuneRecipe
+from firth.tasks.registry import LABEL_TASKS, make_task, make_task_without_examples
 from firth.tasks.results import (
     DIVERGED_KEY,
     PREDICTIONS_FILE,
@@ -503,7 +503,10 @@ def describe_head(config: ModelConfig, task: Task, recipe: FinetuneRecipe) -> li
         return []
     if has_same_labels(config, head) and not recipe.from_scratch:
         return [f"training continues with the checkpoint's head for {task.name}"]
-    return [f"a new head for {task.name}" + (f", over {len(task.labels)} classes" if task.labels else "")]
+    return [
+        f"a new head for {task.name}"
+        + (f", over {format_count(len(task.labels), 'class', 'classes')}" if task.labels else "")
+    ]
 
 
 def has_same_labels(config: ModelConfig, head: Any) -> bool:

@@ -15,14 +15,18 @@ from firth.models.config import (
     EmbeddingHead,
     Extra,
     FeatureEncoderConfig,
+    LoRAConfig,
     MultipleChoiceHead,
     RegressionHead,
 )
-from firth.models.lora import LoRAConfig
-from firth.train.recipe import TrainingConfig, recipe_field
-from firth.train.unfreeze import FreezeSchedule
+from firth.train.recipe import FreezeSchedule, TrainingConfig, recipe_field
 
+TASK_FILE = "task.json"  # of a fine-tuned checkpoint: its task and labels
 SIDES = ("train", "dev")
+FINETUNE_TASKS = (
+    *("classify", "pair", "relation", "word-in-context", "regress", "choice", "tag", "span-qa"),
+    *("text-to-text", "lm", "embed"),
+)
 MULTITASK = "multi-task"  # the task of a recipe with several
 
 

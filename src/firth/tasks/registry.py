@@ -15,6 +15,7 @@ from firth.tasks.choice import ChoiceTask
 from firth.tasks.classify import ClassificationTask, PairClassificationTask
 from firth.tasks.embed import EmbeddingTask
 from firth.tasks.lm import LanguageModelingTask, collect_roles
+from firth.tasks.recipe import FINETUNE_TASKS
 from firth.tasks.regress import RegressionTask
 from firth.tasks.relation import RelationTask, WordInContextTask
 from firth.tasks.span_qa import DEFAULT_NO_ANSWER_THRESHOLD, SpanQATask
@@ -25,7 +26,6 @@ from firth.tasks.text_to_text import AnswerConfig, TextToTextTask, make_answer_c
 from firth.text import Example
 from firth.tokens import Tokenizer
 
-TASK_FILE = "task.json"
 BART_HEAD_TASKS = ("classify", "pair", "regress", "relation", "word-in-context", "span-qa", "tag")
 ANSWER_MODES = ("auto", "head", "text")
 LABEL_TASKS: dict[str, type[ClassificationTask]] = {
@@ -34,7 +34,6 @@ LABEL_TASKS: dict[str, type[ClassificationTask]] = {
     "relation": RelationTask,
     "word-in-context": WordInContextTask,
 }
-FINETUNE_TASKS = (*LABEL_TASKS, "regress", "choice", "tag", "span-qa", "text-to-text", "lm", "embed")
 
 
 def make_task(

@@ -1,21 +1,29 @@
 """Training: a recipe -> a run folder with log, checkpoints and final model."""
 
-from firth.train.checkpoint import TrainState, last_checkpoint
-from firth.train.compute import ComputeConfig, choose_compute
-from firth.train.folder import run_folder
-from firth.train.log import read_log, token_loss_name
-from firth.train.loop import Diverged, FitResult, Interrupted, fit
-from firth.train.pretrain import pretrain, pretrain_in_folder, resolve_schedule, write_final_model
-from firth.train.recipe import (
-    Recipe,
-    TrainingConfig,
-    apply_overrides,
-    load_recipe,
-    parse_overrides,
-    read_yaml_mapping,
-    save_recipe,
-)
-from firth.train.step import TrainingRun
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from firth.core.lazy import make_lazy
+
+if TYPE_CHECKING:
+    from firth.core.errors import Interrupted
+    from firth.train.checkpoint import TrainState, last_checkpoint
+    from firth.train.compute import ComputeConfig, choose_compute
+    from firth.train.folder import run_folder
+    from firth.train.log import read_log, token_loss_name
+    from firth.train.loop import Diverged, FitResult, fit
+    from firth.train.pretrain import pretrain, pretrain_in_folder, resolve_schedule, write_final_model
+    from firth.train.recipe import (
+        Recipe,
+        TrainingConfig,
+        apply_overrides,
+        load_recipe,
+        parse_overrides,
+        read_yaml_mapping,
+        save_recipe,
+    )
+    from firth.train.step import TrainingRun
 
 __all__ = [
     "ComputeConfig",
@@ -42,3 +50,5 @@ __all__ = [
     "token_loss_name",
     "write_final_model",
 ]
+
+make_lazy(__name__)

@@ -40,7 +40,8 @@ from firth.models import Model, load_weights, read_tensors, write_model
 from firth.models.hf.convert import unique_state_dict
 from firth.models.lora import has_lora
 from firth.train.dtensor import distribute_like
-from firth.train.unfreeze import FreezeSchedule, ever_trainable
+from firth.train.recipe import FreezeSchedule
+from firth.train.unfreeze import ever_trainable
 
 TRAINABLE_WEIGHTS_FILE = "trainable.safetensors"
 RECURRENT_STATE_FILE = "recurrent_state.safetensors"

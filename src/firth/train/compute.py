@@ -11,7 +11,7 @@ from threading import Thread
 
 import torch
 
-from firth.core.console import say, warn
+from firth.core.console import format_count, say, warn
 from firth.core.errors import UserError
 from firth.text.python_docs import cache_folder
 from firth.train.distributed import SINGLE_PROCESS, DistContext, select_device, visible_devices_hint
@@ -40,7 +40,7 @@ class ComputeConfig:
         name = (
             torch.cuda.get_device_name(self.device)
             if self.device.type == "cuda"
-            else f"{torch.get_num_threads()} CPU threads"
+            else format_count(torch.get_num_threads(), "CPU thread")
         )
         precision = "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
         how = f", compiled{' in parts' if self.compile_regions else ''}" if self.compile else ""

@@ -20,16 +20,16 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from firth.core.console import set_quiet
 from firth.core.errors import UserError
 from firth.models import Model
+from firth.train.launch_env import LaunchEnv, read_launch_env
 from firth.train.recipe import TrainingConfig
 
 if TYPE_CHECKING:
@@ -269,59 +269,7 @@ def bucket_tensors(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 # --- initialisation -------------------------------------------------------------------------------------------------
 
 
-class LaunchEnv(NamedTuple):
-    """Torchrun's environment variables of this process."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    restart_count: int
-    has_agent_store: bool  # torchrun's agent hosts the store, which survives restarts
-
-    @property
-    def store(self) -> TCPStore:
-        """Connect to the key-value store that all processes share."""
-        where = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
-        serves = not self.has_agent_store and self.rank == 0
-        try:
-            return TCPStore(*where, self.world_size, serves, timedelta(minutes=5), wait_for_workers=False)
-        except dist.DistError as e:
-            reason = str(e).splitlines()[0]
-            raise UserError(
-                f"The processes cannot meet at {where[0]}:{where[1]} ({reason}). Start them again."
-            ) from None
-
-
-def read_launch_env() -> LaunchEnv | None:
-    """Return torchrun's variables, None where they are not set."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-    variables = {name: os.environ[name] for name in names if name in os.environ}
-    if "RANK" not in variables or "WORLD_SIZE" not in variables:
-        return None
-    if wrong := [f"{name}={value}" for name, value in variables.items() if not value.isdecimal()]:
-        raise UserError(f"{wrong[0]} in the environment is not a number. torchrun sets this variable: unset yours.")
-    rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
-    local = int(variables.get("LOCAL_RANK", rank)), int(variables.get("LOCAL_WORLD_SIZE", size))
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return LaunchEnv(rank, size, *local, int(variables.get("TORCHELASTIC_RESTART_COUNT", 0)), agent)
-
-
 _connected: tuple[LaunchEnv, Store, dict[str, Any]] | None = None  # the process group is initialised once per process
-
-
-def require_single_process(advice: str) -> None:
-    """Raise where torchrun has started several processes."""
-    launch = read_launch_env()
-    if launch is not None and launch.world_size > 1:
-        raise UserError(f"{launch.world_size} processes were started, and this run is for one. {advice}")
-
-
-def silence_other_ranks() -> None:
-    """Silence the console of all ranks but 0."""
-    launch = read_launch_env()
-    if launch is not None and launch.rank > 0:
-        set_quiet()
 
 
 def check_device(training: TrainingConfig) -> None:

@@ -34,8 +34,9 @@ from torch.distributed.fsdp import (
 from firth.core.errors import UserError
 from firth.core.files import atomic_folder, find_corruption, write_json
 from firth.models import Model, Stack, make_model
-from firth.models.hf.checkpoint import WEIGHTS_FILE, write_config_files
+from firth.models.hf.checkpoint import write_config_files
 from firth.models.hf.convert import to_hf_tensors, unique_state_dict
+from firth.models.hf.tensors import WEIGHTS_FILE
 from firth.train.checkpoint import (
     GUARD_FILE,
     RECURRENT_STATE_FILE,

@@ -15,10 +15,8 @@ from firth.train.distributed import (
     DistContext,
     check_device,
     init_groups,
-    read_launch_env,
-    require_single_process,
-    silence_other_ranks,
 )
+from firth.train.launch_env import read_launch_env, require_single_process, silence_other_ranks
 from firth.train.recipe import TrainingConfig
 
 

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from firth.core.console import StatusLine, format_duration, say, warn
-from firth.core.errors import UserError
+from firth.core.errors import Interrupted, UserError
 from firth.core.serialization import to_dict
 from firth.models import Model
 from firth.objectives import Batch
@@ -61,12 +61,6 @@ from firth.train.step import RecurrentStateDict, TrainingRun, build_step_runner,
 from firth.train.writer import CheckpointWriter
 
 SPEED_WARMUP_STEPS = 3  # steps left out of the speed: they compile and warm caches
-
-
-class Interrupted(Exception):  # noqa: N818, no error
-    """Ctrl-C or SIGTERM stopped the run after a step; the message says what is saved. `code` is the exit code."""
-
-    code = 128 + signal.SIGINT
 
 
 class Diverged(UserError):  # noqa: N818, named for what is wrong

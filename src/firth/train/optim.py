@@ -19,8 +19,8 @@ from firth.train.adafactor import Adafactor
 from firth.train.adamw import AdamW
 from firth.train.lamb import Lamb
 from firth.train.muon import Muon, hidden_matrices
-from firth.train.recipe import TrainingConfig
-from firth.train.unfreeze import FreezeSchedule, parameter_depths, trainable_parameters
+from firth.train.recipe import FreezeSchedule, TrainingConfig
+from firth.train.unfreeze import parameter_depths, trainable_parameters
 
 SLANTED_TRIANGLE_RATIO = 32  # peak over first and last learning rate (Howard & Ruder 2018, equation 3)
 

@@ -22,7 +22,7 @@ import torch
 from firth.core.console import format_count, format_duration, say, warn
 from firth.core.errors import UserError
 from firth.core.files import atomic_folder, find_corruption, read_json, write_results
-from firth.core.serialization import TYPE_KEY, from_dict, to_dict
+from firth.core.serialization import from_dict, to_dict
 from firth.models import (
     Model,
     TransferLoss,
@@ -42,7 +42,8 @@ from firth.models import (
     warm_start_embeddings,
     write_model,
 )
-from firth.objectives import MLM, OBJECTIVES, Batch, Objective
+from firth.objectives import MLM, Batch
+from firth.objectives.registry import describe_objective
 from firth.tokens import MixedDataset, MixedShards, RowDataset, ShardSet, Tokenizer, reused_length
 from firth.tokens.mixing import SourceShare
 from firth.train.checkpoint import explain_disk_errors, last_checkpoint, translate_disk_errors
@@ -66,7 +67,7 @@ from firth.train.log import token_loss_name
 from firth.train.loop import FitResult, fit
 from firth.train.optim import make_optimizer
 from firth.train.ramp import check_even_split, mean_batch_rows, ramp_stages, stage_shares
-from firth.train.recipe import Recipe, TrainingConfig, load_recipe, save_recipe
+from firth.train.recipe import FreezeSchedule, Recipe, TrainingConfig, load_recipe, save_recipe
 from firth.train.resources import check_resources, estimate_resources
 from firth.train.resume import is_run_finished, merge_recipe, rewind_run, verify_same_shards
 from firth.train.step import (
@@ -82,7 +83,6 @@ from firth.train.step import (
     with_recurrent_state,
 )
 from firth.train.step_runner import LossFn, metric_means, sum_of_means
-from firth.train.unfreeze import FreezeSchedule
 
 ScheduledRecipeT = TypeVar("ScheduledRecipeT", bound=TrainingConfig)
 ThreadResultT = TypeVar("ThreadResultT")
@@ -337,12 +337,6 @@ def build_pretrain_model(recipe: Recipe, tokenizer: Tokenizer, teacher: Model | 
         has_segments = recipe.objective.row_layout == "segments"
         model.enable_memory(recipe.memory, reused_length(recipe.max_seq_length) if has_segments else None)
     return model
-
-
-def describe_objective(objective: Objective) -> dict[str, Any]:
-    """Return the objective as stored in a checkpoint; `name` is None for modified settings."""
-    name = next((name for name, known in OBJECTIVES.items() if known == objective), None)
-    return {"name": name, TYPE_KEY: type(objective).__name__, **to_dict(objective)}
 
 
 def load_teacher(recipe: Recipe, compute: ComputeConfig) -> Model | None:

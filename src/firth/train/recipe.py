@@ -117,6 +117,16 @@ class EngineConfig:
     )
 
 
+@dataclass(frozen=True)
+class FreezeSchedule:
+    """Which layers are trained, from which step, and how fast. Default: all, from the start, at one rate."""
+
+    layer_decay: float = 1.0  # learning rate of a layer over that of the layer above; 1: no decay
+    freeze: Literal["none", "embeddings", "backbone"] = "none"
+    unfreeze_every: int = 0  # steps per unfrozen layer, from the head down; 0: all from the start
+    groups_by_layer: bool = False  # a parameter group per layer, so that its rate can follow the step
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Settings that pretraining and fine-tuning share, under their Hugging Face names."""

@@ -45,9 +45,8 @@ from firth.train.cuda_graphs import CudaGraphStep
 from firth.train.distributed import DistContext
 from firth.train.dtensor import to_full_tensor, to_local
 from firth.train.guard import Guard
-from firth.train.recipe import TrainingConfig
+from firth.train.recipe import FreezeSchedule, TrainingConfig
 from firth.train.step_runner import LossFn, StepRunner
-from firth.train.unfreeze import FreezeSchedule
 
 RECOMPILE_LIMIT = 64  # batch shapes that torch.compile may specialise on
 RECOMPUTE_MIN_PARAMETERS = 500_000_000  # model size from which activations are recomputed by default

@@ -7,27 +7,15 @@ Gradual unfreezing trains the head first and adds one layer every `unfreeze_ever
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 from torch import nn
 
 from firth.models import Stack
 from firth.models.heads import LMHeadModule
 from firth.models.lora import has_lora, is_lora_parameter
+from firth.train.recipe import FreezeSchedule
 
 HEAD_PREFIXES = ("head.", "extras.")
 TOKEN_EMBEDDING_NAME = "embed.tokens.weight"
-
-
-@dataclass(frozen=True)
-class FreezeSchedule:
-    """Which layers are trained, from which step, and how fast. Default: all, from the start, at one rate."""
-
-    layer_decay: float = 1.0  # learning rate of a layer over that of the layer above; 1: no decay
-    freeze: Literal["none", "embeddings", "backbone"] = "none"
-    unfreeze_every: int = 0  # steps per unfrozen layer, from the head down; 0: all from the start
-    groups_by_layer: bool = False  # a parameter group per layer, so that its rate can follow the step
 
 
 def parameter_depths(model: nn.Module) -> dict[str, int]:

@@ -11,13 +11,12 @@ from torch import Tensor
 from firth.core.console import say
 from firth.core.errors import UserError
 from firth.core.files import write_json
-from firth.models.config import LMHead
-from firth.models.hf.checkpoint import read_config
-from firth.models.hf.config_io import FIRTH_MODEL_TYPE, hf_model_type
+from firth.models.config import LMHead, LoRAConfig
+from firth.models.hf.config_io import FIRTH_MODEL_TYPE, hf_model_type, read_config
 from firth.models.hf.convert import unique_state_dict
 from firth.models.hf.layout import TensorRule
 from firth.models.hf.registry import FAMILY_LAYOUTS
-from firth.models.lora import LoRAConfig, LoRALinear
+from firth.models.lora import LoRALinear
 from firth.models.model import Model
 
 PEFT_PREFIX = "base_model.model."

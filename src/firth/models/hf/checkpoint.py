@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,68 +18,17 @@ from firth.core.console import warn
 from firth.core.errors import UserError
 from firth.core.files import atomic_folder, check_output_folder, read_json, write_json
 from firth.models.config import Extra, Head, LMHead, ModelConfig, TaskHead
-from firth.models.hf.config_io import OBJECTIVE_KEY, from_hf_config, special_token_ids, to_hf_config
+from firth.models.hf.config_io import OBJECTIVE_KEY, read_config, special_token_ids, to_hf_config
 from firth.models.hf.convert import from_hf_tensors, to_hf_tensors, unexpected_tensors, unique_state_dict
-from firth.models.hf.registry import FAMILY_LAYOUTS
+from firth.models.hf.tensors import WEIGHTS_FILE, read_tensors
 from firth.models.model import ForcedTokens, Model, get_forced_tokens, make_model
 from firth.models.template import make_sequence_template
 from firth.tokens import Tokenizer, Vocabulary, load_tokenizer
 from firth.tokens.template import with_template
 
-WEIGHTS_FILE = "model.safetensors"
 GENERATION_CONFIG_FILE = "generation_config.json"
 EOS_TOKEN_KEY = "eos_token_id"
 FORCED_TOKEN_KEYS = {"bos": "forced_bos_token_id", "eos": "forced_eos_token_id"}
-
-
-def _weight_files(folder: Path) -> list[str]:
-    index = folder / (WEIGHTS_FILE + ".index.json")
-    if not index.is_file():
-        return [WEIGHTS_FILE]
-    contents = read_json(index)
-    if not isinstance(contents, dict) or not isinstance(contents.get("weight_map"), dict) or not contents["weight_map"]:
-        raise UserError(f"{index} has no weight_map: not an index of weights.")
-    return sorted({str(name) for name in contents["weight_map"].values()})
-
-
-def find_weight_files(folder: Path) -> list[str]:
-    """Return the names of the weight files of a checkpoint; raise a UserError where there are none."""
-    names = _weight_files(folder)
-    if not (folder / names[0]).is_file():
-        if any(folder.glob("*.bin")):
-            raise UserError(
-                f"{folder} has its weights in a .bin file, a pickle that can run any code when it is opened. "
-                "Convert it with transformers: AutoModel.from_pretrained(...).save_pretrained(...)."
-            )
-        raise UserError(f"{folder} has no {WEIGHTS_FILE}: not a checkpoint.")
-    return names
-
-
-def read_tensors(folder: Path, keep_names: tuple[str, ...] | None = None) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint folder, sharded or not: all of them, or those in `keep_names`."""
-    names = find_weight_files(folder)
-    tensors: dict[str, Tensor] = {}
-    for name in names:
-        try:
-            with safe_open(folder / name, framework="pt") as f:
-                tensors |= {key: f.get_tensor(key) for key in f.keys() if keep_names is None or key in keep_names}  # noqa: SIM118
-        except (SafetensorError, OSError) as e:
-            raise UserError(f"{folder / name} cannot be read ({e}): the file is damaged or cut short.") from None
-    return tensors
-
-
-def read_config(folder: str | Path) -> ModelConfig:
-    """Return the ModelConfig of a checkpoint folder."""
-    folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        inside = next((p for p in (folder / "final", *sorted(folder.glob("*/final"))) if p.is_dir()), None)
-        hint = f" Did you mean {inside}?" if inside else ""
-        raise UserError(f"{folder} is not a checkpoint: it has no config.json.{hint}")
-    config = from_hf_config(read_json(folder / "config.json"), str(folder / "config.json"))
-    layout = FAMILY_LAYOUTS.get(config.family)
-    if layout is None or layout.refine_config is None:
-        return config
-    return layout.refine_config(config, lambda *names: read_tensors(folder, names))
 
 
 def load_model(folder: str | Path, head: Head | None = None, extras: tuple[Extra, ...] = ()) -> Model:

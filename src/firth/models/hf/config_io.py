@@ -8,9 +8,11 @@ Keys that begin with `firth_` stand beside a family's own settings; `transformer
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from firth.core.errors import UserError, did_you_mean
+from firth.core.files import read_json
 from firth.core.serialization import TYPE_KEY, from_dict, to_dict
 from firth.models.config import (
     ClassificationHead,
@@ -23,12 +25,14 @@ from firth.models.config import (
     SentencePairHead,
     TaskHead,
     TokenClassificationHead,
+    convert_head_type,
+    inherit_dropout,
 )
 from firth.models.hf.layout import EXTRAS_KEY, HEAD_KEY, HFLayout, has_architecture, label_names
 from firth.models.hf.registry import FAMILY_LAYOUTS, MODEL_TYPE_LAYOUTS
 from firth.models.hf.settings import ACTIVATION_FROM_HF, ACTIVATION_TO_HF
+from firth.models.hf.tensors import read_tensors
 from firth.models.prompt_form import prompt_form_of_objective
-from firth.models.task_heads import convert_head_type, inherit_dropout
 from firth.models.template import make_sequence_template
 from firth.tokens import Vocabulary
 
@@ -276,3 +280,17 @@ def with_vocabulary(config: ModelConfig, vocab: Vocabulary) -> ModelConfig:
         return config
     length = config.position.length - config.position.offset
     return replace(config, position=LearnedPosition(length + vocab.pad + 1, vocab.pad + 1))
+
+
+def read_config(folder: str | Path) -> ModelConfig:
+    """Return the ModelConfig of a checkpoint folder."""
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        inside = next((p for p in (folder / "final", *sorted(folder.glob("*/final"))) if p.is_dir()), None)
+        hint = f" Did you mean {inside}?" if inside else ""
+        raise UserError(f"{folder} is not a checkpoint: it has no config.json.{hint}")
+    config = from_hf_config(read_json(folder / "config.json"), str(folder / "config.json"))
+    layout = FAMILY_LAYOUTS.get(config.family)
+    if layout is None or layout.refine_config is None:
+        return config
+    return layout.refine_config(config, lambda *names: read_tensors(folder, names))

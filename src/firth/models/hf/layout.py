@@ -5,10 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from firth.models.config import (
     ClassificationHead,
@@ -21,7 +18,10 @@ from firth.models.config import (
 )
 from firth.models.hf.settings import HFConfigDict, SettingsTable
 
-Tensors = dict[str, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Tensors: TypeAlias = "dict[str, Tensor]"
 HEAD_KEY = "firth_head"  # in config.json: a task head that no architecture of the family has
 EXTRAS_KEY = "firth_extras"  # in config.json: extras that the family does not have
 
@@ -54,7 +54,11 @@ class TensorRule(NamedTuple):
                 for piece in hf_tensors
             ]
         pieces = [piece.flatten() if self.as_row else piece.t() if self.transposed else piece for piece in hf_tensors]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        if len(pieces) == 1:
+            return pieces[0]
+        import torch
+
+        return torch.cat(pieces)
 
     def to_hf(self, tensor: Tensor) -> list[Tensor]:
         """Return their tensors from ours."""

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from firth.models import presets
 from firth.models.config import ClassificationHead, LMHead, ModelConfig, SpanHead, TokenClassificationHead
 from firth.models.hf.layout import HFLayout, TaskArchitecture, TensorRule, Tensors, linear_rules, qkv_rules
@@ -97,7 +95,8 @@ def detect_t5_tied_head(config: ModelConfig, read_tensors: Callable[..., Tensors
     tensors = read_tensors("lm_head.weight", "shared.weight")
     if len(tensors) < 2 or not isinstance(config.head, LMHead):
         return config
-    return replace(config, head=replace(config.head, tied=torch.equal(*tensors.values())))
+    lm_head, embeddings = tensors.values()
+    return replace(config, head=replace(config.head, tied=lm_head.equal(embeddings)))
 
 
 T5_LAYOUT = HFLayout(

@@ -1,0 +1,52 @@
+"""The weight files of a checkpoint folder, sharded or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
+
+from firth.core.errors import UserError
+from firth.core.files import read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WEIGHTS_FILE = "model.safetensors"
+
+
+def _weight_files(folder: Path) -> list[str]:
+    index = folder / (WEIGHTS_FILE + ".index.json")
+    if not index.is_file():
+        return [WEIGHTS_FILE]
+    contents = read_json(index)
+    if not isinstance(contents, dict) or not isinstance(contents.get("weight_map"), dict) or not contents["weight_map"]:
+        raise UserError(f"{index} has no weight_map: not an index of weights.")
+    return sorted({str(name) for name in contents["weight_map"].values()})
+
+
+def find_weight_files(folder: Path) -> list[str]:
+    """Return the names of the weight files of a checkpoint; raise a UserError where there are none."""
+    names = _weight_files(folder)
+    if not (folder / names[0]).is_file():
+        if any(folder.glob("*.bin")):
+            raise UserError(
+                f"{folder} has its weights in a .bin file, a pickle that can run any code when it is opened. "
+                "Convert it with transformers: AutoModel.from_pretrained(...).save_pretrained(...)."
+            )
+        raise UserError(f"{folder} has no {WEIGHTS_FILE}: not a checkpoint.")
+    return names
+
+
+def read_tensors(folder: Path, keep_names: tuple[str, ...] | None = None) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint folder, sharded or not: all of them, or those in `keep_names`."""
+    names = find_weight_files(folder)
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        try:
+            with safe_open(folder / name, framework="pt") as f:
+                tensors |= {key: f.get_tensor(key) for key in f.keys() if keep_names is None or key in keep_names}  # noqa: SIM118
+        except (SafetensorError, OSError) as e:
+            raise UserError(f"{folder / name} cannot be read ({e}): the file is damaged or cut short.") from None
+    return tensors
