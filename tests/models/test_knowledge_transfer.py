@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from firth.core.errors import UserError
 from firth.models import Encoder, KnowledgeTransfer, TransferLoss, check_transfer_pair, init_from_teacher, make_model
-from firth.models.knowledge_transfer import MOBILEBERT_DISTILLATION
+from firth.models.distill_config import MOBILEBERT_DISTILLATION
 from firth.models.presets import ib_bert, mobilebert
 from firth.objectives import Batch
 
