@@ -21,9 +21,9 @@ from firth.core.html import format_cell
 from firth.core.serialization import to_dict
 from firth.evaluate import evaluate, evaluate_perplexity, write_model_card, write_run_report
 from firth.evaluate.card import non_default_fields, training_section
+from firth.evaluate.examples_page import confidence_margin, is_mistake
 from firth.evaluate.export import write_export
-from firth.evaluate.report import confidence_margin, is_mistake
-from firth.metrics import mean_and_std
+from firth.metrics import format_metric, mean_and_std
 from firth.models import Distillation, Model, load_model
 from firth.models.presets import bert
 from firth.objectives import MLM, OBJECTIVES
@@ -232,7 +232,8 @@ def test_every_number_of_a_card_and_a_report_is_that_of_the_results(tuned: Path,
     html = page.read_text(encoding="utf-8")
     for name, value in results["scores"][1].items():
         cells = "".join(
-            rf"\s*<td[^>]*>{re.escape(format_cell(x))}</td>" for x in (*mean_and_std([value / 2, value]), value / 2)
+            rf"\s*<td[^>]*>{re.escape(format_metric(name, x))}</td>"
+            for x in (*mean_and_std([value / 2, value]), value / 2)
         )
         assert re.search(rf"<td[^>]*>{name}</td>{cells}", html)
 

@@ -9,10 +9,10 @@ import pytest
 
 from firth.core.errors import UserError
 from firth.evaluate.cloze import evaluate_choice, evaluate_cloze
+from firth.evaluate.examples_page import is_mistake
 from firth.evaluate.likelihood import SplitText, make_scorer, text_likelihoods
 from firth.evaluate.logprobs import TokenLogprobs
 from firth.evaluate.minimal_pairs import evaluate_minimal_pairs
-from firth.evaluate.report import is_mistake
 from firth.generate import generate_ids
 from firth.text import Example
 

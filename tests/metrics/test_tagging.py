@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 
 import pytest
 import seqeval.metrics
@@ -17,9 +18,11 @@ from firth.metrics import (
     entity_precision,
     entity_recall,
     extract_entity_spans,
+    match_entities,
     per_type_metrics,
     tag_accuracy,
 )
+from firth.metrics.tagging import count_entities
 
 TRUE = [["B-PER", "I-PER", "O", "B-LOC"], ["B-LOC", "I-LOC", "O"]]
 PREDICTED = [["B-PER", "I-PER", "O", "B-PER"], ["B-LOC", "O", "O"]]
@@ -36,6 +39,35 @@ def test_by_hand() -> None:
         "PER": pytest.approx(ClassMetrics(0.5, 1, 2 / 3, 1)),
     }
     assert entity_f1(PREDICTED, TRUE, exclude={"LOC"}) == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "true", "outcomes"),
+    [
+        ("B-PER I-PER O", "B-PER I-PER O", "right"),
+        ("O O O", "B-PER I-PER O", "missed"),
+        ("O O B-LOC", "O O O", "invented"),
+        ("B-LOC I-LOC O", "B-PER I-PER O", "wrong type"),
+        ("B-PER O O", "B-PER I-PER O", "wrong boundary"),
+        ("O O B-PER", "B-PER I-PER O", "missed, invented"),  # no word in common
+        ("B-LOC O O", "B-PER I-PER O", "invented, missed"),  # neither words nor type: nothing is right
+        ("B-PER B-PER I-PER", "B-PER I-PER I-PER", "invented, wrong boundary"),  # two for one: the longer overlap
+        ("B-PER I-PER I-PER", "B-PER O B-PER", "wrong boundary, missed"),  # one for two: the leftmost of equals
+        ("B-PER I-PER B-LOC", "B-PER B-PER B-LOC", "wrong boundary, missed, right"),
+        ("B-PER B-LOC O", "B-LOC B-LOC O", "wrong type, right"),
+        ("I-PER I-PER O", "B-PER I-PER O", "right"),  # another scheme, the same entity
+    ],
+)
+def test_the_five_outcomes_by_hand(predicted: str, true: str, outcomes: str) -> None:
+    matches = match_entities(predicted.split(), true.split())
+    assert ", ".join(match.outcome for match in matches) == outcomes
+    entities = {"true": extract_entity_spans(true.split()), "predicted": extract_entity_spans(predicted.split())}
+    for side, spans in entities.items():  # each entity has one outcome
+        assert sorted(span for match in matches if (span := getattr(match, side))) == sorted(spans)
+
+
+def test_an_excluded_type_has_no_outcome() -> None:
+    assert match_entities(["B-V", "O"], ["O", "B-V"], exclude=("V",)) == []
 
 
 def test_every_scheme_gives_the_same_stretches() -> None:
@@ -71,6 +103,10 @@ SENTENCES = st.lists(st.lists(st.tuples(TAGS, TAGS), min_size=1, max_size=9), mi
 def test_any_tags_as_seqeval(sentences: list[list[tuple[str, str]]]) -> None:
     predicted = [[p for p, _ in sentence] for sentence in sentences]
     true = [[t for _, t in sentence] for sentence in sentences]
+    counts = Counter(m.outcome for p, t in zip(predicted, true, strict=True) for m in match_entities(p, t))
+    paired = counts["right"] + counts["wrong type"] + counts["wrong boundary"]
+    totals = [counts["right"], paired + counts["invented"], paired + counts["missed"]]
+    assert totals == count_entities(predicted, true, ())
     for tags in true:
         assert [(c.type, c.start, c.end - 1) for c in extract_entity_spans(tags)] == get_entities(tags)
     with warnings.catch_warnings():

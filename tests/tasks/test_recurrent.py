@@ -451,6 +451,8 @@ def test_tagging_with_bilstm_and_crf(tmp_path: Path) -> None:
     options: dict[str, Any] = {"seeds": 1, "max_steps": 80, "learning_rate": 2e-2, "crf": True, "bilstm": 32}
     found = api.finetune(tmp_path / "words", "tag", train, dev, tmp_path / "tags", **options)
     assert scores(found)["entity_f1"] > 0.8
+    lines = (tmp_path / "tags/predictions.jsonl").read_text(encoding="utf-8")
+    assert "probabilities" not in lines, "scores of whole sequences are not probabilities of tags"
     with pytest.raises(UserError, match="crf is for the task tag"):
         api.finetune(tmp_path / "words", "classify", train, dev, tmp_path / "no", crf=True)
 

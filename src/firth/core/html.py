@@ -2,10 +2,13 @@
 
 The markup is in Jinja templates beside this file, with the CSS in `templates/page.css.j2`. Plots are matplotlib
 figures that become inline SVG. A page makes no request, so it can be mailed, archived and opened without a network.
+Its content security policy allows one script at most, named by its hash: nothing in a text can run.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
 import math
 import re
@@ -47,12 +50,13 @@ class HtmlPage:
     """A page that is built from top to bottom and saved as one file.
 
     Each `add_*` method renders one fragment with the macro of the same name in `templates/fragments.html.j2`.
-    Jinja escapes every value. `css_template` follows the common CSS; `command` is named in the page's head, by which
-    `resolve_page_path` recognizes it.
+    Jinja escapes every value. `css_template` follows the common CSS, and `script_template` is the page's only script;
+    `command` is named in the page's head, by which `resolve_page_path` recognizes it.
     """
 
     def __init__(self, title: str, css_template: str = "", command: str = "") -> None:
         self.title, self.css_template, self.command = title, css_template, command
+        self.script_template = ""
         self.fragments: list[str] = []
         self.num_figures = 0
 
@@ -96,7 +100,9 @@ class HtmlPage:
 
     def to_html(self) -> str:
         """Return the whole page. Lone surrogates, which UTF-8 cannot encode, become question marks."""
-        html = _environment().get_template("page.html.j2").render(page=self)
+        script = _environment().get_template(self.script_template).render() if self.script_template else ""
+        script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        html = _environment().get_template("page.html.j2").render(page=self, script=script, script_hash=script_hash)
         return html.encode(errors="replace").decode()
 
     def save(self, path: str | Path) -> None:

@@ -1,9 +1,11 @@
-"""report.html of an evaluation or a fine-tuning run: scores, classes, loss curves and mistakes."""
+"""report.html of an evaluation or a fine-tuning run: scores, classes, loss curves and mistakes.
+
+Shares are percentages (`format_metric`). The examples with their mistakes are those of `examples_page.py`.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import yaml
 from firth.core.files import MODEL_CARD_FILE, read_json
 from firth.core.html import HtmlPage, plot_loss_curve
 from firth.evaluate.card import write_model_card
-from firth.metrics import confusion_matrix, mean_and_std, per_class_metrics, per_type_metrics
+from firth.evaluate.examples_page import CLASS_TASKS, add_examples
+from firth.metrics import ClassMetrics, format_metric, mean_and_std, per_class_metrics, per_type_metrics
 from firth.metrics.tagging import are_span_tags
 from firth.tasks import Prediction, read_predictions
 from firth.tasks.multitask import task_of
@@ -20,12 +23,8 @@ from firth.tasks.results import describe_comparison
 from firth.text import Example
 from firth.train import read_log, token_loss_name
 
-CLASS_TASKS = ("classify", "pair", "relation", "word-in-context")
-MAX_CONFUSION_TABLE_CLASSES = 30  # classes: a larger confusion matrix is unreadable
 MAX_SEED_COLUMNS = 5  # seeds with a column of their own
-MAX_MISTAKE_ROWS = 20  # rows of the table of mistakes
 TRAIN_LOG_KEYS = {"loss", "skipped", "rewound_from"}  # a log line with one of these is not an evaluation
-MAX_TEXT_CHARS = 400  # characters of a text in a table
 REPORT_RESULT_KEYS = (
     "task",
     "checkpoint",
@@ -53,9 +52,10 @@ def write_evaluation_report(
     page.add_table(["", ""], [(name, format_list(result[name])) for name in REPORT_RESULT_KEYS if name in result])
     if result["metrics"]:
         page.add_heading("Scores")
-        page.add_table(["metric", "score"], list(result["metrics"].items()))
+        page.add_table(["metric", "score"], format_score_rows(result["metrics"].items()))
     if result.get("by_group"):
-        page.add_table(["group", "score"], list(result["by_group"].items()), "The accuracy of each group.")
+        rows = [(group, format_metric("accuracy", score)) for group, score in result["by_group"].items()]
+        page.add_table(["group", "score"], rows, "The accuracy of each group.")
     add_prediction_sections(page, task, Path(result["checkpoint"]), examples, predictions)
     page.save(path)
 
@@ -77,12 +77,12 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
     facts = {"checkpoint": f"{settings['checkpoint']} ({start})", "train": settings["train"], "dev": settings["dev"]}
     page.add_table(["", ""], [*facts.items(), ("dev examples", len(examples)), ("steps", format_list(result["steps"]))])
     page.add_heading("Scores")
-    page.add_table(
-        *seed_table(result), f"Scores on dev. final/ is seed {result['best_seed']}, the best by {result['metric']}."
-    )
+    columns, rows = seed_table(result)
+    caption = f"Scores on dev. final/ is seed {result['best_seed']}, the best by {result['metric']}."
+    page.add_table(columns, format_score_rows(rows), caption)
     if result.get("chance") is not None:
         baseline = "Random vectors" if task == "embed" else "Always predicting the most frequent label of train"
-        text = f"{baseline} scores {result['chance']:.4g} {result['metric']}."
+        text = f"{baseline} scores {format_metric(result['metric'], result['chance'])} {result['metric']}."
         failed = f" Seeds that are no better: {format_list(result['failed'])}." if result["failed"] else ""
         page.add_paragraph(text.replace("vectors scores", "vectors score") + failed)
     if result.get("diverged"):
@@ -90,7 +90,7 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
     if result.get("comparison"):
         page.add_paragraph(describe_comparison(result["comparison"]))
     lines = read_predictions(folder / "predictions.jsonl")
-    predictions = [Prediction(line["prediction"], line.get("scores")) for line in lines]
+    predictions = [Prediction(line["prediction"], line.get("scores"), line) for line in lines]
     if tasks := result.get("tasks"):
         add_task_sections(page, tasks, folder / "final", examples, predictions)
     else:
@@ -99,6 +99,11 @@ def write_run_report(folder: Path, result: Mapping[str, Any], examples: Sequence
     page.add_code(recipe)
     page.save(folder / "report.html")
     return folder / "report.html"
+
+
+def format_score_rows(rows: Iterable[tuple[Any, ...]]) -> list[tuple[str, ...]]:
+    """Format rows of a metric's name and its values."""
+    return [(name, *(format_metric(name, value) for value in values)) for name, *values in rows]
 
 
 def seed_table(result: Mapping[str, Any]) -> tuple[list[str], list[tuple[Any, ...]]]:
@@ -126,7 +131,10 @@ def add_task_sections(
 ) -> None:
     """Add the score of each of several tasks, then its classes and mistakes."""
     page.add_heading("Tasks")
-    rows = [(name, t["task"], t["metric"], t["mean"], t["std"]) for name, t in tasks.items()]
+    rows = [
+        (name, t["task"], t["metric"], *(format_metric(t["metric"], t[key]) for key in ("mean", "std")))
+        for name, t in tasks.items()
+    ]
     page.add_table(["name", "task", "metric", "mean", "deviation"], rows)
     add_loss_curves(page, checkpoint)
     for name, task in tasks.items():
@@ -149,7 +157,7 @@ def add_class_and_mistake_sections(page: HtmlPage, task: str, pairs: Sequence[tu
         add_class_section(page, [p.prediction for _, p in labelled], [e.target for e, _ in labelled])
     if labelled and task == "tag":
         add_type_section(page, [p.prediction for _, p in labelled], [e.target for e, _ in labelled])
-    add_mistakes(page, task, pairs)
+    add_examples(page, task, pairs)
 
 
 def format_list(value: Any) -> Any:
@@ -157,27 +165,26 @@ def format_list(value: Any) -> Any:
 
 
 def add_class_section(page: HtmlPage, predicted: Sequence[str], true: Sequence[str]) -> None:
-    """Precision, recall and F1 of each class, and the confusion matrix."""
-    rows = per_class_metrics(predicted, true)
+    """Precision, recall and F1 of each class."""
     page.add_heading("Classes")
-    page.add_table(["class", "precision", "recall", "F1", "examples"], [(name, *row) for name, row in rows.items()])
-    if len(rows) <= MAX_CONFUSION_TABLE_CLASSES:
-        names = list(rows)
-        counts = confusion_matrix(predicted, true, names).tolist()
-        table = [(name, *row) for name, row in zip(names, counts, strict=True)]
-        page.add_table(
-            ["true \\ predicted", *names],
-            table,
-            "Confusion matrix: true classes in rows, predicted classes in columns.",
-        )
+    add_class_table(page, "class", per_class_metrics(predicted, true))
 
 
 def add_type_section(page: HtmlPage, predicted: Sequence[Sequence[str]], true: Sequence[Sequence[str]]) -> None:
-    """Precision, recall and F1 of each entity type; part-of-speech tags have none."""
-    if are_span_tags(true):
-        rows = per_type_metrics(predicted, true)
+    """Precision, recall and F1 of each entity type; of each tag, if tags mark no spans."""
+    if are_span_tags([*true, *predicted]):
         page.add_heading("Types")
-        page.add_table(["type", "precision", "recall", "F1", "examples"], [(name, *row) for name, row in rows.items()])
+        add_class_table(page, "type", per_type_metrics(predicted, true))
+    else:
+        page.add_heading("Tags")
+        flat_predicted, flat_true = ([tag for tags in side for tag in tags] for side in (predicted, true))
+        add_class_table(page, "tag", per_class_metrics(flat_predicted, flat_true))
+
+
+def add_class_table(page: HtmlPage, kind: str, metrics: Mapping[str, ClassMetrics]) -> None:
+    shares = {name: [format_metric("f1", share) for share in row[:3]] for name, row in metrics.items()}
+    rows = [(name, *shares[name], row.support) for name, row in metrics.items()]
+    page.add_table([kind, "precision", "recall", "F1", "examples"], rows)
 
 
 def add_loss_curves(page: HtmlPage, checkpoint: Path) -> None:
@@ -206,7 +213,7 @@ def add_loss_curves(page: HtmlPage, checkpoint: Path) -> None:
     ]
     names = list(dict.fromkeys(name for line in scores for name in line if isinstance(line[name], int | float)))
     if len(scores) > len(lines) and names:  # more than one at the end of each
-        rows = [(line["run"], *(line.get(name) for name in names)) for line in scores]
+        rows = [(line["run"], *(format_metric(name, line.get(name)) for name in names)) for line in scores]
         page.add_table(["run", *names], rows, "Scores during training.")
 
 
@@ -248,57 +255,3 @@ def add_source_table(page: HtmlPage, results: Mapping[str, Any]) -> None:
 
 def log_points(log: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
     return [(line["step"], line[name]) for line in log if line.get(name) is not None]
-
-
-def add_mistakes(page: HtmlPage, task: str, pairs: Sequence[tuple[Example, Prediction]]) -> None:
-    """Wrong predictions, the most confident ones first."""
-    wrong = sorted(
-        (pair for pair in pairs if is_mistake(task, *pair)), key=lambda pair: -confidence_margin(task, *pair)
-    )
-    if not wrong:
-        return
-    page.add_heading("Mistakes")
-    rows = [
-        (str(e.id), example_text(e), truncated_json(p.prediction), truncated_json(gold_answer(task, e)))
-        for e, p in wrong[:MAX_MISTAKE_ROWS]
-    ]
-    caption = f"{len(wrong):,} of {len(pairs):,} are wrong; the {len(rows)} most confident ones."
-    page.add_table(["id", "text", "predicted", "right"], rows, caption)
-
-
-def is_mistake(task: str, example: Example, prediction: Prediction) -> bool:
-    """Whether a prediction is wrong; numbers and generated texts are never counted as wrong."""
-    if task == "minimal-pairs":
-        return prediction.prediction != "good"
-    if example.target is None or (prediction.prediction is None and task != "choice"):
-        return False
-    if task == "tag":
-        return tuple(prediction.prediction) != tuple(example.target)
-    if task == "span-qa":
-        return prediction.prediction not in ([answer.text for answer in example.target] or [""])
-    if task == "analogy":
-        return str(prediction.prediction).lower() != example.target.lower()
-    return task in (*CLASS_TASKS, "choice", "cloze") and prediction.prediction != example.target
-
-
-def gold_answer(task: str, example: Example) -> Any:
-    if task == "span-qa":
-        return [answer.text for answer in example.target] or "(no answer)"
-    return "good" if task == "minimal-pairs" else example.target
-
-
-def confidence_margin(task: str, example: Example, prediction: Prediction) -> float:
-    """Score of the prediction minus that of the right label, where the model scored both."""
-    scores = prediction.scores or {}
-    names = str(prediction.prediction), str(gold_answer(task, example))
-    return scores[names[0]] - scores[names[1]] if all(name in scores for name in names) else 0.0
-
-
-def example_text(example: Example) -> str:
-    joined = "\n".join(example.texts)
-    return joined if len(joined) <= MAX_TEXT_CHARS else joined[:MAX_TEXT_CHARS] + " ..."
-
-
-def truncated_json(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= MAX_TEXT_CHARS else text[:MAX_TEXT_CHARS] + " ..."

@@ -49,6 +49,7 @@ from firth.metrics.squad import (
     squad_scores,
 )
 from firth.metrics.tagging import (
+    EntityMatch,
     EntitySpan,
     are_span_tags,
     entity_f1,
@@ -56,10 +57,11 @@ from firth.metrics.tagging import (
     entity_recall,
     extract_entity_spans,
     find_stray_tags,
+    match_entities,
     per_type_metrics,
     tag_accuracy,
 )
-from firth.metrics.task_metrics import TASK_METRIC_FNS, compute_metrics
+from firth.metrics.task_metrics import TASK_METRIC_FNS, compute_metrics, format_metric
 from firth.metrics.text import bits_per_byte, bleu, chrf, exact_match, perplexity, rouge
 
 __all__ = [
@@ -67,6 +69,7 @@ __all__ = [
     "AdditiveScore",
     "ClassMetrics",
     "Comparison",
+    "EntityMatch",
     "EntitySpan",
     "accuracy",
     "accuracy_by_group",
@@ -92,10 +95,12 @@ __all__ = [
     "f1",
     "failed_runs",
     "find_stray_tags",
+    "format_metric",
     "is_additive_metric",
     "macro_f1",
     "majority_accuracy",
     "make_additive_score",
+    "match_entities",
     "mcc",
     "mean_and_std",
     "micro_f1",

@@ -2,6 +2,20 @@
 
 Entities are decoded as by conlleval, the script of the CoNLL-2000 and 2003 tasks. It accepts any order of tags, so one
 decoder serves IOB1, IOB2 (BIO), BIOES and BILOU. A prediction and a reference are the tags of one sentence.
+
+F1 tells how many entities are wrong, not how. `match_entities` pairs the entities of a sentence and names each outcome:
+
+| outcome        | true entity | predicted entity                              |
+|----------------|-------------|-----------------------------------------------|
+| right          | yes         | same words, same type                         |
+| wrong type     | yes         | same words, other type                        |
+| wrong boundary | yes         | same type, other words, at least one in common |
+| missed         | yes         | none of these                                 |
+| invented       | none of these | yes                                         |
+
+Each entity has one outcome. So true entities = right + wrong type + wrong boundary + missed, and predicted entities =
+right + wrong type + wrong boundary + invented. A prediction with other words and another type is an invented entity,
+and the true one is missed, as F1 counts it.
 """
 
 from __future__ import annotations
@@ -9,7 +23,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from itertools import product
+from typing import Literal, NamedTuple
 
 from firth.core.errors import UserError
 from firth.metrics.classification import ClassMetrics, check_same_length
@@ -18,6 +33,7 @@ TagSequence = Sequence[str]
 # Begin, Inside, End, Single; BILOU names the last two Last and Unit.
 CHUNK_TAG_PATTERN = re.compile(r"O|([BIESLU])(?:-(.+))?", re.DOTALL)
 BILOU_TO_BIOES = {"L": "E", "U": "S"}
+EntityOutcome = Literal["right", "missed", "invented", "wrong type", "wrong boundary"]
 
 
 class EntitySpan(NamedTuple):
@@ -26,6 +42,22 @@ class EntitySpan(NamedTuple):
     type: str
     start: int
     end: int
+
+
+class EntityMatch(NamedTuple):
+    """A true entity with the predicted one that it is compared with. A missed or invented entity has no partner."""
+
+    outcome: EntityOutcome
+    true: EntitySpan | None
+    predicted: EntitySpan | None
+
+    @property
+    def start(self) -> int:
+        return min(span.start for span in (self.true, self.predicted) if span)
+
+    @property
+    def end(self) -> int:
+        return max(span.end for span in (self.true, self.predicted) if span)
 
 
 def entity_f1(
@@ -106,6 +138,45 @@ def extract_entity_spans(tags: TagSequence) -> list[EntitySpan]:
             spans[-1] = spans[-1]._replace(end=i + 1)
         last_prefix, last_type = prefix, entity_type
     return spans
+
+
+def match_entities(predicted: TagSequence, true: TagSequence, exclude: Collection[str] = ()) -> list[EntityMatch]:
+    """Return the outcomes of one sentence from left to right; the table above defines them.
+
+    Equal entities are paired first, then equal spans, then overlapping entities of one type. Of several overlaps, the
+    longest is paired, then the leftmost. `exclude` lists ignored types.
+
+    >>> [match.outcome for match in match_entities(["B-PER", "O", "B-LOC"], ["B-PER", "I-PER", "O"])]
+    ['wrong boundary', 'invented']
+    """
+    left_true, left_predicted = (
+        [span for span in extract_entity_spans(tags) if span.type not in exclude] for tags in (true, predicted)
+    )
+    pairs = [(t, p) for t, p in product(left_true, left_predicted) if _num_shared_words(t, p)]
+    rules: list[tuple[EntityOutcome, list[tuple[EntitySpan, EntitySpan]]]] = [
+        ("right", [(t, p) for t, p in pairs if t == p]),
+        ("wrong type", [(t, p) for t, p in pairs if t[1:] == p[1:]]),
+        ("wrong boundary", sorted((pair for pair in pairs if pair[0].type == pair[1].type), key=_overlap_order)),
+    ]
+    matches = []
+    for outcome, candidates in rules:
+        for t, p in candidates:
+            if t in left_true and p in left_predicted:
+                left_true.remove(t)
+                left_predicted.remove(p)
+                matches.append(EntityMatch(outcome, t, p))
+    matches += [EntityMatch("missed", t, None) for t in left_true]
+    matches += [EntityMatch("invented", None, p) for p in left_predicted]
+    return sorted(matches, key=lambda match: (match.start, match.end, match.true is None))
+
+
+def _num_shared_words(a: EntitySpan, b: EntitySpan) -> int:
+    return max(0, min(a.end, b.end) - max(a.start, b.start))
+
+
+def _overlap_order(pair: tuple[EntitySpan, EntitySpan]) -> tuple[int, int, int]:
+    """Sort key: the longest overlap first, then the leftmost."""
+    return -_num_shared_words(*pair), pair[0].start, pair[1].start
 
 
 def _split_tag(tag: str) -> tuple[str, str]:

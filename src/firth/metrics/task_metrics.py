@@ -7,6 +7,7 @@ Metrics are from 0 to 1; correlations and `mcc` are from -1 to 1; BLEU, chrF and
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from firth.core.errors import UserError, did_you_mean
+from firth.core.html import format_cell
 from firth.metrics.classification import accuracy, check_same_length, f1, macro_f1, mcc, micro_f1
 from firth.metrics.correlation import pearson, spearman, word_similarity_correlation
 from firth.metrics.pairs import accuracy_by_group, analogy_correct, minimal_pair_correct, retrieval_scores
@@ -22,6 +24,8 @@ from firth.metrics.tagging import are_span_tags, entity_f1, entity_precision, en
 from firth.metrics.text import bits_per_byte, bleu, chrf, exact_match, perplexity, rouge
 
 MetricScores = dict[str, float]
+# Metrics from 0 to 1 that are shares; not correlations, nor BLEU, chrF and ROUGE, which are from 0 to 100.
+SHARE_METRIC_PATTERN = re.compile(r"(?:^|[._])(?:accuracy|f1|precision|recall|exact|match|mrr|known|average)(?:[._]|$)")
 
 
 def compute_metrics(task: str, predictions: Sequence[Any], references: Sequence[Any]) -> MetricScores:
@@ -29,6 +33,16 @@ def compute_metrics(task: str, predictions: Sequence[Any], references: Sequence[
     if task not in TASK_METRIC_FNS:
         raise UserError(f"Unknown task {task!r}. {did_you_mean(task, TASK_METRIC_FNS)}")
     return TASK_METRIC_FNS[task](predictions, references)
+
+
+def format_metric(name: str, value: float | None) -> str:
+    """Format a score for people: a share as a percentage, any other with four digits.
+
+    >>> format_metric("entity_f1", 0.81234), format_metric("spearman", 0.81234), format_metric("f1", None)
+    ('81.2%', '0.8123', '–')
+    """
+    is_share = SHARE_METRIC_PATTERN.search(name) and not name.endswith("_thresh")
+    return f"{100 * value:.1f}%" if is_share and value is not None and math.isfinite(value) else format_cell(value)
 
 
 def _classification_metrics(predictions: Sequence[str], references: Sequence[str]) -> MetricScores:

@@ -20,13 +20,15 @@ import numpy as np
 from firth.core.console import format_count
 from firth.metrics import entity_f1, entity_precision, entity_recall
 from firth.metrics.tagging import are_span_tags
-from firth.models import Head, ModelConfig, head_for_task
+from firth.models import Head, Model, ModelConfig, head_for_task
+from firth.models.config import TokenClassificationHead
 from firth.objectives import IGNORE_INDEX, Batch
 from firth.tasks.head_task import Array, EncodedExample, HeadTask, PackedBatch, gather_answer_logits, softmax
 from firth.tasks.task import Prediction
 from firth.tasks.template import EncodedSequence
 from firth.text import Example
 from firth.tokens import Tokenizer
+from firth.train import ComputeConfig
 
 PREDICATE_MARKER = " @"  # surrounds the predicate in models without token types
 
@@ -143,6 +145,12 @@ class TaggingTask(HeadTask):
         probability_AC = softmax(gather_answer_logits(logits, packed))
         ends = np.cumsum([len(item.label) for item in items])
         return [self.tags_from_probabilities(p_WC) for p_WC in np.split(probability_AC, ends[:-1])]
+
+    def predict(self, model: Model, items: Sequence[Any], compute: ComputeConfig, batch_size: int) -> list[Prediction]:
+        """Predict tags with their probabilities. A CRF's have none: its logits are the scores of whole sequences."""
+        predictions = super().predict(model, items, compute, batch_size)
+        has_crf = isinstance(model.config.head, TokenClassificationHead) and model.config.head.crf
+        return [p._replace(extra=None) for p in predictions] if has_crf else predictions
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Prediction]) -> dict[str, float]:
         """Score the tags; a marked predicate's own tag is known and not counted (CoNLL-2005)."""
