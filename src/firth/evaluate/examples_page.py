@@ -367,12 +367,13 @@ def describe_rows(view: str, total: int, wrong: int, shown: int, has_confidence:
     """Return the sentences above the rows: how many are wrong, in which order they come, what the marks mean."""
     noun = {"entities": "sentences", "tag": "sentences", "span-qa": "questions"}.get(view, "examples")
     if view == "text-to-text":
-        texts = [f"{wrong:,} of {total:,} predictions differ from the reference. The least similar ones come first."]
+        texts = [f"Predictions that differ from the reference: {wrong:,} of {total:,}. The least similar come first."]
     else:
         order = "The surest mistakes come first." if has_confidence else "They have the order of the file."
-        texts = [f"{wrong:,} of {total:,} {noun} have a mistake.{f' {order}' if wrong else ''}"]
+        texts = [f"{noun.capitalize()} with a mistake: {wrong:,} of {total:,}.{f' {order}' if wrong else ''}"]
     if view in ("entities", "tag", "span-qa"):
-        texts.append("A box is a prediction, an underline is the right answer. A percentage is the model's confidence.")
+        sure = " A percentage is the model's confidence." if has_confidence else ""
+        texts.append(f"A box is a prediction, an underline is the right answer.{sure}")
     if shown < total:
         texts.append(f"This page has {shown:,} of {total:,} {noun}; predictions.jsonl has all.")
     return texts
