@@ -8,7 +8,14 @@ import pytest
 
 from firth.core.errors import UserError
 from firth.models import PRESETS, Distillation, get_preset, make_model
-from firth.models.config import EXTRA_TYPES, GeneratorConfig, MaskDecoder, SentencePairHead, SpanBoundaryHead
+from firth.models.config import (
+    EXTRA_TYPES,
+    GeneratorConfig,
+    MaskDecoder,
+    SentencePairHead,
+    SpanBoundaryHead,
+    make_generator_model_config,
+)
 from firth.models.presets import bert, gpt2
 from firth.objectives import MLM, OBJECTIVES, SpanCorruption
 from firth.recipes import complete_recipe, default_objective, pretraining_recipe, tokenizer_kind, update_recipe
@@ -85,7 +92,11 @@ def test_numbers_of_extras_are_kept() -> None:
 def test_what_deberta_was_pretrained_with_unless_another_objective_is_asked() -> None:
     one, three = get_preset("deberta-tiny"), get_preset("deberta-v3-tiny")
     assert pretraining_recipe(one).model.extras == (MaskDecoder(2, 512),)
-    assert pretraining_recipe(three).model.extras == (GeneratorConfig(disentangle_embeddings=True),)
+    # the published rtd_base.json: 12 layers of 768, and a generator of 6 layers of 768
+    half_as_deep = GeneratorConfig(width_ratio=1.0, depth_ratio=0.5, disentangle_embeddings=True)
+    assert pretraining_recipe(three).model.extras == (half_as_deep,)
+    generator = make_generator_model_config(replace(get_preset("deberta-v3-base"), extras=(half_as_deep,)))
+    assert (generator.num_layers, generator.dim, generator.num_heads, generator.mlp.dim) == (6, 768, 12, 3072)
     assert complete_recipe(pretraining_recipe(one)) == pretraining_recipe(one)
     assert pretraining_recipe(one, objective=OBJECTIVES["rtd"]).model.extras == (GeneratorConfig(),)
     assert pretraining_recipe(one, objective=OBJECTIVES["nsp"]).model.extras == (SentencePairHead(),)

@@ -406,14 +406,16 @@ class SpanBoundaryHead:
 class GeneratorConfig:
     """ELECTRA's generator, which replaces tokens for the backbone to detect (Clark et al. 2020, section 2).
 
-    `width_ratio` is its width relative to the backbone's; `discriminator_weight` weighs detection against MLM.
-    `disentangle_embeddings` gives the backbone the generator's embeddings plus its own difference, and only the
-    difference gets the gradient of detection (DeBERTa version 3, section 3.3).
+    `width_ratio` and `depth_ratio` are its width and its number of layers relative to the backbone's;
+    `discriminator_weight` weighs detection against MLM. `disentangle_embeddings` gives the backbone the generator's
+    embeddings plus its own difference, and only the difference gets the gradient of detection (DeBERTa version 3,
+    section 3.3).
     """
 
     width_ratio: float = 0.25
     discriminator_weight: float = 50.0
     disentangle_embeddings: bool = False
+    depth_ratio: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -839,10 +841,11 @@ class ModelConfig:
             length = boundary.max_span_length
             wrong.append(f"in model.extras SpanBoundaryHead.max_span_length is {length}, and must be at least 1")
         if isinstance(generator, GeneratorConfig) and not (
-            0 < generator.width_ratio <= 1 and generator.discriminator_weight > 0
+            0 < generator.width_ratio <= 1 and 0 < generator.depth_ratio <= 1 and generator.discriminator_weight > 0
         ):
             wrong.append(
-                "in model.extras GeneratorConfig.width_ratio must be in (0, 1], and discriminator_weight more than 0"
+                "in model.extras GeneratorConfig.width_ratio must be in (0, 1], depth_ratio too, and "
+                "discriminator_weight more than 0"
             )
         if isinstance(decoder, MaskDecoder) and (decoder.num_layers < 1 or decoder.length < 1):
             wrong.append("in model.extras MaskDecoder.num_layers and MaskDecoder.length must be at least 1")
@@ -892,12 +895,13 @@ def lm_head_width(config: ModelConfig, spec: LMHead) -> int:
 
 
 def make_generator_model_config(config: ModelConfig) -> ModelConfig:
-    """Return the generator's config: as deep as the discriminator, narrower, over the same token embeddings."""
+    """Return the generator's config: narrower or shallower than the discriminator, over the same token embeddings."""
     spec = config.get_extra("generator")
     assert isinstance(spec, GeneratorConfig)
     num_heads = max(1, int(config.num_heads * spec.width_ratio))
     return replace(
         config,
+        num_layers=max(1, round(config.num_layers * spec.depth_ratio)),
         dim=num_heads * max(1, round(config.dim * spec.width_ratio / num_heads)),
         num_heads=num_heads,
         head_dim=None,

@@ -10,9 +10,9 @@ One step, in order (section 2):
 4. The loss is MLM + `discriminator_weight` * detection (50 in the paper: binary losses are small).
 
 The loss covers all tokens instead of 15%, so a step teaches more. The generator is as deep as the discriminator and
-1/4 to 1/2 as wide (section 3.2); both share the token embeddings. DeBERTa version 3 lets the discriminator add its own
-difference to the shared embeddings, and its gradient does not reach the generator's (He et al. 2021, section 3.3).
-After pretraining the generator is thrown away.
+1/4 to 1/2 as wide (section 3.2); both share the token embeddings. DeBERTa version 3 has a generator of the same width
+and half the depth. There the discriminator adds its own difference to the shared embeddings, and its gradient does not
+reach the generator's (He et al. 2021, section 3.3). After pretraining the generator is thrown away.
 
 B rows, T positions, K target positions, D model width, E width of the token embeddings, V vocabulary.
 """

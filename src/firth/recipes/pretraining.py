@@ -136,7 +136,7 @@ def default_row_fields(model: ModelConfig, objective: Objective) -> dict[str, An
 def default_extras(model: ModelConfig) -> tuple[Extra, ...]:
     """Return modules beside the backbone that the family was pretrained with, beyond those of its objective."""
     if model.family == "deberta-v3":
-        return (GeneratorConfig(disentangle_embeddings=True),)
+        return (GeneratorConfig(width_ratio=1.0, depth_ratio=0.5, disentangle_embeddings=True),)
     if model.family in ("deberta", "deberta-v2") and isinstance(model.position, Disentangled):
         return (MaskDecoder(length=model.position.length),)
     return ()
